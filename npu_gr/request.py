@@ -1,0 +1,194 @@
+"""The nouns that cross folders: who asks, with which behaviours, for what, and what the answer says."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+I64 = npt.NDArray[np.int64]
+I16 = npt.NDArray[np.int16]
+F32 = npt.NDArray[np.float32]
+
+
+class UserKey(NamedTuple):
+    """One user of one tenant. Never logged, never a metric label."""
+
+    tenant: str
+    user: str
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Events:
+    """Behaviours, oldest first, in the caller's own item ids. n = number of events."""
+
+    items: I64  # [n] external item ids
+    actions: I16  # [n] action ids as the model's config names them
+    timestamps: I64  # [n] unix seconds
+
+    def __post_init__(self) -> None:
+        assert self.items.shape == self.actions.shape == self.timestamps.shape
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def __getitem__(self, part: slice) -> Events:
+        return Events(self.items[part], self.actions[part], self.timestamps[part])
+
+    def __add__(self, newer: Events) -> Events:
+        join = np.concatenate
+        return Events(
+            join((self.items, newer.items)),
+            join((self.actions, newer.actions)),
+            join((self.timestamps, newer.timestamps)),
+        )
+
+    @classmethod
+    def make(cls, items: npt.ArrayLike, actions: npt.ArrayLike, timestamps: npt.ArrayLike) -> Events:
+        """From anything numpy reads as three integer rows of the same length."""
+        return cls(
+            np.ascontiguousarray(items, np.int64),
+            np.ascontiguousarray(actions, np.int16),
+            np.ascontiguousarray(timestamps, np.int64),
+        )
+
+    @classmethod
+    def empty(cls) -> Events:
+        """No behaviours."""
+        return cls.make([], [], [])
+
+    def fingerprint(self) -> str:
+        """32 hex digits over every event (xxh3-128): equal histories and no others have equal ones."""
+        digest = xxhash.xxh3_128(len(self).to_bytes(8, "little"))
+        for row in (self.items, self.actions, self.timestamps):
+            digest.update(np.ascontiguousarray(row).data)
+        return digest.hexdigest()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class HistoryRef:
+    """Where a request's behaviours come from.
+
+    events given, base absent: the whole history. Both given: `events` follow the prefix that `base` names.
+    Neither: the history store has it.
+    """
+
+    events: Events | None = None
+    base: str | None = None  # a fingerprint that an earlier answer gave
+
+
+class Verdict(StrEnum):
+    """What the trigger says to a signal; the value of the `verdict` metric label."""
+
+    PREINFER = "preinfer"
+    RELOAD = "reload"  # the DRAM tier has it; it comes back instead of being computed
+    ALREADY_RESIDENT = "already_resident"
+    ALREADY_RUNNING = "already_running"
+    SKIP_NOT_AT_RISK = "skip_not_at_risk"  # would meet the budget anyway
+    SKIP_FOOTPRINT = "skip_footprint"  # no bytes left to reserve
+    SKIP_LOAD = "skip_load"  # too many pre-infers in flight
+    SKIP_DISABLED = "skip_disabled"
+
+
+class Outcome(StrEnum):
+    """How a rank got its prefix KV; the value of the `outcome` metric label."""
+
+    HBM_HIT = "hbm_hit"
+    JOINED = "joined"
+    DRAM_HIT = "dram_hit"
+    MISS_FULL = "miss_full"
+    DEGRADED = "degraded"
+
+
+class Reason(StrEnum):
+    """Why a rank was not an HBM hit. `NONE` for a hit."""
+
+    NONE = ""
+    COMPUTE = "compute"  # joined a pre-infer
+    RELOAD = "reload"  # joined a reload
+    NO_SIGNAL = "no_signal"
+    NOT_AT_RISK = "not_at_risk"
+    REJECTED_FOOTPRINT = "rejected_footprint"
+    REJECTED_LOAD = "rejected_load"
+    JOIN_TIMEOUT = "join_timeout"
+    RELOAD_SLOWER = "reload_slower"
+    RELOAD_FAILED = "reload_failed"
+    FINGERPRINT_MISMATCH = "fingerprint_mismatch"
+    EXPIRED = "expired"
+    PRODUCER_FAILED = "producer_failed"
+    DISABLED = "disabled"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class SignalRequest:
+    """Pre-infer this user's prefix while retrieval still runs."""
+
+    user: UserKey
+    history: HistoryRef
+    num_candidates: int | None = None  # how many the rank will bring, for the trigger; None = the config's guess
+    model_version: str | None = None  # None = the one being served
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RankRequest:
+    """Score these candidates for this user."""
+
+    user: UserKey
+    candidates: I64  # [c] external item ids
+    history: HistoryRef
+    timestamp: int | None = None  # unix seconds the candidates are shown at; None = now
+    top_k: int | None = None  # also answer the best k, by the first task
+    model_version: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HistoryReport:
+    """What was made of the behaviours that came in."""
+
+    fingerprint: str  # of the whole history as the model reads it; the `base` of a later delta
+    num_tokens: int  # that the model read
+    cut_tokens: int = 0  # oldest ones dropped by the length rule
+    unknown_items: int = 0  # events left out because the catalogue lacks their item
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SignalAnswer:
+    """What was decided about the pre-infer; the work itself may still be running."""
+
+    verdict: Verdict
+    model_version: str
+    history: HistoryReport
+    resident_for_s: float  # how long the prefix KV is kept for a rank; 0 where none is produced
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RankAnswer:
+    """Scores in candidate order, and how they came to be."""
+
+    model_version: str
+    outcome: Outcome
+    reason: Reason
+    scores: dict[str, F32]  # task -> [c] logits; NaN = the catalogue lacks the item
+    top: I64 | None  # [<= top_k] external ids, best first by the first task; ties: the earlier candidate
+    history: HistoryReport
+    prefix_tokens: int  # of num_tokens, how many were read from cached KV
+    unknown_candidates: int = 0
+    stages_s: dict[str, float] = field(default_factory=dict)  # history, lease, queue, device
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelInfo:
+    """What is being served."""
+
+    name: str
+    version: str
+    tasks: tuple[str, ...]
+    actions: tuple[str, ...]
+    num_items: int
+    max_history_tokens: int
+    device: str
+    dtype: str

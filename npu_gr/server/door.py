@@ -1,0 +1,39 @@
+"""What the HTTP door needs from the service behind it. `npu_gr.service.Service` is the one that ships."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from npu_gr.request import Events, ModelInfo, RankAnswer, RankRequest, SignalAnswer, SignalRequest, UserKey
+
+
+class Door(Protocol):
+    """One request from start to end; every method may raise what `errors.py` lists, and cancels cleanly."""
+
+    def models(self) -> list[ModelInfo]:
+        """What is being served, the default first."""
+        ...
+
+    def is_ready(self) -> tuple[bool, str]:
+        """Whether new work is welcome, and in words why not: starting, draining, device failed."""
+        ...
+
+    def effective_config(self) -> dict[str, Any]:
+        """The whole configuration in force, plain types only, without secrets."""
+        ...
+
+    async def signal(self, request: SignalRequest, budget_s: float) -> SignalAnswer:
+        """Decide on a pre-infer and start it; returns before it is done."""
+        ...
+
+    async def rank(self, request: RankRequest, budget_s: float) -> RankAnswer:
+        """Score the candidates. Raises DeadlineExceeded when `budget_s` seconds are over."""
+        ...
+
+    async def append_events(self, user: UserKey, events: Events, budget_s: float) -> int:
+        """Append behaviours durably; how many the store now holds for the user."""
+        ...
+
+    async def erase_user(self, user: UserKey) -> None:
+        """Forget the user: stored behaviours, known prefixes, KV in every tier, running producers too."""
+        ...
