@@ -120,6 +120,7 @@ class Reason(StrEnum):
     FINGERPRINT_MISMATCH = "fingerprint_mismatch"
     EXPIRED = "expired"
     PRODUCER_FAILED = "producer_failed"
+    READ_FAILED = "read_failed"  # the device failed with the prefix and did without
     DISABLED = "disabled"
 
 
@@ -129,7 +130,7 @@ class SignalRequest:
 
     user: UserKey
     history: HistoryRef
-    num_candidates: int | None = None  # how many the rank will bring, for the trigger; None = the config's guess
+    num_candidates: int | None = None  # that the rank will bring, for the trigger; None = the config's guess
     model_version: str | None = None  # None = the one being served
 
 

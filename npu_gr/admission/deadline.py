@@ -1,0 +1,25 @@
+"""How long a request may take: `async with deadline(budget_s) as due_s`."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from npu_gr.errors import DeadlineExceeded
+
+
+@asynccontextmanager
+async def deadline(budget_s: float) -> AsyncIterator[float]:
+    """Bound the block's time; yields the instant (time.monotonic) at which it ends.
+
+    Raises:
+        DeadlineExceeded: the budget ran out; the block was cancelled and has unwound.
+    """
+    due_s = time.monotonic() + budget_s
+    try:
+        async with asyncio.timeout(budget_s):
+            yield due_s
+    except TimeoutError as error:
+        raise DeadlineExceeded(f"not done within {budget_s * 1e3:.0f} ms") from error

@@ -1,0 +1,101 @@
+"""What a device must do. `reference.py` is the slow definition of every op; `choose.py` picks one by name.
+
+Shapes: n new rows, p cached tokens before them, m keys, c candidates, H heads, Dq and Dv per-head widths,
+P position buckets, B time buckets. A *slab* is a pair (k [m, H, Dq], v [m, H, Dv]) of consecutive tokens;
+a list of slabs is in token order.
+
+Source: HSTU, arXiv:2402.17152: A = SiLU(alpha Q K^T + bias) * scale * mask, O = A V, no softmax. Without a
+softmax the output over all keys is the plain sum of the outputs over any split of them, which is what makes a
+cached prefix exact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+Slab = tuple[Tensor, Tensor]
+
+TIME_BUCKETS = 64  # half octaves of seconds up to 2**31
+
+
+class BiasTables(NamedTuple):
+    """Relative bias of one layer: a function of position and time *differences*, so a split stays exact."""
+
+    position: Tensor  # [H, P] by min(query position - key position, P - 1)
+    time: Tensor  # [H, TIME_BUCKETS] by time_bucket(query time - key time)
+
+
+def time_bucket(delta_s: Tensor) -> Tensor:
+    """Half-octave bucket of a time difference; integer arithmetic, so the same on every device and dtype.
+
+    Args:
+        delta_s: int64, seconds; negative (clock skew) counts as 0.
+
+    Returns:
+        int32, same shape, in [0, TIME_BUCKETS).
+    """
+    octave_and_half = (delta_s.clamp(0, 2**31 - 1) + 1).to(torch.float32).view(torch.int32) >> 22
+    return (octave_and_half - (127 << 1)).clamp(0, TIME_BUCKETS - 1)
+
+
+class Backend(Protocol):
+    """One device. Every method is called on the device thread only."""
+
+    name: str
+    device: torch.device
+    pins_host_memory: bool  # host tiers should be page-locked for asynchronous copies
+
+    def hstu_causal(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        past: Sequence[Slab],
+        times: Tensor,
+        bias: BiasTables,
+        alpha: float,
+    ) -> Tensor:
+        """History rows: each new row sees every cached token and the new rows up to itself.
+
+        Args:
+            q, k: [n, H, Dq] of the new rows. v: [n, H, Dv].
+            past: slabs of the p tokens before them; empty where there are none.
+            times: int64 [p + n], unix seconds of cached and new tokens. Position of a token = its index.
+            alpha: factor on q k^T.
+
+        Returns:
+            [n, H, Dv] in q's dtype, *not* yet multiplied by the constant attention scale.
+        """
+        ...
+
+    def hstu_targets(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        history: Sequence[Slab],
+        times: Tensor,
+        query_time: int,
+        bias: BiasTables,
+        alpha: float,
+    ) -> Tensor:
+        """Candidate rows: each sees all m history tokens and itself, never another candidate.
+
+        Args:
+            q, k: [c, H, Dq]. v: [c, H, Dv]: the candidates' own rows.
+            history: slabs of all m history tokens.
+            times: int64 [m] unix seconds of the history.
+            query_time: unix seconds shared by all candidates; their shared position is m.
+
+        Returns:
+            [c, H, Dv] as `hstu_causal`.
+        """
+        ...
+
+    def synchronize(self) -> None:
+        """Wait until everything queued on the device is done."""
+        ...

@@ -1,0 +1,104 @@
+"""The slow, obvious definition of every op: one dense [H, queries, keys] matrix and a brute-force mask.
+
+Everything else is tested against this file. It runs on the CPU in the dtype of its inputs, fp64 included.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn.functional import silu
+
+from npu_gr.backend.base import BiasTables, Slab, time_bucket
+
+
+def allowed(row: int, column: int, num_history: int) -> bool:
+    """The mask of `relaygr.md` 2.7 over [history | candidates]: causal history, candidates see it and themselves."""
+    if row < num_history:
+        return column <= row
+    return column < num_history or column == row
+
+
+def dense_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    positions: Tensor,
+    times: Tensor,
+    num_history: int,
+    bias: BiasTables,
+    alpha: float,
+) -> Tensor:
+    """Attention of the whole sequence [history | candidates] at once.
+
+    Args:
+        q, k, v: [N, H, D] of all rows.
+        positions, times: int64 [N].
+        num_history: rows before the first candidate.
+
+    Returns:
+        [N, H, Dv], without the attention scale.
+    """
+    n = len(q)
+    mask = torch.tensor([[allowed(i, j, num_history) for j in range(n)] for i in range(n)]).view(n, n)
+    distance = (positions[:, None] - positions[None, :]).clamp(0, bias.position.shape[1] - 1)
+    bucket = time_bucket(times[:, None] - times[None, :]).long()
+    logits = torch.einsum("ihd,jhd->hij", q, k) * alpha + bias.position[:, distance] + bias.time[:, bucket]
+    weights = torch.where(mask, silu(logits), torch.zeros((), dtype=q.dtype))
+    return torch.einsum("hij,jhd->ihd", weights, v)
+
+
+def joined(slabs: Sequence[Slab], k: Tensor, v: Tensor) -> Slab:
+    """All keys and values in token order, the given rows last."""
+    return torch.cat([*(s[0] for s in slabs), k]), torch.cat([*(s[1] for s in slabs), v])
+
+
+class ReferenceBackend:
+    """`backend: reference`: correct, quadratic in memory, for tests and for the parity self-test."""
+
+    name = "reference"
+    pins_host_memory = False
+
+    def __init__(self) -> None:
+        self.device = torch.device("cpu")
+
+    def hstu_causal(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        past: Sequence[Slab],
+        times: Tensor,
+        bias: BiasTables,
+        alpha: float,
+    ) -> Tensor:
+        """See `Backend.hstu_causal`."""
+        keys, values = joined(past, k, v)
+        queries = torch.cat([q.new_zeros(len(keys) - len(q), *q.shape[1:]), q])  # cached rows ask nothing
+        positions = torch.arange(len(keys))
+        out = dense_attention(queries, keys, values, positions, times, len(keys), bias, alpha)
+        return out[len(keys) - len(q) :]
+
+    def hstu_targets(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        history: Sequence[Slab],
+        times: Tensor,
+        query_time: int,
+        bias: BiasTables,
+        alpha: float,
+    ) -> Tensor:
+        """See `Backend.hstu_targets`."""
+        keys, values = joined(history, k, v)
+        m = len(keys) - len(k)
+        queries = torch.cat([q.new_zeros(m, *q.shape[1:]), q])
+        positions = torch.cat([torch.arange(m), torch.full((len(q),), m)])
+        all_times = torch.cat([times, torch.full((len(q),), query_time)])
+        return dense_attention(queries, keys, values, positions, all_times, m, bias, alpha)[m:]
+
+    def synchronize(self) -> None:
+        """The CPU is never behind."""

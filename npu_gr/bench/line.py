@@ -1,0 +1,83 @@
+"""One bench line: ours against a named baseline, timed in turn in one run."""
+
+from __future__ import annotations
+
+import platform
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from npu_gr import __version__
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Line:
+    """`ratio` is how many times better ours is; `floor` the best that arithmetic allows, in the same unit."""
+
+    bench: str
+    case: str
+    ours: float
+    unit: str
+    baseline: str
+    baseline_value: float
+    ratio: float
+    target: float | None
+    ok: bool | None
+    floor: float | None = None
+    of_floor: float | None = None
+    p10: float | None = None
+    p90: float | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self)
+
+
+def timed_in_turn(
+    functions: list[Callable[[], object]], budget_s: float, min_runs: int = 5
+) -> list[list[float]]:
+    """Seconds of each run of each function, A B A B ..., after one run of each that is not counted."""
+    for function in functions:
+        function()
+    samples: list[list[float]] = [[] for _ in functions]
+    ends_s = time.perf_counter() + budget_s
+    while len(samples[0]) < min_runs or time.perf_counter() < ends_s:
+        for function, row in zip(functions, samples, strict=True):
+            began_s = time.perf_counter()
+            function()
+            row.append(time.perf_counter() - began_s)
+    return samples
+
+
+def percentiles(seconds: list[float]) -> tuple[float, float, float]:
+    """Median, p10, p90."""
+    p50, p10, p90 = np.percentile(seconds, [50, 10, 90])
+    return float(p50), float(p10), float(p90)
+
+
+def environment(device: str, seed: int) -> dict[str, Any]:
+    """What the figures were measured on."""
+    return {
+        "environment": {
+            "npu_gr": __version__,
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "machine": _cpu_name(),
+            "device": device,
+            "threads": torch.get_num_threads(),
+            "seed": seed,
+        }
+    }
+
+
+def _cpu_name() -> str:
+    try:
+        with open("/proc/cpuinfo") as file:
+            names = [line.split(":", 1)[1].strip() for line in file if line.startswith("model name")]
+    except OSError:
+        names = []
+    return f"{len(names)} x {names[0]}" if names else platform.machine()

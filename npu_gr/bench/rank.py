@@ -1,0 +1,122 @@
+"""`npu-gr bench rank`: scoring candidates against a cached prefix, against a full inference of the same request.
+
+Floor: the ratio of the two passes' floating-point operations. Every operation counted is one that the code does:
+causal attention at half its square, the last layer's history rows at their keys and values alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from npu_gr.backend.choose import BackendName, choose
+from npu_gr.bench.line import Line, percentiles, timed_in_turn
+from npu_gr.kv.arena import KVArena
+from npu_gr.kv.layout import KVLayout, Run
+from npu_gr.model.config import HSTUConfig
+from npu_gr.model.hstu import HSTU, Past, Segment
+
+LENGTHS, CANDIDATES = (256, 1024, 4096), (100, 500)
+WITHIN = 0.7  # the cached path must reach this share of the flop ratio
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 0.1}  # of the logits' standard deviation
+
+
+def config(num_layers: int = 8, dim: int = 256) -> HSTUConfig:
+    """The shape of `performance.md` section 2: 4 heads of 64."""
+    return HSTUConfig(
+        num_items=10_000,
+        actions=("click",),
+        tasks=("click",),
+        dim=dim,
+        num_layers=num_layers,
+        num_heads=4,
+        qk_dim=dim // 4,
+        v_dim=dim // 4,
+        scaling_seqlen=4096,
+        max_history_tokens=8192,
+    )
+
+
+def flops(shape: HSTUConfig, num_history: int, num_candidates: int, cached: bool) -> float:
+    """Of one pass over `num_candidates` candidates and a history that is computed or cached."""
+    uv, qk = shape.num_heads * shape.v_dim, shape.num_heads * shape.qk_dim
+    row = 2 * shape.dim * (2 * uv + 2 * qk) + 2 * uv * shape.dim  # U, V, Q, K and the output
+    pair = 2 * (qk + uv)  # one query, one key
+    n, c = num_history, num_candidates
+    candidates = shape.num_layers * (c * row + c * (n + 1) * pair)
+    if cached:
+        return candidates
+    last = n * 2 * shape.dim * (uv + qk)
+    return candidates + (shape.num_layers - 1) * (n * row + n * (n + 1) / 2 * pair) + last
+
+
+def lines(backend_name: BackendName, dtype: torch.dtype, seed: int, budget_s: float) -> Iterator[Line]:
+    """One line a case. A wrong result is an AssertionError before anything is timed."""
+    backend = choose(backend_name)
+    torch.manual_seed(seed)
+    shape = config()
+    model = HSTU(shape)
+    with torch.no_grad():
+        for layer in model.layers:
+            layer.position_bias.normal_(std=0.1)
+            layer.time_bias.normal_(std=0.1)
+    model.cast(dtype).to(backend.device).eval().freeze_items()
+    layout = KVLayout(
+        num_layers=shape.num_layers,
+        num_heads=shape.num_heads,
+        qk_dim=shape.qk_dim,
+        v_dim=shape.v_dim,
+        page_tokens=64,
+        dtype=str(dtype).removeprefix("torch."),
+    )
+    arena = KVArena(layout, layout.pages(max(LENGTHS)), backend.device)
+    nothing = torch.empty(0, dtype=torch.int64, device=backend.device)
+    for n in LENGTHS:
+        items = torch.randint(shape.num_items, (n,), device=backend.device)
+        times = torch.cumsum(torch.randint(100_000, (n,)), 0).to(backend.device)
+        runs = (Run(0, layout.pages(n)),)
+        history = {"items": items, "actions": torch.zeros_like(items), "times": times}
+
+        def sink(layer: int, k: Tensor, v: Tensor, runs: tuple[Run, ...] = runs) -> None:
+            arena.write(layer, runs, 0, k, v)
+
+        model(backend, [Segment(**history, candidates=nothing, sink=sink)])
+        past = Past(times, lambda layer, runs=runs, n=n: arena.views(layer, runs, n))  # type: ignore[misc]
+        for c in CANDIDATES:
+            candidates = torch.randint(shape.num_items, (c,), device=backend.device)
+            at = int(times[-1]) + 60
+            cold = Segment(**history, candidates=candidates, candidate_time=at)
+            hit = Segment(
+                items=nothing, actions=nothing, times=nothing, candidates=candidates, candidate_time=at, past=past
+            )
+
+            def run(segment: Segment) -> Tensor:
+                scores: Tensor = model(backend, [segment])[0]
+                backend.synchronize()
+                return scores
+
+            want, got = run(cold), run(hit)
+            drift = float((want - got).abs().max() / want.std())
+            assert drift <= TOLERANCE[dtype], f"n={n} c={c}: cached scores drift by {drift:.1e}"
+            full, cached = timed_in_turn([lambda s=cold: run(s), lambda s=hit: run(s)], budget_s)  # type: ignore[misc]
+            full_ms = percentiles(full)[0] * 1e3
+            ours_ms, p10, p90 = (value * 1e3 for value in percentiles(cached))
+            floor = flops(shape, n, c, False) / flops(shape, n, c, True)
+            ratio = full_ms / ours_ms
+            yield Line(
+                bench="rank",
+                case=f"L={n} M={c} layers={shape.num_layers} d={shape.dim} {layout.dtype}",
+                ours=ours_ms,
+                unit="ms",
+                baseline="full inference, same ops",
+                baseline_value=full_ms,
+                ratio=ratio,
+                target=WITHIN * floor,
+                ok=ratio >= WITHIN * floor,
+                floor=floor,
+                of_floor=ratio / floor,
+                p10=p10,
+                p90=p90,
+            )

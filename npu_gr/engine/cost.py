@@ -1,0 +1,55 @@
+"""What a pass costs in seconds: fitted at warm-up from a few measured passes, then pure arithmetic.
+
+    T_full(n, c) = a0 + a1 n + a2 n^2 + c (b0 + b1 n)         n history tokens, c candidates
+
+Source: `relaygr.md` 2.3 (our reading of RelayGR's risk test).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass(frozen=True, slots=True)
+class CostModel:
+    """Seconds as a function of lengths; every coefficient is >= 0, so costs grow with n and c."""
+
+    a0: float
+    a1: float
+    a2: float
+    b0: float
+    b1: float
+
+    def full_s(self, num_tokens: int, num_candidates: int) -> float:
+        """A pass over the whole history and the candidates."""
+        n, c = num_tokens, num_candidates
+        return self.a0 + self.a1 * n + self.a2 * n * n + c * (self.b0 + self.b1 * n)
+
+    def safe_tokens(self, num_tokens: int, num_candidates: int, budget_s: float) -> int:
+        """The most tokens n <= num_tokens with full_s(n, c) <= budget_s; 0 where not even one fits."""
+        if self.full_s(num_tokens, num_candidates) <= budget_s:
+            return num_tokens
+        low, high = 0, num_tokens
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if self.full_s(middle, num_candidates) <= budget_s else (low, middle)
+        return low
+
+
+def fit(samples: Iterable[tuple[int, int, float]]) -> CostModel:
+    """Least squares over (num_tokens, num_candidates, seconds), weighted by 1/seconds, coefficients >= 0."""
+    n, c, seconds = np.array(list(samples), np.float64).T
+    rows = np.stack([np.ones_like(n), n, n * n, c, c * n], axis=1)
+    used = list(range(rows.shape[1]))
+    while used:  # drop negative coefficients one at a time: small, and enough for five of them
+        found, *_ = np.linalg.lstsq(rows[:, used] / seconds[:, None], np.ones_like(seconds), rcond=None)
+        if (found >= 0).all():
+            break
+        used.pop(int(np.argmin(found)))
+    values = np.zeros(rows.shape[1])
+    if used:
+        values[used] = found
+    return CostModel(*values.tolist())

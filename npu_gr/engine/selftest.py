@@ -1,0 +1,52 @@
+"""The parity self-test: cold == HBM hit == DRAM hit on this very device, before the first request is taken."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from npu_gr.catalog.tokens import Tokens
+from npu_gr.engine.engine import Cached, Engine, Pass
+from npu_gr.errors import DeviceError
+from npu_gr.kv.arena import KVArena
+from npu_gr.kv.layout import Run
+from npu_gr.request import I64
+
+TOLERANCE = {"float64": 1e-12, "float32": 1e-5, "bfloat16": 0.1}  # of the logits' standard deviation
+_FAR = float("inf")
+
+
+async def parity(engine: Engine, dram: KVArena | None, tokens: Tokens, candidates: I64) -> float:
+    """Largest difference of cached from cold scores, as a share of their standard deviation.
+
+    Uses the first pages of both arenas, so it must run before anything else does.
+
+    Raises:
+        DeviceError: the difference is over the tolerance of the dtype that keys and values are kept in.
+    """
+    layout = engine.arena.layout
+    cut = len(tokens) * 3 // 4
+    runs = (Run(0, layout.pages(cut)),)
+    shown_at = int(tokens.events.timestamps[-1])
+    head = Tokens(tokens.events[:cut], tokens.rows[:cut], tokens.report)
+    cold = await engine.rank(Pass(tokens, 0, candidates, shown_at), _FAR)
+    await engine.prefill(head, runs, _FAR, _FAR)
+    hit = Pass(tokens, 0, candidates, shown_at, cached=Cached(runs, cut))
+    results = {"HBM": await engine.rank(hit, _FAR)}
+    if dram is not None:
+        await engine.copy(engine.arena, runs, dram, runs, cut, _FAR)
+        await engine.zero(engine.arena, runs)
+        await engine.copy(dram, runs, engine.arena, runs, cut, _FAR)
+        results["DRAM"] = await engine.rank(hit, _FAR)
+        await engine.zero(dram, runs)
+    await engine.zero(engine.arena, runs)
+    spread = max(float(cold.logits.std()), 1e-6)
+    worst = 0.0
+    for tier, result in results.items():
+        drift = float(np.abs(result.logits - cold.logits).max()) / spread
+        worst = max(worst, drift)
+        if not drift <= TOLERANCE[layout.dtype]:
+            raise DeviceError(
+                f"self-test: scores from {tier} differ from cold ones by {drift:.1e} of their standard deviation, "
+                f"the limit for {layout.dtype} is {TOLERANCE[layout.dtype]:.0e}"
+            )
+    return worst

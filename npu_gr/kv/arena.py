@@ -1,0 +1,101 @@
+"""The memory of one tier: every page allocated and touched at start, read in place.
+
+Keys and values are separate planes, `[layer, page, token, head, dim]`, so a run of consecutive pages of a layer is
+one contiguous `[tokens, heads, dim]` slab: attention reads it without a gather, and a tier copy is a few long ones.
+Only the device thread calls these methods.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from npu_gr.kv.layout import KVLayout, Run
+
+Slab = tuple[Tensor, Tensor]
+
+
+class KVArena:
+    """`num_pages` pages of one layout on one device."""
+
+    def __init__(self, layout: KVLayout, num_pages: int, device: torch.device, pinned: bool = False) -> None:
+        self.layout, self.num_pages = layout, num_pages
+        shape = (layout.num_layers, num_pages, layout.page_tokens, layout.num_heads)
+        options = {"dtype": layout.torch_dtype, "device": device, "pin_memory": pinned}
+        # zeros_ after empty: touches every page now, so that no request pays for the first fault
+        self._keys = torch.empty(*shape, layout.qk_dim, **options).zero_()
+        self._values = torch.empty(*shape, layout.v_dim, **options).zero_()
+        self._pinned = pinned
+
+    def _slab(self, layer: int, run: Run) -> Slab:
+        pages = slice(run.first_page, run.first_page + run.num_pages)
+        return self._keys[layer, pages].flatten(0, 1), self._values[layer, pages].flatten(0, 1)
+
+    def views(self, layer: int, runs: Sequence[Run], num_tokens: int) -> list[Slab]:
+        """(k [m, H, Dq], v [m, H, Dv]) of each run in token order, exactly `num_tokens` in all; no copy."""
+        slabs = []
+        for run in runs:
+            if num_tokens <= 0:
+                break
+            k, v = self._slab(layer, run)
+            slabs.append((k[:num_tokens], v[:num_tokens]))
+            num_tokens -= len(k)
+        return slabs
+
+    def write(self, layer: int, runs: Sequence[Run], start_token: int, k: Tensor, v: Tensor) -> None:
+        """Put rows k [n, H, Dq], v [n, H, Dv] at tokens start_token..start_token+n, in the arena's dtype."""
+        done = 0
+        for slab_k, slab_v in self._slabs_from(layer, runs, start_token):
+            part = slice(done, done + len(slab_k))
+            rows = len(k[part])
+            slab_k[:rows].copy_(k[part])
+            slab_v[:rows].copy_(v[part])
+            done += rows
+            if done == len(k):
+                return
+        assert done == len(k), f"{len(k) - done} rows do not fit the pages"
+
+    def _slabs_from(self, layer: int, runs: Sequence[Run], start_token: int) -> Iterator[Slab]:
+        for run in runs:
+            k, v = self._slab(layer, run)
+            if start_token < len(k):
+                yield k[start_token:], v[start_token:]
+            start_token = max(0, start_token - len(k))
+
+    def zero(self, runs: Sequence[Run]) -> None:
+        """Overwrite pages."""
+        for first, count in runs:
+            self._keys[:, first : first + count].zero_()
+            self._values[:, first : first + count].zero_()
+
+    def copy_tokens_from(
+        self, source: KVArena, source_runs: Sequence[Run], target_runs: Sequence[Run], num_tokens: int
+    ) -> None:
+        """Copy a prefix from another tier of the same layout, whole pages, bit for bit.
+
+        Asynchronous where either side is page-locked: synchronise before the bytes are used.
+        """
+        assert source.layout == self.layout
+        non_blocking = self._pinned or source._pinned
+        pages = self.layout.pages(num_tokens)
+        for source_page, target_page, count in _common_runs(source_runs, target_runs, pages):
+            from_, to = slice(source_page, source_page + count), slice(target_page, target_page + count)
+            self._keys[:, to].copy_(source._keys[:, from_], non_blocking=non_blocking)
+            self._values[:, to].copy_(source._values[:, from_], non_blocking=non_blocking)
+
+
+def _common_runs(a: Sequence[Run], b: Sequence[Run], num_pages: int) -> Iterator[tuple[int, int, int]]:
+    """(page of a, page of b, count): both sequences walked together, `num_pages` in all."""
+    left = [list(run) for run in reversed(a)]
+    right = [list(run) for run in reversed(b)]
+    while num_pages:
+        count = min(left[-1][1], right[-1][1], num_pages)
+        yield left[-1][0], right[-1][0], count
+        num_pages -= count
+        for side in (left, right):
+            side[-1][0] += count
+            side[-1][1] -= count
+            if not side[-1][1]:
+                side.pop()

@@ -1,0 +1,291 @@
+"""The HSTU ranker: one forward pass for prefill, append, cached rank and full inference.
+
+A *segment* is one request's rows: new history tokens after p cached ones, then candidates. A batch is a list of
+segments; linears run over all rows at once, attention per segment. Prefill is a segment without candidates, full
+inference one without a past, so cold and cached scores come from the same lines of code.
+
+Token of a behaviour = item + its side features + action. A candidate has no action yet: it carries a learned
+"shown" embedding instead. Order [history | candidates]; a candidate's position is the length of the history.
+
+Source: HSTU and M-FALCON, arXiv:2402.17152; exactness rules of `relaygr.md` 3.1.
+Invariants: history rows never depend on candidates or on later history; candidates never see each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear, silu
+
+from npu_gr.backend.base import TIME_BUCKETS, Backend, BiasTables, Slab
+from npu_gr.model.config import HSTUConfig
+
+EPS = 1e-6
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Past:
+    """Cached tokens of one user, as the attention reads them."""
+
+    times: Tensor  # int64 [p] unix seconds
+    slabs: Callable[[int], Sequence[Slab]]  # layer -> its keys and values in token order
+
+    @property
+    def num_tokens(self) -> int:
+        """How many tokens are cached."""
+        return len(self.times)
+
+
+Sink = Callable[[int, Tensor, Tensor], None]  # layer, k [n, H, Dq], v [n, H, Dv] of the new history rows
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Segment:
+    """One request's rows. All tensors on the model's device."""
+
+    items: Tensor  # int64 [n] item rows of the new history tokens
+    actions: Tensor  # int64 [n]
+    times: Tensor  # int64 [n] unix seconds
+    candidates: Tensor  # int64 [c] item rows
+    candidate_time: int = 0  # unix seconds
+    past: Past | None = None
+    sink: Sink | None = None  # receives the new history rows' keys and values, layer by layer
+
+    @property
+    def num_rows(self) -> int:
+        """New history rows plus candidate rows."""
+        return len(self.items) + len(self.candidates)
+
+
+class HSTULayer(nn.Module):
+    """One layer: U, V, Q, K from the normed input, attention outside, gated output and residual."""
+
+    def __init__(self, config: HSTUConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.uv_width, self.qk_width = config.num_heads * config.v_dim, config.num_heads * config.qk_dim
+        self.widths = [self.uv_width, self.uv_width, self.qk_width, self.qk_width]  # U, V, Q, K
+        self.uvqk = nn.Linear(config.dim, sum(self.widths))
+        joined = 3 if config.residual == "concat" else 1
+        self.out = nn.Linear(joined * self.uv_width, config.dim)
+        self.norm_in = nn.LayerNorm(config.dim, eps=EPS)
+        group = config.v_dim if config.norm == "group" else self.uv_width
+        self.norm_attention = nn.LayerNorm(group, eps=EPS)
+        self.position_bias = nn.Parameter(torch.zeros(config.num_heads, config.position_buckets))
+        self.time_bias = nn.Parameter(torch.zeros(config.num_heads, TIME_BUCKETS))
+
+    @property
+    def bias(self) -> BiasTables:
+        """The layer's relative bias tables."""
+        return BiasTables(self.position_bias, self.time_bias)
+
+    def heads(self, x: Tensor, width: int) -> Tensor:
+        """[..., H * width] -> [..., H, width]."""
+        return x.view(*x.shape[:-1], self.config.num_heads, width)
+
+    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """U [..., H*Dv], V [..., H, Dv], Q and K [..., H, Dq] of rows x [..., dim]."""
+        mixed = self.uvqk(self.norm_in(x).to(self.uvqk.weight.dtype))
+        if self.config.activation == "uvqk":
+            mixed = silu(mixed)
+        u, v, q, k = torch.split(mixed, self.widths, dim=-1)
+        if self.config.activation == "u":
+            u = silu(u)
+        return (
+            u,
+            self.heads(v, self.config.v_dim),
+            self.heads(q, self.config.qk_dim),
+            self.heads(k, self.config.qk_dim),
+        )
+
+    def project_kv(self, x: Tensor) -> Slab:
+        """K and V alone: all that the last layer's history rows are asked for."""
+        normed = self.norm_in(x).to(self.uvqk.weight.dtype)
+        uv, qk = self.uv_width, self.qk_width
+        v = linear(normed, self.uvqk.weight[uv : 2 * uv], self.uvqk.bias[uv : 2 * uv])
+        k = linear(normed, self.uvqk.weight[2 * uv + qk :], self.uvqk.bias[2 * uv + qk :])
+        if self.config.activation == "uvqk":
+            v, k = silu(v), silu(k)
+        return self.heads(k, self.config.qk_dim), self.heads(v, self.config.v_dim)
+
+    def finish(self, x: Tensor, u: Tensor, attention: Tensor) -> Tensor:
+        """Next layer's rows from the rows x, their gate u and the scaled attention output [..., H, Dv]."""
+        wide = attention.to(x.dtype)
+        if self.config.norm == "group":
+            normed = self.norm_attention(wide).flatten(-2)
+        else:
+            normed = self.norm_attention(wide.flatten(-2))
+        gated = u * normed.to(u.dtype)
+        if self.config.residual == "concat":
+            gated = torch.cat([u, attention.flatten(-2), gated], dim=-1)
+        return x + self.out(gated).to(x.dtype)
+
+
+class HSTU(nn.Module):
+    """The ranker's weights and its forward pass."""
+
+    def __init__(self, config: HSTUConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.item = nn.Embedding(config.num_items, config.dim)
+        self.action = nn.Embedding(
+            len(config.actions) + 1, config.dim
+        )  # the last row: shown, not yet acted on
+        self.feature = nn.ModuleList(
+            nn.Embedding(f.num_values + 1, config.dim, padding_idx=f.num_values) for f in config.item_features
+        )
+        for index, f in enumerate(config.item_features):  # value ids of every item, num_values = padding
+            ids = torch.full((config.num_items, f.max_values), f.num_values)
+            self.register_buffer(f"feature_ids_{index}", ids)
+        if config.positions != "none":
+            self.position = nn.Embedding(config.max_history_tokens + 1, config.dim)
+        self.layers = nn.ModuleList(HSTULayer(config) for _ in range(config.num_layers))
+        self.norm_head = nn.LayerNorm(config.dim, eps=EPS)
+        self.head = nn.Sequential(
+            nn.Linear(config.dim, config.head_dim), nn.SiLU(), nn.Linear(config.head_dim, len(config.tasks))
+        )
+        for table in (self.item, self.action, *self.feature):
+            assert isinstance(table, nn.Embedding)
+            nn.init.normal_(table.weight, std=0.02)
+        self._item_table: Tensor | None = None
+
+    def cast(self, dtype: torch.dtype) -> HSTU:
+        """Compute in `dtype`, in place.
+
+        The residual stream, norms and head of a bf16 model stay fp32: they are cheap, and a bf16 residual would
+        turn every rounding difference of a split into a visible one.
+        """
+        self.to(dtype)
+        if dtype == torch.bfloat16:
+            self.norm_head.float()
+            self.head.float()
+            for layer in self.layers:
+                assert isinstance(layer, HSTULayer)
+                layer.norm_in.float()
+                layer.norm_attention.float()
+        self._item_table = None
+        return self
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the matrix products, and of the keys and values that come out."""
+        return self.item.weight.dtype
+
+    def embed_items(self, rows: Tensor) -> Tensor:
+        """Item plus the mean of each side feature's values: [...] item rows -> [..., dim]."""
+        x: Tensor = self.item(rows)
+        for index, (f, table) in enumerate(zip(self.config.item_features, self.feature, strict=True)):
+            ids = getattr(self, f"feature_ids_{index}")[rows]
+            count = (ids != f.num_values).sum(-1, keepdim=True).clamp(min=1)
+            x = x + table(ids).sum(-2) / count.to(x.dtype)
+        return x
+
+    def freeze_items(self) -> None:
+        """Fold the side features into one table, so that serving gathers one row an item. Call after loading."""
+        with torch.inference_mode():
+            rows = torch.arange(self.config.num_items, device=self.item.weight.device)
+            self._item_table = torch.cat([self.embed_items(part) for part in rows.split(65536)])
+
+    def attention_scale(self, num_tokens: int) -> float:
+        """1 / scaling_seqlen; by the runtime length only where the config asks for it (never with a cache)."""
+        length = self.config.scaling_seqlen if self.config.scaling == "constant" else max(num_tokens, 1)
+        return 1.0 / length
+
+    def _embed(self, segments: Sequence[Segment]) -> Tensor:
+        """[rows, dim] of every segment's history and candidates, in order."""
+        items = torch.cat([part for s in segments for part in (s.items, s.candidates)])
+        shown = len(self.config.actions)
+        actions = torch.cat([p for s in segments for p in (s.actions, torch.full_like(s.candidates, shown))])
+        x = (self.embed_items(items) if self._item_table is None else self._item_table[items]) + self.action(
+            actions
+        )
+        if self.config.positions != "none":
+            x = x + self.position(torch.cat([self._positions(s) for s in segments]))
+        return x.to(self.norm_head.weight.dtype)
+
+    def _positions(self, segment: Segment) -> Tensor:
+        """Learned position of each row: counted from the start, or (an E2 breaker) from the end."""
+        past, new, c = (
+            segment.past.num_tokens if segment.past else 0,
+            len(segment.items),
+            len(segment.candidates),
+        )
+        index = torch.arange(past, past + new + 1, device=segment.items.device)
+        if self.config.positions == "reverse":
+            index = past + new - index
+        index = index.clamp(max=self.config.max_history_tokens)
+        return torch.cat([index[:new], index[new:].expand(c)])
+
+    @torch.inference_mode()
+    def forward(self, backend: Backend, segments: Sequence[Segment]) -> list[Tensor]:
+        """Score every segment's candidates; hand every segment's new keys and values to its sink.
+
+        Returns:
+            Per segment [c, tasks] logits in fp32 (fp64 for an fp64 model), in candidate order.
+        """
+        alpha = self.config.qk_dim**-0.5
+        x = self._embed(segments)
+        starts = [0]
+        for s in segments:
+            starts.append(starts[-1] + s.num_rows)
+        bounds = list(zip(segments, starts, strict=False))
+        times = [s.times if s.past is None else torch.cat([s.past.times, s.times]) for s in segments]
+
+        for index, layer in enumerate(self.layers[:-1]):
+            assert isinstance(layer, HSTULayer)
+            u, v, q, k = layer.project(x)
+            attention = torch.empty_like(v)
+            for (s, start), at in zip(bounds, times, strict=True):
+                n = len(s.items)
+                scale = self.attention_scale(len(at))
+                past = s.past.slabs(index) if s.past else []
+                history, own = slice(start, start + n), slice(start + n, start + s.num_rows)
+                if s.sink:
+                    s.sink(index, k[history], v[history])
+                if n:
+                    out = backend.hstu_causal(q[history], k[history], v[history], past, at, layer.bias, alpha)
+                    attention[history] = out.mul_(scale)
+                if len(s.candidates):
+                    slabs = [*past, (k[history], v[history])] if n else past
+                    out = backend.hstu_targets(
+                        q[own], k[own], v[own], slabs, at, s.candidate_time, layer.bias, alpha
+                    )
+                    attention[own] = out.mul_(scale)
+            x = layer.finish(x, u, attention)
+        return self._last_layer(backend, x, bounds, times, alpha)
+
+    def _last_layer(
+        self,
+        backend: Backend,
+        x: Tensor,
+        bounds: Sequence[tuple[Segment, int]],
+        times: Sequence[Tensor],
+        alpha: float,
+    ) -> list[Tensor]:
+        """The last layer and the head: history rows give their keys and values and are done."""
+        index, layer = len(self.layers) - 1, self.layers[-1]
+        assert isinstance(layer, HSTULayer)
+        logits = []
+        for (s, start), at in zip(bounds, times, strict=True):
+            n = len(s.items)
+            slabs = list(s.past.slabs(index)) if s.past else []
+            if n:
+                k, v = layer.project_kv(x[start : start + n])
+                slabs.append((k, v))
+                if s.sink:
+                    s.sink(index, k, v)
+            own = x[start + n : start + s.num_rows]
+            if len(own):
+                u, v, q, k = layer.project(own)
+                out = backend.hstu_targets(q, k, v, slabs, at, s.candidate_time, layer.bias, alpha)
+                own = layer.finish(own, u, out.mul_(self.attention_scale(len(at))))
+            logits.append(self.task_logits(own))
+        return logits
+
+    def task_logits(self, x: Tensor) -> Tensor:
+        """[..., dim] final candidate rows -> [..., tasks] logits, fp32 or fp64."""
+        logits: Tensor = self.head(self.norm_head(x))
+        return logits

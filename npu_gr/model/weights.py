@@ -1,0 +1,123 @@
+"""A checkpoint directory: `config.json` (what it is) and `model.safetensors` (weights, side features, item ids).
+
+Both files are written beside their place and renamed, the weights first, so a reader never sees half of one.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+import xxhash
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from npu_gr.errors import CheckpointError
+from npu_gr.model.config import HSTUConfig
+from npu_gr.model.hstu import HSTU
+from npu_gr.request import I64
+
+ITEM_IDS = "catalog.item_ids"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Checkpoint:
+    """A model with the external ids of its item rows."""
+
+    model: HSTU
+    item_ids: I64  # [num_items] external id of each row, each once
+    name: str
+    version: str = ""  # digest of the weights; made when saved
+    action_values: tuple[float, ...] = ()  # value in an interaction log of each action, where it has one
+    metrics: dict[str, float] = field(default_factory=dict)  # what training measured
+
+
+class _Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    format: int
+    name: str
+    version: str
+    model: HSTUConfig
+    action_values: tuple[float, ...] = ()
+    metrics: dict[str, float] = {}
+
+
+def save(checkpoint: Checkpoint, folder: Path) -> str:
+    """Write the checkpoint; the version it got.
+
+    Raises:
+        CheckpointError: the folder cannot be written.
+    """
+    tensors = {name: tensor.detach().contiguous().cpu() for name, tensor in checkpoint.model.state_dict().items()}
+    tensors[ITEM_IDS] = torch.from_numpy(checkpoint.item_ids)
+    weights, manifest = folder / "model.safetensors", folder / "config.json"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        save_file(tensors, weights.with_suffix(".tmp"))
+        version = digest(weights.with_suffix(".tmp"))
+        text = msgspec.json.encode(
+            _Manifest(
+                format=1,
+                name=checkpoint.name,
+                version=version,
+                model=checkpoint.model.config,
+                action_values=checkpoint.action_values,
+                metrics=checkpoint.metrics,
+            )
+        )
+        manifest.with_suffix(".tmp").write_bytes(msgspec.json.format(text, indent=2) + b"\n")
+        os.replace(weights.with_suffix(".tmp"), weights)
+        os.replace(manifest.with_suffix(".tmp"), manifest)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"checkpoint {folder}: cannot be written: {error}") from error
+    return version
+
+
+def load(folder: Path) -> Checkpoint:
+    """Read a checkpoint in the dtype it was saved in.
+
+    Raises:
+        CheckpointError: a file is missing or corrupt, or the weights do not fit the configuration.
+    """
+    weights, manifest = folder / "model.safetensors", folder / "config.json"
+    try:
+        about = msgspec.json.decode(manifest.read_bytes(), type=_Manifest)
+        if digest(weights) != about.version:
+            raise CheckpointError(f"checkpoint {folder}: model.safetensors is not the one that config.json names")
+        tensors: dict[str, Any] = load_file(weights)
+    except OSError as error:
+        raise CheckpointError(f"checkpoint {folder}: {error.strerror}: {error.filename}") from error
+    except (msgspec.MsgspecError, SafetensorError) as error:
+        raise CheckpointError(f"checkpoint {folder}: {error}") from error
+    item_ids = tensors.pop(ITEM_IDS, None)
+    model = HSTU(about.model)
+    try:
+        model.cast(tensors["item.weight"].dtype).load_state_dict(tensors)
+    except (RuntimeError, KeyError) as error:
+        raise CheckpointError(f"checkpoint {folder}: weights do not fit config.json: {error}") from error
+    if item_ids is None or item_ids.shape != (about.model.num_items,):
+        raise CheckpointError(f"checkpoint {folder}: {ITEM_IDS} must name all {about.model.num_items} items")
+    ids: I64 = item_ids.numpy().astype(np.int64)
+    if len(np.unique(ids)) != len(ids) or (ids < 0).any():
+        raise CheckpointError(f"checkpoint {folder}: {ITEM_IDS} must be distinct and not negative")
+    return Checkpoint(
+        model=model.eval(),
+        item_ids=ids,
+        name=about.name,
+        version=about.version,
+        action_values=about.action_values,
+        metrics=about.metrics,
+    )
+
+
+def digest(path: Path) -> str:
+    """16 hex digits (xxh3-64) over a file."""
+    state = xxhash.xxh3_64()
+    with path.open("rb") as file:
+        while block := file.read(1 << 22):
+            state.update(block)
+    return state.hexdigest()

@@ -1,0 +1,414 @@
+"""The relay race: a signal encodes a user's prefix, the rank that follows leases it. One state machine.
+
+A prefix is known by (user, model version, KV layout, fingerprint). Per key at most one producer (a compute or a
+reload) runs; everybody else who needs it joins that producer's task. Producers belong to the relay, not to the
+request that started them, so a request that goes away takes nothing with it.
+
+    in HBM                    -> lease                                     hbm_hit
+    being produced            -> wait for it, but keep time to do without  joined   | miss_full join_timeout ...
+    in DRAM and a copy pays   -> start a reload, wait for it               dram_hit | miss_full reload_*
+    nowhere                   -> the pass computes everything              miss_full, or degraded to what fits
+
+Source: RelayGR (arXiv:2601.01712), in-HBM relay-race inference and memory-aware expander; `relaygr.md` 2.5.
+Invariants:
+  R1  at most one producer per key
+  R2  no failure of a pool, a tier or a producer reaches the caller: the lease says miss_full or degraded, and why
+  R3  every lease is released, whatever ends the block
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import ExitStack, asynccontextmanager
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import msgspec
+
+from npu_gr.catalog.tokens import Tokens
+from npu_gr.engine.engine import Cached, Engine
+from npu_gr.errors import NpuGrError, ResourceError
+from npu_gr.kv.dram_store import DramEntry, DramStore
+from npu_gr.kv.layout import Run
+from npu_gr.kv.prefix_pool import PrefixEntry, PrefixKey, PrefixPool
+from npu_gr.relay.trigger import Headroom, TriggerConfig, decide, reload_pays
+from npu_gr.request import Outcome, Reason, UserKey, Verdict
+
+log = logging.getLogger(__name__)
+
+
+class RelayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How prefixes are produced, kept and used."""
+
+    enabled: bool = True
+    t_life_s: Annotated[float, msgspec.Meta(gt=0)] = 10.0  # how long a prefix waits for its rank
+    keep_full: bool = True  # a full inference publishes the prefix that it computed anyway, if there is room
+    degrade: bool = True  # truncate a history whose full inference would miss the deadline
+    margin_s: Annotated[float, msgspec.Meta(ge=0)] = 0.002  # kept back for what follows the device
+    max_remembered: Annotated[int, msgspec.Meta(ge=1)] = 100_000  # users whose last verdict is remembered
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lease:
+    """How one rank gets its prefix. `cached` stays readable until the block of `Relay.lease` ends."""
+
+    outcome: Outcome
+    reason: Reason = Reason.NONE
+    cached: Cached | None = None
+    first_token: int = 0  # degraded: older tokens are left out
+    keep: tuple[Run, ...] | None = None  # the pass may leave its prefix KV here; published if the block succeeds
+
+
+@dataclass(slots=True, eq=False)
+class _Producer:
+    task: asyncio.Task[None]
+    num_tokens: int
+    is_reload: bool
+
+
+_WHY_NOT = {
+    Verdict.SKIP_NOT_AT_RISK: Reason.NOT_AT_RISK,
+    Verdict.SKIP_FOOTPRINT: Reason.REJECTED_FOOTPRINT,
+    Verdict.SKIP_LOAD: Reason.REJECTED_LOAD,
+    Verdict.SKIP_DISABLED: Reason.DISABLED,
+}
+
+
+class Relay:
+    """Signals in, leases out, over one pool, an optional DRAM tier and one engine. Event loop only."""
+
+    def __init__(
+        self,
+        config: RelayConfig,
+        trigger: TriggerConfig,
+        engine: Engine,
+        pool: PrefixPool,
+        dram: DramStore | None,
+        model_version: str,
+    ) -> None:
+        self._config, self._trigger, self._engine = config, trigger, engine
+        self._pool, self._dram, self._version = pool, dram, model_version
+        self._layout_id = pool.arena.layout.layout_id
+        self._producers: dict[PrefixKey, _Producer] = {}
+        self._by_user: dict[UserKey, set[PrefixKey]] = {}  # keys being produced
+        self._spilling: set[PrefixKey] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._last: OrderedDict[UserKey, Reason] = OrderedDict()  # why the user's last signal led to nothing
+        self.on_error: Callable[[str], None] = lambda _where: None
+
+    @property
+    def t_life_s(self) -> float:
+        """How long a produced prefix waits for its rank."""
+        return self._config.t_life_s
+
+    # ---- signal
+
+    def signal(self, user: UserKey, tokens: Tokens) -> Verdict:
+        """Decide on a pre-infer for this history and start it. Never waits, never fails."""
+        verdict = self._decide(user, tokens)
+        self._remember(user, _WHY_NOT.get(verdict, Reason.NONE))
+        return verdict
+
+    def _decide(self, user: UserKey, tokens: Tokens) -> Verdict:
+        if not self._config.enabled:
+            return Verdict.SKIP_DISABLED
+        key = self._key(user, tokens, len(tokens))
+        if self._pool.get(key) is not None:
+            return Verdict.ALREADY_RESIDENT
+        if key in self._producers:
+            return Verdict.ALREADY_RUNNING
+        layout = self._pool.arena.layout
+        headroom = Headroom(
+            inflight=len(self._producers),
+            available_bytes=self._pool.free_bytes + self._pool.evictable_bytes,
+            needed_bytes=layout.pages(len(tokens)) * layout.page_bytes,
+        )
+        verdict = decide(len(tokens), headroom, self._trigger)
+        if verdict is not Verdict.PREINFER:
+            return verdict
+        try:
+            spilled = self._dram.get(key) if self._dram else None
+            if spilled is not None and self._reload_pays(spilled, self._config.t_life_s):
+                self._start_reload(key, spilled)
+                return Verdict.RELOAD
+            entry = self._pool.reserve(key, len(tokens))
+        except ResourceError:
+            return Verdict.SKIP_FOOTPRINT
+        self._produce(key, len(tokens), self._compute(entry, tokens), is_reload=False)
+        return Verdict.PREINFER
+
+    # ---- lease
+
+    @asynccontextmanager
+    async def lease(
+        self, user: UserKey, tokens: Tokens, num_candidates: int, due_s: float
+    ) -> AsyncIterator[Lease]:
+        """The best way to this history's prefix KV, held while the block runs.
+
+        Args:
+            user: whose.
+            tokens: the whole history as the model reads it.
+            num_candidates: for the estimate of what still fits.
+            due_s: instant (time.monotonic) by which the rank must be done.
+        """
+        outcome, reason, entry = Outcome.MISS_FULL, Reason.DISABLED, None
+        if self._config.enabled and len(tokens):
+            outcome, reason, entry = await self._find(user, tokens, num_candidates, due_s)
+        with ExitStack() as held:
+            if entry is not None:
+                held.enter_context(self._pool.lease(entry, consume=True))
+                held.callback(self._spill, entry)
+                cached = Cached(tuple(entry.runs), entry.num_tokens)
+                yield Lease(outcome=outcome, reason=reason, cached=cached)
+                return
+            first = self._first_token(len(tokens), num_candidates, due_s)
+            if first:
+                yield Lease(outcome=Outcome.DEGRADED, reason=reason, first_token=first)
+                return
+            room = self._reserve_for_keeping(user, tokens)
+            if room is None:
+                yield Lease(outcome=outcome, reason=reason)
+                return
+            held.callback(self._abandon_unless_published, room)
+            yield Lease(outcome=outcome, reason=reason, keep=tuple(room.runs))
+            self._publish_kept(room, tokens)
+
+    async def _find(
+        self, user: UserKey, tokens: Tokens, num_candidates: int, due_s: float
+    ) -> tuple[Outcome, Reason, PrefixEntry | None]:
+        """The longest usable prefix: resident, else in flight, else in DRAM."""
+        resident = self._resident(user, tokens)
+        if resident is not None:
+            return Outcome.HBM_HIT, Reason.NONE, resident
+        spare_s = self._engine.cost.full_s(len(tokens), num_candidates) + self._config.margin_s
+        running = self._running(user, tokens)
+        if running is not None:
+            key, producer = running
+            why = await self._join(producer, due_s, spare_s)
+            entry = self._pool.get(key)
+            if why is None and entry is not None:
+                return Outcome.JOINED, Reason.RELOAD if producer.is_reload else Reason.COMPUTE, entry
+            return Outcome.MISS_FULL, why or Reason.EXPIRED, None
+        spilled = self._spilled(user, tokens)
+        if spilled is None:
+            return Outcome.MISS_FULL, self._why_missing(user), None
+        if not self._reload_pays(spilled, due_s - time.monotonic() - self._config.margin_s):
+            return Outcome.MISS_FULL, Reason.RELOAD_SLOWER, None
+        try:
+            producer = self._start_reload(spilled.key, spilled)
+        except ResourceError:
+            return Outcome.MISS_FULL, Reason.REJECTED_FOOTPRINT, None
+        why = await self._join(producer, due_s, spare_s)
+        entry = self._pool.get(spilled.key)
+        if why is None and entry is not None:
+            return Outcome.DRAM_HIT, Reason.NONE, entry
+        return Outcome.MISS_FULL, Reason.RELOAD_FAILED if why is Reason.PRODUCER_FAILED else why or Reason.EXPIRED, None
+
+    async def _join(self, producer: _Producer, due_s: float, spare_s: float) -> Reason | None:
+        """Wait for a producer as long as time to do without it remains. None = it has published."""
+        left_s = due_s - time.monotonic()
+        wait_s = left_s - spare_s if left_s > spare_s else left_s - self._config.margin_s
+        done, _ = await asyncio.wait({producer.task}, timeout=max(wait_s, 0.0))
+        if not done:
+            return Reason.JOIN_TIMEOUT
+        return Reason.PRODUCER_FAILED if producer.task.cancelled() or producer.task.exception() else None
+
+    def _first_token(self, num_tokens: int, num_candidates: int, due_s: float) -> int:
+        """0, or where the newest tokens begin that a full inference can still score in time."""
+        if not self._config.degrade or not num_tokens:
+            return 0
+        budget_s = due_s - time.monotonic() - self._config.margin_s
+        return num_tokens - self._engine.cost.safe_tokens(num_tokens, num_candidates, budget_s)
+
+    # ---- what exists
+
+    def _key(self, user: UserKey, tokens: Tokens, num_tokens: int) -> PrefixKey:
+        return PrefixKey(user, self._version, self._layout_id, tokens.fingerprint(num_tokens))
+
+    def _matches(self, key: PrefixKey, num_tokens: int, tokens: Tokens) -> bool:
+        return 0 < num_tokens <= len(tokens) and tokens.fingerprint(num_tokens) == key.fingerprint
+
+    def _resident(self, user: UserKey, tokens: Tokens) -> PrefixEntry | None:
+        entries = self._pool.find(user, self._version, self._layout_id)
+        usable = [e for e in entries if self._matches(e.key, e.num_tokens, tokens)]
+        return max(usable, key=lambda e: e.num_tokens, default=None)
+
+    def _running(self, user: UserKey, tokens: Tokens) -> tuple[PrefixKey, _Producer] | None:
+        found = [(key, self._producers[key]) for key in self._by_user.get(user, ())]
+        usable = [(key, p) for key, p in found if self._matches(key, p.num_tokens, tokens)]
+        return max(usable, key=lambda pair: pair[1].num_tokens, default=None)
+
+    def _spilled(self, user: UserKey, tokens: Tokens) -> DramEntry | None:
+        if self._dram is None:
+            return None
+        entries = self._dram.find(user, self._version, self._layout_id)
+        usable = [e for e in entries if self._matches(e.key, e.num_tokens, tokens)]
+        return max(usable, key=lambda e: e.num_tokens, default=None)
+
+    def _why_missing(self, user: UserKey) -> Reason:
+        if self._pool.find(user, self._version, self._layout_id):
+            return Reason.FINGERPRINT_MISMATCH
+        if user not in self._last:
+            return Reason.NO_SIGNAL
+        return self._last[user] or Reason.EXPIRED
+
+    def _remember(self, user: UserKey, reason: Reason) -> None:
+        self._last[user] = reason
+        self._last.move_to_end(user)
+        if len(self._last) > self._config.max_remembered:
+            self._last.popitem(last=False)
+
+    # ---- producers
+
+    def _produce(
+        self, key: PrefixKey, num_tokens: int, work: Coroutine[Any, Any, None], *, is_reload: bool
+    ) -> _Producer:
+        task = self._own(work)
+        producer = self._producers[key] = _Producer(task, num_tokens, is_reload)
+        self._by_user.setdefault(key.user, set()).add(key)
+
+        def ended(task: asyncio.Task[None]) -> None:
+            del self._producers[key]
+            keys = self._by_user[key.user]
+            keys.discard(key)
+            if not keys:
+                del self._by_user[key.user]
+
+        task.add_done_callback(ended)
+        return producer
+
+    def _own(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._disown)
+        return task
+
+    def _disown(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.warning("a relay task failed: %s: %s", type(error).__name__, error)
+
+    async def _compute(self, entry: PrefixEntry, tokens: Tokens) -> None:
+        now_s = time.monotonic()
+        try:
+            # ordered like a rank that would arrive now; worthless once the rank it is for has given up
+            await self._engine.prefill(tokens, tuple(entry.runs), now_s + self._config.t_life_s, now_s)
+        except BaseException as error:
+            self._pool.abandon(entry)
+            if isinstance(error, NpuGrError):
+                self.on_error("prefill")
+            raise
+        self._pool.publish(entry, tokens.events.timestamps)
+
+    def _start_reload(self, key: PrefixKey, spilled: DramEntry) -> _Producer:
+        entry = self._pool.reserve(key, spilled.num_tokens)
+        return self._produce(key, spilled.num_tokens, self._reload(entry, spilled), is_reload=True)
+
+    async def _reload(self, entry: PrefixEntry, spilled: DramEntry) -> None:
+        assert self._dram is not None
+        now_s = time.monotonic()
+        try:
+            with self._dram.lease(spilled):
+                self._dram.verify(spilled)
+                await self._engine.copy(
+                    self._dram.arena,
+                    spilled.runs,
+                    self._pool.arena,
+                    entry.runs,
+                    spilled.num_tokens,
+                    now_s + self._config.t_life_s,
+                    now_s,
+                )
+                self._dram.verify(spilled)
+        except BaseException as error:
+            self._pool.abandon(entry)
+            if isinstance(error, NpuGrError):
+                self.on_error("reload")
+            raise
+        self._pool.publish(entry, spilled.timestamps)
+
+    def _reload_pays(self, spilled: DramEntry, budget_s: float) -> bool:
+        copy_s = self._pool.arena.layout.bytes(spilled.num_tokens) / self._engine.copy_bytes_per_s
+        return reload_pays(copy_s, self._engine.cost.full_s(spilled.num_tokens, 0), budget_s)
+
+    # ---- keeping what was computed or used
+
+    def _reserve_for_keeping(self, user: UserKey, tokens: Tokens) -> PrefixEntry | None:
+        key = self._key(user, tokens, len(tokens))
+        wanted = self._config.keep_full and len(tokens) >= self._trigger.min_prefix_tokens
+        if not self._config.enabled or not wanted or self._pool.get(key) is not None or key in self._producers:
+            return None
+        try:
+            return self._pool.reserve(key, len(tokens))
+        except ResourceError:
+            return None
+
+    def _publish_kept(self, entry: PrefixEntry, tokens: Tokens) -> None:
+        self._pool.publish(entry, tokens.events.timestamps)
+        with self._pool.lease(entry, consume=True):  # its rank has just been served
+            pass
+        self._spill(entry)
+
+    def _abandon_unless_published(self, entry: PrefixEntry) -> None:
+        if not entry.is_published:
+            self._pool.abandon(entry)
+
+    def _spill(self, entry: PrefixEntry) -> None:
+        """Copy a used prefix to DRAM in the background; its HBM pages stay readable until somebody needs them."""
+        dram, key = self._dram, entry.key
+        if dram is None or key in self._spilling or dram.get(key) is not None or self._pool.get(key) is not entry:
+            return
+        try:
+            room = dram.reserve(key, entry.num_tokens)
+        except ResourceError:
+            return
+        self._spilling.add(key)
+        self._own(self._spill_to(dram, room, entry))
+
+    async def _spill_to(self, dram: DramStore, room: DramEntry, entry: PrefixEntry) -> None:
+        try:
+            with self._pool.lease(entry, consume=False):
+                order_s = time.monotonic() + self._config.t_life_s  # behind every rank and pre-infer of now
+                await self._engine.copy(
+                    self._pool.arena,
+                    entry.runs,
+                    dram.arena,
+                    room.runs,
+                    entry.num_tokens,
+                    float("inf"),
+                    order_s,
+                )
+        except BaseException as error:
+            dram.abandon(room)
+            if isinstance(error, NpuGrError):
+                self.on_error("spill")
+            raise
+        else:
+            dram.commit(room, entry.timestamps)
+        finally:
+            self._spilling.discard(entry.key)
+
+    # ---- the end
+
+    async def erase(self, user: UserKey) -> None:
+        """Forget the user in every tier, running producers included, and overwrite the pages."""
+        for key in list(self._by_user.get(user, ())):
+            self._producers[key].task.cancel()
+        pages = self._pool.drop_user(user)
+        spilled = self._dram.drop_user(user) if self._dram else []
+        self._last.pop(user, None)
+        if pages:
+            await self._engine.zero(self._pool.arena, pages)
+        if self._dram and spilled:
+            await self._engine.zero(self._dram.arena, spilled)
+
+    async def stop(self) -> None:
+        """Cancel what still runs and wait for it."""
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,180 @@
+"""Every job ends once, in deadline order, and one that nobody waits for costs no device time."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from npu_gr.engine.scheduler import Scheduler, SchedulerConfig
+from npu_gr.errors import DeadlineExceeded, DeviceError, Overloaded, StaleEntry, Unavailable
+
+FAR = float("inf")
+
+
+@dataclass(frozen=True)
+class Work:
+    name: str
+    num_rows: int = 1
+
+
+class Device:
+    """Notes what it is asked to run; fails on works named 'bad'."""
+
+    def __init__(self) -> None:
+        self.batches: list[list[str]] = []
+
+    def run(self, works: Sequence[Any]) -> list[str]:
+        self.batches.append([work.name for work in works])
+        if any(work.name == "bad" for work in works):
+            raise RuntimeError("planted")
+        return [work.name.upper() for work in works]
+
+
+@asynccontextmanager
+async def running(**config: int) -> AsyncIterator[tuple[Scheduler, Device]]:
+    device = Device()
+    scheduler = Scheduler(SchedulerConfig(**config), device.run)
+    scheduler.start()
+    try:
+        yield scheduler, device
+    finally:
+        await scheduler.stop()
+
+
+@asynccontextmanager
+async def held(scheduler: Scheduler) -> AsyncIterator[None]:
+    """The device thread is busy for the whole block."""
+    busy, go = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        busy.set()
+        go.wait(10)
+
+    task = asyncio.create_task(scheduler.call(hold, FAR))
+    await asyncio.to_thread(busy.wait, 10)
+    try:
+        yield
+    finally:
+        go.set()
+        await task
+
+
+async def submitted(scheduler: Scheduler, count: int) -> None:
+    while scheduler.depth < count:  # noqa: ASYNC110  (a state, not an event)
+        await asyncio.sleep(0)
+
+
+async def test_deadline_order_and_batches() -> None:
+    async with running(max_batch_requests=2) as (scheduler, device):
+        async with held(scheduler):
+            due = time.monotonic() + 60
+            tasks = [
+                asyncio.create_task(scheduler.batch(Work(name), due + order))
+                for order, name in ((3, "d"), (1, "b"), (0, "a"), (2, "c"), (4, "e"))
+            ]
+            await submitted(scheduler, 5)
+        results = [await task for task in tasks]
+    assert device.batches == [["a", "b"], ["c", "d"], ["e"]]
+    assert [done.value for done in results] == ["D", "B", "A", "C", "E"]
+    assert all(done.queue_s > 0 and done.device_s >= 0 for done in results)
+
+
+async def test_rows_bound_a_batch_and_a_call_stands_alone() -> None:
+    async with running(max_batch_requests=8, max_batch_rows=10) as (scheduler, device):
+        async with held(scheduler):
+            due = time.monotonic() + 60
+            tasks = [asyncio.create_task(scheduler.batch(Work(n, 6), due + i)) for i, n in enumerate("ab")]
+            tasks.append(asyncio.create_task(scheduler.call(lambda: device.batches.append(["call"]), due + 1.5)))
+            tasks += [asyncio.create_task(scheduler.batch(Work(n, 20), due + 2 + i)) for i, n in enumerate("cd")]
+            await submitted(scheduler, 5)
+        await asyncio.gather(*tasks)
+    assert device.batches == [["a"], ["b"], ["call"], ["c"], ["d"]]
+
+
+async def test_order_may_differ_from_the_deadline() -> None:
+    async with running() as (scheduler, device):
+        async with held(scheduler):
+            now = time.monotonic()
+            late = asyncio.create_task(scheduler.call(lambda: device.batches.append(["late"]), now + 9))
+            first = asyncio.create_task(scheduler.call(lambda: device.batches.append(["first"]), now + 99, now))
+            await submitted(scheduler, 2)
+        await asyncio.gather(late, first)
+    assert device.batches == [["first"], ["late"]]
+
+
+async def test_an_expired_or_cancelled_job_costs_nothing() -> None:
+    async with running() as (scheduler, device):
+        async with held(scheduler):
+            expired = asyncio.create_task(scheduler.batch(Work("expired"), time.monotonic()))
+            cancelled = asyncio.create_task(scheduler.batch(Work("cancelled"), FAR))
+            kept = asyncio.create_task(scheduler.batch(Work("kept"), FAR))
+            await submitted(scheduler, 3)
+            cancelled.cancel()
+            await asyncio.sleep(0)
+        with pytest.raises(DeadlineExceeded):
+            await expired
+        assert (await kept).value == "KEPT"
+    assert cancelled.cancelled()
+    assert device.batches == [["kept"]]
+
+
+async def test_a_full_queue_refuses() -> None:
+    async with running(max_queue=2) as (scheduler, _), held(scheduler):
+        waiting = [asyncio.create_task(scheduler.batch(Work("x"), FAR)) for _ in range(2)]
+        await submitted(scheduler, 2)
+        with pytest.raises(Overloaded, match="2 jobs wait .* limit is 2"):
+            await scheduler.batch(Work("y"), FAR)
+        for task in waiting:
+            task.cancel()
+
+
+async def test_one_bad_job_is_one_error() -> None:
+    async with running() as (scheduler, device):
+        async with held(scheduler):
+            names = ("good", "bad", "fine")
+            tasks = [asyncio.create_task(scheduler.batch(Work(n), 1e9 + i)) for i, n in enumerate(names)]
+            await submitted(scheduler, 3)
+        with pytest.raises(DeviceError, match="RuntimeError"):
+            await tasks[1]
+        assert [(await tasks[0]).value, (await tasks[2]).value] == ["GOOD", "FINE"]
+        assert device.batches == [["good", "bad", "fine"], ["good"], ["bad"], ["fine"]]
+        for _ in range(3):
+            with pytest.raises(DeviceError):
+                await scheduler.batch(Work("bad"), FAR)
+        assert scheduler.failures_in_a_row == 3
+        await scheduler.batch(Work("good"), FAR)
+        assert scheduler.failures_in_a_row == 0
+
+
+async def test_our_own_errors_pass_through() -> None:
+    def stale() -> None:
+        raise StaleEntry("planted")
+
+    async with running() as (scheduler, _):
+        with pytest.raises(StaleEntry):
+            await scheduler.call(stale, FAR)
+        assert scheduler.failures_in_a_row == 0
+
+
+async def test_stopping_ends_what_waits() -> None:
+    device = Device()
+    scheduler = Scheduler(SchedulerConfig(), device.run)
+    scheduler.start()
+    async with held(scheduler):
+        waiting = asyncio.create_task(scheduler.batch(Work("never"), FAR))
+        await submitted(scheduler, 1)
+        stopping = asyncio.create_task(scheduler.stop())
+        await asyncio.sleep(0)
+    await stopping
+    with pytest.raises(Unavailable):
+        await waiting
+    with pytest.raises(Unavailable):
+        await scheduler.batch(Work("late"), FAR)
+    assert device.batches == []

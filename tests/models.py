@@ -1,0 +1,121 @@
+"""Small random models and histories that several test folders use."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from npu_gr.backend.base import Slab
+from npu_gr.backend.cpu import CPUBackend
+from npu_gr.model.config import HSTUConfig, ItemFeature
+from npu_gr.model.hstu import HSTU, Past, Segment
+from npu_gr.request import Events
+
+CPU = CPUBackend()
+NONE = torch.empty(0, dtype=torch.int64)
+
+
+def tiny_config(**changes: object) -> HSTUConfig:
+    settings: dict[str, object] = {
+        "num_items": 300,
+        "item_features": (ItemFeature(name="genre", num_values=7, max_values=3),),
+        "actions": ("skip", "click", "like"),
+        "tasks": ("click", "like"),
+        "dim": 32,
+        "num_layers": 3,
+        "num_heads": 2,
+        "qk_dim": 8,
+        "v_dim": 16,
+        "head_dim": 24,
+        "position_buckets": 40,
+        "scaling_seqlen": 64,
+        "max_history_tokens": 2048,
+    }
+    return HSTUConfig(**{**settings, **changes})  # type: ignore[arg-type]
+
+
+def tiny_model(
+    dtype: torch.dtype = torch.float32, seed: int = 0, std: float = 0.25, **changes: object
+) -> HSTU:
+    """Random weights, large enough that every part of the computation shows in the logits."""
+    torch.manual_seed(seed)
+    model = HSTU(tiny_config(**changes))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.normal_(std=std)
+        for index, feature in enumerate(model.config.item_features):
+            ids = torch.randint(0, feature.num_values + 1, (model.config.num_items, feature.max_values))
+            getattr(model, f"feature_ids_{index}").copy_(ids)
+    model.cast(dtype).eval().freeze_items()
+    return model
+
+
+def events(num: int, seed: int = 0, config: HSTUConfig | None = None) -> Events:
+    random = np.random.default_rng(seed)
+    config = config or tiny_config()
+    return Events.make(
+        random.integers(0, config.num_items, num),
+        random.integers(0, len(config.actions), num),
+        1_600_000_000 + np.cumsum(random.integers(0, 100_000, num)),
+    )
+
+
+class Request:
+    """One user's history and candidates as tensors, to be cut anywhere."""
+
+    def __init__(self, num_history: int, num_candidates: int, seed: int = 0) -> None:
+        history = events(num_history, seed)
+        self.items = torch.from_numpy(history.items)
+        self.actions = torch.from_numpy(history.actions.astype(np.int64))
+        self.times = torch.from_numpy(history.timestamps)
+        random = np.random.default_rng(seed + 1)
+        self.candidates = torch.from_numpy(random.integers(0, tiny_config().num_items, num_candidates))
+        self.shown_at = 1_600_000_000 + 100_000 * num_history
+
+    def segment(
+        self, start: int = 0, stop: int | None = None, candidates: Tensor | None = None, **more: object
+    ) -> Segment:
+        part = slice(start, stop)
+        return Segment(
+            items=self.items[part],
+            actions=self.actions[part],
+            times=self.times[part],
+            candidates=self.candidates if candidates is None else candidates,
+            candidate_time=self.shown_at,
+            **more,  # type: ignore[arg-type]
+        )
+
+
+class Store:
+    """Keeps what a sink is given and reads it back in slabs of the given sizes."""
+
+    def __init__(self) -> None:
+        self.layers: dict[int, Slab] = {}
+
+    def write(self, layer: int, k: Tensor, v: Tensor) -> None:
+        if layer in self.layers:
+            before = self.layers[layer]
+            self.layers[layer] = (torch.cat([before[0], k]), torch.cat([before[1], v]))
+        else:
+            self.layers[layer] = (k.clone(), v.clone())
+
+    def past(self, times: Tensor, slab_tokens: int = 1 << 30) -> Past:
+        def slabs(layer: int) -> list[Slab]:
+            k, v = self.layers[layer]
+            return list(zip(k.split(slab_tokens), v.split(slab_tokens), strict=True))
+
+        return Past(times, slabs)
+
+
+def full(model: HSTU, request: Request, backend: object = CPU) -> Tensor:
+    return model(backend, [request.segment()])[0]  # type: ignore[no-any-return]
+
+
+def cached(model: HSTU, request: Request, cut: int, slab_tokens: int = 1 << 30) -> Tensor:
+    """Prefill the first `cut` tokens, then rank the rest and the candidates against them."""
+    store = Store()
+    model(CPU, [request.segment(0, cut, NONE, sink=store.write)])
+    past = store.past(request.times[:cut], slab_tokens)
+    return model(CPU, [request.segment(cut, past=past)])[0]  # type: ignore[no-any-return]
