@@ -192,7 +192,16 @@ def observe(
     relay.on_error = metrics.relay_error
     pool.on_evict = lambda entry: None if entry.consumed else metrics.prefill_wasted()
     metrics.observe_queue(lambda: engine.scheduler.depth)
-    metrics.observe_tier("hbm", pool)
+    metrics.observe_tier(
+        "hbm",
+        pool,
+        {
+            "free": lambda: pool.free_bytes,
+            "reserved": lambda: pool.reserved_bytes,
+            "live": lambda: pool.live_bytes,
+            "evictable": lambda: pool.evictable_bytes,
+        },
+    )
     if dram is not None:
-        metrics.observe_tier("dram", dram)
+        metrics.observe_tier("dram", dram, {"free": lambda: dram.free_bytes, "live": lambda: dram.live_bytes})
     metrics.build_info(info)

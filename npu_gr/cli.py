@@ -22,7 +22,13 @@ if TYPE_CHECKING:
 CONFIG = click.option(
     "--config", "config_path", required=True, type=click.Path(path_type=Path), help="YAML configuration."
 )
-SET = click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override one setting, e.g. kv.hbm_bytes=1000000.")
+SET = click.option(
+    "--set",
+    "overrides",
+    multiple=True,
+    metavar="KEY=VALUE",
+    help="Override one setting, e.g. kv.hbm_bytes=1000000.",
+)
 
 
 class _Group(click.Group):

@@ -76,7 +76,7 @@ def load(path: Path, overrides: Sequence[str] = ()) -> Config:
         ConfigError: names the file, the field and the limit or the nearest known key.
     """
     try:
-        table = yaml.load(path.read_text(), _StrictLoader)  # noqa: S506  (a SafeLoader)
+        table = yaml.load(path.read_text(), _StrictLoader)
     except OSError as error:
         raise ConfigError(f"config {path}: {error.strerror}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
@@ -115,7 +115,7 @@ def _apply(table: dict[str, Any], override: str) -> None:
 
 
 def _explain(message: str) -> str:
-    """msgspec's message with the path in front and, for an unknown key, the nearest known one."""
+    """Msgspec's message with the path in front and, for an unknown key, the nearest known one."""
     text, _, path = message.partition(" - at `$")
     path = path.rstrip("`").lstrip(".")
     if unknown := re.match(r"Object contains unknown field `(.+)`", text):

@@ -90,12 +90,13 @@ class Service:
 
     async def signal(self, request: SignalRequest, budget_s: float) -> SignalAnswer:
         """Decide on a pre-infer and start it; see `Door.signal`."""
+        began_s = time.monotonic()
         self._check_version(request.model_version)
         with self._limiter.admit():
             async with deadline(budget_s):
                 tokens = await self._history(request.user, request.history)
             verdict = self._relay.signal(request.user, tokens)
-        self._metrics.signal_decided(verdict)
+        self._metrics.signal_decided(verdict, time.monotonic() - began_s)
         produced = verdict in _KEPT
         return SignalAnswer(
             verdict=verdict,
@@ -202,7 +203,7 @@ class Service:
             first_index=first_index,
         )
         if ref.events is not None:
-            self._known.remember(user, tokens.events)
+            self._known.remember(user, tokens.report.fingerprint, tokens.events)
         self._metrics.history_read(tokens.report)
         return tokens
 
@@ -216,7 +217,6 @@ class Service:
         if missing:
             if self._config.unknown_items == "refuse":
                 raise Unprocessable(f"candidates: {missing} unknown, the first is {int(ids[~known][0])}")
-            self._metrics.unknown_candidates(missing)
             rows = rows[known]
         return rows, known
 
@@ -229,14 +229,13 @@ class Service:
             scores[task] = column
         return scores
 
-    def _top(
-        self, request: RankRequest, logits: F32, known: np.ndarray[Any, np.dtype[np.bool_]]
-    ) -> I64 | None:
+    def _top(self, request: RankRequest, logits: F32, known: np.ndarray[Any, np.dtype[np.bool_]]) -> I64 | None:
         """The best candidates by the first task; of equals, the earlier one."""
         if request.top_k is None:
             return None
         best = np.argsort(-logits[:, 0], kind="stable")[: request.top_k]
-        return request.candidates[known][best]
+        top: I64 = request.candidates[known][best]
+        return top
 
     # ---- the self-check
 

@@ -35,9 +35,7 @@ def tiny_config(**changes: object) -> HSTUConfig:
     return HSTUConfig(**{**settings, **changes})  # type: ignore[arg-type]
 
 
-def tiny_model(
-    dtype: torch.dtype = torch.float32, seed: int = 0, std: float = 0.25, **changes: object
-) -> HSTU:
+def tiny_model(dtype: torch.dtype = torch.float32, seed: int = 0, std: float = 0.25, **changes: object) -> HSTU:
     """Random weights, large enough that every part of the computation shows in the logits."""
     torch.manual_seed(seed)
     model = HSTU(tiny_config(**changes))

@@ -12,10 +12,32 @@ import pytest
 
 ROOT = Path(__file__).parent.parent / "npu_gr"
 FILES = sorted(ROOT.rglob("*.py"))
-ORDER = (  # top first: a folder or file may import what stands below it
-    "cli demo bench app config service server router replay simulate train matching relay admission engine "
-    "catalog features kv model backend metrics request errors __init__"
-).split()
+ORDER = [  # top first: a folder or file may import what stands below it
+    "cli",
+    "demo",
+    "bench",
+    "app",
+    "config",
+    "service",
+    "server",
+    "router",
+    "replay",
+    "simulate",
+    "train",
+    "matching",
+    "relay",
+    "admission",
+    "engine",
+    "catalog",
+    "features",
+    "kv",
+    "model",
+    "backend",
+    "metrics",
+    "request",
+    "errors",
+    "__init__",
+]
 RANK = {name: -index for index, name in enumerate(ORDER)}
 
 

@@ -42,15 +42,11 @@ def column_chunks(slabs: Sequence[Slab]) -> Iterator[tuple[int, Tensor, Tensor]]
 
 
 def _joined(parts: list[Slab]) -> Slab:
-    k, v = (
-        parts[0] if len(parts) == 1 else (torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts]))
-    )
+    k, v = parts[0] if len(parts) == 1 else (torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts]))
     return k.permute(1, 2, 0), v.transpose(0, 1)
 
 
-def block_bias(
-    bias: BiasTables, first_row: int, first_column: int, rows_at: Tensor, columns_at: Tensor
-) -> Tensor:
+def block_bias(bias: BiasTables, first_row: int, first_column: int, rows_at: Tensor, columns_at: Tensor) -> Tensor:
     """[H, rows, columns] bias of a block of history rows, given its corner's positions and all its times."""
     buckets = bias.position.shape[1]
     delta = rows_at[:, None] - columns_at[None, :]

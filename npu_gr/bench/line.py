@@ -37,9 +37,7 @@ class Line:
         return asdict(self)
 
 
-def timed_in_turn(
-    functions: list[Callable[[], object]], budget_s: float, min_runs: int = 5
-) -> list[list[float]]:
+def timed_in_turn(functions: list[Callable[[], object]], budget_s: float, min_runs: int = 5) -> list[list[float]]:
     """Seconds of each run of each function, A B A B ..., after one run of each that is not counted."""
     for function in functions:
         function()

@@ -7,6 +7,7 @@ causal attention at half its square, the last layer's history rows at their keys
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -59,9 +60,9 @@ def lines(backend_name: BackendName, dtype: torch.dtype, seed: int, budget_s: fl
     shape = config()
     model = HSTU(shape)
     with torch.no_grad():
-        for layer in model.layers:
-            layer.position_bias.normal_(std=0.1)
-            layer.time_bias.normal_(std=0.1)
+        for name, parameter in model.named_parameters():
+            if name.endswith(("position_bias", "time_bias")):
+                parameter.normal_(std=0.1)
     model.cast(dtype).to(backend.device).eval().freeze_items()
     layout = KVLayout(
         num_layers=shape.num_layers,
@@ -77,20 +78,18 @@ def lines(backend_name: BackendName, dtype: torch.dtype, seed: int, budget_s: fl
         items = torch.randint(shape.num_items, (n,), device=backend.device)
         times = torch.cumsum(torch.randint(100_000, (n,)), 0).to(backend.device)
         runs = (Run(0, layout.pages(n)),)
-        history = {"items": items, "actions": torch.zeros_like(items), "times": times}
 
         def sink(layer: int, k: Tensor, v: Tensor, runs: tuple[Run, ...] = runs) -> None:
             arena.write(layer, runs, 0, k, v)
 
-        model(backend, [Segment(**history, candidates=nothing, sink=sink)])
+        actions = torch.zeros_like(items)
+        model(backend, [Segment(items=items, actions=actions, times=times, candidates=nothing, sink=sink)])
         past = Past(times, lambda layer, runs=runs, n=n: arena.views(layer, runs, n))  # type: ignore[misc]
         for c in CANDIDATES:
             candidates = torch.randint(shape.num_items, (c,), device=backend.device)
             at = int(times[-1]) + 60
-            cold = Segment(**history, candidates=candidates, candidate_time=at)
-            hit = Segment(
-                items=nothing, actions=nothing, times=nothing, candidates=candidates, candidate_time=at, past=past
-            )
+            cold = Segment(items=items, actions=actions, times=times, candidates=candidates, candidate_time=at)
+            hit = replace(cold, items=nothing, actions=nothing, times=nothing, past=past)
 
             def run(segment: Segment) -> Tensor:
                 scores: Tensor = model(backend, [segment])[0]

@@ -81,7 +81,5 @@ def tokenize(
         events = Events(events.items[known], events.actions[known], events.timestamps[known])
         rows = rows[known]
     fingerprint = events.fingerprint()
-    report = HistoryReport(
-        fingerprint=fingerprint, num_tokens=len(rows), cut_tokens=cut, unknown_items=unknown
-    )
+    report = HistoryReport(fingerprint=fingerprint, num_tokens=len(rows), cut_tokens=cut, unknown_items=unknown)
     return Tokens(events, rows, report, {len(rows): fingerprint})

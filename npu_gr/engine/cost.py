@@ -44,12 +44,11 @@ def fit(samples: Iterable[tuple[int, int, float]]) -> CostModel:
     n, c, seconds = np.array(list(samples), np.float64).T
     rows = np.stack([np.ones_like(n), n, n * n, c, c * n], axis=1)
     used = list(range(rows.shape[1]))
-    while used:  # drop negative coefficients one at a time: small, and enough for five of them
+    values = np.zeros(rows.shape[1])
+    while used:  # drop the most negative coefficient and fit again: plain, and enough for five of them
         found, *_ = np.linalg.lstsq(rows[:, used] / seconds[:, None], np.ones_like(seconds), rcond=None)
         if (found >= 0).all():
+            values[used] = found
             break
         used.pop(int(np.argmin(found)))
-    values = np.zeros(rows.shape[1])
-    if used:
-        values[used] = found
     return CostModel(*values.tolist())

@@ -66,9 +66,7 @@ class Engine:
         self.cost = CostModel(0.0, 0.0, 0.0, 0.0, 0.0)
         self.copy_bytes_per_s = float("inf")
 
-    async def prefill(
-        self, tokens: Tokens, keep: tuple[Run, ...], deadline_s: float, order_s: float
-    ) -> None:
+    async def prefill(self, tokens: Tokens, keep: tuple[Run, ...], deadline_s: float, order_s: float) -> None:
         """Encode the whole history into the pages `keep`, alone in its pass: a rank never waits for its end."""
         work = Pass(tokens, 0, np.empty(0, np.int64), 0, keep=keep)
 

@@ -41,7 +41,10 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 class BatchWork(Protocol):
     """Work that can share a pass with others of its kind."""
 
-    num_rows: int
+    @property
+    def num_rows(self) -> int:
+        """Rows that it adds to the pass."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,9 +109,7 @@ class Scheduler:
         """Jobs waiting."""
         return self._waiting
 
-    async def call(
-        self, function: Callable[[], T], deadline_s: float, order_s: float | None = None
-    ) -> Done[T]:
+    async def call(self, function: Callable[[], T], deadline_s: float, order_s: float | None = None) -> Done[T]:
         """Run `function` on the device thread, alone.
 
         Args:
@@ -152,9 +153,8 @@ class Scheduler:
             rows = 0
             while self._heap and len(taken) < self._config.max_batch_requests:
                 job = self._heap[0][2]
-                if taken:
-                    if job.batch is None or rows + job.batch.num_rows > self._config.max_batch_rows:
-                        break
+                if taken and (job.batch is None or rows + job.batch.num_rows > self._config.max_batch_rows):
+                    break
                 heapq.heappop(self._heap)
                 self._waiting -= 1
                 if job.future.cancelled():

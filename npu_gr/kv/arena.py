@@ -23,10 +23,13 @@ class KVArena:
     def __init__(self, layout: KVLayout, num_pages: int, device: torch.device, pinned: bool = False) -> None:
         self.layout, self.num_pages = layout, num_pages
         shape = (layout.num_layers, num_pages, layout.page_tokens, layout.num_heads)
-        options = {"dtype": layout.torch_dtype, "device": device, "pin_memory": pinned}
-        # zeros_ after empty: touches every page now, so that no request pays for the first fault
-        self._keys = torch.empty(*shape, layout.qk_dim, **options).zero_()
-        self._values = torch.empty(*shape, layout.v_dim, **options).zero_()
+
+        def plane(width: int) -> Tensor:
+            # zero_ after empty touches every page now, so that no request pays for the first fault
+            empty = torch.empty(*shape, width, dtype=layout.torch_dtype, device=device, pin_memory=pinned)
+            return empty.zero_()
+
+        self._keys, self._values = plane(layout.qk_dim), plane(layout.v_dim)
         self._pinned = pinned
 
     def _slab(self, layer: int, run: Run) -> Slab:

@@ -39,7 +39,17 @@ class State(Enum):
 class PrefixEntry:
     """One prefix. `runs` hold its keys and values in token order."""
 
-    __slots__ = ("consumed", "expires_at_s", "key", "leases", "num_pages", "num_tokens", "runs", "state", "timestamps")
+    __slots__ = (
+        "consumed",
+        "expires_at_s",
+        "key",
+        "leases",
+        "num_pages",
+        "num_tokens",
+        "runs",
+        "state",
+        "timestamps",
+    )
 
     def __init__(self, key: PrefixKey, num_tokens: int, runs: tuple[Run, ...], num_pages: int) -> None:
         self.key, self.num_tokens, self.runs, self.num_pages = key, num_tokens, runs, num_pages
@@ -58,9 +68,7 @@ class PrefixEntry:
 class PrefixPool:
     """Entries over the pages of one arena."""
 
-    def __init__(
-        self, arena: KVArena, budget_bytes: int, t_life_s: float, clock: Callable[[], float]
-    ) -> None:
+    def __init__(self, arena: KVArena, budget_bytes: int, t_life_s: float, clock: Callable[[], float]) -> None:
         num_pages = min(budget_bytes // arena.layout.page_bytes, arena.num_pages)
         if num_pages < 1:
             raise ValueError(f"budget_bytes: {budget_bytes} is less than one page of {arena.layout.page_bytes} bytes")

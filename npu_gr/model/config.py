@@ -39,15 +39,11 @@ class HSTUConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     activation: Literal["uvqk", "u"] = "uvqk"  # SiLU on all four projections (paper) or on U alone (Meta)
     residual: Literal["add", "concat"] = "add"  # X + Y W (paper) or X + [U, O, Y] W (Meta)
-    norm: Literal["layer", "group"] = (
-        "layer"  # of the attention output: over all heads, or each head by itself
-    )
+    norm: Literal["layer", "group"] = "layer"  # of the attention output: over all heads, or each head by itself
 
     scaling: Literal["constant", "runtime"] = "constant"
     scaling_seqlen: Positive = 4096  # the constant scale is 1 / scaling_seqlen
-    positions: Literal["none", "start", "reverse"] = (
-        "none"  # learned token positions beside the relative bias
-    )
+    positions: Literal["none", "start", "reverse"] = "none"  # learned token positions beside the relative bias
     candidate_position: Literal["shared", "list"] = "shared"
     context: Literal["causal", "bidirectional"] = "causal"
     query_time_embedding: Literal["none", "token"] = "none"

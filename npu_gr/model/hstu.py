@@ -121,7 +121,8 @@ class HSTULayer(nn.Module):
         gated = u * normed.to(u.dtype)
         if self.config.residual == "concat":
             gated = torch.cat([u, attention.flatten(-2), gated], dim=-1)
-        return x + self.out(gated).to(x.dtype)
+        mixed: Tensor = self.out(gated)
+        return x + mixed.to(x.dtype)
 
 
 class HSTU(nn.Module):
@@ -131,9 +132,7 @@ class HSTU(nn.Module):
         super().__init__()
         self.config = config
         self.item = nn.Embedding(config.num_items, config.dim)
-        self.action = nn.Embedding(
-            len(config.actions) + 1, config.dim
-        )  # the last row: shown, not yet acted on
+        self.action = nn.Embedding(len(config.actions) + 1, config.dim)  # the last row: shown, not yet acted on
         self.feature = nn.ModuleList(
             nn.Embedding(f.num_values + 1, config.dim, padding_idx=f.num_values) for f in config.item_features
         )
@@ -172,7 +171,13 @@ class HSTU(nn.Module):
     @property
     def dtype(self) -> torch.dtype:
         """Of the matrix products, and of the keys and values that come out."""
-        return self.item.weight.dtype
+        found: torch.dtype = self.item.weight.dtype
+        return found
+
+    @property
+    def _residual_dtype(self) -> torch.dtype:
+        found: torch.dtype = self.norm_head.weight.dtype
+        return found
 
     def embed_items(self, rows: Tensor) -> Tensor:
         """Item plus the mean of each side feature's values: [...] item rows -> [..., dim]."""
@@ -199,12 +204,10 @@ class HSTU(nn.Module):
         items = torch.cat([part for s in segments for part in (s.items, s.candidates)])
         shown = len(self.config.actions)
         actions = torch.cat([p for s in segments for p in (s.actions, torch.full_like(s.candidates, shown))])
-        x = (self.embed_items(items) if self._item_table is None else self._item_table[items]) + self.action(
-            actions
-        )
+        x = (self.embed_items(items) if self._item_table is None else self._item_table[items]) + self.action(actions)
         if self.config.positions != "none":
             x = x + self.position(torch.cat([self._positions(s) for s in segments]))
-        return x.to(self.norm_head.weight.dtype)
+        return x.to(self._residual_dtype)
 
     def _positions(self, segment: Segment) -> Tensor:
         """Learned position of each row: counted from the start, or (an E2 breaker) from the end."""
@@ -250,9 +253,7 @@ class HSTU(nn.Module):
                     attention[history] = out.mul_(scale)
                 if len(s.candidates):
                     slabs = [*past, (k[history], v[history])] if n else past
-                    out = backend.hstu_targets(
-                        q[own], k[own], v[own], slabs, at, s.candidate_time, layer.bias, alpha
-                    )
+                    out = backend.hstu_targets(q[own], k[own], v[own], slabs, at, s.candidate_time, layer.bias, alpha)
                     attention[own] = out.mul_(scale)
             x = layer.finish(x, u, attention)
         return self._last_layer(backend, x, bounds, times, alpha)

@@ -33,8 +33,9 @@ from npu_gr.catalog.tokens import Tokens
 from npu_gr.engine.engine import Cached, Engine
 from npu_gr.errors import NpuGrError, ResourceError
 from npu_gr.kv.dram_store import DramEntry, DramStore
+from npu_gr.kv.keys import PrefixKey
 from npu_gr.kv.layout import Run
-from npu_gr.kv.prefix_pool import PrefixEntry, PrefixKey, PrefixPool
+from npu_gr.kv.prefix_pool import PrefixEntry, PrefixPool
 from npu_gr.relay.trigger import Headroom, TriggerConfig, decide, reload_pays
 from npu_gr.request import Outcome, Reason, UserKey, Verdict
 
@@ -144,9 +145,7 @@ class Relay:
     # ---- lease
 
     @asynccontextmanager
-    async def lease(
-        self, user: UserKey, tokens: Tokens, num_candidates: int, due_s: float
-    ) -> AsyncIterator[Lease]:
+    async def lease(self, user: UserKey, tokens: Tokens, num_candidates: int, due_s: float) -> AsyncIterator[Lease]:
         """The best way to this history's prefix KV, held while the block runs.
 
         Args:
@@ -206,7 +205,11 @@ class Relay:
         entry = self._pool.get(spilled.key)
         if why is None and entry is not None:
             return Outcome.DRAM_HIT, Reason.NONE, entry
-        return Outcome.MISS_FULL, Reason.RELOAD_FAILED if why is Reason.PRODUCER_FAILED else why or Reason.EXPIRED, None
+        return (
+            Outcome.MISS_FULL,
+            Reason.RELOAD_FAILED if why is Reason.PRODUCER_FAILED else why or Reason.EXPIRED,
+            None,
+        )
 
     async def _join(self, producer: _Producer, due_s: float, spare_s: float) -> Reason | None:
         """Wait for a producer as long as time to do without it remains. None = it has published."""
@@ -329,6 +332,7 @@ class Relay:
             if isinstance(error, NpuGrError):
                 self.on_error("reload")
             raise
+        assert spilled.timestamps is not None, "complete copies alone are found"
         self._pool.publish(entry, spilled.timestamps)
 
     def _reload_pays(self, spilled: DramEntry, budget_s: float) -> bool:
@@ -388,6 +392,7 @@ class Relay:
                 self.on_error("spill")
             raise
         else:
+            assert entry.timestamps is not None, "it was published"
             dram.commit(room, entry.timestamps)
         finally:
             self._spilling.discard(entry.key)

@@ -29,9 +29,7 @@ def made(history: Events, max_tokens: int = 100, step: int = 16, refuse: bool = 
 
 
 @settings(deadline=None, derandomize=True)
-@given(
-    total=st.integers(0, 500), limit=st.integers(1, 100), step=st.integers(1, 64), read=st.integers(1, 600)
-)
+@given(total=st.integers(0, 500), limit=st.integers(1, 100), step=st.integers(1, 64), read=st.integers(1, 600))
 def test_the_window(total: int, limit: int, step: int, read: int) -> None:
     """Wherever reading began, the window is the same, aligned, and at most `limit` long."""
     first = max(0, total - max(read, limit + step))

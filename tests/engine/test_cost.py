@@ -31,7 +31,7 @@ def test_costs_never_fall(seconds: list[float]) -> None:
 def test_safe_tokens_fit_and_are_the_most(n: int, c: int, budget_s: float) -> None:
     safe = PLANTED.safe_tokens(n, c, budget_s)
     assert 0 <= safe <= n
-    if 0 < safe:
+    if safe > 0:
         assert PLANTED.full_s(safe, c) <= budget_s
     if safe < n:
         assert PLANTED.full_s(safe + 1, c) > budget_s

@@ -129,7 +129,7 @@ async def test_a_full_queue_refuses() -> None:
     async with running(max_queue=2) as (scheduler, _), held(scheduler):
         waiting = [asyncio.create_task(scheduler.batch(Work("x"), FAR)) for _ in range(2)]
         await submitted(scheduler, 2)
-        with pytest.raises(Overloaded, match="2 jobs wait .* limit is 2"):
+        with pytest.raises(Overloaded, match=r"2 jobs wait .* limit is 2"):
             await scheduler.batch(Work("y"), FAR)
         for task in waiting:
             task.cancel()

@@ -1,0 +1,200 @@
+"""The embedded history store: SQLite in WAL mode, one file, one process.
+
+Appends go to one writer thread that commits whatever has gathered in one transaction: concurrent appends share an
+fsync, and each is acknowledged only after it. Reads have a connection and a thread of their own, so they never wait
+for one. Events lie in chunks of `CHUNK`, so an append rewrites at most one chunk of its user.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import queue
+import sqlite3
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from npu_gr.errors import ConfigError, Unavailable
+from npu_gr.features.store import EVENT, HistoryConfig, Stored, key_bytes, pack, unpack
+from npu_gr.request import Events, UserKey
+
+CHUNK = 256  # events
+MAX_GROUP = 512  # jobs that share a transaction
+
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS users (user BLOB PRIMARY KEY, first INTEGER, total INTEGER) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS chunks (user BLOB, chunk INTEGER, data BLOB, PRIMARY KEY (user, chunk)) WITHOUT ROWID;
+"""
+
+_Job = tuple[Callable[[sqlite3.Connection], Any], Future[Any]]
+
+
+class EmbeddedStore:
+    """See `HistoryStore`. `first` and `total` are indices over everything a user ever did."""
+
+    def __init__(self, config: HistoryConfig) -> None:
+        path = Path(config.path)
+        self._max_events = config.max_events_per_user
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._lock = path.with_name(path.name + ".lock").open("w")
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ConfigError(f"features.path: {path} is in use by another process") from error
+        except OSError as error:
+            raise ConfigError(f"features.path: {path} cannot be used: {error.strerror}") from error
+        try:
+            self._writer = self._connect(path)
+            self._writer.executescript(_SCHEMA)
+            self._reader = self._connect(path)
+        except sqlite3.Error as error:
+            self._lock.close()
+            raise ConfigError(f"features.path: {path} cannot be used: {error}") from error
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._write, name="npu_gr-history", daemon=True)
+        self._thread.start()
+        self._readers = ThreadPoolExecutor(1, thread_name_prefix="npu_gr-history-read")
+        self._is_closed = False
+
+    @staticmethod
+    def _connect(path: Path) -> sqlite3.Connection:
+        connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+        connection.execute("PRAGMA journal_mode=WAL")
+        connection.execute("PRAGMA synchronous=FULL")
+        return connection
+
+    async def append(self, user: UserKey, events: Events) -> int:
+        """See `HistoryStore.append`."""
+        kept: int = await self._submit(lambda db: self._append(db, key_bytes(user), events))
+        return kept
+
+    async def append_many(self, batch: list[tuple[UserKey, Events]]) -> None:
+        """See `HistoryStore.append_many`."""
+
+        def work(db: sqlite3.Connection) -> None:
+            for user, events in batch:
+                self._append(db, key_bytes(user), events)
+
+        await self._submit(work)
+
+    async def read(self, user: UserKey, last: int) -> Stored:
+        """See `HistoryStore.read`."""
+        if self._is_closed:
+            raise Unavailable("the history store is closed")
+        loop = asyncio.get_running_loop()
+        try:
+            return await loop.run_in_executor(self._readers, self._read, key_bytes(user), last)
+        except sqlite3.Error as error:
+            raise Unavailable(f"the history store cannot be read: {error}") from error
+
+    async def erase(self, user: UserKey) -> None:
+        """See `HistoryStore.erase`."""
+        key = key_bytes(user)
+
+        def work(db: sqlite3.Connection) -> None:
+            db.execute("DELETE FROM chunks WHERE user = ?", (key,))
+            db.execute("DELETE FROM users WHERE user = ?", (key,))
+
+        await self._submit(work)
+
+    async def close(self) -> None:
+        """See `HistoryStore.close`."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._jobs.put(None)
+        await asyncio.to_thread(self._thread.join)
+        await asyncio.to_thread(self._readers.shutdown)
+        self._reader.close()
+        self._writer.close()
+        self._lock.close()
+
+    # ---- the writer's thread
+
+    async def _submit(self, work: Callable[[sqlite3.Connection], Any]) -> Any:
+        if self._is_closed:
+            raise Unavailable("the history store is closed")
+        future: Future[Any] = Future()
+        self._jobs.put((work, future))
+        try:
+            # shielded: a caller that goes away does not un-write what may be half committed
+            return await asyncio.shield(asyncio.wrap_future(future))
+        except sqlite3.Error as error:
+            raise Unavailable(f"the history store cannot be written: {error}") from error
+
+    def _write(self) -> None:
+        stopping = False
+        while not stopping:
+            group, stopping = self._gather()
+            if not group:
+                continue
+            try:
+                self._writer.execute("BEGIN IMMEDIATE")
+                results = [work(self._writer) for work, _ in group]
+                self._writer.execute("COMMIT")
+            except sqlite3.Error as error:
+                if self._writer.in_transaction:
+                    self._writer.execute("ROLLBACK")
+                for _, future in group:
+                    future.set_exception(error)
+            else:
+                for (_, future), result in zip(group, results, strict=True):
+                    future.set_result(result)
+
+    def _gather(self) -> tuple[list[_Job], bool]:
+        """The next job and all that wait behind it, and whether the store is being closed."""
+        group: list[_Job] = []
+        job = self._jobs.get()
+        while job is not None:
+            group.append(job)
+            if len(group) == MAX_GROUP:
+                return group, False
+            try:
+                job = self._jobs.get_nowait()
+            except queue.Empty:
+                return group, False
+        return group, True
+
+    def _append(self, db: sqlite3.Connection, key: bytes, events: Events) -> int:
+        first, total = db.execute("SELECT first, total FROM users WHERE user = ?", (key,)).fetchone() or (
+            0,
+            0,
+        )
+        data, at = pack(events), 0
+        while at < len(events):
+            room = min(CHUNK - (total + at) % CHUNK, len(events) - at)
+            part = data[at * EVENT.itemsize : (at + room) * EVENT.itemsize]
+            db.execute(
+                "INSERT INTO chunks VALUES (?1, ?2, ?3) ON CONFLICT DO UPDATE SET data = CAST(data || ?3 AS BLOB)",
+                (key, (total + at) // CHUNK, part),
+            )
+            at += room
+        total += len(events)
+        oldest = max(0, total - self._max_events)
+        if oldest // CHUNK > first // CHUNK:
+            db.execute("DELETE FROM chunks WHERE user = ? AND chunk < ?", (key, oldest // CHUNK))
+        first = max(first, oldest)
+        db.execute("INSERT OR REPLACE INTO users VALUES (?, ?, ?)", (key, first, total))
+        return total - first
+
+    # ---- the reader's thread
+
+    def _read(self, key: bytes, last: int) -> Stored:
+        db = self._reader
+        db.execute("BEGIN")  # one snapshot for both tables
+        try:
+            row = db.execute("SELECT first, total FROM users WHERE user = ?", (key,)).fetchone()
+            if row is None:
+                return Stored(Events.empty(), 0)
+            first, total = row
+            start = max(first, total - last)
+            rows = db.execute(
+                "SELECT data FROM chunks WHERE user = ? AND chunk >= ? ORDER BY chunk", (key, start // CHUNK)
+            )
+            events = unpack(b"".join(data for (data,) in rows))
+        finally:
+            db.execute("ROLLBACK")
+        return Stored(events[start % CHUNK :], start)

@@ -1,0 +1,105 @@
+"""The history store on Redis or Valkey, for fleets: one string of packed events and one index a user.
+
+Both commands are one script, so an append is atomic and a read sees one state. Durability is the server's own
+(`appendonly yes`); an append is acknowledged when the server has taken it.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Awaitable
+from typing import TYPE_CHECKING, Any
+
+from npu_gr.errors import ConfigError, Unavailable
+from npu_gr.features.store import EVENT, HistoryConfig, Stored, key_bytes, pack, unpack
+from npu_gr.request import Events, UserKey
+
+if TYPE_CHECKING:
+    from redis.asyncio import Redis
+
+_APPEND = """
+local size, limit = redis.call('APPEND', KEYS[1], ARGV[1]), tonumber(ARGV[2])
+if size >= 2 * limit then  -- rewritten once in `limit` bytes: amortised, an append costs what it appends
+  redis.call('SET', KEYS[1], redis.call('GETRANGE', KEYS[1], size - limit, -1))
+  redis.call('INCRBY', KEYS[2], (size - limit) / ARGV[3])
+  size = limit
+end
+return math.min(size, limit) / ARGV[3]
+"""
+_READ = """
+local size, want = redis.call('STRLEN', KEYS[1]), tonumber(ARGV[1])
+local from = math.max(0, size - want)
+return {tonumber(redis.call('GET', KEYS[2]) or 0) + from / ARGV[2], redis.call('GETRANGE', KEYS[1], from, -1)}
+"""
+
+
+class RedisStore:
+    """See `HistoryStore`."""
+
+    def __init__(self, client: Redis, max_events: int) -> None:
+        self._client, self._max_events = client, max_events
+        self._append, self._read = client.register_script(_APPEND), client.register_script(_READ)
+
+    @classmethod
+    async def connect(cls, config: HistoryConfig) -> RedisStore:
+        """Connect and ping.
+
+        Raises:
+            ConfigError: the package is missing, or nobody answers at `features.url`.
+        """
+        try:
+            import redis.asyncio as redis
+        except ImportError as error:
+            raise ConfigError("features.kind: redis needs pip install 'npu_gr[redis]'") from error
+        try:
+            client = redis.from_url(
+                config.url, socket_timeout=config.timeout_s, socket_connect_timeout=config.timeout_s
+            )
+        except ValueError as error:
+            raise ConfigError(f"features.url: {error}") from error
+        try:
+            await client.ping()
+        except (redis.RedisError, OSError) as error:
+            await client.aclose()
+            raise ConfigError(f"features.url: no answer from Redis: {error}") from error
+        return cls(client, config.max_events_per_user)
+
+    async def append(self, user: UserKey, events: Events) -> int:
+        """See `HistoryStore.append`."""
+        limit = self._max_events * EVENT.itemsize
+        return int(await self._run(self._append(_keys(user), [pack(events), limit, EVENT.itemsize])))
+
+    async def append_many(self, batch: list[tuple[UserKey, Events]]) -> None:
+        """See `HistoryStore.append_many`."""
+        limit = self._max_events * EVENT.itemsize
+        async with self._client.pipeline(transaction=False) as pipe:
+            for user, events in batch:
+                await self._append(_keys(user), [pack(events), limit, EVENT.itemsize], client=pipe)
+            await self._run(pipe.execute())
+
+    async def read(self, user: UserKey, last: int) -> Stored:
+        """See `HistoryStore.read`."""
+        want = min(last, self._max_events) * EVENT.itemsize
+        first, data = await self._run(self._read(_keys(user), [want, EVENT.itemsize]))
+        return Stored(unpack(data), int(first))
+
+    async def erase(self, user: UserKey) -> None:
+        """See `HistoryStore.erase`."""
+        await self._run(self._client.delete(*_keys(user)))
+
+    async def close(self) -> None:
+        """See `HistoryStore.close`."""
+        await self._client.aclose()
+
+    async def _run(self, answer: Awaitable[Any]) -> Any:
+        from redis.exceptions import RedisError
+
+        try:
+            return await answer
+        except (RedisError, OSError) as error:
+            raise Unavailable(f"the history store does not answer: {type(error).__name__}") from error
+
+
+def _keys(user: UserKey) -> list[str]:
+    name = base64.urlsafe_b64encode(key_bytes(user)).decode()
+    return [f"npu_gr:{{{name}}}:events", f"npu_gr:{{{name}}}:first"]  # one hash slot for both

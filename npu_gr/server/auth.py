@@ -1,0 +1,60 @@
+"""API keys: `Authorization: Bearer KEY`, several from a file, compared in constant time, reloaded when it changes."""
+
+from __future__ import annotations
+
+import hmac
+import logging
+from pathlib import Path
+
+from npu_gr.errors import ConfigError, Unauthorized
+
+log = logging.getLogger(__name__)
+
+
+class ApiKeys:
+    """The keys of one file. Without a file, everybody may ask."""
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+        self._stamp = 0
+        self._keys: tuple[bytes, ...] = ()
+        if path is not None:
+            self._keys = self._read(path)
+
+    def _read(self, path: Path) -> tuple[bytes, ...]:
+        try:
+            self._stamp = path.stat().st_mtime_ns
+            lines = path.read_bytes().splitlines()
+        except OSError as error:
+            raise ConfigError(f"server.api_keys_file: {path}: {error.strerror}") from error
+        keys = tuple(key for line in lines if (key := line.strip()) and not key.startswith(b"#"))
+        if not keys:
+            raise ConfigError(f"server.api_keys_file: {path} holds no key")
+        return keys
+
+    def reload_if_changed(self) -> None:
+        """Take a changed file; a file that cannot be used leaves the old keys in force, and is logged once."""
+        if self._path is None:
+            return
+        try:
+            if self._path.stat().st_mtime_ns == self._stamp:
+                return
+            self._keys = self._read(self._path)
+        except ConfigError as error:
+            log.error("the old keys stay in force: %s", error)
+        except OSError as error:
+            if self._stamp:
+                log.error("the old keys stay in force: server.api_keys_file: %s", error.strerror)
+            self._stamp = 0
+        else:
+            log.info("%d API keys loaded", len(self._keys))
+
+    def check(self, authorization: str | None) -> None:
+        """Raise Unauthorized unless the header carries one of the keys. Every key is compared, always."""
+        if self._path is None:
+            return
+        scheme, _, given = (authorization or "").partition(" ")
+        offered = given.strip().encode()
+        matches = [hmac.compare_digest(offered, key) for key in self._keys]
+        if scheme.lower() != "bearer" or not any(matches):
+            raise Unauthorized("Authorization: needs `Bearer` and a valid API key")

@@ -1,0 +1,51 @@
+"""What a request's headers say: its id, its trace, its time budget."""
+
+from __future__ import annotations
+
+import re
+import uuid
+from collections.abc import Mapping
+
+from npu_gr.errors import BadRequest, DeadlineExceeded
+
+REQUEST_ID = "X-Request-Id"
+_VALID_ID = re.compile(r"[!-~]{1,128}")
+_TRACEPARENT = re.compile(r"(?!ff)[0-9a-f]{2}-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}")
+_GRPC_UNITS_S = {"H": 3600.0, "M": 60.0, "S": 1.0, "m": 1e-3, "u": 1e-6, "n": 1e-9}
+_GRPC_TIMEOUT = re.compile(r"(\d{1,8})([HMSmun])")
+_MS_HEADERS = ("X-Request-Timeout-Ms", "x-envoy-expected-rq-timeout-ms")
+
+
+def request_id(headers: Mapping[str, str]) -> str:
+    """The caller's id if it is printable ASCII of at most 128 characters, else a new one."""
+    given = headers.get(REQUEST_ID, "")
+    return given if _VALID_ID.fullmatch(given) else uuid.uuid4().hex
+
+
+def traceparent(headers: Mapping[str, str]) -> str | None:
+    """A valid W3C trace context, to be passed on; anything else is ignored, as the standard says."""
+    given = headers.get("traceparent", "")
+    return given if _TRACEPARENT.fullmatch(given) else None
+
+
+def budget_s(headers: Mapping[str, str], default_s: float, max_s: float) -> float:
+    """Seconds that the caller grants: the smallest of the headers that are there.
+
+    Raises:
+        BadRequest: a header cannot be read. DeadlineExceeded: nothing is left.
+    """
+    budgets = []
+    for name in _MS_HEADERS:
+        if (text := headers.get(name)) is not None:
+            if not re.fullmatch(r"\d{1,9}(\.\d{1,6})?", text):
+                raise BadRequest(f"{name}: expected milliseconds, got {text[:32]!r}")
+            budgets.append(float(text) * 1e-3)
+    if (text := headers.get("grpc-timeout")) is not None:
+        match = _GRPC_TIMEOUT.fullmatch(text)
+        if not match:
+            raise BadRequest(f"grpc-timeout: expected up to 8 digits and a unit, got {text[:32]!r}")
+        budgets.append(int(match[1]) * _GRPC_UNITS_S[match[2]])
+    budget = min([*budgets, max_s] if budgets else [default_s, max_s])
+    if budget <= 0:
+        raise DeadlineExceeded("the time budget was spent before the request arrived")
+    return budget

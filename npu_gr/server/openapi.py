@@ -1,0 +1,127 @@
+"""The OpenAPI 3.1 document, made from the Structs that parse the requests."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from npu_gr import __version__
+from npu_gr.server.wire import (
+    JSON,
+    MSGPACK,
+    EventsBody,
+    EventsOut,
+    Problem,
+    RankBody,
+    RankOut,
+    SignalBody,
+    SignalOut,
+)
+
+_ERRORS = {
+    "400": "The body or a header cannot be parsed.",
+    "401": "No valid API key.",
+    "404": "No such model version.",
+    "409": "The base prefix is not known here.",
+    "413": "The body or a list is over its limit.",
+    "415": "Neither JSON nor msgpack.",
+    "422": "A field is unknown, missing or out of range.",
+    "429": "Overloaded; see Retry-After.",
+    "503": "Starting, draining, or a dependency is down.",
+    "504": "The time budget ran out.",
+}
+
+
+def document() -> dict[str, Any]:
+    """The whole document."""
+    structs = (SignalBody, SignalOut, RankBody, RankOut, EventsBody, EventsOut, Problem)
+    refs, components = msgspec.json.schema_components(structs, ref_template="#/components/schemas/{name}")
+    schema = dict(zip(structs, refs, strict=True))
+
+    def content(struct: type[msgspec.Struct]) -> dict[str, Any]:
+        return {JSON: {"schema": schema[struct]}, MSGPACK: {"schema": schema[struct]}}
+
+    def errors(*codes: str) -> dict[str, Any]:
+        body = {"application/problem+json": {"schema": schema[Problem]}}
+        return {code: {"description": _ERRORS[code], "content": body} for code in codes}
+
+    def post(name: str, summary: str, body: type[msgspec.Struct], status: str, out: type[msgspec.Struct]) -> Any:
+        timeout = {
+            "name": "X-Request-Timeout-Ms",
+            "in": "header",
+            "required": False,
+            "description": "How long the caller waits; the work is dropped after it.",
+            "schema": {"type": "integer", "minimum": 1, "maximum": 999_999_999},
+        }
+        return {
+            "post": {
+                "operationId": name,
+                "summary": summary,
+                "parameters": [timeout],
+                "requestBody": {"required": True, "content": content(body)},
+                "responses": {status: {"description": "Done.", "content": content(out)}, **errors(*_ERRORS)},
+            }
+        }
+
+    def get(name: str, summary: str, *codes: str, public: bool = False, media: str = JSON) -> dict[str, Any]:
+        operation: dict[str, Any] = {
+            "operationId": name,
+            "summary": summary,
+            "responses": {"200": {"description": "Yes.", "content": {media: {}}}, **errors(*codes)},
+        }
+        if public:
+            operation["security"] = []
+        return {"get": operation}
+
+    def named(paths: dict[str, Any], *names: str) -> dict[str, Any]:
+        parameters = [{"name": n, "in": "path", "required": True, "schema": {"type": "string"}} for n in names]
+        return {**paths, "parameters": parameters}
+
+    model = "/v2/models/{model}"
+    version = f"{model}/versions/{{version}}"
+    erase = {
+        "delete": {
+            "operationId": "eraseUser",
+            "summary": "Forget a user: behaviours, prefixes and their KV.",
+            "parameters": [
+                {
+                    "name": "tenant",
+                    "in": "query",
+                    "schema": {"type": "string", "maxLength": 128},
+                    "required": False,
+                }
+            ],
+            "responses": {"204": {"description": "Forgotten."}, **errors("401", "422", "503", "504")},
+        }
+    }
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "npu_gr", "version": __version__, "license": {"name": "Apache-2.0"}},
+        "security": [{"key": []}, {}],
+        "paths": {
+            "/v1/signal": post("signal", "Pre-infer a user's prefix.", SignalBody, "202", SignalOut),
+            "/v1/rank": post("rank", "Score candidates for a user.", RankBody, "200", RankOut),
+            "/v1/events": post("events", "Append behaviours of a user.", EventsBody, "200", EventsOut),
+            "/v1/users/{user_id}": named(erase, "user_id"),
+            "/v1/models": get("models", "What is being served.", "401"),
+            "/healthz": get("live", "The process is alive.", public=True),
+            "/readyz": get("ready", "New work is welcome.", "503", public=True),
+            "/metrics": get("metrics", "For Prometheus.", "401", media="text/plain"),
+            "/debug/config": get("config", "The configuration in force.", "401"),
+            "/openapi.json": get("openapi", "This document.", "401"),
+            "/v2": get("server", "Open Inference Protocol: server metadata.", "401"),
+            "/v2/health/live": get("v2Live", "Open Inference Protocol: alive.", public=True),
+            "/v2/health/ready": get("v2Ready", "Open Inference Protocol: ready.", "503", public=True),
+            model: named(get("model", "Open Inference Protocol: model metadata.", "401", "404"), "model"),
+            f"{model}/ready": named(get("modelReady", "The model is ready.", "401", "404", "503"), "model"),
+            version: named(get("version", "Model metadata.", "401", "404"), "model", "version"),
+            f"{version}/ready": named(
+                get("versionReady", "The version is ready.", "401", "404", "503"), "model", "version"
+            ),
+        },
+        "components": {
+            "schemas": components,
+            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+        },
+    }

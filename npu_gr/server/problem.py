@@ -1,0 +1,38 @@
+"""One translation of errors to HTTP: RFC 9457 problem details, and nothing of our insides in them."""
+
+from __future__ import annotations
+
+import logging
+
+from aiohttp import web
+
+from npu_gr.errors import NpuGrError, Overloaded, Unauthorized
+from npu_gr.server.wire import JSON, Problem, encode
+
+log = logging.getLogger("npu_gr.request")
+
+
+def problem(status: int, title: str, detail: str, request_id: str) -> web.Response:
+    """An answer of type application/problem+json."""
+    body = Problem(type="about:blank", title=title, status=status, detail=detail, request_id=request_id)
+    return web.Response(body=encode(body, JSON), status=status, content_type="application/problem+json")
+
+
+def from_error(error: BaseException, request_id: str) -> web.Response:
+    """The answer for an exception of a handler."""
+    if isinstance(error, NpuGrError):
+        answer = problem(error.status, error.title, str(error), request_id)
+        if isinstance(error, Overloaded):
+            answer.headers["Retry-After"] = f"{max(1, round(error.retry_after_s))}"
+        elif error.status == 503:
+            answer.headers["Retry-After"] = "1"
+        elif isinstance(error, Unauthorized):
+            answer.headers["WWW-Authenticate"] = "Bearer"
+        return answer
+    if isinstance(error, web.HTTPException):
+        answer = problem(error.status, error.reason.lower(), error.reason, request_id)
+        if "Allow" in error.headers:
+            answer.headers["Allow"] = error.headers["Allow"]
+        return answer
+    log.error("request %s failed", request_id, exc_info=error)
+    return problem(500, "internal error", "an unexpected error; the log has it under this request id", request_id)

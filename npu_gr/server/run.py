@@ -1,0 +1,96 @@
+"""Listening, draining and stopping, and the probe of the event loop's lag."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+
+from aiohttp import web
+
+from npu_gr.errors import ConfigError
+from npu_gr.server.config import ServerConfig
+
+log = logging.getLogger(__name__)
+
+PROBE_PERIOD_S = 0.5
+
+
+async def serve(
+    app: web.Application,
+    config: ServerConfig,
+    *,
+    on_drain: Callable[[], Awaitable[None]],
+    ready: asyncio.Event | None = None,
+    on_listening: Callable[[int], None] = lambda _port: None,
+) -> None:
+    """Serve until SIGTERM or SIGINT, then drain; a second signal stops at once.
+
+    Draining: `on_drain` makes the service unready, everything is still served for `drain_grace_s` so that balancers
+    notice, then the listener closes and requests in flight get `shutdown_timeout_s`.
+
+    Raises:
+        ConfigError: the address cannot be bound.
+    """
+    runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=config.shutdown_timeout_s)
+    await runner.setup()
+    try:
+        site = web.TCPSite(runner, config.host, config.port)
+        try:
+            await site.start()
+        except OSError as error:
+            raise ConfigError(
+                f"server.host, server.port: cannot listen on {config.host}:{config.port}: {error}"
+            ) from error
+        port = runner.addresses[0][1]
+        log.info("listening on %s:%d", config.host, port)
+        on_listening(port)
+        if ready is not None:
+            ready.set()
+        with _signals() as asked:
+            await asked.get()
+            log.info("draining for %.1f s", config.drain_grace_s)
+            await on_drain()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(asked.get(), config.drain_grace_s)
+    finally:
+        await runner.cleanup()
+    log.info("stopped")
+
+
+@contextlib.contextmanager
+def _signals() -> Iterator[asyncio.Queue[int]]:
+    """SIGTERM and SIGINT as queue entries while the block runs."""
+    loop, asked = asyncio.get_running_loop(), asyncio.Queue[int]()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, asked.put_nowait, number)
+    try:
+        yield asked
+    finally:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.remove_signal_handler(number)
+
+
+@contextlib.asynccontextmanager
+async def probe_loop_lag(observe: Callable[[float], None], every_period: Callable[[], None]) -> AsyncIterator[None]:
+    """Measure, twice a second, how long a callback waits for its turn; also a place for cheap periodic work."""
+
+    async def probe() -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            await asyncio.sleep(PROBE_PERIOD_S)
+            asked_s, turn = time.perf_counter(), asyncio.Event()
+            loop.call_soon(turn.set)
+            await turn.wait()
+            observe(time.perf_counter() - asked_s)
+            await asyncio.to_thread(every_period)
+
+    task = asyncio.get_running_loop().create_task(probe())
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)

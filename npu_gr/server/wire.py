@@ -1,0 +1,295 @@
+"""Bodies and answers. One Struct reads JSON and msgpack.
+
+A column of integers may be a list, or raw little-endian bytes: base64 in JSON, `bin` in msgpack. Raw columns are
+read without making a Python object an element. items, timestamps, candidates: int64; actions: int16.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Callable
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from npu_gr.errors import BadRequest, TooLarge, Unprocessable, UnsupportedMedia
+from npu_gr.request import (
+    F32,
+    Events,
+    HistoryRef,
+    HistoryReport,
+    RankAnswer,
+    RankRequest,
+    SignalAnswer,
+    SignalRequest,
+    UserKey,
+)
+from npu_gr.server.config import ServerConfig
+
+Int = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+Column = Annotated[
+    list[Int] | bytes, msgspec.Meta(description="Integers, or raw little-endian int64 (base64 in JSON).")
+]
+Actions = Annotated[
+    list[Annotated[int, msgspec.Meta(ge=0, le=2**15 - 1)]] | bytes,
+    msgspec.Meta(description="Action ids, or raw little-endian int16 (base64 in JSON)."),
+]
+Name = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
+Tenant = Annotated[str, msgspec.Meta(max_length=128)]
+
+
+class History(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Behaviours, oldest first, as columns of the same length."""
+
+    items: Column
+    actions: Actions
+    timestamps: Column  # unix seconds
+
+
+class _User(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    user_id: Name
+    tenant: Tenant = ""
+
+    @property
+    def user(self) -> UserKey:
+        return UserKey(self.tenant, self.user_id)
+
+
+class _WithHistory(_User, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    history: History | None = None  # absent: from the history store
+    base: Name | None = None  # fingerprint of a known prefix that `history` continues
+    model_version: Name | None = None
+
+
+class SignalBody(_WithHistory, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Pre-infer a user's prefix while retrieval still runs."""
+
+    num_candidates: Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)] | None = None
+
+
+class RankBody(_WithHistory, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Score candidates for a user."""
+
+    candidates: Column
+    timestamp: Int | None = None  # unix seconds the candidates are shown at; absent = now
+    top_k: Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)] | None = None
+
+
+class EventsBody(_User, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """New behaviours of a user."""
+
+    events: History
+
+
+class HistoryOut(msgspec.Struct, frozen=True, kw_only=True):
+    """What was made of the behaviours."""
+
+    fingerprint: str
+    num_tokens: int
+    cut_tokens: int
+    unknown_items: int
+
+
+class SignalOut(msgspec.Struct, frozen=True, kw_only=True):
+    """The trigger's verdict."""
+
+    request_id: str
+    model_version: str
+    verdict: str
+    resident_for_s: float
+    history: HistoryOut
+
+
+class RankOut(msgspec.Struct, frozen=True, kw_only=True):
+    """Logits per task in candidate order (null: the catalogue lacks the item), and how they came to be."""
+
+    request_id: str
+    model_version: str
+    outcome: str
+    reason: str
+    scores: dict[str, list[float | None] | bytes]
+    top: list[int] | None
+    prefix_tokens: int
+    unknown_candidates: int
+    history: HistoryOut
+    stages_s: dict[str, float]
+
+
+class EventsOut(msgspec.Struct, frozen=True, kw_only=True):
+    """How many events the store now keeps for the user."""
+
+    request_id: str
+    num_events: int
+
+
+class Problem(msgspec.Struct, frozen=True, kw_only=True):
+    """RFC 9457 problem details."""
+
+    type: str
+    title: str
+    status: int
+    detail: str
+    request_id: str
+
+
+B = TypeVar("B", SignalBody, RankBody, EventsBody)
+
+JSON, MSGPACK = "application/json", "application/msgpack"
+_DECODERS: dict[tuple[type[Any], str], Any] = {
+    (cls, media): codec.Decoder(cls)
+    for cls in (SignalBody, RankBody, EventsBody)
+    for media, codec in ((JSON, msgspec.json), (MSGPACK, msgspec.msgpack))
+}
+_ENCODERS: dict[str, Callable[[Any], bytes]] = {
+    JSON: msgspec.json.Encoder().encode,
+    MSGPACK: msgspec.msgpack.Encoder().encode,
+}
+
+
+def decode(body: bytes, content_type: str, cls: type[B]) -> B:
+    """Parse and validate a body.
+
+    Raises:
+        UnsupportedMedia: neither JSON nor msgpack. BadRequest: it cannot be parsed. Unprocessable: a field is
+            unknown, missing, of the wrong type or out of range; the message has its path.
+    """
+    decoder = _DECODERS.get((cls, content_type))
+    if decoder is None:
+        raise UnsupportedMedia(f"Content-Type: {content_type!r} is neither {JSON} nor {MSGPACK}")
+    try:
+        decoded: B = decoder.decode(body)
+    except msgspec.ValidationError as error:
+        raise Unprocessable(_explain(str(error), cls)) from error
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise BadRequest(f"body: {error}") from error
+    return decoded
+
+
+def encode(answer: msgspec.Struct, media: str) -> bytes:
+    """As JSON or msgpack."""
+    return _ENCODERS[media](answer)
+
+
+def _explain(message: str, cls: type[msgspec.Struct]) -> str:
+    text, _, path = message.partition(" - at `$")
+    path = path.rstrip("`").lstrip(".")
+    if unknown := re.match(r"Object contains unknown field `(.+)`", text):
+        names = [f.encode_name for f in msgspec.structs.fields(History if path else cls)]
+        near = difflib.get_close_matches(unknown[1], names, n=1)
+        full = f"{path}.{unknown[1]}" if path else unknown[1]
+        return f"unknown field {full}" + (f"; did you mean {near[0]}?" if near else "")
+    return f"{path}: {text}" if path else text
+
+
+# ---- bodies -> nouns
+
+
+def column(values: list[int] | bytes, field: str, dtype: str, limit: int) -> npt.NDArray[Any]:
+    """A list or raw bytes as an array of at most `limit` elements, none negative."""
+    dt = np.dtype(dtype)
+    if isinstance(values, bytes):
+        if len(values) % dt.itemsize:
+            raise Unprocessable(f"{field}: {len(values)} bytes are not whole little-endian {dt.name} values")
+        count = len(values) // dt.itemsize
+    else:
+        count = len(values)
+    if count > limit:
+        raise TooLarge(f"{field}: {count} entries, the limit is {limit}")
+    if not isinstance(values, bytes):
+        return np.array(values, dt)
+    array = np.frombuffer(values, dt)
+    if count and int(array.min()) < 0:
+        raise Unprocessable(f"{field}: {int(array.min())} at index {int(array.argmin())} is negative")
+    return array
+
+
+def events(history: History, field: str, limit: int) -> Events:
+    """The nouns of a history."""
+    items = column(history.items, f"{field}.items", "<i8", limit)
+    actions = column(history.actions, f"{field}.actions", "<i2", limit)
+    timestamps = column(history.timestamps, f"{field}.timestamps", "<i8", limit)
+    if not len(items) == len(actions) == len(timestamps):
+        raise Unprocessable(
+            f"{field}: items, actions and timestamps have {len(items)}, {len(actions)} and {len(timestamps)} entries"
+        )
+    return Events(items, actions, timestamps)
+
+
+def _history(body: _WithHistory, config: ServerConfig) -> HistoryRef:
+    if body.history is None:
+        return HistoryRef(base=body.base)
+    return HistoryRef(events=events(body.history, "history", config.max_history_events), base=body.base)
+
+
+def signal_request(body: SignalBody, config: ServerConfig) -> SignalRequest:
+    """The noun of a signal."""
+    return SignalRequest(
+        user=body.user,
+        history=_history(body, config),
+        num_candidates=body.num_candidates,
+        model_version=body.model_version,
+    )
+
+
+def rank_request(body: RankBody, config: ServerConfig) -> RankRequest:
+    """The noun of a rank."""
+    candidates = column(body.candidates, "candidates", "<i8", config.max_candidates)
+    if not len(candidates):
+        raise Unprocessable("candidates: needs at least one")
+    return RankRequest(
+        user=body.user,
+        candidates=candidates,
+        history=_history(body, config),
+        timestamp=body.timestamp,
+        top_k=body.top_k,
+        model_version=body.model_version,
+    )
+
+
+# ---- nouns -> answers
+
+
+def _history_out(report: HistoryReport) -> HistoryOut:
+    return HistoryOut(
+        fingerprint=report.fingerprint,
+        num_tokens=report.num_tokens,
+        cut_tokens=report.cut_tokens,
+        unknown_items=report.unknown_items,
+    )
+
+
+def signal_out(answer: SignalAnswer, request_id: str) -> SignalOut:
+    """The answer of a signal."""
+    return SignalOut(
+        request_id=request_id,
+        model_version=answer.model_version,
+        verdict=answer.verdict.value,
+        resident_for_s=answer.resident_for_s,
+        history=_history_out(answer.history),
+    )
+
+
+def rank_out(answer: RankAnswer, request_id: str, media: str) -> RankOut:
+    """The answer of a rank; in msgpack the scores are raw little-endian float32, NaN where unknown."""
+    return RankOut(
+        request_id=request_id,
+        model_version=answer.model_version,
+        outcome=answer.outcome.value,
+        reason=answer.reason.value,
+        scores={task: _scores(values, media) for task, values in answer.scores.items()},
+        top=None if answer.top is None else answer.top.tolist(),
+        prefix_tokens=answer.prefix_tokens,
+        unknown_candidates=answer.unknown_candidates,
+        history=_history_out(answer.history),
+        stages_s=answer.stages_s,
+    )
+
+
+def _scores(values: F32, media: str) -> list[float | None] | bytes:
+    if media == MSGPACK:
+        return values.astype("<f4", copy=False).tobytes()
+    scores: list[float | None] = values.tolist()  # msgspec writes NaN as null
+    return scores
