@@ -6,6 +6,7 @@ import importlib
 from typing import Literal, cast
 
 from npu_gr.backend.base import Backend
+from npu_gr.errors import ConfigError
 
 BackendName = Literal["cpu", "cuda", "npu", "reference"]
 
@@ -21,7 +22,9 @@ def choose(name: BackendName) -> Backend:
     """The backend of that name.
 
     Raises:
-        ConfigError: its device or package is not there.
+        ConfigError: no such backend, or its device or package is not there.
     """
+    if name not in _CLASSES:
+        raise ConfigError(f"backend: {name!r} is none of {', '.join(_CLASSES)}")
     module, cls = _CLASSES[name]
     return cast("Backend", getattr(importlib.import_module(module), cls)())

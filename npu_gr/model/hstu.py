@@ -204,7 +204,8 @@ class HSTU(nn.Module):
         items = torch.cat([part for s in segments for part in (s.items, s.candidates)])
         shown = len(self.config.actions)
         actions = torch.cat([p for s in segments for p in (s.actions, torch.full_like(s.candidates, shown))])
-        x = (self.embed_items(items) if self._item_table is None else self._item_table[items]) + self.action(actions)
+        x: Tensor = self.embed_items(items) if self._item_table is None else self._item_table[items]
+        x = x + self.action(actions)
         if self.config.positions != "none":
             x = x + self.position(torch.cat([self._positions(s) for s in segments]))
         return x.to(self._residual_dtype)
