@@ -156,7 +156,7 @@ async def _prove(engine: Engine, dram: DramStore | None, shape: HSTUConfig, voca
     short = min(longest, SELF_TEST_TOKENS)
     head = Tokens(tokens.events[:short], tokens.rows[:short], tokens.report)
     candidates = np.random.default_rng(1).integers(0, shape.num_items, 32)
-    drift = await parity(engine, dram.arena if dram else None, head, candidates)
+    drift = await parity(engine, None if dram is None else dram.arena, head, candidates)
     began_s = time.perf_counter()
     cost = await engine.warm_up(tokens, [n for n in WARM_UP_LENGTHS if n <= longest], WARM_UP_CANDIDATES)
     log.info(

@@ -132,7 +132,7 @@ class Relay:
         if verdict is not Verdict.PREINFER:
             return verdict
         try:
-            spilled = self._dram.get(key) if self._dram else None
+            spilled = None if self._dram is None else self._dram.get(key)
             if spilled is not None and self._reload_pays(spilled, self._config.t_life_s):
                 self._start_reload(key, spilled)
                 return Verdict.RELOAD
@@ -183,7 +183,8 @@ class Relay:
         resident = self._resident(user, tokens)
         if resident is not None:
             return Outcome.HBM_HIT, Reason.NONE, resident
-        spare_s = self._engine.cost.full_s(len(tokens), num_candidates) + self._config.margin_s
+        # kept back when joining: the pass that does without, what follows it, and waking up late
+        spare_s = self._engine.cost.full_s(len(tokens), num_candidates) + 2 * self._config.margin_s
         running = self._running(user, tokens)
         if running is not None:
             key, producer = running
@@ -404,11 +405,11 @@ class Relay:
         for key in list(self._by_user.get(user, ())):
             self._producers[key].task.cancel()
         pages = self._pool.drop_user(user)
-        spilled = self._dram.drop_user(user) if self._dram else []
+        spilled = [] if self._dram is None else self._dram.drop_user(user)
         self._last.pop(user, None)
         if pages:
             await self._engine.zero(self._pool.arena, pages)
-        if self._dram and spilled:
+        if self._dram is not None and spilled:
             await self._engine.zero(self._dram.arena, spilled)
 
     async def stop(self) -> None:
