@@ -179,6 +179,10 @@ class PrefixPool:
         """The published entry of that key."""
         return self._published.get(key)
 
+    def is_reserved(self, key: PrefixKey) -> bool:
+        """Whether somebody is writing that prefix now."""
+        return key in self._reserved
+
     def find(self, user: UserKey, model_version: str, layout_id: str) -> list[PrefixEntry]:
         """The user's published entries for one model and layout, newest first."""
         found = self._users.matching(user, model_version, layout_id)

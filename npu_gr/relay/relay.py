@@ -120,7 +120,7 @@ class Relay:
         key = self._key(user, tokens, len(tokens))
         if self._pool.get(key) is not None:
             return Verdict.ALREADY_RESIDENT
-        if key in self._producers:
+        if key in self._producers or self._pool.is_reserved(key):
             return Verdict.ALREADY_RUNNING
         layout = self._pool.arena.layout
         headroom = Headroom(
@@ -196,7 +196,8 @@ class Relay:
         spilled = self._spilled(user, tokens)
         if spilled is None:
             return Outcome.MISS_FULL, self._why_missing(user), None
-        if not self._reload_pays(spilled, due_s - time.monotonic() - self._config.margin_s):
+        left_s = due_s - time.monotonic() - self._config.margin_s
+        if self._pool.is_reserved(spilled.key) or not self._reload_pays(spilled, left_s):
             return Outcome.MISS_FULL, Reason.RELOAD_SLOWER, None
         try:
             producer = self._start_reload(spilled.key, spilled)
@@ -345,7 +346,7 @@ class Relay:
     def _reserve_for_keeping(self, user: UserKey, tokens: Tokens) -> PrefixEntry | None:
         key = self._key(user, tokens, len(tokens))
         wanted = self._config.keep_full and len(tokens) >= self._trigger.min_prefix_tokens
-        if not self._config.enabled or not wanted or self._pool.get(key) is not None or key in self._producers:
+        if not self._config.enabled or not wanted or self._pool.get(key) is not None or self._pool.is_reserved(key):
             return None
         try:
             return self._pool.reserve(key, len(tokens))
