@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from npu_gr.errors import ConfigError, Unavailable
 from npu_gr.features.store import EVENT, HistoryConfig, Stored, key_bytes, pack, unpack
@@ -38,14 +38,7 @@ class EmbeddedStore:
     def __init__(self, config: HistoryConfig) -> None:
         path = Path(config.path)
         self._max_events = config.max_events_per_user
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self._lock = path.with_name(path.name + ".lock").open("w")
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise ConfigError(f"features.path: {path} is in use by another process") from error
-        except OSError as error:
-            raise ConfigError(f"features.path: {path} cannot be used: {error.strerror}") from error
+        self._lock = _locked(path)
         try:
             self._writer = self._connect(path)
             self._writer.executescript(_SCHEMA)
@@ -198,3 +191,18 @@ class EmbeddedStore:
         finally:
             db.execute("ROLLBACK")
         return Stored(events[start % CHUNK :], start)
+
+
+def _locked(path: Path) -> IO[str]:
+    """The store's lock file, held until it is closed."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lock = path.with_name(path.name + ".lock").open("w")
+    except OSError as error:
+        raise ConfigError(f"features.path: {path} cannot be used: {error.strerror}") from error
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        lock.close()
+        raise ConfigError(f"features.path: {path} is in use by another process") from error
+    return lock

@@ -69,7 +69,7 @@ def read_interactions(
             items.append(_integer(item))
             values.append(float(value))
             times.append(_integer(time))
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError, OverflowError) as error:
             raise DataError(f"{path}, line {number}: {error}") from error
         users.append(codes.setdefault(str(user), len(codes)))
     order = np.argsort(np.array(times, np.int64), kind="stable")

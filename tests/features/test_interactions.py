@@ -1,0 +1,104 @@
+"""A log is read whole or not at all, and a bad record is named with its line."""
+
+from __future__ import annotations
+
+import gzip
+import importlib.metadata
+from pathlib import Path
+
+import pytest
+
+from npu_gr.errors import DataError
+from npu_gr.features.interactions import movielens_100k, read_interactions, read_item_features
+from npu_gr.features.load import load_interactions
+from npu_gr.features.store import HistoryConfig, open_store
+from npu_gr.request import UserKey
+
+HEADER = "user_id:token\titem_id:token\trating:float\ttimestamp:float\n"
+
+
+def atomic(tmp_path: Path, *rows: str, header: str = HEADER) -> Path:
+    path = tmp_path / "x.inter"
+    path.write_text(header + "".join(row + "\n" for row in rows))
+    return path
+
+
+def test_time_order_and_codes(tmp_path: Path) -> None:
+    log = read_interactions(atomic(tmp_path, "u2\t7\t4\t30", "u1\t8\t3.5\t10", "u2\t9\t1\t20", "u1\t5\t2\t20.0"))
+    assert log.items.tolist() == [8, 9, 5, 7]
+    assert [log.user_names[code] for code in log.users] == ["u1", "u2", "u1", "u2"]
+    assert log.values.tolist() == [3.5, 1, 2, 4]
+    assert log.timestamps.tolist() == [10, 20, 20, 30]
+
+
+def test_jsonl_says_the_same(tmp_path: Path) -> None:
+    line = '{"user_id": "u", "item_id": 7, "rating": 4, "timestamp": 30}\n'
+    plain, packed = tmp_path / "x.jsonl", tmp_path / "y.jsonl.gz"
+    plain.write_text(line * 2 + "\n")
+    packed.write_bytes(gzip.compress(plain.read_bytes()))
+    for path in (plain, packed):
+        log = read_interactions(path)
+        assert (log.items.tolist(), log.user_names) == ([7, 7], ["u"])
+    zst = pytest.importorskip("zstandard")
+    third = tmp_path / "z.jsonl.zst"
+    third.write_bytes(zst.ZstdCompressor().compress(plain.read_bytes()))
+    assert len(read_interactions(third)) == 2
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ("u\tseven\t4\t30", "line 3: could not convert"),
+        ("u\t7.5\t4\t30", "line 3: 7.5 is not an integer"),
+        ("u\t7\tx\t30", "line 3: could not convert"),
+        ("u\t7", "line 3: 2 columns, 4 are needed"),
+        ("u\t7\t4\tinf", "line 3: cannot convert"),
+    ],
+)
+def test_a_bad_record_is_named(tmp_path: Path, row: str, reason: str) -> None:
+    with pytest.raises(DataError, match=reason):
+        read_interactions(atomic(tmp_path, "u\t1\t1\t1", row))
+
+
+def test_a_bad_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="no column 'rating'; there are user_id, item_id"):
+        read_interactions(atomic(tmp_path, header="user_id:token\titem_id:token\n"))
+    with pytest.raises(DataError, match="not the header"):
+        read_interactions(atomic(tmp_path, header="user_id,item_id\n"))
+    with pytest.raises(DataError, match=r"none\.inter"):
+        read_interactions(tmp_path / "none.inter")
+    broken = tmp_path / "x.jsonl"
+    broken.write_text('{"user_id": 1}\n')
+    with pytest.raises(DataError, match="line 1: KeyError: 'item_id'"):
+        read_interactions(broken)
+
+
+def test_item_features(tmp_path: Path) -> None:
+    path = tmp_path / "x.item"
+    path.write_text("item_id:token\tyear:token\tclass:token_seq\n1\t1995\tA B\n2\t1994\tB\n3\t1995\t\n")
+    year, kind = read_item_features(path, ["year", "class"])
+    assert (year.values, kind.values) == (["1995", "1994"], ["A", "B"])
+    assert kind.of_item == {1: [0, 1], 2: [1], 3: []}
+
+
+async def test_bulk_load(tmp_path: Path) -> None:
+    log = read_interactions(atomic(tmp_path, "u\t7\t4\t30", "v\t8\t3\t10", "u\t9\t3\t20"))
+    store = await open_store(HistoryConfig(path=str(tmp_path / "h.db")))
+    assert store is not None
+    with pytest.raises(DataError, match=r"action value 4\.0 is not one"):
+        await load_interactions(store, log, {3.0: 0})
+    assert await load_interactions(store, log, {3.0: 0, 4.0: 1}, "t") == 3
+    read = (await store.read(UserKey("t", "u"), 9)).events
+    assert (read.items.tolist(), read.actions.tolist(), read.timestamps.tolist()) == ([9, 7], [0, 1], [20, 30])
+    await store.close()
+
+
+def test_movielens() -> None:
+    """The real file, where its package is installed (`make test` installs it)."""
+    try:
+        importlib.metadata.files("recbole")
+    except importlib.metadata.PackageNotFoundError:
+        pytest.skip("the package recbole, which carries MovieLens-100K, is not installed")
+    log = read_interactions(movielens_100k())
+    assert (len(log), len(log.user_names), len(set(log.items.tolist()))) == (100_000, 943, 1682)
+    assert set(log.values.tolist()) == {1.0, 2.0, 3.0, 4.0, 5.0}

@@ -1,0 +1,222 @@
+"""Both stores keep every acknowledged event in order, whoever asks at the same time and however a process ends."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from npu_gr.errors import ConfigError, Unavailable
+from npu_gr.features.store import HistoryConfig, HistoryStore, open_store
+from npu_gr.request import Events, UserKey
+from tests.models import events
+
+USER = UserKey("t", "u")
+
+
+@pytest.fixture(scope="session")
+def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    binary = shutil.which("redis-server")
+    if binary is None:
+        pytest.skip("no redis-server on PATH (Debian: apt-get install redis-server)")
+    folder = tmp_path_factory.mktemp("redis")
+    socket = folder / "redis.sock"
+    with subprocess.Popen(
+        [binary, "--port", "0", "--unixsocket", str(socket), "--dir", str(folder), "--save", ""],
+        stdout=subprocess.DEVNULL,
+    ) as server:
+        for _ in range(100):
+            if socket.exists():
+                break
+            time.sleep(0.05)
+        yield f"unix://{socket}"
+        server.terminate()
+
+
+@pytest.fixture(params=["embedded", "redis"])
+async def config(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[HistoryConfig]:
+    if request.param == "embedded":
+        yield HistoryConfig(kind="embedded", path=str(tmp_path / "deep" / "h.db"), max_events_per_user=1000)
+        return
+    import redis.asyncio as redis
+
+    url = request.getfixturevalue("redis_url")
+    async with redis.from_url(url) as client:
+        await client.flushall()
+    yield HistoryConfig(kind="redis", url=url, max_events_per_user=1000)
+
+
+@pytest.fixture
+async def store(config: HistoryConfig) -> AsyncIterator[HistoryStore]:
+    opened = await open_store(config)
+    assert opened is not None
+    yield opened
+    await opened.close()
+
+
+def equal(a: Events, b: Events) -> bool:
+    return a.fingerprint() == b.fingerprint()
+
+
+async def test_order_and_the_newest(store: HistoryStore) -> None:
+    history = events(700)
+    kept = 0
+    for start in range(0, 700, 90):
+        part = history[start : start + 90]
+        kept += len(part)
+        assert await store.append(USER, part) == kept
+    read, first = await store.read(USER, 10_000)
+    assert first == 0
+    assert equal(read, history)
+    for last in (1, 255, 256, 257, 699):
+        read, first = await store.read(USER, last)
+        assert first == 700 - last
+        assert equal(read, history[700 - last :])
+
+
+async def test_an_unknown_user_has_no_history(store: HistoryStore) -> None:
+    read, first = await store.read(UserKey("", "nobody"), 10)
+    assert (len(read), first) == (0, 0)
+
+
+async def test_old_events_are_given_up_and_indices_go_on(store: HistoryStore) -> None:
+    history = events(3000)
+    for start in range(0, 3000, 100):
+        kept = await store.append(USER, history[start : start + 100])
+    assert kept == 1000
+    read, first = await store.read(USER, 1000)
+    assert first == 2000
+    assert equal(read, history[2000:])
+
+
+async def test_users_do_not_mix(store: HistoryStore) -> None:
+    names = [("a", "bc"), ("ab", "c"), ("", "abc"), ("abc", ""), ("ü☃", "%_'\"\\"), ("ü", "☃%_'\"\\"), ("{a}", "{b}")]
+    for number, name in enumerate(names):
+        await store.append(UserKey(*name), events(5, seed=number))
+    for number, name in enumerate(names):
+        assert equal((await store.read(UserKey(*name), 99)).events, events(5, seed=number))
+
+
+async def test_erasing(store: HistoryStore) -> None:
+    other = UserKey("t", "v")
+    await store.append_many([(USER, events(300)), (other, events(5, seed=1))])
+    await store.erase(USER)
+    assert len((await store.read(USER, 999)).events) == 0
+    assert equal((await store.read(other, 999)).events, events(5, seed=1))
+    await store.append(USER, events(4, seed=2))
+    assert equal((await store.read(USER, 999)).events, events(4, seed=2))
+
+
+async def test_concurrent_appends_keep_every_event(store: HistoryStore) -> None:
+    async def one(number: int) -> None:
+        for step in range(5):
+            await store.append(UserKey("", f"u{number % 4}"), Events.make([number * 10 + step], [0], [1]))
+
+    await asyncio.gather(*(one(number) for number in range(40)))
+    found = [(await store.read(UserKey("", f"u{user}"), 999)).events.items.tolist() for user in range(4)]
+    for user, items in enumerate(found):
+        assert sorted(items) == sorted(n * 10 + s for n in range(user, 40, 4) for s in range(5))
+        for n in range(user, 40, 4):  # one caller's appends stay in order
+            assert [i for i in items if i // 10 == n] == [n * 10 + s for s in range(5)]
+
+
+async def test_it_is_there_after_reopening(config: HistoryConfig) -> None:
+    for round_ in range(2):
+        opened = await open_store(config)
+        assert opened is not None
+        if not round_:
+            await opened.append(USER, events(300))
+        else:
+            assert equal((await opened.read(USER, 999)).events, events(300))
+        await opened.close()
+
+
+async def test_a_caller_that_goes_away_breaks_nothing(store: HistoryStore) -> None:
+    gone = asyncio.create_task(store.append(USER, events(10)))
+    await asyncio.sleep(0)
+    gone.cancel()
+    await asyncio.gather(gone, return_exceptions=True)
+    await store.append(USER, events(3, seed=1))
+    read = (await store.read(USER, 99)).events
+    assert equal(read[-3:], events(3, seed=1))
+    assert len(read) in (3, 13)
+
+
+_WRITER = """
+import asyncio, sys
+import numpy as np
+from npu_gr.features.store import HistoryConfig, open_store
+from npu_gr.request import Events, UserKey
+
+async def main():
+    store = await open_store(HistoryConfig(path=sys.argv[1]))
+    number = 0
+    while True:
+        await store.append(UserKey("", "u"), Events.make([number], [1], [number]))
+        print(number, flush=True)
+        number += 1
+
+asyncio.run(main())
+"""
+
+
+def test_kill_minus_nine_loses_no_acknowledged_event(tmp_path: Path) -> None:
+    path = str(tmp_path / "h.db")
+    with subprocess.Popen([sys.executable, "-c", _WRITER, path], stdout=subprocess.PIPE, text=True) as writer:
+        assert writer.stdout is not None
+        acknowledged = [int(writer.stdout.readline()) for _ in range(200)]
+        writer.send_signal(signal.SIGKILL)
+        acknowledged += [int(line) for line in writer.stdout if line.endswith("\n")]
+
+    async def read() -> list[int]:
+        opened = await open_store(HistoryConfig(path=path))
+        assert opened is not None
+        found = (await opened.read(UserKey("", "u"), 100_000)).events
+        await opened.close()
+        return found.items.tolist()
+
+    found = asyncio.run(read())
+    assert found[: len(acknowledged)] == acknowledged
+    assert len(found) <= len(acknowledged) + 1
+
+
+async def test_one_process_a_file(tmp_path: Path) -> None:
+    config = HistoryConfig(path=str(tmp_path / "h.db"))
+    first = await open_store(config)
+    assert first is not None
+    with pytest.raises(ConfigError, match="in use by another process"):
+        await open_store(config)
+    await first.close()
+    with pytest.raises(Unavailable, match="closed"):
+        await first.append(USER, events(1))
+
+
+async def test_what_cannot_be_used_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"features\.path: .*file"):
+        await open_store(HistoryConfig(path=str(tmp_path / "file" / "h.db")))
+    (tmp_path / "bad.db").write_bytes(b"not a database" * 100)
+    with pytest.raises(ConfigError, match=r"features\.path: .*bad\.db"):
+        await open_store(HistoryConfig(path=str(tmp_path / "bad.db")))
+    with pytest.raises(ConfigError, match=r"features\.url"):
+        await open_store(HistoryConfig(kind="redis", url=f"unix://{tmp_path}/none.sock"))
+    with pytest.raises(ConfigError, match=r"features\.url"):
+        await open_store(HistoryConfig(kind="redis", url="nonsense"))
+    assert await open_store(HistoryConfig(kind="none")) is None
+
+
+def test_records_are_packed() -> None:
+    from npu_gr.features.store import EVENT, pack, unpack
+
+    history = events(50)
+    assert len(pack(history)) == 50 * EVENT.itemsize == 900
+    assert equal(unpack(pack(history)), history)
+    assert np.array_equal(unpack(b"").items, [])
