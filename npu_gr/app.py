@@ -92,7 +92,7 @@ async def instance(config: Config) -> AsyncIterator[tuple[web.Application, Servi
         observe(metrics, engine, pool, dram, relay, info)
         engine.scheduler.start()
         try:
-            await _prove(engine, dram, shape, vocabulary)
+            await _prove(engine, dram, shape, vocabulary, config.relay.enabled)
             service.set_ready()
             try:
                 yield build_web_app(service, config.server, metrics), service
@@ -149,14 +149,16 @@ def _dram(config: Config, layout: KVLayout, backend: Backend) -> DramStore | Non
     )
 
 
-async def _prove(engine: Engine, dram: DramStore | None, shape: HSTUConfig, vocabulary: ItemVocabulary) -> None:
-    """Parity self-test and warm-up, on a seeded history."""
+async def _prove(
+    engine: Engine, dram: DramStore | None, shape: HSTUConfig, vocabulary: ItemVocabulary, is_cached: bool
+) -> None:
+    """Parity self-test (where prefixes are cached) and warm-up, on a seeded history."""
     longest = min(shape.max_history_tokens, max(WARM_UP_LENGTHS))
     tokens = _seeded(shape, vocabulary, longest)
     short = min(longest, SELF_TEST_TOKENS)
     head = Tokens(tokens.events[:short], tokens.rows[:short], tokens.report)
     candidates = np.random.default_rng(1).integers(0, shape.num_items, 32)
-    drift = await parity(engine, None if dram is None else dram.arena, head, candidates)
+    drift = await parity(engine, None if dram is None else dram.arena, head, candidates) if is_cached else 0.0
     began_s = time.perf_counter()
     cost = await engine.warm_up(tokens, [n for n in WARM_UP_LENGTHS if n <= longest], WARM_UP_CANDIDATES)
     log.info(

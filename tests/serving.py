@@ -1,0 +1,62 @@
+"""A real instance on a tiny checkpoint, for tests that talk HTTP to it.
+
+While it serves, blockbuster watches: a blocking call of ours on the event loop fails the test that made it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from aiohttp.test_utils import TestClient, TestServer
+from blockbuster import blockbuster_ctx
+
+from npu_gr.app import instance
+from npu_gr.config import Config, from_table
+from npu_gr.model.weights import Checkpoint, save
+from npu_gr.request import Events
+from npu_gr.service import Service
+from tests.models import tiny_model
+
+FIRST_ID = 1000  # external ids are rows + this
+
+
+def write_checkpoint(folder: Path, **changes: object) -> str:
+    model = tiny_model(**changes)  # type: ignore[arg-type]
+    ids = np.arange(model.config.num_items, dtype=np.int64) + FIRST_ID
+    return save(Checkpoint(model=model, item_ids=ids, name="tiny", action_values=(1.0, 2.0, 3.0)), folder)
+
+
+def make_config(folder: Path, **sections: Any) -> Config:
+    table: dict[str, Any] = {
+        "checkpoint": str(folder / "checkpoint"),
+        "kv": {"hbm_bytes": 8_000_000, "dram_bytes": 8_000_000},
+        "features": {"path": str(folder / "history.db")},
+        "trigger": {"min_prefix_tokens": 4},
+        "server": {"port": 0, "drain_grace_s": 0.1},
+    }
+    for name, section in sections.items():
+        table[name] = {**table[name], **section} if isinstance(section, dict) and name in table else section
+    return from_table(table)
+
+
+@asynccontextmanager
+async def serving(folder: Path, **sections: Any) -> AsyncIterator[tuple[TestClient[Any, Any], Service]]:
+    if not (folder / "checkpoint").exists():
+        write_checkpoint(folder / "checkpoint")
+    async with instance(make_config(folder, **sections)) as (app, service):
+        server = TestServer(app, handler_cancellation=True)  # type: ignore[call-arg]
+        async with TestClient(server) as client:
+            with blockbuster_ctx("npu_gr"):
+                yield client, service
+
+
+def columns(history: Events) -> dict[str, list[int]]:
+    return {
+        "items": (history.items + FIRST_ID).tolist(),
+        "actions": history.actions.tolist(),
+        "timestamps": history.timestamps.tolist(),
+    }

@@ -1,0 +1,72 @@
+"""A configuration is right or it is refused, with the field, the limit and a hint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from npu_gr.config import load, to_table
+from npu_gr.errors import ConfigError
+
+SHIPPED = Path(__file__).parent.parent / "configs"
+
+
+def write(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "c.yaml"
+    path.write_text(text)
+    return path
+
+
+@pytest.mark.parametrize("path", sorted(SHIPPED.glob("*.yaml")), ids=lambda p: p.name)
+def test_what_ships_loads(path: Path) -> None:
+    assert load(path).checkpoint
+
+
+def test_the_cpu_file_documents_every_section() -> None:
+    import yaml
+
+    given = yaml.safe_load((SHIPPED / "cpu.yaml").read_text())
+    assert set(given) == set(to_table(load(SHIPPED / "cpu.yaml")))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("checkpoint: x\nsrever: {}", "unknown key srever; did you mean server?"),
+        ("checkpoint: x\nkv: {hbm_byte: 1}", r"unknown key kv\.hbm_byte; did you mean hbm_bytes?"),
+        ("checkpoint: x\nkv: {hbm_bytes: 1e9}", r"kv\.hbm_bytes: Expected `int`, got `str`"),
+        ("checkpoint: x\nserver: {port: 70000}", r"server\.port: Expected `int` <= 65535"),
+        ("checkpoint: x\nrelay: {t_life_s: 0}", r"relay\.t_life_s: Expected `float` > 0"),
+        ("checkpoint: x\nbackend: gpu", "backend: Invalid enum value 'gpu'"),
+        ("checkpoint: x\ncheckpoint: y", "line 2: key 'checkpoint' is given twice"),
+        ("backend: cpu", "missing required field `checkpoint`"),
+        ("checkpoint: x\nserver: {host: 0.0.0.0}", "server: host: 0.0.0.0 is not loopback: set api_keys_file"),
+        ("checkpoint: x\nservice: {unknown_items: drop}", "neither 'ignore' nor 'refuse'"),
+        ("[1, 2]", "got list"),
+        ("a: [", "not YAML"),
+    ],
+)
+def test_what_is_wrong_is_named(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load(write(tmp_path, text))
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"none\.yaml: No such file"):
+        load(tmp_path / "none.yaml")
+
+
+def test_overrides(tmp_path: Path) -> None:
+    path = write(tmp_path, "checkpoint: x\nkv: {hbm_bytes: 5}")
+    config = load(path, ["kv.hbm_bytes=7", "server.port=1", "relay.enabled=false"])
+    assert (config.kv.hbm_bytes, config.server.port, config.relay.enabled) == (7, 1, False)
+    for override in ("kv.hbm=1", "kv", "checkpoint.x=1"):
+        with pytest.raises(ConfigError):
+            load(path, [override])
+
+
+def test_a_public_address_needs_keys_or_a_word(tmp_path: Path) -> None:
+    for extra in ("api_keys_file: k", "allow_unauthenticated: true"):
+        text = f"checkpoint: x\nserver: {{host: 0.0.0.0, {extra}}}"
+        assert load(write(tmp_path, text)).server.host == "0.0.0.0"
