@@ -165,3 +165,134 @@ def bench_rank(as_json: bool, backend: str, dtype: str, threads: int, seed: int,
                 "yes" if line.ok else "no",
             )
         Console().print(table)
+
+
+@train.command("rank")
+@click.argument("log", type=click.Path(path_type=Path))
+@click.option("--out", required=True, type=click.Path(path_type=Path), help="Folder of the checkpoint.")
+@click.option("--items", type=click.Path(path_type=Path), help="RecBole .item file with side features.")
+@click.option("--item-features", default="", help="Its columns, comma-separated.")
+@click.option("--preset", default="demo", show_default=True, type=click.Choice(["demo", "long"]))
+@click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override one training option.")
+@click.option("--value-column", default="rating", show_default=True, help="Column with the action's value.")
+@click.option("--threads", default=2, show_default=True, type=click.IntRange(1))
+def train_rank_command(
+    log: Path,
+    out: Path,
+    items: Path | None,
+    item_features: str,
+    preset: str,
+    overrides: tuple[str, ...],
+    value_column: str,
+    threads: int,
+) -> None:
+    """Train an HSTU ranker on an interaction LOG (.inter or .jsonl) and print its figures beside the baselines'."""
+    import msgspec
+    import torch
+    import yaml
+    from rich.console import Console
+
+    from npu_gr.demo import training_progress
+    from npu_gr.errors import ConfigError
+    from npu_gr.features.interactions import read_interactions, read_item_features
+    from npu_gr.model.weights import save
+    from npu_gr.train.rank import DEMO, LONG, TrainOptions, train_rank
+
+    torch.set_num_threads(threads)
+    table = msgspec.to_builtins({"demo": DEMO, "long": LONG}[preset])
+    for override in overrides:
+        key, _, value = override.partition("=")
+        table[key] = yaml.safe_load(value)
+    try:
+        options = msgspec.convert(table, TrainOptions)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"--set: {error}") from error
+    columns = [name for name in item_features.split(",") if name]
+    features = read_item_features(items, columns) if items else []
+    console = Console()
+    with training_progress(console) as show:
+        checkpoint, evaluation = train_rank(read_interactions(log, value_column=value_column), features, options, show)
+    console.print(evaluation.table())
+    click.echo(f"checkpoint {save(checkpoint, out)} in {out}")
+
+
+@main.command("replay")
+@click.argument("log", type=click.Path(path_type=Path))
+@click.option("--url", default="http://127.0.0.1:8080", show_default=True)
+@click.option("--speed", default=1.0, show_default=True, help="Log seconds a second.")
+@click.option("--rate", type=float, help="Ranks a second, instead of the log's times.")
+@click.option("--arrival", default="poisson", show_default=True, type=click.Choice(["poisson", "constant"]))
+@click.option("--signal-lead-ms", default=50.0, show_default=True, help="Signal this long before its rank.")
+@click.option("--no-signals", is_flag=True, help="Send only the signals that the log has.")
+@click.option("--limit", type=click.IntRange(1), help="Records, oldest first.")
+@click.option("--duration", "duration_s", type=float, help="Seconds of sending.")
+@click.option("--timeout-ms", default=1000.0, show_default=True)
+@click.option("--slo-ms", default=50.0, show_default=True)
+@click.option("--seed", default=0, show_default=True)
+@click.option("--api-key", envvar="NPU_GR_API_KEY", help="Also from NPU_GR_API_KEY.")
+@click.option("--json", "as_json", is_flag=True)
+def replay_command(
+    log: Path,
+    url: str,
+    speed: float,
+    rate: float | None,
+    arrival: str,
+    signal_lead_ms: float,
+    no_signals: bool,
+    limit: int | None,
+    duration_s: float | None,
+    timeout_ms: float,
+    slo_ms: float,
+    seed: int,
+    api_key: str | None,
+    as_json: bool,
+) -> None:
+    """Replay a query LOG open loop; latency counts from the time each request was due."""
+    from rich.console import Console
+
+    from npu_gr.errors import ConfigError
+    from npu_gr.replay.options import ReplayOptions
+    from npu_gr.replay.run import replay, stop_on_interrupt
+
+    try:
+        options = ReplayOptions(
+            base_url=url,
+            api_key=api_key,
+            speed=speed,
+            rate=rate,
+            arrival=arrival,  # type: ignore[arg-type]
+            signal_lead_s=None if no_signals else signal_lead_ms * 1e-3,
+            limit=limit,
+            duration_s=duration_s,
+            timeout_s=timeout_ms * 1e-3,
+            slo_s=slo_ms * 1e-3,
+            seed=seed,
+        )
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+
+    async def work() -> Any:
+        with stop_on_interrupt() as stop:
+            return await replay(log, options, stop=stop)
+
+    report = _run(work)
+    if as_json:
+        click.echo(json.dumps(report.as_dict()))
+    else:
+        Console().print(report.render())
+
+
+@main.command()
+@click.option("--config", "config_path", default="configs/cpu.yaml", show_default=True, type=click.Path(path_type=Path))
+@click.option("--folder", default=".demo", show_default=True, type=click.Path(path_type=Path))
+@click.option("--threads", default=2, show_default=True, type=click.IntRange(1), help="For training.")
+@click.option("--limit", type=click.IntRange(1), help="Replay only so many records.")
+def demo(config_path: Path, folder: Path, threads: int, limit: int | None) -> None:
+    """Train a ranker on MovieLens-100K, serve it, replay the real users' held-out traffic, report."""
+    import torch
+    from rich.console import Console
+
+    from npu_gr.demo import run
+
+    torch.set_num_threads(threads)
+    _run(lambda: run(config_path, folder, Console(), limit))

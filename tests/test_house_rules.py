@@ -13,6 +13,7 @@ import pytest
 ROOT = Path(__file__).parent.parent / "npu_gr"
 FILES = sorted(ROOT.rglob("*.py"))
 ORDER = [  # top first: a folder or file may import what stands below it
+    "__main__",
     "cli",
     "demo",
     "bench",

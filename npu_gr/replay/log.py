@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import gzip
+import io
+import zlib
 from collections.abc import Iterable, Iterator
+from importlib import import_module
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import IO, Annotated, Any, Literal
 
 import msgspec
 
 from npu_gr.errors import DataError
+
+_CHUNK_BYTES = 1 << 20
 
 Label = Annotated[int, msgspec.Meta(ge=0, le=1)] | None
 
@@ -20,6 +25,11 @@ class LoggedHistory(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     items: list[int]
     actions: list[int]
     timestamps: list[int]
+
+    def __post_init__(self) -> None:
+        if not len(self.items) == len(self.actions) == len(self.timestamps):
+            lengths = f"{len(self.items)}, {len(self.actions)} and {len(self.timestamps)}"
+            raise ValueError(f"items, actions and timestamps have {lengths} entries")
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -88,18 +98,19 @@ def _lines(path: Path) -> Iterator[bytes]:
         if path.suffix == ".gz":
             data = gzip.decompress(data)
         elif path.suffix == ".zst":
-            data = _zstandard(path).ZstdDecompressor().decompressobj().decompress(data)
-    except (OSError, EOFError) as error:
+            data = b"".join(_unpack(io.BytesIO(data), _zstandard(path)))
+        elif path.suffix != ".jsonl":
+            raise DataError(f"{path}: expected a name in .jsonl, .jsonl.gz or .jsonl.zst")
+    except (OSError, EOFError, zlib.error) as error:
         raise DataError(f"{path}: {error}") from error
     yield from data.splitlines()
 
 
-def _zstandard(path: Path):  # type: ignore[no-untyped-def]
+def _zstandard(path: Path) -> Any:
     try:
-        import zstandard
+        return import_module("zstandard")
     except ImportError as error:
         raise DataError(f"{path}: zstd needs pip install 'npu_gr[zstd]'") from error
-    return zstandard
 
 
 def _unpack(file: IO[bytes], zstandard: Any) -> Iterator[bytes]:
@@ -117,12 +128,3 @@ def _unpack(file: IO[bytes], zstandard: Any) -> Iterator[bytes]:
                 frame = None
     if frame:
         raise EOFError("the file ends inside a zstd frame")
-
-
-def _split(chunks: Iterable[bytes]) -> Iterator[bytes]:
-    rest = b""
-    for chunk in chunks:
-        *whole, rest = (rest + chunk).split(b"\n")
-        yield from whole
-    if rest:
-        yield rest

@@ -27,7 +27,7 @@ class ReplayOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         None
     )
     duration_s: Annotated[_Positive | None, Meta(description="s of sending; None = the whole log")] = None
-    timeout_s: Annotated[_Positive, Meta(description="s a request may take that has no deadline_ms")] = 10.0
+    timeout_s: Annotated[_Positive, Meta(description="budget in s of a request whose record has no deadline_ms")] = 1.0
     slo_s: Annotated[_Positive, Meta(description="s from due to answered that a good rank takes at most")] = 0.1
     seed: Annotated[int, Meta(ge=0, description="of the random arrivals")] = 0
 

@@ -17,10 +17,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from npu_gr.replay.log import Kind, LogRecord
+from npu_gr.replay.log import Record
 from npu_gr.replay.options import ReplayOptions
 from npu_gr.request import UserKey
 
@@ -31,34 +32,31 @@ F64 = npt.NDArray[np.float64]
 class _Entry:
     """An action before its place in the plan is known."""
 
-    kind: Kind
-    record: LogRecord
+    record: Record
     due_s: float
     after: list[_Entry] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Action:
-    """One request to send."""
+    """One request to send; its record's `kind` says which."""
 
-    kind: Kind  # what to send; a rank's record also makes signals and events
-    record: LogRecord
+    record: Record
     due_s: float  # from the run's start
     after: tuple[int, ...] = ()  # indices of earlier actions that must be over first
 
 
-def plan(records: Iterable[LogRecord], options: ReplayOptions) -> list[Action]:
+def plan(records: Iterable[Record], options: ReplayOptions) -> list[Action]:
     """Every request of the run, in the order of their due times."""
     ordered = sorted(records, key=attrgetter("ts"))[: options.limit]
     times_s = _times(ordered, options)
     keep = len(ordered) if options.duration_s is None else int(np.searchsorted(times_s, options.duration_s))
-    entries = _entries(ordered[:keep], times_s.tolist(), options.signal_lead_s)
+    entries = _entries(ordered[:keep], times_s.tolist()[:keep], options.signal_lead_s)
     entries.sort(key=attrgetter("due_s"))  # stable: what is due together keeps the log's order, signal first
     place = {id(entry): index for index, entry in enumerate(entries)}
     start_s = entries[0].due_s if entries else 0.0
     return [
         Action(
-            kind=entry.kind,
             record=entry.record,
             due_s=entry.due_s - start_s,
             after=tuple(place[id(earlier)] for earlier in entry.after),
@@ -67,12 +65,13 @@ def plan(records: Iterable[LogRecord], options: ReplayOptions) -> list[Action]:
     ]
 
 
-def _times(records: Sequence[LogRecord], options: ReplayOptions) -> F64:
+def _times(records: Sequence[Record], options: ReplayOptions) -> F64:
     """[len(records)] seconds at which each would be sent, ascending, whatever its kind."""
     ts = np.array([record.ts for record in records], np.float64)
     if options.rate is None or not len(ts):
-        return (ts - ts[:1]) / options.speed
-    is_rank = np.array([record.kind is Kind.RANK for record in records])
+        scaled: F64 = (ts - ts[:1]) / options.speed
+        return scaled
+    is_rank = np.array([record.kind == "rank" for record in records])
     paced = np.flatnonzero(is_rank) if is_rank.any() else np.arange(len(records))
     gap_s = 1 / options.rate
     if options.arrival == "poisson":
@@ -82,35 +81,33 @@ def _times(records: Sequence[LogRecord], options: ReplayOptions) -> F64:
     arrivals_s = np.cumsum(gaps_s)
     # what is not paced itself is spread evenly between its neighbours that are
     places = [-1, *paced, len(records)]
-    return np.interp(np.arange(len(records)), places, [0.0, *arrivals_s, arrivals_s[-1] + gap_s])
+    times_s: F64 = np.interp(np.arange(len(records)), places, [0.0, *arrivals_s, arrivals_s[-1] + gap_s])
+    return times_s
 
 
-def _entries(records: Sequence[LogRecord], times_s: Sequence[float], lead_s: float | None) -> list[_Entry]:
+def _entries(records: Sequence[Record], times_s: Sequence[float], lead_s: float | None) -> list[_Entry]:
     entries: list[_Entry] = []
     signals: defaultdict[UserKey, list[_Entry]] = defaultdict(list)  # still without their rank
     unsettled: defaultdict[UserKey, list[_Entry]] = defaultdict(list)  # what the user's next events wait for
-
-    def add_events(user: UserKey, record: LogRecord, due_s: float) -> None:
-        events = _Entry(kind=Kind.EVENTS, record=record, due_s=due_s, after=unsettled[user])
-        unsettled[user] = [events]
-        entries.append(events)
-
     for record, due_s in zip(records, times_s, strict=True):
         user = UserKey(record.tenant, record.user_id)
+        entry = _Entry(record=record, due_s=due_s)
         match record.kind:
-            case Kind.SIGNAL:
-                entries.append(_Entry(kind=Kind.SIGNAL, record=record, due_s=due_s))
-                signals[user].append(entries[-1])
-            case Kind.RANK:
+            case "signal":
+                signals[user].append(entry)
+            case "rank":
                 own = signals.pop(user, [])
                 for signal in own:
                     signal.due_s = due_s - (record.ts - signal.record.ts)
                 if not own and lead_s is not None:
-                    entries.append(_Entry(kind=Kind.SIGNAL, record=record, due_s=due_s - lead_s))
-                entries.append(_Entry(kind=Kind.RANK, record=record, due_s=due_s))
-                unsettled[user].append(entries[-1])
-                if record.events is not None:
-                    add_events(user, record, due_s)
-            case Kind.EVENTS:
-                add_events(user, record, due_s)
+                    entries.append(_Entry(record=_signal_of(record), due_s=due_s - lead_s))
+                unsettled[user].append(entry)
+            case "events":
+                entry.after = unsettled[user]
+                unsettled[user] = [entry]
+        entries.append(entry)
     return entries
+
+
+def _signal_of(rank: Record) -> Record:
+    return msgspec.structs.replace(rank, kind="signal", labels={}, timestamp=None, top_k=None)

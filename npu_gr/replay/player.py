@@ -2,7 +2,7 @@
 
 Latency counts from the due time, so a service that stalls is charged for the requests that it kept waiting (no
 coordinated omission), and the player's own lateness is published beside it. A user's events leave after the answer
-to the user's rank before them.
+to the user's ranks and events before them.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import gc
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypedDict
 
 import aiohttp
 import msgspec
@@ -30,19 +31,37 @@ class PlayerOptions:
     api_key: str | None = None
 
 
+class AnsweredHistory(TypedDict):
+    """What the report needs of the answer's history."""
+
+    num_tokens: int
+
+
+class Answer(TypedDict):
+    """What the report needs of a rank's answer."""
+
+    outcome: str
+    reason: str
+    scores: dict[str, list[float | None]]  # task -> one a candidate; None = unknown item
+    stages_s: dict[str, float]
+    prefix_tokens: int
+    history: AnsweredHistory
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Sample:
-    """What became of one request. Times in seconds; status 0 = no answer."""
+    """What became of one request. Times in seconds."""
 
     record: Record
     due_s: float
     lag_s: float  # sent that much after it was due
     latency_s: float  # answered that much after it was due
-    status: int
-    answer: dict[str, object]  # of a rank: the decoded body
+    error: str  # "" = none; an HTTP status, "timeout", "no connection" or "bad answer"
+    answer: Answer | None  # of a rank without error
 
 
-_PATHS = {"rank": "/v1/rank", "signal": "/v1/signal", "events": "/v1/events"}
+_PATHS = {kind: f"v1/{kind}" for kind in ("rank", "signal", "events")}
+_ANSWER = msgspec.json.Decoder(Answer)
 
 
 def encode(record: Record) -> bytes:
@@ -85,26 +104,27 @@ async def play(
     bodies = [encode(action.record) for action in actions]
     samples: list[Sample] = []
     sent: set[asyncio.Task[None]] = set()
-    ranked: dict[str, asyncio.Task[None]] = {}  # each user's last rank
+    awaited = {index for action in actions for index in action.after}
+    earlier: dict[int, asyncio.Task[None]] = {}  # those that later actions wait for
     headers = {"Content-Type": "application/json"}
     if options.api_key:
         headers["Authorization"] = f"Bearer {options.api_key}"
     connector = aiohttp.TCPConnector(limit=0)
-    async with aiohttp.ClientSession(options.url, connector=connector, headers=headers) as http, Timer() as timer:
+    base_url = options.url.rstrip("/") + "/"  # a router may live under a path
+    async with aiohttp.ClientSession(base_url, connector=connector, headers=headers) as http, Timer() as timer:
         gc.collect()
         gc.freeze()
         gc.disable()
         try:
             start_s = time.monotonic() + 0.1
-            for action, body in zip(actions, bodies, strict=True):
-                if start_s + action.due_s > time.monotonic():
-                    await timer.until(start_s + action.due_s)
-                after = ranked.get(action.record.user_id) if action.record.kind == "events" else None
+            for index, (action, body) in enumerate(zip(actions, bodies, strict=True)):
+                await timer.until(start_s + action.due_s)  # a late player too must let its tasks send
+                after = [earlier[i] for i in action.after]
                 task = asyncio.create_task(_send(http, action, body, start_s, options, samples, after))
                 sent.add(task)
                 task.add_done_callback(sent.discard)
-                if action.record.kind == "rank":
-                    ranked[action.record.user_id] = task
+                if index in awaited:
+                    earlier[index] = task
                 progress(1)
             await asyncio.gather(*sent)
         except asyncio.CancelledError as error:
@@ -133,32 +153,48 @@ async def _send(
     start_s: float,
     options: PlayerOptions,
     samples: list[Sample],
-    after: asyncio.Task[None] | None,
+    after: Sequence[asyncio.Task[None]],
 ) -> None:
     record, due_s = action.record, start_s + action.due_s
-    if after is not None:
-        await asyncio.wait({after})
-        due_s = max(due_s, time.monotonic())
+    if after:
+        await asyncio.wait(after)
+        due_s = max(due_s, time.monotonic())  # waiting for the user's rank is no lateness
     budget_ms = record.deadline_ms or options.deadline_ms
     timeout = aiohttp.ClientTimeout(total=budget_ms * 1e-3 + 1.0)
-    lag_s, status, answer = time.monotonic() - due_s, 0, {}
+    lag_s = time.monotonic() - due_s
+    content, error = b"", ""
     try:
         async with http.post(
             _PATHS[record.kind], data=body, headers={"X-Request-Timeout-Ms": f"{budget_ms:.3f}"}, timeout=timeout
         ) as response:
             content = await response.read()
-            status = response.status
-        if record.kind == "rank" and status == 200:
-            answer = msgspec.json.decode(content)
-    except (aiohttp.ClientError, TimeoutError, msgspec.DecodeError):
-        status = status if status >= 400 else 0
+            error = "" if response.ok else str(response.status)
+    except TimeoutError:
+        error = "timeout"
+    except aiohttp.ClientError:
+        error = "no connection"
+    latency_s = time.monotonic() - due_s  # before anything is decoded
+    answer = None
+    if record.kind == "rank" and not error:
+        try:
+            answer = _read(content, len(record.candidates))
+        except ValueError:
+            error = "bad answer"
     samples.append(
         Sample(
             record=record,
             due_s=action.due_s,
             lag_s=lag_s,
-            latency_s=time.monotonic() - due_s,
-            status=status,
+            latency_s=latency_s,
+            error=error,
             answer=answer,
         )
     )
+
+
+def _read(content: bytes, num_candidates: int) -> Answer:
+    """Raises ValueError where the service broke its contract."""
+    answer = _ANSWER.decode(content)
+    if any(len(scores) != num_candidates for scores in answer["scores"].values()):
+        raise ValueError(f"expected {num_candidates} scores a task")
+    return answer

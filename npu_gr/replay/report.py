@@ -9,15 +9,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import numpy as np
 from rich.console import Group
 from rich.table import Table
 
 from npu_gr import __version__
-from npu_gr.replay.player import Sample
+from npu_gr.replay.player import Answer, Sample
 from npu_gr.replay.quality import auc, ndcg_at
+from npu_gr.request import Outcome
 
 PERCENTILES = (50, 95, 99, 99.9)
+HITS = (Outcome.HBM_HIT, Outcome.JOINED, Outcome.DRAM_HIT)
 LATE_S = 0.005  # a p99 send-lag over this says that the generator, not the service, was slow
 
 
@@ -34,6 +37,7 @@ class Latencies:
 class Report:
     """Everything as plain values; `as_dict` for JSON, `render` for people."""
 
+    interrupted: bool  # then only what was answered before counts
     duration_s: float
     slo_s: float
     num_ranks: int
@@ -73,14 +77,19 @@ class Report:
             "latencies_ms": {row.name: {"count": row.count, **row.ms} for row in self.latencies},
             "goodput_per_s": self.goodput_per_s,
             "slo_attainment_ratio": self.num_within_slo / self.num_ranks if self.num_ranks else None,
-            "hit_ratios": {name: self.hit_ratio(name) for name in self.outcomes},
+            "hit_ratios": {name: self.hit_ratio(name) for name in HITS},
             "environment": {
                 "npu_gr": __version__,
                 "python": platform.python_version(),
                 "machine": platform.machine(),
                 "cpus": os.cpu_count(),
+                "seed": self.settings.get("seed"),
             },
         }
+
+    def to_json(self) -> str:
+        """`as_dict` as text; what could not be measured is null."""
+        return msgspec.json.format(msgspec.json.encode(self.as_dict()), indent=2).decode()
 
     def render(self) -> Group:
         """As tables."""
@@ -89,7 +98,7 @@ class Report:
         for row in self.latencies:
             of_ranks = f"{self.hit_ratio(row.name):.1%}" if row.name in self.outcomes else ""
             latency.add_row(row.name, str(row.count), of_ranks, *(f"{value:.2f}" for value in row.ms.values()))
-        summary = Table(show_header=False, title="Replay")
+        summary = Table(show_header=False, title="Replay, interrupted" if self.interrupted else "Replay")
         summary.add_row("goodput", f"{self.goodput_per_s:.1f} ranks/s within {self.slo_s * 1e3:g} ms")
         summary.add_row("SLO attainment", f"{share:.2%} of {self.num_ranks} ranks in {self.duration_s:.1f} s")
         summary.add_row("history tokens from cached KV", f"{self.prefix_tokens_ratio:.1%}")
@@ -105,35 +114,36 @@ class Report:
         return Group(latency, summary)
 
 
-def report(samples: Sequence[Sample], slo_s: float, settings: dict[str, Any]) -> Report:
+def report(samples: Sequence[Sample], slo_s: float, settings: dict[str, Any], interrupted: bool = False) -> Report:
     """Sum up a run."""
     ranks = [s for s in samples if s.record.kind == "rank"]
-    answered = [s for s in ranks if s.status == 200]
-    outcomes = Counter(str(s.answer["outcome"]) for s in answered)
-    rows = [_latencies("rank", answered)]
-    rows += [_latencies(name, [s for s in answered if s.answer["outcome"] == name]) for name in sorted(outcomes)]
-    for kind, status in (("signal", 202), ("events", 200)):
-        done = [s for s in samples if s.record.kind == kind and s.status == status]
+    answered = [(s, s.answer) for s in ranks if s.answer is not None]
+    outcomes = Counter(answer["outcome"] for _, answer in answered)
+    rows = [_latencies("rank", [s for s, _ in answered])]
+    rows += [_latencies(name, [s for s, a in answered if a["outcome"] == name]) for name in sorted(outcomes)]
+    for kind in ("signal", "events"):
+        done = [s for s in samples if s.record.kind == kind and not s.error]
         if done:
             rows.append(_latencies(kind, done))
-    errors = Counter(f"{s.record.kind} {s.status or 'no answer'}" for s in samples if s.status not in (200, 202))
-    history = sum(_integer(s.answer["history"], "num_tokens") for s in answered)
+    errors = Counter(f"{s.record.kind} {s.error}" for s in samples if s.error)
+    history = sum(answer["history"]["num_tokens"] for _, answer in answered)
     stages: dict[str, list[float]] = {}
-    for s in answered:
-        for name, value in _table(s.answer["stages_s"]).items():
-            stages.setdefault(name, []).append(float(value))
+    for _, answer in answered:
+        for name, value in answer["stages_s"].items():
+            stages.setdefault(name, []).append(value)
     by_task = _quality(answered)
     ends = [s.due_s + s.latency_s for s in samples]
     return Report(
+        interrupted=interrupted,
         duration_s=max(ends, default=0.0) - min((s.due_s for s in samples), default=0.0),
         slo_s=slo_s,
         num_ranks=len(ranks),
-        num_within_slo=sum(s.latency_s <= slo_s for s in answered),
+        num_within_slo=sum(s.latency_s <= slo_s for s, _ in answered),
         latencies=rows,
         outcomes=dict(sorted(outcomes.items())),
-        reasons=dict(Counter(str(s.answer["reason"]) for s in answered if s.answer["reason"])),
+        reasons=dict(Counter(answer["reason"] for _, answer in answered if answer["reason"])),
         errors=dict(sorted(errors.items())),
-        prefix_tokens_ratio=sum(_integer(s.answer, "prefix_tokens") for s in answered) / history if history else 0.0,
+        prefix_tokens_ratio=sum(answer["prefix_tokens"] for _, answer in answered) / history if history else 0.0,
         stages_p50_ms={name: float(np.median(values)) * 1e3 for name, values in stages.items()},
         lag_ms=_percentiles([s.lag_s for s in samples]),
         auc={task: value for task, (value, _, _) in by_task.items()},
@@ -143,15 +153,15 @@ def report(samples: Sequence[Sample], slo_s: float, settings: dict[str, Any]) ->
     )
 
 
-def _quality(answered: Sequence[Sample]) -> dict[str, tuple[float, float, int]]:
+def _quality(answered: Sequence[tuple[Sample, Answer]]) -> dict[str, tuple[float, float, int]]:
     """By task: pooled AUC over labelled candidates, mean NDCG@10 of whole lists, lists with a positive."""
     found = {}
-    for task in sorted({task for s in answered for task in s.record.labels}):
+    for task in sorted({task for s, _ in answered for task in s.record.labels}):
         scores, labels, gains = [], [], []
-        for s in answered:
-            if task not in s.record.labels or task not in _table(s.answer["scores"]):
+        for s, answer in answered:
+            if task not in s.record.labels or task not in answer["scores"]:
                 continue
-            served = np.array(_table(s.answer["scores"])[task], np.float64)  # null becomes NaN
+            served = np.array(answer["scores"][task], np.float64)  # null becomes NaN
             truth = s.record.labels[task]
             known = np.array([value is not None for value in truth]) & ~np.isnan(served)
             scores.append(served[known])
@@ -174,12 +184,3 @@ def _percentiles(seconds: Sequence[float]) -> dict[str, float]:
         return {f"p{p:g}": float("nan") for p in PERCENTILES}
     values = np.percentile(seconds, PERCENTILES) * 1e3
     return {f"p{p:g}": float(value) for p, value in zip(PERCENTILES, values, strict=True)}
-
-
-def _table(value: object) -> dict[str, Any]:
-    assert isinstance(value, dict)
-    return value
-
-
-def _integer(value: object, name: str) -> int:
-    return int(_table(value)[name])

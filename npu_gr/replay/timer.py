@@ -12,52 +12,48 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from typing import Self
 
 log = logging.getLogger(__name__)
-
-# Sleeps until an instant of time.monotonic(), yields to the loop at least once; one sleeper at a time.
-Until = Callable[[float], Awaitable[None]]
 
 _TFD_TIMER_ABSTIME = 1
 
 
-@contextmanager
-def open_timer() -> Iterator[Until]:
-    """The best sleeper of this platform, for the running loop; closed with the block."""
-    if sys.platform != "linux":
-        log.warning("no timerfd on %s: requests will leave up to some milliseconds late", sys.platform)
-        yield _loop_until
-        return
-    loop, fired = asyncio.get_running_loop(), asyncio.Event()
-    fd = _create()
+class Timer:
+    """The best sleeper of this platform for the running loop: `async with Timer() as timer`; one sleeper at a time."""
 
-    def read() -> None:
+    async def __aenter__(self) -> Self:
+        self._fired = asyncio.Event()
+        self._fd: int | None = None
+        if sys.platform == "linux":
+            self._fd = _create()
+            asyncio.get_running_loop().add_reader(self._fd, self._read)
+        else:
+            log.warning("no timerfd on %s: requests will leave up to some milliseconds late", sys.platform)
+        return self
+
+    async def __aexit__(self, *_error: object) -> None:
+        if self._fd is not None:
+            asyncio.get_running_loop().remove_reader(self._fd)
+            os.close(self._fd)
+
+    async def until(self, at_s: float) -> None:
+        """Sleep until an instant of `time.monotonic()`; one that is over still lets the loop turn once."""
+        wait_s = at_s - time.monotonic()
+        if wait_s <= 0 or self._fd is None:
+            await asyncio.sleep(wait_s)
+            return
+        self._fired.clear()
+        _set(self._fd, at_s)
+        await self._fired.wait()
+
+    def _read(self) -> None:
+        assert self._fd is not None
         try:
-            os.read(fd, 8)
+            os.read(self._fd, 8)
         except BlockingIOError:  # set again since it fired
             return
-        fired.set()
-
-    async def until(at_s: float) -> None:
-        if at_s <= time.monotonic():
-            await asyncio.sleep(0)
-            return
-        fired.clear()
-        _set(fd, at_s)
-        await fired.wait()
-
-    loop.add_reader(fd, read)
-    try:
-        yield until
-    finally:
-        loop.remove_reader(fd)
-        os.close(fd)
-
-
-async def _loop_until(at_s: float) -> None:
-    await asyncio.sleep(at_s - time.monotonic())  # a time that is over only yields
+        self._fired.set()
 
 
 if sys.version_info >= (3, 13):
@@ -71,7 +67,7 @@ if sys.version_info >= (3, 13):
 else:
 
     class _TimeSpec(ctypes.Structure):
-        _fields_ = [("sec", ctypes.c_long), ("nsec", ctypes.c_long)]  # ctypes' own form
+        _fields_ = [("sec", ctypes.c_long), ("nsec", ctypes.c_long)]
 
     class _ITimerSpec(ctypes.Structure):
         _fields_ = [("interval", _TimeSpec), ("value", _TimeSpec)]

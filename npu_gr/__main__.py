@@ -1,0 +1,6 @@
+"""`python -m npu_gr` is `npu-gr`."""
+
+from npu_gr.cli import main
+
+if __name__ == "__main__":
+    main()

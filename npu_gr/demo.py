@@ -1,0 +1,229 @@
+"""`npu-gr demo`: the whole path on real users of MovieLens-100K, from the log to served scores.
+
+The oldest 80 % of the events train the ranker and fill the history store. The rest is the traffic: a user's held-out
+events in slices of at most `SLICE`, each one rank request that mixes them with items drawn from the catalogue, and
+after its answer the events that happened. MovieLens' own stamps are poor arrivals (half of the ratings share the
+previous one's second), so arrivals are Poisson; order, users, histories and labels are real.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import aiohttp
+import numpy as np
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+
+from npu_gr.config import Config, load
+from npu_gr.errors import CheckpointError, ConfigError, Unavailable
+from npu_gr.features.interactions import Interactions, ItemValues, movielens_100k, read_interactions, read_item_features
+from npu_gr.features.load import load_interactions
+from npu_gr.features.store import open_store
+from npu_gr.model.weights import Checkpoint, save
+from npu_gr.model.weights import load as load_checkpoint
+from npu_gr.replay.log import LoggedHistory, Record, write
+from npu_gr.replay.options import ReplayOptions
+from npu_gr.replay.report import Report
+from npu_gr.replay.run import replay
+from npu_gr.train.data import TEST_RATIO
+from npu_gr.train.rank import DEMO, train_rank
+from npu_gr.train.rank import Progress as Trained
+
+SLICE = 20  # held-out events of a request
+CANDIDATES = 100
+FEATURES = ("class", "release_year")
+LIKE = 4.0
+RATE_PER_S = 30.0
+SIGNAL_LEAD_S = 0.05
+START_TIMEOUT_S = 60.0
+
+
+async def run(config_path: Path, folder: Path, console: Console, limit: int | None = None) -> Report:
+    """Train or reuse, load, serve, replay, report, stop.
+
+    Raises:
+        ConfigError, DataError: something that the demo needs is not there, in words.
+        Unavailable: the service did not start, or did not stop cleanly.
+    """
+    source = movielens_100k()
+    log = read_interactions(source)
+    checkpoint = _checkpoint(
+        folder / "checkpoint", log, read_item_features(source.with_suffix(".item"), FEATURES), console
+    )
+    history, heldout = _split(log)
+    records = traffic(heldout, checkpoint)
+    write(folder / "traffic.jsonl.gz", records)
+    overrides = [
+        f"checkpoint={folder / 'checkpoint'}",
+        f"features.path={folder / 'history.db'}",
+        f"server.port={_free_port()}",
+    ]
+    config = load(config_path, overrides)
+    await _fill(config, history, checkpoint, console)
+    console.print(
+        f"replaying {sum(r.kind == 'rank' for r in records)} ranks of {len(set(r.user_id for r in records))} users"
+    )
+    process = await _serve(config_path, overrides, config, folder / "service.log")
+    try:
+        options = ReplayOptions(
+            base_url=f"http://{config.server.host}:{config.server.port}",
+            rate=RATE_PER_S,
+            signal_lead_s=SIGNAL_LEAD_S,
+            slo_s=config.slo.rank_s,
+            limit=limit,
+        )
+        found = await replay(records, options)
+    finally:
+        await _stop(process)
+    console.print(found.render())
+    (folder / "report.json").write_text(json.dumps(found.as_dict(), indent=2) + "\n")
+    return found
+
+
+def _checkpoint(folder: Path, log: Interactions, features: list[ItemValues], console: Console) -> Checkpoint:
+    """The one that is there, or a new one."""
+    try:
+        checkpoint = load_checkpoint(folder)
+    except CheckpointError:
+        pass
+    else:
+        console.print(f"reusing the ranker {checkpoint.version} in {folder}")
+        return checkpoint
+    with training_progress(console) as show:
+        checkpoint, evaluation = train_rank(log, features, DEMO, show)
+    console.print(evaluation.table())
+    save(checkpoint, folder)
+    return load_checkpoint(folder)
+
+
+@contextmanager
+def training_progress(console: Console) -> Iterator[Callable[[Trained], None]]:
+    """A bar for each stage of `train_rank`."""
+    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[loss]}"), TimeElapsedColumn())
+    with Progress(*columns, console=console) as bar:
+        tasks: dict[str, TaskID] = {}
+
+        def show(step: Trained) -> None:
+            if step.stage not in tasks:
+                tasks[step.stage] = bar.add_task(step.stage, total=step.total, loss="")
+            loss = "" if step.loss != step.loss else f"loss {step.loss:.4f}"
+            bar.update(tasks[step.stage], completed=step.done, loss=loss)
+
+        yield show
+
+
+def _split(log: Interactions) -> tuple[Interactions, Interactions]:
+    """What the trainer's time split trains on, and what it holds out."""
+    instant = np.quantile(log.timestamps, 1 - TEST_RATIO, method="lower")
+    trained = log.timestamps < instant
+    return log[trained], log[~trained]
+
+
+def traffic(heldout: Interactions, checkpoint: Checkpoint) -> list[Record]:
+    """Rank and events records in time order, seeded.
+
+    Labels: click = the user interacted (the others were drawn at random), like = rated `LIKE` or more; candidates
+    that were drawn have no like label.
+    """
+    random = np.random.default_rng(0)
+    actions = {value: index for index, value in enumerate(checkpoint.action_values)}
+    records = []
+    order = np.argsort(heldout.users, kind="stable")
+    for part in np.split(order, np.flatnonzero(np.diff(heldout.users[order])) + 1):
+        for slice_ in np.split(part, range(SLICE, len(part), SLICE)):
+            items, values, times = heldout.items[slice_], heldout.values[slice_], heldout.timestamps[slice_]
+            others = np.setdiff1d(checkpoint.item_ids, heldout.items[part])
+            drawn = random.choice(others, CANDIDATES - len(items), replace=False)
+            shuffled = random.permutation(CANDIDATES)
+            shown = np.concatenate([items, drawn])[shuffled].tolist()
+            click = np.concatenate([np.ones(len(items), int), np.zeros(len(drawn), int)])[shuffled].tolist()
+            rated = np.concatenate([values, np.full(len(drawn), np.nan)])[shuffled].tolist()
+            user, at = heldout.user_names[heldout.users[part[0]]], int(times[0])
+            records.append(
+                Record(
+                    ts=float(at),
+                    kind="rank",
+                    user_id=user,
+                    candidates=shown,
+                    timestamp=at,
+                    labels={"click": click, "like": [None if v != v else int(v >= LIKE) for v in rated]},
+                )
+            )
+            happened = LoggedHistory(
+                items=items.tolist(), actions=[actions[value] for value in values.tolist()], timestamps=times.tolist()
+            )
+            records.append(Record(ts=float(at), kind="events", user_id=user, events=happened))
+    return sorted(records, key=lambda record: record.ts)
+
+
+async def _fill(config: Config, history: Interactions, checkpoint: Checkpoint, console: Console) -> None:
+    """A fresh history store with everything that happened before the traffic."""
+    for suffix in ("", "-wal", "-shm"):
+        Path(config.features.path + suffix).unlink(missing_ok=True)
+    store = await open_store(config.features)
+    if store is None:
+        raise ConfigError("features.kind: the demo needs a history store")
+    try:
+        actions = {value: index for index, value in enumerate(checkpoint.action_values)}
+        began_s = time.perf_counter()
+        total = await load_interactions(store, history, actions)
+        console.print(f"{total} earlier events loaded in {time.perf_counter() - began_s:.1f} s")
+    finally:
+        await store.close()
+
+
+async def _serve(config_path: Path, overrides: list[str], config: Config, log: Path) -> asyncio.subprocess.Process:
+    """A ready service in a process of its own."""
+    settings = [word for override in overrides for word in ("--set", override)]
+    command = [sys.executable, "-m", "npu_gr", "serve", "--config", str(config_path), *settings]
+    with log.open("wb") as file:
+        process = await asyncio.create_subprocess_exec(*command, stdout=file, stderr=file, env=os.environ)
+    url = f"http://{config.server.host}:{config.server.port}/readyz"
+    ends_s = time.monotonic() + START_TIMEOUT_S
+    async with aiohttp.ClientSession() as http:
+        while time.monotonic() < ends_s and process.returncode is None:
+            try:
+                async with http.get(url) as answer:
+                    if answer.status == 200:
+                        return process
+            except aiohttp.ClientError:
+                pass
+            await asyncio.sleep(0.1)
+    await _end(process)
+    raise Unavailable(f"the service did not start; its log: {log}")
+
+
+async def _stop(process: asyncio.subprocess.Process) -> None:
+    """Ask it to drain, and see that it ends well."""
+    if process.returncode is None:
+        process.send_signal(signal.SIGTERM)
+    try:
+        code = await asyncio.wait_for(process.wait(), 30.0)
+    except TimeoutError as error:
+        await _end(process)
+        raise Unavailable("the service did not stop within 30 s of SIGTERM") from error
+    if code:
+        raise Unavailable(f"the service ended with code {code}")
+
+
+async def _end(process: asyncio.subprocess.Process) -> None:
+    if process.returncode is None:
+        process.kill()
+    await process.wait()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port

@@ -1,0 +1,162 @@
+"""What a ranker has to beat, measured in the same protocol: popularity, Markov counts, means, matrix factorisation.
+
+Every baseline learns items from the trained events alone and may read, like the ranker, the user's events before the
+one it scores, the newest included.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from npu_gr.train.data import Log
+
+F64 = npt.NDArray[np.float64]
+
+
+class Baseline(Protocol):
+    """A fitted baseline."""
+
+    name: str
+
+    def liking(self, log: Log) -> F64 | None:
+        """[n] score of every event of the log, read from the user's events before it; None = it has none."""
+        ...
+
+    def next_items(self, log: Log, user: int) -> F64:
+        """[num_items] score of each item as the one after the user's trained events."""
+        ...
+
+
+class Popularity:
+    """Items by how often they were interacted with."""
+
+    name = "popularity"
+
+    def __init__(self, log: Log) -> None:
+        self._counts = np.bincount(log.items[log.trained], minlength=log.num_items).astype(np.float64)
+
+    def liking(self, log: Log) -> F64 | None:
+        """Says nothing of ratings."""
+        return None
+
+    def next_items(self, log: Log, user: int) -> F64:
+        """Counts."""
+        return self._counts
+
+
+class Markov:
+    """Items by how often they followed the user's last one; among equals, by popularity."""
+
+    name = "Markov counts"
+
+    def __init__(self, log: Log) -> None:
+        self._popularity = Popularity(log)
+        follows = log.trained & (np.diff(log.users, prepend=-1) == 0)
+        at = np.flatnonzero(follows)
+        self._counts = np.zeros((log.num_items, log.num_items), np.float32)
+        np.add.at(self._counts, (log.items[at - 1], log.items[at]), 1)
+
+    def liking(self, log: Log) -> F64 | None:
+        """Says nothing of ratings."""
+        return None
+
+    def next_items(self, log: Log, user: int) -> F64:
+        """Transition counts, plus popularity scaled to less than one count."""
+        last = log.items[log.starts[user] + log.num_trained[user] - 1]
+        popularity = self._popularity.next_items(log, user)
+        scores: F64 = self._counts[last] + popularity / (popularity.sum() + 1)
+        return scores
+
+
+class Means:
+    """Item mean plus the user's mean so far, both shrunk towards the global one."""
+
+    name = "user + item means"
+    shrinkage = 5.0  # events that the global mean counts for
+
+    def __init__(self, log: Log) -> None:
+        items, values = log.items[log.trained], log.values[log.trained]
+        self._mean = float(values.mean())
+        sums = np.bincount(items, values - self._mean, minlength=log.num_items)
+        self._items = sums / (np.bincount(items, minlength=log.num_items) + self.shrinkage)
+
+    def liking(self, log: Log) -> F64 | None:
+        """Offset of the item, plus the mean residual of the user's events before."""
+        item = self._items[log.items]
+        residual = log.values - self._mean - item
+        user = np.zeros(len(item))
+        for start, stop in zip(log.starts[:-1], log.starts[1:], strict=True):
+            before = np.cumsum(residual[start:stop]) - residual[start:stop]
+            user[start:stop] = before / (np.arange(stop - start) + self.shrinkage)
+        return item + user
+
+    def next_items(self, log: Log, user: int) -> F64:
+        """The best-liked items."""
+        return self._items
+
+
+class MatrixFactorisation:
+    """Biased matrix factorisation of the values by alternating least squares; users are folded in event by event.
+
+    value ~ mean + b_user + b_item + p_user . q_item, with ridge terms on factors and biases.
+    """
+
+    name = "matrix factorisation"
+    num_factors = 16
+    ridge = 8.0
+    ridge_bias = 3.0
+    num_sweeps = 12
+
+    def __init__(self, log: Log, seed: int = 0) -> None:
+        users, items, values = log.users[log.trained], log.items[log.trained], log.values[log.trained]
+        self._mean = float(values.mean())
+        self._ridge = np.diag([self.ridge_bias, *[self.ridge] * self.num_factors])
+        by_user = [np.flatnonzero(users == user) for user in range(log.num_users)]
+        by_item = [np.flatnonzero(items == item) for item in range(log.num_items)]
+        random = np.random.default_rng(seed)
+        self._items = random.normal(0, 0.1, (log.num_items, 1 + self.num_factors))  # bias, then factors
+        self._items[:, 0] = 0
+        of_users = np.zeros((log.num_users, 1 + self.num_factors))
+        for _ in range(self.num_sweeps):
+            for mine, other, events, at in (
+                (of_users, self._items, by_user, items),
+                (self._items, of_users, by_item, users),
+            ):
+                for row, chosen in enumerate(events):
+                    seen = other[at[chosen]]
+                    design = np.concatenate([np.ones((len(seen), 1)), seen[:, 1:]], axis=1)
+                    residual = values[chosen] - self._mean - seen[:, 0]
+                    mine[row] = np.linalg.solve(design.T @ design + self._ridge, design.T @ residual)
+
+    def _fold_in(self, items: npt.NDArray[np.int64], values: F64) -> F64:
+        """[m + 1, 1 + factors] the user's row after 0, 1, ... m of these events."""
+        seen = self._items[items]
+        design = np.concatenate([np.ones((len(seen), 1)), seen[:, 1:]], axis=1)
+        outer = design[:, :, None] * design[:, None, :]
+        target = design * (values - self._mean - seen[:, 0])[:, None]
+        gram = self._ridge + np.concatenate([np.zeros((1, *outer.shape[1:])), np.cumsum(outer, axis=0)])
+        right = np.concatenate([np.zeros((1, target.shape[1])), np.cumsum(target, axis=0)])
+        rows: F64 = np.linalg.solve(gram, right[:, :, None])[:, :, 0]
+        return rows
+
+    def _predict(self, user: F64, items: F64) -> F64:
+        predicted: F64 = user[..., 0] + items[..., 0] + (user[..., 1:] * items[..., 1:]).sum(-1)
+        return predicted
+
+    def liking(self, log: Log) -> F64 | None:
+        """Predicted value, less the mean."""
+        scores = np.zeros(len(log.items))
+        for start, stop in zip(log.starts[:-1], log.starts[1:], strict=True):
+            part = slice(start, stop)
+            rows = self._fold_in(log.items[part], log.values[part])[:-1]
+            scores[part] = self._predict(rows, self._items[log.items[part]])
+        return scores
+
+    def next_items(self, log: Log, user: int) -> F64:
+        """Items by predicted value: what the user would like best, not what comes next."""
+        part = slice(log.starts[user], log.starts[user] + log.num_trained[user])
+        row = self._fold_in(log.items[part], log.values[part])[-1]
+        return self._predict(row, self._items)

@@ -1,0 +1,73 @@
+"""A service on loopback that remembers what came and answers as a test's script says."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from aiohttp import web
+from aiohttp.test_utils import TestServer
+
+Script = Callable[["Fake", dict[str, Any]], Awaitable[web.Response | None]]
+
+
+def ranked(body: dict[str, Any], **values: Any) -> web.Response:
+    """A rank's answer: the score of a candidate is minus its id, so lower ids come first."""
+    answer = {
+        "outcome": "hbm_hit",
+        "reason": "",
+        "scores": {"click": [-float(item) for item in body["candidates"]]},
+        "stages_s": {"device": 0.002},
+        "prefix_tokens": 30,
+        "history": {"num_tokens": 40, "fingerprint": "f"},
+        "request_id": "r",
+    }
+    return web.json_response(answer | values)
+
+
+@dataclass
+class Fake:
+    """Every request that came, in the order of coming and of going."""
+
+    script: Script
+    url: str = ""
+    came: list[tuple[str, dict[str, Any]]] = field(default_factory=list)  # kind, body
+    came_s: list[float] = field(default_factory=list)
+    headers: list[dict[str, str]] = field(default_factory=list)
+    went: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
+
+    async def handle(self, request: web.Request) -> web.Response:
+        """One request."""
+        kind, body = request.match_info["kind"], await request.json()
+        self.came.append((kind, body))
+        self.came_s.append(time.monotonic())
+        self.headers.append(dict(request.headers))
+        answer = await self.script(self, {"kind": kind} | body)
+        self.went.append((kind, body))
+        if answer is not None:
+            return answer
+        if kind == "rank":
+            return ranked(body)
+        return web.json_response({}, status=202 if kind == "signal" else 200)
+
+    def kinds(self) -> list[str]:
+        """What came, in order."""
+        return [kind for kind, _ in self.came]
+
+
+async def at_once(_fake: Fake, _body: dict[str, Any]) -> None:
+    """The script that answers well and at once."""
+
+
+@asynccontextmanager
+async def service(script: Script = at_once) -> AsyncIterator[Fake]:
+    """A running fake; `fake.url` is where."""
+    fake = Fake(script)
+    app = web.Application()
+    app.router.add_post("/v1/{kind:signal|rank|events}", fake.handle)
+    async with TestServer(app) as server:
+        fake.url = str(server.make_url(""))
+        yield fake

@@ -1,0 +1,148 @@
+"""A plan keeps the log's order, keeps each signal's real distance to its rank, and is the same for the same seed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from npu_gr.replay.log import LoggedHistory, Record
+from npu_gr.replay.options import ReplayOptions
+from npu_gr.replay.plan import Action, plan
+
+EVENTS = LoggedHistory(items=[1], actions=[0], timestamps=[1])
+
+
+def options(**values: Any) -> ReplayOptions:
+    return ReplayOptions(base_url="http://127.0.0.1:1", **values)
+
+
+def record(kind: Any, ts: float, user: str = "a", tenant: str = "") -> Record:
+    more: dict[str, Any] = {"rank": {"candidates": [1, 2]}, "events": {"events": EVENTS}}.get(kind, {})
+    return Record(ts=ts, kind=kind, user_id=user, tenant=tenant, **more)
+
+
+def shape(actions: list[Action]) -> list[tuple[str, float]]:
+    return [(action.record.kind, pytest.approx(action.due_s)) for action in actions]  # type: ignore[misc]
+
+
+def test_speed_scales_gaps_but_not_the_lead() -> None:
+    log = [record("rank", 100.0), record("rank", 110.0, "b")]
+    actions = plan(log, options(speed=10.0, signal_lead_s=0.25))
+    assert shape(actions) == [("signal", 0.0), ("rank", 0.25), ("signal", 1.0), ("rank", 1.25)]
+
+
+def test_a_made_signal_has_the_ranks_user_history_and_number_of_candidates() -> None:
+    rank = Record(ts=0, kind="rank", user_id="a", tenant="t", candidates=[5, 6], history=EVENTS, labels={"x": [1, 0]})
+    signal = plan([rank], options(signal_lead_s=0.1))[0].record
+    assert (signal.kind, signal.user_id, signal.tenant, signal.history) == ("signal", "a", "t", EVENTS)
+    assert len(signal.candidates) == 2
+
+
+def test_a_signal_of_the_log_is_used_as_it_is_and_keeps_its_gap() -> None:
+    log = [record("signal", 10.0), record("rank", 10.2), record("rank", 12.2)]
+    actions = plan(log, options(speed=2.0, signal_lead_s=0.5))
+    assert shape(actions) == [("signal", 0.0), ("rank", 0.2), ("signal", 0.7), ("rank", 1.2)]
+
+
+def test_without_a_lead_only_the_logs_own_signals_are_sent() -> None:
+    assert [a.record.kind for a in plan([record("signal", 0), record("rank", 1)], options())] == ["signal", "rank"]
+    assert [a.record.kind for a in plan([record("rank", 1)], options())] == ["rank"]
+
+
+def test_events_wait_for_everything_of_the_same_user_before_them() -> None:
+    log = [
+        record("rank", 0.0),
+        record("rank", 1.0),
+        record("rank", 1.5, tenant="other"),
+        record("events", 2.0),
+        record("rank", 3.0),
+        record("events", 4.0),
+        record("events", 5.0, "b"),
+    ]
+    actions = plan(log, options())
+    assert [action.after for action in actions] == [(), (), (), (0, 1), (), (3, 4), ()]
+
+
+def test_constant_rate_paces_the_ranks_and_spreads_the_rest_between() -> None:
+    log = [record("rank", 0.0), record("events", 7.0), record("rank", 8.0), record("rank", 1000.0)]
+    actions = plan(log, options(rate=10.0, arrival="constant"))
+    assert shape(actions) == [("rank", 0.0), ("events", 0.05), ("rank", 0.1), ("rank", 0.2)]
+
+
+def test_poisson_arrivals_have_the_rate_and_repeat_with_the_seed() -> None:
+    log = [record("rank", float(i), f"u{i}") for i in range(4000)]
+    due_s = np.array([action.due_s for action in plan(log, options(rate=200.0, seed=3))])
+    gaps_s = np.diff(due_s)
+    assert gaps_s.mean() == pytest.approx(1 / 200, rel=0.1)
+    assert gaps_s.std() == pytest.approx(gaps_s.mean(), rel=0.1)  # exponential
+    assert due_s.tolist() == [action.due_s for action in plan(log, options(rate=200.0, seed=3))]
+    assert due_s.tolist() != [action.due_s for action in plan(log, options(rate=200.0, seed=4))]
+
+
+def test_limit_and_duration_cut_the_log_and_leave_no_signal_without_its_rank() -> None:
+    log = [record("rank", float(i)) for i in range(10)]
+    cut = plan(log, options(limit=3, signal_lead_s=0.5))
+    assert [action.record.kind for action in cut] == ["signal", "rank"] * 3
+    cut = plan(log, options(speed=2.0, duration_s=1.5, signal_lead_s=0.9))
+    assert sorted(action.record.kind for action in cut) == ["rank"] * 3 + ["signal"] * 3
+
+
+def test_an_empty_log_is_an_empty_plan() -> None:
+    assert plan([], options()) == []
+    assert plan([], options(rate=5.0)) == []
+
+
+@settings(deadline=None, max_examples=150)
+@given(
+    rows=st.lists(
+        st.tuples(st.sampled_from(["rank", "signal", "events"]), st.integers(0, 5), st.sampled_from("ab")),
+        max_size=25,
+    ),
+    lead_s=st.sampled_from([None, 0.0, 0.3, 9.0]),
+    pace=st.sampled_from([{"speed": 0.5}, {"speed": 8.0}, {"rate": 3.0}, {"rate": 3.0, "arrival": "constant"}]),
+)
+def test_invariants(rows: list[tuple[str, int, str]], lead_s: float | None, pace: dict[str, Any]) -> None:
+    log = [record(kind, float(ts), user) for kind, ts, user in rows]
+    actions = plan(log, options(signal_lead_s=lead_s, **pace))
+    due_s = [action.due_s for action in actions]
+    assert due_s == sorted(due_s)
+    assert due_s[:1] in ([], [0.0])
+    logged = sorted(log, key=lambda r: r.ts)
+    for user in "ab":
+        mine = [r for r in logged if r.user_id == user and r.kind != "signal"]
+        sent = [a.record for a in actions if a.record.user_id == user and a.record.kind != "signal"]
+        assert [id(r) for r in sent] == [id(r) for r in mine]
+    for index, action in enumerate(actions):
+        assert all(earlier < index for earlier in action.after)
+        assert not action.after or action.record.kind == "events"
+    num_ranks = sum(r.kind == "rank" for r in log)
+    num_signals = sum(r.kind == "signal" for r in log)
+    made = len(actions) - len(log)
+    assert made == 0 if lead_s is None else num_ranks - num_signals <= made <= num_ranks
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"speed": 0.0}, "speed"),
+        ({"rate": float("nan")}, "rate"),
+        ({"rate": 5.0, "speed": 2.0}, "rate"),
+        ({"arrival": "gamma"}, "arrival"),
+        ({"limit": 0}, "limit"),
+        ({"signal_lead_s": -1.0}, "signal_lead_s"),
+    ],
+)
+def test_bad_options_name_the_field(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        options(**values)
+
+
+@pytest.mark.parametrize("url", ["localhost:8000", "ftp://x", "http://", "http://me:key@x", "http://x?y=1"])
+def test_a_bad_base_url_is_refused_and_not_repeated(url: str) -> None:
+    with pytest.raises(ValueError, match="base_url") as caught:
+        ReplayOptions(base_url=url)
+    assert "key@" not in str(caught.value)

@@ -1,0 +1,33 @@
+"""Metrics equal their definitions, counted pair by pair and place by place."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from npu_gr.train.metrics import auc, hit_ratio, ndcg, rank_of
+
+SCORES = st.lists(st.tuples(st.sampled_from([-1.0, 0.0, 0.5, 0.5, 2.0]), st.booleans()), min_size=1, max_size=25)
+
+
+@given(SCORES)
+@settings(deadline=None)
+def test_auc_is_the_share_of_pairs_in_order(rows: list[tuple[float, bool]]) -> None:
+    scores, labels = np.array([s for s, _ in rows]), np.array([y for _, y in rows])
+    pairs = [(p > n) + (p == n) / 2 for p in scores[labels] for n in scores[~labels]]
+    got = auc(scores, labels)
+    assert math.isclose(got, float(np.mean(pairs))) if pairs else math.isnan(got)
+
+
+def test_rank_counts_better_scores_and_half_of_the_equal_ones() -> None:
+    scores = np.array([3.0, 1.0, 2.0, 2.0, -np.inf])
+    assert [rank_of(scores, target) for target in range(4)] == [0, 3, 1.5, 1.5]
+
+
+def test_hits_and_gains_stop_at_k() -> None:
+    ranks = np.array([0.0, 9.0, 10.0, 200.0])
+    assert hit_ratio(ranks, 10) == 0.5
+    assert math.isclose(ndcg(ranks, 10), (1 + 1 / math.log2(11)) / 4)
