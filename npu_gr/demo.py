@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import signal
 import socket
 import sys
@@ -45,6 +44,7 @@ FEATURES = ("class", "release_year")
 LIKE = 4.0
 RATE_PER_S = 30.0
 SIGNAL_LEAD_S = 0.05
+HBM_BYTES = 8_388_608  # room for a few dozen users, so that the DRAM tier is seen at work
 START_TIMEOUT_S = 60.0
 
 
@@ -61,17 +61,19 @@ async def run(config_path: Path, folder: Path, console: Console, limit: int | No
         folder / "checkpoint", log, read_item_features(source.with_suffix(".item"), FEATURES), console
     )
     history, heldout = _split(log)
+    await asyncio.to_thread(_forget, folder)
     records = traffic(heldout, checkpoint)
     write(folder / "traffic.jsonl.gz", records)
     overrides = [
         f"checkpoint={folder / 'checkpoint'}",
         f"features.path={folder / 'history.db'}",
         f"server.port={_free_port()}",
+        f"kv.hbm_bytes={HBM_BYTES}",
     ]
     config = load(config_path, overrides)
     await _fill(config, history, checkpoint, console)
     console.print(
-        f"replaying {sum(r.kind == 'rank' for r in records)} ranks of {len(set(r.user_id for r in records))} users"
+        f"replaying {sum(r.kind == 'rank' for r in records)} ranks of {len({r.user_id for r in records})} users"
     )
     process = await _serve(config_path, overrides, config, folder / "service.log")
     try:
@@ -166,10 +168,14 @@ def traffic(heldout: Interactions, checkpoint: Checkpoint) -> list[Record]:
     return sorted(records, key=lambda record: record.ts)
 
 
+def _forget(folder: Path) -> None:
+    """The history store of an earlier run, which the traffic has changed."""
+    for old in folder.glob("history.db*"):
+        old.unlink()
+
+
 async def _fill(config: Config, history: Interactions, checkpoint: Checkpoint, console: Console) -> None:
     """A fresh history store with everything that happened before the traffic."""
-    for suffix in ("", "-wal", "-shm"):
-        Path(config.features.path + suffix).unlink(missing_ok=True)
     store = await open_store(config.features)
     if store is None:
         raise ConfigError("features.kind: the demo needs a history store")
@@ -186,8 +192,8 @@ async def _serve(config_path: Path, overrides: list[str], config: Config, log: P
     """A ready service in a process of its own."""
     settings = [word for override in overrides for word in ("--set", override)]
     command = [sys.executable, "-m", "npu_gr", "serve", "--config", str(config_path), *settings]
-    with log.open("wb") as file:
-        process = await asyncio.create_subprocess_exec(*command, stdout=file, stderr=file, env=os.environ)
+    with await asyncio.to_thread(log.open, "wb") as file:
+        process = await asyncio.create_subprocess_exec(*command, stdout=file, stderr=file)
     url = f"http://{config.server.host}:{config.server.port}/readyz"
     ends_s = time.monotonic() + START_TIMEOUT_S
     async with aiohttp.ClientSession() as http:

@@ -49,12 +49,8 @@ class Events:
 
     @classmethod
     def make(cls, items: npt.ArrayLike, actions: npt.ArrayLike, timestamps: npt.ArrayLike) -> Events:
-        """From anything numpy reads as three integer rows of the same length."""
-        return cls(
-            np.ascontiguousarray(items, np.int64),
-            np.ascontiguousarray(actions, np.int16),
-            np.ascontiguousarray(timestamps, np.int64),
-        )
+        """From anything numpy reads as three integer rows of the same length; copies, so no odd strides stay."""
+        return cls(np.array(items, np.int64), np.array(actions, np.int16), np.array(timestamps, np.int64))
 
     @classmethod
     def empty(cls) -> Events:

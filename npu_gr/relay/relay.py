@@ -154,7 +154,11 @@ class Relay:
             num_candidates: for the estimate of what still fits.
             due_s: instant (time.monotonic) by which the rank must be done.
         """
-        outcome, reason, entry = Outcome.MISS_FULL, Reason.DISABLED, None
+        outcome, reason, entry = (
+            Outcome.MISS_FULL,
+            Reason.NOT_AT_RISK if self._config.enabled else Reason.DISABLED,
+            None,
+        )
         if self._config.enabled and len(tokens):
             outcome, reason, entry = await self._find(user, tokens, num_candidates, due_s)
         with ExitStack() as held:

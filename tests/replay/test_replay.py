@@ -1,4 +1,4 @@
-"""The player is open loop: what the service does changes neither when requests leave nor what their time counts from."""
+"""Open loop: what the service does changes neither when requests leave nor what their time counts from."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from aiohttp import web
 from npu_gr.errors import DataError
 from npu_gr.replay.log import LoggedHistory, Record, write
 from npu_gr.replay.options import ReplayOptions
-from npu_gr.replay.player import PlayerOptions, play
 from npu_gr.replay.plan import plan
+from npu_gr.replay.player import PlayerOptions, play
 from npu_gr.replay.run import replay, stop_on_interrupt
 from tests.replay.fake import Fake, ranked, service
 
@@ -115,7 +115,7 @@ async def test_events_leave_after_the_users_rank_and_in_order_while_others_go_on
 
 async def test_errors_are_counted_by_what_went_wrong_and_events_still_follow() -> None:
     async def fail(_fake: Fake, body: dict[str, Any]) -> web.Response | None:
-        match body["user_id"]:
+        match body["user_id"] if body["kind"] == "rank" else "":
             case "busy":
                 return web.json_response({"status": 429}, status=429, content_type="application/problem+json")
             case "silent":
@@ -128,7 +128,7 @@ async def test_errors_are_counted_by_what_went_wrong_and_events_still_follow() -
 
     async with service(fail) as fake:
         log = [rank(0, "busy"), rank(0, "busy"), rank(0, "silent", deadline_ms=1.0), rank(0, "odd")]
-        log += [rank(0, "short"), rank(0, "fine"), events(0.01, "silent2"), events(0.01, "busy")]
+        log += [rank(0, "short"), rank(0, "fine"), events(0.01, "silent"), events(0.01, "busy")]
         report = await replay(log, ReplayOptions(base_url=fake.url, slo_s=5.0))
     assert report.errors == {"rank 429": 2, "rank bad answer": 2, "rank timeout": 1}
     assert (report.num_ranks, report.num_within_slo, report.outcomes) == (6, 1, {"hbm_hit": 1})

@@ -61,8 +61,9 @@ async def test_a_delta_and_the_store_say_what_the_whole_history_says(tmp_path: P
         assert delta["prefix_tokens"] == 70
         assert close(delta, want)
 
-        for part in (whole[:40], whole[40:90]):
+        for part in (whole[:1], whole[1:40], whole[40:90]):
             stored = await post(client, "/v1/events", user_id="s", events=columns(part))
+            assert (await rank(client, "s"))["history"]["num_tokens"] == stored["num_events"]
         assert stored["num_events"] == 90
         from_store = await rank(client, "s")
         assert from_store["history"] == want["history"]
@@ -254,7 +255,10 @@ async def test_an_inexact_model_is_refused_with_the_cache_on(tmp_path: Path) -> 
 async def test_two_instances_in_one_process(tmp_path: Path) -> None:
     for name in "ab":
         write_checkpoint(tmp_path / name / "checkpoint")
-    async with serving(tmp_path / "a") as (one, _), serving(tmp_path / "b") as (two, _):
+    async with (
+        serving(tmp_path / "a", watched=False) as (one, _),  # while the other starts, which may block
+        serving(tmp_path / "b", watched=False) as (two, _),
+    ):
         a = await rank(one, history=columns(events(30)))
         b = await rank(two, history=columns(events(30)))
         assert a["scores"] == b["scores"]
