@@ -1,0 +1,280 @@
+"""The door: every bad request has a clear answer, every answer an id, and the document describes what is served."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import io
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from aiohttp.test_utils import TestClient
+from hypothesis import HealthCheck, Phase, settings
+from openapi_spec_validator import validate
+
+from npu_gr.server.openapi import document
+from tests.models import events
+from tests.serving import FIRST_ID, columns, serving
+
+Client = TestClient[Any, Any]
+JSON = {"Content-Type": "application/json"}
+HISTORY = columns(events(5))
+GOOD: dict[str, Any] = {"user_id": "u", "candidates": [FIRST_ID], "history": HISTORY}
+
+
+def _body(body: dict[str, Any]) -> io.BytesIO:
+    """A large body as a file, so that the client does not warn."""
+    return io.BytesIO(json.dumps(body).encode())
+
+
+def b64(values: object, dtype: str) -> str:
+    return base64.b64encode(np.array(values, dtype).tobytes()).decode()
+
+
+@pytest.mark.parametrize(
+    ("change", "status", "detail"),
+    [
+        ({"candidates": []}, 422, "candidates: needs at least one"),
+        ({"candidates": list(range(100_000))}, 413, "candidates: 100000 entries, the limit is 10000"),
+        ({"candidates": b64(range(100_000), "<i8")}, 413, "candidates: 100000 entries, the limit is 10000"),
+        ({"candidates": b64([1, -2], "<i8")}, 422, "candidates: -2 at index 1 is negative"),
+        ({"candidates": "AAAA"}, 422, "candidates: 3 bytes are not whole little-endian int64 values"),
+        ({"candidates": [1.5]}, 422, "candidates[0]: Expected `int`, got `float`"),
+        ({"candidates": ["1"]}, 422, "candidates[0]: Expected `int`, got `str`"),
+        ({"candidates": [-1]}, 422, "candidates[0]: Expected `int` >= 0"),
+        ({"candidates": [2**63]}, 422, "candidates[0]: "),
+        ({"candidats": [1]}, 422, "unknown field candidats; did you mean candidates?"),
+        ({"user_id": ""}, 422, "user_id: Expected `str` of length >= 1"),
+        ({"user_id": "x" * 129}, 422, "user_id: Expected `str` of length <= 128"),
+        ({"user_id": 7}, 422, "user_id: Expected `str`, got `int`"),
+        ({"top_k": 0}, 422, "top_k: Expected `int` >= 1"),
+        ({"timestamp": -1}, 422, "timestamp: Expected `int` >= 0"),
+        ({"history": {**HISTORY, "items": [1]}}, 422, "history: items, actions and timestamps have 1, 5 and 5 entries"),
+        ({"history": {**HISTORY, "itmes": [1]}}, 422, "unknown field history.itmes; did you mean items?"),
+        ({"history": {"items": [1], "actions": [3], "timestamps": [1]}}, 422, "history.actions: 3 is not an action"),
+        ({"history": {"items": [1]}}, 422, "history: Object missing required field `actions`"),
+        ({"history": {k: [1] * 70_000 for k in HISTORY}}, 413, "history.items: 70000 entries, the limit is 65536"),
+        ({"model_version": "nope"}, 404, "model_version: 'nope' is not served"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+async def test_a_bad_rank_is_explained(
+    tmp_path_factory: pytest.TempPathFactory, change: Any, status: int, detail: str
+) -> None:
+    async with (
+        serving(_folder(tmp_path_factory)) as (client, _),
+        client.post("/v1/rank", data=_body({**GOOD, **change}), headers=JSON) as response,
+    ):
+        problem = await response.json(content_type="application/problem+json")
+        assert (response.status, problem["status"]) == (status, status)
+        assert problem["detail"].startswith(detail), problem
+        assert problem["request_id"] == response.headers["X-Request-Id"]
+
+
+def _folder(factory: pytest.TempPathFactory) -> Path:
+    """One folder, so one checkpoint, for many tests."""
+    shared = factory.getbasetemp() / "door"
+    shared.mkdir(exist_ok=True)
+    return shared
+
+
+@pytest.mark.parametrize(
+    ("body", "content_type", "status", "detail"),
+    [
+        (b"{", "application/json", 400, "body: Input data was truncated"),
+        (b'{"user_id": NaN}', "application/json", 400, "body: JSON is malformed"),
+        (b"\xff\xfe", "application/json", 400, "body: "),
+        (b'{"history": ' + b"[" * 100_000, "application/json", 422, "history: Expected `object | null`"),
+        (b"\xc1", "application/msgpack", 400, "body: MessagePack data is malformed"),
+        (b"", "application/json", 400, "body: Input data was truncated"),
+        (b"a=1", "application/x-www-form-urlencoded", 415, "Content-Type: 'application/x-www-form-urlencoded'"),
+        (b" " * 9_000_000, "application/json", 413, ""),
+    ],
+    ids=lambda value: str(value)[:24],
+)
+async def test_a_broken_body_is_explained(
+    tmp_path: Path, body: bytes, content_type: str, status: int, detail: str
+) -> None:
+    headers = {"Content-Type": content_type}
+    async with (
+        serving(tmp_path) as (client, _),
+        client.post("/v1/rank", data=io.BytesIO(body), headers=headers) as response,
+    ):
+        problem = await response.json(content_type="application/problem+json")
+        assert response.status == status, problem
+        assert problem["detail"].startswith(detail), problem
+
+
+async def test_routes_that_are_not(tmp_path: Path) -> None:
+    async with serving(tmp_path) as (client, _):
+        for method, path, status in (("GET", "/nope", 404), ("GET", "/v1/rank", 405), ("GET", "/v2/models/other", 404)):
+            async with client.request(method, path) as response:
+                assert response.status == status
+                assert response.content_type == "application/problem+json"
+        async with client.delete("/v1/users/" + "x" * 129) as response:
+            assert response.status == 422
+
+
+async def test_the_open_inference_protocol_and_the_rest(tmp_path: Path) -> None:
+    async with serving(tmp_path) as (client, service):
+        version = service.models()[0].version
+        for path in (
+            *("/healthz", "/readyz", "/v2", "/v2/health/live", "/v2/health/ready", "/v2/models/tiny"),
+            *(
+                "/v2/models/tiny/ready",
+                f"/v2/models/tiny/versions/{version}",
+                f"/v2/models/tiny/versions/{version}/ready",
+            ),
+            *("/v1/models", "/debug/config", "/openapi.json"),
+        ):
+            async with client.get(path) as response:
+                assert response.status == 200, path
+                assert await response.json()
+        model = await (await client.get("/v2/models/tiny")).json()
+        assert (model["name"], model["versions"]) == ("tiny", [version])
+        shown = await (await client.get("/debug/config")).json()
+        assert shown["kv"]["page_tokens"] == 64
+        service.set_ready("draining")
+        for path in ("/readyz", "/v2/health/ready", "/v2/models/tiny/ready"):
+            assert (await client.get(path)).status == 503
+        async with client.post("/v1/signal", json={"user_id": "u", "history": HISTORY}) as response:
+            assert response.status == 503
+        async with client.post("/v1/rank", json=GOOD) as response:  # still served while draining
+            assert response.status == 200
+            assert response.headers["Connection"] == "close"
+
+
+async def test_ids_and_traces_go_round(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    trace = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
+    with caplog.at_level(logging.WARNING, "npu_gr.request"):
+        async with serving(tmp_path, server={"slow_request_s": 1e-9}) as (client, _):
+            headers = {"X-Request-Id": "my-id", "traceparent": trace}
+            async with client.post("/v1/rank", json=GOOD, headers=headers) as response:
+                assert response.headers["X-Request-Id"] == "my-id"
+                assert response.headers["traceparent"] == trace
+                assert response.headers["X-Cache"] == "miss"
+                assert "device;dur=" in response.headers["Server-Timing"]
+            for bad in ("", "x" * 129, "a b"):
+                async with client.get("/healthz", headers={"X-Request-Id": bad, "traceparent": "00-0-0-0"}) as response:
+                    assert len(response.headers["X-Request-Id"]) == 32
+                    assert "traceparent" not in response.headers
+    line = json.loads(next(r.message for r in caplog.records if "my-id" in r.message))
+    assert (line["route"], line["status"], line["trace_id"]) == ("/v1/rank", 200, trace.split("-")[1])
+    assert not any('"u"' in r.getMessage() or str(FIRST_ID) in r.getMessage() for r in caplog.records)
+
+
+async def test_keys(tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("# ours\nfirst\n\n second \n")
+    async with serving(tmp_path, watched=False, server={"api_keys_file": str(keys)}) as (client, _):
+        app_keys = "first", "second"
+        for key in app_keys:
+            assert (await client.get("/v1/models", headers={"Authorization": f"Bearer {key}"})).status == 200
+        for header in ({}, {"Authorization": "Bearer third"}, {"Authorization": "Basic first"}, {"Authorization": ""}):
+            async with client.get("/v1/models", headers=header) as response:
+                assert response.status == 401
+                assert response.headers["WWW-Authenticate"] == "Bearer"
+        for path in ("/healthz", "/readyz", "/v2/health/live", "/v2/health/ready"):
+            assert (await client.get(path)).status == 200
+        assert (await client.get("/metrics")).status == 401
+
+
+def test_keys_are_reloaded_and_a_bad_file_keeps_the_old_ones(tmp_path: Path) -> None:
+    import os
+
+    from npu_gr.errors import ConfigError, Unauthorized
+    from npu_gr.server.auth import ApiKeys
+
+    path = tmp_path / "keys"
+    with pytest.raises(ConfigError, match="No such file"):
+        ApiKeys(path)
+    path.write_text("# none\n")
+    with pytest.raises(ConfigError, match="holds no key"):
+        ApiKeys(path)
+    path.write_text("old")
+    keys = ApiKeys(path)
+    for step, (text, valid, invalid) in enumerate((("new", "new", "old"), ("# empty", "new", "old"))):
+        path.write_text(text)
+        os.utime(path, ns=(step + 1, step + 1))
+        keys.reload_if_changed()
+        keys.check(f"Bearer {valid}")
+        with pytest.raises(Unauthorized):
+            keys.check(f"Bearer {invalid}")
+    path.unlink()
+    keys.reload_if_changed()
+    keys.check("Bearer new")
+    ApiKeys(None).check(None)
+
+
+def test_the_document_is_openapi() -> None:
+    validate(document())
+    assert set(document()["paths"]) >= {"/v1/rank", "/v1/signal", "/v1/events", "/v1/users/{user_id}"}
+
+
+async def test_every_route_is_documented(tmp_path: Path) -> None:
+    async with serving(tmp_path) as (client, _):
+        served = {
+            (route.resource.canonical.replace("{user_id:.+}", "{user_id}"), route.method.lower())
+            for route in client.app.router.routes()  # type: ignore[union-attr]
+            if route.resource is not None and route.method != "HEAD"
+        }
+    documented = {(path, m) for path, ops in document()["paths"].items() for m in ops if m != "parameters"}
+    assert served == documented
+
+
+async def test_the_live_service_keeps_its_document(tmp_path: Path) -> None:
+    """Schemathesis sends what the document allows, and what it does not, to a real loopback server."""
+    async with serving(tmp_path, watched=False) as (client, _):
+        url = str(client.make_url("/openapi.json"))
+
+        assert await asyncio.to_thread(_fuzz, url) > 50
+
+
+def _fuzz(url: str) -> int:
+    import schemathesis
+    from hypothesis import given
+    from schemathesis.specs.openapi.checks import positive_data_acceptance
+
+    schema = schemathesis.openapi.from_url(url)
+    calls = 0
+    for operation in schema.get_all_operations():
+        api = operation.ok()
+
+        @settings(
+            max_examples=12,
+            deadline=None,
+            derandomize=True,
+            database=None,
+            phases=[Phase.generate],
+            suppress_health_check=list(HealthCheck),
+        )
+        @given(case=api.as_strategy())
+        def one(case: Any) -> None:
+            nonlocal calls
+            calls += 1
+            response = case.call(base_url=url.removesuffix("/openapi.json"))
+            # columns of equal lengths and whole raw arrays are beyond a schema: such bodies may be refused
+            case.validate_response(response, excluded_checks=[positive_data_acceptance])
+
+        one()
+    return calls
+
+
+def test_raw_columns_are_read_in_place() -> None:
+    """16 k events of raw msgpack: the arrays are views of the body, one check each, no object an element."""
+    from npu_gr.server.config import ServerConfig
+    from npu_gr.server.wire import MSGPACK, RankBody, decode, rank_request
+
+    n = 16_384
+    raw = {"items": bytes(8 * n), "actions": bytes(2 * n), "timestamps": bytes(8 * n)}
+    body = msgspec.msgpack.encode({"user_id": "u", "candidates": bytes(800), "history": raw})
+    request = rank_request(decode(body, MSGPACK, RankBody), ServerConfig())
+    assert request.history.events is not None
+    for column in (request.history.events.items, request.history.events.actions, request.history.events.timestamps):
+        assert len(column) == n
+        assert column.base is not None
