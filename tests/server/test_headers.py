@@ -1,0 +1,38 @@
+"""The smallest budget wins, a spent one is a 504, and what cannot be read is a 400."""
+
+from __future__ import annotations
+
+import pytest
+
+from npu_gr.errors import BadRequest, DeadlineExceeded
+from npu_gr.server.headers import budget_s
+
+
+@pytest.mark.parametrize(
+    ("headers", "seconds"),
+    [
+        ({}, 1.0),
+        ({"X-Request-Timeout-Ms": "250"}, 0.25),
+        ({"X-Request-Timeout-Ms": "0.5"}, 0.0005),
+        ({"grpc-timeout": "50m"}, 0.05),
+        ({"grpc-timeout": "2H"}, 30.0),
+        ({"x-envoy-expected-rq-timeout-ms": "70", "X-Request-Timeout-Ms": "90", "grpc-timeout": "80000u"}, 0.07),
+        ({"X-Request-Timeout-Ms": "999999999"}, 30.0),
+    ],
+    ids=str,
+)
+def test_the_smallest_wins(headers: dict[str, str], seconds: float) -> None:
+    assert budget_s(headers, default_s=1.0, max_s=30.0) == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize("value", ["", "x", "-1", "1e3", "nan", "inf", "1" * 20])
+def test_what_cannot_be_read(value: str) -> None:
+    for name in ("X-Request-Timeout-Ms", "x-envoy-expected-rq-timeout-ms", "grpc-timeout"):
+        with pytest.raises(BadRequest, match=name):
+            budget_s({name: value}, 1.0, 30.0)
+
+
+@pytest.mark.parametrize("headers", [{"X-Request-Timeout-Ms": "0"}, {"grpc-timeout": "0n"}])
+def test_what_is_spent(headers: dict[str, str]) -> None:
+    with pytest.raises(DeadlineExceeded):
+        budget_s(headers, 1.0, 30.0)
