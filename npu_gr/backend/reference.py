@@ -42,7 +42,8 @@ def dense_attention(
         [N, H, Dv], without the attention scale.
     """
     n = len(q)
-    mask = torch.tensor([[allowed(i, j, num_history) for j in range(n)] for i in range(n)]).view(n, n)
+    seen = [[allowed(i, j, num_history) for j in range(n)] for i in range(n)]
+    mask = torch.tensor(seen, dtype=torch.bool).view(n, n)
     distance = (positions[:, None] - positions[None, :]).clamp(0, bias.position.shape[1] - 1)
     bucket = time_bucket(times[:, None] - times[None, :]).long()
     logits = torch.einsum("ihd,jhd->hij", q, k) * alpha + bias.position[:, distance] + bias.time[:, bucket]
