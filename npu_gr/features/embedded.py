@@ -14,6 +14,7 @@ import sqlite3
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -24,9 +25,12 @@ from npu_gr.request import Events, UserKey
 CHUNK = 256  # events
 MAX_GROUP = 512  # jobs that share a transaction
 
+# BEGIN IMMEDIATE: a file that cannot be written is found at start, not by the first append
 _SCHEMA = """
+BEGIN IMMEDIATE;
 CREATE TABLE IF NOT EXISTS users (user BLOB PRIMARY KEY, first INTEGER, total INTEGER) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS chunks (user BLOB, chunk INTEGER, data BLOB, PRIMARY KEY (user, chunk)) WITHOUT ROWID;
+COMMIT;
 """
 
 _Job = tuple[Callable[[sqlite3.Connection], Any], Future[Any]]
@@ -38,38 +42,34 @@ class EmbeddedStore:
     def __init__(self, config: HistoryConfig) -> None:
         path = Path(config.path)
         self._max_events = config.max_events_per_user
-        self._lock = _locked(path)
-        try:
-            self._writer = self._connect(path)
-            self._writer.executescript(_SCHEMA)
-            self._reader = self._connect(path)
-        except sqlite3.Error as error:
-            self._lock.close()
-            raise ConfigError(f"features.path: {path} cannot be used: {error}") from error
+        with ExitStack() as files:
+            files.enter_context(_locked(path))
+            try:
+                self._writer = _connected(path, files)
+                self._writer.executescript(_SCHEMA)
+                self._reader = _connected(path, files)
+            except sqlite3.Error as error:
+                raise ConfigError(f"features.path: {path} cannot be used: {error}") from error
+            self._files = files.pop_all()
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._write, name="npu_gr-history", daemon=True)
         self._thread.start()
         self._readers = ThreadPoolExecutor(1, thread_name_prefix="npu_gr-history-read")
         self._is_closed = False
 
-    @staticmethod
-    def _connect(path: Path) -> sqlite3.Connection:
-        connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
-        connection.execute("PRAGMA journal_mode=WAL")
-        connection.execute("PRAGMA synchronous=FULL")
-        return connection
-
     async def append(self, user: UserKey, events: Events) -> int:
         """See `HistoryStore.append`."""
-        kept: int = await self._submit(lambda db: self._append(db, key_bytes(user), events))
+        key = key_bytes(user)
+        kept: int = await self._submit(lambda db: self._append(db, key, events))
         return kept
 
     async def append_many(self, batch: list[tuple[UserKey, Events]]) -> None:
-        """See `HistoryStore.append_many`."""
+        """See `HistoryStore.append_many`; all of the batch or nothing."""
+        keyed = [(key_bytes(user), events) for user, events in batch]
 
         def work(db: sqlite3.Connection) -> None:
-            for user, events in batch:
-                self._append(db, key_bytes(user), events)
+            for key, events in keyed:
+                self._append(db, key, events)
 
         await self._submit(work)
 
@@ -94,16 +94,15 @@ class EmbeddedStore:
         await self._submit(work)
 
     async def close(self) -> None:
-        """See `HistoryStore.close`."""
-        if self._is_closed:
-            return
+        """See `HistoryStore.close`; goes on in its thread when the caller goes away."""
         self._is_closed = True
+        await asyncio.to_thread(self._finish)
+
+    def _finish(self) -> None:
         self._jobs.put(None)
-        await asyncio.to_thread(self._thread.join)
-        await asyncio.to_thread(self._readers.shutdown)
-        self._reader.close()
-        self._writer.close()
-        self._lock.close()
+        self._thread.join()
+        self._readers.shutdown()
+        self._files.close()
 
     # ---- the writer's thread
 
@@ -128,8 +127,8 @@ class EmbeddedStore:
                 self._writer.execute("BEGIN IMMEDIATE")
                 results = [work(self._writer) for work, _ in group]
                 self._writer.execute("COMMIT")
-            except sqlite3.Error as error:
-                if self._writer.in_transaction:
+            except Exception as error:  # noqa: BLE001  (the thread outlives every job)
+                with suppress(sqlite3.Error):  # none was begun, or SQLite has rolled it back itself
                     self._writer.execute("ROLLBACK")
                 for _, future in group:
                     future.set_exception(error)
@@ -152,10 +151,7 @@ class EmbeddedStore:
         return group, True
 
     def _append(self, db: sqlite3.Connection, key: bytes, events: Events) -> int:
-        first, total = db.execute("SELECT first, total FROM users WHERE user = ?", (key,)).fetchone() or (
-            0,
-            0,
-        )
+        first, total = db.execute("SELECT first, total FROM users WHERE user = ?", (key,)).fetchone() or (0, 0)
         data, at = pack(events), 0
         while at < len(events):
             room = min(CHUNK - (total + at) % CHUNK, len(events) - at)
@@ -193,16 +189,25 @@ class EmbeddedStore:
         return Stored(events[start % CHUNK :], start)
 
 
+def _connected(path: Path, files: ExitStack) -> sqlite3.Connection:
+    connection = files.enter_context(closing(sqlite3.connect(path, isolation_level=None, check_same_thread=False)))
+    connection.execute("PRAGMA journal_mode=WAL")
+    connection.execute("PRAGMA synchronous=FULL")  # an fsync for each commit, which is the acknowledgement
+    return connection
+
+
 def _locked(path: Path) -> IO[str]:
-    """The store's lock file, held until it is closed."""
+    """The store's lock file; closing it, or the end of the process, gives the store free."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         lock = path.with_name(path.name + ".lock").open("w")
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            lock.close()
+            raise
+    except BlockingIOError as error:
+        raise ConfigError(f"features.path: {path} is in use by another process") from error
     except OSError as error:
         raise ConfigError(f"features.path: {path} cannot be used: {error.strerror}") from error
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        lock.close()
-        raise ConfigError(f"features.path: {path} is in use by another process") from error
     return lock

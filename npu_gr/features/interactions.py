@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-import gzip
 import importlib.metadata
-import io
-import json
+import math
+import re
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import orjson
 
 from npu_gr.errors import DataError
+from npu_gr.features.lines import read_lines
 from npu_gr.request import I64
+
+_INTEGER = re.compile(r"(-?\d+)(\.0*)?", re.ASCII)  # `12.0` too: what a tool writes whose column had gaps
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -55,23 +57,23 @@ def read_interactions(
     value_column: str = "rating",
     time_column: str = "timestamp",
 ) -> Interactions:
-    """Read a log whole.
+    """Read a log whole. Blank lines are skipped; fractions of a second are dropped.
 
     Raises:
         DataError: names the file, the line and the reason; nothing is returned.
     """
     columns = (user_column, item_column, value_column, time_column)
-    rows = _jsonl_rows(path, columns) if ".jsonl" in path.suffixes else _atomic_rows(path, columns)
+    rows = _jsonl_rows(path, columns) if ".jsonl" in path.suffixes else _atomic_rows(path, columns)[1]
     codes: dict[str, int] = {}
     users, items, values, times = [], [], [], []
     for number, (user, item, value, time) in rows:
         try:
+            users.append(codes.setdefault(_name(user), len(codes)))
             items.append(_integer(item))
-            values.append(float(value))
-            times.append(_integer(time))
+            values.append(_number(value))
+            times.append(_int64(math.floor(_number(time))))
         except (ValueError, TypeError, OverflowError) as error:
-            raise DataError(f"{path}, line {number}: {error}") from error
-        users.append(codes.setdefault(str(user), len(codes)))
+            raise _bad(path, number, error) from error
     order = np.argsort(np.array(times, np.int64), kind="stable")
     return Interactions(
         np.array(users, np.int32)[order],
@@ -85,26 +87,26 @@ def read_interactions(
 def read_item_features(path: Path, columns: Sequence[str], *, item_column: str = "item_id") -> list[ItemValues]:
     """Token columns of an atomic `.item` file; a `token_seq` holds values separated by blanks.
 
+    An empty cell is no value; of an item that is listed again the last line counts.
+
     Raises:
-        DataError: as `read_interactions`.
+        DataError: as `read_interactions`; also a column that is neither `token` nor `token_seq`.
     """
-    found = [ItemValues(name, [], {}) for name in columns]
+    kinds, rows = _atomic_rows(path, (item_column, *columns))
+    for name, kind in zip(columns, kinds[1:], strict=True):
+        if kind not in ("token", "token_seq"):
+            raise _bad(path, 1, f"column {name!r} is {kind}; only token and token_seq are read")
     codes: list[dict[str, int]] = [{} for _ in columns]
-    with _opened(path) as file:
-        where, kinds = _header(path, file.readline(), (item_column, *columns))
-        for number, line in enumerate(file, 2):
-            cells = line.rstrip("\r\n").split("\t")
-            try:
-                item = _integer(cells[where[0]])
-                texts = [cells[index] for index in where[1:]]
-            except (ValueError, IndexError) as error:
-                raise DataError(f"{path}, line {number}: {error}") from error
-            for feature, known, text, kind in zip(found, codes, texts, kinds[1:], strict=True):
-                names = text.split(" ") if kind == "token_seq" else [text]
-                feature.of_item[item] = [known.setdefault(name, len(known)) for name in names if name]
-    for feature, known in zip(found, codes, strict=True):
-        feature.values.extend(known)
-    return found
+    of_item: list[dict[int, list[int]]] = [{} for _ in columns]
+    for number, (text, *cells) in rows:
+        try:
+            item = _integer(text)
+        except ValueError as error:
+            raise _bad(path, number, error) from error
+        for known, found, cell, kind in zip(codes, of_item, cells, kinds[1:], strict=True):
+            names = cell.split(" ") if kind == "token_seq" else [cell]
+            found[item] = [known.setdefault(name, len(known)) for name in names if name]
+    return [ItemValues(name, list(known), found) for name, known, found in zip(columns, codes, of_item, strict=True)]
 
 
 def movielens_100k() -> Path:
@@ -123,65 +125,87 @@ def movielens_100k() -> Path:
     raise DataError("MovieLens-100K: this version of recbole does not carry it; use recbole==1.2.1")
 
 
-@contextmanager
-def _opened(path: Path) -> Iterator[TextIO]:
+def _atomic_rows(path: Path, columns: Sequence[str]) -> tuple[list[str], Iterator[tuple[int, list[str]]]]:
+    """The types of the wanted columns, and of each line its number and their cells.
+
+    The header is like `user_id:token<TAB>rating:float`.
+    """
+    lines = read_lines(path)
     try:
-        if path.suffix == ".gz":
-            with gzip.open(path, "rt", encoding="utf-8") as file:
-                yield file
-        elif path.suffix == ".zst":
-            try:
-                import zstandard
-            except ImportError as error:
-                raise DataError(f"{path}: zstd needs pip install 'npu_gr[zstd]'") from error
-            with path.open("rb") as raw, zstandard.ZstdDecompressor().stream_reader(raw) as stream:
-                yield io.TextIOWrapper(stream, encoding="utf-8")
-        else:
-            with path.open(encoding="utf-8") as plain:
-                yield plain
-    except (OSError, UnicodeDecodeError, EOFError) as error:
-        raise DataError(f"{path}: {error}") from error
-
-
-def _header(path: Path, line: str, columns: Sequence[str]) -> tuple[list[int], list[str]]:
-    """Where each wanted column is, and its type, from a header like `user_id:token<TAB>rating:float`."""
-    cells = [cell.split(":") for cell in line.rstrip("\r\n").split("\t")]
-    if any(len(cell) != 2 for cell in cells):
-        raise DataError(f"{path}, line 1: not the header of an atomic file (name:type, tab-separated)")
-    names = [name for name, _ in cells]
+        header = [cell.split(":") for cell in lines[0].decode().split("\t")] if lines else []
+    except UnicodeDecodeError as error:
+        raise _bad(path, 1, error) from error
+    if not header or any(len(cell) != 2 for cell in header):
+        raise _bad(path, 1, "not the header of an atomic file (name:type, tab-separated)")
+    names = [name for name, _ in header]
     missing = [name for name in columns if name not in names]
     if missing:
-        raise DataError(f"{path}, line 1: no column {missing[0]!r}; there are {', '.join(names)}")
+        raise _bad(path, 1, f"no column {missing[0]!r}; there are {', '.join(names)}")
     where = [names.index(name) for name in columns]
-    return where, [cells[index][1] for index in where]
 
-
-def _atomic_rows(path: Path, columns: Sequence[str]) -> Iterator[tuple[int, list[Any]]]:
-    with _opened(path) as file:
-        where, _ = _header(path, file.readline(), columns)
-        for number, line in enumerate(file, 2):
-            cells = line.rstrip("\r\n").split("\t")
-            if len(cells) <= max(where):
-                raise DataError(f"{path}, line {number}: {len(cells)} columns, {max(where) + 1} are needed")
+    def rows() -> Iterator[tuple[int, list[str]]]:
+        for number, line in enumerate(lines[1:], 2):
+            if not line:
+                continue
+            try:
+                cells = line.decode().split("\t")
+            except UnicodeDecodeError as error:
+                raise _bad(path, number, error) from error
+            if len(cells) != len(names):
+                raise _bad(path, number, f"{len(cells)} columns, the header has {len(names)}")
             yield number, [cells[index] for index in where]
+
+    return [header[index][1] for index in where], rows()
 
 
 def _jsonl_rows(path: Path, columns: Sequence[str]) -> Iterator[tuple[int, list[Any]]]:
-    with _opened(path) as file:
-        for number, line in enumerate(file, 1):
-            if not line.strip():
-                continue
-            try:
-                record = json.loads(line)
-                yield number, [record[name] for name in columns]
-            except (ValueError, KeyError, TypeError) as error:
-                raise DataError(f"{path}, line {number}: {type(error).__name__}: {error}") from error
+    for number, line in enumerate(read_lines(path), 1):
+        if not line.strip():
+            continue
+        try:
+            record = orjson.loads(line)
+        except orjson.JSONDecodeError as error:
+            raise _bad(path, number, error) from error
+        if not isinstance(record, dict):
+            raise _bad(path, number, "not a JSON object")
+        missing = [name for name in columns if name not in record]
+        if missing:
+            raise _bad(path, number, f"no {missing[0]!r}")
+        yield number, [record[name] for name in columns]
 
 
-def _integer(value: Any) -> int:
-    """Of an id or a time; `12.0` counts, `12.5` does not."""
-    if isinstance(value, str):
-        return int(value) if value.lstrip("-").isdigit() else _integer(float(value))
-    if value != int(value):
-        raise ValueError(f"{value!r} is not an integer")
-    return int(value)
+def _bad(path: Path, number: int, reason: object) -> DataError:
+    return DataError(f"{path}, line {number}: {reason}")
+
+
+def _name(cell: object) -> str:
+    """Of a user: text, or a JSON integer."""
+    if cell == "" or isinstance(cell, bool) or not isinstance(cell, str | int):
+        raise ValueError(f"{cell!r} is not a user")
+    return str(cell)
+
+
+def _integer(cell: object) -> int:
+    """An item id, exactly: nothing that was rounded on the way, and no Python spelling such as `1_000`."""
+    if isinstance(cell, str) and (match := _INTEGER.fullmatch(cell)):
+        return _int64(int(match[1]))
+    if isinstance(cell, int) and not isinstance(cell, bool):
+        return _int64(cell)
+    if isinstance(cell, float) and cell.is_integer() and abs(cell) < 2**53:
+        return int(cell)
+    raise ValueError(f"{cell!r} is not an integer")
+
+
+def _int64(number: int) -> int:
+    if not -(2**63) <= number < 2**63:
+        raise ValueError("a number that does not fit into 64 bits")
+    return number
+
+
+def _number(cell: Any) -> float:
+    if isinstance(cell, bool) or (isinstance(cell, str) and "_" in cell):
+        raise ValueError(f"{cell!r} is not a number")
+    number = float(cell)
+    if not math.isfinite(number):
+        raise ValueError(f"{cell!r} is not finite")
+    return number

@@ -17,7 +17,7 @@ class KnownPrefixes:
         self.bytes_used = 0
 
     def remember(self, user: UserKey, fingerprint: str, events: Events) -> None:
-        """Keep the history, unless it alone is over the capacity."""
+        """Keep a copy of the history, unless it alone is over the capacity."""
         key = (user, fingerprint)
         if key in self._events:
             self._events.move_to_end(key)
@@ -25,7 +25,8 @@ class KnownPrefixes:
         size = _bytes(events)
         if size > self._capacity_bytes:
             return
-        self._events[key] = events
+        # a copy: a slice would keep alive, uncounted, the longer history that it was cut from
+        self._events[key] = Events.make(events.items, events.actions, events.timestamps)
         self._by_user.setdefault(user, set()).add(fingerprint)
         self.bytes_used += size
         while self.bytes_used > self._capacity_bytes:

@@ -19,7 +19,7 @@ async def load_interactions(
     interactions: Interactions,
     action_ids: Mapping[float, int],
     tenant: str = "",
-    progress: Callable[[int], None] = lambda _events: None,
+    progress: Callable[[int], None] | None = None,
 ) -> int:
     """Append every user's events in time order; how many.
 
@@ -50,6 +50,7 @@ async def load_interactions(
             await store.append_many(batch)
             size = sum(len(events) for _, events in batch)
             total += size
-            progress(size)
+            if progress is not None:
+                progress(size)
             batch = []
     return total

@@ -1,7 +1,8 @@
 """The history store on Redis or Valkey, for fleets: one string of packed events and one index a user.
 
 Both commands are one script, so an append is atomic and a read sees one state. Durability is the server's own
-(`appendonly yes`); an append is acknowledged when the server has taken it.
+(`appendonly yes`); an append is acknowledged when the server has taken it. No command is ever sent twice: an append
+that was not answered in time may have happened.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from npu_gr.request import Events, UserKey
 
 if TYPE_CHECKING:
     from redis.asyncio import Redis
+
+_MAX_CONNECTIONS = 64  # of one instance; more callers wait for one
 
 _APPEND = """
 local size, limit = redis.call('APPEND', KEYS[1], ARGV[1]), tonumber(ARGV[2])
@@ -48,21 +51,29 @@ class RedisStore:
             ConfigError: the package is missing, or nobody answers at `features.url`.
         """
         try:
-            import redis.asyncio as redis
+            from redis.asyncio import BlockingConnectionPool, Redis
+            from redis.asyncio.retry import Retry
+            from redis.backoff import NoBackoff
         except ImportError as error:
             raise ConfigError("features.kind: redis needs pip install 'npu_gr[redis]'") from error
         try:
-            client = redis.from_url(
-                config.url, socket_timeout=config.timeout_s, socket_connect_timeout=config.timeout_s
+            pool = BlockingConnectionPool.from_url(
+                config.url,
+                max_connections=_MAX_CONNECTIONS,
+                timeout=config.timeout_s,
+                socket_timeout=config.timeout_s,
+                socket_connect_timeout=config.timeout_s,
+                retry=Retry(NoBackoff(), 0),
             )
         except ValueError as error:
             raise ConfigError(f"features.url: {error}") from error
+        store = cls(Redis.from_pool(pool), config.max_events_per_user)
         try:
-            await client.ping()
-        except (redis.RedisError, OSError) as error:
-            await client.aclose()
-            raise ConfigError(f"features.url: no answer from Redis: {error}") from error
-        return cls(client, config.max_events_per_user)
+            await store._run(store._client.ping())
+        except Unavailable as error:
+            await store.close()
+            raise ConfigError(f"features.url: no answer from Redis: {error.__cause__}") from error
+        return store
 
     async def append(self, user: UserKey, events: Events) -> int:
         """See `HistoryStore.append`."""

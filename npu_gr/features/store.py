@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Annotated, Literal, NamedTuple, Protocol
 
 import msgspec
@@ -18,8 +19,9 @@ class HistoryConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     kind: Literal["embedded", "redis", "none"] = "embedded"
     path: str = "history.db"  # embedded: the file; its folder is made
     url: str = "redis://127.0.0.1:6379/0"  # redis
-    max_events_per_user: Annotated[int, msgspec.Meta(ge=1)] = 65_536  # older ones are given up
-    timeout_s: Annotated[float, msgspec.Meta(gt=0)] = 1.0  # redis: connect and answer
+    # older ones are given up; the limit keeps a user under the 512 MiB that Redis allows one value
+    max_events_per_user: Annotated[int, msgspec.Meta(ge=1, le=8_388_608)] = 65_536
+    timeout_s: Annotated[float, msgspec.Meta(gt=0)] = 1.0  # redis: to get a connection, to connect, to be answered
 
 
 class Stored(NamedTuple):
@@ -37,11 +39,11 @@ class HistoryStore(Protocol):
         ...
 
     async def append_many(self, batch: list[tuple[UserKey, Events]]) -> None:
-        """Append for many users at once; durable when it returns."""
+        """Append for many users at once; durable when it returns. Where it fails, each user has all or nothing."""
         ...
 
     async def read(self, user: UserKey, last: int) -> Stored:
-        """The newest `last` events, oldest first; none for a user that is not known."""
+        """The newest `last` >= 0 events, oldest first; none for a user that is not known."""
         ...
 
     async def erase(self, user: UserKey) -> None:
@@ -63,7 +65,7 @@ async def open_store(config: HistoryConfig) -> HistoryStore | None:
         case "embedded":
             from npu_gr.features.embedded import EmbeddedStore
 
-            return EmbeddedStore(config)
+            return await asyncio.to_thread(EmbeddedStore, config)  # may have a long log to recover
         case "redis":
             from npu_gr.features.redis import RedisStore
 
@@ -86,6 +88,9 @@ def unpack(data: bytes) -> Events:
 
 
 def key_bytes(user: UserKey) -> bytes:
-    """One key for each (tenant, user): the tenant's length keeps "a"+"bc" and "ab"+"c" apart."""
-    tenant = user.tenant.encode()
-    return len(tenant).to_bytes(4, "big") + tenant + user.user.encode()
+    """One key for each (tenant, user): the tenant's length keeps "a"+"bc" and "ab"+"c" apart.
+
+    Every Python string has one, lone surrogates included.
+    """
+    tenant, name = (part.encode("utf-8", "surrogatepass") for part in user)
+    return len(tenant).to_bytes(4, "big") + tenant + name

@@ -72,7 +72,7 @@ def build_web_app(door: Door, config: ServerConfig, metrics: Metrics) -> web.App
             web.post("/v1/signal", routes.signal),
             web.post("/v1/rank", routes.rank),
             web.post("/v1/events", routes.events),
-            web.delete("/v1/users/{user_id:.+}", routes.erase),
+            web.delete("/v1/users/{user_id:(?s:.+)}", routes.erase),
             web.get("/v1/models", routes.models),
             web.get("/healthz", routes.live),
             web.get("/readyz", routes.ready),

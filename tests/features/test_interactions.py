@@ -48,11 +48,18 @@ def test_jsonl_says_the_same(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("row", "reason"),
     [
-        ("u\tseven\t4\t30", "line 3: could not convert"),
-        ("u\t7.5\t4\t30", "line 3: 7.5 is not an integer"),
+        ("u\tseven\t4\t30", "line 3: 'seven' is not an integer"),
+        ("u\t7.5\t4\t30", "line 3: '7.5' is not an integer"),
+        ("u\t1_000\t4\t30", "line 3: '1_000' is not an integer"),
+        ("u\t9223372036854775808\t4\t30", "line 3: a number that does not fit into 64 bits"),
         ("u\t7\tx\t30", "line 3: could not convert"),
-        ("u\t7", "line 3: 2 columns, 4 are needed"),
-        ("u\t7\t4\tinf", "line 3: cannot convert"),
+        ("u\t7\tnan\t30", "line 3: 'nan' is not finite"),
+        ("u\t7\t1_0\t30", "line 3: '1_0' is not a number"),
+        ("u\t7", "line 3: 2 columns, the header has 4"),
+        ("u\t7\t4\t30\tmore", "line 3: 5 columns, the header has 4"),
+        ("u\t7\t4\tinf", "line 3: 'inf' is not finite"),
+        ("u\t7\t4\t1e30", "line 3: a number that does not fit into 64 bits"),
+        ("\t7\t4\t30", "line 3: '' is not a user"),
     ],
 )
 def test_a_bad_record_is_named(tmp_path: Path, row: str, reason: str) -> None:
@@ -67,10 +74,31 @@ def test_a_bad_file_is_named(tmp_path: Path) -> None:
         read_interactions(atomic(tmp_path, header="user_id,item_id\n"))
     with pytest.raises(DataError, match=r"none\.inter"):
         read_interactions(tmp_path / "none.inter")
-    broken = tmp_path / "x.jsonl"
-    broken.write_text('{"user_id": 1}\n')
-    with pytest.raises(DataError, match="line 1: KeyError: 'item_id'"):
-        read_interactions(broken)
+    (tmp_path / "empty.inter").touch()
+    with pytest.raises(DataError, match="line 1: not the header"):
+        read_interactions(tmp_path / "empty.inter")
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        (b'{"user_id": 1}', "line 1: no 'item_id'"),
+        (b"[1, 2]", "line 1: not a JSON object"),
+        (b"[" * 100_000, "line 1: "),
+        (b'{"user_id": null, "item_id": 7, "rating": 4, "timestamp": 30}', "line 1: None is not a user"),
+        (b'{"user_id": "u", "item_id": null, "rating": 4, "timestamp": 30}', "line 1: None is not an integer"),
+        (b'{"user_id": "u", "item_id": 1e300, "rating": 4, "timestamp": 30}', "line 1: 1e\\+300 is not an integer"),
+        (b'{"user_id": "u", "item_id": 7, "rating": null, "timestamp": 30}', "line 1: "),
+        (b'{"user_id": "u", "item_id": 7, "rating": true, "timestamp": 30}', "line 1: True is not a number"),
+        (b'{"user_id": "u", "item_id": 7, "rating": NaN, "timestamp": 30}', "line 1: "),
+        (b'{"user_id": "\xff", "item_id": 7, "rating": 4, "timestamp": 30}', "line 1: "),
+    ],
+)
+def test_a_bad_json_line_is_named(tmp_path: Path, line: bytes, reason: str) -> None:
+    path = tmp_path / "x.jsonl"
+    path.write_bytes(line + b"\n")
+    with pytest.raises(DataError, match=reason):
+        read_interactions(path)
 
 
 def test_item_features(tmp_path: Path) -> None:

@@ -28,6 +28,15 @@ def test_what_is_too_large_is_not_kept() -> None:
     assert known.find(UserKey("", "a"), "f") is None
 
 
+def test_a_slice_does_not_keep_what_it_was_cut_from() -> None:
+    known, history = KnownPrefixes(10**6), events(5000)
+    known.remember(UserKey("", "a"), "f", history[4990:])
+    kept = known.find(UserKey("", "a"), "f")
+    assert kept is not None
+    assert kept.fingerprint() == history[4990:].fingerprint()
+    assert all(row.base is None for row in (kept.items, kept.actions, kept.timestamps))
+
+
 @settings(deadline=None, derandomize=True)
 @given(
     steps=st.lists(

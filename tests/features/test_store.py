@@ -15,6 +15,8 @@ import numpy as np
 import pytest
 
 from npu_gr.errors import ConfigError, Unavailable
+from npu_gr.features import embedded
+from npu_gr.features.embedded import EmbeddedStore
 from npu_gr.features.store import HistoryConfig, HistoryStore, open_store
 from npu_gr.request import Events, UserKey
 from tests.models import events
@@ -137,6 +139,33 @@ async def test_it_is_there_after_reopening(config: HistoryConfig) -> None:
         else:
             assert equal((await opened.read(USER, 999)).events, events(300))
         await opened.close()
+
+
+async def test_a_burst_of_callers_waits_its_turn(store: HistoryStore) -> None:
+    """More at once than a pool has connections, or a group has jobs."""
+    await asyncio.gather(*(store.append(UserKey("", f"u{number}"), events(3)) for number in range(700)))
+    reads = await asyncio.gather(*(store.read(UserKey("", f"u{number}"), 9) for number in range(700)))
+    assert all(equal(read.events, events(3)) for read in reads)
+
+
+async def test_any_user_id_does(store: HistoryStore) -> None:
+    """A lone surrogate, which UTF-8 has no place for, neither stops the store nor meets another user."""
+    await store.append(UserKey("", "\ud800"), events(3))
+    await store.append(UserKey("", "?"), events(2, seed=1))
+    assert equal((await store.read(UserKey("", "\ud800"), 9)).events, events(3))
+    await store.erase(UserKey("", "\ud800"))
+    assert equal((await store.read(UserKey("", "?"), 9)).events, events(2, seed=1))
+
+
+async def test_a_job_that_breaks_does_not_stop_the_writer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = await open_store(HistoryConfig(path=str(tmp_path / "h.db")))
+    assert isinstance(store, EmbeddedStore)
+    with monkeypatch.context() as patch:
+        patch.setattr(embedded, "pack", lambda _: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            await store.append(USER, events(3))
+    assert await store.append(USER, events(3)) == 3
+    await store.close()
 
 
 async def test_a_caller_that_goes_away_breaks_nothing(store: HistoryStore) -> None:
