@@ -7,7 +7,7 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +17,7 @@ from npu_gr import __version__
 from npu_gr.errors import NpuGrError
 
 if TYPE_CHECKING:
+    from npu_gr.bench.line import Line
     from npu_gr.config import Config
 
 CONFIG = click.option(
@@ -138,33 +139,50 @@ def bench() -> None:
 def bench_rank(as_json: bool, backend: str, dtype: str, threads: int, seed: int, seconds: float) -> None:
     """Cached against full inference, over lengths and numbers of candidates."""
     import torch
+
+    from npu_gr.bench.rank import lines
+
+    torch.set_num_threads(threads)
+    _show(lines(backend, getattr(torch, dtype), seed, seconds), backend, seed, as_json)  # type: ignore[arg-type]
+
+
+@bench.command("wire")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object a line.")
+@click.option("--seed", default=0, show_default=True)
+@click.option("--seconds", default=1.0, show_default=True, help="Time a case.")
+def bench_wire(as_json: bool, seed: int, seconds: float) -> None:
+    """Reading a rank's body: raw columns against lists of numbers."""
+    from npu_gr.bench.wire import lines
+
+    _show(lines(seed, seconds), "cpu", seed, as_json)
+
+
+def _show(lines: Iterable[Line], device: str, seed: int, as_json: bool) -> None:
     from rich.console import Console
     from rich.table import Table
 
     from npu_gr.bench.line import environment
-    from npu_gr.bench.rank import lines
 
-    torch.set_num_threads(threads)
-    found = []
+    about, found = environment(device, seed), list(lines) if not as_json else lines
     if as_json:
-        click.echo(json.dumps(environment(backend, seed)))
-    for line in lines(backend, getattr(torch, dtype), seed, seconds):  # type: ignore[arg-type]
-        found.append(line)
-        if as_json:
-            click.echo(json.dumps(line.as_dict()))
-    if not as_json:
-        table = Table("case", "full ms", "cached ms", "ratio", "flop ratio", "of it", "ok", title="bench rank")
+        click.echo(json.dumps(about))
         for line in found:
-            table.add_row(
-                line.case,
-                f"{line.baseline_value:.1f}",
-                f"{line.ours:.2f}",
-                f"{line.ratio:.1f}x",
-                f"{line.floor:.1f}x",
-                f"{line.of_floor:.0%}",
-                "yes" if line.ok else "no",
-            )
-        Console().print(table)
+            click.echo(json.dumps(line.as_dict()))
+        return
+    table = Table("bench", "case", "baseline", "ours", "ratio", "at best", "of it", "ok")
+    for line in found:
+        table.add_row(
+            line.bench,
+            line.case,
+            f"{line.baseline_value:.2f} {line.unit}",
+            f"{line.ours:.3f} {line.unit}",
+            f"{line.ratio:.1f}x",
+            "" if line.floor is None else f"{line.floor:.1f}x",
+            "" if line.of_floor is None else f"{line.of_floor:.0%}",
+            "" if line.ok is None else "yes" if line.ok else "no",
+        )
+    table.caption = f"baseline: {line.baseline}; {about['environment']['machine']}"
+    Console().print(table)
 
 
 @train.command("rank")

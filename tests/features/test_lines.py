@@ -37,7 +37,12 @@ def test_whole(tmp_path: Path, suffix: str) -> None:
 def test_damaged(tmp_path: Path, suffix: str) -> None:
     path, packed = tmp_path / f"x{suffix}", _pack(suffix, TEXT)
     middle = len(packed) // 2
-    for data in (packed[:middle], packed[:-1], b"not packed", packed[:middle] + b"\x00\x01\x02" * 33 + packed[middle + 99 :]):
+    for data in (
+        packed[:middle],
+        packed[:-1],
+        b"not packed",
+        packed[:middle] + b"\x00\x01\x02" * 33 + packed[middle + 99 :],
+    ):
         path.write_bytes(data)
         with pytest.raises(DataError, match=rf"x\{suffix}: "):
             read_lines(path)

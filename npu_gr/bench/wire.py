@@ -1,0 +1,91 @@
+"""`npu-gr bench wire`: reading a rank's body, raw columns against lists of JSON numbers.
+
+CPU from the received bytes to the request that the service is handed: parse, validate, make the arrays.
+Floor: one copy of the body.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from npu_gr.bench.line import Line, percentiles, timed_in_turn
+from npu_gr.request import RankRequest
+from npu_gr.server.config import ServerConfig
+from npu_gr.server.wire import JSON, MSGPACK, RankBody, decode, rank_request
+
+LENGTHS, CANDIDATES = (1024, 16_384), 500
+RAW_16K_MS = 0.2  # what 16 k tokens may take in the raw form
+
+
+def bodies(num_tokens: int, seed: int) -> dict[str, tuple[bytes, str]]:
+    """The same request in every form: name -> (body, media type)."""
+    random = np.random.default_rng(seed)
+    columns: dict[str, npt.NDArray[Any]] = {
+        "items": random.integers(0, 10**9, num_tokens),
+        "actions": random.integers(0, 5, num_tokens).astype(np.int16),
+        "timestamps": 1_700_000_000 + np.cumsum(random.integers(0, 10_000, num_tokens)),
+    }
+    candidates = random.integers(0, 10**9, CANDIDATES)
+
+    def body(form: Callable[[npt.NDArray[Any]], object]) -> dict[str, object]:
+        return {
+            "user_id": "u",
+            "candidates": form(candidates),
+            "history": {name: form(column) for name, column in columns.items()},
+        }
+
+    return {
+        "JSON lists": (msgspec.json.encode(body(lambda a: a.tolist())), JSON),
+        "JSON raw": (msgspec.json.encode(body(lambda a: base64.b64encode(a.tobytes()).decode())), JSON),
+        "msgpack raw": (msgspec.msgpack.encode(body(lambda a: a.tobytes())), MSGPACK),
+    }
+
+
+def lines(seed: int, budget_s: float) -> Iterator[Line]:
+    """One line a form and length. A form that reads something else is an AssertionError before anything is timed."""
+    config = ServerConfig()
+    for num_tokens in LENGTHS:
+        forms = bodies(num_tokens, seed)
+        (lists, media) = forms.pop("JSON lists")
+
+        def read(body: bytes, media: str) -> RankRequest:
+            return rank_request(decode(body, media, RankBody), config)
+
+        want = read(lists, media)
+        for name, (body, kind) in forms.items():
+            got = read(body, kind)
+            assert got.history.events is not None
+            assert want.history.events is not None
+            assert got.history.events.fingerprint() == want.history.events.fingerprint(), name
+            assert np.array_equal(got.candidates, want.candidates), name
+            functions: list[Callable[[], object]] = [
+                partial(read, lists, media),
+                partial(read, body, kind),
+                partial(bytearray, body),
+            ]
+            slow, ours, copy = timed_in_turn(functions, budget_s)
+            baseline_ms, (ours_ms, p10, p90) = percentiles(slow)[0] * 1e3, (s * 1e3 for s in percentiles(ours))
+            floor_ms = percentiles(copy)[0] * 1e3
+            target = baseline_ms / RAW_16K_MS if kind == MSGPACK and num_tokens == max(LENGTHS) else None
+            yield Line(
+                bench="wire",
+                case=f"L={num_tokens} M={CANDIDATES} {name}",
+                ours=ours_ms,
+                unit="ms",
+                baseline="JSON lists",
+                baseline_value=baseline_ms,
+                ratio=baseline_ms / ours_ms,
+                target=target,
+                ok=None if target is None else ours_ms <= RAW_16K_MS,
+                floor=baseline_ms / floor_ms,
+                of_floor=floor_ms / ours_ms,
+                p10=p10,
+                p90=p90,
+            )
