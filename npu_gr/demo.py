@@ -1,6 +1,6 @@
 """`npu-gr demo`: the whole path on real users of MovieLens-100K, from the log to served scores.
 
-The oldest 80 % of the events train the ranker and fill the history store. The rest is the traffic: a user's held-out
+The oldest 80 % of each user's events train the ranker and fill the history store. The rest is the traffic: a user's
 events in slices of at most `SLICE`, each one rank request that mixes them with items drawn from the catalogue, and
 after its answer the events that happened. MovieLens' own stamps are poor arrivals (half of the ratings share the
 previous one's second), so arrivals are Poisson; order, users, histories and labels are real.
@@ -34,7 +34,7 @@ from npu_gr.replay.log import LoggedHistory, Record, write
 from npu_gr.replay.options import ReplayOptions
 from npu_gr.replay.report import Report
 from npu_gr.replay.run import replay
-from npu_gr.train.data import TEST_RATIO
+from npu_gr.train.data import to_train_on
 from npu_gr.train.rank import DEMO, train_rank
 from npu_gr.train.rank import Progress as Trained
 
@@ -60,7 +60,8 @@ async def run(config_path: Path, folder: Path, console: Console, limit: int | No
     checkpoint = _checkpoint(
         folder / "checkpoint", log, read_item_features(source.with_suffix(".item"), FEATURES), console
     )
-    history, heldout = _split(log)
+    trained = to_train_on(log.users, log.timestamps, DEMO.split)
+    history, heldout = log[trained], log[~trained]
     await asyncio.to_thread(_forget, folder)
     records = traffic(heldout, checkpoint)
     write(folder / "traffic.jsonl.gz", records)
@@ -122,13 +123,6 @@ def training_progress(console: Console) -> Iterator[Callable[[Trained], None]]:
             bar.update(tasks[step.stage], completed=step.done, loss=loss)
 
         yield show
-
-
-def _split(log: Interactions) -> tuple[Interactions, Interactions]:
-    """What the trainer's time split trains on, and what it holds out."""
-    instant = np.quantile(log.timestamps, 1 - TEST_RATIO, method="lower")
-    trained = log.timestamps < instant
-    return log[trained], log[~trained]
 
 
 def traffic(heldout: Interactions, checkpoint: Checkpoint) -> list[Record]:

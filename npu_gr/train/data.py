@@ -1,8 +1,10 @@
 """Users' histories as item rows and action indices, what of them is trained on, and batches of equal-length windows.
 
-Both protocols train on the oldest events of every user, so a split is one number a user:
+Every protocol trains on the oldest events of every user, so a split is one number a user:
 
-  time           events before a global instant, which cuts off the newest fifth of the log
+  user-time      all but the newest fifth of a user's events: every judged user is known, other users' later events are
+  time           events before a global instant, which cuts off the newest fifth of the log: nothing later is known,
+                 and most judged users are new
   leave-one-out  all but a user's last event
 
 A user's events after the trained ones are judged (AUC); the first of them is the next item (HR@10, NDCG@10).
@@ -16,6 +18,7 @@ from itertools import pairwise
 from typing import Literal, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -23,8 +26,9 @@ from npu_gr.errors import DataError
 from npu_gr.features.interactions import Interactions, ItemValues
 from npu_gr.request import I64
 
-Split = Literal["time", "leave-one-out"]
-TEST_RATIO = 0.2  # of the log that a time split keeps for the test
+Bools = npt.NDArray[np.bool_]
+Split = Literal["user-time", "time", "leave-one-out"]
+TEST_RATIO = 0.2  # that the time splits keep for the test
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -55,10 +59,10 @@ class Log:
         return np.repeat(np.arange(self.num_users), np.diff(self.starts))
 
     @property
-    def trained(self) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+    def trained(self) -> Bools:
         """[n] whether each event is trained on."""
         place = np.arange(len(self.items)) - np.repeat(self.starts[:-1], np.diff(self.starts))
-        trained: np.ndarray[tuple[int], np.dtype[np.bool_]] = place < np.repeat(self.num_trained, np.diff(self.starts))
+        trained: Bools = place < np.repeat(self.num_trained, np.diff(self.starts))
         return trained
 
     @property
@@ -99,15 +103,24 @@ def build_log(interactions: Interactions, features: Sequence[ItemValues], split:
     return _split(log, np.ones(len(log.items), np.bool_), split)
 
 
-def _split(log: Log, kept: np.ndarray[tuple[int], np.dtype[np.bool_]], split: Split) -> Log:
+def to_train_on(users: npt.NDArray[np.integer], times: I64, split: Split) -> Bools:
+    """[n] which events a split trains on, of events whose order is that of time for every user."""
+    if split == "time":
+        return times < (np.quantile(times, 1 - TEST_RATIO, method="lower") if len(times) else 0)
+    counts = np.bincount(users)
+    tested = np.ceil(counts * TEST_RATIO).astype(np.int64) if split == "user-time" else np.minimum(counts, 1)
+    by_user = np.argsort(users, kind="stable")
+    place = np.empty(len(users), np.int64)
+    place[by_user] = np.arange(len(users)) - np.repeat(np.cumsum(counts) - counts, counts)
+    trained: Bools = place < (counts - tested)[users]
+    return trained
+
+
+def _split(log: Log, kept: Bools, split: Split) -> Log:
     """`log` with the kept events only, of which the oldest are trained on."""
     users, times = log.users[kept], log.times[kept]
     counts = np.bincount(users, minlength=log.num_users)
-    if split == "leave-one-out":
-        num_trained = np.maximum(counts - 1, 0)
-    else:
-        instant = np.quantile(times, 1 - TEST_RATIO, method="lower") if len(times) else 0
-        num_trained = np.bincount(users[times < instant], minlength=log.num_users)
+    num_trained = np.bincount(users[to_train_on(users, times, split)], minlength=log.num_users)
     if not 0 < num_trained.sum() < len(times):
         raise DataError(
             f"{len(times)} interactions: the {split} split leaves {num_trained.sum()} to train on and "

@@ -47,7 +47,7 @@ class TrainOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     name: str = "hstu"
     seed: Annotated[int, Meta(ge=0)] = 0
-    split: Split = "time"
+    split: Split = "user-time"
     evaluate_on: Annotated[
         Literal["test", "validation"],
         Meta(description="validation: train on and judge a split of the training part, to choose settings"),
@@ -72,6 +72,7 @@ class TrainOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     learning_rate: Annotated[float, Meta(gt=0.0)] = 2e-3
     warm_up_ratio: Annotated[Ratio, Meta(description="share of the steps with a rising learning rate")] = 0.1
     weight_decay: Annotated[float, Meta(ge=0.0)] = 0.1
+    item_weight_decay: Annotated[float, Meta(ge=0.0, description="of item embeddings, which overfit first")] = 4.0
     dropout: Annotated[float, Meta(ge=0.0, lt=1.0)] = 0.2
     num_negatives: Annotated[Count, Meta(description="sampled items beside the true one")] = 32
     click_ratio: Annotated[Ratio, Meta(description="share of the events with sampled items")] = 0.25
@@ -211,9 +212,12 @@ def _fit(model: HSTU, log: Log, labels: _Labels, options: TrainOptions, progress
     random = np.random.default_rng(options.seed)
     ordinal = nn.Linear(options.head_dim, labels.ordinal.shape[1])
     parameters = [*model.parameters(), *ordinal.parameters()]
+    items = model.item.weight
+    matrices = [p for p in parameters if p.ndim > 1 and p is not items]
     optimizer = torch.optim.AdamW(
         [
-            {"params": [p for p in parameters if p.ndim > 1], "weight_decay": options.weight_decay},
+            {"params": [items], "weight_decay": options.item_weight_decay},
+            {"params": matrices, "weight_decay": options.weight_decay},
             {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
         ],
         lr=options.learning_rate,

@@ -152,6 +152,23 @@ TestPool = PoolMachine.TestCase
 TestPool.settings = settings(deadline=None, max_examples=60, stateful_step_count=40, derandomize=True)
 
 
+@pytest.mark.parametrize("end", ["publish", "abandon"])
+def test_a_user_erased_during_a_fill_stays_erased(end: str) -> None:
+    made, _ = pool()
+    entry = made.reserve(key(), 5)
+    assert made.drop_user(key().user) == list(entry.runs)
+    other = made.reserve(key(), 5)  # a new producer of the same prefix, before the old one is done
+    if end == "publish":
+        made.publish(entry, times(5))
+    else:
+        made.abandon(entry)
+    assert made.get(key()) is None
+    assert made.reserved_bytes == made.budget_bytes - made.free_bytes == 2 * LAYOUT.page_bytes
+    made.publish(other, times(5))
+    assert made.get(key()) is other
+    made.check()
+
+
 def test_a_failed_fill_leaves_nothing() -> None:
     prefixes, _ = pool()
     with pytest.raises(KeyboardInterrupt), prefixes.fill(key(), 8, times(8)):

@@ -36,7 +36,13 @@ def test_leave_one_out_keeps_the_last_event_of_each_user() -> None:
     assert [at for _, at in log.next_items()] == (log.starts[1:] - 1).tolist()
 
 
-@pytest.mark.parametrize("split", ["time", "leave-one-out"])
+def test_the_user_time_split_keeps_back_a_fifth_of_every_user() -> None:
+    log = build_log(uneven(), [], "user-time")
+    counts = np.diff(log.starts)
+    assert (counts - log.num_trained).tolist() == [-(-count // 5) for count in counts.tolist()]
+
+
+@pytest.mark.parametrize("split", ["user-time", "time", "leave-one-out"])
 def test_validation_never_sees_the_test_part(split: Split) -> None:
     log = build_log(uneven(), [], split)
     inner = log.only_trained(split)
