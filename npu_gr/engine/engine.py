@@ -5,6 +5,7 @@ Every method submits to the scheduler and awaits; tensors are built and read on 
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from torch import Tensor
 from npu_gr.backend.base import Backend
 from npu_gr.catalog.tokens import Tokens
 from npu_gr.engine.cost import CostModel, fit
-from npu_gr.engine.scheduler import Scheduler, SchedulerConfig
+from npu_gr.engine.scheduler import Done, Scheduler, SchedulerConfig
 from npu_gr.kv.arena import KVArena
 from npu_gr.kv.layout import Run
 from npu_gr.model.hstu import HSTU, Past, Segment, Sink
@@ -98,9 +99,9 @@ class Engine:
 
         await self.scheduler.call(work, deadline_s, order_s)
 
-    async def zero(self, arena: KVArena, runs: Sequence[Run]) -> None:
-        """Overwrite pages whose user asked to be forgotten."""
-        await self.scheduler.call(lambda: arena.zero(runs), float("inf"))
+    def zero(self, arena: KVArena, runs: Sequence[Run]) -> asyncio.Future[Done[None]]:
+        """Overwrite pages, ahead of every job that waits: whoever gets them afterwards writes later."""
+        return self.scheduler.post(lambda: arena.zero(runs))
 
     def _run(self, passes: Sequence[Pass]) -> list[F32]:
         """On the device thread: one forward pass over all; [c, tasks] logits each."""

@@ -126,6 +126,21 @@ class Scheduler:
         """Run `work` in a pass that it may share with others; as `call`."""
         return await self._submit(_Job(None, work, deadline_s, self._future()), None)
 
+    def post(self, function: Callable[[], None]) -> asyncio.Future[Done[None]]:
+        """Run `function` before every job that waits; it is queued when this returns, and never refused.
+
+        Awaiting the result is optional. Unavailable once the scheduler stops.
+        """
+        job = _Job(function, None, float("inf"), self._future())
+        with self._changed:
+            if self._stopping:
+                job.future.set_exception(Unavailable("the instance is stopping"))
+            else:
+                heapq.heappush(self._heap, (float("-inf"), next(self._numbers), job))
+                self._waiting += 1
+                self._changed.notify()
+        return job.future
+
     def _future(self) -> asyncio.Future[Done[Any]]:
         assert self._loop is not None, "start() first"
         return self._loop.create_future()

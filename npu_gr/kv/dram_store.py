@@ -28,7 +28,18 @@ from npu_gr.request import I64, UserKey
 class DramEntry:
     """One copy. `timestamps` is None until it is complete."""
 
-    __slots__ = ("epoch", "expires_at_s", "is_held", "key", "leases", "num_tokens", "runs", "timestamps")
+    __slots__ = (
+        "epoch",
+        "expires_at_s",
+        "is_dropped",
+        "is_erased",
+        "is_held",
+        "key",
+        "leases",
+        "num_tokens",
+        "runs",
+        "timestamps",
+    )
 
     def __init__(self, key: PrefixKey, num_tokens: int, runs: tuple[Run, ...], epoch: int) -> None:
         self.key, self.num_tokens, self.runs, self.epoch = key, num_tokens, runs, epoch
@@ -36,6 +47,8 @@ class DramEntry:
         self.leases = 0
         self.expires_at_s = 0.0
         self.is_held = True  # its pages are its own
+        self.is_dropped = False  # cannot be found any more
+        self.is_erased = False  # its user asked to be forgotten
 
 
 class DramStore:
@@ -51,6 +64,8 @@ class DramStore:
         self._epoch = 0
         self._complete: OrderedDict[PrefixKey, DramEntry] = OrderedDict()  # least recently used first
         self._users: ByUser[DramEntry] = ByUser()  # incomplete ones too
+        # pages of a user to be forgotten, just before they become free
+        self.on_erased: Callable[[tuple[Run, ...]], None] = lambda _runs: None
 
     @property
     def budget_bytes(self) -> int:
@@ -86,6 +101,7 @@ class DramStore:
                 leased.append(oldest)
                 continue
             self._users.remove(oldest)
+            oldest.is_dropped = True
             self._give_back(oldest)
         for entry in reversed(leased):  # few: at most the reloads in flight
             self._complete[entry.key] = entry
@@ -99,7 +115,8 @@ class DramStore:
 
     def commit(self, entry: DramEntry, timestamps: I64) -> None:
         """The copy is complete: it can be found for its TTL. One that was dropped meanwhile cannot."""
-        if not entry.is_held:
+        if entry.is_dropped:
+            self.abandon(entry)
             return
         if (before := self._complete.get(entry.key)) is not None:
             self.drop(before)
@@ -107,9 +124,11 @@ class DramStore:
         self._touch(entry)
 
     def abandon(self, entry: DramEntry) -> None:
-        """The copy failed: the pages go back."""
-        if entry.is_held:
-            self._users.remove(entry)
+        """The copy failed: the pages go back. Nothing happens to one that is complete."""
+        if entry.timestamps is None and entry.is_held:
+            if not entry.is_dropped:
+                self._users.remove(entry)
+                entry.is_dropped = True
             self._give_back(entry)
 
     def get(self, key: PrefixKey) -> DramEntry | None:
@@ -133,9 +152,9 @@ class DramStore:
             yield entry
         finally:
             entry.leases -= 1
-            if self._complete.get(entry.key) is entry:
+            if not entry.is_dropped:
                 self._touch(entry)
-            elif not entry.leases and entry.is_held:  # dropped while it was leased
+            elif not entry.leases and entry.is_held:
                 self._give_back(entry)
 
     def verify(self, entry: DramEntry) -> None:
@@ -149,21 +168,22 @@ class DramStore:
                 raise StaleEntry("the DRAM copy was overwritten while it was read")
 
     def drop(self, entry: DramEntry) -> None:
-        """Unfindable at once; its pages go back, at the last release if it is leased."""
-        if self._complete.get(entry.key) is entry:
-            del self._complete[entry.key]
-        elif entry.timestamps is not None or not entry.is_held:
-            return  # dropped before
+        """Unfindable at once; its pages go back, when its last reader or its writer is done if it has any."""
+        if entry.is_dropped:
+            return
+        entry.is_dropped = True
         self._users.remove(entry)
+        if entry.timestamps is None:
+            return  # `commit` or `abandon` is still to come
+        del self._complete[entry.key]
         if not entry.leases:
             self._give_back(entry)
 
-    def drop_user(self, user: UserKey) -> list[Run]:
-        """Drop everything of one user, copies in progress included; the pages that held it."""
-        entries = self._users.of(user)
-        for entry in entries:
+    def erase_user(self, user: UserKey) -> None:
+        """Drop everything of one user, copies in progress too; `on_erased` hears of the pages as they come back."""
+        for entry in self._users.of(user):
+            entry.is_erased = True
             self.drop(entry)
-        return [run for entry in entries for run in entry.runs]
 
     def _touch(self, entry: DramEntry) -> None:
         jitter = 1.0 + self._jitter * (2.0 * self._random.random() - 1.0)
@@ -173,6 +193,8 @@ class DramStore:
 
     def _give_back(self, entry: DramEntry) -> None:
         entry.is_held = False
+        if entry.is_erased:
+            self.on_erased(entry.runs)
         self._pages.free(entry.runs)
 
     def check(self) -> None:

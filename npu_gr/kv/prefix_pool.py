@@ -33,7 +33,7 @@ class State(Enum):
     RESERVED = auto()  # being written; cannot be found
     LIVE = auto()  # waiting for its rank, or leased
     EVICTABLE = auto()  # consumed or expired, and not leased: still readable until its pages are needed
-    DROPPED = auto()  # cannot be found; its pages are free, or will be at the last release
+    DROPPED = auto()  # cannot be found; its pages are free, or will be when its writer or last reader is done
 
 
 class PrefixEntry:
@@ -42,6 +42,8 @@ class PrefixEntry:
     __slots__ = (
         "consumed",
         "expires_at_s",
+        "is_erased",
+        "is_held",
         "key",
         "leases",
         "num_pages",
@@ -58,6 +60,8 @@ class PrefixEntry:
         self.consumed = False
         self.expires_at_s = 0.0
         self.state = State.RESERVED
+        self.is_held = True  # its pages are its own
+        self.is_erased = False  # its user asked to be forgotten
 
     @property
     def is_published(self) -> bool:
@@ -81,6 +85,8 @@ class PrefixPool:
         self._evictable: OrderedDict[PrefixKey, PrefixEntry] = OrderedDict()  # oldest first
         self._reserved_pages = self._evictable_pages = 0
         self.on_evict: Callable[[PrefixEntry], None] = lambda _entry: None
+        # pages of a user to be forgotten, just before they become free
+        self.on_erased: Callable[[tuple[Run, ...]], None] = lambda _runs: None
 
     # ---- bytes: free + reserved + live + evictable == budget
 
@@ -141,25 +147,30 @@ class PrefixPool:
         self._users.add(entry)
         return entry
 
-    def publish(self, entry: PrefixEntry, timestamps: I64) -> None:
+    def publish(self, entry: PrefixEntry, timestamps: I64) -> bool:
         """The KV is completely written: visible from now on, for at least `t_life_s`.
 
-        An entry that was dropped meanwhile (its user asked to be forgotten) stays invisible.
+        Returns:
+            False for an entry that was dropped meanwhile (its user asked to be forgotten): its pages go back.
         """
         assert len(timestamps) == entry.num_tokens
         if entry.state is State.DROPPED:
-            return
+            self.abandon(entry)
+            return False
         self._end_reservation(entry)
         entry.timestamps, entry.state = timestamps, State.LIVE
         entry.expires_at_s = self._clock() + self.t_life_s
         self._published[entry.key] = entry
         self._expiring.append(entry)
+        return True
 
     def abandon(self, entry: PrefixEntry) -> None:
-        """The work failed: the pages go back."""
+        """The work failed: the pages go back. Nothing happens to an entry that was published."""
         if entry.state is State.RESERVED:
             self._end_reservation(entry)
             self._users.remove(entry)
+            self._give_back(entry)
+        elif entry.is_held and not entry.is_published:  # dropped while it was being written
             self._give_back(entry)
 
     @contextmanager
@@ -219,25 +230,24 @@ class PrefixPool:
     # ---- the end of an entry
 
     def drop(self, entry: PrefixEntry) -> None:
-        """Unfindable from now on; the pages go back at once, or when the last lease or the producer is done."""
+        """Unfindable from now on; the pages go back at once, or when the last reader or the writer is done."""
         if entry.state is State.DROPPED:
             return
-        if entry.state is State.RESERVED:  # its writer is still at work: later jobs on the pages queue behind it
+        if entry.state is State.RESERVED:
             self._end_reservation(entry)
             self._users.remove(entry)
-            self._give_back(entry)
+            entry.state = State.DROPPED
         elif entry.leases:
             self._unindex(entry)
             entry.state = State.DROPPED
         else:
             self._forget(entry)
 
-    def drop_user(self, user: UserKey) -> list[Run]:
-        """Drop everything of one user; the pages that held it."""
-        entries = self._users.of(user)
-        for entry in entries:
+    def erase_user(self, user: UserKey) -> None:
+        """Drop everything of one user; `on_erased` hears of the pages as they come back."""
+        for entry in self._users.of(user):
+            entry.is_erased = True
             self.drop(entry)
-        return [run for entry in entries for run in entry.runs]
 
     def _expire(self) -> None:
         """Entries whose time is up become evictable."""
@@ -268,7 +278,9 @@ class PrefixPool:
         self._give_back(entry)
 
     def _give_back(self, entry: PrefixEntry) -> None:
-        entry.state = State.DROPPED
+        entry.state, entry.is_held = State.DROPPED, False
+        if entry.is_erased:
+            self.on_erased(entry.runs)
         self._pages.free(entry.runs)
 
     def check(self) -> None:

@@ -22,16 +22,19 @@ import asyncio
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import ExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Any
 
 import msgspec
 
 from npu_gr.catalog.tokens import Tokens
 from npu_gr.engine.engine import Cached, Engine
+from npu_gr.engine.scheduler import Done
 from npu_gr.errors import NpuGrError, ResourceError
+from npu_gr.kv.arena import KVArena
 from npu_gr.kv.dram_store import DramEntry, DramStore
 from npu_gr.kv.keys import PrefixKey
 from npu_gr.kv.layout import Run
@@ -97,9 +100,13 @@ class Relay:
         self._producers: dict[PrefixKey, _Producer] = {}
         self._by_user: dict[UserKey, set[PrefixKey]] = {}  # keys being produced
         self._spilling: set[PrefixKey] = set()
+        self._overwriting: set[asyncio.Future[Done[None]]] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._last: OrderedDict[UserKey, Reason] = OrderedDict()  # why the user's last signal led to nothing
         self.on_error: Callable[[str], None] = lambda _where: None
+        pool.on_erased = partial(self._overwrite, pool.arena)
+        if dram is not None:
+            dram.on_erased = partial(self._overwrite, dram.arena)
 
     @property
     def t_life_s(self) -> float:
@@ -139,7 +146,7 @@ class Relay:
             entry = self._pool.reserve(key, len(tokens))
         except ResourceError:
             return Verdict.SKIP_FOOTPRINT
-        self._produce(key, len(tokens), self._compute(entry, tokens), is_reload=False)
+        self._produce(entry, self._compute(entry, tokens), is_reload=False)
         return Verdict.PREINFER
 
     # ---- lease
@@ -273,14 +280,14 @@ class Relay:
 
     # ---- producers
 
-    def _produce(
-        self, key: PrefixKey, num_tokens: int, work: Coroutine[Any, Any, None], *, is_reload: bool
-    ) -> _Producer:
-        task = self._own(work)
-        producer = self._producers[key] = _Producer(task, num_tokens, is_reload)
+    def _produce(self, entry: PrefixEntry, work: Coroutine[Any, Any, None], *, is_reload: bool) -> _Producer:
+        """Start the work that publishes `entry`; however it ends, it leaves nothing reserved."""
+        key, task = entry.key, self._own(work)
+        producer = self._producers[key] = _Producer(task, entry.num_tokens, is_reload)
         self._by_user.setdefault(key.user, set()).add(key)
 
-        def ended(task: asyncio.Task[None]) -> None:
+        def ended(_: asyncio.Task[None]) -> None:
+            self._pool.abandon(entry)
             del self._producers[key]
             keys = self._by_user[key.user]
             keys.discard(key)
@@ -303,43 +310,40 @@ class Relay:
 
     async def _compute(self, entry: PrefixEntry, tokens: Tokens) -> None:
         now_s = time.monotonic()
-        try:
+        with self._counted("prefill"):
             # ordered like a rank that would arrive now; worthless once the rank it is for has given up
             await self._engine.prefill(tokens, tuple(entry.runs), now_s + self._config.t_life_s, now_s)
-        except BaseException as error:
-            self._pool.abandon(entry)
-            if isinstance(error, NpuGrError):
-                self.on_error("prefill")
-            raise
         self._pool.publish(entry, tokens.events.timestamps)
 
     def _start_reload(self, key: PrefixKey, spilled: DramEntry) -> _Producer:
         entry = self._pool.reserve(key, spilled.num_tokens)
-        return self._produce(key, spilled.num_tokens, self._reload(entry, spilled), is_reload=True)
+        return self._produce(entry, self._reload(entry, spilled), is_reload=True)
 
     async def _reload(self, entry: PrefixEntry, spilled: DramEntry) -> None:
         assert self._dram is not None
         now_s = time.monotonic()
-        try:
-            with self._dram.lease(spilled):
-                self._dram.verify(spilled)
-                await self._engine.copy(
-                    self._dram.arena,
-                    spilled.runs,
-                    self._pool.arena,
-                    entry.runs,
-                    spilled.num_tokens,
-                    now_s + self._config.t_life_s,
-                    now_s,
-                )
-                self._dram.verify(spilled)
-        except BaseException as error:
-            self._pool.abandon(entry)
-            if isinstance(error, NpuGrError):
-                self.on_error("reload")
-            raise
+        with self._counted("reload"), self._dram.lease(spilled):
+            self._dram.verify(spilled)
+            await self._engine.copy(
+                self._dram.arena,
+                spilled.runs,
+                self._pool.arena,
+                entry.runs,
+                spilled.num_tokens,
+                now_s + self._config.t_life_s,
+                now_s,
+            )
+            self._dram.verify(spilled)
         assert spilled.timestamps is not None, "complete copies alone are found"
         self._pool.publish(entry, spilled.timestamps)
+
+    @contextmanager
+    def _counted(self, where: str) -> Iterator[None]:
+        try:
+            yield
+        except NpuGrError:
+            self.on_error(where)
+            raise
 
     def _reload_pays(self, spilled: DramEntry, budget_s: float) -> bool:
         copy_s = self._pool.arena.layout.bytes(spilled.num_tokens) / self._engine.copy_bytes_per_s
@@ -358,7 +362,8 @@ class Relay:
             return None
 
     def _publish_kept(self, entry: PrefixEntry, tokens: Tokens) -> None:
-        self._pool.publish(entry, tokens.events.timestamps)
+        if not self._pool.publish(entry, tokens.events.timestamps):
+            return
         with self._pool.lease(entry, consume=True):  # its rank has just been served
             pass
         self._spill(entry)
@@ -377,45 +382,53 @@ class Relay:
         except ResourceError:
             return
         self._spilling.add(key)
-        self._own(self._spill_to(dram, room, entry))
+        held = ExitStack()  # from now on: the entry must not be evicted before its copy is queued
+        held.enter_context(self._pool.lease(entry, consume=False))
+
+        def ended(_: asyncio.Task[None]) -> None:
+            held.close()
+            dram.abandon(room)
+            self._spilling.discard(key)
+
+        self._own(self._spill_to(dram, room, entry)).add_done_callback(ended)
 
     async def _spill_to(self, dram: DramStore, room: DramEntry, entry: PrefixEntry) -> None:
-        try:
-            with self._pool.lease(entry, consume=False):
-                order_s = time.monotonic() + self._config.t_life_s  # behind every rank and pre-infer of now
-                await self._engine.copy(
-                    self._pool.arena,
-                    entry.runs,
-                    dram.arena,
-                    room.runs,
-                    entry.num_tokens,
-                    float("inf"),
-                    order_s,
-                )
-        except BaseException as error:
-            dram.abandon(room)
-            if isinstance(error, NpuGrError):
-                self.on_error("spill")
-            raise
-        else:
-            assert entry.timestamps is not None, "it was published"
-            dram.commit(room, entry.timestamps)
-        finally:
-            self._spilling.discard(entry.key)
+        order_s = time.monotonic() + self._config.t_life_s  # behind every rank and pre-infer of now
+        with self._counted("spill"):
+            await self._engine.copy(
+                self._pool.arena, entry.runs, dram.arena, room.runs, entry.num_tokens, float("inf"), order_s
+            )
+        assert entry.timestamps is not None, "it was published"
+        dram.commit(room, entry.timestamps)
 
     # ---- the end
 
     async def erase(self, user: UserKey) -> None:
-        """Forget the user in every tier, running producers included, and overwrite the pages."""
+        """Forget the user in every tier: unfindable at once, the pages overwritten before anybody else gets them.
+
+        Pages that a rank of this moment reads or writes are overwritten when it ends.
+        """
         for key in list(self._by_user.get(user, ())):
             self._producers[key].task.cancel()
-        pages = self._pool.drop_user(user)
-        spilled = [] if self._dram is None else self._dram.drop_user(user)
+        self._pool.erase_user(user)
+        if self._dram is not None:
+            self._dram.erase_user(user)
         self._last.pop(user, None)
-        if pages:
-            await self._engine.zero(self._pool.arena, pages)
-        if self._dram is not None and spilled:
-            await self._engine.zero(self._dram.arena, spilled)
+        if self._overwriting:
+            done, _ = await asyncio.wait(self._overwriting)  # which, unlike gather, cancels nothing
+            for future in done:
+                future.result()
+
+    def _overwrite(self, arena: KVArena, runs: tuple[Run, ...]) -> None:
+        future = self._engine.zero(arena, runs)
+        self._overwriting.add(future)
+
+        def ended(future: asyncio.Future[Done[None]]) -> None:
+            self._overwriting.discard(future)
+            if not future.cancelled() and (error := future.exception()) is not None:
+                log.error("pages of an erased user were not overwritten: %s", error)
+
+        future.add_done_callback(ended)
 
     async def stop(self) -> None:
         """Cancel what still runs and wait for it."""

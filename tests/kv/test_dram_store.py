@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from npu_gr.errors import PoolExhausted, StaleEntry
 from npu_gr.kv.arena import KVArena
 from npu_gr.kv.dram_store import DramEntry, DramStore
+from npu_gr.kv.layout import Run
 from npu_gr.request import UserKey
 from tests.kv.test_prefix_pool import LAYOUT, Clock, key, times
 
@@ -58,7 +59,7 @@ def test_a_leased_copy_stays() -> None:
         assert dram.get(key("a")) is first
         with pytest.raises(PoolExhausted):
             dram.reserve(key("d"), 8)
-        dram.drop_user(UserKey("", "a"))
+        dram.erase_user(UserKey("", "a"))
         assert dram.get(key("a")) is None
         dram.check()
         dram.verify(first)
@@ -98,10 +99,17 @@ def test_an_overwritten_copy_is_noticed() -> None:
 
 
 def test_erasing_a_user_during_a_copy() -> None:
+    """The pages stay with the copy that may still write them, and are reported as they come back."""
     dram, _ = store()
+    erased: list[tuple[Run, ...]] = []
+    dram.on_erased = erased.append
     entry = dram.reserve(key("a"), 4)
-    assert dram.drop_user(UserKey("", "a")) == list(entry.runs)
+    dram.erase_user(UserKey("", "a"))
+    assert not erased
+    assert dram.free_bytes < dram.budget_bytes
     dram.commit(entry, times(4))
+    dram.abandon(entry)
+    assert erased == [entry.runs]
     assert dram.get(key("a")) is None
     assert dram.free_bytes == dram.budget_bytes
 
@@ -124,7 +132,7 @@ def test_pages_are_conserved(steps: list[tuple[str, int, int]]) -> None:
             case 2 if pending:
                 dram.abandon(pending.pop(0))
             case 3:
-                dram.drop_user(UserKey("", user))
+                dram.erase_user(UserKey("", user))
             case 4:
                 clock.now_s += size * 10
             case _:
@@ -135,5 +143,5 @@ def test_pages_are_conserved(steps: list[tuple[str, int, int]]) -> None:
     for entry in pending:
         dram.abandon(entry)
     for user in "abcde":
-        dram.drop_user(UserKey("", user))
+        dram.erase_user(UserKey("", user))
     assert dram.free_bytes == dram.budget_bytes

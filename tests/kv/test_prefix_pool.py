@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from npu_gr.errors import PoolExhausted
 from npu_gr.kv.arena import KVArena
 from npu_gr.kv.keys import PrefixKey
-from npu_gr.kv.layout import KVLayout
+from npu_gr.kv.layout import KVLayout, Run
 from npu_gr.kv.prefix_pool import PrefixEntry, PrefixPool, State
 from npu_gr.request import UserKey
 
@@ -120,8 +120,8 @@ class PoolMachine(RuleBasedStateMachine):
         self.forget([entry])
 
     @rule(user=st.sampled_from("abc"))
-    def drop_user(self, user: str) -> None:
-        self.pool.drop_user(UserKey("", user))
+    def erase_user(self, user: str) -> None:
+        self.pool.erase_user(UserKey("", user))
         self.visible = [entry for entry in self.visible if entry.key.user.user != user]
 
     @invariant()
@@ -133,8 +133,8 @@ class PoolMachine(RuleBasedStateMachine):
         for entry in self.visible:
             assert self.pool.get(entry.key) is entry
             assert entry.leases == sum(leased is entry for leased, _ in self.leases)
-        for entry, _ in self.leases:  # a leased entry keeps its pages, dropped or not
-            others = [e for e in (*self.visible, *self.reserved) if e is not entry and e.state is not State.DROPPED]
+        for entry in (*self.reserved, *(entry for entry, _ in self.leases)):  # each keeps its pages, dropped or not
+            others = [e for e in (*self.visible, *self.reserved) if e is not entry]
             taken = {page for e in others for first, count in e.runs for page in range(first, first + count)}
             assert not taken & {page for first, count in entry.runs for page in range(first, first + count)}
 
@@ -142,7 +142,7 @@ class PoolMachine(RuleBasedStateMachine):
         for _, block in self.leases:
             block.__exit__(None, None, None)
         for user in "abc":
-            self.pool.drop_user(UserKey("", user))
+            self.pool.erase_user(UserKey("", user))
         for entry in self.reserved:
             self.pool.abandon(entry)
         assert self.pool.free_bytes == self.pool.budget_bytes
@@ -154,19 +154,38 @@ TestPool.settings = settings(deadline=None, max_examples=60, stateful_step_count
 
 @pytest.mark.parametrize("end", ["publish", "abandon"])
 def test_a_user_erased_during_a_fill_stays_erased(end: str) -> None:
+    """The pages stay with their writer, who may still be at work, and are reported as they come back."""
     made, _ = pool()
+    erased: list[tuple[Run, ...]] = []
+    made.on_erased = erased.append
     entry = made.reserve(key(), 5)
-    assert made.drop_user(key().user) == list(entry.runs)
+    made.erase_user(key().user)
     other = made.reserve(key(), 5)  # a new producer of the same prefix, before the old one is done
+    assert not set(entry.runs) & set(other.runs)
+    assert not erased
     if end == "publish":
         made.publish(entry, times(5))
-    else:
-        made.abandon(entry)
+    made.abandon(entry)
+    made.abandon(entry)
+    assert erased == [entry.runs]
     assert made.get(key()) is None
     assert made.reserved_bytes == made.budget_bytes - made.free_bytes == 2 * LAYOUT.page_bytes
     made.publish(other, times(5))
     assert made.get(key()) is other
     made.check()
+
+
+def test_a_leased_prefix_of_an_erased_user_keeps_its_pages_to_the_last_reader() -> None:
+    made, _ = pool()
+    erased: list[tuple[Run, ...]] = []
+    made.on_erased = erased.append
+    entry = filled(made, key())
+    with made.lease(entry, consume=True), made.lease(entry, consume=True):
+        made.erase_user(key().user)
+        assert made.get(key()) is None
+        assert not erased
+    assert erased == [entry.runs]
+    assert made.free_bytes == made.budget_bytes
 
 
 def test_a_failed_fill_leaves_nothing() -> None:

@@ -146,7 +146,7 @@ async def test_every_outcome_gives_the_cold_scores() -> None:
         assert same(scores, want)
 
         await b.idle()
-        b.pool.drop_user(USER)
+        b.pool.erase_user(USER)
         lease, scores = await b.rank(history)
         assert lease.outcome is Outcome.DRAM_HIT
         assert same(scores, want)
@@ -160,7 +160,7 @@ async def test_a_signal_brings_a_spilled_prefix_back() -> None:
         history = tokens(100)
         await b.rank(history)
         await b.idle()
-        b.pool.drop_user(USER)
+        b.pool.erase_user(USER)
         async with b.device_busy():
             assert b.relay.signal(USER, history) is Verdict.RELOAD
             ranking = asyncio.create_task(b.rank(history))
@@ -270,7 +270,7 @@ async def test_no_failure_reaches_the_caller(where: str, monkeypatch: pytest.Mon
             case "reload":
                 await b.rank(history)
                 await b.idle()
-                b.pool.drop_user(USER)
+                b.pool.erase_user(USER)
                 monkeypatch.setattr(b.engine.arena, "copy_tokens_from", broken)
             case "spill":
                 monkeypatch.setattr(b.dram.arena, "copy_tokens_from", broken)
@@ -282,7 +282,7 @@ async def test_no_failure_reaches_the_caller(where: str, monkeypatch: pytest.Mon
             case "verify":
                 await b.rank(history)
                 await b.idle()
-                b.pool.drop_user(USER)
+                b.pool.erase_user(USER)
                 b.dram._epochs[:] = 0
         async with b.device_busy():
             leasing = asyncio.create_task(_leased(b, history))
@@ -326,6 +326,49 @@ async def test_erasing_a_user_forgets_everything_even_what_is_being_made() -> No
         assert not b.dram.arena._keys.any()
         lease, _ = await b.rank(history)
         assert lease.outcome is Outcome.MISS_FULL
+
+
+async def test_erasing_one_user_never_touches_another() -> None:
+    """What was erased is overwritten before its pages are anybody else's, however busy the device is."""
+    async with bench(num_pages=8, dram_pages=0) as b:
+        mine, other = tokens(100), tokens(100, seed=5)
+        want = await b.cold(other)
+        await b.rank(mine)  # fills 7 of the 8 pages
+        async with b.device_busy():
+            erasing = asyncio.create_task(b.relay.erase(USER))
+            await asyncio.sleep(0)
+            assert b.relay.signal(UserKey("", "v"), other) is Verdict.PREINFER
+            await asyncio.sleep(0.01)
+        await erasing
+        await b.idle()
+        lease, scores = await b.rank(other, UserKey("", "v"))
+        assert lease.outcome is Outcome.HBM_HIT
+        assert same(scores, want)
+
+
+async def test_a_user_erased_while_ranked_is_answered_and_leaves_nothing() -> None:
+    """A pass that keeps its prefix, and one that reads it, are in the queue when their user is erased."""
+    async with bench(dram_pages=0) as b:
+        kept, read = tokens(100), tokens(90, seed=3)
+        want_kept, want_read = await b.cold(kept), await b.cold(read)
+        await b.rank(read)
+        async with b.device_busy():
+            ranks = [asyncio.create_task(b.rank(history)) for history in (kept, read)]
+            await asyncio.sleep(0.01)
+            await b.relay.erase(USER)
+            other = b.relay.signal(UserKey("", "v"), tokens(80, seed=7))
+            assert other is Verdict.PREINFER
+        (_, scores_kept), (lease, scores_read) = await asyncio.gather(*ranks)
+        assert lease.outcome is Outcome.HBM_HIT
+        assert same(scores_kept, want_kept)
+        assert same(scores_read, want_read)
+        await b.idle()
+        _, scores = await b.rank(tokens(80, seed=7), UserKey("", "v"))
+        assert same(scores, await b.cold(tokens(80, seed=7)))
+        await b.relay.erase(UserKey("", "v"))
+        assert not b.engine.arena._keys.any()
+        assert b.pool.free_bytes == b.pool.budget_bytes
+        assert not b.has_leaked()
 
 
 async def test_bytes_never_exceed_the_budget() -> None:
