@@ -66,14 +66,14 @@ class TrainOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     scaling_seqlen: Annotated[Count, Meta(description="the constant attention scale is 1 / this")] = 64
     max_history_tokens: Annotated[Count, Meta(description="longest history that is served")] = 1024
 
-    epochs: Count = 10
+    epochs: Count = 6
     window_tokens: Annotated[Count, Meta(description="longest run of events trained on at once")] = 200
-    batch_tokens: Annotated[Count, Meta(description="events of one step, padding included")] = 2048
+    batch_tokens: Annotated[Count, Meta(description="events of one step, padding included")] = 512
     learning_rate: Annotated[float, Meta(gt=0.0)] = 2e-3
     warm_up_ratio: Annotated[Ratio, Meta(description="share of the steps with a rising learning rate")] = 0.1
     weight_decay: Annotated[float, Meta(ge=0.0)] = 0.1
     item_weight_decay: Annotated[float, Meta(ge=0.0, description="of item embeddings, which overfit first")] = 4.0
-    dropout: Annotated[float, Meta(ge=0.0, lt=1.0)] = 0.2
+    dropout: Annotated[float, Meta(ge=0.0, lt=1.0)] = 0.3
     num_negatives: Annotated[Count, Meta(description="sampled items beside the true one")] = 32
     click_ratio: Annotated[Ratio, Meta(description="share of the events with sampled items")] = 0.25
     click_weight: Annotated[float, Meta(ge=0.0, description="of the sampled softmax in the loss")] = 0.3
@@ -87,7 +87,7 @@ class TrainOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 DEMO = TrainOptions()
-LONG = TrainOptions(split="leave-one-out", epochs=40)
+LONG = TrainOptions(split="leave-one-out", epochs=16, dropout=0.4, click_weight=0.5, click_ratio=0.4, num_negatives=64)
 
 
 class Progress(NamedTuple):
