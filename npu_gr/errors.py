@@ -4,6 +4,7 @@ NpuGrError
 ├── ConfigError            bad YAML, checkpoint or path; the process must not start   (exit 2)
 ├── CheckpointError        a ConfigError about the model's files
 ├── DataError              a file of interactions or a query log cannot be read       (exit 2)
+│   └── CatalogError       a DataError: the records do not make a catalogue of semantic IDs
 ├── RequestError           the caller's fault
 │   ├── BadRequest         broken body                                                (400)
 │   ├── Unauthorized       no key, or a wrong one                                     (401)
@@ -47,6 +48,12 @@ class DataError(NpuGrError):
     """A data file cannot be read; the message names the file, the record and the reason."""
 
     title = "bad data file"
+
+
+class CatalogError(DataError):
+    """Records do not make a catalogue of semantic IDs; the message names the record, counted from 1, and the reason."""
+
+    title = "bad catalogue"
 
 
 class RequestError(NpuGrError):
