@@ -1,0 +1,254 @@
+"""A causal decoder of the Qwen3 and Qwen2 families, written for serving: one prefill, then lock-step beams.
+
+Qwen3: RMSNorm of each query and key head, no bias. Qwen2: bias on q, k, v, no such norm. Both: RoPE, grouped
+queries, SwiGLU, a head of its own or the token embedding. K is kept after norm and RoPE, so a cached prefix is read
+as it is. Attention is the backend's; the prefix is *shared KV*, the few tokens a beam adds are *unshared KV*.
+
+Source: Qwen3 (arXiv:2505.09388), Qwen2 (arXiv:2407.10671); the split of `xgr.md` 2.3.
+Invariant: a token's keys and values depend on it and the tokens before it alone, so prefill may be cut anywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Annotated
+
+import msgspec
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear, silu
+
+from npu_gr.backend.base import Backend, Slab, accumulator
+
+Positive = Annotated[int, msgspec.Meta(ge=1)]
+PositiveFloat = Annotated[float, msgspec.Meta(gt=0)]
+
+LayerSlabs = Callable[[int], Sequence[Slab]]  # layer -> (k, v), each [m, Hkv, D], in token order
+Sink = Callable[[int, Tensor, Tensor], None]  # layer, k and v [n, Hkv, D] of the new tokens
+
+
+class DecoderConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Everything that decides the numbers, apart from the weights."""
+
+    vocab_size: Positive
+    dim: Positive
+    num_layers: Positive
+    num_heads: Positive
+    num_kv_heads: Positive
+    head_dim: Positive  # independent of dim / num_heads
+    mlp_dim: Positive
+    max_tokens: Positive  # positions that the model was made for
+    rope_theta: PositiveFloat
+    norm_eps: PositiveFloat
+    qk_norm: bool  # RMSNorm of every query and key head (Qwen3)
+    qkv_bias: bool  # bias on q, k, v (Qwen2)
+    tied_head: bool  # the head is the token embedding
+
+    def __post_init__(self) -> None:
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(f"num_heads: {self.num_heads} is no multiple of num_kv_heads {self.num_kv_heads}")
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim: RoPE turns pairs, {self.head_dim} is odd")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class UnsharedKV:
+    """The tokens that beams have added, as one decode step reads and writes them.
+
+    W = rows of the slab, at least as many as the step has rows; S = its slots.
+    """
+
+    slabs: Callable[[int], Slab]  # layer -> (k, v), each [W, S, Hkv, D]; slot `step` is written
+    step: int  # slots 0..step-1 are valid before the step, 0..step after it
+    ancestry: Tensor | None = None  # int64 [step + 1, rows]: row of the slab that holds slot s; None = the row itself
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) * weight over the last dimension, the statistics in fp32; comes out in the weight's dtype."""
+
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.ones(width)), eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., width] -> [..., width]."""
+        wide = x.to(accumulator(x.dtype))
+        normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+        return normed.to(self.weight.dtype) * self.weight
+
+
+def rope_angles(first: int, num_tokens: int, config: DecoderConfig, device: torch.device) -> tuple[Tensor, Tensor]:
+    """cos and sin [num_tokens, 1, head_dim / 2] of positions from `first`, fp32 as the models were trained."""
+    exponent = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device=device) / config.head_dim
+    positions = torch.arange(first, first + num_tokens, dtype=torch.float32, device=device)
+    angles = positions[:, None, None] / config.rope_theta**exponent
+    return angles.cos(), angles.sin()
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """RoPE of x [n, H, D]: pair i is (x[i], x[i + D/2]), the layout of Hugging Face checkpoints."""
+    low, high = x.to(accumulator(x.dtype)).chunk(2, dim=-1)
+    return torch.cat([low * cos - high * sin, high * cos + low * sin], dim=-1).to(x.dtype)
+
+
+class DecoderLayer(nn.Module):
+    """One layer, attention left out: q, k, v from the rows, and the next rows from the attention output."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.q_width, self.kv_width = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        self.norm_in = RMSNorm(config.dim, config.norm_eps)
+        self.qkv = nn.Linear(config.dim, self.q_width + 2 * self.kv_width, bias=config.qkv_bias)
+        self.out = nn.Linear(self.q_width, config.dim, bias=False)
+        if config.qk_norm:
+            self.norm_q = RMSNorm(config.head_dim, config.norm_eps)
+            self.norm_k = RMSNorm(config.head_dim, config.norm_eps)
+        self.norm_mlp = RMSNorm(config.dim, config.norm_eps)
+        self.gate_up = nn.Linear(config.dim, 2 * config.mlp_dim, bias=False)
+        self.down = nn.Linear(config.mlp_dim, config.dim, bias=False)
+
+    def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Q [n, Hq, D], K and V [n, Hkv, D] of rows x [n, dim], normed and rotated."""
+        q, k, v = self.qkv(self.norm_in(x)).split([self.q_width, self.kv_width, self.kv_width], dim=-1)
+        return self._queries(q, cos, sin), self._keys(k, cos, sin), self._heads(v)
+
+    def project_last(self, x: Tensor, cos: Tensor, sin: Tensor, num_rows: int) -> tuple[Tensor, Tensor, Tensor]:
+        """As `project`, but Q of the last `num_rows` rows alone: all that the last layer is asked for."""
+        normed = self.norm_in(x)
+        weight, bias = self.qkv.weight, self.qkv.bias
+        cut, last = self.q_width, slice(len(x) - num_rows, None)
+        q = linear(normed[last], weight[:cut], None if bias is None else bias[:cut])
+        kv = linear(normed, weight[cut:], None if bias is None else bias[cut:])
+        k, v = kv.split([self.kv_width, self.kv_width], dim=-1)
+        return self._queries(q, cos[last], sin[last]), self._keys(k, cos, sin), self._heads(v)
+
+    def _heads(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (-1, self.config.head_dim))
+
+    def _queries(self, q: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        heads = self._heads(q)
+        return rotate(self.norm_q(heads) if self.config.qk_norm else heads, cos, sin)
+
+    def _keys(self, k: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        heads = self._heads(k)
+        return rotate(self.norm_k(heads) if self.config.qk_norm else heads, cos, sin)
+
+    def finish(self, x: Tensor, attention: Tensor) -> Tensor:
+        """Next layer's rows from the rows x [n, dim] and the attention output [n, Hq, D]."""
+        x = x + self.out(attention.flatten(-2)).to(x.dtype)
+        gate, up = self.gate_up(self.norm_mlp(x)).chunk(2, dim=-1)
+        mixed: Tensor = self.down(silu(gate) * up)
+        return x + mixed.to(x.dtype)
+
+
+class Decoder(nn.Module):
+    """The weights, prefill and one decode step. The residual stream of a half-precision model stays fp32."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embedding = nn.Embedding(config.vocab_size, config.dim)
+        self.layers = nn.ModuleList(DecoderLayer(config) for _ in range(config.num_layers))
+        self.norm = RMSNorm(config.dim, config.norm_eps)
+        if not config.tied_head:
+            self.head = nn.Linear(config.dim, config.vocab_size, bias=False)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the weights, and of the keys and values that come out."""
+        found: torch.dtype = self.embedding.weight.dtype
+        return found
+
+    def _embed(self, tokens: Tensor) -> Tensor:
+        rows: Tensor = self.embedding(tokens)
+        return rows.to(accumulator(rows.dtype))
+
+    @torch.inference_mode()
+    def prefill(
+        self,
+        backend: Backend,
+        tokens: Tensor,
+        start: int,
+        past: LayerSlabs | None,
+        sink: Sink | None,
+        num_rows: int = 1,
+    ) -> Tensor:
+        """Run new tokens of one prompt; hand every layer's new keys and values to the sink.
+
+        Args:
+            tokens: int64 [n], n >= 1, on the model's device.
+            start: position of the first one = how many tokens `past` holds.
+            past: cached tokens before them; None where there are none.
+            num_rows: how many final rows are wanted, 1..n.
+
+        Returns:
+            [num_rows, dim] of the last tokens, after the final norm: what `logits` takes.
+        """
+        scale = self.config.head_dim**-0.5
+        cos, sin = rope_angles(start, len(tokens), self.config, tokens.device)
+        x = self._embed(tokens)
+        for index, layer in enumerate(self.layers):
+            assert isinstance(layer, DecoderLayer)
+            if index + 1 < len(self.layers):
+                q, k, v = layer.project(x, cos, sin)
+            else:
+                q, k, v = layer.project_last(x, cos, sin, num_rows)
+                x = x[len(x) - num_rows :]
+            if sink:
+                sink(index, k, v)
+            x = layer.finish(x, backend.causal_attention(q, k, v, past(index) if past else [], scale))
+        hidden: Tensor = self.norm(x)
+        return hidden
+
+    @torch.inference_mode()
+    def decode(
+        self,
+        backend: Backend,
+        tokens: Tensor,
+        position: int,
+        shared: LayerSlabs,
+        unshared: UnsharedKV,
+        split: bool = True,
+    ) -> Tensor:
+        """One step of all beams of one request; writes their keys and values into slot `unshared.step`.
+
+        Args:
+            tokens: int64 [rows], the token each beam chose last.
+            position: its position, the same for every beam: prompt length + step.
+            shared: the whole prompt.
+            split: two attention stages and a merge, or one stage: faster for short prompts. Equal but for rounding.
+
+        Returns:
+            [rows, dim] after the final norm: what `logits` takes.
+        """
+        rows, step, scale = len(tokens), unshared.step, self.config.head_dim**-0.5
+        attend = backend.beam_attention if split else backend.beam_attention_plain
+        cos, sin = rope_angles(position, 1, self.config, tokens.device)
+        x = self._embed(tokens)
+        for index, layer in enumerate(self.layers):
+            assert isinstance(layer, DecoderLayer)
+            q, k, v = layer.project(x, cos, sin)
+            slab = unshared.slabs(index)
+            slab[0][:rows, step] = k
+            slab[1][:rows, step] = v
+            x = layer.finish(x, attend(q, shared(index), slab, step + 1, unshared.ancestry, scale))
+        hidden: Tensor = self.norm(x)
+        return hidden
+
+    @torch.inference_mode()
+    def logits(self, hidden: Tensor, token_range: tuple[int, int] | None = None) -> Tensor:
+        """Scores of the next token, not normalised.
+
+        Args:
+            hidden: [rows, dim] from `prefill` or `decode`.
+            token_range: first token and the one after the last, e.g. one codebook; None = the vocabulary.
+
+        Returns:
+            [rows, tokens] in fp32 (fp64 for an fp64 model).
+        """
+        weight = self.embedding.weight if self.config.tied_head else self.head.weight
+        first, end = token_range or (0, self.config.vocab_size)
+        scores = linear(hidden, weight[first:end])
+        return scores.to(accumulator(scores.dtype))
