@@ -1,0 +1,72 @@
+"""Unshared KV: the few tokens that beams have added to their prompt, one slot a round. Allocated once, reused.
+
+Source: the separated KV cache of xGR (arXiv:2512.11529); `xgr.md` 2.2 and 2.4.
+Invariant: slot s of row i holds round s of beam i (after `move`), or of beam ancestry[s, i] (after `ancestry`).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+Slab = tuple[Tensor, Tensor]
+
+
+class BeamArena:
+    """Keys and values of up to `max_beams` beams of one request at a time. H = KV heads, D = their width."""
+
+    def __init__(
+        self,
+        *,
+        num_layers: int,
+        num_heads: int,
+        head_dim: int,
+        max_beams: int,
+        num_slots: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        """`num_slots`: rounds whose KV is read again: levels of the catalogue - 1."""
+        self.max_beams, self.num_slots = max_beams, num_slots
+        shape = (num_layers, max_beams, num_slots, num_heads, head_dim)
+        self._keys = torch.zeros(shape, dtype=dtype, device=device)
+        self._values = torch.zeros(shape, dtype=dtype, device=device)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of both planes."""
+        return 2 * self._keys.nbytes
+
+    def slabs(self, layer: int) -> Slab:
+        """k and v [max_beams, slots, H, D] of one layer; views."""
+        return self._keys[layer], self._values[layer]
+
+    def move(self, parent: Tensor, num_slots: int) -> None:
+        """Fork in place: the first slots of row i become those of row parent[i], in every layer.
+
+        Two passes without a second slab: rows whose parent stands behind them first, then the others. A row that is
+        overwritten in the first pass is never read afterwards, *because parents do not decrease*.
+
+        Args:
+            parent: int64 [rows], non-decreasing.
+            num_slots: valid slots; the others are not touched.
+        """
+        row = torch.arange(len(parent), device=parent.device)
+        for moves in (parent > row, parent < row):
+            to = torch.nonzero(moves).squeeze(1)
+            for plane in (self._keys, self._values):
+                plane[:, to, :num_slots] = plane[:, parent[to], :num_slots]
+
+
+def fork_ancestry(ancestry: Tensor, parent: Tensor) -> Tensor:
+    """Fork by index: nothing moves, the table says which row holds each slot.
+
+    Args:
+        ancestry: int64 [slots, rows before] of the rounds so far.
+        parent: int64 [rows].
+
+    Returns:
+        int64 [slots + 1, rows]: the new beams' table; their next token goes into the row of its own.
+    """
+    own = torch.arange(len(parent), device=parent.device)
+    return torch.cat([ancestry[:, parent], own[None]])
