@@ -2,7 +2,7 @@
 
 Shapes: n new rows, p cached tokens before them, m keys, c candidates, H heads, Dq and Dv per-head widths,
 P position buckets, B time buckets. A *slab* is a pair (k [m, H, Dq], v [m, H, Dv]) of consecutive tokens;
-a list of slabs is in token order.
+a list of slabs is in token order. Softmax attention has grouped queries: query head h reads KV head h // (Hq / Hkv).
 
 Source: HSTU, arXiv:2402.17152: A = SiLU(alpha Q K^T + bias) * scale * mask, O = A V, no softmax. Without a
 softmax the output over all keys is the plain sum of the outputs over any split of them, which is what makes a
@@ -40,6 +40,11 @@ def time_bucket(delta_s: Tensor) -> Tensor:
     """
     octave_and_half = (delta_s.clamp(0, 2**31 - 1) + 1).to(torch.float32).view(torch.int32) >> 22
     return (octave_and_half - (127 << 1)).clamp(0, TIME_BUCKETS - 1)
+
+
+def accumulator(dtype: torch.dtype) -> torch.dtype:
+    """What sums of this dtype are kept in."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 class Backend(Protocol):
@@ -94,6 +99,56 @@ class Backend(Protocol):
         Returns:
             [c, H, Dv] as `hstu_causal`.
         """
+        ...
+
+    def causal_attention(self, q: Tensor, k: Tensor, v: Tensor, past: Sequence[Slab], scale: float) -> Tensor:
+        """Softmax attention of new rows: each sees every cached token and the new rows up to itself.
+
+        Args:
+            q: [r, Hq, D] of the last r <= n of the new rows.
+            k, v: [n, Hkv, D] of all new rows.
+            past: slabs [m, Hkv, D] of the tokens before them; empty where there are none.
+            scale: factor on q k^T.
+
+        Returns:
+            [r, Hq, D] in q's dtype.
+        """
+        ...
+
+    def beam_attention(
+        self,
+        q: Tensor,
+        shared: Sequence[Slab],
+        unshared: Slab,
+        num_slots: int,
+        ancestry: Tensor | None,
+        scale: float,
+    ) -> Tensor:
+        """Softmax attention of beams: each row sees the whole shared prefix and its own few tokens. Two stages.
+
+        Args:
+            q: [rows, Hq, D].
+            shared: slabs [m, Hkv, D] of the prefix; may be empty if num_slots > 0.
+            unshared: k and v [W, S, Hkv, D], W >= rows.
+            num_slots: valid slots, 0..S; 0 = the row sees the prefix alone.
+            ancestry: int64 [>= num_slots, rows], the slab's row that holds slot s of each row; None = the row itself.
+            scale: factor on q k^T.
+
+        Returns:
+            [rows, Hq, D] in q's dtype.
+        """
+        ...
+
+    def beam_attention_plain(
+        self,
+        q: Tensor,
+        shared: Sequence[Slab],
+        unshared: Slab,
+        num_slots: int,
+        ancestry: Tensor | None,
+        scale: float,
+    ) -> Tensor:
+        """`beam_attention` in one stage, one softmax over the concatenation: for short prefixes."""
         ...
 
     def synchronize(self) -> None:

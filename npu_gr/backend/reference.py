@@ -56,6 +56,14 @@ def joined(slabs: Sequence[Slab], k: Tensor, v: Tensor) -> Slab:
     return torch.cat([*(s[0] for s in slabs), k]), torch.cat([*(s[1] for s in slabs), v])
 
 
+def softmax_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    """Of one query row q [Hq, D] over its keys and values [m, Hkv, D], m >= 1; [Hq, D]."""
+    group = q.shape[0] // k.shape[1]
+    keys, values = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
+    weights = (torch.einsum("hd,mhd->hm", q, keys) * scale).softmax(dim=1)
+    return torch.einsum("hm,mhd->hd", weights, values)
+
+
 class ReferenceBackend:
     """`backend: reference`: correct, quadratic in memory, for tests and for the parity self-test."""
 
@@ -100,6 +108,47 @@ class ReferenceBackend:
         positions = torch.cat([torch.arange(m), torch.full((len(q),), m)])
         all_times = torch.cat([times, torch.full((len(q),), query_time)])
         return dense_attention(queries, keys, values, positions, all_times, m, bias, alpha)[m:]
+
+    def causal_attention(self, q: Tensor, k: Tensor, v: Tensor, past: Sequence[Slab], scale: float) -> Tensor:
+        """See `Backend.causal_attention`."""
+        keys, values = joined(past, k, v)
+        first = len(keys) - len(q)
+        rows = [
+            softmax_attention(row, keys[: first + i + 1], values[: first + i + 1], scale) for i, row in enumerate(q)
+        ]
+        return torch.stack(rows)
+
+    def beam_attention(
+        self,
+        q: Tensor,
+        shared: Sequence[Slab],
+        unshared: Slab,
+        num_slots: int,
+        ancestry: Tensor | None,
+        scale: float,
+    ) -> Tensor:
+        """See `Backend.beam_attention`: ordinary attention over the concatenation, row by row."""
+        out = []
+        for row, query in enumerate(q):
+            holders = [row if ancestry is None else int(ancestry[slot, row]) for slot in range(num_slots)]
+            own_k, own_v = (
+                torch.stack([plane[holder, slot] for slot, holder in enumerate(holders)]) if holders else plane[0, :0]
+                for plane in unshared
+            )
+            out.append(softmax_attention(query, *joined(shared, own_k, own_v), scale))
+        return torch.stack(out)
+
+    def beam_attention_plain(
+        self,
+        q: Tensor,
+        shared: Sequence[Slab],
+        unshared: Slab,
+        num_slots: int,
+        ancestry: Tensor | None,
+        scale: float,
+    ) -> Tensor:
+        """See `Backend.beam_attention_plain`; the same thing here."""
+        return self.beam_attention(q, shared, unshared, num_slots, ancestry, scale)
 
     def synchronize(self) -> None:
         """The CPU is never behind."""

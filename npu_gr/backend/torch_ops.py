@@ -7,12 +7,13 @@ fp32 (fp64 for fp64 inputs), so the order of chunks costs no accuracy in bf16.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import silu
+from torch.nn.functional import scaled_dot_product_attention, silu
 
-from npu_gr.backend.base import BiasTables, Slab, time_bucket
+from npu_gr.backend.base import BiasTables, Slab, accumulator, time_bucket
 
 ROWS = 256  # query rows a chunk; with COLUMNS x heads a chunk of logits stays in the last-level cache
 COLUMNS = 2048
@@ -59,6 +60,71 @@ def block_bias(bias: BiasTables, first_row: int, first_column: int, rows_at: Ten
     return block.add_(bias.position.index_select(1, distance.flatten()).view(-1, *delta.shape))
 
 
+class Stage(NamedTuple):
+    """Softmax attention over some of the keys, not yet normalised; all in the accumulator's dtype, base e.
+
+    Source: `xgr.md` 2.3. A stage has at least one key; a stage without any is left out, so no maximum is -inf.
+    """
+
+    peak: Tensor  # [Hkv, g * rows, 1] largest score
+    total: Tensor  # [Hkv, g * rows, 1] sum of exp(score - peak)
+    output: Tensor  # [Hkv, g * rows, D] sum of exp(score - peak) * value
+
+    def merge(self, other: Stage) -> Stage:
+        """The stage over both sets of keys."""
+        peak = torch.maximum(self.peak, other.peak)
+        a, b = (self.peak - peak).exp_(), (other.peak - peak).exp_()
+        return Stage(peak, a * self.total + b * other.total, a * self.output + b * other.output)
+
+
+def weigh(scores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(peak, total, weights exp(score - peak)) of scores [..., m], m >= 1, which are overwritten."""
+    peak = scores.amax(-1, keepdim=True)
+    weights = scores.sub_(peak).exp_()
+    return peak, weights.sum(-1, keepdim=True), weights
+
+
+def fold_queries(q: Tensor, num_kv_heads: int, scale: float) -> Tensor:
+    """Q [rows, Hq, D] * scale as [Hkv, g * rows, D]: every row and head that reads one KV head side by side."""
+    wide = q.to(accumulator(q.dtype)) * scale
+    folded: Tensor = wide.unflatten(1, (num_kv_heads, -1)).permute(1, 2, 0, 3).flatten(1, 2)
+    return folded
+
+
+def unfold_rows(folded: Tensor, num_rows: int) -> Tensor:
+    """The inverse: [Hkv, g * rows, X] -> [rows, Hq, X]."""
+    rows: Tensor = folded.unflatten(1, (-1, num_rows)).permute(2, 0, 1, 3).flatten(1, 2)
+    return rows
+
+
+def own_tokens(unshared: Slab, num_rows: int, num_slots: int, ancestry: Tensor | None) -> Slab:
+    """K and v [Hkv, rows, slots, D] of each row's own tokens, in the accumulator's dtype."""
+    planes = []
+    for plane in unshared:
+        if ancestry is None:
+            held = plane[:num_rows, :num_slots]
+        else:
+            held = plane[ancestry[:num_slots].T, torch.arange(num_slots, device=plane.device)]
+        planes.append(held.permute(2, 0, 1, 3).to(accumulator(plane.dtype)))
+    return planes[0], planes[1]
+
+
+def own_scores(queries: Tensor, keys: Tensor) -> Tensor:
+    """[Hkv, g * rows, slots] of folded queries against each row's own keys [Hkv, rows, slots, D].
+
+    A product and a sum rather than a GEMM: rows x heads matrices of one to three keys are too small for one.
+    """
+    grouped = queries.unflatten(1, (-1, keys.shape[1]))
+    return torch.stack([(grouped * k[:, None]).sum(-1) for k in keys.unbind(2)], dim=-1).flatten(1, 2)
+
+
+def own_output(weights: Tensor, values: Tensor) -> Tensor:
+    """[Hkv, g * rows, D] of weights [Hkv, g * rows, slots] on each row's own values [Hkv, rows, slots, D]."""
+    grouped = weights.unflatten(1, (-1, values.shape[1]))
+    parts = [w[..., None] * v[:, None] for w, v in zip(grouped.unbind(-1), values.unbind(2), strict=True)]
+    return torch.stack(parts).sum(0).flatten(1, 2)
+
+
 class TorchOps:
     """`Backend`'s ops on any torch device."""
 
@@ -75,8 +141,7 @@ class TorchOps:
         """See `Backend.hstu_causal`."""
         n, heads, width = len(q), q.shape[1], v.shape[2]
         num_past = len(times) - n
-        accumulator = torch.float64 if q.dtype == torch.float64 else torch.float32
-        out = torch.zeros(heads, n, width, dtype=accumulator, device=q.device)
+        out = torch.zeros(heads, n, width, dtype=accumulator(q.dtype), device=q.device)
         for r0 in range(0, n, ROWS):
             r1 = min(r0 + ROWS, n)
             rows = slice(num_past + r0, num_past + r1)
@@ -105,8 +170,7 @@ class TorchOps:
         """See `Backend.hstu_targets`."""
         m, buckets = len(times), bias.position.shape[1]
         own = (q * k).sum(2) * alpha + bias.position[:, 0] + bias.time[:, 0]
-        accumulator = torch.float64 if q.dtype == torch.float64 else torch.float32
-        out = (silu(own)[:, :, None] * v).transpose(0, 1).to(accumulator)
+        out = (silu(own)[:, :, None] * v).transpose(0, 1).to(accumulator(q.dtype))
         # one row of bias serves every candidate: they share position and time
         distance = (m - torch.arange(m, device=q.device)).clamp_(0, buckets - 1)
         row = bias.position[:, distance] + bias.time[:, time_bucket(query_time - times).long()]
@@ -117,3 +181,75 @@ class TorchOps:
                 logits = torch.baddbmm(part, queries, keys, alpha=alpha)
                 out[:, r0 : r0 + CANDIDATE_ROWS] += torch.bmm(silu(logits, inplace=True), values)
         return out.transpose(0, 1).to(q.dtype)
+
+    def causal_attention(self, q: Tensor, k: Tensor, v: Tensor, past: Sequence[Slab], scale: float) -> Tensor:
+        """See `Backend.causal_attention`. Query chunks see only the keys they may, so a mask is ROWS x keys."""
+        heads = k.shape[1]
+        keys, values = _joined([*past, (k, v)])
+        first = len(values[0]) - len(q)  # keys before the first query's own
+        # [Hkv, g, ...]: the group's keys are a view of stride 0, one copy of KV for all its query heads
+        queries = q.unflatten(1, (heads, -1)).permute(1, 2, 0, 3)
+        group = queries.shape[1]
+        k_all = keys.transpose(1, 2)[:, None].expand(-1, group, -1, -1)
+        v_all = values[:, None].expand(-1, group, -1, -1)
+        if not first:
+            out = scaled_dot_product_attention(queries, k_all, v_all, is_causal=True, scale=scale)
+            return out.permute(2, 0, 1, 3).flatten(1, 2)
+        parts = []
+        for r0 in range(0, len(q), ROWS):
+            r1 = min(r0 + ROWS, len(q))
+            end = first + r1
+            seen = torch.ones(r1 - r0, end, dtype=torch.bool, device=q.device).tril_(first + r0)
+            mask = seen if r1 - r0 > 1 else None
+            chunk = queries[:, :, r0:r1], k_all[:, :, :end], v_all[:, :, :end]
+            parts.append(scaled_dot_product_attention(*chunk, attn_mask=mask, scale=scale))
+        return torch.cat(parts, dim=2).permute(2, 0, 1, 3).flatten(1, 2)
+
+    def beam_attention(
+        self,
+        q: Tensor,
+        shared: Sequence[Slab],
+        unshared: Slab,
+        num_slots: int,
+        ancestry: Tensor | None,
+        scale: float,
+    ) -> Tensor:
+        """See `Backend.beam_attention`. The shared stage is one GEMM a KV head and key chunk: g * rows x D x keys."""
+        queries = fold_queries(q, unshared[0].shape[2], scale)
+        stages = []
+        for _, keys, values in column_chunks(shared):
+            peak, total, weights = weigh(torch.bmm(queries, keys.to(queries.dtype)))
+            stages.append(Stage(peak, total, torch.bmm(weights, values.to(queries.dtype))))
+            stages = [stages[0].merge(stages[1])] if len(stages) > 1 else stages
+        if num_slots:
+            k, v = own_tokens(unshared, len(q), num_slots, ancestry)
+            peak, total, weights = weigh(own_scores(queries, k))
+            stages.append(Stage(peak, total, own_output(weights, v)))
+        done = stages[0].merge(stages[1]) if len(stages) > 1 else stages[0]
+        return unfold_rows(done.output / done.total, len(q)).to(q.dtype)
+
+    def beam_attention_plain(
+        self,
+        q: Tensor,
+        shared: Sequence[Slab],
+        unshared: Slab,
+        num_slots: int,
+        ancestry: Tensor | None,
+        scale: float,
+    ) -> Tensor:
+        """See `Backend.beam_attention_plain`. The scores are concatenated, the keys are never copied per row."""
+        queries = fold_queries(q, unshared[0].shape[2], scale)
+        k, v = own_tokens(unshared, len(q), num_slots, ancestry)
+        if not shared:
+            _, total, weights = weigh(own_scores(queries, k))
+            return unfold_rows(own_output(weights, v) / total, len(q)).to(q.dtype)
+        keys, values = _joined(list(shared))
+        scores = torch.bmm(queries, keys.to(queries.dtype))
+        m = scores.shape[2]
+        if num_slots:
+            scores = torch.cat([scores, own_scores(queries, k)], dim=2)
+        _, total, weights = weigh(scores)
+        out = torch.bmm(weights[..., :m], values.to(queries.dtype))
+        if num_slots:
+            out += own_output(weights[..., m:], v)
+        return unfold_rows(out / total, len(q)).to(q.dtype)

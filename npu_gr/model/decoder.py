@@ -79,10 +79,10 @@ class RMSNorm(nn.Module):
 
 
 def rope_angles(first: int, num_tokens: int, config: DecoderConfig, device: torch.device) -> tuple[Tensor, Tensor]:
-    """cos and sin [num_tokens, 1, head_dim / 2] of positions from `first`, fp32 as the models were trained."""
+    """Cos and sin [num_tokens, 1, head_dim / 2] of positions from `first`, fp32 as the models were trained."""
     exponent = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device=device) / config.head_dim
     positions = torch.arange(first, first + num_tokens, dtype=torch.float32, device=device)
-    angles = positions[:, None, None] / config.rope_theta**exponent
+    angles = positions[:, None, None] * (1.0 / config.rope_theta**exponent)
     return angles.cos(), angles.sin()
 
 
@@ -125,7 +125,8 @@ class DecoderLayer(nn.Module):
         return self._queries(q, cos[last], sin[last]), self._keys(k, cos, sin), self._heads(v)
 
     def _heads(self, x: Tensor) -> Tensor:
-        return x.unflatten(-1, (-1, self.config.head_dim))
+        heads: Tensor = x.unflatten(-1, (-1, self.config.head_dim))
+        return heads
 
     def _queries(self, q: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         heads = self._heads(q)
@@ -196,9 +197,10 @@ class Decoder(nn.Module):
             else:
                 q, k, v = layer.project_last(x, cos, sin, num_rows)
                 x = x[len(x) - num_rows :]
+            before = past(index) if past else []  # read before the sink adds to it
             if sink:
                 sink(index, k, v)
-            x = layer.finish(x, backend.causal_attention(q, k, v, past(index) if past else [], scale))
+            x = layer.finish(x, backend.causal_attention(q, k, v, before, scale))
         hidden: Tensor = self.norm(x)
         return hidden
 

@@ -1,0 +1,106 @@
+"""Tiny random Hugging Face decoders, and the KV that tests keep for them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config, Qwen3Config
+
+from npu_gr.backend.base import Backend, Slab
+from npu_gr.model.decoder import Decoder, UnsharedKV
+from tests.models import CPU
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 97,
+    "hidden_size": 24,
+    "intermediate_size": 40,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "qwen3 g1": {"model_type": "qwen3", "head_dim": 16, "num_key_value_heads": 4},
+    "qwen3 g2 tied": {"model_type": "qwen3", "head_dim": 10, "tie_word_embeddings": True},
+    "qwen3 g4 theta": {"model_type": "qwen3", "head_dim": 8, "num_key_value_heads": 1, "rope_theta": 1e6},
+    "qwen2 g2": {"model_type": "qwen2"},
+    "qwen2 g4 tied": {"model_type": "qwen2", "num_key_value_heads": 1, "tie_word_embeddings": True},
+}
+
+
+def hf_model(seed: int = 0, **changes: Any) -> PreTrainedModel:
+    """Random weights, biases and norms too, large enough that every part shows in the logits."""
+    keys = {**SIZES, **changes}
+    theta = keys.pop("rope_theta", 10_000.0)
+    config = {"qwen3": Qwen3Config, "qwen2": Qwen2Config}[keys.pop("model_type")](
+        **keys, rope_parameters={"rope_type": "default", "rope_theta": theta}
+    )
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.normal_(mean=1.0 if "norm" in name else 0.0, std=0.2)
+    return model.eval()
+
+
+def saved(folder: Path, **changes: Any) -> PreTrainedModel:
+    """The model after it was written as a checkpoint."""
+    model = hf_model(**changes)
+    model.save_pretrained(folder)
+    return model
+
+
+def hf_logits(model: PreTrainedModel, tokens: Tensor) -> Tensor:
+    """[rows, n, vocabulary] of sequences [rows, n]."""
+    with torch.inference_mode():
+        return model(tokens).logits
+
+
+def prompt(num_tokens: int, seed: int = 1) -> Tensor:
+    return torch.randint(0, SIZES["vocab_size"], (num_tokens,), generator=torch.Generator().manual_seed(seed))
+
+
+class Prefix:
+    """The KV of a prompt, kept as a sink gets it and read back in slabs of any size."""
+
+    def __init__(self, slab_tokens: int = 1 << 30) -> None:
+        self.layers: dict[int, Slab] = {}
+        self.slab_tokens = slab_tokens
+
+    def write(self, layer: int, k: Tensor, v: Tensor) -> None:
+        before = self.layers.get(layer, (k[:0], v[:0]))
+        self.layers[layer] = (torch.cat([before[0], k]), torch.cat([before[1], v]))
+
+    def slabs(self, layer: int) -> list[Slab]:
+        k, v = self.layers[layer]
+        return list(zip(k.split(self.slab_tokens), v.split(self.slab_tokens), strict=True))
+
+
+def prefilled(
+    model: Decoder, tokens: Tensor, cuts: tuple[int, ...] = (), backend: Backend = CPU
+) -> tuple[Prefix, Tensor]:
+    """The prompt's KV and its last hidden row, prefilled in as many parts as the cuts make."""
+    prefix, hidden = Prefix(), torch.empty(0)
+    for start, end in zip((0, *cuts), (*cuts, len(tokens)), strict=True):
+        hidden = model.prefill(backend, tokens[start:end], start, prefix.slabs if start else None, prefix.write)
+    return prefix, hidden
+
+
+class Slots:
+    """The unshared KV of `num_rows` beams, filled with NaN: what is read before it is written shows."""
+
+    def __init__(self, model: Decoder, num_rows: int, num_slots: int) -> None:
+        c = model.config
+        shape = (c.num_layers, 2, num_rows, num_slots, c.num_kv_heads, c.head_dim)
+        self.planes = torch.full(shape, torch.nan, dtype=model.dtype)
+
+    def at(self, step: int, ancestry: Tensor | None = None) -> UnsharedKV:
+        planes = self.planes
+        return UnsharedKV(slabs=lambda layer: (planes[layer, 0], planes[layer, 1]), step=step, ancestry=ancestry)
+
+    def fork_(self, parents: Tensor, step: int) -> None:
+        """Out of place: the obvious definition."""
+        self.planes[:, :, : len(parents), :step] = self.planes[:, :, parents, :step].clone()
