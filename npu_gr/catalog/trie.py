@@ -107,7 +107,8 @@ class Trie:
     def width(self, level: int) -> I8:
         """The degree class of each state of `level`, counted at each call: [n_l], the least w with degree <= 2**w."""
         below = np.maximum(np.diff(self.indptr[level]) - 1, 0)
-        return np.frexp(below.astype(np.float64))[1].astype(np.int8)  # exact: an integer's float has its bit length
+        widths: I8 = np.frexp(below.astype(np.float64))[1].astype(np.int8)  # the exponent of an integer: its bit length
+        return widths
 
     def children(self, level: int, states: I64) -> Children:
         """The edges of `level` that leave each of its states. [n] -> [n]; `DEAD` states have none."""
@@ -178,7 +179,8 @@ class Trie:
 def spread(lo: I64, counts: I64) -> I64:
     """The numbers lo[i] .. lo[i] + counts[i] - 1 of each i, one range after the other. [n], [n] -> [counts.sum()]."""
     ends = np.cumsum(counts)
-    return np.arange(int(counts.sum()), dtype=np.int64) + np.repeat(lo - (ends - counts), counts)
+    numbers: I64 = np.arange(int(counts.sum()), dtype=np.int64) + np.repeat(lo - (ends - counts), counts)
+    return numbers
 
 
 def _ranges(pointers: Pointers, states: I64) -> Children:
