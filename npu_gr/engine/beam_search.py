@@ -18,7 +18,6 @@ from typing import Annotated, Literal
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -113,8 +112,10 @@ def search(
     ancestry = torch.empty(0, 1, dtype=torch.int64, device=hidden.device)
     for level in range(num_levels):
         chosen = _select(decoder, tables, level, states, hidden, acc, options, allowed)
-        if level == num_levels - 1 or not len(chosen.edge):
-            break
+        if not len(chosen.edge):
+            return Beams(np.empty(0, np.int64), np.empty(0, np.float32))
+        if level == num_levels - 1:
+            return Beams(chosen.edge.cpu().numpy(), chosen.score.float().cpu().numpy())
         # codes ascend with the edges, and the parents do not decrease
         order = torch.argsort(chosen.edge)
         acc, parent, states = chosen.score[order], chosen.parent[order], chosen.edge[order]
@@ -125,9 +126,7 @@ def search(
         tokens = tables.code[level][states].long() + tables.codebooks.vocab_base[level]
         own = UnsharedKV(slabs=arena.slabs, step=level, ancestry=ancestry if fork == "ancestry" else None)
         hidden = decoder.decode(backend, tokens, num_prompt_tokens + level, prompt, own, split)
-    if level < num_levels - 1:  # nothing was allowed
-        return Beams(np.empty(0, np.int64), np.empty(0, np.float32))
-    return Beams(_host(chosen.edge), _host(chosen.score).astype(np.float32))
+    raise AssertionError("a catalogue has a level")
 
 
 def _select(
@@ -141,6 +140,7 @@ def _select(
     allowed: tuple[Tensor, ...] | None,
 ) -> Choices:
     base, count = tables.codebooks.vocab_base[level], tables.codebooks.code_count[level]
+    norm: Tensor | None = None
     if options.normalise == "vocabulary":
         every = decoder.logits(hidden)
         every = every if options.temperature == 1.0 else every.div_(options.temperature)
@@ -148,11 +148,7 @@ def _select(
     else:
         logits = decoder.logits(hidden, (base, base + count))
         logits = logits if options.temperature == 1.0 else logits.div_(options.temperature)
-        norm = logits.logsumexp(1) if options.normalise == "codebook" else None
+        if options.normalise == "codebook":
+            norm = logits.logsumexp(1)
     follow = tables.follow(level, states, None if allowed is None else allowed[level])
     return beam_topk(logits, norm, acc.to(logits.dtype), follow, options.width)
-
-
-def _host(tensor: Tensor) -> npt.NDArray[np.generic]:
-    found: npt.NDArray[np.generic] = tensor.cpu().numpy()
-    return found

@@ -38,7 +38,7 @@ class BeamArena:
         return 2 * self._keys.nbytes
 
     def slabs(self, layer: int) -> Slab:
-        """k and v [max_beams, slots, H, D] of one layer; views."""
+        """K and v [max_beams, slots, H, D] of one layer; views."""
         return self._keys[layer], self._values[layer]
 
     def move(self, parent: Tensor, num_slots: int) -> None:
