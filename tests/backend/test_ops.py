@@ -17,7 +17,9 @@ from npu_gr.errors import ConfigError
 
 REFERENCE = ReferenceBackend()
 HEADS, QK, V, BUCKETS = 2, 3, 5, 9
+GROUPS = (1, 2, 4, 8)  # query heads a KV head
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 6e-2}
+SOFTMAX_TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5}
 
 
 @pytest.fixture(
@@ -91,6 +93,95 @@ def test_targets(backend: Backend, dtype: torch.dtype, data: st.DataObject, past
     history = slabs(k[:past], v[:past], sizes)
     args = q[past:], k[past:], v[past:], history, times[:past], shown_at, BiasTables(position, time), 0.7
     assert close(backend.hstu_targets(*_on(backend, args)), REFERENCE.hstu_targets(*args))
+
+
+def kv(seed: int, *shape: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    k, v = torch.randn(2, *shape, QK, generator=generator, dtype=torch.float64)
+    return k, v
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("group", GROUPS)
+@settings(deadline=None, derandomize=True, max_examples=15)
+@given(data=st.data(), past=st.integers(0, 30), new=st.integers(1, 20), seed=st.integers(0, 2**30))
+def test_causal_softmax(
+    backend: Backend, dtype: torch.dtype, group: int, data: st.DataObject, past: int, new: int, seed: int
+) -> None:
+    """Any past in any slabs, and queries of the last rows alone."""
+    k, v = (plane.to(dtype) for plane in kv(seed, past + new, HEADS))
+    rows = data.draw(st.integers(1, new))
+    q = kv(seed + 1, rows, HEADS * group)[0].to(dtype)
+    sizes = data.draw(st.lists(st.integers(1, 12), max_size=4))
+    args = q, k[past:], v[past:], slabs(k[:past], v[:past], sizes), 0.7
+    assert close(backend.causal_attention(*_on(backend, args)), REFERENCE.causal_attention(*args))
+
+
+@pytest.mark.parametrize("op", ["beam_attention", "beam_attention_plain"])
+@pytest.mark.parametrize("dtype", SOFTMAX_TOLERANCE, ids=str)
+@pytest.mark.parametrize("group", GROUPS)
+@settings(deadline=None, derandomize=True, max_examples=25)
+@given(
+    data=st.data(),
+    prefix=st.integers(0, 30),
+    rows=st.integers(1, 21),
+    sharpness=st.sampled_from([0.7, 60.0]),
+    seed=st.integers(0, 2**30),
+)
+def test_beams(
+    backend: Backend,
+    op: str,
+    dtype: torch.dtype,
+    group: int,
+    data: st.DataObject,
+    prefix: int,
+    rows: int,
+    sharpness: float,
+    seed: int,
+) -> None:
+    """Split and plain equal ordinary attention over the concatenation: any lengths, none unshared, any layout."""
+    num_slots = data.draw(st.integers(0 if prefix else 1, 4))
+    slots = num_slots + data.draw(st.integers(0, 2))
+    k, v = (plane.to(dtype) for plane in kv(seed, prefix, HEADS))
+    width = rows + data.draw(st.integers(0, 3))
+    own_k, own_v = (plane.to(dtype) for plane in kv(seed + 1, width, slots, HEADS))
+    own_k[:, num_slots:], own_v[:, num_slots:] = torch.nan, torch.nan  # slots that nobody may read
+    ancestry = None
+    if data.draw(st.booleans()):
+        ancestry = torch.randint(0, width, (slots, rows), generator=torch.Generator().manual_seed(seed))
+    q = kv(seed + 2, rows, HEADS * group)[0].to(dtype)
+    shared = slabs(k, v, data.draw(st.lists(st.integers(1, 12), max_size=4)))
+    args = q, shared, (own_k, own_v), num_slots, ancestry, sharpness
+    got, want = getattr(backend, op)(*_on(backend, args)), REFERENCE.beam_attention(*args)
+    assert got.shape == want.shape
+    assert got.dtype == dtype
+    assert float((got.cpu() - want).abs().max()) <= SOFTMAX_TOLERANCE[dtype] * max(1.0, sharpness)
+
+
+@pytest.mark.parametrize("op", ["beam_attention", "beam_attention_plain"])
+@pytest.mark.parametrize("offset", [-1e4, 1e4])
+def test_scores_far_from_zero_stay_finite(backend: Backend, op: str, offset: float) -> None:
+    """Each stage alone underflows or overflows; relative to the common maximum the far one has no weight."""
+    q = torch.ones(5, HEADS, 1)
+    shared = [(torch.zeros(9, HEADS, 1), torch.full((9, HEADS, 1), 3.0))]
+    own = torch.full((5, 1, HEADS, 1), offset), torch.full((5, 1, HEADS, 1), 7.0)
+    got = getattr(backend, op)(*_on(backend, (q, shared, own, 1, None, 1.0))).cpu()
+    assert torch.equal(got, torch.full((5, HEADS, 1), 7.0 if offset > 0 else 3.0))
+
+
+def test_softmax_in_half_precision_sums_in_fp32(backend: Backend) -> None:
+    """300 keys of equal weight: a bf16 sum stops growing at 256."""
+    q, shared = torch.zeros(5, HEADS, 4), [(torch.zeros(299, HEADS, 4), torch.ones(299, HEADS, 4))]
+    own = torch.zeros(5, 1, HEADS, 4), torch.full((5, 1, HEADS, 4), 302.0)
+    args = _on(backend, (q, shared, own, 1, None, 1.0))
+    for op in (backend.beam_attention, backend.beam_attention_plain):
+        assert torch.equal(op(*_half(args)).cpu(), torch.full((5, HEADS, 4), 2.0, dtype=torch.bfloat16))
+
+
+def _half(args: object) -> object:
+    if isinstance(args, torch.Tensor):
+        return args.bfloat16()
+    return type(args)(_half(value) for value in args) if isinstance(args, tuple | list) else args
 
 
 def _on(backend: Backend, args: object) -> object:
