@@ -36,7 +36,7 @@ class Snapshot:
     attributes: dict[str, Column]  # by name, [N] by place in `trie.leaf_item`
     content: str  # digest of the fields above
     available: Filter | None = None  # all but the withdrawn items; None: nothing is withdrawn
-    version: str  # digest of the whole; equal for equal catalogues, however they came about
+    version: str  # digest of `content` and of which items are withdrawn
 
     @property
     def num_items(self) -> int:
@@ -262,4 +262,4 @@ def _narrowed(column: Column) -> Column:
     """Text in the narrowest type that holds it, so that equal columns have equal bytes."""
     if column.dtype.kind != "U":
         return column
-    return column.astype(f"U{max(1, int(np.strings.str_len(column).max(initial=0)))}")
+    return column.astype(f"U{max(1, int(np.char.str_len(column).max(initial=0)))}")
