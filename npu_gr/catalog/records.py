@@ -222,7 +222,9 @@ def _item_ids(found: Column, place: Place) -> I64:
 
 def _codes(found: Column, place: Place) -> I32:
     bad: Mask = (found < 0) | (found > _MAX_CODE)
-    _refuse(bad.any(axis=1), lambda row: f"{place(row)}: code {found[row][bad[row]][0]} is out of range")
+    _refuse(
+        np.logical_or.reduce(bad, axis=1), lambda row: f"{place(row)}: code {found[row][bad[row]][0]} is out of range"
+    )
     return found.astype(np.int32)
 
 
