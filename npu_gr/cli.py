@@ -158,8 +158,9 @@ def bench_wire(as_json: bool, seed: int, seconds: float) -> None:
 
 
 def _show(lines: Iterable[Line], device: str, seed: int, as_json: bool) -> None:
+    from rich import box
     from rich.console import Console
-    from rich.table import Table
+    from rich.table import Column, Table
 
     from npu_gr.bench.line import environment
 
@@ -169,20 +170,22 @@ def _show(lines: Iterable[Line], device: str, seed: int, as_json: bool) -> None:
         for line in found:
             click.echo(json.dumps(line.as_dict()))
         return
-    table = Table("bench", "case", "baseline", "ours", "ratio", "at best", "of it", "ok")
+    columns = ("baseline", "ours", "ratio", "floor", "of it", "ok")
+    numbers = (Column(name, justify="right", no_wrap=True) for name in columns)
+    table = Table(Column("case", no_wrap=True), *numbers, box=box.SIMPLE)
     for line in found:
+        table.title = f"bench {line.bench}"
         table.add_row(
-            line.bench,
             line.case,
-            f"{line.baseline_value:.2f} {line.unit}",
-            f"{line.ours:.3f} {line.unit}",
+            f"{line.baseline_value:.3g} {line.unit}",
+            f"{line.ours:.3g} {line.unit}",
             f"{line.ratio:.1f}x",
             "" if line.floor is None else f"{line.floor:.1f}x",
             "" if line.of_floor is None else f"{line.of_floor:.0%}",
             "" if line.ok is None else "yes" if line.ok else "no",
         )
     table.caption = f"baseline: {line.baseline}; {about['environment']['machine']}"
-    Console().print(table)
+    Console(width=max(100, Console().width)).print(table)
 
 
 @train.command("rank")

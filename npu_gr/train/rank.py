@@ -75,6 +75,7 @@ class TrainOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     item_weight_decay: Annotated[float, Meta(ge=0.0, description="of item embeddings, which overfit first")] = 4.0
     dropout: Annotated[float, Meta(ge=0.0, lt=1.0)] = 0.3
     num_negatives: Annotated[Count, Meta(description="sampled items beside the true one")] = 32
+    num_seen_negatives: Annotated[int, Meta(ge=0, description="sampled from the user's earlier items")] = 0
     click_ratio: Annotated[Ratio, Meta(description="share of the events with sampled items")] = 0.25
     click_weight: Annotated[float, Meta(ge=0.0, description="of the sampled softmax in the loss")] = 0.3
     ordinal_weight: Annotated[float, Meta(ge=0.0, description="of the thresholds that are not served")] = 0.5
@@ -258,15 +259,11 @@ def _loss(model: HSTU, ordinal: nn.Linear, log: Log, batch: Batch, labels: _Labe
         true = encode(model, histories, [shown], options.dropout)[0][:, :, 0]
         return _binary_loss(model, ordinal, true, batch, labels, options)
     some = _some(batch.valid, options.click_ratio)
-    drawn = torch.randint(log.num_items, (*some.shape, options.num_negatives))
-    negatives = Moments(at=some, candidates=drawn)
-    true, sampled = encode(model, histories, [shown, negatives], options.dropout)
+    drawn, log_weight = _negatives(batch, some, log.num_items, options)
+    true, sampled = encode(model, histories, [shown, Moments(at=some, candidates=drawn)], options.dropout)
 
     own = model.task_logits(true[:, :, 0])[..., labels.click_task].gather(1, some)
-    others = model.task_logits(sampled)[..., labels.click_task]
-    others = others.masked_fill(drawn == batch.items.gather(1, some)[..., None], -math.inf)
-    # the draw stands for the whole catalogue: each drawn item counts for so many
-    others = others + math.log((log.num_items - 1) / options.num_negatives)
+    others = model.task_logits(sampled)[..., labels.click_task] + log_weight
     surprise = torch.logsumexp(torch.cat([own[..., None], others], dim=-1), dim=-1) - own
     click = surprise[batch.valid.gather(1, some)].mean()
     return options.click_weight * click + _binary_loss(model, ordinal, true[:, :, 0], batch, labels, options)
@@ -284,6 +281,35 @@ def _binary_loss(
     if not (options.ordinal_weight and labels.ordinal.shape[1]):
         return served
     return served + options.ordinal_weight * binary_cross_entropy_with_logits(ordinal(hidden), labels.ordinal[events])
+
+
+def _negatives(batch: Batch, some: Tensor, num_items: int, options: TrainOptions) -> tuple[Tensor, Tensor]:
+    """Items to tell from the events' own, drawn in two strata: the whole catalogue, and what the user had before.
+
+    A draw stands for its share of the stratum, so the softmax over the draws estimates the one over the catalogue,
+    whatever the strata; the second one makes the model see, often enough, that few items come again (or many).
+
+    Args:
+        some: int64 [B, T] the events.
+
+    Returns:
+        int64 [B, T, C] item rows, and the log of how many items each draw stands for: -inf for none.
+    """
+    shape = (*some.shape, options.num_negatives)
+    true = batch.items.gather(1, some)[..., None]
+    drawn = torch.randint(num_items, shape)
+    if not options.num_seen_negatives:
+        weight = torch.full(shape, math.log((num_items - 1) / options.num_negatives))
+        return drawn, weight.masked_fill(drawn == true, -math.inf)
+    places = (torch.rand(*some.shape, options.num_seen_negatives) * some[..., None]).long()
+    seen = batch.items.gather(1, places.flatten(1)).view_as(places)
+    before = torch.arange(batch.items.shape[1]) < some[..., None]  # [B, T, N]
+    had = ((drawn[..., None] == batch.items[:, None, None, :]) & before[:, :, None, :]).any(-1)
+    weights = (
+        torch.full(shape, math.log(num_items / options.num_negatives)).masked_fill(had | (drawn == true), -math.inf),
+        (some / options.num_seen_negatives).log()[..., None].masked_fill(seen == true, -math.inf),
+    )
+    return torch.cat([drawn, seen], dim=-1), torch.cat(weights, dim=-1)
 
 
 def _some(valid: Tensor, ratio: float) -> Tensor:

@@ -16,9 +16,9 @@ from npu_gr.errors import DataError
 from npu_gr.features.interactions import ItemValues
 from npu_gr.model.hstu import Segment
 from npu_gr.model.weights import load, save
-from npu_gr.train.data import build_log
+from npu_gr.train.data import Batch, build_log
 from npu_gr.train.evaluate import judged_logits
-from npu_gr.train.rank import Progress, Task, TrainOptions, train_rank
+from npu_gr.train.rank import Progress, Task, TrainOptions, _negatives, train_rank
 from tests.models import CPU
 from tests.train.synthetic import NUM_ITEMS, planted
 
@@ -113,3 +113,22 @@ def test_a_loss_that_is_not_finite_stops_with_its_epoch() -> None:
 def test_two_tasks_without_a_threshold_are_refused() -> None:
     with pytest.raises(ValueError, match="at most one"):
         TrainOptions(tasks=(Task(name="click"), Task(name="view")))
+
+
+def test_both_strata_of_negatives_stand_for_the_whole_catalogue() -> None:
+    """The draws, each as many times as it counts, add up to every item but the event's own, on average."""
+    torch.manual_seed(0)
+    num_items, history = 30, torch.tensor([[3, 7, 1, 20, 5, 9]])
+    blank = torch.zeros_like(history)
+    batch = Batch(items=history, actions=blank, times=blank, valid=blank == 0, events=blank)
+    options = msgspec.structs.replace(TINY, num_negatives=10, num_seen_negatives=4)
+    some = torch.tensor([[0, 2, 5]])
+    counts = torch.zeros(3, num_items)
+    runs = 4000
+    for _ in range(runs):
+        drawn, log_weight = _negatives(batch, some, num_items, options)
+        counts.scatter_add_(1, drawn[0], log_weight.exp()[0] / runs)
+    want = torch.ones(3, num_items)
+    want[torch.arange(3), history[0, some[0]]] = 0
+    assert (counts[want == 0] == 0).all()
+    assert (counts - want).abs().max() < 0.15
