@@ -88,7 +88,7 @@ class TrainOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 DEMO = TrainOptions()
-LONG = TrainOptions(split="leave-one-out", epochs=16, dropout=0.4, click_weight=0.5, click_ratio=0.4, num_negatives=64)
+LONG = TrainOptions(split="leave-one-out", epochs=8, num_seen_negatives=8, click_weight=0.5)
 
 
 class Progress(NamedTuple):
