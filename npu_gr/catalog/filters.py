@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from npu_gr.catalog.records import Column
-from npu_gr.catalog.trie import Mask, Trie, spread
+from npu_gr.catalog.trie import Mask, Trie, owner, spread
 from npu_gr.errors import Unprocessable
 from npu_gr.request import I64
 
@@ -87,7 +87,7 @@ def deny_items(trie: Trie, item_ids: I64, within: Filter | None = None) -> Denie
     for level in range(trie.num_levels, 0, -1):
         # `off` are items (at first) or edges of this level; their states are the edges of the level above.
         pointers = trie.leaf_ptr if level == trie.num_levels else trie.indptr[level]
-        states = np.unique(np.searchsorted(pointers, off, side="right") - 1)
+        states = np.unique(owner(pointers, off))
         lo = pointers[states].astype(np.int64)
         degree = pointers[states + 1] - lo
         below = spread(lo, degree)

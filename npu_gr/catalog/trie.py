@@ -116,7 +116,7 @@ class Trie:
 
     def parent(self, level: int, states: I64) -> I64:
         """The state of `level` above each given state of `level + 1`, by binary search. [n] -> [n], none `DEAD`."""
-        return np.searchsorted(self.indptr[level], states, side="right") - 1
+        return owner(self.indptr[level], states)
 
     def sid_of(self, leaves: I64) -> I32:
         """The codes that lead to each leaf: [n] -> [n, L], -1 throughout for a `DEAD` one."""
@@ -161,7 +161,7 @@ class Trie:
 
     def leaf_of(self, places: I64) -> I64:
         """The leaf that holds each place of `leaf_item`, `DEAD` for place -1. [n] -> [n]."""
-        return np.searchsorted(self.leaf_ptr, places, side="right") - 1
+        return owner(self.leaf_ptr, places)
 
     def find(self, item_ids: I64) -> I64:
         """The leaf of each item, `DEAD` where the catalogue lacks it. [n] -> [n]."""
@@ -174,6 +174,12 @@ class Trie:
             hasher.update(table.dtype.str.encode() + len(table).to_bytes(8, "little"))
             hasher.update(table.view(np.uint8).data)
         return hasher.hexdigest()
+
+
+def owner(pointers: Pointers, elements: I64) -> I64:
+    """The state in whose range each element is, by binary search; -1 for element -1. [n_l + 1], [n] -> [n]."""
+    # In the pointers' own type: of two types numpy would first copy the whole table into the wider one.
+    return np.searchsorted(pointers, elements.astype(pointers.dtype), side="right") - 1
 
 
 def spread(lo: I64, counts: I64) -> I64:

@@ -64,7 +64,7 @@ def make_snapshot(items: Items, codebooks: Codebooks) -> Snapshot:
     sids = items.sids if len(items) else np.empty((0, len(codebooks)), np.int32)
     trie = build_trie(sids, items.item_ids, codebooks, items.order)
     rows = np.empty(len(items), np.int64)
-    rows[trie.places(items.item_ids)] = np.arange(len(items))
+    rows[trie.by_id] = np.argsort(items.item_ids)  # seconds at ten million items; looking each up takes a minute
     attributes = {name: _narrowed(items.attributes[name])[rows] for name in sorted(items.attributes)}
     order = None if items.order is None else items.order[rows]
     hasher = xxhash.xxh3_128(trie.digest().encode())
