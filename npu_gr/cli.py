@@ -157,6 +157,23 @@ def bench_wire(as_json: bool, seed: int, seconds: float) -> None:
     _show(lines(seed, seconds), "cpu", seed, as_json)
 
 
+@bench.command("generate")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object a line.")
+@click.option("--backend", default="cpu", show_default=True, help="As in a configuration.")
+@click.option("--threads", default=1, show_default=True, type=click.IntRange(1))
+@click.option("--seed", default=0, show_default=True)
+@click.option("--seconds", default=5.0, show_default=True, help="Time a beam width.")
+@click.option("--transformers/--no-transformers", default=True, help="With that baseline: about a minute more.")
+def bench_generate(as_json: bool, backend: str, threads: int, seed: int, seconds: float, transformers: bool) -> None:
+    """Semantic-ID beam search against dense search, no prefix cache, and Hugging Face transformers."""
+    import torch
+
+    from npu_gr.bench.generate import lines
+
+    torch.set_num_threads(threads)
+    _show(lines(backend, seed, seconds, transformers), backend, seed, as_json)  # type: ignore[arg-type]
+
+
 def _show(lines: Iterable[Line], device: str, seed: int, as_json: bool) -> None:
     from rich import box
     from rich.console import Console

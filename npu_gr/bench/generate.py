@@ -13,6 +13,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -137,7 +138,7 @@ def lines(backend_name: BackendName, seed: int, budget_s: float, with_transforme
     for width in WIDTHS:
         options = SearchOptions(width=width)
 
-        def ours(options: SearchOptions = options, width: int = width) -> np.ndarray:  # type: ignore[type-arg]
+        def ours(options: SearchOptions = options, width: int = width) -> np.ndarray:
             return made.generate(trie, tables, tokens, runs, options, width).scores
 
         def cold(ours: Callable[[], object] = ours) -> None:
@@ -158,7 +159,8 @@ def lines(backend_name: BackendName, seed: int, budget_s: float, with_transforme
         for name, samples in (("dense", found[1]), ("no cache", found[2])):
             yield _line(case, name, found[0], percentiles(samples)[0], TARGETS[name] if width == max(WIDTHS) else None)
         if with_transformers and width == min(WIDTHS):
-            yield _line(case, "transformers", found[0], _transformers_s(decoder, trie, tokens, width, want), 30.0)
+            took_s = _transformers_s(decoder, trie, tokens, width, want)
+            yield _line(case, "transformers", found[0], took_s, TARGETS["transformers"])
 
 
 def _catalogue(random: np.random.Generator) -> Trie:
@@ -190,9 +192,9 @@ def _transformers_s(decoder: Decoder, trie: Trie, tokens: I64, width: int, want:
     from transformers import Qwen3Config, Qwen3ForCausalLM
     from transformers.utils import logging
 
-    logging.set_verbosity_error()
+    logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     shape = decoder.config
-    theirs = Qwen3ForCausalLM(
+    theirs: Any = Qwen3ForCausalLM(
         Qwen3Config(
             vocab_size=shape.vocab_size,
             hidden_size=shape.dim,
@@ -206,7 +208,8 @@ def _transformers_s(decoder: Decoder, trie: Trie, tokens: I64, width: int, want:
             rope_parameters={"rope_type": "default", "rope_theta": shape.rope_theta},
             tie_word_embeddings=False,
         )
-    ).eval()
+    )
+    theirs.eval()
     theirs.load_state_dict(_their_names(decoder))
     length = len(tokens)
 
@@ -226,6 +229,7 @@ def _transformers_s(decoder: Decoder, trie: Trie, tokens: I64, width: int, want:
     with torch.inference_mode():
         out = theirs.generate(
             torch.from_numpy(tokens)[None],
+            attention_mask=torch.ones(1, length, dtype=torch.int64),  # else tokens equal to pad_token_id are padding
             num_beams=width,
             num_return_sequences=width,
             max_new_tokens=NUM_LEVELS,

@@ -1,0 +1,39 @@
+"""Every baseline finds what ours finds, which the bench checks before it times."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+import torch
+
+from npu_gr.bench import generate
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = msgspec.structs.replace(
+        generate.config(), vocab_size=32, dim=16, num_layers=2, head_dim=8, mlp_dim=32, max_tokens=64
+    )
+    monkeypatch.setattr(generate, "config", lambda: shape)
+    for name, value in {"NUM_CODES": 32, "PROMPT_TOKENS": 20, "NUM_ITEMS": 400, "WIDTHS": (3, 8)}.items():
+        monkeypatch.setattr(generate, name, value)
+
+
+def test_lines(small: None) -> None:
+    found = list(generate.lines("cpu", seed=0, budget_s=0.0, with_transformers=True))
+    assert [line.baseline for line in found] == ["dense", "no cache", "transformers", "dense", "no cache"]
+    for line in found:
+        assert line.ratio == pytest.approx(line.baseline_value / line.ours)
+        assert line.ok == (None if line.target is None else line.ratio >= line.target)
+
+
+def test_a_wrong_result_is_not_timed(small: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = generate.Dense.search
+
+    def wrong(self: generate.Dense, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+        leaves, scores = right(self, width)
+        return leaves, scores - 0.01
+
+    monkeypatch.setattr(generate.Dense, "search", wrong)
+    with pytest.raises(AssertionError, match="width=3: the dense search differs"):
+        list(generate.lines("cpu", seed=0, budget_s=0.0, with_transformers=False))
