@@ -19,7 +19,7 @@ REFERENCE = ReferenceBackend()
 HEADS, QK, V, BUCKETS = 2, 3, 5, 9
 GROUPS = (1, 2, 4, 8)  # query heads a KV head
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 6e-2}
-SOFTMAX_TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5}
+SOFTMAX_TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2}  # to the exact result
 
 
 @pytest.fixture(
@@ -152,10 +152,11 @@ def test_beams(
     q = kv(seed + 2, rows, HEADS * group)[0].to(dtype)
     shared = slabs(k, v, data.draw(st.lists(st.integers(1, 12), max_size=4)))
     args = q, shared, (own_k, own_v), num_slots, ancestry, sharpness
-    got, want = getattr(backend, op)(*_on(backend, args)), REFERENCE.beam_attention(*args)
+    got, want = getattr(backend, op)(*_on(backend, args)), REFERENCE.beam_attention(*_as(args, torch.float64))
     assert got.shape == want.shape
     assert got.dtype == dtype
-    assert float((got.cpu() - want).abs().max()) <= SOFTMAX_TOLERANCE[dtype] * max(1.0, sharpness)
+    limit = SOFTMAX_TOLERANCE[dtype] * (1.0 if dtype == torch.bfloat16 else max(1.0, sharpness))
+    assert float((got.cpu().double() - want).abs().max()) <= limit
 
 
 @pytest.mark.parametrize("op", ["beam_attention", "beam_attention_plain"])
@@ -175,13 +176,14 @@ def test_softmax_in_half_precision_sums_in_fp32(backend: Backend) -> None:
     own = torch.zeros(5, 1, HEADS, 4), torch.full((5, 1, HEADS, 4), 302.0)
     args = _on(backend, (q, shared, own, 1, None, 1.0))
     for op in (backend.beam_attention, backend.beam_attention_plain):
-        assert torch.equal(op(*_half(args)).cpu(), torch.full((5, HEADS, 4), 2.0, dtype=torch.bfloat16))
+        assert torch.equal(op(*_as(args, torch.bfloat16)).cpu(), torch.full((5, HEADS, 4), 2.0, dtype=torch.bfloat16))
 
 
-def _half(args: object) -> object:
+def _as(args: object, dtype: torch.dtype) -> object:
+    """The same arguments with every floating tensor in another dtype."""
     if isinstance(args, torch.Tensor):
-        return args.bfloat16()
-    return type(args)(_half(value) for value in args) if isinstance(args, tuple | list) else args
+        return args.to(dtype) if args.is_floating_point() else args
+    return type(args)(_as(value, dtype) for value in args) if isinstance(args, tuple | list) else args
 
 
 def _on(backend: Backend, args: object) -> object:
