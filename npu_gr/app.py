@@ -187,7 +187,7 @@ def _seeded(shape: HSTUConfig, vocabulary: ItemVocabulary, num_tokens: int) -> T
 
 
 def observe(
-    metrics: Metrics, engine: Engine, pool: PrefixPool, dram: DramStore | None, relay: Relay, info: ModelInfo
+    metrics: Metrics, engine: Engine, pool: PrefixPool, dram: DramStore | None, relay: Relay[Tokens], info: ModelInfo
 ) -> None:
     """Connect what changes by itself to the metrics; nothing below `app` knows them but the service."""
     engine.scheduler.on_batch = metrics.batch_done

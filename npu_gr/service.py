@@ -71,7 +71,7 @@ class Service:
         model: ModelInfo,
         vocabulary: ItemVocabulary,
         engine: Engine,
-        relay: Relay,
+        relay: Relay[Tokens],
         store: HistoryStore | None,
         metrics: Metrics,
         effective_config: dict[str, Any],

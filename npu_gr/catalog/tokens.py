@@ -28,6 +28,11 @@ class Tokens:
     def __len__(self) -> int:
         return len(self.rows)
 
+    @property
+    def timestamps(self) -> I64:
+        """[n] unix seconds."""
+        return self.events.timestamps
+
     def fingerprint(self, num_tokens: int) -> str:
         """Of the first `num_tokens`; made once each."""
         known = self._fingerprints.get(num_tokens)

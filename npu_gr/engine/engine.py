@@ -58,28 +58,13 @@ class Scored(NamedTuple):
     device_s: float
 
 
-class Engine:
-    """The model, its backend and the device thread."""
+class PageJobs:
+    """What every engine does with pages: copies between tiers, overwriting."""
 
-    def __init__(self, model: HSTU, backend: Backend, config: SchedulerConfig, arena: KVArena) -> None:
-        self.model, self.backend, self.arena = model, backend, arena
-        self.scheduler = Scheduler(config, self._run)
+    def __init__(self, scheduler: Scheduler, backend: Backend) -> None:
+        self.scheduler, self.backend = scheduler, backend
         self.cost = CostModel(0.0, 0.0, 0.0, 0.0, 0.0)
         self.copy_bytes_per_s = float("inf")
-
-    async def prefill(self, tokens: Tokens, keep: tuple[Run, ...], deadline_s: float, order_s: float) -> None:
-        """Encode the whole history into the pages `keep`, alone in its pass: a rank never waits for its end."""
-        work = Pass(tokens, 0, np.empty(0, np.int64), 0, keep=keep)
-
-        def run() -> None:
-            self._run([work])
-
-        await self.scheduler.call(run, deadline_s, order_s)
-
-    async def rank(self, work: Pass, deadline_s: float) -> Scored:
-        """Score a pass's candidates."""
-        done = await self.scheduler.batch(work, deadline_s)
-        return Scored(done.value, done.queue_s, done.device_s)
 
     async def copy(
         self,
@@ -102,6 +87,28 @@ class Engine:
     def zero(self, arena: KVArena, runs: Sequence[Run]) -> asyncio.Future[Done[None]]:
         """Overwrite pages, ahead of every job that waits: whoever gets them afterwards writes later."""
         return self.scheduler.post(lambda: arena.zero(runs))
+
+
+class Engine(PageJobs):
+    """The ranker, its backend and the device thread."""
+
+    def __init__(self, model: HSTU, backend: Backend, config: SchedulerConfig, arena: KVArena) -> None:
+        super().__init__(Scheduler(config, self._run), backend)
+        self.model, self.arena = model, arena
+
+    async def prefill(self, tokens: Tokens, keep: tuple[Run, ...], deadline_s: float, order_s: float) -> None:
+        """Encode the whole history into the pages `keep`, alone in its pass: a rank never waits for its end."""
+        work = Pass(tokens, 0, np.empty(0, np.int64), 0, keep=keep)
+
+        def run() -> None:
+            self._run([work])
+
+        await self.scheduler.call(run, deadline_s, order_s)
+
+    async def rank(self, work: Pass, deadline_s: float) -> Scored:
+        """Score a pass's candidates."""
+        done = await self.scheduler.batch(work, deadline_s)
+        return Scored(done.value, done.queue_s, done.device_s)
 
     def _run(self, passes: Sequence[Pass]) -> list[F32]:
         """On the device thread: one forward pass over all; [c, tasks] logits each."""

@@ -22,16 +22,16 @@ import asyncio
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, Any
+from typing import Annotated, Any, Generic, Protocol, TypeVar
 
 import msgspec
 
-from npu_gr.catalog.tokens import Tokens
-from npu_gr.engine.engine import Cached, Engine
+from npu_gr.engine.cost import CostModel
+from npu_gr.engine.engine import Cached
 from npu_gr.engine.scheduler import Done
 from npu_gr.errors import NpuGrError, ResourceError
 from npu_gr.kv.arena import KVArena
@@ -40,9 +40,65 @@ from npu_gr.kv.keys import PrefixKey
 from npu_gr.kv.layout import Run
 from npu_gr.kv.prefix_pool import PrefixEntry, PrefixPool
 from npu_gr.relay.trigger import Headroom, TriggerConfig, decide, reload_pays
-from npu_gr.request import Outcome, Reason, UserKey, Verdict
+from npu_gr.request import I64, Outcome, Reason, UserKey, Verdict
 
 log = logging.getLogger(__name__)
+
+
+class Prefix(Protocol):
+    """A history as one model reads it: how many tokens, and which."""
+
+    @property
+    def timestamps(self) -> I64:
+        """[n] unix seconds, kept beside the KV."""
+        ...
+
+    def __len__(self) -> int:
+        """Tokens."""
+        ...
+
+    def fingerprint(self, num_tokens: int) -> str:
+        """Of the first `num_tokens`: equal prefixes and no others have equal ones."""
+        ...
+
+
+P = TypeVar("P", bound=Prefix)
+P_in = TypeVar("P_in", bound=Prefix, contravariant=True)
+
+
+class Encoder(Protocol[P_in]):
+    """The engine whose prefixes are relayed."""
+
+    @property
+    def cost(self) -> CostModel:
+        """What a pass takes."""
+        ...
+
+    @property
+    def copy_bytes_per_s(self) -> float:
+        """Bandwidth between the tiers."""
+        ...
+
+    async def prefill(self, tokens: P_in, keep: tuple[Run, ...], deadline_s: float, order_s: float) -> None:
+        """Encode the whole prefix into the pages."""
+        ...
+
+    async def copy(
+        self,
+        source: KVArena,
+        source_runs: Sequence[Run],
+        target: KVArena,
+        target_runs: Sequence[Run],
+        num_tokens: int,
+        deadline_s: float,
+        order_s: float | None = None,
+    ) -> None:
+        """Copy a prefix between tiers."""
+        ...
+
+    def zero(self, arena: KVArena, runs: Sequence[Run]) -> asyncio.Future[Done[None]]:
+        """Overwrite pages before any job that waits."""
+        ...
 
 
 class RelayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -82,14 +138,14 @@ _WHY_NOT = {
 }
 
 
-class Relay:
+class Relay(Generic[P]):
     """Signals in, leases out, over one pool, an optional DRAM tier and one engine. Event loop only."""
 
     def __init__(
         self,
         config: RelayConfig,
         trigger: TriggerConfig,
-        engine: Engine,
+        engine: Encoder[P],
         pool: PrefixPool,
         dram: DramStore | None,
         model_version: str,
@@ -115,13 +171,13 @@ class Relay:
 
     # ---- signal
 
-    def signal(self, user: UserKey, tokens: Tokens) -> Verdict:
+    def signal(self, user: UserKey, tokens: P) -> Verdict:
         """Decide on a pre-infer for this history and start it. Never waits, never fails."""
         verdict = self._decide(user, tokens)
         self._remember(user, _WHY_NOT.get(verdict, Reason.NONE))
         return verdict
 
-    def _decide(self, user: UserKey, tokens: Tokens) -> Verdict:
+    def _decide(self, user: UserKey, tokens: P) -> Verdict:
         if not self._config.enabled:
             return Verdict.SKIP_DISABLED
         key = self._key(user, tokens, len(tokens))
@@ -152,7 +208,7 @@ class Relay:
     # ---- lease
 
     @asynccontextmanager
-    async def lease(self, user: UserKey, tokens: Tokens, num_candidates: int, due_s: float) -> AsyncIterator[Lease]:
+    async def lease(self, user: UserKey, tokens: P, num_candidates: int, due_s: float) -> AsyncIterator[Lease]:
         """The best way to this history's prefix KV, held while the block runs.
 
         Args:
@@ -188,7 +244,7 @@ class Relay:
             self._publish_kept(room, tokens)
 
     async def _find(
-        self, user: UserKey, tokens: Tokens, num_candidates: int, due_s: float
+        self, user: UserKey, tokens: P, num_candidates: int, due_s: float
     ) -> tuple[Outcome, Reason, PrefixEntry | None]:
         """The longest usable prefix: resident, else in flight, else in DRAM."""
         resident = self._resident(user, tokens)
@@ -242,23 +298,23 @@ class Relay:
 
     # ---- what exists
 
-    def _key(self, user: UserKey, tokens: Tokens, num_tokens: int) -> PrefixKey:
+    def _key(self, user: UserKey, tokens: P, num_tokens: int) -> PrefixKey:
         return PrefixKey(user, self._version, self._layout_id, tokens.fingerprint(num_tokens))
 
-    def _matches(self, key: PrefixKey, num_tokens: int, tokens: Tokens) -> bool:
+    def _matches(self, key: PrefixKey, num_tokens: int, tokens: P) -> bool:
         return 0 < num_tokens <= len(tokens) and tokens.fingerprint(num_tokens) == key.fingerprint
 
-    def _resident(self, user: UserKey, tokens: Tokens) -> PrefixEntry | None:
+    def _resident(self, user: UserKey, tokens: P) -> PrefixEntry | None:
         entries = self._pool.find(user, self._version, self._layout_id)
         usable = [e for e in entries if self._matches(e.key, e.num_tokens, tokens)]
         return max(usable, key=lambda e: e.num_tokens, default=None)
 
-    def _running(self, user: UserKey, tokens: Tokens) -> tuple[PrefixKey, _Producer] | None:
+    def _running(self, user: UserKey, tokens: P) -> tuple[PrefixKey, _Producer] | None:
         found = [(key, self._producers[key]) for key in self._by_user.get(user, ())]
         usable = [(key, p) for key, p in found if self._matches(key, p.num_tokens, tokens)]
         return max(usable, key=lambda pair: pair[1].num_tokens, default=None)
 
-    def _spilled(self, user: UserKey, tokens: Tokens) -> DramEntry | None:
+    def _spilled(self, user: UserKey, tokens: P) -> DramEntry | None:
         if self._dram is None:
             return None
         entries = self._dram.find(user, self._version, self._layout_id)
@@ -308,12 +364,12 @@ class Relay:
         if not task.cancelled() and (error := task.exception()) is not None:
             log.warning("a relay task failed: %s: %s", type(error).__name__, error)
 
-    async def _compute(self, entry: PrefixEntry, tokens: Tokens) -> None:
+    async def _compute(self, entry: PrefixEntry, tokens: P) -> None:
         now_s = time.monotonic()
         with self._counted("prefill"):
             # ordered like a rank that would arrive now; worthless once the rank it is for has given up
             await self._engine.prefill(tokens, tuple(entry.runs), now_s + self._config.t_life_s, now_s)
-        self._pool.publish(entry, tokens.events.timestamps)
+        self._pool.publish(entry, tokens.timestamps)
 
     def _start_reload(self, key: PrefixKey, spilled: DramEntry) -> _Producer:
         entry = self._pool.reserve(key, spilled.num_tokens)
@@ -351,7 +407,7 @@ class Relay:
 
     # ---- keeping what was computed or used
 
-    def _reserve_for_keeping(self, user: UserKey, tokens: Tokens) -> PrefixEntry | None:
+    def _reserve_for_keeping(self, user: UserKey, tokens: P) -> PrefixEntry | None:
         key = self._key(user, tokens, len(tokens))
         wanted = self._config.keep_full and len(tokens) >= self._trigger.min_prefix_tokens
         if not self._config.enabled or not wanted or self._pool.get(key) is not None or self._pool.is_reserved(key):
@@ -361,8 +417,8 @@ class Relay:
         except ResourceError:
             return None
 
-    def _publish_kept(self, entry: PrefixEntry, tokens: Tokens) -> None:
-        if not self._pool.publish(entry, tokens.events.timestamps):
+    def _publish_kept(self, entry: PrefixEntry, tokens: P) -> None:
+        if not self._pool.publish(entry, tokens.timestamps):
             return
         with self._pool.lease(entry, consume=True):  # its rank has just been served
             pass

@@ -47,7 +47,7 @@ def tokenized(history: Events) -> Tokens:
 class Bench:
     """A relay over a real engine, with small tiers."""
 
-    relay: Relay
+    relay: Relay[Tokens]
     engine: Engine
     pool: PrefixPool
     dram: DramStore | None
