@@ -25,7 +25,7 @@ from npu_gr.bench.line import Line, percentiles, timed_in_turn
 from npu_gr.catalog.build import build_trie
 from npu_gr.catalog.trie import Codebooks, Trie
 from npu_gr.engine.beam_search import SearchOptions, Tables
-from npu_gr.engine.generate import Generator, layout_of
+from npu_gr.engine.generate import Generator, Part, layout_of
 from npu_gr.kv.arena import KVArena
 from npu_gr.kv.layout import Run
 from npu_gr.model.decoder import Decoder, DecoderConfig, DecoderLayer, rope_angles
@@ -127,22 +127,22 @@ def lines(backend_name: BackendName, seed: int, budget_s: float, with_transforme
     tables = Tables.upload(trie, backend.device)
     layout = layout_of(decoder)
     arena = KVArena(layout, layout.pages(PROMPT_TOKENS), backend.device)
-    made = Generator(decoder, backend, arena, max(WIDTHS), NUM_LEVELS)
-    runs = (Run(0, arena.num_pages),)
+    made = Generator(decoder, backend, max(WIDTHS), NUM_LEVELS)
+    pages = Part(arena, (Run(0, arena.num_pages),), PROMPT_TOKENS)
     tokens = random.integers(0, NUM_CODES, PROMPT_TOKENS)
     kv: dict[int, tuple[Tensor, Tensor]] = {}
     prompt = torch.from_numpy(tokens).to(backend.device)
     hidden = decoder.prefill(backend, prompt, 0, None, lambda layer, k, v: kv.update({layer: (k, v)}))
     dense = Dense(decoder, trie, prompt, [kv[layer] for layer in range(len(kv))], hidden)
-    made.prefill(tokens, runs)
+    made.encode(tokens, [], pages)
     for width in WIDTHS:
         options = SearchOptions(width=width)
 
         def ours(options: SearchOptions = options, width: int = width) -> np.ndarray:
-            return made.generate(trie, tables, tokens, runs, options, width).scores
+            return made.generate(trie, tables, tokens, [pages], options, width).scores
 
         def cold(ours: Callable[[], object] = ours) -> None:
-            made.prefill(tokens, runs)
+            made.encode(tokens, [], pages)
             ours()
 
         with torch.inference_mode():

@@ -1,27 +1,34 @@
 """The `generate` job on one device: a history of items in, the best items out. READ after `beam_search.py`.
 
-A history is a prompt of semantic IDs: L tokens an item. Its KV lies in pages of an arena, wherever it came from: the
-prompt was encoded now, or for an earlier request, or in parts. Only the last token runs again, for its logits.
+A history is a prompt of semantic IDs: L tokens an item. Its KV lies in pages, wherever it came from: encoded before,
+by a signal or an earlier request, or now. Only the last token runs again, for its logits.
 
-All methods run on the device thread, one request at a time.
+`Generator` runs on the device thread, one request at a time; `GenerateEngine` is the event loop's side of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+import xxhash
 from torch import Tensor
 
 from npu_gr.backend.base import Backend
 from npu_gr.catalog.filters import Filter
+from npu_gr.catalog.tokens import window_start
 from npu_gr.catalog.trie import DEAD, I32, Trie
 from npu_gr.engine.beam_search import SearchOptions, Tables, search
+from npu_gr.engine.cost import CostModel, fit
+from npu_gr.engine.engine import Cached, PageJobs
+from npu_gr.engine.scheduler import Done, Scheduler
 from npu_gr.errors import Unprocessable
-from npu_gr.kv.arena import KVArena
+from npu_gr.kv.arena import KVArena, Slab
 from npu_gr.kv.beam_arena import BeamArena
 from npu_gr.kv.layout import KVLayout, Run
 from npu_gr.model.decoder import Decoder, LayerSlabs
@@ -48,11 +55,42 @@ class Generated:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class PromptTokens:
-    """A history as the decoder reads it."""
+class Prompt:
+    """A history as the decoder reads it. n = tokens: L of each item, oldest first."""
 
-    tokens: I64  # [items * L]
-    unknown_items: int  # that the catalogue lacks; they are left out
+    tokens: I64  # [n]
+    unknown_items: int = 0  # that the catalogue lacks; they are left out
+    cut_items: int = 0  # oldest ones that the window has no room for
+    _fingerprints: dict[int, str] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def timestamps(self) -> I64:
+        """[n] zeros: the decoder knows an order and no times."""
+        return np.zeros(len(self.tokens), np.int64)
+
+    def fingerprint(self, num_tokens: int) -> str:
+        """Of the first `num_tokens`; made once each."""
+        known = self._fingerprints.get(num_tokens)
+        if known is None:
+            part = np.ascontiguousarray(self.tokens[:num_tokens])
+            known = self._fingerprints[num_tokens] = xxhash.xxh3_128_hexdigest(part.data)
+        return known
+
+    def newest(self, num_tokens: int, num_levels: int) -> Prompt:
+        """At most the newest tokens, whole items."""
+        keep = num_tokens // num_levels * num_levels
+        return Prompt(self.tokens[len(self.tokens) - keep :], self.unknown_items)
+
+
+class Part(NamedTuple):
+    """Consecutive tokens of a prompt: the first `num_tokens` of some pages."""
+
+    arena: KVArena
+    runs: Sequence[Run]
+    num_tokens: int
 
 
 def layout_of(decoder: Decoder, page_tokens: int = 64) -> KVLayout:
@@ -68,28 +106,30 @@ def layout_of(decoder: Decoder, page_tokens: int = 64) -> KVLayout:
     )
 
 
-def prompt_tokens(trie: Trie, item_ids: I64, max_tokens: int) -> PromptTokens:
+def make_prompt(trie: Trie, item_ids: I64, max_tokens: int, cut_step_items: int = 1) -> Prompt:
     """Semantic IDs of a history, oldest first; of a longer one the newest items that fit.
 
     Args:
         trie: the catalogue.
         item_ids: [n] external ids.
         max_tokens: at least L.
+        cut_step_items: a history that does not fit begins at a multiple of this, as in `catalog/tokens.py`, so that
+            its start, and with it every cached prefix, stands still for a while.
     """
     leaves = trie.find(item_ids)
     known = leaves[leaves != DEAD]
-    codes = trie.sid_of(known[max(0, len(known) - max_tokens // trie.num_levels) :])
-    tokens = codes.astype(np.int64) + np.array(trie.codebooks.vocab_base, np.int64)
-    return PromptTokens(tokens.ravel(), len(item_ids) - len(known))
+    cut = window_start(0, len(known), max_tokens // trie.num_levels, cut_step_items)
+    tokens = trie.sid_of(known[cut:]).astype(np.int64) + np.array(trie.codebooks.vocab_base, np.int64)
+    return Prompt(tokens.ravel(), len(item_ids) - len(known), cut)
 
 
 class Generator:
-    """A decoder, the pages of its prompts and the slab of its beams."""
+    """A decoder and what it reuses from request to request; every method runs on the device thread."""
 
-    def __init__(self, decoder: Decoder, backend: Backend, arena: KVArena, max_beams: int, num_levels: int) -> None:
+    def __init__(self, decoder: Decoder, backend: Backend, max_beams: int, num_levels: int) -> None:
         """Allocate the beams' slab. `num_levels`: codes of a semantic ID, the same in every version of a catalogue."""
         config = decoder.config
-        self.decoder, self.backend, self.arena = decoder, backend, arena
+        self.decoder, self.backend = decoder, backend
         self.beams = BeamArena(
             num_layers=config.num_layers,
             num_heads=config.num_kv_heads,
@@ -100,32 +140,37 @@ class Generator:
             device=backend.device,
         )
 
-    def prefill(self, tokens: I64, runs: Sequence[Run], cached_tokens: int = 0) -> None:
-        """Encode the tokens of a prompt behind `cached_tokens` that the pages hold already."""
-        new = torch.from_numpy(tokens[cached_tokens:]).to(self.backend.device)
+    @property
+    def max_prompt_tokens(self) -> int:
+        """What the model's positions leave for a prompt."""
+        return self.decoder.config.max_tokens - self.beams.num_slots
+
+    def encode(self, tokens: I64, before: Sequence[Part], into: Part) -> None:
+        """Encode the next tokens of a prompt into pages, behind those that other pages hold already."""
+        start = sum(part.num_tokens for part in before)
 
         def sink(layer: int, k: Tensor, v: Tensor) -> None:
-            self.arena.write(layer, runs, cached_tokens, k, v)
+            into.arena.write(layer, into.runs, 0, k, v)
 
-        past = self._views(runs, cached_tokens) if cached_tokens else None
-        self.decoder.prefill(self.backend, new, cached_tokens, past, sink)
+        new = torch.from_numpy(tokens).to(self.backend.device)
+        self.decoder.prefill(self.backend, new, start, _slabs(before, start) if start else None, sink)
 
     def generate(
         self,
         trie: Trie,
         tables: Tables,
         tokens: I64,
-        runs: Sequence[Run],
+        parts: Sequence[Part],
         options: SearchOptions,
         num_items: int,
         allow: Filter | None = None,
     ) -> Generated:
-        """The best items after a prompt whose KV is in the pages.
+        """The best items after a prompt whose KV is in pages.
 
         Args:
             trie, tables: one version of the catalogue, and its tables on this device.
             tokens: the whole prompt, at least one token.
-            runs: its pages.
+            parts: where its KV is, in order.
             options: the beam.
             num_items: how many items are wanted.
             allow: the items that the request may see; None = all.
@@ -135,17 +180,16 @@ class Generator:
         """
         if options.width > self.beams.max_beams:
             raise Unprocessable(f"beam_width: {options.width}, the limit is {self.beams.max_beams}")
-        room = self.decoder.config.max_tokens - trie.num_levels + 1
-        if not 0 < len(tokens) <= room:
-            raise Unprocessable(f"history: {len(tokens)} tokens, the model takes 1 to {room}")
+        if not 0 < len(tokens) <= self.max_prompt_tokens:
+            raise Unprocessable(f"history: {len(tokens)} tokens, the model takes 1 to {self.max_prompt_tokens}")
         device, last = self.backend.device, len(tokens) - 1
         newest = torch.from_numpy(tokens[last:]).to(device)
-        hidden = self.decoder.prefill(self.backend, newest, last, self._views(runs, last) if last else None, None)
+        hidden = self.decoder.prefill(self.backend, newest, last, _slabs(parts, last) if last else None, None)
         found = search(
             self.decoder,
             self.backend,
             tables,
-            self._views(runs, len(tokens)),
+            _slabs(parts, len(tokens)),
             len(tokens),
             hidden,
             self.beams,
@@ -163,5 +207,96 @@ class Generator:
             status=Status.COMPLETE if len(item_ids) == num_items else Status.EXHAUSTED,
         )
 
-    def _views(self, runs: Sequence[Run], num_tokens: int) -> LayerSlabs:
-        return lambda layer: self.arena.views(layer, runs, num_tokens)
+
+def _slabs(parts: Sequence[Part], num_tokens: int) -> LayerSlabs:
+    def views(layer: int) -> list[Slab]:
+        slabs, left = [], num_tokens
+        for arena, runs, count in parts:
+            slabs += arena.views(layer, runs, min(count, left))
+            left -= min(count, left)
+        return slabs
+
+    return views
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Work:
+    """One request: what is searched for, and what of its prompt is encoded already."""
+
+    trie: Trie
+    tables: Tables
+    prompt: Prompt
+    options: SearchOptions
+    num_items: int
+    allow: Filter | None = None
+    cached: Cached | None = None  # the KV of its first tokens
+    keep: tuple[Run, ...] | None = None  # without `cached`: pages that receive the KV of all
+
+
+class GenerateEngine(PageJobs):
+    """Prefill and generate as jobs of the device thread, which other engines may share."""
+
+    def __init__(self, generator: Generator, scheduler: Scheduler, arena: KVArena) -> None:
+        """`arena`: pages of prompts. Tokens that no page is reserved for are encoded into a scratch of our own."""
+        super().__init__(scheduler, generator.backend)
+        self.generator, self.arena = generator, arena
+        pages = arena.layout.pages(generator.max_prompt_tokens)
+        self._scratch = Part(KVArena(arena.layout, pages, generator.backend.device), (Run(0, pages),), 0)
+
+    async def prefill(self, tokens: Prompt, keep: tuple[Run, ...], deadline_s: float, order_s: float) -> None:
+        """Encode a whole prompt into the pages `keep`."""
+
+        def run() -> None:
+            self.generator.encode(tokens.tokens, [], Part(self.arena, keep, len(tokens)))
+            self.backend.synchronize()
+
+        await self.scheduler.call(run, deadline_s, order_s)
+
+    async def generate(self, work: Work, deadline_s: float) -> Done[Generated]:
+        """Encode what is missing of the prompt, and search."""
+        return await self.scheduler.call(lambda: self._run(work), deadline_s)
+
+    def _run(self, work: Work) -> Generated:
+        tokens, parts = work.prompt.tokens, list[Part]()
+        if work.cached:
+            parts.append(Part(self.arena, work.cached.runs, work.cached.num_tokens))
+            tokens = tokens[work.cached.num_tokens :]
+        if len(tokens):
+            arena, runs = (self.arena, work.keep) if work.keep else (self._scratch.arena, self._scratch.runs)
+            into = Part(arena, runs, len(tokens))
+            self.generator.encode(tokens, parts, into)
+            parts.append(into)
+        return self.generator.generate(
+            work.trie, work.tables, work.prompt.tokens, parts, work.options, work.num_items, work.allow
+        )
+
+    async def warm_up(self, trie: Trie, tables: Tables, lengths: Sequence[int], widths: Sequence[int]) -> CostModel:
+        """Run every shape once cold and once timed; fit and keep the cost model, candidates = beams.
+
+        Args:
+            trie, tables: a catalogue with at least one item.
+            lengths: tokens of a prompt. widths: beams.
+        """
+        random = np.random.default_rng(0)
+        items = trie.leaf_item[random.integers(0, trie.num_items, max(lengths))]
+
+        def timed(run: Callable[[], Any]) -> float:
+            run()
+            began_s = time.perf_counter()
+            run()
+            return time.perf_counter() - began_s
+
+        def measure() -> list[tuple[int, int, float]]:
+            samples = []
+            for n in lengths:
+                prompt = make_prompt(trie, items, n)
+                for width in widths:
+                    work = Work(
+                        trie=trie, tables=tables, prompt=prompt, options=SearchOptions(width=width), num_items=width
+                    )
+                    samples.append((len(prompt), width, timed(lambda work=work: self._run(work))))  # type: ignore[misc]
+            return samples
+
+        done = await self.scheduler.call(measure, float("inf"))
+        self.cost = fit(done.value)
+        return self.cost

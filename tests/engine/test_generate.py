@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any, NamedTuple
+
 import numpy as np
 import pytest
 
@@ -10,14 +16,31 @@ from npu_gr.catalog.build import build_trie
 from npu_gr.catalog.filters import allow_items
 from npu_gr.catalog.trie import Codebooks, Trie
 from npu_gr.engine.beam_search import SearchOptions, Tables
-from npu_gr.engine.generate import Generated, Generator, Status, layout_of, prompt_tokens
-from npu_gr.errors import Unprocessable
+from npu_gr.engine.generate import (
+    Generated,
+    GenerateEngine,
+    Generator,
+    Part,
+    Prompt,
+    Status,
+    Work,
+    layout_of,
+    make_prompt,
+)
+from npu_gr.engine.scheduler import Scheduler, SchedulerConfig
+from npu_gr.errors import DeadlineExceeded, Unprocessable
 from npu_gr.kv.arena import KVArena
+from npu_gr.kv.dram_store import DramStore
 from npu_gr.kv.layout import Run
+from npu_gr.kv.prefix_pool import PrefixPool
+from npu_gr.relay.relay import Lease, Relay, RelayConfig
+from npu_gr.relay.trigger import TriggerConfig
+from npu_gr.request import Outcome, UserKey, Verdict
 from tests.engine.test_beam_search import model
 
 CPU = CPUBackend()
 RUNS = (Run(4, 2), Run(0, 3))  # pages out of order
+MORE = (Run(3, 1), Run(6, 5))
 
 
 def catalogue(num_items: int = 60) -> Trie:
@@ -26,40 +49,48 @@ def catalogue(num_items: int = 60) -> Trie:
     return build_trie(sids, np.arange(num_items) * 7, Codebooks.stacked([5] * 3))
 
 
-def generator() -> Generator:
+class Made(NamedTuple):
+    generator: Generator
+    arena: KVArena
+
+
+def made(num_levels: int = 3, max_beams: int = 20) -> Made:
     decoder = model(20)
-    layout = layout_of(decoder, page_tokens=4)
-    return Generator(decoder, CPU, KVArena(layout, 8, CPU.device), max_beams=20, num_levels=3)
+    arena = KVArena(layout_of(decoder, page_tokens=4), 11, CPU.device)
+    return Made(Generator(decoder, CPU, max_beams, num_levels), arena)
 
 
 def run(
-    made: Generator, trie: Trie, history: list[int], num_items: int = 10, parts: int = 1, **how: object
+    it: Made, trie: Trie, history: list[int], num_items: int = 10, cut: int = 0, longest: int = 18, **how: Any
 ) -> Generated:
-    tokens = prompt_tokens(trie, np.array(history), 18).tokens
-    for part in range(parts):
-        end = len(tokens) * (part + 1) // parts
-        made.prefill(tokens[:end], RUNS, len(tokens) * part // parts)
-    tables = Tables.upload(trie, CPU.device)
-    return made.generate(trie, tables, tokens, RUNS, SearchOptions(width=made.beams.max_beams), num_items, **how)  # type: ignore[arg-type]
+    """`cut`: tokens that are encoded first, into pages of their own."""
+    tokens = make_prompt(trie, np.array(history), longest).tokens
+    parts: list[Part] = []
+    for runs, some in ((RUNS, tokens[:cut]), (MORE, tokens[cut:])):
+        if len(some):
+            parts.append(Part(it.arena, runs, len(some)))
+            it.generator.encode(some, parts[:-1], parts[-1])
+    tables, options = Tables.upload(trie, CPU.device), SearchOptions(width=it.generator.beams.max_beams)
+    return it.generator.generate(trie, tables, tokens, parts, options, num_items, **how)
 
 
 def test_history_to_tokens() -> None:
     trie = catalogue()
     sids = trie.sid_of(trie.find(np.array([7, 14])))
-    got = prompt_tokens(trie, np.array([7, 8, 14]), 100)
+    got = make_prompt(trie, np.array([7, 8, 14]), 100)
     assert got.tokens.tolist() == [code + 5 * level for sid in sids.tolist() for level, code in enumerate(sid)]
     assert got.unknown_items == 1
-    assert prompt_tokens(trie, np.array([7, 14]), 5).tokens.tolist() == got.tokens.tolist()[3:]
-    assert not len(prompt_tokens(trie, np.array([1, 2]), 5).tokens)
+    assert make_prompt(trie, np.array([7, 14]), 5).tokens.tolist() == got.tokens.tolist()[3:]
+    assert not len(make_prompt(trie, np.array([1, 2]), 5).tokens)
 
 
 def test_a_prompt_encoded_before_or_in_parts_gives_what_a_cold_one_gives() -> None:
     trie, history = catalogue(), [0, 7, 21, 70, 7]
-    cold = run(generator(), trie, history)
-    made = generator()
-    run(made, trie, [14, 28, 35, 0, 77])  # another request, whose KV and beams are left behind
-    for parts in (1, 2, 4):
-        got = run(made, trie, history, parts=parts)
+    cold = run(made(), trie, history)
+    it = made()
+    run(it, trie, [14, 28, 35, 0])  # another request, whose KV and beams are left behind
+    for cut in (3, 5, 14, 15):
+        got = run(it, trie, history, cut=cut)
         assert np.array_equal(got.item_ids, cold.item_ids)
         np.testing.assert_allclose(got.scores, cold.scores, rtol=1e-6)
     assert (np.diff(cold.scores) <= 0).all()
@@ -69,9 +100,7 @@ def test_a_prompt_encoded_before_or_in_parts_gives_what_a_cold_one_gives() -> No
 
 def test_items_of_one_semantic_id_come_together() -> None:
     trie = build_trie(np.array([[1, 2], [1, 2], [0, 3]]), np.array([9, 4, 5]), Codebooks.stacked([5, 5]))
-    decoder = model(10)
-    made = Generator(decoder, CPU, KVArena(layout_of(decoder, 4), 8, CPU.device), max_beams=8, num_levels=2)
-    got = run(made, trie, [5], num_items=8)
+    got = run(made(num_levels=2), trie, [5], num_items=8)
     assert sorted(got.item_ids.tolist()) == [4, 5, 9]
     at = got.item_ids.tolist().index(4)
     assert got.item_ids[at + 1] == 9
@@ -82,19 +111,128 @@ def test_items_of_one_semantic_id_come_together() -> None:
 def test_a_filter_leaves_what_it_allows() -> None:
     trie = catalogue()
     wanted = np.array([7, 14, 21, 700])
-    got = run(generator(), trie, [0, 7], allow=allow_items(trie, wanted))
+    got = run(made(), trie, [0, 7], allow=allow_items(trie, wanted))
     assert sorted(got.item_ids.tolist()) == [7, 14, 21]
     assert got.status is Status.EXHAUSTED
-    nothing = run(generator(), trie, [0, 7], allow=allow_items(trie, np.array([1])))
+    nothing = run(made(), trie, [0, 7], allow=allow_items(trie, np.array([1])))
     assert (len(nothing.item_ids), nothing.sids.shape, nothing.status) == (0, (0, 3), Status.EXHAUSTED)
 
 
 def test_what_does_not_fit_is_refused() -> None:
-    trie, made = catalogue(), generator()
+    trie, it = catalogue(), made()
     tables = Tables.upload(trie, CPU.device)
     with pytest.raises(Unprocessable, match="beam_width: 21, the limit is 20"):
-        made.generate(trie, tables, np.array([1]), RUNS, SearchOptions(width=21), 5)
+        it.generator.generate(trie, tables, np.array([1]), [], SearchOptions(width=21), 5)
     with pytest.raises(Unprocessable, match="history: 0 tokens, the model takes 1 to 62"):
-        made.generate(trie, tables, np.empty(0, np.int64), RUNS, SearchOptions(width=8), 5)
+        it.generator.generate(trie, tables, np.empty(0, np.int64), [], SearchOptions(width=8), 5)
     with pytest.raises(Unprocessable, match="history: 63 tokens"):
-        made.generate(trie, tables, np.ones(63, np.int64), RUNS, SearchOptions(width=8), 5)
+        it.generator.generate(trie, tables, np.ones(63, np.int64), [], SearchOptions(width=8), 5)
+
+
+# ---- behind a relay
+
+USER = UserKey("", "u")
+
+
+@asynccontextmanager
+async def relayed(num_pages: int = 40) -> AsyncIterator[tuple[Relay[Prompt], GenerateEngine, PrefixPool]]:
+    decoder = model(20)
+    arena = KVArena(layout_of(decoder, page_tokens=4), num_pages, CPU.device)
+    ranks = Scheduler(SchedulerConfig(), lambda works: [None] * len(works))  # the thread of another engine
+    engine = GenerateEngine(Generator(decoder, CPU, 20, 3), ranks, arena)
+    config = RelayConfig(degrade=False)
+    pool = PrefixPool(arena, num_pages * arena.layout.page_bytes, config.t_life_s, time.monotonic)
+    dram = DramStore(
+        KVArena(arena.layout, num_pages, CPU.device), ttl_s=60.0, ttl_jitter_ratio=0.0, seed=0, clock=time.monotonic
+    )
+    relay = Relay(config, TriggerConfig(min_prefix_tokens=3), engine, pool, dram, "v1")
+    ranks.start()
+    try:
+        yield relay, engine, pool
+    finally:
+        await relay.stop()
+        await ranks.stop()
+
+
+async def ask(relay: Relay[Prompt], engine: GenerateEngine, trie: Trie, prompt: Prompt) -> tuple[Lease, Generated]:
+    due_s, tables = time.monotonic() + 30, Tables.upload(trie, CPU.device)
+    async with relay.lease(USER, prompt, 20, due_s) as lease:
+        work = Work(
+            trie=trie,
+            tables=tables,
+            prompt=prompt,
+            options=SearchOptions(width=20),
+            num_items=10,
+            cached=lease.cached,
+            keep=lease.keep,
+        )
+        return lease, (await engine.generate(work, due_s)).value
+
+
+async def test_every_way_to_the_prompt_gives_the_cold_items() -> None:
+    """Cold, kept by an earlier request, joined after a signal, from DRAM, and a longer history on an old prefix."""
+    trie, history = catalogue(), [0, 7, 21, 70, 7, 14]
+    prompt = make_prompt(trie, np.array(history), 60)
+    longer = make_prompt(trie, np.array([*history, 28, 35]), 60)
+    cold, cold_longer = run(made(), trie, history, longest=60), run(made(), trie, [*history, 28, 35], longest=60)
+
+    def same(got: Generated, want: Generated) -> None:
+        assert np.array_equal(got.item_ids, want.item_ids)
+        np.testing.assert_allclose(got.scores, want.scores, rtol=1e-6)
+
+    async with relayed() as (relay, engine, pool):
+        lease, got = await ask(relay, engine, trie, prompt)
+        assert lease.outcome is Outcome.MISS_FULL
+        same(got, cold)
+        lease, got = await ask(relay, engine, trie, prompt)
+        assert lease.outcome is Outcome.HBM_HIT
+        same(got, cold)
+        lease, got = await ask(relay, engine, trie, longer)
+        assert lease.outcome is Outcome.HBM_HIT
+        assert lease.cached is not None
+        assert lease.cached.num_tokens == len(prompt)
+        same(got, cold_longer)
+        await asyncio.gather(*relay._tasks)  # the copies to DRAM
+        await asyncio.sleep(0)
+        for entry in pool.find(USER, "v1", pool.arena.layout.layout_id):
+            pool.drop(entry)
+        lease, got = await ask(relay, engine, trie, prompt)
+        assert lease.outcome is Outcome.DRAM_HIT
+        same(got, cold)
+        await relay.erase(USER)
+        assert not engine.arena._keys.any()
+        assert relay.signal(USER, prompt) is Verdict.PREINFER
+        lease, got = await ask(relay, engine, trie, prompt)
+        assert lease.outcome in (Outcome.JOINED, Outcome.HBM_HIT)
+        same(got, cold)
+        pool.check()
+
+
+async def test_the_warm_up_fits_a_cost() -> None:
+    trie = catalogue()
+    async with relayed() as (_, engine, _):
+        cost = await engine.warm_up(trie, Tables.upload(trie, CPU.device), (6, 30, 60), (2, 20))
+        assert 0 < cost.full_s(6, 2) <= cost.full_s(60, 20)
+
+
+async def test_a_request_whose_time_is_up_costs_nothing() -> None:
+    trie = catalogue()
+    async with relayed() as (_, engine, _):
+        work = Work(
+            trie=trie,
+            tables=Tables.upload(trie, CPU.device),
+            prompt=make_prompt(trie, np.array([0, 7]), 60),
+            options=SearchOptions(width=5),
+            num_items=5,
+        )
+        with pytest.raises(DeadlineExceeded):
+            await engine.generate(work, time.monotonic() - 1)
+
+
+def test_a_long_history_begins_at_a_step() -> None:
+    trie = catalogue()
+    for num in range(10, 14):
+        prompt = make_prompt(trie, np.arange(num) * 7, 24, cut_step_items=4)
+        assert prompt.cut_items == (4 if num <= 12 else 8)
+    newest = prompt.newest(7, 3)
+    assert newest.tokens.tolist() == prompt.tokens[-6:].tolist()
