@@ -21,14 +21,17 @@ from npu_gr.catalog.items import ItemVocabulary
 from npu_gr.catalog.tokens import Tokens, tokenize
 from npu_gr.config import Config
 from npu_gr.engine.engine import Engine
+from npu_gr.engine.generate import GenerateEngine, Generator, layout_of
 from npu_gr.engine.selftest import parity
 from npu_gr.errors import ConfigError
 from npu_gr.features.store import open_store
+from npu_gr.generation import GenerateConfig, Generation
 from npu_gr.kv.arena import KVArena
 from npu_gr.kv.dram_store import DramStore
 from npu_gr.kv.layout import KVLayout
 from npu_gr.kv.prefix_pool import PrefixPool
 from npu_gr.metrics.catalogue import Metrics
+from npu_gr.model import hf
 from npu_gr.model.config import HSTUConfig, inexact_fields
 from npu_gr.model.weights import Checkpoint
 from npu_gr.model.weights import load as load_checkpoint
@@ -70,7 +73,7 @@ async def instance(config: Config) -> AsyncIterator[tuple[web.Application, Servi
     arena = KVArena(layout, pages, backend.device)
     engine = Engine(checkpoint.model, backend, config.scheduler, arena)
     pool = PrefixPool(arena, config.kv.hbm_bytes, config.relay.t_life_s, time.monotonic)
-    dram = _dram(config, layout, backend)
+    dram = _dram(config, config.kv.dram_bytes, layout, backend)
     relay = Relay(config.relay, config.trigger, engine, pool, dram, checkpoint.version)
     metrics = Metrics(CollectorRegistry(), {"rank": config.slo.rank_s, "signal": config.slo.signal_s})
     vocabulary = ItemVocabulary(checkpoint.item_ids)
@@ -86,13 +89,15 @@ async def instance(config: Config) -> AsyncIterator[tuple[web.Application, Servi
     )
     store = await open_store(config.features)
     try:
-        service = Service(
-            config.service, info, vocabulary, engine, relay, store, metrics, configuration.to_table(config)
-        )
+        generation = None if config.generate is None else _generation(config, config.generate, engine, metrics)
+        table = configuration.to_table(config)
+        service = Service(config.service, info, vocabulary, engine, relay, store, metrics, table, generation)
         observe(metrics, engine, pool, dram, relay, info)
         engine.scheduler.start()
         try:
             await _prove(engine, dram, shape, vocabulary, config.relay.enabled)
+            if generation is not None:
+                await generation.start()
             service.set_ready()
             try:
                 yield build_web_app(service, config.server, metrics), service
@@ -128,6 +133,32 @@ def kv_layout(shape: HSTUConfig, config: Config, checkpoint: Checkpoint) -> KVLa
     )
 
 
+def _generation(config: Config, section: GenerateConfig, engine: Engine, metrics: Metrics) -> Generation:
+    """The generator beside the ranker: its own pages and relay, the same device thread."""
+    backend, folder = engine.backend, Path(section.checkpoint)
+    decoder = hf.load(folder, torch.bfloat16 if config.dtype == "bfloat16" else torch.float32).to(backend.device).eval()
+    last_token = section.first_token + sum(section.codes)
+    if last_token > decoder.config.vocab_size:
+        raise ConfigError(
+            f"generate.codes: the last token would be {last_token - 1}, "
+            f"the vocabulary of {folder} has {decoder.config.vocab_size}"
+        )
+    layout = layout_of(decoder, config.kv.page_tokens)
+    pages = section.hbm_bytes // layout.page_bytes
+    if pages < 1:
+        raise ConfigError(f"generate.hbm_bytes: {section.hbm_bytes} holds no page of {layout.page_bytes} bytes")
+    arena = KVArena(layout, pages, backend.device)
+    pool = PrefixPool(arena, section.hbm_bytes, config.relay.t_life_s, time.monotonic)
+    dram = _dram(config, section.dram_bytes, layout, backend)
+    generator = Generator(decoder, backend, section.max_beams, len(section.codes))
+    generate_engine = GenerateEngine(generator, engine.scheduler, arena)
+    version = hf.version(folder)
+    relay = Relay(config.relay, config.trigger, generate_engine, pool, dram, version)
+    relay.on_error = metrics.relay_error
+    metrics.observe_tier("generate_hbm", pool, {"free": lambda: pool.free_bytes, "live": lambda: pool.live_bytes})
+    return Generation(section, folder.name, version, generate_engine, relay)
+
+
 def _place(checkpoint: Checkpoint, config: Config, backend: Backend) -> None:
     """The model in its dtype, on its device, with side features folded in."""
     if config.dtype != "checkpoint":
@@ -135,8 +166,8 @@ def _place(checkpoint: Checkpoint, config: Config, backend: Backend) -> None:
     checkpoint.model.to(backend.device).eval().freeze_items()
 
 
-def _dram(config: Config, layout: KVLayout, backend: Backend) -> DramStore | None:
-    pages = config.kv.dram_bytes // layout.page_bytes
+def _dram(config: Config, num_bytes: int, layout: KVLayout, backend: Backend) -> DramStore | None:
+    pages = num_bytes // layout.page_bytes
     if not pages:
         return None
     arena = KVArena(layout, pages, torch.device("cpu"), pinned=backend.pins_host_memory)

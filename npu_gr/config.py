@@ -9,7 +9,8 @@ import difflib
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, get_args
 
 import msgspec
 import yaml
@@ -18,6 +19,7 @@ from npu_gr.backend.choose import BackendName
 from npu_gr.engine.scheduler import SchedulerConfig
 from npu_gr.errors import ConfigError
 from npu_gr.features.store import HistoryConfig
+from npu_gr.generation import GenerateConfig
 from npu_gr.kv.config import KVConfig
 from npu_gr.relay.relay import RelayConfig
 from npu_gr.relay.trigger import TriggerConfig
@@ -49,6 +51,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     trigger: TriggerConfig = TriggerConfig()
     kv: KVConfig = KVConfig()
     features: HistoryConfig = HistoryConfig()
+    generate: GenerateConfig | None = None  # absent: the instance ranks and does not generate
 
 
 class _StrictLoader(yaml.SafeLoader):
@@ -130,4 +133,6 @@ def _keys(path: str) -> list[str]:
     cls: Any = Config
     for part in filter(None, path.split(".")):
         cls = next(f.type for f in msgspec.structs.fields(cls) if f.encode_name == part)
+        if isinstance(cls, UnionType):  # a section that may be absent
+            cls = next(kind for kind in get_args(cls) if kind is not NoneType)
     return [f.encode_name for f in msgspec.structs.fields(cls)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -160,6 +160,7 @@ class SignalAnswer:
     model_version: str
     history: HistoryReport
     resident_for_s: float  # how long the prefix KV is kept for a rank; 0 where none is produced
+    generate_verdict: Verdict | None = None  # of the generator's prompt; None = this instance has none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -175,6 +176,51 @@ class RankAnswer:
     prefix_tokens: int  # of num_tokens, how many were read from cached KV
     unknown_candidates: int = 0
     stages_s: dict[str, float] = field(default_factory=dict)  # history, lease, queue, device
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class GenerateRequest:
+    """The best items after this user's history."""
+
+    user: UserKey
+    history: HistoryRef
+    num_items: int
+    beam_width: int | None = None  # None = the config's, or num_items if that is more
+    normalise: Literal["vocabulary", "codebook", "valid"] = "vocabulary"
+    temperature: float = 1.0
+    allow_items: I64 | None = None  # [n] external ids; None = all
+    deny_items: I64 | None = None
+    attributes: dict[str, tuple[bool | int | float | str, ...]] = field(default_factory=dict)  # name -> allowed values
+    catalogue_version: str | None = None
+    model_version: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class GenerateAnswer:
+    """Items, best first, and how they came to be. n = items, L = codes of a semantic ID."""
+
+    model_version: str
+    catalogue_version: str
+    outcome: Outcome
+    reason: Reason
+    status: str  # complete | exhausted: fewer than asked
+    item_ids: I64  # [n]
+    sids: npt.NDArray[np.int32]  # [n, L]
+    scores: F32  # [n] log-probabilities
+    history: HistoryReport  # in tokens of the generator: L an item
+    prefix_tokens: int  # read from cached KV
+    stages_s: dict[str, float] = field(default_factory=dict)  # history, lease, queue, device
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CatalogueInfo:
+    """The version of the semantic-ID catalogue that is served."""
+
+    version: str
+    num_items: int
+    num_bytes: int
+    age_s: float
+    previous: str | None  # what a rollback would serve
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

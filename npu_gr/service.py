@@ -2,6 +2,7 @@
 
     signal   history -> relay.signal: decide, reserve, start the pre-infer -> answer at once
     rank     limiter -> deadline -> history -> lease its prefix KV -> one pass over the candidates -> answer
+    generate limiter -> deadline -> history -> `generation.py`: lease its prompt KV -> beam search -> answer
 
 Everything that is acquired on the way (slot, deadline, lease) is released by indentation.
 """
@@ -22,15 +23,19 @@ from npu_gr.admission.limiter import Limiter
 from npu_gr.catalog.items import UNKNOWN, ItemVocabulary
 from npu_gr.catalog.tokens import Tokens, tokenize
 from npu_gr.engine.engine import Engine, Pass, Scored
-from npu_gr.errors import BadRequest, DeviceError, NotFound, NpuGrError, UnknownPrefix, Unprocessable
+from npu_gr.errors import BadRequest, DataError, DeviceError, NotFound, NpuGrError, UnknownPrefix, Unprocessable
 from npu_gr.features.known import KnownPrefixes
 from npu_gr.features.store import HistoryStore
+from npu_gr.generation import Generation
 from npu_gr.metrics.catalogue import Metrics
 from npu_gr.relay.relay import Lease, Relay
 from npu_gr.request import (
     F32,
     I64,
+    CatalogueInfo,
     Events,
+    GenerateAnswer,
+    GenerateRequest,
     HistoryRef,
     ModelInfo,
     Outcome,
@@ -75,9 +80,11 @@ class Service:
         store: HistoryStore | None,
         metrics: Metrics,
         effective_config: dict[str, Any],
+        generation: Generation | None = None,
     ) -> None:
         self._config, self._model, self._vocabulary = config, model, vocabulary
         self._engine, self._relay, self._store, self._metrics = engine, relay, store, metrics
+        self._maybe_generation = generation
         self._limiter = Limiter(config.max_inflight)
         self._known = KnownPrefixes(config.known_prefix_bytes)
         self._max_tokens = config.max_history_tokens or model.max_history_tokens
@@ -94,8 +101,12 @@ class Service:
         self._check_version(request.model_version)
         with self._limiter.admit():
             async with deadline(budget_s):
-                tokens = await self._history(request.user, request.history)
+                events, first_index = await self._events(request.user, request.history)
+            tokens = self._tokenize(request.user, request.history, events, first_index)
             verdict = self._relay.signal(request.user, tokens)
+            generation, generate_verdict = self._maybe_generation, None
+            if generation is not None:
+                generate_verdict = generation.signal(request.user, events.items)
         self._metrics.signal_decided(verdict, time.monotonic() - began_s)
         produced = verdict in _KEPT
         return SignalAnswer(
@@ -103,6 +114,7 @@ class Service:
             model_version=self._model.version,
             history=tokens.report,
             resident_for_s=self._relay.t_life_s if produced else 0.0,
+            generate_verdict=generate_verdict,
         )
 
     async def rank(self, request: RankRequest, budget_s: float) -> RankAnswer:
@@ -113,7 +125,8 @@ class Service:
             raise Unprocessable("candidates: needs at least one")
         with self._limiter.admit():
             async with deadline(budget_s) as due_s:
-                tokens = await self._history(request.user, request.history)
+                events, first_index = await self._events(request.user, request.history)
+                tokens = self._tokenize(request.user, request.history, events, first_index)
                 rows, known = self._candidates(request.candidates)
                 shown_at = int(time.time()) if request.timestamp is None else request.timestamp
                 history_s = time.monotonic() - began_s
@@ -155,6 +168,45 @@ class Service:
         alone = Lease(outcome=Outcome.MISS_FULL, reason=Reason.READ_FAILED)
         return alone, await self._engine.rank(Pass(tokens, 0, rows, shown_at), due_s)
 
+    # ---- generate
+
+    async def generate(self, request: GenerateRequest, budget_s: float) -> GenerateAnswer:
+        """The best items after a history; see `Door.generate`."""
+        began_s = time.monotonic()
+        generation = self._generation
+        if request.model_version not in (None, generation.version):
+            raise NotFound(f"model_version: {request.model_version!r} is not served; {generation.version!r} is")
+        with self._limiter.admit():
+            async with deadline(budget_s) as due_s:
+                events, _ = await self._events(request.user, request.history)
+                answer = await generation.generate(request, events.items, due_s, time.monotonic() - began_s)
+        self._metrics.generate_done(answer, time.monotonic() - began_s)
+        return answer
+
+    @property
+    def _generation(self) -> Generation:
+        if self._maybe_generation is None:
+            raise NotFound("this instance does not generate: its configuration has no section generate")
+        return self._maybe_generation
+
+    def catalogue(self) -> CatalogueInfo:
+        """See `Door.catalogue`."""
+        return self._generation.catalogue()
+
+    async def reload_catalogue(self) -> CatalogueInfo:
+        """See `Door.reload_catalogue`."""
+        try:
+            return await self._generation.reload()
+        except DataError as error:
+            raise Unprocessable(f"catalogue: {error}") from error
+
+    def rollback_catalogue(self) -> CatalogueInfo:
+        """See `Door.rollback_catalogue`."""
+        try:
+            return self._generation.rollback()
+        except DataError as error:
+            raise Unprocessable(f"catalogue: {error}") from error
+
     # ---- behaviours
 
     async def append_events(self, user: UserKey, events: Events, budget_s: float) -> int:
@@ -173,26 +225,29 @@ class Service:
         if self._store is not None:
             await self._store.erase(user)
         await self._relay.erase(user)
+        if self._maybe_generation is not None:
+            await self._maybe_generation.relay.erase(user)
 
-    async def _history(self, user: UserKey, ref: HistoryRef) -> Tokens:
-        """The request's history as the model reads it.
+    async def _events(self, user: UserKey, ref: HistoryRef) -> tuple[Events, int]:
+        """The request's behaviours, and the index of the first one in the user's whole history.
 
         Raises:
             UnknownPrefix: a delta on a prefix that nobody here remembers.
         """
-        first_index = 0
         if ref.base is not None:
             base = self._known.find(user, ref.base)
             if base is None:
                 raise UnknownPrefix("base: unknown here or forgotten; send the whole history")
-            events = base if ref.events is None else base + ref.events
-        elif ref.events is not None:
-            events = ref.events
-        elif self._store is not None:
-            stored = await self._store.read(user, self._max_tokens + self._config.cut_step_tokens)
-            events, first_index = stored.events, stored.first_index
-        else:
+            return (base if ref.events is None else base + ref.events), 0
+        if ref.events is not None:
+            return ref.events, 0
+        if self._store is None:
             raise BadRequest("history: missing, and this instance has no history store")
+        stored = await self._store.read(user, self._max_tokens + self._config.cut_step_tokens)
+        return stored.events, stored.first_index
+
+    def _tokenize(self, user: UserKey, ref: HistoryRef, events: Events, first_index: int) -> Tokens:
+        """The behaviours as the ranker reads them; remembered, so that a later request may send a delta."""
         tokens = tokenize(
             events,
             self._vocabulary,
@@ -292,6 +347,8 @@ class Service:
             task.cancel()
         await asyncio.gather(*self._background, return_exceptions=True)
         await self._relay.stop()
+        if self._maybe_generation is not None:
+            await self._maybe_generation.relay.stop()
 
 
 _KEPT = (Verdict.PREINFER, Verdict.RELOAD, Verdict.ALREADY_RESIDENT, Verdict.ALREADY_RUNNING)

@@ -20,6 +20,7 @@ ORDER = [  # top first: a folder or file may import what stands below it
     "app",
     "config",
     "service",
+    "generation",
     "server",
     "router",
     "replay",

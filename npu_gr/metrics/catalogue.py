@@ -12,7 +12,7 @@ from typing import Protocol
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info
 
 from npu_gr import __version__
-from npu_gr.request import HistoryReport, ModelInfo, Outcome, RankAnswer, Reason, Verdict
+from npu_gr.request import GenerateAnswer, HistoryReport, ModelInfo, Outcome, RankAnswer, Reason, Verdict
 
 LATENCY_S = (
     *(0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.025, 0.03, 0.04),
@@ -72,6 +72,10 @@ class Metrics:
         ranks = histogram("rank_duration_seconds", "Rank, end to end in the service.", rank_s, ("outcome",))
         self._rank_s = {outcome: ranks.labels(outcome.value) for outcome in Outcome}
         self.signal_s = histogram("signal_duration_seconds", "Signal, until its verdict.", signal_s)
+        generates = histogram("generate_duration_seconds", "Generate, end to end.", LATENCY_S, ("outcome",))
+        self._generate_s = {outcome: generates.labels(outcome.value) for outcome in Outcome}
+        self._generated = counter("generated_items_total", "Items that generate answered.")
+        self._exhausted = counter("generate_exhausted_total", "Generates with fewer items than were asked for.")
         outcomes = counter("rank_outcomes_total", "Ranks by how they got their prefix.", ("outcome", "reason"))
         self._outcomes = {(o, r): outcomes.labels(o.value, r.value) for o in Outcome for r in Reason}
         verdicts = counter("signal_verdicts_total", "Signals by what the trigger said.", ("verdict",))
@@ -114,6 +118,12 @@ class Metrics:
         self._prefix_tokens.inc(answer.prefix_tokens)
         self._history_tokens.inc(answer.history.num_tokens)
         self._unknown["candidates"].inc(answer.unknown_candidates)
+
+    def generate_done(self, answer: GenerateAnswer, duration_s: float) -> None:
+        """A generate was answered."""
+        self._generate_s[answer.outcome].observe(duration_s)
+        self._generated.inc(len(answer.item_ids))
+        self._exhausted.inc(answer.status == "exhausted")
 
     def history_read(self, report: HistoryReport) -> None:
         """A history was tokenized, for a signal or a rank."""

@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 import torch
+import xxhash
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -49,6 +50,16 @@ class _HFConfig(msgspec.Struct, frozen=True, kw_only=True):
     use_sliding_window: bool = False
     layer_types: list[str] | None = None
     quantization_config: dict[str, Any] | None = None
+
+
+def version(folder: Path) -> str:
+    """16 hex digits over `config.json` and the weights' files: part of every cache key."""
+    digest = xxhash.xxh3_64()
+    for path in sorted([folder / CONFIG, *folder.glob("*.safetensors")]):
+        with path.open("rb") as file:
+            while part := file.read(1 << 24):
+                digest.update(part)
+    return digest.hexdigest()
 
 
 def read_config(folder: Path) -> DecoderConfig:

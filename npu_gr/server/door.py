@@ -4,7 +4,18 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-from npu_gr.request import Events, ModelInfo, RankAnswer, RankRequest, SignalAnswer, SignalRequest, UserKey
+from npu_gr.request import (
+    CatalogueInfo,
+    Events,
+    GenerateAnswer,
+    GenerateRequest,
+    ModelInfo,
+    RankAnswer,
+    RankRequest,
+    SignalAnswer,
+    SignalRequest,
+    UserKey,
+)
 
 
 class Door(Protocol):
@@ -28,6 +39,22 @@ class Door(Protocol):
 
     async def rank(self, request: RankRequest, budget_s: float) -> RankAnswer:
         """Score the candidates. Raises DeadlineExceeded when `budget_s` seconds are over."""
+        ...
+
+    async def generate(self, request: GenerateRequest, budget_s: float) -> GenerateAnswer:
+        """The best items after a history. Raises NotFound where this instance does not generate."""
+        ...
+
+    def catalogue(self) -> CatalogueInfo:
+        """The catalogue that `generate` serves."""
+        ...
+
+    async def reload_catalogue(self) -> CatalogueInfo:
+        """Read the catalogue again and serve it; requests in progress keep theirs."""
+        ...
+
+    def rollback_catalogue(self) -> CatalogueInfo:
+        """Serve the version before."""
         ...
 
     async def append_events(self, user: UserKey, events: Events, budget_s: float) -> int:

@@ -10,8 +10,11 @@ from npu_gr import __version__
 from npu_gr.server.wire import (
     JSON,
     MSGPACK,
+    CatalogueOut,
     EventsBody,
     EventsOut,
+    GenerateBody,
+    GenerateOut,
     Problem,
     RankBody,
     RankOut,
@@ -35,7 +38,10 @@ _ERRORS = {
 
 def document() -> dict[str, Any]:
     """The whole document."""
-    structs = (SignalBody, SignalOut, RankBody, RankOut, EventsBody, EventsOut, Problem)
+    structs = (
+        *(SignalBody, SignalOut, RankBody, RankOut, GenerateBody, GenerateOut),
+        *(CatalogueOut, EventsBody, EventsOut, Problem),
+    )
     refs, components = msgspec.json.schema_components(structs, ref_template="#/components/schemas/{name}")
     schema = dict(zip(structs, refs, strict=True))
 
@@ -78,6 +84,14 @@ def document() -> dict[str, Any]:
         parameters = [{"name": n, "in": "path", "required": True, "schema": {"type": "string"}} for n in names]
         return {**paths, "parameters": parameters}
 
+    def catalogue(name: str, summary: str, *codes: str) -> dict[str, Any]:
+        done = {"description": "Done.", "content": content(CatalogueOut)}
+        return {
+            "operationId": name,
+            "summary": summary,
+            "responses": {"200": done, **errors("401", "404", "503", *codes)},
+        }
+
     model = "/v2/models/{model}"
     version = f"{model}/versions/{{version}}"
     erase = {
@@ -102,6 +116,12 @@ def document() -> dict[str, Any]:
         "paths": {
             "/v1/signal": post("signal", "Pre-infer a user's prefix.", SignalBody, "202", SignalOut),
             "/v1/rank": post("rank", "Score candidates for a user.", RankBody, "200", RankOut),
+            "/v1/generate": post("generate", "The best items after a history.", GenerateBody, "200", GenerateOut),
+            "/v1/catalog": {"get": catalogue("catalogue", "The catalogue that is served.")},
+            "/v1/catalog/reload": {
+                "post": catalogue("reloadCatalogue", "Read the catalogue anew and serve it.", "422")
+            },
+            "/v1/catalog/rollback": {"post": catalogue("rollbackCatalogue", "Serve the version before.", "422")},
             "/v1/events": post("events", "Append behaviours of a user.", EventsBody, "200", EventsOut),
             "/v1/users/{user_id}": named(erase, "user_id"),
             "/v1/models": get("models", "What is being served.", "401"),

@@ -18,7 +18,7 @@ from prometheus_client.aiohttp import make_aiohttp_handler
 from npu_gr import __version__
 from npu_gr.errors import DeadlineExceeded, NotFound, Unavailable, Unprocessable
 from npu_gr.metrics.catalogue import Metrics
-from npu_gr.request import ModelInfo, Outcome, UserKey
+from npu_gr.request import GenerateAnswer, ModelInfo, Outcome, RankAnswer, UserKey
 from npu_gr.server.auth import ApiKeys
 from npu_gr.server.config import ServerConfig
 from npu_gr.server.door import Door
@@ -31,11 +31,15 @@ from npu_gr.server.wire import (
     MSGPACK,
     EventsBody,
     EventsOut,
+    GenerateBody,
     RankBody,
     SignalBody,
+    catalogue_out,
     decode,
     encode,
     events,
+    generate_out,
+    generate_request,
     rank_out,
     rank_request,
     signal_out,
@@ -71,6 +75,10 @@ def build_web_app(door: Door, config: ServerConfig, metrics: Metrics) -> web.App
         [
             web.post("/v1/signal", routes.signal),
             web.post("/v1/rank", routes.rank),
+            web.post("/v1/generate", routes.generate),
+            web.get("/v1/catalog", routes.catalogue),
+            web.post("/v1/catalog/reload", routes.reload_catalogue),
+            web.post("/v1/catalog/rollback", routes.rollback_catalogue),
             web.post("/v1/events", routes.events),
             web.delete("/v1/users/{user_id:(?s:.+)}", routes.erase),
             web.get("/v1/models", routes.models),
@@ -169,11 +177,23 @@ class _Routes:
     async def rank(self, request: web.Request) -> web.Response:
         body = decode(await request.read(), request.content_type, RankBody)
         answer = await self._door.rank(rank_request(body, self._config), self._left_s(request))
-        media = _accepted(request)
-        response = _answer(request, rank_out(answer, request[_ID], media), 200)
-        response.headers["X-Cache"] = _X_CACHE[answer.outcome]
-        response.headers["Server-Timing"] = ", ".join(f"{k};dur={v * 1e3:.3f}" for k, v in answer.stages_s.items())
-        return response
+        out = rank_out(answer, request[_ID], _accepted(request))
+        return _with_stages(_answer(request, out, 200), answer)
+
+    async def generate(self, request: web.Request) -> web.Response:
+        body = decode(await request.read(), request.content_type, GenerateBody)
+        answer = await self._door.generate(generate_request(body, self._config), self._left_s(request))
+        out = generate_out(answer, request[_ID], _accepted(request))
+        return _with_stages(_answer(request, out, 200), answer)
+
+    async def catalogue(self, request: web.Request) -> web.Response:
+        return _answer(request, catalogue_out(self._door.catalogue()), 200)
+
+    async def reload_catalogue(self, request: web.Request) -> web.Response:
+        return _answer(request, catalogue_out(await self._door.reload_catalogue()), 200)
+
+    async def rollback_catalogue(self, request: web.Request) -> web.Response:
+        return _answer(request, catalogue_out(self._door.rollback_catalogue()), 200)
 
     async def events(self, request: web.Request) -> web.Response:
         body = decode(await request.read(), request.content_type, EventsBody)
@@ -246,6 +266,12 @@ def _accepted(request: web.Request) -> str:
 def _answer(request: web.Request, body: msgspec.Struct, status: int) -> web.Response:
     media = _accepted(request)
     return web.Response(body=encode(body, media), status=status, content_type=media)
+
+
+def _with_stages(response: web.Response, answer: RankAnswer | GenerateAnswer) -> web.Response:
+    response.headers["X-Cache"] = _X_CACHE[answer.outcome]
+    response.headers["Server-Timing"] = ", ".join(f"{k};dur={v * 1e3:.3f}" for k, v in answer.stages_s.items())
+    return response
 
 
 def _json(body: object) -> web.Response:

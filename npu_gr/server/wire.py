@@ -9,7 +9,8 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Callable
-from typing import Annotated, Any, TypeVar
+from dataclasses import asdict
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 import numpy as np
@@ -18,7 +19,10 @@ import numpy.typing as npt
 from npu_gr.errors import BadRequest, TooLarge, Unprocessable, UnsupportedMedia
 from npu_gr.request import (
     F32,
+    CatalogueInfo,
     Events,
+    GenerateAnswer,
+    GenerateRequest,
     HistoryRef,
     HistoryReport,
     RankAnswer,
@@ -78,6 +82,23 @@ class RankBody(_WithHistory, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     top_k: Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)] | None = None
 
 
+Value = bool | int | float | str
+Values = Annotated[list[Value], msgspec.Meta(min_length=1, max_length=1000)]
+
+
+class GenerateBody(_WithHistory, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The best items after a user's history, by semantic-ID beam search."""
+
+    num_items: Annotated[int, msgspec.Meta(ge=1, le=10_000)] = 50
+    beam_width: Annotated[int, msgspec.Meta(ge=1, le=1024)] | None = None  # absent: the service's
+    normalise: Literal["vocabulary", "codebook", "valid"] = "vocabulary"
+    temperature: Annotated[float, msgspec.Meta(ge=1e-3, le=1e3)] = 1.0
+    allow_items: Column | None = None  # absent: all
+    deny_items: Column | None = None
+    attributes: dict[Name, Values] = {}  # attribute of the catalogue -> values, of which an item has one
+    catalogue_version: Name | None = None
+
+
 class EventsBody(_User, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """New behaviours of a user."""
 
@@ -101,6 +122,7 @@ class SignalOut(msgspec.Struct, frozen=True, kw_only=True):
     verdict: str
     resident_for_s: float
     history: HistoryOut
+    generate_verdict: str | None
 
 
 class RankOut(msgspec.Struct, frozen=True, kw_only=True):
@@ -116,6 +138,34 @@ class RankOut(msgspec.Struct, frozen=True, kw_only=True):
     unknown_candidates: int
     history: HistoryOut
     stages_s: dict[str, float]
+
+
+class GenerateOut(msgspec.Struct, frozen=True, kw_only=True):
+    """Items, best first, as flat columns: `sids` holds num_levels codes an item."""
+
+    request_id: str
+    model_version: str
+    catalogue_version: str
+    outcome: str
+    reason: str
+    status: str
+    items: list[int] | bytes
+    sids: list[int] | bytes
+    num_levels: int
+    scores: list[float] | bytes
+    prefix_tokens: int
+    history: HistoryOut
+    stages_s: dict[str, float]
+
+
+class CatalogueOut(msgspec.Struct, frozen=True, kw_only=True):
+    """The version of the catalogue that is served, and the one that a rollback would serve."""
+
+    version: str
+    num_items: int
+    num_bytes: int
+    age_s: float
+    previous: str | None
 
 
 class EventsOut(msgspec.Struct, frozen=True, kw_only=True):
@@ -135,12 +185,12 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True):
     request_id: str
 
 
-B = TypeVar("B", SignalBody, RankBody, EventsBody)
+B = TypeVar("B", SignalBody, RankBody, GenerateBody, EventsBody)
 
 JSON, MSGPACK = "application/json", "application/msgpack"
 _DECODERS: dict[tuple[type[Any], str], Any] = {
     (cls, media): codec.Decoder(cls)
-    for cls in (SignalBody, RankBody, EventsBody)
+    for cls in (SignalBody, RankBody, GenerateBody, EventsBody)
     for media, codec in ((JSON, msgspec.json), (MSGPACK, msgspec.msgpack))
 }
 _ENCODERS: dict[str, Callable[[Any], bytes]] = {
@@ -249,6 +299,27 @@ def rank_request(body: RankBody, config: ServerConfig) -> RankRequest:
     )
 
 
+def generate_request(body: GenerateBody, config: ServerConfig) -> GenerateRequest:
+    """The noun of a generate."""
+
+    def ids(values: list[int] | bytes | None, field: str) -> npt.NDArray[Any] | None:
+        return None if values is None else column(values, field, "<i8", config.max_candidates)
+
+    return GenerateRequest(
+        user=body.user,
+        history=_history(body, config),
+        num_items=body.num_items,
+        beam_width=body.beam_width,
+        normalise=body.normalise,
+        temperature=body.temperature,
+        allow_items=ids(body.allow_items, "allow_items"),
+        deny_items=ids(body.deny_items, "deny_items"),
+        attributes={name: tuple(values) for name, values in body.attributes.items()},
+        catalogue_version=body.catalogue_version,
+        model_version=body.model_version,
+    )
+
+
 # ---- nouns -> answers
 
 
@@ -269,6 +340,7 @@ def signal_out(answer: SignalAnswer, request_id: str) -> SignalOut:
         verdict=answer.verdict.value,
         resident_for_s=answer.resident_for_s,
         history=_history_out(answer.history),
+        generate_verdict=None if answer.generate_verdict is None else answer.generate_verdict.value,
     )
 
 
@@ -286,6 +358,34 @@ def rank_out(answer: RankAnswer, request_id: str, media: str) -> RankOut:
         history=_history_out(answer.history),
         stages_s=answer.stages_s,
     )
+
+
+def generate_out(answer: GenerateAnswer, request_id: str, media: str) -> GenerateOut:
+    """The answer of a generate; in msgpack items are raw int64, sids int32, scores float32, little-endian."""
+
+    def flat(values: npt.NDArray[Any], dtype: str) -> Any:
+        return values.astype(dtype, copy=False).tobytes() if media == MSGPACK else values.ravel().tolist()
+
+    return GenerateOut(
+        request_id=request_id,
+        model_version=answer.model_version,
+        catalogue_version=answer.catalogue_version,
+        outcome=answer.outcome.value,
+        reason=answer.reason.value,
+        status=answer.status,
+        items=flat(answer.item_ids, "<i8"),
+        sids=flat(answer.sids, "<i4"),
+        num_levels=answer.sids.shape[1],
+        scores=flat(answer.scores, "<f4"),
+        prefix_tokens=answer.prefix_tokens,
+        history=_history_out(answer.history),
+        stages_s=answer.stages_s,
+    )
+
+
+def catalogue_out(info: CatalogueInfo) -> CatalogueOut:
+    """The state of the catalogue."""
+    return CatalogueOut(**asdict(info))
 
 
 def _scores(values: F32, media: str) -> list[float | None] | bytes:

@@ -1,0 +1,227 @@
+"""The `generate` job of a service: its model, its catalogue, its relay. `service.py` brings the request this far.
+
+    prompt -> lease its KV (as a rank does) -> one job: encode what is missing, search -> items
+
+A request pins one version of the catalogue from its prompt to its items.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import numpy as np
+
+from npu_gr.catalog.filters import Filter, allow_mask, attribute_in
+from npu_gr.catalog.records import read_items
+from npu_gr.catalog.trie import Codebooks
+from npu_gr.catalog.versions import Catalogue, Snapshot, make_snapshot
+from npu_gr.engine.beam_search import SearchOptions, Tables
+from npu_gr.engine.generate import GenerateEngine, Prompt, Work, make_prompt
+from npu_gr.errors import CatalogError, ConfigError, DataError, NotFound, Unprocessable
+from npu_gr.relay.relay import Relay
+from npu_gr.request import I64, CatalogueInfo, GenerateAnswer, GenerateRequest, HistoryReport, UserKey, Verdict
+
+Count = Annotated[int, msgspec.Meta(ge=1)]
+Bytes = Annotated[int, msgspec.Meta(ge=0)]
+
+
+WARM_UP_TOKENS, WARM_UP_BEAMS = (48, 240, 960), (16, 128)
+
+
+class GenerateConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What generates, from what, how wide."""
+
+    checkpoint: str  # Hugging Face folder of a Qwen3 or Qwen2 model
+    catalogue: str  # .jsonl, .parquet or .bin: items and their semantic IDs
+    codes: tuple[Count, ...]  # of each level of a semantic ID
+    first_token: Annotated[int, msgspec.Meta(ge=0)] = 0  # token of the first level's code 0; the levels stand in a row
+    max_beams: Annotated[int, msgspec.Meta(ge=1, le=1024)] = 512
+    beam_width: Count = 128  # of a request that names none
+    max_prompt_tokens: Count = 1024  # of a longer history the newest items
+    cut_step_items: Count = 32  # its start moves in steps of so many
+    hbm_bytes: Bytes = 268_435_456
+    dram_bytes: Bytes = 0
+
+    def __post_init__(self) -> None:
+        if not self.codes:
+            raise ValueError("codes: needs at least one level")
+        if self.beam_width > self.max_beams:
+            raise ValueError(f"beam_width: {self.beam_width} is over max_beams {self.max_beams}")
+        if self.max_prompt_tokens < len(self.codes):
+            raise ValueError(f"max_prompt_tokens: {self.max_prompt_tokens} has no room for one item")
+
+
+class Generation:
+    """One generator behind a service. Event loop only."""
+
+    def __init__(
+        self, config: GenerateConfig, name: str, version: str, engine: GenerateEngine, relay: Relay[Prompt]
+    ) -> None:
+        self.config, self.name, self.version = config, name, version
+        self.engine, self.relay = engine, relay
+        self._catalogue = Catalogue()
+        self._tables: dict[str, Tables] = {}  # by content: of the version served and of the one kept
+        self._reloading = asyncio.Lock()
+
+    async def start(self) -> None:
+        """Load the catalogue and warm up.
+
+        Raises:
+            ConfigError: the catalogue cannot be served.
+        """
+        try:
+            await self.reload()
+        except DataError as error:
+            raise ConfigError(f"generate.catalogue: {error}") from error
+        with self._catalogue.pin() as snapshot:
+            if snapshot.trie.num_items:
+                longest = min(self.config.max_prompt_tokens, self.engine.generator.max_prompt_tokens)
+                lengths = sorted({min(longest, n) for n in WARM_UP_TOKENS})
+                widths = sorted({min(self.config.max_beams, width) for width in WARM_UP_BEAMS})
+                await self.engine.warm_up(snapshot.trie, self._tables[snapshot.content], lengths, widths)
+
+    # ---- the catalogue
+
+    async def reload(self) -> CatalogueInfo:
+        """Read the catalogue's file again and serve it; requests in progress keep theirs.
+
+        Raises:
+            DataError: names the file, the record and the reason; the version served before still is.
+        """
+        async with self._reloading:
+            snapshot = await asyncio.to_thread(self._read)
+            if snapshot.content not in self._tables:
+                device = self.engine.backend.device
+                uploaded = await self.engine.scheduler.call(
+                    lambda: Tables.upload(snapshot.trie, device), float("inf"), order_s=0.0
+                )
+                self._tables[snapshot.content] = uploaded.value
+            self._catalogue.publish(snapshot)
+            status = self._catalogue.status()
+            kept = {status.version, status.previous}
+            self._tables = {content: tables for content, tables in self._tables.items() if content in kept}
+        return self.catalogue()
+
+    def rollback(self) -> CatalogueInfo:
+        """Serve the version before.
+
+        Raises:
+            CatalogError: there is none.
+        """
+        self._catalogue.rollback()
+        return self.catalogue()
+
+    def catalogue(self) -> CatalogueInfo:
+        """What is served."""
+        status = self._catalogue.status()
+        return CatalogueInfo(
+            version=status.version,
+            num_items=status.num_items,
+            num_bytes=status.num_bytes,
+            age_s=status.age_s,
+            previous=status.previous,
+        )
+
+    def _read(self) -> Snapshot:
+        items = read_items(Path(self.config.catalogue))
+        if len(items) and items.sids.shape[1] != len(self.config.codes):
+            raise CatalogError(
+                f"{self.config.catalogue}: semantic IDs of {items.sids.shape[1]} codes, "
+                f"generate.codes names {len(self.config.codes)}"
+            )
+        return make_snapshot(items, Codebooks.stacked(self.config.codes, self.config.first_token))
+
+    # ---- requests
+
+    def signal(self, user: UserKey, item_ids: I64) -> Verdict:
+        """Pre-infer the prompt of a history, if the trigger wants it."""
+        with self._catalogue.pin() as snapshot:
+            return self.relay.signal(user, self._prompt(snapshot, item_ids))
+
+    def _prompt(self, snapshot: Snapshot, item_ids: I64) -> Prompt:
+        longest = min(self.config.max_prompt_tokens, self.engine.generator.max_prompt_tokens)
+        return make_prompt(snapshot.trie, item_ids, longest, self.config.cut_step_items)
+
+    async def generate(self, request: GenerateRequest, item_ids: I64, due_s: float, history_s: float) -> GenerateAnswer:
+        """The best items after a history.
+
+        Raises:
+            Unprocessable: the beam is over the limit, the history has no known item, or a filter makes no sense.
+            NotFound: another version of the catalogue is asked for than is served.
+        """
+        began_s = time.monotonic()
+        width = request.beam_width or max(self.config.beam_width, min(request.num_items, self.config.max_beams))
+        if width > self.config.max_beams:
+            raise Unprocessable(f"beam_width: {width}, the limit is {self.config.max_beams}")
+        with self._catalogue.pin() as snapshot:
+            if request.catalogue_version not in (None, snapshot.version):
+                raise NotFound(
+                    f"catalogue_version: {request.catalogue_version!r} is not served; {snapshot.version!r} is"
+                )
+            prompt = self._prompt(snapshot, item_ids)
+            if not len(prompt):
+                raise Unprocessable(f"history: none of its {len(item_ids)} items is in the catalogue")
+            options = SearchOptions(width=width, normalise=request.normalise, temperature=request.temperature)
+            allow = await asyncio.to_thread(_filter, snapshot, request) if _is_filtered(snapshot, request) else None
+            async with self.relay.lease(request.user, prompt, width, due_s) as lease:
+                lease_s = time.monotonic() - began_s
+                if lease.first_token:
+                    prompt = prompt.newest(len(prompt) - lease.first_token, snapshot.trie.num_levels) or prompt
+                work = Work(
+                    trie=snapshot.trie,
+                    tables=self._tables[snapshot.content],
+                    prompt=prompt,
+                    options=options,
+                    num_items=request.num_items,
+                    allow=allow,
+                    cached=lease.cached,
+                    keep=lease.keep,
+                )
+                done = await self.engine.generate(work, due_s)
+        return GenerateAnswer(
+            model_version=self.version,
+            catalogue_version=snapshot.version,
+            outcome=lease.outcome,
+            reason=lease.reason,
+            status=done.value.status.value,
+            item_ids=done.value.item_ids,
+            sids=done.value.sids,
+            scores=done.value.scores,
+            history=HistoryReport(
+                fingerprint=prompt.fingerprint(len(prompt)),
+                num_tokens=len(prompt),
+                cut_tokens=prompt.cut_items * snapshot.trie.num_levels,
+                unknown_items=prompt.unknown_items,
+            ),
+            prefix_tokens=lease.cached.num_tokens if lease.cached else 0,
+            stages_s={"history": history_s, "lease": lease_s, "queue": done.queue_s, "device": done.device_s},
+        )
+
+
+def _is_filtered(snapshot: Snapshot, request: GenerateRequest) -> bool:
+    asked = request.allow_items is not None or request.deny_items is not None or request.attributes
+    return bool(asked) or snapshot.available is not None
+
+
+def _filter(snapshot: Snapshot, request: GenerateRequest) -> Filter:
+    """What a request may see: what is not withdrawn, allowed, not denied, and has the attributes."""
+    trie = snapshot.trie
+    allowed = np.ones(trie.num_items, np.bool_)
+    if request.allow_items is not None:
+        allowed[:] = False
+        places = trie.places(request.allow_items)
+        allowed[places[places >= 0]] = True
+    if request.deny_items is not None:
+        places = trie.places(request.deny_items)
+        allowed[places[places >= 0]] = False
+    attributes: Mapping[str, tuple[bool | int | float | str, ...]] = request.attributes
+    for name, values in attributes.items():
+        allowed &= attribute_in(snapshot.attributes, name, values)
+    if snapshot.available is not None:
+        allowed &= snapshot.available.allowed
+    return allow_mask(trie, allowed)

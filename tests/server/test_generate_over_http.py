@@ -1,0 +1,206 @@
+"""POST /v1/generate against a real instance: valid items, the same from every tier, filters, versions, bad input."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from aiohttp.test_utils import TestClient
+
+from npu_gr.errors import CheckpointError, ConfigError
+from tests.decoders import VARIANTS, saved
+from tests.serving import serving
+
+Client = TestClient[Any, Any]
+CODES = [8, 8, 8]
+HISTORY = {"items": [3, 10, 17, 24, 31, 38], "actions": [1] * 6, "timestamps": list(range(6))}
+
+
+def write_catalogue(path: Path, num_items: int = 200, seed: int = 0) -> dict[int, list[int]]:
+    sids = np.random.default_rng(seed).integers(0, 8, (num_items, 3)).tolist()
+    rows = [
+        {"item_id": item, "sid": sid, "order": 0.0, "attributes": {"stock": item % 5, "kind": "abc"[item % 3]}}
+        for item, sid in enumerate(sids)
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return dict(enumerate(sids))
+
+
+def section(folder: Path, **changes: Any) -> dict[str, Any]:
+    if not (folder / "decoder").exists():
+        (folder / "decoder").mkdir()
+        saved(folder / "decoder", **VARIANTS["qwen3 g2 tied"])
+    if not (folder / "items.jsonl").exists():
+        write_catalogue(folder / "items.jsonl")
+    return {
+        "checkpoint": str(folder / "decoder"),
+        "catalogue": str(folder / "items.jsonl"),
+        "codes": CODES,
+        "max_beams": 64,
+        "beam_width": 32,
+        "max_prompt_tokens": 48,
+        "hbm_bytes": 4_000_000,
+        "dram_bytes": 4_000_000,
+        **changes,
+    }
+
+
+async def generate(client: Client, status: int = 200, **body: Any) -> dict[str, Any]:
+    headers = {"X-Request-Timeout-Ms": "30000"}
+    async with client.post("/v1/generate", json={"user_id": "u", "history": HISTORY, **body}, headers=headers) as r:
+        answer: dict[str, Any] = await r.json(content_type=None)
+        assert r.status == status, answer
+        return answer
+
+
+async def test_the_whole_way(tmp_path: Path) -> None:
+    async with serving(tmp_path, generate=section(tmp_path)) as (client, _):
+        sids = write_catalogue(tmp_path / "items.jsonl")
+        cold = await generate(client, num_items=20)
+        assert (cold["outcome"], cold["status"], len(cold["items"])) == ("miss_full", "complete", 20)
+        assert len(set(cold["items"])) == 20
+        assert [cold["sids"][i * 3 : i * 3 + 3] for i in range(20)] == [sids[item] for item in cold["items"]]
+        assert cold["scores"] == sorted(cold["scores"], reverse=True)
+        assert cold["num_levels"] == 3
+        hit = await generate(client, num_items=20)
+        assert (hit["outcome"], hit["prefix_tokens"]) == ("hbm_hit", 18)
+        assert hit["items"] == cold["items"]
+        np.testing.assert_allclose(hit["scores"], cold["scores"], rtol=1e-5)
+
+        body = msgspec.msgpack.encode({"user_id": "u", "history": HISTORY, "num_items": 20})
+        media = {"Content-Type": "application/msgpack", "Accept": "application/msgpack"}
+        async with client.post("/v1/generate", data=body, headers=media) as response:
+            raw = msgspec.msgpack.decode(await response.read())
+        assert np.frombuffer(raw["items"], "<i8").tolist() == cold["items"]
+        assert np.frombuffer(raw["sids"], "<i4").tolist() == cold["sids"]
+
+
+async def test_a_signal_encodes_the_prompt(tmp_path: Path) -> None:
+    async with serving(tmp_path, generate=section(tmp_path)) as (client, _):
+        async with client.post("/v1/signal", json={"user_id": "s", "history": HISTORY}) as response:
+            assert (await response.json())["generate_verdict"] == "preinfer"
+        answer = await generate(client, user_id="s")
+        assert answer["outcome"] in ("joined", "hbm_hit")
+        assert answer["prefix_tokens"] == 18
+        async with client.delete("/v1/users/s") as response:
+            assert response.status == 204
+        assert (await generate(client, user_id="s"))["outcome"] == "miss_full"
+
+
+async def test_filters_hold_before_the_search(tmp_path: Path) -> None:
+    async with serving(tmp_path, generate=section(tmp_path)) as (client, _):
+        some = await generate(client, allow_items=[5, 6, 7, 999], num_items=10)
+        assert sorted(some["items"]) == [5, 6, 7]
+        assert some["status"] == "exhausted"
+        best = (await generate(client, num_items=3))["items"]
+        without = await generate(client, deny_items=best, num_items=3)
+        assert not set(best) & set(without["items"])
+        stock = await generate(client, attributes={"stock": [1, 2], "kind": ["a"]}, num_items=10)
+        assert stock["items"]
+        assert all(item % 5 in (1, 2) and item % 3 == 0 for item in stock["items"])
+        nothing = await generate(client, attributes={"kind": ["z"]})
+        assert (nothing["items"], nothing["sids"], nothing["status"]) == ([], [], "exhausted")
+
+
+async def test_the_catalogue_is_swapped_and_rolled_back(tmp_path: Path) -> None:
+    async with serving(tmp_path, generate=section(tmp_path)) as (client, _):
+
+        async def post(what: str, status: int = 200) -> dict[str, Any]:
+            async with client.post(f"/v1/catalog/{what}") as response:
+                assert response.status == status
+                answer: dict[str, Any] = await response.json(content_type=None)
+                return answer
+
+        first = await generate(client)
+        assert "no earlier version" in (await post("rollback", 422))["detail"]
+        write_catalogue(tmp_path / "items.jsonl", 150, seed=7)
+        asked = [asyncio.create_task(generate(client)) for _ in range(20)]
+        reloaded = await post("reload")
+        assert (reloaded["num_items"], reloaded["previous"]) == (150, first["catalogue_version"])
+        sids = {first["catalogue_version"]: first["sids"]}
+        for answer in await asyncio.gather(*asked):
+            assert sids.setdefault(answer["catalogue_version"], answer["sids"]) == answer["sids"]
+        assert (await generate(client))["catalogue_version"] == reloaded["version"]
+        (tmp_path / "items.jsonl").write_text('{"item_id": 1, "sid": [1, 2]}\n')
+        assert "semantic IDs of 2 codes" in (await post("reload", 422))["detail"]
+        (tmp_path / "items.jsonl").write_text('{"item_id": 1, "sid": [1, 2, 99]}\n')
+        assert "record 1" in (await post("reload", 422))["detail"]
+        back = await post("rollback")
+        assert back["version"] == first["catalogue_version"]
+        assert (await generate(client))["items"] == first["items"]
+        async with client.get("/v1/catalog") as response:
+            assert (await response.json())["version"] == first["catalogue_version"]
+        missing = await generate(client, 404, catalogue_version="nope")
+        assert missing["detail"].startswith("catalogue_version: 'nope' is not served")
+
+
+@pytest.mark.parametrize(
+    ("change", "status", "detail"),
+    [
+        ({"beam_width": 65}, 422, "beam_width: 65, the limit is 64"),
+        ({"beam_width": 5000}, 422, "beam_width: Expected `int` <= 1024"),
+        ({"num_items": 0}, 422, "num_items: Expected `int` >= 1"),
+        ({"temperature": 0.0}, 422, "temperature: Expected `float` >= 0.001"),
+        ({"normalise": "all"}, 422, "normalise: Invalid enum value 'all'"),
+        ({"attributes": {"colour": ["red"]}}, 422, "filter: no attribute 'colour'; there are kind, stock"),
+        ({"attributes": {"stock": ["many"]}}, 422, "filter: 'many' is not of the kind of attribute 'stock'"),
+        ({"attributes": {"stock": []}}, 422, "attributes[...]: Expected `array` of length >= 1"),
+        ({"allow_items": "AAAA"}, 422, "allow_items: 3 bytes are not whole"),
+        ({"beam_widht": 5}, 422, "unknown field beam_widht; did you mean beam_width?"),
+        ({"model_version": "x"}, 404, "model_version: 'x' is not served"),
+        ({"history": {"items": [900], "actions": [0], "timestamps": [0]}}, 422, "history: none of its 1 items"),
+    ],
+    ids=str,
+)
+async def test_a_bad_generate_is_explained(
+    tmp_path_factory: pytest.TempPathFactory, change: Any, status: int, detail: str
+) -> None:
+    folder = tmp_path_factory.getbasetemp() / "generate"
+    folder.mkdir(exist_ok=True)
+    async with serving(folder, generate=section(folder)) as (client, _):
+        assert (await generate(client, status, **change))["detail"].startswith(detail)
+
+
+async def test_a_long_history_is_cut_and_an_unknown_item_left_out(tmp_path: Path) -> None:
+    items = [*range(40), 999]
+    history = {"items": items, "actions": [1] * 41, "timestamps": list(range(41))}
+    async with serving(tmp_path, generate=section(tmp_path, cut_step_items=8)) as (client, _):
+        answer = await generate(client, history=history)
+        assert answer["history"]["num_tokens"] == 48
+        assert answer["history"]["cut_tokens"] == 72
+        assert answer["history"]["unknown_items"] == 1
+
+
+async def test_an_instance_without_a_generator_says_so(tmp_path: Path) -> None:
+    async with serving(tmp_path) as (client, _):
+        assert (await generate(client, 404))["detail"].startswith("this instance does not generate")
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "reason"),
+    [
+        ({"codes": [100, 100, 100]}, ConfigError, r"generate\.codes: the last token would be 299"),
+        ({"codes": [8, 8]}, ConfigError, r"generate\.catalogue: .*semantic IDs of 3 codes"),
+        ({"hbm_bytes": 10}, ConfigError, r"generate\.hbm_bytes: 10 holds no page"),
+        ({"catalogue": "none.jsonl"}, ConfigError, r"generate\.catalogue: none\.jsonl"),
+        ({"checkpoint": "nowhere"}, CheckpointError, "nowhere"),
+    ],
+    ids=str,
+)
+async def test_a_start_that_cannot_be_is_explained(
+    tmp_path: Path, change: Any, error: type[Exception], reason: str
+) -> None:
+    with pytest.raises(error, match=reason):
+        async with serving(tmp_path, generate=section(tmp_path, **change)):
+            pass
+
+
+async def test_an_empty_catalogue_is_served_as_one(tmp_path: Path) -> None:
+    (tmp_path / "items.jsonl").touch()
+    async with serving(tmp_path, generate=section(tmp_path)) as (client, _):
+        assert (await generate(client, 422))["detail"].startswith("history: none of its 6 items")
