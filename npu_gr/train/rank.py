@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Annotated, Literal, NamedTuple
 
 import msgspec
@@ -19,6 +20,7 @@ import torch
 from msgspec import Meta
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits
+from torch.optim.swa_utils import AveragedModel
 
 from npu_gr.errors import ConfigError, DataError
 from npu_gr.features.interactions import Interactions, ItemValues
@@ -74,6 +76,7 @@ class TrainOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     weight_decay: Annotated[float, Meta(ge=0.0)] = 0.1
     item_weight_decay: Annotated[float, Meta(ge=0.0, description="of item embeddings, which overfit first")] = 4.0
     dropout: Annotated[float, Meta(ge=0.0, lt=1.0)] = 0.3
+    average_decay: Annotated[float, Meta(ge=0.0, lt=1.0, description="of the moving average that is served")] = 0.0
     num_negatives: Annotated[Count, Meta(description="sampled items beside the true one")] = 32
     num_seen_negatives: Annotated[int, Meta(ge=0, description="sampled from the user's earlier items")] = 0
     click_ratio: Annotated[Ratio, Meta(description="share of the events with sampled items")] = 0.25
@@ -88,7 +91,9 @@ class TrainOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 DEMO = TrainOptions()
-LONG = TrainOptions(split="leave-one-out", epochs=8, num_seen_negatives=8, click_weight=0.5)
+LONG = TrainOptions(
+    split="leave-one-out", epochs=8, average_decay=0.999, num_seen_negatives=8, click_ratio=1.0, click_weight=0.5
+)
 
 
 class Progress(NamedTuple):
@@ -224,6 +229,7 @@ def _fit(model: HSTU, log: Log, labels: _Labels, options: TrainOptions, progress
         lr=options.learning_rate,
         betas=(0.9, 0.98),
     )
+    averaged = AveragedModel(model, multi_avg_fn=partial(_average, options.average_decay))
     model.train()
     recent: list[float] = []
     for epoch in range(options.epochs):
@@ -237,10 +243,19 @@ def _fit(model: HSTU, log: Log, labels: _Labels, options: TrainOptions, progress
             loss.backward()
             nn.utils.clip_grad_norm_(parameters, 1.0)
             optimizer.step()
+            averaged.update_parameters(model)
             recent = [*recent[1 - LAST_BATCHES :], loss.item()]
             if not math.isfinite(recent[-1]):
                 raise DataError(f"the loss is {recent[-1]} in epoch {done:.2f}: try a lower learning_rate")
             progress(Progress("train", done, options.epochs, sum(recent) / len(recent)))
+    model.load_state_dict(averaged.module.state_dict())
+
+
+@torch.no_grad()
+def _average(decay: float, averages: list[Tensor], now: list[Tensor], num_averaged: Tensor | int) -> None:
+    """Move the averages towards the weights of now: all the way at decay 0, and further in the first steps."""
+    steps = int(num_averaged)
+    torch._foreach_lerp_(averages, now, 1 - min(decay, (1 + steps) / (10 + steps)))
 
 
 def _schedule(progress_ratio: float, warm_up_ratio: float) -> float:

@@ -53,7 +53,7 @@ async def config(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterato
     url = request.getfixturevalue("redis_url")
     async with redis.from_url(url) as client:
         await client.flushall()
-    yield HistoryConfig(kind="redis", url=url, max_events_per_user=1000)
+    yield HistoryConfig(kind="redis", url=url, max_events_per_user=1000, timeout_s=30.0)
 
 
 @pytest.fixture
