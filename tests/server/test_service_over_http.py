@@ -228,9 +228,9 @@ async def test_a_caller_that_hangs_up_frees_its_slot(tmp_path: Path) -> None:
             held.set()
             await asyncio.Event().wait()
 
-        service._history = slow  # type: ignore[method-assign, assignment]
+        service._events = slow  # type: ignore[method-assign, assignment]
         asking = asyncio.create_task(rank(client, history=columns(events(3))))
-        await held.wait()
+        await asyncio.wait_for(held.wait(), 10)
         assert service._limiter.inflight == 1
         asking.cancel()
         await asyncio.gather(asking, return_exceptions=True)
