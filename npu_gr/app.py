@@ -156,6 +156,8 @@ def _generation(config: Config, section: GenerateConfig, engine: Engine, metrics
     relay = Relay(config.relay, config.trigger, generate_engine, pool, dram, version)
     relay.on_error = metrics.relay_error
     metrics.observe_tier("generate_hbm", pool, {"free": lambda: pool.free_bytes, "live": lambda: pool.live_bytes})
+    if dram is not None:
+        metrics.observe_tier("generate_dram", dram, {"free": lambda: dram.free_bytes, "live": lambda: dram.live_bytes})
     return Generation(section, folder.name, version, generate_engine, relay)
 
 

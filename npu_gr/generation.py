@@ -138,17 +138,27 @@ class Generation:
 
     # ---- requests
 
-    def signal(self, user: UserKey, item_ids: I64) -> Verdict:
+    async def signal(self, user: UserKey, item_ids: I64) -> Verdict:
         """Pre-infer the prompt of a history, if the trigger wants it."""
         with self._catalogue.pin() as snapshot:
-            return self.relay.signal(user, self._prompt(snapshot, item_ids))
+            return self.relay.signal(user, await self._prompt(snapshot, item_ids))
 
-    def _prompt(self, snapshot: Snapshot, item_ids: I64) -> Prompt:
+    async def _prompt(self, snapshot: Snapshot, item_ids: I64) -> Prompt:
+        """In a thread: a thousand look-ups in a catalogue of millions take milliseconds."""
         longest = min(self.config.max_prompt_tokens, self.engine.generator.max_prompt_tokens)
-        return make_prompt(snapshot.trie, item_ids, longest, self.config.cut_step_items)
+        return await asyncio.to_thread(make_prompt, snapshot.trie, item_ids, longest, self.config.cut_step_items)
 
-    async def generate(self, request: GenerateRequest, item_ids: I64, due_s: float, history_s: float) -> GenerateAnswer:
+    async def generate(
+        self, request: GenerateRequest, item_ids: I64, fingerprint: str, due_s: float, history_s: float
+    ) -> GenerateAnswer:
         """The best items after a history.
+
+        Args:
+            request: what is asked.
+            item_ids: [n] items of the history, oldest first.
+            fingerprint: of the history, for the answer.
+            due_s: instant (time.monotonic) by which the answer must be there.
+            history_s: what reading the history took.
 
         Raises:
             Unprocessable: the beam is over the limit, the history has no known item, or a filter makes no sense.
@@ -163,7 +173,7 @@ class Generation:
                 raise NotFound(
                     f"catalogue_version: {request.catalogue_version!r} is not served; {snapshot.version!r} is"
                 )
-            prompt = self._prompt(snapshot, item_ids)
+            prompt = await self._prompt(snapshot, item_ids)
             if not len(prompt):
                 raise Unprocessable(f"history: none of its {len(item_ids)} items is in the catalogue")
             options = SearchOptions(width=width, normalise=request.normalise, temperature=request.temperature)
@@ -171,7 +181,8 @@ class Generation:
             async with self.relay.lease(request.user, prompt, width, due_s) as lease:
                 lease_s = time.monotonic() - began_s
                 if lease.first_token:
-                    prompt = prompt.newest(len(prompt) - lease.first_token, snapshot.trie.num_levels) or prompt
+                    one = snapshot.trie.num_levels  # item, at least
+                    prompt = prompt.newest(max(one, len(prompt) - lease.first_token), one)
                 work = Work(
                     trie=snapshot.trie,
                     tables=self._tables[snapshot.content],
@@ -193,7 +204,7 @@ class Generation:
             sids=done.value.sids,
             scores=done.value.scores,
             history=HistoryReport(
-                fingerprint=prompt.fingerprint(len(prompt)),
+                fingerprint=fingerprint,
                 num_tokens=len(prompt),
                 cut_tokens=prompt.cut_items * snapshot.trie.num_levels,
                 unknown_items=prompt.unknown_items,

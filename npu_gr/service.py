@@ -106,7 +106,7 @@ class Service:
             verdict = self._relay.signal(request.user, tokens)
             generation, generate_verdict = self._maybe_generation, None
             if generation is not None:
-                generate_verdict = generation.signal(request.user, events.items)
+                generate_verdict = await generation.signal(request.user, events.items)
         self._metrics.signal_decided(verdict, time.monotonic() - began_s)
         produced = verdict in _KEPT
         return SignalAnswer(
@@ -179,7 +179,11 @@ class Service:
         with self._limiter.admit():
             async with deadline(budget_s) as due_s:
                 events, _ = await self._events(request.user, request.history)
-                answer = await generation.generate(request, events.items, due_s, time.monotonic() - began_s)
+                fingerprint = events.fingerprint()
+                if request.history.events is not None:
+                    self._known.remember(request.user, fingerprint, events)
+                history_s = time.monotonic() - began_s
+                answer = await generation.generate(request, events.items, fingerprint, due_s, history_s)
         self._metrics.generate_done(answer, time.monotonic() - began_s)
         return answer
 

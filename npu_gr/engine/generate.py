@@ -34,7 +34,9 @@ from npu_gr.kv.layout import KVLayout, Run
 from npu_gr.model.decoder import Decoder, LayerSlabs
 from npu_gr.request import F32, I64
 
-SPLIT_FROM_TOKENS = 192  # below, one attention stage is faster: `xgr.md` 4.2; measured by `npu-gr bench generate`
+# Below, one attention stage is expected to be faster: the middle of what others measured (128 to 256, TensorRT-LLM
+# PR 14396). Not measured on any device of ours yet.
+SPLIT_FROM_TOKENS = 192
 
 
 class Status(StrEnum):

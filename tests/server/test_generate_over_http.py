@@ -12,13 +12,14 @@ import numpy as np
 import pytest
 from aiohttp.test_utils import TestClient
 
+from npu_gr.engine.cost import CostModel
 from npu_gr.errors import CheckpointError, ConfigError
 from tests.decoders import VARIANTS, saved
 from tests.serving import serving
 
 Client = TestClient[Any, Any]
 CODES = [8, 8, 8]
-HISTORY = {"items": [3, 10, 17, 24, 31, 38], "actions": [1] * 6, "timestamps": list(range(6))}
+HISTORY: dict[str, list[int]] = {"items": [3, 10, 17, 24, 31, 38], "actions": [1] * 6, "timestamps": list(range(6))}
 
 
 def write_catalogue(path: Path, num_items: int = 200, seed: int = 0) -> dict[int, list[int]]:
@@ -78,6 +79,35 @@ async def test_the_whole_way(tmp_path: Path) -> None:
             raw = msgspec.msgpack.decode(await response.read())
         assert np.frombuffer(raw["items"], "<i8").tolist() == cold["items"]
         assert np.frombuffer(raw["sids"], "<i4").tolist() == cold["sids"]
+
+
+async def test_an_answer_names_a_base_for_the_next_request(tmp_path: Path) -> None:
+    async with serving(tmp_path, generate=section(tmp_path)) as (client, _):
+        base = (await generate(client))["history"]["fingerprint"]
+        new = {"items": [45], "actions": [1], "timestamps": [9]}
+        whole = {name: [*HISTORY[name], *new[name]] for name in new}
+        want = await generate(client, history=whole, user_id="v")
+        got = await generate(client, history=new, base=base)
+        assert got["outcome"] == "hbm_hit"
+        assert got["items"] == want["items"]
+        async with client.get("/metrics") as response:
+            text = await response.text()
+        assert 'npu_gr_generate_duration_seconds_count{outcome="hbm_hit"} 1.0' in text
+        assert "npu_gr_generated_items_total 150.0" in text
+        assert 'npu_gr_kv_budget_bytes{tier="generate_dram"}' in text
+
+
+async def test_a_prompt_that_would_be_late_is_cut_to_its_newest_items(tmp_path: Path) -> None:
+    async with serving(tmp_path, generate=section(tmp_path)) as (client, service):
+        last = {name: values[-2:] for name, values in HISTORY.items()}
+        want = await generate(client, history=last, user_id="v")
+        assert service._maybe_generation is not None
+        service._maybe_generation.engine.cost = CostModel(0.0, 4.0, 0.0, 0.0, 0.0)  # 4 s a token, of 30 s
+        got = await generate(client)
+        assert (got["outcome"], got["history"]["num_tokens"]) == ("degraded", 6)
+        assert got["items"] == want["items"]
+        service._maybe_generation.engine.cost = CostModel(0.0, 14.0, 0.0, 0.0, 0.0)
+        assert (await generate(client))["history"]["num_tokens"] == 3
 
 
 async def test_a_signal_encodes_the_prompt(tmp_path: Path) -> None:
