@@ -39,7 +39,7 @@ def next_logits(model: Decoder, rows: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def start(model: Decoder, generator: torch.Generator, std: float = 0.02) -> None:
+def start(model: Decoder, generator: torch.Generator, std: float = 0.05) -> None:
     """Fresh weights: normal matrices, those that add to the residual stream smaller with depth, norms of one."""
     for name, weight in model.named_parameters():
         if weight.ndim < 2:

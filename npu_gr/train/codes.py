@@ -35,6 +35,7 @@ from npu_gr.train.data import Log
 
 F32 = npt.NDArray[np.float32]
 SMOOTHING = 10.0  # events added to each item's: a pair of rare items is no evidence
+SHORTEST = 1e-2  # a vector that counts; the direction of a shorter one is rounding
 SWEEPS_OF_EIGEN, SPARE_VECTORS = 8, 8  # of the block power iteration
 SWEEPS_OF_KMEANS = 30
 
@@ -51,7 +52,7 @@ class ItemCodes:
 
 
 def item_vectors(log: Log, features: Sequence[ItemValues], dim: int, window: int, seed: int) -> F32:
-    """Where each item stands among the others: [num_items, <= dim + dim], unit length or, without evidence, zero.
+    """Where each item stands among the others: [num_items, <= dim + dim], of unit length, or about zero without evidence.
 
     Args:
         log: of which the trained events count.
@@ -110,7 +111,7 @@ def _largest(matrix: Tensor, dim: int, seed: int) -> Tensor:
 
 
 def _unit(rows: Tensor) -> Tensor:
-    unit: Tensor = normalize(rows, dim=1)
+    unit: Tensor = normalize(rows, dim=1, eps=SHORTEST)
     return unit
 
 

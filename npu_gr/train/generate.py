@@ -32,7 +32,7 @@ from npu_gr.train.baselines import Baseline, Markov, Popularity
 from npu_gr.train.causal import encode, next_logits, start
 from npu_gr.train.codes import ItemCodes, item_vectors, read_codes, residual_codes
 from npu_gr.train.data import Batch, Log, Split, batches, build_log, windows
-from npu_gr.train.retrieval import Figures, Report, Search, baseline_figures, published
+from npu_gr.train.retrieval import Asked, Figures, Report, Search, baseline_figures, published
 from npu_gr.train.steps import LAST_BATCHES, Progress, average, schedule
 
 Count = Annotated[int, Meta(ge=1)]
@@ -58,9 +58,9 @@ class GenerateOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     mlp_dim: Count = 128
     history_items: Annotated[Count, Meta(description="newest items of a history that are read")] = 50
 
-    epochs: Count = 40
-    batch_tokens: Annotated[Count, Meta(description="tokens of one step, padding included")] = 4096
-    learning_rate: Annotated[float, Meta(gt=0.0)] = 2e-3
+    epochs: Count = 30
+    batch_tokens: Annotated[Count, Meta(description="tokens of one step, padding included")] = 2048
+    learning_rate: Annotated[float, Meta(gt=0.0)] = 3e-3
     warm_up_ratio: Annotated[Ratio, Meta(description="share of the steps with a rising learning rate")] = 0.05
     weight_decay: Decay = 0.1
     code_weight_decay: Annotated[Decay, Meta(description="of the codes' embeddings")] = 0.0
@@ -70,6 +70,7 @@ class GenerateOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     beam_width: Annotated[int, Meta(ge=50, le=1024, description="of the validation and the test")] = 50
     validate_every: Annotated[Count, Meta(description="epochs")] = 5
     validation_users: Annotated[Count, Meta(description="drawn at random, where there are more")] = 1000
+    test_users: Annotated[Count, Meta(description="as of the validation")] = 1_000_000
     patience: Annotated[Count, Meta(description="validations without a better one that end the training")] = 3
 
 
@@ -112,7 +113,8 @@ def train_generator(
     model = _new_model(codes, options)
     search = Search(codes, log.item_ids, options.history_items, options.beam_width)
     validation = _fit(model, trained, codes, search, options, progress)
-    test = search.judge(model, log, log.next_items(), lambda done, total: progress(Progress("evaluate", done, total)))
+    asked = _some(log.next_items(), options.test_users, options.seed)
+    test = search.judge(model, log, asked, lambda done, total: progress(Progress("evaluate", done, total)))
     fitted: list[Baseline] = [Popularity(log), Markov(log)]
     return Trained(
         model,
@@ -122,7 +124,7 @@ def train_generator(
             num_trained=int(trained.trained.sum()),
             generator=test,
             validation=validation,
-            baselines=tuple(baseline_figures(log, baseline) for baseline in fitted),
+            baselines=tuple(baseline_figures(log, asked, baseline) for baseline in fitted),
             published=published(log),
         ),
     )
@@ -170,10 +172,7 @@ def _fit(
     """AdamW; the moving average that is best on the validation becomes the model. Its figures there."""
     torch.manual_seed(options.seed)
     random = np.random.default_rng(options.seed)
-    asked = log.next_items()
-    if len(asked) > options.validation_users:
-        chosen = random.choice(len(asked), options.validation_users, replace=False)
-        asked = [asked[index] for index in sorted(chosen.tolist())]
+    asked = _some(log.next_items(), options.validation_users, options.seed)
     tokens = torch.from_numpy(codes.sids + np.array(Codebooks.stacked(codes.code_count).vocab_base, np.int64))
     optimizer = _optimizer(model, options)
     averaged = AveragedModel(model, multi_avg_fn=partial(average, options.average_decay))
@@ -210,6 +209,14 @@ def _fit(
     model.load_state_dict(best_state)
     model.eval().requires_grad_(False)
     return best
+
+
+def _some(asked: Asked, num_users: int, seed: int) -> Asked:
+    """At most so many of the users, drawn at random, in their order."""
+    if len(asked) <= num_users:
+        return asked
+    chosen = np.random.default_rng(seed).choice(len(asked), num_users, replace=False)
+    return [asked[index] for index in sorted(chosen.tolist())]
 
 
 def _optimizer(model: Decoder, options: GenerateOptions) -> torch.optim.Optimizer:

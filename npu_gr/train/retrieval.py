@@ -143,9 +143,8 @@ class Search:
         return Figures.of(ranks, invalid_ratio=num_invalid / max(num_answered, 1))
 
 
-def baseline_figures(log: Log, baseline: Baseline) -> Figures:
-    """Figures of a fitted baseline for the next items of the log."""
-    asked = log.next_items()
+def baseline_figures(log: Log, asked: Asked, baseline: Baseline) -> Figures:
+    """Figures of a fitted baseline."""
     ranks = np.array([rank_of(baseline.next_items(log, user), int(log.items[at])) for user, at in asked])
     return Figures.of(ranks, baseline.name)
 
