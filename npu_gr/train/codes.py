@@ -52,7 +52,7 @@ class ItemCodes:
 
 
 def item_vectors(log: Log, features: Sequence[ItemValues], dim: int, window: int, seed: int) -> F32:
-    """Where each item stands among the others: [num_items, <= dim + dim], of unit length, or about zero without evidence.
+    """Where each item stands among the others: [num_items, d], of unit length, or zero without evidence.
 
     Args:
         log: of which the trained events count.

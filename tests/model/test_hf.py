@@ -44,9 +44,7 @@ def assert_same_logits(folder: Path, theirs: Any, tolerance: float = 1e-4) -> No
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_what_is_saved_loads_the_same_here_and_in_transformers(
-    tmp_path: Path, variant: str, dtype: torch.dtype
-) -> None:
+def test_what_is_saved_loads_here_and_in_transformers(tmp_path: Path, variant: str, dtype: torch.dtype) -> None:
     saved(tmp_path / "theirs", **VARIANTS[variant])
     model = hf.load(tmp_path / "theirs", dtype)
     hf.save(model, tmp_path / "ours")
