@@ -50,6 +50,7 @@ def publish(trained: Trained, features: Sequence[ItemValues], options: GenerateO
         DataError: the folder cannot be written.
     """
     section = serving_section(trained, options, folder)
+    prepare(folder)
     try:
         with tempfile.TemporaryDirectory(prefix=".new-", dir=folder) as aside:
             new = Path(aside)

@@ -1,4 +1,4 @@
-"""The folder that training writes: transformers and the service read it as it is, and it appears whole or not at all."""
+"""The folder that training writes: transformers and the service read it as it is; it appears whole or not at all."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def trained() -> Trained:
 
 @pytest.fixture(scope="module")
 def folder(trained: Trained, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    found = tmp_path_factory.mktemp("generator")
+    found = tmp_path_factory.mktemp("generator") / "new"
     publish(trained, KINDS, ONE, found)
     return found
 
