@@ -25,7 +25,7 @@ from torch.nn.functional import cross_entropy
 from torch.optim.swa_utils import AveragedModel
 
 from npu_gr.catalog.trie import Codebooks
-from npu_gr.errors import DataError
+from npu_gr.errors import ConfigError, DataError
 from npu_gr.features.interactions import Interactions, ItemValues
 from npu_gr.model.decoder import Decoder, DecoderConfig
 from npu_gr.train.baselines import Baseline, Markov, Popularity
@@ -105,7 +105,7 @@ def train_generator(
 
     Raises:
         DataError: the log is too small, the codes do not fit it, or the loss is not finite.
-        ConfigError: there are fewer semantic IDs than items.
+        ConfigError: there are fewer semantic IDs than items, or the options do not make a model.
     """
     log = build_log(interactions, features, SPLIT)
     trained = log.only_trained(SPLIT)
@@ -139,9 +139,8 @@ def _codes(log: Log, features: Sequence[ItemValues], options: GenerateOptions, p
 
 
 def _new_model(codes: ItemCodes, options: GenerateOptions) -> Decoder:
-    num_levels = len(codes.code_count)
-    model = Decoder(
-        DecoderConfig(
+    try:
+        config = DecoderConfig(
             vocab_size=sum(codes.code_count),
             dim=options.dim,
             num_layers=options.num_layers,
@@ -149,14 +148,16 @@ def _new_model(codes: ItemCodes, options: GenerateOptions) -> Decoder:
             num_kv_heads=options.num_kv_heads,
             head_dim=options.head_dim,
             mlp_dim=options.mlp_dim,
-            max_tokens=(options.history_items + 1) * num_levels,
+            max_tokens=(options.history_items + 1) * len(codes.code_count),
             rope_theta=10_000.0,
             norm_eps=1e-6,
             qk_norm=True,
             qkv_bias=False,
             tied_head=True,
         )
-    )
+    except ValueError as error:
+        raise ConfigError(f"train: {error}") from error
+    model = Decoder(config)
     start(model, torch.Generator().manual_seed(options.seed))
     return model
 

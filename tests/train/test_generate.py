@@ -17,9 +17,9 @@ from rich.console import Console
 from npu_gr.errors import ConfigError, DataError
 from npu_gr.train.baselines import Markov, Popularity
 from npu_gr.train.causal import encode, next_logits
-from npu_gr.train.data import build_log
+from npu_gr.train.data import Window, batches, build_log
 from npu_gr.train.evaluate import evaluate_baseline
-from npu_gr.train.generate import GenerateOptions, Trained, train_generator
+from npu_gr.train.generate import GenerateOptions, Trained, _loss, train_generator
 from npu_gr.train.retrieval import Figures, Search, baseline_figures
 from npu_gr.train.steps import Progress
 from tests.train.synthetic import NUM_ITEMS, planted
@@ -80,6 +80,28 @@ def test_the_search_ranks_as_brute_force_over_the_catalogue(trained: Trained) ->
     assert found.hr_at_50 == 1
 
 
+def test_an_answer_that_the_catalogue_lacks_would_be_counted(trained: Trained) -> None:
+    search = Search(trained.codes, trained.log.item_ids, TINY.history_items, 50)
+    search._sids[70] = [0, 99]
+    asked = trained.log.next_items()[:5]
+    assert math.isclose(search.judge(trained.model, trained.log, asked).invalid_ratio, 1 / NUM_ITEMS)
+
+
+def test_the_loss_is_the_mean_over_codes_of_real_items(trained: Trained) -> None:
+    """Padding counts for nothing: sequence by sequence, without it, the sum is the same."""
+    tokens = torch.from_numpy(trained.codes.sids + np.array([0, 6]))
+    log = trained.log
+    parts = [Window(int(log.starts[user]), length) for user, length in enumerate((3, 7, 5))]
+    (batch,) = batches(log, parts, 100)
+    surprise = []
+    for start, length in parts:
+        sequence = tokens[log.items[start : start + length]].flatten()
+        chances = next_logits(trained.model, encode(trained.model, sequence[None, :-1]))[0].log_softmax(-1)
+        surprise += (-chances.gather(1, sequence[1:, None])[:, 0]).tolist()
+    assert len(surprise) == 2 * 15 - 3
+    assert math.isclose(_loss(trained.model, tokens, batch, 0.0).item(), np.mean(surprise), rel_tol=1e-5)
+
+
 def test_an_item_outside_the_beams_is_missed_and_no_users_have_no_figures() -> None:
     figures = Figures.of(np.array([0, 9, 10, 49, 50, np.inf]))
     assert (figures.hr_at_10, figures.hr_at_50, figures.num_users) == (2 / 6, 4 / 6, 6)
@@ -99,7 +121,8 @@ def test_the_baselines_have_the_figures_of_the_rankers_protocol() -> None:
 
 def test_two_runs_are_equal_bit_for_bit_and_another_seed_is_not() -> None:
     weights = [
-        train_generator(planted(), [], msgspec.structs.replace(ONE, seed=seed)).model.state_dict() for seed in (0, 0, 1)
+        train_generator(planted(), [], msgspec.structs.replace(ONE, dropout=0.2, seed=seed)).model.state_dict()
+        for seed in (0, 0, 1)
     ]
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
     assert not torch.equal(weights[0]["embedding.weight"], weights[2]["embedding.weight"])
@@ -178,6 +201,8 @@ def test_the_report_is_a_table_and_json(trained: Trained) -> None:
 def test_what_cannot_be_trained_is_explained() -> None:
     with pytest.raises(ConfigError, match=r"code_count: \[2, 2\] make 4 semantic IDs, 30 needed"):
         train_generator(planted(), [], msgspec.structs.replace(ONE, code_count=(2, 2)))
+    with pytest.raises(ConfigError, match="train: num_heads: 2 is no multiple of num_kv_heads 3"):
+        train_generator(planted(), [], msgspec.structs.replace(ONE, num_kv_heads=3))
     with pytest.raises(DataError, match=r"the loss is (nan|inf) in epoch"):
         train_generator(planted(), [], msgspec.structs.replace(ONE, learning_rate=1e30, epochs=3))
     with pytest.raises(DataError):
