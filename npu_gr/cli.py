@@ -293,8 +293,7 @@ def train_generate_command(
     with training_progress(console) as show:
         trained = train_generator(interactions, features, options, codes, show)
     console.print(trained.report.table())
-    section = publish(trained, features, options, out)
-    click.echo(how_to_serve(section, trained))
+    click.echo(how_to_serve(publish(trained, features, options, out), trained))
 
 
 def _overridden(preset: T, overrides: tuple[str, ...]) -> T:

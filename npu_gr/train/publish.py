@@ -2,7 +2,7 @@
 
     config.json, model.safetensors   the decoder, as Hugging Face checkpoints are
     items.jsonl                      the catalogue: items, semantic IDs, features of one value as attributes
-    generate.yaml                    the section `generate` of a configuration that serves it
+    serve.yaml                       a configuration that serves it
     report.json                      what was measured
 
 All are written aside first and then renamed, the configuration last, so an interrupted run leaves nothing half-written.
@@ -25,8 +25,8 @@ from npu_gr.features.interactions import ItemValues
 from npu_gr.model import hf
 from npu_gr.train.generate import GenerateOptions, Trained
 
-CATALOGUE, SECTION, REPORT = "items.jsonl", "generate.yaml", "report.json"
-FILES = (hf.WEIGHTS, hf.CONFIG, CATALOGUE, REPORT, SECTION)  # in the order in which they appear
+CATALOGUE, CONFIGURATION, REPORT = "items.jsonl", "serve.yaml", "report.json"
+FILES = (hf.WEIGHTS, hf.CONFIG, CATALOGUE, REPORT, CONFIGURATION)  # in the order in which they appear
 MAX_CUT_ITEMS = 8  # what a prompt may lose to a start that stands still
 
 
@@ -44,12 +44,12 @@ def prepare(folder: Path) -> None:
 
 
 def publish(trained: Trained, features: Sequence[ItemValues], options: GenerateOptions, folder: Path) -> dict[str, Any]:
-    """Write the folder; the section `generate` that serves it.
+    """Write the folder; the configuration that serves it.
 
     Raises:
         DataError: the folder cannot be written.
     """
-    section = serving_section(trained, options, folder)
+    table = configuration(trained, options, folder)
     prepare(folder)
     try:
         with tempfile.TemporaryDirectory(prefix=".new-", dir=folder) as aside:
@@ -57,29 +57,32 @@ def publish(trained: Trained, features: Sequence[ItemValues], options: GenerateO
             hf.save(trained.model, new)
             (new / CATALOGUE).write_text("".join(catalogue_lines(trained, features)))
             (new / REPORT).write_text(json.dumps(trained.report.as_dict(), indent=2) + "\n")
-            (new / SECTION).write_text(yaml.safe_dump({"generate": section}, sort_keys=False))
+            (new / CONFIGURATION).write_text(yaml.safe_dump(table, sort_keys=False))
             for name in FILES:
                 os.replace(new / name, folder / name)
     except OSError as error:
         raise DataError(f"{folder}: cannot be written: {error}") from error
-    return section
+    return table
 
 
-def serving_section(trained: Trained, options: GenerateOptions, folder: Path) -> dict[str, Any]:
-    """As `generation.GenerateConfig` reads it."""
+def configuration(trained: Trained, options: GenerateOptions, folder: Path) -> dict[str, Any]:
+    """Of an instance that generates and does not rank, as `config.py` reads it."""
     return {
-        "checkpoint": str(folder),
-        "catalogue": str(folder / CATALOGUE),
-        "codes": list(trained.codes.code_count),
-        "max_beams": max(512, options.beam_width),
-        "beam_width": options.beam_width,
-        "max_prompt_tokens": options.history_items * len(trained.codes.code_count),
-        "cut_step_items": min(MAX_CUT_ITEMS, options.history_items),
+        "generate": {
+            "checkpoint": str(folder),
+            "catalogue": str(folder / CATALOGUE),
+            "codes": list(trained.codes.code_count),
+            "max_beams": max(512, options.beam_width),
+            "beam_width": options.beam_width,
+            "max_prompt_tokens": options.history_items * len(trained.codes.code_count),
+            "cut_step_items": min(MAX_CUT_ITEMS, options.history_items),
+        },
+        "features": {"path": str(folder / "history.db")},
     }
 
 
-def how_to_serve(section: dict[str, Any], trained: Trained) -> str:
-    """What to add to a configuration, and a request to try."""
+def how_to_serve(table: dict[str, Any], trained: Trained) -> str:
+    """The configuration, the command, and a request to try."""
     log = trained.log
     user = int(np.argmax(np.minimum(np.diff(log.starts), 10)))  # the first with ten events, or nearly
     history = log.item_ids[log.items[log.starts[user] : log.starts[user] + 10]].tolist()
@@ -88,14 +91,11 @@ def how_to_serve(section: dict[str, Any], trained: Trained) -> str:
         "num_items": 10,
         "history": {"items": history, "actions": [0] * len(history), "timestamps": list(range(len(history)))},
     }
-    words = " ".join(
-        f"--set 'generate.{key}={json.dumps(section[key]) if key == 'codes' else section[key]}'" for key in section
-    )
     return f"""
-{yaml.safe_dump({"generate": section}, sort_keys=False)}
-This section, also in {section["checkpoint"]}/{SECTION}, goes into a configuration; or, beside the ranker of make demo:
+{yaml.safe_dump({"generate": table["generate"]}, sort_keys=False)}
+Beside a ranker this section goes into its configuration. By itself:
 
-npu-gr serve --config configs/cpu.yaml {words}
+npu-gr serve --config {Path(table["generate"]["checkpoint"]) / CONFIGURATION} &
 curl -s localhost:8080/v1/generate -H 'content-type: application/json' -d '{json.dumps(body)}'"""
 
 

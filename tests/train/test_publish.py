@@ -5,24 +5,24 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import msgspec
 import numpy as np
 import pytest
 import torch
 import yaml
+from aiohttp.test_utils import TestClient, TestServer
 from transformers import AutoModelForCausalLM
 
+from npu_gr.app import instance
 from npu_gr.catalog.records import read_items
 from npu_gr.cli import main
+from npu_gr.config import load
 from npu_gr.errors import DataError
 from npu_gr.features.interactions import ItemValues
-from npu_gr.generation import GenerateConfig
 from npu_gr.model import hf
 from npu_gr.train.causal import encode, next_logits
 from npu_gr.train.generate import Trained, train_generator
 from npu_gr.train.publish import FILES, how_to_serve, prepare, publish
 from tests.decoders import hf_logits
-from tests.serving import serving
 from tests.train.synthetic import NUM_ITEMS, planted
 from tests.train.test_generate import ONE
 
@@ -68,21 +68,21 @@ def test_the_catalogue_has_every_item_with_its_code_and_its_plain_features(train
     assert items.attributes.keys() == {"kind"}  # an item may have several tags
 
 
-def test_the_section_is_one_that_the_service_reads(folder: Path) -> None:
-    table = yaml.safe_load((folder / "generate.yaml").read_text())
-    config = msgspec.convert(table["generate"], GenerateConfig)
+def test_the_configuration_is_one_that_the_service_reads(folder: Path) -> None:
+    config = load(folder / "serve.yaml").generate
+    assert config is not None
     assert config.codes == (6, 6)
     assert config.max_prompt_tokens == 24
     assert (folder / "report.json").exists()
     assert {path.name for path in folder.iterdir()} == set(FILES)
 
 
-async def test_a_service_starts_from_it_and_answers_valid_items(trained: Trained, folder: Path, tmp_path: Path) -> None:
-    section = yaml.safe_load((folder / "generate.yaml").read_text())["generate"]
-    section |= {"hbm_bytes": 4_000_000}
+async def test_a_service_starts_from_it_and_answers_valid_items(trained: Trained, folder: Path) -> None:
+    overrides = ["server.port=0", "server.drain_grace_s=0.1", "generate.hbm_bytes=4000000"]
+    config = load(folder / "serve.yaml", [*overrides, f"features.path={folder.parent / 'history.db'}"])
     sids = dict(zip(trained.log.item_ids.tolist(), trained.codes.sids.tolist(), strict=True))
     answers = []
-    async with serving(tmp_path, generate=section) as (client, _):
+    async with instance(config) as (app, _), TestClient(TestServer(app)) as client:
         for filters in ({}, {}, {"attributes": {"kind": ["odd"]}}):
             body = {"user_id": "u", "history": HISTORY, "num_items": 10, **filters}
             headers = {"X-Request-Timeout-Ms": "30000"}
@@ -118,12 +118,11 @@ def test_a_folder_that_cannot_be_written_is_told_before_the_training(tmp_path: P
 
 
 def test_the_words_on_serving_it_name_known_settings_and_a_real_history(trained: Trained, folder: Path) -> None:
-    section = yaml.safe_load((folder / "generate.yaml").read_text())["generate"]
-    text = how_to_serve(section, trained)
+    text = how_to_serve(yaml.safe_load((folder / "serve.yaml").read_text()), trained)
     body = json.loads(text.split(" -d '")[1].removesuffix("'"))
     assert set(body["history"]["items"]) <= set(trained.log.item_ids.tolist())
-    assert f"--set 'generate.checkpoint={folder}'" in text
-    assert "--set 'generate.codes=[6, 6]'" in text
+    assert f"npu-gr serve --config {folder}/serve.yaml" in text
+    assert f"catalogue: {folder}/items.jsonl" in text
 
 
 def test_the_command_trains_prints_and_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
