@@ -114,7 +114,7 @@ def train_generator(
     search = Search(codes, log.item_ids, options.history_items, options.beam_width)
     validation = _fit(model, trained, codes, search, options, progress)
     asked = _some(log.next_items(), options.test_users, options.seed)
-    test = search.judge(model, log, asked, lambda done, total: progress(Progress("evaluate", done, total)))
+    test = search.judge(model, log, asked, lambda done, total: progress(Progress("evaluate", done, total)), unseen=True)
     fitted: list[Baseline] = [Popularity(log), Markov(log)]
     return Trained(
         model,

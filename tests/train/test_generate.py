@@ -64,19 +64,22 @@ def test_the_search_ranks_as_brute_force_over_the_catalogue(trained: Trained) ->
     """A beam as wide as the catalogue: ranks by the sum of the codes' log-probabilities, item by item."""
     log, codes, model = trained.log, trained.codes, trained.model
     tokens = torch.from_numpy(codes.sids + np.array([0, 6]))
-    ranks = []
+    ranks, ranks_unseen = [], []
     for user, at in log.next_items():
-        history = log.items[max(log.starts[user], at - TINY.history_items) : at]
-        prompt = tokens[history].flatten()
+        history, target = log.items[log.starts[user] : at], log.items[at]
+        prompt = tokens[history[-TINY.history_items :]].flatten()
         every = torch.cat([prompt.expand(NUM_ITEMS, -1), tokens], dim=1)
         chances = next_logits(model, encode(model, every[:, :-1])).log_softmax(-1)[:, -2:]
-        scores = chances.gather(2, tokens[..., None]).sum((1, 2)).numpy()
-        ranks.append(int((scores > scores[log.items[at]]).sum()))
-    found = Search(codes, log.item_ids, TINY.history_items, 50).judge(model, log, log.next_items())
-    assert found == Figures.of(np.array(ranks, np.float64), invalid_ratio=0.0)
+        better = (scores := chances.gather(2, tokens[..., None]).sum((1, 2)).numpy()) > scores[target]
+        ranks.append(better.sum())
+        ranks_unseen.append(sum(better[item] for item in range(NUM_ITEMS) if item not in history))
+    search = Search(codes, log.item_ids, TINY.history_items, 50)
+    found = search.judge(model, log, log.next_items(), unseen=True)
+    assert found == Figures.of(np.array(ranks, float), np.array(ranks_unseen, float), invalid_ratio=0.0)
     assert found == trained.report.generator
     assert found.hr_at_10 == np.mean([rank < 10 for rank in ranks])
     assert math.isclose(found.ndcg_at_10, np.mean([rank < 10 and 1 / math.log2(rank + 2) for rank in ranks]))
+    assert found.hr_at_10_unseen == np.mean([rank < 10 for rank in ranks_unseen])
     assert found.hr_at_50 == 1
 
 
@@ -116,7 +119,8 @@ def test_the_baselines_have_the_figures_of_the_rankers_protocol() -> None:
             baseline_figures(log, log.next_items(), baseline),
             evaluate_baseline(log, baseline, log.values >= 4),
         )
-        assert (mine.hr_at_10, mine.ndcg_at_10) == (theirs.hr_at_10, theirs.ndcg_at_10)
+        for name in ("hr_at_10", "ndcg_at_10", "hr_at_10_unseen", "ndcg_at_10_unseen"):
+            assert getattr(mine, name) == getattr(theirs, name)
 
 
 def test_two_runs_are_equal_bit_for_bit_and_another_seed_is_not() -> None:
@@ -149,7 +153,7 @@ def test_the_best_state_on_the_validation_is_kept_and_patience_ends_the_training
     scores = itertools.chain([0.1, 0.3, 0.2, 0.3, 0.9], itertools.repeat(0.0))
     states: list[torch.Tensor] = []
 
-    def judge(search: Search, model: torch.nn.Module, *_: object) -> Figures:
+    def judge(search: Search, model: torch.nn.Module, *_: object, **__: object) -> Figures:
         states.append(model.embedding.weight.clone())  # type: ignore[operator]
         score = next(scores)
         return Figures(model="m", num_users=1, hr_at_10=score, ndcg_at_10=score, hr_at_50=score)
