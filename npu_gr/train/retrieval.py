@@ -17,7 +17,7 @@ from rich.table import Table
 
 from npu_gr.backend.cpu import CPUBackend
 from npu_gr.catalog.build import build_trie
-from npu_gr.catalog.filters import Filter, allow_mask
+from npu_gr.catalog.filters import Filter, allow_all, deny_items
 from npu_gr.catalog.trie import Codebooks
 from npu_gr.engine.beam_search import SearchOptions, Tables
 from npu_gr.engine.generate import Generator, Part, layout_of, make_prompt
@@ -161,9 +161,7 @@ class Search:
 
     def _without(self, history: I64, target: int) -> Filter:
         """All items but those of the history; the one asked for stays, should it come again."""
-        allowed = np.ones(self._trie.num_items, np.bool_)
-        allowed[self._trie.places(history[history != target])] = False
-        return allow_mask(self._trie, allowed)
+        return allow_all(self._trie).without(deny_items(self._trie, history[history != target]))
 
 
 def baseline_figures(log: Log, asked: Asked, baseline: Baseline) -> Figures:
