@@ -15,7 +15,7 @@ constexpr int LANES = VECTOR_BYTES / 4;
 constexpr int ROWS = 6;
 constexpr int COLUMNS = VECTOR_BYTES == 32 ? 2 : 4;  // vectors
 constexpr int TILE = NPU_GR_TILE;
-constexpr int BLOCK_ROWS = 16 * ROWS;  // query rows that share a pass over the keys: Q, O and a tile stay in L2
+constexpr int BLOCK_ROWS = 21 * ROWS;  // query rows that share a pass over the keys: Q, O and a tile stay in L2
 constexpr int TIME_BUCKETS = 64;
 
 typedef float V __attribute__((vector_size(VECTOR_BYTES)));
@@ -25,6 +25,7 @@ typedef I UnalignedI __attribute__((aligned(4), may_alias));
 typedef uint16_t bf16;
 
 #define INLINE static inline __attribute__((always_inline))
+#define APART static __attribute__((noinline))  // no constant of the surrounding loop takes a register from the sums
 
 INLINE V load(const float *p) { return *(const UnalignedV *)p; }
 INLINE I load(const int32_t *p) { return *(const UnalignedI *)p; }
@@ -64,12 +65,50 @@ INLINE void at_most(int64_t n, F use) {
   use(Constant<N>());
 }
 
+// ---- Rows of numbers
+
+typedef uint16_t U16 __attribute__((vector_size(VECTOR_BYTES / 2)));
+typedef U16 UnalignedU16 __attribute__((aligned(2), may_alias));
+typedef uint32_t U __attribute__((vector_size(VECTOR_BYTES)));
+
+INLINE V load_row(const float *p) { return load(p); }
+INLINE V load_row(const bf16 *p) { return (V)(__builtin_convertvector(*(const UnalignedU16 *)p, U) << 16); }
+INLINE void store_row(float *p, V x) { store(p, x); }
+INLINE void store_row(bf16 *p, V x) {  // as `narrow`
+  const U bits = (U)x, rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+  *(UnalignedU16 *)p = __builtin_convertvector(x != x ? U{} + 0x7fc0 : rounded, U16);
+}
+
+template <class From, class To>
+INLINE void convert(const From *from, To *to, int64_t n, float factor) {
+  int64_t i = 0;
+  for (; i + LANES <= n; i += LANES) store_row(to + i, load_row(from + i) * factor);
+  for (; i < n; i++) narrow(widen(from[i]) * factor, to + i);
+}
+
 // ---- SiLU
 
+#if VECTOR_BYTES == 64
+INLINE V exp2_times(V x, float slope) {  // 2 ** (slope x), relative error 3e-7
+  const __m512 y = x * slope, f = _mm512_reduce_ps(y, 0x09);  // y - floor(y)
+  V p = f * 1.8775767e-3f + 8.9893397e-3f;
+  p = p * f + 5.5826318e-2f;
+  p = p * f + 2.4015361e-1f;
+  p = p * f + 6.9315308e-1f;
+  p = p * f + 9.9999994e-1f;
+  return _mm512_scalef_ps(p, y);
+}
+#else
+#if VECTOR_BYTES == 32
+INLINE V clamp(V x, float low, float high) { return _mm256_max_ps(splat(low), _mm256_min_ps(splat(high), x)); }
+#else
+INLINE V clamp(V x, float low, float high) {
+  x = x > splat(high) ? splat(high) : x;
+  return x < splat(low) ? splat(low) : x;
+}
+#endif
 INLINE V exp2_times(V x, float slope) {  // 2 ** (slope x), relative error 3e-7; saturates at 2 ** +-126
-  V y = x * slope;
-  y = y > splat(126.0f) ? splat(126.0f) : y;
-  y = y < splat(-126.0f) ? splat(-126.0f) : y;
+  const V y = clamp(x * slope, -126.0f, 126.0f);
   const V shifted = y + 12582912.0f;  // 1.5 * 2 ** 23: rounds to an integer, and leaves it in the low bits
   const V f = y - (shifted - 12582912.0f);
   V p = f * 1.3276472e-3f + 9.6755410e-3f;
@@ -79,6 +118,7 @@ INLINE V exp2_times(V x, float slope) {  // 2 ** (slope x), relative error 3e-7;
   p = p * f + 1.0000001f;
   return (V)((I)p + ((I)shifted << 23));
 }
+#endif
 
 INLINE V silu(V x, float slope) { return x / (exp2_times(x, slope) + 1.0f); }  // slope = -log2(e) * the factor on x
 
@@ -86,7 +126,7 @@ INLINE V silu(V x, float slope) { return x / (exp2_times(x, slope) + 1.0f); }  /
 
 struct Float32 {
   typedef float A;     // broadcast operand: queries, weights of keys
-  typedef float Tile;  // stored keys and values
+  typedef float Tile;  // keys and values
   static constexpr int UNITS = 1;
 
   template <int R, int C>
@@ -104,31 +144,6 @@ struct Float32 {
 #pragma GCC unroll 4
     for (int c = 0; c < C; c++) store(to + c * LANES, silu(x[c], slope));
   }
-};
-
-struct Bfloat16 {  // stored in pairs, computed in float32
-  typedef float A;
-  typedef bf16 Tile;
-  static constexpr int UNITS = 2;
-
-  template <int R, int C>
-  INLINE void step(V (&sum)[R][C], const A *a, int64_t a_stride, const Tile *b) {
-    V column[C];
-#pragma GCC unroll 4
-    for (int c = 0; c < C; c++) column[c] = (V)(load((const int32_t *)b + c * LANES) << 16);
-#pragma GCC unroll 6
-    for (int r = 0; r < R; r++)
-#pragma GCC unroll 4
-      for (int c = 0; c < C; c++) sum[r][c] += a[r * a_stride] * column[c];
-#pragma GCC unroll 4
-    for (int c = 0; c < C; c++) column[c] = (V)(load((const int32_t *)b + c * LANES) & splat((int32_t)0xffff0000));
-#pragma GCC unroll 6
-    for (int r = 0; r < R; r++)
-#pragma GCC unroll 4
-      for (int c = 0; c < C; c++) sum[r][c] += a[r * a_stride + 1] * column[c];
-  }
-  template <int C>
-  INLINE void put(A *to, const V (&x)[C], float slope) { Float32::put(to, x, slope); }
 };
 
 #ifdef __AVX512BF16__
@@ -191,7 +206,7 @@ struct Work {
 };
 
 template <class M, int R, int C>
-INLINE void weigh(const Work<M> &w, int64_t column, typename M::A (&weights)[R][TILE]) {
+APART void weigh(const Work<M> &w, int64_t column, typename M::A (&weights)[R][TILE]) {
   V sum[R][C];
 #pragma GCC unroll 6
   for (int r = 0; r < R; r++)
@@ -203,7 +218,7 @@ INLINE void weigh(const Work<M> &w, int64_t column, typename M::A (&weights)[R][
 }
 
 template <class M, int R, int C>
-INLINE void gather(const Work<M> &w, int64_t column, int64_t steps, const typename M::A (&weights)[R][TILE]) {
+APART void gather(const Work<M> &w, int64_t column, int64_t steps, const typename M::A (&weights)[R][TILE]) {
   V sum[R][C];
 #pragma GCC unroll 6
   for (int r = 0; r < R; r++)
@@ -386,7 +401,7 @@ static void queries(const NpuGrHstu &call, int64_t first, int64_t rows, int64_t 
     for (int64_t r = 0; r < rows; r++) {
       const Row *from = (const Row *)call.q.data + (first + r) * call.q.row_stride + h * call.q.head_stride;
       A *row = to + (h * BLOCK_ROWS + r) * dq;
-      for (int64_t d = 0; d < call.qk_dim; d++) narrow(widen(from[d]), row + d);
+      convert(from, row, call.qk_dim, 1.0f);
       for (int64_t d = call.qk_dim; d < dq; d++) row[d] = 0;
     }
 }
@@ -397,8 +412,7 @@ static void finish(const NpuGrHstu &call, int64_t first, int64_t rows, int64_t d
   for (int64_t r = 0; r < rows; r++)
     for (int64_t h = 0; h < call.num_heads; h++) {
       Row *to = (Row *)call.out.data + (first + r) * call.out.row_stride + h * call.out.head_stride;
-      const float *from = sums + (h * BLOCK_ROWS + r) * dv;
-      for (int64_t d = 0; d < call.v_dim; d++) narrow(from[d] * alpha, to + d);
+      convert(sums + (h * BLOCK_ROWS + r) * dv, to, call.v_dim, alpha);
     }
 }
 
@@ -427,19 +441,22 @@ static void see_themselves(const NpuGrHstu &call, const Bias &bias, int64_t firs
 template <class M>
 static int64_t scratch_of(const NpuGrHstu &call, bool causal) {
   const int64_t dq = padded(call.qk_dim, 2), dv = padded(call.v_dim, 16);
-  return Bias::floats(call, causal) * 4 + call.num_heads * BLOCK_ROWS * (dq * (int64_t)sizeof(typename M::A) + dv * 4) + 192;
+  return 4 * Bias::floats(call, causal) + call.num_heads * BLOCK_ROWS * (dq * (int64_t)sizeof(typename M::A) + dv * 4) +
+         (dq + dv) * TILE * 4 + 192;
 }
 
-template <class M, class Row>
+template <class M, class Row, class T>  // arithmetic, rows, stored tiles
 class Attention {
   typedef typename M::A A;
-  typedef typename M::Tile T;
+  typedef typename M::Tile Used;
+  static constexpr bool WIDENS = sizeof(T) < sizeof(Used);  // a tile is widened once for all rows of a block
 
  public:
   explicit Attention(const NpuGrHstu &call)
       : call_(call), dq_(padded(call.qk_dim, 2)), dv_(padded(call.v_dim, 16)),
         sums_((float *)call.scratch), q_((A *)(sums_ + call.num_heads * BLOCK_ROWS * dv_)),
-        bias_(call, (float *)(q_ + call.num_heads * BLOCK_ROWS * dq_)) {
+        wide_((Used *)(q_ + call.num_heads * BLOCK_ROWS * dq_)),
+        bias_(call, (float *)(wide_ + (WIDENS ? (dq_ + dv_) * TILE : 0))) {
     work_.dq = dq_;
     work_.dv = dv_;
     work_.slope = (float)(-1.4426950408889634 * call.alpha);
@@ -460,7 +477,8 @@ class Attention {
           one[r / ROWS] = bias_.is_far(row0 + r, from) ? buckets.one(spans[r / ROWS], t) : -1;
           if (one[r / ROWS] < 0) buckets.fill(row0 + r, least(ROWS, rows - r), t, buckets.table() + r * TILE);
         }
-        for (int64_t h = 0; h < call_.num_heads; h++)
+        for (int64_t h = 0; h < call_.num_heads; h++) {
+          use_head(h, k, v);
           for (int64_t r = 0; r < rows; r += ROWS) {
             const int64_t count = least(ROWS, rows - r), row = row0 + r;
             if (row + count <= from) continue;
@@ -478,8 +496,9 @@ class Attention {
             work_.limit = least(TILE, row + count - from);
             work_.first_limit = row + 1 - from;
             work_.more = 1;
-            one_tile(h, r, count, k, v);
+            one_tile(h, r, count);
           }
+        }
         return true;
       });
       finish<Row>(call_, first, rows, dv_, sums_);
@@ -506,7 +525,8 @@ class Attention {
         work_.limit = work_.first_limit = least(TILE, call_.num_tokens - t * TILE);
         for (int64_t h = 0; h < call_.num_heads; h++) {
           work_.bias = rows_of_bias + (h * tiles + t) * TILE;
-          for (int64_t r = 0; r < rows; r += ROWS) one_tile(h, r, least(ROWS, rows - r), k, v);
+          use_head(h, k, v);
+          for (int64_t r = 0; r < rows; r += ROWS) one_tile(h, r, least(ROWS, rows - r));
         }
         return true;
       });
@@ -533,11 +553,42 @@ class Attention {
           return;
   }
 
-  void one_tile(int64_t head, int64_t row, int64_t rows, const T *k, const T *v) {
+  void use_head(int64_t head, const T *k, const T *v) {
+    k += head * dq_ * TILE;
+    v += head * dv_ * TILE;
+    next_k_ = k + dq_ * TILE;
+    next_v_ = v + dv_ * TILE;
+    if constexpr (WIDENS) {
+      widen_pairs(k, wide_, dq_ / 2, TILE);
+      widen_pairs(v, wide_ + dq_ * TILE, TILE / 2, dv_);
+      work_.k = wide_;
+      work_.v = wide_ + dq_ * TILE;
+    } else {
+      work_.k = k;
+      work_.v = v;
+    }
+  }
+
+  static void widen_pairs(const bf16 *from, float *to, int64_t rows, int64_t width) {  // [rows][width][2] -> [2 rows][width]
+    for (int64_t r = 0; r < rows; r++, from += 2 * width, to += 2 * width)
+      for (int64_t i = 0; i < width; i += LANES) {
+        const I pair = load((const int32_t *)from + i);
+        store(to + i, (V)(pair << 16));
+        store(to + width + i, (V)(pair & splat((int32_t)0xffff0000)));
+      }
+  }
+
+  static void prefetch(const T *from, int64_t width, int64_t share) {  // one of BLOCK_ROWS / ROWS shares
+    const int64_t bytes = width * TILE * sizeof(T);
+    for (int64_t at = share * 64; at < bytes; at += BLOCK_ROWS / ROWS * 64)
+      __builtin_prefetch((const void *)((uintptr_t)from + at));
+  }
+
+  void one_tile(int64_t head, int64_t row, int64_t rows) {
     work_.q = q_ + (head * BLOCK_ROWS + row) * dq_;
     work_.out = sums_ + (head * BLOCK_ROWS + row) * dv_;
-    work_.k = k + head * dq_ * TILE;
-    work_.v = v + head * dv_ * TILE;
+    prefetch(next_k_, dq_, row / ROWS);  // next in memory: the next head's part of the tile, or the next tile
+    prefetch(next_v_, dv_, row / ROWS);
     tile_of<M>(rows, work_);
   }
 
@@ -545,36 +596,37 @@ class Attention {
   int64_t dq_, dv_;
   float *sums_;
   A *q_;
+  Used *wide_;  // keys, then values, of one tile of one head
   Bias bias_;
   Work<M> work_;
+  const T *next_k_, *next_v_;
 };
 
-// Calls `use` with the arithmetic and the row type of a call.
+// Calls `use` with the arithmetic, a row element and a tile element of a call.
 template <class F>
 INLINE void with_types(const NpuGrHstu &call, F use) {
   const bool narrow_rows = call.row_dtype == NPU_GR_BFLOAT16;
-  if (call.tile_dtype == NPU_GR_FLOAT32)
-    return narrow_rows ? use(Float32(), bf16()) : use(Float32(), float());
-  if (!narrow_rows) return use(Bfloat16(), float());
+  if (call.tile_dtype == NPU_GR_FLOAT32) return narrow_rows ? use(Float32(), bf16(), float()) : use(Float32(), float(), float());
+  if (!narrow_rows) return use(Float32(), float(), bf16());
 #ifdef __AVX512BF16__
-  return use(Bfloat16Dot(), bf16());
+  return use(Bfloat16Dot(), bf16(), bf16());
 #else
-  return use(Bfloat16(), bf16());
+  return use(Float32(), bf16(), bf16());
 #endif
 }
 
 static int64_t hstu_scratch_bytes(const NpuGrHstu &call, bool causal) {
   int64_t bytes = 0;
-  with_types(call, [&](auto math, auto) { bytes = scratch_of<decltype(math)>(call, causal); });
+  with_types(call, [&](auto math, auto, auto) { bytes = scratch_of<decltype(math)>(call, causal); });
   return bytes;
 }
 
 static void hstu_causal(const NpuGrHstu &call) {
-  with_types(call, [&](auto math, auto row) { Attention<decltype(math), decltype(row)>(call).causal(); });
+  with_types(call, [&](auto math, auto row, auto stored) { Attention<decltype(math), decltype(row), decltype(stored)>(call).causal(); });
 }
 
 static void hstu_targets(const NpuGrHstu &call) {
-  with_types(call, [&](auto math, auto row) { Attention<decltype(math), decltype(row)>(call).targets(); });
+  with_types(call, [&](auto math, auto row, auto stored) { Attention<decltype(math), decltype(row), decltype(stored)>(call).targets(); });
 }
 
 // ---- Packing
@@ -606,55 +658,64 @@ INLINE T &value_at(T *head, int64_t dv, int64_t token, int64_t d) {
   return sizeof(T) == 4 ? head[token * dv + d] : head[(token / 2 * dv + d) * 2 + token % 2];
 }
 
+// Rows lie far apart, where no hardware prefetcher looks: ask for those of the 16 rows ahead.
+template <class Row>
+INLINE void ahead(const Row *rows, int64_t step, int64_t count, int64_t width) {
+  for (int64_t i = 16; i < 16 + count; i++)
+    for (int64_t at = 0; at < width * (int64_t)sizeof(Row); at += 64)
+      __builtin_prefetch((const void *)((uintptr_t)rows + i * step * sizeof(Row) + at));
+}
+
 template <class Row, class T>
 static void pack_keys(const NpuGrPack &call, int64_t row, int64_t count, int64_t token, T *tile) {
-  const int64_t dq = padded(call.qk_dim, 2), units = call.qk_dim / (4 / sizeof(T)) / 4 * 4;
-  for (int64_t h = 0; h < call.num_heads; h++) {
-    const Row *from = (const Row *)call.k.data + row * call.k.row_stride + h * call.k.head_stride;
-    T *to = tile + h * dq * TILE;
-    for (int64_t i = 0; i < count;) {
-      int64_t d = 0, four = 1;
-      if (sizeof(Row) == sizeof(T) && i + 4 <= count) {
-        const Row *rows[4] = {from + i * call.k.row_stride, from + (i + 1) * call.k.row_stride,
-                              from + (i + 2) * call.k.row_stride, from + (i + 3) * call.k.row_stride};
-        turn((const void *const *)rows, (int32_t *)to + token + i, units);
-        d = units * (4 / sizeof(T));
-        four = 4;
+  const int64_t dq = padded(call.qk_dim, 2), step = call.k.row_stride, units = call.qk_dim / (4 / sizeof(T)) / 4 * 4;
+  const Row *from = (const Row *)call.k.data + row * step;
+  for (int64_t i = 0; i < count;) {
+    const bool is_four = sizeof(Row) == sizeof(T) && i + 4 <= count;
+    ahead(from + i * step, step, is_four ? 4 : 1, call.num_heads * call.qk_dim);
+    for (int64_t h = 0; h < call.num_heads; h++) {
+      const Row *rows[4];
+      for (int j = 0; j < 4; j++) rows[j] = from + (i + (is_four ? j : 0)) * step + h * call.k.head_stride;
+      T *to = tile + h * dq * TILE;
+      if (is_four) turn((const void *const *)rows, (int32_t *)to + token + i, units);
+      for (int j = 0; j < (is_four ? 4 : 1); j++) {
+        for (int64_t d = is_four ? units * (4 / sizeof(T)) : 0; d < call.qk_dim; d++)
+          narrow(widen(rows[j][d]), &key_at(to, d, token + i + j));
+        for (int64_t d = call.qk_dim; d < dq; d++) key_at(to, d, token + i + j) = 0;
       }
-      for (int64_t j = i; j < i + four; j++) {
-        for (int64_t e = d; e < call.qk_dim; e++) narrow(widen(from[j * call.k.row_stride + e]), &key_at(to, e, token + j));
-        for (int64_t e = call.qk_dim; e < dq; e++) key_at(to, e, token + j) = 0;
-      }
-      i += four;
     }
+    i += is_four ? 4 : 1;
   }
 }
 
 template <class Row, class T>
 static void pack_values(const NpuGrPack &call, int64_t row, int64_t count, int64_t token, T *tile) {
-  const int64_t dv = padded(call.v_dim, 16);
-  for (int64_t h = 0; h < call.num_heads; h++) {
-    const Row *from = (const Row *)call.v.data + row * call.v.row_stride + h * call.v.head_stride;
-    T *to = tile + h * dv * TILE;
-    for (int64_t i = 0; i < count; i++, from += call.v.row_stride) {
-      if (sizeof(T) == 2 && sizeof(Row) == 2 && (token + i) % 2 == 0 && i + 1 < count) {
-        const Row *next = from + call.v.row_stride;
-        T *pairs = &value_at(to, dv, token + i, 0);
+  const int64_t dv = padded(call.v_dim, 16), step = call.v.row_stride;
+  for (int64_t i = 0; i < count;) {
+    const bool is_pair = sizeof(T) == 2 && sizeof(Row) == 2 && (token + i) % 2 == 0 && i + 1 < count;
+    ahead((const Row *)call.v.data + (row + i) * step, step, is_pair ? 2 : 1, call.num_heads * call.v_dim);
+    for (int64_t h = 0; h < call.num_heads; h++) {
+      const Row *from = (const Row *)call.v.data + (row + i) * step + h * call.v.head_stride;
+      T *to = &value_at(tile + h * dv * TILE, dv, token + i, 0);
+      if (is_pair) {
         for (int64_t d = 0; d < call.v_dim; d++) {
-          const uint32_t pair = (uint32_t)(uint16_t)from[d] | (uint32_t)(uint16_t)next[d] << 16;
-          __builtin_memcpy(pairs + 2 * d, &pair, 4);
+          const uint32_t pair = (uint32_t)(uint16_t)from[d] | (uint32_t)(uint16_t)from[step + d] << 16;
+          __builtin_memcpy(to + 2 * d, &pair, 4);
         }
-        for (int64_t d = 2 * call.v_dim; d < 2 * dv; d++) pairs[d] = 0;
-        i++;
-        from = next;
-        continue;
+        for (int64_t d = 2 * call.v_dim; d < 2 * dv; d++) to[d] = 0;
+      } else if (sizeof(T) == 4) {
+        convert(from, to, call.v_dim, 1.0f);
+        for (int64_t d = call.v_dim; d < dv; d++) to[d] = 0;
+      } else {
+        for (int64_t d = 0; d < call.v_dim; d++) narrow(widen(from[d]), to + 2 * d);
+        for (int64_t d = call.v_dim; d < dv; d++) to[2 * d] = 0;
       }
-      for (int64_t d = 0; d < call.v_dim; d++) narrow(widen(from[d]), &value_at(to, dv, token + i, d));
-      for (int64_t d = call.v_dim; d < dv; d++) value_at(to, dv, token + i, d) = 0;
     }
-    for (int64_t t = token + count; t < TILE; t++)  // a weight of zero must not meet a NaN
-      for (int64_t d = 0; d < dv; d++) value_at(to, dv, t, d) = 0;
+    i += is_pair ? 2 : 1;
   }
+  for (int64_t h = 0; h < call.num_heads; h++)  // a weight of zero must not meet a NaN
+    for (int64_t t = token + count; t < TILE; t++)
+      for (int64_t d = 0; d < dv; d++) value_at(tile + h * dv * TILE, dv, t, d) = 0;
 }
 
 template <class Row, class T>
