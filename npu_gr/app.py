@@ -55,7 +55,7 @@ async def instance(config: Config) -> AsyncIterator[tuple[web.Application, Servi
     Raises:
         ConfigError: a setting, a file or a device is not as configured; nothing is left running.
     """
-    backend = choose(config.backend)
+    backend = choose(config.backend, config.native)
     torch.set_num_threads(config.threads)
     checkpoint = load_checkpoint(Path(config.checkpoint))
     shape = checkpoint.model.config
@@ -86,6 +86,7 @@ async def instance(config: Config) -> AsyncIterator[tuple[web.Application, Servi
         max_history_tokens=shape.max_history_tokens,
         device=backend.name,
         dtype=layout.dtype,
+        kernels=backend.kernels,
     )
     store = await open_store(config.features)
     try:

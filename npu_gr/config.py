@@ -16,6 +16,7 @@ import msgspec
 import yaml
 
 from npu_gr.backend.choose import BackendName
+from npu_gr.backend.cpu import NativeMode
 from npu_gr.engine.scheduler import SchedulerConfig
 from npu_gr.errors import ConfigError
 from npu_gr.features.store import HistoryConfig
@@ -41,6 +42,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     checkpoint: str  # folder with config.json and model.safetensors
     backend: BackendName = "cpu"
+    native: NativeMode = "auto"  # the CPU's own kernels: auto = if they were built, require = or do not start, off
     dtype: Literal["float32", "bfloat16", "checkpoint"] = "checkpoint"  # of the matrix products
     threads: Annotated[int, msgspec.Meta(ge=1)] = 1  # intra-op threads of the device thread (CPU)
     slo: SLOConfig = SLOConfig()

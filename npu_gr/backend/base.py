@@ -52,6 +52,7 @@ class Backend(Protocol):
 
     name: str
     device: torch.device
+    kernels: str  # what runs the hot ops: "torch", or the instruction set of the native kernels
     pins_host_memory: bool  # host tiers should be page-locked for asynchronous copies
 
     def hstu_causal(

@@ -68,6 +68,7 @@ class ReferenceBackend:
     """`backend: reference`: correct, quadratic in memory, for tests and for the parity self-test."""
 
     name = "reference"
+    kernels = "torch"
     pins_host_memory = False
 
     def __init__(self) -> None:
