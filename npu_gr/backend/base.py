@@ -12,12 +12,15 @@ cached prefix exact.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-Slab = tuple[Tensor, Tensor]
+from npu_gr.backend.tiles import Slab as Slab
+from npu_gr.backend.tiles import Tiles
+
+Arrangement = Literal["natural", "tiles"]  # how cached keys and values lie in a page: as slabs, or as `Tiles`
 
 TIME_BUCKETS = 64  # half octaves of seconds up to 2**31
 
@@ -55,12 +58,20 @@ class Backend(Protocol):
     kernels: str  # what runs the hot ops: "torch", or the instruction set of the native kernels
     pins_host_memory: bool  # host tiers should be page-locked for asynchronous copies
 
+    def arrangement(self, dtype: torch.dtype, page_tokens: int) -> Arrangement:
+        """How HSTU's pages should lie, so that its attention reads them without a transform."""
+        ...
+
+    def pack_kv(self, into: Tiles, first_token: int, k: Tensor, v: Tensor) -> None:
+        """Write rows into tiles; `tiles.pack` is the definition."""
+        ...
+
     def hstu_causal(
         self,
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        past: Sequence[Slab],
+        past: Sequence[Slab | Tiles],
         times: Tensor,
         bias: BiasTables,
         alpha: float,
@@ -83,7 +94,7 @@ class Backend(Protocol):
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        history: Sequence[Slab],
+        history: Sequence[Slab | Tiles],
         times: Tensor,
         query_time: int,
         bias: BiasTables,

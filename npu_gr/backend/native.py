@@ -35,6 +35,10 @@ class Table(ctypes.Structure):
         ("probe_read", CFUNCTYPE(c_float, c_void_p, c_int64)),
         ("probe_flops_f32", c_int64),
         ("probe_flops_bf16", c_int64),
+        ("hstu_scratch_bytes", CFUNCTYPE(c_int64, c_void_p, c_int64)),
+        ("hstu_causal", CFUNCTYPE(None, c_void_p)),
+        ("hstu_targets", CFUNCTYPE(None, c_void_p)),
+        ("pack_kv", CFUNCTYPE(None, c_void_p)),
     ]
 
 

@@ -1,4 +1,4 @@
-"""HSTU attention and KV packing through the C library: `ops/cpu/hstu.h` in ctypes.
+"""HSTU attention and the packing of keys and values by the CPU kernels; mirrors `ops/cpu/hstu_call.h`.
 
 Every call builds one structure of pointers, and the tensors behind them outlive the call. Rows that are not in tiles
 yet are packed into a scratch first, so every tile begins at a multiple of 64 tokens whatever was cached: cached and
@@ -7,17 +7,15 @@ full inference give the same bits.
 
 from __future__ import annotations
 
-import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from ctypes import POINTER, Structure, byref, c_double, c_int64, c_void_p
 
 import torch
 from torch import Tensor
 
 from npu_gr.backend.base import BiasTables, Slab
+from npu_gr.backend.native import ELEMENT, Native
 from npu_gr.backend.tiles import TILE_TOKENS, Tiles, empty, unpack
-
-_DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 
 
 class _Tiles(Structure):
@@ -62,16 +60,10 @@ def _unit_stride(x: Tensor) -> Tensor:
 
 
 class HstuKernels:
-    """The kernels of one library, and the scratch memory that they reuse. For one thread."""
+    """The kernels of one instruction set, and the scratch memory that they reuse. For one thread."""
 
-    def __init__(self, library: ctypes.CDLL) -> None:
-        self._causal, self._targets, self._pack = library.k_causal, library.k_targets, library.k_pack
-        self._scratch_bytes = library.k_scratch
-        self._scratch_bytes.argtypes = [POINTER(_Hstu), ctypes.c_int]
-        self._scratch_bytes.restype = c_int64
-        self._causal.argtypes = self._targets.argtypes = [POINTER(_Hstu)]
-        self._pack.argtypes = [POINTER(_Pack)]
-        self._causal.restype = self._targets.restype = self._pack.restype = None
+    def __init__(self, native: Native) -> None:
+        self._kernels = native.kernels
         self._scratch = torch.empty(0, dtype=torch.uint8)
         self._own: dict[tuple[int, int, int, torch.dtype], Tiles] = {}  # tiles of rows that nobody keeps, by shape
 
@@ -81,16 +73,23 @@ class HstuKernels:
             return
         k, v = _unit_stride(k), _unit_stride(v)
         call = _Pack(
-            len(k), k.shape[1], into.qk_dim, into.v_dim, _DTYPES[k.dtype], _DTYPES[into.k.dtype],
+            len(k), k.shape[1], into.qk_dim, into.v_dim, ELEMENT[k.dtype], ELEMENT[into.k.dtype],
             _rows(k), _rows(v), first_token, _Tiles(into.k.data_ptr(), into.v.data_ptr(), len(into.k)),
         )  # fmt: skip
-        self._pack(byref(call))
+        self._kernels.pack_kv(byref(call))
 
     def causal(
-        self, q: Tensor, k: Tensor, v: Tensor, past: Sequence[Slab | Tiles], times: Tensor, bias: BiasTables, alpha: float
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        past: Sequence[Slab | Tiles],
+        times: Tensor,
+        bias: BiasTables,
+        alpha: float,
     ) -> Tensor:
         """See `Backend.hstu_causal`."""
-        return self._attend(self._causal, q, None, [*past, (k, v)], v.shape[2], times, 0, bias, alpha)
+        return self._attend(self._kernels.hstu_causal, q, None, [*past, (k, v)], v.shape[2], times, 0, bias, alpha)
 
     def targets(
         self,
@@ -105,11 +104,11 @@ class HstuKernels:
     ) -> Tensor:
         """See `Backend.hstu_targets`."""
         own = _unit_stride(k), _unit_stride(v)
-        return self._attend(self._targets, q, own, history, v.shape[2], times, query_time, bias, alpha)
+        return self._attend(self._kernels.hstu_targets, q, own, history, v.shape[2], times, query_time, bias, alpha)
 
     def _attend(
         self,
-        op: object,
+        op: Callable[[object], None],
         q: Tensor,
         own: Slab | None,
         slabs: Sequence[Slab | Tiles],
@@ -129,14 +128,14 @@ class HstuKernels:
         position, time = (table.float().contiguous() for table in bias)
         own_k, own_v = own if own else (q, q)
         call = _Hstu(
-            rows, heads, qk_dim, v_dim, _DTYPES[q.dtype], _DTYPES[dtype],
+            rows, heads, qk_dim, v_dim, ELEMENT[q.dtype], ELEMENT[dtype],
             _rows(q), _rows(own_k), _rows(own_v), _rows(out),
             (_Tiles * len(runs))(*(_Tiles(t.k.data_ptr(), t.v.data_ptr(), len(t.k)) for t in runs)), len(runs),
             len(times), times.data_ptr(), query_time,
             position.data_ptr(), position.shape[1], time.data_ptr(), alpha,
         )  # fmt: skip
-        call.scratch = self._scratch_at(self._scratch_bytes(byref(call), int(own is None)))
-        op(byref(call))  # type: ignore[operator]
+        call.scratch = self._scratch_at(self._kernels.hstu_scratch_bytes(byref(call), own is None))
+        op(byref(call))
         return out
 
     def _scratch_at(self, num_bytes: int) -> int:
@@ -155,7 +154,10 @@ class HstuKernels:
                 full = first.num_tokens // TILE_TOKENS
                 whole[-1] = Tiles(first.k[:full], first.v[:full], full * TILE_TOKENS, first.qk_dim, first.v_dim)
                 rest = first.k[full : full + 1], first.v[full : full + 1]
-                return [*whole, self._packed(slabs, Tiles(*rest, first.num_tokens % TILE_TOKENS, *first[3:]), first.k.dtype)]
+                return [
+                    *whole,
+                    self._packed(slabs, Tiles(*rest, first.num_tokens % TILE_TOKENS, *first[3:]), first.k.dtype),
+                ]
         if slabs:
             whole.append(self._packed(slabs, None, whole[0].k.dtype if whole else dtype))
         return whole

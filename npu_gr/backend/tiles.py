@@ -9,10 +9,13 @@ Invariant: values behind the last written token of a tile are zero, so that a we
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+Slab = tuple[Tensor, Tensor]
 
 TILE_TOKENS = 64
 _KEY_UNITS, _VALUE_UNITS = 2, 16  # widths are padded to multiples
@@ -71,3 +74,8 @@ def unpack(tiles: Tiles) -> tuple[Tensor, Tensor]:
     k = keys.flatten(0, 1).flatten(2, 3)[: tiles.num_tokens, :, : tiles.qk_dim]
     v = values.flatten(0, 2)[: tiles.num_tokens, :, : tiles.v_dim]
     return k.contiguous(), v.contiguous()
+
+
+def natural(slabs: Sequence[Slab | Tiles]) -> list[Slab]:
+    """The slabs, tiles unpacked: for ops that know no tiles."""
+    return [unpack(slab) if isinstance(slab, Tiles) else slab for slab in slabs]

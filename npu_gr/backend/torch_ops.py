@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention, silu
 
-from npu_gr.backend.base import BiasTables, Slab, accumulator, time_bucket
+from npu_gr.backend.base import Arrangement, BiasTables, Slab, accumulator, time_bucket
+from npu_gr.backend.tiles import Tiles, natural, pack
 
 ROWS = 256  # query rows a chunk; with COLUMNS x heads a chunk of logits stays in the last-level cache
 COLUMNS = 2048
@@ -128,25 +129,33 @@ def own_output(weights: Tensor, values: Tensor) -> Tensor:
 class TorchOps:
     """`Backend`'s ops on any torch device."""
 
+    def arrangement(self, dtype: torch.dtype, page_tokens: int) -> Arrangement:
+        """See `Backend.arrangement`."""
+        return "natural"
+
+    def pack_kv(self, into: Tiles, first_token: int, k: Tensor, v: Tensor) -> None:
+        """See `Backend.pack_kv`."""
+        pack(into, first_token, k, v)
+
     def hstu_causal(
         self,
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        past: Sequence[Slab],
+        past: Sequence[Slab | Tiles],
         times: Tensor,
         bias: BiasTables,
         alpha: float,
     ) -> Tensor:
         """See `Backend.hstu_causal`."""
         n, heads, width = len(q), q.shape[1], v.shape[2]
-        num_past = len(times) - n
+        num_past, slabs = len(times) - n, natural(past)
         out = torch.zeros(heads, n, width, dtype=accumulator(q.dtype), device=q.device)
         for r0 in range(0, n, ROWS):
             r1 = min(r0 + ROWS, n)
             rows = slice(num_past + r0, num_past + r1)
             queries = q[r0:r1].transpose(0, 1)
-            for c0, keys, values in column_chunks([*past, (k[:r1], v[:r1])]):
+            for c0, keys, values in column_chunks([*slabs, (k[:r1], v[:r1])]):
                 columns = slice(c0, c0 + keys.shape[2])
                 block = block_bias(bias, rows.start, c0, times[rows], times[columns])
                 logits = torch.baddbmm(block, queries, keys, alpha=alpha)
@@ -161,7 +170,7 @@ class TorchOps:
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        history: Sequence[Slab],
+        history: Sequence[Slab | Tiles],
         times: Tensor,
         query_time: int,
         bias: BiasTables,
@@ -174,7 +183,7 @@ class TorchOps:
         # one row of bias serves every candidate: they share position and time
         distance = (m - torch.arange(m, device=q.device)).clamp_(0, buckets - 1)
         row = bias.position[:, distance] + bias.time[:, time_bucket(query_time - times).long()]
-        for keys_from, keys, values in column_chunks(history):
+        for keys_from, keys, values in column_chunks(natural(history)):
             part = row[:, None, keys_from : keys_from + keys.shape[2]]
             for r0 in range(0, len(q), CANDIDATE_ROWS):
                 queries = q[r0 : r0 + CANDIDATE_ROWS].transpose(0, 1)

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear, silu
 
 from npu_gr.backend.base import TIME_BUCKETS, Backend, BiasTables, Slab
+from npu_gr.backend.tiles import Tiles
 from npu_gr.model.config import HSTUConfig
 
 EPS = 1e-6
@@ -31,7 +32,7 @@ class Past:
     """Cached tokens of one user, as the attention reads them."""
 
     times: Tensor  # int64 [p] unix seconds
-    slabs: Callable[[int], Sequence[Slab]]  # layer -> its keys and values in token order
+    slabs: Callable[[int], Sequence[Slab | Tiles]]  # layer -> its keys and values in token order
 
     @property
     def num_tokens(self) -> int:

@@ -7,6 +7,8 @@
 
 #include <stdint.h>
 
+#include "hstu_call.h"
+
 #define NPU_GR_ABI 1  // raise it with every change of this table; native.py has the same number
 
 extern "C" {
@@ -27,6 +29,12 @@ struct Kernels {
   float (*probe_read)(const float *data, int64_t count);  // reads everything once
   int64_t probe_flops_f32;
   int64_t probe_flops_bf16;
+
+  // HSTU attention and its keys and values in tiles: hstu_call.h
+  int64_t (*hstu_scratch_bytes)(const Hstu *, int64_t is_causal);
+  void (*hstu_causal)(const Hstu *);
+  void (*hstu_targets)(const Hstu *);
+  void (*pack_kv)(const Pack *);
 };
 
 // The table of an instruction set; "" = the best that this CPU has. Null: unknown, not compiled in, or the CPU lacks it.

@@ -4,6 +4,8 @@
 // the linker took from the AVX-512 file would end the process on a smaller CPU.
 #include "kernels.h"
 
+#include "hstu.h"
+#include "pack_kv.h"
 #include "probe.h"
 #include "vec.h"
 
@@ -19,4 +21,8 @@ const Kernels NPU_GR_TABLE = {
     .probe_read = probe_read,
     .probe_flops_f32 = kProbeFlops,
     .probe_flops_bf16 = kHasBF16Dot ? 2 * kProbeFlops : 0,
+    .hstu_scratch_bytes = hstu::scratch_bytes,
+    .hstu_causal = hstu::causal,
+    .hstu_targets = hstu::targets,
+    .pack_kv = hstu::pack_kv,
 };

@@ -6,7 +6,7 @@
 #include <stdint.h>
 #include <string.h>
 
-#if NPU_GR_BF16_DOT
+#if NPU_GR_VECTOR_BYTES > 16
 #include <immintrin.h>
 #endif
 
