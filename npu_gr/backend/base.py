@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import Literal, NamedTuple, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from npu_gr.backend.tiles import Slab as Slab
 from npu_gr.backend.tiles import Tiles
@@ -64,6 +64,13 @@ class Backend(Protocol):
 
     def pack_kv(self, into: Tiles, first_token: int, k: Tensor, v: Tensor) -> None:
         """Write rows into tiles; `tiles.pack` is the definition."""
+        ...
+
+    def affine(self, x: Tensor, layer: nn.Linear, first: int, last: int, is_silu: bool) -> Tensor:
+        """Outputs first..last of a linear layer with a bias, then SiLU if asked: [..., last - first].
+
+        In the dtype of the layer's weight, which x is converted to. Not differentiable.
+        """
         ...
 
     def hstu_causal(

@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from typing import Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from npu_gr.backend.base import Arrangement, BiasTables, Slab
 from npu_gr.backend.native import ELEMENT, Native, NativeError, load
+from npu_gr.backend.native_affine import AffineKernel
 from npu_gr.backend.native_hstu import HstuKernels
 from npu_gr.backend.tiles import TILE_TOKENS, Tiles
 from npu_gr.backend.torch_ops import TorchOps
@@ -50,6 +51,7 @@ class CPUBackend(TorchOps):
         if self.native:
             self.kernels = self.native.isa
             self._hstu = HstuKernels(self.native)
+            self._affine = AffineKernel(self.native, self._hstu)
 
     def arrangement(self, dtype: torch.dtype, page_tokens: int) -> Arrangement:
         """See `Backend.arrangement`."""
@@ -62,6 +64,13 @@ class CPUBackend(TorchOps):
             self._hstu.pack(into, first_token, k, v)
         else:
             super().pack_kv(into, first_token, k, v)
+
+    def affine(self, x: Tensor, layer: nn.Linear, first: int, last: int, is_silu: bool) -> Tensor:
+        """See `Backend.affine`."""
+        # a weight made under inference_mode does not tell when it is written to
+        if self._hstu and {x.dtype, layer.weight.dtype} <= set(ELEMENT) and not layer.weight.is_inference():
+            return self._affine(x, layer, first, last, is_silu)
+        return super().affine(x, layer, first, last, is_silu)
 
     def hstu_causal(
         self,

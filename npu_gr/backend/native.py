@@ -39,6 +39,8 @@ class Table(ctypes.Structure):
         ("hstu_causal", CFUNCTYPE(None, c_void_p)),
         ("hstu_targets", CFUNCTYPE(None, c_void_p)),
         ("pack_kv", CFUNCTYPE(None, c_void_p)),
+        ("affine_scratch_bytes", CFUNCTYPE(c_int64, c_void_p)),
+        ("affine", CFUNCTYPE(None, c_void_p)),
     ]
 
 

@@ -134,11 +134,12 @@ class HstuKernels:
             len(times), times.data_ptr(), query_time,
             position.data_ptr(), position.shape[1], time.data_ptr(), alpha,
         )  # fmt: skip
-        call.scratch = self._scratch_at(self._kernels.hstu_scratch_bytes(byref(call), own is None))
+        call.scratch = self.scratch_at(self._kernels.hstu_scratch_bytes(byref(call), own is None))
         op(byref(call))
         return out
 
-    def _scratch_at(self, num_bytes: int) -> int:
+    def scratch_at(self, num_bytes: int) -> int:
+        """Address of memory for one call, aligned to 64; the next call overwrites it."""
         if len(self._scratch) < num_bytes + 64:
             self._scratch = torch.empty(num_bytes + num_bytes // 4 + 64, dtype=torch.uint8)
         return -(-self._scratch.data_ptr() // 64) * 64

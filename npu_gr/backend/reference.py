@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
-from torch.nn.functional import silu
+from torch import Tensor, nn
+from torch.nn.functional import linear, silu
 
 from npu_gr.backend.base import Arrangement, BiasTables, Slab, time_bucket
 from npu_gr.backend.tiles import Tiles, natural, pack
@@ -82,6 +82,11 @@ class ReferenceBackend:
     def pack_kv(self, into: Tiles, first_token: int, k: Tensor, v: Tensor) -> None:
         """See `Backend.pack_kv`."""
         pack(into, first_token, k, v)
+
+    def affine(self, x: Tensor, layer: nn.Linear, first: int, last: int, is_silu: bool) -> Tensor:
+        """See `Backend.affine`."""
+        y = linear(x.to(layer.weight.dtype), layer.weight[first:last], layer.bias[first:last])
+        return silu(y) if is_silu else y
 
     def hstu_causal(
         self,

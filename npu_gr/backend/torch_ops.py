@@ -10,8 +10,8 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention, silu
+from torch import Tensor, nn
+from torch.nn.functional import linear, scaled_dot_product_attention, silu
 
 from npu_gr.backend.base import Arrangement, BiasTables, Slab, accumulator, time_bucket
 from npu_gr.backend.tiles import Tiles, natural, pack
@@ -136,6 +136,11 @@ class TorchOps:
     def pack_kv(self, into: Tiles, first_token: int, k: Tensor, v: Tensor) -> None:
         """See `Backend.pack_kv`."""
         pack(into, first_token, k, v)
+
+    def affine(self, x: Tensor, layer: nn.Linear, first: int, last: int, is_silu: bool) -> Tensor:
+        """See `Backend.affine`."""
+        y = linear(x.to(layer.weight.dtype), layer.weight[first:last], layer.bias[first:last])
+        return silu(y) if is_silu else y
 
     def hstu_causal(
         self,

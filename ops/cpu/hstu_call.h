@@ -43,4 +43,16 @@ struct Pack {  // natural rows of one layer into tiles
   TileRun into;
 };
 
+struct Affine {
+  int64_t num_rows, num_in, num_out;
+  int64_t x_dtype, tile_dtype, y_dtype;  // enum Element; bf16 tiles only where has_bf16_dot
+  const void *x;                   // [num_rows, num_in], last stride 1
+  int64_t x_stride;                // in elements
+  const void *weight;              // rows of W as the keys of one head, in tiles
+  const float *bias;               // [num_out, padded to 64]
+  int64_t is_silu;
+  void *y;                         // [num_rows, num_out]
+  void *scratch;                   // affine_scratch_bytes, aligned to 64
+};
+
 #endif

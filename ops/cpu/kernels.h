@@ -35,6 +35,8 @@ struct Kernels {
   void (*hstu_causal)(const Hstu *);
   void (*hstu_targets)(const Hstu *);
   void (*pack_kv)(const Pack *);
+  int64_t (*affine_scratch_bytes)(const Affine *);
+  void (*affine)(const Affine *);
 };
 
 // The table of an instruction set; "" = the best that this CPU has. Null: unknown, not compiled in, or the CPU lacks it.

@@ -4,6 +4,7 @@
 // the linker took from the AVX-512 file would end the process on a smaller CPU.
 #include "kernels.h"
 
+#include "affine.h"
 #include "hstu.h"
 #include "pack_kv.h"
 #include "probe.h"
@@ -25,4 +26,6 @@ const Kernels NPU_GR_TABLE = {
     .hstu_causal = hstu::causal,
     .hstu_targets = hstu::targets,
     .pack_kv = hstu::pack_kv,
+    .affine_scratch_bytes = hstu::affine_scratch_bytes,
+    .affine = hstu::affine,
 };
