@@ -21,7 +21,7 @@ SOURCES = ["dispatch", "isa_generic", "isa_avx2", "isa_avx512", "isa_avx512_bf16
 kernels = Extension(
     "npu_gr.backend._native",  # loaded by ctypes, never imported: it knows neither Python nor torch
     sources=[f"ops/cpu/{name}.cpp" for name in SOURCES],
-    depends=[f"ops/cpu/{name}.h" for name in ("kernels", "table", "vec", "probe")],
+    depends=[f"ops/cpu/{name}.h" for name in ("kernels", "table", "vec", "probe", "topk", "head")],
     extra_compile_args=FLAGS,
     extra_link_args=["-static-libgcc", "-static-libstdc++"],
     language="c++",

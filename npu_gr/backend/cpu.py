@@ -6,8 +6,11 @@ import logging
 from typing import Literal
 
 import torch
+from torch import Tensor
 
+from npu_gr.backend.base import Choices, Continuations, Over
 from npu_gr.backend.native import Native, NativeError, load
+from npu_gr.backend.native_topk import NativeTopk
 from npu_gr.backend.torch_ops import TorchOps
 from npu_gr.errors import ConfigError
 
@@ -43,6 +46,30 @@ class CPUBackend(TorchOps):
             log.warning("the CPU kernels are missing, torch ops run instead, several times slower: %s", error)
         if self.native:
             self.kernels = self.native.isa
+            self._topk = NativeTopk(self.native)
+
+    def beam_topk(
+        self,
+        logits: Tensor,
+        acc: Tensor,
+        follow: Continuations,
+        width: int,
+        over: Over = "row",
+        codes: slice | None = None,
+        scale: float = 1.0,
+    ) -> Choices:
+        """See `Backend.beam_topk`."""
+        if self.native and self._topk.takes(logits, acc, follow):
+            return self._topk.beam_topk(logits, acc, follow, width, over, codes, scale)
+        return super().beam_topk(logits, acc, follow, width, over, codes, scale)
+
+    def gathered_topk(
+        self, hidden: Tensor, weight: Tensor, acc: Tensor, follow: Continuations, width: int, scale: float = 1.0
+    ) -> Choices:
+        """See `Backend.gathered_topk`."""
+        if self.native and self._topk.takes(hidden, acc, follow):
+            return self._topk.gathered_topk(hidden, weight, acc, follow, width, scale)
+        return super().gathered_topk(hidden, weight, acc, follow, width, scale)
 
     def synchronize(self) -> None:
         """The CPU is never behind."""

@@ -4,7 +4,9 @@
 // the linker took from the AVX-512 file would end the process on a smaller CPU.
 #include "kernels.h"
 
+#include "head.h"
 #include "probe.h"
+#include "topk.h"
 #include "vec.h"
 
 extern const Kernels NPU_GR_TABLE;
@@ -19,4 +21,7 @@ const Kernels NPU_GR_TABLE = {
     .probe_read = probe_read,
     .probe_flops_f32 = kProbeFlops,
     .probe_flops_bf16 = kHasBF16Dot ? 2 * kProbeFlops : 0,
+    .beam_topk_bytes = beam_topk_bytes,
+    .gathered_head = gathered_head,
+    .beam_topk = beam_topk,
 };
