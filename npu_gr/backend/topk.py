@@ -27,14 +27,15 @@ def select(logits: Tensor, norm: Tensor | None, acc: Tensor, follow: Continuatio
         width: how many are wanted, >= 1.
 
     Raises:
-        FloatingPointError: a logit is NaN.
+        FloatingPointError: a logit is NaN or infinity.
     """
     if norm is None:
         norm = _valid_norm(logits, follow)
     best = _Best(width)
-    bound = (logits.amax(1) - norm).add_(acc)  # rounds as the scores do, so none of a row's scores is above it
-    if bool(bound.isnan().any()):
+    peak = logits.amax(1)
+    if bool((peak.isnan() | ~(norm < float("inf"))).any()):
         raise FloatingPointError("a logit is not a number")
+    bound = (peak - norm).add_(acc)  # rounds as the scores do, so none of a row's scores is above it
     alive = (bound > float("-inf")) & (follow.degree > 0) & (norm > float("-inf"))
     order = torch.argsort(bound, descending=True, stable=True)
     order = order[alive[order]]

@@ -16,7 +16,7 @@ enum Element : int32_t { kFloat32 = 0, kBFloat16 = 1 };
 
 // The best continuations of a request's beams; see Backend.beam_topk for what it means.
 struct TopkJob {
-  const void *logits;  // [num_rows, num_columns] of `element`; null with `values`
+  const void *logits;  // [num_rows, num_columns] of `element`; not read with `value_start`
   int64_t element;
   int64_t row_stride;
   int64_t num_rows;
@@ -25,8 +25,8 @@ struct TopkJob {
   int64_t num_codes;     // first_column + num_codes <= num_columns
   int64_t over_valid;    // 1: normalised over the row's valid edges; 0: over all its columns
   float scale;           // of every logit: 1 / temperature
-  float *values;         // scaled logits of the valid edges alone, row after row; overwritten. null: read `logits`
-  const int64_t *value_start;  // [num_rows] where each row's values begin
+  float *values;         // scaled logits of the valid edges alone, row after row; overwritten
+  const int64_t *value_start;  // [num_rows] where each row's values begin; null: read `logits`
   const float *acc;            // [num_rows]
   const int64_t *lo;           // [num_rows] first edge; codes of a row's edges ascend
   const int64_t *degree;       // [num_rows] edges

@@ -139,9 +139,11 @@ NPU_GR_INLINE Norm log_sum_exp(const T *x, int64_t count, float scale, F32 *bloc
   for (int64_t b = 0; b * kBlock < count; ++b) most = max(block_peaks[b], most);
   const float peak = max_lanes(most), top = max_lanes(k);
   const float sum = sum_lanes(total * integer_power(k - top));
-  if (sum != sum || peak == kInfinity) return {__builtin_nanf(""), peak};
+  if (peak == kInfinity) return {__builtin_nanf(""), peak};
+  if (!(peak < 2.0e6f && peak > -2.0e6f) && peak != -kInfinity)
+    return {slow_log_sum_exp(x, count, scale, peak), peak};
+  if (sum != sum) return {sum, peak};
   if (peak == -kInfinity) return {peak, peak};
-  if (!(peak < 2.0e6f && peak > -2.0e6f)) return {slow_log_sum_exp(x, count, scale, peak), peak};
   const float norm = static_cast<float>(top * 0.6931471805599453 + log(static_cast<double>(sum)));
   return {norm > peak ? norm : peak, peak};  // so that no log-probability rounds to more than 0
 }
@@ -329,7 +331,7 @@ struct Selection {
       if (i + 4 < alive) __builtin_prefetch(job.code + job.lo[static_cast<uint32_t>(order[i + 4])]);
       const bool is_out = job.degree[row] <= 0 || job.acc[row] == -kInfinity || job.acc[row] < best.worst;
       bool is_good = true;
-      if (job.values) {
+      if (job.value_start) {
         float *x = job.values + job.value_start[row];
         is_good = is_out ? !has_bad(x, job.degree[row]) : visit_valid(row, x);
       } else if (is_out) {
