@@ -14,11 +14,60 @@ from typing import Any
 
 import torch
 
-ABI = 1  # NPU_GR_ABI of ops/cpu/kernels.h
+ABI = 3  # NPU_GR_ABI of ops/cpu/kernels.h
 ISAS = ("avx512_bf16", "avx512", "avx2", "generic", "neon")  # best first; generic on x86-64, neon on aarch64
 ELEMENT = {torch.float32: 0, torch.bfloat16: 1}  # what a kernel's buffers may hold: enum Element
 
 _LIBRARY = Path(__file__).with_name("_native.abi3.so")
+
+
+class TopkJob(ctypes.Structure):
+    """struct TopkJob."""
+
+    _fields_ = [
+        ("logits", c_void_p),
+        ("element", c_int64),
+        ("row_stride", c_int64),
+        ("num_rows", c_int64),
+        ("num_columns", c_int64),
+        ("first_column", c_int64),
+        ("num_codes", c_int64),
+        ("over_valid", c_int64),
+        ("scale", c_float),
+        ("values", c_void_p),
+        ("value_start", c_void_p),
+        ("acc", c_void_p),
+        ("lo", c_void_p),
+        ("degree", c_void_p),
+        ("code", c_void_p),
+        ("allowed", c_void_p),
+        ("width", c_int64),
+        ("workspace", c_void_p),
+        ("norm", c_void_p),
+        ("score", c_void_p),
+        ("parent", c_void_p),
+        ("edge", c_void_p),
+    ]
+
+
+class HeadJob(ctypes.Structure):
+    """struct HeadJob."""
+
+    _fields_ = [
+        ("hidden", c_void_p),
+        ("weight", c_void_p),
+        ("element", c_int64),
+        ("hidden_stride", c_int64),
+        ("weight_stride", c_int64),
+        ("num_rows", c_int64),
+        ("dim", c_int64),
+        ("scale", c_float),
+        ("lo", c_void_p),
+        ("degree", c_void_p),
+        ("code", c_void_p),
+        ("value_start", c_void_p),
+        ("values", c_void_p),
+    ]
 
 
 class Table(ctypes.Structure):
@@ -41,6 +90,9 @@ class Table(ctypes.Structure):
         ("pack_kv", CFUNCTYPE(None, c_void_p)),
         ("affine_scratch_bytes", CFUNCTYPE(c_int64, c_void_p)),
         ("affine", CFUNCTYPE(None, c_void_p)),
+        ("beam_topk_bytes", CFUNCTYPE(c_int64, c_int64, c_int64, c_int64)),
+        ("gathered_head", CFUNCTYPE(None, POINTER(HeadJob))),
+        ("beam_topk", CFUNCTYPE(c_int64, POINTER(TopkJob))),
     ]
 
 

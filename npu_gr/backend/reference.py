@@ -11,7 +11,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear, silu
 
-from npu_gr.backend.base import Arrangement, BiasTables, Slab, time_bucket
+from npu_gr.backend.base import (
+    Arrangement,
+    BiasTables,
+    Choices,
+    Continuations,
+    Over,
+    Slab,
+    accumulator,
+    time_bucket,
+)
 from npu_gr.backend.tiles import Tiles, natural, pack
 
 
@@ -164,6 +173,41 @@ class ReferenceBackend:
     ) -> Tensor:
         """See `Backend.beam_attention_plain`; the same thing here."""
         return self.beam_attention(q, shared, unshared, num_slots, ancestry, scale)
+
+    def beam_topk(
+        self,
+        logits: Tensor,
+        acc: Tensor,
+        follow: Continuations,
+        width: int,
+        over: Over = "row",
+        codes: slice | None = None,
+        scale: float = 1.0,
+    ) -> Choices:
+        """See `Backend.beam_topk`: every edge of every beam, sorted."""
+        wide = logits.to(accumulator(logits.dtype)) * scale
+        found = []
+        for row, (lo, degree) in enumerate(zip(follow.lo.tolist(), follow.degree.tolist(), strict=True)):
+            edges = [e for e in range(lo, lo + degree) if follow.allowed is None or follow.allowed[e]]
+            values = (wide[row] if codes is None else wide[row, codes])[follow.code[edges].long()]
+            norm = (wide[row] if over == "row" else values).logsumexp(0)
+            if bool(norm.isnan()) or bool(norm == float("inf")):
+                raise FloatingPointError("a logit is not a number")
+            scores = (values - norm + acc[row]).tolist()
+            found += [(-s, row, e) for s, e in zip(scores, edges, strict=True) if s > float("-inf")]
+        best = sorted(found)[:width]
+        return Choices(
+            torch.tensor([-score for score, _, _ in best], dtype=wide.dtype),
+            torch.tensor([row for _, row, _ in best], dtype=torch.int64),
+            torch.tensor([edge for _, _, edge in best], dtype=torch.int64),
+        )
+
+    def gathered_topk(
+        self, hidden: Tensor, weight: Tensor, acc: Tensor, follow: Continuations, width: int, scale: float = 1.0
+    ) -> Choices:
+        """See `Backend.gathered_topk`: the whole product."""
+        wide = accumulator(hidden.dtype)
+        return self.beam_topk(hidden.to(wide) @ weight.to(wide).T, acc, follow, width, "valid", scale=scale)
 
     def synchronize(self) -> None:
         """The CPU is never behind."""

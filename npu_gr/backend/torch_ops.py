@@ -13,11 +13,22 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear, scaled_dot_product_attention, silu
 
-from npu_gr.backend.base import Arrangement, BiasTables, Slab, accumulator, time_bucket
+from npu_gr.backend.base import (
+    Arrangement,
+    BiasTables,
+    Choices,
+    Continuations,
+    Over,
+    Slab,
+    accumulator,
+    time_bucket,
+)
 from npu_gr.backend.tiles import Tiles, natural, pack
+from npu_gr.backend.topk import edges_of, select
 
 ROWS = 256  # query rows a chunk; with COLUMNS x heads a chunk of logits stays in the last-level cache
 COLUMNS = 2048
+GATHERED_EDGES = 1 << 14  # dots at once, where the head is read at valid edges alone
 CANDIDATE_ROWS = 512  # M-FALCON micro-batch; also the largest that the Ascend op was tested with
 
 
@@ -267,3 +278,33 @@ class TorchOps:
         if num_slots:
             out += own_output(weights[..., m:], v)
         return unfold_rows(out / total, len(q)).to(q.dtype)
+
+    def beam_topk(
+        self,
+        logits: Tensor,
+        acc: Tensor,
+        follow: Continuations,
+        width: int,
+        over: Over = "row",
+        codes: slice | None = None,
+        scale: float = 1.0,
+    ) -> Choices:
+        """See `Backend.beam_topk`."""
+        wide = logits.to(accumulator(logits.dtype))
+        wide = wide if scale == 1.0 else wide * scale
+        norm = wide.logsumexp(1) if over == "row" else None
+        return select(wide if codes is None else wide[:, codes], norm, acc.to(wide.dtype), follow, width)
+
+    def gathered_topk(
+        self, hidden: Tensor, weight: Tensor, acc: Tensor, follow: Continuations, width: int, scale: float = 1.0
+    ) -> Choices:
+        """See `Backend.gathered_topk`. The products are chunked; what is not an edge stays at -inf."""
+        wide = accumulator(hidden.dtype)
+        logits = torch.full((len(hidden), len(weight)), float("-inf"), dtype=wide, device=hidden.device)
+        row, edge = edges_of(follow, torch.arange(len(hidden), device=hidden.device))
+        code = follow.code[edge].long()
+        for at in range(0, len(row), GATHERED_EDGES):
+            part = slice(at, at + GATHERED_EDGES)
+            dots = (hidden[row[part]].to(wide) * weight[code[part]].to(wide)).sum(1)
+            logits[row[part], code[part]] = dots * scale
+        return select(logits, None, acc.to(wide), follow, width)

@@ -7,7 +7,9 @@
 #include "affine.h"
 #include "hstu.h"
 #include "pack_kv.h"
+#include "head.h"
 #include "probe.h"
+#include "topk.h"
 #include "vec.h"
 
 extern const Kernels NPU_GR_TABLE;
@@ -28,4 +30,7 @@ const Kernels NPU_GR_TABLE = {
     .pack_kv = hstu::pack_kv,
     .affine_scratch_bytes = hstu::affine_scratch_bytes,
     .affine = hstu::affine,
+    .beam_topk_bytes = beam_topk_bytes,
+    .gathered_head = gathered_head,
+    .beam_topk = beam_topk,
 };

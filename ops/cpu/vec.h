@@ -6,7 +6,7 @@
 #include <stdint.h>
 #include <string.h>
 
-#if NPU_GR_VECTOR_BYTES > 16
+#if defined(__x86_64__)
 #include <immintrin.h>
 #endif
 
@@ -24,6 +24,11 @@ typedef uint16_t U16 __attribute__((vector_size(kVectorBytes / 2)));
 typedef float UnalignedF32 __attribute__((vector_size(kVectorBytes), aligned(4), may_alias));
 typedef uint16_t UnalignedU16 __attribute__((vector_size(kVectorBytes / 2), aligned(2), may_alias));
 
+#if defined(__x86_64__) && NPU_GR_VECTOR_BYTES == 16
+#define NPU_GR_FMA 0
+#else
+#define NPU_GR_FMA 1
+#endif
 #define NPU_GR_INLINE inline __attribute__((always_inline))
 
 NPU_GR_INLINE F32 load(const float *from) { return *reinterpret_cast<const UnalignedF32 *>(from); }
@@ -67,23 +72,47 @@ NPU_GR_INLINE float max_lanes(F32 x) {
   return most;
 }
 
-// exp(x) for x <= 88, relative error < 2e-7; exactly 1 at 0; below -87 it stays at exp(-87); NaN stays NaN.
+NPU_GR_INLINE F32 min(F32 a, F32 b) { return a < b ? a : b; }
+
+// Bit i is set where lane i of a comparison is true.
+NPU_GR_INLINE uint32_t mask_bits(I32 is_true) {
+#if defined(__x86_64__) && NPU_GR_VECTOR_BYTES == 64
+  return static_cast<uint32_t>(_mm512_movepi32_mask(reinterpret_cast<__m512i>(is_true)));
+#elif defined(__x86_64__) && NPU_GR_VECTOR_BYTES == 32
+  return static_cast<uint32_t>(_mm256_movemask_ps(reinterpret_cast<__m256>(is_true)));
+#elif defined(__x86_64__)
+  return static_cast<uint32_t>(_mm_movemask_ps(reinterpret_cast<__m128>(is_true)));
+#else
+  uint32_t bits = 0;
+  for (int i = 0; i < kLanes; ++i) bits |= static_cast<uint32_t>(is_true[i] & 1) << i;
+  return bits;
+#endif
+}
+
+NPU_GR_INLINE bool any(I32 is_true) { return mask_bits(is_true) != 0; }
+
+// exp(x) for x <= 88, relative error < 3e-7; exactly 1 at 0; below -87 it stays at exp(-87); NaN stays NaN.
+// The minimax polynomial is of degree 5 on half a ln 2 either side of 0.
 NPU_GR_INLINE F32 exp(F32 x) {
   const F32 least = splat(-87.0f);
-  x = x < least ? least : x;
-  const F32 magic = splat(12582912.0f);  // 1.5 * 2**23: adding it rounds to an integer, in the low bits
+  x = max(least, x);  // NaN passes: it is not above
+  // Adding 1.5 * 2**23 rounds to an integer, in the low bits; + 127, so that they are the exponent of 2**n.
+  const F32 magic = splat(12583039.0f);
   F32 shifted = x * 1.44269504f + magic;
   F32 n = shifted - magic;
-  F32 r = x - n * 0.693359375f;
+#if NPU_GR_FMA
+  F32 r = x - n * 0.693147182f;  // one rounding
+#else
+  F32 r = x - n * 0.693359375f;  // exact, and the rest of ln 2
   r = r - n * -2.12194440e-4f;
-  F32 p = splat(1.9875691e-4f);
-  p = p * r + 1.3981999e-3f;
-  p = p * r + 8.3334519e-3f;
-  p = p * r + 4.1665795e-2f;
-  p = p * r + 1.6666665e-1f;
-  p = p * r + 5.0000000e-1f;
-  p = p * (r * r) + (r + 1.0f);
-  return as_float(as_bits(p) + (as_bits(shifted) << 23));
+#endif
+  F32 p = splat(8.290272146e-3f);
+  p = p * r + 4.189816025e-2f;
+  p = p * r + 1.666763813e-1f;
+  p = p * r + 4.999914784e-1f;
+  p = p * r + 9.999997063e-1f;
+  p = p * r + 1.0f;
+  return p * as_float(as_bits(shifted) << 23);
 }
 
 }  // namespace
