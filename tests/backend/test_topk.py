@@ -1,4 +1,4 @@
-"""Every backend selects as the reference: any rows, ties, -inf, filters, dead beams; a NaN is an error, never a result."""
+"""Every backend selects as the reference: any rows, ties, -inf, filters, dead beams; a NaN is an error."""
 
 from __future__ import annotations
 
