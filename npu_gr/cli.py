@@ -150,6 +150,21 @@ def bench_rank(as_json: bool, backend: str, dtype: str, threads: int, seed: int,
     _show(lines(backend, getattr(torch, dtype), seed, seconds), backend, seed, as_json)  # type: ignore[arg-type]
 
 
+@bench.command("kernels")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object a line.")
+@click.option("--isa", default="", help="Instruction set; the best of this CPU by default.")
+@click.option("--seed", default=0, show_default=True)
+@click.option("--seconds", default=2.0, show_default=True, help="Time a case.")
+def bench_kernels(as_json: bool, isa: str, seed: int, seconds: float) -> None:
+    """HSTU kernels on one thread: against the measured roof, torch ops and a naive cached path."""
+    import torch
+
+    from npu_gr.bench.kernels_hstu import lines
+
+    torch.set_num_threads(1)
+    _show(lines(isa, seed, seconds), "cpu", seed, as_json)
+
+
 @bench.command("wire")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object a line.")
 @click.option("--seed", default=0, show_default=True)

@@ -17,6 +17,7 @@ import yaml
 
 from npu_gr.admission.brownout import BrownoutConfig
 from npu_gr.backend.choose import BackendName
+from npu_gr.backend.cpu import NativeMode
 from npu_gr.engine.queue import SchedulerConfig
 from npu_gr.errors import ConfigError
 from npu_gr.features.store import HistoryConfig
@@ -43,6 +44,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     checkpoint: str | None = None  # the ranker's folder: config.json, model.safetensors; None: does not rank
     backend: BackendName = "cpu"
+    native: NativeMode = "auto"  # the CPU's own kernels: auto = if they were built, require = or do not start, off
     dtype: Literal["float32", "bfloat16", "checkpoint"] = "checkpoint"  # of the matrix products
     threads: Annotated[int, msgspec.Meta(ge=1)] = 1  # intra-op threads of the device thread (CPU)
     slo: SLOConfig = SLOConfig()

@@ -166,5 +166,7 @@ class Metrics:
                 "model": model.name,
                 "model_version": model.version,
                 "device": model.device,
+                "native": str(model.kernels != "torch").lower(),
+                "kernels": model.kernels,  # torch, or the instruction set of the native ones
             }
         )
