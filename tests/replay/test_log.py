@@ -24,7 +24,7 @@ RECORDS = [
 def test_a_log_comes_back_as_it_was_written(tmp_path: Path, suffix: str) -> None:
     path = tmp_path / f"log{suffix}"
     write(path, RECORDS)
-    assert read(path) == RECORDS
+    assert list(read(path)) == RECORDS
     assert list(tmp_path.iterdir()) == [path]
 
 
@@ -56,15 +56,15 @@ def test_a_bad_record_is_named_by_file_line_and_reason(tmp_path: Path, line: str
     good = '{"ts": 0, "kind": "signal", "user_id": "a"}\n\n'
     path.write_bytes((good + line).encode(errors="surrogateescape"))
     with pytest.raises(DataError, match=rf"log\.jsonl, line 3: .*{reason}"):
-        read(path)
+        list(read(path))
 
 
 def test_a_missing_file_and_an_unknown_suffix_are_data_errors(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="No such file"):
-        read(tmp_path / "log.jsonl")
+        list(read(tmp_path / "log.jsonl"))
     (tmp_path / "log.csv").write_text("")
     with pytest.raises(DataError, match=r"expected a name in \.jsonl"):
-        read(tmp_path / "log.csv")
+        list(read(tmp_path / "log.csv"))
 
 
 @pytest.mark.parametrize("cut", [0.3, 0.9])
@@ -75,7 +75,7 @@ def test_a_file_that_was_cut_short_is_not_taken_for_the_whole(tmp_path: Path, su
     packed = gzip.compress(lines) if suffix == ".gz" else zstandard.compress(lines)
     path.write_bytes(packed[: int(len(packed) * cut)])
     with pytest.raises(DataError, match=path.name):
-        read(path)
+        list(read(path))
 
 
 @pytest.mark.parametrize("suffix", [".gz", ".zst"])

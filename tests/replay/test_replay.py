@@ -17,7 +17,7 @@ from npu_gr.errors import DataError
 from npu_gr.replay.log import LoggedHistory, Record, write
 from npu_gr.replay.options import ReplayOptions
 from npu_gr.replay.plan import plan
-from npu_gr.replay.player import PlayerOptions, play
+from npu_gr.replay.player import PlayerOptions, Sample, play
 from npu_gr.replay.run import replay, stop_on_interrupt
 from tests.replay.fake import Fake, ranked, service
 
@@ -32,6 +32,14 @@ def events(ts: float, user: str = "a") -> Record:
     return Record(ts=ts, kind="events", user_id=user, events=EVENTS)
 
 
+async def played(log: list[Record], url: str, **values: Any) -> list[Sample]:
+    samples: list[Sample] = []
+    await asyncio.wait_for(
+        play(plan(log, ReplayOptions(base_url=url)), PlayerOptions(url=url, **values), samples.append), 20
+    )
+    return samples
+
+
 async def test_a_stalled_service_slows_no_sending_and_is_charged_for_the_wait() -> None:
     count, all_came = 8, asyncio.Event()
 
@@ -41,13 +49,7 @@ async def test_a_stalled_service_slows_no_sending_and_is_charged_for_the_wait() 
         await all_came.wait()  # a closed loop would never send the second one
 
     async with service(stall) as fake:
-        samples = await asyncio.wait_for(
-            play(
-                plan([rank(i * 0.02, f"u{i}") for i in range(count)], ReplayOptions(base_url=fake.url)),
-                PlayerOptions(url=fake.url, deadline_ms=10_000),
-            ),
-            20,
-        )
+        samples = await played([rank(i * 0.02, f"u{i}") for i in range(count)], fake.url, deadline_ms=10_000)
     assert not any(sample.error for sample in samples)
     for sample in samples:
         assert sample.latency_s >= (count - 1) * 0.02 - sample.due_s
@@ -63,10 +65,7 @@ async def test_latency_counts_from_the_due_time_and_the_players_own_lateness_is_
                 pass
 
     async with service(block) as fake:
-        samples = await play(
-            plan([rank(i * 0.01, f"u{i}") for i in range(5)], ReplayOptions(base_url=fake.url)),
-            PlayerOptions(url=fake.url),
-        )
+        samples = await played([rank(i * 0.01, f"u{i}") for i in range(5)], fake.url)
         report = await replay([rank(0.0)], ReplayOptions(base_url=fake.url))
     assert len(samples) == 5
     first, *later = sorted(samples, key=lambda sample: sample.due_s)
