@@ -15,7 +15,7 @@ import click
 
 from npu_gr import __version__
 from npu_gr.errors import NpuGrError
-from npu_gr.replay.commands import replay
+from npu_gr.replay.commands import record, replay
 
 if TYPE_CHECKING:
     from npu_gr.bench.line import Line
@@ -256,6 +256,7 @@ def train_rank_command(
 
 
 main.add_command(replay)
+main.add_command(record)
 
 
 @main.command()

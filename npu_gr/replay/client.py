@@ -119,13 +119,13 @@ async def _work(pipe: Connection, part: Part) -> None:
         loop.remove_reader(pipe.fileno())
         playing.cancel()
         failure = (await asyncio.gather(playing, return_exceptions=True))[0]
-    if isinstance(failure, DataError):
-        pipe.send(("error", str(failure)))
-    elif isinstance(failure, Exception):
+    if isinstance(failure, Exception) and not isinstance(failure, DataError):
         raise failure
-    else:
-        interrupted = isinstance(failure, asyncio.CancelledError)
-        pipe.send(("result", (client.tally, client.num_planned, client.last_number, client.bad_lines, interrupted)))
+    interrupted = isinstance(failure, asyncio.CancelledError)
+    result = client.tally, client.num_planned, client.last_number, client.bad_lines, interrupted
+    with contextlib.suppress(OSError, EOFError):
+        pipe.send(("error", str(failure)) if isinstance(failure, DataError) else ("result", result))
+        pipe.recv()  # stay until the other end is closed: it waits for news of all its clients
 
 
 def monotonic_start_s(lead_s: float) -> float:

@@ -313,3 +313,37 @@ def _catalogue(checkpoint: Path | None, log: Interactions) -> Catalogue:
         return Catalogue.of(log)
     found = load(checkpoint)
     return Catalogue(item_ids=found.item_ids, action_values=found.action_values)
+
+
+@click.command()
+@click.option("--url", default="http://127.0.0.1:8080", show_default=True)
+@click.option("--seconds", default=600.0, show_default=True, type=click.FloatRange(min=0, min_open=True))
+@click.option(
+    "--sample", default=1.0, show_default=True, type=click.FloatRange(0, 1, min_open=True), help="Of the users."
+)
+@click.option("--status", is_flag=True, help="Only show how it stands.")
+@API_KEY
+def record(url: str, seconds: float, sample: float, status: bool, api_key: str | None) -> None:
+    """Record a running service's requests into its record.folder; Ctrl-C ends it early.
+
+    The service needs a section `record` in its configuration, which also says whether identities are hashed.
+    """
+    import uvloop
+
+    from npu_gr.replay.remote import record_for, show_status
+    from npu_gr.replay.run import stop_on_interrupt
+
+    def tell(found: dict[str, Any]) -> None:
+        counts = ", ".join(f"{found[name]} {name}" for name in ("written", "dropped", "failed"))
+        click.echo(f"{'recording' if found['recording'] else 'not recording'}: {counts}", err=True)
+
+    async def work() -> dict[str, Any]:
+        if status:
+            return await show_status(url, api_key)
+        with stop_on_interrupt() as stop:
+            return await record_for(url, api_key, seconds, sample, stop, tell)
+
+    found = uvloop.run(work())
+    tell(found)
+    for file in found["files"]:
+        click.echo(file)

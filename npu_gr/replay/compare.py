@@ -180,7 +180,7 @@ def _ratios(a: _Run, b: _Run, slo_ms: float, random: np.random.Generator) -> tup
     return found, is_paired
 
 
-_MIDDLES: F64 = _LOW_MS * _BIN_RATIO ** (np.arange(_BINS) + 0.5)
+_MIDDLES: npt.NDArray[Any] = _LOW_MS * _BIN_RATIO ** (np.arange(_BINS) + 0.5)
 
 
 def _blocks(run: _Run, slo_ms: float) -> tuple[F64, F64]:

@@ -11,12 +11,13 @@ from npu_gr.replay.report import PERCENTILES, Report
 from npu_gr.replay.study import Study, name, row
 from npu_gr.replay.svg import areas, axis, lines
 from npu_gr.replay.tally import HITS
+from npu_gr.request import Outcome
 
 _STYLE = """
 :root { color-scheme: light dark; --line: #8885; --dim: #777; }
 body { font: 14px/1.45 system-ui, sans-serif; max-width: 1360px; margin: 24px auto; padding: 0 16px; }
 h1 { font-size: 22px; } h2 { font-size: 18px; margin-top: 32px; } h3 { font-size: 14px; margin: 0 0 4px; }
-.plots { display: grid; grid-template-columns: repeat(auto-fit, minmax(420px, 1fr)); gap: 20px; }
+.plots { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(420px, 100%), 1fr)); gap: 20px; }
 figure { margin: 0; padding: 12px; border: 1px solid var(--line); border-radius: 8px; }
 svg { width: 100%; height: auto; display: block; } svg text { font-size: 11px; fill: currentColor; }
 .axis { stroke: currentColor; fill: none; } .grid { stroke: var(--line); stroke-width: .5; }
@@ -24,6 +25,7 @@ path.level { stroke: #dc2626; stroke-dasharray: 5 4; } svg text.level { fill: #d
 .legend { min-height: 20px; } .key { margin-right: 14px; white-space: nowrap; }
 .key i { display: inline-block; width: 10px; height: 10px; margin-right: 5px; border-radius: 2px; }
 table { border-collapse: collapse; margin: 8px 0 16px; } td, th { padding: 3px 10px; text-align: right; }
+.facts td { text-align: left; overflow-wrap: anywhere; }
 tr { border-bottom: 1px solid var(--line); } td:first-child, th:first-child { text-align: left; }
 .warn { color: #dc2626; font-weight: 600; } .dim { color: var(--dim); } pre { overflow: auto; max-height: 400px; }
 """
@@ -69,7 +71,7 @@ def _run(run: Report, anchor: str) -> str:
     )
     facts = _table(("", ""), [[escape(key), escape(value)] for key, value in _facts(run)])
     heading = f'<h2 id="{anchor}">{escape(name(run))}</h2>'
-    return f'{heading}{cut}{warning}<div class="plots">{figures}</div>{latencies}{facts}'
+    return f'{heading}{cut}{warning}<div class="plots">{figures}</div>{latencies}<div class="facts">{facts}</div>'
 
 
 def _facts(run: Report) -> list[tuple[str, str]]:
@@ -128,8 +130,9 @@ def _cdf(run: Report) -> str:
 
 
 def _outcomes(run: Report) -> str:
-    names = sorted({outcome for part in run.slices for outcome in part["outcomes"]})
-    series = {o: [(part["at_s"], float(part["outcomes"].get(o, 0))) for part in run.slices] for o in names}
+    found = {outcome for part in run.slices for outcome in part["outcomes"]}
+    names = [name for name in (*Outcome, "error") if name in found]
+    series = {str(o): [(part["at_s"], float(part["outcomes"].get(o, 0))) for part in run.slices] for o in names}
     return areas(series, _time(run), f"ranks in {_slice_s([run]):g} s")
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import signal
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from multiprocessing import get_context
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -120,45 +121,52 @@ async def _apart(part: Part, stop: asyncio.Event, show: Show) -> Played:
     """Every client reads the whole log and plays its users; they begin at the same instant."""
     count = part.options.processes
     async with _processes(part, count) as pipes:
-        for pipe in pipes:
-            await _receive(pipe)
-        start_s = monotonic_start_s(START_S)
-        for pipe in pipes:
-            pipe.send(start_s)
-        progress = [Progress(0, 0, 0.0)] * count
-
-        async def listen(place: int, pipe: Connection) -> Played:
-            while True:
-                word, value = await _receive(pipe)
+        found: list[Played] = []
+        ready, told = set[Connection](), False
+        progress = dict.fromkeys(pipes, Progress(0, 0, 0.0))
+        while len(found) < count:
+            for pipe, (word, value) in await asyncio.to_thread(_messages, pipes):
                 match word:
+                    case "ready":
+                        ready.add(pipe)
+                        if len(ready) == count:
+                            start_s = monotonic_start_s(START_S)
+                            for each in pipes:
+                                each.send(start_s)
                     case "progress":
-                        progress[place] = Progress(*value)
-                        done, good, ratio = zip(*progress, strict=True)
+                        progress[pipe] = Progress(*value)
+                        done, good, ratio = zip(*progress.values(), strict=True)
                         show(Progress(sum(done), sum(good), min(ratio)))
                     case "result":
-                        return Played(*value)
+                        found.append(Played(*value))
                     case _:
                         raise DataError(value)
-
-        async def tell() -> None:
-            await stop.wait()
-            for pipe in pipes:
-                pipe.send("stop")
-
-        telling = asyncio.create_task(tell())
-        listening = [asyncio.create_task(listen(*found)) for found in enumerate(pipes)]
-        try:
-            parts = await asyncio.gather(*listening)
-        finally:
-            for task in (telling, *listening):
-                task.cancel()
-            await asyncio.gather(telling, *listening, return_exceptions=True)
+            if stop.is_set() and len(ready) == count and not told:
+                told = True
+                for pipe in pipes:
+                    with contextlib.suppress(OSError):  # it may be over
+                        pipe.send("stop")
     if part.answers is not None:
         await asyncio.to_thread(_join, part.answers, count)
-    total = parts[0].tally
-    for other in parts[1:]:
+    total = found[0].tally
+    for other in found[1:]:
         total.merge(other.tally)
-    return parts[0]._replace(interrupted=any(found.interrupted for found in parts))
+    return found[0]._replace(
+        last_number=max(each.last_number for each in found), interrupted=any(each.interrupted for each in found)
+    )
+
+
+def _messages(pipes: list[Connection]) -> list[tuple[Connection, tuple[str, Any]]]:
+    """What the clients have said by now; waits a little for the first. Raises Unavailable where one has died."""
+    found = []
+    for pipe in wait([pipe for pipe in pipes if not pipe.closed], TELL_S):
+        assert isinstance(pipe, Connection)
+        try:
+            message = pipe.recv()
+        except (EOFError, ConnectionResetError) as error:
+            raise Unavailable("a client process of the replay died") from error
+        found.append((pipe, message))
+    return found
 
 
 @asynccontextmanager
@@ -183,20 +191,6 @@ async def _processes(part: Part, count: int) -> AsyncIterator[list[Connection]]:
             pipe.close()  # a client that still plays stops
         for process in processes:
             await asyncio.to_thread(process.join)
-
-
-async def _receive(pipe: Connection) -> tuple[str, Any]:
-    loop, readable = asyncio.get_running_loop(), asyncio.Event()
-    loop.add_reader(pipe.fileno(), readable.set)
-    try:
-        await readable.wait()
-    finally:
-        loop.remove_reader(pipe.fileno())
-    try:
-        message: tuple[str, Any] = pipe.recv()
-    except EOFError as error:
-        raise Unavailable("a client process of the replay died") from error
-    return message
 
 
 def _of_client(answers: Path, share: int) -> Path:

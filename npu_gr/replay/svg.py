@@ -137,7 +137,8 @@ def _frame(x: Axis, y: Axis) -> str:
 
 def _dashed(x1: float, y1: float, x2: float, y2: float, name: str) -> str:
     line = f'<path class="level" d="M{x1:.1f},{y1:.1f} L{x2:.1f},{y2:.1f}"/>'
-    return f'{line}<text class="level" x="{x2 - 4:.1f}" y="{y2 - 5:.1f}" text-anchor="end">{escape(name)}</text>'
+    at = f'x="{x2 - 4:.1f}" y="{max(y2 - 5, TOP + 10):.1f}"'
+    return f'{line}<text class="level" {at} text-anchor="end">{escape(name)}</text>'
 
 
 def _x(x: Axis, value: float) -> float:
