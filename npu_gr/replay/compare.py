@@ -8,7 +8,7 @@ the log is hard for both and cancels. Percentiles inside come from counts in bin
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,13 +25,12 @@ from npu_gr.replay.answers import AnswerLine, read_answers
 F64 = npt.NDArray[np.float64]
 
 BLOCKS = 100
-RESAMPLES = 2000
+RESAMPLES = 1000
 TOP = 10
 WORST = 5
 
 _BIN_RATIO = 1.005
-_LOW_MS, _HIGH_MS = 1e-3, 3.6e6
-_BINS = math.ceil(math.log(_HIGH_MS / _LOW_MS) / math.log(_BIN_RATIO))
+_LOW_MS = 1e-3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,62 +153,70 @@ def _load(path: Path) -> _Run:
 
 def _ratios(a: _Run, b: _Run, slo_ms: float, random: np.random.Generator) -> tuple[list[Ratio], bool]:
     is_paired = np.array_equal(a.numbers, b.numbers)
-    counts = [_blocks(run, slo_ms) for run in (a, b)]
-    draws_a = _draws(len(counts[0][0]), random)
-    draws_b = draws_a if is_paired else _draws(len(counts[1][0]), random)
+    blocks = [_Blocks.of(run, slo_ms) for run in (a, b)]
+    draws_a = _draws(blocks[0].num_blocks, random)
+    draws_b = draws_a if is_paired else _draws(blocks[1].num_blocks, random)
+    values = [part.statistics(np.ones((1, part.num_blocks))) for part in blocks]
+    drawn = [part.statistics(draws) for part, draws in zip(blocks, (draws_a, draws_b), strict=True)]
     found = []
-    statistics: list[tuple[str, Callable[[F64, F64], F64]]] = [
-        ("P50 ms", lambda bins, _: _percentile(bins, 0.5)),
-        ("P95 ms", lambda bins, _: _percentile(bins, 0.95)),
-        ("P99 ms", lambda bins, _: _percentile(bins, 0.99)),
-        ("mean ms", lambda bins, _: np.asarray(bins @ _MIDDLES / np.maximum(bins.sum(1), 1), np.float64)),
-        ("within SLO", lambda _, good: good[:, 0] / np.maximum(good[:, 1], 1)),
-    ]
-    for name, statistic in statistics:
-        one = [statistic(bins.sum(0)[None], good.sum(0)[None])[0] for bins, good in counts]
-        many = [
-            statistic(draws @ bins, draws @ good)
-            for draws, (bins, good) in zip((draws_a, draws_b), counts, strict=True)
-        ]
-        with np.errstate(divide="ignore", invalid="ignore"):
-            ratios: npt.NDArray[Any] = many[1] / many[0]
-            ratio = float(np.float64(one[1]) / one[0])
-        finite = ratios[np.isfinite(ratios)]
-        low, high = np.percentile(finite, (2.5, 97.5)).tolist() if len(finite) else (math.nan, math.nan)
-        found.append(Ratio(name=name, a=float(one[0]), b=float(one[1]), ratio=ratio, low=low, high=high))
+    with np.errstate(divide="ignore", invalid="ignore"):
+        for name in values[0]:
+            ratios = drawn[1][name] / drawn[0][name]
+            finite = ratios[np.isfinite(ratios)]
+            low, high = np.percentile(finite, (2.5, 97.5)).tolist() if len(finite) else (math.nan, math.nan)
+            one, other = values[0][name][0], values[1][name][0]
+            found.append(Ratio(name=name, a=float(one), b=float(other), ratio=float(other / one), low=low, high=high))
     return found, is_paired
 
 
-_MIDDLES: npt.NDArray[Any] = _LOW_MS * _BIN_RATIO ** (np.arange(_BINS) + 0.5)
+@dataclass(frozen=True, slots=True, eq=False)
+class _Blocks:
+    """A run as counts."""
 
+    bins: F64  # [blocks, bins] answered, by latency; bins that stay empty are left out
+    middles_ms: F64  # [bins]
+    good: F64  # [blocks, 2] within the SLO, and all
 
-def _blocks(run: _Run, slo_ms: float) -> tuple[F64, F64]:
-    """Latencies counted by block and bin [blocks, bins], and of each block the good and all [blocks, 2]."""
-    num = min(BLOCKS, len(run.numbers))
-    block = np.arange(len(run.numbers)) * num // len(run.numbers)
-    answered = ~np.isnan(run.latencies_ms)
-    clipped = np.clip(run.latencies_ms[answered], _LOW_MS, _HIGH_MS * 0.999)
-    place = np.log(clipped / _LOW_MS) / math.log(_BIN_RATIO)
-    bins = np.zeros((num, _BINS))
-    np.add.at(bins, (block[answered], place.astype(np.int64)), 1)
-    good = np.zeros((num, 2))
-    np.add.at(good[:, 0], block, run.latencies_ms <= slo_ms)
-    np.add.at(good[:, 1], block, 1)
-    return bins, good
+    @property
+    def num_blocks(self) -> int:
+        """Of requests that follow each other in the log."""
+        return len(self.bins)
+
+    @classmethod
+    def of(cls, run: _Run, slo_ms: float) -> _Blocks:
+        num = min(BLOCKS, len(run.numbers))
+        block = np.arange(len(run.numbers)) * num // len(run.numbers)
+        answered = ~np.isnan(run.latencies_ms)
+        clipped = np.clip(run.latencies_ms[answered], _LOW_MS, None)
+        places = np.floor(np.log(clipped / _LOW_MS) / math.log(_BIN_RATIO))
+        used, place = np.unique(places, return_inverse=True)
+        bins, good = np.zeros((num, len(used))), np.zeros((num, 2))
+        np.add.at(bins, (block[answered], place), 1)
+        np.add.at(good[:, 0], block, run.latencies_ms <= slo_ms)
+        np.add.at(good[:, 1], block, 1)
+        return cls(bins, _LOW_MS * _BIN_RATIO ** (used + 0.5), good)
+
+    def statistics(self, draws: F64) -> dict[str, npt.NDArray[Any]]:
+        """[n, blocks] how often each block counts -> [n] of each; NaN of nothing."""
+        good = draws @ self.good
+        within = good[:, 0] / good[:, 1]
+        counts = draws @ self.bins
+        if not counts.shape[1]:
+            nothing = np.full(len(draws), math.nan)
+            return {**dict.fromkeys(("P50 ms", "P95 ms", "P99 ms", "mean ms"), nothing), "within SLO": within}
+        upto = np.cumsum(counts, 1)
+        total = upto[:, -1]
+        found: dict[str, npt.NDArray[Any]] = {
+            f"P{percent} ms": self.middles_ms[np.argmax(upto >= percent / 100 * total[:, None], 1)]
+            for percent in (50, 95, 99)
+        }
+        return {**found, "mean ms": counts @ self.middles_ms / total, "within SLO": within}
 
 
 def _draws(num_blocks: int, random: np.random.Generator) -> F64:
     """[RESAMPLES, blocks] how often each block was drawn."""
     draws: F64 = random.multinomial(num_blocks, np.full(num_blocks, 1 / num_blocks), RESAMPLES).astype(np.float64)
     return draws
-
-
-def _percentile(bins: F64, share: float) -> F64:
-    """[n, bins] -> [n] ms, NaN of nothing."""
-    upto = np.cumsum(bins, 1)
-    place = np.argmax(upto >= share * upto[:, -1:], 1)
-    found: F64 = np.where(upto[:, -1] > 0, _MIDDLES[place], math.nan)
-    return found
 
 
 # ---- scores

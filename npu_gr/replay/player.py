@@ -127,6 +127,7 @@ async def play(
             with _alert():
                 first: list[tuple[Action, bytes]] = await anext(batches, [])
                 player.start_s = time.monotonic() + 0.1 if start_s is None else start_s
+                await timer.until(player.start_s)
                 await player.send_all(first, timer)
                 async for batch in batches:
                     await player.send_all(batch, timer)
