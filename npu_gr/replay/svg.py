@@ -34,7 +34,7 @@ class Axis(NamedTuple):
         """Round values to write beside the axis."""
         if self.is_log:
             decades = range(math.floor(math.log10(self.low)), math.ceil(math.log10(self.high)) + 1)
-            steps = (1, 2, 5) if len(decades) <= 4 else (1,)
+            steps = (1, 2, 5) if self.high / self.low <= 2000 else (1,)
             return [t for t in (s * 10.0**d for d in decades for s in steps) if self.low <= t <= self.high * 1.0001]
         rough = (self.high - self.low) / 5
         size = 10.0 ** math.floor(math.log10(rough))
