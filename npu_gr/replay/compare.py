@@ -156,10 +156,10 @@ def _ratios(a: _Run, b: _Run, slo_ms: float, random: np.random.Generator) -> tup
     blocks = [_Blocks.of(run, slo_ms) for run in (a, b)]
     draws_a = _draws(blocks[0].num_blocks, random)
     draws_b = draws_a if is_paired else _draws(blocks[1].num_blocks, random)
-    values = [part.statistics(np.ones((1, part.num_blocks))) for part in blocks]
-    drawn = [part.statistics(draws) for part, draws in zip(blocks, (draws_a, draws_b), strict=True)]
     found = []
-    with np.errstate(divide="ignore", invalid="ignore"):
+    with np.errstate(divide="ignore", invalid="ignore"):  # NaN where nothing was answered
+        values = [part.statistics(np.ones((1, part.num_blocks))) for part in blocks]
+        drawn = [part.statistics(draws) for part, draws in zip(blocks, (draws_a, draws_b), strict=True)]
         for name in values[0]:
             ratios = drawn[1][name] / drawn[0][name]
             finite = ratios[np.isfinite(ratios)]
