@@ -38,7 +38,8 @@ class RecordingDoor:
         self._door, self._recorder = door, recorder
         self.models, self.is_ready, self.effective_config = door.models, door.is_ready, door.effective_config
         self.catalogue, self.reload_catalogue = door.catalogue, door.reload_catalogue
-        self.rollback_catalogue, self.erase_user = door.rollback_catalogue, door.erase_user
+        self.rollback_catalogue, self.update_catalogue = door.rollback_catalogue, door.update_catalogue
+        self.check_room, self.erase_user = door.check_room, door.erase_user
 
     async def signal(self, request: SignalRequest, budget_s: float) -> SignalAnswer:
         """See `Door.signal`."""
