@@ -71,11 +71,11 @@ async def test_latency_counts_from_the_due_time_and_the_players_own_lateness_is_
     async with service(block) as fake:
         samples: list[Sample] = []
         start_s = time.monotonic() + 0.5
-        log = [rank(i * 0.01, f"u{i}") for i in range(60)]
+        log = [rank(i * 0.02, f"u{i}") for i in range(200)]
         options = ReplayOptions(base_url=fake.url)
         await play(plan(log, options), PlayerOptions(url=fake.url), samples.append, start_s)
         report = await replay([rank(0.0)], options)
-    assert len(samples) == 60
+    assert len(samples) == 200
     began_s, ended_s = stalled_s
     during = [sample for sample in samples if began_s < start_s + sample.due_s < ended_s]
     assert during
