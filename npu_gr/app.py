@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from pathlib import Path
 
 import msgspec
@@ -41,7 +41,9 @@ from npu_gr.model.weights import load as load_checkpoint
 from npu_gr.ranking import Ranking
 from npu_gr.relay.relay import Relay
 from npu_gr.relay.trigger import TriggerConfig
+from npu_gr.replay.recorder import Recorder
 from npu_gr.request import Events, ModelInfo
+from npu_gr.server.recording import RecordingDoor, add_record_routes
 from npu_gr.server.routes import build_web_app
 from npu_gr.server.run import serve
 from npu_gr.service import Service
@@ -82,8 +84,12 @@ async def instance(config: Config) -> AsyncIterator[tuple[web.Application, Servi
             metrics.build_info(service.models()[0])
             service.set_ready()
             try:
-                async with service.watched():
-                    yield build_web_app(service, config.server, metrics), service
+                with Recorder(config.record, metrics.recorded) if config.record else nullcontext() as recorder:
+                    door = RecordingDoor(service, recorder) if recorder else service
+                    app = build_web_app(door, config.server, metrics)
+                    add_record_routes(app, recorder)
+                    async with service.watched():
+                        yield app, service
             finally:
                 service.set_ready("stopping")
                 await service.stop()

@@ -15,6 +15,7 @@ import click
 
 from npu_gr import __version__
 from npu_gr.errors import NpuGrError
+from npu_gr.replay.commands import record, replay
 
 if TYPE_CHECKING:
     from npu_gr.bench.line import Line
@@ -350,70 +351,8 @@ def _overridden(preset: T, overrides: tuple[str, ...]) -> T:
         raise ConfigError(f"--set: {error}") from error
 
 
-@main.command("replay")
-@click.argument("log", type=click.Path(path_type=Path))
-@click.option("--url", default="http://127.0.0.1:8080", show_default=True)
-@click.option("--speed", default=1.0, show_default=True, help="Log seconds a second.")
-@click.option("--rate", type=float, help="Ranks a second, instead of the log's times.")
-@click.option("--arrival", default="poisson", show_default=True, type=click.Choice(["poisson", "constant"]))
-@click.option("--signal-lead-ms", default=50.0, show_default=True, help="Signal this long before its rank.")
-@click.option("--no-signals", is_flag=True, help="Send only the signals that the log has.")
-@click.option("--limit", type=click.IntRange(1), help="Records, oldest first.")
-@click.option("--duration", "duration_s", type=float, help="Seconds of sending.")
-@click.option("--timeout-ms", default=1000.0, show_default=True)
-@click.option("--slo-ms", default=50.0, show_default=True)
-@click.option("--seed", default=0, show_default=True)
-@click.option("--api-key", envvar="NPU_GR_API_KEY", help="Also from NPU_GR_API_KEY.")
-@click.option("--json", "as_json", is_flag=True)
-def replay_command(
-    log: Path,
-    url: str,
-    speed: float,
-    rate: float | None,
-    arrival: str,
-    signal_lead_ms: float,
-    no_signals: bool,
-    limit: int | None,
-    duration_s: float | None,
-    timeout_ms: float,
-    slo_ms: float,
-    seed: int,
-    api_key: str | None,
-    as_json: bool,
-) -> None:
-    """Replay a query LOG open loop; latency counts from the time each request was due."""
-    from rich.console import Console
-
-    from npu_gr.errors import ConfigError
-    from npu_gr.replay.options import ReplayOptions
-    from npu_gr.replay.run import replay, stop_on_interrupt
-
-    try:
-        options = ReplayOptions(
-            base_url=url,
-            api_key=api_key,
-            speed=speed,
-            rate=rate,
-            arrival=arrival,  # type: ignore[arg-type]
-            signal_lead_s=None if no_signals else signal_lead_ms * 1e-3,
-            limit=limit,
-            duration_s=duration_s,
-            timeout_s=timeout_ms * 1e-3,
-            slo_s=slo_ms * 1e-3,
-            seed=seed,
-        )
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
-
-    async def work() -> Any:
-        with stop_on_interrupt() as stop:
-            return await replay(log, options, stop=stop)
-
-    report = _run(work)
-    if as_json:
-        click.echo(json.dumps(report.as_dict()))
-    else:
-        Console().print(report.render())
+main.add_command(replay)
+main.add_command(record)
 
 
 @main.command()

@@ -25,6 +25,7 @@ from npu_gr.generation import GenerateConfig
 from npu_gr.kv.config import KVConfig
 from npu_gr.relay.relay import RelayConfig
 from npu_gr.relay.trigger import TriggerConfig
+from npu_gr.replay.recorder import RecordConfig
 from npu_gr.server.config import ServerConfig
 from npu_gr.service import ServiceConfig
 
@@ -57,6 +58,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     kv: KVConfig = KVConfig()
     features: HistoryConfig = HistoryConfig()
     generate: GenerateConfig | None = None  # absent: the instance does not generate
+    record: RecordConfig | None = None  # absent: requests cannot be recorded
 
     def __post_init__(self) -> None:
         if self.checkpoint is None and self.generate is None:
