@@ -7,7 +7,9 @@ import logging
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,8 +22,9 @@ from npu_gr.backend.choose import choose
 from npu_gr.catalog.items import ItemVocabulary
 from npu_gr.catalog.tokens import Tokens, tokenize
 from npu_gr.config import Config
-from npu_gr.engine.engine import Engine
+from npu_gr.engine.engine import Engine, PageJobs
 from npu_gr.engine.generate import GenerateEngine, Generator, layout_of
+from npu_gr.engine.scheduler import Done, Scheduler
 from npu_gr.engine.selftest import parity
 from npu_gr.errors import ConfigError
 from npu_gr.features.store import open_store
@@ -39,6 +42,7 @@ from npu_gr.relay.relay import Relay
 from npu_gr.request import Events, ModelInfo
 from npu_gr.server.routes import build_web_app
 from npu_gr.server.run import serve
+from npu_gr.server.tracing import spans
 from npu_gr.service import Service
 
 log = logging.getLogger(__name__)
@@ -75,7 +79,7 @@ async def instance(config: Config) -> AsyncIterator[tuple[web.Application, Servi
     pool = PrefixPool(arena, config.kv.hbm_bytes, config.relay.t_life_s, time.monotonic)
     dram = _dram(config, config.kv.dram_bytes, layout, backend)
     relay = Relay(config.relay, config.trigger, engine, pool, dram, checkpoint.version)
-    metrics = Metrics(CollectorRegistry(), {"rank": config.slo.rank_s, "signal": config.slo.signal_s})
+    metrics = Metrics(CollectorRegistry(), config.slo.objectives())
     vocabulary = ItemVocabulary(checkpoint.item_ids)
     info = ModelInfo(
         name=checkpoint.name,
@@ -92,15 +96,18 @@ async def instance(config: Config) -> AsyncIterator[tuple[web.Application, Servi
         generation = None if config.generate is None else _generation(config, config.generate, engine, metrics)
         table = configuration.to_table(config)
         service = Service(config.service, info, vocabulary, engine, relay, store, metrics, table, generation)
-        observe(metrics, engine, pool, dram, relay, info)
+        observe(metrics, config, engine.scheduler, info)
+        observe_relay(metrics, "rank", engine, pool, dram, relay)
         engine.scheduler.start()
         try:
             await _prove(engine, dram, shape, vocabulary, config.relay.enabled)
             if generation is not None:
                 await generation.start()
+                metrics.observe_catalogue(generation.catalogue, generation.num_paths)
             service.set_ready()
             try:
-                yield build_web_app(service, config.server, metrics), service
+                with spans(config.server) as tracing:
+                    yield build_web_app(service, config.server, metrics, tracing), service
             finally:
                 service.set_ready("stopping")
                 await service.stop()
@@ -154,11 +161,10 @@ def _generation(config: Config, section: GenerateConfig, engine: Engine, metrics
     generate_engine = GenerateEngine(generator, engine.scheduler, arena)
     version = hf.version(folder)
     relay = Relay(config.relay, config.trigger, generate_engine, pool, dram, version)
-    relay.on_error = metrics.relay_error
-    metrics.observe_tier("generate_hbm", pool, {"free": lambda: pool.free_bytes, "live": lambda: pool.live_bytes})
-    if dram is not None:
-        metrics.observe_tier("generate_dram", dram, {"free": lambda: dram.free_bytes, "live": lambda: dram.live_bytes})
-    return Generation(section, folder.name, version, generate_engine, relay)
+    observe_relay(metrics, "generate", generate_engine, pool, dram, relay)
+    generation = Generation(section, folder.name, version, generate_engine, relay)
+    generation.on_search = metrics.beams_searched
+    return generation
 
 
 def _place(checkpoint: Checkpoint, config: Config, backend: Backend) -> None:
@@ -219,24 +225,49 @@ def _seeded(shape: HSTUConfig, vocabulary: ItemVocabulary, num_tokens: int) -> T
     )
 
 
-def observe(
-    metrics: Metrics, engine: Engine, pool: PrefixPool, dram: DramStore | None, relay: Relay[Tokens], info: ModelInfo
-) -> None:
+def observe(metrics: Metrics, config: Config, scheduler: Scheduler, info: ModelInfo) -> None:
     """Connect what changes by itself to the metrics; nothing below `app` knows them but the service."""
-    engine.scheduler.on_batch = metrics.batch_done
-    relay.on_error = metrics.relay_error
-    pool.on_evict = lambda entry: None if entry.consumed else metrics.prefill_wasted()
-    metrics.observe_queue(lambda: engine.scheduler.depth)
+    scheduler.on_batch, scheduler.on_worked = metrics.batch_done, metrics.device_worked
+    metrics.observe_queue(lambda: scheduler.depth)
+    metrics.t_life(config.relay.t_life_s)
+    metrics.limits(
+        {
+            "inflight_requests": config.service.max_inflight,
+            "queue_jobs": config.scheduler.max_queue,
+            "batch_requests": config.scheduler.max_batch_requests,
+            "batch_rows": config.scheduler.max_batch_rows,
+            "history_tokens": config.service.max_history_tokens or info.max_history_tokens,
+            "candidates": config.server.max_candidates,
+            "inflight_prefills": config.trigger.max_inflight,
+            "budget_s": config.server.max_budget_s,
+        }
+    )
+    metrics.build_info(info)
+
+
+def observe_relay(
+    metrics: Metrics, kind: str, engine: PageJobs, pool: PrefixPool, dram: DramStore | None, relay: Relay[Any]
+) -> None:
+    """As `observe`, for the relay of one kind of request and its tiers."""
+    prefix = "" if kind == "rank" else f"{kind}_"
+    relay.on_error, relay.on_first_use = metrics.relay_error, metrics.prefix_waited
+    pool.on_evict = lambda entry: None if entry.consumed else metrics.prefill_wasted(kind)
+
+    def copied(target: KVArena, num_bytes: int, done: Done[None]) -> None:
+        metrics.copy_done("reload" if target is pool.arena else "spill", num_bytes, done.queue_s, done.device_s)
+
+    engine.on_copied = copied
+    metrics.observe_producers(kind, {work: partial(relay.in_flight, work) for work in ("prefill", "reload", "spill")})
     metrics.observe_tier(
-        "hbm",
+        f"{prefix}hbm",
         pool,
         {
-            "free": lambda: pool.free_bytes,
-            "reserved": lambda: pool.reserved_bytes,
             "live": lambda: pool.live_bytes,
+            "reserved": lambda: pool.reserved_bytes,
             "evictable": lambda: pool.evictable_bytes,
+            "free": lambda: pool.free_bytes,
         },
     )
     if dram is not None:
-        metrics.observe_tier("dram", dram, {"free": lambda: dram.free_bytes, "live": lambda: dram.live_bytes})
-    metrics.build_info(info)
+        states = {"live": lambda: dram.live_bytes, "free": lambda: dram.free_bytes}
+        metrics.observe_tier(f"{prefix}dram", dram, states)

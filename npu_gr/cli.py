@@ -71,8 +71,10 @@ def _load(config_path: Path, overrides: tuple[str, ...]) -> Config:
 def serve(config_path: Path, overrides: tuple[str, ...]) -> None:
     """Start one instance; SIGTERM drains and stops it."""
     from npu_gr.app import run
+    from npu_gr.server.journal import lines_to_stdout
 
     config = _load(config_path, overrides)
+    lines_to_stdout()
     _run(lambda: run(config))
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated
 
@@ -67,6 +67,7 @@ class Generation:
         self._catalogue = Catalogue()
         self._tables: dict[str, Tables] = {}  # by content: of the version served and of the one kept
         self._reloading = asyncio.Lock()
+        self.on_search: Callable[[int], None] = lambda _width: None
 
     async def start(self) -> None:
         """Load the catalogue and warm up.
@@ -127,6 +128,11 @@ class Generation:
             previous=status.previous,
         )
 
+    def num_paths(self) -> tuple[int, ...]:
+        """Semantic-ID paths of 1, 2, ... codes that the served catalogue has."""
+        with self._catalogue.pin() as snapshot:
+            return tuple(len(level) for level in snapshot.trie.token)
+
     def _read(self) -> Snapshot:
         items = read_items(Path(self.config.catalogue))
         if len(items) and items.sids.shape[1] != len(self.config.codes):
@@ -168,6 +174,7 @@ class Generation:
         width = request.beam_width or max(self.config.beam_width, min(request.num_items, self.config.max_beams))
         if width > self.config.max_beams:
             raise Unprocessable(f"beam_width: {width}, the limit is {self.config.max_beams}")
+        self.on_search(width)
         with self._catalogue.pin() as snapshot:
             if request.catalogue_version not in (None, snapshot.version):
                 raise NotFound(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -65,6 +65,7 @@ class PageJobs:
         self.scheduler, self.backend = scheduler, backend
         self.cost = CostModel(0.0, 0.0, 0.0, 0.0, 0.0)
         self.copy_bytes_per_s = float("inf")
+        self.on_copied: Callable[[KVArena, int, Done[None]], None] = lambda _target, _num_bytes, _done: None
 
     async def copy(
         self,
@@ -82,7 +83,8 @@ class PageJobs:
             target.copy_tokens_from(source, source_runs, target_runs, num_tokens)
             self.backend.synchronize()
 
-        await self.scheduler.call(work, deadline_s, order_s)
+        done = await self.scheduler.call(work, deadline_s, order_s, "copy")
+        self.on_copied(target, target.layout.bytes(num_tokens), done)
 
     def zero(self, arena: KVArena, runs: Sequence[Run]) -> asyncio.Future[Done[None]]:
         """Overwrite pages, ahead of every job that waits: whoever gets them afterwards writes later."""
@@ -103,7 +105,7 @@ class Engine(PageJobs):
         def run() -> None:
             self._run([work])
 
-        await self.scheduler.call(run, deadline_s, order_s)
+        await self.scheduler.call(run, deadline_s, order_s, "prefill")
 
     async def rank(self, work: Pass, deadline_s: float) -> Scored:
         """Score a pass's candidates."""

@@ -252,11 +252,11 @@ class GenerateEngine(PageJobs):
             self.generator.encode(tokens.tokens, [], Part(self.arena, keep, len(tokens)))
             self.backend.synchronize()
 
-        await self.scheduler.call(run, deadline_s, order_s)
+        await self.scheduler.call(run, deadline_s, order_s, "prefill")
 
     async def generate(self, work: Work, deadline_s: float) -> Done[Generated]:
         """Encode what is missing of the prompt, and search."""
-        return await self.scheduler.call(lambda: self._run(work), deadline_s)
+        return await self.scheduler.call(lambda: self._run(work), deadline_s, work="generate")
 
     def _run(self, work: Work) -> Generated:
         tokens, parts = work.prompt.tokens, list[Part]()

@@ -57,7 +57,7 @@ class Done(Generic[T]):
 
 
 class _Job:
-    __slots__ = ("batch", "call", "deadline_s", "future", "submitted_s", "taken")
+    __slots__ = ("batch", "call", "deadline_s", "future", "submitted_s", "taken", "work")
 
     def __init__(
         self,
@@ -65,8 +65,9 @@ class _Job:
         batch: BatchWork | None,
         deadline_s: float,
         future: asyncio.Future[Done[Any]],
+        work: str = "other",
     ) -> None:
-        self.call, self.batch, self.deadline_s, self.future = call, batch, deadline_s, future
+        self.call, self.batch, self.deadline_s, self.future, self.work = call, batch, deadline_s, future, work
         self.submitted_s = time.monotonic()
         self.taken = False
 
@@ -83,7 +84,9 @@ class Scheduler:
         self._stopping = False
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._work, name="npu_gr-device", daemon=True)
-        self.on_batch: Callable[[int], None] = lambda _size: None
+        # called on the device thread: requests and rows of a batch; what a pass was, and its seconds
+        self.on_batch: Callable[[int, int], None] = lambda _requests, _rows: None
+        self.on_worked: Callable[[str, float], None] = lambda _work, _seconds: None
         self.failures_in_a_row = 0
 
     def start(self) -> None:
@@ -109,22 +112,25 @@ class Scheduler:
         """Jobs waiting."""
         return self._waiting
 
-    async def call(self, function: Callable[[], T], deadline_s: float, order_s: float | None = None) -> Done[T]:
+    async def call(
+        self, function: Callable[[], T], deadline_s: float, order_s: float | None = None, work: str = "other"
+    ) -> Done[T]:
         """Run `function` on the device thread, alone.
 
         Args:
             function: reads and writes tensors; must not touch the event loop.
             deadline_s: instant on time.monotonic(); it is dropped if it has not begun by then.
             order_s: its place in the queue, as if its deadline were this instant; None = its deadline.
+            work: what it is, for the metric of the device's time: rank, prefill, generate, copy, other.
 
         Raises:
             Overloaded: the queue is full. DeadlineExceeded. DeviceError: the function failed.
         """
-        return await self._submit(_Job(function, None, deadline_s, self._future()), order_s)
+        return await self._submit(_Job(function, None, deadline_s, self._future(), work), order_s)
 
     async def batch(self, work: BatchWork, deadline_s: float) -> Done[Any]:
         """Run `work` in a pass that it may share with others; as `call`."""
-        return await self._submit(_Job(None, work, deadline_s, self._future()), None)
+        return await self._submit(_Job(None, work, deadline_s, self._future(), "rank"), None)
 
     def post(self, function: Callable[[], None]) -> asyncio.Future[Done[None]]:
         """Run `function` before every job that waits; it is queued when this returns, and never refused.
@@ -190,8 +196,9 @@ class Scheduler:
             began_s = time.monotonic()
             results = self._attempt(jobs)
             took_s = time.monotonic() - began_s
+            self.on_worked(jobs[0].work, took_s)
             if jobs[0].batch is not None:
-                self.on_batch(len(jobs))
+                self.on_batch(len(jobs), sum(job.batch.num_rows for job in jobs if job.batch is not None))
             for job, result in zip(jobs, results, strict=True):
                 if isinstance(result, NpuGrError):
                     self._deliver(job, result)

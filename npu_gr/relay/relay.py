@@ -160,6 +160,7 @@ class Relay(Generic[P]):
         self._tasks: set[asyncio.Task[None]] = set()
         self._last: OrderedDict[UserKey, Reason] = OrderedDict()  # why the user's last signal led to nothing
         self.on_error: Callable[[str], None] = lambda _where: None
+        self.on_first_use: Callable[[float], None] = lambda _waited_s: None
         pool.on_erased = partial(self._overwrite, pool.arena)
         if dram is not None:
             dram.on_erased = partial(self._overwrite, dram.arena)
@@ -168,6 +169,12 @@ class Relay(Generic[P]):
     def t_life_s(self) -> float:
         """How long a produced prefix waits for its rank."""
         return self._config.t_life_s
+
+    def in_flight(self, work: str) -> int:
+        """Prefixes on their way: `prefill` and `reload` into HBM, `spill` into DRAM."""
+        if work == "spill":
+            return len(self._spilling)
+        return sum(producer.is_reload == (work == "reload") for producer in self._producers.values())
 
     # ---- signal
 
@@ -226,6 +233,8 @@ class Relay(Generic[P]):
             outcome, reason, entry = await self._find(user, tokens, num_candidates, due_s)
         with ExitStack() as held:
             if entry is not None:
+                if not entry.consumed:
+                    self.on_first_use(time.monotonic() - (entry.expires_at_s - self._pool.t_life_s))
                 held.enter_context(self._pool.lease(entry, consume=True))
                 held.callback(self._spill, entry)
                 cached = Cached(tuple(entry.runs), entry.num_tokens)
