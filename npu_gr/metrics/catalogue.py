@@ -200,6 +200,7 @@ class Metrics:
         pauses = histogram("gc_pause_seconds", "Pauses of the garbage collector.", LAG_S, ("generation",))
         self._gc_s = [pauses.labels(str(generation)) for generation in range(3)]
         self._limits = gauge("limit", "Effective limits: requests, jobs, rows, tokens, bytes, seconds.", ("name",))
+        self._ready = gauge("ready", "1 while new work is welcome.")
         self._build = Info("npu_gr_build", "What is running.", registry=registry)
 
     def _promise(self, gauge: Callable[[str, str, tuple[str, ...]], Gauge]) -> None:
@@ -379,6 +380,10 @@ class Metrics:
             work()
 
     # ---- what does not change
+
+    def observe_ready(self, read: Callable[[], tuple[bool, str]]) -> None:
+        """Whether new work is welcome, read at each scrape."""
+        self._ready.set_function(lambda: read()[0])
 
     def limits(self, named: Mapping[str, float]) -> None:
         """The limits in force."""

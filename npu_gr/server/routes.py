@@ -67,6 +67,7 @@ def build_web_app(
     """
     keys = ApiKeys(Path(config.api_keys_file) if config.api_keys_file else None)
     journal = Journal(config)
+    metrics.observe_ready(door.is_ready)
     middleware = around(door, metrics, keys, journal, tracing or Tracing())
     app = web.Application(client_max_size=config.max_body_bytes, middlewares=[middleware])
     routes = _Routes(door, config, metrics, journal)

@@ -68,8 +68,8 @@ async def test_a_user_is_a_keyed_hash(tmp_path: Path, caplog: pytest.LogCaptureF
         assert first == again != other
         hashes.append(first)
     assert hashes[0] != hashes[1]
+    (tmp_path / "key").write_text("too short")
     with pytest.raises(ConfigError, match="9 bytes, needs 16 to 64"):
-        (tmp_path / "key").write_text("too short")
         Journal(ServerConfig(log_user_key_file=str(tmp_path / "key")))
-    with pytest.raises(ConfigError, match="log_user_key_file: .*No such file"):
+    with pytest.raises(ConfigError, match=r"log_user_key_file: .*No such file"):
         Journal(ServerConfig(log_user_key_file=str(tmp_path / "none")))
