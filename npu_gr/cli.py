@@ -1,4 +1,4 @@
-"""npu-gr: serve | train | load | replay | bench | check-config | demo. Commands import what they need, late."""
+"""npu-gr: serve | train | load | replay | dashboards | bench | check-config | demo. Commands import late."""
 
 from __future__ import annotations
 
@@ -88,6 +88,20 @@ def check_config(config_path: Path, overrides: tuple[str, ...]) -> None:
     from npu_gr.config import to_table
 
     click.echo(yaml.safe_dump(to_table(_load(config_path, overrides)), sort_keys=False), nl=False)
+
+
+@main.command("dashboards")
+@click.option("--config", "config_path", type=click.Path(path_type=Path), help="For its objectives; else the defaults.")
+@click.option("--out", default="dashboards", show_default=True, type=click.Path(path_type=Path))
+@click.option("--runbooks", default="docs/runbooks", show_default=True, help="Path or URL of the runbooks' pages.")
+def dashboards_command(config_path: Path | None, out: Path, runbooks: str) -> None:
+    """Write the Grafana dashboards and the Prometheus rules."""
+    from npu_gr.config import SLOConfig
+    from npu_gr.metrics.dashboards import write
+
+    objectives = (SLOConfig() if config_path is None else _load(config_path, ()).slo).objectives()
+    for path in write(out, objectives, runbooks):
+        click.echo(path)
 
 
 @main.group()
