@@ -173,6 +173,20 @@ def bench_wire(as_json: bool, seed: int, seconds: float) -> None:
     _show(lines(seed, seconds), "cpu", seed, as_json)
 
 
+@bench.command("metrics")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object a line.")
+@click.option("--seed", default=0, show_default=True)
+@click.option("--seconds", default=2.0, show_default=True, help="Time a case.")
+def bench_metrics(as_json: bool, seed: int, seconds: float) -> None:
+    """What counting, tracing and logging add to a rank, in CPU time."""
+    import torch
+
+    from npu_gr.bench.metrics import lines
+
+    torch.set_num_threads(1)
+    _show(lines(seed, seconds), "cpu", seed, as_json)
+
+
 @bench.command("generate")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object a line.")
 @click.option("--backend", default="cpu", show_default=True, help="As in a configuration.")
@@ -350,3 +364,20 @@ def demo(config_path: Path, folder: Path, threads: int, limit: int | None) -> No
 
     torch.set_num_threads(threads)
     _run(lambda: run(config_path, folder, Console(), limit))
+
+
+@main.command()
+@click.option("--config", "config_path", default="configs/cpu.yaml", show_default=True, type=click.Path(path_type=Path))
+@click.option("--folder", default=".demo", show_default=True, type=click.Path(path_type=Path))
+@click.option("--port", default=8080, show_default=True, type=click.IntRange(1, 65535))
+@click.option("--prometheus-port", default=9090, show_default=True, type=click.IntRange(1, 65535))
+@click.option("--threads", default=2, show_default=True, type=click.IntRange(1), help="For training.")
+def monitor(config_path: Path, folder: Path, port: int, prometheus_port: int, threads: int) -> None:
+    """Serve the demo's model under replay, with a Prometheus and the dashboards to open; until Ctrl-C."""
+    import torch
+    from rich.console import Console
+
+    from npu_gr.monitor import run
+
+    torch.set_num_threads(threads)
+    _run(lambda: run(config_path, folder.resolve(), Console(), port, prometheus_port))

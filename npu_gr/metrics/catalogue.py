@@ -229,10 +229,10 @@ class Metrics:
         self, kind: str | None, route: str, status: int, took_s: float, stages_s: Mapping[str, float] | None = None
     ) -> Result | None:
         """An HTTP request has ended; `kind` = rank, generate or signal. What it counts as."""
-        self._requests(route, str(status)).inc()
+        self._requests(route, status).inc()
         if kind is None:
             return None
-        self._admissions(kind, Admission.of(status).value).inc()
+        self._admissions(kind, Admission.of(status)).inc()
         self._request_s(kind).observe(took_s, exemplar())
         if stages_s:
             self._stages[kind, "door"].observe(max(took_s - sum(stages_s.values()), 0.0))
@@ -251,19 +251,22 @@ class Metrics:
 
     def rank_done(self, answer: RankAnswer, duration_s: float) -> None:
         """A rank was answered."""
-        self._rank_s[answer.outcome].observe(duration_s, exemplar())
-        self._outcomes["rank"](answer.outcome.value, answer.reason.value).inc()
+        self._rank_s[answer.outcome].observe(duration_s)
+        self._outcomes["rank"](answer.outcome, answer.reason).inc()
         for stage, seconds in answer.stages_s.items():
             self._stages["rank", stage].observe(seconds)
         self._prefix_tokens.inc(answer.prefix_tokens)
         self._history_tokens.inc(answer.history.num_tokens)
-        self._unknown["candidates"].inc(answer.unknown_candidates)
-        self._candidates.observe(max(map(len, answer.scores.values()), default=0))
+        if answer.unknown_candidates:
+            self._unknown["candidates"].inc(answer.unknown_candidates)
+        for scores in answer.scores.values():
+            self._candidates.observe(len(scores))
+            break  # every task scores the same ones
 
     def generate_done(self, answer: GenerateAnswer, duration_s: float) -> None:
         """A generate was answered."""
-        self._generate_s[answer.outcome].observe(duration_s, exemplar())
-        self._outcomes["generate"](answer.outcome.value, answer.reason.value).inc()
+        self._generate_s[answer.outcome].observe(duration_s)
+        self._outcomes["generate"](answer.outcome, answer.reason).inc()
         for stage, seconds in answer.stages_s.items():
             self._stages["generate", stage].observe(seconds)
         self._generated.inc(len(answer.item_ids))
@@ -271,8 +274,10 @@ class Metrics:
 
     def history_read(self, report: HistoryReport) -> None:
         """A history was tokenized, for a signal or a rank."""
-        self._unknown["history"].inc(report.unknown_items)
-        self._cut_tokens.inc(report.cut_tokens)
+        if report.unknown_items:
+            self._unknown["history"].inc(report.unknown_items)
+        if report.cut_tokens:
+            self._cut_tokens.inc(report.cut_tokens)
 
     def drift(self, ratio: float, failed: bool) -> None:
         """A self-check compared cached with cold scores."""

@@ -117,14 +117,14 @@ async def test_an_exemplar_names_the_trace_and_openmetrics_carries_it() -> None:
     trace = begin("00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01")
     token = CURRENT.set(trace)
     try:
-        metrics.rank_done(answer(Outcome.HBM_HIT, Reason.NONE), 0.004)
+        metrics.request_done("rank", "/v1/rank", 200, 0.004)
     finally:
         CURRENT.reset(token)
     text, content_type = await expose(metrics, "application/openmetrics-text; version=1.0.0")
     assert content_type.startswith("application/openmetrics-text")
     assert text.endswith(b"# EOF\n")
     assert text.count(b"# EOF") == 1
-    line = next(x for x in text.decode().splitlines() if x.startswith("npu_gr_rank_duration") and 'le="0.005"' in x)
+    line = next(x for x in text.decode().splitlines() if x.startswith("npu_gr_request_duration") and 'le="0.005"' in x)
     assert '# {trace_id="4bf92f3577b34da6a3ce929d0e0e4736"} 0.004' in line
 
 
