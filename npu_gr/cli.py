@@ -123,6 +123,8 @@ def load_command(config_path: Path, overrides: tuple[str, ...], log: Path, tenan
     from npu_gr.model.weights import load as load_checkpoint
 
     config = _load(config_path, overrides)
+    if config.checkpoint is None:
+        raise click.UsageError("checkpoint: the configuration names none, so the actions have no values")
     values = load_checkpoint(Path(config.checkpoint)).action_values
     interactions = read_interactions(log, value_column=value_column)
 

@@ -24,7 +24,16 @@ from npu_gr.engine.beam_search import SearchOptions, Tables
 from npu_gr.engine.generate import GenerateEngine, Prompt, Work, make_prompt
 from npu_gr.errors import CatalogError, ConfigError, DataError, NotFound, Unprocessable
 from npu_gr.relay.relay import Relay
-from npu_gr.request import I64, CatalogueInfo, GenerateAnswer, GenerateRequest, HistoryReport, UserKey, Verdict
+from npu_gr.request import (
+    I64,
+    CatalogueInfo,
+    GenerateAnswer,
+    GenerateRequest,
+    HistoryReport,
+    ModelInfo,
+    UserKey,
+    Verdict,
+)
 
 Count = Annotated[int, msgspec.Meta(ge=1)]
 Bytes = Annotated[int, msgspec.Meta(ge=0)]
@@ -64,6 +73,7 @@ class Generation:
     ) -> None:
         self.config, self.name, self.version = config, name, version
         self.engine, self.relay = engine, relay
+        self._max_prompt_tokens = min(config.max_prompt_tokens, engine.generator.max_prompt_tokens)
         self._catalogue = Catalogue()
         self._tables: dict[str, Tables] = {}  # by content: of the version served and of the one kept
         self._reloading = asyncio.Lock()
@@ -81,10 +91,32 @@ class Generation:
             raise ConfigError(f"generate.catalogue: {error}") from error
         with self._catalogue.pin() as snapshot:
             if snapshot.trie.num_items:
-                longest = min(self.config.max_prompt_tokens, self.engine.generator.max_prompt_tokens)
-                lengths = sorted({min(longest, n) for n in WARM_UP_TOKENS})
+                lengths = sorted({min(self._max_prompt_tokens, n) for n in WARM_UP_TOKENS})
                 widths = sorted({min(self.config.max_beams, width) for width in WARM_UP_BEAMS})
                 await self.engine.warm_up(snapshot.trie, self._tables[snapshot.content], lengths, widths)
+
+    @property
+    def max_events(self) -> int:
+        """Newest behaviours that a prompt has room for."""
+        return self._max_prompt_tokens // len(self.config.codes)
+
+    @property
+    def model(self) -> ModelInfo:
+        """What is being served."""
+        return ModelInfo(
+            name=self.name,
+            version=self.version,
+            tasks=("generate",),
+            actions=(),
+            num_items=self._catalogue.status().num_items,
+            max_history_tokens=self._max_prompt_tokens,
+            device=self.engine.backend.name,
+            dtype=self.engine.arena.layout.dtype,
+        )
+
+    async def stop(self) -> None:
+        """End background work."""
+        await self.relay.stop()
 
     # ---- the catalogue
 
@@ -151,8 +183,9 @@ class Generation:
 
     async def _prompt(self, snapshot: Snapshot, item_ids: I64) -> Prompt:
         """In a thread: a thousand look-ups in a catalogue of millions take milliseconds."""
-        longest = min(self.config.max_prompt_tokens, self.engine.generator.max_prompt_tokens)
-        return await asyncio.to_thread(make_prompt, snapshot.trie, item_ids, longest, self.config.cut_step_items)
+        return await asyncio.to_thread(
+            make_prompt, snapshot.trie, item_ids, self._max_prompt_tokens, self.config.cut_step_items
+        )
 
     async def generate(
         self, request: GenerateRequest, item_ids: I64, fingerprint: str, due_s: float, history_s: float

@@ -35,7 +35,7 @@ def make_config(folder: Path, **sections: Any) -> Config:
         "checkpoint": str(folder / "checkpoint"),
         "kv": {"hbm_bytes": 8_000_000, "dram_bytes": 8_000_000},
         "features": {"path": str(folder / "history.db")},
-        "trigger": {"min_prefix_tokens": 4},
+        "trigger": {"min_prefix_tokens": 4, "policy": "always"},
         "server": {"port": 0, "drain_grace_s": 0.1},
     }
     for name, section in sections.items():

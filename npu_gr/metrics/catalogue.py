@@ -165,6 +165,9 @@ class Metrics:
         self._kv_entries = gauge("kv_entries", "Prefixes that a memory tier holds.", ("tier",))
         self._producers = gauge("producers_in_flight", "Prefixes on their way into a tier.", ("kind", "work"))
         self._t_life = gauge("t_life_seconds", "How long a produced prefix waits for its rank: T_life.")
+        self._t_life_p99 = gauge("t_life_p99_seconds", "From a signal to the end of its rank, measured.", ("kind",))
+        self._prefill_rate = gauge("admitted_prefills_per_second", "What the trigger admits.", ("kind",))
+        self._brownout = gauge("brownout_level", "What is given up under overload: 0 nothing, 4 most.", ("kind",))
         self._waited_s = histogram("prefix_wait_seconds", "From a prefix's production to its first use.", WAIT_S)
         wasted = counter("prefill_wasted_total", "Prefixes evicted before any request used them.", ("kind",))
         self._wasted = {kind: wasted.labels(kind) for kind in ("rank", "generate")}
@@ -359,8 +362,19 @@ class Metrics:
             self._kv.labels(name, state).set_function(read)
         self.tiers[name] = {**states, "budget": lambda: tier.budget_bytes, "entries": lambda: len(tier)}
 
-    def observe_producers(self, kind: str, works: Mapping[str, Callable[[], int]]) -> None:
-        """Prefills, reloads and spills in flight."""
+    def observe_relay(
+        self,
+        kind: str,
+        works: Mapping[str, Callable[[], int]],
+        *,
+        t_life_s: Callable[[], float],
+        prefills_per_s: Callable[[], float],
+        brownout: Callable[[], int],
+    ) -> None:
+        """Prefills, reloads and spills in flight; what the relay has measured and what it gives up."""
+        self._t_life_p99.labels(kind).set_function(t_life_s)
+        self._prefill_rate.labels(kind).set_function(prefills_per_s)
+        self._brownout.labels(kind).set_function(brownout)
         for work, read in works.items():
             self._producers.labels(kind, work).set_function(read)
             self._queue[f"{kind}_{work}s_in_flight"] = read

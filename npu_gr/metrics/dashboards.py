@@ -231,6 +231,7 @@ def _relay() -> dict[str, Any]:
                     {
                         "p50": quantile(0.5, "prefix_wait_seconds"),
                         "p99": quantile(0.99, "prefix_wait_seconds"),
+                        "signal to rank p99": f"max({of('t_life_p99_seconds', RANK)})",
                         "T_life": f"max({of('t_life_seconds')})",
                     },
                 ),

@@ -101,12 +101,11 @@ async def test_a_prompt_that_would_be_late_is_cut_to_its_newest_items(tmp_path: 
     async with serving(tmp_path, generate=section(tmp_path)) as (client, service):
         last = {name: values[-2:] for name, values in HISTORY.items()}
         want = await generate(client, history=last, user_id="v")
-        assert service._maybe_generation is not None
-        service._maybe_generation.engine.cost = CostModel(0.0, 4.0, 0.0, 0.0, 0.0)  # 4 s a token, of 30 s
+        service.generation.engine.cost = CostModel(0.0, 4.0, 0.0, 0.0, 0.0)  # 4 s a token, of 30 s
         got = await generate(client)
         assert (got["outcome"], got["history"]["num_tokens"]) == ("degraded", 6)
         assert got["items"] == want["items"]
-        service._maybe_generation.engine.cost = CostModel(0.0, 14.0, 0.0, 0.0, 0.0)
+        service.generation.engine.cost = CostModel(0.0, 14.0, 0.0, 0.0, 0.0)
         assert (await generate(client))["history"]["num_tokens"] == 3
 
 
@@ -216,7 +215,7 @@ async def test_an_instance_without_a_generator_says_so(tmp_path: Path) -> None:
     [
         ({"codes": [100, 100, 100]}, ConfigError, r"generate\.codes: the last token would be 299"),
         ({"codes": [8, 8]}, ConfigError, r"generate\.catalogue: .*semantic IDs of 3 codes"),
-        ({"hbm_bytes": 10}, ConfigError, r"generate\.hbm_bytes: 10 holds no page"),
+        ({"hbm_bytes": 10}, ConfigError, r"generate\.hbm_bytes: 10 holds 0 pages"),
         ({"catalogue": "none.jsonl"}, ConfigError, r"generate\.catalogue: none\.jsonl"),
         ({"checkpoint": "nowhere"}, CheckpointError, "nowhere"),
     ],
