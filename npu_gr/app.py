@@ -72,7 +72,7 @@ async def instance(config: Config) -> AsyncIterator[tuple[web.Application, Servi
     try:
         table = configuration.to_table(config)
         service = Service(config.service, scheduler, ranking, generation, store, metrics, table)
-        observe(metrics, config, scheduler, service.models())
+        observe(metrics, config, scheduler)
         scheduler.start()
         try:
             if ranking is not None:
@@ -80,6 +80,7 @@ async def instance(config: Config) -> AsyncIterator[tuple[web.Application, Servi
             if generation is not None:
                 await generation.start()
                 metrics.observe_catalogue(generation.catalogue, generation.num_paths)
+            metrics.build_info(service.models()[0])
             service.set_ready()
             try:
                 with spans(config.server) as tracing:
@@ -146,6 +147,7 @@ def build_ranking(config: Config, backend: Backend, scheduler: Scheduler, metric
         device=backend.name,
         dtype=layout.dtype,
     )
+    metrics.limits({"history_tokens": config.service.max_history_tokens or model.max_history_tokens})
     return Ranking(config.service, model, ItemVocabulary(checkpoint.item_ids), engine, relay, metrics)
 
 
@@ -176,6 +178,7 @@ def build_generation(config: Config, backend: Backend, scheduler: Scheduler, met
     observe_relay(metrics, "generate", engine, pool, dram, relay)
     generation = Generation(section, folder.name, version, engine, relay)
     generation.on_search = metrics.beams_searched
+    metrics.limits({"prompt_tokens": section.max_prompt_tokens, "beams": section.max_beams})
     return generation
 
 
@@ -254,7 +257,7 @@ def _seeded(ranking: Ranking, num_tokens: int) -> Tokens:
     return ranking.tokenize(events, 0)
 
 
-def observe(metrics: Metrics, config: Config, scheduler: Scheduler, models: list[ModelInfo]) -> None:
+def observe(metrics: Metrics, config: Config, scheduler: Scheduler) -> None:
     """Connect what changes by itself to the metrics; nothing below `app` knows them but the service."""
     scheduler.on_batch, scheduler.on_worked = metrics.batch_done, metrics.device_worked
     metrics.observe_queue(lambda: scheduler.depth)
@@ -267,13 +270,11 @@ def observe(metrics: Metrics, config: Config, scheduler: Scheduler, models: list
             "batch_requests": config.scheduler.max_batch_requests,
             "batch_tokens": config.scheduler.max_batch_tokens,
             "batch_rows": config.scheduler.max_batch_rows,
-            "history_tokens": config.service.max_history_tokens or models[0].max_history_tokens,
             "candidates": config.server.max_candidates,
             "inflight_prefills": config.trigger.max_inflight,
             "budget_s": config.server.max_budget_s,
         }
     )
-    metrics.build_info(models[0])
 
 
 def observe_relay(

@@ -79,7 +79,8 @@ function Body({ panel, series, range, width, height }) {
 }
 
 const { board, panels, range } = window.__PREVIEW__;
-const shown = board.panels.filter((p) => p.gridPos.y + p.gridPos.h <= last);
+const fits = board.panels.filter((p) => p.gridPos.y + p.gridPos.h <= last);
+const shown = fits.filter((p, i) => p.type !== 'row' || i + 1 < fits.length); // no title without its panels
 const height = TOP + Math.max(...shown.map((p) => (p.gridPos.y + p.gridPos.h) * ROW)) + 8;
 createRoot(document.getElementById('root')).render(
   <ThemeContext.Provider value={theme}>

@@ -68,10 +68,12 @@ def _slo(objectives: Sequence[Objective]) -> dict[str, Any]:
             "Latency and load": [
                 series(
                     "Rank latency",
-                    "From the first byte to the answer; the line is the objective.",
+                    "From the first byte to the answer.",
                     MS,
-                    {f"p{name}": _latency(share, "rank") for name, share in (("50", 0.5), ("95", 0.95), ("99", 0.99))},
-                    limit=rank.threshold_s,
+                    {
+                        **{f"p{percent}": _latency(percent / 100, "rank") for percent in (50, 95, 99)},
+                        "objective": f"max({of('slo_threshold_seconds', RANK)})",
+                    },
                 ),
                 series(
                     "P99 by kind",
