@@ -9,10 +9,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import shutil
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from urllib.parse import urlsplit
 
+import aiohttp
 import yaml
 from rich.console import Console
 
@@ -21,7 +23,7 @@ from npu_gr.errors import ConfigError, Unavailable
 from npu_gr.metrics.dashboards import write
 from npu_gr.replay.run import replay, stop_on_interrupt
 
-SCRAPE_S, EVALUATE_S = 2, 5
+SCRAPE_S, EVALUATE_S, START_TIMEOUT_S = 2.0, 5.0, 30.0
 _HOW_TO_GRAFANA = """Grafana      is a program of its own; with Docker, then http://127.0.0.1:3000:
   docker run --network host -v {folder}/grafana:/etc/grafana/provisioning -v {folder}:/dashboards grafana/grafana
   or import the JSON files into a Grafana of yours"""
@@ -33,15 +35,16 @@ async def run(config_path: Path, folder: Path, console: Console, port: int, prom
     Raises:
         ConfigError, DataError, Unavailable: as `demo.run`, and where there is no Prometheus.
     """
-    if shutil.which("prometheus") is None:
-        raise ConfigError("monitor: needs the program prometheus (Debian: apt-get install prometheus)")
     prepared = await demo.prepare(config_path, folder, console, port)
     boards = folder / "monitor"
     await asyncio.to_thread(write, boards, prepared.config.slo.objectives())
-    async with demo.served(prepared) as url, _prometheus(boards, url, prometheus_port) as prometheus:
-        await asyncio.to_thread(_provision_grafana, boards, prometheus)
-        console.print(f"status page  {url}/\nmetrics      {url}/metrics\nPrometheus   {prometheus}")
-        console.print(f"alerts       {prometheus}/alerts\ndashboards   {boards}/*.json")
+    async with (
+        demo.served(prepared) as url,
+        prometheus(boards, urlsplit(url).netloc, prometheus_port) as prometheus_url,
+    ):
+        await asyncio.to_thread(_provision_grafana, boards, prometheus_url)
+        console.print(f"status page  {url}/\nmetrics      {url}/metrics\nPrometheus   {prometheus_url}")
+        console.print(f"alerts       {prometheus_url}/alerts\ndashboards   {boards}/*.json")
         console.print(_HOW_TO_GRAFANA.format(folder=boards), soft_wrap=True)
         console.print("replaying until Ctrl-C")
         with stop_on_interrupt() as stop:
@@ -54,38 +57,62 @@ async def run(config_path: Path, folder: Path, console: Console, port: int, prom
 
 
 @contextlib.asynccontextmanager
-async def _prometheus(folder: Path, url: str, port: int) -> AsyncIterator[str]:
-    """One that scrapes `url` and evaluates the rules in `folder`; its own URL."""
+async def prometheus(
+    folder: Path, target: str, port: int, scrape_s: float = SCRAPE_S, evaluate_s: float = EVALUATE_S
+) -> AsyncIterator[str]:
+    """One that scrapes `target` and evaluates the `rules.yml` in `folder`; its URL. It ends with the block.
+
+    Raises:
+        ConfigError: there is no such program. Unavailable: it did not start.
+    """
+    if shutil.which("prometheus") is None:
+        raise ConfigError("monitor: needs the program prometheus (Debian: apt-get install prometheus)")
+    every = {name: f"{round(s * 1e3)}ms" for name, s in (("scrape", scrape_s), ("evaluation", evaluate_s))}
     config = {
-        "global": {"scrape_interval": f"{SCRAPE_S}s", "evaluation_interval": f"{EVALUATE_S}s"},
+        "global": {
+            "scrape_interval": every["scrape"],
+            "scrape_timeout": every["scrape"],
+            "evaluation_interval": every["evaluation"],
+        },
         "rule_files": ["rules.yml"],
-        "scrape_configs": [{"job_name": "npu_gr", "static_configs": [{"targets": [urlsplit(url).netloc]}]}],
+        "scrape_configs": [{"job_name": "npu_gr", "static_configs": [{"targets": [target]}]}],
     }
     (folder / "prometheus.yml").write_text(yaml.safe_dump(config))
-    address = f"127.0.0.1:{port}"
+    url, log_path = f"http://127.0.0.1:{port}", folder / "prometheus.log"
     command = [
         "prometheus",
         f"--config.file={folder / 'prometheus.yml'}",
         f"--storage.tsdb.path={folder / 'data'}",
-        f"--web.listen-address={address}",
+        f"--web.listen-address=127.0.0.1:{port}",
         "--enable-feature=exemplar-storage",
     ]
-    with (folder / "prometheus.log").open("wb") as log:
+    with log_path.open("wb") as log:
         process = await asyncio.create_subprocess_exec(*command, stdout=log, stderr=log)
     try:
-        await asyncio.sleep(1.0)
-        if process.returncode is not None:
-            raise Unavailable(f"prometheus did not start; its log: {folder / 'prometheus.log'}")
-        yield f"http://{address}"
+        await _answers(url, process, log_path)
+        yield url
     finally:
         if process.returncode is None:
             process.terminate()
         await process.wait()
 
 
-def _provision_grafana(folder: Path, prometheus: str) -> None:
+async def _answers(url: str, process: asyncio.subprocess.Process, log_path: Path) -> None:
+    """Wait until Prometheus is ready."""
+    ends_s = time.monotonic() + START_TIMEOUT_S
+    async with aiohttp.ClientSession() as http:
+        while time.monotonic() < ends_s and process.returncode is None:
+            with contextlib.suppress(aiohttp.ClientError):
+                async with http.get(f"{url}/-/ready") as answer:
+                    if answer.status == 200:
+                        return
+            await asyncio.sleep(0.1)
+    raise Unavailable(f"prometheus did not start; its log: {log_path}")
+
+
+def _provision_grafana(folder: Path, prometheus_url: str) -> None:
     """What a Grafana reads at its start: where Prometheus is, where the dashboards are."""
-    source = {"name": "Prometheus", "type": "prometheus", "url": prometheus, "isDefault": True}
+    source = {"name": "Prometheus", "type": "prometheus", "url": prometheus_url, "isDefault": True}
     provider = {"name": "npu_gr", "type": "file", "options": {"path": "/dashboards"}}
     for kind, content in (("datasources", [source]), ("dashboards", [provider])):
         at = folder / "grafana" / kind

@@ -226,6 +226,25 @@ class GenerateAnswer:
     stages_s: dict[str, float] = field(default_factory=dict)  # history, lease, queue, device
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class NewItem:
+    """An item that the catalogue is to have."""
+
+    item_id: int
+    sid: tuple[int, ...]
+    order: float | None = None
+    attributes: dict[str, bool | int | float | str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class CatalogueChange:
+    """What a new version has, unlike the one that is served; in this order."""
+
+    add: tuple[NewItem, ...] = ()
+    withdraw: I64 | None = None  # [n] external ids
+    restore: I64 | None = None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CatalogueInfo:
     """The version of the semantic-ID catalogue that is served."""

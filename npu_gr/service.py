@@ -25,6 +25,7 @@ from npu_gr.generation import Generation
 from npu_gr.metrics.catalogue import Metrics
 from npu_gr.ranking import Ranking, RankingConfig
 from npu_gr.request import (
+    CatalogueChange,
     CatalogueInfo,
     Events,
     GenerateAnswer,
@@ -164,6 +165,13 @@ class Service:
         """See `Door.reload_catalogue`."""
         try:
             return await self.generation.reload()
+        except DataError as error:
+            raise Unprocessable(f"catalogue: {error}") from error
+
+    async def update_catalogue(self, change: CatalogueChange) -> CatalogueInfo:
+        """See `Door.update_catalogue`."""
+        try:
+            return await self.generation.update(change)
         except DataError as error:
             raise Unprocessable(f"catalogue: {error}") from error
 

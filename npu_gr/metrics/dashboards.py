@@ -406,7 +406,7 @@ def _fleet() -> dict[str, Any]:
     process = '{job=~"$job", instance=~"$instance"}'
     return dashboard(
         "npu-gr-fleet",
-        "npu_gr / Fleet",
+        "npu_gr / Fleet and router",
         "The instances side by side: who is up, who serves what, who is slower than the others.",
         {
             "Instances": [
@@ -477,8 +477,56 @@ def _fleet() -> dict[str, Any]:
                 ),
                 table("Effective limits", "By instance.", of("limit"), width=24),
             ],
+            "Router": [
+                series(
+                    "Requests by status",
+                    "As the router answered them.",
+                    "reqps",
+                    {"{{kind}} {{status}}": _routed("requests_total", "kind, status")},
+                    stacked=True,
+                ),
+                series(
+                    "P99 through the router",
+                    "From a request's first byte to the last of its answer.",
+                    MS,
+                    {"{{kind}}": f"histogram_quantile(0.99, {_routed('request_duration_seconds_bucket', 'kind, le')})"},
+                ),
+                series(
+                    "Placement",
+                    "What decided where a request goes: its user's place on the ring, or something else.",
+                    "reqps",
+                    {"{{how}}": _routed("placed_total", "how")},
+                    stacked=True,
+                ),
+                series(
+                    "Retries and refusals",
+                    "Ranks sent to the successor, and requests that never reached an instance.",
+                    "reqps",
+                    {
+                        "retry: {{why}}": _routed("retries_total", "why"),
+                        "refused: {{why}}": _routed("refused_total", "why"),
+                    },
+                ),
+                series(
+                    "Instances taken out",
+                    "By what they had done.",
+                    "ops",
+                    {"{{why}}": _routed("instance_opened_total", "why")},
+                ),
+                series(
+                    "In the router",
+                    "Connections of clients, and requests.",
+                    "short",
+                    {"connections": "sum(npu_gr_router_connections)", "requests": "sum(npu_gr_router_in_flight)"},
+                ),
+            ],
         },
     )
+
+
+def _routed(name: str, by: str) -> str:
+    """Rates of a router's metric: it is a job of its own, so the dashboard's variables do not select it."""
+    return f"sum by ({by}) (rate(npu_gr_router_{name}[$__rate_interval]))"
 
 
 def _ranks(by: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 from npu_gr.request import (
+    CatalogueChange,
     CatalogueInfo,
     Events,
     GenerateAnswer,
@@ -51,6 +52,10 @@ class Door(Protocol):
 
     async def reload_catalogue(self) -> CatalogueInfo:
         """Read the catalogue again and serve it; requests in progress keep theirs."""
+        ...
+
+    async def update_catalogue(self, change: CatalogueChange) -> CatalogueInfo:
+        """Add, withdraw and restore items of the version that is served."""
         ...
 
     def rollback_catalogue(self) -> CatalogueInfo:

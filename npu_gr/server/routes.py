@@ -31,11 +31,13 @@ from npu_gr.server.watch import ANSWER, ARRIVED_S, ID, PARSED_S, USER, around
 from npu_gr.server.wire import (
     JSON,
     MSGPACK,
+    CatalogueItemsBody,
     EventsBody,
     EventsOut,
     GenerateBody,
     RankBody,
     SignalBody,
+    catalogue_change,
     catalogue_out,
     decode,
     encode,
@@ -77,6 +79,7 @@ def build_web_app(
             web.post("/v1/rank", routes.rank),
             web.post("/v1/generate", routes.generate),
             web.get("/v1/catalog", routes.catalogue),
+            web.post("/v1/catalog/items", routes.update_catalogue),
             web.post("/v1/catalog/reload", routes.reload_catalogue),
             web.post("/v1/catalog/rollback", routes.rollback_catalogue),
             web.post("/v1/events", routes.events),
@@ -158,6 +161,11 @@ class _Routes:
 
     async def catalogue(self, request: web.Request) -> web.Response:
         return _answer(request, catalogue_out(self._door.catalogue()), 200)
+
+    async def update_catalogue(self, request: web.Request) -> web.Response:
+        body = decode(await request.read(), request.content_type, CatalogueItemsBody)
+        change = catalogue_change(body, self._config)
+        return _answer(request, catalogue_out(await self._door.update_catalogue(change)), 200)
 
     async def reload_catalogue(self, request: web.Request) -> web.Response:
         return _answer(request, catalogue_out(await self._door.reload_catalogue()), 200)
