@@ -502,10 +502,7 @@ def _fleet() -> dict[str, Any]:
                     "Retries and refusals",
                     "Ranks sent to the successor, and requests that never reached an instance.",
                     "reqps",
-                    {
-                        "retry: {{why}}": _routed("retries_total", "why"),
-                        "refused: {{why}}": _routed("refused_total", "why"),
-                    },
+                    {f"{what}: {{{{why}}}}": _routed(f"{what}_total", "why") for what in ("retries", "refused")},
                 ),
                 series(
                     "Instances taken out",

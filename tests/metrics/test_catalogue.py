@@ -37,6 +37,9 @@ def answer(outcome: Outcome, reason: Reason) -> RankAnswer:
 def test_objectives_are_edges() -> None:
     metrics, registry = made()
     metrics.rank_done(answer(Outcome.HBM_HIT, Reason.NONE), 0.0421)
+    metrics.request_done("rank", "/v1/rank", 200, 0.0421)
+    at_the_door = {"kind": "rank", "le": "0.0421"}
+    assert registry.get_sample_value("npu_gr_request_duration_seconds_bucket", at_the_door) == 1
     labels = {"outcome": "hbm_hit", "le": "0.0421"}
     assert registry.get_sample_value("npu_gr_rank_duration_seconds_bucket", labels) == 1
     assert registry.get_sample_value("npu_gr_signal_duration_seconds_bucket", {"le": "0.0123"}) == 0

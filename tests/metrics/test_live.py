@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import re
 import shutil
 import socket
 import time
@@ -104,6 +105,8 @@ async def test_every_expression_returns_figures(tmp_path: Path) -> None:
             own = json.loads(await (await client.get("/debug/status")).read())
     empty = {name for (name, _), values in found.items() if not any(math.isfinite(value) for value in values)}
     assert not empty
+    worked = dict(re.findall(r'npu_gr_device_busy_seconds_total\{work="(\w+)"\} (\S+)', text.decode()))
+    assert all(float(worked[work]) > 0 for work in ("rank", "prefill", "generate", "copy")), worked
     assert exemplars
     assert all(len(e["labels"]["trace_id"]) == 32 for series in exemplars for e in series["exemplars"])
     broken = [rule["name"] for group in rules["groups"] for rule in group["rules"] if rule["health"] == "err"]
