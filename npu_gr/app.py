@@ -18,6 +18,7 @@ from aiohttp import web
 from prometheus_client import CollectorRegistry
 
 from npu_gr import config as configuration
+from npu_gr.admission.brownout import BrownoutControl
 from npu_gr.backend.base import Backend
 from npu_gr.backend.choose import choose
 from npu_gr.catalog.items import ItemVocabulary
@@ -71,7 +72,8 @@ async def instance(config: Config) -> AsyncIterator[tuple[web.Application, Servi
     store = await open_store(config.features)
     try:
         table = configuration.to_table(config)
-        service = Service(config.service, scheduler, ranking, generation, store, metrics, table)
+        control = BrownoutControl(config.brownout)
+        service = Service(config.service, scheduler, ranking, generation, store, metrics, table, config.slo, control)
         observe(metrics, config, scheduler)
         scheduler.start()
         try:
@@ -84,7 +86,8 @@ async def instance(config: Config) -> AsyncIterator[tuple[web.Application, Servi
             service.set_ready()
             try:
                 with spans(config.server) as tracing:
-                    yield build_web_app(service, config.server, metrics, tracing), service
+                    async with service.watched():
+                        yield build_web_app(service, config.server, metrics, tracing), service
             finally:
                 service.set_ready("stopping")
                 await service.stop()

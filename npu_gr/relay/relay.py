@@ -219,6 +219,12 @@ class Relay(Generic[P]):
             return len(self._spilling)
         return sum(producer.is_reload == (work == "reload") for producer in self._producers.values())
 
+    async def settled(self) -> None:
+        """Nothing is being produced, spilled or overwritten any more."""
+        while waiting := list[asyncio.Future[Any]]([*self._tasks, *self._overwriting]):
+            await asyncio.wait(waiting)
+            await asyncio.sleep(0)  # their callbacks
+
     @property
     def dram_arena(self) -> KVArena | None:
         """Pages of the DRAM tier, if there is one."""
@@ -254,23 +260,31 @@ class Relay(Generic[P]):
         if key in self._producers or self._pool.is_reserved(key):
             return Verdict.ALREADY_RUNNING
         now_s = time.monotonic()
-        forecast, headroom = self._forecast(tokens, num_candidates), self._headroom(tokens)
+        base, spilled = self._resident(user, tokens), self._spilled(user, tokens)
+        cached = base.num_tokens if base else 0
+        if spilled is not None and spilled.num_tokens <= cached:
+            spilled = None
+        if base is not None and spilled is None and len(tokens) - cached < self._trigger.min_prefix_tokens:
+            return Verdict.ALREADY_RESIDENT  # what is new, the rank computes along the way
+        forecast, headroom = self._forecast(len(tokens), cached, num_candidates), self._headroom(tokens)
         verdict = decide(len(tokens), forecast, headroom, self._trigger, self._limit(), now_s)
         if verdict is not Verdict.PREINFER:
             return verdict
         urgency = Urgency(float("inf"))  # when the device has nothing better to do, until its rank is here
         try:
-            spilled = None if self._dram is None else self._dram.get(key)
             if spilled is not None and self._reload_pays(spilled, self._config.t_life_s):
-                self._start_reload(key, spilled, urgency, self._config.t_life_s)
+                if spilled.key in self._producers or self._pool.is_reserved(spilled.key):
+                    return Verdict.ALREADY_RUNNING
+                self._start_reload(spilled.key, spilled, urgency, self._config.t_life_s)
                 return Verdict.RELOAD
-            return self._start_compute(user, key, tokens, urgency)
+            return self._start_compute(key, tokens, urgency, base)
         except ResourceError:
             return Verdict.SKIP_FOOTPRINT
 
-    def _forecast(self, tokens: P, num_candidates: int) -> Forecast:
+    def _forecast(self, num_tokens: int, cached_tokens: int, num_candidates: int) -> Forecast:
         engine = self._engine
-        return Forecast(engine.queue_s, engine.cost.full_s(len(tokens), num_candidates), engine.residual_s)
+        pass_s = engine.cost.pass_s(num_tokens - cached_tokens, cached_tokens, num_candidates)
+        return Forecast(engine.queue_s, pass_s, engine.residual_s)
 
     def _headroom(self, tokens: P) -> Headroom:
         needed_bytes = self._pool.arena.layout.bytes(len(tokens))
@@ -388,7 +402,7 @@ class Relay(Generic[P]):
         """0, or where the newest tokens begin that a full inference can still score in time."""
         if not self._config.degrade or not num_tokens:
             return 0
-        budget_s = due_s - time.monotonic() - self._config.margin_s
+        budget_s = due_s - time.monotonic() - self._config.margin_s - self._engine.queue_s
         return num_tokens - self._engine.cost.safe_tokens(num_tokens, num_candidates, budget_s)
 
     # ---- what exists
@@ -468,9 +482,9 @@ class Relay(Generic[P]):
         if not task.cancelled() and (error := task.exception()) is not None:
             log.warning("a relay task failed: %s: %s", type(error).__name__, error)
 
-    def _start_compute(self, user: UserKey, key: PrefixKey, tokens: P, urgency: Urgency) -> Verdict:
-        """Encode a prefix; on from a resident one of its own beginning, if there is one and room beside it."""
-        base, held = self._resident(user, tokens), ExitStack()
+    def _start_compute(self, key: PrefixKey, tokens: P, urgency: Urgency, base: PrefixEntry | None) -> Verdict:
+        """Encode a prefix; on from `base`, a resident one of its own beginning, if there is room beside it."""
+        held = ExitStack()
         if base is not None:
             held.enter_context(self._pool.lease(base, consume=False))
         try:
@@ -611,12 +625,16 @@ class Relay(Generic[P]):
 
         Pages that a rank of this moment reads or writes are overwritten when it ends.
         """
-        for key in list(self._by_user.get(user, ())):
-            self._producers[key].task.cancel()
+        producing = {self._producers[key].task for key in self._by_user.get(user, ())}
+        for task in producing:
+            task.cancel()
         self._pool.erase_user(user)
         if self._dram is not None:
             self._dram.erase_user(user)
         self._last.pop(user, None)
+        if producing:  # they end with the chunk that the device is at
+            await asyncio.wait(producing)
+            await asyncio.sleep(0)  # and give their pages back when that has been noticed
         if self._overwriting:
             done, _ = await asyncio.wait(self._overwriting)  # which, unlike gather, cancels nothing
             for future in done:

@@ -12,6 +12,7 @@ import msgspec
 from aiohttp import web
 
 from npu_gr import __version__
+from npu_gr.admission.limiter import Priority
 from npu_gr.errors import DeadlineExceeded, NotFound, Unavailable, Unprocessable
 from npu_gr.metrics.catalogue import Metrics
 from npu_gr.metrics.exposition import expose
@@ -137,6 +138,7 @@ class _Routes:
         ready, why = self._door.is_ready()
         if not ready:
             raise Unavailable(why)
+        self._door.check_room(Priority.SIGNAL)
         body = decode(await request.read(), request.content_type, SignalBody)
         request[USER] = body.user
         answer = await self._door.signal(signal_request(body, self._config), self._left_s(request))
@@ -144,6 +146,7 @@ class _Routes:
         return _answer(request, signal_out(answer, request[ID]), 202)
 
     async def rank(self, request: web.Request) -> web.Response:
+        self._door.check_room(Priority.RANK)
         body = decode(await request.read(), request.content_type, RankBody)
         request[USER] = body.user
         answer = await self._door.rank(rank_request(body, self._config), self._left_s(request))
@@ -152,6 +155,7 @@ class _Routes:
         return _with_stages(_answer(request, out, 200), answer)
 
     async def generate(self, request: web.Request) -> web.Response:
+        self._door.check_room(Priority.GENERATE)
         body = decode(await request.read(), request.content_type, GenerateBody)
         request[USER] = body.user
         answer = await self._door.generate(generate_request(body, self._config), self._left_s(request))
