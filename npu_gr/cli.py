@@ -9,7 +9,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
@@ -19,6 +19,8 @@ from npu_gr.errors import NpuGrError
 if TYPE_CHECKING:
     from npu_gr.bench.line import Line
     from npu_gr.config import Config
+
+T = TypeVar("T")
 
 CONFIG = click.option(
     "--config", "config_path", required=True, type=click.Path(path_type=Path), help="YAML configuration."
@@ -279,26 +281,16 @@ def train_rank_command(
     threads: int,
 ) -> None:
     """Train an HSTU ranker on an interaction LOG (.inter or .jsonl) and print its figures beside the baselines'."""
-    import msgspec
     import torch
-    import yaml
     from rich.console import Console
 
     from npu_gr.demo import training_progress
-    from npu_gr.errors import ConfigError
     from npu_gr.features.interactions import read_interactions, read_item_features
     from npu_gr.model.weights import save
-    from npu_gr.train.rank import DEMO, LONG, TrainOptions, train_rank
+    from npu_gr.train.rank import DEMO, LONG, train_rank
 
     torch.set_num_threads(threads)
-    table = msgspec.to_builtins({"demo": DEMO, "long": LONG}[preset])
-    for override in overrides:
-        key, _, value = override.partition("=")
-        table[key] = yaml.safe_load(value)
-    try:
-        options = msgspec.convert(table, TrainOptions)
-    except msgspec.ValidationError as error:
-        raise ConfigError(f"--set: {error}") from error
+    options = _overridden({"demo": DEMO, "long": LONG}[preset], overrides)
     columns = [name for name in item_features.split(",") if name]
     features = read_item_features(items, columns) if items else []
     console = Console()
@@ -306,6 +298,71 @@ def train_rank_command(
         checkpoint, evaluation = train_rank(read_interactions(log, value_column=value_column), features, options, show)
     console.print(evaluation.table())
     click.echo(f"checkpoint {save(checkpoint, out)} in {out}")
+
+
+@train.command("generate")
+@click.argument("log", required=False, type=click.Path(path_type=Path))
+@click.option("--out", required=True, type=click.Path(path_type=Path), help="Folder that the service starts from.")
+@click.option(
+    "--codes", type=click.Path(path_type=Path), help='Ready-made: a catalogue, or JSON {"item": [code, ...]}.'
+)
+@click.option("--items", type=click.Path(path_type=Path), help="RecBole .item file with side features.")
+@click.option("--item-features", default="", help="Its columns, comma-separated.")
+@click.option("--preset", default="movielens", show_default=True, type=click.Choice(["movielens", "beauty"]))
+@click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override one training option.")
+@click.option("--value-column", default="rating", show_default=True, help="Column with the action's value.")
+@click.option("--threads", default=2, show_default=True, type=click.IntRange(1))
+def train_generate_command(
+    log: Path | None,
+    out: Path,
+    codes: Path | None,
+    items: Path | None,
+    item_features: str,
+    preset: str,
+    overrides: tuple[str, ...],
+    value_column: str,
+    threads: int,
+) -> None:
+    """Train a semantic-ID generator on an interaction LOG and print its figures beside the baselines'.
+
+    LOG is .inter, .jsonl, or .json {"user": [item, ...]}; without it, MovieLens-100K of the package recbole.
+    """
+    import torch
+    from rich.console import Console
+
+    from npu_gr.demo import training_progress
+    from npu_gr.features.interactions import movielens_100k, read_interactions, read_item_features
+    from npu_gr.train.generate import BEAUTY, MOVIELENS, train_generator
+    from npu_gr.train.publish import how_to_serve, prepare, publish
+
+    torch.set_num_threads(threads)
+    options = _overridden({"movielens": MOVIELENS, "beauty": BEAUTY}[preset], overrides)
+    interactions = read_interactions(log or movielens_100k(), value_column=value_column)
+    columns = [name for name in item_features.split(",") if name]
+    features = read_item_features(items, columns) if items else []
+    prepare(out)
+    console = Console()
+    with training_progress(console) as show:
+        trained = train_generator(interactions, features, options, codes, show)
+    console.print(trained.report.table())
+    click.echo(how_to_serve(publish(trained, features, options, out), trained))
+
+
+def _overridden(preset: T, overrides: tuple[str, ...]) -> T:
+    """Training options with some of their values replaced."""
+    import msgspec
+    import yaml
+
+    from npu_gr.errors import ConfigError
+
+    table = msgspec.to_builtins(preset)
+    for override in overrides:
+        key, _, value = override.partition("=")
+        table[key] = yaml.safe_load(value)
+    try:
+        return msgspec.convert(table, type(preset))
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"--set: {error}") from error
 
 
 @main.command("replay")

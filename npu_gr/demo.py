@@ -37,7 +37,7 @@ from npu_gr.replay.report import Report
 from npu_gr.replay.run import replay
 from npu_gr.train.data import to_train_on
 from npu_gr.train.rank import DEMO, train_rank
-from npu_gr.train.rank import Progress as Trained
+from npu_gr.train.steps import Progress as Trained
 
 SLICE = 20  # held-out events of a request
 CANDIDATES = 100
@@ -146,7 +146,7 @@ def _checkpoint(folder: Path, log: Interactions, features: list[ItemValues], con
 
 @contextmanager
 def training_progress(console: Console) -> Iterator[Callable[[Trained], None]]:
-    """A bar for each stage of `train_rank`."""
+    """A bar for each stage of a training."""
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[loss]}"), TimeElapsedColumn())
     with Progress(*columns, console=console) as bar:
         tasks: dict[str, TaskID] = {}
