@@ -1,4 +1,4 @@
-"""npu-gr: serve | train | load | replay | bench | check-config | demo. Commands import what they need, late."""
+"""npu-gr: serve | train | load | replay | dashboards | bench | check-config | demo. Commands import late."""
 
 from __future__ import annotations
 
@@ -74,8 +74,10 @@ def _load(config_path: Path, overrides: tuple[str, ...]) -> Config:
 def serve(config_path: Path, overrides: tuple[str, ...]) -> None:
     """Start one instance; SIGTERM drains and stops it."""
     from npu_gr.app import run
+    from npu_gr.server.journal import lines_to_stdout
 
     config = _load(config_path, overrides)
+    lines_to_stdout()
     _run(lambda: run(config))
 
 
@@ -89,6 +91,20 @@ def check_config(config_path: Path, overrides: tuple[str, ...]) -> None:
     from npu_gr.config import to_table
 
     click.echo(yaml.safe_dump(to_table(_load(config_path, overrides)), sort_keys=False), nl=False)
+
+
+@main.command("dashboards")
+@click.option("--config", "config_path", type=click.Path(path_type=Path), help="For its objectives; else the defaults.")
+@click.option("--out", default="dashboards", show_default=True, type=click.Path(path_type=Path))
+@click.option("--runbooks", default="docs/runbooks", show_default=True, help="Path or URL of the runbooks' pages.")
+def dashboards_command(config_path: Path | None, out: Path, runbooks: str) -> None:
+    """Write the Grafana dashboards and the Prometheus rules."""
+    from npu_gr.config import SLOConfig
+    from npu_gr.metrics.dashboards import write
+
+    objectives = (SLOConfig() if config_path is None else _load(config_path, ()).slo).objectives()
+    for path in write(out, objectives, runbooks):
+        click.echo(path)
 
 
 @main.group()
@@ -174,6 +190,20 @@ def bench_wire(as_json: bool, seed: int, seconds: float) -> None:
     """Reading a rank's body: raw columns against lists of numbers."""
     from npu_gr.bench.wire import lines
 
+    _show(lines(seed, seconds), "cpu", seed, as_json)
+
+
+@bench.command("metrics")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object a line.")
+@click.option("--seed", default=0, show_default=True)
+@click.option("--seconds", default=2.0, show_default=True, help="Time a case.")
+def bench_metrics(as_json: bool, seed: int, seconds: float) -> None:
+    """What counting, tracing and logging add to a rank, in CPU time."""
+    import torch
+
+    from npu_gr.bench.metrics import lines
+
+    torch.set_num_threads(1)
     _show(lines(seed, seconds), "cpu", seed, as_json)
 
 
@@ -369,3 +399,20 @@ def demo(config_path: Path, folder: Path, threads: int, limit: int | None) -> No
 
     torch.set_num_threads(threads)
     _run(lambda: run(config_path, folder, Console(), limit))
+
+
+@main.command()
+@click.option("--config", "config_path", default="configs/cpu.yaml", show_default=True, type=click.Path(path_type=Path))
+@click.option("--folder", default=".demo", show_default=True, type=click.Path(path_type=Path))
+@click.option("--port", default=8080, show_default=True, type=click.IntRange(1, 65535))
+@click.option("--prometheus-port", default=9090, show_default=True, type=click.IntRange(1, 65535))
+@click.option("--threads", default=2, show_default=True, type=click.IntRange(1), help="For training.")
+def monitor(config_path: Path, folder: Path, port: int, prometheus_port: int, threads: int) -> None:
+    """Serve the demo's model under replay, with a Prometheus and the dashboards to open; until Ctrl-C."""
+    import torch
+    from rich.console import Console
+
+    from npu_gr.monitor import run
+
+    torch.set_num_threads(threads)
+    _run(lambda: run(config_path, folder.resolve(), Console(), port, prometheus_port))

@@ -23,6 +23,7 @@ from npu_gr.errors import ConfigError
 from npu_gr.features.store import HistoryConfig
 from npu_gr.generation import GenerateConfig
 from npu_gr.kv.config import KVConfig
+from npu_gr.metrics.slo import Objective
 from npu_gr.relay.relay import RelayConfig
 from npu_gr.relay.trigger import TriggerConfig
 from npu_gr.replay.recorder import RecordConfig
@@ -30,14 +31,23 @@ from npu_gr.server.config import ServerConfig
 from npu_gr.service import ServiceConfig
 
 Seconds = Annotated[float, msgspec.Meta(gt=0)]
+Ratio = Annotated[float, msgspec.Meta(gt=0, lt=1)]
 
 
 class SLOConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Latency objectives; each is a bucket edge of its histogram, so attainment is exact."""
+    """Objectives; each time is a bucket edge of its histogram, so attainment is exact."""
 
     rank_s: Seconds = 0.05
     signal_s: Seconds = 0.02
     generate_s: Seconds = 0.2
+    latency_ratio: Ratio = 0.99  # of the answered requests, in time
+    availability_ratio: Ratio = 0.999  # of all requests, answered
+
+    def objectives(self) -> list[Objective]:
+        """One for each kind of request."""
+        times_s = {"rank": self.rank_s, "signal": self.signal_s, "generate": self.generate_s}
+        ratios = {"latency_ratio": self.latency_ratio, "availability_ratio": self.availability_ratio}
+        return [Objective(kind=kind, threshold_s=seconds, **ratios) for kind, seconds in times_s.items()]
 
 
 class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

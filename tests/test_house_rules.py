@@ -15,6 +15,7 @@ FILES = sorted(ROOT.rglob("*.py"))
 ORDER = [  # top first: a folder or file may import what stands below it
     "__main__",
     "cli",
+    "monitor",
     "demo",
     "bench",
     "app",
