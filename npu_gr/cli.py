@@ -1,4 +1,4 @@
-"""npu-gr: serve | train | load | replay | bench | check-config | demo. Commands import what they need, late."""
+"""npu-gr: serve | route | fleet | train | load | replay | bench | check-config | demo. Commands import what they need, late."""
 
 from __future__ import annotations
 
@@ -73,6 +73,19 @@ def serve(config_path: Path, overrides: tuple[str, ...]) -> None:
     from npu_gr.app import run
 
     config = _load(config_path, overrides)
+    _run(lambda: run(config))
+
+
+@main.command()
+@CONFIG
+@SET
+def route(config_path: Path, overrides: tuple[str, ...]) -> None:
+    """Start the affinity router before many instances; SIGTERM drains and stops it."""
+    from npu_gr.router.config import RouterConfig
+    from npu_gr.router.run import run
+    from npu_gr.settings import load
+
+    config = load(config_path, RouterConfig, overrides)
     _run(lambda: run(config))
 
 
