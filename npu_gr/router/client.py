@@ -29,6 +29,7 @@ _HOP_BY_HOP = frozenset(
 _ONCE = frozenset((b"host", b"content-length", b"x-npugr-placement", b"x-npugr-service", b"x-request-id"))
 _METHODS = (b"GET", b"POST", b"DELETE")
 _MAX_PIPELINED = 16
+_LINGER_S = 2.0  # for the client to read why it was refused
 
 
 class Client(asyncio.Protocol):
@@ -43,6 +44,7 @@ class Client(asyncio.Protocol):
         self._head_bytes = 0
         self._num_trailers = 0
         self._is_last = False  # nothing after this request will be read
+        self._refused_s = 0.0
         self._is_held = self._is_reading_paused = False
         self.busy_since_s = self.idle_since_s = time.monotonic()
         self.transport: asyncio.Transport | None = None
@@ -70,7 +72,7 @@ class Client(asyncio.Protocol):
         except httptools.HttpParserUpgrade:
             self._is_last = True  # we speak HTTP/1.1 and nothing else; what follows is not ours to read
         except httptools.HttpParserError as error:
-            self._refuse(Refused(400, f"not HTTP/1.1 as it should be: {error}"))
+            self._refuse(Refused(400, f"broken HTTP: {error}"))
         else:
             if self._incoming is not None:
                 self._head_bytes += len(data)
@@ -216,7 +218,11 @@ class Client(asyncio.Protocol):
         """Close after what was written; requests that wait their turn are dropped."""
         while self._exchanges:
             self._exchanges.popleft().cancel()
-        if self.transport is not None:
+        if self.transport is None:
+            return
+        if self._refused_s and self.transport.can_write_eof():
+            self.transport.write_eof()  # closing now would reset the connection while the client still sends
+        else:
             self.transport.close()
 
     def abort(self) -> None:
@@ -234,7 +240,9 @@ class Client(asyncio.Protocol):
     def sweep(self, now_s: float) -> None:
         """Once a second: end what takes too long."""
         config = self._router.config
-        if self._incoming is not None and now_s - self._incoming.began_s > config.header_timeout_s:
+        if self._refused_s and now_s - self._refused_s > _LINGER_S:
+            self.abort()
+        elif self._incoming is not None and now_s - self._incoming.began_s > config.header_timeout_s:
             self._refuse(Refused(408, f"headers: not complete after {config.header_timeout_s:g} s"))
         elif self.is_idle and now_s - self.idle_since_s > config.idle_s:
             self.end()
@@ -243,6 +251,7 @@ class Client(asyncio.Protocol):
         """Answer in turn, then close."""
         incoming, self._incoming = self._incoming or Incoming(began_s=time.monotonic()), None
         self._is_last = True
+        self._refused_s = time.monotonic()
         incoming.keeps_alive = False
         exchange, self._receiving = self._receiving, None
         if exchange is None:

@@ -270,8 +270,7 @@ class Exchange:
 
     def _first_try_passed(self) -> None:
         self._arm(self._deadline_s - time.monotonic(), self._deadline_passed)
-        if not self._is_answering and self._router.may_retry():
-            self._blame("timeout")
+        if not self._is_answering:
             self._retry("timeout")
 
     def _deadline_passed(self) -> None:
@@ -296,10 +295,9 @@ class Exchange:
         took_s = now_s - self._sent_s
         self._router.metrics.instance_s(instance.name).observe(took_s)
         if status in _RETRIED:
-            self._blame(str(status))
-            if self.kind is Kind.RANK and len(self._tried) < 2 and self._is_whole and self._router.may_retry():
-                self._retry(str(status))
+            if self._retry(str(status)):
                 return
+            self._blame(str(status))
         else:
             instance.answered(took_s, self.kind is Kind.RANK, now_s)
         self._is_answering, self._status = True, status
@@ -356,12 +354,14 @@ class Exchange:
     def lost(self, why: str) -> None:
         """See `Carried`."""
         self._upstream = None
-        self._blame(why)
         if self._is_answering:
+            self._blame(why)
             self._cut(502)
-        elif self.kind is Kind.RANK and len(self._tried) < 2 and self._is_whole and self._router.may_retry():
-            self._retry(why)
-        elif why == "connect":
+            return
+        if self._retry(why):
+            return
+        self._blame(why)
+        if why == "connect":
             self._fail(Unavailable("the instance cannot be reached"))
         else:
             self._fail(BadGateway("the instance broke off"))
@@ -376,17 +376,21 @@ class Exchange:
         if why != "timeout" or waited_s >= self._router.config.breaker.min_timeout_s:
             self._router.failed(self._choice.instance, why, self.kind is Kind.SIGNAL)
 
-    def _retry(self, why: str) -> None:
-        """The successor takes it, as a miss."""
-        self._leave()
-        self._router.metrics.retries(why).inc()
+    def _retry(self, why: str) -> bool:
+        """The successor takes it, as a miss; False: it may not be tried again, or there is nobody else."""
+        if not (self._can_retry and self._is_whole and self._router.may_retry()):
+            return False
         try:
             choice = self._choose()
-        except NpuGrError as error:
-            self._fail(error)
-            return
+        except NpuGrError:
+            self._router.give_back_retry()
+            return False
+        self._blame(why)
+        self._leave()
+        self._router.metrics.retries(why).inc()
         self._arm(self._deadline_s - time.monotonic(), self._deadline_passed)
         self._go(choice)
+        return True
 
     # ---- the end
 

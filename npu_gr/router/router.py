@@ -60,6 +60,10 @@ class Router:
         self._tokens -= 1
         return True
 
+    def give_back_retry(self) -> None:
+        """It was not used."""
+        self._tokens += 1
+
     async def connect(self, instance: Instance) -> Upstream:
         """A new connection. Raises OSError (a TimeoutError is one): there is none in time."""
         loop, config = asyncio.get_running_loop(), instance.config

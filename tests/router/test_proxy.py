@@ -141,7 +141,7 @@ async def test_bad_http_is_refused_and_reaches_nobody(data: bytes, status: int) 
         assert answer.startswith(b"HTTP/1.1 %d " % status), answer[:300]
         assert answer.count(b"HTTP/1.1") == 1
         assert b"application/problem+json" in answer
-        assert not s.fakes[0].seen
+        assert not s.fakes[0].bodies  # of a long one it may have seen the beginning
         assert (await s.post("rank"))[0] == 200
 
 
