@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import httptools
 
@@ -21,10 +21,22 @@ if TYPE_CHECKING:
 
 _HOP_BY_HOP = frozenset(
     name.encode()
-    for name in (
-        "connection keep-alive proxy-connection proxy-authenticate proxy-authorization te trailer transfer-encoding "
-        "upgrade expect content-length x-request-timeout-ms x-envoy-expected-rq-timeout-ms grpc-timeout"
-    ).split()
+    for name in [
+        "connection",
+        "keep-alive",
+        "proxy-connection",
+        "proxy-authenticate",
+        "proxy-authorization",
+        "te",
+        "trailer",
+        "transfer-encoding",
+        "upgrade",
+        "expect",
+        "content-length",
+        "x-request-timeout-ms",
+        "x-envoy-expected-rq-timeout-ms",
+        "grpc-timeout",
+    ]
 )  # and what the router writes itself
 _ONCE = frozenset((b"host", b"content-length", b"x-npugr-placement", b"x-npugr-service", b"x-request-id"))
 _METHODS = (b"GET", b"POST", b"DELETE")
@@ -53,8 +65,7 @@ class Client(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """See asyncio.Protocol."""
-        assert isinstance(transport, asyncio.Transport)
-        self.transport = transport
+        self.transport = cast(asyncio.Transport, transport)  # uvloop's is no subclass
         if not self._router.admit(self):
             self._is_last = True
             self._refuse(Refused(503, "the router is at its limit of connections"))

@@ -44,7 +44,9 @@ def down(one: Instance, now_s: float = 0.0) -> None:
 
 EVENTS = st.lists(
     st.tuples(
-        st.sampled_from(["fail", "ready", "unready", "drain", "undrain", "open", "signal", "rank", "load", "add", "wait"]),
+        st.sampled_from(
+            ["fail", "ready", "unready", "drain", "undrain", "open", "signal", "rank", "load", "add", "wait"]
+        ),
         st.integers(0, 3),
         st.integers(0, 40),
     ),

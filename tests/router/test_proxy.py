@@ -59,7 +59,9 @@ async def test_a_body_of_any_size_arrives_as_it_was(size: int, is_chunked: bool)
 
     async with (
         site(1) as s,
-        s.http.post(f"{s.url}/v1/rank", data=pieces() if is_chunked else io.BytesIO(body), headers={"X-User-Id": "u"}) as answer,
+        s.http.post(
+            f"{s.url}/v1/rank", data=pieces() if is_chunked else io.BytesIO(body), headers={"X-User-Id": "u"}
+        ) as answer,
     ):
         assert (await answer.json())["size"] == size
         assert s.fakes[0].bodies == [body]
@@ -92,7 +94,13 @@ async def test_pipelined_requests_are_answered_in_order() -> None:
 
 async def test_what_is_passed_on_and_what_is_not() -> None:
     async with site(1) as s:
-        headers = {"X-Request-Timeout-Ms": "500", "X-Request-Id": "abc", "traceparent": "t", "Keep-Alive": "1", "X-A": "b"}
+        headers = {
+            "X-Request-Timeout-Ms": "500",
+            "X-Request-Id": "abc",
+            "traceparent": "t",
+            "Keep-Alive": "1",
+            "X-A": "b",
+        }
         headers |= {"Connection": "keep-alive, X-A", "Authorization": "Bearer k"}
         async with s.http.post(f"{s.url}/v1/rank", headers={"X-User-Id": "u", **headers}):
             pass
