@@ -31,6 +31,11 @@ class Run:
     def users(self, name: str) -> set[str]:
         return {user for user in USERS if self.fleet.home(user, self.names) == name}
 
+    def at_home(self, window: Window, users: set[str]) -> float:
+        """Ratio of ranks served by their owner; where processors are short, a late first try may go elsewhere."""
+        ranks = [sample for sample in window.of(users) if sample.kind == "rank"]
+        return sum(sample.instance == self.fleet.home(sample.user, self.names) for sample in ranks) / len(ranks)
+
     async def steady(self, what: str) -> None:
         """Everybody is at home, hits, and has no error."""
         from_s = time.monotonic()
@@ -41,8 +46,7 @@ class Run:
         print(window.line(what))
         assert not window.errors, window.errors[:3]
         assert window.hit_ratio(set(USERS)) > 0.97
-        ranks = [sample for sample in window.samples if sample.kind == "rank"]
-        assert all(sample.instance == self.fleet.home(sample.user, self.names) for sample in ranks)
+        assert self.at_home(window, set(USERS)) > 0.97
 
     async def fault(self, what: str, victim: str | None, since_s: float, may_fail: bool) -> None:
         """After a fault that is over: who noticed?"""
@@ -59,9 +63,8 @@ class Run:
             assert len(window.errors) <= len(window.of(theirs))
         else:
             assert not window.errors, window.errors[:3]
-        ranks = [sample for sample in window.of(others) if sample.kind == "rank"]
         assert window.hit_ratio(others) > 0.97
-        assert all(sample.instance == self.fleet.home(sample.user, self.names) for sample in ranks)
+        assert self.at_home(window, others) > 0.97
 
 
 async def crash(run: Run) -> None:
