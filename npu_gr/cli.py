@@ -130,7 +130,7 @@ def fleet_ray(
     host: str,
     port: int,
 ) -> None:
-    """Deploy instances on a Ray cluster (RAY_ADDRESS, else a local one), requests routed by user; runs until stopped."""
+    """Run instances on a Ray cluster (RAY_ADDRESS, else a local one), requests routed by user, until stopped."""
     from npu_gr.fleet.ray_serve import RayOptions, deploy
 
     config = _load(config_path, overrides)
@@ -233,6 +233,17 @@ def bench_generate(as_json: bool, backend: str, threads: int, seed: int, seconds
 
     torch.set_num_threads(threads)
     _show(lines(backend, seed, seconds, transformers), backend, seed, as_json)  # type: ignore[arg-type]
+
+
+@bench.command("router")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object a line.")
+@click.option("--seed", default=0, show_default=True)
+@click.option("--seconds", default=10.0, show_default=True)
+def bench_router(as_json: bool, seed: int, seconds: float) -> None:
+    """What the router adds to a call, and Envoy in the same run where it is installed."""
+    from npu_gr.bench.router import lines
+
+    _show(lines(seed, seconds), "cpu", seed, as_json)
 
 
 def _show(lines: Iterable[Line], device: str, seed: int, as_json: bool) -> None:

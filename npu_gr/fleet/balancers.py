@@ -149,7 +149,8 @@ def haproxy(config: RouterConfig, instances: list[InstanceConfig]) -> str:
         check = f"check inter {interval} fall {config.health.fall} rise {config.health.rise}"
         return "\n".join(
             f"  server {one.name} {one.host}:{one.port} id {1 + instances.index(one)} "
-            f"weight {min(256, max(1, round(100 * one.weight)))} maxconn {config.limits.instance_inflight} {check} {marks}"
+            f"weight {min(256, max(1, round(100 * one.weight)))} maxconn {config.limits.instance_inflight} "
+            f"{check} {marks}"
             for one in some
         )
 

@@ -14,30 +14,31 @@ from typing import TYPE_CHECKING, cast
 import httptools
 
 from npu_gr.router.answers import CONTINUE, Refused
-from npu_gr.router.exchange import Exchange, Incoming
+from npu_gr.router.exchange import BUDGET_HEADERS, Exchange, Incoming
 
 if TYPE_CHECKING:
     from npu_gr.router.router import Router
 
 _HOP_BY_HOP = frozenset(
-    name.encode()
-    for name in [
-        "connection",
-        "keep-alive",
-        "proxy-connection",
-        "proxy-authenticate",
-        "proxy-authorization",
-        "te",
-        "trailer",
-        "transfer-encoding",
-        "upgrade",
-        "expect",
-        "content-length",
-        "x-request-timeout-ms",
-        "x-envoy-expected-rq-timeout-ms",
-        "grpc-timeout",
-    ]
-)  # and what the router writes itself
+    (
+        b"connection",
+        b"keep-alive",
+        b"proxy-connection",
+        b"proxy-authenticate",
+        b"proxy-authorization",
+        b"te",
+        b"trailer",
+    )
+)
+_OURS = frozenset(  # the router writes them itself
+    (
+        b"transfer-encoding",
+        b"content-length",
+        b"upgrade",
+        b"expect",
+        *(name.lower().encode() for name in BUDGET_HEADERS),
+    )
+)
 _ONCE = frozenset((b"host", b"content-length", b"x-npugr-placement", b"x-npugr-service", b"x-request-id"))
 _METHODS = (b"GET", b"POST", b"DELETE")
 _MAX_PIPELINED = 16
@@ -146,7 +147,7 @@ class Client(asyncio.Protocol):
         if low in incoming.seen and (low in _ONCE or low == self._router.user_header):
             raise Refused(400, f"{low.decode()}: given twice")
         incoming.seen[low] = value
-        if low not in _HOP_BY_HOP:
+        if low not in _HOP_BY_HOP and low not in _OURS:
             incoming.headers.append((name, value))
             if len(incoming.headers) > limits.max_headers:
                 raise self._too_many()

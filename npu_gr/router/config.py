@@ -71,7 +71,7 @@ class BreakerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     failures: Count = 5  # in a row: no connection, no answer in time, 502, 503 or 504
     min_timeout_s: Annotated[float, msgspec.Meta(ge=0)] = 0.1  # a shorter wait in vain is the caller's impatience
-    slow_ratio: Annotated[float, msgspec.Meta(ge=1)] = 5.0  # mean answer time over the median of the instances
+    slow_ratio: Annotated[float, msgspec.Meta(ge=1)] = 5.0  # median answer time over that of the others
     slow_intervals: Count = 2  # health intervals in a row that it must be so
     slow_min_requests: Count = 5  # in each of them
     open_s: Seconds = 2.0  # out for this long, doubled each time it fails again while it returns

@@ -48,6 +48,7 @@ _KINDS = {
     (b"GET", b"/healthz"): Kind.OWN,
     (b"GET", b"/readyz"): Kind.OWN,
 }
+BUDGET_HEADERS = ("X-Request-Timeout-Ms", "x-envoy-expected-rq-timeout-ms", "grpc-timeout")
 _RETRIED = (502, 503)
 _DROPPED = frozenset((b"connection", b"keep-alive", b"transfer-encoding", b"upgrade", b"trailer", b"proxy-connection"))
 
@@ -107,8 +108,8 @@ class Exchange:
 
     def _budget_s(self) -> float:
         """What the caller grants; once read, the remaining time is passed on instead."""
-        seen, names = self._in.seen, ("X-Request-Timeout-Ms", "x-envoy-expected-rq-timeout-ms", "grpc-timeout")
-        given = {name: seen[low].decode("latin-1") for name in names if (low := name.lower().encode()) in seen}
+        seen = self._in.seen
+        given = {name: seen[low].decode("latin-1") for name in BUDGET_HEADERS if (low := name.lower().encode()) in seen}
         return budget_s(given, self._router.config.default_budget_s, self._router.config.max_budget_s)
 
     # ---- from the client

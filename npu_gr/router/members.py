@@ -16,6 +16,7 @@ import random
 from collections import deque
 from collections.abc import Callable, Collection, Iterable
 from enum import StrEnum
+from statistics import median
 from typing import TYPE_CHECKING, NamedTuple
 
 from npu_gr.errors import Overloaded, Unavailable
@@ -73,7 +74,7 @@ class Instance:
         self.in_flight = 0
         self.is_drained = False  # an operator wants it out
         self.health = Health.UNKNOWN
-        self.rank_s, self.num_ranks = 0.0, 0  # answer times since the last look
+        self.ranks_s: deque[float] = deque(maxlen=1024)  # answer times since the last look
         self._health_config, self._limit, self._t_life_s = (
             router.health,
             router.limits.instance_inflight,
@@ -147,8 +148,7 @@ class Instance:
         """It answered a request after so long."""
         self.breaker.succeeded(now_s)
         if is_rank:
-            self.rank_s += took_s
-            self.num_ranks += 1
+            self.ranks_s.append(took_s)
 
     def close_idle(self, before_s: float = float("inf")) -> None:
         """Close connections unused since `before_s`, the longest unused first."""
@@ -269,12 +269,12 @@ class Members:
     def compare(self, now_s: float) -> None:
         """Once an interval: take out who is far slower than the rest."""
         least = self._config.breaker.slow_min_requests
-        means = {one.name: one.rank_s / one.num_ranks for one in self.instances.values() if one.num_ranks >= least}
-        for name, mean_s in means.items():
-            others = sorted(value for other, value in means.items() if other != name)
-            is_slow = bool(others) and mean_s > self._config.breaker.slow_ratio * others[len(others) // 2]
+        times = {one.name: median(one.ranks_s) for one in self.instances.values() if len(one.ranks_s) >= least}
+        for name, time_s in times.items():
+            others = [value for other, value in times.items() if other != name]
+            is_slow = bool(others) and time_s > self._config.breaker.slow_ratio * median(others)
             instance = self.instances[name]
-            instance.rank_s, instance.num_ranks = 0.0, 0
+            instance.ranks_s.clear()
             if instance.breaker.was_slow(is_slow) and not instance.breaker.is_open(now_s):
                 self._open(instance, "slow", now_s)
 

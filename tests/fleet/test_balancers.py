@@ -1,4 +1,4 @@
-"""The generated configurations run in the real servers: pairs meet, users of healthy instances stay, signals go once."""
+"""The generated configurations run in the real servers: pairs meet, other users stay, signals go once."""
 
 from __future__ import annotations
 
@@ -65,7 +65,9 @@ async def balanced(name: str, folder: Path) -> AsyncIterator[Balanced]:
     config = from_table(settings, RouterConfig)
     arguments = command(name, folder, BALANCERS[name](config, config.discovery.instances))
     with (folder / "stderr").open("wb") as stderr:
-        process = subprocess.Popen(arguments, stdout=subprocess.DEVNULL, stderr=stderr, cwd=folder)
+        process = subprocess.Popen(  # noqa: ASYNC220
+            arguments, stdout=subprocess.DEVNULL, stderr=stderr, cwd=folder
+        )
     try:
         async with aiohttp.ClientSession() as http:
             b = Balanced(fakes, f"http://127.0.0.1:{port}", http)
@@ -99,7 +101,7 @@ async def test_signal_and_rank_meet_and_the_others_stay_when_one_leaves(name: st
         else:
             b.fakes[1].ready_status = 503
         async with asyncio.timeout(10):
-            while "i1" in (after := await b.homes()).values():
+            while "i1" in (after := await b.homes()).values():  # noqa: ASYNC110
                 await asyncio.sleep(0.1)
         moved = [user for user in USERS if before[user] != "i1" and after[user] != before[user]]
         assert len(moved) <= len(USERS) * 0.03, "MAGLEV moves a few in a thousand, the others none"

@@ -197,7 +197,7 @@ class Load:
         await asyncio.gather(*tasks)
 
     async def _pair(self, http: aiohttp.ClientSession, due_s: float, index: int) -> None:
-        """The rank is sent even if the signal has no answer yet, as a cascade would; every other one brings its placement."""
+        """The rank is sent even if the signal has no answer yet; every other one brings its placement."""
         user, history = USERS[index], HISTORIES[index]
         first = asyncio.create_task(self._send(http, "signal", user, due_s, {"history": history}, {}))
         await asyncio.wait([first], timeout=max(0.0, due_s + LEAD_S - time.monotonic()))

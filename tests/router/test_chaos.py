@@ -1,5 +1,6 @@
-"""Instances die, stop, slow down, drain, join and change their model: every request has an answer, only the users of
-the instance that failed notice, and the fleet is whole again by itself.
+"""Whatever happens to an instance every request has an answer, and only the users of that instance notice.
+
+They die, stop, slow down, drain, join and change their model; the fleet is whole again by itself.
 
 The short run has light instances; the long one (-m chaos) has three `npu-gr serve` and prints its figures (-s).
 """
@@ -43,7 +44,7 @@ class Run:
         to_s = time.monotonic()
         await asyncio.sleep(1.0)
         window = Window(self.load, from_s, to_s)
-        print(window.line(what))
+        print(window.line(what))  # noqa: T201  (the figures, with -s)
         assert not window.errors, window.errors[:3]
         assert window.hit_ratio(set(USERS)) > 0.97
         assert self.at_home(window, set(USERS)) > 0.97
@@ -56,7 +57,7 @@ class Run:
         window = Window(self.load, since_s, to_s)
         theirs = self.users(victim) if victim else set()
         others = set(USERS) - theirs
-        print(window.line(f"{what} (whole after {took_s:.1f} s)"))
+        print(window.line(f"{what} (whole after {took_s:.1f} s)"))  # noqa: T201
         assert not window.lost
         if may_fail:
             assert {sample.user for sample in window.errors} <= theirs

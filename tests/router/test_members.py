@@ -1,4 +1,4 @@
-"""Whatever happens to instances, a rank follows its signal, the others' users stay, and nobody gets what it cannot do."""
+"""Whatever happens to instances, a rank follows its signal and the others' users stay."""
 
 from __future__ import annotations
 

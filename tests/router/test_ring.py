@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -70,12 +71,8 @@ def test_a_weight_that_grows_takes_users_and_gives_none() -> None:
 
 
 def test_an_empty_ring_owns_nobody() -> None:
-    try:
+    with pytest.raises(ValueError, match="empty"):
         Ring(()).owner(b"u")
-    except ValueError as error:
-        assert "empty" in str(error)
-    else:
-        raise AssertionError("it should raise")
 
 
 @given(total=st.integers(0, 1000), factor=st.floats(1.01, 3), weights=st.lists(WEIGHTS, min_size=1, max_size=8))
