@@ -9,8 +9,9 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from npu_gr import settings
+from npu_gr.admission.brownout import BrownoutConfig
 from npu_gr.backend.choose import BackendName
-from npu_gr.engine.scheduler import SchedulerConfig
+from npu_gr.engine.queue import SchedulerConfig
 from npu_gr.features.store import HistoryConfig
 from npu_gr.generation import GenerateConfig
 from npu_gr.kv.config import KVConfig
@@ -27,12 +28,13 @@ class SLOConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     rank_s: Seconds = 0.05
     signal_s: Seconds = 0.02
+    generate_s: Seconds = 0.2
 
 
 class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Everything an instance is started with."""
 
-    checkpoint: str  # folder with config.json and model.safetensors
+    checkpoint: str | None = None  # the ranker's folder: config.json, model.safetensors; None: does not rank
     backend: BackendName = "cpu"
     dtype: Literal["float32", "bfloat16", "checkpoint"] = "checkpoint"  # of the matrix products
     threads: Annotated[int, msgspec.Meta(ge=1)] = 1  # intra-op threads of the device thread (CPU)
@@ -42,9 +44,14 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     scheduler: SchedulerConfig = SchedulerConfig()
     relay: RelayConfig = RelayConfig()
     trigger: TriggerConfig = TriggerConfig()
+    brownout: BrownoutConfig = BrownoutConfig()
     kv: KVConfig = KVConfig()
     features: HistoryConfig = HistoryConfig()
-    generate: GenerateConfig | None = None  # absent: the instance ranks and does not generate
+    generate: GenerateConfig | None = None  # absent: the instance does not generate
+
+    def __post_init__(self) -> None:
+        if self.checkpoint is None and self.generate is None:
+            raise ValueError("checkpoint: needed, unless there is a section generate; an instance does something")
 
 
 def load(path: Path, overrides: Sequence[str] = ()) -> Config:
