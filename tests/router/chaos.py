@@ -93,7 +93,7 @@ class Fleet:
             "checkpoint": str(self._folder / checkpoint),
             "kv": {"hbm_bytes": 64_000_000, "dram_bytes": 16_000_000},
             "features": {"kind": "none"},
-            "trigger": {"min_prefix_tokens": 4},
+            "trigger": {"min_prefix_tokens": 4, "policy": "always"},
             "relay": {"t_life_s": 3.0},
             "server": {"port": port, "drain_grace_s": 4.0},
             "service": {"selfcheck_ratio": 0.0},
