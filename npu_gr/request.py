@@ -268,3 +268,4 @@ class ModelInfo:
     max_history_tokens: int
     device: str
     dtype: str
+    kernels: str = "torch"  # what runs the hot ops: torch, or the instruction set of the native kernels

@@ -101,6 +101,8 @@ class Metrics:
         self._drift_failures = counter("selfcheck_failures_total", "Self-checks beyond the allowed drift.")
         errors = counter("relay_errors_total", "Failures that a rank did without.", ("where",))
         self._errors = {where: errors.labels(where) for where in ("prefill", "reload", "spill", "read")}
+        recorded = counter("recorded_total", "Requests offered to the recorder.", ("result",))
+        self._recorded = {result: recorded.labels(result) for result in ("written", "dropped", "failed")}
         self.loop_lag_s = histogram("event_loop_lag_seconds", "Delay of a callback on the event loop.", LAG_S)
         self._build = Info("npu_gr_build", "What is running.", registry=registry)
 
@@ -139,6 +141,10 @@ class Metrics:
         """A rank did without something: prefill, reload, spill or read failed."""
         self._errors[where].inc()
 
+    def recorded(self, result: str, num: int) -> None:
+        """The recorder has written, dropped or failed to write so many requests. From any thread."""
+        self._recorded[result].inc(num)
+
     def batch_done(self, num_requests: int) -> None:
         """The device scored that many requests in one pass."""
         self._batch.observe(num_requests)
@@ -166,5 +172,7 @@ class Metrics:
                 "model": model.name,
                 "model_version": model.version,
                 "device": model.device,
+                "native": str(model.kernels != "torch").lower(),
+                "kernels": model.kernels,  # torch, or the instruction set of the native ones
             }
         )

@@ -214,8 +214,8 @@ class Relay(Generic[P]):
 
     async def settled(self) -> None:
         """Nothing is being produced, spilled or overwritten any more."""
-        while waiting := [*self._tasks, *self._overwriting]:
-            await asyncio.wait(waiting)
+        while self._tasks or self._overwriting:
+            await asyncio.gather(*self._tasks, *self._overwriting, return_exceptions=True)
             await asyncio.sleep(0)  # their callbacks
 
     @property

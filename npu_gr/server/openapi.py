@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 
 from npu_gr import __version__
+from npu_gr.replay.recorder import RecordOrder, RecordStatus
 from npu_gr.server.wire import (
     JSON,
     MSGPACK,
@@ -41,7 +42,7 @@ def document() -> dict[str, Any]:
     """The whole document."""
     structs = (
         *(SignalBody, SignalOut, RankBody, RankOut, GenerateBody, GenerateOut),
-        *(CatalogueItemsBody, CatalogueOut, EventsBody, EventsOut, Problem),
+        *(CatalogueItemsBody, CatalogueOut, EventsBody, EventsOut, Problem, RecordOrder, RecordStatus),
     )
     refs, components = msgspec.json.schema_components(structs, ref_template="#/components/schemas/{name}")
     schema = dict(zip(structs, refs, strict=True))
@@ -93,6 +94,17 @@ def document() -> dict[str, Any]:
             "responses": {"200": done, **errors("401", "404", "503", *codes)},
         }
 
+    def recorder(name: str, summary: str, *codes: str) -> dict[str, Any]:
+        done = {"description": "How it stands.", "content": {JSON: {"schema": schema[RecordStatus]}}}
+        return {"operationId": name, "summary": summary, "responses": {"200": done, **errors("401", "404", *codes)}}
+
+    switch_on = recorder("recordOn", "Record requests.", "413", "422")
+    switch_on["requestBody"] = {"required": False, "content": {JSON: {"schema": schema[RecordOrder]}}}
+    record = {
+        "get": recorder("recordStatus", "What is recorded."),
+        "post": switch_on,
+        "delete": recorder("recordOff", "Record no more."),
+    }
     model = "/v2/models/{model}"
     version = f"{model}/versions/{{version}}"
     erase = {
@@ -137,6 +149,7 @@ def document() -> dict[str, Any]:
             "/readyz": get("ready", "New work is welcome.", "503", public=True),
             "/metrics": get("metrics", "For Prometheus.", "401", media="text/plain"),
             "/debug/config": get("config", "The configuration in force.", "401"),
+            "/debug/record": record,
             "/openapi.json": get("openapi", "This document.", "401"),
             "/v2": get("server", "Open Inference Protocol: server metadata.", "401"),
             "/v2/health/live": get("v2Live", "Open Inference Protocol: alive.", public=True),

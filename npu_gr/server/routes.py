@@ -225,7 +225,8 @@ class _Routes:
         return _json({"models": [asdict(model) for model in self._door.models()]})
 
     async def live(self, _: web.Request) -> web.Response:
-        return _json({"live": True})
+        model = self._door.models()[0]
+        return _json({"live": True, "device": model.device, "kernels": model.kernels})
 
     async def ready(self, _: web.Request) -> web.Response:
         self._require_ready()
