@@ -1,4 +1,4 @@
-"""npu-gr: serve | train | load | replay | dashboards | bench | check-config | demo. Commands import late."""
+"""npu-gr: serve | route | fleet | train | load | replay | dashboards | bench | demo ... Commands import late."""
 
 from __future__ import annotations
 
@@ -79,6 +79,67 @@ def serve(config_path: Path, overrides: tuple[str, ...]) -> None:
     config = _load(config_path, overrides)
     lines_to_stdout()
     _run(lambda: run(config))
+
+
+@main.command()
+@CONFIG
+@SET
+def route(config_path: Path, overrides: tuple[str, ...]) -> None:
+    """Start the affinity router before many instances; SIGTERM drains and stops it."""
+    from npu_gr.router.config import RouterConfig
+    from npu_gr.router.run import run
+    from npu_gr.settings import load
+
+    config = load(config_path, RouterConfig, overrides)
+    _run(lambda: run(config))
+
+
+@main.group()
+def fleet() -> None:
+    """The router's placement in infrastructure that is there already."""
+
+
+def _balancer(name: str, about: str) -> None:
+    @fleet.command(name, help=about)
+    @CONFIG
+    @SET
+    def command(config_path: Path, overrides: tuple[str, ...]) -> None:
+        from npu_gr.fleet.balancers import BALANCERS
+        from npu_gr.router.config import RouterConfig
+        from npu_gr.router.discovery import find
+        from npu_gr.settings import load
+
+        config = load(config_path, RouterConfig, overrides)
+        click.echo(BALANCERS[name](config, asyncio.run(find(config.discovery))), nl=False)
+
+
+_balancer("envoy", "Print Envoy's configuration (JSON): MAGLEV on the user header.")
+_balancer("haproxy", "Print HAProxy's configuration: strict consistent hashing on the user header.")
+_balancer("nginx", "Print nginx.conf: strict consistent hashing on the user header, passive checks only.")
+
+
+@fleet.command("ray")
+@CONFIG
+@SET
+@click.option("--instances", required=True, type=click.IntRange(1), help="At least; one a device.")
+@click.option("--max-instances", type=click.IntRange(1), help="Autoscale up to so many.")
+@click.option("--resource", default="CPU", show_default=True, type=click.Choice(["NPU", "GPU", "CPU"]))
+@click.option("--host", default="127.0.0.1", show_default=True)
+@click.option("--port", default=8090, show_default=True)
+def fleet_ray(
+    config_path: Path,
+    overrides: tuple[str, ...],
+    instances: int,
+    max_instances: int | None,
+    resource: str,
+    host: str,
+    port: int,
+) -> None:
+    """Run instances on a Ray cluster (RAY_ADDRESS, else a local one), requests routed by user, until stopped."""
+    from npu_gr.fleet.ray_serve import RayOptions, deploy
+
+    config = _load(config_path, overrides)
+    deploy(config, RayOptions(instances, max_instances or instances, resource, host, port))
 
 
 @main.command("check-config")
@@ -222,6 +283,17 @@ def bench_generate(as_json: bool, backend: str, threads: int, seed: int, seconds
 
     torch.set_num_threads(threads)
     _show(lines(backend, seed, seconds, transformers), backend, seed, as_json)  # type: ignore[arg-type]
+
+
+@bench.command("router")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object a line.")
+@click.option("--seed", default=0, show_default=True)
+@click.option("--seconds", default=10.0, show_default=True)
+def bench_router(as_json: bool, seed: int, seconds: float) -> None:
+    """What the router adds to a call, and Envoy in the same run where it is installed."""
+    from npu_gr.bench.router import lines
+
+    _show(lines(seed, seconds), "cpu", seed, as_json)
 
 
 @bench.command("relay")
