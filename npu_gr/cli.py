@@ -174,6 +174,21 @@ def bench_generate(as_json: bool, backend: str, threads: int, seed: int, seconds
     _show(lines(backend, seed, seconds, transformers), backend, seed, as_json)  # type: ignore[arg-type]
 
 
+@bench.command("twin")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object a line.")
+@click.option("--seed", default=0, show_default=True)
+def bench_twin(as_json: bool, seed: int) -> None:
+    """Ascend masked_topk on the CPU twin: instructions and bytes counted, time modelled. Not a measurement."""
+    from rich.console import Console
+
+    from npu_gr.bench.twin import lines, table
+
+    if as_json:
+        _show(lines(seed), "CPU twin of the Ascend 910B", seed, as_json)
+    else:
+        Console(width=max(120, Console().width)).print(table(lines(seed)))
+
+
 def _show(lines: Iterable[Line], device: str, seed: int, as_json: bool) -> None:
     from rich import box
     from rich.console import Console

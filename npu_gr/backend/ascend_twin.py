@@ -25,7 +25,7 @@ from npu_gr.errors import ConfigError
 SOURCES = Path(__file__).parents[2] / "ops" / "ascendc"
 BUILDS = Path(__file__).parents[2] / "build" / "ascend-twin"
 FLAGS = ("-std=c++17", "-O1", "-fPIC", "-shared", "-pthread")
-SANITIZE = ("-g1", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined")
+SANITIZED_FLAGS = (*FLAGS, "-O0", "-g1", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined")
 COUNTERS = (  # the order of twin/core.h
     "vector_instructions",
     "vector_repeats",
@@ -169,11 +169,18 @@ class Twin:
         if status:
             text = bytes(out.error).decode()
             raise NoPlanError(text) if status == 1 else TwinError(text)
-        columns = (dict(zip(COUNTERS, column, strict=True)) for column in (out.total, out.critical))
-        return Report(*columns, out.launches, out.ub_bytes, out.blocks, out.tile, out.parts)
+        total, critical = (dict(zip(COUNTERS, column, strict=True)) for column in (out.total, out.critical))
+        return Report(total, critical, out.launches, out.ub_bytes, out.blocks, out.tile, out.parts)
 
     def masked_topk(
-        self, logits: Array, bits: U8, k: int, bias: F32 | None = None, *, on: Machine = Machine(), dtype: str = "float32"
+        self,
+        logits: Array,
+        bits: U8,
+        k: int,
+        bias: F32 | None = None,
+        *,
+        on: Machine = Machine(),
+        dtype: str = "float32",
     ) -> tuple[F32, I32, Report]:
         """Values and indices [rows, k] of logits [rows, n]; see ops/ascendc/kernels/masked_topk.h."""
         rows, n = logits.shape

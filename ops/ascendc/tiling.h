@@ -129,6 +129,7 @@ inline CsrPlan plan_csr_gather_topk(uint32_t rows, uint32_t codes, uint32_t k, D
     plan.groups = groups ? smaller(groups, rows) : smaller(rows, parts_for(1000ull * rows, k, device.cores));
     uint64_t row_cycles = 1000 + codes;
     plan.pieces = pieces ? pieces : rows > 1 ? 1 : parts_for(row_cycles, k, device.cores);
+    if (plan.pieces > 1) plan.groups = rows;  // else the second piece of a row would come behind the group's next row
     uint32_t held = ceil_div(rows, plan.groups);
     auto bytes = [&](uint32_t t) {
         uint64_t select = csr_select_bytes(codes, held, t, k, dtype), norm = csr_norm_bytes(codes, rows, t, dtype);

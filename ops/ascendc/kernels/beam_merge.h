@@ -97,7 +97,6 @@ private:
             auto x = Load(request, beam, beams, 0, depth);
             for (uint32_t i = 0; i < beams; ++i)
                 AscendC::Adds(x[i * stride], x[i * stride], beam_.GetValue(beam + i), int32_t(stride));
-            ClearTail(x, count);
             VectorDone();
             // until k stand, what equals the k-th best may come in; after that it is too late
             bool full = !(best_.Worst() < worst);
@@ -121,13 +120,7 @@ private:
         AscendC::Brcb(wide, beam_[beam], uint8_t((beams + 7) / 8), AscendC::BrcbRepeatParams{1, 8});
         VectorDone();
         AscendC::Add(x, x, wide, int32_t(beams * SLAB));
-        ClearTail(x, beams * SLAB);
         VectorDone();
-    }
-    // A filter reads whole 64 elements.
-    __aicore__ inline void ClearTail(const Floats& x, uint32_t count)
-    {
-        if (count % 64) AscendC::Duplicate(x[count], NEG_INF, int32_t(Up(count, 64) - count));
     }
 
     __aicore__ inline void Emit(uint32_t request)

@@ -40,8 +40,7 @@ public:
     // The k best pairs, up to a multiple of 32, after a VectorDone.
     __aicore__ inline Floats Best() const { return best_; }
 
-    // Scores `x` with indices `index` + base; elements behind `count` up to a multiple of 64 must not pass. Returns
-    // how many passed.
+    // `count` scores `x` with indices `index` + base; x must be readable up to a multiple of 64. Returns how many passed.
     __aicore__ inline uint32_t Offer(const Floats& x, const Ints& index, int32_t base, uint32_t count)
     {
         return Offer(x, index, base, count, worst_, AscendC::CMPMODE::GT);
@@ -49,29 +48,27 @@ public:
     __aicore__ inline uint32_t Offer(const Floats& x, const Ints& index, int32_t base, uint32_t count, float floor,
                                      AscendC::CMPMODE mode)
     {
-        uint32_t kept = Filter(x, Up(count, 64), floor, mode);
+        uint32_t kept = Filter(x, count, floor, mode);
         if (kept == 0) return 0;
         uint64_t same = 0;
         auto score = score_.Get<float>();
         auto indices = index_.Get<int32_t>();
-        AscendC::GatherMask(indices, index, Bits(), true, Up(count, 64), One(), same);
+        AscendC::GatherMask(indices, index, Bits(), true, count, One(), same);
         VectorDone();
         AscendC::Adds(indices, indices, base, int32_t(kept));
         VectorDone();
         uint32_t whole = Up(kept, 32);
-        if (kept != whole) ClearTail(score, indices, kept, whole);
+        if (kept != whole) ClearTail(score, kept, whole);
         auto pairs = sorted_.Get<float>();
         AscendC::Sort32(pairs, score, indices.ReinterpretCast<uint32_t>(), int32_t(whole / 32));
         VectorDone();
         Merge(OneList(pairs, merged_.Get<float>(), whole), Min(whole, padded_));
         return kept;
     }
-    // How many of `count` elements are at least `floor`.
+    // How many of `count` elements are at least `floor`. A VectorDone must stand before and behind it.
     __aicore__ inline uint32_t CountAtLeast(const Floats& x, uint32_t count, float floor)
     {
-        uint32_t kept = Filter(x, Up(count, 64), floor, AscendC::CMPMODE::GE);
-        VectorDone();
-        return kept;
+        return Filter(x, count, floor, AscendC::CMPMODE::GE);
     }
     // A sorted list of `length` pairs, at most k rounded up to 32.
     __aicore__ inline void Merge(const Floats& pairs, uint32_t length)
@@ -81,7 +78,6 @@ public:
                          AscendC::MrgSort4Info(lengths, false, 3, 1));
         auto kept = spare_;
         spare_ = best_, best_ = kept;
-        VectorDone();
         Sync<AscendC::HardEvent::V_S>(*pipe_);
         worst_ = best_.GetValue(2 * (k_ - 1));
         Sync<AscendC::HardEvent::S_V>(*pipe_);
@@ -107,18 +103,18 @@ private:
     __aicore__ inline uint32_t Filter(const Floats& x, uint32_t count, float floor, AscendC::CMPMODE mode)
     {
         uint64_t kept = 0;
-        AscendC::Compares(bits_.Get<uint8_t>(), x, floor, mode, count);
+        AscendC::Compares(bits_.Get<uint8_t>(), x, floor, mode, Up(count, 64));
         VectorDone();
         AscendC::GatherMask(score_.Get<float>(), x, Bits(), true, count, One(), kept);
         return uint32_t(kept);
     }
-    // What GatherMask leaves behind its last element is undefined: it becomes (-inf, -1).
-    __aicore__ inline void ClearTail(const Floats& score, const Ints& index, uint32_t kept, uint32_t whole)
+    // What GatherMask leaves behind its last element is undefined. It becomes -inf, and is never taken: there are
+    // always enough pairs of -inf before it.
+    __aicore__ inline void ClearTail(const Floats& score, uint32_t kept, uint32_t whole)
     {
         uint32_t from = kept / 8 * 8;
         uint64_t lanes = (1ull << (whole - from)) - 1, mask[2] = {lanes >> (kept - from) << (kept - from), 0};
         AscendC::Duplicate(score[from], NEG_INF, mask, 1, 1, 8);
-        AscendC::Duplicate(index[from], int32_t(-1), mask, 1, 1, 8);
         VectorDone();
     }
     // Lists of 32 become one: four at a time, the two buffers in turns. Returns where it stands.
@@ -147,7 +143,7 @@ private:
             return;
         }
         uint16_t lengths[4] = {0, 0, 0, 0};
-        for (uint32_t i = 0; i < lists; ++i) lengths[i] = uint16_t(Min(run, count - i * run));
+        for (uint32_t i = 0; i * run < count; ++i) lengths[i] = uint16_t(Min(run, count - i * run));
         AscendC::MrgSort(to,
                          AscendC::MrgSortSrcList<float>(from, from[run * 2], lists > 2 ? from[run * 4] : from,
                                                         lists > 3 ? from[run * 6] : from),

@@ -91,7 +91,6 @@ private:
         CopyIn(mask, mask_[uint64_t(row) * s_.mask_stride + at / 8], (count + 7) / 8, uint8_t(0));
         masks_.EnQue(mask);
     }
-    // Whatever stands behind `count` up to a multiple of 64 is masked: the mask is padded with zeros.
     __aicore__ inline void Tile(uint32_t at, uint32_t count, float bias)
     {
         uint32_t whole = Up(count, 64);
@@ -100,6 +99,7 @@ private:
         AscendC::LocalTensor<float> x;
         if constexpr (NARROW) {
             x = wide_.Get<float>();
+            VectorDone();  // the filter of the tile before may still read it
             AscendC::Cast(x, raw.template ReinterpretCast<T>(), AscendC::RoundMode::CAST_NONE, whole);
             VectorDone();
         } else {

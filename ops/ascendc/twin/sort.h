@@ -26,6 +26,7 @@ void Sort32(const LocalTensor<T>& to, const LocalTensor<T>& score, const LocalTe
     uint32_t count = uint32_t(repeats) * 32;
     to.need("Sort32 dst", count * 2, 256), score.need("Sort32 score", count, 128), index.need("Sort32 index", count, 128);
     core.issue(V);
+    ++core.counters[VECTOR_INSTRUCTIONS];
     core.counters[SORT32_GROUPS] += repeats;
     core.read(V, score.at(), count * 4), core.read(V, index.at(), count * 4), core.write(V, to.at(), count * 8);
     std::vector<Pair> pairs(count);
@@ -73,6 +74,7 @@ void MrgSort(const LocalTensor<T>& to, const MrgSortSrcList<T>& lists, const Mrg
     uint64_t total = uint64_t(info.repeatTimes) * sum;
     to.need("MrgSort dst", total * 2, 32);
     core.issue(V);
+    ++core.counters[VECTOR_INSTRUCTIONS];
     core.counters[MERGED_PAIRS] += total;
     auto begin = reinterpret_cast<const Pair*>(to.at()), end = begin + total;
     for (uint32_t r = 0; r < info.repeatTimes; ++r) {
