@@ -34,12 +34,14 @@ def _masked(seed: int, rows: int, n: int, k: int, palette: list[float], keep: fl
 def _csr(seed: int, rows: int, codes: int, degree: int, k: int, palette: list[float], **more: object) -> CsrGatherTopk:
     random = np.random.default_rng(seed)
     degrees = random.integers(degree // 2, degree + 1, rows).astype(np.int32)
+    if more.pop("exact", False):
+        degrees[:] = degree
     degrees[rows // 2] = degrees[rows // 2] if rows == 1 else 0
     lo = (degrees.cumsum() - degrees + 2).astype(np.int32)
     code = np.zeros(int(degrees.sum()) + 4, np.int32)
     for first, count in zip(lo, degrees, strict=True):
         code[first : first + count] = np.sort(random.choice(codes, count, replace=False))
-    acc, norm = spread(seed + 1, (rows,), [0.0, -1.0, -2.5]), spread(seed + 2, (rows,), [1.0, 2.0])
+    acc, norm = spread(seed + 1, (rows,), [0.0, -1.0, -2.5]), spread(seed + 2, (rows,), [1.0, -2.0])
     if rows > 4:
         acc[1], norm[2] = -np.inf, -np.inf
     known = {"norm": norm, "allowed": None, "dtype": "float32", "on": Machine(4)} | more
@@ -55,6 +57,7 @@ def _beams(seed: int, requests: int, beams: int, ranks: int, k: int, palette: li
         logp[:, 0, 2:] = -np.inf
     token = np.random.default_rng(seed).integers(0, 2**31 - 1, logp.shape).astype(np.int32)
     known = {"prefix": spread(seed + 1, (requests, beams), [-1.0, 0.0, -3.0]), "on": Machine(2)} | more
+    known["prefix"] = np.ascontiguousarray(known["prefix"], np.float32)
     return BeamMerge(logp=logp, token=token, k=k, **known)  # type: ignore[arg-type]
 
 
@@ -68,7 +71,7 @@ def _fork(seed: int, layers: int, held: int, rows: int, width: int, slots: int, 
 def _stopped(values: F32, k: int, groups: int) -> Cost:
     """A row of which the filter must let `groups` groups of 32 through in tiles of 256, and no more."""
     mask = np.ones((1, len(values)), bool)
-    return Cost(MaskedTopk(values[None], mask, k, None, "float32", Machine(1, tile=256)), groups)
+    return Cost(MaskedTopk(values[None], mask, k, None, "float32", Machine(1, tile=256)), "sort32_groups", groups)
 
 
 TIES = [0.0, 1.0, 2.0, 3.0]
@@ -80,12 +83,13 @@ FIXED: dict[str, list[Case]] = {
         _masked(4, 5, 77, 100, list(ODD), 0.8),
         _masked(5, 3, 900, 64, [], 0.6, dtype="float16", on=Machine(2, tile=256)),
         _masked(6, 3, 901, 64, [], 0.6, dtype="bfloat16", on=Machine(2, tile=512)),
-        _masked(7, 2, 600, 5, [], 0.5, bias=np.array([0.25, -3.0], np.float32)),
+        _masked(7, 2, 600, 5, [], 0.5, bias=np.array([0.25, -3.0], np.float32), on=Machine(1)),
         _masked(8, 2, 300, 5, [], 0.0),
         _masked(9, 1, 3000, 300, [], 1.0, on=Machine(8, tile=512, splits=3)),
         _masked(10, 1, 4096, 1, [], 1.0, on=Machine(1, tile=2048)),
         _masked(11, 2, 4096, 2048, TIES, 1.0, on=Machine(2, tile=256)),
-        _masked(12, 2, 0, 3, [], 1.0),
+        _masked(12, 4, 0, 3, [], 1.0, on=Machine(1)),
+        _masked(15, 3, 1300, 20, TIES, 0.9, on=Machine(1, tile=256, splits=3)),
         _masked(13, 60, 40, 4, [], 0.9, on=Machine(48)),
         _masked(14, 2, 3000, 20, [1.0], 1.0, dtype="bfloat16", on=Machine(1, tile=256)),
         _stopped(np.zeros(3000, np.float32), 40, 8),
@@ -103,6 +107,10 @@ FIXED: dict[str, list[Case]] = {
         _csr(8, 6, 500, 301, 30, [], dtype="bfloat16", on=Machine(2, tile=256, groups=2)),
         _csr(9, 50, 40, 9, 33, list(ODD), on=Machine(48, groups=7, pieces=2)),
         _csr(10, 3, 1, 1, 8, []),
+        _csr(12, 16, 300, 40, 32, [], norm=None, on=Machine(1, groups=1)),
+        _csr(13, 24, 300, 40, 32, [-210.0, -200.0, -201.5], norm=None, on=Machine(1)),
+        _csr(14, 1, 512, 512, 32, [0.0, -1.0], norm=None, exact=True, on=Machine(1, tile=256)),
+        _csr(15, 9, 60, 40, 64, TIES, norm=None, allowed=np.zeros(400, np.uint8), on=Machine(2)),
         _csr(11, 12, 700, 500, 32, TIES, allowed=True, on=Machine(5, tile=256, groups=5)),
     ],
     "beam_merge": [
@@ -117,6 +125,11 @@ FIXED: dict[str, list[Case]] = {
         _beams(9, 1, 2, 70, 64, [1.0], on=Machine(1)),
         _beams(10, 5, 8, 17, 20, [], on=Machine(2)),
         _beams(11, 2, 40, 60, 500, TIES),
+        _beams(
+            12, 3, 70, 20, 32, [-np.inf, -1.0], on=Machine(1), prefix=np.array([[0.0] * 70, [-np.inf] * 70, [1.0] * 70])
+        ),
+        _beams(13, 4, 64, 16, 8, [], on=Machine(1, tile=256), prefix=-np.arange(64.0) * np.ones((4, 1))),
+        Cost(_beams(14, 1, 200, 128, 64, [-x / 8 for x in range(80)], on=Machine(1)), "mte2_bytes", 40_000),
     ],
     "kv_gather": [
         KvGather(
@@ -130,7 +143,7 @@ FIXED: dict[str, list[Case]] = {
             np.random.default_rng(8).integers(0, 40, 64).astype(np.int32),
             Machine(3, chunk=chunk),
         )
-        for width, chunk in ((33, 0), (700, 256), (20_000, 0), (1, 0))
+        for width, chunk in ((33, 0), (700, 256), (20_000, 0), (1, 0), (63, 32), (3000, 0))
     ],
     "beam_fork": [
         _fork(1, 3, 20, 20, 10, 2),
@@ -140,6 +153,12 @@ FIXED: dict[str, list[Case]] = {
         _fork(5, 2, 9, 5, 40, 3, parent=np.array([8, 8, 9, -1, 0], np.int32), on=Machine(1)),
         _fork(6, 1, 300, 300, 100, 3, on=Machine(2)),
         _fork(7, 2, 12, 12, 16, 0),
+        BeamFork(
+            *np.arange(2 * 9 * 63, dtype=np.uint8).reshape(2, 1, 9, 3, 21),
+            _fork(8, 1, 9, 9, 1, 1).parent,
+            3,
+            Machine(2, chunk=32),
+        ),
     ],
 }
 

@@ -70,13 +70,14 @@ class MaskedTopk(NamedTuple):
 
 
 class Cost(NamedTuple):
-    """A row of which no more than so many groups of 32 may be sorted: a filter too weak is right, but slow."""
+    """A case that may take no more of a counter: a filter too weak, or a walk too long, is right but slow."""
 
-    case: MaskedTopk
-    groups: int
+    case: MaskedTopk | BeamMerge
+    counter: str
+    most: int
 
     def check(self, twin: Twin) -> None:
-        assert self.case.check(twin).total["sort32_groups"] == self.groups
+        assert self.case.check(twin).total[self.counter] <= self.most
 
 
 class CsrGatherTopk(NamedTuple):
@@ -134,8 +135,8 @@ class BeamMerge(NamedTuple):
     k: int
     on: Machine
 
-    def check(self, twin: Twin) -> None:
-        score, parent, token, _ = twin.beam_merge(self.prefix, self.logp, self.token, self.k, on=self.on)
+    def check(self, twin: Twin) -> Report:
+        score, parent, token, report = twin.beam_merge(self.prefix, self.logp, self.token, self.k, on=self.on)
         ranks = self.logp.shape[2]
         for request in range(len(self.prefix)):
             with np.errstate(invalid="ignore", over="ignore"):
@@ -145,6 +146,7 @@ class BeamMerge(NamedTuple):
             same(parent[request], np.where(at < 0, -1, at // max(1, ranks)).astype(np.int32), "parent")
             tokens = np.append(self.token[request].ravel(), np.int32(-1))
             same(token[request], tokens[at], "token")
+        return report
 
 
 class KvGather(NamedTuple):

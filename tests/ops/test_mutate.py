@@ -1,4 +1,4 @@
-"""Every change of the kernels that can be seen is seen: mutants fall to the fixed cases. All of them with -m mutation."""
+"""Every change of the kernels that can be seen is seen: mutants fall to the fixed cases; all with -m mutation."""
 
 from __future__ import annotations
 

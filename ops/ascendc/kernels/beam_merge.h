@@ -34,7 +34,7 @@ public:
         chosen_.SetGlobalBuffer((__gm__ int32_t*)chosen, out);
         uint32_t padded = Up(s_.k, 32);
         best_.Init(pipe_, s_.tile, s_.k);
-        pipe_->InitBuffer(xs_, 2, s_.tile * 4), pipe_->InitBuffer(prefixes_, 1, Up(s_.beams * 4, 32));
+        pipe_->InitBuffer(xs_, 2, s_.tile * 4), pipe_->InitBuffer(prefixes_, 1, s_.beams * 4);
         pipe_->InitBuffer(wide_, s_.tile * 4), pipe_->InitBuffer(index_, s_.tile * 4), pipe_->InitBuffer(iota_, s_.tile * 4);
         pipe_->InitBuffer(outs_, 1, padded * 8), pipe_->InitBuffer(tokens_, 1, padded * 4);
         pipe_->InitBuffer(lots_, 2, LOT * 32), pipe_->InitBuffer(every_, LOT * 4);
@@ -46,10 +46,9 @@ public:
     {
         for (uint32_t request = AscendC::GetBlockIdx(); request < s_.requests; request += AscendC::GetBlockNum()) {
             auto prefix = prefixes_.AllocTensor<float>();
-            CopyIn(prefix, prefix_[uint64_t(request) * s_.beams], s_.beams, NEG_INF);
+            CopyIn(prefix, prefix_[uint64_t(request) * s_.beams], s_.beams, 0.0f);
             prefixes_.EnQue(prefix);
             beam_ = prefixes_.DeQue<float>();
-            Sync<AscendC::HardEvent::MTE2_S>(*pipe_);
             best_.Reset();
             uint32_t depth = RankMajor(request);
             float worst = best_.Worst();
@@ -91,7 +90,6 @@ private:
         auto index = index_.Get<int32_t>();
         for (uint32_t i = 0; i < lot; ++i)  // beam << shift | rank
             AscendC::Adds(index[i * stride], iota_.Get<int32_t>(), int32_t(i << shift_), int32_t(stride));
-        VectorDone();
         for (uint32_t beam = 0; beam < s_.beams; beam += lot) {
             uint32_t beams = Min(lot, s_.beams - beam), count = beams * stride;
             auto x = Load(request, beam, beams, 0, depth);
@@ -132,7 +130,6 @@ private:
         auto parent = score[padded].ReinterpretCast<int32_t>();
         auto token = tokens_.AllocTensor<int32_t>();
         auto index = index_.Get<int32_t>(), none = wide_.Get<int32_t>();
-        VectorDone();
         best_.Columns(score, index);
         VectorDone();
         ShiftRight(parent, index, int32_t(shift_), count);
@@ -148,7 +145,6 @@ private:
         CopyOut(parent_[uint64_t(request) * s_.k], parent, s_.k);
         CopyOut(chosen_[uint64_t(request) * s_.k], token, s_.k);
         outs_.FreeTensor(score), tokens_.FreeTensor(token);
-        VectorDone();
     }
     // Each token is four bytes somewhere in GM: one small movement each, a data block apart, then Gather closes the gaps.
     __aicore__ inline void Tokens(uint32_t request, const Ints& token, const Ints& index)

@@ -19,7 +19,7 @@ public:
     {
         pipe_ = pipe;
         gm_.SetGlobalBuffer((__gm__ T*)gm, rows);
-        pipe_->InitBuffer(queue_, 1, Up(held * 4, 32));
+        pipe_->InitBuffer(queue_, 1, held * 4);
     }
     __aicore__ inline void Load(uint32_t first, uint32_t count)
     {
@@ -55,11 +55,11 @@ public:
         logits_.SetGlobalBuffer((__gm__ Raw*)logits, uint64_t(s_.rows) * s_.codes);
         code_.SetGlobalBuffer((__gm__ int32_t*)code, s_.edges);
         allowed_.SetGlobalBuffer((__gm__ uint8_t*)allowed, s_.has_allowed ? s_.edges : 0);
-        pipe_->InitBuffer(rows_, NARROW ? 1 : 2, Up(s_.codes * sizeof(T), 32));
-        if constexpr (NARROW) pipe_->InitBuffer(wide_, Up(s_.codes * 4, 32));
+        pipe_->InitBuffer(rows_, NARROW ? 1 : 2, s_.codes * sizeof(T));
+        if constexpr (NARROW) pipe_->InitBuffer(wide_, s_.codes * 4);
         pipe_->InitBuffer(codes_, 2, s_.tile * 4);
         pipe_->InitBuffer(flags_, 2, s_.tile), pipe_->InitBuffer(halves_, s_.tile * 2);
-        pipe_->InitBuffer(bits_, Up(s_.tile / 8, 256));
+        pipe_->InitBuffer(bits_, s_.tile / 8);
     }
     __aicore__ inline void Open(uint32_t row)
     {
@@ -69,9 +69,7 @@ public:
         raw_ = rows_.template DeQue<Raw>();
         if constexpr (NARROW) {
             row_ = wide_.Get<float>();
-            VectorDone();
-            AscendC::Cast(row_, raw_.template ReinterpretCast<T>(), AscendC::RoundMode::CAST_NONE, s_.codes);
-            VectorDone();
+            AscendC::Cast(row_, raw_.template ReinterpretCast<T>(), AscendC::RoundMode::CAST_NONE, s_.codes);  // Pick has the barrier
         } else {
             row_ = raw_;
         }
@@ -102,7 +100,7 @@ private:
         flag = flags_.DeQue<uint8_t>();
         auto wide = halves_.Get<half>();
         auto bits = bits_.Get<uint8_t>();
-        AscendC::Cast(wide, flag, AscendC::RoundMode::CAST_NONE, Up(count, 128));
+        AscendC::Cast(wide, flag, AscendC::RoundMode::CAST_NONE, count);
         VectorDone();
         AscendC::Compares(bits, wide, half(0), AscendC::CMPMODE::NE, Up(count, 128));
         VectorDone();

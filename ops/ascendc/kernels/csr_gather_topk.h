@@ -25,7 +25,7 @@ public:
         children_.Init(pipe, logits, code, allowed, shape);
         lo_.Init(pipe, lo, s_.rows, held), degree_.Init(pipe, degree, s_.rows, held);
         pipe_->InitBuffer(x_, s_.tile * 4), pipe_->InitBuffer(work_, 1024), pipe_->InitBuffer(one_, 64);
-        pipe_->InitBuffer(peaks_, Up(held * 4, 32)), pipe_->InitBuffer(outs_, 1, Up(held * 4, 32));
+        pipe_->InitBuffer(peaks_, held * 4), pipe_->InitBuffer(outs_, 1, held * 4);
     }
     __aicore__ inline void Process()
     {
@@ -89,7 +89,6 @@ private:
     }
     __aicore__ inline float Read()
     {
-        VectorDone();
         Sync<AscendC::HardEvent::V_S>(*pipe_);
         float value = one_.Get<float>().GetValue(0);
         Sync<AscendC::HardEvent::S_V>(*pipe_);

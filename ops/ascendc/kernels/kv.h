@@ -15,7 +15,7 @@ public:
     {
         AscendC::GlobalTensor<int32_t> from;
         from.SetGlobalBuffer((__gm__ int32_t*)gm, count);
-        pipe->InitBuffer(queue_, 1, Up(count * 4, 32));
+        pipe->InitBuffer(queue_, 1, count * 4);
         table_ = queue_.AllocTensor<int32_t>();
         CopyIn(table_, from, count, int32_t(0));
         queue_.EnQue(table_);

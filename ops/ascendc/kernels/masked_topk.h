@@ -93,22 +93,21 @@ private:
     }
     __aicore__ inline void Tile(uint32_t at, uint32_t count, float bias)
     {
-        uint32_t whole = Up(count, 64);
         auto raw = raws_.template DeQue<Raw>();
         auto mask = masks_.template DeQue<uint8_t>();
         AscendC::LocalTensor<float> x;
         if constexpr (NARROW) {
             x = wide_.Get<float>();
             VectorDone();  // the filter of the tile before may still read it
-            AscendC::Cast(x, raw.template ReinterpretCast<T>(), AscendC::RoundMode::CAST_NONE, whole);
+            AscendC::Cast(x, raw.template ReinterpretCast<T>(), AscendC::RoundMode::CAST_NONE, count);
             VectorDone();
         } else {
             x = raw;
         }
-        AscendC::Select(x, mask, x, NEG_INF, AscendC::SELMODE::VSEL_TENSOR_SCALAR_MODE, whole);
+        AscendC::Select(x, mask, x, NEG_INF, AscendC::SELMODE::VSEL_TENSOR_SCALAR_MODE, count);
         VectorDone();
         if (s_.has_bias) {
-            AscendC::Adds(x, x, bias, int32_t(whole));
+            AscendC::Adds(x, x, bias, int32_t(count));
             VectorDone();
         }
         best_.Offer(x, iota_.Get<int32_t>(), int32_t(at), count);

@@ -38,7 +38,7 @@ private:
     __aicore__ inline void Load(uint64_t list)
     {
         auto pairs = lists_.AllocTensor<float>();
-        CopyIn(pairs, pairs_[list * words_], words_, NEG_INF);
+        CopyIn(pairs, pairs_[list * words_], words_, 0.0f);
         lists_.EnQue(pairs);
     }
 

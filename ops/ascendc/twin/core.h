@@ -61,7 +61,7 @@ using Counters = std::array<uint64_t, COUNTERS>;
 
 constexpr uint32_t BLOCK = 32;                              // bytes of a data block
 constexpr uint32_t UB_BYTES = 192 * 1024 - 256 - 8 * 1024;  // dav-2201; 8 KB are kept free for Select
-constexpr uint8_t POISON = 0xFF;                            // a NaN in every float type, -1 in every signed one
+constexpr uint8_t POISON = 0x7F;  // 3.4e38 as a float, which wins every selection; a NaN would be dropped unseen
 
 inline uint64_t up(uint64_t value, uint64_t to) { return (value + to - 1) / to * to; }
 

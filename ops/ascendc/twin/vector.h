@@ -209,13 +209,13 @@ struct GatherMaskParams {
 };
 namespace twin {
 // Counter mode, one repeat: `count` elements. What follows the last kept element in its data block is undefined.
-template <typename T, typename Keep>
+template <typename T, typename Keep, typename Reads>
 void gather_mask(const LocalTensor<T>& to, const LocalTensor<T>& from, uint32_t count, const GatherMaskParams& params,
-                 uint64_t& kept, Keep keep) {
+                 uint64_t& kept, Keep keep, Reads reads_pattern) {
     TWIN_CHECK(count > 0, "GatherMask: counter mode needs a count");
     TWIN_CHECK(params.repeatTimes == 1 && params.src0BlockStride == 1, "GatherMask: the twin knows one contiguous repeat");
     vector_issue(count * sizeof(T));
-    reads("GatherMask src", from, count);
+    reads("GatherMask src", from, count), reads_pattern();
     std::vector<T> out;
     for (uint32_t i = 0; i < count; ++i)
         if (keep(i)) out.push_back(from.at()[i]);
@@ -232,16 +232,16 @@ void GatherMask(const LocalTensor<T>& to, const LocalTensor<T>& from, const Loca
                 const uint32_t count, const GatherMaskParams& params, uint64_t& kept) {
     static_assert(sizeof(T) == sizeof(U) && std::is_unsigned_v<U>, "the pattern has the width of the elements");
     TWIN_CHECK(counter, "GatherMask: the twin knows counter mode only");
-    twin::reads("GatherMask pattern", pattern, (count + 8 * sizeof(U) - 1) / (8 * sizeof(U)));
     auto bits = reinterpret_cast<const uint8_t*>(pattern.at());
-    twin::gather_mask(to, from, count, params, kept, [&](uint32_t i) { return bits[i / 8] >> (i % 8) & 1; });
+    twin::gather_mask(to, from, count, params, kept, [&](uint32_t i) { return bits[i / 8] >> (i % 8) & 1; },
+                      [&] { twin::reads("GatherMask pattern", pattern, (count + 8 * sizeof(U) - 1) / (8 * sizeof(U))); });
 }
 // 1 and 2: even and odd elements.
 template <typename T>
 void GatherMask(const LocalTensor<T>& to, const LocalTensor<T>& from, const uint8_t pattern, const bool counter,
                 const uint32_t count, const GatherMaskParams& params, uint64_t& kept) {
     TWIN_CHECK(counter && (pattern == 1 || pattern == 2), "GatherMask: the twin knows patterns 1 and 2 in counter mode");
-    twin::gather_mask(to, from, count, params, kept, [&](uint32_t i) { return i % 2 == pattern - 1u; });
+    twin::gather_mask(to, from, count, params, kept, [&](uint32_t i) { return i % 2 == pattern - 1u; }, [] {});
 }
 
 // to[i] = from[(base + offset[i]) bytes]
