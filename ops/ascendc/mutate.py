@@ -103,8 +103,129 @@ class Mutant(NamedTuple):
         return f"{self.file}:{self.line}: {RULES[self.rule].name}: {self.code}"
 
 
-# Mutants that change nothing that can be seen, and why.
-EQUIVALENT: dict[tuple[str, str, str], str] = {}
+# Mutants that change nothing that can be seen, and why. A key may stand for several places of one line.
+EQUIVALENT: dict[tuple[str, str, str], str] = {
+    (
+        "kernels/best_pairs.h",
+        "below: or equal",
+        "for (uint32_t run = 32; run < count; run *= 4) {",
+    ): "one list is copied once more",
+    (
+        "kernels/best_pairs.h",
+        "below: or equal",
+        "for (uint32_t i = 0; i * run < count; ++i) lengths[i] = uint16_t(Min(run, count - i * run));",
+    ): "a list more, of length 0, in a place that is not read",
+    (
+        "kernels/best_pairs.h",
+        "above: or equal",
+        "AscendC::MrgSortSrcList<float>(from, from[run * 2], lists > 2 ? from[run * 4] : from,",
+    ): "the address of a list that is not merged",
+    (
+        "kernels/best_pairs.h",
+        "above: or equal",
+        "lists > 3 ? from[run * 6] : from),",
+    ): "the address of a list that is not merged",
+    (
+        "kernels/best_pairs.h",
+        "minus: plus",
+        "uint32_t lists = (count + run - 1) / run;",
+    ): "a list more, of length 0",
+    (
+        "kernels/masked_topk.h",
+        "below: or equal",
+        "uint32_t begin = part * s_.part, end = s_.n - begin < s_.part ? s_.n : begin + s_.part;",
+    ): "both sides are the same number",
+    (
+        "kernels/masked_topk.h",
+        "above: or equal",
+        "pairs_.SetGlobalBuffer((__gm__ float*)workspace, s_.splits > 1 ? padded * 2 * s_.splits * s_.rows : 0);",
+    ): "the size of a buffer that is not used",
+    (
+        "kernels/masked_topk.h",
+        "no rounding up",
+        "pipe_->InitBuffer(raws_, 2, s_.tile * sizeof(T)), pipe_->InitBuffer(masks_, 2, Up(s_.tile / 8, 256));",
+    ): "room that the plan leaves to spare",
+    (
+        "kernels/csr_gather_topk.h",
+        "no free",
+        "outs_.FreeTensor(total);",
+    ): "the kernel ends here",
+    (
+        "kernels/csr_gather_topk.h",
+        "no free",
+        "outs_.FreeTensor(score);",
+    ): "the kernel ends here",
+    (
+        "kernels/csr_gather_topk.h",
+        "below: or equal",
+        "for (uint32_t at = 0; at < degree; at += s_.tile) {",
+    ): "in Peak the greatest is found twice; Total's twin falls",
+    (
+        "kernels/csr_gather_topk.h",
+        "below: or equal",
+        "if (from < to && norm_[i] > NEG_INF && acc_[i] > NEG_INF) Row(begin + i, i, from, to);",
+    ): "a row is moved for nothing",
+    (
+        "kernels/csr_gather_topk.h",
+        "above: or equal",
+        "if (from < to && norm_[i] > NEG_INF && acc_[i] > NEG_INF) Row(begin + i, i, from, to);",
+    ): "of acc: a score of -inf is not chosen; that of norm falls",
+    (
+        "kernels/csr_gather_topk.h",
+        "above: or equal",
+        "if (degree > 0) {",
+    ): "a row is moved for nothing",
+    (
+        "kernels/csr_gather_topk.h",
+        "above: or equal",
+        "if (here > peak) peak = here;",
+    ): "both are the same number",
+    (
+        "kernels/csr_gather_topk.h",
+        "minus: plus",
+        "uint32_t held = (s_.rows + cores - 1) / cores;",
+    ): "a buffer with room to spare",
+    (
+        "kernels/csr_gather_topk.h",
+        "minus: plus",
+        "uint32_t words = Up(s_.k, 32) * 2, held = (s_.rows + s_.groups - 1) / s_.groups;",
+    ): "a buffer with room to spare",
+    (
+        "kernels/csr_gather_topk.h",
+        "another infinity",
+        "float peak = NEG_INF, sum = 0.0f;",
+    ): "of a row without children, whose sum of 0 has the logarithm -inf",
+    (
+        "kernels/beam_merge.h",
+        "below: or equal",
+        "while ((1u << shift_) < stride) ++shift_;",
+    ): "one bit more between beam and rank",
+    (
+        "kernels/beam_merge.h",
+        "below: or equal",
+        "bool full = !(best_.Worst() < worst);",
+    ): "ties come in too late and lose in the merge: slower",
+    (
+        "kernels/beam_merge.h",
+        "other compare",
+        "best_.Offer(x, index, int32_t(beam << shift_), count, worst, full ? AscendC::CMPMODE::GT : AscendC::CMPMODE::GE);",
+    ): "GE for GT: ties come in too late and lose in the merge; GT for GE falls",
+    (
+        "kernels/beam_merge.h",
+        "above: or equal",
+        "float floor = best_.Worst() > LOWEST ? best_.Worst() : LOWEST;",
+    ): "both are the same number",
+    (
+        "kernels/kv.h",
+        "below: or equal",
+        "for (uint32_t i = 0; i < rows;) {",
+    ): "one more look at nothing",
+    (
+        "kernels/kv.h",
+        "above: or equal",
+        "first_ = Min(first_, parent), last_ = parent + 1 > last_ ? parent + 1 : last_;",
+    ): "both are the same number",
+}
 
 
 def mutable(code: str) -> bool:

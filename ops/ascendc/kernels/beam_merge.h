@@ -136,7 +136,6 @@ private:
         ShiftRight(none, index, int32_t(31), count);
         Sync<HardEvent::V_S>(*pipe_);
         Tokens(request, token, index);
-        Sync<HardEvent::S_V>(*pipe_);
         VectorDone();
         Or(token.ReinterpretCast<int16_t>(), token.ReinterpretCast<int16_t>(), none.ReinterpretCast<int16_t>(), count * 2);
         outs_.EnQue(score), tokens_.EnQue(token);

@@ -177,7 +177,6 @@ private:
     __aicore__ inline void Clear()
     {
         AscendC::Duplicate(x_.Get<float>(), NEG_INF, int32_t(s_.tile));
-        VectorDone();
         filled_ = 0;
     }
     __aicore__ inline void Store(uint32_t list)
