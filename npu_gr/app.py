@@ -9,23 +9,26 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import torch
 from aiohttp import web
 from prometheus_client import CollectorRegistry
 
 from npu_gr import config as configuration
+from npu_gr.admission.brownout import BrownoutControl
 from npu_gr.backend.base import Backend
 from npu_gr.backend.choose import choose
 from npu_gr.catalog.items import ItemVocabulary
-from npu_gr.catalog.tokens import Tokens, tokenize
+from npu_gr.catalog.tokens import Tokens
 from npu_gr.config import Config
 from npu_gr.engine.engine import Engine
 from npu_gr.engine.generate import GenerateEngine, Generator, layout_of
+from npu_gr.engine.scheduler import Scheduler
 from npu_gr.engine.selftest import parity
 from npu_gr.errors import ConfigError
 from npu_gr.features.store import open_store
-from npu_gr.generation import GenerateConfig, Generation
+from npu_gr.generation import Generation
 from npu_gr.kv.arena import KVArena
 from npu_gr.kv.dram_store import DramStore
 from npu_gr.kv.layout import KVLayout
@@ -35,7 +38,9 @@ from npu_gr.model import hf
 from npu_gr.model.config import HSTUConfig, inexact_fields
 from npu_gr.model.weights import Checkpoint
 from npu_gr.model.weights import load as load_checkpoint
+from npu_gr.ranking import Ranking
 from npu_gr.relay.relay import Relay
+from npu_gr.relay.trigger import TriggerConfig
 from npu_gr.request import Events, ModelInfo
 from npu_gr.server.routes import build_web_app
 from npu_gr.server.run import serve
@@ -50,62 +55,40 @@ WARM_UP_CANDIDATES = (8, 128)
 
 @asynccontextmanager
 async def instance(config: Config) -> AsyncIterator[tuple[web.Application, Service]]:
-    """A ready instance: model loaded, tiers allocated, parity tested, warmed up; stopped at the block's end.
+    """A ready instance: models loaded, tiers allocated, parity tested, warmed up; stopped at the block's end.
 
     Raises:
         ConfigError: a setting, a file or a device is not as configured; nothing is left running.
     """
     backend = choose(config.backend)
     torch.set_num_threads(config.threads)
-    checkpoint = load_checkpoint(Path(config.checkpoint))
-    shape = checkpoint.model.config
-    if config.relay.enabled and (reasons := inexact_fields(shape)):
-        raise ConfigError("; ".join(reasons))
-    _place(checkpoint, config, backend)
-    layout = kv_layout(shape, config, checkpoint)
-    pages = config.kv.hbm_bytes // layout.page_bytes
-    test_pages = layout.pages(SELF_TEST_TOKENS)
-    if pages < test_pages:
-        raise ConfigError(
-            f"kv.hbm_bytes: {config.kv.hbm_bytes} holds {pages} pages of {layout.page_bytes} bytes, "
-            f"at least {test_pages} are needed"
-        )
-    arena = KVArena(layout, pages, backend.device)
-    engine = Engine(checkpoint.model, backend, config.scheduler, arena)
-    pool = PrefixPool(arena, config.kv.hbm_bytes, config.relay.t_life_s, time.monotonic)
-    dram = _dram(config, config.kv.dram_bytes, layout, backend)
-    relay = Relay(config.relay, config.trigger, engine, pool, dram, checkpoint.version)
+    scheduler = Scheduler(config.scheduler)
     metrics = Metrics(CollectorRegistry(), {"rank": config.slo.rank_s, "signal": config.slo.signal_s})
-    vocabulary = ItemVocabulary(checkpoint.item_ids)
-    info = ModelInfo(
-        name=checkpoint.name,
-        version=checkpoint.version,
-        tasks=shape.tasks,
-        actions=shape.actions,
-        num_items=shape.num_items,
-        max_history_tokens=shape.max_history_tokens,
-        device=backend.name,
-        dtype=layout.dtype,
-    )
+    ranking = None if config.checkpoint is None else build_ranking(config, backend, scheduler, metrics)
+    generation = None if config.generate is None else build_generation(config, backend, scheduler, metrics)
     store = await open_store(config.features)
     try:
-        generation = None if config.generate is None else _generation(config, config.generate, engine, metrics)
         table = configuration.to_table(config)
-        service = Service(config.service, info, vocabulary, engine, relay, store, metrics, table, generation)
-        observe(metrics, engine, pool, dram, relay, info)
-        engine.scheduler.start()
+        control = BrownoutControl(config.brownout)
+        service = Service(config.service, scheduler, ranking, generation, store, metrics, table, config.slo, control)
+        scheduler.on_batch = metrics.batch_done
+        metrics.observe_queue(lambda: scheduler.depth)
+        scheduler.start()
         try:
-            await _prove(engine, dram, shape, vocabulary, config.relay.enabled)
+            if ranking is not None:
+                await _prove(ranking, config.relay.enabled)
             if generation is not None:
                 await generation.start()
+            metrics.build_info(service.models()[0])
             service.set_ready()
             try:
-                yield build_web_app(service, config.server, metrics), service
+                async with service.watched():
+                    yield build_web_app(service, config.server, metrics), service
             finally:
                 service.set_ready("stopping")
                 await service.stop()
         finally:
-            await engine.scheduler.stop()
+            await scheduler.stop()
     finally:
         if store is not None:
             await store.close()
@@ -133,9 +116,50 @@ def kv_layout(shape: HSTUConfig, config: Config, checkpoint: Checkpoint) -> KVLa
     )
 
 
-def _generation(config: Config, section: GenerateConfig, engine: Engine, metrics: Metrics) -> Generation:
-    """The generator beside the ranker: its own pages and relay, the same device thread."""
-    backend, folder = engine.backend, Path(section.checkpoint)
+def build_ranking(config: Config, backend: Backend, scheduler: Scheduler, metrics: Metrics) -> Ranking:
+    """The ranker of the configured checkpoint, its pages and its relay.
+
+    Raises:
+        ConfigError: it cannot be served as configured.
+    """
+    assert config.checkpoint is not None
+    checkpoint = load_checkpoint(Path(config.checkpoint))
+    shape = checkpoint.model.config
+    if config.relay.enabled and (reasons := inexact_fields(shape)):
+        raise ConfigError("; ".join(reasons))
+    _place(checkpoint, config, backend)
+    layout = kv_layout(shape, config, checkpoint)
+    test_pages = layout.pages(SELF_TEST_TOKENS)
+    pool = _pool("kv.hbm_bytes", config.kv.hbm_bytes, test_pages, layout, config, backend)
+    dram = _dram(config, config.kv.dram_bytes, layout, backend)
+    engine = Engine(checkpoint.model, backend, scheduler, pool.arena)
+    engine.target_s = config.slo.rank_s
+    relay = Relay(config.relay, _trigger(config), engine, pool, dram, checkpoint.version)
+    relay.on_error = metrics.relay_error
+    pool.on_evict = lambda entry: None if entry.consumed else metrics.prefill_wasted()
+    observe_tiers(metrics, "", pool, dram)
+    model = ModelInfo(
+        name=checkpoint.name,
+        version=checkpoint.version,
+        tasks=shape.tasks,
+        actions=shape.actions,
+        num_items=shape.num_items,
+        max_history_tokens=shape.max_history_tokens,
+        device=backend.name,
+        dtype=layout.dtype,
+    )
+    return Ranking(config.service, model, ItemVocabulary(checkpoint.item_ids), engine, relay, metrics)
+
+
+def build_generation(config: Config, backend: Backend, scheduler: Scheduler, metrics: Metrics) -> Generation:
+    """The generator of the configured section: its own pages and relay, the same device threads.
+
+    Raises:
+        ConfigError: it cannot be served as configured.
+    """
+    section = config.generate
+    assert section is not None
+    folder = Path(section.checkpoint)
     decoder = hf.load(folder, torch.bfloat16 if config.dtype == "bfloat16" else torch.float32).to(backend.device).eval()
     last_token = section.first_token + sum(section.codes)
     if last_token > decoder.config.vocab_size:
@@ -144,21 +168,23 @@ def _generation(config: Config, section: GenerateConfig, engine: Engine, metrics
             f"the vocabulary of {folder} has {decoder.config.vocab_size}"
         )
     layout = layout_of(decoder, config.kv.page_tokens)
-    pages = section.hbm_bytes // layout.page_bytes
-    if pages < 1:
-        raise ConfigError(f"generate.hbm_bytes: {section.hbm_bytes} holds no page of {layout.page_bytes} bytes")
-    arena = KVArena(layout, pages, backend.device)
-    pool = PrefixPool(arena, section.hbm_bytes, config.relay.t_life_s, time.monotonic)
+    pool = _pool("generate.hbm_bytes", section.hbm_bytes, 1, layout, config, backend)
     dram = _dram(config, section.dram_bytes, layout, backend)
-    generator = Generator(decoder, backend, section.max_beams, len(section.codes))
-    generate_engine = GenerateEngine(generator, engine.scheduler, arena)
+    generator = Generator(decoder, backend, section.max_beams, len(section.codes), config.scheduler.streams)
+    engine = GenerateEngine(generator, scheduler, pool.arena)
+    engine.target_s = config.slo.generate_s
     version = hf.version(folder)
-    relay = Relay(config.relay, config.trigger, generate_engine, pool, dram, version)
+    relay = Relay(config.relay, _trigger(config), engine, pool, dram, version)
     relay.on_error = metrics.relay_error
-    metrics.observe_tier("generate_hbm", pool, {"free": lambda: pool.free_bytes, "live": lambda: pool.live_bytes})
-    if dram is not None:
-        metrics.observe_tier("generate_dram", dram, {"free": lambda: dram.free_bytes, "live": lambda: dram.live_bytes})
-    return Generation(section, folder.name, version, generate_engine, relay)
+    observe_tiers(metrics, "generate_", pool, dram)
+    return Generation(section, folder.name, version, engine, relay)
+
+
+def _trigger(config: Config) -> TriggerConfig:
+    """With the budget of a rank filled in."""
+    if config.trigger.rank_budget_s is not None:
+        return config.trigger
+    return msgspec.structs.replace(config.trigger, rank_budget_s=config.slo.rank_s)
 
 
 def _place(checkpoint: Checkpoint, config: Config, backend: Backend) -> None:
@@ -166,6 +192,18 @@ def _place(checkpoint: Checkpoint, config: Config, backend: Backend) -> None:
     if config.dtype != "checkpoint":
         checkpoint.model.cast(getattr(torch, config.dtype))
     checkpoint.model.to(backend.device).eval().freeze_items()
+
+
+def _pool(
+    field: str, num_bytes: int, least_pages: int, layout: KVLayout, config: Config, backend: Backend
+) -> PrefixPool:
+    pages = num_bytes // layout.page_bytes
+    if pages < least_pages:
+        raise ConfigError(
+            f"{field}: {num_bytes} holds {pages} pages of {layout.page_bytes} bytes, the least is {least_pages}"
+        )
+    arena = KVArena(layout, pages, backend.device)
+    return PrefixPool(arena, num_bytes, config.relay.t_life_s, time.monotonic)
 
 
 def _dram(config: Config, num_bytes: int, layout: KVLayout, backend: Backend) -> DramStore | None:
@@ -182,53 +220,45 @@ def _dram(config: Config, num_bytes: int, layout: KVLayout, backend: Backend) ->
     )
 
 
-async def _prove(
-    engine: Engine, dram: DramStore | None, shape: HSTUConfig, vocabulary: ItemVocabulary, is_cached: bool
-) -> None:
+async def _prove(ranking: Ranking, is_cached: bool) -> None:
     """Parity self-test (where prefixes are cached) and warm-up, on a seeded history."""
-    longest = min(shape.max_history_tokens, max(WARM_UP_LENGTHS))
-    tokens = _seeded(shape, vocabulary, longest)
-    short = min(longest, SELF_TEST_TOKENS)
-    head = Tokens(tokens.events[:short], tokens.rows[:short], tokens.report)
-    candidates = np.random.default_rng(1).integers(0, shape.num_items, 32)
-    drift = await parity(engine, None if dram is None else dram.arena, head, candidates) if is_cached else 0.0
+    engine, model = ranking.engine, ranking.model
+    longest = min(model.max_history_tokens, max(WARM_UP_LENGTHS))
+    tokens = _seeded(ranking, longest)
+    head = tokens[: min(longest, SELF_TEST_TOKENS)]
+    candidates = np.random.default_rng(1).integers(0, model.num_items, 32)
+    drift = 0.0
+    if is_cached:
+        dram = ranking.relay.dram_arena
+        drift = await parity(engine, dram, head, candidates)
+        if dram is not None:
+            await engine.measure_copy(dram, SELF_TEST_TOKENS)
     began_s = time.perf_counter()
     cost = await engine.warm_up(tokens, [n for n in WARM_UP_LENGTHS if n <= longest], WARM_UP_CANDIDATES)
     log.info(
-        "parity %.1e of the logits' spread; warm-up %.1f s; 1,000 tokens and 100 candidates: %.1f ms full",
+        "parity %.1e of the logits' spread; warm-up %.1f s; 1,000 tokens and 100 candidates: %.1f ms full; "
+        "DRAM to HBM %.1f GB/s",
         drift,
         time.perf_counter() - began_s,
         cost.full_s(1000, 100) * 1e3,
+        engine.copy_bytes_per_s / 1e9,
     )
 
 
-def _seeded(shape: HSTUConfig, vocabulary: ItemVocabulary, num_tokens: int) -> Tokens:
+def _seeded(ranking: Ranking, num_tokens: int) -> Tokens:
     random = np.random.default_rng(0)
     events = Events.make(
-        vocabulary.ids[random.integers(0, shape.num_items, num_tokens)],
-        random.integers(0, len(shape.actions), num_tokens),
+        ranking.item_ids[random.integers(0, ranking.model.num_items, num_tokens)],
+        random.integers(0, len(ranking.model.actions), num_tokens),
         np.cumsum(random.integers(0, 86_400, num_tokens)),
     )
-    return tokenize(
-        events,
-        vocabulary,
-        len(shape.actions),
-        max_tokens=num_tokens,
-        cut_step_tokens=1,
-        refuse_unknown=True,
-    )
+    return ranking.tokenize(events, 0)
 
 
-def observe(
-    metrics: Metrics, engine: Engine, pool: PrefixPool, dram: DramStore | None, relay: Relay[Tokens], info: ModelInfo
-) -> None:
-    """Connect what changes by itself to the metrics; nothing below `app` knows them but the service."""
-    engine.scheduler.on_batch = metrics.batch_done
-    relay.on_error = metrics.relay_error
-    pool.on_evict = lambda entry: None if entry.consumed else metrics.prefill_wasted()
-    metrics.observe_queue(lambda: engine.scheduler.depth)
+def observe_tiers(metrics: Metrics, prefix: str, pool: PrefixPool, dram: DramStore | None) -> None:
+    """Read the tiers' bytes at each scrape."""
     metrics.observe_tier(
-        "hbm",
+        f"{prefix}hbm",
         pool,
         {
             "free": lambda: pool.free_bytes,
@@ -238,5 +268,4 @@ def observe(
         },
     )
     if dram is not None:
-        metrics.observe_tier("dram", dram, {"free": lambda: dram.free_bytes, "live": lambda: dram.live_bytes})
-    metrics.build_info(info)
+        metrics.observe_tier(f"{prefix}dram", dram, {"free": lambda: dram.free_bytes, "live": lambda: dram.live_bytes})

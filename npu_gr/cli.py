@@ -107,6 +107,8 @@ def load_command(config_path: Path, overrides: tuple[str, ...], log: Path, tenan
     from npu_gr.model.weights import load as load_checkpoint
 
     config = _load(config_path, overrides)
+    if config.checkpoint is None:
+        raise click.UsageError("checkpoint: the configuration names none, so the actions have no values")
     values = load_checkpoint(Path(config.checkpoint)).action_values
     interactions = read_interactions(log, value_column=value_column)
 
@@ -187,6 +189,28 @@ def bench_twin(as_json: bool, seed: int) -> None:
         _show(lines(seed), "CPU twin of the Ascend 910B", seed, as_json)
     else:
         Console(width=max(120, Console().width)).print(table(lines(seed)))
+
+
+@bench.command("relay")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object a line.")
+@click.option("--backend", default="cpu", show_default=True, help="As in a configuration.")
+@click.option("--threads", default=1, show_default=True, type=click.IntRange(1))
+@click.option("--seed", default=0, show_default=True)
+@click.option("--lengths", default="1024,2048", show_default=True, help="Tokens of a history, comma-separated.")
+@click.option("--candidates", default="100", show_default=True, help="Of a rank, comma-separated.")
+@click.option("--layers", default=3, show_default=True, type=click.IntRange(1))
+@click.option("--count", default=120, show_default=True, type=click.IntRange(20), help="Requests a rate.")
+def bench_relay(
+    as_json: bool, backend: str, threads: int, seed: int, lengths: str, candidates: str, layers: int, count: int
+) -> None:
+    """Traffic within the objective, with and without a relay: minutes a shape."""
+    import torch
+
+    from npu_gr.bench.relay import lines
+
+    torch.set_num_threads(threads)
+    tokens, rows = ([int(part) for part in text.split(",")] for text in (lengths, candidates))
+    _show(lines(backend, tokens, rows, layers, count, seed), backend, seed, as_json)  # type: ignore[arg-type]
 
 
 def _show(lines: Iterable[Line], device: str, seed: int, as_json: bool) -> None:

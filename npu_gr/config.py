@@ -15,8 +15,9 @@ from typing import Annotated, Any, Literal, get_args
 import msgspec
 import yaml
 
+from npu_gr.admission.brownout import BrownoutConfig
 from npu_gr.backend.choose import BackendName
-from npu_gr.engine.scheduler import SchedulerConfig
+from npu_gr.engine.queue import SchedulerConfig
 from npu_gr.errors import ConfigError
 from npu_gr.features.store import HistoryConfig
 from npu_gr.generation import GenerateConfig
@@ -34,12 +35,13 @@ class SLOConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     rank_s: Seconds = 0.05
     signal_s: Seconds = 0.02
+    generate_s: Seconds = 0.2
 
 
 class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Everything an instance is started with."""
 
-    checkpoint: str  # folder with config.json and model.safetensors
+    checkpoint: str | None = None  # the ranker's folder: config.json, model.safetensors; None: does not rank
     backend: BackendName = "cpu"
     dtype: Literal["float32", "bfloat16", "checkpoint"] = "checkpoint"  # of the matrix products
     threads: Annotated[int, msgspec.Meta(ge=1)] = 1  # intra-op threads of the device thread (CPU)
@@ -49,9 +51,14 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     scheduler: SchedulerConfig = SchedulerConfig()
     relay: RelayConfig = RelayConfig()
     trigger: TriggerConfig = TriggerConfig()
+    brownout: BrownoutConfig = BrownoutConfig()
     kv: KVConfig = KVConfig()
     features: HistoryConfig = HistoryConfig()
-    generate: GenerateConfig | None = None  # absent: the instance ranks and does not generate
+    generate: GenerateConfig | None = None  # absent: the instance does not generate
+
+    def __post_init__(self) -> None:
+        if self.checkpoint is None and self.generate is None:
+            raise ValueError("checkpoint: needed, unless there is a section generate; an instance does something")
 
 
 class _StrictLoader(yaml.SafeLoader):

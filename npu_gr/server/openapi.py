@@ -10,6 +10,7 @@ from npu_gr import __version__
 from npu_gr.server.wire import (
     JSON,
     MSGPACK,
+    CatalogueItemsBody,
     CatalogueOut,
     EventsBody,
     EventsOut,
@@ -40,7 +41,7 @@ def document() -> dict[str, Any]:
     """The whole document."""
     structs = (
         *(SignalBody, SignalOut, RankBody, RankOut, GenerateBody, GenerateOut),
-        *(CatalogueOut, EventsBody, EventsOut, Problem),
+        *(CatalogueItemsBody, CatalogueOut, EventsBody, EventsOut, Problem),
     )
     refs, components = msgspec.json.schema_components(structs, ref_template="#/components/schemas/{name}")
     schema = dict(zip(structs, refs, strict=True))
@@ -118,6 +119,13 @@ def document() -> dict[str, Any]:
             "/v1/rank": post("rank", "Score candidates for a user.", RankBody, "200", RankOut),
             "/v1/generate": post("generate", "The best items after a history.", GenerateBody, "200", GenerateOut),
             "/v1/catalog": {"get": catalogue("catalogue", "The catalogue that is served.")},
+            "/v1/catalog/items": post(
+                "updateCatalogue",
+                "Add, withdraw and restore items of the version that is served, at once.",
+                CatalogueItemsBody,
+                "200",
+                CatalogueOut,
+            ),
             "/v1/catalog/reload": {
                 "post": catalogue("reloadCatalogue", "Read the catalogue anew and serve it.", "422")
             },

@@ -16,6 +16,7 @@ from aiohttp import web
 from prometheus_client.aiohttp import make_aiohttp_handler
 
 from npu_gr import __version__
+from npu_gr.admission.limiter import Priority
 from npu_gr.errors import DeadlineExceeded, NotFound, Unavailable, Unprocessable
 from npu_gr.metrics.catalogue import Metrics
 from npu_gr.request import GenerateAnswer, ModelInfo, Outcome, RankAnswer, UserKey
@@ -29,11 +30,13 @@ from npu_gr.server.run import probe_loop_lag
 from npu_gr.server.wire import (
     JSON,
     MSGPACK,
+    CatalogueItemsBody,
     EventsBody,
     EventsOut,
     GenerateBody,
     RankBody,
     SignalBody,
+    catalogue_change,
     catalogue_out,
     decode,
     encode,
@@ -77,6 +80,7 @@ def build_web_app(door: Door, config: ServerConfig, metrics: Metrics) -> web.App
             web.post("/v1/rank", routes.rank),
             web.post("/v1/generate", routes.generate),
             web.get("/v1/catalog", routes.catalogue),
+            web.post("/v1/catalog/items", routes.update_catalogue),
             web.post("/v1/catalog/reload", routes.reload_catalogue),
             web.post("/v1/catalog/rollback", routes.rollback_catalogue),
             web.post("/v1/events", routes.events),
@@ -170,17 +174,20 @@ class _Routes:
         ready, why = self._door.is_ready()
         if not ready:
             raise Unavailable(why)
+        self._door.check_room(Priority.SIGNAL)
         body = decode(await request.read(), request.content_type, SignalBody)
         answer = await self._door.signal(signal_request(body, self._config), self._left_s(request))
         return _answer(request, signal_out(answer, request[_ID]), 202)
 
     async def rank(self, request: web.Request) -> web.Response:
+        self._door.check_room(Priority.RANK)
         body = decode(await request.read(), request.content_type, RankBody)
         answer = await self._door.rank(rank_request(body, self._config), self._left_s(request))
         out = rank_out(answer, request[_ID], _accepted(request))
         return _with_stages(_answer(request, out, 200), answer)
 
     async def generate(self, request: web.Request) -> web.Response:
+        self._door.check_room(Priority.GENERATE)
         body = decode(await request.read(), request.content_type, GenerateBody)
         answer = await self._door.generate(generate_request(body, self._config), self._left_s(request))
         out = generate_out(answer, request[_ID], _accepted(request))
@@ -188,6 +195,11 @@ class _Routes:
 
     async def catalogue(self, request: web.Request) -> web.Response:
         return _answer(request, catalogue_out(self._door.catalogue()), 200)
+
+    async def update_catalogue(self, request: web.Request) -> web.Response:
+        body = decode(await request.read(), request.content_type, CatalogueItemsBody)
+        change = catalogue_change(body, self._config)
+        return _answer(request, catalogue_out(await self._door.update_catalogue(change)), 200)
 
     async def reload_catalogue(self, request: web.Request) -> web.Response:
         return _answer(request, catalogue_out(await self._door.reload_catalogue()), 200)
