@@ -90,7 +90,7 @@ FIXED: dict[str, list[Case]] = {
         _masked(11, 2, 4096, 2048, TIES, 1.0, on=Machine(2, tile=256)),
         _masked(12, 4, 0, 3, [], 1.0, on=Machine(1)),
         _masked(15, 3, 1300, 20, TIES, 0.9, on=Machine(1, tile=256, splits=3)),
-        _masked(16, 4, 200, 250, [], 1.0, on=Machine(1, tile=256)),
+        _masked(16, 4, 192, 250, [], 1.0, on=Machine(1, tile=256)),
         _masked(13, 60, 40, 4, [], 0.9, on=Machine(48)),
         _masked(14, 2, 3000, 20, [1.0], 1.0, dtype="bfloat16", on=Machine(1, tile=256)),
         _stopped(np.zeros(3000, np.float32), 40, 8),
