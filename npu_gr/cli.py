@@ -296,6 +296,21 @@ def bench_router(as_json: bool, seed: int, seconds: float) -> None:
     _show(lines(seed, seconds), "cpu", seed, as_json)
 
 
+@bench.command("twin")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object a line.")
+@click.option("--seed", default=0, show_default=True)
+def bench_twin(as_json: bool, seed: int) -> None:
+    """Ascend masked_topk on the CPU twin: instructions and bytes counted, time modelled. Not a measurement."""
+    from rich.console import Console
+
+    from npu_gr.bench.twin import lines, table
+
+    if as_json:
+        _show(lines(seed), "CPU twin of the Ascend 910B", seed, as_json)
+    else:
+        Console(width=max(120, Console().width)).print(table(lines(seed)))
+
+
 @bench.command("relay")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object a line.")
 @click.option("--backend", default="cpu", show_default=True, help="As in a configuration.")
