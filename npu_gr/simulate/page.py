@@ -91,7 +91,8 @@ def page(found: Sequence[Outcomes], capacity: Capacity | None, settings: dict[st
     data = escape(json.dumps(as_dict(found, capacity, settings), indent=2))
     return (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{title}</title>'
-        f'<style>{STYLE}</style></head><body><h1>{title}</h1><p class="dim">A prediction of npu-gr simulate, not a measurement.</p>{text}'
+        f"<style>{STYLE}</style></head><body><h1>{title}</h1>"
+        f'<p class="dim">A prediction of npu-gr simulate, not a measurement.</p>{text}'
         f'{table(_COLUMNS, rows)}<div class="plots">{figures}</div><div class="facts">{facts}</div>'
         f"<h2>JSON</h2><details><summary>all of it</summary><pre>{data}</pre></details></body></html>\n"
     )

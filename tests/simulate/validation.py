@@ -1,7 +1,7 @@
 """python -m tests.simulate.validation INSTANCES RATE [SECONDS]: real instances on loopback against the prediction.
 
-One run: instances (and the router, for several) start, a slow replay fits the profile, a faster one is measured and then
-simulated twice: with that profile, and with one fitted on the measured run's own passes, which takes the noise of the
+One run: instances (and the router, for several) start, a slow replay fits the profile, a faster one is measured and
+then simulated twice: with that profile, and with one fitted on the measured run's own passes, which takes the noise of the
 machine out of the comparison and leaves what the simulation adds: queueing, hits, batches, the trigger.
 """
 
@@ -14,7 +14,6 @@ import re
 import socket
 import sys
 import tempfile
-import time
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -22,9 +21,13 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import msgspec
 import numpy as np
+import torch
 import yaml
 
+from npu_gr.backend.choose import choose
+from npu_gr.kv.layout import KVLayout
 from npu_gr.replay.log import LoggedHistory, Record
 from npu_gr.replay.options import ReplayOptions
 from npu_gr.request import Events, Outcome
@@ -46,6 +49,7 @@ SECTIONS: dict[str, Any] = {
     "kv": {"hbm_bytes": 25_000_000, "dram_bytes": 100_000_000},
 }
 MAX_TOKENS = 2048
+Measured = tuple[list[MeasuredRank], list[float]]
 LEAD_S = 0.05
 
 
@@ -168,37 +172,34 @@ def summary(outcomes: Counter[str], latencies_s: np.ndarray[Any, Any], slo_s: fl
     }
 
 
-async def validate(num_instances: int, rate: float, seconds: float) -> dict[str, Any]:
+def validate(num_instances: int, rate: float, seconds: float) -> dict[str, Any]:
     """Measured and predicted figures, and the errors."""
-    from npu_gr.backend.choose import choose
-    from npu_gr.kv.layout import KVLayout
-
     layout = KVLayout(
         num_layers=SHAPE["num_layers"],
         num_heads=SHAPE["num_heads"],
         qk_dim=SHAPE["qk_dim"],
         v_dim=SHAPE["v_dim"],
-        arrangement=choose("cpu").arrangement(__import__("torch").float32, 64),
+        arrangement=choose("cpu").arrangement(torch.float32, 64),
     )
-    about = {"kv_token_bytes": layout.token_bytes, "max_history_tokens": MAX_TOKENS}
-    with tempfile.TemporaryDirectory() as name:
-        async with fleet(Path(name), num_instances) as (url, copy_bytes_per_s):
-            about["copy_bytes_per_s"] = copy_bytes_per_s
+    about: dict[str, Any] = {"kv_token_bytes": layout.token_bytes, "max_history_tokens": MAX_TOKENS}
+    records = log(rate, seconds, 2)
+    fast = ReplayOptions(base_url="http://there", signal_lead_s=LEAD_S, warmup_s=5.0, timeout_s=2.0)
+
+    async def work(folder: Path) -> tuple[float, Measured, Measured]:
+        async with fleet(folder, num_instances) as (url, copy_bytes_per_s):
             slow = ReplayOptions(base_url=url, signal_lead_s=LEAD_S, warmup_s=3.0, timeout_s=2.0)
-            ranks, signals_s = await measure(log(6.0 * num_instances, 25.0, 1), slow)
-            before = fit_device(ranks, signals_s, **about)
+            calm = await measure(log(6.0 * num_instances, 25.0, 1), slow)
             await asyncio.sleep(2.5)  # past t_life
-            records = log(rate, seconds, 2)
-            fast = ReplayOptions(base_url=url, signal_lead_s=LEAD_S, warmup_s=5.0, timeout_s=2.0)
-            cpu_s, began_s = os.times().user, time.monotonic()
-            real, real_signals_s = await measure(records, fast)
-            client_busy = (os.times().user - cpu_s) / (time.monotonic() - began_s)
+            return copy_bytes_per_s, calm, await measure(records, msgspec.structs.replace(fast, base_url=url))
+
+    with tempfile.TemporaryDirectory() as name:
+        about["copy_bytes_per_s"], calm, (real, real_signals_s) = asyncio.run(work(Path(name)))
+    before = fit_device(*calm, **about)
     within = fit_device(real, real_signals_s, **about)
     found: dict[str, Any] = {
         "instances": num_instances,
         "rate": rate,
         "ranks": len(real),
-        "client CPU": round(client_busy, 2),
         "load average": os.getloadavg()[0],
         "measured": _measured(real),
     }
@@ -224,4 +225,4 @@ def _measured(ranks: list[MeasuredRank]) -> dict[str, float]:
 if __name__ == "__main__":
     instances, rate = int(sys.argv[1]), float(sys.argv[2])
     seconds = float(sys.argv[3]) if len(sys.argv) > 3 else 45.0
-    print(json.dumps(asyncio.run(validate(instances, rate, seconds)), indent=1))
+    sys.stdout.write(json.dumps(validate(instances, rate, seconds), indent=1) + "\n")
