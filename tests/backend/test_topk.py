@@ -1,4 +1,4 @@
-"""Every backend's selection is the reference's: any rows, ties, -inf, filters, dead beams; NaN is an error, never a result."""
+"""Every backend selects as the reference does: any rows, ties, -inf, filters, dead beams; NaN is an error."""
 
 from __future__ import annotations
 
