@@ -1,5 +1,7 @@
 """Builds the CPU kernels beside the package: nothing but a C++ compiler is needed, and without one it is left out."""
 
+from glob import glob
+
 from setuptools import Extension, setup
 
 FLAGS = [
@@ -21,7 +23,7 @@ SOURCES = ["dispatch", "isa_generic", "isa_avx2", "isa_avx512", "isa_avx512_bf16
 kernels = Extension(
     "npu_gr.backend._native",  # loaded by ctypes, never imported: it knows neither Python nor torch
     sources=[f"ops/cpu/{name}.cpp" for name in SOURCES],
-    depends=[f"ops/cpu/{name}.h" for name in ("kernels", "table", "vec", "probe", "topk", "head")],
+    depends=sorted(glob("ops/cpu/*.h")),
     extra_compile_args=FLAGS,
     extra_link_args=["-static-libgcc", "-static-libstdc++"],
     language="c++",

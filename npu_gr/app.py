@@ -62,7 +62,7 @@ async def instance(config: Config) -> AsyncIterator[tuple[web.Application, Servi
     if config.relay.enabled and (reasons := inexact_fields(shape)):
         raise ConfigError("; ".join(reasons))
     _place(checkpoint, config, backend)
-    layout = kv_layout(shape, config, checkpoint)
+    layout = kv_layout(shape, config, checkpoint, backend)
     pages = config.kv.hbm_bytes // layout.page_bytes
     test_pages = layout.pages(SELF_TEST_TOKENS)
     if pages < test_pages:
@@ -70,7 +70,7 @@ async def instance(config: Config) -> AsyncIterator[tuple[web.Application, Servi
             f"kv.hbm_bytes: {config.kv.hbm_bytes} holds {pages} pages of {layout.page_bytes} bytes, "
             f"at least {test_pages} are needed"
         )
-    arena = KVArena(layout, pages, backend.device)
+    arena = KVArena(layout, pages, backend.device, pack=backend.pack_kv)
     engine = Engine(checkpoint.model, backend, config.scheduler, arena)
     pool = PrefixPool(arena, config.kv.hbm_bytes, config.relay.t_life_s, time.monotonic)
     dram = _dram(config, config.kv.dram_bytes, layout, backend)
@@ -122,15 +122,17 @@ async def run(config: Config, ready: asyncio.Event | None = None) -> None:
         await serve(app, config.server, on_drain=drain, ready=ready)
 
 
-def kv_layout(shape: HSTUConfig, config: Config, checkpoint: Checkpoint) -> KVLayout:
+def kv_layout(shape: HSTUConfig, config: Config, checkpoint: Checkpoint, backend: Backend) -> KVLayout:
     """How prefix KV of this model lies in a page."""
+    dtype = config.kv.dtype or str(checkpoint.model.dtype).removeprefix("torch.")
     return KVLayout(
         num_layers=shape.num_layers,
         num_heads=shape.num_heads,
         qk_dim=shape.qk_dim,
         v_dim=shape.v_dim,
         page_tokens=config.kv.page_tokens,
-        dtype=config.kv.dtype or str(checkpoint.model.dtype).removeprefix("torch."),
+        dtype=dtype,
+        arrangement=backend.arrangement(getattr(torch, dtype), config.kv.page_tokens),
     )
 
 

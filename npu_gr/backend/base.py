@@ -15,9 +15,12 @@ from collections.abc import Sequence
 from typing import Literal, NamedTuple, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-Slab = tuple[Tensor, Tensor]
+from npu_gr.backend.tiles import Slab as Slab
+from npu_gr.backend.tiles import Tiles
+
+Arrangement = Literal["natural", "tiles"]  # how cached keys and values lie in a page: as slabs, or as `Tiles`
 
 Over = Literal["row", "valid"]  # what a row of logits is normalised over: all its columns, or its valid edges
 
@@ -74,12 +77,27 @@ class Backend(Protocol):
     kernels: str  # what runs the hot ops: "torch", or the instruction set of the native kernels
     pins_host_memory: bool  # host tiers should be page-locked for asynchronous copies
 
+    def arrangement(self, dtype: torch.dtype, page_tokens: int) -> Arrangement:
+        """How HSTU's pages should lie, so that its attention reads them without a transform."""
+        ...
+
+    def pack_kv(self, into: Tiles, first_token: int, k: Tensor, v: Tensor) -> None:
+        """Write rows into tiles; `tiles.pack` is the definition."""
+        ...
+
+    def affine(self, x: Tensor, layer: nn.Linear, first: int, last: int, is_silu: bool) -> Tensor:
+        """Outputs first..last of a linear layer with a bias, then SiLU if asked: [..., last - first].
+
+        In the dtype of the layer's weight, which x is converted to. Not differentiable.
+        """
+        ...
+
     def hstu_causal(
         self,
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        past: Sequence[Slab],
+        past: Sequence[Slab | Tiles],
         times: Tensor,
         bias: BiasTables,
         alpha: float,
@@ -102,7 +120,7 @@ class Backend(Protocol):
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        history: Sequence[Slab],
+        history: Sequence[Slab | Tiles],
         times: Tensor,
         query_time: int,
         bias: BiasTables,

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from npu_gr.backend.base import Choices, Continuations, Over
-from npu_gr.backend.native import Native, NativeError, load
+from npu_gr.backend.base import Arrangement, BiasTables, Choices, Continuations, Over, Slab
+from npu_gr.backend.native import ELEMENT, Native, NativeError, load
+from npu_gr.backend.native_affine import AffineKernel
+from npu_gr.backend.native_hstu import HstuKernels
 from npu_gr.backend.native_topk import NativeTopk
+from npu_gr.backend.tiles import TILE_TOKENS, Tiles
 from npu_gr.backend.torch_ops import TorchOps
 from npu_gr.errors import ConfigError
 
@@ -44,9 +48,12 @@ class CPUBackend(TorchOps):
             if mode == "require" or isa:
                 raise ConfigError(f"native: the CPU kernels are required, but {error}") from error
             log.warning("the CPU kernels are missing, torch ops run instead, several times slower: %s", error)
+        self._hstu: HstuKernels | None = None
         if self.native:
             self.kernels = self.native.isa
             self._topk = NativeTopk(self.native)
+            self._hstu = HstuKernels(self.native)
+            self._affine = AffineKernel(self.native, self._hstu)
 
     def beam_topk(
         self,
@@ -70,6 +77,56 @@ class CPUBackend(TorchOps):
         if self.native and self._topk.takes(hidden, acc, follow):
             return self._topk.gathered_topk(hidden, weight, acc, follow, width, scale)
         return super().gathered_topk(hidden, weight, acc, follow, width, scale)
+
+    def arrangement(self, dtype: torch.dtype, page_tokens: int) -> Arrangement:
+        """See `Backend.arrangement`."""
+        fits = self._hstu and dtype in ELEMENT and page_tokens % TILE_TOKENS == 0
+        return "tiles" if fits else "natural"
+
+    def pack_kv(self, into: Tiles, first_token: int, k: Tensor, v: Tensor) -> None:
+        """See `Backend.pack_kv`."""
+        if self._hstu and k.dtype in ELEMENT:
+            self._hstu.pack(into, first_token, k, v)
+        else:
+            super().pack_kv(into, first_token, k, v)
+
+    def affine(self, x: Tensor, layer: nn.Linear, first: int, last: int, is_silu: bool) -> Tensor:
+        """See `Backend.affine`."""
+        # a weight made under inference_mode does not tell when it is written to
+        if self._hstu and {x.dtype, layer.weight.dtype} <= set(ELEMENT) and not layer.weight.is_inference():
+            return self._affine(x, layer, first, last, is_silu)
+        return super().affine(x, layer, first, last, is_silu)
+
+    def hstu_causal(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        past: Sequence[Slab | Tiles],
+        times: Tensor,
+        bias: BiasTables,
+        alpha: float,
+    ) -> Tensor:
+        """See `Backend.hstu_causal`."""
+        if self._hstu and q.dtype in ELEMENT:
+            return self._hstu.causal(q, k, v, past, times, bias, alpha)
+        return super().hstu_causal(q, k, v, past, times, bias, alpha)
+
+    def hstu_targets(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        history: Sequence[Slab | Tiles],
+        times: Tensor,
+        query_time: int,
+        bias: BiasTables,
+        alpha: float,
+    ) -> Tensor:
+        """See `Backend.hstu_targets`."""
+        if self._hstu and q.dtype in ELEMENT:
+            return self._hstu.targets(q, k, v, history, times, query_time, bias, alpha)
+        return super().hstu_targets(q, k, v, history, times, query_time, bias, alpha)
 
     def synchronize(self) -> None:
         """The CPU is never behind."""

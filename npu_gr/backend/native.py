@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-ABI = 2  # NPU_GR_ABI of ops/cpu/kernels.h
+ABI = 3  # NPU_GR_ABI of ops/cpu/kernels.h
 ISAS = ("avx512_bf16", "avx512", "avx2", "generic", "neon")  # best first; generic on x86-64, neon on aarch64
 ELEMENT = {torch.float32: 0, torch.bfloat16: 1}  # what a kernel's buffers may hold: enum Element
 
@@ -87,6 +87,12 @@ class Table(ctypes.Structure):
         ("beam_topk_bytes", CFUNCTYPE(c_int64, c_int64, c_int64, c_int64)),
         ("gathered_head", CFUNCTYPE(None, POINTER(HeadJob))),
         ("beam_topk", CFUNCTYPE(c_int64, POINTER(TopkJob))),
+        ("hstu_scratch_bytes", CFUNCTYPE(c_int64, c_void_p, c_int64)),
+        ("hstu_causal", CFUNCTYPE(None, c_void_p)),
+        ("hstu_targets", CFUNCTYPE(None, c_void_p)),
+        ("pack_kv", CFUNCTYPE(None, c_void_p)),
+        ("affine_scratch_bytes", CFUNCTYPE(c_int64, c_void_p)),
+        ("affine", CFUNCTYPE(None, c_void_p)),
     ]
 
 

@@ -8,10 +8,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
-from torch.nn.functional import silu
+from torch import Tensor, nn
+from torch.nn.functional import linear, silu
 
-from npu_gr.backend.base import BiasTables, Choices, Continuations, Over, Slab, accumulator, time_bucket
+from npu_gr.backend.base import (
+    Arrangement,
+    BiasTables,
+    Choices,
+    Continuations,
+    Over,
+    Slab,
+    accumulator,
+    time_bucket,
+)
+from npu_gr.backend.tiles import Tiles, natural, pack
 
 
 def allowed(row: int, column: int, num_history: int) -> bool:
@@ -74,18 +84,31 @@ class ReferenceBackend:
     def __init__(self) -> None:
         self.device = torch.device("cpu")
 
+    def arrangement(self, dtype: torch.dtype, page_tokens: int) -> Arrangement:
+        """See `Backend.arrangement`."""
+        return "natural"
+
+    def pack_kv(self, into: Tiles, first_token: int, k: Tensor, v: Tensor) -> None:
+        """See `Backend.pack_kv`."""
+        pack(into, first_token, k, v)
+
+    def affine(self, x: Tensor, layer: nn.Linear, first: int, last: int, is_silu: bool) -> Tensor:
+        """See `Backend.affine`."""
+        y = linear(x.to(layer.weight.dtype), layer.weight[first:last], layer.bias[first:last])
+        return silu(y) if is_silu else y
+
     def hstu_causal(
         self,
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        past: Sequence[Slab],
+        past: Sequence[Slab | Tiles],
         times: Tensor,
         bias: BiasTables,
         alpha: float,
     ) -> Tensor:
         """See `Backend.hstu_causal`."""
-        keys, values = joined(past, k, v)
+        keys, values = joined(natural(past), k, v)
         queries = torch.cat([q.new_zeros(len(keys) - len(q), *q.shape[1:]), q])  # cached rows ask nothing
         positions = torch.arange(len(keys))
         out = dense_attention(queries, keys, values, positions, times, len(keys), bias, alpha)
@@ -96,14 +119,14 @@ class ReferenceBackend:
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        history: Sequence[Slab],
+        history: Sequence[Slab | Tiles],
         times: Tensor,
         query_time: int,
         bias: BiasTables,
         alpha: float,
     ) -> Tensor:
         """See `Backend.hstu_targets`."""
-        keys, values = joined(history, k, v)
+        keys, values = joined(natural(history), k, v)
         m = len(keys) - len(k)
         queries = torch.cat([q.new_zeros(m, *q.shape[1:]), q])
         positions = torch.cat([torch.arange(m), torch.full((len(q),), m)])

@@ -7,7 +7,9 @@
 
 #include <stdint.h>
 
-#define NPU_GR_ABI 2  // raise it with every change of this table; native.py has the same number
+#include "hstu_call.h"
+
+#define NPU_GR_ABI 3  // raise it with every change of this table; native.py has the same number
 
 extern "C" {
 
@@ -74,6 +76,13 @@ struct Kernels {
   int64_t (*beam_topk_bytes)(int64_t num_rows, int64_t num_columns, int64_t width);  // of workspace
   void (*gathered_head)(const HeadJob *job);
   int64_t (*beam_topk)(const TopkJob *job);  // how many were selected; -1: a logit is not a number
+  // HSTU attention and its keys and values in tiles: hstu_call.h
+  int64_t (*hstu_scratch_bytes)(const Hstu *, int64_t is_causal);
+  void (*hstu_causal)(const Hstu *);
+  void (*hstu_targets)(const Hstu *);
+  void (*pack_kv)(const Pack *);
+  int64_t (*affine_scratch_bytes)(const Affine *);
+  void (*affine)(const Affine *);
 };
 
 // The table of an instruction set; "" = the best that this CPU has. Null: unknown, not compiled in, or the CPU lacks it.

@@ -5,6 +5,9 @@
 #include "kernels.h"
 
 #include "head.h"
+#include "affine.h"
+#include "hstu.h"
+#include "pack_kv.h"
 #include "probe.h"
 #include "topk.h"
 #include "vec.h"
@@ -24,4 +27,10 @@ const Kernels NPU_GR_TABLE = {
     .beam_topk_bytes = beam_topk_bytes,
     .gathered_head = gathered_head,
     .beam_topk = beam_topk,
+    .hstu_scratch_bytes = hstu::scratch_bytes,
+    .hstu_causal = hstu::causal,
+    .hstu_targets = hstu::targets,
+    .pack_kv = hstu::pack_kv,
+    .affine_scratch_bytes = hstu::affine_scratch_bytes,
+    .affine = hstu::affine,
 };
