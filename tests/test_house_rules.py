@@ -36,6 +36,7 @@ ORDER = [  # top first: a folder or file may import what stands below it
     "model",
     "backend",
     "metrics",
+    "process",
     "request",
     "errors",
     "__init__",
