@@ -6,6 +6,7 @@
 
 #include "head.h"
 #include "affine.h"
+#include "beam.h"
 #include "hstu.h"
 #include "pack_kv.h"
 #include "probe.h"
@@ -27,6 +28,8 @@ const Kernels NPU_GR_TABLE = {
     .beam_topk_bytes = beam_topk_bytes,
     .gathered_head = gathered_head,
     .beam_topk = beam_topk,
+    .beam_attention_bytes = beam::attention_bytes,
+    .beam_attention = beam::attention,
     .hstu_scratch_bytes = hstu::scratch_bytes,
     .hstu_causal = hstu::causal,
     .hstu_targets = hstu::targets,
