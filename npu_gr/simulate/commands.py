@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -54,6 +55,7 @@ def run_command(
     from npu_gr.simulate.fleet import simulate as play
     from npu_gr.simulate.page import as_dict, page, render
 
+    logging.getLogger("npu_gr.relay").setLevel(logging.ERROR)  # what fails in an overloaded fleet is counted
     config = load(config_path, SimulateConfig, overrides)
     profile = _section(config.device, DeviceProfile)
     traffic = _traffic(config, log, signal_lead_ms)

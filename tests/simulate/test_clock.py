@@ -1,3 +1,5 @@
+"""Virtual time."""
+
 import asyncio
 import time
 

@@ -170,10 +170,12 @@ def test_a_sample_of_the_instances_serves_its_own_users_as_in_the_whole_fleet() 
     sample, part = run(config(instances=8, sampled_instances=2), found)
     assert sample.simulated == 2
     for name, instance in part.instances.items():
-        assert instance.device.busy_s == pytest.approx(whole.instances[name].device.busy_s)
+        assert instance.num_produced == whole.instances[name].num_produced
+        # spills that the end cuts short differ by where the end is
+        assert instance.device.busy_s == pytest.approx(whole.instances[name].device.busy_s, rel=0.01)
+    both: dict[str, Any] = {"device": "d", "sampled_instances": 2, "load_factor": 1.25}
     with pytest.raises(ConfigError, match="sampled_instances"):
-        table = {"device": "d", "sampled_instances": 2, "load_factor": 1.25}
-        from_table(table, SimulateConfig)
+        from_table(both, SimulateConfig)
 
 
 def test_the_capacity_found_keeps_the_slo_and_one_less_does_not() -> None:

@@ -1,14 +1,15 @@
 """python -m tests.simulate.validation INSTANCES RATE [SECONDS]: real instances on loopback against the prediction.
 
 One run: instances (and the router, for several) start, a slow replay fits the profile, a faster one is measured and
-then simulated twice: with that profile, and with one fitted on the measured run's own passes, which takes the noise of the
-machine out of the comparison and leaves what the simulation adds: queueing, hits, batches, the trigger.
+then simulated twice: with that profile, and with one fitted on the measured run's own passes, which takes the noise
+of the machine out of the comparison and leaves what the simulation adds: queueing, hits, batches, the trigger.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import os
 import re
 import socket
@@ -160,6 +161,7 @@ def predict(profile: DeviceProfile, records: list[Record], options: ReplayOption
 
 
 def summary(outcomes: Counter[str], latencies_s: np.ndarray[Any, Any], slo_s: float) -> dict[str, float]:
+    assert len(latencies_s), f"nothing was answered: {dict(outcomes)}"
     total = max(outcomes.total(), 1)
     return {
         "P50 ms": float(np.quantile(latencies_s, 0.5)) * 1e3,
@@ -223,6 +225,7 @@ def _measured(ranks: list[MeasuredRank]) -> dict[str, float]:
 
 
 if __name__ == "__main__":
+    logging.getLogger("npu_gr.relay").setLevel(logging.ERROR)
     instances, rate = int(sys.argv[1]), float(sys.argv[2])
     seconds = float(sys.argv[3]) if len(sys.argv) > 3 else 45.0
     sys.stdout.write(json.dumps(validate(instances, rate, seconds), indent=1) + "\n")
