@@ -19,7 +19,7 @@ Count = Annotated[int, msgspec.Meta(ge=1)]
 Positive = Annotated[float, msgspec.Meta(gt=0)]
 NotNegative = Annotated[float, msgspec.Meta(ge=0)]
 Ratio = Annotated[float, msgspec.Meta(ge=0, le=1)]
-Quantiles = Annotated[list[NotNegative], msgspec.Meta(min_length=1)]  # evenly spaced from 0 to 1; one = a constant
+Values = Annotated[list[float], msgspec.Meta(min_length=1)]  # equally likely ones; a single one is a constant
 
 
 class DeviceProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -33,9 +33,9 @@ class DeviceProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     a2_s: NotNegative = 0.0
     b0_s: NotNegative = 0.0
     b1_s: NotNegative = 0.0
-    took_ratio: Quantiles = msgspec.field(default_factory=lambda: [1.0])  # of a pass's time over the model's
+    late_s: Values = msgspec.field(default_factory=lambda: [0.0])  # of a pass, over that; may be negative
     signal_host_s: NotNegative = 0.0  # of the instance's event loop, one request after the other
-    rank_host_s: Quantiles = msgspec.field(default_factory=lambda: [0.0])
+    rank_host_s: Values = msgspec.field(default_factory=lambda: [0.0])
     copy_bytes_per_s: Positive = 1e10  # between HBM and DRAM
     copy_host_s: NotNegative = 0.0  # a copy's fixed part
     kv_token_bytes: Annotated[int, msgspec.Meta(ge=2)]  # keys and values of one token, all layers

@@ -23,6 +23,7 @@ from npu_gr.kv.layout import Run
 from npu_gr.request import I64
 from npu_gr.simulate.config import DeviceProfile
 
+_FASTEST = 0.1  # of the model: noise makes no pass faster than that
 _LITTLE_S = 1e-4  # as `engine.PageJobs`
 _STAMPS: I64 = np.zeros(1 << 20, np.int64)
 
@@ -59,21 +60,6 @@ class RankWork(NamedTuple):
     num_candidates: int
 
 
-class Spread:
-    """Draws from evenly spaced quantiles."""
-
-    def __init__(self, quantiles: Sequence[float], source: random.Random) -> None:
-        self._quantiles, self._last, self._source = list(quantiles), len(quantiles) - 1, source
-
-    def draw(self) -> float:
-        """One."""
-        if not self._last:
-            return self._quantiles[0]
-        at = self._source.random() * self._last
-        low = int(at)
-        return self._quantiles[low] + (at - low) * (self._quantiles[low + 1] - self._quantiles[low])
-
-
 class Device:
     """The queue and its passes. `busy_s` is the device's time so far."""
 
@@ -81,7 +67,7 @@ class Device:
         self._cost, self._profile, self._config, self._target_s = profile.cost, profile, config, target_s
         self._loop = asyncio.get_running_loop()
         self._queue = JobQueue(config)
-        self._took_ratio = Spread(profile.took_ratio, source)
+        self._source = source
         self._idle, self._is_waiting = config.streams, False
         self._short_s = RunningQuantile(0.9, _LITTLE_S)
         self.busy_s = 0.0
@@ -114,7 +100,7 @@ class Device:
         """As `Engine.prefill`: chunk after chunk."""
         for start, stop in chunks(first_token, len(tokens), self._config.prefill_chunk_tokens):
             takes_s = self._cost.pass_s(stop - start, start, 0)
-            await self._call(takes_s * self._took_ratio.draw(), takes_s, deadline_s, urgency, is_sheddable=True)
+            await self._call(self._noisy_s(takes_s), takes_s, deadline_s, urgency, is_sheddable=True)
 
     async def copy(
         self,
@@ -131,7 +117,7 @@ class Device:
         """As `PageJobs.copy`: the bytes over the bandwidth."""
         took_s = self._profile.copy_host_s + target.layout.bytes(num_tokens) / self._profile.copy_bytes_per_s
         order_s = deadline_s if order_s is None else order_s
-        await self._call(took_s * self._took_ratio.draw(), 0.0, deadline_s, order_s, is_sheddable=is_sheddable)
+        await self._call(self._noisy_s(took_s), 0.0, deadline_s, order_s, is_sheddable=is_sheddable)
 
     def zero(self, arena: KVArena, runs: Sequence[Run]) -> asyncio.Future[Done[None]]:
         """As `PageJobs.zero`; takes no time here."""
@@ -211,7 +197,10 @@ class Device:
             return float(first)
         # what is shared is paid for once
         seconds = sum(self._cost.pass_s(*job.work) for job in jobs) - (len(jobs) - 1) * self._cost.a0
-        return seconds * self._took_ratio.draw()
+        return self._noisy_s(seconds)
+
+    def _noisy_s(self, seconds: float) -> float:
+        return max(seconds + self._source.choice(self._profile.late_s), seconds * _FASTEST)
 
     def _end(self, jobs: list[Job], took_s: float) -> None:
         self._idle += 1

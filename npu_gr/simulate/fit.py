@@ -4,7 +4,8 @@ Users. A request within `RETURN_WITHIN_S` of the same user's one before is a ret
 their gaps (expectation-maximisation on the logarithms). The other requests are visits: their users' exponent is the
 most likely one of a bounded Zipf distribution over the users that were seen, so a short log of many users makes it low.
 
-Device. Coefficients by `engine/cost.py` from ranks, cached and not; the quantiles of what they leave over.
+Device. Coefficients by `engine/cost.py` from ranks, cached and not, without those that were
+held up; what they took beyond it is noise that any pass may meet.
 What is not the device is the host's, whether it was the service's or the client's.
 """
 
@@ -31,10 +32,12 @@ from npu_gr.simulate.users import Ask
 F64 = npt.NDArray[np.float64]
 
 RETURN_WITHIN_S = 3600.0
-QUANTILES = 41  # of a measured distribution
+VALUES = 200  # that stand for a measured distribution, at most
+_TRIMS = 3  # rounds without the outliers of the one before
 _LEAST = 50  # measured ranks
 _ROUNDS = 60  # of the mixture's fit
 _LEAST_SIGMA = 0.05
+_OUTLIER = 1.5  # of the median ratio to the model; a pass that took longer was held up
 
 
 # ---- users
@@ -203,8 +206,11 @@ def fit_device(
         raise DataError(f"a device profile needs at least {_LEAST} answered ranks, got {len(ranks)}")
     samples = [(r.new_tokens, r.cached_tokens, r.num_candidates, max(r.device_s, 1e-7)) for r in ranks]
     cost = fit_passes(samples)
-    grid = np.linspace(0.0, 1.0, QUANTILES)
-    took = np.array([seconds / max(cost.pass_s(*shape), 1e-9) for *shape, seconds in samples])
+    for _ in range(_TRIMS):
+        ratios = np.array([seconds / max(cost.pass_s(*shape), 1e-9) for *shape, seconds in samples])
+        within = ratios <= _OUTLIER * np.median(ratios)
+        cost = fit_passes(sample for sample, is_within in zip(samples, within, strict=True) if is_within)
+    late = np.array([seconds - cost.pass_s(*shape) for *shape, seconds in samples])
     host = np.array([max(r.total_s - r.waited_s - r.device_s, 0.0) for r in ranks])
     return DeviceProfile(
         a0_s=cost.a0,
@@ -212,10 +218,16 @@ def fit_device(
         a2_s=cost.a2,
         b0_s=cost.b0,
         b1_s=cost.b1,
-        took_ratio=np.quantile(took, grid).round(4).tolist(),
-        rank_host_s=np.quantile(host, grid).round(7).tolist(),
+        late_s=_values(late),
+        rank_host_s=_values(host),
         signal_host_s=float(np.median(signals_s)) if signals_s else float(np.median(host)),
         copy_bytes_per_s=copy_bytes_per_s,
         kv_token_bytes=kv_token_bytes,
         max_history_tokens=max_history_tokens,
     )
+
+
+def _values(samples: F64) -> list[float]:
+    """Means of equal shares of the sorted samples: their mean is the samples' own."""
+    parts = np.array_split(np.sort(samples), min(VALUES, len(samples)))
+    return [round(float(part.mean()), 7) for part in parts]

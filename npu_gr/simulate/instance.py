@@ -24,7 +24,7 @@ from npu_gr.kv.prefix_pool import PrefixPool
 from npu_gr.relay.relay import Relay
 from npu_gr.request import Brownout, Outcome, UserKey, Verdict
 from npu_gr.simulate.config import DeviceProfile, SimulateConfig
-from npu_gr.simulate.device import Device, RankWork, SimulatedPrefix, Spread
+from npu_gr.simulate.device import Device, RankWork, SimulatedPrefix
 from npu_gr.simulate.users import Ask
 
 _WATCH_S = 0.05  # as the service
@@ -73,7 +73,7 @@ class SimulatedInstance:
         self._limiter = Limiter(most, adaptive)
         self._control = BrownoutControl(config.brownout)
         self._host_free_s = 0.0
-        self._rank_host_s = Spread(profile.rank_host_s, source)
+        self._source = source
         self._watching: asyncio.Task[None] | None = None
         self.num_produced = self.num_first_used = self.num_dram_hits = 0
 
@@ -121,7 +121,7 @@ class SimulatedInstance:
         """As `Service.rank`; never fails."""
         began_s = self._loop.time()
         try:
-            await self._on_host(self._rank_host_s.draw())
+            await self._on_host(self._source.choice(self._profile.rank_host_s))
             budget_s = self._config.budget_s - (self._loop.time() - began_s)
             self._check(Priority.RANK)
             if self.device.queue_s > budget_s:

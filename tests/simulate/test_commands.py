@@ -40,7 +40,7 @@ def test_the_example_is_played_and_leaves_its_report(tmp_path: Path) -> None:
 
 
 def test_the_capacity_is_searched(tmp_path: Path) -> None:
-    words = ["--config", str(EXAMPLE), *SHORT, "--set", "sampled_instances=1", "--set", "qps=600.0", "--capacity"]
+    words = ["--config", str(EXAMPLE), *SHORT, "--set", "sampled_instances=1", "--set", "qps=400.0", "--capacity"]
     invoke(*words, "--out", str(tmp_path))
     found = json.loads((tmp_path / "simulation.json").read_text())
     needed = found["capacity"]["instances"]
@@ -118,8 +118,9 @@ def test_a_device_is_found_again_in_its_answers(noise: float) -> None:
     found: DeviceProfile = fit_device(_measured(cost, noise), [0.001, 0.002, 0.003], **about)  # type: ignore[arg-type]
     for shape in ((2000, 0, 100), (200, 1800, 100), (512, 512, 0)):
         assert found.cost.pass_s(*shape) == pytest.approx(cost.pass_s(*shape), rel=0.08)
-    assert found.rank_host_s[20] == pytest.approx(0.0015, rel=1e-3)
+    assert found.rank_host_s == pytest.approx([0.0015] * 200, rel=1e-3)
     assert found.signal_host_s == 0.002
-    assert found.took_ratio[-1] / found.took_ratio[0] == pytest.approx(np.exp(noise * 6), rel=0.25)
+    spread_s = found.late_s[-1] - found.late_s[0]
+    assert spread_s > 0.005 if noise else spread_s < 1e-6
     with pytest.raises(DataError, match="at least 50"):
         fit_device(_measured(cost, noise)[:49], [], **about)  # type: ignore[arg-type]

@@ -1,8 +1,8 @@
-"""python -m tests.simulate.validation INSTANCES RATE [SECONDS]: real instances on loopback against the prediction.
+"""python -m tests.simulate.validation INSTANCES RATE [SECONDS [no-signals]]: real instances against the prediction.
 
 One run: instances (and the router, for several) start, a slow replay fits the profile, a faster one is measured and
-then simulated twice: with that profile, and with one fitted on the measured run's own passes, which takes the noise
-of the machine out of the comparison and leaves what the simulation adds: queueing, hits, batches, the trigger.
+then simulated twice: with that profile, and with the noise and the host's times of the measured run in it, which takes
+the machine's other users out of the comparison and leaves queueing, hits, batches and the trigger.
 """
 
 from __future__ import annotations
@@ -174,8 +174,8 @@ def summary(outcomes: Counter[str], latencies_s: np.ndarray[Any, Any], slo_s: fl
     }
 
 
-def validate(num_instances: int, rate: float, seconds: float) -> dict[str, Any]:
-    """Measured and predicted figures, and the errors."""
+def validate(num_instances: int, rate: float, seconds: float, *, signals: bool = True) -> dict[str, Any]:
+    """Measured and predicted figures, and the errors; without signals hits come from users who return."""
     layout = KVLayout(
         num_layers=SHAPE["num_layers"],
         num_heads=SHAPE["num_heads"],
@@ -185,23 +185,35 @@ def validate(num_instances: int, rate: float, seconds: float) -> dict[str, Any]:
     )
     about: dict[str, Any] = {"kv_token_bytes": layout.token_bytes, "max_history_tokens": MAX_TOKENS}
     records = log(rate, seconds, 2)
-    fast = ReplayOptions(base_url="http://there", signal_lead_s=LEAD_S, warmup_s=5.0, timeout_s=2.0)
+    lead_s = LEAD_S if signals else None
+    fast = ReplayOptions(base_url="http://there", signal_lead_s=lead_s, warmup_s=5.0, timeout_s=2.0)
 
     async def work(folder: Path) -> tuple[float, Measured, Measured]:
         async with fleet(folder, num_instances) as (url, copy_bytes_per_s):
-            slow = ReplayOptions(base_url=url, signal_lead_s=LEAD_S, warmup_s=3.0, timeout_s=2.0)
-            calm = await measure(log(6.0 * num_instances, 25.0, 1), slow)
+            cold = ReplayOptions(base_url=url, warmup_s=2.0, timeout_s=2.0)
+            slow = msgspec.structs.replace(cold, signal_lead_s=LEAD_S)
+            calm, _ = await measure(log(6.0 * num_instances, 22.0, 1), cold)  # without signals: misses too
+            _, signals_s = await measure(log(6.0 * num_instances, 8.0, 3), slow)
             await asyncio.sleep(2.5)  # past t_life
-            return copy_bytes_per_s, calm, await measure(records, msgspec.structs.replace(fast, base_url=url))
+            return (
+                copy_bytes_per_s,
+                (calm, signals_s),
+                await measure(records, msgspec.structs.replace(fast, base_url=url)),
+            )
 
     with tempfile.TemporaryDirectory() as name:
         about["copy_bytes_per_s"], calm, (real, real_signals_s) = asyncio.run(work(Path(name)))
     before = fit_device(*calm, **about)
     within = fit_device(real, real_signals_s, **about)
+    within = msgspec.structs.replace(before, late_s=within.late_s, rank_host_s=within.rank_host_s)
     found: dict[str, Any] = {
         "instances": num_instances,
         "rate": rate,
+        "signals": signals,
         "ranks": len(real),
+        "profile": {name: getattr(before, name) for name in ("a0_s", "a1_s", "a2_s", "b0_s", "b1_s", "signal_host_s")},
+        "late ms, mean": (float(np.mean(before.late_s)) * 1e3, float(np.mean(within.late_s)) * 1e3),
+        "host ms, mean": (float(np.mean(before.rank_host_s)) * 1e3, float(np.mean(within.rank_host_s)) * 1e3),
         "load average": os.getloadavg()[0],
         "measured": _measured(real),
     }
@@ -228,4 +240,4 @@ if __name__ == "__main__":
     logging.getLogger("npu_gr.relay").setLevel(logging.ERROR)
     instances, rate = int(sys.argv[1]), float(sys.argv[2])
     seconds = float(sys.argv[3]) if len(sys.argv) > 3 else 45.0
-    sys.stdout.write(json.dumps(validate(instances, rate, seconds), indent=1) + "\n")
+    sys.stdout.write(json.dumps(validate(instances, rate, seconds, signals=len(sys.argv) <= 4), indent=1) + "\n")
