@@ -6,26 +6,31 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
+from functools import partial
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 from aiohttp import web
 from prometheus_client import CollectorRegistry
 
 from npu_gr import config as configuration
+from npu_gr.admission.brownout import BrownoutControl
 from npu_gr.backend.base import Backend
 from npu_gr.backend.choose import choose
 from npu_gr.catalog.items import ItemVocabulary
-from npu_gr.catalog.tokens import Tokens, tokenize
+from npu_gr.catalog.tokens import Tokens
 from npu_gr.config import Config
-from npu_gr.engine.engine import Engine
+from npu_gr.engine.engine import Engine, PageJobs
 from npu_gr.engine.generate import GenerateEngine, Generator, layout_of
+from npu_gr.engine.scheduler import Done, Scheduler
 from npu_gr.engine.selftest import parity
 from npu_gr.errors import ConfigError
 from npu_gr.features.store import open_store
-from npu_gr.generation import GenerateConfig, Generation
+from npu_gr.generation import Generation
 from npu_gr.kv.arena import KVArena
 from npu_gr.kv.dram_store import DramStore
 from npu_gr.kv.layout import KVLayout
@@ -35,10 +40,15 @@ from npu_gr.model import hf
 from npu_gr.model.config import HSTUConfig, inexact_fields
 from npu_gr.model.weights import Checkpoint
 from npu_gr.model.weights import load as load_checkpoint
+from npu_gr.ranking import Ranking
 from npu_gr.relay.relay import Relay
+from npu_gr.relay.trigger import TriggerConfig
+from npu_gr.replay.recorder import Recorder
 from npu_gr.request import Events, ModelInfo
+from npu_gr.server.recording import RecordingDoor, add_record_routes
 from npu_gr.server.routes import build_web_app
 from npu_gr.server.run import serve
+from npu_gr.server.tracing import spans
 from npu_gr.service import Service
 
 log = logging.getLogger(__name__)
@@ -50,63 +60,45 @@ WARM_UP_CANDIDATES = (8, 128)
 
 @asynccontextmanager
 async def instance(config: Config) -> AsyncIterator[tuple[web.Application, Service]]:
-    """A ready instance: model loaded, tiers allocated, parity tested, warmed up; stopped at the block's end.
+    """A ready instance: models loaded, tiers allocated, parity tested, warmed up; stopped at the block's end.
 
     Raises:
         ConfigError: a setting, a file or a device is not as configured; nothing is left running.
     """
     backend = choose(config.backend, config.native)
     torch.set_num_threads(config.threads)
-    checkpoint = load_checkpoint(Path(config.checkpoint))
-    shape = checkpoint.model.config
-    if config.relay.enabled and (reasons := inexact_fields(shape)):
-        raise ConfigError("; ".join(reasons))
-    _place(checkpoint, config, backend)
-    layout = kv_layout(shape, config, checkpoint, backend)
-    pages = config.kv.hbm_bytes // layout.page_bytes
-    test_pages = layout.pages(SELF_TEST_TOKENS)
-    if pages < test_pages:
-        raise ConfigError(
-            f"kv.hbm_bytes: {config.kv.hbm_bytes} holds {pages} pages of {layout.page_bytes} bytes, "
-            f"at least {test_pages} are needed"
-        )
-    arena = KVArena(layout, pages, backend.device, pack=backend.pack_kv)
-    engine = Engine(checkpoint.model, backend, config.scheduler, arena)
-    pool = PrefixPool(arena, config.kv.hbm_bytes, config.relay.t_life_s, time.monotonic)
-    dram = _dram(config, config.kv.dram_bytes, layout, backend)
-    relay = Relay(config.relay, config.trigger, engine, pool, dram, checkpoint.version)
-    metrics = Metrics(CollectorRegistry(), {"rank": config.slo.rank_s, "signal": config.slo.signal_s})
-    vocabulary = ItemVocabulary(checkpoint.item_ids)
-    info = ModelInfo(
-        name=checkpoint.name,
-        version=checkpoint.version,
-        tasks=shape.tasks,
-        actions=shape.actions,
-        num_items=shape.num_items,
-        max_history_tokens=shape.max_history_tokens,
-        device=backend.name,
-        dtype=layout.dtype,
-        kernels=backend.kernels,
-    )
+    scheduler = Scheduler(config.scheduler)
+    metrics = Metrics(CollectorRegistry(), config.slo.objectives())
+    ranking = None if config.checkpoint is None else build_ranking(config, backend, scheduler, metrics)
+    generation = None if config.generate is None else build_generation(config, backend, scheduler, metrics)
     store = await open_store(config.features)
     try:
-        generation = None if config.generate is None else _generation(config, config.generate, engine, metrics)
         table = configuration.to_table(config)
-        service = Service(config.service, info, vocabulary, engine, relay, store, metrics, table, generation)
-        observe(metrics, engine, pool, dram, relay, info)
-        engine.scheduler.start()
+        control = BrownoutControl(config.brownout)
+        service = Service(config.service, scheduler, ranking, generation, store, metrics, table, config.slo, control)
+        observe(metrics, config, scheduler)
+        scheduler.start()
         try:
-            await _prove(engine, dram, shape, vocabulary, config.relay.enabled)
+            if ranking is not None:
+                await _prove(ranking, config.relay.enabled)
             if generation is not None:
                 await generation.start()
+                metrics.observe_catalogue(generation.catalogue, generation.num_paths)
+            metrics.build_info(service.models()[0])
             service.set_ready()
             try:
-                yield build_web_app(service, config.server, metrics), service
+                recording = Recorder(config.record, metrics.recorded) if config.record else nullcontext()
+                with recording as recorder, spans(config.server) as tracing:
+                    door = RecordingDoor(service, recorder) if recorder else service
+                    app = build_web_app(door, config.server, metrics, tracing)
+                    add_record_routes(app, recorder)
+                    async with service.watched():
+                        yield app, service
             finally:
                 service.set_ready("stopping")
                 await service.stop()
         finally:
-            await engine.scheduler.stop()
+            await scheduler.stop()
     finally:
         if store is not None:
             await store.close()
@@ -136,9 +128,50 @@ def kv_layout(shape: HSTUConfig, config: Config, checkpoint: Checkpoint, backend
     )
 
 
-def _generation(config: Config, section: GenerateConfig, engine: Engine, metrics: Metrics) -> Generation:
-    """The generator beside the ranker: its own pages and relay, the same device thread."""
-    backend, folder = engine.backend, Path(section.checkpoint)
+def build_ranking(config: Config, backend: Backend, scheduler: Scheduler, metrics: Metrics) -> Ranking:
+    """The ranker of the configured checkpoint, its pages and its relay.
+
+    Raises:
+        ConfigError: it cannot be served as configured.
+    """
+    assert config.checkpoint is not None
+    checkpoint = load_checkpoint(Path(config.checkpoint))
+    shape = checkpoint.model.config
+    if config.relay.enabled and (reasons := inexact_fields(shape)):
+        raise ConfigError("; ".join(reasons))
+    _place(checkpoint, config, backend)
+    layout = kv_layout(shape, config, checkpoint, backend)
+    test_pages = layout.pages(SELF_TEST_TOKENS)
+    pool = _pool("kv.hbm_bytes", config.kv.hbm_bytes, test_pages, layout, config, backend)
+    dram = _dram(config, config.kv.dram_bytes, layout, backend)
+    engine = Engine(checkpoint.model, backend, scheduler, pool.arena)
+    engine.target_s = config.slo.rank_s
+    relay = Relay(config.relay, _trigger(config), engine, pool, dram, checkpoint.version)
+    observe_relay(metrics, "rank", engine, pool, dram, relay)
+    model = ModelInfo(
+        name=checkpoint.name,
+        version=checkpoint.version,
+        tasks=shape.tasks,
+        actions=shape.actions,
+        num_items=shape.num_items,
+        max_history_tokens=shape.max_history_tokens,
+        device=backend.name,
+        dtype=layout.dtype,
+        kernels=backend.kernels,
+    )
+    metrics.limits({"history_tokens": config.service.max_history_tokens or model.max_history_tokens})
+    return Ranking(config.service, model, ItemVocabulary(checkpoint.item_ids), engine, relay, metrics)
+
+
+def build_generation(config: Config, backend: Backend, scheduler: Scheduler, metrics: Metrics) -> Generation:
+    """The generator of the configured section: its own pages and relay, the same device threads.
+
+    Raises:
+        ConfigError: it cannot be served as configured.
+    """
+    section = config.generate
+    assert section is not None
+    folder = Path(section.checkpoint)
     decoder = hf.load(folder, torch.bfloat16 if config.dtype == "bfloat16" else torch.float32).to(backend.device).eval()
     last_token = section.first_token + sum(section.codes)
     if last_token > decoder.config.vocab_size:
@@ -147,21 +180,25 @@ def _generation(config: Config, section: GenerateConfig, engine: Engine, metrics
             f"the vocabulary of {folder} has {decoder.config.vocab_size}"
         )
     layout = layout_of(decoder, config.kv.page_tokens)
-    pages = section.hbm_bytes // layout.page_bytes
-    if pages < 1:
-        raise ConfigError(f"generate.hbm_bytes: {section.hbm_bytes} holds no page of {layout.page_bytes} bytes")
-    arena = KVArena(layout, pages, backend.device)
-    pool = PrefixPool(arena, section.hbm_bytes, config.relay.t_life_s, time.monotonic)
+    pool = _pool("generate.hbm_bytes", section.hbm_bytes, 1, layout, config, backend)
     dram = _dram(config, section.dram_bytes, layout, backend)
-    generator = Generator(decoder, backend, section.max_beams, len(section.codes))
-    generate_engine = GenerateEngine(generator, engine.scheduler, arena)
+    generator = Generator(decoder, backend, section.max_beams, len(section.codes), config.scheduler.streams)
+    engine = GenerateEngine(generator, scheduler, pool.arena)
+    engine.target_s = config.slo.generate_s
     version = hf.version(folder)
-    relay = Relay(config.relay, config.trigger, generate_engine, pool, dram, version)
-    relay.on_error = metrics.relay_error
-    metrics.observe_tier("generate_hbm", pool, {"free": lambda: pool.free_bytes, "live": lambda: pool.live_bytes})
-    if dram is not None:
-        metrics.observe_tier("generate_dram", dram, {"free": lambda: dram.free_bytes, "live": lambda: dram.live_bytes})
-    return Generation(section, folder.name, version, generate_engine, relay)
+    relay = Relay(config.relay, _trigger(config), engine, pool, dram, version)
+    observe_relay(metrics, "generate", engine, pool, dram, relay)
+    generation = Generation(section, folder.name, version, engine, relay)
+    generation.on_search = metrics.beams_searched
+    metrics.limits({"prompt_tokens": section.max_prompt_tokens, "beams": section.max_beams})
+    return generation
+
+
+def _trigger(config: Config) -> TriggerConfig:
+    """With the budget of a rank filled in."""
+    if config.trigger.rank_budget_s is not None:
+        return config.trigger
+    return msgspec.structs.replace(config.trigger, rank_budget_s=config.slo.rank_s)
 
 
 def _place(checkpoint: Checkpoint, config: Config, backend: Backend) -> None:
@@ -169,6 +206,18 @@ def _place(checkpoint: Checkpoint, config: Config, backend: Backend) -> None:
     if config.dtype != "checkpoint":
         checkpoint.model.cast(getattr(torch, config.dtype))
     checkpoint.model.to(backend.device).eval().freeze_items()
+
+
+def _pool(
+    field: str, num_bytes: int, least_pages: int, layout: KVLayout, config: Config, backend: Backend
+) -> PrefixPool:
+    pages = num_bytes // layout.page_bytes
+    if pages < least_pages:
+        raise ConfigError(
+            f"{field}: {num_bytes} holds {pages} pages of {layout.page_bytes} bytes, the least is {least_pages}"
+        )
+    arena = KVArena(layout, pages, backend.device, pack=backend.pack_kv)
+    return PrefixPool(arena, num_bytes, config.relay.t_life_s, time.monotonic)
 
 
 def _dram(config: Config, num_bytes: int, layout: KVLayout, backend: Backend) -> DramStore | None:
@@ -185,61 +234,90 @@ def _dram(config: Config, num_bytes: int, layout: KVLayout, backend: Backend) ->
     )
 
 
-async def _prove(
-    engine: Engine, dram: DramStore | None, shape: HSTUConfig, vocabulary: ItemVocabulary, is_cached: bool
-) -> None:
+async def _prove(ranking: Ranking, is_cached: bool) -> None:
     """Parity self-test (where prefixes are cached) and warm-up, on a seeded history."""
-    longest = min(shape.max_history_tokens, max(WARM_UP_LENGTHS))
-    tokens = _seeded(shape, vocabulary, longest)
-    short = min(longest, SELF_TEST_TOKENS)
-    head = Tokens(tokens.events[:short], tokens.rows[:short], tokens.report)
-    candidates = np.random.default_rng(1).integers(0, shape.num_items, 32)
-    drift = await parity(engine, None if dram is None else dram.arena, head, candidates) if is_cached else 0.0
+    engine, model = ranking.engine, ranking.model
+    longest = min(model.max_history_tokens, max(WARM_UP_LENGTHS))
+    tokens = _seeded(ranking, longest)
+    head = tokens[: min(longest, SELF_TEST_TOKENS)]
+    candidates = np.random.default_rng(1).integers(0, model.num_items, 32)
+    drift = 0.0
+    if is_cached:
+        dram = ranking.relay.dram_arena
+        drift = await parity(engine, dram, head, candidates)
+        if dram is not None:
+            await engine.measure_copy(dram, SELF_TEST_TOKENS)
     began_s = time.perf_counter()
     cost = await engine.warm_up(tokens, [n for n in WARM_UP_LENGTHS if n <= longest], WARM_UP_CANDIDATES)
     log.info(
-        "parity %.1e of the logits' spread; warm-up %.1f s; 1,000 tokens and 100 candidates: %.1f ms full",
+        "parity %.1e of the logits' spread; warm-up %.1f s; 1,000 tokens and 100 candidates: %.1f ms full; "
+        "DRAM to HBM %.1f GB/s",
         drift,
         time.perf_counter() - began_s,
         cost.full_s(1000, 100) * 1e3,
+        engine.copy_bytes_per_s / 1e9,
     )
 
 
-def _seeded(shape: HSTUConfig, vocabulary: ItemVocabulary, num_tokens: int) -> Tokens:
+def _seeded(ranking: Ranking, num_tokens: int) -> Tokens:
     random = np.random.default_rng(0)
     events = Events.make(
-        vocabulary.ids[random.integers(0, shape.num_items, num_tokens)],
-        random.integers(0, len(shape.actions), num_tokens),
+        ranking.item_ids[random.integers(0, ranking.model.num_items, num_tokens)],
+        random.integers(0, len(ranking.model.actions), num_tokens),
         np.cumsum(random.integers(0, 86_400, num_tokens)),
     )
-    return tokenize(
-        events,
-        vocabulary,
-        len(shape.actions),
-        max_tokens=num_tokens,
-        cut_step_tokens=1,
-        refuse_unknown=True,
+    return ranking.tokenize(events, 0)
+
+
+def observe(metrics: Metrics, config: Config, scheduler: Scheduler) -> None:
+    """Connect what changes by itself to the metrics; nothing below `app` knows them but the service."""
+    scheduler.on_batch, scheduler.on_worked = metrics.batch_done, metrics.device_worked
+    metrics.observe_queue(lambda: scheduler.depth)
+    metrics.t_life(config.relay.t_life_s)
+    metrics.limits(
+        {
+            "inflight_requests": config.service.max_inflight,
+            "queue_jobs": config.scheduler.max_queue,
+            "streams": config.scheduler.streams,
+            "batch_requests": config.scheduler.max_batch_requests,
+            "batch_tokens": config.scheduler.max_batch_tokens,
+            "batch_rows": config.scheduler.max_batch_rows,
+            "candidates": config.server.max_candidates,
+            "inflight_prefills": config.trigger.max_inflight,
+            "budget_s": config.server.max_budget_s,
+        }
     )
 
 
-def observe(
-    metrics: Metrics, engine: Engine, pool: PrefixPool, dram: DramStore | None, relay: Relay[Tokens], info: ModelInfo
+def observe_relay(
+    metrics: Metrics, kind: str, engine: PageJobs, pool: PrefixPool, dram: DramStore | None, relay: Relay[Any]
 ) -> None:
-    """Connect what changes by itself to the metrics; nothing below `app` knows them but the service."""
-    engine.scheduler.on_batch = metrics.batch_done
-    relay.on_error = metrics.relay_error
-    pool.on_evict = lambda entry: None if entry.consumed else metrics.prefill_wasted()
-    metrics.observe_queue(lambda: engine.scheduler.depth)
+    """As `observe`, for the relay of one kind of request and its tiers."""
+    prefix = "" if kind == "rank" else f"{kind}_"
+    relay.on_error, relay.on_first_use = metrics.relay_error, metrics.prefix_waited
+    pool.on_evict = lambda entry: None if entry.consumed else metrics.prefill_wasted(kind)
+
+    def copied(target: KVArena, num_bytes: int, done: Done[None]) -> None:
+        metrics.copy_done("reload" if target is pool.arena else "spill", num_bytes, done.queue_s, done.device_s)
+
+    engine.on_copied = copied
+    metrics.observe_relay(
+        kind,
+        {work: partial(relay.in_flight, work) for work in ("prefill", "reload", "spill")},
+        t_life_s=lambda: relay.t_life_p99_s.value,
+        prefills_per_s=lambda: relay.q_inst_per_s,
+        brownout=lambda: relay.brownout,
+    )
     metrics.observe_tier(
-        "hbm",
+        f"{prefix}hbm",
         pool,
         {
-            "free": lambda: pool.free_bytes,
-            "reserved": lambda: pool.reserved_bytes,
             "live": lambda: pool.live_bytes,
+            "reserved": lambda: pool.reserved_bytes,
             "evictable": lambda: pool.evictable_bytes,
+            "free": lambda: pool.free_bytes,
         },
     )
     if dram is not None:
-        metrics.observe_tier("dram", dram, {"free": lambda: dram.free_bytes, "live": lambda: dram.live_bytes})
-    metrics.build_info(info)
+        states = {"live": lambda: dram.live_bytes, "free": lambda: dram.free_bytes}
+        metrics.observe_tier(f"{prefix}dram", dram, states)

@@ -1,4 +1,4 @@
-"""npu-gr: serve | train | load | replay | bench | check-config | demo. Commands import what they need, late."""
+"""npu-gr: serve | route | fleet | train | load | replay | dashboards | bench | demo ... Commands import late."""
 
 from __future__ import annotations
 
@@ -8,17 +8,20 @@ import logging
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
 from npu_gr import __version__
 from npu_gr.errors import NpuGrError
 from npu_gr.process import set_up_process
+from npu_gr.replay.commands import record, replay
 
 if TYPE_CHECKING:
     from npu_gr.bench.line import Line
     from npu_gr.config import Config
+
+T = TypeVar("T")
 
 CONFIG = click.option(
     "--config", "config_path", required=True, type=click.Path(path_type=Path), help="YAML configuration."
@@ -70,9 +73,72 @@ def _load(config_path: Path, overrides: tuple[str, ...]) -> Config:
 def serve(config_path: Path, overrides: tuple[str, ...]) -> None:
     """Start one instance; SIGTERM drains and stops it."""
     from npu_gr.app import run
+    from npu_gr.server.journal import lines_to_stdout
 
     config = _load(config_path, overrides)
+    lines_to_stdout()
     _run(lambda: run(config))
+
+
+@main.command()
+@CONFIG
+@SET
+def route(config_path: Path, overrides: tuple[str, ...]) -> None:
+    """Start the affinity router before many instances; SIGTERM drains and stops it."""
+    from npu_gr.router.config import RouterConfig
+    from npu_gr.router.run import run
+    from npu_gr.settings import load
+
+    config = load(config_path, RouterConfig, overrides)
+    _run(lambda: run(config))
+
+
+@main.group()
+def fleet() -> None:
+    """The router's placement in infrastructure that is there already."""
+
+
+def _balancer(name: str, about: str) -> None:
+    @fleet.command(name, help=about)
+    @CONFIG
+    @SET
+    def command(config_path: Path, overrides: tuple[str, ...]) -> None:
+        from npu_gr.fleet.balancers import BALANCERS
+        from npu_gr.router.config import RouterConfig
+        from npu_gr.router.discovery import find
+        from npu_gr.settings import load
+
+        config = load(config_path, RouterConfig, overrides)
+        click.echo(BALANCERS[name](config, asyncio.run(find(config.discovery))), nl=False)
+
+
+_balancer("envoy", "Print Envoy's configuration (JSON): MAGLEV on the user header.")
+_balancer("haproxy", "Print HAProxy's configuration: strict consistent hashing on the user header.")
+_balancer("nginx", "Print nginx.conf: strict consistent hashing on the user header, passive checks only.")
+
+
+@fleet.command("ray")
+@CONFIG
+@SET
+@click.option("--instances", required=True, type=click.IntRange(1), help="At least; one a device.")
+@click.option("--max-instances", type=click.IntRange(1), help="Autoscale up to so many.")
+@click.option("--resource", default="CPU", show_default=True, type=click.Choice(["NPU", "GPU", "CPU"]))
+@click.option("--host", default="127.0.0.1", show_default=True)
+@click.option("--port", default=8090, show_default=True)
+def fleet_ray(
+    config_path: Path,
+    overrides: tuple[str, ...],
+    instances: int,
+    max_instances: int | None,
+    resource: str,
+    host: str,
+    port: int,
+) -> None:
+    """Run instances on a Ray cluster (RAY_ADDRESS, else a local one), requests routed by user, until stopped."""
+    from npu_gr.fleet.ray_serve import RayOptions, deploy
+
+    config = _load(config_path, overrides)
+    deploy(config, RayOptions(instances, max_instances or instances, resource, host, port))
 
 
 @main.command("check-config")
@@ -85,6 +151,20 @@ def check_config(config_path: Path, overrides: tuple[str, ...]) -> None:
     from npu_gr.config import to_table
 
     click.echo(yaml.safe_dump(to_table(_load(config_path, overrides)), sort_keys=False), nl=False)
+
+
+@main.command("dashboards")
+@click.option("--config", "config_path", type=click.Path(path_type=Path), help="For its objectives; else the defaults.")
+@click.option("--out", default="dashboards", show_default=True, type=click.Path(path_type=Path))
+@click.option("--runbooks", default="docs/runbooks", show_default=True, help="Path or URL of the runbooks' pages.")
+def dashboards_command(config_path: Path | None, out: Path, runbooks: str) -> None:
+    """Write the Grafana dashboards and the Prometheus rules."""
+    from npu_gr.config import SLOConfig
+    from npu_gr.metrics.dashboards import write
+
+    objectives = (SLOConfig() if config_path is None else _load(config_path, ()).slo).objectives()
+    for path in write(out, objectives, runbooks):
+        click.echo(path)
 
 
 @main.group()
@@ -106,6 +186,8 @@ def load_command(config_path: Path, overrides: tuple[str, ...], log: Path, tenan
     from npu_gr.model.weights import load as load_checkpoint
 
     config = _load(config_path, overrides)
+    if config.checkpoint is None:
+        raise click.UsageError("checkpoint: the configuration names none, so the actions have no values")
     values = load_checkpoint(Path(config.checkpoint)).action_values
     interactions = read_interactions(log, value_column=value_column)
 
@@ -145,6 +227,23 @@ def bench_rank(as_json: bool, backend: str, dtype: str, threads: int, seed: int,
     _show(lines(backend, getattr(torch, dtype), seed, seconds), backend, seed, as_json)  # type: ignore[arg-type]
 
 
+@bench.command("kernels")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object a line.")
+@click.option("--isa", default="", help="Instruction set; the best of this CPU by default.")
+@click.option("--seed", default=0, show_default=True)
+@click.option("--seconds", default=2.0, show_default=True, help="Time a case.")
+@click.option("--only", type=click.Choice(["roofs", "topk", "hstu"]), help="One part.")
+def bench_kernels(as_json: bool, isa: str, seed: int, seconds: float, only: str | None) -> None:
+    """Native CPU kernels on one thread: against what the CPU can do at most, torch ops and a naive cached path."""
+    import torch
+
+    from npu_gr.bench.kernels import PARTS, lines
+
+    torch.set_num_threads(1)
+    parts = tuple(part for part in PARTS if only in (None, part))
+    _show(lines(isa, seed, seconds, parts), "cpu", seed, as_json)
+
+
 @bench.command("wire")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object a line.")
 @click.option("--seed", default=0, show_default=True)
@@ -153,6 +252,20 @@ def bench_wire(as_json: bool, seed: int, seconds: float) -> None:
     """Reading a rank's body: raw columns against lists of numbers."""
     from npu_gr.bench.wire import lines
 
+    _show(lines(seed, seconds), "cpu", seed, as_json)
+
+
+@bench.command("metrics")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object a line.")
+@click.option("--seed", default=0, show_default=True)
+@click.option("--seconds", default=2.0, show_default=True, help="Time a case.")
+def bench_metrics(as_json: bool, seed: int, seconds: float) -> None:
+    """What counting, tracing and logging add to a rank, in CPU time."""
+    import torch
+
+    from npu_gr.bench.metrics import lines
+
+    torch.set_num_threads(1)
     _show(lines(seed, seconds), "cpu", seed, as_json)
 
 
@@ -173,21 +286,52 @@ def bench_generate(as_json: bool, backend: str, threads: int, seed: int, seconds
     _show(lines(backend, seed, seconds, transformers), backend, seed, as_json)  # type: ignore[arg-type]
 
 
-@bench.command("kernels")
+@bench.command("router")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object a line.")
-@click.option("--isa", default="", help="A lower instruction set than this CPU's best.")
 @click.option("--seed", default=0, show_default=True)
-@click.option(
-    "--repeats", default=10, show_default=True, type=click.IntRange(1), help="Rounds a case; the best counts."
-)
-def bench_kernels(as_json: bool, isa: str, seed: int, repeats: int) -> None:
-    """The native CPU kernels against what the CPU can do at most, and against torch."""
+@click.option("--seconds", default=10.0, show_default=True)
+def bench_router(as_json: bool, seed: int, seconds: float) -> None:
+    """What the router adds to a call, and Envoy in the same run where it is installed."""
+    from npu_gr.bench.router import lines
+
+    _show(lines(seed, seconds), "cpu", seed, as_json)
+
+
+@bench.command("twin")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object a line.")
+@click.option("--seed", default=0, show_default=True)
+def bench_twin(as_json: bool, seed: int) -> None:
+    """Ascend masked_topk on the CPU twin: instructions and bytes counted, time modelled. Not a measurement."""
+    from rich.console import Console
+
+    from npu_gr.bench.twin import lines, table
+
+    if as_json:
+        _show(lines(seed), "CPU twin of the Ascend 910B", seed, as_json)
+    else:
+        Console(width=max(120, Console().width)).print(table(lines(seed)))
+
+
+@bench.command("relay")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object a line.")
+@click.option("--backend", default="cpu", show_default=True, help="As in a configuration.")
+@click.option("--threads", default=1, show_default=True, type=click.IntRange(1))
+@click.option("--seed", default=0, show_default=True)
+@click.option("--lengths", default="1024,2048", show_default=True, help="Tokens of a history, comma-separated.")
+@click.option("--candidates", default="100", show_default=True, help="Of a rank, comma-separated.")
+@click.option("--layers", default=3, show_default=True, type=click.IntRange(1))
+@click.option("--count", default=120, show_default=True, type=click.IntRange(20), help="Requests a rate.")
+def bench_relay(
+    as_json: bool, backend: str, threads: int, seed: int, lengths: str, candidates: str, layers: int, count: int
+) -> None:
+    """Traffic within the objective, with and without a relay: minutes a shape."""
     import torch
 
-    from npu_gr.bench.kernels import lines
+    from npu_gr.bench.relay import lines
 
-    torch.set_num_threads(1)
-    _show(lines(isa, seed, repeats), "cpu", seed, as_json)
+    torch.set_num_threads(threads)
+    tokens, rows = ([int(part) for part in text.split(",")] for text in (lengths, candidates))
+    _show(lines(backend, tokens, rows, layers, count, seed), backend, seed, as_json)  # type: ignore[arg-type]
 
 
 def _show(lines: Iterable[Line], device: str, seed: int, as_json: bool) -> None:
@@ -241,26 +385,16 @@ def train_rank_command(
     threads: int,
 ) -> None:
     """Train an HSTU ranker on an interaction LOG (.inter or .jsonl) and print its figures beside the baselines'."""
-    import msgspec
     import torch
-    import yaml
     from rich.console import Console
 
     from npu_gr.demo import training_progress
-    from npu_gr.errors import ConfigError
     from npu_gr.features.interactions import read_interactions, read_item_features
     from npu_gr.model.weights import save
-    from npu_gr.train.rank import DEMO, LONG, TrainOptions, train_rank
+    from npu_gr.train.rank import DEMO, LONG, train_rank
 
     torch.set_num_threads(threads)
-    table = msgspec.to_builtins({"demo": DEMO, "long": LONG}[preset])
-    for override in overrides:
-        key, _, value = override.partition("=")
-        table[key] = yaml.safe_load(value)
-    try:
-        options = msgspec.convert(table, TrainOptions)
-    except msgspec.ValidationError as error:
-        raise ConfigError(f"--set: {error}") from error
+    options = _overridden({"demo": DEMO, "long": LONG}[preset], overrides)
     columns = [name for name in item_features.split(",") if name]
     features = read_item_features(items, columns) if items else []
     console = Console()
@@ -270,70 +404,73 @@ def train_rank_command(
     click.echo(f"checkpoint {save(checkpoint, out)} in {out}")
 
 
-@main.command("replay")
-@click.argument("log", type=click.Path(path_type=Path))
-@click.option("--url", default="http://127.0.0.1:8080", show_default=True)
-@click.option("--speed", default=1.0, show_default=True, help="Log seconds a second.")
-@click.option("--rate", type=float, help="Ranks a second, instead of the log's times.")
-@click.option("--arrival", default="poisson", show_default=True, type=click.Choice(["poisson", "constant"]))
-@click.option("--signal-lead-ms", default=50.0, show_default=True, help="Signal this long before its rank.")
-@click.option("--no-signals", is_flag=True, help="Send only the signals that the log has.")
-@click.option("--limit", type=click.IntRange(1), help="Records, oldest first.")
-@click.option("--duration", "duration_s", type=float, help="Seconds of sending.")
-@click.option("--timeout-ms", default=1000.0, show_default=True)
-@click.option("--slo-ms", default=50.0, show_default=True)
-@click.option("--seed", default=0, show_default=True)
-@click.option("--api-key", envvar="NPU_GR_API_KEY", help="Also from NPU_GR_API_KEY.")
-@click.option("--json", "as_json", is_flag=True)
-def replay_command(
-    log: Path,
-    url: str,
-    speed: float,
-    rate: float | None,
-    arrival: str,
-    signal_lead_ms: float,
-    no_signals: bool,
-    limit: int | None,
-    duration_s: float | None,
-    timeout_ms: float,
-    slo_ms: float,
-    seed: int,
-    api_key: str | None,
-    as_json: bool,
+@train.command("generate")
+@click.argument("log", required=False, type=click.Path(path_type=Path))
+@click.option("--out", required=True, type=click.Path(path_type=Path), help="Folder that the service starts from.")
+@click.option(
+    "--codes", type=click.Path(path_type=Path), help='Ready-made: a catalogue, or JSON {"item": [code, ...]}.'
+)
+@click.option("--items", type=click.Path(path_type=Path), help="RecBole .item file with side features.")
+@click.option("--item-features", default="", help="Its columns, comma-separated.")
+@click.option("--preset", default="movielens", show_default=True, type=click.Choice(["movielens", "beauty"]))
+@click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override one training option.")
+@click.option("--value-column", default="rating", show_default=True, help="Column with the action's value.")
+@click.option("--threads", default=2, show_default=True, type=click.IntRange(1))
+def train_generate_command(
+    log: Path | None,
+    out: Path,
+    codes: Path | None,
+    items: Path | None,
+    item_features: str,
+    preset: str,
+    overrides: tuple[str, ...],
+    value_column: str,
+    threads: int,
 ) -> None:
-    """Replay a query LOG open loop; latency counts from the time each request was due."""
+    """Train a semantic-ID generator on an interaction LOG and print its figures beside the baselines'.
+
+    LOG is .inter, .jsonl, or .json {"user": [item, ...]}; without it, MovieLens-100K of the package recbole.
+    """
+    import torch
     from rich.console import Console
 
+    from npu_gr.demo import training_progress
+    from npu_gr.features.interactions import movielens_100k, read_interactions, read_item_features
+    from npu_gr.train.generate import BEAUTY, MOVIELENS, train_generator
+    from npu_gr.train.publish import how_to_serve, prepare, publish
+
+    torch.set_num_threads(threads)
+    options = _overridden({"movielens": MOVIELENS, "beauty": BEAUTY}[preset], overrides)
+    interactions = read_interactions(log or movielens_100k(), value_column=value_column)
+    columns = [name for name in item_features.split(",") if name]
+    features = read_item_features(items, columns) if items else []
+    prepare(out)
+    console = Console()
+    with training_progress(console) as show:
+        trained = train_generator(interactions, features, options, codes, show)
+    console.print(trained.report.table())
+    click.echo(how_to_serve(publish(trained, features, options, out), trained))
+
+
+def _overridden(preset: T, overrides: tuple[str, ...]) -> T:
+    """Training options with some of their values replaced."""
+    import msgspec
+    import yaml
+
     from npu_gr.errors import ConfigError
-    from npu_gr.replay.options import ReplayOptions
-    from npu_gr.replay.run import replay, stop_on_interrupt
 
+    table = msgspec.to_builtins(preset)
+    for override in overrides:
+        key, _, value = override.partition("=")
+        table[key] = yaml.safe_load(value)
     try:
-        options = ReplayOptions(
-            base_url=url,
-            api_key=api_key,
-            speed=speed,
-            rate=rate,
-            arrival=arrival,  # type: ignore[arg-type]
-            signal_lead_s=None if no_signals else signal_lead_ms * 1e-3,
-            limit=limit,
-            duration_s=duration_s,
-            timeout_s=timeout_ms * 1e-3,
-            slo_s=slo_ms * 1e-3,
-            seed=seed,
-        )
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
+        return msgspec.convert(table, type(preset))
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"--set: {error}") from error
 
-    async def work() -> Any:
-        with stop_on_interrupt() as stop:
-            return await replay(log, options, stop=stop)
 
-    report = _run(work)
-    if as_json:
-        click.echo(json.dumps(report.as_dict()))
-    else:
-        Console().print(report.render())
+main.add_command(replay)
+main.add_command(record)
 
 
 @main.command()
@@ -350,3 +487,20 @@ def demo(config_path: Path, folder: Path, threads: int, limit: int | None) -> No
 
     torch.set_num_threads(threads)
     _run(lambda: run(config_path, folder, Console(), limit))
+
+
+@main.command()
+@click.option("--config", "config_path", default="configs/cpu.yaml", show_default=True, type=click.Path(path_type=Path))
+@click.option("--folder", default=".demo", show_default=True, type=click.Path(path_type=Path))
+@click.option("--port", default=8080, show_default=True, type=click.IntRange(1, 65535))
+@click.option("--prometheus-port", default=9090, show_default=True, type=click.IntRange(1, 65535))
+@click.option("--threads", default=2, show_default=True, type=click.IntRange(1), help="For training.")
+def monitor(config_path: Path, folder: Path, port: int, prometheus_port: int, threads: int) -> None:
+    """Serve the demo's model under replay, with a Prometheus and the dashboards to open; until Ctrl-C."""
+    import torch
+    from rich.console import Console
+
+    from npu_gr.monitor import run
+
+    torch.set_num_threads(threads)
+    _run(lambda: run(config_path, folder.resolve(), Console(), port, prometheus_port))

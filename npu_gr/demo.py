@@ -14,12 +14,12 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import aiohttp
-import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
@@ -30,22 +30,33 @@ from npu_gr.features.load import load_interactions
 from npu_gr.features.store import open_store
 from npu_gr.model.weights import Checkpoint, save
 from npu_gr.model.weights import load as load_checkpoint
-from npu_gr.replay.log import LoggedHistory, Record, write
+from npu_gr.replay.convert import Catalogue, from_ratings
+from npu_gr.replay.log import Record, write
 from npu_gr.replay.options import ReplayOptions
 from npu_gr.replay.report import Report
 from npu_gr.replay.run import replay
 from npu_gr.train.data import to_train_on
 from npu_gr.train.rank import DEMO, train_rank
-from npu_gr.train.rank import Progress as Trained
+from npu_gr.train.steps import Progress as Trained
 
 SLICE = 20  # held-out events of a request
 CANDIDATES = 100
 FEATURES = ("class", "release_year")
-LIKE = 4.0
 RATE_PER_S = 30.0
 SIGNAL_LEAD_S = 0.05
 HBM_BYTES = 8_388_608  # room for a few dozen users, so that the DRAM tier is seen at work
 START_TIMEOUT_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """Everything to serve the demo's model and send it the held-out traffic."""
+
+    config_path: Path
+    overrides: list[str]
+    config: Config
+    records: list[Record]
+    folder: Path
 
 
 async def run(config_path: Path, folder: Path, console: Console, limit: int | None = None) -> Report:
@@ -55,6 +66,20 @@ async def run(config_path: Path, folder: Path, console: Console, limit: int | No
         ConfigError, DataError: something that the demo needs is not there, in words.
         Unavailable: the service did not start, or did not stop cleanly.
     """
+    prepared = await prepare(config_path, folder, console, _free_port())
+    async with served(prepared) as url:
+        found = await replay(prepared.records, options(prepared, url, limit))
+    console.print(found.render())
+    (folder / "report.json").write_text(json.dumps(found.as_dict(), indent=2) + "\n")
+    return found
+
+
+async def prepare(config_path: Path, folder: Path, console: Console, port: int) -> Prepared:
+    """Train or reuse the ranker, and fill a fresh history store.
+
+    Raises:
+        ConfigError, DataError: as `run`.
+    """
     source = movielens_100k()
     log = read_interactions(source)
     checkpoint = _checkpoint(
@@ -63,12 +88,13 @@ async def run(config_path: Path, folder: Path, console: Console, limit: int | No
     trained = to_train_on(log.users, log.timestamps, DEMO.split)
     history, heldout = log[trained], log[~trained]
     await asyncio.to_thread(_forget, folder)
-    records = traffic(heldout, checkpoint)
+    catalogue = Catalogue(item_ids=checkpoint.item_ids, action_values=checkpoint.action_values)
+    records = from_ratings(heldout, catalogue, slice_events=SLICE, num_candidates=CANDIDATES)
     write(folder / "traffic.jsonl.gz", records)
     overrides = [
         f"checkpoint={folder / 'checkpoint'}",
         f"features.path={folder / 'history.db'}",
-        f"server.port={_free_port()}",
+        f"server.port={port}",
         f"kv.hbm_bytes={HBM_BYTES}",
     ]
     config = load(config_path, overrides)
@@ -76,21 +102,30 @@ async def run(config_path: Path, folder: Path, console: Console, limit: int | No
     console.print(
         f"replaying {sum(r.kind == 'rank' for r in records)} ranks of {len({r.user_id for r in records})} users"
     )
-    process = await _serve(config_path, overrides, config, folder / "service.log")
+    return Prepared(config_path, overrides, config, records, folder)
+
+
+@asynccontextmanager
+async def served(prepared: Prepared) -> AsyncIterator[str]:
+    """The service in a process of its own; its URL. At the block's end it drains and stops."""
+    config = prepared.config
+    process = await _serve(prepared.config_path, prepared.overrides, config, prepared.folder / "service.log")
     try:
-        options = ReplayOptions(
-            base_url=f"http://{config.server.host}:{config.server.port}",
-            rate=RATE_PER_S,
-            signal_lead_s=SIGNAL_LEAD_S,
-            slo_s=config.slo.rank_s,
-            limit=limit,
-        )
-        found = await replay(records, options)
+        yield f"http://{config.server.host}:{config.server.port}"
     finally:
         await _stop(process)
-    console.print(found.render())
-    (folder / "report.json").write_text(json.dumps(found.as_dict(), indent=2) + "\n")
-    return found
+
+
+def options(prepared: Prepared, url: str, limit: int | None = None, seed: int = 0) -> ReplayOptions:
+    """How the traffic is sent."""
+    return ReplayOptions(
+        base_url=url,
+        rate=RATE_PER_S,
+        signal_lead_s=SIGNAL_LEAD_S,
+        slo_s=prepared.config.slo.rank_s,
+        limit=limit,
+        seed=seed,
+    )
 
 
 def _checkpoint(folder: Path, log: Interactions, features: list[ItemValues], console: Console) -> Checkpoint:
@@ -111,7 +146,7 @@ def _checkpoint(folder: Path, log: Interactions, features: list[ItemValues], con
 
 @contextmanager
 def training_progress(console: Console) -> Iterator[Callable[[Trained], None]]:
-    """A bar for each stage of `train_rank`."""
+    """A bar for each stage of a training."""
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[loss]}"), TimeElapsedColumn())
     with Progress(*columns, console=console) as bar:
         tasks: dict[str, TaskID] = {}
@@ -123,43 +158,6 @@ def training_progress(console: Console) -> Iterator[Callable[[Trained], None]]:
             bar.update(tasks[step.stage], completed=step.done, loss=loss)
 
         yield show
-
-
-def traffic(heldout: Interactions, checkpoint: Checkpoint) -> list[Record]:
-    """Rank and events records in time order, seeded.
-
-    Labels: click = the user interacted (the others were drawn at random), like = rated `LIKE` or more; candidates
-    that were drawn have no like label.
-    """
-    random = np.random.default_rng(0)
-    actions = {value: index for index, value in enumerate(checkpoint.action_values)}
-    records = []
-    order = np.argsort(heldout.users, kind="stable")
-    for part in np.split(order, np.flatnonzero(np.diff(heldout.users[order])) + 1):
-        for slice_ in np.split(part, range(SLICE, len(part), SLICE)):
-            items, values, times = heldout.items[slice_], heldout.values[slice_], heldout.timestamps[slice_]
-            others = np.setdiff1d(checkpoint.item_ids, heldout.items[part])
-            drawn = random.choice(others, CANDIDATES - len(items), replace=False)
-            shuffled = random.permutation(CANDIDATES)
-            shown = np.concatenate([items, drawn])[shuffled].tolist()
-            click = np.concatenate([np.ones(len(items), int), np.zeros(len(drawn), int)])[shuffled].tolist()
-            rated = np.concatenate([values, np.full(len(drawn), np.nan)])[shuffled].tolist()
-            user, at = heldout.user_names[heldout.users[part[0]]], int(times[0])
-            records.append(
-                Record(
-                    ts=float(at),
-                    kind="rank",
-                    user_id=user,
-                    candidates=shown,
-                    timestamp=at,
-                    labels={"click": click, "like": [None if v != v else int(v >= LIKE) for v in rated]},
-                )
-            )
-            happened = LoggedHistory(
-                items=items.tolist(), actions=[actions[value] for value in values.tolist()], timestamps=times.tolist()
-            )
-            records.append(Record(ts=float(at), kind="events", user_id=user, events=happened))
-    return sorted(records, key=lambda record: record.ts)
 
 
 def _forget(folder: Path) -> None:

@@ -9,22 +9,31 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
 import msgspec
-import numpy as np
 
-from npu_gr.catalog.filters import Filter, allow_mask, attribute_in
-from npu_gr.catalog.records import read_items
+from npu_gr.catalog.filter_cache import FilterCache
+from npu_gr.catalog.records import Record, as_items, read_items
 from npu_gr.catalog.trie import Codebooks
-from npu_gr.catalog.versions import Catalogue, Snapshot, make_snapshot
+from npu_gr.catalog.versions import Catalogue, Snapshot, add, make_snapshot, restore, withdraw
 from npu_gr.engine.beam_search import SearchOptions, Tables
 from npu_gr.engine.generate import GenerateEngine, Prompt, Work, make_prompt
 from npu_gr.errors import CatalogError, ConfigError, DataError, NotFound, Unprocessable
 from npu_gr.relay.relay import Relay
-from npu_gr.request import I64, CatalogueInfo, GenerateAnswer, GenerateRequest, HistoryReport, UserKey, Verdict
+from npu_gr.request import (
+    I64,
+    CatalogueChange,
+    CatalogueInfo,
+    GenerateAnswer,
+    GenerateRequest,
+    HistoryReport,
+    ModelInfo,
+    UserKey,
+    Verdict,
+)
 
 Count = Annotated[int, msgspec.Meta(ge=1)]
 Bytes = Annotated[int, msgspec.Meta(ge=0)]
@@ -46,6 +55,7 @@ class GenerateConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     cut_step_items: Count = 32  # its start moves in steps of so many
     hbm_bytes: Bytes = 268_435_456
     dram_bytes: Bytes = 0
+    filter_cache_bytes: Bytes = 268_435_456  # masks of attribute queries, a byte an item and an edge each
 
     def __post_init__(self) -> None:
         if not self.codes:
@@ -64,9 +74,12 @@ class Generation:
     ) -> None:
         self.config, self.name, self.version = config, name, version
         self.engine, self.relay = engine, relay
+        self._max_prompt_tokens = min(config.max_prompt_tokens, engine.generator.max_prompt_tokens)
         self._catalogue = Catalogue()
+        self._filters = FilterCache(config.filter_cache_bytes)
         self._tables: dict[str, Tables] = {}  # by content: of the version served and of the one kept
         self._reloading = asyncio.Lock()
+        self.on_search: Callable[[int], None] = lambda _width: None
 
     async def start(self) -> None:
         """Load the catalogue and warm up.
@@ -80,10 +93,32 @@ class Generation:
             raise ConfigError(f"generate.catalogue: {error}") from error
         with self._catalogue.pin() as snapshot:
             if snapshot.trie.num_items:
-                longest = min(self.config.max_prompt_tokens, self.engine.generator.max_prompt_tokens)
-                lengths = sorted({min(longest, n) for n in WARM_UP_TOKENS})
+                lengths = sorted({min(self._max_prompt_tokens, n) for n in WARM_UP_TOKENS})
                 widths = sorted({min(self.config.max_beams, width) for width in WARM_UP_BEAMS})
                 await self.engine.warm_up(snapshot.trie, self._tables[snapshot.content], lengths, widths)
+
+    @property
+    def max_events(self) -> int:
+        """Newest behaviours that a prompt has room for."""
+        return self._max_prompt_tokens // len(self.config.codes)
+
+    @property
+    def model(self) -> ModelInfo:
+        """What is being served."""
+        return ModelInfo(
+            name=self.name,
+            version=self.version,
+            tasks=("generate",),
+            actions=(),
+            num_items=self._catalogue.status().num_items,
+            max_history_tokens=self._max_prompt_tokens,
+            device=self.engine.backend.name,
+            dtype=self.engine.arena.layout.dtype,
+        )
+
+    async def stop(self) -> None:
+        """End background work."""
+        await self.relay.stop()
 
     # ---- the catalogue
 
@@ -93,8 +128,29 @@ class Generation:
         Raises:
             DataError: names the file, the record and the reason; the version served before still is.
         """
+        return await self._publish(self._read)
+
+    async def update(self, change: CatalogueChange) -> CatalogueInfo:
+        """Serve a version with items added, withdrawn and restored; the file stays as it is, and a reload reads it.
+
+        Raises:
+            DataError: names the item and the reason; the version served before still is.
+        """
+
+        def changed() -> Snapshot:
+            with self._catalogue.pin() as snapshot:
+                if change.add:
+                    records = [Record(new.item_id, list(new.sid), new.order, new.attributes) for new in change.add]
+                    snapshot = add(snapshot, as_items(records, lambda row: f"record {row + 1}"))
+                if change.withdraw is not None:
+                    snapshot = withdraw(snapshot, change.withdraw)
+                return snapshot if change.restore is None else restore(snapshot, change.restore)
+
+        return await self._publish(changed)
+
+    async def _publish(self, make: Callable[[], Snapshot]) -> CatalogueInfo:
         async with self._reloading:
-            snapshot = await asyncio.to_thread(self._read)
+            snapshot = await asyncio.to_thread(make)
             if snapshot.content not in self._tables:
                 device = self.engine.backend.device
                 uploaded = await self.engine.scheduler.call(
@@ -102,8 +158,7 @@ class Generation:
                 )
                 self._tables[snapshot.content] = uploaded.value
             self._catalogue.publish(snapshot)
-            status = self._catalogue.status()
-            kept = {status.version, status.previous}
+            kept = self._catalogue.contents()
             self._tables = {content: tables for content, tables in self._tables.items() if content in kept}
         return self.catalogue()
 
@@ -127,6 +182,11 @@ class Generation:
             previous=status.previous,
         )
 
+    def num_paths(self) -> tuple[int, ...]:
+        """Semantic-ID paths of 1, 2, ... codes that the served catalogue has."""
+        with self._catalogue.pin() as snapshot:
+            return tuple(len(level) for level in snapshot.trie.token)
+
     def _read(self) -> Snapshot:
         items = read_items(Path(self.config.catalogue))
         if len(items) and items.sids.shape[1] != len(self.config.codes):
@@ -145,8 +205,9 @@ class Generation:
 
     async def _prompt(self, snapshot: Snapshot, item_ids: I64) -> Prompt:
         """In a thread: a thousand look-ups in a catalogue of millions take milliseconds."""
-        longest = min(self.config.max_prompt_tokens, self.engine.generator.max_prompt_tokens)
-        return await asyncio.to_thread(make_prompt, snapshot.trie, item_ids, longest, self.config.cut_step_items)
+        return await asyncio.to_thread(
+            make_prompt, snapshot.trie, item_ids, self._max_prompt_tokens, self.config.cut_step_items
+        )
 
     async def generate(
         self, request: GenerateRequest, item_ids: I64, fingerprint: str, due_s: float, history_s: float
@@ -168,7 +229,9 @@ class Generation:
         width = request.beam_width or max(self.config.beam_width, min(request.num_items, self.config.max_beams))
         if width > self.config.max_beams:
             raise Unprocessable(f"beam_width: {width}, the limit is {self.config.max_beams}")
+        self.on_search(width)
         with self._catalogue.pin() as snapshot:
+            tables = self._tables[snapshot.content]  # now: later versions may come and go while this one is pinned
             if request.catalogue_version not in (None, snapshot.version):
                 raise NotFound(
                     f"catalogue_version: {request.catalogue_version!r} is not served; {snapshot.version!r} is"
@@ -177,7 +240,8 @@ class Generation:
             if not len(prompt):
                 raise Unprocessable(f"history: none of its {len(item_ids)} items is in the catalogue")
             options = SearchOptions(width=width, normalise=request.normalise, temperature=request.temperature)
-            allow = await asyncio.to_thread(_filter, snapshot, request) if _is_filtered(snapshot, request) else None
+            wanted = snapshot, request.allow_items, request.deny_items, request.attributes
+            allow = await asyncio.to_thread(self._filters.of, *wanted)
             async with self.relay.lease(request.user, prompt, width, due_s) as lease:
                 lease_s = time.monotonic() - began_s
                 if lease.first_token:
@@ -185,7 +249,7 @@ class Generation:
                     prompt = prompt.newest(max(one, len(prompt) - lease.first_token), one)
                 work = Work(
                     trie=snapshot.trie,
-                    tables=self._tables[snapshot.content],
+                    tables=tables,
                     prompt=prompt,
                     options=options,
                     num_items=request.num_items,
@@ -212,27 +276,3 @@ class Generation:
             prefix_tokens=lease.cached.num_tokens if lease.cached else 0,
             stages_s={"history": history_s, "lease": lease_s, "queue": done.queue_s, "device": done.device_s},
         )
-
-
-def _is_filtered(snapshot: Snapshot, request: GenerateRequest) -> bool:
-    asked = request.allow_items is not None or request.deny_items is not None or request.attributes
-    return bool(asked) or snapshot.available is not None
-
-
-def _filter(snapshot: Snapshot, request: GenerateRequest) -> Filter:
-    """What a request may see: what is not withdrawn, allowed, not denied, and has the attributes."""
-    trie = snapshot.trie
-    allowed = np.ones(trie.num_items, np.bool_)
-    if request.allow_items is not None:
-        allowed[:] = False
-        places = trie.places(request.allow_items)
-        allowed[places[places >= 0]] = True
-    if request.deny_items is not None:
-        places = trie.places(request.deny_items)
-        allowed[places[places >= 0]] = False
-    attributes: Mapping[str, tuple[bool | int | float | str, ...]] = request.attributes
-    for name, values in attributes.items():
-        allowed &= attribute_in(snapshot.attributes, name, values)
-    if snapshot.available is not None:
-        allowed &= snapshot.available.allowed
-    return allow_mask(trie, allowed)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from enum import StrEnum
+from enum import IntEnum, StrEnum
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -84,10 +84,22 @@ class Verdict(StrEnum):
     RELOAD = "reload"  # the DRAM tier has it; it comes back instead of being computed
     ALREADY_RESIDENT = "already_resident"
     ALREADY_RUNNING = "already_running"
+    EXTEND = "extend"  # only the behaviours since the resident prefix are encoded
     SKIP_NOT_AT_RISK = "skip_not_at_risk"  # would meet the budget anyway
     SKIP_FOOTPRINT = "skip_footprint"  # no bytes left to reserve
     SKIP_LOAD = "skip_load"  # too many pre-infers in flight
+    SKIP_RATE = "skip_rate"  # more pre-infers a second than the instance sustains
     SKIP_DISABLED = "skip_disabled"
+
+
+class Brownout(IntEnum):
+    """What is given up under overload, each step with all before it."""
+
+    NONE = 0
+    NO_DRAM = 1  # no reloads, no spills
+    NO_RELAY = 2  # no pre-infers; what is resident is still used
+    TRUNCATE = 3  # ranks without a prefix read the newest part of their history
+    REJECT = 4  # signals and generates are refused, ranks as the limit allows
 
 
 class Outcome(StrEnum):
@@ -110,6 +122,7 @@ class Reason(StrEnum):
     NOT_AT_RISK = "not_at_risk"
     REJECTED_FOOTPRINT = "rejected_footprint"
     REJECTED_LOAD = "rejected_load"
+    REJECTED_RATE = "rejected_rate"
     JOIN_TIMEOUT = "join_timeout"
     RELOAD_SLOWER = "reload_slower"
     RELOAD_FAILED = "reload_failed"
@@ -118,6 +131,7 @@ class Reason(StrEnum):
     PRODUCER_FAILED = "producer_failed"
     READ_FAILED = "read_failed"  # the device failed with the prefix and did without
     DISABLED = "disabled"
+    BROWNOUT = "brownout"  # given up under overload
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -210,6 +224,25 @@ class GenerateAnswer:
     history: HistoryReport  # in tokens of the generator: L an item
     prefix_tokens: int  # read from cached KV
     stages_s: dict[str, float] = field(default_factory=dict)  # history, lease, queue, device
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class NewItem:
+    """An item that the catalogue is to have."""
+
+    item_id: int
+    sid: tuple[int, ...]
+    order: float | None = None
+    attributes: dict[str, bool | int | float | str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class CatalogueChange:
+    """What a new version has, unlike the one that is served; in this order."""
+
+    add: tuple[NewItem, ...] = ()
+    withdraw: I64 | None = None  # [n] external ids
+    restore: I64 | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,70 +1,75 @@
 """One request from start to end. READ THIS FILE FIRST.
 
-    signal   history -> relay.signal: decide, reserve, start the pre-infer -> answer at once
-    rank     limiter -> deadline -> history -> lease its prefix KV -> one pass over the candidates -> answer
-    generate limiter -> deadline -> history -> `generation.py`: lease its prompt KV -> beam search -> answer
+    signal   history -> decide, reserve, start the pre-infers -> answer at once
+    rank     limiter -> deadline -> history -> `ranking.py`: lease its prefix KV -> one pass over the candidates
+    generate limiter -> deadline -> history -> `generation.py`: lease its prompt KV -> beam search
 
-Everything that is acquired on the way (slot, deadline, lease) is released by indentation.
+An instance ranks, generates, or both. Everything that is acquired on the way (slot, deadline, lease) is released by
+indentation.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
-from collections.abc import Coroutine
-from typing import Annotated, Any
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from typing import Annotated, Any, Protocol
 
 import msgspec
-import numpy as np
 
+from npu_gr.admission.brownout import BrownoutControl
 from npu_gr.admission.deadline import deadline
-from npu_gr.admission.limiter import Limiter
-from npu_gr.catalog.items import UNKNOWN, ItemVocabulary
-from npu_gr.catalog.tokens import Tokens, tokenize
-from npu_gr.engine.engine import Engine, Pass, Scored
-from npu_gr.errors import BadRequest, DataError, DeviceError, NotFound, NpuGrError, UnknownPrefix, Unprocessable
+from npu_gr.admission.gradient import GradientLimit
+from npu_gr.admission.limiter import Limiter, Priority
+from npu_gr.engine.scheduler import Scheduler
+from npu_gr.errors import BadRequest, DataError, NotFound, Overloaded, UnknownPrefix, Unprocessable
 from npu_gr.features.known import KnownPrefixes
 from npu_gr.features.store import HistoryStore
 from npu_gr.generation import Generation
 from npu_gr.metrics.catalogue import Metrics
-from npu_gr.relay.relay import Lease, Relay
+from npu_gr.ranking import Ranking, RankingConfig
 from npu_gr.request import (
-    F32,
-    I64,
+    Brownout,
+    CatalogueChange,
     CatalogueInfo,
     Events,
     GenerateAnswer,
     GenerateRequest,
     HistoryRef,
+    HistoryReport,
     ModelInfo,
-    Outcome,
     RankAnswer,
     RankRequest,
-    Reason,
     SignalAnswer,
     SignalRequest,
     UserKey,
     Verdict,
 )
 
-log = logging.getLogger(__name__)
 
-
-class ServiceConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class ServiceConfig(RankingConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What is accepted, and how strictly."""
 
     max_inflight: Annotated[int, msgspec.Meta(ge=1)] = 512  # requests being served at once; the next gets 429
-    max_history_tokens: Annotated[int, msgspec.Meta(ge=1)] | None = None  # None = the model's own limit
-    cut_step_tokens: Annotated[int, msgspec.Meta(ge=1)] = 256  # the window's start moves in steps of this
-    unknown_items: str = "ignore"  # ignore (and count) | refuse
+    min_inflight: Annotated[int, msgspec.Meta(ge=1)] = 8  # as low as the adaptive limit may go
+    adaptive: bool = True  # the limit follows the latency, towards `share` of the objective
+    share: Annotated[float, msgspec.Meta(gt=0, le=1)] = 0.7
     known_prefix_bytes: Annotated[int, msgspec.Meta(ge=0)] = 268_435_456  # histories remembered for deltas
-    selfcheck_ratio: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.001  # of cached ranks computed again, cold
-    selfcheck_max_drift: Annotated[float, msgspec.Meta(gt=0)] = 1e-3  # of the logits' standard deviation
 
-    def __post_init__(self) -> None:
-        if self.unknown_items not in ("ignore", "refuse"):
-            raise ValueError(f"unknown_items: {self.unknown_items!r} is neither 'ignore' nor 'refuse'")
+
+class Objectives(Protocol):
+    """How long a request should take."""
+
+    @property
+    def rank_s(self) -> float:
+        """A rank."""
+        ...
+
+    @property
+    def generate_s(self) -> float:
+        """A generate."""
+        ...
 
 
 class Service:
@@ -73,141 +78,172 @@ class Service:
     def __init__(
         self,
         config: ServiceConfig,
-        model: ModelInfo,
-        vocabulary: ItemVocabulary,
-        engine: Engine,
-        relay: Relay[Tokens],
+        scheduler: Scheduler,
+        ranking: Ranking | None,
+        generation: Generation | None,
         store: HistoryStore | None,
         metrics: Metrics,
         effective_config: dict[str, Any],
-        generation: Generation | None = None,
+        objectives: Objectives,
+        brownout: BrownoutControl,
     ) -> None:
-        self._config, self._model, self._vocabulary = config, model, vocabulary
-        self._engine, self._relay, self._store, self._metrics = engine, relay, store, metrics
-        self._maybe_generation = generation
-        self._limiter = Limiter(config.max_inflight)
+        assert ranking or generation
+        self._objectives, self._brownout = objectives, brownout
+        self._config, self._scheduler, self._store, self._metrics = config, scheduler, store, metrics
+        self._maybe_ranking, self._maybe_generation = ranking, generation
+        least, most = min(config.min_inflight, config.max_inflight), config.max_inflight
+        adaptive = GradientLimit(least, most, share=config.share) if config.adaptive else None
+        self._limiter = Limiter(most, adaptive)
         self._known = KnownPrefixes(config.known_prefix_bytes)
-        self._max_tokens = config.max_history_tokens or model.max_history_tokens
         self._effective_config = effective_config
-        self._random = np.random.default_rng(0)
-        self._background: set[asyncio.Task[None]] = set()
         self._not_ready = "starting"
 
-    # ---- the two requests
+    @property
+    def ranking(self) -> Ranking:
+        """Of this instance.
+
+        Raises:
+            NotFound: it has none.
+        """
+        if self._maybe_ranking is None:
+            raise NotFound("this instance does not rank: its configuration has no checkpoint")
+        return self._maybe_ranking
+
+    @property
+    def generation(self) -> Generation:
+        """Of this instance.
+
+        Raises:
+            NotFound: it has none.
+        """
+        if self._maybe_generation is None:
+            raise NotFound("this instance does not generate: its configuration has no section generate")
+        return self._maybe_generation
+
+    # ---- the three requests
 
     async def signal(self, request: SignalRequest, budget_s: float) -> SignalAnswer:
-        """Decide on a pre-infer and start it; see `Door.signal`."""
+        """Decide on the pre-infers and start them; see `Door.signal`."""
         began_s = time.monotonic()
-        self._check_version(request.model_version)
-        with self._limiter.admit():
+        ranking, generation = self._maybe_ranking, self._maybe_generation
+        _check_version(request.model_version, ranking or self.generation)
+        verdict = generate_verdict = None
+        with self._admitted(Priority.SIGNAL):
             async with deadline(budget_s):
                 events, first_index = await self._events(request.user, request.history)
-            tokens = self._tokenize(request.user, request.history, events, first_index)
-            verdict = self._relay.signal(request.user, tokens)
-            generation, generate_verdict = self._maybe_generation, None
+            if ranking is not None:
+                tokens = ranking.tokenize(events, first_index)
+                report = tokens.report
+                self._remember(request.user, request.history, report.fingerprint, tokens.events)
+                verdict = ranking.signal(request.user, tokens, request.num_candidates)
+            else:
+                report = HistoryReport(fingerprint=events.fingerprint(), num_tokens=len(events))
+                self._remember(request.user, request.history, report.fingerprint, events)
             if generation is not None:
                 generate_verdict = await generation.signal(request.user, events.items)
-        self._metrics.signal_decided(verdict, time.monotonic() - began_s)
-        produced = verdict in _KEPT
+        first = verdict or generate_verdict
+        assert first is not None
+        self._metrics.signal_decided(first, time.monotonic() - began_s)
         return SignalAnswer(
-            verdict=verdict,
-            model_version=self._model.version,
-            history=tokens.report,
-            resident_for_s=self._relay.t_life_s if produced else 0.0,
+            verdict=first,
+            model_version=(ranking or self.generation).version,
+            history=report,
+            resident_for_s=(ranking or self.generation).relay.t_life_s if first in _KEPT else 0.0,
             generate_verdict=generate_verdict,
         )
 
     async def rank(self, request: RankRequest, budget_s: float) -> RankAnswer:
         """Score the candidates; see `Door.rank`."""
         began_s = time.monotonic()
-        self._check_version(request.model_version)
+        ranking = self.ranking
+        _check_version(request.model_version, ranking)
         if not len(request.candidates):
             raise Unprocessable("candidates: needs at least one")
-        with self._limiter.admit():
+        with self._admitted(Priority.RANK, budget_s):
             async with deadline(budget_s) as due_s:
                 events, first_index = await self._events(request.user, request.history)
-                tokens = self._tokenize(request.user, request.history, events, first_index)
-                rows, known = self._candidates(request.candidates)
-                shown_at = int(time.time()) if request.timestamp is None else request.timestamp
-                history_s = time.monotonic() - began_s
-                async with self._relay.lease(request.user, tokens, len(rows), due_s) as lease:
-                    lease_s = time.monotonic() - began_s - history_s
-                    lease, scored = await self._score(tokens, rows, shown_at, lease, due_s)
-        if lease.cached and self._random.random() < self._config.selfcheck_ratio:
-            self._own(self._selfcheck(tokens, rows, shown_at, scored.logits))
-        answer = RankAnswer(
-            model_version=self._model.version,
-            outcome=lease.outcome,
-            reason=lease.reason,
-            scores=self._scores(scored.logits, known),
-            top=self._top(request, scored.logits, known),
-            history=tokens.report,
-            prefix_tokens=lease.cached.num_tokens if lease.cached else 0,
-            unknown_candidates=len(known) - len(rows),
-            stages_s={
-                "history": history_s,
-                "lease": lease_s,
-                "queue": scored.queue_s,
-                "device": scored.device_s,
-            },
-        )
+                tokens = ranking.tokenize(events, first_index)
+                self._remember(request.user, request.history, tokens.report.fingerprint, tokens.events)
+                answer = await ranking.rank(request, tokens, due_s, time.monotonic() - began_s)
+            self._limiter.served((time.monotonic() - began_s) / self._objectives.rank_s)
         self._metrics.rank_done(answer, time.monotonic() - began_s)
         return answer
-
-    async def _score(
-        self, tokens: Tokens, rows: I64, shown_at: int, lease: Lease, due_s: float
-    ) -> tuple[Lease, Scored]:
-        """One pass; if the device fails with a prefix in hand, one more without it."""
-        work = Pass(tokens, lease.first_token, rows, shown_at, cached=lease.cached, keep=lease.keep)
-        try:
-            return lease, await self._engine.rank(work, due_s)
-        except DeviceError:
-            if not lease.cached and not lease.keep:
-                raise
-            self._metrics.relay_error("read")
-        alone = Lease(outcome=Outcome.MISS_FULL, reason=Reason.READ_FAILED)
-        return alone, await self._engine.rank(Pass(tokens, 0, rows, shown_at), due_s)
-
-    # ---- generate
 
     async def generate(self, request: GenerateRequest, budget_s: float) -> GenerateAnswer:
         """The best items after a history; see `Door.generate`."""
         began_s = time.monotonic()
-        generation = self._generation
-        if request.model_version not in (None, generation.version):
-            raise NotFound(f"model_version: {request.model_version!r} is not served; {generation.version!r} is")
-        with self._limiter.admit():
+        generation = self.generation
+        _check_version(request.model_version, generation)
+        with self._admitted(Priority.GENERATE, budget_s):
             async with deadline(budget_s) as due_s:
                 events, _ = await self._events(request.user, request.history)
                 fingerprint = events.fingerprint()
-                if request.history.events is not None:
-                    self._known.remember(request.user, fingerprint, events)
+                self._remember(request.user, request.history, fingerprint, events)
                 history_s = time.monotonic() - began_s
                 answer = await generation.generate(request, events.items, fingerprint, due_s, history_s)
+            self._limiter.served((time.monotonic() - began_s) / self._objectives.generate_s)
         self._metrics.generate_done(answer, time.monotonic() - began_s)
         return answer
 
-    @property
-    def _generation(self) -> Generation:
-        if self._maybe_generation is None:
-            raise NotFound("this instance does not generate: its configuration has no section generate")
-        return self._maybe_generation
+    # ---- overload
+
+    def check_room(self, priority: Priority) -> None:
+        """See `Door.check_room`."""
+        self._limiter.check(priority)
+        if self._brownout.step is Brownout.REJECT and priority is not Priority.RANK:
+            raise Overloaded(f"overloaded: {priority.name.lower()}s are refused, ranks come first")
+
+    @contextmanager
+    def _admitted(self, priority: Priority, budget_s: float = float("inf")) -> Iterator[None]:
+        self.check_room(priority)
+        if (queue_s := self._scheduler.queue_s) > budget_s:
+            raise Overloaded(
+                f"{queue_s * 1e3:.0f} ms of work wait for the device, the request has {budget_s * 1e3:.0f}"
+            )
+        with self._limiter.admit(priority):
+            yield
+
+    @asynccontextmanager
+    async def watched(self) -> AsyncIterator[None]:
+        """Follow the load while the block runs, and give up what `brownout.py` says."""
+        task = asyncio.get_running_loop().create_task(self._watch())
+        try:
+            yield
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    async def _watch(self) -> None:
+        while True:
+            await asyncio.sleep(_WATCH_S)
+            step = self._brownout.observe(self._scheduler.queue_s / self._objectives.rank_s, time.monotonic())
+            for job in self._jobs():
+                job.relay.brownout = step
+
+    # ---- the catalogue
 
     def catalogue(self) -> CatalogueInfo:
         """See `Door.catalogue`."""
-        return self._generation.catalogue()
+        return self.generation.catalogue()
 
     async def reload_catalogue(self) -> CatalogueInfo:
         """See `Door.reload_catalogue`."""
         try:
-            return await self._generation.reload()
+            return await self.generation.reload()
+        except DataError as error:
+            raise Unprocessable(f"catalogue: {error}") from error
+
+    async def update_catalogue(self, change: CatalogueChange) -> CatalogueInfo:
+        """See `Door.update_catalogue`."""
+        try:
+            return await self.generation.update(change)
         except DataError as error:
             raise Unprocessable(f"catalogue: {error}") from error
 
     def rollback_catalogue(self) -> CatalogueInfo:
         """See `Door.rollback_catalogue`."""
         try:
-            return self._generation.rollback()
+            return self.generation.rollback()
         except DataError as error:
             raise Unprocessable(f"catalogue: {error}") from error
 
@@ -217,9 +253,11 @@ class Service:
         """Append behaviours durably; see `Door.append_events`."""
         if self._store is None:
             raise Unprocessable("events: this instance has no history store (features.kind is none)")
-        if len(events) and not 0 <= int(events.actions.min()) <= int(events.actions.max()) < self._num_actions:
-            raise Unprocessable(f"events.actions: must be 0..{self._num_actions - 1}")
-        with self._limiter.admit():
+        if self._maybe_ranking is not None and len(events):
+            last = len(self._maybe_ranking.model.actions) - 1
+            if not 0 <= int(events.actions.min()) <= int(events.actions.max()) <= last:
+                raise Unprocessable(f"events.actions: must be 0..{last}")
+        with self._admitted(Priority.RANK):
             async with deadline(budget_s):
                 return await self._store.append(user, events)
 
@@ -228,9 +266,8 @@ class Service:
         self._known.forget(user)
         if self._store is not None:
             await self._store.erase(user)
-        await self._relay.erase(user)
-        if self._maybe_generation is not None:
-            await self._maybe_generation.relay.erase(user)
+        for job in self._jobs():
+            await job.relay.erase(user)
 
     async def _events(self, user: UserKey, ref: HistoryRef) -> tuple[Events, int]:
         """The request's behaviours, and the index of the first one in the user's whole history.
@@ -247,82 +284,23 @@ class Service:
             return ref.events, 0
         if self._store is None:
             raise BadRequest("history: missing, and this instance has no history store")
-        stored = await self._store.read(user, self._max_tokens + self._config.cut_step_tokens)
+        longest = max(job.max_events for job in self._jobs())
+        stored = await self._store.read(user, longest + self._config.cut_step_tokens)
         return stored.events, stored.first_index
 
-    def _tokenize(self, user: UserKey, ref: HistoryRef, events: Events, first_index: int) -> Tokens:
-        """The behaviours as the ranker reads them; remembered, so that a later request may send a delta."""
-        tokens = tokenize(
-            events,
-            self._vocabulary,
-            self._num_actions,
-            max_tokens=self._max_tokens,
-            cut_step_tokens=self._config.cut_step_tokens,
-            refuse_unknown=self._config.unknown_items == "refuse",
-            first_index=first_index,
-        )
+    def _remember(self, user: UserKey, ref: HistoryRef, fingerprint: str, events: Events) -> None:
+        """So that a later request may send a delta."""
         if ref.events is not None:
-            self._known.remember(user, tokens.report.fingerprint, tokens.events)
-        self._metrics.history_read(tokens.report)
-        return tokens
-
-    # ---- candidates and scores
-
-    def _candidates(self, ids: I64) -> tuple[I64, np.ndarray[Any, np.dtype[np.bool_]]]:
-        """Rows of the known candidates, and which of the given ones they are."""
-        rows = self._vocabulary.rows(ids)
-        known = rows != UNKNOWN
-        missing = len(ids) - int(np.count_nonzero(known))
-        if missing:
-            if self._config.unknown_items == "refuse":
-                raise Unprocessable(f"candidates: {missing} unknown, the first is {int(ids[~known][0])}")
-            rows = rows[known]
-        return rows, known
-
-    def _scores(self, logits: F32, known: np.ndarray[Any, np.dtype[np.bool_]]) -> dict[str, F32]:
-        """Logits per task in the order of the request; NaN where the catalogue lacks the item."""
-        scores = {}
-        for index, task in enumerate(self._model.tasks):
-            column = np.full(len(known), np.nan, np.float32)
-            column[known] = logits[:, index]
-            scores[task] = column
-        return scores
-
-    def _top(self, request: RankRequest, logits: F32, known: np.ndarray[Any, np.dtype[np.bool_]]) -> I64 | None:
-        """The best candidates by the first task; of equals, the earlier one."""
-        if request.top_k is None:
-            return None
-        best = np.argsort(-logits[:, 0], kind="stable")[: request.top_k]
-        top: I64 = request.candidates[known][best]
-        return top
-
-    # ---- the self-check
-
-    async def _selfcheck(self, tokens: Tokens, rows: I64, shown_at: int, cached: F32) -> None:
-        """Score a served request again without its prefix KV, when the device is idle; export the drift."""
-        try:
-            cold = await self._engine.rank(Pass(tokens, 0, rows, shown_at), time.monotonic() + _SELFCHECK_S)
-        except NpuGrError:
-            return  # no time for it now
-        drift = float(np.abs(cold.logits - cached).max() / max(float(cold.logits.std()), 1e-6))
-        self._metrics.drift(drift, drift > self._config.selfcheck_max_drift)
-        if drift > self._config.selfcheck_max_drift:
-            log.error("self-check: cached scores drift by %.2e of their standard deviation", drift)
-
-    def _own(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.get_running_loop().create_task(work)
-        self._background.add(task)
-        task.add_done_callback(self._background.discard)
+            self._known.remember(user, fingerprint, events)
 
     # ---- what the instance says about itself
 
-    @property
-    def _num_actions(self) -> int:
-        return len(self._model.actions)
+    def _jobs(self) -> list[Ranking | Generation]:
+        return [job for job in (self._maybe_ranking, self._maybe_generation) if job is not None]
 
     def models(self) -> list[ModelInfo]:
         """What is being served."""
-        return [self._model]
+        return [job.model for job in self._jobs()]
 
     def effective_config(self) -> dict[str, Any]:
         """The configuration in force."""
@@ -332,7 +310,7 @@ class Service:
         """Whether new work is welcome, and if not, why."""
         if self._not_ready:
             return False, self._not_ready
-        failures = self._engine.scheduler.failures_in_a_row
+        failures = self._scheduler.failures_in_a_row
         if failures >= _MAX_FAILURES:
             return False, f"the device failed {failures} times in a row"
         return True, ""
@@ -341,20 +319,17 @@ class Service:
         """Become ready, or with a reason, unready."""
         self._not_ready = why_not
 
-    def _check_version(self, version: str | None) -> None:
-        if version is not None and version != self._model.version:
-            raise NotFound(f"model_version: {version!r} is not served; {self._model.version!r} is")
-
     async def stop(self) -> None:
-        """End background work; then the relay's."""
-        for task in list(self._background):
-            task.cancel()
-        await asyncio.gather(*self._background, return_exceptions=True)
-        await self._relay.stop()
-        if self._maybe_generation is not None:
-            await self._maybe_generation.relay.stop()
+        """End what runs in the background."""
+        for job in self._jobs():
+            await job.stop()
 
 
-_KEPT = (Verdict.PREINFER, Verdict.RELOAD, Verdict.ALREADY_RESIDENT, Verdict.ALREADY_RUNNING)
-_SELFCHECK_S = 60.0
+def _check_version(version: str | None, job: Ranking | Generation) -> None:
+    if version is not None and version != job.version:
+        raise NotFound(f"model_version: {version!r} is not served; {job.version!r} is")
+
+
+_KEPT = (Verdict.PREINFER, Verdict.EXTEND, Verdict.RELOAD, Verdict.ALREADY_RESIDENT, Verdict.ALREADY_RUNNING)
 _MAX_FAILURES = 3
+_WATCH_S = 0.05

@@ -35,8 +35,10 @@ def make_config(folder: Path, **sections: Any) -> Config:
         "checkpoint": str(folder / "checkpoint"),
         "kv": {"hbm_bytes": 8_000_000, "dram_bytes": 8_000_000},
         "features": {"path": str(folder / "history.db")},
-        "trigger": {"min_prefix_tokens": 4},
+        "trigger": {"min_prefix_tokens": 4, "policy": "always"},
         "server": {"port": 0, "drain_grace_s": 0.1},
+        "service": {"adaptive": False},
+        "brownout": {"enabled": False},
     }
     for name, section in sections.items():
         table[name] = {**table[name], **section} if isinstance(section, dict) and name in table else section

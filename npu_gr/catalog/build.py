@@ -7,6 +7,7 @@ and 16 M items do) it is one in-place sort of integers, which is several times f
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -47,7 +48,7 @@ def build_trie(sids: Codes, item_ids: I64, codebooks: Codebooks, order: F32 | No
         above = begins.copy()
         begins[1:] |= codes[1:] != codes[:-1]
         starts = np.flatnonzero(begins)
-        indptr.append(_pointers(np.flatnonzero(above[starts]), len(starts)))
+        indptr.append(pointers_of(np.flatnonzero(above[starts]), len(starts)))
         first = codes[starts]
         token.append(first.astype(np.uint16) if count <= 2**16 else first.astype(np.int32))
     if not num_items:
@@ -57,11 +58,15 @@ def build_trie(sids: Codes, item_ids: I64, codebooks: Codebooks, order: F32 | No
     leaf_item = item_ids[rows]
     del rows
     by_id = _by_id(leaf_item, item_ids)
-    leaf_ptr = _pointers(starts, num_items)
-    for table in (*indptr, *token, leaf_ptr, leaf_item, by_id):
+    leaf_ptr = pointers_of(starts, num_items)
+    return freeze(Trie(codebooks, tuple(indptr), tuple(token), leaf_ptr, leaf_item, by_id, ()))
+
+
+def freeze(trie: Trie) -> Trie:
+    """With its tables read-only, and its greatest degrees counted."""
+    for table in (*trie.indptr, *trie.token, trie.leaf_ptr, trie.leaf_item, trie.by_id):
         table.flags.writeable = False
-    max_degree = tuple(int(np.diff(pointers).max(initial=0)) for pointers in indptr)
-    return Trie(codebooks, tuple(indptr), tuple(token), leaf_ptr, leaf_item, by_id, max_degree)
+    return replace(trie, max_degree=tuple(int(np.diff(pointers).max(initial=0)) for pointers in trie.indptr))
 
 
 def _check(sids: Codes, item_ids: I64, codebooks: Codebooks, order: F32 | None) -> None:
@@ -152,7 +157,7 @@ def _by_id(leaf_item: I64, item_ids: I64) -> I64:
     return by_id
 
 
-def _pointers(firsts: I64, end: int) -> Pointers:
+def pointers_of(firsts: I64, end: int) -> Pointers:
     """[n] first elements and the number of elements -> [n + 1], in the smaller type that fits."""
     pointers = np.append(firsts, end)
     return pointers.astype(np.int32) if end <= _MAX_INT32 else pointers

@@ -13,7 +13,7 @@ kind (true or false, number, text): a catalogue that leaves some out would make 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -48,8 +48,8 @@ class Items:
         return len(self.item_ids)
 
 
-class _Record(msgspec.Struct, forbid_unknown_fields=True, gc=False):
-    """A line of JSONL."""
+class Record(msgspec.Struct, forbid_unknown_fields=True, gc=False):
+    """An item: a line of JSONL."""
 
     item_id: Annotated[int, msgspec.Meta(ge=0, le=_MAX_INT64)]
     sid: Annotated[list[Annotated[int, msgspec.Meta(ge=0, le=_MAX_CODE)]], msgspec.Meta(min_length=1)]
@@ -73,9 +73,13 @@ def read_items(path: Path) -> Items:
 
 
 def _read_jsonl(path: Path) -> Items:
-    decoder = msgspec.json.Decoder(_Record)
+    decoder = msgspec.json.Decoder(Record)
     numbers: list[int] = []
-    records: list[_Record] = []
+    records: list[Record] = []
+
+    def place(row: int) -> str:
+        return f"{path}, line {numbers[row]}"
+
     for number, line in enumerate(read_lines(path), 1):
         if not line.strip():
             continue
@@ -83,16 +87,26 @@ def _read_jsonl(path: Path) -> Items:
             record = decoder.decode(line)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise DataError(f"{path}, line {number}: {error}") from error
-        if records and (unlike := _unlike(record, records[0])):
-            raise DataError(f"{path}, line {number}: {unlike}")
         numbers.append(number)
         records.append(record)
+    return as_items(records, place)
+
+
+def as_items(records: Sequence[Record], place: Place) -> Items:
+    """Records as columns.
+
+    Args:
+        records: in any number.
+        place: the name of a row, for a message.
+
+    Raises:
+        DataError: names the record and what it has unlike the first.
+    """
     if not records:
         return Items(np.empty(0, np.int64), np.empty((0, 0), np.int32), None, {})
-
-    def place(row: int) -> str:
-        return f"{path}, line {numbers[row]}"
-
+    for row, record in enumerate(records):
+        if unlike := _unlike(record, records[0]):
+            raise DataError(f"{place(row)}: {unlike}")
     has_order = records[0].order is not None
     return Items(
         np.array([record.item_id for record in records], np.int64),
@@ -105,7 +119,7 @@ def _read_jsonl(path: Path) -> Items:
     )
 
 
-def _unlike(record: _Record, first: _Record) -> str:
+def _unlike(record: Record, first: Record) -> str:
     """What the first record has and this one lacks, or the other way round; empty if they are of one form."""
     if len(record.sid) != len(first.sid):
         return f"a SID of {len(record.sid)} codes, the first record has {len(first.sid)}"

@@ -28,6 +28,10 @@ class Tokens:
     def __len__(self) -> int:
         return len(self.rows)
 
+    def __getitem__(self, part: slice) -> Tokens:
+        """Some of the tokens; the report stays that of all."""
+        return Tokens(self.events[part], self.rows[part], self.report)
+
     @property
     def timestamps(self) -> I64:
         """[n] unix seconds."""

@@ -3,8 +3,8 @@
 Changes make a new snapshot, which `Catalogue.publish` then serves; nothing that a request holds is ever written.
   withdraw, restore   share the trie and carry a filter: a copy of the filter, one byte an item and an edge (tens of
                       milliseconds at ten million items)
-  add                 builds the trie anew, as `build_trie` does, from all items that are not withdrawn: the time and
-                      memory of a build; collect additions and run it beside the event loop
+  add                 merges the new items in and leaves the withdrawn ones out: each table is copied once, nothing is
+                      sorted anew; three seconds at ten million items, beside the event loop
 Arrays are freed by reference counting: a version that nobody pins, and that is neither served nor kept, is gone.
 """
 
@@ -21,6 +21,7 @@ import xxhash
 
 from npu_gr.catalog.build import build_trie
 from npu_gr.catalog.filters import Filter, allow_all, allow_mask, deny_items
+from npu_gr.catalog.merge import insert, restrict
 from npu_gr.catalog.records import Column, Items
 from npu_gr.catalog.trie import Codebooks, Mask, Trie
 from npu_gr.errors import CatalogError, Unavailable
@@ -66,7 +67,10 @@ def make_snapshot(items: Items, codebooks: Codebooks) -> Snapshot:
     rows = np.empty(len(items), np.int64)
     rows[trie.by_id] = np.argsort(items.item_ids)  # seconds at ten million items; looking each up takes a minute
     attributes = {name: _narrowed(items.attributes[name])[rows] for name in sorted(items.attributes)}
-    order = None if items.order is None else items.order[rows]
+    return _snapshot(trie, None if items.order is None else items.order[rows], attributes)
+
+
+def _snapshot(trie: Trie, order: F32 | None, attributes: dict[str, Column]) -> Snapshot:
     hasher = xxhash.xxh3_128(trie.digest().encode())
     for name, column in [("", order), *attributes.items()]:
         if column is not None:
@@ -113,9 +117,10 @@ def add(snapshot: Snapshot, items: Items) -> Snapshot:
     kept = snapshot.available.allowed if snapshot.available else np.ones(trie.num_items, np.bool_)
     if not len(items) and kept.all():
         return snapshot
-    if not len(items) or not kept.any():
-        columns = items if len(items) else _kept(snapshot, kept)
-        return make_snapshot(columns, trie.codebooks)
+    if not kept.any():
+        return make_snapshot(items, trie.codebooks)
+    if not len(items):
+        return _restricted(snapshot, kept)
     places = trie.places(items.item_ids)
     again = (places >= 0) & kept[places]
     if again.any():
@@ -123,20 +128,35 @@ def add(snapshot: Snapshot, items: Items) -> Snapshot:
         raise CatalogError(f"record {row + 1}: item {items.item_ids[row]} is already in the catalogue")
     if items.sids.shape[1] != trie.num_levels:
         raise CatalogError(f"SIDs of {items.sids.shape[1]} codes, those of the catalogue have {trie.num_levels}")
-    old = _kept(snapshot, kept)
-    if (items.order is None) != (old.order is None) or items.attributes.keys() != old.attributes.keys():
-        raise CatalogError(f"columns {_columns(items)}, those of the catalogue are {_columns(old)}")
+    _check_columns(snapshot, items)
+    base = snapshot if kept.all() else _restricted(snapshot, kept)
+    more = make_snapshot(items, trie.codebooks)
+    merged, before = insert(base.trie, base.order, more.trie, more.order)
+    order = None if base.order is None or more.order is None else np.insert(base.order, before, more.order)
+    attributes = {
+        name: _narrowed(
+            np.insert(column.astype(np.result_type(column, more.attributes[name])), before, more.attributes[name])
+        )
+        for name, column in base.attributes.items()
+    }
+    return _snapshot(merged, order, attributes)
+
+
+def _check_columns(snapshot: Snapshot, items: Items) -> None:
+    if (items.order is None) != (snapshot.order is None) or items.attributes.keys() != snapshot.attributes.keys():
+        theirs = ", ".join(["order"] * (snapshot.order is not None) + sorted(snapshot.attributes)) or "none"
+        raise CatalogError(f"columns {_columns(items)}, those of the catalogue are {theirs}")
     for name, column in items.attributes.items():
-        was = old.attributes[name].dtype
+        was = snapshot.attributes[name].dtype
         if column.dtype.kind != was.kind and (column.dtype.kind, was.kind) != ("i", "f"):
             raise CatalogError(f"attribute {name!r} of type {column.dtype}, that of the catalogue is {was}")
-    # The new ones stand first, so that the record numbers of `build_trie` are theirs.
-    order = None
-    if items.order is not None and old.order is not None:
-        order = np.concatenate((items.order, old.order))
-    attributes = {name: np.concatenate((items.attributes[name], column)) for name, column in old.attributes.items()}
-    item_ids, sids = np.concatenate((items.item_ids, old.item_ids)), np.concatenate((items.sids, old.sids))
-    return make_snapshot(Items(item_ids, sids, order, attributes), trie.codebooks)
+
+
+def _restricted(snapshot: Snapshot, kept: Mask) -> Snapshot:
+    """Without the items that are not kept; at least one is."""
+    order = None if snapshot.order is None else snapshot.order[kept]
+    attributes = {name: _narrowed(column[kept]) for name, column in snapshot.attributes.items()}
+    return _snapshot(restrict(snapshot.trie, kept), order, attributes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -219,6 +239,11 @@ class Catalogue:
             previous=now.previous.version if now.previous else None,
         )
 
+    def contents(self) -> set[str]:
+        """Of the version that is served and the one that is kept: `Snapshot.content`."""
+        now = self._now()
+        return {snapshot.content for snapshot in (now.current, now.previous) if snapshot}
+
     def _now(self) -> _Published:
         if self._published is None:
             raise Unavailable("no catalogue has been published")
@@ -244,14 +269,6 @@ def _with_available(snapshot: Snapshot, available: Filter) -> Snapshot:
         available=None if everything else available,
         version=snapshot.content if everything else digest,
     )
-
-
-def _kept(snapshot: Snapshot, kept: Mask) -> Items:
-    """The records that a snapshot was made of, those that are kept."""
-    trie, order = snapshot.trie, snapshot.order
-    sids = np.repeat(trie.sid_of(np.arange(trie.num_leaves)), np.diff(trie.leaf_ptr), axis=0)[kept]
-    attributes = {name: column[kept] for name, column in snapshot.attributes.items()}
-    return Items(trie.leaf_item[kept], sids, None if order is None else order[kept], attributes)
 
 
 def _columns(items: Items) -> str:

@@ -1,13 +1,13 @@
 """What the device is asked for: prefill a prefix, rank against one, copy between tiers. READ after `service.py`.
 
-Every method submits to the scheduler and awaits; tensors are built and read on the device thread only.
+Every method submits to the scheduler and awaits; tensors are built and read on the device threads only.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -18,7 +18,9 @@ from torch import Tensor
 from npu_gr.backend.base import Backend
 from npu_gr.catalog.tokens import Tokens
 from npu_gr.engine.cost import CostModel, fit
-from npu_gr.engine.scheduler import Done, Scheduler, SchedulerConfig
+from npu_gr.engine.quantile import RunningQuantile
+from npu_gr.engine.queue import Demand
+from npu_gr.engine.scheduler import Done, Scheduler, Urgency
 from npu_gr.kv.arena import KVArena
 from npu_gr.kv.layout import Run
 from npu_gr.model.hstu import HSTU, Past, Segment, Sink
@@ -44,10 +46,10 @@ class Pass:
     keep: tuple[Run, ...] | None = None  # pages that receive the history's keys and values
 
     @property
-    def num_rows(self) -> int:
-        """Rows that the pass computes."""
+    def demand(self) -> Demand:
+        """What the pass computes."""
         start = self.cached.num_tokens if self.cached else self.first_token
-        return len(self.tokens) - start + len(self.candidates)
+        return Demand(len(self.tokens) - start, len(self.candidates), len(self.candidates))
 
 
 class Scored(NamedTuple):
@@ -58,13 +60,41 @@ class Scored(NamedTuple):
     device_s: float
 
 
+_LITTLE_S = 1e-4
+
+
+def chunks(start: int, stop: int, size: int) -> Iterator[tuple[int, int]]:
+    """[start, stop) in parts that end at multiples of `size`."""
+    while start < stop:
+        end = min(stop, (start // size + 1) * size)
+        yield start, end
+        start = end
+
+
 class PageJobs:
     """What every engine does with pages: copies between tiers, overwriting."""
 
-    def __init__(self, scheduler: Scheduler, backend: Backend) -> None:
-        self.scheduler, self.backend = scheduler, backend
+    def __init__(self, scheduler: Scheduler, backend: Backend, arena: KVArena) -> None:
+        self.scheduler, self.backend, self.arena = scheduler, backend, arena
         self.cost = CostModel(0.0, 0.0, 0.0, 0.0, 0.0)
         self.copy_bytes_per_s = float("inf")
+        self.on_copied: Callable[[KVArena, int, Done[None]], None] = lambda _target, _num_bytes, _done: None
+        # a request's place in the queue: it should be done by then, and is given up only at its deadline
+        self.target_s = float("inf")
+        self._short_s = RunningQuantile(0.9, _LITTLE_S)
+
+    @property
+    def queue_s(self) -> float:
+        """What waits for the device now, by estimate."""
+        return self.scheduler.queue_s
+
+    @property
+    def residual_s(self) -> float:
+        """What `cost` has been short by lately: nine of ten passes were short by less."""
+        return self._short_s.value
+
+    def _correct(self, expected_s: float, took_s: float) -> None:
+        self._short_s.observe(max(took_s - expected_s, _LITTLE_S))
 
     async def copy(
         self,
@@ -74,7 +104,9 @@ class PageJobs:
         target_runs: Sequence[Run],
         num_tokens: int,
         deadline_s: float,
-        order_s: float | None = None,
+        order_s: float | Urgency | None = None,
+        *,
+        is_sheddable: bool = False,
     ) -> None:
         """Copy a prefix between tiers, bit for bit; returns when the bytes are there."""
 
@@ -82,7 +114,17 @@ class PageJobs:
             target.copy_tokens_from(source, source_runs, target_runs, num_tokens)
             self.backend.synchronize()
 
-        await self.scheduler.call(work, deadline_s, order_s)
+        done = await self.scheduler.call(work, deadline_s, order_s, is_sheddable=is_sheddable, kind="copy")
+        self.on_copied(target, target.layout.bytes(num_tokens), done)
+
+    async def measure_copy(self, dram: KVArena, num_tokens: int) -> None:
+        """Measure the bandwidth from DRAM, best of three; uses the first pages of both tiers."""
+        runs, taken_s = (Run(0, dram.layout.pages(num_tokens)),), list[float]()
+        for _ in range(3):
+            began_s = time.perf_counter()
+            await self.copy(dram, runs, self.arena, runs, num_tokens, float("inf"))
+            taken_s.append(time.perf_counter() - began_s)
+        self.copy_bytes_per_s = dram.layout.bytes(num_tokens) / min(taken_s)
 
     def zero(self, arena: KVArena, runs: Sequence[Run]) -> asyncio.Future[Done[None]]:
         """Overwrite pages, ahead of every job that waits: whoever gets them afterwards writes later."""
@@ -90,28 +132,48 @@ class PageJobs:
 
 
 class Engine(PageJobs):
-    """The ranker, its backend and the device thread."""
+    """One ranker and its backend, over a scheduler that other engines may share."""
 
-    def __init__(self, model: HSTU, backend: Backend, config: SchedulerConfig, arena: KVArena) -> None:
-        super().__init__(Scheduler(config, self._run), backend)
-        self.model, self.arena = model, arena
+    def __init__(self, model: HSTU, backend: Backend, scheduler: Scheduler, arena: KVArena) -> None:
+        super().__init__(scheduler, backend, arena)
+        self.model = model
 
-    async def prefill(self, tokens: Tokens, keep: tuple[Run, ...], deadline_s: float, order_s: float) -> None:
-        """Encode the whole history into the pages `keep`, alone in its pass: a rank never waits for its end."""
-        work = Pass(tokens, 0, np.empty(0, np.int64), 0, keep=keep)
+    async def prefill(
+        self, tokens: Tokens, keep: tuple[Run, ...], deadline_s: float, urgency: Urgency, first_token: int = 0
+    ) -> None:
+        """Encode a history into the pages `keep`, chunk after chunk: a rank waits for the end of one at most.
 
-        def run() -> None:
-            self._run([work])
-
-        await self.scheduler.call(run, deadline_s, order_s)
+        Args:
+            tokens: the whole history.
+            keep: pages for all of it, which hold its first `first_token` tokens already.
+            deadline_s: a chunk that has not begun by then is dropped.
+            urgency: when its rank is expected.
+            first_token: where to go on.
+        """
+        nothing = np.empty(0, np.int64)
+        for start, stop in chunks(first_token, len(tokens), self.scheduler.config.prefill_chunk_tokens):
+            work = Pass(tokens[:stop], 0, nothing, 0, cached=Cached(keep, start) if start else None, keep=keep)
+            await self.scheduler.call(
+                lambda work=work: self._run([work]),  # type: ignore[misc]
+                deadline_s,
+                urgency,
+                takes_s=self.cost.pass_s(stop - start, start, 0),
+                is_sheddable=True,
+                kind="prefill",
+            )
 
     async def rank(self, work: Pass, deadline_s: float) -> Scored:
         """Score a pass's candidates."""
-        done = await self.scheduler.batch(work, deadline_s)
+        cached = work.cached.num_tokens if work.cached else 0
+        expected_s = self.cost.pass_s(work.demand.tokens, cached, work.demand.rows)
+        order_s = time.monotonic() + self.target_s
+        done = await self.scheduler.batch(work, self._run, deadline_s, order_s, takes_s=expected_s)
+        if work.cached is None and done.batch_size == 1:
+            self._correct(expected_s, done.device_s)
         return Scored(done.value, done.queue_s, done.device_s)
 
     def _run(self, passes: Sequence[Pass]) -> list[F32]:
-        """On the device thread: one forward pass over all; [c, tasks] logits each."""
+        """On a device thread: one forward pass over all; [c, tasks] logits each."""
         logits = self.model(self.backend, [self._segment(p) for p in passes])
         sizes = [len(p.candidates) for p in passes]
         host = torch.cat(logits).to("cpu", torch.float32).numpy()  # the one wait for the device

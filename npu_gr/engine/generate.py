@@ -3,15 +3,17 @@
 A history is a prompt of semantic IDs: L tokens an item. Its KV lies in pages, wherever it came from: encoded before,
 by a signal or an earlier request, or now. Only the last token runs again, for its logits.
 
-`Generator` runs on the device thread, one request at a time; `GenerateEngine` is the event loop's side of it.
+`Generator` runs on the device threads, one request at a time on each; `GenerateEngine` is the event loop's side of it.
 """
 
 from __future__ import annotations
 
+import queue
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,8 +27,8 @@ from npu_gr.catalog.tokens import window_start
 from npu_gr.catalog.trie import DEAD, I32, Trie
 from npu_gr.engine.beam_search import SearchOptions, Tables, search
 from npu_gr.engine.cost import CostModel, fit
-from npu_gr.engine.engine import Cached, PageJobs
-from npu_gr.engine.scheduler import Done, Scheduler
+from npu_gr.engine.engine import Cached, PageJobs, chunks
+from npu_gr.engine.scheduler import Done, Scheduler, Urgency
 from npu_gr.errors import Unprocessable
 from npu_gr.kv.arena import KVArena, Slab
 from npu_gr.kv.beam_arena import BeamArena
@@ -35,7 +37,7 @@ from npu_gr.model.decoder import Decoder, LayerSlabs
 from npu_gr.request import F32, I64
 
 # Below, one attention stage is expected to be faster: the middle of what others measured (128 to 256, TensorRT-LLM
-# PR 14396). Not measured on any device of ours yet.
+# PR 14396); until `GenerateEngine.warm_up` has measured it on this device.
 SPLIT_FROM_TOKENS = 192
 
 
@@ -126,33 +128,55 @@ def make_prompt(trie: Trie, item_ids: I64, max_tokens: int, cut_step_items: int 
 
 
 class Generator:
-    """A decoder and what it reuses from request to request; every method runs on the device thread."""
+    """A decoder and what it reuses from request to request; every method runs on a device thread."""
 
-    def __init__(self, decoder: Decoder, backend: Backend, max_beams: int, num_levels: int) -> None:
-        """Allocate the beams' slab. `num_levels`: codes of a semantic ID, the same in every version of a catalogue."""
+    def __init__(
+        self, decoder: Decoder, backend: Backend, max_beams: int, num_levels: int, num_streams: int = 1
+    ) -> None:
+        """Allocate a slab for the beams of each stream.
+
+        Args:
+            decoder: the model.
+            backend: its device.
+            max_beams: of one request.
+            num_levels: codes of a semantic ID, the same in every version of a catalogue.
+            num_streams: threads that may call `generate` at once.
+        """
         config = decoder.config
-        self.decoder, self.backend = decoder, backend
-        self.beams = BeamArena(
-            num_layers=config.num_layers,
-            num_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            max_beams=max_beams,
-            num_slots=num_levels - 1,
-            dtype=decoder.dtype,
-            device=backend.device,
-        )
+        self.decoder, self.backend, self.max_beams, self._num_slots = decoder, backend, max_beams, num_levels - 1
+        self.split_from_tokens = SPLIT_FROM_TOKENS
+        self._beams: queue.SimpleQueue[BeamArena] = queue.SimpleQueue()  # those that no thread is using
+        for _ in range(num_streams):
+            self._beams.put(
+                BeamArena(
+                    num_layers=config.num_layers,
+                    num_heads=config.num_kv_heads,
+                    head_dim=config.head_dim,
+                    max_beams=max_beams,
+                    num_slots=num_levels - 1,
+                    dtype=decoder.dtype,
+                    device=backend.device,
+                )
+            )
 
     @property
     def max_prompt_tokens(self) -> int:
         """What the model's positions leave for a prompt."""
-        return self.decoder.config.max_tokens - self.beams.num_slots
+        return self.decoder.config.max_tokens - self._num_slots
 
-    def encode(self, tokens: I64, before: Sequence[Part], into: Part) -> None:
-        """Encode the next tokens of a prompt into pages, behind those that other pages hold already."""
+    def encode(self, tokens: I64, before: Sequence[Part], into: Part, offset: int = 0) -> None:
+        """Encode the next tokens of a prompt into pages, behind those that other pages hold already.
+
+        Args:
+            tokens: [n] the next ones.
+            before: where the KV of those before them is, in order.
+            into: the pages that receive them.
+            offset: tokens of `into` that come before them (its own part of `before`).
+        """
         start = sum(part.num_tokens for part in before)
 
         def sink(layer: int, k: Tensor, v: Tensor) -> None:
-            into.arena.write(layer, into.runs, 0, k, v)
+            into.arena.write(layer, into.runs, offset, k, v)
 
         new = torch.from_numpy(tokens).to(self.backend.device)
         self.decoder.prefill(self.backend, new, start, _slabs(before, start) if start else None, sink)
@@ -180,25 +204,29 @@ class Generator:
         Raises:
             Unprocessable: a beam or a prompt over the limit. FloatingPointError: the model's weights are broken.
         """
-        if options.width > self.beams.max_beams:
-            raise Unprocessable(f"beam_width: {options.width}, the limit is {self.beams.max_beams}")
+        if options.width > self.max_beams:
+            raise Unprocessable(f"beam_width: {options.width}, the limit is {self.max_beams}")
         if not 0 < len(tokens) <= self.max_prompt_tokens:
             raise Unprocessable(f"history: {len(tokens)} tokens, the model takes 1 to {self.max_prompt_tokens}")
         device, last = self.backend.device, len(tokens) - 1
         newest = torch.from_numpy(tokens[last:]).to(device)
         hidden = self.decoder.prefill(self.backend, newest, last, _slabs(parts, last) if last else None, None)
-        found = search(
-            self.decoder,
-            self.backend,
-            tables,
-            _slabs(parts, len(tokens)),
-            len(tokens),
-            hidden,
-            self.beams,
-            options,
-            None if allow is None else tuple(torch.from_numpy(level).to(device) for level in allow.valid),
-            split=len(tokens) >= SPLIT_FROM_TOKENS,
-        )
+        beams = self._beams.get()
+        try:
+            found = search(
+                self.decoder,
+                self.backend,
+                tables,
+                _slabs(parts, len(tokens)),
+                len(tokens),
+                hidden,
+                beams,
+                options,
+                None if allow is None else tuple(torch.from_numpy(level).to(device) for level in allow.valid),
+                split=len(tokens) >= self.split_from_tokens,
+            )
+        finally:
+            self._beams.put(beams)
         items = trie.items_of(found.leaves, allowed=None if allow is None else allow.allowed)
         item_ids = items.item_ids[:num_items]
         of_leaf = np.repeat(np.arange(len(found.leaves)), items.counts)[:num_items]
@@ -240,40 +268,61 @@ class GenerateEngine(PageJobs):
 
     def __init__(self, generator: Generator, scheduler: Scheduler, arena: KVArena) -> None:
         """`arena`: pages of prompts. Tokens that no page is reserved for are encoded into a scratch of our own."""
-        super().__init__(scheduler, generator.backend)
-        self.generator, self.arena = generator, arena
+        super().__init__(scheduler, generator.backend, arena)
+        self.generator = generator
         pages = arena.layout.pages(generator.max_prompt_tokens)
-        self._scratch = Part(KVArena(arena.layout, pages, generator.backend.device), (Run(0, pages),), 0)
+        self._scratch: queue.SimpleQueue[KVArena] = queue.SimpleQueue()  # those that no thread is using
+        for _ in range(scheduler.config.streams):
+            self._scratch.put(KVArena(arena.layout, pages, generator.backend.device))
 
-    async def prefill(self, tokens: Prompt, keep: tuple[Run, ...], deadline_s: float, order_s: float) -> None:
-        """Encode a whole prompt into the pages `keep`."""
+    async def prefill(
+        self, tokens: Prompt, keep: tuple[Run, ...], deadline_s: float, urgency: Urgency, first_token: int = 0
+    ) -> None:
+        """Encode a prompt into the pages `keep`, chunk after chunk; see `Engine.prefill`."""
+        for start, stop in chunks(first_token, len(tokens), self.scheduler.config.prefill_chunk_tokens):
+            before = [Part(self.arena, keep, start)] if start else []
 
-        def run() -> None:
-            self.generator.encode(tokens.tokens, [], Part(self.arena, keep, len(tokens)))
-            self.backend.synchronize()
+            def run(start: int = start, stop: int = stop, before: list[Part] = before) -> None:
+                self.generator.encode(tokens.tokens[start:stop], before, Part(self.arena, keep, stop), start)
+                self.backend.synchronize()
 
-        await self.scheduler.call(run, deadline_s, order_s)
+            takes_s = self.cost.pass_s(stop - start, start, 0)
+            await self.scheduler.call(run, deadline_s, urgency, takes_s=takes_s, is_sheddable=True, kind="prefill")
 
     async def generate(self, work: Work, deadline_s: float) -> Done[Generated]:
         """Encode what is missing of the prompt, and search."""
-        return await self.scheduler.call(lambda: self._run(work), deadline_s)
+        cached = work.cached.num_tokens if work.cached else 0
+        expected_s = self.cost.pass_s(len(work.prompt) - cached, cached, work.options.width)
+        order_s = time.monotonic() + self.target_s
+        done = await self.scheduler.call(
+            lambda: self._run(work), deadline_s, order_s, takes_s=expected_s, kind="generate"
+        )
+        if work.cached is None:
+            self._correct(expected_s, done.device_s)
+        return done
 
     def _run(self, work: Work) -> Generated:
         tokens, parts = work.prompt.tokens, list[Part]()
         if work.cached:
             parts.append(Part(self.arena, work.cached.runs, work.cached.num_tokens))
             tokens = tokens[work.cached.num_tokens :]
-        if len(tokens):
-            arena, runs = (self.arena, work.keep) if work.keep else (self._scratch.arena, self._scratch.runs)
-            into = Part(arena, runs, len(tokens))
-            self.generator.encode(tokens, parts, into)
-            parts.append(into)
-        return self.generator.generate(
-            work.trie, work.tables, work.prompt.tokens, parts, work.options, work.num_items, work.allow
-        )
+        scratch = self._scratch.get()
+        try:
+            if len(tokens):
+                whole = (Run(0, scratch.num_pages),)
+                into = Part(self.arena, work.keep, len(tokens)) if work.keep else Part(scratch, whole, len(tokens))
+                self.generator.encode(tokens, parts, into)
+                parts.append(into)
+            return self.generator.generate(
+                work.trie, work.tables, work.prompt.tokens, parts, work.options, work.num_items, work.allow
+            )
+        finally:
+            self._scratch.put(scratch)
 
     async def warm_up(self, trie: Trie, tables: Tables, lengths: Sequence[int], widths: Sequence[int]) -> CostModel:
         """Run every shape once cold and once timed; fit and keep the cost model, candidates = beams.
+
+        Also finds the shortest of the lengths from which two attention stages beat one at the widest beam.
 
         Args:
             trie, tables: a catalogue with at least one item.
@@ -282,23 +331,43 @@ class GenerateEngine(PageJobs):
         random = np.random.default_rng(0)
         items = trie.leaf_item[random.integers(0, trie.num_items, max(lengths))]
 
-        def timed(run: Callable[[], Any]) -> float:
-            run()
-            began_s = time.perf_counter()
-            run()
-            return time.perf_counter() - began_s
+        def work(n: int, width: int) -> Work:
+            prompt, options = make_prompt(trie, items, n), SearchOptions(width=width)
+            return Work(trie=trie, tables=tables, prompt=prompt, options=options, num_items=width)
+
+        def split_from(scratch: KVArena) -> int:
+            for n in lengths:
+                each = work(n, max(widths))
+                tokens, part = each.prompt.tokens, Part(scratch, (Run(0, scratch.num_pages),), len(each.prompt))
+                self.generator.encode(tokens, [], part)
+                searched_s = []
+                for self.generator.split_from_tokens in (0, n + 1):  # two stages, one
+                    search_once = partial(
+                        self.generator.generate, trie, tables, tokens, [part], each.options, each.num_items
+                    )
+                    searched_s.append(min(_timed(search_once) for _ in range(_TRIES)))
+                if searched_s[0] < searched_s[1]:
+                    return n
+            return max(lengths) + 1
 
         def measure() -> list[tuple[int, int, float]]:
-            samples = []
-            for n in lengths:
-                prompt = make_prompt(trie, items, n)
-                for width in widths:
-                    work = Work(
-                        trie=trie, tables=tables, prompt=prompt, options=SearchOptions(width=width), num_items=width
-                    )
-                    samples.append((len(prompt), width, timed(lambda work=work: self._run(work))))  # type: ignore[misc]
-            return samples
+            scratch = self._scratch.get()
+            self.generator.split_from_tokens = split_from(scratch)
+            self._scratch.put(scratch)
+            shapes = [(work(n, width), width) for n in lengths for width in widths]
+            return [(len(each.prompt), width, _timed(partial(self._run, each))) for each, width in shapes]
 
         done = await self.scheduler.call(measure, float("inf"))
         self.cost = fit(done.value)
         return self.cost
+
+
+_TRIES = 3
+
+
+def _timed(run: Callable[[], Any]) -> float:
+    """Seconds, after one run that is not counted."""
+    run()
+    began_s = time.perf_counter()
+    run()
+    return time.perf_counter() - began_s

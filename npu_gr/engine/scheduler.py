@@ -1,49 +1,42 @@
-"""One device thread, and the queue in front of it: earliest deadline first, ranks batched together.
+"""The device threads, and the queue in front of them.
 
-The event loop submits and awaits; only the thread touches tensor values, one job or batch at a time, in the order it
-takes them. That order is what lets the tiers hand pages on at once: whoever writes to a page that was just given
-back is queued behind whoever still reads it.
+The event loop submits and awaits; only the threads touch tensor values. Each takes a pass from the queue (`queue.py`
+decides which), runs it to its end and delivers the results. With several streams several passes run at once, over
+one copy of the weights.
 
 Invariants:
   S1  every submitted job ends exactly once: a result, an error, or dropped because nobody waits any more
   S2  a job whose deadline has passed, or whose waiter is gone, costs no device time
-  S3  never more than `max_queue` jobs wait
+  S3  a submitter that is cancelled goes on only when its job will not run, or has run: what the job reads and writes
+      (leases, pages) is the submitter's to hold, and stays held as long as the device touches it
 """
 
 from __future__ import annotations
 
 import asyncio
-import heapq
-import itertools
+import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
-import msgspec
-
+from npu_gr.engine.queue import Demand, Job, JobQueue, SchedulerConfig
 from npu_gr.errors import DeadlineExceeded, DeviceError, NpuGrError, Overloaded, Unavailable
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 
-
-class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Bounds of the queue and of a batch."""
-
-    max_queue: Annotated[int, msgspec.Meta(ge=1)] = 256  # jobs waiting; the next is refused (429)
-    max_batch_requests: Annotated[int, msgspec.Meta(ge=1)] = 4  # ranks in one pass; more helps only accelerators
-    max_batch_rows: Annotated[int, msgspec.Meta(ge=1)] = 4096  # history and candidate rows in one pass
+Run = Callable[[Sequence[Any]], Sequence[Any]]
 
 
 class BatchWork(Protocol):
     """Work that can share a pass with others of its kind."""
 
     @property
-    def num_rows(self) -> int:
-        """Rows that it adds to the pass."""
+    def demand(self) -> Demand:
+        """What it adds to the pass."""
         ...
 
 
@@ -54,162 +47,212 @@ class Done(Generic[T]):
     value: T
     queue_s: float
     device_s: float
+    batch_size: int = 1
 
 
-class _Job:
-    __slots__ = ("batch", "call", "deadline_s", "future", "submitted_s", "taken")
+class Urgency:
+    """When something is wanted, which may become earlier while it waits or runs in parts."""
 
-    def __init__(
-        self,
-        call: Callable[[], Any] | None,
-        batch: BatchWork | None,
-        deadline_s: float,
-        future: asyncio.Future[Done[Any]],
-    ) -> None:
-        self.call, self.batch, self.deadline_s, self.future = call, batch, deadline_s, future
-        self.submitted_s = time.monotonic()
-        self.taken = False
+    def __init__(self, order_s: float) -> None:
+        self.order_s = order_s
+        self._on_change: Callable[[float], None] | None = None
+
+    def hasten(self, order_s: float) -> None:
+        """Wanted by then at the latest."""
+        if order_s < self.order_s:
+            self.order_s = order_s
+            if self._on_change is not None:
+                self._on_change(order_s)
+
+    @contextlib.contextmanager
+    def applied(self, on_change: Callable[[float], None]) -> Iterator[None]:
+        """Tell `on_change` of every change within the block."""
+        self._on_change = on_change
+        try:
+            yield
+        finally:
+            self._on_change = None
 
 
 class Scheduler:
-    """The queue and the thread. `run_batch` scores several works in one pass; it runs on the thread."""
+    """The queue and its threads."""
 
-    def __init__(self, config: SchedulerConfig, run_batch: Callable[[Sequence[Any]], Sequence[Any]]) -> None:
-        self._config, self._run_batch = config, run_batch
-        self._heap: list[tuple[float, int, _Job]] = []
-        self._numbers = itertools.count()
-        self._waiting = 0
+    def __init__(self, config: SchedulerConfig) -> None:
+        self.config = config
+        self._queue = JobQueue(config)
         self._changed = threading.Condition()
         self._stopping = False
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._thread = threading.Thread(target=self._work, name="npu_gr-device", daemon=True)
-        self.on_batch: Callable[[int], None] = lambda _size: None
+        self._threads = [
+            threading.Thread(target=self._work, name=f"npu_gr-device-{n}", daemon=True) for n in range(config.streams)
+        ]
+        # called on a device thread: requests and rows of a shared pass; what a pass was, and its seconds
+        self.on_batch: Callable[[int, int], None] = lambda _requests, _rows: None
+        self.on_worked: Callable[[str, float], None] = lambda _kind, _seconds: None
         self.failures_in_a_row = 0
+        self.busy_s = 0.0  # device time so far, of all streams together
 
     def start(self) -> None:
-        """Start the thread. Results are delivered to the running event loop."""
+        """Start the threads. Results are delivered to the running event loop."""
         self._loop = asyncio.get_running_loop()
-        self._thread.start()
+        for thread in self._threads:
+            thread.start()
 
     async def stop(self) -> None:
-        """End the thread after the pass in progress; jobs still waiting end with Unavailable."""
+        """End the threads after the passes in progress; jobs still waiting end with Unavailable."""
         with self._changed:
             self._stopping = True
-            self._changed.notify()
-        if self._thread.ident is not None:
-            await asyncio.to_thread(self._thread.join)
+            self._changed.notify_all()
+        for thread in self._threads:
+            if thread.ident is not None:
+                await asyncio.to_thread(thread.join)
         with self._changed:
-            left, self._heap, self._waiting = self._heap, [], 0
-        for _, _, job in left:
-            if not job.future.done():
-                job.future.set_exception(Unavailable("the instance is stopping"))
+            left = self._queue.drain()
+        for job in left:
+            self._deliver(job, Unavailable("the instance is stopping"))
 
     @property
     def depth(self) -> int:
         """Jobs waiting."""
-        return self._waiting
+        return len(self._queue)
 
-    async def call(self, function: Callable[[], T], deadline_s: float, order_s: float | None = None) -> Done[T]:
-        """Run `function` on the device thread, alone.
+    @property
+    def queue_s(self) -> float:
+        """How long a request that comes now would wait for those that wait already, by their estimates."""
+        return self._queue.backlog_s / self.config.streams
+
+    async def call(
+        self,
+        function: Callable[[], T],
+        deadline_s: float,
+        order_s: float | Urgency | None = None,
+        *,
+        takes_s: float = 0.0,
+        is_sheddable: bool = False,
+        kind: str = "other",
+    ) -> Done[T]:
+        """Run `function` on a device thread, alone.
 
         Args:
             function: reads and writes tensors; must not touch the event loop.
             deadline_s: instant on time.monotonic(); it is dropped if it has not begun by then.
             order_s: its place in the queue, as if its deadline were this instant; None = its deadline.
+            takes_s: an estimate.
+            is_sheddable: it may be refused later, to make room for one that is not.
+            kind: for the metric of the device's time: prefill, generate, copy, other.
 
         Raises:
             Overloaded: the queue is full. DeadlineExceeded. DeviceError: the function failed.
         """
-        return await self._submit(_Job(function, None, deadline_s, self._future()), order_s)
+        job = Job(
+            run=_alone(function),
+            deadline_s=deadline_s,
+            order_s=deadline_s if order_s is None else order_s.order_s if isinstance(order_s, Urgency) else order_s,
+            takes_s=takes_s,
+            is_sheddable=is_sheddable,
+            kind=kind,
+        )
+        if not isinstance(order_s, Urgency):
+            return await self._submit(job)
+        with order_s.applied(lambda at_s: self._hasten(job, at_s)):
+            return await self._submit(job)
 
-    async def batch(self, work: BatchWork, deadline_s: float) -> Done[Any]:
-        """Run `work` in a pass that it may share with others; as `call`."""
-        return await self._submit(_Job(None, work, deadline_s, self._future()), None)
+    async def batch(
+        self, work: BatchWork, run: Run, deadline_s: float, order_s: float = float("inf"), *, takes_s: float = 0.0
+    ) -> Done[Any]:
+        """Run `work` in a pass that it may share with others of the same `run`; else as `call`."""
+        return await self._submit(
+            Job(
+                run=run,
+                work=work,
+                kind="rank",
+                shares=True,
+                demand=work.demand,
+                deadline_s=deadline_s,
+                order_s=order_s,
+                takes_s=takes_s,
+            )
+        )
 
     def post(self, function: Callable[[], None]) -> asyncio.Future[Done[None]]:
         """Run `function` before every job that waits; it is queued when this returns, and never refused.
 
         Awaiting the result is optional. Unavailable once the scheduler stops.
         """
-        job = _Job(function, None, float("inf"), self._future())
+        job = Job(run=_alone(function), order_s=float("-inf"), tag=self._future())
         with self._changed:
             if self._stopping:
-                job.future.set_exception(Unavailable("the instance is stopping"))
+                job.tag.set_exception(Unavailable("the instance is stopping"))
             else:
-                heapq.heappush(self._heap, (float("-inf"), next(self._numbers), job))
-                self._waiting += 1
+                self._queue.put(job, time.monotonic(), force=True)
                 self._changed.notify()
-        return job.future
+        future: asyncio.Future[Done[None]] = job.tag
+        return future
 
     def _future(self) -> asyncio.Future[Done[Any]]:
         assert self._loop is not None, "start() first"
         return self._loop.create_future()
 
-    async def _submit(self, job: _Job, order_s: float | None) -> Done[Any]:
+    def _hasten(self, job: Job, order_s: float) -> None:
+        with self._changed:
+            self._queue.hasten(job, order_s)
+
+    async def _submit(self, job: Job) -> Done[Any]:
+        future = job.tag = self._future()
         with self._changed:
             if self._stopping:
                 raise Unavailable("the instance is stopping")
-            if self._waiting >= self._config.max_queue:
-                raise Overloaded(f"{self._waiting} jobs wait for the device, the limit is {self._config.max_queue}")
-            order_s = job.deadline_s if order_s is None else order_s
-            heapq.heappush(self._heap, (order_s, next(self._numbers), job))
-            self._waiting += 1
+            shed = self._queue.put(job, time.monotonic())
             self._changed.notify()
-        return await job.future
+        if shed is not None:
+            self._deliver(shed, Overloaded("made room for a request that is not sheddable"))
+        try:
+            return await asyncio.shield(future)
+        except asyncio.CancelledError:
+            with self._changed:
+                never_ran = self._queue.withdraw(job)
+            while not never_ran and not future.done():  # S3
+                with contextlib.suppress(asyncio.CancelledError):
+                    await asyncio.wait({future})
+            if future.done() and not future.cancelled():
+                future.exception()  # seen: nobody else will
+            raise
 
-    def _take(self) -> list[_Job]:
-        """The next job, or a batch of ranks; waits for one. Empty = stop."""
+    def _take(self) -> list[Job]:
+        """The next pass; waits for one. Empty = stop."""
         with self._changed:
-            while not self._heap and not self._stopping:
-                self._changed.wait()
-            if self._stopping:
-                return []
-            taken: list[_Job] = []
-            rows = 0
-            while self._heap and len(taken) < self._config.max_batch_requests:
-                job = self._heap[0][2]
-                if taken and (job.batch is None or rows + job.batch.num_rows > self._config.max_batch_rows):
-                    break
-                heapq.heappop(self._heap)
-                self._waiting -= 1
-                if job.future.cancelled():
-                    continue
-                if job.deadline_s <= time.monotonic():
+            while not self._stopping:
+                taken = self._queue.take(time.monotonic())
+                for job in taken.expired:
                     self._deliver(job, DeadlineExceeded("the deadline passed while waiting for the device"))
-                    continue
-                taken.append(job)
-                if job.batch is None:
-                    break
-                rows += job.batch.num_rows
-            return taken or [_NOTHING]
+                if taken.jobs:
+                    return taken.jobs
+                self._changed.wait(taken.wait_s)
+        return []
 
     def _work(self) -> None:
         while jobs := self._take():
-            if jobs[0] is _NOTHING:
-                continue
             began_s = time.monotonic()
             results = self._attempt(jobs)
             took_s = time.monotonic() - began_s
-            if jobs[0].batch is not None:
-                self.on_batch(len(jobs))
+            self.busy_s += took_s
+            self.on_worked(jobs[0].kind, took_s)
+            if jobs[0].shares:
+                self.on_batch(len(jobs), sum(job.demand.tokens + job.demand.rows for job in jobs))
             for job, result in zip(jobs, results, strict=True):
                 if isinstance(result, NpuGrError):
                     self._deliver(job, result)
                 else:
-                    self._deliver(job, Done(result, began_s - job.submitted_s, took_s))
+                    self._deliver(job, Done(result, began_s - job.submitted_s, took_s, len(jobs)))
 
-    def _attempt(self, jobs: list[_Job]) -> list[Any]:
+    def _attempt(self, jobs: list[Job]) -> list[Any]:
         """Results or errors, one a job. A batch that fails is tried again one by one: one bad job is one error."""
         try:
-            if jobs[0].batch is not None:
-                results = list(self._run_batch([job.batch for job in jobs]))
-            else:
-                assert jobs[0].call is not None
-                results = [jobs[0].call()]
+            results = list(jobs[0].run([job.work for job in jobs]))
         except NpuGrError as error:
             if len(jobs) == 1:
                 return [error]
-        except Exception as error:  # the device thread's top loop
+        except Exception as error:  # a device thread's top loop
             if len(jobs) == 1:
                 self.failures_in_a_row += 1
                 log.exception("a device job failed (%d in a row)", self.failures_in_a_row)
@@ -219,14 +262,16 @@ class Scheduler:
             return results
         return [result for job in jobs for result in self._attempt([job])]
 
-    def _deliver(self, job: _Job, result: Done[Any] | NpuGrError) -> None:
+    def _deliver(self, job: Job, result: Done[Any] | NpuGrError) -> None:
+        future = job.tag
+
         def finish() -> None:
-            if job.future.done():  # nobody waits any more
+            if future.done():
                 return
             if isinstance(result, NpuGrError):
-                job.future.set_exception(result)
+                future.set_exception(result)
             else:
-                job.future.set_result(result)
+                future.set_result(result)
 
         assert self._loop is not None
         try:
@@ -235,4 +280,8 @@ class Scheduler:
             log.debug("a result came after the event loop closed")
 
 
-_NOTHING: Any = object()
+def _alone(function: Callable[[], Any]) -> Run:
+    def run(_: Sequence[Any]) -> list[Any]:
+        return [function()]
+
+    return run

@@ -6,6 +6,7 @@ import numpy as np
 
 from npu_gr.catalog.tokens import Tokens
 from npu_gr.engine.engine import Cached, Engine, Pass
+from npu_gr.engine.scheduler import Urgency
 from npu_gr.errors import DeviceError
 from npu_gr.kv.arena import KVArena
 from npu_gr.kv.layout import Run
@@ -27,9 +28,9 @@ async def parity(engine: Engine, dram: KVArena | None, tokens: Tokens, candidate
     cut = len(tokens) * 3 // 4
     runs = (Run(0, layout.pages(cut)),)
     shown_at = int(tokens.events.timestamps[-1])
-    head = Tokens(tokens.events[:cut], tokens.rows[:cut], tokens.report)
+    head = tokens[:cut]
     cold = await engine.rank(Pass(tokens, 0, candidates, shown_at), _FAR)
-    await engine.prefill(head, runs, _FAR, _FAR)
+    await engine.prefill(head, runs, _FAR, Urgency(_FAR))
     hit = Pass(tokens, 0, candidates, shown_at, cached=Cached(runs, cut))
     results = {"HBM": await engine.rank(hit, _FAR)}
     if dram is not None:

@@ -14,6 +14,7 @@ import random
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import numpy as np
 
@@ -64,8 +65,8 @@ class DramStore:
         self._epoch = 0
         self._complete: OrderedDict[PrefixKey, DramEntry] = OrderedDict()  # least recently used first
         self._users: ByUser[DramEntry] = ByUser()  # incomplete ones too
-        # pages of a user to be forgotten, just before they become free
-        self.on_erased: Callable[[tuple[Run, ...]], None] = lambda _runs: None
+        # pages of a user to be forgotten, and what makes them free: to be called once they are overwritten
+        self.on_erased: Callable[[tuple[Run, ...], Callable[[], None]], None] = lambda _runs, free: free()
 
     @property
     def budget_bytes(self) -> int:
@@ -180,7 +181,7 @@ class DramStore:
             self._give_back(entry)
 
     def erase_user(self, user: UserKey) -> None:
-        """Drop everything of one user, copies in progress too; `on_erased` hears of the pages as they come back."""
+        """Drop everything of one user, copies in progress too; `on_erased` gets their pages, and frees them."""
         for entry in self._users.of(user):
             entry.is_erased = True
             self.drop(entry)
@@ -194,8 +195,9 @@ class DramStore:
     def _give_back(self, entry: DramEntry) -> None:
         entry.is_held = False
         if entry.is_erased:
-            self.on_erased(entry.runs)
-        self._pages.free(entry.runs)
+            self.on_erased(entry.runs, partial(self._pages.free, entry.runs))
+        else:
+            self._pages.free(entry.runs)
 
     def check(self) -> None:
         """Assert D1 and D2; for tests, it looks at every entry."""

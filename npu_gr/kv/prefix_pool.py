@@ -18,6 +18,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import Enum, auto
+from functools import partial
 
 from npu_gr.errors import PoolExhausted
 from npu_gr.kv.arena import KVArena
@@ -85,8 +86,8 @@ class PrefixPool:
         self._evictable: OrderedDict[PrefixKey, PrefixEntry] = OrderedDict()  # oldest first
         self._reserved_pages = self._evictable_pages = 0
         self.on_evict: Callable[[PrefixEntry], None] = lambda _entry: None
-        # pages of a user to be forgotten, just before they become free
-        self.on_erased: Callable[[tuple[Run, ...]], None] = lambda _runs: None
+        # pages of a user to be forgotten, and what makes them free: to be called once they are overwritten
+        self.on_erased: Callable[[tuple[Run, ...], Callable[[], None]], None] = lambda _runs, free: free()
 
     # ---- bytes: free + reserved + live + evictable == budget
 
@@ -113,7 +114,7 @@ class PrefixPool:
 
     @property
     def live_bytes(self) -> int:
-        """Waiting for their rank, leased, or dropped while leased."""
+        """Waiting for their rank, leased, dropped while leased, or being overwritten."""
         return self.budget_bytes - self.free_bytes - self.reserved_bytes - self.evictable_bytes
 
     def __len__(self) -> int:
@@ -244,7 +245,7 @@ class PrefixPool:
             self._forget(entry)
 
     def erase_user(self, user: UserKey) -> None:
-        """Drop everything of one user; `on_erased` hears of the pages as they come back."""
+        """Drop everything of one user; `on_erased` gets their pages, and frees them."""
         for entry in self._users.of(user):
             entry.is_erased = True
             self.drop(entry)
@@ -280,8 +281,9 @@ class PrefixPool:
     def _give_back(self, entry: PrefixEntry) -> None:
         entry.state, entry.is_held = State.DROPPED, False
         if entry.is_erased:
-            self.on_erased(entry.runs)
-        self._pages.free(entry.runs)
+            self.on_erased(entry.runs, partial(self._pages.free, entry.runs))
+        else:
+            self._pages.free(entry.runs)
 
     def check(self) -> None:
         """Assert I1 to I3 over the whole pool; for tests, it looks at every entry."""

@@ -26,21 +26,31 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequen
 from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, Any, Generic, Protocol, TypeVar
+from typing import Annotated, Any, Generic, NamedTuple, Protocol, TypeVar
 
 import msgspec
 
 from npu_gr.engine.cost import CostModel
 from npu_gr.engine.engine import Cached
-from npu_gr.engine.scheduler import Done
-from npu_gr.errors import NpuGrError, ResourceError
+from npu_gr.engine.quantile import RunningQuantile
+from npu_gr.engine.scheduler import Done, Urgency
+from npu_gr.errors import DeadlineExceeded, NpuGrError, ResourceError
 from npu_gr.kv.arena import KVArena
 from npu_gr.kv.dram_store import DramEntry, DramStore
 from npu_gr.kv.keys import PrefixKey
 from npu_gr.kv.layout import Run
 from npu_gr.kv.prefix_pool import PrefixEntry, PrefixPool
-from npu_gr.relay.trigger import Headroom, TriggerConfig, decide, reload_pays
-from npu_gr.request import I64, Outcome, Reason, UserKey, Verdict
+from npu_gr.relay.trigger import (
+    Forecast,
+    Headroom,
+    TokenBucket,
+    TriggerConfig,
+    admitted_rate,
+    decide,
+    live_limit,
+    reload_pays,
+)
+from npu_gr.request import I64, Brownout, Outcome, Reason, UserKey, Verdict
 
 log = logging.getLogger(__name__)
 
@@ -79,8 +89,20 @@ class Encoder(Protocol[P_in]):
         """Bandwidth between the tiers."""
         ...
 
-    async def prefill(self, tokens: P_in, keep: tuple[Run, ...], deadline_s: float, order_s: float) -> None:
-        """Encode the whole prefix into the pages."""
+    @property
+    def queue_s(self) -> float:
+        """What waits for the device now, by estimate."""
+        ...
+
+    @property
+    def residual_s(self) -> float:
+        """What `cost` has been short by lately, a high quantile."""
+        ...
+
+    async def prefill(
+        self, tokens: P_in, keep: tuple[Run, ...], deadline_s: float, urgency: Urgency, first_token: int = 0
+    ) -> None:
+        """Encode the prefix into the pages, which hold its first `first_token` tokens already."""
         ...
 
     async def copy(
@@ -91,7 +113,9 @@ class Encoder(Protocol[P_in]):
         target_runs: Sequence[Run],
         num_tokens: int,
         deadline_s: float,
-        order_s: float | None = None,
+        order_s: float | Urgency | None = None,
+        *,
+        is_sheddable: bool = False,
     ) -> None:
         """Copy a prefix between tiers."""
         ...
@@ -109,7 +133,10 @@ class RelayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     keep_full: bool = True  # a full inference publishes the prefix that it computed anyway, if there is room
     degrade: bool = True  # truncate a history whose full inference would miss the deadline
     margin_s: Annotated[float, msgspec.Meta(ge=0)] = 0.002  # kept back for what follows the device
-    max_remembered: Annotated[int, msgspec.Meta(ge=1)] = 100_000  # users whose last verdict is remembered
+    max_reloads: Annotated[int, msgspec.Meta(ge=1)] = 2  # copies from DRAM at once
+    max_joiners: Annotated[int, msgspec.Meta(ge=1)] = 64  # ranks that wait for one producer; against bots
+    brownout_tokens: Annotated[int, msgspec.Meta(ge=1)] = 512  # that a rank without prefix reads when truncating
+    max_remembered: Annotated[int, msgspec.Meta(ge=1)] = 100_000  # users whose last signal is remembered
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,12 +155,23 @@ class _Producer:
     task: asyncio.Task[None]
     num_tokens: int
     is_reload: bool
+    urgency: Urgency
+    joiners: int = 0
+
+
+class _Signal(NamedTuple):
+    """A user's last signal."""
+
+    reason: Reason  # why it led to nothing; NONE if it did lead to something
+    at_s: float
+    is_pending: bool  # no rank has come since
 
 
 _WHY_NOT = {
     Verdict.SKIP_NOT_AT_RISK: Reason.NOT_AT_RISK,
     Verdict.SKIP_FOOTPRINT: Reason.REJECTED_FOOTPRINT,
     Verdict.SKIP_LOAD: Reason.REJECTED_LOAD,
+    Verdict.SKIP_RATE: Reason.REJECTED_RATE,
     Verdict.SKIP_DISABLED: Reason.DISABLED,
 }
 
@@ -158,8 +196,14 @@ class Relay(Generic[P]):
         self._spilling: set[PrefixKey] = set()
         self._overwriting: set[asyncio.Future[Done[None]]] = set()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._last: OrderedDict[UserKey, Reason] = OrderedDict()  # why the user's last signal led to nothing
+        self._last: OrderedDict[UserKey, _Signal] = OrderedDict()
+        self._reloads = asyncio.Semaphore(config.max_reloads)
+        self.brownout = Brownout.NONE
+        self.t_life_p99_s = RunningQuantile(0.99, config.t_life_s)  # from a signal to the end of its rank
+        self.kv_p99_bytes = RunningQuantile(0.99, pool.arena.layout.page_bytes)
+        self._bucket = None if trigger.q_m_per_s is None else TokenBucket(self.q_inst_per_s, trigger.burst_s)
         self.on_error: Callable[[str], None] = lambda _where: None
+        self.on_first_use: Callable[[float], None] = lambda _waited_s: None
         pool.on_erased = partial(self._overwrite, pool.arena)
         if dram is not None:
             dram.on_erased = partial(self._overwrite, dram.arena)
@@ -169,41 +213,94 @@ class Relay(Generic[P]):
         """How long a produced prefix waits for its rank."""
         return self._config.t_life_s
 
+    def in_flight(self, work: str) -> int:
+        """Prefixes on their way: `prefill` and `reload` into HBM, `spill` into DRAM."""
+        if work == "spill":
+            return len(self._spilling)
+        return sum(producer.is_reload == (work == "reload") for producer in self._producers.values())
+
+    async def settled(self) -> None:
+        """Nothing is being produced, spilled or overwritten any more."""
+        while self._tasks or self._overwriting:
+            await asyncio.gather(*self._tasks, *self._overwriting, return_exceptions=True)
+            await asyncio.sleep(0)  # their callbacks
+
+    @property
+    def dram_arena(self) -> KVArena | None:
+        """Pages of the DRAM tier, if there is one."""
+        return None if self._dram is None else self._dram.arena
+
+    @property
+    def q_inst_per_s(self) -> float:
+        """Pre-infers a second that are admitted, by what has been measured so far."""
+        q_m = self._trigger.q_m_per_s
+        l_max = live_limit(self._pool.budget_bytes, max(1, int(self.kv_p99_bytes.value)))
+        return admitted_rate(l_max, self.t_life_p99_s.value, None if q_m is None else q_m * self._trigger.q_m_fraction)
+
     # ---- signal
 
-    def signal(self, user: UserKey, tokens: P) -> Verdict:
-        """Decide on a pre-infer for this history and start it. Never waits, never fails."""
-        verdict = self._decide(user, tokens)
-        self._remember(user, _WHY_NOT.get(verdict, Reason.NONE))
+    def signal(self, user: UserKey, tokens: P, num_candidates: int | None = None) -> Verdict:
+        """Decide on a pre-infer for this history and start it. Never waits, never fails.
+
+        Args:
+            user: whose.
+            tokens: the whole history as the model reads it.
+            num_candidates: that the rank will bring; None = the configuration's guess.
+        """
+        verdict = self._decide(user, tokens, self._trigger.num_candidates if num_candidates is None else num_candidates)
+        self._remember(user, _Signal(_WHY_NOT.get(verdict, Reason.NONE), time.monotonic(), is_pending=True))
         return verdict
 
-    def _decide(self, user: UserKey, tokens: P) -> Verdict:
-        if not self._config.enabled:
+    def _decide(self, user: UserKey, tokens: P, num_candidates: int) -> Verdict:
+        if not self._config.enabled or self.brownout >= Brownout.NO_RELAY:
             return Verdict.SKIP_DISABLED
         key = self._key(user, tokens, len(tokens))
         if self._pool.get(key) is not None:
             return Verdict.ALREADY_RESIDENT
         if key in self._producers or self._pool.is_reserved(key):
             return Verdict.ALREADY_RUNNING
-        layout = self._pool.arena.layout
-        headroom = Headroom(
-            inflight=len(self._producers),
-            available_bytes=self._pool.free_bytes + self._pool.evictable_bytes,
-            needed_bytes=layout.pages(len(tokens)) * layout.page_bytes,
-        )
-        verdict = decide(len(tokens), headroom, self._trigger)
+        now_s = time.monotonic()
+        base, spilled = self._resident(user, tokens), self._spilled(user, tokens)
+        cached = base.num_tokens if base else 0
+        if spilled is not None and spilled.num_tokens <= cached:
+            spilled = None
+        if base is not None and spilled is None and len(tokens) - cached < self._trigger.min_prefix_tokens:
+            return Verdict.ALREADY_RESIDENT  # what is new, the rank computes along the way
+        forecast, headroom = self._forecast(len(tokens), cached, num_candidates), self._headroom(tokens)
+        verdict = decide(len(tokens), forecast, headroom, self._trigger, self._limit(), now_s)
         if verdict is not Verdict.PREINFER:
             return verdict
+        urgency = Urgency(float("inf"))  # when the device has nothing better to do, until its rank is here
         try:
-            spilled = None if self._dram is None else self._dram.get(key)
             if spilled is not None and self._reload_pays(spilled, self._config.t_life_s):
-                self._start_reload(key, spilled)
+                if spilled.key in self._producers or self._pool.is_reserved(spilled.key):
+                    return Verdict.ALREADY_RUNNING
+                self._start_reload(spilled.key, spilled, urgency, self._config.t_life_s)
                 return Verdict.RELOAD
-            entry = self._pool.reserve(key, len(tokens))
+            return self._start_compute(key, tokens, urgency, base)
         except ResourceError:
             return Verdict.SKIP_FOOTPRINT
-        self._produce(entry, self._compute(entry, tokens), is_reload=False)
-        return Verdict.PREINFER
+
+    def _forecast(self, num_tokens: int, cached_tokens: int, num_candidates: int) -> Forecast:
+        engine = self._engine
+        pass_s = engine.cost.pass_s(num_tokens - cached_tokens, cached_tokens, num_candidates)
+        return Forecast(engine.queue_s, pass_s, engine.residual_s)
+
+    def _headroom(self, tokens: P) -> Headroom:
+        needed_bytes = self._pool.arena.layout.bytes(len(tokens))
+        if needed_bytes:
+            self.kv_p99_bytes.observe(needed_bytes)
+        return Headroom(
+            inflight=len(self._producers),
+            available_bytes=self._pool.free_bytes + self._pool.evictable_bytes,
+            needed_bytes=needed_bytes,
+        )
+
+    def _limit(self) -> TokenBucket | None:
+        if self._bucket is not None:
+            self._bucket.rate_per_s = self.q_inst_per_s
+            self._bucket.burst = max(1.0, self._bucket.rate_per_s * self._trigger.burst_s)
+        return self._bucket
 
     # ---- lease
 
@@ -225,13 +322,18 @@ class Relay(Generic[P]):
         if self._config.enabled and len(tokens):
             outcome, reason, entry = await self._find(user, tokens, num_candidates, due_s)
         with ExitStack() as held:
+            held.callback(self._ranked, user)
             if entry is not None:
+                if not entry.consumed:
+                    self.on_first_use(time.monotonic() - (entry.expires_at_s - self._pool.t_life_s))
                 held.enter_context(self._pool.lease(entry, consume=True))
                 held.callback(self._spill, entry)
                 cached = Cached(tuple(entry.runs), entry.num_tokens)
                 yield Lease(outcome=outcome, reason=reason, cached=cached)
                 return
             first = self._first_token(len(tokens), num_candidates, due_s)
+            if self.brownout >= Brownout.TRUNCATE and len(tokens) - first > self._config.brownout_tokens:
+                first, reason = len(tokens) - self._config.brownout_tokens, Reason.BROWNOUT
             if first:
                 yield Lease(outcome=Outcome.DEGRADED, reason=reason, first_token=first)
                 return
@@ -255,6 +357,8 @@ class Relay(Generic[P]):
         running = self._running(user, tokens)
         if running is not None:
             key, producer = running
+            if producer.joiners >= self._config.max_joiners:
+                return Outcome.MISS_FULL, Reason.REJECTED_LOAD, None
             why = await self._join(producer, due_s, spare_s)
             entry = self._pool.get(key)
             if why is None and entry is not None:
@@ -267,7 +371,7 @@ class Relay(Generic[P]):
         if self._pool.is_reserved(spilled.key) or not self._reload_pays(spilled, left_s):
             return Outcome.MISS_FULL, Reason.RELOAD_SLOWER, None
         try:
-            producer = self._start_reload(spilled.key, spilled)
+            producer = self._start_reload(spilled.key, spilled, Urgency(due_s), left_s)
         except ResourceError:
             return Outcome.MISS_FULL, Reason.REJECTED_FOOTPRINT, None
         why = await self._join(producer, due_s, spare_s)
@@ -282,9 +386,14 @@ class Relay(Generic[P]):
 
     async def _join(self, producer: _Producer, due_s: float, spare_s: float) -> Reason | None:
         """Wait for a producer as long as time to do without it remains. None = it has published."""
+        producer.urgency.hasten(due_s)
         left_s = due_s - time.monotonic()
         wait_s = left_s - spare_s if left_s > spare_s else left_s - self._config.margin_s
-        done, _ = await asyncio.wait({producer.task}, timeout=max(wait_s, 0.0))
+        producer.joiners += 1
+        try:
+            done, _ = await asyncio.wait({producer.task}, timeout=max(wait_s, 0.0))
+        finally:
+            producer.joiners -= 1
         if not done:
             return Reason.JOIN_TIMEOUT
         return Reason.PRODUCER_FAILED if producer.task.cancelled() or producer.task.exception() else None
@@ -293,7 +402,7 @@ class Relay(Generic[P]):
         """0, or where the newest tokens begin that a full inference can still score in time."""
         if not self._config.degrade or not num_tokens:
             return 0
-        budget_s = due_s - time.monotonic() - self._config.margin_s
+        budget_s = due_s - time.monotonic() - self._config.margin_s - self._engine.queue_s
         return num_tokens - self._engine.cost.safe_tokens(num_tokens, num_candidates, budget_s)
 
     # ---- what exists
@@ -315,7 +424,7 @@ class Relay(Generic[P]):
         return max(usable, key=lambda pair: pair[1].num_tokens, default=None)
 
     def _spilled(self, user: UserKey, tokens: P) -> DramEntry | None:
-        if self._dram is None:
+        if self._dram is None or self.brownout >= Brownout.NO_DRAM:
             return None
         entries = self._dram.find(user, self._version, self._layout_id)
         usable = [e for e in entries if self._matches(e.key, e.num_tokens, tokens)]
@@ -326,23 +435,32 @@ class Relay(Generic[P]):
             return Reason.FINGERPRINT_MISMATCH
         if user not in self._last:
             return Reason.NO_SIGNAL
-        return self._last[user] or Reason.EXPIRED
+        return self._last[user].reason or Reason.EXPIRED
 
-    def _remember(self, user: UserKey, reason: Reason) -> None:
-        self._last[user] = reason
+    def _remember(self, user: UserKey, signal: _Signal) -> None:
+        self._last[user] = signal
         self._last.move_to_end(user)
         if len(self._last) > self._config.max_remembered:
             self._last.popitem(last=False)
 
+    def _ranked(self, user: UserKey) -> None:
+        signal = self._last.get(user)
+        if signal is not None and signal.is_pending:
+            self._last[user] = signal._replace(is_pending=False)
+            self.t_life_p99_s.observe(time.monotonic() - signal.at_s)
+
     # ---- producers
 
-    def _produce(self, entry: PrefixEntry, work: Coroutine[Any, Any, None], *, is_reload: bool) -> _Producer:
-        """Start the work that publishes `entry`; however it ends, it leaves nothing reserved."""
+    def _produce(
+        self, entry: PrefixEntry, work: Coroutine[Any, Any, None], urgency: Urgency, held: ExitStack, *, is_reload: bool
+    ) -> _Producer:
+        """Start the work that publishes `entry`; however it ends, it leaves nothing reserved and nothing held."""
         key, task = entry.key, self._own(work)
-        producer = self._producers[key] = _Producer(task, entry.num_tokens, is_reload)
+        producer = self._producers[key] = _Producer(task, entry.num_tokens, is_reload, urgency)
         self._by_user.setdefault(key.user, set()).add(key)
 
         def ended(_: asyncio.Task[None]) -> None:
+            held.close()
             self._pool.abandon(entry)
             del self._producers[key]
             keys = self._by_user[key.user]
@@ -364,32 +482,60 @@ class Relay(Generic[P]):
         if not task.cancelled() and (error := task.exception()) is not None:
             log.warning("a relay task failed: %s: %s", type(error).__name__, error)
 
-    async def _compute(self, entry: PrefixEntry, tokens: P) -> None:
-        now_s = time.monotonic()
+    def _start_compute(self, key: PrefixKey, tokens: P, urgency: Urgency, base: PrefixEntry | None) -> Verdict:
+        """Encode a prefix; on from `base`, a resident one of its own beginning, if there is room beside it."""
+        held = ExitStack()
+        if base is not None:
+            held.enter_context(self._pool.lease(base, consume=False))
+        try:
+            entry = self._pool.reserve(key, len(tokens))
+        except ResourceError:
+            held.close()
+            if base is None:
+                raise
+            base, entry = None, self._pool.reserve(key, len(tokens))
+        self._produce(entry, self._compute(entry, tokens, urgency, base), urgency, held, is_reload=False)
+        return Verdict.PREINFER if base is None else Verdict.EXTEND
+
+    async def _compute(self, entry: PrefixEntry, tokens: P, urgency: Urgency, base: PrefixEntry | None) -> None:
+        # worthless once the rank it is for has given up
+        deadline_s, runs, first = time.monotonic() + self._config.t_life_s, tuple(entry.runs), 0
         with self._counted("prefill"):
-            # ordered like a rank that would arrive now; worthless once the rank it is for has given up
-            await self._engine.prefill(tokens, tuple(entry.runs), now_s + self._config.t_life_s, now_s)
-        self._pool.publish(entry, tokens.timestamps)
+            if base is not None:
+                arena, first = self._pool.arena, base.num_tokens
+                await self._engine.copy(arena, base.runs, arena, runs, first, deadline_s, urgency)
+            await self._engine.prefill(tokens, runs, deadline_s, urgency, first)
+        if self._pool.publish(entry, tokens.timestamps) and base is not None:
+            self._pool.drop(base)  # whoever reads it goes on; nobody else needs it
 
-    def _start_reload(self, key: PrefixKey, spilled: DramEntry) -> _Producer:
+    def _start_reload(self, key: PrefixKey, spilled: DramEntry, urgency: Urgency, patience_s: float) -> _Producer:
         entry = self._pool.reserve(key, spilled.num_tokens)
-        return self._produce(entry, self._reload(entry, spilled), is_reload=True)
+        work = self._reload(entry, spilled, urgency, patience_s)
+        return self._produce(entry, work, urgency, ExitStack(), is_reload=True)
 
-    async def _reload(self, entry: PrefixEntry, spilled: DramEntry) -> None:
+    async def _reload(self, entry: PrefixEntry, spilled: DramEntry, urgency: Urgency, patience_s: float) -> None:
+        """Copy a prefix back, when it is its turn; not at all if that is too late for who asked first."""
         assert self._dram is not None
-        now_s = time.monotonic()
+        deadline_s = time.monotonic() + self._config.t_life_s
         with self._counted("reload"), self._dram.lease(spilled):
-            self._dram.verify(spilled)
-            await self._engine.copy(
-                self._dram.arena,
-                spilled.runs,
-                self._pool.arena,
-                entry.runs,
-                spilled.num_tokens,
-                now_s + self._config.t_life_s,
-                now_s,
-            )
-            self._dram.verify(spilled)
+            try:
+                await asyncio.wait_for(self._reloads.acquire(), patience_s)
+            except TimeoutError as error:
+                raise DeadlineExceeded("no turn to reload came in time") from error
+            try:
+                self._dram.verify(spilled)
+                await self._engine.copy(
+                    self._dram.arena,
+                    spilled.runs,
+                    self._pool.arena,
+                    entry.runs,
+                    spilled.num_tokens,
+                    deadline_s,
+                    urgency,
+                )
+                self._dram.verify(spilled)
+            finally:
+                self._reloads.release()
         assert spilled.timestamps is not None, "complete copies alone are found"
         self._pool.publish(entry, spilled.timestamps)
 
@@ -403,13 +549,15 @@ class Relay(Generic[P]):
 
     def _reload_pays(self, spilled: DramEntry, budget_s: float) -> bool:
         copy_s = self._pool.arena.layout.bytes(spilled.num_tokens) / self._engine.copy_bytes_per_s
-        return reload_pays(copy_s, self._engine.cost.full_s(spilled.num_tokens, 0), budget_s)
+        ahead = sum(producer.is_reload for producer in self._producers.values()) // self._config.max_reloads
+        return reload_pays(copy_s * (1 + ahead), self._engine.cost.full_s(spilled.num_tokens, 0), budget_s)
 
     # ---- keeping what was computed or used
 
     def _reserve_for_keeping(self, user: UserKey, tokens: P) -> PrefixEntry | None:
         key = self._key(user, tokens, len(tokens))
         wanted = self._config.keep_full and len(tokens) >= self._trigger.min_prefix_tokens
+        wanted &= self.brownout < Brownout.NO_RELAY
         if not self._config.enabled or not wanted or self._pool.get(key) is not None or self._pool.is_reserved(key):
             return None
         try:
@@ -431,7 +579,13 @@ class Relay(Generic[P]):
     def _spill(self, entry: PrefixEntry) -> None:
         """Copy a used prefix to DRAM in the background; its HBM pages stay readable until somebody needs them."""
         dram, key = self._dram, entry.key
-        if dram is None or key in self._spilling or dram.get(key) is not None or self._pool.get(key) is not entry:
+        if (
+            dram is None
+            or self.brownout >= Brownout.NO_DRAM
+            or key in self._spilling
+            or dram.get(key) is not None
+            or self._pool.get(key) is not entry
+        ):
             return
         try:
             room = dram.reserve(key, entry.num_tokens)
@@ -452,7 +606,14 @@ class Relay(Generic[P]):
         order_s = time.monotonic() + self._config.t_life_s  # behind every rank and pre-infer of now
         with self._counted("spill"):
             await self._engine.copy(
-                self._pool.arena, entry.runs, dram.arena, room.runs, entry.num_tokens, float("inf"), order_s
+                self._pool.arena,
+                entry.runs,
+                dram.arena,
+                room.runs,
+                entry.num_tokens,
+                float("inf"),
+                order_s,
+                is_sheddable=True,
             )
         assert entry.timestamps is not None, "it was published"
         dram.commit(room, entry.timestamps)
@@ -464,23 +625,28 @@ class Relay(Generic[P]):
 
         Pages that a rank of this moment reads or writes are overwritten when it ends.
         """
-        for key in list(self._by_user.get(user, ())):
-            self._producers[key].task.cancel()
+        producing = {self._producers[key].task for key in self._by_user.get(user, ())}
+        for task in producing:
+            task.cancel()
         self._pool.erase_user(user)
         if self._dram is not None:
             self._dram.erase_user(user)
         self._last.pop(user, None)
+        if producing:  # they end with the chunk that the device is at
+            await asyncio.wait(producing)
+            await asyncio.sleep(0)  # and give their pages back when that has been noticed
         if self._overwriting:
             done, _ = await asyncio.wait(self._overwriting)  # which, unlike gather, cancels nothing
             for future in done:
                 future.result()
 
-    def _overwrite(self, arena: KVArena, runs: tuple[Run, ...]) -> None:
+    def _overwrite(self, arena: KVArena, runs: tuple[Run, ...], free: Callable[[], None]) -> None:
         future = self._engine.zero(arena, runs)
         self._overwriting.add(future)
 
         def ended(future: asyncio.Future[Done[None]]) -> None:
             self._overwriting.discard(future)
+            free()
             if not future.cancelled() and (error := future.exception()) is not None:
                 log.error("pages of an erased user were not overwritten: %s", error)
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
+from npu_gr.admission.limiter import Priority
 from npu_gr.request import (
+    CatalogueChange,
     CatalogueInfo,
     Events,
     GenerateAnswer,
@@ -23,6 +25,10 @@ class Door(Protocol):
 
     def models(self) -> list[ModelInfo]:
         """What is being served, the default first."""
+        ...
+
+    def check_room(self, priority: Priority) -> None:
+        """Refuse a request before its body is read. Raises Overloaded."""
         ...
 
     def is_ready(self) -> tuple[bool, str]:
@@ -51,6 +57,10 @@ class Door(Protocol):
 
     async def reload_catalogue(self) -> CatalogueInfo:
         """Read the catalogue again and serve it; requests in progress keep theirs."""
+        ...
+
+    async def update_catalogue(self, change: CatalogueChange) -> CatalogueInfo:
+        """Add, withdraw and restore items of the version that is served."""
         ...
 
     def rollback_catalogue(self) -> CatalogueInfo:

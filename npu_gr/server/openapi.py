@@ -7,9 +7,11 @@ from typing import Any
 import msgspec
 
 from npu_gr import __version__
+from npu_gr.replay.recorder import RecordOrder, RecordStatus
 from npu_gr.server.wire import (
     JSON,
     MSGPACK,
+    CatalogueItemsBody,
     CatalogueOut,
     EventsBody,
     EventsOut,
@@ -40,7 +42,7 @@ def document() -> dict[str, Any]:
     """The whole document."""
     structs = (
         *(SignalBody, SignalOut, RankBody, RankOut, GenerateBody, GenerateOut),
-        *(CatalogueOut, EventsBody, EventsOut, Problem),
+        *(CatalogueItemsBody, CatalogueOut, EventsBody, EventsOut, Problem, RecordOrder, RecordStatus),
     )
     refs, components = msgspec.json.schema_components(structs, ref_template="#/components/schemas/{name}")
     schema = dict(zip(structs, refs, strict=True))
@@ -92,6 +94,17 @@ def document() -> dict[str, Any]:
             "responses": {"200": done, **errors("401", "404", "503", *codes)},
         }
 
+    def recorder(name: str, summary: str, *codes: str) -> dict[str, Any]:
+        done = {"description": "How it stands.", "content": {JSON: {"schema": schema[RecordStatus]}}}
+        return {"operationId": name, "summary": summary, "responses": {"200": done, **errors("401", "404", *codes)}}
+
+    switch_on = recorder("recordOn", "Record requests.", "413", "422")
+    switch_on["requestBody"] = {"required": False, "content": {JSON: {"schema": schema[RecordOrder]}}}
+    record = {
+        "get": recorder("recordStatus", "What is recorded."),
+        "post": switch_on,
+        "delete": recorder("recordOff", "Record no more."),
+    }
     model = "/v2/models/{model}"
     version = f"{model}/versions/{{version}}"
     erase = {
@@ -118,6 +131,13 @@ def document() -> dict[str, Any]:
             "/v1/rank": post("rank", "Score candidates for a user.", RankBody, "200", RankOut),
             "/v1/generate": post("generate", "The best items after a history.", GenerateBody, "200", GenerateOut),
             "/v1/catalog": {"get": catalogue("catalogue", "The catalogue that is served.")},
+            "/v1/catalog/items": post(
+                "updateCatalogue",
+                "Add, withdraw and restore items of the version that is served, at once.",
+                CatalogueItemsBody,
+                "200",
+                CatalogueOut,
+            ),
             "/v1/catalog/reload": {
                 "post": catalogue("reloadCatalogue", "Read the catalogue anew and serve it.", "422")
             },
@@ -127,8 +147,11 @@ def document() -> dict[str, Any]:
             "/v1/models": get("models", "What is being served.", "401"),
             "/healthz": get("live", "The process is alive.", public=True),
             "/readyz": get("ready", "New work is welcome.", "503", public=True),
+            "/": get("page", "The status page.", public=True, media="text/html"),
+            "/debug/status": get("status", "What the status page shows.", "401"),
             "/metrics": get("metrics", "For Prometheus.", "401", media="text/plain"),
             "/debug/config": get("config", "The configuration in force.", "401"),
+            "/debug/record": record,
             "/openapi.json": get("openapi", "This document.", "401"),
             "/v2": get("server", "Open Inference Protocol: server metadata.", "401"),
             "/v2/health/live": get("v2Live", "Open Inference Protocol: alive.", public=True),

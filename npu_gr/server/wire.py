@@ -19,12 +19,14 @@ import numpy.typing as npt
 from npu_gr.errors import BadRequest, TooLarge, Unprocessable, UnsupportedMedia
 from npu_gr.request import (
     F32,
+    CatalogueChange,
     CatalogueInfo,
     Events,
     GenerateAnswer,
     GenerateRequest,
     HistoryRef,
     HistoryReport,
+    NewItem,
     RankAnswer,
     RankRequest,
     SignalAnswer,
@@ -97,6 +99,23 @@ class GenerateBody(_WithHistory, frozen=True, kw_only=True, forbid_unknown_field
     deny_items: Column | None = None
     attributes: dict[Name, Values] = {}  # attribute of the catalogue -> values, of which an item has one
     catalogue_version: Name | None = None
+
+
+class NewItemBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False):
+    """An item for the catalogue, as in its file: order score and attributes if the others have them."""
+
+    item_id: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+    sid: Annotated[list[Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]], msgspec.Meta(min_length=1, max_length=16)]
+    order: float | None = None
+    attributes: dict[Name, Value] = {}
+
+
+class CatalogueItemsBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Items to add, to withdraw and to restore, in this order; all of it or nothing."""
+
+    add: Annotated[list[NewItemBody], msgspec.Meta(max_length=100_000)] = []
+    withdraw: Column | None = None
+    restore: Column | None = None
 
 
 class EventsBody(_User, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -185,12 +204,12 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True):
     request_id: str
 
 
-B = TypeVar("B", SignalBody, RankBody, GenerateBody, EventsBody)
+B = TypeVar("B", SignalBody, RankBody, GenerateBody, CatalogueItemsBody, EventsBody)
 
 JSON, MSGPACK = "application/json", "application/msgpack"
 _DECODERS: dict[tuple[type[Any], str], Any] = {
     (cls, media): codec.Decoder(cls)
-    for cls in (SignalBody, RankBody, GenerateBody, EventsBody)
+    for cls in (SignalBody, RankBody, GenerateBody, CatalogueItemsBody, EventsBody)
     for media, codec in ((JSON, msgspec.json), (MSGPACK, msgspec.msgpack))
 }
 _ENCODERS: dict[str, Callable[[Any], bytes]] = {
@@ -317,6 +336,26 @@ def generate_request(body: GenerateBody, config: ServerConfig) -> GenerateReques
         attributes={name: tuple(values) for name, values in body.attributes.items()},
         catalogue_version=body.catalogue_version,
         model_version=body.model_version,
+    )
+
+
+def catalogue_change(body: CatalogueItemsBody, config: ServerConfig) -> CatalogueChange:
+    """The change of a catalogue.
+
+    Raises:
+        TooLarge, Unprocessable: names the field and the limit.
+    """
+
+    def ids(values: list[int] | bytes | None, field: str) -> npt.NDArray[Any] | None:
+        return None if values is None else column(values, field, "<i8", config.max_history_events)
+
+    return CatalogueChange(
+        add=tuple(
+            NewItem(item_id=new.item_id, sid=tuple(new.sid), order=new.order, attributes=new.attributes)
+            for new in body.add
+        ),
+        withdraw=ids(body.withdraw, "withdraw"),
+        restore=ids(body.restore, "restore"),
     )
 
 

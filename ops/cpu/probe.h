@@ -7,7 +7,9 @@ constexpr int kChains = 12;  // independent sums, enough to hide the latency of 
 constexpr int64_t kProbeFlops = int64_t{kChains} * kLanes * 2 * 64;
 
 float probe_fma_f32(int64_t repeats) {
-  F32 sums[kChains] = {}, factor = splat(1.0000001f), addend = splat(1e-9f);
+  F32 sums[kChains], factor = splat(1.0000001f), addend = splat(1e-9f);
+#pragma GCC unroll 16
+  for (int c = 0; c < kChains; ++c) sums[c] = splat(1.0f + c);  // equal chains would be computed once
   for (int64_t i = 0; i < repeats * 64; ++i) {
 #pragma GCC unroll 16
     for (int c = 0; c < kChains; ++c) sums[c] = sums[c] * factor + addend;
@@ -20,7 +22,9 @@ float probe_fma_f32(int64_t repeats) {
 
 #if NPU_GR_BF16_DOT
 float probe_fma_bf16(int64_t repeats) {
-  __m512 sums[kChains] = {};
+  __m512 sums[kChains];
+#pragma GCC unroll 16
+  for (int c = 0; c < kChains; ++c) sums[c] = _mm512_set1_ps(1.0f + c);  // equal chains would be computed once
   __m512bh one = reinterpret_cast<__m512bh>(_mm512_set1_epi16(0x3f80));
   for (int64_t i = 0; i < repeats * 64; ++i) {
 #pragma GCC unroll 16

@@ -46,6 +46,9 @@ def test_allowed_items(drawn: Drawn, data: st.DataObject) -> None:
     trie, chosen = make_trie(*drawn), some_of(data, drawn[0])
     item_ids = np.array([*chosen, *chosen], np.int64)
     check(trie, allow_items(trie, item_ids), chosen)
+    others = some_of(data, drawn[0])
+    within = allow_items(trie, np.array([*others], np.int64))
+    check(trie, allow_items(trie, item_ids, within), chosen & others)
     check(trie, allow_mask(trie, np.isin(trie.leaf_item, item_ids)), chosen)
     check(trie, allow_all(trie), {record.item_id for record in drawn[0]})
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from npu_gr.catalog.build import _pointers, build_trie
+from npu_gr.catalog.build import build_trie, pointers_of
 from npu_gr.catalog.trie import DEAD, Codebooks, Trie, spread
 from npu_gr.errors import CatalogError
 from tests.catalog.catalogues import Record, catalogues, make_trie
@@ -140,8 +140,8 @@ def test_the_three_ways_to_sort_agree(bits: int) -> None:
 
 
 def test_pointers_grow_with_the_number_of_edges() -> None:
-    assert _pointers(np.array([0, 5]), 2**31 - 1).dtype == np.int32
-    assert _pointers(np.array([0, 5]), 2**31).tolist() == [0, 5, 2**31]
+    assert pointers_of(np.array([0, 5]), 2**31 - 1).dtype == np.int32
+    assert pointers_of(np.array([0, 5]), 2**31).tolist() == [0, 5, 2**31]
 
 
 def test_the_snapshot_cannot_be_written() -> None:

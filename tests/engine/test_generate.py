@@ -70,7 +70,7 @@ def run(
         if len(some):
             parts.append(Part(it.arena, runs, len(some)))
             it.generator.encode(some, parts[:-1], parts[-1])
-    tables, options = Tables.upload(trie, CPU.device), SearchOptions(width=it.generator.beams.max_beams)
+    tables, options = Tables.upload(trie, CPU.device), SearchOptions(width=it.generator.max_beams)
     return it.generator.generate(trie, tables, tokens, parts, options, num_items, **how)
 
 
@@ -138,20 +138,20 @@ USER = UserKey("", "u")
 async def relayed(num_pages: int = 40) -> AsyncIterator[tuple[Relay[Prompt], GenerateEngine, PrefixPool]]:
     decoder = model(20)
     arena = KVArena(layout_of(decoder, page_tokens=4), num_pages, CPU.device)
-    ranks = Scheduler(SchedulerConfig(), lambda works: [None] * len(works))  # the thread of another engine
-    engine = GenerateEngine(Generator(decoder, CPU, 20, 3), ranks, arena)
+    scheduler = Scheduler(SchedulerConfig())
+    engine = GenerateEngine(Generator(decoder, CPU, 20, 3), scheduler, arena)
     config = RelayConfig(degrade=False)
     pool = PrefixPool(arena, num_pages * arena.layout.page_bytes, config.t_life_s, time.monotonic)
     dram = DramStore(
         KVArena(arena.layout, num_pages, CPU.device), ttl_s=60.0, ttl_jitter_ratio=0.0, seed=0, clock=time.monotonic
     )
-    relay = Relay(config, TriggerConfig(min_prefix_tokens=3), engine, pool, dram, "v1")
-    ranks.start()
+    relay = Relay(config, TriggerConfig(min_prefix_tokens=3, policy="always"), engine, pool, dram, "v1")
+    scheduler.start()
     try:
         yield relay, engine, pool
     finally:
         await relay.stop()
-        await ranks.stop()
+        await scheduler.stop()
 
 
 async def ask(relay: Relay[Prompt], engine: GenerateEngine, trie: Trie, prompt: Prompt) -> tuple[Lease, Generated]:

@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from npu_gr.engine.scheduler import Scheduler, SchedulerConfig
+from npu_gr.engine.queue import Demand, SchedulerConfig
+from npu_gr.engine.scheduler import Scheduler
 from npu_gr.errors import DeadlineExceeded, DeviceError, Overloaded, StaleEntry, Unavailable
 
 FAR = float("inf")
@@ -21,7 +22,11 @@ FAR = float("inf")
 @dataclass(frozen=True)
 class Work:
     name: str
-    num_rows: int = 1
+    tokens: int = 1
+
+    @property
+    def demand(self) -> Demand:
+        return Demand(self.tokens)
 
 
 class Device:
@@ -40,7 +45,7 @@ class Device:
 @asynccontextmanager
 async def running(**config: int) -> AsyncIterator[tuple[Scheduler, Device]]:
     device = Device()
-    scheduler = Scheduler(SchedulerConfig(**config), device.run)
+    scheduler = Scheduler(SchedulerConfig(**config))
     scheduler.start()
     try:
         yield scheduler, device
@@ -72,11 +77,11 @@ async def submitted(scheduler: Scheduler, count: int) -> None:
 
 
 async def test_deadline_order_and_batches() -> None:
-    async with running(max_batch_requests=2) as (scheduler, device):
+    async with running(max_batch_requests=2, aging_s=99) as (scheduler, device):
         async with held(scheduler):
             due = time.monotonic() + 60
             tasks = [
-                asyncio.create_task(scheduler.batch(Work(name), due + order))
+                asyncio.create_task(scheduler.batch(Work(name), device.run, due + order))
                 for order, name in ((3, "d"), (1, "b"), (0, "a"), (2, "c"), (4, "e"))
             ]
             await submitted(scheduler, 5)
@@ -87,12 +92,14 @@ async def test_deadline_order_and_batches() -> None:
 
 
 async def test_rows_bound_a_batch_and_a_call_stands_alone() -> None:
-    async with running(max_batch_requests=8, max_batch_rows=10) as (scheduler, device):
+    async with running(max_batch_requests=8, max_batch_tokens=10, aging_s=99) as (scheduler, device):
         async with held(scheduler):
             due = time.monotonic() + 60
-            tasks = [asyncio.create_task(scheduler.batch(Work(n, 6), due + i)) for i, n in enumerate("ab")]
+            tasks = [asyncio.create_task(scheduler.batch(Work(n, 6), device.run, due + i)) for i, n in enumerate("ab")]
             tasks.append(asyncio.create_task(scheduler.call(lambda: device.batches.append(["call"]), due + 1.5)))
-            tasks += [asyncio.create_task(scheduler.batch(Work(n, 20), due + 2 + i)) for i, n in enumerate("cd")]
+            tasks += [
+                asyncio.create_task(scheduler.batch(Work(n, 20), device.run, due + 2 + i)) for i, n in enumerate("cd")
+            ]
             await submitted(scheduler, 5)
         await asyncio.gather(*tasks)
     assert device.batches == [["a"], ["b"], ["call"], ["c"], ["d"]]
@@ -112,9 +119,9 @@ async def test_order_may_differ_from_the_deadline() -> None:
 async def test_an_expired_or_cancelled_job_costs_nothing() -> None:
     async with running() as (scheduler, device):
         async with held(scheduler):
-            expired = asyncio.create_task(scheduler.batch(Work("expired"), time.monotonic()))
-            cancelled = asyncio.create_task(scheduler.batch(Work("cancelled"), FAR))
-            kept = asyncio.create_task(scheduler.batch(Work("kept"), FAR))
+            expired = asyncio.create_task(scheduler.batch(Work("expired"), device.run, time.monotonic()))
+            cancelled = asyncio.create_task(scheduler.batch(Work("cancelled"), device.run, FAR))
+            kept = asyncio.create_task(scheduler.batch(Work("kept"), device.run, FAR))
             await submitted(scheduler, 3)
             cancelled.cancel()
             await asyncio.sleep(0)
@@ -126,11 +133,11 @@ async def test_an_expired_or_cancelled_job_costs_nothing() -> None:
 
 
 async def test_a_full_queue_refuses() -> None:
-    async with running(max_queue=2) as (scheduler, _), held(scheduler):
-        waiting = [asyncio.create_task(scheduler.batch(Work("x"), FAR)) for _ in range(2)]
+    async with running(max_queue=2) as (scheduler, device), held(scheduler):
+        waiting = [asyncio.create_task(scheduler.batch(Work("x"), device.run, FAR)) for _ in range(2)]
         await submitted(scheduler, 2)
         with pytest.raises(Overloaded, match=r"2 jobs wait .* limit is 2"):
-            await scheduler.batch(Work("y"), FAR)
+            await scheduler.batch(Work("y"), device.run, FAR)
         for task in waiting:
             task.cancel()
 
@@ -139,7 +146,7 @@ async def test_one_bad_job_is_one_error() -> None:
     async with running() as (scheduler, device):
         async with held(scheduler):
             names = ("good", "bad", "fine")
-            tasks = [asyncio.create_task(scheduler.batch(Work(n), 1e9 + i)) for i, n in enumerate(names)]
+            tasks = [asyncio.create_task(scheduler.batch(Work(n), device.run, 1e9 + i)) for i, n in enumerate(names)]
             await submitted(scheduler, 3)
         with pytest.raises(DeviceError, match="RuntimeError"):
             await tasks[1]
@@ -147,9 +154,9 @@ async def test_one_bad_job_is_one_error() -> None:
         assert device.batches == [["good", "bad", "fine"], ["good"], ["bad"], ["fine"]]
         for _ in range(3):
             with pytest.raises(DeviceError):
-                await scheduler.batch(Work("bad"), FAR)
+                await scheduler.batch(Work("bad"), device.run, FAR)
         assert scheduler.failures_in_a_row == 3
-        await scheduler.batch(Work("good"), FAR)
+        await scheduler.batch(Work("good"), device.run, FAR)
         assert scheduler.failures_in_a_row == 0
 
 
@@ -165,10 +172,10 @@ async def test_our_own_errors_pass_through() -> None:
 
 async def test_stopping_ends_what_waits() -> None:
     device = Device()
-    scheduler = Scheduler(SchedulerConfig(), device.run)
+    scheduler = Scheduler(SchedulerConfig())
     scheduler.start()
     async with held(scheduler):
-        waiting = asyncio.create_task(scheduler.batch(Work("never"), FAR))
+        waiting = asyncio.create_task(scheduler.batch(Work("never"), device.run, FAR))
         await submitted(scheduler, 1)
         stopping = asyncio.create_task(scheduler.stop())
         await asyncio.sleep(0)
@@ -176,5 +183,5 @@ async def test_stopping_ends_what_waits() -> None:
     with pytest.raises(Unavailable):
         await waiting
     with pytest.raises(Unavailable):
-        await scheduler.batch(Work("late"), FAR)
+        await scheduler.batch(Work("late"), device.run, FAR)
     assert device.batches == []

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 import torch
@@ -101,16 +103,19 @@ def test_an_overwritten_copy_is_noticed() -> None:
 def test_erasing_a_user_during_a_copy() -> None:
     """The pages stay with the copy that may still write them, and are reported as they come back."""
     dram, _ = store()
-    erased: list[tuple[Run, ...]] = []
-    dram.on_erased = erased.append
+    erased: list[tuple[tuple[Run, ...], Callable[[], None]]] = []
+    dram.on_erased = lambda runs, free: erased.append((runs, free))
     entry = dram.reserve(key("a"), 4)
     dram.erase_user(UserKey("", "a"))
     assert not erased
     assert dram.free_bytes < dram.budget_bytes
     dram.commit(entry, times(4))
     dram.abandon(entry)
-    assert erased == [entry.runs]
+    [(runs, free)] = erased
+    assert runs == entry.runs
     assert dram.get(key("a")) is None
+    assert dram.free_bytes < dram.budget_bytes
+    free()
     assert dram.free_bytes == dram.budget_bytes
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 
 import numpy as np
@@ -156,8 +157,8 @@ TestPool.settings = settings(deadline=None, max_examples=60, stateful_step_count
 def test_a_user_erased_during_a_fill_stays_erased(end: str) -> None:
     """The pages stay with their writer, who may still be at work, and are reported as they come back."""
     made, _ = pool()
-    erased: list[tuple[Run, ...]] = []
-    made.on_erased = erased.append
+    erased: list[tuple[tuple[Run, ...], Callable[[], None]]] = []
+    made.on_erased = lambda runs, free: erased.append((runs, free))
     entry = made.reserve(key(), 5)
     made.erase_user(key().user)
     other = made.reserve(key(), 5)  # a new producer of the same prefix, before the old one is done
@@ -167,8 +168,11 @@ def test_a_user_erased_during_a_fill_stays_erased(end: str) -> None:
         made.publish(entry, times(5))
     made.abandon(entry)
     made.abandon(entry)
-    assert erased == [entry.runs]
+    [(runs, free)] = erased
+    assert runs == entry.runs
     assert made.get(key()) is None
+    assert made.live_bytes == 2 * LAYOUT.page_bytes  # until it is overwritten
+    free()
     assert made.reserved_bytes == made.budget_bytes - made.free_bytes == 2 * LAYOUT.page_bytes
     made.publish(other, times(5))
     assert made.get(key()) is other
@@ -177,14 +181,17 @@ def test_a_user_erased_during_a_fill_stays_erased(end: str) -> None:
 
 def test_a_leased_prefix_of_an_erased_user_keeps_its_pages_to_the_last_reader() -> None:
     made, _ = pool()
-    erased: list[tuple[Run, ...]] = []
-    made.on_erased = erased.append
+    erased: list[tuple[tuple[Run, ...], Callable[[], None]]] = []
+    made.on_erased = lambda runs, free: erased.append((runs, free))
     entry = filled(made, key())
     with made.lease(entry, consume=True), made.lease(entry, consume=True):
         made.erase_user(key().user)
         assert made.get(key()) is None
         assert not erased
-    assert erased == [entry.runs]
+    [(runs, free)] = erased
+    assert runs == entry.runs
+    assert made.free_bytes < made.budget_bytes
+    free()
     assert made.free_bytes == made.budget_bytes
 
 

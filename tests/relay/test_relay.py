@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
@@ -18,7 +18,8 @@ from npu_gr.catalog.items import ItemVocabulary
 from npu_gr.catalog.tokens import Tokens, tokenize
 from npu_gr.engine.cost import CostModel
 from npu_gr.engine.engine import Engine, Pass
-from npu_gr.engine.scheduler import SchedulerConfig
+from npu_gr.engine.queue import SchedulerConfig
+from npu_gr.engine.scheduler import Scheduler
 from npu_gr.errors import PoolExhausted
 from npu_gr.kv.arena import KVArena
 from npu_gr.kv.dram_store import DramStore
@@ -94,13 +95,15 @@ class Bench:
 
 @asynccontextmanager
 async def bench(
-    num_pages: int = 32, dram_pages: int = 32, max_inflight: int = 8, **config: object
+    num_pages: int = 32, dram_pages: int = 32, max_inflight: int = 8, streams: int = 1, **config: object
 ) -> AsyncIterator[Bench]:
     shape = tiny_config()
     layout = KVLayout(num_layers=shape.num_layers, num_heads=2, qk_dim=8, v_dim=16, page_tokens=PAGE_TOKENS)
     cpu = torch.device("cpu")
     arena = KVArena(layout, num_pages, cpu)
-    engine = Engine(tiny_model(), CPUBackend(), SchedulerConfig(), arena)
+    engine = Engine(
+        tiny_model(), CPUBackend(), Scheduler(SchedulerConfig(streams=streams, prefill_chunk_tokens=64)), arena
+    )
     relay_config = RelayConfig(**config)  # type: ignore[arg-type]
     pool = PrefixPool(arena, num_pages * layout.page_bytes, relay_config.t_life_s, time.monotonic)
     dram = None
@@ -108,7 +111,7 @@ async def bench(
         dram = DramStore(
             KVArena(layout, dram_pages, cpu), ttl_s=60.0, ttl_jitter_ratio=0.1, seed=0, clock=time.monotonic
         )
-    trigger = TriggerConfig(min_prefix_tokens=4, max_inflight=max_inflight)
+    trigger = TriggerConfig(min_prefix_tokens=4, max_inflight=max_inflight, policy="always")
     relay = Relay(relay_config, trigger, engine, pool, dram, "v1")
     errors: list[str] = []
     relay.on_error = errors.append
@@ -178,6 +181,61 @@ async def test_new_behaviours_are_appended_to_an_old_prefix() -> None:
         assert lease.cached is not None
         assert lease.cached.num_tokens == 100
         assert same(scores, await b.cold(tokenized(whole)))
+
+
+async def test_a_signal_encodes_only_what_is_new() -> None:
+    async with bench(dram_pages=0) as b:
+        whole, computed = events(130), list[int]()
+        run = b.engine._run
+
+        def counted(passes: Sequence[Pass]) -> list[F32]:
+            computed.extend(work.demand.tokens for work in passes)
+            return run(passes)
+
+        assert b.relay.signal(USER, tokenized(whole[:100])) is Verdict.PREINFER
+        await b.idle()
+        b.engine._run = counted  # type: ignore[method-assign]
+        assert b.relay.signal(USER, tokenized(whole)) is Verdict.EXTEND
+        await b.idle()
+        assert sum(computed) == 30
+        lease, scores = await b.rank(tokenized(whole))
+        assert lease.outcome is Outcome.HBM_HIT
+        assert same(scores, await b.cold(tokenized(whole)))
+        assert len(b.pool) == 1  # the old one went
+        assert not b.has_leaked()
+
+
+async def test_a_pre_infer_delays_a_rank_by_one_chunk_at_most_until_its_own_rank_waits() -> None:
+    async with bench(dram_pages=0) as b:
+        order, run = list[int](), b.engine._run
+
+        def noted(passes: Sequence[Pass]) -> list[F32]:
+            order.append(len(passes[0].candidates))
+            return run(passes)
+
+        b.engine._run = noted  # type: ignore[method-assign]
+        b.engine.target_s = 0.1
+        long, other = tokens(300), tokens(20, seed=1)
+        async with b.device_busy():
+            assert b.relay.signal(USER, long) is Verdict.PREINFER
+            await asyncio.sleep(0.01)
+            ranking = asyncio.create_task(b.rank(other, UserKey("", "v")))
+            await asyncio.sleep(0.01)
+        await ranking
+        await b.idle()
+        assert order == [20, 0, 0, 0, 0, 0]  # the rank, then five chunks of 64
+        order.clear()
+        await b.relay.erase(USER)
+        async with b.device_busy():
+            b.relay.signal(USER, long)
+            own = asyncio.create_task(b.rank(long))
+            await asyncio.sleep(0.05)
+            later = asyncio.create_task(b.rank(other, UserKey("", "w"), budget_s=60.0))
+            b.engine.target_s = 50.0
+            await asyncio.sleep(0.01)
+        assert (await own)[0].outcome is Outcome.JOINED
+        await later
+        assert order[0] == 0
 
 
 async def test_another_history_is_not_a_hit() -> None:
@@ -337,9 +395,11 @@ async def test_erasing_one_user_never_touches_another() -> None:
         async with b.device_busy():
             erasing = asyncio.create_task(b.relay.erase(USER))
             await asyncio.sleep(0)
-            assert b.relay.signal(UserKey("", "v"), other) is Verdict.PREINFER
+            assert b.relay.signal(UserKey("", "v"), other) is Verdict.SKIP_FOOTPRINT
             await asyncio.sleep(0.01)
         await erasing
+        assert not b.engine.arena._keys.any()
+        assert b.relay.signal(UserKey("", "v"), other) is Verdict.PREINFER
         await b.idle()
         lease, scores = await b.rank(other, UserKey("", "v"))
         assert lease.outcome is Outcome.HBM_HIT
@@ -371,9 +431,10 @@ async def test_a_user_erased_while_ranked_is_answered_and_leaves_nothing() -> No
         assert not b.has_leaked()
 
 
-async def test_bytes_never_exceed_the_budget() -> None:
-    """More users than room, signals and ranks interleaved at random."""
-    async with bench(num_pages=20, dram_pages=10, t_life_s=0.05) as b:
+@pytest.mark.parametrize("streams", [1, 3])
+async def test_bytes_never_exceed_the_budget(streams: int) -> None:
+    """More users than room, signals, ranks and erasures interleaved at random, on one stream and on several."""
+    async with bench(num_pages=20, dram_pages=10, t_life_s=0.05, streams=streams) as b:
         random = np.random.default_rng(0)
         wants: dict[int, F32] = {}
 
@@ -382,6 +443,8 @@ async def test_bytes_never_exceed_the_budget() -> None:
             history = tokens(40 + 10 * seed, seed)
             user = UserKey("", str(seed))
             await asyncio.sleep(float(random.random()) * 0.1)
+            if random.random() < 0.1:
+                await b.relay.erase(user)
             if random.random() < 0.6:
                 b.relay.signal(user, history)
                 await asyncio.sleep(float(random.random()) * 0.02)

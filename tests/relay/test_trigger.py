@@ -1,28 +1,99 @@
-"""The trigger is pure: one cause a verdict, in a fixed order, and monotone in what is left."""
+"""The trigger is arithmetic: one cause a verdict, in a fixed order, monotone in what is left, and within its rate."""
 
 from __future__ import annotations
 
+import math
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from npu_gr.relay.trigger import Headroom, TriggerConfig, decide, reload_pays
+from npu_gr.relay.trigger import (
+    Forecast,
+    Headroom,
+    TokenBucket,
+    TriggerConfig,
+    admitted_rate,
+    at_risk,
+    decide,
+    fleet_rate,
+    live_limit,
+    reload_pays,
+)
 from npu_gr.request import Verdict
 
-CONFIG = TriggerConfig(min_prefix_tokens=10, max_inflight=2)
+CONFIG = TriggerConfig(min_prefix_tokens=10, max_inflight=2, rank_budget_s=0.05, margin_s=0.01)
+LATE, IN_TIME = Forecast(0.02, 0.03, 0.0), Forecast(0.01, 0.02, 0.005)
+ROOMY = Headroom(inflight=0, available_bytes=100, needed_bytes=100)
+seconds = st.floats(0, 0.2)
+
+
+def verdict(
+    tokens: int = 10, forecast: Forecast = LATE, room: Headroom = ROOMY, config: TriggerConfig = CONFIG
+) -> Verdict:
+    return decide(tokens, forecast, room, config, None, 0.0)
 
 
 def test_one_cause_each() -> None:
-    roomy = Headroom(inflight=0, available_bytes=100, needed_bytes=100)
-    assert decide(10, roomy, CONFIG) is Verdict.PREINFER
-    assert decide(9, roomy, CONFIG) is Verdict.SKIP_NOT_AT_RISK
-    assert decide(10, roomy._replace(inflight=2), CONFIG) is Verdict.SKIP_LOAD
-    assert decide(10, roomy._replace(available_bytes=99), CONFIG) is Verdict.SKIP_FOOTPRINT
+    assert verdict() is Verdict.PREINFER
+    assert verdict(9) is Verdict.SKIP_NOT_AT_RISK
+    assert verdict(forecast=IN_TIME) is Verdict.SKIP_NOT_AT_RISK
+    assert verdict(forecast=IN_TIME, config=TriggerConfig(min_prefix_tokens=10, policy="always")) is Verdict.PREINFER
+    assert verdict(room=ROOMY._replace(inflight=2)) is Verdict.SKIP_LOAD
+    assert verdict(room=ROOMY._replace(available_bytes=99)) is Verdict.SKIP_FOOTPRINT
+    empty = TokenBucket(1.0, 1.0)
+    assert empty.take(0.0)
+    assert decide(10, LATE, ROOMY, CONFIG, empty, 0.0) is Verdict.SKIP_RATE
+
+
+def test_what_is_refused_for_another_reason_takes_nothing_from_the_rate() -> None:
+    bucket = TokenBucket(1.0, 1.0)
+    assert decide(10, LATE, ROOMY._replace(inflight=2), CONFIG, bucket, 0.0) is Verdict.SKIP_LOAD
+    assert decide(10, LATE, ROOMY, CONFIG, bucket, 0.0) is Verdict.PREINFER
 
 
 @given(tokens=st.integers(0, 30), inflight=st.integers(0, 4), free=st.integers(0, 50), need=st.integers(0, 50))
 def test_more_room_never_takes_a_yes_back(tokens: int, inflight: int, free: int, need: int) -> None:
-    if decide(tokens, Headroom(inflight, free, need), CONFIG) is Verdict.PREINFER:
-        assert decide(tokens + 1, Headroom(max(0, inflight - 1), free + 1, need), CONFIG) is Verdict.PREINFER
+    if verdict(tokens, room=Headroom(inflight, free, need)) is Verdict.PREINFER:
+        assert verdict(tokens + 1, room=Headroom(max(0, inflight - 1), free + 1, need)) is Verdict.PREINFER
+
+
+@given(queue=seconds, full=seconds, residual=seconds, more=seconds)
+def test_risk_grows_with_whatever_takes_time(queue: float, full: float, residual: float, more: float) -> None:
+    if at_risk(Forecast(queue, full, residual), 0.05, 0.005):
+        assert at_risk(Forecast(queue + more, full, residual), 0.05, 0.005)
+        assert at_risk(Forecast(queue, full + more, residual), 0.05, 0.005)
+        assert at_risk(Forecast(queue, full, residual + more), 0.05, 0.005)
+
+
+def test_the_paper_s_example() -> None:
+    """Half of 64 GiB for psi, 8 layers x 256 x fp32 x 2,048 tokens: `relaygr.md` 2.3."""
+    l_max = live_limit(32 * 2**30, 32 * 2**20)
+    assert l_max == 1024
+    assert admitted_rate(l_max, 0.3, None) == pytest.approx(3413, rel=1e-3)
+    assert admitted_rate(l_max, 0.3, 200.0) == 200.0
+    assert fleet_rate(0.25, 16, 200.0) == 800.0
+
+
+@given(hbm=st.integers(1, 10**9), kv=st.integers(1, 10**6), t_life=st.floats(0.01, 10), q_m=st.floats(0.1, 1e4))
+def test_more_memory_or_smaller_prefixes_never_lower_what_is_admitted(
+    hbm: int, kv: int, t_life: float, q_m: float
+) -> None:
+    rate = admitted_rate(live_limit(hbm, kv), t_life, q_m)
+    assert rate <= min(live_limit(hbm, kv) / t_life, q_m)
+    assert admitted_rate(live_limit(hbm * 2, kv), t_life, q_m) >= rate
+    assert admitted_rate(live_limit(hbm, max(1, kv // 2)), t_life, q_m) >= rate
+
+
+@given(gaps=st.lists(st.floats(0, 1), min_size=1, max_size=200), rate=st.floats(0.5, 50), burst=st.floats(0, 10))
+def test_a_bucket_never_gives_more_than_its_rate_and_burst(gaps: list[float], rate: float, burst: float) -> None:
+    bucket, now_s, taken = TokenBucket(rate, burst), 0.0, 0
+    for gap in gaps:
+        now_s += gap
+        taken += bucket.take(now_s)
+        assert taken <= max(burst, 1.0) + rate * (now_s - gaps[0]) + 1e-6
+    assert taken >= 1
+    assert not math.isnan(bucket.burst)
 
 
 @given(copy=st.floats(0, 1), compute=st.floats(0, 1), budget=st.floats(-1, 1))

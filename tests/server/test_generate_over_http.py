@@ -101,12 +101,11 @@ async def test_a_prompt_that_would_be_late_is_cut_to_its_newest_items(tmp_path: 
     async with serving(tmp_path, generate=section(tmp_path)) as (client, service):
         last = {name: values[-2:] for name, values in HISTORY.items()}
         want = await generate(client, history=last, user_id="v")
-        assert service._maybe_generation is not None
-        service._maybe_generation.engine.cost = CostModel(0.0, 4.0, 0.0, 0.0, 0.0)  # 4 s a token, of 30 s
+        service.generation.engine.cost = CostModel(0.0, 4.0, 0.0, 0.0, 0.0)  # 4 s a token, of 30 s
         got = await generate(client)
         assert (got["outcome"], got["history"]["num_tokens"]) == ("degraded", 6)
         assert got["items"] == want["items"]
-        service._maybe_generation.engine.cost = CostModel(0.0, 14.0, 0.0, 0.0, 0.0)
+        service.generation.engine.cost = CostModel(0.0, 14.0, 0.0, 0.0, 0.0)
         assert (await generate(client))["history"]["num_tokens"] == 3
 
 
@@ -169,6 +168,62 @@ async def test_the_catalogue_is_swapped_and_rolled_back(tmp_path: Path) -> None:
         assert missing["detail"].startswith("catalogue_version: 'nope' is not served")
 
 
+async def test_items_come_and_go_without_a_reload(tmp_path: Path) -> None:
+    async with serving(tmp_path, generate=section(tmp_path)) as (client, _):
+
+        async def change(status: int = 200, **body: Any) -> dict[str, Any]:
+            async with client.post("/v1/catalog/items", json=body) as response:
+                assert response.status == status
+                answer: dict[str, Any] = await response.json(content_type=None)
+                return answer
+
+        first = await generate(client, num_items=3)
+        new = {"item_id": 900, "sid": first["sids"][:3], "order": 0.5, "attributes": {"kind": "z", "stock": 7}}
+        gone = first["items"]
+        changed = await change(add=[new], withdraw=gone)
+        assert (changed["num_items"], changed["previous"]) == (198, first["catalogue_version"])
+        answer = await generate(client, num_items=200)
+        assert 900 in answer["items"]
+        assert not set(gone) & set(answer["items"])
+        assert answer["catalogue_version"] == changed["version"]
+        assert (await generate(client, attributes={"kind": ["z"]}))["items"] == [900]
+        assert (await change(restore=gone))["num_items"] == 201
+        for body, detail in (
+            ({"add": [new]}, "catalogue: record 1: item 900 is already in the catalogue"),
+            (
+                {"add": [new | {"item_id": 901, "sid": [0]}]},
+                "catalogue: SIDs of 1 codes, those of the catalogue have 3",
+            ),
+            ({"add": [{"item_id": 901, "sid": [0, 0, 0]}]}, "catalogue: columns none, those of the catalogue are"),
+            ({"withdraw": [12345]}, "catalogue: record 1: item 12345 is not in the catalogue"),
+            ({"withdraw": [-1]}, "withdraw[0]: Expected `int` >= 0"),
+            ({"remove": [1]}, "unknown field remove"),
+        ):
+            assert (await change(422, **body))["detail"].startswith(detail)
+        assert (await generate(client, num_items=200))["catalogue_version"] != changed["version"]
+        async with client.post("/v1/catalog/rollback") as response:
+            assert (await response.json())["version"] == changed["version"]
+
+
+async def test_an_instance_may_only_generate(tmp_path: Path) -> None:
+    async with serving(tmp_path, checkpoint=None, generate=section(tmp_path)) as (client, _):
+        cold = await generate(client, user_id="c")
+        async with client.post("/v1/signal", json={"user_id": "u", "history": HISTORY}) as response:
+            signal = await response.json()
+            assert (response.status, signal["verdict"], signal["generate_verdict"]) == (202, "preinfer", "preinfer")
+        hit = await generate(client, base=signal["history"]["fingerprint"], history=None)
+        assert hit["outcome"] in ("joined", "hbm_hit")
+        assert hit["items"] == cold["items"]
+        async with client.post("/v1/rank", json={"user_id": "u", "candidates": [1], "history": HISTORY}) as response:
+            assert response.status == 404
+            assert "does not rank" in (await response.json(content_type=None))["detail"]
+        async with client.get("/v1/models") as response:
+            [model] = (await response.json())["models"]
+        assert (model["tasks"], model["num_items"]) == (["generate"], 200)
+        assert (await client.delete("/v1/users/u")).status == 204
+        assert (await client.get("/readyz")).status == 200
+
+
 @pytest.mark.parametrize(
     ("change", "status", "detail"),
     [
@@ -216,7 +271,7 @@ async def test_an_instance_without_a_generator_says_so(tmp_path: Path) -> None:
     [
         ({"codes": [100, 100, 100]}, ConfigError, r"generate\.codes: the last token would be 299"),
         ({"codes": [8, 8]}, ConfigError, r"generate\.catalogue: .*semantic IDs of 3 codes"),
-        ({"hbm_bytes": 10}, ConfigError, r"generate\.hbm_bytes: 10 holds no page"),
+        ({"hbm_bytes": 10}, ConfigError, r"generate\.hbm_bytes: 10 holds 0 pages"),
         ({"catalogue": "none.jsonl"}, ConfigError, r"generate\.catalogue: none\.jsonl"),
         ({"checkpoint": "nowhere"}, CheckpointError, "nowhere"),
     ],

@@ -169,7 +169,7 @@ async def test_a_device_that_fails_with_the_prefix_does_without(
         def broken(*_: object) -> None:
             raise RuntimeError("planted")
 
-        monkeypatch.setattr(service._engine.arena, "views", broken)
+        monkeypatch.setattr(service.ranking.engine.arena, "slabs", broken)
         answer = await rank(client, history=history)
         assert (answer["outcome"], answer["reason"]) == ("miss_full", "read_failed")
         assert close(answer, want)
@@ -185,7 +185,7 @@ async def test_a_failed_device_makes_it_unready(tmp_path: Path, monkeypatch: pyt
         def lost(*_: object) -> None:
             raise RuntimeError("planted")
 
-        monkeypatch.setattr(service._engine, "_segment", lost)
+        monkeypatch.setattr(service.ranking.engine, "_segment", lost)
         for _ in range(3):
             await post(client, "/v1/rank", 503, user_id="u", candidates=CANDIDATES, history=columns(events(3)))
         async with client.get("/readyz") as response:
@@ -199,13 +199,13 @@ async def test_the_selfcheck_finds_no_drift_and_would_find_one(tmp_path: Path) -
         history = columns(events(80))
         await rank(client, history=history)
         await rank(client, history=history)
-        await asyncio.gather(*service._background)
+        await asyncio.gather(*service.ranking._background)
         text = await (await client.get("/metrics")).text()
         assert "npu_gr_drift_ratio_count 1.0" in text
         assert "npu_gr_selfcheck_failures_total 0.0" in text
-        service._engine.arena._keys.mul_(1.5)
+        service.ranking.engine.arena._keys.mul_(1.5)
         await rank(client, history=history)
-        await asyncio.gather(*service._background)
+        await asyncio.gather(*service.ranking._background)
         assert "npu_gr_selfcheck_failures_total 1.0" in await (await client.get("/metrics")).text()
 
 

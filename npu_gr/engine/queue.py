@@ -1,0 +1,214 @@
+"""What waits for the device, and what runs next. Pure: no thread, no tensor, the caller brings the clock.
+
+Order: the earliest instant first. A job's instant is when it should be done (a request: its objective or deadline; a
+pre-infer: none, until its rank has come), and never later than `aging_s` after it came, so nothing starves. Jobs of
+one `run` and bucket share a pass as long as the sum of their demands stays within the limits; one that does not fit
+is passed over, not waited for.
+
+Invariants:
+  Q1  a job leaves the queue exactly once: taken, expired, shed, or withdrawn
+  Q2  a pass of more than one job is within every limit
+  Q3  never more than `max_queue` jobs wait, not counting those that are `put` with force
+  Q4  of two jobs that could both be taken, the one with the earlier instant is
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Any, NamedTuple
+
+import msgspec
+
+from npu_gr.errors import Overloaded
+
+Count = Annotated[int, msgspec.Meta(ge=1)]
+SCAN = 64  # waiting jobs looked at to fill a pass
+
+
+class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Bounds of the queue and of a pass."""
+
+    streams: Count = 1  # passes at once, over one copy of the weights; on a CPU each is a thread
+    max_queue: Count = 256  # jobs waiting; the next is refused (429)
+    max_batch_requests: Count = 4  # in one pass; more helps only accelerators
+    max_batch_tokens: Count = 4096  # history and prompt tokens computed in one pass
+    max_batch_rows: Count = 4096  # candidates and beams in one pass
+    max_batch_logits: Count = 1 << 25  # beams x vocabulary, candidates x tasks
+    max_batch_wait_s: Annotated[float, msgspec.Meta(ge=0)] = 0.0  # for more of a kind, if the deadline leaves it
+    aging_s: Annotated[float, msgspec.Meta(gt=0)] = 2.0  # after so long a job goes before every later one
+    prefill_chunk_tokens: Annotated[int, msgspec.Meta(ge=64)] = 512  # the longest that a pre-infer delays a rank
+
+
+class Demand(NamedTuple):
+    """What a job adds to its pass."""
+
+    tokens: int = 0
+    rows: int = 0
+    logits: int = 0
+
+    def plus(self, other: Demand) -> Demand:
+        """Of both."""
+        return Demand(self.tokens + other.tokens, self.rows + other.rows, self.logits + other.logits)
+
+    def fits(self, config: SchedulerConfig) -> bool:
+        """Within every limit of a pass."""
+        return (
+            self.tokens <= config.max_batch_tokens
+            and self.rows <= config.max_batch_rows
+            and self.logits <= config.max_batch_logits
+        )
+
+
+NOTHING = Demand()
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Job:
+    """One unit of device work."""
+
+    run: Callable[[Sequence[Any]], Sequence[Any]]  # works of one pass -> a result each
+    work: Any = None
+    kind: str = "other"  # for the metric of the device's time
+    shares: bool = False  # may run with others of the same `run` and bucket
+    bucket: int = 0
+    demand: Demand = NOTHING
+    deadline_s: float = float("inf")
+    order_s: float = float("inf")
+    takes_s: float = 0.0  # its own estimate; how long before the deadline it must begin
+    is_sheddable: bool = False  # makes room for a job that is not, when the queue is full
+    submitted_s: float = 0.0
+    is_waiting: bool = field(default=False, init=False)
+    tag: Any = None  # the submitter's
+
+
+class Taken(NamedTuple):
+    """What `take` decided."""
+
+    jobs: list[Job]  # one pass
+    expired: list[Job]  # their deadline passed while they waited
+    wait_s: float | None  # no jobs: ask again after so long; None = when something changes
+
+
+class JobQueue:
+    """The waiting jobs. One thread at a time."""
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        self._config = config
+        self._heap: list[tuple[float, int, Job]] = []
+        self._numbers = itertools.count()
+        self._sheddable: dict[Job, None] = {}  # oldest first
+        self._waiting = 0
+        self.backlog_s = 0.0  # estimates of the waiting jobs together; without sheddable ones, which let others pass
+
+    def __len__(self) -> int:
+        return self._waiting
+
+    def put(self, job: Job, now_s: float, *, force: bool = False) -> Job | None:
+        """Take a job in.
+
+        Returns:
+            the youngest sheddable job, if one had to make room.
+
+        Raises:
+            Overloaded: the queue is full, and nothing in it may be shed for this one.
+        """
+        shed = None
+        if not force and self._waiting >= self._config.max_queue:
+            if job.is_sheddable or not self._sheddable:
+                raise Overloaded(f"{self._waiting} jobs wait for the device, the limit is {self._config.max_queue}")
+            shed = next(reversed(self._sheddable))
+            self.withdraw(shed)
+        job.submitted_s, job.is_waiting = now_s, True
+        job.order_s = min(job.order_s, job.deadline_s, now_s + self._config.aging_s)
+        self._push(job)
+        self._waiting += 1
+        if job.is_sheddable:
+            self._sheddable[job] = None
+        else:
+            self.backlog_s += job.takes_s
+        return shed
+
+    def withdraw(self, job: Job) -> bool:
+        """Take it out; False if it is not waiting any more."""
+        if not job.is_waiting:
+            return False
+        job.is_waiting = False
+        self._waiting -= 1
+        if job.is_sheddable:
+            del self._sheddable[job]
+        else:
+            self.backlog_s -= job.takes_s
+        if len(self._sheddable) == self._waiting:
+            self.backlog_s = 0.0  # exactly: rounding must not add up
+        return True  # its place in the heap is passed over later
+
+    def hasten(self, job: Job, order_s: float) -> None:
+        """Somebody more urgent waits for it now."""
+        if job.is_waiting and order_s < job.order_s:
+            job.order_s = order_s
+            self._push(job)
+
+    def take(self, now_s: float) -> Taken:
+        """The next pass."""
+        expired: list[Job] = []
+        first = self._pop(now_s, expired)
+        if first is None:
+            return Taken([], expired, None)
+        jobs = [first]
+        if first.shares:
+            self._fill(jobs, now_s, expired)
+            if (wait_s := self._may_wait_s(jobs, now_s)) > 0:
+                for job in jobs:
+                    self._push(job)
+                return Taken([], expired, wait_s)
+        for job in jobs:
+            self.withdraw(job)
+        return Taken(jobs, expired, None)
+
+    def drain(self) -> list[Job]:
+        """Everything that waits, and nothing is left."""
+        left = [job for _, _, job in self._heap if self.withdraw(job)]
+        self._heap.clear()
+        return left
+
+    def _push(self, job: Job) -> None:
+        heapq.heappush(self._heap, (job.order_s, next(self._numbers), job))
+
+    def _pop(self, now_s: float, expired: list[Job]) -> Job | None:
+        """The first job that still waits and is in time; it stays `is_waiting`, but out of the heap."""
+        while self._heap:
+            order_s, _, job = heapq.heappop(self._heap)
+            if not job.is_waiting or order_s != job.order_s:  # withdrawn, or hastened and pushed again
+                continue
+            if job.deadline_s <= now_s:
+                self.withdraw(job)
+                expired.append(job)
+                continue
+            return job
+        return None
+
+    def _fill(self, jobs: list[Job], now_s: float, expired: list[Job]) -> None:
+        """Add what may share the pass of `jobs[0]`, in order; what may not goes back."""
+        first, total, passed = jobs[0], jobs[0].demand, list[Job]()
+        while len(jobs) < self._config.max_batch_requests and len(passed) < SCAN:
+            job = self._pop(now_s, expired)
+            if job is None:
+                break
+            more = total.plus(job.demand)
+            if job.shares and job.run == first.run and job.bucket == first.bucket and more.fits(self._config):
+                jobs.append(job)
+                total = more
+            else:
+                passed.append(job)
+        for job in passed:
+            self._push(job)
+
+    def _may_wait_s(self, jobs: Sequence[Job], now_s: float) -> float:
+        if len(jobs) >= self._config.max_batch_requests or not self._config.max_batch_wait_s:
+            return 0.0
+        patience_s = min(job.submitted_s for job in jobs) + self._config.max_batch_wait_s
+        slack_s = min(job.deadline_s - job.takes_s for job in jobs)
+        return min(patience_s, slack_s) - now_s

@@ -1,0 +1,199 @@
+"""The queue on a fake clock: a job leaves once, a pass is within the limits, the earliest goes first, none starves."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from npu_gr.engine.queue import Demand, Job, JobQueue, SchedulerConfig
+from npu_gr.errors import Overloaded
+
+FAR = float("inf")
+
+
+def rank(works: object) -> list[object]:
+    return [works]
+
+
+def generate(works: object) -> list[object]:
+    return [works, works]
+
+
+def job(order_s: float = FAR, tokens: int = 1, **more: object) -> Job:
+    return Job(**{"run": rank, "shares": True, "demand": Demand(tokens), "order_s": order_s, **more})  # type: ignore[arg-type]
+
+
+def queue(**config: object) -> JobQueue:
+    return JobQueue(SchedulerConfig(**config))  # type: ignore[arg-type]
+
+
+def test_what_does_not_fit_is_passed_over() -> None:
+    q = queue(max_batch_tokens=10)
+    first, big, small = job(1.0, 4), job(1.1, 8), job(1.2, 6)
+    for each in (first, big, small):
+        q.put(each, 0.0)
+    assert q.take(0.0).jobs == [first, small]
+    assert q.take(0.0).jobs == [big]
+
+
+def test_only_alike_share() -> None:
+    q = queue()
+    ranks, other, bucketed, alone = (
+        [job(1.0), job(1.3)],
+        job(1.1, run=generate),
+        job(1.2, bucket=1),
+        job(0.9, shares=False),
+    )
+    for each in (*ranks, other, bucketed, alone):
+        q.put(each, 0.0)
+    assert [q.take(0.0).jobs for _ in range(4)] == [[alone], ranks, [other], [bucketed]]
+
+
+def test_every_demand_is_a_limit() -> None:
+    for demand in (Demand(6), Demand(0, 6), Demand(0, 0, 6)):
+        q = queue(max_batch_tokens=10, max_batch_rows=10, max_batch_logits=10)
+        q.put(job(demand=demand), 0.0)
+        q.put(job(demand=demand), 0.0)
+        assert len(q.take(0.0).jobs) == 1
+
+
+def test_hastened_it_goes_first_and_once() -> None:
+    q = queue()
+    late, early = job(1.5, shares=False), job(1.0, shares=False)
+    q.put(late, 0.0)
+    q.put(early, 0.0)
+    q.hasten(late, 0.5)
+    assert [q.take(0.0).jobs for _ in range(3)] == [[late], [early], []]
+
+
+def test_a_full_queue_sheds_the_youngest_sheddable_for_one_that_is_not() -> None:
+    q = queue(max_queue=3)
+    old, young = job(is_sheddable=True), job(is_sheddable=True)
+    q.put(job(), 0.0)
+    q.put(old, 0.0)
+    q.put(young, 0.0)
+    with pytest.raises(Overloaded, match=r"3 jobs wait .* limit is 3"):
+        q.put(job(is_sheddable=True), 0.0)
+    assert q.put(job(), 0.0) is young
+    assert q.put(job(), 0.0) is old
+    with pytest.raises(Overloaded):
+        q.put(job(), 0.0)
+    q.put(job(), 0.0, force=True)
+    assert len(q) == 4
+
+
+def test_it_waits_for_company_only_while_the_slack_allows() -> None:
+    q = queue(max_batch_wait_s=0.010, max_batch_requests=2)
+    q.put(job(deadline_s=1.0, takes_s=0.1), 0.0)
+    assert q.take(0.0).wait_s == pytest.approx(0.010)
+    assert len(q.take(0.010).jobs) == 1
+    q.put(job(deadline_s=2.0, takes_s=0.996), 1.0)
+    assert q.take(1.0).wait_s == pytest.approx(0.004)
+    q.put(job(), 1.0)
+    assert len(q.take(1.0).jobs) == 2
+
+
+def test_the_backlog_counts_what_a_request_would_wait_for() -> None:
+    q = queue()
+    jobs = [job(takes_s=0.1), job(takes_s=0.3), job(takes_s=5.0, is_sheddable=True)]
+    for each in jobs:
+        q.put(each, 0.0)
+    assert q.backlog_s == pytest.approx(0.4)
+    q.withdraw(jobs[1])
+    assert q.backlog_s == pytest.approx(0.1)
+    q.withdraw(jobs[0])
+    assert q.backlog_s == 0.0
+
+
+def test_nothing_starves() -> None:
+    """A background job behind an endless stream of urgent ones is taken once it has aged."""
+    q, background = queue(aging_s=1.0), job(shares=False)
+    q.put(background, 0.0)
+    now_s = 0.0
+    for _ in range(200):
+        q.put(job(now_s + 0.05, shares=False), now_s)
+        if q.take(now_s).jobs == [background]:
+            break
+        now_s += 0.01
+    assert 0.9 <= now_s <= 1.01
+
+
+class Steps(RuleBasedStateMachine):
+    """Random steps against a plain list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = SchedulerConfig(max_queue=6, max_batch_requests=3, max_batch_tokens=10, aging_s=5.0)
+        self.q, self.now_s = JobQueue(self.config), 0.0
+        self.waiting: list[Job] = []
+        self.left: list[Job] = []
+
+    def leave(self, each: Job) -> None:
+        self.waiting.remove(each)
+        self.left.append(each)
+
+    @rule(
+        wait_s=st.floats(0, 3),
+        deadline_s=st.floats(0.1, 9),
+        tokens=st.integers(1, 12),
+        shares=st.booleans(),
+        shed=st.booleans(),
+    )
+    def put(self, wait_s: float, deadline_s: float, tokens: int, shares: bool, shed: bool) -> None:
+        new = job(self.now_s + wait_s, tokens, shares=shares, is_sheddable=shed, deadline_s=self.now_s + deadline_s)
+        try:
+            victim = self.q.put(new, self.now_s)
+        except Overloaded:
+            assert len(self.waiting) == 6
+            assert shed or not any(each.is_sheddable for each in self.waiting)
+            return
+        self.waiting.append(new)
+        if victim:
+            assert victim.is_sheddable
+            self.leave(victim)
+
+    @rule(by_s=st.floats(0, 2))
+    def pass_time(self, by_s: float) -> None:
+        self.now_s += by_s
+
+    @precondition(lambda self: self.waiting)
+    @rule(data=st.data())
+    def withdraw_or_hasten(self, data: st.DataObject) -> None:
+        each = data.draw(st.sampled_from(self.waiting))
+        if data.draw(st.booleans()):
+            assert self.q.withdraw(each)
+            self.leave(each)
+        else:
+            self.q.hasten(each, self.now_s)
+
+    @rule()
+    def take(self) -> None:
+        taken = self.q.take(self.now_s)
+        for each in taken.expired:
+            assert each.deadline_s <= self.now_s
+            self.leave(each)
+        if not taken.jobs:
+            assert not self.waiting
+            return
+        first = taken.jobs[0]
+        assert first.order_s == min(each.order_s for each in self.waiting if each.deadline_s > self.now_s)
+        assert all(each.deadline_s > self.now_s for each in taken.jobs)
+        assert all(each.order_s <= each.submitted_s + 5.0 for each in taken.jobs)
+        if len(taken.jobs) > 1:
+            assert sum(each.demand.tokens for each in taken.jobs) <= 10
+            assert len(taken.jobs) <= 3
+            assert all(each.shares for each in taken.jobs)
+        for each in taken.jobs:
+            self.leave(each)
+
+    @invariant()
+    def counted(self) -> None:
+        assert len(self.q) == len(self.waiting) <= 6
+        assert len(set(map(id, self.left))) == len(self.left)
+        assert self.q.backlog_s == 0.0
+
+
+Steps.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestSteps = Steps.TestCase
