@@ -227,6 +227,23 @@ def bench_rank(as_json: bool, backend: str, dtype: str, threads: int, seed: int,
     _show(lines(backend, getattr(torch, dtype), seed, seconds), backend, seed, as_json)  # type: ignore[arg-type]
 
 
+@bench.command("kernels")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object a line.")
+@click.option("--isa", default="", help="Instruction set; the best of this CPU by default.")
+@click.option("--seed", default=0, show_default=True)
+@click.option("--seconds", default=2.0, show_default=True, help="Time a case.")
+@click.option("--only", type=click.Choice(["roofs", "topk", "hstu"]), help="One part.")
+def bench_kernels(as_json: bool, isa: str, seed: int, seconds: float, only: str | None) -> None:
+    """Native CPU kernels on one thread: against what the CPU can do at most, torch ops and a naive cached path."""
+    import torch
+
+    from npu_gr.bench.kernels import PARTS, lines
+
+    torch.set_num_threads(1)
+    parts = tuple(part for part in PARTS if only in (None, part))
+    _show(lines(isa, seed, seconds, parts), "cpu", seed, as_json)
+
+
 @bench.command("wire")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object a line.")
 @click.option("--seed", default=0, show_default=True)
@@ -315,24 +332,6 @@ def bench_relay(
     torch.set_num_threads(threads)
     tokens, rows = ([int(part) for part in text.split(",")] for text in (lengths, candidates))
     _show(lines(backend, tokens, rows, layers, count, seed), backend, seed, as_json)  # type: ignore[arg-type]
-
-
-@bench.command("kernels")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object a line.")
-@click.option("--isa", default="", help="A lower instruction set than this CPU's best.")
-@click.option("--seed", default=0, show_default=True)
-@click.option(
-    "--repeats", default=10, show_default=True, type=click.IntRange(1), help="Rounds a case; the best counts."
-)
-@click.option("--seconds", default=1.0, show_default=True, help="Time a case of the ranker's kernels.")
-def bench_kernels(as_json: bool, isa: str, seed: int, repeats: int, seconds: float) -> None:
-    """The native CPU kernels against what the CPU can do at most, and against torch."""
-    import torch
-
-    from npu_gr.bench.kernels import lines
-
-    torch.set_num_threads(1)
-    _show(lines(isa, seed, repeats, seconds), "cpu", seed, as_json)
 
 
 def _show(lines: Iterable[Line], device: str, seed: int, as_json: bool) -> None:
