@@ -16,6 +16,7 @@ from aiohttp import web
 from prometheus_client import CollectorRegistry
 
 from npu_gr import config as configuration
+from npu_gr.admission.brownout import BrownoutControl
 from npu_gr.backend.base import Backend
 from npu_gr.backend.choose import choose
 from npu_gr.catalog.items import ItemVocabulary
@@ -68,7 +69,8 @@ async def instance(config: Config) -> AsyncIterator[tuple[web.Application, Servi
     store = await open_store(config.features)
     try:
         table = configuration.to_table(config)
-        service = Service(config.service, scheduler, ranking, generation, store, metrics, table)
+        control = BrownoutControl(config.brownout)
+        service = Service(config.service, scheduler, ranking, generation, store, metrics, table, config.slo, control)
         scheduler.on_batch = metrics.batch_done
         metrics.observe_queue(lambda: scheduler.depth)
         scheduler.start()
@@ -80,7 +82,8 @@ async def instance(config: Config) -> AsyncIterator[tuple[web.Application, Servi
             metrics.build_info(service.models()[0])
             service.set_ready()
             try:
-                yield build_web_app(service, config.server, metrics), service
+                async with service.watched():
+                    yield build_web_app(service, config.server, metrics), service
             finally:
                 service.set_ready("stopping")
                 await service.stop()

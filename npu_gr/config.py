@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal, get_args
 import msgspec
 import yaml
 
+from npu_gr.admission.brownout import BrownoutConfig
 from npu_gr.backend.choose import BackendName
 from npu_gr.engine.queue import SchedulerConfig
 from npu_gr.errors import ConfigError
@@ -50,6 +51,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     scheduler: SchedulerConfig = SchedulerConfig()
     relay: RelayConfig = RelayConfig()
     trigger: TriggerConfig = TriggerConfig()
+    brownout: BrownoutConfig = BrownoutConfig()
     kv: KVConfig = KVConfig()
     features: HistoryConfig = HistoryConfig()
     generate: GenerateConfig | None = None  # absent: the instance does not generate

@@ -10,21 +10,27 @@ indentation.
 
 from __future__ import annotations
 
+import asyncio
 import time
-from typing import Annotated, Any
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from typing import Annotated, Any, Protocol
 
 import msgspec
 
+from npu_gr.admission.brownout import BrownoutControl
 from npu_gr.admission.deadline import deadline
-from npu_gr.admission.limiter import Limiter
+from npu_gr.admission.gradient import GradientLimit
+from npu_gr.admission.limiter import Limiter, Priority
 from npu_gr.engine.scheduler import Scheduler
-from npu_gr.errors import BadRequest, DataError, NotFound, UnknownPrefix, Unprocessable
+from npu_gr.errors import BadRequest, DataError, NotFound, Overloaded, UnknownPrefix, Unprocessable
 from npu_gr.features.known import KnownPrefixes
 from npu_gr.features.store import HistoryStore
 from npu_gr.generation import Generation
 from npu_gr.metrics.catalogue import Metrics
 from npu_gr.ranking import Ranking, RankingConfig
 from npu_gr.request import (
+    Brownout,
     CatalogueChange,
     CatalogueInfo,
     Events,
@@ -46,7 +52,24 @@ class ServiceConfig(RankingConfig, frozen=True, kw_only=True, forbid_unknown_fie
     """What is accepted, and how strictly."""
 
     max_inflight: Annotated[int, msgspec.Meta(ge=1)] = 512  # requests being served at once; the next gets 429
+    min_inflight: Annotated[int, msgspec.Meta(ge=1)] = 8  # as low as the adaptive limit may go
+    adaptive: bool = True  # the limit follows the latency, towards `share` of the objective
+    share: Annotated[float, msgspec.Meta(gt=0, le=1)] = 0.7
     known_prefix_bytes: Annotated[int, msgspec.Meta(ge=0)] = 268_435_456  # histories remembered for deltas
+
+
+class Objectives(Protocol):
+    """How long a request should take."""
+
+    @property
+    def rank_s(self) -> float:
+        """A rank."""
+        ...
+
+    @property
+    def generate_s(self) -> float:
+        """A generate."""
+        ...
 
 
 class Service:
@@ -61,11 +84,16 @@ class Service:
         store: HistoryStore | None,
         metrics: Metrics,
         effective_config: dict[str, Any],
+        objectives: Objectives,
+        brownout: BrownoutControl,
     ) -> None:
         assert ranking or generation
+        self._objectives, self._brownout = objectives, brownout
         self._config, self._scheduler, self._store, self._metrics = config, scheduler, store, metrics
         self._maybe_ranking, self._maybe_generation = ranking, generation
-        self._limiter = Limiter(config.max_inflight)
+        least, most = min(config.min_inflight, config.max_inflight), config.max_inflight
+        adaptive = GradientLimit(least, most, share=config.share) if config.adaptive else None
+        self._limiter = Limiter(most, adaptive)
         self._known = KnownPrefixes(config.known_prefix_bytes)
         self._effective_config = effective_config
         self._not_ready = "starting"
@@ -100,7 +128,7 @@ class Service:
         ranking, generation = self._maybe_ranking, self._maybe_generation
         _check_version(request.model_version, ranking or self.generation)
         verdict = generate_verdict = None
-        with self._limiter.admit():
+        with self._admitted(Priority.SIGNAL):
             async with deadline(budget_s):
                 events, first_index = await self._events(request.user, request.history)
             if ranking is not None:
@@ -131,12 +159,13 @@ class Service:
         _check_version(request.model_version, ranking)
         if not len(request.candidates):
             raise Unprocessable("candidates: needs at least one")
-        with self._limiter.admit():
+        with self._admitted(Priority.RANK, budget_s):
             async with deadline(budget_s) as due_s:
                 events, first_index = await self._events(request.user, request.history)
                 tokens = ranking.tokenize(events, first_index)
                 self._remember(request.user, request.history, tokens.report.fingerprint, tokens.events)
                 answer = await ranking.rank(request, tokens, due_s, time.monotonic() - began_s)
+            self._limiter.served((time.monotonic() - began_s) / self._objectives.rank_s)
         self._metrics.rank_done(answer, time.monotonic() - began_s)
         return answer
 
@@ -145,15 +174,51 @@ class Service:
         began_s = time.monotonic()
         generation = self.generation
         _check_version(request.model_version, generation)
-        with self._limiter.admit():
+        with self._admitted(Priority.GENERATE, budget_s):
             async with deadline(budget_s) as due_s:
                 events, _ = await self._events(request.user, request.history)
                 fingerprint = events.fingerprint()
                 self._remember(request.user, request.history, fingerprint, events)
                 history_s = time.monotonic() - began_s
                 answer = await generation.generate(request, events.items, fingerprint, due_s, history_s)
+            self._limiter.served((time.monotonic() - began_s) / self._objectives.generate_s)
         self._metrics.generate_done(answer, time.monotonic() - began_s)
         return answer
+
+    # ---- overload
+
+    def check_room(self, priority: Priority) -> None:
+        """See `Door.check_room`."""
+        self._limiter.check(priority)
+        if self._brownout.step is Brownout.REJECT and priority is not Priority.RANK:
+            raise Overloaded(f"overloaded: {priority.name.lower()}s are refused, ranks come first")
+
+    @contextmanager
+    def _admitted(self, priority: Priority, budget_s: float = float("inf")) -> Iterator[None]:
+        self.check_room(priority)
+        if (queue_s := self._scheduler.queue_s) > budget_s:
+            raise Overloaded(
+                f"{queue_s * 1e3:.0f} ms of work wait for the device, the request has {budget_s * 1e3:.0f}"
+            )
+        with self._limiter.admit(priority):
+            yield
+
+    @asynccontextmanager
+    async def watched(self) -> AsyncIterator[None]:
+        """Follow the load while the block runs, and give up what `brownout.py` says."""
+        task = asyncio.get_running_loop().create_task(self._watch())
+        try:
+            yield
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    async def _watch(self) -> None:
+        while True:
+            await asyncio.sleep(_WATCH_S)
+            step = self._brownout.observe(self._scheduler.queue_s / self._objectives.rank_s, time.monotonic())
+            for job in self._jobs():
+                job.relay.brownout = step
 
     # ---- the catalogue
 
@@ -192,7 +257,7 @@ class Service:
             last = len(self._maybe_ranking.model.actions) - 1
             if not 0 <= int(events.actions.min()) <= int(events.actions.max()) <= last:
                 raise Unprocessable(f"events.actions: must be 0..{last}")
-        with self._limiter.admit():
+        with self._admitted(Priority.RANK):
             async with deadline(budget_s):
                 return await self._store.append(user, events)
 
@@ -267,3 +332,4 @@ def _check_version(version: str | None, job: Ranking | Generation) -> None:
 
 _KEPT = (Verdict.PREINFER, Verdict.EXTEND, Verdict.RELOAD, Verdict.ALREADY_RESIDENT, Verdict.ALREADY_RUNNING)
 _MAX_FAILURES = 3
+_WATCH_S = 0.05

@@ -37,6 +37,8 @@ def make_config(folder: Path, **sections: Any) -> Config:
         "features": {"path": str(folder / "history.db")},
         "trigger": {"min_prefix_tokens": 4, "policy": "always"},
         "server": {"port": 0, "drain_grace_s": 0.1},
+        "service": {"adaptive": False},
+        "brownout": {"enabled": False},
     }
     for name, section in sections.items():
         table[name] = {**table[name], **section} if isinstance(section, dict) and name in table else section

@@ -23,10 +23,15 @@ class CostModel:
     b0: float
     b1: float
 
+    def pass_s(self, new_tokens: int, cached_tokens: int, num_candidates: int) -> float:
+        """A pass over the new tokens and the candidates, against those that are cached."""
+        n, c = cached_tokens + new_tokens, num_candidates
+        history = self.a1 * new_tokens + self.a2 * (n * n - cached_tokens * cached_tokens)
+        return self.a0 + history + c * (self.b0 + self.b1 * n)
+
     def full_s(self, num_tokens: int, num_candidates: int) -> float:
         """A pass over the whole history and the candidates."""
-        n, c = num_tokens, num_candidates
-        return self.a0 + self.a1 * n + self.a2 * n * n + c * (self.b0 + self.b1 * n)
+        return self.pass_s(num_tokens, 0, num_candidates)
 
     def safe_tokens(self, num_tokens: int, num_candidates: int, budget_s: float) -> int:
         """The most tokens n <= num_tokens with full_s(n, c) <= budget_s; 0 where not even one fits."""

@@ -155,14 +155,14 @@ class Engine(PageJobs):
                 lambda work=work: self._run([work]),  # type: ignore[misc]
                 deadline_s,
                 urgency,
-                takes_s=self.cost.full_s(stop, 0) - self.cost.full_s(start, 0),
+                takes_s=self.cost.pass_s(stop - start, start, 0),
                 is_sheddable=True,
             )
 
     async def rank(self, work: Pass, deadline_s: float) -> Scored:
         """Score a pass's candidates."""
-        tokens, candidates, _ = work.demand
-        expected_s = self.cost.full_s(tokens, candidates)
+        cached = work.cached.num_tokens if work.cached else 0
+        expected_s = self.cost.pass_s(work.demand.tokens, cached, work.demand.rows)
         order_s = time.monotonic() + self.target_s
         done = await self.scheduler.batch(work, self._run, deadline_s, order_s, takes_s=expected_s)
         if work.cached is None and done.batch_size == 1:

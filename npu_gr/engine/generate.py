@@ -284,13 +284,13 @@ class GenerateEngine(PageJobs):
                 self.generator.encode(tokens.tokens[start:stop], before, Part(self.arena, keep, stop), start)
                 self.backend.synchronize()
 
-            takes_s = self.cost.full_s(stop, 0) - self.cost.full_s(start, 0)
+            takes_s = self.cost.pass_s(stop - start, start, 0)
             await self.scheduler.call(run, deadline_s, urgency, takes_s=takes_s, is_sheddable=True)
 
     async def generate(self, work: Work, deadline_s: float) -> Done[Generated]:
         """Encode what is missing of the prompt, and search."""
-        missing = len(work.prompt) - (work.cached.num_tokens if work.cached else 0)
-        expected_s = self.cost.full_s(missing, work.options.width)
+        cached = work.cached.num_tokens if work.cached else 0
+        expected_s = self.cost.pass_s(len(work.prompt) - cached, cached, work.options.width)
         order_s = time.monotonic() + self.target_s
         done = await self.scheduler.call(lambda: self._run(work), deadline_s, order_s, takes_s=expected_s)
         if work.cached is None:

@@ -100,7 +100,7 @@ class JobQueue:
         self._numbers = itertools.count()
         self._sheddable: dict[Job, None] = {}  # oldest first
         self._waiting = 0
-        self.backlog_s = 0.0  # estimates of the waiting jobs together
+        self.backlog_s = 0.0  # estimates of the waiting jobs together; without sheddable ones, which let others pass
 
     def __len__(self) -> int:
         return self._waiting
@@ -124,9 +124,10 @@ class JobQueue:
         job.order_s = min(job.order_s, job.deadline_s, now_s + self._config.aging_s)
         self._push(job)
         self._waiting += 1
-        self.backlog_s += job.takes_s
         if job.is_sheddable:
             self._sheddable[job] = None
+        else:
+            self.backlog_s += job.takes_s
         return shed
 
     def withdraw(self, job: Job) -> bool:
@@ -135,8 +136,12 @@ class JobQueue:
             return False
         job.is_waiting = False
         self._waiting -= 1
-        self.backlog_s = self.backlog_s - job.takes_s if self._waiting else 0.0
-        self._sheddable.pop(job, None)
+        if job.is_sheddable:
+            del self._sheddable[job]
+        else:
+            self.backlog_s -= job.takes_s
+        if len(self._sheddable) == self._waiting:
+            self.backlog_s = 0.0  # exactly: rounding must not add up
         return True  # its place in the heap is passed over later
 
     def hasten(self, job: Job, order_s: float) -> None:

@@ -116,7 +116,7 @@ class Scheduler:
 
     @property
     def queue_s(self) -> float:
-        """How long a job that comes now would wait for those that wait already, by their estimates."""
+        """How long a request that comes now would wait for those that wait already, by their estimates."""
         return self._queue.backlog_s / self.config.streams
 
     async def call(

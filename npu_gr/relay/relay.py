@@ -379,7 +379,7 @@ class Relay(Generic[P]):
         """0, or where the newest tokens begin that a full inference can still score in time."""
         if not self._config.degrade or not num_tokens:
             return 0
-        budget_s = due_s - time.monotonic() - self._config.margin_s
+        budget_s = due_s - time.monotonic() - self._config.margin_s - self._engine.queue_s
         return num_tokens - self._engine.cost.safe_tokens(num_tokens, num_candidates, budget_s)
 
     # ---- what exists
@@ -602,12 +602,16 @@ class Relay(Generic[P]):
 
         Pages that a rank of this moment reads or writes are overwritten when it ends.
         """
-        for key in list(self._by_user.get(user, ())):
-            self._producers[key].task.cancel()
+        producing = {self._producers[key].task for key in self._by_user.get(user, ())}
+        for task in producing:
+            task.cancel()
         self._pool.erase_user(user)
         if self._dram is not None:
             self._dram.erase_user(user)
         self._last.pop(user, None)
+        if producing:  # they end with the chunk that the device is at
+            await asyncio.wait(producing)
+            await asyncio.sleep(0)  # and give their pages back when that has been noticed
         if self._overwriting:
             done, _ = await asyncio.wait(self._overwriting)  # which, unlike gather, cancels nothing
             for future in done:

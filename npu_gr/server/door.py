@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
+from npu_gr.admission.limiter import Priority
 from npu_gr.request import (
     CatalogueChange,
     CatalogueInfo,
@@ -24,6 +25,10 @@ class Door(Protocol):
 
     def models(self) -> list[ModelInfo]:
         """What is being served, the default first."""
+        ...
+
+    def check_room(self, priority: Priority) -> None:
+        """Refuse a request before its body is read. Raises Overloaded."""
         ...
 
     def is_ready(self) -> tuple[bool, str]:

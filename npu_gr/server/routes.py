@@ -16,6 +16,7 @@ from aiohttp import web
 from prometheus_client.aiohttp import make_aiohttp_handler
 
 from npu_gr import __version__
+from npu_gr.admission.limiter import Priority
 from npu_gr.errors import DeadlineExceeded, NotFound, Unavailable, Unprocessable
 from npu_gr.metrics.catalogue import Metrics
 from npu_gr.request import GenerateAnswer, ModelInfo, Outcome, RankAnswer, UserKey
@@ -173,17 +174,20 @@ class _Routes:
         ready, why = self._door.is_ready()
         if not ready:
             raise Unavailable(why)
+        self._door.check_room(Priority.SIGNAL)
         body = decode(await request.read(), request.content_type, SignalBody)
         answer = await self._door.signal(signal_request(body, self._config), self._left_s(request))
         return _answer(request, signal_out(answer, request[_ID]), 202)
 
     async def rank(self, request: web.Request) -> web.Response:
+        self._door.check_room(Priority.RANK)
         body = decode(await request.read(), request.content_type, RankBody)
         answer = await self._door.rank(rank_request(body, self._config), self._left_s(request))
         out = rank_out(answer, request[_ID], _accepted(request))
         return _with_stages(_answer(request, out, 200), answer)
 
     async def generate(self, request: web.Request) -> web.Response:
+        self._door.check_room(Priority.GENERATE)
         body = decode(await request.read(), request.content_type, GenerateBody)
         answer = await self._door.generate(generate_request(body, self._config), self._left_s(request))
         out = generate_out(answer, request[_ID], _accepted(request))

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import ExitStack
 
 import pytest
 
 from npu_gr.admission.deadline import deadline
-from npu_gr.admission.limiter import Limiter
+from npu_gr.admission.gradient import GradientLimit
+from npu_gr.admission.limiter import Limiter, Priority
 from npu_gr.errors import DeadlineExceeded, Overloaded
 
 
@@ -20,6 +22,34 @@ def test_the_limit_holds_and_slots_come_back() -> None:
     with pytest.raises(ZeroDivisionError), limiter.admit():
         _ = 1 / 0
     assert limiter.inflight == 0
+
+
+def test_what_matters_less_stops_earlier() -> None:
+    limiter = Limiter(8)
+    with ExitStack() as held:
+        for _ in range(6):
+            held.enter_context(limiter.admit(Priority.SIGNAL))
+        with pytest.raises(Overloaded):
+            limiter.check(Priority.SIGNAL)
+        held.enter_context(limiter.admit(Priority.GENERATE))
+        with pytest.raises(Overloaded):
+            limiter.check(Priority.GENERATE)
+        held.enter_context(limiter.admit(Priority.RANK))
+        with pytest.raises(Overloaded, match="8 requests in flight, the limit is 8"):
+            limiter.check()
+    assert limiter.inflight == 0
+
+
+def test_the_adaptive_limit_is_in_force() -> None:
+    limiter = Limiter(100, GradientLimit(2, 100, window=1))
+    with ExitStack() as held:
+        for _ in range(10):
+            held.enter_context(limiter.admit())
+        for _ in range(200):
+            limiter.served(9.0)
+        assert limiter.limit == 4  # where half of it is its root
+        with pytest.raises(Overloaded, match="the limit is 4"):
+            limiter.check()
 
 
 async def test_a_cancelled_request_gives_its_slot_back() -> None:

@@ -95,6 +95,18 @@ def test_it_waits_for_company_only_while_the_slack_allows() -> None:
     assert len(q.take(1.0).jobs) == 2
 
 
+def test_the_backlog_counts_what_a_request_would_wait_for() -> None:
+    q = queue()
+    jobs = [job(takes_s=0.1), job(takes_s=0.3), job(takes_s=5.0, is_sheddable=True)]
+    for each in jobs:
+        q.put(each, 0.0)
+    assert q.backlog_s == pytest.approx(0.4)
+    q.withdraw(jobs[1])
+    assert q.backlog_s == pytest.approx(0.1)
+    q.withdraw(jobs[0])
+    assert q.backlog_s == 0.0
+
+
 def test_nothing_starves() -> None:
     """A background job behind an endless stream of urgent ones is taken once it has aged."""
     q, background = queue(aging_s=1.0), job(shares=False)
