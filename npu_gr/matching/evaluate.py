@@ -74,3 +74,13 @@ class Judge:
             scores = items[torch.tensor([int(goal), *others])] @ users[int(user)]
             found[row] = float((scores[1:] > scores[0]).sum() + (scores[1:] == scores[0]).sum() / 2)
         return found
+
+
+def hit_ratio(ranks: Ranks, k: int) -> float:
+    """Share of held-out items among the best k."""
+    return float((ranks < k).mean())
+
+
+def ndcg(ranks: Ranks, k: int) -> float:
+    """Mean of 1 / log2(rank + 2) where it is among the best k, 0 elsewhere: NDCG of one relevant item."""
+    return float(np.where(ranks < k, 1 / np.log2(ranks + 2), 0).mean())

@@ -25,7 +25,7 @@ from torch.nn.functional import normalize
 from npu_gr.errors import DataError
 from npu_gr.matching.curriculum import Negatives, share
 from npu_gr.matching.domains import MatchData
-from npu_gr.matching.evaluate import Judge
+from npu_gr.matching.evaluate import Judge, hit_ratio
 from npu_gr.matching.graph import Graph, katz
 from npu_gr.matching.losses import dots, inter_loss, intra_loss
 from npu_gr.matching.model import EMBEDDING_STD, Encoder, Encoding, Projector
@@ -105,6 +105,13 @@ class Trainer:
                 shared[key] = self.state()
         return self._result()
 
+    @property
+    def place(self) -> str:
+        """How far it is, in words."""
+        if self._stage == len(self._stages):
+            return "the last step"
+        return f"step {self._step} of stage {self._stages[self._stage].name}"
+
     # ---- stages
 
     def _run_stage(self, stage: Stage, progress: Callable[[Progress], None], looked: Callable[[], None]) -> None:
@@ -154,7 +161,7 @@ class Trainer:
 
     @torch.no_grad()
     def _look(self, stage: Stage) -> None:
-        hit = float((self._judge.ranks(*self.target()) < STOP_AT).mean())
+        hit = hit_ratio(self._judge.ranks(*self.target()), STOP_AT)
         self.looks.append((stage.name, self._step, hit))
         self._stale = 0 if hit > self._stage_best else self._stale + 1
         self._stage_best = max(self._stage_best, hit)
