@@ -49,12 +49,12 @@ class MatchOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     negative_power: Annotated[Weight, Meta(description="they are drawn by item degree to this power")] = 0.0
     batch_anchors: Annotated[Count, Meta(description="of each inter-domain loss, a step")] = 512
     num_inter_negatives: Count = 128
-    lambda_intra: Annotated[Weight, Meta(description="of the intra-domain losses in the inter-domain stage")] = 1.0
-    lambda_inter: Weight = 0.1
+    lambda_intra: Annotated[Weight, Meta(description="of the intra-domain losses in the inter-domain stage")] = 0.1
+    lambda_inter: Weight = 1.0
     tau: Positive = 0.2
     learning_rate: Annotated[Positive, Meta(description="of the embedding tables")] = 2e-2
     matrix_learning_rate: Annotated[Positive, Meta(description="of everything else")] = 1e-3
-    inter_learning_rate_ratio: Annotated[Positive, Meta(description="of both, in the inter-domain stage")] = 1.0
+    inter_learning_rate_ratio: Annotated[Positive, Meta(description="of both, in the inter-domain stage")] = 0.2
     start_share: Annotated[float, Meta(gt=0.0, le=1.0, description="of the negatives, the easiest, at first")] = 0.3
     pacing_power: Positive = 1.0
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import msgspec
@@ -57,6 +58,7 @@ class _Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 def export(domains: Domains, data: MatchData, result: Result, figures: dict[str, float]) -> Vectors:
     """A training's result with the names and histories that serving needs; every known target edge counts as seen."""
     target = domains.target
+    is_bridged = result.source_users is not None and result.bridge_items is not None
     order = np.argsort(target.users, kind="stable")
     return Vectors(
         user_names=domains.user_names,
@@ -65,10 +67,8 @@ def export(domains: Domains, data: MatchData, result: Result, figures: dict[str,
         items=result.items.numpy(),
         in_target=data.target.degrees()[0] > 0,
         in_source=data.source.degrees()[0] > 0,
-        source_users=None
-        if result.source_users is None or result.bridge_items is None
-        else result.source_users.numpy(),
-        bridge_items=None if result.bridge_items is None else result.bridge_items.numpy(),
+        source_users=result.source_users.numpy() if result.source_users is not None and is_bridged else None,
+        bridge_items=result.bridge_items.numpy() if result.bridge_items is not None and is_bridged else None,
         popularity=target.degrees()[1],
         seen_starts=np.searchsorted(target.users[order], np.arange(target.num_users + 1)),
         seen_items=target.items[order].astype(np.int32),
@@ -138,7 +138,7 @@ def load(folder: Path) -> Vectors:
         names = tensors["user_names"].tobytes()
         ends = [0, *tensors["user_name_ends"].tolist()]
         vectors = Vectors(
-            user_names=[names[start:end].decode() for start, end in zip(ends, ends[1:], strict=False)],
+            user_names=[names[start:end].decode() for start, end in pairwise(ends)],
             item_ids=tensors["item_ids"],
             users=tensors["users"].astype(np.float32, copy=False),
             items=tensors["items"].astype(np.float32, copy=False),
