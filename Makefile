@@ -21,7 +21,7 @@ bench: $(VENV)/installed
 	$(BIN)/npu-gr bench rank
 
 # MovieLens-100K comes inside the public package `recbole` (2 MB); nothing of that package is imported.
-$(VENV)/installed: pyproject.toml
+$(VENV)/installed: pyproject.toml setup.py $(wildcard ops/cpu/*)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --editable ".[dev]"
 	$(BIN)/pip install --quiet --no-deps recbole==1.2.1

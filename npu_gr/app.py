@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from pathlib import Path
 
 import msgspec
@@ -33,6 +33,7 @@ from npu_gr.kv.arena import KVArena
 from npu_gr.kv.dram_store import DramStore
 from npu_gr.kv.layout import KVLayout
 from npu_gr.kv.prefix_pool import PrefixPool
+from npu_gr.match import Matching
 from npu_gr.metrics.catalogue import Metrics
 from npu_gr.model import hf
 from npu_gr.model.config import HSTUConfig, inexact_fields
@@ -41,7 +42,9 @@ from npu_gr.model.weights import load as load_checkpoint
 from npu_gr.ranking import Ranking
 from npu_gr.relay.relay import Relay
 from npu_gr.relay.trigger import TriggerConfig
+from npu_gr.replay.recorder import Recorder
 from npu_gr.request import Events, ModelInfo
+from npu_gr.server.recording import RecordingDoor, add_record_routes
 from npu_gr.server.routes import build_web_app
 from npu_gr.server.run import serve
 from npu_gr.service import Service
@@ -60,17 +63,20 @@ async def instance(config: Config) -> AsyncIterator[tuple[web.Application, Servi
     Raises:
         ConfigError: a setting, a file or a device is not as configured; nothing is left running.
     """
-    backend = choose(config.backend)
+    backend = choose(config.backend, config.native)
     torch.set_num_threads(config.threads)
     scheduler = Scheduler(config.scheduler)
     metrics = Metrics(CollectorRegistry(), {"rank": config.slo.rank_s, "signal": config.slo.signal_s})
     ranking = None if config.checkpoint is None else build_ranking(config, backend, scheduler, metrics)
     generation = None if config.generate is None else build_generation(config, backend, scheduler, metrics)
+    matching = None if config.match is None else Matching(config.match, scheduler, backend.device)
     store = await open_store(config.features)
     try:
         table = configuration.to_table(config)
         control = BrownoutControl(config.brownout)
-        service = Service(config.service, scheduler, ranking, generation, store, metrics, table, config.slo, control)
+        service = Service(
+            config.service, scheduler, ranking, generation, store, metrics, table, config.slo, control, matching
+        )
         scheduler.on_batch = metrics.batch_done
         metrics.observe_queue(lambda: scheduler.depth)
         scheduler.start()
@@ -79,11 +85,18 @@ async def instance(config: Config) -> AsyncIterator[tuple[web.Application, Servi
                 await _prove(ranking, config.relay.enabled)
             if generation is not None:
                 await generation.start()
+            if matching is not None:
+                matching.on_pass = metrics.match_pass_done
+                await matching.start()
             metrics.build_info(service.models()[0])
             service.set_ready()
             try:
-                async with service.watched():
-                    yield build_web_app(service, config.server, metrics), service
+                with Recorder(config.record, metrics.recorded) if config.record else nullcontext() as recorder:
+                    door = RecordingDoor(service, recorder) if recorder else service
+                    app = build_web_app(door, config.server, metrics)
+                    add_record_routes(app, recorder)
+                    async with service.watched():
+                        yield app, service
             finally:
                 service.set_ready("stopping")
                 await service.stop()
@@ -104,15 +117,17 @@ async def run(config: Config, ready: asyncio.Event | None = None) -> None:
         await serve(app, config.server, on_drain=drain, ready=ready)
 
 
-def kv_layout(shape: HSTUConfig, config: Config, checkpoint: Checkpoint) -> KVLayout:
+def kv_layout(shape: HSTUConfig, config: Config, checkpoint: Checkpoint, backend: Backend) -> KVLayout:
     """How prefix KV of this model lies in a page."""
+    dtype = config.kv.dtype or str(checkpoint.model.dtype).removeprefix("torch.")
     return KVLayout(
         num_layers=shape.num_layers,
         num_heads=shape.num_heads,
         qk_dim=shape.qk_dim,
         v_dim=shape.v_dim,
         page_tokens=config.kv.page_tokens,
-        dtype=config.kv.dtype or str(checkpoint.model.dtype).removeprefix("torch."),
+        dtype=dtype,
+        arrangement=backend.arrangement(getattr(torch, dtype), config.kv.page_tokens),
     )
 
 
@@ -128,7 +143,7 @@ def build_ranking(config: Config, backend: Backend, scheduler: Scheduler, metric
     if config.relay.enabled and (reasons := inexact_fields(shape)):
         raise ConfigError("; ".join(reasons))
     _place(checkpoint, config, backend)
-    layout = kv_layout(shape, config, checkpoint)
+    layout = kv_layout(shape, config, checkpoint, backend)
     test_pages = layout.pages(SELF_TEST_TOKENS)
     pool = _pool("kv.hbm_bytes", config.kv.hbm_bytes, test_pages, layout, config, backend)
     dram = _dram(config, config.kv.dram_bytes, layout, backend)
@@ -147,6 +162,7 @@ def build_ranking(config: Config, backend: Backend, scheduler: Scheduler, metric
         max_history_tokens=shape.max_history_tokens,
         device=backend.name,
         dtype=layout.dtype,
+        kernels=backend.kernels,
     )
     return Ranking(config.service, model, ItemVocabulary(checkpoint.item_ids), engine, relay, metrics)
 
@@ -202,7 +218,7 @@ def _pool(
         raise ConfigError(
             f"{field}: {num_bytes} holds {pages} pages of {layout.page_bytes} bytes, the least is {least_pages}"
         )
-    arena = KVArena(layout, pages, backend.device)
+    arena = KVArena(layout, pages, backend.device, pack=backend.pack_kv)
     return PrefixPool(arena, num_bytes, config.relay.t_life_s, time.monotonic)
 
 

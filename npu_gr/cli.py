@@ -9,16 +9,19 @@ import os
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
 from npu_gr import __version__
 from npu_gr.errors import NpuGrError
+from npu_gr.replay.commands import record, replay
 
 if TYPE_CHECKING:
     from npu_gr.bench.line import Line
     from npu_gr.config import Config
+
+T = TypeVar("T")
 
 CONFIG = click.option(
     "--config", "config_path", required=True, type=click.Path(path_type=Path), help="YAML configuration."
@@ -148,6 +151,21 @@ def bench_rank(as_json: bool, backend: str, dtype: str, threads: int, seed: int,
     _show(lines(backend, getattr(torch, dtype), seed, seconds), backend, seed, as_json)  # type: ignore[arg-type]
 
 
+@bench.command("kernels")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object a line.")
+@click.option("--isa", default="", help="Instruction set; the best of this CPU by default.")
+@click.option("--seed", default=0, show_default=True)
+@click.option("--seconds", default=2.0, show_default=True, help="Time a case.")
+def bench_kernels(as_json: bool, isa: str, seed: int, seconds: float) -> None:
+    """HSTU kernels on one thread: against the measured roof, torch ops and a naive cached path."""
+    import torch
+
+    from npu_gr.bench.kernels_hstu import lines
+
+    torch.set_num_threads(1)
+    _show(lines(isa, seed, seconds), "cpu", seed, as_json)
+
+
 @bench.command("wire")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object a line.")
 @click.option("--seed", default=0, show_default=True)
@@ -174,6 +192,28 @@ def bench_generate(as_json: bool, backend: str, threads: int, seed: int, seconds
 
     torch.set_num_threads(threads)
     _show(lines(backend, seed, seconds, transformers), backend, seed, as_json)  # type: ignore[arg-type]
+
+
+@bench.command("relay")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object a line.")
+@click.option("--backend", default="cpu", show_default=True, help="As in a configuration.")
+@click.option("--threads", default=1, show_default=True, type=click.IntRange(1))
+@click.option("--seed", default=0, show_default=True)
+@click.option("--lengths", default="1024,2048", show_default=True, help="Tokens of a history, comma-separated.")
+@click.option("--candidates", default="100", show_default=True, help="Of a rank, comma-separated.")
+@click.option("--layers", default=3, show_default=True, type=click.IntRange(1))
+@click.option("--count", default=120, show_default=True, type=click.IntRange(20), help="Requests a rate.")
+def bench_relay(
+    as_json: bool, backend: str, threads: int, seed: int, lengths: str, candidates: str, layers: int, count: int
+) -> None:
+    """Traffic within the objective, with and without a relay: minutes a shape."""
+    import torch
+
+    from npu_gr.bench.relay import lines
+
+    torch.set_num_threads(threads)
+    tokens, rows = ([int(part) for part in text.split(",")] for text in (lengths, candidates))
+    _show(lines(backend, tokens, rows, layers, count, seed), backend, seed, as_json)  # type: ignore[arg-type]
 
 
 def _show(lines: Iterable[Line], device: str, seed: int, as_json: bool) -> None:
@@ -227,26 +267,16 @@ def train_rank_command(
     threads: int,
 ) -> None:
     """Train an HSTU ranker on an interaction LOG (.inter or .jsonl) and print its figures beside the baselines'."""
-    import msgspec
     import torch
-    import yaml
     from rich.console import Console
 
     from npu_gr.demo import training_progress
-    from npu_gr.errors import ConfigError
     from npu_gr.features.interactions import read_interactions, read_item_features
     from npu_gr.model.weights import save
-    from npu_gr.train.rank import DEMO, LONG, TrainOptions, train_rank
+    from npu_gr.train.rank import DEMO, LONG, train_rank
 
     torch.set_num_threads(threads)
-    table = msgspec.to_builtins({"demo": DEMO, "long": LONG}[preset])
-    for override in overrides:
-        key, _, value = override.partition("=")
-        table[key] = yaml.safe_load(value)
-    try:
-        options = msgspec.convert(table, TrainOptions)
-    except msgspec.ValidationError as error:
-        raise ConfigError(f"--set: {error}") from error
+    options = _overridden({"demo": DEMO, "long": LONG}[preset], overrides)
     columns = [name for name in item_features.split(",") if name]
     features = read_item_features(items, columns) if items else []
     console = Console()
@@ -254,6 +284,75 @@ def train_rank_command(
         checkpoint, evaluation = train_rank(read_interactions(log, value_column=value_column), features, options, show)
     console.print(evaluation.table())
     click.echo(f"checkpoint {save(checkpoint, out)} in {out}")
+
+
+@train.command("generate")
+@click.argument("log", required=False, type=click.Path(path_type=Path))
+@click.option("--out", required=True, type=click.Path(path_type=Path), help="Folder that the service starts from.")
+@click.option(
+    "--codes", type=click.Path(path_type=Path), help='Ready-made: a catalogue, or JSON {"item": [code, ...]}.'
+)
+@click.option("--items", type=click.Path(path_type=Path), help="RecBole .item file with side features.")
+@click.option("--item-features", default="", help="Its columns, comma-separated.")
+@click.option("--preset", default="movielens", show_default=True, type=click.Choice(["movielens", "beauty"]))
+@click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override one training option.")
+@click.option("--value-column", default="rating", show_default=True, help="Column with the action's value.")
+@click.option("--threads", default=2, show_default=True, type=click.IntRange(1))
+def train_generate_command(
+    log: Path | None,
+    out: Path,
+    codes: Path | None,
+    items: Path | None,
+    item_features: str,
+    preset: str,
+    overrides: tuple[str, ...],
+    value_column: str,
+    threads: int,
+) -> None:
+    """Train a semantic-ID generator on an interaction LOG and print its figures beside the baselines'.
+
+    LOG is .inter, .jsonl, or .json {"user": [item, ...]}; without it, MovieLens-100K of the package recbole.
+    """
+    import torch
+    from rich.console import Console
+
+    from npu_gr.demo import training_progress
+    from npu_gr.features.interactions import movielens_100k, read_interactions, read_item_features
+    from npu_gr.train.generate import BEAUTY, MOVIELENS, train_generator
+    from npu_gr.train.publish import how_to_serve, prepare, publish
+
+    torch.set_num_threads(threads)
+    options = _overridden({"movielens": MOVIELENS, "beauty": BEAUTY}[preset], overrides)
+    interactions = read_interactions(log or movielens_100k(), value_column=value_column)
+    columns = [name for name in item_features.split(",") if name]
+    features = read_item_features(items, columns) if items else []
+    prepare(out)
+    console = Console()
+    with training_progress(console) as show:
+        trained = train_generator(interactions, features, options, codes, show)
+    console.print(trained.report.table())
+    click.echo(how_to_serve(publish(trained, features, options, out), trained))
+
+
+def _overridden(preset: T, overrides: tuple[str, ...]) -> T:
+    """Training options with some of their values replaced."""
+    import msgspec
+    import yaml
+
+    from npu_gr.errors import ConfigError
+
+    table = msgspec.to_builtins(preset)
+    for override in overrides:
+        key, _, value = override.partition("=")
+        table[key] = yaml.safe_load(value)
+    try:
+        return msgspec.convert(table, type(preset))
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"--set: {error}") from error
+
+
+main.add_command(replay)
+main.add_command(record)
 
 
 @train.command("match")
@@ -302,72 +401,6 @@ def train_match_command(
         run_ablation(domains, out, overrides, densities or (0.4, 1.0), seeds, num_validation, console)
     else:
         run_training(domains, out, preset, overrides, (densities or (1.0,))[0], num_validation, console)
-
-
-@main.command("replay")
-@click.argument("log", type=click.Path(path_type=Path))
-@click.option("--url", default="http://127.0.0.1:8080", show_default=True)
-@click.option("--speed", default=1.0, show_default=True, help="Log seconds a second.")
-@click.option("--rate", type=float, help="Ranks a second, instead of the log's times.")
-@click.option("--arrival", default="poisson", show_default=True, type=click.Choice(["poisson", "constant"]))
-@click.option("--signal-lead-ms", default=50.0, show_default=True, help="Signal this long before its rank.")
-@click.option("--no-signals", is_flag=True, help="Send only the signals that the log has.")
-@click.option("--limit", type=click.IntRange(1), help="Records, oldest first.")
-@click.option("--duration", "duration_s", type=float, help="Seconds of sending.")
-@click.option("--timeout-ms", default=1000.0, show_default=True)
-@click.option("--slo-ms", default=50.0, show_default=True)
-@click.option("--seed", default=0, show_default=True)
-@click.option("--api-key", envvar="NPU_GR_API_KEY", help="Also from NPU_GR_API_KEY.")
-@click.option("--json", "as_json", is_flag=True)
-def replay_command(
-    log: Path,
-    url: str,
-    speed: float,
-    rate: float | None,
-    arrival: str,
-    signal_lead_ms: float,
-    no_signals: bool,
-    limit: int | None,
-    duration_s: float | None,
-    timeout_ms: float,
-    slo_ms: float,
-    seed: int,
-    api_key: str | None,
-    as_json: bool,
-) -> None:
-    """Replay a query LOG open loop; latency counts from the time each request was due."""
-    from rich.console import Console
-
-    from npu_gr.errors import ConfigError
-    from npu_gr.replay.options import ReplayOptions
-    from npu_gr.replay.run import replay, stop_on_interrupt
-
-    try:
-        options = ReplayOptions(
-            base_url=url,
-            api_key=api_key,
-            speed=speed,
-            rate=rate,
-            arrival=arrival,  # type: ignore[arg-type]
-            signal_lead_s=None if no_signals else signal_lead_ms * 1e-3,
-            limit=limit,
-            duration_s=duration_s,
-            timeout_s=timeout_ms * 1e-3,
-            slo_s=slo_ms * 1e-3,
-            seed=seed,
-        )
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
-
-    async def work() -> Any:
-        with stop_on_interrupt() as stop:
-            return await replay(log, options, stop=stop)
-
-    report = _run(work)
-    if as_json:
-        click.echo(json.dumps(report.as_dict()))
-    else:
-        Console().print(report.render())
 
 
 @main.command()

@@ -17,13 +17,16 @@ import yaml
 
 from npu_gr.admission.brownout import BrownoutConfig
 from npu_gr.backend.choose import BackendName
+from npu_gr.backend.cpu import NativeMode
 from npu_gr.engine.queue import SchedulerConfig
 from npu_gr.errors import ConfigError
 from npu_gr.features.store import HistoryConfig
 from npu_gr.generation import GenerateConfig
 from npu_gr.kv.config import KVConfig
+from npu_gr.match import MatchConfig
 from npu_gr.relay.relay import RelayConfig
 from npu_gr.relay.trigger import TriggerConfig
+from npu_gr.replay.recorder import RecordConfig
 from npu_gr.server.config import ServerConfig
 from npu_gr.service import ServiceConfig
 
@@ -36,6 +39,7 @@ class SLOConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     rank_s: Seconds = 0.05
     signal_s: Seconds = 0.02
     generate_s: Seconds = 0.2
+    match_s: Seconds = 0.05
 
 
 class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -43,6 +47,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     checkpoint: str | None = None  # the ranker's folder: config.json, model.safetensors; None: does not rank
     backend: BackendName = "cpu"
+    native: NativeMode = "auto"  # the CPU's own kernels: auto = if they were built, require = or do not start, off
     dtype: Literal["float32", "bfloat16", "checkpoint"] = "checkpoint"  # of the matrix products
     threads: Annotated[int, msgspec.Meta(ge=1)] = 1  # intra-op threads of the device thread (CPU)
     slo: SLOConfig = SLOConfig()
@@ -55,6 +60,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     kv: KVConfig = KVConfig()
     features: HistoryConfig = HistoryConfig()
     generate: GenerateConfig | None = None  # absent: the instance does not generate
+    match: MatchConfig | None = None  # absent: the instance does not match
+    record: RecordConfig | None = None  # absent: requests cannot be recorded
 
     def __post_init__(self) -> None:
         if self.checkpoint is None and self.generate is None:

@@ -19,7 +19,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import aiohttp
-import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
@@ -30,18 +29,18 @@ from npu_gr.features.load import load_interactions
 from npu_gr.features.store import open_store
 from npu_gr.model.weights import Checkpoint, save
 from npu_gr.model.weights import load as load_checkpoint
-from npu_gr.replay.log import LoggedHistory, Record, write
+from npu_gr.replay.convert import Catalogue, from_ratings
+from npu_gr.replay.log import write
 from npu_gr.replay.options import ReplayOptions
 from npu_gr.replay.report import Report
 from npu_gr.replay.run import replay
 from npu_gr.train.data import to_train_on
 from npu_gr.train.rank import DEMO, train_rank
-from npu_gr.train.rank import Progress as Trained
+from npu_gr.train.steps import Progress as Trained
 
 SLICE = 20  # held-out events of a request
 CANDIDATES = 100
 FEATURES = ("class", "release_year")
-LIKE = 4.0
 RATE_PER_S = 30.0
 SIGNAL_LEAD_S = 0.05
 HBM_BYTES = 8_388_608  # room for a few dozen users, so that the DRAM tier is seen at work
@@ -63,7 +62,8 @@ async def run(config_path: Path, folder: Path, console: Console, limit: int | No
     trained = to_train_on(log.users, log.timestamps, DEMO.split)
     history, heldout = log[trained], log[~trained]
     await asyncio.to_thread(_forget, folder)
-    records = traffic(heldout, checkpoint)
+    catalogue = Catalogue(item_ids=checkpoint.item_ids, action_values=checkpoint.action_values)
+    records = from_ratings(heldout, catalogue, slice_events=SLICE, num_candidates=CANDIDATES)
     write(folder / "traffic.jsonl.gz", records)
     overrides = [
         f"checkpoint={folder / 'checkpoint'}",
@@ -111,7 +111,7 @@ def _checkpoint(folder: Path, log: Interactions, features: list[ItemValues], con
 
 @contextmanager
 def training_progress(console: Console) -> Iterator[Callable[[Trained], None]]:
-    """A bar for each stage of `train_rank`."""
+    """A bar for each stage of a training."""
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[loss]}"), TimeElapsedColumn())
     with Progress(*columns, console=console) as bar:
         tasks: dict[str, TaskID] = {}
@@ -123,43 +123,6 @@ def training_progress(console: Console) -> Iterator[Callable[[Trained], None]]:
             bar.update(tasks[step.stage], completed=step.done, loss=loss)
 
         yield show
-
-
-def traffic(heldout: Interactions, checkpoint: Checkpoint) -> list[Record]:
-    """Rank and events records in time order, seeded.
-
-    Labels: click = the user interacted (the others were drawn at random), like = rated `LIKE` or more; candidates
-    that were drawn have no like label.
-    """
-    random = np.random.default_rng(0)
-    actions = {value: index for index, value in enumerate(checkpoint.action_values)}
-    records = []
-    order = np.argsort(heldout.users, kind="stable")
-    for part in np.split(order, np.flatnonzero(np.diff(heldout.users[order])) + 1):
-        for slice_ in np.split(part, range(SLICE, len(part), SLICE)):
-            items, values, times = heldout.items[slice_], heldout.values[slice_], heldout.timestamps[slice_]
-            others = np.setdiff1d(checkpoint.item_ids, heldout.items[part])
-            drawn = random.choice(others, CANDIDATES - len(items), replace=False)
-            shuffled = random.permutation(CANDIDATES)
-            shown = np.concatenate([items, drawn])[shuffled].tolist()
-            click = np.concatenate([np.ones(len(items), int), np.zeros(len(drawn), int)])[shuffled].tolist()
-            rated = np.concatenate([values, np.full(len(drawn), np.nan)])[shuffled].tolist()
-            user, at = heldout.user_names[heldout.users[part[0]]], int(times[0])
-            records.append(
-                Record(
-                    ts=float(at),
-                    kind="rank",
-                    user_id=user,
-                    candidates=shown,
-                    timestamp=at,
-                    labels={"click": click, "like": [None if v != v else int(v >= LIKE) for v in rated]},
-                )
-            )
-            happened = LoggedHistory(
-                items=items.tolist(), actions=[actions[value] for value in values.tolist()], timestamps=times.tolist()
-            )
-            records.append(Record(ts=float(at), kind="events", user_id=user, events=happened))
-    return sorted(records, key=lambda record: record.ts)
 
 
 def _forget(folder: Path) -> None:

@@ -12,12 +12,17 @@ cached prefix exact.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-Slab = tuple[Tensor, Tensor]
+from npu_gr.backend.tiles import Slab as Slab
+from npu_gr.backend.tiles import Tiles
+
+Arrangement = Literal["natural", "tiles"]  # how cached keys and values lie in a page: as slabs, or as `Tiles`
+
+Over = Literal["row", "valid"]  # what a row of logits is normalised over: all its columns, or its valid edges
 
 TIME_BUCKETS = 64  # half octaves of seconds up to 2**31
 
@@ -27,6 +32,23 @@ class BiasTables(NamedTuple):
 
     position: Tensor  # [H, P] by min(query position - key position, P - 1)
     time: Tensor  # [H, TIME_BUCKETS] by time_bucket(query time - key time)
+
+
+class Continuations(NamedTuple):
+    """What may follow each beam: edges lo .. lo + degree - 1 of one trie level. E = edges of the level."""
+
+    lo: Tensor  # int64 [rows]
+    degree: Tensor  # int64 [rows]; 0 = nothing may
+    code: Tensor  # int32 (or int64) [E] code that each edge stands for; a row's codes ascend
+    allowed: Tensor | None = None  # bool [E] the request's filter; None = all
+
+
+class Choices(NamedTuple):
+    """The selected continuations in the total order; at most as many as asked, fewer where there are fewer."""
+
+    score: Tensor  # fp32 (fp64) [w] accumulated log-probability
+    parent: Tensor  # int64 [w] beam that it continues
+    edge: Tensor  # int64 [w] edge of the level, which is the state of the next one
 
 
 def time_bucket(delta_s: Tensor) -> Tensor:
@@ -52,14 +74,30 @@ class Backend(Protocol):
 
     name: str
     device: torch.device
+    kernels: str  # what runs the hot ops: "torch", or the instruction set of the native kernels
     pins_host_memory: bool  # host tiers should be page-locked for asynchronous copies
+
+    def arrangement(self, dtype: torch.dtype, page_tokens: int) -> Arrangement:
+        """How HSTU's pages should lie, so that its attention reads them without a transform."""
+        ...
+
+    def pack_kv(self, into: Tiles, first_token: int, k: Tensor, v: Tensor) -> None:
+        """Write rows into tiles; `tiles.pack` is the definition."""
+        ...
+
+    def affine(self, x: Tensor, layer: nn.Linear, first: int, last: int, is_silu: bool) -> Tensor:
+        """Outputs first..last of a linear layer with a bias, then SiLU if asked: [..., last - first].
+
+        In the dtype of the layer's weight, which x is converted to. Not differentiable.
+        """
+        ...
 
     def hstu_causal(
         self,
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        past: Sequence[Slab],
+        past: Sequence[Slab | Tiles],
         times: Tensor,
         bias: BiasTables,
         alpha: float,
@@ -82,7 +120,7 @@ class Backend(Protocol):
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        history: Sequence[Slab],
+        history: Sequence[Slab | Tiles],
         times: Tensor,
         query_time: int,
         bias: BiasTables,
@@ -149,6 +187,48 @@ class Backend(Protocol):
         scale: float,
     ) -> Tensor:
         """`beam_attention` in one stage, one softmax over the concatenation: for short prefixes."""
+        ...
+
+    def beam_topk(
+        self,
+        logits: Tensor,
+        acc: Tensor,
+        follow: Continuations,
+        width: int,
+        over: Over = "row",
+        codes: slice | None = None,
+        scale: float = 1.0,
+    ) -> Choices:
+        """Constrain, then select: the `width` best of acc[row] + log-probability of each valid, allowed edge.
+
+        The log-probability of an edge is its scaled logit less the log-sum-exp of what `over` names. Total order:
+        score descending, then beam ascending, then edge (so code) ascending.
+
+        Args:
+            logits: fp32, bf16 (or fp64) [rows, columns].
+            acc: fp32 (or fp64) [rows] accumulated log-probability of each beam; -inf = a beam that is out.
+            follow: the valid edges.
+            width: how many are wanted, >= 1.
+            over: what a row is normalised over.
+            codes: the columns of codes 0, 1, ..; None = all.
+            scale: of every logit: 1 / temperature.
+
+        Raises:
+            FloatingPointError: a logit that the result depends on is NaN, or infinity.
+        """
+        ...
+
+    def gathered_topk(
+        self, hidden: Tensor, weight: Tensor, acc: Tensor, follow: Continuations, width: int, scale: float = 1.0
+    ) -> Choices:
+        """`beam_topk` over "valid" edges of the logits hidden @ weight.T, computed at the valid edges alone.
+
+        Cheaper than the whole product where a beam has few children: below about a sixth of the codes.
+
+        Args:
+            hidden: [rows, dim].
+            weight: [codes, dim], a row for each code.
+        """
         ...
 
     def synchronize(self) -> None:

@@ -6,6 +6,7 @@ import importlib
 from typing import Literal, cast
 
 from npu_gr.backend.base import Backend
+from npu_gr.backend.cpu import NativeMode
 from npu_gr.errors import ConfigError
 
 BackendName = Literal["cpu", "cuda", "npu", "reference"]
@@ -18,13 +19,20 @@ _CLASSES = {
 }
 
 
-def choose(name: BackendName) -> Backend:
+def choose(name: BackendName, native: NativeMode = "auto") -> Backend:
     """The backend of that name.
 
+    Args:
+        name: what the configuration says.
+        native: whether the CPU's own kernels are used; see `CPUBackend`.
+
     Raises:
-        ConfigError: no such backend, or its device or package is not there.
+        ConfigError: no such backend, or its device, its package or its required kernels are not there.
     """
     if name not in _CLASSES:
         raise ConfigError(f"backend: {name!r} is none of {', '.join(_CLASSES)}")
+    if native == "require" and name != "cpu":
+        raise ConfigError(f"native: require is for backend cpu, not {name}")
     module, cls = _CLASSES[name]
-    return cast("Backend", getattr(importlib.import_module(module), cls)())
+    made = getattr(importlib.import_module(module), cls)
+    return cast("Backend", made(native) if name == "cpu" else made())

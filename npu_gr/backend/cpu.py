@@ -1,10 +1,26 @@
-"""The CPU: plain torch ops."""
+"""The CPU: the native kernels of `ops/cpu` where they are built and fit, else plain torch ops."""
 
 from __future__ import annotations
 
-import torch
+import logging
+from collections.abc import Sequence
+from typing import Literal
 
+import torch
+from torch import Tensor, nn
+
+from npu_gr.backend.base import Arrangement, BiasTables, Choices, Continuations, Over, Slab
+from npu_gr.backend.native import ELEMENT, Native, NativeError, load
+from npu_gr.backend.native_affine import AffineKernel
+from npu_gr.backend.native_hstu import HstuKernels
+from npu_gr.backend.native_topk import NativeTopk
+from npu_gr.backend.tiles import TILE_TOKENS, Tiles
 from npu_gr.backend.torch_ops import TorchOps
+from npu_gr.errors import ConfigError
+
+log = logging.getLogger(__name__)
+
+NativeMode = Literal["auto", "require", "off"]
 
 
 class CPUBackend(TorchOps):
@@ -13,8 +29,104 @@ class CPUBackend(TorchOps):
     name = "cpu"
     pins_host_memory = False
 
-    def __init__(self) -> None:
+    def __init__(self, mode: NativeMode = "auto", isa: str = "") -> None:
+        """Load the kernels.
+
+        Args:
+            mode: auto: use them if they are there, and say so; require: they must be there; off: torch ops alone.
+            isa: a lower instruction set than the CPU's best, for tests and measurements.
+
+        Raises:
+            ConfigError: they are required and cannot be used.
+        """
         self.device = torch.device("cpu")
+        self.native: Native | None = None
+        self.kernels = "torch"
+        try:
+            self.native = None if mode == "off" else load(isa)
+        except NativeError as error:
+            if mode == "require" or isa:
+                raise ConfigError(f"native: the CPU kernels are required, but {error}") from error
+            log.warning("the CPU kernels are missing, torch ops run instead, several times slower: %s", error)
+        self._hstu: HstuKernels | None = None
+        if self.native:
+            self.kernels = self.native.isa
+            self._hstu = HstuKernels(self.native)
+            self._affine = AffineKernel(self.native, self._hstu)
+            self._topk = NativeTopk(self.native)
+
+    def arrangement(self, dtype: torch.dtype, page_tokens: int) -> Arrangement:
+        """See `Backend.arrangement`."""
+        fits = self._hstu and dtype in ELEMENT and page_tokens % TILE_TOKENS == 0
+        return "tiles" if fits else "natural"
+
+    def pack_kv(self, into: Tiles, first_token: int, k: Tensor, v: Tensor) -> None:
+        """See `Backend.pack_kv`."""
+        if self._hstu and k.dtype in ELEMENT:
+            self._hstu.pack(into, first_token, k, v)
+        else:
+            super().pack_kv(into, first_token, k, v)
+
+    def affine(self, x: Tensor, layer: nn.Linear, first: int, last: int, is_silu: bool) -> Tensor:
+        """See `Backend.affine`."""
+        # a weight made under inference_mode does not tell when it is written to
+        if self._hstu and {x.dtype, layer.weight.dtype} <= set(ELEMENT) and not layer.weight.is_inference():
+            return self._affine(x, layer, first, last, is_silu)
+        return super().affine(x, layer, first, last, is_silu)
+
+    def hstu_causal(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        past: Sequence[Slab | Tiles],
+        times: Tensor,
+        bias: BiasTables,
+        alpha: float,
+    ) -> Tensor:
+        """See `Backend.hstu_causal`."""
+        if self._hstu and q.dtype in ELEMENT:
+            return self._hstu.causal(q, k, v, past, times, bias, alpha)
+        return super().hstu_causal(q, k, v, past, times, bias, alpha)
+
+    def hstu_targets(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        history: Sequence[Slab | Tiles],
+        times: Tensor,
+        query_time: int,
+        bias: BiasTables,
+        alpha: float,
+    ) -> Tensor:
+        """See `Backend.hstu_targets`."""
+        if self._hstu and q.dtype in ELEMENT:
+            return self._hstu.targets(q, k, v, history, times, query_time, bias, alpha)
+        return super().hstu_targets(q, k, v, history, times, query_time, bias, alpha)
+
+    def beam_topk(
+        self,
+        logits: Tensor,
+        acc: Tensor,
+        follow: Continuations,
+        width: int,
+        over: Over = "row",
+        codes: slice | None = None,
+        scale: float = 1.0,
+    ) -> Choices:
+        """See `Backend.beam_topk`."""
+        if self.native and self._topk.takes(logits, acc, follow):
+            return self._topk.beam_topk(logits, acc, follow, width, over, codes, scale)
+        return super().beam_topk(logits, acc, follow, width, over, codes, scale)
+
+    def gathered_topk(
+        self, hidden: Tensor, weight: Tensor, acc: Tensor, follow: Continuations, width: int, scale: float = 1.0
+    ) -> Choices:
+        """See `Backend.gathered_topk`."""
+        if self.native and self._topk.takes(hidden, acc, follow):
+            return self._topk.gathered_topk(hidden, weight, acc, follow, width, scale)
+        return super().gathered_topk(hidden, weight, acc, follow, width, scale)
 
     def synchronize(self) -> None:
         """The CPU is never behind."""

@@ -12,6 +12,7 @@ class CUDABackend(TorchOps):
     """`backend: cuda`."""
 
     name = "cuda"
+    kernels = "torch"
     pins_host_memory = True
 
     def __init__(self) -> None:

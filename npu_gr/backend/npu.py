@@ -14,6 +14,7 @@ class NPUBackend(TorchOps):
     """`backend: npu`."""
 
     name = "npu"
+    kernels = "torch"
     pins_host_memory = True
 
     def __init__(self) -> None:

@@ -8,10 +8,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
-from torch.nn.functional import silu
+from torch import Tensor, nn
+from torch.nn.functional import linear, silu
 
-from npu_gr.backend.base import BiasTables, Slab, time_bucket
+from npu_gr.backend.base import (
+    Arrangement,
+    BiasTables,
+    Choices,
+    Continuations,
+    Over,
+    Slab,
+    accumulator,
+    time_bucket,
+)
+from npu_gr.backend.tiles import Tiles, natural, pack
 
 
 def allowed(row: int, column: int, num_history: int) -> bool:
@@ -68,23 +78,37 @@ class ReferenceBackend:
     """`backend: reference`: correct, quadratic in memory, for tests and for the parity self-test."""
 
     name = "reference"
+    kernels = "torch"
     pins_host_memory = False
 
     def __init__(self) -> None:
         self.device = torch.device("cpu")
+
+    def arrangement(self, dtype: torch.dtype, page_tokens: int) -> Arrangement:
+        """See `Backend.arrangement`."""
+        return "natural"
+
+    def pack_kv(self, into: Tiles, first_token: int, k: Tensor, v: Tensor) -> None:
+        """See `Backend.pack_kv`."""
+        pack(into, first_token, k, v)
+
+    def affine(self, x: Tensor, layer: nn.Linear, first: int, last: int, is_silu: bool) -> Tensor:
+        """See `Backend.affine`."""
+        y = linear(x.to(layer.weight.dtype), layer.weight[first:last], layer.bias[first:last])
+        return silu(y) if is_silu else y
 
     def hstu_causal(
         self,
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        past: Sequence[Slab],
+        past: Sequence[Slab | Tiles],
         times: Tensor,
         bias: BiasTables,
         alpha: float,
     ) -> Tensor:
         """See `Backend.hstu_causal`."""
-        keys, values = joined(past, k, v)
+        keys, values = joined(natural(past), k, v)
         queries = torch.cat([q.new_zeros(len(keys) - len(q), *q.shape[1:]), q])  # cached rows ask nothing
         positions = torch.arange(len(keys))
         out = dense_attention(queries, keys, values, positions, times, len(keys), bias, alpha)
@@ -95,14 +119,14 @@ class ReferenceBackend:
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        history: Sequence[Slab],
+        history: Sequence[Slab | Tiles],
         times: Tensor,
         query_time: int,
         bias: BiasTables,
         alpha: float,
     ) -> Tensor:
         """See `Backend.hstu_targets`."""
-        keys, values = joined(history, k, v)
+        keys, values = joined(natural(history), k, v)
         m = len(keys) - len(k)
         queries = torch.cat([q.new_zeros(m, *q.shape[1:]), q])
         positions = torch.cat([torch.arange(m), torch.full((len(q),), m)])
@@ -149,6 +173,41 @@ class ReferenceBackend:
     ) -> Tensor:
         """See `Backend.beam_attention_plain`; the same thing here."""
         return self.beam_attention(q, shared, unshared, num_slots, ancestry, scale)
+
+    def beam_topk(
+        self,
+        logits: Tensor,
+        acc: Tensor,
+        follow: Continuations,
+        width: int,
+        over: Over = "row",
+        codes: slice | None = None,
+        scale: float = 1.0,
+    ) -> Choices:
+        """See `Backend.beam_topk`: every edge of every beam, sorted."""
+        wide = logits.to(accumulator(logits.dtype)) * scale
+        found = []
+        for row, (lo, degree) in enumerate(zip(follow.lo.tolist(), follow.degree.tolist(), strict=True)):
+            edges = [e for e in range(lo, lo + degree) if follow.allowed is None or follow.allowed[e]]
+            values = (wide[row] if codes is None else wide[row, codes])[follow.code[edges].long()]
+            norm = (wide[row] if over == "row" else values).logsumexp(0)
+            if bool(norm.isnan()) or bool(norm == float("inf")):
+                raise FloatingPointError("a logit is not a number")
+            scores = (values - norm + acc[row]).tolist()
+            found += [(-s, row, e) for s, e in zip(scores, edges, strict=True) if s > float("-inf")]
+        best = sorted(found)[:width]
+        return Choices(
+            torch.tensor([-score for score, _, _ in best], dtype=wide.dtype),
+            torch.tensor([row for _, row, _ in best], dtype=torch.int64),
+            torch.tensor([edge for _, _, edge in best], dtype=torch.int64),
+        )
+
+    def gathered_topk(
+        self, hidden: Tensor, weight: Tensor, acc: Tensor, follow: Continuations, width: int, scale: float = 1.0
+    ) -> Choices:
+        """See `Backend.gathered_topk`: the whole product."""
+        wide = accumulator(hidden.dtype)
+        return self.beam_topk(hidden.to(wide) @ weight.to(wide).T, acc, follow, width, "valid", scale=scale)
 
     def synchronize(self) -> None:
         """The CPU is never behind."""

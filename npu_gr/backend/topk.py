@@ -8,32 +8,15 @@ Total order: score descending, then beam ascending, then edge (so code) ascendin
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
+
+from npu_gr.backend.base import Choices, Continuations
 
 CHUNK_EDGES = 1 << 16  # candidates gathered at once; a first chunk is a quarter of it
 
 
-class Continuations(NamedTuple):
-    """What may follow each beam: edges lo .. lo + degree - 1 of one trie level. E = edges of the level."""
-
-    lo: Tensor  # int64 [rows]
-    degree: Tensor  # int64 [rows]; 0 = nothing may
-    code: Tensor  # int32 or int64 [E] column of the logits that each edge reads
-    allowed: Tensor | None = None  # bool [E] the request's filter; None = all
-
-
-class Choices(NamedTuple):
-    """The selected continuations in the total order; at most as many as asked, fewer where there are fewer."""
-
-    score: Tensor  # fp32 (fp64) [w] accumulated log-probability
-    parent: Tensor  # int64 [w] beam that it continues
-    edge: Tensor  # int64 [w] edge of the level, which is the state of the next one
-
-
-def beam_topk(logits: Tensor, norm: Tensor | None, acc: Tensor, follow: Continuations, width: int) -> Choices:
+def select(logits: Tensor, norm: Tensor | None, acc: Tensor, follow: Continuations, width: int) -> Choices:
     """The `width` best of acc[row] + logits[row, code] - norm[row] over all valid edges of all rows.
 
     Args:
@@ -44,14 +27,15 @@ def beam_topk(logits: Tensor, norm: Tensor | None, acc: Tensor, follow: Continua
         width: how many are wanted, >= 1.
 
     Raises:
-        FloatingPointError: a logit is NaN.
+        FloatingPointError: a logit is NaN or infinity.
     """
     if norm is None:
         norm = _valid_norm(logits, follow)
     best = _Best(width)
-    bound = (logits.amax(1) - norm).add_(acc)  # rounds as the scores do, so none of a row's scores is above it
-    if bool(bound.isnan().any()):
+    peak = logits.amax(1)
+    if bool((peak.isnan() | ~(norm < float("inf"))).any()):
         raise FloatingPointError("a logit is not a number")
+    bound = (peak - norm).add_(acc)  # rounds as the scores do, so none of a row's scores is above it
     alive = (bound > float("-inf")) & (follow.degree > 0) & (norm > float("-inf"))
     order = torch.argsort(bound, descending=True, stable=True)
     order = order[alive[order]]
@@ -98,7 +82,7 @@ class _Best:
         return Choices(score[order], parent[order], edge[order])
 
 
-def _edges(follow: Continuations, rows: Tensor) -> tuple[Tensor, Tensor]:
+def edges_of(follow: Continuations, rows: Tensor) -> tuple[Tensor, Tensor]:
     """(row, edge) of every allowed edge of some rows, row by row, without padding to the widest."""
     degree = follow.degree[rows]
     ends = degree.cumsum(0)
@@ -114,14 +98,14 @@ def _edges(follow: Continuations, rows: Tensor) -> tuple[Tensor, Tensor]:
 def _candidates(
     logits: Tensor, norm: Tensor, acc: Tensor, follow: Continuations, rows: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    row, edge = _edges(follow, rows)
+    row, edge = edges_of(follow, rows)
     score = logits[row, follow.code[edge].long()].sub_(norm[row]).add_(acc[row])
     return score, row, edge
 
 
 def _valid_norm(logits: Tensor, follow: Continuations) -> Tensor:
     """Log-sum-exp over each row's valid edges; -inf for a row without any."""
-    row, edge = _edges(follow, torch.arange(len(logits), device=logits.device))
+    row, edge = edges_of(follow, torch.arange(len(logits), device=logits.device))
     values = logits[row, follow.code[edge].long()]
     peak = torch.full_like(logits[:, 0], float("-inf")).scatter_reduce_(0, row, values, "amax")
     total = torch.zeros_like(peak).scatter_add_(0, row, (values - peak[row]).exp_())

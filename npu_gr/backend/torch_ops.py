@@ -10,13 +10,25 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention, silu
+from torch import Tensor, nn
+from torch.nn.functional import linear, scaled_dot_product_attention, silu
 
-from npu_gr.backend.base import BiasTables, Slab, accumulator, time_bucket
+from npu_gr.backend.base import (
+    Arrangement,
+    BiasTables,
+    Choices,
+    Continuations,
+    Over,
+    Slab,
+    accumulator,
+    time_bucket,
+)
+from npu_gr.backend.tiles import Tiles, natural, pack
+from npu_gr.backend.topk import edges_of, select
 
 ROWS = 256  # query rows a chunk; with COLUMNS x heads a chunk of logits stays in the last-level cache
 COLUMNS = 2048
+GATHERED_EDGES = 1 << 14  # dots at once, where the head is read at valid edges alone
 CANDIDATE_ROWS = 512  # M-FALCON micro-batch; also the largest that the Ascend op was tested with
 
 
@@ -128,25 +140,38 @@ def own_output(weights: Tensor, values: Tensor) -> Tensor:
 class TorchOps:
     """`Backend`'s ops on any torch device."""
 
+    def arrangement(self, dtype: torch.dtype, page_tokens: int) -> Arrangement:
+        """See `Backend.arrangement`."""
+        return "natural"
+
+    def pack_kv(self, into: Tiles, first_token: int, k: Tensor, v: Tensor) -> None:
+        """See `Backend.pack_kv`."""
+        pack(into, first_token, k, v)
+
+    def affine(self, x: Tensor, layer: nn.Linear, first: int, last: int, is_silu: bool) -> Tensor:
+        """See `Backend.affine`."""
+        y = linear(x.to(layer.weight.dtype), layer.weight[first:last], layer.bias[first:last])
+        return silu(y) if is_silu else y
+
     def hstu_causal(
         self,
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        past: Sequence[Slab],
+        past: Sequence[Slab | Tiles],
         times: Tensor,
         bias: BiasTables,
         alpha: float,
     ) -> Tensor:
         """See `Backend.hstu_causal`."""
         n, heads, width = len(q), q.shape[1], v.shape[2]
-        num_past = len(times) - n
+        num_past, slabs = len(times) - n, natural(past)
         out = torch.zeros(heads, n, width, dtype=accumulator(q.dtype), device=q.device)
         for r0 in range(0, n, ROWS):
             r1 = min(r0 + ROWS, n)
             rows = slice(num_past + r0, num_past + r1)
             queries = q[r0:r1].transpose(0, 1)
-            for c0, keys, values in column_chunks([*past, (k[:r1], v[:r1])]):
+            for c0, keys, values in column_chunks([*slabs, (k[:r1], v[:r1])]):
                 columns = slice(c0, c0 + keys.shape[2])
                 block = block_bias(bias, rows.start, c0, times[rows], times[columns])
                 logits = torch.baddbmm(block, queries, keys, alpha=alpha)
@@ -161,7 +186,7 @@ class TorchOps:
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        history: Sequence[Slab],
+        history: Sequence[Slab | Tiles],
         times: Tensor,
         query_time: int,
         bias: BiasTables,
@@ -174,7 +199,7 @@ class TorchOps:
         # one row of bias serves every candidate: they share position and time
         distance = (m - torch.arange(m, device=q.device)).clamp_(0, buckets - 1)
         row = bias.position[:, distance] + bias.time[:, time_bucket(query_time - times).long()]
-        for keys_from, keys, values in column_chunks(history):
+        for keys_from, keys, values in column_chunks(natural(history)):
             part = row[:, None, keys_from : keys_from + keys.shape[2]]
             for r0 in range(0, len(q), CANDIDATE_ROWS):
                 queries = q[r0 : r0 + CANDIDATE_ROWS].transpose(0, 1)
@@ -253,3 +278,33 @@ class TorchOps:
         if num_slots:
             out += own_output(weights[..., m:], v)
         return unfold_rows(out / total, len(q)).to(q.dtype)
+
+    def beam_topk(
+        self,
+        logits: Tensor,
+        acc: Tensor,
+        follow: Continuations,
+        width: int,
+        over: Over = "row",
+        codes: slice | None = None,
+        scale: float = 1.0,
+    ) -> Choices:
+        """See `Backend.beam_topk`."""
+        wide = logits.to(accumulator(logits.dtype))
+        wide = wide if scale == 1.0 else wide * scale
+        norm = wide.logsumexp(1) if over == "row" else None
+        return select(wide if codes is None else wide[:, codes], norm, acc.to(wide.dtype), follow, width)
+
+    def gathered_topk(
+        self, hidden: Tensor, weight: Tensor, acc: Tensor, follow: Continuations, width: int, scale: float = 1.0
+    ) -> Choices:
+        """See `Backend.gathered_topk`. The products are chunked; what is not an edge stays at -inf."""
+        wide = accumulator(hidden.dtype)
+        logits = torch.full((len(hidden), len(weight)), float("-inf"), dtype=wide, device=hidden.device)
+        row, edge = edges_of(follow, torch.arange(len(hidden), device=hidden.device))
+        code = follow.code[edge].long()
+        for at in range(0, len(row), GATHERED_EDGES):
+            part = slice(at, at + GATHERED_EDGES)
+            dots = (hidden[row[part]].to(wide) * weight[code[part]].to(wide)).sum(1)
+            logits[row[part], code[part]] = dots * scale
+        return select(logits, None, acc.to(wide), follow, width)

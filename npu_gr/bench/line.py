@@ -37,17 +37,22 @@ class Line:
         return asdict(self)
 
 
-def timed_in_turn(functions: list[Callable[[], object]], budget_s: float, min_runs: int = 5) -> list[list[float]]:
-    """Seconds of each run of each function, A B A B ..., after one run of each that is not counted."""
+def timed_in_turn(
+    functions: list[Callable[[], object]],
+    budget_s: float,
+    min_runs: int = 5,
+    clock: Callable[[], float] = time.perf_counter,
+) -> list[list[float]]:
+    """Seconds of each run of each function by `clock`, A B A B ..., after one run of each that is not counted."""
     for function in functions:
         function()
     samples: list[list[float]] = [[] for _ in functions]
     ends_s = time.perf_counter() + budget_s
     while len(samples[0]) < min_runs or time.perf_counter() < ends_s:
         for function, row in zip(functions, samples, strict=True):
-            began_s = time.perf_counter()
+            began_s = clock()
             function()
-            row.append(time.perf_counter() - began_s)
+            row.append(clock() - began_s)
     return samples
 
 

@@ -21,14 +21,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from npu_gr.backend.base import Backend
-from npu_gr.backend.topk import Choices, Continuations, beam_topk
+from npu_gr.backend.base import Backend, Choices, Continuations, Over
 from npu_gr.catalog.trie import Codebooks, Trie
 from npu_gr.kv.beam_arena import BeamArena, fork_ancestry
 from npu_gr.model.decoder import Decoder, LayerSlabs, UnsharedKV
 from npu_gr.request import F32, I64
 
 Fork = Literal["move", "ancestry"]
+
+GATHER_BELOW = 6  # a dot by itself costs as much as this many of a whole product: measured on a CPU
 
 
 class SearchOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -111,7 +112,7 @@ def search(
     acc = torch.zeros(1, dtype=torch.float32, device=hidden.device)
     ancestry = torch.empty(0, 1, dtype=torch.int64, device=hidden.device)
     for level in range(num_levels):
-        chosen = _select(decoder, tables, level, states, hidden, acc, options, allowed)
+        chosen = _select(decoder, backend, tables, level, states, hidden, acc, options, allowed)
         if not len(chosen.edge):
             return Beams(np.empty(0, np.int64), np.empty(0, np.float32))
         if level == num_levels - 1:
@@ -131,6 +132,7 @@ def search(
 
 def _select(
     decoder: Decoder,
+    backend: Backend,
     tables: Tables,
     level: int,
     states: Tensor,
@@ -140,15 +142,15 @@ def _select(
     allowed: tuple[Tensor, ...] | None,
 ) -> Choices:
     base, count = tables.codebooks.vocab_base[level], tables.codebooks.code_count[level]
-    norm: Tensor | None = None
-    if options.normalise == "vocabulary":
-        every = decoder.logits(hidden)
-        every = every if options.temperature == 1.0 else every.div_(options.temperature)
-        logits, norm = every[:, base : base + count], every.logsumexp(1)
-    else:
-        logits = decoder.logits(hidden, (base, base + count))
-        logits = logits if options.temperature == 1.0 else logits.div_(options.temperature)
-        if options.normalise == "codebook":
-            norm = logits.logsumexp(1)
     follow = tables.follow(level, states, None if allowed is None else allowed[level])
-    return beam_topk(logits, norm, acc.to(logits.dtype), follow, options.width)
+    scale = 1.0 / options.temperature
+    if options.normalise == "vocabulary":
+        codes = slice(base, base + count)
+        return backend.beam_topk(decoder.logits(hidden), acc, follow, options.width, "row", codes, scale)
+    if options.normalise == "valid" and int(follow.degree.sum()) * GATHER_BELOW < len(states) * count:
+        weight = decoder.head_weight[base : base + count]
+        return backend.gathered_topk(hidden, weight, acc, follow, options.width, scale)
+    over: Over = "valid" if options.normalise == "valid" else "row"
+    return backend.beam_topk(
+        decoder.logits(hidden, (base, base + count)), acc, follow, options.width, over, None, scale
+    )

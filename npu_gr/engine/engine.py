@@ -184,7 +184,7 @@ class Engine(PageJobs):
             arena, held = self.arena, cached
             past = Past(
                 self._tensor(tokens.events.timestamps[:start]),
-                lambda layer: arena.views(layer, held.runs, held.num_tokens),
+                lambda layer: arena.slabs(layer, held.runs, held.num_tokens),
             )
         return Segment(
             items=self._tensor(tokens.rows[start:]),

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -36,7 +37,7 @@ from npu_gr.model.decoder import Decoder, LayerSlabs
 from npu_gr.request import F32, I64
 
 # Below, one attention stage is expected to be faster: the middle of what others measured (128 to 256, TensorRT-LLM
-# PR 14396). Not measured on any device of ours yet.
+# PR 14396); until `GenerateEngine.warm_up` has measured it on this device.
 SPLIT_FROM_TOKENS = 192
 
 
@@ -143,6 +144,7 @@ class Generator:
         """
         config = decoder.config
         self.decoder, self.backend, self.max_beams, self._num_slots = decoder, backend, max_beams, num_levels - 1
+        self.split_from_tokens = SPLIT_FROM_TOKENS
         self._beams: queue.SimpleQueue[BeamArena] = queue.SimpleQueue()  # those that no thread is using
         for _ in range(num_streams):
             self._beams.put(
@@ -221,7 +223,7 @@ class Generator:
                 beams,
                 options,
                 None if allow is None else tuple(torch.from_numpy(level).to(device) for level in allow.valid),
-                split=len(tokens) >= SPLIT_FROM_TOKENS,
+                split=len(tokens) >= self.split_from_tokens,
             )
         finally:
             self._beams.put(beams)
@@ -318,6 +320,8 @@ class GenerateEngine(PageJobs):
     async def warm_up(self, trie: Trie, tables: Tables, lengths: Sequence[int], widths: Sequence[int]) -> CostModel:
         """Run every shape once cold and once timed; fit and keep the cost model, candidates = beams.
 
+        Also finds the shortest of the lengths from which two attention stages beat one at the widest beam.
+
         Args:
             trie, tables: a catalogue with at least one item.
             lengths: tokens of a prompt. widths: beams.
@@ -325,23 +329,43 @@ class GenerateEngine(PageJobs):
         random = np.random.default_rng(0)
         items = trie.leaf_item[random.integers(0, trie.num_items, max(lengths))]
 
-        def timed(run: Callable[[], Any]) -> float:
-            run()
-            began_s = time.perf_counter()
-            run()
-            return time.perf_counter() - began_s
+        def work(n: int, width: int) -> Work:
+            prompt, options = make_prompt(trie, items, n), SearchOptions(width=width)
+            return Work(trie=trie, tables=tables, prompt=prompt, options=options, num_items=width)
+
+        def split_from(scratch: KVArena) -> int:
+            for n in lengths:
+                each = work(n, max(widths))
+                tokens, part = each.prompt.tokens, Part(scratch, (Run(0, scratch.num_pages),), len(each.prompt))
+                self.generator.encode(tokens, [], part)
+                searched_s = []
+                for self.generator.split_from_tokens in (0, n + 1):  # two stages, one
+                    search_once = partial(
+                        self.generator.generate, trie, tables, tokens, [part], each.options, each.num_items
+                    )
+                    searched_s.append(min(_timed(search_once) for _ in range(_TRIES)))
+                if searched_s[0] < searched_s[1]:
+                    return n
+            return max(lengths) + 1
 
         def measure() -> list[tuple[int, int, float]]:
-            samples = []
-            for n in lengths:
-                prompt = make_prompt(trie, items, n)
-                for width in widths:
-                    work = Work(
-                        trie=trie, tables=tables, prompt=prompt, options=SearchOptions(width=width), num_items=width
-                    )
-                    samples.append((len(prompt), width, timed(lambda work=work: self._run(work))))  # type: ignore[misc]
-            return samples
+            scratch = self._scratch.get()
+            self.generator.split_from_tokens = split_from(scratch)
+            self._scratch.put(scratch)
+            shapes = [(work(n, width), width) for n in lengths for width in widths]
+            return [(len(each.prompt), width, _timed(partial(self._run, each))) for each, width in shapes]
 
         done = await self.scheduler.call(measure, float("inf"))
         self.cost = fit(done.value)
         return self.cost
+
+
+_TRIES = 3
+
+
+def _timed(run: Callable[[], Any]) -> float:
+    """Seconds, after one run that is not counted."""
+    run()
+    began_s = time.perf_counter()
+    run()
+    return time.perf_counter() - began_s

@@ -1,4 +1,8 @@
-"""Interaction logs: RecBole atomic files (`.inter`, `.item`), JSONL (also `.gz`, `.zst`), plain TSV."""
+"""Interaction logs: RecBole atomic files (`.inter`, `.item`), JSONL (`.jsonl`, `.jsonl.gz`, `.jsonl.zst`), and JSON.
+
+A `.json` file holds {"user": [item, ...]}, oldest first, as data sets of semantic-ID papers do: its events have the
+value 1, and their place for a time.
+"""
 
 from __future__ import annotations
 
@@ -62,6 +66,8 @@ def read_interactions(
     Raises:
         DataError: names the file, the line and the reason; nothing is returned.
     """
+    if path.suffix == ".json":
+        return _read_sequences(path)
     columns = (user_column, item_column, value_column, time_column)
     rows = _jsonl_rows(path, columns) if ".jsonl" in path.suffixes else _atomic_rows(path, columns)[1]
     codes: dict[str, int] = {}
@@ -81,6 +87,31 @@ def read_interactions(
         np.array(values, np.float64)[order],
         np.array(times, np.int64)[order],
         list(codes),
+    )
+
+
+def _read_sequences(path: Path) -> Interactions:
+    try:
+        table = orjson.loads(path.read_bytes())
+    except (OSError, orjson.JSONDecodeError) as error:
+        raise DataError(f"{path}: {error}") from error
+    if not isinstance(table, dict) or not all(isinstance(items, list) for items in table.values()):
+        raise DataError(f'{path}: not {{"user": [item, ...]}}')
+    rows: list[I64] = []
+    for user, items in table.items():
+        try:
+            rows.append(np.array([_integer(item) for item in items], np.int64))
+        except ValueError as error:
+            raise DataError(f"{path}, user {user!r}: {error}") from error
+    lengths = np.array([len(row) for row in rows], np.int64)
+    times = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+    order = np.argsort(times, kind="stable")
+    return Interactions(
+        np.repeat(np.arange(len(rows), dtype=np.int32), lengths)[order],
+        np.concatenate([*rows, np.empty(0, np.int64)])[order],
+        np.ones(len(times)),
+        times[order],
+        list(table),
     )
 
 

@@ -2,42 +2,67 @@
 
 Keys and values are separate planes, `[layer, page, token, head, dim]`, so a run of consecutive pages of a layer is
 one contiguous `[tokens, heads, dim]` slab: attention reads it without a gather, and a tier copy is a few long ones.
+Where the layout says `tiles`, a page is `[tile, head, dims x 64 tokens]` instead, and a run is one `Tiles`.
 Only the device thread calls these methods.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
+from npu_gr.backend.tiles import TILE_TOKENS, Tiles, pack
 from npu_gr.kv.layout import KVLayout, Run
 
 Slab = tuple[Tensor, Tensor]
+Pack = Callable[[Tiles, int, Tensor, Tensor], None]  # as `tiles.pack`
 
 
 class KVArena:
     """`num_pages` pages of one layout on one device."""
 
-    def __init__(self, layout: KVLayout, num_pages: int, device: torch.device, pinned: bool = False) -> None:
-        self.layout, self.num_pages = layout, num_pages
-        shape = (layout.num_layers, num_pages, layout.page_tokens, layout.num_heads)
+    def __init__(
+        self, layout: KVLayout, num_pages: int, device: torch.device, pinned: bool = False, pack: Pack = pack
+    ) -> None:
+        """`pack`: writes rows into tiles, for a layout of tiles: the backend's."""
+        self.layout, self.num_pages, self._pack = layout, num_pages, pack
+        group = TILE_TOKENS if layout.arrangement == "tiles" else 1
+        shape = (layout.num_layers, num_pages, layout.page_tokens // group, layout.num_heads)
 
         def plane(width: int) -> Tensor:
             # zero_ after empty touches every page now, so that no request pays for the first fault
-            empty = torch.empty(*shape, width, dtype=layout.torch_dtype, device=device, pin_memory=pinned)
+            empty = torch.empty(*shape, width * group, dtype=layout.torch_dtype, device=device, pin_memory=pinned)
             return empty.zero_()
 
-        self._keys, self._values = plane(layout.qk_dim), plane(layout.v_dim)
+        self._keys, self._values = (plane(width) for width in layout.widths)
         self._pinned = pinned
 
     def _slab(self, layer: int, run: Run) -> Slab:
         pages = slice(run.first_page, run.first_page + run.num_pages)
         return self._keys[layer, pages].flatten(0, 1), self._values[layer, pages].flatten(0, 1)
 
+    def slabs(self, layer: int, runs: Sequence[Run], num_tokens: int) -> Sequence[Slab | Tiles]:
+        """Each run in token order as the layout has it, exactly `num_tokens` in all; no copy."""
+        if self.layout.arrangement == "natural":
+            return self.views(layer, runs, num_tokens)
+        found = []
+        for run in runs:
+            held = min(num_tokens, run.num_pages * self.layout.page_tokens)
+            if held > 0:
+                found.append(self._tiles(layer, run, held))
+            num_tokens -= held
+        return found
+
+    def _tiles(self, layer: int, run: Run, num_tokens: int) -> Tiles:
+        k, v = self._slab(layer, run)
+        used = -(-num_tokens // TILE_TOKENS)
+        return Tiles(k[:used], v[:used], num_tokens, self.layout.qk_dim, self.layout.v_dim)
+
     def views(self, layer: int, runs: Sequence[Run], num_tokens: int) -> list[Slab]:
-        """(k [m, H, Dq], v [m, H, Dv]) of each run in token order, exactly `num_tokens` in all; no copy."""
+        """As `slabs`, of a natural layout: (k [m, H, Dq], v [m, H, Dv])."""
+        assert self.layout.arrangement == "natural"
         slabs = []
         for run in runs:
             if num_tokens <= 0:
@@ -48,7 +73,13 @@ class KVArena:
         return slabs
 
     def write(self, layer: int, runs: Sequence[Run], start_token: int, k: Tensor, v: Tensor) -> None:
-        """Put rows k [n, H, Dq], v [n, H, Dv] at tokens start_token..start_token+n, in the arena's dtype."""
+        """Put rows k [n, H, Dq], v [n, H, Dv] at tokens start_token..start_token+n, in the arena's dtype.
+
+        In tiles, the rest of the last written tile is no longer there: write a prefix in token order.
+        """
+        if self.layout.arrangement == "tiles":
+            self._write_tiles(layer, runs, start_token, k, v)
+            return
         done = 0
         for slab_k, slab_v in self._slabs_from(layer, runs, start_token):
             part = slice(done, done + len(slab_k))
@@ -59,6 +90,15 @@ class KVArena:
             if done == len(k):
                 return
         assert done == len(k), f"{len(k) - done} rows do not fit the pages"
+
+    def _write_tiles(self, layer: int, runs: Sequence[Run], start_token: int, k: Tensor, v: Tensor) -> None:
+        for run in runs:
+            room = run.num_pages * self.layout.page_tokens
+            here = max(0, min(room - start_token, len(k)))
+            if here:
+                self._pack(self._tiles(layer, run, room), start_token, k[:here], v[:here])
+            k, v, start_token = k[here:], v[here:], max(0, start_token - room)
+        assert not len(k), f"{len(k)} rows do not fit the pages"
 
     def _slabs_from(self, layer: int, runs: Sequence[Run], start_token: int) -> Iterator[Slab]:
         for run in runs:

@@ -12,7 +12,17 @@ from typing import Protocol
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info
 
 from npu_gr import __version__
-from npu_gr.request import GenerateAnswer, HistoryReport, ModelInfo, Outcome, RankAnswer, Reason, Verdict
+from npu_gr.request import (
+    Basis,
+    GenerateAnswer,
+    HistoryReport,
+    MatchAnswer,
+    ModelInfo,
+    Outcome,
+    RankAnswer,
+    Reason,
+    Verdict,
+)
 
 LATENCY_S = (
     *(0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.025, 0.03, 0.04),
@@ -75,6 +85,10 @@ class Metrics:
         generates = histogram("generate_duration_seconds", "Generate, end to end.", LATENCY_S, ("outcome",))
         self._generate_s = {outcome: generates.labels(outcome.value) for outcome in Outcome}
         self._generated = counter("generated_items_total", "Items that generate answered.")
+        matches = histogram("match_duration_seconds", "Match, end to end.", LATENCY_S, ("basis",))
+        self._match_s = {basis: matches.labels(basis.value) for basis in Basis}
+        self._matched = counter("matched_items_total", "Items that match answered.")
+        self._match_pass = histogram("match_pass_requests", "Matches in one pass.", (1, 2, 4, 8, 16, 32, 64))
         self._exhausted = counter("generate_exhausted_total", "Generates with fewer items than were asked for.")
         outcomes = counter("rank_outcomes_total", "Ranks by how they got their prefix.", ("outcome", "reason"))
         self._outcomes = {(o, r): outcomes.labels(o.value, r.value) for o in Outcome for r in Reason}
@@ -101,6 +115,8 @@ class Metrics:
         self._drift_failures = counter("selfcheck_failures_total", "Self-checks beyond the allowed drift.")
         errors = counter("relay_errors_total", "Failures that a rank did without.", ("where",))
         self._errors = {where: errors.labels(where) for where in ("prefill", "reload", "spill", "read")}
+        recorded = counter("recorded_total", "Requests offered to the recorder.", ("result",))
+        self._recorded = {result: recorded.labels(result) for result in ("written", "dropped", "failed")}
         self.loop_lag_s = histogram("event_loop_lag_seconds", "Delay of a callback on the event loop.", LAG_S)
         self._build = Info("npu_gr_build", "What is running.", registry=registry)
 
@@ -125,6 +141,15 @@ class Metrics:
         self._generated.inc(len(answer.item_ids))
         self._exhausted.inc(answer.status == "exhausted")
 
+    def match_done(self, answer: MatchAnswer, duration_s: float) -> None:
+        """A match was answered."""
+        self._match_s[answer.basis].observe(duration_s)
+        self._matched.inc(len(answer.item_ids))
+
+    def match_pass_done(self, num_requests: int) -> None:
+        """That many matches shared a pass over the items."""
+        self._match_pass.observe(num_requests)
+
     def history_read(self, report: HistoryReport) -> None:
         """A history was tokenized, for a signal or a rank."""
         self._unknown["history"].inc(report.unknown_items)
@@ -138,6 +163,10 @@ class Metrics:
     def relay_error(self, where: str) -> None:
         """A rank did without something: prefill, reload, spill or read failed."""
         self._errors[where].inc()
+
+    def recorded(self, result: str, num: int) -> None:
+        """The recorder has written, dropped or failed to write so many requests. From any thread."""
+        self._recorded[result].inc(num)
 
     def batch_done(self, num_requests: int) -> None:
         """The device scored that many requests in one pass."""
@@ -166,5 +195,7 @@ class Metrics:
                 "model": model.name,
                 "model_version": model.version,
                 "device": model.device,
+                "native": str(model.kernels != "torch").lower(),
+                "kernels": model.kernels,  # torch, or the instruction set of the native ones
             }
         )

@@ -162,6 +162,12 @@ class Decoder(nn.Module):
         found: torch.dtype = self.embedding.weight.dtype
         return found
 
+    @property
+    def head_weight(self) -> Tensor:
+        """[vocabulary, dim]: a row for each token's score."""
+        weight: Tensor = self.embedding.weight if self.config.tied_head else self.head.weight
+        return weight
+
     def _embed(self, tokens: Tensor) -> Tensor:
         rows: Tensor = self.embedding(tokens)
         return rows.to(accumulator(rows.dtype))
@@ -248,9 +254,7 @@ class Decoder(nn.Module):
             token_range: first token and the one after the last, e.g. one codebook; None = the vocabulary.
 
         Returns:
-            [rows, tokens] in fp32 (fp64 for an fp64 model).
+            [rows, tokens] in the weights' dtype.
         """
-        weight = self.embedding.weight if self.config.tied_head else self.head.weight
         first, end = token_range or (0, self.config.vocab_size)
-        scores = linear(hidden, weight[first:end])
-        return scores.to(accumulator(scores.dtype))
+        return linear(hidden, self.head_weight[first:end])

@@ -1,4 +1,4 @@
-"""A Hugging Face checkpoint directory as it is: `config.json` and `model.safetensors`, whole or sharded.
+"""A Hugging Face checkpoint directory as it is: `config.json` and `model.safetensors`, read whole or sharded.
 
 Qwen3 and Qwen2 causal language models. A setting that would change the numbers and is not served is refused by its
 name; every other key of `config.json` is the trainer's business and passed over. Each tensor is read once, checked
@@ -7,6 +7,7 @@ and copied into its place, so loading needs the model's memory and that of one t
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import msgspec
 import torch
 import xxhash
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 from npu_gr.errors import CheckpointError
@@ -172,6 +174,46 @@ def load(folder: Path, dtype: torch.dtype = torch.float32) -> Decoder:
     if model.config.tied_head and HEAD in places and not torch.equal(places[HEAD], places[EMBEDDING]):
         raise CheckpointError(f"checkpoint {folder}: {HEAD} differs from {EMBEDDING}, but tie_word_embeddings is true")
     return model.eval().requires_grad_(False)
+
+
+def save(model: Decoder, folder: Path) -> None:
+    """Write a checkpoint that `load`, and transformers, read as it is, in the dtype of the weights.
+
+    Raises:
+        CheckpointError: the folder cannot be written.
+    """
+    config = model.config
+    assert config.qk_norm != config.qkv_bias, "neither of the two families"
+    kind = "qwen3" if config.qk_norm else "qwen2"
+    keys = {
+        "architectures": [ARCHITECTURES[kind]],
+        "model_type": kind,
+        "torch_dtype": str(model.dtype).removeprefix("torch."),
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.dim,
+        "intermediate_size": config.mlp_dim,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "max_position_embeddings": config.max_tokens,
+        "rms_norm_eps": config.norm_eps,
+        "hidden_act": "silu",
+        "attention_bias": config.qkv_bias,
+        "tie_word_embeddings": config.tied_head,
+        "rope_theta": config.rope_theta,  # transformers 4
+        "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},  # transformers 5
+        "use_sliding_window": False,
+        "bos_token_id": None,  # every token is a code
+        "eos_token_id": None,
+    }
+    tensors = {name: part.detach().clone().contiguous() for name, part in tensor_places(model).items()}
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})  # which transformers asks for
+        (folder / CONFIG).write_text(json.dumps(keys, indent=2) + "\n")
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"checkpoint {folder}: cannot be written: {error}") from error
 
 
 def tensor_places(model: Decoder) -> dict[str, Tensor]:

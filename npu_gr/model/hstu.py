@@ -15,15 +15,29 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear, silu
+from torch.nn.functional import silu
 
 from npu_gr.backend.base import TIME_BUCKETS, Backend, BiasTables, Slab
+from npu_gr.backend.tiles import Tiles
+from npu_gr.backend.torch_ops import TorchOps
 from npu_gr.model.config import HSTUConfig
 
 EPS = 1e-6
+
+
+class Affine(Protocol):
+    """The part of a backend that a layer's own code needs."""
+
+    def affine(self, x: Tensor, layer: nn.Linear, first: int, last: int, is_silu: bool) -> Tensor:
+        """See `Backend.affine`."""
+        ...
+
+
+_TORCH = TorchOps()  # differentiable, for training
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -31,7 +45,7 @@ class Past:
     """Cached tokens of one user, as the attention reads them."""
 
     times: Tensor  # int64 [p] unix seconds
-    slabs: Callable[[int], Sequence[Slab]]  # layer -> its keys and values in token order
+    slabs: Callable[[int], Sequence[Slab | Tiles]]  # layer -> its keys and values in token order
 
     @property
     def num_tokens(self) -> int:
@@ -86,11 +100,9 @@ class HSTULayer(nn.Module):
         """[..., H * width] -> [..., H, width]."""
         return x.view(*x.shape[:-1], self.config.num_heads, width)
 
-    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def project(self, x: Tensor, ops: Affine = _TORCH) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """U [..., H*Dv], V [..., H, Dv], Q and K [..., H, Dq] of rows x [..., dim]."""
-        mixed = self.uvqk(self.norm_in(x).to(self.uvqk.weight.dtype))
-        if self.config.activation == "uvqk":
-            mixed = silu(mixed)
+        mixed = ops.affine(self.norm_in(x), self.uvqk, 0, sum(self.widths), self.config.activation == "uvqk")
         u, v, q, k = torch.split(mixed, self.widths, dim=-1)
         if self.config.activation == "u":
             u = silu(u)
@@ -101,17 +113,15 @@ class HSTULayer(nn.Module):
             self.heads(k, self.config.qk_dim),
         )
 
-    def project_kv(self, x: Tensor) -> Slab:
+    def project_kv(self, x: Tensor, ops: Affine = _TORCH) -> Slab:
         """K and V alone: all that the last layer's history rows are asked for."""
-        normed = self.norm_in(x).to(self.uvqk.weight.dtype)
+        normed, is_silu = self.norm_in(x), self.config.activation == "uvqk"
         uv, qk = self.uv_width, self.qk_width
-        v = linear(normed, self.uvqk.weight[uv : 2 * uv], self.uvqk.bias[uv : 2 * uv])
-        k = linear(normed, self.uvqk.weight[2 * uv + qk :], self.uvqk.bias[2 * uv + qk :])
-        if self.config.activation == "uvqk":
-            v, k = silu(v), silu(k)
+        v = ops.affine(normed, self.uvqk, uv, 2 * uv, is_silu)
+        k = ops.affine(normed, self.uvqk, 2 * uv + qk, 2 * (uv + qk), is_silu)
         return self.heads(k, self.config.qk_dim), self.heads(v, self.config.v_dim)
 
-    def finish(self, x: Tensor, u: Tensor, attention: Tensor) -> Tensor:
+    def finish(self, x: Tensor, u: Tensor, attention: Tensor, ops: Affine = _TORCH) -> Tensor:
         """Next layer's rows from the rows x, their gate u and the scaled attention output [..., H, Dv]."""
         wide = attention.to(x.dtype)
         if self.config.norm == "group":
@@ -121,7 +131,7 @@ class HSTULayer(nn.Module):
         gated = u * normed.to(u.dtype)
         if self.config.residual == "concat":
             gated = torch.cat([u, attention.flatten(-2), gated], dim=-1)
-        mixed: Tensor = self.out(gated)
+        mixed = ops.affine(gated, self.out, 0, self.config.dim, False)
         return x + mixed.to(x.dtype)
 
 
@@ -240,7 +250,7 @@ class HSTU(nn.Module):
 
         for index, layer in enumerate(self.layers[:-1]):
             assert isinstance(layer, HSTULayer)
-            u, v, q, k = layer.project(x)
+            u, v, q, k = layer.project(x, backend)
             attention = torch.empty_like(v)
             for (s, start), at in zip(bounds, times, strict=True):
                 n = len(s.items)
@@ -256,7 +266,7 @@ class HSTU(nn.Module):
                     slabs = [*past, (k[history], v[history])] if n else past
                     out = backend.hstu_targets(q[own], k[own], v[own], slabs, at, s.candidate_time, layer.bias, alpha)
                     attention[own] = out.mul_(scale)
-            x = layer.finish(x, u, attention)
+            x = layer.finish(x, u, attention, backend)
         return self._last_layer(backend, x, bounds, times, alpha)
 
     def _last_layer(
@@ -275,15 +285,15 @@ class HSTU(nn.Module):
             n = len(s.items)
             slabs = list(s.past.slabs(index)) if s.past else []
             if n:
-                k, v = layer.project_kv(x[start : start + n])
+                k, v = layer.project_kv(x[start : start + n], backend)
                 slabs.append((k, v))
                 if s.sink:
                     s.sink(index, k, v)
             own = x[start + n : start + s.num_rows]
             if len(own):
-                u, v, q, k = layer.project(own)
+                u, v, q, k = layer.project(own, backend)
                 out = backend.hstu_targets(q, k, v, slabs, at, s.candidate_time, layer.bias, alpha)
-                own = layer.finish(own, u, out.mul_(self.attention_scale(len(at))))
+                own = layer.finish(own, u, out.mul_(self.attention_scale(len(at))), backend)
             logits.append(self.task_logits(own))
         return logits
 

@@ -212,6 +212,12 @@ class Relay(Generic[P]):
         """How long a produced prefix waits for its rank."""
         return self._config.t_life_s
 
+    async def settled(self) -> None:
+        """Nothing is being produced, spilled or overwritten any more."""
+        while self._tasks or self._overwriting:
+            await asyncio.gather(*self._tasks, *self._overwriting, return_exceptions=True)
+            await asyncio.sleep(0)  # their callbacks
+
     @property
     def dram_arena(self) -> KVArena | None:
         """Pages of the DRAM tier, if there is one."""
@@ -247,23 +253,31 @@ class Relay(Generic[P]):
         if key in self._producers or self._pool.is_reserved(key):
             return Verdict.ALREADY_RUNNING
         now_s = time.monotonic()
-        forecast, headroom = self._forecast(tokens, num_candidates), self._headroom(tokens)
+        base, spilled = self._resident(user, tokens), self._spilled(user, tokens)
+        cached = base.num_tokens if base else 0
+        if spilled is not None and spilled.num_tokens <= cached:
+            spilled = None
+        if base is not None and spilled is None and len(tokens) - cached < self._trigger.min_prefix_tokens:
+            return Verdict.ALREADY_RESIDENT  # what is new, the rank computes along the way
+        forecast, headroom = self._forecast(len(tokens), cached, num_candidates), self._headroom(tokens)
         verdict = decide(len(tokens), forecast, headroom, self._trigger, self._limit(), now_s)
         if verdict is not Verdict.PREINFER:
             return verdict
         urgency = Urgency(float("inf"))  # when the device has nothing better to do, until its rank is here
         try:
-            spilled = None if self._dram is None else self._dram.get(key)
             if spilled is not None and self._reload_pays(spilled, self._config.t_life_s):
-                self._start_reload(key, spilled, urgency, self._config.t_life_s)
+                if spilled.key in self._producers or self._pool.is_reserved(spilled.key):
+                    return Verdict.ALREADY_RUNNING
+                self._start_reload(spilled.key, spilled, urgency, self._config.t_life_s)
                 return Verdict.RELOAD
-            return self._start_compute(user, key, tokens, urgency)
+            return self._start_compute(key, tokens, urgency, base)
         except ResourceError:
             return Verdict.SKIP_FOOTPRINT
 
-    def _forecast(self, tokens: P, num_candidates: int) -> Forecast:
+    def _forecast(self, num_tokens: int, cached_tokens: int, num_candidates: int) -> Forecast:
         engine = self._engine
-        return Forecast(engine.queue_s, engine.cost.full_s(len(tokens), num_candidates), engine.residual_s)
+        pass_s = engine.cost.pass_s(num_tokens - cached_tokens, cached_tokens, num_candidates)
+        return Forecast(engine.queue_s, pass_s, engine.residual_s)
 
     def _headroom(self, tokens: P) -> Headroom:
         needed_bytes = self._pool.arena.layout.bytes(len(tokens))
@@ -459,9 +473,9 @@ class Relay(Generic[P]):
         if not task.cancelled() and (error := task.exception()) is not None:
             log.warning("a relay task failed: %s: %s", type(error).__name__, error)
 
-    def _start_compute(self, user: UserKey, key: PrefixKey, tokens: P, urgency: Urgency) -> Verdict:
-        """Encode a prefix; on from a resident one of its own beginning, if there is one and room beside it."""
-        base, held = self._resident(user, tokens), ExitStack()
+    def _start_compute(self, key: PrefixKey, tokens: P, urgency: Urgency, base: PrefixEntry | None) -> Verdict:
+        """Encode a prefix; on from `base`, a resident one of its own beginning, if there is room beside it."""
+        held = ExitStack()
         if base is not None:
             held.enter_context(self._pool.lease(base, consume=False))
         try:

@@ -1,25 +1,36 @@
-"""The open-loop player: every request leaves when it is due, whatever became of the ones before it.
+"""The player. Open loop: every request leaves when it is due, whatever became of the ones before it.
 
 Latency counts from the due time, so a service that stalls is charged for the requests that it kept waiting (no
-coordinated omission), and the player's own lateness is published beside it. A user's events leave after the answer
-to the user's ranks and events before them.
+coordinated omission), and the player's own lateness is published beside it. One thing is kept in order: a user's
+events leave after the answers to the user's requests before them, and the user's requests after the answers to the
+events before them. Waiting for that is charged to a rank, and is no lateness of the player.
+
+Closed loop by choice: a number of requests in flight, the next one when one is over; latency counts from sending.
 """
 
 from __future__ import annotations
 
 import asyncio
 import gc
+import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TypedDict
+from itertools import islice
+from typing import NotRequired, TypedDict
 
 import aiohttp
 import msgspec
 
-from npu_gr.replay.log import LoggedHistory, Record
-from npu_gr.replay.plan import Action
+from npu_gr.replay.body import Histories, Mode, encode
+from npu_gr.replay.log import Record
+from npu_gr.replay.plan import Action, user_of
 from npu_gr.replay.timer import Timer
+from npu_gr.request import UserKey
+
+BATCH = 256  # actions that are read and encoded ahead, in a thread
+SWITCH_S = 1e-4  # what that thread may keep the player from its clock
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,22 +40,42 @@ class PlayerOptions:
     url: str
     deadline_ms: float = 1000.0  # for records that name none; sent along, and the client gives up a second later
     api_key: str | None = None
+    closed: int | None = None  # requests in flight; None = open loop
+    histories: Mode = "logged"
 
 
 class AnsweredHistory(TypedDict):
     """What the report needs of the answer's history."""
 
     num_tokens: int
+    fingerprint: NotRequired[str]
 
 
 class Answer(TypedDict):
-    """What the report needs of a rank's answer."""
+    """What the report needs of an answer to a rank or a generate."""
 
     outcome: str
     reason: str
-    scores: dict[str, list[float | None]]  # task -> one a candidate; None = unknown item
+    scores: dict[str, list[float | None]]  # task -> one a candidate; None = unknown item. Of a generate: {"": ...}
     stages_s: dict[str, float]
     prefix_tokens: int
+    history: AnsweredHistory
+    items: NotRequired[list[int]]  # of a generate
+    model_version: NotRequired[str]
+
+
+class _Generated(TypedDict):
+    outcome: str
+    reason: str
+    scores: list[float | None]
+    stages_s: dict[str, float]
+    prefix_tokens: int
+    history: AnsweredHistory
+    items: list[int]
+    model_version: NotRequired[str]
+
+
+class _Signalled(TypedDict):
     history: AnsweredHistory
 
 
@@ -54,147 +85,217 @@ class Sample:
 
     record: Record
     due_s: float
-    lag_s: float  # sent that much after it was due
+    lag_s: float  # sent that much after it could leave
     latency_s: float  # answered that much after it was due
     error: str  # "" = none; an HTTP status, "timeout", "no connection" or "bad answer"
-    answer: Answer | None  # of a rank without error
+    answer: Answer | None  # of a rank or a generate without error
+    number: int = 0  # the action's
+    num_bytes: int = 0  # of the body
+    was_resent: bool = False  # the service had forgotten the prefix of a delta
 
 
-_PATHS = {kind: f"v1/{kind}" for kind in ("rank", "signal", "events")}
+_PATHS = {kind: f"v1/{kind}" for kind in ("rank", "signal", "generate", "events")}
 _ANSWER = msgspec.json.Decoder(Answer)
-
-
-def encode(record: Record) -> bytes:
-    """The record's request body."""
-    body: dict[str, object] = {"user_id": record.user_id}
-    if record.tenant:
-        body["tenant"] = record.tenant
-    if record.kind == "events":
-        body["events"] = _columns(record.events)
-        return msgspec.json.encode(body)
-    if record.history is not None:
-        body["history"] = _columns(record.history)
-    if record.kind == "signal":
-        if record.candidates:
-            body["num_candidates"] = len(record.candidates)
-        return msgspec.json.encode(body)
-    body["candidates"] = record.candidates
-    if record.timestamp is not None:
-        body["timestamp"] = record.timestamp
-    if record.top_k is not None:
-        body["top_k"] = record.top_k
-    return msgspec.json.encode(body)
-
-
-def _columns(history: LoggedHistory | None) -> dict[str, list[int]]:
-    assert history is not None
-    return {"items": history.items, "actions": history.actions, "timestamps": history.timestamps}
+_GENERATED = msgspec.json.Decoder(_Generated)
+_SIGNALLED = msgspec.json.Decoder(_Signalled)
 
 
 async def play(
-    actions: Sequence[Action], options: PlayerOptions, progress: Callable[[int], None] = lambda _done: None
-) -> list[Sample]:
-    """Send everything; the samples in order of their answers.
+    actions: Iterable[Action],
+    options: PlayerOptions,
+    on_sample: Callable[[Sample], None],
+    start_s: float | None = None,
+) -> None:
+    """Send everything; each request becomes a sample when it is over.
 
-    Cancelling it stops sending, waits for nothing more, and loses no sample: they are in the exception's `samples`.
+    Args:
+        actions: read as they are needed, in a thread.
+        on_sample: called on the event loop.
+        start_s: instant of `time.monotonic()` that due times count from; None = now.
 
-    Raises:
-        PlayInterrupted: it was cancelled.
+    Cancelling it stops sending and waits for nothing more.
     """
-    bodies = [encode(action.record) for action in actions]
-    samples: list[Sample] = []
-    sent: set[asyncio.Task[None]] = set()
-    awaited = {index for action in actions for index in action.after}
-    earlier: dict[int, asyncio.Task[None]] = {}  # those that later actions wait for
     headers = {"Content-Type": "application/json"}
     if options.api_key:
         headers["Authorization"] = f"Bearer {options.api_key}"
-    connector = aiohttp.TCPConnector(limit=0)
     base_url = options.url.rstrip("/") + "/"  # a router may live under a path
+    connector = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(base_url, connector=connector, headers=headers) as http, Timer() as timer:
-        gc.collect()
-        gc.freeze()
-        gc.disable()
+        player = _Player(http, options, on_sample)
+        batches = _ahead(actions, player.body)
         try:
-            start_s = time.monotonic() + 0.1
-            for index, (action, body) in enumerate(zip(actions, bodies, strict=True)):
-                await timer.until(start_s + action.due_s)  # a late player too must let its tasks send
-                after = [earlier[i] for i in action.after]
-                task = asyncio.create_task(_send(http, action, body, start_s, options, samples, after))
-                sent.add(task)
-                task.add_done_callback(sent.discard)
-                if index in awaited:
-                    earlier[index] = task
-                progress(1)
-            await asyncio.gather(*sent)
-        except asyncio.CancelledError as error:
-            for task in list(sent):
-                task.cancel()
-            await asyncio.gather(*sent, return_exceptions=True)
-            raise PlayInterrupted(samples) from error
+            with _alert():
+                first: list[tuple[Action, bytes]] = await anext(batches, [])
+                player.start_s = time.monotonic() + 0.1 if start_s is None else start_s
+                await timer.until(player.start_s)
+                await player.send_all(first, timer)
+                async for batch in batches:
+                    await player.send_all(batch, timer)
+                await player.finish()
         finally:
-            gc.enable()
-            gc.unfreeze()
-    return samples
+            await player.cancel()
+            await batches.aclose()
 
 
-class PlayInterrupted(asyncio.CancelledError):
-    """A run was cancelled; `samples` holds what was answered before."""
+class _Player:
+    def __init__(
+        self, http: aiohttp.ClientSession, options: PlayerOptions, on_sample: Callable[[Sample], None]
+    ) -> None:
+        self._http, self._options, self._on_sample = http, options, on_sample
+        self._histories = Histories(options.histories)
+        self._slots = None if options.closed is None else asyncio.Semaphore(options.closed)
+        self._sent: set[asyncio.Task[None]] = set()
+        self._open: dict[UserKey, dict[asyncio.Task[None], bool]] = {}  # a user's running requests; True = events
+        self.start_s = 0.0
 
-    def __init__(self, samples: list[Sample]) -> None:
-        super().__init__()
-        self.samples = samples
+    def body(self, record: Record) -> bytes:
+        """What can be encoded ahead; deltas depend on the answers before them."""
+        return encode(record) if self._options.histories == "logged" else b""
 
+    async def send_all(self, batch: list[tuple[Action, bytes]], timer: Timer) -> None:
+        """Start each request when it is due."""
+        for action, body in batch:
+            due_s = self.start_s + action.due_s
+            if self._slots is not None:
+                await self._slots.acquire()
+                due_s = time.monotonic()
+            else:
+                await timer.until(due_s)  # a late player too must let its tasks send
+            self._start(action, body, due_s)
 
-async def _send(
-    http: aiohttp.ClientSession,
-    action: Action,
-    body: bytes,
-    start_s: float,
-    options: PlayerOptions,
-    samples: list[Sample],
-    after: Sequence[asyncio.Task[None]],
-) -> None:
-    record, due_s = action.record, start_s + action.due_s
-    if after:
-        await asyncio.wait(after)
-        due_s = max(due_s, time.monotonic())  # waiting for the user's rank is no lateness
-    budget_ms = record.deadline_ms or options.deadline_ms
-    timeout = aiohttp.ClientTimeout(total=budget_ms * 1e-3 + 1.0)
-    lag_s = time.monotonic() - due_s
-    content, error = b"", ""
-    try:
-        async with http.post(
-            _PATHS[record.kind], data=body, headers={"X-Request-Timeout-Ms": f"{budget_ms:.3f}"}, timeout=timeout
-        ) as response:
-            content = await response.read()
-            error = "" if response.ok else str(response.status)
-    except TimeoutError:
-        error = "timeout"
-    except aiohttp.ClientError:
-        error = "no connection"
-    latency_s = time.monotonic() - due_s  # before anything is decoded
-    answer = None
-    if record.kind == "rank" and not error:
-        try:
-            answer = _read(content, len(record.candidates))
-        except ValueError:
-            error = "bad answer"
-    samples.append(
-        Sample(
-            record=record,
-            due_s=action.due_s,
-            lag_s=lag_s,
-            latency_s=latency_s,
-            error=error,
-            answer=answer,
+    def _start(self, action: Action, body: bytes, due_s: float) -> None:
+        record = action.record
+        is_write, user = record.kind == "events", user_of(record)
+        running = self._open.get(user, {})
+        after = [task for task, writes in running.items() if is_write or writes]
+        task = asyncio.get_running_loop().create_task(self._send(action, body, due_s, after))
+        self._sent.add(task)
+        if record.kind != "signal":
+            self._open.setdefault(user, {})[task] = is_write
+        task.add_done_callback(lambda done: self._over(done, user))
+
+    def _over(self, task: asyncio.Task[None], user: UserKey) -> None:
+        self._sent.discard(task)
+        running = self._open.get(user)
+        if running is not None:
+            running.pop(task, None)
+            if not running:
+                del self._open[user]
+        if self._slots is not None:
+            self._slots.release()
+        if not task.cancelled():
+            task.result()  # a defect of ours is raised, not kept
+
+    async def finish(self) -> None:
+        """Wait for every answer."""
+        while self._sent:
+            await asyncio.gather(*self._sent)
+
+    async def cancel(self) -> None:
+        """Give up what is still running."""
+        running = list(self._sent)
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+
+    async def _send(self, action: Action, body: bytes, due_s: float, after: list[asyncio.Task[None]]) -> None:
+        record, free_s = action.record, due_s
+        if after:
+            await asyncio.wait(after)
+            free_s = max(due_s, time.monotonic())
+            if record.kind == "events":
+                due_s = free_s
+        outgoing = self._histories.outgoing(record)
+        body = body or encode(outgoing)
+        budget_ms = record.deadline_ms or self._options.deadline_ms
+        lag_s = time.monotonic() - free_s
+        content, error = await self._post(record.kind, body, budget_ms)
+        was_resent = error == "409" and outgoing is not record
+        if was_resent:
+            content, error = await self._post(record.kind, encode(record), budget_ms)
+        latency_s = time.monotonic() - due_s  # before anything is decoded
+        answer = None
+        if not error:
+            try:
+                answer, fingerprint = _read(record, content)
+            except (msgspec.MsgspecError, ValueError):
+                error = "bad answer"
+            else:
+                self._histories.answered(record, fingerprint)
+        self._on_sample(
+            Sample(
+                record=record,
+                due_s=due_s - self.start_s if self._slots or record.kind == "events" else action.due_s,
+                lag_s=lag_s,
+                latency_s=latency_s,
+                error=error,
+                answer=answer,
+                number=action.number,
+                num_bytes=len(body),
+                was_resent=was_resent,
+            )
         )
-    )
+
+    async def _post(self, kind: str, body: bytes, budget_ms: float) -> tuple[bytes, str]:
+        timeout = aiohttp.ClientTimeout(total=budget_ms * 1e-3 + 1.0)
+        headers = {"X-Request-Timeout-Ms": f"{budget_ms:.3f}"}
+        try:
+            async with self._http.post(_PATHS[kind], data=body, headers=headers, timeout=timeout) as response:
+                return await response.read(), "" if response.ok else str(response.status)
+        except TimeoutError:
+            return b"", "timeout"
+        except aiohttp.ClientError:
+            return b"", "no connection"
 
 
-def _read(content: bytes, num_candidates: int) -> Answer:
-    """Raises ValueError where the service broke its contract."""
-    answer = _ANSWER.decode(content)
-    if any(len(scores) != num_candidates for scores in answer["scores"].values()):
-        raise ValueError(f"expected {num_candidates} scores a task")
-    return answer
+def _read(record: Record, content: bytes) -> tuple[Answer | None, str]:
+    """The answer and its history's fingerprint. Raises ValueError where the service broke its contract."""
+    match record.kind:
+        case "rank":
+            answer = _ANSWER.decode(content)
+            num = len(record.candidate_ids())
+            if any(len(scores) != num for scores in answer["scores"].values()):
+                raise ValueError(f"expected {num} scores a task")
+        case "generate":
+            made = _GENERATED.decode(content)
+            answer = Answer(**{**made, "scores": {"": made["scores"]}})
+        case "signal":
+            try:
+                return None, _SIGNALLED.decode(content)["history"].get("fingerprint", "")
+            except msgspec.MsgspecError:
+                return None, ""
+        case _:
+            return None, ""
+    return answer, answer["history"].get("fingerprint", "")
+
+
+async def _ahead(
+    actions: Iterable[Action], body: Callable[[Record], bytes]
+) -> AsyncGenerator[list[tuple[Action, bytes]], None]:
+    """Batches of actions with their bodies; the next is made in a thread while one is being sent."""
+    rest: Iterator[Action] = iter(actions)
+
+    def take() -> list[tuple[Action, bytes]]:
+        return [(action, body(action.record)) for action in islice(rest, BATCH)]
+
+    following = asyncio.create_task(asyncio.to_thread(take))
+    try:
+        while batch := await following:
+            following = asyncio.create_task(asyncio.to_thread(take))
+            yield batch
+    finally:
+        await asyncio.gather(following, return_exceptions=True)
+
+
+@contextmanager
+def _alert() -> Iterator[None]:
+    """Nothing that the run does not make itself is looked at by the garbage collector; threads yield soon."""
+    before_s = sys.getswitchinterval()
+    gc.collect()
+    gc.freeze()
+    sys.setswitchinterval(SWITCH_S)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(before_s)
+        gc.unfreeze()

@@ -5,23 +5,22 @@ from __future__ import annotations
 import os
 import platform
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
-import numpy as np
 from rich.console import Group
 from rich.table import Table
 
 from npu_gr import __version__
-from npu_gr.replay.player import Answer, Sample
-from npu_gr.replay.quality import auc, ndcg_at
-from npu_gr.request import Outcome
+from npu_gr.replay.histogram import Latency
+from npu_gr.replay.player import Sample
+from npu_gr.replay.tally import HITS, Tally
 
 PERCENTILES = (50, 95, 99, 99.9)
-HITS = (Outcome.HBM_HIT, Outcome.JOINED, Outcome.DRAM_HIT)
 LATE_S = 0.005  # a p99 send-lag over this says that the generator, not the service, was slow
+CDF_POINTS = 200
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,30 +33,54 @@ class Latencies:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TierBytes:
+    """Bytes of a memory tier at one instant, from the service's /metrics."""
+
+    at_s: float  # since the run began
+    bytes: dict[str, float]  # "hbm live": bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
     """Everything as plain values; `as_dict` for JSON, `render` for people."""
 
     interrupted: bool  # then only what was answered before counts
     duration_s: float
+    offered_per_s: float  # ranks and generates that were due, a second
     slo_s: float
-    num_ranks: int
+    num_ranks: int  # ranks and generates
     num_within_slo: int
-    latencies: list[Latencies]  # all ranks, ranks by outcome, signals, events
+    latencies: list[Latencies]  # all of a kind, then by outcome
     outcomes: dict[str, int]
     reasons: dict[str, int]
     errors: dict[str, int]  # "rank 504": how often
-    prefix_tokens_ratio: float  # of the ranks' history tokens, how many came from cached KV
+    prefix_tokens_ratio: float  # of the history tokens, how many came from cached KV
     stages_p50_ms: dict[str, float]
     lag_ms: dict[str, float]
     auc: dict[str, float]  # by task, pooled over the labelled candidates
     ndcg_at_10: dict[str, float]  # by task, mean over ranks with a positive
     num_labelled: dict[str, int]  # by task, ranks with a positive
     settings: dict[str, Any]
+    num_warmup: int = 0  # requests before the counting
+    num_resent: int = 0  # deltas whose prefix the service had forgotten
+    sent_bytes: int = 0  # of bodies
+    model_versions: dict[str, int] = field(default_factory=dict)
+    logged_digests: dict[str, int] = field(default_factory=dict)  # answers equal to, different from the log's
+    bad_lines: list[str] = field(default_factory=list)  # the first of them
+    num_bad_lines: int = 0
+    cdf: dict[str, list[tuple[float, float]]] = field(default_factory=dict)  # kind -> (ms, share)
+    slices: list[dict[str, Any]] = field(default_factory=list)  # the run by time
+    tiers: list[TierBytes] = field(default_factory=list)
 
     @property
     def goodput_per_s(self) -> float:
         """Ranks answered within the SLO, a second."""
         return self.num_within_slo / self.duration_s if self.duration_s else 0.0
+
+    @property
+    def attainment_ratio(self) -> float:
+        """Of all ranks, how many were answered within the SLO; NaN of none."""
+        return self.num_within_slo / self.num_ranks if self.num_ranks else float("nan")
 
     @property
     def was_late(self) -> bool:
@@ -69,22 +92,22 @@ class Report:
         total = sum(self.outcomes.values())
         return self.outcomes.get(outcome, 0) / total if total else 0.0
 
+    def latency_ms(self, name: str, percentile: str) -> float:
+        """One of `latencies`; NaN where there is none."""
+        return next((row.ms[percentile] for row in self.latencies if row.name == name), float("nan"))
+
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
         fields = {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "latencies"}
         return {
             **fields,
+            "tiers": [{"at_s": tier.at_s, **tier.bytes} for tier in self.tiers],
             "latencies_ms": {row.name: {"count": row.count, **row.ms} for row in self.latencies},
             "goodput_per_s": self.goodput_per_s,
-            "slo_attainment_ratio": self.num_within_slo / self.num_ranks if self.num_ranks else None,
+            "slo_attainment_ratio": self.attainment_ratio if self.num_ranks else None,
+            "was_late": self.was_late,
             "hit_ratios": {name: self.hit_ratio(name) for name in HITS},
-            "environment": {
-                "npu_gr": __version__,
-                "python": platform.python_version(),
-                "machine": platform.machine(),
-                "cpus": os.cpu_count(),
-                "seed": self.settings.get("seed"),
-            },
+            "environment": environment(self.settings.get("seed")),
         }
 
     def to_json(self) -> str:
@@ -93,13 +116,15 @@ class Report:
 
     def render(self) -> Group:
         """As tables."""
-        share = self.num_within_slo / self.num_ranks if self.num_ranks else 0.0
         latency = Table("ms from the due time", "count", "share", *(f"P{p:g}" for p in PERCENTILES), title="Latency")
         for row in self.latencies:
-            of_ranks = f"{self.hit_ratio(row.name):.1%}" if row.name in self.outcomes else ""
+            _, _, outcome = row.name.partition(" ")
+            of_ranks = f"{self.hit_ratio(outcome):.1%}" if outcome else ""
             latency.add_row(row.name, str(row.count), of_ranks, *(f"{value:.2f}" for value in row.ms.values()))
         summary = Table(show_header=False, title="Replay, interrupted" if self.interrupted else "Replay")
-        summary.add_row("goodput", f"{self.goodput_per_s:.1f} ranks/s within {self.slo_s * 1e3:g} ms")
+        share = self.attainment_ratio if self.num_ranks else 0.0
+        goodput = f"{self.goodput_per_s:.1f} ranks/s within {self.slo_s * 1e3:g} ms"
+        summary.add_row("goodput", f"{goodput}, of {self.offered_per_s:.1f} offered")
         summary.add_row("SLO attainment", f"{share:.2%} of {self.num_ranks} ranks in {self.duration_s:.1f} s")
         summary.add_row("history tokens from cached KV", f"{self.prefix_tokens_ratio:.1%}")
         for name, counts in (("not a hit because", self.reasons), ("errors", self.errors)):
@@ -111,76 +136,119 @@ class Report:
             summary.add_row(f"AUC {task}", f"{value:.4f}")
         for task, value in self.ndcg_at_10.items():
             summary.add_row(f"NDCG@10 {task}", f"{value:.4f} over {self.num_labelled[task]} ranks")
+        for name, text in self._rare():
+            summary.add_row(name, text)
         return Group(latency, summary)
 
+    def _rare(self) -> Iterable[tuple[str, str]]:
+        if self.logged_digests:
+            yield "answers against the log", ", ".join(f"{k} {v}" for k, v in self.logged_digests.items())
+        if self.num_resent:
+            yield "deltas sent again, whole", str(self.num_resent)
+        if self.num_warmup:
+            yield "warm-up requests, not counted", str(self.num_warmup)
+        if self.num_bad_lines:
+            yield f"{self.num_bad_lines} bad lines skipped", "\n".join(self.bad_lines)
 
-def report(samples: Sequence[Sample], slo_s: float, settings: dict[str, Any], interrupted: bool = False) -> Report:
+
+def report(samples: Iterable[Sample], slo_s: float, settings: dict[str, Any], interrupted: bool = False) -> Report:
+    """Sum up samples."""
+    tally = Tally(slo_s)
+    for sample in samples:
+        tally.add(sample)
+    return summarise(tally, settings, interrupted)
+
+
+def summarise(
+    tally: Tally,
+    settings: dict[str, Any],
+    interrupted: bool = False,
+    tiers: Iterable[TierBytes] = (),
+    bad_lines: Iterable[str] = (),
+    num_bad_lines: int = 0,
+) -> Report:
     """Sum up a run."""
-    ranks = [s for s in samples if s.record.kind == "rank"]
-    answered = [(s, s.answer) for s in ranks if s.answer is not None]
-    outcomes = Counter(answer["outcome"] for _, answer in answered)
-    rows = [_latencies("rank", [s for s, _ in answered])]
-    rows += [_latencies(name, [s for s, a in answered if a["outcome"] == name]) for name in sorted(outcomes)]
-    for kind in ("signal", "events"):
-        done = [s for s in samples if s.record.kind == kind and not s.error]
-        if done:
-            rows.append(_latencies(kind, done))
-    errors = Counter(f"{s.record.kind} {s.error}" for s in samples if s.error)
-    history = sum(answer["history"]["num_tokens"] for _, answer in answered)
-    stages: dict[str, list[float]] = {}
-    for _, answer in answered:
-        for name, value in answer["stages_s"].items():
-            stages.setdefault(name, []).append(value)
-    by_task = _quality(answered)
-    ends = [s.due_s + s.latency_s for s in samples]
+    first_s = min(tally.first_s, tally.end_s)
+    due_s = tally.last_due_s - first_s
+    names = sorted(tally.latencies, key=lambda name: (_ORDER.index(name.split()[0]), name))
     return Report(
         interrupted=interrupted,
-        duration_s=max(ends, default=0.0) - min((s.due_s for s in samples), default=0.0),
-        slo_s=slo_s,
-        num_ranks=len(ranks),
-        num_within_slo=sum(s.latency_s <= slo_s for s, _ in answered),
-        latencies=rows,
-        outcomes=dict(sorted(outcomes.items())),
-        reasons=dict(Counter(answer["reason"] for _, answer in answered if answer["reason"])),
-        errors=dict(sorted(errors.items())),
-        prefix_tokens_ratio=sum(answer["prefix_tokens"] for _, answer in answered) / history if history else 0.0,
-        stages_p50_ms={name: float(np.median(values)) * 1e3 for name, values in stages.items()},
-        lag_ms=_percentiles([s.lag_s for s in samples]),
-        auc={task: value for task, (value, _, _) in by_task.items()},
-        ndcg_at_10={task: value for task, (_, value, _) in by_task.items()},
-        num_labelled={task: count for task, (_, _, count) in by_task.items()},
+        duration_s=tally.end_s - first_s,
+        offered_per_s=tally.num_scored / due_s if due_s > 0 else 0.0,
+        slo_s=tally.slo_s,
+        num_ranks=tally.num_scored,
+        num_within_slo=tally.num_within_slo,
+        latencies=[_latencies(name, tally.latencies[name]) for name in names] or [_latencies("rank", Latency())],
+        outcomes=_sorted(tally.outcomes),
+        reasons=dict(tally.reasons),
+        errors=_sorted(tally.errors),
+        prefix_tokens_ratio=tally.prefix_tokens / tally.history_tokens if tally.history_tokens else 0.0,
+        stages_p50_ms={name: latency.percentile_s(50) * 1e3 for name, latency in tally.stages.items()},
+        lag_ms=_percentiles(tally.lag),
+        auc={task: pooled.value() for task, pooled in sorted(tally.auc.items())},
+        ndcg_at_10={
+            task: tally.ndcg[task][0] / tally.ndcg[task][1] if tally.ndcg[task][1] else float("nan")
+            for task in sorted(tally.auc)
+        },
+        num_labelled={task: int(tally.ndcg[task][1]) for task in sorted(tally.auc)},
         settings=settings,
+        num_warmup=tally.num_warmup,
+        num_resent=tally.num_resent,
+        sent_bytes=tally.num_bytes,
+        model_versions=_sorted(tally.model_versions),
+        logged_digests=_sorted(tally.logged_digests),
+        bad_lines=list(bad_lines),
+        num_bad_lines=num_bad_lines,
+        cdf={name: _cdf(tally.latencies[name]) for name in names},
+        slices=_slices(tally),
+        tiers=list(tiers),
     )
 
 
-def _quality(answered: Sequence[tuple[Sample, Answer]]) -> dict[str, tuple[float, float, int]]:
-    """By task: pooled AUC over labelled candidates, mean NDCG@10 of whole lists, lists with a positive."""
-    found = {}
-    for task in sorted({task for s, _ in answered for task in s.record.labels}):
-        scores, labels, gains = [], [], []
-        for s, answer in answered:
-            if task not in s.record.labels or task not in answer["scores"]:
-                continue
-            served = np.array(answer["scores"][task], np.float64)  # null becomes NaN
-            truth = s.record.labels[task]
-            known = np.array([value is not None for value in truth]) & ~np.isnan(served)
-            scores.append(served[known])
-            labels.append(np.array([value == 1 for value in truth])[known])
-            gain = ndcg_at(10, np.nan_to_num(served, nan=-np.inf), np.array([value == 1 for value in truth]))
-            if not np.isnan(gain):
-                gains.append(gain)
-        if scores:
-            mean = float(np.mean(gains)) if gains else float("nan")
-            found[task] = (auc(np.concatenate(scores), np.concatenate(labels)), mean, len(gains))
-    return found
+_ORDER = ("rank", "generate", "signal", "events")
 
 
-def _latencies(name: str, samples: Sequence[Sample]) -> Latencies:
-    return Latencies(name=name, count=len(samples), ms=_percentiles([s.latency_s for s in samples]))
+def environment(seed: int | None) -> dict[str, Any]:
+    """Where this client runs."""
+    return {
+        "npu_gr": __version__,
+        "python": platform.python_version(),
+        "machine": platform.machine(),
+        "cpus": os.cpu_count(),
+        "seed": seed,
+    }
 
 
-def _percentiles(seconds: Sequence[float]) -> dict[str, float]:
-    if not seconds:
-        return {f"p{p:g}": float("nan") for p in PERCENTILES}
-    values = np.percentile(seconds, PERCENTILES) * 1e3
-    return {f"p{p:g}": float(value) for p, value in zip(PERCENTILES, values, strict=True)}
+def _slices(tally: Tally) -> list[dict[str, Any]]:
+    width_s = tally.slices.width_s
+    return [
+        {
+            "at_s": index * width_s,
+            "offered_per_s": part.num_due / width_s,
+            "goodput_per_s": part.num_good / width_s,
+            "p50_ms": part.latency.percentile_s(50) * 1e3,
+            "p99_ms": part.latency.percentile_s(99) * 1e3,
+            "outcomes": _sorted(part.outcomes),
+        }
+        for index, part in enumerate(tally.slices.slices)
+        if part.num_due
+    ]
+
+
+def _cdf(latency: Latency) -> list[tuple[float, float]]:
+    points = [(seconds * 1e3, share) for seconds, share in latency.cdf()]
+    step = max(1, len(points) // CDF_POINTS)
+    tail = [point for point in points if point[1] > 0.99][:: max(1, step // 4)]
+    return sorted({*points[::step], *tail, *points[-1:]})
+
+
+def _latencies(name: str, latency: Latency) -> Latencies:
+    return Latencies(name=name, count=len(latency), ms=_percentiles(latency))
+
+
+def _percentiles(latency: Latency) -> dict[str, float]:
+    return {f"p{p:g}": latency.percentile_s(p) * 1e3 for p in PERCENTILES}
+
+
+def _sorted(counts: Counter[str]) -> dict[str, int]:
+    return dict(sorted(counts.items()))

@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 
 from npu_gr import __version__
+from npu_gr.replay.recorder import RecordOrder, RecordStatus
 from npu_gr.server.wire import (
     JSON,
     MSGPACK,
@@ -16,11 +17,14 @@ from npu_gr.server.wire import (
     EventsOut,
     GenerateBody,
     GenerateOut,
+    MatchBody,
+    MatchOut,
     Problem,
     RankBody,
     RankOut,
     SignalBody,
     SignalOut,
+    VectorsOut,
 )
 
 _ERRORS = {
@@ -40,8 +44,8 @@ _ERRORS = {
 def document() -> dict[str, Any]:
     """The whole document."""
     structs = (
-        *(SignalBody, SignalOut, RankBody, RankOut, GenerateBody, GenerateOut),
-        *(CatalogueItemsBody, CatalogueOut, EventsBody, EventsOut, Problem),
+        *(SignalBody, SignalOut, RankBody, RankOut, GenerateBody, GenerateOut, MatchBody, MatchOut, VectorsOut),
+        *(CatalogueItemsBody, CatalogueOut, EventsBody, EventsOut, Problem, RecordOrder, RecordStatus),
     )
     refs, components = msgspec.json.schema_components(structs, ref_template="#/components/schemas/{name}")
     schema = dict(zip(structs, refs, strict=True))
@@ -85,14 +89,25 @@ def document() -> dict[str, Any]:
         parameters = [{"name": n, "in": "path", "required": True, "schema": {"type": "string"}} for n in names]
         return {**paths, "parameters": parameters}
 
-    def catalogue(name: str, summary: str, *codes: str) -> dict[str, Any]:
-        done = {"description": "Done.", "content": content(CatalogueOut)}
+    def versions(out: type[msgspec.Struct], name: str, summary: str, *codes: str) -> dict[str, Any]:
+        done = {"description": "Done.", "content": content(out)}
         return {
             "operationId": name,
             "summary": summary,
             "responses": {"200": done, **errors("401", "404", "503", *codes)},
         }
 
+    def recorder(name: str, summary: str, *codes: str) -> dict[str, Any]:
+        done = {"description": "How it stands.", "content": {JSON: {"schema": schema[RecordStatus]}}}
+        return {"operationId": name, "summary": summary, "responses": {"200": done, **errors("401", "404", *codes)}}
+
+    switch_on = recorder("recordOn", "Record requests.", "413", "422")
+    switch_on["requestBody"] = {"required": False, "content": {JSON: {"schema": schema[RecordOrder]}}}
+    record = {
+        "get": recorder("recordStatus", "What is recorded."),
+        "post": switch_on,
+        "delete": recorder("recordOff", "Record no more."),
+    }
     model = "/v2/models/{model}"
     version = f"{model}/versions/{{version}}"
     erase = {
@@ -118,7 +133,11 @@ def document() -> dict[str, Any]:
             "/v1/signal": post("signal", "Pre-infer a user's prefix.", SignalBody, "202", SignalOut),
             "/v1/rank": post("rank", "Score candidates for a user.", RankBody, "200", RankOut),
             "/v1/generate": post("generate", "The best items after a history.", GenerateBody, "200", GenerateOut),
-            "/v1/catalog": {"get": catalogue("catalogue", "The catalogue that is served.")},
+            "/v1/match": post("match", "The best items for a user, by vectors.", MatchBody, "200", MatchOut),
+            "/v1/match/vectors": {"get": versions(VectorsOut, "vectors", "The vectors that are served.")},
+            "/v1/match/reload": {"post": versions(VectorsOut, "reloadVectors", "Read and serve them anew.", "422")},
+            "/v1/match/rollback": {"post": versions(VectorsOut, "rollbackVectors", "Serve the one before.", "422")},
+            "/v1/catalog": {"get": versions(CatalogueOut, "catalogue", "The catalogue that is served.")},
             "/v1/catalog/items": post(
                 "updateCatalogue",
                 "Add, withdraw and restore items of the version that is served, at once.",
@@ -127,9 +146,11 @@ def document() -> dict[str, Any]:
                 CatalogueOut,
             ),
             "/v1/catalog/reload": {
-                "post": catalogue("reloadCatalogue", "Read the catalogue anew and serve it.", "422")
+                "post": versions(CatalogueOut, "reloadCatalogue", "Read the catalogue anew and serve it.", "422")
             },
-            "/v1/catalog/rollback": {"post": catalogue("rollbackCatalogue", "Serve the version before.", "422")},
+            "/v1/catalog/rollback": {
+                "post": versions(CatalogueOut, "rollbackCatalogue", "Serve the version before.", "422")
+            },
             "/v1/events": post("events", "Append behaviours of a user.", EventsBody, "200", EventsOut),
             "/v1/users/{user_id}": named(erase, "user_id"),
             "/v1/models": get("models", "What is being served.", "401"),
@@ -137,6 +158,7 @@ def document() -> dict[str, Any]:
             "/readyz": get("ready", "New work is welcome.", "503", public=True),
             "/metrics": get("metrics", "For Prometheus.", "401", media="text/plain"),
             "/debug/config": get("config", "The configuration in force.", "401"),
+            "/debug/record": record,
             "/openapi.json": get("openapi", "This document.", "401"),
             "/v2": get("server", "Open Inference Protocol: server metadata.", "401"),
             "/v2/health/live": get("v2Live", "Open Inference Protocol: alive.", public=True),

@@ -56,8 +56,7 @@ class Markov:
         self._popularity = Popularity(log)
         follows = log.trained & (np.diff(log.users, prepend=-1) == 0)
         at = np.flatnonzero(follows)
-        self._counts = np.zeros((log.num_items, log.num_items), np.float32)
-        np.add.at(self._counts, (log.items[at - 1], log.items[at]), 1)
+        self._pairs, self._counts = np.unique(log.items[at - 1] * log.num_items + log.items[at], return_counts=True)
 
     def liking(self, log: Log) -> F64 | None:
         """Says nothing of ratings."""
@@ -67,7 +66,9 @@ class Markov:
         """Transition counts, plus popularity scaled to less than one count."""
         last = log.items[log.starts[user] + log.num_trained[user] - 1]
         popularity = self._popularity.next_items(log, user)
-        scores: F64 = self._counts[last] + popularity / (popularity.sum() + 1)
+        scores: F64 = popularity / (popularity.sum() + 1)
+        mine = slice(*np.searchsorted(self._pairs, [last * log.num_items, (last + 1) * log.num_items]))
+        scores[self._pairs[mine] - last * log.num_items] += self._counts[mine]
         return scores
 
 

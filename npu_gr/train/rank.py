@@ -31,10 +31,10 @@ from npu_gr.train.baselines import Baseline, Markov, MatrixFactorisation, Means,
 from npu_gr.train.data import Batch, Log, Split, batches, build_log, windows
 from npu_gr.train.evaluate import Evaluation, evaluate_baseline, evaluate_ranker
 from npu_gr.train.forward import Histories, Moments, encode
+from npu_gr.train.steps import LAST_BATCHES, Progress, average, schedule
 
 Count = Annotated[int, Meta(ge=1)]
 Ratio = Annotated[float, Meta(ge=0.0, le=1.0)]
-LAST_BATCHES = 20  # whose mean loss is reported
 
 
 class Task(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -94,15 +94,6 @@ DEMO = TrainOptions()
 LONG = TrainOptions(
     split="leave-one-out", epochs=8, average_decay=0.999, num_seen_negatives=8, click_ratio=1.0, click_weight=0.5
 )
-
-
-class Progress(NamedTuple):
-    """How far the training is."""
-
-    stage: Literal["train", "evaluate"]
-    done: float  # epochs, or users
-    total: float
-    loss: float = float("nan")  # mean of the last batches
 
 
 def train_rank(
@@ -229,7 +220,7 @@ def _fit(model: HSTU, log: Log, labels: _Labels, options: TrainOptions, progress
         lr=options.learning_rate,
         betas=(0.9, 0.98),
     )
-    averaged = AveragedModel(model, multi_avg_fn=partial(_average, options.average_decay))
+    averaged = AveragedModel(model, multi_avg_fn=partial(average, options.average_decay))
     model.train()
     recent: list[float] = []
     for epoch in range(options.epochs):
@@ -237,7 +228,7 @@ def _fit(model: HSTU, log: Log, labels: _Labels, options: TrainOptions, progress
         for index, batch in enumerate(parts):
             done = epoch + index / len(parts)
             for group in optimizer.param_groups:
-                group["lr"] = options.learning_rate * _schedule(done / options.epochs, options.warm_up_ratio)
+                group["lr"] = options.learning_rate * schedule(done / options.epochs, options.warm_up_ratio)
             loss = _loss(model, ordinal, log, batch, labels, options)
             optimizer.zero_grad()
             loss.backward()
@@ -249,20 +240,6 @@ def _fit(model: HSTU, log: Log, labels: _Labels, options: TrainOptions, progress
                 raise DataError(f"the loss is {recent[-1]} in epoch {done:.2f}: try a lower learning_rate")
             progress(Progress("train", done, options.epochs, sum(recent) / len(recent)))
     model.load_state_dict(averaged.module.state_dict())
-
-
-@torch.no_grad()
-def _average(decay: float, averages: list[Tensor], now: list[Tensor], num_averaged: Tensor | int) -> None:
-    """Move the averages towards the weights of now: all the way at decay 0, and further in the first steps."""
-    steps = int(num_averaged)
-    torch._foreach_lerp_(averages, now, 1 - min(decay, (1 + steps) / (10 + steps)))
-
-
-def _schedule(progress_ratio: float, warm_up_ratio: float) -> float:
-    """Share of the learning rate at this point of the training."""
-    if progress_ratio < warm_up_ratio:
-        return progress_ratio / warm_up_ratio
-    return (1 + math.cos(math.pi * (progress_ratio - warm_up_ratio) / (1 - warm_up_ratio))) / 2
 
 
 def _loss(model: HSTU, ordinal: nn.Linear, log: Log, batch: Batch, labels: _Labels, options: TrainOptions) -> Tensor:

@@ -121,6 +121,30 @@ async def test_bulk_load(tmp_path: Path) -> None:
     await store.close()
 
 
+def test_sequences_of_items_are_events_in_their_order(tmp_path: Path) -> None:
+    (tmp_path / "inter.json").write_text('{"v": [9, 7, 9], "u": [], "w": ["4"]}')
+    log = read_interactions(tmp_path / "inter.json")
+    assert log.user_names == ["v", "u", "w"]
+    assert (log.users.tolist(), log.items.tolist()) == ([0, 2, 0, 0], [9, 4, 7, 9])
+    assert (log.timestamps.tolist(), log.values.tolist()) == ([0, 0, 1, 2], [1.0] * 4)
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("[[1, 2]]", r'not \{"user": \[item, \.\.\.\]\}'),
+        ('{"u": 3}', r'not \{"user"'),
+        ('{"u": [3, "x"]}', "user 'u': 'x' is not an integer"),
+        ('{"u": [3', "inter.json: "),
+    ],
+    ids=str,
+)
+def test_bad_sequences_are_explained(tmp_path: Path, text: str, reason: str) -> None:
+    (tmp_path / "inter.json").write_text(text)
+    with pytest.raises(DataError, match=reason):
+        read_interactions(tmp_path / "inter.json")
+
+
 def test_movielens() -> None:
     """The real file, where its package is installed (`make test` installs it)."""
     try:

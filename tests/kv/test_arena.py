@@ -7,6 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from npu_gr.backend.cpu import CPUBackend
+from npu_gr.backend.tiles import natural
 from npu_gr.kv.arena import KVArena
 from npu_gr.kv.layout import KVLayout, Run
 
@@ -78,3 +80,36 @@ def test_the_round_trip_is_bit_exact(dtype: str, data: st.DataObject, num_tokens
         read = hbm.views(layer, back, num_tokens)
         assert torch.equal(torch.cat([slab[0] for slab in read]).view(bits), k)
         assert torch.equal(torch.cat([slab[1] for slab in read]).view(bits), v)
+
+
+def tiled(dtype: str = "float32", page_tokens: int = 64) -> KVLayout:
+    return KVLayout(
+        num_layers=2, num_heads=2, qk_dim=3, v_dim=5, page_tokens=page_tokens, dtype=dtype, arrangement="tiles"
+    )
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@settings(deadline=None, derandomize=True, max_examples=25)
+@given(data=st.data(), num_tokens=st.integers(1, 400), page_tokens=st.sampled_from((64, 128)))
+def test_tiles_written_in_parts_and_copied(dtype: str, data: st.DataObject, num_tokens: int, page_tokens: int) -> None:
+    shape = tiled(dtype, page_tokens)
+    hbm, dram = (KVArena(shape, 8, CPU, pack=CPUBackend().pack_kv) for _ in range(2))
+    where, there = (data.draw(runs(shape.pages(num_tokens), 8)) for _ in range(2))
+    k, v = (torch.randn(num_tokens, 2, width).to(shape.torch_dtype) for width in (3, 5))
+    cut = data.draw(st.integers(0, num_tokens))
+    for part, start in ((slice(0, cut), 0), (slice(cut, num_tokens), cut)):
+        hbm.write(1, where, start, k[part], v[part])
+    dram.copy_tokens_from(hbm, where, there, num_tokens)
+    for arena, pages in ((hbm, where), (dram, there)):
+        read = natural(arena.slabs(1, pages, num_tokens))
+        assert torch.equal(torch.cat([slab[0] for slab in read]), k)
+        assert torch.equal(torch.cat([slab[1] for slab in read]), v)
+    hbm.zero(where)
+    assert not any(slab[0].any() for slab in natural(hbm.slabs(1, where, num_tokens)))
+
+
+def test_layouts_never_meet() -> None:
+    assert tiled().layout_id != KVLayout(num_layers=2, num_heads=2, qk_dim=3, v_dim=5, page_tokens=64).layout_id
+    assert tiled().token_bytes == 2 * 2 * (4 + 16) * 4  # padded
+    with pytest.raises(ValueError, match="page_tokens: 32 is no multiple"):
+        tiled(page_tokens=32)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 from npu_gr.errors import CheckpointError
 from npu_gr.model import hf
@@ -39,6 +40,27 @@ def assert_same_logits(folder: Path, theirs: Any, tolerance: float = 1e-4) -> No
     model, tokens = hf.load(folder), prompt(20)
     got = model.logits(model.prefill(CPU, tokens, 0, None, None, num_rows=20))
     assert float((got - hf_logits(theirs, tokens[None])[0]).abs().max()) <= tolerance
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_what_is_saved_loads_here_and_in_transformers(tmp_path: Path, variant: str, dtype: torch.dtype) -> None:
+    saved(tmp_path / "theirs", **VARIANTS[variant])
+    model = hf.load(tmp_path / "theirs", dtype)
+    hf.save(model, tmp_path / "ours")
+    again = hf.load(tmp_path / "ours", dtype)
+    assert again.config == model.config
+    assert all(torch.equal(a, b) for a, b in zip(again.parameters(), model.parameters(), strict=True))
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "ours", attn_implementation="eager").eval()
+    assert theirs.dtype == dtype
+    if dtype == torch.float32:
+        assert_same_logits(tmp_path / "ours", theirs)
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    saved(tmp_path, **TIED)
+    with pytest.raises(CheckpointError, match=r"config\.json: cannot be written"):
+        hf.save(hf.load(tmp_path), tmp_path / "config.json")
 
 
 @pytest.mark.parametrize("variant", [QWEN3, QWEN2, TIED], ids=["qwen3", "qwen2", "tied"])

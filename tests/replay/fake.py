@@ -51,6 +51,8 @@ class Fake:
             return answer
         if kind == "rank":
             return ranked(body)
+        if kind == "generate":
+            return ranked({"candidates": []}, items=[7, 8], scores=[-1.0, -2.0])
         return web.json_response({}, status=202 if kind == "signal" else 200)
 
     def kinds(self) -> list[str]:
@@ -67,7 +69,7 @@ async def service(script: Script = at_once) -> AsyncIterator[Fake]:
     """A running fake; `fake.url` is where."""
     fake = Fake(script)
     app = web.Application()
-    app.router.add_post("/v1/{kind:signal|rank|events}", fake.handle)
+    app.router.add_post("/v1/{kind:signal|rank|generate|events}", fake.handle)
     async with TestServer(app) as server:
         fake.url = str(server.make_url(""))
         yield fake

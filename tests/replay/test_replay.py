@@ -7,17 +7,20 @@ import gc
 import os
 import signal
 import time
+from base64 import b64decode
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from aiohttp import web
 
 from npu_gr.errors import DataError
-from npu_gr.replay.log import LoggedHistory, Record, write
+from npu_gr.replay.answers import read_answers
+from npu_gr.replay.log import LoggedAnswer, LoggedGenerate, LoggedHistory, Record, write
 from npu_gr.replay.options import ReplayOptions
 from npu_gr.replay.plan import plan
-from npu_gr.replay.player import PlayerOptions, play
+from npu_gr.replay.player import PlayerOptions, Sample, play
 from npu_gr.replay.run import replay, stop_on_interrupt
 from tests.replay.fake import Fake, ranked, service
 
@@ -32,6 +35,14 @@ def events(ts: float, user: str = "a") -> Record:
     return Record(ts=ts, kind="events", user_id=user, events=EVENTS)
 
 
+async def played(log: list[Record], url: str, **values: Any) -> list[Sample]:
+    samples: list[Sample] = []
+    await asyncio.wait_for(
+        play(plan(log, ReplayOptions(base_url=url)), PlayerOptions(url=url, **values), samples.append), 20
+    )
+    return samples
+
+
 async def test_a_stalled_service_slows_no_sending_and_is_charged_for_the_wait() -> None:
     count, all_came = 8, asyncio.Event()
 
@@ -41,40 +52,144 @@ async def test_a_stalled_service_slows_no_sending_and_is_charged_for_the_wait() 
         await all_came.wait()  # a closed loop would never send the second one
 
     async with service(stall) as fake:
-        samples = await asyncio.wait_for(
-            play(
-                plan([rank(i * 0.02, f"u{i}") for i in range(count)], ReplayOptions(base_url=fake.url)),
-                PlayerOptions(url=fake.url, deadline_ms=10_000),
-            ),
-            20,
-        )
+        samples = await played([rank(i * 0.02, f"u{i}") for i in range(count)], fake.url, deadline_ms=10_000)
     assert not any(sample.error for sample in samples)
     for sample in samples:
         assert sample.latency_s >= (count - 1) * 0.02 - sample.due_s
 
 
 async def test_latency_counts_from_the_due_time_and_the_players_own_lateness_is_told() -> None:
-    stall_s = 0.1
+    stalled_s: list[float] = []
 
-    async def block(fake: Fake, _body: dict[str, Any]) -> None:
-        if len(fake.came) == 1:  # the whole loop, hence the player too
-            ends_s = time.monotonic() + stall_s
-            while time.monotonic() < ends_s:
+    async def block(_fake: Fake, _body: dict[str, Any]) -> None:
+        if not stalled_s:  # the whole loop, hence the player too
+            stalled_s.append(time.monotonic())
+            while time.monotonic() < stalled_s[0] + 0.2:
                 pass
+            stalled_s.append(time.monotonic())
 
     async with service(block) as fake:
-        samples = await play(
-            plan([rank(i * 0.01, f"u{i}") for i in range(5)], ReplayOptions(base_url=fake.url)),
-            PlayerOptions(url=fake.url),
-        )
-        report = await replay([rank(0.0)], ReplayOptions(base_url=fake.url))
-    assert len(samples) == 5
-    first, *later = sorted(samples, key=lambda sample: sample.due_s)
-    for sample in later:
-        late_s = first.due_s + stall_s - sample.due_s
-        assert sample.lag_s >= late_s - 0.001
+        samples: list[Sample] = []
+        start_s = time.monotonic() + 0.5
+        log = [rank(i * 0.02, f"u{i}") for i in range(200)]
+        options = ReplayOptions(base_url=fake.url)
+        await play(plan(log, options), PlayerOptions(url=fake.url), samples.append, start_s)
+        report = await replay([rank(0.0)], options)
+    assert len(samples) == 200
+    began_s, ended_s = stalled_s
+    during = [sample for sample in samples if began_s < start_s + sample.due_s < ended_s]
+    assert during
+    for sample in during:
+        assert sample.lag_s >= ended_s - (start_s + sample.due_s) - 0.001
         assert sample.latency_s >= sample.lag_s
     assert report.lag_ms["p99"] >= 0
+
+
+async def test_a_users_rank_waits_for_the_events_before_it_and_is_charged_for_it() -> None:
+    async def slow_events(_fake: Fake, body: dict[str, Any]) -> None:
+        if body["kind"] == "events":
+            await asyncio.sleep(0.2)
+
+    async with service(slow_events) as fake:
+        samples = await played([events(0.0), rank(0.01), rank(0.01, "b")], fake.url)
+        gone = [(kind, body["user_id"]) for kind, body in fake.went]
+    assert gone == [("rank", "b"), ("events", "a"), ("rank", "a")]
+    waited = next(s for s in samples if s.record.kind == "rank" and s.record.user_id == "a")
+    assert waited.latency_s > 0.15
+    assert waited.lag_s < 0.15
+
+
+async def test_closed_loop_keeps_so_many_in_flight_and_no_more() -> None:
+    most = 0
+
+    async def hold(fake: Fake, _body: dict[str, Any]) -> None:
+        nonlocal most
+        most = max(most, len(fake.came) - len(fake.went))
+        await asyncio.sleep(0.005)
+
+    async with service(hold) as fake:
+        log = [rank(i * 100.0, f"u{i}") for i in range(40)]
+        report = await replay(log, ReplayOptions(base_url=fake.url, closed=4))
+    assert (most, report.num_ranks) == (4, 40)
+
+
+async def test_the_warm_up_is_sent_and_not_counted() -> None:
+    async with service() as fake:
+        report = await replay(
+            [rank(i * 0.05, f"u{i}") for i in range(10)], ReplayOptions(base_url=fake.url, warmup_s=0.24)
+        )
+    assert len(fake.came) == 10
+    assert (report.num_ranks, report.num_warmup) == (5, 5)
+
+
+async def test_a_generate_is_asked_and_counted_as_a_rank_is() -> None:
+    record = Record(ts=0, kind="generate", user_id="a", generate=LoggedGenerate(num_items=2, beam_width=8))
+    async with service() as fake:
+        report = await replay([record], ReplayOptions(base_url=fake.url))
+    assert fake.came[0][1]["beam_width"] == 8
+    assert (report.num_ranks, report.outcomes, report.errors) == (1, {"hbm_hit": 1}, {})
+
+
+async def test_deltas_go_out_on_what_the_service_knows_and_whole_where_it_forgot() -> None:
+    def grown(num: int) -> LoggedHistory:
+        return LoggedHistory(items=list(range(num)), actions=[0] * num, timestamps=list(range(num)))
+
+    async def forget_once(fake: Fake, body: dict[str, Any]) -> web.Response | None:
+        if body.get("base") and len(fake.came) == 3:
+            return web.json_response({}, status=409)
+        return None
+
+    async with service(forget_once) as fake:
+        log = [rank(i * 0.1, history=grown(n)) for i, n in enumerate((3, 5, 9, 9))] + [rank(0.5, history=grown(2))]
+        report = await replay(log, ReplayOptions(base_url=fake.url, histories="delta"))
+    bodies = [body for _, body in fake.came]
+    assert [body.get("base") for body in bodies] == [None, "f", "f", None, "f", None]
+    assert "history" not in bodies[4]  # nothing new
+    sent = LoggedHistory(**{**bodies[1]["history"], **{k: b64decode(v) for k, v in bodies[1]["history"].items()}})
+    assert sent.events().items.tolist() == [3, 4]
+    assert (report.num_resent, report.errors) == (1, {})
+
+
+async def test_bases_of_the_log_are_sent_whole_where_the_log_says_what_they_were() -> None:
+    known = LoggedHistory(items=[1, 2], actions=[0, 0], timestamps=[1, 2])
+    log = [
+        rank(0.0, history=known, answer=LoggedAnswer(fingerprint="x")),
+        rank(0.1, base="x", history=EVENTS),
+        rank(0.2, base="never seen", history=EVENTS),
+    ]
+    async with service() as fake:
+        await replay(log, ReplayOptions(base_url=fake.url, histories="whole"))
+    assert [body.get("base") for _, body in fake.came] == [None, None, "never seen"]
+    assert np.frombuffer(b64decode(fake.came[1][1]["history"]["items"]), "<i8").tolist() == [1, 2, 1]
+
+
+async def test_several_processes_share_the_users_and_their_sums_are_one_report(tmp_path: Path) -> None:
+    log = [rank(i * 0.01, f"u{i % 20}", labels={"click": [1, 0, 0]}) for i in range(60)]
+    write(tmp_path / "log.jsonl", log)
+    async with service() as fake:
+        options = ReplayOptions(base_url=fake.url, processes=2)
+        report = await replay(tmp_path / "log.jsonl", options, answers=tmp_path / "answers.jsonl.gz")
+    assert len(fake.came) == 60
+    assert (report.num_ranks, report.outcomes, report.num_labelled) == (60, {"hbm_hit": 60}, {"click": 60})
+    assert sorted(line.number for line in read_answers(tmp_path / "answers.jsonl.gz")) == list(range(60))
+    order = [body["user_id"] for _, body in fake.came]
+    assert [order.count(f"u{i}") for i in range(20)] == [3] * 20
+
+
+async def test_several_processes_stop_too_and_say_what_is_wrong_with_the_log(tmp_path: Path) -> None:
+    write(tmp_path / "long.jsonl", [rank(0.0), rank(3600.0)])
+    (tmp_path / "bad.jsonl").write_text("{")
+    stop = asyncio.Event()
+
+    async def then_stop(_fake: Fake, _body: dict[str, Any]) -> None:
+        stop.set()
+
+    async with service(then_stop) as fake:
+        options = ReplayOptions(base_url=fake.url, processes=2)
+        report = await asyncio.wait_for(replay(tmp_path / "long.jsonl", options, stop=stop), 30)
+        assert (report.interrupted, report.num_ranks) == (True, 1)
+        with pytest.raises(DataError, match=r"bad\.jsonl, line 1"):
+            await asyncio.wait_for(replay(tmp_path / "bad.jsonl", options), 30)
 
 
 async def test_the_signal_comes_the_lead_before_its_rank_also_under_speed() -> None:

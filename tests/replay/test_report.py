@@ -41,8 +41,10 @@ def test_percentiles_are_of_the_answered_and_split_by_outcome() -> None:
     total = table["latencies_ms"]["rank"]
     assert total["count"] == 100
     for p in (50, 95, 99, 99.9):
-        assert total[f"p{p:g}"] == pytest.approx(np.percentile(latencies_s, p) * 1e3)
-    assert table["latencies_ms"]["hbm_hit"]["p50"] == pytest.approx(np.median(latencies_s[1::2]) * 1e3)
+        assert total[f"p{p:g}"] == pytest.approx(np.percentile(latencies_s, p, method="inverted_cdf") * 1e3, rel=1e-3)
+    assert table["latencies_ms"]["rank hbm_hit"]["p50"] == pytest.approx(
+        np.percentile(latencies_s[1::2], 50, method="inverted_cdf") * 1e3, rel=1e-3
+    )
     assert table["hit_ratios"] == {"hbm_hit": 0.5, "joined": 0, "dram_hit": 0}
 
 
@@ -72,7 +74,7 @@ def test_quality_is_pooled_auc_and_mean_ndcg_over_the_labelled() -> None:
 def test_reuse_stages_and_lateness() -> None:
     found = report([sample(lag_s=0.02), sample(lag_s=0.02, prefix_tokens=0, stages_s={"device": 0.004})], 0.1, {})
     assert found.prefix_tokens_ratio == 30 / 80
-    assert found.stages_p50_ms == {"device": pytest.approx(3.0)}
+    assert found.stages_p50_ms == {"device": pytest.approx(2.0, rel=1e-3)}
     assert found.was_late
     assert not report([sample()], 0.1, {}).was_late
 

@@ -169,7 +169,7 @@ async def test_a_device_that_fails_with_the_prefix_does_without(
         def broken(*_: object) -> None:
             raise RuntimeError("planted")
 
-        monkeypatch.setattr(service.ranking.engine.arena, "views", broken)
+        monkeypatch.setattr(service.ranking.engine.arena, "slabs", broken)
         answer = await rank(client, history=history)
         assert (answer["outcome"], answer["reason"]) == ("miss_full", "read_failed")
         assert close(answer, want)

@@ -18,7 +18,8 @@ from npu_gr.model.hstu import Segment
 from npu_gr.model.weights import load, save
 from npu_gr.train.data import Batch, build_log
 from npu_gr.train.evaluate import judged_logits
-from npu_gr.train.rank import Progress, Task, TrainOptions, _negatives, train_rank
+from npu_gr.train.rank import Task, TrainOptions, _negatives, train_rank
+from npu_gr.train.steps import Progress
 from tests.models import CPU
 from tests.train.synthetic import NUM_ITEMS, planted
 

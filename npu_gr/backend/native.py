@@ -1,0 +1,150 @@
+"""The CPU kernels of `ops/cpu`: where the library is, which instruction set runs, and its functions by their types.
+
+The library is built by `pip install` where there is a C++ compiler (`setup.py`) and loaded by ctypes, which releases
+the GIL for each call. Buffers go in as `tensor.data_ptr()`. `Table` mirrors `ops/cpu/kernels.h`, field by field.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import CFUNCTYPE, POINTER, c_char_p, c_float, c_int64, c_void_p
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ABI = 3  # NPU_GR_ABI of ops/cpu/kernels.h
+ISAS = ("avx512_bf16", "avx512", "avx2", "generic", "neon")  # best first; generic on x86-64, neon on aarch64
+ELEMENT = {torch.float32: 0, torch.bfloat16: 1}  # what a kernel's buffers may hold: enum Element
+
+_LIBRARY = Path(__file__).with_name("_native.abi3.so")
+
+
+class TopkJob(ctypes.Structure):
+    """struct TopkJob."""
+
+    _fields_ = [
+        ("logits", c_void_p),
+        ("element", c_int64),
+        ("row_stride", c_int64),
+        ("num_rows", c_int64),
+        ("num_columns", c_int64),
+        ("first_column", c_int64),
+        ("num_codes", c_int64),
+        ("over_valid", c_int64),
+        ("scale", c_float),
+        ("values", c_void_p),
+        ("value_start", c_void_p),
+        ("acc", c_void_p),
+        ("lo", c_void_p),
+        ("degree", c_void_p),
+        ("code", c_void_p),
+        ("allowed", c_void_p),
+        ("width", c_int64),
+        ("workspace", c_void_p),
+        ("norm", c_void_p),
+        ("score", c_void_p),
+        ("parent", c_void_p),
+        ("edge", c_void_p),
+    ]
+
+
+class HeadJob(ctypes.Structure):
+    """struct HeadJob."""
+
+    _fields_ = [
+        ("hidden", c_void_p),
+        ("weight", c_void_p),
+        ("element", c_int64),
+        ("hidden_stride", c_int64),
+        ("weight_stride", c_int64),
+        ("num_rows", c_int64),
+        ("dim", c_int64),
+        ("scale", c_float),
+        ("lo", c_void_p),
+        ("degree", c_void_p),
+        ("code", c_void_p),
+        ("value_start", c_void_p),
+        ("values", c_void_p),
+    ]
+
+
+class Table(ctypes.Structure):
+    """struct Kernels."""
+
+    _fields_ = [
+        ("num_bytes", c_int64),
+        ("abi", c_int64),
+        ("isa", c_char_p),
+        ("vector_bytes", c_int64),
+        ("has_bf16_dot", c_int64),
+        ("probe_fma_f32", CFUNCTYPE(c_float, c_int64)),
+        ("probe_fma_bf16", CFUNCTYPE(c_float, c_int64)),
+        ("probe_read", CFUNCTYPE(c_float, c_void_p, c_int64)),
+        ("probe_flops_f32", c_int64),
+        ("probe_flops_bf16", c_int64),
+        ("hstu_scratch_bytes", CFUNCTYPE(c_int64, c_void_p, c_int64)),
+        ("hstu_causal", CFUNCTYPE(None, c_void_p)),
+        ("hstu_targets", CFUNCTYPE(None, c_void_p)),
+        ("pack_kv", CFUNCTYPE(None, c_void_p)),
+        ("affine_scratch_bytes", CFUNCTYPE(c_int64, c_void_p)),
+        ("affine", CFUNCTYPE(None, c_void_p)),
+        ("beam_topk_bytes", CFUNCTYPE(c_int64, c_int64, c_int64, c_int64)),
+        ("gathered_head", CFUNCTYPE(None, POINTER(HeadJob))),
+        ("beam_topk", CFUNCTYPE(c_int64, POINTER(TopkJob))),
+    ]
+
+
+class NativeError(Exception):
+    """The kernels cannot be used; the message says why."""
+
+
+class Native:
+    """The kernels for one instruction set: `kernels.<function>(...)`, with the argument types of `Table`."""
+
+    def __init__(self, kernels: Any) -> None:
+        self.kernels = kernels
+        self.isa: str = kernels.isa.decode()
+        self.vector_bytes: int = kernels.vector_bytes
+        self.has_bf16_dot = bool(kernels.has_bf16_dot)
+
+
+@cache
+def load(isa: str = "", library: Path = _LIBRARY) -> Native:
+    """The kernels, ready to be called.
+
+    Args:
+        isa: one of `ISAS`; "" = the best that this CPU has.
+        library: the shared object.
+
+    Raises:
+        NativeError: there is no library, it is another version's, or this CPU has no such instruction set.
+    """
+    if not library.exists():
+        raise NativeError(f"{library.name} was not built: no C++ compiler when npu_gr was installed")
+    try:
+        found = ctypes.CDLL(str(library)).npu_gr_kernels
+    except (OSError, AttributeError) as error:
+        raise NativeError(f"{library.name} cannot be loaded: {error}") from error
+    found.argtypes, found.restype = [c_char_p], POINTER(Table)
+    table = found(isa.encode())
+    if not table:
+        raise NativeError(f"{library.name} has no kernels for {isa!r}, or this CPU cannot run them")
+    kernels = table.contents
+    if (kernels.num_bytes, kernels.abi) != (ctypes.sizeof(Table), ABI):
+        raise NativeError(f"{library.name} was built from other sources: pip install npu_gr again")
+    return Native(kernels)
+
+
+def supported() -> list[str]:
+    """The instruction sets that can run here, best first; empty without a library."""
+    return [isa for isa in ISAS if _is_supported(isa)]
+
+
+def _is_supported(isa: str) -> bool:
+    try:
+        load(isa)
+    except NativeError:
+        return False
+    return True

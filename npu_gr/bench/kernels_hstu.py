@@ -1,0 +1,194 @@
+"""HSTU on the CPU kernels: attention against the FMA roof, a whole rank against its flop floor and a naive cached path.
+
+Roofs are measured in the same run by the library's own probes, in the arithmetic that the kernel uses. Everything runs
+on one thread, in the thread's CPU time (a neighbour then costs caches but no waiting), in turn with its baseline.
+Floors: attention 4 flops a pair and dimension of queries and keys, causal at half its square; a rank as `rank.flops`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.nn.functional import silu
+
+from npu_gr.backend import tiles
+from npu_gr.backend.base import BiasTables, Slab
+from npu_gr.backend.cpu import CPUBackend
+from npu_gr.backend.native import Native
+from npu_gr.backend.tiles import Tiles
+from npu_gr.backend.torch_ops import TorchOps
+from npu_gr.bench import rank
+from npu_gr.bench.line import Line, percentiles, timed_in_turn
+from npu_gr.errors import ConfigError
+from npu_gr.kv.arena import KVArena
+from npu_gr.kv.layout import KVLayout, Run
+from npu_gr.model.hstu import HSTU, Past, Segment
+
+LENGTHS, CANDIDATES = (1024, 4096), (100, 500)
+HEADS, WIDTH = 4, 64
+OF_PEAK, OF_FLOOR, TIMES_NAIVE = 0.7, 1.5, 4.0
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2}  # of the result's largest number
+DTYPES = (torch.float32, torch.bfloat16)
+
+
+class NaiveCachedBackend(CPUBackend):
+    """The public way to rank against cached keys in plain torch: an N x N mask a layer, of which the new rows are kept.
+
+    Candidates are appended to copies of the cached keys and values. It knows no relative bias.
+    """
+
+    def __init__(self) -> None:
+        super().__init__("off")
+
+    def hstu_targets(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        history: Sequence[Slab | Tiles],
+        times: Tensor,
+        query_time: int,
+        bias: BiasTables,
+        alpha: float,
+    ) -> Tensor:
+        """See `Backend.hstu_targets`, with `bias` zero."""
+        slabs = tiles.natural(history)
+        keys, values = (torch.cat([*(s[i] for s in slabs), own]) for i, own in ((0, k), (1, v)))
+        m, n = len(times), len(keys)
+        ids = torch.arange(n).clamp_(max=m)
+        mask = torch.eye(n, dtype=torch.bool) | (ids[:, None] - ids[None, :] > 0)
+        weights = silu(torch.einsum("chd,nhd->hcn", q, keys) * alpha) * mask[m:]
+        return torch.einsum("hcn,nhd->chd", weights, values)
+
+
+def roof_flops(native: Native, dtype: torch.dtype, budget_s: float = 0.2) -> float:
+    """Floating-point operations a second of the best loop for this dtype: VDPBF16PS for bf16 where there is one."""
+    uses_dot = dtype == torch.bfloat16 and native.has_bf16_dot
+    probe = native.kernels.probe_fma_bf16 if uses_dot else native.kernels.probe_fma_f32
+    flops = native.kernels.probe_flops_bf16 if uses_dot else native.kernels.probe_flops_f32
+    ((*samples,),) = timed_in_turn([lambda: probe(200)], budget_s, clock=time.thread_time)
+    return float(200 * flops / min(samples))
+
+
+def lines(isa: str, seed: int, budget_s: float) -> Iterator[Line]:
+    """One line a case. A wrong result is an AssertionError before anything is timed."""
+    backend = CPUBackend(isa=isa)
+    if backend.native is None:
+        raise ConfigError("bench kernels: the CPU kernels are not built; pip install npu_gr where there is a g++")
+    torch.manual_seed(seed)
+    for dtype in DTYPES:
+        for length in LENGTHS:
+            yield from _attention(backend, backend.native, dtype, length, budget_s)
+        for c in CANDIDATES:
+            yield from _rank(backend, backend.native, dtype, max(LENGTHS), c, budget_s)
+
+
+def _attention(backend: CPUBackend, native: Native, dtype: torch.dtype, length: int, budget_s: float) -> Iterator[Line]:
+    off = CPUBackend("off")
+    mixed = torch.randn(length, 3 * HEADS * WIDTH).to(dtype)
+    q, k, v = (x.unflatten(1, (HEADS, WIDTH)) for x in mixed.chunk(3, dim=1))
+    times = torch.cumsum(torch.randint(1, 100_000, (length,)), 0)
+    bias = BiasTables(torch.randn(HEADS, 256).to(dtype), torch.randn(HEADS, 64).to(dtype))
+    into = tiles.empty(-(-length // tiles.TILE_TOKENS), HEADS, WIDTH, WIDTH, dtype)
+    backend.pack_kv(into, 0, k, v)
+    held, at, pair = into._replace(num_tokens=length), int(times[-1]) + 60, 4 * HEADS * WIDTH
+    cases: list[tuple[str, float, Callable[[TorchOps], Tensor]]] = [
+        (
+            f"prefill L={length}",
+            pair * length * (length + 1) / 2,
+            lambda b: b.hstu_causal(q, k, v, [], times, bias, 0.125),
+        )
+    ]
+    for c in CANDIDATES:
+        rows = q[:c], k[:c], v[:c]
+        cases.append((
+            f"rank L={length} M={c}",
+            pair * c * (length + 1),
+            lambda b, rows=rows: b.hstu_targets(*rows, [held if b is backend else (k, v)], times, at, bias, 0.125),  # type: ignore[misc]
+        ))  # fmt: skip
+    for name, flops, op in cases:
+        want = op(off)
+        assert float((op(backend) - want).abs().max()) <= TOLERANCE[dtype] * float(want.abs().max()), name
+        roof = roof_flops(native, dtype)
+        ours, theirs = timed_in_turn([partial(op, backend), partial(op, off)], budget_s, clock=time.thread_time)
+        yield _line(f"{name} {_name(dtype)}", native, ours, flops / roof, "torch ops", theirs, 1 / OF_PEAK)
+
+
+def _rank(
+    backend: CPUBackend, native: Native, dtype: torch.dtype, length: int, c: int, budget_s: float
+) -> Iterator[Line]:
+    """The naive path has no bias, so neither has the model: its tables are zero, and are looked up all the same."""
+    shape = rank.config()
+    model = HSTU(shape).cast(dtype).eval()
+    model.freeze_items()
+    naive, nothing = NaiveCachedBackend(), torch.empty(0, dtype=torch.int64)
+    items, times = torch.randint(shape.num_items, (length,)), torch.cumsum(torch.randint(100_000, (length,)), 0)
+    candidates = torch.randint(shape.num_items, (c,))
+    hit = Segment(
+        items=nothing, actions=nothing, times=nothing, candidates=candidates, candidate_time=int(times[-1]) + 60
+    )
+
+    def cached(b: CPUBackend) -> Segment:
+        layout = KVLayout(
+            num_layers=shape.num_layers, num_heads=shape.num_heads, qk_dim=shape.qk_dim, v_dim=shape.v_dim,
+            dtype=_name(dtype), arrangement=b.arrangement(dtype, 64),
+        )  # fmt: skip
+        runs = (Run(0, layout.pages(length)),)
+        arena = KVArena(layout, layout.pages(length), b.device, pack=b.pack_kv)
+
+        def sink(layer: int, k: Tensor, v: Tensor) -> None:
+            arena.write(layer, runs, 0, k, v)
+
+        model(backend, [Segment(items=items, actions=items * 0, times=times, candidates=nothing, sink=sink)])
+        return replace(hit, past=Past(times, lambda layer: arena.slabs(layer, runs, length)))
+
+    ours, theirs = cached(backend), cached(naive)
+    want, got = model(naive, [theirs])[0], model(backend, [ours])[0]
+    drift = float((got - want).abs().max() / want.abs().max())
+    assert drift <= TOLERANCE[dtype], f"rank L={length} M={c}: {drift:.1e}"
+    floor_s = rank.flops(shape, length, c, True) / roof_flops(native, dtype)
+    mine, other = timed_in_turn(
+        [lambda: model(backend, [ours]), lambda: model(naive, [theirs])], budget_s, clock=time.thread_time
+    )
+    case = f"request L={length} M={c} layers={shape.num_layers} d={shape.dim} {_name(dtype)}"
+    yield _line(case, native, mine, floor_s, "naive cached path, N x N mask", other, OF_FLOOR, TIMES_NAIVE)
+
+
+def _line(
+    case: str,
+    native: Native,
+    ours: list[float],
+    floor_s: float,
+    baseline: str,
+    theirs: list[float],
+    times_floor: float,
+    target: float | None = None,
+) -> Line:
+    """`ok`: within `times_floor` of the floor at best (the roof is a best too), and `target` times the baseline."""
+    ours_ms, p10, p90 = (value * 1e3 for value in percentiles(ours))
+    theirs_ms = percentiles(theirs)[0] * 1e3
+    of_floor = floor_s / min(ours)
+    return Line(
+        bench="kernels",
+        case=f"hstu {case} {native.isa}",
+        ours=ours_ms,
+        unit="ms",
+        baseline=baseline,
+        baseline_value=theirs_ms,
+        ratio=theirs_ms / ours_ms,
+        target=target,
+        ok=of_floor >= 1 / times_floor and (target is None or theirs_ms / ours_ms >= target),
+        floor=floor_s * 1e3,
+        of_floor=of_floor,
+        p10=p10,
+        p90=p90,
+    )
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

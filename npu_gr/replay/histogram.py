@@ -1,0 +1,98 @@
+"""Latencies in constant memory: HDR histograms, and the same by slices of time."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from hdrh.histogram import HdrHistogram
+
+MAX_S = 3600.0
+MAX_SLICES = 240
+
+_UNITS_PER_S = 1e6  # counted in microseconds
+
+
+class Latency:
+    """Seconds; percentiles to a part in 1,000 (`digits` = 3) or in 100. Values over an hour count as one."""
+
+    def __init__(self, digits: int = 3) -> None:
+        self._digits = digits
+        self._counts: Any = HdrHistogram(1, int(MAX_S * _UNITS_PER_S), digits)
+
+    def __len__(self) -> int:
+        return int(self._counts.get_total_count())
+
+    def record(self, seconds: float) -> None:
+        """One more."""
+        self._counts.record_value(max(1, round(min(seconds, MAX_S) * _UNITS_PER_S)))
+
+    def merge(self, other: Latency) -> None:
+        """All of the other's too."""
+        self._counts.add(other._counts)
+
+    def percentile_s(self, percent: float) -> float:
+        """NaN of nothing."""
+        return float(self._counts.get_value_at_percentile(percent)) / _UNITS_PER_S if len(self) else float("nan")
+
+    def cdf(self) -> Iterator[tuple[float, float]]:
+        """Seconds, and the share that took at most that long; ascending."""
+        for step in self._counts.get_recorded_iterator():
+            yield step.value_iterated_to / _UNITS_PER_S, step.total_count_to_this_value / len(self)
+
+    def __getstate__(self) -> tuple[int, bytes]:
+        return self._digits, self._counts.encode()
+
+    def __setstate__(self, state: tuple[int, bytes]) -> None:
+        self._digits = state[0]
+        self._counts = HdrHistogram.decode(state[1])
+
+
+@dataclass(slots=True)
+class Slice:
+    """What was due in one slice of the run."""
+
+    num_due: int = 0
+    num_good: int = 0  # answered within the SLO
+    outcomes: Counter[str] = field(default_factory=Counter)  # answered by outcome; "error" the others
+    latency: Latency = field(default_factory=lambda: Latency(2))
+
+    def merge(self, other: Slice) -> None:
+        """All of the other's too."""
+        self.num_due += other.num_due
+        self.num_good += other.num_good
+        self.outcomes.update(other.outcomes)
+        self.latency.merge(other.latency)
+
+
+class Slices:
+    """A run by time: at most `MAX_SLICES`, whose width doubles when the run outgrows them."""
+
+    def __init__(self) -> None:
+        self.width_s = 0.25
+        self.slices: list[Slice] = []
+
+    def at(self, due_s: float) -> Slice:
+        """The slice of an instant of the run."""
+        while (index := int(max(due_s, 0.0) / self.width_s)) >= MAX_SLICES:
+            self._halve()
+        while len(self.slices) <= index:
+            self.slices.append(Slice())
+        return self.slices[index]
+
+    def merge(self, other: Slices) -> None:
+        """All of the other's too, which is left as coarse as this one."""
+        while self.width_s < other.width_s:
+            self._halve()
+        while other.width_s < self.width_s:
+            other._halve()
+        for index, part in enumerate(other.slices):
+            self.at((index + 0.5) * self.width_s).merge(part)
+
+    def _halve(self) -> None:
+        self.width_s *= 2
+        for left, right in zip(self.slices[::2], self.slices[1::2], strict=False):
+            left.merge(right)
+        self.slices = self.slices[::2]

@@ -1,0 +1,169 @@
+"""The report as one page that loads nothing: plots of every run, its tables, and its JSON to take along."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from html import escape
+from itertools import pairwise
+from typing import Any
+
+from npu_gr.replay.report import PERCENTILES, Report
+from npu_gr.replay.study import Study, name, row
+from npu_gr.replay.svg import areas, axis, lines
+from npu_gr.replay.tally import HITS
+from npu_gr.request import Outcome
+
+_STYLE = """
+:root { color-scheme: light dark; --line: #8885; --dim: #777; }
+body { font: 14px/1.45 system-ui, sans-serif; max-width: 1360px; margin: 24px auto; padding: 0 16px; }
+h1 { font-size: 22px; } h2 { font-size: 18px; margin-top: 32px; } h3 { font-size: 14px; margin: 0 0 4px; }
+.plots { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(420px, 100%), 1fr)); gap: 20px; }
+figure { margin: 0; padding: 12px; border: 1px solid var(--line); border-radius: 8px; }
+svg { width: 100%; height: auto; display: block; } svg text { font-size: 11px; fill: currentColor; }
+.axis { stroke: currentColor; fill: none; } .grid { stroke: var(--line); stroke-width: .5; }
+path.level { stroke: #dc2626; stroke-dasharray: 5 4; } svg text.level { fill: #dc2626; }
+.legend { min-height: 20px; } .key { margin-right: 14px; white-space: nowrap; }
+.key i { display: inline-block; width: 10px; height: 10px; margin-right: 5px; border-radius: 2px; }
+table { border-collapse: collapse; margin: 8px 0 16px; } td, th { padding: 3px 10px; text-align: right; }
+.facts td { text-align: left; overflow-wrap: anywhere; }
+tr { border-bottom: 1px solid var(--line); } td:first-child, th:first-child { text-align: left; }
+.warn { color: #dc2626; font-weight: 600; } .dim { color: var(--dim); } pre { overflow: auto; max-height: 400px; }
+"""
+
+_RUN_COLUMNS = ("run", "offered/s", "goodput/s", "within SLO", "P50 ms", "P99 ms", "hits", "cached tokens", "lag P99")
+
+
+def page(study: Study, title: str) -> str:
+    """The whole document."""
+    head = f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
+    parts = [head, f"<style>{_STYLE}</style></head><body><h1>{escape(title)}</h1>", _summary(study)]
+    for place, run in enumerate(study.runs, 1):
+        parts.append(_run(run, f"run-{place}"))
+    parts.append(f"<h2>JSON</h2><details><summary>all of it</summary><pre>{escape(study.to_json())}</pre></details>")
+    return "".join(parts) + "</body></html>\n"
+
+
+def _summary(study: Study) -> str:
+    rows = [
+        [f'<a href="#run-{i}">{escape(cells[0])}</a>', *cells[1:]] for i, cells in enumerate(map(row, study.runs), 1)
+    ]
+    text = _table(_RUN_COLUMNS, rows)
+    if study.ended:
+        rate = "none" if study.highest_per_s is None else f"{study.highest_per_s:.3g} ranks/s"
+        text += f"<p>Highest rate that keeps the SLO: <b>{rate}</b> ({escape(study.ended)}).</p>"
+    return text + f'<div class="plots">{_figure("Goodput against offered load", _goodput(study.runs))}</div>'
+
+
+def _run(run: Report, anchor: str) -> str:
+    plots = (
+        ("Latency over time", _latency(run)),
+        ("Latency, cumulative", _cdf(run)),
+        ("Outcomes", _outcomes(run)),
+        ("Hit ratios", _hits(run)),
+        ("Bytes of the memory tiers", _tiers(run)),
+    )
+    figures = "".join(_figure(title, plot) for title, plot in plots)
+    warning = '<p class="warn">The generator was late: these latencies are partly its own.</p>' if run.was_late else ""
+    cut = '<p class="warn">Interrupted: only what was answered before counts.</p>' if run.interrupted else ""
+    columns = ("ms from the due time", "count", *(f"P{p:g}" for p in PERCENTILES))
+    latencies = _table(
+        columns, [[escape(r.name), str(r.count), *(f"{v:.2f}" for v in r.ms.values())] for r in run.latencies]
+    )
+    facts = _table(("", ""), [[escape(key), escape(value)] for key, value in _facts(run)])
+    heading = f'<h2 id="{anchor}">{escape(name(run))}</h2>'
+    return f'{heading}{cut}{warning}<div class="plots">{figures}</div>{latencies}<div class="facts">{facts}</div>'
+
+
+def _facts(run: Report) -> list[tuple[str, str]]:
+    def counts(values: dict[str, Any]) -> str:
+        return ", ".join(f"{k} {v:.3g}" if isinstance(v, float) else f"{k} {v}" for k, v in values.items()) or "none"
+
+    facts = [
+        ("goodput", f"{run.goodput_per_s:.2f} ranks/s within {run.slo_s * 1e3:g} ms"),
+        ("SLO attainment", f"{run.attainment_ratio:.3%} of {run.num_ranks} ranks in {run.duration_s:.1f} s"),
+        ("history tokens from cached KV", f"{run.prefix_tokens_ratio:.1%}"),
+        ("not a hit because", counts(run.reasons)),
+        ("errors", counts(run.errors)),
+        ("stages, P50 ms", counts(run.stages_p50_ms)),
+        ("send-lag, ms", counts(run.lag_ms)),
+        ("sent", f"{run.sent_bytes / 1e6:.2f} MB of bodies"),
+        ("model versions", counts(run.model_versions)),
+    ]
+    facts += [(f"AUC {task}", f"{value:.4f}") for task, value in run.auc.items()]
+    facts += [(f"NDCG@10 {task}", f"{value:.4f}") for task, value in run.ndcg_at_10.items()]
+    if run.logged_digests:
+        facts.append(("answers against the log", counts(run.logged_digests)))
+    if run.num_bad_lines:
+        facts.append((f"{run.num_bad_lines} bad lines skipped", "; ".join(run.bad_lines)))
+    facts.append(("settings", counts({k: v for k, v in run.settings.items() if v is not None})))
+    return facts
+
+
+def _goodput(runs: Sequence[Report]) -> str:
+    if len(runs) > 1:
+        points = sorted((run.offered_per_s, run.goodput_per_s) for run in runs)
+    else:  # of one run its slices: a ramp is a curve, a flat rate a cloud
+        points = sorted((s["offered_per_s"], s["goodput_per_s"]) for run in runs for s in run.slices)
+    x, y = axis("offered ranks/s", [a for a, _ in points]), axis("ranks/s within the SLO", [b for _, b in points])
+    label = "runs" if len(runs) > 1 else f"slices of {_slice_s(runs):g} s"
+    return lines({label: points}, x, y, diagonal=True, dots=True)
+
+
+def _slice_s(runs: Sequence[Report]) -> float:
+    starts = [part["at_s"] for run in runs for part in run.slices]
+    return min((b - a for a, b in pairwise(starts)), default=0.0)
+
+
+def _latency(run: Report) -> str:
+    series = {
+        name: [(part["at_s"], part[key]) for part in run.slices] for name, key in (("P50", "p50_ms"), ("P99", "p99_ms"))
+    }
+    values = [value for points in series.values() for _, value in points]
+    slo_ms = run.slo_s * 1e3
+    x, y = _time(run), axis("ms from the due time", [*values, slo_ms], is_log=True)
+    return lines(series, x, y, level=(f"SLO {slo_ms:g} ms", slo_ms))
+
+
+def _cdf(run: Report) -> str:
+    x = axis("ms from the due time", [ms for points in run.cdf.values() for ms, _ in points], is_log=True)
+    return lines(run.cdf, x, axis("share answered", [1.0]))
+
+
+def _outcomes(run: Report) -> str:
+    found = {outcome for part in run.slices for outcome in part["outcomes"]}
+    names = [name for name in (*Outcome, "error") if name in found]
+    series = {str(o): [(part["at_s"], float(part["outcomes"].get(o, 0))) for part in run.slices] for o in names}
+    return areas(series, _time(run), f"ranks in {_slice_s([run]):g} s")
+
+
+def _hits(run: Report) -> str:
+    series = {}
+    for hit in HITS:
+        series[str(hit)] = [
+            (part["at_s"], part["outcomes"].get(hit, 0) / max(sum(part["outcomes"].values()), 1)) for part in run.slices
+        ]
+    return lines(series, _time(run), axis("share of the ranks", [1.0]))
+
+
+def _tiers(run: Report) -> str:
+    if not run.tiers:
+        return '<p class="dim">The address that was asked shows no npu_gr_kv_bytes at /metrics.</p>'
+    names = [key for key in run.tiers[0].bytes if not key.endswith(" free")]
+    series = {key: [(tier.at_s, tier.bytes.get(key, 0.0)) for tier in run.tiers] for key in names}
+    values = [value for points in series.values() for _, value in points]
+    return lines(series, axis("s", [tier.at_s for tier in run.tiers]), axis("bytes", values))
+
+
+def _time(run: Report) -> Any:
+    return axis("s since the run began", [part["at_s"] for part in run.slices])
+
+
+def _figure(title: str, plot: str) -> str:
+    return f"<figure><h3>{escape(title)}</h3>{plot}</figure>"
+
+
+def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Cells are HTML."""
+    head = "".join(f"<th>{escape(column)}</th>" for column in columns)
+    body = "".join("<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>" for cells in rows)
+    return f"<table><tr>{head}</tr>{body}</table>"

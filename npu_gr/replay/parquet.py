@@ -1,0 +1,116 @@
+"""Query logs as Parquet: a row a record, columns of integers as lists, the rest of what nests as JSON text.
+
+    ts double, kind, user_id, tenant, base string, {history,events}_{items,timestamps} list<int64>,
+    {history,events}_actions list<int16>, candidates list<int64>, num_candidates, timestamp, top_k int64,
+    deadline_ms, delay_ms double, generate, labels, answer string (JSON)
+
+Columns that are absent from a file count as empty; other columns are refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from importlib import import_module
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from npu_gr.errors import DataError
+from npu_gr.replay.log import LoggedHistory, Record, column
+
+if TYPE_CHECKING:
+    from npu_gr.replay.log import Log
+
+ROW_GROUP = 1024  # records
+
+_PLAIN = {
+    "ts": "float64",
+    **dict.fromkeys(("kind", "user_id", "tenant", "base"), "string"),
+    **dict.fromkeys(("num_candidates", "timestamp", "top_k"), "int64"),
+    **dict.fromkeys(("deadline_ms", "delay_ms"), "float64"),
+}
+_HISTORIES = ("history", "events")
+_COLUMNS = {"items": "int64", "actions": "int16", "timestamps": "int64"}
+_JSON = ("generate", "labels", "answer")
+
+
+def write_rows(path: Path, records: Iterable[Record]) -> int:
+    """Write a file by row groups; how many records it has."""
+    arrow, parquet = _modules(path)
+    schema = _schema(arrow)
+    rest, total = iter(records), 0
+    with parquet.ParquetWriter(path, schema, compression="zstd") as writer:
+        while group := [_row(record) for record in islice(rest, ROW_GROUP)]:
+            writer.write_table(arrow.Table.from_pylist(group, schema=schema))
+            total += len(group)
+    return total
+
+
+def rows(log: Log) -> Iterator[tuple[int, Record]]:
+    """Row numbers, counted from 1, and records; a row that is none goes to `log.reject`."""
+    arrow, parquet = _modules(log.path)
+    try:
+        with parquet.ParquetFile(log.path) as file:
+            schema = _schema(arrow)
+            for field in file.schema_arrow:
+                if field.name not in schema.names:
+                    raise DataError(f"{log.path}: unknown column {field.name!r}")
+            number = 0
+            for batch in file.iter_batches(ROW_GROUP):
+                for row in batch.to_pylist():
+                    number += 1
+                    try:
+                        yield number, _record(row)
+                    except (msgspec.MsgspecError, ValueError, OverflowError) as error:
+                        log.reject(number, error)
+                log.read_ratio = number / file.metadata.num_rows
+    except OSError as error:
+        raise DataError(f"{log.path}: {error}") from error
+    except arrow.ArrowException as error:
+        raise DataError(f"{log.path}: {error}") from error
+
+
+def _row(record: Record) -> dict[str, Any]:
+    row: dict[str, Any] = {name: getattr(record, name) for name in _PLAIN}
+    row["candidates"] = column(record.candidates)
+    for name in _HISTORIES:
+        history: LoggedHistory | None = getattr(record, name)
+        if history is not None:
+            events = history.events()
+            row |= {f"{name}_{part}": getattr(events, part) for part in _COLUMNS}
+    for name in _JSON:
+        value = getattr(record, name)
+        row[name] = msgspec.json.encode(value).decode() if value else None
+    return row
+
+
+def _record(row: dict[str, Any]) -> Record:
+    table = {name: row[name] for name in _PLAIN if row.get(name) is not None}
+    if row.get("candidates"):
+        table["candidates"] = row["candidates"]
+    for name in _HISTORIES:
+        history = {part: row.get(f"{name}_{part}") for part in _COLUMNS}
+        if any(values is not None for values in history.values()):
+            table[name] = {part: values or [] for part, values in history.items()}
+    for name in _JSON:
+        if row.get(name):
+            table[name] = msgspec.json.decode(row[name])
+    return msgspec.convert(table, Record)
+
+
+def _schema(arrow: Any) -> Any:
+    fields = [(name, getattr(arrow, kind)()) for name, kind in _PLAIN.items()]
+    fields.append(("candidates", arrow.list_(arrow.int64())))
+    for name in _HISTORIES:
+        fields += [(f"{name}_{part}", arrow.list_(getattr(arrow, kind)())) for part, kind in _COLUMNS.items()]
+    fields += [(name, arrow.string()) for name in _JSON]
+    return arrow.schema(fields)
+
+
+def _modules(path: Path) -> tuple[Any, Any]:
+    try:
+        return import_module("pyarrow"), import_module("pyarrow.parquet")
+    except ImportError as error:
+        raise DataError(f"{path}: Parquet needs pip install 'npu_gr[parquet]'") from error

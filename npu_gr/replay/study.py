@@ -1,0 +1,140 @@
+"""Several runs of one log: one after the other (a sweep), or a search for the highest rate that keeps the SLO."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Any
+
+import msgspec
+from rich import box
+from rich.console import Group, RenderableType
+from rich.table import Table
+
+from npu_gr.replay.options import ReplayOptions
+from npu_gr.replay.report import Report
+from npu_gr.replay.tally import HITS
+
+CLOSE_RATIO = 1.05  # the search ends when the lowest rate that fails is this near to the highest that does not
+MAX_STEPS = 24
+
+Play = Callable[[ReplayOptions], Awaitable[tuple[Report, int]]]  # the report, and the first record not read
+
+
+class SearchOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where to look, and what keeping the SLO means."""
+
+    low_per_s: Annotated[float, msgspec.Meta(gt=0)]
+    high_per_s: Annotated[float, msgspec.Meta(gt=0)]
+    step_s: Annotated[float, msgspec.Meta(gt=0)] = 20.0  # of a rate, after its warm-up
+    target_ratio: Annotated[float, msgspec.Meta(gt=0, le=1)] = 0.99  # of the ranks within the SLO
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Study:
+    """Runs in the order they were made."""
+
+    runs: list[Report] = field(default_factory=list)
+    highest_per_s: float | None = None  # of a search: the highest rate that was run and kept the SLO
+    ended: str = ""  # of a search: why
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        search = {"highest_per_s": self.highest_per_s, "ended": self.ended} if self.ended else None
+        return {"runs": [run.as_dict() for run in self.runs], "search": search}
+
+    def to_json(self) -> str:
+        """`as_dict` as text; what could not be measured is null."""
+        return msgspec.json.format(msgspec.json.encode(self.as_dict()), indent=2).decode()
+
+    def render(self) -> RenderableType:
+        """One run as its own tables, several as a row each."""
+        if len(self.runs) == 1 and not self.ended:
+            return self.runs[0].render()
+        columns = ("offered/s", "goodput/s", "within SLO", "P50 ms", "P99 ms", "hits", "cached tokens", "lag P99 ms")
+        table = Table("run", *columns, box=box.SIMPLE, title=f"ranks within {self.runs[0].slo_s * 1e3:g} ms")
+        for run in self.runs:
+            table.add_row(*row(run))
+        if not self.ended:
+            return table
+        found = "none" if self.highest_per_s is None else f"{self.highest_per_s:.3g} ranks/s"
+        return Group(table, f"highest rate that keeps the SLO: {found} ({self.ended})")
+
+
+def name(run: Report) -> str:
+    """What made this run another than its neighbours."""
+    settings = run.settings
+    if settings["closed"] is not None:
+        return f"closed, {settings['closed']} in flight"
+    if settings["rate"] is not None:
+        ramp = "" if settings["ramp_to"] is None else f" to {settings['ramp_to']:g}"
+        return f"{settings['arrival']} {settings['rate']:.4g}{ramp}/s"
+    return f"log x {settings['speed']:g}"
+
+
+def row(run: Report) -> list[str]:
+    """A run's line in the table of several."""
+    return [
+        name(run) + (", interrupted" if run.interrupted else ""),
+        f"{run.offered_per_s:.1f}",
+        f"{run.goodput_per_s:.1f}",
+        f"{run.attainment_ratio:.2%}",
+        f"{run.latency_ms('rank', 'p50'):.2f}",
+        f"{run.latency_ms('rank', 'p99'):.2f}",
+        f"{sum(run.hit_ratio(hit) for hit in HITS):.1%}",
+        f"{run.prefix_tokens_ratio:.1%}",
+        f"{run.lag_ms['p99']:.2f}" + (" LATE" if run.was_late else ""),
+    ]
+
+
+async def sweep(play: Play, options: Sequence[ReplayOptions], stop: asyncio.Event) -> Study:
+    """One run after the other, each from the log's start."""
+    runs = []
+    for each in options:
+        runs.append((await play(each))[0])
+        if stop.is_set():
+            break
+    return Study(runs=runs)
+
+
+async def search(play: Play, options: ReplayOptions, within: SearchOptions, stop: asyncio.Event) -> Study:
+    """Double the rate from the low end until the SLO breaks, then halve the interval between.
+
+    Every step goes on in the log where the one before it stopped, and starts over when too little is left, so that no
+    step is answered from prefixes that the one before it left behind.
+    """
+    runs: list[Report] = []
+    skip, rate, best, worst = 0, within.low_per_s, None, None
+    for _ in range(MAX_STEPS):
+        step = msgspec.structs.replace(
+            options, rate=rate, speed=1.0, skip=skip, duration_s=within.step_s + options.warmup_s
+        )
+        report, skip = await play(step)
+        if report.settings["skip"] and _ran_dry(report, within) and not stop.is_set():
+            report, skip = await play(msgspec.structs.replace(step, skip=0))
+        runs.append(report)
+        if stop.is_set():
+            return Study(runs=runs, highest_per_s=best, ended="interrupted")
+        if report.was_late:
+            return Study(runs=runs, highest_per_s=best, ended=f"the generator was late at {rate:.3g}/s: more processes")
+        if report.attainment_ratio >= within.target_ratio:
+            best = rate
+        else:
+            worst = rate
+        if worst is None:
+            if rate >= within.high_per_s:
+                return Study(runs=runs, highest_per_s=best, ended=f"the SLO holds at the high end, {rate:.3g}/s")
+            rate = min(2 * rate, within.high_per_s)
+        elif best is None:
+            return Study(runs=runs, ended=f"the SLO breaks at the low end, {rate:.3g}/s")
+        elif worst <= best * CLOSE_RATIO:
+            return Study(runs=runs, highest_per_s=best, ended=f"{worst:.3g}/s breaks it")
+        else:
+            rate = (best * worst) ** 0.5
+    return Study(runs=runs, highest_per_s=best, ended=f"{MAX_STEPS} steps")
+
+
+def _ran_dry(report: Report, within: SearchOptions) -> bool:
+    """Whether the log ended well before the step did."""
+    return not report.interrupted and report.duration_s < 0.8 * within.step_s

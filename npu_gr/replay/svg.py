@@ -1,0 +1,153 @@
+"""Plots as SVG text: lines and stacked areas over a linear or logarithmic axis. No script, nothing loaded."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from html import escape
+from typing import NamedTuple
+
+Points = Sequence[tuple[float, float]]
+
+WIDTH, HEIGHT = 640, 300
+LEFT, RIGHT, TOP, BOTTOM = 64, 16, 12, 44
+COLOURS = ("#2563eb", "#d97706", "#059669", "#dc2626", "#7c3aed", "#0891b2", "#be185d", "#4b5563")
+
+
+class Axis(NamedTuple):
+    """One direction of a plot."""
+
+    label: str
+    low: float
+    high: float
+    is_log: bool = False
+
+    def share(self, value: float) -> float:
+        """0 at the low end, 1 at the high one; outside values are moved to an end."""
+        low, high = self.low, self.high
+        value = min(max(value, low), high)
+        if self.is_log:
+            low, high, value = math.log(low), math.log(high), math.log(value)
+        return (value - low) / (high - low)
+
+    def ticks(self) -> list[float]:
+        """Round values to write beside the axis."""
+        if self.is_log:
+            decades = range(math.floor(math.log10(self.low)), math.ceil(math.log10(self.high)) + 1)
+            steps = (1, 2, 5) if self.high / self.low <= 2000 else (1,)
+            return [t for t in (s * 10.0**d for d in decades for s in steps) if self.low <= t <= self.high * 1.0001]
+        rough = (self.high - self.low) / 5
+        size = 10.0 ** math.floor(math.log10(rough))
+        step = next(size * factor for factor in (1, 2, 5, 10) if size * factor >= rough * 0.999)
+        first = math.ceil(self.low / step - 1e-9)
+        return [index * step for index in range(first, math.floor(self.high / step + 1e-9) + 1)]
+
+
+def axis(label: str, values: Iterable[float], *, is_log: bool = False, from_zero: bool = True) -> Axis:
+    """One that shows all finite values."""
+    finite = [value for value in values if math.isfinite(value) and (value > 0 or not is_log)]
+    high, low = max(finite, default=1.0), min(finite, default=1.0 if is_log else 0.0)
+    if is_log:
+        return Axis(label, low * 0.9, max(high * 1.1, low * 2), True)
+    low = min(0.0, low) if from_zero else low
+    return Axis(label, low, high * 1.05 if high > low else low + 1.0)
+
+
+def lines(
+    series: Mapping[str, Points],
+    x: Axis,
+    y: Axis,
+    *,
+    level: tuple[str, float] | None = None,
+    diagonal: bool = False,
+    dots: bool = False,
+) -> str:
+    """Lines by name; `level` is a dashed horizontal one, `diagonal` a dashed y = x; `dots` marks the points."""
+    parts = [_frame(x, y)]
+    if level is not None and y.low <= level[1] <= y.high:
+        at = _y(y, level[1])
+        parts.append(_dashed(LEFT, at, WIDTH - RIGHT, at, level[0]))
+    if diagonal:
+        end = min(x.high, y.high)
+        parts.append(_dashed(LEFT, _y(y, y.low), _x(x, end), _y(y, end), "all offered"))
+    for colour, (name, points) in zip(_colours(len(series)), series.items(), strict=True):
+        finite = [(_x(x, a), _y(y, b)) for a, b in points if math.isfinite(a) and math.isfinite(b)]
+        path = " ".join(f"{a:.1f},{b:.1f}" for a, b in finite)
+        title = f"<title>{escape(name)}</title>"
+        parts.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="1.8">{title}</polyline>')
+        if dots or len(finite) == 1:
+            parts += [f'<circle cx="{a:.1f}" cy="{b:.1f}" r="3.2" fill="{colour}">{title}</circle>' for a, b in finite]
+    return _svg(parts, series)
+
+
+def areas(series: Mapping[str, Points], x: Axis, y_label: str) -> str:
+    """Series stacked on each other; all have the same x."""
+    names = list(series)
+    base = [0.0] * (len(series[names[0]]) if names else 0)
+    tops: list[list[float]] = []
+    for name in names:
+        base = [below + value for below, (_, value) in zip(base, series[name], strict=True)]
+        tops.append(base)
+    y = axis(y_label, tops[-1] if tops else ())
+    parts = [_frame(x, y)]
+    for colour, name, top in reversed(list(zip(_colours(len(names)), names, tops, strict=True))):
+        at = [_x(x, a) for a, _ in series[name]]
+        zero = _y(y, 0.0)
+        path = " ".join(f"{a:.1f},{_y(y, b):.1f}" for a, b in zip(at, top, strict=True))
+        title = f"<title>{escape(name)}</title>"
+        shape = f"{at[0]:.1f},{zero:.1f} {path} {at[-1]:.1f},{zero:.1f}"
+        parts.append(f'<polygon points="{shape}" fill="{colour}" fill-opacity="0.85">{title}</polygon>')
+    return _svg(parts, series)
+
+
+def number(value: float) -> str:
+    """As people write it: 0.2, 15, 20k, 1.5M."""
+    for size, letter in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
+        if abs(value) >= size:
+            return f"{value / (1e3 if letter == 'k' else size):.3g}{letter}"
+    return f"{value:.4g}"
+
+
+def _svg(parts: Iterable[str], series: Mapping[str, Points]) -> str:
+    legend = "".join(
+        f'<span class="key"><i style="background:{colour}"></i>{escape(name)}</span>'
+        for colour, name in zip(_colours(len(series)), series, strict=True)
+    )
+    body = "".join(parts)
+    return f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img">{body}</svg><div class="legend">{legend}</div>'
+
+
+def _frame(x: Axis, y: Axis) -> str:
+    right, bottom = WIDTH - RIGHT, HEIGHT - BOTTOM
+    parts = [f'<path class="axis" d="M{LEFT},{TOP} V{bottom} H{right}"/>']
+    for tick in x.ticks():
+        at = _x(x, tick)
+        parts.append(f'<path class="grid" d="M{at:.1f},{TOP} V{bottom}"/>')
+        parts.append(f'<text x="{at:.1f}" y="{bottom + 16}" text-anchor="middle">{number(tick)}</text>')
+    for tick in y.ticks():
+        at = _y(y, tick)
+        parts.append(f'<path class="grid" d="M{LEFT},{at:.1f} H{right}"/>')
+        parts.append(f'<text x="{LEFT - 7}" y="{at + 4:.1f}" text-anchor="end">{number(tick)}</text>')
+    middle = (LEFT + right) / 2
+    parts.append(f'<text class="label" x="{middle}" y="{HEIGHT - 6}" text-anchor="middle">{escape(x.label)}</text>')
+    turn = f'transform="rotate(-90)" x="{-(TOP + bottom) / 2}" y="14"'
+    parts.append(f'<text class="label" {turn} text-anchor="middle">{escape(y.label)}</text>')
+    return "".join(parts)
+
+
+def _dashed(x1: float, y1: float, x2: float, y2: float, name: str) -> str:
+    line = f'<path class="level" d="M{x1:.1f},{y1:.1f} L{x2:.1f},{y2:.1f}"/>'
+    at = f'x="{x2 - 4:.1f}" y="{max(y2 - 5, TOP + 10):.1f}"'
+    return f'{line}<text class="level" {at} text-anchor="end">{escape(name)}</text>'
+
+
+def _x(x: Axis, value: float) -> float:
+    return LEFT + x.share(value) * (WIDTH - LEFT - RIGHT)
+
+
+def _y(y: Axis, value: float) -> float:
+    return HEIGHT - BOTTOM - y.share(value) * (HEIGHT - TOP - BOTTOM)
+
+
+def _colours(num: int) -> list[str]:
+    return [COLOURS[index % len(COLOURS)] for index in range(num)]

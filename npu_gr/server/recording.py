@@ -1,0 +1,121 @@
+"""The door that records what passes it, and the routes that switch the recorder."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable
+from typing import Any, TypeVar
+
+import msgspec
+from aiohttp import web
+
+from npu_gr.errors import NpuGrError, Unprocessable
+from npu_gr.replay.log import Kind
+from npu_gr.replay.recorder import Answer, Recorder, RecordOrder, RecordStatus, Request, Seen, the
+from npu_gr.request import (
+    Events,
+    GenerateAnswer,
+    GenerateRequest,
+    RankAnswer,
+    RankRequest,
+    SignalAnswer,
+    SignalRequest,
+    UserKey,
+)
+from npu_gr.server.door import Door
+from npu_gr.server.wire import JSON
+
+A = TypeVar("A")
+
+_KINDS: dict[type[Request], Kind] = {RankRequest: "rank", SignalRequest: "signal", GenerateRequest: "generate"}
+
+
+class RecordingDoor:
+    """A `Door` in front of another. A request whose caller leaves is not recorded."""
+
+    def __init__(self, door: Door, recorder: Recorder) -> None:
+        self._door, self._recorder = door, recorder
+        self.models, self.is_ready, self.effective_config = door.models, door.is_ready, door.effective_config
+        self.catalogue, self.reload_catalogue = door.catalogue, door.reload_catalogue
+        self.rollback_catalogue, self.update_catalogue = door.rollback_catalogue, door.update_catalogue
+        self.match, self.vectors = door.match, door.vectors  # the log has no place for a match
+        self.reload_vectors, self.rollback_vectors = door.reload_vectors, door.rollback_vectors
+        self.check_room, self.erase_user = door.check_room, door.erase_user
+
+    async def signal(self, request: SignalRequest, budget_s: float) -> SignalAnswer:
+        """See `Door.signal`."""
+        return await self._seen(self._door.signal(request, budget_s), request.user, budget_s, request)
+
+    async def rank(self, request: RankRequest, budget_s: float) -> RankAnswer:
+        """See `Door.rank`."""
+        return await self._seen(self._door.rank(request, budget_s), request.user, budget_s, request)
+
+    async def generate(self, request: GenerateRequest, budget_s: float) -> GenerateAnswer:
+        """See `Door.generate`."""
+        return await self._seen(self._door.generate(request, budget_s), request.user, budget_s, request)
+
+    async def append_events(self, user: UserKey, events: Events, budget_s: float) -> int:
+        """See `Door.append_events`."""
+        return await self._seen(self._door.append_events(user, events, budget_s), user, budget_s, events=events)
+
+    async def _seen(
+        self,
+        work: Awaitable[A],
+        user: UserKey,
+        budget_s: float,
+        request: Request | None = None,
+        events: Events | None = None,
+    ) -> A:
+        if not self._recorder.wants(user):
+            return await work
+        arrived_s, began_s = time.time(), time.monotonic()
+
+        def offer(status: int, answer: object) -> None:
+            seen = Seen(
+                kind="events" if request is None else _KINDS[type(request)],
+                arrived_s=arrived_s,
+                took_s=time.monotonic() - began_s,
+                budget_s=budget_s,
+                user=user,
+                status=status,
+                request=request,
+                events=events,
+                answer=answer if isinstance(answer, Answer) else None,
+            )
+            self._recorder.offer(seen)
+
+        try:
+            answer = await work
+        except NpuGrError as error:
+            offer(error.status, None)
+            raise
+        offer(200, answer)
+        return answer
+
+
+def add_record_routes(app: web.Application, recorder: Recorder | None) -> None:
+    """GET, POST and DELETE /debug/record: how it stands, switch it on, switch it off; all answer `RecordStatus`."""
+
+    async def answer() -> web.Response:
+        status: RecordStatus = await asyncio.to_thread(the(recorder).status)
+        return web.Response(body=msgspec.json.encode(status), content_type=JSON)
+
+    async def show(_: web.Request) -> web.Response:
+        return await answer()
+
+    async def switch_on(request: web.Request) -> web.Response:
+        found = the(recorder)
+        try:
+            order = msgspec.json.decode(await request.read() or b"{}", type=RecordOrder)
+        except (msgspec.MsgspecError, ValueError) as error:
+            raise Unprocessable(str(error)) from error
+        found.switch_on(order.sample_ratio, order.duration_s)
+        return await answer()
+
+    async def switch_off(_: web.Request) -> web.Response:
+        the(recorder).switch_off()
+        return await answer()
+
+    path: Any = "/debug/record"
+    app.add_routes([web.get(path, show), web.post(path, switch_on), web.delete(path, switch_off)])

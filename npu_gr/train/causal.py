@@ -1,0 +1,49 @@
+"""The decoder's forward pass for training: many histories at once, padded at the end, with gradients.
+
+It is the function that `Decoder.prefill` serves: the layers are the same, and a row sees the tokens before it and
+itself. Padding stands after everything that counts, so no mask is needed for it.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import dropout, linear, scaled_dot_product_attention
+
+from npu_gr.model.decoder import Decoder, DecoderLayer, rope_angles
+
+
+def encode(model: Decoder, tokens: Tensor, dropout_ratio: float = 0.0) -> Tensor:
+    """Final rows [B, n, dim] of sequences int64 [B, n], ready for `next_logits`.
+
+    Dropout is of embedded tokens and of each layer's update.
+    """
+    config = model.config
+    cos, sin = rope_angles(0, tokens.shape[1], config, tokens.device)
+    x = dropout(model.embedding(tokens), dropout_ratio)
+    for layer in model.layers:
+        assert isinstance(layer, DecoderLayer)
+        q, k, v = (rows.transpose(1, 2) for rows in layer.project(x, cos, sin))  # [B, H, n, D]
+        grouped = config.num_heads != config.num_kv_heads
+        attention = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+        new = layer.finish(x, attention.transpose(1, 2))
+        x = x + dropout(new - x, dropout_ratio) if dropout_ratio else new
+    rows: Tensor = model.norm(x)
+    return rows
+
+
+def next_logits(model: Decoder, rows: Tensor) -> Tensor:
+    """[..., vocabulary] of rows [..., dim]; `Decoder.logits` with gradients."""
+    weight = model.embedding.weight if model.config.tied_head else model.head.weight
+    return linear(rows, weight)
+
+
+@torch.no_grad()
+def start(model: Decoder, generator: torch.Generator, std: float = 0.05) -> None:
+    """Fresh weights: normal matrices, those that add to the residual stream smaller with depth, norms of one."""
+    for name, weight in model.named_parameters():
+        if weight.ndim < 2:
+            weight.fill_(0.0 if name.endswith("bias") else 1.0)
+            continue
+        adds = name.endswith(("out.weight", "down.weight"))
+        weight.normal_(0.0, std / (2 * model.config.num_layers) ** 0.5 if adds else std, generator=generator)

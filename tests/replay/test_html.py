@@ -1,0 +1,163 @@
+"""The page shows every plot of a run, loads nothing, and looks right in a real browser."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from html import unescape
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from npu_gr.replay.html import page
+from npu_gr.replay.report import Report, TierBytes, summarise
+from npu_gr.replay.study import Study
+from npu_gr.replay.svg import Axis, axis, number
+from npu_gr.replay.tally import Tally
+from tests.replay.test_report import sample
+
+BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
+browser = pytest.mark.skipif(BROWSER is None, reason="needs Chromium (Debian: apt-get install chromium)")
+
+OUTCOMES = ("hbm_hit", "joined", "dram_hit", "miss_full")
+PLOTS = ("Goodput against offered load", "Latency over time", "Latency, cumulative", "Outcomes", "Hit ratios")
+
+
+def run(rate: float, seed: int = 0) -> Report:
+    random = np.random.default_rng(seed)
+    tally = Tally(0.05)
+    for i in range(1500):
+        latency_s = float(random.lognormal(-4, 0.6))
+        error = "504" if random.random() < 0.01 else ""
+        tally.add(sample(due_s=i / rate, latency_s=latency_s, error=error, outcome=str(random.choice(OUTCOMES))))
+    settings = {"closed": None, "rate": rate, "ramp_to": None, "arrival": "poisson", "speed": 1.0, "seed": seed}
+    tiers = [
+        TierBytes(at_s=float(i), bytes={"hbm live": i * 1e6, "hbm free": 1e9, "dram live": 5e7}) for i in range(20)
+    ]
+    return summarise(tally, settings, tiers=tiers)
+
+
+@pytest.fixture(scope="module")
+def text() -> str:
+    study = Study(runs=[run(50.0), run(100.0, 1), run(200.0, 2)], highest_per_s=100.0, ended="200/s breaks it")
+    return page(study, "A <title> & more")
+
+
+class Strict(HTMLParser):
+    """Every tag is closed in its turn; nothing is loaded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        assert tag not in ("script", "link", "img", "iframe")
+        assert not any(name in ("src", "srcset") for name, _ in attrs)
+        if tag != "meta":
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        pass
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def test_the_page_is_well_formed_and_loads_nothing(text: str) -> None:
+    parser = Strict()
+    parser.feed(text)
+    assert parser.open == []
+    assert "http" not in re.sub(r"<pre>.*</pre>", "", text).replace("http://www.w3.org", "")
+    assert "url(" not in text
+    assert "A &lt;title&gt; &amp; more" in text
+    for title in PLOTS:
+        assert text.count(f"<h3>{title}</h3>") == (1 if title.startswith("Goodput") else 3)
+
+
+def test_one_run_nothing_answered_and_no_tiers_make_a_page_too() -> None:
+    settings = {"closed": 4, "rate": None, "ramp_to": None, "arrival": "poisson", "speed": 1.0}
+    for samples in ([], [sample()], [sample(error="timeout")]):
+        tally = Tally(0.05)
+        for each in samples:
+            tally.add(each)
+        text = page(Study(runs=[summarise(tally, settings, interrupted=True)]), "x")
+        Strict().feed(text)
+        assert "npu_gr_kv_bytes" in text
+        assert "Interrupted" in text
+        assert "nan," not in text.replace("NaN", "nan").split("<h2>JSON")[0].split("<table>")[0]
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "is_log", "ticks"),
+    [
+        (0.0, 1.05, False, [0, 0.5, 1]),
+        (0.0, 47.0, False, [0, 10, 20, 30, 40]),
+        (0.9, 120.0, True, [1, 2, 5, 10, 20, 50, 100]),
+        (1e-3, 1e4, True, [1e-3, 1e-2, 0.1, 1, 10, 100, 1000, 10_000]),
+    ],
+)
+def test_ticks_are_round_and_inside(low: float, high: float, is_log: bool, ticks: list[float]) -> None:
+    assert Axis("", low, high, is_log).ticks() == pytest.approx(ticks)
+
+
+def test_an_axis_shows_every_finite_value() -> None:
+    found = axis("", [3.0, float("nan"), 8.0])
+    assert (found.low, found.share(0), 0.9 < found.share(8.0) < 1) == (0, 0, True)
+    assert axis("", [], is_log=True).share(1.0) >= 0
+    assert [number(v) for v in (0.2, 15, 20_000, 1.5e6)] == ["0.2", "15", "20k", "1.5M"]
+
+
+_PROBE = """<script>
+const box = e => e.getBoundingClientRect();
+const svgs = [...document.querySelectorAll("svg")].map(svg => {
+  const around = box(svg), texts = [...svg.querySelectorAll("text")].map(t => ({name: t.textContent, box: box(t)}));
+  const outside = texts.filter(t => t.box.left < around.left - 1 || t.box.right > around.right + 1
+    || t.box.top < around.top - 1 || t.box.bottom > around.bottom + 1).map(t => t.name);
+  const overlaps = [];
+  texts.forEach((a, i) => texts.slice(i + 1).forEach(b => {
+    if (a.box.left < b.box.right - 1 && b.box.left < a.box.right - 1
+      && a.box.top < b.box.bottom - 2 && b.box.top < a.box.bottom - 2) overlaps.push(a.name + " | " + b.name);
+  }));
+  const shapes = [...svg.querySelectorAll("polyline, polygon")].filter(s => box(s).width > 50);
+  return {width: around.width, height: around.height, outside, overlaps, shapes: shapes.length};
+});
+const out = document.createElement("pre");
+out.id = "probe";
+out.textContent = JSON.stringify({svgs, loads: performance.getEntriesByType("resource").length,
+  wider: document.documentElement.scrollWidth > innerWidth + 1, title: document.title});
+document.body.append(out);
+</script>"""
+
+
+def look(folder: Path, text: str, *words: str) -> str:
+    assert BROWSER is not None
+    (folder / "page.html").write_text(text)
+    quiet = ("--disable-background-networking", "--disable-component-update", "--disable-sync", "--no-first-run")
+    command = [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", *quiet, f"--user-data-dir={folder / 'profile'}"]
+    done = subprocess.run(
+        [*command, "--window-size=1400,3000", *words, f"file://{folder / 'page.html'}"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    return done.stdout
+
+
+@browser
+def test_a_browser_draws_every_plot_with_its_words_inside_and_apart(tmp_path: Path, text: str) -> None:
+    shown = look(tmp_path, text.replace("</body>", _PROBE + "</body>"), "--dump-dom")
+    found: dict[str, Any] = json.loads(unescape(shown.split('<pre id="probe">')[1].split("</pre>")[0]))
+    assert found["title"] == "A <title> & more"
+    assert (found["loads"], found["wider"]) == (0, False)
+    assert len(found["svgs"]) == 1 + 3 * 5
+    for svg in found["svgs"]:
+        assert svg["width"] > 300
+        assert svg["height"] > 100
+        assert (svg["outside"], svg["overlaps"]) == ([], [])
+        assert svg["shapes"] >= 1

@@ -1,0 +1,99 @@
+"""Sums in constant memory agree with exact ones on the samples, and merged parts with the whole."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from npu_gr.replay.histogram import MAX_SLICES, Latency, Slices
+from npu_gr.replay.player import Sample
+from npu_gr.replay.quality import auc
+from npu_gr.replay.report import summarise
+from npu_gr.replay.tally import PooledAuc, Tally
+from tests.replay.test_report import sample
+
+
+def test_latency_percentiles_are_within_a_part_in_1000() -> None:
+    seconds = np.random.default_rng(0).lognormal(-5, 1.5, 20_000)
+    latency = Latency()
+    for value in seconds:
+        latency.record(float(value))
+    for percent in (50, 95, 99, 99.9):
+        exact = np.sort(seconds)[round(percent / 100 * len(seconds)) - 1]
+        assert latency.percentile_s(percent) == pytest.approx(exact, rel=1e-3, abs=1e-6)
+    points = list(latency.cdf())
+    assert points == sorted(points)
+    assert points[-1][1] == 1.0
+    assert len(pickle.loads(pickle.dumps(latency))) == 20_000
+    latency.record(1e9)
+    assert latency.percentile_s(100) == pytest.approx(3600, rel=1e-3)
+
+
+@settings(deadline=None, max_examples=100)
+@given(
+    scores=st.lists(st.one_of(st.integers(-3, 3).map(float), st.floats(-1e6, 1e6, width=32)), min_size=1, max_size=40),
+    data=st.data(),
+)
+def test_pooled_auc_is_the_exact_one_of_scores_rounded_to_11_bits(scores: list[float], data: st.DataObject) -> None:
+    labels = np.array(data.draw(st.lists(st.booleans(), min_size=len(scores), max_size=len(scores))))
+    values = np.array(scores)
+    pooled = PooledAuc()
+    pooled.add(values, labels)
+    mantissa, exponent = np.frexp(values.astype(np.float32).astype(np.float64))
+    rounded = np.ldexp(np.sign(mantissa) * np.floor(np.abs(mantissa) * 4096 + 0.5) / 4096, exponent)
+    small = np.abs(values) < 1e-30  # subnormals lose bits of their own
+    if not small[values != 0].any() and labels.any() and not labels.all():
+        assert pooled.value() == pytest.approx(auc(rounded, labels), abs=1e-9)
+
+
+def test_slices_double_their_width_and_lose_nothing() -> None:
+    slices = Slices()
+    for i in range(10_000):
+        part = slices.at(i * 0.1)
+        part.num_due += 1
+        part.latency.record(i * 1e-6)
+    assert len(slices.slices) <= MAX_SLICES
+    assert slices.width_s >= 1000 / MAX_SLICES
+    assert sum(part.num_due for part in slices.slices) == sum(len(part.latency) for part in slices.slices) == 10_000
+    width = round(slices.width_s / 0.1)
+    assert slices.slices[3].num_due == pytest.approx(width, abs=1)
+
+
+def test_merged_parts_are_the_whole_also_after_a_trip_through_a_pipe() -> None:
+    random = np.random.default_rng(1)
+    samples = [_sample(random, i) for i in range(600)]
+    whole, parts = Tally(0.05, warmup_s=1.0), [Tally(0.05, warmup_s=1.0) for _ in range(3)]
+    for i, one in enumerate(samples):
+        whole.add(one)
+        parts[i % 3].add(one)
+    total, *others = (pickle.loads(pickle.dumps(part)) for part in parts)
+    for other in others:
+        total.merge(other)
+    assert _table(total) == _table(whole)
+    assert _table(whole)["num_warmup"] > 0
+
+
+def _table(tally: Tally) -> dict[str, Any]:
+    table: dict[str, Any] = json.loads(summarise(tally, {"seed": 0}).to_json())  # NaN is null there
+    for name in ("reasons", "stages_p50_ms"):
+        table[name] = dict(sorted(table[name].items()))
+    table["ndcg_at_10"] = {task: round(value, 9) for task, value in table["ndcg_at_10"].items()}
+    return table
+
+
+def _sample(random: np.random.Generator, i: int) -> Sample:
+    return sample(
+        due_s=float(i * random.uniform(0.05, 0.15)),
+        latency_s=float(random.lognormal(-3, 1)),
+        error="504" if random.random() < 0.1 else "",
+        outcome=str(random.choice(["hbm_hit", "miss_full"])),
+        reason=str(random.choice(["", "no_signal"])),
+        labels={"click": [1, 0, None]},
+        scores={"click": random.standard_normal(3).tolist()},
+    )
