@@ -61,7 +61,7 @@ class Run:
     arm: str
     density: float
     seed: int
-    validation_hit: float
+    validation_hit: float | None  # None: nothing was trained
     stage: str  # of the best weights
     step: int
     train_s: float  # CPU; less where stages were shared
@@ -133,14 +133,12 @@ def read_runs(folder: Path) -> dict[str, Run]:
         DataError: another line cannot be read.
     """
     path = folder / "runs.jsonl"
-    lines = path.read_text().splitlines() if path.exists() else []
+    lines = path.read_text().split("\n")[:-1] if path.exists() else []
     runs = {}
     for number, line in enumerate(lines, 1):
         try:
             run = Run(**json.loads(line))
         except (ValueError, TypeError) as error:
-            if number == len(lines):
-                break
             raise DataError(f"{path}, line {number}: {error}") from error
         if (folder / f"{run.key}.npz").exists():
             runs[run.key] = run
@@ -178,7 +176,7 @@ def _run(
     if arm == POPULARITY:
         degrees = data.target.degrees()[1].astype(np.float32)
         users, items = torch.ones(data.target.num_users, 1), torch.from_numpy(degrees)[:, None]
-        return Result(users, items, None, None, float("nan"), "", 0)
+        return Result(users, items, None, None, None, "", 0)
     return Trainer(data, options_of(plan.base, arm, seed)).run(progress, shared=shared)
 
 
@@ -223,8 +221,12 @@ def _record(folder: Path, run: Run, ranks: dict[str, Ranks]) -> None:
     with temporary.open("wb") as file:
         np.savez_compressed(file, allow_pickle=False, **{k: v.astype(np.float32) for k, v in ranks.items()})
     os.replace(temporary, folder / f"{run.key}.npz")
-    with (folder / "runs.jsonl").open("a") as file:
-        file.write(json.dumps(asdict(run)) + "\n")
+    path = folder / "runs.jsonl"
+    whole = path.read_bytes().rpartition(b"\n")[:2] if path.exists() else ()  # without a line that was cut short
+    with path.open("r+b" if path.exists() else "wb") as out:
+        out.truncate(sum(map(len, whole)))
+        out.seek(0, os.SEEK_END)
+        out.write(json.dumps(asdict(run)).encode() + b"\n")
 
 
 # ---- the report

@@ -70,7 +70,7 @@ def run_training(
         result = trainer.run(partial(show, ""), looked)
     ranks = Judge.make(domains.test, domains.target).ranks(result.users, result.items)
     figures = {
-        "validation_hit_50": result.validation_hit,
+        **({} if result.validation_hit is None else {"validation_hit_50": result.validation_hit}),
         **{f"hit_{k}": hit_ratio(ranks, k) for k in (10, 50, 100)},
         "ndcg_10": ndcg(ranks, 10),
     }

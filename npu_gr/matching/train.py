@@ -51,7 +51,7 @@ class Result(NamedTuple):
     items: Tensor  # float32 [I, d] of the target
     source_users: Tensor | None  # float32 [U, d]; None: the source was not trained
     bridge_items: Tensor | None  # float32 [I, d], of length 1: what source vectors are scored against
-    validation_hit: float
+    validation_hit: float | None  # None: nothing was trained
     stage: str  # the best weights are from here
     step: int
 
