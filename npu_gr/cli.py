@@ -216,6 +216,23 @@ def bench_relay(
     _show(lines(backend, tokens, rows, layers, count, seed), backend, seed, as_json)  # type: ignore[arg-type]
 
 
+@bench.command("match")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object a line.")
+@click.option("--items", default=1_000_000, show_default=True, type=click.IntRange(1000), help="Of the catalogue.")
+@click.option("--seed", default=0, show_default=True)
+@click.option("--seconds", default=5.0, show_default=True, help="Time a batch size.")
+def bench_match(as_json: bool, items: int, seed: int, seconds: float) -> None:
+    """Exact top-k over all items against numpy and faiss, on one thread; recall of the approximate index."""
+    for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
+        os.environ[name] = "1"  # before numpy loads: no other way holds for every BLAS
+    import torch
+
+    from npu_gr.bench.match import lines
+
+    torch.set_num_threads(1)
+    _show(lines(items, seed, seconds), "cpu", seed, as_json)
+
+
 def _show(lines: Iterable[Line], device: str, seed: int, as_json: bool) -> None:
     from rich import box
     from rich.console import Console
