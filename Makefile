@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test lint bench clean
+.PHONY: demo test lint bench monitor clean
 
 demo: $(VENV)/installed
 	$(BIN)/npu-gr --log-level WARNING demo
@@ -16,6 +16,10 @@ lint: $(VENV)/installed
 	$(BIN)/ruff check npu_gr tests
 	$(BIN)/ruff format --check npu_gr tests
 	$(BIN)/mypy
+
+# the demo's service under replay, Prometheus (Debian: apt-get install prometheus), the dashboards to open
+monitor: $(VENV)/installed
+	$(BIN)/npu-gr --log-level WARNING monitor
 
 bench: $(VENV)/installed
 	$(BIN)/npu-gr bench rank

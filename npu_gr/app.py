@@ -7,7 +7,9 @@ import logging
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, nullcontext
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -22,9 +24,9 @@ from npu_gr.backend.choose import choose
 from npu_gr.catalog.items import ItemVocabulary
 from npu_gr.catalog.tokens import Tokens
 from npu_gr.config import Config
-from npu_gr.engine.engine import Engine
+from npu_gr.engine.engine import Engine, PageJobs
 from npu_gr.engine.generate import GenerateEngine, Generator, layout_of
-from npu_gr.engine.scheduler import Scheduler
+from npu_gr.engine.scheduler import Done, Scheduler
 from npu_gr.engine.selftest import parity
 from npu_gr.errors import ConfigError
 from npu_gr.features.store import open_store
@@ -47,6 +49,7 @@ from npu_gr.request import Events, ModelInfo
 from npu_gr.server.recording import RecordingDoor, add_record_routes
 from npu_gr.server.routes import build_web_app
 from npu_gr.server.run import serve
+from npu_gr.server.tracing import spans
 from npu_gr.service import Service
 
 log = logging.getLogger(__name__)
@@ -66,7 +69,7 @@ async def instance(config: Config) -> AsyncIterator[tuple[web.Application, Servi
     backend = choose(config.backend, config.native)
     torch.set_num_threads(config.threads)
     scheduler = Scheduler(config.scheduler)
-    metrics = Metrics(CollectorRegistry(), {"rank": config.slo.rank_s, "signal": config.slo.signal_s})
+    metrics = Metrics(CollectorRegistry(), config.slo.objectives())
     ranking = None if config.checkpoint is None else build_ranking(config, backend, scheduler, metrics)
     generation = None if config.generate is None else build_generation(config, backend, scheduler, metrics)
     matching = None if config.match is None else Matching(config.match, scheduler, backend.device)
@@ -77,23 +80,24 @@ async def instance(config: Config) -> AsyncIterator[tuple[web.Application, Servi
         service = Service(
             config.service, scheduler, ranking, generation, store, metrics, table, config.slo, control, matching
         )
-        scheduler.on_batch = metrics.batch_done
-        metrics.observe_queue(lambda: scheduler.depth)
+        observe(metrics, config, scheduler)
         scheduler.start()
         try:
             if ranking is not None:
                 await _prove(ranking, config.relay.enabled)
             if generation is not None:
                 await generation.start()
+                metrics.observe_catalogue(generation.catalogue, generation.num_paths)
             if matching is not None:
                 matching.on_pass = metrics.match_pass_done
                 await matching.start()
             metrics.build_info(service.models()[0])
             service.set_ready()
             try:
-                with Recorder(config.record, metrics.recorded) if config.record else nullcontext() as recorder:
+                recording = Recorder(config.record, metrics.recorded) if config.record else nullcontext()
+                with recording as recorder, spans(config.server) as tracing:
                     door = RecordingDoor(service, recorder) if recorder else service
-                    app = build_web_app(door, config.server, metrics)
+                    app = build_web_app(door, config.server, metrics, tracing)
                     add_record_routes(app, recorder)
                     async with service.watched():
                         yield app, service
@@ -150,9 +154,7 @@ def build_ranking(config: Config, backend: Backend, scheduler: Scheduler, metric
     engine = Engine(checkpoint.model, backend, scheduler, pool.arena)
     engine.target_s = config.slo.rank_s
     relay = Relay(config.relay, _trigger(config), engine, pool, dram, checkpoint.version)
-    relay.on_error = metrics.relay_error
-    pool.on_evict = lambda entry: None if entry.consumed else metrics.prefill_wasted()
-    observe_tiers(metrics, "", pool, dram)
+    observe_relay(metrics, "rank", engine, pool, dram, relay)
     model = ModelInfo(
         name=checkpoint.name,
         version=checkpoint.version,
@@ -164,6 +166,7 @@ def build_ranking(config: Config, backend: Backend, scheduler: Scheduler, metric
         dtype=layout.dtype,
         kernels=backend.kernels,
     )
+    metrics.limits({"history_tokens": config.service.max_history_tokens or model.max_history_tokens})
     return Ranking(config.service, model, ItemVocabulary(checkpoint.item_ids), engine, relay, metrics)
 
 
@@ -191,9 +194,11 @@ def build_generation(config: Config, backend: Backend, scheduler: Scheduler, met
     engine.target_s = config.slo.generate_s
     version = hf.version(folder)
     relay = Relay(config.relay, _trigger(config), engine, pool, dram, version)
-    relay.on_error = metrics.relay_error
-    observe_tiers(metrics, "generate_", pool, dram)
-    return Generation(section, folder.name, version, engine, relay)
+    observe_relay(metrics, "generate", engine, pool, dram, relay)
+    generation = Generation(section, folder.name, version, engine, relay)
+    generation.on_search = metrics.beams_searched
+    metrics.limits({"prompt_tokens": section.max_prompt_tokens, "beams": section.max_beams})
+    return generation
 
 
 def _trigger(config: Config) -> TriggerConfig:
@@ -271,17 +276,55 @@ def _seeded(ranking: Ranking, num_tokens: int) -> Tokens:
     return ranking.tokenize(events, 0)
 
 
-def observe_tiers(metrics: Metrics, prefix: str, pool: PrefixPool, dram: DramStore | None) -> None:
-    """Read the tiers' bytes at each scrape."""
+def observe(metrics: Metrics, config: Config, scheduler: Scheduler) -> None:
+    """Connect what changes by itself to the metrics; nothing below `app` knows them but the service."""
+    scheduler.on_batch, scheduler.on_worked = metrics.batch_done, metrics.device_worked
+    metrics.observe_queue(lambda: scheduler.depth)
+    metrics.t_life(config.relay.t_life_s)
+    metrics.limits(
+        {
+            "inflight_requests": config.service.max_inflight,
+            "queue_jobs": config.scheduler.max_queue,
+            "streams": config.scheduler.streams,
+            "batch_requests": config.scheduler.max_batch_requests,
+            "batch_tokens": config.scheduler.max_batch_tokens,
+            "batch_rows": config.scheduler.max_batch_rows,
+            "candidates": config.server.max_candidates,
+            "inflight_prefills": config.trigger.max_inflight,
+            "budget_s": config.server.max_budget_s,
+        }
+    )
+
+
+def observe_relay(
+    metrics: Metrics, kind: str, engine: PageJobs, pool: PrefixPool, dram: DramStore | None, relay: Relay[Any]
+) -> None:
+    """As `observe`, for the relay of one kind of request and its tiers."""
+    prefix = "" if kind == "rank" else f"{kind}_"
+    relay.on_error, relay.on_first_use = metrics.relay_error, metrics.prefix_waited
+    pool.on_evict = lambda entry: None if entry.consumed else metrics.prefill_wasted(kind)
+
+    def copied(target: KVArena, num_bytes: int, done: Done[None]) -> None:
+        metrics.copy_done("reload" if target is pool.arena else "spill", num_bytes, done.queue_s, done.device_s)
+
+    engine.on_copied = copied
+    metrics.observe_relay(
+        kind,
+        {work: partial(relay.in_flight, work) for work in ("prefill", "reload", "spill")},
+        t_life_s=lambda: relay.t_life_p99_s.value,
+        prefills_per_s=lambda: relay.q_inst_per_s,
+        brownout=lambda: relay.brownout,
+    )
     metrics.observe_tier(
         f"{prefix}hbm",
         pool,
         {
-            "free": lambda: pool.free_bytes,
-            "reserved": lambda: pool.reserved_bytes,
             "live": lambda: pool.live_bytes,
+            "reserved": lambda: pool.reserved_bytes,
             "evictable": lambda: pool.evictable_bytes,
+            "free": lambda: pool.free_bytes,
         },
     )
     if dram is not None:
-        metrics.observe_tier(f"{prefix}dram", dram, {"free": lambda: dram.free_bytes, "live": lambda: dram.live_bytes})
+        states = {"live": lambda: dram.live_bytes, "free": lambda: dram.free_bytes}
+        metrics.observe_tier(f"{prefix}dram", dram, states)

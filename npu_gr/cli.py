@@ -1,11 +1,10 @@
-"""npu-gr: serve | train | load | replay | bench | check-config | demo. Commands import what they need, late."""
+"""npu-gr: serve | route | fleet | train | load | replay | dashboards | bench | demo ... Commands import late."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import logging
-import os
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -15,6 +14,7 @@ import click
 
 from npu_gr import __version__
 from npu_gr.errors import NpuGrError
+from npu_gr.process import set_up_process
 from npu_gr.replay.commands import record, replay
 
 if TYPE_CHECKING:
@@ -51,8 +51,7 @@ class _Group(click.Group):
 @click.option("--log-level", default="INFO", type=click.Choice(["DEBUG", "INFO", "WARNING", "ERROR"]))
 def main(log_level: str) -> None:
     """Generative recommendation under a P99 deadline."""
-    # before torch loads: a thread that waits must not spin beside the event loop
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    set_up_process()  # before torch loads
     logging.basicConfig(level=log_level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
 
 
@@ -74,9 +73,72 @@ def _load(config_path: Path, overrides: tuple[str, ...]) -> Config:
 def serve(config_path: Path, overrides: tuple[str, ...]) -> None:
     """Start one instance; SIGTERM drains and stops it."""
     from npu_gr.app import run
+    from npu_gr.server.journal import lines_to_stdout
 
     config = _load(config_path, overrides)
+    lines_to_stdout()
     _run(lambda: run(config))
+
+
+@main.command()
+@CONFIG
+@SET
+def route(config_path: Path, overrides: tuple[str, ...]) -> None:
+    """Start the affinity router before many instances; SIGTERM drains and stops it."""
+    from npu_gr.router.config import RouterConfig
+    from npu_gr.router.run import run
+    from npu_gr.settings import load
+
+    config = load(config_path, RouterConfig, overrides)
+    _run(lambda: run(config))
+
+
+@main.group()
+def fleet() -> None:
+    """The router's placement in infrastructure that is there already."""
+
+
+def _balancer(name: str, about: str) -> None:
+    @fleet.command(name, help=about)
+    @CONFIG
+    @SET
+    def command(config_path: Path, overrides: tuple[str, ...]) -> None:
+        from npu_gr.fleet.balancers import BALANCERS
+        from npu_gr.router.config import RouterConfig
+        from npu_gr.router.discovery import find
+        from npu_gr.settings import load
+
+        config = load(config_path, RouterConfig, overrides)
+        click.echo(BALANCERS[name](config, asyncio.run(find(config.discovery))), nl=False)
+
+
+_balancer("envoy", "Print Envoy's configuration (JSON): MAGLEV on the user header.")
+_balancer("haproxy", "Print HAProxy's configuration: strict consistent hashing on the user header.")
+_balancer("nginx", "Print nginx.conf: strict consistent hashing on the user header, passive checks only.")
+
+
+@fleet.command("ray")
+@CONFIG
+@SET
+@click.option("--instances", required=True, type=click.IntRange(1), help="At least; one a device.")
+@click.option("--max-instances", type=click.IntRange(1), help="Autoscale up to so many.")
+@click.option("--resource", default="CPU", show_default=True, type=click.Choice(["NPU", "GPU", "CPU"]))
+@click.option("--host", default="127.0.0.1", show_default=True)
+@click.option("--port", default=8090, show_default=True)
+def fleet_ray(
+    config_path: Path,
+    overrides: tuple[str, ...],
+    instances: int,
+    max_instances: int | None,
+    resource: str,
+    host: str,
+    port: int,
+) -> None:
+    """Run instances on a Ray cluster (RAY_ADDRESS, else a local one), requests routed by user, until stopped."""
+    from npu_gr.fleet.ray_serve import RayOptions, deploy
+
+    config = _load(config_path, overrides)
+    deploy(config, RayOptions(instances, max_instances or instances, resource, host, port))
 
 
 @main.command("check-config")
@@ -89,6 +151,20 @@ def check_config(config_path: Path, overrides: tuple[str, ...]) -> None:
     from npu_gr.config import to_table
 
     click.echo(yaml.safe_dump(to_table(_load(config_path, overrides)), sort_keys=False), nl=False)
+
+
+@main.command("dashboards")
+@click.option("--config", "config_path", type=click.Path(path_type=Path), help="For its objectives; else the defaults.")
+@click.option("--out", default="dashboards", show_default=True, type=click.Path(path_type=Path))
+@click.option("--runbooks", default="docs/runbooks", show_default=True, help="Path or URL of the runbooks' pages.")
+def dashboards_command(config_path: Path | None, out: Path, runbooks: str) -> None:
+    """Write the Grafana dashboards and the Prometheus rules."""
+    from npu_gr.config import SLOConfig
+    from npu_gr.metrics.dashboards import write
+
+    objectives = (SLOConfig() if config_path is None else _load(config_path, ()).slo).objectives()
+    for path in write(out, objectives, runbooks):
+        click.echo(path)
 
 
 @main.group()
@@ -151,21 +227,6 @@ def bench_rank(as_json: bool, backend: str, dtype: str, threads: int, seed: int,
     _show(lines(backend, getattr(torch, dtype), seed, seconds), backend, seed, as_json)  # type: ignore[arg-type]
 
 
-@bench.command("kernels")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object a line.")
-@click.option("--isa", default="", help="Instruction set; the best of this CPU by default.")
-@click.option("--seed", default=0, show_default=True)
-@click.option("--seconds", default=2.0, show_default=True, help="Time a case.")
-def bench_kernels(as_json: bool, isa: str, seed: int, seconds: float) -> None:
-    """HSTU kernels on one thread: against the measured roof, torch ops and a naive cached path."""
-    import torch
-
-    from npu_gr.bench.kernels_hstu import lines
-
-    torch.set_num_threads(1)
-    _show(lines(isa, seed, seconds), "cpu", seed, as_json)
-
-
 @bench.command("wire")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object a line.")
 @click.option("--seed", default=0, show_default=True)
@@ -174,6 +235,20 @@ def bench_wire(as_json: bool, seed: int, seconds: float) -> None:
     """Reading a rank's body: raw columns against lists of numbers."""
     from npu_gr.bench.wire import lines
 
+    _show(lines(seed, seconds), "cpu", seed, as_json)
+
+
+@bench.command("metrics")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object a line.")
+@click.option("--seed", default=0, show_default=True)
+@click.option("--seconds", default=2.0, show_default=True, help="Time a case.")
+def bench_metrics(as_json: bool, seed: int, seconds: float) -> None:
+    """What counting, tracing and logging add to a rank, in CPU time."""
+    import torch
+
+    from npu_gr.bench.metrics import lines
+
+    torch.set_num_threads(1)
     _show(lines(seed, seconds), "cpu", seed, as_json)
 
 
@@ -192,6 +267,32 @@ def bench_generate(as_json: bool, backend: str, threads: int, seed: int, seconds
 
     torch.set_num_threads(threads)
     _show(lines(backend, seed, seconds, transformers), backend, seed, as_json)  # type: ignore[arg-type]
+
+
+@bench.command("router")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object a line.")
+@click.option("--seed", default=0, show_default=True)
+@click.option("--seconds", default=10.0, show_default=True)
+def bench_router(as_json: bool, seed: int, seconds: float) -> None:
+    """What the router adds to a call, and Envoy in the same run where it is installed."""
+    from npu_gr.bench.router import lines
+
+    _show(lines(seed, seconds), "cpu", seed, as_json)
+
+
+@bench.command("twin")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object a line.")
+@click.option("--seed", default=0, show_default=True)
+def bench_twin(as_json: bool, seed: int) -> None:
+    """Ascend masked_topk on the CPU twin: instructions and bytes counted, time modelled. Not a measurement."""
+    from rich.console import Console
+
+    from npu_gr.bench.twin import lines, table
+
+    if as_json:
+        _show(lines(seed), "CPU twin of the Ascend 910B", seed, as_json)
+    else:
+        Console(width=max(120, Console().width)).print(table(lines(seed)))
 
 
 @bench.command("relay")
@@ -223,6 +324,8 @@ def bench_relay(
 @click.option("--seconds", default=5.0, show_default=True, help="Time a batch size.")
 def bench_match(as_json: bool, items: int, seed: int, seconds: float) -> None:
     """Exact top-k over all items against numpy and faiss, on one thread; recall of the approximate index."""
+    import os
+
     for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
         os.environ[name] = "1"  # before numpy loads: no other way holds for every BLAS
     import torch
@@ -231,6 +334,24 @@ def bench_match(as_json: bool, items: int, seed: int, seconds: float) -> None:
 
     torch.set_num_threads(1)
     _show(lines(items, seed, seconds), "cpu", seed, as_json)
+
+
+@bench.command("kernels")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object a line.")
+@click.option("--isa", default="", help="A lower instruction set than this CPU's best.")
+@click.option("--seed", default=0, show_default=True)
+@click.option(
+    "--repeats", default=10, show_default=True, type=click.IntRange(1), help="Rounds a case; the best counts."
+)
+@click.option("--seconds", default=1.0, show_default=True, help="Time a case of the ranker's kernels.")
+def bench_kernels(as_json: bool, isa: str, seed: int, repeats: int, seconds: float) -> None:
+    """The native CPU kernels against what the CPU can do at most, and against torch."""
+    import torch
+
+    from npu_gr.bench.kernels import lines
+
+    torch.set_num_threads(1)
+    _show(lines(isa, seed, repeats, seconds), "cpu", seed, as_json)
 
 
 def _show(lines: Iterable[Line], device: str, seed: int, as_json: bool) -> None:
@@ -434,3 +555,20 @@ def demo(config_path: Path, folder: Path, threads: int, limit: int | None) -> No
 
     torch.set_num_threads(threads)
     _run(lambda: run(config_path, folder, Console(), limit))
+
+
+@main.command()
+@click.option("--config", "config_path", default="configs/cpu.yaml", show_default=True, type=click.Path(path_type=Path))
+@click.option("--folder", default=".demo", show_default=True, type=click.Path(path_type=Path))
+@click.option("--port", default=8080, show_default=True, type=click.IntRange(1, 65535))
+@click.option("--prometheus-port", default=9090, show_default=True, type=click.IntRange(1, 65535))
+@click.option("--threads", default=2, show_default=True, type=click.IntRange(1), help="For training.")
+def monitor(config_path: Path, folder: Path, port: int, prometheus_port: int, threads: int) -> None:
+    """Serve the demo's model under replay, with a Prometheus and the dashboards to open; until Ctrl-C."""
+    import torch
+    from rich.console import Console
+
+    from npu_gr.monitor import run
+
+    torch.set_num_threads(threads)
+    _run(lambda: run(config_path, folder.resolve(), Console(), port, prometheus_port))

@@ -14,8 +14,9 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import aiohttp
@@ -30,7 +31,7 @@ from npu_gr.features.store import open_store
 from npu_gr.model.weights import Checkpoint, save
 from npu_gr.model.weights import load as load_checkpoint
 from npu_gr.replay.convert import Catalogue, from_ratings
-from npu_gr.replay.log import write
+from npu_gr.replay.log import Record, write
 from npu_gr.replay.options import ReplayOptions
 from npu_gr.replay.report import Report
 from npu_gr.replay.run import replay
@@ -47,12 +48,37 @@ HBM_BYTES = 8_388_608  # room for a few dozen users, so that the DRAM tier is se
 START_TIMEOUT_S = 60.0
 
 
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """Everything to serve the demo's model and send it the held-out traffic."""
+
+    config_path: Path
+    overrides: list[str]
+    config: Config
+    records: list[Record]
+    folder: Path
+
+
 async def run(config_path: Path, folder: Path, console: Console, limit: int | None = None) -> Report:
     """Train or reuse, load, serve, replay, report, stop.
 
     Raises:
         ConfigError, DataError: something that the demo needs is not there, in words.
         Unavailable: the service did not start, or did not stop cleanly.
+    """
+    prepared = await prepare(config_path, folder, console, _free_port())
+    async with served(prepared) as url:
+        found = await replay(prepared.records, options(prepared, url, limit))
+    console.print(found.render())
+    (folder / "report.json").write_text(json.dumps(found.as_dict(), indent=2) + "\n")
+    return found
+
+
+async def prepare(config_path: Path, folder: Path, console: Console, port: int) -> Prepared:
+    """Train or reuse the ranker, and fill a fresh history store.
+
+    Raises:
+        ConfigError, DataError: as `run`.
     """
     source = movielens_100k()
     log = read_interactions(source)
@@ -68,7 +94,7 @@ async def run(config_path: Path, folder: Path, console: Console, limit: int | No
     overrides = [
         f"checkpoint={folder / 'checkpoint'}",
         f"features.path={folder / 'history.db'}",
-        f"server.port={_free_port()}",
+        f"server.port={port}",
         f"kv.hbm_bytes={HBM_BYTES}",
     ]
     config = load(config_path, overrides)
@@ -76,21 +102,30 @@ async def run(config_path: Path, folder: Path, console: Console, limit: int | No
     console.print(
         f"replaying {sum(r.kind == 'rank' for r in records)} ranks of {len({r.user_id for r in records})} users"
     )
-    process = await _serve(config_path, overrides, config, folder / "service.log")
+    return Prepared(config_path, overrides, config, records, folder)
+
+
+@asynccontextmanager
+async def served(prepared: Prepared) -> AsyncIterator[str]:
+    """The service in a process of its own; its URL. At the block's end it drains and stops."""
+    config = prepared.config
+    process = await _serve(prepared.config_path, prepared.overrides, config, prepared.folder / "service.log")
     try:
-        options = ReplayOptions(
-            base_url=f"http://{config.server.host}:{config.server.port}",
-            rate=RATE_PER_S,
-            signal_lead_s=SIGNAL_LEAD_S,
-            slo_s=config.slo.rank_s,
-            limit=limit,
-        )
-        found = await replay(records, options)
+        yield f"http://{config.server.host}:{config.server.port}"
     finally:
         await _stop(process)
-    console.print(found.render())
-    (folder / "report.json").write_text(json.dumps(found.as_dict(), indent=2) + "\n")
-    return found
+
+
+def options(prepared: Prepared, url: str, limit: int | None = None, seed: int = 0) -> ReplayOptions:
+    """How the traffic is sent."""
+    return ReplayOptions(
+        base_url=url,
+        rate=RATE_PER_S,
+        signal_lead_s=SIGNAL_LEAD_S,
+        slo_s=prepared.config.slo.rank_s,
+        limit=limit,
+        seed=seed,
+    )
 
 
 def _checkpoint(folder: Path, log: Interactions, features: list[ItemValues], console: Console) -> Checkpoint:

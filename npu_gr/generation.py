@@ -79,6 +79,7 @@ class Generation:
         self._filters = FilterCache(config.filter_cache_bytes)
         self._tables: dict[str, Tables] = {}  # by content: of the version served and of the one kept
         self._reloading = asyncio.Lock()
+        self.on_search: Callable[[int], None] = lambda _width: None
 
     async def start(self) -> None:
         """Load the catalogue and warm up.
@@ -181,6 +182,11 @@ class Generation:
             previous=status.previous,
         )
 
+    def num_paths(self) -> tuple[int, ...]:
+        """Semantic-ID paths of 1, 2, ... codes that the served catalogue has."""
+        with self._catalogue.pin() as snapshot:
+            return tuple(len(level) for level in snapshot.trie.token)
+
     def _read(self) -> Snapshot:
         items = read_items(Path(self.config.catalogue))
         if len(items) and items.sids.shape[1] != len(self.config.codes):
@@ -223,6 +229,7 @@ class Generation:
         width = request.beam_width or max(self.config.beam_width, min(request.num_items, self.config.max_beams))
         if width > self.config.max_beams:
             raise Unprocessable(f"beam_width: {width}, the limit is {self.config.max_beams}")
+        self.on_search(width)
         with self._catalogue.pin() as snapshot:
             tables = self._tables[snapshot.content]  # now: later versions may come and go while this one is pinned
             if request.catalogue_version not in (None, snapshot.version):

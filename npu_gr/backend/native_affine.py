@@ -38,7 +38,7 @@ class _Packed(NamedTuple):
 
 
 class AffineKernel:
-    """`Backend.affine` for fp32 and bf16. For one thread."""
+    """`Backend.affine` for fp32 and bf16. Any thread may call."""
 
     def __init__(self, native: Native, hstu: HstuKernels) -> None:
         self._kernels, self._hstu, self._has_dot = native.kernels, hstu, native.has_bf16_dot

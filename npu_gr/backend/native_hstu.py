@@ -7,6 +7,7 @@ full inference give the same bits.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from ctypes import POINTER, Structure, byref, c_double, c_int64, c_void_p
 
@@ -59,13 +60,20 @@ def _unit_stride(x: Tensor) -> Tensor:
     return x if x.shape[2] <= 1 or x.stride(2) == 1 else x.contiguous()
 
 
+class _Reused(threading.local):
+    """What calls of one thread reuse."""
+
+    def __init__(self) -> None:
+        self.scratch = torch.empty(0, dtype=torch.uint8)
+        self.own: dict[tuple[int, int, int, torch.dtype], Tiles] = {}  # tiles of rows that nobody keeps, by shape
+
+
 class HstuKernels:
-    """The kernels of one instruction set, and the scratch memory that they reuse. For one thread."""
+    """The kernels of one instruction set, and the scratch memory that they reuse. Any thread may call."""
 
     def __init__(self, native: Native) -> None:
         self._kernels = native.kernels
-        self._scratch = torch.empty(0, dtype=torch.uint8)
-        self._own: dict[tuple[int, int, int, torch.dtype], Tiles] = {}  # tiles of rows that nobody keeps, by shape
+        self._reused = _Reused()
 
     def pack(self, into: Tiles, first_token: int, k: Tensor, v: Tensor) -> None:
         """See `tiles.pack`."""
@@ -139,10 +147,11 @@ class HstuKernels:
         return out
 
     def scratch_at(self, num_bytes: int) -> int:
-        """Address of memory for one call, aligned to 64; the next call overwrites it."""
-        if len(self._scratch) < num_bytes + 64:
-            self._scratch = torch.empty(num_bytes + num_bytes // 4 + 64, dtype=torch.uint8)
-        return -(-self._scratch.data_ptr() // 64) * 64
+        """Address of memory for one call, aligned to 64; this thread's next call overwrites it."""
+        reused = self._reused
+        if len(reused.scratch) < num_bytes + 64:
+            reused.scratch = torch.empty(num_bytes + num_bytes // 4 + 64, dtype=torch.uint8)
+        return -(-reused.scratch.data_ptr() // 64) * 64
 
     def _in_tiles(self, slabs: Sequence[Slab | Tiles], dtype: torch.dtype) -> list[Tiles]:
         """The tokens of all slabs in tiles, full ones but for the last; whole tiles are read where they are."""
@@ -180,7 +189,8 @@ class HstuKernels:
 
     def _own_tiles(self, num_tiles: int, num_heads: int, qk_dim: int, v_dim: int, dtype: torch.dtype) -> Tiles:
         key = (num_heads, qk_dim, v_dim, dtype)
-        if key not in self._own or len(self._own[key].k) < num_tiles:
-            self._own[key] = empty(num_tiles, num_heads, qk_dim, v_dim, dtype)
-        held = self._own[key]
+        own = self._reused.own
+        if key not in own or len(own[key].k) < num_tiles:
+            own[key] = empty(num_tiles, num_heads, qk_dim, v_dim, dtype)
+        held = own[key]
         return held._replace(k=held.k[:num_tiles], v=held.v[:num_tiles])

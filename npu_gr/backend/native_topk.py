@@ -5,6 +5,7 @@ Source: `ops/cpu/topk.h` and `head.h`. Workspaces are made once and grow; result
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import torch
@@ -14,13 +15,20 @@ from npu_gr.backend.base import Choices, Continuations, Over
 from npu_gr.backend.native import ELEMENT, HeadJob, Native, TopkJob
 
 
+class _Reused(threading.local):
+    """What calls of one thread reuse."""
+
+    def __init__(self) -> None:
+        self.workspace = torch.empty(0, dtype=torch.uint8)
+        self.values = torch.empty(0)
+
+
 class NativeTopk:
-    """`Backend.beam_topk` and `gathered_topk` for fp32 and bf16; one call at a time."""
+    """`Backend.beam_topk` and `gathered_topk` for fp32 and bf16. Any thread may call."""
 
     def __init__(self, native: Native) -> None:
         self._kernels = native.kernels
-        self._workspace = torch.empty(0, dtype=torch.uint8)
-        self._values = torch.empty(0)
+        self._reused = _Reused()
 
     @staticmethod
     def takes(scores: Tensor, acc: Tensor, follow: Continuations) -> bool:
@@ -67,11 +75,11 @@ class NativeTopk:
         assert weight.dtype == hidden.dtype
         ends = follow.degree.cumsum(0)
         starts, total = ends - follow.degree, int(ends[-1]) if len(ends) else 0
-        if total > len(self._values):
-            self._values = torch.empty(total)
+        if total > len(self._reused.values):
+            self._reused.values = torch.empty(total)
         lo, degree = follow.lo.contiguous(), follow.degree.contiguous()
         shared = {"lo": lo.data_ptr(), "degree": degree.data_ptr(), "code": follow.code.data_ptr()}
-        values = {"values": self._values.data_ptr(), "value_start": starts.data_ptr()}
+        values = {"values": self._reused.values.data_ptr(), "value_start": starts.data_ptr()}
         head = HeadJob(
             hidden=hidden.data_ptr(),
             weight=weight.data_ptr(),
@@ -92,8 +100,8 @@ class NativeTopk:
     def _select(self, follow: Continuations, width: int, acc: Tensor, columns: int, **job: Any) -> Choices:
         lo, degree, acc = follow.lo.contiguous(), follow.degree.contiguous(), acc.contiguous()
         need = self._kernels.beam_topk_bytes(job["num_rows"], columns, width)
-        if need > len(self._workspace):
-            self._workspace = torch.empty(need, dtype=torch.uint8)
+        if need > len(self._reused.workspace):
+            self._reused.workspace = torch.empty(need, dtype=torch.uint8)
         score = torch.empty(width)
         parent, edge = torch.empty(2, width, dtype=torch.int64)
         found: int = self._kernels.beam_topk(
@@ -105,7 +113,7 @@ class NativeTopk:
                 code=follow.code.data_ptr(),
                 allowed=None if follow.allowed is None else follow.allowed.data_ptr(),
                 width=width,
-                workspace=self._workspace.data_ptr(),
+                workspace=self._reused.workspace.data_ptr(),
                 score=score.data_ptr(),
                 parent=parent.data_ptr(),
                 edge=edge.data_ptr(),

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -78,6 +78,7 @@ class PageJobs:
         self.scheduler, self.backend, self.arena = scheduler, backend, arena
         self.cost = CostModel(0.0, 0.0, 0.0, 0.0, 0.0)
         self.copy_bytes_per_s = float("inf")
+        self.on_copied: Callable[[KVArena, int, Done[None]], None] = lambda _target, _num_bytes, _done: None
         # a request's place in the queue: it should be done by then, and is given up only at its deadline
         self.target_s = float("inf")
         self._short_s = RunningQuantile(0.9, _LITTLE_S)
@@ -113,7 +114,8 @@ class PageJobs:
             target.copy_tokens_from(source, source_runs, target_runs, num_tokens)
             self.backend.synchronize()
 
-        await self.scheduler.call(work, deadline_s, order_s, is_sheddable=is_sheddable)
+        done = await self.scheduler.call(work, deadline_s, order_s, is_sheddable=is_sheddable, kind="copy")
+        self.on_copied(target, target.layout.bytes(num_tokens), done)
 
     async def measure_copy(self, dram: KVArena, num_tokens: int) -> None:
         """Measure the bandwidth from DRAM, best of three; uses the first pages of both tiers."""
@@ -157,6 +159,7 @@ class Engine(PageJobs):
                 urgency,
                 takes_s=self.cost.pass_s(stop - start, start, 0),
                 is_sheddable=True,
+                kind="prefill",
             )
 
     async def rank(self, work: Pass, deadline_s: float) -> Scored:

@@ -287,14 +287,16 @@ class GenerateEngine(PageJobs):
                 self.backend.synchronize()
 
             takes_s = self.cost.pass_s(stop - start, start, 0)
-            await self.scheduler.call(run, deadline_s, urgency, takes_s=takes_s, is_sheddable=True)
+            await self.scheduler.call(run, deadline_s, urgency, takes_s=takes_s, is_sheddable=True, kind="prefill")
 
     async def generate(self, work: Work, deadline_s: float) -> Done[Generated]:
         """Encode what is missing of the prompt, and search."""
         cached = work.cached.num_tokens if work.cached else 0
         expected_s = self.cost.pass_s(len(work.prompt) - cached, cached, work.options.width)
         order_s = time.monotonic() + self.target_s
-        done = await self.scheduler.call(lambda: self._run(work), deadline_s, order_s, takes_s=expected_s)
+        done = await self.scheduler.call(
+            lambda: self._run(work), deadline_s, order_s, takes_s=expected_s, kind="generate"
+        )
         if work.cached is None:
             self._correct(expected_s, done.device_s)
         return done

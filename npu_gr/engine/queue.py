@@ -71,6 +71,7 @@ class Job:
 
     run: Callable[[Sequence[Any]], Sequence[Any]]  # works of one pass -> a result each
     work: Any = None
+    kind: str = "other"  # for the metric of the device's time
     shares: bool = False  # may run with others of the same `run` and bucket
     bucket: int = 0
     demand: Demand = NOTHING

@@ -86,7 +86,9 @@ class Scheduler:
         self._threads = [
             threading.Thread(target=self._work, name=f"npu_gr-device-{n}", daemon=True) for n in range(config.streams)
         ]
-        self.on_batch: Callable[[int], None] = lambda _size: None
+        # called on a device thread: requests and rows of a shared pass; what a pass was, and its seconds
+        self.on_batch: Callable[[int, int], None] = lambda _requests, _rows: None
+        self.on_worked: Callable[[str, float], None] = lambda _kind, _seconds: None
         self.failures_in_a_row = 0
         self.busy_s = 0.0  # device time so far, of all streams together
 
@@ -127,6 +129,7 @@ class Scheduler:
         *,
         takes_s: float = 0.0,
         is_sheddable: bool = False,
+        kind: str = "other",
     ) -> Done[T]:
         """Run `function` on a device thread, alone.
 
@@ -136,6 +139,7 @@ class Scheduler:
             order_s: its place in the queue, as if its deadline were this instant; None = its deadline.
             takes_s: an estimate.
             is_sheddable: it may be refused later, to make room for one that is not.
+            kind: for the metric of the device's time: prefill, generate, copy, other.
 
         Raises:
             Overloaded: the queue is full. DeadlineExceeded. DeviceError: the function failed.
@@ -146,6 +150,7 @@ class Scheduler:
             order_s=deadline_s if order_s is None else order_s.order_s if isinstance(order_s, Urgency) else order_s,
             takes_s=takes_s,
             is_sheddable=is_sheddable,
+            kind=kind,
         )
         if not isinstance(order_s, Urgency):
             return await self._submit(job)
@@ -160,6 +165,7 @@ class Scheduler:
             Job(
                 run=run,
                 work=work,
+                kind="rank",
                 shares=True,
                 demand=work.demand,
                 deadline_s=deadline_s,
@@ -230,8 +236,9 @@ class Scheduler:
             results = self._attempt(jobs)
             took_s = time.monotonic() - began_s
             self.busy_s += took_s
+            self.on_worked(jobs[0].kind, took_s)
             if jobs[0].shares:
-                self.on_batch(len(jobs))
+                self.on_batch(len(jobs), sum(job.demand.tokens + job.demand.rows for job in jobs))
             for job, result in zip(jobs, results, strict=True):
                 if isinstance(result, NpuGrError):
                     self._deliver(job, result)

@@ -203,6 +203,7 @@ class Relay(Generic[P]):
         self.kv_p99_bytes = RunningQuantile(0.99, pool.arena.layout.page_bytes)
         self._bucket = None if trigger.q_m_per_s is None else TokenBucket(self.q_inst_per_s, trigger.burst_s)
         self.on_error: Callable[[str], None] = lambda _where: None
+        self.on_first_use: Callable[[float], None] = lambda _waited_s: None
         pool.on_erased = partial(self._overwrite, pool.arena)
         if dram is not None:
             dram.on_erased = partial(self._overwrite, dram.arena)
@@ -211,6 +212,12 @@ class Relay(Generic[P]):
     def t_life_s(self) -> float:
         """How long a produced prefix waits for its rank."""
         return self._config.t_life_s
+
+    def in_flight(self, work: str) -> int:
+        """Prefixes on their way: `prefill` and `reload` into HBM, `spill` into DRAM."""
+        if work == "spill":
+            return len(self._spilling)
+        return sum(producer.is_reload == (work == "reload") for producer in self._producers.values())
 
     async def settled(self) -> None:
         """Nothing is being produced, spilled or overwritten any more."""
@@ -317,6 +324,8 @@ class Relay(Generic[P]):
         with ExitStack() as held:
             held.callback(self._ranked, user)
             if entry is not None:
+                if not entry.consumed:
+                    self.on_first_use(time.monotonic() - (entry.expires_at_s - self._pool.t_life_s))
                 held.enter_context(self._pool.lease(entry, consume=True))
                 held.callback(self._spill, entry)
                 cached = Cached(tuple(entry.runs), entry.num_tokens)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -22,7 +22,11 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     max_budget_s: Seconds = 30.0
     drain_grace_s: Annotated[float, msgspec.Meta(ge=0)] = 3.0  # unready but serving: two health checks or more
     shutdown_timeout_s: Seconds = 10.0  # for requests still in flight after that
-    slow_request_s: Seconds = 0.5  # slower ones get a log line
+    slow_request_s: Seconds = 0.5  # slower ones, and failed ones, are logged as warnings
+    log_requests: Literal["all", "slow"] = "all"  # a JSON line each | for slow and failed ones only
+    log_user_key_file: str | None = None  # with it the line has a keyed hash of the user; 16 to 64 bytes
+    otlp_endpoint: str | None = None  # URL of an OTLP collector's traces over HTTP; needs the extra otel
+    trace_sample_ratio: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.01  # of requests without a traceparent
     api_keys_file: str | None = None  # one key a line, # comments
     allow_unauthenticated: bool = False  # serve on a public address without keys
 

@@ -1,4 +1,4 @@
-"""What a request's headers say: its id, its trace, its time budget."""
+"""What a request's headers say: its id, its time budget."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from npu_gr.errors import BadRequest, DeadlineExceeded
 
 REQUEST_ID = "X-Request-Id"
 _VALID_ID = re.compile(r"[!-~]{1,128}")
-_TRACEPARENT = re.compile(r"(?!ff)[0-9a-f]{2}-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}")
 _GRPC_UNITS_S = {"H": 3600.0, "M": 60.0, "S": 1.0, "m": 1e-3, "u": 1e-6, "n": 1e-9}
 _GRPC_TIMEOUT = re.compile(r"(\d{1,8})([HMSmun])")
 _MS_HEADERS = ("X-Request-Timeout-Ms", "x-envoy-expected-rq-timeout-ms")
@@ -20,12 +19,6 @@ def request_id(headers: Mapping[str, str]) -> str:
     """The caller's id if it is printable ASCII of at most 128 characters, else a new one."""
     given = headers.get(REQUEST_ID, "")
     return given if _VALID_ID.fullmatch(given) else uuid.uuid4().hex
-
-
-def traceparent(headers: Mapping[str, str]) -> str | None:
-    """A valid W3C trace context, to be passed on; anything else is ignored, as the standard says."""
-    given = headers.get("traceparent", "")
-    return given if _TRACEPARENT.fullmatch(given) else None
 
 
 def budget_s(headers: Mapping[str, str], default_s: float, max_s: float) -> float:

@@ -156,6 +156,8 @@ def document() -> dict[str, Any]:
             "/v1/models": get("models", "What is being served.", "401"),
             "/healthz": get("live", "The process is alive.", public=True),
             "/readyz": get("ready", "New work is welcome.", "503", public=True),
+            "/": get("page", "The status page.", public=True, media="text/html"),
+            "/debug/status": get("status", "What the status page shows.", "401"),
             "/metrics": get("metrics", "For Prometheus.", "401", media="text/plain"),
             "/debug/config": get("config", "The configuration in force.", "401"),
             "/debug/record": record,

@@ -9,7 +9,7 @@ from aiohttp import web
 from npu_gr.errors import NpuGrError, Overloaded, Unauthorized
 from npu_gr.server.wire import JSON, Problem, encode
 
-log = logging.getLogger("npu_gr.request")
+log = logging.getLogger(__name__)
 
 
 def problem(status: int, title: str, detail: str, request_id: str) -> web.Response:

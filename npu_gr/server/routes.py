@@ -2,31 +2,33 @@
 
 from __future__ import annotations
 
-import json
-import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 from urllib.parse import unquote
 
 import msgspec
 from aiohttp import web
-from prometheus_client.aiohttp import make_aiohttp_handler
 
 from npu_gr import __version__
 from npu_gr.admission.limiter import Priority
 from npu_gr.errors import DeadlineExceeded, NotFound, Unavailable, Unprocessable
 from npu_gr.metrics.catalogue import Metrics
+from npu_gr.metrics.exposition import expose
+from npu_gr.metrics.pauses import noted_pauses
+from npu_gr.metrics.status import CONTENT_SECURITY_POLICY, page
 from npu_gr.request import GenerateAnswer, MatchAnswer, ModelInfo, Outcome, RankAnswer, UserKey
 from npu_gr.server.auth import ApiKeys
 from npu_gr.server.config import ServerConfig
 from npu_gr.server.door import Door
-from npu_gr.server.headers import REQUEST_ID, budget_s, request_id, traceparent
+from npu_gr.server.headers import budget_s
+from npu_gr.server.journal import Journal
 from npu_gr.server.openapi import document
-from npu_gr.server.problem import from_error
 from npu_gr.server.run import probe_loop_lag
+from npu_gr.server.status import status
+from npu_gr.server.tracing import Tracing
+from npu_gr.server.watch import ANSWER, ARRIVED_S, ID, PARSED_S, USER, around
 from npu_gr.server.wire import (
     JSON,
     MSGPACK,
@@ -53,11 +55,6 @@ from npu_gr.server.wire import (
     vectors_out,
 )
 
-log = logging.getLogger("npu_gr.request")
-
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-
-_PUBLIC = ("/healthz", "/readyz", "/v2/health/live", "/v2/health/ready")
 _X_CACHE = {
     Outcome.HBM_HIT: "hit-hbm",
     Outcome.DRAM_HIT: "hit-dram",
@@ -65,19 +62,22 @@ _X_CACHE = {
     Outcome.MISS_FULL: "miss",
     Outcome.DEGRADED: "degraded",
 }
-_ID = web.RequestKey("request_id", str)
-_ARRIVED_S = web.RequestKey("arrived_s", float)
 
 
-def build_web_app(door: Door, config: ServerConfig, metrics: Metrics) -> web.Application:
-    """The HTTP door before a service.
+def build_web_app(
+    door: Door, config: ServerConfig, metrics: Metrics, tracing: Tracing | None = None
+) -> web.Application:
+    """The HTTP door before a service. `tracing`: None = trace ids, and no spans.
 
     Raises:
         ConfigError: the key file cannot be used.
     """
     keys = ApiKeys(Path(config.api_keys_file) if config.api_keys_file else None)
-    app = web.Application(client_max_size=config.max_body_bytes, middlewares=[_around(door, config, metrics, keys)])
-    routes = _Routes(door, config)
+    journal = Journal(config)
+    metrics.observe_ready(door.is_ready)
+    middleware = around(door, metrics, keys, journal, tracing or Tracing())
+    app = web.Application(client_max_size=config.max_body_bytes, middlewares=[middleware])
+    routes = _Routes(door, config, metrics, journal)
     app.add_routes(
         [
             web.post("/v1/signal", routes.signal),
@@ -96,7 +96,9 @@ def build_web_app(door: Door, config: ServerConfig, metrics: Metrics) -> web.App
             web.get("/v1/models", routes.models),
             web.get("/healthz", routes.live),
             web.get("/readyz", routes.ready),
-            web.get("/metrics", make_aiohttp_handler(metrics.registry)),
+            web.get("/", routes.page),
+            web.get("/metrics", routes.metrics),
+            web.get("/debug/status", routes.status),
             web.get("/debug/config", routes.config),
             web.get("/openapi.json", routes.openapi),
             web.get("/v2", routes.oip_server),
@@ -110,70 +112,32 @@ def build_web_app(door: Door, config: ServerConfig, metrics: Metrics) -> web.App
     )
 
     async def background(_: web.Application) -> AsyncIterator[None]:
-        async with probe_loop_lag(metrics.loop_lag_s.observe, keys.reload_if_changed):
-            yield
+        with noted_pauses(metrics.gc_paused) as drain:
+
+            def every_period() -> None:
+                keys.reload_if_changed()
+                drain()
+
+            async with probe_loop_lag(metrics.loop_lagged, every_period):
+                yield
 
     app.cleanup_ctx.append(background)
     return app
 
 
-def _around(door: Door, config: ServerConfig, metrics: Metrics, keys: ApiKeys) -> Any:
-    """Id, authorisation, errors, counting and the log line of every request."""
-
-    @web.middleware
-    async def around(request: web.Request, handler: Handler) -> web.StreamResponse:
-        arrived_s = request[_ARRIVED_S] = time.monotonic()
-        identity = request[_ID] = request_id(request.headers)
-        metrics.in_flight.inc()
-        try:
-            if request.path not in _PUBLIC:
-                keys.check(request.headers.get("Authorization"))
-            answer = await handler(request)
-        except Exception as error:  # noqa: BLE001  (the one translation of errors)
-            answer = from_error(error, identity)
-        finally:
-            metrics.in_flight.dec()
-        route = request.match_info.route.resource
-        metrics.requests.labels(route.canonical if route else "none", answer.status).inc()
-        answer.headers[REQUEST_ID] = identity
-        trace = traceparent(request.headers)
-        if trace:
-            answer.headers["traceparent"] = trace
-        if not door.is_ready()[0]:
-            answer.force_close()  # draining: let the balancer's connections go
-        took_s = time.monotonic() - arrived_s
-        if answer.status >= 500 or took_s > config.slow_request_s:
-            _log(request, answer, took_s, trace)
-        return answer
-
-    return around
-
-
-def _log(request: web.Request, answer: web.StreamResponse, took_s: float, trace: str | None) -> None:
-    """One canonical line; no user, no history, no key."""
-    route = request.match_info.route.resource
-    line = {
-        "request_id": request[_ID],
-        "method": request.method,
-        "route": route.canonical if route else "none",
-        "status": answer.status,
-        "duration_s": round(took_s, 6),
-        "cache": answer.headers.get("X-Cache"),
-        "trace_id": trace.split("-")[1] if trace else None,
-    }
-    log.warning(json.dumps(line))
-
-
 class _Routes:
     """One method a route."""
 
-    def __init__(self, door: Door, config: ServerConfig) -> None:
-        self._door, self._config = door, config
+    def __init__(self, door: Door, config: ServerConfig, metrics: Metrics, journal: Journal) -> None:
+        self._door, self._config, self._metrics, self._journal = door, config, metrics, journal
+        self._began_s = time.monotonic()
+        self._page = page("/debug/status")
 
     def _left_s(self, request: web.Request) -> float:
-        """The caller's budget less what reading the body took."""
+        """The caller's budget less what reading the body took; the last thing before the service."""
+        request[PARSED_S] = now_s = time.monotonic()
         budget = budget_s(request.headers, self._config.default_budget_s, self._config.max_budget_s)
-        left = budget - (time.monotonic() - request[_ARRIVED_S])
+        left = budget - (now_s - request[ARRIVED_S])
         if left <= 0:
             raise DeadlineExceeded(f"reading the request took the whole budget of {budget * 1e3:.0f} ms")
         return left
@@ -184,28 +148,34 @@ class _Routes:
             raise Unavailable(why)
         self._door.check_room(Priority.SIGNAL)
         body = decode(await request.read(), request.content_type, SignalBody)
+        request[USER] = body.user
         answer = await self._door.signal(signal_request(body, self._config), self._left_s(request))
-        return _answer(request, signal_out(answer, request[_ID]), 202)
+        request[ANSWER] = answer
+        return _answer(request, signal_out(answer, request[ID]), 202)
 
     async def rank(self, request: web.Request) -> web.Response:
         self._door.check_room(Priority.RANK)
         body = decode(await request.read(), request.content_type, RankBody)
+        request[USER] = body.user
         answer = await self._door.rank(rank_request(body, self._config), self._left_s(request))
-        out = rank_out(answer, request[_ID], _accepted(request))
+        request[ANSWER] = answer
+        out = rank_out(answer, request[ID], _accepted(request))
         return _with_stages(_answer(request, out, 200), answer)
 
     async def generate(self, request: web.Request) -> web.Response:
         self._door.check_room(Priority.GENERATE)
         body = decode(await request.read(), request.content_type, GenerateBody)
+        request[USER] = body.user
         answer = await self._door.generate(generate_request(body, self._config), self._left_s(request))
-        out = generate_out(answer, request[_ID], _accepted(request))
+        request[ANSWER] = answer
+        out = generate_out(answer, request[ID], _accepted(request))
         return _with_stages(_answer(request, out, 200), answer)
 
     async def match(self, request: web.Request) -> web.Response:
         self._door.check_room(Priority.GENERATE)
         body = decode(await request.read(), request.content_type, MatchBody)
         answer = await self._door.match(match_request(body, self._config), self._left_s(request))
-        return _with_times(_answer(request, match_out(answer, request[_ID], _accepted(request)), 200), answer)
+        return _with_times(_answer(request, match_out(answer, request[ID], _accepted(request)), 200), answer)
 
     async def vectors(self, request: web.Request) -> web.Response:
         return _answer(request, vectors_out(self._door.vectors()), 200)
@@ -234,7 +204,7 @@ class _Routes:
         body = decode(await request.read(), request.content_type, EventsBody)
         new = events(body.events, "events", self._config.max_history_events)
         count = await self._door.append_events(body.user, new, self._left_s(request))
-        return _answer(request, EventsOut(request_id=request[_ID], num_events=count), 200)
+        return _answer(request, EventsOut(request_id=request[ID], num_events=count), 200)
 
     async def erase(self, request: web.Request) -> web.Response:
         user, tenant = unquote(request.match_info["user_id"]), request.query.get("tenant", "")
@@ -254,6 +224,20 @@ class _Routes:
     async def ready(self, _: web.Request) -> web.Response:
         self._require_ready()
         return _json({"ready": True})
+
+    async def page(self, _: web.Request) -> web.Response:
+        headers = {"Content-Security-Policy": CONTENT_SECURITY_POLICY}
+        return web.Response(text=self._page, content_type="text/html", headers=headers)
+
+    async def status(self, _: web.Request) -> web.Response:
+        return _json(status(self._door, self._metrics, self._journal, time.monotonic() - self._began_s))
+
+    async def metrics(self, request: web.Request) -> web.Response:
+        body, content_type = await expose(self._metrics, request.headers.get("Accept", ""))
+        # zlib in a thread: a hundred kilobytes take it milliseconds
+        response = web.Response(body=body, headers={"Content-Type": content_type}, zlib_executor_size=0)
+        response.enable_compression()
+        return response
 
     async def config(self, _: web.Request) -> web.Response:
         return _json(self._door.effective_config())

@@ -50,7 +50,7 @@ async def serve(
         on_listening(port)
         if ready is not None:
             ready.set()
-        with _signals() as asked:
+        with stop_signals() as asked:
             await asked.get()
             log.info("draining for %.1f s", config.drain_grace_s)
             await on_drain()
@@ -62,7 +62,7 @@ async def serve(
 
 
 @contextlib.contextmanager
-def _signals() -> Iterator[asyncio.Queue[int]]:
+def stop_signals() -> Iterator[asyncio.Queue[int]]:
     """SIGTERM and SIGINT as queue entries while the block runs."""
     loop, asked = asyncio.get_running_loop(), asyncio.Queue[int]()
     for number in (signal.SIGTERM, signal.SIGINT):

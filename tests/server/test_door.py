@@ -156,13 +156,15 @@ async def test_ids_and_traces_go_round(tmp_path: Path, caplog: pytest.LogCapture
             headers = {"X-Request-Id": "my-id", "traceparent": trace}
             async with client.post("/v1/rank", json=GOOD, headers=headers) as response:
                 assert response.headers["X-Request-Id"] == "my-id"
-                assert response.headers["traceparent"] == trace
+                version, trace_id, span_id, flags = response.headers["traceparent"].split("-")
+                assert (version, trace_id, flags) == ("00", trace.split("-")[1], "01")
+                assert span_id != trace.split("-")[2]
                 assert response.headers["X-Cache"] == "miss"
                 assert "device;dur=" in response.headers["Server-Timing"]
             for bad in ("", "x" * 129, "a b"):
                 async with client.get("/healthz", headers={"X-Request-Id": bad, "traceparent": "00-0-0-0"}) as response:
                     assert len(response.headers["X-Request-Id"]) == 32
-                    assert "traceparent" not in response.headers
+                    assert response.headers["traceparent"].split("-")[1] not in ("0", trace.split("-")[1])
     line = json.loads(next(r.message for r in caplog.records if "my-id" in r.message))
     assert (line["route"], line["status"], line["trace_id"]) == ("/v1/rank", 200, trace.split("-")[1])
     assert not any('"u"' in r.getMessage() or str(FIRST_ID) in r.getMessage() for r in caplog.records)

@@ -1,0 +1,154 @@
+"""`npu-gr bench metrics`: what counting, tracing and logging add to a rank.
+
+CPU time of all that the catalogue, the trace context and the log line do for one rank, against the CPU time of the
+device's pass alone, on a cached history: a whole request takes more, so the true share is smaller. What was counted is
+compared with what was asked before anything is timed.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+from prometheus_client import CollectorRegistry
+
+from npu_gr.backend.choose import choose
+from npu_gr.bench.line import Line, percentiles
+from npu_gr.bench.rank import config
+from npu_gr.config import SLOConfig
+from npu_gr.metrics.catalogue import Metrics
+from npu_gr.metrics.trace import CURRENT, begin
+from npu_gr.model.hstu import HSTU, Past, Segment
+from npu_gr.request import HistoryReport, Outcome, RankAnswer, Reason, UserKey
+from npu_gr.server.config import ServerConfig
+from npu_gr.server.journal import Journal
+from npu_gr.server.journal import log as request_log
+
+SHARE = 0.01  # of a rank's CPU time, at most
+SHAPES = ((2, 64, 100), (8, 256, 100))  # layers, width, candidates: the demo's, and that of `bench rank`
+REPEATS = 200  # a count takes less than the clock can tell
+
+ANSWER = RankAnswer(
+    model_version="v",
+    outcome=Outcome.HBM_HIT,
+    reason=Reason.NONE,
+    scores={"click": np.zeros(100, np.float32), "like": np.zeros(100, np.float32)},
+    top=None,
+    history=HistoryReport(fingerprint="f" * 32, num_tokens=256),
+    prefix_tokens=256,
+    stages_s={"history": 4e-4, "lease": 5e-5, "queue": 5e-5, "device": 2e-3},
+)
+
+
+def lines(seed: int, budget_s: float) -> Iterator[Line]:
+    """Two lines a shape: counts with exemplars, and with the trace context and the log line as well."""
+    registry = CollectorRegistry()
+    metrics, journal = Metrics(registry, SLOConfig().objectives()), Journal(ServerConfig())
+    user = UserKey("", "u")
+    facts = {"request_id": "r" * 32, "method": "POST", "route": "/v1/rank", "status": 200, "duration_s": 3e-3}
+
+    def count() -> None:
+        metrics.in_flight.inc()
+        metrics.history_read(ANSWER.history)
+        metrics.batch_done(1, 100)
+        metrics.device_worked("rank", 2e-3)
+        metrics.prefix_waited(0.05)
+        metrics.rank_done(ANSWER, 3e-3)
+        metrics.in_flight.dec()
+        metrics.request_done("rank", "/v1/rank", 200, 3e-3, ANSWER.stages_s)
+
+    def count_and_tell() -> None:
+        trace = begin(None)
+        CURRENT.set(trace)
+        count()
+        journal.write("rank", trace, facts, ANSWER, user)
+
+    with _logged_to_memory():
+        CURRENT.set(begin(None))
+        count()
+        counted = registry.get_sample_value("npu_gr_slo_requests_total", {"kind": "rank", "result": "good"})
+        assert counted == 1, counted
+        for layers, width, candidates in SHAPES:
+            rank = _pass(layers, width, candidates, seed)
+            for name, work in (("counts", count), ("counts, trace, log line", count_and_tell)):
+                ranked, added = _cpu_in_turn(rank, work, budget_s)
+                rank_us, (ours_us, p10, p90) = percentiles(ranked)[0] * 1e6, (s * 1e6 for s in percentiles(added))
+                yield Line(
+                    bench="metrics",
+                    case=f"{name}; rank of {candidates}, layers={layers} d={width}",
+                    ours=ours_us,
+                    unit="us CPU",
+                    baseline="the rank's own pass, cached",
+                    baseline_value=rank_us,
+                    ratio=rank_us / ours_us,
+                    target=1 / SHARE if work is count else None,
+                    ok=ours_us <= SHARE * rank_us if work is count else None,
+                    p10=p10,
+                    p90=p90,
+                )
+
+
+def _pass(layers: int, width: int, candidates: int, seed: int) -> Callable[[], object]:
+    """Scoring against a history of 256 tokens whose keys and values are there."""
+    torch.manual_seed(seed)
+    backend, shape = choose("cpu"), config(layers, width)
+    model = HSTU(shape).eval()
+    model.freeze_items()
+    items, times = torch.randint(shape.num_items, (256,)), torch.arange(256) * 1000
+    kept: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    nothing = torch.empty(0, dtype=torch.int64)
+    history = Segment(
+        items=items,
+        actions=torch.zeros_like(items),
+        times=times,
+        candidates=nothing,
+        sink=lambda layer, k, v: kept.__setitem__(layer, (k, v)),
+    )
+    model(backend, [history])
+    hit = Segment(
+        items=nothing,
+        actions=nothing,
+        times=nothing,
+        candidates=torch.randint(shape.num_items, (candidates,)),
+        candidate_time=256_000,
+        past=Past(times, lambda layer: [kept[layer]]),
+    )
+    return lambda: model(backend, [hit])
+
+
+def _cpu_in_turn(
+    rank: Callable[[], object], work: Callable[[], None], budget_s: float
+) -> tuple[list[float], list[float]]:
+    """CPU seconds of each rank, and of each piece of work, in turn."""
+    ranked, added = list[float](), list[float]()
+    rank()
+    ends_s = time.perf_counter() + budget_s
+    while len(ranked) < 5 or time.perf_counter() < ends_s:
+        began_s = time.process_time()
+        rank()
+        ranked.append(time.process_time() - began_s)
+        began_s = time.process_time()
+        for _ in range(REPEATS):
+            work()
+        added.append((time.process_time() - began_s) / REPEATS)
+    return ranked, added
+
+
+@contextmanager
+def _logged_to_memory() -> Iterator[None]:
+    """The log lines are formatted and written, to nowhere."""
+    handler = logging.StreamHandler(io.StringIO())
+    level, request_log.propagate = request_log.level, False
+    request_log.addHandler(handler)
+    request_log.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        request_log.removeHandler(handler)
+        request_log.setLevel(level)
+        request_log.propagate = True

@@ -1,0 +1,291 @@
+"""The router's placement in balancers that users already run: their configuration out of ours.
+
+What they have in common: strict hashing on the user header (bounded load would part a rank from its signal), active
+checks of `/readyz` where the balancer has them, a rank tried once more elsewhere, a signal never, 400 without the user.
+What they lack: a rank that follows its signal while instances come and go, deadlines of requests, slow return. Each
+places users in its own way, so do not mix them before one fleet.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+from npu_gr.errors import ConfigError
+from npu_gr.router.config import InstanceConfig, RouterConfig
+
+_TYPE = "type.googleapis.com/envoy.extensions"
+_USER_PATHS = ("/v1/signal", "/v1/rank", "/v1/generate", "/v1/recommend", "/v1/events", "/v1/users/")
+_RETRIED_PATHS = ("/v1/rank", "/v1/generate", "/v1/recommend")
+
+
+def envoy(config: RouterConfig, instances: list[InstanceConfig]) -> str:
+    """JSON for `envoy -c`. MAGLEV: Envoy's ring would move users of healthy instances (envoyproxy/envoy#22558)."""
+    special, normal = _services(instances)
+    routes = [
+        _envoy_route({"prefix": "/"}, "normal", config, headers=[_equals("x-npugr-service", "normal")]),
+        *(_envoy_route({"path": path}, "special", config, is_retried=True, by_user=True) for path in _RETRIED_PATHS),
+        *(_envoy_route({"prefix": path}, "special", config, by_user=True) for path in _USER_PATHS),
+        *(
+            {
+                "match": {"prefix": path},
+                "direct_response": {"status": 400, "body": {"inline_string": f"{config.user_header}: missing\n"}},
+            }
+            for path in _USER_PATHS
+        ),
+        _envoy_route({"prefix": "/"}, "normal", config),
+    ]
+    manager = {
+        "@type": f"{_TYPE}.filters.network.http_connection_manager.v3.HttpConnectionManager",
+        "stat_prefix": "npu_gr",
+        "generate_request_id": True,
+        "preserve_external_request_id": True,
+        "request_headers_timeout": _seconds(config.header_timeout_s),
+        "max_request_headers_kb": max(1, config.limits.max_header_bytes // 1024),
+        "route_config": {"virtual_hosts": [{"name": "all", "domains": ["*"], "routes": routes}]},
+        "http_filters": [
+            {
+                "name": "envoy.filters.http.router",
+                "typed_config": {"@type": f"{_TYPE}.filters.http.router.v3.Router"},
+            }
+        ],
+    }
+    listener = {
+        "name": "npu_gr",
+        "address": _address(config.host, config.port),
+        "filter_chains": [
+            {"filters": [{"name": "envoy.filters.network.http_connection_manager", "typed_config": manager}]}
+        ],
+    }
+    by_user = {"lb_policy": "MAGLEV", "maglev_lb_config": {"table_size": 65537}}
+    clusters = [
+        _envoy_cluster("special", special, config, by_user),
+        _envoy_cluster("normal", normal, config, {"lb_policy": "LEAST_REQUEST"}),
+    ]
+    table = {
+        "admin": {"address": _address(config.admin_host, config.admin_port)},
+        "static_resources": {"listeners": [listener], "clusters": clusters},
+    }
+    return json.dumps(table, indent=2)
+
+
+def _envoy_route(
+    match: dict[str, Any],
+    cluster: str,
+    config: RouterConfig,
+    *,
+    headers: list[dict[str, Any]] | None = None,
+    is_retried: bool = False,
+    by_user: bool = False,
+) -> dict[str, Any]:
+    action: dict[str, Any] = {"cluster": cluster, "timeout": _seconds(config.max_budget_s)}
+    headers = list(headers or [])
+    if by_user:
+        action["hash_policy"] = [{"header": {"header_name": config.user_header}}]
+        headers.append({"name": config.user_header, "present_match": True})
+    if is_retried:
+        predicate = f"{_TYPE}.retry.host.previous_hosts.v3.PreviousHostsPredicate"
+        action["retry_policy"] = {
+            "retry_on": "connect-failure,refused-stream,reset,gateway-error",
+            "num_retries": 1,
+            "retry_host_predicate": [
+                {"name": "envoy.retry_host_predicates.previous_hosts", "typed_config": {"@type": predicate}}
+            ],
+            "host_selection_retry_max_attempts": 5,
+        }
+    return {"match": {**match, "headers": headers} if headers else match, "route": action}
+
+
+def _envoy_cluster(
+    name: str, instances: list[InstanceConfig], config: RouterConfig, policy: dict[str, Any]
+) -> dict[str, Any]:
+    endpoints = [
+        {
+            "endpoint": {"hostname": one.name, "address": _address(one.host, one.port)},
+            "load_balancing_weight": max(1, round(100 * one.weight)),
+        }
+        for one in instances
+    ]
+    limits, health, interval = config.limits, config.health, _seconds(config.health.interval_s)
+    most = limits.instance_inflight * max(1, len(instances))
+    return {
+        "name": name,
+        "connect_timeout": _seconds(config.connect_timeout_s),
+        "type": "STRICT_DNS",
+        "load_assignment": {"cluster_name": name, "endpoints": [{"lb_endpoints": endpoints}]},
+        "health_checks": [
+            {
+                "timeout": _seconds(health.timeout_s),
+                "interval": interval,
+                "no_traffic_interval": interval,  # its default of 60 s would hide a drain
+                "unhealthy_threshold": health.fall,
+                "healthy_threshold": health.rise,
+                "http_health_check": {"path": health.path},
+            }
+        ],
+        "circuit_breakers": {
+            "thresholds": [
+                {"max_connections": most, "max_pending_requests": most, "max_requests": most, "max_retries": 64}
+            ]
+        },
+        "outlier_detection": {
+            "consecutive_5xx": config.breaker.failures,
+            "interval": interval,
+            "base_ejection_time": _seconds(config.breaker.open_s),
+            "max_ejection_time": _seconds(config.breaker.max_open_s),
+            "max_ejection_percent": round(100 * config.breaker.max_open_ratio),
+        },
+        **policy,
+    }
+
+
+def haproxy(config: RouterConfig, instances: list[InstanceConfig]) -> str:
+    """For HAProxy 2.6 and later; metrics at /metrics of the admin address."""
+    special, normal = _services(instances)
+    interval = f"{round(config.health.interval_s * 1e3)}ms"
+
+    def servers(some: list[InstanceConfig], marks: str) -> str:
+        check = f"check inter {interval} fall {config.health.fall} rise {config.health.rise}"
+        return "\n".join(
+            f"  server {one.name} {one.host}:{one.port} id {1 + instances.index(one)} "
+            f"weight {min(256, max(1, round(100 * one.weight)))} maxconn {config.limits.instance_inflight} "
+            f"{check} {marks}"
+            for one in some
+        )
+
+    slow_down = f"observe layer7 error-limit {config.breaker.failures} on-error mark-down"
+    by_user = f"""  balance hdr({config.user_header})
+  hash-type consistent wt6 avalanche
+  option httpchk GET {config.health.path}"""
+    paths = " ".join(_USER_PATHS)
+    return f"""# made by npu-gr fleet haproxy
+global
+  maxconn {config.limits.max_connections}
+defaults
+  mode http
+  timeout connect {round(config.connect_timeout_s * 1e3)}ms
+  timeout client {round(config.idle_s)}s
+  timeout http-request {round(config.header_timeout_s)}s
+  timeout server {round(config.max_budget_s * 1e3)}ms
+  timeout queue 1s
+  option http-keep-alive
+frontend npu_gr
+  bind {config.host}:{config.port}
+  acl by_user path_beg {paths}
+  acl normal req.hdr(x-npugr-service) -m str normal
+  acl known req.hdr({config.user_header}) -m found
+  http-request deny deny_status 413 if {{ req.hdr_val(content-length) gt {config.limits.max_body_bytes} }}
+  http-request deny deny_status 400 if by_user !known !normal
+  use_backend normal if normal or !by_user
+  use_backend rank if {{ path {" ".join(_RETRIED_PATHS)} }}
+  default_backend once
+frontend admin
+  bind {config.admin_host}:{config.admin_port}
+  http-request use-service prometheus-exporter if {{ path /metrics }}
+backend rank
+{by_user}
+  retries 1
+  retry-on conn-failure empty-response 502 503
+  option redispatch 1
+  http-response set-header X-NpuGr-Instance %[srv_name]
+{servers(special, slow_down)}
+backend once
+{by_user}
+  retries 0
+  http-response set-header X-NpuGr-Instance %[srv_name]
+{servers(special, slow_down)}
+backend normal
+  balance leastconn
+  option httpchk GET {config.health.path}
+  http-response set-header X-NpuGr-Instance %[srv_name]
+{servers(normal, "")}
+"""
+
+
+def nginx(config: RouterConfig, instances: list[InstanceConfig]) -> str:
+    """A whole nginx.conf. Open-source nginx has no active checks: a draining instance is left only when it refuses."""
+    special, normal = _services(instances)
+    variable = "$http_" + config.user_header.replace("-", "_")
+
+    def upstream(name: str, policy: str, some: list[InstanceConfig]) -> str:
+        passive = f"max_fails={config.breaker.failures} fail_timeout={max(1, round(config.breaker.open_s))}s"
+        lines = "\n".join(
+            f"    server {one.host}:{one.port} weight={max(1, round(100 * one.weight))} {passive};" for one in some
+        )
+        return f"""  upstream {name} {{
+    {policy}
+{lines}
+    keepalive {config.limits.instance_idle};
+    keepalive_requests 1000000;
+  }}"""
+
+    def location(match: str, backend: str, next_upstream: str, needs_user: bool) -> str:
+        refuse = f'      if ({variable} = "") {{ return 400; }}\n' if needs_user else ""
+        return f"""    location {match} {{
+{refuse}      proxy_pass http://{backend};
+      proxy_next_upstream {next_upstream};
+    }}"""
+
+    again = "error timeout http_502 http_503 non_idempotent"
+    user_locations = [
+        location(f"= {path}", "special", again, needs_user=True)
+        if path in _RETRIED_PATHS
+        else location(path if path.endswith("/") else f"= {path}", "special", "off", needs_user=True)
+        for path in _USER_PATHS
+    ]
+    locations = "\n".join([*user_locations, location("/", "normal", "error timeout", needs_user=False)])
+    return f"""# made by npu-gr fleet nginx
+worker_processes auto;
+error_log stderr;
+pid nginx.pid;
+daemon off;
+events {{ worker_connections {config.limits.max_connections}; }}
+http {{
+  access_log off;
+  client_body_temp_path body; proxy_temp_path proxy; fastcgi_temp_path fastcgi; uwsgi_temp_path uwsgi;
+  scgi_temp_path scgi;
+  client_max_body_size {config.limits.max_body_bytes};
+  client_body_buffer_size {config.limits.stream_over_bytes};
+  client_header_timeout {round(config.header_timeout_s)}s;
+{upstream("special", f"hash {variable} consistent;", special)}
+{upstream("normal", "least_conn;", normal)}
+  server {{
+    listen {config.host}:{config.port};
+    keepalive_requests 1000000;
+    proxy_http_version 1.1;
+    proxy_set_header Connection "";
+    proxy_connect_timeout {round(config.connect_timeout_s * 1e3)}ms;
+    proxy_read_timeout {round(config.max_budget_s * 1e3)}ms;
+    proxy_next_upstream_tries 2;
+    add_header X-NpuGr-Instance $upstream_addr always;
+{locations}
+  }}
+}}
+"""
+
+
+BALANCERS: dict[str, Callable[[RouterConfig, list[InstanceConfig]], str]] = {
+    "envoy": envoy,
+    "haproxy": haproxy,
+    "nginx": nginx,
+}
+
+
+def _services(instances: list[InstanceConfig]) -> tuple[list[InstanceConfig], list[InstanceConfig]]:
+    special = [one for one in instances if one.special]
+    if not special:
+        raise ConfigError("discovery: no instance is special, so nobody would take signals")
+    return special, [one for one in instances if one.normal] or special
+
+
+def _equals(name: str, value: str) -> dict[str, Any]:
+    return {"name": name, "string_match": {"exact": value}}
+
+
+def _address(host: str, port: int) -> dict[str, Any]:
+    return {"socket_address": {"address": host, "port_value": port}}
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.3f}s"

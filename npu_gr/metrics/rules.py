@@ -1,0 +1,260 @@
+"""Prometheus rules from the objectives: recordings under Sloth's names, burn-rate alerts, alerts on causes.
+
+Source: the names, labels and groups that Sloth generates (github.com/slok/sloth, examples/_gen/getting-started.yml),
+so that its public dashboards work on ours; the windows and factors of The Site Reliability Workbook, chapter 5.
+Ours on top: no traffic gives no sample, where a division by nought would spoil the 30 days' average; a burn-rate alert
+needs `MIN_REQUESTS` in its window, so that one failure in a quiet night wakes nobody.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from npu_gr.metrics.slo import Objective, Promise
+
+SERVICE = "npu_gr"
+WINDOWS = ("5m", "30m", "1h", "2h", "6h", "1d", "3d")
+PERIOD_DAYS = 30
+MIN_REQUESTS = 100
+RUNBOOKS = "docs/runbooks"
+
+Rule = dict[str, Any]
+
+
+class Burn(NamedTuple):
+    """Alert while both windows burn the budget `factor` times as fast as it may."""
+
+    short: str
+    long: str
+    factor: float
+
+
+FAST = (Burn("5m", "1h", 14.4), Burn("30m", "6h", 6.0))  # 2 % of the budget in an hour, 5 % in six
+SLOW = (Burn("2h", "1d", 3.0), Burn("6h", "3d", 1.0))  # 10 % in a day, or in three
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cause:
+    """An alert on what makes requests slow or wrong, or will. `page` wakes somebody."""
+
+    alert: str
+    runbook: str  # the page in docs/runbooks
+    expr: str
+    wait: str  # how long it must hold
+    page: bool
+    summary: str
+
+
+CAUSES = (
+    Cause(
+        alert="NpuGrInstanceDown",
+        runbook="instance-down",
+        expr='up{job="npu_gr"} == 0',
+        wait="1m",
+        page=True,
+        summary="{{ $labels.instance }} does not answer Prometheus.",
+    ),
+    Cause(
+        alert="NpuGrInstanceNotReady",
+        runbook="instance-not-ready",
+        expr="npu_gr_ready == 0",
+        wait="5m",
+        page=True,
+        summary="{{ $labels.instance }} is up and takes no work.",
+    ),
+    Cause(
+        alert="NpuGrScoresDrift",
+        runbook="scores-drift",
+        expr="increase(npu_gr_selfcheck_failures_total[15m]) > 0",
+        wait="0m",
+        page=True,
+        summary="Cached scores of {{ $labels.instance }} differ from cold ones: it may answer wrongly.",
+    ),
+    Cause(
+        alert="NpuGrTierOverBudget",
+        runbook="tier-over-budget",
+        expr=(
+            'sum by (instance, tier) (npu_gr_kv_bytes{state=~"live|reserved"})'
+            " > sum by (instance, tier) (npu_gr_kv_budget_bytes)"
+        ),
+        wait="0m",
+        page=True,
+        summary="Tier {{ $labels.tier }} of {{ $labels.instance }} holds more than its budget: an invariant is broken.",
+    ),
+    Cause(
+        alert="NpuGrShedding",
+        runbook="shedding",
+        expr=(
+            'sum by (instance) (rate(npu_gr_admissions_total{verdict="overloaded"}[5m]))'
+            " > 0.01 * sum by (instance) (rate(npu_gr_admissions_total[5m]))"
+        ),
+        wait="5m",
+        page=False,
+        summary="{{ $labels.instance }} refuses over 1 % of its requests for load.",
+    ),
+    Cause(
+        alert="NpuGrPrefixesWasted",
+        runbook="prefixes-wasted",
+        expr=(
+            "sum by (instance) (rate(npu_gr_prefill_wasted_total[30m]))"
+            ' > 0.3 * (sum by (instance) (rate(npu_gr_signal_verdicts_total{verdict="preinfer"}[30m])) > 0)'
+        ),
+        wait="30m",
+        page=False,
+        summary="Over 30 % of the pre-infers of {{ $labels.instance }} are evicted before a rank reads them.",
+    ),
+    Cause(
+        alert="NpuGrRelayErrors",
+        runbook="relay-errors",
+        expr="sum by (instance, where) (rate(npu_gr_relay_errors_total[10m])) > 0.1",
+        wait="10m",
+        page=False,
+        summary="{{ $labels.instance }}: {{ $labels.where }} fails, ranks do without it.",
+    ),
+    Cause(
+        alert="NpuGrEventLoopBlocked",
+        runbook="event-loop-blocked",
+        expr=(
+            "histogram_quantile(0.9, sum by (instance, le) (rate(npu_gr_event_loop_lag_seconds_bucket[10m]))) > 0.025"
+        ),
+        wait="10m",
+        page=False,
+        summary="A tenth of the callbacks of {{ $labels.instance }} wait over 25 ms for the event loop.",
+    ),
+    Cause(
+        alert="NpuGrCatalogueOld",
+        runbook="catalogue-old",
+        expr="npu_gr_catalogue_age_seconds > 7 * 86400",
+        wait="1h",
+        page=False,
+        summary="The catalogue of {{ $labels.instance }} was published over a week ago.",
+    ),
+)
+
+
+def rules(objectives: Iterable[Objective], runbooks: str = RUNBOOKS) -> dict[str, list[dict[str, Any]]]:
+    """The content of a rule file.
+
+    Args:
+        objectives: one for each kind of request.
+        runbooks: where the runbooks' pages are: a path or a URL.
+    """
+    groups = []
+    for objective in objectives:
+        for promise in Promise:
+            groups += _slo_groups(objective, promise, runbooks)
+    causes = [_cause(cause, runbooks) for cause in CAUSES]
+    return {"groups": [*groups, {"name": "npu_gr-causes", "rules": causes}]}
+
+
+def alert_names(objectives: Iterable[Objective]) -> list[str]:
+    """Every alert that `rules` makes."""
+    return [
+        rule["alert"]
+        for group in rules(objectives)["groups"]
+        for rule in group["rules"]
+        if rule.get("alert") is not None
+    ]
+
+
+def _slo_groups(objective: Objective, promise: Promise, runbooks: str) -> list[dict[str, Any]]:
+    kind, name = objective.kind, f"{objective.kind}-{promise.value}"
+    slo_id = f"{SERVICE}-{name}"
+    labels = {"sloth_id": slo_id, "sloth_service": SERVICE, "sloth_slo": name}
+    return [
+        {"name": f"sloth-slo-sli-recordings-{slo_id}", "rules": _errors(kind, promise, labels)},
+        {"name": f"sloth-slo-meta-recordings-{slo_id}", "rules": _meta(objective.ratio(promise), labels)},
+        {"name": f"sloth-slo-alerts-{slo_id}", "rules": _alerts(objective, promise, labels, runbooks)},
+    ]
+
+
+def _errors(kind: str, promise: Promise, labels: dict[str, str]) -> list[Rule]:
+    """The share of requests that broke the promise, over each window."""
+    bad, all_ = ('result="slow"', 'result=~"good|slow"') if promise is Promise.LATENCY else ('result="failed"', "")
+
+    def rate(results: str, window: str) -> str:
+        matchers = ",".join(filter(None, (f'kind="{kind}"', results)))
+        return f"sum(rate(npu_gr_slo_requests_total{{{matchers}}}[{window}]))"
+
+    recorded = [
+        {
+            "record": f"slo:sli_error:ratio_rate{window}",
+            "expr": f"{rate(bad, window)}\n/\n({rate(all_, window)} > 0)",
+            "labels": {**labels, "sloth_window": window},
+        }
+        for window in WINDOWS
+    ]
+    five = f"slo:sli_error:ratio_rate5m{_selector(labels)}"
+    period = f"{PERIOD_DAYS}d"
+    recorded.append(
+        {
+            "record": f"slo:sli_error:ratio_rate{period}",
+            "expr": f"sum_over_time({five}[{period}])\n/ ignoring (sloth_window)\ncount_over_time({five}[{period}])",
+            "labels": {**labels, "sloth_window": period},
+        }
+    )
+    return recorded
+
+
+def _meta(ratio: float, labels: dict[str, str]) -> list[Rule]:
+    """The objective, its budget, and how fast that burns."""
+    selector, matched = _selector(labels), "/ on(sloth_id, sloth_slo, sloth_service) group_left"
+    burn = f"{matched}\nslo:error_budget:ratio{selector}"
+    exprs = {
+        "slo:objective:ratio": f"vector({ratio!r})",
+        "slo:error_budget:ratio": f"vector(1-{ratio!r})",
+        "slo:time_period:days": f"vector({PERIOD_DAYS})",
+        "slo:current_burn_rate:ratio": f"slo:sli_error:ratio_rate5m{selector}\n{burn}",
+        "slo:period_burn_rate:ratio": f"slo:sli_error:ratio_rate{PERIOD_DAYS}d{selector}\n{burn}",
+        "slo:period_error_budget_remaining:ratio": f"1 - slo:period_burn_rate:ratio{selector}",
+    }
+    recorded: list[Rule] = [{"record": name, "expr": expr, "labels": labels} for name, expr in exprs.items()]
+    about = {"sloth_mode": "npu-gr-dashboards", "sloth_spec": "prometheus/v1", "sloth_version": "npu_gr"}
+    return [*recorded, {"record": "sloth_slo_info", "expr": "vector(1)", "labels": {**labels, **about}}]
+
+
+def _alerts(objective: Objective, promise: Promise, labels: dict[str, str], runbooks: str) -> list[Rule]:
+    """Fast burn pages; slow burn opens a ticket. Signals page nobody: a rank does without its prefix."""
+    kind = objective.kind
+    budget = f"(1-{objective.ratio(promise)!r})"
+    title = f"NpuGr{kind.title()}{promise.value.title()}"
+    what = f"later than {objective.threshold_s * 1e3:g} ms" if promise is Promise.LATENCY else "not answered"
+    return [
+        _alert(
+            f"{title}{'Fast' if burns is FAST else 'Slow'}Burn",
+            "\nor ignoring (sloth_window)\n".join(_burning(burn, budget, kind, labels) for burn in burns),
+            "page" if burns is FAST and kind != "signal" else "ticket",
+            f"{kind.title()}s are {what} so often that the error budget of {PERIOD_DAYS} days burns "
+            f"{'much ' if burns is FAST else ''}too fast.",
+            f"{runbooks}/{kind}-{promise.value}.md",
+        )
+        for burns in (FAST, SLOW)
+    ]
+
+
+def _burning(burn: Burn, budget: str, kind: str, labels: dict[str, str]) -> str:
+    def over(window: str) -> str:
+        return f"slo:sli_error:ratio_rate{window}{_selector(labels)} > {burn.factor:g} * {budget}"
+
+    asked = f'sum(increase(npu_gr_slo_requests_total{{kind="{kind}"}}[{burn.long}])) > {MIN_REQUESTS}'
+    return f"(({over(burn.short)}) and ignoring (sloth_window) ({over(burn.long)}) and on () ({asked}))"
+
+
+def _cause(cause: Cause, runbooks: str) -> Rule:
+    severity = "page" if cause.page else "ticket"
+    return _alert(cause.alert, cause.expr, severity, cause.summary, f"{runbooks}/{cause.runbook}.md", cause.wait)
+
+
+def _alert(name: str, expr: str, severity: str, summary: str, runbook: str, wait: str | None = None) -> Rule:
+    rule: Rule = {"alert": name, "expr": expr}
+    if wait is not None:
+        rule["for"] = wait
+    rule["labels"] = {"severity": severity, "sloth_severity": severity} if wait is None else {"severity": severity}
+    rule["annotations"] = {"summary": summary, "runbook_url": runbook}
+    return rule
+
+
+def _selector(labels: dict[str, str]) -> str:
+    return "{" + ", ".join(f'{name}="{value}"' for name, value in labels.items()) + "}"

@@ -1,0 +1,120 @@
+"""The operator's side, on an address of its own: metrics, who owns a user, drains. Not the data path."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import msgspec
+from aiohttp import web
+from prometheus_client.aiohttp import make_aiohttp_handler
+
+from npu_gr import __version__
+from npu_gr.metrics import status
+from npu_gr.router.members import Instance
+from npu_gr.router.router import Router
+
+
+def build_admin_app(router: Router) -> web.Application:
+    """Status page, metrics, who owns a user, drain and undrain, the configuration."""
+    app = web.Application()
+    scrape = make_aiohttp_handler(router.metrics.registry)
+
+    async def metrics(request: web.Request) -> web.StreamResponse:
+        router.observe()
+        return await scrape(request)
+
+    started_s = time.monotonic()
+
+    async def page(_: web.Request) -> web.Response:
+        headers = {"Content-Security-Policy": status.CONTENT_SECURITY_POLICY}
+        return web.Response(text=status.page("/status"), content_type="text/html", headers=headers)
+
+    async def state(_: web.Request) -> web.Response:
+        return web.Response(body=msgspec.json.encode(_status(router, started_s)), content_type="application/json")
+
+    async def instances(_: web.Request) -> web.Response:
+        now_s = time.monotonic()
+        rows = [_row(one, now_s) for one in router.members.instances.values()]
+        return _json({"epoch": router.members.ring.epoch, "instances": rows})
+
+    async def owner(request: web.Request) -> web.Response:
+        user = request.query.get("user", "")
+        if not user:
+            raise web.HTTPBadRequest(text="user: missing")
+        order = list(router.members.ring.walk(user.encode()))
+        return _json({"epoch": router.members.ring.epoch, "order": order[:8]})
+
+    def named(request: web.Request) -> Instance:
+        instance = router.members.instances.get(request.match_info["name"])
+        if instance is None:
+            raise web.HTTPNotFound(text="no such instance")
+        return instance
+
+    async def drain(request: web.Request) -> web.Response:
+        named(request).drain(time.monotonic())
+        return _json(_row(named(request), time.monotonic()))
+
+    async def undrain(request: web.Request) -> web.Response:
+        named(request).undrain(time.monotonic())
+        return _json(_row(named(request), time.monotonic()))
+
+    async def config(_: web.Request) -> web.Response:
+        return _json(msgspec.to_builtins(router.config))
+
+    async def live(_: web.Request) -> web.Response:
+        return _json({"live": True})
+
+    app.add_routes(
+        [
+            web.get("/", page),
+            web.get("/status", state),
+            web.get("/metrics", metrics),
+            web.get("/instances", instances),
+            web.get("/owner", owner),
+            web.post("/instances/{name}/drain", drain),
+            web.post("/instances/{name}/undrain", undrain),
+            web.get("/config", config),
+            web.get("/healthz", live),
+        ]
+    )
+    return app
+
+
+def _status(router: Router, started_s: float) -> status.Status:
+    now_s = time.monotonic()
+    rows = [
+        status.Instance(
+            name=one.name,
+            state="draining" if one.is_drained else one.health,
+            requests=router.metrics.placed_at(one.name),
+            in_flight=one.in_flight,
+        )
+        for one in router.members.instances.values()
+    ]
+    ready = any(one.takes_ranks(now_s) for one in router.members.instances.values())
+    return status.Status(
+        name="router",
+        ready=ready,
+        why_not="" if ready else "no instance takes ranks",
+        uptime_s=now_s - started_s,
+        versions={"npu_gr": __version__, "ring": str(router.members.ring.epoch)},
+        queue={"requests_in_flight": float(sum(row.in_flight for row in rows))},
+        instances=rows,
+    )
+
+
+def _row(one: Instance, now_s: float) -> dict[str, Any]:
+    return {
+        "name": one.name,
+        "address": f"{one.config.host}:{one.config.port}",
+        "health": one.health,
+        "is_drained": one.is_drained,
+        "takes_ranks": one.takes_ranks(now_s),
+        "share": round(one.breaker.share(now_s), 3),
+        "in_flight": one.in_flight,
+    }
+
+
+def _json(body: object) -> web.Response:
+    return web.Response(body=msgspec.json.encode(body), content_type="application/json")

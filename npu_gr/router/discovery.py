@@ -1,0 +1,49 @@
+"""Where the instances are: a list, a file that is watched, or a DNS name."""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import socket
+from pathlib import Path
+
+import msgspec
+
+from npu_gr import settings
+from npu_gr.errors import ConfigError
+from npu_gr.router.config import DiscoveryConfig, DNSConfig, InstanceConfig, check_names
+
+
+class InstancesFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A file of instances."""
+
+    instances: list[InstanceConfig]
+
+    def __post_init__(self) -> None:
+        check_names(self.instances)
+
+
+async def find(config: DiscoveryConfig) -> list[InstanceConfig]:
+    """The instances now.
+
+    Raises:
+        ConfigError: the file cannot be used, or the name has no address.
+    """
+    if config.file is not None:
+        return (await asyncio.to_thread(settings.load, Path(config.file), InstancesFile)).instances
+    if config.dns is not None:
+        return await _resolve(config.dns)
+    return config.instances
+
+
+async def _resolve(dns: DNSConfig) -> list[InstanceConfig]:
+    try:
+        found = await asyncio.get_running_loop().getaddrinfo(dns.host, dns.port, type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise ConfigError(f"discovery.dns.host: {dns.host}: {error}") from error
+    hosts = sorted({str(address[4][0]) for address in found})
+    return [InstanceConfig(name=_name(host, dns.port), host=host, port=dns.port) for host in hosts]
+
+
+def _name(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ipaddress.ip_address(host.split("%")[0]).version == 6 else f"{host}:{port}"

@@ -1,0 +1,119 @@
+"""OpenTelemetry spans of the sampled requests: one for the request, one for each stage. Needs the extra `otel`.
+
+The stages are spans made afterwards, from the times that the answer brings: what is not sampled costs nothing, and the
+service knows nothing of tracing. A caller's `traceparent` decides for its request; of the others a share is sampled.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from npu_gr.errors import ConfigError
+from npu_gr.metrics.trace import Trace, begin
+from npu_gr.server.config import ServerConfig
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.trace import Span, Tracer
+
+
+class Tracing:
+    """Begins the trace of every request, and a span for those that are sampled. Without a tracer: the ids alone."""
+
+    def __init__(self, tracer: Tracer | None = None, sample_ratio: float = 0.0) -> None:
+        self._tracer, self._sample_ratio = tracer, sample_ratio
+
+    def begin(self, name: str, traceparent: str | None) -> tuple[Trace, Span | None]:
+        """A request has arrived; its span, if it is sampled, begins now."""
+        trace = begin(traceparent)
+        if self._tracer is None:
+            return trace, None
+        if not (trace.is_sampled if trace.parent_id else random.random() < self._sample_ratio):
+            return trace, None
+        span = _server_span(self._tracer, name, trace)
+        ids = span.get_span_context()
+        return Trace(f"{ids.trace_id:032x}", f"{ids.span_id:016x}", trace.parent_id, True), span
+
+    def end(
+        self,
+        span: Span,
+        stages_s: Mapping[str, float],
+        began_s: float,
+        parsed_s: float | None,
+        attributes: Mapping[str, str | int],
+    ) -> None:
+        """The request has ended now.
+
+        Args:
+            span: as `begin` gave it.
+            stages_s: of the service, one after the other from `parsed_s` on.
+            began_s, parsed_s: instants on time.monotonic().
+            attributes: of the request's span.
+        """
+        from opentelemetry import trace as otel
+
+        assert self._tracer is not None, "begin() made a span"
+        now_s, now_ns = time.monotonic(), time.time_ns()
+
+        def at_ns(instant_s: float) -> int:
+            return now_ns - round((now_s - instant_s) * 1e9)
+
+        parts: list[tuple[str, float, float]] = []
+        if parsed_s is not None:
+            parts.append(("read", began_s, parsed_s))
+            for stage, seconds in stages_s.items():
+                parts.append((stage, parts[-1][2], parts[-1][2] + seconds))
+            parts.append(("write", parts[-1][2], now_s))
+        inside = otel.set_span_in_context(span)
+        for name, from_s, to_s in parts:
+            self._tracer.start_span(name, inside, start_time=at_ns(from_s)).end(at_ns(to_s))
+        for key, value in attributes.items():
+            span.set_attribute(key, value)
+        if int(attributes["http.response.status_code"]) >= 500:
+            span.set_status(otel.StatusCode.ERROR)
+        span.end(now_ns)
+
+
+def _server_span(tracer: Tracer, name: str, trace: Trace) -> Span:
+    from opentelemetry import trace as otel
+
+    context = None
+    if trace.parent_id is not None:
+        remote = otel.SpanContext(int(trace.trace_id, 16), int(trace.parent_id, 16), True, otel.TraceFlags(1))
+        context = otel.set_span_in_context(otel.NonRecordingSpan(remote))
+    return tracer.start_span(name, context, otel.SpanKind.SERVER)
+
+
+@contextmanager
+def spans(config: ServerConfig) -> Iterator[Tracing]:
+    """Tracing as configured; what is still in a batch is sent at the block's end."""
+    if config.otlp_endpoint is None:
+        yield Tracing()
+        return
+    provider = _provider(config.otlp_endpoint)
+    try:
+        yield Tracing(provider.get_tracer("npu_gr"), config.trace_sample_ratio)
+    finally:
+        provider.shutdown()
+
+
+def _provider(endpoint: str) -> TracerProvider:
+    """Spans to an OTLP collector over HTTP, in batches, from a thread of their own.
+
+    Raises:
+        ConfigError: the extra `otel` is not installed.
+    """
+    try:
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+        from opentelemetry.sdk.resources import Resource
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+    except ImportError as error:
+        raise ConfigError(f"server.otlp_endpoint: needs the extra npu_gr[otel]: {error}") from error
+    provider = TracerProvider(resource=Resource.create({"service.name": "npu_gr"}))
+    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint)))
+    return provider

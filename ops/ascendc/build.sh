@@ -1,0 +1,50 @@
+#!/usr/bin/env bash
+# Builds the NPU library on a machine with CANN and torch_npu, and puts it where npu_gr looks for it:
+#   npu_gr/backend/lib/libnpu_gr_ascend_<ascend910b|ascend910_93>.so, and beside it a .json that says what it was built for.
+# Usage: SOC_VERSION=ascend910b1 ops/ascendc/build.sh [FOLDER]
+#   SOC_VERSION  as `npu-smi info` names the chip, in lower case with "ascend" before it
+#   PYTHON       the Python that has torch and torch_npu (default: python3)
+# Exit status: 2 something is missing (said which), 3 there are no native ops for this chip, else that of the build.
+set -euo pipefail
+here=$(cd "$(dirname "$0")" && pwd)
+root=$(cd "$here/../.." && pwd)
+python=${PYTHON:-python3}
+
+stop() { echo "build.sh: $1" >&2; exit "${2:-2}"; }
+
+soc=${SOC_VERSION:-}
+[ -n "$soc" ] || stop "SOC_VERSION is not set, e.g. SOC_VERSION=ascend910b1; npu-smi info names the chip"
+soc=$(echo "$soc" | tr '[:upper:]' '[:lower:]')
+case $soc in
+  ascend910b*) variant=ascend910b ;;
+  ascend910_93*) variant=ascend910_93 ;;
+  ascend310p*) stop "310P has no Sort32, MrgSort or DataCopyPad: no native ops there, npu_gr runs the torch composition" 3 ;;
+  *) stop "no native ops for $soc: 910B (ascend910b*) and A3 (ascend910_93*) have them" 3 ;;
+esac
+[ -n "${ASCEND_HOME_PATH:-}" ] || stop "ASCEND_HOME_PATH is not set: source CANN's set_env.sh first"
+[ -d "$ASCEND_HOME_PATH" ] || stop "ASCEND_HOME_PATH is $ASCEND_HOME_PATH, which is no folder"
+command -v cmake >/dev/null || stop "no cmake in PATH"
+command -v "$python" >/dev/null || stop "no $python in PATH: set PYTHON"
+
+# The folder of a package without importing it: importing torch_npu needs a device.
+package() {
+  "$python" -c 'import importlib.util, sys, os
+spec = importlib.util.find_spec(sys.argv[1])
+print(os.path.dirname(spec.origin) if spec else "")' "$1"
+}
+torch=$(package torch)
+[ -n "$torch" ] || stop "$python has no torch: pip install 'npu_gr[npu]'"
+torch_npu=$(package torch_npu)
+[ -n "$torch_npu" ] || stop "$python has no torch_npu: pip install 'npu_gr[npu]'"
+read -r version abi < <(TORCH_DEVICE_BACKEND_AUTOLOAD=0 "$python" -c \
+  'import torch; print(torch.__version__, int(torch._C._GLIBCXX_USE_CXX11_ABI))')
+
+out=${1:-$root/npu_gr/backend/lib}
+build=$root/build/npu-$variant
+cmake -S "$here" -B "$build" -DSOC_VERSION="$soc" -DVARIANT="$variant" -DASCEND_HOME_PATH="$ASCEND_HOME_PATH" \
+  -DTORCH_PATH="$torch" -DTORCH_NPU_PATH="$torch_npu" -DTORCH_CXX11_ABI="$abi" -DRUN_MODE=npu
+cmake --build "$build" -j
+mkdir -p "$out"
+cp "$build/libnpu_gr_ascend_$variant.so" "$out/"
+printf '{"torch": "%s", "soc": "%s"}\n' "$version" "$soc" > "$out/libnpu_gr_ascend_$variant.json"
+echo "built $out/libnpu_gr_ascend_$variant.so for $soc, torch $version"

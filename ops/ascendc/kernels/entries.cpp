@@ -1,0 +1,2 @@
+// What the device compiler builds: all entry points.
+#include "entries.h"

@@ -1,0 +1,335 @@
+"""Break the kernels on purpose, one small change at a time: each mutant must fall to the fixed cases of tests/ops.
+
+    python ops/ascendc/mutate.py                 every mutant; exit status 1 if one survives that should not
+    python ops/ascendc/mutate.py --every 9       every ninth
+    python ops/ascendc/mutate.py --list
+
+All mutants of one rule are in one build and a number picks the one that is on, so there are as many builds as rules. A
+mutant falls when the twin complains, an answer differs, or the program crashes or hangs. EQUIVALENT names those that
+change nothing that can be seen, each with the reason.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+HANGS_S = 60.0  # a fixed case takes milliseconds
+KERNELS = {  # file -> ops that run through it
+    "kernels/best_pairs.h": ("masked_topk", "beam_merge", "csr_gather_topk"),
+    "kernels/masked_topk.h": ("masked_topk",),
+    "kernels/merge_pairs.h": ("masked_topk", "csr_gather_topk"),
+    "kernels/children.h": ("csr_gather_topk",),
+    "kernels/csr_gather_topk.h": ("csr_gather_topk",),
+    "kernels/beam_merge.h": ("beam_merge",),
+    "kernels/kv.h": ("kv_gather", "beam_fork"),
+}
+
+# In a build, ON(n) is true for the mutant that is on. `a < LESS(n) > b` is a comparison that can be either.
+SWITCH = r"""
+#pragma once
+inline int npu_gr_mutant = -1;
+extern "C" inline __attribute__((used, visibility("default"))) void npu_gr_mutate(int n) { npu_gr_mutant = n; }
+#define ON(n) (npu_gr_mutant == (n))
+namespace mutants {
+template <int kind> struct Op { int n; };
+template <int kind, typename A> struct Half { A a; int n; };
+template <int kind, typename A> Half<kind, A> operator<(A a, Op<kind> op) { return {a, op.n}; }
+template <int kind, typename A> Half<kind, A> operator+(A a, Op<kind> op) { return {a, op.n}; }
+template <typename A, typename B> bool operator>(Half<0, A> h, B b) { return ON(h.n) ? h.a <= b : h.a < b; }
+template <typename A, typename B> bool operator>(Half<1, A> h, B b) { return ON(h.n) ? h.a >= b : h.a > b; }
+template <typename A, typename B> auto operator+(Half<2, A> h, B b) { return ON(h.n) ? h.a - b : h.a + b; }
+template <typename A, typename B> auto operator+(Half<3, A> h, B b) { return ON(h.n) ? h.a + b : h.a - b; }
+}  // namespace mutants
+"""
+
+
+class Rule(NamedTuple):
+    """What is looked for, and the text that is the one or the other."""
+
+    name: str
+    pattern: str
+    switched: Callable[[re.Match[str], int], str]
+
+
+RULES = (
+    Rule("no barrier", r"\bVectorDone\(\);", lambda m, n: f"if (!ON({n})) {m[0]}"),
+    Rule("no flag", r"\bSync<[\w:]+>\(\*pipe_?\);", lambda m, n: f"if (!ON({n})) {m[0]}"),
+    Rule("no free", r"[\w.]+\.FreeTensor\(\w+\)", lambda m, n: f"(ON({n}) ? (void)0 : {m[0]})"),
+    Rule("below: or equal", r" < ", lambda m, n: f" < mutants::Op<0>{{{n}}} > "),
+    Rule("above: or equal", r" > ", lambda m, n: f" < mutants::Op<1>{{{n}}} > "),
+    Rule("plus: minus", r" \+ ", lambda m, n: f" + mutants::Op<2>{{{n}}} + "),
+    Rule("minus: plus", r" - ", lambda m, n: f" + mutants::Op<3>{{{n}}} + "),
+    Rule(
+        "no rounding up",
+        r"\bUp\(([^,()]+(?:\([^()]*\))?[^,()]*), [\w ]+\)",
+        lambda m, n: f"(ON({n}) ? uint32_t({m[1]}) : {m[0]})",
+    ),
+    Rule("no limit", r"\bMin\(([^,()]+), ([^()]+)\)", lambda m, n: f"(ON({n}) ? ({m[2]}) : {m[0]})"),
+    Rule("other compare", r"AscendC::CMPMODE::GT", lambda m, n: f"(ON({n}) ? AscendC::CMPMODE::GE : {m[0]})"),
+    Rule("other compare", r"AscendC::CMPMODE::GE", lambda m, n: f"(ON({n}) ? AscendC::CMPMODE::GT : {m[0]})"),
+    Rule("another infinity", r"\bNEG_INF\b", lambda m, n: f"(ON({n}) ? 0.0f : NEG_INF)"),
+    Rule("-1: 0", r"int32_t\(-1\)", lambda m, n: f"int32_t(ON({n}) ? 0 : -1)"),
+    Rule("next row", r"uint64_t\((row|request|group|list|first)\)", lambda m, n: f"({m[0]} + uint64_t(ON({n})))"),
+    Rule("opposite", r"\bif \((?=[^;{]*[;{]?$)", lambda m, n: f"if (ON({n}) != bool("),
+)
+
+
+class Mutant(NamedTuple):
+    """One place of one rule."""
+
+    rule: int
+    number: int
+    file: str
+    line: int  # from 1
+    code: str
+
+    @property
+    def key(self) -> tuple[str, str, str]:
+        """For EQUIVALENT: survives edits elsewhere in the file."""
+        return self.file, RULES[self.rule].name, self.code
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}: {RULES[self.rule].name}: {self.code}"
+
+
+# Mutants that change nothing that can be seen, and why. A key may stand for several places of one line.
+EQUIVALENT: dict[tuple[str, str, str], str] = {
+    (
+        "kernels/best_pairs.h",
+        "below: or equal",
+        "for (uint32_t run = 32; run < count; run *= 4) {",
+    ): "one list is copied once more",
+    (
+        "kernels/best_pairs.h",
+        "below: or equal",
+        "for (uint32_t i = 0; i * run < count; ++i) lengths[i] = uint16_t(Min(run, count - i * run));",
+    ): "a list more, of length 0, in a place that is not read",
+    (
+        "kernels/best_pairs.h",
+        "above: or equal",
+        "AscendC::MrgSortSrcList<float>(from, from[run * 2], lists > 2 ? from[run * 4] : from,",
+    ): "the address of a list that is not merged",
+    (
+        "kernels/best_pairs.h",
+        "above: or equal",
+        "lists > 3 ? from[run * 6] : from),",
+    ): "the address of a list that is not merged",
+    (
+        "kernels/best_pairs.h",
+        "minus: plus",
+        "uint32_t lists = (count + run - 1) / run;",
+    ): "a list more, of length 0",
+    (
+        "kernels/masked_topk.h",
+        "below: or equal",
+        "uint32_t begin = part * s_.part, end = s_.n - begin < s_.part ? s_.n : begin + s_.part;",
+    ): "both sides are the same number",
+    (
+        "kernels/masked_topk.h",
+        "above: or equal",
+        "pairs_.SetGlobalBuffer((__gm__ float*)workspace, s_.splits > 1 ? padded * 2 * s_.splits * s_.rows : 0);",
+    ): "the size of a buffer that is not used",
+    (
+        "kernels/masked_topk.h",
+        "no rounding up",
+        "pipe_->InitBuffer(raws_, 2, s_.tile * sizeof(T)), pipe_->InitBuffer(masks_, 2, Up(s_.tile / 8, 256));",
+    ): "room that the plan leaves to spare",
+    (
+        "kernels/csr_gather_topk.h",
+        "no free",
+        "outs_.FreeTensor(total);",
+    ): "the kernel ends here",
+    (
+        "kernels/csr_gather_topk.h",
+        "no free",
+        "outs_.FreeTensor(score);",
+    ): "the kernel ends here",
+    (
+        "kernels/csr_gather_topk.h",
+        "below: or equal",
+        "for (uint32_t at = 0; at < degree; at += s_.tile) {",
+    ): "in Peak the greatest is found twice; Total's twin falls",
+    (
+        "kernels/csr_gather_topk.h",
+        "below: or equal",
+        "if (from < to && norm_[i] > NEG_INF && acc_[i] > NEG_INF) Row(begin + i, i, from, to);",
+    ): "a row is moved for nothing",
+    (
+        "kernels/csr_gather_topk.h",
+        "above: or equal",
+        "if (from < to && norm_[i] > NEG_INF && acc_[i] > NEG_INF) Row(begin + i, i, from, to);",
+    ): "of acc: a score of -inf is not chosen; that of norm falls",
+    (
+        "kernels/csr_gather_topk.h",
+        "above: or equal",
+        "if (degree > 0) {",
+    ): "a row is moved for nothing",
+    (
+        "kernels/csr_gather_topk.h",
+        "above: or equal",
+        "if (here > peak) peak = here;",
+    ): "both are the same number",
+    (
+        "kernels/csr_gather_topk.h",
+        "minus: plus",
+        "uint32_t held = (s_.rows + cores - 1) / cores;",
+    ): "a buffer with room to spare",
+    (
+        "kernels/csr_gather_topk.h",
+        "minus: plus",
+        "uint32_t words = Up(s_.k, 32) * 2, held = (s_.rows + s_.groups - 1) / s_.groups;",
+    ): "a buffer with room to spare",
+    (
+        "kernels/csr_gather_topk.h",
+        "another infinity",
+        "float peak = NEG_INF, sum = 0.0f;",
+    ): "of a row without children, whose sum of 0 has the logarithm -inf",
+    (
+        "kernels/beam_merge.h",
+        "below: or equal",
+        "while ((1u << shift_) < stride) ++shift_;",
+    ): "one bit more between beam and rank",
+    (
+        "kernels/beam_merge.h",
+        "below: or equal",
+        "bool full = !(best_.Worst() < worst);",
+    ): "ties come in too late and lose in the merge: slower",
+    (
+        "kernels/beam_merge.h",
+        "other compare",
+        "best_.Offer(x, index, int32_t(beam << shift_), count, worst, full ? AscendC::CMPMODE::GT : AscendC::CMPMODE::GE);",
+    ): "GE for GT: ties come in too late and lose in the merge; GT for GE falls",
+    (
+        "kernels/beam_merge.h",
+        "above: or equal",
+        "float floor = best_.Worst() > LOWEST ? best_.Worst() : LOWEST;",
+    ): "both are the same number",
+    (
+        "kernels/kv.h",
+        "below: or equal",
+        "for (uint32_t i = 0; i < rows;) {",
+    ): "one more look at nothing",
+    (
+        "kernels/kv.h",
+        "above: or equal",
+        "first_ = Min(first_, parent), last_ = parent + 1 > last_ ? parent + 1 : last_;",
+    ): "both are the same number",
+}
+
+
+def mutable(code: str) -> bool:
+    """No declaration, no constant: there a switch has no place."""
+    return "static" not in code and not code.lstrip().startswith(("#", "template", "class", "struct", "if constexpr"))
+
+
+def closed(code: str, start: int) -> str:
+    """`if (ON(1) != bool(a) ...` with the parenthesis that is missing behind a."""
+    at = code.index("bool(", start) + len("bool")
+    depth = 0
+    for end in range(at, len(code)):
+        depth += {"(": 1, ")": -1}.get(code[end], 0)
+        if depth == 0:
+            return f"{code[:end]}){code[end:]}"
+    raise ValueError(code)
+
+
+def planted(rule: int, tree: Path | None = None) -> list[Mutant]:
+    """Every mutant of a rule; with a `tree`, also written into the copy of the sources that stands there."""
+    mutants: list[Mutant] = []
+    for file in KERNELS:
+        lines = (HERE / file).read_text().splitlines()
+        for at, line in enumerate(lines):
+            code = line.split("//", 1)[0].rstrip()
+            if not mutable(code):
+                continue
+            places = list(re.finditer(RULES[rule].pattern, code))
+            changed = code
+            for number, place in reversed(list(enumerate(places, len(mutants)))):
+                changed = changed[: place.start()] + RULES[rule].switched(place, number) + changed[place.end() :]
+                if RULES[rule].name == "opposite":
+                    changed = closed(changed, place.start())
+            mutants += [Mutant(rule, len(mutants) + i, file, at + 1, code.strip()) for i in range(len(places))]
+            lines[at] = changed if places else line
+        if tree is not None:
+            (tree / file).write_text("\n".join(lines) + "\n")
+    return mutants
+
+
+def build(rule: int, folder: Path) -> Path:
+    """A library with all mutants of a rule, none of them on."""
+    tree = folder / f"rule{rule}"
+    shutil.copytree(HERE, tree, ignore=shutil.ignore_patterns("*.py", "build"))
+    planted(rule, tree)
+    device = tree / "kernels" / "device.h"
+    device.write_text(device.read_text() + SWITCH.replace("#pragma once", ""))
+    library = tree / "twin.so"
+    flags = ("-std=c++17", "-O0", "-w", "-fPIC", "-shared", "-pthread")
+    subprocess.run(["g++", *flags, str(tree / "twin" / "library.cpp"), "-o", str(library)], check=True)
+    return library
+
+
+def verdict(library: Path, mutant: Mutant | None) -> str:
+    """`fell: ...`, or `survived`. None = no mutant is on."""
+    number, ops = (-1, [*KERNELS["kernels/kv.h"], *KERNELS["kernels/best_pairs.h"]])
+    if mutant is not None:
+        number, ops = mutant.number, list(KERNELS[mutant.file])
+    run = [sys.executable, "-m", "tests.ops.fixed", "--mutant", str(number), str(library), *ops]
+    try:
+        done = subprocess.run(run, cwd=ROOT, capture_output=True, text=True, timeout=HANGS_S, check=False)
+    except subprocess.TimeoutExpired:
+        return "fell: hangs"
+    if done.returncode == 0:
+        return "survived"
+    return "fell: " + ((done.stderr.strip().splitlines() or [f"signal {-done.returncode}"])[-1])[:120]
+
+
+def check(every: int, jobs: int) -> int:
+    """Run and report; how many survive that are not known to be equivalent."""
+    counts = {"fell": 0, "equivalent": 0, "survived": 0}
+    each: dict[str, int] = {}
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(jobs) as pool:
+        todo = [rule for rule in range(len(RULES)) if planted(rule)]
+        for rule, library in zip(todo, pool.map(lambda r: build(r, Path(folder)), todo), strict=True):
+            mutants = planted(rule)[::every]
+            found = list(pool.map(lambda mutant, at=library: verdict(at, mutant), [None, *mutants]))
+            if found[0] != "survived":
+                raise SystemExit(f"{RULES[rule].name}: without a mutant: {found[0]}")
+            for mutant, told in zip(mutants, found[1:], strict=True):
+                kind = told.split(":")[0]
+                kind = "equivalent" if kind == "survived" and mutant.key in EQUIVALENT else kind
+                counts[kind] += 1
+                each[mutant.file] = each.get(mutant.file, 0) + 1
+                sys.stdout.write(f"{kind:10} {mutant}  [{told}]\n")
+                sys.stdout.flush()
+    sys.stdout.write(", ".join(f"{number} {file}" for file, number in each.items()) + "\n")
+    sys.stdout.write(", ".join(f"{number} {kind}" for kind, number in counts.items()) + "\n")
+    return counts["survived"]
+
+
+def main() -> int:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--every", type=int, default=1, metavar="N", help="only every Nth mutant of each rule")
+    parser.add_argument("--list", action="store_true", help="only say what would be run")
+    parser.add_argument("--jobs", type=int, default=2)
+    options = parser.parse_args()
+    if options.list:
+        for rule in range(len(RULES)):
+            sys.stdout.writelines(f"{mutant}\n" for mutant in planted(rule)[:: options.every])
+        return 0
+    return int(check(options.every, options.jobs) > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

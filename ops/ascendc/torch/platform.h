@@ -1,0 +1,26 @@
+// What this machine has, asked of CANN once: vector cores and the Unified Buffer of one.
+#pragma once
+#include "../tiling.h"
+#ifndef NPU_GR_TYPE_CHECK
+#include "tiling/platform/platform_ascendc.h"
+#endif
+
+namespace npu_gr {
+
+constexpr uint32_t SELECT_BYTES = 8 * 1024;  // of UB, which Select keeps for itself
+
+#ifdef NPU_GR_TYPE_CHECK
+Device device();  // CANN's platform library is not there: declared only
+#else
+inline Device device() {
+    static const Device found = [] {
+        auto* platform = platform_ascendc::PlatformAscendCManager::GetInstance();
+        uint64_t ub = 0;
+        platform->GetCoreMemSize(platform_ascendc::CoreMemType::UB, ub);
+        return Device{platform->GetCoreNumAiv(), uint32_t(ub) - SELECT_BYTES};
+    }();
+    return found;
+}
+#endif
+
+}  // namespace npu_gr

@@ -1,0 +1,17 @@
+"""The bench finds what the router adds, and says nothing of Envoy where it is not installed."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+
+from npu_gr.bench.router import lines
+
+
+def test_the_router_costs_something_and_envoy_is_not_made_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "which", lambda *_names, **_more: None)
+    found = {line.case: line for line in lines(seed=0, budget_s=0.2)}
+    assert found["router adds, p50"].ours > 0
+    assert found["requests a core second"].ours > 100
+    assert not any("Envoy" in line.baseline for line in found.values())

@@ -1,0 +1,135 @@
+"""The generated configurations run in the real servers: pairs meet, other users stay, signals go once."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from npu_gr.errors import ConfigError
+from npu_gr.fleet.balancers import BALANCERS, envoy
+from npu_gr.router.config import InstanceConfig, RouterConfig
+from npu_gr.settings import from_table
+from tests.router.chaos import free_port
+from tests.router.fake import Fake, table
+
+USERS = [f"user-{i}" for i in range(90)]
+
+
+def command(name: str, folder: Path, text: str) -> list[str]:
+    """What starts the server, or a skip that says what is missing."""
+    found = shutil.which(name) or shutil.which(name, path=f"{Path(sys.executable).parent}:/usr/sbin:/usr/local/sbin")
+    if found is None:
+        pytest.skip(f"{name} is not installed")
+    path = folder / (f"{name}.json" if name == "envoy" else f"{name}.cfg")
+    path.write_text(text)
+    return {
+        "envoy": [found, "-c", str(path), "--concurrency", "1", "-l", "error", "--use-dynamic-base-id"],
+        "haproxy": [found, "-f", str(path)],
+        "nginx": [found, "-e", "stderr", "-p", f"{folder}/", "-c", str(path)],
+    }[name]
+
+
+class Balanced:
+    def __init__(self, fakes: list[Fake], url: str, http: aiohttp.ClientSession) -> None:
+        self.fakes, self._url, self._http = fakes, url, http
+
+    async def post(self, path: str, user: str | None, **headers: str) -> tuple[int, str]:
+        given = {name.replace("_", "-"): value for name, value in headers.items()}
+        if user:
+            given["x-user-id"] = user
+        async with self._http.post(f"{self._url}/v1/{path}", data=b"{}", headers=given) as answer:
+            body: dict[str, Any] = await answer.json() if answer.status in (200, 202) else {}
+            return answer.status, body.get("instance", "")
+
+    async def homes(self, path: str = "rank") -> dict[str, str]:
+        return {user: (await self.post(path, user))[1] for user in USERS}
+
+
+@asynccontextmanager
+async def balanced(name: str, folder: Path) -> AsyncIterator[Balanced]:
+    fakes = [Fake(f"i{i}") for i in range(3)]
+    for fake in fakes:
+        await fake.start()
+    port = free_port()
+    settings = table(fakes, port=port, admin_port=free_port(), health={"interval_s": 0.2, "timeout_s": 0.5})
+    settings |= {"breaker": {"failures": 1000}, "limits": {"max_connections": 500}}
+    config = from_table(settings, RouterConfig)
+    arguments = command(name, folder, BALANCERS[name](config, config.discovery.instances))
+    with (folder / "stderr").open("wb") as stderr:
+        process = subprocess.Popen(  # noqa: ASYNC220
+            arguments, stdout=subprocess.DEVNULL, stderr=stderr, cwd=folder
+        )
+    try:
+        async with aiohttp.ClientSession() as http:
+            b = Balanced(fakes, f"http://127.0.0.1:{port}", http)
+            async with asyncio.timeout(20):
+                while not await answers(b):
+                    assert process.poll() is None, (folder / "stderr").read_text()[-2000:]
+                    await asyncio.sleep(0.1)
+            yield b
+    finally:
+        process.terminate()  # nginx ends its workers
+        process.wait(10)
+        for fake in fakes:
+            await fake.stop()
+
+
+async def answers(b: Balanced) -> bool:
+    try:
+        return {(await b.post("rank", user))[1] for user in USERS[:30]} == {"i0", "i1", "i2"}
+    except aiohttp.ClientError:
+        return False
+
+
+@pytest.mark.parametrize("name", sorted(BALANCERS))
+async def test_signal_and_rank_meet_and_the_others_stay_when_one_leaves(name: str, tmp_path: Path) -> None:
+    async with balanced(name, tmp_path) as b:
+        before = await b.homes("signal")
+        assert set(before.values()) == {"i0", "i1", "i2"}
+        assert await b.homes("rank") == before
+        if name == "nginx":  # has no active checks
+            await b.fakes[1].stop()
+        else:
+            b.fakes[1].ready_status = 503
+        async with asyncio.timeout(10):
+            while "i1" in (after := await b.homes()).values():  # noqa: ASYNC110
+                await asyncio.sleep(0.1)
+        moved = [user for user in USERS if before[user] != "i1" and after[user] != before[user]]
+        assert len(moved) <= len(USERS) * 0.03, "MAGLEV moves a few in a thousand, the others none"
+        assert name == "envoy" or not moved
+
+
+@pytest.mark.parametrize("name", sorted(BALANCERS))
+async def test_a_rank_is_tried_again_a_signal_is_not_and_nobody_is_refused(name: str, tmp_path: Path) -> None:
+    async with balanced(name, tmp_path) as b:
+        for path in ("rank", "signal"):
+            assert (await b.post(path, None))[0] == 400
+        assert (await b.post("rank", None, x_npugr_service="normal"))[0] in ((200,) if name != "nginx" else (400,))
+        homes = await b.homes()
+        bad = b.fakes[0]
+        bad.status = 503
+        bad.seen.clear()
+        theirs = [user for user in USERS if homes[user] == bad.name][:5]
+        for user in theirs:
+            status, instance = await b.post("rank", user)
+            assert status == 200
+            assert instance != bad.name
+        assert sum(request.path == "/v1/rank" for request in bad.seen) >= 1
+        seen = sum(len(fake.seen) for fake in b.fakes)
+        assert (await b.post("signal", theirs[0]))[0] == 503
+        assert sum(len(fake.seen) for fake in b.fakes) == seen + 1
+
+
+def test_a_fleet_that_takes_no_signals_is_an_error() -> None:
+    found = [InstanceConfig(name="a", host="h", port=1, special=False)]
+    with pytest.raises(ConfigError, match="no instance is special"):
+        envoy(from_table({"discovery": {"file": "x"}}, RouterConfig), found)

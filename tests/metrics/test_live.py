@@ -1,0 +1,120 @@
+"""A real Prometheus scrapes a real service under load: every expression of every dashboard returns figures.
+
+Also promtool's `check metrics` on the endpoint, the exemplars, and the recordings against the service's own figures.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import re
+import shutil
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+import yaml
+
+from npu_gr.monitor import prometheus
+from tests.metrics.test_dashboards import IDS, PANELS, ROUTER, expressions, plain
+from tests.metrics.test_rules import OBJECTIVES, RULES, promtool
+from tests.models import events
+from tests.server.test_generate_over_http import HISTORY, section
+from tests.serving import FIRST_ID, columns, serving
+
+pytestmark = pytest.mark.prometheus
+LOAD_S = 9.0
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+async def load(url: str) -> None:
+    """Signals, ranks and generates: users who come back and new ones, some without a signal, some without time."""
+    async with aiohttp.ClientSession() as http:
+        ends_s, turn = time.monotonic() + LOAD_S, 0
+        while time.monotonic() < ends_s:
+            turn += 1
+            seed = turn if turn % 3 else turn % 40
+            body = {"user_id": f"u{seed}", "history": columns(events(40, seed=seed))}
+            if turn % 4:
+                async with http.post(f"{url}/v1/signal", json=body) as answer:
+                    assert answer.status == 202
+            await asyncio.sleep(0.005)
+            rank = {**body, "candidates": [FIRST_ID, 7]}
+            async with http.post(f"{url}/v1/rank", json=rank) as answer:
+                assert answer.status == 200
+            if turn % 5 == 0:
+                late = {"X-Request-Timeout-Ms": "0"}
+                async with http.post(f"{url}/v1/rank", json=rank, headers=late) as answer:
+                    assert answer.status == 504
+                body = {"user_id": f"u{seed}", "history": HISTORY, "num_items": 5}
+                async with http.post(f"{url}/v1/generate", json=body) as answer:
+                    assert answer.status == 200
+
+
+async def ask(http: aiohttp.ClientSession, url: str, path: str, **params: str) -> Any:
+    async with http.get(f"{url}/api/v1/{path}", params=params) as answer:
+        body = await answer.json()
+        assert body["status"] == "success", body
+        return body["data"]
+
+
+async def figures(http: aiohttp.ClientSession, url: str, expr: str) -> list[float]:
+    result = (await ask(http, url, "query", query=plain(expr, "4s")))["result"]
+    return [float(sample["value"][1]) for sample in result]
+
+
+async def test_every_expression_returns_figures(tmp_path: Path) -> None:
+    if shutil.which("prometheus") is None:
+        pytest.skip("needs prometheus (Debian: prometheus)")
+    sections = {"generate": section(tmp_path), "service": {"selfcheck_ratio": 0.2}, "kv": {"hbm_bytes": 300_000}}
+    async with serving(tmp_path, watched=False, **sections) as (client, _):
+        target = str(client.make_url("")).removeprefix("http://").rstrip("/")
+        (tmp_path / "rules.yml").write_text(yaml.safe_dump(RULES))
+        async with (
+            prometheus(tmp_path, target, free_port(), scrape_s=0.25, evaluate_s=0.5) as url,
+            aiohttp.ClientSession() as http,
+        ):
+            await load(f"http://{target}")
+            await asyncio.sleep(0.6)  # the last scrape
+            found = {
+                (name, expr): await figures(http, url, expr)
+                for name, (_, panel) in zip(IDS, PANELS, strict=True)
+                for expr in expressions(panel)
+                if ROUTER not in expr
+            }
+            text = await (await client.get("/metrics")).read()
+            exemplars = await ask(
+                http,
+                url,
+                "query_exemplars",
+                query="npu_gr_request_duration_seconds_bucket",
+                start=str(time.time() - 60),
+                end=str(time.time()),
+            )
+            rules = await ask(http, url, "rules")
+            late = await figures(http, url, 'slo:sli_error:ratio_rate5m{sloth_slo="rank-latency"}')
+            own = json.loads(await (await client.get("/debug/status")).read())
+    empty = {name for (name, _), values in found.items() if not any(math.isfinite(value) for value in values)}
+    assert not empty
+    worked = dict(re.findall(r'npu_gr_device_busy_seconds_total\{work="(\w+)"\} (\S+)', text.decode()))
+    assert all(float(worked[work]) > 0 for work in ("rank", "prefill", "generate", "copy")), worked
+    assert exemplars
+    assert all(len(e["labels"]["trace_id"]) == 32 for series in exemplars for e in series["exemplars"])
+    broken = [rule["name"] for group in rules["groups"] for rule in group["rules"] if rule["health"] == "err"]
+    assert not broken
+    rank = next(g for g in own["goodput"] if g["kind"] == "rank")
+    mine = rank["slow"] / max(rank["good"] + rank["slow"], 1)
+    assert late[0] == pytest.approx(mine, abs=0.1)
+    done = promtool("check", "metrics", stdin=text)
+    assert done.returncode == 0, done.stdout.decode() + done.stderr.decode()
+    assert not done.stderr, done.stderr.decode()
+    assert {objective.kind for objective in OBJECTIVES} <= {line for g in own["goodput"] for line in [g["kind"]]}

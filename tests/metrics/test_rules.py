@@ -1,0 +1,230 @@
+"""Every alert fires when it should and not before, says promtool; the recordings give the ratios counted by hand."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import yaml
+
+from npu_gr.config import SLOConfig
+from npu_gr.metrics.rules import alert_names, rules
+from npu_gr.metrics.slo import Promise
+from tests.metrics.test_dashboards import ROOT
+
+OBJECTIVES = SLOConfig().objectives()
+RULES = rules(OBJECTIVES)
+ALERTS = {rule["alert"]: rule for group in RULES["groups"] for rule in group["rules"] if "alert" in rule}
+
+
+class Case(NamedTuple):
+    """Series as promtool writes them, one sample a minute; alerts that fire at that minute, with their labels."""
+
+    series: dict[str, str]
+    minute: int
+    fires: dict[str, dict[str, str]]
+    quiet: list[str]
+
+
+def burning(kind: str, promise: Promise) -> list[Case]:
+    """Much too fast, a little too fast, within the objective, over again, and too few requests to tell."""
+    name = f"NpuGr{kind.title()}{promise.value.title()}"
+    fast, slow = f"{name}FastBurn", f"{name}SlowBurn"
+    bad = "slow" if promise is Promise.LATENCY else "failed"
+    share = 10 if promise is Promise.LATENCY else 1  # in a thousand: the error budget
+
+    def counted(good: str, broken: str) -> dict[str, str]:
+        return {
+            f'npu_gr_slo_requests_total{{kind="{kind}",result="good"}}': good,
+            f'npu_gr_slo_requests_total{{kind="{kind}",result="{bad}"}}': broken,
+        }
+
+    def labels(window: str) -> dict[str, str]:
+        slo = f"{kind}-{promise.value}"
+        ids = {"sloth_id": f"npu_gr-{slo}", "sloth_service": "npu_gr", "sloth_slo": slo}
+        return {**ids, "sloth_window": window}
+
+    def at(burn: float, minutes: int) -> dict[str, str]:
+        broken = round(burn * share)
+        return counted(f"0+{1000 - broken}x{minutes}", f"0+{broken}x{minutes}")
+
+    ended = counted("0+800x60 48000+1000x40", "0+200x60 12000+0x40")
+    return [
+        Case(at(20, 70), 70, {fast: labels("5m"), slow: labels("2h")}, []),
+        Case(at(8, 70), 70, {fast: labels("30m"), slow: labels("2h")}, []),
+        Case(at(4, 70), 70, {slow: labels("2h")}, [fast]),
+        Case(at(2, 70), 70, {slow: labels("6h")}, [fast]),
+        Case(at(0, 70), 70, {}, [fast, slow]),
+        Case(ended, 100, {slow: labels("2h")}, [fast]),
+        Case(counted("0+0x70", "0+1x70"), 70, {}, [fast, slow]),
+    ]
+
+
+INSTANCE = {"instance": "a"}
+ADMITTED = 'npu_gr_admissions_total{instance="a",kind="rank",verdict="admitted"}'
+SHED = 'npu_gr_admissions_total{instance="a",kind="rank",verdict="overloaded"}'
+WASTED = 'npu_gr_prefill_wasted_total{instance="a",kind="rank"}'
+PREINFERS = 'npu_gr_signal_verdicts_total{instance="a",verdict="preinfer"}'
+ERRORS = 'npu_gr_relay_errors_total{instance="a",where="reload"}'
+FAILURES = 'npu_gr_selfcheck_failures_total{instance="a"}'
+AGE = 'npu_gr_catalogue_age_seconds{instance="a"}'
+UP, READY = 'up{instance="a",job="npu_gr"}', 'npu_gr_ready{instance="a"}'
+
+
+def held(live: int, reserved: int) -> dict[str, str]:
+    return {
+        'npu_gr_kv_bytes{instance="a",tier="hbm",state="live"}': f"{live}x5",
+        'npu_gr_kv_bytes{instance="a",tier="hbm",state="reserved"}': f"{reserved}x5",
+        'npu_gr_kv_bytes{instance="a",tier="hbm",state="evictable"}': "40x5",
+        'npu_gr_kv_budget_bytes{instance="a",tier="hbm"}': "100x5",
+    }
+
+
+def lag(quick: int, slow: int) -> dict[str, str]:
+    name = 'npu_gr_event_loop_lag_seconds_bucket{instance="a",le="%s"}'
+    counts = {"0.01": quick, "0.05": quick + slow, "+Inf": quick + slow}
+    return {name % edge: f"0+{count}x30" for edge, count in counts.items()}
+
+
+def shed(refused: int, admitted: int) -> dict[str, str]:
+    return {SHED: f"0+{refused}x20", ADMITTED: f"0+{admitted}x20"}
+
+
+def wasted(evicted: int, produced: int) -> dict[str, str]:
+    return {WASTED: f"0+{evicted}x70", PREINFERS: f"0+{produced}x70"}
+
+
+def one(alert: str, fires: dict[str, str], quiet: dict[str, str], minute: int, **labels: str) -> list[Case]:
+    return [Case(fires, minute, {alert: labels}, []), Case(quiet, minute, {}, [alert])]
+
+
+def together(cases: Iterable[Case]) -> Case:
+    """Several that do not touch each other as one: promtool evaluates every rule in each."""
+    cases = list(cases)
+    return Case(
+        {name: values for case in cases for name, values in case.series.items()},
+        cases[0].minute,
+        {alert: labels for case in cases for alert, labels in case.fires.items()},
+        [alert for case in cases for alert in case.quiet],
+    )
+
+
+BURNS: list[Case] = [
+    together(same)
+    for promise in Promise
+    for same in zip(*(burning(objective.kind, promise) for objective in OBJECTIVES), strict=True)
+]
+CAUSES: list[Case] = [
+    *one("NpuGrInstanceDown", {UP: "0x5"}, {UP: "1 0 1 0 1 0"}, 4, instance="a", job="npu_gr"),
+    *one("NpuGrInstanceNotReady", {READY: "0x9"}, {READY: "0x3 1x5"}, 8, **INSTANCE),
+    *one("NpuGrScoresDrift", {FAILURES: "0 0 1 1 1 1"}, {FAILURES: "1x5"}, 5, **INSTANCE),
+    *one("NpuGrTierOverBudget", held(60, 41), held(60, 40), 5, instance="a", tier="hbm"),
+    *one("NpuGrShedding", shed(3, 97), shed(1, 199), 15, **INSTANCE),
+    *one("NpuGrPrefixesWasted", wasted(4, 10), wasted(2, 10), 65, **INSTANCE),
+    Case(wasted(4, 0), 65, {}, ["NpuGrPrefixesWasted"]),
+    *one("NpuGrRelayErrors", {ERRORS: "0+12x30"}, {ERRORS: "0+3x30"}, 25, instance="a", where="reload"),
+    *one("NpuGrEventLoopBlocked", lag(5, 5), lag(95, 5), 25, **INSTANCE),
+    *one("NpuGrCatalogueOld", {AGE: "700000x70"}, {AGE: "600000x70"}, 65, **INSTANCE),
+]
+
+
+def as_test(case: Case) -> dict[str, Any]:
+    expected = [
+        {
+            "eval_time": f"{case.minute}m",
+            "alertname": alert,
+            "exp_alerts": [
+                {
+                    "exp_labels": {**labels, **ALERTS[alert]["labels"]},
+                    "exp_annotations": {
+                        name: text.replace("{{ $labels.instance }}", "a")
+                        .replace("{{ $labels.tier }}", "hbm")
+                        .replace("{{ $labels.where }}", "reload")
+                        for name, text in ALERTS[alert]["annotations"].items()
+                    },
+                }
+            ],
+        }
+        for alert, labels in case.fires.items()
+    ]
+    expected += [{"eval_time": f"{case.minute}m", "alertname": alert, "exp_alerts": []} for alert in case.quiet]
+    series = [{"series": name, "values": values} for name, values in case.series.items()]
+    return {"interval": "1m", "input_series": series, "alert_rule_test": expected}
+
+
+def promtool(*words: str, stdin: bytes | None = None) -> subprocess.CompletedProcess[bytes]:
+    if shutil.which("promtool") is None:
+        pytest.skip("needs promtool (Debian: prometheus)")
+    return subprocess.run(["promtool", *words], input=stdin, capture_output=True, timeout=120)
+
+
+def test_every_alert_has_a_case_that_fires_and_one_that_does_not() -> None:
+    names = set(alert_names(OBJECTIVES))
+    assert {alert for case in (*BURNS, *CAUSES) for alert in case.fires} == names
+    assert {alert for case in (*BURNS, *CAUSES) for alert in case.quiet} == names
+
+
+@pytest.mark.prometheus
+@pytest.mark.parametrize("about", ["burns", "causes"])
+def test_every_alert_fires_when_it_should(tmp_path: Path, about: str) -> None:
+    *burns, causes = RULES["groups"]
+    cases, groups, every = (BURNS, burns, "5m") if about == "burns" else (CAUSES, [causes], "1m")
+    (tmp_path / "rules.yml").write_text(yaml.safe_dump({"groups": groups}))
+    tests = {"rule_files": ["rules.yml"], "evaluation_interval": every, "tests": [as_test(case) for case in cases]}
+    (tmp_path / "tests.yml").write_text(yaml.safe_dump(tests))
+    done = promtool("test", "rules", str(tmp_path / "tests.yml"))
+    assert done.returncode == 0, (done.stdout + done.stderr).decode()[-4000:]
+
+
+@pytest.mark.prometheus
+def test_the_recorded_figures_are_those_by_hand(tmp_path: Path) -> None:
+    """950 good, 30 slow and 20 failed a minute; whole numbers, for promtool compares floats exactly."""
+    (tmp_path / "rules.yml").write_text(yaml.safe_dump(RULES))
+    series = [
+        {"series": f'npu_gr_slo_requests_total{{kind="rank",result="{result}"}}', "values": f"0+{count}x120"}
+        for result, count in (("good", 950), ("slow", 30), ("failed", 20))
+    ]
+    late, lost = 30 / 980, 20 / 1000
+    wanted = {
+        'slo:sli_error:ratio_rate5m{sloth_slo="rank-latency"}': late,
+        'slo:sli_error:ratio_rate1h{sloth_slo="rank-availability"}': lost,
+        'slo:current_burn_rate:ratio{sloth_slo="rank-latency"}': late / 0.01,
+        'slo:current_burn_rate:ratio{sloth_slo="rank-availability"}': lost / 0.001,
+        'slo:period_error_budget_remaining:ratio{sloth_slo="rank-latency"}': 1 - late / 0.01,
+        'slo:objective:ratio{sloth_slo="rank-latency"}': 0.99,
+        'slo:time_period:days{sloth_slo="rank-latency"}': 30,
+        "count(slo:sli_error:ratio_rate5m)": 2,  # a kind that nobody asks for has none
+        'sloth_slo_info{sloth_id="npu_gr-rank-latency"}': 1,
+    }
+    exprs = [
+        {
+            "expr": f"round(sum({expr}) * 1000)",
+            "eval_time": "100m",
+            "exp_samples": [{"labels": "{}", "value": round(value * 1000)}],
+        }
+        for expr, value in wanted.items()
+    ]
+    tests = [{"interval": "1m", "input_series": series, "promql_expr_test": exprs}]
+    (tmp_path / "tests.yml").write_text(yaml.safe_dump({"rule_files": ["rules.yml"], "tests": tests}))
+    done = promtool("test", "rules", str(tmp_path / "tests.yml"))
+    assert done.returncode == 0, (done.stdout + done.stderr).decode()[-4000:]
+
+
+@pytest.mark.prometheus
+def test_the_files_are_valid() -> None:
+    done = promtool("check", "rules", str(ROOT / "dashboards" / "rules.yml"))
+    assert done.returncode == 0, done.stderr.decode()
+    done = promtool("check", "config", str(ROOT / "dashboards" / "prometheus.yml"))
+    assert done.returncode == 0, done.stderr.decode()
+
+
+@pytest.mark.parametrize("alert", ALERTS)
+def test_every_alert_has_its_runbook(alert: str) -> None:
+    page = (ROOT / ALERTS[alert]["annotations"]["runbook_url"]).read_text()
+    assert f"`{alert}`" in page
+    for heading in ("## Meaning", "## Check", "## Do"):
+        assert heading in page

@@ -1,0 +1,52 @@
+"""What a request counts as, and what that leaves of a budget."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from npu_gr.metrics.slo import LONGEST_S, SLOT_S, Counts, Promise, Result, Rolling, judge
+
+
+@pytest.mark.parametrize(
+    ("status", "took_s", "result"),
+    [
+        (200, 0.05, Result.GOOD),
+        (202, 0.0501, Result.SLOW),
+        (404, 9.0, None),
+        (409, 0.0, None),
+        (429, 0.0, Result.FAILED),
+        (500, 0.0, Result.FAILED),
+        (504, 0.0, Result.FAILED),
+    ],
+)
+def test_judge(status: int, took_s: float, result: Result | None) -> None:
+    assert judge(status, took_s, 0.05) is result
+
+
+def test_the_budget_by_hand() -> None:
+    counts = Counts(good=985, slow=5, failed=10)
+    assert counts.attainment(Promise.LATENCY) == pytest.approx(985 / 990)
+    assert counts.attainment(Promise.AVAILABILITY) == 0.99
+    assert counts.budget_remaining(Promise.AVAILABILITY, 0.98) == pytest.approx(0.5)
+    assert counts.budget_remaining(Promise.AVAILABILITY, 0.995) == pytest.approx(-1.0)
+    assert Counts().attainment(Promise.LATENCY) == 1.0
+    assert Counts().budget_remaining(Promise.LATENCY, 0.99) == 1.0
+
+
+@given(
+    gaps=st.lists(st.floats(0, 900), max_size=60),
+    window_s=st.sampled_from([SLOT_S, 300.0, LONGEST_S]),
+    result=st.sampled_from(list(Result)),
+)
+def test_a_window_holds_what_came_within_it(gaps: list[float], window_s: float, result: Result) -> None:
+    rolling, now_s, came_s = Rolling(), 1e6, list[float]()
+    for gap in gaps:
+        now_s += gap
+        rolling.add(now_s, result)
+        came_s.append(now_s)
+    first_slot = int((now_s - window_s) // SLOT_S) + 1
+    want = sum(s // SLOT_S >= first_slot for s in came_s)
+    assert getattr(rolling.over(now_s, window_s), result.value) == want == sum(rolling.over(now_s, window_s))
+    assert sum(rolling.total) == len(gaps)

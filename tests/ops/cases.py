@@ -1,0 +1,123 @@
+"""Inputs for every Ascend op: Hypothesis draws sizes, values, machines. Small palettes of values make ties the rule."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import strategies as st
+
+from npu_gr.backend.ascend_twin import Machine
+from tests.ops.fixed import ODD, spread
+from tests.ops.oracle import BeamFork, BeamMerge, Case, CsrGatherTopk, KvGather, MaskedTopk
+
+DTYPES = ("float32", "float16", "bfloat16")
+
+
+numbers = st.one_of(st.sampled_from(ODD), st.floats(width=32), st.integers(-3, 3).map(float))
+palettes = st.lists(numbers, max_size=6)
+finite = st.lists(st.integers(-4, 4).map(float), max_size=6)
+seeds = st.integers(0, 2**30)
+cores = st.one_of(st.integers(1, 8), st.sampled_from([24, 40, 48]))
+kept = st.sampled_from([0.0, 0.03, 0.3, 1.0])
+
+
+@st.composite
+def masked_topk(draw: st.DrawFn) -> MaskedTopk:
+    rows, seed = draw(st.integers(0, 5)), draw(seeds)
+    n = draw(st.one_of(st.integers(0, 70), st.integers(0, 3000)))
+    tile = draw(st.sampled_from([0, 256, 512]))
+    bias = spread(seed + 1, (rows,), draw(palettes)) if draw(st.booleans()) else None
+    return MaskedTopk(
+        values=spread(seed, (rows, n), draw(palettes)),
+        mask=np.random.default_rng(seed + 2).random((rows, n)) < draw(kept),
+        k=draw(st.one_of(st.integers(1, 40), st.integers(1, 700))),
+        bias=bias,
+        dtype=draw(st.sampled_from(DTYPES)),
+        on=Machine(draw(cores), tile=tile, splits=draw(st.integers(0, 12)) if tile else 0),
+    )
+
+
+@st.composite
+def csr_gather_topk(draw: st.DrawFn) -> CsrGatherTopk:
+    rows, codes, seed = draw(st.integers(1, 40)), draw(st.integers(1, 600)), draw(seeds)
+    random = np.random.default_rng(seed)
+    most = draw(st.sampled_from([0, 1, 5, 40, 600]))
+    degree = random.integers(0, min(most, codes) + 1, rows).astype(np.int32)
+    lo = (degree.cumsum() - degree + draw(st.integers(0, 3))).astype(np.int32)
+    edges = int(degree.sum()) + 3
+    code = np.zeros(edges, np.int32)
+    for first, count in zip(lo, degree, strict=True):
+        code[first : first + count] = np.sort(random.choice(codes, count, replace=False))
+    valid = draw(st.booleans())  # a norm of its own: the logits must then be numbers
+    return CsrGatherTopk(
+        values=spread(seed, (rows, codes), draw(finite if valid else palettes)),
+        norm=None if valid else spread(seed + 1, (rows,), draw(st.one_of(finite, palettes))),
+        acc=spread(seed + 2, (rows,), draw(st.one_of(finite, palettes))),
+        lo=lo,
+        degree=degree,
+        code=code,
+        allowed=(random.random(edges) < draw(kept)).astype(np.uint8) if draw(st.booleans()) else None,
+        k=draw(st.one_of(st.integers(1, 40), st.integers(1, 700))),
+        dtype=draw(st.sampled_from(DTYPES)),
+        on=Machine(
+            draw(cores),
+            tile=draw(st.sampled_from([0, 256])),
+            groups=draw(st.integers(0, 6)),
+            pieces=draw(st.integers(0, 4)),
+        ),
+    )
+
+
+@st.composite
+def beam_merge(draw: st.DrawFn) -> BeamMerge:
+    requests, beams, seed = draw(st.integers(0, 3)), draw(st.integers(1, 90)), draw(seeds)
+    ranks = draw(st.one_of(st.integers(0, 12), st.integers(0, 120)))
+    cells = spread(seed, (requests, beams, ranks), draw(palettes))
+    rows = np.where(np.isnan(cells), -np.inf, cells).astype(np.float32)
+    logp = -np.sort(-rows, axis=2)
+    if draw(st.booleans()):
+        logp = np.where(logp == -np.inf, np.float32(np.nan), logp)
+    return BeamMerge(
+        prefix=spread(seed + 1, (requests, beams), draw(palettes)),
+        logp=np.ascontiguousarray(logp),
+        token=np.random.default_rng(seed).integers(0, 2**31 - 1, logp.shape).astype(np.int32),
+        k=draw(st.one_of(st.integers(1, 40), st.integers(1, 300))),
+        on=Machine(draw(cores), tile=draw(st.sampled_from([0, 256]))),
+    )
+
+
+@st.composite
+def kv_gather(draw: st.DrawFn) -> KvGather:
+    groups, held, rows = draw(st.integers(0, 4)), draw(st.integers(1, 20)), draw(st.integers(0, 40))
+    width = draw(st.one_of(st.integers(0, 80), st.integers(0, 3000)))
+    random = np.random.default_rng(draw(seeds))
+    outside = draw(st.integers(0, 2))
+    return KvGather(
+        source=random.integers(0, 256, (groups, held, width)).astype(np.uint8),
+        index=random.integers(-outside, held + outside, rows).astype(np.int32),
+        on=Machine(draw(cores), chunk=draw(st.sampled_from([0, 32, 96]))),
+    )
+
+
+@st.composite
+def beam_fork(draw: st.DrawFn) -> BeamFork:
+    layers, held, slots = draw(st.integers(0, 4)), draw(st.integers(1, 48)), draw(st.integers(1, 3))
+    width, rows = draw(st.integers(1, 150)), draw(st.integers(0, held))
+    random = np.random.default_rng(draw(seeds))
+    shape = (layers, held, slots, width)
+    parent = random.integers(0, held, rows).astype(np.int32)
+    return BeamFork(
+        keys=random.integers(0, 65536, shape).astype(np.uint16),
+        values=random.integers(0, 65536, shape).astype(np.uint16),
+        parent=np.sort(parent) if draw(st.booleans()) else parent - draw(st.integers(0, 1)),
+        num_slots=draw(st.integers(0, slots)),
+        on=Machine(draw(cores), chunk=draw(st.sampled_from([0, 32, 96]))),
+    )
+
+
+STRATEGIES: dict[str, st.SearchStrategy[Case]] = {
+    "masked_topk": masked_topk(),
+    "csr_gather_topk": csr_gather_topk(),
+    "beam_merge": beam_merge(),
+    "kv_gather": kv_gather(),
+    "beam_fork": beam_fork(),
+}

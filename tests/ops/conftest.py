@@ -1,0 +1,25 @@
+"""The twin, compiled once: a build is kept under its sources' hash and serves every worker and every later run."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+
+from npu_gr.backend.ascend_twin import Twin
+
+
+@pytest.fixture(scope="session")
+def twin() -> Twin:
+    if shutil.which("g++") is None:
+        pytest.skip("no g++ here: the CPU twin of the Ascend C kernels cannot be built")
+    return Twin()
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """`mutation` takes minutes: it runs where it is asked for, `-m mutation`."""
+    if "mutation" in str(config.getoption("-m")):
+        return
+    for item in items:
+        if item.get_closest_marker("mutation"):
+            item.add_marker(pytest.mark.skip(reason="minutes of mutants: ask for them with -m mutation"))

@@ -1,0 +1,36 @@
+"""`python -m tests.ops.sanitized LIBRARY`: fixed cases and Hypothesis's on a sanitized twin; prints `clean`.
+
+Run with the sanitizers' libraries in LD_PRELOAD: numpy's arrays then have red zones around them.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from hypothesis import given, settings
+
+from npu_gr.backend.ascend_twin import Twin
+from tests.ops.cases import STRATEGIES
+from tests.ops.fixed import FIXED
+from tests.ops.oracle import Case
+
+
+def main(library: Path) -> None:
+    """A finding ends the process."""
+    twin = Twin(library)
+    for op, strategy in STRATEGIES.items():
+        for case in FIXED[op]:
+            case.check(twin)
+
+        @settings(deadline=None, derandomize=True, max_examples=25, database=None)
+        @given(case=strategy)
+        def check(case: Case) -> None:
+            case.check(twin)
+
+        check()
+    sys.stdout.write("clean\n")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,127 @@
+"""Every Ascend C kernel, unchanged, on the CPU twin: bit for bit the oracle's answer, on any machine."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+
+from npu_gr.backend.ascend_twin import Machine, NoPlanError, Twin, TwinError, packed
+from tests.ops.cases import STRATEGIES
+from tests.ops.fixed import FIXED
+from tests.ops.oracle import Case
+
+PROPERTY = settings(
+    deadline=None, derandomize=True, max_examples=120, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+
+
+@pytest.mark.parametrize("op", FIXED)
+def test_fixed(twin: Twin, op: str) -> None:
+    for case in FIXED[op]:
+        case.check(twin)
+
+
+@PROPERTY
+@given(case=STRATEGIES["masked_topk"])
+def test_masked_topk(twin: Twin, case: Case) -> None:
+    case.check(twin)
+
+
+@PROPERTY
+@given(case=STRATEGIES["csr_gather_topk"])
+def test_csr_gather_topk(twin: Twin, case: Case) -> None:
+    case.check(twin)
+
+
+@PROPERTY
+@given(case=STRATEGIES["beam_merge"])
+def test_beam_merge(twin: Twin, case: Case) -> None:
+    case.check(twin)
+
+
+@PROPERTY
+@given(case=STRATEGIES["kv_gather"])
+def test_kv_gather(twin: Twin, case: Case) -> None:
+    case.check(twin)
+
+
+@PROPERTY
+@given(case=STRATEGIES["beam_fork"])
+def test_beam_fork(twin: Twin, case: Case) -> None:
+    case.check(twin)
+
+
+def test_more_cores_move_no_more_bytes(twin: Twin) -> None:
+    """Rows go to cores; none is split while there are enough of them."""
+    random = np.random.default_rng(0)
+    logits, bits = random.normal(size=(96, 1024)).astype(np.float32), np.full((96, 128), 255, np.uint8)
+    one, many = (twin.masked_topk(logits, bits, 16, on=Machine(cores))[2] for cores in (1, 48))
+    assert (one.blocks, many.blocks, many.parts) == (1, 48, 1)
+    assert one.total["mte2_bytes"] == many.total["mte2_bytes"] == 96 * (1024 * 4 + 128)
+    assert many.critical["mte2_bytes"] * 48 == many.total["mte2_bytes"]
+
+
+def test_few_long_rows_use_many_cores(twin: Twin) -> None:
+    logits, bits = np.zeros((1, 131_072), np.float32), np.full((1, 16_384), 255, np.uint8)
+    report = twin.masked_topk(logits, bits, 32, on=Machine(48))[2]
+    assert report.parts > 4
+    assert report.blocks == report.parts
+    assert report.launches == 2
+
+
+def test_merge_stops_early(twin: Twin) -> None:
+    """128 ranks of 200 beams: a few slabs of 8 hold all that can be among the best 64."""
+    random = np.random.default_rng(0)
+    logp = -np.sort(random.exponential(size=(1, 200, 128)).astype(np.float32), axis=2)
+    prefix, token = np.zeros((1, 200), np.float32), np.zeros((1, 200, 128), np.int32)
+    report = twin.beam_merge(prefix, logp, token, 64)[3]
+    assert report.total["mte2_bytes"] < logp.nbytes / 4
+
+
+def test_fork_moves_nothing_that_stays(twin: Twin) -> None:
+    keys = np.zeros((2, 64, 2, 64), np.float32)
+    report = twin.beam_fork(keys, keys.copy(), np.arange(64, dtype=np.int32), 2, on=Machine(4))
+    assert report.total["mte3_bytes"] == 0
+    assert report.total["mte2_bytes"] == report.blocks * 64 * 4, "the parents, once a core"
+
+
+@pytest.mark.parametrize(
+    ("k", "on", "reason"),
+    [
+        (0, Machine(), "k must be 1 to 2048"),
+        (2049, Machine(), "k must be 1 to 2048"),
+        (2048, Machine(ub_bytes=65_536), "no tile fits"),
+        (8, Machine(tile=16_384), "no tile fits"),
+    ],
+)
+def test_no_plan_comes_with_a_reason(twin: Twin, k: int, on: Machine, reason: str) -> None:
+    with pytest.raises(NoPlanError, match=reason):
+        twin.masked_topk(np.zeros((1, 8), np.float32), np.zeros((1, 1), np.uint8), k, on=on)
+
+
+def test_a_row_of_logits_must_fit(twin: Twin) -> None:
+    empty = np.zeros(1, np.int32)
+    logits, row = np.zeros((1, 40_000), np.float32), np.zeros(1, np.float32)
+    with pytest.raises(NoPlanError, match="do not fit the buffer"):
+        twin.csr_gather_topk(logits, row, row, empty, empty, empty, None, 8)
+
+
+def test_a_child_outside_the_codebook_is_the_twins_complaint(twin: Twin) -> None:
+    row, code = np.zeros(1, np.float32), np.array([0, 9], np.int32)
+    lo, degree = np.array([0], np.int32), np.array([2], np.int32)
+    with pytest.raises(TwinError, match="behind the tensor"):
+        twin.csr_gather_topk(np.zeros((1, 8), np.float32), row, row, lo, degree, code, None, 4)
+
+
+@pytest.mark.parametrize("k", [1, 31, 32, 33, 512, 2048])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_planned_buffers_are_the_ones_in_use(twin: Twin, k: int, dtype: str) -> None:
+    """tiling.h's sum is what the kernel allocates, so a plan that fits does fit."""
+    stored = np.zeros((2, 5000), np.float32 if dtype == "float32" else np.uint16)
+    report = twin.masked_topk(stored, packed(np.ones((2, 5000), bool)), k, dtype=dtype, on=Machine(2, splits=1))[2]
+    tile, padded, size = report.tile, -(-k // 32) * 32, stored.itemsize
+    mask = -(-(tile // 8) // 256) * 256
+    planned = 2 * (tile * size + mask) + (4 * tile if size == 2 else 0) + 4 * tile + 32 + 8 * padded
+    planned += mask + 2 * 4 * tile + 2 * 8 * tile + 2 * 16 * padded
+    assert report.ub_bytes == planned

@@ -1,0 +1,281 @@
+"""A real fleet in processes of its own, pairs of signal and rank at it open loop, and what became of each."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import yaml
+
+from npu_gr.router.config import InstanceConfig
+from npu_gr.router.members import ring_of
+from tests.models import events
+from tests.serving import columns, write_checkpoint
+
+DEADLINE_S, CLIENT_SLACK_S, LEAD_S = 1.0, 3.0, 0.08
+USERS = [f"user-{i}" for i in range(90)]
+HISTORIES = [columns(events(48, seed)) for seed in range(len(USERS))]
+HITS = ("hbm_hit", "joined", "dram_hit")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    kind: str
+    user: str
+    due_s: float
+    took_s: float
+    status: int  # 0 = no answer
+    instance: str = ""
+    outcome: str = ""
+    version: str = ""
+
+
+class Process:
+    """One `python -m` command."""
+
+    def __init__(self, log: Path, *arguments: str) -> None:
+        self._log, self._arguments = log, arguments
+        self._popen: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        with self._log.open("ab") as out:
+            command = [sys.executable, "-m", *self._arguments]
+            self._popen = subprocess.Popen(command, stdout=out, stderr=out, env=environment)
+
+    def signal(self, number: int) -> None:
+        assert self._popen is not None
+        self._popen.send_signal(number)
+
+    async def ended(self) -> int:
+        assert self._popen is not None
+        return await asyncio.to_thread(self._popen.wait, 30)
+
+    def end(self) -> None:
+        if self._popen is not None and self._popen.poll() is None:
+            self._popen.kill()
+            self._popen.wait()
+
+
+class Fleet:
+    """Instances, the router before them, and its list of instances in a file."""
+
+    def __init__(self, folder: Path, is_light: bool) -> None:
+        self._folder, self._is_light = folder, is_light
+        self.port, self.admin_port = free_port(), free_port()
+        self.instances: dict[str, Process] = {}
+        self._ports: dict[str, int] = {}
+        self.router = Process(folder / "router.log", "npu_gr", "route", "--config", str(folder / "router.yaml"))
+        if not is_light:
+            write_checkpoint(folder / "old")
+            write_checkpoint(folder / "new", seed=1)
+
+    def launch(self, name: str, checkpoint: str = "old") -> None:
+        """Start an instance, or start it again."""
+        port = self._ports.setdefault(name, free_port())
+        log = self._folder / f"{name}.log"
+        if self._is_light:
+            self.instances[name] = Process(log, "tests.router.light", name, str(port), checkpoint)
+            self.instances[name].start()
+            return
+        table = {
+            "checkpoint": str(self._folder / checkpoint),
+            "kv": {"hbm_bytes": 64_000_000, "dram_bytes": 16_000_000},
+            "features": {"kind": "none"},
+            "trigger": {"min_prefix_tokens": 4, "policy": "always"},
+            "relay": {"t_life_s": 3.0},
+            "server": {"port": port, "drain_grace_s": 4.0},
+            "service": {"selfcheck_ratio": 0.0},
+        }
+        path = self._folder / f"{name}.yaml"
+        path.write_text(yaml.safe_dump(table))
+        self.instances[name] = Process(log, "npu_gr", "serve", "--config", str(path))
+        self.instances[name].start()
+
+    def announce(self, *names: str) -> None:
+        """These are the instances, as the router shall know them."""
+        rows = [{"name": name, "host": "127.0.0.1", "port": self._ports[name]} for name in names]
+        path = self._folder / "instances.yaml"
+        path.with_suffix(".new").write_text(yaml.safe_dump({"instances": rows}))
+        path.with_suffix(".new").replace(path)
+
+    def start_router(self) -> None:
+        table = {
+            "port": self.port,
+            "admin_port": self.admin_port,
+            "discovery": {"file": str(self._folder / "instances.yaml"), "period_s": 0.2},
+            "health": {"interval_s": 0.25, "timeout_s": 0.4},
+            "breaker": {"return_s": 1.5, "open_s": 1.0, "slow_min_requests": 3},
+            "relay": {"t_life_s": 3.0},
+        }
+        (self._folder / "router.yaml").write_text(yaml.safe_dump(table))
+        self.router.start()
+
+    def home(self, user: str, names: Iterable[str]) -> str:
+        return ring_of([InstanceConfig(name=n, host="h", port=1) for n in names]).owner(user.encode())
+
+    async def rows(self) -> list[dict[str, Any]]:
+        url = f"http://127.0.0.1:{self.admin_port}/instances"
+        async with aiohttp.request("GET", url) as answer:
+            found: list[dict[str, Any]] = (await answer.json())["instances"]
+            return found
+
+    async def admin(self, path: str) -> None:
+        async with aiohttp.request("POST", f"http://127.0.0.1:{self.admin_port}/{path}") as answer:
+            assert answer.status == 200, await answer.text()
+
+    async def until(self, claim: Callable[[list[dict[str, Any]]], bool], timeout_s: float = 60.0) -> float:
+        """Seconds until the router's view of the instances fits."""
+        began_s = time.monotonic()
+        while True:
+            with suppress(aiohttp.ClientError, OSError):
+                rows = await self.rows()
+                if claim(rows):
+                    return time.monotonic() - began_s
+            if time.monotonic() - began_s > timeout_s:
+                raise AssertionError(f"not within {timeout_s} s: {await self.rows()}")
+            await asyncio.sleep(0.05)
+
+    async def whole(self, num: int) -> float:
+        """Until so many instances get all their users."""
+        return await self.until(lambda rows: sum(r["health"] == "up" and r["share"] == 1.0 for r in rows) == num)
+
+    def end(self) -> None:
+        for process in (self.router, *self.instances.values()):
+            process.end()
+
+
+@asynccontextmanager
+async def fleet(folder: Path, *names: str, is_light: bool) -> AsyncIterator[Fleet]:
+    made = Fleet(folder, is_light)
+    try:
+        for name in names:
+            made.launch(name)
+        made.announce(*names)
+        made.start_router()
+        await made.whole(len(names))
+        yield made
+    finally:
+        made.end()
+
+
+class Load:
+    """Pairs of a signal and, a moment later, its rank, sent when they are due whatever became of the ones before."""
+
+    def __init__(self, port: int, pairs_per_s: float, seed: int = 0) -> None:
+        self._url, self._period_s = f"http://127.0.0.1:{port}/v1/", 1 / pairs_per_s
+        self.samples: list[Sample] = []
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as http:
+            stop = asyncio.Event()
+            task = asyncio.create_task(self._run(http, stop))
+            try:
+                yield
+            finally:
+                stop.set()
+                await task
+
+    async def _run(self, http: aiohttp.ClientSession, stop: asyncio.Event) -> None:
+        tasks, due_s, index = [], time.monotonic(), 0
+        while not stop.is_set():
+            await asyncio.sleep(due_s - time.monotonic())
+            tasks.append(asyncio.create_task(self._pair(http, due_s, index % len(USERS))))
+            due_s, index = due_s + self._period_s, index + 1
+        await asyncio.gather(*tasks)
+
+    async def _pair(self, http: aiohttp.ClientSession, due_s: float, index: int) -> None:
+        """The rank is sent even if the signal has no answer yet; every other one brings its placement."""
+        user, history = USERS[index], HISTORIES[index]
+        first = asyncio.create_task(self._send(http, "signal", user, due_s, {"history": history}, {}))
+        await asyncio.wait([first], timeout=max(0.0, due_s + LEAD_S - time.monotonic()))
+        await asyncio.sleep(due_s + LEAD_S - time.monotonic())
+        headers = first.result() if first.done() and index % 2 else {}
+        body = {"history": history, "candidates": [1000 + i for i in range(8)]}
+        await self._send(http, "rank", user, due_s + LEAD_S, body, headers)
+        await first
+
+    async def _send(
+        self,
+        http: aiohttp.ClientSession,
+        kind: str,
+        user: str,
+        due_s: float,
+        body: dict[str, Any],
+        headers: dict[str, str],
+    ) -> dict[str, str]:
+        headers = {"X-User-Id": user, "X-Request-Timeout-Ms": f"{DEADLINE_S * 1e3:.0f}", **headers}
+        timeout = aiohttp.ClientTimeout(total=DEADLINE_S + CLIENT_SLACK_S)
+        status, instance, answer, brings = 0, "", {}, {}
+        try:
+            url = self._url + kind
+            async with http.post(url, json={"user_id": user, **body}, headers=headers, timeout=timeout) as got:
+                status, instance = got.status, got.headers.get("X-NpuGr-Instance", "")
+                answer = await got.json(content_type=None)
+                if "X-NpuGr-Placement" in got.headers:
+                    brings = {"X-NpuGr-Placement": got.headers["X-NpuGr-Placement"]}
+        except (aiohttp.ClientError, TimeoutError):
+            status = 0
+        sample = Sample(
+            kind=kind,
+            user=user,
+            due_s=due_s,
+            took_s=time.monotonic() - due_s,
+            status=status,
+            instance=instance,
+            outcome=str(answer.get("outcome", "")),
+            version=str(answer.get("model_version", "")),
+        )
+        self.samples.append(sample)
+        return brings
+
+
+class Window:
+    """What happened to the requests that were due between two instants."""
+
+    def __init__(self, load: Load, from_s: float, to_s: float) -> None:
+        self.samples = [sample for sample in load.samples if from_s <= sample.due_s < to_s]
+
+    @property
+    def lost(self) -> list[Sample]:
+        return [sample for sample in self.samples if sample.status == 0]
+
+    @property
+    def errors(self) -> list[Sample]:
+        return [sample for sample in self.samples if sample.status not in (200, 202)]
+
+    def of(self, users: set[str]) -> list[Sample]:
+        return [sample for sample in self.samples if sample.user in users]
+
+    def hit_ratio(self, users: set[str]) -> float:
+        ranks = [sample for sample in self.of(users) if sample.kind == "rank"]
+        return sum(sample.outcome in HITS for sample in ranks) / max(1, len(ranks))
+
+    def line(self, name: str) -> str:
+        took = sorted(sample.took_s for sample in self.samples if sample.kind == "rank")
+        served = Counter(sample.instance for sample in self.samples if sample.kind == "rank")
+        p50, p99 = (took[int(len(took) * q)] * 1e3 for q in (0.5, 0.99))
+        errors = Counter(f"{sample.kind} {sample.status}" for sample in self.errors)
+        return (
+            f"{name:<26} {len(self.samples):5d} requests, rank p50 {p50:6.1f} p99 {p99:6.1f} ms, "
+            f"hits {self.hit_ratio(set(USERS)):.3f}, errors {dict(errors)}, ranks at {dict(sorted(served.items()))}"
+        )
+
+
+def free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        port: int = one.getsockname()[1]
+        return port

@@ -1,0 +1,132 @@
+"""Instances that do what a test tells them, and a router before them, all on one loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
+
+import aiohttp
+from aiohttp import web
+
+from npu_gr.router.config import RouterConfig
+from npu_gr.router.router import Router
+from npu_gr.router.run import listening
+from npu_gr.settings import from_table
+
+
+class Fake:
+    """Answers signals and ranks, and remembers whose prefix it has."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.port = name, 0
+        self.ready_status = 200
+        self.status = 200
+        self.delay_s = 0.0
+        self.cuts = False  # breaks off instead of answering
+        self.prefixes: set[str] = set()
+        self.seen: list[web.Request] = []
+        self.bodies: list[bytes] = []
+        self.cancelled = 0
+        self._runner: web.AppRunner | None = None
+
+    async def start(self) -> None:
+        app = web.Application(client_max_size=1 << 26)
+        app.router.add_get("/readyz", self._ready)
+        app.router.add_route("*", "/{path:.*}", self._answer)
+        self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=0.1)
+        await self._runner.setup()
+        await web.TCPSite(self._runner, "127.0.0.1", self.port).start()
+        self.port = self._runner.addresses[0][1]
+
+    async def stop(self) -> None:
+        if self._runner is not None:
+            runner, self._runner = self._runner, None
+            await runner.cleanup()
+
+    async def _ready(self, _: web.Request) -> web.Response:
+        return web.Response(status=self.ready_status)
+
+    async def _answer(self, request: web.Request) -> web.StreamResponse:
+        self.seen.append(request)
+        body = await request.read()
+        self.bodies.append(body)
+        user = request.headers.get("X-User-Id", "")
+        status, is_signal = self.status, request.path == "/v1/signal"
+        try:
+            await asyncio.sleep(self.delay_s)
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
+        if self.cuts:
+            assert request.transport is not None
+            request.transport.abort()
+        if status != 200:
+            return web.Response(status=status)
+        if is_signal:
+            self.prefixes.add(user)
+        if request.path == "/v1/catalog":
+            response = web.StreamResponse()
+            response.enable_chunked_encoding()
+            await response.prepare(request)
+            for part in (b"one ", b"two ", b"three"):
+                await response.write(part)
+            return response
+        answer = {"instance": self.name, "hit": user in self.prefixes, "size": len(body)}
+        return web.json_response(answer, status=202 if is_signal else 200)
+
+
+class Site:
+    """Fakes, the router before them, and a client."""
+
+    def __init__(self, fakes: list[Fake], router: Router, port: int, admin: str, http: aiohttp.ClientSession) -> None:
+        self.fakes, self.router, self.port, self.admin, self.http = fakes, router, port, admin, http
+        self.url = f"http://127.0.0.1:{port}"
+
+    async def post(self, path: str, user: str | None = "u", **headers: str) -> tuple[int, dict[str, Any], Any]:
+        given = {name.replace("_", "-"): value for name, value in headers.items()}
+        if user is not None:
+            given["X-User-Id"] = user
+        async with self.http.post(f"{self.url}/v1/{path}", data=b'{"a": 1}', headers=given) as answer:
+            body = await answer.json(content_type=None) if answer.status < 500 else None
+            return answer.status, body or {}, answer.headers
+
+    def owner(self, user: str) -> Fake:
+        name = self.router.members.ring.owner(user.encode())
+        return next(fake for fake in self.fakes if fake.name == name)
+
+    def user_of(self, fake: Fake, start: int = 0) -> str:
+        return next(user for i in range(start, start + 1000) if self.owner(user := f"u{i}") is fake)
+
+    async def until(self, claim: Any, timeout_s: float = 10.0) -> None:
+        async with asyncio.timeout(timeout_s):
+            while not claim():  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+
+
+def table(fakes: list[Fake], **sections: Any) -> dict[str, Any]:
+    settings: dict[str, Any] = {
+        "port": 0,
+        "admin_port": 0,
+        "discovery": {"instances": [{"name": f.name, "host": "127.0.0.1", "port": f.port} for f in fakes]},
+        "health": {"interval_s": 0.05, "timeout_s": 0.5},
+        "breaker": {"return_s": 0.3, "open_s": 0.3},
+        "shutdown_timeout_s": 1.0,
+    }
+    for name, section in sections.items():
+        settings[name] = {**settings.get(name, {}), **section} if isinstance(section, dict) else section
+    return settings
+
+
+@asynccontextmanager
+async def site(num: int = 3, **sections: Any) -> AsyncIterator[Site]:
+    async with AsyncExitStack() as stack:
+        fakes = [Fake(f"i{i}") for i in range(num)]
+        for fake in fakes:
+            await fake.start()
+            stack.push_async_callback(fake.stop)
+        config = from_table(table(fakes, **sections), RouterConfig)
+        router, port, admin_port = await stack.enter_async_context(listening(config))
+        http = await stack.enter_async_context(aiohttp.ClientSession())
+        yield Site(fakes, router, port, f"http://127.0.0.1:{admin_port}", http)

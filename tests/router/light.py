@@ -1,0 +1,51 @@
+"""python -m tests.router.light NAME PORT VERSION: an instance without a model, for faults that need a process.
+
+It remembers for some seconds who was signalled, and drains as a real instance does. Ready in half a second.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+
+import uvloop
+from aiohttp import web
+
+from npu_gr.server.config import ServerConfig
+from npu_gr.server.run import serve
+
+T_LIFE_S, WORK_S = 3.0, 0.002
+
+
+async def main(name: str, port: int, version: str) -> None:
+    prefixes: dict[str, float] = {}
+    is_draining = False
+
+    async def ready(_: web.Request) -> web.Response:
+        return web.Response(status=503 if is_draining else 200)
+
+    async def signal(request: web.Request) -> web.Response:
+        if is_draining:
+            return web.Response(status=503)
+        await request.read()
+        prefixes[request.headers["X-User-Id"]] = time.monotonic() + T_LIFE_S
+        return web.json_response({"model_version": version}, status=202)
+
+    async def rank(request: web.Request) -> web.Response:
+        await request.read()
+        await asyncio.sleep(WORK_S)
+        is_hit = prefixes.get(request.headers["X-User-Id"], 0.0) > time.monotonic()
+        return web.json_response({"model_version": version, "outcome": "hbm_hit" if is_hit else "miss_full"})
+
+    async def drain() -> None:
+        nonlocal is_draining
+        is_draining = True
+
+    app = web.Application()
+    app.add_routes([web.get("/readyz", ready), web.post("/v1/signal", signal), web.post("/v1/rank", rank)])
+    await serve(app, ServerConfig(port=port, drain_grace_s=4.0), on_drain=drain)
+
+
+if __name__ == "__main__":
+    uvloop.run(main(sys.argv[1], int(sys.argv[2]), sys.argv[3]))

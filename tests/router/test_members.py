@@ -1,0 +1,273 @@
+"""Whatever happens to instances, a rank follows its signal and the others' users stay."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from npu_gr.errors import Overloaded, Unavailable
+from npu_gr.router.breaker import Breaker
+from npu_gr.router.config import BreakerConfig, InstanceConfig, RouterConfig
+from npu_gr.router.members import Check, Health, How, Instance, Members, ring_of
+from npu_gr.router.ring import fraction
+from npu_gr.settings import from_table
+
+USERS = [f"user-{i}".encode() for i in range(300)]
+T_LIFE_S = 10.0
+
+
+def instances(num: int = 3, **more: Any) -> list[InstanceConfig]:
+    return [InstanceConfig(name=f"i{i}", host="127.0.0.1", port=1000 + i, **more) for i in range(num)]
+
+
+def members(found: list[InstanceConfig] | None = None, **sections: Any) -> Members:
+    found = found or instances()
+    config = from_table({"discovery": {"file": "unused"}, **sections}, RouterConfig)
+    made = Members(config)
+    made.replace(found, ring_of(found))
+    for one in made.instances.values():
+        one.checked(Check.READY, 0.0)
+    return made
+
+
+def homes(m: Members, now_s: float = 0.0) -> dict[bytes, str]:
+    return {user: m.for_rank(user, None, now_s, ()).instance.name for user in USERS}
+
+
+def down(one: Instance, now_s: float = 0.0) -> None:
+    for _ in range(2):
+        one.checked(Check.FAILED, now_s)
+
+
+EVENTS = st.lists(
+    st.tuples(
+        st.sampled_from(
+            ["fail", "ready", "unready", "drain", "undrain", "open", "signal", "rank", "load", "add", "wait"]
+        ),
+        st.integers(0, 3),
+        st.integers(0, 40),
+    ),
+    max_size=60,
+)
+
+
+@settings(deadline=None, max_examples=150)
+@given(happens=EVENTS, factor=st.sampled_from([0.0, 1.25]))
+def test_a_rank_goes_where_its_signal_went_as_long_as_that_one_takes_ranks(
+    happens: list[tuple[str, int, int]], factor: float
+) -> None:
+    m = members(relay={"load_factor": factor, "t_life_s": T_LIFE_S}, breaker={"max_open_ratio": 1.0})
+    now_s, placed = 0.0, {}
+    for what, which, who in happens:
+        names, user = list(m.instances), USERS[who]
+        one = m.instances[names[which % len(names)]]
+        match what:
+            case "fail":
+                one.checked(Check.FAILED, now_s)
+            case "ready":
+                one.checked(Check.READY, now_s)
+            case "unready":
+                one.checked(Check.UNREADY, now_s)
+            case "drain":
+                one.drain(now_s)
+            case "undrain":
+                one.undrain(now_s)
+            case "open":
+                one.breaker.open(now_s)
+            case "load":
+                one.in_flight = who
+            case "add":
+                found = [i.config for i in m.instances.values()]
+                found.append(InstanceConfig(name=f"i{len(found)}", host="h", port=1))
+                m.replace(found[:6], ring_of(found[:6]))
+            case "wait":
+                now_s += who / 4
+            case "signal":
+                try:
+                    choice, placement = m.for_signal(user, now_s)
+                except Unavailable:
+                    assert not any(i.takes_signals(now_s, user) for i in m.instances.values())
+                    continue
+                assert choice.instance.takes_signals(now_s, user)
+                assert choice.instance.health is Health.UP
+                assert placement.instance == choice.instance.name
+                placed[user] = (placement, now_s)
+            case "rank":
+                for brought in (placed.get(user, (None, 0))[0], None):
+                    try:
+                        choice = m.for_rank(user, brought, now_s, ())
+                    except Unavailable:
+                        assert not any(i.takes_ranks(now_s) for i in m.instances.values())
+                        continue
+                    assert choice.instance.takes_ranks(now_s)
+                    if user in placed and now_s < placed[user][1] + T_LIFE_S:
+                        went = m.instances[placed[user][0].instance]
+                        if went.takes_ranks(now_s):
+                            assert choice.instance is went
+                            assert choice.how is How.SIGNAL
+
+
+@pytest.mark.parametrize("lost", ["i0", "i1", "i2"])
+def test_losing_one_moves_its_users_only_and_they_come_back_slowly_and_in_one_direction(lost: str) -> None:
+    m = members(breaker={"return_s": 4.0, "return_share": 0.25})
+    before = homes(m)
+    down(m.instances[lost])
+    after = homes(m)
+    assert all(after[user] == before[user] for user in USERS if before[user] != lost)
+    assert lost not in after.values()
+    m.instances[lost].checked(Check.READY, 100.0)
+    back: set[bytes] = set()
+    for now_s in (100.0, 101.0, 102.0, 103.0, 104.0):
+        found = homes(m, now_s)
+        assert all(found[user] == before[user] for user in USERS if before[user] != lost)
+        here = {user for user in USERS if found[user] == lost}
+        assert here >= back
+        back = here
+        if now_s == 100.0:
+            assert back == {user for user in USERS if before[user] == lost and fraction(user) < 0.25}
+    assert homes(m, 104.0) == before
+
+
+def test_draining_signals_stop_at_once_ranks_after_t_life() -> None:
+    for begin in (lambda one: one.drain(0.0), lambda one: one.checked(Check.UNREADY, 0.0)):
+        m = members(relay={"t_life_s": T_LIFE_S})
+        user = next(user for user in USERS if m.ring.owner(user) == "i1")
+        _, placement = m.for_signal(user, 0.0)
+        begin(m.instances["i1"])
+        assert m.for_rank(user, placement, 1.0, ()).instance.name == "i1"
+        choice, _ = m.for_signal(user, 1.0)
+        assert (choice.instance.name != "i1", choice.how) == (True, How.SUCCESSOR)
+        assert m.for_rank(user, None, 1.0, ()).instance is choice.instance
+        stranger = next(one for one in USERS if one != user and m.ring.owner(one) == "i1")
+        assert m.for_rank(stranger, None, 1.0, ()).instance.name == "i1"
+        assert m.for_rank(stranger, placement, T_LIFE_S + 1, ()).instance.name != "i1"
+
+
+def test_an_instance_that_drained_and_is_undrained_gets_its_users_back() -> None:
+    m = members()
+    before = homes(m)
+    m.instances["i0"].drain(0.0)
+    assert "i0" not in homes(m, 50.0).values()
+    m.instances["i0"].checked(Check.READY, 50.0)
+    assert "i0" not in homes(m, 50.0).values(), "a check does not overrule the operator"
+    m.instances["i0"].undrain(60.0)
+    assert homes(m, 100.0) == before
+
+
+def test_a_signal_spills_once_and_its_rank_follows() -> None:
+    m = members(relay={"load_factor": 1.25})
+    user = USERS[0]
+    first, second = list(m.ring.walk(user))[:2]
+    m.instances[first].in_flight = 50
+    choice, placement = m.for_signal(user, 0.0)
+    assert (choice.instance.name, choice.how, placement.is_spilled) == (second, How.SPILLED, True)
+    m.instances[first].in_flight, m.instances[second].in_flight = 0, 50
+    for brought in (placement, None):
+        assert m.for_rank(user, brought, 1.0, ()).instance.name == second
+    assert m.for_rank(user, None, 20.0, ()).instance.name == first, "the pair is over"
+
+
+def test_strict_by_default_load_spills_nobody() -> None:
+    m = members()
+    m.instances[m.ring.owner(USERS[0])].in_flight = 500
+    choice, placement = m.for_signal(USERS[0], 0.0)
+    assert choice.instance.name == m.ring.owner(USERS[0])
+    assert not placement.is_spilled
+
+
+def test_at_its_limit_a_rank_goes_elsewhere_and_a_signal_is_refused() -> None:
+    m = members(limits={"instance_inflight": 2})
+    owner = m.instances[m.ring.owner(USERS[0])]
+    owner.in_flight = 2
+    assert m.for_rank(USERS[0], None, 0.0, ()).instance is not owner
+    with pytest.raises(Overloaded, match="2 requests"):
+        m.for_signal(USERS[0], 0.0)
+    for one in m.instances.values():
+        one.in_flight = 2
+    with pytest.raises(Overloaded):
+        m.for_rank(USERS[0], None, 0.0, ())
+
+
+def test_normal_instances_have_no_users_and_take_what_is_left() -> None:
+    found = [
+        InstanceConfig(name="special", host="h", port=1, normal=False),
+        InstanceConfig(name="normal", host="h", port=2, special=False),
+    ]
+    m = members(found)
+    assert set(homes(m).values()) == {"special"}
+    assert m.for_any(0.0).instance.name == "normal"
+    down(m.instances["special"])
+    assert set(homes(m).values()) == {"normal"}
+    with pytest.raises(Unavailable):
+        m.for_signal(USERS[0], 0.0)
+    down(m.instances["normal"])
+    with pytest.raises(Unavailable):
+        m.for_rank(USERS[0], None, 0.0, ())
+
+
+def test_by_load_the_less_loaded_of_two_is_taken() -> None:
+    m = members(instances(2))
+    m.instances["i0"].in_flight = 5
+    assert all(m.for_any(0.0).instance.name == "i1" for _ in range(20))
+
+
+def test_who_is_far_slower_than_the_rest_is_taken_out_and_never_more_than_allowed() -> None:
+    m = members(breaker={"slow_ratio": 5.0, "slow_intervals": 2, "slow_min_requests": 5})
+    opened: list[tuple[str, str]] = []
+    m.observe(lambda name, why: opened.append((name, why)))
+
+    def interval(slow: tuple[str, ...], now_s: float) -> None:
+        for one in m.instances.values():
+            for _ in range(6):
+                one.answered(0.1 if one.name in slow else 0.01, True, now_s)
+        m.compare(now_s)
+
+    interval(("i0",), 0.5)
+    assert not opened
+    interval((), 1.0)
+    interval(("i0",), 1.5)
+    assert not opened, "once is no habit"
+    interval(("i0",), 2.0)
+    assert opened == [("i0", "slow")]
+    assert "i0" not in homes(m, 2.0).values()
+    for now_s in (2.5, 3.0, 3.5):
+        for _ in range(9):
+            m.failed(m.instances["i1"], now_s)
+    assert opened == [("i0", "slow")], "half of three is one"
+
+
+def test_a_breaker_opens_on_failures_in_a_row_and_longer_each_time() -> None:
+    breaker = Breaker(BreakerConfig(failures=3, open_s=1.0, max_open_s=3.0, return_s=2.0, return_share=0.1))
+    assert [breaker.failed(0.0), breaker.failed(0.0)] == [False, False]
+    breaker.succeeded(0.0)
+    assert [breaker.failed(0.0), breaker.failed(0.0), breaker.failed(0.0)] == [False, False, True]
+    assert breaker.open(0.0) == 1.0
+    assert (breaker.share(0.9), breaker.share(1.0), breaker.share(2.0), breaker.share(3.0)) == (0.0, 0.1, 0.55, 1.0)
+    assert breaker.failed(2.0), "one while it returns is enough"
+    assert breaker.open(2.0) == 2.0
+    assert breaker.failed(4.5)
+    assert breaker.open(4.5) == 3.0
+    breaker.succeeded(9.6)
+    assert not breaker.failed(9.7)
+    assert [breaker.failed(9.7), breaker.failed(9.7), breaker.open(9.7)] == [False, True, 1.0]
+
+
+def test_replacing_the_list_keeps_the_state_of_those_that_stay() -> None:
+    m = members()
+    down(m.instances["i0"])
+    found = [*instances(2), InstanceConfig(name="i2", host="other", port=1)]
+    gone = m.replace(found, ring_of(found))
+    assert [one.config.host for one in gone] == ["127.0.0.1"]
+    assert (m.instances["i0"].health, m.instances["i2"].health) == (Health.DOWN, Health.UNKNOWN)
+
+
+def test_signals_are_forgotten_when_their_time_is_over_or_there_are_too_many() -> None:
+    m = members(relay={"max_remembered": 10, "t_life_s": 5.0})
+    for user in USERS[:50]:
+        m.for_signal(user, 0.0)
+    assert len(m._signalled) == 10
+    m.for_signal(USERS[60], 6.0)
+    assert list(m._signalled) == [USERS[60]]

@@ -1,0 +1,114 @@
+"""The status page: its JSON agrees with what was asked, and in a real browser it shows it, live."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.models import events
+from tests.serving import FIRST_ID, columns, serving
+
+RANK: dict[str, Any] = {"user_id": "u", "candidates": [FIRST_ID], "history": columns(events(40))}
+
+
+async def test_the_json_says_what_happened(tmp_path: Path) -> None:
+    async with serving(tmp_path) as (client, _):
+        await client.post("/v1/rank", json=RANK, headers={"X-Request-Id": "first"})
+        await client.post("/v1/rank", json=RANK)
+        await client.post("/v1/rank", json=RANK, headers={"X-Request-Timeout-Ms": "0"})
+        status = await (await client.get("/debug/status")).json()
+    assert status["ready"]
+    rank = next(g for g in status["goodput"] if g["kind"] == "rank")
+    assert (rank["good"] + rank["slow"], rank["failed"]) == (2, 1)
+    assert status["outcomes"]["rank"] == {"miss_full": 1, "hbm_hit": 1}
+    tier = next(t for t in status["tiers"] if t["name"] == "hbm")
+    assert sum(tier["states"].values()) == tier["budget"]
+    assert tier["entries"] == 1
+    assert {line["status"] for line in status["slow"]} == {200, 504}
+    assert max(status["slow"], key=lambda line: line["duration_s"]) == status["slow"][0]
+    assert "first" in {line["request_id"] for line in status["slow"]}
+    assert set(status["slow"][0]["stages_s"]) == {"history", "lease", "queue", "device"}
+
+
+async def test_the_page_loads_nothing_and_needs_no_key_but_its_data_do(tmp_path: Path) -> None:
+    (tmp_path / "keys").write_text("secret")
+    async with serving(tmp_path, watched=False, server={"api_keys_file": str(tmp_path / "keys")}) as (client, _):
+        async with client.get("/") as response:
+            page = await response.text()
+            assert response.content_type == "text/html"
+            assert "default-src 'none'" in response.headers["Content-Security-Policy"]
+        assert (await client.get("/debug/status")).status == 401
+    assert "src=" not in page
+    assert "http" not in page.replace("http-equiv", "")
+    assert "{{" not in page
+
+
+@pytest.fixture
+def browser() -> Iterator[Any]:
+    chromium, driver = shutil.which("chromium"), shutil.which("chromedriver")
+    if chromium is None or driver is None:
+        pytest.skip("needs chromium and chromedriver (Debian: chromium, chromium-driver)")
+    from selenium import webdriver
+
+    options = webdriver.ChromeOptions()
+    options.binary_location = chromium
+    for word in ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--window-size=1200,1400"):
+        options.add_argument(word)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    with webdriver.Chrome(options=options, service=webdriver.ChromeService(driver)) as chrome:
+        yield chrome
+
+
+@pytest.mark.browser
+async def test_the_page_in_a_browser(tmp_path: Path, browser: Any) -> None:
+    from selenium.webdriver.common.by import By
+    from selenium.webdriver.support.wait import WebDriverWait
+
+    def shown(part: str) -> str:
+        return str(browser.find_element(By.ID, part).text)
+
+    def until(condition: Any) -> None:
+        WebDriverWait(browser, 20, poll_frequency=0.1).until(lambda _: condition())
+
+    (tmp_path / "keys").write_text("secret")
+    headers = {"Authorization": "Bearer secret"}
+    async with serving(tmp_path, watched=False, server={"api_keys_file": str(tmp_path / "keys")}) as (client, _):
+        await client.post("/v1/rank", json=RANK, headers=headers)
+
+        def first_look() -> None:
+            browser.get(str(client.make_url("/")))
+            until(lambda: shown("state") == "needs an API key")
+            browser.find_element(By.ID, "key").send_keys("secret")
+            browser.find_element(By.CSS_SELECTOR, "#login button").click()
+            until(lambda: shown("state") == "ready")
+            assert not browser.find_element(By.ID, "login").is_displayed()
+            assert "miss full 1" in shown("outcomes-rank")
+            assert "hbm: 1 prefixes" in shown("tiers")
+            assert "jobs waiting" in shown("queue")
+            assert "miss full" in shown("slow")
+            assert browser.execute_script("return performance.getEntriesByType('resource').length") >= 1
+            urls = browser.execute_script("return performance.getEntriesByType('resource').map(e => e.name)")
+            assert all(url.startswith(str(client.make_url("/"))) for url in urls)
+
+        await asyncio.to_thread(first_look)
+        await client.post("/v1/rank", json=RANK, headers=headers)
+        await asyncio.to_thread(until, lambda: "hbm hit 1" in shown("outcomes-rank"))  # by itself
+
+        def pause_and_themes() -> None:
+            browser.find_element(By.ID, "pause").click()
+            assert browser.find_element(By.ID, "pause").get_attribute("aria-pressed") == "true"
+            grounds = []
+            for theme in ("light", "dark"):
+                feature = {"features": [{"name": "prefers-color-scheme", "value": theme}]}
+                browser.execute_cdp_cmd("Emulation.setEmulatedMedia", feature)
+                grounds.append(browser.execute_script("return getComputedStyle(document.body).backgroundColor"))
+            assert grounds[0] != grounds[1]
+            refused = [e for e in browser.get_log("browser") if e["level"] == "SEVERE" and "401" not in e["message"]]
+            assert not [e for e in refused if "favicon" not in e["message"]]
+
+        await asyncio.to_thread(pause_and_themes)
