@@ -189,7 +189,9 @@ def build_generation(config: Config, backend: Backend, scheduler: Scheduler, met
     layout = layout_of(decoder, config.kv.page_tokens)
     pool = _pool("generate.hbm_bytes", section.hbm_bytes, 1, layout, config, backend)
     dram = _dram(config, section.dram_bytes, layout, backend)
-    generator = Generator(decoder, backend, section.max_beams, len(section.codes), config.scheduler.streams)
+    limits = config.scheduler
+    rows = min(limits.max_batch_rows, section.max_beams * limits.max_batch_requests)
+    generator = Generator(decoder, backend, section.max_beams, len(section.codes), limits.streams, rows)
     engine = GenerateEngine(generator, scheduler, pool.arena)
     engine.target_s = config.slo.generate_s
     version = hf.version(folder)
