@@ -35,6 +35,7 @@ from npu_gr.kv.arena import KVArena
 from npu_gr.kv.dram_store import DramStore
 from npu_gr.kv.layout import KVLayout
 from npu_gr.kv.prefix_pool import PrefixPool
+from npu_gr.match import Matching
 from npu_gr.metrics.catalogue import Metrics
 from npu_gr.model import hf
 from npu_gr.model.config import HSTUConfig, inexact_fields
@@ -71,11 +72,14 @@ async def instance(config: Config) -> AsyncIterator[tuple[web.Application, Servi
     metrics = Metrics(CollectorRegistry(), config.slo.objectives())
     ranking = None if config.checkpoint is None else build_ranking(config, backend, scheduler, metrics)
     generation = None if config.generate is None else build_generation(config, backend, scheduler, metrics)
+    matching = None if config.match is None else Matching(config.match, scheduler, backend.device)
     store = await open_store(config.features)
     try:
         table = configuration.to_table(config)
         control = BrownoutControl(config.brownout)
-        service = Service(config.service, scheduler, ranking, generation, store, metrics, table, config.slo, control)
+        service = Service(
+            config.service, scheduler, ranking, generation, store, metrics, table, config.slo, control, matching
+        )
         observe(metrics, config, scheduler)
         scheduler.start()
         try:
@@ -84,6 +88,9 @@ async def instance(config: Config) -> AsyncIterator[tuple[web.Application, Servi
             if generation is not None:
                 await generation.start()
                 metrics.observe_catalogue(generation.catalogue, generation.num_paths)
+            if matching is not None:
+                matching.on_pass = metrics.match_pass_done
+                await matching.start()
             metrics.build_info(service.models()[0])
             service.set_ready()
             try:

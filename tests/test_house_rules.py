@@ -23,6 +23,7 @@ ORDER = [  # top first: a folder or file may import what stands below it
     "config",
     "service",
     "generation",
+    "match",
     "ranking",
     "simulate",
     "router",
