@@ -1,4 +1,4 @@
-"""Settings of a simulation: `configs/simulate.yaml` has every key with its meaning."""
+"""Settings of a simulation: `configs/simulate.yaml` has them with their meaning."""
 
 from __future__ import annotations
 

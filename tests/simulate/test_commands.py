@@ -86,8 +86,11 @@ def test_without_users_and_log_it_says_what_is_missing(tmp_path: Path) -> None:
     assert "users: needed" in done.output
 
 
-def test_the_example_names_every_key() -> None:
+def test_the_example_names_every_key_of_its_own() -> None:
     assert load(EXAMPLE, SimulateConfig).instances == 16
+    own = {"scheduler", "relay", "brownout"}.symmetric_difference(SimulateConfig.__struct_fields__)
+    keys = {*own, *DeviceProfile.__struct_fields__, *UsersConfig.__struct_fields__}
+    assert [key for key in sorted(keys) if f"{key}:" not in EXAMPLE.read_text()] == []
 
 
 def _measured(cost: CostModel, noise: float) -> list[MeasuredRank]:
