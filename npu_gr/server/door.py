@@ -51,6 +51,10 @@ class Door(Protocol):
         """The best items after a history. Raises NotFound where this instance does not generate."""
         ...
 
+    async def reload_models(self) -> list[ModelInfo]:
+        """Read the configuration file again and serve what it says; requests in progress keep their version."""
+        ...
+
     def catalogue(self) -> CatalogueInfo:
         """The catalogue that `generate` serves."""
         ...
