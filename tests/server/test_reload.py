@@ -40,7 +40,7 @@ class File:
         return version
 
     def use(self, name: str, **sections: Any) -> None:
-        self.sections = {"relay": {"t_life_s": 0.5}, **sections, "checkpoint": str(self.folder / name)}
+        self.sections = {"relay": {"t_life_s": 0.5}} | sections | {"checkpoint": str(self.folder / name)}
 
 
 def history(request: Request) -> dict[str, list[int]]:
