@@ -162,6 +162,7 @@ class Ranking:
             if not lease.cached and not lease.keep:
                 raise
             self._metrics.relay_error("read")
+            lease.discard()  # the failed pass may have written half of it
         alone = Lease(outcome=Outcome.MISS_FULL, reason=Reason.READ_FAILED)
         return alone, await self.engine.rank(Pass(tokens, 0, rows, shown_at), due_s)
 

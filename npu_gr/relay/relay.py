@@ -147,7 +147,8 @@ class Lease:
     reason: Reason = Reason.NONE
     cached: Cached | None = None
     first_token: int = 0  # degraded: older tokens are left out
-    keep: tuple[Run, ...] | None = None  # the pass may leave its prefix KV here; published if the block succeeds
+    keep: tuple[Run, ...] | None = None  # the pass leaves its prefix KV here; published if the block succeeds
+    discard: Callable[[], None] = lambda: None  # it did not: nothing is published, whatever the block does
 
 
 @dataclass(slots=True, eq=False)
@@ -350,7 +351,8 @@ class Relay(Generic[P]):
                 yield Lease(outcome=outcome, reason=reason)
                 return
             held.callback(self._abandon_unless_published, room)
-            yield Lease(outcome=outcome, reason=reason, keep=tuple(room.runs))
+            discard = partial(self._pool.abandon, room)
+            yield Lease(outcome=outcome, reason=reason, keep=tuple(room.runs), discard=discard)
             self._publish_kept(room, tokens)
 
     async def _find(
