@@ -270,6 +270,7 @@ class Service:
         """Rank with `new` from now on; the old version drains: requests that name it get it for `t_life_s`."""
         old, self._maybe_ranking = self.ranking, new
         self._draining[old.version] = old
+        self._metrics.build_info(new.model)
         task = asyncio.get_running_loop().create_task(self._retire(old))
         self._retirements.add(task)
         task.add_done_callback(self._retirements.discard)

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
+import signal
+import socket
 import weakref
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import numpy as np
 import pytest
 from aiohttp.test_utils import TestClient
 
+from npu_gr.app import run
 from npu_gr.config import Config
 from npu_gr.errors import DeviceError
 from npu_gr.model.weights import Checkpoint, save
@@ -223,3 +228,32 @@ async def test_settings_take_effect_without_a_new_model(tmp_path: Path) -> None:
     async with serving(tmp_path) as (client, _), client.post("/v1/models/reload") as response:
         assert response.status == 422
         assert "not started from a configuration file" in (await response.json())["detail"]
+
+
+async def test_sighup_reloads(tmp_path: Path) -> None:
+    file = File(tmp_path)
+    new, old = file.add("new", 2), file.add("old", 1)
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    server = {"server": {"host": "127.0.0.1", "port": port, "drain_grace_s": 0.1}}
+    file.use("old", **server)
+    ready = asyncio.Event()
+    task = asyncio.create_task(run(file.read(), ready, file.read))
+    async with asyncio.timeout(30), aiohttp.ClientSession(f"http://127.0.0.1:{port}") as session:
+        await ready.wait()
+
+        async def versions() -> list[str]:
+            async with session.get("/v1/models") as response:
+                return [model["version"] for model in (await response.json())["models"]]
+
+        assert await versions() == [old]
+        file.use("nowhere", **server)
+        os.kill(os.getpid(), signal.SIGHUP)
+        await asyncio.sleep(0.2)
+        assert await versions() == [old]
+        file.use("new", **server)
+        os.kill(os.getpid(), signal.SIGHUP)
+        while (await versions())[0] != new:  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGTERM)
+        await task
