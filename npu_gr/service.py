@@ -3,6 +3,7 @@
     signal   history -> decide, reserve, start the pre-infers -> answer at once
     rank     limiter -> deadline -> history -> `ranking.py`: lease its prefix KV -> one pass over the candidates
     generate limiter -> deadline -> history -> `generation.py`: lease its prompt KV -> beam search
+    match    limiter -> deadline -> `match.py`: the user's vector -> one pass over the items for all that wait
 
 An instance ranks, generates, or both. Everything that is acquired on the way (slot, deadline, lease) is released by
 indentation.
@@ -28,6 +29,7 @@ from npu_gr.errors import BadRequest, ConfigError, DataError, NotFound, Overload
 from npu_gr.features.known import KnownPrefixes
 from npu_gr.features.store import HistoryStore
 from npu_gr.generation import Generation
+from npu_gr.match import Matching
 from npu_gr.metrics.catalogue import Metrics
 from npu_gr.ranking import Ranking, RankingConfig
 from npu_gr.request import (
@@ -39,12 +41,15 @@ from npu_gr.request import (
     GenerateRequest,
     HistoryRef,
     HistoryReport,
+    MatchAnswer,
+    MatchRequest,
     ModelInfo,
     RankAnswer,
     RankRequest,
     SignalAnswer,
     SignalRequest,
     UserKey,
+    VectorsInfo,
     Verdict,
 )
 
@@ -72,6 +77,11 @@ class Objectives(Protocol):
         """A generate."""
         ...
 
+    @property
+    def match_s(self) -> float:
+        """A match."""
+        ...
+
 
 class Service:
     """The door's other side: everything a request needs, built once by `app.py`."""
@@ -87,11 +97,12 @@ class Service:
         effective_config: dict[str, Any],
         objectives: Objectives,
         brownout: BrownoutControl,
+        matching: Matching | None = None,
     ) -> None:
         assert ranking or generation
         self._objectives, self._brownout = objectives, brownout
         self._config, self._scheduler, self._store, self._metrics = config, scheduler, store, metrics
-        self._maybe_ranking, self._maybe_generation = ranking, generation
+        self._maybe_ranking, self._maybe_generation, self._maybe_matching = ranking, generation, matching
         self._draining: dict[str, Ranking] = {}  # replaced ones, by version
         self._retirements: set[asyncio.Task[None]] = set()
         self.on_reload: Callable[[], Awaitable[None]] = _nothing_to_reload
@@ -122,7 +133,18 @@ class Service:
             raise NotFound("this instance does not generate: its configuration has no section generate")
         return self._maybe_generation
 
-    # ---- the three requests
+    @property
+    def matching(self) -> Matching:
+        """Of this instance.
+
+        Raises:
+            NotFound: it has none.
+        """
+        if self._maybe_matching is None:
+            raise NotFound("this instance does not match: its configuration has no section match")
+        return self._maybe_matching
+
+    # ---- the requests
 
     async def signal(self, request: SignalRequest, budget_s: float) -> SignalAnswer:
         """Decide on the pre-infers and start them; see `Door.signal`."""
@@ -184,6 +206,17 @@ class Service:
                 answer = await generation.generate(request, events.items, fingerprint, due_s, history_s)
             self._limiter.served((time.monotonic() - began_s) / self._objectives.generate_s)
         self._metrics.generate_done(answer, time.monotonic() - began_s)
+        return answer
+
+    async def match(self, request: MatchRequest, budget_s: float) -> MatchAnswer:
+        """The best items for a user by vectors; see `Door.match`."""
+        began_s = time.monotonic()
+        matching = self.matching
+        with self._admitted(Priority.GENERATE, budget_s):
+            async with deadline(budget_s) as due_s:
+                answer = await matching.match(request, due_s)
+            self._limiter.served((time.monotonic() - began_s) / self._objectives.match_s)
+        self._metrics.match_done(answer, time.monotonic() - began_s)
         return answer
 
     # ---- overload
@@ -308,6 +341,26 @@ class Service:
         except DataError as error:
             raise Unprocessable(f"catalogue: {error}") from error
 
+    # ---- the vectors
+
+    def vectors(self) -> VectorsInfo:
+        """See `Door.vectors`."""
+        return self.matching.vectors()
+
+    async def reload_vectors(self) -> VectorsInfo:
+        """See `Door.reload_vectors`."""
+        try:
+            return await self.matching.reload()
+        except DataError as error:
+            raise Unprocessable(f"vectors: {error}") from error
+
+    def rollback_vectors(self) -> VectorsInfo:
+        """See `Door.rollback_vectors`."""
+        try:
+            return self.matching.rollback()
+        except DataError as error:
+            raise Unprocessable(f"vectors: {error}") from error
+
     # ---- behaviours
 
     async def append_events(self, user: UserKey, events: Events, budget_s: float) -> int:
@@ -390,6 +443,8 @@ class Service:
         await asyncio.gather(*self._retirements, return_exceptions=True)
         for job in [*self._draining.values(), *self.jobs()]:
             await job.stop()
+        if self._maybe_matching is not None:
+            await self._maybe_matching.stop()
 
 
 def _not_served(version: str | None, served: list[str]) -> NotFound:
