@@ -72,13 +72,13 @@ def _load(config_path: Path, overrides: tuple[str, ...]) -> Config:
 @CONFIG
 @SET
 def serve(config_path: Path, overrides: tuple[str, ...]) -> None:
-    """Start one instance; SIGTERM drains and stops it."""
+    """Start one instance; SIGTERM drains and stops it, SIGHUP reads the configuration again."""
     from npu_gr.app import run
     from npu_gr.server.journal import lines_to_stdout
 
     config = _load(config_path, overrides)
     lines_to_stdout()
-    _run(lambda: run(config))
+    _run(lambda: run(config, read=lambda: _load(config_path, overrides)))
 
 
 @main.command()

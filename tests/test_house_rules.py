@@ -20,6 +20,7 @@ ORDER = [  # top first: a folder or file may import what stands below it
     "bench",
     "fleet",
     "app",
+    "reload",
     "config",
     "service",
     "generation",

@@ -147,7 +147,8 @@ class Lease:
     reason: Reason = Reason.NONE
     cached: Cached | None = None
     first_token: int = 0  # degraded: older tokens are left out
-    keep: tuple[Run, ...] | None = None  # the pass may leave its prefix KV here; published if the block succeeds
+    keep: tuple[Run, ...] | None = None  # the pass leaves its prefix KV here; published if the block succeeds
+    discard: Callable[[], None] = lambda: None  # it did not: nothing is published, whatever the block does
 
 
 @dataclass(slots=True, eq=False)
@@ -210,6 +211,14 @@ class Relay(Generic[P]):
         if dram is not None:
             dram.on_erased = partial(self._overwrite, dram.arena)
 
+    def become(self, config: RelayConfig, trigger: TriggerConfig) -> None:
+        """Other settings from now on; what is being produced, and what was measured, stays."""
+        if config.max_reloads != self._config.max_reloads:
+            self._reloads = asyncio.Semaphore(config.max_reloads)  # reloads of now give their turns back to the old one
+        self._config, self._trigger = config, trigger
+        self._bucket = None if trigger.q_m_per_s is None else TokenBucket(self.q_inst_per_s, trigger.burst_s)
+        self._pool.t_life_s = config.t_life_s
+
     @property
     def t_life_s(self) -> float:
         """How long a produced prefix waits for its rank."""
@@ -228,9 +237,9 @@ class Relay(Generic[P]):
             await asyncio.sleep(0)  # their callbacks
 
     @property
-    def dram_arena(self) -> KVArena | None:
-        """Pages of the DRAM tier, if there is one."""
-        return None if self._dram is None else self._dram.arena
+    def tiers(self) -> tuple[PrefixPool, DramStore | None]:
+        """Where the prefixes lie; a relay of another version over the same ones takes over their erasures."""
+        return self._pool, self._dram
 
     @property
     def q_inst_per_s(self) -> float:
@@ -344,7 +353,8 @@ class Relay(Generic[P]):
                 yield Lease(outcome=outcome, reason=reason)
                 return
             held.callback(self._abandon_unless_published, room)
-            yield Lease(outcome=outcome, reason=reason, keep=tuple(room.runs))
+            discard = partial(self._pool.abandon, room)
+            yield Lease(outcome=outcome, reason=reason, keep=tuple(room.runs), discard=discard)
             self._publish_kept(room, tokens)
 
     async def _find(
@@ -518,10 +528,10 @@ class Relay(Generic[P]):
     async def _reload(self, entry: PrefixEntry, spilled: DramEntry, urgency: Urgency, patience_s: float) -> None:
         """Copy a prefix back, when it is its turn; not at all if that is too late for who asked first."""
         assert self._dram is not None
-        deadline_s = self._clock() + self._config.t_life_s
+        deadline_s, turns = self._clock() + self._config.t_life_s, self._reloads
         with self._counted("reload"), self._dram.lease(spilled):
             try:
-                await asyncio.wait_for(self._reloads.acquire(), patience_s)
+                await asyncio.wait_for(turns.acquire(), patience_s)
             except TimeoutError as error:
                 raise DeadlineExceeded("no turn to reload came in time") from error
             try:
@@ -537,7 +547,7 @@ class Relay(Generic[P]):
                 )
                 self._dram.verify(spilled)
             finally:
-                self._reloads.release()
+                turns.release()
         assert spilled.timestamps is not None, "complete copies alone are found"
         self._pool.publish(entry, spilled.timestamps)
 
