@@ -41,6 +41,7 @@ from npu_gr.model.config import HSTUConfig, inexact_fields
 from npu_gr.model.weights import Checkpoint
 from npu_gr.model.weights import load as load_checkpoint
 from npu_gr.ranking import Ranking
+from npu_gr.recommend import Cascade, Sized, from_generation
 from npu_gr.relay.relay import Relay
 from npu_gr.relay.trigger import TriggerConfig
 from npu_gr.replay.recorder import Recorder
@@ -75,7 +76,10 @@ async def instance(config: Config) -> AsyncIterator[tuple[web.Application, Servi
     try:
         table = configuration.to_table(config)
         control = BrownoutControl(config.brownout)
-        service = Service(config.service, scheduler, ranking, generation, store, metrics, table, config.slo, control)
+        cascade = build_cascade(config, ranking, generation, metrics)
+        service = Service(
+            config.service, scheduler, ranking, generation, store, metrics, table, config.slo, control, cascade
+        )
         observe(metrics, config, scheduler)
         scheduler.start()
         try:
@@ -192,6 +196,24 @@ def build_generation(config: Config, backend: Backend, scheduler: Scheduler, met
     generation.on_search = metrics.beams_searched
     metrics.limits({"prompt_tokens": section.max_prompt_tokens, "beams": section.max_beams})
     return generation
+
+
+def build_cascade(
+    config: Config, ranking: Ranking | None, generation: Generation | None, metrics: Metrics
+) -> Cascade | None:
+    """The configured sources before the ranker; None without a section `recommend`.
+
+    Raises:
+        ConfigError: its hook or its list of popular items cannot be used.
+    """
+    if config.recommend is None:
+        return None
+    assert ranking is not None, "the configuration was checked"
+    sources = {}
+    for name, num_items in config.recommend.sources.items():
+        assert generation is not None, "the configuration was checked"
+        sources[str(name)] = Sized(from_generation(generation, metrics), num_items)
+    return Cascade(config.recommend, ranking, sources, metrics)
 
 
 def _trigger(config: Config) -> TriggerConfig:

@@ -3,6 +3,7 @@
     signal   history -> decide, reserve, start the pre-infers -> answer at once
     rank     limiter -> deadline -> history -> `ranking.py`: lease its prefix KV -> one pass over the candidates
     generate limiter -> deadline -> history -> `generation.py`: lease its prompt KV -> beam search
+    recommend  limiter -> deadline -> history -> `recommend.py`: signal, sources, hook, rank
 
 An instance ranks, generates, or both. Everything that is acquired on the way (slot, deadline, lease) is released by
 indentation.
@@ -29,6 +30,7 @@ from npu_gr.features.store import HistoryStore
 from npu_gr.generation import Generation
 from npu_gr.metrics.catalogue import Metrics
 from npu_gr.ranking import Ranking, RankingConfig
+from npu_gr.recommend import Cascade
 from npu_gr.request import (
     Brownout,
     CatalogueChange,
@@ -41,6 +43,8 @@ from npu_gr.request import (
     ModelInfo,
     RankAnswer,
     RankRequest,
+    RecommendAnswer,
+    RecommendRequest,
     SignalAnswer,
     SignalRequest,
     UserKey,
@@ -71,6 +75,11 @@ class Objectives(Protocol):
         """A generate."""
         ...
 
+    @property
+    def recommend_s(self) -> float:
+        """A recommend."""
+        ...
+
 
 class Service:
     """The door's other side: everything a request needs, built once by `app.py`."""
@@ -86,11 +95,12 @@ class Service:
         effective_config: dict[str, Any],
         objectives: Objectives,
         brownout: BrownoutControl,
+        cascade: Cascade | None = None,
     ) -> None:
         assert ranking or generation
         self._objectives, self._brownout = objectives, brownout
         self._config, self._scheduler, self._store, self._metrics = config, scheduler, store, metrics
-        self._maybe_ranking, self._maybe_generation = ranking, generation
+        self._maybe_ranking, self._maybe_generation, self._maybe_cascade = ranking, generation, cascade
         least, most = min(config.min_inflight, config.max_inflight), config.max_inflight
         adaptive = GradientLimit(least, most, share=config.share) if config.adaptive else None
         self._limiter = Limiter(most, adaptive)
@@ -120,7 +130,18 @@ class Service:
             raise NotFound("this instance does not generate: its configuration has no section generate")
         return self._maybe_generation
 
-    # ---- the three requests
+    @property
+    def cascade(self) -> Cascade:
+        """Of this instance.
+
+        Raises:
+            NotFound: it has none.
+        """
+        if self._maybe_cascade is None:
+            raise NotFound("this instance does not recommend: its configuration has no section recommend")
+        return self._maybe_cascade
+
+    # ---- the requests
 
     async def signal(self, request: SignalRequest, budget_s: float) -> SignalAnswer:
         """Decide on the pre-infers and start them; see `Door.signal`."""
@@ -183,6 +204,21 @@ class Service:
                 answer = await generation.generate(request, events.items, fingerprint, due_s, history_s)
             self._limiter.served((time.monotonic() - began_s) / self._objectives.generate_s)
         self._metrics.generate_done(answer, time.monotonic() - began_s)
+        return answer
+
+    async def recommend(self, request: RecommendRequest, budget_s: float) -> RecommendAnswer:
+        """Signal, retrieval, pre-processing and rank in one; see `Door.recommend`."""
+        began_s = time.monotonic()
+        cascade, ranking = self.cascade, self.ranking
+        _check_version(request.model_version, ranking)
+        with self._admitted(Priority.GENERATE, budget_s):
+            async with deadline(budget_s) as due_s:
+                events, first_index = await self._events(request.user, request.history)
+                tokens = ranking.tokenize(events, first_index)
+                self._remember(request.user, request.history, tokens.report.fingerprint, tokens.events)
+                answer = await cascade.recommend(request, events, tokens, due_s, time.monotonic() - began_s)
+            self._limiter.served((time.monotonic() - began_s) / self._objectives.recommend_s)
+        self._metrics.recommend_done(answer, time.monotonic() - began_s)
         return answer
 
     # ---- overload
@@ -321,6 +357,8 @@ class Service:
 
     async def stop(self) -> None:
         """End what runs in the background."""
+        if self._maybe_cascade is not None:
+            self._maybe_cascade.stop()
         for job in self._jobs():
             await job.stop()
 

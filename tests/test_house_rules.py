@@ -22,6 +22,7 @@ ORDER = [  # top first: a folder or file may import what stands below it
     "app",
     "config",
     "service",
+    "recommend",
     "generation",
     "ranking",
     "simulate",

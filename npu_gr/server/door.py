@@ -14,6 +14,8 @@ from npu_gr.request import (
     ModelInfo,
     RankAnswer,
     RankRequest,
+    RecommendAnswer,
+    RecommendRequest,
     SignalAnswer,
     SignalRequest,
     UserKey,
@@ -49,6 +51,10 @@ class Door(Protocol):
 
     async def generate(self, request: GenerateRequest, budget_s: float) -> GenerateAnswer:
         """The best items after a history. Raises NotFound where this instance does not generate."""
+        ...
+
+    async def recommend(self, request: RecommendRequest, budget_s: float) -> RecommendAnswer:
+        """Retrieval and rank in one. Raises NotFound where this instance has no cascade."""
         ...
 
     def catalogue(self) -> CatalogueInfo:

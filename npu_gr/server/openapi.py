@@ -20,6 +20,8 @@ from npu_gr.server.wire import (
     Problem,
     RankBody,
     RankOut,
+    RecommendBody,
+    RecommendOut,
     SignalBody,
     SignalOut,
 )
@@ -41,7 +43,7 @@ _ERRORS = {
 def document() -> dict[str, Any]:
     """The whole document."""
     structs = (
-        *(SignalBody, SignalOut, RankBody, RankOut, GenerateBody, GenerateOut),
+        *(SignalBody, SignalOut, RankBody, RankOut, GenerateBody, GenerateOut, RecommendBody, RecommendOut),
         *(CatalogueItemsBody, CatalogueOut, EventsBody, EventsOut, Problem, RecordOrder, RecordStatus),
     )
     refs, components = msgspec.json.schema_components(structs, ref_template="#/components/schemas/{name}")
@@ -130,6 +132,7 @@ def document() -> dict[str, Any]:
             "/v1/signal": post("signal", "Pre-infer a user's prefix.", SignalBody, "202", SignalOut),
             "/v1/rank": post("rank", "Score candidates for a user.", RankBody, "200", RankOut),
             "/v1/generate": post("generate", "The best items after a history.", GenerateBody, "200", GenerateOut),
+            "/v1/recommend": post("recommend", "What to show: the cascade.", RecommendBody, "200", RecommendOut),
             "/v1/catalog": {"get": catalogue("catalogue", "The catalogue that is served.")},
             "/v1/catalog/items": post(
                 "updateCatalogue",

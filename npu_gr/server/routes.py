@@ -18,7 +18,7 @@ from npu_gr.metrics.catalogue import Metrics
 from npu_gr.metrics.exposition import expose
 from npu_gr.metrics.pauses import noted_pauses
 from npu_gr.metrics.status import CONTENT_SECURITY_POLICY, page
-from npu_gr.request import GenerateAnswer, ModelInfo, Outcome, RankAnswer, UserKey
+from npu_gr.request import GenerateAnswer, ModelInfo, Outcome, RankAnswer, RecommendAnswer, UserKey
 from npu_gr.server.auth import ApiKeys
 from npu_gr.server.config import ServerConfig
 from npu_gr.server.door import Door
@@ -37,6 +37,7 @@ from npu_gr.server.wire import (
     EventsOut,
     GenerateBody,
     RankBody,
+    RecommendBody,
     SignalBody,
     catalogue_change,
     catalogue_out,
@@ -47,6 +48,8 @@ from npu_gr.server.wire import (
     generate_request,
     rank_out,
     rank_request,
+    recommend_out,
+    recommend_request,
     signal_out,
     signal_request,
 )
@@ -79,6 +82,7 @@ def build_web_app(
             web.post("/v1/signal", routes.signal),
             web.post("/v1/rank", routes.rank),
             web.post("/v1/generate", routes.generate),
+            web.post("/v1/recommend", routes.recommend),
             web.get("/v1/catalog", routes.catalogue),
             web.post("/v1/catalog/items", routes.update_catalogue),
             web.post("/v1/catalog/reload", routes.reload_catalogue),
@@ -161,6 +165,15 @@ class _Routes:
         answer = await self._door.generate(generate_request(body, self._config), self._left_s(request))
         request[ANSWER] = answer
         out = generate_out(answer, request[ID], _accepted(request))
+        return _with_stages(_answer(request, out, 200), answer)
+
+    async def recommend(self, request: web.Request) -> web.Response:
+        self._door.check_room(Priority.GENERATE)
+        body = decode(await request.read(), request.content_type, RecommendBody)
+        request[USER] = body.user
+        answer = await self._door.recommend(recommend_request(body, self._config), self._left_s(request))
+        request[ANSWER] = answer
+        out = recommend_out(answer, request[ID], _accepted(request))
         return _with_stages(_answer(request, out, 200), answer)
 
     async def catalogue(self, request: web.Request) -> web.Response:
@@ -265,8 +278,8 @@ def _answer(request: web.Request, body: msgspec.Struct, status: int) -> web.Resp
     return web.Response(body=encode(body, media), status=status, content_type=media)
 
 
-def _with_stages(response: web.Response, answer: RankAnswer | GenerateAnswer) -> web.Response:
-    response.headers["X-Cache"] = _X_CACHE[answer.outcome]
+def _with_stages(response: web.Response, answer: RankAnswer | GenerateAnswer | RecommendAnswer) -> web.Response:
+    response.headers["X-Cache"] = _X_CACHE[answer.outcome] if answer.outcome else "none"
     response.headers["Server-Timing"] = ", ".join(f"{k};dur={v * 1e3:.3f}" for k, v in answer.stages_s.items())
     return response
 
