@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import os
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -15,6 +14,7 @@ import click
 
 from npu_gr import __version__
 from npu_gr.errors import NpuGrError
+from npu_gr.process import set_up_process
 from npu_gr.replay.commands import record, replay
 
 if TYPE_CHECKING:
@@ -51,8 +51,7 @@ class _Group(click.Group):
 @click.option("--log-level", default="INFO", type=click.Choice(["DEBUG", "INFO", "WARNING", "ERROR"]))
 def main(log_level: str) -> None:
     """Generative recommendation under a P99 deadline."""
-    # before torch loads: a thread that waits must not spin beside the event loop
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    set_up_process()  # before torch loads
     logging.basicConfig(level=log_level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
 
 
@@ -228,21 +227,6 @@ def bench_rank(as_json: bool, backend: str, dtype: str, threads: int, seed: int,
     _show(lines(backend, getattr(torch, dtype), seed, seconds), backend, seed, as_json)  # type: ignore[arg-type]
 
 
-@bench.command("kernels")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object a line.")
-@click.option("--isa", default="", help="Instruction set; the best of this CPU by default.")
-@click.option("--seed", default=0, show_default=True)
-@click.option("--seconds", default=2.0, show_default=True, help="Time a case.")
-def bench_kernels(as_json: bool, isa: str, seed: int, seconds: float) -> None:
-    """HSTU kernels on one thread: against the measured roof, torch ops and a naive cached path."""
-    import torch
-
-    from npu_gr.bench.kernels_hstu import lines
-
-    torch.set_num_threads(1)
-    _show(lines(isa, seed, seconds), "cpu", seed, as_json)
-
-
 @bench.command("wire")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object a line.")
 @click.option("--seed", default=0, show_default=True)
@@ -331,6 +315,24 @@ def bench_relay(
     torch.set_num_threads(threads)
     tokens, rows = ([int(part) for part in text.split(",")] for text in (lengths, candidates))
     _show(lines(backend, tokens, rows, layers, count, seed), backend, seed, as_json)  # type: ignore[arg-type]
+
+
+@bench.command("kernels")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object a line.")
+@click.option("--isa", default="", help="A lower instruction set than this CPU's best.")
+@click.option("--seed", default=0, show_default=True)
+@click.option(
+    "--repeats", default=10, show_default=True, type=click.IntRange(1), help="Rounds a case; the best counts."
+)
+@click.option("--seconds", default=1.0, show_default=True, help="Time a case of the ranker's kernels.")
+def bench_kernels(as_json: bool, isa: str, seed: int, repeats: int, seconds: float) -> None:
+    """The native CPU kernels against what the CPU can do at most, and against torch."""
+    import torch
+
+    from npu_gr.bench.kernels import lines
+
+    torch.set_num_threads(1)
+    _show(lines(isa, seed, repeats, seconds), "cpu", seed, as_json)
 
 
 def _show(lines: Iterable[Line], device: str, seed: int, as_json: bool) -> None:

@@ -40,6 +40,7 @@ ORDER = [  # top first: a folder or file may import what stands below it
     "model",
     "backend",
     "metrics",
+    "process",
     "request",
     "settings",
     "errors",

@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from typing import NotRequired, TypedDict
+from urllib.parse import quote
 
 import aiohttp
 import msgspec
@@ -209,10 +210,10 @@ class _Player:
         body = body or encode(outgoing)
         budget_ms = record.deadline_ms or self._options.deadline_ms
         lag_s = time.monotonic() - free_s
-        content, error = await self._post(record.kind, body, budget_ms)
+        content, error = await self._post(record, body, budget_ms)
         was_resent = error == "409" and outgoing is not record
         if was_resent:
-            content, error = await self._post(record.kind, encode(record), budget_ms)
+            content, error = await self._post(record, encode(record), budget_ms)
         latency_s = time.monotonic() - due_s  # before anything is decoded
         answer = None
         if not error:
@@ -236,11 +237,12 @@ class _Player:
             )
         )
 
-    async def _post(self, kind: str, body: bytes, budget_ms: float) -> tuple[bytes, str]:
+    async def _post(self, record: Record, body: bytes, budget_ms: float) -> tuple[bytes, str]:
         timeout = aiohttp.ClientTimeout(total=budget_ms * 1e-3 + 1.0)
-        headers = {"X-Request-Timeout-Ms": f"{budget_ms:.3f}"}
+        # the user also in a header: what a router places it by
+        headers = {"X-Request-Timeout-Ms": f"{budget_ms:.3f}", "X-User-Id": quote(record.user_id)}
         try:
-            async with self._http.post(_PATHS[kind], data=body, headers=headers, timeout=timeout) as response:
+            async with self._http.post(_PATHS[record.kind], data=body, headers=headers, timeout=timeout) as response:
                 return await response.read(), "" if response.ok else str(response.status)
         except TimeoutError:
             return b"", "timeout"

@@ -9,18 +9,29 @@ import msgspec
 from aiohttp import web
 from prometheus_client.aiohttp import make_aiohttp_handler
 
+from npu_gr import __version__
+from npu_gr.metrics import status
 from npu_gr.router.members import Instance
 from npu_gr.router.router import Router
 
 
 def build_admin_app(router: Router) -> web.Application:
-    """`/metrics`, `/instances`, `/owner?user=`, `POST /instances/{name}/drain|undrain`, `/config`, `/healthz`."""
+    """Status page, metrics, who owns a user, drain and undrain, the configuration."""
     app = web.Application()
     scrape = make_aiohttp_handler(router.metrics.registry)
 
     async def metrics(request: web.Request) -> web.StreamResponse:
         router.observe()
         return await scrape(request)
+
+    started_s = time.monotonic()
+
+    async def page(_: web.Request) -> web.Response:
+        headers = {"Content-Security-Policy": status.CONTENT_SECURITY_POLICY}
+        return web.Response(text=status.page("/status"), content_type="text/html", headers=headers)
+
+    async def state(_: web.Request) -> web.Response:
+        return web.Response(body=msgspec.json.encode(_status(router, started_s)), content_type="application/json")
 
     async def instances(_: web.Request) -> web.Response:
         now_s = time.monotonic()
@@ -56,6 +67,8 @@ def build_admin_app(router: Router) -> web.Application:
 
     app.add_routes(
         [
+            web.get("/", page),
+            web.get("/status", state),
             web.get("/metrics", metrics),
             web.get("/instances", instances),
             web.get("/owner", owner),
@@ -66,6 +79,29 @@ def build_admin_app(router: Router) -> web.Application:
         ]
     )
     return app
+
+
+def _status(router: Router, started_s: float) -> status.Status:
+    now_s = time.monotonic()
+    rows = [
+        status.Instance(
+            name=one.name,
+            state="draining" if one.is_drained else one.health,
+            requests=router.metrics.placed_at(one.name),
+            in_flight=one.in_flight,
+        )
+        for one in router.members.instances.values()
+    ]
+    ready = any(one.takes_ranks(now_s) for one in router.members.instances.values())
+    return status.Status(
+        name="router",
+        ready=ready,
+        why_not="" if ready else "no instance takes ranks",
+        uptime_s=now_s - started_s,
+        versions={"npu_gr": __version__, "ring": str(router.members.ring.epoch)},
+        queue={"requests_in_flight": float(sum(row.in_flight for row in rows))},
+        instances=rows,
+    )
 
 
 def _row(one: Instance, now_s: float) -> dict[str, Any]:

@@ -26,15 +26,15 @@ class RouterMetrics:
             return _Children(Gauge(f"npu_gr_router_{name}", text, labels, registry=registry))
 
         self.requests = counter("requests_total", "Requests by kind and answered status", ("kind", "status"))
-        self.placed = counter("placed_total", "Requests sent to an instance, by what decided", ("instance", "how"))
-        self.failures = counter("instance_failures_total", "Requests an instance failed", ("instance", "why"))
-        self.opened = counter("instance_opened_total", "Times an instance was taken out", ("instance", "why"))
+        self.placed = counter("placed_total", "Requests sent to an instance, by what decided", ("backend", "how"))
+        self.failures = counter("instance_failures_total", "Requests an instance failed", ("backend", "why"))
+        self.opened = counter("instance_opened_total", "Times an instance was taken out", ("backend", "why"))
         self.retries = counter("retries_total", "Ranks sent to the successor, by reason", ("why",))
         self.refused = counter("refused_total", "Requests that never reached an instance", ("why",))
         self.cancelled = counter("cancelled_total", "Requests whose client left", ("kind",))
-        self.up = gauge("instance_up", "1 = gets requests of its users", ("instance",))
-        self.share = gauge("instance_share_ratio", "Share of its users that an instance gets", ("instance",))
-        self.instance_in_flight = gauge("instance_in_flight", "Requests at an instance", ("instance",))
+        self.up = gauge("instance_up", "1 = gets requests of its users", ("backend",))
+        self.share = gauge("instance_share_ratio", "Share of its users that an instance gets", ("backend",))
+        self.instance_in_flight = gauge("instance_in_flight", "Requests at an instance", ("backend",))
         self.connections = Gauge("npu_gr_router_connections", "Connections of clients", registry=registry)
         self.in_flight = Gauge("npu_gr_router_in_flight", "Requests in the router", registry=registry)
         self.duration_s = _Children(
@@ -50,11 +50,17 @@ class RouterMetrics:
             Histogram(
                 "npu_gr_router_instance_duration_seconds",
                 "From sending to the answer's head, by instance",
-                ("instance",),
+                ("backend",),
                 buckets=LATENCY_S,
                 registry=registry,
             )
         )
+
+    def placed_at(self, instance: str) -> int:
+        """Requests sent to an instance since the start."""
+        samples = (sample for family in self.placed.collect() for sample in family.samples)
+        counted = (s.value for s in samples if s.name.endswith("_total") and s.labels["backend"] == instance)
+        return int(sum(counted))
 
     def forget(self, instance: str) -> None:
         """Stop showing the gauges of an instance that has left; its counters stay."""
@@ -71,6 +77,10 @@ class _Children:
 
     def __call__(self, *labels: str) -> Any:
         return self._child(*labels)
+
+    def collect(self) -> Any:
+        """As the metric's."""
+        return self._metric.collect()
 
     def forget(self, *labels: str) -> None:
         self._child.cache_clear()

@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from npu_gr.backend import ascend_ops
-from npu_gr.backend.topk import Continuations, beam_topk
+from npu_gr.backend.base import Continuations
+from npu_gr.backend.topk import select
 from npu_gr.errors import ConfigError
 from npu_gr.kv.beam_arena import BeamArena
 from tests.ops.oracle import best
@@ -65,7 +66,7 @@ def test_csr_gather_topk_is_beam_topk(
     allowed = torch.from_numpy(random.random(len(code)) < 0.7) if filtered else None
     norm = logits.logsumexp(1) if given_norm else None
     follow = Continuations(torch.from_numpy(lo), torch.from_numpy(degree), torch.from_numpy(code), allowed)
-    want = beam_topk(logits, norm, acc, follow, k)
+    want = select(logits, norm, acc, follow, k)
     tables = (torch.from_numpy(array.astype(np.int32)) for array in (lo, degree, code))
     score, parent, edge = ops.csr_gather_topk(logits, norm, acc, *tables, allowed, k)
     w = len(want.score)

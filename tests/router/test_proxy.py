@@ -250,7 +250,13 @@ async def test_the_admin_says_who_owns_whom_and_what_was_counted() -> None:
         async with s.http.get(f"{s.admin}/metrics") as answer:
             text = await answer.text()
         assert 'npu_gr_router_requests_total{kind="rank",status="200"} 1.0' in text
-        assert f'npu_gr_router_placed_total{{how="home",instance="{s.owner("u").name}"}} 1.0' in text
+        assert f'npu_gr_router_placed_total{{backend="{s.owner("u").name}",how="home"}} 1.0' in text
+        async with s.http.get(f"{s.admin}/status") as answer:
+            seen = await answer.json()
+        assert (seen["name"], seen["ready"], len(seen["instances"])) == ("router", True, 3)
+        assert {row["name"]: row["requests"] for row in seen["instances"]}[s.owner("u").name] == 1
+        async with s.http.get(f"{s.admin}/") as answer:
+            assert '"/status"' in await answer.text()
         async with s.http.get(f"{s.admin}/instances") as answer:
             assert len((await answer.json())["instances"]) == 3
         async with aiohttp.request("POST", f"{s.admin}/instances/nobody/drain") as answer:
