@@ -17,6 +17,8 @@ ORDER = [  # top first: a folder or file may import what stands below it
     "cli",
     "monitor",
     "demo",
+    "showcase",
+    "judge",
     "bench",
     "fleet",
     "app",
