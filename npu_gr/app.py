@@ -35,13 +35,14 @@ from npu_gr.kv.arena import KVArena
 from npu_gr.kv.dram_store import DramStore
 from npu_gr.kv.layout import KVLayout
 from npu_gr.kv.prefix_pool import PrefixPool
+from npu_gr.match import Matching
 from npu_gr.metrics.catalogue import Metrics
 from npu_gr.model import hf
 from npu_gr.model.config import HSTUConfig, inexact_fields
 from npu_gr.model.weights import Checkpoint
 from npu_gr.model.weights import load as load_checkpoint
 from npu_gr.ranking import Ranking
-from npu_gr.recommend import Cascade, Sized, from_generation
+from npu_gr.recommend import Cascade, Sized, Source, from_generation, from_matching
 from npu_gr.relay.relay import Relay
 from npu_gr.relay.trigger import TriggerConfig
 from npu_gr.replay.recorder import Recorder
@@ -72,13 +73,24 @@ async def instance(config: Config) -> AsyncIterator[tuple[web.Application, Servi
     metrics = Metrics(CollectorRegistry(), config.slo.objectives())
     ranking = None if config.checkpoint is None else build_ranking(config, backend, scheduler, metrics)
     generation = None if config.generate is None else build_generation(config, backend, scheduler, metrics)
+    matching = None if config.match is None else Matching(config.match, scheduler, backend.device)
     store = await open_store(config.features)
     try:
         table = configuration.to_table(config)
         control = BrownoutControl(config.brownout)
-        cascade = build_cascade(config, ranking, generation, metrics)
+        cascade = build_cascade(config, ranking, generation, matching, metrics)
         service = Service(
-            config.service, scheduler, ranking, generation, store, metrics, table, config.slo, control, cascade
+            config.service,
+            scheduler,
+            ranking,
+            generation,
+            store,
+            metrics,
+            table,
+            config.slo,
+            control,
+            matching,
+            cascade,
         )
         observe(metrics, config, scheduler)
         scheduler.start()
@@ -88,6 +100,9 @@ async def instance(config: Config) -> AsyncIterator[tuple[web.Application, Servi
             if generation is not None:
                 await generation.start()
                 metrics.observe_catalogue(generation.catalogue, generation.num_paths)
+            if matching is not None:
+                matching.on_pass = metrics.match_pass_done
+                await matching.start()
             metrics.build_info(service.models()[0])
             service.set_ready()
             try:
@@ -186,7 +201,9 @@ def build_generation(config: Config, backend: Backend, scheduler: Scheduler, met
     layout = layout_of(decoder, config.kv.page_tokens)
     pool = _pool("generate.hbm_bytes", section.hbm_bytes, 1, layout, config, backend)
     dram = _dram(config, section.dram_bytes, layout, backend)
-    generator = Generator(decoder, backend, section.max_beams, len(section.codes), config.scheduler.streams)
+    limits = config.scheduler
+    rows = min(limits.max_batch_rows, section.max_beams * limits.max_batch_requests)
+    generator = Generator(decoder, backend, section.max_beams, len(section.codes), limits.streams, rows)
     engine = GenerateEngine(generator, scheduler, pool.arena)
     engine.target_s = config.slo.generate_s
     version = hf.version(folder)
@@ -199,7 +216,11 @@ def build_generation(config: Config, backend: Backend, scheduler: Scheduler, met
 
 
 def build_cascade(
-    config: Config, ranking: Ranking | None, generation: Generation | None, metrics: Metrics
+    config: Config,
+    ranking: Ranking | None,
+    generation: Generation | None,
+    matching: Matching | None,
+    metrics: Metrics,
 ) -> Cascade | None:
     """The configured sources before the ranker; None without a section `recommend`.
 
@@ -209,10 +230,12 @@ def build_cascade(
     if config.recommend is None:
         return None
     assert ranking is not None, "the configuration was checked"
-    sources = {}
-    for name, num_items in config.recommend.sources.items():
-        assert generation is not None, "the configuration was checked"
-        sources[str(name)] = Sized(from_generation(generation, metrics), num_items)
+    made: dict[str, Source] = {}
+    if generation is not None:
+        made["generate"] = from_generation(generation, metrics)
+    if matching is not None:
+        made["match"] = from_matching(matching, metrics)
+    sources = {str(name): Sized(made[name], size) for name, size in config.recommend.sources.items()}
     return Cascade(config.recommend, ranking, sources, metrics)
 
 

@@ -16,6 +16,7 @@ from npu_gr.engine.queue import SchedulerConfig
 from npu_gr.features.store import HistoryConfig
 from npu_gr.generation import GenerateConfig
 from npu_gr.kv.config import KVConfig
+from npu_gr.match import MatchConfig
 from npu_gr.metrics.slo import Objective
 from npu_gr.recommend import RecommendConfig
 from npu_gr.relay.relay import RelayConfig
@@ -34,6 +35,7 @@ class SLOConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     rank_s: Seconds = 0.05
     signal_s: Seconds = 0.02
     generate_s: Seconds = 0.2
+    match_s: Seconds = 0.05
     recommend_s: Seconds = 0.3
     latency_ratio: Ratio = 0.99  # of the answered requests, in time
     availability_ratio: Ratio = 0.999  # of all requests, answered
@@ -63,6 +65,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     kv: KVConfig = KVConfig()
     features: HistoryConfig = HistoryConfig()
     generate: GenerateConfig | None = None  # absent: the instance does not generate
+    match: MatchConfig | None = None  # absent: the instance does not match
     recommend: RecommendConfig | None = None  # absent: no cascade in one call
     record: RecordConfig | None = None  # absent: requests cannot be recorded
 
@@ -73,6 +76,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             for section in ("checkpoint", *self.recommend.sources):
                 if getattr(self, section) is None:
                     raise ValueError(f"recommend: needs {section}, which is not configured")
+            if self.match and (wanted := self.recommend.sources.get("match", 0)) > self.match.max_items:
+                raise ValueError(f"recommend: sources.match: {wanted} is over match.max_items {self.match.max_items}")
 
 
 def load(path: Path, overrides: Sequence[str] = ()) -> Config:

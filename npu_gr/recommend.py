@@ -33,6 +33,7 @@ from npu_gr.admission.deadline import deadline
 from npu_gr.catalog.tokens import Tokens
 from npu_gr.errors import ColdUser, ConfigError, DeadlineExceeded, NpuGrError, Overloaded, RequestError, Unavailable
 from npu_gr.generation import Generation
+from npu_gr.match import Matching
 from npu_gr.metrics.catalogue import Metrics
 from npu_gr.ranking import Ranking
 from npu_gr.request import (
@@ -41,6 +42,7 @@ from npu_gr.request import (
     Events,
     GenerateRequest,
     HistoryRef,
+    MatchRequest,
     RankAnswer,
     RankRequest,
     Reason,
@@ -64,7 +66,7 @@ class RecommendConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """Where candidates come from, what is made of them, and what happens when a stage fails."""
 
     # items asked of each source; they are taken in turns, in this order
-    sources: dict[Literal["generate"], Count] = msgspec.field(default_factory=lambda: {"generate": 100})
+    sources: dict[Literal["generate", "match"], Count] = msgspec.field(default_factory=lambda: {"generate": 100})
     max_candidates: Count = 200  # M: ranked at most
     exclude_seen: bool = True  # leave out the items of the history
     hook: str | None = None  # "package.module:function", see `Hook`; None = none
@@ -168,6 +170,24 @@ def from_generation(generation: Generation, metrics: Metrics) -> Source:
         )
         answer = await generation.generate(request, asked.events.items, asked.events.fingerprint(), asked.due_s, 0.0)
         metrics.generate_done(answer, time.monotonic() - began_s)
+        return answer.item_ids
+
+    return retrieve
+
+
+def from_matching(matching: Matching, metrics: Metrics) -> Source:
+    """Candidates by the user's vector."""
+
+    async def retrieve(asked: Asked) -> I64:
+        began_s = time.monotonic()
+        request = MatchRequest(
+            user=asked.user,
+            num_items=asked.num_items,
+            exclude_seen=asked.exclude_seen,
+            deny_items=asked.denied,
+        )
+        answer = await matching.match(request, asked.due_s)
+        metrics.match_done(answer, time.monotonic() - began_s)
         return answer.item_ids
 
     return retrieve

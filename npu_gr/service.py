@@ -3,6 +3,7 @@
     signal   history -> decide, reserve, start the pre-infers -> answer at once
     rank     limiter -> deadline -> history -> `ranking.py`: lease its prefix KV -> one pass over the candidates
     generate limiter -> deadline -> history -> `generation.py`: lease its prompt KV -> beam search
+    match    limiter -> deadline -> `match.py`: the user's vector -> one pass over the items for all that wait
     recommend  limiter -> deadline -> history -> `recommend.py`: signal, sources, hook, rank
 
 An instance ranks, generates, or both. Everything that is acquired on the way (slot, deadline, lease) is released by
@@ -28,6 +29,7 @@ from npu_gr.errors import BadRequest, DataError, NotFound, Overloaded, UnknownPr
 from npu_gr.features.known import KnownPrefixes
 from npu_gr.features.store import HistoryStore
 from npu_gr.generation import Generation
+from npu_gr.match import Matching
 from npu_gr.metrics.catalogue import Metrics
 from npu_gr.ranking import Ranking, RankingConfig
 from npu_gr.recommend import Cascade
@@ -40,6 +42,8 @@ from npu_gr.request import (
     GenerateRequest,
     HistoryRef,
     HistoryReport,
+    MatchAnswer,
+    MatchRequest,
     ModelInfo,
     RankAnswer,
     RankRequest,
@@ -48,6 +52,7 @@ from npu_gr.request import (
     SignalAnswer,
     SignalRequest,
     UserKey,
+    VectorsInfo,
     Verdict,
 )
 
@@ -76,6 +81,11 @@ class Objectives(Protocol):
         ...
 
     @property
+    def match_s(self) -> float:
+        """A match."""
+        ...
+
+    @property
     def recommend_s(self) -> float:
         """A recommend."""
         ...
@@ -95,12 +105,14 @@ class Service:
         effective_config: dict[str, Any],
         objectives: Objectives,
         brownout: BrownoutControl,
+        matching: Matching | None = None,
         cascade: Cascade | None = None,
     ) -> None:
         assert ranking or generation
         self._objectives, self._brownout = objectives, brownout
         self._config, self._scheduler, self._store, self._metrics = config, scheduler, store, metrics
-        self._maybe_ranking, self._maybe_generation, self._maybe_cascade = ranking, generation, cascade
+        self._maybe_ranking, self._maybe_generation = ranking, generation
+        self._maybe_matching, self._maybe_cascade = matching, cascade
         least, most = min(config.min_inflight, config.max_inflight), config.max_inflight
         adaptive = GradientLimit(least, most, share=config.share) if config.adaptive else None
         self._limiter = Limiter(most, adaptive)
@@ -129,6 +141,17 @@ class Service:
         if self._maybe_generation is None:
             raise NotFound("this instance does not generate: its configuration has no section generate")
         return self._maybe_generation
+
+    @property
+    def matching(self) -> Matching:
+        """Of this instance.
+
+        Raises:
+            NotFound: it has none.
+        """
+        if self._maybe_matching is None:
+            raise NotFound("this instance does not match: its configuration has no section match")
+        return self._maybe_matching
 
     @property
     def cascade(self) -> Cascade:
@@ -204,6 +227,17 @@ class Service:
                 answer = await generation.generate(request, events.items, fingerprint, due_s, history_s)
             self._limiter.served((time.monotonic() - began_s) / self._objectives.generate_s)
         self._metrics.generate_done(answer, time.monotonic() - began_s)
+        return answer
+
+    async def match(self, request: MatchRequest, budget_s: float) -> MatchAnswer:
+        """The best items for a user by vectors; see `Door.match`."""
+        began_s = time.monotonic()
+        matching = self.matching
+        with self._admitted(Priority.GENERATE, budget_s):
+            async with deadline(budget_s) as due_s:
+                answer = await matching.match(request, due_s)
+            self._limiter.served((time.monotonic() - began_s) / self._objectives.match_s)
+        self._metrics.match_done(answer, time.monotonic() - began_s)
         return answer
 
     async def recommend(self, request: RecommendRequest, budget_s: float) -> RecommendAnswer:
@@ -283,6 +317,26 @@ class Service:
         except DataError as error:
             raise Unprocessable(f"catalogue: {error}") from error
 
+    # ---- the vectors
+
+    def vectors(self) -> VectorsInfo:
+        """See `Door.vectors`."""
+        return self.matching.vectors()
+
+    async def reload_vectors(self) -> VectorsInfo:
+        """See `Door.reload_vectors`."""
+        try:
+            return await self.matching.reload()
+        except DataError as error:
+            raise Unprocessable(f"vectors: {error}") from error
+
+    def rollback_vectors(self) -> VectorsInfo:
+        """See `Door.rollback_vectors`."""
+        try:
+            return self.matching.rollback()
+        except DataError as error:
+            raise Unprocessable(f"vectors: {error}") from error
+
     # ---- behaviours
 
     async def append_events(self, user: UserKey, events: Events, budget_s: float) -> int:
@@ -361,6 +415,8 @@ class Service:
             self._maybe_cascade.stop()
         for job in self._jobs():
             await job.stop()
+        if self._maybe_matching is not None:
+            await self._maybe_matching.stop()
 
 
 def _check_version(version: str | None, job: Ranking | Generation) -> None:

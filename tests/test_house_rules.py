@@ -26,6 +26,7 @@ ORDER = [  # top first: a folder or file may import what stands below it
     "service",
     "recommend",
     "generation",
+    "match",
     "ranking",
     "simulate",
     "router",

@@ -5,6 +5,7 @@ Source: `ops/cpu/beam.h`. The workspace holds one KV head's prefix in fp32; it i
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from ctypes import byref, c_int64, c_void_p
 
@@ -15,12 +16,19 @@ from npu_gr.backend.base import Slab
 from npu_gr.backend.native import ELEMENT, BeamJob, Native
 
 
+class _Reused(threading.local):
+    """What calls of one thread reuse."""
+
+    def __init__(self) -> None:
+        self.workspace = torch.empty(0, dtype=torch.uint8)
+
+
 class NativeBeams:
-    """`Backend.beam_attention` for fp32 and bf16; one call at a time."""
+    """`Backend.beam_attention` for fp32 and bf16. Any thread may call."""
 
     def __init__(self, native: Native) -> None:
         self._kernels = native.kernels
-        self._workspace = torch.empty(0, dtype=torch.uint8)
+        self._reused = _Reused()
 
     @staticmethod
     def takes(q: Tensor, shared: Sequence[Slab], unshared: Slab) -> bool:
@@ -58,8 +66,8 @@ class NativeBeams:
             out=out.data_ptr(),
         )
         need = self._kernels.beam_attention_bytes(byref(job))
-        if need > len(self._workspace):
-            self._workspace = torch.empty(need + need // 4, dtype=torch.uint8)
-        job.workspace = self._workspace.data_ptr()
+        if need > len(self._reused.workspace):
+            self._reused.workspace = torch.empty(need + need // 4, dtype=torch.uint8)
+        job.workspace = self._reused.workspace.data_ptr()
         self._kernels.beam_attention(byref(job))
         return out

@@ -14,8 +14,9 @@ def test_lines(monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.skip("no kernels")
     monkeypatch.setattr(kernels_topk, "WIDTHS", (16,))
     monkeypatch.setattr(kernels_topk, "COLD_BYTES", 1)
+    monkeypatch.setattr(kernels_topk, "CATALOGUES", (1000, 3000))
     monkeypatch.setattr("npu_gr.bench.roofs._READ_FLOATS", 1 << 12)
-    found = list(kernels.lines(supported()[0], seed=0, repeats=1, seconds=0.0, catalogues=(1000, 3000)))
+    found = list(kernels.lines(supported()[0], seed=0, budget_s=0.0, parts=("roofs", "topk")))
     assert sum(line.case.startswith("roof:") for line in found) >= 2
     assert {line.unit for line in found} == {"GB/s", "GFLOP/s", "ms"}
     assert all(line.ours > 0 and line.ratio > 0 for line in found)
@@ -24,4 +25,4 @@ def test_lines(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_without_kernels_it_says_so() -> None:
     with pytest.raises(ConfigError, match="bench kernels"):
-        list(kernels.lines("mmx", seed=0, repeats=1, seconds=0.0))
+        list(kernels.lines("mmx", seed=0, budget_s=0.0))
