@@ -86,6 +86,7 @@ class Judged:
     ranks: dict[str, list[float]]
     seconds: dict[str, list[float]]
     num_retrieved: int  # items that retrieval is asked for
+    order: str  # of the cascade: rank | fused
     retrieved: float  # share of the cases whose item was among them
     outcomes: dict[str, int]  # how the cascade's ranks got their prefix
 
@@ -101,6 +102,7 @@ class Judged:
         }
         return {"ways": ways, "num_users": len(self.ranks["rank"]), "retrieved": self.retrieved} | {
             "num_retrieved": self.num_retrieved,
+            "order": self.order,
             "outcomes": self.outcomes,
         }
 
@@ -115,7 +117,11 @@ class Judged:
             f"the item was among the {self.num_retrieved} retrieved for {self.retrieved:.3f} of the users; "
             f"the cascade's ranks: {', '.join(f'{count} {name}' for name, count in self.outcomes.items())}",
         )
-        names = {"generate": "generate alone", "rank": "rank alone (every item)", "recommend": "recommend: both"}
+        names = {
+            "generate": "generate alone",
+            "rank": "rank alone (every item)",
+            "recommend": f"recommend: both, order {self.order}",
+        }
         for way, figures in found["ways"].items():
             numbers = f"{figures['hr_at_10']:.4f}", f"{figures['ndcg_at_10']:.4f}", f"{figures['p50_s'] * 1e3:.1f}"
             table.add_row(names[way], *numbers)
@@ -143,7 +149,8 @@ async def judge(
     seconds: dict[str, list[float]] = {way: [] for way in WAYS}
     retrieved, outcomes = list[bool](), dict[str, int]()
     async with Client(base_url) as client:
-        actions, num_retrieved = await client.actions(), await client.num_retrieved()
+        actions, section = await client.actions(), await client.cascade()
+        num_retrieved = section["sources"]["generate"]
         waiting = asyncio.Semaphore(AT_ONCE)
 
         async def one(case: Case) -> None:
@@ -176,6 +183,7 @@ async def judge(
         ranks=ranks,
         seconds=seconds,
         num_retrieved=num_retrieved,
+        order=section["order"],
         retrieved=float(np.mean(retrieved)),
         outcomes=dict(sorted(outcomes.items())),
     )
@@ -200,14 +208,13 @@ class Client:
             models = (await response.json())["models"]
         return {name: index for index, name in enumerate(models[0]["actions"])}
 
-    async def num_retrieved(self) -> int:
-        """Items that the service's cascade asks its generator for."""
+    async def cascade(self) -> dict[str, Any]:
+        """The configuration of the service's cascade."""
         async with self._http.get("/debug/config") as response:
-            section = (await response.json()).get("recommend") or {}
+            section: dict[str, Any] = (await response.json()).get("recommend") or {}
         if "generate" not in section.get("sources", {}):
             raise Unavailable("the service has no cascade over a generator: its configuration needs section recommend")
-        num: int = section["sources"]["generate"]
-        return num
+        return section
 
     async def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         """The answer.

@@ -57,6 +57,7 @@ from npu_gr.request import (
 log = logging.getLogger(__name__)
 
 HOOK_THREADS = 4
+FUSION = 60
 
 Count = Annotated[int, msgspec.Meta(ge=1)]
 Seconds = Annotated[float, msgspec.Meta(gt=0)]
@@ -71,7 +72,9 @@ class RecommendConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     exclude_seen: bool = True  # leave out the items of the history
     hook: str | None = None  # "package.module:function", see `Hook`; None = none
     popular: str | None = None  # file of item ids, one a line, best first: what fills up a short retrieval
+    order: Literal["rank", "fused"] = "rank"  # fused: by the places in retrieval and rank together, see `by_both`
     rank_share: Annotated[float, msgspec.Meta(gt=0, lt=1)] = 0.5  # of the time, that the rank may keep at most
+    rank_least_s: Seconds = 0.02  # that it keeps if the share allows, however little the cost model says
     hook_budget_s: Seconds = 0.02
     answer_s: Seconds = 0.005  # kept back for what follows the rank
     on_rank_failure: Literal["retrieval_order", "fail"] = "retrieval_order"
@@ -109,7 +112,7 @@ def split(now_s: float, due_s: float, rank_s: float, config: RecommendConfig) ->
     """
     rank_due_s = max(due_s - config.answer_s, now_s)
     left_s = rank_due_s - now_s
-    hook_due_s = rank_due_s - min(rank_s, left_s * config.rank_share)
+    hook_due_s = rank_due_s - min(max(rank_s, config.rank_least_s), left_s * config.rank_share)
     hook_s = config.hook_budget_s if config.hook else 0.0
     return hook_due_s - min(hook_s, (hook_due_s - now_s) / 2), hook_due_s, rank_due_s
 
@@ -132,6 +135,18 @@ def in_turns(rows: Sequence[I64]) -> tuple[I64, I64]:
 def best_first(scores: F32) -> I64:
     """Places of the scores from high to low; of equal ones the earlier first, NaN last."""
     order: I64 = np.argsort(-scores, kind="stable")  # numpy sorts NaN to the end
+    return order
+
+
+def by_both(scores: F32) -> I64:
+    """Places of candidates that stand in the order of the retrieval, by their places there and under the scores.
+
+    Source: reciprocal rank fusion with its constant of 60 (Cormack, Clarke and Buettcher, SIGIR 2009).
+    """
+    retrieved = np.arange(len(scores))
+    ranked = np.empty_like(retrieved)
+    ranked[best_first(scores)] = retrieved
+    order: I64 = np.argsort(-1.0 / (FUSION + retrieved) - 1.0 / (FUSION + ranked), kind="stable")
     return order
 
 
@@ -299,7 +314,8 @@ class _Run:
         prepared_s = time.monotonic()
         ranked = await self._rank(items) if len(items) else None
         scores = next(iter(ranked.scores.values())) if ranked else np.full(len(items), np.nan, np.float32)
-        best = best_first(scores)[: self._request.num_items]
+        ordered = by_both if ranked and self._cascade.config.order == "fused" else best_first
+        best = ordered(scores)[: self._request.num_items]
         return RecommendAnswer(
             model_version=self._cascade.ranking.version,
             verdict=verdict,

@@ -45,7 +45,7 @@ def prepare(folder: Path, history: Interactions, console: Console, progress: Cal
     items, counts = np.unique(history.items, return_counts=True)
     popular = items[np.argsort(-counts, kind="stable")][:NUM_POPULAR]
     (folder / "popular.txt").write_text("".join(f"{item}\n" for item in popular.tolist()))
-    recommend = {"sources": {"generate": NUM_RETRIEVED}, "popular": str(folder / "popular.txt")}
+    recommend = {"sources": {"generate": NUM_RETRIEVED}, "order": "fused", "popular": str(folder / "popular.txt")}
     return [f"generate={json.dumps(generate)}", f"recommend={json.dumps(recommend)}"]
 
 

@@ -14,10 +14,12 @@ import pytest
 from aiohttp.test_utils import TestClient
 
 from npu_gr.errors import ConfigError, DeviceError
+from npu_gr.matching.vectors import save
 from npu_gr.recommend import Shown
 from npu_gr.request import I64
 from npu_gr.service import Service
 from tests.decoders import VARIANTS, saved
+from tests.matching.vectors import KNOWN, make_vectors
 from tests.models import events
 from tests.serving import FIRST_ID, columns, make_config, serving
 
@@ -145,6 +147,39 @@ async def test_seen_denied_and_too_many_are_left_out(folder: Path) -> None:
         assert sorted(everything["items"]) == sorted(found["items"][:20])
 
 
+async def test_generate_and_match_are_merged_in_turns(folder: Path) -> None:
+    save(make_vectors(item_ids=np.arange(40, dtype=np.int64) + FIRST_ID), folder / "vectors")
+    both = section(folder, sources={"match": 6, "generate": 9}) | {"match": {"vectors": str(folder / "vectors")}}
+    async with serving(folder, **both) as (client, _):
+        answer = await recommend(client, num_items=100, user_id=KNOWN)
+        assert results(answer) == {"match": "ok", "generate": "ok", "rank": "ok"}
+        who = {"user_id": KNOWN}
+        matched = (await post(client, "/v1/match", **who, num_items=6, deny_items=HISTORY["items"]))["items"]
+        generate = {**who, "history": HISTORY, "num_items": 9, "deny_items": HISTORY["items"]}
+        generated = (await post(client, "/v1/generate", **generate))["items"]
+        assert set(answer["items"]) == {*matched, *generated}
+        by_match = {item for item, origin in zip(answer["items"], answer["origins"], strict=True) if origin == "match"}
+        assert by_match == set(matched) - {item for place, item in enumerate(generated) if item in matched[place + 1 :]}
+    with pytest.raises(ConfigError, match=r"sources\.match: 6 is over match\.max_items 5"):
+        make_config(folder, **both | {"match": {"vectors": str(folder / "vectors"), "max_items": 5}})
+
+
+async def test_the_order_may_be_that_of_both_stages(folder: Path) -> None:
+    async with serving(folder, **section(folder, order="fused")) as (client, _):
+        answer = await recommend(client, num_items=100)
+        found = await post(client, "/v1/generate", history=HISTORY, num_items=30, deny_items=HISTORY["items"])
+        ranked = await post(
+            client, "/v1/rank", history=HISTORY, candidates=found["items"], top_k=100, timestamp=SHOWN_AT
+        )
+        gain = {
+            item: 1 / (60 + found["items"].index(item)) + 1 / (60 + place) for place, item in enumerate(ranked["top"])
+        }
+        assert [round(gain[item], 12) for item in answer["items"]] == sorted(
+            (round(value, 12) for value in gain.values()), reverse=True
+        )
+        assert answer["items"] != ranked["top"]
+
+
 async def test_a_failing_generator_gives_popular_items_or_503(folder: Path) -> None:
     async def fails(*_: object) -> None:
         raise DeviceError("it broke")
@@ -188,7 +223,8 @@ async def test_a_generator_out_of_time_leaves_the_rank_its_own(folder: Path) -> 
     async def hangs(*_: object) -> None:
         await asyncio.sleep(60)
 
-    async with serving(folder, **section(folder, popular=popular(folder))) as (client, service):
+    patient = section(folder, popular=popular(folder), rank_least_s=0.4)
+    async with serving(folder, **patient) as (client, service):
         service.generation.engine.generate = hangs  # type: ignore[method-assign,assignment]
         answer = await recommend(client, budget_ms=1000)
         assert results(answer) == {"generate": "out_of_time", "popular": "ok", "rank": "ok"}
