@@ -32,7 +32,7 @@ _NO_INTER = {"aligned": False, "neighbour": False}
 ARMS: dict[str, dict[str, Any]] = {
     "target only": {"schedule": "target-only"},
     "shared user embedding": {"schedule": "mixed", "users": "shared", **_NO_INTER, **_PLAIN},
-    "mixed": {"schedule": "mixed", "lambda_intra": 1.0, "lambda_inter": 0.1, **_PLAIN},  # its own best weights
+    "mixed": {"schedule": "mixed", "lambda_intra": 1.0, "lambda_inter": 0.1, **_PLAIN},  # tuned less
     "separated, not initialised": {"initialise": False, **_PLAIN},
     "initialised, no inter-domain loss": _NO_INTER,
     "separated": _PLAIN,
