@@ -58,7 +58,8 @@ def section(folder: Path, **changes: Any) -> dict[str, Any]:
 
 def popular(folder: Path) -> str:
     path = folder / "popular.txt"
-    path.write_text("".join(f"{FIRST_ID + row}\n" for row in range(299, 199, -1)))
+    seen = sorted(set(HISTORY["items"]))[:5]  # which nobody is to see again
+    path.write_text("".join(f"{item}\n" for item in (*seen, *range(FIRST_ID + 299, FIRST_ID + 199, -1))))
     return str(path)
 
 
@@ -277,6 +278,10 @@ async def test_a_cold_user_gets_what_is_popular(folder: Path) -> None:
 
 async def test_popular_items_fill_up_a_short_retrieval(folder: Path) -> None:
     few = section(folder, sources={"generate": 4}, popular=popular(folder))
+    async with serving(folder, **few) as (client, _):
+        found = await recommend(client, num_items=4)
+    path = Path(few["recommend"]["popular"])
+    path.write_text("".join(f"{item}\n" for item in found["items"]) + path.read_text())
     async with serving(folder, **few) as (client, _):
         answer = await recommend(client, num_items=9, num_candidates=9)
         assert sorted(answer["origins"]) == ["generate"] * 4 + ["popular"] * 5
