@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -56,10 +57,10 @@ def section(folder: Path, **changes: Any) -> dict[str, Any]:
     return {"generate": generate, "recommend": {"sources": {"generate": 30}, **changes}}
 
 
-def popular(folder: Path) -> str:
+def popular(folder: Path, more: Iterable[int] = ()) -> str:
     path = folder / "popular.txt"
     seen = sorted(set(HISTORY["items"]))[:5]  # which nobody is to see again
-    path.write_text("".join(f"{item}\n" for item in (*seen, *range(FIRST_ID + 299, FIRST_ID + 199, -1))))
+    path.write_text("".join(f"{item}\n" for item in (*more, *seen, *range(FIRST_ID + 299, FIRST_ID + 199, -1))))
     return str(path)
 
 
@@ -280,8 +281,7 @@ async def test_popular_items_fill_up_a_short_retrieval(folder: Path) -> None:
     few = section(folder, sources={"generate": 4}, popular=popular(folder))
     async with serving(folder, **few) as (client, _):
         found = await recommend(client, num_items=4)
-    path = Path(few["recommend"]["popular"])
-    path.write_text("".join(f"{item}\n" for item in found["items"]) + path.read_text())
+    popular(folder, found["items"])
     async with serving(folder, **few) as (client, _):
         answer = await recommend(client, num_items=9, num_candidates=9)
         assert sorted(answer["origins"]) == ["generate"] * 4 + ["popular"] * 5
