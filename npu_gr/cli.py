@@ -1,4 +1,4 @@
-"""npu-gr: serve | route | fleet | train | load | replay | dashboards | bench | demo ... Commands import late."""
+"""npu-gr: serve | route | fleet | train | load | replay | simulate | bench | demo ... Commands import late."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from npu_gr import __version__
 from npu_gr.errors import NpuGrError
 from npu_gr.process import set_up_process
 from npu_gr.replay.commands import record, replay
+from npu_gr.simulate.commands import simulate
 
 if TYPE_CHECKING:
     from npu_gr.bench.line import Line
@@ -535,6 +536,7 @@ def judge_command(url: str, log: Path | None, users: int | None, as_json: bool) 
 
 main.add_command(replay)
 main.add_command(record)
+main.add_command(simulate)
 
 
 @train.command("match")

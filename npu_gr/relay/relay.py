@@ -187,8 +187,10 @@ class Relay(Generic[P]):
         pool: PrefixPool,
         dram: DramStore | None,
         model_version: str,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._config, self._trigger, self._engine = config, trigger, engine
+        """`clock`: the event loop's, and the pool's and the store's."""
+        self._config, self._trigger, self._engine, self._clock = config, trigger, engine, clock
         self._pool, self._dram, self._version = pool, dram, model_version
         self._layout_id = pool.arena.layout.layout_id
         self._producers: dict[PrefixKey, _Producer] = {}
@@ -248,7 +250,7 @@ class Relay(Generic[P]):
             num_candidates: that the rank will bring; None = the configuration's guess.
         """
         verdict = self._decide(user, tokens, self._trigger.num_candidates if num_candidates is None else num_candidates)
-        self._remember(user, _Signal(_WHY_NOT.get(verdict, Reason.NONE), time.monotonic(), is_pending=True))
+        self._remember(user, _Signal(_WHY_NOT.get(verdict, Reason.NONE), self._clock(), is_pending=True))
         return verdict
 
     def _decide(self, user: UserKey, tokens: P, num_candidates: int) -> Verdict:
@@ -259,7 +261,7 @@ class Relay(Generic[P]):
             return Verdict.ALREADY_RESIDENT
         if key in self._producers or self._pool.is_reserved(key):
             return Verdict.ALREADY_RUNNING
-        now_s = time.monotonic()
+        now_s = self._clock()
         base, spilled = self._resident(user, tokens), self._spilled(user, tokens)
         cached = base.num_tokens if base else 0
         if spilled is not None and spilled.num_tokens <= cached:
@@ -312,7 +314,7 @@ class Relay(Generic[P]):
             user: whose.
             tokens: the whole history as the model reads it.
             num_candidates: for the estimate of what still fits.
-            due_s: instant (time.monotonic) by which the rank must be done.
+            due_s: instant of the clock by which the rank must be done.
         """
         outcome, reason, entry = (
             Outcome.MISS_FULL,
@@ -325,7 +327,7 @@ class Relay(Generic[P]):
             held.callback(self._ranked, user)
             if entry is not None:
                 if not entry.consumed:
-                    self.on_first_use(time.monotonic() - (entry.expires_at_s - self._pool.t_life_s))
+                    self.on_first_use(self._clock() - (entry.expires_at_s - self._pool.t_life_s))
                 held.enter_context(self._pool.lease(entry, consume=True))
                 held.callback(self._spill, entry)
                 cached = Cached(tuple(entry.runs), entry.num_tokens)
@@ -367,7 +369,7 @@ class Relay(Generic[P]):
         spilled = self._spilled(user, tokens)
         if spilled is None:
             return Outcome.MISS_FULL, self._why_missing(user), None
-        left_s = due_s - time.monotonic() - self._config.margin_s
+        left_s = due_s - self._clock() - self._config.margin_s
         if self._pool.is_reserved(spilled.key) or not self._reload_pays(spilled, left_s):
             return Outcome.MISS_FULL, Reason.RELOAD_SLOWER, None
         try:
@@ -387,7 +389,7 @@ class Relay(Generic[P]):
     async def _join(self, producer: _Producer, due_s: float, spare_s: float) -> Reason | None:
         """Wait for a producer as long as time to do without it remains. None = it has published."""
         producer.urgency.hasten(due_s)
-        left_s = due_s - time.monotonic()
+        left_s = due_s - self._clock()
         wait_s = left_s - spare_s if left_s > spare_s else left_s - self._config.margin_s
         producer.joiners += 1
         try:
@@ -402,7 +404,7 @@ class Relay(Generic[P]):
         """0, or where the newest tokens begin that a full inference can still score in time."""
         if not self._config.degrade or not num_tokens:
             return 0
-        budget_s = due_s - time.monotonic() - self._config.margin_s - self._engine.queue_s
+        budget_s = due_s - self._clock() - self._config.margin_s - self._engine.queue_s
         return num_tokens - self._engine.cost.safe_tokens(num_tokens, num_candidates, budget_s)
 
     # ---- what exists
@@ -447,7 +449,7 @@ class Relay(Generic[P]):
         signal = self._last.get(user)
         if signal is not None and signal.is_pending:
             self._last[user] = signal._replace(is_pending=False)
-            self.t_life_p99_s.observe(time.monotonic() - signal.at_s)
+            self.t_life_p99_s.observe(self._clock() - signal.at_s)
 
     # ---- producers
 
@@ -499,7 +501,7 @@ class Relay(Generic[P]):
 
     async def _compute(self, entry: PrefixEntry, tokens: P, urgency: Urgency, base: PrefixEntry | None) -> None:
         # worthless once the rank it is for has given up
-        deadline_s, runs, first = time.monotonic() + self._config.t_life_s, tuple(entry.runs), 0
+        deadline_s, runs, first = self._clock() + self._config.t_life_s, tuple(entry.runs), 0
         with self._counted("prefill"):
             if base is not None:
                 arena, first = self._pool.arena, base.num_tokens
@@ -516,7 +518,7 @@ class Relay(Generic[P]):
     async def _reload(self, entry: PrefixEntry, spilled: DramEntry, urgency: Urgency, patience_s: float) -> None:
         """Copy a prefix back, when it is its turn; not at all if that is too late for who asked first."""
         assert self._dram is not None
-        deadline_s = time.monotonic() + self._config.t_life_s
+        deadline_s = self._clock() + self._config.t_life_s
         with self._counted("reload"), self._dram.lease(spilled):
             try:
                 await asyncio.wait_for(self._reloads.acquire(), patience_s)
@@ -603,7 +605,7 @@ class Relay(Generic[P]):
         self._own(self._spill_to(dram, room, entry)).add_done_callback(ended)
 
     async def _spill_to(self, dram: DramStore, room: DramEntry, entry: PrefixEntry) -> None:
-        order_s = time.monotonic() + self._config.t_life_s  # behind every rank and pre-infer of now
+        order_s = self._clock() + self._config.t_life_s  # behind every rank and pre-infer of now
         with self._counted("spill"):
             await self._engine.copy(
                 self._pool.arena,
