@@ -344,7 +344,7 @@ async def test_a_hook_that_fails_is_left_out_and_told(folder: Path, hook: str, r
     [
         ({"hook": "no.such:thing"}, "recommend.hook: 'no.such:thing': No module"),
         ({"hook": f"{HERE}:nothing"}, "has no attribute 'nothing'"),
-        ({"hook": f"{HERE}:popular"}, "too many positional arguments"),
+        ({"hook": f"{HERE}:results"}, "too many positional arguments"),
         ({"hook": "json"}, "recommend.hook: 'json'"),
         ({"popular": "/nowhere"}, "recommend.popular: /nowhere"),
         ({"sources": {}}, "sources: needs at least one"),
