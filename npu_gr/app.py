@@ -42,6 +42,7 @@ from npu_gr.model.config import HSTUConfig, inexact_fields
 from npu_gr.model.weights import Checkpoint
 from npu_gr.model.weights import load as load_checkpoint
 from npu_gr.ranking import Ranking
+from npu_gr.recommend import Cascade, Sized, Source, from_generation, from_matching
 from npu_gr.relay.relay import Relay
 from npu_gr.reload import Reload
 from npu_gr.replay.recorder import Recorder
@@ -86,8 +87,19 @@ async def instance(
         try:
             table = configuration.to_table(config)
             control = BrownoutControl(config.brownout)
+            cascade = build_cascade(config, generation, matching, metrics)
             service = Service(
-                config.service, scheduler, ranking, generation, store, metrics, table, config.slo, control, matching
+                config.service,
+                scheduler,
+                ranking,
+                generation,
+                store,
+                metrics,
+                table,
+                config.slo,
+                control,
+                matching,
+                cascade,
             )
             del ranking  # the service's alone: a replaced one must not be held here
             observe(metrics, config, scheduler)
@@ -245,6 +257,25 @@ def build_generation(config: Config, backend: Backend, scheduler: Scheduler, met
     generation.on_search = metrics.beams_searched
     metrics.limits({"prompt_tokens": section.max_prompt_tokens, "beams": section.max_beams})
     return generation
+
+
+def build_cascade(
+    config: Config, generation: Generation | None, matching: Matching | None, metrics: Metrics
+) -> Cascade | None:
+    """The configured sources before the ranker; None without a section `recommend`.
+
+    Raises:
+        ConfigError: its hook or its list of popular items cannot be used.
+    """
+    if config.recommend is None:
+        return None
+    made: dict[str, Source] = {}
+    if generation is not None:
+        made["generate"] = from_generation(generation, metrics)
+    if matching is not None:
+        made["match"] = from_matching(matching, metrics)
+    sources = {str(name): Sized(made[name], size) for name, size in config.recommend.sources.items()}
+    return Cascade(config.recommend, sources, metrics)
 
 
 def _pool(

@@ -313,6 +313,25 @@ def bench_twin(as_json: bool, seed: int) -> None:
         Console(width=max(120, Console().width)).print(table(lines(seed)))
 
 
+@bench.command("cascade")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object a line.")
+@click.option("--backend", default="cpu", show_default=True, help="As in a configuration.")
+@click.option("--threads", default=1, show_default=True, type=click.IntRange(1))
+@click.option("--seed", default=0, show_default=True)
+@click.option("--lengths", default="1024,2048", show_default=True, help="Tokens of a history, comma-separated.")
+@click.option("--layers", default=3, show_default=True, type=click.IntRange(1))
+@click.option("--count", default=15, show_default=True, type=click.IntRange(3), help="Requests an arm.")
+def bench_cascade(as_json: bool, backend: str, threads: int, seed: int, lengths: str, layers: int, count: int) -> None:
+    """A recommend end to end, with and without the relay."""
+    import torch
+
+    from npu_gr.bench.cascade import lines
+
+    torch.set_num_threads(threads)
+    tokens = [int(part) for part in lengths.split(",")]
+    _show(lines(backend, tokens, layers, count, seed), backend, seed, as_json)  # type: ignore[arg-type]
+
+
 @bench.command("relay")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object a line.")
 @click.option("--backend", default="cpu", show_default=True, help="As in a configuration.")
@@ -487,6 +506,32 @@ def _overridden(preset: T, overrides: tuple[str, ...]) -> T:
         return msgspec.convert(table, type(preset))
     except msgspec.ValidationError as error:
         raise ConfigError(f"--set: {error}") from error
+
+
+@main.command("judge")
+@click.option("--url", default="http://127.0.0.1:8080", show_default=True, help="Of a service with a cascade.")
+@click.argument("log", required=False, type=click.Path(path_type=Path))
+@click.option("--users", type=click.IntRange(1), help="Only so many, drawn at random.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+def judge_command(url: str, log: Path | None, users: int | None, as_json: bool) -> None:
+    """Ask a running service for the last event of each user of LOG: the cascade beside each stage alone.
+
+    Its models must not have seen those events (split leave-one-out). Without LOG, MovieLens-100K.
+    """
+    import numpy as np
+    from rich.console import Console
+
+    from npu_gr.features.interactions import movielens_100k, read_interactions
+    from npu_gr.judge import judge, next_events
+    from npu_gr.train.data import to_train_on
+
+    async def work() -> None:
+        events = read_interactions(log or movielens_100k())
+        known = to_train_on(events.users, events.timestamps, "leave-one-out")
+        found = await judge(url, next_events(events, known, users), np.unique(events.items).tolist())
+        click.echo(json.dumps(found.as_dict())) if as_json else Console().print(found.table())
+
+    _run(work)
 
 
 main.add_command(replay)

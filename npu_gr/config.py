@@ -18,6 +18,7 @@ from npu_gr.generation import GenerateConfig
 from npu_gr.kv.config import KVConfig
 from npu_gr.match import MatchConfig
 from npu_gr.metrics.slo import Objective
+from npu_gr.recommend import RecommendConfig
 from npu_gr.relay.relay import RelayConfig
 from npu_gr.relay.trigger import TriggerConfig
 from npu_gr.replay.recorder import RecordConfig
@@ -35,12 +36,13 @@ class SLOConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     signal_s: Seconds = 0.02
     generate_s: Seconds = 0.2
     match_s: Seconds = 0.05
+    recommend_s: Seconds = 0.3
     latency_ratio: Ratio = 0.99  # of the answered requests, in time
     availability_ratio: Ratio = 0.999  # of all requests, answered
 
     def objectives(self) -> list[Objective]:
         """One for each kind of request."""
-        times_s = {"rank": self.rank_s, "signal": self.signal_s, "generate": self.generate_s}
+        times_s = {kind: getattr(self, f"{kind}_s") for kind in ("rank", "signal", "generate", "recommend")}
         ratios = {"latency_ratio": self.latency_ratio, "availability_ratio": self.availability_ratio}
         return [Objective(kind=kind, threshold_s=seconds, **ratios) for kind, seconds in times_s.items()]
 
@@ -64,11 +66,18 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     features: HistoryConfig = HistoryConfig()
     generate: GenerateConfig | None = None  # absent: the instance does not generate
     match: MatchConfig | None = None  # absent: the instance does not match
+    recommend: RecommendConfig | None = None  # absent: no cascade in one call
     record: RecordConfig | None = None  # absent: requests cannot be recorded
 
     def __post_init__(self) -> None:
         if self.checkpoint is None and self.generate is None:
             raise ValueError("checkpoint: needed, unless there is a section generate; an instance does something")
+        if self.recommend is not None:
+            for section in ("checkpoint", *self.recommend.sources):
+                if getattr(self, section) is None:
+                    raise ValueError(f"recommend: needs {section}, which is not configured")
+            if self.match and (wanted := self.recommend.sources.get("match", 0)) > self.match.max_items:
+                raise ValueError(f"recommend: sources.match: {wanted} is over match.max_items {self.match.max_items}")
 
     def trigger_with_budget(self) -> TriggerConfig:
         """The trigger's settings with the budget of a rank filled in."""

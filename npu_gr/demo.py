@@ -3,7 +3,8 @@
 The oldest 80 % of each user's events train the ranker and fill the history store. The rest is the traffic: a user's
 events in slices of at most `SLICE`, each one rank request that mixes them with items drawn from the catalogue, and
 after its answer the events that happened. MovieLens' own stamps are poor arrivals (half of the ratings share the
-previous one's second), so arrivals are Poisson; order, users, histories and labels are real.
+previous one's second), so arrivals are Poisson; order, users, histories and labels are real. At the end the cascade:
+a generator trained on the same events retrieves, the ranker ranks, for real users by their films' titles.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import aiohttp
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
+from npu_gr import showcase
 from npu_gr.config import Config, load
 from npu_gr.errors import CheckpointError, ConfigError, Unavailable
 from npu_gr.features.interactions import Interactions, ItemValues, movielens_100k, read_interactions, read_item_features
@@ -57,6 +59,8 @@ class Prepared:
     config: Config
     records: list[Record]
     folder: Path
+    log: Interactions
+    source: Path
 
 
 async def run(config_path: Path, folder: Path, console: Console, limit: int | None = None) -> Report:
@@ -69,8 +73,9 @@ async def run(config_path: Path, folder: Path, console: Console, limit: int | No
     prepared = await prepare(config_path, folder, console, _free_port())
     async with served(prepared) as url:
         found = await replay(prepared.records, options(prepared, url, limit))
-    console.print(found.render())
-    (folder / "report.json").write_text(json.dumps(found.as_dict(), indent=2) + "\n")
+        console.print(found.render())
+        cascade = await showcase.show(url, prepared.log, prepared.source, console)
+    (folder / "report.json").write_text(json.dumps(found.as_dict() | {"cascade": cascade}, indent=2) + "\n")
     return found
 
 
@@ -87,6 +92,8 @@ async def prepare(config_path: Path, folder: Path, console: Console, port: int) 
     )
     trained = to_train_on(log.users, log.timestamps, DEMO.split)
     history, heldout = log[trained], log[~trained]
+    with training_progress(console) as progress:
+        cascade = showcase.prepare(folder, history, console, progress)
     await asyncio.to_thread(_forget, folder)
     catalogue = Catalogue(item_ids=checkpoint.item_ids, action_values=checkpoint.action_values)
     records = from_ratings(heldout, catalogue, slice_events=SLICE, num_candidates=CANDIDATES)
@@ -96,13 +103,14 @@ async def prepare(config_path: Path, folder: Path, console: Console, port: int) 
         f"features.path={folder / 'history.db'}",
         f"server.port={port}",
         f"kv.hbm_bytes={HBM_BYTES}",
+        *cascade,
     ]
     config = load(config_path, overrides)
     await _fill(config, history, checkpoint, console)
     console.print(
         f"replaying {sum(r.kind == 'rank' for r in records)} ranks of {len({r.user_id for r in records})} users"
     )
-    return Prepared(config_path, overrides, config, records, folder)
+    return Prepared(config_path, overrides, config, records, folder, log, source)
 
 
 @asynccontextmanager

@@ -13,6 +13,7 @@ NpuGrError
 │   ├── TooLarge           the body or a list is over its limit                       (413)
 │   ├── UnsupportedMedia   a content type we do not read                              (415)
 │   └── Unprocessable      well-formed, but a value is out of range                   (422)
+│       └── ColdUser       nothing of the history is known: nothing to retrieve from  (422)
 ├── Overloaded             admission said no; retry elsewhere or later                (429)
 ├── Unavailable            starting, draining, or the history store is down           (503)
 ├── DeadlineExceeded       the budget ran out before the work did                     (504)
@@ -100,6 +101,10 @@ class Unprocessable(RequestError):
     """Well-formed, but a value is out of range."""
 
     status, title = 422, "unprocessable request"
+
+
+class ColdUser(Unprocessable):
+    """Nothing of the user's history is known, so there is nothing to retrieve from."""
 
 
 class Overloaded(NpuGrError):

@@ -21,7 +21,7 @@ from npu_gr.catalog.trie import Codebooks
 from npu_gr.catalog.versions import Catalogue, Snapshot, add, make_snapshot, restore, withdraw
 from npu_gr.engine.beam_search import SearchOptions, Tables
 from npu_gr.engine.generate import GenerateEngine, Prompt, Work, make_prompt
-from npu_gr.errors import CatalogError, ConfigError, DataError, NotFound, Unprocessable
+from npu_gr.errors import CatalogError, ColdUser, ConfigError, DataError, NotFound, Unprocessable
 from npu_gr.relay.relay import Relay
 from npu_gr.request import (
     I64,
@@ -222,7 +222,8 @@ class Generation:
             history_s: what reading the history took.
 
         Raises:
-            Unprocessable: the beam is over the limit, the history has no known item, or a filter makes no sense.
+            Unprocessable: the beam is over the limit, or a filter makes no sense.
+            ColdUser: no item of the history is in the catalogue.
             NotFound: another version of the catalogue is asked for than is served.
         """
         began_s = time.monotonic()
@@ -238,7 +239,7 @@ class Generation:
                 )
             prompt = await self._prompt(snapshot, item_ids)
             if not len(prompt):
-                raise Unprocessable(f"history: none of its {len(item_ids)} items is in the catalogue")
+                raise ColdUser(f"history: none of its {len(item_ids)} items is in the catalogue")
             options = SearchOptions(width=width, normalise=request.normalise, temperature=request.temperature)
             wanted = snapshot, request.allow_items, request.deny_items, request.attributes
             allow = await asyncio.to_thread(self._filters.of, *wanted)

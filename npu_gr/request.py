@@ -226,6 +226,66 @@ class GenerateAnswer:
     stages_s: dict[str, float] = field(default_factory=dict)  # history, lease, queue, device
 
 
+class StageResult(StrEnum):
+    """How a stage of a cascade ended; the value of the `result` metric label."""
+
+    OK = "ok"
+    EMPTY = "empty"  # it ran and found nothing
+    COLD = "cold"  # it knows nothing of the user
+    OVERLOADED = "overloaded"
+    OUT_OF_TIME = "out_of_time"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageReport:
+    """One stage of one cascade. Stages of retrieval run side by side, the others after them."""
+
+    stage: str  # generate | match | popular | hook | rank
+    result: StageResult
+    began_s: float  # after the cascade began
+    took_s: float
+    num_items: int  # that it answered
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RecommendRequest:
+    """What to show this user: retrieval and ranking in one."""
+
+    user: UserKey
+    history: HistoryRef
+    num_items: int
+    num_candidates: int | None = None  # ranked at most; None = the config's
+    exclude_seen: bool | None = None  # leave out the items of the history; None = the config's
+    deny_items: I64 | None = None  # [n] external ids
+    timestamp: int | None = None  # unix seconds the items are shown at; None = now
+    context: dict[str, bool | int | float | str] = field(default_factory=dict)  # for the hook: page, country, ...
+    model_version: str | None = None  # of the ranker
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RecommendAnswer:
+    """Items, best first, and how they came to be. n = items."""
+
+    model_version: str  # of the ranker
+    verdict: Verdict  # of the signal that went out before the retrieval
+    outcome: Outcome | None  # of the rank; None = it failed, and the items are in the order of the retrieval
+    reason: Reason
+    item_ids: I64  # [n]
+    scores: F32  # [n] logits of the ranker's first task; NaN = not ranked, or unknown to the ranker
+    origins: tuple[str, ...]  # [n] the first source that had the item; `hook` where the hook added it
+    num_candidates: int  # that were ranked, or would have been
+    stages: tuple[StageReport, ...]
+    history: HistoryReport
+    prefix_tokens: int = 0  # read from cached KV by the rank
+    stages_s: dict[str, float] = field(default_factory=dict)  # history, retrieve, preprocess, rank
+
+    @property
+    def degraded(self) -> tuple[str, ...]:
+        """Stages that did not do their part."""
+        return tuple(report.stage for report in self.stages if report.result is not StageResult.OK)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class NewItem:
     """An item that the catalogue is to have."""

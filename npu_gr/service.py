@@ -4,6 +4,7 @@
     rank     limiter -> deadline -> history -> `ranking.py`: lease its prefix KV -> one pass over the candidates
     generate limiter -> deadline -> history -> `generation.py`: lease its prompt KV -> beam search
     match    limiter -> deadline -> `match.py`: the user's vector -> one pass over the items for all that wait
+    recommend  limiter -> deadline -> history -> `recommend.py`: signal, sources, hook, rank
 
 An instance ranks, generates, or both. Everything that is acquired on the way (slot, deadline, lease) is released by
 indentation.
@@ -32,6 +33,7 @@ from npu_gr.generation import Generation
 from npu_gr.match import Matching
 from npu_gr.metrics.catalogue import Metrics
 from npu_gr.ranking import Ranking, RankingConfig
+from npu_gr.recommend import Cascade
 from npu_gr.request import (
     Brownout,
     CatalogueChange,
@@ -46,6 +48,8 @@ from npu_gr.request import (
     ModelInfo,
     RankAnswer,
     RankRequest,
+    RecommendAnswer,
+    RecommendRequest,
     SignalAnswer,
     SignalRequest,
     UserKey,
@@ -82,6 +86,11 @@ class Objectives(Protocol):
         """A match."""
         ...
 
+    @property
+    def recommend_s(self) -> float:
+        """A recommend."""
+        ...
+
 
 class Service:
     """The door's other side: everything a request needs, built once by `app.py`."""
@@ -98,11 +107,13 @@ class Service:
         objectives: Objectives,
         brownout: BrownoutControl,
         matching: Matching | None = None,
+        cascade: Cascade | None = None,
     ) -> None:
         assert ranking or generation
         self._objectives, self._brownout = objectives, brownout
         self._config, self._scheduler, self._store, self._metrics = config, scheduler, store, metrics
-        self._maybe_ranking, self._maybe_generation, self._maybe_matching = ranking, generation, matching
+        self._maybe_ranking, self._maybe_generation = ranking, generation
+        self._maybe_matching, self._maybe_cascade = matching, cascade
         self._draining: dict[str, Ranking] = {}  # replaced ones, by version
         self._retirements: set[asyncio.Task[None]] = set()
         self.on_reload: Callable[[], Awaitable[None]] = _nothing_to_reload
@@ -143,6 +154,17 @@ class Service:
         if self._maybe_matching is None:
             raise NotFound("this instance does not match: its configuration has no section match")
         return self._maybe_matching
+
+    @property
+    def cascade(self) -> Cascade:
+        """Of this instance.
+
+        Raises:
+            NotFound: it has none.
+        """
+        if self._maybe_cascade is None:
+            raise NotFound("this instance does not recommend: its configuration has no section recommend")
+        return self._maybe_cascade
 
     # ---- the requests
 
@@ -217,6 +239,20 @@ class Service:
                 answer = await matching.match(request, due_s)
             self._limiter.served((time.monotonic() - began_s) / self._objectives.match_s)
         self._metrics.match_done(answer, time.monotonic() - began_s)
+        return answer
+
+    async def recommend(self, request: RecommendRequest, budget_s: float) -> RecommendAnswer:
+        """Signal, retrieval, pre-processing and rank in one; see `Door.recommend`."""
+        began_s = time.monotonic()
+        cascade, ranking = self.cascade, self._ranker(request.model_version) or self.ranking
+        with self._admitted(Priority.GENERATE, budget_s), ranking.used():
+            async with deadline(budget_s) as due_s:
+                events, first_index = await self._events(request.user, request.history)
+                tokens = ranking.tokenize(events, first_index)
+                self._remember(request.user, request.history, tokens.report.fingerprint, tokens.events)
+                answer = await cascade.recommend(request, ranking, events, tokens, due_s, time.monotonic() - began_s)
+            self._limiter.served((time.monotonic() - began_s) / self._objectives.recommend_s)
+        self._metrics.recommend_done(answer, time.monotonic() - began_s)
         return answer
 
     # ---- overload
@@ -441,6 +477,8 @@ class Service:
         for task in list(self._retirements):
             task.cancel()
         await asyncio.gather(*self._retirements, return_exceptions=True)
+        if self._maybe_cascade is not None:
+            self._maybe_cascade.stop()
         for job in [*self._draining.values(), *self.jobs()]:
             await job.stop()
         if self._maybe_matching is not None:

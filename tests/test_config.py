@@ -45,6 +45,7 @@ def test_the_cpu_file_documents_every_section() -> None:
     assert set(given) == set(table)
     assert set(given["generate"]) == set(table["generate"])
     assert set(given["match"]) == set(table["match"])
+    assert set(given["recommend"]) == set(table["recommend"])
     assert set(given["record"]) == set(table["record"])
     assert load(SHIPPED / "cpu.yaml").generate is None
 

@@ -29,6 +29,7 @@ from npu_gr.request import (
     ModelInfo,
     Outcome,
     RankAnswer,
+    RecommendAnswer,
     Verdict,
 )
 
@@ -42,6 +43,7 @@ LAG_S = (0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0)
 WAIT_S = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 POWERS = tuple(2**n for n in range(13))
 STAGES = ("history", "lease", "queue", "device", "door")  # door: reading, parsing and writing
+CASCADE = ("history", "retrieve", "preprocess", "rank", "door")
 WORKS = ("rank", "prefill", "generate", "copy", "other")
 WINDOWS_S = {"5m": 300.0, "1h": 3600.0}
 
@@ -150,6 +152,18 @@ class Metrics:
         self._match_pass = histogram("match_pass_requests", "Matches in one pass.", (1, 2, 4, 8, 16, 32, 64))
         stages = histogram("stage_duration_seconds", "Time by stage.", all_edges_s, ("kind", "stage"))
         self._stages = {(k, s): stages.labels(k, s) for k in ("rank", "generate") for s in STAGES}
+        self._stages |= {("recommend", s): stages.labels("recommend", s) for s in CASCADE}
+        recommends = histogram(
+            "recommend_duration_seconds", "Recommend, end to end in the service.", edges_s["recommend"], ("degraded",)
+        )
+        self._recommend_s = {degraded: recommends.labels(str(degraded).lower()) for degraded in (False, True)}
+        self._recommend_stages = _cached(
+            counter("recommend_stages_total", "Stages of recommends by how they ended.", ("stage", "result"))
+        )
+        self._recommend_stage_s = _cached(
+            histogram("recommend_stage_duration_seconds", "One stage of a recommend.", LATENCY_S, ("stage",))
+        )
+        self._recommended = counter("recommended_items_total", "Items that recommend answered.")
         self._outcome_counters = {
             kind: counter(f"{kind}_outcomes_total", text, ("outcome", "reason"))
             for kind, text in (
@@ -299,6 +313,16 @@ class Metrics:
     def match_pass_done(self, num_requests: int) -> None:
         """That many matches shared a pass over the items."""
         self._match_pass.observe(num_requests)
+
+    def recommend_done(self, answer: RecommendAnswer, duration_s: float) -> None:
+        """A recommend was answered. Its signal, generate and rank have been counted as such."""
+        self._recommend_s[bool(answer.degraded)].observe(duration_s)
+        for stage, seconds in answer.stages_s.items():
+            self._stages["recommend", stage].observe(seconds)
+        for report in answer.stages:
+            self._recommend_stages(report.stage, report.result.value).inc()
+            self._recommend_stage_s(report.stage).observe(report.took_s)
+        self._recommended.inc(len(answer.item_ids))
 
     def history_read(self, report: HistoryReport) -> None:
         """A history was tokenized, for a signal or a rank."""

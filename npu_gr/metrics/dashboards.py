@@ -331,6 +331,42 @@ def _engine() -> dict[str, Any]:
                     {"p50": quantile(0.5, "rank_candidates"), "p99": quantile(0.99, "rank_candidates")},
                 ),
             ],
+            "Cascade": [
+                series(
+                    "Recommend latency",
+                    "From the first byte to the answer.",
+                    MS,
+                    {"p50": _latency(0.5, "recommend"), "p99": _latency(0.99, "recommend")},
+                ),
+                series(
+                    "Recommends by stage",
+                    "Mean time of each part, one after the other.",
+                    MS,
+                    {"{{stage}}": mean("stage_duration_seconds", "stage", 'kind="recommend"')},
+                    stacked=True,
+                ),
+                series(
+                    "Stages that did not do their part",
+                    "The answer was given without them.",
+                    "reqps",
+                    {"{{stage}} {{result}}": total("recommend_stages_total", "stage, result", 'result!="ok"')},
+                ),
+                series(
+                    "P99 of a stage",
+                    "Sources run side by side.",
+                    MS,
+                    {"{{stage}}": quantile(0.99, "recommend_stage_duration_seconds", "stage")},
+                ),
+                series(
+                    "Items recommended",
+                    "And recommends that did without a stage.",
+                    "ops",
+                    {
+                        "items": total("recommended_items_total"),
+                        "degraded": total("recommend_duration_seconds_count", "", 'degraded="true"'),
+                    },
+                ),
+            ],
             "Beams": [
                 series(
                     "Generate latency",

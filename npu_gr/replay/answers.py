@@ -18,7 +18,7 @@ import numpy.typing as npt
 import xxhash
 
 from npu_gr.errors import DataError
-from npu_gr.replay.log import Log
+from npu_gr.replay.log import SCORED, Log
 from npu_gr.replay.player import Sample
 
 FLUSH = 500  # lines
@@ -100,8 +100,8 @@ class AnswerFile:
         await asyncio.to_thread(self._file.close)
 
     def add(self, sample: Sample) -> None:
-        """A request is over; of ranks and generates a line is kept."""
-        if sample.record.kind in ("rank", "generate"):
+        """A request is over; of those with scores a line is kept."""
+        if sample.record.kind in SCORED:
             self._lines.append(line(sample, self._keep_scores))
             if len(self._lines) >= FLUSH:
                 self._flush()
@@ -138,7 +138,7 @@ def _logged(path: Path) -> Iterator[AnswerLine]:
     first_s = None
     for number, record in enumerate(Log(path)):
         first_s = record.ts if first_s is None else first_s
-        if (answer := record.answer) is None or record.kind not in ("rank", "generate"):
+        if (answer := record.answer) is None or record.kind not in SCORED:
             continue
         yield AnswerLine(
             number=number,

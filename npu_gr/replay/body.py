@@ -20,6 +20,7 @@ _FIELDS = {
     "rank": ("history", "base", "candidates", "timestamp", "top_k"),
     "signal": ("history", "base"),
     "generate": ("history", "base"),
+    "recommend": ("history", "base", "timestamp"),
     "events": ("events",),
 }
 
@@ -32,8 +33,9 @@ def encode(record: Record) -> bytes:
     body |= {name: value for name in _FIELDS[record.kind] if (value := getattr(record, name)) is not None}
     if record.kind == "signal" and (num := record.num_candidates or len(record.candidate_ids())):
         body["num_candidates"] = num
-    if record.kind == "generate" and record.generate is not None:
-        body |= msgspec.structs.asdict(record.generate)
+    asked = record.generate if record.kind == "generate" else record.recommend if record.kind == "recommend" else None
+    if asked is not None:
+        body |= msgspec.structs.asdict(asked)
         body = {name: value for name, value in body.items() if value is not None}
     return msgspec.json.encode(body)
 

@@ -32,7 +32,9 @@ _JSONL = (".jsonl", ".jsonl.gz", ".jsonl.zst")
 
 Column = list[int] | bytes
 Label = Annotated[int, msgspec.Meta(ge=0, le=1)] | None
-Kind = Literal["rank", "signal", "generate", "events"]
+Kind = Literal["rank", "signal", "generate", "recommend", "events"]
+SCORED: tuple[Kind, ...] = ("rank", "generate", "recommend")  # kinds whose answers have scores
+UNRANKED = "unranked"  # the outcome of a recommend whose rank failed
 BadLines = Literal["fail", "skip"]
 
 
@@ -89,6 +91,16 @@ class LoggedGenerate(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     attributes: dict[str, list[bool | int | float | str]] = {}
 
 
+class LoggedRecommend(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """What a recommend asked for; absent fields are the service's own."""
+
+    num_items: int = 10
+    num_candidates: int | None = None
+    exclude_seen: bool | None = None
+    deny_items: Column | None = None
+    context: dict[str, bool | int | float | str] = {}
+
+
 class LoggedAnswer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """What the service answered when the log was made."""
 
@@ -117,6 +129,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     deadline_ms: float | None = None
     delay_ms: float | None = None  # of a rank: `ts` is the user's arrival, retrieval and pre-processing took this long
     generate: LoggedGenerate | None = None
+    recommend: LoggedRecommend | None = None
     labels: dict[str, list[Label]] = {}  # task -> one of 0, 1, null (not known) a candidate
     events: LoggedHistory | None = None  # of kind "events"
     answer: LoggedAnswer | None = None

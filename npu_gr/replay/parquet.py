@@ -33,7 +33,7 @@ _PLAIN = {
 }
 _HISTORIES = ("history", "events")
 _COLUMNS = {"items": "int64", "actions": "int16", "timestamps": "int64"}
-_JSON = ("generate", "labels", "answer")
+_JSON = ("generate", "recommend", "labels", "answer")
 
 
 def write_rows(path: Path, records: Iterable[Record]) -> int:

@@ -27,7 +27,7 @@ import msgspec
 import numpy as np
 import xxhash
 
-from npu_gr.replay.log import Record
+from npu_gr.replay.log import SCORED, Record
 from npu_gr.replay.options import ReplayOptions
 from npu_gr.request import UserKey
 
@@ -35,7 +35,6 @@ PAIR_S = 5.0  # log seconds from a signal to its rank, at most
 MAX_BETWEEN = 10_000  # records between two paced ones that are held to be spread
 
 _Z99 = 2.3263478740408408  # standard normal quantile
-_PACED = ("rank", "generate")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,7 +100,7 @@ def _scaled(numbered: Iterator[tuple[int, Record]], speed: float) -> Iterator[Ti
 def _paced(numbered: Iterator[tuple[int, Record]], options: ReplayOptions) -> Iterator[Timed]:
     random = np.random.default_rng(options.seed)
     head = list(islice(numbered, 1000))
-    any_rank = any(record.kind in _PACED for _, record in head)
+    any_rank = any(record.kind in SCORED for _, record in head)
     between: list[tuple[int, Record]] = []
     at_s = 0.0
 
@@ -116,7 +115,7 @@ def _paced(numbered: Iterator[tuple[int, Record]], options: ReplayOptions) -> It
             yield number, at_s + (until_s - at_s) * place / (len(between) + 1), record
 
     for number, record in chain(head, numbered):
-        if any_rank and record.kind not in _PACED and len(between) < MAX_BETWEEN:
+        if any_rank and record.kind not in SCORED and len(between) < MAX_BETWEEN:
             between.append((number, record))
             continue
         next_s = at_s + gap_s()
@@ -152,7 +151,7 @@ def _cascades(records: Iterable[Record], options: ReplayOptions) -> Iterator[Due
             signals[number] = number, at_s, record
             waiting.setdefault(user, []).append(number)
         else:
-            own = [settle(n) for n in list(waiting.get(user, ()))] if record.kind in _PACED else []
+            own = [settle(n) for n in list(waiting.get(user, ()))] if record.kind in SCORED else []
             delay_s = None if own or record.kind != "rank" else _delay_s(record, options, delays)
             due_s = at_s + (delay_s or 0.0)
             if delay_s is not None:

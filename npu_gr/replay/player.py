@@ -25,7 +25,7 @@ import aiohttp
 import msgspec
 
 from npu_gr.replay.body import Histories, Mode, encode
-from npu_gr.replay.log import Record
+from npu_gr.replay.log import UNRANKED, Record
 from npu_gr.replay.plan import Action, user_of
 from npu_gr.replay.timer import Timer
 from npu_gr.request import UserKey
@@ -66,7 +66,7 @@ class Answer(TypedDict):
 
 
 class _Generated(TypedDict):
-    outcome: str
+    outcome: str | None  # null: a recommend whose rank failed
     reason: str
     scores: list[float | None]
     stages_s: dict[str, float]
@@ -95,7 +95,7 @@ class Sample:
     was_resent: bool = False  # the service had forgotten the prefix of a delta
 
 
-_PATHS = {kind: f"v1/{kind}" for kind in ("rank", "signal", "generate", "events")}
+_PATHS = {kind: f"v1/{kind}" for kind in ("rank", "signal", "generate", "recommend", "events")}
 _ANSWER = msgspec.json.Decoder(Answer)
 _GENERATED = msgspec.json.Decoder(_Generated)
 _SIGNALLED = msgspec.json.Decoder(_Signalled)
@@ -258,9 +258,9 @@ def _read(record: Record, content: bytes) -> tuple[Answer | None, str]:
             num = len(record.candidate_ids())
             if any(len(scores) != num for scores in answer["scores"].values()):
                 raise ValueError(f"expected {num} scores a task")
-        case "generate":
+        case "generate" | "recommend":
             made = _GENERATED.decode(content)
-            answer = Answer(**{**made, "scores": {"": made["scores"]}})
+            answer = Answer(**{**made, "outcome": made["outcome"] or UNRANKED, "scores": {"": made["scores"]}})
         case "signal":
             try:
                 return None, _SIGNALLED.decode(content)["history"].get("fingerprint", "")

@@ -32,13 +32,24 @@ import xxhash
 
 from npu_gr.errors import ConfigError, NotFound
 from npu_gr.replay.answers import digest, raw
-from npu_gr.replay.log import Kind, LoggedAnswer, LoggedGenerate, LoggedHistory, Record, create
+from npu_gr.replay.log import (
+    UNRANKED,
+    Kind,
+    LoggedAnswer,
+    LoggedGenerate,
+    LoggedHistory,
+    LoggedRecommend,
+    Record,
+    create,
+)
 from npu_gr.request import (
     Events,
     GenerateAnswer,
     GenerateRequest,
     RankAnswer,
     RankRequest,
+    RecommendAnswer,
+    RecommendRequest,
     SignalAnswer,
     SignalRequest,
     UserKey,
@@ -50,8 +61,8 @@ FLUSH_S = 1.0  # what a crash may lose
 RECORD_BYTES = 1000  # of a record without its columns, in the queue
 MIN_KEY_BYTES = 16
 
-Request = RankRequest | SignalRequest | GenerateRequest
-Answer = RankAnswer | SignalAnswer | GenerateAnswer
+Request = RankRequest | SignalRequest | GenerateRequest | RecommendRequest
+Answer = RankAnswer | SignalAnswer | GenerateAnswer | RecommendAnswer
 
 _Ratio = Annotated[float, msgspec.Meta(gt=0, le=1)]
 
@@ -321,11 +332,12 @@ def record_of(seen: Seen, key: bytes | None, keep_scores: bool) -> Record:
         logged = msgspec.structs.replace(
             logged, outcome=answer.outcome.value, digest=digest(answer.scores), scores=scores
         )
-    elif isinstance(answer, GenerateAnswer):
-        logged = msgspec.structs.replace(
-            logged, outcome=answer.outcome.value, digest=digest({"": answer.scores}, answer.item_ids)
-        )
+    elif isinstance(answer, GenerateAnswer | RecommendAnswer):
+        outcome = answer.outcome.value if answer.outcome else UNRANKED
+        logged = msgspec.structs.replace(logged, outcome=outcome, digest=digest({"": answer.scores}, answer.item_ids))
     rank = request if isinstance(request, RankRequest) else None
+    recommend = request if isinstance(request, RecommendRequest) else None
+    shown_at = rank.timestamp if rank else recommend.timestamp if recommend else None
     return Record(
         ts=seen.arrived_s,
         kind=seen.kind,
@@ -335,10 +347,11 @@ def record_of(seen: Seen, key: bytes | None, keep_scores: bool) -> Record:
         base=None if request is None else request.history.base,
         candidates=rank.candidates.astype("<i8").tobytes() if rank else [],
         num_candidates=request.num_candidates if isinstance(request, SignalRequest) else None,
-        timestamp=int(seen.arrived_s) if rank and rank.timestamp is None else rank.timestamp if rank else None,
+        timestamp=int(seen.arrived_s) if (rank or recommend) and shown_at is None else shown_at,
         top_k=rank.top_k if rank else None,
         deadline_ms=round(seen.budget_s * 1e3, 3),
         generate=_generate(request) if isinstance(request, GenerateRequest) else None,
+        recommend=_recommend(recommend) if recommend else None,
         events=None if seen.events is None else LoggedHistory.of(seen.events),
         answer=logged,
     )
@@ -356,6 +369,17 @@ def _generate(request: GenerateRequest) -> LoggedGenerate:
         allow_items=ids(request.allow_items),
         deny_items=ids(request.deny_items),
         attributes={name: list(values) for name, values in request.attributes.items()},
+    )
+
+
+def _recommend(request: RecommendRequest) -> LoggedRecommend:
+    denied = request.deny_items
+    return LoggedRecommend(
+        num_items=request.num_items,
+        num_candidates=request.num_candidates,
+        exclude_seen=request.exclude_seen,
+        deny_items=None if denied is None else denied.astype("<i8").tobytes(),
+        context=request.context,
     )
 
 

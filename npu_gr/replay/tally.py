@@ -9,12 +9,12 @@ import numpy.typing as npt
 
 from npu_gr.replay.answers import digest
 from npu_gr.replay.histogram import Latency, Slices
+from npu_gr.replay.log import SCORED
 from npu_gr.replay.player import Answer, Sample
 from npu_gr.replay.quality import ndcg_at
 from npu_gr.request import Outcome
 
 HITS = (Outcome.HBM_HIT, Outcome.JOINED, Outcome.DRAM_HIT)
-SCORED = ("rank", "generate")
 
 _KEPT_BITS = 20  # of a float32 score in the pooled AUC: sign, exponent, 11 of the mantissa; ties below that count half
 

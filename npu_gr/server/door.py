@@ -16,6 +16,8 @@ from npu_gr.request import (
     ModelInfo,
     RankAnswer,
     RankRequest,
+    RecommendAnswer,
+    RecommendRequest,
     SignalAnswer,
     SignalRequest,
     UserKey,
@@ -72,6 +74,10 @@ class Door(Protocol):
 
     def rollback_vectors(self) -> VectorsInfo:
         """Serve the version before."""
+        ...
+
+    async def recommend(self, request: RecommendRequest, budget_s: float) -> RecommendAnswer:
+        """Retrieval and rank in one. Raises NotFound where this instance has no cascade."""
         ...
 
     def catalogue(self) -> CatalogueInfo:

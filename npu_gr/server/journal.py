@@ -18,12 +18,12 @@ import numpy as np
 
 from npu_gr.errors import ConfigError
 from npu_gr.metrics.trace import Trace
-from npu_gr.request import GenerateAnswer, RankAnswer, SignalAnswer, UserKey
+from npu_gr.request import GenerateAnswer, RankAnswer, RecommendAnswer, SignalAnswer, UserKey
 from npu_gr.server.config import ServerConfig
 
 log = logging.getLogger("npu_gr.request")
 
-Answer = RankAnswer | GenerateAnswer | SignalAnswer
+Answer = RankAnswer | GenerateAnswer | RecommendAnswer | SignalAnswer
 NEWEST = 1024  # requests kept for the status page
 _encode = msgspec.json.Encoder().encode
 
@@ -49,12 +49,14 @@ class Line(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     catalogue_version: str | None = None
     history_tokens: int | None = None
     prefix_tokens: int | None = None
-    num_items: int | None = None  # scored or generated
+    num_items: int | None = None  # scored, generated or recommended
+    num_candidates: int | None = None  # of a recommend
+    degraded: list[str] = []  # stages of a recommend that did not do their part: "generate out_of_time"
     stages_s: dict[str, float] = {}
 
 
 class Journal:
-    """Writes the lines, and remembers the newest of rank, signal and generate.
+    """Writes the lines, and remembers the newest of each kind.
 
     Raises:
         ConfigError: the key file cannot be used.
@@ -132,13 +134,17 @@ def _of(answer: Answer | None) -> dict[str, Any]:
             "generate_verdict": None if generate is None else generate.value,
         }
     told |= {
-        "outcome": answer.outcome.value,
+        "outcome": answer.outcome.value if answer.outcome else None,
         "reason": answer.reason.value or None,
         "prefix_tokens": answer.prefix_tokens,
         "stages_s": {stage: round(seconds, 6) for stage, seconds in answer.stages_s.items()},
     }
     if isinstance(answer, GenerateAnswer):
         return {**told, "catalogue_version": answer.catalogue_version, "num_items": len(answer.item_ids)}
+    if isinstance(answer, RecommendAnswer):
+        stages = [f"{r.stage} {r.result.value}" for r in answer.stages if r.stage in answer.degraded]
+        told |= {"verdict": answer.verdict.value, "num_candidates": answer.num_candidates, "degraded": stages}
+        return {**told, "num_items": len(answer.item_ids)}
     return {**told, "num_items": max(map(len, answer.scores.values()), default=0)}
 
 

@@ -22,6 +22,8 @@ from npu_gr.server.wire import (
     Problem,
     RankBody,
     RankOut,
+    RecommendBody,
+    RecommendOut,
     SignalBody,
     SignalOut,
     VectorsOut,
@@ -45,6 +47,7 @@ def document() -> dict[str, Any]:
     """The whole document."""
     structs = (
         *(SignalBody, SignalOut, RankBody, RankOut, GenerateBody, GenerateOut, MatchBody, MatchOut, VectorsOut),
+        *(RecommendBody, RecommendOut),
         *(CatalogueItemsBody, CatalogueOut, EventsBody, EventsOut, Problem, RecordOrder, RecordStatus),
     )
     refs, components = msgspec.json.schema_components(structs, ref_template="#/components/schemas/{name}")
@@ -144,6 +147,7 @@ def document() -> dict[str, Any]:
             "/v1/match/vectors": {"get": versions(VectorsOut, "vectors", "The vectors that are served.")},
             "/v1/match/reload": {"post": versions(VectorsOut, "reloadVectors", "Read and serve them anew.", "422")},
             "/v1/match/rollback": {"post": versions(VectorsOut, "rollbackVectors", "Serve the one before.", "422")},
+            "/v1/recommend": post("recommend", "What to show: the cascade.", RecommendBody, "200", RecommendOut),
             "/v1/catalog": {"get": versions(CatalogueOut, "catalogue", "The catalogue that is served.")},
             "/v1/catalog/items": post(
                 "updateCatalogue",

@@ -19,6 +19,8 @@ from npu_gr.request import (
     GenerateRequest,
     RankAnswer,
     RankRequest,
+    RecommendAnswer,
+    RecommendRequest,
     SignalAnswer,
     SignalRequest,
     UserKey,
@@ -28,7 +30,12 @@ from npu_gr.server.wire import JSON
 
 A = TypeVar("A")
 
-_KINDS: dict[type[Request], Kind] = {RankRequest: "rank", SignalRequest: "signal", GenerateRequest: "generate"}
+_KINDS: dict[type[Request], Kind] = {
+    RankRequest: "rank",
+    SignalRequest: "signal",
+    GenerateRequest: "generate",
+    RecommendRequest: "recommend",
+}
 
 
 class RecordingDoor:
@@ -55,6 +62,10 @@ class RecordingDoor:
     async def generate(self, request: GenerateRequest, budget_s: float) -> GenerateAnswer:
         """See `Door.generate`."""
         return await self._seen(self._door.generate(request, budget_s), request.user, budget_s, request)
+
+    async def recommend(self, request: RecommendRequest, budget_s: float) -> RecommendAnswer:
+        """See `Door.recommend`."""
+        return await self._seen(self._door.recommend(request, budget_s), request.user, budget_s, request)
 
     async def append_events(self, user: UserKey, events: Events, budget_s: float) -> int:
         """See `Door.append_events`."""

@@ -18,7 +18,7 @@ from npu_gr.metrics.catalogue import Metrics
 from npu_gr.metrics.exposition import expose
 from npu_gr.metrics.pauses import noted_pauses
 from npu_gr.metrics.status import CONTENT_SECURITY_POLICY, page
-from npu_gr.request import GenerateAnswer, MatchAnswer, ModelInfo, Outcome, RankAnswer, UserKey
+from npu_gr.request import GenerateAnswer, MatchAnswer, ModelInfo, Outcome, RankAnswer, RecommendAnswer, UserKey
 from npu_gr.server.auth import ApiKeys
 from npu_gr.server.config import ServerConfig
 from npu_gr.server.door import Door
@@ -38,6 +38,7 @@ from npu_gr.server.wire import (
     GenerateBody,
     MatchBody,
     RankBody,
+    RecommendBody,
     SignalBody,
     catalogue_change,
     catalogue_out,
@@ -50,6 +51,8 @@ from npu_gr.server.wire import (
     match_request,
     rank_out,
     rank_request,
+    recommend_out,
+    recommend_request,
     signal_out,
     signal_request,
     vectors_out,
@@ -87,6 +90,7 @@ def build_web_app(
             web.get("/v1/match/vectors", routes.vectors),
             web.post("/v1/match/reload", routes.reload_vectors),
             web.post("/v1/match/rollback", routes.rollback_vectors),
+            web.post("/v1/recommend", routes.recommend),
             web.get("/v1/catalog", routes.catalogue),
             web.post("/v1/catalog/items", routes.update_catalogue),
             web.post("/v1/catalog/reload", routes.reload_catalogue),
@@ -186,6 +190,15 @@ class _Routes:
 
     async def rollback_vectors(self, request: web.Request) -> web.Response:
         return _answer(request, vectors_out(self._door.rollback_vectors()), 200)
+
+    async def recommend(self, request: web.Request) -> web.Response:
+        self._door.check_room(Priority.GENERATE)
+        body = decode(await request.read(), request.content_type, RecommendBody)
+        request[USER] = body.user
+        answer = await self._door.recommend(recommend_request(body, self._config), self._left_s(request))
+        request[ANSWER] = answer
+        out = recommend_out(answer, request[ID], _accepted(request))
+        return _with_stages(_answer(request, out, 200), answer)
 
     async def catalogue(self, request: web.Request) -> web.Response:
         return _answer(request, catalogue_out(self._door.catalogue()), 200)
@@ -292,12 +305,14 @@ def _answer(request: web.Request, body: msgspec.Struct, status: int) -> web.Resp
     return web.Response(body=encode(body, media), status=status, content_type=media)
 
 
-def _with_stages(response: web.Response, answer: RankAnswer | GenerateAnswer) -> web.Response:
-    response.headers["X-Cache"] = _X_CACHE[answer.outcome]
+def _with_stages(response: web.Response, answer: RankAnswer | GenerateAnswer | RecommendAnswer) -> web.Response:
+    response.headers["X-Cache"] = _X_CACHE[answer.outcome] if answer.outcome else "none"
     return _with_times(response, answer)
 
 
-def _with_times(response: web.Response, answer: RankAnswer | GenerateAnswer | MatchAnswer) -> web.Response:
+def _with_times(
+    response: web.Response, answer: RankAnswer | GenerateAnswer | MatchAnswer | RecommendAnswer
+) -> web.Response:
     response.headers["Server-Timing"] = ", ".join(f"{k};dur={v * 1e3:.3f}" for k, v in answer.stages_s.items())
     return response
 

@@ -12,7 +12,7 @@ from aiohttp import web
 from npu_gr.errors import NpuGrError
 from npu_gr.metrics.catalogue import Metrics
 from npu_gr.metrics.trace import CURRENT
-from npu_gr.request import GenerateAnswer, RankAnswer, UserKey
+from npu_gr.request import GenerateAnswer, RankAnswer, RecommendAnswer, UserKey
 from npu_gr.server.auth import ApiKeys
 from npu_gr.server.door import Door
 from npu_gr.server.headers import REQUEST_ID, request_id
@@ -28,7 +28,7 @@ PARSED_S = web.RequestKey("parsed_s", float)  # set by the handlers of the three
 USER = web.RequestKey("user", UserKey)
 ANSWER: web.RequestKey[Answer] = web.RequestKey("answer", object)  # type: ignore[arg-type]
 
-KINDS = {"/v1/rank": "rank", "/v1/signal": "signal", "/v1/generate": "generate"}
+KINDS = {"/v1/rank": "rank", "/v1/signal": "signal", "/v1/generate": "generate", "/v1/recommend": "recommend"}
 PUBLIC = ("/", "/healthz", "/readyz", "/v2/health/live", "/v2/health/ready")
 ABANDONED = 499  # the status of a request whose caller hung up, as nginx counts them
 
@@ -60,7 +60,8 @@ def around(door: Door, metrics: Metrics, keys: ApiKeys, journal: Journal, tracin
             took_s = time.monotonic() - arrived_s
             kind = KINDS.get(request.path) if request.method == "POST" else None
             told = request.get(ANSWER)
-            stages_s = told.stages_s if isinstance(told, RankAnswer | GenerateAnswer) else {}
+            served = told if isinstance(told, RankAnswer | GenerateAnswer | RecommendAnswer) else None
+            stages_s = served.stages_s if served else {}
             metrics.request_done(kind, route, status, took_s, stages_s)
             facts = {
                 "request_id": identity,
@@ -78,8 +79,9 @@ def around(door: Door, metrics: Metrics, keys: ApiKeys, journal: Journal, tracin
                     "http.response.status_code": status,
                     "npu_gr.request_id": identity,
                 }
-                if isinstance(told, RankAnswer | GenerateAnswer):
-                    attributes |= {"npu_gr.outcome": told.outcome.value, "npu_gr.prefix_tokens": told.prefix_tokens}
+                if served is not None:
+                    outcome = served.outcome.value if served.outcome else "none"
+                    attributes |= {"npu_gr.outcome": outcome, "npu_gr.prefix_tokens": served.prefix_tokens}
                 tracing.end(span, stages_s, arrived_s, request.get(PARSED_S), attributes)
         answer.headers[REQUEST_ID] = identity
         answer.headers["traceparent"] = trace.header

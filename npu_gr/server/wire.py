@@ -31,6 +31,8 @@ from npu_gr.request import (
     NewItem,
     RankAnswer,
     RankRequest,
+    RecommendAnswer,
+    RecommendRequest,
     SignalAnswer,
     SignalRequest,
     UserKey,
@@ -102,6 +104,17 @@ class GenerateBody(_WithHistory, frozen=True, kw_only=True, forbid_unknown_field
     deny_items: Column | None = None
     attributes: dict[Name, Values] = {}  # attribute of the catalogue -> values, of which an item has one
     catalogue_version: Name | None = None
+
+
+class RecommendBody(_WithHistory, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What to show a user: signal, retrieval, pre-processing and rank in one."""
+
+    num_items: Annotated[int, msgspec.Meta(ge=1, le=10_000)] = 10
+    num_candidates: Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)] | None = None  # ranked at most, up to the config's
+    exclude_seen: bool | None = None  # leave out the items of the history; absent: as configured
+    deny_items: Column | None = None
+    timestamp: Int | None = None  # unix seconds the items are shown at; absent = now
+    context: Annotated[dict[Name, Value], msgspec.Meta(max_length=100)] = {}  # for the service's hook
 
 
 class NewItemBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False):
@@ -190,6 +203,35 @@ class GenerateOut(msgspec.Struct, frozen=True, kw_only=True):
     stages_s: dict[str, float]
 
 
+class StageOut(msgspec.Struct, frozen=True, kw_only=True):
+    """One stage: how it ended, from when on (after the cascade began), for how long, and how many items it had."""
+
+    stage: str
+    result: str
+    began_s: float
+    took_s: float
+    num_items: int
+
+
+class RecommendOut(msgspec.Struct, frozen=True, kw_only=True):
+    """Items, best first, as flat columns, and how they came to be. Scores: the ranker's; null = not ranked."""
+
+    request_id: str
+    model_version: str
+    verdict: str
+    outcome: str | None  # of the rank; null: it failed, the items are in the order of the retrieval
+    reason: str
+    items: list[int] | bytes
+    scores: list[float | None] | bytes
+    origins: list[str]  # the source of each item
+    num_candidates: int
+    degraded: list[str]  # stages that did not do their part
+    stages: list[StageOut]
+    prefix_tokens: int
+    history: HistoryOut
+    stages_s: dict[str, float]
+
+
 class CatalogueOut(msgspec.Struct, frozen=True, kw_only=True):
     """The version of the catalogue that is served, and the one that a rollback would serve."""
 
@@ -240,12 +282,12 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True):
     request_id: str
 
 
-B = TypeVar("B", SignalBody, RankBody, GenerateBody, MatchBody, CatalogueItemsBody, EventsBody)
+B = TypeVar("B", SignalBody, RankBody, GenerateBody, MatchBody, RecommendBody, CatalogueItemsBody, EventsBody)
 
 JSON, MSGPACK = "application/json", "application/msgpack"
 _DECODERS: dict[tuple[type[Any], str], Any] = {
     (cls, media): codec.Decoder(cls)
-    for cls in (SignalBody, RankBody, GenerateBody, MatchBody, CatalogueItemsBody, EventsBody)
+    for cls in (SignalBody, RankBody, GenerateBody, MatchBody, RecommendBody, CatalogueItemsBody, EventsBody)
     for media, codec in ((JSON, msgspec.json), (MSGPACK, msgspec.msgpack))
 }
 _ENCODERS: dict[str, Callable[[Any], bytes]] = {
@@ -375,6 +417,22 @@ def generate_request(body: GenerateBody, config: ServerConfig) -> GenerateReques
     )
 
 
+def recommend_request(body: RecommendBody, config: ServerConfig) -> RecommendRequest:
+    """The noun of a recommend."""
+    denied = None if body.deny_items is None else column(body.deny_items, "deny_items", "<i8", config.max_candidates)
+    return RecommendRequest(
+        user=body.user,
+        history=_history(body, config),
+        num_items=body.num_items,
+        num_candidates=body.num_candidates,
+        exclude_seen=body.exclude_seen,
+        deny_items=denied,
+        timestamp=body.timestamp,
+        context=body.context,
+        model_version=body.model_version,
+    )
+
+
 def catalogue_change(body: CatalogueItemsBody, config: ServerConfig) -> CatalogueChange:
     """The change of a catalogue.
 
@@ -468,6 +526,26 @@ def generate_out(answer: GenerateAnswer, request_id: str, media: str) -> Generat
         sids=flat(answer.sids, "<i4"),
         num_levels=answer.sids.shape[1],
         scores=flat(answer.scores, "<f4"),
+        prefix_tokens=answer.prefix_tokens,
+        history=_history_out(answer.history),
+        stages_s=answer.stages_s,
+    )
+
+
+def recommend_out(answer: RecommendAnswer, request_id: str, media: str) -> RecommendOut:
+    """The answer of a recommend; in msgpack items are raw int64 and scores float32 (NaN = not ranked)."""
+    return RecommendOut(
+        request_id=request_id,
+        model_version=answer.model_version,
+        verdict=answer.verdict.value,
+        outcome=answer.outcome.value if answer.outcome else None,
+        reason=answer.reason.value,
+        items=answer.item_ids.astype("<i8", copy=False).tobytes() if media == MSGPACK else answer.item_ids.tolist(),
+        scores=_scores(answer.scores, media),
+        origins=list(answer.origins),
+        num_candidates=answer.num_candidates,
+        degraded=list(answer.degraded),
+        stages=[StageOut(**asdict(report)) for report in answer.stages],
         prefix_tokens=answer.prefix_tokens,
         history=_history_out(answer.history),
         stages_s=answer.stages_s,

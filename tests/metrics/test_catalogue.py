@@ -15,7 +15,8 @@ from npu_gr.request import HistoryReport, Outcome, RankAnswer, Reason, Verdict
 def made(rank_s: float = 0.0421) -> tuple[Metrics, CollectorRegistry]:
     registry = CollectorRegistry()
     objectives = [
-        Objective(kind=kind, threshold_s=s) for kind, s in (("rank", rank_s), ("signal", 0.0123), ("generate", 0.2))
+        Objective(kind=kind, threshold_s=s)
+        for kind, s in (("rank", rank_s), ("signal", 0.0123), ("generate", 0.2), ("recommend", 0.3))
     ]
     return Metrics(registry, objectives), registry
 

@@ -1,0 +1,150 @@
+"""`npu-gr bench cascade`: one recommend from its first to its last stage, with and without the relay.
+
+Real engine, relay, tiers and cascade, one request at a time, each by a user of its own with a history of the same
+length. Retrieval answers items drawn at random:
+
+    elsewhere       it waits as long as another machine would take: a multiple of the pre-infer
+    on this device  it keeps the one device thread busy with a full inference: nothing is left to overlap with
+
+The floor is arithmetic over the parts measured alone: (retrieval + full inference) / (retrieval + cached rank), where
+the pre-infer fits under the retrieval. Both arms answer the same items, which is checked for every request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractAsyncContextManager
+
+import numpy as np
+from prometheus_client import CollectorRegistry
+
+from npu_gr.backend.choose import BackendName, choose
+from npu_gr.bench.line import Line, percentiles
+from npu_gr.bench.relay import Arm, Rig, Served, Shape, measure_idle
+from npu_gr.config import SLOConfig
+from npu_gr.engine.engine import Pass
+from npu_gr.metrics.catalogue import Metrics
+from npu_gr.ranking import Ranking, RankingConfig
+from npu_gr.recommend import Asked, Cascade, RecommendConfig, Sized, Source
+from npu_gr.request import I64, Events, HistoryRef, ModelInfo, Outcome, RecommendAnswer, RecommendRequest, UserKey
+
+MULTIPLES = (1.0, 2.0, 4.0)  # how long retrieval takes elsewhere, of the pre-infer
+ROUNDS = 3  # in which the arms take turns
+NO_RELAY, RELAY = Arm("no relay", signals=False), Arm("relay")
+BUDGET_S = 60.0
+WITHIN = 0.85  # of the floor
+
+
+def lines(backend_name: BackendName, lengths: Sequence[int], num_layers: int, count: int, seed: int) -> Iterator[Line]:
+    """P50 of the cascade for each length of history and each retrieval."""
+    backend = choose(backend_name)
+    for num_tokens in lengths:
+        rig = Rig(Shape(num_tokens, 100, num_layers), backend, seed)
+        rig.idle = asyncio.run(measure_idle(rig))
+        for multiple in (*MULTIPLES, None):
+            yield _line(rig, multiple, count)
+
+
+def _line(rig: Rig, multiple: float | None, count: int) -> Line:
+    found: dict[str, list[tuple[float, RecommendAnswer]]] = {arm.name: [] for arm in (NO_RELAY, RELAY)}
+    for turn in range(ROUNDS):
+        for arm in (NO_RELAY, RELAY):
+            found[arm.name] += asyncio.run(_round(rig, arm, multiple, count // ROUNDS, turn))
+    for (_, cold), (_, warm) in zip(found["no relay"], found["relay"], strict=True):
+        assert warm.item_ids.tolist() == cold.item_ids.tolist(), "the relay changed what is recommended"
+    (ours_s, p10_s, p90_s), (base_s, _, _) = (percentiles([s for s, _ in found[n]]) for n in ("relay", "no relay"))
+    hits = np.mean([answer.outcome is Outcome.HBM_HIT for _, answer in found["relay"]])
+    idle, ratio = rig.idle, base_s / ours_s
+    where, floor = "on this device", None
+    if multiple is not None:
+        wait_s = multiple * idle.prefill_s
+        where = f"{multiple:g}x the pre-infer, elsewhere"
+        floor = (wait_s + idle.full_s) / (wait_s + idle.rank_s)
+    return Line(
+        bench="cascade",
+        case=f"L={rig.shape.num_tokens} M=100 layers={rig.shape.num_layers} retrieval {where} (HBM hits {hits:.0%})",
+        ours=ours_s * 1e3,
+        unit="ms",
+        baseline="no relay",
+        baseline_value=base_s * 1e3,
+        ratio=ratio,
+        target=None if floor is None else WITHIN * floor,
+        ok=None if floor is None else ratio >= WITHIN * floor,
+        floor=floor,
+        of_floor=None if floor is None else ratio / floor,
+        p10=p10_s * 1e3,
+        p90=p90_s * 1e3,
+    )
+
+
+async def _round(
+    rig: Rig, arm: Arm, multiple: float | None, count: int, turn: int
+) -> list[tuple[float, RecommendAnswer]]:
+    """Seconds and answers of `count` requests, the same users for every arm."""
+    random, found = np.random.default_rng(turn), []
+    serving: AbstractAsyncContextManager[Served] = rig.serving(arm, 1.0)
+    async with serving as served:
+        ranking = _ranking(rig, served)
+        source = _elsewhere(rig, multiple) if multiple is not None else _on_this_device(rig, served)
+        metrics = Metrics(CollectorRegistry(), SLOConfig().objectives())
+        cascade = Cascade(RecommendConfig(), {"generate": Sized(source, 100)}, metrics)
+        for number in range(-1, count):  # the first is not counted
+            events = rig.user(random)
+            request = RecommendRequest(
+                user=UserKey("bench", f"{turn}-{number}"),
+                history=HistoryRef(),
+                num_items=10,
+                exclude_seen=False,
+                timestamp=1_900_000_000,
+            )
+            began_s = time.perf_counter()
+            tokens = ranking.tokenize(events, 0)
+            answer = await cascade.recommend(request, ranking, events, tokens, time.monotonic() + BUDGET_S, 0.0)
+            if number >= 0:
+                found.append((time.perf_counter() - began_s, answer))
+            served.pool.erase_user(request.user)
+            await served.relay.settled()
+    return found
+
+
+def _ranking(rig: Rig, served: Served) -> Ranking:
+    shape = rig.model.config
+    model = ModelInfo(
+        name="bench",
+        version="v",
+        tasks=shape.tasks,
+        actions=shape.actions,
+        num_items=shape.num_items,
+        max_history_tokens=shape.max_history_tokens,
+        device=rig.backend.name,
+        dtype=rig.layout.dtype,
+    )
+    metrics = Metrics(CollectorRegistry(), SLOConfig().objectives())
+    return Ranking(RankingConfig(selfcheck_ratio=0.0), model, rig.vocabulary, served.engine, served.relay, metrics)
+
+
+def _drawn(rig: Rig, events: Events) -> I64:
+    """Items that depend on the user alone."""
+    random = np.random.default_rng(int(events.items[0]))
+    items: I64 = random.permutation(rig.model.config.num_items)[: rig.shape.num_candidates]
+    return items
+
+
+def _elsewhere(rig: Rig, multiple: float) -> Source:
+    async def retrieve(asked: Asked) -> I64:
+        await asyncio.sleep(multiple * rig.idle.prefill_s)
+        return _drawn(rig, asked.events)
+
+    return retrieve
+
+
+def _on_this_device(rig: Rig, served: Served) -> Source:
+    other = rig.tokens(rig.returning[0])
+
+    async def retrieve(asked: Asked) -> I64:
+        await served.engine.rank(Pass(other, 0, rig.candidates, 1_900_000_000), asked.due_s)
+        return _drawn(rig, asked.events)
+
+    return retrieve
