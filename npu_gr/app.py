@@ -67,7 +67,7 @@ async def instance(config: Config) -> AsyncIterator[tuple[web.Application, Servi
     """
     backend = choose(config.backend, config.native)
     torch.set_num_threads(config.threads)
-    scheduler = Scheduler(config.scheduler)
+    scheduler = Scheduler(config.scheduler, backend.stream)
     metrics = Metrics(CollectorRegistry(), config.slo.objectives())
     ranking = None if config.checkpoint is None else build_ranking(config, backend, scheduler, metrics)
     generation = None if config.generate is None else build_generation(config, backend, scheduler, metrics)

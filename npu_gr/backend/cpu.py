@@ -39,7 +39,7 @@ class CPUBackend(TorchOps):
         Raises:
             ConfigError: they are required and cannot be used.
         """
-        self.device = torch.device("cpu")
+        super().__init__()
         self.native: Native | None = None
         self.kernels = "torch"
         try:
@@ -127,6 +127,3 @@ class CPUBackend(TorchOps):
         if self.native and self._topk.takes(hidden, acc, follow):
             return self._topk.gathered_topk(hidden, weight, acc, follow, width, scale)
         return super().gathered_topk(hidden, weight, acc, follow, width, scale)
-
-    def synchronize(self) -> None:
-        """The CPU is never behind."""

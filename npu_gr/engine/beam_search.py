@@ -116,7 +116,7 @@ def search(
         if not len(chosen.edge):
             return Beams(np.empty(0, np.int64), np.empty(0, np.float32))
         if level == num_levels - 1:
-            return Beams(chosen.edge.cpu().numpy(), chosen.score.float().cpu().numpy())
+            return _fetched(chosen)
         # codes ascend with the edges, and the parents do not decrease
         order = torch.argsort(chosen.edge)
         acc, parent, states = chosen.score[order], chosen.parent[order], chosen.edge[order]
@@ -128,6 +128,15 @@ def search(
         own = UnsharedKV(slabs=arena.slabs, step=level, ancestry=ancestry if fork == "ancestry" else None)
         hidden = decoder.decode(backend, tokens, num_prompt_tokens + level, prompt, own, split)
     raise AssertionError("a catalogue has a level")
+
+
+def _fetched(chosen: Choices) -> Beams:
+    """The one wait for the device, where its backend needs none to select."""
+    scores = chosen.score.float().cpu().numpy()
+    if np.isnan(scores).any():
+        raise FloatingPointError("a logit is not a number")
+    found = int((scores > -np.inf).sum())  # places that nothing fills stand last
+    return Beams(chosen.edge[:found].cpu().numpy(), scores[:found])
 
 
 def _select(

@@ -156,6 +156,7 @@ class Generator:
                     num_slots=num_levels - 1,
                     dtype=decoder.dtype,
                     device=backend.device,
+                    fork=backend.beam_fork_,
                 )
             )
 
@@ -178,7 +179,7 @@ class Generator:
         def sink(layer: int, k: Tensor, v: Tensor) -> None:
             into.arena.write(layer, into.runs, offset, k, v)
 
-        new = torch.from_numpy(tokens).to(self.backend.device)
+        new = self.backend.upload(tokens)
         self.decoder.prefill(self.backend, new, start, _slabs(before, start) if start else None, sink)
 
     def generate(
@@ -208,8 +209,8 @@ class Generator:
             raise Unprocessable(f"beam_width: {options.width}, the limit is {self.max_beams}")
         if not 0 < len(tokens) <= self.max_prompt_tokens:
             raise Unprocessable(f"history: {len(tokens)} tokens, the model takes 1 to {self.max_prompt_tokens}")
-        device, last = self.backend.device, len(tokens) - 1
-        newest = torch.from_numpy(tokens[last:]).to(device)
+        last = len(tokens) - 1
+        newest = self.backend.upload(tokens[last:])
         hidden = self.decoder.prefill(self.backend, newest, last, _slabs(parts, last) if last else None, None)
         beams = self._beams.get()
         try:
@@ -222,7 +223,7 @@ class Generator:
                 hidden,
                 beams,
                 options,
-                None if allow is None else tuple(torch.from_numpy(level).to(device) for level in allow.valid),
+                None if allow is None else tuple(self.backend.upload(level) for level in allow.valid),
                 split=len(tokens) >= self.split_from_tokens,
             )
         finally:

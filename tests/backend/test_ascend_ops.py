@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from npu_gr.backend import ascend_ops
-from npu_gr.backend.topk import Continuations, beam_topk
+from npu_gr.backend.base import Continuations
+from npu_gr.backend.topk import select
 from npu_gr.errors import ConfigError
 from npu_gr.kv.beam_arena import BeamArena
 from tests.ops.oracle import best
@@ -60,12 +61,12 @@ def test_csr_gather_topk_is_beam_topk(
     lo = degree.cumsum() - degree
     code = np.concatenate([np.sort(random.choice(codes, d, replace=False)) for d in degree]).astype(np.int32)
     logits = torch.from_numpy(random.integers(-ties, ties, (rows, codes)).astype(np.float32))
-    dead = -np.inf if given_norm else -2.0  # beam_topk takes no dead beam that has no child either
+    dead = -np.inf if given_norm else -2.0  # select takes no dead beam that has no child either
     acc = torch.from_numpy(random.choice([0.0, -1.0, dead], rows).astype(np.float32))
     allowed = torch.from_numpy(random.random(len(code)) < 0.7) if filtered else None
     norm = logits.logsumexp(1) if given_norm else None
     follow = Continuations(torch.from_numpy(lo), torch.from_numpy(degree), torch.from_numpy(code), allowed)
-    want = beam_topk(logits, norm, acc, follow, k)
+    want = select(logits, norm, acc, follow, k)
     tables = (torch.from_numpy(array.astype(np.int32)) for array in (lo, degree, code))
     score, parent, edge = ops.csr_gather_topk(logits, norm, acc, *tables, allowed, k)
     w = len(want.score)
