@@ -69,6 +69,8 @@ async def instance(config: Config) -> AsyncIterator[tuple[web.Application, Servi
     torch.set_num_threads(config.threads)
     scheduler = Scheduler(config.scheduler, backend.stream)
     metrics = Metrics(CollectorRegistry(), config.slo.objectives())
+    metrics.backend_ops(backend.ops)
+    backend.on_fallback = metrics.op_fell_back
     ranking = None if config.checkpoint is None else build_ranking(config, backend, scheduler, metrics)
     generation = None if config.generate is None else build_generation(config, backend, scheduler, metrics)
     store = await open_store(config.features)

@@ -53,6 +53,8 @@ def main(log_level: str) -> None:
     """Generative recommendation under a P99 deadline."""
     # before torch loads: a thread that waits must not spin beside the event loop
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    # a device's package must not be imported by torch itself: where its driver is missing, that ends every command
+    os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
     logging.basicConfig(level=log_level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
 
 
@@ -152,6 +154,30 @@ def check_config(config_path: Path, overrides: tuple[str, ...]) -> None:
     from npu_gr.config import to_table
 
     click.echo(yaml.safe_dump(to_table(_load(config_path, overrides)), sort_keys=False), nl=False)
+
+
+@main.command()
+@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+@click.option("--backend", default=None, help="That must work, as in a configuration; else whatever is there.")
+@click.option("--acceptance", is_flag=True, help="Then ranks and generates against the CPU's, and times them.")
+def doctor(as_json: bool, backend: str | None, acceptance: bool) -> None:
+    """Say what this machine has for our ops, test them, and what to do about what is missing. Exit code 0 or 1."""
+    from npu_gr.acceptance import accept, latencies
+    from npu_gr.backend.doctor import examine, is_well, table
+
+    checks = examine(backend)  # type: ignore[arg-type]
+    times = []
+    if acceptance and is_well(checks):
+        checks += accept(backend or "cpu")  # type: ignore[arg-type]
+        times = latencies(backend or "cpu")  # type: ignore[arg-type]
+    if as_json:
+        answer = {"ok": is_well(checks), "checks": [c._asdict() for c in checks], "latency": [t._asdict() for t in times]}
+        click.echo(json.dumps(answer))
+    else:
+        click.echo(table(checks))
+        for time in times:
+            click.echo(f"{time.name:32} {time.p50_ms:9.3f} ms p50 {time.p90_ms:9.3f} ms p90")
+    sys.exit(not is_well(checks))
 
 
 @main.command("dashboards")

@@ -18,6 +18,7 @@ ORDER = [  # top first: a folder or file may import what stands below it
     "monitor",
     "demo",
     "bench",
+    "acceptance",
     "fleet",
     "app",
     "config",

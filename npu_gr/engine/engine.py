@@ -9,7 +9,7 @@ import asyncio
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -111,9 +111,7 @@ class PageJobs:
         """Copy a prefix between tiers, bit for bit; returns when the bytes are there."""
 
         def work() -> Callable[[], None]:
-            return self.backend.copy(
-                lambda: target.copy_tokens_from(source, source_runs, target_runs, num_tokens)
-            )
+            return self.backend.copy(lambda: target.copy_tokens_from(source, source_runs, target_runs, num_tokens))
 
         queued = await self.scheduler.call(work, deadline_s, order_s, is_sheddable=is_sheddable, kind="copy")
         began_s = time.monotonic()

@@ -17,7 +17,6 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 import xxhash
 from torch import Tensor
 

@@ -16,6 +16,8 @@ from npu_gr.backend.in_order import InOrder
 Slab = tuple[Tensor, Tensor]
 Fork = Callable[[Tensor, Tensor, Tensor, int], None]  # as `Backend.beam_fork_`
 
+_IN_TWO_PASSES: Fork = InOrder().beam_fork_
+
 
 class BeamArena:
     """Keys and values of up to `max_beams` beams of one request at a time. H = KV heads, D = their width."""
@@ -30,7 +32,7 @@ class BeamArena:
         num_slots: int,
         dtype: torch.dtype,
         device: torch.device,
-        fork: Fork = InOrder().beam_fork_,
+        fork: Fork = _IN_TWO_PASSES,
     ) -> None:
         """Allocate.
 
