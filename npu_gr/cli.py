@@ -171,7 +171,11 @@ def doctor(as_json: bool, backend: str | None, acceptance: bool) -> None:
         checks += accept(backend or "cpu")  # type: ignore[arg-type]
         times = latencies(backend or "cpu")  # type: ignore[arg-type]
     if as_json:
-        answer = {"ok": is_well(checks), "checks": [c._asdict() for c in checks], "latency": [t._asdict() for t in times]}
+        answer = {
+            "ok": is_well(checks),
+            "checks": [c._asdict() for c in checks],
+            "latency": [t._asdict() for t in times],
+        }
         click.echo(json.dumps(answer))
     else:
         click.echo(table(checks))

@@ -54,6 +54,7 @@ class CPUBackend(TorchOps):
             self._hstu = HstuKernels(self.native)
             self._affine = AffineKernel(self.native, self._hstu)
             self._topk = NativeTopk(self.native)
+        self.ops = dict.fromkeys(("hstu_attention", "beam_topk"), self.kernels)
 
     def arrangement(self, dtype: torch.dtype, page_tokens: int) -> Arrangement:
         """See `Backend.arrangement`."""
