@@ -35,6 +35,7 @@ from npu_gr.kv.arena import KVArena
 from npu_gr.kv.dram_store import DramStore
 from npu_gr.kv.layout import KVLayout
 from npu_gr.kv.prefix_pool import PrefixPool
+from npu_gr.match import Matching
 from npu_gr.metrics.catalogue import Metrics
 from npu_gr.model import hf
 from npu_gr.model.config import HSTUConfig, inexact_fields
@@ -73,11 +74,14 @@ async def instance(config: Config) -> AsyncIterator[tuple[web.Application, Servi
     backend.on_fallback = metrics.op_fell_back
     ranking = None if config.checkpoint is None else build_ranking(config, backend, scheduler, metrics)
     generation = None if config.generate is None else build_generation(config, backend, scheduler, metrics)
+    matching = None if config.match is None else Matching(config.match, scheduler, backend.device)
     store = await open_store(config.features)
     try:
         table = configuration.to_table(config)
         control = BrownoutControl(config.brownout)
-        service = Service(config.service, scheduler, ranking, generation, store, metrics, table, config.slo, control)
+        service = Service(
+            config.service, scheduler, ranking, generation, store, metrics, table, config.slo, control, matching
+        )
         observe(metrics, config, scheduler)
         scheduler.start()
         try:
@@ -86,6 +90,9 @@ async def instance(config: Config) -> AsyncIterator[tuple[web.Application, Servi
             if generation is not None:
                 await generation.start()
                 metrics.observe_catalogue(generation.catalogue, generation.num_paths)
+            if matching is not None:
+                matching.on_pass = metrics.match_pass_done
+                await matching.start()
             metrics.build_info(service.models()[0])
             service.set_ready()
             try:
@@ -184,7 +191,9 @@ def build_generation(config: Config, backend: Backend, scheduler: Scheduler, met
     layout = layout_of(decoder, config.kv.page_tokens)
     pool = _pool("generate.hbm_bytes", section.hbm_bytes, 1, layout, config, backend)
     dram = _dram(config, section.dram_bytes, layout, backend)
-    generator = Generator(decoder, backend, section.max_beams, len(section.codes), config.scheduler.streams)
+    limits = config.scheduler
+    rows = min(limits.max_batch_rows, section.max_beams * limits.max_batch_requests)
+    generator = Generator(decoder, backend, section.max_beams, len(section.codes), limits.streams, rows)
     engine = GenerateEngine(generator, scheduler, pool.arena)
     engine.target_s = config.slo.generate_s
     version = hf.version(folder)

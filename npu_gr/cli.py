@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import os
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -15,6 +14,7 @@ import click
 
 from npu_gr import __version__
 from npu_gr.errors import NpuGrError
+from npu_gr.process import set_up_process
 from npu_gr.replay.commands import record, replay
 
 if TYPE_CHECKING:
@@ -51,10 +51,7 @@ class _Group(click.Group):
 @click.option("--log-level", default="INFO", type=click.Choice(["DEBUG", "INFO", "WARNING", "ERROR"]))
 def main(log_level: str) -> None:
     """Generative recommendation under a P99 deadline."""
-    # before torch loads: a thread that waits must not spin beside the event loop
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-    # a device's package must not be imported by torch itself: where its driver is missing, that ends every command
-    os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
+    set_up_process()  # before torch loads
     logging.basicConfig(level=log_level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
 
 
@@ -263,14 +260,16 @@ def bench_rank(as_json: bool, backend: str, dtype: str, threads: int, seed: int,
 @click.option("--isa", default="", help="Instruction set; the best of this CPU by default.")
 @click.option("--seed", default=0, show_default=True)
 @click.option("--seconds", default=2.0, show_default=True, help="Time a case.")
-def bench_kernels(as_json: bool, isa: str, seed: int, seconds: float) -> None:
-    """HSTU kernels on one thread: against the measured roof, torch ops and a naive cached path."""
+@click.option("--only", type=click.Choice(["roofs", "topk", "hstu"]), help="One part.")
+def bench_kernels(as_json: bool, isa: str, seed: int, seconds: float, only: str | None) -> None:
+    """Native CPU kernels on one thread: against what the CPU can do at most, torch ops and a naive cached path."""
     import torch
 
-    from npu_gr.bench.kernels_hstu import lines
+    from npu_gr.bench.kernels import PARTS, lines
 
     torch.set_num_threads(1)
-    _show(lines(isa, seed, seconds), "cpu", seed, as_json)
+    parts = tuple(part for part in PARTS if only in (None, part))
+    _show(lines(isa, seed, seconds, parts), "cpu", seed, as_json)
 
 
 @bench.command("wire")
@@ -361,6 +360,25 @@ def bench_relay(
     torch.set_num_threads(threads)
     tokens, rows = ([int(part) for part in text.split(",")] for text in (lengths, candidates))
     _show(lines(backend, tokens, rows, layers, count, seed), backend, seed, as_json)  # type: ignore[arg-type]
+
+
+@bench.command("match")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object a line.")
+@click.option("--items", default=1_000_000, show_default=True, type=click.IntRange(1000), help="Of the catalogue.")
+@click.option("--seed", default=0, show_default=True)
+@click.option("--seconds", default=5.0, show_default=True, help="Time a batch size.")
+def bench_match(as_json: bool, items: int, seed: int, seconds: float) -> None:
+    """Exact top-k over all items against numpy and faiss, on one thread; recall of the approximate index."""
+    import os
+
+    for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
+        os.environ[name] = "1"  # before numpy loads: no other way holds for every BLAS
+    import torch
+
+    from npu_gr.bench.match import lines
+
+    torch.set_num_threads(1)
+    _show(lines(items, seed, seconds), "cpu", seed, as_json)
 
 
 def _show(lines: Iterable[Line], device: str, seed: int, as_json: bool) -> None:
@@ -500,6 +518,54 @@ def _overridden(preset: T, overrides: tuple[str, ...]) -> T:
 
 main.add_command(replay)
 main.add_command(record)
+
+
+@train.command("match")
+@click.argument("source", type=click.Path(path_type=Path))
+@click.argument("target", type=click.Path(path_type=Path))
+@click.option("--test", type=click.Path(path_type=Path), help="Test edges of the target; else one of each user's.")
+@click.option("--out", required=True, type=click.Path(path_type=Path), help="Folder of the vectors, or the records.")
+@click.option("--preset", default="sccdr", show_default=True, help="sccdr, or another arm of the ablation by name.")
+@click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override one training option.")
+@click.option("--density", "densities", multiple=True, type=float, help="Share of the target's edges; repeatable.")
+@click.option("--num-validation", default=2000, show_default=True, help="Users to validate on at most.")
+@click.option("--ablate", "is_ablation", is_flag=True, help="Every arm on every seed and density; writes the table.")
+@click.option("--seeds", default=5, show_default=True, type=click.IntRange(1), help="Of an ablation.")
+@click.option("--user-column", default="user_id", show_default=True)
+@click.option("--item-column", default="item_id", show_default=True)
+@click.option("--threads", default=2, show_default=True, type=click.IntRange(1))
+def train_match_command(
+    source: Path,
+    target: Path,
+    test: Path | None,
+    out: Path,
+    preset: str,
+    overrides: tuple[str, ...],
+    densities: tuple[float, ...],
+    num_validation: int,
+    is_ablation: bool,
+    seeds: int,
+    user_column: str,
+    item_column: str,
+    threads: int,
+) -> None:
+    """Train SCCDR from the interactions of a SOURCE and a TARGET domain that share users.
+
+    Files are TSV (user, item), RecBole atomic files or JSONL. What was interrupted goes on with the same command.
+    """
+    import torch
+    from rich.console import Console
+
+    from npu_gr.matching.command import run_ablation, run_training
+    from npu_gr.matching.domains import read_domains
+
+    torch.set_num_threads(threads)
+    domains = read_domains(source, target, test, user_column=user_column, item_column=item_column)
+    console = Console()
+    if is_ablation:
+        run_ablation(domains, out, overrides, densities or (0.4, 1.0), seeds, num_validation, console)
+    else:
+        run_training(domains, out, preset, overrides, (densities or (1.0,))[0], num_validation, console)
 
 
 @main.command()

@@ -16,6 +16,7 @@ from npu_gr.engine.queue import SchedulerConfig
 from npu_gr.features.store import HistoryConfig
 from npu_gr.generation import GenerateConfig
 from npu_gr.kv.config import KVConfig
+from npu_gr.match import MatchConfig
 from npu_gr.metrics.slo import Objective
 from npu_gr.relay.relay import RelayConfig
 from npu_gr.relay.trigger import TriggerConfig
@@ -33,6 +34,7 @@ class SLOConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     rank_s: Seconds = 0.05
     signal_s: Seconds = 0.02
     generate_s: Seconds = 0.2
+    match_s: Seconds = 0.05
     latency_ratio: Ratio = 0.99  # of the answered requests, in time
     availability_ratio: Ratio = 0.999  # of all requests, answered
 
@@ -63,6 +65,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     kv: KVConfig = KVConfig()
     features: HistoryConfig = HistoryConfig()
     generate: GenerateConfig | None = None  # absent: the instance does not generate
+    match: MatchConfig | None = None  # absent: the instance does not match
     record: RecordConfig | None = None  # absent: requests cannot be recorded
 
     def __post_init__(self) -> None:

@@ -245,6 +245,50 @@ class CatalogueChange:
     restore: I64 | None = None
 
 
+class Basis(StrEnum):
+    """What a match's answer rests on; the value of the `basis` metric label."""
+
+    TARGET = "target"  # the user's target vector
+    SOURCE = "source"  # no target history: the source vector
+    POPULARITY = "popularity"  # neither
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class MatchRequest:
+    """The best items for this user by vectors trained across domains."""
+
+    user: UserKey  # by its name alone: vectors know no tenants
+    num_items: int
+    exclude_seen: bool = True  # without the items that the user had when the vectors were trained
+    allow_items: I64 | None = None  # [n] external ids; None = all
+    deny_items: I64 | None = None
+    vectors_version: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class MatchAnswer:
+    """Items, best first, and what they rest on. n = items."""
+
+    vectors_version: str
+    basis: Basis
+    status: str  # complete | exhausted: fewer than asked
+    item_ids: I64  # [n]
+    scores: F32  # [n] comparable within a basis only
+    stages_s: dict[str, float] = field(default_factory=dict)  # queue, device
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VectorsInfo:
+    """The version of the vectors that is served."""
+
+    version: str
+    num_users: int
+    num_items: int
+    num_bytes: int
+    age_s: float
+    previous: str | None  # what a rollback would serve
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CatalogueInfo:
     """The version of the semantic-ID catalogue that is served."""

@@ -3,6 +3,7 @@
     signal   history -> decide, reserve, start the pre-infers -> answer at once
     rank     limiter -> deadline -> history -> `ranking.py`: lease its prefix KV -> one pass over the candidates
     generate limiter -> deadline -> history -> `generation.py`: lease its prompt KV -> beam search
+    match    limiter -> deadline -> `match.py`: the user's vector -> one pass over the items for all that wait
 
 An instance ranks, generates, or both. Everything that is acquired on the way (slot, deadline, lease) is released by
 indentation.
@@ -27,6 +28,7 @@ from npu_gr.errors import BadRequest, DataError, NotFound, Overloaded, UnknownPr
 from npu_gr.features.known import KnownPrefixes
 from npu_gr.features.store import HistoryStore
 from npu_gr.generation import Generation
+from npu_gr.match import Matching
 from npu_gr.metrics.catalogue import Metrics
 from npu_gr.ranking import Ranking, RankingConfig
 from npu_gr.request import (
@@ -38,12 +40,15 @@ from npu_gr.request import (
     GenerateRequest,
     HistoryRef,
     HistoryReport,
+    MatchAnswer,
+    MatchRequest,
     ModelInfo,
     RankAnswer,
     RankRequest,
     SignalAnswer,
     SignalRequest,
     UserKey,
+    VectorsInfo,
     Verdict,
 )
 
@@ -71,6 +76,11 @@ class Objectives(Protocol):
         """A generate."""
         ...
 
+    @property
+    def match_s(self) -> float:
+        """A match."""
+        ...
+
 
 class Service:
     """The door's other side: everything a request needs, built once by `app.py`."""
@@ -86,11 +96,12 @@ class Service:
         effective_config: dict[str, Any],
         objectives: Objectives,
         brownout: BrownoutControl,
+        matching: Matching | None = None,
     ) -> None:
         assert ranking or generation
         self._objectives, self._brownout = objectives, brownout
         self._config, self._scheduler, self._store, self._metrics = config, scheduler, store, metrics
-        self._maybe_ranking, self._maybe_generation = ranking, generation
+        self._maybe_ranking, self._maybe_generation, self._maybe_matching = ranking, generation, matching
         least, most = min(config.min_inflight, config.max_inflight), config.max_inflight
         adaptive = GradientLimit(least, most, share=config.share) if config.adaptive else None
         self._limiter = Limiter(most, adaptive)
@@ -120,7 +131,18 @@ class Service:
             raise NotFound("this instance does not generate: its configuration has no section generate")
         return self._maybe_generation
 
-    # ---- the three requests
+    @property
+    def matching(self) -> Matching:
+        """Of this instance.
+
+        Raises:
+            NotFound: it has none.
+        """
+        if self._maybe_matching is None:
+            raise NotFound("this instance does not match: its configuration has no section match")
+        return self._maybe_matching
+
+    # ---- the requests
 
     async def signal(self, request: SignalRequest, budget_s: float) -> SignalAnswer:
         """Decide on the pre-infers and start them; see `Door.signal`."""
@@ -185,6 +207,17 @@ class Service:
         self._metrics.generate_done(answer, time.monotonic() - began_s)
         return answer
 
+    async def match(self, request: MatchRequest, budget_s: float) -> MatchAnswer:
+        """The best items for a user by vectors; see `Door.match`."""
+        began_s = time.monotonic()
+        matching = self.matching
+        with self._admitted(Priority.GENERATE, budget_s):
+            async with deadline(budget_s) as due_s:
+                answer = await matching.match(request, due_s)
+            self._limiter.served((time.monotonic() - began_s) / self._objectives.match_s)
+        self._metrics.match_done(answer, time.monotonic() - began_s)
+        return answer
+
     # ---- overload
 
     def check_room(self, priority: Priority) -> None:
@@ -246,6 +279,26 @@ class Service:
             return self.generation.rollback()
         except DataError as error:
             raise Unprocessable(f"catalogue: {error}") from error
+
+    # ---- the vectors
+
+    def vectors(self) -> VectorsInfo:
+        """See `Door.vectors`."""
+        return self.matching.vectors()
+
+    async def reload_vectors(self) -> VectorsInfo:
+        """See `Door.reload_vectors`."""
+        try:
+            return await self.matching.reload()
+        except DataError as error:
+            raise Unprocessable(f"vectors: {error}") from error
+
+    def rollback_vectors(self) -> VectorsInfo:
+        """See `Door.rollback_vectors`."""
+        try:
+            return self.matching.rollback()
+        except DataError as error:
+            raise Unprocessable(f"vectors: {error}") from error
 
     # ---- behaviours
 
@@ -323,6 +376,8 @@ class Service:
         """End what runs in the background."""
         for job in self._jobs():
             await job.stop()
+        if self._maybe_matching is not None:
+            await self._maybe_matching.stop()
 
 
 def _check_version(version: str | None, job: Ranking | Generation) -> None:

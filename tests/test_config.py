@@ -41,6 +41,7 @@ def test_the_cpu_file_documents_every_section() -> None:
     table = to_table(from_table(given))
     assert set(given) == set(table)
     assert set(given["generate"]) == set(table["generate"])
+    assert set(given["match"]) == set(table["match"])
     assert set(given["record"]) == set(table["record"])
     assert load(SHIPPED / "cpu.yaml").generate is None
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from npu_gr.backend.base import Arrangement, BiasTables, Choices, Continuations, Over, Slab
 from npu_gr.backend.native import ELEMENT, Native, NativeError, load
 from npu_gr.backend.native_affine import AffineKernel
+from npu_gr.backend.native_beam import NativeBeams
 from npu_gr.backend.native_hstu import HstuKernels
 from npu_gr.backend.native_topk import NativeTopk
 from npu_gr.backend.tiles import TILE_TOKENS, Tiles
@@ -51,10 +52,62 @@ class CPUBackend(TorchOps):
         self._hstu: HstuKernels | None = None
         if self.native:
             self.kernels = self.native.isa
+            self._topk = NativeTopk(self.native)
+            self._beams = NativeBeams(self.native)
             self._hstu = HstuKernels(self.native)
             self._affine = AffineKernel(self.native, self._hstu)
-            self._topk = NativeTopk(self.native)
-        self.ops = dict.fromkeys(("hstu_attention", "beam_topk"), self.kernels)
+        self.ops = dict.fromkeys(("hstu_attention", "softmax_attention", "beam_topk"), self.kernels)
+
+    def beam_topk(
+        self,
+        logits: Tensor,
+        acc: Tensor,
+        follow: Continuations,
+        width: int,
+        over: Over = "row",
+        codes: slice | None = None,
+        scale: float = 1.0,
+    ) -> Choices:
+        """See `Backend.beam_topk`."""
+        if self.native and self._topk.takes(logits, acc, follow):
+            return self._topk.beam_topk(logits, acc, follow, width, over, codes, scale)
+        return super().beam_topk(logits, acc, follow, width, over, codes, scale)
+
+    def gathered_topk(
+        self, hidden: Tensor, weight: Tensor, acc: Tensor, follow: Continuations, width: int, scale: float = 1.0
+    ) -> Choices:
+        """See `Backend.gathered_topk`."""
+        if self.native and self._topk.takes(hidden, acc, follow):
+            return self._topk.gathered_topk(hidden, weight, acc, follow, width, scale)
+        return super().gathered_topk(hidden, weight, acc, follow, width, scale)
+
+    def beam_attention(
+        self,
+        q: Tensor,
+        shared: Sequence[Slab],
+        unshared: Slab,
+        num_slots: int,
+        ancestry: Tensor | None,
+        scale: float,
+    ) -> Tensor:
+        """See `Backend.beam_attention`; here in one stage, the prefix is read once for all beams anyway."""
+        if self.native and self._beams.takes(q, shared, unshared):
+            return self._beams(q, shared, unshared, num_slots, ancestry, scale)
+        return super().beam_attention(q, shared, unshared, num_slots, ancestry, scale)
+
+    def beam_attention_plain(
+        self,
+        q: Tensor,
+        shared: Sequence[Slab],
+        unshared: Slab,
+        num_slots: int,
+        ancestry: Tensor | None,
+        scale: float,
+    ) -> Tensor:
+        """See `Backend.beam_attention_plain`; the same kernel."""
+        if self.native and self._beams.takes(q, shared, unshared):
+            return self._beams(q, shared, unshared, num_slots, ancestry, scale)
+        return super().beam_attention_plain(q, shared, unshared, num_slots, ancestry, scale)
 
     def arrangement(self, dtype: torch.dtype, page_tokens: int) -> Arrangement:
         """See `Backend.arrangement`."""
@@ -105,26 +158,3 @@ class CPUBackend(TorchOps):
         if self._hstu and q.dtype in ELEMENT:
             return self._hstu.targets(q, k, v, history, times, query_time, bias, alpha)
         return super().hstu_targets(q, k, v, history, times, query_time, bias, alpha)
-
-    def beam_topk(
-        self,
-        logits: Tensor,
-        acc: Tensor,
-        follow: Continuations,
-        width: int,
-        over: Over = "row",
-        codes: slice | None = None,
-        scale: float = 1.0,
-    ) -> Choices:
-        """See `Backend.beam_topk`."""
-        if self.native and self._topk.takes(logits, acc, follow):
-            return self._topk.beam_topk(logits, acc, follow, width, over, codes, scale)
-        return super().beam_topk(logits, acc, follow, width, over, codes, scale)
-
-    def gathered_topk(
-        self, hidden: Tensor, weight: Tensor, acc: Tensor, follow: Continuations, width: int, scale: float = 1.0
-    ) -> Choices:
-        """See `Backend.gathered_topk`."""
-        if self.native and self._topk.takes(hidden, acc, follow):
-            return self._topk.gathered_topk(hidden, weight, acc, follow, width, scale)
-        return super().gathered_topk(hidden, weight, acc, follow, width, scale)

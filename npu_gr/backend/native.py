@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-ABI = 3  # NPU_GR_ABI of ops/cpu/kernels.h
+ABI = 4  # NPU_GR_ABI of ops/cpu/kernels.h
 ISAS = ("avx512_bf16", "avx512", "avx2", "generic", "neon")  # best first; generic on x86-64, neon on aarch64
 ELEMENT = {torch.float32: 0, torch.bfloat16: 1}  # what a kernel's buffers may hold: enum Element
 
@@ -70,6 +70,32 @@ class HeadJob(ctypes.Structure):
     ]
 
 
+class BeamJob(ctypes.Structure):
+    """struct BeamJob."""
+
+    _fields_ = [
+        ("q", c_void_p),
+        ("element", c_int64),
+        ("num_rows", c_int64),
+        ("num_heads", c_int64),
+        ("num_kv_heads", c_int64),
+        ("head_dim", c_int64),
+        ("scale", c_float),
+        ("num_slabs", c_int64),
+        ("slab_keys", POINTER(c_void_p)),
+        ("slab_values", POINTER(c_void_p)),
+        ("slab_tokens", POINTER(c_int64)),
+        ("num_slots", c_int64),
+        ("own_keys", c_void_p),
+        ("own_values", c_void_p),
+        ("own_row_stride", c_int64),
+        ("ancestry", c_void_p),
+        ("ancestry_stride", c_int64),
+        ("out", c_void_p),
+        ("workspace", c_void_p),
+    ]
+
+
 class Table(ctypes.Structure):
     """struct Kernels."""
 
@@ -84,15 +110,17 @@ class Table(ctypes.Structure):
         ("probe_read", CFUNCTYPE(c_float, c_void_p, c_int64)),
         ("probe_flops_f32", c_int64),
         ("probe_flops_bf16", c_int64),
+        ("beam_topk_bytes", CFUNCTYPE(c_int64, c_int64, c_int64, c_int64)),
+        ("gathered_head", CFUNCTYPE(None, POINTER(HeadJob))),
+        ("beam_topk", CFUNCTYPE(c_int64, POINTER(TopkJob))),
+        ("beam_attention_bytes", CFUNCTYPE(c_int64, POINTER(BeamJob))),
+        ("beam_attention", CFUNCTYPE(None, POINTER(BeamJob))),
         ("hstu_scratch_bytes", CFUNCTYPE(c_int64, c_void_p, c_int64)),
         ("hstu_causal", CFUNCTYPE(None, c_void_p)),
         ("hstu_targets", CFUNCTYPE(None, c_void_p)),
         ("pack_kv", CFUNCTYPE(None, c_void_p)),
         ("affine_scratch_bytes", CFUNCTYPE(c_int64, c_void_p)),
         ("affine", CFUNCTYPE(None, c_void_p)),
-        ("beam_topk_bytes", CFUNCTYPE(c_int64, c_int64, c_int64, c_int64)),
-        ("gathered_head", CFUNCTYPE(None, POINTER(HeadJob))),
-        ("beam_topk", CFUNCTYPE(c_int64, POINTER(TopkJob))),
     ]
 
 

@@ -131,7 +131,12 @@ class NPUBackend(TorchOps):
 
     def beam_fork_(self, keys: Tensor, values: Tensor, parent: Tensor, num_slots: int) -> None:
         """See `Backend.beam_fork_`; without the native operator a gather, whose shape depends on no value."""
-        torch.ops.npu_gr.beam_fork_(keys, values, parent.int(), num_slots)
+        parent = parent.int()
+        if keys.is_contiguous():
+            torch.ops.npu_gr.beam_fork_(keys, values, parent, num_slots)
+            return
+        for layer in range(len(keys)):  # one of several requests that share an arena: its rows of a layer lie together
+            torch.ops.npu_gr.beam_fork_(keys[layer : layer + 1], values[layer : layer + 1], parent, num_slots)
 
     def beam_topk(
         self,

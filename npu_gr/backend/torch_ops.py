@@ -211,6 +211,9 @@ class TorchOps(InOrder):
     def causal_attention(self, q: Tensor, k: Tensor, v: Tensor, past: Sequence[Slab], scale: float) -> Tensor:
         """See `Backend.causal_attention`. Query chunks see only the keys they may, so a mask is ROWS x keys."""
         heads = k.shape[1]
+        if past and len(q) == 1:  # it sees everything: the slabs are read where they are, and not joined
+            nothing = k.new_empty(1, 0, *k.shape[1:]), v.new_empty(1, 0, *v.shape[1:])
+            return TorchOps.beam_attention(self, q, [*past, (k, v)], nothing, 0, None, scale)
         keys, values = _joined([*past, (k, v)])
         first = len(values[0]) - len(q)  # keys before the first query's own
         # [Hkv, g, ...]: the group's keys are a view of stride 0, one copy of KV for all its query heads

@@ -1,8 +1,10 @@
-"""xBeam: semantic-ID beam search over one prompt, all rounds to completion, every beam valid in every round.
+"""xBeam: semantic-ID beam search, all rounds to completion, every beam valid in every round.
 
     round 0      the prompt's last row gives logits; the best first codes are the beams
     round r      their tokens run through the decoder: shared prompt KV, own slots 0..r-1; constrain, select, fork
     last round   leaves in the order of their scores
+
+Several prompts, each of its own width and filter, share the rounds: one product with the weights for all their beams.
 
 Beams stand in the order of their codes, not of their scores, until the last round: forks then never move a row onto
 one that is still to be read, and equal scores are decided by the semantic ID, lexicographically.
@@ -13,6 +15,7 @@ Invariants: an invalid item cannot be scored; a beam as wide as the catalogue is
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
@@ -24,7 +27,7 @@ from torch import Tensor
 from npu_gr.backend.base import Backend, Choices, Continuations, Over
 from npu_gr.catalog.trie import Codebooks, Trie
 from npu_gr.kv.beam_arena import BeamArena, fork_ancestry
-from npu_gr.model.decoder import Decoder, LayerSlabs, UnsharedKV
+from npu_gr.model.decoder import BeamStep, Decoder, LayerSlabs, UnsharedKV
 from npu_gr.request import F32, I64
 
 Fork = Literal["move", "ancestry"]
@@ -78,56 +81,58 @@ class Beams:
     scores: F32
 
 
-@torch.inference_mode()
-def search(
-    decoder: Decoder,
-    backend: Backend,
-    tables: Tables,
-    prompt: LayerSlabs,
-    num_prompt_tokens: int,
-    hidden: Tensor,
-    arena: BeamArena,
-    options: SearchOptions,
-    allowed: tuple[Tensor, ...] | None = None,
-    fork: Fork = "move",
-    split: bool = True,
-) -> Beams:
-    """Search one prompt's best items.
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Query:
+    """One request's search."""
 
-    Args:
-        prompt: KV of the prompt, num_prompt_tokens >= 1 tokens.
-        hidden: [1, dim] of its last token, as `Decoder.prefill` gives it.
-        arena: for the beams' own KV: max_beams >= width, num_slots >= levels - 1. Its contents do not matter.
-        allowed: L x bool [n_{l+1}] which edges lead to an item that the request may see.
-        fork: how the beams' KV follows them; both give the same.
-        split: two attention stages or one; see `Decoder.decode`.
+    tables: Tables
+    prompt: LayerSlabs  # KV of the prompt
+    num_prompt_tokens: int  # at least 1
+    hidden: Tensor  # [1, dim] of its last token, as `Decoder.prefill` gives it
+    options: SearchOptions
+    allowed: tuple[Tensor, ...] | None = None  # L x bool [n_{l+1}] edges that lead to an item it may see; None = all
+    split: bool = True  # two attention stages or one; see `BeamStep`
 
-    Raises:
-        FloatingPointError: the model gives a logit that is not a number.
-    """
-    num_levels = len(tables.codebooks)
-    assert options.width <= arena.max_beams
-    assert num_levels - 1 <= arena.num_slots
-    states = torch.zeros(1, dtype=torch.int64, device=hidden.device)
-    acc = torch.zeros(1, dtype=torch.float32, device=hidden.device)
-    ancestry = torch.empty(0, 1, dtype=torch.int64, device=hidden.device)
-    for level in range(num_levels):
-        chosen = _select(decoder, backend, tables, level, states, hidden, acc, options, allowed)
+
+class _Search:
+    """A query between two rounds."""
+
+    def __init__(self, query: Query, arena: BeamArena, fork: Fork) -> None:
+        self.query, self.arena, self._fork = query, arena, fork
+        device = query.hidden.device
+        self.states = torch.zeros(1, dtype=torch.int64, device=device)
+        self.acc = torch.zeros(1, dtype=torch.float32, device=device)
+        self._ancestry = torch.empty(0, 1, dtype=torch.int64, device=device)
+        self.hidden = query.hidden
+        self.found: Beams | None = None
+
+    def advance(self, chosen: Choices, level: int) -> None:
+        """Take the round's selection over."""
         if not len(chosen.edge):
-            return Beams(np.empty(0, np.int64), np.empty(0, np.float32))
-        if level == num_levels - 1:
-            return _fetched(chosen)
+            self.found = Beams(np.empty(0, np.int64), np.empty(0, np.float32))
+            return
+        if level == len(self.query.tables.codebooks) - 1:
+            self.found = _fetched(chosen)
+            return
         # codes ascend with the edges, and the parents do not decrease
         order = torch.argsort(chosen.edge)
-        acc, parent, states = chosen.score[order], chosen.parent[order], chosen.edge[order]
-        if fork == "ancestry":
-            ancestry = fork_ancestry(ancestry, parent)
+        self.acc, parent, self.states = chosen.score[order], chosen.parent[order], chosen.edge[order]
+        if self._fork == "ancestry":
+            self._ancestry = fork_ancestry(self._ancestry, parent)
         elif level:
-            arena.move(parent, level)
-        tokens = tables.code[level][states].long() + tables.codebooks.vocab_base[level]
-        own = UnsharedKV(slabs=arena.slabs, step=level, ancestry=ancestry if fork == "ancestry" else None)
-        hidden = decoder.decode(backend, tokens, num_prompt_tokens + level, prompt, own, split)
-    raise AssertionError("a catalogue has a level")
+            self.arena.move(parent, level)
+
+    def step(self, level: int) -> BeamStep:
+        """What the decoder runs next."""
+        query, tables = self.query, self.query.tables
+        ancestry = self._ancestry if self._fork == "ancestry" else None
+        return BeamStep(
+            tokens=tables.code[level][self.states].long() + tables.codebooks.vocab_base[level],
+            position=query.num_prompt_tokens + level,
+            shared=query.prompt,
+            unshared=UnsharedKV(slabs=self.arena.slabs, step=level, ancestry=ancestry),
+            split=query.split,
+        )
 
 
 def _fetched(chosen: Choices) -> Beams:
@@ -139,23 +144,63 @@ def _fetched(chosen: Choices) -> Beams:
     return Beams(chosen.edge[:found].cpu().numpy(), scores[:found])
 
 
-def _select(
-    decoder: Decoder,
-    backend: Backend,
-    tables: Tables,
-    level: int,
-    states: Tensor,
-    hidden: Tensor,
-    acc: Tensor,
-    options: SearchOptions,
-    allowed: tuple[Tensor, ...] | None,
-) -> Choices:
+@torch.inference_mode()
+def search(
+    decoder: Decoder, backend: Backend, queries: Sequence[Query], arena: BeamArena, fork: Fork = "move"
+) -> list[Beams]:
+    """Search the best items of some prompts, in rounds that they share; each finds what it would find alone.
+
+    Args:
+        decoder, backend: the model and its device.
+        queries: of any widths and filters, over catalogues of as many levels.
+        arena: for the beams' own KV: max_beams >= the widths together, num_slots >= levels - 1. Its contents do not
+            matter.
+        fork: how the beams' KV follows them; both give the same.
+
+    Raises:
+        FloatingPointError: the model gives a logit that is not a number.
+    """
+    num_levels = len(queries[0].tables.codebooks)
+    assert all(len(query.tables.codebooks) == num_levels for query in queries)
+    assert num_levels - 1 <= arena.num_slots
+    searches, first = [], 0
+    for query in queries:
+        searches.append(_Search(query, arena.part(first, query.options.width), fork))
+        first += query.options.width
+    for level in range(num_levels):
+        live = [each for each in searches if each.found is None]
+        for each, logits in zip(live, _whole_logits(decoder, live), strict=True):
+            each.advance(_select(decoder, backend, each, level, logits), level)
+        live = [each for each in live if each.found is None]
+        if not live:
+            break
+        steps = [each.step(level) for each in live]
+        hidden = decoder.decode(backend, steps).split([len(step.tokens) for step in steps])
+        for each, rows in zip(live, hidden, strict=True):
+            each.hidden = rows
+    return [each.found for each in searches if each.found is not None]
+
+
+def _whole_logits(decoder: Decoder, searches: Sequence[_Search]) -> list[Tensor | None]:
+    """Each search's logits over the whole vocabulary, of one product; None for one that wants fewer."""
+    wants = [each.query.options.normalise == "vocabulary" for each in searches]
+    rows = [each.hidden for each, want in zip(searches, wants, strict=True) if want]
+    if not rows:
+        return [None] * len(searches)
+    made = iter(decoder.logits(torch.cat(rows) if len(rows) > 1 else rows[0]).split([len(part) for part in rows]))
+    return [next(made) if want else None for want in wants]
+
+
+def _select(decoder: Decoder, backend: Backend, search: _Search, level: int, whole: Tensor | None) -> Choices:
+    """The round's beams. `whole`: logits over the vocabulary, where the search wants them."""
+    query, acc, hidden = search.query, search.acc, search.hidden
+    tables, options, states = query.tables, query.options, search.states
     base, count = tables.codebooks.vocab_base[level], tables.codebooks.code_count[level]
-    follow = tables.follow(level, states, None if allowed is None else allowed[level])
+    follow = tables.follow(level, states, None if query.allowed is None else query.allowed[level])
     scale = 1.0 / options.temperature
-    if options.normalise == "vocabulary":
+    if whole is not None:
         codes = slice(base, base + count)
-        return backend.beam_topk(decoder.logits(hidden), acc, follow, options.width, "row", codes, scale)
+        return backend.beam_topk(whole, acc, follow, options.width, "row", codes, scale)
     if options.normalise == "valid" and int(follow.degree.sum()) * GATHER_BELOW < len(states) * count:
         weight = decoder.head_weight[base : base + count]
         return backend.gathered_topk(hidden, weight, acc, follow, options.width, scale)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import queue
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import partial
 from typing import Any, NamedTuple
@@ -24,9 +24,10 @@ from npu_gr.backend.base import Backend
 from npu_gr.catalog.filters import Filter
 from npu_gr.catalog.tokens import window_start
 from npu_gr.catalog.trie import DEAD, I32, Trie
-from npu_gr.engine.beam_search import SearchOptions, Tables, search
+from npu_gr.engine.beam_search import Beams, Query, SearchOptions, Tables, search
 from npu_gr.engine.cost import CostModel, fit
 from npu_gr.engine.engine import Cached, PageJobs, chunks
+from npu_gr.engine.queue import Demand
 from npu_gr.engine.scheduler import Done, Scheduler, Urgency
 from npu_gr.errors import Unprocessable
 from npu_gr.kv.arena import KVArena, Slab
@@ -96,6 +97,18 @@ class Part(NamedTuple):
     num_tokens: int
 
 
+class Ask(NamedTuple):
+    """One request of a generator, its prompt encoded."""
+
+    trie: Trie  # of one version of the catalogue
+    tables: Tables  # its, on this device
+    tokens: I64  # the whole prompt, at least one token
+    parts: Sequence[Part]  # where its KV is, in order
+    options: SearchOptions
+    num_items: int  # how many are wanted
+    allow: Filter | None = None  # the items that the request may see; None = all
+
+
 def layout_of(decoder: Decoder, page_tokens: int = 64) -> KVLayout:
     """Pages for a decoder's prompts, in its own dtype."""
     config = decoder.config
@@ -130,7 +143,13 @@ class Generator:
     """A decoder and what it reuses from request to request; every method runs on a device thread."""
 
     def __init__(
-        self, decoder: Decoder, backend: Backend, max_beams: int, num_levels: int, num_streams: int = 1
+        self,
+        decoder: Decoder,
+        backend: Backend,
+        max_beams: int,
+        num_levels: int,
+        num_streams: int = 1,
+        max_rows: int | None = None,
     ) -> None:
         """Allocate a slab for the beams of each stream.
 
@@ -140,6 +159,7 @@ class Generator:
             max_beams: of one request.
             num_levels: codes of a semantic ID, the same in every version of a catalogue.
             num_streams: threads that may call `generate` at once.
+            max_rows: beams of all requests of a pass; None = those of one.
         """
         config = decoder.config
         self.decoder, self.backend, self.max_beams, self._num_slots = decoder, backend, max_beams, num_levels - 1
@@ -151,7 +171,7 @@ class Generator:
                     num_layers=config.num_layers,
                     num_heads=config.num_kv_heads,
                     head_dim=config.head_dim,
-                    max_beams=max_beams,
+                    max_beams=max(max_beams, max_rows or 0),
                     num_slots=num_levels - 1,
                     dtype=decoder.dtype,
                     device=backend.device,
@@ -191,51 +211,53 @@ class Generator:
         num_items: int,
         allow: Filter | None = None,
     ) -> Generated:
-        """The best items after a prompt whose KV is in pages.
+        """The best items after one prompt; see `generate_all`."""
+        return self.generate_all([Ask(trie, tables, tokens, parts, options, num_items, allow)])[0]
 
-        Args:
-            trie, tables: one version of the catalogue, and its tables on this device.
-            tokens: the whole prompt, at least one token.
-            parts: where its KV is, in order.
-            options: the beam.
-            num_items: how many items are wanted.
-            allow: the items that the request may see; None = all.
+    def generate_all(self, asks: Sequence[Ask]) -> list[Generated]:
+        """The best items after some prompts whose KV is in pages, in one search.
 
         Raises:
             Unprocessable: a beam or a prompt over the limit. FloatingPointError: the model's weights are broken.
         """
-        if options.width > self.max_beams:
-            raise Unprocessable(f"beam_width: {options.width}, the limit is {self.max_beams}")
-        if not 0 < len(tokens) <= self.max_prompt_tokens:
-            raise Unprocessable(f"history: {len(tokens)} tokens, the model takes 1 to {self.max_prompt_tokens}")
-        last = len(tokens) - 1
-        newest = self.backend.upload(tokens[last:])
-        hidden = self.decoder.prefill(self.backend, newest, last, _slabs(parts, last) if last else None, None)
+        queries = [self._query(ask) for ask in asks]
         beams = self._beams.get()
         try:
-            found = search(
-                self.decoder,
-                self.backend,
-                tables,
-                _slabs(parts, len(tokens)),
-                len(tokens),
-                hidden,
-                beams,
-                options,
-                None if allow is None else tuple(self.backend.upload(level) for level in allow.valid),
-                split=len(tokens) >= self.split_from_tokens,
-            )
+            found = search(self.decoder, self.backend, queries, beams)
         finally:
             self._beams.put(beams)
-        items = trie.items_of(found.leaves, allowed=None if allow is None else allow.allowed)
-        item_ids = items.item_ids[:num_items]
-        of_leaf = np.repeat(np.arange(len(found.leaves)), items.counts)[:num_items]
-        return Generated(
-            item_ids=item_ids,
-            sids=trie.sid_of(found.leaves)[of_leaf],
-            scores=found.scores[of_leaf],
-            status=Status.COMPLETE if len(item_ids) == num_items else Status.EXHAUSTED,
+        return [_generated(ask, each) for ask, each in zip(asks, found, strict=True)]
+
+    def _query(self, ask: Ask) -> Query:
+        tokens, last = ask.tokens, len(ask.tokens) - 1
+        if ask.options.width > self.max_beams:
+            raise Unprocessable(f"beam_width: {ask.options.width}, the limit is {self.max_beams}")
+        if not 0 < len(tokens) <= self.max_prompt_tokens:
+            raise Unprocessable(f"history: {len(tokens)} tokens, the model takes 1 to {self.max_prompt_tokens}")
+        newest = self.backend.upload(tokens[last:])
+        before = _slabs(ask.parts, last) if last else None
+        allow = ask.allow
+        return Query(
+            tables=ask.tables,
+            prompt=_slabs(ask.parts, len(tokens)),
+            num_prompt_tokens=len(tokens),
+            hidden=self.decoder.prefill(self.backend, newest, last, before, None),
+            options=ask.options,
+            allowed=None if allow is None else tuple(self.backend.upload(level) for level in allow.valid),
+            split=len(tokens) >= self.split_from_tokens,
         )
+
+
+def _generated(ask: Ask, found: Beams) -> Generated:
+    items = ask.trie.items_of(found.leaves, allowed=None if ask.allow is None else ask.allow.allowed)
+    item_ids = items.item_ids[: ask.num_items]
+    of_leaf = np.repeat(np.arange(len(found.leaves)), items.counts)[: ask.num_items]
+    return Generated(
+        item_ids=item_ids,
+        sids=ask.trie.sid_of(found.leaves)[of_leaf],
+        scores=found.scores[of_leaf],
+        status=Status.COMPLETE if len(item_ids) == ask.num_items else Status.EXHAUSTED,
+    )
 
 
 def _slabs(parts: Sequence[Part], num_tokens: int) -> LayerSlabs:
@@ -261,6 +283,13 @@ class Work:
     allow: Filter | None = None
     cached: Cached | None = None  # the KV of its first tokens
     keep: tuple[Run, ...] | None = None  # without `cached`: pages that receive the KV of all
+    vocabulary: int = 0  # of the model, for what a pass may hold
+
+    @property
+    def demand(self) -> Demand:
+        """What the pass computes."""
+        cached = self.cached.num_tokens if self.cached else 0
+        return Demand(len(self.prompt) - cached, self.options.width, self.options.width * self.vocabulary)
 
 
 class GenerateEngine(PageJobs):
@@ -270,7 +299,8 @@ class GenerateEngine(PageJobs):
         """`arena`: pages of prompts. Tokens that no page is reserved for are encoded into a scratch of our own."""
         super().__init__(scheduler, generator.backend, arena)
         self.generator = generator
-        pages = arena.layout.pages(generator.max_prompt_tokens)
+        self._scratch_pages = arena.layout.pages(generator.max_prompt_tokens)  # of one request
+        pages = self._scratch_pages * scheduler.config.max_batch_requests
         self._scratch: queue.SimpleQueue[KVArena] = queue.SimpleQueue()  # those that no thread is using
         for _ in range(scheduler.config.streams):
             self._scratch.put(KVArena(arena.layout, pages, generator.backend.device))
@@ -290,34 +320,35 @@ class GenerateEngine(PageJobs):
             await self.scheduler.call(run, deadline_s, urgency, takes_s=takes_s, is_sheddable=True, kind="prefill")
 
     async def generate(self, work: Work, deadline_s: float) -> Done[Generated]:
-        """Encode what is missing of the prompt, and search."""
+        """Encode what is missing of the prompt, and search; in a pass that others may share."""
         cached = work.cached.num_tokens if work.cached else 0
         expected_s = self.cost.pass_s(len(work.prompt) - cached, cached, work.options.width)
         order_s = time.monotonic() + self.target_s
-        done = await self.scheduler.call(
-            lambda: self._run(work), deadline_s, order_s, takes_s=expected_s, kind="generate"
-        )
-        if work.cached is None:
+        work = replace(work, vocabulary=self.generator.decoder.config.vocab_size)
+        done: Done[Generated] = await self.scheduler.batch(work, self._run, deadline_s, order_s, takes_s=expected_s)
+        if work.cached is None and done.batch_size == 1:
             self._correct(expected_s, done.device_s)
         return done
 
-    def _run(self, work: Work) -> Generated:
+    def _run(self, works: Sequence[Work]) -> list[Generated]:
+        scratch = self._scratch.get()
+        try:
+            return self.generator.generate_all([self._ask(work, scratch, n) for n, work in enumerate(works)])
+        finally:
+            self._scratch.put(scratch)
+
+    def _ask(self, work: Work, scratch: KVArena, place: int) -> Ask:
+        """With the whole prompt encoded: what is missing goes into pages to keep, or into the place's own scratch."""
         tokens, parts = work.prompt.tokens, list[Part]()
         if work.cached:
             parts.append(Part(self.arena, work.cached.runs, work.cached.num_tokens))
             tokens = tokens[work.cached.num_tokens :]
-        scratch = self._scratch.get()
-        try:
-            if len(tokens):
-                whole = (Run(0, scratch.num_pages),)
-                into = Part(self.arena, work.keep, len(tokens)) if work.keep else Part(scratch, whole, len(tokens))
-                self.generator.encode(tokens, parts, into)
-                parts.append(into)
-            return self.generator.generate(
-                work.trie, work.tables, work.prompt.tokens, parts, work.options, work.num_items, work.allow
-            )
-        finally:
-            self._scratch.put(scratch)
+        if len(tokens):
+            own = (Run(place * self._scratch_pages, self._scratch_pages),)
+            into = Part(self.arena, work.keep, len(tokens)) if work.keep else Part(scratch, own, len(tokens))
+            self.generator.encode(tokens, parts, into)
+            parts.append(into)
+        return Ask(work.trie, work.tables, work.prompt.tokens, parts, work.options, work.num_items, work.allow)
 
     async def warm_up(self, trie: Trie, tables: Tables, lengths: Sequence[int], widths: Sequence[int]) -> CostModel:
         """Run every shape once cold and once timed; fit and keep the cost model, candidates = beams.
@@ -355,7 +386,7 @@ class GenerateEngine(PageJobs):
             self.generator.split_from_tokens = split_from(scratch)
             self._scratch.put(scratch)
             shapes = [(work(n, width), width) for n in lengths for width in widths]
-            return [(len(each.prompt), width, _timed(partial(self._run, each))) for each, width in shapes]
+            return [(len(each.prompt), width, _timed(partial(self._run, [each]))) for each, width in shapes]
 
         done = await self.scheduler.call(measure, float("inf"))
         self.cost = fit(done.value)

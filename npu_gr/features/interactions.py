@@ -115,6 +115,30 @@ def _read_sequences(path: Path) -> Interactions:
     )
 
 
+def read_edges(path: Path, *, user_column: str = "user_id", item_column: str = "item_id") -> tuple[list[str], I64]:
+    """Who interacted with what, in file order: user names and item ids. Reads a plain TSV too.
+
+    A plain TSV has no header and the user and the item in its first two columns, between tabs or blanks.
+
+    Raises:
+        DataError: as `read_interactions`.
+    """
+    columns = (user_column, item_column)
+    if ".jsonl" in path.suffixes:
+        rows: Iterator[tuple[int, list[Any]]] = _jsonl_rows(path, columns)
+    else:
+        first = next(iter(read_lines(path)), b"")
+        rows = _atomic_rows(path, columns)[1] if b":" in first.split(b"\t")[0] else _plain_rows(path)
+    users, items = [], []
+    for number, (user, item) in rows:
+        try:
+            users.append(_name(user))
+            items.append(_integer(item))
+        except ValueError as error:
+            raise _bad(path, number, error) from error
+    return users, np.array(items, np.int64)
+
+
 def read_item_features(path: Path, columns: Sequence[str], *, item_column: str = "item_id") -> list[ItemValues]:
     """Token columns of an atomic `.item` file; a `token_seq` holds values separated by blanks.
 
@@ -187,6 +211,19 @@ def _atomic_rows(path: Path, columns: Sequence[str]) -> tuple[list[str], Iterato
             yield number, [cells[index] for index in where]
 
     return [header[index][1] for index in where], rows()
+
+
+def _plain_rows(path: Path) -> Iterator[tuple[int, list[Any]]]:
+    for number, line in enumerate(read_lines(path), 1):
+        if not line.strip():
+            continue
+        try:
+            cells = line.decode().split()
+        except UnicodeDecodeError as error:
+            raise _bad(path, number, error) from error
+        if len(cells) < 2:
+            raise _bad(path, number, "needs a user and an item, separated by a tab")
+        yield number, cells[:2]
 
 
 def _jsonl_rows(path: Path, columns: Sequence[str]) -> Iterator[tuple[int, list[Any]]]:

@@ -20,7 +20,7 @@ _IN_TWO_PASSES: Fork = InOrder().beam_fork_
 
 
 class BeamArena:
-    """Keys and values of up to `max_beams` beams of one request at a time. H = KV heads, D = their width."""
+    """Keys and values of up to `max_beams` beams. H = KV heads, D = their width."""
 
     def __init__(
         self,
@@ -44,6 +44,14 @@ class BeamArena:
         shape = (num_layers, max_beams, num_slots, num_heads, head_dim)
         self._keys = torch.zeros(shape, dtype=dtype, device=device)
         self._values = torch.zeros(shape, dtype=dtype, device=device)
+
+    def part(self, first: int, count: int) -> BeamArena:
+        """The beams of one of several requests that share the memory; a view."""
+        assert 0 <= first <= first + count <= self.max_beams
+        view = object.__new__(BeamArena)
+        view.max_beams, view.num_slots, view._fork = count, self.num_slots, self._fork
+        view._keys, view._values = (plane[:, first : first + count] for plane in (self._keys, self._values))
+        return view
 
     @property
     def num_bytes(self) -> int:

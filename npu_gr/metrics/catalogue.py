@@ -20,7 +20,17 @@ from prometheus_client.process_collector import ProcessCollector
 from npu_gr import __version__
 from npu_gr.metrics.slo import Counts, Objective, Promise, Result, Rolling, judge
 from npu_gr.metrics.trace import exemplar
-from npu_gr.request import CatalogueInfo, GenerateAnswer, HistoryReport, ModelInfo, Outcome, RankAnswer, Verdict
+from npu_gr.request import (
+    Basis,
+    CatalogueInfo,
+    GenerateAnswer,
+    HistoryReport,
+    MatchAnswer,
+    ModelInfo,
+    Outcome,
+    RankAnswer,
+    Verdict,
+)
 
 M = TypeVar("M", bound=MetricWrapperBase)
 
@@ -134,6 +144,10 @@ class Metrics:
         self._signal_s = histogram("signal_duration_seconds", "Signal, until its verdict.", edges_s["signal"])
         generates = histogram("generate_duration_seconds", "Generate, end to end.", edges_s["generate"], ("outcome",))
         self._generate_s = {outcome: generates.labels(outcome.value) for outcome in Outcome}
+        matches = histogram("match_duration_seconds", "Match, end to end.", LATENCY_S, ("basis",))
+        self._match_s = {basis: matches.labels(basis.value) for basis in Basis}
+        self._matched = counter("matched_items_total", "Items that match answered.")
+        self._match_pass = histogram("match_pass_requests", "Matches in one pass.", (1, 2, 4, 8, 16, 32, 64))
         stages = histogram("stage_duration_seconds", "Time by stage.", all_edges_s, ("kind", "stage"))
         self._stages = {(k, s): stages.labels(k, s) for k in ("rank", "generate") for s in STAGES}
         self._outcome_counters = {
@@ -279,6 +293,15 @@ class Metrics:
             self._stages["generate", stage].observe(seconds)
         self._generated.inc(len(answer.item_ids))
         self._exhausted.inc(answer.status == "exhausted")
+
+    def match_done(self, answer: MatchAnswer, duration_s: float) -> None:
+        """A match was answered."""
+        self._match_s[answer.basis].observe(duration_s)
+        self._matched.inc(len(answer.item_ids))
+
+    def match_pass_done(self, num_requests: int) -> None:
+        """That many matches shared a pass over the items."""
+        self._match_pass.observe(num_requests)
 
     def history_read(self, report: HistoryReport) -> None:
         """A history was tokenized, for a signal or a rank."""

@@ -64,6 +64,27 @@ class UnsharedKV:
     ancestry: Tensor | None = None  # int64 [step + 1, rows]: row of the slab that holds slot s; None = the row itself
 
 
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class BeamStep:
+    """One request's beams in a decode step. rows = beams."""
+
+    tokens: Tensor  # int64 [rows], the token each beam chose last
+    position: int  # its position, the same for every beam: prompt length + step
+    shared: LayerSlabs  # the whole prompt
+    unshared: UnsharedKV
+    split: bool = (
+        True  # two attention stages and a merge, or one stage: faster for short prompts; equal but for rounding
+    )
+
+    def attend(self, backend: Backend, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        """Put the beams' keys and values into their slot, and attend. [rows, Hq, D]."""
+        own, slab = self.unshared, self.unshared.slabs(layer)
+        slab[0][: len(q), own.step] = k
+        slab[1][: len(q), own.step] = v
+        attention = backend.beam_attention if self.split else backend.beam_attention_plain
+        return attention(q, self.shared(layer), slab, own.step + 1, own.ancestry, scale)
+
+
 class RMSNorm(nn.Module):
     """x / rms(x) * weight over the last dimension, the statistics in fp32; comes out in the weight's dtype."""
 
@@ -211,37 +232,26 @@ class Decoder(nn.Module):
         return hidden
 
     @torch.inference_mode()
-    def decode(
-        self,
-        backend: Backend,
-        tokens: Tensor,
-        position: int,
-        shared: LayerSlabs,
-        unshared: UnsharedKV,
-        split: bool = True,
-    ) -> Tensor:
-        """One step of all beams of one request; writes their keys and values into slot `unshared.step`.
-
-        Args:
-            tokens: int64 [rows], the token each beam chose last.
-            position: its position, the same for every beam: prompt length + step.
-            shared: the whole prompt.
-            split: two attention stages and a merge, or one stage: faster for short prompts. Equal but for rounding.
+    def decode(self, backend: Backend, steps: Sequence[BeamStep]) -> Tensor:
+        """One step of all beams of some requests; writes their keys and values into their slots.
 
         Returns:
-            [rows, dim] after the final norm: what `logits` takes.
+            [rows of all steps, dim] after the final norm, step after step: what `logits` takes.
         """
-        rows, step, scale = len(tokens), unshared.step, self.config.head_dim**-0.5
-        attend = backend.beam_attention if split else backend.beam_attention_plain
-        cos, sin = rope_angles(position, 1, self.config, tokens.device)
-        x = self._embed(tokens)
+        scale, device = self.config.head_dim**-0.5, steps[0].tokens.device
+        counts = [len(step.tokens) for step in steps]
+        angles = [rope_angles(step.position, 1, self.config, device) for step in steps]
+        cos, sin = (
+            torch.cat([each[i].expand(count, -1, -1) for each, count in zip(angles, counts, strict=True)])
+            for i in (0, 1)
+        )
+        x = self._embed(torch.cat([step.tokens for step in steps]))
         for index, layer in enumerate(self.layers):
             assert isinstance(layer, DecoderLayer)
             q, k, v = layer.project(x, cos, sin)
-            slab = unshared.slabs(index)
-            slab[0][:rows, step] = k
-            slab[1][:rows, step] = v
-            x = layer.finish(x, attend(q, shared(index), slab, step + 1, unshared.ancestry, scale))
+            rows = zip(steps, q.split(counts), k.split(counts), v.split(counts), strict=True)
+            parts = [step.attend(backend, index, own_q, own_k, own_v, scale) for step, own_q, own_k, own_v in rows]
+            x = layer.finish(x, torch.cat(parts) if len(parts) > 1 else parts[0])
         hidden: Tensor = self.norm(x)
         return hidden
 

@@ -241,18 +241,20 @@ class Recorder:
             self._count(result, 1)
         try:
             file.flush(is_over=not self.is_on)
+            for old in self._files()[: -self._config.max_files]:
+                old.unlink(missing_ok=True)
         except OSError as error:
             log.error("recording: %s", error)
             file.abandon()
-        for old in self._files()[: -self._config.max_files]:
-            with contextlib.suppress(FileNotFoundError):
-                old.unlink()
 
     def _encode(self, seen: Seen) -> bytes:
         return msgspec.json.encode(record_of(seen, self._key, self._config.scores)) + b"\n"
 
     def _files(self) -> list[Path]:
-        return sorted(self._folder.glob("traffic-*.jsonl*"))
+        try:
+            return sorted(self._folder.glob("traffic-*.jsonl*"))
+        except FileNotFoundError:  # a folder that somebody has removed holds nothing
+            return []
 
     def _count(self, result: str, num: int) -> None:
         self._num[result] += num

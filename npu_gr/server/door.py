@@ -11,12 +11,15 @@ from npu_gr.request import (
     Events,
     GenerateAnswer,
     GenerateRequest,
+    MatchAnswer,
+    MatchRequest,
     ModelInfo,
     RankAnswer,
     RankRequest,
     SignalAnswer,
     SignalRequest,
     UserKey,
+    VectorsInfo,
 )
 
 
@@ -49,6 +52,22 @@ class Door(Protocol):
 
     async def generate(self, request: GenerateRequest, budget_s: float) -> GenerateAnswer:
         """The best items after a history. Raises NotFound where this instance does not generate."""
+        ...
+
+    async def match(self, request: MatchRequest, budget_s: float) -> MatchAnswer:
+        """The best items for a user by vectors. Raises NotFound where this instance does not match."""
+        ...
+
+    def vectors(self) -> VectorsInfo:
+        """The vectors that `match` serves."""
+        ...
+
+    async def reload_vectors(self) -> VectorsInfo:
+        """Read the vectors again and serve them; requests in progress keep theirs."""
+        ...
+
+    def rollback_vectors(self) -> VectorsInfo:
+        """Serve the version before."""
         ...
 
     def catalogue(self) -> CatalogueInfo:

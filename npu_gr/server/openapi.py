@@ -17,11 +17,14 @@ from npu_gr.server.wire import (
     EventsOut,
     GenerateBody,
     GenerateOut,
+    MatchBody,
+    MatchOut,
     Problem,
     RankBody,
     RankOut,
     SignalBody,
     SignalOut,
+    VectorsOut,
 )
 
 _ERRORS = {
@@ -41,7 +44,7 @@ _ERRORS = {
 def document() -> dict[str, Any]:
     """The whole document."""
     structs = (
-        *(SignalBody, SignalOut, RankBody, RankOut, GenerateBody, GenerateOut),
+        *(SignalBody, SignalOut, RankBody, RankOut, GenerateBody, GenerateOut, MatchBody, MatchOut, VectorsOut),
         *(CatalogueItemsBody, CatalogueOut, EventsBody, EventsOut, Problem, RecordOrder, RecordStatus),
     )
     refs, components = msgspec.json.schema_components(structs, ref_template="#/components/schemas/{name}")
@@ -86,8 +89,8 @@ def document() -> dict[str, Any]:
         parameters = [{"name": n, "in": "path", "required": True, "schema": {"type": "string"}} for n in names]
         return {**paths, "parameters": parameters}
 
-    def catalogue(name: str, summary: str, *codes: str) -> dict[str, Any]:
-        done = {"description": "Done.", "content": content(CatalogueOut)}
+    def versions(out: type[msgspec.Struct], name: str, summary: str, *codes: str) -> dict[str, Any]:
+        done = {"description": "Done.", "content": content(out)}
         return {
             "operationId": name,
             "summary": summary,
@@ -130,7 +133,11 @@ def document() -> dict[str, Any]:
             "/v1/signal": post("signal", "Pre-infer a user's prefix.", SignalBody, "202", SignalOut),
             "/v1/rank": post("rank", "Score candidates for a user.", RankBody, "200", RankOut),
             "/v1/generate": post("generate", "The best items after a history.", GenerateBody, "200", GenerateOut),
-            "/v1/catalog": {"get": catalogue("catalogue", "The catalogue that is served.")},
+            "/v1/match": post("match", "The best items for a user, by vectors.", MatchBody, "200", MatchOut),
+            "/v1/match/vectors": {"get": versions(VectorsOut, "vectors", "The vectors that are served.")},
+            "/v1/match/reload": {"post": versions(VectorsOut, "reloadVectors", "Read and serve them anew.", "422")},
+            "/v1/match/rollback": {"post": versions(VectorsOut, "rollbackVectors", "Serve the one before.", "422")},
+            "/v1/catalog": {"get": versions(CatalogueOut, "catalogue", "The catalogue that is served.")},
             "/v1/catalog/items": post(
                 "updateCatalogue",
                 "Add, withdraw and restore items of the version that is served, at once.",
@@ -139,9 +146,11 @@ def document() -> dict[str, Any]:
                 CatalogueOut,
             ),
             "/v1/catalog/reload": {
-                "post": catalogue("reloadCatalogue", "Read the catalogue anew and serve it.", "422")
+                "post": versions(CatalogueOut, "reloadCatalogue", "Read the catalogue anew and serve it.", "422")
             },
-            "/v1/catalog/rollback": {"post": catalogue("rollbackCatalogue", "Serve the version before.", "422")},
+            "/v1/catalog/rollback": {
+                "post": versions(CatalogueOut, "rollbackCatalogue", "Serve the version before.", "422")
+            },
             "/v1/events": post("events", "Append behaviours of a user.", EventsBody, "200", EventsOut),
             "/v1/users/{user_id}": named(erase, "user_id"),
             "/v1/models": get("models", "What is being served.", "401"),

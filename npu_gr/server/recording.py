@@ -39,6 +39,8 @@ class RecordingDoor:
         self.models, self.is_ready, self.effective_config = door.models, door.is_ready, door.effective_config
         self.catalogue, self.reload_catalogue = door.catalogue, door.reload_catalogue
         self.rollback_catalogue, self.update_catalogue = door.rollback_catalogue, door.update_catalogue
+        self.match, self.vectors = door.match, door.vectors  # the log has no place for a match
+        self.reload_vectors, self.rollback_vectors = door.reload_vectors, door.rollback_vectors
         self.check_room, self.erase_user = door.check_room, door.erase_user
 
     async def signal(self, request: SignalRequest, budget_s: float) -> SignalAnswer:

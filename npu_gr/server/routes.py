@@ -18,7 +18,7 @@ from npu_gr.metrics.catalogue import Metrics
 from npu_gr.metrics.exposition import expose
 from npu_gr.metrics.pauses import noted_pauses
 from npu_gr.metrics.status import CONTENT_SECURITY_POLICY, page
-from npu_gr.request import GenerateAnswer, ModelInfo, Outcome, RankAnswer, UserKey
+from npu_gr.request import GenerateAnswer, MatchAnswer, ModelInfo, Outcome, RankAnswer, UserKey
 from npu_gr.server.auth import ApiKeys
 from npu_gr.server.config import ServerConfig
 from npu_gr.server.door import Door
@@ -36,6 +36,7 @@ from npu_gr.server.wire import (
     EventsBody,
     EventsOut,
     GenerateBody,
+    MatchBody,
     RankBody,
     SignalBody,
     catalogue_change,
@@ -45,10 +46,13 @@ from npu_gr.server.wire import (
     events,
     generate_out,
     generate_request,
+    match_out,
+    match_request,
     rank_out,
     rank_request,
     signal_out,
     signal_request,
+    vectors_out,
 )
 
 _X_CACHE = {
@@ -79,6 +83,10 @@ def build_web_app(
             web.post("/v1/signal", routes.signal),
             web.post("/v1/rank", routes.rank),
             web.post("/v1/generate", routes.generate),
+            web.post("/v1/match", routes.match),
+            web.get("/v1/match/vectors", routes.vectors),
+            web.post("/v1/match/reload", routes.reload_vectors),
+            web.post("/v1/match/rollback", routes.rollback_vectors),
             web.get("/v1/catalog", routes.catalogue),
             web.post("/v1/catalog/items", routes.update_catalogue),
             web.post("/v1/catalog/reload", routes.reload_catalogue),
@@ -162,6 +170,21 @@ class _Routes:
         request[ANSWER] = answer
         out = generate_out(answer, request[ID], _accepted(request))
         return _with_stages(_answer(request, out, 200), answer)
+
+    async def match(self, request: web.Request) -> web.Response:
+        self._door.check_room(Priority.GENERATE)
+        body = decode(await request.read(), request.content_type, MatchBody)
+        answer = await self._door.match(match_request(body, self._config), self._left_s(request))
+        return _with_times(_answer(request, match_out(answer, request[ID], _accepted(request)), 200), answer)
+
+    async def vectors(self, request: web.Request) -> web.Response:
+        return _answer(request, vectors_out(self._door.vectors()), 200)
+
+    async def reload_vectors(self, request: web.Request) -> web.Response:
+        return _answer(request, vectors_out(await self._door.reload_vectors()), 200)
+
+    async def rollback_vectors(self, request: web.Request) -> web.Response:
+        return _answer(request, vectors_out(self._door.rollback_vectors()), 200)
 
     async def catalogue(self, request: web.Request) -> web.Response:
         return _answer(request, catalogue_out(self._door.catalogue()), 200)
@@ -267,6 +290,10 @@ def _answer(request: web.Request, body: msgspec.Struct, status: int) -> web.Resp
 
 def _with_stages(response: web.Response, answer: RankAnswer | GenerateAnswer) -> web.Response:
     response.headers["X-Cache"] = _X_CACHE[answer.outcome]
+    return _with_times(response, answer)
+
+
+def _with_times(response: web.Response, answer: RankAnswer | GenerateAnswer | MatchAnswer) -> web.Response:
     response.headers["Server-Timing"] = ", ".join(f"{k};dur={v * 1e3:.3f}" for k, v in answer.stages_s.items())
     return response
 

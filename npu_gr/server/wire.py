@@ -26,12 +26,15 @@ from npu_gr.request import (
     GenerateRequest,
     HistoryRef,
     HistoryReport,
+    MatchAnswer,
+    MatchRequest,
     NewItem,
     RankAnswer,
     RankRequest,
     SignalAnswer,
     SignalRequest,
     UserKey,
+    VectorsInfo,
 )
 from npu_gr.server.config import ServerConfig
 
@@ -118,6 +121,16 @@ class CatalogueItemsBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
     restore: Column | None = None
 
 
+class MatchBody(_User, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The best items for a user by vectors trained across domains."""
+
+    num_items: Annotated[int, msgspec.Meta(ge=1, le=100_000)] = 50
+    exclude_seen: bool = True  # without what the user had when the vectors were trained
+    allow_items: Column | None = None  # absent: all
+    deny_items: Column | None = None
+    vectors_version: Name | None = None
+
+
 class EventsBody(_User, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """New behaviours of a user."""
 
@@ -187,6 +200,29 @@ class CatalogueOut(msgspec.Struct, frozen=True, kw_only=True):
     previous: str | None
 
 
+class MatchOut(msgspec.Struct, frozen=True, kw_only=True):
+    """Items, best first. In msgpack `items` and `scores` are raw little-endian."""
+
+    request_id: str
+    vectors_version: str
+    basis: str  # target | source | popularity; scores are comparable within one
+    status: str  # complete | exhausted: fewer than asked
+    items: list[int] | bytes
+    scores: list[float] | bytes
+    stages_s: dict[str, float]
+
+
+class VectorsOut(msgspec.Struct, frozen=True, kw_only=True):
+    """The version of the vectors that is served, and the one that a rollback would serve."""
+
+    version: str
+    num_users: int
+    num_items: int
+    num_bytes: int
+    age_s: float
+    previous: str | None
+
+
 class EventsOut(msgspec.Struct, frozen=True, kw_only=True):
     """How many events the store now keeps for the user."""
 
@@ -204,12 +240,12 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True):
     request_id: str
 
 
-B = TypeVar("B", SignalBody, RankBody, GenerateBody, CatalogueItemsBody, EventsBody)
+B = TypeVar("B", SignalBody, RankBody, GenerateBody, MatchBody, CatalogueItemsBody, EventsBody)
 
 JSON, MSGPACK = "application/json", "application/msgpack"
 _DECODERS: dict[tuple[type[Any], str], Any] = {
     (cls, media): codec.Decoder(cls)
-    for cls in (SignalBody, RankBody, GenerateBody, CatalogueItemsBody, EventsBody)
+    for cls in (SignalBody, RankBody, GenerateBody, MatchBody, CatalogueItemsBody, EventsBody)
     for media, codec in ((JSON, msgspec.json), (MSGPACK, msgspec.msgpack))
 }
 _ENCODERS: dict[str, Callable[[Any], bytes]] = {
@@ -359,6 +395,22 @@ def catalogue_change(body: CatalogueItemsBody, config: ServerConfig) -> Catalogu
     )
 
 
+def match_request(body: MatchBody, config: ServerConfig) -> MatchRequest:
+    """The noun of a match."""
+
+    def ids(values: list[int] | bytes | None, field: str) -> npt.NDArray[Any] | None:
+        return None if values is None else column(values, field, "<i8", config.max_candidates)
+
+    return MatchRequest(
+        user=body.user,
+        num_items=body.num_items,
+        exclude_seen=body.exclude_seen,
+        allow_items=ids(body.allow_items, "allow_items"),
+        deny_items=ids(body.deny_items, "deny_items"),
+        vectors_version=body.vectors_version,
+    )
+
+
 # ---- nouns -> answers
 
 
@@ -420,6 +472,25 @@ def generate_out(answer: GenerateAnswer, request_id: str, media: str) -> Generat
         history=_history_out(answer.history),
         stages_s=answer.stages_s,
     )
+
+
+def match_out(answer: MatchAnswer, request_id: str, media: str) -> MatchOut:
+    """The answer of a match; in msgpack items are raw int64, scores float32, little-endian."""
+    is_raw = media == MSGPACK
+    return MatchOut(
+        request_id=request_id,
+        vectors_version=answer.vectors_version,
+        basis=answer.basis.value,
+        status=answer.status,
+        items=answer.item_ids.astype("<i8").tobytes() if is_raw else answer.item_ids.tolist(),
+        scores=answer.scores.astype("<f4").tobytes() if is_raw else answer.scores.tolist(),
+        stages_s=answer.stages_s,
+    )
+
+
+def vectors_out(info: VectorsInfo) -> VectorsOut:
+    """The state of the vectors."""
+    return VectorsOut(**asdict(info))
 
 
 def catalogue_out(info: CatalogueInfo) -> CatalogueOut:

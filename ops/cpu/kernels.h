@@ -9,7 +9,7 @@
 
 #include "hstu_call.h"
 
-#define NPU_GR_ABI 3  // raise it with every change of this table; native.py has the same number
+#define NPU_GR_ABI 4  // raise it with every change of this table; native.py has the same number
 
 extern "C" {
 
@@ -59,6 +59,29 @@ struct HeadJob {
   float *values;               // out: [sum of degree]
 };
 
+// Softmax attention of beams; see Backend.beam_attention. All tensors are of `element`, and contiguous.
+struct BeamJob {
+  const void *q;  // [num_rows, num_heads, head_dim]
+  int64_t element;
+  int64_t num_rows;
+  int64_t num_heads;
+  int64_t num_kv_heads;
+  int64_t head_dim;
+  float scale;
+  int64_t num_slabs;  // of the prefix, in token order
+  const void *const *slab_keys;
+  const void *const *slab_values;  // each [tokens, num_kv_heads, head_dim]
+  const int64_t *slab_tokens;
+  int64_t num_slots;       // of each beam's own tokens that are valid
+  const void *own_keys;    // [holders, slots, num_kv_heads, head_dim]
+  const void *own_values;
+  int64_t own_row_stride;
+  const int64_t *ancestry;  // [num_slots, num_rows] holder of each slot; null: the row itself
+  int64_t ancestry_stride;
+  void *out;  // as q
+  void *workspace;  // beam_attention_bytes of it, aligned to 64
+};
+
 struct Kernels {
   int64_t num_bytes;  // of this table; native.py compares it with its own
   int64_t abi;
@@ -73,6 +96,12 @@ struct Kernels {
   int64_t probe_flops_f32;
   int64_t probe_flops_bf16;
 
+  int64_t (*beam_topk_bytes)(int64_t num_rows, int64_t num_columns, int64_t width);  // of workspace
+  void (*gathered_head)(const HeadJob *job);
+  int64_t (*beam_topk)(const TopkJob *job);  // how many were selected; -1: a logit is not a number
+  int64_t (*beam_attention_bytes)(const BeamJob *job);  // of workspace
+  void (*beam_attention)(const BeamJob *job);
+
   // HSTU attention and its keys and values in tiles: hstu_call.h
   int64_t (*hstu_scratch_bytes)(const Hstu *, int64_t is_causal);
   void (*hstu_causal)(const Hstu *);
@@ -80,9 +109,6 @@ struct Kernels {
   void (*pack_kv)(const Pack *);
   int64_t (*affine_scratch_bytes)(const Affine *);
   void (*affine)(const Affine *);
-  int64_t (*beam_topk_bytes)(int64_t num_rows, int64_t num_columns, int64_t width);  // of workspace
-  void (*gathered_head)(const HeadJob *job);
-  int64_t (*beam_topk)(const TopkJob *job);  // how many were selected; -1: a logit is not a number
 };
 
 // The table of an instruction set; "" = the best that this CPU has. Null: unknown, not compiled in, or the CPU lacks it.

@@ -4,10 +4,11 @@
 // the linker took from the AVX-512 file would end the process on a smaller CPU.
 #include "kernels.h"
 
+#include "head.h"
 #include "affine.h"
+#include "beam.h"
 #include "hstu.h"
 #include "pack_kv.h"
-#include "head.h"
 #include "probe.h"
 #include "topk.h"
 #include "vec.h"
@@ -24,13 +25,15 @@ const Kernels NPU_GR_TABLE = {
     .probe_read = probe_read,
     .probe_flops_f32 = kProbeFlops,
     .probe_flops_bf16 = kHasBF16Dot ? 2 * kProbeFlops : 0,
+    .beam_topk_bytes = beam_topk_bytes,
+    .gathered_head = gathered_head,
+    .beam_topk = beam_topk,
+    .beam_attention_bytes = beam::attention_bytes,
+    .beam_attention = beam::attention,
     .hstu_scratch_bytes = hstu::scratch_bytes,
     .hstu_causal = hstu::causal,
     .hstu_targets = hstu::targets,
     .pack_kv = hstu::pack_kv,
     .affine_scratch_bytes = hstu::affine_scratch_bytes,
     .affine = hstu::affine,
-    .beam_topk_bytes = beam_topk_bytes,
-    .gathered_head = gathered_head,
-    .beam_topk = beam_topk,
 };

@@ -96,11 +96,11 @@ __attribute__((noinline)) float slow_log_sum_exp(const T *x, int64_t count, floa
 // Log-sum-exp of x[0..count) * scale; the maximum of every kBlock into `block_peaks`; `next` is read after it, as long.
 //
 // Each lane sums powers of two less its own integer k, which rises with the lane's maximum: no second pass over memory.
-template <typename T>
-NPU_GR_INLINE Norm log_sum_exp(const T *x, int64_t count, float scale, F32 *block_peaks, const T *next) {
+template <bool kIsScaled, typename T>
+NPU_GR_INLINE Norm sum_exponentials(const T *x, int64_t count, float scale, F32 *block_peaks, const T *next) {
   constexpr float kLowest = -4.0e6f;  // integers down to here are counted by fp32 less kMagic
   F32 k = splat(kLowest), total{};
-  const F32 factor = splat(scale);
+  const auto scaled = [&](const T *from) { return kIsScaled ? load(from) * splat(scale) : load(from); };
   for (int64_t at = 0; at < count; at += kBlock) {
     const int64_t end = at + kBlock < count ? at + kBlock : count;
     const int64_t whole = at + (end - at) / kLanes * kLanes;
@@ -109,11 +109,11 @@ NPU_GR_INLINE Norm log_sum_exp(const T *x, int64_t count, float scale, F32 *bloc
     F32 most = splat(-kInfinity), other = most;
     int64_t i = at;
     for (; i + 2 * kLanes <= whole; i += 2 * kLanes) {
-      most = max(load(x + i) * factor, most);
-      other = max(load(x + i + kLanes) * factor, other);
+      most = max(scaled(x + i), most);
+      other = max(scaled(x + i + kLanes), other);
     }
     most = max(most, other);
-    if (i < whole) most = max(load(x + i) * factor, most);
+    if (i < whole) most = max(scaled(x + i), most);
     F32 rest = splat(-kInfinity);
     if (whole < end) {
       for (int64_t lane = 0; lane < end - whole; ++lane) rest[lane] = widen(x[whole + lane]) * scale;
@@ -128,10 +128,10 @@ NPU_GR_INLINE Norm log_sum_exp(const T *x, int64_t count, float scale, F32 *bloc
     const F32 magic_minus_k = kMagic - k, floor = (k - 125.0f) * 0.693147182f;
     F32 sums[2] = {};
     for (i = at; i + 2 * kLanes <= whole; i += 2 * kLanes) {
-      sums[0] += rough_power(load(x + i) * factor, floor, magic_minus_k);
-      sums[1] += rough_power(load(x + i + kLanes) * factor, floor, magic_minus_k);
+      sums[0] += rough_power(scaled(x + i), floor, magic_minus_k);
+      sums[1] += rough_power(scaled(x + i + kLanes), floor, magic_minus_k);
     }
-    if (i < whole) sums[0] += rough_power(load(x + i) * factor, floor, magic_minus_k);
+    if (i < whole) sums[0] += rough_power(scaled(x + i), floor, magic_minus_k);
     if (whole < end) sums[1] += rough_power(rest, floor, magic_minus_k);
     total += sums[0] + sums[1];
   }
@@ -146,6 +146,12 @@ NPU_GR_INLINE Norm log_sum_exp(const T *x, int64_t count, float scale, F32 *bloc
   if (peak == -kInfinity) return {peak, peak};
   const float norm = static_cast<float>(top * 0.6931471805599453 + log(static_cast<double>(sum)));
   return {norm > peak ? norm : peak, peak};  // so that no log-probability rounds to more than 0
+}
+
+template <typename T>
+NPU_GR_INLINE Norm log_sum_exp(const T *x, int64_t count, float scale, F32 *block_peaks, const T *next) {
+  return scale == 1.0f ? sum_exponentials<false>(x, count, scale, block_peaks, next)
+                       : sum_exponentials<true>(x, count, scale, block_peaks, next);
 }
 
 // Whether any of x[0..count) is NaN or +inf.

@@ -93,7 +93,7 @@ NPU_GR_INLINE bool any(I32 is_true) { return mask_bits(is_true) != 0; }
 
 // exp(x) for x <= 88, relative error < 3e-7; exactly 1 at 0; below -87 it stays at exp(-87); NaN stays NaN.
 // The minimax polynomial is of degree 5 on half a ln 2 either side of 0.
-NPU_GR_INLINE F32 exp(F32 x) {
+NPU_GR_INLINE F32 exponential(F32 x) {
   const F32 least = splat(-87.0f);
   x = max(least, x);  // NaN passes: it is not above
   // Adding 1.5 * 2**23 rounds to an integer, in the low bits; + 127, so that they are the exponent of 2**n.

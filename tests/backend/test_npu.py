@@ -24,7 +24,7 @@ from npu_gr.catalog.tokens import Tokens
 from npu_gr.catalog.trie import Trie
 from npu_gr.engine.beam_search import SearchOptions, Tables
 from npu_gr.engine.engine import Cached, Engine, Pass
-from npu_gr.engine.generate import Generated, Generator, Part, layout_of, make_prompt
+from npu_gr.engine.generate import Ask, Generated, Generator, Part, layout_of, make_prompt
 from npu_gr.engine.scheduler import Scheduler, SchedulerConfig, Urgency
 from npu_gr.engine.selftest import parity
 from npu_gr.errors import ConfigError
@@ -430,3 +430,33 @@ async def test_a_served_instance_ranks_as_on_the_cpu_and_exports_its_ops(
     assert 'npu_gr_backend_op_info{impl="mxrec",op="hstu_attention"} 1.0' in exported
     assert 'npu_gr_backend_fallbacks_total{op="beam_topk"} 0.0' in exported
     assert not npu.races
+
+
+def test_requests_of_one_pass_fork_their_own_rows(
+    native: None, npu: FakeRuntime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The operator takes contiguous planes alone, and rows of one request of several are not."""
+    forked = ascend_ops.beam_fork_
+
+    def picky(keys: torch.Tensor, values: torch.Tensor, parent: torch.Tensor, num_slots: int) -> None:
+        assert keys.is_contiguous()
+        assert values.is_contiguous()
+        forked(keys, values, parent, num_slots)
+
+    monkeypatch.setattr(torch.ops.npu_gr, "beam_fork_", picky)
+    decoder, trie = model(20).float(), catalogue()
+    backend = NPUBackend(npu=npu.as_npu())
+    for made in (backend, CPU):
+        generator = Generator(decoder, made, 20, 3, 1, 40)
+        arena = KVArena(layout_of(decoder, page_tokens=4), 12, torch.device("cpu"))
+        asks = []
+        for first, history in ((0, [0, 7, 21]), (6, [70, 7, 14, 28])):
+            tokens = make_prompt(trie, np.array(history), 18).tokens
+            part = Part(arena, (Run(first, 6),), len(tokens))
+            generator.encode(tokens, [], part)
+            tables = Tables.upload(trie, made.device)
+            asks.append(Ask(trie, tables, tokens, [part], SearchOptions(width=20), 10))
+        found = [each.item_ids.tolist() for each in generator.generate_all(asks)]
+        if made is backend:
+            got = found
+    assert got == found

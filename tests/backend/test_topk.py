@@ -1,4 +1,4 @@
-"""Every backend selects as the reference: any rows, ties, -inf, filters, dead beams; a NaN is an error."""
+"""Every backend selects as the reference does: any rows, ties, -inf, filters, dead beams; NaN is an error."""
 
 from __future__ import annotations
 

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from npu_gr.backend.cpu import CPUBackend
 from npu_gr.catalog.build import build_trie
+from npu_gr.catalog.filters import allow_items
 from npu_gr.catalog.trie import Codebooks, Trie
-from npu_gr.engine.beam_search import Beams, Fork, SearchOptions, Tables, search
+from npu_gr.engine.beam_search import Beams, Fork, Query, SearchOptions, Tables, search
 from npu_gr.kv.beam_arena import BeamArena
 from npu_gr.model.decoder import Decoder, DecoderConfig
 
@@ -62,7 +63,7 @@ class Prompt:
         self.kv: dict[int, tuple[Tensor, Tensor]] = {}
         self.hidden = decoder.prefill(CPU, tokens, 0, None, lambda layer, k, v: self.kv.update({layer: (k, v)}))
 
-    def search(self, trie: Trie, options: SearchOptions, allowed: Any = None, **how: Any) -> Beams:
+    def search(self, trie: Trie, options: SearchOptions, allowed: Any = None, fork: Fork = "move", **how: Any) -> Beams:
         config = self.decoder.config
         arena = BeamArena(
             num_layers=config.num_layers,
@@ -77,17 +78,18 @@ class Prompt:
             for plane in arena.slabs(layer):
                 plane.fill_(float("nan"))
         tables = Tables.upload(trie, torch.device("cpu"))
-        return search(
-            self.decoder,
-            CPU,
-            tables,
-            lambda layer: [self.kv[layer]],
-            len(self.tokens),
-            self.hidden,
-            arena,
-            options,
-            allowed,
-            **how,
+        [found] = search(self.decoder, CPU, [self.query(tables, options, allowed, **how)], arena, fork)
+        return found
+
+    def query(self, tables: Tables, options: SearchOptions, allowed: Any = None, split: bool = True) -> Query:
+        return Query(
+            tables=tables,
+            prompt=lambda layer: [self.kv[layer]],
+            num_prompt_tokens=len(self.tokens),
+            hidden=self.hidden,
+            options=options,
+            allowed=allowed,
+            split=split,
         )
 
 
@@ -227,3 +229,34 @@ def test_a_nan_in_the_weights_is_said() -> None:
         decoder.head.weight[7, 0] = float("nan")
     with pytest.raises(FloatingPointError, match="not a number"):
         Prompt(decoder, torch.tensor([1, 2])).search(catalogue(3, 4, 40), SearchOptions())
+
+
+def test_searches_that_share_rounds_find_what_each_finds_alone() -> None:
+    """Prompts of several lengths, widths 1 to 40, all ways to normalise, filters, one that is exhausted: one search."""
+    decoder, trie = model(80), catalogue(3, 20, 150)
+    tables, random = Tables.upload(trie, torch.device("cpu")), np.random.default_rng(0)
+    nothing = tuple(torch.zeros(len(codes), dtype=torch.bool) for codes in trie.token)
+    some = allow_items(trie, trie.leaf_item[:40]).valid
+    alone, queries = [], []
+    for number, width in enumerate((1, 40, 7, 12, 5, 20)):
+        prompt = Prompt(decoder, torch.from_numpy(random.integers(0, 60, 3 + 5 * number)))
+        options = SearchOptions(width=width, normalise=MODES[number % 3], temperature=1.0 + number % 2)
+        allowed = {2: tuple(map(torch.from_numpy, some)), 4: nothing}.get(number)
+        alone.append(prompt.search(trie, options, allowed))
+        queries.append(prompt.query(tables, options, allowed))
+    config = decoder.config
+    for fork in ("move", "ancestry"):
+        arena = BeamArena(
+            num_layers=config.num_layers,
+            num_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            max_beams=85,
+            num_slots=2,
+            dtype=decoder.dtype,
+            device=torch.device("cpu"),
+        )
+        together = search(decoder, CPU, queries, arena, fork)
+        assert not len(together[4].leaves)
+        for got, want in zip(together, alone, strict=True):
+            assert np.array_equal(got.leaves, want.leaves)
+            np.testing.assert_allclose(got.scores, want.scores, rtol=1e-5, atol=1e-6)

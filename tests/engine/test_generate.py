@@ -135,17 +135,21 @@ USER = UserKey("", "u")
 
 
 @asynccontextmanager
-async def relayed(num_pages: int = 40) -> AsyncIterator[tuple[Relay[Prompt], GenerateEngine, PrefixPool]]:
+async def relayed(
+    num_pages: int = 40, **config: int
+) -> AsyncIterator[tuple[Relay[Prompt], GenerateEngine, PrefixPool]]:
     decoder = model(20)
     arena = KVArena(layout_of(decoder, page_tokens=4), num_pages, CPU.device)
-    scheduler = Scheduler(SchedulerConfig())
-    engine = GenerateEngine(Generator(decoder, CPU, 20, 3), scheduler, arena)
-    config = RelayConfig(degrade=False)
-    pool = PrefixPool(arena, num_pages * arena.layout.page_bytes, config.t_life_s, time.monotonic)
+    limits = SchedulerConfig(**config)
+    scheduler = Scheduler(limits)
+    generator = Generator(decoder, CPU, 20, 3, limits.streams, 20 * limits.max_batch_requests)
+    engine = GenerateEngine(generator, scheduler, arena)
+    relaying = RelayConfig(degrade=False)
+    pool = PrefixPool(arena, num_pages * arena.layout.page_bytes, relaying.t_life_s, time.monotonic)
     dram = DramStore(
         KVArena(arena.layout, num_pages, CPU.device), ttl_s=60.0, ttl_jitter_ratio=0.0, seed=0, clock=time.monotonic
     )
-    relay = Relay(config, TriggerConfig(min_prefix_tokens=3, policy="always"), engine, pool, dram, "v1")
+    relay = Relay(relaying, TriggerConfig(min_prefix_tokens=3, policy="always"), engine, pool, dram, "v1")
     scheduler.start()
     try:
         yield relay, engine, pool
@@ -206,6 +210,25 @@ async def test_every_way_to_the_prompt_gives_the_cold_items() -> None:
         assert lease.outcome in (Outcome.JOINED, Outcome.HBM_HIT)
         same(got, cold)
         pool.check()
+
+
+@pytest.mark.parametrize("limits", [{"max_batch_requests": 4}, {"streams": 3, "max_batch_requests": 2}], ids=str)
+async def test_many_at_once_find_what_each_finds_alone(limits: dict[str, int]) -> None:
+    """Batches and streams: prompts of several lengths, some kept, some in scratch pages, mixed."""
+    trie, random = catalogue(), np.random.default_rng(0)
+    histories = [random.choice(trie.leaf_item, 2 + number % 7).tolist() for number in range(16)]
+    alone = [run(made(), trie, history, longest=60) for history in histories]
+    sizes = list[int]()
+    async with relayed(20, **limits) as (relay, engine, pool):
+        engine.scheduler.on_batch = lambda size, *_: sizes.append(size)
+        asks = [ask(relay, engine, trie, make_prompt(trie, np.array(history), 60)) for history in histories]
+        for (_, got), want in zip(await asyncio.gather(*asks), alone, strict=True):
+            assert np.array_equal(got.item_ids, want.item_ids)
+            np.testing.assert_allclose(got.scores, want.scores, rtol=1e-5)
+        await relay.settled()
+        pool.check()
+    assert sum(sizes) == 16
+    assert max(sizes) > 1
 
 
 async def test_the_warm_up_fits_a_cost() -> None:

@@ -10,7 +10,7 @@ import pytest
 import yaml
 from prometheus_client import CollectorRegistry, generate_latest
 
-from npu_gr.config import from_table
+from npu_gr.config import SLOConfig, from_table
 from npu_gr.metrics.catalogue import Metrics
 from npu_gr.router.config import RouterConfig
 from npu_gr.router.discovery import InstancesFile
@@ -63,7 +63,7 @@ def test_the_configurations_inside_are_valid_and_agree() -> None:
 
 
 def test_the_autoscaler_reads_metrics_that_exist() -> None:
-    metrics = Metrics(CollectorRegistry(), {"rank": 0.05, "signal": 0.02})
+    metrics = Metrics(CollectorRegistry(), SLOConfig().objectives())
     text = generate_latest(metrics.registry).decode()
     rule = named("PrometheusRule", "npu-gr-autoscale")["spec"]["groups"][0]["rules"][0]
     assert "# TYPE npu_gr_rank_duration_seconds histogram" in text

@@ -11,13 +11,17 @@ import torch
 from npu_gr.backend.base import Backend
 from npu_gr.backend.reference import ReferenceBackend
 from npu_gr.model import hf
-from npu_gr.model.decoder import Decoder, DecoderConfig
+from npu_gr.model.decoder import BeamStep, Decoder, DecoderConfig, UnsharedKV
 from tests.decoders import VARIANTS, Prefix, Slots, hf_logits, prefilled, prompt, saved
 from tests.models import CPU
 
 REFERENCE = ReferenceBackend()
 every_variant = pytest.mark.parametrize("variant", VARIANTS.values(), ids=list(VARIANTS))
 STEPS = [(7, None), (13, None), (13, [0, 0, 3, 5, 5, 5, 6, 9, 9, 10, 12, 12, 12]), (5, [2, 12, 0, 7, 7])]
+
+
+def step_of(own: torch.Tensor, position: int, prefix: Prefix, unshared: UnsharedKV, split: bool = True) -> BeamStep:
+    return BeamStep(tokens=own, position=position, shared=prefix.slabs, unshared=unshared, split=split)
 
 
 def largest(difference: torch.Tensor) -> float:
@@ -89,7 +93,7 @@ def beam_logits(
         if layout == "in place":
             slots.fork_(chosen, step)
         unshared = slots.at(step, ancestry if layout == "ancestry" else None)
-        hidden = model.decode(backend, own, len(tokens) + step, prefix.slabs, unshared, split)
+        hidden = model.decode(backend, [step_of(own, len(tokens) + step, prefix, unshared, split)])
         got.append(model.logits(hidden))
         want.append(hf_logits(theirs, sequences)[:, -1])
     return torch.cat(got), torch.cat(want)
@@ -119,7 +123,7 @@ def test_a_token_range_is_a_slice_of_the_logits(tmp_path: Path, variant: dict[st
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_half_precision_stays_near(tmp_path: Path, dtype: torch.dtype) -> None:
-    """KV in the model's dtype, logits in fp32, within a few roundings of the fp32 model of the same weights."""
+    """KV and logits in the model's dtype, within a few roundings of the fp32 model of the same weights."""
     saved(tmp_path, **VARIANTS["qwen3 g2 tied"])
     model, tokens = hf.load(tmp_path, dtype), prompt(64)
     exact = hf.load(tmp_path, dtype).float()
@@ -127,13 +131,13 @@ def test_half_precision_stays_near(tmp_path: Path, dtype: torch.dtype) -> None:
     _, want = prefilled(exact, tokens)
     assert prefix.layers[0][0].dtype == dtype
     got, wanted = model.logits(hidden), exact.logits(want)
-    assert got.dtype == torch.float32
+    assert got.dtype == dtype
     assert largest(got - wanted) <= 0.1 * float(wanted.std())
     slots, sharp = Slots(model, 5, 1), Slots(exact, 5, 1)
     exact_prefix, _ = prefilled(exact, tokens)
     own = prompt(5, seed=3)
-    got = model.logits(model.decode(CPU, own, 64, prefix.slabs, slots.at(0)))
-    wanted = exact.logits(exact.decode(CPU, own, 64, exact_prefix.slabs, sharp.at(0)))
+    got = model.logits(model.decode(CPU, [step_of(own, 64, prefix, slots.at(0))]))
+    wanted = exact.logits(exact.decode(CPU, [step_of(own, 64, exact_prefix, sharp.at(0))]))
     assert largest(got - wanted) <= 0.1 * float(wanted.std())
 
 
@@ -143,7 +147,7 @@ def test_decode_writes_its_slot_alone(tmp_path: Path) -> None:
     prefix, _ = prefilled(model, tokens)
     slots = Slots(model, num_rows=6, num_slots=3)
     slots.planes[:, :, :, 0] = 0.5
-    model.decode(CPU, prompt(4), 12, prefix.slabs, slots.at(1))
+    model.decode(CPU, [step_of(prompt(4), 12, prefix, slots.at(1))])
     assert slots.planes[:, :, :4, 1].isfinite().all()
     assert slots.planes[:, :, 4:, 1].isnan().all()
     assert slots.planes[:, :, :, 2].isnan().all()
@@ -158,7 +162,7 @@ def test_beams_without_a_prompt_see_their_own_tokens(tmp_path: Path) -> None:
         none = torch.empty(0, model.config.num_kv_heads, model.config.head_dim)
         empty.write(layer, none, none)
     for split in (True, False):
-        hidden = model.decode(CPU, own, 0, empty.slabs, slots.at(0), split)
+        hidden = model.decode(CPU, [step_of(own, 0, empty, slots.at(0), split)])
         assert largest(model.logits(hidden) - hf_logits(theirs, own[:, None])[:, 0]) <= 1e-4
 
 

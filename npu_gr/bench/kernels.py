@@ -1,0 +1,52 @@
+"""`npu-gr bench kernels`: the roofs of this CPU, then each native kernel against them and against torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Literal
+
+from npu_gr.backend.native import Native, NativeError, load
+from npu_gr.bench import kernels_hstu, kernels_topk
+from npu_gr.bench.line import Line
+from npu_gr.bench.roofs import measure
+from npu_gr.errors import ConfigError
+
+Part = Literal["roofs", "topk", "hstu"]
+PARTS: tuple[Part, ...] = ("roofs", "topk", "hstu")
+
+
+def lines(isa: str, seed: int, budget_s: float, parts: tuple[Part, ...] = PARTS) -> Iterator[Line]:
+    """One line a case; `isa` as in `native.load`, about `budget_s` a case.
+
+    Raises:
+        ConfigError: there are no kernels here.
+    """
+    try:
+        native = load(isa)
+    except NativeError as error:
+        raise ConfigError(f"bench kernels: {error}") from error
+    if "roofs" in parts:
+        yield from _roofs(native)
+    if "topk" in parts:
+        yield from kernels_topk.lines(native, seed, max(1, round(5 * budget_s)))
+    if "hstu" in parts:
+        yield from kernels_hstu.lines(isa, seed, budget_s)
+
+
+def _roofs(native: Native) -> Iterator[Line]:
+    roofs = measure(native)
+    found = [("memory read", roofs.read_bytes_s, "GB/s"), ("fp32 multiply-add", roofs.f32_flops, "GFLOP/s")]
+    if roofs.bf16_flops:
+        found.append(("bf16 multiply-add", roofs.bf16_flops, "GFLOP/s"))
+    for name, value, unit in found:
+        yield Line(
+            bench="kernels",
+            case=f"roof: {name}, one core {native.isa}",
+            ours=value / 1e9,
+            unit=unit,
+            baseline="itself",
+            baseline_value=value / 1e9,
+            ratio=1.0,
+            target=None,
+            ok=None,
+        )

@@ -1,0 +1,193 @@
+"""What matching serves: a folder with `vectors.safetensors` and `manifest.json`, written whole or not at all.
+
+The manifest names the version, which is the digest of the tensors' file; another file beside it is refused.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import xxhash
+from safetensors import SafetensorError
+from safetensors.numpy import load_file, save_file
+
+from npu_gr.errors import DataError
+from npu_gr.matching.domains import Domains, MatchData
+from npu_gr.matching.train import Result
+from npu_gr.request import F32, I64
+
+FORMAT = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Vectors:
+    """Of one target domain. U = users, I = items, d = dimension."""
+
+    user_names: list[str]  # [U], each once
+    item_ids: I64  # [I] external ids, rising
+    users: F32  # [U, d]; of users without target history these mean nothing
+    items: F32  # [I, d]
+    in_target: npt.NDArray[np.bool_]  # [U] whether the user has target history
+    in_source: npt.NDArray[np.bool_]  # [U]
+    source_users: F32 | None  # [U, d]; None: there is no bridge
+    bridge_items: F32 | None  # [I, d] what source vectors are scored against
+    popularity: I64  # [I] target edges of each item
+    seen_starts: I64  # [U + 1] where each user's items begin in
+    seen_items: npt.NDArray[np.int32]  # item rows of the target's edges
+    figures: dict[str, float]  # what training measured
+    version: str = ""  # made when saved
+
+
+class _Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    format: int
+    version: str  # xxh3-128 of vectors.safetensors
+    num_bytes: int
+    num_users: int
+    num_items: int
+    dim: int
+    checksums: dict[str, str]  # xxh3-64 of each tensor's bytes
+    figures: dict[str, float] = {}
+
+
+def export(domains: Domains, data: MatchData, result: Result, figures: dict[str, float]) -> Vectors:
+    """A training's result with the names and histories that serving needs; every known target edge counts as seen."""
+    target = domains.target
+    is_bridged = result.source_users is not None and result.bridge_items is not None
+    order = np.argsort(target.users, kind="stable")
+    return Vectors(
+        user_names=domains.user_names,
+        item_ids=domains.target_ids,
+        users=result.users.numpy(),
+        items=result.items.numpy(),
+        in_target=data.target.degrees()[0] > 0,
+        in_source=data.source.degrees()[0] > 0,
+        source_users=result.source_users.numpy() if result.source_users is not None and is_bridged else None,
+        bridge_items=result.bridge_items.numpy() if result.bridge_items is not None and is_bridged else None,
+        popularity=target.degrees()[1],
+        seen_starts=np.searchsorted(target.users[order], np.arange(target.num_users + 1)),
+        seen_items=target.items[order].astype(np.int32),
+        figures=figures,
+    )
+
+
+def save(vectors: Vectors, folder: Path) -> str:
+    """Write them; the version they got.
+
+    Raises:
+        DataError: the folder cannot be written.
+    """
+    names = [name.encode() for name in vectors.user_names]
+    tensors: dict[str, npt.NDArray[np.generic]] = {
+        "user_names": np.frombuffer(b"".join(names), np.uint8),
+        "user_name_ends": np.cumsum([len(name) for name in names], dtype=np.int64),
+        "item_ids": vectors.item_ids,
+        "users": vectors.users,
+        "items": vectors.items,
+        "in_target": vectors.in_target,
+        "in_source": vectors.in_source,
+        "popularity": vectors.popularity,
+        "seen_starts": vectors.seen_starts,
+        "seen_items": vectors.seen_items,
+    }
+    if vectors.source_users is not None and vectors.bridge_items is not None:
+        tensors |= {"source_users": vectors.source_users, "bridge_items": vectors.bridge_items}
+    tensors = {name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()}
+    path, manifest = folder / "vectors.safetensors", folder / "manifest.json"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        save_file(tensors, path.with_suffix(".tmp"))
+        about = _Manifest(
+            format=FORMAT,
+            version=_digest(path.with_suffix(".tmp")),
+            num_bytes=path.with_suffix(".tmp").stat().st_size,
+            num_users=len(names),
+            num_items=len(vectors.item_ids),
+            dim=vectors.items.shape[1],
+            checksums={name: xxhash.xxh3_64_hexdigest(tensor.tobytes()) for name, tensor in tensors.items()},
+            figures=vectors.figures,
+        )
+        text = msgspec.json.format(msgspec.json.encode(about), indent=2) + b"\n"
+        manifest.with_suffix(".json.tmp").write_bytes(text)
+        os.replace(path.with_suffix(".tmp"), path)
+        os.replace(manifest.with_suffix(".json.tmp"), manifest)
+    except (OSError, SafetensorError) as error:
+        raise DataError(f"{folder}: cannot be written: {error}") from error
+    return about.version
+
+
+def load(folder: Path) -> Vectors:
+    """Read and check them.
+
+    Raises:
+        DataError: a file is missing, damaged, of another version or does not fit its manifest.
+    """
+    path, manifest = folder / "vectors.safetensors", folder / "manifest.json"
+    try:
+        about = msgspec.json.decode(manifest.read_bytes(), type=_Manifest)
+        if about.format != FORMAT:
+            raise DataError(f"{manifest}: format {about.format}, this version reads {FORMAT}")
+        if _digest(path) != about.version:
+            raise DataError(f"{path}: not the file that manifest.json names")
+        tensors = load_file(path)
+        names = tensors["user_names"].tobytes()
+        ends = [0, *tensors["user_name_ends"].tolist()]
+        vectors = Vectors(
+            user_names=[names[start:end].decode() for start, end in pairwise(ends)],
+            item_ids=tensors["item_ids"],
+            users=tensors["users"].astype(np.float32, copy=False),
+            items=tensors["items"].astype(np.float32, copy=False),
+            in_target=tensors["in_target"],
+            in_source=tensors["in_source"],
+            source_users=tensors.get("source_users"),
+            bridge_items=tensors.get("bridge_items"),
+            popularity=tensors["popularity"],
+            seen_starts=tensors["seen_starts"],
+            seen_items=tensors["seen_items"],
+            figures=about.figures,
+            version=about.version,
+        )
+    except OSError as error:
+        raise DataError(f"{folder}: {error.strerror}: {error.filename}") from error
+    except (msgspec.MsgspecError, SafetensorError, UnicodeDecodeError) as error:
+        raise DataError(f"{folder}: {error}") from error
+    except KeyError as error:
+        raise DataError(f"{path}: no tensor {error}") from error
+    _check(vectors, path)
+    return vectors
+
+
+def _check(vectors: Vectors, path: Path) -> None:
+    num_users, num_items, dim = len(vectors.user_names), len(vectors.item_ids), vectors.items.shape[-1]
+    shapes = {
+        "users": (vectors.users, (num_users, dim)),
+        "items": (vectors.items, (num_items, dim)),
+        "source_users": (vectors.source_users, (num_users, dim)),
+        "bridge_items": (vectors.bridge_items, (num_items, dim)),
+        "in_target": (vectors.in_target, (num_users,)),
+        "in_source": (vectors.in_source, (num_users,)),
+        "popularity": (vectors.popularity, (num_items,)),
+        "seen_starts": (vectors.seen_starts, (num_users + 1,)),
+    }
+    for name, (tensor, shape) in shapes.items():
+        if tensor is not None and tensor.shape != shape:
+            raise DataError(f"{path}: {name} is {tensor.shape}, not {shape}")
+    if num_items == 0 or (np.diff(vectors.item_ids) <= 0).any():
+        raise DataError(f"{path}: item_ids must rise, and there must be one")
+    for name in ("users", "items", "source_users", "bridge_items"):
+        tensor = getattr(vectors, name)
+        if tensor is not None and not np.isfinite(tensor).all():
+            raise DataError(f"{path}: {name} has a value that is not finite")
+
+
+def _digest(path: Path) -> str:
+    state = xxhash.xxh3_128()
+    with path.open("rb") as file:
+        while block := file.read(1 << 22):
+            state.update(block)
+    return state.hexdigest()

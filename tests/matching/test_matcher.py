@@ -1,0 +1,134 @@
+"""Who is served by what, filters before the top-k, and the files that it comes from."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import fields
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from npu_gr.errors import DataError
+from npu_gr.matching.matcher import Matcher
+from npu_gr.matching.vectors import load, save
+from npu_gr.request import I64, Basis
+from tests.matching.vectors import COLD, FIRST_ID, KNOWN, make_vectors
+
+VECTORS = make_vectors()
+MATCHER = Matcher(VECTORS, "exact", torch.device("cpu"))
+
+
+def brute(scores: np.ndarray[tuple[int], np.dtype[np.float32]], off: set[int], k: int) -> list[int]:
+    return sorted((row for row in range(len(scores)) if row not in off), key=lambda row: (-scores[row], row))[:k]
+
+
+def ids(*rows: int) -> I64:
+    return np.array([row * 2 + FIRST_ID for row in rows], np.int64)
+
+
+@pytest.mark.parametrize(
+    ("user", "basis"),
+    [(KNOWN, Basis.TARGET), (COLD, Basis.SOURCE), ("nobody's", Basis.POPULARITY), ("stranger", Basis.POPULARITY)],
+)
+@pytest.mark.parametrize("allow", [None, ids(1, 2, 3, 11, 12, 30)])
+@pytest.mark.parametrize("deny", [None, ids(2, 4, 30)])
+def test_each_user_is_served_as_the_page_says(user: str, basis: Basis, allow: I64 | None, deny: I64 | None) -> None:
+    scores = {
+        Basis.TARGET: VECTORS.items @ VECTORS.users[0],
+        Basis.SOURCE: VECTORS.bridge_items @ VECTORS.source_users[1],  # type: ignore[operator]
+        Basis.POPULARITY: VECTORS.popularity.astype(np.float32),
+    }[basis]
+    off = {1, 5, 7} if user == KNOWN else set()
+    off |= set() if deny is None else {2, 4, 30}
+    off |= set() if allow is None else set(range(40)) - {1, 2, 3, 11, 12, 30}
+    search = MATCHER.search_for(user, 10, True, allow, deny)
+    (found,) = MATCHER.run([search])
+    assert search.basis is basis
+    assert found.items.tolist() == brute(scores, off, 10)
+    assert found.scores.tolist() == scores[found.items].tolist()
+
+
+def test_what_was_seen_may_come_again_if_asked_for() -> None:
+    (found,) = MATCHER.run([MATCHER.search_for(KNOWN, 40, False, None, None)])
+    assert sorted(found.items.tolist()) == list(range(40))
+
+
+def test_unknown_ids_in_filters_count_for_nothing() -> None:
+    strange = np.array([-5, FIRST_ID + 1, 10**12], np.int64)
+    assert MATCHER.rows(strange).tolist() == []
+    (found,) = MATCHER.run([MATCHER.search_for(KNOWN, 5, True, strange, None)])
+    assert len(found.items) == 0
+    plain, denied = MATCHER.run([MATCHER.search_for(KNOWN, 5, True, None, deny) for deny in (None, strange)])
+    assert plain.items.tolist() == denied.items.tolist()
+
+
+def test_many_at_once_are_each_as_alone() -> None:
+    searches = [
+        MATCHER.search_for(user, k, k % 2 == 0, allow, deny)
+        for user in (KNOWN, COLD, "stranger")
+        for k in (1, 4, 40, 60)
+        for allow in (None, ids(0, 9, 20))
+        for deny in (None, ids(9, 11))
+    ]
+    for search, together in zip(searches, MATCHER.run(searches), strict=True):
+        (alone,) = MATCHER.run([search])
+        assert alone.items.tolist() == together.items.tolist()
+
+
+def test_without_a_bridge_a_cold_user_gets_popularity() -> None:
+    matcher = Matcher(make_vectors(source_users=None, bridge_items=None), "exact", torch.device("cpu"))
+    assert matcher.search_for(COLD, 3, True, None, None).basis is Basis.POPULARITY
+
+
+def test_a_folder_gives_back_what_was_saved(tmp_path: Path) -> None:
+    version = save(VECTORS, tmp_path)
+    again = load(tmp_path)
+    assert again.version == version
+    for field in fields(VECTORS):
+        if field.name != "version":
+            want, got = getattr(VECTORS, field.name), getattr(again, field.name)
+            assert np.array_equal(want, got) if isinstance(want, np.ndarray) else want == got
+    assert save(VECTORS, tmp_path / "again") == version
+    assert save(make_vectors(seed=1), tmp_path / "other") != version
+
+
+@pytest.mark.parametrize(
+    ("damage", "says"),
+    [
+        (lambda folder: (folder / "vectors.safetensors").unlink(), "No such file"),
+        (lambda folder: (folder / "manifest.json").write_text("{"), "truncated"),
+        (lambda folder: flip(folder / "vectors.safetensors"), "not the file that manifest.json names"),
+        (lambda folder: edit(folder / "manifest.json", format=2), "format 2, this version reads 1"),
+    ],
+)
+def test_a_damaged_folder_is_refused(damage: object, says: str, tmp_path: Path) -> None:
+    save(VECTORS, tmp_path)
+    damage(tmp_path)  # type: ignore[operator]
+    with pytest.raises(DataError, match=says):
+        load(tmp_path)
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-3] ^= 1
+    path.write_bytes(bytes(data))
+
+
+def edit(path: Path, **changes: object) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"users": np.zeros((3, 7), np.float32)}, "users is"),
+        ({"items": np.full((40, 8), np.nan, np.float32)}, "not finite"),
+        ({"item_ids": np.zeros(40, np.int64)}, "item_ids must rise"),
+    ],
+)
+def test_vectors_that_do_not_fit_are_refused(change: dict[str, object], says: str, tmp_path: Path) -> None:
+    save(make_vectors(**change), tmp_path)
+    with pytest.raises(DataError, match=says):
+        load(tmp_path)

@@ -1,0 +1,35 @@
+"""Small vectors to serve: who has which history, and seeded numbers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from npu_gr.matching.vectors import Vectors
+
+FIRST_ID = 100  # external ids are rows x 2 + this
+KNOWN, COLD = "known", "cold"  # users: with target history; with source history only
+
+
+def make_vectors(num_items: int = 40, seed: int = 0, **changes: Any) -> Vectors:
+    random = np.random.default_rng(seed)
+
+    def rows(n: int) -> np.ndarray[Any, np.dtype[np.float32]]:
+        return random.integers(-3, 4, (n, 8)).astype(np.float32)
+
+    fields: dict[str, Any] = {
+        "user_names": [KNOWN, COLD, "nobody's"],
+        "item_ids": np.arange(num_items, dtype=np.int64) * 2 + FIRST_ID,
+        "users": rows(3),
+        "items": rows(num_items),
+        "in_target": np.array([True, False, False]),
+        "in_source": np.array([True, True, False]),
+        "source_users": rows(3),
+        "bridge_items": rows(num_items),
+        "popularity": random.integers(0, 9, num_items),
+        "seen_starts": np.array([0, 3, 3, 3]),
+        "seen_items": np.array([1, 5, 7], np.int32),
+        "figures": {"hit_50": 0.1},
+    }
+    return Vectors(**fields | changes)

@@ -1,0 +1,203 @@
+"""POST /v1/match against a real instance: bases, filters, batches, versions under load, bad input, overload."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from aiohttp.test_utils import TestClient
+
+from npu_gr.errors import ConfigError
+from npu_gr.matching.topk import top_k
+from npu_gr.matching.vectors import save
+from tests.matching.vectors import COLD, FIRST_ID, KNOWN, make_vectors
+from tests.serving import serving
+
+Client = TestClient[Any, Any]
+
+
+def section(folder: Path, **changes: Any) -> dict[str, Any]:
+    if not (folder / "vectors").exists():
+        save(make_vectors(), folder / "vectors")
+    return {"vectors": str(folder / "vectors"), **changes}
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    async with asyncio.timeout(10):
+        while not holds():  # noqa: ASYNC110  (what is awaited has no event)
+            await asyncio.sleep(0.01)
+
+
+async def post(client: Client, path: str, body: object = None, **headers: str) -> tuple[int, dict[str, Any]]:
+    async with client.post(path, json=body, headers=headers) as response:
+        return response.status, await response.json()
+
+
+async def match(client: Client, **body: Any) -> dict[str, Any]:
+    status, answer = await post(client, "/v1/match", {"user_id": KNOWN, **body})
+    assert status == 200, answer
+    return answer
+
+
+async def test_every_kind_of_user_is_answered_and_the_answer_says_how(tmp_path: Path) -> None:
+    vectors = make_vectors()
+    async with serving(tmp_path, match=section(tmp_path)) as (client, _):
+        for user, basis in ((KNOWN, "target"), (COLD, "source"), ("stranger", "popularity")):
+            answer = await match(client, user_id=user, num_items=7, exclude_seen=False)
+            assert (answer["basis"], answer["status"]) == (basis, "complete")
+            assert answer["scores"] == sorted(answer["scores"], reverse=True)
+        answer = await match(client, num_items=7)
+        scores = vectors.items @ vectors.users[0]
+        scores[[1, 5, 7]] = -np.inf
+        assert answer["items"] == (np.argsort(-scores, kind="stable")[:7] * 2 + FIRST_ID).tolist()
+        assert set(answer["stages_s"]) == {"queue", "device"}
+        text = await (await client.get("/metrics")).text()
+        assert 'npu_gr_match_duration_seconds_count{basis="source"} 1.0' in text
+        assert "npu_gr_matched_items_total 28.0" in text
+
+
+async def test_filters_and_exhaustion(tmp_path: Path) -> None:
+    async with serving(tmp_path, match=section(tmp_path)) as (client, _):
+        every = await match(client, num_items=100)
+        assert every["status"] == "exhausted"
+        assert len(every["items"]) == 37
+        denied = await match(client, num_items=5, deny_items=every["items"][:3])
+        assert denied["items"] == every["items"][3:8]
+        allowed = await match(client, num_items=5, allow_items=[*every["items"][-2:], 1])
+        assert allowed["items"] == every["items"][-2:]
+        nothing = await match(client, allow_items=[])
+        assert (nothing["items"], nothing["status"]) == ([], "exhausted")
+
+
+async def test_msgpack_carries_raw_columns(tmp_path: Path) -> None:
+    async with serving(tmp_path, match=section(tmp_path)) as (client, _):
+        plain = await match(client, num_items=6)
+        headers = {"Content-Type": "application/msgpack", "Accept": "application/msgpack"}
+        body = {"user_id": KNOWN, "num_items": 6, "deny_items": np.array([1], "<i8").tobytes()}
+        async with client.post("/v1/match", data=msgspec.msgpack.encode(body), headers=headers) as response:
+            answer = msgspec.msgpack.decode(await response.read())
+        assert np.frombuffer(answer["items"], "<i8").tolist() == plain["items"]
+        assert np.frombuffer(answer["scores"], "<f4").tolist() == plain["scores"]
+
+
+@pytest.mark.parametrize(
+    ("change", "status", "detail"),
+    [
+        ({"num_items": 0}, 422, "num_items: Expected `int` >= 1"),
+        ({"num_items": 1001}, 422, "num_items: 1001, the limit is 1000"),
+        ({"vectors_version": "x"}, 404, "vectors_version: 'x' is not served"),
+        ({"deny_items": list(range(20_000))}, 413, "deny_items: 20000 entries"),
+        ({"denyitems": [1]}, 422, "unknown field denyitems; did you mean deny_items?"),
+    ],
+)
+async def test_bad_requests_are_named(change: dict[str, Any], status: int, detail: str, tmp_path: Path) -> None:
+    async with serving(tmp_path, match=section(tmp_path)) as (client, _):
+        got, answer = await post(client, "/v1/match", {"user_id": KNOWN, **change})
+        assert got == status
+        assert detail in answer["detail"]
+
+
+async def test_an_instance_without_vectors_says_so(tmp_path: Path) -> None:
+    async with serving(tmp_path) as (client, _):
+        assert (await post(client, "/v1/match", {"user_id": "u"}))[0] == 404
+        assert (await post(client, "/v1/match/reload"))[0] == 404
+
+
+async def test_vectors_that_cannot_be_read_stop_the_start(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"match\.vectors: .*No such file"):
+        async with serving(tmp_path, match={"vectors": str(tmp_path / "none")}):
+            pass
+
+
+async def test_what_waits_shares_a_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[int] = []
+
+    def slow(queries: Any, *rest: Any) -> Any:
+        sizes.append(len(queries))
+        return top_k(queries, *rest)
+
+    monkeypatch.setattr("npu_gr.matching.index.top_k", slow)
+    async with serving(tmp_path, match=section(tmp_path, max_batch_requests=16)) as (client, service):
+        alone = await match(client, num_items=9)
+        held = asyncio.Event()
+        loop = asyncio.get_running_loop()
+
+        def hold() -> None:
+            asyncio.run_coroutine_threadsafe(held.wait(), loop).result()
+
+        blocker = asyncio.create_task(service._scheduler.call(hold, float("inf"), order_s=0.0))
+        await asyncio.sleep(0.05)
+        asked = [asyncio.create_task(match(client, num_items=9)) for _ in range(24)]
+        await until(lambda: len(service.matching._waiting) >= 20)
+        held.set()
+        answers = await asyncio.gather(*asked)
+        await blocker
+        assert {tuple(answer["items"]) for answer in answers} == {tuple(alone["items"])}
+        assert sum(sizes) == 25
+        assert max(sizes) == 16
+
+
+async def test_versions_swap_and_roll_back_under_load(tmp_path: Path) -> None:
+    config = section(tmp_path)
+    answers: list[dict[str, Any]] = []
+    async with serving(tmp_path, match=config) as (client, _):
+
+        async def load() -> None:
+            while True:
+                answers.append(await match(client, num_items=5))
+
+        tasks = [asyncio.create_task(load()) for _ in range(4)]
+        async with client.get("/v1/match/vectors") as response:
+            first = (await response.json())["version"]
+        assert (await post(client, "/v1/match/rollback"))[0] == 422
+        await asyncio.to_thread(save, make_vectors(seed=1), Path(config["vectors"]))
+        second = (await post(client, "/v1/match/reload"))[1]
+        assert (second["previous"], second["num_items"]) == (first, 40)
+        await asyncio.sleep(0.1)
+        (tmp_path / "vectors" / "vectors.safetensors").write_bytes(b"damaged")
+        status, problem = await post(client, "/v1/match/reload")
+        assert status == 422
+        assert "not the file" in problem["detail"]
+        back = (await post(client, "/v1/match/rollback"))[1]
+        assert (back["version"], back["previous"]) == (first, second["version"])
+        await asyncio.sleep(0.1)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    found = {answer["vectors_version"]: set() for answer in answers}  # type: dict[str, set[tuple[int, ...]]]
+    for answer in answers:
+        found[answer["vectors_version"]].add(tuple(answer["items"]))
+    assert found.keys() == {first, second["version"]}
+    assert all(len(items) == 1 for items in found.values())  # a version always answers the same
+
+
+async def test_a_deadline_and_a_full_queue_end_as_for_the_other_routes(tmp_path: Path) -> None:
+    async with serving(tmp_path, match=section(tmp_path), service={"max_inflight": 2}) as (client, service):
+        held = asyncio.Event()
+        loop = asyncio.get_running_loop()
+
+        def hold() -> None:
+            asyncio.run_coroutine_threadsafe(held.wait(), loop).result()
+
+        blocker = asyncio.create_task(service._scheduler.call(hold, float("inf"), order_s=0.0))
+        await asyncio.sleep(0.05)
+        waiting = asyncio.create_task(match(client, num_items=3))
+        await until(lambda: service._limiter.inflight == 1)
+        status, _ = await post(client, "/v1/match", {"user_id": KNOWN})
+        assert status == 429
+        held.set()
+        assert (await waiting)["status"] == "complete"
+        await blocker
+        held.clear()
+        blocker = asyncio.create_task(service._scheduler.call(hold, float("inf"), order_s=0.0))
+        await asyncio.sleep(0.05)
+        status, _ = await post(client, "/v1/match", {"user_id": KNOWN}, **{"X-Request-Timeout-Ms": "30"})
+        assert status == 504
+        held.set()
+        await blocker
+        assert (await match(client, num_items=3))["status"] == "complete"
