@@ -120,7 +120,7 @@ class Backend(Protocol):
         ...
 
     def affine(self, x: Tensor, layer: nn.Linear, first: int, last: int, is_silu: bool) -> Tensor:
-        """Outputs first..last of a linear layer with a bias, then SiLU if asked: [..., last - first].
+        """Outputs first..last of a linear layer, then SiLU if asked: [..., last - first].
 
         In the dtype of the layer's weight, which x is converted to. Not differentiable.
         """

@@ -62,14 +62,16 @@ class AffineKernel:
 
     def _weights(self, layer: nn.Linear, first: int, last: int) -> _Packed:
         weight, bias = layer.weight, layer.bias
-        stamp = weight.data_ptr(), weight._version, bias.data_ptr(), bias._version
+        of_bias = (0, 0) if bias is None else (bias.data_ptr(), bias._version)
+        stamp = (weight.data_ptr(), weight._version, *of_bias)
         parts = self._packed.setdefault(layer, {})
         found = parts.get((first, last))
         if found is None or found.stamp != stamp:
-            found = parts[first, last] = _Packed(stamp, *self._pack(weight[first:last], bias[first:last]))
+            own = None if bias is None else bias[first:last]
+            found = parts[first, last] = _Packed(stamp, *self._pack(weight[first:last], own))
         return found
 
-    def _pack(self, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+    def _pack(self, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
         num_out, num_in = weight.shape
         dtype = weight.dtype if self._has_dot else torch.float32
         num_tiles = -(-num_out // TILE_TOKENS)
@@ -77,5 +79,6 @@ class AffineKernel:
         into = Tiles(keys, keys.new_empty(num_tiles, 1, 0), 0, num_in, 0)
         self._hstu.pack(into, 0, weight[:, None], weight.new_empty(num_out, 1, 0))
         wide = torch.zeros(num_tiles * TILE_TOKENS)
-        wide[:num_out] = bias
+        if bias is not None:
+            wide[:num_out] = bias
         return keys, wide

@@ -151,7 +151,8 @@ class TorchOps(InOrder):
 
     def affine(self, x: Tensor, layer: nn.Linear, first: int, last: int, is_silu: bool) -> Tensor:
         """See `Backend.affine`."""
-        y = linear(x.to(layer.weight.dtype), layer.weight[first:last], layer.bias[first:last])
+        bias = None if layer.bias is None else layer.bias[first:last]
+        y = linear(x.to(layer.weight.dtype), layer.weight[first:last], bias)
         return silu(y) if is_silu else y
 
     def hstu_causal(

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Protocol
 
 import msgspec
 import torch
@@ -113,6 +113,25 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat([low * cos - high * sin, high * cos + low * sin], dim=-1).to(x.dtype)
 
 
+class Affine(Protocol):
+    """Outputs first..last of a linear layer: the backend's, or torch's where gradients are wanted."""
+
+    def __call__(self, x: Tensor, layer: nn.Linear, first: int, last: int) -> Tensor:
+        """[..., last - first] of x [..., in]."""
+        ...
+
+
+def _affine(x: Tensor, layer: nn.Linear, first: int, last: int) -> Tensor:
+    return linear(x, layer.weight[first:last], None if layer.bias is None else layer.bias[first:last])
+
+
+def _on(backend: Backend) -> Affine:
+    def affine(x: Tensor, layer: nn.Linear, first: int, last: int) -> Tensor:
+        return backend.affine(x, layer, first, last, False)
+
+    return affine
+
+
 class DecoderLayer(nn.Module):
     """One layer, attention left out: q, k, v from the rows, and the next rows from the attention output."""
 
@@ -130,19 +149,19 @@ class DecoderLayer(nn.Module):
         self.gate_up = nn.Linear(config.dim, 2 * config.mlp_dim, bias=False)
         self.down = nn.Linear(config.mlp_dim, config.dim, bias=False)
 
-    def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def project(self, x: Tensor, cos: Tensor, sin: Tensor, affine: Affine = _affine) -> tuple[Tensor, Tensor, Tensor]:
         """Q [n, Hq, D], K and V [n, Hkv, D] of rows x [n, dim], normed and rotated."""
-        q, k, v = self.qkv(self.norm_in(x)).split([self.q_width, self.kv_width, self.kv_width], dim=-1)
+        whole = affine(self.norm_in(x), self.qkv, 0, self.qkv.out_features)
+        q, k, v = whole.split([self.q_width, self.kv_width, self.kv_width], dim=-1)
         return self._queries(q, cos, sin), self._keys(k, cos, sin), self._heads(v)
 
-    def project_last(self, x: Tensor, cos: Tensor, sin: Tensor, num_rows: int) -> tuple[Tensor, Tensor, Tensor]:
+    def project_last(
+        self, x: Tensor, cos: Tensor, sin: Tensor, num_rows: int, affine: Affine
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """As `project`, but Q of the last `num_rows` rows alone: all that the last layer is asked for."""
-        normed = self.norm_in(x)
-        weight, bias = self.qkv.weight, self.qkv.bias
-        cut, last = self.q_width, slice(len(x) - num_rows, None)
-        q = linear(normed[last], weight[:cut], None if bias is None else bias[:cut])
-        kv = linear(normed, weight[cut:], None if bias is None else bias[cut:])
-        k, v = kv.split([self.kv_width, self.kv_width], dim=-1)
+        normed, cut, last = self.norm_in(x), self.q_width, slice(len(x) - num_rows, None)
+        q = affine(normed[last], self.qkv, 0, cut)
+        k, v = affine(normed, self.qkv, cut, self.qkv.out_features).split([self.kv_width, self.kv_width], dim=-1)
         return self._queries(q, cos[last], sin[last]), self._keys(k, cos, sin), self._heads(v)
 
     def _heads(self, x: Tensor) -> Tensor:
@@ -157,11 +176,11 @@ class DecoderLayer(nn.Module):
         heads = self._heads(k)
         return rotate(self.norm_k(heads) if self.config.qk_norm else heads, cos, sin)
 
-    def finish(self, x: Tensor, attention: Tensor) -> Tensor:
+    def finish(self, x: Tensor, attention: Tensor, affine: Affine = _affine) -> Tensor:
         """Next layer's rows from the rows x [n, dim] and the attention output [n, Hq, D]."""
-        x = x + self.out(attention.flatten(-2)).to(x.dtype)
-        gate, up = self.gate_up(self.norm_mlp(x)).chunk(2, dim=-1)
-        mixed: Tensor = self.down(silu(gate) * up)
+        x = x + affine(attention.flatten(-2), self.out, 0, self.out.out_features).to(x.dtype)
+        gate, up = affine(self.norm_mlp(x), self.gate_up, 0, self.gate_up.out_features).chunk(2, dim=-1)
+        mixed = affine(silu(gate) * up, self.down, 0, self.down.out_features)
         return x + mixed.to(x.dtype)
 
 
@@ -214,20 +233,20 @@ class Decoder(nn.Module):
         Returns:
             [num_rows, dim] of the last tokens, after the final norm: what `logits` takes.
         """
-        scale = self.config.head_dim**-0.5
+        scale, affine = self.config.head_dim**-0.5, _on(backend)
         cos, sin = rope_angles(start, len(tokens), self.config, tokens.device)
         x = self._embed(tokens)
         for index, layer in enumerate(self.layers):
             assert isinstance(layer, DecoderLayer)
             if index + 1 < len(self.layers):
-                q, k, v = layer.project(x, cos, sin)
+                q, k, v = layer.project(x, cos, sin, affine)
             else:
-                q, k, v = layer.project_last(x, cos, sin, num_rows)
+                q, k, v = layer.project_last(x, cos, sin, num_rows, affine)
                 x = x[len(x) - num_rows :]
             before = past(index) if past else []  # read before the sink adds to it
             if sink:
                 sink(index, k, v)
-            x = layer.finish(x, backend.causal_attention(q, k, v, before, scale))
+            x = layer.finish(x, backend.causal_attention(q, k, v, before, scale), affine)
         hidden: Tensor = self.norm(x)
         return hidden
 
@@ -238,7 +257,7 @@ class Decoder(nn.Module):
         Returns:
             [rows of all steps, dim] after the final norm, step after step: what `logits` takes.
         """
-        scale, device = self.config.head_dim**-0.5, steps[0].tokens.device
+        scale, affine, device = self.config.head_dim**-0.5, _on(backend), steps[0].tokens.device
         counts = [len(step.tokens) for step in steps]
         angles = [rope_angles(step.position, 1, self.config, device) for step in steps]
         cos, sin = (
@@ -248,10 +267,10 @@ class Decoder(nn.Module):
         x = self._embed(torch.cat([step.tokens for step in steps]))
         for index, layer in enumerate(self.layers):
             assert isinstance(layer, DecoderLayer)
-            q, k, v = layer.project(x, cos, sin)
+            q, k, v = layer.project(x, cos, sin, affine)
             rows = zip(steps, q.split(counts), k.split(counts), v.split(counts), strict=True)
             parts = [step.attend(backend, index, own_q, own_k, own_v, scale) for step, own_q, own_k, own_v in rows]
-            x = layer.finish(x, torch.cat(parts) if len(parts) > 1 else parts[0])
+            x = layer.finish(x, torch.cat(parts) if len(parts) > 1 else parts[0], affine)
         hidden: Tensor = self.norm(x)
         return hidden
 
