@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test lint bench monitor clean
+.PHONY: demo test lint bench monitor acceptance-npu clean
 
 demo: $(VENV)/installed
 	$(BIN)/npu-gr --log-level WARNING demo
@@ -23,6 +23,11 @@ monitor: $(VENV)/installed
 
 bench: $(VENV)/installed
 	$(BIN)/npu-gr bench rank
+
+# on a machine with an Ascend NPU, CANN's set_env.sh sourced and torch_npu beside torch: parity, then a latency table
+acceptance-npu:
+	$(PYTHON) -m npu_gr doctor --backend npu --acceptance
+	TORCH_DEVICE_BACKEND_AUTOLOAD=0 $(PYTHON) -m pytest -q -m npu tests
 
 # MovieLens-100K comes inside the public package `recbole` (2 MB); nothing of that package is imported.
 $(VENV)/installed: pyproject.toml setup.py $(wildcard ops/cpu/*)

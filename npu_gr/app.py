@@ -76,8 +76,10 @@ async def instance(
     """
     backend = choose(config.backend, config.native)
     torch.set_num_threads(config.threads)
-    scheduler = Scheduler(config.scheduler)
+    scheduler = Scheduler(config.scheduler, backend.stream)
     metrics = Metrics(CollectorRegistry(), config.slo.objectives())
+    metrics.backend_ops(backend.ops)
+    backend.on_fallback = metrics.op_fell_back
     scheduler.start()
     try:
         ranking = None if config.checkpoint is None else await open_ranking(config, backend, scheduler, metrics)

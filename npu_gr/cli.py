@@ -154,6 +154,34 @@ def check_config(config_path: Path, overrides: tuple[str, ...]) -> None:
     click.echo(yaml.safe_dump(to_table(_load(config_path, overrides)), sort_keys=False), nl=False)
 
 
+@main.command()
+@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+@click.option("--backend", default=None, help="That must work, as in a configuration; else whatever is there.")
+@click.option("--acceptance", is_flag=True, help="Then ranks and generates against the CPU's, and times them.")
+def doctor(as_json: bool, backend: str | None, acceptance: bool) -> None:
+    """Say what this machine has for our ops, test them, and what to do about what is missing. Exit code 0 or 1."""
+    from npu_gr.acceptance import accept, latencies
+    from npu_gr.backend.doctor import examine, is_well, table
+
+    checks = examine(backend)  # type: ignore[arg-type]
+    times = []
+    if acceptance and is_well(checks):
+        checks += accept(backend or "cpu")  # type: ignore[arg-type]
+        times = latencies(backend or "cpu")  # type: ignore[arg-type]
+    if as_json:
+        answer = {
+            "ok": is_well(checks),
+            "checks": [c._asdict() for c in checks],
+            "latency": [t._asdict() for t in times],
+        }
+        click.echo(json.dumps(answer))
+    else:
+        click.echo(table(checks))
+        for time in times:
+            click.echo(f"{time.name:32} {time.p50_ms:9.3f} ms p50 {time.p90_ms:9.3f} ms p90")
+    sys.exit(not is_well(checks))
+
+
 @main.command("dashboards")
 @click.option("--config", "config_path", type=click.Path(path_type=Path), help="For its objectives; else the defaults.")
 @click.option("--out", default="dashboards", show_default=True, type=click.Path(path_type=Path))

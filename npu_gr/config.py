@@ -52,7 +52,9 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     checkpoint: str | None = None  # the ranker's folder: config.json, model.safetensors; None: does not rank
     backend: BackendName = "cpu"
-    native: NativeMode = "auto"  # the CPU's own kernels: auto = if they were built, require = or do not start, off
+    native: NativeMode = (
+        "auto"  # our own kernels, CPU or NPU: auto = if they were built, require = or do not start, off
+    )
     dtype: Literal["float32", "bfloat16", "checkpoint"] = "checkpoint"  # of the matrix products
     threads: Annotated[int, msgspec.Meta(ge=1)] = 1  # intra-op threads of the device thread (CPU)
     slo: SLOConfig = SLOConfig()

@@ -17,13 +17,17 @@ _MOST = 1 << 30  # bytes
 
 
 def set_up_process() -> bool:
-    """Let threads sleep where they would spin, and the heap keep its memory; call it before torch is imported.
+    """Let threads sleep where they would spin, the heap keep its memory, and torch load no device's package by itself.
+
+    Call it before torch is imported.
 
     Returns:
         Whether the C library took the heap's settings; one that is not glibc has none.
     """
     # a thread that waits must not spin beside the event loop
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    # where a device's package is installed and its driver is not, `import torch` would die of it
+    os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
     try:
         mallopt = ctypes.CDLL(None).mallopt
     except AttributeError:

@@ -20,6 +20,7 @@ ORDER = [  # top first: a folder or file may import what stands below it
     "showcase",
     "judge",
     "bench",
+    "acceptance",
     "fleet",
     "app",
     "reload",

@@ -11,9 +11,11 @@ cached prefix exact.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Literal, NamedTuple, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Literal, NamedTuple, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -44,9 +46,13 @@ class Continuations(NamedTuple):
 
 
 class Choices(NamedTuple):
-    """The selected continuations in the total order; at most as many as asked, fewer where there are fewer."""
+    """The selected continuations in the total order; at most as many as asked, fewer where there are fewer.
 
-    score: Tensor  # fp32 (fp64) [w] accumulated log-probability
+    A device that is not to wait for the number gives all places: those that nothing fills stand last, with a score
+    of -inf, parent 0 and edge 0; a beam with such a score is out in the next round.
+    """
+
+    score: Tensor  # fp32 (fp64) [w] accumulated log-probability; NaN = a logit was not a number
     parent: Tensor  # int64 [w] beam that it continues
     edge: Tensor  # int64 [w] edge of the level, which is the state of the next one
 
@@ -76,6 +82,34 @@ class Backend(Protocol):
     device: torch.device
     kernels: str  # what runs the hot ops: "torch", or the instruction set of the native kernels
     pins_host_memory: bool  # host tiers should be page-locked for asynchronous copies
+    ops: Mapping[str, str]  # an op that has more than one implementation -> the one that is used
+    on_fallback: Callable[[str], None]  # told the op each time a call does not fit that implementation
+
+    def upload(self, array: np.ndarray[Any, np.dtype[Any]]) -> Tensor:
+        """A copy of a host array on the device; the host does not wait for it."""
+        ...
+
+    def stream(self) -> AbstractContextManager[None]:
+        """Within the block, this thread has its own queue of work on the device."""
+        ...
+
+    def copy(self, work: Callable[[], None]) -> Callable[[], None]:
+        """Run `work`, whose copies between tiers go beside the computing, behind what this thread has queued so far.
+
+        Returns:
+            What waits, on any thread, until the bytes are there.
+        """
+        ...
+
+    def beam_fork_(self, keys: Tensor, values: Tensor, parent: Tensor, num_slots: int) -> None:
+        """Fork beams in place: the first slots of row i become those of row parent[i], in every layer.
+
+        Args:
+            keys, values: [L, W, S, Hkv, D].
+            parent: int64 [rows], rows <= W, not decreasing (but for beams that are out).
+            num_slots: valid slots; the others are not touched.
+        """
+        ...
 
     def arrangement(self, dtype: torch.dtype, page_tokens: int) -> Arrangement:
         """How HSTU's pages should lie, so that its attention reads them without a transform."""
@@ -232,5 +266,5 @@ class Backend(Protocol):
         ...
 
     def synchronize(self) -> None:
-        """Wait until everything queued on the device is done."""
+        """Wait until everything that this thread has queued on the device is done."""
         ...

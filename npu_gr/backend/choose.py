@@ -24,15 +24,16 @@ def choose(name: BackendName, native: NativeMode = "auto") -> Backend:
 
     Args:
         name: what the configuration says.
-        native: whether the CPU's own kernels are used; see `CPUBackend`.
+        native: whether our own kernels are used; see `CPUBackend` and `NPUBackend`.
 
     Raises:
         ConfigError: no such backend, or its device, its package or its required kernels are not there.
     """
     if name not in _CLASSES:
         raise ConfigError(f"backend: {name!r} is none of {', '.join(_CLASSES)}")
-    if native == "require" and name != "cpu":
-        raise ConfigError(f"native: require is for backend cpu, not {name}")
+    has_kernels = name in ("cpu", "npu")
+    if native == "require" and not has_kernels:
+        raise ConfigError(f"native: require is for the backends cpu and npu, not {name}")
     module, cls = _CLASSES[name]
     made = getattr(importlib.import_module(module), cls)
-    return cast("Backend", made(native) if name == "cpu" else made())
+    return cast("Backend", made(native) if has_kernels else made())

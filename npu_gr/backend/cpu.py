@@ -40,7 +40,7 @@ class CPUBackend(TorchOps):
         Raises:
             ConfigError: they are required and cannot be used.
         """
-        self.device = torch.device("cpu")
+        super().__init__()
         self.native: Native | None = None
         self.kernels = "torch"
         try:
@@ -56,6 +56,7 @@ class CPUBackend(TorchOps):
             self._beams = NativeBeams(self.native)
             self._hstu = HstuKernels(self.native)
             self._affine = AffineKernel(self.native, self._hstu)
+        self.ops = dict.fromkeys(("hstu_attention", "softmax_attention", "beam_topk"), self.kernels)
 
     def beam_topk(
         self,
@@ -157,6 +158,3 @@ class CPUBackend(TorchOps):
         if self._hstu and q.dtype in ELEMENT:
             return self._hstu.targets(q, k, v, history, times, query_time, bias, alpha)
         return super().hstu_targets(q, k, v, history, times, query_time, bias, alpha)
-
-    def synchronize(self) -> None:
-        """The CPU is never behind."""

@@ -16,10 +16,11 @@ class CUDABackend(TorchOps):
     pins_host_memory = True
 
     def __init__(self) -> None:
+        super().__init__()
         if not torch.cuda.is_available():
             raise ConfigError("backend 'cuda' is configured but cannot be loaded: torch sees no CUDA device")
         self.device = torch.device("cuda", torch.cuda.current_device())
 
     def synchronize(self) -> None:
-        """Wait for the device."""
+        """See `Backend.synchronize`."""
         torch.cuda.synchronize(self.device)

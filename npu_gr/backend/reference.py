@@ -21,6 +21,7 @@ from npu_gr.backend.base import (
     accumulator,
     time_bucket,
 )
+from npu_gr.backend.in_order import InOrder
 from npu_gr.backend.tiles import Tiles, natural, pack
 
 
@@ -74,15 +75,11 @@ def softmax_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     return torch.einsum("hm,mhd->hd", weights, values)
 
 
-class ReferenceBackend:
+class ReferenceBackend(InOrder):
     """`backend: reference`: correct, quadratic in memory, for tests and for the parity self-test."""
 
     name = "reference"
     kernels = "torch"
-    pins_host_memory = False
-
-    def __init__(self) -> None:
-        self.device = torch.device("cpu")
 
     def arrangement(self, dtype: torch.dtype, page_tokens: int) -> Arrangement:
         """See `Backend.arrangement`."""
@@ -209,6 +206,3 @@ class ReferenceBackend:
         """See `Backend.gathered_topk`: the whole product."""
         wide = accumulator(hidden.dtype)
         return self.beam_topk(hidden.to(wide) @ weight.to(wide).T, acc, follow, width, "valid", scale=scale)
-
-    def synchronize(self) -> None:
-        """The CPU is never behind."""

@@ -23,6 +23,7 @@ from npu_gr.backend.base import (
     accumulator,
     time_bucket,
 )
+from npu_gr.backend.in_order import InOrder
 from npu_gr.backend.tiles import Tiles, natural, pack
 from npu_gr.backend.topk import edges_of, select
 
@@ -137,7 +138,7 @@ def own_output(weights: Tensor, values: Tensor) -> Tensor:
     return torch.stack(parts).sum(0).flatten(1, 2)
 
 
-class TorchOps:
+class TorchOps(InOrder):
     """`Backend`'s ops on any torch device."""
 
     def arrangement(self, dtype: torch.dtype, page_tokens: int) -> Arrangement:

@@ -112,7 +112,7 @@ class _Search:
             self.found = Beams(np.empty(0, np.int64), np.empty(0, np.float32))
             return
         if level == len(self.query.tables.codebooks) - 1:
-            self.found = Beams(chosen.edge.cpu().numpy(), chosen.score.float().cpu().numpy())
+            self.found = _fetched(chosen)
             return
         # codes ascend with the edges, and the parents do not decrease
         order = torch.argsort(chosen.edge)
@@ -133,6 +133,15 @@ class _Search:
             unshared=UnsharedKV(slabs=self.arena.slabs, step=level, ancestry=ancestry),
             split=query.split,
         )
+
+
+def _fetched(chosen: Choices) -> Beams:
+    """The one wait for the device, where its backend needs none to select."""
+    scores = chosen.score.float().cpu().numpy()
+    if np.isnan(scores).any():
+        raise FloatingPointError("a logit is not a number")
+    found = int((scores > -np.inf).sum())  # places that nothing fills stand last
+    return Beams(chosen.edge[:found].cpu().numpy(), scores[:found])
 
 
 @torch.inference_mode()

@@ -9,7 +9,7 @@ import asyncio
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -111,11 +111,13 @@ class PageJobs:
     ) -> None:
         """Copy a prefix between tiers, bit for bit; returns when the bytes are there."""
 
-        def work() -> None:
-            target.copy_tokens_from(source, source_runs, target_runs, num_tokens)
-            self.backend.synchronize()
+        def work() -> Callable[[], None]:
+            return self.backend.copy(lambda: target.copy_tokens_from(source, source_runs, target_runs, num_tokens))
 
-        done = await self.scheduler.call(work, deadline_s, order_s, is_sheddable=is_sheddable, kind="copy")
+        queued = await self.scheduler.call(work, deadline_s, order_s, is_sheddable=is_sheddable, kind="copy")
+        began_s = time.monotonic()
+        await self.scheduler.finished(queued.value)
+        done = Done(None, queued.queue_s, queued.device_s + time.monotonic() - began_s)
         self.on_copied(target, target.layout.bytes(num_tokens), done)
 
     async def measure_copy(self, dram: KVArena, dram_runs: Sequence[Run], runs: Sequence[Run], num_tokens: int) -> None:
@@ -129,7 +131,12 @@ class PageJobs:
 
     def zero(self, arena: KVArena, runs: Sequence[Run]) -> asyncio.Future[Done[None]]:
         """Overwrite pages, ahead of every job that waits: whoever gets them afterwards writes later."""
-        return self.scheduler.post(lambda: arena.zero(runs))
+
+        def work() -> None:
+            arena.zero(runs)
+            self.backend.synchronize()  # the next writer may be in another stream
+
+        return self.scheduler.post(work)
 
 
 class Engine(PageJobs):
@@ -177,6 +184,8 @@ class Engine(PageJobs):
         """On a device thread: one forward pass over all; [c, tasks] logits each."""
         logits = self.model(self.backend, [self._segment(p) for p in passes])
         sizes = [len(p.candidates) for p in passes]
+        if not sum(sizes):  # a prefill: nothing to fetch, and its pages are read once this returns
+            self.backend.synchronize()
         host = torch.cat(logits).to("cpu", torch.float32).numpy()  # the one wait for the device
         return np.split(host, np.cumsum(sizes)[:-1])
 
@@ -187,14 +196,14 @@ class Engine(PageJobs):
         if cached:
             arena, held = self.arena, cached
             past = Past(
-                self._tensor(tokens.events.timestamps[:start]),
+                self.backend.upload(tokens.events.timestamps[:start]),
                 lambda layer: arena.slabs(layer, held.runs, held.num_tokens),
             )
         return Segment(
-            items=self._tensor(tokens.rows[start:]),
-            actions=self._tensor(tokens.events.actions[start:].astype(np.int64)),
-            times=self._tensor(tokens.events.timestamps[start:]),
-            candidates=self._tensor(work.candidates),
+            items=self.backend.upload(tokens.rows[start:]),
+            actions=self.backend.upload(tokens.events.actions[start:].astype(np.int64)),
+            times=self.backend.upload(tokens.events.timestamps[start:]),
+            candidates=self.backend.upload(work.candidates),
             candidate_time=work.candidate_time,
             past=past,
             sink=None if work.keep is None else self._sink(work.keep, start),
@@ -205,9 +214,6 @@ class Engine(PageJobs):
             self.arena.write(layer, runs, start, k, v)
 
         return write
-
-    def _tensor(self, array: np.ndarray[Any, np.dtype[np.int64]]) -> Tensor:
-        return torch.tensor(array, device=self.backend.device)  # a copy: the array may be a view of a read-only body
 
     async def warm_up(self, tokens: Tokens, lengths: Sequence[int], candidates: Sequence[int]) -> CostModel:
         """Run every shape once cold and once timed; fit and keep the cost model. A live rank waits for one at most.

@@ -17,7 +17,6 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 import xxhash
 from torch import Tensor
 
@@ -176,6 +175,7 @@ class Generator:
                     num_slots=num_levels - 1,
                     dtype=decoder.dtype,
                     device=backend.device,
+                    fork=backend.beam_fork_,
                 )
             )
 
@@ -198,7 +198,7 @@ class Generator:
         def sink(layer: int, k: Tensor, v: Tensor) -> None:
             into.arena.write(layer, into.runs, offset, k, v)
 
-        new = torch.from_numpy(tokens).to(self.backend.device)
+        new = self.backend.upload(tokens)
         self.decoder.prefill(self.backend, new, start, _slabs(before, start) if start else None, sink)
 
     def generate(
@@ -229,12 +229,12 @@ class Generator:
         return [_generated(ask, each) for ask, each in zip(asks, found, strict=True)]
 
     def _query(self, ask: Ask) -> Query:
-        tokens, device, last = ask.tokens, self.backend.device, len(ask.tokens) - 1
+        tokens, last = ask.tokens, len(ask.tokens) - 1
         if ask.options.width > self.max_beams:
             raise Unprocessable(f"beam_width: {ask.options.width}, the limit is {self.max_beams}")
         if not 0 < len(tokens) <= self.max_prompt_tokens:
             raise Unprocessable(f"history: {len(tokens)} tokens, the model takes 1 to {self.max_prompt_tokens}")
-        newest = torch.from_numpy(tokens[last:]).to(device)
+        newest = self.backend.upload(tokens[last:])
         before = _slabs(ask.parts, last) if last else None
         allow = ask.allow
         return Query(
@@ -243,7 +243,7 @@ class Generator:
             num_prompt_tokens=len(tokens),
             hidden=self.decoder.prefill(self.backend, newest, last, before, None),
             options=ask.options,
-            allowed=None if allow is None else tuple(torch.from_numpy(level).to(device) for level in allow.valid),
+            allowed=None if allow is None else tuple(self.backend.upload(level) for level in allow.valid),
             split=len(tokens) >= self.split_from_tokens,
         )
 

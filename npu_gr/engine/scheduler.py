@@ -19,6 +19,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -77,8 +78,11 @@ class Urgency:
 class Scheduler:
     """The queue and its threads."""
 
-    def __init__(self, config: SchedulerConfig) -> None:
-        self.config = config
+    def __init__(
+        self, config: SchedulerConfig, stream: Callable[[], AbstractContextManager[None]] = nullcontext
+    ) -> None:
+        """`stream`: a device thread's own queue of work on the device, for as long as the thread runs."""
+        self.config, self._stream = config, stream
         self._queue = JobQueue(config)
         self._changed = threading.Condition()
         self._stopping = False
@@ -189,6 +193,17 @@ class Scheduler:
         future: asyncio.Future[Done[None]] = job.tag
         return future
 
+    async def finished(self, wait: Callable[[], None]) -> None:
+        """Run `wait` on a thread of its own, for what goes on beside the device threads; S3 holds for it too."""
+        future = asyncio.ensure_future(asyncio.to_thread(wait))
+        try:
+            await asyncio.shield(future)
+        except asyncio.CancelledError:
+            while not future.done():
+                with contextlib.suppress(asyncio.CancelledError):
+                    await asyncio.wait({future})
+            raise
+
     def _future(self) -> asyncio.Future[Done[Any]]:
         assert self._loop is not None, "start() first"
         return self._loop.create_future()
@@ -231,6 +246,10 @@ class Scheduler:
         return []
 
     def _work(self) -> None:
+        with self._stream():
+            self._work_off()
+
+    def _work_off(self) -> None:
         while jobs := self._take():
             began_s = time.monotonic()
             results = self._attempt(jobs)

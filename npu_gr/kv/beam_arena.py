@@ -6,10 +6,17 @@ Invariant: slot s of row i holds round s of beam i (after `move`), or of beam an
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
+from npu_gr.backend.in_order import InOrder
+
 Slab = tuple[Tensor, Tensor]
+Fork = Callable[[Tensor, Tensor, Tensor, int], None]  # as `Backend.beam_fork_`
+
+_IN_TWO_PASSES: Fork = InOrder().beam_fork_
 
 
 class BeamArena:
@@ -25,9 +32,15 @@ class BeamArena:
         num_slots: int,
         dtype: torch.dtype,
         device: torch.device,
+        fork: Fork = _IN_TWO_PASSES,
     ) -> None:
-        """`num_slots`: rounds whose KV is read again: levels of the catalogue - 1."""
-        self.max_beams, self.num_slots = max_beams, num_slots
+        """Allocate.
+
+        Args:
+            num_slots: rounds whose KV is read again: levels of the catalogue - 1.
+            fork: the backend's.
+        """
+        self.max_beams, self.num_slots, self._fork = max_beams, num_slots, fork
         shape = (num_layers, max_beams, num_slots, num_heads, head_dim)
         self._keys = torch.zeros(shape, dtype=dtype, device=device)
         self._values = torch.zeros(shape, dtype=dtype, device=device)
@@ -36,7 +49,7 @@ class BeamArena:
         """The beams of one of several requests that share the memory; a view."""
         assert 0 <= first <= first + count <= self.max_beams
         view = object.__new__(BeamArena)
-        view.max_beams, view.num_slots = count, self.num_slots
+        view.max_beams, view.num_slots, view._fork = count, self.num_slots, self._fork
         view._keys, view._values = (plane[:, first : first + count] for plane in (self._keys, self._values))
         return view
 
@@ -50,20 +63,8 @@ class BeamArena:
         return self._keys[layer], self._values[layer]
 
     def move(self, parent: Tensor, num_slots: int) -> None:
-        """Fork in place: the first slots of row i become those of row parent[i], in every layer.
-
-        Two passes without a second slab: rows whose parent stands behind them first, then the others. A row that is
-        overwritten in the first pass is never read afterwards, *because parents do not decrease*.
-
-        Args:
-            parent: int64 [rows], non-decreasing.
-            num_slots: valid slots; the others are not touched.
-        """
-        row = torch.arange(len(parent), device=parent.device)
-        for moves in (parent > row, parent < row):
-            to = torch.nonzero(moves).squeeze(1)
-            for plane in (self._keys, self._values):
-                plane[:, to, :num_slots] = plane[:, parent[to], :num_slots]
+        """Fork in place: the first slots of row i become those of row parent[i]; see `Backend.beam_fork_`."""
+        self._fork(self._keys, self._values, parent, num_slots)
 
 
 def fork_ancestry(ancestry: Tensor, parent: Tensor) -> Tensor:

@@ -218,6 +218,9 @@ class Metrics:
         busy = counter("device_busy_seconds_total", "Time the device thread worked.", ("work",))
         self._busy = {work: busy.labels(work) for work in WORKS}
 
+        self._ops = gauge("backend_op_info", "1 for what runs an op of the backend.", ("op", "impl"))
+        self._fallbacks = counter("backend_fallbacks_total", "Calls that an op's implementation did not take.", ("op",))
+
         # ---- beams and the catalogue of items
         self._generated = counter("generated_items_total", "Items that generate answered.")
         self._exhausted = counter("generate_exhausted_total", "Generates with fewer items than were asked for.")
@@ -368,6 +371,16 @@ class Metrics:
     def device_worked(self, work: str, seconds: float) -> None:
         """The device thread was busy."""
         self._busy[work].inc(seconds)
+
+    def backend_ops(self, ops: Mapping[str, str]) -> None:
+        """What runs each op that has a choice."""
+        for op, impl in ops.items():
+            self._ops.labels(op, impl).set(1)
+            self._fallbacks.labels(op)
+
+    def op_fell_back(self, op: str) -> None:
+        """A call ran as torch ops because the op's implementation did not take it."""
+        self._fallbacks.labels(op).inc()
 
     def beams_searched(self, width: int) -> None:
         """A search had that many beams."""

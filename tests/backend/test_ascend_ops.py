@@ -61,7 +61,7 @@ def test_csr_gather_topk_is_beam_topk(
     lo = degree.cumsum() - degree
     code = np.concatenate([np.sort(random.choice(codes, d, replace=False)) for d in degree]).astype(np.int32)
     logits = torch.from_numpy(random.integers(-ties, ties, (rows, codes)).astype(np.float32))
-    dead = -np.inf if given_norm else -2.0  # beam_topk takes no dead beam that has no child either
+    dead = -np.inf if given_norm else -2.0  # select takes no dead beam that has no child either
     acc = torch.from_numpy(random.choice([0.0, -1.0, dead], rows).astype(np.float32))
     allowed = torch.from_numpy(random.random(len(code)) < 0.7) if filtered else None
     norm = logits.logsumexp(1) if given_norm else None

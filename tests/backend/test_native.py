@@ -62,7 +62,7 @@ def test_without_a_library_the_reason_is_said(
     with pytest.raises(ConfigError, match=r"required, but _native.abi3.so was not built"):
         choose("cpu", "require")
     assert choose("cpu", "off").kernels == "torch"
-    with pytest.raises(ConfigError, match="require is for backend cpu"):
+    with pytest.raises(ConfigError, match="require is for the backends cpu"):
         choose("reference", "require")
 
 

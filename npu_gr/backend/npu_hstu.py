@@ -1,0 +1,128 @@
+"""Huawei's paged HSTU attention, `mxrec::hstu_paged`, for what it can: layers without a relative bias.
+
+It computes SiLU(alpha q k^T) * silu_scale over a paged history and the rows' own targets. HSTU has no softmax, so the
+output over several slabs is the sum over each, and a call a slab serves any cut of the history.
+
+Source: Ascend/RecSDK, the operator's schema and test; limits as documented there. Not yet run on an NPU by us: a call
+on a few rows is compared with the plain definition before the operator is used at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from npu_gr.backend.base import BiasTables, Slab
+from npu_gr.backend.torch_ops import TorchOps
+
+PAGE_TOKENS = 128  # the operator knows 32, 128 and 256
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+MAX_TOKENS, MAX_HEADS, MAX_DIM, MAX_TARGETS = 20_480, 16, 512, 512
+ARGUMENTS = {"k_cache", "v_cache", "page_offsets", "last_page_len", "num_target", "alpha"}
+CAUSAL = 0  # mask_type: history rows causal, a target sees the history and itself
+
+
+class PagedHstu:
+    """The operator behind the two calls of `Backend`."""
+
+    def __init__(self, op: Any) -> None:
+        self._op = op
+        self._is_unbiased: dict[tuple[int, int], bool] = {}
+
+    @classmethod
+    def find(cls) -> PagedHstu | None:
+        """The operator, if some package has registered one that takes keys and values in separate planes."""
+        try:
+            op = torch.ops.mxrec.hstu_paged.default
+        except AttributeError:
+            return None
+        return cls(op) if {a.name for a in op._schema.arguments} >= ARGUMENTS else None
+
+    def agrees(self, device: torch.device) -> bool:
+        """Whether it computes what we mean, on a few rows."""
+        generator, plain = torch.Generator().manual_seed(0), TorchOps()
+        q, k, v = (torch.randn(5, 2, 32, generator=generator).to(device) for _ in range(3))
+        past_k, past_v = (torch.randn(PAGE_TOKENS + 3, 2, 32, generator=generator).to(device) for _ in range(2))
+        times = torch.zeros(PAGE_TOKENS + 8, dtype=torch.int64, device=device)
+        zero = torch.zeros(2, 64, device=device)
+        bias, past = BiasTables(zero, zero), [(past_k, past_v)]
+        for got, want in (
+            (self.causal(q, k, v, past, 0.2), plain.hstu_causal(q, k, v, past, times, bias, 0.2)),
+            (self.targets(q, k, v, past, 0.2), plain.hstu_targets(q, k, v, past, times[5:], 0, bias, 0.2)),
+        ):
+            if not torch.allclose(got, want, rtol=1e-3, atol=1e-3):
+                return False
+        return True
+
+    def takes(self, q: Tensor, v: Tensor, bias: BiasTables, num_tokens: int) -> bool:
+        """Whether a call is within its limits; looks at a layer's bias once, at its first call."""
+        rows, heads, width = q.shape
+        if not (q.dtype in DTYPES and width == v.shape[2] <= MAX_DIM and width % 16 == 0 and heads <= MAX_HEADS):
+            return False
+        if not 0 < rows <= MAX_TARGETS or num_tokens + rows > MAX_TOKENS:
+            return False
+        key = bias.position.data_ptr(), bias.time.data_ptr()
+        if key not in self._is_unbiased:
+            self._is_unbiased[key] = not bool(bias.position.any() | bias.time.any())
+        return self._is_unbiased[key]
+
+    def causal(self, q: Tensor, k: Tensor, v: Tensor, past: Sequence[Slab], alpha: float) -> Tensor:
+        """As `Backend.hstu_causal` without a bias: the past as targets see it, then the new rows among themselves."""
+        nothing = torch.zeros_like(v)  # as targets, the rows would count themselves twice
+        out = self._call(q, k, v, (k, v), 0, alpha)
+        for slab in past:
+            out += self._call(q, k, nothing, slab, len(q), alpha)
+        return out
+
+    def targets(self, q: Tensor, k: Tensor, v: Tensor, history: Sequence[Slab], alpha: float) -> Tensor:
+        """As `Backend.hstu_targets` without a bias; at least one slab."""
+        out = self._call(q, k, v, history[0], len(q), alpha)
+        nothing = torch.zeros_like(v)
+        for slab in history[1:]:
+            out += self._call(q, k, nothing, slab, len(q), alpha)
+        return out
+
+    def _call(self, q: Tensor, k: Tensor, v: Tensor, slab: Slab, num_targets: int, alpha: float) -> Tensor:
+        tokens, device = len(slab[0]), q.device
+        pages = -(-tokens // PAGE_TOKENS)
+
+        def ints(*values: int) -> Tensor:
+            # filled on the device: a copy of host values would be one that the host waits for
+            return torch.cat([torch.full((1,), value, dtype=torch.int64, device=device) for value in values])
+
+        k_cache, v_cache = (_pages(plane, pages) for plane in slab)
+        out: Tensor = self._op(
+            q,
+            k,
+            v,
+            k_cache=k_cache,
+            v_cache=v_cache,
+            mask_type=CAUSAL,
+            max_seq_len=len(q),
+            max_seq_len_k=tokens + num_targets,
+            silu_scale=1.0,
+            seq_offset=ints(0, len(q)),
+            seq_offset_k=ints(0, tokens + num_targets),
+            seq_offset_t=ints(0, num_targets),
+            page_offsets=ints(0, pages),
+            page_ids=torch.arange(pages, device=device),
+            last_page_len=ints(tokens - (pages - 1) * PAGE_TOKENS),
+            num_target=ints(num_targets),
+            target_group_size=1,
+            alpha=alpha,
+        )
+        return out
+
+
+def _pages(plane: Tensor, num_pages: int) -> Tensor:
+    """[num_pages, PAGE_TOKENS, H, D] of a slab's rows [m, H, D]: a view where its memory goes on long enough."""
+    shape = (num_pages, PAGE_TOKENS, *plane.shape[1:])
+    end = plane.storage_offset() + shape[0] * shape[1] * shape[2] * shape[3]
+    if plane.is_contiguous() and end * plane.element_size() <= plane.untyped_storage().nbytes():
+        row = plane.stride(0)
+        return plane.as_strided(shape, (PAGE_TOKENS * row, row, plane.stride(1), 1))
+    missing = num_pages * PAGE_TOKENS - len(plane)
+    return torch.nn.functional.pad(plane, (0, 0, 0, 0, 0, missing)).view(shape)

@@ -1,0 +1,94 @@
+"""Finding an NPU: each missing step is named, torch_npu is not imported before its driver is there, a CPU starts."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from npu_gr.backend.choose import choose
+from npu_gr.errors import ConfigError
+
+ROOT = Path(__file__).parent.parent.parent
+WITHOUT_CANN = "raise ImportError('libhccl.so: cannot open shared object file')\n"
+# as much of torch_npu as `find` and the backend's constructor use, under torch's own name for such a device
+WORKING = """
+import os, types, torch
+torch.utils.rename_privateuse1_backend("npu")
+__version__ = "2.13.0"
+count = int(os.environ["FAKE_COUNT"])
+npu = types.SimpleNamespace(
+    is_available=lambda: count > 0, device_count=lambda: count, current_device=lambda: 0,
+    get_device_name=lambda index: "Ascend910B1", Stream=object, Event=object,
+)
+"""
+DRIVER = """
+import ctypes
+real = ctypes.CDLL
+ctypes.CDLL = lambda name, *a, **k: None if name == "libascendcl.so" else real(name, *a, **k)
+"""
+
+
+def install(folder: Path, code: str) -> None:
+    """A torch_npu with the entry point by which torch imports it unasked."""
+    (folder / "torch_npu").mkdir()
+    (folder / "torch_npu" / "__init__.py").write_text(code)
+    about = folder / "torch_npu-2.13.0.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: torch-npu\nVersion: 2.13.0\n")
+    (about / "entry_points.txt").write_text("[torch.backends]\ntorch_npu = torch_npu:_autoload\n")
+
+
+def python(folder: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    variables = {"PYTHONPATH": f"{folder}:{ROOT}", "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1", **environment}
+    return subprocess.run([sys.executable, *arguments], env=variables, capture_output=True, text=True, check=False)
+
+
+def test_the_cpu_starts_where_torch_npu_is_installed_without_cann(tmp_path: Path) -> None:
+    install(tmp_path, WITHOUT_CANN)
+    trap = python(tmp_path, "-c", "import torch")
+    assert trap.returncode, "plain torch dies of it: the trap is real"
+    assert "TORCH_DEVICE_BACKEND_AUTOLOAD" in trap.stderr
+    done = python(tmp_path, "-m", "npu_gr", "doctor", "--json")
+    assert done.returncode == 0, done.stderr + done.stdout
+    answer = json.loads(done.stdout)
+    checks = {check["name"]: check for check in answer["checks"]}
+    assert answer["ok"]
+    assert checks["torch autoload"]["state"] == "ok"
+    assert checks["NPU: CANN"]["state"] == "missing", "the import was not even tried"
+    assert "set_env.sh" in checks["NPU: CANN"]["remedy"]
+    assert all(check["state"] == "ok" for name, check in checks.items() if name.startswith("cpu: "))
+    needed = python(tmp_path, "-m", "npu_gr", "doctor", "--backend", "npu")
+    assert needed.returncode == 1
+    assert "broken  NPU: CANN" in needed.stdout
+
+
+@pytest.mark.parametrize(
+    ("code", "count", "want"),
+    [
+        (WITHOUT_CANN, "1", "torch_npu cannot be imported: libhccl.so"),
+        (WORKING, "0", "torch_npu sees no NPU"),
+        (WORKING, "1", "Ascend910B1 npu:0 2.13.0"),
+    ],
+    ids=["import", "device", "found"],
+)
+def test_what_is_behind_the_driver(tmp_path: Path, code: str, count: str, want: str) -> None:
+    install(tmp_path, code)
+    program = f"""{DRIVER}
+from npu_gr.backend.npu_device import NotFound, find
+try:
+    npu = find()
+    print(npu.soc, npu.device, npu.version)
+except NotFound as error:
+    print(error)
+"""
+    done = python(tmp_path, "-c", program, FAKE_COUNT=count, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
+    assert want in done.stdout, done.stderr
+
+
+def test_a_configured_npu_that_is_not_there_stops_the_start() -> None:
+    with pytest.raises(ConfigError, match=r"backend 'npu' is configured but cannot be loaded: torch_npu is not inst"):
+        choose("npu")
