@@ -5,13 +5,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
-import msgspec
 import numpy as np
 import torch
 from aiohttp import web
@@ -22,19 +21,20 @@ from npu_gr.admission.brownout import BrownoutControl
 from npu_gr.backend.base import Backend
 from npu_gr.backend.choose import choose
 from npu_gr.catalog.items import ItemVocabulary
-from npu_gr.catalog.tokens import Tokens
+from npu_gr.catalog.tokens import Tokens, tokenize
 from npu_gr.config import Config
 from npu_gr.engine.engine import Engine, PageJobs
 from npu_gr.engine.generate import GenerateEngine, Generator, layout_of
 from npu_gr.engine.scheduler import Done, Scheduler
 from npu_gr.engine.selftest import parity
-from npu_gr.errors import ConfigError
+from npu_gr.errors import ConfigError, NpuGrError, PoolExhausted
 from npu_gr.features.store import open_store
 from npu_gr.generation import Generation
 from npu_gr.kv.arena import KVArena
-from npu_gr.kv.dram_store import DramStore
+from npu_gr.kv.dram_store import DramEntry, DramStore
+from npu_gr.kv.keys import PrefixKey
 from npu_gr.kv.layout import KVLayout
-from npu_gr.kv.prefix_pool import PrefixPool
+from npu_gr.kv.prefix_pool import PrefixEntry, PrefixPool
 from npu_gr.match import Matching
 from npu_gr.metrics.catalogue import Metrics
 from npu_gr.model import hf
@@ -43,25 +43,32 @@ from npu_gr.model.weights import Checkpoint
 from npu_gr.model.weights import load as load_checkpoint
 from npu_gr.ranking import Ranking
 from npu_gr.relay.relay import Relay
-from npu_gr.relay.trigger import TriggerConfig
+from npu_gr.reload import Reload
 from npu_gr.replay.recorder import Recorder
-from npu_gr.request import Events, ModelInfo
+from npu_gr.request import Events, ModelInfo, UserKey
 from npu_gr.server.recording import RecordingDoor, add_record_routes
 from npu_gr.server.routes import build_web_app
-from npu_gr.server.run import serve
+from npu_gr.server.run import on_hangup, serve
 from npu_gr.server.tracing import spans
 from npu_gr.service import Service
 
 log = logging.getLogger(__name__)
 
 SELF_TEST_TOKENS = 256
+RESERVE_S = 30.0  # that a self-test waits for pages while others are served
 WARM_UP_LENGTHS = (16, 128, 512, 1024)
 WARM_UP_CANDIDATES = (8, 128)
 
 
 @asynccontextmanager
-async def instance(config: Config) -> AsyncIterator[tuple[web.Application, Service]]:
+async def instance(
+    config: Config, read: Callable[[], Config] | None = None
+) -> AsyncIterator[tuple[web.Application, Service]]:
     """A ready instance: models loaded, tiers allocated, parity tested, warmed up; stopped at the block's end.
+
+    Args:
+        config: what it serves.
+        read: the configuration again, for a reload; None = it cannot be reloaded.
 
     Raises:
         ConfigError: a setting, a file or a device is not as configured; nothing is left running.
@@ -72,21 +79,24 @@ async def instance(config: Config) -> AsyncIterator[tuple[web.Application, Servi
     metrics = Metrics(CollectorRegistry(), config.slo.objectives())
     metrics.backend_ops(backend.ops)
     backend.on_fallback = metrics.op_fell_back
-    ranking = None if config.checkpoint is None else build_ranking(config, backend, scheduler, metrics)
-    generation = None if config.generate is None else build_generation(config, backend, scheduler, metrics)
-    matching = None if config.match is None else Matching(config.match, scheduler, backend.device)
-    store = await open_store(config.features)
+    scheduler.start()
     try:
-        table = configuration.to_table(config)
-        control = BrownoutControl(config.brownout)
-        service = Service(
-            config.service, scheduler, ranking, generation, store, metrics, table, config.slo, control, matching
-        )
-        observe(metrics, config, scheduler)
-        scheduler.start()
+        ranking = None if config.checkpoint is None else await open_ranking(config, backend, scheduler, metrics)
+        generation = None if config.generate is None else build_generation(config, backend, scheduler, metrics)
+        matching = None if config.match is None else Matching(config.match, scheduler, backend.device)
+        store = await open_store(config.features)
         try:
-            if ranking is not None:
-                await _prove(ranking, config.relay.enabled)
+            table = configuration.to_table(config)
+            control = BrownoutControl(config.brownout)
+            service = Service(
+                config.service, scheduler, ranking, generation, store, metrics, table, config.slo, control, matching
+            )
+            del ranking  # the service's alone: a replaced one must not be held here
+            observe(metrics, config, scheduler)
+            if read is not None:
+                service.on_reload = Reload(
+                    service, config, read, lambda new, old: open_ranking(new, backend, scheduler, metrics, old)
+                )
             if generation is not None:
                 await generation.start()
                 metrics.observe_catalogue(generation.catalogue, generation.num_paths)
@@ -107,20 +117,27 @@ async def instance(config: Config) -> AsyncIterator[tuple[web.Application, Servi
                 service.set_ready("stopping")
                 await service.stop()
         finally:
-            await scheduler.stop()
+            if store is not None:
+                await store.close()
     finally:
-        if store is not None:
-            await store.close()
+        await scheduler.stop()
 
 
-async def run(config: Config, ready: asyncio.Event | None = None) -> None:
-    """Serve until SIGTERM, then drain and stop."""
-    async with instance(config) as (app, service):
+async def run(config: Config, ready: asyncio.Event | None = None, read: Callable[[], Config] | None = None) -> None:
+    """Serve until SIGTERM, then drain and stop; SIGHUP reloads, see `instance`."""
+    async with instance(config, read) as (app, service):
 
         async def drain() -> None:
             service.set_ready("draining")
 
-        await serve(app, config.server, on_drain=drain, ready=ready)
+        async def reload() -> None:
+            try:
+                await service.reload_models()
+            except NpuGrError as error:
+                log.error("%s; the one before goes on", error)
+
+        with on_hangup(reload):
+            await serve(app, config.server, on_drain=drain, ready=ready)
 
 
 def kv_layout(shape: HSTUConfig, config: Config, checkpoint: Checkpoint, backend: Backend) -> KVLayout:
@@ -137,25 +154,40 @@ def kv_layout(shape: HSTUConfig, config: Config, checkpoint: Checkpoint, backend
     )
 
 
-def build_ranking(config: Config, backend: Backend, scheduler: Scheduler, metrics: Metrics) -> Ranking:
-    """The ranker of the configured checkpoint, its pages and its relay.
+async def open_ranking(
+    config: Config, backend: Backend, scheduler: Scheduler, metrics: Metrics, beside: Ranking | None = None
+) -> Ranking:
+    """The ranker of the configured checkpoint, proven and warmed up, with its pages and its relay.
+
+    Args:
+        config, backend, scheduler, metrics: of the instance; the scheduler runs.
+        beside: the one that serves now, whose pages are shared; it is the answer where the version is the same.
 
     Raises:
-        ConfigError: it cannot be served as configured.
+        ConfigError: it cannot be served as configured. DeviceError: it failed the parity self-test.
     """
-    assert config.checkpoint is not None
-    checkpoint = load_checkpoint(Path(config.checkpoint))
+    checkpoint = await asyncio.to_thread(_placed, config, backend)
+    if beside is not None and checkpoint.version == beside.version:
+        return beside
     shape = checkpoint.model.config
-    if config.relay.enabled and (reasons := inexact_fields(shape)):
-        raise ConfigError("; ".join(reasons))
-    _place(checkpoint, config, backend)
     layout = kv_layout(shape, config, checkpoint, backend)
-    test_pages = layout.pages(SELF_TEST_TOKENS)
-    pool = _pool("kv.hbm_bytes", config.kv.hbm_bytes, test_pages, layout, config, backend)
-    dram = _dram(config, config.kv.dram_bytes, layout, backend)
+    if beside is None:
+        test_pages = layout.pages(SELF_TEST_TOKENS)
+        pool = _pool("kv.hbm_bytes", config.kv.hbm_bytes, test_pages, layout, config, backend)
+        dram = _dram(config, config.kv.dram_bytes, layout, backend)
+    else:
+        pool, dram = beside.relay.tiers
+        if pool.arena.layout.layout_id != layout.layout_id:
+            raise ConfigError(
+                f"checkpoint: {config.checkpoint} needs pages of another layout than the one that serves; start anew"
+            )
     engine = Engine(checkpoint.model, backend, scheduler, pool.arena)
+    vocabulary = ItemVocabulary(checkpoint.item_ids)
+    await _prove(engine, vocabulary, pool, dram if config.relay.enabled else None, checkpoint.version, config)
+    if beside is not None:
+        engine.copy_bytes_per_s = beside.engine.copy_bytes_per_s
     engine.target_s = config.slo.rank_s
-    relay = Relay(config.relay, _trigger(config), engine, pool, dram, checkpoint.version)
+    relay = Relay(config.relay, config.trigger_with_budget(), engine, pool, dram, checkpoint.version)
     observe_relay(metrics, "rank", engine, pool, dram, relay)
     model = ModelInfo(
         name=checkpoint.name,
@@ -169,7 +201,20 @@ def build_ranking(config: Config, backend: Backend, scheduler: Scheduler, metric
         kernels=backend.kernels,
     )
     metrics.limits({"history_tokens": config.service.max_history_tokens or model.max_history_tokens})
-    return Ranking(config.service, model, ItemVocabulary(checkpoint.item_ids), engine, relay, metrics)
+    return Ranking(config.service, model, vocabulary, engine, relay, metrics)
+
+
+def _placed(config: Config, backend: Backend) -> Checkpoint:
+    """The configured checkpoint in its dtype, on its device, with side features folded in."""
+    assert config.checkpoint is not None
+    checkpoint = load_checkpoint(Path(config.checkpoint))
+    if config.relay.enabled and (reasons := inexact_fields(checkpoint.model.config)):
+        raise ConfigError("; ".join(reasons))
+    if config.dtype != "checkpoint":
+        checkpoint.model.cast(getattr(torch, config.dtype))
+    checkpoint.model.to(backend.device).eval().freeze_items()
+    backend.synchronize()  # a device thread reads it in a stream of its own
+    return checkpoint
 
 
 def build_generation(config: Config, backend: Backend, scheduler: Scheduler, metrics: Metrics) -> Generation:
@@ -197,26 +242,13 @@ def build_generation(config: Config, backend: Backend, scheduler: Scheduler, met
     engine = GenerateEngine(generator, scheduler, pool.arena)
     engine.target_s = config.slo.generate_s
     version = hf.version(folder)
-    relay = Relay(config.relay, _trigger(config), engine, pool, dram, version)
+    relay = Relay(config.relay, config.trigger_with_budget(), engine, pool, dram, version)
     observe_relay(metrics, "generate", engine, pool, dram, relay)
     generation = Generation(section, folder.name, version, engine, relay)
     generation.on_search = metrics.beams_searched
     metrics.limits({"prompt_tokens": section.max_prompt_tokens, "beams": section.max_beams})
+    backend.synchronize()  # weights and arenas, before a device thread uses them
     return generation
-
-
-def _trigger(config: Config) -> TriggerConfig:
-    """With the budget of a rank filled in."""
-    if config.trigger.rank_budget_s is not None:
-        return config.trigger
-    return msgspec.structs.replace(config.trigger, rank_budget_s=config.slo.rank_s)
-
-
-def _place(checkpoint: Checkpoint, config: Config, backend: Backend) -> None:
-    """The model in its dtype, on its device, with side features folded in."""
-    if config.dtype != "checkpoint":
-        checkpoint.model.cast(getattr(torch, config.dtype))
-    checkpoint.model.to(backend.device).eval().freeze_items()
 
 
 def _pool(
@@ -228,6 +260,7 @@ def _pool(
             f"{field}: {num_bytes} holds {pages} pages of {layout.page_bytes} bytes, the least is {least_pages}"
         )
     arena = KVArena(layout, pages, backend.device, pack=backend.pack_kv)
+    backend.synchronize()  # its zeros, before a device thread writes
     return PrefixPool(arena, num_bytes, config.relay.t_life_s, time.monotonic)
 
 
@@ -245,19 +278,29 @@ def _dram(config: Config, num_bytes: int, layout: KVLayout, backend: Backend) ->
     )
 
 
-async def _prove(ranking: Ranking, is_cached: bool) -> None:
-    """Parity self-test (where prefixes are cached) and warm-up, on a seeded history."""
-    engine, model = ranking.engine, ranking.model
-    longest = min(model.max_history_tokens, max(WARM_UP_LENGTHS))
-    tokens = _seeded(ranking, longest)
+async def _prove(
+    engine: Engine, vocabulary: ItemVocabulary, pool: PrefixPool, dram: DramStore | None, version: str, config: Config
+) -> None:
+    """Parity self-test (where prefixes are cached) and warm-up, on a seeded history; live ranks go first."""
+    shape = engine.model.config
+    longest = min(shape.max_history_tokens, max(WARM_UP_LENGTHS))
+    tokens = _seeded(vocabulary, shape, longest)
     head = tokens[: min(longest, SELF_TEST_TOKENS)]
-    candidates = np.random.default_rng(1).integers(0, model.num_items, 32)
+    candidates = np.random.default_rng(1).integers(0, shape.num_items, 32)
     drift = 0.0
-    if is_cached:
-        dram = ranking.relay.dram_arena
-        drift = await parity(engine, dram, head, candidates)
-        if dram is not None:
-            await engine.measure_copy(dram, SELF_TEST_TOKENS)
+    if config.relay.enabled:
+        key = PrefixKey(UserKey("", ""), version, pool.arena.layout.layout_id, "self-test")
+        entry = await _reserved(pool, key, len(head))
+        room = None if dram is None else await _reserved(dram, key, len(head))
+        try:
+            arena, dram_runs = (None, ()) if dram is None or room is None else (dram.arena, room.runs)
+            drift = await parity(engine, entry.runs, arena, dram_runs, head, candidates)
+            if arena is not None:
+                await engine.measure_copy(arena, dram_runs, entry.runs, len(head))
+        finally:
+            pool.abandon(entry)
+            if dram is not None and room is not None:
+                dram.abandon(room)
     began_s = time.perf_counter()
     cost = await engine.warm_up(tokens, [n for n in WARM_UP_LENGTHS if n <= longest], WARM_UP_CANDIDATES)
     log.info(
@@ -270,14 +313,32 @@ async def _prove(ranking: Ranking, is_cached: bool) -> None:
     )
 
 
-def _seeded(ranking: Ranking, num_tokens: int) -> Tokens:
+@overload
+async def _reserved(tier: PrefixPool, key: PrefixKey, num_tokens: int) -> PrefixEntry: ...
+@overload
+async def _reserved(tier: DramStore, key: PrefixKey, num_tokens: int) -> DramEntry: ...
+async def _reserved(tier: PrefixPool | DramStore, key: PrefixKey, num_tokens: int) -> PrefixEntry | DramEntry:
+    """Pages as soon as there are some: those of live prefixes come free with their ranks."""
+    give_up_s = time.monotonic() + RESERVE_S
+    while True:
+        try:
+            return tier.reserve(key, num_tokens)
+        except PoolExhausted:
+            if time.monotonic() > give_up_s:
+                raise
+        await asyncio.sleep(0.05)
+
+
+def _seeded(vocabulary: ItemVocabulary, shape: HSTUConfig, num_tokens: int) -> Tokens:
     random = np.random.default_rng(0)
     events = Events.make(
-        ranking.item_ids[random.integers(0, ranking.model.num_items, num_tokens)],
-        random.integers(0, len(ranking.model.actions), num_tokens),
+        vocabulary.ids[random.integers(0, shape.num_items, num_tokens)],
+        random.integers(0, len(shape.actions), num_tokens),
         np.cumsum(random.integers(0, 86_400, num_tokens)),
     )
-    return ranking.tokenize(events, 0)
+    return tokenize(
+        events, vocabulary, len(shape.actions), max_tokens=num_tokens, cut_step_tokens=1, refuse_unknown=True
+    )
 
 
 def observe(metrics: Metrics, config: Config, scheduler: Scheduler) -> None:

@@ -1,4 +1,4 @@
-"""npu-gr: serve | route | fleet | train | load | replay | dashboards | bench | demo ... Commands import late."""
+"""npu-gr: serve | route | fleet | train | load | replay | simulate | bench | demo ... Commands import late."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from npu_gr import __version__
 from npu_gr.errors import NpuGrError
 from npu_gr.process import set_up_process
 from npu_gr.replay.commands import record, replay
+from npu_gr.simulate.commands import simulate
 
 if TYPE_CHECKING:
     from npu_gr.bench.line import Line
@@ -71,13 +72,13 @@ def _load(config_path: Path, overrides: tuple[str, ...]) -> Config:
 @CONFIG
 @SET
 def serve(config_path: Path, overrides: tuple[str, ...]) -> None:
-    """Start one instance; SIGTERM drains and stops it."""
+    """Start one instance; SIGTERM drains and stops it, SIGHUP reads the configuration again."""
     from npu_gr.app import run
     from npu_gr.server.journal import lines_to_stdout
 
     config = _load(config_path, overrides)
     lines_to_stdout()
-    _run(lambda: run(config))
+    _run(lambda: run(config, read=lambda: _load(config_path, overrides)))
 
 
 @main.command()
@@ -518,6 +519,7 @@ def _overridden(preset: T, overrides: tuple[str, ...]) -> T:
 
 main.add_command(replay)
 main.add_command(record)
+main.add_command(simulate)
 
 
 @train.command("match")

@@ -72,6 +72,12 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         if self.checkpoint is None and self.generate is None:
             raise ValueError("checkpoint: needed, unless there is a section generate; an instance does something")
 
+    def trigger_with_budget(self) -> TriggerConfig:
+        """The trigger's settings with the budget of a rank filled in."""
+        if self.trigger.rank_budget_s is not None:
+            return self.trigger
+        return msgspec.structs.replace(self.trigger, rank_budget_s=self.slo.rank_s)
+
 
 def load(path: Path, overrides: Sequence[str] = ()) -> Config:
     """Read a configuration file; see `settings.load`."""

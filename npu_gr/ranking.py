@@ -8,7 +8,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterator
+from contextlib import contextmanager
 from typing import Annotated, Any
 
 import msgspec
@@ -56,6 +57,29 @@ class Ranking:
         self.max_events = config.max_history_tokens or model.max_history_tokens
         self._random = np.random.default_rng(0)
         self._background: set[asyncio.Task[None]] = set()
+        self._requests = 0
+        self._unused = asyncio.Event()
+        self._unused.set()
+
+    def become(self, config: RankingConfig) -> None:
+        """Other settings from now on."""
+        self._config, self.max_events = config, config.max_history_tokens or self.model.max_history_tokens
+
+    @contextmanager
+    def used(self) -> Iterator[None]:
+        """The version stays while the block runs, whatever is loaded meanwhile."""
+        self._requests += 1
+        self._unused.clear()
+        try:
+            yield
+        finally:
+            self._requests -= 1
+            if not self._requests:
+                self._unused.set()
+
+    async def unused(self) -> None:
+        """Wait until nobody is within `used`."""
+        await self._unused.wait()
 
     @property
     def version(self) -> str:
@@ -138,6 +162,7 @@ class Ranking:
             if not lease.cached and not lease.keep:
                 raise
             self._metrics.relay_error("read")
+            lease.discard()  # the failed pass may have written half of it
         alone = Lease(outcome=Outcome.MISS_FULL, reason=Reason.READ_FAILED)
         return alone, await self.engine.rank(Pass(tokens, 0, rows, shown_at), due_s)
 

@@ -313,3 +313,4 @@ class ModelInfo:
     device: str
     dtype: str
     kernels: str = "torch"  # what runs the hot ops: torch, or the instruction set of the native kernels
+    is_draining: bool = False  # replaced: only requests that name its version get it, for `relay.t_life_s`

@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager, nullcontext
+from dataclasses import replace
 from typing import Annotated, Any, Protocol
 
 import msgspec
@@ -24,7 +25,7 @@ from npu_gr.admission.deadline import deadline
 from npu_gr.admission.gradient import GradientLimit
 from npu_gr.admission.limiter import Limiter, Priority
 from npu_gr.engine.scheduler import Scheduler
-from npu_gr.errors import BadRequest, DataError, NotFound, Overloaded, UnknownPrefix, Unprocessable
+from npu_gr.errors import BadRequest, ConfigError, DataError, NotFound, Overloaded, UnknownPrefix, Unprocessable
 from npu_gr.features.known import KnownPrefixes
 from npu_gr.features.store import HistoryStore
 from npu_gr.generation import Generation
@@ -102,9 +103,10 @@ class Service:
         self._objectives, self._brownout = objectives, brownout
         self._config, self._scheduler, self._store, self._metrics = config, scheduler, store, metrics
         self._maybe_ranking, self._maybe_generation, self._maybe_matching = ranking, generation, matching
-        least, most = min(config.min_inflight, config.max_inflight), config.max_inflight
-        adaptive = GradientLimit(least, most, share=config.share) if config.adaptive else None
-        self._limiter = Limiter(most, adaptive)
+        self._draining: dict[str, Ranking] = {}  # replaced ones, by version
+        self._retirements: set[asyncio.Task[None]] = set()
+        self.on_reload: Callable[[], Awaitable[None]] = _nothing_to_reload
+        self._limiter = Limiter(config.max_inflight, _adaptive(config))
         self._known = KnownPrefixes(config.known_prefix_bytes)
         self._effective_config = effective_config
         self._not_ready = "starting"
@@ -147,10 +149,9 @@ class Service:
     async def signal(self, request: SignalRequest, budget_s: float) -> SignalAnswer:
         """Decide on the pre-infers and start them; see `Door.signal`."""
         began_s = time.monotonic()
-        ranking, generation = self._maybe_ranking, self._maybe_generation
-        _check_version(request.model_version, ranking or self.generation)
+        ranking, generation = self._ranker(request.model_version), self._maybe_generation
         verdict = generate_verdict = None
-        with self._admitted(Priority.SIGNAL):
+        with self._admitted(Priority.SIGNAL), ranking.used() if ranking else nullcontext():
             async with deadline(budget_s):
                 events, first_index = await self._events(request.user, request.history)
             if ranking is not None:
@@ -177,11 +178,10 @@ class Service:
     async def rank(self, request: RankRequest, budget_s: float) -> RankAnswer:
         """Score the candidates; see `Door.rank`."""
         began_s = time.monotonic()
-        ranking = self.ranking
-        _check_version(request.model_version, ranking)
+        ranking = self._ranker(request.model_version) or self.ranking
         if not len(request.candidates):
             raise Unprocessable("candidates: needs at least one")
-        with self._admitted(Priority.RANK, budget_s):
+        with self._admitted(Priority.RANK, budget_s), ranking.used():
             async with deadline(budget_s) as due_s:
                 events, first_index = await self._events(request.user, request.history)
                 tokens = ranking.tokenize(events, first_index)
@@ -195,7 +195,8 @@ class Service:
         """The best items after a history; see `Door.generate`."""
         began_s = time.monotonic()
         generation = self.generation
-        _check_version(request.model_version, generation)
+        if request.model_version not in (None, generation.version):
+            raise _not_served(request.model_version, [generation.version])
         with self._admitted(Priority.GENERATE, budget_s):
             async with deadline(budget_s) as due_s:
                 events, _ = await self._events(request.user, request.history)
@@ -250,8 +251,68 @@ class Service:
         while True:
             await asyncio.sleep(_WATCH_S)
             step = self._brownout.observe(self._scheduler.queue_s / self._objectives.rank_s, time.monotonic())
-            for job in self._jobs():
+            for job in self.jobs():
                 job.relay.brownout = step
+
+    # ---- versions of the ranker
+
+    def _ranker(self, version: str | None) -> Ranking | None:
+        """The one that a request means; None where the instance does not rank.
+
+        Raises:
+            NotFound: neither the current version nor one that drains.
+        """
+        current = self._maybe_ranking
+        if version is None or version == (current or self.generation).version:
+            return current
+        if version not in self._draining:
+            raise _not_served(version, [model.version for model in self.models()])
+        return self._draining[version]
+
+    async def reload_models(self) -> list[ModelInfo]:
+        """See `Door.reload_models`."""
+        try:
+            await self.on_reload()
+        except ConfigError as error:
+            raise Unprocessable(f"reload: {error}") from error
+        return self.models()
+
+    @property
+    def is_draining(self) -> bool:
+        """Whether a replaced version is still there."""
+        return bool(self._draining)
+
+    def become(
+        self, config: ServiceConfig, objectives: Objectives, brownout: BrownoutControl, effective_config: dict[str, Any]
+    ) -> None:
+        """Other settings from now on. The step of brown-out begins anew; what is remembered stays."""
+        if (config.max_inflight, config.min_inflight, config.adaptive, config.share) != (
+            self._config.max_inflight,
+            self._config.min_inflight,
+            self._config.adaptive,
+            self._config.share,
+        ):
+            self._limiter.become(config.max_inflight, _adaptive(config))
+        self._known.resize(config.known_prefix_bytes)
+        self._config, self._objectives, self._brownout = config, objectives, brownout
+        self._effective_config = effective_config
+        if self._maybe_ranking is not None:
+            self._maybe_ranking.become(config)
+
+    def replace_ranking(self, new: Ranking) -> None:
+        """Rank with `new` from now on; the old version drains: requests that name it get it for `t_life_s`."""
+        old, self._maybe_ranking = self.ranking, new
+        self._draining[old.version] = old
+        self._metrics.build_info(new.model)
+        task = asyncio.get_running_loop().create_task(self._retire(old))
+        self._retirements.add(task)
+        task.add_done_callback(self._retirements.discard)
+
+    async def _retire(self, old: Ranking) -> None:
+        await asyncio.sleep(old.relay.t_life_s)
+        await old.unused()  # no request is let in between this and the next line
+        del self._draining[old.version]
+        await old.stop()
 
     # ---- the catalogue
 
@@ -319,7 +380,8 @@ class Service:
         self._known.forget(user)
         if self._store is not None:
             await self._store.erase(user)
-        for job in self._jobs():
+        # draining versions first: the pages are the current one's to overwrite, and it is asked last
+        for job in [*self._draining.values(), *self.jobs()]:
             await job.relay.erase(user)
 
     async def _events(self, user: UserKey, ref: HistoryRef) -> tuple[Events, int]:
@@ -337,7 +399,7 @@ class Service:
             return ref.events, 0
         if self._store is None:
             raise BadRequest("history: missing, and this instance has no history store")
-        longest = max(job.max_events for job in self._jobs())
+        longest = max(job.max_events for job in self.jobs())
         stored = await self._store.read(user, longest + self._config.cut_step_tokens)
         return stored.events, stored.first_index
 
@@ -348,12 +410,14 @@ class Service:
 
     # ---- what the instance says about itself
 
-    def _jobs(self) -> list[Ranking | Generation]:
+    def jobs(self) -> list[Ranking | Generation]:
+        """What the instance does, in its current versions."""
         return [job for job in (self._maybe_ranking, self._maybe_generation) if job is not None]
 
     def models(self) -> list[ModelInfo]:
         """What is being served."""
-        return [job.model for job in self._jobs()]
+        draining = [replace(job.model, is_draining=True) for job in self._draining.values()]
+        return [job.model for job in self.jobs()] + draining
 
     def effective_config(self) -> dict[str, Any]:
         """The configuration in force."""
@@ -374,15 +438,30 @@ class Service:
 
     async def stop(self) -> None:
         """End what runs in the background."""
-        for job in self._jobs():
+        for task in list(self._retirements):
+            task.cancel()
+        await asyncio.gather(*self._retirements, return_exceptions=True)
+        for job in [*self._draining.values(), *self.jobs()]:
             await job.stop()
         if self._maybe_matching is not None:
             await self._maybe_matching.stop()
 
 
-def _check_version(version: str | None, job: Ranking | Generation) -> None:
-    if version is not None and version != job.version:
-        raise NotFound(f"model_version: {version!r} is not served; {job.version!r} is")
+def _not_served(version: str | None, served: list[str]) -> NotFound:
+    return NotFound(f"model_version: {version!r} is not served; {' and '.join(map(repr, served))} {_is(served)}")
+
+
+def _is(versions: list[str]) -> str:
+    return "is" if len(versions) == 1 else "are"
+
+
+def _adaptive(config: ServiceConfig) -> GradientLimit | None:
+    least, most = min(config.min_inflight, config.max_inflight), config.max_inflight
+    return GradientLimit(least, most, share=config.share) if config.adaptive else None
+
+
+async def _nothing_to_reload() -> None:
+    raise ConfigError("this instance was not started from a configuration file")
 
 
 _KEPT = (Verdict.PREINFER, Verdict.EXTEND, Verdict.RELOAD, Verdict.ALREADY_RESIDENT, Verdict.ALREADY_RUNNING)

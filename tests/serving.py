@@ -5,7 +5,7 @@ While it serves, blockbuster watches: a blocking call of ours on the event loop 
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -47,11 +47,11 @@ def make_config(folder: Path, **sections: Any) -> Config:
 
 @asynccontextmanager
 async def serving(
-    folder: Path, *, watched: bool = True, **sections: Any
+    folder: Path, *, watched: bool = True, read: Callable[[], Config] | None = None, **sections: Any
 ) -> AsyncIterator[tuple[TestClient[Any, Any], Service]]:
     if not (folder / "checkpoint").exists():
         write_checkpoint(folder / "checkpoint")
-    async with instance(make_config(folder, **sections)) as (app, service):
+    async with instance(make_config(folder, **sections), read) as (app, service):
         server = TestServer(app, handler_cancellation=True)  # type: ignore[call-arg]
         async with TestClient(server) as client:
             with blockbuster_ctx("npu_gr") if watched else nullcontext():

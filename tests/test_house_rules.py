@@ -21,6 +21,7 @@ ORDER = [  # top first: a folder or file may import what stands below it
     "acceptance",
     "fleet",
     "app",
+    "reload",
     "config",
     "service",
     "generation",

@@ -29,6 +29,10 @@ class Limiter:
         self._most, self._adaptive = limit, adaptive
         self.inflight = 0
 
+    def become(self, limit: int, adaptive: GradientLimit | None) -> None:
+        """Other bounds from now on; who is in stays in."""
+        self._most, self._adaptive = limit, adaptive
+
     @property
     def limit(self) -> int:
         """In force now."""

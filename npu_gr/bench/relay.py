@@ -40,7 +40,7 @@ from npu_gr.engine.scheduler import Scheduler
 from npu_gr.errors import NpuGrError
 from npu_gr.kv.arena import KVArena
 from npu_gr.kv.dram_store import DramStore
-from npu_gr.kv.layout import KVLayout
+from npu_gr.kv.layout import KVLayout, Run
 from npu_gr.kv.prefix_pool import PrefixPool
 from npu_gr.model.hstu import HSTU
 from npu_gr.relay.relay import Relay, RelayConfig
@@ -149,7 +149,8 @@ class Rig:
         try:
             lengths = sorted({64, self.shape.num_tokens // 4, self.shape.num_tokens})
             await engine.warm_up(self.tokens(self.returning[0]), lengths, [self.shape.num_candidates])
-            await engine.measure_copy(self.dram, self.shape.num_tokens)
+            first = (Run(0, self.layout.pages(self.shape.num_tokens)),)
+            await engine.measure_copy(self.dram, first, first, self.shape.num_tokens)
             engine.target_s = objective_s
             served = Served(self, arm, engine, relay, pool)
             if arm.reuse:

@@ -45,9 +45,15 @@ class CostModel:
 
 
 def fit(samples: Iterable[tuple[int, int, float]]) -> CostModel:
-    """Least squares over (num_tokens, num_candidates, seconds), weighted by 1/seconds, coefficients >= 0."""
-    n, c, seconds = np.array(list(samples), np.float64).T
-    rows = np.stack([np.ones_like(n), n, n * n, c, c * n], axis=1)
+    """As `fit_passes`, of full passes: (num_tokens, num_candidates, seconds)."""
+    return fit_passes((n, 0, c, seconds) for n, c, seconds in samples)
+
+
+def fit_passes(samples: Iterable[tuple[int, int, int, float]]) -> CostModel:
+    """Least squares over (new_tokens, cached_tokens, num_candidates, seconds), weighted by 1/seconds, all >= 0."""
+    new, cached, c, seconds = np.array(list(samples), np.float64).T
+    n = new + cached
+    rows = np.stack([np.ones_like(n), new, n * n - cached * cached, c, c * n], axis=1)
     used = list(range(rows.shape[1]))
     values = np.zeros(rows.shape[1])
     while used:  # drop the most negative coefficient and fit again: plain, and enough for five of them

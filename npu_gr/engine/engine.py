@@ -61,6 +61,7 @@ class Scored(NamedTuple):
 
 
 _LITTLE_S = 1e-4
+_FAR = float("inf")
 
 
 def chunks(start: int, stop: int, size: int) -> Iterator[tuple[int, int]]:
@@ -119,12 +120,12 @@ class PageJobs:
         done = Done(None, queued.queue_s, queued.device_s + time.monotonic() - began_s)
         self.on_copied(target, target.layout.bytes(num_tokens), done)
 
-    async def measure_copy(self, dram: KVArena, num_tokens: int) -> None:
-        """Measure the bandwidth from DRAM, best of three; uses the first pages of both tiers."""
-        runs, taken_s = (Run(0, dram.layout.pages(num_tokens)),), list[float]()
+    async def measure_copy(self, dram: KVArena, dram_runs: Sequence[Run], runs: Sequence[Run], num_tokens: int) -> None:
+        """Measure the bandwidth from DRAM pages to device pages, best of three."""
+        taken_s = list[float]()
         for _ in range(3):
             began_s = time.perf_counter()
-            await self.copy(dram, runs, self.arena, runs, num_tokens, float("inf"))
+            await self.copy(dram, dram_runs, self.arena, runs, num_tokens, float("inf"))
             taken_s.append(time.perf_counter() - began_s)
         self.copy_bytes_per_s = dram.layout.bytes(num_tokens) / min(taken_s)
 
@@ -215,25 +216,18 @@ class Engine(PageJobs):
         return write
 
     async def warm_up(self, tokens: Tokens, lengths: Sequence[int], candidates: Sequence[int]) -> CostModel:
-        """Run every shape once cold and once timed; fit and keep the cost model.
+        """Run every shape once cold and once timed; fit and keep the cost model. A live rank waits for one at most.
 
         Args:
             tokens: a history at least as long as the longest of `lengths`.
             lengths, candidates: the shapes.
         """
-        rows = np.zeros(max(candidates), np.int64)
-
-        def measure() -> list[tuple[int, int, float]]:
-            samples = []
-            for n in lengths:
-                for c in candidates:
-                    work = Pass(tokens, len(tokens) - n, rows[:c], int(tokens.events.timestamps[-1]))
-                    self._run([work])
-                    began_s = time.perf_counter()
-                    self._run([work])
-                    samples.append((n, c, time.perf_counter() - began_s))
-            return samples
-
-        done = await self.scheduler.call(measure, float("inf"))
-        self.cost = fit(done.value)
+        rows, samples = np.zeros(max(candidates), np.int64), []
+        for n in lengths:
+            for c in candidates:
+                work = Pass(tokens, len(tokens) - n, rows[:c], int(tokens.events.timestamps[-1]))
+                await self.scheduler.call(lambda work=work: self._run([work]), _FAR)  # type: ignore[misc]
+                done = await self.scheduler.call(lambda work=work: self._run([work]), _FAR)  # type: ignore[misc]
+                samples.append((n, c, done.device_s))
+        self.cost = fit(samples)
         return self.cost

@@ -16,17 +16,29 @@ TOLERANCE = {"float64": 1e-12, "float32": 1e-5, "bfloat16": 0.1}  # of the logit
 _FAR = float("inf")
 
 
-async def parity(engine: Engine, dram: KVArena | None, tokens: Tokens, candidates: I64) -> float:
+async def parity(
+    engine: Engine,
+    runs: tuple[Run, ...],
+    dram: KVArena | None,
+    dram_runs: tuple[Run, ...],
+    tokens: Tokens,
+    candidates: I64,
+) -> float:
     """Largest difference of cached from cold scores, as a share of their standard deviation.
 
-    Uses the first pages of both arenas, so it must run before anything else does.
+    Args:
+        engine: to be tested; its jobs come after those that have a deadline.
+        runs: pages of its arena for `tokens`, of nobody else; zeroed at the end.
+        dram: the other tier; None = there is none.
+        dram_runs: as `runs`, of `dram`.
+        tokens: a history.
+        candidates: [c] item rows.
 
     Raises:
         DeviceError: the difference is over the tolerance of the dtype that keys and values are kept in.
     """
     layout = engine.arena.layout
     cut = len(tokens) * 3 // 4
-    runs = (Run(0, layout.pages(cut)),)
     shown_at = int(tokens.events.timestamps[-1])
     head = tokens[:cut]
     cold = await engine.rank(Pass(tokens, 0, candidates, shown_at), _FAR)
@@ -34,11 +46,11 @@ async def parity(engine: Engine, dram: KVArena | None, tokens: Tokens, candidate
     hit = Pass(tokens, 0, candidates, shown_at, cached=Cached(runs, cut))
     results = {"HBM": await engine.rank(hit, _FAR)}
     if dram is not None:
-        await engine.copy(engine.arena, runs, dram, runs, cut, _FAR)
+        await engine.copy(engine.arena, runs, dram, dram_runs, cut, _FAR)
         await engine.zero(engine.arena, runs)
-        await engine.copy(dram, runs, engine.arena, runs, cut, _FAR)
+        await engine.copy(dram, dram_runs, engine.arena, runs, cut, _FAR)
         results["DRAM"] = await engine.rank(hit, _FAR)
-        await engine.zero(dram, runs)
+        await engine.zero(dram, dram_runs)
     await engine.zero(engine.arena, runs)
     spread = max(float(cold.logits.std()), 1e-6)
     worst = 0.0

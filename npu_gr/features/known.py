@@ -40,6 +40,12 @@ class KnownPrefixes:
         self._events.move_to_end(key)
         return self._events[key]
 
+    def resize(self, capacity_bytes: int) -> None:
+        """Another capacity from now on."""
+        self._capacity_bytes = capacity_bytes
+        while self.bytes_used > self._capacity_bytes:
+            self._drop(next(iter(self._events)))
+
     def forget(self, user: UserKey) -> None:
         """Drop everything of one user."""
         for fingerprint in list(self._by_user.get(user, ())):

@@ -82,7 +82,8 @@ class PrefixPool:
         self._published: dict[PrefixKey, PrefixEntry] = {}
         self._reserved: dict[PrefixKey, PrefixEntry] = {}
         self._users: ByUser[PrefixEntry] = ByUser()  # reserved and published ones
-        self._expiring: deque[PrefixEntry] = deque()  # in order of expires_at_s: t_life_s is constant
+        # in order of expires_at_s, but where `t_life_s` was shortened: an entry may go later than it could, not earlier
+        self._expiring: deque[PrefixEntry] = deque()
         self._evictable: OrderedDict[PrefixKey, PrefixEntry] = OrderedDict()  # oldest first
         self._reserved_pages = self._evictable_pages = 0
         self.on_evict: Callable[[PrefixEntry], None] = lambda _entry: None

@@ -147,7 +147,8 @@ class Lease:
     reason: Reason = Reason.NONE
     cached: Cached | None = None
     first_token: int = 0  # degraded: older tokens are left out
-    keep: tuple[Run, ...] | None = None  # the pass may leave its prefix KV here; published if the block succeeds
+    keep: tuple[Run, ...] | None = None  # the pass leaves its prefix KV here; published if the block succeeds
+    discard: Callable[[], None] = lambda: None  # it did not: nothing is published, whatever the block does
 
 
 @dataclass(slots=True, eq=False)
@@ -187,8 +188,10 @@ class Relay(Generic[P]):
         pool: PrefixPool,
         dram: DramStore | None,
         model_version: str,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._config, self._trigger, self._engine = config, trigger, engine
+        """`clock`: the event loop's, and the pool's and the store's."""
+        self._config, self._trigger, self._engine, self._clock = config, trigger, engine, clock
         self._pool, self._dram, self._version = pool, dram, model_version
         self._layout_id = pool.arena.layout.layout_id
         self._producers: dict[PrefixKey, _Producer] = {}
@@ -208,6 +211,14 @@ class Relay(Generic[P]):
         if dram is not None:
             dram.on_erased = partial(self._overwrite, dram.arena)
 
+    def become(self, config: RelayConfig, trigger: TriggerConfig) -> None:
+        """Other settings from now on; what is being produced, and what was measured, stays."""
+        if config.max_reloads != self._config.max_reloads:
+            self._reloads = asyncio.Semaphore(config.max_reloads)  # reloads of now give their turns back to the old one
+        self._config, self._trigger = config, trigger
+        self._bucket = None if trigger.q_m_per_s is None else TokenBucket(self.q_inst_per_s, trigger.burst_s)
+        self._pool.t_life_s = config.t_life_s
+
     @property
     def t_life_s(self) -> float:
         """How long a produced prefix waits for its rank."""
@@ -226,9 +237,9 @@ class Relay(Generic[P]):
             await asyncio.sleep(0)  # their callbacks
 
     @property
-    def dram_arena(self) -> KVArena | None:
-        """Pages of the DRAM tier, if there is one."""
-        return None if self._dram is None else self._dram.arena
+    def tiers(self) -> tuple[PrefixPool, DramStore | None]:
+        """Where the prefixes lie; a relay of another version over the same ones takes over their erasures."""
+        return self._pool, self._dram
 
     @property
     def q_inst_per_s(self) -> float:
@@ -248,7 +259,7 @@ class Relay(Generic[P]):
             num_candidates: that the rank will bring; None = the configuration's guess.
         """
         verdict = self._decide(user, tokens, self._trigger.num_candidates if num_candidates is None else num_candidates)
-        self._remember(user, _Signal(_WHY_NOT.get(verdict, Reason.NONE), time.monotonic(), is_pending=True))
+        self._remember(user, _Signal(_WHY_NOT.get(verdict, Reason.NONE), self._clock(), is_pending=True))
         return verdict
 
     def _decide(self, user: UserKey, tokens: P, num_candidates: int) -> Verdict:
@@ -259,7 +270,7 @@ class Relay(Generic[P]):
             return Verdict.ALREADY_RESIDENT
         if key in self._producers or self._pool.is_reserved(key):
             return Verdict.ALREADY_RUNNING
-        now_s = time.monotonic()
+        now_s = self._clock()
         base, spilled = self._resident(user, tokens), self._spilled(user, tokens)
         cached = base.num_tokens if base else 0
         if spilled is not None and spilled.num_tokens <= cached:
@@ -312,7 +323,7 @@ class Relay(Generic[P]):
             user: whose.
             tokens: the whole history as the model reads it.
             num_candidates: for the estimate of what still fits.
-            due_s: instant (time.monotonic) by which the rank must be done.
+            due_s: instant of the clock by which the rank must be done.
         """
         outcome, reason, entry = (
             Outcome.MISS_FULL,
@@ -325,7 +336,7 @@ class Relay(Generic[P]):
             held.callback(self._ranked, user)
             if entry is not None:
                 if not entry.consumed:
-                    self.on_first_use(time.monotonic() - (entry.expires_at_s - self._pool.t_life_s))
+                    self.on_first_use(self._clock() - (entry.expires_at_s - self._pool.t_life_s))
                 held.enter_context(self._pool.lease(entry, consume=True))
                 held.callback(self._spill, entry)
                 cached = Cached(tuple(entry.runs), entry.num_tokens)
@@ -342,7 +353,8 @@ class Relay(Generic[P]):
                 yield Lease(outcome=outcome, reason=reason)
                 return
             held.callback(self._abandon_unless_published, room)
-            yield Lease(outcome=outcome, reason=reason, keep=tuple(room.runs))
+            discard = partial(self._pool.abandon, room)
+            yield Lease(outcome=outcome, reason=reason, keep=tuple(room.runs), discard=discard)
             self._publish_kept(room, tokens)
 
     async def _find(
@@ -367,7 +379,7 @@ class Relay(Generic[P]):
         spilled = self._spilled(user, tokens)
         if spilled is None:
             return Outcome.MISS_FULL, self._why_missing(user), None
-        left_s = due_s - time.monotonic() - self._config.margin_s
+        left_s = due_s - self._clock() - self._config.margin_s
         if self._pool.is_reserved(spilled.key) or not self._reload_pays(spilled, left_s):
             return Outcome.MISS_FULL, Reason.RELOAD_SLOWER, None
         try:
@@ -387,7 +399,7 @@ class Relay(Generic[P]):
     async def _join(self, producer: _Producer, due_s: float, spare_s: float) -> Reason | None:
         """Wait for a producer as long as time to do without it remains. None = it has published."""
         producer.urgency.hasten(due_s)
-        left_s = due_s - time.monotonic()
+        left_s = due_s - self._clock()
         wait_s = left_s - spare_s if left_s > spare_s else left_s - self._config.margin_s
         producer.joiners += 1
         try:
@@ -402,7 +414,7 @@ class Relay(Generic[P]):
         """0, or where the newest tokens begin that a full inference can still score in time."""
         if not self._config.degrade or not num_tokens:
             return 0
-        budget_s = due_s - time.monotonic() - self._config.margin_s - self._engine.queue_s
+        budget_s = due_s - self._clock() - self._config.margin_s - self._engine.queue_s
         return num_tokens - self._engine.cost.safe_tokens(num_tokens, num_candidates, budget_s)
 
     # ---- what exists
@@ -447,7 +459,7 @@ class Relay(Generic[P]):
         signal = self._last.get(user)
         if signal is not None and signal.is_pending:
             self._last[user] = signal._replace(is_pending=False)
-            self.t_life_p99_s.observe(time.monotonic() - signal.at_s)
+            self.t_life_p99_s.observe(self._clock() - signal.at_s)
 
     # ---- producers
 
@@ -499,7 +511,7 @@ class Relay(Generic[P]):
 
     async def _compute(self, entry: PrefixEntry, tokens: P, urgency: Urgency, base: PrefixEntry | None) -> None:
         # worthless once the rank it is for has given up
-        deadline_s, runs, first = time.monotonic() + self._config.t_life_s, tuple(entry.runs), 0
+        deadline_s, runs, first = self._clock() + self._config.t_life_s, tuple(entry.runs), 0
         with self._counted("prefill"):
             if base is not None:
                 arena, first = self._pool.arena, base.num_tokens
@@ -516,10 +528,10 @@ class Relay(Generic[P]):
     async def _reload(self, entry: PrefixEntry, spilled: DramEntry, urgency: Urgency, patience_s: float) -> None:
         """Copy a prefix back, when it is its turn; not at all if that is too late for who asked first."""
         assert self._dram is not None
-        deadline_s = time.monotonic() + self._config.t_life_s
+        deadline_s, turns = self._clock() + self._config.t_life_s, self._reloads
         with self._counted("reload"), self._dram.lease(spilled):
             try:
-                await asyncio.wait_for(self._reloads.acquire(), patience_s)
+                await asyncio.wait_for(turns.acquire(), patience_s)
             except TimeoutError as error:
                 raise DeadlineExceeded("no turn to reload came in time") from error
             try:
@@ -535,7 +547,7 @@ class Relay(Generic[P]):
                 )
                 self._dram.verify(spilled)
             finally:
-                self._reloads.release()
+                turns.release()
         assert spilled.timestamps is not None, "complete copies alone are found"
         self._pool.publish(entry, spilled.timestamps)
 
@@ -603,7 +615,7 @@ class Relay(Generic[P]):
         self._own(self._spill_to(dram, room, entry)).add_done_callback(ended)
 
     async def _spill_to(self, dram: DramStore, room: DramEntry, entry: PrefixEntry) -> None:
-        order_s = time.monotonic() + self._config.t_life_s  # behind every rank and pre-infer of now
+        order_s = self._clock() + self._config.t_life_s  # behind every rank and pre-infer of now
         with self._counted("spill"):
             await self._engine.copy(
                 self._pool.arena,

@@ -24,7 +24,7 @@ API_KEY = click.option("--api-key", envvar="NPU_GR_API_KEY", help="Also from NPU
 FILE = click.Path(path_type=Path)
 
 
-class _RunByDefault(click.Group):
+class RunByDefault(click.Group):
     """`replay LOG ...` is `replay run LOG ...`."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
@@ -34,7 +34,7 @@ class _RunByDefault(click.Group):
         return super().parse_args(ctx, args)
 
 
-@click.group(cls=_RunByDefault)
+@click.group(cls=RunByDefault)
 def replay() -> None:
     """Replay a query LOG (`run`, which may be left out), compare two runs, make logs from other data."""
 

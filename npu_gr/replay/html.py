@@ -13,7 +13,7 @@ from npu_gr.replay.svg import areas, axis, lines
 from npu_gr.replay.tally import HITS
 from npu_gr.request import Outcome
 
-_STYLE = """
+STYLE = """
 :root { color-scheme: light dark; --line: #8885; --dim: #777; }
 body { font: 14px/1.45 system-ui, sans-serif; max-width: 1360px; margin: 24px auto; padding: 0 16px; }
 h1 { font-size: 22px; } h2 { font-size: 18px; margin-top: 32px; } h3 { font-size: 14px; margin: 0 0 4px; }
@@ -36,7 +36,7 @@ _RUN_COLUMNS = ("run", "offered/s", "goodput/s", "within SLO", "P50 ms", "P99 ms
 def page(study: Study, title: str) -> str:
     """The whole document."""
     head = f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
-    parts = [head, f"<style>{_STYLE}</style></head><body><h1>{escape(title)}</h1>", _summary(study)]
+    parts = [head, f"<style>{STYLE}</style></head><body><h1>{escape(title)}</h1>", _summary(study)]
     for place, run in enumerate(study.runs, 1):
         parts.append(_run(run, f"run-{place}"))
     parts.append(f"<h2>JSON</h2><details><summary>all of it</summary><pre>{escape(study.to_json())}</pre></details>")
@@ -47,11 +47,11 @@ def _summary(study: Study) -> str:
     rows = [
         [f'<a href="#run-{i}">{escape(cells[0])}</a>', *cells[1:]] for i, cells in enumerate(map(row, study.runs), 1)
     ]
-    text = _table(_RUN_COLUMNS, rows)
+    text = table(_RUN_COLUMNS, rows)
     if study.ended:
         rate = "none" if study.highest_per_s is None else f"{study.highest_per_s:.3g} ranks/s"
         text += f"<p>Highest rate that keeps the SLO: <b>{rate}</b> ({escape(study.ended)}).</p>"
-    return text + f'<div class="plots">{_figure("Goodput against offered load", _goodput(study.runs))}</div>'
+    return text + f'<div class="plots">{figure("Goodput against offered load", _goodput(study.runs))}</div>'
 
 
 def _run(run: Report, anchor: str) -> str:
@@ -62,14 +62,14 @@ def _run(run: Report, anchor: str) -> str:
         ("Hit ratios", _hits(run)),
         ("Bytes of the memory tiers", _tiers(run)),
     )
-    figures = "".join(_figure(title, plot) for title, plot in plots)
+    figures = "".join(figure(title, plot) for title, plot in plots)
     warning = '<p class="warn">The generator was late: these latencies are partly its own.</p>' if run.was_late else ""
     cut = '<p class="warn">Interrupted: only what was answered before counts.</p>' if run.interrupted else ""
     columns = ("ms from the due time", "count", *(f"P{p:g}" for p in PERCENTILES))
-    latencies = _table(
+    latencies = table(
         columns, [[escape(r.name), str(r.count), *(f"{v:.2f}" for v in r.ms.values())] for r in run.latencies]
     )
-    facts = _table(("", ""), [[escape(key), escape(value)] for key, value in _facts(run)])
+    facts = table(("", ""), [[escape(key), escape(value)] for key, value in _facts(run)])
     heading = f'<h2 id="{anchor}">{escape(name(run))}</h2>'
     return f'{heading}{cut}{warning}<div class="plots">{figures}</div>{latencies}<div class="facts">{facts}</div>'
 
@@ -158,11 +158,12 @@ def _time(run: Report) -> Any:
     return axis("s since the run began", [part["at_s"] for part in run.slices])
 
 
-def _figure(title: str, plot: str) -> str:
+def figure(title: str, plot: str) -> str:
+    """A plot under its title."""
     return f"<figure><h3>{escape(title)}</h3>{plot}</figure>"
 
 
-def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Cells are HTML."""
     head = "".join(f"<th>{escape(column)}</th>" for column in columns)
     body = "".join("<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>" for cells in rows)

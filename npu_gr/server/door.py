@@ -54,6 +54,10 @@ class Door(Protocol):
         """The best items after a history. Raises NotFound where this instance does not generate."""
         ...
 
+    async def reload_models(self) -> list[ModelInfo]:
+        """Read the configuration file again and serve what it says; requests in progress keep their version."""
+        ...
+
     async def match(self, request: MatchRequest, budget_s: float) -> MatchAnswer:
         """The best items for a user by vectors. Raises NotFound where this instance does not match."""
         ...

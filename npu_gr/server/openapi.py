@@ -101,6 +101,13 @@ def document() -> dict[str, Any]:
         done = {"description": "How it stands.", "content": {JSON: {"schema": schema[RecordStatus]}}}
         return {"operationId": name, "summary": summary, "responses": {"200": done, **errors("401", "404", *codes)}}
 
+    reload_models = {
+        "post": {
+            "operationId": "reloadModels",
+            "summary": "Read the configuration file again; serve its checkpoint and settings. The old version drains.",
+            "responses": {"200": {"description": "Done.", "content": {JSON: {}}}, **errors("401", "422", "429", "503")},
+        }
+    }
     switch_on = recorder("recordOn", "Record requests.", "413", "422")
     switch_on["requestBody"] = {"required": False, "content": {JSON: {"schema": schema[RecordOrder]}}}
     record = {
@@ -153,7 +160,8 @@ def document() -> dict[str, Any]:
             },
             "/v1/events": post("events", "Append behaviours of a user.", EventsBody, "200", EventsOut),
             "/v1/users/{user_id}": named(erase, "user_id"),
-            "/v1/models": get("models", "What is being served.", "401"),
+            "/v1/models": get("models", "What is being served, and what still drains.", "401"),
+            "/v1/models/reload": reload_models,
             "/healthz": get("live", "The process is alive.", public=True),
             "/readyz": get("ready", "New work is welcome.", "503", public=True),
             "/": get("page", "The status page.", public=True, media="text/html"),

@@ -37,6 +37,7 @@ class RecordingDoor:
     def __init__(self, door: Door, recorder: Recorder) -> None:
         self._door, self._recorder = door, recorder
         self.models, self.is_ready, self.effective_config = door.models, door.is_ready, door.effective_config
+        self.reload_models = door.reload_models
         self.catalogue, self.reload_catalogue = door.catalogue, door.reload_catalogue
         self.rollback_catalogue, self.update_catalogue = door.rollback_catalogue, door.update_catalogue
         self.match, self.vectors = door.match, door.vectors  # the log has no place for a match

@@ -94,6 +94,7 @@ def build_web_app(
             web.post("/v1/events", routes.events),
             web.delete("/v1/users/{user_id:(?s:.+)}", routes.erase),
             web.get("/v1/models", routes.models),
+            web.post("/v1/models/reload", routes.reload_models),
             web.get("/healthz", routes.live),
             web.get("/readyz", routes.ready),
             web.get("/", routes.page),
@@ -216,6 +217,9 @@ class _Routes:
 
     async def models(self, _: web.Request) -> web.Response:
         return _json({"models": [asdict(model) for model in self._door.models()]})
+
+    async def reload_models(self, _: web.Request) -> web.Response:
+        return _json({"models": [asdict(model) for model in await self._door.reload_models()]})
 
     async def live(self, _: web.Request) -> web.Response:
         model = self._door.models()[0]

@@ -7,7 +7,8 @@ import contextlib
 import logging
 import signal
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
+from typing import Any
 
 from aiohttp import web
 
@@ -72,6 +73,24 @@ def stop_signals() -> Iterator[asyncio.Queue[int]]:
     finally:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.remove_signal_handler(number)
+
+
+@contextlib.contextmanager
+def on_hangup(work: Callable[[], Coroutine[Any, Any, None]]) -> Iterator[None]:
+    """SIGHUP starts `work` while the block runs; one that still runs at its end is cancelled."""
+    loop, tasks = asyncio.get_running_loop(), set[asyncio.Task[None]]()
+
+    def start() -> None:
+        tasks.add(task := loop.create_task(work()))
+        task.add_done_callback(tasks.discard)
+
+    loop.add_signal_handler(signal.SIGHUP, start)
+    try:
+        yield
+    finally:
+        loop.remove_signal_handler(signal.SIGHUP)
+        for task in tasks:
+            task.cancel()
 
 
 @contextlib.asynccontextmanager

@@ -175,6 +175,31 @@ async def test_a_device_that_fails_with_the_prefix_does_without(
         assert close(answer, want)
 
 
+async def test_a_prefix_half_written_by_a_pass_that_failed_is_not_served(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with serving(tmp_path) as (client, service):
+        history, arena = columns(events(80)), service.ranking.engine.arena
+        write, calls = arena.write, list[int]()
+
+        def fails_once(layer: int, *rest: Any) -> None:
+            calls.append(layer)
+            if calls == [0, 1]:
+                raise DeviceError("planted")
+            write(layer, *rest)
+
+        monkeypatch.setattr(arena, "write", fails_once)
+        first = await rank(client, history=history)
+        assert (first["outcome"], first["reason"]) == ("miss_full", "read_failed")
+        pool, _ = service.ranking.relay.tiers
+        assert len(pool) == 0
+        assert pool.free_bytes == pool.budget_bytes
+        second, third = [await rank(client, history=history) for _ in range(2)]
+        assert (second["outcome"], third["outcome"]) == ("miss_full", "hbm_hit")
+        assert close(first, second)
+        assert close(first, third)
+
+
 async def test_a_failed_device_makes_it_unready(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with serving(tmp_path) as (client, service):
         assert (await client.get("/readyz")).status == 200

@@ -1,0 +1,88 @@
+"""A configuration file read again while the instance serves: what it says takes effect, or nothing does.
+
+    checkpoint                           another version: loaded, proven and warmed beside the old one, which drains
+    slo, service, relay, trigger, brownout   in force from the next request on
+    everything else                      sized or opened at start: refused by name
+
+The pages, and what lies in them, stay: a prefix's key holds the version that wrote it. Latency histograms keep the
+edges of the start, so do the rules made from them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+
+from npu_gr.admission.brownout import BrownoutControl
+from npu_gr.config import Config, to_table
+from npu_gr.errors import ConfigError, Unavailable
+from npu_gr.ranking import Ranking
+from npu_gr.service import Service
+
+log = logging.getLogger(__name__)
+
+CHANGEABLE = {"checkpoint", "slo", "service", "relay", "trigger", "brownout"}
+
+
+def check_changeable(old: Config, new: Config) -> None:
+    """Nothing differs but what can change at run time.
+
+    Raises:
+        ConfigError: names the sections.
+    """
+    differing = [name for name in Config.__struct_fields__ if getattr(old, name) != getattr(new, name)]
+    if fixed := [name for name in differing if name not in CHANGEABLE]:
+        raise ConfigError(f"{', '.join(fixed)}: cannot change while the instance runs; start it anew")
+    if (old.checkpoint is None) != (new.checkpoint is None):
+        raise ConfigError("checkpoint: an instance cannot begin or cease to rank while it runs; start it anew")
+
+
+class Reload:
+    """Call it to bring a service to what its file says now. One at a time; a second waits for the first."""
+
+    def __init__(
+        self,
+        service: Service,
+        config: Config,
+        read: Callable[[], Config],
+        open_beside: Callable[[Config, Ranking], Awaitable[Ranking]],
+    ) -> None:
+        """Nothing is read yet.
+
+        Args:
+            service: that serves `config`.
+            config: as it was started.
+            read: the configuration, from where that one came. In a thread.
+            open_beside: a proven ranker of the new configuration, in the pages of the one that serves; that one
+                itself where its version is meant.
+        """
+        self._service, self._config, self._read, self._open = service, config, read, open_beside
+        self._one_at_a_time = asyncio.Lock()
+
+    async def __call__(self) -> None:
+        """Reload.
+
+        Raises:
+            ConfigError: a setting cannot be used, or not changed at run time; everything is as before.
+            DeviceError: the new version failed its self-test; everything is as before.
+            Unavailable: the version before the current one still drains, and a third would not fit.
+        """
+        async with self._one_at_a_time:
+            service, new = self._service, await asyncio.to_thread(self._read)
+            check_changeable(self._config, new)
+            if service.is_draining:
+                raise Unavailable("the version before this one still drains; try again when it is gone")
+            if new.checkpoint is not None:
+                ranking = await self._open(new, service.ranking)
+                if ranking is not service.ranking:  # with no await since it took over the pages
+                    service.replace_ranking(ranking)
+            for job in service.jobs():
+                job.relay.become(new.relay, new.trigger_with_budget())
+            if new.generate is not None:
+                service.generation.engine.target_s = new.slo.generate_s
+            if new.checkpoint is not None:
+                service.ranking.engine.target_s = new.slo.rank_s
+            service.become(new.service, new.slo, BrownoutControl(new.brownout), to_table(new))
+            self._config = new
+            log.info("reloaded: %s", ", ".join(f"{m.name} {m.version}" for m in service.models() if not m.is_draining))

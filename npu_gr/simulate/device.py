@@ -1,0 +1,222 @@
+"""One instance's device on the virtual clock: the queue that serves, and passes that take what the profile says.
+
+It is what `relay.Relay` calls an Encoder. Differences to `engine.Engine`: no tensors, and time comes from the profile.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from npu_gr.engine.cost import CostModel
+from npu_gr.engine.engine import chunks
+from npu_gr.engine.quantile import RunningQuantile
+from npu_gr.engine.queue import Demand, Job, JobQueue, SchedulerConfig
+from npu_gr.engine.scheduler import Done, Urgency
+from npu_gr.errors import DeadlineExceeded, NpuGrError, Overloaded
+from npu_gr.kv.arena import KVArena
+from npu_gr.kv.layout import Run
+from npu_gr.request import I64
+from npu_gr.simulate.config import DeviceProfile
+
+_FASTEST = 0.1  # of the model: noise makes no pass faster than that
+_LITTLE_S = 1e-4  # as `engine.PageJobs`
+_STAMPS: I64 = np.zeros(1 << 20, np.int64)
+
+
+class SimulatedPrefix:
+    """A history that is only as long as it is; of one user a longer one continues a shorter one."""
+
+    __slots__ = ("_num_tokens", "_start")
+
+    def __init__(self, num_events: int, max_tokens: int, cut_step_tokens: int) -> None:
+        """Of a longer history than `max_tokens` the newest, whose start moves in steps."""
+        over = max(0, num_events - max_tokens)
+        self._start = -(-over // cut_step_tokens) * cut_step_tokens
+        self._num_tokens = max(num_events - self._start, 0)
+
+    @property
+    def timestamps(self) -> I64:
+        """[n] zeros."""
+        return _STAMPS[: self._num_tokens]
+
+    def __len__(self) -> int:
+        return self._num_tokens
+
+    def fingerprint(self, num_tokens: int) -> str:
+        """Where it starts and how long it is."""
+        return f"{self._start}+{num_tokens}"
+
+
+class RankWork(NamedTuple):
+    """What a rank's pass computes."""
+
+    new_tokens: int
+    cached_tokens: int
+    num_candidates: int
+
+
+class Device:
+    """The queue and its passes. `busy_s` is the device's time so far."""
+
+    def __init__(self, profile: DeviceProfile, config: SchedulerConfig, target_s: float, source: random.Random) -> None:
+        self._cost, self._profile, self._config, self._target_s = profile.cost, profile, config, target_s
+        self._loop = asyncio.get_running_loop()
+        self._queue = JobQueue(config)
+        self._source = source
+        self._idle, self._is_waiting = config.streams, False
+        self._short_s = RunningQuantile(0.9, _LITTLE_S)
+        self.busy_s = 0.0
+
+    # ---- what the relay asks
+
+    @property
+    def cost(self) -> CostModel:
+        """What a pass takes, by the model."""
+        return self._cost
+
+    @property
+    def copy_bytes_per_s(self) -> float:
+        """Bandwidth between the tiers."""
+        return self._profile.copy_bytes_per_s
+
+    @property
+    def queue_s(self) -> float:
+        """As `Scheduler.queue_s`."""
+        return self._queue.backlog_s / self._config.streams
+
+    @property
+    def residual_s(self) -> float:
+        """As `PageJobs.residual_s`."""
+        return self._short_s.value
+
+    async def prefill(
+        self, tokens: SimulatedPrefix, keep: tuple[Run, ...], deadline_s: float, urgency: Urgency, first_token: int = 0
+    ) -> None:
+        """As `Engine.prefill`: chunk after chunk."""
+        for start, stop in chunks(first_token, len(tokens), self._config.prefill_chunk_tokens):
+            takes_s = self._cost.pass_s(stop - start, start, 0)
+            await self._call(self._noisy_s(takes_s), takes_s, deadline_s, urgency, is_sheddable=True)
+
+    async def copy(
+        self,
+        source: KVArena,
+        source_runs: Sequence[Run],
+        target: KVArena,
+        target_runs: Sequence[Run],
+        num_tokens: int,
+        deadline_s: float,
+        order_s: float | Urgency | None = None,
+        *,
+        is_sheddable: bool = False,
+    ) -> None:
+        """As `PageJobs.copy`: the bytes over the bandwidth."""
+        took_s = self._profile.copy_host_s + target.layout.bytes(num_tokens) / self._profile.copy_bytes_per_s
+        order_s = deadline_s if order_s is None else order_s
+        await self._call(self._noisy_s(took_s), 0.0, deadline_s, order_s, is_sheddable=is_sheddable)
+
+    def zero(self, arena: KVArena, runs: Sequence[Run]) -> asyncio.Future[Done[None]]:
+        """As `PageJobs.zero`; takes no time here."""
+        future: asyncio.Future[Done[None]] = self._loop.create_future()
+        future.set_result(Done(None, 0.0, 0.0, 1))
+        return future
+
+    async def rank(self, work: RankWork, deadline_s: float) -> float:
+        """As `Engine.rank`; the seconds on the device."""
+        expected_s = self._cost.pass_s(*work)
+        job = Job(
+            run=_nothing,
+            work=work,
+            kind="rank",
+            shares=True,
+            demand=Demand(work.new_tokens, work.num_candidates, work.num_candidates),
+            deadline_s=deadline_s,
+            order_s=self._loop.time() + self._target_s,
+            takes_s=expected_s,
+        )
+        took_s, batch_size = await self._submit(job)
+        if not work.cached_tokens and batch_size == 1:
+            self._short_s.observe(max(took_s - expected_s, _LITTLE_S))
+        return took_s
+
+    async def _call(
+        self, took_s: float, takes_s: float, deadline_s: float, order_s: float | Urgency, *, is_sheddable: bool
+    ) -> None:
+        at_s = order_s.order_s if isinstance(order_s, Urgency) else order_s
+        job = Job(
+            run=_nothing, work=took_s, deadline_s=deadline_s, order_s=at_s, takes_s=takes_s, is_sheddable=is_sheddable
+        )
+        if not isinstance(order_s, Urgency):
+            await self._submit(job)
+            return
+        with order_s.applied(lambda sooner_s: self._queue.hasten(job, sooner_s)):
+            await self._submit(job)
+
+    # ---- the queue
+
+    async def _submit(self, job: Job) -> tuple[float, int]:
+        future: asyncio.Future[tuple[float, int]] = self._loop.create_future()
+        job.tag = future
+        shed = self._queue.put(job, self._loop.time())
+        if shed is not None:
+            _fail(shed, Overloaded("made room for a request that is not sheddable"))
+        self._begin()
+        try:
+            return await future
+        except asyncio.CancelledError:
+            if not self._queue.withdraw(job) and job.tag is not None:  # a pass that runs ends before its pages go
+                ended = job.tag = self._loop.create_future()
+                await ended
+            raise
+
+    def _begin(self) -> None:
+        while self._idle and len(self._queue):
+            taken = self._queue.take(self._loop.time())
+            for job in taken.expired:
+                _fail(job, DeadlineExceeded("the deadline passed while waiting for the device"))
+            if not taken.jobs:
+                if taken.wait_s is not None and not self._is_waiting:
+                    self._is_waiting = True
+                    self._loop.call_later(taken.wait_s, self._ask_again)
+                return
+            took_s = self._pass_s(taken.jobs)
+            self._idle -= 1
+            self._loop.call_later(took_s, self._end, taken.jobs, took_s)
+
+    def _ask_again(self) -> None:
+        self._is_waiting = False
+        self._begin()
+
+    def _pass_s(self, jobs: list[Job]) -> float:
+        first = jobs[0].work
+        if not isinstance(first, RankWork):
+            return float(first)
+        # what is shared is paid for once
+        seconds = sum(self._cost.pass_s(*job.work) for job in jobs) - (len(jobs) - 1) * self._cost.a0
+        return self._noisy_s(seconds)
+
+    def _noisy_s(self, seconds: float) -> float:
+        return max(seconds + self._source.choice(self._profile.late_s), seconds * _FASTEST)
+
+    def _end(self, jobs: list[Job], took_s: float) -> None:
+        self._idle += 1
+        self.busy_s += took_s
+        for job in jobs:
+            future, job.tag = job.tag, None
+            if not future.done():
+                future.set_result((took_s, len(jobs)))
+        self._begin()
+
+
+def _fail(job: Job, error: NpuGrError) -> None:
+    future, job.tag = job.tag, None
+    if not future.done():
+        future.set_exception(error)
+
+
+def _nothing(_: Sequence[Any]) -> Sequence[Any]:
+    raise AssertionError("a simulated job has no work")

@@ -1,0 +1,233 @@
+"""Measured -> model: the users from a query log, the device from a replay against a running instance.
+
+Users. A request within `RETURN_WITHIN_S` of the same user's one before is a return: their share, and the mixture of
+their gaps (expectation-maximisation on the logarithms). The other requests are visits: their users' exponent is the
+most likely one of a bounded Zipf distribution over the users that were seen, so a short log of many users makes it low.
+
+Device. Coefficients by `engine/cost.py` from ranks, cached and not, without those that were
+held up; what they took beyond it is noise that any pass may meet.
+What is not the device is the host's, whether it was the service's or the client's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from npu_gr.engine.cost import fit_passes
+from npu_gr.errors import DataError
+from npu_gr.replay.log import Record, count
+from npu_gr.replay.options import ReplayOptions
+from npu_gr.replay.plan import plan
+from npu_gr.replay.player import PlayerOptions, Sample, play
+from npu_gr.request import Outcome
+from npu_gr.simulate.config import DeviceProfile, Lognormal, UsersConfig
+from npu_gr.simulate.users import Ask
+
+F64 = npt.NDArray[np.float64]
+
+RETURN_WITHIN_S = 3600.0
+VALUES = 200  # that stand for a measured distribution, at most
+_TRIMS = 3  # rounds without the outliers of the one before
+_LEAST = 50  # measured ranks
+_ROUNDS = 60  # of the mixture's fit
+_LEAST_SIGMA = 0.05
+_OUTLIER = 1.5  # of the median ratio to the model; a pass that took longer was held up
+
+
+# ---- users
+
+
+def fit_users(records: Iterable[Record], num_users: int | None = None) -> UsersConfig:
+    """The model of a log's users.
+
+    Args:
+        records: in time order, at least two ranks.
+        num_users: of the whole population; None = those of the log.
+
+    Raises:
+        DataError: too few ranks.
+    """
+    last_s: dict[str, float] = {}
+    tokens: dict[str, int] = {}
+    visits, gaps_s, growth, candidates, num_ranks = Counter[str](), list[float](), list[int](), list[int](), 0
+    for record in records:
+        user = f"{record.tenant}\0{record.user_id}"
+        if record.kind != "rank":
+            continue
+        num_ranks += 1
+        candidates.append(count(record.candidates))
+        gap_s = record.ts - last_s.get(user, -np.inf)
+        if 0 < gap_s <= RETURN_WITHIN_S:
+            gaps_s.append(gap_s)
+        else:
+            visits[user] += 1
+        last_s[user] = record.ts
+        if record.history is not None:
+            if user in tokens:
+                growth.append(max(len(record.history) - tokens[user], 0))
+            tokens[user] = len(record.history)
+    if num_ranks < 2:
+        raise DataError(f"a model of the users needs at least two ranks, the log has {num_ranks}")
+    lengths = np.log(np.maximum(list(tokens.values()) or [1], 1))
+    return UsersConfig(
+        num_users=num_users or len(last_s),
+        zipf=round(zipf_exponent(sorted(visits.values(), reverse=True)), 3),
+        return_ratio=min(len(gaps_s) / num_ranks, 0.99),
+        return_s=fit_mixture(np.log(gaps_s)) if gaps_s else [],
+        history_tokens=Lognormal(median=float(np.exp(np.median(lengths))), sigma=float(lengths.std())),
+        growth_tokens=round(float(np.mean(growth))) if growth else 0,
+        candidates=round(float(np.median(candidates))),
+    )
+
+
+def zipf_exponent(counts: Sequence[int]) -> float:
+    """The most likely exponent in 0..3 of a bounded Zipf distribution; counts of users, most frequent first."""
+    if len(counts) < 2:
+        return 0.0
+    logs, weights = np.log(np.arange(1, len(counts) + 1)), np.array(counts, np.float64)
+    low, high = 0.0, 3.0
+    for _ in range(60):  # the likelihood has one peak: its slope is observed minus expected log rank
+        middle = (low + high) / 2
+        chance = np.exp(-middle * logs)
+        slope = (chance @ logs) / chance.sum() - (weights @ logs) / weights.sum()
+        low, high = (middle, high) if slope > 0 else (low, middle)
+    return (low + high) / 2
+
+
+def fit_mixture(logs: F64, num_parts: int = 2) -> list[Lognormal]:
+    """Log-normal parts by expectation-maximisation on the logarithms; one part of few or equal values."""
+    if len(logs) < 20 or float(logs.std()) < _LEAST_SIGMA:
+        return [Lognormal(median=float(np.exp(logs.mean())), sigma=float(logs.std()))]
+    means = np.quantile(logs, (np.arange(num_parts) + 0.5) / num_parts)
+    sigmas, weights = np.full(num_parts, logs.std()), np.full(num_parts, 1.0 / num_parts)
+    for _ in range(_ROUNDS):
+        z = (logs[:, None] - means) / sigmas
+        density = weights / sigmas * np.exp(-0.5 * z * z) + 1e-300
+        share = density / density.sum(1, keepdims=True)
+        total = np.maximum(share.sum(0), 1e-9)
+        weights, means = total / len(logs), (share * logs[:, None]).sum(0) / total
+        sigmas = np.maximum(np.sqrt((share * (logs[:, None] - means) ** 2).sum(0) / total), _LEAST_SIGMA)
+    parts = zip(weights.tolist(), np.exp(means).tolist(), sigmas.tolist(), strict=True)
+    return [Lognormal(weight=max(w, 1e-6), median=m, sigma=s) for w, m, s in parts]
+
+
+def asks_of(records: Iterable[Record], options: ReplayOptions) -> Iterable[Ask]:
+    """A log's own traffic, as a replay with these options sends it.
+
+    A record without a history has its user's last known length, and the events that the log appended since.
+    """
+    tokens: defaultdict[str, int] = defaultdict(int)
+    for action in plan(records, options):
+        record = action.record
+        user = f"{record.tenant}\0{record.user_id}"
+        if record.kind == "events":
+            tokens[user] += len(record.events or ())
+            continue
+        if record.kind == "generate":
+            continue
+        if record.history is not None:
+            tokens[user] = len(record.history) if record.base is None else tokens[user] + len(record.history)
+        num_candidates = record.num_candidates or count(record.candidates)
+        yield Ask(action.due_s, record.kind, user, tokens[user], num_candidates)
+
+
+# ---- device
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredRank:
+    """One rank's answer."""
+
+    new_tokens: int
+    cached_tokens: int
+    num_candidates: int
+    device_s: float
+    waited_s: float  # for the prefix and for the device
+    total_s: float  # at the client
+    outcome: str
+
+
+async def measure(records: Iterable[Record], options: ReplayOptions) -> tuple[list[MeasuredRank], list[float]]:
+    """Replay against a running instance; ranks, and the seconds of signals at the client."""
+    ranks, signals = list[MeasuredRank](), list[float]()
+
+    def over(sample: Sample) -> None:
+        if sample.error or sample.due_s < options.warmup_s:
+            return
+        if sample.record.kind == "signal":
+            signals.append(sample.latency_s)
+        if sample.answer is None:
+            return
+        stages, cached = sample.answer["stages_s"], sample.answer["prefix_tokens"]
+        ranks.append(
+            MeasuredRank(
+                new_tokens=sample.answer["history"]["num_tokens"] - cached,
+                cached_tokens=cached,
+                num_candidates=count(sample.record.candidates),
+                device_s=stages["device"],
+                waited_s=stages["queue"] + stages["lease"],
+                total_s=sample.latency_s,
+                outcome=sample.answer["outcome"],
+            )
+        )
+
+    target = PlayerOptions(url=options.base_url, deadline_ms=options.timeout_s * 1e3, api_key=options.api_key)
+    await play(plan(records, options), target, over)
+    await asyncio.sleep(0)
+    return ranks, signals
+
+
+def fit_device(
+    ranks: Sequence[MeasuredRank],
+    signals_s: Sequence[float],
+    *,
+    kv_token_bytes: int,
+    copy_bytes_per_s: float,
+    max_history_tokens: int,
+) -> DeviceProfile:
+    """The profile of the measured instance.
+
+    Args:
+        ranks: at little load, with several lengths, numbers of candidates, and hits as well as misses.
+        signals_s: at the client.
+        kv_token_bytes, copy_bytes_per_s, max_history_tokens: of the instance.
+
+    Raises:
+        DataError: fewer than 50 ranks.
+    """
+    ranks = [rank for rank in ranks if rank.outcome != Outcome.DEGRADED]  # of those less was computed than is said
+    if len(ranks) < _LEAST:
+        raise DataError(f"a device profile needs at least {_LEAST} answered ranks, got {len(ranks)}")
+    samples = [(r.new_tokens, r.cached_tokens, r.num_candidates, max(r.device_s, 1e-7)) for r in ranks]
+    cost = fit_passes(samples)
+    for _ in range(_TRIMS):
+        ratios = np.array([seconds / max(cost.pass_s(*shape), 1e-9) for *shape, seconds in samples])
+        within = ratios <= _OUTLIER * np.median(ratios)
+        cost = fit_passes(sample for sample, is_within in zip(samples, within, strict=True) if is_within)
+    late = np.array([seconds - cost.pass_s(*shape) for *shape, seconds in samples])
+    host = np.array([max(r.total_s - r.waited_s - r.device_s, 0.0) for r in ranks])
+    return DeviceProfile(
+        a0_s=cost.a0,
+        a1_s=cost.a1,
+        a2_s=cost.a2,
+        b0_s=cost.b0,
+        b1_s=cost.b1,
+        late_s=_values(late),
+        rank_host_s=_values(host),
+        signal_host_s=float(np.median(signals_s)) if signals_s else float(np.median(host)),
+        copy_bytes_per_s=copy_bytes_per_s,
+        kv_token_bytes=kv_token_bytes,
+        max_history_tokens=max_history_tokens,
+    )
+
+
+def _values(samples: F64) -> list[float]:
+    """Means of equal shares of the sorted samples: their mean is the samples' own."""
+    parts = np.array_split(np.sort(samples), min(VALUES, len(samples)))
+    return [round(float(part.mean()), 7) for part in parts]
