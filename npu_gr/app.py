@@ -225,6 +225,7 @@ def _placed(config: Config, backend: Backend) -> Checkpoint:
     if config.dtype != "checkpoint":
         checkpoint.model.cast(getattr(torch, config.dtype))
     checkpoint.model.to(backend.device).eval().freeze_items()
+    backend.synchronize()  # a device thread reads it in a stream of its own
     return checkpoint
 
 
@@ -258,6 +259,7 @@ def build_generation(config: Config, backend: Backend, scheduler: Scheduler, met
     generation = Generation(section, folder.name, version, engine, relay)
     generation.on_search = metrics.beams_searched
     metrics.limits({"prompt_tokens": section.max_prompt_tokens, "beams": section.max_beams})
+    backend.synchronize()  # weights and arenas, before a device thread uses them
     return generation
 
 
@@ -289,6 +291,7 @@ def _pool(
             f"{field}: {num_bytes} holds {pages} pages of {layout.page_bytes} bytes, the least is {least_pages}"
         )
     arena = KVArena(layout, pages, backend.device, pack=backend.pack_kv)
+    backend.synchronize()  # its zeros, before a device thread writes
     return PrefixPool(arena, num_bytes, config.relay.t_life_s, time.monotonic)
 
 

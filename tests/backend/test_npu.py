@@ -333,7 +333,8 @@ async def test_both_tiers_over_streams_give_cold_scores_and_nothing_races(npu: F
     assert npu.pinned_bytes == sum(plane.nbytes for plane in (it.dram._keys, it.dram._values))
     it.scheduler.start()
     try:
-        assert await parity(it.engine, it.dram, tokens(200), np.arange(30)) <= 1e-5
+        pages = (Run(0, 4),)
+        assert await parity(it.engine, pages, it.dram, pages, tokens(200), np.arange(30)) <= 1e-5
 
         async def user(first_page: int, num: int) -> None:
             runs, history = (Run(first_page, 4),), tokens(num)
