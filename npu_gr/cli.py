@@ -262,12 +262,17 @@ def bench_rank(as_json: bool, backend: str, dtype: str, threads: int, seed: int,
 @click.option("--seed", default=0, show_default=True)
 @click.option("--seconds", default=2.0, show_default=True, help="Time a case.")
 @click.option("--only", type=click.Choice(["roofs", "topk", "hstu"]), help="One part.")
-def bench_kernels(as_json: bool, isa: str, seed: int, seconds: float, only: str | None) -> None:
+@click.option("--device", default="cpu", show_default=True, help="Or another backend: its ops against torch's there.")
+def bench_kernels(as_json: bool, isa: str, seed: int, seconds: float, only: str | None, device: str) -> None:
     """Native CPU kernels on one thread: against what the CPU can do at most, torch ops and a naive cached path."""
     import torch
 
+    from npu_gr.bench import kernels_device
     from npu_gr.bench.kernels import PARTS, lines
 
+    if device != "cpu":
+        _show(kernels_device.lines(device, seed, seconds), device, seed, as_json)  # type: ignore[arg-type]
+        return
     torch.set_num_threads(1)
     parts = tuple(part for part in PARTS if only in (None, part))
     _show(lines(isa, seed, seconds, parts), "cpu", seed, as_json)

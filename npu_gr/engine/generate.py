@@ -325,7 +325,9 @@ class GenerateEngine(PageJobs):
         expected_s = self.cost.pass_s(len(work.prompt) - cached, cached, work.options.width)
         order_s = time.monotonic() + self.target_s
         work = replace(work, vocabulary=self.generator.decoder.config.vocab_size)
-        done: Done[Generated] = await self.scheduler.batch(work, self._run, deadline_s, order_s, takes_s=expected_s)
+        done: Done[Generated] = await self.scheduler.batch(
+            work, self._run, deadline_s, order_s, takes_s=expected_s, kind="generate"
+        )
         if work.cached is None and done.batch_size == 1:
             self._correct(expected_s, done.device_s)
         return done

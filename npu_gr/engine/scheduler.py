@@ -162,14 +162,21 @@ class Scheduler:
             return await self._submit(job)
 
     async def batch(
-        self, work: BatchWork, run: Run, deadline_s: float, order_s: float = float("inf"), *, takes_s: float = 0.0
+        self,
+        work: BatchWork,
+        run: Run,
+        deadline_s: float,
+        order_s: float = float("inf"),
+        *,
+        takes_s: float = 0.0,
+        kind: str = "rank",
     ) -> Done[Any]:
         """Run `work` in a pass that it may share with others of the same `run`; else as `call`."""
         return await self._submit(
             Job(
                 run=run,
                 work=work,
-                kind="rank",
+                kind=kind,
                 shares=True,
                 demand=work.demand,
                 deadline_s=deadline_s,

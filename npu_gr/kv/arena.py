@@ -125,8 +125,14 @@ class KVArena:
         pages = self.layout.pages(num_tokens)
         for source_page, target_page, count in _common_runs(source_runs, target_runs, pages):
             from_, to = slice(source_page, source_page + count), slice(target_page, target_page + count)
-            self._keys[:, to].copy_(source._keys[:, from_], non_blocking=non_blocking)
-            self._values[:, to].copy_(source._values[:, from_], non_blocking=non_blocking)
+            pairs = ((self._keys, source._keys), (self._values, source._values))
+            for target_plane, source_plane in pairs:
+                if not non_blocking:
+                    target_plane[:, to].copy_(source_plane[:, from_])
+                    continue
+                # layer by layer both sides are contiguous; torch copies anything else through pageable memory
+                for into, out_of in zip(target_plane, source_plane, strict=True):
+                    into[to].copy_(out_of[from_], non_blocking=True)
 
 
 def _common_runs(a: Sequence[Run], b: Sequence[Run], num_pages: int) -> Iterator[tuple[int, int, int]]:

@@ -1,0 +1,1 @@
+"""Triton kernels of the hot ops; imported only where triton is, and `TRITON_INTERPRET=1` runs them on a CPU."""

@@ -1,0 +1,38 @@
+"""The fork of beams' own KV in place: every program reads its numbers of all beams before it writes any."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+NUMBERS = 16  # of a beam that one program moves
+MAX_BEAMS = 1024  # what a program holds in registers
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_numbers"])
+def fork_kernel(
+    plane, layer_stride, row_stride, parent, num_rows, num_numbers, rows: tl.constexpr, numbers: tl.constexpr
+):
+    """Row i of a layer's first numbers becomes row parent[i]."""
+    row = tl.arange(0, rows)
+    at = tl.program_id(0) * numbers + tl.arange(0, numbers)
+    layer = plane + tl.program_id(1).to(tl.int64) * layer_stride
+    inside = (row < num_rows)[:, None] & (at < num_numbers)[None, :]
+    source = tl.load(parent + row, mask=row < num_rows, other=0)
+    held = tl.load(layer + source[:, None] * row_stride + at[None, :], mask=inside)
+    tl.debug_barrier()  # nobody writes before all have read
+    tl.store(layer + row[:, None].to(tl.int64) * row_stride + at[None, :], held, mask=inside)
+
+
+def fork(plane: Tensor, parent: Tensor, num_slots: int) -> None:
+    """See `Backend.fork_kv`; any parents, in any order."""
+    layers, _, _, heads, dim = plane.shape
+    assert plane[0].is_contiguous()
+    numbers = num_slots * heads * dim
+    if not numbers or not len(parent):
+        return
+    fork_kernel[(-(-numbers // NUMBERS), layers)](
+        plane, plane.stride(0), plane.stride(1), parent.contiguous(), len(parent), numbers,
+        rows=triton.next_power_of_2(len(parent)), numbers=NUMBERS, num_warps=8,
+    )  # fmt: skip
