@@ -37,7 +37,7 @@ def free_port() -> int:
 
 
 async def load(url: str) -> None:
-    """Signals, ranks and generates: users who come back and new ones, some without a signal, some without time."""
+    """Every kind of request: users who come back and new ones, some without a signal, some without time."""
     async with aiohttp.ClientSession() as http:
         ends_s, turn = time.monotonic() + LOAD_S, 0
         while time.monotonic() < ends_s:
@@ -58,6 +58,10 @@ async def load(url: str) -> None:
                 body = {"user_id": f"u{seed}", "history": HISTORY, "num_items": 5}
                 async with http.post(f"{url}/v1/generate", json=body) as answer:
                     assert answer.status == 200
+                nobody = {"user_id": "n", "history": {"items": [], "actions": [], "timestamps": []}}
+                for each in (body, nobody):  # whom no source knows anything for
+                    async with http.post(f"{url}/v1/recommend", json=each) as answer:
+                        assert answer.status == 200
 
 
 async def ask(http: aiohttp.ClientSession, url: str, path: str, **params: str) -> Any:
@@ -76,6 +80,7 @@ async def test_every_expression_returns_figures(tmp_path: Path) -> None:
     if shutil.which("prometheus") is None:
         pytest.skip("needs prometheus (Debian: prometheus)")
     sections = {"generate": section(tmp_path), "service": {"selfcheck_ratio": 0.2}, "kv": {"hbm_bytes": 300_000}}
+    sections["recommend"] = {"sources": {"generate": 20}}
     async with serving(tmp_path, watched=False, **sections) as (client, _):
         target = str(client.make_url("")).removeprefix("http://").rstrip("/")
         (tmp_path / "rules.yml").write_text(yaml.safe_dump(RULES))
