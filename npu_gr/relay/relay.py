@@ -34,7 +34,7 @@ from npu_gr.engine.cost import CostModel
 from npu_gr.engine.engine import Cached
 from npu_gr.engine.quantile import RunningQuantile
 from npu_gr.engine.scheduler import Done, Urgency
-from npu_gr.errors import DeadlineExceeded, NpuGrError, ResourceError
+from npu_gr.errors import DeadlineExceeded, NpuGrError, Overloaded, ResourceError
 from npu_gr.kv.arena import KVArena
 from npu_gr.kv.dram_store import DramEntry, DramStore
 from npu_gr.kv.keys import PrefixKey
@@ -492,7 +492,9 @@ class Relay(Generic[P]):
     def _disown(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
-            log.warning("a relay task failed: %s: %s", type(error).__name__, error)
+            # what was shed or came too late is counted, and under overload there is one a request
+            level = logging.DEBUG if isinstance(error, DeadlineExceeded | Overloaded) else logging.WARNING
+            log.log(level, "a relay task failed: %s: %s", type(error).__name__, error)
 
     def _start_compute(self, key: PrefixKey, tokens: P, urgency: Urgency, base: PrefixEntry | None) -> Verdict:
         """Encode a prefix; on from `base`, a resident one of its own beginning, if there is room beside it."""

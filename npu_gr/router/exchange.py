@@ -40,6 +40,7 @@ _KINDS = {
     (b"POST", b"/v1/signal"): Kind.SIGNAL,
     (b"POST", b"/v1/rank"): Kind.RANK,
     (b"POST", b"/v1/generate"): Kind.RANK,
+    (b"POST", b"/v1/match"): Kind.RANK,
     (b"POST", b"/v1/recommend"): Kind.RANK,
     (b"POST", b"/v1/events"): Kind.USER,
     (b"GET", b"/v1/models"): Kind.ANY,
