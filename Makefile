@@ -10,7 +10,7 @@ demo: $(VENV)/installed
 	$(BIN)/npu-gr --log-level WARNING demo
 
 test: $(VENV)/installed
-	$(BIN)/python -m pytest -q -n 2 --reruns 2 --reruns-delay 2
+	$(BIN)/python -m pytest -q -n 2
 
 lint: $(VENV)/installed
 	$(BIN)/ruff check npu_gr tests

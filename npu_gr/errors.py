@@ -16,6 +16,7 @@ NpuGrError
 │       └── ColdUser       nothing of the history is known: nothing to retrieve from  (422)
 ├── Overloaded             admission said no; retry elsewhere or later                (429)
 ├── Unavailable            starting, draining, or the history store is down           (503)
+│   └── NotTaken           an Unavailable: nothing was begun, another instance may    (503)
 ├── DeadlineExceeded       the budget ran out before the work did                     (504)
 └── ResourceError
     ├── PoolExhausted      no pages: rank without prefix KV       (never leaves the process)
@@ -121,6 +122,10 @@ class Unavailable(NpuGrError):
     """Starting, draining, or a store that the request needs is down."""
 
     status, title = 503, "unavailable"
+
+
+class NotTaken(Unavailable):
+    """This instance starts, drains or has failed, and has begun nothing: another one may take the request."""
 
 
 class DeadlineExceeded(NpuGrError):

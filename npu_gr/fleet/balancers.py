@@ -1,9 +1,10 @@
 """The router's placement in balancers that users already run: their configuration out of ours.
 
 What they have in common: strict hashing on the user header (bounded load would part a rank from its signal), active
-checks of `/readyz` where the balancer has them, a rank tried once more elsewhere, a signal never, 400 without the user.
-What they lack: a rank that follows its signal while instances come and go, deadlines of requests, slow return. Each
-places users in its own way, so do not mix them before one fleet.
+checks of `/readyz` where the balancer has them, a rank tried once more elsewhere, a signal that an instance may have
+begun never, 400 without the user. What they lack: a rank that follows its signal while instances come and go, deadlines
+of requests, slow return, and erasing a user at every instance: they answer 501 to that, so send DELETE /v1/users/ID to
+each instance yourself. Each places users in its own way, so do not mix them before one fleet.
 """
 
 from __future__ import annotations
@@ -14,26 +15,26 @@ from typing import Any
 
 from npu_gr.errors import ConfigError
 from npu_gr.router.config import InstanceConfig, RouterConfig
+from npu_gr.server.headers import NOT_TAKEN
 
 _TYPE = "type.googleapis.com/envoy.extensions"
-_USER_PATHS = ("/v1/signal", "/v1/rank", "/v1/generate", "/v1/recommend", "/v1/events", "/v1/users/")
+_USER_PATHS = ("/v1/signal", "/v1/rank", "/v1/generate", "/v1/recommend", "/v1/events")
 _RETRIED_PATHS = ("/v1/rank", "/v1/generate", "/v1/recommend")
+_ERASE_PATH, _ERASE_TEXT = "/v1/users/", "send this to every instance"
+_RANK_AGAIN = "connect-failure,refused-stream,reset,gateway-error"
+_SIGNAL_AGAIN = "connect-failure,retriable-headers"  # nobody has taken it
 
 
 def envoy(config: RouterConfig, instances: list[InstanceConfig]) -> str:
     """JSON for `envoy -c`. MAGLEV: Envoy's ring would move users of healthy instances (envoyproxy/envoy#22558)."""
     special, normal = _services(instances)
     routes = [
+        _envoy_refusal(_ERASE_PATH, 501, _ERASE_TEXT),
         _envoy_route({"prefix": "/"}, "normal", config, headers=[_equals("x-npugr-service", "normal")]),
-        *(_envoy_route({"path": path}, "special", config, is_retried=True, by_user=True) for path in _RETRIED_PATHS),
+        *(_envoy_route({"path": path}, "special", config, again=_RANK_AGAIN, by_user=True) for path in _RETRIED_PATHS),
+        _envoy_route({"path": "/v1/signal"}, "special", config, again=_SIGNAL_AGAIN, by_user=True),
         *(_envoy_route({"prefix": path}, "special", config, by_user=True) for path in _USER_PATHS),
-        *(
-            {
-                "match": {"prefix": path},
-                "direct_response": {"status": 400, "body": {"inline_string": f"{config.user_header}: missing\n"}},
-            }
-            for path in _USER_PATHS
-        ),
+        *(_envoy_refusal(path, 400, f"{config.user_header}: missing") for path in _USER_PATHS),
         _envoy_route({"prefix": "/"}, "normal", config),
     ]
     manager = {
@@ -76,7 +77,7 @@ def _envoy_route(
     config: RouterConfig,
     *,
     headers: list[dict[str, Any]] | None = None,
-    is_retried: bool = False,
+    again: str = "",
     by_user: bool = False,
 ) -> dict[str, Any]:
     action: dict[str, Any] = {"cluster": cluster, "timeout": _seconds(config.max_budget_s)}
@@ -84,17 +85,25 @@ def _envoy_route(
     if by_user:
         action["hash_policy"] = [{"header": {"header_name": config.user_header}}]
         headers.append({"name": config.user_header, "present_match": True})
-    if is_retried:
+    if again:
         predicate = f"{_TYPE}.retry.host.previous_hosts.v3.PreviousHostsPredicate"
         action["retry_policy"] = {
-            "retry_on": "connect-failure,refused-stream,reset,gateway-error",
+            "retry_on": again,
+            "retriable_headers": [{"name": NOT_TAKEN, "present_match": True}],
             "num_retries": 1,
             "retry_host_predicate": [
                 {"name": "envoy.retry_host_predicates.previous_hosts", "typed_config": {"@type": predicate}}
             ],
-            "host_selection_retry_max_attempts": 5,
+            "host_selection_retry_max_attempts": 32,  # MAGLEV draws anew each time; with 5 and two hosts 1 in 64 fail
         }
     return {"match": {**match, "headers": headers} if headers else match, "route": action}
+
+
+def _envoy_refusal(prefix: str, status: int, why: str) -> dict[str, Any]:
+    return {
+        "match": {"prefix": prefix},
+        "direct_response": {"status": status, "body": {"inline_string": f"{why}\n"}},
+    }
 
 
 def _envoy_cluster(
@@ -173,6 +182,7 @@ defaults
 frontend npu_gr
   bind {config.host}:{config.port}
   acl by_user path_beg {paths}
+  http-request return status 501 content-type text/plain string "{_ERASE_TEXT}" if {{ path_beg {_ERASE_PATH} }}
   acl normal req.hdr(x-npugr-service) -m str normal
   acl known req.hdr({config.user_header}) -m found
   http-request deny deny_status 413 if {{ req.hdr_val(content-length) gt {config.limits.max_body_bytes} }}
@@ -229,9 +239,7 @@ def nginx(config: RouterConfig, instances: list[InstanceConfig]) -> str:
 
     again = "error timeout http_502 http_503 non_idempotent"
     user_locations = [
-        location(f"= {path}", "special", again, needs_user=True)
-        if path in _RETRIED_PATHS
-        else location(path if path.endswith("/") else f"= {path}", "special", "off", needs_user=True)
+        location(f"= {path}", "special", again if path in _RETRIED_PATHS else "off", needs_user=True)
         for path in _USER_PATHS
     ]
     locations = "\n".join([*user_locations, location("/", "normal", "error timeout", needs_user=False)])
@@ -251,6 +259,7 @@ http {{
 {upstream("special", f"hash {variable} consistent;", special)}
 {upstream("normal", "least_conn;", normal)}
   server {{
+    location {_ERASE_PATH} {{ return 501 "{_ERASE_TEXT}"; }}
     listen {config.host}:{config.port};
     keepalive_requests 1000000;
     proxy_http_version 1.1;

@@ -50,5 +50,5 @@ def plain(status: int, body: bytes, lines: list[bytes], is_last: bool) -> bytes:
     """A whole answer."""
     if is_last:
         lines = [*lines, b"Connection: close"]
-    head = status_line(status) + b"Content-Length: %d\r\n" % len(body)
+    head = status_line(status) + (b"" if status == 204 else b"Content-Length: %d\r\n" % len(body))
     return head + b"".join(line + b"\r\n" for line in lines) + b"\r\n" + body

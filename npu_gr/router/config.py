@@ -26,6 +26,11 @@ class InstanceConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     special: bool = True  # takes signals and their ranks, by user
     normal: bool = True  # takes what needs no prefix KV, by load
 
+    @property
+    def url(self) -> str:
+        """Without a path."""
+        return f"http://[{self.host}]:{self.port}" if ":" in self.host else f"http://{self.host}:{self.port}"
+
 
 class DNSConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """All addresses of one name; an instance is then named by its address."""

@@ -15,9 +15,11 @@ from typing import TYPE_CHECKING
 
 from npu_gr.errors import BadRequest, DeadlineExceeded, NpuGrError, Unavailable
 from npu_gr.router.answers import BadGateway, Refused, plain, problem, status_line
+from npu_gr.router.erase import verdict
+from npu_gr.router.members import Check
 from npu_gr.router.ring import Placement
 from npu_gr.router.upstream import Headers, Upstream
-from npu_gr.server.headers import budget_s
+from npu_gr.server.headers import NOT_TAKEN, budget_s
 
 if TYPE_CHECKING:
     from npu_gr.router.client import Client
@@ -28,9 +30,10 @@ if TYPE_CHECKING:
 class Kind(StrEnum):
     """What a request is to the router; the value of the `kind` metric label."""
 
-    SIGNAL = "signal"  # by user; decides the pair; sent once
+    SIGNAL = "signal"  # by user; decides the pair; goes elsewhere only if nobody has taken it
     RANK = "rank"  # by user; follows its signal; may be tried again
     USER = "user"  # by user; sent once
+    ERASE = "erase"  # to every instance
     ANY = "any"  # by load
     OWN = "own"  # answered here
     NONE = "none"  # not routed
@@ -51,13 +54,14 @@ _KINDS = {
 }
 BUDGET_HEADERS = ("X-Request-Timeout-Ms", "x-envoy-expected-rq-timeout-ms", "grpc-timeout")
 _RETRIED = (502, 503)
+_NOT_TAKEN = NOT_TAKEN.lower().encode()
 _DROPPED = frozenset((b"connection", b"keep-alive", b"transfer-encoding", b"upgrade", b"trailer", b"proxy-connection"))
 
 
 def kind_of(method: bytes, path: bytes) -> Kind:
     """What the request is; `NONE` is answered with 404."""
     if method == b"DELETE" and path.startswith(b"/v1/users/"):
-        return Kind.USER
+        return Kind.ERASE
     if method == b"GET" and path.startswith(b"/v2"):
         return Kind.ANY
     return _KINDS.get((method, path), Kind.NONE)
@@ -89,6 +93,7 @@ class Exchange:
         self._body_bytes = self._num_sent = 0  # of the body: bytes received, pieces sent
         self._is_whole = self._is_started = self._is_over = self._is_answering = False
         self._is_chunked = self._answer_chunked = self._closes = False
+        self._is_untaken = False  # a signal that no instance has begun
         self._tried: list[str] = []
         self._choice: Choice | None = None
         self._placement: Placement | None = None
@@ -169,6 +174,9 @@ class Exchange:
                 self._answer_own()
                 return
             self._router.check_room()
+            if self.kind is Kind.ERASE:
+                self._connecting = asyncio.get_running_loop().create_task(self._erase())
+                return
             self._go(self._choose())
         except NpuGrError as error:
             self._router.metrics.refused(error.title).inc()
@@ -182,7 +190,7 @@ class Exchange:
         if not user:
             raise BadRequest(f"{self._router.config.user_header}: missing; requests are routed by this header")
         if self.kind is Kind.SIGNAL:
-            choice, self._placement = members.for_signal(user, now_s)
+            choice, self._placement = members.for_signal(user, now_s, self._tried)
             return choice
         brought = (
             Placement.decode(seen[b"x-npugr-placement"].decode("latin-1")) if b"x-npugr-placement" in seen else None
@@ -207,6 +215,7 @@ class Exchange:
             upstream = await self._router.connect(choice.instance)
         except OSError:
             self._connecting = None
+            self._is_untaken = self.kind is Kind.SIGNAL
             self._router.unreachable(choice.instance)
             self.lost("connect")
             return
@@ -215,6 +224,7 @@ class Exchange:
 
     def _send(self, upstream: Upstream) -> None:
         self._upstream = upstream
+        self._is_untaken = False
         self._sent_s = time.monotonic()
         self._is_chunked = not self._is_whole
         self._num_sent = 0
@@ -245,7 +255,7 @@ class Exchange:
         if self._is_chunked:
             new = b"".join(self._body[self._num_sent :])
             self._num_sent = len(self._body)
-            if self.kind is not Kind.RANK:
+            if self.kind not in (Kind.RANK, Kind.SIGNAL):
                 self._body.clear()
                 self._num_sent = 0
             frame = b"%x\r\n%s\r\n" % (len(new), new) if new else b""
@@ -255,7 +265,7 @@ class Exchange:
 
     @property
     def _can_retry(self) -> bool:
-        return self.kind is Kind.RANK and len(self._tried) < 2
+        return (self.kind is Kind.RANK or self._is_untaken) and len(self._tried) < 2
 
     # ---- time
 
@@ -297,6 +307,9 @@ class Exchange:
         took_s = now_s - self._sent_s
         self._router.metrics.instance_s(instance.name).observe(took_s)
         if status in _RETRIED:
+            if status == 503 and any(name.lower() == _NOT_TAKEN for name, _ in headers):
+                self._is_untaken = self.kind is Kind.SIGNAL
+                instance.checked(Check.UNREADY, now_s)
             if self._retry(str(status)):
                 return
             self._blame(str(status))
@@ -393,6 +406,22 @@ class Exchange:
         self._arm(self._deadline_s - time.monotonic(), self._deadline_passed)
         self._go(choice)
         return True
+
+    async def _erase(self) -> None:
+        """At every instance, with a little less time than there is, so that the answer can say who had none."""
+        given = {name.decode("latin-1"): value.decode("latin-1") for name, value in self._in.headers}
+        given = {name: value for name, value in given.items() if name.lower() != "host"}
+        given["X-Request-Id"] = self._request_id.decode("latin-1")
+        left_s = 0.9 * (self._deadline_s - time.monotonic())
+        given["X-Request-Timeout-Ms"] = f"{max(1.0, left_s * 1e3):.3f}"
+        said = await self._router.erase(self._in.target.decode("latin-1"), given, left_s)
+        self._connecting = None
+        try:
+            status, answer = verdict(said, self._is_last)
+        except NpuGrError as error:
+            self._fail(error)
+        else:
+            self._reply(status, answer)
 
     # ---- the end
 

@@ -188,13 +188,14 @@ class Members:
 
     # ---- where a request goes
 
-    def for_signal(self, user: bytes, now_s: float) -> tuple[Choice, Placement]:
-        """Decide on a pair: the rank follows.
+    def for_signal(self, user: bytes, now_s: float, tried: Collection[str] = ()) -> tuple[Choice, Placement]:
+        """Decide on a pair: the rank follows. Those in `tried` have not taken it.
 
         Raises:
             Unavailable: nobody takes signals. Overloaded: the one that would is at its limit.
         """
-        able = (name for name in self.ring.walk(user) if self.instances[name].takes_signals(now_s, user))
+        others = (name for name in self.ring.walk(user) if name not in tried)
+        able = (name for name in others if self.instances[name].takes_signals(now_s, user))
         name, is_spilled = spill(able, self._has_share if self._config.relay.load_factor else lambda _name: True)
         if name is None:
             raise Unavailable("no instance takes signals now")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 
 import aiohttp
@@ -14,6 +14,7 @@ from npu_gr.errors import ConfigError, Overloaded
 from npu_gr.router.client import Client
 from npu_gr.router.config import InstanceConfig, RouterConfig
 from npu_gr.router.discovery import find
+from npu_gr.router.erase import ask_all
 from npu_gr.router.exchange import Kind
 from npu_gr.router.members import Check, Health, Instance, Members, ring_of
 from npu_gr.router.metrics import RouterMetrics
@@ -36,6 +37,7 @@ class Router:
         self._tokens = config.retry.burst
         self._found: list[InstanceConfig] | None = None
         self._look_again = asyncio.Event()
+        self._http: aiohttp.ClientSession | None = None  # while running
 
     # ---- the exchanges' calls
 
@@ -78,6 +80,12 @@ class Router:
             idle.append(upstream)
         else:
             upstream.close()
+
+    async def erase(self, target: str, headers: Mapping[str, str], timeout_s: float) -> dict[str, str]:
+        """What every instance says to it, by name; see `erase.py`."""
+        assert self._http is not None
+        instances = [one.config for one in self.members.instances.values()]
+        return await ask_all(self._http, instances, target, headers, timeout_s)
 
     def unreachable(self, instance: Instance) -> None:
         """Nobody listens there: as good as a failed check, and a reason for the next one."""
@@ -124,6 +132,7 @@ class Router:
         """
         timeout = aiohttp.ClientTimeout(total=self.config.health.timeout_s)
         async with aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0)) as http:
+            self._http = http
             await self._find()
             await self._look(http)
             tasks = [asyncio.create_task(work) for work in (self._watch(), self._check(http), self._sweep())]
@@ -175,9 +184,8 @@ class Router:
             instance.checked(check, now_s)
 
     async def _look_at(self, http: aiohttp.ClientSession, instance: Instance) -> Check:
-        host = f"[{instance.config.host}]" if ":" in instance.config.host else instance.config.host
         try:
-            async with http.get(f"http://{host}:{instance.config.port}{self.config.health.path}") as answer:
+            async with http.get(f"{instance.config.url}{self.config.health.path}") as answer:
                 return Check.READY if answer.status == 200 else Check.UNREADY
         except (aiohttp.ClientError, OSError):  # TimeoutError is an OSError
             return Check.FAILED

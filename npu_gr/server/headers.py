@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from npu_gr.errors import BadRequest, DeadlineExceeded
 
 REQUEST_ID = "X-Request-Id"
+NOT_TAKEN = "X-NpuGr-Not-Taken"  # of a 503: nothing was begun, so even a signal may go elsewhere
 _VALID_ID = re.compile(r"[!-~]{1,128}")
 _GRPC_UNITS_S = {"H": 3600.0, "M": 60.0, "S": 1.0, "m": 1e-3, "u": 1e-6, "n": 1e-9}
 _GRPC_TIMEOUT = re.compile(r"(\d{1,8})([HMSmun])")

@@ -6,7 +6,8 @@ import logging
 
 from aiohttp import web
 
-from npu_gr.errors import NpuGrError, Overloaded, Unauthorized
+from npu_gr.errors import NotTaken, NpuGrError, Overloaded, Unauthorized
+from npu_gr.server.headers import NOT_TAKEN
 from npu_gr.server.wire import JSON, Problem, encode
 
 log = logging.getLogger(__name__)
@@ -26,6 +27,8 @@ def from_error(error: BaseException, request_id: str) -> web.Response:
             answer.headers["Retry-After"] = f"{max(1, round(error.retry_after_s))}"
         elif error.status == 503:
             answer.headers["Retry-After"] = "1"
+            if isinstance(error, NotTaken):
+                answer.headers[NOT_TAKEN] = "1"
         elif isinstance(error, Unauthorized):
             answer.headers["WWW-Authenticate"] = "Bearer"
         return answer

@@ -13,7 +13,7 @@ from aiohttp import web
 
 from npu_gr import __version__
 from npu_gr.admission.limiter import Priority
-from npu_gr.errors import DeadlineExceeded, NotFound, Unavailable, Unprocessable
+from npu_gr.errors import DeadlineExceeded, NotFound, NotTaken, Unprocessable
 from npu_gr.metrics.catalogue import Metrics
 from npu_gr.metrics.exposition import expose
 from npu_gr.metrics.pauses import noted_pauses
@@ -148,9 +148,7 @@ class _Routes:
         return left
 
     async def signal(self, request: web.Request) -> web.Response:
-        ready, why = self._door.is_ready()
-        if not ready:
-            raise Unavailable(why)
+        self._require_ready()
         self._door.check_room(Priority.SIGNAL)
         body = decode(await request.read(), request.content_type, SignalBody)
         request[USER] = body.user
@@ -286,7 +284,7 @@ class _Routes:
     def _require_ready(self) -> None:
         ready, why = self._door.is_ready()
         if not ready:
-            raise Unavailable(why)
+            raise NotTaken(why)
 
     def _model(self, request: web.Request) -> ModelInfo:
         name, version = request.match_info["model"], request.match_info.get("version")

@@ -55,12 +55,12 @@ class Balanced:
 
 
 @asynccontextmanager
-async def balanced(name: str, folder: Path) -> AsyncIterator[Balanced]:
-    fakes = [Fake(f"i{i}") for i in range(3)]
+async def balanced(name: str, folder: Path, num: int = 3) -> AsyncIterator[Balanced]:
+    fakes = [Fake(f"i{i}") for i in range(num)]
     for fake in fakes:
         await fake.start()
     port = free_port()
-    settings = table(fakes, port=port, admin_port=free_port(), health={"interval_s": 0.2, "timeout_s": 0.5})
+    settings = table(fakes, port=port, admin_port=free_port(), health={"interval_s": 0.2, "timeout_s": 5.0})
     settings |= {"breaker": {"failures": 1000}, "limits": {"max_connections": 500}}
     config = from_table(settings, RouterConfig)
     arguments = command(name, folder, BALANCERS[name](config, config.discovery.instances))
@@ -85,7 +85,7 @@ async def balanced(name: str, folder: Path) -> AsyncIterator[Balanced]:
 
 async def answers(b: Balanced) -> bool:
     try:
-        return {(await b.post("rank", user))[1] for user in USERS[:30]} == {"i0", "i1", "i2"}
+        return {(await b.post("rank", user))[1] for user in USERS[:30]} == {fake.name for fake in b.fakes}
     except aiohttp.ClientError:
         return False
 
@@ -113,6 +113,7 @@ async def test_a_rank_is_tried_again_a_signal_is_not_and_nobody_is_refused(name:
     async with balanced(name, tmp_path) as b:
         for path in ("rank", "signal"):
             assert (await b.post(path, None))[0] == 400
+        assert (await b.post("users/u", "u"))[0] == 501, "one instance would forget, the others not"
         assert (await b.post("rank", None, x_npugr_service="normal"))[0] in ((200,) if name != "nginx" else (400,))
         homes = await b.homes()
         bad = b.fakes[0]
@@ -127,6 +128,26 @@ async def test_a_rank_is_tried_again_a_signal_is_not_and_nobody_is_refused(name:
         seen = sum(len(fake.seen) for fake in b.fakes)
         assert (await b.post("signal", theirs[0]))[0] == 503
         assert sum(len(fake.seen) for fake in b.fakes) == seen + 1
+
+
+async def test_envoy_finds_the_other_instance_for_every_rank(tmp_path: Path) -> None:
+    async with balanced("envoy", tmp_path, num=2) as b:
+        b.fakes[0].status = 503
+        b.fakes[0].seen.clear()
+        answers = [await b.post("rank", f"user-{i}") for i in range(600)]
+        assert set(answers) == {(200, "i1")}
+        assert len(b.fakes[0].seen) > 100
+
+
+async def test_envoy_sends_a_signal_elsewhere_that_nobody_has_taken(tmp_path: Path) -> None:
+    async with balanced("envoy", tmp_path) as b:
+        homes = await b.homes()
+        draining = b.fakes[0]
+        draining.status, draining.is_draining = 503, True
+        user = next(user for user in USERS if homes[user] == draining.name)
+        status, instance = await b.post("signal", user)
+        assert status == 202
+        assert instance != draining.name
 
 
 def test_a_fleet_that_takes_no_signals_is_an_error() -> None:

@@ -24,6 +24,7 @@ class Fake:
         self.ready_status = 200
         self.status = 200
         self.delay_s = 0.0
+        self.is_draining = False  # its 503 says that it has begun nothing
         self.cuts = False  # breaks off instead of answering
         self.prefixes: set[str] = set()
         self.seen: list[web.Request] = []
@@ -63,7 +64,10 @@ class Fake:
             assert request.transport is not None
             request.transport.abort()
         if status != 200:
-            return web.Response(status=status)
+            return web.Response(status=status, headers={"X-NpuGr-Not-Taken": "1"} if self.is_draining else {})
+        if request.method == "DELETE":
+            self.prefixes.discard(request.path.removeprefix("/v1/users/"))
+            return web.Response(status=204)
         if is_signal:
             self.prefixes.add(user)
         if request.path == "/v1/catalog":

@@ -31,6 +31,22 @@ async def test_a_rank_is_tried_once_more_on_the_successor_and_a_signal_never() -
             assert sum(len(fake.seen) for fake in s.fakes) == before + 2
 
 
+async def test_a_signal_that_nobody_has_taken_goes_to_the_successor_with_its_rank() -> None:
+    async with site(health={"interval_s": 30.0, "fall": 100}) as s:  # nobody but requests tells
+        away, draining, there = s.owner("u"), *(fake for fake in s.fakes if fake is not s.owner("u"))
+        draining.status, draining.is_draining = 503, True
+        _, answer, headers = await s.post("signal", s.user_of(draining))
+        assert answer["instance"] != draining.name
+        assert headers["X-NpuGr-Placement"].startswith(answer["instance"])
+        assert (await s.post("rank", s.user_of(draining)))[1]["hit"]
+        assert s.router.members.instances[draining.name].health is Health.DRAINING
+        num_seen = len(draining.seen)
+        await away.stop()
+        assert (await s.post("signal"))[1]["instance"] == there.name
+        assert (await s.post("rank"))[1] == {"instance": there.name, "hit": True, "size": 8}
+        assert len(draining.seen) == num_seen
+
+
 async def test_a_rank_that_hangs_leaves_the_successor_enough_time() -> None:
     async with site() as s:
         bad = s.owner("u")

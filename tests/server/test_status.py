@@ -69,8 +69,8 @@ async def test_the_page_in_a_browser(tmp_path: Path, browser: Any) -> None:
     from selenium.webdriver.common.by import By
     from selenium.webdriver.support.wait import WebDriverWait
 
-    def shown(part: str) -> str:
-        return str(browser.find_element(By.ID, part).text)
+    def shown(part: str) -> str:  # in one step: the page puts new elements in their places every second
+        return str(browser.execute_script("return document.getElementById(arguments[0])?.innerText ?? ''", part))
 
     def until(condition: Any) -> None:
         WebDriverWait(browser, 20, poll_frequency=0.1).until(lambda _: condition())
@@ -85,8 +85,7 @@ async def test_the_page_in_a_browser(tmp_path: Path, browser: Any) -> None:
             until(lambda: shown("state") == "needs an API key")
             browser.find_element(By.ID, "key").send_keys("secret")
             browser.find_element(By.CSS_SELECTOR, "#login button").click()
-            until(lambda: shown("state") == "ready")
-            assert not browser.find_element(By.ID, "login").is_displayed()
+            until(lambda: shown("state") == "ready" and not browser.find_element(By.ID, "login").is_displayed())
             assert "miss full 1" in shown("outcomes-rank")
             assert "hbm: 1 prefixes" in shown("tiers")
             assert "jobs waiting" in shown("queue")

@@ -1,0 +1,53 @@
+"""At SIGTERM: unready, then closed to new requests, then gone; what had begun is answered."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+
+import aiohttp
+from aiohttp import web
+
+from npu_gr.server.config import ServerConfig
+from npu_gr.server.run import serve
+
+
+async def test_a_request_in_flight_outlives_the_listener() -> None:
+    came, go, drained = asyncio.Event(), asyncio.Event(), asyncio.Event()
+    port = asyncio.get_running_loop().create_future()
+
+    async def work(_: web.Request) -> web.Response:
+        came.set()
+        await go.wait()
+        return web.Response(text="done")
+
+    async def on_drain() -> None:
+        drained.set()
+
+    app = web.Application()
+    app.router.add_get("/", work)
+    config = ServerConfig(port=0, drain_grace_s=0.05, shutdown_timeout_s=60.0)
+    serving = asyncio.create_task(serve(app, config, on_drain=on_drain, on_listening=port.set_result))
+    url = f"http://127.0.0.1:{await port}"
+    async with aiohttp.ClientSession() as http, asyncio.timeout(60):
+        asked = asyncio.create_task(http.get(url))
+        await came.wait()
+        os.kill(os.getpid(), signal.SIGTERM)
+        await drained.wait()
+        while await listens(await port):
+            await asyncio.sleep(0.01)
+        assert not asked.done()
+        go.set()
+        async with await asked as answer:
+            assert await answer.text() == "done"
+        await serving
+
+
+async def listens(port: int) -> bool:
+    try:
+        _, writer = await asyncio.open_connection("127.0.0.1", port)
+    except OSError:
+        return False
+    writer.close()
+    return True
