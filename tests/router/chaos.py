@@ -23,7 +23,7 @@ from npu_gr.router.members import ring_of
 from tests.models import events
 from tests.serving import columns, write_checkpoint
 
-DEADLINE_S, CLIENT_SLACK_S, LEAD_S = 1.0, 3.0, 0.08
+LEAD_S = 0.08
 USERS = [f"user-{i}" for i in range(90)]
 HISTORIES = [columns(events(48, seed)) for seed in range(len(USERS))]
 HITS = ("hbm_hit", "joined", "dram_hit")
@@ -68,11 +68,27 @@ class Process:
             self._popen.wait()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Times:
+    """What the run takes for too late. The light run's are for a machine that does much else."""
+
+    deadline_s: float = 1.0
+    slack_s: float = 0.5  # an answer later than the deadline and that is none
+    check_s: float = 0.4  # an instance's, to answer a check
+    t_life_s: float = 3.0
+    slow_ratio: float = 5.0
+    waits: bool = False  # a rank for its signal's answer
+
+
+LIGHT = Times(deadline_s=4.0, slack_s=3.0, check_s=1.5, t_life_s=1.0, slow_ratio=1e6, waits=True)
+
+
 class Fleet:
     """Instances, the router before them, and its list of instances in a file."""
 
     def __init__(self, folder: Path, is_light: bool) -> None:
         self._folder, self._is_light = folder, is_light
+        self.times = LIGHT if is_light else Times()
         self.port, self.admin_port = free_port(), free_port()
         self.instances: dict[str, Process] = {}
         self._ports: dict[str, int] = {}
@@ -94,7 +110,7 @@ class Fleet:
             "kv": {"hbm_bytes": 64_000_000, "dram_bytes": 16_000_000},
             "features": {"kind": "none"},
             "trigger": {"min_prefix_tokens": 4, "policy": "always"},
-            "relay": {"t_life_s": 3.0},
+            "relay": {"t_life_s": self.times.t_life_s},
             "server": {"port": port, "drain_grace_s": 4.0},
             "service": {"selfcheck_ratio": 0.0},
         }
@@ -115,9 +131,14 @@ class Fleet:
             "port": self.port,
             "admin_port": self.admin_port,
             "discovery": {"file": str(self._folder / "instances.yaml"), "period_s": 0.2},
-            "health": {"interval_s": 0.25, "timeout_s": 0.4},
-            "breaker": {"return_s": 1.5, "open_s": 1.0, "slow_min_requests": 3},
-            "relay": {"t_life_s": 3.0},
+            "health": {"interval_s": 0.25, "timeout_s": self.times.check_s},
+            "breaker": {
+                "return_s": 1.5,
+                "open_s": 1.0,
+                "slow_min_requests": 3,
+                "slow_ratio": self.times.slow_ratio,
+            },
+            "relay": {"t_life_s": self.times.t_life_s},
         }
         (self._folder / "router.yaml").write_text(yaml.safe_dump(table))
         self.router.start()
@@ -173,9 +194,15 @@ async def fleet(folder: Path, *names: str, is_light: bool) -> AsyncIterator[Flee
 class Load:
     """Pairs of a signal and, a moment later, its rank, sent when they are due whatever became of the ones before."""
 
-    def __init__(self, port: int, pairs_per_s: float, seed: int = 0) -> None:
-        self._url, self._period_s = f"http://127.0.0.1:{port}/v1/", 1 / pairs_per_s
+    def __init__(self, port: int, pairs_per_s: float, times: Times) -> None:
+        self._url, self._period_s, self._times = f"http://127.0.0.1:{port}/v1/", 1 / pairs_per_s, times
+        self._pairs: dict[asyncio.Task[None], float] = {}  # -> when it was due
         self.samples: list[Sample] = []
+
+    async def window(self, from_s: float, to_s: float) -> Window:
+        """What was due in it, once all of that is over."""
+        await asyncio.gather(*(pair for pair, due_s in self._pairs.items() if due_s < to_s))
+        return Window(self, from_s, to_s)
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -189,18 +216,19 @@ class Load:
                 await task
 
     async def _run(self, http: aiohttp.ClientSession, stop: asyncio.Event) -> None:
-        tasks, due_s, index = [], time.monotonic(), 0
+        due_s, index = time.monotonic(), 0
         while not stop.is_set():
             await asyncio.sleep(due_s - time.monotonic())
-            tasks.append(asyncio.create_task(self._pair(http, due_s, index % len(USERS))))
+            self._pairs[asyncio.create_task(self._pair(http, due_s, index % len(USERS)))] = due_s
             due_s, index = due_s + self._period_s, index + 1
-        await asyncio.gather(*tasks)
+        await asyncio.gather(*self._pairs)
 
     async def _pair(self, http: aiohttp.ClientSession, due_s: float, index: int) -> None:
         """The rank is sent even if the signal has no answer yet; every other one brings its placement."""
         user, history = USERS[index], HISTORIES[index]
         first = asyncio.create_task(self._send(http, "signal", user, due_s, {"history": history}, {}))
-        await asyncio.wait([first], timeout=max(0.0, due_s + LEAD_S - time.monotonic()))
+        lead_s = max(0.0, due_s + LEAD_S - time.monotonic())
+        await asyncio.wait([first], timeout=None if self._times.waits else lead_s)
         await asyncio.sleep(due_s + LEAD_S - time.monotonic())
         headers = first.result() if first.done() and index % 2 else {}
         body = {"history": history, "candidates": [1000 + i for i in range(8)]}
@@ -216,8 +244,8 @@ class Load:
         body: dict[str, Any],
         headers: dict[str, str],
     ) -> dict[str, str]:
-        headers = {"X-User-Id": user, "X-Request-Timeout-Ms": f"{DEADLINE_S * 1e3:.0f}", **headers}
-        timeout = aiohttp.ClientTimeout(total=DEADLINE_S + CLIENT_SLACK_S)
+        headers = {"X-User-Id": user, "X-Request-Timeout-Ms": f"{self._times.deadline_s * 1e3:.0f}", **headers}
+        timeout = aiohttp.ClientTimeout(total=self._times.deadline_s + self._times.slack_s)
         status, instance, answer, brings = 0, "", {}, {}
         try:
             url = self._url + kind

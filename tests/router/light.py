@@ -13,9 +13,10 @@ import uvloop
 from aiohttp import web
 
 from npu_gr.server.config import ServerConfig
+from npu_gr.server.headers import NOT_TAKEN
 from npu_gr.server.run import serve
 
-T_LIFE_S, WORK_S = 3.0, 0.002
+T_LIFE_S, WORK_S = 1.0, 0.002
 
 
 async def main(name: str, port: int, version: str) -> None:
@@ -27,7 +28,7 @@ async def main(name: str, port: int, version: str) -> None:
 
     async def signal(request: web.Request) -> web.Response:
         if is_draining:
-            return web.Response(status=503)
+            return web.Response(status=503, headers={NOT_TAKEN: "1"})
         await request.read()
         prefixes[request.headers["X-User-Id"]] = time.monotonic() + T_LIFE_S
         return web.json_response({"model_version": version}, status=202)
@@ -44,7 +45,7 @@ async def main(name: str, port: int, version: str) -> None:
 
     app = web.Application()
     app.add_routes([web.get("/readyz", ready), web.post("/v1/signal", signal), web.post("/v1/rank", rank)])
-    await serve(app, ServerConfig(port=port, drain_grace_s=4.0), on_drain=drain)
+    await serve(app, ServerConfig(port=port, drain_grace_s=1.5 * T_LIFE_S), on_drain=drain)
 
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ async def test_a_request_in_flight_outlives_the_listener() -> None:
         await came.wait()
         os.kill(os.getpid(), signal.SIGTERM)
         await drained.wait()
-        while await listens(await port):
+        while await listens(await port):  # noqa: ASYNC110
             await asyncio.sleep(0.01)
         assert not asked.done()
         go.set()
