@@ -1,9 +1,10 @@
 """What waits for the device, and what runs next. Pure: no thread, no tensor, the caller brings the clock.
 
 Order: the earliest instant first. A job's instant is when it should be done (a request: its objective or deadline; a
-pre-infer: none, until its rank has come), and never later than `aging_s` after it came, so nothing starves. Jobs of
-one `run` and bucket share a pass as long as the sum of their demands stays within the limits; one that does not fit
-is passed over, not waited for.
+pre-infer: none, until its rank has come), and never later than `aging_s` after it came, so nothing starves. Pre-infers
+run one after the other among themselves: chunk by chunk in turn, all of them would end late. Jobs of one `run` and
+bucket share a pass as long as the sum of their demands stays within the limits; one that does not fit is passed over,
+not waited for.
 
 Invariants:
   Q1  a job leaves the queue exactly once: taken, expired, shed, or withdrawn
@@ -80,6 +81,7 @@ class Job:
     takes_s: float = 0.0  # its own estimate; how long before the deadline it must begin
     objective_s: float = float("inf")  # how long its request should take in all
     is_sheddable: bool = False  # makes room for a job that is not, when the queue is full
+    since_s: float | None = None  # when its request came, if that was before this part of it did
     submitted_s: float = 0.0
     is_waiting: bool = field(default=False, init=False)
     tag: Any = None  # the submitter's
@@ -125,7 +127,8 @@ class JobQueue:
             shed = next(reversed(self._sheddable))
             self.withdraw(shed)
         job.submitted_s, job.is_waiting = now_s, True
-        job.order_s = min(job.order_s, job.deadline_s, now_s + self._config.aging_s)
+        since_s = now_s if job.since_s is None else job.since_s
+        job.order_s = min(job.order_s, job.deadline_s, since_s + self._config.aging_s)
         self._push(job)
         self._waiting += 1
         if job.is_sheddable:

@@ -54,8 +54,9 @@ class Done(Generic[T]):
 class Urgency:
     """When something is wanted, which may become earlier while it waits or runs in parts."""
 
-    def __init__(self, order_s: float) -> None:
-        self.order_s = order_s
+    def __init__(self, order_s: float, since_s: float | None = None) -> None:
+        """`since_s`: when it was first wanted, for what runs in parts; None = each part counts by itself."""
+        self.order_s, self.since_s = order_s, since_s
         self._on_change: Callable[[float], None] | None = None
 
     def hasten(self, order_s: float) -> None:
@@ -156,6 +157,7 @@ class Scheduler:
             run=_alone(function),
             deadline_s=deadline_s,
             order_s=deadline_s if order_s is None else order_s.order_s if isinstance(order_s, Urgency) else order_s,
+            since_s=order_s.since_s if isinstance(order_s, Urgency) else None,
             takes_s=takes_s,
             is_sheddable=is_sheddable,
             kind=kind,
