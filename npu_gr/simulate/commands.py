@@ -32,6 +32,9 @@ def simulate() -> None:
 @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override one setting, e.g. qps=2000.")
 @click.option("--log", type=FILE, help="A query log's own traffic instead of the model of the users.")
 @click.option("--signal-lead-ms", default=50.0, show_default=True, help="With --log, where it has no signals.")
+@click.option(
+    "--calibration", type=FILE, help="Of `npu-gr calibrate`: cost model, Q_m, T_life instead of the config's."
+)
 @click.option("--capacity", is_flag=True, help="Find the fewest instances that keep the SLO at this rate.")
 @click.option("--out", type=FILE, help="Folder for simulation.json and simulation.html.")
 @click.option("--json", "as_json", is_flag=True, help="JSON instead of tables.")
@@ -40,6 +43,7 @@ def run_command(
     overrides: tuple[str, ...],
     log: Path | None,
     signal_lead_ms: float,
+    calibration: Path | None,
     capacity: bool,
     out: Path | None,
     as_json: bool,
@@ -49,6 +53,7 @@ def run_command(
     from rich.console import Console
 
     from npu_gr.settings import load
+    from npu_gr.simulate.calibration import calibrated
     from npu_gr.simulate.capacity import search
     from npu_gr.simulate.config import DeviceProfile, SimulateConfig
     from npu_gr.simulate.fleet import Outcomes
@@ -57,6 +62,8 @@ def run_command(
 
     logging.getLogger("npu_gr.relay").setLevel(logging.ERROR)  # what fails in an overloaded fleet is counted
     config = load(config_path, SimulateConfig, overrides)
+    if calibration is not None:
+        config = calibrated(config, calibration)
     profile = _section(config.device, DeviceProfile)
     traffic = _traffic(config, log, signal_lead_ms)
 

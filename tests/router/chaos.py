@@ -271,10 +271,10 @@ class Load:
 
 
 class Window:
-    """What happened to the requests that were due between two instants."""
+    """What happened to the requests of a while, also to those that were still open when it began."""
 
     def __init__(self, load: Load, from_s: float, to_s: float) -> None:
-        self.samples = [sample for sample in load.samples if from_s <= sample.due_s < to_s]
+        self.samples = [s for s in load.samples if from_s <= s.due_s + s.took_s and s.due_s < to_s]
 
     @property
     def lost(self) -> list[Sample]:
