@@ -22,6 +22,13 @@ Ratio = Annotated[float, msgspec.Meta(ge=0, le=1)]
 Values = Annotated[list[float], msgspec.Meta(min_length=1)]  # equally likely ones; a single one is a constant
 
 
+class Late(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What passes take beyond the model: the longer one is, the more may come between."""
+
+    up_to_s: Positive = 1e9  # of the passes that should take so long at most; the last one's also of longer ones
+    values_s: Values = msgspec.field(default_factory=lambda: [0.0])  # may be negative
+
+
 class DeviceProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One instance's device and host; `npu-gr simulate fit-device` measures it.
 
@@ -33,7 +40,7 @@ class DeviceProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     a2_s: NotNegative = 0.0
     b0_s: NotNegative = 0.0
     b1_s: NotNegative = 0.0
-    late_s: Values = msgspec.field(default_factory=lambda: [0.0])  # of a pass, over that; may be negative
+    late: Annotated[list[Late], msgspec.Meta(min_length=1)] = msgspec.field(default_factory=lambda: [Late()])
     signal_host_s: NotNegative = 0.0  # of the instance's event loop, one request after the other
     rank_host_s: Values = msgspec.field(default_factory=lambda: [0.0])
     copy_bytes_per_s: Positive = 1e10  # between HBM and DRAM

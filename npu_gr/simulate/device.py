@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from bisect import bisect_left
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -67,6 +68,7 @@ class Device:
         self, profile: DeviceProfile, config: SchedulerConfig, objective_s: float, source: random.Random
     ) -> None:
         self._cost, self._profile, self._config, self.objective_s = profile.cost, profile, config, objective_s
+        self._late, self._up_to_s = profile.late, [late.up_to_s for late in profile.late]
         self._loop = asyncio.get_running_loop()
         self._queue = JobQueue(config)
         self._source = source
@@ -207,13 +209,14 @@ class Device:
     def _pass_s(self, jobs: list[Job]) -> float:
         first = jobs[0].work
         if not isinstance(first, RankWork):
-            return float(first)
+            return float(first)  # a chunk or a copy
         # what is shared is paid for once
         seconds = sum(self._cost.pass_s(*job.work) for job in jobs) - (len(jobs) - 1) * self._cost.a0
         return self._noisy_s(seconds)
 
     def _noisy_s(self, seconds: float) -> float:
-        return max(seconds + self._source.choice(self._profile.late_s), seconds * _FASTEST)
+        late = self._late[min(bisect_left(self._up_to_s, seconds), len(self._late) - 1)]
+        return max(seconds + self._source.choice(late.values_s), seconds * _FASTEST)
 
     def _end(self, jobs: list[Job], took_s: float) -> None:
         self._idle += 1

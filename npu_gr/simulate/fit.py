@@ -26,7 +26,7 @@ from npu_gr.replay.options import ReplayOptions
 from npu_gr.replay.plan import plan
 from npu_gr.replay.player import PlayerOptions, Sample, play
 from npu_gr.request import Outcome
-from npu_gr.simulate.config import DeviceProfile, Lognormal, UsersConfig
+from npu_gr.simulate.config import DeviceProfile, Late, Lognormal, UsersConfig
 from npu_gr.simulate.users import Ask
 
 F64 = npt.NDArray[np.float64]
@@ -37,6 +37,7 @@ _TRIMS = 3  # rounds without the outliers of the one before
 _LEAST = 50  # measured ranks
 _ROUNDS = 60  # of the mixture's fit
 _LEAST_SIGMA = 0.05
+_LATES = 8  # lengths of passes that are told apart, at most
 _OUTLIER = 1.5  # of the median ratio to the model; a pass that took longer was held up
 
 
@@ -151,6 +152,7 @@ class MeasuredRank:
     waited_s: float  # for the prefix and for the device
     total_s: float  # at the client
     outcome: str
+    due_s: float = 0.0  # in the replay
 
 
 async def measure(records: Iterable[Record], options: ReplayOptions) -> tuple[list[MeasuredRank], list[float]]:
@@ -174,6 +176,7 @@ async def measure(records: Iterable[Record], options: ReplayOptions) -> tuple[li
                 waited_s=stages["queue"] + stages["lease"],
                 total_s=sample.latency_s,
                 outcome=sample.answer["outcome"],
+                due_s=sample.due_s,
             )
         )
 
@@ -218,13 +221,20 @@ def fit_device(
         a2_s=cost.a2,
         b0_s=cost.b0,
         b1_s=cost.b1,
-        late_s=_values(late),
+        late=_lates(np.array([cost.pass_s(*shape) for *shape, _ in samples]), late),
         rank_host_s=_values(host),
         signal_host_s=float(np.median(signals_s)) if signals_s else float(np.median(host)),
         copy_bytes_per_s=copy_bytes_per_s,
         kv_token_bytes=kv_token_bytes,
         max_history_tokens=max_history_tokens,
     )
+
+
+def _lates(expected_s: F64, late_s: F64) -> list[Late]:
+    """What passes of about the same length took beyond the model, the shortest first."""
+    order = np.argsort(expected_s, kind="stable")
+    parts = np.array_split(order, max(1, min(_LATES, len(order) // _LEAST)))
+    return [Late(up_to_s=max(float(expected_s[part[-1]]), 1e-9), values_s=_values(late_s[part])) for part in parts]
 
 
 def _values(samples: F64) -> list[float]:

@@ -1,27 +1,29 @@
-"""python -m tests.simulate.validation INSTANCES RATE [SECONDS [no-signals]]: real instances against the prediction.
+"""python -m tests.simulate.validation: one, two and four real instances on loopback, against the prediction.
 
-One run: instances (and the router, for several) start, a slow replay fits the profile, a faster one is measured and
-then simulated twice: with that profile, and with the noise and the host's times of the measured run in it, which takes
-the machine's other users out of the comparison and leaves queueing, hits, batches and the trigger.
+One traffic plays without a break. Of its slices of `SLICE_S` every other one fits the device's profile, and what was
+measured in the ones between is compared with a simulation of the whole traffic by that profile: whatever the machine
+does besides is in both. The rate is such that passes keep the devices together busy for `--busy` of one processor, so
+that they are the time that counts and no instance waits for another one's processor. Percentiles are medians over the
+slices, P99 is of all.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import os
 import re
 import socket
 import sys
 import tempfile
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import aiohttp
+import click
 import msgspec
 import numpy as np
 import torch
@@ -32,26 +34,29 @@ from npu_gr.kv.layout import KVLayout
 from npu_gr.replay.log import LoggedHistory, Record
 from npu_gr.replay.options import ReplayOptions
 from npu_gr.request import Events, Outcome
+from npu_gr.router.members import How
 from npu_gr.settings import from_table
+from npu_gr.simulate import clock
 from npu_gr.simulate.config import DeviceProfile, Lognormal, SimulateConfig, UsersConfig
 from npu_gr.simulate.fit import MeasuredRank, asks_of, fit_device, measure
-from npu_gr.simulate.fleet import Outcomes, simulate
-from npu_gr.simulate.users import visits
+from npu_gr.simulate.fleet import Fleet
+from npu_gr.simulate.instance import Served
+from npu_gr.simulate.users import Ask, visits
 from tests.serving import FIRST_ID, write_checkpoint
 
 USERS = UsersConfig(
-    num_users=400, zipf=0.7, history_tokens=Lognormal(median=600, sigma=0.5), growth_tokens=8, candidates=100
+    num_users=400, zipf=0.7, history_tokens=Lognormal(median=800, sigma=0.5), growth_tokens=8, candidates=100
 )
-SHAPE = {"dim": 64, "num_layers": 3, "num_heads": 2, "qk_dim": 32, "v_dim": 32, "head_dim": 32}
+SHAPE = {"dim": 64, "num_layers": 6, "num_heads": 2, "qk_dim": 32, "v_dim": 32, "head_dim": 32}
 SECTIONS: dict[str, Any] = {
     "relay": {"t_life_s": 2.0},
     "trigger": {"policy": "always", "min_prefix_tokens": 16},
     "brownout": {"enabled": False},
-    "kv": {"hbm_bytes": 25_000_000, "dram_bytes": 100_000_000},
+    "kv": {"hbm_bytes": 70_000_000, "dram_bytes": 280_000_000},
 }
 MAX_TOKENS = 2048
 Measured = tuple[list[MeasuredRank], list[float]]
-LEAD_S = 0.05
+LEAD_S, SLO_S, SLICE_S = 0.05, 0.1, 8.0
 
 
 def log(rate: float, seconds: float, seed: int) -> list[Record]:
@@ -148,34 +153,92 @@ async def fleet(folder: Path, num_instances: int) -> AsyncIterator[tuple[str, fl
         yield f"http://127.0.0.1:{port}", float(found[1]) * 1e9
 
 
-def predict(profile: DeviceProfile, records: list[Record], options: ReplayOptions, instances: int) -> Outcomes:
+class Watched(Fleet):
+    """Keeps every rank."""
+
+    def __init__(self, config: SimulateConfig, profile: DeviceProfile) -> None:
+        super().__init__(config, profile)
+        self.ranks: list[Seen] = []
+
+    def _count(self, ask: Ask, served: Served, how: How) -> None:
+        super()._count(ask, served, how)
+        if served.outcome is not None:
+            self.ranks.append(Seen(ask.at_s, served.latency_s, served.outcome))
+
+
+class Seen(NamedTuple):
+    """A rank that was answered, really or in the simulation."""
+
+    due_s: float
+    latency_s: float
+    outcome: str
+
+
+def predict(profile: DeviceProfile, records: list[Record], options: ReplayOptions, instances: int) -> list[Seen]:
     table = {
         "device": "-",
         "instances": instances,
         "duration_s": records[-1].ts + 10,
         "warmup_s": options.warmup_s,
-        "slo_s": 0.05,
+        "slo_s": SLO_S,
         **SECTIONS,
     }
-    return simulate(from_table(table, SimulateConfig), profile, iter(asks_of(records, options)))
+
+    async def work() -> list[Seen]:
+        fleet = Watched(from_table(table, SimulateConfig), profile)
+        await fleet.run(asks_of(records, options))
+        return fleet.ranks
+
+    return clock.run(work())
 
 
-def summary(outcomes: Counter[str], latencies_s: np.ndarray[Any, Any], slo_s: float) -> dict[str, float]:
-    assert len(latencies_s), f"nothing was answered: {dict(outcomes)}"
-    total = max(outcomes.total(), 1)
+def is_checked(due_s: float) -> bool:
+    """Its slice is compared; the others fit the profile."""
+    return int(due_s / SLICE_S) % 2 == 1
+
+
+def summary(ranks: list[Seen]) -> dict[str, float]:
+    """Of the slices that are compared."""
+    slices: defaultdict[int, list[float]] = defaultdict(list)
+    for rank in ranks:
+        if is_checked(rank.due_s):
+            slices[int(rank.due_s / SLICE_S)].append(rank.latency_s)
+    checked = [rank for rank in ranks if is_checked(rank.due_s)]
+    latencies_s = np.array([rank.latency_s for rank in checked])
+    outcomes = Counter(rank.outcome for rank in checked)
+
+    def ratio(*names: Outcome) -> float:
+        return sum(outcomes[name] for name in names) / outcomes.total()
+
     return {
-        "P50 ms": float(np.quantile(latencies_s, 0.5)) * 1e3,
-        "P90 ms": float(np.quantile(latencies_s, 0.9)) * 1e3,
+        "mean ms": float(latencies_s.mean()) * 1e3,
+        "P50 ms": float(np.median([np.quantile(one, 0.5) for one in slices.values()])) * 1e3,
+        "P90 ms": float(np.median([np.quantile(one, 0.9) for one in slices.values()])) * 1e3,
         "P99 ms": float(np.quantile(latencies_s, 0.99)) * 1e3,
-        "within SLO": float((latencies_s <= slo_s).mean()),
-        "HBM hits": (outcomes[Outcome.HBM_HIT] + outcomes[Outcome.JOINED]) / total,
-        "DRAM hits": outcomes[Outcome.DRAM_HIT] / total,
-        "misses": (outcomes[Outcome.MISS_FULL] + outcomes[Outcome.DEGRADED]) / total,
+        "within SLO": float((latencies_s <= SLO_S).mean()),
+        "HBM hits": ratio(Outcome.HBM_HIT, Outcome.JOINED),
+        "DRAM hits": ratio(Outcome.DRAM_HIT),
+        "misses": ratio(Outcome.MISS_FULL, Outcome.DEGRADED),
     }
 
 
-def validate(num_instances: int, rate: float, seconds: float, *, signals: bool = True) -> dict[str, Any]:
-    """Measured and predicted figures, and the errors; without signals hits come from users who return."""
+class Checked(NamedTuple):
+    """One fleet's figures."""
+
+    instances: int
+    rate: float
+    busy_ratio: float  # of a device, in the mean
+    ranks: int  # that were compared
+    measured: dict[str, float]
+    predicted: dict[str, float]
+
+    def error(self, name: str) -> float:
+        """Relative; of ratios under 0.1 in tenths of all ranks."""
+        return (self.predicted[name] - self.measured[name]) / max(self.measured[name], 0.1)
+
+
+def validate(num_instances: int, seconds: float, *, busy: float = 0.4, signals: bool = False) -> Checked:
+    """Measured and predicted figures; without signals hits come from users who return."""
     layout = KVLayout(
         num_layers=SHAPE["num_layers"],
         num_heads=SHAPE["num_heads"],
@@ -183,61 +246,60 @@ def validate(num_instances: int, rate: float, seconds: float, *, signals: bool =
         v_dim=SHAPE["v_dim"],
         arrangement=choose("cpu").arrangement(torch.float32, 64),
     )
-    about: dict[str, Any] = {"kv_token_bytes": layout.token_bytes, "max_history_tokens": MAX_TOKENS}
-    records = log(rate, seconds, 2)
-    lead_s = LEAD_S if signals else None
-    fast = ReplayOptions(base_url="http://there", signal_lead_s=lead_s, warmup_s=5.0, timeout_s=2.0)
 
-    async def work(folder: Path) -> tuple[float, Measured, Measured]:
+    async def work(folder: Path) -> tuple[float, float, list[Record], ReplayOptions, Measured]:
         async with fleet(folder, num_instances) as (url, copy_bytes_per_s):
-            cold = ReplayOptions(base_url=url, warmup_s=2.0, timeout_s=2.0)
-            slow = msgspec.structs.replace(cold, signal_lead_s=LEAD_S)
-            calm, _ = await measure(log(6.0 * num_instances, 22.0, 1), cold)  # without signals: misses too
-            _, signals_s = await measure(log(6.0 * num_instances, 8.0, 3), slow)
-            await asyncio.sleep(2.5)  # past t_life
-            return (
-                copy_bytes_per_s,
-                (calm, signals_s),
-                await measure(records, msgspec.structs.replace(fast, base_url=url)),
-            )
+            options = ReplayOptions(base_url=url, warmup_s=2.0, timeout_s=4.0)
+            first, _ = await measure(log(4.0, 10.0, 1), options)
+            rate = min(busy, 0.25 * num_instances) / float(np.mean([rank.device_s for rank in first]))
+            records = log(rate, seconds, 2)
+            lead_s = LEAD_S if signals else None
+            options = msgspec.structs.replace(options, warmup_s=SLICE_S / 2, signal_lead_s=lead_s)
+            await asyncio.sleep(2 * SECTIONS["relay"]["t_life_s"])
+            return rate, copy_bytes_per_s, records, options, await measure(records, options)
 
     with tempfile.TemporaryDirectory() as name:
-        about["copy_bytes_per_s"], calm, (real, real_signals_s) = asyncio.run(work(Path(name)))
-    before = fit_device(*calm, **about)
-    within = fit_device(real, real_signals_s, **about)
-    within = msgspec.structs.replace(before, late_s=within.late_s, rank_host_s=within.rank_host_s)
-    found: dict[str, Any] = {
-        "instances": num_instances,
-        "rate": rate,
-        "signals": signals,
-        "ranks": len(real),
-        "profile": {name: getattr(before, name) for name in ("a0_s", "a1_s", "a2_s", "b0_s", "b1_s", "signal_host_s")},
-        "late ms, mean": (float(np.mean(before.late_s)) * 1e3, float(np.mean(within.late_s)) * 1e3),
-        "host ms, mean": (float(np.mean(before.rank_host_s)) * 1e3, float(np.mean(within.rank_host_s)) * 1e3),
-        "load average": os.getloadavg()[0],
-        "measured": _measured(real),
-    }
-    for name, profile in (("fitted before", before), ("fitted within", within)):
-        told = predict(profile, records, fast, num_instances)
-        predicted = summary(told.outcomes, np.frombuffer(told.latencies_s), 0.05)
-        found[name] = predicted
-        found[f"{name}, error"] = {
-            key: round(value - found["measured"][key], 3)
-            if key in ("within SLO", "HBM hits", "DRAM hits", "misses")
-            else f"{value / found['measured'][key] - 1:+.1%}"
-            for key, value in predicted.items()
-        }
-        found[f"{name}, device busy"] = round(told.busy_ratio, 3)
-    return found
+        rate, copy_bytes_per_s, records, options, (real, signals_s) = asyncio.run(work(Path(name)))
+    profile = fit_device(
+        [rank for rank in real if not is_checked(rank.due_s)],
+        signals_s,
+        kv_token_bytes=layout.token_bytes,
+        copy_bytes_per_s=copy_bytes_per_s,
+        max_history_tokens=MAX_TOKENS,
+    )
+    seen = [Seen(rank.due_s, rank.total_s, rank.outcome) for rank in real]
+    return Checked(
+        instances=num_instances,
+        rate=rate,
+        busy_ratio=sum(rank.device_s for rank in real) / seconds / num_instances,
+        ranks=sum(is_checked(rank.due_s) for rank in real),
+        measured=summary(seen),
+        predicted=summary(predict(profile, records, options, num_instances)),
+    )
 
 
-def _measured(ranks: list[MeasuredRank]) -> dict[str, float]:
-    outcomes = Counter(rank.outcome for rank in ranks)
-    return summary(outcomes, np.array([rank.total_s for rank in ranks]), 0.05)
+def table(found: Checked) -> str:
+    """For people."""
+    lines = [
+        f"{found.instances} instances, {found.rate:.1f} ranks/s, devices busy {found.busy_ratio:.0%}, "
+        f"{found.ranks} ranks compared, load average {os.getloadavg()[0]:.1f}"
+    ]
+    for name, real in found.measured.items():
+        lines.append(f"  {name:<12}{real:>10.3f}{found.predicted[name]:>10.3f}{found.error(name):>+9.1%}")
+    return "\n".join(lines)
+
+
+@click.command()
+@click.option("--instances", multiple=True, type=int, default=(1, 2, 4), show_default=True)
+@click.option("--seconds", default=130.0, show_default=True, help="Of traffic, for each number of instances.")
+@click.option("--busy", default=0.4, show_default=True, help="Processors that passes shall use.")
+@click.option("--signals", is_flag=True, help="Pre-infer: then nearly every rank hits.")
+def main(instances: tuple[int, ...], seconds: float, busy: float, signals: bool) -> None:
+    """Real instances against the prediction: measured, predicted, error."""
+    for number in instances:
+        click.echo(table(validate(number, seconds, busy=busy, signals=signals)))
 
 
 if __name__ == "__main__":
     logging.getLogger("npu_gr.relay").setLevel(logging.ERROR)
-    instances, rate = int(sys.argv[1]), float(sys.argv[2])
-    seconds = float(sys.argv[3]) if len(sys.argv) > 3 else 45.0
-    sys.stdout.write(json.dumps(validate(instances, rate, seconds, signals=len(sys.argv) <= 4), indent=1) + "\n")
+    main()
