@@ -142,6 +142,33 @@ def fleet_ray(
     deploy(config, RayOptions(instances, max_instances or instances, resource, host, port))
 
 
+@main.command("calibrate")
+@CONFIG
+@SET
+@click.option("--log", type=click.Path(path_type=Path), help="A query log: lengths of histories, time until a rank.")
+@click.option("--seconds", default=5.0, show_default=True, help="Of pre-infers.")
+@click.option("--out", type=click.Path(path_type=Path), help="The file; CONFIG.calibration.yaml by default.")
+def calibrate_command(
+    config_path: Path, overrides: tuple[str, ...], log: Path | None, seconds: float, out: Path | None
+) -> None:
+    """Measure what the trigger needs to know of this idle machine; `serve` reads the file beside its CONFIG."""
+    import msgspec
+    import torch
+    import yaml
+
+    from npu_gr.calibrate import Traffic, calibrate, traffic
+    from npu_gr.relay.calibration import beside
+    from npu_gr.replay.log import read
+
+    config = _load(config_path, overrides)
+    torch.set_num_threads(config.threads)
+    found = _run(lambda: calibrate(config, traffic(read(log)) if log else Traffic(None, None), seconds))
+    text = yaml.safe_dump(msgspec.to_builtins(found), sort_keys=False)
+    path = out or beside(config_path)
+    path.write_text(text)
+    click.echo(f"{text}in {path}")
+
+
 @main.command("check-config")
 @CONFIG
 @SET
