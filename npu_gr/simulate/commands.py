@@ -32,9 +32,7 @@ def simulate() -> None:
 @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override one setting, e.g. qps=2000.")
 @click.option("--log", type=FILE, help="A query log's own traffic instead of the model of the users.")
 @click.option("--signal-lead-ms", default=50.0, show_default=True, help="With --log, where it has no signals.")
-@click.option(
-    "--calibration", type=FILE, help="Of `npu-gr calibrate`: cost model, Q_m, T_life instead of the config's."
-)
+@click.option("--calibration", type=FILE, help="Of `npu-gr calibrate`, instead of the CONFIG's costs.")
 @click.option("--capacity", is_flag=True, help="Find the fewest instances that keep the SLO at this rate.")
 @click.option("--out", type=FILE, help="Folder for simulation.json and simulation.html.")
 @click.option("--json", "as_json", is_flag=True, help="JSON instead of tables.")

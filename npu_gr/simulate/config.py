@@ -12,6 +12,7 @@ from npu_gr.admission.brownout import BrownoutConfig
 from npu_gr.engine.cost import CostModel
 from npu_gr.engine.queue import SchedulerConfig
 from npu_gr.kv.config import KVConfig
+from npu_gr.relay.calibration import Calibration
 from npu_gr.relay.relay import RelayConfig
 from npu_gr.relay.trigger import TriggerConfig
 
@@ -106,6 +107,7 @@ class SimulateConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     budget_s: Positive = 1.0  # a rank is given up after so long
     target_ratio: Annotated[float, msgspec.Meta(gt=0, lt=1)] = 0.99  # within the SLO, for the capacity search
     seed: Annotated[int, msgspec.Meta(ge=0)] = 0
+    calibration: Calibration | None = None  # of an instance; `--calibration` reads it and puts its costs into `device`
     admission: AdmissionConfig = AdmissionConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
     relay: RelayConfig = RelayConfig()

@@ -66,7 +66,7 @@ class SimulatedInstance:
         if trigger.rank_budget_s is None:
             trigger = msgspec.structs.replace(trigger, rank_budget_s=config.slo_s)
         self.relay: Relay[SimulatedPrefix] = Relay(
-            config.relay, trigger, self.device, self.pool, self.dram, "simulated", clock
+            config.relay, trigger, self.device, self.pool, self.dram, "simulated", clock, config.calibration
         )
         least, most = min(config.admission.min_inflight, config.admission.max_inflight), config.admission.max_inflight
         adaptive = GradientLimit(least, most, share=config.admission.share) if config.admission.adaptive else None

@@ -10,11 +10,13 @@ from click.testing import CliRunner
 from npu_gr.cli import main
 from npu_gr.engine.cost import CostModel
 from npu_gr.errors import ConfigError, DataError
+from npu_gr.relay.calibration import Calibration
 from npu_gr.replay.log import LoggedHistory, Record, write
 from npu_gr.request import Events
 from npu_gr.settings import load
 from npu_gr.simulate.calibration import calibrated
 from npu_gr.simulate.config import DeviceProfile, SimulateConfig, UsersConfig
+from npu_gr.simulate.config import write as write_settings
 from npu_gr.simulate.fit import MeasuredRank, fit_device
 
 EXAMPLE = Path(__file__).parent.parent.parent / "configs" / "simulate.yaml"
@@ -42,23 +44,31 @@ def test_the_example_is_played_and_leaves_its_report(tmp_path: Path) -> None:
 
 def test_a_calibration_takes_the_place_of_the_configs_device(tmp_path: Path) -> None:
     path = tmp_path / "c.calibration.yaml"
-    path.write_text(
-        "cost: {a0: 0.03, a1: 0.0, a2: 0.0, b0: 0.0, b1: 0.0}\nq_m: 7.5\nt_life_s: 2.5\nkv_p99_tokens: 900\n"
+    measured = Calibration(
+        version="v",
+        device="cpu",
+        cost=CostModel(0.03, 0.0, 0.0, 0.0, 0.0),
+        copy_bytes_per_s=1e9,
+        kv_token_bytes=512,
+        kv_p99_tokens=900,
+        t_life_s=2.5,
+        q_m_per_s=7.5,
     )
+    write_settings(measured, path)
     config = load(EXAMPLE, SimulateConfig)
     after = calibrated(config, path)
-    assert isinstance(after.device, DeviceProfile)
-    assert after.device.cost == CostModel(0.03, 0.0, 0.0, 0.0, 0.0)
-    assert (after.trigger.q_m_per_s, after.relay.t_life_s) == (7.5, 2.5)
     assert isinstance(config.device, DeviceProfile)
-    assert after.device.kv_token_bytes == config.device.kv_token_bytes
+    assert isinstance(after.device, DeviceProfile)
+    assert (after.calibration, after.device.cost) == (measured, measured.cost)
+    assert (after.device.copy_bytes_per_s, after.device.kv_token_bytes) == (1e9, 512)
+    assert after.device.rank_host_s == config.device.rank_host_s
     quick, slow = (
         json.loads(invoke("--config", str(EXAMPLE), *SHORT, "--json", *words))["runs"][0]["latency_ms"]["P50"]
         for words in ([], ["--calibration", str(path)])
     )
     assert slow > 30 > quick
-    path.write_text("q_m: 7.5\n")
-    with pytest.raises(ConfigError, match="cost"):
+    path.write_text("q_m_per_s: 7.5\n")
+    with pytest.raises(ConfigError, match="version"):
         calibrated(config, path)
 
 
