@@ -174,6 +174,7 @@ global
 defaults
   mode http
   timeout connect {round(config.connect_timeout_s * 1e3)}ms
+  timeout check {round(config.health.timeout_s * 1e3)}ms
   timeout client {round(config.idle_s)}s
   timeout http-request {round(config.header_timeout_s)}s
   timeout server {round(config.max_budget_s * 1e3)}ms

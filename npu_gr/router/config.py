@@ -100,7 +100,7 @@ class LimitsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class RetryConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Once, on the successor, without prefix KV. A signal is never sent twice."""
+    """Once, on the successor, without prefix KV. A signal only if nobody has taken it: no connection, or a drain."""
 
     ratio: Ratio = 0.2  # retries a rank, in the long run
     burst: Annotated[float, msgspec.Meta(ge=0)] = 100.0  # retries that may be saved up

@@ -1,4 +1,6 @@
-"""One request on its way: to an instance, once more if it is a rank and the first try failed, and its answer back.
+"""One request on its way: to an instance, once more if the first try failed and it may, and its answer back.
+
+A rank may be tried again. A signal may if nobody has taken it: there was no connection, or the instance said so.
 
 Every exchange ends in exactly one way: a whole answer, a connection that is cut because the answer broke off in the
 middle, or a client that left. Its deadline runs from the request's first byte.

@@ -29,7 +29,7 @@ class RouterMetrics:
         self.placed = counter("placed_total", "Requests sent to an instance, by what decided", ("backend", "how"))
         self.failures = counter("instance_failures_total", "Requests an instance failed", ("backend", "why"))
         self.opened = counter("instance_opened_total", "Times an instance was taken out", ("backend", "why"))
-        self.retries = counter("retries_total", "Ranks sent to the successor, by reason", ("why",))
+        self.retries = counter("retries_total", "Requests sent to the successor, by reason", ("why",))
         self.refused = counter("refused_total", "Requests that never reached an instance", ("why",))
         self.cancelled = counter("cancelled_total", "Requests whose client left", ("kind",))
         self.up = gauge("instance_up", "1 = gets requests of its users", ("backend",))

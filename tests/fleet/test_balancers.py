@@ -61,7 +61,7 @@ async def balanced(name: str, folder: Path, num: int = 3) -> AsyncIterator[Balan
         await fake.start()
     port = free_port()
     settings = table(fakes, port=port, admin_port=free_port(), health={"interval_s": 0.2, "timeout_s": 5.0})
-    settings |= {"breaker": {"failures": 1000}, "limits": {"max_connections": 500}}
+    settings |= {"breaker": {"failures": 1000}, "limits": {"max_connections": 500}, "connect_timeout_s": 5.0}
     config = from_table(settings, RouterConfig)
     arguments = command(name, folder, BALANCERS[name](config, config.discovery.instances))
     with (folder / "stderr").open("wb") as stderr:
@@ -71,8 +71,8 @@ async def balanced(name: str, folder: Path, num: int = 3) -> AsyncIterator[Balan
     try:
         async with aiohttp.ClientSession() as http:
             b = Balanced(fakes, f"http://127.0.0.1:{port}", http)
-            async with asyncio.timeout(20):
-                while not await answers(b):
+            async with asyncio.timeout(60):
+                while not (await answers(b) and (name == "nginx" or is_checked(b))):
                     assert process.poll() is None, (folder / "stderr").read_text()[-2000:]
                     await asyncio.sleep(0.1)
             yield b
@@ -81,6 +81,11 @@ async def balanced(name: str, folder: Path, num: int = 3) -> AsyncIterator[Balan
         process.wait(10)
         for fake in fakes:
             await fake.stop()
+
+
+def is_checked(b: Balanced) -> bool:
+    """Every instance's first check is over, since there was a second one."""
+    return all(fake.num_checks > 1 for fake in b.fakes)
 
 
 async def answers(b: Balanced) -> bool:

@@ -30,6 +30,7 @@ class Fake:
         self.seen: list[web.Request] = []
         self.bodies: list[bytes] = []
         self.cancelled = 0
+        self.num_checks = 0
         self._runner: web.AppRunner | None = None
 
     async def start(self) -> None:
@@ -47,6 +48,7 @@ class Fake:
             await runner.cleanup()
 
     async def _ready(self, _: web.Request) -> web.Response:
+        self.num_checks += 1
         return web.Response(status=self.ready_status)
 
     async def _answer(self, request: web.Request) -> web.StreamResponse:
@@ -114,7 +116,8 @@ def table(fakes: list[Fake], **sections: Any) -> dict[str, Any]:
         "port": 0,
         "admin_port": 0,
         "discovery": {"instances": [{"name": f.name, "host": "127.0.0.1", "port": f.port} for f in fakes]},
-        "health": {"interval_s": 0.05, "timeout_s": 0.5},
+        "health": {"interval_s": 0.05, "timeout_s": 10.0},
+        "default_budget_s": 10.0,
         "breaker": {"return_s": 0.3, "open_s": 0.3},
         "shutdown_timeout_s": 1.0,
     }

@@ -38,7 +38,7 @@ async def test_it_arrives_as_it_was_asked() -> None:
             (request,) = fake.seen
             assert request.raw_path == "/v1/users/a%2Fb%20%C3%A9?tenant=t%26x"
             assert (request.headers["Authorization"], request.headers["X-Request-Id"]) == ("Bearer k", "i")
-            assert 0 < float(request.headers["X-Request-Timeout-Ms"]) <= 900
+            assert 0 < float(request.headers["X-Request-Timeout-Ms"]) <= 9000
 
 
 async def test_who_did_not_erase_is_named_and_asking_again_helps() -> None:
