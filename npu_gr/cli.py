@@ -429,6 +429,20 @@ def bench_relay(
     _show(lines(backend, shapes, count, seconds, seed, trace), backend, seed, as_json)  # type: ignore[arg-type]
 
 
+@bench.command("overload")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object a line.")
+@click.option("--backend", default="cpu", show_default=True, help="As in a configuration.")
+@click.option("--seed", default=0, show_default=True)
+@click.option("--tokens", default=512, show_default=True, type=click.IntRange(16), help="Of a history.")
+@click.option("--layers", default=3, show_default=True, type=click.IntRange(1))
+@click.option("--seconds", default=10.0, show_default=True, help="Of arrivals, a rate.")
+def bench_overload(as_json: bool, backend: str, seed: int, tokens: int, layers: int, seconds: float) -> None:
+    """What is answered in time when up to 5 times as much is asked as the instance can do."""
+    from npu_gr.bench.overload import lines
+
+    _show(lines(backend, tokens, layers, seconds, seed), backend, seed, as_json)  # type: ignore[arg-type]
+
+
 @bench.command("match")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object a line.")
 @click.option("--items", default=1_000_000, show_default=True, type=click.IntRange(1000), help="Of the catalogue.")
