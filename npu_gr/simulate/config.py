@@ -24,10 +24,10 @@ Values = Annotated[list[float], msgspec.Meta(min_length=1)]  # equally likely on
 
 
 class Late(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What passes take beyond the model: the longer one is, the more may come between."""
+    """What passes take beyond the model, relative to it: a short one may be held up for many times its length."""
 
     up_to_s: Positive = 1e9  # of the passes that should take so long at most; the last one's also of longer ones
-    values_s: Values = msgspec.field(default_factory=lambda: [0.0])  # may be negative
+    ratios: Values = msgspec.field(default_factory=lambda: [0.0])  # 0.1 = a tenth longer; may be negative
 
 
 class DeviceProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -227,7 +227,7 @@ class Device:
 
     def _noisy_s(self, seconds: float) -> float:
         late = self._late[min(bisect_left(self._up_to_s, seconds), len(self._late) - 1)]
-        return max(seconds + self._source.choice(late.values_s), seconds * _FASTEST)
+        return seconds * max(1 + self._source.choice(late.ratios), _FASTEST)
 
     def _end(self, jobs: list[Job], took_s: float, expected_s: float, ends_s: float) -> None:
         self._idle += 1

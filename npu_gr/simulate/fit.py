@@ -213,7 +213,7 @@ def fit_device(
         ratios = np.array([seconds / max(cost.pass_s(*shape), 1e-9) for *shape, seconds in samples])
         within = ratios <= _OUTLIER * np.median(ratios)
         cost = fit_passes(sample for sample, is_within in zip(samples, within, strict=True) if is_within)
-    late = np.array([seconds - cost.pass_s(*shape) for *shape, seconds in samples])
+    late_s = np.array([seconds - cost.pass_s(*shape) for *shape, seconds in samples])
     host = np.array([max(r.total_s - r.waited_s - r.device_s, 0.0) for r in ranks])
     return DeviceProfile(
         a0_s=cost.a0,
@@ -221,7 +221,7 @@ def fit_device(
         a2_s=cost.a2,
         b0_s=cost.b0,
         b1_s=cost.b1,
-        late=_lates(np.array([cost.pass_s(*shape) for *shape, _ in samples]), late),
+        late=_lates(np.array([max(cost.pass_s(*shape), 1e-9) for *shape, _ in samples]), late_s),
         rank_host_s=_values(host),
         signal_host_s=float(np.median(signals_s)) if signals_s else float(np.median(host)),
         copy_bytes_per_s=copy_bytes_per_s,
@@ -231,10 +231,12 @@ def fit_device(
 
 
 def _lates(expected_s: F64, late_s: F64) -> list[Late]:
-    """What passes of about the same length took beyond the model, the shortest first."""
+    """What passes of about the same length took beyond the model, relative to it, the shortest first."""
     order = np.argsort(expected_s, kind="stable")
     parts = np.array_split(order, max(1, min(_LATES, len(order) // _LEAST)))
-    return [Late(up_to_s=max(float(expected_s[part[-1]]), 1e-9), values_s=_values(late_s[part])) for part in parts]
+    return [
+        Late(up_to_s=float(expected_s[part[-1]]), ratios=_values(late_s[part] / expected_s[part])) for part in parts
+    ]
 
 
 def _values(samples: F64) -> list[float]:

@@ -83,7 +83,7 @@ def test_every_request_ends_once_and_leaves_nothing_behind() -> None:
 
 
 def test_equal_seeds_give_equal_figures() -> None:
-    profile = msgspec.structs.replace(DEVICE, late=[Late(values_s=[-0.001, 0.0, 0.003])])
+    profile = msgspec.structs.replace(DEVICE, late=[Late(ratios=[-0.1, 0.0, 0.3])])
     first, again = (run(config(instances=2), traffic(80.0), profile)[0].as_dict() for _ in range(2))
     other = run(config(instances=2, seed=1), traffic(80.0), profile)[0].as_dict()
     assert first == again

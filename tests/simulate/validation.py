@@ -3,8 +3,8 @@
 One traffic plays without a break. Of its slices of `SLICE_S` every other one fits the device's profile, and what was
 measured in the ones between is compared with a simulation of the whole traffic by that profile: whatever the machine
 does besides is in both. The rate is such that passes keep the devices together busy for `--busy` of one processor, so
-that they are the time that counts and no instance waits for another one's processor. Percentiles are medians over the
-slices, P99 is of all.
+that they are the time that counts and no instance waits for another one's processor. Percentiles are medians over
+parts of `PART_S`, P99 is of all.
 """
 
 from __future__ import annotations
@@ -56,11 +56,12 @@ SECTIONS: dict[str, Any] = {
 }
 MAX_TOKENS = 2048
 Measured = tuple[list[MeasuredRank], list[float]]
-LEAD_S, SLO_S, SLICE_S = 0.05, 0.1, 8.0
+LEAD_S, SLO_S = 0.05, 0.1
+SLICE_S, PART_S = 2.0, 16.0  # a part is long enough for percentiles
 
 
-def log(rate: float, seconds: float, seed: int) -> list[Record]:
-    """Ranks whose users, lengths and candidates vary."""
+def log(rate: float, seconds: float, seed: int, who: str = "u") -> list[Record]:
+    """Ranks whose users, lengths and candidates vary; `who` tells whole populations apart."""
     source = np.random.default_rng(seed)
     records = []
     for visit in visits(USERS, rate, seconds, seed):
@@ -74,7 +75,7 @@ def log(rate: float, seconds: float, seed: int) -> list[Record]:
             Record(
                 ts=visit.at_s,
                 kind="rank",
-                user_id=f"u{visit.user}",
+                user_id=f"{who}{visit.user}",
                 history=LoggedHistory.of(history),
                 candidates=(source.integers(0, 300, num_candidates) + FIRST_ID).tolist(),
                 timestamp=1_700_000_000,
@@ -132,7 +133,8 @@ async def fleet(folder: Path, num_instances: int) -> AsyncIterator[tuple[str, fl
             table = {
                 "checkpoint": str(folder / "checkpoint"),
                 "features": {"kind": "none"},
-                "service": {"selfcheck_ratio": 0.0},
+                "service": {"selfcheck_ratio": 0.0, "adaptive": False},  # nothing is refused, here and there
+                "slo": {"rank_s": SLO_S},
                 "server": {"port": ports[number], "log_requests": "slow", "drain_grace_s": 0.1},
                 **SECTIONS,
             }
@@ -181,6 +183,7 @@ def predict(profile: DeviceProfile, records: list[Record], options: ReplayOption
         "duration_s": records[-1].ts + 10,
         "warmup_s": options.warmup_s,
         "slo_s": SLO_S,
+        "admission": {"adaptive": False},
         **SECTIONS,
     }
 
@@ -199,11 +202,10 @@ def is_checked(due_s: float) -> bool:
 
 def summary(ranks: list[Seen]) -> dict[str, float]:
     """Of the slices that are compared."""
-    slices: defaultdict[int, list[float]] = defaultdict(list)
-    for rank in ranks:
-        if is_checked(rank.due_s):
-            slices[int(rank.due_s / SLICE_S)].append(rank.latency_s)
     checked = [rank for rank in ranks if is_checked(rank.due_s)]
+    parts: defaultdict[int, list[float]] = defaultdict(list)
+    for rank in checked:
+        parts[int(rank.due_s / PART_S)].append(rank.latency_s)
     latencies_s = np.array([rank.latency_s for rank in checked])
     outcomes = Counter(rank.outcome for rank in checked)
 
@@ -212,8 +214,8 @@ def summary(ranks: list[Seen]) -> dict[str, float]:
 
     return {
         "mean ms": float(latencies_s.mean()) * 1e3,
-        "P50 ms": float(np.median([np.quantile(one, 0.5) for one in slices.values()])) * 1e3,
-        "P90 ms": float(np.median([np.quantile(one, 0.9) for one in slices.values()])) * 1e3,
+        "P50 ms": float(np.median([np.quantile(one, 0.5) for one in parts.values()])) * 1e3,
+        "P90 ms": float(np.median([np.quantile(one, 0.9) for one in parts.values()])) * 1e3,
         "P99 ms": float(np.quantile(latencies_s, 0.99)) * 1e3,
         "within SLO": float((latencies_s <= SLO_S).mean()),
         "HBM hits": ratio(Outcome.HBM_HIT, Outcome.JOINED),
@@ -250,11 +252,11 @@ def validate(num_instances: int, seconds: float, *, busy: float = 0.4, signals: 
     async def work(folder: Path) -> tuple[float, float, list[Record], ReplayOptions, Measured]:
         async with fleet(folder, num_instances) as (url, copy_bytes_per_s):
             options = ReplayOptions(base_url=url, warmup_s=2.0, timeout_s=4.0)
-            first, _ = await measure(log(4.0, 10.0, 1), options)
+            first, _ = await measure(log(4.0, 10.0, 1, "other"), options)
             rate = min(busy, 0.25 * num_instances) / float(np.mean([rank.device_s for rank in first]))
             records = log(rate, seconds, 2)
             lead_s = LEAD_S if signals else None
-            options = msgspec.structs.replace(options, warmup_s=SLICE_S / 2, signal_lead_s=lead_s)
+            options = msgspec.structs.replace(options, warmup_s=4.0, signal_lead_s=lead_s)
             await asyncio.sleep(2 * SECTIONS["relay"]["t_life_s"])
             return rate, copy_bytes_per_s, records, options, await measure(records, options)
 
