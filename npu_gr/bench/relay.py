@@ -151,7 +151,7 @@ class Rig:
             await engine.warm_up(self.tokens(self.returning[0]), lengths, [self.shape.num_candidates])
             first = (Run(0, self.layout.pages(self.shape.num_tokens)),)
             await engine.measure_copy(self.dram, first, first, self.shape.num_tokens)
-            engine.target_s = objective_s
+            engine.objective_s = objective_s
             served = Served(self, arm, engine, relay, pool)
             if arm.reuse:
                 for number in range(RETURNING):

@@ -94,7 +94,6 @@ class Scheduler:
         self.on_batch: Callable[[int, int], None] = lambda _requests, _rows: None
         self.on_worked: Callable[[str, float], None] = lambda _kind, _seconds: None
         self.failures_in_a_row = 0
-        self.busy_s = 0.0  # device time so far, of all streams together
 
     def start(self) -> None:
         """Start the threads. Results are delivered to the running event loop."""
@@ -124,6 +123,11 @@ class Scheduler:
     def queue_s(self) -> float:
         """How long a request that comes now would wait for those that wait already, by their estimates."""
         return self._queue.backlog_s / self.config.streams
+
+    @property
+    def pressure(self) -> float:
+        """As `queue_s`, each request's part in objectives of its own kind: 1 = the wait alone uses up what it has."""
+        return self._queue.pressure / self.config.streams
 
     async def call(
         self,
@@ -166,12 +170,16 @@ class Scheduler:
         work: BatchWork,
         run: Run,
         deadline_s: float,
-        order_s: float = float("inf"),
         *,
+        objective_s: float = float("inf"),
         takes_s: float = 0.0,
         kind: str = "rank",
     ) -> Done[Any]:
-        """Run `work` in a pass that it may share with others of the same `run`; else as `call`."""
+        """Run `work` in a pass that it may share with others of the same `run`; else as `call`.
+
+        Args:
+            objective_s: it should be done so long from now, which is its place in the queue.
+        """
         return await self._submit(
             Job(
                 run=run,
@@ -180,7 +188,8 @@ class Scheduler:
                 shares=True,
                 demand=work.demand,
                 deadline_s=deadline_s,
-                order_s=order_s,
+                order_s=time.monotonic() + objective_s,
+                objective_s=objective_s,
                 takes_s=takes_s,
             )
         )
@@ -261,7 +270,6 @@ class Scheduler:
             began_s = time.monotonic()
             results = self._attempt(jobs)
             took_s = time.monotonic() - began_s
-            self.busy_s += took_s
             self.on_worked(jobs[0].kind, took_s)
             if jobs[0].shares:
                 self.on_batch(len(jobs), sum(job.demand.tokens + job.demand.rows for job in jobs))

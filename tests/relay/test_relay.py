@@ -214,7 +214,7 @@ async def test_a_pre_infer_delays_a_rank_by_one_chunk_at_most_until_its_own_rank
             return run(passes)
 
         b.engine._run = noted  # type: ignore[method-assign]
-        b.engine.target_s = 0.1
+        b.engine.objective_s = 0.1
         long, other = tokens(300), tokens(20, seed=1)
         async with b.device_busy():
             assert b.relay.signal(USER, long) is Verdict.PREINFER
@@ -231,7 +231,7 @@ async def test_a_pre_infer_delays_a_rank_by_one_chunk_at_most_until_its_own_rank
             own = asyncio.create_task(b.rank(long))
             await asyncio.sleep(0.05)
             later = asyncio.create_task(b.rank(other, UserKey("", "w"), budget_s=60.0))
-            b.engine.target_s = 50.0
+            b.engine.objective_s = 50.0
             await asyncio.sleep(0.01)
         assert (await own)[0].outcome is Outcome.JOINED
         await later
