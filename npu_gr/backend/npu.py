@@ -84,7 +84,7 @@ class NPUBackend(TorchOps):
         return True
 
     def _find_paged(self) -> PagedHstu | None:
-        paged = PagedHstu.find()
+        paged = PagedHstu.find(self.upload)
         if paged is not None and not paged.agrees(self.device):
             log.warning("mxrec::hstu_paged disagrees with our definition, torch ops run instead")
             return None

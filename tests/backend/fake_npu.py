@@ -93,7 +93,7 @@ class FakeRuntime:
         self.races: list[tuple[Launch, Launch]] = []
         self.host_waits: list[str] = []
         self.uploads: list[bool] = []  # was the host side page-locked
-        self.pinned_bytes = 0
+        self.pinned_bytes = 0  # allocated page-locked
         self.capture_fails = self.capture_lies = False
         self._host = Clock()
         self._touched: dict[Cell, list[tuple[Launch, bool]]] = {}
@@ -247,7 +247,6 @@ class _Calls(TorchFunctionMode):
     def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = dict(kwargs or {}), getattr(func, "__name__", "")
         if name == "pin_memory":
-            self.npu.pinned_bytes += args[0].nbytes
             return _Pinned.of(args[0])
         if name == "to" and isinstance(args[0], _Pinned):
             self.npu.uploads.append(bool(kwargs.get("non_blocking")))

@@ -103,7 +103,12 @@ def dense_paged(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *values: Any,
     rows=st.integers(1, 5), past=st.lists(st.sampled_from([1, 3, 127, 128, 131]), max_size=3), seed=st.integers(0, 99)
 )
 def test_the_paged_operator_serves_any_slabs(paged_op: None, rows: int, past: list[int], seed: int) -> None:
-    backend = NPUBackend("off", FakeRuntime().as_npu())
+    npu = FakeRuntime()
+    with npu.recording():
+        check_any_slabs(NPUBackend("off", npu.as_npu()), rows, past, seed)
+
+
+def check_any_slabs(backend: NPUBackend, rows: int, past: list[int], seed: int) -> None:
     assert backend.ops["hstu_attention"] == "mxrec"
     generator = torch.Generator().manual_seed(seed)
     q, k, v = (torch.randn(rows, 2, 16, generator=generator) for _ in range(3))
@@ -417,15 +422,18 @@ async def test_a_served_instance_ranks_as_on_the_cpu_and_exports_its_ops(
         "timestamp": int(history.timestamps[-1]) + 5,
     }
 
-    async def scores() -> tuple[Any, str]:
+    async def scores() -> tuple[Any, str, Any]:
         async with serving(tmp_path) as (client, _):
             answer = await client.post("/v1/rank", json=body)
             assert answer.status == 200, await answer.text()
-            return (await answer.json())["scores"], await (await client.get("/metrics")).text()
+            health = await (await client.get("/healthz")).json()
+            return (await answer.json())["scores"], await (await client.get("/metrics")).text(), health
 
-    want, _ = await scores()
+    want, _, health = await scores()
+    assert (health["device"], health["ops"]["hstu_attention"]) == ("cpu", health["kernels"])
     monkeypatch.setattr("npu_gr.app.choose", lambda *_: NPUBackend("off", npu.as_npu()))
-    got, exported = await scores()
+    got, exported, health = await scores()
+    assert (health["device"], health["ops"]["hstu_attention"]) == ("npu", "mxrec")
     for task in want:
         np.testing.assert_allclose(got[task], want[task], rtol=1e-4, atol=1e-5)
     assert 'npu_gr_backend_op_info{impl="mxrec",op="hstu_attention"} 1.0' in exported
