@@ -11,7 +11,7 @@ cached prefix exact.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -123,6 +123,25 @@ class Backend(Protocol):
         """Outputs first..last of a linear layer, then SiLU if asked: [..., last - first].
 
         In the dtype of the layer's weight, which x is converted to. Not differentiable.
+        """
+        ...
+
+    def row_wise(
+        self,
+        owner: nn.Module,
+        what: Hashable,
+        work: Callable[..., tuple[Tensor, ...]],
+        rows: Sequence[Tensor],
+    ) -> tuple[Tensor, ...]:
+        """work(*rows), every row of whose results depends on the same row of the inputs and on weights alone.
+
+        Args:
+            owner: whose weights the work reads; with `what` it names the work, which is the same at every call.
+            work: launches only.
+            rows: [n, ...] each.
+
+        Returns:
+            [n, ...] each, to be read before this thread calls `row_wise` or `beam_topk` again.
         """
         ...
 

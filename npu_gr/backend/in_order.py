@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 
 class InOrder:
@@ -50,6 +50,16 @@ class InOrder:
             to = torch.nonzero(moves).squeeze(1)
             for plane in (keys, values):
                 plane[:, to, :num_slots] = plane[:, parent[to], :num_slots]
+
+    def row_wise(
+        self,
+        owner: nn.Module,
+        what: Hashable,
+        work: Callable[..., tuple[Tensor, ...]],
+        rows: Sequence[Tensor],
+    ) -> tuple[Tensor, ...]:
+        """See `Backend.row_wise`."""
+        return work(*rows)
 
     def synchronize(self) -> None:
         """The CPU is never behind."""

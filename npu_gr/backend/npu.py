@@ -10,19 +10,19 @@ Invariant: between a request's uploads and its result the host never waits for t
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from npu_gr.backend import ascend_ops
 from npu_gr.backend.base import BiasTables, Choices, Continuations, Over, Slab, accumulator
+from npu_gr.backend.graphs import Graphs
 from npu_gr.backend.npu_device import NotFound, Npu, find
-from npu_gr.backend.npu_graph import Graphs
 from npu_gr.backend.npu_hstu import MAX_TARGETS, PagedHstu
 from npu_gr.backend.tiles import Tiles, natural
 from npu_gr.backend.torch_ops import TorchOps
@@ -63,14 +63,15 @@ class NPUBackend(TorchOps):
         ascend_ops.register()
         self._is_native = native != "off" and self._load(native == "require", folder)
         self._paged = self._find_paged()
-        self._graphs = Graphs(self._runtime) if self._is_native and Graphs.can(self._runtime) else None
+        graph = getattr(self._runtime, "NPUGraph", None)  # newer versions alone have it
+        self._graphs = Graphs(self._runtime, graph) if graph else None
         own = "ascend_c" if self._is_native else "torch"
         self.kernels = own
         self.ops = {
             "beam_topk": own,
             "beam_fork": own,
             "hstu_attention": "mxrec" if self._paged else "torch",
-            "select_graph": "acl_graph" if self._graphs else "none",
+            "graphs": "acl_graph" if self._graphs else "none",
         }
 
     def _load(self, is_required: bool, folder: Path | None) -> bool:
@@ -180,7 +181,18 @@ class NPUBackend(TorchOps):
         if self._graphs is None or follow.allowed is not None:  # a request's own filter would be copied to be replayed
             return Choices(*select(*inputs))
         columns = None if codes is None else (codes.start, codes.stop)
-        return Choices(*self._graphs.run((width, over, columns, scale), select, follow.code, inputs))
+        found = self._graphs.run(follow.code, (width, over, columns, scale), select, inputs)
+        return Choices(*(out.clone() for out in found))
+
+    def row_wise(
+        self,
+        owner: nn.Module,
+        what: Hashable,
+        work: Callable[..., tuple[Tensor, ...]],
+        rows: Sequence[Tensor],
+    ) -> tuple[Tensor, ...]:
+        """See `Backend.row_wise`."""
+        return self._graphs.row_wise(owner, what, work, rows) if self._graphs else work(*rows)
 
     # ---- HSTU
 

@@ -15,7 +15,7 @@ from npu_gr.backend.cpu import CPUBackend
 from npu_gr.backend.doctor import Check, State, compare, examine, is_well, table
 from npu_gr.backend.native import NativeError
 from npu_gr.backend.npu import NPUBackend
-from tests.backend.fake_npu import FakeRuntime
+from tests.backend.fake_device import FakeRuntime
 
 
 class Wrong(CPUBackend):
