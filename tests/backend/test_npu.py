@@ -127,12 +127,16 @@ def check_any_slabs(backend: NPUBackend, rows: int, past: list[int], seed: int) 
     assert not fell
 
 
-def test_many_targets_go_in_parts(paged_op: None, npu: FakeRuntime) -> None:
+def test_many_targets_go_in_parts_and_new_rows_behind_a_page(paged_op: None, npu: FakeRuntime) -> None:
     backend = NPUBackend("off", npu.as_npu())
     q, k, v = (torch.randn(1030, 1, 16, generator=torch.Generator().manual_seed(n)) for n in range(3))
     zero, times = torch.zeros(1, 64), torch.zeros(9, dtype=torch.int64)
-    call = (q, k, v, [(k[:9], v[:9])], times, 0, BiasTables(zero, zero), 0.25)
+    history = [(k[:5], v[:5]), (k[5:9], v[5:9])]
+    call = (q, k, v, history, times, 0, BiasTables(zero, zero), 0.25)
     torch.testing.assert_close(backend.hstu_targets(*call), CPU.hstu_targets(*call), rtol=1e-4, atol=1e-4)
+    rows, times = slice(9, 12), torch.zeros(12, dtype=torch.int64)
+    call = (q[rows], k[rows], v[rows], [(k[:9], v[:9])], times, BiasTables(zero, zero), 0.25)
+    torch.testing.assert_close(backend.hstu_causal(*call), CPU.hstu_causal(*call), rtol=1e-4, atol=1e-4)
 
 
 def test_a_layer_with_a_bias_falls_back_counted_and_said_once(
@@ -151,6 +155,57 @@ def test_a_layer_with_a_bias_falls_back_counted_and_said_once(
     assert sum("hstu_paged" in line for line in caplog.messages) == 1
 
 
+def test_a_bias_at_an_address_that_had_none_is_seen(paged_op: None, npu: FakeRuntime) -> None:
+    """As after a reload of the model: memory is used again."""
+    paged = NPUBackend("off", npu.as_npu())._paged
+    assert paged is not None
+    q, memory = torch.randn(4, 2, 16), torch.zeros(2, 64)
+    assert paged.takes(q, q, BiasTables(memory.view(2, 64), memory.view(2, 64)), 0)
+    memory.fill_(1.0)
+    assert not paged.takes(q, q, BiasTables(memory.view(2, 64), memory.view(2, 64)), 0)
+
+
+@pytest.mark.parametrize(
+    ("rows", "heads", "width", "dtype", "tokens"),
+    [
+        (0, 2, 16, torch.float32, 0),
+        (513, 2, 16, torch.float32, 0),
+        (4, 17, 16, torch.float32, 0),
+        (4, 2, 24, torch.float32, 0),
+        (4, 2, 528, torch.float32, 0),
+        (4, 2, 16, torch.float64, 0),
+        (4, 2, 16, torch.float32, 20_477),
+    ],
+)
+def test_the_paged_operators_limits(
+    paged_op: None, npu: FakeRuntime, rows: int, heads: int, width: int, dtype: torch.dtype, tokens: int
+) -> None:
+    paged = NPUBackend("off", npu.as_npu())._paged
+    assert paged is not None
+    q, zero = torch.zeros(rows, heads, width, dtype=dtype), torch.zeros(heads, 64)
+    assert not paged.takes(q, q, BiasTables(zero, zero), tokens)
+    fits = torch.zeros(4, 2, 16)
+    assert paged.takes(fits, fits, BiasTables(zero, zero), 20_476)
+
+
+@pytest.mark.parametrize("arguments", ["", "Tensor q, Tensor k, Tensor v, Tensor kv_cache"])
+def test_another_schema_of_the_paged_operator_is_not_ours(
+    npu: FakeRuntime, monkeypatch: pytest.MonkeyPatch, arguments: str
+) -> None:
+    """Of one that is not there, too."""
+    with torch.library._scoped_library("npu_gr_test", "FRAGMENT") as library:
+        if arguments:
+            library.define(f"hstu_paged({arguments}) -> Tensor")
+        monkeypatch.setattr(torch.ops, "mxrec", torch.ops.npu_gr_test)
+        backend = NPUBackend("off", npu.as_npu())
+    assert backend.ops["hstu_attention"] == "torch"
+    q, zero, times = torch.randn(3, 2, 16), torch.zeros(2, 64), torch.arange(3)
+    call = (q, q, q, [], times, BiasTables(zero, zero), 0.2)
+    torch.testing.assert_close(backend.hstu_causal(*call), REFERENCE.hstu_causal(*call))
+    call = (q, q, q, [(q, q)], times, 5, BiasTables(zero, zero), 0.2)
+    torch.testing.assert_close(backend.hstu_targets(*call), REFERENCE.hstu_targets(*call))
+
+
 def test_an_operator_that_disagrees_is_not_used(
     paged_op: None, npu: FakeRuntime, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -166,6 +221,17 @@ def some_logits(rows: int = 3, codes: int = 11) -> tuple[torch.Tensor, torch.Ten
     acc = torch.tensor([-1.0, float("-inf"), -0.5])
     lo, degree = torch.tensor([0, 4, 4]), torch.tensor([4, 0, 2])
     return logits, acc, Continuations(lo, degree, torch.tensor([1, 3, 4, 9, 0, 7], dtype=torch.int32))
+
+
+def test_a_requests_own_filter_is_obeyed_without_a_graph(native: None, npu: FakeRuntime) -> None:
+    backend = NPUBackend(npu=npu.as_npu())
+    logits, acc, follow = some_logits()
+    follow = follow._replace(allowed=torch.tensor([True, False, True, True, False, True]))
+    want = CPU.beam_topk(logits, acc, follow, 8)
+    got = backend.beam_topk(logits, acc, follow, 8)
+    assert torch.equal(got.edge[: len(want.edge)], want.edge)
+    assert not got.score[len(want.edge) :].isfinite().any()
+    assert not npu.graphs
 
 
 @pytest.mark.parametrize("how", [{}, {"over": "valid", "scale": 0.5}, {"codes": slice(0, 10)}], ids=str)

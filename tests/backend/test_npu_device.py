@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import subprocess
 import sys
@@ -9,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from npu_gr.backend import npu_device
 from npu_gr.backend.choose import choose
+from npu_gr.backend.npu_device import NotFound, find
 from npu_gr.errors import ConfigError
 
 ROOT = Path(__file__).parent.parent.parent
@@ -17,18 +20,13 @@ WITHOUT_CANN = "raise ImportError('libhccl.so: cannot open shared object file')\
 # as much of torch_npu as `find` and the backend's constructor use, under torch's own name for such a device
 WORKING = """
 import os, types, torch
-torch.utils.rename_privateuse1_backend("npu")
+torch.utils.rename_privateuse1_backend("npu")  # as torch_npu does
 __version__ = "2.13.0"
 count = int(os.environ["FAKE_COUNT"])
 npu = types.SimpleNamespace(
     is_available=lambda: count > 0, device_count=lambda: count, current_device=lambda: 0,
     get_device_name=lambda index: "Ascend910B1", Stream=object, Event=object,
 )
-"""
-DRIVER = """
-import ctypes
-real = ctypes.CDLL
-ctypes.CDLL = lambda name, *a, **k: None if name == "libascendcl.so" else real(name, *a, **k)
 """
 
 
@@ -75,18 +73,29 @@ def test_the_cpu_starts_where_torch_npu_is_installed_without_cann(tmp_path: Path
     ],
     ids=["import", "device", "found"],
 )
-def test_what_is_behind_the_driver(tmp_path: Path, code: str, count: str, want: str) -> None:
+def test_what_is_behind_the_driver(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, count: str, want: str
+) -> None:
     install(tmp_path, code)
-    program = f"""{DRIVER}
-from npu_gr.backend.npu_device import NotFound, find
-try:
-    npu = find()
-    print(npu.soc, npu.device, npu.version)
-except NotFound as error:
-    print(error)
-"""
-    done = python(tmp_path, "-c", program, FAKE_COUNT=count, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
-    assert want in done.stdout, done.stderr
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("FAKE_COUNT", count)
+    monkeypatch.setattr(ctypes, "CDLL", lambda _name: None)
+    try:
+        npu = find()
+        found = f"{npu.soc} {npu.device} {npu.version}"
+    except NotFound as error:
+        found = str(error)
+    finally:
+        sys.modules.pop("torch_npu", None)
+    assert want in found
+
+
+def test_without_its_driver_torch_npu_is_not_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(tmp_path, "raise SystemExit('imported')")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(npu_device, "DRIVER_LIBRARY", "libnowhere.so")
+    with pytest.raises(NotFound, match=r"CANN is not there: libnowhere.so.*; install it and source its set_env.sh"):
+        find()
 
 
 def test_a_configured_npu_that_is_not_there_stops_the_start() -> None:
