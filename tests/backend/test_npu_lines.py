@@ -11,7 +11,14 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent.parent
 PARTS = ("npu", "npu_device", "npu_hstu", "graphs")
 TESTS = ("test_npu.py", "test_npu_device.py", "test_graphs.py")
-SLOW = ("served", "without_cann", "any_slabs", "waits_once", "cuda")  # and no line of these files more
+SLOW = (
+    "served",
+    "without_cann",
+    "used_of_torch_npu",
+    "any_slabs",
+    "waits_once",
+    "cuda",
+)  # and no line of these files more
 
 
 def test_every_line_of_the_npu_backend_has_run(tmp_path: Path) -> None:
