@@ -19,7 +19,7 @@ from npu_gr.backend.base import Backend
 from npu_gr.catalog.tokens import Tokens
 from npu_gr.engine.cost import CostModel, fit
 from npu_gr.engine.quantile import RunningQuantile
-from npu_gr.engine.queue import Demand
+from npu_gr.engine.queue import Demand, Step
 from npu_gr.engine.scheduler import Done, Scheduler, Urgency
 from npu_gr.kv.arena import KVArena
 from npu_gr.kv.layout import Run
@@ -154,21 +154,19 @@ class Engine(PageJobs):
         Args:
             tokens: the whole history.
             keep: pages for all of it, which hold its first `first_token` tokens already.
-            deadline_s: a chunk that has not begun by then is dropped.
+            deadline_s: a chunk that has not begun by then is dropped, and what follows.
             urgency: when its rank is expected.
             first_token: where to go on.
         """
-        nothing = np.empty(0, np.int64)
-        for start, stop in chunks(first_token, len(tokens), self.scheduler.config.prefill_chunk_tokens):
-            work = Pass(tokens[:stop], 0, nothing, 0, cached=Cached(keep, start) if start else None, keep=keep)
-            await self.scheduler.call(
-                lambda work=work: self._run([work]),  # type: ignore[misc]
-                deadline_s,
-                urgency,
-                takes_s=self.cost.pass_s(stop - start, start, 0),
-                is_sheddable=True,
-                kind="prefill",
-            )
+
+        def step(start: int, stop: int) -> Step:
+            cached = Cached(keep, start) if start else None
+            work = Pass(tokens[:stop], 0, np.empty(0, np.int64), 0, cached=cached, keep=keep)
+            return Step(lambda: self._run([work]), self.cost.pass_s(stop - start, start, 0))
+
+        size = self.scheduler.config.prefill_chunk_tokens
+        steps = [step(start, stop) for start, stop in chunks(first_token, len(tokens), size)]
+        await self.scheduler.sequence(steps, deadline_s, urgency, is_sheddable=True, kind="prefill")
 
     async def rank(self, work: Pass, deadline_s: float) -> Scored:
         """Score a pass's candidates."""
