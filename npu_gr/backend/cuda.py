@@ -44,7 +44,7 @@ class CUDABackend(TorchOps):
         self._triton = _triton_ops()
         self.kernels = "triton" if self._triton else "torch"
         self._copies = cuda.Stream()
-        self._graphs = Graphs(cuda, cuda.CUDAGraph)
+        self._graphs = Graphs(cuda, cuda.CUDAGraph, self.fell_back)
         self.ops = dict.fromkeys(("hstu_attention", "softmax_attention", "beam_topk", "beam_fork"), self.kernels)
         self.ops |= {"graphs": "cuda_graph"}
 

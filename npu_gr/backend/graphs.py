@@ -8,7 +8,6 @@ tried again. All graphs of an owner go when it does: its memory, which they know
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
@@ -16,8 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
-
-log = logging.getLogger(__name__)
 
 Work = Callable[..., tuple[Tensor, ...]]
 Signature = tuple[tuple[tuple[int, ...], torch.dtype], ...]  # of the inputs
@@ -37,9 +34,9 @@ class _Captured:
 class Graphs(threading.local):
     """All graphs of this thread."""
 
-    def __init__(self, runtime: Any, make: Callable[[], Any]) -> None:
-        """`runtime`: torch.cuda or torch.npu; `make`: its class of graphs."""
-        self._runtime, self._make = runtime, make
+    def __init__(self, runtime: Any, make: Callable[[], Any], fell_back: Callable[[str, str], None]) -> None:
+        """`runtime`: torch.cuda or torch.npu; `make`: its class of graphs; `fell_back`: see `InOrder.fell_back`."""
+        self._runtime, self._make, self._fell_back = runtime, make, fell_back
         self._pool = runtime.graph_pool_handle()
         self._inputs: dict[Signature, tuple[Tensor, ...]] = {}
         self._of: WeakIdKeyDictionary = WeakIdKeyDictionary()  # owner -> work and signature -> graph; None = without
@@ -101,11 +98,11 @@ class Graphs(threading.local):
             ):
                 outputs = work(*static)
         except RuntimeError as error:
-            log.warning("a graph could not be captured, its launches go one by one: %s", error)
+            self._fell_back("graphs", f"one could not be captured: {error}")
             return None
         graph.replay()
         if not all(map(_agree, outputs, want)):
-            log.warning("a graph gives something else than its launches, which go one by one")
+            self._fell_back("graphs", "one gives something else than its launches")
             return None
         return _Captured(graph, outputs)
 

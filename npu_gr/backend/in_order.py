@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -9,6 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+
+log = logging.getLogger(__name__)
 
 
 class InOrder:
@@ -20,6 +23,14 @@ class InOrder:
     def __init__(self) -> None:
         self.ops: Mapping[str, str] = {}
         self.on_fallback: Callable[[str], None] = lambda _op: None
+        self._said: set[str] = set()
+
+    def fell_back(self, op: str, why: str) -> None:
+        """A call of this op does not run as `ops` says: counted, and said once."""
+        self.on_fallback(op)
+        if op not in self._said:
+            self._said.add(op)
+            log.warning("%s: %s; torch ops run instead, said once", op, why)
 
     def upload(self, array: np.ndarray[Any, np.dtype[Any]]) -> Tensor:
         """See `Backend.upload`."""

@@ -59,12 +59,11 @@ class NPUBackend(TorchOps):
             raise ConfigError(f"backend 'npu' is configured but cannot be loaded: {error}") from error
         self._runtime, self.device = self._npu.runtime, self._npu.device
         self._copies = self._runtime.Stream()
-        self._said: set[str] = set()
         ascend_ops.register()
         self._is_native = native != "off" and self._load(native == "require", folder)
         self._paged = self._find_paged()
         graph = getattr(self._runtime, "NPUGraph", None)  # newer versions alone have it
-        self._graphs = Graphs(self._runtime, graph) if graph else None
+        self._graphs = Graphs(self._runtime, graph, self.fell_back) if graph else None
         own = "ascend_c" if self._is_native else "torch"
         self.kernels = own
         self.ops = {
@@ -90,12 +89,6 @@ class NPUBackend(TorchOps):
             log.warning("mxrec::hstu_paged disagrees with our definition, torch ops run instead")
             return None
         return paged
-
-    def _fell_back(self, op: str, why: str) -> None:
-        self.on_fallback(op)
-        if op not in self._said:
-            self._said.add(op)
-            log.warning("%s: %s; torch ops run instead, said once", op, why)
 
     # ---- queues
 
@@ -161,7 +154,7 @@ class NPUBackend(TorchOps):
                 if _REFUSED not in str(error):
                     raise
                 why = str(error)
-        self._fell_back("beam_topk", why)
+        self.fell_back("beam_topk", why)
         return super().beam_topk(logits, acc, follow, width, over, codes, scale)
 
     def _native_topk(
@@ -210,7 +203,7 @@ class NPUBackend(TorchOps):
         if self._paged:
             if self._paged.takes(q, v, bias, len(times)):
                 return self._paged.causal(q, k, v, natural(past), alpha)
-            self._fell_back("hstu_attention", "mxrec::hstu_paged knows no relative bias, or not this shape")
+            self.fell_back("hstu_attention", "mxrec::hstu_paged knows no relative bias, or not this shape")
         return super().hstu_causal(q, k, v, past, times, bias, alpha)
 
     def hstu_targets(
@@ -229,7 +222,7 @@ class NPUBackend(TorchOps):
             if self._paged.takes(q[:MAX_TARGETS], v, bias, len(times)):
                 parts = zip(q.split(MAX_TARGETS), k.split(MAX_TARGETS), v.split(MAX_TARGETS), strict=True)
                 return torch.cat([self._paged.targets(*part, natural(history), alpha) for part in parts])
-            self._fell_back("hstu_attention", "mxrec::hstu_paged knows no relative bias, or not this shape")
+            self.fell_back("hstu_attention", "mxrec::hstu_paged knows no relative bias, or not this shape")
         return super().hstu_targets(q, k, v, history, times, query_time, bias, alpha)
 
 

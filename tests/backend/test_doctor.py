@@ -114,6 +114,8 @@ def test_acceptance_compares_whole_requests(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(acceptance, "choose", lambda _name: NPUBackend("off", npu.as_npu()))
     with npu.recording():
         checks = accept("npu")
+    assert ("replay", 0) not in npu.calls, "the default stream captures nothing"
+    assert any(call == "replay" for call, _ in npu.calls)
     assert [check.name for check in checks][:3] == ["rank cold", "rank from HBM", "rank from DRAM"]
     assert is_well(checks)
     monkeypatch.setattr(acceptance, "choose", lambda _name: Wrong("off"))

@@ -28,12 +28,16 @@ def device() -> Iterator[FakeRuntime]:
         yield made
 
 
+def never(op: str, why: str) -> None:
+    raise AssertionError(f"{op} fell back: {why}")
+
+
 def replays(device: FakeRuntime) -> int:
     return sum(call == "replay" for call, _ in device.calls)
 
 
 def test_a_replay_is_the_work_on_any_rows_of_a_bucket(device: FakeRuntime) -> None:
-    made, layer = Graphs(device, device.CUDAGraph), nn.Linear(3, 5)
+    made, layer = Graphs(device, device.CUDAGraph, never), nn.Linear(3, 5)
     random = torch.Generator().manual_seed(0)
     for rows in (7, 31, 1, 32, 7, 33, 2000, 64, 0):
         x, y = torch.randn(rows, 3, generator=random), torch.randn(rows, 2, 5, generator=random)
@@ -50,7 +54,7 @@ def test_a_replay_is_the_work_on_any_rows_of_a_bucket(device: FakeRuntime) -> No
 
 
 def test_works_types_and_owners_have_graphs_of_their_own(device: FakeRuntime) -> None:
-    made, one, other = Graphs(device, device.CUDAGraph), nn.Identity(), nn.Identity()
+    made, one, other = Graphs(device, device.CUDAGraph, never), nn.Identity(), nn.Identity()
     x = torch.arange(6.0).reshape(2, 3)
     for factor in (2.0, 3.0):
         for owner in (one, other):
@@ -66,7 +70,7 @@ def test_works_types_and_owners_have_graphs_of_their_own(device: FakeRuntime) ->
 
 def test_there_is_an_end_to_graphs(device: FakeRuntime, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(graphs, "MAX_GRAPHS", 2)
-    made, owner = Graphs(device, device.CUDAGraph), nn.Identity()
+    made, owner = Graphs(device, device.CUDAGraph, never), nn.Identity()
     for what in (1, 2, 3, 3, 1):
         (got,) = made.row_wise(owner, what, lambda x, by=what: (x * by,), [torch.ones(4)])
         assert torch.equal(got, torch.full((4,), float(what)))
@@ -75,7 +79,7 @@ def test_there_is_an_end_to_graphs(device: FakeRuntime, monkeypatch: pytest.Monk
 
 def test_a_thread_captures_for_itself(device: FakeRuntime) -> None:
     """The stand-in demands that a capture is on the stream and in the pool of its thread."""
-    made, owner, found = Graphs(device, device.CUDAGraph), nn.Identity(), list[torch.Tensor]()
+    made, owner, found = Graphs(device, device.CUDAGraph, never), nn.Identity(), list[torch.Tensor]()
 
     def call() -> None:
         with device.stream(device.Stream()):
@@ -91,15 +95,20 @@ def test_a_thread_captures_for_itself(device: FakeRuntime) -> None:
 
 
 @pytest.mark.parametrize("how", ["capture_fails", "capture_lies"])
-def test_what_cannot_be_captured_runs_without(device: FakeRuntime, how: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_cannot_be_captured_runs_without_and_is_counted(
+    device: FakeRuntime, how: str, caplog: pytest.LogCaptureFixture
+) -> None:
     setattr(device, how, True)
-    made, owner = Graphs(device, device.CUDAGraph), nn.Identity()
-    for value in (1.0, 2.0):
-        x = torch.full((3,), value)
-        (got,) = made.row_wise(owner, 0, lambda x: (x * x,), [x])
-        assert torch.equal(got, x * x)
-    assert list(made._of[owner].values()) == [None]
-    assert len(caplog.records) == 1
+    backend, owner, fell = CUDABackend(device), nn.Identity(), list[str]()
+    backend.on_fallback = fell.append
+    for what in (0, 1):
+        for value in (1.0, 2.0):
+            x = torch.full((3,), value)
+            (got,) = backend.row_wise(owner, what, lambda x: (x * x,), [x])
+            assert torch.equal(got, x * x)
+    assert list(backend._graphs._of[owner].values()) == [None, None]
+    assert fell == ["graphs", "graphs"]
+    assert len([line for line in caplog.messages if line.startswith("graphs: ")]) == 1
 
 
 def test_a_whole_search_on_cuda_is_the_cpus(device: FakeRuntime) -> None:
