@@ -126,11 +126,16 @@ class NPUBackend(TorchOps):
     def beam_fork_(self, keys: Tensor, values: Tensor, parent: Tensor, num_slots: int) -> None:
         """See `Backend.beam_fork_`; without the native operator a gather, whose shape depends on no value."""
         parent = parent.int()
-        if keys.is_contiguous():
-            torch.ops.npu_gr.beam_fork_(keys, values, parent, num_slots)
-            return
-        for layer in range(len(keys)):  # one of several requests that share an arena: its rows of a layer lie together
-            torch.ops.npu_gr.beam_fork_(keys[layer : layer + 1], values[layer : layer + 1], parent, num_slots)
+        # one of several requests that share an arena: its rows of a layer lie together
+        parts = [(keys, values)] if keys.is_contiguous() else zip(keys.split(1), values.split(1), strict=True)
+        try:
+            for part in parts:
+                torch.ops.npu_gr.beam_fork_(*part, parent, num_slots)
+        except RuntimeError as error:
+            if _REFUSED not in str(error):
+                raise
+            self.fell_back("beam_fork", str(error))  # of the first part as of any: nothing has moved
+            ascend_ops.beam_fork_(keys, values, parent, num_slots)
 
     def beam_topk(
         self,

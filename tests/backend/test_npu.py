@@ -316,6 +316,29 @@ def test_what_the_native_operator_refuses_runs_as_torch_ops(
         backend.beam_topk(logits, acc, follow, 8)
 
 
+def test_a_fork_that_the_native_operator_refuses_is_done(
+    native: None, npu: FakeRuntime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend, fell = NPUBackend(npu=npu.as_npu()), list[str]()
+    backend.on_fallback = fell.append
+    keys, values, parent = torch.randn(2, 5, 3, 1, 4), torch.randn(2, 5, 3, 1, 4), torch.tensor([0, 0, 1])
+    want = keys[:, parent, :2].clone()
+
+    def refuse(message: str) -> None:
+        def op(*_: object) -> None:
+            raise RuntimeError(message)
+
+        monkeypatch.setattr(torch.ops.npu_gr, "beam_fork_", op)
+
+    refuse("beam_fork: at most 2048 beams; npu_gr's torch composition has no such limit")
+    backend.beam_fork_(keys, values, parent, 2)
+    assert torch.equal(keys[:, :3, :2], want)
+    assert fell == ["beam_fork"]
+    refuse("the device is lost")
+    with pytest.raises(RuntimeError, match="lost"):
+        backend.beam_fork_(keys, values, parent, 2)
+
+
 # ---- the library
 
 
