@@ -202,9 +202,10 @@ class Served:
 
     async def rank(self, user: UserKey, tokens: Tokens, due_s: float) -> F32:
         """Score the candidates."""
+        since_s = time.monotonic()
         async with self.relay.lease(user, tokens, len(self.rig.candidates), due_s) as lease:
             work = Pass(tokens, 0, self.rig.candidates, SHOWN_AT, cached=lease.cached, keep=lease.keep)
-            logits = (await self.engine.rank(work, due_s)).logits
+            logits = (await self.engine.rank(work, due_s, since_s)).logits
         self._outcomes[lease.outcome] += 1
         return logits
 
