@@ -195,6 +195,16 @@ def bench_overload(as_json: bool, backend: str, seed: int, tokens: int, layers: 
     _show(lines(backend, tokens, layers, seconds, seed), backend, seed, as_json)  # type: ignore[arg-type]
 
 
+@bench.command("store")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object a line.")
+@click.option("--seed", default=0, show_default=True)
+def bench_store(as_json: bool, seed: int) -> None:
+    """What a DRAM tier of a million prefixes costs the event loop."""
+    from npu_gr.bench.store import lines
+
+    _show(lines(seed), "cpu", seed, as_json)
+
+
 @bench.command("match")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object a line.")
 @click.option("--items", default=1_000_000, show_default=True, type=click.IntRange(1000), help="Of the catalogue.")
