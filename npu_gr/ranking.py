@@ -52,7 +52,7 @@ class Ranking:
         relay: Relay[Tokens],
         metrics: Metrics,
     ) -> None:
-        self._config, self.model, self._vocabulary = config, model, vocabulary
+        self._config, self.model, self.vocabulary = config, model, vocabulary
         self.engine, self.relay, self._metrics = engine, relay, metrics
         self.max_events = config.max_history_tokens or model.max_history_tokens
         self._random = np.random.default_rng(0)
@@ -89,7 +89,7 @@ class Ranking:
     @property
     def item_ids(self) -> I64:
         """[num_items] external ids, by row."""
-        return self._vocabulary.ids
+        return self.vocabulary.ids
 
     def tokenize(self, events: Events, first_index: int) -> Tokens:
         """The behaviours as the ranker reads them.
@@ -103,7 +103,7 @@ class Ranking:
         """
         tokens = tokenize(
             events,
-            self._vocabulary,
+            self.vocabulary,
             len(self.model.actions),
             max_tokens=self.max_events,
             cut_step_tokens=self._config.cut_step_tokens,
@@ -170,7 +170,7 @@ class Ranking:
 
     def _candidates(self, ids: I64) -> tuple[I64, np.ndarray[Any, np.dtype[np.bool_]]]:
         """Rows of the known candidates, and which of the given ones they are."""
-        rows = self._vocabulary.rows(ids)
+        rows = self.vocabulary.rows(ids)
         known = rows != UNKNOWN
         missing = len(ids) - int(np.count_nonzero(known))
         if missing:

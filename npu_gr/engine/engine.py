@@ -18,7 +18,7 @@ from npu_gr.backend.base import Backend
 from npu_gr.catalog.tokens import Tokens
 from npu_gr.engine.cost import CostModel, fit
 from npu_gr.engine.quantile import RunningQuantile
-from npu_gr.engine.queue import Demand
+from npu_gr.engine.queue import Demand, Step
 from npu_gr.engine.scheduler import Done, Scheduler, Urgency
 from npu_gr.kv.arena import KVArena
 from npu_gr.kv.layout import Run
@@ -48,7 +48,7 @@ class Pass:
     def demand(self) -> Demand:
         """What the pass computes."""
         start = self.cached.num_tokens if self.cached else self.first_token
-        return Demand(len(self.tokens) - start, len(self.candidates), len(self.candidates))
+        return Demand(len(self.tokens) - start, len(self.candidates))
 
 
 class Scored(NamedTuple):
@@ -79,8 +79,8 @@ class PageJobs:
         self.cost = CostModel(0.0, 0.0, 0.0, 0.0, 0.0)
         self.copy_bytes_per_s = float("inf")
         self.on_copied: Callable[[KVArena, int, Done[None]], None] = lambda _target, _num_bytes, _done: None
-        # a request's place in the queue: it should be done by then, and is given up only at its deadline
-        self.target_s = float("inf")
+        # how long after it came a request should be done; it is given up only at its deadline
+        self.objective_s = float("inf")
         self._short_s = RunningQuantile(0.9, _LITTLE_S)
 
     @property
@@ -153,28 +153,25 @@ class Engine(PageJobs):
         Args:
             tokens: the whole history.
             keep: pages for all of it, which hold its first `first_token` tokens already.
-            deadline_s: a chunk that has not begun by then is dropped.
+            deadline_s: a chunk that has not begun by then is dropped, and what follows.
             urgency: when its rank is expected.
             first_token: where to go on.
         """
-        nothing = np.empty(0, np.int64)
-        for start, stop in chunks(first_token, len(tokens), self.scheduler.config.prefill_chunk_tokens):
-            work = Pass(tokens[:stop], 0, nothing, 0, cached=Cached(keep, start) if start else None, keep=keep)
-            await self.scheduler.call(
-                lambda work=work: self._run([work]),  # type: ignore[misc]
-                deadline_s,
-                urgency,
-                takes_s=self.cost.pass_s(stop - start, start, 0),
-                is_sheddable=True,
-                kind="prefill",
-            )
+
+        def step(start: int, stop: int) -> Step:
+            cached = Cached(keep, start) if start else None
+            work = Pass(tokens[:stop], 0, np.empty(0, np.int64), 0, cached=cached, keep=keep)
+            return Step(lambda: self._run([work]), self.cost.pass_s(stop - start, start, 0))
+
+        size = self.scheduler.config.prefill_chunk_tokens
+        steps = [step(start, stop) for start, stop in chunks(first_token, len(tokens), size)]
+        await self.scheduler.sequence(steps, deadline_s, urgency, is_sheddable=True, kind="prefill")
 
     async def rank(self, work: Pass, deadline_s: float) -> Scored:
         """Score a pass's candidates."""
         cached = work.cached.num_tokens if work.cached else 0
         expected_s = self.cost.pass_s(work.demand.tokens, cached, work.demand.rows)
-        order_s = time.monotonic() + self.target_s
-        done = await self.scheduler.batch(work, self._run, deadline_s, order_s, takes_s=expected_s)
+        done = await self.scheduler.batch(work, self._run, deadline_s, objective_s=self.objective_s, takes_s=expected_s)
         if work.cached is None and done.batch_size == 1:
             self._correct(expected_s, done.device_s)
         return Scored(done.value, done.queue_s, done.device_s)

@@ -40,6 +40,7 @@ from npu_gr.kv.dram_store import DramEntry, DramStore
 from npu_gr.kv.keys import PrefixKey
 from npu_gr.kv.layout import Run
 from npu_gr.kv.prefix_pool import PrefixEntry, PrefixPool
+from npu_gr.relay.calibration import Calibration
 from npu_gr.relay.trigger import (
     Forecast,
     Headroom,
@@ -92,6 +93,11 @@ class Encoder(Protocol[P_in]):
     @property
     def queue_s(self) -> float:
         """What waits for the device now, by estimate."""
+        ...
+
+    @property
+    def objective_s(self) -> float:
+        """How long after it came a request should be done."""
         ...
 
     @property
@@ -189,8 +195,17 @@ class Relay(Generic[P]):
         dram: DramStore | None,
         model_version: str,
         clock: Callable[[], float] = time.monotonic,
+        calibration: Calibration | None = None,
     ) -> None:
-        """`clock`: the event loop's, and the pool's and the store's."""
+        """Nothing runs yet.
+
+        Args:
+            config, trigger: settings.
+            engine, pool, dram: what it works with.
+            model_version: part of every key.
+            clock: the event loop's, and the pool's and the store's.
+            calibration: where measuring goes on from, and Q_m, if the settings do not say.
+        """
         self._config, self._trigger, self._engine, self._clock = config, trigger, engine, clock
         self._pool, self._dram, self._version = pool, dram, model_version
         self._layout_id = pool.arena.layout.layout_id
@@ -202,9 +217,14 @@ class Relay(Generic[P]):
         self._last: OrderedDict[UserKey, _Signal] = OrderedDict()
         self._reloads = asyncio.Semaphore(config.max_reloads)
         self.brownout = Brownout.NONE
-        self.t_life_p99_s = RunningQuantile(0.99, config.t_life_s)  # from a signal to the end of its rank
-        self.kv_p99_bytes = RunningQuantile(0.99, pool.arena.layout.page_bytes)
-        self._bucket = None if trigger.q_m_per_s is None else TokenBucket(self.q_inst_per_s, trigger.burst_s)
+        # from a signal to the end of its rank, and what a prefix takes
+        t_life_s, kv_bytes = config.t_life_s, pool.arena.layout.page_bytes
+        if calibration is not None:
+            t_life_s, kv_bytes = calibration.t_life_s, pool.arena.layout.bytes(calibration.kv_p99_tokens)
+        self.t_life_p99_s = RunningQuantile(0.99, t_life_s, is_measured=calibration is not None)
+        self.kv_p99_bytes = RunningQuantile(0.99, kv_bytes, is_measured=calibration is not None)
+        self._calibration = calibration
+        self._bucket = self._new_bucket()
         self.on_error: Callable[[str], None] = lambda _where: None
         self.on_first_use: Callable[[float], None] = lambda _waited_s: None
         pool.on_erased = partial(self._overwrite, pool.arena)
@@ -216,7 +236,7 @@ class Relay(Generic[P]):
         if config.max_reloads != self._config.max_reloads:
             self._reloads = asyncio.Semaphore(config.max_reloads)  # reloads of now give their turns back to the old one
         self._config, self._trigger = config, trigger
-        self._bucket = None if trigger.q_m_per_s is None else TokenBucket(self.q_inst_per_s, trigger.burst_s)
+        self._bucket = self._new_bucket()
         self._pool.t_life_s = config.t_life_s
 
     @property
@@ -244,9 +264,19 @@ class Relay(Generic[P]):
     @property
     def q_inst_per_s(self) -> float:
         """Pre-infers a second that are admitted, by what has been measured so far."""
-        q_m = self._trigger.q_m_per_s
+        q_m = self._q_m_per_s
         l_max = live_limit(self._pool.budget_bytes, max(1, int(self.kv_p99_bytes.value)))
         return admitted_rate(l_max, self.t_life_p99_s.value, None if q_m is None else q_m * self._trigger.q_m_fraction)
+
+    @property
+    def _q_m_per_s(self) -> float | None:
+        """Q_m: as configured, else as calibrated."""
+        if self._trigger.q_m_per_s is None and self._calibration is not None:
+            return self._calibration.q_m_per_s
+        return self._trigger.q_m_per_s
+
+    def _new_bucket(self) -> TokenBucket | None:
+        return None if self._q_m_per_s is None else TokenBucket(self.q_inst_per_s, self._trigger.burst_s)
 
     # ---- signal
 
@@ -281,7 +311,7 @@ class Relay(Generic[P]):
         verdict = decide(len(tokens), forecast, headroom, self._trigger, self._limit(), now_s)
         if verdict is not Verdict.PREINFER:
             return verdict
-        urgency = Urgency(float("inf"))  # when the device has nothing better to do, until its rank is here
+        urgency = Urgency(float("inf"), now_s)  # when the device has nothing better to do, until its rank is here
         try:
             if spilled is not None and self._reload_pays(spilled, self._config.t_life_s):
                 if spilled.key in self._producers or self._pool.is_reserved(spilled.key):
@@ -383,7 +413,7 @@ class Relay(Generic[P]):
         if self._pool.is_reserved(spilled.key) or not self._reload_pays(spilled, left_s):
             return Outcome.MISS_FULL, Reason.RELOAD_SLOWER, None
         try:
-            producer = self._start_reload(spilled.key, spilled, Urgency(due_s), left_s)
+            producer = self._start_reload(spilled.key, spilled, Urgency(self._wanted_by_s(due_s)), left_s)
         except ResourceError:
             return Outcome.MISS_FULL, Reason.REJECTED_FOOTPRINT, None
         why = await self._join(producer, due_s, spare_s)
@@ -398,7 +428,7 @@ class Relay(Generic[P]):
 
     async def _join(self, producer: _Producer, due_s: float, spare_s: float) -> Reason | None:
         """Wait for a producer as long as time to do without it remains. None = it has published."""
-        producer.urgency.hasten(due_s)
+        producer.urgency.hasten(self._wanted_by_s(due_s))
         left_s = due_s - self._clock()
         wait_s = left_s - spare_s if left_s > spare_s else left_s - self._config.margin_s
         producer.joiners += 1
@@ -409,6 +439,10 @@ class Relay(Generic[P]):
         if not done:
             return Reason.JOIN_TIMEOUT
         return Reason.PRODUCER_FAILED if producer.task.cancelled() or producer.task.exception() else None
+
+    def _wanted_by_s(self, due_s: float) -> float:
+        """A rank's place in the queue, also for what it waits for: its objective, not its deadline."""
+        return min(due_s, self._clock() + self._engine.objective_s)
 
     def _first_token(self, num_tokens: int, num_candidates: int, due_s: float) -> int:
         """0, or where the newest tokens begin that a full inference can still score in time."""

@@ -15,7 +15,7 @@ import numpy as np
 from npu_gr.engine.cost import CostModel
 from npu_gr.engine.engine import chunks
 from npu_gr.engine.quantile import RunningQuantile
-from npu_gr.engine.queue import Demand, Job, JobQueue, SchedulerConfig
+from npu_gr.engine.queue import Demand, Job, JobQueue, SchedulerConfig, Step
 from npu_gr.engine.scheduler import Done, Urgency
 from npu_gr.errors import DeadlineExceeded, NpuGrError, Overloaded
 from npu_gr.kv.arena import KVArena
@@ -63,8 +63,10 @@ class RankWork(NamedTuple):
 class Device:
     """The queue and its passes. `busy_s` is the device's time so far."""
 
-    def __init__(self, profile: DeviceProfile, config: SchedulerConfig, target_s: float, source: random.Random) -> None:
-        self._cost, self._profile, self._config, self._target_s = profile.cost, profile, config, target_s
+    def __init__(
+        self, profile: DeviceProfile, config: SchedulerConfig, objective_s: float, source: random.Random
+    ) -> None:
+        self._cost, self._profile, self._config, self.objective_s = profile.cost, profile, config, objective_s
         self._loop = asyncio.get_running_loop()
         self._queue = JobQueue(config)
         self._source = source
@@ -90,6 +92,11 @@ class Device:
         return self._queue.backlog_s / self._config.streams
 
     @property
+    def pressure(self) -> float:
+        """As `Scheduler.pressure`."""
+        return self._queue.pressure / self._config.streams
+
+    @property
     def residual_s(self) -> float:
         """As `PageJobs.residual_s`."""
         return self._short_s.value
@@ -98,9 +105,12 @@ class Device:
         self, tokens: SimulatedPrefix, keep: tuple[Run, ...], deadline_s: float, urgency: Urgency, first_token: int = 0
     ) -> None:
         """As `Engine.prefill`: chunk after chunk."""
-        for start, stop in chunks(first_token, len(tokens), self._config.prefill_chunk_tokens):
-            takes_s = self._cost.pass_s(stop - start, start, 0)
-            await self._call(self._noisy_s(takes_s), takes_s, deadline_s, urgency, is_sheddable=True)
+        takes_s = [
+            self._cost.pass_s(stop - start, start, 0)
+            for start, stop in chunks(first_token, len(tokens), self._config.prefill_chunk_tokens)
+        ]
+        steps = [Step(self._noisy_s(each_s), each_s) for each_s in takes_s]
+        await self._sequence(steps, deadline_s, urgency, is_sheddable=True)
 
     async def copy(
         self,
@@ -117,7 +127,7 @@ class Device:
         """As `PageJobs.copy`: the bytes over the bandwidth."""
         took_s = self._profile.copy_host_s + target.layout.bytes(num_tokens) / self._profile.copy_bytes_per_s
         order_s = deadline_s if order_s is None else order_s
-        await self._call(self._noisy_s(took_s), 0.0, deadline_s, order_s, is_sheddable=is_sheddable)
+        await self._sequence([Step(self._noisy_s(took_s), 0.0)], deadline_s, order_s, is_sheddable=is_sheddable)
 
     def zero(self, arena: KVArena, runs: Sequence[Run]) -> asyncio.Future[Done[None]]:
         """As `PageJobs.zero`; takes no time here."""
@@ -133,9 +143,10 @@ class Device:
             work=work,
             kind="rank",
             shares=True,
-            demand=Demand(work.new_tokens, work.num_candidates, work.num_candidates),
+            demand=Demand(work.new_tokens, work.num_candidates),
             deadline_s=deadline_s,
-            order_s=self._loop.time() + self._target_s,
+            order_s=self._loop.time() + self.objective_s,
+            objective_s=self.objective_s,
             takes_s=expected_s,
         )
         took_s, batch_size = await self._submit(job)
@@ -143,12 +154,19 @@ class Device:
             self._short_s.observe(max(took_s - expected_s, _LITTLE_S))
         return took_s
 
-    async def _call(
-        self, took_s: float, takes_s: float, deadline_s: float, order_s: float | Urgency, *, is_sheddable: bool
+    async def _sequence(
+        self, steps: Sequence[Step], deadline_s: float, order_s: float | Urgency, *, is_sheddable: bool
     ) -> None:
-        at_s = order_s.order_s if isinstance(order_s, Urgency) else order_s
+        """As `Scheduler.sequence`; a step's work is how long it takes here."""
         job = Job(
-            run=_nothing, work=took_s, deadline_s=deadline_s, order_s=at_s, takes_s=takes_s, is_sheddable=is_sheddable
+            run=_nothing,
+            work=steps[0].work,
+            takes_s=steps[0].takes_s,
+            rest=steps[1:],
+            deadline_s=deadline_s,
+            order_s=order_s.order_s if isinstance(order_s, Urgency) else order_s,
+            since_s=order_s.since_s if isinstance(order_s, Urgency) else None,
+            is_sheddable=is_sheddable,
         )
         if not isinstance(order_s, Urgency):
             await self._submit(job)
@@ -206,6 +224,8 @@ class Device:
         self._idle += 1
         self.busy_s += took_s
         for job in jobs:
+            if self._queue.go_on(job, self._loop.time()):
+                continue
             future, job.tag = job.tag, None
             if not future.done():
                 future.set_result((took_s, len(jobs)))

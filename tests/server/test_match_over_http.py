@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from npu_gr.errors import ConfigError
 from npu_gr.matching.topk import top_k
 from npu_gr.matching.vectors import save
 from tests.matching.vectors import COLD, FIRST_ID, KNOWN, make_vectors
-from tests.serving import serving
+from tests.serving import serving, until
 
 Client = TestClient[Any, Any]
 
@@ -25,12 +24,6 @@ def section(folder: Path, **changes: Any) -> dict[str, Any]:
     if not (folder / "vectors").exists():
         save(make_vectors(), folder / "vectors")
     return {"vectors": str(folder / "vectors"), **changes}
-
-
-async def until(holds: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
-        while not holds():  # noqa: ASYNC110  (what is awaited has no event)
-            await asyncio.sleep(0.01)
 
 
 async def post(client: Client, path: str, body: object = None, **headers: str) -> tuple[int, dict[str, Any]]:
