@@ -12,7 +12,7 @@
 namespace {
 
 constexpr int64_t kBlock = 256;     // columns whose maximum is kept
-constexpr int64_t kAhead = 1024;    // columns that are fetched ahead: the arithmetic hides the memory
+constexpr int64_t kAhead = 8192;    // columns that are fetched ahead into the second cache: rows come in no order
 constexpr int64_t kFewEdges = 128;  // a row with fewer is looked at edge by edge
 constexpr float kInfinity = __builtin_inff();
 
@@ -93,7 +93,7 @@ __attribute__((noinline)) float slow_log_sum_exp(const T *x, int64_t count, floa
   return static_cast<float>(peak + log(sum));
 }
 
-// Log-sum-exp of x[0..count) * scale; the maximum of every kBlock into `block_peaks`; `next` is read after it, as long.
+// Log-sum-exp of x[0..count) * scale; the maximum of every kBlock into `block_peaks`; `next`, as long, is next.
 //
 // Each lane sums powers of two less its own integer k, which rises with the lane's maximum: no second pass over memory.
 template <bool kIsScaled, typename T>
@@ -104,8 +104,8 @@ NPU_GR_INLINE Norm sum_exponentials(const T *x, int64_t count, float scale, F32 
   for (int64_t at = 0; at < count; at += kBlock) {
     const int64_t end = at + kBlock < count ? at + kBlock : count;
     const int64_t whole = at + (end - at) / kLanes * kLanes;
-    const T *ahead = at + kAhead < count ? x + at + kAhead : next + (at + kAhead - count);
-    for (int64_t j = 0; j < kBlock; j += 64 / static_cast<int64_t>(sizeof(T))) __builtin_prefetch(ahead + j);
+    const T *ahead = at + kAhead < count ? x + at + kAhead : next + at - std::max<int64_t>(count - kAhead, 0);
+    for (int64_t j = 0; j < kBlock; j += 64 / static_cast<int64_t>(sizeof(T))) __builtin_prefetch(ahead + j, 0, 2);
     F32 most = splat(-kInfinity), other = most;
     int64_t i = at;
     for (; i + 2 * kLanes <= whole; i += 2 * kLanes) {
