@@ -72,8 +72,9 @@ def roof_flops(native: Native, dtype: torch.dtype, budget_s: float = 0.2) -> flo
     uses_dot = dtype == torch.bfloat16 and native.has_bf16_dot
     probe = native.kernels.probe_fma_bf16 if uses_dot else native.kernels.probe_fma_f32
     flops = native.kernels.probe_flops_bf16 if uses_dot else native.kernels.probe_flops_f32
-    ((*samples,),) = timed_in_turn([lambda: probe(200)], budget_s, clock=time.thread_time)
-    return float(200 * flops / min(samples))
+    repeats = 4000  # a millisecond: shorter ones are counted too short now and then
+    ((*samples,),) = timed_in_turn([lambda: probe(repeats)], budget_s, clock=time.thread_time)
+    return float(repeats * flops / min(samples))
 
 
 def lines(isa: str, seed: int, budget_s: float) -> Iterator[Line]:
