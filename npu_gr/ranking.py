@@ -131,7 +131,7 @@ class Ranking:
         shown_at = int(time.time()) if request.timestamp is None else request.timestamp
         async with self.relay.lease(request.user, tokens, len(rows), due_s) as lease:
             lease_s = time.monotonic() - began_s
-            lease, scored = await self._score(tokens, rows, shown_at, lease, due_s)
+            lease, scored = await self._score(tokens, rows, shown_at, lease, due_s, began_s)
         if lease.cached and self._random.random() < self._config.selfcheck_ratio:
             self._own(self._selfcheck(tokens, rows, shown_at, scored.logits))
         return RankAnswer(
@@ -152,19 +152,19 @@ class Ranking:
         )
 
     async def _score(
-        self, tokens: Tokens, rows: I64, shown_at: int, lease: Lease, due_s: float
+        self, tokens: Tokens, rows: I64, shown_at: int, lease: Lease, due_s: float, since_s: float
     ) -> tuple[Lease, Scored]:
         """One pass; if the device fails with a prefix in hand, one more without it."""
         work = Pass(tokens, lease.first_token, rows, shown_at, cached=lease.cached, keep=lease.keep)
         try:
-            return lease, await self.engine.rank(work, due_s)
+            return lease, await self.engine.rank(work, due_s, since_s)
         except DeviceError:
             if not lease.cached and not lease.keep:
                 raise
             self._metrics.relay_error("read")
             lease.discard()  # the failed pass may have written half of it
         alone = Lease(outcome=Outcome.MISS_FULL, reason=Reason.READ_FAILED)
-        return alone, await self.engine.rank(Pass(tokens, 0, rows, shown_at), due_s)
+        return alone, await self.engine.rank(Pass(tokens, 0, rows, shown_at), due_s, since_s)
 
     # ---- candidates and scores
 

@@ -85,8 +85,8 @@ class PageJobs:
 
     @property
     def queue_s(self) -> float:
-        """What waits for the device now, by estimate."""
-        return self.scheduler.queue_s
+        """How long a request that comes now would wait for the device."""
+        return self.scheduler.wait_s(self.objective_s)
 
     @property
     def residual_s(self) -> float:
@@ -167,11 +167,13 @@ class Engine(PageJobs):
         steps = [step(start, stop) for start, stop in chunks(first_token, len(tokens), size)]
         await self.scheduler.sequence(steps, deadline_s, urgency, is_sheddable=True, kind="prefill")
 
-    async def rank(self, work: Pass, deadline_s: float) -> Scored:
-        """Score a pass's candidates."""
+    async def rank(self, work: Pass, deadline_s: float, since_s: float | None = None) -> Scored:
+        """Score a pass's candidates, of a request that came at `since_s` (now by default)."""
         cached = work.cached.num_tokens if work.cached else 0
         expected_s = self.cost.pass_s(work.demand.tokens, cached, work.demand.rows)
-        done = await self.scheduler.batch(work, self._run, deadline_s, objective_s=self.objective_s, takes_s=expected_s)
+        done = await self.scheduler.batch(
+            work, self._run, deadline_s, objective_s=self.objective_s, since_s=since_s, takes_s=expected_s
+        )
         if work.cached is None and done.batch_size == 1:
             self._correct(expected_s, done.device_s)
         return Scored(done.value, done.queue_s, done.device_s)

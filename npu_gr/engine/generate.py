@@ -323,13 +323,19 @@ class GenerateEngine(PageJobs):
         steps = [step(start, stop) for start, stop in chunks(first_token, len(tokens), size)]
         await self.scheduler.sequence(steps, deadline_s, urgency, is_sheddable=True, kind="prefill")
 
-    async def generate(self, work: Work, deadline_s: float) -> Done[Generated]:
-        """Encode what is missing of the prompt, and search; in a pass that others may share."""
+    async def generate(self, work: Work, deadline_s: float, since_s: float | None = None) -> Done[Generated]:
+        """Encode what is missing of the prompt, and search, in a pass that others may share; `since_s`: see `rank`."""
         cached = work.cached.num_tokens if work.cached else 0
         expected_s = self.cost.pass_s(len(work.prompt) - cached, cached, work.options.width)
         work = replace(work, vocabulary=self.generator.decoder.config.vocab_size)
         done: Done[Generated] = await self.scheduler.batch(
-            work, self._run, deadline_s, objective_s=self.objective_s, takes_s=expected_s, kind="generate"
+            work,
+            self._run,
+            deadline_s,
+            objective_s=self.objective_s,
+            since_s=since_s,
+            takes_s=expected_s,
+            kind="generate",
         )
         if work.cached is None and done.batch_size == 1:
             self._correct(expected_s, done.device_s)

@@ -89,12 +89,14 @@ class Scheduler:
         self._stopping = False
         self._loop: asyncio.AbstractEventLoop | None = None
         self._threads = [
-            threading.Thread(target=self._work, name=f"npu_gr-device-{n}", daemon=True) for n in range(config.streams)
+            threading.Thread(target=self._work, args=(n,), name=f"npu_gr-device-{n}", daemon=True)
+            for n in range(config.streams)
         ]
         # called on a device thread: requests and rows of a shared pass; what a pass was, and its seconds
         self.on_batch: Callable[[int, int], None] = lambda _requests, _rows: None
         self.on_worked: Callable[[str, float], None] = lambda _kind, _seconds: None
         self.failures_in_a_row = 0
+        self._ends_s = [0.0] * config.streams  # when each stream's pass should end; in the past: it has none
 
     def start(self) -> None:
         """Start the threads. Results are delivered to the running event loop."""
@@ -120,14 +122,23 @@ class Scheduler:
         """Jobs waiting."""
         return len(self._queue)
 
-    @property
-    def queue_s(self) -> float:
-        """How long a request that comes now would wait for those that wait already, by their estimates."""
-        return self._queue.backlog_s / self.config.streams
+    def wait_s(self, objective_s: float) -> float:
+        """How long a request that comes now would wait for the device: for what runs, and what goes before it.
+
+        By estimates, and by how far passes have been from theirs lately.
+
+        Args:
+            objective_s: it should be done so long from now, which is its place in the queue.
+        """
+        with self._changed:
+            now_s = time.monotonic()
+            ahead_s = self._queue.ahead_s(now_s + objective_s)
+            running_s = max(0.0, min(self._ends_s) - now_s)
+        return running_s + ahead_s / self.config.streams
 
     @property
     def pressure(self) -> float:
-        """As `queue_s`, each request's part in objectives of its own kind: 1 = the wait alone uses up what it has."""
+        """Work that waits for the device, each request's part in objectives of its own kind."""
         return self._queue.pressure / self.config.streams
 
     async def call(
@@ -191,14 +202,18 @@ class Scheduler:
         deadline_s: float,
         *,
         objective_s: float = float("inf"),
+        since_s: float | None = None,
         takes_s: float = 0.0,
         kind: str = "rank",
     ) -> Done[Any]:
         """Run `work` in a pass that it may share with others of the same `run`; else as `call`.
 
         Args:
-            objective_s: it should be done so long from now, which is its place in the queue.
+            objective_s: its request should be done so long after it came, which is its place in the queue.
+            since_s: when the request came; None = now.
+            takes_s: an estimate.
         """
+        since_s = time.monotonic() if since_s is None else since_s
         return await self._submit(
             Job(
                 run=run,
@@ -207,7 +222,8 @@ class Scheduler:
                 shares=True,
                 demand=work.demand,
                 deadline_s=deadline_s,
-                order_s=time.monotonic() + objective_s,
+                order_s=since_s + objective_s,
+                since_s=since_s,
                 objective_s=objective_s,
                 takes_s=takes_s,
             )
@@ -280,15 +296,18 @@ class Scheduler:
                 self._changed.wait(taken.wait_s)
         return []
 
-    def _work(self) -> None:
+    def _work(self, stream: int) -> None:
         with self._stream():
-            self._work_off()
+            self._work_off(stream)
 
-    def _work_off(self) -> None:
+    def _work_off(self, stream: int) -> None:
         while jobs := self._take():
-            began_s = time.monotonic()
+            began_s, expected_s = time.monotonic(), sum(job.takes_s for job in jobs)
+            self._ends_s[stream] = began_s + expected_s * self._queue.pace.value
             results = self._attempt(jobs)
             took_s = time.monotonic() - began_s
+            self._ends_s[stream] = 0.0
+            self._queue.pace.observe(expected_s, took_s)
             self.on_worked(jobs[0].kind, took_s)
             if jobs[0].shares:
                 self.on_batch(len(jobs), sum(job.demand.tokens + job.demand.rows for job in jobs))

@@ -92,7 +92,7 @@ class Encoder(Protocol[P_in]):
 
     @property
     def queue_s(self) -> float:
-        """What waits for the device now, by estimate."""
+        """How long a request that comes now would wait for the device."""
         ...
 
     @property
@@ -547,7 +547,10 @@ class Relay(Generic[P]):
 
     async def _compute(self, entry: PrefixEntry, tokens: P, urgency: Urgency, base: PrefixEntry | None) -> None:
         # worthless once the rank it is for has given up
-        deadline_s, runs, first = self._clock() + self._config.t_life_s, tuple(entry.runs), 0
+        # worthless once its rank has come and gone: what then still waits for the device is dropped
+        needed_s = 2 * (self.t_life_p99_s.value + self._engine.cost.full_s(len(tokens), 0))
+        deadline_s = self._clock() + min(self._config.t_life_s, needed_s)
+        runs, first = tuple(entry.runs), 0
         with self._counted("prefill"):
             if base is not None:
                 arena, first = self._pool.arena, base.num_tokens

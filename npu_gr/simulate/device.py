@@ -73,6 +73,7 @@ class Device:
         self._idle, self._is_waiting = config.streams, False
         self._short_s = RunningQuantile(0.9, _LITTLE_S)
         self.busy_s = 0.0
+        self._ends_s: list[float] = []  # when the passes that run should end
 
     # ---- what the relay asks
 
@@ -88,8 +89,10 @@ class Device:
 
     @property
     def queue_s(self) -> float:
-        """As `Scheduler.queue_s`."""
-        return self._queue.backlog_s / self._config.streams
+        """As `Scheduler.wait_s`, of a rank."""
+        now_s = self._loop.time()
+        running_s = 0.0 if self._idle else max(0.0, min(self._ends_s) - now_s)
+        return running_s + self._queue.ahead_s(now_s + self.objective_s) / self._config.streams
 
     @property
     def pressure(self) -> float:
@@ -135,7 +138,7 @@ class Device:
         future.set_result(Done(None, 0.0, 0.0, 1))
         return future
 
-    async def rank(self, work: RankWork, deadline_s: float) -> float:
+    async def rank(self, work: RankWork, deadline_s: float, since_s: float) -> float:
         """As `Engine.rank`; the seconds on the device."""
         expected_s = self._cost.pass_s(*work)
         job = Job(
@@ -145,7 +148,8 @@ class Device:
             shares=True,
             demand=Demand(work.new_tokens, work.num_candidates),
             deadline_s=deadline_s,
-            order_s=self._loop.time() + self.objective_s,
+            order_s=since_s + self.objective_s,
+            since_s=since_s,
             objective_s=self.objective_s,
             takes_s=expected_s,
         )
@@ -201,9 +205,11 @@ class Device:
                     self._is_waiting = True
                     self._loop.call_later(taken.wait_s, self._ask_again)
                 return
-            took_s = self._pass_s(taken.jobs)
+            took_s, expected_s = self._pass_s(taken.jobs), sum(job.takes_s for job in taken.jobs)
             self._idle -= 1
-            self._loop.call_later(took_s, self._end, taken.jobs, took_s)
+            ends_s = self._loop.time() + expected_s * self._queue.pace.value
+            self._ends_s.append(ends_s)
+            self._loop.call_later(took_s, self._end, taken.jobs, took_s, expected_s, ends_s)
 
     def _ask_again(self) -> None:
         self._is_waiting = False
@@ -220,8 +226,10 @@ class Device:
     def _noisy_s(self, seconds: float) -> float:
         return max(seconds + self._source.choice(self._profile.late_s), seconds * _FASTEST)
 
-    def _end(self, jobs: list[Job], took_s: float) -> None:
+    def _end(self, jobs: list[Job], took_s: float, expected_s: float, ends_s: float) -> None:
         self._idle += 1
+        self._ends_s.remove(ends_s)
+        self._queue.pace.observe(expected_s, took_s)
         self.busy_s += took_s
         for job in jobs:
             if self._queue.go_on(job, self._loop.time()):
