@@ -158,7 +158,7 @@ class Backend(Protocol):
         """History rows: each new row sees every cached token and the new rows up to itself.
 
         Args:
-            q, k: [n, H, Dq] of the new rows. v: [n, H, Dv].
+            q, k: [n, H, Dq] of the new rows. v: [n, H, Dv]. Or k and v without a row: `past` has all p + n tokens.
             past: slabs of the p tokens before them; empty where there are none.
             times: int64 [p + n], unix seconds of cached and new tokens. Position of a token = its index.
             alpha: factor on q k^T.
