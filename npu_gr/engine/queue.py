@@ -29,7 +29,7 @@ from npu_gr.engine.cost import Pace
 from npu_gr.errors import Overloaded
 
 Count = Annotated[int, msgspec.Meta(ge=1)]
-BEHIND_S = 1e9
+BEHIND_S = 1e9  # after every instant of a request
 SCAN = 64  # waiting jobs looked at to fill a pass
 
 
@@ -130,7 +130,7 @@ class JobQueue:
     def ahead_s(self, order_s: float) -> float:
         """Estimates of the waiting jobs that go before one of this order, together."""
         ahead = (job for at_s, _, job in self._heap if at_s <= order_s and job.is_waiting and at_s == job.order_s)
-        return sum(job.takes_s for job in ahead) * self.pace.value
+        return sum(job.takes_s + sum(step.takes_s for step in job.rest) for job in ahead) * self.pace.value
 
     def put(self, job: Job, now_s: float, *, force: bool = False) -> Job | None:
         """Take a job in.

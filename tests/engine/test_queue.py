@@ -107,6 +107,8 @@ def test_a_request_waits_for_what_goes_before_it() -> None:
     assert q.ahead_s(2.0) == pytest.approx(5.4)
     q.withdraw(second)
     assert q.ahead_s(2.0) == pytest.approx(5.1)
+    pre_infer.rest = [Step(None, 0.5), Step(None, 0.4)]
+    assert q.ahead_s(2.0) == pytest.approx(6.0)
 
 
 def test_a_pass_makes_nobody_late() -> None:
