@@ -200,9 +200,9 @@ def is_checked(due_s: float) -> bool:
     return int(due_s / SLICE_S) % 2 == 1
 
 
-def summary(ranks: list[Seen]) -> dict[str, float]:
-    """Of the slices that are compared."""
-    checked = [rank for rank in ranks if is_checked(rank.due_s)]
+def summary(ranks: list[Seen], *, of_checked: bool = True) -> dict[str, float]:
+    """Of the slices that are compared, or of those that fit the profile."""
+    checked = [rank for rank in ranks if is_checked(rank.due_s) is of_checked]
     parts: defaultdict[int, list[float]] = defaultdict(list)
     for rank in checked:
         parts[int(rank.due_s / PART_S)].append(rank.latency_s)
@@ -233,10 +233,13 @@ class Checked(NamedTuple):
     ranks: int  # that were compared
     measured: dict[str, float]
     predicted: dict[str, float]
+    fitted: dict[str, float]  # measured in the slices that fit: what differs between equals
 
-    def error(self, name: str) -> float:
-        """Relative; of ratios under 0.1 in tenths of all ranks."""
-        return (self.predicted[name] - self.measured[name]) / max(self.measured[name], 0.1)
+    def errors(self, name: str) -> tuple[float, float]:
+        """Of the prediction, and of the other slices as one; relative, of ratios under 0.1 in tenths of all ranks."""
+        real = self.measured[name]
+        told, other = ((of[name] - real) / max(real, 0.1) for of in (self.predicted, self.fitted))
+        return told, other
 
 
 def validate(num_instances: int, seconds: float, *, busy: float = 0.4, signals: bool = False) -> Checked:
@@ -277,6 +280,7 @@ def validate(num_instances: int, seconds: float, *, busy: float = 0.4, signals: 
         ranks=sum(is_checked(rank.due_s) for rank in real),
         measured=summary(seen),
         predicted=summary(predict(profile, records, options, num_instances)),
+        fitted=summary(seen, of_checked=False),
     )
 
 
@@ -287,7 +291,10 @@ def table(found: Checked) -> str:
         f"{found.ranks} ranks compared, load average {os.getloadavg()[0]:.1f}"
     ]
     for name, real in found.measured.items():
-        lines.append(f"  {name:<12}{real:>10.3f}{found.predicted[name]:>10.3f}{found.error(name):>+9.1%}")
+        told, other = found.errors(name)
+        lines.append(
+            f"  {name:<12}{real:>10.3f}{found.predicted[name]:>10.3f}{told:>+9.1%}   other slices {other:>+7.1%}"
+        )
     return "\n".join(lines)
 
 
