@@ -15,8 +15,8 @@ from typing import Annotated, NamedTuple
 
 import msgspec
 import numpy as np
-import torch
 
+from npu_gr.backend.base import Backend
 from npu_gr.engine.scheduler import Scheduler
 from npu_gr.errors import ConfigError, DataError, NotFound, NpuGrError, Unprocessable
 from npu_gr.matching.index import IndexName
@@ -59,9 +59,9 @@ class _Published(NamedTuple):
 class Matching:
     """Vectors behind a service. Event loop only."""
 
-    def __init__(self, config: MatchConfig, scheduler: Scheduler, device: torch.device) -> None:
+    def __init__(self, config: MatchConfig, scheduler: Scheduler, backend: Backend) -> None:
         self.config = config
-        self._scheduler, self._device = scheduler, device
+        self._scheduler, self._backend = scheduler, backend
         self._published: _Published | None = None
         self._reloading = asyncio.Lock()
         self._waiting: list[_Waiting] = []
@@ -135,7 +135,7 @@ class Matching:
         return self._published
 
     def _read(self) -> Matcher:
-        return Matcher(load(Path(self.config.vectors)), self.config.index, self._device)
+        return Matcher(load(Path(self.config.vectors)), self.config.index, self._backend)
 
     # ---- requests
 

@@ -14,8 +14,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from npu_gr.backend.base import Backend
+from npu_gr.backend.best_items import Hidden
 from npu_gr.matching.index import Index, IndexName, make_index
-from npu_gr.matching.topk import Hidden
 from npu_gr.matching.vectors import Vectors
 from npu_gr.request import F32, I64, Basis
 
@@ -42,14 +43,14 @@ class Found:
 class Matcher:
     """Never changed after it was built, so requests may hold it while another version is served."""
 
-    def __init__(self, vectors: Vectors, index: IndexName, device: torch.device) -> None:
+    def __init__(self, vectors: Vectors, index: IndexName, backend: Backend) -> None:
         self.vectors = vectors
         self._users = {name: row for row, name in enumerate(vectors.user_names)}
         self._tables: dict[Basis, tuple[F32, F32, Index]] = {
-            Basis.TARGET: (vectors.users, vectors.items, make_index(index, vectors.items, device))
+            Basis.TARGET: (vectors.users, vectors.items, make_index(index, vectors.items, backend))
         }
         if vectors.source_users is not None and vectors.bridge_items is not None:
-            found = make_index(index, vectors.bridge_items, device)
+            found = make_index(index, vectors.bridge_items, backend)
             self._tables[Basis.SOURCE] = (vectors.source_users, vectors.bridge_items, found)
         self._by_popularity = np.lexsort((np.arange(len(vectors.item_ids)), -vectors.popularity))
 

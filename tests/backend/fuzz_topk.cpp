@@ -1,7 +1,9 @@
-// Random jobs for beam_topk and gathered_head on exactly allocated buffers: built by test_sanitizers.py for each
+// Random jobs for beam_topk, gathered_head and best_items on exactly allocated buffers: built by test_sanitizers.py for each
 // instruction set, with sanitizers.
 #include "head.h"
 #include "topk.h"
+
+#include "items.h"
 
 #include <math.h>
 #include <stdio.h>
@@ -112,6 +114,26 @@ int64_t one() {
   return found;
 }
 
+int64_t best_of_items() {
+  const int64_t queries = 1 + below(4), num = 1 + below(200), dim = below(3) ? 1 + below(70) : 64, k = 1 + below(300);
+  std::vector<float> wanted = random_numbers<float>(queries * dim), all = random_numbers<float>(num * dim);
+  std::vector<int64_t> starts{0}, hidden;
+  for (int64_t q = 0; q < queries; ++q) {
+    for (int64_t row = 0; row < num; ++row)
+      if (below(9) == 0) hidden.push_back(row);
+    starts.push_back(static_cast<int64_t>(hidden.size()));
+  }
+  ItemsJob job{wanted.data(), all.data(), queries, num, dim, k, starts.data(), hidden.data(), nullptr, nullptr, nullptr};
+  std::vector<uint64_t> workspace(static_cast<size_t>(items::best_items_bytes(&job) / 8));
+  std::vector<float> score(static_cast<size_t>(queries * k));
+  std::vector<int64_t> item(static_cast<size_t>(queries * k));
+  job.workspace = workspace.data();
+  job.score = score.data();
+  job.item = item.data();
+  items::best_items(&job);
+  return item[0] >= 0;
+}
+
 }  // namespace
 
 int main(int, char **argv) {
@@ -120,6 +142,7 @@ int main(int, char **argv) {
   for (int i = 0; i < rounds; ++i) {
     random_bits.seed(static_cast<unsigned>(i));
     total += i % 2 ? one<float>() : one<uint16_t>();
+    best_of_items();
   }
   printf("%ld choices\n", static_cast<long>(total));
 }

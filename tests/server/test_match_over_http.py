@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from aiohttp.test_utils import TestClient
 
+from npu_gr.backend.cpu import CPUBackend
 from npu_gr.errors import ConfigError
-from npu_gr.matching.topk import top_k
 from npu_gr.matching.vectors import save
 from tests.matching.vectors import COLD, FIRST_ID, KNOWN, make_vectors
 from tests.serving import serving
@@ -117,11 +117,13 @@ async def test_vectors_that_cannot_be_read_stop_the_start(tmp_path: Path) -> Non
 async def test_what_waits_shares_a_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes: list[int] = []
 
-    def slow(queries: Any, *rest: Any) -> Any:
-        sizes.append(len(queries))
-        return top_k(queries, *rest)
+    best_items = CPUBackend.best_items
 
-    monkeypatch.setattr("npu_gr.matching.index.top_k", slow)
+    def counting(backend: CPUBackend, queries: Any, *rest: Any) -> Any:
+        sizes.append(len(queries))
+        return best_items(backend, queries, *rest)
+
+    monkeypatch.setattr(CPUBackend, "best_items", counting)
     async with serving(tmp_path, match=section(tmp_path, max_batch_requests=16)) as (client, service):
         alone = await match(client, num_items=9)
         held = asyncio.Event()
