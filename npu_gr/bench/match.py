@@ -17,8 +17,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from npu_gr.bench.line import Line, percentiles
 from npu_gr.backend.cpu import CPUBackend
+from npu_gr.bench.line import Line, percentiles
 from npu_gr.matching.index import ExactIndex, HnswIndex, recall
 from npu_gr.request import F32
 

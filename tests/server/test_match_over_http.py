@@ -13,8 +13,9 @@ import pytest
 from aiohttp.test_utils import TestClient
 
 from npu_gr.backend.cpu import CPUBackend
-from npu_gr.errors import ConfigError
+from npu_gr.errors import ConfigError, Unavailable
 from npu_gr.matching.vectors import save
+from tests.matching.test_fold import make_folding
 from tests.matching.vectors import COLD, FIRST_ID, KNOWN, make_vectors
 from tests.serving import serving
 
@@ -59,6 +60,27 @@ async def test_every_kind_of_user_is_answered_and_the_answer_says_how(tmp_path: 
         text = await (await client.get("/metrics")).text()
         assert 'npu_gr_match_duration_seconds_count{basis="source"} 1.0' in text
         assert "npu_gr_matched_items_total 28.0" in text
+
+
+async def test_a_new_user_is_served_from_the_request_or_from_the_store(tmp_path: Path) -> None:
+    folder = tmp_path / "vectors"
+    save(make_vectors(folding=make_folding()), folder)
+    items = [FIRST_ID + 2 * row for row in (3, 9)]
+    history = {"items": items, "actions": [0, 0], "timestamps": [1, 2]}
+    async with serving(tmp_path, match=section(tmp_path)) as (client, service):
+        sent = await match(client, user_id="stranger", history=history, num_items=5)
+        assert sent["basis"] == "folded"
+        assert not set(items) & set(sent["items"])
+        assert (await match(client, user_id="stranger"))["basis"] == "popularity"
+        assert (await post(client, "/v1/events", {"user_id": "stranger", "events": history}))[0] == 200
+        stored = await match(client, user_id="stranger", num_items=5)
+        assert (stored["basis"], stored["items"]) == ("folded", sent["items"])
+
+        async def fail(*_: object) -> None:
+            raise Unavailable("no store today")
+
+        service._store.read = fail
+        assert (await match(client, user_id="stranger"))["basis"] == "popularity"
 
 
 async def test_filters_and_exhaustion(tmp_path: Path) -> None:
