@@ -198,7 +198,7 @@ async def open_ranking(
     await _prove(engine, vocabulary, pool, dram if config.relay.enabled else None, checkpoint.version, config)
     if beside is not None:
         engine.copy_bytes_per_s = beside.engine.copy_bytes_per_s
-    engine.target_s = config.slo.rank_s
+    engine.objective_s = config.slo.rank_s
     relay = Relay(config.relay, config.trigger_with_budget(), engine, pool, dram, checkpoint.version)
     observe_relay(metrics, "rank", engine, pool, dram, relay)
     model = ModelInfo(
@@ -252,7 +252,7 @@ def build_generation(config: Config, backend: Backend, scheduler: Scheduler, met
     rows = min(limits.max_batch_rows, section.max_beams * limits.max_batch_requests)
     generator = Generator(decoder, backend, section.max_beams, len(section.codes), limits.streams, rows)
     engine = GenerateEngine(generator, scheduler, pool.arena)
-    engine.target_s = config.slo.generate_s
+    engine.objective_s = config.slo.generate_s
     version = hf.version(folder)
     relay = Relay(config.relay, config.trigger_with_budget(), engine, pool, dram, version)
     observe_relay(metrics, "generate", engine, pool, dram, relay)

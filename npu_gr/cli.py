@@ -372,19 +372,34 @@ def bench_cascade(as_json: bool, backend: str, threads: int, seed: int, lengths:
 @click.option("--seed", default=0, show_default=True)
 @click.option("--lengths", default="1024,2048", show_default=True, help="Tokens of a history, comma-separated.")
 @click.option("--candidates", default="100", show_default=True, help="Of a rank, comma-separated.")
-@click.option("--layers", default=3, show_default=True, type=click.IntRange(1))
-@click.option("--count", default=120, show_default=True, type=click.IntRange(20), help="Requests a rate.")
+@click.option("--layers", default=3, show_default=True, type=click.IntRange(2))
+@click.option("--dim", default=256, show_default=True, help="Of the model; a multiple of 64.")
+@click.option("--count", default=100, show_default=True, type=click.IntRange(1), help="Requests a run at most.")
+@click.option("--seconds", default=10.0, show_default=True, help="A run at most, but for its first 40 requests.")
+@click.option("--trace", type=click.Path(path_type=Path), help="A Mooncake trace: whose returns an arm follows.")
 def bench_relay(
-    as_json: bool, backend: str, threads: int, seed: int, lengths: str, candidates: str, layers: int, count: int
+    as_json: bool,
+    backend: str,
+    threads: int,
+    seed: int,
+    lengths: str,
+    candidates: str,
+    layers: int,
+    dim: int,
+    count: int,
+    seconds: float,
+    trace: Path | None,
 ) -> None:
-    """Traffic within the objective, with and without a relay: minutes a shape."""
+    """Traffic within the objective, and length of history, with and without a relay: minutes a shape."""
     import torch
 
     from npu_gr.bench.relay import lines
+    from npu_gr.bench.relay_rig import Shape
 
     torch.set_num_threads(threads)
     tokens, rows = ([int(part) for part in text.split(",")] for text in (lengths, candidates))
-    _show(lines(backend, tokens, rows, layers, count, seed), backend, seed, as_json)  # type: ignore[arg-type]
+    shapes = [Shape(n, c, layers, dim) for n in tokens for c in rows]
+    _show(lines(backend, shapes, count, seconds, seed, trace), backend, seed, as_json)  # type: ignore[arg-type]
 
 
 @bench.command("match")
@@ -421,7 +436,7 @@ def _show(lines: Iterable[Line], device: str, seed: int, as_json: bool) -> None:
         return
     columns = ("baseline", "ours", "ratio", "floor", "of it", "ok")
     numbers = (Column(name, justify="right", no_wrap=True) for name in columns)
-    table = Table(Column("case", no_wrap=True), *numbers, box=box.SIMPLE)
+    table = Table(Column("case", overflow="fold"), *numbers, box=box.SIMPLE)
     for line in found:
         table.title = f"bench {line.bench}"
         table.add_row(

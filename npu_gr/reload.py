@@ -80,9 +80,9 @@ class Reload:
             for job in service.jobs():
                 job.relay.become(new.relay, new.trigger_with_budget())
             if new.generate is not None:
-                service.generation.engine.target_s = new.slo.generate_s
+                service.generation.engine.objective_s = new.slo.generate_s
             if new.checkpoint is not None:
-                service.ranking.engine.target_s = new.slo.rank_s
+                service.ranking.engine.objective_s = new.slo.rank_s
             service.become(new.service, new.slo, BrownoutControl(new.brownout), to_table(new))
             self._config = new
             log.info("reloaded: %s", ", ".join(f"{m.name} {m.version}" for m in service.models() if not m.is_draining))

@@ -213,13 +213,12 @@ class Service:
         ranking = self._ranker(request.model_version) or self.ranking
         if not len(request.candidates):
             raise Unprocessable("candidates: needs at least one")
-        with self._admitted(Priority.RANK, budget_s), ranking.used():
+        with self._admitted(Priority.RANK, budget_s, self._objectives.rank_s), ranking.used():
             async with deadline(budget_s) as due_s:
                 events, first_index = await self._events(request.user, request.history)
                 tokens = ranking.tokenize(events, first_index)
                 self._remember(request.user, request.history, tokens.report.fingerprint, tokens.events)
                 answer = await ranking.rank(request, tokens, due_s, time.monotonic() - began_s)
-            self._limiter.served((time.monotonic() - began_s) / self._objectives.rank_s)
         self._metrics.rank_done(answer, time.monotonic() - began_s)
         return answer
 
@@ -229,14 +228,13 @@ class Service:
         generation = self.generation
         if request.model_version not in (None, generation.version):
             raise _not_served(request.model_version, [generation.version])
-        with self._admitted(Priority.GENERATE, budget_s):
+        with self._admitted(Priority.GENERATE, budget_s, self._objectives.generate_s):
             async with deadline(budget_s) as due_s:
                 events, _ = await self._events(request.user, request.history)
                 fingerprint = events.fingerprint()
                 self._remember(request.user, request.history, fingerprint, events)
                 history_s = time.monotonic() - began_s
                 answer = await generation.generate(request, events.items, fingerprint, due_s, history_s)
-            self._limiter.served((time.monotonic() - began_s) / self._objectives.generate_s)
         self._metrics.generate_done(answer, time.monotonic() - began_s)
         return answer
 
@@ -244,11 +242,10 @@ class Service:
         """The best items for a user by vectors; see `Door.match`."""
         began_s = time.monotonic()
         matching = self.matching
-        with self._admitted(Priority.GENERATE, budget_s):
+        with self._admitted(Priority.GENERATE, budget_s, self._objectives.match_s):
             async with deadline(budget_s) as due_s:
                 history = await self._items_for_match(request, matching.config.max_history_events)
                 answer = await matching.match(request, history, due_s)
-            self._limiter.served((time.monotonic() - began_s) / self._objectives.match_s)
         self._metrics.match_done(answer, time.monotonic() - began_s)
         return answer
 
@@ -265,13 +262,12 @@ class Service:
         """Signal, retrieval, pre-processing and rank in one; see `Door.recommend`."""
         began_s = time.monotonic()
         cascade, ranking = self.cascade, self._ranker(request.model_version) or self.ranking
-        with self._admitted(Priority.GENERATE, budget_s), ranking.used():
+        with self._admitted(Priority.GENERATE, budget_s, self._objectives.recommend_s), ranking.used():
             async with deadline(budget_s) as due_s:
                 events, first_index = await self._events(request.user, request.history)
                 tokens = ranking.tokenize(events, first_index)
                 self._remember(request.user, request.history, tokens.report.fingerprint, tokens.events)
                 answer = await cascade.recommend(request, ranking, events, tokens, due_s, time.monotonic() - began_s)
-            self._limiter.served((time.monotonic() - began_s) / self._objectives.recommend_s)
         self._metrics.recommend_done(answer, time.monotonic() - began_s)
         return answer
 
@@ -280,17 +276,20 @@ class Service:
     def check_room(self, priority: Priority) -> None:
         """See `Door.check_room`."""
         self._limiter.check(priority)
-        if self._brownout.step is Brownout.REJECT and priority is not Priority.RANK:
-            raise Overloaded(f"overloaded: {priority.name.lower()}s are refused, ranks come first")
+        first = Priority.RANK if self._maybe_ranking else Priority.GENERATE  # what this instance is there for
+        if self._brownout.step is Brownout.REJECT and priority.value < first.value:
+            raise Overloaded(f"overloaded: {priority.name.lower()}s are refused, {first.name.lower()}s come first")
 
     @contextmanager
-    def _admitted(self, priority: Priority, budget_s: float = float("inf")) -> Iterator[None]:
+    def _admitted(
+        self, priority: Priority, budget_s: float = float("inf"), objective_s: float | None = None
+    ) -> Iterator[None]:
         self.check_room(priority)
         if (queue_s := self._scheduler.queue_s) > budget_s:
             raise Overloaded(
                 f"{queue_s * 1e3:.0f} ms of work wait for the device, the request has {budget_s * 1e3:.0f}"
             )
-        with self._limiter.admit(priority):
+        with self._limiter.admit(priority, objective_s):
             yield
 
     @asynccontextmanager
@@ -306,7 +305,7 @@ class Service:
     async def _watch(self) -> None:
         while True:
             await asyncio.sleep(_WATCH_S)
-            step = self._brownout.observe(self._scheduler.queue_s / self._objectives.rank_s, time.monotonic())
+            step = self._brownout.observe(self._scheduler.pressure, time.monotonic())
             for job in self.jobs():
                 job.relay.brownout = step
 

@@ -5,6 +5,7 @@ While it serves, blockbuster watches: a blocking call of ours on the event loop 
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, nullcontext
 from pathlib import Path
@@ -64,3 +65,9 @@ def columns(history: Events) -> dict[str, list[int]]:
         "actions": history.actions.tolist(),
         "timestamps": history.timestamps.tolist(),
     }
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    async with asyncio.timeout(10):
+        while not holds():  # noqa: ASYNC110  (what is awaited has no event)
+            await asyncio.sleep(0.01)

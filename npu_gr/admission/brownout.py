@@ -1,6 +1,6 @@
 """What is given up under overload, one step after the other, and taken back later than it was given up.
 
-pressure = work that waits for the device, in objectives of a rank
+pressure = work that waits for the device, each request's part in objectives of its own kind
 up       pressure >= high for rise_s: the next step
 down     pressure <= low for fall_s: the step before; low < high and fall_s > rise_s, so it does not flap
 """
@@ -20,7 +20,7 @@ class BrownoutConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """When to give up what."""
 
     enabled: bool = True
-    high: Positive = 1.0  # objectives of a rank that wait for the device
+    high: Positive = 1.0  # objectives' worth of work that waits for the device
     low: Positive = 0.3
     rise_s: Positive = 0.25
     fall_s: Positive = 2.0

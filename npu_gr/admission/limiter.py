@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import Enum
 
 from npu_gr.admission.gradient import GradientLimit
-from npu_gr.errors import Overloaded
+from npu_gr.errors import DeadlineExceeded, Overloaded
 
 
 class Priority(Enum):
@@ -24,9 +25,11 @@ class Limiter:
     Invariant: `inflight` equals the number of open `admit()` blocks.
     """
 
-    def __init__(self, limit: int, adaptive: GradientLimit | None = None) -> None:
+    def __init__(
+        self, limit: int, adaptive: GradientLimit | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         """`limit` stays as it is; `adaptive` may bring it down."""
-        self._most, self._adaptive = limit, adaptive
+        self._most, self._adaptive, self._clock = limit, adaptive, clock
         self.inflight = 0
 
     def become(self, limit: int, adaptive: GradientLimit | None) -> None:
@@ -49,20 +52,36 @@ class Limiter:
             raise Overloaded(f"{self.inflight} requests in flight, the limit is {limit}")
 
     @contextmanager
-    def admit(self, priority: Priority = Priority.RANK) -> Iterator[None]:
-        """Hold one of the slots.
+    def admit(self, priority: Priority = Priority.RANK, objective_s: float | None = None) -> Iterator[None]:
+        """Hold one of the slots; the adaptive limit learns from how the block ends.
+
+        Args:
+            priority: whose share it may fill.
+            objective_s: how long the block should take; None = nothing is learnt from it.
 
         Raises:
             Overloaded: the priority's share of the limit is taken.
         """
         self.check(priority)
         self.inflight += 1
+        began_s = self._clock()
         try:
             yield
+            self._learn(began_s, objective_s)
+        except DeadlineExceeded:
+            # it would have taken longer than this, which says nothing of one that had less time than the objective
+            if objective_s is not None and self._clock() - began_s >= objective_s:
+                self._learn(began_s, objective_s)
+            raise
+        except Overloaded:
+            self._learn(began_s - REFUSED * (objective_s or 0.0), objective_s)
+            raise
         finally:
             self.inflight -= 1
 
-    def served(self, of_objective: float) -> None:
-        """A request was answered, after so many times its objective; call it inside `admit`."""
-        if self._adaptive is not None:
-            self._adaptive.observe(of_objective, self.inflight)
+    def _learn(self, began_s: float, objective_s: float | None) -> None:
+        if self._adaptive is not None and objective_s is not None:
+            self._adaptive.observe((self._clock() - began_s) / objective_s, self.inflight)
+
+
+REFUSED = 2.0  # objectives that a request counts for which a full queue further in has refused

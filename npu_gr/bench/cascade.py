@@ -22,7 +22,7 @@ from prometheus_client import CollectorRegistry
 
 from npu_gr.backend.choose import BackendName, choose
 from npu_gr.bench.line import Line, percentiles
-from npu_gr.bench.relay import Arm, Rig, Served, Shape, measure_idle
+from npu_gr.bench.relay_rig import Arm, Rig, Served, Shape, measure_idle
 from npu_gr.config import SLOConfig
 from npu_gr.engine.engine import Pass
 from npu_gr.metrics.catalogue import Metrics
@@ -141,7 +141,7 @@ def _elsewhere(rig: Rig, multiple: float) -> Source:
 
 
 def _on_this_device(rig: Rig, served: Served) -> Source:
-    other = rig.tokens(rig.returning[0])
+    other = rig.tokens(rig.returning)
 
     async def retrieve(asked: Asked) -> I64:
         await served.engine.rank(Pass(other, 0, rig.candidates, 1_900_000_000), asked.due_s)

@@ -1,17 +1,21 @@
 """`npu-gr bench relay`: how much traffic meets the objective, and how long a history does, with and without a relay.
 
-Open loop, one process, real engine, relay and tiers; every arm gets the same users at the same instants. A request
-signals when it arrives, ranks `lead` later (retrieval and pre-processing), and counts from the instant its rank was
-due. The objective is a multiple of the idle latency of a full inference, so its figures carry over to other devices.
+Open loop on `relay_rig.py`; every arm gets the same users at the same instants. The objective is a multiple of the
+idle latency of a full inference, so its figures carry over to other devices.
 
-    full            no signals, the whole history at rank time
-    truncated       the newest quarter of it: what is served where nothing else fits
-    relay           signals; the prefix waits in HBM
-    relay, r        the same with DRAM behind it, and a share r of the requests from users whose prefix lies there
+    full              no signals, the whole history at rank time
+    truncated         the newest quarter of it: what is served where nothing else fits
+    relay             signals; the prefix waits in HBM
+    relay, dram r     the same with DRAM behind it, and a share r of the requests from users whose prefix lies there
+    relay, dram trace who comes, and comes back, is as in a stretch of a real trace (`--trace`, Mooncake's format)
 
-A rate is sustained if 99 of 100 requests meet the objective. Rates go up by a constant factor until the arm fails;
-between the last sustained and the first failed one the figure is interpolated. Where full inference fails at the
-lowest rate already, that rate stands for it, and the ratio is a lower bound. Histories are random, seeded.
+A rate is sustained if 99 of 100 requests meet the objective. Rates lie on a grid, each arm is asked where it crosses
+the objective, and between the last sustained and the first failed rate the figure is interpolated. Where full
+inference fails at the lowest rate already, that rate stands for it, and the ratio is a lower bound.
+
+    longest history   at the rate that full inference sustains with the shape's, and the same objective in seconds
+    trigger off       in a mix where few are long and half of the signals lead to no rank, everything is pre-inferred,
+                      instead of what the trigger finds at risk
 
 Source of the arms: RelayGR (arXiv:2601.01712), whose figures are up to 3.6x throughput and 1.5x longer histories on
 Ascend NPUs; `relaygr.md` 4.
@@ -20,318 +24,243 @@ Ascend NPUs; `relaygr.md` 4.
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
 
 import numpy as np
-import torch
 
 from npu_gr.backend.base import Backend
 from npu_gr.backend.choose import BackendName, choose
 from npu_gr.bench.line import Line
-from npu_gr.bench.rank import config as model_config
-from npu_gr.catalog.items import ItemVocabulary
-from npu_gr.catalog.tokens import Tokens, tokenize
-from npu_gr.engine.engine import Engine, Pass
-from npu_gr.engine.queue import SchedulerConfig
-from npu_gr.engine.scheduler import Scheduler
-from npu_gr.errors import NpuGrError
-from npu_gr.kv.arena import KVArena
-from npu_gr.kv.dram_store import DramStore
-from npu_gr.kv.layout import KVLayout, Run
-from npu_gr.kv.prefix_pool import PrefixPool
-from npu_gr.model.hstu import HSTU
-from npu_gr.relay.relay import Relay, RelayConfig
+from npu_gr.bench.relay_rig import RETURNING, Arm, Outcomes, Rig, Served, Shape, Traffic, Visit, measure_idle
 from npu_gr.relay.trigger import TriggerConfig
-from npu_gr.request import F32, Events, Outcome, UserKey
+from npu_gr.replay.convert import read_mooncake
+from npu_gr.request import UserKey
 
 MULTIPLES = (1.2, 1.5, 3.0)  # the objective, of the idle full inference
-LEAD = 2.0  # of the idle full inference: from signal to rank
-STEP = 1.35  # from one rate to the next
-LOWEST = 0.05  # of what full inference could do at most
-GIVE_UP = 1.25  # an arm that misses the widest objective by so much at P99 is not asked for more
-RETURNING = 24  # users whose prefixes lie in DRAM
-NEW_TOKENS = 16  # behaviours since the prefix was encoded: of a user who comes back
-TOLERANCE = 1e-4
+STEP = 1.35  # from one rate of the grid to the next
+LOWEST = 0.2  # of what full inference could do at most
+STEPS = 18  # of the grid: up to 44 times what full inference could do
+LEAST = 40  # requests a run
+REUSE = (0.5, 0.75, 1.0)
+LONGER = (1.5, 2.0, 3.0, 4.0)  # histories, of the shape's
+SHORT, LONG_SHARE, GONE = 0.25, 0.2, 0.5  # the mix: length of most, share of the others, signals without a rank
+
+FULL = Arm("full", signals=False)
+RELAY = Arm("relay")
+DRAM = Arm("relay, dram", dram=True)
+AT_RISK = Arm("trigger", trigger=TriggerConfig(margin_s=0.0))
+EVERYTHING = Arm("trigger off", trigger=TriggerConfig(policy="always", min_prefix_tokens=1, max_inflight=1_000_000))
 
 
-class Arm(NamedTuple):
-    """One way to serve."""
-
-    name: str
-    signals: bool = True
-    reuse: float = 0.0
-    keep: float = 1.0  # of the history
-    always: bool = True  # pre-infer whatever fits, or only what is at risk
-
-
-ARMS = (
-    Arm("full", signals=False),
-    Arm("truncated", signals=False, keep=0.25),
-    Arm("relay"),
-    Arm("relay, dram 50 %", reuse=0.5),
-    Arm("relay, dram 75 %", reuse=0.75),
-    Arm("relay, dram 100 %", reuse=1.0),
-)
+def drawn(reuse: float, rig: Rig, rate_per_s: float, count: int, seed: int) -> list[Visit]:
+    """Poisson arrivals; a share `reuse` of them from users who come back."""
+    random = np.random.default_rng(seed)
+    arrivals = np.cumsum(random.exponential(1.0 / rate_per_s, count))
+    coins, who = random.random(count), random.integers(RETURNING, size=count)
+    visits = []
+    for number in range(count):
+        events = rig.user(random)  # drawn whether it is used or not: every arm sees the same ones
+        user = UserKey("new", f"{seed}-{number}")
+        if coins[number] < reuse:
+            user, events = UserKey("back", str(who[number])), rig.returning
+        visits.append(Visit(float(arrivals[number]), user, events))
+    return visits
 
 
-class Shape(NamedTuple):
-    """What is served."""
+def of_trace(sessions: Sequence[int], rig: Rig, rate_per_s: float, count: int, seed: int) -> list[Visit]:
+    """Poisson arrivals of a stretch of a trace's sessions, in its order.
 
-    num_tokens: int
-    num_candidates: int
-    num_layers: int
-
-
-class Idle(NamedTuple):
-    """Seconds of each part alone."""
-
-    full_s: float
-    prefill_s: float
-    load_s: float
-    rank_s: float
-
-
-class Outcomes(NamedTuple):
-    """Of one run at one rate."""
-
-    latency_s: F32  # [n] from the due instant
-    hits: float  # share of ranks with a prefix
-    wasted: float  # share of pre-infers that no rank used
+    Who was among the last `RETURNING` sessions before the stretch has a prefix in DRAM.
+    """
+    random = np.random.default_rng(seed)
+    arrivals = np.cumsum(random.exponential(1.0 / rate_per_s, count))
+    start = int(random.integers(len(sessions) // 4, len(sessions) - count))
+    recent = list(dict.fromkeys(reversed(sessions[:start])))[:RETURNING]
+    visits = []
+    for session, at_s in zip(sessions[start : start + count], arrivals.tolist(), strict=True):
+        is_back = session in recent
+        events = rig.returning if is_back else rig.user(np.random.default_rng([seed, session + 2**32]))
+        visits.append(Visit(at_s, UserKey("back" if is_back else "new", str(session)), events))
+    return visits
 
 
-class Rig:
-    """A ranker with its tiers, and the users of one shape."""
-
-    def __init__(self, shape: Shape, backend: Backend, seed: int) -> None:
-        self.shape, self.backend = shape, backend
-        torch.manual_seed(seed)
-        config = model_config(shape.num_layers)
-        self.model = HSTU(config).to(backend.device).eval()
-        self.model.freeze_items()
-        self.layout = KVLayout(
-            num_layers=config.num_layers, num_heads=config.num_heads, qk_dim=config.qk_dim, v_dim=config.v_dim
-        )
-        self.vocabulary = ItemVocabulary(np.arange(config.num_items, dtype=np.int64))
-        pages = self.layout.pages(shape.num_tokens)
-        self.hbm = KVArena(self.layout, pages * 16, backend.device)
-        self.dram = KVArena(self.layout, pages * (RETURNING + 8), torch.device("cpu"), backend.pins_host_memory)
-        random = np.random.default_rng(seed)
-        self.candidates = random.integers(0, config.num_items, shape.num_candidates)
-        self.returning = [self.user(random) for _ in range(RETURNING)]
-        self.idle = Idle(0.0, 0.0, 0.0, 0.0)
-
-    def user(self, random: np.random.Generator) -> Events:
-        """A history of the shape's length."""
-        n = self.shape.num_tokens
-        times = 1_600_000_000 + np.cumsum(random.integers(1, 100_000, n))
-        return Events.make(random.integers(0, 10_000, n), np.zeros(n), times)
-
-    def tokens(self, events: Events) -> Tokens:
-        """As the model reads it."""
-        return tokenize(events, self.vocabulary, 1, max_tokens=len(events), cut_step_tokens=1, refuse_unknown=True)
-
-    @asynccontextmanager
-    async def serving(self, arm: Arm, objective_s: float) -> AsyncIterator[Served]:
-        """Fresh tiers and a relay over the model; the returning users' prefixes in DRAM."""
-        scheduler = Scheduler(SchedulerConfig(max_queue=100_000))
-        engine = Engine(self.model, self.backend, scheduler, self.hbm)
-        pool = PrefixPool(self.hbm, self.hbm.num_pages * self.layout.page_bytes, 10.0, time.monotonic)
-        dram = DramStore(self.dram, ttl_s=1e6, ttl_jitter_ratio=0.0, seed=0, clock=time.monotonic)
-        config = RelayConfig(enabled=arm.signals, degrade=False, max_reloads=2)
-        trigger = TriggerConfig(
-            policy="always" if arm.always else "at_risk", rank_budget_s=objective_s, min_prefix_tokens=64
-        )
-        relay = Relay(config, trigger, engine, pool, dram if arm.reuse else None, "v")
-        scheduler.start()
-        try:
-            lengths = sorted({64, self.shape.num_tokens // 4, self.shape.num_tokens})
-            await engine.warm_up(self.tokens(self.returning[0]), lengths, [self.shape.num_candidates])
-            first = (Run(0, self.layout.pages(self.shape.num_tokens)),)
-            await engine.measure_copy(self.dram, first, first, self.shape.num_tokens)
-            engine.target_s = objective_s
-            served = Served(self, arm, engine, relay, pool)
-            if arm.reuse:
-                for number in range(RETURNING):
-                    await served.fill(number)
-            yield served
-        finally:
-            await relay.stop()
-            await scheduler.stop()
+def mixed(rig: Rig, rate_per_s: float, count: int, seed: int) -> list[Visit]:
+    """Poisson arrivals of few long histories and many short ones; half of the ranks never come."""
+    random = np.random.default_rng(seed)
+    visits = []
+    for number, at_s in enumerate(np.cumsum(random.exponential(1.0 / rate_per_s, count)).tolist()):
+        is_long, is_ranked = random.random() < LONG_SHARE, random.random() >= GONE
+        events = rig.user(random, 1.0 if is_long else SHORT)
+        visits.append(Visit(at_s, UserKey("new", f"{seed}-{number}"), events, is_ranked))
+    return visits
 
 
-class Served:
-    """One arm at work."""
+class Search:
+    """The rates at which one arm was run, and what came of it."""
 
-    def __init__(self, rig: Rig, arm: Arm, engine: Engine, relay: Relay[Tokens], pool: PrefixPool) -> None:
-        self.rig, self.arm, self.engine, self.relay, self.pool = rig, arm, engine, relay, pool
-        self._wasted = self._hits = 0
-        pool.on_evict = self._evicted
+    def __init__(self, served: Served, traffic: Traffic, count: int, seconds: float, seed: int) -> None:
+        self._served, self._traffic, self._seed = served, traffic, seed
+        self._count, self._seconds = count, seconds
+        self.found: dict[int, Outcomes] = {}
 
-    def _evicted(self, entry: object) -> None:
-        self._wasted += not getattr(entry, "consumed", True)
+    def rate_per_s(self, step: int) -> float:
+        """Of a step of the grid."""
+        return LOWEST / self._served.rig.idle.full_s * STEP**step
 
-    async def fill(self, number: int) -> None:
-        """Encode a returning user's prefix and let it spill."""
-        user = UserKey("back", str(number))
-        self.relay.signal(user, self._prefix(number))
-        await self.rank(user, self._prefix(number), time.monotonic() + 600)
-        await self.relay.settled()
-        self.pool.erase_user(user)  # from HBM alone
-        await self.relay.settled()
+    async def at(self, step: int) -> Outcomes:
+        """Of a run at the step's rate, one run a step."""
+        if step not in self.found:
+            rig, rate = self._served.rig, self.rate_per_s(step)
+            count = min(self._count, max(LEAST, round(self._seconds * rate)))
+            patience_s = 4 * MULTIPLES[-1] * rig.idle.full_s
+            self.found[step] = await self._served.run(self._traffic(rig, rate, count, self._seed), patience_s)
+        return self.found[step]
 
-    def _prefix(self, number: int) -> Tokens:
-        return self.rig.tokens(self.rig.returning[number][:-NEW_TOKENS])
+    async def sustained(self, goal_s: float, start: int) -> tuple[float, int, Outcomes]:
+        """The rate up to which 99 of 100 meet the goal (0 = not even the lowest), the step below, its outcomes."""
 
-    async def rank(self, user: UserKey, tokens: Tokens, due_s: float) -> F32:
-        """Score the candidates."""
-        async with self.relay.lease(user, tokens, len(self.rig.candidates), due_s) as lease:
-            self._hits += lease.outcome in (Outcome.HBM_HIT, Outcome.JOINED, Outcome.DRAM_HIT)
-            work = Pass(tokens, 0, self.rig.candidates, _SHOWN_AT, cached=lease.cached, keep=lease.keep)
-            return (await self.engine.rank(work, due_s)).logits
+        async def holds(step: int) -> bool:
+            return (await self.at(step)).p99_s <= goal_s
 
-    async def run(self, rate_per_s: float, count: int, seed: int, patience_s: float) -> Outcomes:
-        """Poisson arrivals; the same users at the same instants, whatever the arm."""
-        random = np.random.default_rng(seed)
-        gaps, coins = random.exponential(1.0 / rate_per_s, count), random.random(count)
-        requests = []
-        for number in range(count):
-            events = self.rig.user(random)  # drawn whether it is used or not: every arm sees the same ones
-            if coins[number] < self.arm.reuse:
-                back = int(random.integers(RETURNING))
-                events, user = self.rig.returning[back], UserKey("back", str(back))
-            else:
-                user = UserKey("new", f"{seed}-{number}")
-            kept = events[len(events) - int(len(events) * self.arm.keep) :]
-            requests.append((user, self.rig.tokens(kept)))
-        self._hits = self._wasted = 0
-        latency_s, lead_s = np.full(count, np.inf, np.float32), LEAD * self.rig.idle.full_s
-        began_s = time.monotonic()
-
-        async def one(number: int, at_s: float) -> None:
-            user, tokens = requests[number]
-            await asyncio.sleep(at_s - time.monotonic())
-            if self.arm.signals:
-                self.relay.signal(user, tokens, len(self.rig.candidates))
-            due_s = at_s + lead_s
-            await asyncio.sleep(due_s - time.monotonic())
-            await self.rank(user, tokens, due_s + patience_s)
-            latency_s[number] = time.monotonic() - due_s
-
-        arrivals = began_s + np.cumsum(gaps)
-        results = await asyncio.gather(*(one(n, float(at)) for n, at in enumerate(arrivals)), return_exceptions=True)
-        unexpected = [r for r in results if isinstance(r, BaseException) and not isinstance(r, NpuGrError)]
-        if unexpected:
-            raise unexpected[0]
-        for user, _ in requests:
-            self.pool.erase_user(user)
-        return Outcomes(latency_s, self._hits / count, self._wasted / count)
+        low = await last(holds, start, STEPS)
+        if low < 0:
+            return 0.0, 0, self.found[0]
+        rate, reached_s = self.rate_per_s(low), self.found[low].p99_s
+        if low < STEPS - 1:
+            failed_s = min(self.found[low + 1].p99_s, 1e3)
+            rate *= STEP ** ((goal_s - reached_s) / (failed_s - reached_s))
+        return rate, low, self.found[low]
 
 
-async def measure_idle(rig: Rig) -> Idle:
-    """Each part alone, median of five; the cached scores are checked against the cold ones."""
-    async with rig.serving(Arm("idle", reuse=1.0), 1.0) as served:
-        tokens, samples = rig.tokens(rig.returning[0]), []
-        for number in range(6):
-            user = UserKey("idle", str(number))
-            began_s = time.perf_counter()
-            cold = (await served.engine.rank(Pass(tokens, 0, rig.candidates, _SHOWN_AT), _FAR)).logits
-            full_s = time.perf_counter() - began_s
-            began_s = time.perf_counter()
-            served.relay.signal(user, tokens)
-            await served.relay.settled()
-            prefill_s = time.perf_counter() - began_s
-            began_s = time.perf_counter()
-            hit = await served.rank(user, tokens, time.monotonic() + 60)
-            rank_s = time.perf_counter() - began_s
-            drift = float(np.abs(hit - cold).max() / cold.std())
-            assert drift <= TOLERANCE, f"cached scores drift by {drift:.1e} of their standard deviation"
-            await served.relay.settled()
-            samples.append((full_s, prefill_s, rank_s))
-        full_s, prefill_s, rank_s = np.median(np.array(samples[1:]), axis=0).tolist()
-        load_s = rig.layout.bytes(rig.shape.num_tokens) / served.engine.copy_bytes_per_s
-        return Idle(full_s, prefill_s, load_s, rank_s)
-
-
-async def sweep(rig: Rig, arm: Arm, count: int, seed: int) -> tuple[list[tuple[float, float]], Outcomes]:
-    """(requests a second, P99 of their latency) at rising rates until the arm fails, and the last outcomes."""
-    full_s, points = rig.idle.full_s, list[tuple[float, float]]()
-    async with rig.serving(arm, MULTIPLES[1] * full_s) as served:
-        while True:
-            rate = LOWEST / full_s * STEP ** len(points)
-            outcomes = await served.run(rate, count, seed, patience_s=20 * MULTIPLES[-1] * full_s)
-            p99_s = float(np.quantile(outcomes.latency_s, 0.99, method="higher"))
-            points.append((rate, p99_s))
-            if p99_s > GIVE_UP * MULTIPLES[-1] * full_s:
-                return points, outcomes
-
-
-def sustained(points: Sequence[tuple[float, float]], goal_s: float) -> float:
-    """The rate at which P99 crosses the goal, interpolated between two measured ones; 0 where the lowest fails."""
-    low_rate, low_s = 0.0, 0.0
-    for rate, p99_s in points:
-        if p99_s > goal_s:
-            share = (goal_s - low_s) / max(min(p99_s, 1e3) - low_s, 1e-9)
-            return low_rate * (rate / low_rate) ** share if low_rate else 0.0
-        low_rate, low_s = rate, p99_s
-    return low_rate
+async def last(holds: Callable[[int], object], start: int, stop: int) -> int:
+    """The greatest of 0..stop-1 that holds, where all below it do too; -1 = none. Looks around `start` first."""
+    low, high, step, stride = -1, stop, min(max(start, 0), stop - 1), 1
+    while high - low > 1:
+        if await holds(step):  # type: ignore[misc]
+            low = step
+        else:
+            high = step
+        if low >= 0 and high < stop:
+            step = (low + high) // 2
+        else:  # one side is still open
+            step = min(low + stride, stop - 1) if low >= 0 else max(high - stride, 0)
+        stride *= 2
+    return low
 
 
 def lines(
     backend_name: BackendName,
-    lengths: Sequence[int],
-    candidates: Sequence[int],
-    num_layers: int,
+    shapes: Sequence[Shape],
     count: int,
+    seconds: float,
     seed: int,
+    trace: Path | None,
 ) -> Iterator[Line]:
     """The idle parts of each shape, then each arm's sustained rate beside that of full inference."""
     backend = choose(backend_name)
-    for num_tokens in lengths:
-        for num_candidates in candidates:
-            yield from _shape(Rig(Shape(num_tokens, num_candidates, num_layers), backend, seed), count, seed)
+    sessions = [] if trace is None else [r.session(n) for n, r in enumerate(read_mooncake(trace))]
+    for shape in shapes:
+        yield from Bench(shape, backend, count, seconds, seed).lines(sessions)
 
 
-def _shape(rig: Rig, count: int, seed: int) -> Iterator[Line]:
-    shape = rig.shape
-    case = f"L={shape.num_tokens} M={shape.num_candidates} layers={shape.num_layers}"
-    idle = rig.idle = asyncio.run(measure_idle(rig))
-    for name, part_s in (("pre-infer", idle.prefill_s), ("load", idle.load_s), ("rank, cached", idle.rank_s)):
-        ratio = idle.full_s / part_s
-        yield _line(f"{case} {name}", part_s * 1e3, "ms", "full inference", idle.full_s * 1e3, ratio, None)
-    base, best = dict[float, float](), dict[float, float]()
-    for arm in ARMS:
-        points, outcomes = asyncio.run(sweep(rig, arm, count, seed))
-        for multiple in MULTIPLES:
-            rate = sustained(points, multiple * idle.full_s)
-            # where full inference fails at the lowest rate already, that rate is more than it sustains
-            base.setdefault(multiple, rate or points[0][0])
-            ratio = rate / base[multiple]
-            target = 1.0 if arm.signals else None
-            what = f"{case} slo={multiple}x {arm.name} (hits {outcomes.hits:.0%}, wasted {outcomes.wasted:.0%})"
-            yield _line(what, rate, "req/s", "full inference", base[multiple], ratio, target)
-            if arm.signals and arm.reuse <= 0.75:
-                best[multiple] = max(best.get(multiple, 0.0), ratio)
-    for multiple, ratio in best.items():
-        what = f"{case} slo={multiple}x best with at most 75 % reuse"
-        yield _line(what, ratio * base[multiple], "req/s", "full inference", base[multiple], ratio, 3.6)
+class Bench:
+    """One shape."""
 
+    def __init__(self, shape: Shape, backend: Backend, count: int, seconds: float, seed: int) -> None:
+        self._backend, self._count, self._seconds, self._seed = backend, count, seconds, seed
+        self._rig = self._rig_of(shape)
+        self._case = f"L={shape.num_tokens} M={shape.num_candidates}"
 
-def _line(case: str, ours: float, unit: str, baseline: str, value: float, ratio: float, target: float | None) -> Line:
-    return Line(
-        bench="relay",
-        case=case,
-        ours=ours,
-        unit=unit,
-        baseline=baseline,
-        baseline_value=value,
-        ratio=ratio,
-        target=target,
-        ok=None if target is None else ratio >= target,
-    )
+    def _rig_of(self, shape: Shape) -> Rig:
+        rig = Rig(shape, self._backend, self._seed)
+        rig.idle = asyncio.run(measure_idle(rig))
+        return rig
 
+    def lines(self, sessions: Sequence[int]) -> Iterator[Line]:
+        """All of it."""
+        idle = self._rig.idle
+        for name, part_s in (("pre-infer", idle.prefill_s), ("load", idle.load_s), ("rank, cached", idle.rank_s)):
+            yield self._line(f"{name} alone", part_s * 1e3, "ms", "full", idle.full_s * 1e3, idle.full_s / part_s, None)
+        arms: list[tuple[Arm, Traffic]] = [
+            (Arm("truncated to a quarter", signals=False, keep=0.25), partial(drawn, 0.0)),
+            (RELAY, partial(drawn, 0.0)),
+            *((DRAM._replace(name=f"relay, dram {reuse:.0%}"), partial(drawn, reuse)) for reuse in REUSE),
+        ]
+        if sessions:
+            arms.append((DRAM._replace(name="relay, dram trace"), partial(of_trace, sessions)))
+        base = dict(zip(MULTIPLES, asyncio.run(self._sustained(FULL, partial(drawn, 0.0))), strict=True))
+        best = dict.fromkeys(MULTIPLES, 0.0)
+        for arm, traffic in arms:
+            for multiple, (rate, found) in zip(MULTIPLES, asyncio.run(self._sustained(arm, traffic)), strict=True):
+                target = 1.0 if arm.signals else None
+                yield self._against(
+                    f"slo {multiple}x, {arm.name} ({found.describe()})", rate, base[multiple][0], target
+                )
+                if arm.signals and "100%" not in arm.name:
+                    best[multiple] = max(best[multiple], rate)
+        for multiple, rate in best.items():
+            yield self._against(f"slo {multiple}x, best with at most 75 % reuse", rate, base[multiple][0], 3.6)
+        longest = int(self._rig.shape.num_tokens * LONGER[-1])
+        for multiple in MULTIPLES[1:] if longest <= self._rig.model.config.max_history_tokens else ():
+            yield asyncio.run(self._longest(multiple, base[multiple][0]))
+        yield asyncio.run(self._trigger())
 
-_SHOWN_AT = 1_900_000_000
-_FAR = float("inf")
+    async def _sustained(
+        self, arm: Arm, traffic: Traffic, multiples: Sequence[float] = MULTIPLES
+    ) -> list[tuple[float, Outcomes]]:
+        """The rate for each objective, and what happened at the step below it."""
+        full_s, step, rows = self._rig.idle.full_s, 2, []
+        async with self._rig.serving(arm, multiples[0] * full_s) as served:
+            search = Search(served, traffic, self._count, self._seconds, self._seed)
+            for multiple in multiples:
+                rate, step, found = await search.sustained(multiple * full_s, step)
+                rows.append((rate, found))
+        return rows
+
+    async def _longest(self, multiple: float, rate: float) -> Line:
+        """Of the relay with DRAM, three quarters returning, at full inference's rate and objective."""
+        shape, goal_s = self._rig.shape, multiple * self._rig.idle.full_s
+        rate = rate or LOWEST / self._rig.idle.full_s
+        count = min(self._count, max(LEAST, round(self._seconds * rate)))
+
+        async def holds(number: int) -> bool:
+            rig = await asyncio.to_thread(
+                self._rig_of, shape._replace(num_tokens=int(shape.num_tokens * LONGER[number]))
+            )
+            async with rig.serving(DRAM, goal_s) as served:
+                found = await served.run(drawn(0.75, rig, rate, count, self._seed), 4 * goal_s)
+            return found.p99_s <= goal_s
+
+        number = await last(holds, 1, len(LONGER))
+        tokens = int(shape.num_tokens * (LONGER[number] if number >= 0 else 1.0))
+        case = f"slo {multiple}x at {rate:.2f}/s, longest history with the relay, dram 75%"
+        return self._line(case, tokens, "tokens", "full", shape.num_tokens, tokens / shape.num_tokens, 2.0)
+
+    async def _trigger(self) -> Line:
+        """The trigger against pre-inferring everything, at the tightest objective."""
+        [(ours, found)] = await self._sustained(AT_RISK, mixed, MULTIPLES[:1])
+        [(base, other)] = await self._sustained(EVERYTHING, mixed, MULTIPLES[:1])
+        case = f"slo {MULTIPLES[0]}x, mix, trigger ({found.describe()}) against off ({other.describe()})"
+        return self._against(case, ours, base, 1.0, "trigger off")
+
+    def _against(self, case: str, rate: float, base: float, target: float | None, name: str = "full") -> Line:
+        if not base:  # it fails at the lowest rate of the grid already
+            base, name = LOWEST / self._rig.idle.full_s, f"{name} (less)"
+        return self._line(case, rate, "req/s", name, base, rate / base, target)
+
+    def _line(
+        self, case: str, ours: float, unit: str, baseline: str, value: float, ratio: float, target: float | None
+    ) -> Line:
+        return Line(
+            bench="relay",
+            case=f"{self._case} {case}",
+            ours=ours,
+            unit=unit,
+            baseline=baseline,
+            baseline_value=value,
+            ratio=ratio,
+            target=target,
+            ok=None if target is None else ratio >= target,
+        )

@@ -49,7 +49,7 @@ class Pass:
     def demand(self) -> Demand:
         """What the pass computes."""
         start = self.cached.num_tokens if self.cached else self.first_token
-        return Demand(len(self.tokens) - start, len(self.candidates), len(self.candidates))
+        return Demand(len(self.tokens) - start, len(self.candidates))
 
 
 class Scored(NamedTuple):
@@ -80,8 +80,8 @@ class PageJobs:
         self.cost = CostModel(0.0, 0.0, 0.0, 0.0, 0.0)
         self.copy_bytes_per_s = float("inf")
         self.on_copied: Callable[[KVArena, int, Done[None]], None] = lambda _target, _num_bytes, _done: None
-        # a request's place in the queue: it should be done by then, and is given up only at its deadline
-        self.target_s = float("inf")
+        # how long after it came a request should be done; it is given up only at its deadline
+        self.objective_s = float("inf")
         self._short_s = RunningQuantile(0.9, _LITTLE_S)
 
     @property
@@ -174,8 +174,7 @@ class Engine(PageJobs):
         """Score a pass's candidates."""
         cached = work.cached.num_tokens if work.cached else 0
         expected_s = self.cost.pass_s(work.demand.tokens, cached, work.demand.rows)
-        order_s = time.monotonic() + self.target_s
-        done = await self.scheduler.batch(work, self._run, deadline_s, order_s, takes_s=expected_s)
+        done = await self.scheduler.batch(work, self._run, deadline_s, objective_s=self.objective_s, takes_s=expected_s)
         if work.cached is None and done.batch_size == 1:
             self._correct(expected_s, done.device_s)
         return Scored(done.value, done.queue_s, done.device_s)

@@ -323,10 +323,9 @@ class GenerateEngine(PageJobs):
         """Encode what is missing of the prompt, and search; in a pass that others may share."""
         cached = work.cached.num_tokens if work.cached else 0
         expected_s = self.cost.pass_s(len(work.prompt) - cached, cached, work.options.width)
-        order_s = time.monotonic() + self.target_s
         work = replace(work, vocabulary=self.generator.decoder.config.vocab_size)
         done: Done[Generated] = await self.scheduler.batch(
-            work, self._run, deadline_s, order_s, takes_s=expected_s, kind="generate"
+            work, self._run, deadline_s, objective_s=self.objective_s, takes_s=expected_s, kind="generate"
         )
         if work.cached is None and done.batch_size == 1:
             self._correct(expected_s, done.device_s)

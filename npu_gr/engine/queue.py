@@ -1,9 +1,10 @@
 """What waits for the device, and what runs next. Pure: no thread, no tensor, the caller brings the clock.
 
 Order: the earliest instant first. A job's instant is when it should be done (a request: its objective or deadline; a
-pre-infer: none, until its rank has come), and never later than `aging_s` after it came, so nothing starves. Jobs of
-one `run` and bucket share a pass as long as the sum of their demands stays within the limits; one that does not fit
-is passed over, not waited for.
+pre-infer: none, until its rank has come), and never later than `aging_s` after it came, so nothing starves. Pre-infers
+run one after the other among themselves: chunk by chunk in turn, all of them would end late. Jobs of one `run` and
+bucket share a pass as long as the sum of their demands stays within the limits; one that does not fit is passed over,
+not waited for.
 
 Invariants:
   Q1  a job leaves the queue exactly once: taken, expired, shed, or withdrawn
@@ -36,7 +37,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     max_batch_requests: Count = 4  # in one pass; more helps only accelerators
     max_batch_tokens: Count = 4096  # history and prompt tokens computed in one pass
     max_batch_rows: Count = 4096  # candidates and beams in one pass
-    max_batch_logits: Count = 1 << 25  # beams x vocabulary, candidates x tasks
+    max_batch_logits: Count = 1 << 25  # beams x vocabulary of a generate; a rank's are few
     max_batch_wait_s: Annotated[float, msgspec.Meta(ge=0)] = 0.0  # for more of a kind, if the deadline leaves it
     aging_s: Annotated[float, msgspec.Meta(gt=0)] = 2.0  # after so long a job goes before every later one
     prefill_chunk_tokens: Annotated[int, msgspec.Meta(ge=64)] = 512  # the longest that a pre-infer delays a rank
@@ -78,7 +79,9 @@ class Job:
     deadline_s: float = float("inf")
     order_s: float = float("inf")
     takes_s: float = 0.0  # its own estimate; how long before the deadline it must begin
+    objective_s: float = float("inf")  # how long its request should take in all
     is_sheddable: bool = False  # makes room for a job that is not, when the queue is full
+    since_s: float | None = None  # when its request came, if that was before this part of it did
     submitted_s: float = 0.0
     is_waiting: bool = field(default=False, init=False)
     tag: Any = None  # the submitter's
@@ -101,7 +104,9 @@ class JobQueue:
         self._numbers = itertools.count()
         self._sheddable: dict[Job, None] = {}  # oldest first
         self._waiting = 0
-        self.backlog_s = 0.0  # estimates of the waiting jobs together; without sheddable ones, which let others pass
+        # of the waiting jobs together, without sheddable ones, which let others pass: estimates, and those as shares
+        # of each job's own objective
+        self.backlog_s = self.pressure = 0.0
 
     def __len__(self) -> int:
         return self._waiting
@@ -122,13 +127,15 @@ class JobQueue:
             shed = next(reversed(self._sheddable))
             self.withdraw(shed)
         job.submitted_s, job.is_waiting = now_s, True
-        job.order_s = min(job.order_s, job.deadline_s, now_s + self._config.aging_s)
+        since_s = now_s if job.since_s is None else job.since_s
+        job.order_s = min(job.order_s, job.deadline_s, since_s + self._config.aging_s)
         self._push(job)
         self._waiting += 1
         if job.is_sheddable:
             self._sheddable[job] = None
         else:
             self.backlog_s += job.takes_s
+            self.pressure += job.takes_s / job.objective_s
         return shed
 
     def withdraw(self, job: Job) -> bool:
@@ -141,8 +148,9 @@ class JobQueue:
             del self._sheddable[job]
         else:
             self.backlog_s -= job.takes_s
+            self.pressure -= job.takes_s / job.objective_s
         if len(self._sheddable) == self._waiting:
-            self.backlog_s = 0.0  # exactly: rounding must not add up
+            self.backlog_s = self.pressure = 0.0  # exactly: rounding must not add up
         return True  # its place in the heap is passed over later
 
     def hasten(self, job: Job, order_s: float) -> None:

@@ -54,8 +54,9 @@ class Done(Generic[T]):
 class Urgency:
     """When something is wanted, which may become earlier while it waits or runs in parts."""
 
-    def __init__(self, order_s: float) -> None:
-        self.order_s = order_s
+    def __init__(self, order_s: float, since_s: float | None = None) -> None:
+        """`since_s`: when it was first wanted, for what runs in parts; None = each part counts by itself."""
+        self.order_s, self.since_s = order_s, since_s
         self._on_change: Callable[[float], None] | None = None
 
     def hasten(self, order_s: float) -> None:
@@ -94,7 +95,6 @@ class Scheduler:
         self.on_batch: Callable[[int, int], None] = lambda _requests, _rows: None
         self.on_worked: Callable[[str, float], None] = lambda _kind, _seconds: None
         self.failures_in_a_row = 0
-        self.busy_s = 0.0  # device time so far, of all streams together
 
     def start(self) -> None:
         """Start the threads. Results are delivered to the running event loop."""
@@ -125,6 +125,11 @@ class Scheduler:
         """How long a request that comes now would wait for those that wait already, by their estimates."""
         return self._queue.backlog_s / self.config.streams
 
+    @property
+    def pressure(self) -> float:
+        """As `queue_s`, each request's part in objectives of its own kind: 1 = the wait alone uses up what it has."""
+        return self._queue.pressure / self.config.streams
+
     async def call(
         self,
         function: Callable[[], T],
@@ -152,6 +157,7 @@ class Scheduler:
             run=_alone(function),
             deadline_s=deadline_s,
             order_s=deadline_s if order_s is None else order_s.order_s if isinstance(order_s, Urgency) else order_s,
+            since_s=order_s.since_s if isinstance(order_s, Urgency) else None,
             takes_s=takes_s,
             is_sheddable=is_sheddable,
             kind=kind,
@@ -166,12 +172,16 @@ class Scheduler:
         work: BatchWork,
         run: Run,
         deadline_s: float,
-        order_s: float = float("inf"),
         *,
+        objective_s: float = float("inf"),
         takes_s: float = 0.0,
         kind: str = "rank",
     ) -> Done[Any]:
-        """Run `work` in a pass that it may share with others of the same `run`; else as `call`."""
+        """Run `work` in a pass that it may share with others of the same `run`; else as `call`.
+
+        Args:
+            objective_s: it should be done so long from now, which is its place in the queue.
+        """
         return await self._submit(
             Job(
                 run=run,
@@ -180,7 +190,8 @@ class Scheduler:
                 shares=True,
                 demand=work.demand,
                 deadline_s=deadline_s,
-                order_s=order_s,
+                order_s=time.monotonic() + objective_s,
+                objective_s=objective_s,
                 takes_s=takes_s,
             )
         )
@@ -261,7 +272,6 @@ class Scheduler:
             began_s = time.monotonic()
             results = self._attempt(jobs)
             took_s = time.monotonic() - began_s
-            self.busy_s += took_s
             self.on_worked(jobs[0].kind, took_s)
             if jobs[0].shares:
                 self.on_batch(len(jobs), sum(job.demand.tokens + job.demand.rows for job in jobs))

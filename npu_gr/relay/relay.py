@@ -95,6 +95,11 @@ class Encoder(Protocol[P_in]):
         ...
 
     @property
+    def objective_s(self) -> float:
+        """How long after it came a request should be done."""
+        ...
+
+    @property
     def residual_s(self) -> float:
         """What `cost` has been short by lately, a high quantile."""
         ...
@@ -281,7 +286,7 @@ class Relay(Generic[P]):
         verdict = decide(len(tokens), forecast, headroom, self._trigger, self._limit(), now_s)
         if verdict is not Verdict.PREINFER:
             return verdict
-        urgency = Urgency(float("inf"))  # when the device has nothing better to do, until its rank is here
+        urgency = Urgency(float("inf"), now_s)  # when the device has nothing better to do, until its rank is here
         try:
             if spilled is not None and self._reload_pays(spilled, self._config.t_life_s):
                 if spilled.key in self._producers or self._pool.is_reserved(spilled.key):
@@ -383,7 +388,7 @@ class Relay(Generic[P]):
         if self._pool.is_reserved(spilled.key) or not self._reload_pays(spilled, left_s):
             return Outcome.MISS_FULL, Reason.RELOAD_SLOWER, None
         try:
-            producer = self._start_reload(spilled.key, spilled, Urgency(due_s), left_s)
+            producer = self._start_reload(spilled.key, spilled, Urgency(self._wanted_by_s(due_s)), left_s)
         except ResourceError:
             return Outcome.MISS_FULL, Reason.REJECTED_FOOTPRINT, None
         why = await self._join(producer, due_s, spare_s)
@@ -398,7 +403,7 @@ class Relay(Generic[P]):
 
     async def _join(self, producer: _Producer, due_s: float, spare_s: float) -> Reason | None:
         """Wait for a producer as long as time to do without it remains. None = it has published."""
-        producer.urgency.hasten(due_s)
+        producer.urgency.hasten(self._wanted_by_s(due_s))
         left_s = due_s - self._clock()
         wait_s = left_s - spare_s if left_s > spare_s else left_s - self._config.margin_s
         producer.joiners += 1
@@ -409,6 +414,10 @@ class Relay(Generic[P]):
         if not done:
             return Reason.JOIN_TIMEOUT
         return Reason.PRODUCER_FAILED if producer.task.cancelled() or producer.task.exception() else None
+
+    def _wanted_by_s(self, due_s: float) -> float:
+        """A rank's place in the queue, also for what it waits for: its objective, not its deadline."""
+        return min(due_s, self._clock() + self._engine.objective_s)
 
     def _first_token(self, num_tokens: int, num_candidates: int, due_s: float) -> int:
         """0, or where the newest tokens begin that a full inference can still score in time."""

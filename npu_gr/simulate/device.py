@@ -63,8 +63,10 @@ class RankWork(NamedTuple):
 class Device:
     """The queue and its passes. `busy_s` is the device's time so far."""
 
-    def __init__(self, profile: DeviceProfile, config: SchedulerConfig, target_s: float, source: random.Random) -> None:
-        self._cost, self._profile, self._config, self._target_s = profile.cost, profile, config, target_s
+    def __init__(
+        self, profile: DeviceProfile, config: SchedulerConfig, objective_s: float, source: random.Random
+    ) -> None:
+        self._cost, self._profile, self._config, self.objective_s = profile.cost, profile, config, objective_s
         self._loop = asyncio.get_running_loop()
         self._queue = JobQueue(config)
         self._source = source
@@ -88,6 +90,11 @@ class Device:
     def queue_s(self) -> float:
         """As `Scheduler.queue_s`."""
         return self._queue.backlog_s / self._config.streams
+
+    @property
+    def pressure(self) -> float:
+        """As `Scheduler.pressure`."""
+        return self._queue.pressure / self._config.streams
 
     @property
     def residual_s(self) -> float:
@@ -133,9 +140,10 @@ class Device:
             work=work,
             kind="rank",
             shares=True,
-            demand=Demand(work.new_tokens, work.num_candidates, work.num_candidates),
+            demand=Demand(work.new_tokens, work.num_candidates),
             deadline_s=deadline_s,
-            order_s=self._loop.time() + self._target_s,
+            order_s=self._loop.time() + self.objective_s,
+            objective_s=self.objective_s,
             takes_s=expected_s,
         )
         took_s, batch_size = await self._submit(job)
@@ -146,9 +154,14 @@ class Device:
     async def _call(
         self, took_s: float, takes_s: float, deadline_s: float, order_s: float | Urgency, *, is_sheddable: bool
     ) -> None:
-        at_s = order_s.order_s if isinstance(order_s, Urgency) else order_s
         job = Job(
-            run=_nothing, work=took_s, deadline_s=deadline_s, order_s=at_s, takes_s=takes_s, is_sheddable=is_sheddable
+            run=_nothing,
+            work=took_s,
+            deadline_s=deadline_s,
+            order_s=order_s.order_s if isinstance(order_s, Urgency) else order_s,
+            since_s=order_s.since_s if isinstance(order_s, Urgency) else None,
+            takes_s=takes_s,
+            is_sheddable=is_sheddable,
         )
         if not isinstance(order_s, Urgency):
             await self._submit(job)

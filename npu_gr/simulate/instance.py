@@ -16,7 +16,7 @@ import torch
 from npu_gr.admission.brownout import BrownoutControl
 from npu_gr.admission.gradient import GradientLimit
 from npu_gr.admission.limiter import Limiter, Priority
-from npu_gr.errors import ConfigError, NpuGrError, Overloaded
+from npu_gr.errors import ConfigError, DeadlineExceeded, NpuGrError, Overloaded
 from npu_gr.kv.arena import KVArena
 from npu_gr.kv.dram_store import DramStore
 from npu_gr.kv.layout import KVLayout
@@ -70,7 +70,7 @@ class SimulatedInstance:
         )
         least, most = min(config.admission.min_inflight, config.admission.max_inflight), config.admission.max_inflight
         adaptive = GradientLimit(least, most, share=config.admission.share) if config.admission.adaptive else None
-        self._limiter = Limiter(most, adaptive)
+        self._limiter = Limiter(most, adaptive, clock)
         self._control = BrownoutControl(config.brownout)
         self._host_free_s = 0.0
         self._source = source
@@ -126,12 +126,14 @@ class SimulatedInstance:
             self._check(Priority.RANK)
             if self.device.queue_s > budget_s:
                 raise Overloaded("more work waits for the device than the request has time")
-            with self._limiter.admit(Priority.RANK):
-                async with asyncio.timeout(max(budget_s, 0.0)):
-                    outcome, prefix_tokens = await self._score(ask, began_s + self._config.budget_s)
-                took_s = self._loop.time() - began_s
-                self._limiter.served(took_s / self._config.slo_s)
-        except (NpuGrError, TimeoutError) as error:
+            with self._limiter.admit(Priority.RANK, self._config.slo_s):
+                try:
+                    async with asyncio.timeout(max(budget_s, 0.0)):
+                        outcome, prefix_tokens = await self._score(ask, began_s + self._config.budget_s)
+                except TimeoutError as error:
+                    raise DeadlineExceeded("its budget ran out") from error
+            took_s = self._loop.time() - began_s
+        except NpuGrError as error:
             return Served(None, type(error).__name__, self._loop.time() - began_s, 0)
         self.num_dram_hits += outcome is Outcome.DRAM_HIT
         return Served(outcome, "", took_s, prefix_tokens)
@@ -161,7 +163,7 @@ class SimulatedInstance:
     async def _watch(self) -> None:
         while True:
             await asyncio.sleep(_WATCH_S)
-            self.relay.brownout = self._control.observe(self.device.queue_s / self._config.slo_s, self._loop.time())
+            self.relay.brownout = self._control.observe(self.device.pressure, self._loop.time())
 
 
 def _layout(profile: DeviceProfile, page_tokens: int) -> KVLayout:

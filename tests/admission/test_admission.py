@@ -41,15 +41,48 @@ def test_what_matters_less_stops_earlier() -> None:
 
 
 def test_the_adaptive_limit_is_in_force() -> None:
-    limiter = Limiter(100, GradientLimit(2, 100, window=1))
+    now_s = 0.0
+    limiter = Limiter(100, GradientLimit(2, 100, window=1), lambda: now_s)
     with ExitStack() as held:
-        for _ in range(10):
+        for _ in range(2):
             held.enter_context(limiter.admit())
         for _ in range(200):
-            limiter.served(9.0)
+            with limiter.admit(objective_s=0.1):
+                now_s += 0.9
         assert limiter.limit == 4  # where half of it is its root
+        for _ in range(2):
+            held.enter_context(limiter.admit())
         with pytest.raises(Overloaded, match="the limit is 4"):
             limiter.check()
+
+
+@pytest.mark.parametrize(
+    ("error", "after_s", "objective_s", "falls"),
+    [
+        (DeadlineExceeded("late"), 0.2, 0.1, True),
+        (DeadlineExceeded("its caller gave it less than the objective"), 0.05, 0.1, False),
+        (Overloaded("the device's queue is full"), 0.0, 0.1, True),
+        (DeadlineExceeded("nothing is expected of it"), 9.0, None, False),
+        (ZeroDivisionError("its own fault"), 9.0, 0.1, False),
+    ],
+)
+def test_a_late_or_refused_request_brings_the_limit_down(
+    error: Exception, after_s: float, objective_s: float | None, falls: bool
+) -> None:
+    now_s = 0.0
+    limiter = Limiter(100, GradientLimit(2, 100, window=4), lambda: now_s)
+
+    def request() -> None:
+        nonlocal now_s
+        with limiter.admit(objective_s=objective_s):
+            now_s += after_s
+            raise error
+
+    for _ in range(4):
+        with pytest.raises(type(error)):
+            request()
+    assert (limiter.limit < 100) is falls
+    assert limiter.inflight == 0
 
 
 async def test_a_cancelled_request_gives_its_slot_back() -> None:

@@ -107,6 +107,18 @@ def test_the_backlog_counts_what_a_request_would_wait_for() -> None:
     assert q.backlog_s == 0.0
 
 
+def test_the_pressure_counts_each_request_against_its_own_objective() -> None:
+    q = queue()
+    one, other = job(takes_s=0.1, objective_s=0.05), job(takes_s=0.1, objective_s=0.2)
+    for each in (one, other, job(takes_s=9.0), job(takes_s=5.0, objective_s=0.1, is_sheddable=True)):
+        q.put(each, 0.0)
+    assert q.pressure == pytest.approx(2.5)
+    q.withdraw(one)
+    assert q.pressure == pytest.approx(0.5)
+    q.drain()
+    assert q.pressure == 0.0
+
+
 def test_nothing_starves() -> None:
     """A background job behind an endless stream of urgent ones is taken once it has aged."""
     q, background = queue(aging_s=1.0), job(shares=False)

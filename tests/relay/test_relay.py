@@ -214,7 +214,7 @@ async def test_a_pre_infer_delays_a_rank_by_one_chunk_at_most_until_its_own_rank
             return run(passes)
 
         b.engine._run = noted  # type: ignore[method-assign]
-        b.engine.target_s = 0.1
+        b.engine.objective_s = 0.1
         long, other = tokens(300), tokens(20, seed=1)
         async with b.device_busy():
             assert b.relay.signal(USER, long) is Verdict.PREINFER
@@ -228,14 +228,31 @@ async def test_a_pre_infer_delays_a_rank_by_one_chunk_at_most_until_its_own_rank
         await b.relay.erase(USER)
         async with b.device_busy():
             b.relay.signal(USER, long)
-            own = asyncio.create_task(b.rank(long))
+            own = asyncio.create_task(b.rank(long, budget_s=60.0))
             await asyncio.sleep(0.05)
-            later = asyncio.create_task(b.rank(other, UserKey("", "w"), budget_s=60.0))
-            b.engine.target_s = 50.0
+            later = asyncio.create_task(b.rank(other, UserKey("", "w")))  # must be done sooner, is wanted later
             await asyncio.sleep(0.01)
         assert (await own)[0].outcome is Outcome.JOINED
         await later
-        assert order[0] == 0
+        assert order[:5] == [0] * 5  # its pre-infer goes by its objective, not by its deadline
+
+
+async def test_pre_infers_run_one_after_the_other() -> None:
+    async with bench(dram_pages=0) as b:
+        order, run = list[int](), b.engine._run
+
+        def noted(passes: Sequence[Pass]) -> list[F32]:
+            order.append(len(passes[0].tokens))
+            return run(passes)
+
+        b.engine._run = noted  # type: ignore[method-assign]
+        async with b.device_busy():
+            b.relay.signal(USER, tokens(200))
+            await asyncio.sleep(0.01)
+            b.relay.signal(UserKey("", "v"), tokens(150))
+            await asyncio.sleep(0.01)
+        await b.idle()
+        assert order == [64, 128, 192, 200, 64, 128, 150]
 
 
 async def test_another_history_is_not_a_hit() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,9 @@ from aiohttp.test_utils import TestClient
 
 from npu_gr.engine.cost import CostModel
 from npu_gr.errors import CheckpointError, ConfigError
+from npu_gr.request import Brownout
 from tests.decoders import VARIANTS, saved
-from tests.serving import serving
+from tests.serving import serving, until
 
 Client = TestClient[Any, Any]
 CODES = [8, 8, 8]
@@ -249,6 +251,36 @@ async def test_a_bad_generate_is_explained(
     folder.mkdir(exist_ok=True)
     async with serving(folder, generate=section(folder)) as (client, _):
         assert (await generate(client, status, **change))["detail"].startswith(detail)
+
+
+@pytest.mark.parametrize("ranks", [False, True])
+async def test_under_overload_an_instance_keeps_to_what_it_is_there_for(tmp_path: Path, ranks: bool) -> None:
+    only = {} if ranks else {"checkpoint": None}
+    async with serving(tmp_path, generate=section(tmp_path), **only) as (client, service):
+        service._brownout.step = Brownout.REJECT
+        refused = await generate(client, 429 if ranks else 200)
+        if ranks:
+            assert refused["detail"] == "overloaded: generates are refused, ranks come first"
+        async with client.post("/v1/signal", json={"user_id": "u", "history": HISTORY}) as response:
+            assert response.status == 429
+            first = "ranks" if ranks else "generates"
+            assert (await response.json(content_type=None))["detail"].endswith(
+                f"signals are refused, {first} come first"
+            )
+
+
+async def test_a_generate_that_waits_presses_by_its_own_objective(tmp_path: Path) -> None:
+    slo = {"rank_s": 0.001, "generate_s": 10.0}
+    async with serving(tmp_path, generate=section(tmp_path), slo=slo, watched=False) as (client, service):
+        scheduler, go_on = service._scheduler, threading.Event()
+        blocked = asyncio.create_task(scheduler.call(lambda: go_on.wait(30), 1e9))
+        service.generation.engine.cost = CostModel(1.0, 0.0, 0.0, 0.0, 0.0)
+        asked = asyncio.create_task(generate(client))
+        await until(lambda: scheduler.pressure > 0)
+        pressure = scheduler.pressure
+        go_on.set()
+        await asyncio.gather(blocked, asked)
+        assert (pressure, scheduler.pressure) == (pytest.approx(0.1), 0.0)
 
 
 async def test_a_long_history_is_cut_and_an_unknown_item_left_out(tmp_path: Path) -> None:

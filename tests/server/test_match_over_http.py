@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from npu_gr.errors import ConfigError, Unavailable
 from npu_gr.matching.vectors import save
 from tests.matching.test_fold import make_folding
 from tests.matching.vectors import COLD, FIRST_ID, KNOWN, make_vectors
-from tests.serving import serving
+from tests.serving import serving, until
 
 Client = TestClient[Any, Any]
 
@@ -26,12 +25,6 @@ def section(folder: Path, **changes: Any) -> dict[str, Any]:
     if not (folder / "vectors").exists():
         save(make_vectors(), folder / "vectors")
     return {"vectors": str(folder / "vectors"), **changes}
-
-
-async def until(holds: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
-        while not holds():  # noqa: ASYNC110  (what is awaited has no event)
-            await asyncio.sleep(0.01)
 
 
 async def post(client: Client, path: str, body: object = None, **headers: str) -> tuple[int, dict[str, Any]]:

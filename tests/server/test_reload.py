@@ -217,7 +217,7 @@ async def test_settings_take_effect_without_a_new_model(tmp_path: Path) -> None:
         async with client.post("/v1/models/reload") as response:
             assert response.status == 200
         assert service.ranking.engine is engine
-        assert (relay.t_life_s, relay.tiers[0].t_life_s, engine.target_s) == (3.0, 3.0, 0.25)
+        assert (relay.t_life_s, relay.tiers[0].t_life_s, engine.objective_s) == (3.0, 3.0, 0.25)
         assert service._limiter.limit == 3
         body = {"user_id": "u", "history": history(Request(LENGTH, 5, 0)), "candidates": [FIRST_ID]}
         answer = await (await client.post("/v1/rank", json=body)).json()

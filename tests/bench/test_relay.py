@@ -1,0 +1,136 @@
+"""The search finds the crossing, the traffic is the same for every arm, and each arm is served as its name says."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from npu_gr.backend.cpu import CPUBackend
+from npu_gr.bench.relay import DRAM, FULL, LOWEST, RELAY, STEP, Search, drawn, last, lines, mixed, of_trace
+from npu_gr.bench.relay_rig import Arm, Idle, Outcomes, Rig, Served, Shape, measure_idle
+from npu_gr.request import Outcome
+
+SHAPE = Shape(num_tokens=96, num_candidates=8, num_layers=2, dim=64)
+
+
+@pytest.fixture(scope="module")
+def rig() -> Rig:
+    made = Rig(SHAPE, CPUBackend(), 0)
+    made.idle = Idle(0.01, 0.01, 0.001, 0.005)
+    return made
+
+
+@given(stop=st.integers(1, 20), crossing=st.integers(-1, 20), start=st.integers(-3, 25))
+def test_the_last_that_holds_is_found_and_nothing_is_asked_twice(stop: int, crossing: int, start: int) -> None:
+    asked = list[int]()
+
+    async def holds(step: int) -> bool:
+        asked.append(step)
+        return step <= crossing
+
+    assert asyncio.run(last(holds, start, stop)) == min(crossing, stop - 1)
+    assert len(asked) == len(set(asked))
+    assert all(0 <= step < stop for step in asked)
+
+
+async def test_the_sustained_rate_lies_between_the_last_that_held_and_the_first_that_failed() -> None:
+    def run(step: int) -> Outcomes:
+        return Outcomes(np.full(10, 0.1 * 1.1**step, np.float32), {}, 0.0, 0.0)
+
+    served: Any = SimpleNamespace(rig=SimpleNamespace(idle=Idle(0.1, 0.1, 0.1, 0.1)))
+    search = Search(served, drawn, 10, 1.0, 0)
+    search.found = {step: run(step) for step in range(18)}
+    rate, step, _ = await search.sustained(0.15, 9)
+    assert step == 4
+    assert LOWEST / 0.1 * STEP**4 < rate < LOWEST / 0.1 * STEP**5
+    assert (await search.sustained(0.05, 9))[:2] == (0.0, 0)
+    assert (await search.sustained(9.9, 0))[0] == search.rate_per_s(17)
+
+
+def test_the_p99_is_what_99_of_100_took_at_most() -> None:
+    latency_s = np.arange(1, 101, dtype=np.float32)
+    assert Outcomes(latency_s, {}, 0.0, 0.0).p99_s == 99.0
+    latency_s[:2] = np.inf
+    assert Outcomes(latency_s, {}, 0.0, 0.0).p99_s == np.inf
+
+
+def test_every_arm_gets_the_same_users_at_the_same_instants(rig: Rig) -> None:
+    some, others = drawn(0.0, rig, 5.0, 40, 3), drawn(0.5, rig, 5.0, 40, 3)
+    assert [v.at_s for v in some] == [v.at_s for v in others]
+    back = [v.user.tenant == "back" for v in others]
+    assert 10 < sum(back) < 30
+    for one, other, returns in zip(some, others, back, strict=True):
+        assert returns or (one.user == other.user and one.events.fingerprint() == other.events.fingerprint())
+    assert mixed(rig, 5.0, 40, 3)[7].events.fingerprint() == mixed(rig, 9.0, 40, 3)[7].events.fingerprint()
+
+
+def test_a_trace_says_who_comes_back(rig: Rig) -> None:
+    sessions = [*range(140), 200, 139, 200, 300, *range(400, 460)]
+    twice = 0
+    for seed in range(20):
+        visits = of_trace(sessions, rig, 5.0, 40, seed)
+        numbers = [int(v.user.user) for v in visits]
+        start = next(i for i in range(len(sessions)) if sessions[i : i + 40] == numbers)
+        recent = set(list(dict.fromkeys(reversed(sessions[:start])))[:24])
+        assert [v.user.tenant == "back" for v in visits] == [n in recent for n in numbers]
+        histories = [v.events.fingerprint() for v in visits if v.user.user == "200"]
+        twice += len(histories) == 2
+        assert len(set(histories)) <= 1  # one user, one history
+    assert twice
+
+
+@asynccontextmanager
+async def run(rig: Rig, arm: Arm, reuse: float, count: int = 12) -> AsyncIterator[tuple[Served, Outcomes]]:
+    async with rig.serving(arm, 1000.0) as served:
+        served.engine.copy_bytes_per_s = float("inf")  # of so short a prefix a reload would not pay
+        yield served, await served.run(drawn(reuse, rig, 60.0, count, 1), 30.0)
+
+
+async def test_an_arm_is_served_as_its_name_says(rig: Rig) -> None:
+    async with run(rig, FULL, 0.0) as (_, found):
+        assert found.shares == {Outcome.MISS_FULL: 1.0}
+        assert np.isfinite(found.latency_s).all()
+    async with run(rig, RELAY, 0.0) as (served, found):
+        assert set(found.shares) <= {Outcome.HBM_HIT, Outcome.JOINED}
+        assert (found.reloaded, found.wasted) == (0.0, 0.0)
+        assert len(served.pool) == 0  # nothing is left for the next run
+    async with run(rig, DRAM, 1.0) as (served, found):
+        assert found.reloaded > 0
+        assert Outcome.MISS_FULL not in found.shares
+        again = await served.run(drawn(1.0, rig, 60.0, 12, 1), 30.0)
+        assert again.reloaded == pytest.approx(found.reloaded, abs=0.2)
+        assert len(served.dram) == 1  # what returns, for the next run
+    async with rig.serving(RELAY, 1000.0) as served:
+        visits = [
+            visit._replace(is_ranked=number % 2 == 0) for number, visit in enumerate(drawn(0.0, rig, 60.0, 12, 1))
+        ]
+        found = await served.run(visits, 30.0)
+        assert (len(found.latency_s), found.wasted) == (6, 0.5)
+
+
+async def test_each_part_is_measured_alone_and_checked(rig: Rig) -> None:
+    idle = await measure_idle(rig)
+    assert min(idle) > 0
+    assert idle.rank_s < idle.full_s
+
+
+def test_the_whole_table(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    rows = (f'{{"timestamp": {n}, "input_length": 9, "hash_ids": [0, {n % 50}]}}\n' for n in range(400))
+    trace.write_text("".join(rows))
+    shape = Shape(num_tokens=96, num_candidates=4, num_layers=2, dim=64)
+    found = list(lines("cpu", [shape], 40, 0.1, 0, trace))
+    cases = " ".join(line.case for line in found)
+    for part in ("pre-infer", "truncated", "relay, dram 75%", "dram trace", "best with", "longest history", "trigger"):
+        assert part in cases
+    assert all(line.ratio >= 0 for line in found)
+    assert [line.target for line in found if "best with" in line.case] == [3.6] * 3
