@@ -18,11 +18,11 @@ constexpr int64_t kAhead = 512;  // floats
 struct Kept {
   uint64_t *ranks;  // descending_key(score), then the row
   int64_t count;
-  float worst;  // a score below it cannot be among the best
+  float worst;  // rows rise, so a score must be above it to be among the best
   const int64_t *hidden, *hidden_end;
 
   NPU_GR_INLINE void offer(float score, int64_t row, int64_t k) {
-    if (score == -kInfinity || std::binary_search(hidden, hidden_end, row)) return;
+    if (std::binary_search(hidden, hidden_end, row)) return;
     ranks[count++] = static_cast<uint64_t>(descending_key(score)) << 32 | static_cast<uint32_t>(row);
     if (count == 2 * k) shrink(k);
   }
@@ -91,9 +91,9 @@ NPU_GR_INLINE F32 cached_scores(const float *query, const float *first, int64_t 
 }
 
 NPU_GR_INLINE void offer_all(Kept &kept, F32 found, int64_t first, int64_t k) {
-  for (uint32_t bits = mask_bits(found >= splat(kept.worst)); bits; bits &= bits - 1) {
+  for (uint32_t bits = mask_bits(found > splat(kept.worst)); bits; bits &= bits - 1) {
     const int lane = __builtin_ctz(bits);
-    if (found[lane] >= kept.worst) kept.offer(found[lane], first + lane, k);
+    if (found[lane] > kept.worst) kept.offer(found[lane], first + lane, k);
   }
 }
 
@@ -123,7 +123,7 @@ void find_best(const ItemsJob *job) {
     for (int64_t q = 0; q < job->num_queries; ++q) {
       float score = 0;
       for (int64_t d = 0; d < dim; ++d) score += job->queries[q * dim + d] * job->items[row * dim + d];
-      if (score >= kept[q].worst) kept[q].offer(score, row, k);
+      if (score > kept[q].worst) kept[q].offer(score, row, k);
     }
   }
   for (int64_t q = 0; q < job->num_queries; ++q) {
