@@ -43,6 +43,7 @@ from npu_gr.model.weights import Checkpoint
 from npu_gr.model.weights import load as load_checkpoint
 from npu_gr.ranking import Ranking
 from npu_gr.recommend import Cascade, Sized, Source, from_generation, from_matching
+from npu_gr.relay.calibration import Calibration
 from npu_gr.relay.relay import Relay
 from npu_gr.reload import Reload
 from npu_gr.replay.recorder import Recorder
@@ -199,7 +200,9 @@ async def open_ranking(
     if beside is not None:
         engine.copy_bytes_per_s = beside.engine.copy_bytes_per_s
     engine.objective_s = config.slo.rank_s
-    relay = Relay(config.relay, config.trigger_with_budget(), engine, pool, dram, checkpoint.version)
+    calibration = _calibration(config, checkpoint.version, backend)
+    trigger = config.trigger_with_budget()
+    relay = Relay(config.relay, trigger, engine, pool, dram, checkpoint.version, calibration=calibration)
     observe_relay(metrics, "rank", engine, pool, dram, relay)
     model = ModelInfo(
         name=checkpoint.name,
@@ -214,6 +217,22 @@ async def open_ranking(
     )
     metrics.limits({"history_tokens": config.service.max_history_tokens or model.max_history_tokens})
     return Ranking(config.service, model, vocabulary, engine, relay, metrics)
+
+
+def describe(backend: Backend) -> str:
+    """A device and its kernels, in a word."""
+    return f"{backend.name} {backend.kernels}".strip()
+
+
+def _calibration(config: Config, version: str, backend: Backend) -> Calibration | None:
+    found = config.calibration
+    if found is not None and (found.version, found.device) != (version, describe(backend)):
+        log.warning(
+            "the calibration is of %s on %s, this is %s on %s: not used; run npu-gr calibrate",
+            *(found.version, found.device, version, describe(backend)),
+        )
+        return None
+    return found
 
 
 def _placed(config: Config, backend: Backend) -> Checkpoint:
@@ -315,7 +334,7 @@ async def _prove(
     """Parity self-test (where prefixes are cached) and warm-up, on a seeded history; live ranks go first."""
     shape = engine.model.config
     longest = min(shape.max_history_tokens, max(WARM_UP_LENGTHS))
-    tokens = _seeded(vocabulary, shape, longest)
+    tokens = seeded_tokens(vocabulary, shape, longest)
     head = tokens[: min(longest, SELF_TEST_TOKENS)]
     candidates = np.random.default_rng(1).integers(0, shape.num_items, 32)
     drift = 0.0
@@ -360,7 +379,8 @@ async def _reserved(tier: PrefixPool | DramStore, key: PrefixKey, num_tokens: in
         await asyncio.sleep(0.05)
 
 
-def _seeded(vocabulary: ItemVocabulary, shape: HSTUConfig, num_tokens: int) -> Tokens:
+def seeded_tokens(vocabulary: ItemVocabulary, shape: HSTUConfig, num_tokens: int) -> Tokens:
+    """A history of the model's items, always the same one."""
     random = np.random.default_rng(0)
     events = Events.make(
         vocabulary.ids[random.integers(0, shape.num_items, num_tokens)],

@@ -19,6 +19,7 @@ from npu_gr.kv.config import KVConfig
 from npu_gr.match import MatchConfig
 from npu_gr.metrics.slo import Objective
 from npu_gr.recommend import RecommendConfig
+from npu_gr.relay.calibration import Calibration, beside
 from npu_gr.relay.relay import RelayConfig
 from npu_gr.relay.trigger import TriggerConfig
 from npu_gr.replay.recorder import RecordConfig
@@ -63,6 +64,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     scheduler: SchedulerConfig = SchedulerConfig()
     relay: RelayConfig = RelayConfig()
     trigger: TriggerConfig = TriggerConfig()
+    calibration: Calibration | None = None  # of `npu-gr calibrate`; absent: CONFIG.calibration.yaml, if it is there
     brownout: BrownoutConfig = BrownoutConfig()
     kv: KVConfig = KVConfig()
     features: HistoryConfig = HistoryConfig()
@@ -89,8 +91,11 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 def load(path: Path, overrides: Sequence[str] = ()) -> Config:
-    """Read a configuration file; see `settings.load`."""
-    return settings.load(path, Config, overrides)
+    """Read a configuration file and the calibration beside it; see `settings.load`."""
+    config = settings.load(path, Config, overrides)
+    if config.calibration is None and beside(path).exists():
+        return msgspec.structs.replace(config, calibration=settings.load(beside(path), Calibration))
+    return config
 
 
 def from_table(table: dict[str, Any], where: str = "config") -> Config:

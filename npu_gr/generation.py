@@ -258,7 +258,7 @@ class Generation:
                     cached=lease.cached,
                     keep=lease.keep,
                 )
-                done = await self.engine.generate(work, due_s)
+                done = await self.engine.generate(work, due_s, began_s)
         return GenerateAnswer(
             model_version=self.version,
             catalogue_version=snapshot.version,

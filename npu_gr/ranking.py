@@ -52,7 +52,7 @@ class Ranking:
         relay: Relay[Tokens],
         metrics: Metrics,
     ) -> None:
-        self._config, self.model, self._vocabulary = config, model, vocabulary
+        self._config, self.model, self.vocabulary = config, model, vocabulary
         self.engine, self.relay, self._metrics = engine, relay, metrics
         self.max_events = config.max_history_tokens or model.max_history_tokens
         self._random = np.random.default_rng(0)
@@ -89,7 +89,7 @@ class Ranking:
     @property
     def item_ids(self) -> I64:
         """[num_items] external ids, by row."""
-        return self._vocabulary.ids
+        return self.vocabulary.ids
 
     def tokenize(self, events: Events, first_index: int) -> Tokens:
         """The behaviours as the ranker reads them.
@@ -103,7 +103,7 @@ class Ranking:
         """
         tokens = tokenize(
             events,
-            self._vocabulary,
+            self.vocabulary,
             len(self.model.actions),
             max_tokens=self.max_events,
             cut_step_tokens=self._config.cut_step_tokens,
@@ -131,7 +131,7 @@ class Ranking:
         shown_at = int(time.time()) if request.timestamp is None else request.timestamp
         async with self.relay.lease(request.user, tokens, len(rows), due_s) as lease:
             lease_s = time.monotonic() - began_s
-            lease, scored = await self._score(tokens, rows, shown_at, lease, due_s)
+            lease, scored = await self._score(tokens, rows, shown_at, lease, due_s, began_s)
         if lease.cached and self._random.random() < self._config.selfcheck_ratio:
             self._own(self._selfcheck(tokens, rows, shown_at, scored.logits))
         return RankAnswer(
@@ -152,25 +152,25 @@ class Ranking:
         )
 
     async def _score(
-        self, tokens: Tokens, rows: I64, shown_at: int, lease: Lease, due_s: float
+        self, tokens: Tokens, rows: I64, shown_at: int, lease: Lease, due_s: float, since_s: float
     ) -> tuple[Lease, Scored]:
         """One pass; if the device fails with a prefix in hand, one more without it."""
         work = Pass(tokens, lease.first_token, rows, shown_at, cached=lease.cached, keep=lease.keep)
         try:
-            return lease, await self.engine.rank(work, due_s)
+            return lease, await self.engine.rank(work, due_s, since_s)
         except DeviceError:
             if not lease.cached and not lease.keep:
                 raise
             self._metrics.relay_error("read")
             lease.discard()  # the failed pass may have written half of it
         alone = Lease(outcome=Outcome.MISS_FULL, reason=Reason.READ_FAILED)
-        return alone, await self.engine.rank(Pass(tokens, 0, rows, shown_at), due_s)
+        return alone, await self.engine.rank(Pass(tokens, 0, rows, shown_at), due_s, since_s)
 
     # ---- candidates and scores
 
     def _candidates(self, ids: I64) -> tuple[I64, np.ndarray[Any, np.dtype[np.bool_]]]:
         """Rows of the known candidates, and which of the given ones they are."""
-        rows = self._vocabulary.rows(ids)
+        rows = self.vocabulary.rows(ids)
         known = rows != UNKNOWN
         missing = len(ids) - int(np.count_nonzero(known))
         if missing:

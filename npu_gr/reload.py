@@ -2,6 +2,7 @@
 
     checkpoint                           another version: loaded, proven and warmed beside the old one, which drains
     slo, service, relay, trigger, brownout   in force from the next request on
+    calibration                          in force with the next version of the checkpoint
     everything else                      sized or opened at start: refused by name
 
 The pages, and what lies in them, stay: a prefix's key holds the version that wrote it. Latency histograms keep the
@@ -22,7 +23,7 @@ from npu_gr.service import Service
 
 log = logging.getLogger(__name__)
 
-CHANGEABLE = {"checkpoint", "slo", "service", "relay", "trigger", "brownout"}
+CHANGEABLE = {"checkpoint", "slo", "service", "relay", "trigger", "calibration", "brownout"}
 
 
 def check_changeable(old: Config, new: Config) -> None:

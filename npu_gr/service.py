@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager, nullcontext, suppress
 from dataclasses import replace
@@ -23,8 +24,9 @@ import msgspec
 
 from npu_gr.admission.brownout import BrownoutControl
 from npu_gr.admission.deadline import deadline
+from npu_gr.admission.gate import Gate
 from npu_gr.admission.gradient import GradientLimit
-from npu_gr.admission.limiter import Limiter, Priority
+from npu_gr.admission.limiter import Expected, Limiter, Priority
 from npu_gr.engine.scheduler import Scheduler
 from npu_gr.errors import (
     BadRequest,
@@ -73,7 +75,7 @@ class ServiceConfig(RankingConfig, frozen=True, kw_only=True, forbid_unknown_fie
 
     max_inflight: Annotated[int, msgspec.Meta(ge=1)] = 512  # requests being served at once; the next gets 429
     min_inflight: Annotated[int, msgspec.Meta(ge=1)] = 8  # as low as the adaptive limit may go
-    adaptive: bool = True  # the limit follows the latency, towards `share` of the objective
+    adaptive: bool = True  # the limit follows the latency, towards `share` of the objective, and so does `gate.py`
     share: Annotated[float, msgspec.Meta(gt=0, le=1)] = 0.7
     known_prefix_bytes: Annotated[int, msgspec.Meta(ge=0)] = 268_435_456  # histories remembered for deltas
 
@@ -127,6 +129,7 @@ class Service:
         self._draining: dict[str, Ranking] = {}  # replaced ones, by version
         self._retirements: set[asyncio.Task[None]] = set()
         self.on_reload: Callable[[], Awaitable[None]] = _nothing_to_reload
+        self._gates: defaultdict[str, Gate] = defaultdict(Gate)  # by kind of request
         self._limiter = Limiter(config.max_inflight, _adaptive(config))
         self._known = KnownPrefixes(config.known_prefix_bytes)
         self._effective_config = effective_config
@@ -213,7 +216,7 @@ class Service:
         ranking = self._ranker(request.model_version) or self.ranking
         if not len(request.candidates):
             raise Unprocessable("candidates: needs at least one")
-        with self._admitted(Priority.RANK, budget_s, self._objectives.rank_s), ranking.used():
+        with self._admitted(Priority.RANK, budget_s, "rank"), ranking.used():
             async with deadline(budget_s) as due_s:
                 events, first_index = await self._events(request.user, request.history)
                 tokens = ranking.tokenize(events, first_index)
@@ -228,7 +231,7 @@ class Service:
         generation = self.generation
         if request.model_version not in (None, generation.version):
             raise _not_served(request.model_version, [generation.version])
-        with self._admitted(Priority.GENERATE, budget_s, self._objectives.generate_s):
+        with self._admitted(Priority.GENERATE, budget_s, "generate"):
             async with deadline(budget_s) as due_s:
                 events, _ = await self._events(request.user, request.history)
                 fingerprint = events.fingerprint()
@@ -242,7 +245,7 @@ class Service:
         """The best items for a user by vectors; see `Door.match`."""
         began_s = time.monotonic()
         matching = self.matching
-        with self._admitted(Priority.GENERATE, budget_s, self._objectives.match_s):
+        with self._admitted(Priority.GENERATE, budget_s, "match"):
             async with deadline(budget_s) as due_s:
                 history = await self._items_for_match(request, matching.config.max_history_events)
                 answer = await matching.match(request, history, due_s)
@@ -262,7 +265,7 @@ class Service:
         """Signal, retrieval, pre-processing and rank in one; see `Door.recommend`."""
         began_s = time.monotonic()
         cascade, ranking = self.cascade, self._ranker(request.model_version) or self.ranking
-        with self._admitted(Priority.GENERATE, budget_s, self._objectives.recommend_s), ranking.used():
+        with self._admitted(Priority.GENERATE, budget_s, "recommend"), ranking.used():
             async with deadline(budget_s) as due_s:
                 events, first_index = await self._events(request.user, request.history)
                 tokens = ranking.tokenize(events, first_index)
@@ -281,15 +284,18 @@ class Service:
             raise Overloaded(f"overloaded: {priority.name.lower()}s are refused, {first.name.lower()}s come first")
 
     @contextmanager
-    def _admitted(
-        self, priority: Priority, budget_s: float = float("inf"), objective_s: float | None = None
-    ) -> Iterator[None]:
+    def _admitted(self, priority: Priority, budget_s: float = float("inf"), kind: str | None = None) -> Iterator[None]:
+        """`kind`: whose objective it has; None = none, it does not use the device."""
         self.check_room(priority)
-        if (queue_s := self._scheduler.queue_s) > budget_s:
-            raise Overloaded(
-                f"{queue_s * 1e3:.0f} ms of work wait for the device, the request has {budget_s * 1e3:.0f}"
-            )
-        with self._limiter.admit(priority, objective_s):
+        expected = None
+        if kind is not None:
+            objective_s = getattr(self._objectives, f"{kind}_s")
+            expected = Expected(objective_s, self._scheduler.wait_s(objective_s), self._gates[kind])
+            if expected.wait_s > budget_s:
+                raise Overloaded(
+                    f"it would wait {expected.wait_s * 1e3:.0f} ms for the device, it has {budget_s * 1e3:.0f}"
+                )
+        with self._limiter.admit(priority, expected):
             yield
 
     @asynccontextmanager

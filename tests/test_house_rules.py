@@ -21,6 +21,7 @@ ORDER = [  # top first: a folder or file may import what stands below it
     "judge",
     "bench",
     "acceptance",
+    "calibrate",
     "fleet",
     "app",
     "reload",

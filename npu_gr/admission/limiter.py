@@ -6,7 +6,9 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import Enum
+from typing import NamedTuple
 
+from npu_gr.admission.gate import Gate
 from npu_gr.admission.gradient import GradientLimit
 from npu_gr.errors import DeadlineExceeded, Overloaded
 
@@ -17,6 +19,14 @@ class Priority(Enum):
     RANK = 1.0  # what the cascade waits for
     GENERATE = 0.9  # retrieval has other sources
     SIGNAL = 0.75  # an optimisation
+
+
+class Expected(NamedTuple):
+    """What is expected of a request when it comes."""
+
+    objective_s: float
+    wait_s: float  # for the device
+    gate: Gate  # of its kind
 
 
 class Limiter:
@@ -52,36 +62,40 @@ class Limiter:
             raise Overloaded(f"{self.inflight} requests in flight, the limit is {limit}")
 
     @contextmanager
-    def admit(self, priority: Priority = Priority.RANK, objective_s: float | None = None) -> Iterator[None]:
-        """Hold one of the slots; the adaptive limit learns from how the block ends.
+    def admit(self, priority: Priority = Priority.RANK, expected: Expected | None = None) -> Iterator[None]:
+        """Hold one of the slots; the adaptive limit and the gate learn from how the block ends.
 
         Args:
             priority: whose share it may fill.
-            objective_s: how long the block should take; None = nothing is learnt from it.
+            expected: of the block; None = nothing is learnt from it.
 
         Raises:
-            Overloaded: the priority's share of the limit is taken.
+            Overloaded: the priority's share of the limit is taken, or it would hardly be done in time.
         """
         self.check(priority)
+        if expected is not None and self._adaptive is not None:
+            expected.gate.check(expected.wait_s, expected.objective_s)
         self.inflight += 1
         began_s = self._clock()
         try:
             yield
-            self._learn(began_s, objective_s)
+            self._learn(expected, self._clock() - began_s)
         except DeadlineExceeded:
             # it would have taken longer than this, which says nothing of one that had less time than the objective
-            if objective_s is not None and self._clock() - began_s >= objective_s:
-                self._learn(began_s, objective_s)
+            if expected is not None and self._clock() - began_s >= expected.objective_s:
+                self._learn(expected, self._clock() - began_s)
             raise
         except Overloaded:
-            self._learn(began_s - REFUSED * (objective_s or 0.0), objective_s)
+            if expected is not None:
+                self._learn(expected, self._clock() - began_s + REFUSED * expected.objective_s)
             raise
         finally:
             self.inflight -= 1
 
-    def _learn(self, began_s: float, objective_s: float | None) -> None:
-        if self._adaptive is not None and objective_s is not None:
-            self._adaptive.observe((self._clock() - began_s) / objective_s, self.inflight)
+    def _learn(self, expected: Expected | None, took_s: float) -> None:
+        if self._adaptive is not None and expected is not None:
+            self._adaptive.observe(took_s / expected.objective_s, self.inflight)
+            expected.gate.learn(expected.wait_s, took_s)
 
 
 REFUSED = 2.0  # objectives that a request counts for which a full queue further in has refused

@@ -40,8 +40,8 @@ from npu_gr.request import UserKey
 
 MULTIPLES = (1.2, 1.5, 3.0)  # the objective, of the idle full inference
 STEP = 1.35  # from one rate of the grid to the next
-LOWEST = 0.2  # of what full inference could do at most
-STEPS = 18  # of the grid: up to 44 times what full inference could do
+LOWEST = 0.1  # of what full inference could do at most
+STEPS = 20  # of the grid: up to 30 times what full inference could do
 LEAST = 40  # requests a run
 REUSE = (0.5, 0.75, 1.0)
 LONGER = (1.5, 2.0, 3.0, 4.0)  # histories, of the shape's
@@ -50,7 +50,7 @@ SHORT, LONG_SHARE, GONE = 0.25, 0.2, 0.5  # the mix: length of most, share of th
 FULL = Arm("full", signals=False)
 RELAY = Arm("relay")
 DRAM = Arm("relay, dram", dram=True)
-AT_RISK = Arm("trigger", trigger=TriggerConfig(margin_s=0.0))
+AT_RISK = Arm("trigger", trigger=TriggerConfig())
 EVERYTHING = Arm("trigger off", trigger=TriggerConfig(policy="always", min_prefix_tokens=1, max_inflight=1_000_000))
 
 
@@ -72,12 +72,12 @@ def drawn(reuse: float, rig: Rig, rate_per_s: float, count: int, seed: int) -> l
 def of_trace(sessions: Sequence[int], rig: Rig, rate_per_s: float, count: int, seed: int) -> list[Visit]:
     """Poisson arrivals of a stretch of a trace's sessions, in its order.
 
-    Who was among the last `RETURNING` sessions before the stretch has a prefix in DRAM.
+    Who was among the last sessions before the stretch, half as many as DRAM holds, has a prefix there.
     """
     random = np.random.default_rng(seed)
     arrivals = np.cumsum(random.exponential(1.0 / rate_per_s, count))
     start = int(random.integers(len(sessions) // 4, len(sessions) - count))
-    recent = list(dict.fromkeys(reversed(sessions[:start])))[:RETURNING]
+    recent = list(dict.fromkeys(reversed(sessions[:start])))[: rig.dram_prefixes // 2]
     visits = []
     for session, at_s in zip(sessions[start : start + count], arrivals.tolist(), strict=True):
         is_back = session in recent
@@ -211,7 +211,7 @@ class Bench:
         self, arm: Arm, traffic: Traffic, multiples: Sequence[float] = MULTIPLES
     ) -> list[tuple[float, Outcomes]]:
         """The rate for each objective, and what happened at the step below it."""
-        full_s, step, rows = self._rig.idle.full_s, 2, []
+        full_s, step, rows = self._rig.idle.full_s, 4, []
         async with self._rig.serving(arm, multiples[0] * full_s) as served:
             search = Search(served, traffic, self._count, self._seconds, self._seed)
             for multiple in multiples:

@@ -38,7 +38,8 @@ from npu_gr.request import F32, Events, Outcome, UserKey, Verdict
 LEAD = 2.0  # of the idle full inference: from signal to rank
 HBM_PREFIXES = 16  # that the pool holds
 RETURNING = 24  # users whose prefixes lie in DRAM
-DRAM_PREFIXES = 64  # that it holds
+DRAM_BYTES, DRAM_PREFIXES = 2 << 30, (64, 512)  # of the tier, and the prefixes that it holds at least and at most
+MARGIN = 0.3  # of the objective: what the trigger leaves for everything but queue and device
 NEW_TOKENS = 16  # behaviours since then
 T_LIFE_S = 10.0
 TOLERANCE = 1e-4  # of the logits' standard deviation: cached against cold scores
@@ -122,8 +123,10 @@ class Rig:
         )
         self.vocabulary = ItemVocabulary(np.arange(config.num_items, dtype=np.int64))
         pages = self.layout.pages(shape.num_tokens)
+        least, most = DRAM_PREFIXES
+        self.dram_prefixes = min(most, max(least, DRAM_BYTES // (pages * self.layout.page_bytes)))
         self.hbm = KVArena(self.layout, pages * HBM_PREFIXES, backend.device, pack=backend.pack_kv)
-        self.dram = KVArena(self.layout, pages * DRAM_PREFIXES, torch.device("cpu"), backend.pins_host_memory)
+        self.dram = KVArena(self.layout, pages * self.dram_prefixes, torch.device("cpu"), backend.pins_host_memory)
         random = np.random.default_rng(seed)
         self.candidates = random.integers(0, config.num_items, shape.num_candidates)
         self.returning = self.user(random)  # the history of every user who comes back
@@ -147,7 +150,7 @@ class Rig:
         pool = PrefixPool(self.hbm, self.hbm.num_pages * self.layout.page_bytes, T_LIFE_S, time.monotonic)
         dram = DramStore(self.dram, ttl_s=1e6, ttl_jitter_ratio=0.0, seed=0, clock=time.monotonic)
         config = RelayConfig(enabled=arm.signals, degrade=False, max_reloads=2, t_life_s=T_LIFE_S)
-        trigger = msgspec.structs.replace(arm.trigger, rank_budget_s=objective_s)
+        trigger = msgspec.structs.replace(arm.trigger, rank_budget_s=objective_s, margin_s=MARGIN * objective_s)
         relay = Relay(config, trigger, engine, pool, dram if arm.dram else None, "v")
         scheduler.start()
         try:
@@ -202,9 +205,10 @@ class Served:
 
     async def rank(self, user: UserKey, tokens: Tokens, due_s: float) -> F32:
         """Score the candidates."""
+        since_s = time.monotonic()
         async with self.relay.lease(user, tokens, len(self.rig.candidates), due_s) as lease:
             work = Pass(tokens, 0, self.rig.candidates, SHOWN_AT, cached=lease.cached, keep=lease.keep)
-            logits = (await self.engine.rank(work, due_s)).logits
+            logits = (await self.engine.rank(work, due_s, since_s)).logits
         self._outcomes[lease.outcome] += 1
         return logits
 

@@ -44,6 +44,21 @@ class CostModel:
         return low
 
 
+class Pace:
+    """How much longer passes take than their estimates, lately: the model is of a machine that does nothing else."""
+
+    def __init__(self) -> None:
+        self.value = 1.0
+
+    def observe(self, expected_s: float, took_s: float) -> None:
+        """A pass has ended; nothing is learnt from one without an estimate."""
+        if expected_s > 0.0:
+            self.value += _FOLLOW * (min(max(took_s / expected_s, 1 / _EXTREME), _EXTREME) - self.value)
+
+
+_FOLLOW, _EXTREME = 0.1, 8.0
+
+
 def fit(samples: Iterable[tuple[int, int, float]]) -> CostModel:
     """As `fit_passes`, of full passes: (num_tokens, num_candidates, seconds)."""
     return fit_passes((n, 0, c, seconds) for n, c, seconds in samples)

@@ -19,7 +19,7 @@ from npu_gr.backend.base import Backend
 from npu_gr.catalog.tokens import Tokens
 from npu_gr.engine.cost import CostModel, fit
 from npu_gr.engine.quantile import RunningQuantile
-from npu_gr.engine.queue import Demand
+from npu_gr.engine.queue import Demand, Step
 from npu_gr.engine.scheduler import Done, Scheduler, Urgency
 from npu_gr.kv.arena import KVArena
 from npu_gr.kv.layout import Run
@@ -86,8 +86,8 @@ class PageJobs:
 
     @property
     def queue_s(self) -> float:
-        """What waits for the device now, by estimate."""
-        return self.scheduler.queue_s
+        """How long a request that comes now would wait for the device."""
+        return self.scheduler.wait_s(self.objective_s)
 
     @property
     def residual_s(self) -> float:
@@ -154,27 +154,27 @@ class Engine(PageJobs):
         Args:
             tokens: the whole history.
             keep: pages for all of it, which hold its first `first_token` tokens already.
-            deadline_s: a chunk that has not begun by then is dropped.
+            deadline_s: a chunk that has not begun by then is dropped, and what follows.
             urgency: when its rank is expected.
             first_token: where to go on.
         """
-        nothing = np.empty(0, np.int64)
-        for start, stop in chunks(first_token, len(tokens), self.scheduler.config.prefill_chunk_tokens):
-            work = Pass(tokens[:stop], 0, nothing, 0, cached=Cached(keep, start) if start else None, keep=keep)
-            await self.scheduler.call(
-                lambda work=work: self._run([work]),  # type: ignore[misc]
-                deadline_s,
-                urgency,
-                takes_s=self.cost.pass_s(stop - start, start, 0),
-                is_sheddable=True,
-                kind="prefill",
-            )
 
-    async def rank(self, work: Pass, deadline_s: float) -> Scored:
-        """Score a pass's candidates."""
+        def step(start: int, stop: int) -> Step:
+            cached = Cached(keep, start) if start else None
+            work = Pass(tokens[:stop], 0, np.empty(0, np.int64), 0, cached=cached, keep=keep)
+            return Step(lambda: self._run([work]), self.cost.pass_s(stop - start, start, 0))
+
+        size = self.scheduler.config.prefill_chunk_tokens
+        steps = [step(start, stop) for start, stop in chunks(first_token, len(tokens), size)]
+        await self.scheduler.sequence(steps, deadline_s, urgency, is_sheddable=True, kind="prefill")
+
+    async def rank(self, work: Pass, deadline_s: float, since_s: float | None = None) -> Scored:
+        """Score a pass's candidates, of a request that came at `since_s` (now by default)."""
         cached = work.cached.num_tokens if work.cached else 0
         expected_s = self.cost.pass_s(work.demand.tokens, cached, work.demand.rows)
-        done = await self.scheduler.batch(work, self._run, deadline_s, objective_s=self.objective_s, takes_s=expected_s)
+        done = await self.scheduler.batch(
+            work, self._run, deadline_s, objective_s=self.objective_s, since_s=since_s, takes_s=expected_s
+        )
         if work.cached is None and done.batch_size == 1:
             self._correct(expected_s, done.device_s)
         return Scored(done.value, done.queue_s, done.device_s)

@@ -27,7 +27,7 @@ from npu_gr.catalog.trie import DEAD, I32, Trie
 from npu_gr.engine.beam_search import Beams, Query, SearchOptions, Tables, search
 from npu_gr.engine.cost import CostModel, fit
 from npu_gr.engine.engine import Cached, PageJobs, chunks
-from npu_gr.engine.queue import Demand
+from npu_gr.engine.queue import Demand, Step
 from npu_gr.engine.scheduler import Done, Scheduler, Urgency
 from npu_gr.errors import Unprocessable
 from npu_gr.kv.arena import KVArena, Slab
@@ -309,23 +309,33 @@ class GenerateEngine(PageJobs):
         self, tokens: Prompt, keep: tuple[Run, ...], deadline_s: float, urgency: Urgency, first_token: int = 0
     ) -> None:
         """Encode a prompt into the pages `keep`, chunk after chunk; see `Engine.prefill`."""
-        for start, stop in chunks(first_token, len(tokens), self.scheduler.config.prefill_chunk_tokens):
+
+        def step(start: int, stop: int) -> Step:
             before = [Part(self.arena, keep, start)] if start else []
 
-            def run(start: int = start, stop: int = stop, before: list[Part] = before) -> None:
+            def run() -> None:
                 self.generator.encode(tokens.tokens[start:stop], before, Part(self.arena, keep, stop), start)
                 self.backend.synchronize()
 
-            takes_s = self.cost.pass_s(stop - start, start, 0)
-            await self.scheduler.call(run, deadline_s, urgency, takes_s=takes_s, is_sheddable=True, kind="prefill")
+            return Step(run, self.cost.pass_s(stop - start, start, 0))
 
-    async def generate(self, work: Work, deadline_s: float) -> Done[Generated]:
-        """Encode what is missing of the prompt, and search; in a pass that others may share."""
+        size = self.scheduler.config.prefill_chunk_tokens
+        steps = [step(start, stop) for start, stop in chunks(first_token, len(tokens), size)]
+        await self.scheduler.sequence(steps, deadline_s, urgency, is_sheddable=True, kind="prefill")
+
+    async def generate(self, work: Work, deadline_s: float, since_s: float | None = None) -> Done[Generated]:
+        """Encode what is missing of the prompt, and search, in a pass that others may share; `since_s`: see `rank`."""
         cached = work.cached.num_tokens if work.cached else 0
         expected_s = self.cost.pass_s(len(work.prompt) - cached, cached, work.options.width)
         work = replace(work, vocabulary=self.generator.decoder.config.vocab_size)
         done: Done[Generated] = await self.scheduler.batch(
-            work, self._run, deadline_s, objective_s=self.objective_s, takes_s=expected_s, kind="generate"
+            work,
+            self._run,
+            deadline_s,
+            objective_s=self.objective_s,
+            since_s=since_s,
+            takes_s=expected_s,
+            kind="generate",
         )
         if work.cached is None and done.batch_size == 1:
             self._correct(expected_s, done.device_s)

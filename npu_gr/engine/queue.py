@@ -1,13 +1,15 @@
 """What waits for the device, and what runs next. Pure: no thread, no tensor, the caller brings the clock.
 
-Order: the earliest instant first. A job's instant is when it should be done (a request: its objective or deadline; a
-pre-infer: none, until its rank has come), and never later than `aging_s` after it came, so nothing starves. Pre-infers
-run one after the other among themselves: chunk by chunk in turn, all of them would end late. Jobs of one `run` and
-bucket share a pass as long as the sum of their demands stays within the limits; one that does not fit is passed over,
-not waited for.
+Order: the earliest instant first. A request's instant is when it should be done (its objective or deadline), and never
+later than `aging_s` after it came, so none starves. What is sheddable comes after every request, until one waits for
+it: a pre-infer whose rank was refused must not take the time of those that were not. Pre-infers run one after the
+other among themselves: chunk by chunk in turn, all of them would end late.
+
+Jobs of one `run` and bucket share a pass as long as the sum of their demands stays within the limits, and no job in it
+becomes late by those that are added; one that does not fit is passed over, not waited for.
 
 Invariants:
-  Q1  a job leaves the queue exactly once: taken, expired, shed, or withdrawn
+  Q1  a job leaves the queue exactly once a step: taken, expired, shed, or withdrawn
   Q2  a pass of more than one job is within every limit
   Q3  never more than `max_queue` jobs wait, not counting those that are `put` with force
   Q4  of two jobs that could both be taken, the one with the earlier instant is
@@ -23,9 +25,11 @@ from typing import Annotated, Any, NamedTuple
 
 import msgspec
 
+from npu_gr.engine.cost import Pace
 from npu_gr.errors import Overloaded
 
 Count = Annotated[int, msgspec.Meta(ge=1)]
+BEHIND_S = 1e9  # after every instant of a request
 SCAN = 64  # waiting jobs looked at to fill a pass
 
 
@@ -66,6 +70,13 @@ class Demand(NamedTuple):
 NOTHING = Demand()
 
 
+class Step(NamedTuple):
+    """One pass of a job that runs in several."""
+
+    work: Any
+    takes_s: float  # an estimate
+
+
 @dataclass(slots=True, eq=False, kw_only=True)
 class Job:
     """One unit of device work."""
@@ -81,7 +92,8 @@ class Job:
     takes_s: float = 0.0  # its own estimate; how long before the deadline it must begin
     objective_s: float = float("inf")  # how long its request should take in all
     is_sheddable: bool = False  # makes room for a job that is not, when the queue is full
-    since_s: float | None = None  # when its request came, if that was before this part of it did
+    rest: Sequence[Step] = ()  # what follows; each is a pass of its own, and others may come between
+    since_s: float | None = None  # when its request came, if that was before it did
     submitted_s: float = 0.0
     is_waiting: bool = field(default=False, init=False)
     tag: Any = None  # the submitter's
@@ -104,12 +116,21 @@ class JobQueue:
         self._numbers = itertools.count()
         self._sheddable: dict[Job, None] = {}  # oldest first
         self._waiting = 0
-        # of the waiting jobs together, without sheddable ones, which let others pass: estimates, and those as shares
-        # of each job's own objective
-        self.backlog_s = self.pressure = 0.0
+        self._pressure = 0.0
+        self.pace = Pace()  # of the passes; its owner tells it how long they took
 
     def __len__(self) -> int:
         return self._waiting
+
+    @property
+    def pressure(self) -> float:
+        """Waiting work in objectives, each job's part in its own; without sheddable ones, which let others pass."""
+        return self._pressure * self.pace.value
+
+    def ahead_s(self, order_s: float) -> float:
+        """Estimates of the waiting jobs that go before one of this order, together."""
+        ahead = (job for at_s, _, job in self._heap if at_s <= order_s and job.is_waiting and at_s == job.order_s)
+        return sum(job.takes_s + sum(step.takes_s for step in job.rest) for job in ahead) * self.pace.value
 
     def put(self, job: Job, now_s: float, *, force: bool = False) -> Job | None:
         """Take a job in.
@@ -128,18 +149,35 @@ class JobQueue:
             self.withdraw(shed)
         job.submitted_s, job.is_waiting = now_s, True
         since_s = now_s if job.since_s is None else job.since_s
-        job.order_s = min(job.order_s, job.deadline_s, since_s + self._config.aging_s)
+        if job.is_sheddable:  # behind every request, the oldest first, unless a request waits for it
+            job.order_s = min(job.order_s, since_s + BEHIND_S)
+        else:
+            job.order_s = min(job.order_s, job.deadline_s, since_s + self._config.aging_s)
         self._push(job)
         self._waiting += 1
         if job.is_sheddable:
             self._sheddable[job] = None
         else:
-            self.backlog_s += job.takes_s
-            self.pressure += job.takes_s / job.objective_s
+            self._pressure += job.takes_s / job.objective_s
         return shed
 
+    def go_on(self, job: Job, now_s: float) -> bool:
+        """Put the next step in of a job whose last one has run; False if that was all.
+
+        At once, so that its place in the order is taken before another job is.
+        """
+        if not job.rest:
+            return False
+        (job.work, job.takes_s), *job.rest = job.rest
+        self.put(job, now_s, force=True)
+        return True
+
     def withdraw(self, job: Job) -> bool:
-        """Take it out; False if it is not waiting any more."""
+        """Take it out, and what would follow; False if it is not waiting."""
+        job.rest = ()
+        return self._leave(job)
+
+    def _leave(self, job: Job) -> bool:
         if not job.is_waiting:
             return False
         job.is_waiting = False
@@ -147,10 +185,9 @@ class JobQueue:
         if job.is_sheddable:
             del self._sheddable[job]
         else:
-            self.backlog_s -= job.takes_s
-            self.pressure -= job.takes_s / job.objective_s
+            self._pressure -= job.takes_s / job.objective_s
         if len(self._sheddable) == self._waiting:
-            self.backlog_s = self.pressure = 0.0  # exactly: rounding must not add up
+            self._pressure = 0.0  # exactly: rounding must not add up
         return True  # its place in the heap is passed over later
 
     def hasten(self, job: Job, order_s: float) -> None:
@@ -173,7 +210,7 @@ class JobQueue:
                     self._push(job)
                 return Taken([], expired, wait_s)
         for job in jobs:
-            self.withdraw(job)
+            self._leave(job)
         return Taken(jobs, expired, None)
 
     def drain(self) -> list[Job]:
@@ -201,18 +238,26 @@ class JobQueue:
     def _fill(self, jobs: list[Job], now_s: float, expired: list[Job]) -> None:
         """Add what may share the pass of `jobs[0]`, in order; what may not goes back."""
         first, total, passed = jobs[0], jobs[0].demand, list[Job]()
+        total_s, end_s = first.takes_s, self._end_s(first, now_s)
         while len(jobs) < self._config.max_batch_requests and len(passed) < SCAN:
             job = self._pop(now_s, expired)
             if job is None:
                 break
             more = total.plus(job.demand)
-            if job.shares and job.run == first.run and job.bucket == first.bucket and more.fits(self._config):
+            alike = job.shares and job.run == first.run and job.bucket == first.bucket
+            ends_s = min(end_s, self._end_s(job, now_s))
+            if alike and more.fits(self._config) and total_s + job.takes_s <= ends_s:
                 jobs.append(job)
-                total = more
+                total, total_s, end_s = more, total_s + job.takes_s, ends_s
             else:
                 passed.append(job)
         for job in passed:
             self._push(job)
+
+    def _end_s(self, job: Job, now_s: float) -> float:
+        """What a pass may take by its estimates so that the job is in time; one that is late already does not mind."""
+        left_s = (job.order_s - now_s) / self.pace.value
+        return left_s if job.takes_s <= left_s else float("inf")
 
     def _may_wait_s(self, jobs: Sequence[Job], now_s: float) -> float:
         if len(jobs) >= self._config.max_batch_requests or not self._config.max_batch_wait_s:

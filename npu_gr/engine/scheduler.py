@@ -23,7 +23,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
-from npu_gr.engine.queue import Demand, Job, JobQueue, SchedulerConfig
+from npu_gr.engine.queue import Demand, Job, JobQueue, SchedulerConfig, Step
 from npu_gr.errors import DeadlineExceeded, DeviceError, NpuGrError, Overloaded, Unavailable
 
 T = TypeVar("T")
@@ -89,12 +89,14 @@ class Scheduler:
         self._stopping = False
         self._loop: asyncio.AbstractEventLoop | None = None
         self._threads = [
-            threading.Thread(target=self._work, name=f"npu_gr-device-{n}", daemon=True) for n in range(config.streams)
+            threading.Thread(target=self._work, args=(n,), name=f"npu_gr-device-{n}", daemon=True)
+            for n in range(config.streams)
         ]
         # called on a device thread: requests and rows of a shared pass; what a pass was, and its seconds
         self.on_batch: Callable[[int, int], None] = lambda _requests, _rows: None
         self.on_worked: Callable[[str, float], None] = lambda _kind, _seconds: None
         self.failures_in_a_row = 0
+        self._ends_s = [0.0] * config.streams  # when each stream's pass should end; in the past: it has none
 
     def start(self) -> None:
         """Start the threads. Results are delivered to the running event loop."""
@@ -120,14 +122,23 @@ class Scheduler:
         """Jobs waiting."""
         return len(self._queue)
 
-    @property
-    def queue_s(self) -> float:
-        """How long a request that comes now would wait for those that wait already, by their estimates."""
-        return self._queue.backlog_s / self.config.streams
+    def wait_s(self, objective_s: float) -> float:
+        """How long a request that comes now would wait for the device: for what runs, and what goes before it.
+
+        By estimates, and by how far passes have been from theirs lately.
+
+        Args:
+            objective_s: it should be done so long from now, which is its place in the queue.
+        """
+        with self._changed:
+            now_s = time.monotonic()
+            ahead_s = self._queue.ahead_s(now_s + objective_s)
+            running_s = max(0.0, min(self._ends_s) - now_s)
+        return running_s + ahead_s / self.config.streams
 
     @property
     def pressure(self) -> float:
-        """As `queue_s`, each request's part in objectives of its own kind: 1 = the wait alone uses up what it has."""
+        """Work that waits for the device, each request's part in objectives of its own kind."""
         return self._queue.pressure / self.config.streams
 
     async def call(
@@ -140,25 +151,42 @@ class Scheduler:
         is_sheddable: bool = False,
         kind: str = "other",
     ) -> Done[T]:
-        """Run `function` on a device thread, alone.
+        """Run `function` on a device thread, alone; else as `sequence`."""
+        one = [Step(function, takes_s)]
+        return await self.sequence(one, deadline_s, order_s, is_sheddable=is_sheddable, kind=kind)
+
+    async def sequence(
+        self,
+        steps: Sequence[Step],
+        deadline_s: float,
+        order_s: float | Urgency | None = None,
+        *,
+        is_sheddable: bool = False,
+        kind: str = "other",
+    ) -> Done[Any]:
+        """Run functions on device threads, each alone and after the one before; what is more urgent comes between.
 
         Args:
-            function: reads and writes tensors; must not touch the event loop.
+            steps: at least one; their works read and write tensors and must not touch the event loop.
             deadline_s: instant on time.monotonic(); it is dropped if it has not begun by then.
             order_s: its place in the queue, as if its deadline were this instant; None = its deadline.
-            takes_s: an estimate.
             is_sheddable: it may be refused later, to make room for one that is not.
             kind: for the metric of the device's time: prefill, generate, copy, other.
 
+        Returns:
+            of the last step.
+
         Raises:
-            Overloaded: the queue is full. DeadlineExceeded. DeviceError: the function failed.
+            Overloaded: the queue is full. DeadlineExceeded. DeviceError: a function failed.
         """
         job = Job(
-            run=_alone(function),
+            run=_each,
+            work=steps[0].work,
+            takes_s=steps[0].takes_s,
+            rest=steps[1:],
             deadline_s=deadline_s,
             order_s=deadline_s if order_s is None else order_s.order_s if isinstance(order_s, Urgency) else order_s,
             since_s=order_s.since_s if isinstance(order_s, Urgency) else None,
-            takes_s=takes_s,
             is_sheddable=is_sheddable,
             kind=kind,
         )
@@ -174,14 +202,18 @@ class Scheduler:
         deadline_s: float,
         *,
         objective_s: float = float("inf"),
+        since_s: float | None = None,
         takes_s: float = 0.0,
         kind: str = "rank",
     ) -> Done[Any]:
         """Run `work` in a pass that it may share with others of the same `run`; else as `call`.
 
         Args:
-            objective_s: it should be done so long from now, which is its place in the queue.
+            objective_s: its request should be done so long after it came, which is its place in the queue.
+            since_s: when the request came; None = now.
+            takes_s: an estimate.
         """
+        since_s = time.monotonic() if since_s is None else since_s
         return await self._submit(
             Job(
                 run=run,
@@ -190,7 +222,8 @@ class Scheduler:
                 shares=True,
                 demand=work.demand,
                 deadline_s=deadline_s,
-                order_s=time.monotonic() + objective_s,
+                order_s=since_s + objective_s,
+                since_s=since_s,
                 objective_s=objective_s,
                 takes_s=takes_s,
             )
@@ -201,7 +234,7 @@ class Scheduler:
 
         Awaiting the result is optional. Unavailable once the scheduler stops.
         """
-        job = Job(run=_alone(function), order_s=float("-inf"), tag=self._future())
+        job = Job(run=_each, work=function, order_s=float("-inf"), tag=self._future())
         with self._changed:
             if self._stopping:
                 job.tag.set_exception(Unavailable("the instance is stopping"))
@@ -263,23 +296,33 @@ class Scheduler:
                 self._changed.wait(taken.wait_s)
         return []
 
-    def _work(self) -> None:
+    def _work(self, stream: int) -> None:
         with self._stream():
-            self._work_off()
+            self._work_off(stream)
 
-    def _work_off(self) -> None:
+    def _work_off(self, stream: int) -> None:
         while jobs := self._take():
-            began_s = time.monotonic()
+            began_s, expected_s = time.monotonic(), sum(job.takes_s for job in jobs)
+            self._ends_s[stream] = began_s + expected_s * self._queue.pace.value
             results = self._attempt(jobs)
             took_s = time.monotonic() - began_s
+            self._ends_s[stream] = 0.0
+            self._queue.pace.observe(expected_s, took_s)
             self.on_worked(jobs[0].kind, took_s)
             if jobs[0].shares:
                 self.on_batch(len(jobs), sum(job.demand.tokens + job.demand.rows for job in jobs))
             for job, result in zip(jobs, results, strict=True):
                 if isinstance(result, NpuGrError):
                     self._deliver(job, result)
-                else:
+                elif not self._goes_on(job):
                     self._deliver(job, Done(result, began_s - job.submitted_s, took_s, len(jobs)))
+
+    def _goes_on(self, job: Job) -> bool:
+        with self._changed:
+            goes_on = self._queue.go_on(job, time.monotonic())
+            if goes_on:
+                self._changed.notify()
+        return goes_on
 
     def _attempt(self, jobs: list[Job]) -> list[Any]:
         """Results or errors, one a job. A batch that fails is tried again one by one: one bad job is one error."""
@@ -316,8 +359,5 @@ class Scheduler:
             log.debug("a result came after the event loop closed")
 
 
-def _alone(function: Callable[[], Any]) -> Run:
-    def run(_: Sequence[Any]) -> list[Any]:
-        return [function()]
-
-    return run
+def _each(functions: Sequence[Callable[[], Any]]) -> list[Any]:
+    return [function() for function in functions]

@@ -40,6 +40,7 @@ from npu_gr.kv.dram_store import DramEntry, DramStore
 from npu_gr.kv.keys import PrefixKey
 from npu_gr.kv.layout import Run
 from npu_gr.kv.prefix_pool import PrefixEntry, PrefixPool
+from npu_gr.relay.calibration import Calibration
 from npu_gr.relay.trigger import (
     Forecast,
     Headroom,
@@ -91,7 +92,7 @@ class Encoder(Protocol[P_in]):
 
     @property
     def queue_s(self) -> float:
-        """What waits for the device now, by estimate."""
+        """How long a request that comes now would wait for the device."""
         ...
 
     @property
@@ -194,8 +195,17 @@ class Relay(Generic[P]):
         dram: DramStore | None,
         model_version: str,
         clock: Callable[[], float] = time.monotonic,
+        calibration: Calibration | None = None,
     ) -> None:
-        """`clock`: the event loop's, and the pool's and the store's."""
+        """Nothing runs yet.
+
+        Args:
+            config, trigger: settings.
+            engine, pool, dram: what it works with.
+            model_version: part of every key.
+            clock: the event loop's, and the pool's and the store's.
+            calibration: where measuring goes on from, and Q_m, if the settings do not say.
+        """
         self._config, self._trigger, self._engine, self._clock = config, trigger, engine, clock
         self._pool, self._dram, self._version = pool, dram, model_version
         self._layout_id = pool.arena.layout.layout_id
@@ -207,9 +217,14 @@ class Relay(Generic[P]):
         self._last: OrderedDict[UserKey, _Signal] = OrderedDict()
         self._reloads = asyncio.Semaphore(config.max_reloads)
         self.brownout = Brownout.NONE
-        self.t_life_p99_s = RunningQuantile(0.99, config.t_life_s)  # from a signal to the end of its rank
-        self.kv_p99_bytes = RunningQuantile(0.99, pool.arena.layout.page_bytes)
-        self._bucket = None if trigger.q_m_per_s is None else TokenBucket(self.q_inst_per_s, trigger.burst_s)
+        # from a signal to the end of its rank, and what a prefix takes
+        t_life_s, kv_bytes = config.t_life_s, pool.arena.layout.page_bytes
+        if calibration is not None:
+            t_life_s, kv_bytes = calibration.t_life_s, pool.arena.layout.bytes(calibration.kv_p99_tokens)
+        self.t_life_p99_s = RunningQuantile(0.99, t_life_s, is_measured=calibration is not None)
+        self.kv_p99_bytes = RunningQuantile(0.99, kv_bytes, is_measured=calibration is not None)
+        self._calibration = calibration
+        self._bucket = self._new_bucket()
         self.on_error: Callable[[str], None] = lambda _where: None
         self.on_first_use: Callable[[float], None] = lambda _waited_s: None
         pool.on_erased = partial(self._overwrite, pool.arena)
@@ -221,7 +236,7 @@ class Relay(Generic[P]):
         if config.max_reloads != self._config.max_reloads:
             self._reloads = asyncio.Semaphore(config.max_reloads)  # reloads of now give their turns back to the old one
         self._config, self._trigger = config, trigger
-        self._bucket = None if trigger.q_m_per_s is None else TokenBucket(self.q_inst_per_s, trigger.burst_s)
+        self._bucket = self._new_bucket()
         self._pool.t_life_s = config.t_life_s
 
     @property
@@ -249,9 +264,19 @@ class Relay(Generic[P]):
     @property
     def q_inst_per_s(self) -> float:
         """Pre-infers a second that are admitted, by what has been measured so far."""
-        q_m = self._trigger.q_m_per_s
+        q_m = self._q_m_per_s
         l_max = live_limit(self._pool.budget_bytes, max(1, int(self.kv_p99_bytes.value)))
         return admitted_rate(l_max, self.t_life_p99_s.value, None if q_m is None else q_m * self._trigger.q_m_fraction)
+
+    @property
+    def _q_m_per_s(self) -> float | None:
+        """Q_m: as configured, else as calibrated."""
+        if self._trigger.q_m_per_s is None and self._calibration is not None:
+            return self._calibration.q_m_per_s
+        return self._trigger.q_m_per_s
+
+    def _new_bucket(self) -> TokenBucket | None:
+        return None if self._q_m_per_s is None else TokenBucket(self.q_inst_per_s, self._trigger.burst_s)
 
     # ---- signal
 
@@ -522,7 +547,10 @@ class Relay(Generic[P]):
 
     async def _compute(self, entry: PrefixEntry, tokens: P, urgency: Urgency, base: PrefixEntry | None) -> None:
         # worthless once the rank it is for has given up
-        deadline_s, runs, first = self._clock() + self._config.t_life_s, tuple(entry.runs), 0
+        # worthless once its rank has come and gone: what then still waits for the device is dropped
+        needed_s = 2 * (self.t_life_p99_s.value + self._engine.cost.full_s(len(tokens), 0))
+        deadline_s = self._clock() + min(self._config.t_life_s, needed_s)
+        runs, first = tuple(entry.runs), 0
         with self._counted("prefill"):
             if base is not None:
                 arena, first = self._pool.arena, base.num_tokens

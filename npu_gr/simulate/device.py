@@ -15,7 +15,7 @@ import numpy as np
 from npu_gr.engine.cost import CostModel
 from npu_gr.engine.engine import chunks
 from npu_gr.engine.quantile import RunningQuantile
-from npu_gr.engine.queue import Demand, Job, JobQueue, SchedulerConfig
+from npu_gr.engine.queue import Demand, Job, JobQueue, SchedulerConfig, Step
 from npu_gr.engine.scheduler import Done, Urgency
 from npu_gr.errors import DeadlineExceeded, NpuGrError, Overloaded
 from npu_gr.kv.arena import KVArena
@@ -73,6 +73,7 @@ class Device:
         self._idle, self._is_waiting = config.streams, False
         self._short_s = RunningQuantile(0.9, _LITTLE_S)
         self.busy_s = 0.0
+        self._ends_s: list[float] = []  # when the passes that run should end
 
     # ---- what the relay asks
 
@@ -88,8 +89,10 @@ class Device:
 
     @property
     def queue_s(self) -> float:
-        """As `Scheduler.queue_s`."""
-        return self._queue.backlog_s / self._config.streams
+        """As `Scheduler.wait_s`, of a rank."""
+        now_s = self._loop.time()
+        running_s = 0.0 if self._idle else max(0.0, min(self._ends_s) - now_s)
+        return running_s + self._queue.ahead_s(now_s + self.objective_s) / self._config.streams
 
     @property
     def pressure(self) -> float:
@@ -105,9 +108,12 @@ class Device:
         self, tokens: SimulatedPrefix, keep: tuple[Run, ...], deadline_s: float, urgency: Urgency, first_token: int = 0
     ) -> None:
         """As `Engine.prefill`: chunk after chunk."""
-        for start, stop in chunks(first_token, len(tokens), self._config.prefill_chunk_tokens):
-            takes_s = self._cost.pass_s(stop - start, start, 0)
-            await self._call(self._noisy_s(takes_s), takes_s, deadline_s, urgency, is_sheddable=True)
+        takes_s = [
+            self._cost.pass_s(stop - start, start, 0)
+            for start, stop in chunks(first_token, len(tokens), self._config.prefill_chunk_tokens)
+        ]
+        steps = [Step(self._noisy_s(each_s), each_s) for each_s in takes_s]
+        await self._sequence(steps, deadline_s, urgency, is_sheddable=True)
 
     async def copy(
         self,
@@ -124,7 +130,7 @@ class Device:
         """As `PageJobs.copy`: the bytes over the bandwidth."""
         took_s = self._profile.copy_host_s + target.layout.bytes(num_tokens) / self._profile.copy_bytes_per_s
         order_s = deadline_s if order_s is None else order_s
-        await self._call(self._noisy_s(took_s), 0.0, deadline_s, order_s, is_sheddable=is_sheddable)
+        await self._sequence([Step(self._noisy_s(took_s), 0.0)], deadline_s, order_s, is_sheddable=is_sheddable)
 
     def zero(self, arena: KVArena, runs: Sequence[Run]) -> asyncio.Future[Done[None]]:
         """As `PageJobs.zero`; takes no time here."""
@@ -132,7 +138,7 @@ class Device:
         future.set_result(Done(None, 0.0, 0.0, 1))
         return future
 
-    async def rank(self, work: RankWork, deadline_s: float) -> float:
+    async def rank(self, work: RankWork, deadline_s: float, since_s: float) -> float:
         """As `Engine.rank`; the seconds on the device."""
         expected_s = self._cost.pass_s(*work)
         job = Job(
@@ -142,7 +148,8 @@ class Device:
             shares=True,
             demand=Demand(work.new_tokens, work.num_candidates),
             deadline_s=deadline_s,
-            order_s=self._loop.time() + self.objective_s,
+            order_s=since_s + self.objective_s,
+            since_s=since_s,
             objective_s=self.objective_s,
             takes_s=expected_s,
         )
@@ -151,16 +158,18 @@ class Device:
             self._short_s.observe(max(took_s - expected_s, _LITTLE_S))
         return took_s
 
-    async def _call(
-        self, took_s: float, takes_s: float, deadline_s: float, order_s: float | Urgency, *, is_sheddable: bool
+    async def _sequence(
+        self, steps: Sequence[Step], deadline_s: float, order_s: float | Urgency, *, is_sheddable: bool
     ) -> None:
+        """As `Scheduler.sequence`; a step's work is how long it takes here."""
         job = Job(
             run=_nothing,
-            work=took_s,
+            work=steps[0].work,
+            takes_s=steps[0].takes_s,
+            rest=steps[1:],
             deadline_s=deadline_s,
             order_s=order_s.order_s if isinstance(order_s, Urgency) else order_s,
             since_s=order_s.since_s if isinstance(order_s, Urgency) else None,
-            takes_s=takes_s,
             is_sheddable=is_sheddable,
         )
         if not isinstance(order_s, Urgency):
@@ -196,9 +205,11 @@ class Device:
                     self._is_waiting = True
                     self._loop.call_later(taken.wait_s, self._ask_again)
                 return
-            took_s = self._pass_s(taken.jobs)
+            took_s, expected_s = self._pass_s(taken.jobs), sum(job.takes_s for job in taken.jobs)
             self._idle -= 1
-            self._loop.call_later(took_s, self._end, taken.jobs, took_s)
+            ends_s = self._loop.time() + expected_s * self._queue.pace.value
+            self._ends_s.append(ends_s)
+            self._loop.call_later(took_s, self._end, taken.jobs, took_s, expected_s, ends_s)
 
     def _ask_again(self) -> None:
         self._is_waiting = False
@@ -215,10 +226,14 @@ class Device:
     def _noisy_s(self, seconds: float) -> float:
         return max(seconds + self._source.choice(self._profile.late_s), seconds * _FASTEST)
 
-    def _end(self, jobs: list[Job], took_s: float) -> None:
+    def _end(self, jobs: list[Job], took_s: float, expected_s: float, ends_s: float) -> None:
         self._idle += 1
+        self._ends_s.remove(ends_s)
+        self._queue.pace.observe(expected_s, took_s)
         self.busy_s += took_s
         for job in jobs:
+            if self._queue.go_on(job, self._loop.time()):
+                continue
             future, job.tag = job.tag, None
             if not future.done():
                 future.set_result((took_s, len(jobs)))

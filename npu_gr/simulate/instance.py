@@ -14,8 +14,9 @@ import msgspec
 import torch
 
 from npu_gr.admission.brownout import BrownoutControl
+from npu_gr.admission.gate import Gate
 from npu_gr.admission.gradient import GradientLimit
-from npu_gr.admission.limiter import Limiter, Priority
+from npu_gr.admission.limiter import Expected, Limiter, Priority
 from npu_gr.errors import ConfigError, DeadlineExceeded, NpuGrError, Overloaded
 from npu_gr.kv.arena import KVArena
 from npu_gr.kv.dram_store import DramStore
@@ -70,6 +71,7 @@ class SimulatedInstance:
         )
         least, most = min(config.admission.min_inflight, config.admission.max_inflight), config.admission.max_inflight
         adaptive = GradientLimit(least, most, share=config.admission.share) if config.admission.adaptive else None
+        self._gate = Gate()
         self._limiter = Limiter(most, adaptive, clock)
         self._control = BrownoutControl(config.brownout)
         self._host_free_s = 0.0
@@ -124,12 +126,13 @@ class SimulatedInstance:
             await self._on_host(self._source.choice(self._profile.rank_host_s))
             budget_s = self._config.budget_s - (self._loop.time() - began_s)
             self._check(Priority.RANK)
-            if self.device.queue_s > budget_s:
+            expected = Expected(self._config.slo_s, self.device.queue_s, self._gate)
+            if expected.wait_s > budget_s:
                 raise Overloaded("more work waits for the device than the request has time")
-            with self._limiter.admit(Priority.RANK, self._config.slo_s):
+            with self._limiter.admit(Priority.RANK, expected):
                 try:
                     async with asyncio.timeout(max(budget_s, 0.0)):
-                        outcome, prefix_tokens = await self._score(ask, began_s + self._config.budget_s)
+                        outcome, prefix_tokens = await self._score(ask, began_s)
                 except TimeoutError as error:
                     raise DeadlineExceeded("its budget ran out") from error
             took_s = self._loop.time() - began_s
@@ -138,12 +141,12 @@ class SimulatedInstance:
         self.num_dram_hits += outcome is Outcome.DRAM_HIT
         return Served(outcome, "", took_s, prefix_tokens)
 
-    async def _score(self, ask: Ask, due_s: float) -> tuple[Outcome, int]:
-        tokens = self._prefix(ask)
+    async def _score(self, ask: Ask, since_s: float) -> tuple[Outcome, int]:
+        tokens, due_s = self._prefix(ask), since_s + self._config.budget_s
         async with self.relay.lease(UserKey("", ask.user), tokens, ask.num_candidates, due_s) as lease:
             cached = lease.cached.num_tokens if lease.cached else 0
             work = RankWork(len(tokens) - max(cached, lease.first_token), cached, ask.num_candidates)
-            await self.device.rank(work, due_s)
+            await self.device.rank(work, due_s, since_s)
         return lease.outcome, cached
 
     def _prefix(self, ask: Ask) -> SimulatedPrefix:

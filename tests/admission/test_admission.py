@@ -8,8 +8,9 @@ from contextlib import ExitStack
 import pytest
 
 from npu_gr.admission.deadline import deadline
+from npu_gr.admission.gate import Gate
 from npu_gr.admission.gradient import GradientLimit
-from npu_gr.admission.limiter import Limiter, Priority
+from npu_gr.admission.limiter import Expected, Limiter, Priority
 from npu_gr.errors import DeadlineExceeded, Overloaded
 
 
@@ -47,7 +48,7 @@ def test_the_adaptive_limit_is_in_force() -> None:
         for _ in range(2):
             held.enter_context(limiter.admit())
         for _ in range(200):
-            with limiter.admit(objective_s=0.1):
+            with limiter.admit(expected=Expected(0.1, 0.0, Gate())):
                 now_s += 0.9
         assert limiter.limit == 4  # where half of it is its root
         for _ in range(2):
@@ -71,10 +72,11 @@ def test_a_late_or_refused_request_brings_the_limit_down(
 ) -> None:
     now_s = 0.0
     limiter = Limiter(100, GradientLimit(2, 100, window=4), lambda: now_s)
+    expected = None if objective_s is None else Expected(objective_s, 0.0, Gate())
 
     def request() -> None:
         nonlocal now_s
-        with limiter.admit(objective_s=objective_s):
+        with limiter.admit(expected=expected):
             now_s += after_s
             raise error
 

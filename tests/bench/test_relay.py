@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from npu_gr.backend.cpu import CPUBackend
-from npu_gr.bench.relay import DRAM, FULL, LOWEST, RELAY, STEP, Search, drawn, last, lines, mixed, of_trace
+from npu_gr.bench.relay import DRAM, FULL, LOWEST, RELAY, STEP, STEPS, Search, drawn, last, lines, mixed, of_trace
 from npu_gr.bench.relay_rig import Arm, Idle, Outcomes, Rig, Served, Shape, measure_idle
 from npu_gr.request import Outcome
 
@@ -48,12 +48,12 @@ async def test_the_sustained_rate_lies_between_the_last_that_held_and_the_first_
 
     served: Any = SimpleNamespace(rig=SimpleNamespace(idle=Idle(0.1, 0.1, 0.1, 0.1)))
     search = Search(served, drawn, 10, 1.0, 0)
-    search.found = {step: run(step) for step in range(18)}
+    search.found = {step: run(step) for step in range(STEPS)}
     rate, step, _ = await search.sustained(0.15, 9)
     assert step == 4
     assert LOWEST / 0.1 * STEP**4 < rate < LOWEST / 0.1 * STEP**5
     assert (await search.sustained(0.05, 9))[:2] == (0.0, 0)
-    assert (await search.sustained(9.9, 0))[0] == search.rate_per_s(17)
+    assert (await search.sustained(9.9, 0))[0] == search.rate_per_s(STEPS - 1)
 
 
 def test_the_p99_is_what_99_of_100_took_at_most() -> None:
@@ -80,7 +80,7 @@ def test_a_trace_says_who_comes_back(rig: Rig) -> None:
         visits = of_trace(sessions, rig, 5.0, 40, seed)
         numbers = [int(v.user.user) for v in visits]
         start = next(i for i in range(len(sessions)) if sessions[i : i + 40] == numbers)
-        recent = set(list(dict.fromkeys(reversed(sessions[:start])))[:24])
+        recent = set(list(dict.fromkeys(reversed(sessions[:start])))[: rig.dram_prefixes // 2])
         assert [v.user.tenant == "back" for v in visits] == [n in recent for n in numbers]
         histories = [v.events.fingerprint() for v in visits if v.user.user == "200"]
         twice += len(histories) == 2

@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from npu_gr.engine.queue import Demand, Job, JobQueue, SchedulerConfig
+from npu_gr.engine.queue import Demand, Job, JobQueue, SchedulerConfig, Step
 from npu_gr.errors import Overloaded
 
 FAR = float("inf")
@@ -95,16 +95,74 @@ def test_it_waits_for_company_only_while_the_slack_allows() -> None:
     assert len(q.take(1.0).jobs) == 2
 
 
-def test_the_backlog_counts_what_a_request_would_wait_for() -> None:
-    q = queue()
-    jobs = [job(takes_s=0.1), job(takes_s=0.3), job(takes_s=5.0, is_sheddable=True)]
-    for each in jobs:
+def test_a_request_waits_for_what_goes_before_it() -> None:
+    q = queue(aging_s=100.0)
+    first, second = job(1.0, takes_s=0.1), job(2.0, takes_s=0.3)
+    pre_infer = job(takes_s=5.0, is_sheddable=True)
+    for each in (second, pre_infer, first):
         q.put(each, 0.0)
-    assert q.backlog_s == pytest.approx(0.4)
-    q.withdraw(jobs[1])
-    assert q.backlog_s == pytest.approx(0.1)
-    q.withdraw(jobs[0])
-    assert q.backlog_s == 0.0
+    assert [q.ahead_s(order_s) for order_s in (0.5, 1.0, 2.0)] == pytest.approx([0.0, 0.1, 0.4])
+    q.hasten(pre_infer, 1.5)
+    assert q.ahead_s(1.0) == pytest.approx(0.1)
+    assert q.ahead_s(2.0) == pytest.approx(5.4)
+    q.withdraw(second)
+    assert q.ahead_s(2.0) == pytest.approx(5.1)
+    pre_infer.rest = [Step(None, 0.5), Step(None, 0.4)]
+    assert q.ahead_s(2.0) == pytest.approx(6.0)
+
+
+def test_a_pass_makes_nobody_late() -> None:
+    q = queue(max_batch_requests=8, aging_s=100.0)
+    soon, small, large, later = [
+        job(order, takes_s=takes) for order, takes in ((1.0, 0.4), (1.1, 0.5), (1.2, 0.2), (9.0, 0.1))
+    ]
+    for each in (soon, small, large, later):
+        q.put(each, 0.0)
+    assert q.take(0.0).jobs == [soon, small, later]  # with `large`, `soon` would be done at 1.1
+    late, lost, tight = job(2.0, takes_s=3.0), job(2.1, takes_s=3.0), job(9.0, takes_s=4.0)
+    q.drain()
+    for each in (late, lost, tight):
+        q.put(each, 0.0)
+    assert q.take(1.9).jobs == [late, lost]  # late anyhow; with them `tight` would be, too
+    q.pace.value = 2.0
+    q.drain()
+    for each in (soon, small):
+        q.put(each, 0.0)
+    assert q.take(0.0).jobs == [soon]
+
+
+def test_what_is_sheddable_comes_last_until_it_is_hastened() -> None:
+    q = queue(aging_s=1.0)
+    old, young = (job(since_s=since_s, is_sheddable=True, shares=False, deadline_s=50.0) for since_s in (0.0, 1.0))
+    requests = [job(deadline_s=90.0, run=generate) for _ in range(2)]
+    for each in (young, requests[0], old):
+        q.put(each, 30.0)
+    assert q.take(30.0).jobs == [requests[0]]
+    q.put(requests[1], 30.0)
+    q.hasten(young, 30.5)
+    assert [q.take(30.0).jobs[0] for _ in range(3)] == [young, requests[1], old]
+
+
+def test_the_steps_of_a_job_follow_each_other() -> None:
+    q = queue()
+    first, second = (
+        job(since_s=since_s, is_sheddable=True, shares=False, work=0, rest=[Step(1, 0.1), Step(2, 0.2)])
+        for since_s in (0.0, 1.0)
+    )
+    for each in (second, first):
+        q.put(each, 5.0)
+    ran = []
+    while jobs := q.take(5.0).jobs:
+        ran += [(each, each.work, each.takes_s) for each in jobs]
+        assert q.go_on(jobs[0], 5.0) is (jobs[0].work != ran[-1][1])
+    assert [row[1] for row in ran] == [0, 1, 2, 0, 1, 2]
+    assert [row[2] for row in ran[:3]] == [0.0, 0.1, 0.2]
+    assert {row[0] for row in ran[:3]} == {first}
+    q.put(second, 5.0)
+    second.rest = [Step(1, 0.1)]
+    q.take(5.0)
+    q.withdraw(second)
+    assert not q.go_on(second, 5.0)
 
 
 def test_the_pressure_counts_each_request_against_its_own_objective() -> None:
@@ -204,7 +262,8 @@ class Steps(RuleBasedStateMachine):
     def counted(self) -> None:
         assert len(self.q) == len(self.waiting) <= 6
         assert len(set(map(id, self.left))) == len(self.left)
-        assert self.q.backlog_s == 0.0
+        assert self.q.pressure == 0.0
+        assert self.q.ahead_s(FAR) == 0.0
 
 
 Steps.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)

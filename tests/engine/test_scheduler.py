@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from npu_gr.engine.queue import Demand, SchedulerConfig
+from npu_gr.engine.queue import Demand, SchedulerConfig, Step
 from npu_gr.engine.scheduler import Scheduler
 from npu_gr.errors import DeadlineExceeded, DeviceError, Overloaded, StaleEntry, Unavailable
 
@@ -185,3 +185,75 @@ async def test_stopping_ends_what_waits() -> None:
     with pytest.raises(Unavailable):
         await scheduler.batch(Work("late"), device.run, FAR)
     assert device.batches == []
+
+
+class Chunks:
+    """Steps that note their number; each waits until the test lets it go on, where it is asked to."""
+
+    def __init__(self, count: int, stop_in: int = -1) -> None:
+        self.ran: list[int] = []
+        self.reached, self.go = threading.Event(), threading.Event()
+        self.steps = [Step(lambda n=n: self.run(n, stop_in), 0.01) for n in range(count)]
+
+    def run(self, number: int, stop_in: int) -> int:
+        self.ran.append(number)
+        if number == stop_in:
+            self.reached.set()
+            self.go.wait(10)
+        if number == 7:
+            raise RuntimeError("planted")
+        return number
+
+
+@pytest.mark.parametrize("streams", [1, 3])
+async def test_a_sequence_runs_in_order(streams: int) -> None:
+    async with running(streams=streams) as (scheduler, _), asyncio.TaskGroup() as tasks:
+        many = [Chunks(5) for _ in range(8)]
+        done = [tasks.create_task(scheduler.sequence(each.steps, FAR)) for each in many]
+    assert [each.ran for each in many] == [[0, 1, 2, 3, 4]] * 8
+    assert {task.result().value for task in done} == {4}
+
+
+async def test_what_is_more_urgent_comes_between_the_steps_of_a_sequence() -> None:
+    async with running() as (scheduler, _):
+        slow = Chunks(5, stop_in=1)
+        sequence = asyncio.create_task(scheduler.sequence(slow.steps, FAR, time.monotonic() + 9))
+        await asyncio.to_thread(slow.reached.wait, 10)
+        urgent = asyncio.create_task(scheduler.call(lambda: list(slow.ran), FAR, 0.0))
+        await submitted(scheduler, 1)
+        slow.go.set()
+        assert (await urgent).value == [0, 1]
+        assert (await sequence).value == 4
+
+
+async def test_a_sequence_ends_with_the_step_it_is_at() -> None:
+    async with running() as (scheduler, _):
+        cancelled = Chunks(5, stop_in=1)
+        task = asyncio.create_task(scheduler.sequence(cancelled.steps, FAR))
+        await asyncio.to_thread(cancelled.reached.wait, 10)
+        task.cancel()
+        await asyncio.sleep(0.01)
+        assert not task.done()  # S3: the step still runs
+        cancelled.go.set()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        failing = Chunks(9)
+        with pytest.raises(DeviceError):
+            await scheduler.sequence(failing.steps, FAR)
+        late = Chunks(5, stop_in=2)
+        task = asyncio.create_task(scheduler.sequence(late.steps, time.monotonic() + 0.2))
+        await asyncio.sleep(0.3)
+        late.go.set()
+        with pytest.raises(DeadlineExceeded):
+            await task
+        stopped = Chunks(5, stop_in=3)
+        task = asyncio.create_task(scheduler.sequence(stopped.steps, FAR))
+        await asyncio.to_thread(stopped.reached.wait, 10)
+        stopping = asyncio.create_task(scheduler.stop())
+        await asyncio.sleep(0.01)
+        stopped.go.set()
+        await stopping
+        with pytest.raises(Unavailable):
+            await task
+        assert scheduler.depth == 0
+    assert [each.ran for each in (cancelled, failing, late, stopped)] == [[0, 1], [*range(8)], [0, 1, 2], [0, 1, 2, 3]]

@@ -1,0 +1,203 @@
+"""`npu-gr bench overload`: what an instance answers in time when far more is asked than it can do.
+
+The real instance of `app.py` without HTTP, over a random ranker: Poisson arrivals in one process, each a signal and,
+`LEAD_S` later, a rank of a user who has not been seen before, which is given up `PATIENCE` objectives after it came.
+Rates go up to 5 times what is sustained; a refusal costs what it costs.
+
+    sustained     the highest rate of the sweep of which 99 of 100 are answered within the objective
+    goodput       answers within the objective, a second
+    baseline      the same service without admission: no adaptive limit, no brown-out, no bound on what is in flight
+
+Source of the targets: goodput at overload over its peak, as in overload control of interactive services.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from npu_gr.app import instance
+from npu_gr.backend.choose import BackendName
+from npu_gr.bench.line import Line
+from npu_gr.bench.rank import config as model_config
+from npu_gr.config import Config, from_table
+from npu_gr.errors import NpuGrError
+from npu_gr.model.hstu import HSTU
+from npu_gr.model.weights import Checkpoint, save
+from npu_gr.request import Events, HistoryRef, RankRequest, SignalRequest, UserKey
+from npu_gr.service import Service
+
+NUM_CANDIDATES = 100
+LEAD_S = 0.05  # from signal to rank
+OBJECTIVE = 5.0  # of an idle full inference
+PATIENCE = 2.0  # objectives
+LIGHT = (0.4, 0.55, 0.7, 0.85)  # of full inferences a second: the sweep that finds what is sustained
+HEAVY = (1.5, 2.0, 3.0, 5.0)  # of what is sustained
+WARM_UP = 0.25  # of a run, not counted
+GOODPUT, P99 = 0.9, 1.0  # targets: of the peak; of the objective
+
+
+class Load(NamedTuple):
+    """What came of one rate."""
+
+    offered_per_s: float
+    goodput_per_s: float
+    attained: float  # of the ranks that were asked: answered within the objective
+    refused: float  # of them: at once
+    p99_s: float  # of those that were let in; inf where more than 1 of 100 got no answer
+
+
+def lines(backend: BackendName, num_tokens: int, num_layers: int, seconds: float, seed: int) -> Iterator[Line]:
+    """The sweep, then goodput and latency at 5 times what is sustained."""
+    with TemporaryDirectory() as folder:
+        torch.manual_seed(seed)
+        shape = model_config(num_layers)
+        model = HSTU(shape).eval()
+        save(Checkpoint(model=model, item_ids=np.arange(shape.num_items), name="random"), Path(folder))
+        yield from asyncio.run(_lines(folder, backend, num_tokens, num_layers, seconds, seed))
+
+
+async def _lines(
+    folder: str, backend: BackendName, num_tokens: int, num_layers: int, seconds: float, seed: int
+) -> list[Line]:
+    idle_s = await _idle_s(folder, backend, num_tokens)
+    objective_s = OBJECTIVE * idle_s
+    case = f"L={num_tokens} M={NUM_CANDIDATES} layers={num_layers} slo={objective_s * 1e3:.0f} ms"
+
+    async def run(rate: float, protects: bool) -> Load:
+        async with instance(_config(folder, backend, objective_s, protects)) as (_, service):
+            return await drive(service, num_tokens, rate, seconds, objective_s, seed)
+
+    light = [await run(share / idle_s, True) for share in LIGHT]
+    sustained = max((load.offered_per_s for load in light if load.attained >= 0.99), default=light[0].offered_per_s)
+    heavy = [await run(multiple * sustained, True) for multiple in HEAVY]
+    bare = await run(HEAVY[-1] * sustained, False)
+    peak = max(load.goodput_per_s for load in light + heavy)
+    found = [_line(_describe(case, load, sustained), load, peak, None) for load in light + heavy[:-1]]
+    found.append(_line(_describe(case, heavy[-1], sustained), heavy[-1], peak, GOODPUT))
+    found.append(
+        Line(
+            bench="overload",
+            case=f"{case} {HEAVY[-1]:g}x: P99 of what was let in",
+            ours=heavy[-1].p99_s * 1e3,
+            unit="ms",
+            baseline="the objective",
+            baseline_value=objective_s * 1e3,
+            ratio=objective_s / heavy[-1].p99_s,
+            target=P99,
+            ok=heavy[-1].p99_s <= objective_s,
+        )
+    )
+    found.append(_line(_describe(case, bare, sustained) + ", without admission", bare, peak, None))
+    return found
+
+
+async def drive(
+    service: Service, num_tokens: int, rate_per_s: float, seconds: float, objective_s: float, seed: int
+) -> Load:
+    """Ask open loop for so long."""
+    random = np.random.default_rng(seed)
+    count = max(20, round(rate_per_s * seconds))
+    arrivals = np.cumsum(random.exponential(1.0 / rate_per_s, count))
+    items = random.integers(0, 10_000, (count, num_tokens))
+    times = 1_600_000_000 + np.cumsum(random.integers(1, 100_000, num_tokens))
+    candidates = random.integers(0, 10_000, NUM_CANDIDATES)
+    latency_s, is_refused = np.full(count, np.inf), np.zeros(count, bool)
+    began_s = time.monotonic()
+
+    async def one(number: int, at_s: float) -> None:
+        user, budget_s = UserKey("bench", str(number)), PATIENCE * objective_s
+        history = HistoryRef(events=Events.make(items[number], np.zeros(num_tokens), times))
+        await asyncio.sleep(at_s - time.monotonic())
+        with suppress(NpuGrError):  # an optimisation that is not to be had now
+            await service.signal(SignalRequest(user=user, history=history, num_candidates=NUM_CANDIDATES), budget_s)
+        due_s = at_s + LEAD_S
+        await asyncio.sleep(due_s - time.monotonic())
+        asked_s = time.monotonic()
+        try:
+            await service.rank(RankRequest(user=user, candidates=candidates, history=history), budget_s)
+            latency_s[number] = time.monotonic() - due_s
+        except NpuGrError:
+            is_refused[number] = time.monotonic() - asked_s < 0.1 * objective_s
+
+    results = await asyncio.gather(
+        *(one(n, began_s + float(at)) for n, at in enumerate(arrivals)), return_exceptions=True
+    )
+    if unexpected := [error for error in results if error is not None]:
+        raise unexpected[0]
+    counted = arrivals >= WARM_UP * seconds
+    latency_s, is_refused = latency_s[counted], is_refused[counted]
+    good, let_in = latency_s <= objective_s, latency_s[~is_refused]
+    span_s = float(arrivals[-1]) - WARM_UP * seconds
+    return Load(
+        len(good) / span_s,
+        float(good.sum()) / span_s,
+        float(good.mean()),
+        float(is_refused.mean()),
+        float(np.quantile(let_in, 0.99, method="inverted_cdf")) if len(let_in) else float("inf"),
+    )
+
+
+async def _idle_s(folder: str, backend: BackendName, num_tokens: int) -> float:
+    """One full inference after the other, end to end, by the median."""
+    async with instance(_config(folder, backend, 60.0, True, enabled=False)) as (_, service):
+        found = [await drive(service, num_tokens, 1e9, 1e-9, 60.0, seed) for seed in range(2)]
+        del found  # warm
+        taken = []
+        random = np.random.default_rng(0)
+        for number in range(12):
+            history = HistoryRef(
+                events=Events.make(random.integers(0, 10_000, num_tokens), np.zeros(num_tokens), range(num_tokens))
+            )
+            request = RankRequest(
+                user=UserKey("idle", str(number)), candidates=np.arange(NUM_CANDIDATES), history=history
+            )
+            began_s = time.perf_counter()
+            await service.rank(request, 60.0)
+            taken.append(time.perf_counter() - began_s)
+    return float(np.median(taken))
+
+
+def _config(folder: str, backend: BackendName, objective_s: float, protects: bool, *, enabled: bool = True) -> Config:
+    table: dict[str, Any] = {
+        "checkpoint": folder,
+        "backend": backend,
+        "features": {"kind": "none"},
+        "slo": {"rank_s": objective_s},
+        "relay": {"enabled": enabled},
+    }
+    if not protects:
+        table["service"] = {"adaptive": False, "max_inflight": 1_000_000}
+        table["scheduler"] = {"max_queue": 1_000_000}
+        table["brownout"] = {"enabled": False}
+    return from_table(table)
+
+
+def _describe(case: str, load: Load, sustained: float) -> str:
+    return (
+        f"{case} {load.offered_per_s / sustained:.1f}x of the sustained {sustained:.1f}/s: "
+        f"{load.attained:.1%} in time, {load.refused:.0%} refused"
+    )
+
+
+def _line(case: str, load: Load, peak: float, target: float | None) -> Line:
+    ratio = load.goodput_per_s / peak
+    return Line(
+        bench="overload",
+        case=case,
+        ours=load.goodput_per_s,
+        unit="in time/s",
+        baseline="peak",
+        baseline_value=peak,
+        ratio=ratio,
+        target=target,
+        ok=None if target is None else ratio >= target,
+    )

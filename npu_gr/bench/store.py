@@ -1,0 +1,78 @@
+"""`npu-gr bench store`: what a copy costs the event loop in a DRAM tier of a million entries, against ten thousand.
+
+Keys, order of use, TTL with its jitter, pages and eviction, without the bytes: the arena is of torch's meta device. A
+turn is one user's return: find, lease, and at the end of the rank a new copy that evicts the least recently used one.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+
+from npu_gr.bench.line import Line, percentiles
+from npu_gr.kv.arena import KVArena
+from npu_gr.kv.dram_store import DramStore
+from npu_gr.kv.keys import PrefixKey
+from npu_gr.kv.layout import KVLayout
+from npu_gr.request import UserKey
+
+FEW, MANY = 10_000, 1_000_000
+TURNS = 2_000  # a sample
+SAMPLES = 15
+AT_MOST = 3.0  # times as much; caches of the CPU hold one and not the other
+
+
+class Tier:
+    """A full one, every entry one page."""
+
+    def __init__(self, num_entries: int, seed: int) -> None:
+        layout = KVLayout(num_layers=1, num_heads=1, qk_dim=1, v_dim=1)
+        arena = KVArena(layout, num_entries, torch.device("meta"))
+        self.store = DramStore(arena, ttl_s=600.0, ttl_jitter_ratio=0.1, seed=seed, clock=lambda: 0.0)
+        self._random, self._times = np.random.default_rng(seed), np.zeros(1, np.int64)
+        self._layout_id, self._next, self._size = layout.layout_id, 0, num_entries
+        for _ in range(num_entries):
+            self.add()
+
+    def add(self) -> None:
+        """The next user's copy."""
+        key = PrefixKey(UserKey("", str(self._next)), "v", self._layout_id, "f")
+        self.store.commit(self.store.reserve(key, 1), self._times)
+        self._next += 1
+
+    def turns(self) -> None:
+        """Returns of users at random, each followed by somebody's new copy."""
+        for number in self._random.integers(self._next - self._size // 2, self._next, TURNS).tolist():
+            for entry in self.store.find(UserKey("", str(number)), "v", self._layout_id):
+                with self.store.lease(entry):
+                    pass
+            self.add()
+
+
+def lines(seed: int) -> Iterator[Line]:
+    """One line."""
+    tiers, samples = [Tier(size, seed) for size in (MANY, FEW)], ([], [])  # type: ignore[var-annotated]
+    for _ in range(SAMPLES):
+        for tier, row in zip(tiers, samples, strict=True):
+            began_s = time.thread_time()
+            tier.turns()
+            row.append((time.thread_time() - began_s) / TURNS)
+    for tier in tiers:
+        assert len(tier.store) == tier.store.arena.num_pages, "a full tier stays full"
+    (ours_s, p10_s, p90_s), (base_s, _, _) = (percentiles(row) for row in samples)
+    yield Line(
+        bench="store",
+        case=f"find, lease, evict and add in a DRAM tier of {MANY:,} entries",
+        ours=ours_s * 1e6,
+        unit="us",
+        baseline=f"of {FEW:,}",
+        baseline_value=base_s * 1e6,
+        ratio=base_s / ours_s,
+        target=1 / AT_MOST,
+        ok=base_s / ours_s >= 1 / AT_MOST,
+        p10=p10_s * 1e6,
+        p90=p90_s * 1e6,
+    )
