@@ -169,11 +169,12 @@ async def test_what_waits_shares_a_pass(tmp_path: Path, monkeypatch: pytest.Monk
         alone = await match(client, num_items=9)
         async with busy_device(service):
             asked = [asyncio.create_task(match(client, num_items=9)) for _ in range(24)]
-            await until(lambda: len(service.matching._waiting) >= 20)
+            await until(lambda: service._limiter.inflight == 24)
         answers = await asyncio.gather(*asked)
         assert {tuple(answer["items"]) for answer in answers} == {tuple(alone["items"])}
         assert sum(sizes) == 25
-        assert max(sizes) == 16
+        assert max(sizes) <= 16
+        assert len(sizes) <= 1 + 3  # the first pass took what was there, the second and third the rest
 
 
 async def test_versions_swap_and_roll_back_under_load(tmp_path: Path) -> None:
