@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test lint bench monitor acceptance-npu clean
+.PHONY: demo test lint bench monitor acceptance-npu kernels clean
 
 demo: $(VENV)/installed
 	$(BIN)/npu-gr --log-level WARNING demo
@@ -28,6 +28,12 @@ bench: $(VENV)/installed
 acceptance-npu:
 	$(PYTHON) -m npu_gr doctor --backend npu --acceptance
 	TORCH_DEVICE_BACKEND_AUTOLOAD=0 $(PYTHON) -m pytest -q -m npu tests
+
+# the Triton kernels without a device: interpreted against the reference, compiled for sm_90, lowered for Ascend 910B;
+# the compilers (500 MB) stay under build/, and what cannot be had is skipped in words
+kernels: $(VENV)/installed
+	-test -d build/triton || $(BIN)/pip install --quiet --no-deps --only-binary :all: --target build/triton "triton>=3.6"
+	PYTHONPATH=build/triton $(BIN)/python -m pytest -q -m "triton or triton_ascend" tests/backend/triton_ops
 
 # MovieLens-100K comes inside the public package `recbole` (2 MB); nothing of that package is imported.
 $(VENV)/installed: pyproject.toml setup.py $(wildcard ops/cpu/*)

@@ -214,6 +214,7 @@ async def open_ranking(
         device=backend.name,
         dtype=layout.dtype,
         kernels=backend.kernels,
+        ops=backend.ops,
     )
     metrics.limits({"history_tokens": config.service.max_history_tokens or model.max_history_tokens})
     return Ranking(config.service, model, vocabulary, engine, relay, metrics)

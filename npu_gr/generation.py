@@ -114,6 +114,8 @@ class Generation:
             max_history_tokens=self._max_prompt_tokens,
             device=self.engine.backend.name,
             dtype=self.engine.arena.layout.dtype,
+            kernels=self.engine.backend.kernels,
+            ops=self.engine.backend.ops,
         )
 
     async def stop(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
 from typing import Literal, NamedTuple
@@ -375,4 +376,5 @@ class ModelInfo:
     device: str
     dtype: str
     kernels: str = "torch"  # what runs the hot ops: torch, or the instruction set of the native kernels
+    ops: Mapping[str, str] = field(default_factory=dict)  # an op that has more than one implementation -> the one used
     is_draining: bool = False  # replaced: only requests that name its version get it, for `relay.t_life_s`

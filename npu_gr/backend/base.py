@@ -11,7 +11,7 @@ cached prefix exact.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -127,6 +127,25 @@ class Backend(Protocol):
         """
         ...
 
+    def row_wise(
+        self,
+        owner: nn.Module,
+        what: Hashable,
+        work: Callable[..., tuple[Tensor, ...]],
+        rows: Sequence[Tensor],
+    ) -> tuple[Tensor, ...]:
+        """work(*rows), every row of whose results depends on the same row of the inputs and on weights alone.
+
+        Args:
+            owner: whose weights the work reads; with `what` it names the work, which is the same at every call.
+            work: launches only.
+            rows: [n, ...] each.
+
+        Returns:
+            [n, ...] each, to be read before this thread calls `row_wise` or `beam_topk` again.
+        """
+        ...
+
     def hstu_causal(
         self,
         q: Tensor,
@@ -140,7 +159,7 @@ class Backend(Protocol):
         """History rows: each new row sees every cached token and the new rows up to itself.
 
         Args:
-            q, k: [n, H, Dq] of the new rows. v: [n, H, Dv].
+            q, k: [n, H, Dq] of the new rows. v: [n, H, Dv]. Or k and v without a row: `past` has all p + n tokens.
             past: slabs of the p tokens before them; empty where there are none.
             times: int64 [p + n], unix seconds of cached and new tokens. Position of a token = its index.
             alpha: factor on q k^T.

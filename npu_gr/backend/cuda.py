@@ -1,22 +1,24 @@
 """NVIDIA devices: Triton kernels where triton is installed, else torch ops; a stream a thread. Not yet run by us.
 
 A device thread has a compute stream of its own, copies between tiers have another: a copy follows what its thread
-queued before, and only who needs the bytes waits for it.
+queued before, and only who needs the bytes waits for it. What lies between two attentions of a decode step is a
+graph for each bucket of rows; the attentions read slabs at addresses that no graph can know, and are launched.
 """
 
 from __future__ import annotations
 
 import importlib
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from npu_gr.backend.base import BiasTables, Choices, Continuations, Over, Slab
+from npu_gr.backend.graphs import Graphs
 from npu_gr.backend.tiles import Tiles, natural
 from npu_gr.backend.torch_ops import TorchOps
 from npu_gr.errors import ConfigError
@@ -42,6 +44,9 @@ class CUDABackend(TorchOps):
         self._triton = _triton_ops()
         self.kernels = "triton" if self._triton else "torch"
         self._copies = cuda.Stream()
+        self._graphs = Graphs(cuda, cuda.CUDAGraph, self.fell_back)
+        self.ops = dict.fromkeys(("hstu_attention", "softmax_attention", "beam_topk", "beam_fork"), self.kernels)
+        self.ops |= {"graphs": "cuda_graph"}
 
     @contextmanager
     def stream(self) -> Iterator[None]:
@@ -63,6 +68,16 @@ class CUDABackend(TorchOps):
     def synchronize(self) -> None:
         """See `Backend.synchronize`."""
         self._cuda.current_stream().synchronize()
+
+    def row_wise(
+        self,
+        owner: nn.Module,
+        what: Hashable,
+        work: Callable[..., tuple[Tensor, ...]],
+        rows: Sequence[Tensor],
+    ) -> tuple[Tensor, ...]:
+        """See `Backend.row_wise`."""
+        return self._graphs.row_wise(owner, what, work, rows)
 
     def hstu_causal(
         self,

@@ -18,12 +18,14 @@ import torch
 from torch import Tensor
 
 from npu_gr.backend import ascend_ops, npu_device
+from npu_gr.backend.ascend_check import disagreements
 from npu_gr.backend.base import Backend, BiasTables, Continuations
 from npu_gr.backend.choose import BackendName, choose
 from npu_gr.backend.native import NativeError, load
 from npu_gr.backend.reference import ReferenceBackend
 from npu_gr.errors import ConfigError
 
+DRIVER, DEVICES = Path("/usr/local/Ascend/driver/version.info"), Path("/dev")
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 6e-2}  # of the result's largest number
 
 
@@ -86,6 +88,7 @@ def _ascend(is_needed: bool) -> Iterator[Check]:
     """The way to an NPU, up to the step that fails."""
     missing = State.BROKEN if is_needed else State.MISSING
     yield _autoload()
+    yield _driver()
     try:
         npu = npu_device.find()
     except npu_device.NotFound as error:
@@ -102,6 +105,22 @@ def _ascend(is_needed: bool) -> Iterator[Check]:
         yield Check("Ascend C operators", State.MISSING, str(error), "SOC_VERSION=... ops/ascendc/build.sh")
     else:
         yield Check("Ascend C operators", State.OK, str(path))
+        for op, wrong in disagreements(npu.device):
+            state, remedy = (State.BROKEN, "set `native: off`, and report this line") if wrong else (State.OK, "")
+            yield Check(f"Ascend C {op}", state, wrong or "as defined", remedy)
+
+
+def _driver() -> Check:
+    """The kernel's side; what CANN cannot be without."""
+    name, nodes = "Ascend driver", sorted(DEVICES.glob("davinci[0-9]*"))
+    if not DRIVER.is_file():
+        remedy = f"install driver and firmware; in a container mount {DRIVER.parent} and /dev/davinci*"
+        return Check(name, State.MISSING, f"no {DRIVER}", remedy)
+    lines = [line.strip() for line in DRIVER.read_text().splitlines() if line.lower().startswith("version")]
+    found = f"{lines[0] if lines else DRIVER}, {len(nodes)} devices"
+    if not nodes:
+        return Check(name, State.MISSING, found, "no /dev/davinci0: in a container pass the device nodes in")
+    return Check(name, State.OK, found)
 
 
 def cann_version() -> str:

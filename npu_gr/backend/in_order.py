@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import logging
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+log = logging.getLogger(__name__)
 
 
 class InOrder:
@@ -20,6 +23,14 @@ class InOrder:
     def __init__(self) -> None:
         self.ops: Mapping[str, str] = {}
         self.on_fallback: Callable[[str], None] = lambda _op: None
+        self._said: set[str] = set()
+
+    def fell_back(self, op: str, why: str) -> None:
+        """A call of this op does not run as `ops` says: counted, and said once."""
+        self.on_fallback(op)
+        if op not in self._said:
+            self._said.add(op)
+            log.warning("%s: %s; torch ops run instead, said once", op, why)
 
     def upload(self, array: np.ndarray[Any, np.dtype[Any]]) -> Tensor:
         """See `Backend.upload`."""
@@ -50,6 +61,16 @@ class InOrder:
             to = torch.nonzero(moves).squeeze(1)
             for plane in (keys, values):
                 plane[:, to, :num_slots] = plane[:, parent[to], :num_slots]
+
+    def row_wise(
+        self,
+        owner: nn.Module,
+        what: Hashable,
+        work: Callable[..., tuple[Tensor, ...]],
+        rows: Sequence[Tensor],
+    ) -> tuple[Tensor, ...]:
+        """See `Backend.row_wise`."""
+        return work(*rows)
 
     def synchronize(self) -> None:
         """The CPU is never behind."""

@@ -131,6 +131,7 @@ class HstuKernels:
         if not rows:
             return out
         runs = self._in_tiles(slabs, q.dtype)
+        assert sum(run.num_tokens for run in runs) == len(times)
         dtype = runs[0].k.dtype if runs else q.dtype
         q, times = _unit_stride(q), times.contiguous()
         position, time = (table.float().contiguous() for table in bias)

@@ -10,19 +10,19 @@ Invariant: between a request's uploads and its result the host never waits for t
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from npu_gr.backend import ascend_ops
 from npu_gr.backend.base import BiasTables, Choices, Continuations, Over, Slab, accumulator
+from npu_gr.backend.graphs import Graphs
 from npu_gr.backend.npu_device import NotFound, Npu, find
-from npu_gr.backend.npu_graph import Graphs
 from npu_gr.backend.npu_hstu import MAX_TARGETS, PagedHstu
 from npu_gr.backend.tiles import Tiles, natural
 from npu_gr.backend.torch_ops import TorchOps
@@ -59,18 +59,18 @@ class NPUBackend(TorchOps):
             raise ConfigError(f"backend 'npu' is configured but cannot be loaded: {error}") from error
         self._runtime, self.device = self._npu.runtime, self._npu.device
         self._copies = self._runtime.Stream()
-        self._said: set[str] = set()
         ascend_ops.register()
         self._is_native = native != "off" and self._load(native == "require", folder)
         self._paged = self._find_paged()
-        self._graphs = Graphs(self._runtime) if self._is_native and Graphs.can(self._runtime) else None
+        graph = getattr(self._runtime, "NPUGraph", None)  # newer versions alone have it
+        self._graphs = Graphs(self._runtime, graph, self.fell_back) if graph else None
         own = "ascend_c" if self._is_native else "torch"
         self.kernels = own
         self.ops = {
             "beam_topk": own,
             "beam_fork": own,
             "hstu_attention": "mxrec" if self._paged else "torch",
-            "select_graph": "acl_graph" if self._graphs else "none",
+            "graphs": "acl_graph" if self._graphs else "none",
         }
 
     def _load(self, is_required: bool, folder: Path | None) -> bool:
@@ -84,17 +84,11 @@ class NPUBackend(TorchOps):
         return True
 
     def _find_paged(self) -> PagedHstu | None:
-        paged = PagedHstu.find()
+        paged = PagedHstu.find(self.upload)
         if paged is not None and not paged.agrees(self.device):
             log.warning("mxrec::hstu_paged disagrees with our definition, torch ops run instead")
             return None
         return paged
-
-    def _fell_back(self, op: str, why: str) -> None:
-        self.on_fallback(op)
-        if op not in self._said:
-            self._said.add(op)
-            log.warning("%s: %s; torch ops run instead, said once", op, why)
 
     # ---- queues
 
@@ -132,11 +126,16 @@ class NPUBackend(TorchOps):
     def beam_fork_(self, keys: Tensor, values: Tensor, parent: Tensor, num_slots: int) -> None:
         """See `Backend.beam_fork_`; without the native operator a gather, whose shape depends on no value."""
         parent = parent.int()
-        if keys.is_contiguous():
-            torch.ops.npu_gr.beam_fork_(keys, values, parent, num_slots)
-            return
-        for layer in range(len(keys)):  # one of several requests that share an arena: its rows of a layer lie together
-            torch.ops.npu_gr.beam_fork_(keys[layer : layer + 1], values[layer : layer + 1], parent, num_slots)
+        # one of several requests that share an arena: its rows of a layer lie together
+        parts = [(keys, values)] if keys.is_contiguous() else zip(keys.split(1), values.split(1), strict=True)
+        try:
+            for part in parts:
+                torch.ops.npu_gr.beam_fork_(*part, parent, num_slots)
+        except RuntimeError as error:
+            if _REFUSED not in str(error):
+                raise
+            self.fell_back("beam_fork", str(error))  # of the first part as of any: nothing has moved
+            ascend_ops.beam_fork_(keys, values, parent, num_slots)
 
     def beam_topk(
         self,
@@ -160,7 +159,7 @@ class NPUBackend(TorchOps):
                 if _REFUSED not in str(error):
                     raise
                 why = str(error)
-        self._fell_back("beam_topk", why)
+        self.fell_back("beam_topk", why)
         return super().beam_topk(logits, acc, follow, width, over, codes, scale)
 
     def _native_topk(
@@ -180,7 +179,18 @@ class NPUBackend(TorchOps):
         if self._graphs is None or follow.allowed is not None:  # a request's own filter would be copied to be replayed
             return Choices(*select(*inputs))
         columns = None if codes is None else (codes.start, codes.stop)
-        return Choices(*self._graphs.run((width, over, columns, scale), select, follow.code, inputs))
+        found = self._graphs.run(follow.code, (width, over, columns, scale), select, inputs)
+        return Choices(*(out.clone() for out in found))
+
+    def row_wise(
+        self,
+        owner: nn.Module,
+        what: Hashable,
+        work: Callable[..., tuple[Tensor, ...]],
+        rows: Sequence[Tensor],
+    ) -> tuple[Tensor, ...]:
+        """See `Backend.row_wise`."""
+        return self._graphs.row_wise(owner, what, work, rows) if self._graphs else work(*rows)
 
     # ---- HSTU
 
@@ -198,7 +208,7 @@ class NPUBackend(TorchOps):
         if self._paged:
             if self._paged.takes(q, v, bias, len(times)):
                 return self._paged.causal(q, k, v, natural(past), alpha)
-            self._fell_back("hstu_attention", "mxrec::hstu_paged knows no relative bias, or not this shape")
+            self.fell_back("hstu_attention", "mxrec::hstu_paged knows no relative bias, or not this shape")
         return super().hstu_causal(q, k, v, past, times, bias, alpha)
 
     def hstu_targets(
@@ -217,7 +227,7 @@ class NPUBackend(TorchOps):
             if self._paged.takes(q[:MAX_TARGETS], v, bias, len(times)):
                 parts = zip(q.split(MAX_TARGETS), k.split(MAX_TARGETS), v.split(MAX_TARGETS), strict=True)
                 return torch.cat([self._paged.targets(*part, natural(history), alpha) for part in parts])
-            self._fell_back("hstu_attention", "mxrec::hstu_paged knows no relative bias, or not this shape")
+            self.fell_back("hstu_attention", "mxrec::hstu_paged knows no relative bias, or not this shape")
         return super().hstu_targets(q, k, v, history, times, query_time, bias, alpha)
 
 

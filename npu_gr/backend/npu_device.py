@@ -1,7 +1,7 @@
 """Finding an Ascend NPU: every step before the first op, cheapest first, each failure in words.
 
 torch_npu is never imported blindly: without CANN its import fails and leaves torch half patched, and where it is
-installed plain `import torch` does the same, unless TORCH_DEVICE_BACKEND_AUTOLOAD=0 was set first (cli.py does).
+installed plain `import torch` does the same, unless TORCH_DEVICE_BACKEND_AUTOLOAD=0 was set first (process.py does).
 """
 
 from __future__ import annotations

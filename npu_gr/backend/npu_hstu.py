@@ -9,11 +9,13 @@ on a few rows is compared with the plain definition before the operator is used 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from npu_gr.backend.base import BiasTables, Slab
 from npu_gr.backend.torch_ops import TorchOps
@@ -22,24 +24,28 @@ PAGE_TOKENS = 128  # the operator knows 32, 128 and 256
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 MAX_TOKENS, MAX_HEADS, MAX_DIM, MAX_TARGETS = 20_480, 16, 512, 512
 ARGUMENTS = {"k_cache", "v_cache", "page_offsets", "last_page_len", "num_target", "alpha"}
+ALIGNED = 8  # a list of numbers begins at a multiple of 64 bytes
 CAUSAL = 0  # mask_type: history rows causal, a target sees the history and itself
 
 
 class PagedHstu:
     """The operator behind the two calls of `Backend`."""
 
-    def __init__(self, op: Any) -> None:
-        self._op = op
-        self._is_unbiased: dict[tuple[int, int], bool] = {}
+    def __init__(self, op: Any, upload: Callable[[np.ndarray[Any, np.dtype[Any]]], Tensor]) -> None:
+        self._op, self._upload = op, upload
+        self._is_zero = WeakIdKeyDictionary()  # a bias table -> has it no bias; not by address, which a reload reuses
 
     @classmethod
-    def find(cls) -> PagedHstu | None:
-        """The operator, if some package has registered one that takes keys and values in separate planes."""
+    def find(cls, upload: Callable[[np.ndarray[Any, np.dtype[Any]]], Tensor]) -> PagedHstu | None:
+        """The operator, if some package has registered one that takes keys and values in separate planes.
+
+        `upload` copies host numbers to the device without a wait.
+        """
         try:
             op = torch.ops.mxrec.hstu_paged.default
         except AttributeError:
             return None
-        return cls(op) if {a.name for a in op._schema.arguments} >= ARGUMENTS else None
+        return cls(op, upload) if {a.name for a in op._schema.arguments} >= ARGUMENTS else None
 
     def agrees(self, device: torch.device) -> bool:
         """Whether it computes what we mean, on a few rows."""
@@ -64,10 +70,10 @@ class PagedHstu:
             return False
         if not 0 < rows <= MAX_TARGETS or num_tokens + rows > MAX_TOKENS:
             return False
-        key = bias.position.data_ptr(), bias.time.data_ptr()
-        if key not in self._is_unbiased:
-            self._is_unbiased[key] = not bool(bias.position.any() | bias.time.any())
-        return self._is_unbiased[key]
+        for table in bias:
+            if table not in self._is_zero:
+                self._is_zero[table] = not bool(table.any())
+        return all(self._is_zero[table] for table in bias)
 
     def causal(self, q: Tensor, k: Tensor, v: Tensor, past: Sequence[Slab], alpha: float) -> Tensor:
         """As `Backend.hstu_causal` without a bias: the past as targets see it, then the new rows among themselves."""
@@ -86,14 +92,18 @@ class PagedHstu:
         return out
 
     def _call(self, q: Tensor, k: Tensor, v: Tensor, slab: Slab, num_targets: int, alpha: float) -> Tensor:
-        tokens, device = len(slab[0]), q.device
+        tokens = len(slab[0])
         pages = -(-tokens // PAGE_TOKENS)
-
-        def ints(*values: int) -> Tensor:
-            # filled on the device: a copy of host values would be one that the host waits for
-            return torch.cat([torch.full((1,), value, dtype=torch.int64, device=device) for value in values])
-
         k_cache, v_cache = (_pages(plane, pages) for plane in slab)
+        ends, ends_k, ends_t, ends_of_pages, page_ids, last_page, counts = self._uploaded(
+            (0, len(q)),
+            (0, tokens + num_targets),
+            (0, num_targets),
+            (0, pages),
+            range(pages),
+            (tokens - (pages - 1) * PAGE_TOKENS,),
+            (num_targets,),
+        )
         out: Tensor = self._op(
             q,
             k,
@@ -104,17 +114,27 @@ class PagedHstu:
             max_seq_len=len(q),
             max_seq_len_k=tokens + num_targets,
             silu_scale=1.0,
-            seq_offset=ints(0, len(q)),
-            seq_offset_k=ints(0, tokens + num_targets),
-            seq_offset_t=ints(0, num_targets),
-            page_offsets=ints(0, pages),
-            page_ids=torch.arange(pages, device=device),
-            last_page_len=ints(tokens - (pages - 1) * PAGE_TOKENS),
-            num_target=ints(num_targets),
+            seq_offset=ends,
+            seq_offset_k=ends_k,
+            seq_offset_t=ends_t,
+            page_offsets=ends_of_pages,
+            page_ids=page_ids,
+            last_page_len=last_page,
+            num_target=counts,
             target_group_size=1,
             alpha=alpha,
         )
         return out
+
+    def _uploaded(self, *lists: Sequence[int]) -> list[Tensor]:
+        """Int64 on the device, by one copy for all."""
+        flat, starts = list[int](), list[int]()
+        for numbers in lists:
+            starts.append(len(flat))
+            flat.extend(numbers)
+            flat.extend([0] * (-len(flat) % ALIGNED))
+        whole = self._upload(np.array(flat))
+        return [whole[start : start + len(numbers)] for start, numbers in zip(starts, lists, strict=True)]
 
 
 def _pages(plane: Tensor, num_pages: int) -> Tensor:

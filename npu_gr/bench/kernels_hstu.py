@@ -3,6 +3,7 @@
 Roofs are measured in the same run by the library's own probes, in the arithmetic that the kernel uses. Everything runs
 on one thread, in the thread's CPU time (a neighbour then costs caches but no waiting), in turn with its baseline.
 Floors: attention 4 flops a pair and dimension of queries and keys, causal at half its square; a rank as `rank.flops`.
+Keys and values are packed once, into the pages, before any attention: that is its own line, against a plain copy.
 """
 
 from __future__ import annotations
@@ -71,8 +72,9 @@ def roof_flops(native: Native, dtype: torch.dtype, budget_s: float = 0.2) -> flo
     uses_dot = dtype == torch.bfloat16 and native.has_bf16_dot
     probe = native.kernels.probe_fma_bf16 if uses_dot else native.kernels.probe_fma_f32
     flops = native.kernels.probe_flops_bf16 if uses_dot else native.kernels.probe_flops_f32
-    ((*samples,),) = timed_in_turn([lambda: probe(200)], budget_s, clock=time.thread_time)
-    return float(200 * flops / min(samples))
+    repeats = 4000  # a millisecond: shorter ones are counted too short now and then
+    ((*samples,),) = timed_in_turn([lambda: probe(repeats)], budget_s, clock=time.thread_time)
+    return float(repeats * flops / min(samples))
 
 
 def lines(isa: str, seed: int, budget_s: float) -> Iterator[Line]:
@@ -97,11 +99,18 @@ def _attention(backend: CPUBackend, native: Native, dtype: torch.dtype, length: 
     into = tiles.empty(-(-length // tiles.TILE_TOKENS), HEADS, WIDTH, WIDTH, dtype)
     backend.pack_kv(into, 0, k, v)
     held, at, pair = into._replace(num_tokens=length), int(times[-1]) + 60, 4 * HEADS * WIDTH
+    copied = torch.empty_like(k), torch.empty_like(v)
+    ours, theirs = timed_in_turn(
+        [lambda: backend.pack_kv(into, 0, k, v), lambda: [to.copy_(x) for to, x in zip(copied, (k, v), strict=True)]],
+        budget_s,
+        clock=time.thread_time,
+    )
+    yield _line(f"pack_kv L={length} {_name(dtype)}", native, ours, min(theirs), "copying the rows", theirs, None)
     cases: list[tuple[str, float, Callable[[TorchOps], Tensor]]] = [
         (
             f"prefill L={length}",
             pair * length * (length + 1) / 2,
-            lambda b: b.hstu_causal(q, k, v, [], times, bias, 0.125),
+            lambda b: b.hstu_causal(q, *((k[:0], v[:0], [held]) if b is backend else (k, v, [])), times, bias, 0.125),
         )
     ]
     for c in CANDIDATES:
@@ -140,11 +149,8 @@ def _rank(
         )  # fmt: skip
         runs = (Run(0, layout.pages(length)),)
         arena = KVArena(layout, layout.pages(length), b.device, pack=b.pack_kv)
-
-        def sink(layer: int, k: Tensor, v: Tensor) -> None:
-            arena.write(layer, runs, 0, k, v)
-
-        model(backend, [Segment(items=items, actions=items * 0, times=times, candidates=nothing, sink=sink)])
+        history = Segment(items=items, actions=items * 0, times=times, candidates=nothing, sink=arena.sink(runs))
+        model(backend, [history])
         return replace(hit, past=Past(times, lambda layer: arena.slabs(layer, runs, length)))
 
     ours, theirs = cached(backend), cached(naive)
@@ -166,10 +172,13 @@ def _line(
     floor_s: float,
     baseline: str,
     theirs: list[float],
-    times_floor: float,
+    times_floor: float | None,
     target: float | None = None,
 ) -> Line:
-    """`ok`: within `times_floor` of the floor at best (the roof is a best too), and `target` times the baseline."""
+    """`ok`: within `times_floor` of the floor at best (the roof is a best too), and `target` times the baseline.
+
+    Without `times_floor` there is no target.
+    """
     ours_ms, p10, p90 = (value * 1e3 for value in percentiles(ours))
     theirs_ms = percentiles(theirs)[0] * 1e3
     of_floor = floor_s / min(ours)
@@ -182,7 +191,7 @@ def _line(
         baseline_value=theirs_ms,
         ratio=theirs_ms / ours_ms,
         target=target,
-        ok=of_floor >= 1 / times_floor and (target is None or theirs_ms / ours_ms >= target),
+        ok=None if times_floor is None else of_floor >= 1 / times_floor and theirs_ms / ours_ms >= (target or 0),
         floor=floor_s * 1e3,
         of_floor=of_floor,
         p10=p10,

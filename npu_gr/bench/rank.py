@@ -79,12 +79,9 @@ def lines(backend_name: BackendName, dtype: torch.dtype, seed: int, budget_s: fl
         items = torch.randint(shape.num_items, (n,), device=backend.device)
         times = torch.cumsum(torch.randint(100_000, (n,)), 0).to(backend.device)
         runs = (Run(0, layout.pages(n)),)
-
-        def sink(layer: int, k: Tensor, v: Tensor, runs: tuple[Run, ...] = runs) -> None:
-            arena.write(layer, runs, 0, k, v)
-
         actions = torch.zeros_like(items)
-        model(backend, [Segment(items=items, actions=actions, times=times, candidates=nothing, sink=sink)])
+        history = Segment(items=items, actions=actions, times=times, candidates=nothing, sink=arena.sink(runs))
+        model(backend, [history])
         past = Past(times, lambda layer, runs=runs, n=n: arena.slabs(layer, runs, n))  # type: ignore[misc]
         for c in CANDIDATES:
             candidates = torch.randint(shape.num_items, (c,), device=backend.device)

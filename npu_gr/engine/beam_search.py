@@ -122,6 +122,11 @@ class _Search:
         elif level:
             self.arena.move(parent, level)
 
+    def follow(self, level: int) -> Continuations:
+        """What may follow each beam."""
+        allowed = self.query.allowed
+        return self.query.tables.follow(level, self.states, None if allowed is None else allowed[level])
+
     def step(self, level: int) -> BeamStep:
         """What the decoder runs next."""
         query, tables = self.query, self.query.tables
@@ -169,8 +174,12 @@ def search(
         first += query.options.width
     for level in range(num_levels):
         live = [each for each in searches if each.found is None]
-        for each, logits in zip(live, _whole_logits(decoder, live), strict=True):
-            each.advance(_select(decoder, backend, each, level, logits), level)
+        for each in live:
+            if each.query.options.normalise != "vocabulary":
+                each.advance(_select_by_codebook(decoder, backend, each, level, arena), level)
+        whole = [each for each in live if each.query.options.normalise == "vocabulary"]
+        for each, logits in zip(whole, _whole_logits(decoder, whole, arena), strict=True):
+            each.advance(_select(backend, each, level, logits), level)
         live = [each for each in live if each.found is None]
         if not live:
             break
@@ -181,30 +190,31 @@ def search(
     return [each.found for each in searches if each.found is not None]
 
 
-def _whole_logits(decoder: Decoder, searches: Sequence[_Search]) -> list[Tensor | None]:
-    """Each search's logits over the whole vocabulary, of one product; None for one that wants fewer."""
-    wants = [each.query.options.normalise == "vocabulary" for each in searches]
-    rows = [each.hidden for each, want in zip(searches, wants, strict=True) if want]
-    if not rows:
-        return [None] * len(searches)
-    made = iter(decoder.logits(torch.cat(rows) if len(rows) > 1 else rows[0]).split([len(part) for part in rows]))
-    return [next(made) if want else None for want in wants]
+def _whole_logits(decoder: Decoder, searches: Sequence[_Search], arena: BeamArena) -> list[Tensor]:
+    """Each search's logits over the whole vocabulary, of one product."""
+    if not searches:
+        return []
+    rows = [each.hidden for each in searches]
+    made = decoder.logits(torch.cat(rows) if len(rows) > 1 else rows[0], None, arena.logits)
+    return list(made.split([len(part) for part in rows]))
 
 
-def _select(decoder: Decoder, backend: Backend, search: _Search, level: int, whole: Tensor | None) -> Choices:
-    """The round's beams. `whole`: logits over the vocabulary, where the search wants them."""
-    query, acc, hidden = search.query, search.acc, search.hidden
-    tables, options, states = query.tables, query.options, search.states
-    base, count = tables.codebooks.vocab_base[level], tables.codebooks.code_count[level]
-    follow = tables.follow(level, states, None if query.allowed is None else query.allowed[level])
-    scale = 1.0 / options.temperature
-    if whole is not None:
-        codes = slice(base, base + count)
-        return backend.beam_topk(whole, acc, follow, options.width, "row", codes, scale)
-    if options.normalise == "valid" and int(follow.degree.sum()) * GATHER_BELOW < len(states) * count:
+def _select(backend: Backend, search: _Search, level: int, logits: Tensor) -> Choices:
+    """The round's beams, of logits over the whole vocabulary."""
+    books, options = search.query.tables.codebooks, search.query.options
+    base, count = books.vocab_base[level], books.code_count[level]
+    codes, scale = slice(base, base + count), 1.0 / options.temperature
+    return backend.beam_topk(logits, search.acc, search.follow(level), options.width, "row", codes, scale)
+
+
+def _select_by_codebook(decoder: Decoder, backend: Backend, search: _Search, level: int, arena: BeamArena) -> Choices:
+    """The round's beams, of logits over the level's codebook or of its valid codes alone."""
+    books, options, hidden = search.query.tables.codebooks, search.query.options, search.hidden
+    base, count = books.vocab_base[level], books.code_count[level]
+    follow, scale = search.follow(level), 1.0 / options.temperature
+    if options.normalise == "valid" and int(follow.degree.sum()) * GATHER_BELOW < len(search.states) * count:
         weight = decoder.head_weight[base : base + count]
-        return backend.gathered_topk(hidden, weight, acc, follow, options.width, scale)
+        return backend.gathered_topk(hidden, weight, search.acc, follow, options.width, scale)
     over: Over = "valid" if options.normalise == "valid" else "row"
-    return backend.beam_topk(
-        decoder.logits(hidden, (base, base + count)), acc, follow, options.width, over, None, scale
-    )
+    logits = decoder.logits(hidden, (base, base + count), arena.logits)
+    return backend.beam_topk(logits, search.acc, follow, options.width, over, None, scale)

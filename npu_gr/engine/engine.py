@@ -13,7 +13,6 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from npu_gr.backend.base import Backend
 from npu_gr.catalog.tokens import Tokens
@@ -23,7 +22,7 @@ from npu_gr.engine.queue import Demand, Step
 from npu_gr.engine.scheduler import Done, Scheduler, Urgency
 from npu_gr.kv.arena import KVArena
 from npu_gr.kv.layout import Run
-from npu_gr.model.hstu import HSTU, Past, Segment, Sink
+from npu_gr.model.hstu import HSTU, Past, Segment
 from npu_gr.request import F32, I64
 
 
@@ -205,14 +204,8 @@ class Engine(PageJobs):
             candidates=self.backend.upload(work.candidates),
             candidate_time=work.candidate_time,
             past=past,
-            sink=None if work.keep is None else self._sink(work.keep, start),
+            sink=None if work.keep is None else self.arena.sink(work.keep, start),
         )
-
-    def _sink(self, runs: tuple[Run, ...], start: int) -> Sink:
-        def write(layer: int, k: Tensor, v: Tensor) -> None:
-            self.arena.write(layer, runs, start, k, v)
-
-        return write
 
     async def warm_up(self, tokens: Tokens, lengths: Sequence[int], candidates: Sequence[int]) -> CostModel:
         """Run every shape once cold and once timed; fit and keep the cost model. A live rank waits for one at most.

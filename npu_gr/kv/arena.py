@@ -17,6 +17,7 @@ from npu_gr.backend.tiles import TILE_TOKENS, Tiles, pack
 from npu_gr.kv.layout import KVLayout, Run
 
 Slab = tuple[Tensor, Tensor]
+Kept = Sequence[Slab | Tiles] | None  # all tokens of a layer
 Pack = Callable[[Tiles, int, Tensor, Tensor], None]  # as `tiles.pack`
 
 
@@ -90,6 +91,21 @@ class KVArena:
             if done == len(k):
                 return
         assert done == len(k), f"{len(k) - done} rows do not fit the pages"
+
+    def sink(self, runs: Sequence[Run], start_token: int = 0) -> Callable[[int, Tensor, Tensor], Kept]:
+        """For a model's forward pass: writes each layer's rows behind `start_token` tokens that are there already.
+
+        It gives back all of the layer's tokens where attention should read them here rather than in the rows: if they
+        lie in tiles and are the same numbers, since packing the rows a second time would cost as much again.
+        """
+
+        def keep(layer: int, k: Tensor, v: Tensor) -> Kept:
+            self.write(layer, runs, start_token, k, v)
+            if self.layout.arrangement == "natural" or self.layout.torch_dtype != k.dtype:
+                return None
+            return self.slabs(layer, runs, start_token + len(k))
+
+        return keep
 
     def _write_tiles(self, layer: int, runs: Sequence[Run], start_token: int, k: Tensor, v: Tensor) -> None:
         for run in runs:

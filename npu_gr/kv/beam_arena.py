@@ -1,5 +1,7 @@
 """Unshared KV: the few tokens that beams have added to their prompt, one slot a round. Allocated once, reused.
 
+Beside it the memory of a round's logits, which a fresh tensor would have to fault in each time.
+
 Source: the separated KV cache of xGR (arXiv:2512.11529); `xgr.md` 2.2 and 2.4.
 Invariant: slot s of row i holds round s of beam i (after `move`), or of beam ancestry[s, i] (after `ancestry`).
 """
@@ -44,12 +46,14 @@ class BeamArena:
         shape = (num_layers, max_beams, num_slots, num_heads, head_dim)
         self._keys = torch.zeros(shape, dtype=dtype, device=device)
         self._values = torch.zeros(shape, dtype=dtype, device=device)
+        self._logits = torch.empty(0, dtype=dtype, device=device)
 
     def part(self, first: int, count: int) -> BeamArena:
         """The beams of one of several requests that share the memory; a view."""
         assert 0 <= first <= first + count <= self.max_beams
         view = object.__new__(BeamArena)
         view.max_beams, view.num_slots, view._fork = count, self.num_slots, self._fork
+        view._logits = self._logits[:0]  # of its own
         view._keys, view._values = (plane[:, first : first + count] for plane in (self._keys, self._values))
         return view
 
@@ -61,6 +65,13 @@ class BeamArena:
     def slabs(self, layer: int) -> Slab:
         """K and v [max_beams, slots, H, D] of one layer; views."""
         return self._keys[layer], self._values[layer]
+
+    def logits(self, num_rows: int, num_columns: int) -> Tensor:
+        """Room for a round's logits [rows, columns], not written: the same memory each time; warm-up makes it grow."""
+        count = num_rows * num_columns
+        if len(self._logits) < count:
+            self._logits = self._logits.new_empty(count)
+        return self._logits[:count].view(num_rows, num_columns)
 
     def move(self, parent: Tensor, num_slots: int) -> None:
         """Fork in place: the first slots of row i become those of row parent[i]; see `Backend.beam_fork_`."""

@@ -202,6 +202,11 @@ class Decoder(nn.Module):
         found: torch.dtype = self.embedding.weight.dtype
         return found
 
+    def _layer(self, index: int) -> DecoderLayer:
+        layer = self.layers[index]
+        assert isinstance(layer, DecoderLayer)
+        return layer
+
     @property
     def head_weight(self) -> Tensor:
         """[vocabulary, dim]: a row for each token's score."""
@@ -236,8 +241,8 @@ class Decoder(nn.Module):
         scale, affine = self.config.head_dim**-0.5, _on(backend)
         cos, sin = rope_angles(start, len(tokens), self.config, tokens.device)
         x = self._embed(tokens)
-        for index, layer in enumerate(self.layers):
-            assert isinstance(layer, DecoderLayer)
+        for index in range(len(self.layers)):
+            layer = self._layer(index)
             if index + 1 < len(self.layers):
                 q, k, v = layer.project(x, cos, sin, affine)
             else:
@@ -249,6 +254,18 @@ class Decoder(nn.Module):
             x = layer.finish(x, backend.causal_attention(q, k, v, before, scale), affine)
         hidden: Tensor = self.norm(x)
         return hidden
+
+    def _between(self, index: int, affine: Affine) -> Callable[..., tuple[Tensor, ...]]:
+        """What a decode step does from the attention of layer index - 1 to that of layer `index`."""
+
+        def work(x: Tensor, cos: Tensor, sin: Tensor, attention: Tensor | None = None) -> tuple[Tensor, ...]:
+            if attention is not None:
+                x = self._layer(index - 1).finish(x, attention, affine)
+            if index == len(self.layers):
+                return (x,)
+            return x, *self._layer(index).project(x, cos, sin, affine)
+
+        return work
 
     @torch.inference_mode()
     def decode(self, backend: Backend, steps: Sequence[BeamStep]) -> Tensor:
@@ -264,26 +281,33 @@ class Decoder(nn.Module):
             torch.cat([each[i].expand(count, -1, -1) for each, count in zip(angles, counts, strict=True)])
             for i in (0, 1)
         )
-        x = self._embed(torch.cat([step.tokens for step in steps]))
-        for index, layer in enumerate(self.layers):
-            assert isinstance(layer, DecoderLayer)
-            q, k, v = layer.project(x, cos, sin, affine)
-            rows = zip(steps, q.split(counts), k.split(counts), v.split(counts), strict=True)
-            parts = [step.attend(backend, index, own_q, own_k, own_v, scale) for step, own_q, own_k, own_v in rows]
-            x = layer.finish(x, torch.cat(parts) if len(parts) > 1 else parts[0], affine)
+        rows = [self._embed(torch.cat([step.tokens for step in steps])), cos, sin]
+        for index in range(len(self.layers)):
+            x, q, k, v = backend.row_wise(self, index, self._between(index, affine), rows)
+            own = zip(steps, q.split(counts), k.split(counts), v.split(counts), strict=True)
+            parts = [step.attend(backend, index, own_q, own_k, own_v, scale) for step, own_q, own_k, own_v in own]
+            rows = [x, cos, sin, torch.cat(parts) if len(parts) > 1 else parts[0]]
+        (x,) = backend.row_wise(self, len(self.layers), self._between(len(self.layers), affine), rows)
         hidden: Tensor = self.norm(x)
         return hidden
 
     @torch.inference_mode()
-    def logits(self, hidden: Tensor, token_range: tuple[int, int] | None = None) -> Tensor:
+    def logits(
+        self,
+        hidden: Tensor,
+        token_range: tuple[int, int] | None = None,
+        room: Callable[[int, int], Tensor] | None = None,
+    ) -> Tensor:
         """Scores of the next token, not normalised.
 
         Args:
             hidden: [rows, dim] from `prefill` or `decode`.
             token_range: first token and the one after the last, e.g. one codebook; None = the vocabulary.
+            room: gives the result's memory, [rows, tokens]; None = new memory.
 
         Returns:
             [rows, tokens] in the weights' dtype.
         """
         first, end = token_range or (0, self.config.vocab_size)
-        return linear(hidden, self.head_weight[first:end])
+        weight = self.head_weight[first:end]
+        return torch.mm(hidden, weight.T, out=room(len(hidden), len(weight)) if room else None)

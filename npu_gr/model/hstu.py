@@ -53,7 +53,9 @@ class Past:
         return len(self.times)
 
 
-Sink = Callable[[int, Tensor, Tensor], None]  # layer, k [n, H, Dq], v [n, H, Dv] of the new history rows
+# Layer, k [n, H, Dq], v [n, H, Dv] of the new history rows -> all of the history as it is kept now, for the attention
+# to read there; None: it reads the rows themselves.
+Sink = Callable[[int, Tensor, Tensor], Sequence[Slab | Tiles] | None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -257,13 +259,15 @@ class HSTU(nn.Module):
                 scale = self.attention_scale(len(at))
                 past = s.past.slabs(index) if s.past else []
                 history, own = slice(start, start + n), slice(start + n, start + s.num_rows)
-                if s.sink:
-                    s.sink(index, k[history], v[history])
+                new = k[history], v[history]
+                kept = s.sink(index, *new) if s.sink else None
+                if kept is not None:
+                    past, new = kept, (k[:0], v[:0])
                 if n:
-                    out = backend.hstu_causal(q[history], k[history], v[history], past, at, layer.bias, alpha)
+                    out = backend.hstu_causal(q[history], *new, past, at, layer.bias, alpha)
                     attention[history] = out.mul_(scale)
                 if len(s.candidates):
-                    slabs = [*past, (k[history], v[history])] if n else past
+                    slabs = [*past, new] if len(new[0]) else past
                     out = backend.hstu_targets(q[own], k[own], v[own], slabs, at, s.candidate_time, layer.bias, alpha)
                     attention[own] = out.mul_(scale)
             x = layer.finish(x, u, attention, backend)
@@ -286,9 +290,8 @@ class HSTU(nn.Module):
             slabs = list(s.past.slabs(index)) if s.past else []
             if n:
                 k, v = layer.project_kv(x[start : start + n], backend)
-                slabs.append((k, v))
-                if s.sink:
-                    s.sink(index, k, v)
+                kept = s.sink(index, k, v) if s.sink else None
+                slabs = [*slabs, (k, v)] if kept is None else list(kept)
             own = x[start + n : start + s.num_rows]
             if len(own):
                 u, v, q, k = layer.project(own, backend)

@@ -236,7 +236,7 @@ class _Routes:
 
     async def live(self, _: web.Request) -> web.Response:
         model = self._door.models()[0]
-        return _json({"live": True, "device": model.device, "kernels": model.kernels})
+        return _json({"live": True, "device": model.device, "kernels": model.kernels, "ops": model.ops})
 
     async def ready(self, _: web.Request) -> web.Response:
         self._require_ready()

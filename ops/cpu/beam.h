@@ -131,7 +131,6 @@ class Attention {
       store(x + t, weight);
       total += weight;
     }
-    for (int64_t t = tokens_; t < in_tiles_; t++) x[t] = 0;
     for (int64_t t = in_tiles_; t < length; t++) rest += x[t] = expf(x[t] - peak);
     return sum_lanes(total) + rest;
   }

@@ -12,13 +12,16 @@ namespace hstu {
 
 template <class Row, class A>
 void queries(const Hstu &call, int64_t first, int64_t rows, int64_t dq, A *to) {  // [H, kBlockRows, dq]
-  for (int64_t h = 0; h < call.num_heads; h++)
-    for (int64_t r = 0; r < rows; r++) {
-      const Row *from = (const Row *)call.q.data + (first + r) * call.q.row_stride + h * call.q.head_stride;
+  const Row *at = (const Row *)call.q.data + first * call.q.row_stride;
+  for (int64_t r = 0; r < rows; r++, at += call.q.row_stride) {
+    ahead(at, call.q.row_stride, 1, call.num_heads * call.qk_dim);
+    for (int64_t h = 0; h < call.num_heads; h++) {
+      const Row *from = at + h * call.q.head_stride;
       A *row = to + (h * kBlockRows + r) * dq;
       convert(from, row, call.qk_dim, 1.0f);
       for (int64_t d = call.qk_dim; d < dq; d++) row[d] = 0;
     }
+  }
 }
 
 template <class Row>
@@ -97,17 +100,16 @@ class Attention {
           for (int64_t r = 0; r < rows; r += kRows) {
             const int64_t count = least(kRows, rows - r), row = row0 + r;
             if (row + count <= from) continue;
-            alignas(64) float block[kRows][kTile];
+            alignas(64) float same[kTile];
             if (one[r / kRows] >= 0) {
-              const F32 same = splat(bias_.far(h, one[r / kRows]));
-              for (int64_t c = 0; c < kTile; c += kLanes) store(&block[0][c], same);
-              work_.bias_stride = 0;
+              for (int64_t c = 0; c < kTile; c += kLanes) store(same + c, splat(bias_.far(h, one[r / kRows])));
+              work_.bias = same;
             } else {
-              for (int64_t i = 0; i < count; i++)
-                look_up(bias_.time(h), buckets.table() + (r + i) * kTile, bias_.position(h, row + i, from), block[i]);
-              work_.bias_stride = kTile;
+              work_.bias = nullptr;
+              work_.time = bias_.time(h);
+              work_.bucket = buckets.table() + r * kTile;
+              for (int64_t i = 0; i < count; i++) work_.position[i] = bias_.position(h, row + i, from);
             }
-            work_.bias = block[0];
             work_.limit = least(kTile, row + count - from);
             work_.first_limit = row + 1 - from;
             work_.more = 1;
@@ -129,10 +131,11 @@ class Attention {
         const int64_t j = t * kTile + c;
         index[c] = j < call_.num_tokens ? time_bucket(difference(call_.query_time, call_.times[j])) : 0;
       }
-      for (int64_t h = 0; h < call_.num_heads; h++)
-        look_up(bias_.time(h), index, bias_.position(h, call_.num_tokens, t * kTile), rows_of_bias + (h * tiles + t) * kTile);
+      for (int64_t h = 0; h < call_.num_heads; h++) {
+        const float *time = bias_.time(h), *position = bias_.position(h, call_.num_tokens, t * kTile);
+        for (int64_t c = 0; c < kTile; c++) rows_of_bias[(h * tiles + t) * kTile + c] = time[index[c]] + position[c];
+      }
     }
-    work_.bias_stride = 0;
     work_.more = 0;
     for (int64_t first = 0; first < call_.num_rows; first += kBlockRows) {
       const int64_t rows = begin(first);

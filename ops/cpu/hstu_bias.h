@@ -32,19 +32,6 @@ NPU_GR_INLINE I32 look_up_index(I32 delta) {  // buckets of differences below 2 
   return ((I32)__builtin_convertvector(delta + 1, F32) >> 22) - (127 << 1);
 }
 
-NPU_GR_INLINE void look_up(const float *table, const int32_t *index, const float *plus, float *to) {  // a row of kTile columns
-#ifdef __AVX512F__
-  const F32 a = load(table), b = load(table + 16), c = load(table + 32), d = load(table + 48);
-  for (int i = 0; i < kTile; i += kLanes) {
-    const __m512i at = (__m512i)load(index + i);
-    const F32 low = _mm512_permutex2var_ps(a, at, b), high = _mm512_permutex2var_ps(c, at, d);
-    store(to + i, load(plus + i) + (F32)_mm512_mask_mov_ps(low, _mm512_test_epi32_mask(at, _mm512_set1_epi32(32)), high));
-  }
-#else
-  for (int i = 0; i < kTile; i++) to[i] = table[index[i]] + plus[i];
-#endif
-}
-
 struct Span {  // earliest and latest
   int64_t first, last;
 };

@@ -44,8 +44,18 @@ NPU_GR_INLINE void put(bf16 *to, float x) { *to = narrow(x); }
 template <class From, class To>
 NPU_GR_INLINE void convert(const From *from, To *to, int64_t n, float factor) {
   int64_t i = 0;
+  if constexpr (sizeof(From) == sizeof(To))
+    if (factor == 1) return (void)memcpy(to, from, n * sizeof(To));
   for (; i + kLanes <= n; i += kLanes) store(to + i, load(from + i) * factor);
   for (; i < n; i++) put(to + i, widen(from[i]) * factor);
+}
+
+// Rows lie far apart, where no hardware prefetcher looks: ask for those of the 16 rows ahead.
+template <class Row>
+NPU_GR_INLINE void ahead(const Row *rows, int64_t step, int64_t count, int64_t width) {
+  for (int64_t i = 16; i < 16 + count; i++)
+    for (int64_t at = 0; at < width * (int64_t)sizeof(Row); at += 64)
+      __builtin_prefetch((const void *)((uintptr_t)rows + i * step * sizeof(Row) + at));
 }
 
 template <int N>
@@ -162,14 +172,43 @@ NPU_GR_INLINE void multiply(F32 (&sum)[R][C], const typename M::A *a, int64_t a_
   for (int64_t s = 0; s < steps; s++) M::template step<R, C>(sum, a + s * M::kUnits, a_stride, b + s * b_stride);
 }
 
+class Lookup {  // in a table of 64
+ public:
+#if NPU_GR_VECTOR_BYTES == 64  // not __AVX512F__: GCC's target pragma defines no macros in C++
+  explicit Lookup(const float *table) : a_(load(table)), b_(load(table + 16)), c_(load(table + 32)), d_(load(table + 48)) {}
+  NPU_GR_INLINE F32 operator[](I32 index) const {
+    const __m512i at = (__m512i)index;
+    const F32 low = _mm512_permutex2var_ps(a_, at, b_), high = _mm512_permutex2var_ps(c_, at, d_);
+    return (F32)_mm512_mask_mov_ps(low, _mm512_test_epi32_mask(at, _mm512_set1_epi32(32)), high);
+  }
+
+ private:
+  __m512 a_, b_, c_, d_;
+#else
+  explicit Lookup(const float *table) : table_(table) {}
+  NPU_GR_INLINE F32 operator[](I32 index) const {
+#if NPU_GR_VECTOR_BYTES == 32
+    return (F32)_mm256_i32gather_ps(table_, (__m256i)index, 4);
+#else
+    return F32{table_[index[0]], table_[index[1]], table_[index[2]], table_[index[3]]};
+#endif
+  }
+
+ private:
+  const float *table_;
+#endif
+};
+
 // R rows against one tile of one head.
 template <class M>
 struct Work {
   const typename M::A *q;  // [R, dq]
   int64_t dq, dv;          // padded
   const typename M::Tile *k, *v;
-  const float *bias;       // [R or 1, kTile], divided by alpha
-  int64_t bias_stride;     // 0: one row for all
+  const float *bias;       // [kTile] of every row, divided by alpha; null: each row's is looked up, time + position
+  const float *time;       // [64] by bucket
+  const int32_t *bucket;   // [R, kTile]
+  const float *position[kRows];  // each row's [kTile]
   int64_t limit;           // columns that any row sees
   int64_t first_limit;     // columns that the first row sees; each further row sees `more` more, up to limit
   int64_t more;
@@ -180,10 +219,21 @@ struct Work {
 template <class M, int R, int C>
 NPU_GR_APART void weigh(const Work<M> &w, int64_t column, typename M::A (&weights)[R][kTile]) {
   F32 sum[R][C];
+  if (w.bias) {
 #pragma GCC unroll 6
-  for (int r = 0; r < R; r++)
+    for (int r = 0; r < R; r++)
 #pragma GCC unroll 4
-    for (int c = 0; c < C; c++) sum[r][c] = load(w.bias + r * w.bias_stride + column + c * kLanes);
+      for (int c = 0; c < C; c++) sum[r][c] = load(w.bias + column + c * kLanes);
+  } else {
+    const Lookup time(w.time);
+#pragma GCC unroll 6
+    for (int r = 0; r < R; r++)
+#pragma GCC unroll 4
+      for (int c = 0; c < C; c++) {
+        const int64_t at = column + c * kLanes;
+        sum[r][c] = time[load(w.bucket + r * kTile + at)] + load(w.position[r] + at);
+      }
+  }
   multiply<M, R, C>(sum, w.q, w.dq, w.k + column * M::kUnits, kTile * M::kUnits, w.dq / M::kUnits);
 #pragma GCC unroll 6
   for (int r = 0; r < R; r++) M::template put<C>(&weights[r][column], sum[r], w.slope);

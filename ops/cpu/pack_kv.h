@@ -34,14 +34,6 @@ NPU_GR_INLINE T &value_at(T *head, int64_t dv, int64_t token, int64_t d) {
   return sizeof(T) == 4 ? head[token * dv + d] : head[(token / 2 * dv + d) * 2 + token % 2];
 }
 
-// Rows lie far apart, where no hardware prefetcher looks: ask for those of the 16 rows ahead.
-template <class Row>
-NPU_GR_INLINE void ahead(const Row *rows, int64_t step, int64_t count, int64_t width) {
-  for (int64_t i = 16; i < 16 + count; i++)
-    for (int64_t at = 0; at < width * (int64_t)sizeof(Row); at += 64)
-      __builtin_prefetch((const void *)((uintptr_t)rows + i * step * sizeof(Row) + at));
-}
-
 template <class Row, class T>
 void pack_keys(const Pack &call, int64_t row, int64_t count, int64_t token, T *tile) {
   const int64_t dq = padded(call.qk_dim, 2), step = call.k.row_stride, units = call.qk_dim / (4 / sizeof(T)) / 4 * 4;

@@ -12,7 +12,7 @@
 namespace {
 
 constexpr int64_t kBlock = 256;     // columns whose maximum is kept
-constexpr int64_t kAhead = 1024;    // columns that are fetched ahead: the arithmetic hides the memory
+constexpr int64_t kAhead = 8192;    // columns that are fetched ahead into the second cache: rows come in no order
 constexpr int64_t kFewEdges = 128;  // a row with fewer is looked at edge by edge
 constexpr float kInfinity = __builtin_inff();
 
@@ -93,7 +93,7 @@ __attribute__((noinline)) float slow_log_sum_exp(const T *x, int64_t count, floa
   return static_cast<float>(peak + log(sum));
 }
 
-// Log-sum-exp of x[0..count) * scale; the maximum of every kBlock into `block_peaks`; `next` is read after it, as long.
+// Log-sum-exp of x[0..count) * scale; the maximum of every kBlock into `block_peaks`; `next`, as long, is next.
 //
 // Each lane sums powers of two less its own integer k, which rises with the lane's maximum: no second pass over memory.
 template <bool kIsScaled, typename T>
@@ -101,11 +101,15 @@ NPU_GR_INLINE Norm sum_exponentials(const T *x, int64_t count, float scale, F32 
   constexpr float kLowest = -4.0e6f;  // integers down to here are counted by fp32 less kMagic
   F32 k = splat(kLowest), total{};
   const auto scaled = [&](const T *from) { return kIsScaled ? load(from) * splat(scale) : load(from); };
-  for (int64_t at = 0; at < count; at += kBlock) {
-    const int64_t end = at + kBlock < count ? at + kBlock : count;
-    const int64_t whole = at + (end - at) / kLanes * kLanes;
-    const T *ahead = at + kAhead < count ? x + at + kAhead : next + (at + kAhead - count);
-    for (int64_t j = 0; j < kBlock; j += 64 / static_cast<int64_t>(sizeof(T))) __builtin_prefetch(ahead + j);
+  const auto end_of = [&](int64_t at) { return at + kBlock < count ? at + kBlock : count; };
+  const auto whole_of = [&](int64_t at) { return at + (end_of(at) - at) / kLanes * kLanes; };
+  const auto rest_of = [&](int64_t at) {  // the columns behind the last whole vector
+    F32 rest = splat(-kInfinity);
+    for (int64_t i = whole_of(at); i < end_of(at); ++i) rest[i - whole_of(at)] = widen(x[i]) * scale;
+    return rest;
+  };
+  const auto peak_of = [&](int64_t at) {
+    const int64_t whole = whole_of(at);
     F32 most = splat(-kInfinity), other = most;
     int64_t i = at;
     for (; i + 2 * kLanes <= whole; i += 2 * kLanes) {
@@ -114,25 +118,29 @@ NPU_GR_INLINE Norm sum_exponentials(const T *x, int64_t count, float scale, F32 
     }
     most = max(most, other);
     if (i < whole) most = max(scaled(x + i), most);
-    F32 rest = splat(-kInfinity);
-    if (whole < end) {
-      for (int64_t lane = 0; lane < end - whole; ++lane) rest[lane] = widen(x[whole + lane]) * scale;
-      most = max(rest, most);
-    }
-    block_peaks[at / kBlock] = most;
+    if (whole < end_of(at)) most = max(rest_of(at), most);
+    return block_peaks[at / kBlock] = most;
+  };
+  F32 peaks = count ? peak_of(0) : splat(-kInfinity);
+  for (int64_t at = 0; at < count; at += kBlock) {
+    const int64_t whole = whole_of(at);
+    const T *ahead = at + kAhead < count ? x + at + kAhead : next + at - std::max<int64_t>(count - kAhead, 0);
+    for (int64_t j = 0; j < kBlock; j += 64 / static_cast<int64_t>(sizeof(T))) __builtin_prefetch(ahead + j, 0, 2);
     // The integer above the peak; of a peak beyond the range the result is replaced in the end.
-    F32 higher = max(k, min(max(splat(kLowest), most * kLog2E + 1.0f), splat(-kLowest)));
+    F32 higher = max(k, min(max(splat(kLowest), peaks * kLog2E + 1.0f), splat(-kLowest)));
     higher = (higher + 12582912.0f) - 12582912.0f;
     total *= integer_power(k - higher);
     k = higher;
     const F32 magic_minus_k = kMagic - k, floor = (k - 125.0f) * 0.693147182f;
+    if (at + kBlock < count) peaks = peak_of(at + kBlock);  // before these powers, which hide what follows from it
     F32 sums[2] = {};
-    for (i = at; i + 2 * kLanes <= whole; i += 2 * kLanes) {
+    int64_t i = at;
+    for (; i + 2 * kLanes <= whole; i += 2 * kLanes) {
       sums[0] += rough_power(scaled(x + i), floor, magic_minus_k);
       sums[1] += rough_power(scaled(x + i + kLanes), floor, magic_minus_k);
     }
     if (i < whole) sums[0] += rough_power(scaled(x + i), floor, magic_minus_k);
-    if (whole < end) sums[1] += rough_power(rest, floor, magic_minus_k);
+    if (whole < end_of(at)) sums[1] += rough_power(rest_of(at), floor, magic_minus_k);
     total += sums[0] + sums[1];
   }
   F32 most = splat(-kInfinity);

@@ -25,6 +25,11 @@ class Recorder:
     def is_available(self) -> bool:
         return self._is_there
 
+    CUDAGraph = None
+
+    def graph_pool_handle(self) -> int:
+        return 0
+
     def synchronize(self) -> None:
         self.calls.append(("synchronize device", self.current))
 

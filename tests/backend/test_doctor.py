@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -10,12 +13,13 @@ from torch import Tensor
 
 from npu_gr import acceptance
 from npu_gr.acceptance import accept
-from npu_gr.backend import doctor, npu_device
+from npu_gr.backend import ascend_ops, doctor, npu_device
+from npu_gr.backend.ascend_check import disagreements
 from npu_gr.backend.cpu import CPUBackend
 from npu_gr.backend.doctor import Check, State, compare, examine, is_well, table
 from npu_gr.backend.native import NativeError
 from npu_gr.backend.npu import NPUBackend
-from tests.backend.fake_npu import FakeRuntime
+from tests.backend.fake_device import FakeRuntime
 
 
 class Wrong(CPUBackend):
@@ -49,7 +53,7 @@ def test_a_cpu_machine_is_well_and_what_it_lacks_has_a_remedy(monkeypatch: pytes
     monkeypatch.setattr(doctor, "load", unbuilt)
     checks = examine()
     assert is_well(checks)
-    assert {c.name for c in checks if c.state is State.MISSING} == {"CPU kernels", "NPU: torch_npu"}
+    assert {c.name for c in checks if c.state is State.MISSING} == {"CPU kernels", "Ascend driver", "NPU: torch_npu"}
     assert all(check.remedy for check in checks if check.state is not State.OK)
     assert "-> pip install 'npu_gr[npu]'" in table(checks)
     assert not is_well(examine("cuda")) or torch.cuda.is_available()
@@ -63,8 +67,15 @@ def test_an_npu_is_examined_step_by_step(monkeypatch: pytest.MonkeyPatch, tmp_pa
     )
     monkeypatch.setenv("ASCEND_HOME_PATH", str(tmp_path))
     (tmp_path / "version.cfg").write_text("# CANN\nruntime_running_version=[8.5.0]\n")
+    driver = tmp_path / "version.info"
+    driver.write_text("Version=25.0.rc1\nascendhal_version=7\n")
+    (tmp_path / "davinci0").touch()
+    (tmp_path / "davinci_manager").touch()
+    monkeypatch.setattr(doctor, "DRIVER", driver)
+    monkeypatch.setattr(doctor, "DEVICES", tmp_path)
     with npu.recording():
         found = {check.name: check for check in examine("npu")}
+    assert found["Ascend driver"] == Check("Ascend driver", State.OK, "Version=25.0.rc1, 1 devices")
     assert found["NPU: device"].found.startswith("Ascend910B1")
     assert "8.5.0" in found["NPU: CANN"].found
     assert found["Ascend C operators"].state is State.MISSING
@@ -73,11 +84,38 @@ def test_an_npu_is_examined_step_by_step(monkeypatch: pytest.MonkeyPatch, tmp_pa
     assert is_well(list(found.values()))
 
 
+def test_native_operators_are_compared_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The definitions stand in for a device's operators, then each gives something else."""
+    monkeypatch.setattr(ascend_ops, "load_library", lambda _path: None)
+    monkeypatch.setattr(npu_device, "find", FakeRuntime().as_npu)
+    names = [schema.split("(")[0] for schema in ascend_ops.SCHEMAS]
+    found = {check.name: check for check in doctor._ascend(is_needed=True)}
+    assert all(found[f"Ascend C {name}"].state is State.OK for name in names)
+    for name in names:
+        ops = SimpleNamespace(**{other: getattr(ascend_ops, other) for other in names} | {name: wrong(name)})
+        assert [op for op, why in disagreements(torch.device("cpu"), ops) if why] == [name]
+
+
+def wrong(name: str) -> Callable[..., Any]:
+    """One place of the last result is not what it should be; an op in place does nothing."""
+
+    def op(*arguments: Any) -> Any:
+        if name.endswith("_"):
+            return None
+        made = getattr(ascend_ops, name)(*arguments)
+        (made if isinstance(made, Tensor) else made[-1]).view(-1)[0] += 1
+        return made
+
+    return op
+
+
 def test_acceptance_compares_whole_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     npu = FakeRuntime()
     monkeypatch.setattr(acceptance, "choose", lambda _name: NPUBackend("off", npu.as_npu()))
     with npu.recording():
         checks = accept("npu")
+    assert ("replay", 0) not in npu.calls, "the default stream captures nothing"
+    assert any(call == "replay" for call, _ in npu.calls)
     assert [check.name for check in checks][:3] == ["rank cold", "rank from HBM", "rank from DRAM"]
     assert is_well(checks)
     monkeypatch.setattr(acceptance, "choose", lambda _name: Wrong("off"))

@@ -116,6 +116,9 @@ def test_a_cached_prefix_gives_the_same_bits(native: Native, seed: int) -> None:
     for num_cached in {case.past, case.cut}:
         hit = kernels.causal(*case.rows(num_cached), case.tiles(kernels, num_cached), case.times, case.bias, 0.3)
         assert torch.equal(hit[case.past - num_cached :], cold)
+    none = case.k[:0], case.v[:0]
+    held = kernels.causal(case.q[case.past :], *none, case.tiles(kernels, len(case.q)), case.times, case.bias, 0.3)
+    assert torch.equal(held, cold)  # the new rows in tiles as well
     natural = [(case.k[: case.cut], case.v[: case.cut]), (case.k[case.cut : case.past], case.v[case.cut : case.past])]
     assert torch.equal(kernels.causal(*case.rows(case.past), natural, case.times, case.bias, 0.3), cold)
 

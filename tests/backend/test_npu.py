@@ -31,7 +31,7 @@ from npu_gr.errors import ConfigError
 from npu_gr.kv.arena import KVArena
 from npu_gr.kv.layout import KVLayout, Run
 from npu_gr.request import HistoryReport
-from tests.backend.fake_npu import FakeRuntime
+from tests.backend.fake_device import FakeRuntime
 from tests.engine.test_beam_search import model
 from tests.engine.test_generate import catalogue
 from tests.models import CPU, events, tiny_model
@@ -103,7 +103,12 @@ def dense_paged(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *values: Any,
     rows=st.integers(1, 5), past=st.lists(st.sampled_from([1, 3, 127, 128, 131]), max_size=3), seed=st.integers(0, 99)
 )
 def test_the_paged_operator_serves_any_slabs(paged_op: None, rows: int, past: list[int], seed: int) -> None:
-    backend = NPUBackend("off", FakeRuntime().as_npu())
+    npu = FakeRuntime()
+    with npu.recording():
+        check_any_slabs(NPUBackend("off", npu.as_npu()), rows, past, seed)
+
+
+def check_any_slabs(backend: NPUBackend, rows: int, past: list[int], seed: int) -> None:
     assert backend.ops["hstu_attention"] == "mxrec"
     generator = torch.Generator().manual_seed(seed)
     q, k, v = (torch.randn(rows, 2, 16, generator=generator) for _ in range(3))
@@ -122,12 +127,16 @@ def test_the_paged_operator_serves_any_slabs(paged_op: None, rows: int, past: li
     assert not fell
 
 
-def test_many_targets_go_in_parts(paged_op: None, npu: FakeRuntime) -> None:
+def test_many_targets_go_in_parts_and_new_rows_behind_a_page(paged_op: None, npu: FakeRuntime) -> None:
     backend = NPUBackend("off", npu.as_npu())
     q, k, v = (torch.randn(1030, 1, 16, generator=torch.Generator().manual_seed(n)) for n in range(3))
     zero, times = torch.zeros(1, 64), torch.zeros(9, dtype=torch.int64)
-    call = (q, k, v, [(k[:9], v[:9])], times, 0, BiasTables(zero, zero), 0.25)
+    history = [(k[:5], v[:5]), (k[5:9], v[5:9])]
+    call = (q, k, v, history, times, 0, BiasTables(zero, zero), 0.25)
     torch.testing.assert_close(backend.hstu_targets(*call), CPU.hstu_targets(*call), rtol=1e-4, atol=1e-4)
+    rows, times = slice(9, 12), torch.zeros(12, dtype=torch.int64)
+    call = (q[rows], k[rows], v[rows], [(k[:9], v[:9])], times, BiasTables(zero, zero), 0.25)
+    torch.testing.assert_close(backend.hstu_causal(*call), CPU.hstu_causal(*call), rtol=1e-4, atol=1e-4)
 
 
 def test_a_layer_with_a_bias_falls_back_counted_and_said_once(
@@ -146,6 +155,57 @@ def test_a_layer_with_a_bias_falls_back_counted_and_said_once(
     assert sum("hstu_paged" in line for line in caplog.messages) == 1
 
 
+def test_a_bias_at_an_address_that_had_none_is_seen(paged_op: None, npu: FakeRuntime) -> None:
+    """As after a reload of the model: memory is used again."""
+    paged = NPUBackend("off", npu.as_npu())._paged
+    assert paged is not None
+    q, memory = torch.randn(4, 2, 16), torch.zeros(2, 64)
+    assert paged.takes(q, q, BiasTables(memory.view(2, 64), memory.view(2, 64)), 0)
+    memory.fill_(1.0)
+    assert not paged.takes(q, q, BiasTables(memory.view(2, 64), memory.view(2, 64)), 0)
+
+
+@pytest.mark.parametrize(
+    ("rows", "heads", "width", "dtype", "tokens"),
+    [
+        (0, 2, 16, torch.float32, 0),
+        (513, 2, 16, torch.float32, 0),
+        (4, 17, 16, torch.float32, 0),
+        (4, 2, 24, torch.float32, 0),
+        (4, 2, 528, torch.float32, 0),
+        (4, 2, 16, torch.float64, 0),
+        (4, 2, 16, torch.float32, 20_477),
+    ],
+)
+def test_the_paged_operators_limits(
+    paged_op: None, npu: FakeRuntime, rows: int, heads: int, width: int, dtype: torch.dtype, tokens: int
+) -> None:
+    paged = NPUBackend("off", npu.as_npu())._paged
+    assert paged is not None
+    q, zero = torch.zeros(rows, heads, width, dtype=dtype), torch.zeros(heads, 64)
+    assert not paged.takes(q, q, BiasTables(zero, zero), tokens)
+    fits = torch.zeros(4, 2, 16)
+    assert paged.takes(fits, fits, BiasTables(zero, zero), 20_476)
+
+
+@pytest.mark.parametrize("arguments", ["", "Tensor q, Tensor k, Tensor v, Tensor kv_cache"])
+def test_another_schema_of_the_paged_operator_is_not_ours(
+    npu: FakeRuntime, monkeypatch: pytest.MonkeyPatch, arguments: str
+) -> None:
+    """Of one that is not there, too."""
+    with torch.library._scoped_library("npu_gr_test", "FRAGMENT") as library:
+        if arguments:
+            library.define(f"hstu_paged({arguments}) -> Tensor")
+        monkeypatch.setattr(torch.ops, "mxrec", torch.ops.npu_gr_test)
+        backend = NPUBackend("off", npu.as_npu())
+    assert backend.ops["hstu_attention"] == "torch"
+    q, zero, times = torch.randn(3, 2, 16), torch.zeros(2, 64), torch.arange(3)
+    call = (q, q, q, [], times, BiasTables(zero, zero), 0.2)
+    torch.testing.assert_close(backend.hstu_causal(*call), REFERENCE.hstu_causal(*call))
+    call = (q, q, q, [(q, q)], times, 5, BiasTables(zero, zero), 0.2)
+    torch.testing.assert_close(backend.hstu_targets(*call), REFERENCE.hstu_targets(*call))
+
+
 def test_an_operator_that_disagrees_is_not_used(
     paged_op: None, npu: FakeRuntime, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -161,6 +221,17 @@ def some_logits(rows: int = 3, codes: int = 11) -> tuple[torch.Tensor, torch.Ten
     acc = torch.tensor([-1.0, float("-inf"), -0.5])
     lo, degree = torch.tensor([0, 4, 4]), torch.tensor([4, 0, 2])
     return logits, acc, Continuations(lo, degree, torch.tensor([1, 3, 4, 9, 0, 7], dtype=torch.int32))
+
+
+def test_a_requests_own_filter_is_obeyed_without_a_graph(native: None, npu: FakeRuntime) -> None:
+    backend = NPUBackend(npu=npu.as_npu())
+    logits, acc, follow = some_logits()
+    follow = follow._replace(allowed=torch.tensor([True, False, True, True, False, True]))
+    want = CPU.beam_topk(logits, acc, follow, 8)
+    got = backend.beam_topk(logits, acc, follow, 8)
+    assert torch.equal(got.edge[: len(want.edge)], want.edge)
+    assert not got.score[len(want.edge) :].isfinite().any()
+    assert not npu.graphs
 
 
 @pytest.mark.parametrize("how", [{}, {"over": "valid", "scale": 0.5}, {"codes": slice(0, 10)}], ids=str)
@@ -189,10 +260,10 @@ def test_replays_see_new_values_and_leave_old_results(native: None, npu: FakeRun
     torch.testing.assert_close(second.score, CPU.beam_topk(-logits, acc, follow, 4).score)
     assert torch.equal(first.score, kept)
     replays = [call for call in npu.calls if call[0] == "replay"]
-    assert len(replays) == 3  # the proof of the capture, and two
+    assert len(replays) == 3 + 1  # and the proof of the capture
     other = follow._replace(code=follow.code.clone())  # another version of the catalogue
     assert torch.equal(backend.beam_topk(logits, acc, other, 4).score, kept)
-    assert len(backend._graphs._captured) == 2  # type: ignore[union-attr]
+    assert sorted(map(len, backend._graphs._of.values())) == [1, 1]  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("how", ["capture_fails", "capture_lies"])
@@ -203,7 +274,8 @@ def test_a_graph_that_fails_or_lies_is_not_used(native: None, npu: FakeRuntime, 
     results = [backend.beam_topk(logits, acc, follow, 8) for _ in range(3)]
     for got in results:
         assert torch.equal(got.score, results[0].score)
-    assert list(backend._graphs._captured.values()) == [None]  # type: ignore[union-attr]
+    (known,) = backend._graphs._of.values()  # type: ignore[union-attr]
+    assert list(known.values()) == [None]
 
 
 def test_a_logit_that_is_no_number_ends_the_search(native: None, npu: FakeRuntime) -> None:
@@ -244,6 +316,29 @@ def test_what_the_native_operator_refuses_runs_as_torch_ops(
         backend.beam_topk(logits, acc, follow, 8)
 
 
+def test_a_fork_that_the_native_operator_refuses_is_done(
+    native: None, npu: FakeRuntime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend, fell = NPUBackend(npu=npu.as_npu()), list[str]()
+    backend.on_fallback = fell.append
+    keys, values, parent = torch.randn(2, 5, 3, 1, 4), torch.randn(2, 5, 3, 1, 4), torch.tensor([0, 0, 1])
+    want = keys[:, parent, :2].clone()
+
+    def refuse(message: str) -> None:
+        def op(*_: object) -> None:
+            raise RuntimeError(message)
+
+        monkeypatch.setattr(torch.ops.npu_gr, "beam_fork_", op)
+
+    refuse("beam_fork: at most 2048 beams; npu_gr's torch composition has no such limit")
+    backend.beam_fork_(keys, values, parent, 2)
+    assert torch.equal(keys[:, :3, :2], want)
+    assert fell == ["beam_fork"]
+    refuse("the device is lost")
+    with pytest.raises(RuntimeError, match="lost"):
+        backend.beam_fork_(keys, values, parent, 2)
+
+
 # ---- the library
 
 
@@ -251,7 +346,7 @@ def test_a_missing_library_is_said_or_required(
     npu: FakeRuntime, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     backend = NPUBackend(npu=npu.as_npu(), folder=tmp_path)
-    assert set(backend.ops.values()) <= {"torch", "none", "mxrec"}
+    assert backend.ops["beam_topk"] == backend.ops["beam_fork"] == "torch"
     assert "build them with ops/ascendc/build.sh" in caplog.text
     with pytest.raises(ConfigError, match=r"native: the Ascend C operators are required, but no native ops at"):
         NPUBackend("require", npu.as_npu(), tmp_path)
@@ -288,7 +383,7 @@ def test_generate_is_the_cpus_and_waits_once(native: None, npu: FakeRuntime, nor
         npu.calls.clear()
         generator.encode(tokens, [], part)
         got = generator.generate(trie, tables, tokens, [part], options, 10)
-    assert [call for call, _ in npu.calls] == ["replay"] * 3
+    assert [call for call, _ in npu.calls] == ["replay"] * (3 + 2 * 3), "three selections, two steps through two layers"
     assert set(npu.host_waits) == {"cpu", "numpy"}
     assert npu.host_waits[0] == "cpu"
     assert len(npu.host_waits) == 4, "scores and leaves, fetched at the end"
@@ -417,15 +512,18 @@ async def test_a_served_instance_ranks_as_on_the_cpu_and_exports_its_ops(
         "timestamp": int(history.timestamps[-1]) + 5,
     }
 
-    async def scores() -> tuple[Any, str]:
+    async def scores() -> tuple[Any, str, Any]:
         async with serving(tmp_path) as (client, _):
             answer = await client.post("/v1/rank", json=body)
             assert answer.status == 200, await answer.text()
-            return (await answer.json())["scores"], await (await client.get("/metrics")).text()
+            health = await (await client.get("/healthz")).json()
+            return (await answer.json())["scores"], await (await client.get("/metrics")).text(), health
 
-    want, _ = await scores()
+    want, _, health = await scores()
+    assert (health["device"], health["ops"]["hstu_attention"]) == ("cpu", health["kernels"])
     monkeypatch.setattr("npu_gr.app.choose", lambda *_: NPUBackend("off", npu.as_npu()))
-    got, exported = await scores()
+    got, exported, health = await scores()
+    assert (health["device"], health["ops"]["hstu_attention"]) == ("npu", "mxrec")
     for task in want:
         np.testing.assert_allclose(got[task], want[task], rtol=1e-4, atol=1e-5)
     assert 'npu_gr_backend_op_info{impl="mxrec",op="hstu_attention"} 1.0' in exported

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import ctypes
 import json
 import subprocess
 import sys
@@ -9,26 +11,24 @@ from pathlib import Path
 
 import pytest
 
+from npu_gr.backend import npu_device
 from npu_gr.backend.choose import choose
+from npu_gr.backend.npu_device import NotFound, find
 from npu_gr.errors import ConfigError
+from tests.ops.test_build import npu_headers
 
 ROOT = Path(__file__).parent.parent.parent
 WITHOUT_CANN = "raise ImportError('libhccl.so: cannot open shared object file')\n"
 # as much of torch_npu as `find` and the backend's constructor use, under torch's own name for such a device
 WORKING = """
 import os, types, torch
-torch.utils.rename_privateuse1_backend("npu")
+torch.utils.rename_privateuse1_backend("npu")  # as torch_npu does
 __version__ = "2.13.0"
 count = int(os.environ["FAKE_COUNT"])
 npu = types.SimpleNamespace(
     is_available=lambda: count > 0, device_count=lambda: count, current_device=lambda: 0,
     get_device_name=lambda index: "Ascend910B1", Stream=object, Event=object,
 )
-"""
-DRIVER = """
-import ctypes
-real = ctypes.CDLL
-ctypes.CDLL = lambda name, *a, **k: None if name == "libascendcl.so" else real(name, *a, **k)
 """
 
 
@@ -75,18 +75,70 @@ def test_the_cpu_starts_where_torch_npu_is_installed_without_cann(tmp_path: Path
     ],
     ids=["import", "device", "found"],
 )
-def test_what_is_behind_the_driver(tmp_path: Path, code: str, count: str, want: str) -> None:
+def test_what_is_behind_the_driver(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, count: str, want: str
+) -> None:
     install(tmp_path, code)
-    program = f"""{DRIVER}
-from npu_gr.backend.npu_device import NotFound, find
-try:
-    npu = find()
-    print(npu.soc, npu.device, npu.version)
-except NotFound as error:
-    print(error)
-"""
-    done = python(tmp_path, "-c", program, FAKE_COUNT=count, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
-    assert want in done.stdout, done.stderr
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("FAKE_COUNT", count)
+    monkeypatch.setattr(ctypes, "CDLL", lambda _name: None)
+    try:
+        npu = find()
+        found = f"{npu.soc} {npu.device} {npu.version}"
+    except NotFound as error:
+        found = str(error)
+    finally:
+        sys.modules.pop("torch_npu", None)
+    assert want in found
+
+
+def test_without_its_driver_torch_npu_is_not_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(tmp_path, "raise SystemExit('imported')")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(npu_device, "DRIVER_LIBRARY", "libnowhere.so")
+    with pytest.raises(NotFound, match=r"CANN is not there: libnowhere.so.*; install it and source its set_env.sh"):
+        find()
+
+
+USED: dict[str, tuple[int, tuple[str, ...]]] = {  # of torch.npu: how many arguments by place, which by name
+    "is_available": (0, ()),
+    "device_count": (0, ()),
+    "current_device": (0, ()),
+    "get_device_name": (1, ()),
+    "set_device": (1, ()),
+    "current_stream": (0, ()),
+    "stream": (1, ()),
+    "graph_pool_handle": (0, ()),
+    "Stream.__new__": (1, ()),
+    "Stream.wait_event": (2, ()),
+    "Stream.synchronize": (1, ()),
+    "Event.__new__": (1, ()),
+    "Event.record": (2, ()),
+    "Event.synchronize": (1, ()),
+    "NPUGraph.__init__": (1, ()),
+    "NPUGraph.replay": (1, ()),
+    "graph.__init__": (2, ("pool", "stream", "capture_error_mode")),
+}
+
+
+@pytest.mark.npu_headers
+def test_what_is_used_of_torch_npu_is_there(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Read, never imported: each name exists in the real package, and can be called as we call it."""
+    known: dict[str, ast.arguments] = {}
+    for source in (npu_headers(tmp_path_factory).parent / "npu").glob("*.py"):
+        for node in ast.parse(source.read_text()).body:
+            if isinstance(node, ast.FunctionDef):
+                known[node.name] = node.args
+            elif isinstance(node, ast.ClassDef):
+                known |= {f"{node.name}.{f.name}": f.args for f in node.body if isinstance(f, ast.FunctionDef)}
+    for name, (by_place, by_name) in USED.items():
+        arguments = known[name]
+        names = [argument.arg for argument in arguments.args]
+        assert by_place <= len(names), name
+        rest = names[by_place:]
+        assert set(by_name) <= set(rest), name
+        needed = rest[: max(0, len(rest) - len(arguments.defaults))]
+        assert set(needed) <= set(by_name), f"{name} needs {needed}"
 
 
 def test_a_configured_npu_that_is_not_there_stops_the_start() -> None:

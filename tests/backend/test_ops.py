@@ -80,7 +80,10 @@ def test_causal(backend: Backend, dtype: torch.dtype, data: st.DataObject, past:
     q, k, v, times, position, time = inputs(seed, past + new, dtype)
     sizes = data.draw(st.lists(st.integers(1, 12), max_size=4))
     args = q[past:], k[past:], v[past:], slabs(k[:past], v[:past], sizes), times, BiasTables(position, time), 0.7
-    assert close(backend.hstu_causal(*_on(backend, args)), REFERENCE.hstu_causal(*args))
+    want = REFERENCE.hstu_causal(*args)
+    assert close(backend.hstu_causal(*_on(backend, args)), want)
+    held = q[past:], k[:0], v[:0], [*args[3], (k[past:], v[past:])], *args[4:]
+    assert close(backend.hstu_causal(*_on(backend, held)), want)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)

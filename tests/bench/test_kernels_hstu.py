@@ -30,7 +30,7 @@ def test_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels_hstu, "CANDIDATES", (5,))
     monkeypatch.setattr(rank, "config", lambda: _config(num_layers=2, dim=32))
     found = list(kernels_hstu.lines("", seed=0, budget_s=0.0))
-    assert len(found) == 2 * (2 + 1)  # dtypes x (prefill, rank, request)
+    assert len(found) == 2 * (3 + 1)  # dtypes x (pack_kv, prefill, rank, request)
     for line in found:
         assert line.floor is not None
         assert line.of_floor is not None

@@ -25,12 +25,12 @@ Normalise = Literal["vocabulary", "codebook", "valid"]
 MODES: tuple[Normalise, ...] = ("vocabulary", "codebook", "valid")
 
 
-def model(vocab_size: int, seed: int = 0) -> Decoder:
+def model(vocab_size: int, seed: int = 0, num_layers: int = 2) -> Decoder:
     torch.manual_seed(seed)
     config = DecoderConfig(
         vocab_size=vocab_size,
         dim=16,
-        num_layers=2,
+        num_layers=num_layers,
         num_heads=4,
         num_kv_heads=2,
         head_dim=8,

@@ -7,7 +7,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from npu_gr.backend.native_hstu import HstuKernels
 from npu_gr.backend.reference import ReferenceBackend
+from npu_gr.kv.arena import KVArena
+from npu_gr.kv.layout import KVLayout, Run
+from npu_gr.model.hstu import Past
 from tests.models import CPU, NONE, Request, Store, cached, full, tiny_model
 
 # Largest allowed difference as a share of the logits' standard deviation; relaygr.md 3.2.
@@ -31,6 +35,33 @@ def test_cached_rank_equals_full_inference(dtype: torch.dtype, variant: dict[str
     want = full(model, request)
     for cut in (1, 64, 127, 202, 203):
         assert drift(cached(model, request, cut, slab_tokens=64), want) <= GATES[dtype], cut
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_attention_reads_the_pages_that_were_just_written(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiles are packed once a layer, and a prefill in parts, a rank beside it and full inference give the same bits."""
+    arrangement = CPU.arrangement(dtype, 64)
+    if arrangement != "tiles":
+        pytest.skip("no kernels")
+    packed = list[int]()
+    pack = HstuKernels.pack
+    monkeypatch.setattr(HstuKernels, "pack", lambda self, *args: (packed.append(len(args[2])), pack(self, *args))[1])
+    model, request = tiny_model(dtype), Request(203, 37)
+    want, shape = full(model, request), model.config
+    layout = KVLayout(
+        num_layers=shape.num_layers, num_heads=shape.num_heads, qk_dim=shape.qk_dim, v_dim=shape.v_dim,
+        dtype=str(dtype).removeprefix("torch."), arrangement=arrangement,
+    )  # fmt: skip
+    arena, runs = KVArena(layout, 8, CPU.device, pack=CPU.pack_kv), (Run(5, 2), Run(1, 2))
+    packed.clear()
+    model(CPU, [request.segment(0, 100, NONE, sink=arena.sink(runs))])
+    past = Past(request.times[:100], lambda layer: arena.slabs(layer, runs, 100))
+    beside = model(CPU, [request.segment(100, past=past, sink=arena.sink(runs, 100))])[0]
+    assert packed == [100] * shape.num_layers + [28, 75] * shape.num_layers  # a run ends at token 128
+    past = Past(request.times, lambda layer: arena.slabs(layer, runs, 203))
+    cached = model(CPU, [request.segment(203, past=past)])[0]
+    assert torch.equal(beside, want)
+    assert torch.equal(cached, want)
 
 
 @settings(deadline=None, max_examples=25, derandomize=True)

@@ -101,7 +101,7 @@ def test_binding_type_checks(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 
 def npu_headers(factory: pytest.TempPathFactory) -> Path:
-    """The include folder of the torch_npu wheel that fits this torch, unpacked once a session."""
+    """The include folder of the torch_npu wheel that fits this torch, unpacked once a session; `npu` lies beside it."""
     if shutil.which("g++") is None:
         pytest.skip("no g++ here")
     folder = factory.getbasetemp() / "torch_npu_headers"
@@ -127,5 +127,6 @@ def npu_headers(factory: pytest.TempPathFactory) -> Path:
     if done.returncode or not wheels:
         pytest.skip(f"no torch_npu {minor} wheel can be had here: {done.stderr.strip()[-200:]}")
     with zipfile.ZipFile(wheels[0]) as wheel:
-        wheel.extractall(folder, [name for name in wheel.namelist() if name.startswith("torch_npu/include/")])
+        wanted = ("torch_npu/include/", "torch_npu/npu/")
+        wheel.extractall(folder, [name for name in wheel.namelist() if name.startswith(wanted)])
     return include

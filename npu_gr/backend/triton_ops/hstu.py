@@ -61,14 +61,14 @@ def hstu_kernel(
         own = tl.load(
             own_k + row[:, None].to(tl.int64) * own_row + head * own_head + qk[None, :], mask=in_rows & in_qk, other=0.0
         )
-        value = tl.load(
+        own_value = tl.load(
             own_v + row[:, None].to(tl.int64) * own_v_row + head * own_v_head + vd[None, :],
             mask=in_rows & in_v,
             other=0.0,
         )
         logit = tl.sum(queries.to(tl.float32) * own.to(tl.float32), 1) * alpha
         logit += tl.load(position_bias).to(tl.float32) + tl.load(time_bias).to(tl.float32)
-        acc = _silu(logit)[:, None] * value.to(tl.float32)
+        acc = _silu(logit)[:, None] * own_value.to(tl.float32)
     else:
         acc = tl.zeros([rows, v_wide], tl.float32)
     end = num_keys

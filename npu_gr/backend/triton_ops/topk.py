@@ -132,13 +132,11 @@ def blocks_kernel(
     """Keys of the edges of one chosen block; their index rises with beam and edge, as `chosen` does."""
     slot = tl.program_id(0).to(tl.int64)
     block = tl.load(chosen + slot)
-    exists = block < num_all
-    row = tl.where(exists, block // num_blocks, 0)
-    row_degree = tl.where(exists, tl.load(degree + row), 0)
+    row = tl.where(block < num_all, block // num_blocks, 0)  # what is no block lies behind every edge of row 0
     lane = tl.arange(0, edges)
     at = (block - row * num_blocks) * edges + lane
     row_codes = logits + row * row_stride + first_code
-    x = _edge_logits(row_codes, scale, tl.load(lo + row), row_degree, at, code, allowed, filtered)
+    x = _edge_logits(row_codes, scale, tl.load(lo + row), tl.load(degree + row), at, code, allowed, filtered)
     x = tl.where(_is_bad(x), float("-inf"), x)
     tl.store(
         key_out + slot * edges + lane, _key(_score(x, tl.load(norm + row), tl.load(acc + row)), slot * edges + lane)

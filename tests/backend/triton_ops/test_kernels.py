@@ -12,7 +12,6 @@ from torch import Tensor
 
 from npu_gr.backend.base import TIME_BUCKETS, BiasTables, Choices, Continuations, Over, Slab
 from npu_gr.backend.reference import ReferenceBackend
-from npu_gr.backend.torch_ops import TorchOps
 
 pytestmark = [
     pytest.mark.triton,
@@ -240,18 +239,16 @@ def test_a_bad_logit_is_an_error(triton_device: torch.device, over: Over, bad: f
 @few
 @given(rows=st.integers(1, 40), slots=st.integers(0, 3), seed=seeds, half=st.booleans())
 def test_fork(triton_device: torch.device, rows: int, slots: int, seed: int, half: bool) -> None:
-    """As the reference and the torch ops do it, and slots behind the valid ones stay."""
+    """Parents in any order; rows and slots behind the valid ones stay."""
     from npu_gr.backend.triton_ops import fork
 
     random = torch.Generator().manual_seed(seed)
     plane = torch.randn(2, 40, 3, 2, 3, generator=random).to(torch.bfloat16 if half else torch.float32)
-    parent = torch.randint(0, 40, (rows,), generator=random).sort().values
+    parent = torch.randint(0, 40, (rows,), generator=random)
     want, got = plane.clone(), plane.to(triton_device, copy=True)
-    REFERENCE.fork_kv((want, want.clone()), parent, slots)
+    want[:, :rows, :slots] = plane[:, parent, :slots]
     fork.fork(got, parent.to(triton_device), slots)
     assert torch.equal(got.cpu(), want)
-    TorchOps().fork_kv((plane, plane.clone()), parent, slots)
-    assert torch.equal(plane, want)
 
 
 def test_zeros_of_both_signs_tie(triton_device: torch.device) -> None:

@@ -1,4 +1,4 @@
-"""A device shaped like `torch.npu` over CPU tensors, that records what it is told and knows what comes before what.
+"""A device shaped like `torch.npu` and `torch.cuda` over CPU tensors: it records its calls, and knows their order.
 
 Every launch stands in the stream that is current on its thread. A launch comes after another if the stream, an event
 or a wait of the host orders them; `races` are launches on one storage, one of them a write, that nothing orders.
@@ -49,6 +49,10 @@ class FakeStream:
         self.npu.calls.append(("wait_event", self.index))
         self.clock = merged(self.clock, event.clock)
 
+    def wait_stream(self, other: FakeStream) -> None:
+        self.npu.calls.append(("wait_stream", self.index))
+        self.clock = merged(self.clock, other.clock)
+
     def synchronize(self) -> None:
         self.npu.calls.append(("stream.synchronize", self.index))
         self.npu.host_waited("stream.synchronize", self.clock)
@@ -68,14 +72,24 @@ class FakeEvent:
 
 
 class FakeGraph:
-    """Replays the function itself: the launches of a capture have no other trace here."""
+    """Replays the launches of its capture, and spoils what others of its pool have written: the memory is shared."""
 
     def __init__(self, npu: FakeRuntime) -> None:
         self.npu = npu
         self.launches: list[tuple[Any, tuple[Any, ...], dict[str, Any], Any]] = []
+        self.memory: dict[int, torch.UntypedStorage] = {}
+
+    def add(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        self.launches.append((func, args, kwargs, out))
+        given, made = _storages((args, kwargs)), _storages(out)
+        self.memory |= {key: storage for key, storage in made.items() if key not in given}
 
     def replay(self) -> None:
         self.npu.calls.append(("replay", self.npu.current_stream().index))
+        for other in self.npu.graphs[threading.get_ident()]:
+            if other is not self:
+                for storage in other.memory.values():
+                    storage.fill_(255)  # NaN, -1
         for func, args, kwargs, out in self.launches:
             again = func(*args, **kwargs)
             for old, new in zip(tree_leaves(out), tree_leaves(again), strict=True):
@@ -84,7 +98,9 @@ class FakeGraph:
 
 
 class FakeRuntime:
-    """`torch.npu`, as much of it as is used."""
+    """`torch.npu` and `torch.cuda`, as much of them as is used."""
+
+    device = torch.device("cpu")
 
     def __init__(self, count: int = 1) -> None:
         self.count = count
@@ -92,8 +108,9 @@ class FakeRuntime:
         self.calls: list[tuple[str, int]] = []
         self.races: list[tuple[Launch, Launch]] = []
         self.host_waits: list[str] = []
+        self.graphs: dict[int, list[FakeGraph]] = {}  # of each pool
         self.uploads: list[bool] = []  # was the host side page-locked
-        self.pinned_bytes = 0
+        self.pinned_bytes = 0  # allocated page-locked
         self.capture_fails = self.capture_lies = False
         self._host = Clock()
         self._touched: dict[Cell, list[tuple[Launch, bool]]] = {}
@@ -104,7 +121,7 @@ class FakeRuntime:
     def as_npu(self, soc: str = "Ascend910B1") -> Npu:
         return Npu(self, torch.device("cpu"), soc, "0.0")
 
-    # ---- what torch.npu has
+    # ---- what torch.npu and torch.cuda have
 
     def Stream(self) -> FakeStream:  # noqa: N802
         return FakeStream(self)
@@ -114,6 +131,15 @@ class FakeRuntime:
 
     def NPUGraph(self) -> FakeGraph:  # noqa: N802
         return FakeGraph(self)
+
+    CUDAGraph = NPUGraph
+
+    def graph_pool_handle(self) -> int:
+        return threading.get_ident()
+
+    def synchronize(self) -> None:
+        self.calls.append(("synchronize", -1))
+        self.host_waited("synchronize", merged(*(stream.clock for stream in self.streams)))
 
     def is_available(self) -> bool:
         return self.count > 0
@@ -144,9 +170,12 @@ class FakeRuntime:
         self._local.stream = before
 
     @contextmanager
-    def graph(self, graph: FakeGraph, stream: FakeStream, capture_error_mode: str) -> Iterator[None]:
+    def graph(self, graph: FakeGraph, pool: int, stream: FakeStream, capture_error_mode: str) -> Iterator[None]:
+        assert pool == threading.get_ident(), "a thread's graphs share its own memory"
+        assert stream is self.current_stream()
         if self.capture_fails:
             raise RuntimeError("error 107030")
+        self.graphs.setdefault(pool, []).append(graph)
         self._local.capturing = graph
         try:
             yield
@@ -180,7 +209,7 @@ class FakeRuntime:
         out = func(*args, **kwargs)
         graph = getattr(self._local, "capturing", None)
         if graph is not None:
-            graph.launches.append((func, args, kwargs, out))
+            graph.add(func, args, kwargs, out)
             self.last_outputs = [x for x in tree_leaves(out) if isinstance(x, torch.Tensor)]
         written = [
             value
@@ -219,6 +248,11 @@ class FakeRuntime:
         seen.append((launch, is_write))
 
 
+def _storages(tree: Any) -> dict[int, torch.UntypedStorage]:
+    found = (x.untyped_storage() for x in tree_leaves(tree) if isinstance(x, torch.Tensor))
+    return {storage._cdata: storage for storage in found}
+
+
 def _spoil(*outputs: torch.Tensor) -> None:
     for out in outputs:
         out.add_(1)
@@ -247,7 +281,6 @@ class _Calls(TorchFunctionMode):
     def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = dict(kwargs or {}), getattr(func, "__name__", "")
         if name == "pin_memory":
-            self.npu.pinned_bytes += args[0].nbytes
             return _Pinned.of(args[0])
         if name == "to" and isinstance(args[0], _Pinned):
             self.npu.uploads.append(bool(kwargs.get("non_blocking")))

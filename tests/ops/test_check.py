@@ -1,0 +1,54 @@
+"""What `npu-gr doctor` demands of the native operators on a device, our kernels do on the CPU twin."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from npu_gr.backend.ascend_check import disagreements
+from npu_gr.backend.ascend_twin import Twin
+
+NAMES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
+
+
+def array(x: Any) -> Any:
+    """Contiguous, as the binding demands; bfloat16 as the twin takes it."""
+    if not isinstance(x, Tensor):
+        return x
+    return (x.view(torch.uint16) if x.dtype == torch.bfloat16 else x).contiguous().numpy()
+
+
+class OnTwin:
+    """`torch.ops.npu_gr` of our kernels."""
+
+    def __init__(self, twin: Twin) -> None:
+        self.twin = twin
+
+    def masked_topk(self, logits: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+        made = self.twin.masked_topk(array(logits), *map(array, rest), dtype=NAMES[logits.dtype])
+        return tuple(torch.from_numpy(x) for x in made[:2])
+
+    def csr_gather_topk(self, logits: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+        *arguments, allowed, k = map(array, rest)
+        made = self.twin.csr_gather_topk(
+            array(logits), *arguments, allowed.astype(np.uint8), k, dtype=NAMES[logits.dtype]
+        )
+        return tuple(torch.from_numpy(x) for x in made[:3])
+
+    def beam_merge(self, *arguments: Any) -> tuple[Tensor, ...]:
+        return tuple(torch.from_numpy(x) for x in self.twin.beam_merge(*map(array, arguments))[:3])
+
+    def kv_gather(self, src: Tensor, index: Tensor) -> Tensor:
+        return torch.from_numpy(self.twin.kv_gather(array(src), array(index))[0]).view(src.dtype)
+
+    def beam_fork_(self, keys: Tensor, values: Tensor, parent: Tensor, num_slots: int) -> None:
+        self.twin.beam_fork(array(keys), array(values), array(parent), num_slots)
+
+
+def test_every_operator_does_what_the_doctor_demands(twin: Twin) -> None:
+    found = dict(disagreements(torch.device("cpu"), OnTwin(twin)))
+    assert len(found) == 5
+    assert not any(found.values()), found
