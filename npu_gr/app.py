@@ -85,7 +85,7 @@ async def instance(
     try:
         ranking = None if config.checkpoint is None else await open_ranking(config, backend, scheduler, metrics)
         generation = None if config.generate is None else build_generation(config, backend, scheduler, metrics)
-        matching = None if config.match is None else Matching(config.match, scheduler, backend.device)
+        matching = None if config.match is None else Matching(config.match, scheduler, backend)
         store = await open_store(config.features)
         try:
             table = configuration.to_table(config)

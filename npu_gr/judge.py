@@ -3,10 +3,11 @@
 Protocol: of each user one event is asked for, everything before it is the history, sent along, and all other items may
 be the answer, without sampled negatives; items of the history are left out, for every way alike.
 
-    generate     POST /v1/generate, asked for as many as the cascade asks
+    generate     POST /v1/generate, asked for as many as the cascade asks; where it is a source of the cascade
+    match        POST /v1/match, the same
     rank         POST /v1/rank over every unseen item of the log: what no service could afford on a large catalogue
     recommend    POST /v1/recommend: the retrieval's items, ranked
-    retrieved    whether the item was among all those generated: the most that the cascade could reach
+    retrieved    whether the item was among all those retrieved: the most that the cascade could reach
 """
 
 from __future__ import annotations
@@ -28,7 +29,6 @@ from npu_gr.train.metrics import hit_ratio, ndcg
 
 TOP = 10
 AT_ONCE = 2
-WAYS = ("generate", "rank", "recommend")
 MISSED = float("inf")
 
 
@@ -85,7 +85,7 @@ class Judged:
 
     ranks: dict[str, list[float]]
     seconds: dict[str, list[float]]
-    num_retrieved: int  # items that retrieval is asked for
+    sources: dict[str, int]  # of the cascade: items that each is asked for
     order: str  # of the cascade: rank | fused
     retrieved: float  # share of the cases whose item was among them
     outcomes: dict[str, int]  # how the cascade's ranks got their prefix
@@ -98,10 +98,10 @@ class Judged:
                 "ndcg_at_10": ndcg(np.array(self.ranks[way]), TOP),
                 "p50_s": float(np.median(self.seconds[way])),
             }
-            for way in WAYS
+            for way in self.ranks
         }
         return {"ways": ways, "num_users": len(self.ranks["rank"]), "retrieved": self.retrieved} | {
-            "num_retrieved": self.num_retrieved,
+            "sources": self.sources,
             "order": self.order,
             "outcomes": self.outcomes,
         }
@@ -114,18 +114,18 @@ class Judged:
             *("way", f"HR@{TOP}", f"NDCG@{TOP}", "P50 ms"),
             title=f"next item of {num} users, whole catalogue, seen items left out",
             caption=f"95 % interval of an HR@{TOP} of .2: +-{1.96 * (0.16 / num) ** 0.5:.3f}; "
-            f"the item was among the {self.num_retrieved} retrieved for {self.retrieved:.3f} of the users; "
+            f"the item was among the {self._asked} retrieved for {self.retrieved:.3f} of the users; "
             f"the cascade's ranks: {', '.join(f'{count} {name}' for name, count in self.outcomes.items())}",
         )
-        names = {
-            "generate": "generate alone",
-            "rank": "rank alone (every item)",
-            "recommend": f"recommend: both, order {self.order}",
-        }
+        names = {"rank": "rank alone (every item)", "recommend": f"recommend: both, order {self.order}"}
         for way, figures in found["ways"].items():
             numbers = f"{figures['hr_at_10']:.4f}", f"{figures['ndcg_at_10']:.4f}", f"{figures['p50_s'] * 1e3:.1f}"
-            table.add_row(names[way], *numbers)
+            table.add_row(names.get(way, f"{way} alone"), *numbers)
         return table
+
+    @property
+    def _asked(self) -> str:
+        return " + ".join(f"{size} of {name}" for name, size in self.sources.items())
 
 
 async def judge(
@@ -145,12 +145,12 @@ async def judge(
     Raises:
         Unavailable: the service refused a request.
     """
-    ranks: dict[str, list[float]] = {way: [] for way in WAYS}
-    seconds: dict[str, list[float]] = {way: [] for way in WAYS}
     retrieved, outcomes = list[bool](), dict[str, int]()
     async with Client(base_url) as client:
         actions, section = await client.actions(), await client.cascade()
-        num_retrieved = section["sources"]["generate"]
+        sources: dict[str, int] = section["sources"]
+        ranks: dict[str, list[float]] = {way: [] for way in (*sources, "rank", "recommend")}
+        seconds: dict[str, list[float]] = {way: [] for way in ranks}
         waiting = asyncio.Semaphore(AT_ONCE)
 
         async def one(case: Case) -> None:
@@ -159,9 +159,10 @@ async def judge(
                 unseen = [item for item in catalogue if item not in seen]
                 asked: dict[str, dict[str, Any]] = {
                     "recommend": {"timestamp": case.at, "num_items": TOP, "exclude_seen": True},
-                    "generate": {"num_items": num_retrieved, "deny_items": case.items},
+                    **{way: {"num_items": size, "deny_items": case.items} for way, size in sources.items()},
                     "rank": {"timestamp": case.at, "candidates": unseen, "top_k": TOP},
                 }
+                was_retrieved = False
                 for way, of_way in asked.items():  # each as a user of its own, so that none warms the next one's cache
                     request = case.body(actions, f"judge-{way}") | of_way
                     began_s = time.perf_counter()
@@ -169,11 +170,11 @@ async def judge(
                     seconds[way].append(time.perf_counter() - began_s)
                     items = answer["top"] if way == "rank" else answer["items"]
                     ranks[way].append(items.index(case.target) if case.target in items else MISSED)
-                    if way == "generate":
-                        retrieved.append(case.target in items)
+                    was_retrieved |= way in sources and case.target in items
                     if way == "recommend":
                         outcome = answer["outcome"] or "unranked"
                         outcomes[outcome] = outcomes.get(outcome, 0) + 1
+                retrieved.append(was_retrieved)
                 done(len(ranks["rank"]), len(cases))
 
         async with asyncio.TaskGroup() as group:
@@ -182,7 +183,7 @@ async def judge(
     return Judged(
         ranks=ranks,
         seconds=seconds,
-        num_retrieved=num_retrieved,
+        sources=sources,
         order=section["order"],
         retrieved=float(np.mean(retrieved)),
         outcomes=dict(sorted(outcomes.items())),
@@ -212,8 +213,8 @@ class Client:
         """The configuration of the service's cascade."""
         async with self._http.get("/debug/config") as response:
             section: dict[str, Any] = (await response.json()).get("recommend") or {}
-        if "generate" not in section.get("sources", {}):
-            raise Unavailable("the service has no cascade over a generator: its configuration needs section recommend")
+        if not section:
+            raise Unavailable("the service has no cascade: its configuration needs section recommend")
         return section
 
     async def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:

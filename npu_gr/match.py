@@ -15,14 +15,14 @@ from typing import Annotated, NamedTuple
 
 import msgspec
 import numpy as np
-import torch
 
+from npu_gr.backend.base import Backend
 from npu_gr.engine.scheduler import Scheduler
 from npu_gr.errors import ConfigError, DataError, NotFound, NpuGrError, Unprocessable
 from npu_gr.matching.index import IndexName
 from npu_gr.matching.matcher import Found, Matcher, Search
 from npu_gr.matching.vectors import load
-from npu_gr.request import MatchAnswer, MatchRequest, VectorsInfo
+from npu_gr.request import I64, MatchAnswer, MatchRequest, VectorsInfo
 
 Count = Annotated[int, msgspec.Meta(ge=1)]
 
@@ -34,6 +34,7 @@ class MatchConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     index: IndexName = "exact"  # hnsw: approximate, for catalogues of many millions
     max_items: Count = 1000  # that a request may ask for
     max_batch_requests: Count = 64  # in one pass over the items
+    max_history_events: Count = 1000  # the newest, that a vector is made from where they are newer than the vectors
 
 
 class _Waiting(NamedTuple):
@@ -59,9 +60,9 @@ class _Published(NamedTuple):
 class Matching:
     """Vectors behind a service. Event loop only."""
 
-    def __init__(self, config: MatchConfig, scheduler: Scheduler, device: torch.device) -> None:
+    def __init__(self, config: MatchConfig, scheduler: Scheduler, backend: Backend) -> None:
         self.config = config
-        self._scheduler, self._device = scheduler, device
+        self._scheduler, self._backend = scheduler, backend
         self._published: _Published | None = None
         self._reloading = asyncio.Lock()
         self._waiting: list[_Waiting] = []
@@ -135,15 +136,16 @@ class Matching:
         return self._published
 
     def _read(self) -> Matcher:
-        return Matcher(load(Path(self.config.vectors)), self.config.index, self._device)
+        return Matcher(load(Path(self.config.vectors)), self.config.index, self._backend)
 
     # ---- requests
 
-    async def match(self, request: MatchRequest, due_s: float) -> MatchAnswer:
+    async def match(self, request: MatchRequest, history: I64, due_s: float) -> MatchAnswer:
         """The best items for a user.
 
         Args:
             request: what is asked.
+            history: external ids of the user's items, oldest first; those that are none of the target's do not count.
             due_s: instant (time.monotonic()) by which the answer must be there.
 
         Raises:
@@ -157,7 +159,12 @@ class Matching:
         if request.vectors_version not in (None, vectors.version):
             raise NotFound(f"vectors_version: {request.vectors_version!r} is not served; {vectors.version!r} is")
         search = matcher.search_for(
-            request.user.user, request.num_items, request.exclude_seen, request.allow_items, request.deny_items
+            request.user.user,
+            request.num_items,
+            request.exclude_seen,
+            request.allow_items,
+            request.deny_items,
+            history[-self.config.max_history_events :],
         )
         done = await self._search(matcher, search, due_s)
         return MatchAnswer(

@@ -201,7 +201,7 @@ def from_matching(matching: Matching, metrics: Metrics) -> Source:
             exclude_seen=asked.exclude_seen,
             deny_items=asked.denied,
         )
-        answer = await matching.match(request, asked.due_s)
+        answer = await matching.match(request, asked.events.items, asked.due_s)
         metrics.match_done(answer, time.monotonic() - began_s)
         return answer.item_ids
 

@@ -310,6 +310,7 @@ class Basis(StrEnum):
     """What a match's answer rests on; the value of the `basis` metric label."""
 
     TARGET = "target"  # the user's target vector
+    FOLDED = "folded"  # target history that is newer than the training: a vector made from it
     SOURCE = "source"  # no target history: the source vector
     POPULARITY = "popularity"  # neither
 
@@ -319,8 +320,9 @@ class MatchRequest:
     """The best items for this user by vectors trained across domains."""
 
     user: UserKey  # by its name alone: vectors know no tenants
+    history: HistoryRef = field(default_factory=HistoryRef)  # of the target domain; without a base
     num_items: int
-    exclude_seen: bool = True  # without the items that the user had when the vectors were trained
+    exclude_seen: bool = True  # without the items of the history, and those that the user had when trained
     allow_items: I64 | None = None  # [n] external ids; None = all
     deny_items: I64 | None = None
     vectors_version: str | None = None

@@ -3,7 +3,7 @@
     signal   history -> decide, reserve, start the pre-infers -> answer at once
     rank     limiter -> deadline -> history -> `ranking.py`: lease its prefix KV -> one pass over the candidates
     generate limiter -> deadline -> history -> `generation.py`: lease its prompt KV -> beam search
-    match    limiter -> deadline -> `match.py`: the user's vector -> one pass over the items for all that wait
+    match    limiter -> deadline -> history -> `match.py`: the user's vector -> one pass over the items for all
     recommend  limiter -> deadline -> history -> `recommend.py`: signal, sources, hook, rank
 
 An instance ranks, generates, or both. Everything that is acquired on the way (slot, deadline, lease) is released by
@@ -16,7 +16,7 @@ import asyncio
 import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager, nullcontext
+from contextlib import asynccontextmanager, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from typing import Annotated, Any, Protocol
 
@@ -28,7 +28,16 @@ from npu_gr.admission.gate import Gate
 from npu_gr.admission.gradient import GradientLimit
 from npu_gr.admission.limiter import Expected, Limiter, Priority
 from npu_gr.engine.scheduler import Scheduler
-from npu_gr.errors import BadRequest, ConfigError, DataError, NotFound, Overloaded, UnknownPrefix, Unprocessable
+from npu_gr.errors import (
+    BadRequest,
+    ConfigError,
+    DataError,
+    NotFound,
+    Overloaded,
+    Unavailable,
+    UnknownPrefix,
+    Unprocessable,
+)
 from npu_gr.features.known import KnownPrefixes
 from npu_gr.features.store import HistoryStore
 from npu_gr.generation import Generation
@@ -37,6 +46,7 @@ from npu_gr.metrics.catalogue import Metrics
 from npu_gr.ranking import Ranking, RankingConfig
 from npu_gr.recommend import Cascade
 from npu_gr.request import (
+    I64,
     Brownout,
     CatalogueChange,
     CatalogueInfo,
@@ -237,9 +247,19 @@ class Service:
         matching = self.matching
         with self._admitted(Priority.GENERATE, budget_s, "match"):
             async with deadline(budget_s) as due_s:
-                answer = await matching.match(request, due_s)
+                history = await self._items_for_match(request, matching.config.max_history_events)
+                answer = await matching.match(request, history, due_s)
         self._metrics.match_done(answer, time.monotonic() - began_s)
         return answer
+
+    async def _items_for_match(self, request: MatchRequest, most: int) -> I64:
+        """Of the request or the store. Vectors answer without any, so a store that fails fails no match."""
+        if request.history.events is not None:
+            return request.history.events.items
+        if self._store is not None:
+            with suppress(Unavailable):
+                return (await self._store.read(request.user, most)).events.items
+        return Events.empty().items
 
     async def recommend(self, request: RecommendRequest, budget_s: float) -> RecommendAnswer:
         """Signal, retrieval, pre-processing and rank in one; see `Door.recommend`."""

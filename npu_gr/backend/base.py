@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from npu_gr.backend.best_items import Best, Hidden
 from npu_gr.backend.tiles import Slab as Slab
 from npu_gr.backend.tiles import Tiles
 
@@ -281,6 +282,17 @@ class Backend(Protocol):
         Args:
             hidden: [rows, dim].
             weight: [codes, dim], a row for each code.
+        """
+        ...
+
+    def best_items(self, queries: Tensor, items: Tensor, k: int, hidden: Hidden | None) -> Best:
+        """The best k of all items for each query, by inner product; of equals the lower row first.
+
+        Args:
+            queries: float32 [B, d].
+            items: float32 [I, d], finite.
+            k: at least 1; may be more than there are items.
+            hidden: pairs that are not to be found.
         """
         ...
 

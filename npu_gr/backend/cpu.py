@@ -10,10 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from npu_gr.backend.base import Arrangement, BiasTables, Choices, Continuations, Over, Slab
+from npu_gr.backend.best_items import Best, Hidden
 from npu_gr.backend.native import ELEMENT, Native, NativeError, load
 from npu_gr.backend.native_affine import AffineKernel
 from npu_gr.backend.native_beam import NativeBeams
 from npu_gr.backend.native_hstu import HstuKernels
+from npu_gr.backend.native_items import NativeItems
 from npu_gr.backend.native_topk import NativeTopk
 from npu_gr.backend.tiles import TILE_TOKENS, Tiles
 from npu_gr.backend.torch_ops import TorchOps
@@ -56,6 +58,7 @@ class CPUBackend(TorchOps):
             self._beams = NativeBeams(self.native)
             self._hstu = HstuKernels(self.native)
             self._affine = AffineKernel(self.native, self._hstu)
+            self._items = NativeItems(self.native)
         self.ops = dict.fromkeys(("hstu_attention", "softmax_attention", "beam_topk"), self.kernels)
 
     def beam_topk(
@@ -80,6 +83,12 @@ class CPUBackend(TorchOps):
         if self.native and self._topk.takes(hidden, acc, follow):
             return self._topk.gathered_topk(hidden, weight, acc, follow, width, scale)
         return super().gathered_topk(hidden, weight, acc, follow, width, scale)
+
+    def best_items(self, queries: Tensor, items: Tensor, k: int, hidden: Hidden | None) -> Best:
+        """See `Backend.best_items`."""
+        if self.native and len(queries):
+            return self._items(queries, items, k, hidden)
+        return super().best_items(queries, items, k, hidden)
 
     def beam_attention(
         self,

@@ -21,6 +21,7 @@ from npu_gr.backend.base import (
     accumulator,
     time_bucket,
 )
+from npu_gr.backend.best_items import Best, Hidden
 from npu_gr.backend.in_order import InOrder
 from npu_gr.backend.tiles import Tiles, natural, pack
 
@@ -206,3 +207,14 @@ class ReferenceBackend(InOrder):
         """See `Backend.gathered_topk`: the whole product."""
         wide = accumulator(hidden.dtype)
         return self.beam_topk(hidden.to(wide) @ weight.to(wide).T, acc, follow, width, "valid", scale=scale)
+
+    def best_items(self, queries: Tensor, items: Tensor, k: int, hidden: Hidden | None) -> Best:
+        """All scores, hidden ones off, sorted by score and row."""
+        scores = queries @ items.T
+        if hidden is not None:
+            scores[hidden.queries, hidden.items] = -torch.inf
+        best, order = scores.sort(dim=1, descending=True, stable=True)
+        order = order.masked_fill(best == -torch.inf, -1)
+        short = max(0, k - len(items))
+        pad = torch.nn.functional.pad
+        return Best(pad(best[:, :k], (0, short), value=-torch.inf), pad(order[:, :k], (0, short), value=-1))

@@ -23,6 +23,7 @@ from npu_gr.backend.base import (
     accumulator,
     time_bucket,
 )
+from npu_gr.backend.best_items import Best, Hidden, top_k
 from npu_gr.backend.in_order import InOrder
 from npu_gr.backend.tiles import Tiles, natural, pack
 from npu_gr.backend.topk import edges_of, select
@@ -313,3 +314,7 @@ class TorchOps(InOrder):
             dots = (hidden[row[part]].to(wide) * weight[code[part]].to(wide)).sum(1)
             logits[row[part], code[part]] = dots * scale
         return select(logits, None, acc.to(wide), follow, width)
+
+    def best_items(self, queries: Tensor, items: Tensor, k: int, hidden: Hidden | None) -> Best:
+        """See `Backend.best_items`."""
+        return top_k(queries, items, k, hidden)

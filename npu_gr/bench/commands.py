@@ -224,6 +224,22 @@ def bench_match(as_json: bool, items: int, seed: int, seconds: float) -> None:
     _show(lines(items, seed, seconds), "cpu", seed, as_json)
 
 
+@bench.command("match-train")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object a line.")
+@click.option("--edges", default=1_000_000, show_default=True, type=click.IntRange(1000), help="Of both domains.")
+@click.option("--steps", default=4, show_default=True, type=click.IntRange(2), help="Of each stage that are timed.")
+@click.option("--threads", default=2, show_default=True, type=click.IntRange(1))
+@click.option("--seed", default=0, show_default=True)
+def bench_match_train(as_json: bool, edges: int, steps: int, threads: int, seed: int) -> None:
+    """What training on so many edges costs: CPU minutes and memory."""
+    import torch
+
+    from npu_gr.bench.match_train import lines
+
+    torch.set_num_threads(threads)
+    _show(lines(edges, steps, seed), "cpu", seed, as_json)
+
+
 def _show(lines: Iterable[Line], device: str, seed: int, as_json: bool) -> None:
     from rich import box
     from rich.console import Console

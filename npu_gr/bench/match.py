@@ -17,12 +17,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from npu_gr.backend.cpu import CPUBackend
 from npu_gr.bench.line import Line, percentiles
 from npu_gr.matching.index import ExactIndex, HnswIndex, recall
-from npu_gr.matching.topk import top_k
 from npu_gr.request import F32
 
-DIM, K, BATCHES = 64, 500, (1, 8, 32)
+DIM, K, BATCHES = 64, 500, (1, 2, 4, 8, 32)
 TARGET = 0.9  # of the faster baseline's speed
 HNSW_ITEMS, HNSW_QUERIES, HNSW_K, HNSW_RECALL = 100_000, 50, 100, 0.95
 
@@ -45,16 +45,18 @@ def lines(num_items: int, seed: int, budget_s: float) -> Iterator[Line]:
         faiss.omp_set_num_threads(torch.get_num_threads())
         flat = faiss.IndexFlatIP(DIM)
         flat.add(items)
+    backend = CPUBackend()
+    exact = ExactIndex(items, backend)
     for batch in BATCHES:
         queries = random.standard_normal((batch, DIM), np.float32)
-        ours = top_k(torch.from_numpy(queries), torch.from_numpy(items), K)
+        run = partial(exact.search, torch.from_numpy(queries), K)
+        ours = run()
         scores, rows = numpy_top_k(queries, items, K)
         assert np.allclose(ours.scores.numpy(), scores, atol=1e-4), "other scores than numpy"
         assert (ours.items.numpy() == rows).mean() > 0.99, "other items than numpy"  # near-equal sums may swap
         baselines: dict[str, Callable[[], object]] = {"numpy": partial(numpy_top_k, queries, items, K)}
         if flat is not None:
             baselines["faiss IndexFlatIP"] = partial(flat.search, queries, K)
-        run = partial(top_k, torch.from_numpy(queries), torch.from_numpy(items), K)
         samples = _cpu_in_turn([run, *baselines.values()], budget_s)
         times = {name: percentiles(row)[0] for name, row in zip(baselines, samples[1:], strict=True)}
         fastest = min(times, key=lambda name: times[name])
@@ -62,7 +64,7 @@ def lines(num_items: int, seed: int, budget_s: float) -> Iterator[Line]:
         ratio = times[fastest] / p50
         yield Line(
             bench="match",
-            case=f"I={num_items} d={DIM} k={K} B={batch}",
+            case=f"I={num_items} d={DIM} k={K} B={batch} {backend.kernels}",
             ours=p50 * 1e3,
             unit="ms CPU",
             baseline=f"the faster of {' and '.join(baselines)}: {fastest}",
@@ -83,7 +85,7 @@ def _hnsw(random: np.random.Generator) -> Line:
     noise = random.standard_normal((len(clusters), DIM), np.float32)
     rows: F32 = (centres[clusters] + noise * np.float32(0.5)).astype(np.float32)
     items, queries = rows[:HNSW_ITEMS], torch.from_numpy(rows[HNSW_ITEMS:])
-    exact, near = ExactIndex(items, torch.device("cpu")), HnswIndex(items)
+    exact, near = ExactIndex(items, CPUBackend()), HnswIndex(items)
     found = recall(near.search(queries, HNSW_K), exact.search(queries, HNSW_K))
     runs: list[Callable[[], object]] = [partial(i.search, queries[:1], HNSW_K) for i in (near, exact)]
     ours, baseline = (percentiles(row)[0] for row in _cpu_in_turn(runs, 1.0))

@@ -9,8 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from npu_gr.backend.base import Backend
+from npu_gr.backend.best_items import Best, Hidden
 from npu_gr.errors import ConfigError
-from npu_gr.matching.topk import Best, Hidden, top_k
 from npu_gr.request import F32
 
 IndexName = Literal["exact", "hnsw"]
@@ -21,22 +22,23 @@ class Index(Protocol):
     """Finds items by inner product; never changed after it was built."""
 
     def search(self, queries: Tensor, k: int, hidden: Hidden | None = None) -> Best:
-        """As `top_k`: float32 [B, d] queries."""
+        """See `Backend.best_items`; the host's tensors."""
         ...
 
 
 class ExactIndex:
     """Every item is looked at."""
 
-    def __init__(self, items: F32, device: torch.device) -> None:
-        self._items = torch.from_numpy(np.ascontiguousarray(items)).to(device)
+    def __init__(self, items: F32, backend: Backend) -> None:
+        self._backend = backend
+        self._items = torch.from_numpy(np.ascontiguousarray(items)).to(backend.device)
 
     def search(self, queries: Tensor, k: int, hidden: Hidden | None = None) -> Best:
         """The best there are."""
         device = self._items.device
         if hidden is not None:
             hidden = Hidden(*(part.to(device) for part in hidden))
-        found = top_k(queries.to(device), self._items, k, hidden)
+        found = self._backend.best_items(queries.to(device), self._items, k, hidden)
         return Best(found.scores.cpu(), found.items.cpu())
 
 
@@ -74,13 +76,13 @@ class HnswIndex:
         return Best(pad(scores[:, :k], (0, short), value=-torch.inf), pad(items[:, :k], (0, short), value=-1))
 
 
-def make_index(name: IndexName, items: F32, device: torch.device) -> Index:
+def make_index(name: IndexName, items: F32, backend: Backend) -> Index:
     """Build it; for `hnsw` minutes a million items.
 
     Raises:
         ConfigError: the library is not installed.
     """
-    return ExactIndex(items, device) if name == "exact" else HnswIndex(items)
+    return ExactIndex(items, backend) if name == "exact" else HnswIndex(items)
 
 
 def recall(found: Best, exact: Best) -> float:

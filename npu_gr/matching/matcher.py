@@ -1,6 +1,7 @@
 """One version of the vectors, ready to answer: who a user is, and the best items for many users at once.
 
 A user is found by the first of these that applies; the answer says which:
+  folded      target history with items that the training did not know of: a vector made from all of it, see `fold.py`
   target      target history: the user's target vector against the item vectors
   source      source history only: the source vector against the bridge's item vectors
   popularity  neither: the items with most target edges
@@ -14,10 +15,13 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from npu_gr.backend.base import Backend
+from npu_gr.backend.best_items import Hidden
 from npu_gr.matching.index import Index, IndexName, make_index
-from npu_gr.matching.topk import Hidden
 from npu_gr.matching.vectors import Vectors
 from npu_gr.request import F32, I64, Basis
+
+_NO_ITEMS: I64 = np.empty(0, np.int64)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -29,6 +33,7 @@ class Search:
     k: int
     hidden: I64  # item rows that are not to be found, rising and distinct
     allowed: I64 | None = None  # the only item rows that may be found, rising and distinct
+    history: I64 | None = None  # FOLDED: item rows that the vector is made from
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -42,14 +47,14 @@ class Found:
 class Matcher:
     """Never changed after it was built, so requests may hold it while another version is served."""
 
-    def __init__(self, vectors: Vectors, index: IndexName, device: torch.device) -> None:
+    def __init__(self, vectors: Vectors, index: IndexName, backend: Backend) -> None:
         self.vectors = vectors
         self._users = {name: row for row, name in enumerate(vectors.user_names)}
         self._tables: dict[Basis, tuple[F32, F32, Index]] = {
-            Basis.TARGET: (vectors.users, vectors.items, make_index(index, vectors.items, device))
+            Basis.TARGET: (vectors.users, vectors.items, make_index(index, vectors.items, backend))
         }
         if vectors.source_users is not None and vectors.bridge_items is not None:
-            found = make_index(index, vectors.bridge_items, device)
+            found = make_index(index, vectors.bridge_items, backend)
             self._tables[Basis.SOURCE] = (vectors.source_users, vectors.bridge_items, found)
         self._by_popularity = np.lexsort((np.arange(len(vectors.item_ids)), -vectors.popularity))
 
@@ -66,29 +71,48 @@ class Matcher:
         return np.unique(places[known[places] == item_ids])
 
     def search_for(
-        self, user: str, k: int, exclude_seen: bool, allow_items: I64 | None, deny_items: I64 | None
+        self,
+        user: str,
+        k: int,
+        exclude_seen: bool,
+        allow_items: I64 | None,
+        deny_items: I64 | None,
+        history: I64 = _NO_ITEMS,
     ) -> Search:
         """What to search for a user by name; ids that are not known count for nothing."""
-        vectors, row = self.vectors, self._users.get(user, -1)
-        hidden: I64 = np.empty(0, np.int64)
-        basis = Basis.POPULARITY
-        if row >= 0:
-            if vectors.in_target[row]:
-                basis = Basis.TARGET
-            elif vectors.in_source[row] and Basis.SOURCE in self._tables:
-                basis = Basis.SOURCE
-            if exclude_seen:
-                hidden = vectors.seen_items[slice(*vectors.seen_starts[row : row + 2])].astype(np.int64)
+        row = self._users.get(user, -1)
+        seen = self._seen(row)
+        history = np.union1d(seen, self.rows(history))
+        hidden = history if exclude_seen else _NO_ITEMS
         if deny_items is not None:
-            hidden = np.concatenate((hidden, self.rows(deny_items)))
+            hidden = np.union1d(hidden, self.rows(deny_items))
         allowed = None if allow_items is None else self.rows(allow_items)
-        return Search(basis, row, k, np.unique(hidden), allowed)
+        if (folding := self.vectors.folding) is not None and len(history) > len(seen):
+            learnt = folding.trained(history)
+            if len(np.setdiff1d(learnt, seen, assume_unique=True)):
+                return Search(Basis.FOLDED, row, k, hidden, allowed, learnt)
+        return Search(self._basis(row), row, k, hidden, allowed)
+
+    def _seen(self, row: int) -> I64:
+        """Item rows that the training knew of, rising and distinct."""
+        if row < 0:
+            return _NO_ITEMS
+        vectors = self.vectors
+        return np.unique(vectors.seen_items[slice(*vectors.seen_starts[row : row + 2])].astype(np.int64))
+
+    def _basis(self, row: int) -> Basis:
+        """What is there of a user without anything new."""
+        if row >= 0 and self.vectors.in_target[row]:
+            return Basis.TARGET
+        if row >= 0 and self.vectors.in_source[row] and Basis.SOURCE in self._tables:
+            return Basis.SOURCE
+        return Basis.POPULARITY
 
     def run(self, searches: Sequence[Search]) -> list[Found]:
         """The searches, those of a basis that look at every item in one pass over the items."""
         answers: list[Found | None] = [None] * len(searches)
         for basis in self._tables:
-            wide = [n for n, search in enumerate(searches) if search.basis is basis and search.allowed is None]
+            wide = [n for n, search in enumerate(searches) if _space(search) is basis and search.allowed is None]
             if wide:
                 for n, found in zip(wide, self._wide(basis, [searches[n] for n in wide]), strict=True):
                     answers[n] = found
@@ -97,9 +121,16 @@ class Matcher:
             for search, answer in zip(searches, answers, strict=True)
         ]
 
+    def _vector(self, search: Search) -> F32:
+        if search.history is None:
+            vector: F32 = self._tables[search.basis][0][search.user]
+            return vector
+        assert self.vectors.folding is not None
+        return self.vectors.folding.vector(search.user, search.history)
+
     def _wide(self, basis: Basis, searches: list[Search]) -> list[Found]:
-        users, _, index = self._tables[basis]
-        queries = torch.from_numpy(users[[search.user for search in searches]])
+        index = self._tables[basis][2]
+        queries = torch.from_numpy(np.stack([self._vector(search) for search in searches]))
         lengths = [len(search.hidden) for search in searches]
         items = np.concatenate([search.hidden for search in searches])
         order = np.argsort(items, kind="stable")
@@ -115,9 +146,9 @@ class Matcher:
     def _narrow(self, search: Search) -> Found:
         """Among a few items: each is scored."""
         assert search.allowed is not None
-        users, items, _ = self._tables[search.basis]
+        items = self._tables[_space(search)][1]
         rows = np.setdiff1d(search.allowed, search.hidden, assume_unique=True)
-        scores = items[rows] @ users[search.user]
+        scores = items[rows] @ self._vector(search)
         order = np.argsort(-scores, kind="stable")[: search.k]
         return Found(rows[order], scores[order])
 
@@ -129,3 +160,8 @@ class Matcher:
         off[search.hidden] = True
         rows = self._by_popularity[~off[self._by_popularity]][: search.k]
         return Found(rows, self.vectors.popularity[rows].astype(np.float32))
+
+
+def _space(search: Search) -> Basis:
+    """Whose items the search's vector is compared with."""
+    return Basis.TARGET if search.basis is Basis.FOLDED else search.basis

@@ -5,12 +5,15 @@ Source: GraphSAGE (Hamilton et al. 2017) with the mean of all layers as readout,
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
+from npu_gr.matching.fold import LEAK, Activation, Folding, Norm
 from npu_gr.matching.graph import Graph
+from npu_gr.request import I64
 
 Encoding = tuple[Tensor, Tensor]  # float32 [num_users, d], [num_items, d]
 EMBEDDING_STD = 0.1
@@ -30,8 +33,8 @@ class Encoder(nn.Module):
         dim: int,
         num_layers: int,
         kind: Literal["sage", "lightgcn"],
-        norm: Literal["mean", "symmetric"],
-        activation: Literal["none", "tanh", "leaky_relu"],
+        norm: Norm,
+        activation: Activation,
         users: nn.Parameter | None,
         generator: torch.Generator,
     ) -> None:
@@ -47,14 +50,24 @@ class Encoder(nn.Module):
         if kind == "sage":
             for _ in range(num_layers):
                 self.weights.append(nn.Parameter(torch.cat([torch.zeros(dim, dim), torch.eye(dim)])))
-        self.activation = {"none": nn.Identity(), "tanh": nn.Tanh(), "leaky_relu": nn.LeakyReLU(0.2)}[activation]
-        self.to_users, self.to_items = graph.propagation(norm if kind == "sage" else "symmetric")
+        self.activation = {"none": nn.Identity(), "tanh": nn.Tanh(), "leaky_relu": nn.LeakyReLU(LEAK)}[activation]
+        self.activation_name: Activation = activation
+        self.norm: Norm = norm if kind == "sage" else "symmetric"
+        self.to_users, self.to_items = graph.propagation(self.norm)
 
     def forward(self) -> Encoding:
         """Of all users and items."""
+        states = self.states()
+        sum_users, sum_items = next(states)
+        for users, items in states:
+            sum_users, sum_items = sum_users + users, sum_items + items
+        return sum_users / (self.num_layers + 1), sum_items / (self.num_layers + 1)
+
+    def states(self) -> Iterator[Encoding]:
+        """The embeddings, and what each layer makes of them."""
         users: Tensor = self.users
         items: Tensor = self.items
-        sum_users, sum_items = users, items
+        yield users, items
         for layer in range(self.num_layers):
             from_items, from_users = self.to_users(items), self.to_items(users)
             if self.weights:
@@ -63,8 +76,20 @@ class Encoder(nn.Module):
                 items = self.activation(torch.addmm(items @ own, from_users, neighbours))
             else:
                 users, items = from_items, from_users
-            sum_users, sum_items = sum_users + users, sum_items + items
-        return sum_users / (self.num_layers + 1), sum_items / (self.num_layers + 1)
+            yield users, items
+
+    @torch.no_grad()
+    def folding(self, item_degrees: I64) -> Folding:
+        """What gives a vector to users who come after the training."""
+        items = torch.stack([items for _, items in self.states()][:-1])
+        return Folding(
+            users=self.users.detach().clone().numpy(),
+            states=items.numpy(),
+            matrices=torch.stack([w.detach() for w in self.weights]).numpy() if self.weights else None,
+            degrees=item_degrees,
+            norm=self.norm,
+            activation=self.activation_name,
+        )
 
 
 class Projector(nn.Module):

@@ -26,6 +26,7 @@ from npu_gr.errors import DataError
 from npu_gr.matching.curriculum import Negatives, share
 from npu_gr.matching.domains import MatchData
 from npu_gr.matching.evaluate import Judge, hit_ratio
+from npu_gr.matching.fold import Folding
 from npu_gr.matching.graph import Graph, katz
 from npu_gr.matching.losses import dots, inter_loss, intra_loss
 from npu_gr.matching.model import EMBEDDING_STD, Encoder, Encoding, Projector
@@ -54,6 +55,7 @@ class Result(NamedTuple):
     validation_hit: float | None  # None: nothing was trained
     stage: str  # the best weights are from here
     step: int
+    folding: Folding | None = None  # for users who come later; None: there is no encoder
 
 
 class Trainer:
@@ -219,6 +221,7 @@ class Trainer:
             validation_hit=self._best,
             stage=self._best_at[0],
             step=self._best_at[1],
+            folding=self.target.folding(self.data.target.degrees()[1]),
         )
 
     def _encoder(self, name: str, graph: Graph, users: nn.Parameter | None) -> Encoder:

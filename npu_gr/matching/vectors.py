@@ -9,6 +9,7 @@ import os
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -19,6 +20,7 @@ from safetensors.numpy import load_file, save_file
 
 from npu_gr.errors import DataError
 from npu_gr.matching.domains import Domains, MatchData
+from npu_gr.matching.fold import Activation, Folding, Norm
 from npu_gr.matching.train import Result
 from npu_gr.request import F32, I64
 
@@ -41,7 +43,13 @@ class Vectors:
     seen_starts: I64  # [U + 1] where each user's items begin in
     seen_items: npt.NDArray[np.int32]  # item rows of the target's edges
     figures: dict[str, float]  # what training measured
+    folding: Folding | None = None  # None: users are as they were trained
     version: str = ""  # made when saved
+
+
+class _FoldingKind(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    norm: Norm
+    activation: Activation
 
 
 class _Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -53,6 +61,7 @@ class _Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     dim: int
     checksums: dict[str, str]  # xxh3-64 of each tensor's bytes
     figures: dict[str, float] = {}
+    folding: _FoldingKind | None = None
 
 
 def export(domains: Domains, data: MatchData, result: Result, figures: dict[str, float]) -> Vectors:
@@ -73,6 +82,7 @@ def export(domains: Domains, data: MatchData, result: Result, figures: dict[str,
         seen_starts=np.searchsorted(target.users[order], np.arange(target.num_users + 1)),
         seen_items=target.items[order].astype(np.int32),
         figures=figures,
+        folding=result.folding,
     )
 
 
@@ -97,6 +107,11 @@ def save(vectors: Vectors, folder: Path) -> str:
     }
     if vectors.source_users is not None and vectors.bridge_items is not None:
         tensors |= {"source_users": vectors.source_users, "bridge_items": vectors.bridge_items}
+    kind, fold = None, vectors.folding
+    if fold is not None:
+        kind = _FoldingKind(norm=fold.norm, activation=fold.activation)
+        tensors |= {"fold.users": fold.users, "fold.states": fold.states, "fold.degrees": fold.degrees}
+        tensors |= {} if fold.matrices is None else {"fold.matrices": fold.matrices}
     tensors = {name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()}
     path, manifest = folder / "vectors.safetensors", folder / "manifest.json"
     try:
@@ -111,6 +126,7 @@ def save(vectors: Vectors, folder: Path) -> str:
             dim=vectors.items.shape[1],
             checksums={name: xxhash.xxh3_64_hexdigest(tensor.tobytes()) for name, tensor in tensors.items()},
             figures=vectors.figures,
+            folding=kind,
         )
         text = msgspec.json.format(msgspec.json.encode(about), indent=2) + b"\n"
         manifest.with_suffix(".json.tmp").write_bytes(text)
@@ -150,6 +166,7 @@ def load(folder: Path) -> Vectors:
             seen_starts=tensors["seen_starts"],
             seen_items=tensors["seen_items"],
             figures=about.figures,
+            folding=_folding(about.folding, tensors),
             version=about.version,
         )
     except OSError as error:
@@ -162,9 +179,22 @@ def load(folder: Path) -> Vectors:
     return vectors
 
 
+def _folding(kind: _FoldingKind | None, tensors: dict[str, npt.NDArray[Any]]) -> Folding | None:
+    if kind is None:
+        return None
+    return Folding(
+        users=tensors["fold.users"],
+        states=tensors["fold.states"],
+        matrices=tensors.get("fold.matrices"),
+        degrees=tensors["fold.degrees"],
+        norm=kind.norm,
+        activation=kind.activation,
+    )
+
+
 def _check(vectors: Vectors, path: Path) -> None:
     num_users, num_items, dim = len(vectors.user_names), len(vectors.item_ids), vectors.items.shape[-1]
-    shapes = {
+    shapes: dict[str, tuple[npt.NDArray[Any] | None, tuple[int, ...]]] = {
         "users": (vectors.users, (num_users, dim)),
         "items": (vectors.items, (num_items, dim)),
         "source_users": (vectors.source_users, (num_users, dim)),
@@ -174,13 +204,20 @@ def _check(vectors: Vectors, path: Path) -> None:
         "popularity": (vectors.popularity, (num_items,)),
         "seen_starts": (vectors.seen_starts, (num_users + 1,)),
     }
+    if (fold := vectors.folding) is not None:
+        num_layers = len(fold.states)
+        shapes |= {
+            "fold.users": (fold.users, (num_users, dim)),
+            "fold.states": (fold.states, (num_layers, num_items, dim)),
+            "fold.matrices": (fold.matrices, (num_layers, 2 * dim, dim)),
+            "fold.degrees": (fold.degrees, (num_items,)),
+        }
     for name, (tensor, shape) in shapes.items():
         if tensor is not None and tensor.shape != shape:
             raise DataError(f"{path}: {name} is {tensor.shape}, not {shape}")
     if num_items == 0 or (np.diff(vectors.item_ids) <= 0).any():
         raise DataError(f"{path}: item_ids must rise, and there must be one")
-    for name in ("users", "items", "source_users", "bridge_items"):
-        tensor = getattr(vectors, name)
+    for name, (tensor, _) in shapes.items():
         if tensor is not None and not np.isfinite(tensor).all():
             raise DataError(f"{path}: {name} has a value that is not finite")
 

@@ -20,6 +20,7 @@ _FIELDS = {
     "rank": ("history", "base", "candidates", "timestamp", "top_k"),
     "signal": ("history", "base"),
     "generate": ("history", "base"),
+    "match": ("history",),
     "recommend": ("history", "base", "timestamp"),
     "events": ("events",),
 }
@@ -33,7 +34,7 @@ def encode(record: Record) -> bytes:
     body |= {name: value for name in _FIELDS[record.kind] if (value := getattr(record, name)) is not None}
     if record.kind == "signal" and (num := record.num_candidates or len(record.candidate_ids())):
         body["num_candidates"] = num
-    asked = record.generate if record.kind == "generate" else record.recommend if record.kind == "recommend" else None
+    asked = getattr(record, record.kind) if record.kind in ("generate", "match", "recommend") else None
     if asked is not None:
         body |= msgspec.structs.asdict(asked)
         body = {name: value for name, value in body.items() if value is not None}
@@ -57,7 +58,8 @@ class Histories:
 
     def outgoing(self, record: Record) -> Record:
         """The record as it is sent."""
-        if record.kind == "events" or self.mode == "logged" or (record.history is None and record.base is None):
+        is_fixed = record.kind in ("events", "match")  # they know no deltas
+        if is_fixed or self.mode == "logged" or (record.history is None and record.base is None):
             return record
         return self._delta(record) if self.mode == "delta" else self._whole(record)
 

@@ -32,8 +32,8 @@ _JSONL = (".jsonl", ".jsonl.gz", ".jsonl.zst")
 
 Column = list[int] | bytes
 Label = Annotated[int, msgspec.Meta(ge=0, le=1)] | None
-Kind = Literal["rank", "signal", "generate", "recommend", "events"]
-SCORED: tuple[Kind, ...] = ("rank", "generate", "recommend")  # kinds whose answers have scores
+Kind = Literal["rank", "signal", "generate", "match", "recommend", "events"]
+SCORED: tuple[Kind, ...] = ("rank", "generate", "match", "recommend")  # kinds whose answers have scores
 UNRANKED = "unranked"  # the outcome of a recommend whose rank failed
 BadLines = Literal["fail", "skip"]
 
@@ -91,6 +91,15 @@ class LoggedGenerate(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     attributes: dict[str, list[bool | int | float | str]] = {}
 
 
+class LoggedMatch(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """What a match asked for."""
+
+    num_items: int = 50
+    exclude_seen: bool = True
+    allow_items: Column | None = None
+    deny_items: Column | None = None
+
+
 class LoggedRecommend(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """What a recommend asked for; absent fields are the service's own."""
 
@@ -106,8 +115,8 @@ class LoggedAnswer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     status: int = 200
     latency_ms: float | None = None  # in the service
-    outcome: str = ""
-    model_version: str = ""
+    outcome: str = ""  # of a match: its basis
+    model_version: str = ""  # of a match: its vectors'
     fingerprint: str = ""  # of the history; what a later delta names as its base
     digest: str = ""  # of the scores, or of the generated items: `answers.digest`
     scores: dict[str, bytes] = {}  # task -> raw float32 a candidate, NaN = unknown item; where values were kept
@@ -129,6 +138,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     deadline_ms: float | None = None
     delay_ms: float | None = None  # of a rank: `ts` is the user's arrival, retrieval and pre-processing took this long
     generate: LoggedGenerate | None = None
+    match: LoggedMatch | None = None
     recommend: LoggedRecommend | None = None
     labels: dict[str, list[Label]] = {}  # task -> one of 0, 1, null (not known) a candidate
     events: LoggedHistory | None = None  # of kind "events"

@@ -2,7 +2,7 @@
 
     ts double, kind, user_id, tenant, base string, {history,events}_{items,timestamps} list<int64>,
     {history,events}_actions list<int16>, candidates list<int64>, num_candidates, timestamp, top_k int64,
-    deadline_ms, delay_ms double, generate, labels, answer string (JSON)
+    deadline_ms, delay_ms double, generate, match, recommend, labels, answer string (JSON)
 
 Columns that are absent from a file count as empty; other columns are refused.
 """
@@ -33,7 +33,7 @@ _PLAIN = {
 }
 _HISTORIES = ("history", "events")
 _COLUMNS = {"items": "int64", "actions": "int16", "timestamps": "int64"}
-_JSON = ("generate", "recommend", "labels", "answer")
+_JSON = ("generate", "match", "recommend", "labels", "answer")
 
 
 def write_rows(path: Path, records: Iterable[Record]) -> int:

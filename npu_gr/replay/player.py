@@ -76,6 +76,14 @@ class _Generated(TypedDict):
     model_version: NotRequired[str]
 
 
+class _Matched(TypedDict):
+    basis: str
+    vectors_version: str
+    items: list[int]
+    scores: list[float | None]
+    stages_s: dict[str, float]
+
+
 class _Signalled(TypedDict):
     history: AnsweredHistory
 
@@ -95,9 +103,10 @@ class Sample:
     was_resent: bool = False  # the service had forgotten the prefix of a delta
 
 
-_PATHS = {kind: f"v1/{kind}" for kind in ("rank", "signal", "generate", "recommend", "events")}
+_PATHS = {kind: f"v1/{kind}" for kind in ("rank", "signal", "generate", "match", "recommend", "events")}
 _ANSWER = msgspec.json.Decoder(Answer)
 _GENERATED = msgspec.json.Decoder(_Generated)
+_MATCHED = msgspec.json.Decoder(_Matched)
 _SIGNALLED = msgspec.json.Decoder(_Signalled)
 
 
@@ -261,6 +270,18 @@ def _read(record: Record, content: bytes) -> tuple[Answer | None, str]:
         case "generate" | "recommend":
             made = _GENERATED.decode(content)
             answer = Answer(**{**made, "outcome": made["outcome"] or UNRANKED, "scores": {"": made["scores"]}})
+        case "match":
+            found = _MATCHED.decode(content)
+            answer = Answer(
+                outcome=found["basis"],
+                reason="",
+                scores={"": found["scores"]},
+                stages_s=found["stages_s"],
+                prefix_tokens=0,
+                history={"num_tokens": 0},
+                items=found["items"],
+                model_version=found["vectors_version"],
+            )
         case "signal":
             try:
                 return None, _SIGNALLED.decode(content)["history"].get("fingerprint", "")

@@ -27,7 +27,6 @@ from pathlib import Path
 from typing import IO, Annotated, Literal, Self
 
 import msgspec
-import numpy as np
 import xxhash
 
 from npu_gr.errors import ConfigError, NotFound
@@ -38,14 +37,18 @@ from npu_gr.replay.log import (
     LoggedAnswer,
     LoggedGenerate,
     LoggedHistory,
+    LoggedMatch,
     LoggedRecommend,
     Record,
     create,
 )
 from npu_gr.request import (
+    I64,
     Events,
     GenerateAnswer,
     GenerateRequest,
+    MatchAnswer,
+    MatchRequest,
     RankAnswer,
     RankRequest,
     RecommendAnswer,
@@ -61,8 +64,8 @@ FLUSH_S = 1.0  # what a crash may lose
 RECORD_BYTES = 1000  # of a record without its columns, in the queue
 MIN_KEY_BYTES = 16
 
-Request = RankRequest | SignalRequest | GenerateRequest | RecommendRequest
-Answer = RankAnswer | SignalAnswer | GenerateAnswer | RecommendAnswer
+Request = RankRequest | SignalRequest | GenerateRequest | MatchRequest | RecommendRequest
+Answer = RankAnswer | SignalAnswer | GenerateAnswer | MatchAnswer | RecommendAnswer
 
 _Ratio = Annotated[float, msgspec.Meta(gt=0, le=1)]
 
@@ -323,7 +326,14 @@ def record_of(seen: Seen, key: bytes | None, keep_scores: bool) -> Record:
     request, answer, user = seen.request, seen.answer, seen.user
     history = None if request is None or request.history.events is None else LoggedHistory.of(request.history.events)
     logged = LoggedAnswer(status=seen.status, latency_ms=round(seen.took_s * 1e3, 4))
-    if answer is not None:
+    if isinstance(answer, MatchAnswer):
+        logged = msgspec.structs.replace(
+            logged,
+            outcome=answer.basis.value,
+            model_version=answer.vectors_version,
+            digest=digest({"": answer.scores}, answer.item_ids),
+        )
+    elif answer is not None:
         logged = msgspec.structs.replace(
             logged, model_version=answer.model_version, fingerprint=answer.history.fingerprint
         )
@@ -351,34 +361,44 @@ def record_of(seen: Seen, key: bytes | None, keep_scores: bool) -> Record:
         top_k=rank.top_k if rank else None,
         deadline_ms=round(seen.budget_s * 1e3, 3),
         generate=_generate(request) if isinstance(request, GenerateRequest) else None,
+        match=_match(request) if isinstance(request, MatchRequest) else None,
         recommend=_recommend(recommend) if recommend else None,
         events=None if seen.events is None else LoggedHistory.of(seen.events),
         answer=logged,
     )
 
 
-def _generate(request: GenerateRequest) -> LoggedGenerate:
-    def ids(values: np.ndarray[tuple[int, ...], np.dtype[np.int64]] | None) -> bytes | None:
-        return None if values is None else values.astype("<i8").tobytes()
+def _ids(values: I64 | None) -> bytes | None:
+    return None if values is None else values.astype("<i8").tobytes()
 
+
+def _generate(request: GenerateRequest) -> LoggedGenerate:
     return LoggedGenerate(
         num_items=request.num_items,
         beam_width=request.beam_width,
         normalise=request.normalise,
         temperature=request.temperature,
-        allow_items=ids(request.allow_items),
-        deny_items=ids(request.deny_items),
+        allow_items=_ids(request.allow_items),
+        deny_items=_ids(request.deny_items),
         attributes={name: list(values) for name, values in request.attributes.items()},
     )
 
 
+def _match(request: MatchRequest) -> LoggedMatch:
+    return LoggedMatch(
+        num_items=request.num_items,
+        exclude_seen=request.exclude_seen,
+        allow_items=_ids(request.allow_items),
+        deny_items=_ids(request.deny_items),
+    )
+
+
 def _recommend(request: RecommendRequest) -> LoggedRecommend:
-    denied = request.deny_items
     return LoggedRecommend(
         num_items=request.num_items,
         num_candidates=request.num_candidates,
         exclude_seen=request.exclude_seen,
-        deny_items=None if denied is None else denied.astype("<i8").tobytes(),
+        deny_items=_ids(request.deny_items),
         context=request.context,
     )
 

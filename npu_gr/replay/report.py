@@ -205,7 +205,7 @@ def summarise(
     )
 
 
-_ORDER = ("rank", "generate", "recommend", "signal", "events")
+_ORDER = ("rank", "generate", "match", "recommend", "signal", "events")
 
 
 def environment(seed: int | None) -> dict[str, Any]:

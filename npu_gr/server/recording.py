@@ -17,6 +17,8 @@ from npu_gr.request import (
     Events,
     GenerateAnswer,
     GenerateRequest,
+    MatchAnswer,
+    MatchRequest,
     RankAnswer,
     RankRequest,
     RecommendAnswer,
@@ -34,6 +36,7 @@ _KINDS: dict[type[Request], Kind] = {
     RankRequest: "rank",
     SignalRequest: "signal",
     GenerateRequest: "generate",
+    MatchRequest: "match",
     RecommendRequest: "recommend",
 }
 
@@ -47,7 +50,7 @@ class RecordingDoor:
         self.reload_models = door.reload_models
         self.catalogue, self.reload_catalogue = door.catalogue, door.reload_catalogue
         self.rollback_catalogue, self.update_catalogue = door.rollback_catalogue, door.update_catalogue
-        self.match, self.vectors = door.match, door.vectors  # the log has no place for a match
+        self.vectors = door.vectors
         self.reload_vectors, self.rollback_vectors = door.reload_vectors, door.rollback_vectors
         self.check_room, self.erase_user = door.check_room, door.erase_user
 
@@ -62,6 +65,10 @@ class RecordingDoor:
     async def generate(self, request: GenerateRequest, budget_s: float) -> GenerateAnswer:
         """See `Door.generate`."""
         return await self._seen(self._door.generate(request, budget_s), request.user, budget_s, request)
+
+    async def match(self, request: MatchRequest, budget_s: float) -> MatchAnswer:
+        """See `Door.match`."""
+        return await self._seen(self._door.match(request, budget_s), request.user, budget_s, request)
 
     async def recommend(self, request: RecommendRequest, budget_s: float) -> RecommendAnswer:
         """See `Door.recommend`."""

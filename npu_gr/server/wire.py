@@ -137,8 +137,9 @@ class CatalogueItemsBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
 class MatchBody(_User, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The best items for a user by vectors trained across domains."""
 
+    history: History | None = None  # in the target domain; absent: from the history store, if there is one
     num_items: Annotated[int, msgspec.Meta(ge=1, le=100_000)] = 50
-    exclude_seen: bool = True  # without what the user had when the vectors were trained
+    exclude_seen: bool = True  # without the history, and what the user had when the vectors were trained
     allow_items: Column | None = None  # absent: all
     deny_items: Column | None = None
     vectors_version: Name | None = None
@@ -247,7 +248,7 @@ class MatchOut(msgspec.Struct, frozen=True, kw_only=True):
 
     request_id: str
     vectors_version: str
-    basis: str  # target | source | popularity; scores are comparable within one
+    basis: str  # target | folded | source | popularity; scores are comparable within one
     status: str  # complete | exhausted: fewer than asked
     items: list[int] | bytes
     scores: list[float] | bytes
@@ -459,8 +460,10 @@ def match_request(body: MatchBody, config: ServerConfig) -> MatchRequest:
     def ids(values: list[int] | bytes | None, field: str) -> npt.NDArray[Any] | None:
         return None if values is None else column(values, field, "<i8", config.max_candidates)
 
+    history = None if body.history is None else events(body.history, "history", config.max_history_events)
     return MatchRequest(
         user=body.user,
+        history=HistoryRef(events=history),
         num_items=body.num_items,
         exclude_seen=body.exclude_seen,
         allow_items=ids(body.allow_items, "allow_items"),

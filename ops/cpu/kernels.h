@@ -8,8 +8,9 @@
 #include <stdint.h>
 
 #include "hstu_call.h"
+#include "items_call.h"
 
-#define NPU_GR_ABI 4  // raise it with every change of this table; native.py has the same number
+#define NPU_GR_ABI 5  // raise it with every change of this table; native.py has the same number
 
 extern "C" {
 
@@ -109,6 +110,9 @@ struct Kernels {
   void (*pack_kv)(const Pack *);
   int64_t (*affine_scratch_bytes)(const Affine *);
   void (*affine)(const Affine *);
+
+  int64_t (*best_items_bytes)(const ItemsJob *job);  // of workspace
+  void (*best_items)(const ItemsJob *job);
 };
 
 // The table of an instruction set; "" = the best that this CPU has. Null: unknown, not compiled in, or the CPU lacks it.

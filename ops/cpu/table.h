@@ -13,6 +13,8 @@
 #include "topk.h"
 #include "vec.h"
 
+#include "items.h"
+
 extern const Kernels NPU_GR_TABLE;
 const Kernels NPU_GR_TABLE = {
     .num_bytes = sizeof(Kernels),
@@ -36,4 +38,6 @@ const Kernels NPU_GR_TABLE = {
     .pack_kv = hstu::pack_kv,
     .affine_scratch_bytes = hstu::affine_scratch_bytes,
     .affine = hstu::affine,
+    .best_items_bytes = items::best_items_bytes,
+    .best_items = items::best_items,
 };

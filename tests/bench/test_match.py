@@ -21,6 +21,16 @@ def test_a_small_run_has_every_line(monkeypatch) -> None:  # type: ignore[no-unt
     assert all("numpy" in line["baseline"] for line in exact)
 
 
+def test_a_small_training_has_both_lines() -> None:
+    words = ["bench", "match-train", "--json", "--edges", "4000", "--steps", "2", "--threads", "1"]
+    out = CliRunner().invoke(main, words)
+    assert out.exit_code == 0, out.output
+    minutes, memory = (json.loads(line) for line in out.output.splitlines() if line.startswith('{"bench": "match'))
+    assert (minutes["unit"], memory["unit"]) == ("CPU min", "GB")
+    assert all(f"{stage} 0." in minutes["case"] for stage in ("source", "target", "inter"))
+    assert memory["ours"] > 0.05
+
+
 def test_the_baseline_sorts_what_it_finds() -> None:
     import numpy as np
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
+from npu_gr.backend.cpu import CPUBackend
 from npu_gr.errors import DataError
 from npu_gr.matching.matcher import Matcher
 from npu_gr.matching.vectors import load, save
@@ -17,7 +17,7 @@ from npu_gr.request import I64, Basis
 from tests.matching.vectors import COLD, FIRST_ID, KNOWN, make_vectors
 
 VECTORS = make_vectors()
-MATCHER = Matcher(VECTORS, "exact", torch.device("cpu"))
+MATCHER = Matcher(VECTORS, "exact", CPUBackend())
 
 
 def brute(scores: np.ndarray[tuple[int], np.dtype[np.float32]], off: set[int], k: int) -> list[int]:
@@ -78,7 +78,7 @@ def test_many_at_once_are_each_as_alone() -> None:
 
 
 def test_without_a_bridge_a_cold_user_gets_popularity() -> None:
-    matcher = Matcher(make_vectors(source_users=None, bridge_items=None), "exact", torch.device("cpu"))
+    matcher = Matcher(make_vectors(source_users=None, bridge_items=None), "exact", CPUBackend())
     assert matcher.search_for(COLD, 3, True, None, None).basis is Basis.POPULARITY
 
 

@@ -16,13 +16,16 @@ from click.testing import CliRunner
 
 from npu_gr.cli import main
 from npu_gr.errors import ConfigError
+from npu_gr.matching.vectors import save
 from npu_gr.replay.answers import digest
 from npu_gr.replay.compare import compare
-from npu_gr.replay.log import Log, Record, read
+from npu_gr.replay.log import Log, Record, read, write
 from npu_gr.replay.options import ReplayOptions
 from npu_gr.replay.recorder import RecordConfig, Recorder, Seen
 from npu_gr.replay.run import replay
 from npu_gr.request import Events, HistoryRef, SignalRequest, UserKey
+from tests.matching.test_fold import make_folding
+from tests.matching.vectors import KNOWN, make_vectors
 from tests.models import events
 from tests.serving import FIRST_ID, columns, serving
 
@@ -84,6 +87,42 @@ async def test_a_service_records_what_it_was_asked_and_a_replay_is_answered_the_
     assert sum(report.logged_digests.values()) == 2
     drift = compare(path, tmp_path / "answers.jsonl.gz", 1.0).drift
     assert (drift.num_with_values, drift.max_drift < 1e-5) == (2, True)  # bits may differ: one path was a hit
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+async def test_matches_are_recorded_and_a_replay_is_answered_the_same(tmp_path: Path, suffix: str) -> None:
+    save(make_vectors(folding=make_folding()), tmp_path / "vectors")
+    sections = {"record": {"folder": str(tmp_path / "traffic"), "enabled": True, "suffix": ".jsonl"}}
+    match = {"vectors": str(tmp_path / "vectors")}
+    new = {"items": [102, 108], "actions": [0, 0], "timestamps": [1, 2]}  # a stranger's
+    async with serving(tmp_path, match=match, **sections) as (client, _):
+        asked: list[dict[str, Any]] = [
+            {"user_id": KNOWN, "num_items": 4, "deny_items": [100, 104], "exclude_seen": False},
+            {"user_id": KNOWN, "allow_items": [106, 112], "num_items": 9},
+            {"user_id": "stranger", "history": new},
+            {"user_id": "stranger", "num_items": 1001},
+        ]
+        answers = []
+        for body in asked:
+            async with client.post("/v1/match", json=body) as response:
+                answers.append((response.status, await response.json()))
+    records = recorded(tmp_path)
+    assert [record.kind for record in records] == ["match"] * 4
+    for record, (status, answer) in zip(records, answers, strict=True):
+        assert record.answer is not None
+        assert record.answer.status == status
+        if status == 200:
+            told = answer["basis"], answer["vectors_version"], digest({"": answer["scores"]}, answer["items"])
+            assert (record.answer.outcome, record.answer.model_version, record.answer.digest) == told
+    log = tmp_path / f"log{suffix}"
+    write(log, records)
+    for mode in ("logged", "delta"):
+        async with serving(tmp_path, watched=False, match=match) as (client, _):
+            options = ReplayOptions(base_url=str(client.make_url("")), histories=mode)  # type: ignore[arg-type]
+            report = await replay(log, options, answers=tmp_path / "answers.jsonl.gz")
+        assert report.errors == {"match 422": 1}
+        assert report.logged_digests == {"equal": 3}
+        assert report.outcomes == {"folded": 1, "target": 2}
 
 
 async def test_without_the_section_nothing_can_be_recorded(tmp_path: Path) -> None:

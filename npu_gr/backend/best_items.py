@@ -31,18 +31,6 @@ class Hidden(NamedTuple):
     items: Tensor  # int64 [n], ascending
 
 
-def reference_top_k(queries: Tensor, items: Tensor, k: int, hidden: Hidden | None = None) -> Best:
-    """The definition: all scores, hidden ones off, sorted by score and row."""
-    scores = queries @ items.T
-    if hidden is not None:
-        scores[hidden.queries, hidden.items] = -torch.inf
-    best, order = scores.sort(dim=1, descending=True, stable=True)
-    order = order.masked_fill(best == -torch.inf, -1)
-    short = max(0, k - len(items))
-    pad = torch.nn.functional.pad
-    return Best(pad(best[:, :k], (0, short), value=-torch.inf), pad(order[:, :k], (0, short), value=-1))
-
-
 def top_k(queries: Tensor, items: Tensor, k: int, hidden: Hidden | None = None, block_items: int | None = None) -> Best:
     """The best k items of each query.
 
