@@ -22,7 +22,9 @@ WITHOUT_CANN = "raise ImportError('libhccl.so: cannot open shared object file')\
 # as much of torch_npu as `find` and the backend's constructor use, under torch's own name for such a device
 WORKING = """
 import os, types, torch
-torch.utils.rename_privateuse1_backend("npu")  # as torch_npu does
+torch.utils.rename_privateuse1_backend("npu")  # as torch_npu does; it cannot be undone, so a device that is not there
+if not hasattr(torch, "npu"):
+    torch._register_device_module("npu", types.SimpleNamespace(is_available=lambda: False))
 __version__ = "2.13.0"
 count = int(os.environ["FAKE_COUNT"])
 npu = types.SimpleNamespace(
