@@ -18,7 +18,8 @@ import numpy.typing as npt
 from npu_gr.bench.line import Line, percentiles, timed_in_turn
 from npu_gr.request import RankRequest
 from npu_gr.server.config import ServerConfig
-from npu_gr.server.wire import JSON, MSGPACK, RankBody, decode, rank_request
+from npu_gr.server.translate import rank_request
+from npu_gr.server.wire import JSON, MSGPACK, RankBody, decode
 
 LENGTHS, CANDIDATES = (1024, 16_384), 500
 RAW_16K_MS = 0.2  # what 16 k tokens may take in the raw form

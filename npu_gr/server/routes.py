@@ -28,22 +28,9 @@ from npu_gr.server.openapi import document
 from npu_gr.server.run import probe_loop_lag
 from npu_gr.server.status import status
 from npu_gr.server.tracing import Tracing
-from npu_gr.server.watch import ANSWER, ARRIVED_S, ID, PARSED_S, USER, around
-from npu_gr.server.wire import (
-    JSON,
-    MSGPACK,
-    CatalogueItemsBody,
-    EventsBody,
-    EventsOut,
-    GenerateBody,
-    MatchBody,
-    RankBody,
-    RecommendBody,
-    SignalBody,
+from npu_gr.server.translate import (
     catalogue_change,
     catalogue_out,
-    decode,
-    encode,
     events,
     generate_out,
     generate_request,
@@ -56,6 +43,21 @@ from npu_gr.server.wire import (
     signal_out,
     signal_request,
     vectors_out,
+)
+from npu_gr.server.watch import ANSWER, ARRIVED_S, ID, PARSED_S, USER, around
+from npu_gr.server.wire import (
+    JSON,
+    MSGPACK,
+    CatalogueItemsBody,
+    EventsBody,
+    EventsOut,
+    GenerateBody,
+    MatchBody,
+    RankBody,
+    RecommendBody,
+    SignalBody,
+    decode,
+    encode,
 )
 
 _X_CACHE = {

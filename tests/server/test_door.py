@@ -272,7 +272,8 @@ def _fuzz(url: str) -> int:
 def test_raw_columns_are_read_in_place() -> None:
     """16 k events of raw msgpack: the arrays are views of the body, one check each, no object an element."""
     from npu_gr.server.config import ServerConfig
-    from npu_gr.server.wire import MSGPACK, RankBody, decode, rank_request
+    from npu_gr.server.translate import rank_request
+    from npu_gr.server.wire import MSGPACK, RankBody, decode
 
     n = 16_384
     raw = {"items": bytes(8 * n), "actions": bytes(2 * n), "timestamps": bytes(8 * n)}
