@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from npu_gr.backend.cpu import CPUBackend
+from npu_gr.bench import relay
 from npu_gr.bench.relay import DRAM, FULL, LOWEST, RELAY, STEP, STEPS, Search, drawn, last, lines, mixed, of_trace
 from npu_gr.bench.relay_rig import Arm, Idle, Outcomes, Rig, Served, Shape, measure_idle
 from npu_gr.request import Outcome
@@ -92,7 +93,7 @@ def test_a_trace_says_who_comes_back(rig: Rig) -> None:
 async def run(rig: Rig, arm: Arm, reuse: float, count: int = 12) -> AsyncIterator[tuple[Served, Outcomes]]:
     async with rig.serving(arm, 1000.0) as served:
         served.engine.copy_bytes_per_s = float("inf")  # of so short a prefix a reload would not pay
-        yield served, await served.run(drawn(reuse, rig, 60.0, count, 1), 30.0)
+        yield served, await served.run(drawn(reuse, rig, 15.0, count, 1), 30.0)
 
 
 async def test_an_arm_is_served_as_its_name_says(rig: Rig) -> None:
@@ -123,7 +124,8 @@ async def test_each_part_is_measured_alone_and_checked(rig: Rig) -> None:
     assert idle.rank_s < idle.full_s
 
 
-def test_the_whole_table(tmp_path: Path) -> None:
+def test_the_whole_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(relay, "MIXED", 20)
     trace = tmp_path / "trace.jsonl"
     rows = (f'{{"timestamp": {n}, "input_length": 9, "hash_ids": [0, {n % 50}]}}\n' for n in range(400))
     trace.write_text("".join(rows))

@@ -72,7 +72,7 @@ async def ask(http: aiohttp.ClientSession, url: str, path: str, **params: str) -
 
 
 async def figures(http: aiohttp.ClientSession, url: str, expr: str) -> list[float]:
-    result = (await ask(http, url, "query", query=plain(expr, "4s")))["result"]
+    result = (await ask(http, url, "query", query=plain(expr, "6s")))["result"]
     return [float(sample["value"][1]) for sample in result]
 
 
@@ -85,17 +85,21 @@ async def test_every_expression_returns_figures(tmp_path: Path) -> None:
         target = str(client.make_url("")).removeprefix("http://").rstrip("/")
         (tmp_path / "rules.yml").write_text(yaml.safe_dump(RULES))
         async with (
-            prometheus(tmp_path, target, free_port(), scrape_s=0.25, evaluate_s=0.5) as url,
+            prometheus(tmp_path, target, free_port(), scrape_s=0.5, evaluate_s=0.5) as url,
             aiohttp.ClientSession() as http,
         ):
-            await load(f"http://{target}")
-            await asyncio.sleep(0.6)  # the last scrape
-            found = {
-                (name, expr): await figures(http, url, expr)
-                for name, (_, panel) in zip(IDS, PANELS, strict=True)
-                for expr in expressions(panel)
-                if ROUTER not in expr
-            }
+            for _ in range(5):  # a scrape that was late on a busy machine leaves too few points behind
+                await load(f"http://{target}")
+                await asyncio.sleep(1.1)  # the last scrape
+                found = {
+                    (name, expr): await figures(http, url, expr)
+                    for name, (_, panel) in zip(IDS, PANELS, strict=True)
+                    for expr in expressions(panel)
+                    if ROUTER not in expr
+                }
+                empty = {name for (name, _), values in found.items() if not any(map(math.isfinite, values))}
+                if not empty:
+                    break
             text = await (await client.get("/metrics")).read()
             exemplars = await ask(
                 http,
@@ -108,7 +112,6 @@ async def test_every_expression_returns_figures(tmp_path: Path) -> None:
             rules = await ask(http, url, "rules")
             late = await figures(http, url, 'slo:sli_error:ratio_rate5m{sloth_slo="rank-latency"}')
             own = json.loads(await (await client.get("/debug/status")).read())
-    empty = {name for (name, _), values in found.items() if not any(math.isfinite(value) for value in values)}
     assert not empty
     worked = dict(re.findall(r'npu_gr_device_busy_seconds_total\{work="(\w+)"\} (\S+)', text.decode()))
     assert all(float(worked[work]) > 0 for work in ("rank", "prefill", "generate", "copy")), worked

@@ -45,7 +45,8 @@ def log() -> list[Record]:
 async def run(folder: Path, name: str, sections: dict[str, Any], **options: Any) -> Report:
     """One run on a fresh service; its answers are in folder / name."""
     (folder / name).mkdir()
-    async with serving(folder, watched=False, **sections) as (client, _):
+    async with serving(folder, watched=False, **sections) as (client, service):
+        service.ranking.engine.copy_bytes_per_s = float("inf")  # on a busy machine a reload may not seem to pay
         url = str(client.make_url(""))
         given = ReplayOptions(base_url=url, timeout_s=20.0, **{"closed": 1, **options})
         report = await replay(log(), given, answers=folder / name / "answers.jsonl.gz")

@@ -225,13 +225,13 @@ async def test_a_generator_out_of_time_leaves_the_rank_its_own(folder: Path) -> 
     async def hangs(*_: object) -> None:
         await asyncio.sleep(60)
 
-    patient = section(folder, popular=popular(folder), rank_least_s=0.4)
+    patient = section(folder, popular=popular(folder), rank_least_s=2.0)
     async with serving(folder, **patient) as (client, service):
         service.generation.engine.generate = hangs  # type: ignore[method-assign,assignment]
-        answer = await recommend(client, budget_ms=1000)
+        answer = await recommend(client, budget_ms=2500)
         assert results(answer) == {"generate": "out_of_time", "popular": "ok", "rank": "ok"}
         service.ranking.engine.rank = hangs  # type: ignore[method-assign,assignment]
-        answer = await recommend(client, budget_ms=1000)
+        answer = await recommend(client, budget_ms=2500)
         assert results(answer) == {"generate": "out_of_time", "popular": "ok", "rank": "out_of_time"}
         assert answer["items"][0] == next(
             item for item in range(FIRST_ID + 299, FIRST_ID, -1) if item not in HISTORY["items"]
