@@ -86,8 +86,8 @@ class Limiter:
                 self._learn(expected, self._clock() - began_s)
             raise
         except Overloaded:
-            if expected is not None:
-                self._learn(expected, self._clock() - began_s + REFUSED * expected.objective_s)
+            if self._adaptive is not None and expected is not None:  # the gate learns nothing: it took no time
+                self._adaptive.observe(REFUSED, self.inflight)
             raise
         finally:
             self.inflight -= 1

@@ -191,10 +191,11 @@ class JobQueue:
         return True  # its place in the heap is passed over later
 
     def hasten(self, job: Job, order_s: float) -> None:
-        """Somebody more urgent waits for it now."""
-        if job.is_waiting and order_s < job.order_s:
+        """Somebody more urgent waits for it now; of one whose step runs, that holds for the steps that follow."""
+        if order_s < job.order_s:
             job.order_s = order_s
-            self._push(job)
+            if job.is_waiting:
+                self._push(job)
 
     def take(self, now_s: float) -> Taken:
         """The next pass."""

@@ -132,7 +132,7 @@ class Scheduler:
         """
         with self._changed:
             now_s = time.monotonic()
-            ahead_s = self._queue.ahead_s(now_s + objective_s)
+            ahead_s = self._queue.ahead_s(now_s + min(objective_s, self.config.aging_s))
             running_s = max(0.0, min(self._ends_s) - now_s)
         return running_s + ahead_s / self.config.streams
 

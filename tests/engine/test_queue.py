@@ -161,6 +161,14 @@ def test_the_steps_of_a_job_follow_each_other() -> None:
     q.put(second, 5.0)
     second.rest = [Step(1, 0.1)]
     q.take(5.0)
+    q.hasten(second, 4.0)  # a rank comes while a step runs: the next one must not wait behind other requests
+    q.go_on(second, 5.0)
+    other = job(5.0, run=generate)
+    q.put(other, 5.0)
+    assert [q.take(5.0).jobs[0] for _ in range(2)] == [second, other]
+    q.put(second, 5.0)
+    second.rest = [Step(1, 0.1)]
+    q.take(5.0)
     q.withdraw(second)
     assert not q.go_on(second, 5.0)
 
