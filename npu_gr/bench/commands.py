@@ -153,8 +153,8 @@ def bench_cascade(as_json: bool, backend: str, threads: int, seed: int, lengths:
 @click.option("--candidates", default="100", show_default=True, help="Of a rank, comma-separated.")
 @click.option("--layers", default=3, show_default=True, type=click.IntRange(2))
 @click.option("--dim", default=256, show_default=True, help="Of the model; a multiple of 64.")
-@click.option("--count", default=100, show_default=True, type=click.IntRange(1), help="Requests a run at most.")
-@click.option("--seconds", default=10.0, show_default=True, help="A run at most, but for its first 40 requests.")
+@click.option("--count", default=200, show_default=True, type=click.IntRange(1), help="Requests a run.")
+@click.option("--lowest", default=0.1, show_default=True, help="The lowest rate, of what full inference could do.")
 @click.option("--trace", type=click.Path(path_type=Path), help="A Mooncake trace: whose returns an arm follows.")
 def bench_relay(
     as_json: bool,
@@ -166,7 +166,7 @@ def bench_relay(
     layers: int,
     dim: int,
     count: int,
-    seconds: float,
+    lowest: float,
     trace: Path | None,
 ) -> None:
     """Traffic within the objective, and length of history, with and without a relay: minutes a shape."""
@@ -178,7 +178,7 @@ def bench_relay(
     torch.set_num_threads(threads)
     tokens, rows = ([int(part) for part in text.split(",")] for text in (lengths, candidates))
     shapes = [Shape(n, c, layers, dim) for n in tokens for c in rows]
-    _show(lines(backend, shapes, count, seconds, seed, trace), backend, seed, as_json)  # type: ignore[arg-type]
+    _show(lines(backend, shapes, count, lowest, seed, trace), backend, seed, as_json)  # type: ignore[arg-type]
 
 
 @bench.command("overload")

@@ -9,9 +9,9 @@ idle latency of a full inference, so its figures carry over to other devices.
     relay, dram r     the same with DRAM behind it, and a share r of the requests from users whose prefix lies there
     relay, dram trace who comes, and comes back, is as in a stretch of a real trace (`--trace`, Mooncake's format)
 
-A rate is sustained if 99 of 100 requests meet the objective. Rates lie on a grid, each arm is asked where it crosses
-the objective, and between the last sustained and the first failed rate the figure is interpolated. Where full
-inference fails at the lowest rate already, that rate stands for it, and the ratio is a lower bound.
+A rate is sustained if 99 of 100 requests meet the objective; a run ends once it is known that they do not. Rates lie on
+a grid, and each arm's figure is the last that it sustains. Where full inference fails at the lowest rate already, that
+rate stands for it, and the ratio is a lower bound.
 
     longest history   at the rate that full inference sustains with the shape's, and the same objective in seconds
     trigger off       in a mix where few are long and half of the signals lead to no rank, everything is pre-inferred,
@@ -24,6 +24,7 @@ Ascend NPUs; `relaygr.md` 4.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -33,16 +34,16 @@ import numpy as np
 from npu_gr.backend.base import Backend
 from npu_gr.backend.choose import BackendName, choose
 from npu_gr.bench.line import Line
-from npu_gr.bench.relay_rig import RETURNING, Arm, Outcomes, Rig, Served, Shape, Traffic, Visit, measure_idle
+from npu_gr.bench.relay_rig import LEAD, RETURNING, Arm, Outcomes, Rig, Served, Shape, Traffic, Visit, measure_idle
 from npu_gr.relay.trigger import TriggerConfig
 from npu_gr.replay.convert import read_mooncake
 from npu_gr.request import UserKey
 
 MULTIPLES = (1.2, 1.5, 3.0)  # the objective, of the idle full inference
-STEP = 1.35  # from one rate of the grid to the next
-LOWEST = 0.1  # of what full inference could do at most
-STEPS = 20  # of the grid: up to 30 times what full inference could do
-LEAST = 40  # requests a run
+STEP = 1.25  # from one rate of the grid to the next
+STEPS = 32  # of the grid: the last is a thousand times the lowest
+START = 0.5  # where an arm is first asked, of what full inference could do at most
+PATIENCE = 12.0  # idle full inferences that a rank waits
 REUSE = (0.5, 0.75, 1.0)
 LONGER = (1.5, 2.0, 3.0, 4.0)  # histories, of the shape's
 MIX_RATES, MIXED = (0.3, 0.6, 1.1), 400  # of the mix, of what full inference of the long could do; requests a run
@@ -101,38 +102,31 @@ def mixed(rig: Rig, rate_per_s: float, count: int, seed: int) -> list[Visit]:
 class Search:
     """The rates at which one arm was run, and what came of it."""
 
-    def __init__(self, served: Served, traffic: Traffic, count: int, seconds: float, seed: int) -> None:
-        self._served, self._traffic, self._seed = served, traffic, seed
-        self._count, self._seconds = count, seconds
+    def __init__(self, served: Served, traffic: Traffic, count: int, lowest: float, seed: int) -> None:
+        self._served, self._traffic, self._count, self._seed = served, traffic, count, seed
+        self._lowest_per_s = lowest / served.rig.idle.full_s
         self.found: dict[int, Outcomes] = {}
 
     def rate_per_s(self, step: int) -> float:
         """Of a step of the grid."""
-        return LOWEST / self._served.rig.idle.full_s * STEP**step
+        return self._lowest_per_s * STEP**step
 
-    async def at(self, step: int) -> Outcomes:
-        """Of a run at the step's rate, one run a step."""
-        if step not in self.found:
-            rig, rate = self._served.rig, self.rate_per_s(step)
-            count = min(self._count, max(LEAST, round(self._seconds * rate)))
-            patience_s = 4 * MULTIPLES[-1] * rig.idle.full_s
-            self.found[step] = await self._served.run(self._traffic(rig, rate, count, self._seed), patience_s)
-        return self.found[step]
+    async def holds(self, step: int, goal_s: float) -> bool:
+        """Whether the step's rate is sustained; a run that was given up for another goal may have to be repeated."""
+        if step in self.found and (known := self.found[step].holds(goal_s)) is not None:
+            return known
+        rig = self._served.rig
+        visits = self._traffic(rig, self.rate_per_s(step), self._count, self._seed)
+        found = self.found[step] = await self._served.run(visits, PATIENCE * rig.idle.full_s, goal_s)
+        return bool(found.holds(goal_s))
 
-    async def sustained(self, goal_s: float, start: int) -> tuple[float, int, Outcomes]:
-        """The rate up to which 99 of 100 meet the goal (0 = not even the lowest), the step below, its outcomes."""
+    async def sustained(self, goal_s: float, start: int) -> int:
+        """The last step at which 99 of 100 meet the goal; -1 = not even the lowest."""
 
         async def holds(step: int) -> bool:
-            return (await self.at(step)).p99_s <= goal_s
+            return await self.holds(step, goal_s)
 
-        low = await last(holds, start, STEPS)
-        if low < 0:
-            return 0.0, 0, self.found[0]
-        rate, reached_s = self.rate_per_s(low), self.found[low].p99_s
-        if low < STEPS - 1:
-            failed_s = min(self.found[low + 1].p99_s, 1e3)
-            rate *= STEP ** ((goal_s - reached_s) / (failed_s - reached_s))
-        return rate, low, self.found[low]
+        return await last(holds, start, STEPS)
 
 
 async def last(holds: Callable[[int], object], start: int, stop: int) -> int:
@@ -155,7 +149,7 @@ def lines(
     backend_name: BackendName,
     shapes: Sequence[Shape],
     count: int,
-    seconds: float,
+    lowest: float,
     seed: int,
     trace: Path | None,
 ) -> Iterator[Line]:
@@ -163,15 +157,16 @@ def lines(
     backend = choose(backend_name)
     sessions = [] if trace is None else [r.session(n) for n, r in enumerate(read_mooncake(trace))]
     for shape in shapes:
-        yield from Bench(shape, backend, count, seconds, seed).lines(sessions)
+        yield from Bench(shape, backend, count, lowest, seed).lines(sessions)
 
 
 class Bench:
     """One shape."""
 
-    def __init__(self, shape: Shape, backend: Backend, count: int, seconds: float, seed: int) -> None:
-        self._backend, self._count, self._seconds, self._seed = backend, count, seconds, seed
+    def __init__(self, shape: Shape, backend: Backend, count: int, lowest: float, seed: int) -> None:
+        self._backend, self._count, self._lowest, self._seed = backend, count, lowest, seed
         self._rig = self._rig_of(shape)
+        self._full_s = self._rig.idle.full_s
         self._case = f"L={shape.num_tokens} M={shape.num_candidates}"
 
     def _rig_of(self, shape: Shape) -> Rig:
@@ -184,6 +179,10 @@ class Bench:
         idle = self._rig.idle
         for name, part_s in (("pre-infer", idle.prefill_s), ("load", idle.load_s), ("rank, cached", idle.rank_s)):
             yield self._line(f"{name} alone", part_s * 1e3, "ms", "full", idle.full_s * 1e3, idle.full_s / part_s, None)
+        base = {}
+        for multiple, rate, found in self._sustained(FULL, partial(drawn, 0.0)):
+            base[multiple] = rate
+            yield self._against(f"slo {multiple}x, full ({found.describe()})", rate, rate, None)
         arms: list[tuple[Arm, Traffic]] = [
             (Arm("truncated to a quarter", signals=False, keep=0.25), partial(drawn, 0.0)),
             (RELAY, partial(drawn, 0.0)),
@@ -191,48 +190,47 @@ class Bench:
         ]
         if sessions:
             arms.append((DRAM._replace(name="relay, dram trace"), partial(of_trace, sessions)))
-        base = dict(zip(MULTIPLES, asyncio.run(self._sustained(FULL, partial(drawn, 0.0))), strict=True))
         best = dict.fromkeys(MULTIPLES, 0.0)
         for arm, traffic in arms:
-            for multiple, (rate, found) in zip(MULTIPLES, asyncio.run(self._sustained(arm, traffic)), strict=True):
+            for multiple, rate, found in self._sustained(arm, traffic):
                 target = 1.0 if arm.signals else None
-                yield self._against(
-                    f"slo {multiple}x, {arm.name} ({found.describe()})", rate, base[multiple][0], target
-                )
+                yield self._against(f"slo {multiple}x, {arm.name} ({found.describe()})", rate, base[multiple], target)
                 if arm.signals and "100%" not in arm.name:
                     best[multiple] = max(best[multiple], rate)
         for multiple, rate in best.items():
-            yield self._against(f"slo {multiple}x, best with at most 75 % reuse", rate, base[multiple][0], 3.6)
-        longest = int(self._rig.shape.num_tokens * LONGER[-1])
-        for multiple in MULTIPLES[1:] if longest <= self._rig.model.config.max_history_tokens else ():
-            yield asyncio.run(self._longest(multiple, base[multiple][0]))
+            yield self._against(f"slo {multiple}x, best with at most 75 % reuse", rate, base[multiple], 3.6)
+        for multiple in MULTIPLES[1:]:
+            yield asyncio.run(self._longest(multiple, base[multiple]))
         yield from asyncio.run(self._trigger())
 
-    async def _sustained(
-        self, arm: Arm, traffic: Traffic, multiples: Sequence[float] = MULTIPLES
-    ) -> list[tuple[float, Outcomes]]:
-        """The rate for each objective, and what happened at the step below it."""
-        full_s, step, rows = self._rig.idle.full_s, 4, []
-        async with self._rig.serving(arm, multiples[0] * full_s) as served:
-            search = Search(served, traffic, self._count, self._seconds, self._seed)
-            for multiple in multiples:
-                rate, step, found = await search.sustained(multiple * full_s, step)
-                rows.append((rate, found))
-        return rows
+    def _sustained(self, arm: Arm, traffic: Traffic) -> Iterator[tuple[float, float, Outcomes]]:
+        """For each multiple the rate (0 = not even the lowest), and what happened at it, or at the lowest."""
+
+        async def search() -> list[tuple[float, float, Outcomes]]:
+            step, rows = round(math.log(START / self._lowest, STEP)), []
+            async with self._rig.serving(arm, MULTIPLES[0] * self._full_s) as served:
+                search = Search(served, traffic, self._count, self._lowest, self._seed)
+                for multiple in MULTIPLES:
+                    low = await search.sustained(multiple * self._full_s, step)
+                    rows.append((multiple, search.rate_per_s(low) if low >= 0 else 0.0, search.found[max(low, 0)]))
+                    step = max(low, step)
+            return rows
+
+        yield from asyncio.run(search())
 
     async def _longest(self, multiple: float, rate: float) -> Line:
-        """Of the relay with DRAM, three quarters returning, at full inference's rate and objective."""
-        shape, goal_s = self._rig.shape, multiple * self._rig.idle.full_s
-        rate = rate or LOWEST / self._rig.idle.full_s
-        count = min(self._count, max(LEAST, round(self._seconds * rate)))
+        """Of the relay with DRAM, three quarters returning, at full inference's rate, objective and lead."""
+        shape, goal_s = self._rig.shape, multiple * self._full_s
+        rate = rate or self._lowest / self._full_s
 
         async def holds(number: int) -> bool:
-            rig = await asyncio.to_thread(
-                self._rig_of, shape._replace(num_tokens=int(shape.num_tokens * LONGER[number]))
-            )
+            longer = shape._replace(num_tokens=int(shape.num_tokens * LONGER[number]))
+            rig = await asyncio.to_thread(self._rig_of, longer)
             async with rig.serving(DRAM, goal_s) as served:
-                found = await served.run(drawn(0.75, rig, rate, count, self._seed), 4 * goal_s)
-            return found.p99_s <= goal_s
+                visits = drawn(0.75, rig, rate, self._count, self._seed)
+                return bool(
+                    (await served.run(visits, PATIENCE * self._full_s, goal_s, LEAD * self._full_s)).holds(goal_s)
+                )
 
         number = await last(holds, 1, len(LONGER))
         tokens = int(shape.num_tokens * (LONGER[number] if number >= 0 else 1.0))
@@ -241,22 +239,22 @@ class Bench:
 
     async def _trigger(self) -> list[Line]:
         """The trigger against pre-inferring everything, at the tightest objective: ranks in time at the same rates."""
-        goal_s, found = MULTIPLES[0] * self._rig.idle.full_s, dict[str, list[Outcomes]]()
+        goal_s, found = MULTIPLES[0] * self._full_s, dict[str, list[Outcomes]]()
         for arm in (AT_RISK, EVERYTHING):
             async with self._rig.serving(arm, goal_s) as served:
-                visits = [mixed(self._rig, rate / self._rig.idle.full_s, MIXED, self._seed) for rate in MIX_RATES]
-                found[arm.name] = [await served.run(each, 4 * MULTIPLES[-1] * goal_s) for each in visits]
+                visits = [mixed(self._rig, rate / self._full_s, MIXED, self._seed) for rate in MIX_RATES]
+                found[arm.name] = [await served.run(each, PATIENCE * self._full_s) for each in visits]
         rows = []
         for rate, one, other in zip(MIX_RATES, found[AT_RISK.name], found[EVERYTHING.name], strict=True):
             ours, base = (100 * float((each.latency_s <= goal_s).mean()) for each in (one, other))
-            case = f"slo {MULTIPLES[0]}x, mix at {rate / self._rig.idle.full_s:.1f}/s"
+            case = f"slo {MULTIPLES[0]}x, mix at {rate / self._full_s:.1f}/s"
             case = f"{case}, trigger ({one.describe()}) against off ({other.describe()})"
             rows.append(self._line(case, ours, "% in time", EVERYTHING.name, base, ours / max(base, 1e-9), 1.0))
         return rows
 
     def _against(self, case: str, rate: float, base: float, target: float | None, name: str = "full") -> Line:
         if not base:  # it fails at the lowest rate of the grid already
-            base, name = LOWEST / self._rig.idle.full_s, f"{name} (less)"
+            base, name = self._lowest / self._full_s, f"{name} (less)"
         return self._line(case, rate, "req/s", name, base, rate / base, target)
 
     def _line(
