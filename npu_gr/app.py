@@ -418,7 +418,7 @@ def observe_relay(
 ) -> None:
     """As `observe`, for the relay of one kind of request and its tiers."""
     prefix = "" if kind == "rank" else f"{kind}_"
-    relay.on_error, relay.on_first_use = metrics.relay_error, metrics.prefix_waited
+    relay.producers.on_error, relay.on_first_use = metrics.relay_error, metrics.prefix_waited
     pool.on_evict = lambda entry: None if entry.consumed else metrics.prefill_wasted(kind)
 
     def copied(target: KVArena, num_bytes: int, done: Done[None]) -> None:
@@ -427,7 +427,7 @@ def observe_relay(
     engine.on_copied = copied
     metrics.observe_relay(
         kind,
-        {work: partial(relay.in_flight, work) for work in ("prefill", "reload", "spill")},
+        {work: partial(relay.producers.in_flight, work) for work in ("prefill", "reload", "spill")},
         t_life_s=lambda: relay.t_life_p99_s.value,
         prefills_per_s=lambda: relay.q_inst_per_s,
         brownout=lambda: relay.brownout,

@@ -117,8 +117,9 @@ class Reason(StrEnum):
     """Why a rank was not an HBM hit. `NONE` for a hit."""
 
     NONE = ""
-    COMPUTE = "compute"  # joined a pre-infer
+    COMPUTE = "compute"  # joined a pre-infer, or went on from where it was
     RELOAD = "reload"  # joined a reload
+    NOT_BEGUN = "not_begun"  # its pre-infer still waited for the device
     NO_SIGNAL = "no_signal"
     NOT_AT_RISK = "not_at_risk"
     REJECTED_FOOTPRINT = "rejected_footprint"

@@ -18,6 +18,7 @@ from blockbuster import blockbuster_ctx
 from npu_gr.app import instance
 from npu_gr.config import Config, from_table
 from npu_gr.model.weights import Checkpoint, save
+from npu_gr.relay.producers import Producers
 from npu_gr.request import Events
 from npu_gr.service import Service
 from tests.models import tiny_model
@@ -71,3 +72,8 @@ async def until(holds: Callable[[], bool]) -> None:
     async with asyncio.timeout(10):
         while not holds():  # noqa: ASYNC110  (what is awaited has no event)
             await asyncio.sleep(0.01)
+
+
+def is_busy(producers: Producers[Any]) -> bool:
+    """Whether the relay holds anything for work that has ended or still runs."""
+    return bool(producers._running or producers._by_user or producers._spilling or producers._tasks)

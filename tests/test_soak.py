@@ -27,7 +27,7 @@ from npu_gr.service import Service
 from tests.models import Request, full, tiny_model
 from tests.server.test_generate_over_http import section
 from tests.server.test_reload import File, history
-from tests.serving import FIRST_ID, serving
+from tests.serving import FIRST_ID, is_busy, serving
 
 log = logging.getLogger(__name__)
 WORKERS, USERS, MODELS = 8, 12, {"a": 1, "b": 2}
@@ -146,7 +146,7 @@ async def left_nothing(service: Service, tasks_before: int) -> None:
         await asyncio.gather(*service.ranking._background)
     for job in service.jobs():
         relay = job.relay
-        assert (relay._producers, relay._by_user, relay._spilling, relay._tasks) == ({}, {}, set(), set())
+        assert not is_busy(relay.producers)
         pool, dram = relay.tiers
         pool.check()
         assert dram is not None

@@ -44,7 +44,7 @@ NEW_TOKENS = 16  # behaviours since then
 T_LIFE_S = 10.0
 SAMPLES = 11  # of each part alone
 TOLERANCE = 1e-4  # of the logits' standard deviation: cached against cold scores
-ALWAYS = TriggerConfig(policy="always", min_prefix_tokens=64)
+ALWAYS = TriggerConfig(policy="always", min_prefix_tokens=1)
 
 
 class Arm(NamedTuple):

@@ -42,7 +42,7 @@ class Pass:
     candidates: I64  # [c] item rows
     candidate_time: int
     cached: Cached | None = None
-    keep: tuple[Run, ...] | None = None  # pages that receive the history's keys and values
+    keep: tuple[Run, ...] | None = None  # pages that receive the history's keys and values, behind those of `cached`
 
     @property
     def demand(self) -> Demand:
@@ -147,15 +147,18 @@ class Engine(PageJobs):
 
     async def prefill(
         self, tokens: Tokens, keep: tuple[Run, ...], deadline_s: float, urgency: Urgency, first_token: int = 0
-    ) -> None:
+    ) -> int:
         """Encode a history into the pages `keep`, chunk after chunk: a rank waits for the end of one at most.
 
         Args:
             tokens: the whole history.
             keep: pages for all of it, which hold its first `first_token` tokens already.
             deadline_s: a chunk that has not begun by then is dropped, and what follows.
-            urgency: when its rank is expected.
+            urgency: when its rank is expected; if it is cut, the rank goes on from the chunk that runs.
             first_token: where to go on.
+
+        Returns:
+            how many tokens the pages hold now.
         """
 
         def step(start: int, stop: int) -> Step:
@@ -163,9 +166,10 @@ class Engine(PageJobs):
             work = Pass(tokens[:stop], 0, np.empty(0, np.int64), 0, cached=cached, keep=keep)
             return Step(lambda: self._run([work]), self.cost.pass_s(stop - start, start, 0))
 
-        size = self.scheduler.config.prefill_chunk_tokens
-        steps = [step(start, stop) for start, stop in chunks(first_token, len(tokens), size)]
-        await self.scheduler.sequence(steps, deadline_s, urgency, is_sheddable=True, kind="prefill")
+        parts = list(chunks(first_token, len(tokens), self.scheduler.config.prefill_chunk_tokens))
+        steps = [step(start, stop) for start, stop in parts]
+        done = await self.scheduler.sequence(steps, deadline_s, urgency, is_sheddable=True, kind="prefill")
+        return parts[done.steps - 1][1] if done.steps else first_token
 
     async def rank(self, work: Pass, deadline_s: float, since_s: float | None = None) -> Scored:
         """Score a pass's candidates, of a request that came at `since_s` (now by default)."""

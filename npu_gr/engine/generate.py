@@ -282,7 +282,7 @@ class Work:
     num_items: int
     allow: Filter | None = None
     cached: Cached | None = None  # the KV of its first tokens
-    keep: tuple[Run, ...] | None = None  # without `cached`: pages that receive the KV of all
+    keep: tuple[Run, ...] | None = None  # pages that receive the KV, behind that of `cached`
     vocabulary: int = 0  # of the model, for what a pass may hold
 
     @property
@@ -307,7 +307,7 @@ class GenerateEngine(PageJobs):
 
     async def prefill(
         self, tokens: Prompt, keep: tuple[Run, ...], deadline_s: float, urgency: Urgency, first_token: int = 0
-    ) -> None:
+    ) -> int:
         """Encode a prompt into the pages `keep`, chunk after chunk; see `Engine.prefill`."""
 
         def step(start: int, stop: int) -> Step:
@@ -319,9 +319,10 @@ class GenerateEngine(PageJobs):
 
             return Step(run, self.cost.pass_s(stop - start, start, 0))
 
-        size = self.scheduler.config.prefill_chunk_tokens
-        steps = [step(start, stop) for start, stop in chunks(first_token, len(tokens), size)]
-        await self.scheduler.sequence(steps, deadline_s, urgency, is_sheddable=True, kind="prefill")
+        limits = list(chunks(first_token, len(tokens), self.scheduler.config.prefill_chunk_tokens))
+        steps = [step(start, stop) for start, stop in limits]
+        done = await self.scheduler.sequence(steps, deadline_s, urgency, is_sheddable=True, kind="prefill")
+        return limits[done.steps - 1][1] if done.steps else first_token
 
     async def generate(self, work: Work, deadline_s: float, since_s: float | None = None) -> Done[Generated]:
         """Encode what is missing of the prompt, and search, in a pass that others may share; `since_s`: see `rank`."""
@@ -351,14 +352,17 @@ class GenerateEngine(PageJobs):
     def _ask(self, work: Work, scratch: KVArena, place: int) -> Ask:
         """With the whole prompt encoded: what is missing goes into pages to keep, or into the place's own scratch."""
         tokens, parts = work.prompt.tokens, list[Part]()
+        start = work.cached.num_tokens if work.cached else 0
         if work.cached:
-            parts.append(Part(self.arena, work.cached.runs, work.cached.num_tokens))
-            tokens = tokens[work.cached.num_tokens :]
-        if len(tokens):
-            own = (Run(place * self._scratch_pages, self._scratch_pages),)
-            into = Part(self.arena, work.keep, len(tokens)) if work.keep else Part(scratch, own, len(tokens))
-            self.generator.encode(tokens, parts, into)
-            parts.append(into)
+            parts.append(Part(self.arena, work.cached.runs, start))
+        if work.keep:
+            whole = Part(self.arena, work.keep, len(tokens))
+            self.generator.encode(tokens[start:], parts, whole, start)
+            parts = [whole]
+        elif start < len(tokens):
+            own = Part(scratch, (Run(place * self._scratch_pages, self._scratch_pages),), len(tokens) - start)
+            self.generator.encode(tokens[start:], parts, own)
+            parts.append(own)
         return Ask(work.trie, work.tables, work.prompt.tokens, parts, work.options, work.num_items, work.allow)
 
     async def warm_up(self, trie: Trie, tables: Tables, lengths: Sequence[int], widths: Sequence[int]) -> CostModel:

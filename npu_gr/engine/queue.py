@@ -93,6 +93,7 @@ class Job:
     objective_s: float = float("inf")  # how long its request should take in all
     is_sheddable: bool = False  # makes room for a job that is not, when the queue is full
     rest: Sequence[Step] = ()  # what follows; each is a pass of its own, and others may come between
+    ran: int = field(default=0, init=False)  # steps
     since_s: float | None = None  # when its request came, if that was before it did
     submitted_s: float = 0.0
     is_waiting: bool = field(default=False, init=False)
@@ -162,10 +163,11 @@ class JobQueue:
         return shed
 
     def go_on(self, job: Job, now_s: float) -> bool:
-        """Put the next step in of a job whose last one has run; False if that was all.
+        """A step of the job has run: put the next one in; False if that was all.
 
         At once, so that its place in the order is taken before another job is.
         """
+        job.ran += 1
         if not job.rest:
             return False
         (job.work, job.takes_s), *job.rest = job.rest
@@ -173,7 +175,7 @@ class JobQueue:
         return True
 
     def withdraw(self, job: Job) -> bool:
-        """Take it out, and what would follow; False if it is not waiting."""
+        """Take it out, and what would follow; False if it is not waiting: a step that runs is its last."""
         job.rest = ()
         return self._leave(job)
 

@@ -49,25 +49,32 @@ class Done(Generic[T]):
     queue_s: float
     device_s: float
     batch_size: int = 1
+    steps: int = 1  # of a sequence, that ran
 
 
 class Urgency:
-    """When something is wanted, which may become earlier while it waits or runs in parts."""
+    """When something is wanted, which may become earlier while it waits or runs in parts, or not at all."""
 
     def __init__(self, order_s: float, since_s: float | None = None) -> None:
         """`since_s`: when it was first wanted, for what runs in parts; None = each part counts by itself."""
-        self.order_s, self.since_s = order_s, since_s
-        self._on_change: Callable[[float], None] | None = None
+        self.order_s, self.since_s, self.is_cut = order_s, since_s, False
+        self._on_change: Callable[[], None] | None = None
 
     def hasten(self, order_s: float) -> None:
         """Wanted by then at the latest."""
         if order_s < self.order_s:
             self.order_s = order_s
             if self._on_change is not None:
-                self._on_change(order_s)
+                self._on_change()
+
+    def cut(self) -> None:
+        """A sequence ends with the step that runs, without an error."""
+        self.is_cut = True
+        if self._on_change is not None:
+            self._on_change()
 
     @contextlib.contextmanager
-    def applied(self, on_change: Callable[[float], None]) -> Iterator[None]:
+    def applied(self, on_change: Callable[[], None]) -> Iterator[None]:
         """Tell `on_change` of every change within the block."""
         self._on_change = on_change
         try:
@@ -152,14 +159,18 @@ class Scheduler:
         kind: str = "other",
     ) -> Done[T]:
         """Run `function` on a device thread, alone; else as `sequence`."""
-        one = [Step(function, takes_s)]
-        return await self.sequence(one, deadline_s, order_s, is_sheddable=is_sheddable, kind=kind)
+        one = Step(function, takes_s)
+        job = self._job([one], deadline_s, order_s, is_sheddable, kind)
+        if not isinstance(order_s, Urgency):
+            return await self._submit(job)
+        with order_s.applied(lambda: self._hasten(job, order_s.order_s)):
+            return await self._submit(job)
 
     async def sequence(
         self,
         steps: Sequence[Step],
         deadline_s: float,
-        order_s: float | Urgency | None = None,
+        urgency: Urgency,
         *,
         is_sheddable: bool = False,
         kind: str = "other",
@@ -168,18 +179,39 @@ class Scheduler:
 
         Args:
             steps: at least one; their works read and write tensors and must not touch the event loop.
-            deadline_s: instant on time.monotonic(); it is dropped if it has not begun by then.
-            order_s: its place in the queue, as if its deadline were this instant; None = its deadline.
+            deadline_s: instant on time.monotonic(); what has not begun by then is dropped.
+            urgency: its place in the queue; if it is cut, what has not begun does not run.
             is_sheddable: it may be refused later, to make room for one that is not.
             kind: for the metric of the device's time: prefill, generate, copy, other.
 
         Returns:
-            of the last step.
+            of the last step that ran, and how many did.
 
         Raises:
             Overloaded: the queue is full. DeadlineExceeded. DeviceError: a function failed.
         """
-        job = Job(
+        job = self._job(steps, deadline_s, urgency, is_sheddable, kind)
+
+        def changed() -> None:
+            if urgency.is_cut:
+                self._cut(job)
+            else:
+                self._hasten(job, urgency.order_s)
+
+        if urgency.is_cut:
+            return Done(None, 0.0, 0.0, steps=0)
+        with urgency.applied(changed):
+            return await self._submit(job)
+
+    def _job(
+        self,
+        steps: Sequence[Step],
+        deadline_s: float,
+        order_s: float | Urgency | None,
+        is_sheddable: bool,
+        kind: str,
+    ) -> Job:
+        return Job(
             run=_each,
             work=steps[0].work,
             takes_s=steps[0].takes_s,
@@ -190,10 +222,6 @@ class Scheduler:
             is_sheddable=is_sheddable,
             kind=kind,
         )
-        if not isinstance(order_s, Urgency):
-            return await self._submit(job)
-        with order_s.applied(lambda at_s: self._hasten(job, at_s)):
-            return await self._submit(job)
 
     async def batch(
         self,
@@ -263,6 +291,12 @@ class Scheduler:
         with self._changed:
             self._queue.hasten(job, order_s)
 
+    def _cut(self, job: Job) -> None:
+        with self._changed:
+            is_out = self._queue.withdraw(job)
+        if is_out:
+            self._deliver(job, Done(None, 0.0, 0.0, steps=job.ran))
+
     async def _submit(self, job: Job) -> Done[Any]:
         future = job.tag = self._future()
         with self._changed:
@@ -315,7 +349,7 @@ class Scheduler:
                 if isinstance(result, NpuGrError):
                     self._deliver(job, result)
                 elif not self._goes_on(job):
-                    self._deliver(job, Done(result, began_s - job.submitted_s, took_s, len(jobs)))
+                    self._deliver(job, Done(result, began_s - job.submitted_s, took_s, len(jobs), job.ran))
 
     def _goes_on(self, job: Job) -> bool:
         with self._changed:

@@ -1,11 +1,12 @@
 """The relay race: a signal encodes a user's prefix, the rank that follows leases it. One state machine.
 
-A prefix is known by (user, model version, KV layout, fingerprint). Per key at most one producer (a compute or a
-reload) runs; everybody else who needs it joins that producer's task. Producers belong to the relay, not to the
-request that started them, so a request that goes away takes nothing with it.
+A prefix is known by (user, model version, KV layout, fingerprint). Here is decided what is produced, and who gets what;
+`producers.py` does it.
 
     in HBM                    -> lease                                     hbm_hit
-    being produced            -> wait for it, but keep time to do without  joined   | miss_full join_timeout ...
+    being computed            -> go on from where it is                    joined   | miss_full not_begun ...
+    being copied, or others   -> wait for it, but keep time to do without  joined   | miss_full join_timeout ...
+      wait for it already
     in DRAM and a copy pays   -> start a reload, wait for it               dram_hit | miss_full reload_*
     nowhere                   -> the pass computes everything              miss_full, or degraded to what fits
 
@@ -19,28 +20,27 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
-from contextlib import ExitStack, asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Callable
+from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Annotated, Generic, NamedTuple
 
 import msgspec
 
-from npu_gr.engine.cost import CostModel
 from npu_gr.engine.engine import Cached
 from npu_gr.engine.quantile import RunningQuantile
-from npu_gr.engine.scheduler import Done, Urgency
-from npu_gr.errors import DeadlineExceeded, NpuGrError, Overloaded, ResourceError
-from npu_gr.kv.arena import KVArena
+from npu_gr.engine.scheduler import Urgency
+from npu_gr.errors import ResourceError
 from npu_gr.kv.dram_store import DramEntry, DramStore
 from npu_gr.kv.keys import PrefixKey
 from npu_gr.kv.layout import Run
 from npu_gr.kv.prefix_pool import PrefixEntry, PrefixPool
 from npu_gr.relay.calibration import Calibration
+from npu_gr.relay.encoder import Encoder, P
+from npu_gr.relay.producers import Producer, Producers
 from npu_gr.relay.trigger import (
     Forecast,
     Headroom,
@@ -51,84 +51,7 @@ from npu_gr.relay.trigger import (
     live_limit,
     reload_pays,
 )
-from npu_gr.request import I64, Brownout, Outcome, Reason, UserKey, Verdict
-
-log = logging.getLogger(__name__)
-
-
-class Prefix(Protocol):
-    """A history as one model reads it: how many tokens, and which."""
-
-    @property
-    def timestamps(self) -> I64:
-        """[n] unix seconds, kept beside the KV."""
-        ...
-
-    def __len__(self) -> int:
-        """Tokens."""
-        ...
-
-    def fingerprint(self, num_tokens: int) -> str:
-        """Of the first `num_tokens`: equal prefixes and no others have equal ones."""
-        ...
-
-
-P = TypeVar("P", bound=Prefix)
-P_in = TypeVar("P_in", bound=Prefix, contravariant=True)
-
-
-class Encoder(Protocol[P_in]):
-    """The engine whose prefixes are relayed."""
-
-    @property
-    def cost(self) -> CostModel:
-        """What a pass takes."""
-        ...
-
-    @property
-    def copy_bytes_per_s(self) -> float:
-        """Bandwidth between the tiers."""
-        ...
-
-    @property
-    def queue_s(self) -> float:
-        """How long a request that comes now would wait for the device."""
-        ...
-
-    @property
-    def objective_s(self) -> float:
-        """How long after it came a request should be done."""
-        ...
-
-    @property
-    def residual_s(self) -> float:
-        """What `cost` has been short by lately, a high quantile."""
-        ...
-
-    async def prefill(
-        self, tokens: P_in, keep: tuple[Run, ...], deadline_s: float, urgency: Urgency, first_token: int = 0
-    ) -> None:
-        """Encode the prefix into the pages, which hold its first `first_token` tokens already."""
-        ...
-
-    async def copy(
-        self,
-        source: KVArena,
-        source_runs: Sequence[Run],
-        target: KVArena,
-        target_runs: Sequence[Run],
-        num_tokens: int,
-        deadline_s: float,
-        order_s: float | Urgency | None = None,
-        *,
-        is_sheddable: bool = False,
-    ) -> None:
-        """Copy a prefix between tiers."""
-        ...
-
-    def zero(self, arena: KVArena, runs: Sequence[Run]) -> asyncio.Future[Done[None]]:
-        """Overwrite pages before any job that waits."""
-        ...
+from npu_gr.request import Brownout, Outcome, Reason, UserKey, Verdict
 
 
 class RelayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -157,13 +80,13 @@ class Lease:
     discard: Callable[[], None] = lambda: None  # it did not: nothing is published, whatever the block does
 
 
-@dataclass(slots=True, eq=False)
-class _Producer:
-    task: asyncio.Task[None]
-    num_tokens: int
-    is_reload: bool
-    urgency: Urgency
-    joiners: int = 0
+class _Found(NamedTuple):
+    """The prefix of a rank, if there is one."""
+
+    outcome: Outcome
+    reason: Reason = Reason.NONE
+    entry: PrefixEntry | None = None  # resident
+    taken: Producer | None = None  # in part
 
 
 class _Signal(NamedTuple):
@@ -209,13 +132,8 @@ class Relay(Generic[P]):
         self._config, self._trigger, self._engine, self._clock = config, trigger, engine, clock
         self._pool, self._dram, self._version = pool, dram, model_version
         self._layout_id = pool.arena.layout.layout_id
-        self._producers: dict[PrefixKey, _Producer] = {}
-        self._by_user: dict[UserKey, set[PrefixKey]] = {}  # keys being produced
-        self._spilling: set[PrefixKey] = set()
-        self._overwriting: set[asyncio.Future[Done[None]]] = set()
-        self._tasks: set[asyncio.Task[None]] = set()
+        self.producers = Producers(engine, pool, dram, config.max_reloads, clock)
         self._last: OrderedDict[UserKey, _Signal] = OrderedDict()
-        self._reloads = asyncio.Semaphore(config.max_reloads)
         self.brownout = Brownout.NONE
         # from a signal to the end of its rank, and what a prefix takes
         t_life_s, kv_bytes = config.t_life_s, pool.arena.layout.page_bytes
@@ -225,16 +143,11 @@ class Relay(Generic[P]):
         self.kv_p99_bytes = RunningQuantile(0.99, kv_bytes, is_measured=calibration is not None)
         self._calibration = calibration
         self._bucket = self._new_bucket()
-        self.on_error: Callable[[str], None] = lambda _where: None
         self.on_first_use: Callable[[float], None] = lambda _waited_s: None
-        pool.on_erased = partial(self._overwrite, pool.arena)
-        if dram is not None:
-            dram.on_erased = partial(self._overwrite, dram.arena)
 
     def become(self, config: RelayConfig, trigger: TriggerConfig) -> None:
         """Other settings from now on; what is being produced, and what was measured, stays."""
-        if config.max_reloads != self._config.max_reloads:
-            self._reloads = asyncio.Semaphore(config.max_reloads)  # reloads of now give their turns back to the old one
+        self.producers.become(config.max_reloads)
         self._config, self._trigger = config, trigger
         self._bucket = self._new_bucket()
         self._pool.t_life_s = config.t_life_s
@@ -243,18 +156,6 @@ class Relay(Generic[P]):
     def t_life_s(self) -> float:
         """How long a produced prefix waits for its rank."""
         return self._config.t_life_s
-
-    def in_flight(self, work: str) -> int:
-        """Prefixes on their way: `prefill` and `reload` into HBM, `spill` into DRAM."""
-        if work == "spill":
-            return len(self._spilling)
-        return sum(producer.is_reload == (work == "reload") for producer in self._producers.values())
-
-    async def settled(self) -> None:
-        """Nothing is being produced, spilled or overwritten any more."""
-        while self._tasks or self._overwriting:
-            await asyncio.gather(*self._tasks, *self._overwriting, return_exceptions=True)
-            await asyncio.sleep(0)  # their callbacks
 
     @property
     def tiers(self) -> tuple[PrefixPool, DramStore | None]:
@@ -298,7 +199,7 @@ class Relay(Generic[P]):
         key = self._key(user, tokens, len(tokens))
         if self._pool.get(key) is not None:
             return Verdict.ALREADY_RESIDENT
-        if key in self._producers or self._pool.is_reserved(key):
+        if key in self.producers or self._pool.is_reserved(key):
             return Verdict.ALREADY_RUNNING
         now_s = self._clock()
         base, spilled = self._resident(user, tokens), self._spilled(user, tokens)
@@ -314,13 +215,19 @@ class Relay(Generic[P]):
         urgency = Urgency(float("inf"), now_s)  # when the device has nothing better to do, until its rank is here
         try:
             if spilled is not None and self._reload_pays(spilled, self._config.t_life_s):
-                if spilled.key in self._producers or self._pool.is_reserved(spilled.key):
+                if spilled.key in self.producers or self._pool.is_reserved(spilled.key):
                     return Verdict.ALREADY_RUNNING
-                self._start_reload(spilled.key, spilled, urgency, self._config.t_life_s)
+                t_life_s = self._config.t_life_s
+                self.producers.reload(spilled, urgency, t_life_s, now_s + t_life_s)
                 return Verdict.RELOAD
-            return self._start_compute(key, tokens, urgency, base)
+            return self.producers.compute(key, tokens, urgency, base, now_s + self._needed_s(len(tokens)))
         except ResourceError:
             return Verdict.SKIP_FOOTPRINT
+
+    def _needed_s(self, num_tokens: int) -> float:
+        """After that, the rank that a pre-infer is for must have come and gone; if it still waits, it is dropped."""
+        needed_s = 2 * (self.t_life_p99_s.value + self._engine.cost.full_s(num_tokens, 0))
+        return min(self._config.t_life_s, needed_s)
 
     def _forecast(self, num_tokens: int, cached_tokens: int, num_candidates: int) -> Forecast:
         engine = self._engine
@@ -332,7 +239,7 @@ class Relay(Generic[P]):
         if needed_bytes:
             self.kv_p99_bytes.observe(needed_bytes)
         return Headroom(
-            inflight=len(self._producers),
+            inflight=len(self.producers),
             available_bytes=self._pool.free_bytes + self._pool.evictable_bytes,
             needed_bytes=needed_bytes,
         )
@@ -355,22 +262,29 @@ class Relay(Generic[P]):
             num_candidates: for the estimate of what still fits.
             due_s: instant of the clock by which the rank must be done.
         """
-        outcome, reason, entry = (
-            Outcome.MISS_FULL,
-            Reason.NOT_AT_RISK if self._config.enabled else Reason.DISABLED,
-            None,
-        )
+        found: _Found = _Found(Outcome.MISS_FULL, Reason.NOT_AT_RISK if self._config.enabled else Reason.DISABLED)
         if self._config.enabled and len(tokens):
-            outcome, reason, entry = await self._find(user, tokens, num_candidates, due_s)
+            found = await self._find(user, tokens, num_candidates, due_s)
+        outcome, reason = found.outcome, found.reason
         with ExitStack() as held:
             held.callback(self._ranked, user)
-            if entry is not None:
+            if (entry := found.entry) is not None:
                 if not entry.consumed:
                     self.on_first_use(self._clock() - (entry.expires_at_s - self._pool.t_life_s))
                 held.enter_context(self._pool.lease(entry, consume=True))
                 held.callback(self._spill, entry)
                 cached = Cached(tuple(entry.runs), entry.num_tokens)
                 yield Lease(outcome=outcome, reason=reason, cached=cached)
+                return
+            if (taken := found.taken) is not None:
+                let_go = partial(self.producers.let_go, taken)
+                held.callback(let_go)
+                self.on_first_use(0.0)
+                runs, encoded = tuple(taken.entry.runs), taken.encoded_tokens
+                begun = Cached(runs, encoded) if encoded else None
+                yield Lease(outcome=outcome, reason=reason, cached=begun, keep=runs, discard=let_go)
+                if taken.is_taken:  # not let go
+                    self._publish_kept(taken.entry, tokens)
                 return
             first = self._first_token(len(tokens), num_candidates, due_s)
             if self.brownout >= Brownout.TRUNCATE and len(tokens) - first > self._config.brownout_tokens:
@@ -387,58 +301,70 @@ class Relay(Generic[P]):
             yield Lease(outcome=outcome, reason=reason, keep=tuple(room.runs), discard=discard)
             self._publish_kept(room, tokens)
 
-    async def _find(
-        self, user: UserKey, tokens: P, num_candidates: int, due_s: float
-    ) -> tuple[Outcome, Reason, PrefixEntry | None]:
+    async def _find(self, user: UserKey, tokens: P, num_candidates: int, due_s: float) -> _Found:
         """The longest usable prefix: resident, else in flight, else in DRAM."""
         resident = self._resident(user, tokens)
         if resident is not None:
-            return Outcome.HBM_HIT, Reason.NONE, resident
+            return _Found(Outcome.HBM_HIT, entry=resident)
         # kept back when joining: the pass that does without, what follows it, and waking up late
         spare_s = self._engine.cost.full_s(len(tokens), num_candidates) + 2 * self._config.margin_s
         running = self._running(user, tokens)
         if running is not None:
-            key, producer = running
-            if producer.joiners >= self._config.max_joiners:
-                return Outcome.MISS_FULL, Reason.REJECTED_LOAD, None
-            why = await self._join(producer, due_s, spare_s)
-            entry = self._pool.get(key)
-            if why is None and entry is not None:
-                return Outcome.JOINED, Reason.RELOAD if producer.is_reload else Reason.COMPUTE, entry
-            return Outcome.MISS_FULL, why or Reason.EXPIRED, None
+            if running.joiners >= self._config.max_joiners:
+                return _Found(Outcome.MISS_FULL, Reason.REJECTED_LOAD)
+            if running.entry.num_tokens == len(tokens) and running.may_be_taken:
+                if await self.producers.take_over(running, self._patience_s(due_s, spare_s)):
+                    return self._taken(running, num_candidates, due_s)
+                if not running.ended.done():
+                    return _Found(Outcome.MISS_FULL, Reason.JOIN_TIMEOUT)
+            return await self._join(running, due_s, spare_s)
         spilled = self._spilled(user, tokens)
         if spilled is None:
-            return Outcome.MISS_FULL, self._why_missing(user), None
+            return _Found(Outcome.MISS_FULL, self._why_missing(user))
         left_s = due_s - self._clock() - self._config.margin_s
         if self._pool.is_reserved(spilled.key) or not self._reload_pays(spilled, left_s):
-            return Outcome.MISS_FULL, Reason.RELOAD_SLOWER, None
+            return _Found(Outcome.MISS_FULL, Reason.RELOAD_SLOWER)
         try:
-            producer = self._start_reload(spilled.key, spilled, Urgency(self._wanted_by_s(due_s)), left_s)
+            producer = self.producers.reload(
+                spilled, Urgency(self._wanted_by_s(due_s)), left_s, self._clock() + self._config.t_life_s
+            )
         except ResourceError:
-            return Outcome.MISS_FULL, Reason.REJECTED_FOOTPRINT, None
-        why = await self._join(producer, due_s, spare_s)
-        entry = self._pool.get(spilled.key)
-        if why is None and entry is not None:
-            return Outcome.DRAM_HIT, Reason.NONE, entry
-        return (
-            Outcome.MISS_FULL,
-            Reason.RELOAD_FAILED if why is Reason.PRODUCER_FAILED else why or Reason.EXPIRED,
-            None,
-        )
+            return _Found(Outcome.MISS_FULL, Reason.REJECTED_FOOTPRINT)
+        found = await self._join(producer, due_s, spare_s)
+        if found.entry is not None:
+            return _Found(Outcome.DRAM_HIT, entry=found.entry)
+        return found._replace(reason=Reason.RELOAD_FAILED) if found.reason is Reason.PRODUCER_FAILED else found
 
-    async def _join(self, producer: _Producer, due_s: float, spare_s: float) -> Reason | None:
-        """Wait for a producer as long as time to do without it remains. None = it has published."""
+    def _taken(self, producer: Producer, num_candidates: int, due_s: float) -> _Found:
+        """A pre-infer that was taken over where it was, if there is time for what is left of it."""
+        encoded, num_tokens = producer.encoded_tokens, producer.entry.num_tokens
+        rest_s = self._engine.cost.pass_s(num_tokens - encoded, encoded, num_candidates)
+        if self._config.degrade and rest_s > due_s - self._clock() - self._config.margin_s:
+            self.producers.let_go(producer)
+            return _Found(Outcome.MISS_FULL, Reason.JOIN_TIMEOUT)
+        if not encoded:
+            return _Found(Outcome.MISS_FULL, Reason.NOT_BEGUN, taken=producer)
+        return _Found(Outcome.JOINED, Reason.COMPUTE, taken=producer)
+
+    async def _join(self, producer: Producer, due_s: float, spare_s: float) -> _Found:
+        """Wait for a producer as long as time to do without it remains."""
         producer.urgency.hasten(self._wanted_by_s(due_s))
-        left_s = due_s - self._clock()
-        wait_s = left_s - spare_s if left_s > spare_s else left_s - self._config.margin_s
         producer.joiners += 1
         try:
-            done, _ = await asyncio.wait({producer.task}, timeout=max(wait_s, 0.0))
+            done, _ = await asyncio.wait({producer.ended}, timeout=self._patience_s(due_s, spare_s))
         finally:
             producer.joiners -= 1
         if not done:
-            return Reason.JOIN_TIMEOUT
-        return Reason.PRODUCER_FAILED if producer.task.cancelled() or producer.task.exception() else None
+            return _Found(Outcome.MISS_FULL, Reason.JOIN_TIMEOUT)
+        entry = self._pool.get(producer.entry.key)
+        if entry is not None:
+            return _Found(Outcome.JOINED, Reason.RELOAD if producer.is_reload else Reason.COMPUTE, entry)
+        return _Found(Outcome.MISS_FULL, Reason.EXPIRED if producer.entry.is_published else Reason.PRODUCER_FAILED)
+
+    def _patience_s(self, due_s: float, spare_s: float) -> float:
+        """How long to wait so that there is time to do without, or if there is none, until the end."""
+        left_s = due_s - self._clock()
+        return max(left_s - spare_s if left_s > spare_s else left_s - self._config.margin_s, 0.0)
 
     def _wanted_by_s(self, due_s: float) -> float:
         """A rank's place in the queue, also for what it waits for: its objective, not its deadline."""
@@ -464,10 +390,10 @@ class Relay(Generic[P]):
         usable = [e for e in entries if self._matches(e.key, e.num_tokens, tokens)]
         return max(usable, key=lambda e: e.num_tokens, default=None)
 
-    def _running(self, user: UserKey, tokens: P) -> tuple[PrefixKey, _Producer] | None:
-        found = [(key, self._producers[key]) for key in self._by_user.get(user, ())]
-        usable = [(key, p) for key, p in found if self._matches(key, p.num_tokens, tokens)]
-        return max(usable, key=lambda pair: pair[1].num_tokens, default=None)
+    def _running(self, user: UserKey, tokens: P) -> Producer | None:
+        entries = ((p, p.entry) for p in self.producers.of(user))
+        usable = [p for p, entry in entries if self._matches(entry.key, entry.num_tokens, tokens)]
+        return max(usable, key=lambda p: p.entry.num_tokens, default=None)
 
     def _spilled(self, user: UserKey, tokens: P) -> DramEntry | None:
         if self._dram is None or self.brownout >= Brownout.NO_DRAM:
@@ -495,113 +421,9 @@ class Relay(Generic[P]):
             self._last[user] = signal._replace(is_pending=False)
             self.t_life_p99_s.observe(self._clock() - signal.at_s)
 
-    # ---- producers
-
-    def _produce(
-        self, entry: PrefixEntry, work: Coroutine[Any, Any, None], urgency: Urgency, held: ExitStack, *, is_reload: bool
-    ) -> _Producer:
-        """Start the work that publishes `entry`; however it ends, it leaves nothing reserved and nothing held."""
-        key, task = entry.key, self._own(work)
-        producer = self._producers[key] = _Producer(task, entry.num_tokens, is_reload, urgency)
-        self._by_user.setdefault(key.user, set()).add(key)
-
-        def ended(_: asyncio.Task[None]) -> None:
-            held.close()
-            self._pool.abandon(entry)
-            del self._producers[key]
-            keys = self._by_user[key.user]
-            keys.discard(key)
-            if not keys:
-                del self._by_user[key.user]
-
-        task.add_done_callback(ended)
-        return producer
-
-    def _own(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._disown)
-        return task
-
-    def _disown(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            # what was shed or came too late is counted, and under overload there is one a request
-            level = logging.DEBUG if isinstance(error, DeadlineExceeded | Overloaded) else logging.WARNING
-            log.log(level, "a relay task failed: %s: %s", type(error).__name__, error)
-
-    def _start_compute(self, key: PrefixKey, tokens: P, urgency: Urgency, base: PrefixEntry | None) -> Verdict:
-        """Encode a prefix; on from `base`, a resident one of its own beginning, if there is room beside it."""
-        held = ExitStack()
-        if base is not None:
-            held.enter_context(self._pool.lease(base, consume=False))
-        try:
-            entry = self._pool.reserve(key, len(tokens))
-        except ResourceError:
-            held.close()
-            if base is None:
-                raise
-            base, entry = None, self._pool.reserve(key, len(tokens))
-        self._produce(entry, self._compute(entry, tokens, urgency, base), urgency, held, is_reload=False)
-        return Verdict.PREINFER if base is None else Verdict.EXTEND
-
-    async def _compute(self, entry: PrefixEntry, tokens: P, urgency: Urgency, base: PrefixEntry | None) -> None:
-        # worthless once the rank it is for has given up
-        # worthless once its rank has come and gone: what then still waits for the device is dropped
-        needed_s = 2 * (self.t_life_p99_s.value + self._engine.cost.full_s(len(tokens), 0))
-        deadline_s = self._clock() + min(self._config.t_life_s, needed_s)
-        runs, first = tuple(entry.runs), 0
-        with self._counted("prefill"):
-            if base is not None:
-                arena, first = self._pool.arena, base.num_tokens
-                await self._engine.copy(arena, base.runs, arena, runs, first, deadline_s, urgency)
-            await self._engine.prefill(tokens, runs, deadline_s, urgency, first)
-        if self._pool.publish(entry, tokens.timestamps) and base is not None:
-            self._pool.drop(base)  # whoever reads it goes on; nobody else needs it
-
-    def _start_reload(self, key: PrefixKey, spilled: DramEntry, urgency: Urgency, patience_s: float) -> _Producer:
-        entry = self._pool.reserve(key, spilled.num_tokens)
-        work = self._reload(entry, spilled, urgency, patience_s)
-        return self._produce(entry, work, urgency, ExitStack(), is_reload=True)
-
-    async def _reload(self, entry: PrefixEntry, spilled: DramEntry, urgency: Urgency, patience_s: float) -> None:
-        """Copy a prefix back, when it is its turn; not at all if that is too late for who asked first."""
-        assert self._dram is not None
-        deadline_s, turns = self._clock() + self._config.t_life_s, self._reloads
-        with self._counted("reload"), self._dram.lease(spilled):
-            try:
-                await asyncio.wait_for(turns.acquire(), patience_s)
-            except TimeoutError as error:
-                raise DeadlineExceeded("no turn to reload came in time") from error
-            try:
-                self._dram.verify(spilled)
-                await self._engine.copy(
-                    self._dram.arena,
-                    spilled.runs,
-                    self._pool.arena,
-                    entry.runs,
-                    spilled.num_tokens,
-                    deadline_s,
-                    urgency,
-                )
-                self._dram.verify(spilled)
-            finally:
-                turns.release()
-        assert spilled.timestamps is not None, "complete copies alone are found"
-        self._pool.publish(entry, spilled.timestamps)
-
-    @contextmanager
-    def _counted(self, where: str) -> Iterator[None]:
-        try:
-            yield
-        except NpuGrError:
-            self.on_error(where)
-            raise
-
     def _reload_pays(self, spilled: DramEntry, budget_s: float) -> bool:
-        copy_s = self._pool.arena.layout.bytes(spilled.num_tokens) / self._engine.copy_bytes_per_s
-        ahead = sum(producer.is_reload for producer in self._producers.values()) // self._config.max_reloads
-        return reload_pays(copy_s * (1 + ahead), self._engine.cost.full_s(spilled.num_tokens, 0), budget_s)
+        copy_s, full_s = self.producers.reload_s(spilled.num_tokens), self._engine.cost.full_s(spilled.num_tokens, 0)
+        return reload_pays(copy_s, full_s, budget_s)
 
     # ---- keeping what was computed or used
 
@@ -628,84 +450,22 @@ class Relay(Generic[P]):
             self._pool.abandon(entry)
 
     def _spill(self, entry: PrefixEntry) -> None:
-        """Copy a used prefix to DRAM in the background; its HBM pages stay readable until somebody needs them."""
-        dram, key = self._dram, entry.key
-        if (
-            dram is None
-            or self.brownout >= Brownout.NO_DRAM
-            or key in self._spilling
-            or dram.get(key) is not None
-            or self._pool.get(key) is not entry
-        ):
-            return
-        try:
-            room = dram.reserve(key, entry.num_tokens)
-        except ResourceError:
-            return
-        self._spilling.add(key)
-        held = ExitStack()  # from now on: the entry must not be evicted before its copy is queued
-        held.enter_context(self._pool.lease(entry, consume=False))
-
-        def ended(_: asyncio.Task[None]) -> None:
-            held.close()
-            dram.abandon(room)
-            self._spilling.discard(key)
-
-        self._own(self._spill_to(dram, room, entry)).add_done_callback(ended)
-
-    async def _spill_to(self, dram: DramStore, room: DramEntry, entry: PrefixEntry) -> None:
-        order_s = self._clock() + self._config.t_life_s  # behind every rank and pre-infer of now
-        with self._counted("spill"):
-            await self._engine.copy(
-                self._pool.arena,
-                entry.runs,
-                dram.arena,
-                room.runs,
-                entry.num_tokens,
-                float("inf"),
-                order_s,
-                is_sheddable=True,
-            )
-        assert entry.timestamps is not None, "it was published"
-        dram.commit(room, entry.timestamps)
-
-    # ---- the end
+        if self.brownout < Brownout.NO_DRAM:
+            behind_s = self._clock() + self._config.t_life_s  # every rank and pre-infer of now
+            self.producers.spill(entry, behind_s)
 
     async def erase(self, user: UserKey) -> None:
         """Forget the user in every tier: unfindable at once, the pages overwritten before anybody else gets them.
 
         Pages that a rank of this moment reads or writes are overwritten when it ends.
         """
-        producing = {self._producers[key].task for key in self._by_user.get(user, ())}
-        for task in producing:
-            task.cancel()
-        self._pool.erase_user(user)
-        if self._dram is not None:
-            self._dram.erase_user(user)
         self._last.pop(user, None)
-        if producing:  # they end with the chunk that the device is at
-            await asyncio.wait(producing)
-            await asyncio.sleep(0)  # and give their pages back when that has been noticed
-        if self._overwriting:
-            done, _ = await asyncio.wait(self._overwriting)  # which, unlike gather, cancels nothing
-            for future in done:
-                future.result()
+        await self.producers.erase(user)
 
-    def _overwrite(self, arena: KVArena, runs: tuple[Run, ...], free: Callable[[], None]) -> None:
-        future = self._engine.zero(arena, runs)
-        self._overwriting.add(future)
-
-        def ended(future: asyncio.Future[Done[None]]) -> None:
-            self._overwriting.discard(future)
-            free()
-            if not future.cancelled() and (error := future.exception()) is not None:
-                log.error("pages of an erased user were not overwritten: %s", error)
-
-        future.add_done_callback(ended)
+    async def settled(self) -> None:
+        """Nothing is being produced, spilled or overwritten any more."""
+        await self.producers.settled()
 
     async def stop(self) -> None:
         """Cancel what still runs and wait for it."""
-        tasks = list(self._tasks)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await self.producers.stop()

@@ -108,14 +108,24 @@ class Device:
 
     async def prefill(
         self, tokens: SimulatedPrefix, keep: tuple[Run, ...], deadline_s: float, urgency: Urgency, first_token: int = 0
-    ) -> None:
+    ) -> int:
         """As `Engine.prefill`: chunk after chunk."""
-        takes_s = [
-            self._cost.pass_s(stop - start, start, 0)
-            for start, stop in chunks(first_token, len(tokens), self._config.prefill_chunk_tokens)
-        ]
-        steps = [Step(self._noisy_s(each_s), each_s) for each_s in takes_s]
-        await self._sequence(steps, deadline_s, urgency, is_sheddable=True)
+        parts = list(chunks(first_token, len(tokens), self._config.prefill_chunk_tokens))
+        takes_s = [self._cost.pass_s(stop - start, start, 0) for start, stop in parts]
+        job = self._job([Step(self._noisy_s(each_s), each_s) for each_s in takes_s], deadline_s, urgency, True)
+        if urgency.is_cut:
+            return first_token
+
+        def changed() -> None:
+            if not urgency.is_cut:
+                self._queue.hasten(job, urgency.order_s)
+            elif self._queue.withdraw(job):
+                future, job.tag = job.tag, None
+                future.set_result((0.0, 0))
+
+        with urgency.applied(changed):
+            await self._submit(job)
+        return parts[job.ran - 1][1] if job.ran else first_token
 
     async def copy(
         self,
@@ -132,7 +142,12 @@ class Device:
         """As `PageJobs.copy`: the bytes over the bandwidth."""
         took_s = self._profile.copy_host_s + target.layout.bytes(num_tokens) / self._profile.copy_bytes_per_s
         order_s = deadline_s if order_s is None else order_s
-        await self._sequence([Step(self._noisy_s(took_s), 0.0)], deadline_s, order_s, is_sheddable=is_sheddable)
+        job = self._job([Step(self._noisy_s(took_s), 0.0)], deadline_s, order_s, is_sheddable)
+        if not isinstance(order_s, Urgency):
+            await self._submit(job)
+            return
+        with order_s.applied(lambda: self._queue.hasten(job, order_s.order_s)):
+            await self._submit(job)
 
     def zero(self, arena: KVArena, runs: Sequence[Run]) -> asyncio.Future[Done[None]]:
         """As `PageJobs.zero`; takes no time here."""
@@ -160,11 +175,9 @@ class Device:
             self._short_s.observe(max(took_s - expected_s, _LITTLE_S))
         return took_s
 
-    async def _sequence(
-        self, steps: Sequence[Step], deadline_s: float, order_s: float | Urgency, *, is_sheddable: bool
-    ) -> None:
-        """As `Scheduler.sequence`; a step's work is how long it takes here."""
-        job = Job(
+    def _job(self, steps: Sequence[Step], deadline_s: float, order_s: float | Urgency, is_sheddable: bool) -> Job:
+        """As of `Scheduler`; a step's work is how long it takes here."""
+        return Job(
             run=_nothing,
             work=steps[0].work,
             takes_s=steps[0].takes_s,
@@ -174,11 +187,6 @@ class Device:
             since_s=order_s.since_s if isinstance(order_s, Urgency) else None,
             is_sheddable=is_sheddable,
         )
-        if not isinstance(order_s, Urgency):
-            await self._submit(job)
-            return
-        with order_s.applied(lambda sooner_s: self._queue.hasten(job, sooner_s)):
-            await self._submit(job)
 
     # ---- the queue
 

@@ -16,9 +16,10 @@ from hypothesis import strategies as st
 
 from npu_gr.backend.cpu import CPUBackend
 from npu_gr.bench import relay
-from npu_gr.bench.relay import DRAM, FULL, LOWEST, RELAY, STEP, STEPS, Search, drawn, last, lines, mixed, of_trace
+from npu_gr.bench.relay import DRAM, FULL, RELAY, STEP, STEPS, Search, drawn, last, lines, mixed, of_trace
 from npu_gr.bench.relay_rig import Arm, Idle, Outcomes, Rig, Served, Shape, measure_idle
 from npu_gr.request import Outcome
+from tests.serving import is_busy
 
 SHAPE = Shape(num_tokens=96, num_candidates=8, num_layers=2, dim=64)
 
@@ -43,25 +44,41 @@ def test_the_last_that_holds_is_found_and_nothing_is_asked_twice(stop: int, cros
     assert all(0 <= step < stop for step in asked)
 
 
-async def test_the_sustained_rate_lies_between_the_last_that_held_and_the_first_that_failed() -> None:
-    def run(step: int) -> Outcomes:
-        return Outcomes(np.full(10, 0.1 * 1.1**step, np.float32), {}, 0.0, 0.0)
+async def test_the_last_rate_that_holds_is_found_and_what_is_known_is_not_run_again() -> None:
+    runs = list[int]()
 
-    served: Any = SimpleNamespace(rig=SimpleNamespace(idle=Idle(0.1, 0.1, 0.1, 0.1)))
-    search = Search(served, drawn, 10, 1.0, 0)
-    search.found = {step: run(step) for step in range(STEPS)}
-    rate, step, _ = await search.sustained(0.15, 9)
-    assert step == 4
-    assert LOWEST / 0.1 * STEP**4 < rate < LOWEST / 0.1 * STEP**5
-    assert (await search.sustained(0.05, 9))[:2] == (0.0, 0)
-    assert (await search.sustained(9.9, 0))[0] == search.rate_per_s(STEPS - 1)
+    class Instant:
+        """Latency grows by a tenth a step; a run is given up at the second that is late."""
+
+        rig = SimpleNamespace(idle=Idle(0.1, 0.1, 0.1, 0.1))
+
+        async def run(self, step: int, _patience_s: float, goal_s: float) -> Outcomes:
+            runs.append(step)
+            latency_s = np.full(100, 0.1 * 1.1**step, np.float32)
+            if latency_s[0] > goal_s:
+                latency_s[2:] = np.nan
+            return Outcomes(latency_s, {}, 0.0, 0.0)
+
+    served: Any = Instant()
+    search = Search(served, lambda _rig, rate, _count, _seed: round(np.log(rate) / np.log(STEP)), 100, 0.1, 0)  # type: ignore[arg-type, return-value]
+    assert search.rate_per_s(3) == pytest.approx(STEP**3)
+    assert await search.sustained(0.15, 9) == 4
+    assert await search.sustained(0.05, 9) == -1
+    assert await search.sustained(0.16, 4) == 4  # a run that was given up is late for this goal too: not run again
+    assert len(runs) == len(set(runs))
+    assert await search.sustained(0.2, 4) == 7  # or has to be
+    assert len(runs) > len(set(runs))
+    assert await search.sustained(99.9, 0) == STEPS - 1
 
 
-def test_the_p99_is_what_99_of_100_took_at_most() -> None:
-    latency_s = np.arange(1, 101, dtype=np.float32)
-    assert Outcomes(latency_s, {}, 0.0, 0.0).p99_s == 99.0
-    latency_s[:2] = np.inf
-    assert Outcomes(latency_s, {}, 0.0, 0.0).p99_s == np.inf
+def test_99_of_100_must_be_in_time() -> None:
+    latency_s = np.arange(1, 201, dtype=np.float32)
+    assert Outcomes(latency_s, {}, 0.0, 0.0).holds(198.0)
+    assert Outcomes(latency_s, {}, 0.0, 0.0).holds(197.0) is False
+    latency_s[:3] = np.inf
+    assert Outcomes(latency_s, {}, 0.0, 0.0).holds(1e9) is False
+    latency_s[2:] = np.nan
+    assert Outcomes(latency_s, {}, 0.0, 0.0).holds(1e9) is None
 
 
 def test_every_arm_gets_the_same_users_at_the_same_instants(rig: Rig) -> None:
@@ -116,6 +133,16 @@ async def test_an_arm_is_served_as_its_name_says(rig: Rig) -> None:
         ]
         found = await served.run(visits, 30.0)
         assert (len(found.latency_s), found.wasted) == (6, 0.5)
+
+
+async def test_a_run_is_given_up_once_too_many_are_late(rig: Rig) -> None:
+    async with rig.serving(RELAY, 1000.0) as served:
+        found = await served.run(drawn(0.0, rig, 50.0, 200, 1), 30.0, goal_s=0.0)
+        assert 3 <= np.isfinite(found.latency_s).sum() < 100
+        assert found.holds(0.0) is False
+        assert found.holds(1e9) is None
+        assert not is_busy(served.relay.producers)
+        assert served.pool.free_bytes == served.pool.budget_bytes
 
 
 async def test_each_part_is_measured_alone_and_checked(rig: Rig) -> None:

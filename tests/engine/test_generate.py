@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,6 +17,7 @@ from npu_gr.catalog.build import build_trie
 from npu_gr.catalog.filters import allow_items
 from npu_gr.catalog.trie import Codebooks, Trie
 from npu_gr.engine.beam_search import SearchOptions, Tables
+from npu_gr.engine.engine import Cached
 from npu_gr.engine.generate import (
     Generated,
     GenerateEngine,
@@ -27,15 +29,16 @@ from npu_gr.engine.generate import (
     layout_of,
     make_prompt,
 )
-from npu_gr.engine.scheduler import Scheduler, SchedulerConfig
+from npu_gr.engine.scheduler import Scheduler, SchedulerConfig, Urgency
 from npu_gr.errors import DeadlineExceeded, Unprocessable
 from npu_gr.kv.arena import KVArena
 from npu_gr.kv.dram_store import DramStore
+from npu_gr.kv.keys import PrefixKey
 from npu_gr.kv.layout import Run
 from npu_gr.kv.prefix_pool import PrefixPool
 from npu_gr.relay.relay import Lease, Relay, RelayConfig
 from npu_gr.relay.trigger import TriggerConfig
-from npu_gr.request import Outcome, UserKey, Verdict
+from npu_gr.request import Outcome, Reason, UserKey, Verdict
 from tests.engine.test_beam_search import model
 
 CPU = CPUBackend()
@@ -196,7 +199,7 @@ async def test_every_way_to_the_prompt_gives_the_cold_items() -> None:
         assert lease.cached is not None
         assert lease.cached.num_tokens == len(prompt)
         same(got, cold_longer)
-        await asyncio.gather(*relay._tasks)  # the copies to DRAM
+        await relay.settled()  # the copies to DRAM
         await asyncio.sleep(0)
         for entry in pool.find(USER, "v1", pool.arena.layout.layout_id):
             pool.drop(entry)
@@ -207,9 +210,29 @@ async def test_every_way_to_the_prompt_gives_the_cold_items() -> None:
         assert not engine.arena._keys.any()
         assert relay.signal(USER, prompt) is Verdict.PREINFER
         lease, got = await ask(relay, engine, trie, prompt)
-        assert lease.outcome in (Outcome.JOINED, Outcome.HBM_HIT)
+        assert (lease.outcome, lease.reason) == (Outcome.MISS_FULL, Reason.NOT_BEGUN)
         same(got, cold)
         pool.check()
+
+
+@pytest.mark.parametrize("encoded", [3, 9])
+async def test_a_generate_goes_on_in_the_pages_of_its_pre_infer(encoded: int) -> None:
+    trie, history = catalogue(), [0, 7, 21, 70, 7, 14]
+    prompt, tables = make_prompt(trie, np.array(history), 60), Tables.upload(trie, CPU.device)
+    async with relayed() as (_, engine, pool):
+        entry = pool.reserve(PrefixKey(USER, "v1", pool.arena.layout.layout_id, ""), len(prompt))
+        runs = tuple(entry.runs)
+        begun = Prompt(prompt.tokens[:encoded], 0)
+        assert await engine.prefill(begun, runs, 1e9, Urgency(1e9)) == encoded
+        work = Work(
+            trie=trie, tables=tables, prompt=prompt, options=SearchOptions(width=20), num_items=10, keep=runs,
+            cached=Cached(runs, encoded),
+        )  # fmt: skip
+        again = replace(work, cached=Cached(runs, len(prompt)), keep=None)
+        for each in (work, again):  # the second reads what the first has left
+            got, cold = (await engine.generate(each, 1e9)).value, run(made(), trie, history, longest=60)
+            assert np.array_equal(got.item_ids, cold.item_ids)
+            np.testing.assert_allclose(got.scores, cold.scores, rtol=1e-6)
 
 
 @pytest.mark.parametrize("limits", [{"max_batch_requests": 4}, {"streams": 3, "max_batch_requests": 2}], ids=str)

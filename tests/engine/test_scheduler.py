@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from npu_gr.engine.queue import Demand, SchedulerConfig, Step
-from npu_gr.engine.scheduler import Scheduler
+from npu_gr.engine.scheduler import Scheduler, Urgency
 from npu_gr.errors import DeadlineExceeded, DeviceError, Overloaded, StaleEntry, Unavailable
 
 FAR = float("inf")
@@ -209,7 +209,7 @@ class Chunks:
 async def test_a_sequence_runs_in_order(streams: int) -> None:
     async with running(streams=streams) as (scheduler, _), asyncio.TaskGroup() as tasks:
         many = [Chunks(5) for _ in range(8)]
-        done = [tasks.create_task(scheduler.sequence(each.steps, FAR)) for each in many]
+        done = [tasks.create_task(scheduler.sequence(each.steps, FAR, Urgency(FAR))) for each in many]
     assert [each.ran for each in many] == [[0, 1, 2, 3, 4]] * 8
     assert {task.result().value for task in done} == {4}
 
@@ -217,7 +217,7 @@ async def test_a_sequence_runs_in_order(streams: int) -> None:
 async def test_what_is_more_urgent_comes_between_the_steps_of_a_sequence() -> None:
     async with running() as (scheduler, _):
         slow = Chunks(5, stop_in=1)
-        sequence = asyncio.create_task(scheduler.sequence(slow.steps, FAR, time.monotonic() + 9))
+        sequence = asyncio.create_task(scheduler.sequence(slow.steps, FAR, Urgency(time.monotonic() + 9)))
         await asyncio.to_thread(slow.reached.wait, 10)
         urgent = asyncio.create_task(scheduler.call(lambda: list(slow.ran), FAR, 0.0))
         await submitted(scheduler, 1)
@@ -229,7 +229,7 @@ async def test_what_is_more_urgent_comes_between_the_steps_of_a_sequence() -> No
 async def test_a_sequence_ends_with_the_step_it_is_at() -> None:
     async with running() as (scheduler, _):
         cancelled = Chunks(5, stop_in=1)
-        task = asyncio.create_task(scheduler.sequence(cancelled.steps, FAR))
+        task = asyncio.create_task(scheduler.sequence(cancelled.steps, FAR, Urgency(FAR)))
         await asyncio.to_thread(cancelled.reached.wait, 10)
         task.cancel()
         await asyncio.sleep(0.01)
@@ -239,15 +239,15 @@ async def test_a_sequence_ends_with_the_step_it_is_at() -> None:
             await task
         failing = Chunks(9)
         with pytest.raises(DeviceError):
-            await scheduler.sequence(failing.steps, FAR)
+            await scheduler.sequence(failing.steps, FAR, Urgency(FAR))
         late = Chunks(5, stop_in=2)
-        task = asyncio.create_task(scheduler.sequence(late.steps, time.monotonic() + 0.2))
+        task = asyncio.create_task(scheduler.sequence(late.steps, time.monotonic() + 0.2, Urgency(FAR)))
         await asyncio.sleep(0.3)
         late.go.set()
         with pytest.raises(DeadlineExceeded):
             await task
         stopped = Chunks(5, stop_in=3)
-        task = asyncio.create_task(scheduler.sequence(stopped.steps, FAR))
+        task = asyncio.create_task(scheduler.sequence(stopped.steps, FAR, Urgency(FAR)))
         await asyncio.to_thread(stopped.reached.wait, 10)
         stopping = asyncio.create_task(scheduler.stop())
         await asyncio.sleep(0.01)
@@ -257,3 +257,27 @@ async def test_a_sequence_ends_with_the_step_it_is_at() -> None:
             await task
         assert scheduler.depth == 0
     assert [each.ran for each in (cancelled, failing, late, stopped)] == [[0, 1], [*range(8)], [0, 1, 2], [0, 1, 2, 3]]
+
+
+async def test_a_sequence_that_is_cut_ends_with_the_step_it_is_at() -> None:
+    async with running() as (scheduler, _):
+        slow, urgency = Chunks(5, stop_in=1), Urgency(FAR)
+        task = asyncio.create_task(scheduler.sequence(slow.steps, FAR, urgency))
+        await asyncio.to_thread(slow.reached.wait, 10)
+        waiting, unneeded = Chunks(5), Urgency(FAR)
+        behind = asyncio.create_task(scheduler.sequence(waiting.steps, FAR, unneeded))
+        await submitted(scheduler, 1)
+        unneeded.cut()
+        assert (await behind).steps == 0  # at once: it does not wait for what runs
+        assert scheduler.depth == 0
+        urgency.cut()
+        await asyncio.sleep(0.01)
+        assert not task.done()
+        slow.go.set()
+        done = await task
+        assert (done.steps, done.value) == (2, 1)
+        never = await scheduler.sequence(waiting.steps, FAR, unneeded)  # cut before it came
+        assert never.steps == 0
+        whole = await scheduler.sequence(waiting.steps, FAR, Urgency(FAR))
+        assert (whole.steps, whole.value) == (5, 4)
+    assert (slow.ran, waiting.ran) == ([0, 1], [0, 1, 2, 3, 4])

@@ -1,0 +1,123 @@
+"""A relay over a real engine with small tiers, for the tests of this folder."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from npu_gr.backend.cpu import CPUBackend
+from npu_gr.catalog.items import ItemVocabulary
+from npu_gr.catalog.tokens import Tokens, tokenize
+from npu_gr.engine.engine import Engine, Pass
+from npu_gr.engine.queue import SchedulerConfig
+from npu_gr.engine.scheduler import Scheduler
+from npu_gr.kv.arena import KVArena
+from npu_gr.kv.dram_store import DramStore
+from npu_gr.kv.layout import KVLayout
+from npu_gr.kv.prefix_pool import PrefixPool
+from npu_gr.relay.relay import Lease, Relay, RelayConfig
+from npu_gr.relay.trigger import TriggerConfig
+from npu_gr.request import F32, Events, UserKey
+from tests.models import events, tiny_config, tiny_model
+from tests.serving import is_busy
+
+USER = UserKey("", "u")
+CANDIDATES = np.arange(20, dtype=np.int64)
+VOCABULARY = ItemVocabulary(np.arange(300, dtype=np.int64))
+PAGE_TOKENS = 16
+
+
+def tokens(num: int, seed: int = 0) -> Tokens:
+    return tokenized(events(num, seed))
+
+
+def tokenized(history: Events) -> Tokens:
+    return tokenize(history, VOCABULARY, 3, max_tokens=2000, cut_step_tokens=16, refuse_unknown=True)
+
+
+@dataclass
+class Bench:
+    """A relay over a real engine, with small tiers."""
+
+    relay: Relay[Tokens]
+    engine: Engine
+    pool: PrefixPool
+    dram: DramStore | None
+    errors: list[str]
+
+    async def rank(self, history: Tokens, user: UserKey = USER, budget_s: float = 30.0) -> tuple[Lease, F32]:
+        due_s = time.monotonic() + budget_s
+        async with self.relay.lease(user, history, len(CANDIDATES), due_s) as lease:
+            work = Pass(history, lease.first_token, CANDIDATES, 1_700_000_000, cached=lease.cached, keep=lease.keep)
+            scored = await self.engine.rank(work, due_s)
+        return lease, scored.logits
+
+    async def cold(self, history: Tokens) -> F32:
+        return (await self.engine.rank(Pass(history, 0, CANDIDATES, 1_700_000_000), float("inf"))).logits
+
+    async def idle(self) -> None:
+        """Every producer and spill has ended."""
+        await self.relay.settled()
+
+    def has_leaked(self) -> bool:
+        self.pool.check()
+        if self.dram:
+            self.dram.check()
+        return is_busy(self.relay.producers) or bool(self.pool.reserved_bytes)
+
+    @asynccontextmanager
+    async def device_busy(self) -> AsyncIterator[None]:
+        busy, go = threading.Event(), threading.Event()
+
+        def hold() -> None:
+            busy.set()
+            go.wait(10)
+
+        task = asyncio.create_task(self.engine.scheduler.call(hold, float("inf"), 0.0))
+        await asyncio.to_thread(busy.wait, 10)
+        try:
+            yield
+        finally:
+            go.set()
+            await task
+
+
+@asynccontextmanager
+async def bench(
+    num_pages: int = 32, dram_pages: int = 32, max_inflight: int = 8, streams: int = 1, **config: object
+) -> AsyncIterator[Bench]:
+    shape = tiny_config()
+    layout = KVLayout(num_layers=shape.num_layers, num_heads=2, qk_dim=8, v_dim=16, page_tokens=PAGE_TOKENS)
+    cpu = torch.device("cpu")
+    arena = KVArena(layout, num_pages, cpu)
+    engine = Engine(
+        tiny_model(), CPUBackend(), Scheduler(SchedulerConfig(streams=streams, prefill_chunk_tokens=64)), arena
+    )
+    relay_config = RelayConfig(**config)  # type: ignore[arg-type]
+    pool = PrefixPool(arena, num_pages * layout.page_bytes, relay_config.t_life_s, time.monotonic)
+    dram = None
+    if dram_pages:
+        dram = DramStore(
+            KVArena(layout, dram_pages, cpu), ttl_s=60.0, ttl_jitter_ratio=0.1, seed=0, clock=time.monotonic
+        )
+    trigger = TriggerConfig(min_prefix_tokens=4, max_inflight=max_inflight, policy="always")
+    relay = Relay(relay_config, trigger, engine, pool, dram, "v1")
+    errors: list[str] = []
+    relay.producers.on_error = errors.append
+    engine.scheduler.start()
+    try:
+        yield Bench(relay, engine, pool, dram, errors)
+    finally:
+        await relay.stop()
+        await engine.scheduler.stop()
+
+
+def same(got: F32, want: F32) -> bool:
+    return float(np.abs(got - want).max()) <= 1e-5 * float(want.std())

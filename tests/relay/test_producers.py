@@ -1,0 +1,195 @@
+"""Whatever fails, is erased or runs out, a rank is answered and nothing leaks."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import numpy as np
+import pytest
+
+from npu_gr.catalog.tokens import Tokens
+from npu_gr.engine.engine import Pass
+from npu_gr.errors import PoolExhausted
+from npu_gr.relay.relay import Lease
+from npu_gr.request import F32, Outcome, UserKey, Verdict
+from tests.relay.rig import CANDIDATES, USER, Bench, bench, same, tokens
+
+
+@pytest.mark.parametrize("where", ["prefill", "reload", "spill", "reserve", "dram_reserve", "verify"])
+async def test_no_failure_reaches_the_caller(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A planted failure in each part: the scores are the cold ones, and nothing is left behind."""
+    async with bench() as b:
+        history = tokens(100)
+        want = await b.cold(history)
+
+        def broken(*_: object, **__: object) -> None:
+            raise RuntimeError("planted")  # on the device thread: becomes a DeviceError
+
+        def exhausted(*_: object) -> None:
+            raise PoolExhausted("planted")
+
+        assert b.dram is not None
+        match where:
+            case "prefill":
+                monkeypatch.setattr(b.engine.arena, "write", broken)
+                b.relay.signal(USER, history)
+                await b.idle()
+            case "reload":
+                await b.rank(history)
+                await b.idle()
+                b.pool.erase_user(USER)
+                monkeypatch.setattr(b.engine.arena, "copy_tokens_from", broken)
+            case "spill":
+                monkeypatch.setattr(b.dram.arena, "copy_tokens_from", broken)
+            case "reserve":
+                monkeypatch.setattr(b.pool, "reserve", exhausted)
+                assert b.relay.signal(USER, history) is Verdict.SKIP_FOOTPRINT
+            case "dram_reserve":
+                monkeypatch.setattr(b.dram, "reserve", exhausted)
+            case "verify":
+                await b.rank(history)
+                await b.idle()
+                b.pool.erase_user(USER)
+                b.dram._epochs[:] = 0
+        async with b.device_busy():
+            leasing = asyncio.create_task(_leased(b, history))
+            await asyncio.sleep(0.01)
+        lease = await leasing
+        assert lease.outcome is Outcome.MISS_FULL
+        await b.idle()
+        monkeypatch.undo()
+        work = Pass(history, lease.first_token, CANDIDATES, 1_700_000_000)
+        assert same((await b.engine.rank(work, float("inf"))).logits, want)
+        await b.idle()
+        if where != "verify":
+            assert not b.has_leaked()
+        assert b.pool.reserved_bytes == 0
+        planted = {"prefill": ["prefill"], "reload": ["reload"], "spill": ["spill"], "verify": ["reload"]}
+        assert b.errors == planted.get(where, [])
+
+
+async def _leased(b: Bench, history: Tokens) -> Lease:
+    async with b.relay.lease(USER, history, len(CANDIDATES), time.monotonic() + 30.0) as lease:
+        return lease
+
+
+async def test_erasing_a_user_forgets_everything_even_what_is_being_made() -> None:
+    async with bench() as b:
+        history = tokens(100)
+        await b.rank(history)
+        await b.idle()
+        async with b.device_busy():
+            other = tokens(90, seed=3)
+            b.relay.signal(USER, other)
+            await asyncio.sleep(0)
+            erasing = asyncio.create_task(b.relay.erase(USER))
+            await asyncio.sleep(0.01)
+        await erasing
+        await b.idle()
+        assert b.pool.free_bytes == b.pool.budget_bytes
+        assert b.dram is not None
+        assert b.dram.free_bytes == b.dram.budget_bytes
+        assert not b.engine.arena._keys.any()
+        assert not b.dram.arena._keys.any()
+        lease, _ = await b.rank(history)
+        assert lease.outcome is Outcome.MISS_FULL
+
+
+async def test_an_erased_user_who_comes_back_is_spilled_again() -> None:
+    """The copy of before still waits for the device, and will come to nothing."""
+    async with bench() as b:
+        history = tokens(100)
+        await b.rank(history)
+        await b.idle()
+        b.pool.erase_user(USER)
+        b.relay.signal(USER, history)
+        assert b.dram is not None
+        b.dram.erase_user(USER)
+        await b.idle()
+        async with b.device_busy():
+            async with b.relay.lease(USER, history, 1, time.monotonic() + 30):
+                pass
+            await asyncio.sleep(0.01)  # its spill waits
+            erasing = asyncio.create_task(b.relay.erase(USER))
+            await asyncio.sleep(0.01)
+            ranking = asyncio.create_task(b.rank(history))
+            await asyncio.sleep(0.01)
+        await erasing
+        await ranking
+        await b.idle()
+        assert len(b.dram.find(USER, "v1", b.pool.arena.layout.layout_id)) == 1
+        assert not b.has_leaked()
+
+
+async def test_erasing_one_user_never_touches_another() -> None:
+    """What was erased is overwritten before its pages are anybody else's, however busy the device is."""
+    async with bench(num_pages=8, dram_pages=0) as b:
+        mine, other = tokens(100), tokens(100, seed=5)
+        want = await b.cold(other)
+        await b.rank(mine)  # fills 7 of the 8 pages
+        async with b.device_busy():
+            erasing = asyncio.create_task(b.relay.erase(USER))
+            await asyncio.sleep(0)
+            assert b.relay.signal(UserKey("", "v"), other) is Verdict.SKIP_FOOTPRINT
+            await asyncio.sleep(0.01)
+        await erasing
+        assert not b.engine.arena._keys.any()
+        assert b.relay.signal(UserKey("", "v"), other) is Verdict.PREINFER
+        await b.idle()
+        lease, scores = await b.rank(other, UserKey("", "v"))
+        assert lease.outcome is Outcome.HBM_HIT
+        assert same(scores, want)
+
+
+async def test_a_user_erased_while_ranked_is_answered_and_leaves_nothing() -> None:
+    """A pass that keeps its prefix, and one that reads it, are in the queue when their user is erased."""
+    async with bench(dram_pages=0) as b:
+        kept, read = tokens(100), tokens(90, seed=3)
+        want_kept, want_read = await b.cold(kept), await b.cold(read)
+        await b.rank(read)
+        async with b.device_busy():
+            ranks = [asyncio.create_task(b.rank(history)) for history in (kept, read)]
+            await asyncio.sleep(0.01)
+            await b.relay.erase(USER)
+            other = b.relay.signal(UserKey("", "v"), tokens(80, seed=7))
+            assert other is Verdict.PREINFER
+        (_, scores_kept), (lease, scores_read) = await asyncio.gather(*ranks)
+        assert lease.outcome is Outcome.HBM_HIT
+        assert same(scores_kept, want_kept)
+        assert same(scores_read, want_read)
+        await b.idle()
+        _, scores = await b.rank(tokens(80, seed=7), UserKey("", "v"))
+        assert same(scores, await b.cold(tokens(80, seed=7)))
+        await b.relay.erase(UserKey("", "v"))
+        assert not b.engine.arena._keys.any()
+        assert b.pool.free_bytes == b.pool.budget_bytes
+        assert not b.has_leaked()
+
+
+@pytest.mark.parametrize("streams", [1, 3])
+async def test_bytes_never_exceed_the_budget(streams: int) -> None:
+    """More users than room, signals, ranks and erasures interleaved at random, on one stream and on several."""
+    async with bench(num_pages=20, dram_pages=10, t_life_s=0.05, streams=streams) as b:
+        random = np.random.default_rng(0)
+        wants: dict[int, F32] = {}
+
+        async def one(number: int) -> None:
+            seed = int(random.integers(0, 6))
+            history = tokens(40 + 10 * seed, seed)
+            user = UserKey("", str(seed))
+            await asyncio.sleep(float(random.random()) * 0.1)
+            if random.random() < 0.1:
+                await b.relay.erase(user)
+            if random.random() < 0.6:
+                b.relay.signal(user, history)
+                await asyncio.sleep(float(random.random()) * 0.02)
+            lease, scores = await b.rank(history, user)
+            if seed not in wants:
+                wants[seed] = await b.cold(history)
+            assert same(scores, wants[seed]), (number, lease)
+            b.pool.check()
+
+        await asyncio.gather(*(one(number) for number in range(80)))
+        await b.idle()
+        assert not b.has_leaked()
