@@ -334,9 +334,8 @@ class Producers(Generic[P]):
         self._pool.erase_user(user)
         if self._dram is not None:
             self._dram.erase_user(user)
-        self._spilling = {
-            key: room for key, room in self._spilling.items() if key.user != user
-        }  # the others lead nowhere
+        # copies that run come to nothing: they must not keep a later one out
+        self._spilling = {key: room for key, room in self._spilling.items() if key.user != user}
         if producing:  # they end with the chunk that the device is at
             await asyncio.wait(producing)
             await asyncio.sleep(0)  # and give their pages back when that has been noticed

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from typing import Any
 
 import numpy as np
 import pytest
@@ -96,29 +97,59 @@ async def test_erasing_a_user_forgets_everything_even_what_is_being_made() -> No
         assert lease.outcome is Outcome.MISS_FULL
 
 
-async def test_an_erased_user_who_comes_back_is_spilled_again() -> None:
-    """The copy of before still waits for the device, and will come to nothing."""
+async def test_an_erased_user_who_comes_back_is_spilled_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The copy of before still runs, and will come to nothing."""
     async with bench() as b:
-        history = tokens(100)
+        history, go, copy = tokens(100), asyncio.Event(), b.engine.copy
+
+        async def held(*args: Any, **options: Any) -> None:
+            await go.wait()
+            await copy(*args, **options)
+
+        monkeypatch.setattr(b.engine, "copy", held)
         await b.rank(history)
+        await b.relay.erase(USER)
+        monkeypatch.undo()
+        await b.rank(history)
+        go.set()
         await b.idle()
-        b.pool.erase_user(USER)
-        b.relay.signal(USER, history)
         assert b.dram is not None
-        b.dram.erase_user(USER)
-        await b.idle()
-        async with b.device_busy():
-            async with b.relay.lease(USER, history, 1, time.monotonic() + 30):
-                pass
-            await asyncio.sleep(0.01)  # its spill waits
-            erasing = asyncio.create_task(b.relay.erase(USER))
-            await asyncio.sleep(0.01)
-            ranking = asyncio.create_task(b.rank(history))
-            await asyncio.sleep(0.01)
-        await erasing
-        await ranking
-        await b.idle()
         assert len(b.dram.find(USER, "v1", b.pool.arena.layout.layout_id)) == 1
+        assert not b.has_leaked()
+
+
+@pytest.mark.parametrize("others", [0, 3])
+async def test_a_rank_that_goes_away_while_it_takes_a_pre_infer_over(
+    others: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the very turn of the loop in which the pre-infer stops; who has joined gets it all the same."""
+    async with bench() as b:
+        history, go, prefill, errors = tokens(100), asyncio.Event(), b.engine.prefill, list[Any]()
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: errors.append(context))
+
+        async def cut_short(*_: object) -> int:
+            await go.wait()
+            monkeypatch.setattr(b.engine, "prefill", prefill)
+            return 0
+
+        monkeypatch.setattr(b.engine, "prefill", cut_short)
+        b.relay.signal(USER, history)
+        await asyncio.sleep(0.01)
+        ranking = asyncio.create_task(b.rank(history))
+        await asyncio.sleep(0.01)
+        joining = [asyncio.create_task(b.rank(history)) for _ in range(others)]
+        await asyncio.sleep(0.01)
+        go.set()
+        ranking.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await ranking
+        want = await b.cold(history)
+        for lease, scores in await asyncio.gather(*joining):
+            assert lease.outcome is Outcome.JOINED
+            assert same(scores, want)
+        await b.idle()
+        assert not errors
+        assert len(b.pool) == (1 if others else 0)
         assert not b.has_leaked()
 
 
