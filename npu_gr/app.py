@@ -27,9 +27,9 @@ from npu_gr.engine.engine import Engine, PageJobs
 from npu_gr.engine.generate import GenerateEngine, Generator, layout_of
 from npu_gr.engine.scheduler import Done, Scheduler
 from npu_gr.engine.selftest import parity
-from npu_gr.errors import ConfigError, NpuGrError, PoolExhausted
+from npu_gr.errors import ConfigError, DataError, NpuGrError, PoolExhausted
 from npu_gr.features.store import open_store
-from npu_gr.generation import Generation
+from npu_gr.generation import GenerateConfig, Generation, warm_up
 from npu_gr.kv.arena import KVArena
 from npu_gr.kv.dram_store import DramEntry, DramStore
 from npu_gr.kv.keys import PrefixKey
@@ -39,6 +39,7 @@ from npu_gr.match import Matching
 from npu_gr.metrics.catalogue import Metrics
 from npu_gr.model import hf
 from npu_gr.model.config import HSTUConfig, inexact_fields
+from npu_gr.model.decoder import Decoder
 from npu_gr.model.weights import Checkpoint
 from npu_gr.model.weights import load as load_checkpoint
 from npu_gr.ranking import Ranking
@@ -48,6 +49,7 @@ from npu_gr.relay.relay import Relay
 from npu_gr.reload import Reload
 from npu_gr.replay.recorder import Recorder
 from npu_gr.request import Events, ModelInfo, UserKey
+from npu_gr.served_catalogue import ServedCatalogue
 from npu_gr.server.recording import RecordingDoor, add_record_routes
 from npu_gr.server.routes import build_web_app
 from npu_gr.server.run import on_hangup, serve
@@ -83,14 +85,17 @@ async def instance(
     backend.on_fallback = metrics.op_fell_back
     scheduler.start()
     try:
-        ranking = None if config.checkpoint is None else await open_ranking(config, backend, scheduler, metrics)
-        generation = None if config.generate is None else build_generation(config, backend, scheduler, metrics)
+        ranking = generation = None
+        if config.checkpoint is not None:
+            ranking = (await open_ranking(config, backend, scheduler, metrics))()
+        if config.generate is not None:
+            generation = (await open_generation(config, backend, scheduler, metrics))()
         matching = None if config.match is None else Matching(config.match, scheduler, backend)
         store = await open_store(config.features)
         try:
             table = configuration.to_table(config)
             control = BrownoutControl(config.brownout)
-            cascade = build_cascade(config, generation, matching, metrics)
+            cascade = build_cascade(config, lambda: service.generation, matching, metrics)
             service = Service(
                 config.service,
                 scheduler,
@@ -104,15 +109,18 @@ async def instance(
                 matching,
                 cascade,
             )
-            del ranking  # the service's alone: a replaced one must not be held here
+            del ranking, generation  # the service's alone: a replaced one must not be held here
             observe(metrics, config, scheduler)
             if read is not None:
                 service.on_reload = Reload(
-                    service, config, read, lambda new, old: open_ranking(new, backend, scheduler, metrics, old)
+                    service,
+                    config,
+                    read,
+                    lambda new, old: open_ranking(new, backend, scheduler, metrics, old),
+                    lambda new, old: open_generation(new, backend, scheduler, metrics, old),
                 )
-            if generation is not None:
-                await generation.start()
-                metrics.observe_catalogue(generation.catalogue, generation.num_paths)
+            if config.generate is not None:
+                metrics.observe_catalogue(service.catalogue, lambda: service.generation.items.num_paths())
             if matching is not None:
                 matching.on_pass = metrics.match_pass_done
                 await matching.start()
@@ -169,8 +177,8 @@ def kv_layout(shape: HSTUConfig, config: Config, checkpoint: Checkpoint, backend
 
 async def open_ranking(
     config: Config, backend: Backend, scheduler: Scheduler, metrics: Metrics, beside: Ranking | None = None
-) -> Ranking:
-    """The ranker of the configured checkpoint, proven and warmed up, with its pages and its relay.
+) -> Callable[[], Ranking]:
+    """The ranker of the configured checkpoint, proven and warmed up; calling the result makes it take over its pages.
 
     Args:
         config, backend, scheduler, metrics: of the instance; the scheduler runs.
@@ -181,7 +189,7 @@ async def open_ranking(
     """
     checkpoint = await asyncio.to_thread(_placed, config, backend)
     if beside is not None and checkpoint.version == beside.version:
-        return beside
+        return lambda: beside
     shape = checkpoint.model.config
     layout = kv_layout(shape, config, checkpoint, backend)
     if beside is None:
@@ -200,10 +208,6 @@ async def open_ranking(
     if beside is not None:
         engine.copy_bytes_per_s = beside.engine.copy_bytes_per_s
     engine.objective_s = config.slo.rank_s
-    calibration = _calibration(config, checkpoint.version, backend)
-    trigger = config.trigger_with_budget()
-    relay = Relay(config.relay, trigger, engine, pool, dram, checkpoint.version, calibration=calibration)
-    observe_relay(metrics, "rank", engine, pool, dram, relay)
     model = ModelInfo(
         name=checkpoint.name,
         version=checkpoint.version,
@@ -216,8 +220,16 @@ async def open_ranking(
         kernels=backend.kernels,
         ops=backend.ops,
     )
-    metrics.limits({"history_tokens": config.service.max_history_tokens or model.max_history_tokens})
-    return Ranking(config.service, model, vocabulary, engine, relay, metrics)
+
+    def take_over() -> Ranking:
+        calibration = _calibration(config, model.version, backend)
+        trigger = config.trigger_with_budget()
+        relay = Relay(config.relay, trigger, engine, pool, dram, model.version, calibration=calibration)
+        observe_relay(metrics, "rank", engine, pool, dram, relay)
+        metrics.limits({"history_tokens": config.service.max_history_tokens or model.max_history_tokens})
+        return Ranking(config.service, model, vocabulary, engine, relay, metrics)
+
+    return take_over
 
 
 def describe(backend: Backend) -> str:
@@ -249,14 +261,69 @@ def _placed(config: Config, backend: Backend) -> Checkpoint:
     return checkpoint
 
 
-def build_generation(config: Config, backend: Backend, scheduler: Scheduler, metrics: Metrics) -> Generation:
-    """The generator of the configured section: its own pages and relay, the same device threads.
+async def open_generation(
+    config: Config, backend: Backend, scheduler: Scheduler, metrics: Metrics, beside: Generation | None = None
+) -> Callable[[], Generation]:
+    """The generator of the configured section, warmed up over its catalogue; for the rest as `open_ranking`.
+
+    The catalogue that serves now is shared where the file and the codes are the same, with what was changed in it.
 
     Raises:
         ConfigError: it cannot be served as configured.
     """
     section = config.generate
     assert section is not None
+    folder = Path(section.checkpoint)
+    version = await asyncio.to_thread(hf.version, folder)
+    if beside is not None and (version, section) == (beside.version, beside.config):
+        return lambda: beside
+    decoder = await asyncio.to_thread(_decoder, config, section, backend)
+    layout = layout_of(decoder, config.kv.page_tokens)
+    if beside is None:
+        pool = _pool("generate.hbm_bytes", section.hbm_bytes, 1, layout, config, backend)
+        dram = _dram(config, section.dram_bytes, layout, backend)
+    else:
+        pool, dram = beside.relay.tiers
+        if pool.arena.layout.layout_id != layout.layout_id:
+            raise ConfigError(
+                f"generate.checkpoint: {folder} needs pages of another layout than the one that serves; start anew"
+            )
+    limits = config.scheduler
+    rows = min(limits.max_batch_rows, section.max_beams * limits.max_batch_requests)
+    generator = Generator(decoder, backend, section.max_beams, len(section.codes), limits.streams, rows)
+    engine = GenerateEngine(generator, scheduler, pool.arena)
+    engine.objective_s = config.slo.generate_s
+    backend.synchronize()  # weights and arenas, before a device thread uses them
+    if beside is not None and section.items == beside.config.items:
+        items = beside.items
+        engine.copy_bytes_per_s = beside.engine.copy_bytes_per_s
+    else:
+        items = ServedCatalogue(
+            Path(section.catalogue),
+            section.codes,
+            section.first_token,
+            section.filter_cache_bytes,
+            scheduler,
+            backend.device,
+        )
+        try:
+            await items.reload()
+        except DataError as error:
+            raise ConfigError(f"generate.catalogue: {error}") from error
+    await warm_up(section, engine, items)
+
+    def take_over() -> Generation:
+        relay = Relay(config.relay, config.trigger_with_budget(), engine, pool, dram, version)
+        observe_relay(metrics, "generate", engine, pool, dram, relay)
+        metrics.limits({"prompt_tokens": section.max_prompt_tokens, "beams": section.max_beams})
+        generation = Generation(section, folder.name, version, engine, relay, items)
+        generation.on_search = metrics.beams_searched
+        return generation
+
+    return take_over
+
+
+def _decoder(config: Config, section: GenerateConfig, backend: Backend) -> Decoder:
     folder = Path(section.checkpoint)
     decoder = hf.load(folder, torch.bfloat16 if config.dtype == "bfloat16" else torch.float32).to(backend.device).eval()
     last_token = section.first_token + sum(section.codes)
@@ -265,26 +332,11 @@ def build_generation(config: Config, backend: Backend, scheduler: Scheduler, met
             f"generate.codes: the last token would be {last_token - 1}, "
             f"the vocabulary of {folder} has {decoder.config.vocab_size}"
         )
-    layout = layout_of(decoder, config.kv.page_tokens)
-    pool = _pool("generate.hbm_bytes", section.hbm_bytes, 1, layout, config, backend)
-    dram = _dram(config, section.dram_bytes, layout, backend)
-    limits = config.scheduler
-    rows = min(limits.max_batch_rows, section.max_beams * limits.max_batch_requests)
-    generator = Generator(decoder, backend, section.max_beams, len(section.codes), limits.streams, rows)
-    engine = GenerateEngine(generator, scheduler, pool.arena)
-    engine.objective_s = config.slo.generate_s
-    version = hf.version(folder)
-    relay = Relay(config.relay, config.trigger_with_budget(), engine, pool, dram, version)
-    observe_relay(metrics, "generate", engine, pool, dram, relay)
-    generation = Generation(section, folder.name, version, engine, relay)
-    generation.on_search = metrics.beams_searched
-    metrics.limits({"prompt_tokens": section.max_prompt_tokens, "beams": section.max_beams})
-    backend.synchronize()  # weights and arenas, before a device thread uses them
-    return generation
+    return decoder
 
 
 def build_cascade(
-    config: Config, generation: Generation | None, matching: Matching | None, metrics: Metrics
+    config: Config, generation: Callable[[], Generation], matching: Matching | None, metrics: Metrics
 ) -> Cascade | None:
     """The configured sources before the ranker; None without a section `recommend`.
 
@@ -294,7 +346,7 @@ def build_cascade(
     if config.recommend is None:
         return None
     made: dict[str, Source] = {}
-    if generation is not None:
+    if config.generate is not None:
         made["generate"] = from_generation(generation, metrics)
     if matching is not None:
         made["match"] = from_matching(matching, metrics)

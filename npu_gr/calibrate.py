@@ -86,7 +86,9 @@ async def calibrate(config: Config, known: Traffic, seconds: float) -> Calibrati
     scheduler = Scheduler(config.scheduler, backend.stream)
     scheduler.start()
     try:
-        ranking = await open_ranking(config, backend, scheduler, Metrics(CollectorRegistry(), config.slo.objectives()))
+        ranking = (
+            await open_ranking(config, backend, scheduler, Metrics(CollectorRegistry(), config.slo.objectives()))
+        )()
         try:
             longest = config.service.max_history_tokens or ranking.model.max_history_tokens
             tokens = min(known.kv_p99_tokens or longest, longest)

@@ -2,7 +2,7 @@
 
     prompt -> lease its KV (as a rank does) -> one job: encode what is missing, search -> items
 
-A request pins one version of the catalogue from its prompt to its items.
+A request pins one version of the generator and one of the catalogue from its prompt to its items.
 """
 
 from __future__ import annotations
@@ -10,23 +10,17 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Annotated
 
 import msgspec
 
-from npu_gr.catalog.filter_cache import FilterCache
-from npu_gr.catalog.records import Record, as_items, read_items
-from npu_gr.catalog.trie import Codebooks
-from npu_gr.catalog.versions import Catalogue, Snapshot, add, make_snapshot, restore, withdraw
-from npu_gr.engine.beam_search import SearchOptions, Tables
+from npu_gr.catalog.versions import Snapshot
+from npu_gr.engine.beam_search import SearchOptions
 from npu_gr.engine.generate import GenerateEngine, Prompt, Work, make_prompt
-from npu_gr.errors import CatalogError, ColdUser, ConfigError, DataError, NotFound, Unprocessable
+from npu_gr.errors import ColdUser, NotFound, Unprocessable
 from npu_gr.relay.relay import Relay
 from npu_gr.request import (
     I64,
-    CatalogueChange,
-    CatalogueInfo,
     GenerateAnswer,
     GenerateRequest,
     HistoryReport,
@@ -34,12 +28,11 @@ from npu_gr.request import (
     UserKey,
     Verdict,
 )
+from npu_gr.served_catalogue import ServedCatalogue
+from npu_gr.use import Use
 
 Count = Annotated[int, msgspec.Meta(ge=1)]
 Bytes = Annotated[int, msgspec.Meta(ge=0)]
-
-
-WARM_UP_TOKENS, WARM_UP_BEAMS = (48, 240, 960), (16, 128)
 
 
 class GenerateConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -57,6 +50,11 @@ class GenerateConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     dram_bytes: Bytes = 0
     filter_cache_bytes: Bytes = 268_435_456  # masks of attribute queries, a byte an item and an edge each
 
+    @property
+    def items(self) -> tuple[str, tuple[int, ...], int]:
+        """What decides which items are found, and by which tokens."""
+        return self.catalogue, self.codes, self.first_token
+
     def __post_init__(self) -> None:
         if not self.codes:
             raise ValueError("codes: needs at least one level")
@@ -67,35 +65,22 @@ class GenerateConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 
 class Generation:
-    """One generator behind a service. Event loop only."""
+    """One version of a generator behind a service. Event loop only."""
 
     def __init__(
-        self, config: GenerateConfig, name: str, version: str, engine: GenerateEngine, relay: Relay[Prompt]
+        self,
+        config: GenerateConfig,
+        name: str,
+        version: str,
+        engine: GenerateEngine,
+        relay: Relay[Prompt],
+        items: ServedCatalogue,
     ) -> None:
         self.config, self.name, self.version = config, name, version
-        self.engine, self.relay = engine, relay
-        self._max_prompt_tokens = min(config.max_prompt_tokens, engine.generator.max_prompt_tokens)
-        self._catalogue = Catalogue()
-        self._filters = FilterCache(config.filter_cache_bytes)
-        self._tables: dict[str, Tables] = {}  # by content: of the version served and of the one kept
-        self._reloading = asyncio.Lock()
+        self.engine, self.relay, self.items = engine, relay, items
+        self._max_prompt_tokens = longest_prompt(config, engine)
+        self.use = Use()
         self.on_search: Callable[[int], None] = lambda _width: None
-
-    async def start(self) -> None:
-        """Load the catalogue and warm up.
-
-        Raises:
-            ConfigError: the catalogue cannot be served.
-        """
-        try:
-            await self.reload()
-        except DataError as error:
-            raise ConfigError(f"generate.catalogue: {error}") from error
-        with self._catalogue.pin() as snapshot:
-            if snapshot.trie.num_items:
-                lengths = sorted({min(self._max_prompt_tokens, n) for n in WARM_UP_TOKENS})
-                widths = sorted({min(self.config.max_beams, width) for width in WARM_UP_BEAMS})
-                await self.engine.warm_up(snapshot.trie, self._tables[snapshot.content], lengths, widths)
 
     @property
     def max_events(self) -> int:
@@ -110,7 +95,7 @@ class Generation:
             version=self.version,
             tasks=("generate",),
             actions=(),
-            num_items=self._catalogue.status().num_items,
+            num_items=self.items.info().num_items,
             max_history_tokens=self._max_prompt_tokens,
             device=self.engine.backend.name,
             dtype=self.engine.arena.layout.dtype,
@@ -122,87 +107,11 @@ class Generation:
         """End background work."""
         await self.relay.stop()
 
-    # ---- the catalogue
-
-    async def reload(self) -> CatalogueInfo:
-        """Read the catalogue's file again and serve it; requests in progress keep theirs.
-
-        Raises:
-            DataError: names the file, the record and the reason; the version served before still is.
-        """
-        return await self._publish(self._read)
-
-    async def update(self, change: CatalogueChange) -> CatalogueInfo:
-        """Serve a version with items added, withdrawn and restored; the file stays as it is, and a reload reads it.
-
-        Raises:
-            DataError: names the item and the reason; the version served before still is.
-        """
-
-        def changed() -> Snapshot:
-            with self._catalogue.pin() as snapshot:
-                if change.add:
-                    records = [Record(new.item_id, list(new.sid), new.order, new.attributes) for new in change.add]
-                    snapshot = add(snapshot, as_items(records, lambda row: f"record {row + 1}"))
-                if change.withdraw is not None:
-                    snapshot = withdraw(snapshot, change.withdraw)
-                return snapshot if change.restore is None else restore(snapshot, change.restore)
-
-        return await self._publish(changed)
-
-    async def _publish(self, make: Callable[[], Snapshot]) -> CatalogueInfo:
-        async with self._reloading:
-            snapshot = await asyncio.to_thread(make)
-            if snapshot.content not in self._tables:
-                device = self.engine.backend.device
-                uploaded = await self.engine.scheduler.call(
-                    lambda: Tables.upload(snapshot.trie, device), float("inf"), order_s=0.0
-                )
-                self._tables[snapshot.content] = uploaded.value
-            self._catalogue.publish(snapshot)
-            kept = self._catalogue.contents()
-            self._tables = {content: tables for content, tables in self._tables.items() if content in kept}
-        return self.catalogue()
-
-    def rollback(self) -> CatalogueInfo:
-        """Serve the version before.
-
-        Raises:
-            CatalogError: there is none.
-        """
-        self._catalogue.rollback()
-        return self.catalogue()
-
-    def catalogue(self) -> CatalogueInfo:
-        """What is served."""
-        status = self._catalogue.status()
-        return CatalogueInfo(
-            version=status.version,
-            num_items=status.num_items,
-            num_bytes=status.num_bytes,
-            age_s=status.age_s,
-            previous=status.previous,
-        )
-
-    def num_paths(self) -> tuple[int, ...]:
-        """Semantic-ID paths of 1, 2, ... codes that the served catalogue has."""
-        with self._catalogue.pin() as snapshot:
-            return tuple(len(level) for level in snapshot.trie.token)
-
-    def _read(self) -> Snapshot:
-        items = read_items(Path(self.config.catalogue))
-        if len(items) and items.sids.shape[1] != len(self.config.codes):
-            raise CatalogError(
-                f"{self.config.catalogue}: semantic IDs of {items.sids.shape[1]} codes, "
-                f"generate.codes names {len(self.config.codes)}"
-            )
-        return make_snapshot(items, Codebooks.stacked(self.config.codes, self.config.first_token))
-
     # ---- requests
 
     async def signal(self, user: UserKey, item_ids: I64) -> Verdict:
         """Pre-infer the prompt of a history, if the trigger wants it."""
-        with self._catalogue.pin() as snapshot:
+        with self.items.pin() as (snapshot, _):
             return self.relay.signal(user, await self._prompt(snapshot, item_ids))
 
     async def _prompt(self, snapshot: Snapshot, item_ids: I64) -> Prompt:
@@ -233,8 +142,7 @@ class Generation:
         if width > self.config.max_beams:
             raise Unprocessable(f"beam_width: {width}, the limit is {self.config.max_beams}")
         self.on_search(width)
-        with self._catalogue.pin() as snapshot:
-            tables = self._tables[snapshot.content]  # now: later versions may come and go while this one is pinned
+        with self.items.pin() as (snapshot, tables):
             if request.catalogue_version not in (None, snapshot.version):
                 raise NotFound(
                     f"catalogue_version: {request.catalogue_version!r} is not served; {snapshot.version!r} is"
@@ -244,7 +152,7 @@ class Generation:
                 raise ColdUser(f"history: none of its {len(item_ids)} items is in the catalogue")
             options = SearchOptions(width=width, normalise=request.normalise, temperature=request.temperature)
             wanted = snapshot, request.allow_items, request.deny_items, request.attributes
-            allow = await asyncio.to_thread(self._filters.of, *wanted)
+            allow = await asyncio.to_thread(self.items.filters.of, *wanted)
             async with self.relay.lease(request.user, prompt, width, due_s) as lease:
                 lease_s = time.monotonic() - began_s
                 if lease.first_token:
@@ -279,3 +187,20 @@ class Generation:
             prefix_tokens=lease.cached.num_tokens if lease.cached else 0,
             stages_s={"history": history_s, "lease": lease_s, "queue": done.queue_s, "device": done.device_s},
         )
+
+
+WARM_UP_TOKENS, WARM_UP_BEAMS = (48, 240, 960), (16, 128)
+
+
+def longest_prompt(config: GenerateConfig, engine: GenerateEngine) -> int:
+    """Tokens: what is configured, as far as the model reads."""
+    return min(config.max_prompt_tokens, engine.generator.max_prompt_tokens)
+
+
+async def warm_up(config: GenerateConfig, engine: GenerateEngine, items: ServedCatalogue) -> None:
+    """Run every shape, which fits the cost model; nothing without items."""
+    with items.pin() as (snapshot, tables):
+        if snapshot.trie.num_items:
+            lengths = sorted({min(longest_prompt(config, engine), n) for n in WARM_UP_TOKENS})
+            widths = sorted({min(config.max_beams, width) for width in WARM_UP_BEAMS})
+            await engine.warm_up(snapshot.trie, tables, lengths, widths)

@@ -8,8 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Coroutine, Iterator
-from contextlib import contextmanager
+from collections.abc import Coroutine
 from typing import Annotated, Any
 
 import msgspec
@@ -22,6 +21,7 @@ from npu_gr.errors import DeviceError, NpuGrError, Unprocessable
 from npu_gr.metrics.catalogue import Metrics
 from npu_gr.relay.relay import Lease, Relay
 from npu_gr.request import F32, I64, Events, ModelInfo, Outcome, RankAnswer, RankRequest, Reason, UserKey, Verdict
+from npu_gr.use import Use
 
 log = logging.getLogger(__name__)
 
@@ -57,29 +57,11 @@ class Ranking:
         self.max_events = config.max_history_tokens or model.max_history_tokens
         self._random = np.random.default_rng(0)
         self._background: set[asyncio.Task[None]] = set()
-        self._requests = 0
-        self._unused = asyncio.Event()
-        self._unused.set()
+        self.use = Use()
 
     def become(self, config: RankingConfig) -> None:
         """Other settings from now on."""
         self._config, self.max_events = config, config.max_history_tokens or self.model.max_history_tokens
-
-    @contextmanager
-    def used(self) -> Iterator[None]:
-        """The version stays while the block runs, whatever is loaded meanwhile."""
-        self._requests += 1
-        self._unused.clear()
-        try:
-            yield
-        finally:
-            self._requests -= 1
-            if not self._requests:
-                self._unused.set()
-
-    async def unused(self) -> None:
-        """Wait until nobody is within `used`."""
-        await self._unused.wait()
 
     @property
     def version(self) -> str:

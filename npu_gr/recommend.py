@@ -175,15 +175,17 @@ class Sized(NamedTuple):
     num_items: int
 
 
-def from_generation(generation: Generation, metrics: Metrics) -> Source:
-    """Candidates by semantic-ID beam search."""
+def from_generation(current: Callable[[], Generation], metrics: Metrics) -> Source:
+    """Candidates by semantic-ID beam search, of the generator that serves now."""
 
     async def retrieve(asked: Asked) -> I64:
         began_s = time.monotonic()
         request = GenerateRequest(
             user=asked.user, history=HistoryRef(), num_items=asked.num_items, deny_items=asked.denied
         )
-        answer = await generation.generate(request, asked.events.items, asked.events.fingerprint(), asked.due_s, 0.0)
+        generation, fingerprint = current(), asked.events.fingerprint()
+        with generation.use:
+            answer = await generation.generate(request, asked.events.items, fingerprint, asked.due_s, 0.0)
         metrics.generate_done(answer, time.monotonic() - began_s)
         return answer.item_ids
 

@@ -1,6 +1,7 @@
 """A configuration file read again while the instance serves: what it says takes effect, or nothing does.
 
     checkpoint                           another version: loaded, proven and warmed beside the old one, which drains
+    generate                             the same; its pages and its number of codes are of the start
     slo, service, relay, trigger, brownout   in force from the next request on
     calibration                          in force with the next version of the checkpoint
     everything else                      sized or opened at start: refused by name
@@ -18,12 +19,13 @@ from collections.abc import Awaitable, Callable
 from npu_gr.admission.brownout import BrownoutControl
 from npu_gr.config import Config, to_table
 from npu_gr.errors import ConfigError, Unavailable
+from npu_gr.generation import Generation
 from npu_gr.ranking import Ranking
 from npu_gr.service import Service
 
 log = logging.getLogger(__name__)
 
-CHANGEABLE = {"checkpoint", "slo", "service", "relay", "trigger", "calibration", "brownout"}
+CHANGEABLE = {"checkpoint", "generate", "slo", "service", "relay", "trigger", "calibration", "brownout"}
 
 
 def check_changeable(old: Config, new: Config) -> None:
@@ -37,6 +39,18 @@ def check_changeable(old: Config, new: Config) -> None:
         raise ConfigError(f"{', '.join(fixed)}: cannot change while the instance runs; start it anew")
     if (old.checkpoint is None) != (new.checkpoint is None):
         raise ConfigError("checkpoint: an instance cannot begin or cease to rank while it runs; start it anew")
+    before, after = old.generate, new.generate
+    if before is None or after is None:
+        if before is not after:
+            raise ConfigError("generate: an instance cannot begin or cease to generate while it runs; start it anew")
+        return
+    for field in ("hbm_bytes", "dram_bytes"):
+        if getattr(before, field) != getattr(after, field):
+            raise ConfigError(f"generate.{field}: cannot change while the instance runs; start it anew")
+    if len(before.codes) != len(after.codes):
+        raise ConfigError(
+            f"generate.codes: {len(after.codes)} levels where {len(before.codes)} are served; start it anew"
+        )
 
 
 class Reload:
@@ -47,7 +61,8 @@ class Reload:
         service: Service,
         config: Config,
         read: Callable[[], Config],
-        open_beside: Callable[[Config, Ranking], Awaitable[Ranking]],
+        open_ranking: Callable[[Config, Ranking], Awaitable[Callable[[], Ranking]]],
+        open_generation: Callable[[Config, Generation], Awaitable[Callable[[], Generation]]],
     ) -> None:
         """Nothing is read yet.
 
@@ -55,10 +70,11 @@ class Reload:
             service: that serves `config`.
             config: as it was started.
             read: the configuration, from where that one came. In a thread.
-            open_beside: a proven ranker of the new configuration, in the pages of the one that serves; that one
-                itself where its version is meant.
+            open_ranking, open_generation: a proven model of the new configuration, which takes the pages over of the
+                one that serves when the result is called; that one itself where its version is meant.
         """
-        self._service, self._config, self._read, self._open = service, config, read, open_beside
+        self._service, self._config, self._read = service, config, read
+        self._open_ranking, self._open_generation = open_ranking, open_generation
         self._one_at_a_time = asyncio.Lock()
 
     async def __call__(self) -> None:
@@ -74,10 +90,16 @@ class Reload:
             check_changeable(self._config, new)
             if service.is_draining:
                 raise Unavailable("the version before this one still drains; try again when it is gone")
+            rank = generate = None
             if new.checkpoint is not None:
-                ranking = await self._open(new, service.ranking)
-                if ranking is not service.ranking:  # with no await since it took over the pages
-                    service.replace_ranking(ranking)
+                rank = await self._open_ranking(new, service.ranking)
+            if new.generate is not None:
+                generate = await self._open_generation(new, service.generation)
+            # from here on nothing fails and nothing waits: who takes pages over must serve at once
+            if rank is not None and (ranking := rank()) is not service.ranking:
+                service.replace_ranking(ranking)
+            if generate is not None and (generation := generate()) is not service.generation:
+                service.replace_generation(generation)
             for job in service.jobs():
                 job.relay.become(new.relay, new.trigger_with_budget())
             if new.generate is not None:

@@ -15,10 +15,10 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager, nullcontext, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, asynccontextmanager, contextmanager, nullcontext, suppress
 from dataclasses import replace
-from typing import Annotated, Any, Protocol
+from typing import Annotated, Any, Protocol, TypeVar
 
 import msgspec
 
@@ -68,6 +68,8 @@ from npu_gr.request import (
     VectorsInfo,
     Verdict,
 )
+
+J = TypeVar("J", Ranking, Generation)
 
 
 class ServiceConfig(RankingConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -126,7 +128,7 @@ class Service:
         self._config, self._scheduler, self._store, self._metrics = config, scheduler, store, metrics
         self._maybe_ranking, self._maybe_generation = ranking, generation
         self._maybe_matching, self._maybe_cascade = matching, cascade
-        self._draining: dict[str, Ranking] = {}  # replaced ones, by version
+        self._draining: list[Ranking | Generation] = []  # replaced ones
         self._retirements: set[asyncio.Task[None]] = set()
         self.on_reload: Callable[[], Awaitable[None]] = _nothing_to_reload
         self._gates: defaultdict[str, Gate] = defaultdict(Gate)  # by kind of request
@@ -185,8 +187,10 @@ class Service:
         """Decide on the pre-infers and start them; see `Door.signal`."""
         began_s = time.monotonic()
         ranking, generation = self._ranker(request.model_version), self._maybe_generation
+        if ranking is None:
+            generation = self._generator(request.model_version)
         verdict = generate_verdict = None
-        with self._admitted(Priority.SIGNAL), ranking.used() if ranking else nullcontext():
+        with self._admitted(Priority.SIGNAL), _used(ranking), _used(generation):
             async with deadline(budget_s):
                 events, first_index = await self._events(request.user, request.history)
             if ranking is not None:
@@ -204,9 +208,9 @@ class Service:
         self._metrics.signal_decided(first, time.monotonic() - began_s)
         return SignalAnswer(
             verdict=first,
-            model_version=(ranking or self.generation).version,
+            model_version=(ranking or generation or self.generation).version,
             history=report,
-            resident_for_s=(ranking or self.generation).relay.t_life_s if first in _KEPT else 0.0,
+            resident_for_s=(ranking or generation or self.generation).relay.t_life_s if first in _KEPT else 0.0,
             generate_verdict=generate_verdict,
         )
 
@@ -216,7 +220,7 @@ class Service:
         ranking = self._ranker(request.model_version) or self.ranking
         if not len(request.candidates):
             raise Unprocessable("candidates: needs at least one")
-        with self._admitted(Priority.RANK, budget_s, "rank"), ranking.used():
+        with self._admitted(Priority.RANK, budget_s, "rank"), ranking.use:
             async with deadline(budget_s) as due_s:
                 events, first_index = await self._events(request.user, request.history)
                 tokens = ranking.tokenize(events, first_index)
@@ -228,10 +232,8 @@ class Service:
     async def generate(self, request: GenerateRequest, budget_s: float) -> GenerateAnswer:
         """The best items after a history; see `Door.generate`."""
         began_s = time.monotonic()
-        generation = self.generation
-        if request.model_version not in (None, generation.version):
-            raise _not_served(request.model_version, [generation.version])
-        with self._admitted(Priority.GENERATE, budget_s, "generate"):
+        generation = self._generator(request.model_version)
+        with self._admitted(Priority.GENERATE, budget_s, "generate"), generation.use:
             async with deadline(budget_s) as due_s:
                 events, _ = await self._events(request.user, request.history)
                 fingerprint = events.fingerprint()
@@ -265,7 +267,7 @@ class Service:
         """Signal, retrieval, pre-processing and rank in one; see `Door.recommend`."""
         began_s = time.monotonic()
         cascade, ranking = self.cascade, self._ranker(request.model_version) or self.ranking
-        with self._admitted(Priority.GENERATE, budget_s, "recommend"), ranking.used():
+        with self._admitted(Priority.GENERATE, budget_s, "recommend"), ranking.use:
             async with deadline(budget_s) as due_s:
                 events, first_index = await self._events(request.user, request.history)
                 tokens = ranking.tokenize(events, first_index)
@@ -315,7 +317,7 @@ class Service:
             for job in self.jobs():
                 job.relay.brownout = step
 
-    # ---- versions of the ranker
+    # ---- versions
 
     def _ranker(self, version: str | None) -> Ranking | None:
         """The one that a request means; None where the instance does not rank.
@@ -323,12 +325,19 @@ class Service:
         Raises:
             NotFound: neither the current version nor one that drains.
         """
-        current = self._maybe_ranking
-        if version is None or version == (current or self.generation).version:
-            return current
-        if version not in self._draining:
-            raise _not_served(version, [model.version for model in self.models()])
-        return self._draining[version]
+        if self._maybe_ranking is None:
+            return None
+        draining = [job for job in self._draining if isinstance(job, Ranking)]
+        return _of_version([self._maybe_ranking, *draining], version)
+
+    def _generator(self, version: str | None) -> Generation:
+        """The one that a request means.
+
+        Raises:
+            NotFound: neither the current version nor one that drains, or there is none.
+        """
+        draining = [job for job in self._draining if isinstance(job, Generation)]
+        return _of_version([self.generation, *draining], version)
 
     async def reload_models(self) -> list[ModelInfo]:
         """See `Door.reload_models`."""
@@ -363,42 +372,50 @@ class Service:
     def replace_ranking(self, new: Ranking) -> None:
         """Rank with `new` from now on; the old version drains: requests that name it get it for `t_life_s`."""
         old, self._maybe_ranking = self.ranking, new
-        self._draining[old.version] = old
-        self._metrics.build_info(new.model)
+        self._drain(old)
+
+    def replace_generation(self, new: Generation) -> None:
+        """Generate with `new` from now on; as `replace_ranking`."""
+        old, self._maybe_generation = self.generation, new
+        self._drain(old)
+
+    def _drain(self, old: Ranking | Generation) -> None:
+        self._draining.append(old)
+        self._metrics.build_info(self.models()[0])
         task = asyncio.get_running_loop().create_task(self._retire(old))
         self._retirements.add(task)
         task.add_done_callback(self._retirements.discard)
 
-    async def _retire(self, old: Ranking) -> None:
+    async def _retire(self, old: Ranking | Generation) -> None:
         await asyncio.sleep(old.relay.t_life_s)
-        await old.unused()  # no request is let in between this and the next line
-        del self._draining[old.version]
+        await old.use.over()  # no request is let in between this and the next line
+        self._draining.remove(old)
         await old.stop()
 
     # ---- the catalogue
 
     def catalogue(self) -> CatalogueInfo:
         """See `Door.catalogue`."""
-        return self.generation.catalogue()
+        return self.generation.items.info()
 
     async def reload_catalogue(self) -> CatalogueInfo:
         """See `Door.reload_catalogue`."""
         try:
-            return await self.generation.reload()
+            return await self.generation.items.reload()
         except DataError as error:
             raise Unprocessable(f"catalogue: {error}") from error
 
     async def update_catalogue(self, change: CatalogueChange) -> CatalogueInfo:
         """See `Door.update_catalogue`."""
         try:
-            return await self.generation.update(change)
+            return await self.generation.items.update(change)
         except DataError as error:
             raise Unprocessable(f"catalogue: {error}") from error
 
     def rollback_catalogue(self) -> CatalogueInfo:
         """See `Door.rollback_catalogue`."""
         try:
-            return self.generation.rollback()
+            return self.generation.items.rollback()
         except DataError as error:
             raise Unprocessable(f"catalogue: {error}") from error
 
@@ -442,7 +459,7 @@ class Service:
         if self._store is not None:
             await self._store.erase(user)
         # draining versions first: the pages are the current one's to overwrite, and it is asked last
-        for job in [*self._draining.values(), *self.jobs()]:
+        for job in [*self._draining, *self.jobs()]:
             await job.relay.erase(user)
 
     async def _events(self, user: UserKey, ref: HistoryRef) -> tuple[Events, int]:
@@ -477,7 +494,7 @@ class Service:
 
     def models(self) -> list[ModelInfo]:
         """What is being served."""
-        draining = [replace(job.model, is_draining=True) for job in self._draining.values()]
+        draining = [replace(job.model, is_draining=True) for job in self._draining]
         return [job.model for job in self.jobs()] + draining
 
     def effective_config(self) -> dict[str, Any]:
@@ -504,18 +521,23 @@ class Service:
         await asyncio.gather(*self._retirements, return_exceptions=True)
         if self._maybe_cascade is not None:
             self._maybe_cascade.stop()
-        for job in [*self._draining.values(), *self.jobs()]:
+        for job in [*self._draining, *self.jobs()]:
             await job.stop()
         if self._maybe_matching is not None:
             await self._maybe_matching.stop()
 
 
-def _not_served(version: str | None, served: list[str]) -> NotFound:
-    return NotFound(f"model_version: {version!r} is not served; {' and '.join(map(repr, served))} {_is(served)}")
+def _of_version(served: Sequence[J], version: str | None) -> J:
+    """The first, or the one that is named."""
+    for job in served:
+        if version in (None, job.version):
+            return job
+    names = " and ".join(repr(job.version) for job in served)
+    raise NotFound(f"model_version: {version!r} is not served; {names} {'is' if len(served) == 1 else 'are'}")
 
 
-def _is(versions: list[str]) -> str:
-    return "is" if len(versions) == 1 else "are"
+def _used(job: Ranking | Generation | None) -> AbstractContextManager[None]:
+    return nullcontext() if job is None else job.use
 
 
 def _adaptive(config: ServiceConfig) -> GradientLimit | None:

@@ -55,12 +55,19 @@ class _HFConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def version(folder: Path) -> str:
-    """16 hex digits over `config.json` and the weights' files: part of every cache key."""
+    """16 hex digits over `config.json` and the weights' files: part of every cache key.
+
+    Raises:
+        CheckpointError: a file cannot be read.
+    """
     digest = xxhash.xxh3_64()
     for path in sorted([folder / CONFIG, *folder.glob("*.safetensors")]):
-        with path.open("rb") as file:
-            while part := file.read(1 << 24):
-                digest.update(part)
+        try:
+            with path.open("rb") as file:
+                while part := file.read(1 << 24):
+                    digest.update(part)
+        except OSError as error:
+            raise CheckpointError(f"{path}: {error.strerror}") from error
     return digest.hexdigest()
 
 
