@@ -24,6 +24,7 @@ from npu_gr.errors import DeviceError
 from npu_gr.kv.arena import KVArena
 from npu_gr.request import UserKey
 from npu_gr.service import Service
+from tests.decoders import VARIANTS, saved
 from tests.models import Request, full, tiny_model
 from tests.server.test_generate_over_http import section
 from tests.server.test_reload import File, history
@@ -67,7 +68,7 @@ class Soak:
             for name, version in versions.items()
         }
         self.versions: list[str | None] = [None] * USERS  # of the user's last signal
-        self.generated: dict[int, Any] = {}
+        self.generated: dict[tuple[str, int], Any] = {}
 
     async def ask(self, what: str, method: str, path: str, **body: Any) -> Any:
         headers = {"X-Request-Timeout-Ms": str(self.random.choice((20, 500, 5000)))}
@@ -103,7 +104,7 @@ class Soak:
         past = {"items": list(range(user + 2)), "actions": [1] * (user + 2), "timestamps": list(range(user + 2))}
         answer = await self.ask("generate", "POST", "/v1/generate", user_id=str(user), history=past, num_items=5)
         if answer and answer["outcome"] != "degraded":
-            assert self.generated.setdefault(user, answer["items"]) == answer["items"]
+            assert self.generated.setdefault((answer["model_version"], user), answer["items"]) == answer["items"]
 
     async def erase(self, user: int) -> None:
         await self.ask("erase", "DELETE", f"/v1/users/{user}")
@@ -126,7 +127,9 @@ class Soak:
         names = list(MODELS)
         while time.monotonic() < end_s or not self.swaps:
             names.reverse()
-            self.file.use(names[0], **SECTIONS, relay={"t_life_s": self.random.choice((0.2, 0.4))})
+            decoder = str(self.file.folder / self.random.choice(DECODERS))
+            sections = SECTIONS | {"generate": section(self.file.folder, checkpoint=decoder)}
+            self.file.use(names[0], **sections, relay={"t_life_s": self.random.choice((0.2, 0.4))})
             async with self.client.post("/v1/models/reload") as response:
                 assert response.status in (200, 429, 503), await response.text()
                 self.swaps += response.status == 200
@@ -134,6 +137,7 @@ class Soak:
 
 
 SECTIONS: dict[str, Any] = {}
+DECODERS = ("decoder", "other")
 
 
 async def left_nothing(service: Service, tasks_before: int) -> None:
@@ -172,10 +176,12 @@ async def soak(folder: Path, streams: int, seconds: float, patch: pytest.MonkeyP
     SECTIONS.clear()
     SECTIONS.update(
         scheduler={"streams": streams, "prefill_chunk_tokens": 64},
-        generate=section(folder),
+        generate=section(folder, checkpoint=str(folder / DECODERS[0])),
         service={"selfcheck_ratio": 0.05, "max_inflight": 7},
         kv={"hbm_bytes": 2_000_000, "dram_bytes": 2_000_000},
     )
+    for seed, name in enumerate(DECODERS):
+        saved(folder / name, seed=seed, **VARIANTS["qwen3 g2 tied"])
     file = File(folder)
     versions = {name: file.add(name, seed) for name, seed in MODELS.items()}
     file.use("a", **SECTIONS)
@@ -207,4 +213,5 @@ async def test_a_few_seconds_of_everything(streams: int, tmp_path: Path, monkeyp
 async def test_minutes_of_everything(streams: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = await soak(tmp_path, streams, float(os.environ.get("NPU_GR_SOAK_S", "600")) / 2, monkeypatch)
     assert run.swaps > 5
+    assert len({version for version, _ in run.generated}) == len(DECODERS)
     assert all(run.planted[name] for name in ("write", "copy_tokens_from", "_run"))
