@@ -336,10 +336,11 @@ class Relay(Generic[P]):
         return found._replace(reason=Reason.RELOAD_FAILED) if found.reason is Reason.PRODUCER_FAILED else found
 
     def _taken(self, producer: Producer, num_candidates: int, due_s: float) -> _Found:
-        """A pre-infer that was taken over where it was, if there is time for what is left of it."""
-        encoded, num_tokens = producer.encoded_tokens, producer.entry.num_tokens
-        rest_s = self._engine.cost.pass_s(num_tokens - encoded, encoded, num_candidates)
-        if self._config.degrade and rest_s > due_s - self._clock() - self._config.margin_s:
+        """A pre-infer that was taken over where it was, unless what is left of it is too much for this rank."""
+        encoded, rest = producer.encoded_tokens, producer.entry.num_tokens - producer.encoded_tokens
+        is_late = self._engine.cost.pass_s(rest, encoded, num_candidates) > self._budget_s(due_s)
+        is_given_up = self.brownout >= Brownout.TRUNCATE and rest > self._config.brownout_tokens
+        if is_given_up or (is_late and self._config.degrade):
             self.producers.let_go(producer)
             return _Found(Outcome.MISS_FULL, Reason.JOIN_TIMEOUT)
         if not encoded:
@@ -374,8 +375,11 @@ class Relay(Generic[P]):
         """0, or where the newest tokens begin that a full inference can still score in time."""
         if not self._config.degrade or not num_tokens:
             return 0
-        budget_s = due_s - self._clock() - self._config.margin_s - self._engine.queue_s
-        return num_tokens - self._engine.cost.safe_tokens(num_tokens, num_candidates, budget_s)
+        return num_tokens - self._engine.cost.safe_tokens(num_tokens, num_candidates, self._budget_s(due_s))
+
+    def _budget_s(self, due_s: float) -> float:
+        """That the device may take for a rank which comes to it now."""
+        return due_s - self._clock() - self._config.margin_s - self._engine.queue_s
 
     # ---- what exists
 

@@ -12,7 +12,7 @@ import pytest
 from npu_gr.catalog.tokens import Tokens
 from npu_gr.engine.cost import CostModel
 from npu_gr.engine.engine import Pass
-from npu_gr.request import F32, Outcome, Reason, UserKey, Verdict
+from npu_gr.request import F32, Brownout, Outcome, Reason, UserKey, Verdict
 from tests.models import events
 from tests.relay.rig import CANDIDATES, USER, bench, same, tokenized, tokens
 
@@ -222,17 +222,21 @@ async def test_a_rank_goes_on_from_where_its_pre_infer_is() -> None:
         assert not b.has_leaked()
 
 
-async def test_what_is_left_of_a_pre_infer_may_not_fit_the_budget() -> None:
-    async with bench(dram_pages=0) as b:
-        b.engine.cost = CostModel(0.0, 1.0, 0.0, 0.0, 0.0)  # a second a token
+@pytest.mark.parametrize("reason", [Reason.JOIN_TIMEOUT, Reason.BROWNOUT])
+async def test_what_is_left_of_a_pre_infer_may_be_too_much(reason: Reason) -> None:
+    async with bench(dram_pages=0, brownout_tokens=30) as b:
         history = tokens(100)
+        if reason is Reason.JOIN_TIMEOUT:
+            b.engine.cost = CostModel(0.0, 1.0, 0.0, 0.0, 0.0)  # a second a token
         async with b.device_busy():
             b.relay.signal(USER, history)
             await asyncio.sleep(0.01)
+            if reason is Reason.BROWNOUT:
+                b.relay.brownout = Brownout.TRUNCATE
             ranking = asyncio.create_task(b.rank(history, budget_s=30.5))
             await asyncio.sleep(0.01)
         lease, scores = await ranking
-        assert (lease.outcome, lease.reason) == (Outcome.DEGRADED, Reason.JOIN_TIMEOUT)
+        assert (lease.outcome, lease.reason) == (Outcome.DEGRADED, reason)
         assert same(scores, await b.cold(tokenized(history.events[lease.first_token :])))
         assert not b.has_leaked()
 
