@@ -1,9 +1,9 @@
 """The work behind the relay: prefixes are encoded, extended, copied between the tiers and overwritten.
 
-Per key at most one producer (a compute or a reload) runs; who needs the prefix joins it. The first rank takes a
-compute over after the chunk that runs, and encodes the rest in its own pass: that costs less than the rest and a rank,
-and never more than a full inference. The tasks belong to the relay, not to the request that started them: a request
-that goes away takes nothing with it.
+Per key there is at most one producer: a compute, a reload, or the pass of a rank that keeps what it encodes. Who needs
+the prefix meanwhile joins it. The first rank takes a compute over after the chunk that runs, and encodes the rest in
+its own pass: that costs less than the rest and a rank, and never more than a full inference. The tasks belong to the
+relay, not to the request that started them: a request that goes away takes nothing with it.
 
 Source: RelayGR (arXiv:2601.01712), memory-aware expander; `relaygr.md` 2.5.
 Invariant: however a task ends, nothing that it reserved, leased or counted stays behind.
@@ -15,7 +15,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Generic
 
@@ -40,16 +40,21 @@ class Producer:
     work: Callable[[Producer], Coroutine[Any, Any, None]]  # publishes, unless it is cut
     urgency: Urgency
     ended: asyncio.Future[None]  # the entry is published, or never will be
-    is_reload: bool
-    task: asyncio.Task[None] = field(init=False)
-    encoded_tokens: int = 0  # where it was cut
+    is_reload: bool = False
     is_taken: bool = False  # by a rank, which publishes
+    task: asyncio.Task[None] | None = None  # None = it began with a rank
+    encoded_tokens: int = 0  # where it was cut
     joiners: int = 0
 
     @property
     def may_be_taken(self) -> bool:
         """Nobody waits for it, and it computes."""
         return not (self.is_reload or self.is_taken or self.joiners)
+
+    @property
+    def is_at_work(self) -> bool:
+        """A task of the relay's, not only a rank."""
+        return self.task is not None and not self.task.done()
 
 
 class Producers(Generic[P]):
@@ -88,8 +93,8 @@ class Producers(Generic[P]):
             self._max_reloads, self._turns = max_reloads, asyncio.Semaphore(max_reloads)
 
     def __len__(self) -> int:
-        """Prefixes on their way into HBM."""
-        return len(self._running)
+        """Pre-infers and reloads at work."""
+        return sum(producer.is_at_work for producer in self._running.values())
 
     def __contains__(self, key: PrefixKey) -> bool:
         return key in self._running
@@ -102,7 +107,8 @@ class Producers(Generic[P]):
         """Prefixes on their way: `prefill` and `reload` into HBM, `spill` into DRAM."""
         if work == "spill":
             return len(self._spilling)
-        return sum(producer.is_reload == (work == "reload") for producer in self._running.values())
+        at_work = (producer for producer in self._running.values() if producer.is_at_work)
+        return sum(producer.is_reload == (work == "reload") for producer in at_work)
 
     def reload_s(self, num_tokens: int) -> float:
         """How long a prefix of so many tokens would take from DRAM, behind the reloads of now."""
@@ -130,8 +136,17 @@ class Producers(Generic[P]):
                 raise
             base, entry = None, self._pool.reserve(key, len(tokens))
         work = partial(self._compute, tokens, base, deadline_s)
-        self._produce(entry, work, urgency, held, is_reload=False)
+        self._run(self._add(Producer(entry, work, urgency, _future())), held)
         return Verdict.PREINFER if base is None else Verdict.EXTEND
+
+    def keep(self, key: PrefixKey, tokens: P, deadline_s: float) -> Producer:
+        """For a rank that encodes everything: its pass leaves the prefix in the entry, and `let_go` ends it.
+
+        Raises:
+            ResourceError: there is no room.
+        """
+        entry, work = self._pool.reserve(key, len(tokens)), partial(self._compute, tokens, None, deadline_s)
+        return self._add(Producer(entry, work, Urgency(float("inf"), self._clock()), _future(), is_taken=True))
 
     async def _compute(self, tokens: P, base: PrefixEntry | None, deadline_s: float, producer: Producer) -> None:
         entry, urgency = producer.entry, producer.urgency
@@ -154,7 +169,9 @@ class Producers(Generic[P]):
         """
         entry = self._pool.reserve(spilled.key, spilled.num_tokens)
         work = partial(self._reload, spilled, patience_s, deadline_s)
-        return self._produce(entry, work, urgency, ExitStack(), is_reload=True)
+        producer = self._add(Producer(entry, work, urgency, _future(), is_reload=True))
+        self._run(producer, ExitStack())
+        return producer
 
     async def _reload(self, spilled: DramEntry, patience_s: float, deadline_s: float, producer: Producer) -> None:
         dram, pool, turns, entry = self._dram, self._pool, self._turns, producer.entry
@@ -176,23 +193,14 @@ class Producers(Generic[P]):
         assert spilled.timestamps is not None, "complete copies alone are found"
         pool.publish(entry, spilled.timestamps)
 
-    def _produce(
-        self,
-        entry: PrefixEntry,
-        work: Callable[[Producer], Coroutine[Any, Any, None]],
-        urgency: Urgency,
-        held: ExitStack,
-        *,
-        is_reload: bool,
-    ) -> Producer:
-        """Start the work that publishes `entry`; however it ends, it leaves nothing reserved and nothing held."""
-        ended = asyncio.get_running_loop().create_future()
-        producer = self._running[entry.key] = Producer(entry, work, urgency, ended, is_reload)
-        self._by_user.setdefault(entry.key.user, set()).add(entry.key)
-        self._run(producer, held)
+    def _add(self, producer: Producer) -> Producer:
+        key = producer.entry.key
+        self._running[key] = producer
+        self._by_user.setdefault(key.user, set()).add(key)
         return producer
 
     def _run(self, producer: Producer, held: ExitStack) -> None:
+        """Start the work that publishes the entry; however it ends, it leaves nothing reserved and nothing held."""
         task = producer.task = self._own(producer.work(producer))
 
         def stopped(_: asyncio.Task[None]) -> None:
@@ -229,6 +237,7 @@ class Producers(Generic[P]):
 
         False: it has ended meanwhile, or the chunk takes too long.
         """
+        assert producer.task is not None
         producer.is_taken = True
         producer.urgency.cut()
         try:
@@ -236,7 +245,7 @@ class Producers(Generic[P]):
         except asyncio.CancelledError:
             self.let_go(producer)
             raise
-        if not producer.task.done():
+        if producer.is_at_work:
             producer.is_taken = False
         return producer.is_taken and not producer.ended.done()
 
@@ -247,7 +256,7 @@ class Producers(Generic[P]):
         producer.is_taken = False
         if producer.entry.is_published:
             self._end(producer)
-        elif producer.task.done():
+        elif not producer.is_at_work:
             self._end_or_go_on(producer)
 
     # ---- into DRAM
@@ -328,7 +337,7 @@ class Producers(Generic[P]):
 
     async def erase(self, user: UserKey) -> None:
         """End what is produced for the user, forget what lies in the tiers, wait until free pages are overwritten."""
-        producing = {producer.task for producer in self.of(user)}
+        producing = {producer.task for producer in self.of(user) if producer.task is not None}
         for task in producing:
             task.cancel()
         self._pool.erase_user(user)
@@ -356,3 +365,7 @@ class Producers(Generic[P]):
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _future() -> asyncio.Future[None]:
+    return asyncio.get_running_loop().create_future()

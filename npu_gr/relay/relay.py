@@ -5,8 +5,8 @@ A prefix is known by (user, model version, KV layout, fingerprint). Here is deci
 
     in HBM                    -> lease                                     hbm_hit
     being computed            -> go on from where it is                    joined   | miss_full not_begun ...
-    being copied, or others   -> wait for it, but keep time to do without  joined   | miss_full join_timeout ...
-      wait for it already
+    being copied, or encoded  -> wait for it, but keep time to do without  joined   | miss_full join_timeout ...
+      by another rank
     in DRAM and a copy pays   -> start a reload, wait for it               dram_hit | miss_full reload_*
     nowhere                   -> the pass computes everything              miss_full, or degraded to what fits
 
@@ -276,30 +276,27 @@ class Relay(Generic[P]):
                 cached = Cached(tuple(entry.runs), entry.num_tokens)
                 yield Lease(outcome=outcome, reason=reason, cached=cached)
                 return
-            if (taken := found.taken) is not None:
-                let_go = partial(self.producers.let_go, taken)
-                held.callback(let_go)
+            taken = found.taken
+            if taken is not None:
                 self.on_first_use(0.0)
-                runs, encoded = tuple(taken.entry.runs), taken.encoded_tokens
-                begun = Cached(runs, encoded) if encoded else None
-                yield Lease(outcome=outcome, reason=reason, cached=begun, keep=runs, discard=let_go)
-                if taken.is_taken:  # not let go
-                    self._publish_kept(taken.entry, tokens)
-                return
-            first = self._first_token(len(tokens), num_candidates, due_s)
-            if self.brownout >= Brownout.TRUNCATE and len(tokens) - first > self._config.brownout_tokens:
-                first, reason = len(tokens) - self._config.brownout_tokens, Reason.BROWNOUT
-            if first:
-                yield Lease(outcome=Outcome.DEGRADED, reason=reason, first_token=first)
-                return
-            room = self._reserve_for_keeping(user, tokens)
-            if room is None:
-                yield Lease(outcome=outcome, reason=reason)
-                return
-            held.callback(self._abandon_unless_published, room)
-            discard = partial(self._pool.abandon, room)
-            yield Lease(outcome=outcome, reason=reason, keep=tuple(room.runs), discard=discard)
-            self._publish_kept(room, tokens)
+            else:
+                first = self._first_token(len(tokens), num_candidates, due_s)
+                if self.brownout >= Brownout.TRUNCATE and len(tokens) - first > self._config.brownout_tokens:
+                    first, reason = len(tokens) - self._config.brownout_tokens, Reason.BROWNOUT
+                if first:
+                    yield Lease(outcome=Outcome.DEGRADED, reason=reason, first_token=first)
+                    return
+                taken = self._keep(user, tokens)
+                if taken is None:
+                    yield Lease(outcome=outcome, reason=reason)
+                    return
+            let_go = partial(self.producers.let_go, taken)
+            held.callback(let_go)
+            runs, encoded = tuple(taken.entry.runs), taken.encoded_tokens
+            begun = Cached(runs, encoded) if encoded else None
+            yield Lease(outcome=outcome, reason=reason, cached=begun, keep=runs, discard=let_go)
+            if taken.is_taken:  # not discarded
+                self._publish_kept(taken.entry, tokens)
 
     async def _find(self, user: UserKey, tokens: P, num_candidates: int, due_s: float) -> _Found:
         """The longest usable prefix: resident, else in flight, else in DRAM."""
@@ -431,14 +428,14 @@ class Relay(Generic[P]):
 
     # ---- keeping what was computed or used
 
-    def _reserve_for_keeping(self, user: UserKey, tokens: P) -> PrefixEntry | None:
+    def _keep(self, user: UserKey, tokens: P) -> Producer | None:
         key = self._key(user, tokens, len(tokens))
         wanted = self._config.keep_full and len(tokens) >= self._trigger.min_prefix_tokens
         wanted &= self.brownout < Brownout.NO_RELAY
         if not self._config.enabled or not wanted or self._pool.get(key) is not None or self._pool.is_reserved(key):
             return None
         try:
-            return self._pool.reserve(key, len(tokens))
+            return self.producers.keep(key, tokens, self._clock() + self._needed_s(len(tokens)))
         except ResourceError:
             return None
 
@@ -448,10 +445,6 @@ class Relay(Generic[P]):
         with self._pool.lease(entry, consume=True):  # its rank has just been served
             pass
         self._spill(entry)
-
-    def _abandon_unless_published(self, entry: PrefixEntry) -> None:
-        if not entry.is_published:
-            self._pool.abandon(entry)
 
     def _spill(self, entry: PrefixEntry) -> None:
         if self.brownout < Brownout.NO_DRAM:

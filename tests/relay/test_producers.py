@@ -13,7 +13,7 @@ from npu_gr.catalog.tokens import Tokens
 from npu_gr.engine.engine import Pass
 from npu_gr.errors import PoolExhausted
 from npu_gr.relay.relay import Lease
-from npu_gr.request import F32, Outcome, UserKey, Verdict
+from npu_gr.request import F32, Outcome, Reason, UserKey, Verdict
 from tests.relay.rig import CANDIDATES, USER, Bench, bench, same, tokens
 
 
@@ -95,6 +95,38 @@ async def test_erasing_a_user_forgets_everything_even_what_is_being_made() -> No
         assert not b.dram.arena._keys.any()
         lease, _ = await b.rank(history)
         assert lease.outcome is Outcome.MISS_FULL
+
+
+async def test_a_rank_that_keeps_is_no_pre_infer() -> None:
+    """It does not count against those that may run, and an erasure does not wait for it."""
+    async with bench(max_inflight=1) as b:
+        history, producers = tokens(100), b.relay.producers
+        async with b.relay.lease(USER, history, 1, time.monotonic() + 30) as lease:
+            assert lease.keep
+            assert b.relay.signal(USER, history) is Verdict.ALREADY_RUNNING
+            assert (len(producers), producers.in_flight("prefill")) == (0, 0)
+            assert b.relay.signal(UserKey("", "v"), tokens(90, seed=1)) is Verdict.PREINFER
+            assert (len(producers), producers.in_flight("prefill")) == (1, 1)
+            await b.relay.erase(USER)
+        await b.idle()
+        assert b.pool.find(USER, "v1", b.pool.arena.layout.layout_id) == []
+        assert not b.has_leaked()
+
+
+async def test_what_a_rank_discards_is_encoded_again_for_those_who_wait() -> None:
+    async with bench() as b:
+        history = tokens(100)
+        async with b.device_busy():
+            async with b.relay.lease(USER, history, 1, time.monotonic() + 30) as lease:
+                joining = asyncio.create_task(b.rank(history))
+                await asyncio.sleep(0.01)
+                lease.discard()
+            assert not len(b.pool)
+        lease, scores = await joining
+        assert (lease.outcome, lease.reason) == (Outcome.JOINED, Reason.COMPUTE)
+        assert same(scores, await b.cold(history))
+        await b.idle()
+        assert not b.has_leaked()
 
 
 async def test_an_erased_user_who_comes_back_is_spilled_again(monkeypatch: pytest.MonkeyPatch) -> None:

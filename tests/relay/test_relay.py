@@ -157,9 +157,10 @@ async def test_another_history_is_not_a_hit() -> None:
         assert same(scores, await b.cold(other))
 
 
+@pytest.mark.parametrize("is_signalled", [False, True])
 @pytest.mark.parametrize("num_gone", [0, 5])
-async def test_many_ranks_encode_once(num_gone: int) -> None:
-    """Twenty at once: the first takes the pre-infer over, the others join it, and go on if it goes away."""
+async def test_many_ranks_encode_once(num_gone: int, is_signalled: bool) -> None:
+    """Twenty at once: the first encodes, the others join it, and go on if it goes away."""
     async with bench() as b:
         history, encoded, run = tokens(100), list[int](), b.engine._run
 
@@ -169,7 +170,8 @@ async def test_many_ranks_encode_once(num_gone: int) -> None:
 
         b.engine._run = noted  # type: ignore[method-assign]
         async with b.device_busy():
-            b.relay.signal(USER, history)
+            if is_signalled:
+                b.relay.signal(USER, history)
             await asyncio.sleep(0.01)
             ranks = [asyncio.create_task(b.rank(history)) for _ in range(20)]
             await asyncio.sleep(0.01)
