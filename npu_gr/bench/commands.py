@@ -156,6 +156,7 @@ def bench_cascade(as_json: bool, backend: str, threads: int, seed: int, lengths:
 @click.option("--count", default=200, show_default=True, type=click.IntRange(1), help="Requests a run.")
 @click.option("--lowest", default=0.1, show_default=True, help="The lowest rate, of what full inference could do.")
 @click.option("--trace", type=click.Path(path_type=Path), help="A Mooncake trace: whose returns an arm follows.")
+@click.option("--only", "parts", multiple=True, type=click.Choice(["arms", "longest", "trigger"]), help="Parts of it.")
 def bench_relay(
     as_json: bool,
     backend: str,
@@ -168,17 +169,19 @@ def bench_relay(
     count: int,
     lowest: float,
     trace: Path | None,
+    parts: tuple[str, ...],
 ) -> None:
     """Traffic within the objective, and length of history, with and without a relay: minutes a shape."""
     import torch
 
-    from npu_gr.bench.relay import lines
+    from npu_gr.bench.relay import PARTS, lines
     from npu_gr.bench.relay_rig import Shape
 
     torch.set_num_threads(threads)
     tokens, rows = ([int(part) for part in text.split(",")] for text in (lengths, candidates))
     shapes = [Shape(n, c, layers, dim) for n in tokens for c in rows]
-    _show(lines(backend, shapes, count, lowest, seed, trace), backend, seed, as_json)  # type: ignore[arg-type]
+    found = lines(backend, shapes, count, lowest, seed, trace, parts or PARTS)  # type: ignore[arg-type]
+    _show(found, backend, seed, as_json)
 
 
 @bench.command("overload")

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -40,6 +40,7 @@ from npu_gr.relay.trigger import TriggerConfig
 from npu_gr.replay.convert import read_mooncake
 from npu_gr.request import UserKey
 
+PARTS = ("arms", "longest", "trigger")
 MULTIPLES = (1.2, 1.5, 3.0)  # the objective, of the idle full inference
 STEP = 1.25  # from one rate of the grid to the next
 STEPS = 32  # of the grid: the last is a thousand times the lowest
@@ -154,12 +155,13 @@ def lines(
     lowest: float,
     seed: int,
     trace: Path | None,
+    parts: Collection[str] = PARTS,
 ) -> Iterator[Line]:
     """The idle parts of each shape, then each arm's sustained rate beside that of full inference."""
     backend = choose(backend_name)
     sessions = [] if trace is None else [r.session(n) for n, r in enumerate(read_mooncake(trace))]
     for shape in shapes:
-        yield from Bench(shape, backend, count, lowest, seed).lines(sessions)
+        yield from Bench(shape, backend, count, lowest, seed).lines(sessions, parts)
 
 
 class Bench:
@@ -176,8 +178,8 @@ class Bench:
         rig.idle = asyncio.run(measure_idle(rig))
         return rig
 
-    def lines(self, sessions: Sequence[int]) -> Iterator[Line]:
-        """All of it."""
+    def lines(self, sessions: Sequence[int], parts: Collection[str]) -> Iterator[Line]:
+        """What is alone and full inference always; of `PARTS` what is asked for."""
         idle = self._rig.idle
         for name, part_s in (("pre-infer", idle.prefill_s), ("load", idle.load_s), ("rank, cached", idle.rank_s)):
             yield self._line(f"{name} alone", part_s * 1e3, "ms", "full", idle.full_s * 1e3, idle.full_s / part_s, None)
@@ -185,6 +187,15 @@ class Bench:
         for multiple, rate, found in self._sustained(FULL, partial(drawn, 0.0)):
             base[multiple] = rate
             yield self._against(f"slo {multiple}x, full ({found.describe()})", rate, rate, None)
+        if "arms" in parts:
+            yield from self._arms(sessions, base)
+        if "longest" in parts:
+            rate = HALF * (base[MULTIPLES[-1]] or self._lowest / self._full_s)
+            yield from (self._longest(multiple, rate) for multiple in MULTIPLES)
+        if "trigger" in parts:
+            yield from asyncio.run(self._trigger())
+
+    def _arms(self, sessions: Sequence[int], base: Mapping[float, float]) -> Iterator[Line]:
         arms: list[tuple[Arm, Traffic]] = [
             (Arm("truncated to a quarter", signals=False, keep=0.25), partial(drawn, 0.0)),
             (RELAY, partial(drawn, 0.0)),
@@ -201,9 +212,6 @@ class Bench:
                     best[multiple] = max(best[multiple], rate)
         for multiple, rate in best.items():
             yield self._against(f"slo {multiple}x, best with at most 75 % reuse", rate, base[multiple], 3.6)
-        rate = HALF * (base[MULTIPLES[-1]] or self._lowest / self._full_s)
-        yield from (self._longest(multiple, rate) for multiple in MULTIPLES)
-        yield from asyncio.run(self._trigger())
 
     def _sustained(self, arm: Arm, traffic: Traffic) -> Iterator[tuple[float, float, Outcomes]]:
         """For each multiple the rate (0 = not even the lowest), and what happened at it, or at the lowest."""
