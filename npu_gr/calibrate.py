@@ -18,13 +18,13 @@ from typing import NamedTuple
 import numpy as np
 from prometheus_client import CollectorRegistry
 
-from npu_gr.app import describe, open_ranking, seeded_tokens
 from npu_gr.backend.choose import choose
 from npu_gr.config import Config
 from npu_gr.engine.scheduler import Scheduler, Urgency
 from npu_gr.errors import ConfigError, DataError, PoolExhausted
 from npu_gr.kv.keys import PrefixKey
 from npu_gr.metrics.catalogue import Metrics
+from npu_gr.opening import describe, open_ranking, seeded_tokens
 from npu_gr.ranking import Ranking
 from npu_gr.relay.calibration import Calibration
 from npu_gr.replay.log import Record

@@ -24,6 +24,7 @@ ORDER = [  # top first: a folder or file may import what stands below it
     "calibrate",
     "fleet",
     "app",
+    "opening",
     "reload",
     "config",
     "service",
