@@ -1,4 +1,4 @@
-"""The composition root: builds everything once, starts it, drains it, stops it. With `opening.py` all that constructs."""
+"""The composition root: builds everything once (models: `opening.py`), starts it, drains it, stops it."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ async def instance(
             if matching is not None:
                 matching.on_pass = metrics.match_pass_done
                 await matching.start()
-            metrics.build_info(service.models()[0])
+            metrics.build_info(service.versions.models()[0])
             service.set_ready()
             try:
                 recording = Recorder(config.record, metrics.recorded) if config.record else nullcontext()

@@ -88,7 +88,7 @@ class Reload:
         async with self._one_at_a_time:
             service, new = self._service, await asyncio.to_thread(self._read)
             check_changeable(self._config, new)
-            if service.is_draining:
+            if service.versions.is_draining:
                 raise Unavailable("the version before this one still drains; try again when it is gone")
             rank = generate = None
             if new.checkpoint is not None:
@@ -97,10 +97,10 @@ class Reload:
                 generate = await self._open_generation(new, service.generation)
             # from here on nothing fails and nothing waits: who takes pages over must serve at once
             if rank is not None and (ranking := rank()) is not service.ranking:
-                service.replace_ranking(ranking)
+                service.versions.replace_ranking(ranking)
             if generate is not None and (generation := generate()) is not service.generation:
-                service.replace_generation(generation)
-            for job in service.jobs():
+                service.versions.replace_generation(generation)
+            for job in service.versions.current():
                 job.relay.become(new.relay, new.trigger_with_budget())
             if new.generate is not None:
                 service.generation.engine.objective_s = new.slo.generate_s
@@ -108,4 +108,7 @@ class Reload:
                 service.ranking.engine.objective_s = new.slo.rank_s
             service.become(new.service, new.slo, BrownoutControl(new.brownout), to_table(new))
             self._config = new
-            log.info("reloaded: %s", ", ".join(f"{m.name} {m.version}" for m in service.models() if not m.is_draining))
+            log.info(
+                "reloaded: %s",
+                ", ".join(f"{m.name} {m.version}" for m in service.versions.models() if not m.is_draining),
+            )

@@ -15,10 +15,9 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AbstractContextManager, asynccontextmanager, contextmanager, nullcontext, suppress
-from dataclasses import replace
-from typing import Annotated, Any, Protocol, TypeVar
+from typing import Annotated, Any, Protocol
 
 import msgspec
 
@@ -68,8 +67,7 @@ from npu_gr.request import (
     VectorsInfo,
     Verdict,
 )
-
-J = TypeVar("J", Ranking, Generation)
+from npu_gr.versions import Versions
 
 
 class ServiceConfig(RankingConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -123,13 +121,11 @@ class Service:
         matching: Matching | None = None,
         cascade: Cascade | None = None,
     ) -> None:
-        assert ranking or generation
         self._objectives, self._brownout = objectives, brownout
         self._config, self._scheduler, self._store, self._metrics = config, scheduler, store, metrics
-        self._maybe_ranking, self._maybe_generation = ranking, generation
+        self.versions = Versions(ranking, generation)
+        self.versions.on_change = metrics.build_info
         self._maybe_matching, self._maybe_cascade = matching, cascade
-        self._draining: list[Ranking | Generation] = []  # replaced ones
-        self._retirements: set[asyncio.Task[None]] = set()
         self.on_reload: Callable[[], Awaitable[None]] = _nothing_to_reload
         self._gates: defaultdict[str, Gate] = defaultdict(Gate)  # by kind of request
         self._limiter = Limiter(config.max_inflight, _adaptive(config))
@@ -139,25 +135,13 @@ class Service:
 
     @property
     def ranking(self) -> Ranking:
-        """Of this instance.
-
-        Raises:
-            NotFound: it has none.
-        """
-        if self._maybe_ranking is None:
-            raise NotFound("this instance does not rank: its configuration has no checkpoint")
-        return self._maybe_ranking
+        """See `Versions`."""
+        return self.versions.ranking
 
     @property
     def generation(self) -> Generation:
-        """Of this instance.
-
-        Raises:
-            NotFound: it has none.
-        """
-        if self._maybe_generation is None:
-            raise NotFound("this instance does not generate: its configuration has no section generate")
-        return self._maybe_generation
+        """See `Versions`."""
+        return self.versions.generation
 
     @property
     def matching(self) -> Matching:
@@ -186,9 +170,9 @@ class Service:
     async def signal(self, request: SignalRequest, budget_s: float) -> SignalAnswer:
         """Decide on the pre-infers and start them; see `Door.signal`."""
         began_s = time.monotonic()
-        ranking, generation = self._ranker(request.model_version), self._maybe_generation
-        if ranking is None:
-            generation = self._generator(request.model_version)
+        versions, version = self.versions, request.model_version
+        ranking = versions.ranker(version) if versions.maybe_ranking else None
+        generation = versions.maybe_generation if ranking else versions.generator(version)
         verdict = generate_verdict = None
         with self._admitted(Priority.SIGNAL), _used(ranking), _used(generation):
             async with deadline(budget_s):
@@ -217,7 +201,7 @@ class Service:
     async def rank(self, request: RankRequest, budget_s: float) -> RankAnswer:
         """Score the candidates; see `Door.rank`."""
         began_s = time.monotonic()
-        ranking = self._ranker(request.model_version) or self.ranking
+        ranking = self.versions.ranker(request.model_version)
         if not len(request.candidates):
             raise Unprocessable("candidates: needs at least one")
         with self._admitted(Priority.RANK, budget_s, "rank"), ranking.use:
@@ -232,7 +216,7 @@ class Service:
     async def generate(self, request: GenerateRequest, budget_s: float) -> GenerateAnswer:
         """The best items after a history; see `Door.generate`."""
         began_s = time.monotonic()
-        generation = self._generator(request.model_version)
+        generation = self.versions.generator(request.model_version)
         with self._admitted(Priority.GENERATE, budget_s, "generate"), generation.use:
             async with deadline(budget_s) as due_s:
                 events, _ = await self._events(request.user, request.history)
@@ -266,7 +250,7 @@ class Service:
     async def recommend(self, request: RecommendRequest, budget_s: float) -> RecommendAnswer:
         """Signal, retrieval, pre-processing and rank in one; see `Door.recommend`."""
         began_s = time.monotonic()
-        cascade, ranking = self.cascade, self._ranker(request.model_version) or self.ranking
+        cascade, ranking = self.cascade, self.versions.ranker(request.model_version)
         with self._admitted(Priority.GENERATE, budget_s, "recommend"), ranking.use:
             async with deadline(budget_s) as due_s:
                 events, first_index = await self._events(request.user, request.history)
@@ -281,7 +265,7 @@ class Service:
     def check_room(self, priority: Priority) -> None:
         """See `Door.check_room`."""
         self._limiter.check(priority)
-        first = Priority.RANK if self._maybe_ranking else Priority.GENERATE  # what this instance is there for
+        first = Priority.RANK if self.versions.maybe_ranking else Priority.GENERATE  # what this instance is there for
         if self._brownout.step is Brownout.REJECT and priority.value < first.value:
             raise Overloaded(f"overloaded: {priority.name.lower()}s are refused, {first.name.lower()}s come first")
 
@@ -314,30 +298,10 @@ class Service:
         while True:
             await asyncio.sleep(_WATCH_S)
             step = self._brownout.observe(self._scheduler.pressure, time.monotonic())
-            for job in self.jobs():
+            for job in self.versions.current():
                 job.relay.brownout = step
 
     # ---- versions
-
-    def _ranker(self, version: str | None) -> Ranking | None:
-        """The one that a request means; None where the instance does not rank.
-
-        Raises:
-            NotFound: neither the current version nor one that drains.
-        """
-        if self._maybe_ranking is None:
-            return None
-        draining = [job for job in self._draining if isinstance(job, Ranking)]
-        return _of_version([self._maybe_ranking, *draining], version)
-
-    def _generator(self, version: str | None) -> Generation:
-        """The one that a request means.
-
-        Raises:
-            NotFound: neither the current version nor one that drains, or there is none.
-        """
-        draining = [job for job in self._draining if isinstance(job, Generation)]
-        return _of_version([self.generation, *draining], version)
 
     async def reload_models(self) -> list[ModelInfo]:
         """See `Door.reload_models`."""
@@ -345,12 +309,7 @@ class Service:
             await self.on_reload()
         except ConfigError as error:
             raise Unprocessable(f"reload: {error}") from error
-        return self.models()
-
-    @property
-    def is_draining(self) -> bool:
-        """Whether a replaced version is still there."""
-        return bool(self._draining)
+        return self.versions.models()
 
     def become(
         self, config: ServiceConfig, objectives: Objectives, brownout: BrownoutControl, effective_config: dict[str, Any]
@@ -366,31 +325,8 @@ class Service:
         self._known.resize(config.known_prefix_bytes)
         self._config, self._objectives, self._brownout = config, objectives, brownout
         self._effective_config = effective_config
-        if self._maybe_ranking is not None:
-            self._maybe_ranking.become(config)
-
-    def replace_ranking(self, new: Ranking) -> None:
-        """Rank with `new` from now on; the old version drains: requests that name it get it for `t_life_s`."""
-        old, self._maybe_ranking = self.ranking, new
-        self._drain(old)
-
-    def replace_generation(self, new: Generation) -> None:
-        """Generate with `new` from now on; as `replace_ranking`."""
-        old, self._maybe_generation = self.generation, new
-        self._drain(old)
-
-    def _drain(self, old: Ranking | Generation) -> None:
-        self._draining.append(old)
-        self._metrics.build_info(self.models()[0])
-        task = asyncio.get_running_loop().create_task(self._retire(old))
-        self._retirements.add(task)
-        task.add_done_callback(self._retirements.discard)
-
-    async def _retire(self, old: Ranking | Generation) -> None:
-        await asyncio.sleep(old.relay.t_life_s)
-        await old.use.over()  # no request is let in between this and the next line
-        self._draining.remove(old)
-        await old.stop()
+        if self.versions.maybe_ranking is not None:
+            self.versions.maybe_ranking.become(config)
 
     # ---- the catalogue
 
@@ -445,8 +381,8 @@ class Service:
         """Append behaviours durably; see `Door.append_events`."""
         if self._store is None:
             raise Unprocessable("events: this instance has no history store (features.kind is none)")
-        if self._maybe_ranking is not None and len(events):
-            last = len(self._maybe_ranking.model.actions) - 1
+        if self.versions.maybe_ranking is not None and len(events):
+            last = len(self.versions.maybe_ranking.model.actions) - 1
             if not 0 <= int(events.actions.min()) <= int(events.actions.max()) <= last:
                 raise Unprocessable(f"events.actions: must be 0..{last}")
         with self._admitted(Priority.RANK):
@@ -458,8 +394,7 @@ class Service:
         self._known.forget(user)
         if self._store is not None:
             await self._store.erase(user)
-        # draining versions first: the pages are the current one's to overwrite, and it is asked last
-        for job in [*self._draining, *self.jobs()]:
+        for job in self.versions.all():
             await job.relay.erase(user)
 
     async def _events(self, user: UserKey, ref: HistoryRef) -> tuple[Events, int]:
@@ -477,7 +412,7 @@ class Service:
             return ref.events, 0
         if self._store is None:
             raise BadRequest("history: missing, and this instance has no history store")
-        longest = max(job.max_events for job in self.jobs())
+        longest = max(job.max_events for job in self.versions.current())
         stored = await self._store.read(user, longest + self._config.cut_step_tokens)
         return stored.events, stored.first_index
 
@@ -488,14 +423,9 @@ class Service:
 
     # ---- what the instance says about itself
 
-    def jobs(self) -> list[Ranking | Generation]:
-        """What the instance does, in its current versions."""
-        return [job for job in (self._maybe_ranking, self._maybe_generation) if job is not None]
-
     def models(self) -> list[ModelInfo]:
         """What is being served."""
-        draining = [replace(job.model, is_draining=True) for job in self._draining]
-        return [job.model for job in self.jobs()] + draining
+        return self.versions.models()
 
     def effective_config(self) -> dict[str, Any]:
         """The configuration in force."""
@@ -516,24 +446,11 @@ class Service:
 
     async def stop(self) -> None:
         """End what runs in the background."""
-        for task in list(self._retirements):
-            task.cancel()
-        await asyncio.gather(*self._retirements, return_exceptions=True)
         if self._maybe_cascade is not None:
             self._maybe_cascade.stop()
-        for job in [*self._draining, *self.jobs()]:
-            await job.stop()
+        await self.versions.stop()
         if self._maybe_matching is not None:
             await self._maybe_matching.stop()
-
-
-def _of_version(served: Sequence[J], version: str | None) -> J:
-    """The first, or the one that is named."""
-    for job in served:
-        if version in (None, job.version):
-            return job
-    names = " and ".join(repr(job.version) for job in served)
-    raise NotFound(f"model_version: {version!r} is not served; {names} {'is' if len(served) == 1 else 'are'}")
 
 
 def _used(job: Ranking | Generation | None) -> AbstractContextManager[None]:

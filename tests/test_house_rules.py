@@ -28,6 +28,7 @@ ORDER = [  # top first: a folder or file may import what stands below it
     "reload",
     "config",
     "service",
+    "versions",
     "recommend",
     "generation",
     "served_catalogue",

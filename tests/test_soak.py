@@ -143,12 +143,12 @@ DECODERS = ("decoder", "other")
 async def left_nothing(service: Service, tasks_before: int) -> None:
     """Nothing is held, produced or waited for; every byte is free once every user is forgotten."""
     async with asyncio.timeout(30):
-        while service.is_draining or service._limiter.inflight or service._retirements:  # noqa: ASYNC110
+        while service.versions.is_draining or service._limiter.inflight or service.versions._retirements:  # noqa: ASYNC110
             await asyncio.sleep(0.05)
-        for job in service.jobs():
+        for job in service.versions.current():
             await job.relay.settled()
         await asyncio.gather(*service.ranking._background)
-    for job in service.jobs():
+    for job in service.versions.current():
         relay = job.relay
         assert not is_busy(relay.producers)
         pool, dram = relay.tiers
@@ -159,7 +159,7 @@ async def left_nothing(service: Service, tasks_before: int) -> None:
         assert pool.reserved_bytes == 0
     for user in range(USERS):
         await service.erase_user(UserKey("", str(user)))
-    for job in service.jobs():
+    for job in service.versions.current():
         await job.relay.settled()
         for tier in job.relay.tiers:
             assert tier is not None

@@ -122,7 +122,7 @@ async def test_routes_that_are_not(tmp_path: Path) -> None:
 
 async def test_the_open_inference_protocol_and_the_rest(tmp_path: Path) -> None:
     async with serving(tmp_path) as (client, service):
-        version = service.models()[0].version
+        version = service.versions.models()[0].version
         for path in (
             *("/healthz", "/readyz", "/v2", "/v2/health/live", "/v2/health/ready", "/v2/models/tiny"),
             *(

@@ -128,7 +128,7 @@ async def test_what_cannot_be_served_changes_nothing(tmp_path: Path, changes: di
         assert word in (await reload(client, status=422))["detail"]
         assert (service.ranking, service.generation) == (ranker, generator)
         assert service.ranking.relay.tiers[0].on_erased is erased
-        assert not service.is_draining
+        assert not service.versions.is_draining
         file.use("better ranker", generate=section(tmp_path))
         await reload(client)
         assert service.ranking is not ranker

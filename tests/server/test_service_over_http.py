@@ -153,7 +153,7 @@ async def test_deadlines_and_versions(tmp_path: Path) -> None:
                 assert response.status == status
         problem = await post(client, "/v1/rank", 404, **body, model_version="other")
         assert "other" in problem["detail"]
-        version = service.models()[0].version
+        version = service.versions.models()[0].version
         assert (await rank(client, history=body["history"], model_version=version))["model_version"] == version
 
 
