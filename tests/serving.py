@@ -19,6 +19,7 @@ from npu_gr.app import instance
 from npu_gr.config import Config, from_table
 from npu_gr.model.weights import Checkpoint, save
 from npu_gr.relay.producers import Producers
+from npu_gr.relay.relay import Relay
 from npu_gr.request import Events
 from npu_gr.service import Service
 from tests.models import tiny_model
@@ -72,6 +73,11 @@ async def until(holds: Callable[[], bool]) -> None:
     async with asyncio.timeout(10):
         while not holds():  # noqa: ASYNC110  (what is awaited has no event)
             await asyncio.sleep(0.01)
+
+
+async def encoded(relay: Relay[Any]) -> None:
+    """The pre-infer of a signal is done: a rank is a hit."""
+    await until(lambda: len(relay.tiers[0]) > 0)
 
 
 def is_busy(producers: Producers[Any]) -> bool:

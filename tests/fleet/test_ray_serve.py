@@ -83,7 +83,7 @@ async def test_two_replicas_with_an_npu_each_serve_their_users(tmp_path: Path) -
                 await asyncio.sleep(0.02)
                 status, ranked, there = await post("rank", f"u{i}", candidates=[1001, 1002])
                 assert (status, there) == (200, home)
-                assert ranked["outcome"] in ("hbm_hit", "joined")
+                assert ranked["reason"] != "no_signal"
                 homes.add(home)
             assert len(homes) == 2
     finally:

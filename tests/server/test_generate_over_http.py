@@ -17,7 +17,7 @@ from npu_gr.engine.cost import CostModel
 from npu_gr.errors import CheckpointError, ConfigError
 from npu_gr.request import Brownout
 from tests.decoders import VARIANTS, saved
-from tests.serving import serving, until
+from tests.serving import encoded, serving, until
 
 Client = TestClient[Any, Any]
 CODES = [8, 8, 8]
@@ -112,11 +112,12 @@ async def test_a_prompt_that_would_be_late_is_cut_to_its_newest_items(tmp_path: 
 
 
 async def test_a_signal_encodes_the_prompt(tmp_path: Path) -> None:
-    async with serving(tmp_path, generate=section(tmp_path)) as (client, _):
+    async with serving(tmp_path, generate=section(tmp_path)) as (client, service):
         async with client.post("/v1/signal", json={"user_id": "s", "history": HISTORY}) as response:
             assert (await response.json())["generate_verdict"] == "preinfer"
+        await encoded(service.generation.relay)
         answer = await generate(client, user_id="s")
-        assert answer["outcome"] in ("joined", "hbm_hit")
+        assert answer["outcome"] == "hbm_hit"
         assert answer["prefix_tokens"] == 18
         async with client.delete("/v1/users/s") as response:
             assert response.status == 204
@@ -208,13 +209,15 @@ async def test_items_come_and_go_without_a_reload(tmp_path: Path) -> None:
 
 
 async def test_an_instance_may_only_generate(tmp_path: Path) -> None:
-    async with serving(tmp_path, checkpoint=None, generate=section(tmp_path)) as (client, _):
+    async with serving(tmp_path, checkpoint=None, generate=section(tmp_path)) as (client, service):
         cold = await generate(client, user_id="c")
+        await client.delete("/v1/users/c")
         async with client.post("/v1/signal", json={"user_id": "u", "history": HISTORY}) as response:
             signal = await response.json()
             assert (response.status, signal["verdict"], signal["generate_verdict"]) == (202, "preinfer", "preinfer")
+        await encoded(service.generation.relay)
         hit = await generate(client, base=signal["history"]["fingerprint"], history=None)
-        assert hit["outcome"] in ("joined", "hbm_hit")
+        assert hit["outcome"] == "hbm_hit"
         assert hit["items"] == cold["items"]
         async with client.post("/v1/rank", json={"user_id": "u", "candidates": [1], "history": HISTORY}) as response:
             assert response.status == 404

@@ -14,7 +14,7 @@ from aiohttp.test_utils import TestClient
 
 from npu_gr.errors import DeviceError
 from tests.models import events
-from tests.serving import FIRST_ID, columns, serving, write_checkpoint
+from tests.serving import FIRST_ID, columns, encoded, serving, write_checkpoint
 
 CANDIDATES = [FIRST_ID + row for row in (5, 17, 200, 3)]
 SHOWN_AT = 1_700_000_000
@@ -37,15 +37,17 @@ def close(a: dict[str, Any], b: dict[str, Any]) -> bool:
 
 
 async def test_signal_then_rank_is_a_hit_with_the_cold_scores(tmp_path: Path) -> None:
-    async with serving(tmp_path) as (client, _):
+    async with serving(tmp_path) as (client, service):
         history = columns(events(80))
         cold = await rank(client, "cold", history=history)
+        await client.delete("/v1/users/cold")
         assert (cold["outcome"], cold["reason"]) == ("miss_full", "no_signal")
         signal = await post(client, "/v1/signal", 202, user_id="u", history=history)
         assert signal["verdict"] == "preinfer"
         assert signal["resident_for_s"] > 0
+        await encoded(service.ranking.relay)
         hit = await rank(client, history=history)
-        assert hit["outcome"] in ("hbm_hit", "joined")
+        assert hit["outcome"] == "hbm_hit"
         assert hit["prefix_tokens"] == 80
         assert close(hit, cold)
         assert set(hit["stages_s"]) == {"history", "lease", "queue", "device"}
