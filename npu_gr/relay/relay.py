@@ -429,10 +429,11 @@ class Relay(Generic[P]):
     # ---- keeping what was computed or used
 
     def _keep(self, user: UserKey, tokens: P) -> Producer | None:
+        """Room for what a full inference encodes, if it is wanted and nobody else encodes it."""
         key = self._key(user, tokens, len(tokens))
         wanted = self._config.keep_full and len(tokens) >= self._trigger.min_prefix_tokens
-        wanted &= self.brownout < Brownout.NO_RELAY
-        if not self._config.enabled or not wanted or self._pool.get(key) is not None or self._pool.is_reserved(key):
+        wanted &= self._config.enabled and self.brownout < Brownout.NO_RELAY
+        if not wanted or key in self.producers or self._pool.is_reserved(key) or self._pool.get(key) is not None:
             return None
         try:
             return self.producers.keep(key, tokens, self._clock() + self._needed_s(len(tokens)))
