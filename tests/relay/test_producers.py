@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -12,7 +15,7 @@ import pytest
 from npu_gr.catalog.tokens import Tokens
 from npu_gr.engine.cost import CostModel
 from npu_gr.engine.engine import Pass
-from npu_gr.errors import PoolExhausted
+from npu_gr.errors import DeviceError, PoolExhausted
 from npu_gr.relay.relay import Lease
 from npu_gr.request import F32, Outcome, Reason, UserKey, Verdict
 from tests.relay.rig import CANDIDATES, USER, Bench, bench, same, tokens
@@ -273,3 +276,65 @@ async def test_bytes_never_exceed_the_budget(streams: int) -> None:
         await asyncio.gather(*(one(number) for number in range(80)))
         await b.idle()
         assert not b.has_leaked()
+
+
+@pytest.mark.parametrize("seed", range(4))
+async def test_whoever_comes_goes_or_fails_in_any_order(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Signals, ranks that are cancelled at any point or discard what they have, erasures, passes that fail."""
+    random, errors = np.random.default_rng(seed), list[Any]()
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: errors.append(context))
+    async with bench(num_pages=40, dram_pages=20, streams=1 + seed % 2) as b:
+        histories = [tokens(n, seed=user) for user in range(3) for n in (70, 100)]
+        want = [await b.cold(history) for history in histories]
+        run, outcomes = b.engine._run, Counter[Outcome]()
+
+        def fails_at_times(passes: Sequence[Pass]) -> list[F32]:
+            if random.random() < 0.05:
+                raise RuntimeError("planted")
+            return run(passes)
+
+        monkeypatch.setattr(b.engine, "_run", fails_at_times)
+
+        async def rank(which: int) -> None:
+            user, history, due_s = UserKey("", str(which // 2)), histories[which], time.monotonic() + 30
+            async with b.relay.lease(user, history, len(CANDIDATES), due_s) as lease:
+                if random.random() < 0.1:
+                    lease.discard()
+                    return
+                work = Pass(history, lease.first_token, CANDIDATES, 1_700_000_000, cached=lease.cached, keep=lease.keep)
+                scores = (await b.engine.rank(work, due_s)).logits
+            assert same(scores, want[which])
+            outcomes[lease.outcome] += 1
+
+        async def one() -> None:
+            which = int(random.integers(len(histories)))
+            match random.choice(["signal", "rank", "leave", "erase"], p=[0.3, 0.4, 0.25, 0.05]):
+                case "signal":
+                    b.relay.signal(UserKey("", str(which // 2)), histories[which])
+                case "rank":
+                    await rank(which)
+                case "leave":
+                    task = asyncio.ensure_future(rank(which))
+                    await asyncio.sleep(random.random() * 0.005)
+                    task.cancel()
+                    await asyncio.wait({task})
+                    if not task.cancelled():
+                        task.result()
+                case "erase":
+                    await b.relay.erase(UserKey("", str(which // 2)))
+
+        async def many() -> None:
+            for _ in range(60):
+                with suppress(DeviceError):
+                    await one()
+                await asyncio.sleep(random.random() * 0.003)
+
+        async with asyncio.timeout(60):
+            await asyncio.gather(*(many() for _ in range(6)))
+            await b.idle()
+        assert not errors
+        assert not b.has_leaked()
+        assert {Outcome.HBM_HIT, Outcome.JOINED, Outcome.MISS_FULL} <= set(outcomes)
+        for user in range(3):
+            await b.relay.erase(UserKey("", str(user)))
+        assert b.pool.free_bytes == b.pool.budget_bytes
