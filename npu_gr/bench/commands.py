@@ -154,7 +154,13 @@ def bench_cascade(as_json: bool, backend: str, threads: int, seed: int, lengths:
 @click.option("--layers", default=3, show_default=True, type=click.IntRange(2))
 @click.option("--dim", default=256, show_default=True, help="Of the model; a multiple of 64.")
 @click.option("--count", default=200, show_default=True, type=click.IntRange(1), help="Requests a run.")
-@click.option("--lowest", default=0.1, show_default=True, help="The lowest rate, of what full inference could do.")
+@click.option(
+    "--lowest",
+    default=0.1,
+    show_default=True,
+    type=click.FloatRange(min=0, min_open=True),
+    help="The lowest rate, of what full inference could do.",
+)
 @click.option("--trace", type=click.Path(path_type=Path), help="A Mooncake trace: whose returns an arm follows.")
 @click.option("--only", "parts", multiple=True, type=click.Choice(["arms", "longest", "trigger"]), help="Parts of it.")
 def bench_relay(
