@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, overload
@@ -30,7 +31,7 @@ from npu_gr.generation import GenerateConfig, Generation, warm_up
 from npu_gr.kv.arena import KVArena
 from npu_gr.kv.dram_store import DramEntry, DramStore
 from npu_gr.kv.keys import PrefixKey
-from npu_gr.kv.layout import KVLayout
+from npu_gr.kv.layout import KVLayout, Run
 from npu_gr.kv.prefix_pool import PrefixEntry, PrefixPool
 from npu_gr.metrics.catalogue import Metrics
 from npu_gr.model import hf
@@ -181,9 +182,15 @@ async def open_generation(
             )
     engine = await asyncio.to_thread(_generate_engine, decoder, section, backend, scheduler, pool.arena)
     engine.objective_s = config.slo.generate_s
+    if beside is not None:
+        engine.copy_bytes_per_s = beside.engine.copy_bytes_per_s
+    elif dram is not None:
+        num_pages = min(tier.budget_bytes for tier in (pool, dram)) // layout.page_bytes
+        num_tokens = min(SELF_TEST_TOKENS, num_pages * layout.page_tokens)
+        async with _lent(pool, dram, version, num_tokens) as (runs, dram_runs):
+            await engine.measure_copy(dram.arena, dram_runs, runs, num_tokens)
     if beside is not None and section.items == beside.config.items:
         items = beside.items
-        engine.copy_bytes_per_s = beside.engine.copy_bytes_per_s
     else:
         items = ServedCatalogue(
             Path(section.catalogue),
@@ -271,18 +278,10 @@ async def _prove(
     candidates = np.random.default_rng(1).integers(0, shape.num_items, 32)
     drift = 0.0
     if config.relay.enabled:
-        key = PrefixKey(UserKey("", ""), version, pool.arena.layout.layout_id, "self-test")
-        entry = await _reserved(pool, key, len(head))
-        room = None if dram is None else await _reserved(dram, key, len(head))
-        try:
-            arena, dram_runs = (None, ()) if dram is None or room is None else (dram.arena, room.runs)
-            drift = await parity(engine, entry.runs, arena, dram_runs, head, candidates)
-            if arena is not None:
-                await engine.measure_copy(arena, dram_runs, entry.runs, len(head))
-        finally:
-            pool.abandon(entry)
-            if dram is not None and room is not None:
-                dram.abandon(room)
+        async with _lent(pool, dram, version, len(head)) as (runs, dram_runs):
+            drift = await parity(engine, runs, None if dram is None else dram.arena, dram_runs, head, candidates)
+            if dram is not None:
+                await engine.measure_copy(dram.arena, dram_runs, runs, len(head))
     began_s = time.perf_counter()
     cost = await engine.warm_up(tokens, [n for n in WARM_UP_LENGTHS if n <= longest], WARM_UP_CANDIDATES)
     log.info(
@@ -293,6 +292,24 @@ async def _prove(
         cost.full_s(1000, 100) * 1e3,
         engine.copy_bytes_per_s / 1e9,
     )
+
+
+@asynccontextmanager
+async def _lent(
+    pool: PrefixPool, dram: DramStore | None, version: str, num_tokens: int
+) -> AsyncIterator[tuple[tuple[Run, ...], tuple[Run, ...]]]:
+    """Pages of both tiers while the block runs; of DRAM none where there is none."""
+    key = PrefixKey(UserKey("", ""), version, pool.arena.layout.layout_id, "self-test")
+    entry = await _reserved(pool, key, num_tokens)
+    try:
+        room = None if dram is None else await _reserved(dram, key, num_tokens)
+        try:
+            yield entry.runs, () if room is None else room.runs
+        finally:
+            if dram is not None and room is not None:
+                dram.abandon(room)
+    finally:
+        pool.abandon(entry)
 
 
 @overload

@@ -1,7 +1,8 @@
 """A configuration file read again while the instance serves: what it says takes effect, or nothing does.
 
     checkpoint                           another version: loaded, proven and warmed beside the old one, which drains
-    generate                             the same; its pages and its number of codes are of the start
+    generate                             another version: loaded and warmed beside the old one, which drains; what is
+                                         sized by it, and its number of codes, are of the start
     slo, service, relay, trigger, brownout   in force from the next request on
     calibration                          in force with the next version of the checkpoint
     everything else                      sized or opened at start: refused by name
@@ -44,7 +45,7 @@ def check_changeable(old: Config, new: Config) -> None:
         if before is not after:
             raise ConfigError("generate: an instance cannot begin or cease to generate while it runs; start it anew")
         return
-    for field in ("hbm_bytes", "dram_bytes"):
+    for field in ("hbm_bytes", "dram_bytes", "filter_cache_bytes"):
         if getattr(before, field) != getattr(after, field):
             raise ConfigError(f"generate.{field}: cannot change while the instance runs; start it anew")
     if len(before.codes) != len(after.codes):
@@ -70,8 +71,8 @@ class Reload:
             service: that serves `config`.
             config: as it was started.
             read: the configuration, from where that one came. In a thread.
-            open_ranking, open_generation: a proven model of the new configuration, which takes the pages over of the
-                one that serves when the result is called; that one itself where its version is meant.
+            open_ranking, open_generation: a model of the new configuration, ready to serve, which takes the pages over
+                of the one that serves when the result is called; that one itself where its version is meant.
         """
         self._service, self._config, self._read = service, config, read
         self._open_ranking, self._open_generation = open_ranking, open_generation

@@ -78,6 +78,8 @@ async def _lines(
 
     light = [await run(share / idle_s, True) for share in LIGHT]
     sustained = max((load.offered_per_s for load in light if load.attained >= 0.99), default=light[0].offered_per_s)
+    if light[0].attained < 0.99:
+        case = f"{case} (none sustained: the lowest asked stands for it)"
     heavy = [await run(multiple * sustained, True) for multiple in HEAVY]
     bare = await run(HEAVY[-1] * sustained, False)
     peak = max(load.goodput_per_s for load in light + heavy)

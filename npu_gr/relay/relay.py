@@ -393,7 +393,8 @@ class Relay(Generic[P]):
 
     def _running(self, user: UserKey, tokens: P) -> Producer | None:
         entries = ((p, p.entry) for p in self.producers.of(user))
-        usable = [p for p, entry in entries if self._matches(entry.key, entry.num_tokens, tokens)]
+        live = [(p, entry) for p, entry in entries if not entry.is_erased]  # the others will publish nothing
+        usable = [p for p, entry in live if self._matches(entry.key, entry.num_tokens, tokens)]
         return max(usable, key=lambda p: p.entry.num_tokens, default=None)
 
     def _spilled(self, user: UserKey, tokens: P) -> DramEntry | None:

@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 
 from npu_gr.catalog.tokens import Tokens
-from npu_gr.engine.cost import CostModel
 from npu_gr.engine.engine import Pass
 from npu_gr.errors import DeviceError, PoolExhausted
 from npu_gr.relay.relay import Lease
@@ -118,15 +117,15 @@ async def test_a_rank_that_keeps_is_no_pre_infer() -> None:
 
 
 async def test_a_user_erased_while_ranked_may_be_ranked_again_meanwhile() -> None:
-    """The first pass writes into pages that nobody will find; who has no time to wait for its end does without."""
-    async with bench(dram_pages=0, degrade=False) as b:
+    """The first pass writes into pages that nobody will find; who comes meanwhile does without it, at once."""
+    async with bench(dram_pages=0) as b:
         history = tokens(100)
         async with b.relay.lease(USER, history, 1, time.monotonic() + 30):
             erasing = asyncio.create_task(b.relay.erase(USER))
             await asyncio.sleep(0.01)
-            b.engine.cost = CostModel(0.3, 0.0, 0.0, 0.0, 0.0)
-            lease, _ = await b.rank(history, budget_s=0.4)
-            assert (lease.outcome, lease.reason, lease.keep) == (Outcome.MISS_FULL, Reason.JOIN_TIMEOUT, None)
+            lease, scores = await b.rank(history)
+            assert (lease.outcome, lease.reason, lease.keep) == (Outcome.MISS_FULL, Reason.NO_SIGNAL, None)
+            assert same(scores, await b.cold(history))
         await erasing
         await b.idle()
         assert not b.has_leaked()

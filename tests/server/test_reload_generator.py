@@ -59,6 +59,8 @@ async def test_no_generate_fails_and_every_answer_is_of_the_version_it_names(tmp
                 assert answer["items"] == want.setdefault(answer["model_version"], answer["items"])
                 seen.append(answer["model_version"])
 
+        bandwidth = service.generation.engine.copy_bytes_per_s
+        assert bandwidth < float("inf")  # measured: a reload from DRAM must beat encoding again
         asking = [asyncio.create_task(ask(number)) for number in range(3)]
         await asyncio.sleep(0.1)
         ranker = service.ranking
@@ -66,6 +68,7 @@ async def test_no_generate_fails_and_every_answer_is_of_the_version_it_names(tmp
         models = (await reload(client))["models"]
         assert [model["is_draining"] for model in models] == [False, False, True]
         assert service.ranking is ranker
+        assert service.generation.engine.copy_bytes_per_s == bandwidth
         named = await generate(client, num_items=20, model_version=old["model_version"])
         assert named["items"] == old["items"]
         assert [model["version"] for model in await gone(client)] == [ranker.version, service.generation.version]
@@ -111,6 +114,7 @@ async def test_new_weights_keep_what_was_changed_in_the_catalogue_and_another_fi
     ("changes", "word"),
     [
         ({"hbm_bytes": 5_000_000}, "generate.hbm_bytes"),
+        ({"filter_cache_bytes": 5}, "generate.filter_cache_bytes"),
         ({"codes": [8, 8], "first_token": 0}, "generate.codes"),
         ({"catalogue": "nowhere.jsonl"}, "generate.catalogue: nowhere.jsonl"),
         ({"checkpoint": "nowhere"}, "nowhere"),
