@@ -21,7 +21,7 @@ FLAGS = [
 SOURCES = ["dispatch", "isa_generic", "isa_avx2", "isa_avx512", "isa_avx512_bf16"]
 
 kernels = Extension(
-    "npu_gr.backend._native",  # loaded by ctypes, never imported: it knows neither Python nor torch
+    "npu_gr.backend.cpu._native",  # loaded by ctypes, never imported: it knows neither Python nor torch
     sources=[f"ops/cpu/{name}.cpp" for name in SOURCES],
     depends=sorted(glob("ops/cpu/*.h")),
     extra_compile_args=FLAGS,

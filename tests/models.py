@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from npu_gr.backend.base import Slab
-from npu_gr.backend.cpu import CPUBackend
+from npu_gr.backend.cpu.backend import CPUBackend
+from npu_gr.core.request import Events
 from npu_gr.model.config import HSTUConfig, ItemFeature
 from npu_gr.model.hstu import HSTU, Past, Segment
-from npu_gr.request import Events
 
 CPU = CPUBackend()
 NONE = torch.empty(0, dtype=torch.int64)

@@ -15,13 +15,13 @@ import numpy as np
 from aiohttp.test_utils import TestClient, TestServer
 from blockbuster import blockbuster_ctx
 
-from npu_gr.app import instance
-from npu_gr.config import Config, from_table
+from npu_gr.core.request import Events
 from npu_gr.model.weights import Checkpoint, save
 from npu_gr.relay.producers import Producers
 from npu_gr.relay.relay import Relay
-from npu_gr.request import Events
-from npu_gr.service import Service
+from npu_gr.service.app import instance
+from npu_gr.service.config import Config, from_table
+from npu_gr.service.service import Service
 from tests.models import tiny_model
 
 FIRST_ID = 1000  # external ids are rows + this

@@ -11,7 +11,7 @@ from typing import Annotated
 
 import msgspec
 
-from npu_gr.request import Brownout
+from npu_gr.core.request import Brownout
 
 Positive = Annotated[float, msgspec.Meta(gt=0)]
 

@@ -7,7 +7,7 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from npu_gr.errors import DeadlineExceeded
+from npu_gr.core.errors import DeadlineExceeded
 
 
 @asynccontextmanager

@@ -14,7 +14,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections import deque
 
-from npu_gr.errors import Overloaded
+from npu_gr.core.errors import Overloaded
 
 WINDOW, LATEST = 128, 3  # requests looked back at; the so many-th longest of them counts: 98 of 100 took less
 GUESS = 0.3  # of the objective, as long as there are fewer

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from npu_gr.admission.gate import Gate
 from npu_gr.admission.gradient import GradientLimit
-from npu_gr.errors import DeadlineExceeded, Overloaded
+from npu_gr.core.errors import DeadlineExceeded, Overloaded
 
 
 class Priority(Enum):

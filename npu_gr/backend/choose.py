@@ -6,15 +6,15 @@ import importlib
 from typing import Literal, cast
 
 from npu_gr.backend.base import Backend
-from npu_gr.backend.cpu import NativeMode
-from npu_gr.errors import ConfigError
+from npu_gr.backend.cpu.backend import NativeMode
+from npu_gr.core.errors import ConfigError
 
 BackendName = Literal["cpu", "cuda", "npu", "reference"]
 
 _CLASSES = {
-    "cpu": ("npu_gr.backend.cpu", "CPUBackend"),
+    "cpu": ("npu_gr.backend.cpu.backend", "CPUBackend"),
     "cuda": ("npu_gr.backend.cuda", "CUDABackend"),
-    "npu": ("npu_gr.backend.npu", "NPUBackend"),
+    "npu": ("npu_gr.backend.npu.backend", "NPUBackend"),
     "reference": ("npu_gr.backend.reference", "ReferenceBackend"),
 }
 

@@ -21,11 +21,11 @@ from npu_gr.backend.base import BiasTables, Choices, Continuations, Over, Slab
 from npu_gr.backend.graphs import Graphs
 from npu_gr.backend.tiles import Tiles, natural
 from npu_gr.backend.torch_ops import TorchOps
-from npu_gr.errors import ConfigError
+from npu_gr.core.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
-_KERNELS = "npu_gr.backend.triton_ops"
+_KERNELS = "npu_gr.backend.triton"
 
 
 class CUDABackend(TorchOps):

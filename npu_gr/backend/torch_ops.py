@@ -24,7 +24,7 @@ from npu_gr.backend.base import (
     time_bucket,
 )
 from npu_gr.backend.best_items import Best, Hidden, top_k
-from npu_gr.backend.in_order import InOrder
+from npu_gr.backend.single_stream import InOrder
 from npu_gr.backend.tiles import Tiles, natural, pack
 from npu_gr.backend.topk import edges_of, select
 

@@ -23,12 +23,12 @@ from prometheus_client import CollectorRegistry
 from npu_gr.backend.choose import BackendName, choose
 from npu_gr.bench.line import Line, percentiles
 from npu_gr.bench.relay_rig import Arm, Rig, Served, Shape, measure_idle
-from npu_gr.config import SLOConfig
-from npu_gr.engine.engine import Pass
-from npu_gr.metrics.catalogue import Metrics
-from npu_gr.ranking import Ranking, RankingConfig
-from npu_gr.recommend import Asked, Cascade, RecommendConfig, Sized, Source
-from npu_gr.request import I64, Events, HistoryRef, ModelInfo, Outcome, RecommendAnswer, RecommendRequest, UserKey
+from npu_gr.core.request import I64, Events, HistoryRef, ModelInfo, Outcome, RecommendAnswer, RecommendRequest, UserKey
+from npu_gr.engine.rank_engine import Pass
+from npu_gr.jobs.rank import Ranking, RankingConfig
+from npu_gr.jobs.recommend import Asked, Cascade, RecommendConfig, Sized, Source
+from npu_gr.metrics.registry import Metrics
+from npu_gr.service.config import SLOConfig
 
 MULTIPLES = (1.0, 2.0, 4.0)  # how long retrieval takes elsewhere, of the pre-infer
 ROUNDS = 3  # in which the arms take turns

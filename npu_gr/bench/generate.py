@@ -22,14 +22,14 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from npu_gr.backend.choose import BackendName, choose
 from npu_gr.bench.line import Line, percentiles, timed_in_turn
-from npu_gr.catalog.build import build_trie
-from npu_gr.catalog.trie import Codebooks, Trie
+from npu_gr.catalogue.build import build_trie
+from npu_gr.catalogue.trie import Codebooks, Trie
+from npu_gr.core.request import I64
 from npu_gr.engine.beam_search import SearchOptions, Tables
-from npu_gr.engine.generate import Generator, Part, layout_of
+from npu_gr.engine.generate_engine import Generator, Part, layout_of
 from npu_gr.kv.arena import KVArena
 from npu_gr.kv.layout import Run
 from npu_gr.model.decoder import Decoder, DecoderConfig, DecoderLayer, rope_angles
-from npu_gr.request import I64
 
 NUM_CODES, NUM_LEVELS = 8192, 3  # one vocabulary for all levels
 PROMPT_TOKENS, NUM_ITEMS = 1024, 1_000_000

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Literal
 
-from npu_gr.backend.native import Native, NativeError, load
+from npu_gr.backend.cpu.library import Native, NativeError, load
 from npu_gr.bench import kernels_hstu, kernels_topk
 from npu_gr.bench.line import Line
 from npu_gr.bench.roofs import measure
-from npu_gr.errors import ConfigError
+from npu_gr.core.errors import ConfigError
 
 Part = Literal["roofs", "topk", "hstu"]
 PARTS: tuple[Part, ...] = ("roofs", "topk", "hstu")

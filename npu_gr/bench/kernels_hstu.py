@@ -19,13 +19,13 @@ from torch.nn.functional import silu
 
 from npu_gr.backend import tiles
 from npu_gr.backend.base import BiasTables, Slab
-from npu_gr.backend.cpu import CPUBackend
-from npu_gr.backend.native import Native
+from npu_gr.backend.cpu.backend import CPUBackend
+from npu_gr.backend.cpu.library import Native
 from npu_gr.backend.tiles import Tiles
 from npu_gr.backend.torch_ops import TorchOps
 from npu_gr.bench import rank
 from npu_gr.bench.line import Line, percentiles, timed_in_turn
-from npu_gr.errors import ConfigError
+from npu_gr.core.errors import ConfigError
 from npu_gr.kv.arena import KVArena
 from npu_gr.kv.layout import KVLayout, Run
 from npu_gr.model.hstu import HSTU, Past, Segment

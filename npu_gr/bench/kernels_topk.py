@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 
 from npu_gr.backend.base import Choices, Continuations
-from npu_gr.backend.cpu import CPUBackend
-from npu_gr.backend.native import Native
-from npu_gr.backend.native_topk import NativeTopk
+from npu_gr.backend.cpu.backend import CPUBackend
+from npu_gr.backend.cpu.library import Native
+from npu_gr.backend.cpu.topk import NativeTopk
 from npu_gr.bench.line import Line
 from npu_gr.bench.roofs import cpu_s
-from npu_gr.catalog.build import build_trie
-from npu_gr.catalog.trie import Codebooks
+from npu_gr.catalogue.build import build_trie
+from npu_gr.catalogue.trie import Codebooks
 from npu_gr.engine.beam_search import Tables
 
 WIDTHS, NUM_CODES, NUM_LEVELS = (128, 256, 512), 8192, 3

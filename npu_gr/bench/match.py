@@ -17,10 +17,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from npu_gr.backend.cpu import CPUBackend
+from npu_gr.backend.cpu.backend import CPUBackend
 from npu_gr.bench.line import Line, percentiles
+from npu_gr.core.request import F32
 from npu_gr.matching.index import ExactIndex, HnswIndex, recall
-from npu_gr.request import F32
 
 DIM, K, BATCHES = 64, 500, (1, 2, 4, 8, 32)
 TARGET = 0.9  # of the faster baseline's speed

@@ -14,10 +14,10 @@ from collections.abc import Iterator
 import numpy as np
 
 from npu_gr.bench.line import Line
-from npu_gr.matching.domains import MatchData, hold_out
-from npu_gr.matching.graph import Graph
-from npu_gr.matching.options import MatchOptions
-from npu_gr.matching.train import Progress, Trainer
+from npu_gr.train.match.domains import MatchData, hold_out
+from npu_gr.train.match.graph import Graph
+from npu_gr.train.match.options import MatchOptions
+from npu_gr.train.match.train import Progress, Trainer
 
 SOURCE_SHARE = 0.7  # of the edges
 EDGES_A_USER, EDGES_AN_ITEM = 10, 10

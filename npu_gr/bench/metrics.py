@@ -20,14 +20,14 @@ from prometheus_client import CollectorRegistry
 from npu_gr.backend.choose import choose
 from npu_gr.bench.line import Line, percentiles
 from npu_gr.bench.rank import config
-from npu_gr.config import SLOConfig
-from npu_gr.metrics.catalogue import Metrics
+from npu_gr.core.request import HistoryReport, Outcome, RankAnswer, Reason, UserKey
+from npu_gr.metrics.registry import Metrics
 from npu_gr.metrics.trace import CURRENT, begin
 from npu_gr.model.hstu import HSTU, Past, Segment
-from npu_gr.request import HistoryReport, Outcome, RankAnswer, Reason, UserKey
+from npu_gr.server.access_log import Journal
+from npu_gr.server.access_log import log as request_log
 from npu_gr.server.config import ServerConfig
-from npu_gr.server.journal import Journal
-from npu_gr.server.journal import log as request_log
+from npu_gr.service.config import SLOConfig
 
 SHARE = 0.01  # of a rank's CPU time, at most
 SHAPES = ((2, 64, 100), (8, 256, 100))  # layers, width, candidates: the demo's, and that of `bench rank`

@@ -24,16 +24,16 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from npu_gr.app import instance
 from npu_gr.backend.choose import BackendName
 from npu_gr.bench.line import Line
 from npu_gr.bench.rank import config as model_config
-from npu_gr.config import Config, from_table
-from npu_gr.errors import NpuGrError
+from npu_gr.core.errors import NpuGrError
+from npu_gr.core.request import Events, HistoryRef, RankRequest, SignalRequest, UserKey
 from npu_gr.model.hstu import HSTU
 from npu_gr.model.weights import Checkpoint, save
-from npu_gr.request import Events, HistoryRef, RankRequest, SignalRequest, UserKey
-from npu_gr.service import Service
+from npu_gr.service.app import instance
+from npu_gr.service.config import Config, from_table
+from npu_gr.service.service import Service
 
 NUM_CANDIDATES = 100
 LEAD_S = 0.05  # from signal to rank

@@ -37,9 +37,9 @@ from npu_gr.backend.base import Backend
 from npu_gr.backend.choose import BackendName, choose
 from npu_gr.bench.line import Line
 from npu_gr.bench.relay_rig import LEAD, RETURNING, Arm, Outcomes, Rig, Served, Shape, Traffic, Visit, measure_idle
+from npu_gr.core.request import UserKey
 from npu_gr.relay.trigger import TriggerConfig
 from npu_gr.replay.convert import read_mooncake
-from npu_gr.request import UserKey
 
 PARTS = ("arms", "longest", "trigger")
 MULTIPLES = (1.2, 1.5, 3.0)  # the objective, of the idle full inference

@@ -19,12 +19,13 @@ import torch
 
 from npu_gr.backend.base import Backend
 from npu_gr.bench.rank import config as model_config
-from npu_gr.catalog.items import ItemVocabulary
-from npu_gr.catalog.tokens import Tokens, tokenize
-from npu_gr.engine.engine import Engine, Pass
+from npu_gr.catalogue.items import ItemVocabulary
+from npu_gr.catalogue.tokens import Tokens, tokenize
+from npu_gr.core.errors import NpuGrError
+from npu_gr.core.request import F32, Events, Outcome, UserKey, Verdict
 from npu_gr.engine.queue import SchedulerConfig
+from npu_gr.engine.rank_engine import Engine, Pass
 from npu_gr.engine.scheduler import Scheduler
-from npu_gr.errors import NpuGrError
 from npu_gr.kv.arena import KVArena
 from npu_gr.kv.dram_store import DramEntry, DramStore
 from npu_gr.kv.keys import PrefixKey
@@ -33,7 +34,6 @@ from npu_gr.kv.prefix_pool import PrefixEntry, PrefixPool
 from npu_gr.model.hstu import HSTU
 from npu_gr.relay.relay import Relay, RelayConfig
 from npu_gr.relay.trigger import TriggerConfig
-from npu_gr.request import F32, Events, Outcome, UserKey, Verdict
 
 LEAD = 2.0  # of the idle full inference: from signal to rank
 HBM_PREFIXES = 16  # that the pool holds

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from npu_gr.backend.native import Native
+from npu_gr.backend.cpu.library import Native
 
 _READ_FLOATS = 64 << 20  # 256 MiB: more than a last-level cache
 

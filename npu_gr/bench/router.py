@@ -23,9 +23,9 @@ import numpy as np
 import yaml
 
 from npu_gr.bench.line import Line
+from npu_gr.core.settings import from_table
 from npu_gr.fleet.balancers import envoy
 from npu_gr.router.config import RouterConfig
-from npu_gr.settings import from_table
 
 BODY_BYTES, CONNECTIONS = 36_000, 32
 ADDED_MS = 0.25  # what the router may add at the median

@@ -13,11 +13,11 @@ import numpy as np
 import torch
 
 from npu_gr.bench.line import Line, percentiles
+from npu_gr.core.request import UserKey
 from npu_gr.kv.arena import KVArena
 from npu_gr.kv.dram_store import DramStore
 from npu_gr.kv.keys import PrefixKey
 from npu_gr.kv.layout import KVLayout
-from npu_gr.request import UserKey
 
 FEW, MANY = 10_000, 1_000_000
 TURNS = 2_000  # a sample

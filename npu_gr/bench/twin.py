@@ -14,7 +14,7 @@ import numpy as np
 from rich import box
 from rich.table import Column, Table
 
-from npu_gr.backend.ascend_twin import Machine, Report, Twin, packed
+from npu_gr.bench.ascend_twin import Machine, Report, Twin, packed
 from npu_gr.bench.line import Line
 
 LENGTHS, KS, KEPT = (1024, 8192, 65_536), (32, 128, 512), (1.0, 0.3, 0.05)

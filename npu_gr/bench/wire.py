@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from npu_gr.bench.line import Line, percentiles, timed_in_turn
-from npu_gr.request import RankRequest
+from npu_gr.core.request import RankRequest
 from npu_gr.server.config import ServerConfig
 from npu_gr.server.translate import rank_request
 from npu_gr.server.wire import JSON, MSGPACK, RankBody, decode

@@ -25,10 +25,10 @@ import torch
 from torch import Tensor
 
 from npu_gr.backend.base import Backend, Choices, Continuations, Over
-from npu_gr.catalog.trie import Codebooks, Trie
+from npu_gr.catalogue.trie import Codebooks, Trie
+from npu_gr.core.request import F32, I64
 from npu_gr.kv.beam_arena import BeamArena, fork_ancestry
 from npu_gr.model.decoder import BeamStep, Decoder, LayerSlabs, UnsharedKV
-from npu_gr.request import F32, I64
 
 Fork = Literal["move", "ancestry"]
 

@@ -25,8 +25,8 @@ from typing import Annotated, Any, NamedTuple
 
 import msgspec
 
+from npu_gr.core.errors import Overloaded
 from npu_gr.engine.cost import Pace
-from npu_gr.errors import Overloaded
 
 Count = Annotated[int, msgspec.Meta(ge=1)]
 BEHIND_S = 1e9  # after every instant of a request

@@ -23,8 +23,8 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
+from npu_gr.core.errors import DeadlineExceeded, DeviceError, NpuGrError, Overloaded, Unavailable
 from npu_gr.engine.queue import Demand, Job, JobQueue, SchedulerConfig, Step
-from npu_gr.errors import DeadlineExceeded, DeviceError, NpuGrError, Overloaded, Unavailable
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)

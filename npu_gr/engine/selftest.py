@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from npu_gr.catalog.tokens import Tokens
-from npu_gr.engine.engine import Cached, Engine, Pass
+from npu_gr.catalogue.tokens import Tokens
+from npu_gr.core.errors import DeviceError
+from npu_gr.core.request import I64
+from npu_gr.engine.rank_engine import Cached, Engine, Pass
 from npu_gr.engine.scheduler import Urgency
-from npu_gr.errors import DeviceError
 from npu_gr.kv.arena import KVArena
 from npu_gr.kv.layout import Run
-from npu_gr.request import I64
 
 TOLERANCE = {"float64": 1e-12, "float32": 1e-5, "bfloat16": 0.1}  # of the logits' standard deviation
 _FAR = float("inf")

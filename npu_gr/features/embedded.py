@@ -18,9 +18,9 @@ from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 from typing import IO, Any
 
-from npu_gr.errors import ConfigError, Unavailable
+from npu_gr.core.errors import ConfigError, Unavailable
+from npu_gr.core.request import Events, UserKey
 from npu_gr.features.store import EVENT, HistoryConfig, Stored, key_bytes, pack, unpack
-from npu_gr.request import Events, UserKey
 
 CHUNK = 256  # events
 MAX_GROUP = 512  # jobs that share a transaction

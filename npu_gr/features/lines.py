@@ -6,7 +6,7 @@ import gzip
 import zlib
 from pathlib import Path
 
-from npu_gr.errors import DataError
+from npu_gr.core.errors import DataError
 
 _CHUNK_BYTES = 1 << 20
 

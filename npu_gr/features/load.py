@@ -6,10 +6,10 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 
-from npu_gr.errors import DataError
+from npu_gr.core.errors import DataError
+from npu_gr.core.request import Events, UserKey
 from npu_gr.features.interactions import Interactions
 from npu_gr.features.store import HistoryStore
-from npu_gr.request import Events, UserKey
 
 BATCH_USERS = 256
 

@@ -11,9 +11,9 @@ import base64
 from collections.abc import Awaitable
 from typing import TYPE_CHECKING, Any
 
-from npu_gr.errors import ConfigError, Unavailable
+from npu_gr.core.errors import ConfigError, Unavailable
+from npu_gr.core.request import Events, UserKey
 from npu_gr.features.store import EVENT, HistoryConfig, Stored, key_bytes, pack, unpack
-from npu_gr.request import Events, UserKey
 
 if TYPE_CHECKING:
     from redis.asyncio import Redis

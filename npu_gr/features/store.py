@@ -8,7 +8,7 @@ from typing import Annotated, Literal, NamedTuple, Protocol
 import msgspec
 import numpy as np
 
-from npu_gr.request import Events, UserKey
+from npu_gr.core.request import Events, UserKey
 
 EVENT = np.dtype([("item", "<i8"), ("action", "<i2"), ("timestamp", "<i8")])  # packed: 18 bytes
 

@@ -13,7 +13,7 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from npu_gr.errors import ConfigError
+from npu_gr.core.errors import ConfigError
 from npu_gr.router.config import InstanceConfig, RouterConfig
 from npu_gr.server.headers import NOT_TAKEN
 

@@ -26,8 +26,8 @@ import aiohttp
 from aiohttp import web
 from prometheus_client.parser import text_string_to_metric_families
 
-from npu_gr.config import Config, from_table, to_table
-from npu_gr.errors import ConfigError
+from npu_gr.core.errors import ConfigError
+from npu_gr.service.config import Config, from_table, to_table
 
 if TYPE_CHECKING:
     from starlette.requests import Request
@@ -92,7 +92,7 @@ class Instance:
     """One replica: an instance in this process, its door on a Unix socket."""
 
     async def __init__(self, table: dict[str, Any]) -> None:  # type: ignore[misc]  # Ray awaits it
-        from npu_gr.app import instance
+        from npu_gr.service.app import instance
 
         self._config = from_table(table)
         self._stack = AsyncExitStack()

@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from npu_gr.backend.in_order import InOrder
+from npu_gr.backend.single_stream import InOrder
 
 Slab = tuple[Tensor, Tensor]
 Fork = Callable[[Tensor, Tensor, Tensor, int], None]  # as `Backend.beam_fork_`

@@ -18,12 +18,12 @@ from functools import partial
 
 import numpy as np
 
-from npu_gr.errors import PoolExhausted, StaleEntry
+from npu_gr.core.errors import PoolExhausted, StaleEntry
+from npu_gr.core.request import I64, UserKey
 from npu_gr.kv.arena import KVArena
 from npu_gr.kv.keys import ByUser, PrefixKey
 from npu_gr.kv.layout import Run
 from npu_gr.kv.pages import PageAllocator
-from npu_gr.request import I64, UserKey
 
 
 class DramEntry:

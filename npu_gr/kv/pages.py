@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from npu_gr.errors import PoolExhausted
+from npu_gr.core.errors import PoolExhausted
 from npu_gr.kv.layout import Run
 
 

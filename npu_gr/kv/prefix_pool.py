@@ -20,12 +20,12 @@ from contextlib import contextmanager
 from enum import Enum, auto
 from functools import partial
 
-from npu_gr.errors import PoolExhausted
+from npu_gr.core.errors import PoolExhausted
+from npu_gr.core.request import I64, UserKey
 from npu_gr.kv.arena import KVArena
 from npu_gr.kv.keys import ByUser, PrefixKey
 from npu_gr.kv.layout import Run
 from npu_gr.kv.pages import PageAllocator
-from npu_gr.request import I64, UserKey
 
 
 class State(Enum):

@@ -12,7 +12,7 @@ from typing import Literal
 
 import numpy as np
 
-from npu_gr.request import F32, I64
+from npu_gr.core.request import F32, I64
 
 Norm = Literal["mean", "symmetric"]
 Activation = Literal["none", "tanh", "leaky_relu"]

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from npu_gr.backend.base import Backend
 from npu_gr.backend.best_items import Best, Hidden
-from npu_gr.errors import ConfigError
-from npu_gr.request import F32
+from npu_gr.core.errors import ConfigError
+from npu_gr.core.request import F32
 
 IndexName = Literal["exact", "hnsw"]
 HNSW_LINKS, HNSW_BUILD, HNSW_SEARCH = 32, 80, 256

@@ -18,11 +18,9 @@ import xxhash
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
-from npu_gr.errors import DataError
-from npu_gr.matching.domains import Domains, MatchData
+from npu_gr.core.errors import DataError
+from npu_gr.core.request import F32, I64
 from npu_gr.matching.fold import Activation, Folding, Norm
-from npu_gr.matching.train import Result
-from npu_gr.request import F32, I64
 
 FORMAT = 1
 
@@ -62,28 +60,6 @@ class _Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     checksums: dict[str, str]  # xxh3-64 of each tensor's bytes
     figures: dict[str, float] = {}
     folding: _FoldingKind | None = None
-
-
-def export(domains: Domains, data: MatchData, result: Result, figures: dict[str, float]) -> Vectors:
-    """A training's result with the names and histories that serving needs; every known target edge counts as seen."""
-    target = domains.target
-    is_bridged = result.source_users is not None and result.bridge_items is not None
-    order = np.argsort(target.users, kind="stable")
-    return Vectors(
-        user_names=domains.user_names,
-        item_ids=domains.target_ids,
-        users=result.users.numpy(),
-        items=result.items.numpy(),
-        in_target=data.target.degrees()[0] > 0,
-        in_source=data.source.degrees()[0] > 0,
-        source_users=result.source_users.numpy() if result.source_users is not None and is_bridged else None,
-        bridge_items=result.bridge_items.numpy() if result.bridge_items is not None and is_bridged else None,
-        popularity=target.degrees()[1],
-        seen_starts=np.searchsorted(target.users[order], np.arange(target.num_users + 1)),
-        seen_items=target.items[order].astype(np.int32),
-        figures=figures,
-        folding=result.folding,
-    )
 
 
 def save(vectors: Vectors, folder: Path) -> str:

@@ -12,7 +12,7 @@ from prometheus_client import Metric
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
-from npu_gr.metrics.catalogue import Metrics
+from npu_gr.metrics.registry import Metrics
 
 _EOF = b"# EOF\n"
 

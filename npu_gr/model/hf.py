@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from npu_gr.errors import CheckpointError
+from npu_gr.core.errors import CheckpointError
 from npu_gr.model.decoder import Decoder, DecoderConfig
 
 WEIGHTS, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"

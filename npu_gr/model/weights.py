@@ -17,10 +17,10 @@ import xxhash
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from npu_gr.errors import CheckpointError
+from npu_gr.core.errors import CheckpointError
+from npu_gr.core.request import I64
 from npu_gr.model.config import HSTUConfig
 from npu_gr.model.hstu import HSTU
-from npu_gr.request import I64
 
 ITEM_IDS = "catalog.item_ids"
 

@@ -6,11 +6,11 @@ import asyncio
 from collections.abc import Sequence
 from typing import Protocol, TypeVar
 
+from npu_gr.core.request import I64
 from npu_gr.engine.cost import CostModel
 from npu_gr.engine.scheduler import Done, Urgency
 from npu_gr.kv.arena import KVArena
 from npu_gr.kv.layout import Run
-from npu_gr.request import I64
 
 
 class Prefix(Protocol):

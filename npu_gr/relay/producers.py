@@ -19,15 +19,15 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Generic
 
+from npu_gr.core.errors import DeadlineExceeded, NpuGrError, Overloaded, ResourceError
+from npu_gr.core.request import UserKey, Verdict
 from npu_gr.engine.scheduler import Done, Urgency
-from npu_gr.errors import DeadlineExceeded, NpuGrError, Overloaded, ResourceError
 from npu_gr.kv.arena import KVArena
 from npu_gr.kv.dram_store import DramEntry, DramStore
 from npu_gr.kv.keys import PrefixKey
 from npu_gr.kv.layout import Run
 from npu_gr.kv.prefix_pool import PrefixEntry, PrefixPool
 from npu_gr.relay.encoder import Encoder, P
-from npu_gr.request import UserKey, Verdict
 
 log = logging.getLogger(__name__)
 

@@ -30,10 +30,11 @@ from typing import Annotated, Generic, NamedTuple
 
 import msgspec
 
-from npu_gr.engine.engine import Cached
+from npu_gr.core.errors import ResourceError
+from npu_gr.core.request import Brownout, Outcome, Reason, UserKey, Verdict
 from npu_gr.engine.quantile import RunningQuantile
+from npu_gr.engine.rank_engine import Cached
 from npu_gr.engine.scheduler import Urgency
-from npu_gr.errors import ResourceError
 from npu_gr.kv.dram_store import DramEntry, DramStore
 from npu_gr.kv.keys import PrefixKey
 from npu_gr.kv.layout import Run
@@ -51,7 +52,6 @@ from npu_gr.relay.trigger import (
     live_limit,
     reload_pays,
 )
-from npu_gr.request import Brownout, Outcome, Reason, UserKey, Verdict
 
 
 class RelayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -15,7 +15,7 @@ from typing import Annotated, Literal, NamedTuple
 
 import msgspec
 
-from npu_gr.request import Verdict
+from npu_gr.core.request import Verdict
 
 
 class TriggerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

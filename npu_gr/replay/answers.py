@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from npu_gr.errors import DataError
+from npu_gr.core.errors import DataError
 from npu_gr.replay.log import SCORED, Log
 from npu_gr.replay.player import Sample
 

@@ -7,9 +7,9 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
+from npu_gr.core.request import Events, UserKey
 from npu_gr.replay.log import LoggedHistory, Record
 from npu_gr.replay.plan import user_of
-from npu_gr.request import Events, UserKey
 
 MAX_USERS = 200_000  # whose newest prefix a client remembers
 MAX_EVENTS = 16_000_000  # remembered for `whole`; 18 bytes each

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from npu_gr.errors import DataError
+from npu_gr.core.errors import DataError
 from npu_gr.replay.answers import AnswerFile
 from npu_gr.replay.log import Log, Record
 from npu_gr.replay.options import ReplayOptions

@@ -19,7 +19,7 @@ from rich import box
 from rich.console import Group
 from rich.table import Table
 
-from npu_gr.errors import DataError
+from npu_gr.core.errors import DataError
 from npu_gr.replay.answers import AnswerLine, read_answers
 
 F64 = npt.NDArray[np.float64]

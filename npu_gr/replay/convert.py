@@ -18,11 +18,11 @@ from typing import Annotated, Literal
 import msgspec
 import numpy as np
 
-from npu_gr.errors import DataError
+from npu_gr.core.errors import DataError
+from npu_gr.core.request import I64, Events
 from npu_gr.features.interactions import Interactions
 from npu_gr.features.lines import read_lines
 from npu_gr.replay.log import LoggedHistory, Record
-from npu_gr.request import I64, Events
 
 LIKE = 4.0  # a rating of at least this
 

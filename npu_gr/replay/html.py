@@ -7,11 +7,11 @@ from html import escape
 from itertools import pairwise
 from typing import Any
 
+from npu_gr.core.request import Outcome
 from npu_gr.replay.report import PERCENTILES, Report
 from npu_gr.replay.study import Study, name, row
 from npu_gr.replay.svg import areas, axis, lines
 from npu_gr.replay.tally import HITS
-from npu_gr.request import Outcome
 
 STYLE = """
 :root { color-scheme: light dark; --line: #8885; --dim: #777; }

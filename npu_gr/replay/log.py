@@ -21,8 +21,8 @@ from typing import IO, Annotated, Any, Literal, cast
 import msgspec
 import numpy as np
 
-from npu_gr.errors import DataError
-from npu_gr.request import I64, Events
+from npu_gr.core.errors import DataError
+from npu_gr.core.request import I64, Events
 
 REORDER = 4096  # records
 NAMED = 10  # bad lines that a report names

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from npu_gr.errors import DataError
+from npu_gr.core.errors import DataError
 from npu_gr.replay.log import LoggedHistory, Record, column
 
 if TYPE_CHECKING:

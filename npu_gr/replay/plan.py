@@ -27,9 +27,9 @@ import msgspec
 import numpy as np
 import xxhash
 
+from npu_gr.core.request import UserKey
 from npu_gr.replay.log import SCORED, Record
 from npu_gr.replay.options import ReplayOptions
-from npu_gr.request import UserKey
 
 PAIR_S = 5.0  # log seconds from a signal to its rank, at most
 MAX_BETWEEN = 10_000  # records between two paced ones that are held to be spread

@@ -24,11 +24,11 @@ from urllib.parse import quote
 import aiohttp
 import msgspec
 
+from npu_gr.core.request import UserKey
 from npu_gr.replay.body import Histories, Mode, encode
 from npu_gr.replay.log import UNRANKED, Record
 from npu_gr.replay.plan import Action, user_of
 from npu_gr.replay.timer import Timer
-from npu_gr.request import UserKey
 
 BATCH = 256  # actions that are read and encoded ahead, in a thread
 SWITCH_S = 1e-4  # what that thread may keep the player from its clock

@@ -29,20 +29,8 @@ from typing import IO, Annotated, Literal, Self
 import msgspec
 import xxhash
 
-from npu_gr.errors import ConfigError, NotFound
-from npu_gr.replay.answers import digest, raw
-from npu_gr.replay.log import (
-    UNRANKED,
-    Kind,
-    LoggedAnswer,
-    LoggedGenerate,
-    LoggedHistory,
-    LoggedMatch,
-    LoggedRecommend,
-    Record,
-    create,
-)
-from npu_gr.request import (
+from npu_gr.core.errors import ConfigError, NotFound
+from npu_gr.core.request import (
     I64,
     Events,
     GenerateAnswer,
@@ -56,6 +44,18 @@ from npu_gr.request import (
     SignalAnswer,
     SignalRequest,
     UserKey,
+)
+from npu_gr.replay.answers import digest, raw
+from npu_gr.replay.log import (
+    UNRANKED,
+    Kind,
+    LoggedAnswer,
+    LoggedGenerate,
+    LoggedHistory,
+    LoggedMatch,
+    LoggedRecommend,
+    Record,
+    create,
 )
 
 log = logging.getLogger(__name__)

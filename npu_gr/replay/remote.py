@@ -8,7 +8,7 @@ from typing import Any
 
 import aiohttp
 
-from npu_gr.errors import Unavailable
+from npu_gr.core.errors import Unavailable
 
 PERIOD_S = 5.0
 SETTLE_S = 1.5

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from npu_gr.errors import ConfigError, DataError, Unavailable
+from npu_gr.core.errors import ConfigError, DataError, Unavailable
 from npu_gr.replay.client import TELL_S, Client, Part, monotonic_start_s, work
 from npu_gr.replay.log import Record
 from npu_gr.replay.options import ReplayOptions

@@ -7,12 +7,12 @@ from collections import Counter, defaultdict
 import numpy as np
 import numpy.typing as npt
 
+from npu_gr.core.request import Outcome
 from npu_gr.replay.answers import digest
 from npu_gr.replay.histogram import Latency, Slices
 from npu_gr.replay.log import SCORED
 from npu_gr.replay.player import Answer, Sample
 from npu_gr.replay.quality import ndcg_at
-from npu_gr.request import Outcome
 
 HITS = (Outcome.HBM_HIT, Outcome.JOINED, Outcome.DRAM_HIT)
 

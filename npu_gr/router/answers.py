@@ -6,7 +6,7 @@ from http import HTTPStatus
 
 import msgspec
 
-from npu_gr.errors import NpuGrError, Overloaded
+from npu_gr.core.errors import NpuGrError, Overloaded
 
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 REASONS = {status.value: status.phrase.encode() for status in HTTPStatus}

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import msgspec
 
-from npu_gr import settings
-from npu_gr.errors import ConfigError
+from npu_gr.core import settings
+from npu_gr.core.errors import ConfigError
 from npu_gr.router.config import DiscoveryConfig, DNSConfig, InstanceConfig, check_names
 
 

@@ -14,7 +14,7 @@ import aiohttp
 import msgspec
 from yarl import URL
 
-from npu_gr.errors import Unavailable
+from npu_gr.core.errors import Unavailable
 from npu_gr.router.answers import Refused, plain
 from npu_gr.router.config import InstanceConfig
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
-from npu_gr.errors import BadRequest, DeadlineExceeded, NpuGrError, Unavailable
+from npu_gr.core.errors import BadRequest, DeadlineExceeded, NpuGrError, Unavailable
 from npu_gr.router.answers import BadGateway, Refused, plain, problem, status_line
 from npu_gr.router.erase import verdict
 from npu_gr.router.members import Check

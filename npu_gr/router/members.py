@@ -19,7 +19,7 @@ from enum import StrEnum
 from statistics import median
 from typing import TYPE_CHECKING, NamedTuple
 
-from npu_gr.errors import Overloaded, Unavailable
+from npu_gr.core.errors import Overloaded, Unavailable
 from npu_gr.router.breaker import Breaker
 from npu_gr.router.config import InstanceConfig, RouterConfig
 from npu_gr.router.ring import Member, Placement, Ring, bound, fraction, spill

@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 
 import aiohttp
 
-from npu_gr.errors import ConfigError, Overloaded
+from npu_gr.core.errors import ConfigError, Overloaded
 from npu_gr.router.client import Client
 from npu_gr.router.config import InstanceConfig, RouterConfig
 from npu_gr.router.discovery import find

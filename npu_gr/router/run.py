@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager
 from aiohttp import web
 from prometheus_client import CollectorRegistry
 
-from npu_gr.errors import ConfigError
+from npu_gr.core.errors import ConfigError
 from npu_gr.router.admin import build_admin_app
 from npu_gr.router.client import Client
 from npu_gr.router.config import RouterConfig

@@ -6,7 +6,7 @@ import hmac
 import logging
 from pathlib import Path
 
-from npu_gr.errors import ConfigError, Unauthorized
+from npu_gr.core.errors import ConfigError, Unauthorized
 
 log = logging.getLogger(__name__)
 

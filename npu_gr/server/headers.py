@@ -6,7 +6,7 @@ import re
 import uuid
 from collections.abc import Mapping
 
-from npu_gr.errors import BadRequest, DeadlineExceeded
+from npu_gr.core.errors import BadRequest, DeadlineExceeded
 
 REQUEST_ID = "X-Request-Id"
 NOT_TAKEN = "X-NpuGr-Not-Taken"  # of a 503: nothing was begun, so even a signal may go elsewhere

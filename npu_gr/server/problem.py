@@ -6,7 +6,7 @@ import logging
 
 from aiohttp import web
 
-from npu_gr.errors import NotTaken, NpuGrError, Overloaded, Unauthorized
+from npu_gr.core.errors import NotTaken, NpuGrError, Overloaded, Unauthorized
 from npu_gr.server.headers import NOT_TAKEN
 from npu_gr.server.wire import JSON, Problem, encode
 

@@ -10,10 +10,8 @@ from typing import Any, TypeVar
 import msgspec
 from aiohttp import web
 
-from npu_gr.errors import NpuGrError, Unprocessable
-from npu_gr.replay.log import Kind
-from npu_gr.replay.recorder import Answer, Recorder, RecordOrder, RecordStatus, Request, Seen, the
-from npu_gr.request import (
+from npu_gr.core.errors import NpuGrError, Unprocessable
+from npu_gr.core.request import (
     Events,
     GenerateAnswer,
     GenerateRequest,
@@ -27,7 +25,9 @@ from npu_gr.request import (
     SignalRequest,
     UserKey,
 )
-from npu_gr.server.door import Door
+from npu_gr.replay.log import Kind
+from npu_gr.replay.recorder import Answer, Recorder, RecordOrder, RecordStatus, Request, Seen, the
+from npu_gr.server.service_protocol import Door
 from npu_gr.server.wire import JSON
 
 A = TypeVar("A")

@@ -13,19 +13,20 @@ from aiohttp import web
 
 from npu_gr import __version__
 from npu_gr.admission.limiter import Priority
-from npu_gr.errors import DeadlineExceeded, NotFound, NotTaken, Unprocessable
-from npu_gr.metrics.catalogue import Metrics
+from npu_gr.core.errors import DeadlineExceeded, NotFound, NotTaken, Unprocessable
+from npu_gr.core.request import GenerateAnswer, MatchAnswer, ModelInfo, Outcome, RankAnswer, RecommendAnswer, UserKey
 from npu_gr.metrics.exposition import expose
 from npu_gr.metrics.pauses import noted_pauses
+from npu_gr.metrics.registry import Metrics
 from npu_gr.metrics.status import CONTENT_SECURITY_POLICY, page
-from npu_gr.request import GenerateAnswer, MatchAnswer, ModelInfo, Outcome, RankAnswer, RecommendAnswer, UserKey
+from npu_gr.server.access_log import Journal
 from npu_gr.server.auth import ApiKeys
 from npu_gr.server.config import ServerConfig
-from npu_gr.server.door import Door
 from npu_gr.server.headers import budget_s
-from npu_gr.server.journal import Journal
+from npu_gr.server.middleware import ANSWER, ARRIVED_S, ID, PARSED_S, USER, around
 from npu_gr.server.openapi import document
 from npu_gr.server.run import probe_loop_lag
+from npu_gr.server.service_protocol import Door
 from npu_gr.server.status import status
 from npu_gr.server.tracing import Tracing
 from npu_gr.server.translate import (
@@ -44,7 +45,6 @@ from npu_gr.server.translate import (
     signal_request,
     vectors_out,
 )
-from npu_gr.server.watch import ANSWER, ARRIVED_S, ID, PARSED_S, USER, around
 from npu_gr.server.wire import (
     JSON,
     MSGPACK,

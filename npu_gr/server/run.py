@@ -12,7 +12,7 @@ from typing import Any
 
 from aiohttp import web
 
-from npu_gr.errors import ConfigError
+from npu_gr.core.errors import ConfigError
 from npu_gr.server.config import ServerConfig
 
 log = logging.getLogger(__name__)

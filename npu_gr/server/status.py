@@ -6,12 +6,12 @@ import time
 from contextlib import suppress
 
 from npu_gr import __version__
-from npu_gr.errors import NotFound
-from npu_gr.metrics.catalogue import WINDOWS_S, Metrics
+from npu_gr.core.errors import NotFound
+from npu_gr.metrics.registry import WINDOWS_S, Metrics
 from npu_gr.metrics.slo import Counts
 from npu_gr.metrics.status import Goodput, Slow, Status, TierBytes
-from npu_gr.server.door import Door
-from npu_gr.server.journal import Journal
+from npu_gr.server.access_log import Journal
+from npu_gr.server.service_protocol import Door
 
 RECENT_S, NUM_SLOW = 900.0, 10
 

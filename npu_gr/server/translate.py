@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from npu_gr.errors import TooLarge, Unprocessable
-from npu_gr.request import (
+from npu_gr.core.errors import TooLarge, Unprocessable
+from npu_gr.core.request import (
     F32,
     CatalogueChange,
     CatalogueInfo,

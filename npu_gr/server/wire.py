@@ -13,8 +13,8 @@ from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 
-from npu_gr.errors import BadRequest, Unprocessable, UnsupportedMedia
-from npu_gr.request import UserKey
+from npu_gr.core.errors import BadRequest, Unprocessable, UnsupportedMedia
+from npu_gr.core.request import UserKey
 
 Int = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 Column = Annotated[

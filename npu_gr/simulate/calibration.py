@@ -6,9 +6,9 @@ from pathlib import Path
 
 import msgspec
 
-from npu_gr.errors import ConfigError
+from npu_gr.core.errors import ConfigError
+from npu_gr.core.settings import load
 from npu_gr.relay.calibration import Calibration
-from npu_gr.settings import load
 from npu_gr.simulate.config import DeviceProfile, SimulateConfig
 
 

@@ -10,7 +10,7 @@ import selectors
 from collections.abc import Coroutine, Mapping
 from typing import Any, TypeVar
 
-from npu_gr.errors import NpuGrError
+from npu_gr.core.errors import NpuGrError
 
 T = TypeVar("T")
 

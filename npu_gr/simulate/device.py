@@ -13,15 +13,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from npu_gr.core.errors import DeadlineExceeded, NpuGrError, Overloaded
+from npu_gr.core.request import I64
 from npu_gr.engine.cost import CostModel
-from npu_gr.engine.engine import chunks
 from npu_gr.engine.quantile import RunningQuantile
 from npu_gr.engine.queue import Demand, Job, JobQueue, SchedulerConfig, Step
+from npu_gr.engine.rank_engine import chunks
 from npu_gr.engine.scheduler import Done, Urgency
-from npu_gr.errors import DeadlineExceeded, NpuGrError, Overloaded
 from npu_gr.kv.arena import KVArena
 from npu_gr.kv.layout import Run
-from npu_gr.request import I64
 from npu_gr.simulate.config import DeviceProfile
 
 _FASTEST = 0.1  # of the model: noise makes no pass faster than that

@@ -19,13 +19,13 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from npu_gr.core.errors import DataError
+from npu_gr.core.request import Outcome
 from npu_gr.engine.cost import fit_passes
-from npu_gr.errors import DataError
 from npu_gr.replay.log import Record, count
 from npu_gr.replay.options import ReplayOptions
 from npu_gr.replay.plan import plan
 from npu_gr.replay.player import PlayerOptions, Sample, play
-from npu_gr.request import Outcome
 from npu_gr.simulate.config import DeviceProfile, Late, Lognormal, UsersConfig
 from npu_gr.simulate.users import Ask
 

@@ -17,13 +17,13 @@ from npu_gr.admission.brownout import BrownoutControl
 from npu_gr.admission.gate import Gate
 from npu_gr.admission.gradient import GradientLimit
 from npu_gr.admission.limiter import Expected, Limiter, Priority
-from npu_gr.errors import ConfigError, DeadlineExceeded, NpuGrError, Overloaded
+from npu_gr.core.errors import ConfigError, DeadlineExceeded, NpuGrError, Overloaded
+from npu_gr.core.request import Brownout, Outcome, UserKey, Verdict
 from npu_gr.kv.arena import KVArena
 from npu_gr.kv.dram_store import DramStore
 from npu_gr.kv.layout import KVLayout
 from npu_gr.kv.prefix_pool import PrefixPool
 from npu_gr.relay.relay import Relay
-from npu_gr.request import Brownout, Outcome, UserKey, Verdict
 from npu_gr.simulate.config import DeviceProfile, SimulateConfig
 from npu_gr.simulate.device import Device, RankWork, SimulatedPrefix
 from npu_gr.simulate.users import Ask

@@ -11,9 +11,9 @@ import numpy as np
 from rich.console import Group
 from rich.table import Table
 
+from npu_gr.core.request import Outcome
 from npu_gr.replay.html import STYLE, figure, table
 from npu_gr.replay.svg import areas, axis, lines
-from npu_gr.request import Outcome
 from npu_gr.simulate.capacity import Capacity
 from npu_gr.simulate.fleet import Outcomes
 

@@ -22,9 +22,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from npu_gr.errors import DataError
+from npu_gr.core.errors import DataError
+from npu_gr.core.request import I64
 from npu_gr.features.interactions import Interactions, ItemValues
-from npu_gr.request import I64
 
 Bools = npt.NDArray[np.bool_]
 Split = Literal["user-time", "time", "leave-one-out"]

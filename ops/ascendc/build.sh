@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Builds the NPU library on a machine with CANN and torch_npu, and puts it where npu_gr looks for it:
-#   npu_gr/backend/lib/libnpu_gr_ascend_<ascend910b|ascend910_93>.so, and beside it a .json that says what it was built for.
+#   npu_gr/backend/npu/lib/libnpu_gr_ascend_<ascend910b|ascend910_93>.so, and beside it a .json that says what it was built for.
 # Usage: SOC_VERSION=ascend910b1 ops/ascendc/build.sh [FOLDER]
 #   SOC_VERSION  as `npu-smi info` names the chip, in lower case with "ascend" before it
 #   PYTHON       the Python that has torch and torch_npu (default: python3)
@@ -39,7 +39,7 @@ torch_npu=$(package torch_npu)
 read -r version abi < <(TORCH_DEVICE_BACKEND_AUTOLOAD=0 "$python" -c \
   'import torch; print(torch.__version__, int(torch._C._GLIBCXX_USE_CXX11_ABI))')
 
-out=${1:-$root/npu_gr/backend/lib}
+out=${1:-$root/npu_gr/backend/npu/lib}
 build=$root/build/npu-$variant
 cmake -S "$here" -B "$build" -DSOC_VERSION="$soc" -DVARIANT="$variant" -DASCEND_HOME_PATH="$ASCEND_HOME_PATH" \
   -DTORCH_PATH="$torch" -DTORCH_NPU_PATH="$torch_npu" -DTORCH_CXX11_ABI="$abi" -DRUN_MODE=npu

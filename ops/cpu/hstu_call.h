@@ -1,4 +1,4 @@
-// What HSTU's attention is asked for; npu_gr/backend/native_hstu.py mirrors it field by field.
+// What HSTU's attention is asked for; npu_gr/backend/cpu/hstu.py mirrors it field by field.
 //
 // A tile holds the keys and values of 64 consecutive tokens of every head, heads outermost. Widths are padded with
 // zeros: Dq to a multiple of 2, Dv to a multiple of 16.

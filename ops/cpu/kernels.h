@@ -1,4 +1,4 @@
-// The C ABI between the kernels and npu_gr/backend/native.py: one table of functions an instruction set.
+// The C ABI between the kernels and npu_gr/backend/cpu/library.py: one table of functions an instruction set.
 //
 // Plain pointers and sizes, no torch, no Python, no allocation, no threads, no exceptions. Every function may run on
 // several threads at once; memory that it needs comes from the caller. Strides count elements, not bytes.

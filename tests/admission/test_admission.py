@@ -11,7 +11,7 @@ from npu_gr.admission.deadline import deadline
 from npu_gr.admission.gate import Gate
 from npu_gr.admission.gradient import GradientLimit
 from npu_gr.admission.limiter import Expected, Limiter, Priority
-from npu_gr.errors import DeadlineExceeded, Overloaded
+from npu_gr.core.errors import DeadlineExceeded, Overloaded
 
 
 def test_the_limit_holds_and_slots_come_back() -> None:

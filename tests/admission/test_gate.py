@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from npu_gr.admission.gate import OPEN, Gate
-from npu_gr.errors import Overloaded
+from npu_gr.core.errors import Overloaded
 
 
 def lets_in(gate: Gate, wait_s: float, objective_s: float = 0.1) -> bool:

@@ -7,7 +7,7 @@ import os
 import pytest
 import torch
 
-from npu_gr.backend.native import ISAS, Native, load, supported
+from npu_gr.backend.cpu.library import ISAS, Native, load, supported
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is imported, and when a kernel is

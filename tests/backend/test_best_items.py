@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from npu_gr.backend.best_items import Best, Hidden, top_k
-from npu_gr.backend.native import Native
-from npu_gr.backend.native_items import NativeItems
+from npu_gr.backend.cpu.items import NativeItems
+from npu_gr.backend.cpu.library import Native
 from npu_gr.backend.reference import ReferenceBackend
 
 REFERENCE = ReferenceBackend()

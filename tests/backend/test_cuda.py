@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from npu_gr.backend.cuda import CUDABackend
-from npu_gr.errors import ConfigError
+from npu_gr.core.errors import ConfigError
 
 
 class Recorder:

@@ -13,11 +13,11 @@ from torch import nn
 from npu_gr.backend import graphs
 from npu_gr.backend.cuda import CUDABackend
 from npu_gr.backend.graphs import BUCKETS, Graphs
-from npu_gr.engine.generate import Generator
-from tests.backend.fake_device import FakeRuntime
-from tests.backend.test_npu import generated
+from npu_gr.engine.generate_engine import Generator
+from tests.backend.npu.fake_device import FakeRuntime
+from tests.backend.npu.test_backend import generated
 from tests.engine.test_beam_search import model
-from tests.engine.test_generate import catalogue
+from tests.engine.test_generate_engine import catalogue
 from tests.models import CPU
 
 

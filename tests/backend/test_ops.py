@@ -13,7 +13,7 @@ from npu_gr.backend import torch_ops
 from npu_gr.backend.base import TIME_BUCKETS, Backend, BiasTables, Slab, time_bucket
 from npu_gr.backend.choose import choose
 from npu_gr.backend.reference import ReferenceBackend, allowed
-from npu_gr.errors import ConfigError
+from npu_gr.core.errors import ConfigError
 
 REFERENCE = ReferenceBackend()
 HEADS, QK, V, BUCKETS = 2, 3, 5, 9

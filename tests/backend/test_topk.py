@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from npu_gr.backend.base import Backend, Choices, Continuations, Over
-from npu_gr.backend.cpu import CPUBackend
-from npu_gr.backend.native import Native
-from npu_gr.backend.native_topk import NativeTopk
+from npu_gr.backend.cpu.backend import CPUBackend
+from npu_gr.backend.cpu.library import Native
+from npu_gr.backend.cpu.topk import NativeTopk
 from npu_gr.backend.reference import ReferenceBackend
 from npu_gr.backend.topk import select
 

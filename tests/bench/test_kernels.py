@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from npu_gr.backend.native import supported
+from npu_gr.backend.cpu.library import supported
 from npu_gr.bench import kernels, kernels_topk
-from npu_gr.errors import ConfigError
+from npu_gr.core.errors import ConfigError
 
 
 def test_lines(monkeypatch: pytest.MonkeyPatch) -> None:

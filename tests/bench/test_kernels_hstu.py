@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from npu_gr.backend.base import BiasTables
-from npu_gr.backend.native import supported
+from npu_gr.backend.cpu.library import supported
 from npu_gr.backend.reference import ReferenceBackend
 from npu_gr.bench import kernels_hstu, rank
 from npu_gr.bench.kernels_hstu import NaiveCachedBackend

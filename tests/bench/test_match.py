@@ -7,7 +7,7 @@ import json
 from click.testing import CliRunner
 
 from npu_gr.bench.match import BATCHES, numpy_top_k
-from npu_gr.cli import main
+from npu_gr.cli.main import main
 
 
 def test_a_small_run_has_every_line(monkeypatch) -> None:  # type: ignore[no-untyped-def]

@@ -10,7 +10,7 @@ import pytest
 
 from npu_gr.bench import overload
 from npu_gr.bench.overload import drive, lines
-from npu_gr.errors import DeadlineExceeded, Overloaded
+from npu_gr.core.errors import DeadlineExceeded, Overloaded
 
 
 class Service:

@@ -14,11 +14,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from npu_gr.backend.cpu import CPUBackend
+from npu_gr.backend.cpu.backend import CPUBackend
 from npu_gr.bench import relay
 from npu_gr.bench.relay import DRAM, FULL, RELAY, STEP, STEPS, Search, drawn, last, lines, mixed, of_trace
 from npu_gr.bench.relay_rig import Arm, Idle, Outcomes, Rig, Served, Shape, measure_idle
-from npu_gr.request import Outcome
+from npu_gr.core.request import Outcome
 from tests.serving import is_busy
 
 SHAPE = Shape(num_tokens=96, num_candidates=8, num_layers=2, dim=64)

@@ -12,12 +12,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from npu_gr.backend.cpu import CPUBackend
+from npu_gr.backend.cpu.backend import CPUBackend
 from npu_gr.bench import rank
-from npu_gr.catalog.build import build_trie
-from npu_gr.catalog.trie import Codebooks
+from npu_gr.catalogue.build import build_trie
+from npu_gr.catalogue.trie import Codebooks
 from npu_gr.engine.beam_search import SearchOptions, Tables
-from npu_gr.engine.generate import Ask, Generator, Part
+from npu_gr.engine.generate_engine import Ask, Generator, Part
 from npu_gr.kv.arena import KVArena
 from npu_gr.kv.layout import KVLayout, Run
 from npu_gr.model.decoder import Decoder, DecoderConfig

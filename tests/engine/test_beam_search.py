@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from npu_gr.backend.cpu import CPUBackend
-from npu_gr.catalog.build import build_trie
-from npu_gr.catalog.filters import allow_items
-from npu_gr.catalog.trie import Codebooks, Trie
+from npu_gr.backend.cpu.backend import CPUBackend
+from npu_gr.catalogue.build import build_trie
+from npu_gr.catalogue.filters import allow_items
+from npu_gr.catalogue.trie import Codebooks, Trie
 from npu_gr.engine.beam_search import Beams, Fork, Query, SearchOptions, Tables, search
 from npu_gr.kv.beam_arena import BeamArena
 from npu_gr.model.decoder import Decoder, DecoderConfig

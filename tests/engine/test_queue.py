@@ -7,8 +7,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from npu_gr.core.errors import Overloaded
 from npu_gr.engine.queue import Demand, Job, JobQueue, SchedulerConfig, Step
-from npu_gr.errors import Overloaded
 
 FAR = float("inf")
 

@@ -10,15 +10,15 @@ import numpy as np
 import pytest
 import torch
 
-from npu_gr.backend.cpu import CPUBackend
-from npu_gr.catalog.build import build_trie
-from npu_gr.catalog.trie import Codebooks
+from npu_gr.backend.cpu.backend import CPUBackend
+from npu_gr.catalogue.build import build_trie
+from npu_gr.catalogue.trie import Codebooks
+from npu_gr.core.request import I64
 from npu_gr.engine.beam_search import SearchOptions, Tables
-from npu_gr.engine.generate import Generated, Generator, Part, layout_of, make_prompt
+from npu_gr.engine.generate_engine import Generated, Generator, Part, layout_of, make_prompt
 from npu_gr.kv.arena import KVArena
 from npu_gr.kv.layout import Run
 from npu_gr.model import hf
-from npu_gr.request import I64
 from tests.decoders import VARIANTS, saved
 
 DATA = Path(__file__).parents[3] / "shared/data/amazon_beauty_sid"

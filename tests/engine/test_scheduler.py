@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
+from npu_gr.core.errors import DeadlineExceeded, DeviceError, Overloaded, StaleEntry, Unavailable
 from npu_gr.engine.queue import Demand, SchedulerConfig, Step
 from npu_gr.engine.scheduler import Scheduler, Urgency
-from npu_gr.errors import DeadlineExceeded, DeviceError, Overloaded, StaleEntry, Unavailable
 
 FAR = float("inf")
 

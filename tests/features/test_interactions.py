@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from npu_gr.errors import DataError
+from npu_gr.core.errors import DataError
+from npu_gr.core.request import UserKey
 from npu_gr.features.interactions import movielens_100k, read_interactions, read_item_features
 from npu_gr.features.load import load_interactions
 from npu_gr.features.store import HistoryConfig, open_store
-from npu_gr.request import UserKey
 
 HEADER = "user_id:token\titem_id:token\trating:float\ttimestamp:float\n"
 

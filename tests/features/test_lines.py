@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from npu_gr.errors import DataError
+from npu_gr.core.errors import DataError
 from npu_gr.features.lines import read_lines
 
 TEXT = b"".join(b"line %d\n" % number for number in range(300_000))  # more than one chunk, packed or not

@@ -14,11 +14,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from npu_gr.errors import ConfigError, Unavailable
+from npu_gr.core.errors import ConfigError, Unavailable
+from npu_gr.core.request import Events, UserKey
 from npu_gr.features import embedded
 from npu_gr.features.embedded import EmbeddedStore
 from npu_gr.features.store import HistoryConfig, HistoryStore, open_store
-from npu_gr.request import Events, UserKey
 from tests.models import events
 
 USER = UserKey("t", "u")
@@ -183,7 +183,7 @@ _WRITER = """
 import asyncio, sys
 import numpy as np
 from npu_gr.features.store import HistoryConfig, open_store
-from npu_gr.request import Events, UserKey
+from npu_gr.core.request import Events, UserKey
 
 async def main():
     store = await open_store(HistoryConfig(path=sys.argv[1]))

@@ -10,11 +10,11 @@ import pytest
 import yaml
 from prometheus_client import CollectorRegistry, generate_latest
 
-from npu_gr.config import SLOConfig, from_table
-from npu_gr.metrics.catalogue import Metrics
+from npu_gr.core.settings import from_table as settings_from_table
+from npu_gr.metrics.registry import Metrics
 from npu_gr.router.config import RouterConfig
 from npu_gr.router.discovery import InstancesFile
-from npu_gr.settings import from_table as settings_from_table
+from npu_gr.service.config import SLOConfig, from_table
 
 FOLDER = Path(__file__).parents[2] / "deploy" / "kubernetes"
 VERSION = "1.30"

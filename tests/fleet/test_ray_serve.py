@@ -14,9 +14,9 @@ import aiohttp
 import pytest
 import yaml
 
-from npu_gr.config import to_table
-from npu_gr.errors import ConfigError
+from npu_gr.core.errors import ConfigError
 from npu_gr.fleet.ray_serve import RayOptions, wanted
+from npu_gr.service.config import to_table
 from tests.models import events
 from tests.router.chaos import free_port
 from tests.serving import columns, make_config, write_checkpoint

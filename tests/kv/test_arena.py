@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from npu_gr.backend.cpu import CPUBackend
+from npu_gr.backend.cpu.backend import CPUBackend
 from npu_gr.backend.tiles import natural
 from npu_gr.kv.arena import KVArena
 from npu_gr.kv.layout import KVLayout, Run

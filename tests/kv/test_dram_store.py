@@ -10,11 +10,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from npu_gr.errors import PoolExhausted, StaleEntry
+from npu_gr.core.errors import PoolExhausted, StaleEntry
+from npu_gr.core.request import UserKey
 from npu_gr.kv.arena import KVArena
 from npu_gr.kv.dram_store import DramEntry, DramStore
 from npu_gr.kv.layout import Run
-from npu_gr.request import UserKey
 from tests.kv.test_prefix_pool import LAYOUT, Clock, key, times
 
 

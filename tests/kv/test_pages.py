@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from npu_gr.errors import PoolExhausted
+from npu_gr.core.errors import PoolExhausted
 from npu_gr.kv.layout import Run
 from npu_gr.kv.pages import PageAllocator
 

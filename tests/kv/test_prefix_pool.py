@@ -13,12 +13,12 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from npu_gr.errors import PoolExhausted
+from npu_gr.core.errors import PoolExhausted
+from npu_gr.core.request import UserKey
 from npu_gr.kv.arena import KVArena
 from npu_gr.kv.keys import PrefixKey
 from npu_gr.kv.layout import KVLayout, Run
 from npu_gr.kv.prefix_pool import PrefixEntry, PrefixPool, State
-from npu_gr.request import UserKey
 
 LAYOUT = KVLayout(num_layers=1, num_heads=1, qk_dim=1, v_dim=1, page_tokens=4)
 T_LIFE_S = 10.0

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 import torch
 
-from npu_gr.backend.cpu import CPUBackend
+from npu_gr.backend.cpu.backend import CPUBackend
+from npu_gr.core.request import I64, Basis
 from npu_gr.matching.fold import Folding
-from npu_gr.matching.graph import Graph
 from npu_gr.matching.matcher import Matcher
-from npu_gr.matching.model import Encoder
 from npu_gr.matching.vectors import load, save
-from npu_gr.request import I64, Basis
+from npu_gr.train.match.graph import Graph
+from npu_gr.train.match.model import Encoder
 from tests.matching.vectors import COLD, FIRST_ID, KNOWN, make_vectors
 
 DIM, NUM_ITEMS = 8, 30

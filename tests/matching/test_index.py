@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from npu_gr.backend.best_items import Best, Hidden
-from npu_gr.backend.cpu import CPUBackend
+from npu_gr.backend.cpu.backend import CPUBackend
 from npu_gr.matching.index import ExactIndex, HnswIndex, recall
 
 

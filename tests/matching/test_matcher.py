@@ -9,11 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from npu_gr.backend.cpu import CPUBackend
-from npu_gr.errors import DataError
+from npu_gr.backend.cpu.backend import CPUBackend
+from npu_gr.core.errors import DataError
+from npu_gr.core.request import I64, Basis
 from npu_gr.matching.matcher import Matcher
 from npu_gr.matching.vectors import load, save
-from npu_gr.request import I64, Basis
 from tests.matching.vectors import COLD, FIRST_ID, KNOWN, make_vectors
 
 VECTORS = make_vectors()

@@ -14,11 +14,11 @@ import pytest
 from click.testing import CliRunner
 from prometheus_client import CollectorRegistry
 
-from npu_gr.cli import main
-from npu_gr.config import SLOConfig
-from npu_gr.metrics.catalogue import Metrics
+from npu_gr.cli.main import main
 from npu_gr.metrics.dashboards import dashboards, files
+from npu_gr.metrics.registry import Metrics
 from npu_gr.metrics.rules import rules
+from npu_gr.service.config import SLOConfig
 
 ROOT = Path(__file__).parents[2]
 OBJECTIVES = SLOConfig().objectives()

@@ -19,7 +19,7 @@ import aiohttp
 import pytest
 import yaml
 
-from npu_gr.monitor import prometheus
+from npu_gr.tools.monitor import prometheus
 from tests.metrics.test_dashboards import IDS, PANELS, ROUTER, expressions, plain
 from tests.metrics.test_rules import OBJECTIVES, RULES, promtool
 from tests.models import events

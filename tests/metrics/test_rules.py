@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 import pytest
 import yaml
 
-from npu_gr.config import SLOConfig
 from npu_gr.metrics.rules import alert_names, rules
 from npu_gr.metrics.slo import Promise
+from npu_gr.service.config import SLOConfig
 from tests.metrics.test_dashboards import ROOT
 
 OBJECTIVES = SLOConfig().objectives()

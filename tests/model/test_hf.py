@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from npu_gr.errors import CheckpointError
+from npu_gr.core.errors import CheckpointError
 from npu_gr.model import hf
 from tests.decoders import VARIANTS, hf_logits, hf_model, prefilled, prompt, saved
 from tests.models import CPU

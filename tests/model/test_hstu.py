@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from npu_gr.backend.native_hstu import HstuKernels
+from npu_gr.backend.cpu.hstu import HstuKernels
 from npu_gr.backend.reference import ReferenceBackend
 from npu_gr.kv.arena import KVArena
 from npu_gr.kv.layout import KVLayout, Run

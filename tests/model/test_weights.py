@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from npu_gr.errors import CheckpointError
+from npu_gr.core.errors import CheckpointError
 from npu_gr.model.weights import Checkpoint, load, save
 from tests.models import Request, full, tiny_model
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from hypothesis import strategies as st
 
-from npu_gr.backend.ascend_twin import Machine
+from npu_gr.bench.ascend_twin import Machine
 from tests.ops.fixed import ODD, spread
 from tests.ops.oracle import BeamFork, BeamMerge, Case, CsrGatherTopk, KvGather, MaskedTopk
 

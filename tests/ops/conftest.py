@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 
-from npu_gr.backend.ascend_twin import Twin
+from npu_gr.bench.ascend_twin import Twin
 
 
 @pytest.fixture(scope="session")

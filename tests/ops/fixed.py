@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from npu_gr.backend.ascend_twin import F32, Machine, Twin
+from npu_gr.bench.ascend_twin import F32, Machine, Twin
 from tests.ops.oracle import BeamFork, BeamMerge, Case, Cost, CsrGatherTopk, KvGather, MaskedTopk
 
 ODD = (np.nan, np.inf, -np.inf, 0.0, -0.0, 3.4e38, -3.4e38, 1e-45)

@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from npu_gr.backend.ascend_check import disagreements
-from npu_gr.backend.ascend_twin import Twin
+from npu_gr.backend.npu.check import disagreements
+from npu_gr.bench.ascend_twin import Twin
 
 NAMES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
 

@@ -12,11 +12,12 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from npu_gr.backend.cpu import CPUBackend
-from npu_gr.catalog.items import ItemVocabulary
-from npu_gr.catalog.tokens import Tokens, tokenize
-from npu_gr.engine.engine import Engine, Pass
+from npu_gr.backend.cpu.backend import CPUBackend
+from npu_gr.catalogue.items import ItemVocabulary
+from npu_gr.catalogue.tokens import Tokens, tokenize
+from npu_gr.core.request import F32, Events, UserKey
 from npu_gr.engine.queue import SchedulerConfig
+from npu_gr.engine.rank_engine import Engine, Pass
 from npu_gr.engine.scheduler import Scheduler
 from npu_gr.kv.arena import KVArena
 from npu_gr.kv.dram_store import DramStore
@@ -24,7 +25,6 @@ from npu_gr.kv.layout import KVLayout
 from npu_gr.kv.prefix_pool import PrefixPool
 from npu_gr.relay.relay import Lease, Relay, RelayConfig
 from npu_gr.relay.trigger import TriggerConfig
-from npu_gr.request import F32, Events, UserKey
 from tests.models import events, tiny_config, tiny_model
 from tests.serving import is_busy
 

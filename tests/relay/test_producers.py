@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from npu_gr.catalog.tokens import Tokens
-from npu_gr.engine.engine import Pass
-from npu_gr.errors import DeviceError, PoolExhausted
+from npu_gr.catalogue.tokens import Tokens
+from npu_gr.core.errors import DeviceError, PoolExhausted
+from npu_gr.core.request import F32, Outcome, Reason, UserKey, Verdict
+from npu_gr.engine.rank_engine import Pass
 from npu_gr.relay.relay import Lease
-from npu_gr.request import F32, Outcome, Reason, UserKey, Verdict
 from tests.relay.rig import CANDIDATES, USER, Bench, bench, same, tokens
 
 

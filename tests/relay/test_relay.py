@@ -9,10 +9,10 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from npu_gr.catalog.tokens import Tokens
+from npu_gr.catalogue.tokens import Tokens
+from npu_gr.core.request import F32, Brownout, Outcome, Reason, UserKey, Verdict
 from npu_gr.engine.cost import CostModel
-from npu_gr.engine.engine import Pass
-from npu_gr.request import F32, Brownout, Outcome, Reason, UserKey, Verdict
+from npu_gr.engine.rank_engine import Pass
 from tests.models import events
 from tests.relay.rig import CANDIDATES, USER, bench, same, tokenized, tokens
 

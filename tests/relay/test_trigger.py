@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from npu_gr.core.request import Verdict
 from npu_gr.relay.trigger import (
     Forecast,
     Headroom,
@@ -20,7 +21,6 @@ from npu_gr.relay.trigger import (
     live_limit,
     reload_pays,
 )
-from npu_gr.request import Verdict
 
 CONFIG = TriggerConfig(min_prefix_tokens=10, max_inflight=2, rank_budget_s=0.05, margin_s=0.01)
 LATE, IN_TIME = Forecast(0.02, 0.03, 0.0), Forecast(0.01, 0.02, 0.005)

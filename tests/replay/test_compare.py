@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from npu_gr.cli import main
-from npu_gr.errors import DataError
+from npu_gr.cli.main import main
+from npu_gr.core.errors import DataError
 from npu_gr.replay.answers import AnswerLine, digest, raw
 from npu_gr.replay.compare import BLOCKS, compare
 

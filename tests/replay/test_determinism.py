@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 
+from npu_gr.core.request import RankAnswer, RankRequest
 from npu_gr.replay.compare import compare
 from npu_gr.replay.log import LoggedHistory, Record
 from npu_gr.replay.options import ReplayOptions
 from npu_gr.replay.report import Report
 from npu_gr.replay.run import replay
-from npu_gr.request import RankAnswer, RankRequest
 from tests.models import events
 from tests.serving import FIRST_ID, columns, serving
 

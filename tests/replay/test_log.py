@@ -12,7 +12,7 @@ import pytest
 import zstandard
 from pyarrow import parquet
 
-from npu_gr.errors import DataError
+from npu_gr.core.errors import DataError
 from npu_gr.replay import log
 from npu_gr.replay.log import Log, LoggedAnswer, LoggedGenerate, LoggedHistory, Record, read, write
 from npu_gr.replay.options import ReplayOptions

@@ -14,8 +14,9 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from npu_gr.cli import main
-from npu_gr.errors import ConfigError
+from npu_gr.cli.main import main
+from npu_gr.core.errors import ConfigError
+from npu_gr.core.request import Events, HistoryRef, SignalRequest, UserKey
 from npu_gr.matching.vectors import save
 from npu_gr.replay.answers import digest
 from npu_gr.replay.compare import compare
@@ -23,7 +24,6 @@ from npu_gr.replay.log import Log, Record, read, write
 from npu_gr.replay.options import ReplayOptions
 from npu_gr.replay.recorder import RecordConfig, Recorder, Seen
 from npu_gr.replay.run import replay
-from npu_gr.request import Events, HistoryRef, SignalRequest, UserKey
 from tests.matching.test_fold import make_folding
 from tests.matching.vectors import KNOWN, make_vectors
 from tests.models import events

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from aiohttp import web
 
-from npu_gr.errors import DataError
+from npu_gr.core.errors import DataError
 from npu_gr.replay.answers import read_answers
 from npu_gr.replay.log import LoggedAnswer, LoggedGenerate, LoggedHistory, Record, write
 from npu_gr.replay.options import ReplayOptions

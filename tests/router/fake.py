@@ -10,10 +10,10 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 
+from npu_gr.core.settings import from_table
 from npu_gr.router.config import RouterConfig
 from npu_gr.router.router import Router
 from npu_gr.router.run import listening
-from npu_gr.settings import from_table
 
 
 class Fake:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from npu_gr.errors import Unavailable
+from npu_gr.core.errors import Unavailable
 from npu_gr.router.answers import Refused
 from npu_gr.router.erase import verdict
 from tests.router.fake import Site, site

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from npu_gr.errors import ConfigError
+from npu_gr.core.errors import ConfigError
 from npu_gr.router.config import DiscoveryConfig, DNSConfig
 from npu_gr.router.discovery import find
 from npu_gr.router.members import Health

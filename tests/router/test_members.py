@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from npu_gr.errors import Overloaded, Unavailable
+from npu_gr.core.errors import Overloaded, Unavailable
+from npu_gr.core.settings import from_table
 from npu_gr.router.breaker import Breaker
 from npu_gr.router.config import BreakerConfig, InstanceConfig, RouterConfig
 from npu_gr.router.members import Check, Health, How, Instance, Members, ring_of
 from npu_gr.router.ring import fraction
-from npu_gr.settings import from_table
 
 USERS = [f"user-{i}".encode() for i in range(300)]
 T_LIFE_S = 10.0

@@ -189,7 +189,7 @@ async def test_keys(tmp_path: Path) -> None:
 def test_keys_are_reloaded_and_a_bad_file_keeps_the_old_ones(tmp_path: Path) -> None:
     import os
 
-    from npu_gr.errors import ConfigError, Unauthorized
+    from npu_gr.core.errors import ConfigError, Unauthorized
     from npu_gr.server.auth import ApiKeys
 
     path = tmp_path / "keys"

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 from aiohttp.test_utils import TestClient
 
+from npu_gr.core.errors import CheckpointError, ConfigError
+from npu_gr.core.request import Brownout
 from npu_gr.engine.cost import CostModel
-from npu_gr.errors import CheckpointError, ConfigError
-from npu_gr.request import Brownout
 from tests.decoders import VARIANTS, saved
 from tests.serving import encoded, serving, until
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from npu_gr.errors import BadRequest, DeadlineExceeded
+from npu_gr.core.errors import BadRequest, DeadlineExceeded
 from npu_gr.server.headers import budget_s
 
 

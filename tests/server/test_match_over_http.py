@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 from aiohttp.test_utils import TestClient
 
-from npu_gr.backend.cpu import CPUBackend
-from npu_gr.errors import ConfigError, Unavailable
-from npu_gr.match import Matching
+from npu_gr.backend.cpu.backend import CPUBackend
+from npu_gr.core.errors import ConfigError, Unavailable
+from npu_gr.jobs.match import Matching
 from npu_gr.matching.vectors import save
-from npu_gr.service import Service
+from npu_gr.service.service import Service
 from tests.matching.test_fold import make_folding
 from tests.matching.vectors import COLD, FIRST_ID, KNOWN, make_vectors
 from tests.serving import serving, until

@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 from aiohttp.test_utils import TestClient
 
-from npu_gr.errors import ConfigError, DeviceError
+from npu_gr.core.errors import ConfigError, DeviceError
+from npu_gr.core.request import I64
+from npu_gr.jobs.recommend import Shown
 from npu_gr.matching.vectors import save
-from npu_gr.recommend import Shown
-from npu_gr.request import I64
-from npu_gr.service import Service
+from npu_gr.service.service import Service
 from tests.decoders import VARIANTS, saved
 from tests.matching.vectors import KNOWN, make_vectors
 from tests.models import events

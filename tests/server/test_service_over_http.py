@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from aiohttp.test_utils import TestClient
 
-from npu_gr.errors import DeviceError
+from npu_gr.core.errors import DeviceError
 from tests.models import events
 from tests.serving import FIRST_ID, columns, encoded, serving, write_checkpoint
 
@@ -269,7 +269,7 @@ async def test_a_caller_that_hangs_up_frees_its_slot(tmp_path: Path) -> None:
 
 
 async def test_an_inexact_model_is_refused_with_the_cache_on(tmp_path: Path) -> None:
-    from npu_gr.errors import ConfigError
+    from npu_gr.core.errors import ConfigError
 
     write_checkpoint(tmp_path / "checkpoint", scaling="runtime")
     with pytest.raises(ConfigError, match=r"model\.scaling: 'runtime' with the prefix cache on"):

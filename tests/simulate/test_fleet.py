@@ -8,14 +8,14 @@ import msgspec
 import numpy as np
 import pytest
 
+from npu_gr.core.errors import ConfigError
+from npu_gr.core.request import Outcome, Verdict
+from npu_gr.core.settings import from_table
 from npu_gr.engine.queue import SchedulerConfig
-from npu_gr.errors import ConfigError
 from npu_gr.kv.config import KVConfig
 from npu_gr.metrics.slo import Result
 from npu_gr.relay.relay import RelayConfig
 from npu_gr.relay.trigger import TriggerConfig
-from npu_gr.request import Outcome, Verdict
-from npu_gr.settings import from_table
 from npu_gr.simulate import clock
 from npu_gr.simulate.capacity import search
 from npu_gr.simulate.config import (

@@ -5,10 +5,10 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from npu_gr.errors import DataError
+from npu_gr.core.errors import DataError
+from npu_gr.core.request import Events
 from npu_gr.replay.log import LoggedHistory, Record
 from npu_gr.replay.options import ReplayOptions
-from npu_gr.request import Events
 from npu_gr.simulate.config import Lognormal, UsersConfig
 from npu_gr.simulate.fit import asks_of, fit_mixture, fit_users, zipf_exponent
 from npu_gr.simulate.users import Zipf, asks, normal_of, visits

@@ -30,12 +30,12 @@ import torch
 import yaml
 
 from npu_gr.backend.choose import choose
+from npu_gr.core.request import Events, Outcome
+from npu_gr.core.settings import from_table
 from npu_gr.kv.layout import KVLayout
 from npu_gr.replay.log import LoggedHistory, Record
 from npu_gr.replay.options import ReplayOptions
-from npu_gr.request import Events, Outcome
 from npu_gr.router.members import How
-from npu_gr.settings import from_table
 from npu_gr.simulate import clock
 from npu_gr.simulate.config import DeviceProfile, Lognormal, SimulateConfig, UsersConfig
 from npu_gr.simulate.fit import MeasuredRank, asks_of, fit_device, measure

@@ -9,7 +9,7 @@ import pytest
 
 from npu_gr.train.baselines import Baseline, Markov, MatrixFactorisation, Means, Popularity
 from npu_gr.train.data import Log, build_log
-from npu_gr.train.evaluate import evaluate_baseline
+from npu_gr.train.rank.evaluate import evaluate_baseline
 from tests.train.synthetic import planted
 
 

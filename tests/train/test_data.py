@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from npu_gr.errors import DataError
+from npu_gr.core.errors import DataError
 from npu_gr.features.interactions import Interactions, ItemValues
 from npu_gr.train.data import Split, batches, build_log, windows
 from tests.train.synthetic import planted

@@ -1,6 +1,6 @@
 // torch.ops.npu_gr.* on an NPU: checks, outputs, workspace, and the launches of op_host/run.h on the current stream.
 //
-// Schemas and fake kernels live in npu_gr/backend/ascend_ops.py, which must be registered before this library is loaded.
+// Schemas and fake kernels live in npu_gr/backend/npu/ops.py, which must be registered before this library is loaded.
 // A launch is handed to torch_npu's command queue, so it keeps its place behind operators that were queued before it.
 // Tensors are captured by the handler: their memory outlives the launch even where the caller lets go of them at once.
 #include <ATen/ATen.h>

@@ -1,0 +1,169 @@
+"""The CPU: the native kernels of `ops/cpu` where they are built and fit, else plain torch ops."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from npu_gr.backend.base import Arrangement, BiasTables, Choices, Continuations, Over, Slab
+from npu_gr.backend.best_items import Best, Hidden
+from npu_gr.backend.cpu.affine import AffineKernel
+from npu_gr.backend.cpu.beams import NativeBeams
+from npu_gr.backend.cpu.hstu import HstuKernels
+from npu_gr.backend.cpu.items import NativeItems
+from npu_gr.backend.cpu.library import ELEMENT, Native, NativeError, load
+from npu_gr.backend.cpu.topk import NativeTopk
+from npu_gr.backend.tiles import TILE_TOKENS, Tiles
+from npu_gr.backend.torch_ops import TorchOps
+from npu_gr.core.errors import ConfigError
+
+log = logging.getLogger(__name__)
+
+NativeMode = Literal["auto", "require", "off"]
+
+
+class CPUBackend(TorchOps):
+    """`backend: cpu`."""
+
+    name = "cpu"
+    pins_host_memory = False
+
+    def __init__(self, mode: NativeMode = "auto", isa: str = "") -> None:
+        """Load the kernels.
+
+        Args:
+            mode: auto: use them if they are there, and say so; require: they must be there; off: torch ops alone.
+            isa: a lower instruction set than the CPU's best, for tests and measurements.
+
+        Raises:
+            ConfigError: they are required and cannot be used.
+        """
+        super().__init__()
+        self.native: Native | None = None
+        self.kernels = "torch"
+        try:
+            self.native = None if mode == "off" else load(isa)
+        except NativeError as error:
+            if mode == "require" or isa:
+                raise ConfigError(f"native: the CPU kernels are required, but {error}") from error
+            log.warning("the CPU kernels are missing, torch ops run instead, several times slower: %s", error)
+        self._hstu: HstuKernels | None = None
+        if self.native:
+            self.kernels = self.native.isa
+            self._topk = NativeTopk(self.native)
+            self._beams = NativeBeams(self.native)
+            self._hstu = HstuKernels(self.native)
+            self._affine = AffineKernel(self.native, self._hstu)
+            self._items = NativeItems(self.native)
+        self.ops = dict.fromkeys(("hstu_attention", "softmax_attention", "beam_topk"), self.kernels)
+
+    def beam_topk(
+        self,
+        logits: Tensor,
+        acc: Tensor,
+        follow: Continuations,
+        width: int,
+        over: Over = "row",
+        codes: slice | None = None,
+        scale: float = 1.0,
+    ) -> Choices:
+        """See `Backend.beam_topk`."""
+        if self.native and self._topk.takes(logits, acc, follow):
+            return self._topk.beam_topk(logits, acc, follow, width, over, codes, scale)
+        return super().beam_topk(logits, acc, follow, width, over, codes, scale)
+
+    def gathered_topk(
+        self, hidden: Tensor, weight: Tensor, acc: Tensor, follow: Continuations, width: int, scale: float = 1.0
+    ) -> Choices:
+        """See `Backend.gathered_topk`."""
+        if self.native and self._topk.takes(hidden, acc, follow):
+            return self._topk.gathered_topk(hidden, weight, acc, follow, width, scale)
+        return super().gathered_topk(hidden, weight, acc, follow, width, scale)
+
+    def best_items(self, queries: Tensor, items: Tensor, k: int, hidden: Hidden | None) -> Best:
+        """See `Backend.best_items`."""
+        if self.native and len(queries):
+            return self._items(queries, items, k, hidden)
+        return super().best_items(queries, items, k, hidden)
+
+    def beam_attention(
+        self,
+        q: Tensor,
+        shared: Sequence[Slab],
+        unshared: Slab,
+        num_slots: int,
+        ancestry: Tensor | None,
+        scale: float,
+    ) -> Tensor:
+        """See `Backend.beam_attention`; here in one stage, the prefix is read once for all beams anyway."""
+        if self.native and self._beams.takes(q, shared, unshared):
+            return self._beams(q, shared, unshared, num_slots, ancestry, scale)
+        return super().beam_attention(q, shared, unshared, num_slots, ancestry, scale)
+
+    def beam_attention_plain(
+        self,
+        q: Tensor,
+        shared: Sequence[Slab],
+        unshared: Slab,
+        num_slots: int,
+        ancestry: Tensor | None,
+        scale: float,
+    ) -> Tensor:
+        """See `Backend.beam_attention_plain`; the same kernel."""
+        if self.native and self._beams.takes(q, shared, unshared):
+            return self._beams(q, shared, unshared, num_slots, ancestry, scale)
+        return super().beam_attention_plain(q, shared, unshared, num_slots, ancestry, scale)
+
+    def arrangement(self, dtype: torch.dtype, page_tokens: int) -> Arrangement:
+        """See `Backend.arrangement`."""
+        fits = self._hstu and dtype in ELEMENT and page_tokens % TILE_TOKENS == 0
+        return "tiles" if fits else "natural"
+
+    def pack_kv(self, into: Tiles, first_token: int, k: Tensor, v: Tensor) -> None:
+        """See `Backend.pack_kv`."""
+        if self._hstu and k.dtype in ELEMENT:
+            self._hstu.pack(into, first_token, k, v)
+        else:
+            super().pack_kv(into, first_token, k, v)
+
+    def affine(self, x: Tensor, layer: nn.Linear, first: int, last: int, is_silu: bool) -> Tensor:
+        """See `Backend.affine`."""
+        # a weight made under inference_mode does not tell when it is written to
+        if self._hstu and {x.dtype, layer.weight.dtype} <= set(ELEMENT) and not layer.weight.is_inference():
+            return self._affine(x, layer, first, last, is_silu)
+        return super().affine(x, layer, first, last, is_silu)
+
+    def hstu_causal(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        past: Sequence[Slab | Tiles],
+        times: Tensor,
+        bias: BiasTables,
+        alpha: float,
+    ) -> Tensor:
+        """See `Backend.hstu_causal`."""
+        if self._hstu and q.dtype in ELEMENT:
+            return self._hstu.causal(q, k, v, past, times, bias, alpha)
+        return super().hstu_causal(q, k, v, past, times, bias, alpha)
+
+    def hstu_targets(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        history: Sequence[Slab | Tiles],
+        times: Tensor,
+        query_time: int,
+        bias: BiasTables,
+        alpha: float,
+    ) -> Tensor:
+        """See `Backend.hstu_targets`."""
+        if self._hstu and q.dtype in ELEMENT:
+            return self._hstu.targets(q, k, v, history, times, query_time, bias, alpha)
+        return super().hstu_targets(q, k, v, history, times, query_time, bias, alpha)

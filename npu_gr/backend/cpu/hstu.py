@@ -1,0 +1,197 @@
+"""HSTU attention and the packing of keys and values by the CPU kernels; mirrors `ops/cpu/hstu_call.h`.
+
+Every call builds one structure of pointers, and the tensors behind them outlive the call. Rows that are not in tiles
+yet are packed into a scratch first, so every tile begins at a multiple of 64 tokens whatever was cached: cached and
+full inference give the same bits.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from ctypes import POINTER, Structure, byref, c_double, c_int64, c_void_p
+
+import torch
+from torch import Tensor
+
+from npu_gr.backend.base import BiasTables, Slab
+from npu_gr.backend.cpu.library import ELEMENT, Native
+from npu_gr.backend.tiles import TILE_TOKENS, Tiles, empty, unpack
+
+
+class _Tiles(Structure):
+    _fields_ = [("k", c_void_p), ("v", c_void_p), ("num_tiles", c_int64)]
+
+
+class _Rows(Structure):
+    _fields_ = [("data", c_void_p), ("row_stride", c_int64), ("head_stride", c_int64)]
+
+
+_SHAPE = [(name, c_int64) for name in ("num_rows", "num_heads", "qk_dim", "v_dim", "row_dtype", "tile_dtype")]
+
+
+class _Hstu(Structure):
+    _fields_ = [
+        *_SHAPE,
+        *((name, _Rows) for name in ("q", "own_k", "own_v", "out")),
+        ("runs", POINTER(_Tiles)),
+        ("num_runs", c_int64),
+        ("num_tokens", c_int64),
+        ("times", c_void_p),
+        ("query_time", c_int64),
+        ("position_bias", c_void_p),
+        ("position_buckets", c_int64),
+        ("time_bias", c_void_p),
+        ("alpha", c_double),
+        ("scratch", c_void_p),
+    ]
+
+
+class _Pack(Structure):
+    _fields_ = [*_SHAPE, ("k", _Rows), ("v", _Rows), ("first_token", c_int64), ("into", _Tiles)]
+
+
+def _rows(x: Tensor) -> _Rows:
+    """X [n, H, D] with a last stride of 1."""
+    return _Rows(x.data_ptr(), x.stride(0), x.stride(1))
+
+
+def _unit_stride(x: Tensor) -> Tensor:
+    return x if x.shape[2] <= 1 or x.stride(2) == 1 else x.contiguous()
+
+
+class _Reused(threading.local):
+    """What calls of one thread reuse."""
+
+    def __init__(self) -> None:
+        self.scratch = torch.empty(0, dtype=torch.uint8)
+        self.own: dict[tuple[int, int, int, torch.dtype], Tiles] = {}  # tiles of rows that nobody keeps, by shape
+
+
+class HstuKernels:
+    """The kernels of one instruction set, and the scratch memory that they reuse. Any thread may call."""
+
+    def __init__(self, native: Native) -> None:
+        self._kernels = native.kernels
+        self._reused = _Reused()
+
+    def pack(self, into: Tiles, first_token: int, k: Tensor, v: Tensor) -> None:
+        """See `tiles.pack`."""
+        if not len(k):
+            return
+        k, v = _unit_stride(k), _unit_stride(v)
+        call = _Pack(
+            len(k), k.shape[1], into.qk_dim, into.v_dim, ELEMENT[k.dtype], ELEMENT[into.k.dtype],
+            _rows(k), _rows(v), first_token, _Tiles(into.k.data_ptr(), into.v.data_ptr(), len(into.k)),
+        )  # fmt: skip
+        self._kernels.pack_kv(byref(call))
+
+    def causal(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        past: Sequence[Slab | Tiles],
+        times: Tensor,
+        bias: BiasTables,
+        alpha: float,
+    ) -> Tensor:
+        """See `Backend.hstu_causal`."""
+        return self._attend(self._kernels.hstu_causal, q, None, [*past, (k, v)], v.shape[2], times, 0, bias, alpha)
+
+    def targets(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        history: Sequence[Slab | Tiles],
+        times: Tensor,
+        query_time: int,
+        bias: BiasTables,
+        alpha: float,
+    ) -> Tensor:
+        """See `Backend.hstu_targets`."""
+        own = _unit_stride(k), _unit_stride(v)
+        return self._attend(self._kernels.hstu_targets, q, own, history, v.shape[2], times, query_time, bias, alpha)
+
+    def _attend(
+        self,
+        op: Callable[[object], None],
+        q: Tensor,
+        own: Slab | None,
+        slabs: Sequence[Slab | Tiles],
+        v_dim: int,
+        times: Tensor,
+        query_time: int,
+        bias: BiasTables,
+        alpha: float,
+    ) -> Tensor:
+        rows, heads, qk_dim = q.shape
+        out = q.new_empty(rows, heads, v_dim)
+        if not rows:
+            return out
+        runs = self._in_tiles(slabs, q.dtype)
+        assert sum(run.num_tokens for run in runs) == len(times)
+        dtype = runs[0].k.dtype if runs else q.dtype
+        q, times = _unit_stride(q), times.contiguous()
+        position, time = (table.float().contiguous() for table in bias)
+        own_k, own_v = own if own else (q, q)
+        call = _Hstu(
+            rows, heads, qk_dim, v_dim, ELEMENT[q.dtype], ELEMENT[dtype],
+            _rows(q), _rows(own_k), _rows(own_v), _rows(out),
+            (_Tiles * len(runs))(*(_Tiles(t.k.data_ptr(), t.v.data_ptr(), len(t.k)) for t in runs)), len(runs),
+            len(times), times.data_ptr(), query_time,
+            position.data_ptr(), position.shape[1], time.data_ptr(), alpha,
+        )  # fmt: skip
+        call.scratch = self.scratch_at(self._kernels.hstu_scratch_bytes(byref(call), own is None))
+        op(byref(call))
+        return out
+
+    def scratch_at(self, num_bytes: int) -> int:
+        """Address of memory for one call, aligned to 64; this thread's next call overwrites it."""
+        reused = self._reused
+        if len(reused.scratch) < num_bytes + 64:
+            reused.scratch = torch.empty(num_bytes + num_bytes // 4 + 64, dtype=torch.uint8)
+        return -(-reused.scratch.data_ptr() // 64) * 64
+
+    def _in_tiles(self, slabs: Sequence[Slab | Tiles], dtype: torch.dtype) -> list[Tiles]:
+        """The tokens of all slabs in tiles, full ones but for the last; whole tiles are read where they are."""
+        slabs = [s for s in slabs if (s.num_tokens if isinstance(s, Tiles) else len(s[0]))]
+        whole: list[Tiles] = []
+        while slabs and isinstance(first := slabs[0], Tiles):
+            whole.append(first)
+            slabs = slabs[1:]
+            if first.num_tokens % TILE_TOKENS and slabs:  # a tile to be filled up: continue in a copy of it
+                full = first.num_tokens // TILE_TOKENS
+                whole[-1] = Tiles(first.k[:full], first.v[:full], full * TILE_TOKENS, first.qk_dim, first.v_dim)
+                rest = first.k[full : full + 1], first.v[full : full + 1]
+                return [
+                    *whole,
+                    self._packed(slabs, Tiles(*rest, first.num_tokens % TILE_TOKENS, *first[3:]), first.k.dtype),
+                ]
+        if slabs:
+            whole.append(self._packed(slabs, None, whole[0].k.dtype if whole else dtype))
+        return whole
+
+    def _packed(self, slabs: Sequence[Slab | Tiles], begun: Tiles | None, dtype: torch.dtype) -> Tiles:
+        """A tile that is begun, and slabs behind it, in scratch tiles."""
+        rows = [unpack(s) if isinstance(s, Tiles) else s for s in slabs]
+        at = begun.num_tokens if begun else 0
+        total = at + sum(len(k) for k, _ in rows)
+        k, v = rows[0]
+        into = self._own_tiles(-(-total // TILE_TOKENS), k.shape[1], k.shape[2], v.shape[2], dtype)
+        if begun:
+            into.k[0].copy_(begun.k[0])
+            into.v[0].copy_(begun.v[0])
+        for k, v in rows:
+            self.pack(into, at, k, v)
+            at += len(k)
+        return into._replace(num_tokens=total)
+
+    def _own_tiles(self, num_tiles: int, num_heads: int, qk_dim: int, v_dim: int, dtype: torch.dtype) -> Tiles:
+        key = (num_heads, qk_dim, v_dim, dtype)
+        own = self._reused.own
+        if key not in own or len(own[key].k) < num_tiles:
+            own[key] = empty(num_tiles, num_heads, qk_dim, v_dim, dtype)
+        held = own[key]
+        return held._replace(k=held.k[:num_tiles], v=held.v[:num_tiles])

@@ -1,0 +1,50 @@
+"""The best items by the native kernel: one pass over them, for a lone query at the speed of memory.
+
+Source: `ops/cpu/items.h`. Results are small new tensors.
+"""
+
+from __future__ import annotations
+
+from ctypes import Structure, byref, c_int64, c_void_p
+
+import torch
+from torch import Tensor
+
+from npu_gr.backend.best_items import Best, Hidden
+from npu_gr.backend.cpu.library import Native
+
+
+class _ItemsJob(Structure):
+    _fields_ = [
+        ("queries", c_void_p),
+        ("items", c_void_p),
+        *((name, c_int64) for name in ("num_queries", "num_items", "dim", "k")),
+        *((name, c_void_p) for name in ("hidden_start", "hidden", "workspace", "score", "item")),
+    ]
+
+
+class NativeItems:
+    """`Backend.best_items`. Any thread may call."""
+
+    def __init__(self, native: Native) -> None:
+        self._kernels = native.kernels
+
+    def __call__(self, queries: Tensor, items: Tensor, k: int, hidden: Hidden | None) -> Best:
+        """See `Backend.best_items`; at most 2**32 items."""
+        queries, items = queries.contiguous(), items.contiguous()
+        best = Best(torch.empty(len(queries), k), torch.empty(len(queries), k, dtype=torch.int64))
+        starts = rows = None
+        if hidden is not None:
+            order = torch.argsort(hidden.queries, stable=True)  # the rows of each rise already
+            rows = hidden.items[order]
+            starts = torch.zeros(len(queries) + 1, dtype=torch.int64)
+            starts[1:] = torch.bincount(hidden.queries, minlength=len(queries)).cumsum(0)
+        call = _ItemsJob(
+            queries.data_ptr(), items.data_ptr(), len(queries), len(items), items.shape[1], k,
+            None if starts is None else starts.data_ptr(), None if rows is None else rows.data_ptr(),
+            None, best.scores.data_ptr(), best.items.data_ptr(),
+        )  # fmt: skip
+        workspace = torch.empty(self._kernels.best_items_bytes(byref(call)), dtype=torch.uint8)
+        call.workspace = workspace.data_ptr()
+        self._kernels.best_items(byref(call))
+        return best

@@ -1,0 +1,125 @@
+"""xBeam's selection by the native kernels: one pass over the logits, or none but the valid ones.
+
+Source: `ops/cpu/topk.h` and `head.h`. Workspaces are made once and grow; results are small new tensors.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from npu_gr.backend.base import Choices, Continuations, Over
+from npu_gr.backend.cpu.library import ELEMENT, HeadJob, Native, TopkJob
+
+
+class _Reused(threading.local):
+    """What calls of one thread reuse."""
+
+    def __init__(self) -> None:
+        self.workspace = torch.empty(0, dtype=torch.uint8)
+        self.values = torch.empty(0)
+
+
+class NativeTopk:
+    """`Backend.beam_topk` and `gathered_topk` for fp32 and bf16. Any thread may call."""
+
+    def __init__(self, native: Native) -> None:
+        self._kernels = native.kernels
+        self._reused = _Reused()
+
+    @staticmethod
+    def takes(scores: Tensor, acc: Tensor, follow: Continuations) -> bool:
+        """Whether the kernels read these types: not fp64, which only tests have."""
+        return scores.dtype in ELEMENT and acc.dtype == torch.float32 and follow.code.dtype == torch.int32
+
+    def beam_topk(
+        self,
+        logits: Tensor,
+        acc: Tensor,
+        follow: Continuations,
+        width: int,
+        over: Over,
+        codes: slice | None,
+        scale: float,
+        norm: Tensor | None = None,
+    ) -> Choices:
+        """See `Backend.beam_topk`; `norm`, fp32 [rows], receives the log-sum-exp of the rows that were visited."""
+        logits = logits if logits.stride(1) == 1 else logits.contiguous()
+        rows, columns = logits.shape
+        first, end, _ = (codes or slice(None)).indices(columns)
+        return self._select(
+            follow,
+            width,
+            acc,
+            columns,
+            logits=logits.data_ptr(),
+            element=ELEMENT[logits.dtype],
+            row_stride=logits.stride(0),
+            num_rows=rows,
+            first_column=first,
+            num_codes=end - first,
+            over_valid=over == "valid",
+            scale=scale,
+            norm=None if norm is None else norm.data_ptr(),
+        )
+
+    def gathered_topk(
+        self, hidden: Tensor, weight: Tensor, acc: Tensor, follow: Continuations, width: int, scale: float
+    ) -> Choices:
+        """See `Backend.gathered_topk`."""
+        hidden = hidden if hidden.stride(1) == 1 else hidden.contiguous()
+        assert weight.stride(1) == 1
+        assert weight.dtype == hidden.dtype
+        ends = follow.degree.cumsum(0)
+        starts, total = ends - follow.degree, int(ends[-1]) if len(ends) else 0
+        if total > len(self._reused.values):
+            self._reused.values = torch.empty(total)
+        lo, degree = follow.lo.contiguous(), follow.degree.contiguous()
+        shared = {"lo": lo.data_ptr(), "degree": degree.data_ptr(), "code": follow.code.data_ptr()}
+        values = {"values": self._reused.values.data_ptr(), "value_start": starts.data_ptr()}
+        head = HeadJob(
+            hidden=hidden.data_ptr(),
+            weight=weight.data_ptr(),
+            element=ELEMENT[hidden.dtype],
+            hidden_stride=hidden.stride(0),
+            weight_stride=weight.stride(0),
+            num_rows=len(hidden),
+            dim=hidden.shape[1],
+            scale=scale,
+            **shared,
+            **values,
+        )
+        self._kernels.gathered_head(head)
+        return self._select(
+            follow, width, acc, len(weight), num_rows=len(hidden), num_codes=len(weight), over_valid=1, **values
+        )
+
+    def _select(self, follow: Continuations, width: int, acc: Tensor, columns: int, **job: Any) -> Choices:
+        lo, degree, acc = follow.lo.contiguous(), follow.degree.contiguous(), acc.contiguous()
+        need = self._kernels.beam_topk_bytes(job["num_rows"], columns, width)
+        if need > len(self._reused.workspace):
+            self._reused.workspace = torch.empty(need, dtype=torch.uint8)
+        score = torch.empty(width)
+        parent, edge = torch.empty(2, width, dtype=torch.int64)
+        found: int = self._kernels.beam_topk(
+            TopkJob(
+                num_columns=columns,
+                acc=acc.data_ptr(),
+                lo=lo.data_ptr(),
+                degree=degree.data_ptr(),
+                code=follow.code.data_ptr(),
+                allowed=None if follow.allowed is None else follow.allowed.data_ptr(),
+                width=width,
+                workspace=self._reused.workspace.data_ptr(),
+                score=score.data_ptr(),
+                parent=parent.data_ptr(),
+                edge=edge.data_ptr(),
+                **job,
+            )
+        )
+        if found < 0:
+            raise FloatingPointError("a logit is not a number")
+        return Choices(score[:found], parent[:found], edge[:found])

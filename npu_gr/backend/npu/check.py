@@ -1,0 +1,95 @@
+"""Do the native operators of ops/ascendc compute here what their definitions say? Ties, -inf and NaN included.
+
+Inputs are multiples of a quarter, so that the scores are exact in fp32 and equal choices are demanded; a logarithm
+of the device's own is given room in the scores, and its choices are left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from npu_gr.backend.npu import ops as ascend_ops
+
+LOG_TOLERANCE = 1e-4  # nats
+
+
+def disagreements(device: torch.device, ops: Any = None) -> Iterator[tuple[str, str]]:
+    """Each operator, and in words what it got wrong; nothing = as defined.
+
+    Args:
+        device: where they run.
+        ops: has them by name; None = what torch has registered there.
+    """
+    ascend_ops.register()
+    ops = ops or torch.ops.npu_gr
+    for schema in ascend_ops.SCHEMAS:
+        name = schema.split("(")[0]
+        wrong = [why for arguments in _cases(name) if (why := _wrong(name, arguments, device, ops))]
+        yield name, wrong[0] if wrong else ""
+
+
+def _wrong(name: str, arguments: list[Any], device: torch.device, ops: Any) -> str:
+    want = _results(getattr(ascend_ops, name), arguments, torch.device("cpu"))
+    got = _results(getattr(ops, name), arguments, device)
+    takes_log = name == "csr_gather_topk" and arguments[1] is None
+    about = f"inputs {', '.join(f'{x.dtype} {tuple(x.shape)}' for x in arguments if isinstance(x, Tensor))}"
+    for number, (mine, its) in enumerate(zip(want, got, strict=True)):
+        if takes_log:
+            is_same = number > 0 or torch.allclose(its, mine, rtol=0.0, atol=LOG_TOLERANCE)
+        else:
+            is_same = torch.equal(its, mine)
+        if not is_same:
+            return f"result {number} differs, {about}"
+    return ""
+
+
+def _results(run: Callable[..., Any], arguments: list[Any], device: torch.device) -> list[Tensor]:
+    """On the host; what is written in place is a result."""
+    moved = [x.to(device, copy=True) if isinstance(x, Tensor) else x for x in arguments]
+    made = run(*moved)
+    results = moved[:2] if made is None else [made] if isinstance(made, Tensor) else made
+    return [x.cpu() for x in results]
+
+
+def _cases(name: str) -> Iterator[list[Any]]:
+    generator = torch.Generator().manual_seed(0)
+
+    def numbers(*shape: int) -> Tensor:
+        return torch.randint(-40, 40, shape, generator=generator) / 4.0
+
+    def ints(end: int, *shape: int) -> Tensor:
+        return torch.randint(0, end, shape, generator=generator, dtype=torch.int32)
+
+    if name == "masked_topk":
+        for dtype in (torch.float32, torch.float16, torch.bfloat16):
+            for rows, columns, k in ((3, 5000, 128), (60, 257, 300), (2, 1, 1)):
+                logits = numbers(rows, columns)
+                logits[0, ::7], logits[-1, ::11] = float("nan"), float("-inf")
+                mask = ascend_ops.pack_mask(ints(10, rows, columns) < 7)
+                yield [logits.to(dtype), mask, k, numbers(rows)]
+    elif name == "csr_gather_topk":
+        for dtype in (torch.float32, torch.float16, torch.bfloat16):
+            for rows, codes, k in ((1, 4096, 128), (128, 300, 512)):
+                degree = ints(codes // 2, rows)
+                lo = (degree + 3).cumsum(0).int() - degree - 3
+                code = torch.cat([torch.randperm(codes, generator=generator)[: d + 3].sort().values for d in degree])
+                allowed = ints(10, len(code)) < 7
+                logits, acc = numbers(rows, codes).to(dtype), numbers(rows)
+                for norm in (numbers(rows), None):
+                    yield [logits, norm, acc, lo, degree, code.int(), allowed, k]
+    elif name == "beam_merge":
+        for requests, beams, ranks, k in ((3, 128, 128, 128), (2, 9, 33, 512), (1, 1, 1, 1)):
+            logp = numbers(requests, beams, ranks).sort(2, descending=True).values
+            logp[0, 0, ranks // 2 :] = float("-inf")
+            yield [numbers(requests, beams), logp, ints(8192, requests, beams, ranks), k]
+    elif name == "kv_gather":
+        for dtype in (torch.float32, torch.bfloat16):
+            yield [numbers(3, 20, 5, 7).to(dtype), ints(20, 33)]
+    else:
+        for dtype in (torch.float32, torch.bfloat16):
+            planes = [numbers(4, 130, 3, 2, 20).to(dtype) for _ in range(2)]
+            yield [*planes, ints(130, 128), 2]

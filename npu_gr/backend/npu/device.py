@@ -1,0 +1,141 @@
+"""Finding an Ascend NPU: every step before the first op, cheapest first, each failure in words.
+
+torch_npu is never imported blindly: without CANN its import fails and leaves torch half patched, and where it is
+installed plain `import torch` does the same, unless TORCH_DEVICE_BACKEND_AUTOLOAD=0 was set first (process.py does).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import importlib.util
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from npu_gr.core.errors import ConfigError
+
+DRIVER_LIBRARY = "libascendcl.so"  # CANN's runtime; torch_npu is linked against it
+
+
+class NpuEvent(Protocol):
+    """A point in a stream."""
+
+    def record(self, stream: NpuStream) -> None:
+        """Mark what is queued by now."""
+        ...
+
+    def synchronize(self) -> None:
+        """Wait on the host."""
+        ...
+
+
+class NpuStream(Protocol):
+    """A queue of work on the device."""
+
+    def wait_event(self, event: NpuEvent) -> None:
+        """What is queued from now on comes after the event."""
+        ...
+
+    def synchronize(self) -> None:
+        """Wait on the host."""
+        ...
+
+
+class Runtime(Protocol):
+    """What is used of the namespace `torch.npu`."""
+
+    Stream: Callable[[], NpuStream]
+    Event: Callable[[], NpuEvent]
+
+    def is_available(self) -> bool:
+        """Whether there is a device and a driver."""
+        ...
+
+    def device_count(self) -> int:
+        """Devices that this process may use."""
+        ...
+
+    def current_device(self) -> int:
+        """Index."""
+        ...
+
+    def set_device(self, device: torch.device) -> None:
+        """Of this thread."""
+        ...
+
+    def get_device_name(self, device: int) -> str:
+        """The SoC as the driver spells it, e.g. Ascend910B1."""
+        ...
+
+    def current_stream(self) -> NpuStream:
+        """Of this thread."""
+        ...
+
+    def stream(self, stream: NpuStream) -> AbstractContextManager[Any]:
+        """Make it this thread's within the block."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Npu:
+    """A device that can be used."""
+
+    runtime: Runtime
+    device: torch.device
+    soc: str
+    version: str  # of torch_npu
+
+
+class NotFound(ConfigError):
+    """A step failed, and what to do about it."""
+
+    def __init__(self, step: str, why: str, remedy: str) -> None:
+        super().__init__(f"{why}; {remedy}")
+        self.step, self.why, self.remedy = step, why, remedy
+
+
+STEPS = ("torch_npu", "CANN", "import", "device")
+
+
+def _package() -> None:
+    if importlib.util.find_spec("torch_npu") is None:
+        raise NotFound("torch_npu", "torch_npu is not installed", "pip install 'npu_gr[npu]'")
+
+
+def _cann() -> None:
+    try:
+        ctypes.CDLL(DRIVER_LIBRARY)
+    except OSError as error:
+        raise NotFound("CANN", f"CANN is not there: {error}", "install it and source its set_env.sh") from error
+
+
+def _import() -> Any:
+    try:
+        return importlib.import_module("torch_npu")
+    except (ImportError, OSError, RuntimeError) as error:
+        remedy = f"install the torch-npu that was made for torch {torch.__version__} and for this CANN"
+        raise NotFound("import", f"torch_npu cannot be imported: {error}", remedy) from error
+
+
+def _device(package: Any) -> Npu:
+    runtime: Runtime = package.npu
+    if not runtime.is_available() or not runtime.device_count():
+        remedy = "see npu-smi info and ASCEND_RT_VISIBLE_DEVICES"
+        raise NotFound("device", "torch_npu sees no NPU", remedy)
+    index = runtime.current_device()
+    return Npu(runtime, torch.device("npu", index), runtime.get_device_name(index), package.__version__)
+
+
+def find() -> Npu:
+    """The current device of this process.
+
+    Raises:
+        NotFound: names the step that failed; torch_npu was not imported unless the two before it passed.
+    """
+    _package()
+    _cann()
+    return _device(_import())

@@ -1,0 +1,209 @@
+"""The operators `torch.ops.npu_gr.*`: schemas, their definition in plain torch, shapes for fake tensors.
+
+The definitions are registered as CompositeExplicitAutograd: the CPU path, the oracle of a device's results, and what
+an NPU runs where no native library is loaded. `load_library` adds the native ones (ops/ascendc) for PrivateUse1.
+
+    masked_topk(logits [R, N] f32|f16|bf16, mask_bits u8 [R, ceil(N / 8)], k, bias f32 [R]?)
+        -> value f32 [R, k], index i32 [R, k]
+    csr_gather_topk(logits [W, C] f32|f16|bf16, norm f32 [W]?, acc f32 [W], lo i32 [W], degree i32 [W], code i32 [E],
+                    allowed bool [E]?, k) -> score f32 [k], parent i32 [k], edge i32 [k]
+    beam_merge(prefix f32 [R, B], logp f32 [R, B, J], token i32 [R, B, J], k)
+        -> score f32 [R, k], parent i32 [R, k], token i32 [R, k]
+    kv_gather(src [G, M, ...], index i32 [R]) -> [G, R, ...]
+    beam_fork_(keys [L, M, S, ...], values likewise, parent i32 [W], num_slots)
+
+Selections descend; equal scores go by index (masked_topk), by beam then edge or rank (the others); NaN and -inf are
+never chosen; places that nothing fills hold -inf and -1. bits: lowest first, 1 = allowed.
+"""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from npu_gr.core.errors import ConfigError
+
+NAMESPACE = "npu_gr"
+SCHEMAS = (
+    "masked_topk(Tensor logits, Tensor mask_bits, int k, Tensor? bias=None) -> (Tensor, Tensor)",
+    "csr_gather_topk(Tensor logits, Tensor? norm, Tensor acc, Tensor lo, Tensor degree, Tensor code, Tensor? allowed, "
+    "int k) -> (Tensor, Tensor, Tensor)",
+    "beam_merge(Tensor prefix, Tensor logp, Tensor token, int k) -> (Tensor, Tensor, Tensor)",
+    "kv_gather(Tensor src, Tensor index) -> Tensor",
+    "beam_fork_(Tensor(a!) keys, Tensor(b!) values, Tensor parent, int num_slots) -> ()",
+)
+NEG_INF = float("-inf")
+
+
+def _best(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """Scores [R, N] -> the k best and where they stand; a stable sort, as torch.topk leaves ties open."""
+    scores = scores.masked_fill(scores.isnan(), NEG_INF)
+    value, index = scores.sort(dim=1, descending=True, stable=True)
+    missing = max(0, k - scores.shape[1])
+    value = torch.nn.functional.pad(value[:, :k], (0, missing), value=NEG_INF)
+    index = torch.nn.functional.pad(index[:, :k], (0, missing), value=-1)
+    return value, index.masked_fill(value == NEG_INF, -1).to(torch.int32)
+
+
+def _pick(table: Tensor, index: Tensor) -> Tensor:
+    """Columns of table [R, N], int32, at index [R, k]; -1 stays -1."""
+    empty = index < 0
+    padded = torch.nn.functional.pad(table, (0, 1))  # so that a table of no columns can be asked
+    return padded.gather(1, index.long().masked_fill(empty, 0)).masked_fill(empty, -1).to(torch.int32)
+
+
+def pack_mask(mask: Tensor) -> Tensor:
+    """Bool [R, N] -> bits uint8 [R, ceil(N / 8)], lowest first, padded with 0."""
+    rows, columns = mask.shape
+    padded = torch.nn.functional.pad(mask.to(torch.uint8), (0, -columns % 8)).view(rows, (columns + 7) // 8, 8)
+    shifts = torch.arange(8, dtype=torch.uint8, device=mask.device)
+    return (padded << shifts).sum(2, dtype=torch.uint8)
+
+
+def unpack_mask(bits: Tensor, columns: int) -> Tensor:
+    """The inverse of `pack_mask`."""
+    shifts = torch.arange(8, dtype=torch.uint8, device=bits.device)
+    return ((bits[:, :, None] >> shifts) & 1).flatten(1)[:, :columns].bool()
+
+
+def masked_topk(logits: Tensor, mask_bits: Tensor, k: int, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """See the module."""
+    scores = logits.float().masked_fill(~unpack_mask(mask_bits, logits.shape[1]), NEG_INF)
+    return _best(scores if bias is None else scores + bias[:, None], k)
+
+
+def csr_gather_topk(
+    logits: Tensor,
+    norm: Tensor | None,
+    acc: Tensor,
+    lo: Tensor,
+    degree: Tensor,
+    code: Tensor,
+    allowed: Tensor | None,
+    k: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See the module: `beam_topk` of topk.py with k places always, and int32 throughout."""
+    row = torch.repeat_interleave(torch.arange(len(lo), device=lo.device), degree.long())
+    first = torch.repeat_interleave(lo.long() - (degree.long().cumsum(0) - degree.long()), degree.long())
+    edge = first + torch.arange(len(row), device=lo.device)
+    value = logits.float()[row, code[edge].long()]
+    if allowed is not None:
+        value = value.masked_fill(~allowed[edge].bool(), NEG_INF)
+    if norm is None:
+        norm = _valid_norm(value, row, len(lo))
+    score = (value - norm[row]) + acc[row]
+    out = (norm[row] > NEG_INF) & (acc[row] > NEG_INF) & (value > NEG_INF)
+    best, at = _best(score.masked_fill(~out, NEG_INF)[None], k)
+    return best[0], _pick(row[None], at)[0], _pick(edge[None], at)[0]
+
+
+def _valid_norm(value: Tensor, row: Tensor, rows: int) -> Tensor:
+    peak = value.new_full((rows,), NEG_INF).scatter_reduce_(0, row, value, "amax")
+    shifted = (value - peak[row]).masked_fill(value == NEG_INF, NEG_INF)
+    return peak + torch.zeros_like(peak).scatter_add_(0, row, shifted.exp()).log()
+
+
+def beam_merge(prefix: Tensor, logp: Tensor, token: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
+    """See the module. Rows of logp must not rise, -inf and NaN last: the native op stops early because of it."""
+    ranks = logp.shape[2]
+    score, at = _best((prefix[:, :, None] + logp).flatten(1), k)
+    parent = torch.div(at, max(1, ranks), rounding_mode="floor")  # -1 stays -1
+    return score, parent.to(torch.int32), _pick(token.flatten(1), at)
+
+
+def kv_gather(src: Tensor, index: Tensor) -> Tensor:
+    """See the module: out[g, i] = src[g, index[i]]."""
+    return src.index_select(1, index)
+
+
+def beam_fork_(keys: Tensor, values: Tensor, parent: Tensor, num_slots: int) -> None:
+    """See the module: the first slots of row i become those of row parent[i], in every layer, whatever the order."""
+    for plane in (keys, values):
+        plane[:, : len(parent), :num_slots] = plane[:, parent.long(), :num_slots]
+
+
+def _fake_masked_topk(logits: Tensor, mask_bits: Tensor, k: int, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    shape = (logits.shape[0], k)
+    return logits.new_empty(shape, dtype=torch.float32), logits.new_empty(shape, dtype=torch.int32)
+
+
+def _fake_csr_gather_topk(
+    logits: Tensor,
+    norm: Tensor | None,
+    acc: Tensor,
+    lo: Tensor,
+    degree: Tensor,
+    code: Tensor,
+    allowed: Tensor | None,
+    k: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    index = lo.new_empty((k,), dtype=torch.int32)
+    return logits.new_empty((k,), dtype=torch.float32), index, torch.empty_like(index)
+
+
+def _fake_beam_merge(prefix: Tensor, logp: Tensor, token: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
+    score = prefix.new_empty((prefix.shape[0], k), dtype=torch.float32)
+    return score, torch.empty_like(score, dtype=torch.int32), torch.empty_like(score, dtype=torch.int32)
+
+
+def _fake_kv_gather(src: Tensor, index: Tensor) -> Tensor:
+    return src.new_empty((src.shape[0], index.shape[0], *src.shape[2:]))
+
+
+def _fake_beam_fork_(keys: Tensor, values: Tensor, parent: Tensor, num_slots: int) -> None:
+    return None
+
+
+@cache
+def register() -> torch.library.Library:
+    """Define the operators, once a process; torch keeps them as long as the result lives."""
+    library = torch.library.Library(NAMESPACE, "FRAGMENT")
+    for schema in SCHEMAS:
+        name = library.define(schema)
+        library.impl(name, globals()[name], "CompositeExplicitAutograd")
+        torch.library.register_fake(f"{NAMESPACE}::{name}", globals()[f"_fake_{name}"], lib=library)
+    return library
+
+
+def variant(soc: str) -> str:
+    """The library's name for a SoC as the driver spells it, e.g. Ascend910B1, Ascend910_9392.
+
+    Raises:
+        ConfigError: there are no native kernels for it.
+    """
+    name = soc.lower()
+    for prefix, known in (("ascend910b", "ascend910b"), ("ascend910_93", "ascend910_93")):
+        if name.startswith(prefix):
+            return known
+    raise ConfigError(f"no native ops for {soc}: 910B and A3 (910_93) have them, others run the torch composition")
+
+
+def library_path(soc: str, folder: Path | None = None) -> Path:
+    """Where build.sh puts the library of a SoC: npu_gr/backend/lib, or another folder."""
+    return (folder or Path(__file__).parent / "lib") / f"libnpu_gr_ascend_{variant(soc)}.so"
+
+
+def load_library(path: Path) -> None:
+    """Load the native ops; from then on tensors of the device run them.
+
+    Raises:
+        ConfigError: no such file, or it does not load; nothing was registered.
+    """
+    if not path.is_file():
+        raise ConfigError(f"no native ops at {path}: build them with ops/ascendc/build.sh")
+    register()
+    note = path.with_suffix(".json")
+    try:
+        built = json.loads(note.read_text())["torch"]
+    except (OSError, ValueError, KeyError):
+        built = None
+    if built is not None and built.split(".")[:2] != torch.__version__.split(".")[:2]:
+        raise ConfigError(f"{path} was built for torch {built}, this is {torch.__version__}: build it again")
+    try:
+        torch.ops.load_library(path)
+    except OSError as error:
+        raise ConfigError(f"{path} does not load: {error}") from error

@@ -1,0 +1,282 @@
+"""Versions of a catalogue: one is served, the one before it is kept, and a request sees one from start to end.
+
+Changes make a new snapshot, which `Catalogue.publish` then serves; nothing that a request holds is ever written.
+  withdraw, restore   share the trie and carry a filter: a copy of the filter, one byte an item and an edge (tens of
+                      milliseconds at ten million items)
+  add                 merges the new items in and leaves the withdrawn ones out: each table is copied once, nothing is
+                      sorted anew; three seconds at ten million items, beside the event loop
+Arrays are freed by reference counting: a version that nobody pins, and that is neither served nor kept, is gone.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import xxhash
+
+from npu_gr.catalogue.build import build_trie
+from npu_gr.catalogue.filters import Filter, allow_all, allow_mask, deny_items
+from npu_gr.catalogue.merge import insert, restrict
+from npu_gr.catalogue.records import Column, Items
+from npu_gr.catalogue.trie import Codebooks, Mask, Trie
+from npu_gr.core.errors import CatalogueError, Unavailable
+from npu_gr.core.request import F32, I64
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Snapshot:
+    """One version of the catalogue. N = items of the trie. Never changed in place."""
+
+    trie: Trie
+    order: F32 | None  # [N] order scores, by place in `trie.leaf_item`
+    attributes: dict[str, Column]  # by name, [N] by place in `trie.leaf_item`
+    content: str  # digest of the fields above
+    available: Filter | None = None  # all but the withdrawn items; None: nothing is withdrawn
+    version: str  # digest of `content` and of which items are withdrawn
+
+    @property
+    def num_items(self) -> int:
+        """Items that are not withdrawn."""
+        return int(np.count_nonzero(self.available.allowed)) if self.available else self.trie.num_items
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the trie, the columns and the filter."""
+        columns = [*self.attributes.values()]
+        if self.order is not None:
+            columns.append(self.order)
+        if self.available:
+            columns += [self.available.allowed, *self.available.valid]
+        return self.trie.num_bytes + sum(column.nbytes for column in columns)
+
+
+def make_snapshot(items: Items, codebooks: Codebooks) -> Snapshot:
+    """Build the trie and put the columns into its order.
+
+    Raises:
+        CatalogueError: as `build_trie`.
+    """
+    # An empty file does not say how many codes its SIDs have.
+    sids = items.sids if len(items) else np.empty((0, len(codebooks)), np.int32)
+    trie = build_trie(sids, items.item_ids, codebooks, items.order)
+    rows = np.empty(len(items), np.int64)
+    rows[trie.by_id] = np.argsort(items.item_ids)  # seconds at ten million items; looking each up takes a minute
+    attributes = {name: _narrowed(items.attributes[name])[rows] for name in sorted(items.attributes)}
+    return _snapshot(trie, None if items.order is None else items.order[rows], attributes)
+
+
+def _snapshot(trie: Trie, order: F32 | None, attributes: dict[str, Column]) -> Snapshot:
+    hasher = xxhash.xxh3_128(trie.digest().encode())
+    for name, column in [("", order), *attributes.items()]:
+        if column is not None:
+            hasher.update(f"{name!r}{column.dtype.str}".encode())
+            hasher.update(column.view(np.uint8).data)
+            column.flags.writeable = False
+    content = hasher.hexdigest()
+    return Snapshot(trie=trie, order=order, attributes=attributes, content=content, version=content)
+
+
+def withdraw(snapshot: Snapshot, item_ids: I64) -> Snapshot:
+    """Without these items; those that are withdrawn already stay so.
+
+    Raises:
+        CatalogueError: an item that the trie does not hold.
+    """
+    _places(snapshot, item_ids)
+    base = snapshot.available or allow_all(snapshot.trie)
+    return _with_available(snapshot, base.without(deny_items(snapshot.trie, item_ids, base)))
+
+
+def restore(snapshot: Snapshot, item_ids: I64) -> Snapshot:
+    """With these items again, on their former SIDs; those that were never withdrawn stay.
+
+    Raises:
+        CatalogueError: an item that the trie does not hold; `add` it.
+    """
+    places = _places(snapshot, item_ids)
+    if snapshot.available is None:
+        return snapshot
+    allowed = snapshot.available.allowed.copy()
+    allowed[places] = True
+    return _with_available(snapshot, allow_mask(snapshot.trie, allowed))
+
+
+def add(snapshot: Snapshot, items: Items) -> Snapshot:
+    """A trie of the items that are not withdrawn and of these; an item that was withdrawn may come on another SID.
+
+    Raises:
+        CatalogueError: an item that is there already, columns unlike the snapshot's, or as `build_trie`; the records
+            counted are those of `items`.
+    """
+    trie = snapshot.trie
+    kept = snapshot.available.allowed if snapshot.available else np.ones(trie.num_items, np.bool_)
+    if not len(items) and kept.all():
+        return snapshot
+    if not kept.any():
+        return make_snapshot(items, trie.codebooks)
+    if not len(items):
+        return _restricted(snapshot, kept)
+    places = trie.places(items.item_ids)
+    again = (places >= 0) & kept[places]
+    if again.any():
+        row = int(np.argmax(again))
+        raise CatalogueError(f"record {row + 1}: item {items.item_ids[row]} is already in the catalogue")
+    if items.sids.shape[1] != trie.num_levels:
+        raise CatalogueError(f"SIDs of {items.sids.shape[1]} codes, those of the catalogue have {trie.num_levels}")
+    _check_columns(snapshot, items)
+    base = snapshot if kept.all() else _restricted(snapshot, kept)
+    more = make_snapshot(items, trie.codebooks)
+    merged, before = insert(base.trie, base.order, more.trie, more.order)
+    order = None if base.order is None or more.order is None else np.insert(base.order, before, more.order)
+    attributes = {
+        name: _narrowed(
+            np.insert(column.astype(np.result_type(column, more.attributes[name])), before, more.attributes[name])
+        )
+        for name, column in base.attributes.items()
+    }
+    return _snapshot(merged, order, attributes)
+
+
+def _check_columns(snapshot: Snapshot, items: Items) -> None:
+    if (items.order is None) != (snapshot.order is None) or items.attributes.keys() != snapshot.attributes.keys():
+        theirs = ", ".join(["order"] * (snapshot.order is not None) + sorted(snapshot.attributes)) or "none"
+        raise CatalogueError(f"columns {_columns(items)}, those of the catalogue are {theirs}")
+    for name, column in items.attributes.items():
+        was = snapshot.attributes[name].dtype
+        if column.dtype.kind != was.kind and (column.dtype.kind, was.kind) != ("i", "f"):
+            raise CatalogueError(f"attribute {name!r} of type {column.dtype}, that of the catalogue is {was}")
+
+
+def _restricted(snapshot: Snapshot, kept: Mask) -> Snapshot:
+    """Without the items that are not kept; at least one is."""
+    order = None if snapshot.order is None else snapshot.order[kept]
+    attributes = {name: _narrowed(column[kept]) for name, column in snapshot.attributes.items()}
+    return _snapshot(restrict(snapshot.trie, kept), order, attributes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CatalogueStatus:
+    """What an operator sees of the version that is served."""
+
+    version: str
+    num_items: int
+    num_bytes: int
+    age_s: float  # since it was published or rolled back to
+    previous: str | None  # the version that `rollback` would serve
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Published:
+    current: Snapshot
+    previous: Snapshot | None
+    since: float  # clock
+
+
+class Catalogue:
+    """Holds the version that is served and the one before. Any thread may call any method.
+
+    Readers take one reference and never wait; publishers take turns.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._turn = threading.Lock()
+        self._published: _Published | None = None
+
+    def publish(self, snapshot: Snapshot) -> None:
+        """Serve this version from now on. The one served now, if it is another, is kept for `rollback`.
+
+        Raises:
+            CatalogueError: other codebooks than those served, which the model knows; nothing was changed.
+        """
+        with self._turn:
+            old = self._published
+            if old and old.current.trie.codebooks != snapshot.trie.codebooks:
+                raise CatalogueError(f"{snapshot.trie.codebooks}, the catalogue has {old.current.trie.codebooks}")
+            if old is None:
+                self._published = _Published(snapshot, None, self._clock())
+            elif snapshot.version != old.current.version:
+                self._published = _Published(snapshot, old.current, self._clock())
+
+    def rollback(self) -> None:
+        """Serve the kept version, and keep the one served now: a second rollback undoes the first.
+
+        Raises:
+            CatalogueError: there is no version to go back to; nothing was changed.
+        """
+        with self._turn:
+            old = self._published
+            if old is None or old.previous is None:
+                raise CatalogueError("no earlier version of the catalogue is kept")
+            self._published = _Published(old.previous, old.current, self._clock())
+
+    @contextmanager
+    def pin(self) -> Iterator[Snapshot]:
+        """The version served now, which stays whole for the block, whatever is published meanwhile.
+
+        Raises:
+            Unavailable: nothing has been published.
+        """
+        yield self._now().current
+
+    def status(self) -> CatalogueStatus:
+        """Of one moment.
+
+        Raises:
+            Unavailable: nothing has been published.
+        """
+        now = self._now()
+        return CatalogueStatus(
+            version=now.current.version,
+            num_items=now.current.num_items,
+            num_bytes=now.current.num_bytes,
+            age_s=self._clock() - now.since,
+            previous=now.previous.version if now.previous else None,
+        )
+
+    def contents(self) -> set[str]:
+        """Of the version that is served and the one that is kept: `Snapshot.content`."""
+        now = self._now()
+        return {snapshot.content for snapshot in (now.current, now.previous) if snapshot}
+
+    def _now(self) -> _Published:
+        if self._published is None:
+            raise Unavailable("no catalogue has been published")
+        return self._published
+
+
+def _places(snapshot: Snapshot, item_ids: I64) -> I64:
+    places = snapshot.trie.places(item_ids)
+    if (places < 0).any():
+        row = int(np.argmax(places < 0))
+        raise CatalogueError(f"record {row + 1}: item {item_ids[row]} is not in the catalogue")
+    return places
+
+
+def _with_available(snapshot: Snapshot, available: Filter) -> Snapshot:
+    everything = bool(available.allowed.all())
+    digest = xxhash.xxh3_128(snapshot.content.encode() + available.allowed.tobytes()).hexdigest()
+    return Snapshot(
+        trie=snapshot.trie,
+        order=snapshot.order,
+        attributes=snapshot.attributes,
+        content=snapshot.content,
+        available=None if everything else available,
+        version=snapshot.content if everything else digest,
+    )
+
+
+def _columns(items: Items) -> str:
+    return ", ".join(["order"] * (items.order is not None) + sorted(items.attributes)) or "none"
+
+
+def _narrowed(column: Column) -> Column:
+    """Text in the narrowest type that holds it, so that equal columns have equal bytes."""
+    if column.dtype.kind != "U":
+        return column
+    return column.astype(f"U{max(1, int(np.char.str_len(column).max(initial=0)))}")

@@ -1,0 +1,167 @@
+"""npu-gr simulate [run | fit-users | fit-device]. Like `cli`, commands import what they need, late."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+import click
+
+from npu_gr.cli.replay import API_KEY, FILE, RunByDefault
+from npu_gr.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    import msgspec
+
+    from npu_gr.simulate.config import SimulateConfig
+    from npu_gr.simulate.users import Ask
+
+    S = TypeVar("S", bound=msgspec.Struct)
+
+
+@click.group(cls=RunByDefault)
+def simulate() -> None:
+    """Predict a fleet on a virtual clock (`run`, which may be left out), or measure what a prediction needs."""
+
+
+@simulate.command("run")
+@click.option("--config", "config_path", required=True, type=FILE, help="As configs/simulate.yaml.")
+@click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override one setting, e.g. qps=2000.")
+@click.option("--log", type=FILE, help="A query log's own traffic instead of the model of the users.")
+@click.option("--signal-lead-ms", default=50.0, show_default=True, help="With --log, where it has no signals.")
+@click.option("--calibration", type=FILE, help="Of `npu-gr calibrate`, instead of the CONFIG's costs.")
+@click.option("--capacity", is_flag=True, help="Find the fewest instances that keep the SLO at this rate.")
+@click.option("--out", type=FILE, help="Folder for simulation.json and simulation.html.")
+@click.option("--json", "as_json", is_flag=True, help="JSON instead of tables.")
+def run_command(
+    config_path: Path,
+    overrides: tuple[str, ...],
+    log: Path | None,
+    signal_lead_ms: float,
+    calibration: Path | None,
+    capacity: bool,
+    out: Path | None,
+    as_json: bool,
+) -> None:
+    """Simulate N instances behind the router's placement: hits, SLO attainment, wasted pre-infers, capacity."""
+    import msgspec
+    from rich.console import Console
+
+    from npu_gr.core.settings import load
+    from npu_gr.simulate.calibration import calibrated
+    from npu_gr.simulate.capacity import search
+    from npu_gr.simulate.config import DeviceProfile, SimulateConfig
+    from npu_gr.simulate.fleet import Outcomes
+    from npu_gr.simulate.fleet import simulate as play
+    from npu_gr.simulate.page import as_dict, page, render
+
+    logging.getLogger("npu_gr.relay").setLevel(logging.ERROR)  # what fails in an overloaded fleet is counted
+    config = load(config_path, SimulateConfig, overrides)
+    if calibration is not None:
+        config = calibrated(config, calibration)
+    profile = _section(config.device, DeviceProfile)
+    traffic = _traffic(config, log, signal_lead_ms)
+
+    def of(instances: int) -> Outcomes:
+        return play(msgspec.structs.replace(config, instances=instances), profile, traffic())
+
+    found = search(config, profile, traffic, of) if capacity else None
+    runs = [of(config.instances)] if found is None else [one for _, one in found.tried]
+    settings = msgspec.to_builtins(msgspec.structs.replace(config, device=profile))
+    if out is not None:
+        out.mkdir(parents=True, exist_ok=True)
+        (out / "simulation.json").write_text(json.dumps(as_dict(runs, found, settings), indent=2) + "\n")
+        (out / "simulation.html").write_text(page(runs, found, settings))
+        click.echo(f"report in {out}", err=True)
+    if as_json:
+        click.echo(json.dumps(as_dict(runs, found, settings), indent=2))
+    else:
+        Console(width=max(150, Console().width)).print(render(runs, found))
+
+
+def _traffic(config: SimulateConfig, log: Path | None, signal_lead_ms: float) -> Callable[[], Iterator[Ask]]:
+    from npu_gr.replay.log import Log
+    from npu_gr.replay.options import ReplayOptions
+    from npu_gr.simulate.config import UsersConfig
+    from npu_gr.simulate.fit import asks_of
+    from npu_gr.simulate.users import asks, visits
+
+    if log is not None:
+        options = ReplayOptions(
+            base_url="http://simulated", rate=config.qps, signal_lead_s=signal_lead_ms * 1e-3, seed=config.seed
+        )
+        return lambda: iter(asks_of(Log(log), options))
+    if config.users is None:
+        raise ConfigError("users: needed, unless --log names a query log")
+    users = _section(config.users, UsersConfig)
+    return lambda: asks(visits(users, config.qps, config.duration_s, config.seed), users.candidates)
+
+
+def _section(given: S | str, kind: type[S]) -> S:
+    """A section, or the file that it names."""
+    from npu_gr.core.settings import load
+
+    return load(Path(given), kind) if isinstance(given, str) else given
+
+
+@simulate.command("fit-users")
+@click.argument("log", type=FILE)
+@click.option("--num-users", type=click.IntRange(1), help="Of the whole population; else those of the LOG.")
+@click.option("--out", required=True, type=FILE, help="YAML for the key `users`.")
+def fit_users_command(log: Path, num_users: int | None, out: Path) -> None:
+    """Fit popularity, returns, lengths and growth of the users of a query LOG."""
+    from npu_gr.replay.log import Log
+    from npu_gr.simulate.config import write
+    from npu_gr.simulate.fit import fit_users
+
+    write(fit_users(Log(log), num_users), out)
+    click.echo(out.read_text(), nl=False)
+
+
+@simulate.command("fit-device")
+@click.argument("log", type=FILE)
+@click.option("--url", default="http://127.0.0.1:8080", show_default=True, help="A running instance, otherwise idle.")
+@click.option("--rate", default=10.0, show_default=True, help="Ranks a second; low, so that they run alone.")
+@click.option("--limit", default=1000, show_default=True, type=click.IntRange(60), help="Records of the LOG.")
+@click.option("--warmup", "warmup_s", default=3.0, show_default=True, help="Seconds that do not count.")
+@click.option("--kv-token-bytes", required=True, type=click.IntRange(2), help="Keys and values of one token.")
+@click.option("--copy-bytes-per-s", required=True, type=float, help="DRAM to HBM; the service logs it at start.")
+@click.option("--max-history-tokens", default=16_384, show_default=True, help="Of the model.")
+@click.option("--out", required=True, type=FILE, help="YAML for the key `device`.")
+@API_KEY
+def fit_device_command(
+    log: Path,
+    url: str,
+    rate: float,
+    limit: int,
+    warmup_s: float,
+    kv_token_bytes: int,
+    copy_bytes_per_s: float,
+    max_history_tokens: int,
+    out: Path,
+    api_key: str | None,
+) -> None:
+    """Replay a query LOG slowly against a running instance and fit its device profile from the answers."""
+    import uvloop
+
+    from npu_gr.replay.log import Log
+    from npu_gr.replay.options import ReplayOptions
+    from npu_gr.simulate.config import write
+    from npu_gr.simulate.fit import fit_device, measure
+
+    options = ReplayOptions(
+        base_url=url, api_key=api_key, rate=rate, limit=limit, warmup_s=warmup_s, signal_lead_s=0.05
+    )
+    ranks, signals_s = uvloop.run(measure(Log(log), options))
+    profile = fit_device(
+        ranks,
+        signals_s,
+        kv_token_bytes=kv_token_bytes,
+        copy_bytes_per_s=copy_bytes_per_s,
+        max_history_tokens=max_history_tokens,
+    )
+    write(profile, out)
+    click.echo(f"{len(ranks)} ranks; {out}")

@@ -1,0 +1,154 @@
+"""Every error the package raises on purpose, and the HTTP status of each leaf.
+
+NpuGrError
+├── ConfigError            bad YAML, checkpoint or path; the process must not start   (exit 2)
+├── CheckpointError        a ConfigError about the model's files
+├── DataError              a file of interactions or a query log cannot be read       (exit 2)
+│   └── CatalogueError       a DataError: the records do not make a catalogue of semantic IDs
+├── RequestError           the caller's fault
+│   ├── BadRequest         broken body                                                (400)
+│   ├── Unauthorized       no key, or a wrong one                                     (401)
+│   ├── NotFound           no such model or version                                   (404)
+│   ├── UnknownPrefix      a delta on a prefix that is not known here: send it whole  (409)
+│   ├── TooLarge           the body or a list is over its limit                       (413)
+│   ├── UnsupportedMedia   a content type we do not read                              (415)
+│   └── Unprocessable      well-formed, but a value is out of range                   (422)
+│       └── ColdUser       nothing of the history is known: nothing to retrieve from  (422)
+├── Overloaded             admission said no; retry elsewhere or later                (429)
+├── Unavailable            starting, draining, or the history store is down           (503)
+│   └── NotTaken           an Unavailable: nothing was begun, another instance may    (503)
+├── DeadlineExceeded       the budget ran out before the work did                     (504)
+└── ResourceError
+    ├── PoolExhausted      no pages: rank without prefix KV       (never leaves the process)
+    ├── StaleEntry         a DRAM copy was overwritten: recompute (never leaves the process)
+    └── DeviceError        the accelerator failed; this instance drains               (503)
+"""
+
+from __future__ import annotations
+
+
+class NpuGrError(Exception):
+    """Root of the tree. `status` is the HTTP status; `title` the stable, human-readable kind."""
+
+    status = 500
+    title = "internal error"
+
+
+class ConfigError(NpuGrError):
+    """The configuration cannot be used; the message names the field and the limit."""
+
+    title = "bad configuration"
+
+
+class CheckpointError(ConfigError):
+    """The model's files are missing, corrupt, or do not fit their own configuration."""
+
+    title = "bad checkpoint"
+
+
+class DataError(NpuGrError):
+    """A data file cannot be read; the message names the file, the record and the reason."""
+
+    title = "bad data file"
+
+
+class CatalogueError(DataError):
+    """Records do not make a catalogue of semantic IDs; the message names the record, counted from 1, and the reason."""
+
+    title = "bad catalogue"
+
+
+class RequestError(NpuGrError):
+    """The caller's fault: the message names the field and the limit."""
+
+    status, title = 400, "bad request"
+
+
+class BadRequest(RequestError):
+    """The body cannot be parsed."""
+
+
+class Unauthorized(RequestError):
+    """No API key, or one that is not in the key file."""
+
+    status, title = 401, "unauthorized"
+
+
+class NotFound(RequestError):
+    """No such route, model or model version."""
+
+    status, title = 404, "not found"
+
+
+class UnknownPrefix(RequestError):
+    """A delta names a prefix that this instance does not know: send the whole history."""
+
+    status, title = 409, "unknown prefix"
+
+
+class TooLarge(RequestError):
+    """The body or one of its lists is over its limit."""
+
+    status, title = 413, "too large"
+
+
+class UnsupportedMedia(RequestError):
+    """Neither JSON nor msgpack."""
+
+    status, title = 415, "unsupported media type"
+
+
+class Unprocessable(RequestError):
+    """Well-formed, but a value is out of range."""
+
+    status, title = 422, "unprocessable request"
+
+
+class ColdUser(Unprocessable):
+    """Nothing of the user's history is known, so there is nothing to retrieve from."""
+
+
+class Overloaded(NpuGrError):
+    """Admission said no. `retry_after_s` goes into the Retry-After header."""
+
+    status, title = 429, "overloaded"
+
+    def __init__(self, message: str, retry_after_s: float = 1.0) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class Unavailable(NpuGrError):
+    """Starting, draining, or a store that the request needs is down."""
+
+    status, title = 503, "unavailable"
+
+
+class NotTaken(Unavailable):
+    """This instance starts, drains or has failed, and has begun nothing: another one may take the request."""
+
+
+class DeadlineExceeded(NpuGrError):
+    """The caller's budget ran out; every lease and slot is already released."""
+
+    status, title = 504, "deadline exceeded"
+
+
+class ResourceError(NpuGrError):
+    """A device or memory tier could not do its part."""
+
+    status, title = 503, "resource error"
+
+
+class PoolExhausted(ResourceError):
+    """Not enough free or expired pages; nothing was evicted. The rank goes on without prefix KV."""
+
+
+class StaleEntry(ResourceError):
+    """A DRAM copy was overwritten while it was read. The rank goes on without it."""
+
+
+class DeviceError(ResourceError):
+    """The accelerator failed; this instance becomes unready."""
+
+    title = "device error"

@@ -1,0 +1,537 @@
+"""The nouns that cross folders: who asks, with which behaviours, for what, and what the answer says."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import IntEnum, StrEnum
+from typing import Any, Literal, NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+I64 = npt.NDArray[np.int64]
+I16 = npt.NDArray[np.int16]
+F32 = npt.NDArray[np.float32]
+
+
+class UserKey(NamedTuple):
+    """One user of one tenant. Never logged, never a metric label."""
+
+    tenant: str
+    user: str
+
+
+class Request(Protocol):
+    """What every request has."""
+
+    @property
+    def user(self) -> UserKey:
+        """Whom it is about."""
+        ...
+
+
+class Answer(Protocol):
+    """What every answer has: the parts that metrics and the access log read, whatever the kind."""
+
+    @property
+    def stages_s(self) -> Mapping[str, float]:
+        """Seconds of each stage that `Kind.stages` names."""
+        ...
+
+    @property
+    def label_value(self) -> str:
+        """What this answer was, among `Kind.labels`; "" where its kind has none."""
+        ...
+
+    def log_fields(self) -> dict[str, Any]:
+        """What the access log says of it: names of JSON fields, values that JSON has. None = not said."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Events:
+    """Behaviours, oldest first, in the caller's own item ids. n = number of events."""
+
+    items: I64  # [n] external item ids
+    actions: I16  # [n] action ids as the model's config names them
+    timestamps: I64  # [n] unix seconds
+
+    def __post_init__(self) -> None:
+        assert self.items.shape == self.actions.shape == self.timestamps.shape
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def __getitem__(self, part: slice) -> Events:
+        return Events(self.items[part], self.actions[part], self.timestamps[part])
+
+    def __add__(self, newer: Events) -> Events:
+        join = np.concatenate
+        return Events(
+            join((self.items, newer.items)),
+            join((self.actions, newer.actions)),
+            join((self.timestamps, newer.timestamps)),
+        )
+
+    @classmethod
+    def make(cls, items: npt.ArrayLike, actions: npt.ArrayLike, timestamps: npt.ArrayLike) -> Events:
+        """From anything numpy reads as three integer rows of the same length; copies, so no odd strides stay."""
+        return cls(np.array(items, np.int64), np.array(actions, np.int16), np.array(timestamps, np.int64))
+
+    @classmethod
+    def empty(cls) -> Events:
+        """No behaviours."""
+        return cls.make([], [], [])
+
+    def fingerprint(self) -> str:
+        """32 hex digits over every event (xxh3-128): equal histories and no others have equal ones."""
+        digest = xxhash.xxh3_128(len(self).to_bytes(8, "little"))
+        for row in (self.items, self.actions, self.timestamps):
+            digest.update(np.ascontiguousarray(row).data)
+        return digest.hexdigest()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class HistoryRef:
+    """Where a request's behaviours come from.
+
+    events given, base absent: the whole history. Both given: `events` follow the prefix that `base` names.
+    Neither: the history store has it.
+    """
+
+    events: Events | None = None
+    base: str | None = None  # a fingerprint that an earlier answer gave
+
+
+class Verdict(StrEnum):
+    """What the trigger says to a signal; the value of the `verdict` metric label."""
+
+    PREINFER = "preinfer"
+    RELOAD = "reload"  # the DRAM tier has it; it comes back instead of being computed
+    ALREADY_RESIDENT = "already_resident"
+    ALREADY_RUNNING = "already_running"
+    EXTEND = "extend"  # only the behaviours since the resident prefix are encoded
+    SKIP_NOT_AT_RISK = "skip_not_at_risk"  # would meet the budget anyway
+    SKIP_FOOTPRINT = "skip_footprint"  # no bytes left to reserve
+    SKIP_LOAD = "skip_load"  # too many pre-infers in flight
+    SKIP_RATE = "skip_rate"  # more pre-infers a second than the instance sustains
+    SKIP_DISABLED = "skip_disabled"
+
+
+class Brownout(IntEnum):
+    """What is given up under overload, each step with all before it."""
+
+    NONE = 0
+    NO_DRAM = 1  # no reloads, no spills
+    NO_RELAY = 2  # no pre-infers; what is resident is still used
+    TRUNCATE = 3  # ranks without a prefix read the newest part of their history
+    REJECT = 4  # signals and generates are refused, ranks as the limit allows
+
+
+class Outcome(StrEnum):
+    """How a rank got its prefix KV; the value of the `outcome` metric label."""
+
+    HBM_HIT = "hbm_hit"
+    JOINED = "joined"
+    DRAM_HIT = "dram_hit"
+    MISS_FULL = "miss_full"
+    DEGRADED = "degraded"
+
+
+class Reason(StrEnum):
+    """Why a rank was not an HBM hit. `NONE` for a hit."""
+
+    NONE = ""
+    COMPUTE = "compute"  # joined a pre-infer, or went on from where it was
+    RELOAD = "reload"  # joined a reload
+    NOT_BEGUN = "not_begun"  # its pre-infer still waited for the device
+    NO_SIGNAL = "no_signal"
+    NOT_AT_RISK = "not_at_risk"
+    REJECTED_FOOTPRINT = "rejected_footprint"
+    REJECTED_LOAD = "rejected_load"
+    REJECTED_RATE = "rejected_rate"
+    JOIN_TIMEOUT = "join_timeout"
+    RELOAD_SLOWER = "reload_slower"
+    RELOAD_FAILED = "reload_failed"
+    FINGERPRINT_MISMATCH = "fingerprint_mismatch"
+    EXPIRED = "expired"
+    PRODUCER_FAILED = "producer_failed"
+    READ_FAILED = "read_failed"  # the device failed with the prefix and did without
+    DISABLED = "disabled"
+    BROWNOUT = "brownout"  # given up under overload
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class SignalRequest:
+    """Pre-infer this user's prefix while retrieval still runs."""
+
+    user: UserKey
+    history: HistoryRef
+    num_candidates: int | None = None  # that the rank will bring, for the trigger; None = the config's guess
+    model_version: str | None = None  # None = the one being served
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RankRequest:
+    """Score these candidates for this user."""
+
+    user: UserKey
+    candidates: I64  # [c] external item ids
+    history: HistoryRef
+    timestamp: int | None = None  # unix seconds the candidates are shown at; None = now
+    top_k: int | None = None  # also answer the best k, by the first task
+    model_version: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HistoryReport:
+    """What was made of the behaviours that came in."""
+
+    fingerprint: str  # of the whole history as the model reads it; the `base` of a later delta
+    num_tokens: int  # that the model read
+    cut_tokens: int = 0  # oldest ones dropped by the length rule
+    unknown_items: int = 0  # events left out because the catalogue lacks their item
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SignalAnswer:
+    """What was decided about the pre-infer; the work itself may still be running."""
+
+    verdict: Verdict
+    model_version: str
+    history: HistoryReport
+    resident_for_s: float  # how long the prefix KV is kept for a rank; 0 where none is produced
+    generate_verdict: Verdict | None = None  # of the generator's prompt; None = this instance has none
+    stages_s: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def label_value(self) -> str:
+        """The verdict."""
+        return self.verdict.value
+
+    def log_fields(self) -> dict[str, Any]:
+        """See `Answer`."""
+        return {
+            "model_version": self.model_version,
+            "history_tokens": self.history.num_tokens,
+            "verdict": self.verdict.value,
+            "generate_verdict": None if self.generate_verdict is None else self.generate_verdict.value,
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RankAnswer:
+    """Scores in candidate order, and how they came to be."""
+
+    model_version: str
+    outcome: Outcome
+    reason: Reason
+    scores: dict[str, F32]  # task -> [c] logits; NaN = the catalogue lacks the item
+    top: I64 | None  # [<= top_k] external ids, best first by the first task; ties: the earlier candidate
+    history: HistoryReport
+    prefix_tokens: int  # of num_tokens, how many were read from cached KV
+    unknown_candidates: int = 0
+    stages_s: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def label_value(self) -> str:
+        """The outcome."""
+        return self.outcome.value
+
+    def log_fields(self) -> dict[str, Any]:
+        """See `Answer`."""
+        return {
+            "model_version": self.model_version,
+            "history_tokens": self.history.num_tokens,
+            "outcome": self.outcome.value,
+            "reason": self.reason.value or None,
+            "prefix_tokens": self.prefix_tokens,
+            "num_items": max(map(len, self.scores.values()), default=0),
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class GenerateRequest:
+    """The best items after this user's history."""
+
+    user: UserKey
+    history: HistoryRef
+    num_items: int
+    beam_width: int | None = None  # None = the config's, or num_items if that is more
+    normalise: Literal["vocabulary", "codebook", "valid"] = "vocabulary"
+    temperature: float = 1.0
+    allow_items: I64 | None = None  # [n] external ids; None = all
+    deny_items: I64 | None = None
+    attributes: dict[str, tuple[bool | int | float | str, ...]] = field(default_factory=dict)  # name -> allowed values
+    catalogue_version: str | None = None
+    model_version: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class GenerateAnswer:
+    """Items, best first, and how they came to be. n = items, L = codes of a semantic ID."""
+
+    model_version: str
+    catalogue_version: str
+    outcome: Outcome
+    reason: Reason
+    status: str  # complete | exhausted: fewer than asked
+    item_ids: I64  # [n]
+    sids: npt.NDArray[np.int32]  # [n, L]
+    scores: F32  # [n] log-probabilities
+    history: HistoryReport  # in tokens of the generator: L an item
+    prefix_tokens: int  # read from cached KV
+    stages_s: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def label_value(self) -> str:
+        """The outcome."""
+        return self.outcome.value
+
+    def log_fields(self) -> dict[str, Any]:
+        """See `Answer`."""
+        return {
+            "model_version": self.model_version,
+            "history_tokens": self.history.num_tokens,
+            "outcome": self.outcome.value,
+            "reason": self.reason.value or None,
+            "prefix_tokens": self.prefix_tokens,
+            "catalogue_version": self.catalogue_version,
+            "num_items": len(self.item_ids),
+        }
+
+
+class StageResult(StrEnum):
+    """How a stage of a cascade ended; the value of the `result` metric label."""
+
+    OK = "ok"
+    EMPTY = "empty"  # it ran and found nothing
+    COLD = "cold"  # it knows nothing of the user
+    OVERLOADED = "overloaded"
+    OUT_OF_TIME = "out_of_time"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageReport:
+    """One stage of one cascade. Stages of retrieval run side by side, the others after them."""
+
+    stage: str  # generate | match | popular | hook | rank
+    result: StageResult
+    began_s: float  # after the cascade began
+    took_s: float
+    num_items: int  # that it answered
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RecommendRequest:
+    """What to show this user: retrieval and ranking in one."""
+
+    user: UserKey
+    history: HistoryRef
+    num_items: int
+    num_candidates: int | None = None  # ranked at most; None = the config's
+    exclude_seen: bool | None = None  # leave out the items of the history; None = the config's
+    deny_items: I64 | None = None  # [n] external ids
+    timestamp: int | None = None  # unix seconds the items are shown at; None = now
+    context: dict[str, bool | int | float | str] = field(default_factory=dict)  # for the hook: page, country, ...
+    model_version: str | None = None  # of the ranker
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RecommendAnswer:
+    """Items, best first, and how they came to be. n = items."""
+
+    model_version: str  # of the ranker
+    verdict: Verdict  # of the signal that went out before the retrieval
+    outcome: Outcome | None  # of the rank; None = it failed, and the items are in the order of the retrieval
+    reason: Reason
+    item_ids: I64  # [n]
+    scores: F32  # [n] logits of the ranker's first task; NaN = not ranked, or unknown to the ranker
+    origins: tuple[str, ...]  # [n] the first source that had the item; `hook` where the hook added it
+    num_candidates: int  # that were ranked, or would have been
+    stages: tuple[StageReport, ...]
+    history: HistoryReport
+    prefix_tokens: int = 0  # read from cached KV by the rank
+    stages_s: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def degraded(self) -> tuple[str, ...]:
+        """Stages that did not do their part."""
+        return tuple(report.stage for report in self.stages if report.result is not StageResult.OK)
+
+    @property
+    def label_value(self) -> str:
+        """Whether a stage did not do its part."""
+        return str(bool(self.degraded)).lower()
+
+    def log_fields(self) -> dict[str, Any]:
+        """See `Answer`."""
+        degraded = [f"{r.stage} {r.result.value}" for r in self.stages if r.result is not StageResult.OK]
+        return {
+            "model_version": self.model_version,
+            "history_tokens": self.history.num_tokens,
+            "verdict": self.verdict.value,
+            "outcome": self.outcome.value if self.outcome else None,
+            "reason": self.reason.value or None,
+            "prefix_tokens": self.prefix_tokens,
+            "num_items": len(self.item_ids),
+            "num_candidates": self.num_candidates,
+            "degraded": degraded or None,
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class NewItem:
+    """An item that the catalogue is to have."""
+
+    item_id: int
+    sid: tuple[int, ...]
+    order: float | None = None
+    attributes: dict[str, bool | int | float | str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class CatalogueChange:
+    """What a new version has, unlike the one that is served; in this order."""
+
+    add: tuple[NewItem, ...] = ()
+    withdraw: I64 | None = None  # [n] external ids
+    restore: I64 | None = None
+
+
+class Basis(StrEnum):
+    """What a match's answer rests on; the value of the `basis` metric label."""
+
+    TARGET = "target"  # the user's target vector
+    FOLDED = "folded"  # target history that is newer than the training: a vector made from it
+    SOURCE = "source"  # no target history: the source vector
+    POPULARITY = "popularity"  # neither
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class MatchRequest:
+    """The best items for this user by vectors trained across domains."""
+
+    user: UserKey  # by its name alone: vectors know no tenants
+    history: HistoryRef = field(default_factory=HistoryRef)  # of the target domain; without a base
+    num_items: int
+    exclude_seen: bool = True  # without the items of the history, and those that the user had when trained
+    allow_items: I64 | None = None  # [n] external ids; None = all
+    deny_items: I64 | None = None
+    vectors_version: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class MatchAnswer:
+    """Items, best first, and what they rest on. n = items."""
+
+    vectors_version: str
+    basis: Basis
+    status: str  # complete | exhausted: fewer than asked
+    item_ids: I64  # [n]
+    scores: F32  # [n] comparable within a basis only
+    stages_s: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def label_value(self) -> str:
+        """The basis."""
+        return self.basis.value
+
+    def log_fields(self) -> dict[str, Any]:
+        """See `Answer`."""
+        return {
+            "vectors_version": self.vectors_version,
+            "basis": self.basis.value,
+            "num_items": len(self.item_ids),
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class EventsRequest:
+    """Append these behaviours of the user, durably."""
+
+    user: UserKey
+    events: Events
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EventsAnswer:
+    """What the history store holds now."""
+
+    num_events: int  # of the user
+    stages_s: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def label_value(self) -> str:
+        """Appended events do not differ."""
+        return ""
+
+    def log_fields(self) -> dict[str, Any]:
+        """See `Answer`."""
+        return {"num_events": self.num_events}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EraseRequest:
+    """Forget this user: stored behaviours, known prefixes, KV in every tier, running prefills too."""
+
+    user: UserKey
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EraseAnswer:
+    """Nothing of the user is left."""
+
+    stages_s: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def label_value(self) -> str:
+        """Erasures do not differ."""
+        return ""
+
+    def log_fields(self) -> dict[str, Any]:
+        """See `Answer`."""
+        return {}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VectorsInfo:
+    """The version of the vectors that is served."""
+
+    version: str
+    num_users: int
+    num_items: int
+    num_bytes: int
+    age_s: float
+    previous: str | None  # what a rollback would serve
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CatalogueInfo:
+    """The version of the semantic-ID catalogue that is served."""
+
+    version: str
+    num_items: int
+    num_bytes: int
+    age_s: float
+    previous: str | None  # what a rollback would serve
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelInfo:
+    """What is being served."""
+
+    name: str
+    version: str
+    tasks: tuple[str, ...]
+    actions: tuple[str, ...]
+    num_items: int
+    max_history_tokens: int
+    device: str
+    dtype: str
+    kernels: str = "torch"  # what runs the hot ops: torch, or the instruction set of the native kernels
+    ops: Mapping[str, str] = field(default_factory=dict)  # an op that has more than one implementation -> the one used
+    is_draining: bool = False  # replaced: only requests that name its version get it, for `relay.t_life_s`

@@ -1,0 +1,108 @@
+"""YAML -> a frozen, typed, validated msgspec Struct; errors name the file, the field and the limit.
+
+Nothing is converted: `1e-5` is a string in YAML (write `1.0e-5`), a repeated key and an unknown key are errors.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, TypeVar, get_args
+
+import msgspec
+import yaml
+
+from npu_gr.core.errors import ConfigError
+
+S = TypeVar("S", bound=msgspec.Struct)
+
+
+class _StrictLoader(yaml.SafeLoader):
+    """YAML without silent repetition."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        """As SafeLoader, but a repeated key is an error."""
+        seen: set[Any] = set()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)
+            if key in seen:
+                raise ConfigError(f"line {key_node.start_mark.line + 1}: key {key!r} is given twice")
+            seen.add(key)
+        return super().construct_mapping(node, deep)
+
+
+def load(path: Path, cls: type[S], overrides: Sequence[str] = ()) -> S:
+    """Read a settings file.
+
+    Args:
+        path: YAML.
+        cls: what it holds.
+        overrides: `section.key=value` with a YAML value, later ones win.
+
+    Raises:
+        ConfigError: names the file, the field and the limit or the nearest known key.
+    """
+    try:
+        table = yaml.load(path.read_text(), _StrictLoader)
+    except OSError as error:
+        raise ConfigError(f"config {path}: {error.strerror}") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"config {path}: not YAML: {error}") from error
+    if not isinstance(table, dict):
+        raise ConfigError(f"config {path}: needs `key: value` lines, got {type(table).__name__}")
+    for override in overrides:
+        _apply(table, override)
+    return from_table(table, cls, f"config {path}")
+
+
+def from_table(table: dict[str, Any], cls: type[S], where: str = "config") -> S:
+    """Validate what YAML gave."""
+    try:
+        return msgspec.convert(table, cls)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{where}: {_explain(str(error), cls)}") from error
+
+
+def to_table(settings: msgspec.Struct) -> dict[str, Any]:
+    """All of it as plain types; holds paths, never secrets."""
+    table: dict[str, Any] = msgspec.to_builtins(settings)
+    return table
+
+
+def _apply(table: dict[str, Any], override: str) -> None:
+    name, equals, value = override.partition("=")
+    if not equals:
+        raise ConfigError(f"--set {override}: expected section.key=value")
+    *sections, key = name.split(".")
+    for section in sections:
+        table = table.setdefault(section, {})
+        if not isinstance(table, dict):
+            raise ConfigError(f"--set {override}: {section} is not a section")
+    table[key] = yaml.safe_load(value)
+
+
+def _explain(message: str, cls: type[msgspec.Struct]) -> str:
+    """Msgspec's message with the path in front and, for an unknown key, the nearest known one."""
+    text, _, path = message.partition(" - at `$")
+    path = path.rstrip("`").lstrip(".")
+    if unknown := re.match(r"Object contains unknown field `(.+)`", text):
+        key = unknown.group(1)
+        near = difflib.get_close_matches(key, _keys(path, cls), n=1)
+        full = f"{path}.{key}" if path else key
+        return f"unknown key {full}" + (f"; did you mean {near[0]}?" if near else "")
+    return f"{path}: {text}" if path else text
+
+
+def _keys(path: str, cls: type[msgspec.Struct]) -> list[str]:
+    kind: Any = cls
+    for part in filter(None, path.split(".")):
+        name, _, element = part.partition("[")
+        kind = next(f.type for f in msgspec.structs.fields(kind) if f.encode_name == name)
+        if isinstance(kind, UnionType):  # a section that may be absent
+            kind = next(one for one in get_args(kind) if one is not NoneType)
+        if element:
+            kind = get_args(kind)[0]
+    return [f.encode_name for f in msgspec.structs.fields(kind)]

@@ -1,0 +1,129 @@
+"""The items that a generator finds: a file's versions, as it changes, with their tables on the device.
+
+Two versions of a generator that name the same file and codes share one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from npu_gr.catalogue.filter_cache import FilterCache
+from npu_gr.catalogue.records import Record, as_items, read_items
+from npu_gr.catalogue.trie import Codebooks
+from npu_gr.catalogue.versions import Catalogue, Snapshot, add, make_snapshot, restore, withdraw
+from npu_gr.core.errors import CatalogueError
+from npu_gr.core.request import CatalogueChange, CatalogueInfo
+from npu_gr.engine.beam_search import Tables
+from npu_gr.engine.scheduler import Scheduler
+
+
+class ServedCatalogue:
+    """Empty until `reload`. Event loop only."""
+
+    def __init__(
+        self,
+        path: Path,
+        codes: tuple[int, ...],
+        first_token: int,
+        filter_cache_bytes: int,
+        scheduler: Scheduler,
+        device: torch.device,
+    ) -> None:
+        """Nothing is read yet.
+
+        Args:
+            path: .jsonl, .parquet or .bin: items and their semantic IDs.
+            codes: of each level of a semantic ID.
+            first_token: token of the first level's code 0; the levels stand in a row.
+            filter_cache_bytes: for the masks of attribute queries.
+            scheduler, device: which upload the tables, and where.
+        """
+        self._path, self._codes, self._first_token = path, codes, first_token
+        self._scheduler, self._device = scheduler, device
+        self._catalogue = Catalogue()
+        self.filters = FilterCache(filter_cache_bytes)
+        self._tables: dict[str, Tables] = {}  # by content: of the version served and of the one kept
+        self._publishing = asyncio.Lock()
+
+    @contextmanager
+    def pin(self) -> Iterator[tuple[Snapshot, Tables]]:
+        """The version of now and its tables, kept while the block runs."""
+        with self._catalogue.pin() as snapshot:
+            yield snapshot, self._tables[snapshot.content]
+
+    async def reload(self) -> CatalogueInfo:
+        """Read the file again and serve it; requests in progress keep theirs.
+
+        Raises:
+            DataError: names the file, the record and the reason; the version served before still is.
+        """
+        return await self._publish(self._read)
+
+    async def update(self, change: CatalogueChange) -> CatalogueInfo:
+        """Serve a version with items added, withdrawn and restored; the file stays as it is, and a reload reads it.
+
+        Raises:
+            DataError: names the item and the reason; the version served before still is.
+        """
+
+        def changed() -> Snapshot:
+            with self._catalogue.pin() as snapshot:
+                if change.add:
+                    records = [Record(new.item_id, list(new.sid), new.order, new.attributes) for new in change.add]
+                    snapshot = add(snapshot, as_items(records, lambda row: f"record {row + 1}"))
+                if change.withdraw is not None:
+                    snapshot = withdraw(snapshot, change.withdraw)
+                return snapshot if change.restore is None else restore(snapshot, change.restore)
+
+        return await self._publish(changed)
+
+    async def _publish(self, make: Callable[[], Snapshot]) -> CatalogueInfo:
+        async with self._publishing:
+            snapshot = await asyncio.to_thread(make)
+            if snapshot.content not in self._tables:
+                uploaded = await self._scheduler.call(
+                    lambda: Tables.upload(snapshot.trie, self._device), float("inf"), order_s=0.0
+                )
+                self._tables[snapshot.content] = uploaded.value
+            self._catalogue.publish(snapshot)
+            kept = self._catalogue.contents()
+            self._tables = {content: tables for content, tables in self._tables.items() if content in kept}
+        return self.info()
+
+    def _read(self) -> Snapshot:
+        items = read_items(self._path)
+        if len(items) and items.sids.shape[1] != len(self._codes):
+            raise CatalogueError(
+                f"{self._path}: semantic IDs of {items.sids.shape[1]} codes, generate.codes names {len(self._codes)}"
+            )
+        return make_snapshot(items, Codebooks.stacked(self._codes, self._first_token))
+
+    def rollback(self) -> CatalogueInfo:
+        """Serve the version before.
+
+        Raises:
+            CatalogueError: there is none.
+        """
+        self._catalogue.rollback()
+        return self.info()
+
+    def info(self) -> CatalogueInfo:
+        """What is served."""
+        status = self._catalogue.status()
+        return CatalogueInfo(
+            version=status.version,
+            num_items=status.num_items,
+            num_bytes=status.num_bytes,
+            age_s=status.age_s,
+            previous=status.previous,
+        )
+
+    def num_paths(self) -> tuple[int, ...]:
+        """Semantic-ID paths of 1, 2, ... codes that the served version has."""
+        with self._catalogue.pin() as snapshot:
+            return tuple(len(level) for level in snapshot.trie.token)

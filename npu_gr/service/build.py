@@ -1,0 +1,375 @@
+"""Models made ready to serve: loaded, placed, proven, warmed up, with their pages; at the start, and beside others.
+
+A model that is opened beside one that serves shares its pages. It takes them over when the result is called, with
+nothing that fails or waits between that and its first request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, overload
+
+import numpy as np
+import torch
+
+from npu_gr.backend.base import Backend
+from npu_gr.catalogue.items import ItemVocabulary
+from npu_gr.catalogue.tokens import Tokens, tokenize
+from npu_gr.core.errors import ConfigError, DataError, PoolExhausted
+from npu_gr.core.request import Events, ModelInfo, UserKey
+from npu_gr.engine.generate_engine import GenerateEngine, Generator, layout_of
+from npu_gr.engine.rank_engine import Engine, PageJobs
+from npu_gr.engine.scheduler import Done, Scheduler
+from npu_gr.engine.selftest import parity
+from npu_gr.jobs.generate import GenerateConfig, Generation, warm_up
+from npu_gr.jobs.rank import Ranking
+from npu_gr.jobs.served_catalogue import ServedCatalogue
+from npu_gr.kv.arena import KVArena
+from npu_gr.kv.dram_store import DramEntry, DramStore
+from npu_gr.kv.keys import PrefixKey
+from npu_gr.kv.layout import KVLayout, Run
+from npu_gr.kv.prefix_pool import PrefixEntry, PrefixPool
+from npu_gr.metrics.registry import Metrics
+from npu_gr.model import hf
+from npu_gr.model.config import HSTUConfig, inexact_fields
+from npu_gr.model.decoder import Decoder
+from npu_gr.model.weights import Checkpoint
+from npu_gr.model.weights import load as load_checkpoint
+from npu_gr.relay.calibration import Calibration
+from npu_gr.relay.relay import Relay
+from npu_gr.service.config import Config
+
+log = logging.getLogger(__name__)
+
+SELF_TEST_TOKENS = 256
+RESERVE_S = 30.0  # that a self-test waits for pages while others are served
+WARM_UP_LENGTHS = (16, 128, 512, 1024)
+WARM_UP_CANDIDATES = (8, 128)
+
+
+def kv_layout(shape: HSTUConfig, config: Config, checkpoint: Checkpoint, backend: Backend) -> KVLayout:
+    """How prefix KV of this model lies in a page."""
+    dtype = config.kv.dtype or str(checkpoint.model.dtype).removeprefix("torch.")
+    return KVLayout(
+        num_layers=shape.num_layers,
+        num_heads=shape.num_heads,
+        qk_dim=shape.qk_dim,
+        v_dim=shape.v_dim,
+        page_tokens=config.kv.page_tokens,
+        dtype=dtype,
+        arrangement=backend.arrangement(getattr(torch, dtype), config.kv.page_tokens),
+    )
+
+
+async def open_ranking(
+    config: Config, backend: Backend, scheduler: Scheduler, metrics: Metrics, beside: Ranking | None = None
+) -> Callable[[], Ranking]:
+    """The ranker of the configured checkpoint, proven and warmed up; calling the result makes it take over its pages.
+
+    Args:
+        config, backend, scheduler, metrics: of the instance; the scheduler runs.
+        beside: the one that serves now, whose pages are shared; it is the answer where the version is the same.
+
+    Raises:
+        ConfigError: it cannot be served as configured. DeviceError: it failed the parity self-test.
+    """
+    checkpoint = await asyncio.to_thread(_placed, config, backend)
+    if beside is not None and checkpoint.version == beside.version:
+        return lambda: beside
+    shape = checkpoint.model.config
+    layout = kv_layout(shape, config, checkpoint, backend)
+    if beside is None:
+        test_pages = layout.pages(SELF_TEST_TOKENS)
+        pool = _pool("kv.hbm_bytes", config.kv.hbm_bytes, test_pages, layout, config, backend)
+        dram = _dram(config, config.kv.dram_bytes, layout, backend)
+    else:
+        pool, dram = beside.relay.tiers
+        if pool.arena.layout.layout_id != layout.layout_id:
+            raise ConfigError(
+                f"checkpoint: {config.checkpoint} needs pages of another layout than the one that serves; start anew"
+            )
+    engine = Engine(checkpoint.model, backend, scheduler, pool.arena)
+    vocabulary = ItemVocabulary(checkpoint.item_ids)
+    await _prove(engine, vocabulary, pool, dram if config.relay.enabled else None, checkpoint.version, config)
+    if beside is not None:
+        engine.copy_bytes_per_s = beside.engine.copy_bytes_per_s
+    engine.objective_s = config.slo.rank_s
+    model = ModelInfo(
+        name=checkpoint.name,
+        version=checkpoint.version,
+        tasks=shape.tasks,
+        actions=shape.actions,
+        num_items=shape.num_items,
+        max_history_tokens=shape.max_history_tokens,
+        device=backend.name,
+        dtype=layout.dtype,
+        kernels=backend.kernels,
+        ops=backend.ops,
+    )
+
+    def take_over() -> Ranking:
+        calibration = _calibration(config, model.version, backend)
+        trigger = config.trigger_with_budget()
+        relay = Relay(config.relay, trigger, engine, pool, dram, model.version, calibration=calibration)
+        observe_relay(metrics, "rank", engine, pool, dram, relay)
+        metrics.limits({"history_tokens": config.service.max_history_tokens or model.max_history_tokens})
+        return Ranking(config.service, model, vocabulary, engine, relay, metrics)
+
+    return take_over
+
+
+def describe(backend: Backend) -> str:
+    """A device and its kernels, in a word."""
+    return f"{backend.name} {backend.kernels}".strip()
+
+
+def _calibration(config: Config, version: str, backend: Backend) -> Calibration | None:
+    found = config.calibration
+    if found is not None and (found.version, found.device) != (version, describe(backend)):
+        log.warning(
+            "the calibration is of %s on %s, this is %s on %s: not used; run npu-gr calibrate",
+            *(found.version, found.device, version, describe(backend)),
+        )
+        return None
+    return found
+
+
+def _placed(config: Config, backend: Backend) -> Checkpoint:
+    """The configured checkpoint in its dtype, on its device, with side features folded in."""
+    assert config.checkpoint is not None
+    checkpoint = load_checkpoint(Path(config.checkpoint))
+    if config.relay.enabled and (reasons := inexact_fields(checkpoint.model.config)):
+        raise ConfigError("; ".join(reasons))
+    if config.dtype != "checkpoint":
+        checkpoint.model.cast(getattr(torch, config.dtype))
+    checkpoint.model.to(backend.device).eval().freeze_items()
+    backend.synchronize()  # a device thread reads it in a stream of its own
+    return checkpoint
+
+
+async def open_generation(
+    config: Config, backend: Backend, scheduler: Scheduler, metrics: Metrics, beside: Generation | None = None
+) -> Callable[[], Generation]:
+    """The generator of the configured section, warmed up over its catalogue; for the rest as `open_ranking`.
+
+    The catalogue that serves now is shared where the file and the codes are the same, with what was changed in it.
+
+    Raises:
+        ConfigError: it cannot be served as configured.
+    """
+    section = config.generate
+    assert section is not None
+    folder = Path(section.checkpoint)
+    version = await asyncio.to_thread(hf.version, folder)
+    if beside is not None and (version, section) == (beside.version, beside.config):
+        return lambda: beside
+    decoder = await asyncio.to_thread(_decoder, config, section, backend)
+    layout = layout_of(decoder, config.kv.page_tokens)
+    if beside is None:
+        pool = _pool("generate.hbm_bytes", section.hbm_bytes, 1, layout, config, backend)
+        dram = _dram(config, section.dram_bytes, layout, backend)
+    else:
+        pool, dram = beside.relay.tiers
+        if pool.arena.layout.layout_id != layout.layout_id:
+            raise ConfigError(
+                f"generate.checkpoint: {folder} needs pages of another layout than the one that serves; start anew"
+            )
+    engine = await asyncio.to_thread(_generate_engine, decoder, section, backend, scheduler, pool.arena)
+    engine.objective_s = config.slo.generate_s
+    if beside is not None:
+        engine.copy_bytes_per_s = beside.engine.copy_bytes_per_s
+    elif dram is not None:
+        num_pages = min(tier.budget_bytes for tier in (pool, dram)) // layout.page_bytes
+        num_tokens = min(SELF_TEST_TOKENS, num_pages * layout.page_tokens)
+        async with _lent(pool, dram, version, num_tokens) as (runs, dram_runs):
+            await engine.measure_copy(dram.arena, dram_runs, runs, num_tokens)
+    if beside is not None and section.items == beside.config.items:
+        items = beside.items
+    else:
+        items = ServedCatalogue(
+            Path(section.catalogue),
+            section.codes,
+            section.first_token,
+            section.filter_cache_bytes,
+            scheduler,
+            backend.device,
+        )
+        try:
+            await items.reload()
+        except DataError as error:
+            raise ConfigError(f"generate.catalogue: {error}") from error
+    await warm_up(section, engine, items)
+
+    def take_over() -> Generation:
+        relay = Relay(config.relay, config.trigger_with_budget(), engine, pool, dram, version)
+        observe_relay(metrics, "generate", engine, pool, dram, relay)
+        metrics.limits({"prompt_tokens": section.max_prompt_tokens, "beams": section.max_beams})
+        generation = Generation(section, folder.name, version, engine, relay, items)
+        generation.on_search = metrics.beams_searched
+        return generation
+
+    return take_over
+
+
+def _decoder(config: Config, section: GenerateConfig, backend: Backend) -> Decoder:
+    folder = Path(section.checkpoint)
+    decoder = hf.load(folder, torch.bfloat16 if config.dtype == "bfloat16" else torch.float32).to(backend.device).eval()
+    last_token = section.first_token + sum(section.codes)
+    if last_token > decoder.config.vocab_size:
+        raise ConfigError(
+            f"generate.codes: the last token would be {last_token - 1}, "
+            f"the vocabulary of {folder} has {decoder.config.vocab_size}"
+        )
+    return decoder
+
+
+def _generate_engine(
+    decoder: Decoder, section: GenerateConfig, backend: Backend, scheduler: Scheduler, arena: KVArena
+) -> GenerateEngine:
+    limits = scheduler.config
+    rows = min(limits.max_batch_rows, section.max_beams * limits.max_batch_requests)
+    generator = Generator(decoder, backend, section.max_beams, len(section.codes), limits.streams, rows)
+    engine = GenerateEngine(generator, scheduler, arena)
+    backend.synchronize()  # weights and arenas, before a device thread uses them
+    return engine
+
+
+def _pool(
+    field: str, num_bytes: int, least_pages: int, layout: KVLayout, config: Config, backend: Backend
+) -> PrefixPool:
+    pages = num_bytes // layout.page_bytes
+    if pages < least_pages:
+        raise ConfigError(
+            f"{field}: {num_bytes} holds {pages} pages of {layout.page_bytes} bytes, the least is {least_pages}"
+        )
+    arena = KVArena(layout, pages, backend.device, pack=backend.pack_kv)
+    backend.synchronize()  # its zeros, before a device thread writes
+    return PrefixPool(arena, num_bytes, config.relay.t_life_s, time.monotonic)
+
+
+def _dram(config: Config, num_bytes: int, layout: KVLayout, backend: Backend) -> DramStore | None:
+    pages = num_bytes // layout.page_bytes
+    if not pages:
+        return None
+    arena = KVArena(layout, pages, torch.device("cpu"), pinned=backend.pins_host_memory)
+    return DramStore(
+        arena,
+        ttl_s=config.kv.dram_ttl_s,
+        ttl_jitter_ratio=config.kv.dram_ttl_jitter_ratio,
+        seed=0,
+        clock=time.monotonic,
+    )
+
+
+async def _prove(
+    engine: Engine, vocabulary: ItemVocabulary, pool: PrefixPool, dram: DramStore | None, version: str, config: Config
+) -> None:
+    """Parity self-test (where prefixes are cached) and warm-up, on a seeded history; live ranks go first."""
+    shape = engine.model.config
+    longest = min(shape.max_history_tokens, max(WARM_UP_LENGTHS))
+    tokens = seeded_tokens(vocabulary, shape, longest)
+    head = tokens[: min(longest, SELF_TEST_TOKENS)]
+    candidates = np.random.default_rng(1).integers(0, shape.num_items, 32)
+    drift = 0.0
+    if config.relay.enabled:
+        async with _lent(pool, dram, version, len(head)) as (runs, dram_runs):
+            drift = await parity(engine, runs, None if dram is None else dram.arena, dram_runs, head, candidates)
+            if dram is not None:
+                await engine.measure_copy(dram.arena, dram_runs, runs, len(head))
+    began_s = time.perf_counter()
+    cost = await engine.warm_up(tokens, [n for n in WARM_UP_LENGTHS if n <= longest], WARM_UP_CANDIDATES)
+    log.info(
+        "parity %.1e of the logits' spread; warm-up %.1f s; 1,000 tokens and 100 candidates: %.1f ms full; "
+        "DRAM to HBM %.1f GB/s",
+        drift,
+        time.perf_counter() - began_s,
+        cost.full_s(1000, 100) * 1e3,
+        engine.copy_bytes_per_s / 1e9,
+    )
+
+
+@asynccontextmanager
+async def _lent(
+    pool: PrefixPool, dram: DramStore | None, version: str, num_tokens: int
+) -> AsyncIterator[tuple[tuple[Run, ...], tuple[Run, ...]]]:
+    """Pages of both tiers while the block runs; of DRAM none where there is none."""
+    key = PrefixKey(UserKey("", ""), version, pool.arena.layout.layout_id, "self-test")
+    entry = await _reserved(pool, key, num_tokens)
+    try:
+        room = None if dram is None else await _reserved(dram, key, num_tokens)
+        try:
+            yield entry.runs, () if room is None else room.runs
+        finally:
+            if dram is not None and room is not None:
+                dram.abandon(room)
+    finally:
+        pool.abandon(entry)
+
+
+@overload
+async def _reserved(tier: PrefixPool, key: PrefixKey, num_tokens: int) -> PrefixEntry: ...
+@overload
+async def _reserved(tier: DramStore, key: PrefixKey, num_tokens: int) -> DramEntry: ...
+async def _reserved(tier: PrefixPool | DramStore, key: PrefixKey, num_tokens: int) -> PrefixEntry | DramEntry:
+    """Pages as soon as there are some: those of live prefixes come free with their ranks."""
+    give_up_s = time.monotonic() + RESERVE_S
+    while True:
+        try:
+            return tier.reserve(key, num_tokens)
+        except PoolExhausted:
+            if time.monotonic() > give_up_s:
+                raise
+        await asyncio.sleep(0.05)
+
+
+def seeded_tokens(vocabulary: ItemVocabulary, shape: HSTUConfig, num_tokens: int) -> Tokens:
+    """A history of the model's items, always the same one."""
+    random = np.random.default_rng(0)
+    events = Events.make(
+        vocabulary.ids[random.integers(0, shape.num_items, num_tokens)],
+        random.integers(0, len(shape.actions), num_tokens),
+        np.cumsum(random.integers(0, 86_400, num_tokens)),
+    )
+    return tokenize(
+        events, vocabulary, len(shape.actions), max_tokens=num_tokens, cut_step_tokens=1, refuse_unknown=True
+    )
+
+
+def observe_relay(
+    metrics: Metrics, kind: str, engine: PageJobs, pool: PrefixPool, dram: DramStore | None, relay: Relay[Any]
+) -> None:
+    """As `observe`, for the relay of one kind of request and its tiers."""
+    prefix = "" if kind == "rank" else f"{kind}_"
+    relay.producers.on_error, relay.on_first_use = metrics.relay_error, metrics.prefix_waited
+    pool.on_evict = lambda entry: None if entry.consumed else metrics.prefill_wasted(kind)
+
+    def copied(target: KVArena, num_bytes: int, done: Done[None]) -> None:
+        metrics.copy_done("reload" if target is pool.arena else "spill", num_bytes, done.queue_s, done.device_s)
+
+    engine.on_copied = copied
+    metrics.observe_relay(
+        kind,
+        {work: partial(relay.producers.in_flight, work) for work in ("prefill", "reload", "spill")},
+        t_life_s=lambda: relay.t_life_p99_s.value,
+        prefills_per_s=lambda: relay.q_inst_per_s,
+        brownout=lambda: relay.brownout,
+    )
+    metrics.observe_tier(
+        f"{prefix}hbm",
+        pool,
+        {
+            "live": lambda: pool.live_bytes,
+            "reserved": lambda: pool.reserved_bytes,
+            "evictable": lambda: pool.evictable_bytes,
+            "free": lambda: pool.free_bytes,
+        },
+    )
+    if dram is not None:
+        states = {"live": lambda: dram.live_bytes, "free": lambda: dram.free_bytes}
+        metrics.observe_tier(f"{prefix}dram", dram, states)

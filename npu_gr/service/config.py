@@ -1,0 +1,108 @@
+"""One YAML file -> one frozen, typed, validated `Config`. Each concept owns its section, next to its code."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from npu_gr.admission.brownout import BrownoutConfig
+from npu_gr.backend.choose import BackendName
+from npu_gr.backend.cpu.backend import NativeMode
+from npu_gr.core import settings
+from npu_gr.engine.queue import SchedulerConfig
+from npu_gr.features.store import HistoryConfig
+from npu_gr.jobs.generate import GenerateConfig
+from npu_gr.jobs.match import MatchConfig
+from npu_gr.jobs.recommend import RecommendConfig
+from npu_gr.kv.config import KVConfig
+from npu_gr.metrics.slo import Objective
+from npu_gr.relay.calibration import Calibration, beside
+from npu_gr.relay.relay import RelayConfig
+from npu_gr.relay.trigger import TriggerConfig
+from npu_gr.replay.recorder import RecordConfig
+from npu_gr.server.config import ServerConfig
+from npu_gr.service.service import ServiceConfig
+
+Seconds = Annotated[float, msgspec.Meta(gt=0)]
+Ratio = Annotated[float, msgspec.Meta(gt=0, lt=1)]
+
+
+class SLOConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Objectives; each time is a bucket edge of its histogram, so attainment is exact."""
+
+    rank_s: Seconds = 0.05
+    signal_s: Seconds = 0.02
+    generate_s: Seconds = 0.2
+    match_s: Seconds = 0.05
+    recommend_s: Seconds = 0.3
+    latency_ratio: Ratio = 0.99  # of the answered requests, in time
+    availability_ratio: Ratio = 0.999  # of all requests, answered
+
+    def objectives(self) -> list[Objective]:
+        """One for each kind of request."""
+        times_s = {kind: getattr(self, f"{kind}_s") for kind in ("rank", "signal", "generate", "recommend")}
+        ratios = {"latency_ratio": self.latency_ratio, "availability_ratio": self.availability_ratio}
+        return [Objective(kind=kind, threshold_s=seconds, **ratios) for kind, seconds in times_s.items()]
+
+
+class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Everything an instance is started with."""
+
+    checkpoint: str | None = None  # the ranker's folder: config.json, model.safetensors; None: does not rank
+    backend: BackendName = "cpu"
+    native: NativeMode = (
+        "auto"  # our own kernels, CPU or NPU: auto = if they were built, require = or do not start, off
+    )
+    dtype: Literal["float32", "bfloat16", "checkpoint"] = "checkpoint"  # of the matrix products
+    threads: Annotated[int, msgspec.Meta(ge=1)] = 1  # intra-op threads of the device thread (CPU)
+    slo: SLOConfig = SLOConfig()
+    server: ServerConfig = ServerConfig()
+    service: ServiceConfig = ServiceConfig()
+    scheduler: SchedulerConfig = SchedulerConfig()
+    relay: RelayConfig = RelayConfig()
+    trigger: TriggerConfig = TriggerConfig()
+    calibration: Calibration | None = None  # of `npu-gr calibrate`; absent: CONFIG.calibration.yaml, if it is there
+    brownout: BrownoutConfig = BrownoutConfig()
+    kv: KVConfig = KVConfig()
+    features: HistoryConfig = HistoryConfig()
+    generate: GenerateConfig | None = None  # absent: the instance does not generate
+    match: MatchConfig | None = None  # absent: the instance does not match
+    recommend: RecommendConfig | None = None  # absent: no cascade in one call
+    record: RecordConfig | None = None  # absent: requests cannot be recorded
+
+    def __post_init__(self) -> None:
+        if self.checkpoint is None and self.generate is None:
+            raise ValueError("checkpoint: needed, unless there is a section generate; an instance does something")
+        if self.recommend is not None:
+            for section in ("checkpoint", *self.recommend.sources):
+                if getattr(self, section) is None:
+                    raise ValueError(f"recommend: needs {section}, which is not configured")
+            if self.match and (wanted := self.recommend.sources.get("match", 0)) > self.match.max_items:
+                raise ValueError(f"recommend: sources.match: {wanted} is over match.max_items {self.match.max_items}")
+
+    def trigger_with_budget(self) -> TriggerConfig:
+        """The trigger's settings with the budget of a rank filled in."""
+        if self.trigger.rank_budget_s is not None:
+            return self.trigger
+        return msgspec.structs.replace(self.trigger, rank_budget_s=self.slo.rank_s)
+
+
+def load(path: Path, overrides: Sequence[str] = ()) -> Config:
+    """Read a configuration file and the calibration beside it; see `settings.load`."""
+    config = settings.load(path, Config, overrides)
+    if config.calibration is None and beside(path).exists():
+        return msgspec.structs.replace(config, calibration=settings.load(beside(path), Calibration))
+    return config
+
+
+def from_table(table: dict[str, Any], where: str = "config") -> Config:
+    """Validate what YAML gave."""
+    return settings.from_table(table, Config, where)
+
+
+def to_table(config: Config) -> dict[str, Any]:
+    """The whole configuration as plain types; holds paths, never secrets."""
+    return settings.to_table(config)

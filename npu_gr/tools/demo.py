@@ -1,0 +1,235 @@
+"""`npu-gr demo`: the whole path on real users of MovieLens-100K, from the log to served scores.
+
+The oldest 80 % of each user's events train the ranker and fill the history store. The rest is the traffic: a user's
+events in slices of at most `SLICE`, each one rank request that mixes them with items drawn from the catalogue, and
+after its answer the events that happened. MovieLens' own stamps are poor arrivals (half of the ratings share the
+previous one's second), so arrivals are Poisson; order, users, histories and labels are real. At the end the cascade:
+a generator trained on the same events retrieves, the ranker ranks, for real users by their films' titles.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import socket
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import aiohttp
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+
+from npu_gr.core.errors import CheckpointError, ConfigError, Unavailable
+from npu_gr.features.interactions import Interactions, ItemValues, movielens_100k, read_interactions, read_item_features
+from npu_gr.features.load import load_interactions
+from npu_gr.features.store import open_store
+from npu_gr.model.weights import Checkpoint, save
+from npu_gr.model.weights import load as load_checkpoint
+from npu_gr.replay.convert import Catalogue, from_ratings
+from npu_gr.replay.log import Record, write
+from npu_gr.replay.options import ReplayOptions
+from npu_gr.replay.report import Report
+from npu_gr.replay.run import replay
+from npu_gr.service.config import Config, load
+from npu_gr.tools import demo_cascade as showcase
+from npu_gr.train.data import to_train_on
+from npu_gr.train.rank.train import DEMO, train_rank
+from npu_gr.train.steps import Progress as Trained
+
+SLICE = 20  # held-out events of a request
+CANDIDATES = 100
+FEATURES = ("class", "release_year")
+RATE_PER_S = 30.0
+SIGNAL_LEAD_S = 0.05
+HBM_BYTES = 8_388_608  # room for a few dozen users, so that the DRAM tier is seen at work
+START_TIMEOUT_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """Everything to serve the demo's model and send it the held-out traffic."""
+
+    config_path: Path
+    overrides: list[str]
+    config: Config
+    records: list[Record]
+    folder: Path
+    log: Interactions
+    source: Path
+
+
+async def run(config_path: Path, folder: Path, console: Console, limit: int | None = None) -> Report:
+    """Train or reuse, load, serve, replay, report, stop.
+
+    Raises:
+        ConfigError, DataError: something that the demo needs is not there, in words.
+        Unavailable: the service did not start, or did not stop cleanly.
+    """
+    prepared = await prepare(config_path, folder, console, _free_port())
+    async with served(prepared) as url:
+        found = await replay(prepared.records, options(prepared, url, limit))
+        console.print(found.render())
+        cascade = await showcase.show(url, prepared.log, prepared.source, console)
+    (folder / "report.json").write_text(json.dumps(found.as_dict() | {"cascade": cascade}, indent=2) + "\n")
+    return found
+
+
+async def prepare(config_path: Path, folder: Path, console: Console, port: int) -> Prepared:
+    """Train or reuse the ranker, and fill a fresh history store.
+
+    Raises:
+        ConfigError, DataError: as `run`.
+    """
+    source = movielens_100k()
+    log = read_interactions(source)
+    checkpoint = _checkpoint(
+        folder / "checkpoint", log, read_item_features(source.with_suffix(".item"), FEATURES), console
+    )
+    trained = to_train_on(log.users, log.timestamps, DEMO.split)
+    history, heldout = log[trained], log[~trained]
+    with training_progress(console) as progress:
+        cascade = showcase.prepare(folder, history, console, progress)
+    await asyncio.to_thread(_forget, folder)
+    catalogue = Catalogue(item_ids=checkpoint.item_ids, action_values=checkpoint.action_values)
+    records = from_ratings(heldout, catalogue, slice_events=SLICE, num_candidates=CANDIDATES)
+    write(folder / "traffic.jsonl.gz", records)
+    overrides = [
+        f"checkpoint={folder / 'checkpoint'}",
+        f"features.path={folder / 'history.db'}",
+        f"server.port={port}",
+        f"kv.hbm_bytes={HBM_BYTES}",
+        *cascade,
+    ]
+    config = load(config_path, overrides)
+    await _fill(config, history, checkpoint, console)
+    console.print(
+        f"replaying {sum(r.kind == 'rank' for r in records)} ranks of {len({r.user_id for r in records})} users"
+    )
+    return Prepared(config_path, overrides, config, records, folder, log, source)
+
+
+@asynccontextmanager
+async def served(prepared: Prepared) -> AsyncIterator[str]:
+    """The service in a process of its own; its URL. At the block's end it drains and stops."""
+    config = prepared.config
+    process = await _serve(prepared.config_path, prepared.overrides, config, prepared.folder / "service.log")
+    try:
+        yield f"http://{config.server.host}:{config.server.port}"
+    finally:
+        await _stop(process)
+
+
+def options(prepared: Prepared, url: str, limit: int | None = None, seed: int = 0) -> ReplayOptions:
+    """How the traffic is sent."""
+    return ReplayOptions(
+        base_url=url,
+        rate=RATE_PER_S,
+        signal_lead_s=SIGNAL_LEAD_S,
+        slo_s=prepared.config.slo.rank_s,
+        limit=limit,
+        seed=seed,
+    )
+
+
+def _checkpoint(folder: Path, log: Interactions, features: list[ItemValues], console: Console) -> Checkpoint:
+    """The one that is there, or a new one."""
+    try:
+        checkpoint = load_checkpoint(folder)
+    except CheckpointError:
+        pass
+    else:
+        console.print(f"reusing the ranker {checkpoint.version} in {folder}")
+        return checkpoint
+    with training_progress(console) as show:
+        checkpoint, evaluation = train_rank(log, features, DEMO, show)
+    console.print(evaluation.table())
+    save(checkpoint, folder)
+    return load_checkpoint(folder)
+
+
+@contextmanager
+def training_progress(console: Console) -> Iterator[Callable[[Trained], None]]:
+    """A bar for each stage of a training."""
+    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[loss]}"), TimeElapsedColumn())
+    with Progress(*columns, console=console) as bar:
+        tasks: dict[str, TaskID] = {}
+
+        def show(step: Trained) -> None:
+            if step.stage not in tasks:
+                tasks[step.stage] = bar.add_task(step.stage, total=step.total, loss="")
+            loss = "" if step.loss != step.loss else f"loss {step.loss:.4f}"
+            bar.update(tasks[step.stage], completed=step.done, loss=loss)
+
+        yield show
+
+
+def _forget(folder: Path) -> None:
+    """The history store of an earlier run, which the traffic has changed."""
+    for old in folder.glob("history.db*"):
+        old.unlink()
+
+
+async def _fill(config: Config, history: Interactions, checkpoint: Checkpoint, console: Console) -> None:
+    """A fresh history store with everything that happened before the traffic."""
+    store = await open_store(config.features)
+    if store is None:
+        raise ConfigError("features.kind: the demo needs a history store")
+    try:
+        actions = {value: index for index, value in enumerate(checkpoint.action_values)}
+        began_s = time.perf_counter()
+        total = await load_interactions(store, history, actions)
+        console.print(f"{total} earlier events loaded in {time.perf_counter() - began_s:.1f} s")
+    finally:
+        await store.close()
+
+
+async def _serve(config_path: Path, overrides: list[str], config: Config, log: Path) -> asyncio.subprocess.Process:
+    """A ready service in a process of its own."""
+    settings = [word for override in overrides for word in ("--set", override)]
+    command = [sys.executable, "-m", "npu_gr", "serve", "--config", str(config_path), *settings]
+    with await asyncio.to_thread(log.open, "wb") as file:
+        process = await asyncio.create_subprocess_exec(*command, stdout=file, stderr=file)
+    url = f"http://{config.server.host}:{config.server.port}/readyz"
+    ends_s = time.monotonic() + START_TIMEOUT_S
+    async with aiohttp.ClientSession() as http:
+        while time.monotonic() < ends_s and process.returncode is None:
+            try:
+                async with http.get(url) as answer:
+                    if answer.status == 200:
+                        return process
+            except aiohttp.ClientError:
+                pass
+            await asyncio.sleep(0.1)
+    await _end(process)
+    raise Unavailable(f"the service did not start; its log: {log}")
+
+
+async def _stop(process: asyncio.subprocess.Process) -> None:
+    """Ask it to drain, and see that it ends well."""
+    if process.returncode is None:
+        process.send_signal(signal.SIGTERM)
+    try:
+        code = await asyncio.wait_for(process.wait(), 30.0)
+    except TimeoutError as error:
+        await _end(process)
+        raise Unavailable("the service did not stop within 30 s of SIGTERM") from error
+    if code:
+        raise Unavailable(f"the service ended with code {code}")
+
+
+async def _end(process: asyncio.subprocess.Process) -> None:
+    if process.returncode is None:
+        process.kill()
+    await process.wait()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port

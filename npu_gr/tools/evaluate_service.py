@@ -1,0 +1,231 @@
+"""What a running service recommends, against what the users did next: the cascade beside each of its stages alone.
+
+Protocol: of each user one event is asked for, everything before it is the history, sent along, and all other items may
+be the answer, without sampled negatives; items of the history are left out, for every way alike.
+
+    generate     POST /v1/generate, asked for as many as the cascade asks; where it is a source of the cascade
+    match        POST /v1/match, the same
+    rank         POST /v1/rank over every unseen item of the log: what no service could afford on a large catalogue
+    recommend    POST /v1/recommend: the retrieval's items, ranked
+    retrieved    whether the item was among all those retrieved: the most that the cascade could reach
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+import numpy as np
+import numpy.typing as npt
+from rich.table import Table
+
+from npu_gr.core.errors import Unavailable
+from npu_gr.features.interactions import Interactions
+from npu_gr.train.metrics import hit_ratio, ndcg
+
+TOP = 10
+AT_ONCE = 2
+MISSED = float("inf")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """A user's history and what came next."""
+
+    user: str
+    items: list[int]
+    values: list[float]
+    timestamps: list[int]
+    target: int
+    at: int  # unix seconds
+
+    def body(self, actions: dict[str, int], tenant: str) -> dict[str, Any]:
+        """Who and which history, as every route reads it."""
+        return {
+            "user_id": self.user,
+            "tenant": tenant,
+            "history": {
+                "items": self.items,
+                "actions": [actions[f"{value:g}"] for value in self.values],
+                "timestamps": self.timestamps,
+            },
+        }
+
+
+def next_events(log: Interactions, known: npt.NDArray[np.bool_], num_users: int | None = None) -> list[Case]:
+    """The first event of each user that is not `known` [n], after those that are; some users at random (seed 0)."""
+    cases = []
+    for user, name in enumerate(log.user_names):
+        mine = log.users == user
+        own, at = log[mine], int(known[mine].sum())
+        if 0 < at < len(own):
+            cases.append(
+                Case(
+                    user=name,
+                    items=own.items[:at].tolist(),
+                    values=own.values[:at].tolist(),
+                    timestamps=own.timestamps[:at].tolist(),
+                    target=int(own.items[at]),
+                    at=int(own.timestamps[at]),
+                )
+            )
+    if num_users is None or num_users >= len(cases):
+        return cases
+    chosen = np.random.default_rng(0).choice(len(cases), num_users, replace=False)
+    return [cases[index] for index in sorted(chosen.tolist())]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Judged:
+    """Ranks of the items asked for, from 0, and seconds of each request, by way."""
+
+    ranks: dict[str, list[float]]
+    seconds: dict[str, list[float]]
+    sources: dict[str, int]  # of the cascade: items that each is asked for
+    order: str  # of the cascade: rank | fused
+    retrieved: float  # share of the cases whose item was among them
+    outcomes: dict[str, int]  # how the cascade's ranks got their prefix
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        ways = {
+            way: {
+                "hr_at_10": hit_ratio(np.array(self.ranks[way]), TOP),
+                "ndcg_at_10": ndcg(np.array(self.ranks[way]), TOP),
+                "p50_s": float(np.median(self.seconds[way])),
+            }
+            for way in self.ranks
+        }
+        return {"ways": ways, "num_users": len(self.ranks["rank"]), "retrieved": self.retrieved} | {
+            "sources": self.sources,
+            "order": self.order,
+            "outcomes": self.outcomes,
+        }
+
+    def table(self) -> Table:
+        """For a terminal."""
+        found = self.as_dict()
+        num = found["num_users"]
+        table = Table(
+            *("way", f"HR@{TOP}", f"NDCG@{TOP}", "P50 ms"),
+            title=f"next item of {num} users, whole catalogue, seen items left out",
+            caption=f"95 % interval of an HR@{TOP} of .2: +-{1.96 * (0.16 / num) ** 0.5:.3f}; "
+            f"the item was among the {self._asked} retrieved for {self.retrieved:.3f} of the users; "
+            f"the cascade's ranks: {', '.join(f'{count} {name}' for name, count in self.outcomes.items())}",
+        )
+        names = {"rank": "rank alone (every item)", "recommend": f"recommend: both, order {self.order}"}
+        for way, figures in found["ways"].items():
+            numbers = f"{figures['hr_at_10']:.4f}", f"{figures['ndcg_at_10']:.4f}", f"{figures['p50_s'] * 1e3:.1f}"
+            table.add_row(names.get(way, f"{way} alone"), *numbers)
+        return table
+
+    @property
+    def _asked(self) -> str:
+        return " + ".join(f"{size} of {name}" for name, size in self.sources.items())
+
+
+async def judge(
+    base_url: str,
+    cases: Sequence[Case],
+    catalogue: Sequence[int],
+    done: Callable[[int, int], None] = lambda *_: None,
+) -> Judged:
+    """Ask a service for every case in every way.
+
+    Args:
+        base_url: of a service that has the cascade.
+        cases: at least one.
+        catalogue: items that the rank alone chooses from.
+        done: called with (cases so far, in all).
+
+    Raises:
+        Unavailable: the service refused a request.
+    """
+    retrieved, outcomes = list[bool](), dict[str, int]()
+    async with Client(base_url) as client:
+        actions, section = await client.actions(), await client.cascade()
+        sources: dict[str, int] = section["sources"]
+        ranks: dict[str, list[float]] = {way: [] for way in (*sources, "rank", "recommend")}
+        seconds: dict[str, list[float]] = {way: [] for way in ranks}
+        waiting = asyncio.Semaphore(AT_ONCE)
+
+        async def one(case: Case) -> None:
+            async with waiting:
+                seen = set(case.items)
+                unseen = [item for item in catalogue if item not in seen]
+                asked: dict[str, dict[str, Any]] = {
+                    "recommend": {"timestamp": case.at, "num_items": TOP, "exclude_seen": True},
+                    **{way: {"num_items": size, "deny_items": case.items} for way, size in sources.items()},
+                    "rank": {"timestamp": case.at, "candidates": unseen, "top_k": TOP},
+                }
+                was_retrieved = False
+                for way, of_way in asked.items():  # each as a user of its own, so that none warms the next one's cache
+                    request = case.body(actions, f"judge-{way}") | of_way
+                    began_s = time.perf_counter()
+                    answer = await client.post(f"/v1/{way}", request)
+                    seconds[way].append(time.perf_counter() - began_s)
+                    items = answer["top"] if way == "rank" else answer["items"]
+                    ranks[way].append(items.index(case.target) if case.target in items else MISSED)
+                    was_retrieved |= way in sources and case.target in items
+                    if way == "recommend":
+                        outcome = answer["outcome"] or "unranked"
+                        outcomes[outcome] = outcomes.get(outcome, 0) + 1
+                retrieved.append(was_retrieved)
+                done(len(ranks["rank"]), len(cases))
+
+        async with asyncio.TaskGroup() as group:
+            for case in cases:
+                group.create_task(one(case))
+    return Judged(
+        ranks=ranks,
+        seconds=seconds,
+        sources=sources,
+        order=section["order"],
+        retrieved=float(np.mean(retrieved)),
+        outcomes=dict(sorted(outcomes.items())),
+    )
+
+
+class Client:
+    """Posts JSON to a service: `async with`."""
+
+    def __init__(self, base_url: str) -> None:
+        self._url = base_url
+
+    async def __aenter__(self) -> Client:
+        self._http = aiohttp.ClientSession(self._url)
+        return self
+
+    async def __aexit__(self, *_error: object) -> None:
+        await self._http.close()
+
+    async def actions(self) -> dict[str, int]:
+        """Action ids of the service's ranker by name."""
+        async with self._http.get("/v1/models") as response:
+            models = (await response.json())["models"]
+        return {name: index for index, name in enumerate(models[0]["actions"])}
+
+    async def cascade(self) -> dict[str, Any]:
+        """The configuration of the service's cascade."""
+        async with self._http.get("/debug/config") as response:
+            section: dict[str, Any] = (await response.json()).get("recommend") or {}
+        if not section:
+            raise Unavailable("the service has no cascade: its configuration needs section recommend")
+        return section
+
+    async def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        """The answer.
+
+        Raises:
+            Unavailable: it is not 200.
+        """
+        headers = {"X-Request-Timeout-Ms": "10000"}
+        async with self._http.post(path, json=body, headers=headers) as response:
+            answer: dict[str, Any] = await response.json(content_type=None)
+            if response.status != 200:
+                raise Unavailable(f"{path}: {response.status}: {answer.get('detail')}")
+            return answer

@@ -1,0 +1,121 @@
+"""`npu-gr monitor`: the demo's service under replay, a Prometheus that scrapes it, and the dashboards to open.
+
+Prometheus is a program of its own (Debian: `prometheus`). Grafana is in neither Debian nor PyPI: the folder gets what
+it needs to provision itself, and the command says how to start it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import shutil
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import aiohttp
+import yaml
+from rich.console import Console
+
+from npu_gr.core.errors import ConfigError, Unavailable
+from npu_gr.metrics.dashboards import write
+from npu_gr.replay.run import replay, stop_on_interrupt
+from npu_gr.tools import demo
+
+SCRAPE_S, EVALUATE_S, START_TIMEOUT_S = 2.0, 5.0, 30.0
+_HOW_TO_GRAFANA = """Grafana      is a program of its own; with Docker, then http://127.0.0.1:3000:
+  docker run --network host -v {folder}/grafana:/etc/grafana/provisioning -v {folder}:/dashboards grafana/grafana
+  or import the JSON files into a Grafana of yours"""
+
+
+async def run(config_path: Path, folder: Path, console: Console, port: int, prometheus_port: int) -> None:
+    """Serve, scrape and replay, over and over, until Ctrl-C. `folder`: absolute.
+
+    Raises:
+        ConfigError, DataError, Unavailable: as `demo.run`, and where there is no Prometheus.
+    """
+    prepared = await demo.prepare(config_path, folder, console, port)
+    boards = folder / "monitor"
+    await asyncio.to_thread(write, boards, prepared.config.slo.objectives())
+    async with (
+        demo.served(prepared) as url,
+        prometheus(boards, urlsplit(url).netloc, prometheus_port) as prometheus_url,
+    ):
+        await asyncio.to_thread(_provision_grafana, boards, prometheus_url)
+        console.print(f"status page  {url}/\nmetrics      {url}/metrics\nPrometheus   {prometheus_url}")
+        console.print(f"alerts       {prometheus_url}/alerts\ndashboards   {boards}/*.json")
+        console.print(_HOW_TO_GRAFANA.format(folder=boards), soft_wrap=True)
+        console.print("replaying until Ctrl-C")
+        with stop_on_interrupt() as stop:
+            records, seed = prepared.records, 0
+            while not stop.is_set():
+                report = await replay(records, demo.options(prepared, url, seed=seed), stop=stop)
+                within, seed = report.num_within_slo / max(report.num_ranks, 1), seed + 1
+                console.print(f"round {seed}: {report.num_ranks} ranks, {within:.2%} in time")
+                records = [record for record in prepared.records if record.kind != "events"]  # they have happened
+
+
+@contextlib.asynccontextmanager
+async def prometheus(
+    folder: Path, target: str, port: int, scrape_s: float = SCRAPE_S, evaluate_s: float = EVALUATE_S
+) -> AsyncIterator[str]:
+    """One that scrapes `target` and evaluates the `rules.yml` in `folder`; its URL. It ends with the block.
+
+    Raises:
+        ConfigError: there is no such program. Unavailable: it did not start.
+    """
+    if shutil.which("prometheus") is None:
+        raise ConfigError("monitor: needs the program prometheus (Debian: apt-get install prometheus)")
+    every = {name: f"{round(s * 1e3)}ms" for name, s in (("scrape", scrape_s), ("evaluation", evaluate_s))}
+    config = {
+        "global": {
+            "scrape_interval": every["scrape"],
+            "scrape_timeout": every["scrape"],
+            "evaluation_interval": every["evaluation"],
+        },
+        "rule_files": ["rules.yml"],
+        "scrape_configs": [{"job_name": "npu_gr", "static_configs": [{"targets": [target]}]}],
+    }
+    (folder / "prometheus.yml").write_text(yaml.safe_dump(config))
+    url, log_path = f"http://127.0.0.1:{port}", folder / "prometheus.log"
+    command = [
+        "prometheus",
+        f"--config.file={folder / 'prometheus.yml'}",
+        f"--storage.tsdb.path={folder / 'data'}",
+        f"--web.listen-address=127.0.0.1:{port}",
+        "--enable-feature=exemplar-storage",
+    ]
+    with log_path.open("wb") as log:
+        process = await asyncio.create_subprocess_exec(*command, stdout=log, stderr=log)
+    try:
+        await _answers(url, process, log_path)
+        yield url
+    finally:
+        if process.returncode is None:
+            process.terminate()
+        await process.wait()
+
+
+async def _answers(url: str, process: asyncio.subprocess.Process, log_path: Path) -> None:
+    """Wait until Prometheus is ready."""
+    ends_s = time.monotonic() + START_TIMEOUT_S
+    async with aiohttp.ClientSession() as http:
+        while time.monotonic() < ends_s and process.returncode is None:
+            with contextlib.suppress(aiohttp.ClientError):
+                async with http.get(f"{url}/-/ready") as answer:
+                    if answer.status == 200:
+                        return
+            await asyncio.sleep(0.1)
+    raise Unavailable(f"prometheus did not start; its log: {log_path}")
+
+
+def _provision_grafana(folder: Path, prometheus_url: str) -> None:
+    """What a Grafana reads at its start: where Prometheus is, where the dashboards are."""
+    source = {"name": "Prometheus", "type": "prometheus", "url": prometheus_url, "isDefault": True}
+    provider = {"name": "npu_gr", "type": "file", "options": {"path": "/dashboards"}}
+    for kind, content in (("datasources", [source]), ("dashboards", [provider])):
+        at = folder / "grafana" / kind
+        at.mkdir(parents=True, exist_ok=True)
+        text = {"apiVersion": 1, "datasources" if kind == "datasources" else "providers": content}
+        (at / "npu_gr.yaml").write_text(yaml.safe_dump(text))

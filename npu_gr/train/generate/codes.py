@@ -1,0 +1,241 @@
+"""Semantic IDs for the items of a log: items that are used together get codes that begin alike.
+
+    item vectors   what stands near each item in the trained part of histories (positive pointwise mutual information,
+                   its largest eigenvectors), and beside it the item's own features, if there are any
+    codes          residual k-means: a level codes what the levels before it have left over
+    collisions     of items with equal codes the most used one keeps them; each other one goes down the levels again
+                   and takes, at each, the nearest code that has a free semantic ID below it
+
+Deterministic: the same log, options and seed give the same codes.
+
+Source: residual quantisation of items as in TIGER (arXiv:2305.05065), with k-means for the learned codebooks and the
+items' company in histories for their text.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from torch.nn.functional import normalize
+
+from npu_gr.catalogue.records import read_items
+from npu_gr.catalogue.trie import I32
+from npu_gr.core.errors import ConfigError, DataError
+from npu_gr.core.request import I64
+from npu_gr.features.interactions import ItemValues
+from npu_gr.train.data import Log
+
+F32 = npt.NDArray[np.float32]
+SMOOTHING = 10.0  # events added to each item's: a pair of rare items is no evidence
+SHORTEST = 1e-2  # a vector that counts; the direction of a shorter one is rounding
+SWEEPS_OF_EIGEN, SPARE_VECTORS = 8, 8  # of the block power iteration
+SWEEPS_OF_KMEANS = 30
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ItemCodes:
+    """A semantic ID for every item. N = items, L = levels."""
+
+    sids: I32  # [N, L], each row once
+    code_count: tuple[int, ...]  # codes of each level
+    centroids: tuple[F32, ...] = ()  # L x [codes, vector dim]; none for ready-made codes
+    residuals: tuple[float, ...] = ()  # L + 1 mean squared lengths: of the vectors, and of what each level leaves
+    num_moved: int = 0  # items whose own codes were taken
+
+
+def item_vectors(log: Log, features: Sequence[ItemValues], dim: int, window: int, seed: int) -> F32:
+    """Where each item stands among the others: [num_items, d], of unit length, or zero without evidence.
+
+    Args:
+        log: of which the trained events count.
+        features: side features of items; their part of a vector is as long as that of the company it keeps.
+        dim: most dimensions of each part.
+        window: how many events apart two items of one history still are company; nearer ones count more.
+        seed: of the eigenvectors' start.
+    """
+    parts = [_company(log, dim, window, seed)]
+    for feature in features:
+        if not feature.values:
+            continue
+        table = np.zeros((log.num_items, len(feature.values)), np.float32)
+        for row, item in enumerate(log.item_ids.tolist()):
+            table[row, feature.of_item.get(item, [])] = 1
+        parts.append(_unit(torch.from_numpy(table)))
+    together = np.concatenate([part.numpy() for part in parts], axis=1)
+    return _unit(torch.from_numpy(together)).numpy()
+
+
+def _company(log: Log, dim: int, window: int, seed: int) -> Tensor:
+    num_items = log.num_items
+    keys, weights = [], []
+    for apart in range(1, window + 1):
+        near = log.trained[apart:] & (log.users[apart:] == log.users[:-apart])
+        one, other = log.items[:-apart][near], log.items[apart:][near]
+        keys += [one * num_items + other, other * num_items + one]
+        weights += [np.full(len(one), 1 / apart)] * 2
+    pairs, place = np.unique(np.concatenate(keys), return_inverse=True)
+    count = np.bincount(place, np.concatenate(weights))
+    one, other = np.divmod(pairs, num_items)
+    total = np.bincount(one, count, num_items) + SMOOTHING
+    information = np.log(count * total.sum() / (total[one] * total[other]))
+    kept = (information > 0) & (one != other)
+    matrix = torch.sparse_coo_tensor(
+        torch.from_numpy(np.stack([one[kept], other[kept]])),
+        torch.from_numpy(information[kept].astype(np.float32)),
+        (num_items, num_items),
+        is_coalesced=True,
+        check_invariants=False,
+    )
+    return _unit(_largest(matrix, min(dim, num_items), seed))
+
+
+def _largest(matrix: Tensor, dim: int, seed: int) -> Tensor:
+    """Eigenvectors of a symmetric matrix with the largest positive eigenvalues, times their square roots."""
+    generator = torch.Generator().manual_seed(seed)
+    width = min(len(matrix), dim + SPARE_VECTORS)
+    basis = torch.randn(len(matrix), width, generator=generator)
+    for _ in range(SWEEPS_OF_EIGEN):
+        basis = torch.linalg.qr(torch.sparse.mm(matrix, basis))[0]
+    small = basis.T @ torch.sparse.mm(matrix, basis)
+    values, vectors = torch.linalg.eigh((small + small.T) / 2)  # rising
+    found: Tensor = basis @ vectors[:, -dim:].flip(1) * values[-dim:].flip(0).clamp(min=0).sqrt()
+    return found
+
+
+def _unit(rows: Tensor) -> Tensor:
+    unit: Tensor = normalize(rows, dim=1, eps=SHORTEST)
+    return unit
+
+
+def residual_codes(vectors: F32, code_count: Sequence[int], uses: I64, seed: int) -> ItemCodes:
+    """Residual k-means and the resolution of collisions.
+
+    Args:
+        vectors: [N, d], N >= 1.
+        code_count: of each level.
+        uses: [N] how often each item is used: of a collision the most used one, then the first, keeps its codes.
+        seed: of the centroids' start.
+
+    Raises:
+        ConfigError: there are fewer semantic IDs than items.
+    """
+    if prod(code_count) < len(vectors):
+        raise ConfigError(f"code_count: {list(code_count)} make {prod(code_count)} semantic IDs, {len(vectors)} needed")
+    generator = torch.Generator().manual_seed(seed)
+    rest = torch.from_numpy(vectors)
+    centroids, codes, residuals = [], [], [float(rest.square().sum(1).mean())]
+    for count in code_count:
+        table, code = kmeans(rest, count, generator)
+        rest = rest - table[code]
+        centroids.append(table.numpy())
+        codes.append(code.numpy())
+        residuals.append(float(rest.square().sum(1).mean()))
+    sids = np.stack(codes, axis=1)
+    num_moved = _resolve(sids, vectors, centroids, np.argsort(-uses, kind="stable"))
+    return ItemCodes(sids.astype(np.int32), tuple(code_count), tuple(centroids), tuple(residuals), num_moved)
+
+
+def kmeans(rows: Tensor, count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Centroids [count, d] and each row's nearest, int64 [n].
+
+    A centroid without rows moves to the row that is worst off, while some row is off at all; if there are fewer
+    distinct rows than centroids, some centroids stay unused.
+    """
+    start = torch.randperm(len(rows), generator=generator)[torch.arange(count) % len(rows)]
+    table = rows[start].clone()
+    code, distance = _nearest(rows, table)
+    for _ in range(SWEEPS_OF_KMEANS):
+        sums = torch.zeros_like(table).index_add_(0, code, rows)
+        sizes = torch.bincount(code, minlength=count)
+        table = torch.where(sizes[:, None] > 0, sums / sizes[:, None].clamp(min=1), table)
+        worst = torch.argsort(distance, descending=True, stable=True)
+        empty = torch.nonzero(sizes == 0)[:, 0][: int((distance > 0).sum())]
+        table[empty] = rows[worst[: len(empty)]]
+        before = code
+        code, distance = _nearest(rows, table)
+        if not len(empty) and torch.equal(code, before):
+            break
+    return table, code
+
+
+def _nearest(rows: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
+    found = []
+    for part in rows.split(8192):
+        distance = part.square().sum(1, keepdim=True) - 2 * part @ table.T + table.square().sum(1)
+        found.append(distance.clamp(min=0).min(1))
+    return torch.cat([part.indices for part in found]), torch.cat([part.values for part in found])
+
+
+def _resolve(sids: I64, vectors: F32, centroids: Sequence[F32], order: I64) -> int:
+    """Give the later items of every collision, in `order`, other codes, in place; how many there were.
+
+    Below a code that is taken into account lies a free semantic ID, so the way down never ends without one.
+    """
+    _, first = np.unique(sids[order], axis=0, return_index=True)
+    keeps = np.zeros(len(sids), np.bool_)
+    keeps[order[first]] = True
+    used: dict[tuple[int, ...], int] = {}  # beginning of semantic IDs -> how many are given away
+    for sid in sids[keeps].tolist():
+        _take(used, sid)
+    room = [prod(len(table) for table in centroids[level + 1 :]) for level in range(len(centroids))]
+    for row in order[~keeps[order]].tolist():
+        rest, sid = vectors[row], list[int]()
+        for level, table in enumerate(centroids):
+            nearest = np.argsort(np.square(rest - table).sum(1), kind="stable").tolist()
+            code = next(code for code in nearest if used.get((*sid, code), 0) < room[level])
+            sid.append(code)
+            rest = rest - table[code]
+        _take(used, sid)
+        sids[row] = sid
+    return int(len(sids) - keeps.sum())
+
+
+def _take(used: dict[tuple[int, ...], int], sid: list[int]) -> None:
+    for level in range(len(sid)):
+        beginning = tuple(sid[: level + 1])
+        used[beginning] = used.get(beginning, 0) + 1
+
+
+def read_codes(path: Path, item_ids: I64) -> ItemCodes:
+    """Ready-made codes of these items: a catalogue file, or JSON {"item id": [code, ...]}.
+
+    Raises:
+        DataError: the file is not one of these, an item has no codes, or two have the same.
+    """
+    if path.suffix == ".json":
+        found, sids = _read_index(path)
+    else:
+        items = read_items(path)
+        found, sids = items.item_ids, items.sids
+    order = np.argsort(found, kind="stable")
+    at = np.searchsorted(found[order], item_ids).clip(max=max(len(found) - 1, 0))
+    if not len(found) or (missing := found[order][at] != item_ids).any():
+        raise DataError(f"{path}: no codes of item {item_ids[np.argmax(missing)] if len(found) else item_ids[0]}")
+    sids = sids[order][at]
+    _, first, counts = np.unique(sids, axis=0, return_index=True, return_counts=True)
+    if (counts > 1).any():
+        row = int(first[np.argmax(counts > 1)])
+        raise DataError(f"{path}: item {item_ids[row]} and another have the codes {sids[row].tolist()}")
+    return ItemCodes(sids, tuple(int(codes.max()) + 1 for codes in sids.T))
+
+
+def _read_index(path: Path) -> tuple[I64, I32]:
+    try:
+        table = json.loads(path.read_bytes())
+        ids = np.array([int(item) for item in table], np.int64)
+        sids = np.array(list(table.values()), np.int32)
+    except OSError as error:
+        raise DataError(f"{path}: {error.strerror}") from error
+    except (ValueError, TypeError, AttributeError, OverflowError) as error:
+        raise DataError(f'{path}: not {{"item id": [code, ...]}} with as many codes each: {error}') from error
+    if sids.ndim != 2 or not sids.size or int(sids.min()) < 0:
+        raise DataError(f'{path}: not {{"item id": [code, ...]}} with as many codes, from 0, each')
+    return ids, sids

@@ -1,0 +1,116 @@
+"""A trained generator as a folder that the service starts from.
+
+    config.json, model.safetensors   the decoder, as Hugging Face checkpoints are
+    items.jsonl                      the catalogue: items, semantic IDs, features of one value as attributes
+    serve.yaml                       a configuration that serves it
+    report.json                      what was measured
+
+All are written aside first and then renamed, the configuration last, so an interrupted run leaves nothing half-written.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+
+from npu_gr.core.errors import DataError
+from npu_gr.features.interactions import ItemValues
+from npu_gr.model import hf
+from npu_gr.train.generate.train import GenerateOptions, Trained
+
+CATALOGUE, CONFIGURATION, REPORT = "items.jsonl", "serve.yaml", "report.json"
+FILES = (hf.WEIGHTS, hf.CONFIG, CATALOGUE, REPORT, CONFIGURATION)  # in the order in which they appear
+MAX_CUT_ITEMS = 8  # what a prompt may lose to a start that stands still
+
+
+def prepare(folder: Path) -> None:
+    """Make the folder before the training, so that one that cannot be written costs no time.
+
+    Raises:
+        DataError: it cannot be made or written into.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise DataError(f"{folder}: cannot be written: {error.strerror}") from error
+
+
+def publish(trained: Trained, features: Sequence[ItemValues], options: GenerateOptions, folder: Path) -> dict[str, Any]:
+    """Write the folder; the configuration that serves it.
+
+    Raises:
+        DataError: the folder cannot be written.
+    """
+    table = configuration(trained, options, folder)
+    prepare(folder)
+    try:
+        with tempfile.TemporaryDirectory(prefix=".new-", dir=folder) as aside:
+            new = Path(aside)
+            hf.save(trained.model, new)
+            (new / CATALOGUE).write_text("".join(catalogue_lines(trained, features)))
+            (new / REPORT).write_text(json.dumps(trained.report.as_dict(), indent=2) + "\n")
+            (new / CONFIGURATION).write_text(yaml.safe_dump(table, sort_keys=False))
+            for name in FILES:
+                os.replace(new / name, folder / name)
+    except OSError as error:
+        raise DataError(f"{folder}: cannot be written: {error}") from error
+    return table
+
+
+def configuration(trained: Trained, options: GenerateOptions, folder: Path) -> dict[str, Any]:
+    """Of an instance that generates and does not rank, as `config.py` reads it."""
+    return {
+        "generate": {
+            "checkpoint": str(folder),
+            "catalogue": str(folder / CATALOGUE),
+            "codes": list(trained.codes.code_count),
+            "max_beams": max(512, options.beam_width),
+            "beam_width": options.beam_width,
+            "max_prompt_tokens": options.history_items * len(trained.codes.code_count),
+            "cut_step_items": min(MAX_CUT_ITEMS, options.history_items),
+        },
+        "features": {"path": str(folder / "history.db")},
+    }
+
+
+def how_to_serve(table: dict[str, Any], trained: Trained) -> str:
+    """The configuration, the command, and a request to try."""
+    log = trained.log
+    user = int(np.argmax(np.minimum(np.diff(log.starts), 10)))  # the first with ten events, or nearly
+    history = log.item_ids[log.items[log.starts[user] : log.starts[user] + 10]].tolist()
+    body = {
+        "user_id": "me",
+        "num_items": 10,
+        "history": {"items": history, "actions": [0] * len(history), "timestamps": list(range(len(history)))},
+    }
+    return f"""
+{yaml.safe_dump({"generate": table["generate"]}, sort_keys=False)}
+Beside a ranker this section goes into its configuration. By itself:
+
+npu-gr serve --config {Path(table["generate"]["checkpoint"]) / CONFIGURATION} &
+curl -s localhost:8080/v1/generate -H 'content-type: application/json' -d '{json.dumps(body)}'"""
+
+
+def catalogue_lines(trained: Trained, features: Sequence[ItemValues]) -> list[str]:
+    """JSONL as `catalogue/records.py` reads it; of items that share a code, the more used one would come first."""
+    log = trained.log
+    uses = np.bincount(log.items[log.trained], minlength=log.num_items).tolist()
+    single = [feature for feature in features if all(len(values) < 2 for values in feature.of_item.values())]
+    lines = []
+    for row, (item, sid) in enumerate(zip(log.item_ids.tolist(), trained.codes.sids.tolist(), strict=True)):
+        record: dict[str, Any] = {"item_id": item, "sid": sid, "order": uses[row]}
+        if single:
+            record["attributes"] = {
+                feature.name: feature.values[values[0]] if (values := feature.of_item.get(item)) else ""
+                for feature in single
+            }
+        lines.append(json.dumps(record) + "\n")
+    return lines

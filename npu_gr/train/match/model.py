@@ -1,0 +1,112 @@
+"""One graph encoder a domain: GraphSAGE, or LightGCN; and the projectors between the domains.
+
+Source: GraphSAGE (Hamilton et al. 2017) with the mean of all layers as readout, LightGCN (He et al. 2020).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from npu_gr.core.request import I64
+from npu_gr.matching.fold import LEAK, Activation, Folding, Norm
+from npu_gr.train.match.graph import Graph
+
+Encoding = tuple[Tensor, Tensor]  # float32 [num_users, d], [num_items, d]
+EMBEDDING_STD = 0.1
+
+
+class Encoder(nn.Module):
+    """Vectors of the users and items of one domain.
+
+        h_v' = act(W [h_v || mean of h_n over the neighbours n of v]),   z_v = mean of all h_v
+
+    W starts as [0 || 1], so that an untrained layer is LightGCN's, which has no W and no act; then it learns.
+    """
+
+    def __init__(
+        self,
+        graph: Graph,
+        dim: int,
+        num_layers: int,
+        kind: Literal["sage", "lightgcn"],
+        norm: Norm,
+        activation: Activation,
+        users: nn.Parameter | None,
+        generator: torch.Generator,
+    ) -> None:
+        super().__init__()
+
+        def table(rows: int) -> nn.Parameter:
+            return nn.Parameter(torch.randn(rows, dim, generator=generator) * EMBEDDING_STD)
+
+        self.users = table(graph.num_users) if users is None else users
+        self.items = table(graph.num_items)
+        self.num_layers = num_layers
+        self.weights = nn.ParameterList()
+        if kind == "sage":
+            for _ in range(num_layers):
+                self.weights.append(nn.Parameter(torch.cat([torch.zeros(dim, dim), torch.eye(dim)])))
+        self.activation = {"none": nn.Identity(), "tanh": nn.Tanh(), "leaky_relu": nn.LeakyReLU(LEAK)}[activation]
+        self.activation_name: Activation = activation
+        self.norm: Norm = norm if kind == "sage" else "symmetric"
+        self.to_users, self.to_items = graph.propagation(self.norm)
+
+    def forward(self) -> Encoding:
+        """Of all users and items."""
+        states = self.states()
+        sum_users, sum_items = next(states)
+        for users, items in states:
+            sum_users, sum_items = sum_users + users, sum_items + items
+        return sum_users / (self.num_layers + 1), sum_items / (self.num_layers + 1)
+
+    def states(self) -> Iterator[Encoding]:
+        """The embeddings, and what each layer makes of them."""
+        users: Tensor = self.users
+        items: Tensor = self.items
+        yield users, items
+        for layer in range(self.num_layers):
+            from_items, from_users = self.to_users(items), self.to_items(users)
+            if self.weights:
+                own, neighbours = self.weights[layer].split(users.shape[1])
+                users = self.activation(torch.addmm(users @ own, from_items, neighbours))
+                items = self.activation(torch.addmm(items @ own, from_users, neighbours))
+            else:
+                users, items = from_items, from_users
+            yield users, items
+
+    @torch.no_grad()
+    def folding(self, item_degrees: I64) -> Folding:
+        """What gives a vector to users who come after the training."""
+        items = torch.stack([items for _, items in self.states()][:-1])
+        return Folding(
+            users=self.users.detach().clone().numpy(),
+            states=items.numpy(),
+            matrices=torch.stack([w.detach() for w in self.weights]).numpy() if self.weights else None,
+            degrees=item_degrees,
+            norm=self.norm,
+            activation=self.activation_name,
+        )
+
+
+class Projector(nn.Module):
+    """From the target's space towards the source's: nothing, a matrix, or a matrix after a hidden layer."""
+
+    def __init__(self, dim: int, kind: Literal["none", "linear", "mlp"]) -> None:
+        super().__init__()
+        self.hidden = nn.Linear(dim, dim) if kind == "mlp" else None
+        self.matrix = None if kind == "none" else nn.Linear(dim, dim, bias=False)
+        if self.matrix is not None:
+            nn.init.eye_(self.matrix.weight)
+        if self.hidden is not None:
+            nn.init.eye_(self.hidden.weight)
+            nn.init.zeros_(self.hidden.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., d] -> [..., d]."""
+        if self.hidden is not None:
+            x = torch.nn.functional.leaky_relu(self.hidden(x), 0.2)
+        return x if self.matrix is None else self.matrix(x)

@@ -1,0 +1,333 @@
+"""Train the HSTU ranker from an interaction log. One pass over the histories trains every task.
+
+Losses: a task with a threshold is a binary cross-entropy at every event; beside it, and not served, the same for all
+other thresholds of the action values (ordinal regression: a 5 says more than "liked"). A task without a threshold is
+a sampled softmax of the event's item against items drawn evenly from the catalogue, at a share of the events.
+
+Deterministic: the same log, options and number of threads give the same bits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Annotated, Literal, NamedTuple
+
+import msgspec
+import numpy as np
+import torch
+from msgspec import Meta
+from torch import Tensor, nn
+from torch.nn.functional import binary_cross_entropy_with_logits
+from torch.optim.swa_utils import AveragedModel
+
+from npu_gr.core.errors import ConfigError, DataError
+from npu_gr.features.interactions import Interactions, ItemValues
+from npu_gr.model.config import HSTUConfig, ItemFeature
+from npu_gr.model.hstu import HSTU
+from npu_gr.model.weights import Checkpoint
+from npu_gr.train.baselines import Baseline, Markov, MatrixFactorisation, Means, Popularity
+from npu_gr.train.data import Batch, Log, Split, batches, build_log, windows
+from npu_gr.train.rank.evaluate import Evaluation, evaluate_baseline, evaluate_ranker
+from npu_gr.train.rank.forward import Histories, Moments, encode
+from npu_gr.train.steps import LAST_BATCHES, Progress, average, schedule
+
+Count = Annotated[int, Meta(ge=1)]
+Ratio = Annotated[float, Meta(ge=0.0, le=1.0)]
+
+
+class Task(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One logit of the ranker."""
+
+    name: str
+    at_least: float | None = None  # action value that counts as a yes; None = interacted, against sampled items
+
+
+class TrainOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Everything that decides the result, apart from the log and the number of threads."""
+
+    name: str = "hstu"
+    seed: Annotated[int, Meta(ge=0)] = 0
+    split: Split = "user-time"
+    evaluate_on: Annotated[
+        Literal["test", "validation"],
+        Meta(description="validation: train on and judge a split of the training part, to choose settings"),
+    ] = "test"
+    tasks: tuple[Task, ...] = (Task(name="click"), Task(name="like", at_least=4.0))
+
+    dim: Count = 64
+    num_layers: Count = 2
+    num_heads: Count = 2
+    qk_dim: Count = 32
+    v_dim: Count = 32
+    head_dim: Count = 64
+    activation: Literal["uvqk", "u"] = "uvqk"
+    residual: Literal["add", "concat"] = "add"
+    norm: Literal["layer", "group"] = "layer"
+    scaling_seqlen: Annotated[Count, Meta(description="the constant attention scale is 1 / this")] = 64
+    max_history_tokens: Annotated[Count, Meta(description="longest history that is served")] = 1024
+
+    epochs: Count = 6
+    window_tokens: Annotated[Count, Meta(description="longest run of events trained on at once")] = 200
+    batch_tokens: Annotated[Count, Meta(description="events of one step, padding included")] = 512
+    learning_rate: Annotated[float, Meta(gt=0.0)] = 2e-3
+    warm_up_ratio: Annotated[Ratio, Meta(description="share of the steps with a rising learning rate")] = 0.1
+    weight_decay: Annotated[float, Meta(ge=0.0)] = 0.1
+    item_weight_decay: Annotated[float, Meta(ge=0.0, description="of item embeddings, which overfit first")] = 4.0
+    dropout: Annotated[float, Meta(ge=0.0, lt=1.0)] = 0.3
+    average_decay: Annotated[float, Meta(ge=0.0, lt=1.0, description="of the moving average that is served")] = 0.0
+    num_negatives: Annotated[Count, Meta(description="sampled items beside the true one")] = 32
+    num_seen_negatives: Annotated[int, Meta(ge=0, description="sampled from the user's earlier items")] = 0
+    click_ratio: Annotated[Ratio, Meta(description="share of the events with sampled items")] = 0.25
+    click_weight: Annotated[float, Meta(ge=0.0, description="of the sampled softmax in the loss")] = 0.3
+    ordinal_weight: Annotated[float, Meta(ge=0.0, description="of the thresholds that are not served")] = 0.5
+
+    def __post_init__(self) -> None:
+        if not self.tasks or len({task.name for task in self.tasks}) != len(self.tasks):
+            raise ValueError("tasks: needs at least one, each name once")
+        if sum(task.at_least is None for task in self.tasks) > 1:
+            raise ValueError("tasks: at most one may have no at_least")
+
+
+DEMO = TrainOptions()
+LONG = TrainOptions(
+    split="leave-one-out", epochs=8, average_decay=0.999, num_seen_negatives=8, click_ratio=1.0, click_weight=0.5
+)
+
+
+def train_rank(
+    interactions: Interactions,
+    item_features: Sequence[ItemValues],
+    options: TrainOptions,
+    progress: Callable[[Progress], None] = lambda _: None,
+) -> tuple[Checkpoint, Evaluation]:
+    """Train, and measure beside the baselines.
+
+    Args:
+        interactions: whole log; the split of the options decides what is trained on.
+        item_features: side features of items; they stand in for items with few events.
+        options: what to train.
+        progress: called after every step of training and every user of the evaluation, in this thread.
+
+    Returns:
+        The checkpoint, with the ranker's figures as its metrics, and all figures.
+
+    Raises:
+        DataError: the log is too small, a task has only one class, or the loss is not finite.
+        ConfigError: the options do not make a model.
+    """
+    log = build_log(interactions, item_features, options.split)
+    if options.evaluate_on == "validation":
+        log = log.only_trained(options.split)
+    labels = _labels(log, options)
+    torch.manual_seed(options.seed)
+    model = _new_model(log, item_features, options)
+    _fit(model, log, labels, options, progress)
+    model.eval().freeze_items()
+    evaluation = _evaluate(model, log, labels, options, progress)
+    figures = evaluation.as_dict()
+    checkpoint = Checkpoint(
+        model=model,
+        item_ids=log.item_ids,
+        name=options.name,
+        action_values=log.action_values,
+        metrics={name: value for name, value in figures.items() if "/" not in name},
+    )
+    return checkpoint, evaluation
+
+
+class _Labels(NamedTuple):
+    """What the binary tasks and their auxiliaries are trained on."""
+
+    served: Tensor  # float32 [n, thresholds] of the tasks that have one
+    served_tasks: list[int]  # their places among the tasks
+    ordinal: Tensor  # float32 [n, actions - 1]: the action is above the lowest, the second lowest, ...
+    click_task: int | None
+
+
+def _labels(log: Log, options: TrainOptions) -> _Labels:
+    served, served_tasks = [], []
+    for index, task in enumerate(options.tasks):
+        if task.at_least is None:
+            continue
+        yes = log.values >= task.at_least
+        if yes[log.trained].all() or not yes[log.trained].any():
+            raise DataError(f"task {task.name}: at_least {task.at_least} gives every trained event the same label")
+        served.append(yes)
+        served_tasks.append(index)
+    ordinal = log.actions[:, None] > np.arange(len(log.action_values) - 1)
+    click = next((index for index, task in enumerate(options.tasks) if task.at_least is None), None)
+    return _Labels(
+        torch.from_numpy(np.array(served, np.float32).reshape(-1, len(log.items)).T.copy()),
+        served_tasks,
+        torch.from_numpy(ordinal.astype(np.float32)),
+        click,
+    )
+
+
+def _new_model(log: Log, item_features: Sequence[ItemValues], options: TrainOptions) -> HSTU:
+    features = [f for f in item_features if f.values]
+    try:
+        config = HSTUConfig(
+            num_items=log.num_items,
+            item_features=tuple(
+                ItemFeature(
+                    name=f.name,
+                    num_values=len(f.values),
+                    max_values=max(1, *(len(values) for values in f.of_item.values())),
+                )
+                for f in features
+            ),
+            actions=tuple(f"{value:g}" for value in log.action_values),
+            tasks=tuple(task.name for task in options.tasks),
+            dim=options.dim,
+            num_layers=options.num_layers,
+            num_heads=options.num_heads,
+            qk_dim=options.qk_dim,
+            v_dim=options.v_dim,
+            head_dim=options.head_dim,
+            activation=options.activation,
+            residual=options.residual,
+            norm=options.norm,
+            scaling_seqlen=options.scaling_seqlen,
+            max_history_tokens=options.max_history_tokens,
+        )
+    except ValueError as error:
+        raise ConfigError(f"train: {error}") from error
+    model = HSTU(config)
+    for index, feature in enumerate(features):
+        table = getattr(model, f"feature_ids_{index}")
+        for row, item in enumerate(log.item_ids.tolist()):
+            values = feature.of_item.get(item, [])
+            table[row, : len(values)] = torch.tensor(values, dtype=torch.int64)
+    return model
+
+
+def _fit(model: HSTU, log: Log, labels: _Labels, options: TrainOptions, progress: Callable[[Progress], None]) -> None:
+    """AdamW over all epochs: linear warm-up, then a cosine down to nothing, so the last weights are the result."""
+    random = np.random.default_rng(options.seed)
+    ordinal = nn.Linear(options.head_dim, labels.ordinal.shape[1])
+    parameters = [*model.parameters(), *ordinal.parameters()]
+    items = model.item.weight
+    matrices = [p for p in parameters if p.ndim > 1 and p is not items]
+    optimizer = torch.optim.AdamW(
+        [
+            {"params": [items], "weight_decay": options.item_weight_decay},
+            {"params": matrices, "weight_decay": options.weight_decay},
+            {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+        ],
+        lr=options.learning_rate,
+        betas=(0.9, 0.98),
+    )
+    averaged = AveragedModel(model, multi_avg_fn=partial(average, options.average_decay))
+    model.train()
+    recent: list[float] = []
+    for epoch in range(options.epochs):
+        parts = list(batches(log, windows(log, options.window_tokens, random), options.batch_tokens, random))
+        for index, batch in enumerate(parts):
+            done = epoch + index / len(parts)
+            for group in optimizer.param_groups:
+                group["lr"] = options.learning_rate * schedule(done / options.epochs, options.warm_up_ratio)
+            loss = _loss(model, ordinal, log, batch, labels, options)
+            optimizer.zero_grad()
+            loss.backward()
+            nn.utils.clip_grad_norm_(parameters, 1.0)
+            optimizer.step()
+            averaged.update_parameters(model)
+            recent = [*recent[1 - LAST_BATCHES :], loss.item()]
+            if not math.isfinite(recent[-1]):
+                raise DataError(f"the loss is {recent[-1]} in epoch {done:.2f}: try a lower learning_rate")
+            progress(Progress("train", done, options.epochs, sum(recent) / len(recent)))
+    model.load_state_dict(averaged.module.state_dict())
+
+
+def _loss(model: HSTU, ordinal: nn.Linear, log: Log, batch: Batch, labels: _Labels, options: TrainOptions) -> Tensor:
+    """Mean over the batch's events, summed over what is learned."""
+    histories = Histories(items=batch.items, actions=batch.actions, times=batch.times)
+    every = torch.arange(batch.items.shape[1]).expand_as(batch.items)
+    shown = Moments(at=every, candidates=batch.items[..., None])
+    if labels.click_task is None:
+        true = encode(model, histories, [shown], options.dropout)[0][:, :, 0]
+        return _binary_loss(model, ordinal, true, batch, labels, options)
+    some = _some(batch.valid, options.click_ratio)
+    drawn, log_weight = _negatives(batch, some, log.num_items, options)
+    true, sampled = encode(model, histories, [shown, Moments(at=some, candidates=drawn)], options.dropout)
+
+    own = model.task_logits(true[:, :, 0])[..., labels.click_task].gather(1, some)
+    others = model.task_logits(sampled)[..., labels.click_task] + log_weight
+    surprise = torch.logsumexp(torch.cat([own[..., None], others], dim=-1), dim=-1) - own
+    click = surprise[batch.valid.gather(1, some)].mean()
+    return options.click_weight * click + _binary_loss(model, ordinal, true[:, :, 0], batch, labels, options)
+
+
+def _binary_loss(
+    model: HSTU, ordinal: nn.Linear, true: Tensor, batch: Batch, labels: _Labels, options: TrainOptions
+) -> Tensor:
+    """Thresholds served and not, from the final rows `true` [B, N, dim] of the events' own items."""
+    if not labels.served_tasks:
+        return true.new_zeros(())
+    events = batch.events[batch.valid]
+    hidden = model.head[:-1](model.norm_head(true[batch.valid]))
+    served = binary_cross_entropy_with_logits(model.head[-1](hidden)[:, labels.served_tasks], labels.served[events])
+    if not (options.ordinal_weight and labels.ordinal.shape[1]):
+        return served
+    return served + options.ordinal_weight * binary_cross_entropy_with_logits(ordinal(hidden), labels.ordinal[events])
+
+
+def _negatives(batch: Batch, some: Tensor, num_items: int, options: TrainOptions) -> tuple[Tensor, Tensor]:
+    """Items to tell from the events' own, drawn in two strata: the whole catalogue, and what the user had before.
+
+    A draw stands for its share of the stratum, so the softmax over the draws estimates the one over the catalogue,
+    whatever the strata; the second one makes the model see, often enough, that few items come again (or many).
+
+    Args:
+        some: int64 [B, T] the events.
+
+    Returns:
+        int64 [B, T, C] item rows, and the log of how many items each draw stands for: -inf for none.
+    """
+    shape = (*some.shape, options.num_negatives)
+    true = batch.items.gather(1, some)[..., None]
+    drawn = torch.randint(num_items, shape)
+    if not options.num_seen_negatives:
+        weight = torch.full(shape, math.log((num_items - 1) / options.num_negatives))
+        return drawn, weight.masked_fill(drawn == true, -math.inf)
+    places = (torch.rand(*some.shape, options.num_seen_negatives) * some[..., None]).long()
+    seen = batch.items.gather(1, places.flatten(1)).view_as(places)
+    before = torch.arange(batch.items.shape[1]) < some[..., None]  # [B, T, N]
+    had = ((drawn[..., None] == batch.items[:, None, None, :]) & before[:, :, None, :]).any(-1)
+    weights = (
+        torch.full(shape, math.log(num_items / options.num_negatives)).masked_fill(had | (drawn == true), -math.inf),
+        (some / options.num_seen_negatives).log()[..., None].masked_fill(seen == true, -math.inf),
+    )
+    return torch.cat([drawn, seen], dim=-1), torch.cat(weights, dim=-1)
+
+
+def _some(valid: Tensor, ratio: float) -> Tensor:
+    """int64 [B, T] places, each once a row, T = ratio of the columns; padding comes last."""
+    order = torch.rand(valid.shape).masked_fill(~valid, 2.0).argsort(dim=1)
+    return order[:, : max(1, round(ratio * valid.shape[1]))]
+
+
+def _evaluate(
+    model: HSTU, log: Log, labels: _Labels, options: TrainOptions, progress: Callable[[Progress], None]
+) -> Evaluation:
+    first = labels.served_tasks[0] if labels.served_tasks else None
+    likes = labels.served[:, 0].numpy() > 0 if first is not None else np.zeros(len(log.items), np.bool_)
+    fitted: list[Baseline] = [Popularity(log), Markov(log), Means(log), MatrixFactorisation(log, options.seed)]
+    return Evaluation(
+        split=options.split,
+        num_trained=int(log.trained.sum()),
+        num_judged=int((~log.trained).sum()),
+        num_next=len(log.next_items()),
+        ranker=evaluate_ranker(
+            log,
+            model,
+            likes,
+            click_task=labels.click_task,
+            like_task=first,
+            done=lambda done, total: progress(Progress("evaluate", done, total)),
+        ),
+        baselines=tuple(evaluate_baseline(log, baseline, likes) for baseline in fitted),
+    )

@@ -1,0 +1,74 @@
+"""Every kernel on random jobs whose buffers end where the data ends: no stray access, nothing undefined, right results.
+
+`fuzz/` compares with sums in doubles. The kernels are compiled from the real sources, with sanitizers for this CPU's
+instruction sets, and by the cross compiler for aarch64, where an emulator runs them.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from npu_gr.backend.cpu.library import supported
+
+ROOT = Path(__file__).parents[3]
+FLAGS = ["-std=c++17", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math", "-Wall", "-Wextra", "-Wno-psabi"]
+# -O0: to optimise takes longer than it saves
+SANITIZERS = ["-O0", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
+ROUNDS = {"neon": 84}  # emulated; 240 elsewhere
+CROSS = "aarch64-linux-gnu-g++"
+
+
+def compiled(compiler: str, into: Path, *command: str) -> str:
+    done = subprocess.run(
+        [compiler, *FLAGS, f"-I{ROOT / 'ops/cpu'}", *command, "-o", into], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return str(into)
+
+
+def driver(compiler: str, into: Path) -> str:
+    if not shutil.which(compiler):
+        pytest.skip(f"there is no {compiler}")
+    return compiled(compiler, into / "driver.o", "-O1", "-c", str(ROOT / "tests/backend/cpu/fuzz/main.cpp"))
+
+
+@pytest.fixture(scope="module")
+def host_driver(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return driver("g++", tmp_path_factory.mktemp("fuzz"))
+
+
+def linked(compiler: str, into: Path, isa: str, driver: str, *flags: str) -> str:
+    name = isa.replace("neon", "generic")
+    table = f"-Wl,--defsym,fuzzed_table=npu_gr_table_{name}"
+    return compiled(compiler, into / "fuzz", *flags, str(ROOT / f"ops/cpu/isa_{name}.cpp"), driver, table)
+
+
+def fuzz(isa: str, *command: str) -> None:
+    rounds = ROUNDS.get(isa, 240)
+    done = subprocess.run([*command, str(rounds)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert done.stdout == f"{isa}: {rounds} rounds\n"
+
+
+def widths() -> list[str]:
+    """One instruction set for each width of a vector: avx512 is avx512_bf16 without its products."""
+    return ["generic", "avx2", "avx512_bf16" if "avx512_bf16" in supported() else "avx512", "neon"]
+
+
+@pytest.mark.parametrize("isa", widths())
+def test_nothing_stray_or_undefined(isa: str, host_driver: str, tmp_path: Path) -> None:
+    if isa not in supported():
+        pytest.skip(f"{isa}: not this CPU's, or no library was built")
+    fuzz(isa, linked("g++", tmp_path, isa, host_driver, *SANITIZERS))
+
+
+@pytest.mark.aarch64
+def test_neon_by_emulator(tmp_path: Path) -> None:
+    emulator = shutil.which("qemu-aarch64") or shutil.which("qemu-aarch64-static")
+    if not emulator:
+        pytest.skip("there is no qemu-aarch64")
+    fuzz("neon", emulator, linked(CROSS, tmp_path, "neon", driver(CROSS, tmp_path), "-O2", "-static"))

@@ -1,0 +1,561 @@
+"""The NPU backend on a device that records: a rank and a generate are the CPU's, nothing races or waits inside."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from npu_gr.backend.base import BiasTables, Continuations
+from npu_gr.backend.npu import ops as ascend_ops
+from npu_gr.backend.npu.backend import NPUBackend
+from npu_gr.backend.npu.hstu import PAGE_TOKENS, PagedHstu
+from npu_gr.backend.reference import ReferenceBackend
+from npu_gr.catalogue.tokens import Tokens
+from npu_gr.catalogue.trie import Trie
+from npu_gr.core.errors import ConfigError
+from npu_gr.core.request import HistoryReport
+from npu_gr.engine.beam_search import SearchOptions, Tables
+from npu_gr.engine.generate_engine import Ask, Generated, Generator, Part, layout_of, make_prompt
+from npu_gr.engine.rank_engine import Cached, Engine, Pass
+from npu_gr.engine.scheduler import Scheduler, SchedulerConfig, Urgency
+from npu_gr.engine.selftest import parity
+from npu_gr.kv.arena import KVArena
+from npu_gr.kv.layout import KVLayout, Run
+from tests.backend.npu.fake_device import FakeRuntime
+from tests.engine.test_beam_search import model
+from tests.engine.test_generate_engine import catalogue
+from tests.models import CPU, events, tiny_model
+from tests.serving import FIRST_ID, columns, serving
+
+FAR = float("inf")
+REFERENCE = ReferenceBackend()
+
+
+@pytest.fixture
+def npu() -> Iterator[FakeRuntime]:
+    made = FakeRuntime()
+    with made.recording():
+        yield made
+
+
+@pytest.fixture
+def native(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if a library were loaded: the operators' definitions answer for it, at the operator's own level."""
+    monkeypatch.setattr(ascend_ops, "load_library", lambda _path: None)
+
+
+@pytest.fixture(scope="module")
+def paged_op() -> Iterator[None]:
+    """Huawei's operator by its documented meaning, for the one request a call that we make."""
+    library = torch.library.Library("mxrec", "FRAGMENT")
+    library.define(
+        "hstu_paged(Tensor q, Tensor k, Tensor v, Tensor? kv_cache=None, Tensor? k_cache=None, Tensor? v_cache=None, "
+        "Tensor? mask=None, Tensor? attn_bias=None, int mask_type=0, int max_seq_len=0, int max_seq_len_k=0, "
+        "float silu_scale=0.0, Tensor? seq_offset=None, Tensor? seq_offset_k=None, Tensor? seq_offset_t=None, "
+        "Tensor? page_offsets=None, Tensor? page_ids=None, Tensor? last_page_len=None, Tensor? num_target=None, "
+        "int target_group_size=0, float? alpha=1.0, bool deterministic=False) -> Tensor"
+    )
+    library.impl("hstu_paged", dense_paged, "CompositeExplicitAutograd")
+    yield
+    library._destroy()
+
+
+NAMES = [
+    *("kv_cache", "k_cache", "v_cache", "mask", "attn_bias", "mask_type", "max_seq_len", "max_seq_len_k"),
+    *("silu_scale", "seq_offset", "seq_offset_k", "seq_offset_t", "page_offsets", "page_ids", "last_page_len"),
+    *("num_target", "target_group_size", "alpha", "deterministic"),
+]
+
+
+def dense_paged(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *values: Any, **named: Any) -> torch.Tensor:
+    a = {**dict(zip(NAMES, values, strict=False)), **named}
+    (first, end), ids = a["page_offsets"].tolist(), a["page_ids"].tolist()
+    pages = [ids[at] for at in range(first, end)]
+    num_targets, length = int(a["num_target"]), (len(pages) - 1) * PAGE_TOKENS + int(a["last_page_len"])
+    keys, values = (torch.cat([plane[p] for p in pages])[:length] for plane in (a["k_cache"], a["v_cache"]))
+    history = len(q) - num_targets
+    keys, values = torch.cat([keys, k[history:]]), torch.cat([values, v[history:]])
+    assert a["seq_offset"].tolist() == [0, len(q)]
+    assert a["seq_offset_k"].tolist() == [0, len(keys)]
+    assert a["seq_offset_t"].tolist() == [0, num_targets]
+    assert (a["mask_type"], a["target_group_size"], a["max_seq_len"]) == (0, 1, len(q))
+    row, column = torch.arange(len(q))[:, None], torch.arange(len(keys))[None]
+    seen = torch.where(row < history, column <= row + length - history, (column < length) | (column - length == row))
+    weights = torch.nn.functional.silu(torch.einsum("ihd,jhd->hij", q, keys) * a["alpha"]) * a["silu_scale"]
+    return torch.einsum("hij,jhd->ihd", weights * seen, values)
+
+
+# ---- one operator at a time
+
+
+@settings(deadline=None, derandomize=True, max_examples=30)
+@given(
+    rows=st.integers(1, 5), past=st.lists(st.sampled_from([1, 3, 127, 128, 131]), max_size=3), seed=st.integers(0, 99)
+)
+def test_the_paged_operator_serves_any_slabs(paged_op: None, rows: int, past: list[int], seed: int) -> None:
+    npu = FakeRuntime()
+    with npu.recording():
+        check_any_slabs(NPUBackend("off", npu.as_npu()), rows, past, seed)
+
+
+def check_any_slabs(backend: NPUBackend, rows: int, past: list[int], seed: int) -> None:
+    assert backend.ops["hstu_attention"] == "mxrec"
+    generator = torch.Generator().manual_seed(seed)
+    q, k, v = (torch.randn(rows, 2, 16, generator=generator) for _ in range(3))
+    slabs = [tuple(torch.randn(m, 2, 16, generator=generator) for _ in range(2)) for m in past]
+    arena = torch.randn(5 * PAGE_TOKENS, 2, 16, generator=generator)  # a slab whose memory goes on
+    slabs.append((arena[: PAGE_TOKENS + 5], arena[PAGE_TOKENS : 2 * PAGE_TOKENS + 5]))
+    num_past = sum(len(slab[0]) for slab in slabs)
+    times, zero = torch.zeros(num_past + rows, dtype=torch.int64), torch.zeros(2, 64)
+    bias, fell = BiasTables(zero, zero), list[str]()
+    backend.on_fallback = fell.append
+    got = backend.hstu_causal(q, k, v, slabs, times, bias, 0.25)
+    torch.testing.assert_close(got, REFERENCE.hstu_causal(q, k, v, slabs, times, bias, 0.25), rtol=1e-4, atol=1e-4)
+    got = backend.hstu_targets(q, k, v, slabs, times[rows:], 0, bias, 0.25)
+    want = REFERENCE.hstu_targets(q, k, v, slabs, times[rows:], 0, bias, 0.25)
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+    assert not fell
+
+
+def test_many_targets_go_in_parts_and_new_rows_behind_a_page(paged_op: None, npu: FakeRuntime) -> None:
+    backend = NPUBackend("off", npu.as_npu())
+    q, k, v = (torch.randn(1030, 1, 16, generator=torch.Generator().manual_seed(n)) for n in range(3))
+    zero, times = torch.zeros(1, 64), torch.zeros(9, dtype=torch.int64)
+    history = [(k[:5], v[:5]), (k[5:9], v[5:9])]
+    call = (q, k, v, history, times, 0, BiasTables(zero, zero), 0.25)
+    torch.testing.assert_close(backend.hstu_targets(*call), CPU.hstu_targets(*call), rtol=1e-4, atol=1e-4)
+    rows, times = slice(9, 12), torch.zeros(12, dtype=torch.int64)
+    call = (q[rows], k[rows], v[rows], [(k[:9], v[:9])], times, BiasTables(zero, zero), 0.25)
+    torch.testing.assert_close(backend.hstu_causal(*call), CPU.hstu_causal(*call), rtol=1e-4, atol=1e-4)
+
+
+def test_a_layer_with_a_bias_falls_back_counted_and_said_once(
+    paged_op: None, npu: FakeRuntime, caplog: pytest.LogCaptureFixture
+) -> None:
+    backend, fell = NPUBackend("off", npu.as_npu()), list[str]()
+    backend.on_fallback = fell.append
+    q = torch.randn(4, 2, 16)
+    bias, times = BiasTables(torch.ones(2, 8), torch.zeros(2, 64)), torch.arange(4)
+    caplog.set_level(logging.WARNING)
+    for _ in range(3):
+        got = backend.hstu_causal(q, q, q, [], times, bias, 0.1)
+        torch.testing.assert_close(got, REFERENCE.hstu_causal(q, q, q, [], times, bias, 0.1))
+        backend.hstu_targets(q, q, q, [(q, q)], times, 9, bias, 0.1)
+    assert fell == ["hstu_attention"] * 6
+    assert sum("hstu_paged" in line for line in caplog.messages) == 1
+
+
+def test_a_bias_at_an_address_that_had_none_is_seen(paged_op: None, npu: FakeRuntime) -> None:
+    """As after a reload of the model: memory is used again."""
+    paged = NPUBackend("off", npu.as_npu())._paged
+    assert paged is not None
+    q, memory = torch.randn(4, 2, 16), torch.zeros(2, 64)
+    assert paged.takes(q, q, BiasTables(memory.view(2, 64), memory.view(2, 64)), 0)
+    memory.fill_(1.0)
+    assert not paged.takes(q, q, BiasTables(memory.view(2, 64), memory.view(2, 64)), 0)
+
+
+@pytest.mark.parametrize(
+    ("rows", "heads", "width", "dtype", "tokens"),
+    [
+        (0, 2, 16, torch.float32, 0),
+        (513, 2, 16, torch.float32, 0),
+        (4, 17, 16, torch.float32, 0),
+        (4, 2, 24, torch.float32, 0),
+        (4, 2, 528, torch.float32, 0),
+        (4, 2, 16, torch.float64, 0),
+        (4, 2, 16, torch.float32, 20_477),
+    ],
+)
+def test_the_paged_operators_limits(
+    paged_op: None, npu: FakeRuntime, rows: int, heads: int, width: int, dtype: torch.dtype, tokens: int
+) -> None:
+    paged = NPUBackend("off", npu.as_npu())._paged
+    assert paged is not None
+    q, zero = torch.zeros(rows, heads, width, dtype=dtype), torch.zeros(heads, 64)
+    assert not paged.takes(q, q, BiasTables(zero, zero), tokens)
+    fits = torch.zeros(4, 2, 16)
+    assert paged.takes(fits, fits, BiasTables(zero, zero), 20_476)
+
+
+@pytest.mark.parametrize("arguments", ["", "Tensor q, Tensor k, Tensor v, Tensor kv_cache"])
+def test_another_schema_of_the_paged_operator_is_not_ours(
+    npu: FakeRuntime, monkeypatch: pytest.MonkeyPatch, arguments: str
+) -> None:
+    """Of one that is not there, too."""
+    with torch.library._scoped_library("npu_gr_test", "FRAGMENT") as library:
+        if arguments:
+            library.define(f"hstu_paged({arguments}) -> Tensor")
+        monkeypatch.setattr(torch.ops, "mxrec", torch.ops.npu_gr_test)
+        backend = NPUBackend("off", npu.as_npu())
+    assert backend.ops["hstu_attention"] == "torch"
+    q, zero, times = torch.randn(3, 2, 16), torch.zeros(2, 64), torch.arange(3)
+    call = (q, q, q, [], times, BiasTables(zero, zero), 0.2)
+    torch.testing.assert_close(backend.hstu_causal(*call), REFERENCE.hstu_causal(*call))
+    call = (q, q, q, [(q, q)], times, 5, BiasTables(zero, zero), 0.2)
+    torch.testing.assert_close(backend.hstu_targets(*call), REFERENCE.hstu_targets(*call))
+
+
+def test_an_operator_that_disagrees_is_not_used(
+    paged_op: None, npu: FakeRuntime, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    right = PagedHstu._call
+    monkeypatch.setattr(PagedHstu, "_call", lambda self, *a: right(self, *a) * 1.01)
+    assert NPUBackend("off", npu.as_npu()).ops["hstu_attention"] == "torch"
+    assert "disagrees" in caplog.text
+
+
+def some_logits(rows: int = 3, codes: int = 11) -> tuple[torch.Tensor, torch.Tensor, Continuations]:
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(rows, codes, generator=generator)
+    acc = torch.tensor([-1.0, float("-inf"), -0.5])
+    lo, degree = torch.tensor([0, 4, 4]), torch.tensor([4, 0, 2])
+    return logits, acc, Continuations(lo, degree, torch.tensor([1, 3, 4, 9, 0, 7], dtype=torch.int32))
+
+
+def test_a_requests_own_filter_is_obeyed_without_a_graph(native: None, npu: FakeRuntime) -> None:
+    backend = NPUBackend(npu=npu.as_npu())
+    logits, acc, follow = some_logits()
+    follow = follow._replace(allowed=torch.tensor([True, False, True, True, False, True]))
+    want = CPU.beam_topk(logits, acc, follow, 8)
+    got = backend.beam_topk(logits, acc, follow, 8)
+    assert torch.equal(got.edge[: len(want.edge)], want.edge)
+    assert not got.score[len(want.edge) :].isfinite().any()
+    assert not npu.graphs
+
+
+@pytest.mark.parametrize("how", [{}, {"over": "valid", "scale": 0.5}, {"codes": slice(0, 10)}], ids=str)
+def test_native_selection_is_the_cpus_with_empty_places_last(
+    native: None, npu: FakeRuntime, how: dict[str, Any]
+) -> None:
+    backend = NPUBackend(npu=npu.as_npu())
+    logits, acc, follow = some_logits()
+    want = CPU.beam_topk(logits, acc, follow, 8, **how)
+    for _ in range(3):  # eager and captured, replayed, replayed
+        got = backend.beam_topk(logits, acc, follow, 8, **how)
+        torch.testing.assert_close(got.score[: len(want.score)], want.score)
+        assert torch.equal(got.edge[: len(want.edge)], want.edge)
+        assert torch.equal(got.parent[: len(want.edge)], want.parent)
+        assert got.score[len(want.score) :].tolist() == [float("-inf")] * (8 - len(want.score))
+        assert not got.edge[len(want.score) :].any()
+
+
+def test_replays_see_new_values_and_leave_old_results(native: None, npu: FakeRuntime) -> None:
+    backend = NPUBackend(npu=npu.as_npu())
+    logits, acc, follow = some_logits()
+    backend.beam_topk(logits, acc, follow, 4)
+    first = backend.beam_topk(logits, acc, follow, 4)
+    kept = first.score.clone()
+    second = backend.beam_topk(-logits, acc, follow, 4)
+    torch.testing.assert_close(second.score, CPU.beam_topk(-logits, acc, follow, 4).score)
+    assert torch.equal(first.score, kept)
+    replays = [call for call in npu.calls if call[0] == "replay"]
+    assert len(replays) == 3 + 1  # and the proof of the capture
+    other = follow._replace(code=follow.code.clone())  # another version of the catalogue
+    assert torch.equal(backend.beam_topk(logits, acc, other, 4).score, kept)
+    assert sorted(map(len, backend._graphs._of.values())) == [1, 1]  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("how", ["capture_fails", "capture_lies"])
+def test_a_graph_that_fails_or_lies_is_not_used(native: None, npu: FakeRuntime, how: str) -> None:
+    setattr(npu, how, True)
+    backend = NPUBackend(npu=npu.as_npu())
+    logits, acc, follow = some_logits()
+    results = [backend.beam_topk(logits, acc, follow, 8) for _ in range(3)]
+    for got in results:
+        assert torch.equal(got.score, results[0].score)
+    (known,) = backend._graphs._of.values()  # type: ignore[union-attr]
+    assert list(known.values()) == [None]
+
+
+def test_a_logit_that_is_no_number_ends_the_search(native: None, npu: FakeRuntime) -> None:
+    backend = NPUBackend(npu=npu.as_npu())
+    for bad in (float("nan"), float("inf")):
+        logits, acc, follow = some_logits()
+        logits[2, 5] = bad
+        assert backend.beam_topk(logits, acc, follow, 3).score.isnan().all()
+    got = backend.beam_topk(*some_logits()[:1], torch.full((3,), float("nan")), some_logits()[2], 3)
+    assert got.score.isnan().all(), "and stays so in the next round"
+    decoder = model(20).float()
+    with torch.no_grad():
+        decoder.norm.weight.fill_(float("nan"))
+    with pytest.raises(FloatingPointError, match="not a number"):
+        generated(Generator(decoder, backend, 20, 3), catalogue(), [0, 7])
+
+
+def test_what_the_native_operator_refuses_runs_as_torch_ops(
+    native: None, npu: FakeRuntime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend, fell = NPUBackend(npu=npu.as_npu()), list[str]()
+    backend.on_fallback = fell.append
+    logits, acc, follow = some_logits()
+    want = CPU.beam_topk(logits, acc, follow, 8)
+    assert torch.equal(backend.beam_topk(logits.double(), acc, follow, 8).edge, want.edge)
+
+    def refuse(message: str) -> None:
+        def op(*_: object) -> None:
+            raise RuntimeError(message)
+
+        monkeypatch.setattr("npu_gr.backend.npu.backend._select", lambda *_a, **_k: op())
+
+    refuse("a row of logits does not fit the buffer; npu_gr's torch composition has no such limit")
+    assert torch.equal(backend.beam_topk(logits, acc, follow, 8).edge, want.edge)
+    assert fell == ["beam_topk", "beam_topk"]
+    refuse("the device is lost")
+    with pytest.raises(RuntimeError, match="lost"):
+        backend.beam_topk(logits, acc, follow, 8)
+
+
+def test_a_fork_that_the_native_operator_refuses_is_done(
+    native: None, npu: FakeRuntime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend, fell = NPUBackend(npu=npu.as_npu()), list[str]()
+    backend.on_fallback = fell.append
+    keys, values, parent = torch.randn(2, 5, 3, 1, 4), torch.randn(2, 5, 3, 1, 4), torch.tensor([0, 0, 1])
+    want = keys[:, parent, :2].clone()
+
+    def refuse(message: str) -> None:
+        def op(*_: object) -> None:
+            raise RuntimeError(message)
+
+        monkeypatch.setattr(torch.ops.npu_gr, "beam_fork_", op)
+
+    refuse("beam_fork: at most 2048 beams; npu_gr's torch composition has no such limit")
+    backend.beam_fork_(keys, values, parent, 2)
+    assert torch.equal(keys[:, :3, :2], want)
+    assert fell == ["beam_fork"]
+    refuse("the device is lost")
+    with pytest.raises(RuntimeError, match="lost"):
+        backend.beam_fork_(keys, values, parent, 2)
+
+
+# ---- the library
+
+
+def test_a_missing_library_is_said_or_required(
+    npu: FakeRuntime, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    backend = NPUBackend(npu=npu.as_npu(), folder=tmp_path)
+    assert backend.ops["beam_topk"] == backend.ops["beam_fork"] == "torch"
+    assert "build them with ops/ascendc/build.sh" in caplog.text
+    with pytest.raises(ConfigError, match=r"native: the Ascend C operators are required, but no native ops at"):
+        NPUBackend("require", npu.as_npu(), tmp_path)
+    with pytest.raises(ConfigError, match="required, but no native ops for Ascend310P3"):
+        NPUBackend("require", npu.as_npu("Ascend310P3"), tmp_path)
+
+
+# ---- the whole of a request
+
+
+def generated(generator: Generator, trie: Trie, history: list[int], **how: Any) -> Generated:
+    tokens = make_prompt(trie, np.array(history), 18).tokens
+    arena = KVArena(layout_of(generator.decoder, page_tokens=4), 11, generator.backend.device)
+    part = Part(arena, (Run(0, 5),), len(tokens))
+    generator.encode(tokens, [], part)
+    tables = Tables.upload(trie, generator.backend.device)
+    options = SearchOptions(width=generator.max_beams, **how)
+    return generator.generate(trie, tables, tokens, [part], options, 10)
+
+
+@pytest.mark.parametrize("normalise", ["vocabulary", "codebook"])
+@pytest.mark.parametrize("width", [7, 20, 100])
+def test_generate_is_the_cpus_and_waits_once(native: None, npu: FakeRuntime, normalise: str, width: int) -> None:
+    decoder, trie, history = model(20).float(), catalogue(), [0, 7, 21, 70, 7]
+    want = generated(Generator(decoder, CPU, width, 3), trie, history, normalise=normalise)
+    generator = Generator(decoder, NPUBackend(npu=npu.as_npu()), width, 3)
+    arena = KVArena(layout_of(decoder, page_tokens=4), 11, torch.device("cpu"))
+    tokens = make_prompt(trie, np.array(history), 18).tokens
+    part, tables = Part(arena, (Run(0, 5),), len(tokens)), Tables.upload(trie, torch.device("cpu"))
+    options = SearchOptions(width=width, normalise=normalise)  # type: ignore[arg-type]
+    for _ in range(2):  # the first captures its graphs, as the warm-up does
+        npu.host_waits.clear()
+        npu.uploads.clear()
+        npu.calls.clear()
+        generator.encode(tokens, [], part)
+        got = generator.generate(trie, tables, tokens, [part], options, 10)
+    assert [call for call, _ in npu.calls] == ["replay"] * (3 + 2 * 3), "three selections, two steps through two layers"
+    assert set(npu.host_waits) == {"cpu", "numpy"}
+    assert npu.host_waits[0] == "cpu"
+    assert len(npu.host_waits) == 4, "scores and leaves, fetched at the end"
+    assert npu.uploads == [True, True]
+    assert np.array_equal(got.item_ids, want.item_ids)
+    np.testing.assert_allclose(got.scores, want.scores, rtol=1e-5)
+    assert got.status is want.status
+
+
+def test_generate_without_the_library_is_the_cpus_too(npu: FakeRuntime, tmp_path: Path) -> None:
+    decoder, trie, history = model(20).float(), catalogue(), [0, 7, 21, 70, 7]
+    want = generated(Generator(decoder, CPU, 20, 3), trie, history)
+    got = generated(Generator(decoder, NPUBackend("off", npu.as_npu()), 20, 3), trie, history)
+    assert np.array_equal(got.item_ids, want.item_ids)
+
+
+class Ranker:
+    """An engine over the device, with both tiers."""
+
+    def __init__(self, npu: FakeRuntime, streams: int) -> None:
+        self.backend = NPUBackend("off", npu.as_npu())
+        self.scheduler = Scheduler(SchedulerConfig(streams=streams), self.backend.stream)
+        shape = tiny_model().config
+        sizes = {"num_layers": shape.num_layers, "num_heads": shape.num_heads}
+        layout = KVLayout(**sizes, qk_dim=shape.qk_dim, v_dim=shape.v_dim)
+        self.arena = KVArena(layout, 8, self.backend.device)
+        self.dram = KVArena(layout, 8, torch.device("cpu"), pinned=self.backend.pins_host_memory)
+        for plane in (self.arena._keys, self.arena._values, self.dram._keys, self.dram._values):
+            npu.watch(plane, plane[0, 0].numel())
+        self.engine = Engine(tiny_model(), self.backend, self.scheduler, self.arena)
+
+
+def tokens(num: int) -> Tokens:
+    history = events(num)
+    return Tokens(history, history.items, HistoryReport(fingerprint="f", num_tokens=num))
+
+
+@pytest.mark.parametrize("streams", [1, 2])
+async def test_both_tiers_over_streams_give_cold_scores_and_nothing_races(npu: FakeRuntime, streams: int) -> None:
+    """Two users at once, prefilled, spilled, erased, reloaded, ranked: on whichever thread takes the job."""
+    it = Ranker(npu, streams)
+    assert npu.pinned_bytes == sum(plane.nbytes for plane in (it.dram._keys, it.dram._values))
+    it.scheduler.start()
+    try:
+        pages = (Run(0, 4),)
+        assert await parity(it.engine, pages, it.dram, pages, tokens(200), np.arange(30)) <= 1e-5
+
+        async def user(first_page: int, num: int) -> None:
+            runs, history = (Run(first_page, 4),), tokens(num)
+            work = Pass(history, 0, np.arange(9), 10**9)
+            cold = await it.engine.rank(work, FAR)
+            for _ in range(3):
+                await it.engine.prefill(history, runs, FAR, Urgency(FAR))
+                await it.engine.copy(it.arena, runs, it.dram, runs, num, FAR)
+                await it.engine.zero(it.arena, runs)
+                await it.engine.copy(it.dram, runs, it.arena, runs, num, FAR)
+                hit = await it.engine.rank(Pass(history, 0, np.arange(9), 10**9, Cached(runs, num)), FAR)
+                np.testing.assert_allclose(hit.logits, cold.logits, rtol=1e-4, atol=1e-5)
+
+        await asyncio.gather(user(0, 150), user(4, 201))
+    finally:
+        await it.scheduler.stop()
+    assert not npu.races
+    assert len(npu.streams) == 2 + streams, "the default one, the copies', one a device thread"
+    copies = it.backend._copies.index  # type: ignore[attr-defined]
+    order = [call for call in npu.calls if call in (("wait_event", copies), ("record", copies))]
+    assert streams > 1 or order == [("wait_event", copies), ("record", copies)] * (len(order) // 2)
+    assert len(order) >= 2 * 2 * 6
+    assert all(npu.uploads)
+
+
+def test_a_rank_waits_once_for_its_scores(npu: FakeRuntime) -> None:
+    it = Ranker(npu, 1)
+    want = it.engine._run([Pass(tokens(100), 0, np.arange(30), 10**9)])
+    npu.host_waits.clear()
+    got = it.engine._run([Pass(tokens(100), 0, np.arange(30), 10**9)])
+    assert npu.host_waits == ["to", "numpy"]
+    npu.host_waits.clear()
+    it.engine._run([Pass(tokens(100), 0, np.arange(0), 10**9, keep=(Run(0, 2),))])
+    assert npu.host_waits[0] == "stream.synchronize", "a prefill is read by others once it is done"
+    assert np.array_equal(got[0], want[0])
+
+
+def test_the_recorder_sees_a_missing_fence(npu: FakeRuntime) -> None:
+    plane = torch.zeros(4)
+    npu.watch(plane, 4)
+    one, other = npu.Stream(), npu.Stream()
+
+    def race(*, fenced: bool) -> int:
+        npu.races.clear()
+        with npu.stream(one):
+            plane.add_(1)
+        done = npu.Event()
+        done.record(one)
+        if fenced:
+            other.wait_event(done)
+        with npu.stream(other):
+            plane.clone()
+        return len(npu.races)
+
+    assert not race(fenced=True)
+    assert race(fenced=False)
+
+
+async def test_a_cancelled_copy_holds_its_pages_until_the_bytes_are_there() -> None:
+    scheduler, go = Scheduler(SchedulerConfig()), threading.Event()
+    waiting = asyncio.ensure_future(scheduler.finished(lambda: go.wait(10) and None))
+    await asyncio.sleep(0)
+    waiting.cancel()
+    await asyncio.sleep(0.01)
+    assert not waiting.done()
+    go.set()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+
+
+async def test_a_served_instance_ranks_as_on_the_cpu_and_exports_its_ops(
+    paged_op: None, npu: FakeRuntime, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over HTTP, started as configured: signal, rank, the parity self-test and the metrics."""
+    history = events(60, 3)
+    body = {
+        "user_id": "u",
+        "history": columns(history),
+        "candidates": list(range(FIRST_ID, FIRST_ID + 20)),
+        "timestamp": int(history.timestamps[-1]) + 5,
+    }
+
+    async def scores() -> tuple[Any, str, Any]:
+        async with serving(tmp_path) as (client, _):
+            answer = await client.post("/v1/rank", json=body)
+            assert answer.status == 200, await answer.text()
+            health = await (await client.get("/healthz")).json()
+            return (await answer.json())["scores"], await (await client.get("/metrics")).text(), health
+
+    want, _, health = await scores()
+    assert (health["device"], health["ops"]["hstu_attention"]) == ("cpu", health["kernels"])
+    monkeypatch.setattr("npu_gr.service.app.choose", lambda *_: NPUBackend("off", npu.as_npu()))
+    got, exported, health = await scores()
+    assert (health["device"], health["ops"]["hstu_attention"]) == ("npu", "mxrec")
+    for task in want:
+        np.testing.assert_allclose(got[task], want[task], rtol=1e-4, atol=1e-5)
+    assert 'npu_gr_backend_op_info{impl="mxrec",op="hstu_attention"} 1.0' in exported
+    assert 'npu_gr_backend_fallbacks_total{op="beam_topk"} 0.0' in exported
+    assert not npu.races
+
+
+def test_requests_of_one_pass_fork_their_own_rows(
+    native: None, npu: FakeRuntime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The operator takes contiguous planes alone, and rows of one request of several are not."""
+    forked = ascend_ops.beam_fork_
+
+    def picky(keys: torch.Tensor, values: torch.Tensor, parent: torch.Tensor, num_slots: int) -> None:
+        assert keys.is_contiguous()
+        assert values.is_contiguous()
+        forked(keys, values, parent, num_slots)
+
+    monkeypatch.setattr(torch.ops.npu_gr, "beam_fork_", picky)
+    decoder, trie = model(20).float(), catalogue()
+    backend = NPUBackend(npu=npu.as_npu())
+    for made in (backend, CPU):
+        generator = Generator(decoder, made, 20, 3, 1, 40)
+        arena = KVArena(layout_of(decoder, page_tokens=4), 12, torch.device("cpu"))
+        asks = []
+        for first, history in ((0, [0, 7, 21]), (6, [70, 7, 14, 28])):
+            tokens = make_prompt(trie, np.array(history), 18).tokens
+            part = Part(arena, (Run(first, 6),), len(tokens))
+            generator.encode(tokens, [], part)
+            tables = Tables.upload(trie, made.device)
+            asks.append(Ask(trie, tables, tokens, [part], SearchOptions(width=20), 10))
+        found = [each.item_ids.tolist() for each in generator.generate_all(asks)]
+        if made is backend:
+            got = found
+    assert got == found

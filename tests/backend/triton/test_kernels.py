@@ -1,0 +1,259 @@
+"""The Triton kernels equal the reference, on any sizes, slabs and layouts; ties, -inf and NaN included."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from npu_gr.backend.base import TIME_BUCKETS, BiasTables, Choices, Continuations, Over, Slab
+from npu_gr.backend.reference import ReferenceBackend
+
+pytestmark = [
+    pytest.mark.triton,
+    pytest.mark.filterwarnings("ignore:Conversion of an array with ndim:DeprecationWarning"),  # the interpreter's
+]
+
+REFERENCE = ReferenceBackend()
+# triton's interpreter multiplies the bits of bfloat16 matrices: there the other half type stands in for it
+HALF = torch.bfloat16 if torch.cuda.is_available() else torch.float16
+DTYPES = {torch.float32: 2e-5, HALF: 6e-2}  # of the largest number
+FEW = torch.tensor([-2.0, -1.0, -1.0, 0.0, -0.0, 0.5, -torch.inf])  # many ties on purpose
+
+seeds = st.integers(0, 2**30)
+few = settings(
+    deadline=None,
+    derandomize=True,
+    max_examples=5,
+    phases=[Phase.explicit, Phase.generate],  # in the interpreter, shrinking takes minutes
+    suppress_health_check=[HealthCheck.too_slow],
+)
+
+
+def on(device: torch.device, args: object) -> object:
+    """The same arguments there."""
+    if isinstance(args, Tensor):
+        return args.to(device)
+    if isinstance(args, BiasTables | Continuations):
+        return type(args)(*(on(device, x) for x in args))
+    return type(args)(on(device, x) for x in args) if isinstance(args, tuple | list) else args
+
+
+def cut(k: Tensor, v: Tensor, sizes: list[int]) -> list[Slab]:
+    ends = [0]
+    for size in sizes:
+        ends.append(min(ends[-1] + size, len(k)))
+    return [(k[a:b], v[a:b]) for a, b in pairwise([*ends, len(k)]) if a < b]
+
+
+def assert_close(got: Tensor, want: Tensor, limit: float) -> None:
+    assert got.shape == want.shape
+    assert float((got.cpu().double() - want.double()).abs().max()) <= limit * max(1.0, float(want.abs().max()))
+
+
+def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that small inputs cross tile borders."""
+    from npu_gr.backend.triton import beams, hstu
+
+    monkeypatch.setattr(beams, "ROWS", 16)
+    monkeypatch.setattr(hstu, "ROWS", 16)
+    monkeypatch.setattr(hstu, "KEYS", 16)  # of both
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@few
+@given(data=st.data(), past=st.integers(0, 40), new=st.integers(1, 35), seed=seeds)
+def test_hstu(
+    triton_device: torch.device, dtype: torch.dtype, data: st.DataObject, past: int, new: int, seed: int
+) -> None:
+    """History rows and candidate rows, position and time bias, times in no order."""
+    from npu_gr.backend.triton import hstu
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        small_tiles(monkeypatch)
+        random = torch.Generator().manual_seed(seed)
+        mixed = torch.randn(past + new, 2, 3 + 3 + 5, generator=random).to(dtype)
+        q, k, v = mixed.split([3, 3, 5], dim=2)
+        times = torch.randint(-(10**6), 10**9, (past + new,), generator=random)
+        tables = (torch.randn(2, width, generator=random).to(dtype) for width in (9, TIME_BUCKETS))
+        slabs = cut(k[:past], v[:past], data.draw(st.lists(st.integers(1, 20), max_size=3)))
+        shown_at = data.draw(st.sampled_from([-5, 10**8, 2**33]))
+        bias = BiasTables(*tables)
+        args = q[past:], k[past:], v[past:], slabs, times, bias, 0.7
+        got = hstu.causal(*on(triton_device, args))
+        assert got.dtype == dtype
+        assert_close(got, REFERENCE.hstu_causal(*args), DTYPES[dtype])
+        args = q[past:], k[past:], v[past:], slabs, times[:past], shown_at, bias, 0.7
+        assert_close(hstu.targets(*on(triton_device, args)), REFERENCE.hstu_targets(*args), DTYPES[dtype])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@few
+@given(
+    data=st.data(),
+    prefix=st.integers(0, 70),
+    rows=st.integers(1, 21),
+    group=st.sampled_from([1, 2, 4]),
+    sharpness=st.sampled_from([0.7, 60.0]),
+    seed=seeds,
+)
+def test_beams(
+    triton_device: torch.device,
+    dtype: torch.dtype,
+    data: st.DataObject,
+    prefix: int,
+    rows: int,
+    group: int,
+    sharpness: float,
+    seed: int,
+) -> None:
+    """Spans, slabs and own tokens merge to attention over the concatenation; slots not yet valid are unread."""
+    from npu_gr.backend.triton import beams
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        small_tiles(monkeypatch)
+        monkeypatch.setattr(beams, "SPAN", 32)
+        random = torch.Generator().manual_seed(seed)
+        num_slots = data.draw(st.integers(0 if prefix else 1, 3))
+        k, v = torch.randn(2, prefix, 2, 3, generator=random).to(dtype)
+        own_k, own_v = torch.randn(2, rows + 2, num_slots + 1, 2, 3, generator=random).to(dtype)
+        own_k[:, num_slots:], own_v[:, num_slots:] = torch.nan, torch.nan
+        q = torch.randn(rows, 2 * group, 3, generator=random).to(dtype)
+        ancestry = None
+        if data.draw(st.booleans()):
+            ancestry = torch.randint(0, rows + 2, (num_slots + 1, rows), generator=random)
+        shared = cut(k, v, data.draw(st.lists(st.integers(1, 40), max_size=2)))
+        args = q, shared, (own_k, own_v), num_slots, ancestry, sharpness
+        moved = on(triton_device, args)
+        assert beams.takes(*moved[:3])
+        got = beams.attend(*moved)
+        assert got.dtype == dtype
+        wide = tuple((a.double(), b.double()) for a, b in shared)
+        want = REFERENCE.beam_attention(q.double(), wide, (own_k.double(), own_v.double()), *args[3:])
+        assert_close(got, want, DTYPES[dtype] * (1.0 if dtype == HALF else max(1.0, sharpness)))
+
+
+def continuations(random: torch.Generator, rows: int, num_codes: int, filtered: bool) -> Continuations:
+    """Rows of any degree, 0 and all codes among them, in one table with gaps."""
+    degree = torch.randint(0, num_codes + 1, (rows,), generator=random)
+    degree[torch.rand(rows, generator=random) < 0.15] = 0
+    degree[torch.rand(rows, generator=random) < 0.15] = num_codes
+    lo = torch.cat([torch.zeros(1, dtype=torch.int64), (degree + 3).cumsum(0)])
+    code = torch.zeros(int(lo[-1]) + 1, dtype=torch.int32)
+    for first, count in zip(lo.tolist(), degree.tolist(), strict=False):
+        code[first : first + count] = torch.randperm(num_codes, generator=random)[:count].sort().values.int()
+    return Continuations(lo[:-1], degree, code, torch.rand(len(code), generator=random) < 0.6 if filtered else None)
+
+
+def assert_chosen(got: Choices, want: Choices) -> None:
+    """Equal scores but for rounding, and the same choices but for neighbours that rounding may swap."""
+    score, parent, edge = (x.cpu() for x in got)
+    assert score.shape == want.score.shape
+    assert torch.allclose(score, want.score, rtol=1e-5, atol=3e-5)
+    assert bool((score.diff() <= 0).all())
+    gaps = want.score.diff().abs() < 1e-4
+    may_swap = torch.ones(len(score), dtype=torch.bool)
+    may_swap[:-1] = gaps
+    may_swap[1:] |= gaps
+    if len(score):
+        may_swap[-1] = True  # its neighbour is not in the list
+    assert not bool((((edge != want.edge) | (parent != want.parent)) & ~may_swap).any())
+
+
+@settings(few, max_examples=15)
+@given(
+    rows=st.integers(0, 5),
+    columns=st.sampled_from([1, 17, 64, 65, 300]),
+    margin=st.integers(0, 5),
+    width=st.sampled_from([1, 2, 7, 40, 3000]),
+    over=st.sampled_from(["row", "valid"]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    filtered=st.booleans(),
+    seed=seeds,
+)
+def test_beam_topk(
+    triton_device: torch.device,
+    rows: int,
+    columns: int,
+    margin: int,
+    width: int,
+    over: Over,
+    dtype: torch.dtype,
+    filtered: bool,
+    seed: int,
+) -> None:
+    from npu_gr.backend.triton import topk
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(topk, "EDGES", 16)
+        monkeypatch.setattr(topk, "BLOCKS", 4)
+        monkeypatch.setattr(topk, "COLUMNS", 64)
+        random = torch.Generator().manual_seed(seed)
+        first, end = min(margin, columns - 1), max(columns - margin, min(margin, columns - 1) + 1)
+        logits = torch.randn(rows, columns, generator=random) * 3
+        if seed % 2:
+            logits = FEW[torch.randint(0, len(FEW), (rows, columns), generator=random)]
+        logits = logits.to(dtype)
+        acc = torch.randn(rows, generator=random) * 2.0
+        acc[torch.rand(rows, generator=random) < 0.1] = -torch.inf
+        follow = continuations(random, rows, end - first, filtered)
+        args = logits, acc, follow, width, over, slice(first, end), 0.8
+        assert_chosen(topk.beam_topk(*on(triton_device, args)), REFERENCE.beam_topk(*args))
+
+
+@pytest.mark.parametrize("width", [1, 5, 40, 64, 200])
+def test_ties_are_decided_by_beam_then_edge(triton_device: torch.device, width: int) -> None:
+    """Exact arithmetic: four equal beams over four equal logits each, in many blocks; a half of them is better."""
+    from npu_gr.backend.triton import topk
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(topk, "EDGES", 16)
+        logits = torch.zeros(4, 64)
+        acc = torch.tensor([0.0, 1.0, 0.0, 1.0])
+        follow = Continuations(torch.arange(4) * 64, torch.full((4,), 64), torch.arange(64).int().repeat(4))
+        args = logits, acc, follow, width
+        got = topk.beam_topk(*on(triton_device, (*args, "row", None, 1.0)))
+        want = REFERENCE.beam_topk(*args)
+        assert torch.equal(got.parent.cpu(), want.parent)
+        assert torch.equal(got.edge.cpu(), want.edge)
+
+
+@pytest.mark.parametrize("over", ["row", "valid"])
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_a_bad_logit_is_an_error(triton_device: torch.device, over: Over, bad: float) -> None:
+    """Of a dead beam too."""
+    from npu_gr.backend.triton import topk
+
+    logits = torch.zeros(2, 70)
+    logits[1, 66] = bad
+    follow = Continuations(torch.tensor([0, 0]), torch.tensor([70, 70]), torch.arange(70).int())
+    args = logits, torch.tensor([0.0, -torch.inf]), follow, 4, over, None, 1.0
+    with pytest.raises(FloatingPointError, match="not a number"):
+        topk.beam_topk(*on(triton_device, args))
+
+
+@few
+@given(rows=st.integers(1, 40), slots=st.integers(0, 3), seed=seeds, half=st.booleans())
+def test_fork(triton_device: torch.device, rows: int, slots: int, seed: int, half: bool) -> None:
+    """Parents in any order; rows and slots behind the valid ones stay."""
+    from npu_gr.backend.triton import fork
+
+    random = torch.Generator().manual_seed(seed)
+    plane = torch.randn(2, 40, 3, 2, 3, generator=random).to(torch.bfloat16 if half else torch.float32)
+    parent = torch.randint(0, 40, (rows,), generator=random)
+    want, got = plane.clone(), plane.to(triton_device, copy=True)
+    want[:, :rows, :slots] = plane[:, parent, :slots]
+    fork.fork(got, parent.to(triton_device), slots)
+    assert torch.equal(got.cpu(), want)
+
+
+def test_zeros_of_both_signs_tie(triton_device: torch.device) -> None:
+    from npu_gr.backend.triton import topk
+
+    follow = Continuations(torch.tensor([0, 1]), torch.tensor([1, 1]), torch.zeros(2, dtype=torch.int32))
+    args = torch.tensor([[-0.0], [0.0]]), torch.tensor([-0.0, 0.0]), follow, 1, "row", None, 1.0
+    assert topk.beam_topk(*on(triton_device, args)).parent.tolist() == [0]

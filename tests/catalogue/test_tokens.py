@@ -1,0 +1,83 @@
+"""The window moves in aligned steps, unknown items are counted or refused, and a fingerprint names one history."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from npu_gr.catalogue.items import ItemVocabulary
+from npu_gr.catalogue.tokens import Tokens, tokenize, window_start
+from npu_gr.core.errors import Unprocessable
+from npu_gr.core.request import Events
+from tests.models import events
+
+VOCABULARY = ItemVocabulary(np.arange(300, dtype=np.int64))
+
+
+def made(history: Events, max_tokens: int = 100, step: int = 16, refuse: bool = False, first_index: int = 0) -> Tokens:
+    return tokenize(
+        history,
+        VOCABULARY,
+        3,
+        max_tokens=max_tokens,
+        cut_step_tokens=step,
+        refuse_unknown=refuse,
+        first_index=first_index,
+    )
+
+
+@settings(deadline=None, derandomize=True)
+@given(total=st.integers(0, 500), limit=st.integers(1, 100), step=st.integers(1, 64), read=st.integers(1, 600))
+def test_the_window(total: int, limit: int, step: int, read: int) -> None:
+    """Wherever reading began, the window is the same, aligned, and at most `limit` long."""
+    first = max(0, total - max(read, limit + step))
+    start = window_start(first, total - first, limit, step)
+    assert first + start == window_start(0, total, limit, step)
+    kept = total - first - start
+    assert kept <= limit
+    assert total <= limit or (first + start) % step == 0 or kept == 0
+    assert kept >= min(total, limit - step)
+
+
+def test_the_window_stands_still_between_steps() -> None:
+    starts = {window_start(0, total, 100, 16) for total in range(101, 117)}
+    assert starts == {16}
+
+
+def test_a_cut_is_reported() -> None:
+    tokens = made(events(130), max_tokens=100, step=16)
+    assert tokens.report.cut_tokens == 32
+    assert tokens.report.num_tokens == len(tokens) == 98
+    assert np.array_equal(tokens.events.items, events(130).items[32:])
+
+
+def test_unknown_items_are_left_out_and_counted() -> None:
+    history = events(20)
+    history.items[[3, 7]] = [999, 5_000_000_000]
+    tokens = made(history)
+    assert (tokens.report.unknown_items, len(tokens)) == (2, 18)
+    assert np.array_equal(tokens.rows, np.delete(history.items, [3, 7]))
+    with pytest.raises(Unprocessable, match=r"history\.items: 2 unknown, the first is 999"):
+        made(history, refuse=True)
+
+
+@pytest.mark.parametrize("action", [3, -1])
+def test_an_unknown_action_is_refused(action: int) -> None:
+    history = events(5)
+    history.actions[2] = action
+    with pytest.raises(Unprocessable, match=rf"history\.actions: {action} .*0\.\.2"):
+        made(history)
+
+
+def test_a_fingerprint_names_one_history() -> None:
+    tokens = made(events(50))
+    assert tokens.fingerprint(30) == made(events(50)[:30]).report.fingerprint
+    seen = {tokens.fingerprint(n) for n in range(51)}
+    for field in ("items", "actions", "timestamps"):
+        changed = events(50)
+        values = getattr(changed, field)
+        values[25] = (values[25] + 1) % 3 if field != "timestamps" else values[25] + 1
+        seen.add(made(changed).report.fingerprint)
+    assert len(seen) == 51 + 3

@@ -1,0 +1,92 @@
+"""A configuration is right or it is refused, with the field, the limit and a hint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from npu_gr.core import settings
+from npu_gr.core.errors import ConfigError
+from npu_gr.router.config import RouterConfig
+from npu_gr.service.config import from_table, load, to_table
+
+SHIPPED = Path(__file__).parents[2] / "configs"
+
+
+def write(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "c.yaml"
+    path.write_text(text)
+    return path
+
+
+OTHERS = {SHIPPED / "router.yaml", SHIPPED / "simulate.yaml"}  # of other commands
+
+
+@pytest.mark.parametrize("path", sorted(set(SHIPPED.glob("*.yaml")) - OTHERS), ids=lambda p: p.name)
+def test_what_ships_loads(path: Path) -> None:
+    assert load(path).checkpoint
+
+
+def test_the_routers_file_documents_every_setting_of_it() -> None:
+    text = (SHIPPED / "router.yaml").read_text()
+    table = settings.to_table(settings.load(SHIPPED / "router.yaml", RouterConfig))
+    keys = [key for section in (table, *(v for v in table.values() if isinstance(v, dict))) for key in section]
+    assert [key for key in keys if f"{key}:" not in text] == []
+
+
+def test_the_cpu_file_documents_every_section() -> None:
+    import yaml
+
+    text = (SHIPPED / "cpu.yaml").read_text()
+    before, begin, optional = text.partition("# generate:")  # a section that may be absent stands there as a comment
+    given = yaml.safe_load(before + (begin + optional).replace("\n# ", "\n").removeprefix("# "))
+    table = to_table(from_table(given))
+    assert set(given) == set(table)
+    assert set(given["generate"]) == set(table["generate"])
+    assert set(given["match"]) == set(table["match"])
+    assert set(given["recommend"]) == set(table["recommend"])
+    assert set(given["record"]) == set(table["record"])
+    assert load(SHIPPED / "cpu.yaml").generate is None
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("checkpoint: x\nsrever: {}", "unknown key srever; did you mean server?"),
+        ("checkpoint: x\nkv: {hbm_byte: 1}", r"unknown key kv\.hbm_byte; did you mean hbm_bytes?"),
+        ("checkpoint: x\nkv: {hbm_bytes: 1e9}", r"kv\.hbm_bytes: Expected `int`, got `str`"),
+        ("checkpoint: x\nserver: {port: 70000}", r"server\.port: Expected `int` <= 65535"),
+        ("checkpoint: x\nrelay: {t_life_s: 0}", r"relay\.t_life_s: Expected `float` > 0"),
+        ("checkpoint: x\nbackend: gpu", "backend: Invalid enum value 'gpu'"),
+        ("checkpoint: x\ncheckpoint: y", "line 2: key 'checkpoint' is given twice"),
+        ("backend: cpu", "checkpoint: needed, unless there is a section generate"),
+        ("checkpoint: x\nserver: {host: 0.0.0.0}", "server: host: 0.0.0.0 is not loopback: set api_keys_file"),
+        ("checkpoint: x\nservice: {unknown_items: drop}", "neither 'ignore' nor 'refuse'"),
+        ("[1, 2]", "got list"),
+        ("a: [", "not YAML"),
+    ],
+)
+def test_what_is_wrong_is_named(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load(write(tmp_path, text))
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"none\.yaml: No such file"):
+        load(tmp_path / "none.yaml")
+
+
+def test_overrides(tmp_path: Path) -> None:
+    path = write(tmp_path, "checkpoint: x\nkv: {hbm_bytes: 5}")
+    config = load(path, ["kv.hbm_bytes=7", "server.port=1", "relay.enabled=false"])
+    assert (config.kv.hbm_bytes, config.server.port, config.relay.enabled) == (7, 1, False)
+    for override in ("kv.hbm=1", "kv", "checkpoint.x=1"):
+        with pytest.raises(ConfigError):
+            load(path, [override])
+
+
+def test_a_public_address_needs_keys_or_a_word(tmp_path: Path) -> None:
+    for extra in ("api_keys_file: k", "allow_unauthenticated: true"):
+        text = f"checkpoint: x\nserver: {{host: 0.0.0.0, {extra}}}"
+        assert load(write(tmp_path, text)).server.host == "0.0.0.0"

@@ -1,0 +1,139 @@
+"""A generator replaced under load: no request fails, each answer is of the version it names, and nothing by halves."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from npu_gr.service.config import Config
+from tests.decoders import VARIANTS, saved
+from tests.server.test_generate_over_http import HISTORY, Client, generate, section, write_catalogue
+from tests.service.test_reload import File, gone
+from tests.serving import make_config, serving
+
+
+class Generators(File):
+    """A configuration file that names one of several generators, and ranks too."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.add("ranker", 1)
+        for name, seed in (("decoder", 0), ("other", 1)):
+            (folder / name).mkdir()
+            saved(folder / name, seed=seed, **VARIANTS["qwen3 g2 tied"])
+        self.name("decoder")
+
+    def name(self, decoder: str, **changes: Any) -> None:
+        generator = section(self.folder, checkpoint=str(self.folder / decoder), **changes)
+        self.use("ranker", generate=generator)
+
+    def read(self) -> Config:
+        return make_config(self.folder, **self.sections)
+
+
+async def reload(client: Client, status: int = 200) -> dict[str, Any]:
+    async with client.post("/v1/models/reload") as response:
+        answer: dict[str, Any] = await response.json()
+        assert response.status == status, answer
+        return answer
+
+
+async def test_no_generate_fails_and_every_answer_is_of_the_version_it_names(tmp_path: Path) -> None:
+    file = Generators(tmp_path)
+    async with serving(tmp_path, read=file.read, **file.sections) as (client, service):
+        old = await generate(client, num_items=20)
+        want = {old["model_version"]: old["items"]}
+        seen, stop, engine = list[str](), asyncio.Event(), weakref.ref(service.generation.engine)
+
+        async def ask(number: int) -> None:
+            while not stop.is_set():
+                signal = {"user_id": f"u{number}", "history": HISTORY}
+                async with client.post("/v1/signal", json=signal) as response:
+                    assert response.status == 202
+                answer = await generate(client, num_items=20, user_id=f"u{number}")
+                assert answer["items"] == want.setdefault(answer["model_version"], answer["items"])
+                seen.append(answer["model_version"])
+
+        bandwidth = service.generation.engine.copy_bytes_per_s
+        assert bandwidth < float("inf")  # measured: a reload from DRAM must beat encoding again
+        asking = [asyncio.create_task(ask(number)) for number in range(3)]
+        await asyncio.sleep(0.1)
+        ranker = service.ranking
+        file.name("other")
+        models = (await reload(client))["models"]
+        assert [model["is_draining"] for model in models] == [False, False, True]
+        assert service.ranking is ranker
+        assert service.generation.engine.copy_bytes_per_s == bandwidth
+        named = await generate(client, num_items=20, model_version=old["model_version"])
+        assert named["items"] == old["items"]
+        assert [model["version"] for model in await gone(client)] == [ranker.version, service.generation.version]
+        stop.set()
+        await asyncio.gather(*asking)
+        assert set(seen) == {old["model_version"], service.generation.version}
+        assert len(set(map(tuple, want.values()))) == 2
+        refused = await generate(client, status=404, model_version=old["model_version"])
+        assert old["model_version"] in refused["detail"]
+        hit = await generate(client, num_items=20)
+        assert hit["items"] == want[service.generation.version]
+        await service.generation.relay.settled()
+        pool = service.generation.relay.tiers[0]
+        pool.check()
+        assert pool.reserved_bytes == 0
+        del asking
+        gc.collect()
+        assert engine() is None, "the old version is still held by somebody"
+
+
+async def test_new_weights_keep_what_was_changed_in_the_catalogue_and_another_file_is_read(tmp_path: Path) -> None:
+    file = Generators(tmp_path)
+    async with serving(tmp_path, read=file.read, **file.sections) as (client, service):
+        best = (await generate(client, num_items=5))["items"][0]
+        async with client.post("/v1/catalog/items", json={"withdraw": [best]}) as response:
+            assert response.status == 200
+        file.name("other")
+        await reload(client)
+        items = service.generation.items
+        async with client.get("/v1/catalog") as response:
+            assert (await response.json())["num_items"] == 199
+        await gone(client)
+        write_catalogue(tmp_path / "few.jsonl", num_items=50)
+        file.name("other", catalogue=str(tmp_path / "few.jsonl"), beam_width=64)
+        await reload(client)
+        assert service.generation.items is not items
+        async with client.get("/v1/catalog") as response:
+            assert (await response.json())["num_items"] == 50
+        assert max((await generate(client, num_items=20))["items"]) < 50
+
+
+@pytest.mark.parametrize(
+    ("changes", "word"),
+    [
+        ({"hbm_bytes": 5_000_000}, "generate.hbm_bytes"),
+        ({"filter_cache_bytes": 5}, "generate.filter_cache_bytes"),
+        ({"codes": [8, 8], "first_token": 0}, "generate.codes"),
+        ({"catalogue": "nowhere.jsonl"}, "generate.catalogue: nowhere.jsonl"),
+        ({"checkpoint": "nowhere"}, "nowhere"),
+        (None, "generate: an instance cannot"),
+    ],
+)
+async def test_what_cannot_be_served_changes_nothing(tmp_path: Path, changes: dict[str, Any] | None, word: str) -> None:
+    """Not the ranker either, whose new version was ready."""
+    file = Generators(tmp_path)
+    file.add("better ranker", 2)
+    file.use("ranker", generate=section(tmp_path))
+    async with serving(tmp_path, read=file.read, **file.sections) as (client, service):
+        ranker, generator, erased = service.ranking, service.generation, service.ranking.relay.tiers[0].on_erased
+        file.use("better ranker", **({} if changes is None else {"generate": section(tmp_path, **changes)}))
+        assert word in (await reload(client, status=422))["detail"]
+        assert (service.ranking, service.generation) == (ranker, generator)
+        assert service.ranking.relay.tiers[0].on_erased is erased
+        assert not service.versions.is_draining
+        file.use("better ranker", generate=section(tmp_path))
+        await reload(client)
+        assert service.ranking is not ranker
+        assert service.generation is generator

@@ -1,0 +1,73 @@
+"""The judge asks for what came next, of the right users, and counts what a service answers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from npu_gr.core.errors import Unavailable
+from npu_gr.features.interactions import Interactions
+from npu_gr.tools.evaluate_service import judge, next_events
+from tests.server.test_recommend_over_http import NUM_ITEMS, section
+from tests.serving import FIRST_ID, serving
+
+
+def log(num_users: int = 6, num_events: int = 12) -> Interactions:
+    random = np.random.default_rng(0)
+    rows = [random.permutation(NUM_ITEMS)[:num_events] + FIRST_ID for _ in range(num_users)]
+    users = np.tile(np.arange(num_users, dtype=np.int32), num_events)
+    items = np.stack(rows, axis=1).ravel().astype(np.int64)
+    times = np.repeat(np.arange(num_events), num_users) + 1_600_000_000
+    names = [f"user {index}" for index in range(num_users)]
+    return Interactions(users, items, np.full(len(users), 1.0), times.astype(np.int64), names)
+
+
+def test_a_case_is_the_first_event_that_is_not_known() -> None:
+    events = log()
+    known = np.arange(len(events)) < 6 * 10
+    known[events.users == 3] = True  # nothing left to ask
+    cases = next_events(events, known)
+    assert [case.user for case in cases] == ["user 0", "user 1", "user 2", "user 4", "user 5"]
+    own = events.items[events.users == 1]
+    assert (cases[1].items, cases[1].target) == (own[:10].tolist(), own[10])
+    assert len(next_events(events, known, 2)) == 2
+
+
+async def test_it_counts_what_the_service_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sections = section(tmp_path)
+    # the actions of the tests' ranker have names of their own: those of a trained one are its values
+    monkeypatch.setattr("npu_gr.tools.evaluate_service.Case.body", _with_action_one)
+    events, known = log(), np.arange(6 * 12) < 6 * 11
+    cases = next_events(events, known)
+    async with serving(tmp_path, watched=False, **sections) as (client, _):
+        url = str(client.make_url("/"))
+        found = await judge(url, cases, range(FIRST_ID, FIRST_ID + NUM_ITEMS))
+        assert {way: len(ranks) for way, ranks in found.ranks.items()} == dict.fromkeys(
+            ("generate", "rank", "recommend"), 6
+        )
+        want = []
+        for case in cases:
+            body = _with_action_one(case, {}, "by-hand") | {"num_items": 10, "timestamp": case.at}
+            async with client.post("/v1/recommend", json=body) as response:
+                items = (await response.json())["items"]
+            want.append(items.index(case.target) if case.target in items else float("inf"))
+        assert sorted(found.ranks["recommend"]) == sorted(want)
+        figures = found.as_dict()
+        assert json.loads(json.dumps(figures))["num_users"] == 6
+        assert sum(found.outcomes.values()) == 6
+        with (tmp_path / "out").open("w") as out:
+            Console(file=out, width=120).print(found.table())
+        assert "recommend: both" in (tmp_path / "out").read_text()
+    async with serving(tmp_path, watched=False) as (client, _):
+        with pytest.raises(Unavailable, match="needs section recommend"):
+            await judge(str(client.make_url("/")), cases, [FIRST_ID])
+
+
+def _with_action_one(case: Any, _actions: dict[str, int], tenant: str) -> dict[str, Any]:
+    columns = {"items": case.items, "actions": [1] * len(case.items), "timestamps": case.timestamps}
+    return {"user_id": case.user, "tenant": tenant, "history": columns}

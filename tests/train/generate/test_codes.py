@@ -1,0 +1,182 @@
+"""Every item gets a semantic ID of its own, items in the same company begin alike, and each level explains more."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from npu_gr.core.errors import ConfigError, DataError
+from npu_gr.features.interactions import Interactions, ItemValues
+from npu_gr.train.data import Log, build_log
+from npu_gr.train.generate.codes import (
+    SHORTEST,
+    SMOOTHING,
+    _company,
+    _largest,
+    item_vectors,
+    kmeans,
+    read_codes,
+    residual_codes,
+)
+from tests.train.synthetic import NUM_ITEMS, planted
+
+
+def vectors(num_items: int, dim: int = 8, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).normal(size=(num_items, dim)).astype(np.float32)
+
+
+def two_crowds() -> Log:
+    """Users of even items and users of odd ones; item 40 is in nobody's history but a test event."""
+    random = np.random.default_rng(0)
+    items = [2 * random.integers(0, 20, 30) + user % 2 for user in range(40)]
+    items[0][-1] = 40
+    users = np.repeat(np.arange(40, dtype=np.int32), 30)
+    times = np.tile(np.arange(30), 40)
+    every = Interactions(users, np.concatenate(items), np.ones(1200), times, [str(user) for user in range(40)])
+    order = np.argsort(times, kind="stable")
+    return build_log(every[order], [], "leave-one-out")
+
+
+@pytest.mark.parametrize("code_count", [(4, 4, 4, 4), (16, 16), (200,), (8, 3, 9)])
+def test_every_item_has_an_id_of_its_own_whatever_collides(code_count: tuple[int, ...]) -> None:
+    rows = vectors(200)
+    rows[50:120] = rows[50]  # seventy equal items
+    found = residual_codes(rows, code_count, np.arange(200), 0)
+    assert len(np.unique(found.sids, axis=0)) == 200
+    assert (found.sids >= 0).all()
+    assert (found.sids < np.array(code_count)).all()
+    assert found.num_moved >= 69
+    other = residual_codes(rows, code_count, np.arange(200), 0)
+    assert np.array_equal(found.sids, other.sids)
+
+
+def test_ids_suffice_to_the_last_one_and_one_fewer_is_refused() -> None:
+    rows = np.zeros((27, 4), np.float32)
+    assert len(np.unique(residual_codes(rows, (3, 3, 3), np.arange(27), 0).sids, axis=0)) == 27
+    with pytest.raises(ConfigError, match=r"code_count: \[3, 3, 3\] make 27 semantic IDs, 28 needed"):
+        residual_codes(np.zeros((28, 4), np.float32), (3, 3, 3), np.arange(28), 0)
+
+
+def test_of_a_collision_the_most_used_item_keeps_its_codes() -> None:
+    rows = vectors(60)
+    rows[7] = rows[33] = rows[51]
+    uses = np.zeros(60, np.int64)
+    uses[33] = 5
+    alone = residual_codes(rows, (16, 16, 16), uses, 0)
+    nearest = [rows[33]]
+    for table, code in zip(alone.centroids, alone.sids[33], strict=True):
+        assert np.square(nearest[-1] - table).sum(1).argmin() == code
+        nearest.append(nearest[-1] - table[code])
+    # the others stay as near as a free ID allows: they share the beginning
+    assert (alone.sids[[7, 51], :2] == alone.sids[33, :2]).all()
+
+
+def test_each_level_leaves_less() -> None:
+    found = residual_codes(vectors(300), (16, 16, 16), np.zeros(300, np.int64), 0)
+    assert (np.diff(found.residuals) < -0.1).all()
+    rows, rest = vectors(300), vectors(300)
+    assert np.isclose(found.residuals[0], np.square(rows).sum(1).mean())
+    moved = np.zeros(300, np.bool_)
+    for level, table in enumerate(found.centroids):
+        moved |= found.sids[:, level] != np.square(rest[:, None] - table).sum(2).argmin(1)
+        rest = rest - table[found.sids[:, level]]
+    assert moved.sum() <= found.num_moved
+    assert np.isclose(np.square(rest).sum(1).mean(), found.residuals[-1], rtol=0.1)
+
+
+def test_a_centroid_without_rows_moves_to_where_it_is_needed() -> None:
+    """Nine of ten rows are equal, so most centroids begin on the same spot; five other rows need one each."""
+    rows = torch.zeros(50, 2)
+    rows[45:] = torch.eye(5, 2) * 9 + torch.arange(5)[:, None]
+    table, code = kmeans(rows, 6, torch.Generator().manual_seed(0))
+    assert torch.allclose(table[code], rows, atol=1e-5)
+    assert len(code.unique()) == 6
+
+
+def test_company_decides_the_codes_and_the_test_part_is_not_read() -> None:
+    log = two_crowds()
+    found = item_vectors(log, [], 8, 3, 0)
+    even, odd = found[0:40:2], found[1:40:2]
+    assert (even @ even.T).mean() > (even @ odd.T).mean() + 0.1
+    assert (found[40] == 0).all()  # its only event is a test
+    first = residual_codes(found, (2, 32), np.ones(41, np.int64), 0).sids[:40, 0]
+    assert len(set(first[0::2])) == len(set(first[1::2])) == 1
+    assert first[0] != first[1]
+
+
+def test_company_is_pointwise_mutual_information_counted_pair_by_pair() -> None:
+    log, window = build_log(planted(6, 9), [], "leave-one-out"), 2
+    counts = np.zeros((log.num_items, log.num_items))
+    for user in range(log.num_users):
+        row = log.items[log.starts[user] : log.starts[user] + log.num_trained[user]].tolist()
+        for i, one in enumerate(row):
+            for apart in range(1, window + 1):
+                if i + apart < len(row):
+                    counts[one, row[i + apart]] += 1 / apart
+                    counts[row[i + apart], one] += 1 / apart
+    total = counts.sum(1) + SMOOTHING
+    with np.errstate(divide="ignore"):
+        want = np.log(counts * total.sum() / np.outer(total, total)).clip(min=0)
+    np.fill_diagonal(want, 0)
+    values, eigenvectors = np.linalg.eigh(want)
+    want = eigenvectors[:, -4:] * np.sqrt(values[-4:])
+    want /= np.linalg.norm(want, axis=1, keepdims=True).clip(min=SHORTEST)
+    got = _company(log, 4, window, 0).numpy()
+    np.testing.assert_allclose(got @ got.T, want @ want.T, atol=5e-2)  # up to the eigenvectors' signs
+
+
+def test_the_largest_eigenvectors_rebuild_a_matrix_of_low_rank() -> None:
+    rows = torch.from_numpy(vectors(30, 5))
+    matrix = rows @ rows.T
+    found = _largest(matrix.to_sparse(), 6, 0)
+    torch.testing.assert_close(found @ found.T, matrix, atol=1e-3, rtol=1e-3)
+
+
+def test_features_place_items_without_events() -> None:
+    kinds = ItemValues("kind", ["a", "b"], {item * 10: [item % 2] for item in range(NUM_ITEMS + 4)})
+    log = build_log(planted(), [kinds], "leave-one-out")
+    found = item_vectors(log, [kinds, ItemValues("none", [], {})], 8, 3, 0)
+    np.testing.assert_allclose(np.linalg.norm(found, axis=1), 1, rtol=1e-5)
+    assert found[NUM_ITEMS] @ found[NUM_ITEMS + 2] > 0.99
+    assert found[NUM_ITEMS] @ found[NUM_ITEMS + 1] < 0.01
+
+
+def test_ready_made_codes_are_read_by_item(tmp_path: Path) -> None:
+    table = {"7": [1, 2], "3": [1, 0], "5": [0, 4]}
+    (tmp_path / "index.json").write_text(json.dumps(table))
+    (tmp_path / "items.jsonl").write_text(
+        "".join(json.dumps({"item_id": int(item), "sid": sid}) + "\n" for item, sid in table.items())
+    )
+    for name in ("index.json", "items.jsonl"):
+        found = read_codes(tmp_path / name, np.array([3, 7]))
+        assert found.sids.tolist() == [[1, 0], [1, 2]]
+        assert found.code_count == (2, 3)
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ('{"3": [1, 0]}', "no codes of item 7"),
+        ("{}", "as many codes"),
+        ('{"3": [1, 0], "7": [1, 0]}', r"item 3 and another have the codes \[1, 0\]"),
+        ('{"3": [1, 0], "7": [1]}', "as many codes each"),
+        ('{"3": [1, -1], "7": [1, 0]}', "from 0, each"),
+        ('{"x": [1, 0]}', "invalid literal"),
+        ("[1]", "not {"),
+        ("{", "Expecting property name"),
+    ],
+    ids=str,
+)
+def test_bad_codes_are_explained(tmp_path: Path, text: str, reason: str) -> None:
+    (tmp_path / "index.json").write_text(text)
+    with pytest.raises(DataError, match=reason):
+        read_codes(tmp_path / "index.json", np.array([3, 7]))
+
+
+def test_codes_that_are_not_there_are_named(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"none\.json: No such file"):
+        read_codes(tmp_path / "none.json", np.array([3]))

@@ -1,0 +1,213 @@
+"""A generator learns a planted rule, repeats bit for bit, is chosen on the validation, and is measured as it serves."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import json
+import math
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from rich.console import Console
+
+from npu_gr.core.errors import ConfigError, DataError
+from npu_gr.train.baselines import Markov, Popularity
+from npu_gr.train.data import Window, batches, build_log
+from npu_gr.train.generate.causal import encode, next_logits
+from npu_gr.train.generate.retrieval import Figures, Search, baseline_figures
+from npu_gr.train.generate.train import GenerateOptions, Trained, _loss, train_generator
+from npu_gr.train.rank.evaluate import evaluate_baseline
+from npu_gr.train.steps import Progress
+from tests.train.synthetic import NUM_ITEMS, planted
+
+TINY = GenerateOptions(
+    code_count=(6, 6),
+    vector_dim=8,
+    dim=32,
+    num_kv_heads=1,
+    head_dim=16,
+    mlp_dim=64,
+    history_items=12,
+    epochs=15,
+    batch_tokens=512,
+    learning_rate=1e-2,
+    dropout=0.0,
+    average_decay=0.9,
+    validate_every=5,
+    validation_users=40,
+)
+ONE = msgspec.structs.replace(TINY, epochs=1)
+
+
+@pytest.fixture(scope="module")
+def trained() -> Trained:
+    return train_generator(planted(), [], TINY)
+
+
+def test_the_generator_learns_the_rule(trained: Trained) -> None:
+    report = trained.report
+    popularity, markov = report.baselines
+    assert report.generator.hr_at_10 > popularity.hr_at_10 + 0.3
+    assert report.generator.hr_at_10 > markov.hr_at_10 - 0.1
+    assert report.generator.num_users == 60
+    assert report.validation.num_users == 40
+    assert report.num_trained == 60 * 28
+    assert report.generator.invalid_ratio == 0
+    assert report.published == ()
+
+
+def test_the_search_ranks_as_brute_force_over_the_catalogue(trained: Trained) -> None:
+    """A beam as wide as the catalogue: ranks by the sum of the codes' log-probabilities, item by item."""
+    log, codes, model = trained.log, trained.codes, trained.model
+    tokens = torch.from_numpy(codes.sids + np.array([0, 6]))
+    ranks, ranks_unseen = [], []
+    for user, at in log.next_items():
+        history, target = log.items[log.starts[user] : at], log.items[at]
+        prompt = tokens[history[-TINY.history_items :]].flatten()
+        every = torch.cat([prompt.expand(NUM_ITEMS, -1), tokens], dim=1)
+        chances = next_logits(model, encode(model, every[:, :-1])).log_softmax(-1)[:, -2:]
+        better = (scores := chances.gather(2, tokens[..., None]).sum((1, 2)).numpy()) > scores[target]
+        ranks.append(better.sum())
+        ranks_unseen.append(sum(better[item] for item in range(NUM_ITEMS) if item not in history))
+    search = Search(codes, log.item_ids, TINY.history_items, 50)
+    found = search.judge(model, log, log.next_items(), unseen=True)
+    assert found == Figures.of(np.array(ranks, float), np.array(ranks_unseen, float), invalid_ratio=0.0)
+    assert found == trained.report.generator
+    assert found.hr_at_10 == np.mean([rank < 10 for rank in ranks])
+    assert math.isclose(found.ndcg_at_10, np.mean([rank < 10 and 1 / math.log2(rank + 2) for rank in ranks]))
+    assert found.hr_at_10_unseen == np.mean([rank < 10 for rank in ranks_unseen])
+    assert found.hr_at_50 == 1
+
+
+def test_an_answer_that_the_catalogue_lacks_would_be_counted(trained: Trained) -> None:
+    search = Search(trained.codes, trained.log.item_ids, TINY.history_items, 50)
+    search._sids[70] = [0, 99]
+    asked = trained.log.next_items()[:5]
+    assert math.isclose(search.judge(trained.model, trained.log, asked).invalid_ratio, 1 / NUM_ITEMS)
+
+
+def test_the_loss_is_the_mean_over_codes_of_real_items(trained: Trained) -> None:
+    """Padding counts for nothing: sequence by sequence, without it, the sum is the same."""
+    tokens = torch.from_numpy(trained.codes.sids + np.array([0, 6]))
+    log = trained.log
+    parts = [Window(int(log.starts[user]), length) for user, length in enumerate((3, 7, 5))]
+    (batch,) = batches(log, parts, 100)
+    surprise = []
+    for start, length in parts:
+        sequence = tokens[log.items[start : start + length]].flatten()
+        chances = next_logits(trained.model, encode(trained.model, sequence[None, :-1]))[0].log_softmax(-1)
+        surprise += (-chances.gather(1, sequence[1:, None])[:, 0]).tolist()
+    assert len(surprise) == 2 * 15 - 3
+    assert math.isclose(_loss(trained.model, tokens, batch, 0.0).item(), np.mean(surprise), rel_tol=1e-5)
+
+
+def test_an_item_outside_the_beams_is_missed_and_no_users_have_no_figures() -> None:
+    figures = Figures.of(np.array([0, 9, 10, 49, 50, np.inf]))
+    assert (figures.hr_at_10, figures.hr_at_50, figures.num_users) == (2 / 6, 4 / 6, 6)
+    assert math.isclose(figures.interval, 1.96 * math.sqrt(1 / 3 * 2 / 3 / 6))
+    assert math.isnan(Figures.of(np.empty(0)).hr_at_10)
+
+
+def test_the_baselines_have_the_figures_of_the_rankers_protocol() -> None:
+    log = build_log(planted(), [], "leave-one-out")
+    for baseline in (Popularity(log), Markov(log)):
+        mine, theirs = (
+            baseline_figures(log, log.next_items(), baseline),
+            evaluate_baseline(log, baseline, log.values >= 4),
+        )
+        for name in ("hr_at_10", "ndcg_at_10", "hr_at_10_unseen", "ndcg_at_10_unseen"):
+            assert getattr(mine, name) == getattr(theirs, name)
+
+
+def test_two_runs_are_equal_bit_for_bit_and_another_seed_is_not() -> None:
+    weights = [
+        train_generator(planted(), [], msgspec.structs.replace(ONE, dropout=0.2, seed=seed)).model.state_dict()
+        for seed in (0, 0, 1)
+    ]
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+    assert not torch.equal(weights[0]["embedding.weight"], weights[2]["embedding.weight"])
+
+
+def test_neither_the_test_nor_the_validation_is_trained_on() -> None:
+    """Other last two events: the same codes and, where nothing is chosen by them, the same weights."""
+    events = planted()
+    log = build_log(events, [], "leave-one-out")
+    held = np.concatenate([np.flatnonzero(events.users == user)[-2:] for user in range(log.num_users)])
+    items = events.items.copy()
+    items[held] = np.roll(items[held], 7)
+    changed = type(events)(events.users, items, events.values, events.timestamps, events.user_names)
+    one, other = train_generator(events, [], ONE), train_generator(changed, [], ONE)
+    assert np.array_equal(one.codes.sids, other.codes.sids)
+    assert all(torch.equal(a, b) for a, b in zip(one.model.parameters(), other.model.parameters(), strict=True))
+    assert one.report.generator != other.report.generator
+
+
+def test_the_best_state_on_the_validation_is_kept_and_patience_ends_the_training(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Validations that get worse after the second one: its weights are the result, two more end the training."""
+    scores = itertools.chain([0.1, 0.3, 0.2, 0.3, 0.9], itertools.repeat(0.0))
+    states: list[torch.Tensor] = []
+
+    def judge(search: Search, model: torch.nn.Module, *_: object, **__: object) -> Figures:
+        states.append(model.embedding.weight.clone())  # type: ignore[operator]
+        score = next(scores)
+        return Figures(model="m", num_users=1, hr_at_10=score, ndcg_at_10=score, hr_at_50=score)
+
+    monkeypatch.setattr(Search, "judge", judge)
+    options = msgspec.structs.replace(ONE, epochs=9, validate_every=1, patience=2)
+    seen: list[Progress] = []
+    found = train_generator(planted(), [], options, progress=seen.append)
+    assert len(states) == 4 + 1  # and the test
+    assert torch.equal(found.model.embedding.weight, states[1])
+    assert not torch.equal(states[1], states[3])
+    assert found.report.validation.ndcg_at_10 == 0.3
+    assert max(step.done for step in seen) < 4
+
+
+def test_some_users_stand_for_all_where_a_test_would_take_too_long() -> None:
+    report = train_generator(planted(), [], msgspec.structs.replace(ONE, test_users=7)).report
+    assert [row.num_users for row in (report.generator, *report.baselines)] == [7, 7, 7]
+
+
+def test_progress_runs_through_training_and_test() -> None:
+    seen: list[Progress] = []
+    train_generator(planted(), [], ONE, progress=seen.append)
+    assert {step.stage for step in seen} == {"train", "evaluate"}
+    assert seen[-1].done == seen[-1].total == 60
+    assert all(math.isfinite(step.loss) for step in seen if step.stage == "train")
+
+
+def test_ready_made_codes_are_used(tmp_path: Path) -> None:
+    table = {str(item * 10): [item % 5, item // 5, 1] for item in range(NUM_ITEMS)}
+    (tmp_path / "index.json").write_text(json.dumps(table))
+    found = train_generator(planted(), [], ONE, tmp_path / "index.json")
+    assert found.codes.code_count == (5, 6, 2)
+    assert found.model.config.vocab_size == 13
+    assert found.codes.sids.tolist() == list(table.values())
+
+
+def test_the_report_is_a_table_and_json(trained: Trained) -> None:
+    console = Console(width=140, file=io.StringIO(), record=True)
+    console.print(trained.report.table())
+    text = console.export_text()
+    assert f"{trained.report.generator.hr_at_10:.4f}" in text
+    assert "+-" in text
+    figures = json.loads(json.dumps(trained.report.as_dict(), allow_nan=False))
+    assert figures["test"]["hr_at_10"] == trained.report.generator.hr_at_10
+    assert [row["model"] for row in figures["baselines"]] == ["popularity", "Markov counts"]
+
+
+def test_what_cannot_be_trained_is_explained() -> None:
+    with pytest.raises(ConfigError, match=r"code_count: \[2, 2\] make 4 semantic IDs, 30 needed"):
+        train_generator(planted(), [], msgspec.structs.replace(ONE, code_count=(2, 2)))
+    with pytest.raises(ConfigError, match="train: num_heads: 2 is no multiple of num_kv_heads 3"):
+        train_generator(planted(), [], msgspec.structs.replace(ONE, num_kv_heads=3))
+    with pytest.raises(DataError, match=r"the loss is (nan|inf) in epoch"):
+        train_generator(planted(), [], msgspec.structs.replace(ONE, learning_rate=1e30, epochs=3))
+    with pytest.raises(DataError):
+        train_generator(planted(2, 2), [], ONE)  # nothing is left to validate with

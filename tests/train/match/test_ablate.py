@@ -1,0 +1,118 @@
+"""The ablation: resumable by run, a table and a plot of what is on record; the paired interval."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from npu_gr.cli.main import main
+from npu_gr.core.errors import DataError
+from npu_gr.matching.vectors import load
+from npu_gr.train.match.ablate import ARMS, POPULARITY, Plan, ablate, markdown, plot, read_runs
+from npu_gr.train.match.paired import difference
+from tests.train.match.synthetic import domains, quick, write
+
+SHORT = quick(source_steps=4, target_steps=4, inter_steps=4, evaluate_every=4)
+PLAN = Plan(SHORT, densities=(0.5, 1.0), seeds=(0, 1), arms=("target only", "+ curriculum"), num_validation=40)
+
+
+def test_it_goes_on_after_an_interruption_and_ends_the_same(tmp_path: Path) -> None:
+    both = domains(tmp_path)
+    whole = ablate(both, PLAN, tmp_path / "whole")
+
+    class Stop(Exception):
+        pass
+
+    trained: list[str] = []
+
+    def stop_in_the_second_seed(name: str, _step: object) -> None:
+        trained.append(name)
+        if "seed 1" in name:
+            raise Stop
+
+    with pytest.raises(Stop):
+        ablate(both, PLAN, tmp_path / "cut", stop_in_the_second_seed)
+    with (tmp_path / "cut" / "runs.jsonl").open("a") as file:
+        file.write('{"key": "cut sh')
+    on_record = len(read_runs(tmp_path / "cut"))
+    assert 0 < on_record < len(whole)
+    trained.clear()
+    again = ablate(both, PLAN, tmp_path / "cut", lambda name, _: trained.append(name))
+    assert not any("50% of the target, seed 0" in name for name in trained)
+    strip = {"train_s": 0.0}
+    assert [run.__class__(**{**fields(run), **strip}) for run in again] == [
+        run.__class__(**{**fields(run), **strip}) for run in whole
+    ]
+    assert ablate(both, PLAN, tmp_path / "cut") == again
+
+
+def fields(run: object) -> dict[str, object]:
+    return {name: getattr(run, name) for name in run.__slots__}  # type: ignore[attr-defined]
+
+
+def test_a_broken_record_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "runs.jsonl").write_text("nonsense\n{}\n")
+    with pytest.raises(DataError, match=r"runs.jsonl, line 1"):
+        read_runs(tmp_path)
+
+
+def test_the_table_and_the_plot_show_every_arm(tmp_path: Path) -> None:
+    runs = ablate(domains(tmp_path), PLAN, tmp_path / "runs")
+    table = markdown(tmp_path / "runs", runs)
+    assert table.count("### ") == 2
+    for arm in (POPULARITY, *PLAN.arms):
+        assert table.count(f"\n| {arm} | 2 |") == 2
+    assert table.count("| + curriculum | target only | ") == 2
+    assert set(PLAN.arms) < set(ARMS)
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    plot(runs, tmp_path / "a.png")
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_interval_knows_a_difference_from_noise() -> None:
+    random = np.random.default_rng(0)
+    base = random.random((5, 2000)) < 0.1
+    better = base | (random.random((5, 2000)) < 0.03)
+    found = difference(better, base)
+    assert found.mean == pytest.approx((better.astype(float) - base).mean())
+    assert 0 < found.low < found.mean < found.high
+    assert found.p < 0.001
+    noise = difference(random.random((5, 2000)) < 0.1, base)
+    assert noise.low < 0 < noise.high
+    assert noise.p > 0.01
+    assert difference(base, base).p == 1
+
+
+def test_the_command_trains_exports_and_ablates(tmp_path: Path) -> None:
+    source, target = map(str, write(tmp_path))
+    short = [f"--set={name}=4" for name in ("source_steps", "target_steps", "inter_steps", "evaluate_every")]
+    options = [*short, "--set=dim=8", "--num-validation=40", "--threads=1"]
+    out = CliRunner().invoke(main, ["train", "match", source, target, "--out", str(tmp_path / "v"), *options])
+    assert out.exit_code == 0, out.output
+    vectors = load(tmp_path / "v")
+    assert vectors.version in out.output
+    assert vectors.users.shape == (160, 8)
+    assert not (tmp_path / "v" / "training.state").exists()
+    words = ["train", "match", source, target, "--out", str(tmp_path / "a"), "--ablate", "--seeds=1", "--density=0.8"]
+    out = CliRunner().invoke(main, [*words, *options])
+    assert out.exit_code == 0, out.output
+    assert "| shared user embedding | 1 |" in (tmp_path / "a" / "ablation.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--set", "tua=1"], "unknown field `tua`"),
+        (["--set", "tau=0"], "> 0.0"),
+        (["--preset", "best"], "'best' is none of sccdr, target-only"),
+        (["--density", "1.5"], "1.5 is not in"),
+    ],
+)
+def test_bad_options_are_one_line(words: list[str], says: str, tmp_path: Path) -> None:
+    source, target = map(str, write(tmp_path))
+    out = CliRunner().invoke(main, ["train", "match", source, target, "--out", str(tmp_path / "v"), *words])
+    assert out.exit_code == 2
+    assert says in out.output

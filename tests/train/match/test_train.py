@@ -1,0 +1,105 @@
+"""SCCDR uses the source, is the seed's, goes on where it was, and each switch does what it says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from npu_gr.core.errors import DataError
+from npu_gr.train.match import checkpoint
+from npu_gr.train.match.ablate import ARMS, options_of
+from npu_gr.train.match.domains import split
+from npu_gr.train.match.evaluate import Judge, hit_ratio
+from npu_gr.train.match.train import Result, Trainer
+from tests.train.match.synthetic import QUICK, data, domains, quick
+
+
+def same(one: Result, two: Result) -> bool:
+    return torch.equal(one.users, two.users) and torch.equal(one.items, two.items)
+
+
+def test_the_planted_taste_is_carried_over(tmp_path: Path) -> None:
+    both = domains(tmp_path)
+    seen, judge = split(both, 0.6, 60, 0), Judge.make(both.test, both.target)
+    hits = {}
+    for arm in ("target only", "+ curriculum"):
+        result = Trainer(seen, options_of(QUICK, arm, 0)).run()
+        hits[arm] = hit_ratio(judge.ranks(result.users, result.items), 20)
+    assert hits["+ curriculum"] > 1.3 * hits["target only"]
+
+
+@pytest.mark.parametrize("arm", ARMS)
+def test_every_arm_trains_and_the_seed_decides(arm: str, tmp_path: Path) -> None:
+    seen = data(tmp_path)
+    short = quick(source_steps=4, target_steps=6, inter_steps=6, evaluate_every=3)
+    one, again = (Trainer(seen, options_of(short, arm, 1)).run() for _ in range(2))
+    assert same(one, again)
+    assert torch.isfinite(one.users).all()
+    assert not same(one, Trainer(seen, options_of(short, arm, 2)).run())
+
+
+@pytest.mark.parametrize("changes", [{"stop_gradient": True}, {"stop_gradient": False}, {"schedule": "mixed"}])
+def test_an_interrupted_training_ends_in_the_same_bits(changes: dict[str, object], tmp_path: Path) -> None:
+    seen = data(tmp_path)
+    options = quick(source_steps=6, target_steps=9, inter_steps=9, evaluate_every=3, **changes)
+    states: list[bytes] = []
+    trainer = Trainer(seen, options)
+    whole = trainer.run(looked=lambda: states.append(trainer.state()))
+    assert len(states) >= 6
+    for state in states:
+        later = Trainer(seen, options)
+        later.load(state)
+        assert same(later.run(), whole)
+        assert later.looks == trainer.looks
+
+
+def test_shared_stages_change_nothing(tmp_path: Path) -> None:
+    seen = data(tmp_path)
+    short = quick(source_steps=6, target_steps=6, inter_steps=6, evaluate_every=3)
+    shared: dict[str, bytes] = {}
+    for arm in ("separated", "+ stop-gradient", "initialised, no inter-domain loss", "separated, not initialised"):
+        options = options_of(short, arm, 0)
+        assert same(Trainer(seen, options).run(shared=shared), Trainer(seen, options).run())
+    assert len(shared) == 3  # one source, a target with and one without initialising
+
+
+@pytest.mark.parametrize("stops", [True, False])
+def test_stop_gradient_keeps_the_source_still(stops: bool, tmp_path: Path) -> None:
+    seen = data(tmp_path)
+    # an inter-domain stage without intra-domain losses: only what crosses the domains could move the source
+    trainer = Trainer(seen, quick(stop_gradient=stops, lambda_intra=0.0, patience=0, evaluate_every=5))
+    before: list[torch.Tensor] = []
+    trainer.run(progress=lambda step: before.append(trainer.source.items.detach().clone()))
+    last_of_source, last = before[QUICK.source_steps - 1], before[-1]
+    assert torch.equal(last_of_source, last) is stops
+
+
+def test_a_state_of_other_options_is_refused(tmp_path: Path) -> None:
+    seen = data(tmp_path)
+    path = tmp_path / "state"
+    trainer = Trainer(seen, quick())
+    assert not checkpoint.resume(trainer, path)
+    checkpoint.save(trainer, path)
+    assert checkpoint.resume(Trainer(seen, quick()), path)
+    with pytest.raises(DataError, match="other data or options"):
+        checkpoint.resume(Trainer(seen, quick(tau=0.3)), path)
+    path.write_bytes(b"nonsense")
+    with pytest.raises(DataError, match="not the state"):
+        checkpoint.resume(trainer, path)
+
+
+def test_ranks_are_the_brute_force_ones(tmp_path: Path) -> None:
+    both = domains(tmp_path)
+    judge = Judge.make(both.test, both.target)
+    random = np.random.default_rng(0)
+    users = torch.from_numpy(random.integers(-2, 3, (both.target.num_users, 4)).astype(np.float32))
+    items = torch.from_numpy(random.integers(-2, 3, (both.target.num_items, 4)).astype(np.float32))
+    known = set(zip(both.target.users.tolist(), both.target.items.tolist(), strict=True))
+    found = judge.ranks(users, items)
+    for user, goal, rank in zip(*both.test, found, strict=True):
+        scores = (items @ users[int(user)]).tolist()
+        others = [s for item, s in enumerate(scores) if item != goal and (int(user), item) not in known]
+        assert rank == sum(s > scores[goal] for s in others) + sum(s == scores[goal] for s in others) / 2

@@ -1,0 +1,135 @@
+"""Training learns a planted rule and a user's taste, repeats bit for bit, and stops at a broken loss."""
+
+from __future__ import annotations
+
+import io
+import math
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from rich.console import Console
+
+from npu_gr.core.errors import DataError
+from npu_gr.features.interactions import ItemValues
+from npu_gr.model.hstu import Segment
+from npu_gr.model.weights import load, save
+from npu_gr.train.data import Batch, build_log
+from npu_gr.train.rank.evaluate import judged_logits
+from npu_gr.train.rank.train import Task, TrainOptions, _negatives, train_rank
+from npu_gr.train.steps import Progress
+from tests.models import CPU
+from tests.train.synthetic import NUM_ITEMS, planted
+
+TINY = TrainOptions(
+    split="leave-one-out",
+    dim=16,
+    qk_dim=8,
+    v_dim=8,
+    head_dim=16,
+    epochs=1,
+    window_tokens=16,
+    batch_tokens=256,
+    num_negatives=8,
+)
+GENRES = [ItemValues("genre", ["a", "b"], {item * 10: [item % 2] for item in range(NUM_ITEMS)})]
+
+
+def test_the_ranker_learns_the_rule_and_the_users() -> None:
+    options = msgspec.structs.replace(
+        TINY, epochs=40, learning_rate=1e-2, dropout=0.0, click_ratio=1.0, click_weight=1.0
+    )
+    _, found = train_rank(planted(), GENRES, options)
+    popularity = found.baselines[0]
+    assert found.ranker.hr_at_10 > popularity.hr_at_10 + 0.3
+    assert found.ranker.auc > 0.8
+
+
+def test_two_runs_are_equal_bit_for_bit_and_another_seed_is_not() -> None:
+    weights = [
+        train_rank(planted(), GENRES, msgspec.structs.replace(TINY, seed=seed))[0].model.state_dict()
+        for seed in (0, 0, 1)
+    ]
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+    assert not torch.equal(weights[0]["item.weight"], weights[2]["item.weight"])
+
+
+def test_the_checkpoint_says_what_it_is_and_can_be_served(tmp_path: Path) -> None:
+    seen: list[Progress] = []
+    checkpoint, found = train_rank(planted(), GENRES, TINY, seen.append)
+    save(checkpoint, tmp_path / "it")
+    loaded = load(tmp_path / "it")
+    assert loaded.action_values == (1.0, 5.0)
+    assert loaded.item_ids.tolist() == [item * 10 for item in range(NUM_ITEMS)]
+    assert loaded.model.config.tasks == ("click", "like")
+    assert loaded.model.feature_ids_0[:, 0].tolist() == [item % 2 for item in range(NUM_ITEMS)]
+    assert loaded.metrics["auc"] == found.ranker.auc
+    assert {progress.stage for progress in seen} == {"train", "evaluate"}
+    assert seen[-1].done == seen[-1].total == found.num_next
+
+
+def test_judged_logits_are_what_the_server_answers_even_for_over_long_histories() -> None:
+    options = msgspec.structs.replace(TINY, split="time", max_history_tokens=64)
+    checkpoint, _ = train_rank(planted(), GENRES, options)
+    log = build_log(planted(), GENRES, "time")
+    got = judged_logits(log, checkpoint.model, 1)
+    for place, event in enumerate(np.flatnonzero(~log.trained)[:40]):
+        history = slice(log.starts[log.users[event]], event)
+        segment = Segment(
+            items=torch.from_numpy(log.items[history]),
+            actions=torch.from_numpy(log.actions[history]),
+            times=torch.from_numpy(log.times[history]),
+            candidates=torch.from_numpy(log.items[event : event + 1]),
+            candidate_time=int(log.times[event]),
+        )
+        assert math.isclose(got[place], checkpoint.model(CPU, [segment])[0][0, 1].item(), abs_tol=1e-4)
+
+
+def test_one_task_alone_leaves_the_other_figures_out() -> None:
+    only_like = msgspec.structs.replace(TINY, tasks=(Task(name="like", at_least=4.0),))
+    _, found = train_rank(planted(), [], only_like)
+    assert "auc" in found.as_dict()
+    assert "hr_at_10" not in found.as_dict()
+    console = Console(width=120, file=io.StringIO(), record=True)
+    console.print(found.table())
+    assert "HSTU ranker" in console.export_text()
+    only_click = msgspec.structs.replace(TINY, tasks=(Task(name="click"),))
+    assert "auc" not in train_rank(planted(), [], only_click)[1].as_dict()
+
+
+def test_a_task_with_one_class_is_refused() -> None:
+    options = msgspec.structs.replace(TINY, tasks=(Task(name="like", at_least=0.0),))
+    with pytest.raises(DataError, match=r"task like: at_least 0.* gives every trained event the same label"):
+        train_rank(planted(), [], options)
+
+
+def test_a_loss_that_is_not_finite_stops_with_its_epoch() -> None:
+    options = msgspec.structs.replace(TINY, learning_rate=1e30, epochs=3)
+    with pytest.raises(DataError, match=r"the loss is (nan|inf) in epoch"):
+        train_rank(planted(), [], options)
+
+
+def test_two_tasks_without_a_threshold_are_refused() -> None:
+    with pytest.raises(ValueError, match="at most one"):
+        TrainOptions(tasks=(Task(name="click"), Task(name="view")))
+
+
+def test_both_strata_of_negatives_stand_for_the_whole_catalogue() -> None:
+    """The draws, each as many times as it counts, add up to every item but the event's own, on average."""
+    torch.manual_seed(0)
+    num_items, history = 30, torch.tensor([[3, 7, 1, 20, 5, 9]])
+    blank = torch.zeros_like(history)
+    batch = Batch(items=history, actions=blank, times=blank, valid=blank == 0, events=blank)
+    options = msgspec.structs.replace(TINY, num_negatives=10, num_seen_negatives=4)
+    some = torch.tensor([[0, 2, 5]])
+    counts = torch.zeros(3, num_items)
+    runs = 4000
+    for _ in range(runs):
+        drawn, log_weight = _negatives(batch, some, num_items, options)
+        counts.scatter_add_(1, drawn[0], log_weight.exp()[0] / runs)
+    want = torch.ones(3, num_items)
+    want[torch.arange(3), history[0, some[0]]] = 0
+    assert (counts[want == 0] == 0).all()
+    assert (counts - want).abs().max() < 0.15
