@@ -16,6 +16,7 @@ lint: $(VENV)/installed
 	$(BIN)/ruff check npu_gr tests
 	$(BIN)/ruff format --check npu_gr tests
 	$(BIN)/mypy
+	$(BIN)/lint-imports
 
 # the demo's service under replay, Prometheus (Debian: apt-get install prometheus), the dashboards to open
 monitor: $(VENV)/installed

@@ -40,21 +40,21 @@ class BrownoutControl:
         self._high_since_s: float | None = None
         self._low_since_s: float | None = None
 
-    def observe(self, pressure: float, now_s: float) -> Brownout:
+    def observe(self, pressure: float, now_at: float) -> Brownout:
         """The step from now on."""
         config = self._config
-        self._high_since_s = _since(self._high_since_s, pressure >= config.high, now_s)
-        self._low_since_s = _since(self._low_since_s, pressure <= config.low, now_s)
+        self._high_since_s = _since(self._high_since_s, pressure >= config.high, now_at)
+        self._low_since_s = _since(self._low_since_s, pressure <= config.low, now_at)
         if not config.enabled:
             return self.step
-        if self._high_since_s is not None and now_s - self._high_since_s >= config.rise_s:
-            self.step, self._high_since_s = Brownout(min(self.step + 1, config.most)), now_s
-        if self._low_since_s is not None and now_s - self._low_since_s >= config.fall_s:
-            self.step, self._low_since_s = Brownout(max(self.step - 1, 0)), now_s
+        if self._high_since_s is not None and now_at - self._high_since_s >= config.rise_s:
+            self.step, self._high_since_s = Brownout(min(self.step + 1, config.most)), now_at
+        if self._low_since_s is not None and now_at - self._low_since_s >= config.fall_s:
+            self.step, self._low_since_s = Brownout(max(self.step - 1, 0)), now_at
         return self.step
 
 
-def _since(before_s: float | None, holds: bool, now_s: float) -> float | None:
+def _since(before_s: float | None, holds: bool, now_at: float) -> float | None:
     if not holds:
         return None
-    return now_s if before_s is None else before_s
+    return now_at if before_s is None else before_s

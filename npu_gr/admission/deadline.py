@@ -1,4 +1,4 @@
-"""How long a request may take: `async with deadline(budget_s) as due_s`."""
+"""How long a request may take: `async with deadline(budget_s) as deadline_at`."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ async def deadline(budget_s: float) -> AsyncIterator[float]:
     Raises:
         DeadlineExceeded: the budget ran out; the block was cancelled and has unwound.
     """
-    due_s = time.monotonic() + budget_s
+    deadline_at = time.monotonic() + budget_s
     try:
         async with asyncio.timeout(budget_s):
-            yield due_s
+            yield deadline_at
     except TimeoutError as error:
         raise DeadlineExceeded(f"not done within {budget_s * 1e3:.0f} ms") from error

@@ -5,20 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from enum import Enum
 from typing import NamedTuple
 
 from npu_gr.admission.gate import Gate
 from npu_gr.admission.gradient import GradientLimit
 from npu_gr.core.errors import DeadlineExceeded, Overloaded
-
-
-class Priority(Enum):
-    """A kind of request, and the share of the limit that it may fill."""
-
-    RANK = 1.0  # what the cascade waits for
-    GENERATE = 0.9  # retrieval has other sources
-    SIGNAL = 0.75  # an optimisation
+from npu_gr.core.kinds import Priority
 
 
 class Expected(NamedTuple):
@@ -76,14 +68,14 @@ class Limiter:
         if expected is not None and self._adaptive is not None:
             expected.gate.check(expected.wait_s, expected.objective_s)
         self.inflight += 1
-        began_s = self._clock()
+        began_at = self._clock()
         try:
             yield
-            self._learn(expected, self._clock() - began_s)
+            self._learn(expected, self._clock() - began_at)
         except DeadlineExceeded:
             # it would have taken longer than this, which says nothing of one that had less time than the objective
-            if expected is not None and self._clock() - began_s >= expected.objective_s:
-                self._learn(expected, self._clock() - began_s)
+            if expected is not None and self._clock() - began_at >= expected.objective_s:
+                self._learn(expected, self._clock() - began_at)
             raise
         except Overloaded:
             if self._adaptive is not None and expected is not None:  # the gate learns nothing: it took no time

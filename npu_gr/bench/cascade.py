@@ -99,11 +99,11 @@ async def _round(
                 exclude_seen=False,
                 timestamp=1_900_000_000,
             )
-            began_s = time.perf_counter()
+            began_at = time.perf_counter()
             tokens = ranking.tokenize(events, 0)
             answer = await cascade.recommend(request, ranking, events, tokens, time.monotonic() + BUDGET_S, 0.0)
             if number >= 0:
-                found.append((time.perf_counter() - began_s, answer))
+                found.append((time.perf_counter() - began_at, answer))
             served.pool.erase_user(request.user)
             await served.relay.settled()
     return found
@@ -144,7 +144,7 @@ def _on_this_device(rig: Rig, served: Served) -> Source:
     other = rig.tokens(rig.returning)
 
     async def retrieve(asked: Asked) -> I64:
-        await served.engine.rank(Pass(other, 0, rig.candidates, 1_900_000_000), asked.due_s)
+        await served.engine.rank(Pass(other, 0, rig.candidates, 1_900_000_000), asked.deadline_at)
         return _drawn(rig, asked.events)
 
     return retrieve

@@ -225,7 +225,7 @@ def _transformers_s(decoder: Decoder, trie: Trie, tokens: I64, width: int, want:
         found: list[int] = trie.token[len(sequence) - length][lo : lo + degree].tolist()
         return found
 
-    began_s = time.perf_counter()
+    began_at = time.perf_counter()
     with torch.inference_mode():
         out = theirs.generate(
             torch.from_numpy(tokens)[None],
@@ -242,7 +242,7 @@ def _transformers_s(decoder: Decoder, trie: Trie, tokens: I64, width: int, want:
             pad_token_id=0,
             eos_token_id=None,
         )
-    took_s = time.perf_counter() - began_s
+    took_s = time.perf_counter() - began_at
     drift = float((out.sequences_scores.sort(descending=True).values - want).abs().max())
     assert drift <= TOLERANCE, f"transformers differs by {drift:.1e}"
     return took_s

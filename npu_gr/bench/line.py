@@ -47,12 +47,12 @@ def timed_in_turn(
     for function in functions:
         function()
     samples: list[list[float]] = [[] for _ in functions]
-    ends_s = time.perf_counter() + budget_s
-    while len(samples[0]) < min_runs or time.perf_counter() < ends_s:
+    ends_at = time.perf_counter() + budget_s
+    while len(samples[0]) < min_runs or time.perf_counter() < ends_at:
         for function, row in zip(functions, samples, strict=True):
-            began_s = clock()
+            began_at = clock()
             function()
-            row.append(clock() - began_s)
+            row.append(clock() - began_at)
     return samples
 
 

@@ -106,12 +106,12 @@ def _cpu_in_turn(functions: list[Callable[[], object]], budget_s: float, min_run
     samples: list[list[float]] = [[] for _ in functions]
     for function in functions:
         function()
-    ends_s = time.perf_counter() + budget_s
-    while len(samples[0]) < min_runs or time.perf_counter() < ends_s:
+    ends_at = time.perf_counter() + budget_s
+    while len(samples[0]) < min_runs or time.perf_counter() < ends_at:
         for function, row in zip(functions, samples, strict=True):
-            began_s = time.process_time()
+            began_at = time.process_time()
             function()
-            row.append(time.process_time() - began_s)
+            row.append(time.process_time() - began_at)
     return samples
 
 

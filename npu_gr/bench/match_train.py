@@ -41,11 +41,11 @@ def lines(num_edges: int, num_steps: int, seed: int) -> Iterator[Line]:
         source_steps=steps, target_steps=steps, inter_steps=steps, evaluate_every=steps + 1, patience=0,
         batch_edges=min(65_536, num_edges // 16), batch_anchors=2048,
     )  # fmt: skip
-    ends_s: dict[str, list[float]] = {}
-    Trainer(MatchData(source, target, validation), options).run(lambda done: _note(ends_s, done))
+    ends_at: dict[str, list[float]] = {}
+    Trainer(MatchData(source, target, validation), options).run(lambda done: _note(ends_at, done))
     defaults = MatchOptions()
     planned = {"source": defaults.source_steps, "target": defaults.target_steps, "inter": defaults.inter_steps}
-    step_s = {stage: float(np.median(np.diff(ends))) for stage, ends in ends_s.items()}
+    step_s = {stage: float(np.median(np.diff(ends))) for stage, ends in ends_at.items()}
     minutes = sum(step_s[stage] * num for stage, num in planned.items()) / 60
     each = ", ".join(f"{stage} {seconds:.2f} s" for stage, seconds in step_s.items())
     yield _line(f"{num_edges} edges, {sum(planned.values())} steps ({each})", minutes, "CPU min", MINUTES)
@@ -61,9 +61,9 @@ def _graph(random: np.random.Generator, num_edges: int, num_users: int) -> Graph
     return Graph(edges // num_items, edges % num_items, num_users, num_items)
 
 
-def _note(ends_s: dict[str, list[float]], done: Progress) -> None:
+def _note(ends_at: dict[str, list[float]], done: Progress) -> None:
     if done.done < done.total:  # behind a stage's last step it is evaluated
-        ends_s.setdefault(done.stage, []).append(time.process_time())
+        ends_at.setdefault(done.stage, []).append(time.process_time())
 
 
 def _line(case: str, ours: float, unit: str, limit: float) -> Line:

@@ -127,15 +127,15 @@ def _cpu_in_turn(
     """CPU seconds of each rank, and of each piece of work, in turn."""
     ranked, added = list[float](), list[float]()
     rank()
-    ends_s = time.perf_counter() + budget_s
-    while len(ranked) < 5 or time.perf_counter() < ends_s:
-        began_s = time.process_time()
+    ends_at = time.perf_counter() + budget_s
+    while len(ranked) < 5 or time.perf_counter() < ends_at:
+        began_at = time.process_time()
         rank()
-        ranked.append(time.process_time() - began_s)
-        began_s = time.process_time()
+        ranked.append(time.process_time() - began_at)
+        began_at = time.process_time()
         for _ in range(REPEATS):
             work()
-        added.append((time.process_time() - began_s) / REPEATS)
+        added.append((time.process_time() - began_at) / REPEATS)
     return ranked, added
 
 

@@ -113,7 +113,7 @@ async def drive(
     times = 1_600_000_000 + np.cumsum(random.integers(1, 100_000, num_tokens))
     candidates = random.integers(0, 10_000, NUM_CANDIDATES)
     latency_s, is_refused = np.full(count, np.inf), np.zeros(count, bool)
-    began_s = time.monotonic()
+    began_at = time.monotonic()
 
     async def one(number: int, at_s: float) -> None:
         user, budget_s = UserKey("bench", str(number)), PATIENCE * objective_s
@@ -121,17 +121,17 @@ async def drive(
         await asyncio.sleep(at_s - time.monotonic())
         with suppress(NpuGrError):  # an optimisation that is not to be had now
             await service.signal(SignalRequest(user=user, history=history, num_candidates=NUM_CANDIDATES), budget_s)
-        due_s = at_s + LEAD_S
-        await asyncio.sleep(due_s - time.monotonic())
+        due_at = at_s + LEAD_S
+        await asyncio.sleep(due_at - time.monotonic())
         asked_s = time.monotonic()
         try:
             await service.rank(RankRequest(user=user, candidates=candidates, history=history), budget_s)
-            latency_s[number] = time.monotonic() - due_s
+            latency_s[number] = time.monotonic() - due_at
         except NpuGrError:
             is_refused[number] = time.monotonic() - asked_s < 0.1 * objective_s
 
     results = await asyncio.gather(
-        *(one(n, began_s + float(at)) for n, at in enumerate(arrivals)), return_exceptions=True
+        *(one(n, began_at + float(at)) for n, at in enumerate(arrivals)), return_exceptions=True
     )
     if unexpected := [error for error in results if error is not None]:
         raise unexpected[0]
@@ -160,9 +160,9 @@ async def _idle_s(folder: str, backend: BackendName, num_tokens: int) -> float:
             request = RankRequest(
                 user=UserKey("idle", str(number)), candidates=np.arange(NUM_CANDIDATES), history=history
             )
-            began_s = time.perf_counter()
+            began_at = time.perf_counter()
             await service.rank(request, 60.0)
-            taken.append(time.perf_counter() - began_s)
+            taken.append(time.perf_counter() - began_at)
     return float(np.median(taken[4:]))
 
 

@@ -210,12 +210,12 @@ class Served:
         self.dram.arena.copy_tokens_from(self.dram.arena, source.runs, entry.runs, source.num_tokens)
         self.dram.commit(entry, source.timestamps)
 
-    async def rank(self, user: UserKey, tokens: Tokens, due_s: float) -> F32:
+    async def rank(self, user: UserKey, tokens: Tokens, deadline_at: float) -> F32:
         """Score the candidates."""
-        since_s = time.monotonic()
-        async with self.relay.lease(user, tokens, len(self.rig.candidates), due_s) as lease:
+        arrived_at = time.monotonic()
+        async with self.relay.lease(user, tokens, len(self.rig.candidates), deadline_at) as lease:
             work = Pass(tokens, 0, self.rig.candidates, SHOWN_AT, cached=lease.cached, keep=lease.keep)
-            logits = (await self.engine.rank(work, due_s, since_s)).logits
+            logits = (await self.engine.rank(work, deadline_at, arrived_at)).logits
         self._outcomes[lease.outcome] += 1
         return logits
 
@@ -244,19 +244,19 @@ class Served:
         ranked = sum(visit.is_ranked for visit in visits)
         latency_s = np.full(len(visits), np.nan, np.float32)
         lead_s = LEAD * self.rig.idle.full_s if lead_s is None else lead_s
-        began_s = time.monotonic()
+        began_at = time.monotonic()
 
         async def one(number: int, visit: Visit) -> None:
-            at_s, tokens = began_s + visit.at_s, asked[number]
+            at_s, tokens = began_at + visit.at_s, asked[number]
             await asyncio.sleep(at_s - time.monotonic())
             if self.arm.signals:
                 self._verdicts[self.relay.signal(visit.user, tokens, len(self.rig.candidates))] += 1
-            due_s = at_s + lead_s
-            await asyncio.sleep(due_s - time.monotonic())
+            deadline_at = at_s + lead_s
+            await asyncio.sleep(deadline_at - time.monotonic())
             if visit.is_ranked:
                 try:
-                    await self.rank(visit.user, tokens, due_s + patience_s)
-                    latency_s[number] = time.monotonic() - due_s
+                    await self.rank(visit.user, tokens, deadline_at + patience_s)
+                    latency_s[number] = time.monotonic() - deadline_at
                 except NpuGrError:
                     latency_s[number] = np.inf
                 if (latency_s > goal_s).sum() > allowed_late(ranked):
@@ -286,18 +286,18 @@ async def measure_idle(rig: Rig) -> Idle:
         for number in range(1 + SAMPLES):
             user = UserKey("idle", str(number))
             await asyncio.sleep(2 * full_s)
-            began_s = time.perf_counter()
+            began_at = time.perf_counter()
             cold = (await served.engine.rank(Pass(tokens, 0, rig.candidates, SHOWN_AT), _FAR)).logits
-            full_s = time.perf_counter() - began_s
+            full_s = time.perf_counter() - began_at
             await asyncio.sleep(full_s)
-            began_s = time.perf_counter()
+            began_at = time.perf_counter()
             served.relay.signal(user, tokens)
             await served.relay.settled()
-            prefill_s = time.perf_counter() - began_s
+            prefill_s = time.perf_counter() - began_at
             await asyncio.sleep(full_s)
-            began_s = time.perf_counter()
+            began_at = time.perf_counter()
             hit = await served.rank(user, tokens, time.monotonic() + 60)
-            rank_s = time.perf_counter() - began_s
+            rank_s = time.perf_counter() - began_at
             drift = float(np.abs(hit - cold).max() / cold.std())
             assert drift <= TOLERANCE, f"cached scores drift by {drift:.1e} of their standard deviation"
             await served.relay.settled()

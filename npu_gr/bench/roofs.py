@@ -26,9 +26,9 @@ def cpu_s(run: Callable[[], object], repeats: int) -> float:
     """The best CPU time of this thread: what a quiet machine would take."""
     best = float("inf")
     for _ in range(repeats):
-        began_s = time.thread_time()
+        began_at = time.thread_time()
         run()
-        best = min(best, time.thread_time() - began_s)
+        best = min(best, time.thread_time() - began_at)
     return best
 
 

@@ -184,12 +184,12 @@ async def _measure(
     for _ in range(100):
         for connection in one.values():
             await connection.ask(request)
-    ends_s = time.perf_counter() + budget_s
-    while time.perf_counter() < ends_s or len(took["direct"]) < 1000:
+    ends_at = time.perf_counter() + budget_s
+    while time.perf_counter() < ends_at or len(took["direct"]) < 1000:
         for name, connection in one.items():
-            began_s = time.perf_counter()
+            began_at = time.perf_counter()
             await connection.ask(request)
-            took[name].append(time.perf_counter() - began_s)
+            took[name].append(time.perf_counter() - began_at)
     for connection in one.values():
         connection.close()
     served = {}
@@ -217,11 +217,11 @@ async def _connect(port: int, request: bytes) -> Connection:
 
 
 async def _throughput(connections: Sequence[Connection], request: bytes, pid: int, budget_s: float) -> float:
-    count, ends_s = 0, time.perf_counter() + budget_s
+    count, ends_at = 0, time.perf_counter() + budget_s
 
     async def go(connection: Connection) -> None:
         nonlocal count
-        while time.perf_counter() < ends_s:
+        while time.perf_counter() < ends_at:
             await connection.ask(request)
             count += 1
 

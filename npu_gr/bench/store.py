@@ -57,9 +57,9 @@ def lines(seed: int) -> Iterator[Line]:
     tiers, samples = [Tier(size, seed) for size in (MANY, FEW)], ([], [])  # type: ignore[var-annotated]
     for _ in range(SAMPLES):
         for tier, row in zip(tiers, samples, strict=True):
-            began_s = time.thread_time()
+            began_at = time.thread_time()
             tier.turns()
-            row.append((time.thread_time() - began_s) / TURNS)
+            row.append((time.thread_time() - began_at) / TURNS)
     for tier in tiers:
         assert len(tier.store) == tier.store.arena.num_pages, "a full tier stays full"
     (ours_s, p10_s, p90_s), (base_s, _, _) = (percentiles(row) for row in samples)

@@ -10,7 +10,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, TypeVar, get_args
+from typing import Annotated, Any, TypeVar, get_args
 
 import msgspec
 import yaml
@@ -18,6 +18,13 @@ import yaml
 from npu_gr.core.errors import ConfigError
 
 S = TypeVar("S", bound=msgspec.Struct)
+
+# Bounds that many sections share; a setting with another bound writes it out.
+Count = Annotated[int, msgspec.Meta(ge=1)]
+Bytes = Annotated[int, msgspec.Meta(ge=0)]
+Seconds = Annotated[float, msgspec.Meta(gt=0)]
+Positive = Annotated[float, msgspec.Meta(gt=0)]
+Ratio = Annotated[float, msgspec.Meta(gt=0, lt=1)]
 
 
 class _StrictLoader(yaml.SafeLoader):

@@ -306,7 +306,7 @@ class GenerateEngine(PageJobs):
             self._scratch.put(KVArena(arena.layout, pages, generator.backend.device))
 
     async def prefill(
-        self, tokens: Prompt, keep: tuple[Run, ...], deadline_s: float, urgency: Urgency, first_token: int = 0
+        self, tokens: Prompt, keep: tuple[Run, ...], deadline_at: float, urgency: Urgency, first_token: int = 0
     ) -> int:
         """Encode a prompt into the pages `keep`, chunk after chunk; see `Engine.prefill`."""
 
@@ -321,20 +321,20 @@ class GenerateEngine(PageJobs):
 
         limits = list(chunks(first_token, len(tokens), self.scheduler.config.prefill_chunk_tokens))
         steps = [step(start, stop) for start, stop in limits]
-        done = await self.scheduler.sequence(steps, deadline_s, urgency, is_sheddable=True, kind="prefill")
+        done = await self.scheduler.sequence(steps, deadline_at, urgency, is_sheddable=True, kind="prefill")
         return limits[done.steps - 1][1] if done.steps else first_token
 
-    async def generate(self, work: Work, deadline_s: float, since_s: float | None = None) -> Done[Generated]:
-        """Encode what is missing of the prompt, and search, in a pass that others may share; `since_s`: see `rank`."""
+    async def generate(self, work: Work, deadline_at: float, arrived_at: float | None = None) -> Done[Generated]:
+        """Encode what is missing of the prompt and search, in a pass that others may share."""
         cached = work.cached.num_tokens if work.cached else 0
         expected_s = self.cost.pass_s(len(work.prompt) - cached, cached, work.options.width)
         work = replace(work, vocabulary=self.generator.decoder.config.vocab_size)
         done: Done[Generated] = await self.scheduler.batch(
             work,
             self._run,
-            deadline_s,
+            deadline_at,
             objective_s=self.objective_s,
-            since_s=since_s,
+            arrived_at=arrived_at,
             takes_s=expected_s,
             kind="generate",
         )
@@ -414,6 +414,6 @@ _TRIES = 3
 def _timed(run: Callable[[], Any]) -> float:
     """Seconds, after one run that is not counted."""
     run()
-    began_s = time.perf_counter()
+    began_at = time.perf_counter()
     run()
-    return time.perf_counter() - began_s
+    return time.perf_counter() - began_at

@@ -87,15 +87,15 @@ class Job:
     shares: bool = False  # may run with others of the same `run` and bucket
     bucket: int = 0
     demand: Demand = NOTHING
-    deadline_s: float = float("inf")
-    order_s: float = float("inf")
+    deadline_at: float = float("inf")
+    order_at: float = float("inf")
     takes_s: float = 0.0  # its own estimate; how long before the deadline it must begin
     objective_s: float = float("inf")  # how long its request should take in all
     is_sheddable: bool = False  # makes room for a job that is not, when the queue is full
     rest: Sequence[Step] = ()  # what follows; each is a pass of its own, and others may come between
     ran: int = field(default=0, init=False)  # steps
-    since_s: float | None = None  # when its request came, if that was before it did
-    submitted_s: float = 0.0
+    arrived_at: float | None = None  # when its request came, if that was before it did
+    submitted_at: float = 0.0
     is_waiting: bool = field(default=False, init=False)
     tag: Any = None  # the submitter's
 
@@ -128,12 +128,12 @@ class JobQueue:
         """Waiting work in objectives, each job's part in its own; without sheddable ones, which let others pass."""
         return self._pressure * self.pace.value
 
-    def ahead_s(self, order_s: float) -> float:
+    def ahead_s(self, order_at: float) -> float:
         """Estimates of the waiting jobs that go before one of this order, together."""
-        ahead = (job for at_s, _, job in self._heap if at_s <= order_s and job.is_waiting and at_s == job.order_s)
+        ahead = (job for at_s, _, job in self._heap if at_s <= order_at and job.is_waiting and at_s == job.order_at)
         return sum(job.takes_s + sum(step.takes_s for step in job.rest) for job in ahead) * self.pace.value
 
-    def put(self, job: Job, now_s: float, *, force: bool = False) -> Job | None:
+    def put(self, job: Job, now_at: float, *, force: bool = False) -> Job | None:
         """Take a job in.
 
         Returns:
@@ -148,12 +148,12 @@ class JobQueue:
                 raise Overloaded(f"{self._waiting} jobs wait for the device, the limit is {self._config.max_queue}")
             shed = next(reversed(self._sheddable))
             self.withdraw(shed)
-        job.submitted_s, job.is_waiting = now_s, True
-        since_s = now_s if job.since_s is None else job.since_s
+        job.submitted_at, job.is_waiting = now_at, True
+        arrived_at = now_at if job.arrived_at is None else job.arrived_at
         if job.is_sheddable:  # behind every request, the oldest first, unless a request waits for it
-            job.order_s = min(job.order_s, since_s + BEHIND_S)
+            job.order_at = min(job.order_at, arrived_at + BEHIND_S)
         else:
-            job.order_s = min(job.order_s, job.deadline_s, since_s + self._config.aging_s)
+            job.order_at = min(job.order_at, job.deadline_at, arrived_at + self._config.aging_s)
         self._push(job)
         self._waiting += 1
         if job.is_sheddable:
@@ -162,7 +162,7 @@ class JobQueue:
             self._pressure += job.takes_s / job.objective_s
         return shed
 
-    def go_on(self, job: Job, now_s: float) -> bool:
+    def go_on(self, job: Job, now_at: float) -> bool:
         """A step of the job has run: put the next one in; False if that was all.
 
         At once, so that its place in the order is taken before another job is.
@@ -171,7 +171,7 @@ class JobQueue:
         if not job.rest:
             return False
         (job.work, job.takes_s), *job.rest = job.rest
-        self.put(job, now_s, force=True)
+        self.put(job, now_at, force=True)
         return True
 
     def withdraw(self, job: Job) -> bool:
@@ -192,23 +192,23 @@ class JobQueue:
             self._pressure = 0.0  # exactly: rounding must not add up
         return True  # its place in the heap is passed over later
 
-    def hasten(self, job: Job, order_s: float) -> None:
+    def hasten(self, job: Job, order_at: float) -> None:
         """Somebody more urgent waits for it now; of one whose step runs, that holds for the steps that follow."""
-        if order_s < job.order_s:
-            job.order_s = order_s
+        if order_at < job.order_at:
+            job.order_at = order_at
             if job.is_waiting:
                 self._push(job)
 
-    def take(self, now_s: float) -> Taken:
+    def take(self, now_at: float) -> Taken:
         """The next pass."""
         expired: list[Job] = []
-        first = self._pop(now_s, expired)
+        first = self._pop(now_at, expired)
         if first is None:
             return Taken([], expired, None)
         jobs = [first]
         if first.shares:
-            self._fill(jobs, now_s, expired)
-            if (wait_s := self._may_wait_s(jobs, now_s)) > 0:
+            self._fill(jobs, now_at, expired)
+            if (wait_s := self._may_wait_s(jobs, now_at)) > 0:
                 for job in jobs:
                     self._push(job)
                 return Taken([], expired, wait_s)
@@ -223,48 +223,48 @@ class JobQueue:
         return left
 
     def _push(self, job: Job) -> None:
-        heapq.heappush(self._heap, (job.order_s, next(self._numbers), job))
+        heapq.heappush(self._heap, (job.order_at, next(self._numbers), job))
 
-    def _pop(self, now_s: float, expired: list[Job]) -> Job | None:
+    def _pop(self, now_at: float, expired: list[Job]) -> Job | None:
         """The first job that still waits and is in time; it stays `is_waiting`, but out of the heap."""
         while self._heap:
-            order_s, _, job = heapq.heappop(self._heap)
-            if not job.is_waiting or order_s != job.order_s:  # withdrawn, or hastened and pushed again
+            order_at, _, job = heapq.heappop(self._heap)
+            if not job.is_waiting or order_at != job.order_at:  # withdrawn, or hastened and pushed again
                 continue
-            if job.deadline_s <= now_s:
+            if job.deadline_at <= now_at:
                 self.withdraw(job)
                 expired.append(job)
                 continue
             return job
         return None
 
-    def _fill(self, jobs: list[Job], now_s: float, expired: list[Job]) -> None:
+    def _fill(self, jobs: list[Job], now_at: float, expired: list[Job]) -> None:
         """Add what may share the pass of `jobs[0]`, in order; what may not goes back."""
         first, total, passed = jobs[0], jobs[0].demand, list[Job]()
-        total_s, end_s = first.takes_s, self._end_s(first, now_s)
+        total_s, end_s = first.takes_s, self._end_s(first, now_at)
         while len(jobs) < self._config.max_batch_requests and len(passed) < SCAN:
-            job = self._pop(now_s, expired)
+            job = self._pop(now_at, expired)
             if job is None:
                 break
             more = total.plus(job.demand)
             alike = job.shares and job.run == first.run and job.bucket == first.bucket
-            ends_s = min(end_s, self._end_s(job, now_s))
-            if alike and more.fits(self._config) and total_s + job.takes_s <= ends_s:
+            ends_at = min(end_s, self._end_s(job, now_at))
+            if alike and more.fits(self._config) and total_s + job.takes_s <= ends_at:
                 jobs.append(job)
-                total, total_s, end_s = more, total_s + job.takes_s, ends_s
+                total, total_s, end_s = more, total_s + job.takes_s, ends_at
             else:
                 passed.append(job)
         for job in passed:
             self._push(job)
 
-    def _end_s(self, job: Job, now_s: float) -> float:
+    def _end_s(self, job: Job, now_at: float) -> float:
         """What a pass may take by its estimates so that the job is in time; one that is late already does not mind."""
-        left_s = (job.order_s - now_s) / self.pace.value
+        left_s = (job.order_at - now_at) / self.pace.value
         return left_s if job.takes_s <= left_s else float("inf")
 
-    def _may_wait_s(self, jobs: Sequence[Job], now_s: float) -> float:
+    def _may_wait_s(self, jobs: Sequence[Job], now_at: float) -> float:
         if len(jobs) >= self._config.max_batch_requests or not self._config.max_batch_wait_s:
             return 0.0
-        patience_s = min(job.submitted_s for job in jobs) + self._config.max_batch_wait_s
-        slack_s = min(job.deadline_s - job.takes_s for job in jobs)
-        return min(patience_s, slack_s) - now_s
+        patience_s = min(job.submitted_at for job in jobs) + self._config.max_batch_wait_s
+        slack_s = min(job.deadline_at - job.takes_s for job in jobs)
+        return min(patience_s, slack_s) - now_at

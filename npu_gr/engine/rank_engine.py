@@ -103,8 +103,8 @@ class PageJobs:
         target: KVArena,
         target_runs: Sequence[Run],
         num_tokens: int,
-        deadline_s: float,
-        order_s: float | Urgency | None = None,
+        deadline_at: float,
+        order_at: float | Urgency | None = None,
         *,
         is_sheddable: bool = False,
     ) -> None:
@@ -113,19 +113,19 @@ class PageJobs:
         def work() -> Callable[[], None]:
             return self.backend.copy(lambda: target.copy_tokens_from(source, source_runs, target_runs, num_tokens))
 
-        queued = await self.scheduler.call(work, deadline_s, order_s, is_sheddable=is_sheddable, kind="copy")
-        began_s = time.monotonic()
+        queued = await self.scheduler.call(work, deadline_at, order_at, is_sheddable=is_sheddable, kind="copy")
+        began_at = time.monotonic()
         await self.scheduler.finished(queued.value)
-        done = Done(None, queued.queue_s, queued.device_s + time.monotonic() - began_s)
+        done = Done(None, queued.queue_s, queued.device_s + time.monotonic() - began_at)
         self.on_copied(target, target.layout.bytes(num_tokens), done)
 
     async def measure_copy(self, dram: KVArena, dram_runs: Sequence[Run], runs: Sequence[Run], num_tokens: int) -> None:
         """Measure the bandwidth from DRAM pages to device pages, best of three."""
         taken_s = list[float]()
         for _ in range(3):
-            began_s = time.perf_counter()
+            began_at = time.perf_counter()
             await self.copy(dram, dram_runs, self.arena, runs, num_tokens, float("inf"))
-            taken_s.append(time.perf_counter() - began_s)
+            taken_s.append(time.perf_counter() - began_at)
         self.copy_bytes_per_s = dram.layout.bytes(num_tokens) / min(taken_s)
 
     def zero(self, arena: KVArena, runs: Sequence[Run]) -> asyncio.Future[Done[None]]:
@@ -146,14 +146,14 @@ class Engine(PageJobs):
         self.model = model
 
     async def prefill(
-        self, tokens: Tokens, keep: tuple[Run, ...], deadline_s: float, urgency: Urgency, first_token: int = 0
+        self, tokens: Tokens, keep: tuple[Run, ...], deadline_at: float, urgency: Urgency, first_token: int = 0
     ) -> int:
         """Encode a history into the pages `keep`, chunk after chunk: a rank waits for the end of one at most.
 
         Args:
             tokens: the whole history.
             keep: pages for all of it, which hold its first `first_token` tokens already.
-            deadline_s: a chunk that has not begun by then is dropped, and what follows.
+            deadline_at: a chunk that has not begun by then is dropped, and what follows.
             urgency: when its rank is expected; if it is cut, the rank goes on from the chunk that runs.
             first_token: where to go on.
 
@@ -168,15 +168,15 @@ class Engine(PageJobs):
 
         parts = list(chunks(first_token, len(tokens), self.scheduler.config.prefill_chunk_tokens))
         steps = [step(start, stop) for start, stop in parts]
-        done = await self.scheduler.sequence(steps, deadline_s, urgency, is_sheddable=True, kind="prefill")
+        done = await self.scheduler.sequence(steps, deadline_at, urgency, is_sheddable=True, kind="prefill")
         return parts[done.steps - 1][1] if done.steps else first_token
 
-    async def rank(self, work: Pass, deadline_s: float, since_s: float | None = None) -> Scored:
-        """Score a pass's candidates, of a request that came at `since_s` (now by default)."""
+    async def rank(self, work: Pass, deadline_at: float, arrived_at: float | None = None) -> Scored:
+        """Score a pass's candidates, of a request that came at `arrived_at` (now by default)."""
         cached = work.cached.num_tokens if work.cached else 0
         expected_s = self.cost.pass_s(work.demand.tokens, cached, work.demand.rows)
         done = await self.scheduler.batch(
-            work, self._run, deadline_s, objective_s=self.objective_s, since_s=since_s, takes_s=expected_s
+            work, self._run, deadline_at, objective_s=self.objective_s, arrived_at=arrived_at, takes_s=expected_s
         )
         if work.cached is None and done.batch_size == 1:
             self._correct(expected_s, done.device_s)

@@ -55,15 +55,15 @@ class Done(Generic[T]):
 class Urgency:
     """When something is wanted, which may become earlier while it waits or runs in parts, or not at all."""
 
-    def __init__(self, order_s: float, since_s: float | None = None) -> None:
-        """`since_s`: when it was first wanted, for what runs in parts; None = each part counts by itself."""
-        self.order_s, self.since_s, self.is_cut = order_s, since_s, False
+    def __init__(self, order_at: float, arrived_at: float | None = None) -> None:
+        """`arrived_at`: when it was first wanted, for what runs in parts; None = each part counts by itself."""
+        self.order_at, self.arrived_at, self.is_cut = order_at, arrived_at, False
         self._on_change: Callable[[], None] | None = None
 
-    def hasten(self, order_s: float) -> None:
+    def hasten(self, order_at: float) -> None:
         """Wanted by then at the latest."""
-        if order_s < self.order_s:
-            self.order_s = order_s
+        if order_at < self.order_at:
+            self.order_at = order_at
             if self._on_change is not None:
                 self._on_change()
 
@@ -103,7 +103,7 @@ class Scheduler:
         self.on_batch: Callable[[int, int], None] = lambda _requests, _rows: None
         self.on_worked: Callable[[str, float], None] = lambda _kind, _seconds: None
         self.failures_in_a_row = 0
-        self._ends_s = [0.0] * config.streams  # when each stream's pass should end; in the past: it has none
+        self._ends_at = [0.0] * config.streams  # when each stream's pass should end; in the past: it has none
 
     def start(self) -> None:
         """Start the threads. Results are delivered to the running event loop."""
@@ -138,9 +138,9 @@ class Scheduler:
             objective_s: it should be done so long from now, which is its place in the queue.
         """
         with self._changed:
-            now_s = time.monotonic()
-            ahead_s = self._queue.ahead_s(now_s + min(objective_s, self.config.aging_s))
-            running_s = max(0.0, min(self._ends_s) - now_s)
+            now_at = time.monotonic()
+            ahead_s = self._queue.ahead_s(now_at + min(objective_s, self.config.aging_s))
+            running_s = max(0.0, min(self._ends_at) - now_at)
         return running_s + ahead_s / self.config.streams
 
     @property
@@ -151,8 +151,8 @@ class Scheduler:
     async def call(
         self,
         function: Callable[[], T],
-        deadline_s: float,
-        order_s: float | Urgency | None = None,
+        deadline_at: float,
+        order_at: float | Urgency | None = None,
         *,
         takes_s: float = 0.0,
         is_sheddable: bool = False,
@@ -160,16 +160,16 @@ class Scheduler:
     ) -> Done[T]:
         """Run `function` on a device thread, alone; else as `sequence`."""
         one = Step(function, takes_s)
-        job = self._job([one], deadline_s, order_s, is_sheddable, kind)
-        if not isinstance(order_s, Urgency):
+        job = self._job([one], deadline_at, order_at, is_sheddable, kind)
+        if not isinstance(order_at, Urgency):
             return await self._submit(job)
-        with order_s.applied(lambda: self._hasten(job, order_s.order_s)):
+        with order_at.applied(lambda: self._hasten(job, order_at.order_at)):
             return await self._submit(job)
 
     async def sequence(
         self,
         steps: Sequence[Step],
-        deadline_s: float,
+        deadline_at: float,
         urgency: Urgency,
         *,
         is_sheddable: bool = False,
@@ -179,7 +179,7 @@ class Scheduler:
 
         Args:
             steps: at least one; their works read and write tensors and must not touch the event loop.
-            deadline_s: instant on time.monotonic(); what has not begun by then is dropped.
+            deadline_at: instant on time.monotonic(); what has not begun by then is dropped.
             urgency: its place in the queue; if it is cut, what has not begun does not run.
             is_sheddable: it may be refused later, to make room for one that is not.
             kind: for the metric of the device's time: prefill, generate, copy, other.
@@ -190,13 +190,13 @@ class Scheduler:
         Raises:
             Overloaded: the queue is full. DeadlineExceeded. DeviceError: a function failed.
         """
-        job = self._job(steps, deadline_s, urgency, is_sheddable, kind)
+        job = self._job(steps, deadline_at, urgency, is_sheddable, kind)
 
         def changed() -> None:
             if urgency.is_cut:
                 self._cut(job)
             else:
-                self._hasten(job, urgency.order_s)
+                self._hasten(job, urgency.order_at)
 
         if urgency.is_cut:
             return Done(None, 0.0, 0.0, steps=0)
@@ -206,8 +206,8 @@ class Scheduler:
     def _job(
         self,
         steps: Sequence[Step],
-        deadline_s: float,
-        order_s: float | Urgency | None,
+        deadline_at: float,
+        order_at: float | Urgency | None,
         is_sheddable: bool,
         kind: str,
     ) -> Job:
@@ -216,9 +216,13 @@ class Scheduler:
             work=steps[0].work,
             takes_s=steps[0].takes_s,
             rest=steps[1:],
-            deadline_s=deadline_s,
-            order_s=deadline_s if order_s is None else order_s.order_s if isinstance(order_s, Urgency) else order_s,
-            since_s=order_s.since_s if isinstance(order_s, Urgency) else None,
+            deadline_at=deadline_at,
+            order_at=deadline_at
+            if order_at is None
+            else order_at.order_at
+            if isinstance(order_at, Urgency)
+            else order_at,
+            arrived_at=order_at.arrived_at if isinstance(order_at, Urgency) else None,
             is_sheddable=is_sheddable,
             kind=kind,
         )
@@ -227,10 +231,10 @@ class Scheduler:
         self,
         work: BatchWork,
         run: Run,
-        deadline_s: float,
+        deadline_at: float,
         *,
         objective_s: float = float("inf"),
-        since_s: float | None = None,
+        arrived_at: float | None = None,
         takes_s: float = 0.0,
         kind: str = "rank",
     ) -> Done[Any]:
@@ -238,10 +242,10 @@ class Scheduler:
 
         Args:
             objective_s: its request should be done so long after it came, which is its place in the queue.
-            since_s: when the request came; None = now.
+            arrived_at: when the request came; None = now.
             takes_s: an estimate.
         """
-        since_s = time.monotonic() if since_s is None else since_s
+        arrived_at = time.monotonic() if arrived_at is None else arrived_at
         return await self._submit(
             Job(
                 run=run,
@@ -249,9 +253,9 @@ class Scheduler:
                 kind=kind,
                 shares=True,
                 demand=work.demand,
-                deadline_s=deadline_s,
-                order_s=since_s + objective_s,
-                since_s=since_s,
+                deadline_at=deadline_at,
+                order_at=arrived_at + objective_s,
+                arrived_at=arrived_at,
                 objective_s=objective_s,
                 takes_s=takes_s,
             )
@@ -262,7 +266,7 @@ class Scheduler:
 
         Awaiting the result is optional. Unavailable once the scheduler stops.
         """
-        job = Job(run=_each, work=function, order_s=float("-inf"), tag=self._future())
+        job = Job(run=_each, work=function, order_at=float("-inf"), tag=self._future())
         with self._changed:
             if self._stopping:
                 job.tag.set_exception(Unavailable("the instance is stopping"))
@@ -287,9 +291,9 @@ class Scheduler:
         assert self._loop is not None, "start() first"
         return self._loop.create_future()
 
-    def _hasten(self, job: Job, order_s: float) -> None:
+    def _hasten(self, job: Job, order_at: float) -> None:
         with self._changed:
-            self._queue.hasten(job, order_s)
+            self._queue.hasten(job, order_at)
 
     def _cut(self, job: Job) -> None:
         with self._changed:
@@ -336,11 +340,11 @@ class Scheduler:
 
     def _work_off(self, stream: int) -> None:
         while jobs := self._take():
-            began_s, expected_s = time.monotonic(), sum(job.takes_s for job in jobs)
-            self._ends_s[stream] = began_s + expected_s * self._queue.pace.value
+            began_at, expected_s = time.monotonic(), sum(job.takes_s for job in jobs)
+            self._ends_at[stream] = began_at + expected_s * self._queue.pace.value
             results = self._attempt(jobs)
-            took_s = time.monotonic() - began_s
-            self._ends_s[stream] = 0.0
+            took_s = time.monotonic() - began_at
+            self._ends_at[stream] = 0.0
             self._queue.pace.observe(expected_s, took_s)
             self.on_worked(jobs[0].kind, took_s)
             if jobs[0].shares:
@@ -349,7 +353,7 @@ class Scheduler:
                 if isinstance(result, NpuGrError):
                     self._deliver(job, result)
                 elif not self._goes_on(job):
-                    self._deliver(job, Done(result, began_s - job.submitted_s, took_s, len(jobs), job.ran))
+                    self._deliver(job, Done(result, began_at - job.submitted_at, took_s, len(jobs), job.ran))
 
     def _goes_on(self, job: Job) -> bool:
         with self._changed:

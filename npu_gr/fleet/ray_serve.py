@@ -137,7 +137,9 @@ class Instance:
                 elif sample.name == "npu_gr_rank_duration_seconds_count":
                     count += sample.value
                 elif sample.name == "npu_gr_rank_duration_seconds_bucket":
-                    in_time += sample.value if float(sample.labels["le"]) == self._config.slo.rank_s else 0.0
+                    in_time += (
+                        sample.value if float(sample.labels["le"]) == self._config.slo.objective_s("rank") else 0.0
+                    )
         (count_before, in_time_before), self._ranks = self._ranks, (count, in_time)
         late = (count - count_before) - (in_time - in_time_before)
         return {QUEUE_DEPTH: depth, LATE_RATIO: late / max(1.0, count - count_before)}

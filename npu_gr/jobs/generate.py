@@ -121,7 +121,7 @@ class Generation:
         )
 
     async def generate(
-        self, request: GenerateRequest, item_ids: I64, fingerprint: str, due_s: float, history_s: float
+        self, request: GenerateRequest, item_ids: I64, fingerprint: str, deadline_at: float, history_s: float
     ) -> GenerateAnswer:
         """The best items after a history.
 
@@ -129,7 +129,7 @@ class Generation:
             request: what is asked.
             item_ids: [n] items of the history, oldest first.
             fingerprint: of the history, for the answer.
-            due_s: instant (time.monotonic) by which the answer must be there.
+            deadline_at: instant (time.monotonic) by which the answer must be there.
             history_s: what reading the history took.
 
         Raises:
@@ -137,7 +137,7 @@ class Generation:
             ColdUser: no item of the history is in the catalogue.
             NotFound: another version of the catalogue is asked for than is served.
         """
-        began_s = time.monotonic()
+        began_at = time.monotonic()
         width = request.beam_width or max(self.config.beam_width, min(request.num_items, self.config.max_beams))
         if width > self.config.max_beams:
             raise Unprocessable(f"beam_width: {width}, the limit is {self.config.max_beams}")
@@ -153,8 +153,8 @@ class Generation:
             options = SearchOptions(width=width, normalise=request.normalise, temperature=request.temperature)
             wanted = snapshot, request.allow_items, request.deny_items, request.attributes
             allow = await asyncio.to_thread(self.items.filters.of, *wanted)
-            async with self.relay.lease(request.user, prompt, width, due_s) as lease:
-                lease_s = time.monotonic() - began_s
+            async with self.relay.lease(request.user, prompt, width, deadline_at) as lease:
+                lease_s = time.monotonic() - began_at
                 if lease.first_token:
                     one = snapshot.trie.num_levels  # item, at least
                     prompt = prompt.newest(max(one, len(prompt) - lease.first_token), one)
@@ -168,7 +168,7 @@ class Generation:
                     cached=lease.cached,
                     keep=lease.keep,
                 )
-                done = await self.engine.generate(work, due_s, began_s)
+                done = await self.engine.generate(work, deadline_at, began_at)
         return GenerateAnswer(
             model_version=self.version,
             catalogue_version=snapshot.version,

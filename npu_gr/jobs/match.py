@@ -40,7 +40,7 @@ class MatchConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 class _Waiting(NamedTuple):
     matcher: Matcher
     search: Search
-    due_s: float
+    deadline_at: float
     since_s: float
     future: asyncio.Future[_Matched]
 
@@ -140,13 +140,13 @@ class Matching:
 
     # ---- requests
 
-    async def match(self, request: MatchRequest, history: I64, due_s: float) -> MatchAnswer:
+    async def match(self, request: MatchRequest, history: I64, deadline_at: float) -> MatchAnswer:
         """The best items for a user.
 
         Args:
             request: what is asked.
             history: external ids of the user's items, oldest first; those that are none of the target's do not count.
-            due_s: instant (time.monotonic()) by which the answer must be there.
+            deadline_at: instant (time.monotonic()) by which the answer must be there.
 
         Raises:
             Unprocessable: more items than the limit.
@@ -166,7 +166,7 @@ class Matching:
             request.deny_items,
             history[-self.config.max_history_events :],
         )
-        done = await self._search(matcher, search, due_s)
+        done = await self._search(matcher, search, deadline_at)
         return MatchAnswer(
             vectors_version=vectors.version,
             basis=search.basis,
@@ -176,10 +176,10 @@ class Matching:
             stages_s={"queue": done.queue_s, "device": done.device_s},
         )
 
-    async def _search(self, matcher: Matcher, search: Search, due_s: float) -> _Matched:
+    async def _search(self, matcher: Matcher, search: Search, deadline_at: float) -> _Matched:
         """In the next pass; what comes while one runs shares the one after it."""
         future: asyncio.Future[_Matched] = asyncio.get_running_loop().create_future()
-        self._waiting.append(_Waiting(matcher, search, due_s, time.monotonic(), future))
+        self._waiting.append(_Waiting(matcher, search, deadline_at, time.monotonic(), future))
         if self._passes is None or self._passes.done():
             self._passes = asyncio.create_task(self._run_passes())
         return await future
@@ -193,12 +193,12 @@ class Matching:
             taken = [w for w in waiting if w.matcher is matcher][: self.config.max_batch_requests]
             chosen = {id(w) for w in taken}
             self._waiting = [w for w in waiting if id(w) not in chosen]
-            began_s = time.monotonic()
+            began_at = time.monotonic()
             try:
                 done = await self._scheduler.call(
                     lambda m=matcher, t=taken: m.run([w.search for w in t]),  # type: ignore[misc]
-                    max(w.due_s for w in taken),
-                    min(w.due_s for w in taken),
+                    max(w.deadline_at for w in taken),
+                    min(w.deadline_at for w in taken),
                 )
             except NpuGrError as error:
                 for w in taken:
@@ -208,4 +208,4 @@ class Matching:
             self.on_pass(len(taken))
             for w, found in zip(taken, done.value, strict=True):
                 if not w.future.done():
-                    w.future.set_result(_Matched(found, began_s - w.since_s + done.queue_s, done.device_s))
+                    w.future.set_result(_Matched(found, began_at - w.since_s + done.queue_s, done.device_s))

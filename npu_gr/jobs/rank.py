@@ -99,21 +99,21 @@ class Ranking:
         """Pre-infer the prefix, if the trigger wants it."""
         return self.relay.signal(user, tokens, num_candidates)
 
-    async def rank(self, request: RankRequest, tokens: Tokens, due_s: float, history_s: float) -> RankAnswer:
+    async def rank(self, request: RankRequest, tokens: Tokens, deadline_at: float, history_s: float) -> RankAnswer:
         """Score the candidates.
 
         Args:
             request: what is asked.
             tokens: of its history.
-            due_s: instant (time.monotonic()) by which the answer must be there.
+            deadline_at: instant (time.monotonic()) by which the answer must be there.
             history_s: what reading the history took.
         """
-        began_s = time.monotonic()
+        began_at = time.monotonic()
         rows, known = self._candidates(request.candidates)
         shown_at = int(time.time()) if request.timestamp is None else request.timestamp
-        async with self.relay.lease(request.user, tokens, len(rows), due_s) as lease:
-            lease_s = time.monotonic() - began_s
-            lease, scored = await self._score(tokens, rows, shown_at, lease, due_s, began_s)
+        async with self.relay.lease(request.user, tokens, len(rows), deadline_at) as lease:
+            lease_s = time.monotonic() - began_at
+            lease, scored = await self._score(tokens, rows, shown_at, lease, deadline_at, began_at)
         if lease.cached and self._random.random() < self._config.selfcheck_ratio:
             self._own(self._selfcheck(tokens, rows, shown_at, scored.logits))
         return RankAnswer(
@@ -134,19 +134,19 @@ class Ranking:
         )
 
     async def _score(
-        self, tokens: Tokens, rows: I64, shown_at: int, lease: Lease, due_s: float, since_s: float
+        self, tokens: Tokens, rows: I64, shown_at: int, lease: Lease, deadline_at: float, arrived_at: float
     ) -> tuple[Lease, Scored]:
         """One pass; if the device fails with a prefix in hand, one more without it."""
         work = Pass(tokens, lease.first_token, rows, shown_at, cached=lease.cached, keep=lease.keep)
         try:
-            return lease, await self.engine.rank(work, due_s, since_s)
+            return lease, await self.engine.rank(work, deadline_at, arrived_at)
         except DeviceError:
             if not lease.cached and not lease.keep:
                 raise
             self._metrics.relay_error("read")
             lease.discard()  # the failed pass may have written half of it
         alone = Lease(outcome=Outcome.MISS_FULL, reason=Reason.READ_FAILED)
-        return alone, await self.engine.rank(Pass(tokens, 0, rows, shown_at), due_s, since_s)
+        return alone, await self.engine.rank(Pass(tokens, 0, rows, shown_at), deadline_at, arrived_at)
 
     # ---- candidates and scores
 

@@ -110,19 +110,19 @@ in another order, or others. `async def` runs on the event loop, `def` in a thre
 # ---- the pure part
 
 
-def split(now_s: float, due_s: float, rank_s: float, config: RecommendConfig) -> tuple[float, float, float]:
+def split(now_at: float, deadline_at: float, rank_s: float, config: RecommendConfig) -> tuple[float, float, float]:
     """Instants at which retrieval, hook and rank must be done.
 
     Args:
-        now_s, due_s: instants (time.monotonic).
+        now_at, deadline_at: instants (time.monotonic).
         rank_s: what the rank takes if it has to encode the whole history.
         config: shares and budgets.
     """
-    rank_due_s = max(due_s - config.answer_s, now_s)
-    left_s = rank_due_s - now_s
-    hook_due_s = rank_due_s - min(max(rank_s, config.rank_least_s), left_s * config.rank_share)
+    rank_deadline_at = max(deadline_at - config.answer_s, now_at)
+    left_s = rank_deadline_at - now_at
+    hook_deadline_at = rank_deadline_at - min(max(rank_s, config.rank_least_s), left_s * config.rank_share)
     hook_s = config.hook_budget_s if config.hook else 0.0
-    return hook_due_s - min(hook_s, (hook_due_s - now_s) / 2), hook_due_s, rank_due_s
+    return hook_deadline_at - min(hook_s, (hook_deadline_at - now_at) / 2), hook_deadline_at, rank_deadline_at
 
 
 def in_turns(rows: Sequence[I64]) -> tuple[I64, I64]:
@@ -169,7 +169,7 @@ class Asked(NamedTuple):
     num_items: int
     denied: I64  # [n] external ids
     exclude_seen: bool
-    due_s: float  # instant (time.monotonic)
+    deadline_at: float  # instant (time.monotonic)
 
 
 Source = Callable[[Asked], Awaitable[I64]]
@@ -187,14 +187,14 @@ def from_generation(current: Callable[[], Generation], metrics: Metrics) -> Sour
     """Candidates by semantic-ID beam search, of the generator that serves now."""
 
     async def retrieve(asked: Asked) -> I64:
-        began_s = time.monotonic()
+        began_at = time.monotonic()
         request = GenerateRequest(
             user=asked.user, history=HistoryRef(), num_items=asked.num_items, deny_items=asked.denied
         )
         generation, fingerprint = current(), asked.events.fingerprint()
         with generation.use:
-            answer = await generation.generate(request, asked.events.items, fingerprint, asked.due_s, 0.0)
-        metrics.generate_done(answer, time.monotonic() - began_s)
+            answer = await generation.generate(request, asked.events.items, fingerprint, asked.deadline_at, 0.0)
+        metrics.generate_done(answer, time.monotonic() - began_at)
         return answer.item_ids
 
     return retrieve
@@ -204,15 +204,15 @@ def from_matching(matching: Matching, metrics: Metrics) -> Source:
     """Candidates by the user's vector."""
 
     async def retrieve(asked: Asked) -> I64:
-        began_s = time.monotonic()
+        began_at = time.monotonic()
         request = MatchRequest(
             user=asked.user,
             num_items=asked.num_items,
             exclude_seen=asked.exclude_seen,
             deny_items=asked.denied,
         )
-        answer = await matching.match(request, asked.events.items, asked.due_s)
-        metrics.match_done(answer, time.monotonic() - began_s)
+        answer = await matching.match(request, asked.events.items, asked.deadline_at)
+        metrics.match_done(answer, time.monotonic() - began_at)
         return answer.item_ids
 
     return retrieve
@@ -274,7 +274,7 @@ class Cascade:
         ranking: Ranking,
         events: Events,
         tokens: Tokens,
-        due_s: float,
+        deadline_at: float,
         history_s: float,
     ) -> RecommendAnswer:
         """The best items for a user.
@@ -284,16 +284,16 @@ class Cascade:
             ranking: the version that it is served by, from start to end.
             events: of the user.
             tokens: the same, as that ranker reads them.
-            due_s: instant (time.monotonic) by which the answer must be there.
+            deadline_at: instant (time.monotonic) by which the answer must be there.
             history_s: what reading the history took.
 
         Raises:
             Unavailable: no source answered, and there is no popular list.
             RequestError: a source says that the request makes no sense.
         """
-        run = _Run(self, request, ranking, events, tokens, due_s)
+        run = _Run(self, request, ranking, events, tokens, deadline_at)
         verdict = ranking.signal(request.user, tokens, run.max_candidates)
-        self.metrics.signal_decided(verdict, time.monotonic() - run.began_s)
+        self.metrics.signal_decided(verdict, time.monotonic() - run.began_at)
         return await run.answer(verdict, history_s)
 
     def stop(self) -> None:
@@ -312,16 +312,18 @@ class _Run:
         ranking: Ranking,
         events: Events,
         tokens: Tokens,
-        due_s: float,
+        deadline_at: float,
     ) -> None:
         self._cascade, self._request, self._ranking = cascade, request, ranking
         self._events, self._tokens = events, tokens
-        self.began_s = time.monotonic()
+        self.began_at = time.monotonic()
         config = cascade.config
         self.max_candidates = min(request.num_candidates or config.max_candidates, config.max_candidates)
         engine = ranking.engine
         rank_s = engine.cost.full_s(len(tokens), self.max_candidates) + engine.residual_s
-        self._retrieve_due_s, self._hook_due_s, self._rank_due_s = split(self.began_s, due_s, rank_s, config)
+        self._retrieve_deadline_at, self._hook_deadline_at, self._rank_deadline_at = split(
+            self.began_at, deadline_at, rank_s, config
+        )
         self._shown_at = int(time.time()) if request.timestamp is None else request.timestamp
         self._exclude_seen = config.exclude_seen if request.exclude_seen is None else request.exclude_seen
         denied = [np.empty(0, np.int64) if request.deny_items is None else request.deny_items]
@@ -333,7 +335,7 @@ class _Run:
         origins = await self._retrieve()
         retrieved_s = time.monotonic()
         items = (await self._hooked(np.fromiter(origins, np.int64)))[: self.max_candidates]
-        prepared_s = time.monotonic()
+        prepared_at = time.monotonic()
         ranked = await self._rank(items) if len(items) else None
         scores = next(iter(ranked.scores.values())) if ranked else np.full(len(items), np.nan, np.float32)
         ordered = by_both if ranked and self._cascade.config.order == "fused" else best_first
@@ -352,9 +354,9 @@ class _Run:
             prefix_tokens=ranked.prefix_tokens if ranked else 0,
             stages_s={
                 "history": history_s,
-                "retrieve": retrieved_s - self.began_s,
-                "preprocess": prepared_s - retrieved_s,
-                "rank": time.monotonic() - prepared_s,
+                "retrieve": retrieved_s - self.began_at,
+                "preprocess": prepared_at - retrieved_s,
+                "rank": time.monotonic() - prepared_at,
             },
         )
 
@@ -377,7 +379,7 @@ class _Run:
 
     def _fill_up(self, origins: dict[int, str]) -> None:
         """Popular items after those that were found."""
-        began_s, popular = time.monotonic(), self._cascade.popular
+        began_at, popular = time.monotonic(), self._cascade.popular
         if not len(popular):
             if not origins and (broken := self._broken()):
                 raise Unavailable(f"retrieval: {broken}, and no list of popular items is configured")
@@ -386,7 +388,7 @@ class _Run:
         items = self._allowed(popular[:most])
         for item in items.tolist():
             origins.setdefault(item, "popular")
-        self._report("popular", StageResult.OK if len(items) else StageResult.EMPTY, began_s, len(items))
+        self._report("popular", StageResult.OK if len(items) else StageResult.EMPTY, began_at, len(items))
 
     def _broken(self) -> str:
         """Sources that could not do their part, in words; having nothing to say is no failure."""
@@ -395,11 +397,11 @@ class _Run:
 
     async def _ask(self, name: str, source: Sized) -> I64 | RequestError:
         """What a source has in time: nothing, if it fails. What the caller got wrong comes back as it is."""
-        began_s, due_s = time.monotonic(), self._retrieve_due_s
-        asked = Asked(self._request.user, self._events, source.num_items, self._denied, self._exclude_seen, due_s)
+        began_at, deadline_at = time.monotonic(), self._retrieve_deadline_at
+        asked = Asked(self._request.user, self._events, source.num_items, self._denied, self._exclude_seen, deadline_at)
         result, items = StageResult.OK, np.empty(0, np.int64)
         try:
-            async with deadline(due_s - began_s):
+            async with deadline(deadline_at - began_at):
                 items = await source.ask(asked)
             result = StageResult.OK if len(items) else StageResult.EMPTY
         except ColdUser:
@@ -408,7 +410,7 @@ class _Run:
             return error
         except NpuGrError as error:
             result = _result_of(name, error)
-        self._report(name, result, began_s, len(items))
+        self._report(name, result, began_at, len(items))
         return items
 
     def _allowed(self, items: I64) -> I64:
@@ -422,10 +424,10 @@ class _Run:
         hook, config = self._cascade.hook, self._cascade.config
         if hook is None:
             return items
-        began_s = time.monotonic()
+        began_at = time.monotonic()
         shown = Shown(self._request.user, self._events, self._request.context, self._shown_at)
         try:
-            async with deadline(min(self._hook_due_s - began_s, config.hook_budget_s)):
+            async with deadline(min(self._hook_deadline_at - began_at, config.hook_budget_s)):
                 if inspect.iscoroutinefunction(hook):
                     answer = await hook(items.copy(), shown)
                 else:
@@ -435,33 +437,35 @@ class _Run:
         except Exception as error:  # the operator's code may raise anything
             if config.on_hook_failure == "fail":
                 raise Unavailable(f"hook: {type(error).__name__}") from error
-            self._report("hook", _result_of("hook", error), began_s, len(items))
+            self._report("hook", _result_of("hook", error), began_at, len(items))
         else:
-            self._report("hook", StageResult.OK, began_s, len(items))
+            self._report("hook", StageResult.OK, began_at, len(items))
         return items
 
     # ---- rank
 
     async def _rank(self, items: I64) -> RankAnswer | None:
         """Scores, or None where it failed and that is not the end."""
-        began_s = time.monotonic()
+        began_at = time.monotonic()
         request = RankRequest(user=self._request.user, candidates=items, history=HistoryRef(), timestamp=self._shown_at)
         try:
-            async with deadline(self._rank_due_s - began_s) as due_s:
-                ranked = await self._ranking.rank(request, self._tokens, due_s, 0.0)
+            async with deadline(self._rank_deadline_at - began_at) as deadline_at:
+                ranked = await self._ranking.rank(request, self._tokens, deadline_at, 0.0)
         except NpuGrError as error:
             if self._cascade.config.on_rank_failure == "fail":
                 raise
-            self._report("rank", _result_of("rank", error), began_s, 0)
+            self._report("rank", _result_of("rank", error), began_at, 0)
             return None
-        self._cascade.metrics.rank_done(ranked, time.monotonic() - began_s)
-        self._report("rank", StageResult.OK, began_s, len(items))
+        self._cascade.metrics.rank_done(ranked, time.monotonic() - began_at)
+        self._report("rank", StageResult.OK, began_at, len(items))
         return ranked
 
-    def _report(self, stage: str, result: StageResult, began_s: float, num_items: int) -> None:
-        took_s = time.monotonic() - began_s
+    def _report(self, stage: str, result: StageResult, began_at: float, num_items: int) -> None:
+        took_s = time.monotonic() - began_at
         self._reports.append(
-            StageReport(stage=stage, result=result, began_s=began_s - self.began_s, took_s=took_s, num_items=num_items)
+            StageReport(
+                stage=stage, result=result, began_s=began_at - self.began_at, took_s=took_s, num_items=num_items
+            )
         )
 
 

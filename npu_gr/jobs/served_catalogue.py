@@ -87,7 +87,7 @@ class ServedCatalogue:
             snapshot = await asyncio.to_thread(make)
             if snapshot.content not in self._tables:
                 uploaded = await self._scheduler.call(
-                    lambda: Tables.upload(snapshot.trie, self._device), float("inf"), order_s=0.0
+                    lambda: Tables.upload(snapshot.trie, self._device), float("inf"), order_at=0.0
                 )
                 self._tables[snapshot.content] = uploaded.value
             self._catalogue.publish(snapshot)

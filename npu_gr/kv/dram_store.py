@@ -31,7 +31,7 @@ class DramEntry:
 
     __slots__ = (
         "epoch",
-        "expires_at_s",
+        "expires_at",
         "is_dropped",
         "is_erased",
         "is_held",
@@ -46,7 +46,7 @@ class DramEntry:
         self.key, self.num_tokens, self.runs, self.epoch = key, num_tokens, runs, epoch
         self.timestamps: I64 | None = None  # [num_tokens] unix seconds
         self.leases = 0
-        self.expires_at_s = 0.0
+        self.expires_at = 0.0
         self.is_held = True  # its pages are its own
         self.is_dropped = False  # cannot be found any more
         self.is_erased = False  # its user asked to be forgotten
@@ -135,7 +135,7 @@ class DramStore:
     def get(self, key: PrefixKey) -> DramEntry | None:
         """The complete, unexpired entry of that key."""
         entry = self._complete.get(key)
-        if entry is not None and entry.expires_at_s <= self._clock() and not entry.leases:
+        if entry is not None and entry.expires_at <= self._clock() and not entry.leases:
             self.drop(entry)
             return None
         return entry
@@ -188,7 +188,7 @@ class DramStore:
 
     def _touch(self, entry: DramEntry) -> None:
         jitter = 1.0 + self._jitter * (2.0 * self._random.random() - 1.0)
-        entry.expires_at_s = self._clock() + self._ttl_s * jitter
+        entry.expires_at = self._clock() + self._ttl_s * jitter
         self._complete[entry.key] = entry
         self._complete.move_to_end(entry.key)
 

@@ -42,7 +42,7 @@ class PrefixEntry:
 
     __slots__ = (
         "consumed",
-        "expires_at_s",
+        "expires_at",
         "is_erased",
         "is_held",
         "key",
@@ -59,7 +59,7 @@ class PrefixEntry:
         self.timestamps: I64 | None = None  # [num_tokens] unix seconds, from publication on
         self.leases = 0
         self.consumed = False
-        self.expires_at_s = 0.0
+        self.expires_at = 0.0
         self.state = State.RESERVED
         self.is_held = True  # its pages are its own
         self.is_erased = False  # its user asked to be forgotten
@@ -82,7 +82,7 @@ class PrefixPool:
         self._published: dict[PrefixKey, PrefixEntry] = {}
         self._reserved: dict[PrefixKey, PrefixEntry] = {}
         self._users: ByUser[PrefixEntry] = ByUser()  # reserved and published ones
-        # in order of expires_at_s, but where `t_life_s` was shortened: an entry may go later than it could, not earlier
+        # in order of expires_at, but where `t_life_s` was shortened: an entry may go later than it could, not earlier
         self._expiring: deque[PrefixEntry] = deque()
         self._evictable: OrderedDict[PrefixKey, PrefixEntry] = OrderedDict()  # oldest first
         self._reserved_pages = self._evictable_pages = 0
@@ -161,7 +161,7 @@ class PrefixPool:
             return False
         self._end_reservation(entry)
         entry.timestamps, entry.state = timestamps, State.LIVE
-        entry.expires_at_s = self._clock() + self.t_life_s
+        entry.expires_at = self._clock() + self.t_life_s
         self._published[entry.key] = entry
         self._expiring.append(entry)
         return True
@@ -226,7 +226,7 @@ class PrefixPool:
     def _released(self, entry: PrefixEntry) -> None:
         if entry.state is State.DROPPED:
             self._give_back(entry)
-        elif entry.consumed or entry.expires_at_s <= self._clock():
+        elif entry.consumed or entry.expires_at <= self._clock():
             self._make_evictable(entry)
 
     # ---- the end of an entry
@@ -253,8 +253,8 @@ class PrefixPool:
 
     def _expire(self) -> None:
         """Entries whose time is up become evictable."""
-        now_s = self._clock()
-        while self._expiring and self._expiring[0].expires_at_s <= now_s:
+        now_at = self._clock()
+        while self._expiring and self._expiring[0].expires_at <= now_at:
             entry = self._expiring.popleft()
             if entry.state is State.LIVE and not entry.leases:
                 self._make_evictable(entry)
@@ -302,6 +302,6 @@ class PrefixPool:
         for entry in self._evictable.values():
             assert entry.state is State.EVICTABLE
             assert not entry.leases
-            assert entry.consumed or entry.expires_at_s <= self._clock()
+            assert entry.consumed or entry.expires_at <= self._clock()
         assert self.free_bytes + self.reserved_bytes + self.live_bytes + self.evictable_bytes == self.budget_bytes
         assert self.live_bytes >= 0

@@ -17,14 +17,14 @@ from contextlib import contextmanager
 def noted_pauses(observe: Callable[[int, float], None]) -> Iterator[Callable[[], None]]:
     """Note pauses while the block runs; yields what hands them to `observe(generation, seconds)`."""
     noted: deque[tuple[int, float]] = deque(maxlen=4096)
-    began_s = 0.0
+    began_at = 0.0
 
     def on_collection(phase: str, info: dict[str, int]) -> None:
-        nonlocal began_s
+        nonlocal began_at
         if phase == "start":
-            began_s = time.perf_counter()
+            began_at = time.perf_counter()
         else:
-            noted.append((info["generation"], time.perf_counter() - began_s))
+            noted.append((info["generation"], time.perf_counter() - began_at))
 
     def drain() -> None:
         while noted:

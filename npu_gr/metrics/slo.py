@@ -83,9 +83,9 @@ class Rolling:
         self._slots: deque[tuple[int, list[int]]] = deque()
         self._total = [0, 0, 0]
 
-    def add(self, now_s: float, result: Result) -> None:
+    def add(self, now_at: float, result: Result) -> None:
         """One more, at an instant that never goes back."""
-        slot, place = int(now_s // SLOT_S), _PLACE[result]
+        slot, place = int(now_at // SLOT_S), _PLACE[result]
         if not self._slots or self._slots[-1][0] != slot:
             self._slots.append((slot, [0, 0, 0]))
             while self._slots[0][0] <= slot - LONGEST_S // SLOT_S:
@@ -93,9 +93,9 @@ class Rolling:
         self._slots[-1][1][place] += 1
         self._total[place] += 1
 
-    def over(self, now_s: float, window_s: float) -> Counts:
+    def over(self, now_at: float, window_s: float) -> Counts:
         """Of the slots that began within the window, at most an hour."""
-        oldest = int((now_s - window_s) // SLOT_S)
+        oldest = int((now_at - window_s) // SLOT_S)
         sums = [0, 0, 0]
         for slot, counts in reversed(self._slots):
             if slot <= oldest:

@@ -63,7 +63,7 @@ class Encoder(Protocol[P_in]):
         ...
 
     async def prefill(
-        self, tokens: P_in, keep: tuple[Run, ...], deadline_s: float, urgency: Urgency, first_token: int = 0
+        self, tokens: P_in, keep: tuple[Run, ...], deadline_at: float, urgency: Urgency, first_token: int = 0
     ) -> int:
         """Encode the prefix into the pages, which hold its first `first_token` tokens already.
 
@@ -79,8 +79,8 @@ class Encoder(Protocol[P_in]):
         target: KVArena,
         target_runs: Sequence[Run],
         num_tokens: int,
-        deadline_s: float,
-        order_s: float | Urgency | None = None,
+        deadline_at: float,
+        order_at: float | Urgency | None = None,
         *,
         is_sheddable: bool = False,
     ) -> None:

@@ -118,7 +118,7 @@ class Producers(Generic[P]):
     # ---- into HBM
 
     def compute(
-        self, key: PrefixKey, tokens: P, urgency: Urgency, base: PrefixEntry | None, deadline_s: float
+        self, key: PrefixKey, tokens: P, urgency: Urgency, base: PrefixEntry | None, deadline_at: float
     ) -> Verdict:
         """Encode a prefix; on from `base`, a resident one of its own beginning, if there is room beside it.
 
@@ -135,45 +135,45 @@ class Producers(Generic[P]):
             if base is None:
                 raise
             base, entry = None, self._pool.reserve(key, len(tokens))
-        work = partial(self._compute, tokens, base, deadline_s)
+        work = partial(self._compute, tokens, base, deadline_at)
         self._run(self._add(Producer(entry, work, urgency, _future())), held)
         return Verdict.PREINFER if base is None else Verdict.EXTEND
 
-    def keep(self, key: PrefixKey, tokens: P, deadline_s: float) -> Producer:
+    def keep(self, key: PrefixKey, tokens: P, deadline_at: float) -> Producer:
         """For a rank that encodes everything: its pass leaves the prefix in the entry, and `let_go` ends it.
 
         Raises:
             ResourceError: there is no room.
         """
-        entry, work = self._pool.reserve(key, len(tokens)), partial(self._compute, tokens, None, deadline_s)
+        entry, work = self._pool.reserve(key, len(tokens)), partial(self._compute, tokens, None, deadline_at)
         return self._add(Producer(entry, work, Urgency(float("inf"), self._clock()), _future(), is_taken=True))
 
-    async def _compute(self, tokens: P, base: PrefixEntry | None, deadline_s: float, producer: Producer) -> None:
+    async def _compute(self, tokens: P, base: PrefixEntry | None, deadline_at: float, producer: Producer) -> None:
         entry, urgency = producer.entry, producer.urgency
         runs, first = tuple(entry.runs), producer.encoded_tokens
         with self._counted("prefill"):
             if base is not None and not first:
                 arena, first = self._pool.arena, base.num_tokens
-                await self._engine.copy(arena, base.runs, arena, runs, first, deadline_s, urgency)
-            encoded_tokens = await self._engine.prefill(tokens, runs, deadline_s, urgency, first)
+                await self._engine.copy(arena, base.runs, arena, runs, first, deadline_at, urgency)
+            encoded_tokens = await self._engine.prefill(tokens, runs, deadline_at, urgency, first)
         if encoded_tokens < len(tokens):
             producer.encoded_tokens = encoded_tokens
         elif self._pool.publish(entry, tokens.timestamps) and base is not None:
             self._pool.drop(base)  # whoever reads it goes on; nobody else needs it
 
-    def reload(self, spilled: DramEntry, urgency: Urgency, patience_s: float, deadline_s: float) -> Producer:
+    def reload(self, spilled: DramEntry, urgency: Urgency, patience_s: float, deadline_at: float) -> Producer:
         """Copy a prefix back, when it is its turn; not at all if that takes longer than the patience of who asks.
 
         Raises:
             ResourceError: there is no room.
         """
         entry = self._pool.reserve(spilled.key, spilled.num_tokens)
-        work = partial(self._reload, spilled, patience_s, deadline_s)
+        work = partial(self._reload, spilled, patience_s, deadline_at)
         producer = self._add(Producer(entry, work, urgency, _future(), is_reload=True))
         self._run(producer, ExitStack())
         return producer
 
-    async def _reload(self, spilled: DramEntry, patience_s: float, deadline_s: float, producer: Producer) -> None:
+    async def _reload(self, spilled: DramEntry, patience_s: float, deadline_at: float, producer: Producer) -> None:
         dram, pool, turns, entry = self._dram, self._pool, self._turns, producer.entry
         assert dram is not None
         with self._counted("reload"), dram.lease(spilled):
@@ -185,7 +185,7 @@ class Producers(Generic[P]):
                 dram.verify(spilled)
                 runs, urgency = entry.runs, producer.urgency
                 await self._engine.copy(
-                    dram.arena, spilled.runs, pool.arena, runs, spilled.num_tokens, deadline_s, urgency
+                    dram.arena, spilled.runs, pool.arena, runs, spilled.num_tokens, deadline_at, urgency
                 )
                 dram.verify(spilled)
             finally:
@@ -220,7 +220,7 @@ class Producers(Generic[P]):
         if not producer.joiners or producer.entry.is_erased:
             self._end(producer)
             return
-        producer.urgency = Urgency(producer.urgency.order_s, producer.urgency.since_s)
+        producer.urgency = Urgency(producer.urgency.order_at, producer.urgency.arrived_at)
         self._run(producer, ExitStack())
 
     def _end(self, producer: Producer) -> None:
@@ -261,7 +261,7 @@ class Producers(Generic[P]):
 
     # ---- into DRAM
 
-    def spill(self, entry: PrefixEntry, order_s: float) -> None:
+    def spill(self, entry: PrefixEntry, order_at: float) -> None:
         """Copy a used prefix in the background, unless it lies there or there is no room.
 
         Its HBM pages stay readable until somebody needs them.
@@ -283,9 +283,9 @@ class Producers(Generic[P]):
             if self._spilling.get(key) is room:
                 del self._spilling[key]
 
-        self._own(self._spill(dram, room, entry, order_s)).add_done_callback(ended)
+        self._own(self._spill(dram, room, entry, order_at)).add_done_callback(ended)
 
-    async def _spill(self, dram: DramStore, room: DramEntry, entry: PrefixEntry, order_s: float) -> None:
+    async def _spill(self, dram: DramStore, room: DramEntry, entry: PrefixEntry, order_at: float) -> None:
         with self._counted("spill"):
             await self._engine.copy(
                 self._pool.arena,
@@ -294,7 +294,7 @@ class Producers(Generic[P]):
                 room.runs,
                 entry.num_tokens,
                 float("inf"),
-                order_s,
+                order_at,
                 is_sheddable=True,
             )
         assert entry.timestamps is not None, "it was published"

@@ -201,7 +201,7 @@ class Relay(Generic[P]):
             return Verdict.ALREADY_RESIDENT
         if key in self.producers or self._pool.is_reserved(key):
             return Verdict.ALREADY_RUNNING
-        now_s = self._clock()
+        now_at = self._clock()
         base, spilled = self._resident(user, tokens), self._spilled(user, tokens)
         cached = base.num_tokens if base else 0
         if spilled is not None and spilled.num_tokens <= cached:
@@ -209,18 +209,18 @@ class Relay(Generic[P]):
         if base is not None and spilled is None and len(tokens) - cached < self._trigger.min_prefix_tokens:
             return Verdict.ALREADY_RESIDENT  # what is new, the rank computes along the way
         forecast, headroom = self._forecast(len(tokens), cached, num_candidates), self._headroom(tokens)
-        verdict = decide(len(tokens), forecast, headroom, self._trigger, self._limit(), now_s)
+        verdict = decide(len(tokens), forecast, headroom, self._trigger, self._limit(), now_at)
         if verdict is not Verdict.PREINFER:
             return verdict
-        urgency = Urgency(float("inf"), now_s)  # when the device has nothing better to do, until its rank is here
+        urgency = Urgency(float("inf"), now_at)  # when the device has nothing better to do, until its rank is here
         try:
             if spilled is not None and self._reload_pays(spilled, self._config.t_life_s):
                 if spilled.key in self.producers or self._pool.is_reserved(spilled.key):
                     return Verdict.ALREADY_RUNNING
                 t_life_s = self._config.t_life_s
-                self.producers.reload(spilled, urgency, t_life_s, now_s + t_life_s)
+                self.producers.reload(spilled, urgency, t_life_s, now_at + t_life_s)
                 return Verdict.RELOAD
-            return self.producers.compute(key, tokens, urgency, base, now_s + self._needed_s(len(tokens)))
+            return self.producers.compute(key, tokens, urgency, base, now_at + self._needed_s(len(tokens)))
         except ResourceError:
             return Verdict.SKIP_FOOTPRINT
 
@@ -253,24 +253,24 @@ class Relay(Generic[P]):
     # ---- lease
 
     @asynccontextmanager
-    async def lease(self, user: UserKey, tokens: P, num_candidates: int, due_s: float) -> AsyncIterator[Lease]:
+    async def lease(self, user: UserKey, tokens: P, num_candidates: int, deadline_at: float) -> AsyncIterator[Lease]:
         """The best way to this history's prefix KV, held while the block runs.
 
         Args:
             user: whose.
             tokens: the whole history as the model reads it.
             num_candidates: for the estimate of what still fits.
-            due_s: instant of the clock by which the rank must be done.
+            deadline_at: instant of the clock by which the rank must be done.
         """
         found: _Found = _Found(Outcome.MISS_FULL, Reason.NOT_AT_RISK if self._config.enabled else Reason.DISABLED)
         if self._config.enabled and len(tokens):
-            found = await self._find(user, tokens, num_candidates, due_s)
+            found = await self._find(user, tokens, num_candidates, deadline_at)
         outcome, reason = found.outcome, found.reason
         with ExitStack() as held:
             held.callback(self._ranked, user)
             if (entry := found.entry) is not None:
                 if not entry.consumed:
-                    self.on_first_use(self._clock() - (entry.expires_at_s - self._pool.t_life_s))
+                    self.on_first_use(self._clock() - (entry.expires_at - self._pool.t_life_s))
                 held.enter_context(self._pool.lease(entry, consume=True))
                 held.callback(self._spill, entry)
                 cached = Cached(tuple(entry.runs), entry.num_tokens)
@@ -280,7 +280,7 @@ class Relay(Generic[P]):
             if taken is not None:
                 self.on_first_use(0.0)
             else:
-                first = self._first_token(len(tokens), num_candidates, due_s)
+                first = self._first_token(len(tokens), num_candidates, deadline_at)
                 if self.brownout >= Brownout.TRUNCATE and len(tokens) - first > self._config.brownout_tokens:
                     first, reason = len(tokens) - self._config.brownout_tokens, Reason.BROWNOUT
                 if first:
@@ -298,7 +298,7 @@ class Relay(Generic[P]):
             if taken.is_taken:  # not discarded
                 self._publish_kept(taken.entry, tokens)
 
-    async def _find(self, user: UserKey, tokens: P, num_candidates: int, due_s: float) -> _Found:
+    async def _find(self, user: UserKey, tokens: P, num_candidates: int, deadline_at: float) -> _Found:
         """The longest usable prefix: resident, else in flight, else in DRAM."""
         resident = self._resident(user, tokens)
         if resident is not None:
@@ -310,32 +310,32 @@ class Relay(Generic[P]):
             if running.joiners >= self._config.max_joiners:
                 return _Found(Outcome.MISS_FULL, Reason.REJECTED_LOAD)
             if running.entry.num_tokens == len(tokens) and running.may_be_taken:
-                if await self.producers.take_over(running, self._patience_s(due_s, spare_s)):
-                    return self._taken(running, num_candidates, due_s)
+                if await self.producers.take_over(running, self._patience_s(deadline_at, spare_s)):
+                    return self._taken(running, num_candidates, deadline_at)
                 if not running.ended.done():
                     return _Found(Outcome.MISS_FULL, Reason.JOIN_TIMEOUT)
-            return await self._join(running, due_s, spare_s)
+            return await self._join(running, deadline_at, spare_s)
         spilled = self._spilled(user, tokens)
         if spilled is None:
             return _Found(Outcome.MISS_FULL, self._why_missing(user))
-        left_s = due_s - self._clock() - self._config.margin_s
+        left_s = deadline_at - self._clock() - self._config.margin_s
         if self._pool.is_reserved(spilled.key) or not self._reload_pays(spilled, left_s):
             return _Found(Outcome.MISS_FULL, Reason.RELOAD_SLOWER)
         try:
             producer = self.producers.reload(
-                spilled, Urgency(self._wanted_by_s(due_s)), left_s, self._clock() + self._config.t_life_s
+                spilled, Urgency(self._wanted_by_s(deadline_at)), left_s, self._clock() + self._config.t_life_s
             )
         except ResourceError:
             return _Found(Outcome.MISS_FULL, Reason.REJECTED_FOOTPRINT)
-        found = await self._join(producer, due_s, spare_s)
+        found = await self._join(producer, deadline_at, spare_s)
         if found.entry is not None:
             return _Found(Outcome.DRAM_HIT, entry=found.entry)
         return found._replace(reason=Reason.RELOAD_FAILED) if found.reason is Reason.PRODUCER_FAILED else found
 
-    def _taken(self, producer: Producer, num_candidates: int, due_s: float) -> _Found:
+    def _taken(self, producer: Producer, num_candidates: int, deadline_at: float) -> _Found:
         """A pre-infer that was taken over where it was, unless what is left of it is too much for this rank."""
         encoded, rest = producer.encoded_tokens, producer.entry.num_tokens - producer.encoded_tokens
-        is_late = self._engine.cost.pass_s(rest, encoded, num_candidates) > self._budget_s(due_s)
+        is_late = self._engine.cost.pass_s(rest, encoded, num_candidates) > self._budget_s(deadline_at)
         is_given_up = self.brownout >= Brownout.TRUNCATE and rest > self._config.brownout_tokens
         if is_given_up or (is_late and self._config.degrade):
             self.producers.let_go(producer)
@@ -344,12 +344,12 @@ class Relay(Generic[P]):
             return _Found(Outcome.MISS_FULL, Reason.NOT_BEGUN, taken=producer)
         return _Found(Outcome.JOINED, Reason.COMPUTE, taken=producer)
 
-    async def _join(self, producer: Producer, due_s: float, spare_s: float) -> _Found:
+    async def _join(self, producer: Producer, deadline_at: float, spare_s: float) -> _Found:
         """Wait for a producer as long as time to do without it remains."""
-        producer.urgency.hasten(self._wanted_by_s(due_s))
+        producer.urgency.hasten(self._wanted_by_s(deadline_at))
         producer.joiners += 1
         try:
-            done, _ = await asyncio.wait({producer.ended}, timeout=self._patience_s(due_s, spare_s))
+            done, _ = await asyncio.wait({producer.ended}, timeout=self._patience_s(deadline_at, spare_s))
         finally:
             producer.joiners -= 1
         if not done:
@@ -359,24 +359,24 @@ class Relay(Generic[P]):
             return _Found(Outcome.JOINED, Reason.RELOAD if producer.is_reload else Reason.COMPUTE, entry)
         return _Found(Outcome.MISS_FULL, Reason.EXPIRED if producer.entry.is_published else Reason.PRODUCER_FAILED)
 
-    def _patience_s(self, due_s: float, spare_s: float) -> float:
+    def _patience_s(self, deadline_at: float, spare_s: float) -> float:
         """How long to wait so that there is time to do without, or if there is none, until the end."""
-        left_s = due_s - self._clock()
+        left_s = deadline_at - self._clock()
         return max(left_s - spare_s if left_s > spare_s else left_s - self._config.margin_s, 0.0)
 
-    def _wanted_by_s(self, due_s: float) -> float:
+    def _wanted_by_s(self, deadline_at: float) -> float:
         """A rank's place in the queue, also for what it waits for: its objective, not its deadline."""
-        return min(due_s, self._clock() + self._engine.objective_s)
+        return min(deadline_at, self._clock() + self._engine.objective_s)
 
-    def _first_token(self, num_tokens: int, num_candidates: int, due_s: float) -> int:
+    def _first_token(self, num_tokens: int, num_candidates: int, deadline_at: float) -> int:
         """0, or where the newest tokens begin that a full inference can still score in time."""
         if not self._config.degrade or not num_tokens:
             return 0
-        return num_tokens - self._engine.cost.safe_tokens(num_tokens, num_candidates, self._budget_s(due_s))
+        return num_tokens - self._engine.cost.safe_tokens(num_tokens, num_candidates, self._budget_s(deadline_at))
 
-    def _budget_s(self, due_s: float) -> float:
+    def _budget_s(self, deadline_at: float) -> float:
         """That the device may take for a rank which comes to it now."""
-        return due_s - self._clock() - self._config.margin_s - self._engine.queue_s
+        return deadline_at - self._clock() - self._config.margin_s - self._engine.queue_s
 
     # ---- what exists
 

@@ -75,11 +75,11 @@ class TokenBucket:
         self.rate_per_s, self.burst = rate_per_s, max(burst, 1.0)
         self._level, self._at_s = self.burst, -math.inf
 
-    def take(self, now_s: float) -> bool:
+    def take(self, now_at: float) -> bool:
         """One, if there is one."""
         if self._at_s > -math.inf:
-            self._level = min(self.burst, self._level + (now_s - self._at_s) * self.rate_per_s)
-        self._at_s = now_s
+            self._level = min(self.burst, self._level + (now_at - self._at_s) * self.rate_per_s)
+        self._at_s = now_at
         if self._level < 1.0:
             return False
         self._level -= 1.0
@@ -92,7 +92,7 @@ def decide(
     headroom: Headroom,
     config: TriggerConfig,
     bucket: TokenBucket | None,
-    now_s: float,
+    now_at: float,
 ) -> Verdict:
     """PREINFER, or the first reason against it: risk, load, footprint, rate, in this order.
 
@@ -107,7 +107,7 @@ def decide(
         return Verdict.SKIP_LOAD
     if headroom.needed_bytes > headroom.available_bytes:
         return Verdict.SKIP_FOOTPRINT
-    if bucket is not None and not bucket.take(now_s):
+    if bucket is not None and not bucket.take(now_at):
         return Verdict.SKIP_RATE
     return Verdict.PREINFER
 

@@ -31,7 +31,7 @@ class AnswerLine(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     number: int  # of its record in the log's time order
     kind: str
-    due_s: float
+    due_at: float
     latency_ms: float
     error: str = ""
     outcome: str = ""
@@ -63,7 +63,7 @@ def line(sample: Sample, keep_scores: bool) -> AnswerLine:
     common = {
         "number": sample.number,
         "kind": sample.record.kind,
-        "due_s": round(sample.due_s, 6),
+        "due_s": round(sample.due_at, 6),
         "latency_ms": round(sample.latency_s * 1e3, 4),
     }
     if answer is None:
@@ -143,7 +143,7 @@ def _logged(path: Path) -> Iterator[AnswerLine]:
         yield AnswerLine(
             number=number,
             kind=record.kind,
-            due_s=record.ts - first_s,
+            due_at=record.ts - first_s,
             latency_ms=answer.latency_ms or 0.0,
             error="" if answer.status < 300 else str(answer.status),
             outcome=answer.outcome,

@@ -74,9 +74,9 @@ class Slices:
         self.width_s = 0.25
         self.slices: list[Slice] = []
 
-    def at(self, due_s: float) -> Slice:
+    def at(self, due_at: float) -> Slice:
         """The slice of an instant of the run."""
-        while (index := int(max(due_s, 0.0) / self.width_s)) >= MAX_SLICES:
+        while (index := int(max(due_at, 0.0) / self.width_s)) >= MAX_SLICES:
             self._halve()
         while len(self.slices) <= index:
             self.slices.append(Slice())

@@ -42,16 +42,16 @@ class Action:
     """One request to send; its record's `kind` says which."""
 
     record: Record
-    due_s: float  # from the run's start
+    due_at: float  # from the run's start
     number: int  # of the record in the log's time order; a made signal has its rank's
 
 
 def plan(records: Iterable[Record], options: ReplayOptions) -> Iterator[Action]:
     """Every request of the run, in the order of their due times. `records` come in time order."""
     start_s = None
-    for due_s, _, number, record in _cascades(records, options):
-        start_s = due_s if start_s is None else start_s
-        yield Action(record=record, due_s=due_s - start_s, number=number)
+    for due_at, _, number, record in _cascades(records, options):
+        start_s = due_at if start_s is None else start_s
+        yield Action(record=record, due_at=due_at - start_s, number=number)
 
 
 def user_of(record: Record) -> UserKey:
@@ -135,8 +135,8 @@ def _cascades(records: Iterable[Record], options: ReplayOptions) -> Iterator[Due
     last_s: dict[UserKey, float] = {}  # due time of the user's newest rank or events that is not over
     place = count()
 
-    def push(due_s: float, number: int, record: Record) -> None:
-        heapq.heappush(ready, (due_s, next(place), number, record))
+    def push(due_at: float, number: int, record: Record) -> None:
+        heapq.heappush(ready, (due_at, next(place), number, record))
 
     def settle(number: int) -> Timed:
         numbers = waiting[user := user_of(signals[number][2])]
@@ -153,17 +153,17 @@ def _cascades(records: Iterable[Record], options: ReplayOptions) -> Iterator[Due
         else:
             own = [settle(n) for n in list(waiting.get(user, ()))] if record.kind in SCORED else []
             delay_s = None if own or record.kind != "rank" else _delay_s(record, options, delays)
-            due_s = at_s + (delay_s or 0.0)
+            due_at = at_s + (delay_s or 0.0)
             if delay_s is not None:
                 push(at_s, number, _signal_of(record))
             elif not own and options.signal_lead_s is not None and record.kind == "rank":
-                push(due_s - lead_s, number, _signal_of(record))
-            if due_s < (newest_s := last_s.get(user, due_s)):
-                due_s = newest_s  # I2
+                push(due_at - lead_s, number, _signal_of(record))
+            if due_at < (newest_s := last_s.get(user, due_at)):
+                due_at = newest_s  # I2
             for own_number, _, signal in own:
-                push(due_s - (record.ts - signal.ts), own_number, signal)
-            push(due_s, number, record)
-            last_s[user] = due_s
+                push(due_at - (record.ts - signal.ts), own_number, signal)
+            push(due_at, number, record)
+            last_s[user] = due_at
         while signals and record.ts - (oldest := next(iter(signals.values())))[2].ts > PAIR_S:
             push(oldest[1], oldest[0], settle(oldest[0])[2])
         until_s = at_s - max(PAIR_S, lead_s)
@@ -172,7 +172,7 @@ def _cascades(records: Iterable[Record], options: ReplayOptions) -> Iterator[Due
         while ready and ready[0][0] <= until_s:
             yield heapq.heappop(ready)
         if len(last_s) > 2 * len(ready) + 1000:
-            last_s = {user: due_s for user, due_s in last_s.items() if due_s > at_s}
+            last_s = {user: due_at for user, due_at in last_s.items() if due_at > at_s}
     for number, at_s, record in signals.values():
         push(at_s, number, record)
     while ready:

@@ -93,7 +93,7 @@ class Sample:
     """What became of one request. Times in seconds."""
 
     record: Record
-    due_s: float
+    due_at: float
     lag_s: float  # sent that much after it could leave
     latency_s: float  # answered that much after it was due
     error: str  # "" = none; an HTTP status, "timeout", "no connection" or "bad answer"
@@ -165,20 +165,20 @@ class _Player:
     async def send_all(self, batch: list[tuple[Action, bytes]], timer: Timer) -> None:
         """Start each request when it is due."""
         for action, body in batch:
-            due_s = self.start_s + action.due_s
+            due_at = self.start_s + action.due_at
             if self._slots is not None:
                 await self._slots.acquire()
-                due_s = time.monotonic()
+                due_at = time.monotonic()
             else:
-                await timer.until(due_s)  # a late player too must let its tasks send
-            self._start(action, body, due_s)
+                await timer.until(due_at)  # a late player too must let its tasks send
+            self._start(action, body, due_at)
 
-    def _start(self, action: Action, body: bytes, due_s: float) -> None:
+    def _start(self, action: Action, body: bytes, due_at: float) -> None:
         record = action.record
         is_write, user = record.kind == "events", user_of(record)
         running = self._open.get(user, {})
         after = [task for task, writes in running.items() if is_write or writes]
-        task = asyncio.get_running_loop().create_task(self._send(action, body, due_s, after))
+        task = asyncio.get_running_loop().create_task(self._send(action, body, due_at, after))
         self._sent.add(task)
         if record.kind != "signal":
             self._open.setdefault(user, {})[task] = is_write
@@ -208,13 +208,13 @@ class _Player:
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
 
-    async def _send(self, action: Action, body: bytes, due_s: float, after: list[asyncio.Task[None]]) -> None:
-        record, free_s = action.record, due_s
+    async def _send(self, action: Action, body: bytes, due_at: float, after: list[asyncio.Task[None]]) -> None:
+        record, free_s = action.record, due_at
         if after:
             await asyncio.wait(after)
-            free_s = max(due_s, time.monotonic())
+            free_s = max(due_at, time.monotonic())
             if record.kind == "events":
-                due_s = free_s
+                due_at = free_s
         outgoing = self._histories.outgoing(record)
         body = body or encode(outgoing)
         budget_ms = record.deadline_ms or self._options.deadline_ms
@@ -223,7 +223,7 @@ class _Player:
         was_resent = error == "409" and outgoing is not record
         if was_resent:
             content, error = await self._post(record, encode(record), budget_ms)
-        latency_s = time.monotonic() - due_s  # before anything is decoded
+        latency_s = time.monotonic() - due_at  # before anything is decoded
         answer = None
         if not error:
             try:
@@ -235,7 +235,7 @@ class _Player:
         self._on_sample(
             Sample(
                 record=record,
-                due_s=due_s - self.start_s if self._slots or record.kind == "events" else action.due_s,
+                due_at=due_at - self.start_s if self._slots or record.kind == "events" else action.due_at,
                 lag_s=lag_s,
                 latency_s=latency_s,
                 error=error,

@@ -116,7 +116,7 @@ class Seen:
     """One request and what became of it."""
 
     kind: Kind
-    arrived_s: float  # epoch
+    arrived_at: float  # epoch
     took_s: float
     budget_s: float
     user: UserKey
@@ -283,7 +283,7 @@ class _File:
     folder: Path
     _open: IO[bytes] | None = None
     _path: Path = field(default_factory=Path)
-    _began_s: float = 0.0
+    _began_at: float = 0.0
     _num: int = 0
 
     def write(self, line: bytes) -> None:
@@ -292,7 +292,7 @@ class _File:
             self._num += 1
             stamp = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
             name = f"traffic-{stamp}-{os.getpid()}-{self._num:04}{self.config.suffix}.part"
-            self._path, self._began_s = self.folder / name, time.monotonic()
+            self._path, self._began_at = self.folder / name, time.monotonic()
             self._open = create(self._path, Path(self.config.suffix).suffix)
         self._open.write(line)
         if self._open.tell() >= self.config.max_file_bytes:  # unpacked, so a packed file is well below
@@ -302,7 +302,7 @@ class _File:
         """What a crash now would lose is nothing; end the file if it is old, or the recording over."""
         if self._open is None:
             return
-        if is_over or time.monotonic() - self._began_s >= self.config.max_file_s:
+        if is_over or time.monotonic() - self._began_at >= self.config.max_file_s:
             self.close()
         else:
             self._open.flush()
@@ -349,7 +349,7 @@ def record_of(seen: Seen, key: bytes | None, keep_scores: bool) -> Record:
     recommend = request if isinstance(request, RecommendRequest) else None
     shown_at = rank.timestamp if rank else recommend.timestamp if recommend else None
     return Record(
-        ts=seen.arrived_s,
+        ts=seen.arrived_at,
         kind=seen.kind,
         user_id=_hashed(key, "user", *user) if key else user.user,
         tenant=_hashed(key, "tenant", user.tenant) if key and user.tenant else user.tenant,
@@ -357,7 +357,7 @@ def record_of(seen: Seen, key: bytes | None, keep_scores: bool) -> Record:
         base=None if request is None else request.history.base,
         candidates=rank.candidates.astype("<i8").tobytes() if rank else [],
         num_candidates=request.num_candidates if isinstance(request, SignalRequest) else None,
-        timestamp=int(seen.arrived_s) if (rank or recommend) and shown_at is None else shown_at,
+        timestamp=int(seen.arrived_at) if (rank or recommend) and shown_at is None else shown_at,
         top_k=rank.top_k if rank else None,
         deadline_ms=round(seen.budget_s * 1e3, 3),
         generate=_generate(request) if isinstance(request, GenerateRequest) else None,

@@ -36,9 +36,9 @@ async def record_for(
     loop = asyncio.get_running_loop()
     async with _session(url, api_key) as http:
         await _ask(http, "POST", order)
-        ends_s = loop.time() + seconds
+        ends_at = loop.time() + seconds
         try:
-            while (left_s := ends_s - loop.time()) > 0 and not stop.is_set():
+            while (left_s := ends_at - loop.time()) > 0 and not stop.is_set():
                 try:
                     await asyncio.wait_for(stop.wait(), min(left_s, PERIOD_S))
                 except TimeoutError:

@@ -169,12 +169,12 @@ def summarise(
 ) -> Report:
     """Sum up a run."""
     first_s = min(tally.first_s, tally.end_s)
-    due_s = tally.last_due_s - first_s
+    due_at = tally.last_due_at - first_s
     names = sorted(tally.latencies, key=lambda name: (_ORDER.index(name.split()[0]), name))
     return Report(
         interrupted=interrupted,
         duration_s=tally.end_s - first_s,
-        offered_per_s=tally.num_scored / due_s if due_s > 0 else 0.0,
+        offered_per_s=tally.num_scored / due_at if due_at > 0 else 0.0,
         slo_s=tally.slo_s,
         num_ranks=tally.num_scored,
         num_within_slo=tally.num_within_slo,

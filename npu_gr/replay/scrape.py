@@ -29,11 +29,11 @@ def tier_bytes(text: str) -> dict[str, float]:
 async def watch_tiers(url: str, api_key: str | None, found: list[TierBytes]) -> None:
     """Append to `found` until cancelled; a service that shows no tiers is asked no more."""
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-    began_s, period_s = time.monotonic(), PERIOD_S
+    began_at, period_s = time.monotonic(), PERIOD_S
     timeout = aiohttp.ClientTimeout(total=TIMEOUT_S)
     async with aiohttp.ClientSession(url.rstrip("/") + "/", headers=headers, timeout=timeout) as http:
         while True:
-            at_s = time.monotonic() - began_s
+            at_s = time.monotonic() - began_at
             with contextlib.suppress(TimeoutError, aiohttp.ClientError):  # overloaded now is worth asking again
                 async with http.get("metrics") as answer:
                     try:

@@ -62,18 +62,18 @@ class Tally:
         self.model_versions: Counter[str] = Counter()
         self.logged_digests: Counter[str] = Counter()  # "equal" | "different" to what the log says was answered
         self.history_tokens = self.prefix_tokens = 0
-        self.first_s, self.last_due_s, self.end_s = float("inf"), 0.0, 0.0
+        self.first_s, self.last_due_at, self.end_s = float("inf"), 0.0, 0.0
         self.auc: defaultdict[str, PooledAuc] = defaultdict(PooledAuc)
         self.ndcg: defaultdict[str, list[float]] = defaultdict(lambda: [0.0, 0])  # sum, count
 
     def add(self, sample: Sample) -> None:
         """A request is over."""
-        if sample.due_s < self.warmup_s:
+        if sample.due_at < self.warmup_s:
             self.num_warmup += 1
             return
-        self.first_s = min(self.first_s, sample.due_s)
-        self.last_due_s = max(self.last_due_s, sample.due_s)
-        self.end_s = max(self.end_s, sample.due_s + sample.latency_s)
+        self.first_s = min(self.first_s, sample.due_at)
+        self.last_due_at = max(self.last_due_at, sample.due_at)
+        self.end_s = max(self.end_s, sample.due_at + sample.latency_s)
         self.lag.record(sample.lag_s)
         self.num_resent += sample.was_resent
         self.num_bytes += sample.num_bytes
@@ -86,7 +86,7 @@ class Tally:
             self._add_scored(sample, sample.answer)
 
     def _add_scored(self, sample: Sample, answer: Answer | None) -> None:
-        part = self.slices.at(sample.due_s)
+        part = self.slices.at(sample.due_at)
         self.num_scored += 1
         part.num_due += 1
         if answer is None:
@@ -141,7 +141,7 @@ class Tally:
         for name in ("outcomes", "reasons", "errors", "model_versions", "logged_digests"):
             getattr(self, name).update(getattr(other, name))
         self.first_s = min(self.first_s, other.first_s)
-        self.last_due_s = max(self.last_due_s, other.last_due_s)
+        self.last_due_at = max(self.last_due_at, other.last_due_at)
         self.end_s = max(self.end_s, other.end_s)
         for task, pooled in other.auc.items():
             self.auc[task].merge(pooled)

@@ -34,8 +34,8 @@ def build_admin_app(router: Router) -> web.Application:
         return web.Response(body=msgspec.json.encode(_status(router, started_s)), content_type="application/json")
 
     async def instances(_: web.Request) -> web.Response:
-        now_s = time.monotonic()
-        rows = [_row(one, now_s) for one in router.members.instances.values()]
+        now_at = time.monotonic()
+        rows = [_row(one, now_at) for one in router.members.instances.values()]
         return _json({"epoch": router.members.ring.epoch, "instances": rows})
 
     async def owner(request: web.Request) -> web.Response:
@@ -82,7 +82,7 @@ def build_admin_app(router: Router) -> web.Application:
 
 
 def _status(router: Router, started_s: float) -> status.Status:
-    now_s = time.monotonic()
+    now_at = time.monotonic()
     rows = [
         status.Instance(
             name=one.name,
@@ -92,26 +92,26 @@ def _status(router: Router, started_s: float) -> status.Status:
         )
         for one in router.members.instances.values()
     ]
-    ready = any(one.takes_ranks(now_s) for one in router.members.instances.values())
+    ready = any(one.takes_ranks(now_at) for one in router.members.instances.values())
     return status.Status(
         name="router",
         ready=ready,
         why_not="" if ready else "no instance takes ranks",
-        uptime_s=now_s - started_s,
+        uptime_s=now_at - started_s,
         versions={"npu_gr": __version__, "ring": str(router.members.ring.epoch)},
         queue={"requests_in_flight": float(sum(row.in_flight for row in rows))},
         instances=rows,
     )
 
 
-def _row(one: Instance, now_s: float) -> dict[str, Any]:
+def _row(one: Instance, now_at: float) -> dict[str, Any]:
     return {
         "name": one.name,
         "address": f"{one.config.host}:{one.config.port}",
         "health": one.health,
         "is_drained": one.is_drained,
-        "takes_ranks": one.takes_ranks(now_s),
-        "share": round(one.breaker.share(now_s), 3),
+        "takes_ranks": one.takes_ranks(now_at),
+        "share": round(one.breaker.share(now_at), 3),
         "in_flight": one.in_flight,
     }
 

@@ -124,9 +124,9 @@ class Client(asyncio.Protocol):
         """See httptools.HTTPProtocol."""
         if self._is_last:
             raise Refused(400, "a request after the last one")
-        self._incoming = Incoming(began_s=time.monotonic())
+        self._incoming = Incoming(began_at=time.monotonic())
         self._head_bytes = self._num_trailers = 0
-        self.busy_since_s = self._incoming.began_s
+        self.busy_since_s = self._incoming.began_at
 
     def on_url(self, url: bytes) -> None:
         """See httptools.HTTPProtocol."""
@@ -249,19 +249,19 @@ class Client(asyncio.Protocol):
         """No request, not even the beginning of one."""
         return not self._exchanges and self._incoming is None
 
-    def sweep(self, now_s: float) -> None:
+    def sweep(self, now_at: float) -> None:
         """Once a second: end what takes too long."""
         config = self._router.config
-        if self._refused_s and now_s - self._refused_s > _LINGER_S:
+        if self._refused_s and now_at - self._refused_s > _LINGER_S:
             self.abort()
-        elif self._incoming is not None and now_s - self._incoming.began_s > config.header_timeout_s:
+        elif self._incoming is not None and now_at - self._incoming.began_at > config.header_timeout_s:
             self._refuse(Refused(408, f"headers: not complete after {config.header_timeout_s:g} s"))
-        elif self.is_idle and now_s - self.idle_since_s > config.idle_s:
+        elif self.is_idle and now_at - self.idle_since_s > config.idle_s:
             self.end()
 
     def _refuse(self, error: Refused) -> None:
         """Answer in turn, then close."""
-        incoming, self._incoming = self._incoming or Incoming(began_s=time.monotonic()), None
+        incoming, self._incoming = self._incoming or Incoming(began_at=time.monotonic()), None
         self._is_last = True
         self._refused_s = time.monotonic()
         incoming.keeps_alive = False

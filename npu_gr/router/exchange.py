@@ -73,7 +73,7 @@ def kind_of(method: bytes, path: bytes) -> Kind:
 class Incoming:
     """A request's head."""
 
-    began_s: float
+    began_at: float
     target: bytes = b""
     method: bytes = b""
     is_http11: bool = True
@@ -101,17 +101,17 @@ class Exchange:
         self._placement: Placement | None = None
         self._upstream: Upstream | None = None
         self._connecting: asyncio.Task[None] | None = None
-        self._sent_s = 0.0
+        self._sent_at = 0.0
         self._out: list[bytes] = []
         self._timer: asyncio.TimerHandle | None = None
         self._status = 0
-        self._deadline_s = incoming.began_s + router.config.default_budget_s
+        self._deadline_at = incoming.began_at + router.config.default_budget_s
         try:
-            self._deadline_s = incoming.began_s + self._budget_s()
+            self._deadline_at = incoming.began_at + self._budget_s()
         except NpuGrError as error:
             self._error = error
         else:
-            left_s = self._deadline_s - time.monotonic()
+            left_s = self._deadline_at - time.monotonic()
             self._timer = asyncio.get_running_loop().call_later(max(0.0, left_s), self._deadline_passed)
 
     def _budget_s(self) -> float:
@@ -185,19 +185,19 @@ class Exchange:
             self._fail(error)
 
     def _choose(self) -> Choice:
-        seen, now_s, members = self._in.seen, time.monotonic(), self._router.members
+        seen, now_at, members = self._in.seen, time.monotonic(), self._router.members
         if self.kind is Kind.ANY or (self.kind is Kind.RANK and seen.get(b"x-npugr-service") == b"normal"):
-            return members.for_any(now_s, self._tried)
+            return members.for_any(now_at, self._tried)
         user = seen.get(self._router.user_header)
         if not user:
             raise BadRequest(f"{self._router.config.user_header}: missing; requests are routed by this header")
         if self.kind is Kind.SIGNAL:
-            choice, self._placement = members.for_signal(user, now_s, self._tried)
+            choice, self._placement = members.for_signal(user, now_at, self._tried)
             return choice
         brought = (
             Placement.decode(seen[b"x-npugr-placement"].decode("latin-1")) if b"x-npugr-placement" in seen else None
         )
-        return members.for_rank(user, brought, now_s, self._tried)
+        return members.for_rank(user, brought, now_at, self._tried)
 
     def _go(self, choice: Choice) -> None:
         self._choice = choice
@@ -227,7 +227,7 @@ class Exchange:
     def _send(self, upstream: Upstream) -> None:
         self._upstream = upstream
         self._is_untaken = False
-        self._sent_s = time.monotonic()
+        self._sent_at = time.monotonic()
         self._is_chunked = not self._is_whole
         self._num_sent = 0
         upstream.send(self, self._head())
@@ -235,7 +235,7 @@ class Exchange:
 
     def _head(self) -> bytes:
         """The request as the instance gets it: the remaining time instead of the granted one, no hop-by-hop header."""
-        left_ms = max(1.0, (self._deadline_s - time.monotonic()) * 1e3)
+        left_ms = max(1.0, (self._deadline_at - time.monotonic()) * 1e3)
         parts = [b"%s %s HTTP/1.1\r\n" % (self._in.method, self._in.target)]
         parts += [b"%s: %s\r\n" % pair for pair in self._in.headers]
         if b"x-request-id" not in self._in.seen:
@@ -273,8 +273,8 @@ class Exchange:
 
     def _arm_first_try(self) -> None:
         """Leave the second try some of the budget."""
-        now_s = time.monotonic()
-        wait_s = (self._deadline_s - now_s) * self._router.config.retry.first_try_ratio
+        now_at = time.monotonic()
+        wait_s = (self._deadline_at - now_at) * self._router.config.retry.first_try_ratio
         self._arm(wait_s, self._first_try_passed)
 
     def _arm(self, wait_s: float, call: object) -> None:
@@ -283,7 +283,7 @@ class Exchange:
         self._timer = asyncio.get_running_loop().call_later(max(0.0, wait_s), call)  # type: ignore[arg-type]
 
     def _first_try_passed(self) -> None:
-        self._arm(self._deadline_s - time.monotonic(), self._deadline_passed)
+        self._arm(self._deadline_at - time.monotonic(), self._deadline_passed)
         if not self._is_answering:
             self._retry("timeout")
 
@@ -305,18 +305,18 @@ class Exchange:
     def answer_head(self, status: int, headers: Headers) -> None:
         """See `Carried`."""
         assert self._choice is not None
-        instance, now_s = self._choice.instance, time.monotonic()
-        took_s = now_s - self._sent_s
+        instance, now_at = self._choice.instance, time.monotonic()
+        took_s = now_at - self._sent_at
         self._router.metrics.instance_s(instance.name).observe(took_s)
         if status in _RETRIED:
             if status == 503 and any(name.lower() == _NOT_TAKEN for name, _ in headers):
                 self._is_untaken = self.kind is Kind.SIGNAL
-                instance.checked(Check.UNREADY, now_s)
+                instance.checked(Check.UNREADY, now_at)
             if self._retry(str(status)):
                 return
             self._blame(str(status))
         else:
-            instance.answered(took_s, self.kind is Kind.RANK, now_s)
+            instance.answered(took_s, self.kind is Kind.RANK, now_at)
         self._is_answering, self._status = True, status
         out, has_length = [status_line(status)], status in (204, 304)
         for name, value in headers:
@@ -389,7 +389,7 @@ class Exchange:
 
     def _blame(self, why: str) -> None:
         assert self._choice is not None
-        waited_s = time.monotonic() - self._sent_s if self._sent_s else 0.0
+        waited_s = time.monotonic() - self._sent_at if self._sent_at else 0.0
         if why != "timeout" or waited_s >= self._router.config.breaker.min_timeout_s:
             self._router.failed(self._choice.instance, why, self.kind is Kind.SIGNAL)
 
@@ -405,7 +405,7 @@ class Exchange:
         self._blame(why)
         self._leave()
         self._router.metrics.retries(why).inc()
-        self._arm(self._deadline_s - time.monotonic(), self._deadline_passed)
+        self._arm(self._deadline_at - time.monotonic(), self._deadline_passed)
         self._go(choice)
         return True
 
@@ -414,7 +414,7 @@ class Exchange:
         given = {name.decode("latin-1"): value.decode("latin-1") for name, value in self._in.headers}
         given = {name: value for name, value in given.items() if name.lower() != "host"}
         given["X-Request-Id"] = self._request_id.decode("latin-1")
-        left_s = 0.9 * (self._deadline_s - time.monotonic())
+        left_s = 0.9 * (self._deadline_at - time.monotonic())
         given["X-Request-Timeout-Ms"] = f"{max(1.0, left_s * 1e3):.3f}"
         said = await self._router.erase(self._in.target.decode("latin-1"), given, left_s)
         self._connecting = None
@@ -470,4 +470,4 @@ class Exchange:
             self._timer = None
         if self._is_started:
             self._router.in_flight -= 1
-        self._router.finished(self.kind, status, time.monotonic() - self._in.began_s)
+        self._router.finished(self.kind, status, time.monotonic() - self._in.began_at)

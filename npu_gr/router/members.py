@@ -89,39 +89,39 @@ class Instance:
         """Whether it is under its limit of requests in flight."""
         return self.in_flight < self._limit
 
-    def takes_signals(self, now_s: float, user: bytes) -> bool:
+    def takes_signals(self, now_at: float, user: bytes) -> bool:
         """Whether new work of this user may go there."""
-        return self.health is Health.UP and not self.is_drained and self._is_let_in(now_s, user)
+        return self.health is Health.UP and not self.is_drained and self._is_let_in(now_at, user)
 
-    def takes_ranks(self, now_s: float) -> bool:
+    def takes_ranks(self, now_at: float) -> bool:
         """Whether a rank whose signal went there may follow it."""
-        return self._is_there(now_s) and not self.breaker.is_open(now_s)
+        return self._is_there(now_at) and not self.breaker.is_open(now_at)
 
-    def takes_users(self, now_s: float, user: bytes) -> bool:
+    def takes_users(self, now_at: float, user: bytes) -> bool:
         """Whether a rank without a signal may go there."""
-        return self._is_there(now_s) and self._is_let_in(now_s, user)
+        return self._is_there(now_at) and self._is_let_in(now_at, user)
 
-    def _is_there(self, now_s: float) -> bool:
+    def _is_there(self, now_at: float) -> bool:
         is_leaving = self.is_drained or self.health is Health.DRAINING
-        return self.health in (Health.UP, Health.DRAINING) and not (is_leaving and now_s >= self._drained_s)
+        return self.health in (Health.UP, Health.DRAINING) and not (is_leaving and now_at >= self._drained_s)
 
-    def _is_let_in(self, now_s: float, user: bytes) -> bool:
-        share = self.breaker.share(now_s)
+    def _is_let_in(self, now_at: float, user: bytes) -> bool:
+        share = self.breaker.share(now_at)
         return share >= 1.0 or fraction(user) < share
 
-    def drain(self, now_s: float) -> None:
+    def drain(self, now_at: float) -> None:
         """Signals stop at once, ranks after `t_life_s`."""
         if not self.is_drained and self.health is not Health.DRAINING:
-            self._drained_s = now_s + self._t_life_s
+            self._drained_s = now_at + self._t_life_s
         self.is_drained = True
 
-    def undrain(self, now_s: float) -> None:
+    def undrain(self, now_at: float) -> None:
         """Take it back, slowly."""
         if self.is_drained:
             self.is_drained = False
-            self.breaker.come_back(now_s)
+            self.breaker.come_back(now_at)
 
-    def checked(self, check: Check, now_s: float) -> None:
+    def checked(self, check: Check, now_at: float) -> None:
         """Learn from a check, or from a request that found nobody listening."""
         before = self.health
         self._good, self._bad = (self._good + 1, 0) if check is Check.READY else (0, self._bad + 1)
@@ -129,13 +129,13 @@ class Instance:
             if before is not Health.UP and self._good >= self._health_config.rise:
                 self.health = Health.UP
                 if before is not Health.UNKNOWN or self._is_new:
-                    self.breaker.come_back(now_s)
+                    self.breaker.come_back(now_at)
         elif check is Check.UNREADY and before is Health.UP:
             self.health = Health.DRAINING
             if not self.is_drained:
-                self._drained_s = now_s + self._t_life_s
+                self._drained_s = now_at + self._t_life_s
         elif check is Check.UNREADY and before is Health.DRAINING:
-            if now_s >= self._drained_s:
+            if now_at >= self._drained_s:
                 self.health = Health.DOWN
         elif check is Check.UNREADY or before is Health.UNKNOWN or self._bad >= self._health_config.fall:
             self.health = Health.DOWN
@@ -144,9 +144,9 @@ class Instance:
             if self.health is Health.DOWN:
                 self.close_idle()
 
-    def answered(self, took_s: float, is_rank: bool, now_s: float) -> None:
+    def answered(self, took_s: float, is_rank: bool, now_at: float) -> None:
         """It answered a request after so long."""
-        self.breaker.succeeded(now_s)
+        self.breaker.succeeded(now_at)
         if is_rank:
             self.ranks_s.append(took_s)
 
@@ -188,51 +188,51 @@ class Members:
 
     # ---- where a request goes
 
-    def for_signal(self, user: bytes, now_s: float, tried: Collection[str] = ()) -> tuple[Choice, Placement]:
+    def for_signal(self, user: bytes, now_at: float, tried: Collection[str] = ()) -> tuple[Choice, Placement]:
         """Decide on a pair: the rank follows. Those in `tried` have not taken it.
 
         Raises:
             Unavailable: nobody takes signals. Overloaded: the one that would is at its limit.
         """
         others = (name for name in self.ring.walk(user) if name not in tried)
-        able = (name for name in others if self.instances[name].takes_signals(now_s, user))
+        able = (name for name in others if self.instances[name].takes_signals(now_at, user))
         name, is_spilled = spill(able, self._has_share if self._config.relay.load_factor else lambda _name: True)
         if name is None:
             raise Unavailable("no instance takes signals now")
         instance = self.instances[name]
         if not instance.has_room:
             raise Overloaded(f"{name} serves {instance.in_flight} requests already")
-        self._remember(user, name, now_s)
+        self._remember(user, name, now_at)
         how = How.SPILLED if is_spilled else How.HOME if name == self.ring.owner(user) else How.SUCCESSOR
         return Choice(instance, how), Placement(name, self.ring.epoch, is_spilled)
 
-    def for_rank(self, user: bytes, brought: Placement | None, now_s: float, tried: Collection[str]) -> Choice:
+    def for_rank(self, user: bytes, brought: Placement | None, now_at: float, tried: Collection[str]) -> Choice:
         """After its signal; without one to the owner; where that does not take it, to the next one, as a miss.
 
         Raises:
             Unavailable: nobody is left. Overloaded: all who are left are at their limits.
         """
-        for name in (brought.instance if brought else None, self._placed(user, now_s)):
+        for name in (brought.instance if brought else None, self._placed(user, now_at)):
             instance = self.instances.get(name) if name is not None and name not in tried else None
-            if instance is not None and instance.takes_ranks(now_s) and instance.has_room:
+            if instance is not None and instance.takes_ranks(now_at) and instance.has_room:
                 return Choice(instance, How.SIGNAL)
         is_home = not tried
         for name in self.ring.walk(user):
             instance = self.instances[name]
-            if name not in tried and instance.takes_users(now_s, user):
+            if name not in tried and instance.takes_users(now_at, user):
                 if instance.has_room:
                     return Choice(instance, How.HOME if is_home else How.SUCCESSOR)
                 break  # too many users, not too many dead: by load, then
             is_home = False
-        return self.for_any(now_s, tried)
+        return self.for_any(now_at, tried)
 
-    def for_any(self, now_s: float, tried: Collection[str] = ()) -> Choice:
+    def for_any(self, now_at: float, tried: Collection[str] = ()) -> Choice:
         """The less loaded of two random ones of the normal service, or of all where it has none.
 
         Raises:
             Unavailable: nobody is left. Overloaded: all who are left are at their limits.
         """
-        there = [one for one in self.instances.values() if one.name not in tried and one.takes_ranks(now_s)]
+        there = [one for one in self.instances.values() if one.name not in tried and one.takes_ranks(now_at)]
         there = [one for one in there if one.config.normal] or there
         if not there:
             raise Unavailable("no instance is available")
@@ -249,25 +249,25 @@ class Members:
         one = self.instances[name]
         return one.in_flight < bound(total, one.config.weight, weight, self._config.relay.load_factor)
 
-    def _remember(self, user: bytes, name: str, now_s: float) -> None:
+    def _remember(self, user: bytes, name: str, now_at: float) -> None:
         kept = self._signalled
         kept.pop(user, None)
-        kept[user] = (name, now_s + self._config.relay.t_life_s)
-        while len(kept) > self._config.relay.max_remembered or next(iter(kept.values()))[1] <= now_s:
+        kept[user] = (name, now_at + self._config.relay.t_life_s)
+        while len(kept) > self._config.relay.max_remembered or next(iter(kept.values()))[1] <= now_at:
             del kept[next(iter(kept))]
 
-    def _placed(self, user: bytes, now_s: float) -> str | None:
+    def _placed(self, user: bytes, now_at: float) -> str | None:
         name, until_s = self._signalled.get(user, (None, 0.0))
-        return name if now_s < until_s else None
+        return name if now_at < until_s else None
 
     # ---- what requests teach
 
-    def failed(self, instance: Instance, now_s: float) -> None:
+    def failed(self, instance: Instance, now_at: float) -> None:
         """An instance failed a request: no connection, no answer in time, 502, 503 or 504."""
-        if instance.breaker.failed(now_s):
-            self._open(instance, "failures", now_s)
+        if instance.breaker.failed(now_at):
+            self._open(instance, "failures", now_at)
 
-    def compare(self, now_s: float) -> None:
+    def compare(self, now_at: float) -> None:
         """Once an interval: take out who is far slower than the rest."""
         least = self._config.breaker.slow_min_requests
         times = {one.name: median(one.ranks_s) for one in self.instances.values() if len(one.ranks_s) >= least}
@@ -276,14 +276,14 @@ class Members:
             is_slow = bool(others) and time_s > self._config.breaker.slow_ratio * median(others)
             instance = self.instances[name]
             instance.ranks_s.clear()
-            if instance.breaker.was_slow(is_slow) and not instance.breaker.is_open(now_s):
-                self._open(instance, "slow", now_s)
+            if instance.breaker.was_slow(is_slow) and not instance.breaker.is_open(now_at):
+                self._open(instance, "slow", now_at)
 
-    def _open(self, instance: Instance, why: str, now_s: float) -> None:
-        num_open = sum(one.breaker.is_open(now_s) for one in self.instances.values())
+    def _open(self, instance: Instance, why: str, now_at: float) -> None:
+        num_open = sum(one.breaker.is_open(now_at) for one in self.instances.values())
         if num_open + 1 > self._config.breaker.max_open_ratio * len(self.instances):
             return  # better a bad one than none
-        log.warning("instance %s: out for %.1f s (%s)", instance.name, instance.breaker.open(now_s), why)
+        log.warning("instance %s: out for %.1f s (%s)", instance.name, instance.breaker.open(now_at), why)
         self._on_open(instance.name, why)
 
 

@@ -111,8 +111,8 @@ class Router:
         """Whether requests are welcome, and if not, why."""
         if self.is_draining:
             return False, "draining"
-        now_s = time.monotonic()
-        if not any(one.health is Health.UP and one.takes_ranks(now_s) for one in self.members.instances.values()):
+        now_at = time.monotonic()
+        if not any(one.health is Health.UP and one.takes_ranks(now_at) for one in self.members.instances.values()):
             return False, "no instance is up"
         return True, ""
 
@@ -179,9 +179,9 @@ class Router:
     async def _look(self, http: aiohttp.ClientSession) -> None:
         instances = list(self.members.instances.values())
         checks = await asyncio.gather(*(self._look_at(http, instance) for instance in instances))
-        now_s = time.monotonic()
+        now_at = time.monotonic()
         for instance, check in zip(instances, checks, strict=True):
-            instance.checked(check, now_s)
+            instance.checked(check, now_at)
 
     async def _look_at(self, http: aiohttp.ClientSession, instance: Instance) -> Check:
         try:
@@ -194,18 +194,18 @@ class Router:
         """Once a second: close what is unused or takes too long, bring the gauges up to date."""
         while True:
             await asyncio.sleep(1.0)
-            now_s = time.monotonic()
+            now_at = time.monotonic()
             for client in list(self.clients):
-                client.sweep(now_s)
+                client.sweep(now_at)
             for instance in self.members.instances.values():
-                instance.close_idle(now_s - self.config.instance_idle_s)
+                instance.close_idle(now_at - self.config.instance_idle_s)
 
     def observe(self) -> None:
         """Bring the gauges up to date, before they are read."""
-        now_s = time.monotonic()
+        now_at = time.monotonic()
         for name, one in self.members.instances.items():
             self.metrics.up(name).set(one.health is Health.UP and not one.is_drained)
-            self.metrics.share(name).set(one.breaker.share(now_s) if one.takes_ranks(now_s) else 0.0)
+            self.metrics.share(name).set(one.breaker.share(now_at) if one.takes_ranks(now_at) else 0.0)
             self.metrics.instance_in_flight(name).set(one.in_flight)
         self.metrics.in_flight.set(self.in_flight)
         self.metrics.connections.set(len(self.clients))

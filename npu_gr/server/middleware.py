@@ -23,8 +23,8 @@ from npu_gr.server.tracing import Tracing
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 ID = web.RequestKey("request_id", str)
-ARRIVED_S = web.RequestKey("arrived_s", float)
-PARSED_S = web.RequestKey("parsed_s", float)  # set by the handlers of the three kinds, as the next two
+ARRIVED_AT = web.RequestKey("arrived_at", float)
+PARSED_AT = web.RequestKey("parsed_at", float)  # set by the handlers of the three kinds, as the next two
 USER = web.RequestKey("user", UserKey)
 ANSWER: web.RequestKey[Answer] = web.RequestKey("answer", object)  # type: ignore[arg-type]
 
@@ -38,7 +38,7 @@ def around(door: Door, metrics: Metrics, keys: ApiKeys, journal: Journal, tracin
 
     @web.middleware
     async def watched(request: web.Request, handler: Handler) -> web.StreamResponse:
-        arrived_s = request[ARRIVED_S] = time.monotonic()
+        arrived_at = request[ARRIVED_AT] = time.monotonic()
         identity = request[ID] = request_id(request.headers)
         route = _route(request)
         trace, span = tracing.begin(f"{request.method} {route}", request.headers.get("traceparent"))
@@ -57,7 +57,7 @@ def around(door: Door, metrics: Metrics, keys: ApiKeys, journal: Journal, tracin
             status, failed = answer.status, error
         finally:
             metrics.in_flight.dec()
-            took_s = time.monotonic() - arrived_s
+            took_s = time.monotonic() - arrived_at
             kind = KINDS.get(request.path) if request.method == "POST" else None
             told = request.get(ANSWER)
             served = told if isinstance(told, RankAnswer | GenerateAnswer | RecommendAnswer) else None
@@ -82,7 +82,7 @@ def around(door: Door, metrics: Metrics, keys: ApiKeys, journal: Journal, tracin
                 if served is not None:
                     outcome = served.outcome.value if served.outcome else "none"
                     attributes |= {"npu_gr.outcome": outcome, "npu_gr.prefix_tokens": served.prefix_tokens}
-                tracing.end(span, stages_s, arrived_s, request.get(PARSED_S), attributes)
+                tracing.end(span, stages_s, arrived_at, request.get(PARSED_AT), attributes)
         answer.headers[REQUEST_ID] = identity
         answer.headers["traceparent"] = trace.header
         if not door.is_ready()[0]:

@@ -88,13 +88,13 @@ class RecordingDoor:
     ) -> A:
         if not self._recorder.wants(user):
             return await work
-        arrived_s, began_s = time.time(), time.monotonic()
+        arrived_at, began_at = time.time(), time.monotonic()
 
         def offer(status: int, answer: object) -> None:
             seen = Seen(
                 kind="events" if request is None else _KINDS[type(request)],
-                arrived_s=arrived_s,
-                took_s=time.monotonic() - began_s,
+                arrived_at=arrived_at,
+                took_s=time.monotonic() - began_at,
                 budget_s=budget_s,
                 user=user,
                 status=status,

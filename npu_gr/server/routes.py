@@ -12,8 +12,8 @@ import msgspec
 from aiohttp import web
 
 from npu_gr import __version__
-from npu_gr.admission.limiter import Priority
 from npu_gr.core.errors import DeadlineExceeded, NotFound, NotTaken, Unprocessable
+from npu_gr.core.kinds import Priority
 from npu_gr.core.request import GenerateAnswer, MatchAnswer, ModelInfo, Outcome, RankAnswer, RecommendAnswer, UserKey
 from npu_gr.metrics.exposition import expose
 from npu_gr.metrics.pauses import noted_pauses
@@ -23,7 +23,7 @@ from npu_gr.server.access_log import Journal
 from npu_gr.server.auth import ApiKeys
 from npu_gr.server.config import ServerConfig
 from npu_gr.server.headers import budget_s
-from npu_gr.server.middleware import ANSWER, ARRIVED_S, ID, PARSED_S, USER, around
+from npu_gr.server.middleware import ANSWER, ARRIVED_AT, ID, PARSED_AT, USER, around
 from npu_gr.server.openapi import document
 from npu_gr.server.run import probe_loop_lag
 from npu_gr.server.service_protocol import Door
@@ -137,14 +137,14 @@ class _Routes:
 
     def __init__(self, door: Door, config: ServerConfig, metrics: Metrics, journal: Journal) -> None:
         self._door, self._config, self._metrics, self._journal = door, config, metrics, journal
-        self._began_s = time.monotonic()
+        self._began_at = time.monotonic()
         self._page = page("/debug/status")
 
     def _left_s(self, request: web.Request) -> float:
         """The caller's budget less what reading the body took; the last thing before the service."""
-        request[PARSED_S] = now_s = time.monotonic()
+        request[PARSED_AT] = now_at = time.monotonic()
         budget = budget_s(request.headers, self._config.default_budget_s, self._config.max_budget_s)
-        left = budget - (now_s - request[ARRIVED_S])
+        left = budget - (now_at - request[ARRIVED_AT])
         if left <= 0:
             raise DeadlineExceeded(f"reading the request took the whole budget of {budget * 1e3:.0f} ms")
         return left
@@ -247,7 +247,7 @@ class _Routes:
         return web.Response(text=self._page, content_type="text/html", headers=headers)
 
     async def status(self, _: web.Request) -> web.Response:
-        return _json(status(self._door, self._metrics, self._journal, time.monotonic() - self._began_s))
+        return _json(status(self._door, self._metrics, self._journal, time.monotonic() - self._began_at))
 
     async def metrics(self, request: web.Request) -> web.Response:
         body, content_type = await expose(self._metrics, request.headers.get("Accept", ""))

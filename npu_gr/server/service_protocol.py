@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
-from npu_gr.admission.limiter import Priority
+from npu_gr.core.kinds import A, Kind, Priority, Q
 from npu_gr.core.request import (
     CatalogueChange,
     CatalogueInfo,
@@ -23,6 +23,79 @@ from npu_gr.core.request import (
     UserKey,
     VectorsInfo,
 )
+
+I_co = TypeVar("I_co", covariant=True)
+
+
+class PublishedAdmin(Protocol[I_co]):
+    """Versions of something that an instance serves: which one, the file read again, the one before."""
+
+    def info(self) -> I_co:
+        """The version that is served."""
+        ...
+
+    async def reload(self) -> I_co:
+        """Read the file again and serve it; requests in progress keep their version. Raises Unprocessable."""
+        ...
+
+    def rollback(self) -> I_co:
+        """Serve the version before. Raises Unprocessable where none is kept."""
+        ...
+
+
+class CatalogueAdmin(PublishedAdmin[CatalogueInfo], Protocol):
+    """The catalogue that `generate` serves."""
+
+    async def update(self, change: CatalogueChange) -> CatalogueInfo:
+        """Add, withdraw and restore items of the version that is served. Raises Unprocessable."""
+        ...
+
+
+class ServiceProtocol(Protocol):
+    """What HTTP needs. Every method may raise what `core/errors.py` lists, and cancels cleanly."""
+
+    def models(self) -> list[ModelInfo]:
+        """What is being served, the default first."""
+        ...
+
+    def is_ready(self) -> tuple[bool, str]:
+        """Whether new work is welcome, and in words why not: starting, draining, device failed."""
+        ...
+
+    def effective_config(self) -> dict[str, Any]:
+        """The whole configuration in force, plain types only, without secrets."""
+        ...
+
+    def check_room(self, kind: Kind[Any, Any]) -> None:
+        """Refuse a request of this kind before its body is read. Raises Overloaded."""
+        ...
+
+    async def serve(self, kind: Kind[Q, A], request: Q, budget_s: float) -> A:
+        """Answer one request from start to end.
+
+        Args:
+            kind: an entry of `KINDS`.
+            request: of `kind.request`.
+            budget_s: seconds that the caller grants.
+
+        Raises:
+            NotFound: this instance does not serve the kind. Overloaded. DeadlineExceeded: `budget_s` is over.
+        """
+        ...
+
+    async def reload_models(self) -> list[ModelInfo]:
+        """Read the configuration file again and serve what it says; requests in progress keep their version."""
+        ...
+
+    @property
+    def catalogue(self) -> CatalogueAdmin:
+        """Raises NotFound where this instance does not generate."""
+        ...
+
+    @property
+    def vectors(self) -> PublishedAdmin[VectorsInfo]:
+        """Raises NotFound where this instance does not match."""
+        ...
 
 
 class Door(Protocol):

@@ -42,32 +42,32 @@ class Tracing:
         self,
         span: Span,
         stages_s: Mapping[str, float],
-        began_s: float,
-        parsed_s: float | None,
+        began_at: float,
+        parsed_at: float | None,
         attributes: Mapping[str, str | int],
     ) -> None:
         """The request has ended now.
 
         Args:
             span: as `begin` gave it.
-            stages_s: of the service, one after the other from `parsed_s` on.
-            began_s, parsed_s: instants on time.monotonic().
+            stages_s: of the service, one after the other from `parsed_at` on.
+            began_at, parsed_at: instants on time.monotonic().
             attributes: of the request's span.
         """
         from opentelemetry import trace as otel
 
         assert self._tracer is not None, "begin() made a span"
-        now_s, now_ns = time.monotonic(), time.time_ns()
+        now_at, now_ns = time.monotonic(), time.time_ns()
 
         def at_ns(instant_s: float) -> int:
-            return now_ns - round((now_s - instant_s) * 1e9)
+            return now_ns - round((now_at - instant_s) * 1e9)
 
         parts: list[tuple[str, float, float]] = []
-        if parsed_s is not None:
-            parts.append(("read", began_s, parsed_s))
+        if parsed_at is not None:
+            parts.append(("read", began_at, parsed_at))
             for stage, seconds in stages_s.items():
                 parts.append((stage, parts[-1][2], parts[-1][2] + seconds))
-            parts.append(("write", parts[-1][2], now_s))
+            parts.append(("write", parts[-1][2], now_at))
         inside = otel.set_span_in_context(span)
         for name, from_s, to_s in parts:
             self._tracer.start_span(name, inside, start_time=at_ns(from_s)).end(at_ns(to_s))

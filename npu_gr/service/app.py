@@ -25,11 +25,11 @@ from npu_gr.server.recording import RecordingDoor, add_record_routes
 from npu_gr.server.routes import build_web_app
 from npu_gr.server.run import on_hangup, serve
 from npu_gr.server.tracing import spans
+from npu_gr.service import config as configuration
 from npu_gr.service.build import open_generation, open_ranking
 from npu_gr.service.config import Config
 from npu_gr.service.reload import Reload
 from npu_gr.service.service import Service
-from npu_gr.service import config as configuration
 
 log = logging.getLogger(__name__)
 

@@ -99,7 +99,7 @@ async def open_ranking(
     await _prove(engine, vocabulary, pool, dram if config.relay.enabled else None, checkpoint.version, config)
     if beside is not None:
         engine.copy_bytes_per_s = beside.engine.copy_bytes_per_s
-    engine.objective_s = config.slo.rank_s
+    engine.objective_s = config.slo.objective_s("rank")
     model = ModelInfo(
         name=checkpoint.name,
         version=checkpoint.version,
@@ -181,7 +181,7 @@ async def open_generation(
                 f"generate.checkpoint: {folder} needs pages of another layout than the one that serves; start anew"
             )
     engine = await asyncio.to_thread(_generate_engine, decoder, section, backend, scheduler, pool.arena)
-    engine.objective_s = config.slo.generate_s
+    engine.objective_s = config.slo.objective_s("generate")
     if beside is not None:
         engine.copy_bytes_per_s = beside.engine.copy_bytes_per_s
     elif dram is not None:
@@ -282,13 +282,13 @@ async def _prove(
             drift = await parity(engine, runs, None if dram is None else dram.arena, dram_runs, head, candidates)
             if dram is not None:
                 await engine.measure_copy(dram.arena, dram_runs, runs, len(head))
-    began_s = time.perf_counter()
+    began_at = time.perf_counter()
     cost = await engine.warm_up(tokens, [n for n in WARM_UP_LENGTHS if n <= longest], WARM_UP_CANDIDATES)
     log.info(
         "parity %.1e of the logits' spread; warm-up %.1f s; 1,000 tokens and 100 candidates: %.1f ms full; "
         "DRAM to HBM %.1f GB/s",
         drift,
-        time.perf_counter() - began_s,
+        time.perf_counter() - began_at,
         cost.full_s(1000, 100) * 1e3,
         engine.copy_bytes_per_s / 1e9,
     )
@@ -318,12 +318,12 @@ async def _reserved(tier: PrefixPool, key: PrefixKey, num_tokens: int) -> Prefix
 async def _reserved(tier: DramStore, key: PrefixKey, num_tokens: int) -> DramEntry: ...
 async def _reserved(tier: PrefixPool | DramStore, key: PrefixKey, num_tokens: int) -> PrefixEntry | DramEntry:
     """Pages as soon as there are some: those of live prefixes come free with their ranks."""
-    give_up_s = time.monotonic() + RESERVE_S
+    give_up_at = time.monotonic() + RESERVE_S
     while True:
         try:
             return tier.reserve(key, num_tokens)
         except PoolExhausted:
-            if time.monotonic() > give_up_s:
+            if time.monotonic() > give_up_at:
                 raise
         await asyncio.sleep(0.05)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
 
@@ -12,6 +12,7 @@ from npu_gr.admission.brownout import BrownoutConfig
 from npu_gr.backend.choose import BackendName
 from npu_gr.backend.cpu.backend import NativeMode
 from npu_gr.core import settings
+from npu_gr.core.kinds import KINDS
 from npu_gr.engine.queue import SchedulerConfig
 from npu_gr.features.store import HistoryConfig
 from npu_gr.jobs.generate import GenerateConfig
@@ -30,22 +31,40 @@ Seconds = Annotated[float, msgspec.Meta(gt=0)]
 Ratio = Annotated[float, msgspec.Meta(gt=0, lt=1)]
 
 
-class SLOConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Objectives; each time is a bucket edge of its histogram, so attainment is exact."""
-
-    rank_s: Seconds = 0.05
-    signal_s: Seconds = 0.02
-    generate_s: Seconds = 0.2
-    match_s: Seconds = 0.05
-    recommend_s: Seconds = 0.3
+class _Ratios(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     latency_ratio: Ratio = 0.99  # of the answered requests, in time
     availability_ratio: Ratio = 0.999  # of all requests, answered
 
+    def objective_s(self, kind: str) -> float:
+        """Seconds within which a request of this kind should be answered."""
+        seconds: float = getattr(self, f"{kind}_s")
+        return seconds
+
     def objectives(self) -> list[Objective]:
-        """One for each kind of request."""
-        times_s = {kind: getattr(self, f"{kind}_s") for kind in ("rank", "signal", "generate", "recommend")}
-        ratios = {"latency_ratio": self.latency_ratio, "availability_ratio": self.availability_ratio}
-        return [Objective(kind=kind, threshold_s=seconds, **ratios) for kind, seconds in times_s.items()]
+        """One for each kind of request. Each time is a bucket edge of its histogram, so attainment is exact."""
+        return [
+            Objective(
+                kind=kind,
+                threshold_s=self.objective_s(kind),
+                latency_ratio=self.latency_ratio,
+                availability_ratio=self.availability_ratio,
+            )
+            for kind in KINDS
+        ]
+
+
+if TYPE_CHECKING:
+    SLOConfig = _Ratios
+else:  # one field a kind: `rank_s`, `signal_s`, ...
+    SLOConfig = msgspec.defstruct(
+        "SLOConfig",
+        [(f"{kind.name}_s", Seconds, kind.objective_s) for kind in KINDS.values()],
+        bases=(_Ratios,),
+        module=__name__,
+        frozen=True,
+        kw_only=True,
+        forbid_unknown_fields=True,
+    )
 
 
 class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -87,7 +106,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         """The trigger's settings with the budget of a rank filled in."""
         if self.trigger.rank_budget_s is not None:
             return self.trigger
-        return msgspec.structs.replace(self.trigger, rank_budget_s=self.slo.rank_s)
+        return msgspec.structs.replace(self.trigger, rank_budget_s=self.slo.objective_s("rank"))
 
 
 def load(path: Path, overrides: Sequence[str] = ()) -> Config:

@@ -104,9 +104,9 @@ class Reload:
             for job in service.versions.current():
                 job.relay.become(new.relay, new.trigger_with_budget())
             if new.generate is not None:
-                service.generation.engine.objective_s = new.slo.generate_s
+                service.generation.engine.objective_s = new.slo.objective_s("generate")
             if new.checkpoint is not None:
-                service.ranking.engine.objective_s = new.slo.rank_s
+                service.ranking.engine.objective_s = new.slo.objective_s("rank")
             service.become(new.service, new.slo, BrownoutControl(new.brownout), to_table(new))
             self._config = new
             log.info(

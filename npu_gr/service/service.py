@@ -17,7 +17,7 @@ import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AbstractContextManager, asynccontextmanager, contextmanager, nullcontext, suppress
-from typing import Annotated, Any, Protocol
+from typing import Annotated, Any, Protocol, cast
 
 import msgspec
 
@@ -25,7 +25,7 @@ from npu_gr.admission.brownout import BrownoutControl
 from npu_gr.admission.deadline import deadline
 from npu_gr.admission.gate import Gate
 from npu_gr.admission.gradient import GradientLimit
-from npu_gr.admission.limiter import Expected, Limiter, Priority
+from npu_gr.admission.limiter import Expected, Limiter
 from npu_gr.core.errors import (
     BadRequest,
     ConfigError,
@@ -36,12 +36,17 @@ from npu_gr.core.errors import (
     UnknownPrefix,
     Unprocessable,
 )
+from npu_gr.core.kinds import A, Kind, Priority, Q
 from npu_gr.core.request import (
     I64,
     Brownout,
     CatalogueChange,
     CatalogueInfo,
+    EraseAnswer,
+    EraseRequest,
     Events,
+    EventsAnswer,
+    EventsRequest,
     GenerateAnswer,
     GenerateRequest,
     HistoryRef,
@@ -83,24 +88,8 @@ class ServiceConfig(RankingConfig, frozen=True, kw_only=True, forbid_unknown_fie
 class Objectives(Protocol):
     """How long a request should take."""
 
-    @property
-    def rank_s(self) -> float:
-        """A rank."""
-        ...
-
-    @property
-    def generate_s(self) -> float:
-        """A generate."""
-        ...
-
-    @property
-    def match_s(self) -> float:
-        """A match."""
-        ...
-
-    @property
-    def recommend_s(self) -> float:
-        """A recommend."""
+    def objective_s(self, kind: str) -> float:
+        """Seconds, of this kind of request."""
         ...
 
 
@@ -167,9 +156,20 @@ class Service:
 
     # ---- the requests
 
+    async def serve(self, kind: Kind[Q, A], request: Q, budget_s: float) -> A:
+        """Answer one request of any kind; see `ServiceProtocol.serve`."""
+        if isinstance(request, EventsRequest):
+            num_events = await self.append_events(request.user, request.events, budget_s)
+            return cast("A", EventsAnswer(num_events=num_events))
+        if isinstance(request, EraseRequest):
+            await self.erase_user(request.user)
+            return cast("A", EraseAnswer())
+        answer: A = await getattr(self, kind.name)(request, budget_s)
+        return answer
+
     async def signal(self, request: SignalRequest, budget_s: float) -> SignalAnswer:
         """Decide on the pre-infers and start them; see `Door.signal`."""
-        began_s = time.monotonic()
+        began_at = time.monotonic()
         versions, version = self.versions, request.model_version
         ranking = versions.ranker(version) if versions.maybe_ranking else None
         generation = versions.maybe_generation if ranking else versions.generator(version)
@@ -189,7 +189,7 @@ class Service:
                 generate_verdict = await generation.signal(request.user, events.items)
         first = verdict or generate_verdict
         assert first is not None
-        self._metrics.signal_decided(first, time.monotonic() - began_s)
+        self._metrics.signal_decided(first, time.monotonic() - began_at)
         return SignalAnswer(
             verdict=first,
             model_version=(ranking or generation or self.generation).version,
@@ -200,42 +200,42 @@ class Service:
 
     async def rank(self, request: RankRequest, budget_s: float) -> RankAnswer:
         """Score the candidates; see `Door.rank`."""
-        began_s = time.monotonic()
+        began_at = time.monotonic()
         ranking = self.versions.ranker(request.model_version)
         if not len(request.candidates):
             raise Unprocessable("candidates: needs at least one")
         with self._admitted(Priority.RANK, budget_s, "rank"), ranking.use:
-            async with deadline(budget_s) as due_s:
+            async with deadline(budget_s) as deadline_at:
                 events, first_index = await self._events(request.user, request.history)
                 tokens = ranking.tokenize(events, first_index)
                 self._remember(request.user, request.history, tokens.report.fingerprint, tokens.events)
-                answer = await ranking.rank(request, tokens, due_s, time.monotonic() - began_s)
-        self._metrics.rank_done(answer, time.monotonic() - began_s)
+                answer = await ranking.rank(request, tokens, deadline_at, time.monotonic() - began_at)
+        self._metrics.rank_done(answer, time.monotonic() - began_at)
         return answer
 
     async def generate(self, request: GenerateRequest, budget_s: float) -> GenerateAnswer:
         """The best items after a history; see `Door.generate`."""
-        began_s = time.monotonic()
+        began_at = time.monotonic()
         generation = self.versions.generator(request.model_version)
         with self._admitted(Priority.GENERATE, budget_s, "generate"), generation.use:
-            async with deadline(budget_s) as due_s:
+            async with deadline(budget_s) as deadline_at:
                 events, _ = await self._events(request.user, request.history)
                 fingerprint = events.fingerprint()
                 self._remember(request.user, request.history, fingerprint, events)
-                history_s = time.monotonic() - began_s
-                answer = await generation.generate(request, events.items, fingerprint, due_s, history_s)
-        self._metrics.generate_done(answer, time.monotonic() - began_s)
+                history_s = time.monotonic() - began_at
+                answer = await generation.generate(request, events.items, fingerprint, deadline_at, history_s)
+        self._metrics.generate_done(answer, time.monotonic() - began_at)
         return answer
 
     async def match(self, request: MatchRequest, budget_s: float) -> MatchAnswer:
         """The best items for a user by vectors; see `Door.match`."""
-        began_s = time.monotonic()
+        began_at = time.monotonic()
         matching = self.matching
         with self._admitted(Priority.GENERATE, budget_s, "match"):
-            async with deadline(budget_s) as due_s:
+            async with deadline(budget_s) as deadline_at:
                 history = await self._items_for_match(request, matching.config.max_history_events)
-                answer = await matching.match(request, history, due_s)
-        self._metrics.match_done(answer, time.monotonic() - began_s)
+                answer = await matching.match(request, history, deadline_at)
+        self._metrics.match_done(answer, time.monotonic() - began_at)
         return answer
 
     async def _items_for_match(self, request: MatchRequest, most: int) -> I64:
@@ -249,15 +249,17 @@ class Service:
 
     async def recommend(self, request: RecommendRequest, budget_s: float) -> RecommendAnswer:
         """Signal, retrieval, pre-processing and rank in one; see `Door.recommend`."""
-        began_s = time.monotonic()
+        began_at = time.monotonic()
         cascade, ranking = self.cascade, self.versions.ranker(request.model_version)
         with self._admitted(Priority.GENERATE, budget_s, "recommend"), ranking.use:
-            async with deadline(budget_s) as due_s:
+            async with deadline(budget_s) as deadline_at:
                 events, first_index = await self._events(request.user, request.history)
                 tokens = ranking.tokenize(events, first_index)
                 self._remember(request.user, request.history, tokens.report.fingerprint, tokens.events)
-                answer = await cascade.recommend(request, ranking, events, tokens, due_s, time.monotonic() - began_s)
-        self._metrics.recommend_done(answer, time.monotonic() - began_s)
+                answer = await cascade.recommend(
+                    request, ranking, events, tokens, deadline_at, time.monotonic() - began_at
+                )
+        self._metrics.recommend_done(answer, time.monotonic() - began_at)
         return answer
 
     # ---- overload
@@ -275,7 +277,7 @@ class Service:
         self.check_room(priority)
         expected = None
         if kind is not None:
-            objective_s = getattr(self._objectives, f"{kind}_s")
+            objective_s = self._objectives.objective_s(kind)
             expected = Expected(objective_s, self._scheduler.wait_s(objective_s), self._gates[kind])
             if expected.wait_s > budget_s:
                 raise Overloaded(

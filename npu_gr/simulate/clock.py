@@ -23,16 +23,16 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     """Starts at 0. No file, socket or thread can wake it."""
 
     def __init__(self) -> None:
-        self._now_s = 0.0
+        self._now_at = 0.0
         super().__init__(_Jump(self))
 
     def time(self) -> float:
         """Virtual seconds."""
-        return self._now_s
+        return self._now_at
 
     def jump(self, seconds: float) -> None:
         """Let time pass."""
-        self._now_s += seconds
+        self._now_at += seconds
 
 
 class _Jump(selectors.BaseSelector):

@@ -75,7 +75,7 @@ class Device:
         self._idle, self._is_waiting = config.streams, False
         self._short_s = RunningQuantile(0.9, _LITTLE_S)
         self.busy_s = 0.0
-        self._ends_s: list[float] = []  # when the passes that run should end
+        self._ends_at: list[float] = []  # when the passes that run should end
 
     # ---- what the relay asks
 
@@ -92,9 +92,9 @@ class Device:
     @property
     def queue_s(self) -> float:
         """As `Scheduler.wait_s`, of a rank."""
-        now_s = self._loop.time()
-        running_s = 0.0 if self._idle else max(0.0, min(self._ends_s) - now_s)
-        return running_s + self._queue.ahead_s(now_s + self.objective_s) / self._config.streams
+        now_at = self._loop.time()
+        running_s = 0.0 if self._idle else max(0.0, min(self._ends_at) - now_at)
+        return running_s + self._queue.ahead_s(now_at + self.objective_s) / self._config.streams
 
     @property
     def pressure(self) -> float:
@@ -107,18 +107,18 @@ class Device:
         return self._short_s.value
 
     async def prefill(
-        self, tokens: SimulatedPrefix, keep: tuple[Run, ...], deadline_s: float, urgency: Urgency, first_token: int = 0
+        self, tokens: SimulatedPrefix, keep: tuple[Run, ...], deadline_at: float, urgency: Urgency, first_token: int = 0
     ) -> int:
         """As `Engine.prefill`: chunk after chunk."""
         parts = list(chunks(first_token, len(tokens), self._config.prefill_chunk_tokens))
         takes_s = [self._cost.pass_s(stop - start, start, 0) for start, stop in parts]
-        job = self._job([Step(self._noisy_s(each_s), each_s) for each_s in takes_s], deadline_s, urgency, True)
+        job = self._job([Step(self._noisy_s(each_s), each_s) for each_s in takes_s], deadline_at, urgency, True)
         if urgency.is_cut:
             return first_token
 
         def changed() -> None:
             if not urgency.is_cut:
-                self._queue.hasten(job, urgency.order_s)
+                self._queue.hasten(job, urgency.order_at)
             elif self._queue.withdraw(job):
                 future, job.tag = job.tag, None
                 future.set_result((0.0, 0))
@@ -134,19 +134,19 @@ class Device:
         target: KVArena,
         target_runs: Sequence[Run],
         num_tokens: int,
-        deadline_s: float,
-        order_s: float | Urgency | None = None,
+        deadline_at: float,
+        order_at: float | Urgency | None = None,
         *,
         is_sheddable: bool = False,
     ) -> None:
         """As `PageJobs.copy`: the bytes over the bandwidth."""
         took_s = self._profile.copy_host_s + target.layout.bytes(num_tokens) / self._profile.copy_bytes_per_s
-        order_s = deadline_s if order_s is None else order_s
-        job = self._job([Step(self._noisy_s(took_s), 0.0)], deadline_s, order_s, is_sheddable)
-        if not isinstance(order_s, Urgency):
+        order_at = deadline_at if order_at is None else order_at
+        job = self._job([Step(self._noisy_s(took_s), 0.0)], deadline_at, order_at, is_sheddable)
+        if not isinstance(order_at, Urgency):
             await self._submit(job)
             return
-        with order_s.applied(lambda: self._queue.hasten(job, order_s.order_s)):
+        with order_at.applied(lambda: self._queue.hasten(job, order_at.order_at)):
             await self._submit(job)
 
     def zero(self, arena: KVArena, runs: Sequence[Run]) -> asyncio.Future[Done[None]]:
@@ -155,7 +155,7 @@ class Device:
         future.set_result(Done(None, 0.0, 0.0, 1))
         return future
 
-    async def rank(self, work: RankWork, deadline_s: float, since_s: float) -> float:
+    async def rank(self, work: RankWork, deadline_at: float, arrived_at: float) -> float:
         """As `Engine.rank`; the seconds on the device."""
         expected_s = self._cost.pass_s(*work)
         job = Job(
@@ -164,9 +164,9 @@ class Device:
             kind="rank",
             shares=True,
             demand=Demand(work.new_tokens, work.num_candidates),
-            deadline_s=deadline_s,
-            order_s=since_s + self.objective_s,
-            since_s=since_s,
+            deadline_at=deadline_at,
+            order_at=arrived_at + self.objective_s,
+            arrived_at=arrived_at,
             objective_s=self.objective_s,
             takes_s=expected_s,
         )
@@ -175,16 +175,16 @@ class Device:
             self._short_s.observe(max(took_s - expected_s, _LITTLE_S))
         return took_s
 
-    def _job(self, steps: Sequence[Step], deadline_s: float, order_s: float | Urgency, is_sheddable: bool) -> Job:
+    def _job(self, steps: Sequence[Step], deadline_at: float, order_at: float | Urgency, is_sheddable: bool) -> Job:
         """As of `Scheduler`; a step's work is how long it takes here."""
         return Job(
             run=_nothing,
             work=steps[0].work,
             takes_s=steps[0].takes_s,
             rest=steps[1:],
-            deadline_s=deadline_s,
-            order_s=order_s.order_s if isinstance(order_s, Urgency) else order_s,
-            since_s=order_s.since_s if isinstance(order_s, Urgency) else None,
+            deadline_at=deadline_at,
+            order_at=order_at.order_at if isinstance(order_at, Urgency) else order_at,
+            arrived_at=order_at.arrived_at if isinstance(order_at, Urgency) else None,
             is_sheddable=is_sheddable,
         )
 
@@ -217,9 +217,9 @@ class Device:
                 return
             took_s, expected_s = self._pass_s(taken.jobs), sum(job.takes_s for job in taken.jobs)
             self._idle -= 1
-            ends_s = self._loop.time() + expected_s * self._queue.pace.value
-            self._ends_s.append(ends_s)
-            self._loop.call_later(took_s, self._end, taken.jobs, took_s, expected_s, ends_s)
+            ends_at = self._loop.time() + expected_s * self._queue.pace.value
+            self._ends_at.append(ends_at)
+            self._loop.call_later(took_s, self._end, taken.jobs, took_s, expected_s, ends_at)
 
     def _ask_again(self) -> None:
         self._is_waiting = False
@@ -237,9 +237,9 @@ class Device:
         late = self._late[min(bisect_left(self._up_to_s, seconds), len(self._late) - 1)]
         return seconds * max(1 + self._source.choice(late.ratios), _FASTEST)
 
-    def _end(self, jobs: list[Job], took_s: float, expected_s: float, ends_s: float) -> None:
+    def _end(self, jobs: list[Job], took_s: float, expected_s: float, ends_at: float) -> None:
         self._idle += 1
-        self._ends_s.remove(ends_s)
+        self._ends_at.remove(ends_at)
         self._queue.pace.observe(expected_s, took_s)
         self.busy_s += took_s
         for job in jobs:

@@ -135,7 +135,7 @@ def asks_of(records: Iterable[Record], options: ReplayOptions) -> Iterable[Ask]:
         if record.history is not None:
             tokens[user] = len(record.history) if record.base is None else tokens[user] + len(record.history)
         num_candidates = record.num_candidates or count(record.candidates)
-        yield Ask(action.due_s, record.kind, user, tokens[user], num_candidates)
+        yield Ask(action.due_at, record.kind, user, tokens[user], num_candidates)
 
 
 # ---- device
@@ -152,7 +152,7 @@ class MeasuredRank:
     waited_s: float  # for the prefix and for the device
     total_s: float  # at the client
     outcome: str
-    due_s: float = 0.0  # in the replay
+    due_at: float = 0.0  # in the replay
 
 
 async def measure(records: Iterable[Record], options: ReplayOptions) -> tuple[list[MeasuredRank], list[float]]:
@@ -160,7 +160,7 @@ async def measure(records: Iterable[Record], options: ReplayOptions) -> tuple[li
     ranks, signals = list[MeasuredRank](), list[float]()
 
     def over(sample: Sample) -> None:
-        if sample.error or sample.due_s < options.warmup_s:
+        if sample.error or sample.due_at < options.warmup_s:
             return
         if sample.record.kind == "signal":
             signals.append(sample.latency_s)
@@ -176,7 +176,7 @@ async def measure(records: Iterable[Record], options: ReplayOptions) -> tuple[li
                 waited_s=stages["queue"] + stages["lease"],
                 total_s=sample.latency_s,
                 outcome=sample.answer["outcome"],
-                due_s=sample.due_s,
+                due_at=sample.due_at,
             )
         )
 

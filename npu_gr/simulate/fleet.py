@@ -134,8 +134,8 @@ class Fleet:
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
         forgetting.cancel()
-        ended_s = self._loop.time()
-        self._count_devices(ended_s)
+        ended_at = self._loop.time()
+        self._count_devices(ended_at)
         while self._tasks:
             await asyncio.gather(*self._tasks)
         for instance in self.instances.values():
@@ -146,9 +146,9 @@ class Fleet:
         for instance in self.instances.values():
             instance.forget_counts()
 
-    def _count_devices(self, ended_s: float) -> None:
+    def _count_devices(self, ended_at: float) -> None:
         found = self.found
-        found.counted_s = max(ended_s - self._config.warmup_s, 0.0)
+        found.counted_s = max(ended_at - self._config.warmup_s, 0.0)
         streams = self._config.scheduler.streams
         busy = [one.device.busy_s / max(found.counted_s, 1e-9) / streams for one in self.instances.values()]
         found.busy_ratio, found.busiest_ratio = sum(busy) / len(busy), max(busy)

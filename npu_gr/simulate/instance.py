@@ -16,8 +16,9 @@ import torch
 from npu_gr.admission.brownout import BrownoutControl
 from npu_gr.admission.gate import Gate
 from npu_gr.admission.gradient import GradientLimit
-from npu_gr.admission.limiter import Expected, Limiter, Priority
+from npu_gr.admission.limiter import Expected, Limiter
 from npu_gr.core.errors import ConfigError, DeadlineExceeded, NpuGrError, Overloaded
+from npu_gr.core.kinds import Priority
 from npu_gr.core.request import Brownout, Outcome, UserKey, Verdict
 from npu_gr.kv.arena import KVArena
 from npu_gr.kv.dram_store import DramStore
@@ -121,10 +122,10 @@ class SimulatedInstance:
 
     async def rank(self, ask: Ask) -> Served:
         """As `Service.rank`; never fails."""
-        began_s = self._loop.time()
+        began_at = self._loop.time()
         try:
             await self._on_host(self._source.choice(self._profile.rank_host_s))
-            budget_s = self._config.budget_s - (self._loop.time() - began_s)
+            budget_s = self._config.budget_s - (self._loop.time() - began_at)
             self._check(Priority.RANK)
             expected = Expected(self._config.slo_s, self.device.queue_s, self._gate)
             if expected.wait_s > budget_s:
@@ -132,21 +133,21 @@ class SimulatedInstance:
             with self._limiter.admit(Priority.RANK, expected):
                 try:
                     async with asyncio.timeout(max(budget_s, 0.0)):
-                        outcome, prefix_tokens = await self._score(ask, began_s)
+                        outcome, prefix_tokens = await self._score(ask, began_at)
                 except TimeoutError as error:
                     raise DeadlineExceeded("its budget ran out") from error
-            took_s = self._loop.time() - began_s
+            took_s = self._loop.time() - began_at
         except NpuGrError as error:
-            return Served(None, type(error).__name__, self._loop.time() - began_s, 0)
+            return Served(None, type(error).__name__, self._loop.time() - began_at, 0)
         self.num_dram_hits += outcome is Outcome.DRAM_HIT
         return Served(outcome, "", took_s, prefix_tokens)
 
-    async def _score(self, ask: Ask, since_s: float) -> tuple[Outcome, int]:
-        tokens, due_s = self._prefix(ask), since_s + self._config.budget_s
-        async with self.relay.lease(UserKey("", ask.user), tokens, ask.num_candidates, due_s) as lease:
+    async def _score(self, ask: Ask, arrived_at: float) -> tuple[Outcome, int]:
+        tokens, deadline_at = self._prefix(ask), arrived_at + self._config.budget_s
+        async with self.relay.lease(UserKey("", ask.user), tokens, ask.num_candidates, deadline_at) as lease:
             cached = lease.cached.num_tokens if lease.cached else 0
             work = RankWork(len(tokens) - max(cached, lease.first_token), cached, ask.num_candidates)
-            await self.device.rank(work, due_s, since_s)
+            await self.device.rank(work, deadline_at, arrived_at)
         return lease.outcome, cached
 
     def _prefix(self, ask: Ask) -> SimulatedPrefix:
@@ -158,10 +159,10 @@ class SimulatedInstance:
             raise Overloaded("overloaded: ranks come first")
 
     async def _on_host(self, takes_s: float) -> None:
-        now_s = self._loop.time()
-        self._host_free_s = max(self._host_free_s, now_s) + takes_s
-        if self._host_free_s > now_s:
-            await asyncio.sleep(self._host_free_s - now_s)
+        now_at = self._loop.time()
+        self._host_free_s = max(self._host_free_s, now_at) + takes_s
+        if self._host_free_s > now_at:
+            await asyncio.sleep(self._host_free_s - now_at)
 
     async def _watch(self) -> None:
         while True:

@@ -188,8 +188,8 @@ def latencies(name: BackendName, runs: int = 20) -> list[Latency]:
 def _timed(name: str, run: Callable[[], object], runs: int) -> Latency:
     taken_ms = []
     for _ in range(runs + 3):
-        began_s = time.perf_counter()
+        began_at = time.perf_counter()
         run()
-        taken_ms.append((time.perf_counter() - began_s) * 1e3)
+        taken_ms.append((time.perf_counter() - began_at) * 1e3)
     deciles = statistics.quantiles(taken_ms[3:], n=10)
     return Latency(name, deciles[4], deciles[8])

@@ -119,19 +119,19 @@ async def _prefills_per_s(ranking: Ranking, num_tokens: int, streams: int, secon
         entries = [pool.reserve(key, num_tokens) for key in keys]
     except PoolExhausted as error:
         raise ConfigError(f"kv.hbm_bytes: {streams} prefixes of {num_tokens} tokens do not fit: {error}") from error
-    done, far, ends_s = 0, float("inf"), 0.0
+    done, far, ends_at = 0, float("inf"), 0.0
 
     async def one_after_the_other(number: int) -> None:
         nonlocal done
-        while done < streams or time.monotonic() < ends_s:
+        while done < streams or time.monotonic() < ends_at:
             await ranking.engine.prefill(tokens, entries[number].runs, far, Urgency(far))
             done += 1
 
     await ranking.engine.prefill(tokens, entries[0].runs, far, Urgency(far))  # not counted: first touch of the pages
-    began_s = time.monotonic()
-    ends_s = began_s + seconds
+    began_at = time.monotonic()
+    ends_at = began_at + seconds
     await asyncio.gather(*map(one_after_the_other, range(streams)))
-    took_s = time.monotonic() - began_s
+    took_s = time.monotonic() - began_at
     for entry in entries:
         pool.abandon(entry)
     return done / took_s

@@ -130,7 +130,7 @@ def options(prepared: Prepared, url: str, limit: int | None = None, seed: int = 
         base_url=url,
         rate=RATE_PER_S,
         signal_lead_s=SIGNAL_LEAD_S,
-        slo_s=prepared.config.slo.rank_s,
+        slo_s=prepared.config.slo.objective_s("rank"),
         limit=limit,
         seed=seed,
     )
@@ -181,9 +181,9 @@ async def _fill(config: Config, history: Interactions, checkpoint: Checkpoint, c
         raise ConfigError("features.kind: the demo needs a history store")
     try:
         actions = {value: index for index, value in enumerate(checkpoint.action_values)}
-        began_s = time.perf_counter()
+        began_at = time.perf_counter()
         total = await load_interactions(store, history, actions)
-        console.print(f"{total} earlier events loaded in {time.perf_counter() - began_s:.1f} s")
+        console.print(f"{total} earlier events loaded in {time.perf_counter() - began_at:.1f} s")
     finally:
         await store.close()
 
@@ -195,9 +195,9 @@ async def _serve(config_path: Path, overrides: list[str], config: Config, log: P
     with await asyncio.to_thread(log.open, "wb") as file:
         process = await asyncio.create_subprocess_exec(*command, stdout=file, stderr=file)
     url = f"http://{config.server.host}:{config.server.port}/readyz"
-    ends_s = time.monotonic() + START_TIMEOUT_S
+    ends_at = time.monotonic() + START_TIMEOUT_S
     async with aiohttp.ClientSession() as http:
-        while time.monotonic() < ends_s and process.returncode is None:
+        while time.monotonic() < ends_at and process.returncode is None:
             try:
                 async with http.get(url) as answer:
                     if answer.status == 200:

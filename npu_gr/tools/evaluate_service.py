@@ -165,9 +165,9 @@ async def judge(
                 was_retrieved = False
                 for way, of_way in asked.items():  # each as a user of its own, so that none warms the next one's cache
                     request = case.body(actions, f"judge-{way}") | of_way
-                    began_s = time.perf_counter()
+                    began_at = time.perf_counter()
                     answer = await client.post(f"/v1/{way}", request)
-                    seconds[way].append(time.perf_counter() - began_s)
+                    seconds[way].append(time.perf_counter() - began_at)
                     items = answer["top"] if way == "rank" else answer["items"]
                     ranks[way].append(items.index(case.target) if case.target in items else MISSED)
                     was_retrieved |= way in sources and case.target in items

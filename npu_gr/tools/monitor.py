@@ -99,9 +99,9 @@ async def prometheus(
 
 async def _answers(url: str, process: asyncio.subprocess.Process, log_path: Path) -> None:
     """Wait until Prometheus is ready."""
-    ends_s = time.monotonic() + START_TIMEOUT_S
+    ends_at = time.monotonic() + START_TIMEOUT_S
     async with aiohttp.ClientSession() as http:
-        while time.monotonic() < ends_s and process.returncode is None:
+        while time.monotonic() < ends_at and process.returncode is None:
             with contextlib.suppress(aiohttp.ClientError):
                 async with http.get(f"{url}/-/ready") as answer:
                     if answer.status == 200:

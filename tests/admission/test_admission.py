@@ -10,8 +10,9 @@ import pytest
 from npu_gr.admission.deadline import deadline
 from npu_gr.admission.gate import Gate
 from npu_gr.admission.gradient import GradientLimit
-from npu_gr.admission.limiter import Expected, Limiter, Priority
+from npu_gr.admission.limiter import Expected, Limiter
 from npu_gr.core.errors import DeadlineExceeded, Overloaded
+from npu_gr.core.kinds import Priority
 
 
 def test_the_limit_holds_and_slots_come_back() -> None:
@@ -42,14 +43,14 @@ def test_what_matters_less_stops_earlier() -> None:
 
 
 def test_the_adaptive_limit_is_in_force() -> None:
-    now_s = 0.0
-    limiter = Limiter(100, GradientLimit(2, 100, window=1), lambda: now_s)
+    now_at = 0.0
+    limiter = Limiter(100, GradientLimit(2, 100, window=1), lambda: now_at)
     with ExitStack() as held:
         for _ in range(2):
             held.enter_context(limiter.admit())
         for _ in range(200):
             with limiter.admit(expected=Expected(0.1, 0.0, Gate())):
-                now_s += 0.9
+                now_at += 0.9
         assert limiter.limit == 4  # where half of it is its root
         for _ in range(2):
             held.enter_context(limiter.admit())
@@ -70,14 +71,14 @@ def test_the_adaptive_limit_is_in_force() -> None:
 def test_a_late_or_refused_request_brings_the_limit_down(
     error: Exception, after_s: float, objective_s: float | None, falls: bool
 ) -> None:
-    now_s = 0.0
-    limiter = Limiter(100, GradientLimit(2, 100, window=4), lambda: now_s)
+    now_at = 0.0
+    limiter = Limiter(100, GradientLimit(2, 100, window=4), lambda: now_at)
     expected = None if objective_s is None else Expected(objective_s, 0.0, Gate())
 
     def request() -> None:
-        nonlocal now_s
+        nonlocal now_at
         with limiter.admit(expected=expected):
-            now_s += after_s
+            now_at += after_s
             raise error
 
     for _ in range(4):

@@ -162,8 +162,8 @@ async def relayed(
 
 
 async def ask(relay: Relay[Prompt], engine: GenerateEngine, trie: Trie, prompt: Prompt) -> tuple[Lease, Generated]:
-    due_s, tables = time.monotonic() + 30, Tables.upload(trie, CPU.device)
-    async with relay.lease(USER, prompt, 20, due_s) as lease:
+    deadline_at, tables = time.monotonic() + 30, Tables.upload(trie, CPU.device)
+    async with relay.lease(USER, prompt, 20, deadline_at) as lease:
         work = Work(
             trie=trie,
             tables=tables,
@@ -173,7 +173,7 @@ async def ask(relay: Relay[Prompt], engine: GenerateEngine, trie: Trie, prompt: 
             cached=lease.cached,
             keep=lease.keep,
         )
-        return lease, (await engine.generate(work, due_s)).value
+        return lease, (await engine.generate(work, deadline_at)).value
 
 
 async def test_every_way_to_the_prompt_gives_the_cold_items() -> None:

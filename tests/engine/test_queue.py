@@ -21,8 +21,8 @@ def generate(works: object) -> list[object]:
     return [works, works]
 
 
-def job(order_s: float = FAR, tokens: int = 1, **more: object) -> Job:
-    return Job(**{"run": rank, "shares": True, "demand": Demand(tokens), "order_s": order_s, **more})  # type: ignore[arg-type]
+def job(order_at: float = FAR, tokens: int = 1, **more: object) -> Job:
+    return Job(**{"run": rank, "shares": True, "demand": Demand(tokens), "order_at": order_at, **more})  # type: ignore[arg-type]
 
 
 def queue(**config: object) -> JobQueue:
@@ -86,10 +86,10 @@ def test_a_full_queue_sheds_the_youngest_sheddable_for_one_that_is_not() -> None
 
 def test_it_waits_for_company_only_while_the_slack_allows() -> None:
     q = queue(max_batch_wait_s=0.010, max_batch_requests=2)
-    q.put(job(deadline_s=1.0, takes_s=0.1), 0.0)
+    q.put(job(deadline_at=1.0, takes_s=0.1), 0.0)
     assert q.take(0.0).wait_s == pytest.approx(0.010)
     assert len(q.take(0.010).jobs) == 1
-    q.put(job(deadline_s=2.0, takes_s=0.996), 1.0)
+    q.put(job(deadline_at=2.0, takes_s=0.996), 1.0)
     assert q.take(1.0).wait_s == pytest.approx(0.004)
     q.put(job(), 1.0)
     assert len(q.take(1.0).jobs) == 2
@@ -101,7 +101,7 @@ def test_a_request_waits_for_what_goes_before_it() -> None:
     pre_infer = job(takes_s=5.0, is_sheddable=True)
     for each in (second, pre_infer, first):
         q.put(each, 0.0)
-    assert [q.ahead_s(order_s) for order_s in (0.5, 1.0, 2.0)] == pytest.approx([0.0, 0.1, 0.4])
+    assert [q.ahead_s(order_at) for order_at in (0.5, 1.0, 2.0)] == pytest.approx([0.0, 0.1, 0.4])
     q.hasten(pre_infer, 1.5)
     assert q.ahead_s(1.0) == pytest.approx(0.1)
     assert q.ahead_s(2.0) == pytest.approx(5.4)
@@ -133,8 +133,10 @@ def test_a_pass_makes_nobody_late() -> None:
 
 def test_what_is_sheddable_comes_last_until_it_is_hastened() -> None:
     q = queue(aging_s=1.0)
-    old, young = (job(since_s=since_s, is_sheddable=True, shares=False, deadline_s=50.0) for since_s in (0.0, 1.0))
-    requests = [job(deadline_s=90.0, run=generate) for _ in range(2)]
+    old, young = (
+        job(arrived_at=arrived_at, is_sheddable=True, shares=False, deadline_at=50.0) for arrived_at in (0.0, 1.0)
+    )
+    requests = [job(deadline_at=90.0, run=generate) for _ in range(2)]
     for each in (young, requests[0], old):
         q.put(each, 30.0)
     assert q.take(30.0).jobs == [requests[0]]
@@ -146,8 +148,8 @@ def test_what_is_sheddable_comes_last_until_it_is_hastened() -> None:
 def test_the_steps_of_a_job_follow_each_other() -> None:
     q = queue()
     first, second = (
-        job(since_s=since_s, is_sheddable=True, shares=False, work=0, rest=[Step(1, 0.1), Step(2, 0.2)])
-        for since_s in (0.0, 1.0)
+        job(arrived_at=arrived_at, is_sheddable=True, shares=False, work=0, rest=[Step(1, 0.1), Step(2, 0.2)])
+        for arrived_at in (0.0, 1.0)
     )
     for each in (second, first):
         q.put(each, 5.0)
@@ -189,13 +191,13 @@ def test_nothing_starves() -> None:
     """A background job behind an endless stream of urgent ones is taken once it has aged."""
     q, background = queue(aging_s=1.0), job(shares=False)
     q.put(background, 0.0)
-    now_s = 0.0
+    now_at = 0.0
     for _ in range(200):
-        q.put(job(now_s + 0.05, shares=False), now_s)
-        if q.take(now_s).jobs == [background]:
+        q.put(job(now_at + 0.05, shares=False), now_at)
+        if q.take(now_at).jobs == [background]:
             break
-        now_s += 0.01
-    assert 0.9 <= now_s <= 1.01
+        now_at += 0.01
+    assert 0.9 <= now_at <= 1.01
 
 
 class Steps(RuleBasedStateMachine):
@@ -204,7 +206,7 @@ class Steps(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.config = SchedulerConfig(max_queue=6, max_batch_requests=3, max_batch_tokens=10, aging_s=5.0)
-        self.q, self.now_s = JobQueue(self.config), 0.0
+        self.q, self.now_at = JobQueue(self.config), 0.0
         self.waiting: list[Job] = []
         self.left: list[Job] = []
 
@@ -214,15 +216,15 @@ class Steps(RuleBasedStateMachine):
 
     @rule(
         wait_s=st.floats(0, 3),
-        deadline_s=st.floats(0.1, 9),
+        deadline_at=st.floats(0.1, 9),
         tokens=st.integers(1, 12),
         shares=st.booleans(),
         shed=st.booleans(),
     )
-    def put(self, wait_s: float, deadline_s: float, tokens: int, shares: bool, shed: bool) -> None:
-        new = job(self.now_s + wait_s, tokens, shares=shares, is_sheddable=shed, deadline_s=self.now_s + deadline_s)
+    def put(self, wait_s: float, deadline_at: float, tokens: int, shares: bool, shed: bool) -> None:
+        new = job(self.now_at + wait_s, tokens, shares=shares, is_sheddable=shed, deadline_at=self.now_at + deadline_at)
         try:
-            victim = self.q.put(new, self.now_s)
+            victim = self.q.put(new, self.now_at)
         except Overloaded:
             assert len(self.waiting) == 6
             assert shed or not any(each.is_sheddable for each in self.waiting)
@@ -234,7 +236,7 @@ class Steps(RuleBasedStateMachine):
 
     @rule(by_s=st.floats(0, 2))
     def pass_time(self, by_s: float) -> None:
-        self.now_s += by_s
+        self.now_at += by_s
 
     @precondition(lambda self: self.waiting)
     @rule(data=st.data())
@@ -244,21 +246,21 @@ class Steps(RuleBasedStateMachine):
             assert self.q.withdraw(each)
             self.leave(each)
         else:
-            self.q.hasten(each, self.now_s)
+            self.q.hasten(each, self.now_at)
 
     @rule()
     def take(self) -> None:
-        taken = self.q.take(self.now_s)
+        taken = self.q.take(self.now_at)
         for each in taken.expired:
-            assert each.deadline_s <= self.now_s
+            assert each.deadline_at <= self.now_at
             self.leave(each)
         if not taken.jobs:
             assert not self.waiting
             return
         first = taken.jobs[0]
-        assert first.order_s == min(each.order_s for each in self.waiting if each.deadline_s > self.now_s)
-        assert all(each.deadline_s > self.now_s for each in taken.jobs)
-        assert all(each.order_s <= each.submitted_s + 5.0 for each in taken.jobs)
+        assert first.order_at == min(each.order_at for each in self.waiting if each.deadline_at > self.now_at)
+        assert all(each.deadline_at > self.now_at for each in taken.jobs)
+        assert all(each.order_at <= each.submitted_at + 5.0 for each in taken.jobs)
         if len(taken.jobs) > 1:
             assert sum(each.demand.tokens for each in taken.jobs) <= 10
             assert len(taken.jobs) <= 3

@@ -74,10 +74,10 @@ def test_copies_expire_and_use_renews_them() -> None:
     dram, clock = store()
     for user in "ab":
         kept(dram, user)
-    clock.now_s = 50.0
+    clock.now_at = 50.0
     with dram.lease(dram.get(key("a"))):  # type: ignore[arg-type]
         pass
-    clock.now_s = 70.0
+    clock.now_at = 70.0
     assert dram.get(key("a")) is not None
     assert dram.get(key("b")) is None
     assert len(dram) == 1
@@ -85,7 +85,7 @@ def test_copies_expire_and_use_renews_them() -> None:
 
 def test_expiry_is_spread() -> None:
     dram, _ = store(8, jitter=0.1)
-    instants = [kept(dram, user).expires_at_s for user in "abcdefgh"]
+    instants = [kept(dram, user).expires_at for user in "abcdefgh"]
     assert len(set(instants)) == 8
     assert all(54.0 <= instant <= 66.0 for instant in instants)
 
@@ -139,7 +139,7 @@ def test_pages_are_conserved(steps: list[tuple[str, int, int]]) -> None:
             case 3:
                 dram.erase_user(UserKey("", user))
             case 4:
-                clock.now_s += size * 10
+                clock.now_at += size * 10
             case _:
                 if (found := dram.get(key(user))) is not None:
                     with dram.lease(found):

@@ -25,10 +25,10 @@ T_LIFE_S = 10.0
 
 
 class Clock:
-    now_s = 0.0
+    now_at = 0.0
 
     def __call__(self) -> float:
-        return self.now_s
+        return self.now_at
 
 
 def pool(num_pages: int = 12) -> tuple[PrefixPool, Clock]:
@@ -79,7 +79,7 @@ class PoolMachine(RuleBasedStateMachine):
             return
         for gone in self.evicted:
             assert not gone.leases
-            assert gone.consumed or gone.expires_at_s <= self.clock.now_s
+            assert gone.consumed or gone.expires_at <= self.clock.now_at
         self.forget(self.evicted)
         self.reserved.append(entry)
 
@@ -111,7 +111,7 @@ class PoolMachine(RuleBasedStateMachine):
 
     @rule(seconds=st.sampled_from([1.0, 6.0, 30.0]))
     def wait(self, seconds: float) -> None:
-        self.clock.now_s += seconds
+        self.clock.now_at += seconds
 
     @precondition(lambda self: self.visible)
     @rule(data=st.data())
@@ -208,7 +208,7 @@ def test_what_waits_for_its_rank_is_not_evicted() -> None:
     first = filled(prefixes, key("a"), 4)
     with pytest.raises(PoolExhausted, match="need 2 pages, 1 of 2 are free and 0 can be evicted"):
         prefixes.reserve(key("b"), 8)
-    clock.now_s = T_LIFE_S
+    clock.now_at = T_LIFE_S
     wasted: list[PrefixEntry] = []
     prefixes.on_evict = wasted.append
     prefixes.reserve(key("b"), 8)
@@ -243,7 +243,7 @@ def test_a_million_users_cost_what_a_few_do() -> None:
     prefixes, clock = pool(100_000)
     for number in range(100_000):
         filled(prefixes, key(str(number)), 1)
-    clock.now_s = T_LIFE_S
+    clock.now_at = T_LIFE_S
     assert prefixes.evictable_bytes == prefixes.budget_bytes
     gone: list[PrefixEntry] = []
     prefixes.on_evict = gone.append

@@ -39,8 +39,8 @@ def free_port() -> int:
 async def load(url: str) -> None:
     """Every kind of request: users who come back and new ones, some without a signal, some without time."""
     async with aiohttp.ClientSession() as http:
-        ends_s, turn = time.monotonic() + LOAD_S, 0
-        while time.monotonic() < ends_s:
+        ends_at, turn = time.monotonic() + LOAD_S, 0
+        while time.monotonic() < ends_at:
             turn += 1
             seed = turn if turn % 3 else turn % 40
             body = {"user_id": f"u{seed}", "history": columns(events(40, seed=seed))}

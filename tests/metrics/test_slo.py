@@ -41,12 +41,12 @@ def test_the_budget_by_hand() -> None:
     result=st.sampled_from(list(Result)),
 )
 def test_a_window_holds_what_came_within_it(gaps: list[float], window_s: float, result: Result) -> None:
-    rolling, now_s, came_s = Rolling(), 1e6, list[float]()
+    rolling, now_at, came_s = Rolling(), 1e6, list[float]()
     for gap in gaps:
-        now_s += gap
-        rolling.add(now_s, result)
-        came_s.append(now_s)
-    first_slot = int((now_s - window_s) // SLOT_S) + 1
+        now_at += gap
+        rolling.add(now_at, result)
+        came_s.append(now_at)
+    first_slot = int((now_at - window_s) // SLOT_S) + 1
     want = sum(s // SLOT_S >= first_slot for s in came_s)
-    assert getattr(rolling.over(now_s, window_s), result.value) == want == sum(rolling.over(now_s, window_s))
+    assert getattr(rolling.over(now_at, window_s), result.value) == want == sum(rolling.over(now_at, window_s))
     assert sum(rolling.total) == len(gaps)

@@ -53,10 +53,10 @@ class Bench:
     errors: list[str]
 
     async def rank(self, history: Tokens, user: UserKey = USER, budget_s: float = 30.0) -> tuple[Lease, F32]:
-        due_s = time.monotonic() + budget_s
-        async with self.relay.lease(user, history, len(CANDIDATES), due_s) as lease:
+        deadline_at = time.monotonic() + budget_s
+        async with self.relay.lease(user, history, len(CANDIDATES), deadline_at) as lease:
             work = Pass(history, lease.first_token, CANDIDATES, 1_700_000_000, cached=lease.cached, keep=lease.keep)
-            scored = await self.engine.rank(work, due_s)
+            scored = await self.engine.rank(work, deadline_at)
         return lease, scored.logits
 
     async def cold(self, history: Tokens) -> F32:

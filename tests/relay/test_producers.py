@@ -295,13 +295,13 @@ async def test_whoever_comes_goes_or_fails_in_any_order(seed: int, monkeypatch: 
         monkeypatch.setattr(b.engine, "_run", fails_at_times)
 
         async def rank(which: int) -> None:
-            user, history, due_s = UserKey("", str(which // 2)), histories[which], time.monotonic() + 30
-            async with b.relay.lease(user, history, len(CANDIDATES), due_s) as lease:
+            user, history, deadline_at = UserKey("", str(which // 2)), histories[which], time.monotonic() + 30
+            async with b.relay.lease(user, history, len(CANDIDATES), deadline_at) as lease:
                 if random.random() < 0.1:
                     lease.discard()
                     return
                 work = Pass(history, lease.first_token, CANDIDATES, 1_700_000_000, cached=lease.cached, keep=lease.keep)
-                scores = (await b.engine.rank(work, due_s)).logits
+                scores = (await b.engine.rank(work, deadline_at)).logits
             assert same(scores, want[which])
             outcomes[lease.outcome] += 1
 

@@ -87,11 +87,11 @@ def test_more_memory_or_smaller_prefixes_never_lower_what_is_admitted(
 
 @given(gaps=st.lists(st.floats(0, 1), min_size=1, max_size=200), rate=st.floats(0.5, 50), burst=st.floats(0, 10))
 def test_a_bucket_never_gives_more_than_its_rate_and_burst(gaps: list[float], rate: float, burst: float) -> None:
-    bucket, now_s, taken = TokenBucket(rate, burst), 0.0, 0
+    bucket, now_at, taken = TokenBucket(rate, burst), 0.0, 0
     for gap in gaps:
-        now_s += gap
-        taken += bucket.take(now_s)
-        assert taken <= max(burst, 1.0) + rate * (now_s - gaps[0]) + 1e-6
+        now_at += gap
+        taken += bucket.take(now_at)
+        assert taken <= max(burst, 1.0) + rate * (now_at - gaps[0]) + 1e-6
     assert taken >= 1
     assert not math.isnan(bucket.burst)
 

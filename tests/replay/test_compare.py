@@ -31,7 +31,7 @@ def run(
         AnswerLine(
             number=i,
             kind="rank",
-            due_s=i * 0.01,
+            due_at=i * 0.01,
             latency_ms=float(latencies_ms[i]),
             error="504" if i % 50 == 0 else "",
             model_version="m",

@@ -34,7 +34,7 @@ def run(rate: float, seed: int = 0) -> Report:
     for i in range(1500):
         latency_s = float(random.lognormal(-4, 0.6))
         error = "504" if random.random() < 0.01 else ""
-        tally.add(sample(due_s=i / rate, latency_s=latency_s, error=error, outcome=str(random.choice(OUTCOMES))))
+        tally.add(sample(due_at=i / rate, latency_s=latency_s, error=error, outcome=str(random.choice(OUTCOMES))))
     settings = {"closed": None, "rate": rate, "ramp_to": None, "arrival": "poisson", "speed": 1.0, "seed": seed}
     tiers = [
         TierBytes(at_s=float(i), bytes={"hbm live": i * 1e6, "hbm free": 1e9, "dram live": 5e7}) for i in range(20)

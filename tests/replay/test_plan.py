@@ -31,7 +31,7 @@ def all_of(records: list[Record], options: ReplayOptions) -> list[Action]:
 
 
 def shape(actions: list[Action]) -> list[tuple[str, float]]:
-    return [(action.record.kind, pytest.approx(action.due_s)) for action in actions]  # type: ignore[misc]
+    return [(action.record.kind, pytest.approx(action.due_at)) for action in actions]  # type: ignore[misc]
 
 
 def test_speed_scales_gaps_but_not_the_lead() -> None:
@@ -64,15 +64,15 @@ def test_a_delay_makes_ts_the_arrival_signal_at_once_rank_after_it_also_under_sp
         ("signal", 0.0), ("rank", 0.4), ("rank", 1.0),
     ]  # fmt: skip
     modelled = all_of([record("rank", float(i), f"u{i}") for i in range(4000)], options(rank_delay_s=0.1, seed=1))
-    assert [a.due_s for a in modelled if a.record.kind == "rank"] == pytest.approx([i + 0.1 for i in range(4000)])
+    assert [a.due_at for a in modelled if a.record.kind == "rank"] == pytest.approx([i + 0.1 for i in range(4000)])
 
 
 def test_modelled_delays_have_their_median_and_p99_and_leave_the_logs_own_signals_alone() -> None:
     model = options(rank_delay_s=0.05, rank_delay_p99_s=0.2, seed=1)
     log = [record("rank", float(i), f"u{i}") for i in range(4000)]
     actions = all_of(log, model)
-    sent_s = {(a.record.kind, a.number): a.due_s for a in actions}
-    delays_s = np.array([sent_s["rank", i] - sent_s["signal", i] for i in range(4000)])
+    sent_at = {(a.record.kind, a.number): a.due_at for a in actions}
+    delays_s = np.array([sent_at["rank", i] - sent_at["signal", i] for i in range(4000)])
     assert np.median(delays_s) == pytest.approx(0.05, rel=0.1)
     assert np.percentile(delays_s, 99) == pytest.approx(0.2, rel=0.15)
     assert shape(all_of([record("signal", 10.0), record("rank", 10.2)], model)) == [("signal", 0.0), ("rank", 0.2)]
@@ -81,7 +81,7 @@ def test_modelled_delays_have_their_median_and_p99_and_leave_the_logs_own_signal
 def test_a_users_ranks_and_events_stay_in_the_logs_order_however_long_a_delay() -> None:
     late = Record(ts=0.0, kind="rank", user_id="a", candidates=[1], delay_ms=3000.0)
     actions = all_of([late, record("events", 1.0), record("rank", 1.0, "b"), record("rank", 4.0)], options())
-    assert [(a.record.kind, a.record.user_id, a.due_s) for a in actions] == [
+    assert [(a.record.kind, a.record.user_id, a.due_at) for a in actions] == [
         ("signal", "a", 0.0), ("rank", "b", 1.0), ("rank", "a", 3.0), ("events", "a", 3.0), ("rank", "a", 4.0),
     ]  # fmt: skip
 
@@ -89,9 +89,9 @@ def test_a_users_ranks_and_events_stay_in_the_logs_order_however_long_a_delay() 
 def test_a_ramp_ends_at_its_rate() -> None:
     log = [record("rank", float(i), f"u{i}") for i in range(3000)]
     ramp = options(rate=10.0, ramp_to=100.0, ramp_s=20.0, arrival="constant")
-    due_s = np.array([action.due_s for action in all_of(log, ramp)])
-    assert np.sum(due_s < 20) == pytest.approx(20 * 55, rel=0.02)
-    assert np.diff(due_s)[-1] == pytest.approx(0.01)
+    due_at = np.array([action.due_at for action in all_of(log, ramp)])
+    assert np.sum(due_at < 20) == pytest.approx(20 * 55, rel=0.02)
+    assert np.diff(due_at)[-1] == pytest.approx(0.01)
 
 
 def test_a_share_of_the_users_is_the_same_users_always() -> None:
@@ -126,12 +126,12 @@ def test_constant_rate_paces_the_ranks_and_spreads_the_rest_between() -> None:
 
 def test_poisson_arrivals_have_the_rate_and_repeat_with_the_seed() -> None:
     log = [record("rank", float(i), f"u{i}") for i in range(4000)]
-    due_s = np.array([action.due_s for action in all_of(log, options(rate=200.0, seed=3))])
-    gaps_s = np.diff(due_s)
+    due_at = np.array([action.due_at for action in all_of(log, options(rate=200.0, seed=3))])
+    gaps_s = np.diff(due_at)
     assert gaps_s.mean() == pytest.approx(1 / 200, rel=0.1)
     assert gaps_s.std() == pytest.approx(gaps_s.mean(), rel=0.1)  # exponential
-    assert due_s.tolist() == [action.due_s for action in all_of(log, options(rate=200.0, seed=3))]
-    assert due_s.tolist() != [action.due_s for action in all_of(log, options(rate=200.0, seed=4))]
+    assert due_at.tolist() == [action.due_at for action in all_of(log, options(rate=200.0, seed=3))]
+    assert due_at.tolist() != [action.due_at for action in all_of(log, options(rate=200.0, seed=4))]
 
 
 def test_limit_and_duration_cut_the_log_and_leave_no_signal_without_its_rank() -> None:
@@ -159,9 +159,9 @@ def test_an_empty_log_is_an_empty_plan() -> None:
 def test_invariants(rows: list[tuple[str, int, str]], lead_s: float | None, pace: dict[str, Any]) -> None:
     log = [record(kind, float(ts), user) for kind, ts, user in rows]
     actions = all_of(log, options(signal_lead_s=lead_s, **pace))
-    due_s = [action.due_s for action in actions]
-    assert due_s == sorted(due_s)
-    assert due_s[:1] in ([], [0.0])
+    due_at = [action.due_at for action in actions]
+    assert due_at == sorted(due_at)
+    assert due_at[:1] in ([], [0.0])
     logged = sorted(log, key=lambda r: r.ts)
     for user in "ab":
         mine = [r for r in logged if r.user_id == user and r.kind != "signal"]

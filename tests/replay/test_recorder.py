@@ -36,7 +36,9 @@ def seen(user: str = "a", num_events: int = 10) -> Seen:
     history = HistoryRef(events=Events.make(range(num_events), [0] * num_events, range(num_events)))
     key = UserKey("", user)
     request = SignalRequest(user=key, history=history)
-    return Seen(kind="signal", arrived_s=time.time(), took_s=0.001, budget_s=1.0, user=key, status=202, request=request)
+    return Seen(
+        kind="signal", arrived_at=time.time(), took_s=0.001, budget_s=1.0, user=key, status=202, request=request
+    )
 
 
 def config(folder: Path, **values: Any) -> RecordConfig:
@@ -176,9 +178,9 @@ def test_a_recording_ends_by_itself_and_gives_its_file_a_name(tmp_path: Path) ->
         recorder.switch_on(1.0, 0.2)
         assert recorder.wants(UserKey("", "a"))
         recorder.offer(seen())
-        ends_s = time.monotonic() + 20
+        ends_at = time.monotonic() + 20
         while not [path for path in (tmp_path / "traffic").iterdir() if path.suffix == ".gz"]:
-            assert time.monotonic() < ends_s
+            assert time.monotonic() < ends_at
             time.sleep(0.05)
         assert not recorder.is_on
     assert len(recorded(tmp_path)) == 1
@@ -248,9 +250,9 @@ def test_a_disk_that_refuses_is_counted_and_recording_goes_on(tmp_path: Path) ->
     with Recorder(config(tmp_path)) as recorder:
         (tmp_path / "traffic").rmdir()
         recorder.offer(seen())
-        ends_s = time.monotonic() + 20
+        ends_at = time.monotonic() + 20
         while not recorder.status().failed:
-            assert time.monotonic() < ends_s
+            assert time.monotonic() < ends_at
             time.sleep(0.02)
         (tmp_path / "traffic").mkdir()
         recorder.offer(seen("b"))

@@ -55,7 +55,7 @@ async def test_a_stalled_service_slows_no_sending_and_is_charged_for_the_wait() 
         samples = await played([rank(i * 0.02, f"u{i}") for i in range(count)], fake.url, deadline_ms=10_000)
     assert not any(sample.error for sample in samples)
     for sample in samples:
-        assert sample.latency_s >= (count - 1) * 0.02 - sample.due_s
+        assert sample.latency_s >= (count - 1) * 0.02 - sample.due_at
 
 
 async def test_latency_counts_from_the_due_time_and_the_players_own_lateness_is_told() -> None:
@@ -76,11 +76,11 @@ async def test_latency_counts_from_the_due_time_and_the_players_own_lateness_is_
         await play(plan(log, options), PlayerOptions(url=fake.url), samples.append, start_s)
         report = await replay([rank(0.0)], options)
     assert len(samples) == 200
-    began_s, ended_s = stalled_s
-    during = [sample for sample in samples if began_s < start_s + sample.due_s < ended_s]
+    began_at, ended_at = stalled_s
+    during = [sample for sample in samples if began_at < start_s + sample.due_at < ended_at]
     assert during
     for sample in during:
-        assert sample.lag_s >= ended_s - (start_s + sample.due_s) - 0.001
+        assert sample.lag_s >= ended_at - (start_s + sample.due_at) - 0.001
         assert sample.latency_s >= sample.lag_s
     assert report.lag_ms["p99"] >= 0
 
@@ -205,11 +205,11 @@ async def test_the_signal_comes_the_lead_before_its_rank_also_under_speed() -> N
         options = ReplayOptions(base_url=fake.url, speed=50.0, signal_lead_s=0.1)
         start_s = time.monotonic() + 0.1
         await play(plan(log, options), PlayerOptions(url=fake.url), samples.append, start_s)
-    samples.sort(key=lambda sample: sample.due_s)
+    samples.sort(key=lambda sample: sample.due_at)
     assert [sample.record.kind for sample in samples] == ["signal", "rank", "signal", "rank"]
-    assert [sample.due_s - samples[0].due_s for sample in samples] == pytest.approx([0.0, 0.1, 0.2, 0.3])
-    assert min(fake.came_s) >= start_s + samples[0].due_s
-    assert max(fake.came_s) >= start_s + samples[-1].due_s
+    assert [sample.due_at - samples[0].due_at for sample in samples] == pytest.approx([0.0, 0.1, 0.2, 0.3])
+    assert min(fake.came_s) >= start_s + samples[0].due_at
+    assert max(fake.came_s) >= start_s + samples[-1].due_at
     history = {"items": [1], "actions": [0], "timestamps": [1]}
     signal_body = {"user_id": "a", "tenant": "t", "history": history, "num_candidates": 3}
     rank_body = {

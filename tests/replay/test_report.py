@@ -15,7 +15,7 @@ from npu_gr.replay.player import Answer, Sample
 from npu_gr.replay.report import report
 
 
-def sample(due_s: float = 0.0, latency_s: float = 0.01, error: str = "", lag_s: float = 0.0, **values: Any) -> Sample:
+def sample(due_at: float = 0.0, latency_s: float = 0.01, error: str = "", lag_s: float = 0.0, **values: Any) -> Sample:
     labels = values.pop("labels", {})
     answer: Answer = {
         "outcome": "hbm_hit", "reason": "", "scores": {"click": [3.0, 2.0, 1.0]}, "stages_s": {"device": 0.002},
@@ -24,7 +24,7 @@ def sample(due_s: float = 0.0, latency_s: float = 0.01, error: str = "", lag_s: 
     answer.update(values)  # type: ignore[typeddict-item]
     return Sample(
         record=Record(ts=0, kind="rank", user_id="a", candidates=[1, 2, 3], labels=labels),
-        due_s=due_s,
+        due_at=due_at,
         lag_s=lag_s,
         latency_s=latency_s,
         error=error,

@@ -30,8 +30,8 @@ class Pretended:
         num = max(0, min(int(rate * (options.duration_s or 1.0)), self.num_records - options.skip))
         latency_s = 0.01 if rate <= self.capacity_per_s else 0.5
         lag_s = 0.1 if rate >= self.late_from else 0.0
-        samples = [sample(due_s=i / rate, latency_s=latency_s, lag_s=lag_s) for i in range(min(num, 50))]
-        samples += [sample(due_s=num / rate, latency_s=latency_s, lag_s=lag_s)] if num else []
+        samples = [sample(due_at=i / rate, latency_s=latency_s, lag_s=lag_s) for i in range(min(num, 50))]
+        samples += [sample(due_at=num / rate, latency_s=latency_s, lag_s=lag_s)] if num else []
         return report(samples, 0.05, msgspec.to_builtins(options)), options.skip + num
 
 

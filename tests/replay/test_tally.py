@@ -89,7 +89,7 @@ def _table(tally: Tally) -> dict[str, Any]:
 
 def _sample(random: np.random.Generator, i: int) -> Sample:
     return sample(
-        due_s=float(i * random.uniform(0.05, 0.15)),
+        due_at=float(i * random.uniform(0.05, 0.15)),
         latency_s=float(random.lognormal(-3, 1)),
         error="504" if random.random() < 0.1 else "",
         outcome=str(random.choice(["hbm_hit", "miss_full"])),

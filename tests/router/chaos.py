@@ -33,7 +33,7 @@ HITS = ("hbm_hit", "joined", "dram_hit")
 class Sample:
     kind: str
     user: str
-    due_s: float
+    due_at: float
     took_s: float
     status: int  # 0 = no answer
     instance: str = ""
@@ -72,7 +72,7 @@ class Process:
 class Times:
     """What the run takes for too late. The light run's are for a machine that does much else."""
 
-    deadline_s: float = 1.0
+    deadline_at: float = 1.0
     slack_s: float = 0.5  # an answer later than the deadline and that is none
     check_s: float = 0.4  # an instance's, to answer a check
     t_life_s: float = 3.0
@@ -80,7 +80,7 @@ class Times:
     waits: bool = False  # a rank for its signal's answer
 
 
-LIGHT = Times(deadline_s=4.0, slack_s=3.0, check_s=1.5, t_life_s=1.0, slow_ratio=1e6, waits=True)
+LIGHT = Times(deadline_at=4.0, slack_s=3.0, check_s=1.5, t_life_s=1.0, slow_ratio=1e6, waits=True)
 
 
 class Fleet:
@@ -159,13 +159,13 @@ class Fleet:
 
     async def until(self, claim: Callable[[list[dict[str, Any]]], bool], timeout_s: float = 60.0) -> float:
         """Seconds until the router's view of the instances fits."""
-        began_s = time.monotonic()
+        began_at = time.monotonic()
         while True:
             with suppress(aiohttp.ClientError, OSError):
                 rows = await self.rows()
                 if claim(rows):
-                    return time.monotonic() - began_s
-            if time.monotonic() - began_s > timeout_s:
+                    return time.monotonic() - began_at
+            if time.monotonic() - began_at > timeout_s:
                 raise AssertionError(f"not within {timeout_s} s: {await self.rows()}")
             await asyncio.sleep(0.05)
 
@@ -202,7 +202,7 @@ class Load:
 
     async def window(self, from_s: float, to_s: float) -> Window:
         """What was due in it, once all of that is over."""
-        await asyncio.gather(*(pair for pair, due_s in self._pairs.items() if due_s < to_s))
+        await asyncio.gather(*(pair for pair, due_at in self._pairs.items() if due_at < to_s))
         return Window(self, from_s, to_s)
 
     @asynccontextmanager
@@ -217,23 +217,23 @@ class Load:
                 await task
 
     async def _run(self, http: aiohttp.ClientSession, stop: asyncio.Event) -> None:
-        due_s, index = time.monotonic(), 0
+        due_at, index = time.monotonic(), 0
         while not stop.is_set():
-            await asyncio.sleep(due_s - time.monotonic())
-            self._pairs[asyncio.create_task(self._pair(http, due_s, index % len(USERS)))] = due_s
-            due_s, index = due_s + self._period_s, index + 1
+            await asyncio.sleep(due_at - time.monotonic())
+            self._pairs[asyncio.create_task(self._pair(http, due_at, index % len(USERS)))] = due_at
+            due_at, index = due_at + self._period_s, index + 1
         await asyncio.gather(*self._pairs)
 
-    async def _pair(self, http: aiohttp.ClientSession, due_s: float, index: int) -> None:
+    async def _pair(self, http: aiohttp.ClientSession, due_at: float, index: int) -> None:
         """The rank is sent even if the signal has no answer yet; every other one brings its placement."""
         user, history = USERS[index], HISTORIES[index]
-        first = asyncio.create_task(self._send(http, "signal", user, due_s, {"history": history}, {}))
-        lead_s = max(0.0, due_s + LEAD_S - time.monotonic())
+        first = asyncio.create_task(self._send(http, "signal", user, due_at, {"history": history}, {}))
+        lead_s = max(0.0, due_at + LEAD_S - time.monotonic())
         await asyncio.wait([first], timeout=None if self._times.waits else lead_s)
-        await asyncio.sleep(due_s + LEAD_S - time.monotonic())
+        await asyncio.sleep(due_at + LEAD_S - time.monotonic())
         headers = first.result() if first.done() and index % 2 else {}
         body = {"history": history, "candidates": [1000 + i for i in range(8)]}
-        await self._send(http, "rank", user, due_s + LEAD_S, body, headers)
+        await self._send(http, "rank", user, due_at + LEAD_S, body, headers)
         await first
 
     async def _send(
@@ -241,12 +241,12 @@ class Load:
         http: aiohttp.ClientSession,
         kind: str,
         user: str,
-        due_s: float,
+        due_at: float,
         body: dict[str, Any],
         headers: dict[str, str],
     ) -> dict[str, str]:
-        headers = {"X-User-Id": user, "X-Request-Timeout-Ms": f"{self._times.deadline_s * 1e3:.0f}", **headers}
-        timeout = aiohttp.ClientTimeout(total=self._times.deadline_s + self._times.slack_s)
+        headers = {"X-User-Id": user, "X-Request-Timeout-Ms": f"{self._times.deadline_at * 1e3:.0f}", **headers}
+        timeout = aiohttp.ClientTimeout(total=self._times.deadline_at + self._times.slack_s)
         status, instance, answer, brings = 0, "", {}, {}
         try:
             url = self._url + kind
@@ -260,8 +260,8 @@ class Load:
         sample = Sample(
             kind=kind,
             user=user,
-            due_s=due_s,
-            took_s=time.monotonic() - due_s,
+            due_at=due_at,
+            took_s=time.monotonic() - due_at,
             status=status,
             instance=instance,
             outcome=str(answer.get("outcome", "")),
@@ -275,7 +275,7 @@ class Window:
     """What happened to the requests of a while, also to those that were still open when it began."""
 
     def __init__(self, load: Load, from_s: float, to_s: float) -> None:
-        self.samples = [s for s in load.samples if from_s <= s.due_s + s.took_s and s.due_s < to_s]
+        self.samples = [s for s in load.samples if from_s <= s.due_at + s.took_s and s.due_at < to_s]
 
     @property
     def lost(self) -> list[Sample]:

@@ -33,13 +33,13 @@ def members(found: list[InstanceConfig] | None = None, **sections: Any) -> Membe
     return made
 
 
-def homes(m: Members, now_s: float = 0.0) -> dict[bytes, str]:
-    return {user: m.for_rank(user, None, now_s, ()).instance.name for user in USERS}
+def homes(m: Members, now_at: float = 0.0) -> dict[bytes, str]:
+    return {user: m.for_rank(user, None, now_at, ()).instance.name for user in USERS}
 
 
-def down(one: Instance, now_s: float = 0.0) -> None:
+def down(one: Instance, now_at: float = 0.0) -> None:
     for _ in range(2):
-        one.checked(Check.FAILED, now_s)
+        one.checked(Check.FAILED, now_at)
 
 
 EVENTS = st.lists(
@@ -60,23 +60,23 @@ def test_a_rank_goes_where_its_signal_went_as_long_as_that_one_takes_ranks(
     happens: list[tuple[str, int, int]], factor: float
 ) -> None:
     m = members(relay={"load_factor": factor, "t_life_s": T_LIFE_S}, breaker={"max_open_ratio": 1.0})
-    now_s, placed = 0.0, {}
+    now_at, placed = 0.0, {}
     for what, which, who in happens:
         names, user = list(m.instances), USERS[who]
         one = m.instances[names[which % len(names)]]
         match what:
             case "fail":
-                one.checked(Check.FAILED, now_s)
+                one.checked(Check.FAILED, now_at)
             case "ready":
-                one.checked(Check.READY, now_s)
+                one.checked(Check.READY, now_at)
             case "unready":
-                one.checked(Check.UNREADY, now_s)
+                one.checked(Check.UNREADY, now_at)
             case "drain":
-                one.drain(now_s)
+                one.drain(now_at)
             case "undrain":
-                one.undrain(now_s)
+                one.undrain(now_at)
             case "open":
-                one.breaker.open(now_s)
+                one.breaker.open(now_at)
             case "load":
                 one.in_flight = who
             case "add":
@@ -84,28 +84,28 @@ def test_a_rank_goes_where_its_signal_went_as_long_as_that_one_takes_ranks(
                 found.append(InstanceConfig(name=f"i{len(found)}", host="h", port=1))
                 m.replace(found[:6], ring_of(found[:6]))
             case "wait":
-                now_s += who / 4
+                now_at += who / 4
             case "signal":
                 try:
-                    choice, placement = m.for_signal(user, now_s)
+                    choice, placement = m.for_signal(user, now_at)
                 except Unavailable:
-                    assert not any(i.takes_signals(now_s, user) for i in m.instances.values())
+                    assert not any(i.takes_signals(now_at, user) for i in m.instances.values())
                     continue
-                assert choice.instance.takes_signals(now_s, user)
+                assert choice.instance.takes_signals(now_at, user)
                 assert choice.instance.health is Health.UP
                 assert placement.instance == choice.instance.name
-                placed[user] = (placement, now_s)
+                placed[user] = (placement, now_at)
             case "rank":
                 for brought in (placed.get(user, (None, 0))[0], None):
                     try:
-                        choice = m.for_rank(user, brought, now_s, ())
+                        choice = m.for_rank(user, brought, now_at, ())
                     except Unavailable:
-                        assert not any(i.takes_ranks(now_s) for i in m.instances.values())
+                        assert not any(i.takes_ranks(now_at) for i in m.instances.values())
                         continue
-                    assert choice.instance.takes_ranks(now_s)
-                    if user in placed and now_s < placed[user][1] + T_LIFE_S:
+                    assert choice.instance.takes_ranks(now_at)
+                    if user in placed and now_at < placed[user][1] + T_LIFE_S:
                         went = m.instances[placed[user][0].instance]
-                        if went.takes_ranks(now_s):
+                        if went.takes_ranks(now_at):
                             assert choice.instance is went
                             assert choice.how is How.SIGNAL
 
@@ -120,13 +120,13 @@ def test_losing_one_moves_its_users_only_and_they_come_back_slowly_and_in_one_di
     assert lost not in after.values()
     m.instances[lost].checked(Check.READY, 100.0)
     back: set[bytes] = set()
-    for now_s in (100.0, 101.0, 102.0, 103.0, 104.0):
-        found = homes(m, now_s)
+    for now_at in (100.0, 101.0, 102.0, 103.0, 104.0):
+        found = homes(m, now_at)
         assert all(found[user] == before[user] for user in USERS if before[user] != lost)
         here = {user for user in USERS if found[user] == lost}
         assert here >= back
         back = here
-        if now_s == 100.0:
+        if now_at == 100.0:
             assert back == {user for user in USERS if before[user] == lost and fraction(user) < 0.25}
     assert homes(m, 104.0) == before
 
@@ -219,11 +219,11 @@ def test_who_is_far_slower_than_the_rest_is_taken_out_and_never_more_than_allowe
     opened: list[tuple[str, str]] = []
     m.observe(lambda name, why: opened.append((name, why)))
 
-    def interval(slow: tuple[str, ...], now_s: float) -> None:
+    def interval(slow: tuple[str, ...], now_at: float) -> None:
         for one in m.instances.values():
             for _ in range(6):
-                one.answered(0.1 if one.name in slow else 0.01, True, now_s)
-        m.compare(now_s)
+                one.answered(0.1 if one.name in slow else 0.01, True, now_at)
+        m.compare(now_at)
 
     interval(("i0",), 0.5)
     assert not opened
@@ -233,9 +233,9 @@ def test_who_is_far_slower_than_the_rest_is_taken_out_and_never_more_than_allowe
     interval(("i0",), 2.0)
     assert opened == [("i0", "slow")]
     assert "i0" not in homes(m, 2.0).values()
-    for now_s in (2.5, 3.0, 3.5):
+    for now_at in (2.5, 3.0, 3.5):
         for _ in range(9):
-            m.failed(m.instances["i1"], now_s)
+            m.failed(m.instances["i1"], now_at)
     assert opened == [("i0", "slow")], "half of three is one"
 
 

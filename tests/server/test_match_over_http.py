@@ -56,7 +56,7 @@ async def busy_device(service: Service) -> AsyncIterator[None]:
     def hold() -> None:
         asyncio.run_coroutine_threadsafe(wait(), loop).result()
 
-    blocker = asyncio.create_task(service._scheduler.call(hold, float("inf"), order_s=0.0))
+    blocker = asyncio.create_task(service._scheduler.call(hold, float("inf"), order_at=0.0))
     try:
         await begun.wait()
         yield

@@ -171,7 +171,7 @@ class Watched(Fleet):
 class Seen(NamedTuple):
     """A rank that was answered, really or in the simulation."""
 
-    due_s: float
+    due_at: float
     latency_s: float
     outcome: str
 
@@ -195,17 +195,17 @@ def predict(profile: DeviceProfile, records: list[Record], options: ReplayOption
     return clock.run(work())
 
 
-def is_checked(due_s: float) -> bool:
+def is_checked(due_at: float) -> bool:
     """Its slice is compared; the others fit the profile."""
-    return int(due_s / SLICE_S) % 2 == 1
+    return int(due_at / SLICE_S) % 2 == 1
 
 
 def summary(ranks: list[Seen], *, of_checked: bool = True) -> dict[str, float]:
     """Of the slices that are compared, or of those that fit the profile."""
-    checked = [rank for rank in ranks if is_checked(rank.due_s) is of_checked]
+    checked = [rank for rank in ranks if is_checked(rank.due_at) is of_checked]
     parts: defaultdict[int, list[float]] = defaultdict(list)
     for rank in checked:
-        parts[int(rank.due_s / PART_S)].append(rank.latency_s)
+        parts[int(rank.due_at / PART_S)].append(rank.latency_s)
     latencies_s = np.array([rank.latency_s for rank in checked])
     outcomes = Counter(rank.outcome for rank in checked)
 
@@ -266,18 +266,18 @@ def validate(num_instances: int, seconds: float, *, busy: float = 0.4, signals: 
     with tempfile.TemporaryDirectory() as name:
         rate, copy_bytes_per_s, records, options, (real, signals_s) = asyncio.run(work(Path(name)))
     profile = fit_device(
-        [rank for rank in real if not is_checked(rank.due_s)],
+        [rank for rank in real if not is_checked(rank.due_at)],
         signals_s,
         kv_token_bytes=layout.token_bytes,
         copy_bytes_per_s=copy_bytes_per_s,
         max_history_tokens=MAX_TOKENS,
     )
-    seen = [Seen(rank.due_s, rank.total_s, rank.outcome) for rank in real]
+    seen = [Seen(rank.due_at, rank.total_s, rank.outcome) for rank in real]
     return Checked(
         instances=num_instances,
         rate=rate,
         busy_ratio=sum(rank.device_s for rank in real) / seconds / num_instances,
-        ranks=sum(is_checked(rank.due_s) for rank in real),
+        ranks=sum(is_checked(rank.due_at) for rank in real),
         measured=summary(seen),
         predicted=summary(predict(profile, records, options, num_instances)),
         fitted=summary(seen, of_checked=False),

@@ -118,9 +118,9 @@ def ablate(
                 if key in done:
                     continue
                 name = f"{density:.0%} of the target, seed {seed}: {arm}"
-                cell, began_s = (arm, density, seed), time.process_time()
+                cell, began_at = (arm, density, seed), time.process_time()
                 result = _run(plan, cell, data, shared, partial(progress, name))
-                run, ranks = _measure(result, data, tested, key, cell, time.process_time() - began_s)
+                run, ranks = _measure(result, data, tested, key, cell, time.process_time() - began_at)
                 _record(folder, run, ranks)
                 done[key] = run
     return [done[run_key(plan, arm, density, seed)] for arm, density, seed in _cells(plan)]
