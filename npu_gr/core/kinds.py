@@ -30,7 +30,6 @@ from npu_gr.core.request import (
     Request,
     SignalAnswer,
     SignalRequest,
-    Verdict,
 )
 
 Q = TypeVar("Q", bound=Request)
@@ -80,6 +79,7 @@ class Kind(Generic[Q, A]):
     priority: Priority
     routing: Routing
     uses_device: bool  # it waits for the device, so admission forecasts its wait
+    must_finish: bool = False  # never refused for load and never cut short by a deadline
     needs_ready: bool = False  # an instance that starts or drains refuses it at once
     scored: Scored = Scored.NOTHING
     takes_delta: bool = False  # its history may be a delta on a known prefix
@@ -110,8 +110,6 @@ SIGNAL: Kind[SignalRequest, SignalAnswer] = Kind(
     needs_ready=True,
     takes_delta=True,
     stages=("history", "decide"),
-    label="verdict",
-    labels=tuple(verdict.value for verdict in Verdict),
 )
 RANK: Kind[RankRequest, RankAnswer] = Kind(
     name="rank",
@@ -210,6 +208,7 @@ ERASE: Kind[EraseRequest, EraseAnswer] = Kind(
     priority=Priority.RANK,
     routing=Routing.EVERYWHERE,
     uses_device=False,
+    must_finish=True,  # half an erasure is none
     is_recorded=False,  # a log must not gain a line about a user because the user asked to be forgotten
     stages=("store", "tiers"),
 )
