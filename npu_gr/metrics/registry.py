@@ -18,6 +18,7 @@ from prometheus_client.metrics import MetricWrapperBase
 from prometheus_client.process_collector import ProcessCollector
 
 from npu_gr import __version__
+from npu_gr.core.kinds import KINDS
 from npu_gr.core.request import (
     Basis,
     CatalogueInfo,
@@ -43,7 +44,6 @@ LAG_S = (0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0)
 WAIT_S = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 POWERS = tuple(2**n for n in range(13))
 STAGES = ("history", "lease", "queue", "device", "door")  # door: reading, parsing and writing
-CASCADE = ("history", "retrieve", "preprocess", "rank", "door")
 WORKS = ("rank", "prefill", "generate", "copy", "other")
 WINDOWS_S = {"5m": 300.0, "1h": 3600.0}
 
@@ -151,8 +151,7 @@ class Metrics:
         self._matched = counter("matched_items_total", "Items that match answered.")
         self._match_pass = histogram("match_pass_requests", "Matches in one pass.", (1, 2, 4, 8, 16, 32, 64))
         stages = histogram("stage_duration_seconds", "Time by stage.", all_edges_s, ("kind", "stage"))
-        self._stages = {(k, s): stages.labels(k, s) for k in ("rank", "generate") for s in STAGES}
-        self._stages |= {("recommend", s): stages.labels("recommend", s) for s in CASCADE}
+        self._stages = {(k.name, s): stages.labels(k.name, s) for k in KINDS.values() for s in (*k.stages, "door")}
         recommends = histogram(
             "recommend_duration_seconds", "Recommend, end to end in the service.", edges_s["recommend"], ("degraded",)
         )

@@ -21,7 +21,7 @@ from npu_gr.jobs.match import Matching
 from npu_gr.jobs.recommend import Cascade, Sized, Source, from_generation, from_matching
 from npu_gr.metrics.registry import Metrics
 from npu_gr.replay.recorder import Recorder
-from npu_gr.server.recording import RecordingDoor, add_record_routes
+from npu_gr.server.recording import RecordingService, add_record_routes
 from npu_gr.server.routes import build_web_app
 from npu_gr.server.run import on_hangup, serve
 from npu_gr.server.tracing import spans
@@ -90,7 +90,9 @@ async def instance(
                     lambda new, old: open_generation(new, backend, scheduler, metrics, old),
                 )
             if config.generate is not None:
-                metrics.observe_catalogue(service.catalogue, lambda: service.generation.items.num_paths())
+                metrics.observe_catalogue(
+                    lambda: service.catalogue.info(), lambda: service.generation.items.num_paths()
+                )
             if matching is not None:
                 matching.on_pass = metrics.match_pass_done
                 await matching.start()
@@ -99,8 +101,8 @@ async def instance(
             try:
                 recording = Recorder(config.record, metrics.recorded) if config.record else nullcontext()
                 with recording as recorder, spans(config.server) as tracing:
-                    door = RecordingDoor(service, recorder) if recorder else service
-                    app = build_web_app(door, config.server, metrics, tracing)
+                    recorded = RecordingService(service, recorder) if recorder else service
+                    app = build_web_app(recorded, config.server, metrics, tracing)
                     add_record_routes(app, recorder)
                     async with service.watched():
                         yield app, service

@@ -36,7 +36,7 @@ from npu_gr.core.errors import (
     UnknownPrefix,
     Unprocessable,
 )
-from npu_gr.core.kinds import A, Kind, Priority, Q
+from npu_gr.core.kinds import GENERATE, KINDS, RANK, A, Kind, Priority, Q
 from npu_gr.core.request import (
     I64,
     Brownout,
@@ -264,17 +264,20 @@ class Service:
 
     # ---- overload
 
-    def check_room(self, priority: Priority) -> None:
-        """See `Door.check_room`."""
+    def check_room(self, kind: Kind[Any, Any]) -> None:
+        """Refuse a request of this kind before its body is read; see `ServiceProtocol.check_room`."""
+        self._check_room(kind.priority, kind.plural)
+
+    def _check_room(self, priority: Priority, plural: str) -> None:
         self._limiter.check(priority)
-        first = Priority.RANK if self.versions.maybe_ranking else Priority.GENERATE  # what this instance is there for
-        if self._brownout.step is Brownout.REJECT and priority.value < first.value:
-            raise Overloaded(f"overloaded: {priority.name.lower()}s are refused, {first.name.lower()}s come first")
+        first = RANK if self.versions.maybe_ranking else GENERATE  # what this instance is there for
+        if self._brownout.step is Brownout.REJECT and priority.value < first.priority.value:
+            raise Overloaded(f"overloaded: {plural} are refused, {first.plural} come first")
 
     @contextmanager
     def _admitted(self, priority: Priority, budget_s: float = float("inf"), kind: str | None = None) -> Iterator[None]:
         """`kind`: whose objective it has; None = none, it does not use the device."""
-        self.check_room(priority)
+        self._check_room(priority, f"{priority.name.lower()}s" if kind is None else KINDS[kind].plural)
         expected = None
         if kind is not None:
             objective_s = self._objectives.objective_s(kind)
@@ -330,52 +333,17 @@ class Service:
         if self.versions.maybe_ranking is not None:
             self.versions.maybe_ranking.become(config)
 
-    # ---- the catalogue
+    # ---- administration
 
-    def catalogue(self) -> CatalogueInfo:
-        """See `Door.catalogue`."""
-        return self.generation.items.info()
+    @property
+    def catalogue(self) -> _CatalogueAdmin:
+        """Raises NotFound where this instance does not generate."""
+        return _CatalogueAdmin(self.generation)
 
-    async def reload_catalogue(self) -> CatalogueInfo:
-        """See `Door.reload_catalogue`."""
-        try:
-            return await self.generation.items.reload()
-        except DataError as error:
-            raise Unprocessable(f"catalogue: {error}") from error
-
-    async def update_catalogue(self, change: CatalogueChange) -> CatalogueInfo:
-        """See `Door.update_catalogue`."""
-        try:
-            return await self.generation.items.update(change)
-        except DataError as error:
-            raise Unprocessable(f"catalogue: {error}") from error
-
-    def rollback_catalogue(self) -> CatalogueInfo:
-        """See `Door.rollback_catalogue`."""
-        try:
-            return self.generation.items.rollback()
-        except DataError as error:
-            raise Unprocessable(f"catalogue: {error}") from error
-
-    # ---- the vectors
-
-    def vectors(self) -> VectorsInfo:
-        """See `Door.vectors`."""
-        return self.matching.vectors()
-
-    async def reload_vectors(self) -> VectorsInfo:
-        """See `Door.reload_vectors`."""
-        try:
-            return await self.matching.reload()
-        except DataError as error:
-            raise Unprocessable(f"vectors: {error}") from error
-
-    def rollback_vectors(self) -> VectorsInfo:
-        """See `Door.rollback_vectors`."""
-        try:
-            return self.matching.rollback()
-        except DataError as error:
-            raise Unprocessable(f"vectors: {error}") from error
+    @property
+    def vectors(self) -> _VectorsAdmin:
+        """Raises NotFound where this instance does not match."""
+        return _VectorsAdmin(self.matching)
 
     # ---- behaviours
 
@@ -453,6 +421,61 @@ class Service:
         await self.versions.stop()
         if self._maybe_matching is not None:
             await self._maybe_matching.stop()
+
+
+class _CatalogueAdmin:
+    """`CatalogueAdmin` over the generator's catalogue."""
+
+    def __init__(self, generation: Generation) -> None:
+        self._items = generation.items
+
+    def info(self) -> CatalogueInfo:
+        """The version that is served."""
+        return self._items.info()
+
+    async def reload(self) -> CatalogueInfo:
+        """Read the file again and serve it."""
+        with _as_unprocessable("catalogue"):
+            return await self._items.reload()
+
+    async def update(self, change: CatalogueChange) -> CatalogueInfo:
+        """Add, withdraw and restore items."""
+        with _as_unprocessable("catalogue"):
+            return await self._items.update(change)
+
+    def rollback(self) -> CatalogueInfo:
+        """Serve the version before."""
+        with _as_unprocessable("catalogue"):
+            return self._items.rollback()
+
+
+class _VectorsAdmin:
+    """`PublishedAdmin` over the matcher's vectors."""
+
+    def __init__(self, matching: Matching) -> None:
+        self._matching = matching
+
+    def info(self) -> VectorsInfo:
+        """The version that is served."""
+        return self._matching.vectors()
+
+    async def reload(self) -> VectorsInfo:
+        """Read the file again and serve it."""
+        with _as_unprocessable("vectors"):
+            return await self._matching.reload()
+
+    def rollback(self) -> VectorsInfo:
+        """Serve the version before."""
+        with _as_unprocessable("vectors"):
+            return self._matching.rollback()
+
+
+@contextmanager
+def _as_unprocessable(what: str) -> Iterator[None]:
+    try:
+        yield
+    except DataError as error:
+        raise Unprocessable(f"{what}: {error}") from error
 
 
 def _used(job: Ranking | Generation | None) -> AbstractContextManager[None]:
