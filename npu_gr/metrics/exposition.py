@@ -35,5 +35,7 @@ async def expose(metrics: Metrics, accept: str) -> tuple[bytes, str]:
     for family in metrics.registry.collect():
         parts.append(encode(_One(family)).removesuffix(_EOF))
         await asyncio.sleep(0)
-    parts.append(await asyncio.to_thread(encode, metrics.process.collector))  # it reads files; with the end mark, if there is one
+    parts.append(
+        await asyncio.to_thread(encode, metrics.process.collector)
+    )  # it reads files; with the end mark, if there is one
     return b"".join(parts), content_type

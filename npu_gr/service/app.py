@@ -38,7 +38,7 @@ from npu_gr.jobs.sources import SizedSource, Source, from_generation, from_match
 from npu_gr.jobs.versions import Versions
 from npu_gr.metrics.registry import Metrics
 from npu_gr.replay.recorder import Recorder
-from npu_gr.server.recording import RecordingDoor, add_record_routes
+from npu_gr.server.recording import RecordingService, add_record_routes
 from npu_gr.server.routes import build_web_app
 from npu_gr.server.run import on_hangup, serve
 from npu_gr.server.tracing import spans
@@ -132,7 +132,9 @@ async def instance(
         stack.callback(service.set_ready, "stopping")
         recorder = stack.enter_context(Recorder(config.record, metrics.process.recorded)) if config.record else None
         tracing = stack.enter_context(spans(config.server))
-        app = build_web_app(RecordingDoor(service, recorder) if recorder else service, config.server, metrics, tracing)
+        app = build_web_app(
+            RecordingService(service, recorder) if recorder else service, config.server, metrics, tracing
+        )
         add_record_routes(app, recorder)
         await stack.enter_async_context(service.watched())
         yield app, service

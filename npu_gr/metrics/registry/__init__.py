@@ -13,7 +13,7 @@ no gauge can say what was true before a reload.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 from prometheus_client import CollectorRegistry
 
@@ -50,6 +50,12 @@ class Metrics:
         self.relay = RelayMetrics(make)
         self.engine = EngineMetrics(make)
         self.process = ProcessMetrics(make)
+
+    def waiting(self) -> Mapping[str, float]:
+        """Count the jobs that wait and the prefixes that are on their way, for the status page."""
+        return {"jobs_waiting": self.engine.queue_depth()} | {
+            name: read() for name, read in self.relay.in_flight.items()
+        }
 
     def refresh(self) -> None:
         """Set what has to be set anew before a scrape."""

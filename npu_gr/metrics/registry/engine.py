@@ -13,6 +13,7 @@ class EngineMetrics:
     """Reported by the device threads."""
 
     def __init__(self, make: Families) -> None:
+        self.queue_depth: Callable[[], int] = lambda: 0  # for the status page
         self._queue_depth = make.gauge("queue_depth", "Jobs waiting for the device.")
         self._batch = make.histogram("batch_requests", "Requests scored in one pass.", POWERS[:6])
         self._batch_rows = make.histogram(
@@ -28,6 +29,7 @@ class EngineMetrics:
     def observe_queue(self, depth: Callable[[], int]) -> None:
         """Export how many jobs wait, read at each scrape."""
         self._queue_depth.set_function(depth)
+        self.queue_depth = depth
 
     def batch_done(self, num_requests: int, num_rows: int) -> None:
         """Record a pass that requests shared."""
