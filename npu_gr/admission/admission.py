@@ -89,7 +89,7 @@ class Admission:
         self._objective_s = objective_s
         self._device = device
         self._first = first
-        self._brownout = BrownoutControl(brownout)
+        self.brownout = BrownoutControl(brownout)
         self._gates: defaultdict[str, Gate] = defaultdict(Gate)  # by kind
         self._limiter = Limiter(settings.max_inflight, _adaptive(settings), clock)
 
@@ -107,7 +107,7 @@ class Admission:
             self._limiter.reconfigure(settings.max_inflight, _adaptive(settings))
         self._settings = settings
         self._objective_s = objective_s
-        self._brownout = BrownoutControl(brownout)
+        self.brownout = BrownoutControl(brownout)
 
     @property
     def inflight(self) -> int:
@@ -128,7 +128,7 @@ class Admission:
         if kind.must_finish:
             return
         self._limiter.check(kind.priority)
-        if self._brownout.step is Brownout.REJECT and kind.priority.value < self._first.priority.value:
+        if self.brownout.step is Brownout.REJECT and kind.priority.value < self._first.priority.value:
             raise Overloaded(f"overloaded: {kind.plural} are refused, {self._first.plural} come first")
 
     @contextmanager
@@ -165,7 +165,7 @@ class Admission:
         Returns:
             The brown-out level from now on.
         """
-        return self._brownout.observe(self._device.pressure, now_at)
+        return self.brownout.observe(self._device.pressure, now_at)
 
 
 def _bounds(settings: AdmissionSettings) -> tuple[int, int, bool, float]:

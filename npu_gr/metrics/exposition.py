@@ -35,7 +35,6 @@ async def expose(metrics: Metrics, accept: str) -> tuple[bytes, str]:
     for family in metrics.registry.collect():
         parts.append(encode(_One(family)).removesuffix(_EOF))
         await asyncio.sleep(0)
-    parts.append(
-        await asyncio.to_thread(encode, metrics.process.collector)
-    )  # it reads files; with the end mark, if there is one
+    # in a thread, because it reads files; it brings the end mark, if the format has one
+    parts.append(await asyncio.to_thread(encode, metrics.process.collector))
     return b"".join(parts), content_type

@@ -47,7 +47,7 @@ def status(service: ServiceProtocol, metrics: Metrics, access_log: AccessLog, up
             )
             for name, reads in metrics.relay.tiers.items()
         ],
-        queue=metrics.waiting(),
+        queue=dict(metrics.waiting()),
         slow=[_slow(KINDS[name], line) for name, line in access_log.slowest(NUM_SLOW, RECENT_S)],
     )
 

@@ -10,8 +10,6 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 from aiohttp import web
@@ -21,20 +19,12 @@ from npu_gr.admission.admission import Admission
 from npu_gr.backend.base import Backend
 from npu_gr.backend.choose import choose
 from npu_gr.core.errors import NpuGrError
-from npu_gr.core.kinds import ERASE, EVENTS, GENERATE, MATCH, RANK, RECOMMEND, SIGNAL
+from npu_gr.core.kinds import GENERATE, RANK
 from npu_gr.engine.scheduler import Scheduler
 from npu_gr.features.prefix_history_cache import KnownPrefixes
 from npu_gr.features.store import HistoryStore, open_store
-from npu_gr.jobs.base import Job
-from npu_gr.jobs.erase import EraseJob
-from npu_gr.jobs.events import EventsJob
-from npu_gr.jobs.generate import GenerateJob
 from npu_gr.jobs.histories import Histories
-from npu_gr.jobs.match import MatchJob, ServedVectors
-from npu_gr.jobs.rank import RankJob
-from npu_gr.jobs.recommend import Cascade, RecommendJob
-from npu_gr.jobs.signal import SignalJob
-from npu_gr.jobs.sources import SizedSource, Source, from_generation, from_match
+from npu_gr.jobs.match import ServedVectors
 from npu_gr.jobs.versions import Versions
 from npu_gr.metrics.registry import Metrics
 from npu_gr.replay.recorder import Recorder
@@ -45,22 +35,11 @@ from npu_gr.server.tracing import spans
 from npu_gr.service.admin import CatalogueOfGenerator, VectorsOfMatch
 from npu_gr.service.build import open_generation, open_ranking
 from npu_gr.service.config import Config, InForce
+from npu_gr.service.job_table import Shared, build_jobs
 from npu_gr.service.reload import Reload
 from npu_gr.service.service import Parts, Service
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Shared:
-    """What jobs are made of."""
-
-    config: Config
-    versions: Versions
-    histories: Histories
-    vectors: ServedVectors | None  # None = the instance does not match
-    scheduler: Scheduler
-    metrics: Metrics
 
 
 @asynccontextmanager
@@ -111,6 +90,7 @@ async def instance(
                 scheduler=scheduler,
                 jobs=jobs,
                 versions=versions,
+                histories=shared.histories,
                 catalogue=CatalogueOfGenerator(versions),
                 vectors=VectorsOfMatch(shared.vectors),
                 metrics=metrics,
@@ -132,9 +112,8 @@ async def instance(
         stack.callback(service.set_ready, "stopping")
         recorder = stack.enter_context(Recorder(config.record, metrics.process.recorded)) if config.record else None
         tracing = stack.enter_context(spans(config.server))
-        app = build_web_app(
-            RecordingService(service, recorder) if recorder else service, config.server, metrics, tracing
-        )
+        served = RecordingService(service, recorder) if recorder else service
+        app = build_web_app(served, config.server, metrics, tracing)
         add_record_routes(app, recorder)
         await stack.enter_async_context(service.watched())
         yield app, service
@@ -203,36 +182,6 @@ async def open_models(config: Config, backend: Backend, scheduler: Scheduler, me
 def _histories(config: Config, store: HistoryStore | None) -> Histories:
     cache = KnownPrefixes(config.service.known_prefix_bytes)
     return Histories(store, cache, config.service.cut_step_tokens)
-
-
-async def build_jobs(shared: Shared) -> dict[str, Job[Any, Any]]:
-    """Make the job of each kind that the configuration has a section for.
-
-    Raises:
-        ConfigError: the vectors, the hook or the list of popular items cannot be used.
-    """
-    config, versions, histories, metrics = shared.config, shared.versions, shared.histories, shared.metrics
-    jobs: dict[str, Job[Any, Any]] = {
-        SIGNAL.name: SignalJob(versions, histories, metrics),
-        EVENTS.name: EventsJob(versions, histories),
-        ERASE.name: EraseJob(versions, histories),
-    }
-    sources: dict[str, Source] = {}
-    if config.checkpoint is not None:
-        jobs[RANK.name] = RankJob(versions, histories, metrics)
-    if config.generate is not None:
-        jobs[GENERATE.name] = GenerateJob(versions, histories, metrics)
-        sources[GENERATE.name] = from_generation(versions, metrics)
-    if config.match is not None:
-        assert shared.vectors is not None
-        match = MatchJob(config.match, shared.vectors, histories, shared.scheduler, metrics)
-        await match.start()
-        jobs[MATCH.name] = match
-        sources[MATCH.name] = from_match(match, metrics)
-    if config.recommend is not None:
-        sized = {str(name): SizedSource(sources[name], num) for name, num in config.recommend.sources.items()}
-        jobs[RECOMMEND.name] = RecommendJob(Cascade(config.recommend, sized, metrics), versions, histories)
-    return jobs
 
 
 def observe(metrics: Metrics, settings: InForce, scheduler: Scheduler, service: Service) -> None:

@@ -31,6 +31,7 @@ from npu_gr.core.kinds import A, Kind, Q
 from npu_gr.core.request import ModelInfo
 from npu_gr.engine.scheduler import Scheduler
 from npu_gr.jobs.base import Call, Job
+from npu_gr.jobs.histories import Histories
 from npu_gr.jobs.versions import Versions
 from npu_gr.metrics.registry import Metrics
 from npu_gr.service.admin import CatalogueOfGenerator, VectorsOfMatch
@@ -48,6 +49,7 @@ class Parts:
     scheduler: Scheduler
     jobs: Mapping[str, Job[Any, Any]]  # by the name of their kind
     versions: Versions
+    histories: Histories
     catalogue: CatalogueOfGenerator
     vectors: VectorsOfMatch
     metrics: Metrics
@@ -62,7 +64,7 @@ class Service:
         Args:
             parts: built and started.
         """
-        self._parts = parts
+        self.parts = parts
         self.versions = parts.versions
         self.on_reload: Callable[[], Awaitable[None]] = _refuse_reload
         self._not_ready = "starting"
@@ -75,7 +77,7 @@ class Service:
         Raises:
             Overloaded: no slot is left for this kind, or brown-out refuses it.
         """
-        self._parts.admission.check(kind)
+        self.parts.admission.check(kind)
 
     async def serve(self, kind: Kind[Q, A], request: Q, budget_s: float) -> A:
         """Answer one request from start to end.
@@ -95,14 +97,14 @@ class Service:
         if kind.must_finish:
             answer = await job.run(request, Call(arrived_at, deadline_at=float("inf")))
         else:
-            with self._parts.admission.admit(kind, budget_s):
+            with self.parts.admission.admit(kind, budget_s):
                 async with deadline(budget_s) as deadline_at:
                     answer = await job.run(request, Call(arrived_at, deadline_at))
-        self._parts.metrics.requests.answered(kind, answer, time.monotonic() - arrived_at)
+        self.parts.metrics.requests.answered(kind, answer, time.monotonic() - arrived_at)
         return answer
 
     def _job(self, kind: Kind[Any, Any]) -> Job[Any, Any]:
-        job = self._parts.jobs.get(kind.name)
+        job = self.parts.jobs.get(kind.name)
         if job is None:
             missing = "no checkpoint" if kind.section == "checkpoint" else f"no section {kind.section}"
             raise NotFound(f"this instance does not {kind.name}: its configuration has {missing}")
@@ -123,7 +125,7 @@ class Service:
     async def _watch(self) -> None:
         while True:
             await asyncio.sleep(OBSERVE_S)
-            level = self._parts.admission.observe(time.monotonic())
+            level = self.parts.admission.observe(time.monotonic())
             for model in self.versions.current():
                 model.relay.brownout = level
 
@@ -132,12 +134,12 @@ class Service:
     @property
     def catalogue(self) -> CatalogueOfGenerator:
         """The catalogue that generates find items in."""
-        return self._parts.catalogue
+        return self.parts.catalogue
 
     @property
     def vectors(self) -> VectorsOfMatch:
         """The vectors that matches search."""
-        return self._parts.vectors
+        return self.parts.vectors
 
     async def reload_models(self) -> list[ModelInfo]:
         """Read the configuration file again and serve what it says; requests in progress keep their version.
@@ -157,7 +159,7 @@ class Service:
 
     def effective_config(self) -> dict[str, Any]:
         """Return the configuration in force as plain types."""
-        return to_table(self._parts.settings.config)
+        return to_table(self.parts.settings.config)
 
     # ---- readiness
 
@@ -165,7 +167,7 @@ class Service:
         """Whether new work is welcome, and if not, why."""
         if self._not_ready:
             return False, self._not_ready
-        failures = self._parts.scheduler.failures_in_a_row
+        failures = self.parts.scheduler.failures_in_a_row
         if failures >= MAX_FAILURES:
             return False, f"the device failed {failures} times in a row"
         return True, ""
@@ -176,7 +178,7 @@ class Service:
 
     async def stop(self) -> None:
         """End what the jobs run in the background; the models that they use are stopped after them, by `app.py`."""
-        for job in self._parts.jobs.values():
+        for job in self.parts.jobs.values():
             await job.stop()
 
 

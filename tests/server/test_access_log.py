@@ -28,7 +28,7 @@ async def test_every_request_has_its_line(tmp_path: Path, caplog: pytest.LogCapt
     with caplog.at_level(logging.INFO, "npu_gr.request"):
         async with serving(tmp_path) as (client, service):
             await client.post("/v1/signal", json={"user_id": "somebody", "history": HISTORY})
-            await encoded(service.ranking.relay)
+            await encoded(service.versions.ranker().relay)
             await client.post("/v1/rank", json=RANK)
             await client.post("/v1/rank", json={**RANK, "candidates": [-1]})
             await client.get("/nowhere")

@@ -143,11 +143,11 @@ DECODERS = ("decoder", "other")
 async def left_nothing(service: Service, tasks_before: int) -> None:
     """Nothing is held, produced or waited for; every byte is free once every user is forgotten."""
     async with asyncio.timeout(30):
-        while service.versions.is_draining or service._limiter.inflight or service.versions._retirements:  # noqa: ASYNC110
+        while service.versions.is_draining or service.parts.admission.inflight or service.versions._retirements:  # noqa: ASYNC110
             await asyncio.sleep(0.05)
         for job in service.versions.current():
             await job.relay.settled()
-        await asyncio.gather(*service.ranking._background)
+        await asyncio.gather(*service.versions.ranker()._background)
     for job in service.versions.current():
         relay = job.relay
         assert not is_busy(relay.producers)
@@ -164,7 +164,7 @@ async def left_nothing(service: Service, tasks_before: int) -> None:
         for tier in job.relay.tiers:
             assert tier is not None
             assert tier.free_bytes == tier.budget_bytes
-    assert service._scheduler.depth == 0
+    assert service.parts.scheduler.depth == 0
     for _ in range(100):  # connections of callers who left are closed in their own time
         if len(asyncio.all_tasks()) <= tasks_before:
             break

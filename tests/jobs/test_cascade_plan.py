@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from npu_gr.core.request import I64
-from npu_gr.jobs.recommend import RecommendConfig, best_first, by_both, in_turns, split
+from npu_gr.jobs.cascade_plan import RecommendConfig, best_first, by_both, in_turns, split
 
 Rows = st.lists(st.lists(st.integers(0, 12), max_size=8), max_size=4)
 
