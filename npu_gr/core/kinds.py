@@ -37,7 +37,7 @@ A = TypeVar("A", bound=Answer)
 
 
 class Priority(Enum):
-    """Which requests matter more; the value is the share of the in-flight limit that they may fill."""
+    """The importance of a kind; the value is the share of the in-flight limit that its requests may fill."""
 
     RANK = 1.0  # the cascade waits for it
     GENERATE = 0.9  # retrieval has other sources
@@ -45,7 +45,7 @@ class Priority(Enum):
 
 
 class Routing(StrEnum):
-    """How the router places a request, and whether it may send it a second time."""
+    """The router's treatment of a kind: how it places a request, and whether it may send the request again."""
 
     SIGNAL = "signal"  # by user; chooses the instance; sent again only if no instance has begun it
     FOLLOW = "follow"  # by user, to the instance that the signal chose; sent again if the first instance fails
@@ -54,7 +54,7 @@ class Routing(StrEnum):
 
 
 class Scored(StrEnum):
-    """What the scores in an answer belong to."""
+    """The objects that the scores in an answer belong to."""
 
     CANDIDATES = "candidates"  # one score a task for each candidate of the request
     ITEMS = "items"  # one score for each item that the answer chose

@@ -35,7 +35,7 @@ class ModelVersions(Generic[V]):
         self._versions: Published[V] = Published(name)
         self._versions.publish(first)
         self._on_change = on_change
-        self._retirement: asyncio.Task[None] | None = None
+        self._retirements: set[asyncio.Task[None]] = set()  # at most two: one may still stop its version
 
     @property
     def current(self) -> V:
@@ -67,13 +67,20 @@ class ModelVersions(Generic[V]):
         names = " and ".join(repr(each.version) for each in served)
         raise NotFound(f"model_version: {version!r} is not served; {names} {'is' if len(served) == 1 else 'are'}")
 
+    @property
+    def is_retiring(self) -> bool:
+        """Whether an old version drains, or is being stopped."""
+        return bool(self._retirements)
+
     def replace(self, new: V) -> None:
         """Put `new` into service; the version before it drains."""
         assert self.draining is None, "a reload waits for the version that drains"
         old = self.current
         self._versions.publish(new)
         self._on_change()
-        self._retirement = asyncio.get_running_loop().create_task(self._retire(old))
+        task = asyncio.get_running_loop().create_task(self._retire(old))
+        self._retirements.add(task)
+        task.add_done_callback(self._retirements.discard)
 
     async def _retire(self, old: V) -> None:
         await asyncio.sleep(old.relay.t_life_s)
@@ -83,9 +90,9 @@ class ModelVersions(Generic[V]):
 
     async def stop(self) -> None:
         """Stop every version and what retires one."""
-        if self._retirement is not None:
-            self._retirement.cancel()
-            await asyncio.gather(self._retirement, return_exceptions=True)
+        for task in list(self._retirements):
+            task.cancel()
+        await asyncio.gather(*self._retirements, return_exceptions=True)
         for version in self.all():
             await version.stop()
 
@@ -154,6 +161,11 @@ class Versions:
     def is_draining(self) -> bool:
         """Whether a version that was replaced is still there."""
         return bool(self._draining())
+
+    @property
+    def is_retiring(self) -> bool:
+        """Whether an old version drains, or is being stopped."""
+        return any(models is not None and models.is_retiring for models in (self.rankers, self.generators))
 
     @property
     def max_events(self) -> int:

@@ -346,7 +346,13 @@ async def _reserved(tier: PrefixPool | DramStore, key: PrefixKey, num_tokens: in
 
 
 def seeded_tokens(vocabulary: ItemVocabulary, shape: HSTUConfig, num_tokens: int) -> Tokens:
-    """Make a history of the model's items; the same one every time."""
+    """Make a history of the model's items; the same one every time.
+
+    Args:
+        vocabulary: of the model.
+        shape: its numbers of items and actions.
+        num_tokens: length of the history.
+    """
     random = np.random.default_rng(0)
     events = Events.make(
         vocabulary.ids[random.integers(0, shape.num_items, num_tokens)],

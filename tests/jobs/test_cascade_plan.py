@@ -23,8 +23,8 @@ def test_turns_are_the_obvious_loop(rows: list[list[int]]) -> None:
             if item is not None:
                 want.setdefault(item, row)
     columns: list[I64] = [np.array(row, np.int64) for row in rows]
-    items, row = in_turns(columns)
-    assert (items.tolist(), row.tolist()) == (list(want), list(want.values()))
+    items, sources = in_turns(columns)
+    assert (items.tolist(), sources.tolist()) == (list(want), list(want.values()))
 
 
 @settings(derandomize=True, deadline=None)
