@@ -1,4 +1,4 @@
-"""One route for each kind of request, all by one handler: the table of kinds and the codecs say what differs."""
+"""The routes of all kinds of requests. One handler serves them; the tables of kinds and codecs say what differs."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def _handler(
 
 
 def _left_s(request: web.Request, config: ServerConfig) -> float:
-    """The seconds that are left of the caller's budget after reading the body. Call it last before the service.
+    """Return what is left of the caller's budget after reading the body, in seconds. Call it right before the service.
 
     Raises:
         BadRequest: a header cannot be read. DeadlineExceeded: nothing is left.

@@ -91,5 +91,5 @@ def metrics_of_all_kinds() -> Metrics:
 async def serving_fake(service: FakeService, **settings: Any) -> AsyncIterator[tuple[TestClient[Any, Any], Metrics]]:
     metrics = metrics_of_all_kinds()
     app = build_web_app(service, ServerConfig(**settings), metrics)
-    async with TestClient(TestServer(app, handler_cancellation=True)) as client:  # type: ignore[call-arg]
+    async with TestClient(TestServer(app, handler_cancellation=True)) as client:
         yield client, metrics

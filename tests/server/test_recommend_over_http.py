@@ -155,9 +155,9 @@ async def test_generate_and_match_are_merged_in_turns(folder: Path) -> None:
     async with serving(folder, **both) as (client, _):
         answer = await recommend(client, num_items=100, user_id=KNOWN)
         assert results(answer) == {"match": "ok", "generate": "ok", "rank": "ok"}
-        who = {"user_id": KNOWN}
+        who: dict[str, Any] = {"user_id": KNOWN}
         matched = (await post(client, "/v1/match", **who, num_items=6, deny_items=HISTORY["items"]))["items"]
-        generate = {**who, "history": HISTORY, "num_items": 9, "deny_items": HISTORY["items"]}
+        generate: dict[str, Any] = {**who, "history": HISTORY, "num_items": 9, "deny_items": HISTORY["items"]}
         generated = (await post(client, "/v1/generate", **generate))["items"]
         assert set(answer["items"]) == {*matched, *generated}
         by_match = {item for item, origin in zip(answer["items"], answer["origins"], strict=True) if origin == "match"}

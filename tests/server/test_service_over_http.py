@@ -63,6 +63,7 @@ async def test_a_delta_and_the_store_say_what_the_whole_history_says(tmp_path: P
         assert delta["prefix_tokens"] == 70
         assert close(delta, want)
 
+        stored: dict[str, Any] = {}
         for part in (whole[:1], whole[1:40], whole[40:90]):
             stored = await post(client, "/v1/events", user_id="s", events=columns(part))
             assert (await rank(client, "s"))["history"]["num_tokens"] == stored["num_events"]
