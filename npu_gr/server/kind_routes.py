@@ -26,7 +26,6 @@ _X_CACHE = {
     Outcome.JOINED: "joined",
     Outcome.MISS_FULL: "miss",
     Outcome.DEGRADED: "degraded",
-    None: "none",  # of a recommend whose rank failed
 }
 
 
@@ -91,8 +90,8 @@ def _left_s(request: web.Request, config: ServerConfig) -> float:
 
 def _add_headers(response: web.Response, answer: Answer) -> None:
     """Say how the prefix was found, where the answer has an outcome, and how long each stage took."""
-    if hasattr(answer, "outcome"):
-        response.headers["X-Cache"] = _X_CACHE[answer.outcome]
+    if hasattr(answer, "outcome"):  # a recommend whose rank failed has None
+        response.headers["X-Cache"] = _X_CACHE.get(answer.outcome, "none")
     if answer.stages_s:
         stages = (f"{stage};dur={seconds * 1e3:.3f}" for stage, seconds in answer.stages_s.items())
         response.headers["Server-Timing"] = ", ".join(stages)

@@ -275,7 +275,8 @@ async def test_under_overload_an_instance_keeps_to_what_it_is_there_for(tmp_path
 async def test_a_generate_that_waits_presses_by_its_own_objective(tmp_path: Path) -> None:
     slo = {"rank_s": 0.001, "generate_s": 10.0}
     async with serving(tmp_path, generate=section(tmp_path), slo=slo, watched=False) as (client, service):
-        scheduler, go_on = service._scheduler, threading.Event()
+        scheduler = service._scheduler
+        go_on = threading.Event()
         blocked = asyncio.create_task(scheduler.call(lambda: go_on.wait(30), 1e9))
         service.generation.engine.cost = CostModel(1.0, 0.0, 0.0, 0.0, 0.0)
         asked = asyncio.create_task(generate(client))

@@ -77,7 +77,7 @@ async def test_a_bad_rank_is_explained(
 
 
 def _folder(factory: pytest.TempPathFactory) -> Path:
-    """One folder, so one checkpoint, for many tests."""
+    """Make one folder, so one checkpoint, for many tests."""
     shared = factory.getbasetemp() / "http"
     shared.mkdir(exist_ok=True)
     return shared

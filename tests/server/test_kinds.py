@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import logging
 import os
@@ -12,22 +13,30 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import msgspec
+import numpy as np
 import pytest
 from aiohttp.test_utils import TestClient
 from yarl import URL
 
 from npu_gr.core.errors import NotFound, Overloaded
 from npu_gr.core.kinds import KINDS, Kind
+from npu_gr.core.request import Outcome
 from npu_gr.metrics.registry import Metrics
 from npu_gr.server.codec import CODECS
 from npu_gr.server.openapi import document
 from tests.server.examples import EXAMPLES, USER
 from tests.server.fake import FakeService, serving_fake
+from tests.server.test_generate_over_http import section
 from tests.serving import serving
 
 ROOT = Path(__file__).parents[2]
 FIXED = ["time_s", "request_id", "trace_id", "span_id", "method", "route", "status", "duration_s"]
+DTYPES = {"actions": "<i2", "scores": "<f4", "sids": "<i4"}  # of raw columns; the others are int64
+BODIED = [name for name in KINDS if EXAMPLES[name].body is not None]
 each_kind = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+each_kind_with_body = pytest.mark.parametrize("kind", [KINDS[name] for name in BODIED], ids=BODIED)
+each_outcome = pytest.mark.parametrize("outcome", Outcome)
 
 
 def lines(caplog: pytest.LogCaptureFixture) -> list[dict[str, Any]]:
@@ -45,6 +54,32 @@ def fake() -> FakeService:
 def send(client: TestClient[Any, Any], kind: Kind[Any, Any], **headers: str) -> Any:
     example = EXAMPLES[kind.name]
     return client.request(kind.method, example.path, json=example.body, headers=headers)
+
+
+def raw(body: Any, name: str = "") -> Any:
+    """The body with every list of integers as raw little-endian bytes."""
+    if isinstance(body, dict):
+        return {key: raw(value, key) for key, value in body.items()}
+    return np.array(body, DTYPES.get(name, "<i8")).tobytes() if isinstance(body, list) else body
+
+
+def read_raw(answer: Any, name: str = "") -> Any:
+    """The answer with every raw column as a list, NaN as None, as JSON has it."""
+    if isinstance(answer, dict):
+        return {key: read_raw(value, name if name == "scores" else key) for key, value in answer.items()}
+    if isinstance(answer, bytes):
+        values = np.frombuffer(answer, DTYPES.get(name, "<i8")).tolist()
+        return [None if value != value else value for value in values]
+    return answer
+
+
+def columns_of(request: Any) -> list[list[int]]:
+    """Every array of a request, in the order of its fields."""
+    if isinstance(request, np.ndarray):
+        return [request.tolist()]
+    if not dataclasses.is_dataclass(request):
+        return []
+    return [column for field in dataclasses.fields(request) for column in columns_of(getattr(request, field.name))]
 
 
 def test_every_kind_has_a_codec_and_an_example() -> None:
@@ -149,7 +184,33 @@ async def test_while_draining_only_what_needs_it_is_refused_and_connections_clos
         assert ("X-NpuGr-Not-Taken" in response.headers) == kind.needs_ready
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS.values() if EXAMPLES[kind.name].body is not None])
+@each_outcome
+async def test_every_outcome_has_a_value_of_x_cache(outcome: Outcome) -> None:
+    service = fake()
+    service.answers["rank"] = dataclasses.replace(EXAMPLES["rank"].answer, outcome=outcome)
+    async with serving_fake(service) as (client, _), send(client, KINDS["rank"]) as response:
+        assert response.headers["X-Cache"] not in ("none", "")
+
+
+@each_kind_with_body
+async def test_msgpack_says_what_json_says(kind: Kind[Any, Any]) -> None:
+    example = EXAMPLES[kind.name]
+    headers = {"Content-Type": "application/msgpack", "Accept": "application/msgpack", "X-Request-Id": "same"}
+    service = fake()
+    async with serving_fake(service) as (client, _):
+        async with send(client, kind, **{"X-Request-Id": "same"}) as response:
+            plain = await response.json()
+        async with client.post(
+            example.path, data=msgspec.msgpack.encode(raw(example.body)), headers=headers
+        ) as response:
+            assert (response.status, response.content_type) == (kind.status, "application/msgpack")
+            packed = msgspec.msgpack.decode(await response.read())
+    (_, first, _), (_, second, _) = service.served
+    assert columns_of(first) == columns_of(second)
+    assert read_raw(packed) == plain
+
+
+@each_kind_with_body
 async def test_a_body_at_and_over_the_limit(kind: Kind[Any, Any]) -> None:
     example = EXAMPLES[kind.name]
     body = json.dumps(example.body).encode()
@@ -170,10 +231,12 @@ async def test_a_kind_that_is_not_configured_is_a_404(kind: Kind[Any, Any]) -> N
         assert (await response.json(content_type=None))["detail"] == f"this instance does not {kind.name}"
 
 
-async def test_a_real_instance_says_404_where_it_has_no_section(tmp_path: Path) -> None:
-    absent = [kind for kind in KINDS.values() if kind.section not in (None, "checkpoint")]
-    assert absent
-    async with serving(tmp_path) as (client, _):
+@pytest.mark.parametrize("present", ["checkpoint", "generate"])
+async def test_a_real_instance_says_404_where_it_has_no_section(present: str, tmp_path: Path) -> None:
+    absent = [kind for kind in KINDS.values() if kind.section not in (None, present)]
+    assert len(absent) == 3
+    sections: dict[str, Any] = {} if present == "checkpoint" else {"checkpoint": None, "generate": section(tmp_path)}
+    async with serving(tmp_path, **sections) as (client, _):
         for kind in absent:
             async with send(client, kind) as response:
                 assert response.status == 404, kind.name

@@ -49,7 +49,8 @@ async def match(client: Client, **body: Any) -> dict[str, Any]:
 @asynccontextmanager
 async def busy_device(service: Service) -> AsyncIterator[None]:
     """The device thread is kept from its work while the block runs, and let go however it ends."""
-    held, begun = asyncio.Event(), asyncio.Event()
+    held = asyncio.Event()
+    begun = asyncio.Event()
     loop = asyncio.get_running_loop()
 
     async def wait() -> None:
@@ -173,7 +174,8 @@ async def test_what_waits_shares_a_pass(tmp_path: Path, monkeypatch: pytest.Monk
         sizes.append(len(queries))
         return best_items(backend, queries, *rest)
 
-    searching, search = 0, Matching._search
+    searching = 0
+    search = Matching._search
 
     async def counted(matching: Matching, *arguments: Any) -> Any:
         nonlocal searching

@@ -1,4 +1,4 @@
-"""POST /v1/recommend against a real instance: the stages by hand in one call, and whatever fails."""
+"""POST /v1/recommend against a real instance: it answers what its stages answer one by one, and failures degrade it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ NUM_ITEMS = 250  # of the catalogue; the ranker knows 300
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One ranker and one generator for all."""
+    """All tests share one ranker and one generator."""
     return tmp_path_factory.mktemp("recommend")
 
 
@@ -59,7 +59,7 @@ def section(folder: Path, **changes: Any) -> dict[str, Any]:
 
 def popular(folder: Path, more: Iterable[int] = ()) -> str:
     path = folder / "popular.txt"
-    seen = sorted(set(HISTORY["items"]))[:5]  # which nobody is to see again
+    seen = sorted(set(HISTORY["items"]))[:5]  # the user had them already
     path.write_text("".join(f"{item}\n" for item in (*more, *seen, *range(FIRST_ID + 299, FIRST_ID + 199, -1))))
     return str(path)
 

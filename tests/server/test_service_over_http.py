@@ -182,8 +182,10 @@ async def test_a_prefix_half_written_by_a_pass_that_failed_is_not_served(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with serving(tmp_path) as (client, service):
-        history, arena = columns(events(80)), service.ranking.engine.arena
-        write, calls = arena.write, list[int]()
+        history = columns(events(80))
+        arena = service.ranking.engine.arena
+        write = arena.write
+        calls = list[int]()
 
         def fails_once(layer: int, *rest: Any) -> None:
             calls.append(layer)
