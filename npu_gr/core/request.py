@@ -215,10 +215,10 @@ class SignalAnswer:
 
     def log_fields(self) -> dict[str, Any]:
         return {
-            "model_version": self.model_version,
-            "history_tokens": self.history.num_tokens,
             "verdict": self.verdict.value,
             "generate_verdict": None if self.generate_verdict is None else self.generate_verdict.value,
+            "model_version": self.model_version,
+            "history_tokens": self.history.num_tokens,
         }
 
 
@@ -242,10 +242,10 @@ class RankAnswer:
 
     def log_fields(self) -> dict[str, Any]:
         return {
-            "model_version": self.model_version,
-            "history_tokens": self.history.num_tokens,
             "outcome": self.outcome.value,
             "reason": self.reason.value or None,
+            "model_version": self.model_version,
+            "history_tokens": self.history.num_tokens,
             "prefix_tokens": self.prefix_tokens,
             "num_items": max(map(len, self.scores.values()), default=0),
         }
@@ -290,12 +290,12 @@ class GenerateAnswer:
 
     def log_fields(self) -> dict[str, Any]:
         return {
-            "model_version": self.model_version,
-            "history_tokens": self.history.num_tokens,
             "outcome": self.outcome.value,
             "reason": self.reason.value or None,
-            "prefix_tokens": self.prefix_tokens,
+            "model_version": self.model_version,
             "catalogue_version": self.catalogue_version,
+            "history_tokens": self.history.num_tokens,
+            "prefix_tokens": self.prefix_tokens,
             "num_items": len(self.item_ids),
         }
 
@@ -367,11 +367,11 @@ class RecommendAnswer:
     def log_fields(self) -> dict[str, Any]:
         degraded = [f"{r.stage} {r.result.value}" for r in self.stages if r.result is not StageResult.OK]
         return {
-            "model_version": self.model_version,
-            "history_tokens": self.history.num_tokens,
             "verdict": self.verdict.value,
             "outcome": self.outcome.value if self.outcome else None,
             "reason": self.reason.value or None,
+            "model_version": self.model_version,
+            "history_tokens": self.history.num_tokens,
             "prefix_tokens": self.prefix_tokens,
             "num_items": len(self.item_ids),
             "num_candidates": self.num_candidates,

@@ -1,4 +1,7 @@
-"""API keys: `Authorization: Bearer KEY`, several from a file, compared in constant time, reloaded when it changes."""
+"""API keys: `Authorization: Bearer KEY`.
+
+The keys are in a file, one a line. They are compared in constant time, and read again when the file changes.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,11 @@ log = logging.getLogger(__name__)
 
 
 class ApiKeys:
-    """The keys of one file. Without a file, everybody may ask."""
+    """The keys of one file. Without a file every request is authorised.
+
+    Raises:
+        ConfigError: the file cannot be read, or holds no key.
+    """
 
     def __init__(self, path: Path | None) -> None:
         self._path = path
@@ -22,6 +29,7 @@ class ApiKeys:
             self._keys = self._read(path)
 
     def _read(self, path: Path) -> tuple[bytes, ...]:
+        """Read the keys, and remember the file's time of change in `_stamp` (0 = unusable, already logged)."""
         try:
             self._stamp = path.stat().st_mtime_ns
             lines = path.read_bytes().splitlines()
@@ -33,7 +41,7 @@ class ApiKeys:
         return keys
 
     def reload_if_changed(self) -> None:
-        """Take a changed file; a file that cannot be used leaves the old keys in force, and is logged once."""
+        """Read the file again if it has changed. If it cannot be used, keep the old keys, and log that once."""
         if self._path is None:
             return
         try:
@@ -50,7 +58,7 @@ class ApiKeys:
             log.info("%d API keys loaded", len(self._keys))
 
     def check(self, authorization: str | None) -> None:
-        """Raise Unauthorized unless the header carries one of the keys. Every key is compared, always."""
+        """Raise Unauthorized if the header has none of the keys. Compares every key, so the time tells nothing."""
         if self._path is None:
             return
         scheme, _, given = (authorization or "").partition(" ")

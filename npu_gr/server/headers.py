@@ -1,4 +1,4 @@
-"""What a request's headers say: its id, its time budget."""
+"""Read a request's headers: its id and its time budget."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from npu_gr.core.errors import BadRequest, DeadlineExceeded
 
 REQUEST_ID = "X-Request-Id"
-NOT_TAKEN = "X-NpuGr-Not-Taken"  # of a 503: nothing was begun, so even a signal may go elsewhere
+NOT_TAKEN = "X-NpuGr-Not-Taken"  # on a 503: the instance began nothing, so the router may send it to another one
 _VALID_ID = re.compile(r"[!-~]{1,128}")
 _GRPC_UNITS_S = {"H": 3600.0, "M": 60.0, "S": 1.0, "m": 1e-3, "u": 1e-6, "n": 1e-9}
 _GRPC_TIMEOUT = re.compile(r"(\d{1,8})([HMSmun])")
@@ -17,13 +17,18 @@ _MS_HEADERS = ("X-Request-Timeout-Ms", "x-envoy-expected-rq-timeout-ms")
 
 
 def request_id(headers: Mapping[str, str]) -> str:
-    """The caller's id if it is printable ASCII of at most 128 characters, else a new one."""
+    """Return the caller's id if it is printable ASCII of at most 128 characters, else make a new one."""
     given = headers.get(REQUEST_ID, "")
     return given if _VALID_ID.fullmatch(given) else uuid.uuid4().hex
 
 
 def budget_s(headers: Mapping[str, str], default_s: float, max_s: float) -> float:
-    """Seconds that the caller grants: the smallest of the headers that are there.
+    """Return the seconds that the caller grants: the smallest value of the headers that are there.
+
+    Args:
+        headers: X-Request-Timeout-Ms, x-envoy-expected-rq-timeout-ms, grpc-timeout are read.
+        default_s: where there is none of them.
+        max_s: at most.
 
     Raises:
         BadRequest: a header cannot be read. DeadlineExceeded: nothing is left.

@@ -14,7 +14,7 @@ PUBLIC_PATHS = ("/healthz", "/readyz", "/v2/health/live", "/v2/health/ready")  #
 
 
 class HealthRoutes:
-    """Whether the process is alive, whether new work is welcome, and which models it serves."""
+    """Liveness, readiness, and metadata of the served models."""
 
     def __init__(self, service: ServiceProtocol) -> None:
         self._service = service

@@ -1,4 +1,4 @@
-"""One route for each kind of request, all by one handler: the table of kinds and the codecs say what differs."""
+"""The routes of all kinds of requests. One handler serves them; the tables of kinds and codecs say what differs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,6 @@ _X_CACHE = {
     Outcome.JOINED: "joined",
     Outcome.MISS_FULL: "miss",
     Outcome.DEGRADED: "degraded",
-    None: "none",  # of a recommend whose rank failed
 }
 
 
@@ -75,7 +74,7 @@ def _handler(
 
 
 def _left_s(request: web.Request, config: ServerConfig) -> float:
-    """The seconds that are left of the caller's budget after reading the body. Call it last before the service.
+    """Return what is left of the caller's budget after reading the body, in seconds. Call it right before the service.
 
     Raises:
         BadRequest: a header cannot be read. DeadlineExceeded: nothing is left.
@@ -91,8 +90,8 @@ def _left_s(request: web.Request, config: ServerConfig) -> float:
 
 def _add_headers(response: web.Response, answer: Answer) -> None:
     """Say how the prefix was found, where the answer has an outcome, and how long each stage took."""
-    if hasattr(answer, "outcome"):
-        response.headers["X-Cache"] = _X_CACHE[answer.outcome]
+    if hasattr(answer, "outcome"):  # a recommend whose rank failed has None
+        response.headers["X-Cache"] = _X_CACHE.get(answer.outcome, "none")
     if answer.stages_s:
         stages = (f"{stage};dur={seconds * 1e3:.3f}" for stage, seconds in answer.stages_s.items())
         response.headers["Server-Timing"] = ", ".join(stages)

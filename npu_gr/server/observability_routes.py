@@ -19,7 +19,7 @@ PUBLIC_PATHS = ("/",)  # answered without an API key: the page holds no data, it
 
 
 class ObservabilityRoutes:
-    """What operators, Prometheus and client generators read."""
+    """Pages and documents for operators, Prometheus and generators of clients."""
 
     def __init__(self, service: ServiceProtocol, metrics: Metrics, access_log: AccessLog) -> None:
         self._service = service

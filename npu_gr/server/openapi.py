@@ -16,6 +16,8 @@ from npu_gr.server.codec.base import Codec
 from npu_gr.server.codec.media import JSON, MSGPACK
 from npu_gr.server.problem import Problem
 
+_Json = dict[str, Any]
+
 _ERRORS = {
     "400": "The body or a header cannot be parsed.",
     "401": "No valid API key.",
@@ -39,125 +41,181 @@ _TIME_LIMIT = {
 
 
 def document() -> dict[str, Any]:
-    """Build the document."""
-    codecs = [CODECS[name] for name in KINDS]
-    structs = [struct for codec in codecs for struct in (codec.body, codec.answer) if struct is not None]
-    structs += [CatalogueItemsBody, CatalogueOut, VectorsOut, Problem, RecordOrder, RecordStatus]
-    refs, components = msgspec.json.schema_components(structs, ref_template="#/components/schemas/{name}")
-    schema = dict(zip(structs, refs, strict=True))
-
-    def content(struct: type[msgspec.Struct]) -> dict[str, Any]:
-        return {JSON: {"schema": schema[struct]}, MSGPACK: {"schema": schema[struct]}}
-
-    def errors(*codes: str) -> dict[str, Any]:
-        body = {"application/problem+json": {"schema": schema[Problem]}}
-        return {code: {"description": _ERRORS[code], "content": body} for code in codes}
-
-    def of_kind(kind: Kind[Any, Any], codec: Codec[Any, Any, Any]) -> dict[str, Any]:
-        done: dict[str, Any] = {"description": codec.done}
-        if codec.answer is not None:
-            done["content"] = content(codec.answer)
-        codes = [code for code in _ERRORS if codec.body is not None or code not in _OF_A_BODY]
-        operation: dict[str, Any] = {
-            "operationId": codec.operation or kind.name,
-            "summary": kind.summary,
-            "parameters": [_TIME_LIMIT, *codec.parameters],
-            "responses": {str(kind.status): done, **errors(*codes)},
-        }
-        if codec.body is not None:
-            operation["requestBody"] = {"required": True, "content": content(codec.body)}
-        return named({kind.method.lower(): operation}, *re.findall(r"{(\w+)}", kind.path))
-
-    def get(name: str, summary: str, *codes: str, public: bool = False, media: str = JSON) -> dict[str, Any]:
-        operation: dict[str, Any] = {
-            "operationId": name,
-            "summary": summary,
-            "responses": {"200": {"description": "Yes.", "content": {media: {}}}, **errors(*codes)},
-        }
-        if public:
-            operation["security"] = []
-        return {"get": operation}
-
-    def named(paths: dict[str, Any], *names: str) -> dict[str, Any]:
-        parameters = [{"name": n, "in": "path", "required": True, "schema": {"type": "string"}} for n in names]
-        return {**paths, "parameters": parameters} if parameters else paths
-
-    def versions(out: type[msgspec.Struct], name: str, summary: str, *codes: str) -> dict[str, Any]:
-        done = {"description": "Done.", "content": content(out)}
-        return {
-            "operationId": name,
-            "summary": summary,
-            "responses": {"200": done, **errors("401", "404", "503", *codes)},
-        }
-
-    def recorder(name: str, summary: str, *codes: str) -> dict[str, Any]:
-        done = {"description": "How it stands.", "content": {JSON: {"schema": schema[RecordStatus]}}}
-        return {"operationId": name, "summary": summary, "responses": {"200": done, **errors("401", "404", *codes)}}
-
-    reload_models = {
-        "post": {
-            "operationId": "reloadModels",
-            "summary": "Read the configuration file again; serve its checkpoint and settings. The old version drains.",
-            "responses": {"200": {"description": "Done.", "content": {JSON: {}}}, **errors("401", "422", "429", "503")},
-        }
-    }
-    switch_on = recorder("recordOn", "Record requests.", "413", "422")
-    switch_on["requestBody"] = {"required": False, "content": {JSON: {"schema": schema[RecordOrder]}}}
-    record = {
-        "get": recorder("recordStatus", "What is recorded."),
-        "post": switch_on,
-        "delete": recorder("recordOff", "Record no more."),
-    }
-    model = "/v2/models/{model}"
-    version = f"{model}/versions/{{version}}"
-    update_catalogue = {
-        "post": {
-            "operationId": "updateCatalogue",
-            "summary": "Add, withdraw and restore items of the version that is served, at once.",
-            "parameters": [_TIME_LIMIT],
-            "requestBody": {"required": True, "content": content(CatalogueItemsBody)},
-            "responses": {"200": {"description": "Done.", "content": content(CatalogueOut)}, **errors(*_ERRORS)},
-        }
-    }
+    """Build the whole document."""
+    schemas = _Schemas()
     return {
         "openapi": "3.1.0",
         "info": {"title": "npu_gr", "version": __version__, "license": {"name": "Apache-2.0"}},
         "security": [{"key": []}, {}],
         "paths": {
-            **{kind.path: of_kind(kind, CODECS[kind.name]) for kind in KINDS.values()},
-            "/v1/match/vectors": {"get": versions(VectorsOut, "vectors", "The vectors that are served.")},
-            "/v1/match/reload": {"post": versions(VectorsOut, "reloadVectors", "Read and serve them anew.", "422")},
-            "/v1/match/rollback": {"post": versions(VectorsOut, "rollbackVectors", "Serve the one before.", "422")},
-            "/v1/catalog": {"get": versions(CatalogueOut, "catalogue", "The catalogue that is served.")},
-            "/v1/catalog/items": update_catalogue,
-            "/v1/catalog/reload": {
-                "post": versions(CatalogueOut, "reloadCatalogue", "Read the catalogue anew and serve it.", "422")
-            },
-            "/v1/catalog/rollback": {
-                "post": versions(CatalogueOut, "rollbackCatalogue", "Serve the version before.", "422")
-            },
-            "/v1/models": get("models", "What is being served, and what still drains.", "401"),
-            "/v1/models/reload": reload_models,
-            "/healthz": get("live", "The process is alive.", public=True),
-            "/readyz": get("ready", "New work is welcome.", "503", public=True),
-            "/": get("page", "The status page.", public=True, media="text/html"),
-            "/debug/status": get("status", "What the status page shows.", "401"),
-            "/metrics": get("metrics", "For Prometheus.", "401", media="text/plain"),
-            "/debug/config": get("config", "The configuration in force.", "401"),
-            "/debug/record": record,
-            "/openapi.json": get("openapi", "This document.", "401"),
-            "/v2": get("server", "Open Inference Protocol: server metadata.", "401"),
-            "/v2/health/live": get("v2Live", "Open Inference Protocol: alive.", public=True),
-            "/v2/health/ready": get("v2Ready", "Open Inference Protocol: ready.", "503", public=True),
-            model: named(get("model", "Open Inference Protocol: model metadata.", "401", "404"), "model"),
-            f"{model}/ready": named(get("modelReady", "The model is ready.", "401", "404", "503"), "model"),
-            version: named(get("version", "Model metadata.", "401", "404"), "model", "version"),
-            f"{version}/ready": named(
-                get("versionReady", "The version is ready.", "401", "404", "503"), "model", "version"
-            ),
+            **_kind_paths(schemas),
+            **_admin_paths(schemas),
+            **_record_paths(schemas),
+            **_health_paths(schemas),
+            **_observability_paths(schemas),
         },
         "components": {
-            "schemas": components,
+            "schemas": schemas.components,
             "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
         },
     }
+
+
+class _Schemas:
+    """The schemas of all bodies and answers, and the parts of an operation that refer to them."""
+
+    def __init__(self) -> None:
+        codecs = [CODECS[name] for name in KINDS]
+        structs = [struct for codec in codecs for struct in (codec.body, codec.answer) if struct is not None]
+        structs += [CatalogueItemsBody, CatalogueOut, VectorsOut, Problem, RecordOrder, RecordStatus]
+        refs, components = msgspec.json.schema_components(structs, ref_template="#/components/schemas/{name}")
+        self.components = components
+        self._refs = dict(zip(structs, refs, strict=True))
+
+    def json(self, struct: type[msgspec.Struct]) -> _Json:
+        return {JSON: {"schema": self._refs[struct]}}
+
+    def any_media(self, struct: type[msgspec.Struct]) -> _Json:
+        return {JSON: {"schema": self._refs[struct]}, MSGPACK: {"schema": self._refs[struct]}}
+
+    def errors(self, *codes: str) -> _Json:
+        content = {"application/problem+json": {"schema": self._refs[Problem]}}
+        return {code: {"description": _ERRORS[code], "content": content} for code in codes}
+
+    def get(self, name: str, summary: str, *codes: str, is_public: bool = False, media: str = JSON) -> _Json:
+        """Describe a GET that answers 200 with no schema, or one of the errors `codes`."""
+        operation: _Json = {
+            "operationId": name,
+            "summary": summary,
+            "responses": {"200": {"description": "Yes.", "content": {media: {}}}, **self.errors(*codes)},
+        }
+        if is_public:
+            operation["security"] = []
+        return {"get": operation}
+
+
+def _kind_paths(schemas: _Schemas) -> _Json:
+    paths: _Json = {}
+    for kind in KINDS.values():
+        path = paths.setdefault(kind.path, {})  # kinds may share a path and differ by their method
+        path[kind.method.lower()] = _kind_operation(schemas, kind, CODECS[kind.name])
+        if names := re.findall(r"{(\w+)}", kind.path):
+            path["parameters"] = _path_parameters(*names)
+    return paths
+
+
+def _kind_operation(schemas: _Schemas, kind: Kind[Any, Any], codec: Codec[Any, Any, Any]) -> _Json:
+    done: _Json = {"description": codec.done}
+    if codec.answer is not None:
+        done["content"] = schemas.any_media(codec.answer)
+    codes = [code for code in _ERRORS if codec.body is not None or code not in _OF_A_BODY]
+    operation: _Json = {
+        "operationId": codec.operation or kind.name,
+        "summary": kind.summary,
+        "parameters": [_TIME_LIMIT, *codec.parameters],
+        "responses": {str(kind.status): done, **schemas.errors(*codes)},
+    }
+    if codec.body is not None:
+        operation["requestBody"] = {"required": True, "content": schemas.any_media(codec.body)}
+    return operation
+
+
+def _admin_paths(schemas: _Schemas) -> _Json:
+    def versions(out: type[msgspec.Struct], name: str, summary: str, *codes: str) -> _Json:
+        done = {"description": "Done.", "content": schemas.any_media(out)}
+        return {
+            "operationId": name,
+            "summary": summary,
+            "responses": {"200": done, **schemas.errors("401", "404", "503", *codes)},
+        }
+
+    reload_models = {
+        "operationId": "reloadModels",
+        "summary": "Read the configuration file again; serve its checkpoint and settings. The old version drains.",
+        "responses": {
+            "200": {"description": "Done.", "content": {JSON: {}}},
+            **schemas.errors("401", "422", "429", "503"),
+        },
+    }
+    update_catalogue = {
+        "operationId": "updateCatalogue",
+        "summary": "Add, withdraw and restore items of the version that is served, at once.",
+        "parameters": [_TIME_LIMIT],
+        "requestBody": {"required": True, "content": schemas.any_media(CatalogueItemsBody)},
+        "responses": {
+            "200": {"description": "Done.", "content": schemas.any_media(CatalogueOut)},
+            **schemas.errors(*_ERRORS),
+        },
+    }
+    reload_catalogue = versions(CatalogueOut, "reloadCatalogue", "Read the catalogue anew and serve it.", "422")
+    return {
+        "/v1/models": schemas.get("models", "What is being served, and what still drains.", "401"),
+        "/v1/models/reload": {"post": reload_models},
+        "/v1/catalog": {"get": versions(CatalogueOut, "catalogue", "The catalogue that is served.")},
+        "/v1/catalog/items": {"post": update_catalogue},
+        "/v1/catalog/reload": {"post": reload_catalogue},
+        "/v1/catalog/rollback": {
+            "post": versions(CatalogueOut, "rollbackCatalogue", "Serve the version before.", "422")
+        },
+        "/v1/match/vectors": {"get": versions(VectorsOut, "vectors", "The vectors that are served.")},
+        "/v1/match/reload": {"post": versions(VectorsOut, "reloadVectors", "Read and serve them anew.", "422")},
+        "/v1/match/rollback": {"post": versions(VectorsOut, "rollbackVectors", "Serve the one before.", "422")},
+    }
+
+
+def _record_paths(schemas: _Schemas) -> _Json:
+    def operation(name: str, summary: str, *codes: str) -> _Json:
+        done = {"description": "How it stands.", "content": schemas.json(RecordStatus)}
+        return {
+            "operationId": name,
+            "summary": summary,
+            "responses": {"200": done, **schemas.errors("401", "404", *codes)},
+        }
+
+    switch_on = operation("recordOn", "Record requests.", "413", "422")
+    switch_on["requestBody"] = {"required": False, "content": schemas.json(RecordOrder)}
+    return {
+        "/debug/record": {
+            "get": operation("recordStatus", "What is recorded."),
+            "post": switch_on,
+            "delete": operation("recordOff", "Record no more."),
+        }
+    }
+
+
+def _health_paths(schemas: _Schemas) -> _Json:
+    def of_model(path: _Json) -> _Json:
+        return {**path, "parameters": _path_parameters("model")}
+
+    def of_version(path: _Json) -> _Json:
+        return {**path, "parameters": _path_parameters("model", "version")}
+
+    get = schemas.get
+    model = "/v2/models/{model}"
+    version = f"{model}/versions/{{version}}"
+    return {
+        "/healthz": get("live", "The process is alive.", is_public=True),
+        "/readyz": get("ready", "New work is welcome.", "503", is_public=True),
+        "/v2": get("server", "Open Inference Protocol: server metadata.", "401"),
+        "/v2/health/live": get("v2Live", "Open Inference Protocol: alive.", is_public=True),
+        "/v2/health/ready": get("v2Ready", "Open Inference Protocol: ready.", "503", is_public=True),
+        model: of_model(get("model", "Open Inference Protocol: model metadata.", "401", "404")),
+        f"{model}/ready": of_model(get("modelReady", "The model is ready.", "401", "404", "503")),
+        version: of_version(get("version", "Model metadata.", "401", "404")),
+        f"{version}/ready": of_version(get("versionReady", "The version is ready.", "401", "404", "503")),
+    }
+
+
+def _observability_paths(schemas: _Schemas) -> _Json:
+    get = schemas.get
+    return {
+        "/": get("page", "The status page.", is_public=True, media="text/html"),
+        "/debug/status": get("status", "What the status page shows.", "401"),
+        "/metrics": get("metrics", "For Prometheus.", "401", media="text/plain"),
+        "/debug/config": get("config", "The configuration in force.", "401"),
+        "/openapi.json": get("openapi", "This document.", "401"),
+    }
+
+
+def _path_parameters(*names: str) -> list[_Json]:
+    return [{"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names]

@@ -1,4 +1,4 @@
-"""What the handlers of all routes share: the media type, the answer, the refusal while the instance is not ready."""
+"""Helpers of all handlers: choose the media type, make the answer, refuse while the instance is not ready."""
 
 from __future__ import annotations
 

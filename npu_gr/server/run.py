@@ -1,4 +1,4 @@
-"""Listening, draining and stopping, and the probe of the event loop's lag."""
+"""Listen, drain and stop; and measure the lag of the event loop."""
 
 from __future__ import annotations
 
@@ -30,8 +30,15 @@ async def serve(
 ) -> None:
     """Serve until SIGTERM or SIGINT, then drain; a second signal stops at once.
 
-    Draining: `on_drain` makes the service unready, everything is still served for `drain_grace_s` so that balancers
-    notice, then the listener closes and requests in flight get `shutdown_timeout_s`.
+    Draining: `on_drain` makes the service unready. Everything is still served for `drain_grace_s`, so that balancers
+    notice. Then the listener closes, and requests in flight get `shutdown_timeout_s` to end.
+
+    Args:
+        app: the application.
+        config: address, grace and timeout.
+        on_drain: called once, when draining begins.
+        ready: set once the server listens.
+        on_listening: called with the port, which is the system's choice where the configured one is 0.
 
     Raises:
         ConfigError: the address cannot be bound.
@@ -51,12 +58,12 @@ async def serve(
         on_listening(port)
         if ready is not None:
             ready.set()
-        with stop_signals() as asked:
-            await asked.get()
+        with stop_signals() as received:
+            await received.get()
             log.info("draining for %.1f s", config.drain_grace_s)
             await on_drain()
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(asked.get(), config.drain_grace_s)
+                await asyncio.wait_for(received.get(), config.drain_grace_s)
     finally:
         await runner.cleanup()
     log.info("stopped")
@@ -64,12 +71,13 @@ async def serve(
 
 @contextlib.contextmanager
 def stop_signals() -> Iterator[asyncio.Queue[int]]:
-    """SIGTERM and SIGINT as queue entries while the block runs."""
-    loop, asked = asyncio.get_running_loop(), asyncio.Queue[int]()
+    """Put every SIGTERM and SIGINT into a queue while the block runs."""
+    loop = asyncio.get_running_loop()
+    received = asyncio.Queue[int]()
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, asked.put_nowait, number)
+        loop.add_signal_handler(number, received.put_nowait, number)
     try:
-        yield asked
+        yield received
     finally:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.remove_signal_handler(number)
@@ -77,8 +85,9 @@ def stop_signals() -> Iterator[asyncio.Queue[int]]:
 
 @contextlib.contextmanager
 def on_hangup(work: Callable[[], Coroutine[Any, Any, None]]) -> Iterator[None]:
-    """SIGHUP starts `work` while the block runs; one that still runs at its end is cancelled."""
-    loop, tasks = asyncio.get_running_loop(), set[asyncio.Task[None]]()
+    """Start `work` at every SIGHUP while the block runs. Work that still runs at the block's end is cancelled."""
+    loop = asyncio.get_running_loop()
+    tasks = set[asyncio.Task[None]]()
 
     def start() -> None:
         tasks.add(task := loop.create_task(work()))
@@ -95,16 +104,22 @@ def on_hangup(work: Callable[[], Coroutine[Any, Any, None]]) -> Iterator[None]:
 
 @contextlib.asynccontextmanager
 async def probe_loop_lag(observe: Callable[[float], None], every_period: Callable[[], None]) -> AsyncIterator[None]:
-    """Measure, twice a second, how long a callback waits for its turn; also a place for cheap periodic work."""
+    """Measure twice a second how long a callback waits for its turn, while the block runs.
+
+    Args:
+        observe: called with each lag, in seconds.
+        every_period: called in a thread after each measurement, for cheap periodic work.
+    """
 
     async def probe() -> None:
         loop = asyncio.get_running_loop()
         while True:
             await asyncio.sleep(PROBE_PERIOD_S)
-            asked_s, turn = time.perf_counter(), asyncio.Event()
+            turn = asyncio.Event()
+            asked_at = time.perf_counter()
             loop.call_soon(turn.set)
             await turn.wait()
-            observe(time.perf_counter() - asked_s)
+            observe(time.perf_counter() - asked_at)
             await asyncio.to_thread(every_period)
 
     task = asyncio.get_running_loop().create_task(probe())

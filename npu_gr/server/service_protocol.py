@@ -1,4 +1,4 @@
-"""What HTTP needs from the service behind it: `ServiceProtocol`. `npu_gr.service.service.Service` implements it."""
+"""`ServiceProtocol`: the interface that HTTP calls. `npu_gr.service.service.Service` implements it."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """OpenTelemetry spans of the sampled requests: one for the request, one for each stage. Needs the extra `otel`.
 
-The stages are spans made afterwards, from the times that the answer brings: what is not sampled costs nothing, and the
-service knows nothing of tracing. A caller's `traceparent` decides for its request; of the others a share is sampled.
+The spans of the stages are made at the end, from the answer's `stages_s`: a request that is not sampled costs nothing,
+and the service knows nothing of tracing. A caller's `traceparent` decides whether its request is sampled; of requests
+without one, `server.trace_sample_ratio` are.
 """
 
 from __future__ import annotations
@@ -22,13 +23,19 @@ if TYPE_CHECKING:
 
 
 class Tracing:
-    """Begins the trace of every request, and a span for those that are sampled. Without a tracer: the ids alone."""
+    """Begins the trace of every request, and a span where it is sampled. Without a tracer there are only the ids."""
 
     def __init__(self, tracer: Tracer | None = None, sample_ratio: float = 0.0) -> None:
-        self._tracer, self._sample_ratio = tracer, sample_ratio
+        self._tracer = tracer
+        self._sample_ratio = sample_ratio
 
     def begin(self, name: str, traceparent: str | None) -> tuple[Trace, Span | None]:
-        """A request has arrived; its span, if it is sampled, begins now."""
+        """Begin the trace of a request that arrives now, and its span if it is sampled.
+
+        Args:
+            name: of the span.
+            traceparent: the header of the caller; None = there is none.
+        """
         trace = begin(traceparent)
         if self._tracer is None:
             return trace, None
@@ -46,31 +53,36 @@ class Tracing:
         parsed_at: float | None,
         attributes: Mapping[str, str | int],
     ) -> None:
-        """The request has ended now.
+        """End the span of a request now, with a child span for each of its parts.
+
+            began_at     parsed_at                                    now
+               |-- read --|-- stage --|-- stage --| ... |-- write ------|
 
         Args:
             span: as `begin` gave it.
-            stages_s: of the service, one after the other from `parsed_at` on.
-            began_at, parsed_at: instants on time.monotonic().
+            stages_s: of the answer; each stage begins where the one before ends.
+            began_at: when the request arrived, on time.monotonic().
+            parsed_at: when its body was parsed; None = it was not, so there are no child spans.
             attributes: of the request's span.
         """
         from opentelemetry import trace as otel
 
         assert self._tracer is not None, "begin() made a span"
-        now_at, now_ns = time.monotonic(), time.time_ns()
+        now_at = time.monotonic()
+        now_ns = time.time_ns()
 
-        def at_ns(instant_s: float) -> int:
-            return now_ns - round((now_at - instant_s) * 1e9)
+        def unix_ns(instant_at: float) -> int:
+            return now_ns - round((now_at - instant_at) * 1e9)
 
-        parts: list[tuple[str, float, float]] = []
+        parts: list[tuple[str, float, float]] = []  # (name, from, to), instants on time.monotonic()
         if parsed_at is not None:
             parts.append(("read", began_at, parsed_at))
             for stage, seconds in stages_s.items():
                 parts.append((stage, parts[-1][2], parts[-1][2] + seconds))
             parts.append(("write", parts[-1][2], now_at))
         inside = otel.set_span_in_context(span)
-        for name, from_s, to_s in parts:
-            self._tracer.start_span(name, inside, start_time=at_ns(from_s)).end(at_ns(to_s))
+        for name, from_at, to_at in parts:
+            self._tracer.start_span(name, inside, start_time=unix_ns(from_at)).end(unix_ns(to_at))
         for key, value in attributes.items():
             span.set_attribute(key, value)
         if int(attributes["http.response.status_code"]) >= 500:
@@ -90,7 +102,7 @@ def _server_span(tracer: Tracer, name: str, trace: Trace) -> Span:
 
 @contextmanager
 def spans(config: ServerConfig) -> Iterator[Tracing]:
-    """Tracing as configured; what is still in a batch is sent at the block's end."""
+    """Trace as configured. Spans that wait for their batch are sent at the block's end."""
     if config.otlp_endpoint is None:
         yield Tracing()
         return
@@ -102,7 +114,7 @@ def spans(config: ServerConfig) -> Iterator[Tracing]:
 
 
 def _provider(endpoint: str) -> TracerProvider:
-    """Spans to an OTLP collector over HTTP, in batches, from a thread of their own.
+    """Make the provider that sends spans to an OTLP collector over HTTP, in batches, from a thread of its own.
 
     Raises:
         ConfigError: the extra `otel` is not installed.

@@ -1,4 +1,4 @@
-"""One JSON line a request, whatever becomes of it, and no user in it but as a keyed hash."""
+"""Every request has one JSON line, also a failed one; a user is in it only as a keyed hash."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ async def test_every_request_has_its_line(tmp_path: Path, caplog: pytest.LogCapt
     assert str(FIRST_ID) not in caplog.text
 
 
-async def test_only_what_is_slow_or_failed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_only_slow_and_failed_requests_are_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "npu_gr.request"):
         async with serving(tmp_path, server={"log_requests": "slow"}) as (client, _):
             await client.get("/v1/models")

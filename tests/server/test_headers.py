@@ -1,4 +1,4 @@
-"""The smallest budget wins, a spent one is a 504, and what cannot be read is a 400."""
+"""The smallest time budget wins; a spent one is a 504; a header that cannot be read is a 400."""
 
 from __future__ import annotations
 

@@ -15,6 +15,9 @@ from aiohttp.test_utils import TestClient
 
 from npu_gr.backend.cpu.backend import CPUBackend
 from npu_gr.core.errors import ConfigError, Unavailable
+from npu_gr.core.request import Brownout
+from npu_gr.features.embedded import EmbeddedStore
+from npu_gr.features.store import Stored
 from npu_gr.jobs.match import MatchJob
 from npu_gr.matching.vectors import save
 from npu_gr.service.service import Service
@@ -46,7 +49,8 @@ async def match(client: Client, **body: Any) -> dict[str, Any]:
 @asynccontextmanager
 async def busy_device(service: Service) -> AsyncIterator[None]:
     """The device thread is kept from its work while the block runs, and let go however it ends."""
-    held, begun = asyncio.Event(), asyncio.Event()
+    held = asyncio.Event()
+    begun = asyncio.Event()
     loop = asyncio.get_running_loop()
 
     async def wait() -> None:
@@ -79,15 +83,20 @@ async def test_every_kind_of_user_is_answered_and_the_answer_says_how(tmp_path: 
         assert set(answer["stages_s"]) == {"history", "queue", "device"}
         text = await (await client.get("/metrics")).text()
         assert 'npu_gr_match_duration_seconds_count{basis="source"} 1.0' in text
+        assert 'npu_gr_admissions_total{kind="match",verdict="admitted"} 4.0' in text
+        assert 'npu_gr_request_duration_seconds_count{kind="match"} 4.0' in text
+        assert 'npu_gr_slo_requests_total{kind="match",result="' in text
         assert "npu_gr_matched_items_total 28.0" in text
 
 
-async def test_a_new_user_is_served_from_the_request_or_from_the_store(tmp_path: Path) -> None:
+async def test_a_new_user_is_served_from_the_request_or_from_the_store(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = tmp_path / "vectors"
     save(make_vectors(folding=make_folding()), folder)
     items = [FIRST_ID + 2 * row for row in (3, 9)]
     history = {"items": items, "actions": [0, 0], "timestamps": [1, 2]}
-    async with serving(tmp_path, match=section(tmp_path)) as (client, service):
+    async with serving(tmp_path, match=section(tmp_path)) as (client, _):
         sent = await match(client, user_id="stranger", history=history, num_items=5)
         assert sent["basis"] == "folded"
         assert not set(items) & set(sent["items"])
@@ -96,11 +105,10 @@ async def test_a_new_user_is_served_from_the_request_or_from_the_store(tmp_path:
         stored = await match(client, user_id="stranger", num_items=5)
         assert (stored["basis"], stored["items"]) == ("folded", sent["items"])
 
-        async def fail(*_: object) -> None:
+        async def fail(*_: object) -> Stored:
             raise Unavailable("no store today")
 
-        assert service.parts.histories.store is not None
-        service.parts.histories.store.read = fail  # type: ignore[method-assign, assignment]
+        monkeypatch.setattr(EmbeddedStore, "read", fail)
         assert (await match(client, user_id="stranger"))["basis"] == "popularity"
 
 
@@ -166,7 +174,8 @@ async def test_what_waits_shares_a_pass(tmp_path: Path, monkeypatch: pytest.Monk
         sizes.append(len(queries))
         return best_items(backend, queries, *rest)
 
-    searching, search = 0, MatchJob._search
+    searching = 0
+    search = MatchJob._search
 
     async def counted(job: MatchJob, *arguments: Any) -> Any:
         nonlocal searching
@@ -219,6 +228,13 @@ async def test_versions_swap_and_roll_back_under_load(tmp_path: Path) -> None:
         found[answer["vectors_version"]].add(tuple(answer["items"]))
     assert found.keys() == {first, second["version"]}
     assert all(len(items) == 1 for items in found.values())  # a version always answers the same
+
+
+async def test_under_overload_the_refusal_names_the_kind(tmp_path: Path) -> None:
+    async with serving(tmp_path, match=section(tmp_path)) as (client, service):
+        service.parts.admission.brownout.step = Brownout.REJECT
+        status, problem = await post(client, "/v1/match", {"user_id": KNOWN})
+        assert (status, problem["detail"]) == (429, "overloaded: matches are refused, ranks come first")
 
 
 async def test_a_deadline_and_a_full_queue_end_as_for_the_other_routes(tmp_path: Path) -> None:

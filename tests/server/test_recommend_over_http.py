@@ -1,4 +1,4 @@
-"""POST /v1/recommend against a real instance: the stages by hand in one call, and whatever fails."""
+"""POST /v1/recommend against a real instance: it answers what its stages answer one by one, and failures degrade it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ NUM_ITEMS = 250  # of the catalogue; the ranker knows 300
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One ranker and one generator for all."""
+    """All tests share one ranker and one generator."""
     return tmp_path_factory.mktemp("recommend")
 
 
@@ -59,7 +59,7 @@ def section(folder: Path, **changes: Any) -> dict[str, Any]:
 
 def popular(folder: Path, more: Iterable[int] = ()) -> str:
     path = folder / "popular.txt"
-    seen = sorted(set(HISTORY["items"]))[:5]  # which nobody is to see again
+    seen = sorted(set(HISTORY["items"]))[:5]  # the user had them already
     path.write_text("".join(f"{item}\n" for item in (*more, *seen, *range(FIRST_ID + 299, FIRST_ID + 199, -1))))
     return str(path)
 
@@ -155,9 +155,9 @@ async def test_generate_and_match_are_merged_in_turns(folder: Path) -> None:
     async with serving(folder, **both) as (client, _):
         answer = await recommend(client, num_items=100, user_id=KNOWN)
         assert results(answer) == {"match": "ok", "generate": "ok", "rank": "ok"}
-        who = {"user_id": KNOWN}
+        who: dict[str, Any] = {"user_id": KNOWN}
         matched = (await post(client, "/v1/match", **who, num_items=6, deny_items=HISTORY["items"]))["items"]
-        generate = {**who, "history": HISTORY, "num_items": 9, "deny_items": HISTORY["items"]}
+        generate: dict[str, Any] = {**who, "history": HISTORY, "num_items": 9, "deny_items": HISTORY["items"]}
         generated = (await post(client, "/v1/generate", **generate))["items"]
         assert set(answer["items"]) == {*matched, *generated}
         by_match = {item for item, origin in zip(answer["items"], answer["origins"], strict=True) if origin == "match"}

@@ -1,4 +1,4 @@
-"""At SIGTERM: unready, then closed to new requests, then gone; what had begun is answered."""
+"""At SIGTERM a server becomes unready, then refuses connections, then ends; requests in flight are answered."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ from npu_gr.server.run import serve
 
 
 async def test_a_request_in_flight_outlives_the_listener() -> None:
-    came, go, drained = asyncio.Event(), asyncio.Event(), asyncio.Event()
+    came = asyncio.Event()
+    go = asyncio.Event()
+    drained = asyncio.Event()
     port = asyncio.get_running_loop().create_future()
 
     async def work(_: web.Request) -> web.Response:

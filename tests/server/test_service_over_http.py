@@ -64,6 +64,7 @@ async def test_a_delta_and_the_store_say_what_the_whole_history_says(tmp_path: P
         assert delta["prefix_tokens"] == 70
         assert close(delta, want)
 
+        stored: dict[str, Any] = {}
         for part in (whole[:1], whole[1:40], whole[40:90]):
             stored = await post(client, "/v1/events", user_id="s", events=columns(part))
             assert (await rank(client, "s"))["history"]["num_tokens"] == stored["num_events"]
@@ -182,8 +183,10 @@ async def test_a_prefix_half_written_by_a_pass_that_failed_is_not_served(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with serving(tmp_path) as (client, service):
-        history, arena = columns(events(80)), service.versions.ranker().engine.arena
-        write, calls = arena.write, list[int]()
+        history = columns(events(80))
+        arena = service.versions.ranker().engine.arena
+        write = arena.write
+        calls = list[int]()
 
         def fails_once(layer: int, *rest: Any) -> None:
             calls.append(layer)

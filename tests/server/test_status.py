@@ -1,4 +1,4 @@
-"""The status page: its JSON agrees with what was asked, and in a real browser it shows it, live."""
+"""The status page: its JSON agrees with the requests that were sent, and a real browser shows it, live."""
 
 from __future__ import annotations
 
@@ -50,7 +50,8 @@ async def test_the_page_loads_nothing_and_needs_no_key_but_its_data_do(tmp_path:
 
 @pytest.fixture
 def browser() -> Iterator[Any]:
-    chromium, driver = shutil.which("chromium"), shutil.which("chromedriver")
+    chromium = shutil.which("chromium")
+    driver = shutil.which("chromedriver")
     if chromium is None or driver is None:
         pytest.skip("needs chromium and chromedriver (Debian: chromium, chromium-driver)")
     from selenium import webdriver

@@ -1,4 +1,4 @@
-"""Spans of a sampled request: the caller's trace, one span a stage, one after the other, inside the request's."""
+"""A sampled request has one span in its caller's trace, and within it one span a stage, one after the other."""
 
 from __future__ import annotations
 
@@ -22,13 +22,16 @@ from tests.models import events
 from tests.serving import FIRST_ID, columns, make_config, write_checkpoint
 
 RANK: dict[str, Any] = {"user_id": "u", "candidates": [FIRST_ID], "history": columns(events(40))}
-TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
+TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
+PARENT = "00f067aa0ba902b7"
 
 
 @asynccontextmanager
 async def traced(folder: Path, sample_ratio: float) -> AsyncIterator[tuple[TestClient[Any, Any], InMemorySpanExporter]]:
     write_checkpoint(folder / "checkpoint")
-    config, exporter, provider = make_config(folder), InMemorySpanExporter(), TracerProvider()
+    config = make_config(folder)
+    exporter = InMemorySpanExporter()
+    provider = TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(exporter))
     tracing = Tracing(provider.get_tracer("test"), sample_ratio)
     async with instance(config) as (_, service):

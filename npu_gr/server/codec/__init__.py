@@ -1,4 +1,4 @@
-"""How HTTP reads and writes each kind of request: one module a kind, and this table of them."""
+"""`CODECS`: the table that says how HTTP reads and writes each kind of request. There is one module a kind."""
 
 from __future__ import annotations
 

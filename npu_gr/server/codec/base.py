@@ -1,4 +1,4 @@
-"""What a codec is: the body of one kind of request, its answer on the wire, and the two translations."""
+"""`Codec`: the body of one kind of request, its answer on the wire, and the two translations."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from npu_gr.server.config import ServerConfig
 
 
 class NamesUser(Protocol):
-    """What every body has, whatever its kind: the access log says whose request it was, even of a refused one."""
+    """A body that names its user. The access log needs the user even of a request that is refused after decoding."""
 
     @property
     def user(self) -> UserKey:
-        """Whom the request is about."""
+        """The user that the request is about."""
         ...
 
 
@@ -27,7 +27,7 @@ B = TypeVar("B", bound=NamesUser)
 
 
 class UrlParts(NamedTuple):
-    """What a request without a body says: variables of its path, and its query."""
+    """The URL of a request without a body: variables of its path, and its query."""
 
     path: Mapping[str, str]
     query: Mapping[str, str]

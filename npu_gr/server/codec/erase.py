@@ -1,4 +1,4 @@
-"""DELETE /v1/users/{user_id}: the request is in the URL, and the answer has no content."""
+"""The codec of erasures: DELETE /v1/users/{user_id}. The request is in the URL; the answer has no content."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from npu_gr.server.config import ServerConfig
 
 
 def parse(parts: UrlParts, _config: ServerConfig) -> EraseRequest:
-    """Read whom to forget. Raises Unprocessable where a name is too long."""
+    """Make a request of the URL. Raises Unprocessable where a name is too long."""
     tenant, user = parts.user
     for name, text in (("user_id", user), ("tenant", tenant)):
         if len(text) > MAX_NAME:
@@ -19,7 +19,7 @@ def parse(parts: UrlParts, _config: ServerConfig) -> EraseRequest:
 
 
 def render(_answer: EraseAnswer, _request_id: str, _media: str) -> None:
-    """Write nothing: the status says it."""
+    """Answer without content: the status says it all."""
 
 
 CODEC = Codec(

@@ -1,4 +1,4 @@
-"""POST /v1/events."""
+"""The codec of events: POST /v1/events."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class EventsOut(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def parse(body: EventsBody, config: ServerConfig) -> EventsRequest:
-    """Read behaviours to append."""
+    """Make a request of a body. Raises TooLarge or Unprocessable where a field is over its limit."""
     return EventsRequest(user=body.user, events=parse_events(body.events, "events", config.max_history_events))
 
 

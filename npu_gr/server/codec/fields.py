@@ -1,4 +1,4 @@
-"""What the bodies and answers of several kinds share: columns, names, histories.
+"""Parts that the bodies and answers of several kinds share: columns, names, histories.
 
 A column of integers may be a list, or raw little-endian bytes: base64 in JSON, `bin` in msgpack. Raw columns are
 read without making a Python object an element. items, timestamps, candidates: int64; actions: int16.
@@ -51,7 +51,7 @@ class UserBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class HistoryBody(UserBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A body that a model answers: it brings the user's history, or says where it is."""
+    """A body that brings the user's history or names a known prefix of it. With neither, the history store is read."""
 
     history: History | None = None  # absent: from the history store
     base: Name | None = None  # fingerprint of a known prefix that `history` continues
@@ -146,11 +146,11 @@ def render_history(report: HistoryReport) -> HistoryOut:
 
 
 def render_column(values: npt.NDArray[Any], dtype: str, is_raw: bool) -> Any:
-    """Write an array, flat: raw little-endian bytes of `dtype`, or a list."""
+    """Write an array as one flat column: raw bytes of the little-endian `dtype` if `is_raw`, or else a list."""
     return values.astype(dtype, copy=False).tobytes() if is_raw else values.ravel().tolist()
 
 
 def render_scores(values: F32, is_raw: bool) -> list[float | None] | bytes:
-    """Write scores of which some may be NaN (unknown): raw float32, or a list, where msgspec writes NaN as null."""
+    """Write scores as raw float32 if `is_raw`, or else as a list, in which msgspec writes NaN (unknown) as null."""
     scores: list[float | None] | bytes = render_column(values, "<f4", is_raw)
     return scores

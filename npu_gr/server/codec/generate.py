@@ -1,4 +1,4 @@
-"""POST /v1/generate."""
+"""The codec of generates: POST /v1/generate."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class GenerateOut(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def parse(body: GenerateBody, config: ServerConfig) -> GenerateRequest:
-    """Read a generate."""
+    """Make a request of a body. Raises TooLarge or Unprocessable where a field is over its limit."""
     return GenerateRequest(
         user=body.user,
         history=parse_history(body, config),

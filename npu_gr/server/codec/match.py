@@ -1,4 +1,4 @@
-"""POST /v1/match."""
+"""The codec of matches: POST /v1/match."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class MatchOut(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def parse(body: MatchBody, config: ServerConfig) -> MatchRequest:
-    """Read a match."""
+    """Make a request of a body. Raises TooLarge or Unprocessable where a field is over its limit."""
     history = None if body.history is None else parse_events(body.history, "history", config.max_history_events)
     return MatchRequest(
         user=body.user,

@@ -1,4 +1,4 @@
-"""POST /v1/rank."""
+"""The codec of ranks: POST /v1/rank."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class RankOut(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def parse(body: RankBody, config: ServerConfig) -> RankRequest:
-    """Read a rank."""
+    """Make a request of a body. Raises TooLarge or Unprocessable where a field is over its limit."""
     candidates = column(body.candidates, "candidates", "<i8", config.max_candidates)
     if not len(candidates):
         raise Unprocessable("candidates: needs at least one")

@@ -1,4 +1,4 @@
-"""POST /v1/recommend."""
+"""The codec of recommends: POST /v1/recommend."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class RecommendOut(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def parse(body: RecommendBody, config: ServerConfig) -> RecommendRequest:
-    """Read a recommend."""
+    """Make a request of a body. Raises TooLarge or Unprocessable where a field is over its limit."""
     denied = optional_ids(body.deny_items, "deny_items", config.max_candidates)
     return RecommendRequest(
         user=body.user,

@@ -1,4 +1,4 @@
-"""POST /v1/signal."""
+"""The codec of signals: POST /v1/signal."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class SignalOut(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def parse(body: SignalBody, config: ServerConfig) -> SignalRequest:
-    """Read a signal."""
+    """Make a request of a body. Raises TooLarge or Unprocessable where a field is over its limit."""
     return SignalRequest(
         user=body.user,
         history=parse_history(body, config),

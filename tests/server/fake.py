@@ -1,0 +1,95 @@
+"""A service without models, for tests of HTTP alone: it answers what a test gives it, and notes what it was asked."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from typing import Any
+
+from aiohttp.test_utils import TestClient, TestServer
+from prometheus_client import CollectorRegistry
+
+from npu_gr.core.errors import NotFound, NpuGrError
+from npu_gr.core.kinds import KINDS, A, Kind, Q
+from npu_gr.core.request import ModelInfo, VectorsInfo
+from npu_gr.metrics.registry import Metrics
+from npu_gr.metrics.slo import Objective
+from npu_gr.server.config import ServerConfig
+from npu_gr.server.routes import build_web_app
+from npu_gr.server.service_protocol import CatalogueAdmin, PublishedAdmin
+
+MODEL = ModelInfo(
+    name="fake",
+    version="1",
+    tasks=("click",),
+    actions=("view",),
+    num_items=1,
+    max_history_tokens=1,
+    device="none",
+    dtype="float32",
+)
+
+
+class FakeService:
+    """A `ServiceProtocol`. `answers`: name of a kind -> what every request of it is answered, or the error raised."""
+
+    def __init__(self, answers: Mapping[str, Any]) -> None:
+        self.answers = dict(answers)
+        self.served: list[tuple[str, Any, float]] = []  # (name of the kind, request, budget_s)
+        self.room: NpuGrError | None = None  # what `check_room` raises
+        self.why_not_ready = ""
+        self.waits: asyncio.Event | None = None  # set as soon as a request waits, which it then does for ever
+
+    def models(self) -> list[ModelInfo]:
+        return [MODEL]
+
+    def is_ready(self) -> tuple[bool, str]:
+        return not self.why_not_ready, self.why_not_ready
+
+    def effective_config(self) -> dict[str, Any]:
+        return {}
+
+    def check_room(self, kind: Kind[Any, Any]) -> None:
+        if self.room is not None:
+            raise self.room
+
+    async def serve(self, kind: Kind[Q, A], request: Q, budget_s: float) -> A:
+        self.served.append((kind.name, request, budget_s))
+        if self.waits is not None:
+            self.waits.set()
+            await asyncio.Event().wait()
+        answer: Any = self.answers[kind.name]
+        if isinstance(answer, NpuGrError):
+            raise answer
+        assert isinstance(answer, kind.answer)
+        return answer
+
+    async def reload_models(self) -> list[ModelInfo]:
+        return self.models()
+
+    @property
+    def catalogue(self) -> CatalogueAdmin:
+        raise NotFound("a fake has no catalogue")
+
+    @property
+    def vectors(self) -> PublishedAdmin[VectorsInfo]:
+        raise NotFound("a fake has no vectors")
+
+
+def metrics_of_all_kinds() -> Metrics:
+    return Metrics(
+        CollectorRegistry(),
+        [
+            Objective(kind=kind.name, threshold_s=kind.objective_s, latency_ratio=0.99, availability_ratio=0.999)
+            for kind in KINDS.values()
+        ],
+    )
+
+
+@asynccontextmanager
+async def serving_fake(service: FakeService, **settings: Any) -> AsyncIterator[tuple[TestClient[Any, Any], Metrics]]:
+    metrics = metrics_of_all_kinds()
+    app = build_web_app(service, ServerConfig(**settings), metrics)
+    async with TestClient(TestServer(app, handler_cancellation=True)) as client:
+        yield client, metrics
