@@ -12,7 +12,7 @@ from npu_gr.core.errors import Overloaded, Unavailable
 from npu_gr.core.settings import from_table
 from npu_gr.router.breaker import Breaker
 from npu_gr.router.config import BreakerConfig, InstanceConfig, RouterConfig
-from npu_gr.router.members import Check, Health, How, Instance, Members, ring_of
+from npu_gr.router.members import Check, Health, How, InstanceState, Members, ring_of
 from npu_gr.router.ring import fraction
 
 USERS = [f"user-{i}".encode() for i in range(300)]
@@ -37,7 +37,7 @@ def homes(m: Members, now_at: float = 0.0) -> dict[bytes, str]:
     return {user: m.for_rank(user, None, now_at, ()).instance.name for user in USERS}
 
 
-def down(one: Instance, now_at: float = 0.0) -> None:
+def down(one: InstanceState, now_at: float = 0.0) -> None:
     for _ in range(2):
         one.checked(Check.FAILED, now_at)
 
