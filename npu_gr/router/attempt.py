@@ -117,10 +117,7 @@ class Attempt:
         self._sent_at = time.monotonic()
         request.body.rewind()
         upstream.send(self, request.head.encode(request.body, request.deadline.left_s()))
-        if request.body.is_sent:
-            self._limit_first_try()
-        else:
-            self.send_more()
+        self.send_more()
 
     def send_more(self) -> None:
         """Send the part of the body that has arrived since the last call."""
@@ -130,12 +127,8 @@ class Attempt:
         chunk = body.next_chunk(is_kept=self._request.handling in _SENT_AGAIN)
         if chunk:
             self._upstream.send_more(chunk)
-        if body.is_sent:
-            self._limit_first_try()
-
-    def _limit_first_try(self) -> None:
-        """Leave a rank's second try some of the time."""
-        if self._is_first and self._request.handling is Handling.FOLLOW:
+        if body.is_sent and self._is_first and self._request.handling is Handling.FOLLOW:
+            # Leave the second try some of the time.
             ratio = self._router.config.retry.first_try_ratio
             self._request.deadline.watch_first_try(ratio, self._first_try_passed)
 

@@ -187,7 +187,7 @@ class RequestBody:
     def rewind(self) -> None:
         """Begin to send the body to another instance."""
         self.is_chunked = not self.is_whole
-        self.is_sent = not self.is_chunked  # `RequestHead.encode` includes it
+        self.is_sent = False
         self._num_sent = 0
 
     def next_chunk(self, is_kept: bool) -> bytes:
@@ -195,7 +195,13 @@ class RequestBody:
 
         Args:
             is_kept: keep what is sent, so that it can be sent again.
+
+        Returns:
+            What is to be written. Nothing if the body is not chunked: `RequestHead.encode` has included it.
         """
+        if not self.is_chunked:
+            self.is_sent = True
+            return b""
         new = b"".join(self.pieces[self._num_sent :])
         if is_kept:
             self._num_sent = len(self.pieces)
