@@ -19,6 +19,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import yaml
@@ -66,7 +67,7 @@ class BenchConnection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Keep the transport."""
-        self._transport = transport
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's is no subclass
 
     def data_received(self, data: bytes) -> None:
         """Complete the request once its whole answer is there."""
@@ -84,7 +85,7 @@ class BenchConnection(asyncio.Protocol):
     async def send(self, request: bytes) -> bytes:
         """Send one request and wait for its whole answer."""
         self._done = asyncio.get_running_loop().create_future()
-        self._transport.write(request)  # type: ignore[attr-defined]
+        self._transport.write(request)
         return await self._done
 
     def close(self) -> None:
@@ -227,7 +228,7 @@ async def _throughput(connections: Sequence[BenchConnection], request: bytes, pi
     count = 0
     ends_at = time.perf_counter() + budget_s
 
-    async def go(connection: Connection) -> None:
+    async def go(connection: BenchConnection) -> None:
         nonlocal count
         while time.perf_counter() < ends_at:
             await connection.send(request)
