@@ -63,6 +63,10 @@ class Attempted(Protocol):
         """End this attempt and try another instance. False: that is not possible, this attempt stays."""
         ...
 
+    def deadline_passed(self) -> None:
+        """The deadline has passed."""
+        ...
+
     def answering(self) -> None:
         """The answer's head is there and is passed on: there is no way back."""
         ...
@@ -130,11 +134,11 @@ class Attempt:
         if body.is_sent and self._is_first and self._request.handling is Handling.FOLLOW:
             # Leave the second try some of the time.
             ratio = self._router.config.retry.first_try_ratio
-            self._request.deadline.watch_first_try(ratio, self._first_try_passed)
+            self._request.deadline.watch(self._first_try_passed, ratio)
 
     def _first_try_passed(self) -> None:
         if self._answer is not None or not self._request.retry("timeout"):
-            self._request.deadline.watch()
+            self._request.deadline.watch(self._request.deadline_passed)
 
     def hold_answer(self, is_held: bool) -> None:
         """Stop reading the answer while the client reads too slowly, or (False) read on."""

@@ -78,10 +78,10 @@ class Exchange:
             budget_s = head.budget_s(config.default_budget_s, config.max_budget_s)
         except NpuGrError as error:
             self._error = error
-            self.deadline = Deadline(head.began_at + config.default_budget_s, self._deadline_passed)
+            self.deadline = Deadline(head.began_at + config.default_budget_s)
         else:
-            self.deadline = Deadline(head.began_at + budget_s, self._deadline_passed)
-            self.deadline.watch()
+            self.deadline = Deadline(head.began_at + budget_s)
+            self.deadline.watch(self.deadline_passed)
 
     @property
     def is_last(self) -> bool:
@@ -183,7 +183,7 @@ class Exchange:
         attempt.blame(why)
         attempt.leave()
         self._router.metrics.retries(why).inc()
-        self.deadline.watch()
+        self.deadline.watch(self.deadline_passed)
         self._try(*placed)
         return True
 
@@ -204,9 +204,8 @@ class Exchange:
         else:
             self._reply(error.status, problem(error, self.head.request_id, self.is_last))
 
-    # ---- the end
-
-    def _deadline_passed(self) -> None:
+    def deadline_passed(self) -> None:
+        """End the request with 504, or with 408 if its body has not come; a queued one when it is its turn."""
         if self.phase is Phase.OVER:
             return
         if not self.body.is_whole:
@@ -217,6 +216,8 @@ class Exchange:
                 self._attempt.blame("timeout")
         if self.phase is not Phase.QUEUED:
             self.push()
+
+    # ---- the end
 
     def _reply(self, status: int, answer: bytes) -> None:
         is_last = self.is_last

@@ -123,6 +123,8 @@ class RequestHead:
             BadRequest: a header cannot be read.
             DeadlineExceeded: the client grants no time.
         """
+        if self.seen.keys().isdisjoint(_BUDGET_HEADERS):
+            return min(default_s, max_s)
         given = {name: self.seen[low].decode("latin-1") for low, name in _BUDGET_HEADERS.items() if low in self.seen}
         return budget_s(given, default_s, max_s)
 
