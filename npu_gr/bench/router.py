@@ -1,8 +1,9 @@
-"""`npu-gr bench router`: what the router adds to a request, and Envoy in the same run where it is installed.
+"""`npu-gr bench router`: the time that the router adds to a request; Envoy in the same run where it is installed.
 
-One instance that answers at once, and before it the router and Envoy, each in a process of its own. One connection
-sends 36 kB ranks to each in turn (A B C A B C ...): the added p50 and p99. Then many connections at once: requests per
-second of processor time, which a busy machine does not change. Every path's answer is checked first.
+One instance answers at once. In front of it run the router and Envoy. All three are processes of their own. First one
+connection to each sends 36 kB ranks in turn (direct, router, Envoy, direct, ...), which gives the added p50 and p99.
+Then many connections at once give requests per second of processor time, which other load on the machine does not
+change. Every path's answer is checked before it is measured.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import yaml
@@ -27,8 +29,9 @@ from npu_gr.core.settings import from_table
 from npu_gr.fleet.balancers import envoy
 from npu_gr.router.config import RouterConfig
 
-BODY_BYTES, CONNECTIONS = 36_000, 32
-ADDED_MS = 0.25  # what the router may add at the median
+BODY_BYTES = 36_000
+CONNECTIONS = 32  # at once, for the throughput
+ADDED_MS = 0.25  # the target: the router adds at most this at the median
 _INSTANCE = """
 import asyncio, sys, uvloop
 class Answers(asyncio.Protocol):
@@ -55,43 +58,43 @@ uvloop.run(main())
 """
 
 
-class Connection(asyncio.Protocol):
-    """One kept-alive connection to one path."""
+class BenchConnection(asyncio.Protocol):
+    """A kept-alive connection to the instance, to the router or to Envoy."""
 
     def __init__(self) -> None:
         self._done: asyncio.Future[bytes] | None = None
         self._answer = b""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """See asyncio.Protocol."""
-        self._transport = transport
+        """Keep the transport."""
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's is no subclass
 
     def data_received(self, data: bytes) -> None:
-        """See asyncio.Protocol."""
+        """Complete the request once its whole answer is there."""
         self._answer += data
         if self._done is not None and self._answer.endswith(b"\r\n\r\nok"):
-            done, self._done = self._done, None
-            done.set_result(self._answer)
+            self._done.set_result(self._answer)
+            self._done = None
             self._answer = b""
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """See asyncio.Protocol."""
+        """Fail the request that waits for its answer."""
         if self._done is not None:
             self._done.set_exception(ConnectionResetError("closed in the middle"))
 
-    async def ask(self, request: bytes) -> bytes:
-        """One request, its whole answer."""
+    async def send(self, request: bytes) -> bytes:
+        """Send one request and wait for its whole answer."""
         self._done = asyncio.get_running_loop().create_future()
-        self._transport.write(request)  # type: ignore[attr-defined]
+        self._transport.write(request)
         return await self._done
 
     def close(self) -> None:
-        """Done with it."""
+        """Close the connection."""
         self._transport.close()
 
 
 def lines(seed: int, budget_s: float) -> Iterator[Line]:
-    """Lines of the router and of Envoy, each against the direct call or against each other."""
+    """Measure the router and Envoy against the direct call, and against each other."""
     import uvloop
 
     with ExitStack() as stack:
@@ -138,7 +141,7 @@ def _line(
 
 
 def _start(folder: Path, stack: ExitStack) -> tuple[dict[str, int], dict[str, subprocess.Popen[bytes]]]:
-    """Ports and processes by path."""
+    """Start the processes. Returns their ports and the processes, by the path's name."""
     instance = _free_port()
     ports = {"direct": instance, "router": _free_port()}
     table = {
@@ -175,7 +178,12 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 async def _measure(
     ports: dict[str, int], processes: dict[str, subprocess.Popen[bytes]], seed: int, budget_s: float
 ) -> tuple[dict[str, list[float]], dict[str, float]]:
-    """Seconds of single calls by path; requests a second of processor time by path, of the path's own process."""
+    """Measure every path.
+
+    Returns:
+        By the path's name the seconds of its single calls, and its requests per second of processor time; the
+        processor time is that of the path's own process.
+    """
     body = np.random.default_rng(seed).integers(32, 127, BODY_BYTES, dtype=np.uint8).tobytes()
     head = b"POST /v1/rank HTTP/1.1\r\nHost: a\r\nX-User-Id: u\r\nContent-Length: %d\r\n\r\n"
     request = head % len(body) + body
@@ -183,12 +191,12 @@ async def _measure(
     took: dict[str, list[float]] = {name: [] for name in ports}
     for _ in range(100):
         for connection in one.values():
-            await connection.ask(request)
+            await connection.send(request)
     ends_at = time.perf_counter() + budget_s
     while time.perf_counter() < ends_at or len(took["direct"]) < 1000:
         for name, connection in one.items():
             began_at = time.perf_counter()
-            await connection.ask(request)
+            await connection.send(request)
             took[name].append(time.perf_counter() - began_at)
     for connection in one.values():
         connection.close()
@@ -201,14 +209,14 @@ async def _measure(
     return took, served
 
 
-async def _connect(port: int, request: bytes) -> Connection:
-    """A connection whose first answer is right; waits until somebody listens and the instance is known to be up."""
+async def _connect(port: int, request: bytes) -> BenchConnection:
+    """Connect and check the first answer; wait until somebody listens and the router knows that the instance is up."""
     async with asyncio.timeout(30):
         while True:
             try:
-                _, connection = await asyncio.get_running_loop().create_connection(Connection, "127.0.0.1", port)
+                _, connection = await asyncio.get_running_loop().create_connection(BenchConnection, "127.0.0.1", port)
                 async with asyncio.timeout(1):
-                    answer = await connection.ask(request)
+                    answer = await connection.send(request)
                 assert answer.startswith(b"HTTP/1.1 200 "), answer
             except (OSError, TimeoutError):
                 await asyncio.sleep(0.1)
@@ -216,13 +224,14 @@ async def _connect(port: int, request: bytes) -> Connection:
                 return connection
 
 
-async def _throughput(connections: Sequence[Connection], request: bytes, pid: int, budget_s: float) -> float:
-    count, ends_at = 0, time.perf_counter() + budget_s
+async def _throughput(connections: Sequence[BenchConnection], request: bytes, pid: int, budget_s: float) -> float:
+    count = 0
+    ends_at = time.perf_counter() + budget_s
 
-    async def go(connection: Connection) -> None:
+    async def go(connection: BenchConnection) -> None:
         nonlocal count
         while time.perf_counter() < ends_at:
-            await connection.ask(request)
+            await connection.send(request)
             count += 1
 
     before_s = _cpu_s(pid)
@@ -231,7 +240,7 @@ async def _throughput(connections: Sequence[Connection], request: bytes, pid: in
 
 
 def _cpu_s(pid: int) -> float:
-    """Processor seconds that a process has used."""
+    """The processor time of a process, in seconds."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 

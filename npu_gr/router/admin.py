@@ -1,4 +1,4 @@
-"""The operator's side, on an address of its own: metrics, who owns a user, drains. Not the data path."""
+"""The operator's HTTP application, on its own address: metrics, the owner of a user, drains. Not the data path."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from prometheus_client.aiohttp import make_aiohttp_handler
 
 from npu_gr import __version__
 from npu_gr.metrics import status
-from npu_gr.router.members import Instance
+from npu_gr.router.members import InstanceState
 from npu_gr.router.router import Router
 
 
 def build_admin_app(router: Router) -> web.Application:
-    """Status page, metrics, who owns a user, drain and undrain, the configuration."""
+    """Build the application: status page, metrics, the owner of a user, drain and undrain, the configuration."""
     app = web.Application()
     scrape = make_aiohttp_handler(router.metrics.registry)
 
@@ -24,14 +24,14 @@ def build_admin_app(router: Router) -> web.Application:
         router.observe()
         return await scrape(request)
 
-    started_s = time.monotonic()
+    started_at = time.monotonic()
 
     async def page(_: web.Request) -> web.Response:
         headers = {"Content-Security-Policy": status.CONTENT_SECURITY_POLICY}
         return web.Response(text=status.page("/status"), content_type="text/html", headers=headers)
 
     async def state(_: web.Request) -> web.Response:
-        return web.Response(body=msgspec.json.encode(_status(router, started_s)), content_type="application/json")
+        return web.Response(body=msgspec.json.encode(_status(router, started_at)), content_type="application/json")
 
     async def instances(_: web.Request) -> web.Response:
         now_at = time.monotonic()
@@ -45,7 +45,7 @@ def build_admin_app(router: Router) -> web.Application:
         order = list(router.members.ring.walk(user.encode()))
         return _json({"epoch": router.members.ring.epoch, "order": order[:8]})
 
-    def named(request: web.Request) -> Instance:
+    def named(request: web.Request) -> InstanceState:
         instance = router.members.instances.get(request.match_info["name"])
         if instance is None:
             raise web.HTTPNotFound(text="no such instance")
@@ -81,7 +81,7 @@ def build_admin_app(router: Router) -> web.Application:
     return app
 
 
-def _status(router: Router, started_s: float) -> status.Status:
+def _status(router: Router, started_at: float) -> status.Status:
     now_at = time.monotonic()
     rows = [
         status.Instance(
@@ -97,14 +97,14 @@ def _status(router: Router, started_s: float) -> status.Status:
         name="router",
         ready=ready,
         why_not="" if ready else "no instance takes ranks",
-        uptime_s=now_at - started_s,
+        uptime_s=now_at - started_at,
         versions={"npu_gr": __version__, "ring": str(router.members.ring.epoch)},
         queue={"requests_in_flight": float(sum(row.in_flight for row in rows))},
         instances=rows,
     )
 
 
-def _row(one: Instance, now_at: float) -> dict[str, Any]:
+def _row(one: InstanceState, now_at: float) -> dict[str, Any]:
     return {
         "name": one.name,
         "address": f"{one.config.host}:{one.config.port}",

@@ -1,4 +1,4 @@
-"""The router's own answers, as bytes: RFC 9457 problem details, and how it is."""
+"""The answers that the router writes: RFC 9457 problem details, its own answers, and those of instances, rewritten."""
 
 from __future__ import annotations
 
@@ -7,15 +7,22 @@ from http import HTTPStatus
 import msgspec
 
 from npu_gr.core.errors import NpuGrError, Overloaded
+from npu_gr.router.routes import METHODS
+from npu_gr.router.upstream import BODILESS, Headers
 
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 REASONS = {status.value: status.phrase.encode() for status in HTTPStatus}
+_ALLOW = b"Allow: " + b", ".join(METHODS)
+_HOP_BY_HOP = frozenset(
+    (b"connection", b"keep-alive", b"transfer-encoding", b"upgrade", b"trailer", b"proxy-connection")
+)
 
 
 class BadGateway(NpuGrError):
-    """The instance answered with something that is no answer, or broke off."""
+    """The instance sent something that is no answer, or broke off in the middle of one."""
 
-    status, title = 502, "bad gateway"
+    status = 502
+    title = "bad gateway"
 
 
 class Refused(NpuGrError):
@@ -28,12 +35,18 @@ class Refused(NpuGrError):
 
 
 def status_line(status: int) -> bytes:
-    """With its reason phrase."""
+    """The first line of an answer, with the status's reason phrase."""
     return b"HTTP/1.1 %d %s\r\n" % (status, REASONS.get(status, b""))
 
 
 def problem(error: NpuGrError, request_id: bytes, is_last: bool) -> bytes:
-    """A whole answer for an error; `is_last`: the connection is closed after it."""
+    """Write the complete answer for an error.
+
+    Args:
+        error: gives the status, the title and the detail.
+        request_id: repeated in the header and in the body.
+        is_last: the connection is closed after the answer.
+    """
     detail = {"type": "about:blank", "title": error.title, "status": error.status, "detail": str(error)}
     detail["request_id"] = request_id.decode("latin-1")
     lines = [b"Content-Type: application/problem+json", b"X-Request-Id: " + request_id]
@@ -42,13 +55,68 @@ def problem(error: NpuGrError, request_id: bytes, is_last: bool) -> bytes:
     elif error.status == 503:
         lines.append(b"Retry-After: 1")
     elif error.status == 405:
-        lines.append(b"Allow: GET, POST, DELETE")
+        lines.append(_ALLOW)
     return plain(error.status, msgspec.json.encode(detail), lines, is_last)
 
 
 def plain(status: int, body: bytes, lines: list[bytes], is_last: bool) -> bytes:
-    """A whole answer."""
+    """Write a complete answer.
+
+    Args:
+        status: 204 has no body and no length.
+        body: its length is written as a header.
+        lines: more headers, each `Name: value` without its line end.
+        is_last: the connection is closed after the answer.
+    """
     if is_last:
         lines = [*lines, b"Connection: close"]
     head = status_line(status) + (b"" if status == 204 else b"Content-Length: %d\r\n" % len(body))
     return head + b"".join(line + b"\r\n" for line in lines) + b"\r\n" + body
+
+
+class ForwardedAnswer:
+    """An instance's answer as it is passed on to the client: rewritten, and collected until the next `take`."""
+
+    __slots__ = ("_is_chunked", "_out", "closes", "status")
+
+    def __init__(self, status: int, headers: Headers, added: list[bytes], is_http11: bool, is_last: bool) -> None:
+        """Rewrite the head.
+
+        Args:
+            status: of the instance's answer.
+            headers: of the instance's answer; its hop-by-hop headers are dropped.
+            added: headers that the router adds, each a line with its line end.
+            is_http11: the client speaks HTTP/1.1, so an answer without a length is sent in chunks; an older client
+                sees its end as the connection closes.
+            is_last: the connection is closed after the answer in any case.
+        """
+        out = [status_line(status)]
+        has_length = status in BODILESS
+        for name, value in headers:
+            low = name.lower()
+            has_length = has_length or low == b"content-length"
+            if low not in _HOP_BY_HOP:
+                out.append(b"%s: %s\r\n" % (name, value))
+        self.status = status
+        self.closes = is_last or not (has_length or is_http11)
+        self._is_chunked = not has_length and is_http11
+        if self._is_chunked:
+            out.append(b"Transfer-Encoding: chunked\r\n")
+        out += added
+        out.append(b"Connection: close\r\n\r\n" if self.closes else b"\r\n")
+        self._out = out
+
+    def add(self, data: bytes) -> None:
+        """Add a piece of the body."""
+        self._out.append(b"%x\r\n%s\r\n" % (len(data), data) if self._is_chunked else data)
+
+    def end(self) -> None:
+        """Add the body's end."""
+        if self._is_chunked:
+            self._out.append(b"0\r\n\r\n")
+
+    def take(self) -> bytes:
+        """Everything that was added since the last call."""
+        data = b"".join(self._out)
+        self._out.clear()
+        return data

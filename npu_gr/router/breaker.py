@@ -1,7 +1,16 @@
-"""When an instance is taken out for what it does, and how it comes back. Pure: the clock is an argument.
+"""A circuit breaker for one instance: takes it out when it fails or is slow, and lets its users return gradually.
 
-closed -> open: `failures` in a row, or too slow for too long. open -> returning when its time is over: a growing
-share of its users, always the same ones first. returning -> closed at the end, or -> open again, for twice as long.
+Pure: the clock is an argument. Every instant is of one monotonic clock, in seconds.
+
+              `failures` in a row, or slow for `slow_intervals`
+    CLOSED ────────────────────────────────────────────────► OPEN ◄─────────────┐
+      ▲                                                       │                 │ one failure: open again,
+      │                                              open_s is over             │ for twice as long
+      │                  return_s is over                     ▼                 │ (up to `max_open_s`)
+      └────────────────────────────────────────────────── RETURNING ────────────┘
+
+While it returns, an instance gets a share of its users that grows linearly from `return_share` to 1; a user who is in
+the share stays in it. An instance that was down and is up again starts at RETURNING.
 """
 
 from __future__ import annotations
@@ -10,63 +19,72 @@ from npu_gr.router.config import BreakerConfig
 
 
 class Breaker:
-    """Of one instance. Times are instants of one monotonic clock, in seconds."""
+    """The breaker of one instance."""
 
     def __init__(self, config: BreakerConfig) -> None:
         self._config = config
-        self._failures = 0  # in a row
-        self._slow = 0  # intervals in a row
-        self._open_s = config.open_s  # of the next time
-        self._until_s = 0.0  # open before that
-        self._returned_s = 0.0  # whole after that
-        self._returning_s = 0.0  # how long that takes
+        self._num_failures = 0  # in a row
+        self._num_slow = 0  # slow intervals in a row
+        self._next_open_s = config.open_s  # how long it opens the next time
+        self._open_until_at = 0.0
+        self._returned_at = 0.0  # the end of RETURNING
 
     def succeeded(self, now_at: float) -> None:
-        """An answer came."""
-        self._failures = 0
-        if now_at >= self._returned_s:
-            self._open_s = self._config.open_s
+        """Record an answer."""
+        self._num_failures = 0
+        if now_at >= self._returned_at:
+            self._next_open_s = self._config.open_s
 
     def failed(self, now_at: float) -> bool:
-        """None came. Whether that is one too many, or one while it returns."""
-        self._failures += 1
-        return not self.is_open(now_at) and (
-            self._failures >= self._config.failures or (self._until_s > 0 and now_at < self._returned_s)
-        )
+        """Record a failure.
+
+        Returns:
+            Whether the breaker should open: this is one failure too many in a row, or a failure while it returns.
+        """
+        self._num_failures += 1
+        is_returning = self._open_until_at > 0 and now_at < self._returned_at
+        return not self.is_open(now_at) and (self._num_failures >= self._config.failures or is_returning)
 
     def was_slow(self, is_slow: bool) -> bool:
-        """One interval's verdict. Whether it has been too slow for too long."""
-        self._slow = self._slow + 1 if is_slow else 0
-        return self._slow >= self._config.slow_intervals
+        """Record whether the instance was slow in one interval.
+
+        Returns:
+            Whether the breaker should open: it was slow in `slow_intervals` intervals in a row.
+        """
+        self._num_slow = self._num_slow + 1 if is_slow else 0
+        return self._num_slow >= self._config.slow_intervals
 
     def open(self, now_at: float) -> float:
-        """Take it out; for how long."""
-        out_s = self._open_s
-        self._failures = self._slow = 0
-        self._open_s = min(2 * out_s, self._config.max_open_s)
-        self._until_s = now_at + out_s
-        self._return(self._until_s)
-        return out_s
+        """Take the instance out.
+
+        Returns:
+            For how long, in seconds.
+        """
+        open_s = self._next_open_s
+        self._next_open_s = min(2 * open_s, self._config.max_open_s)
+        self._open_until_at = now_at + open_s
+        self._return(self._open_until_at)
+        return open_s
 
     def come_back(self, now_at: float) -> None:
-        """It was down and is up: nothing of before counts, its users return slowly."""
-        self._failures = self._slow = 0
-        self._until_s = 0.0
+        """Let the users of an instance that was down return gradually; forget its earlier failures."""
+        self._open_until_at = 0.0
         self._return(now_at)
 
-    def _return(self, from_s: float) -> None:
-        self._returning_s = self._config.return_s
-        self._returned_s = from_s + self._returning_s
+    def _return(self, from_at: float) -> None:
+        self._num_failures = 0
+        self._num_slow = 0
+        self._returned_at = from_at + self._config.return_s
 
     def is_open(self, now_at: float) -> bool:
-        """Whether it gets nothing."""
-        return now_at < self._until_s
+        """Whether the instance gets no requests at all."""
+        return now_at < self._open_until_at
 
     def share(self, now_at: float) -> float:
-        """Share of its users that it gets: 0 while open, growing in a line to 1 while it returns."""
-        if now_at < self._until_s:
+        """The share of its users that the instance gets: 0 while open, then growing linearly to 1."""
+        if now_at < self._open_until_at:
             return 0.0
-        if now_at >= self._returned_s:
+        if now_at >= self._returned_at:
             return 1.0
-        done = 1 - (self._returned_s - now_at) / self._returning_s
+        done = 1 - (self._returned_at - now_at) / self._config.return_s
         return self._config.return_share + (1 - self._config.return_share) * done

@@ -7,45 +7,47 @@ from typing import Annotated
 
 import msgspec
 
+from npu_gr.core.settings import Count, Seconds
 from npu_gr.router.ring import NAME
 
-Seconds = Annotated[float, msgspec.Meta(gt=0)]
-Count = Annotated[int, msgspec.Meta(ge=1)]
-Ratio = Annotated[float, msgspec.Meta(ge=0, le=1)]
-Port = Annotated[int, msgspec.Meta(ge=0, le=65535)]  # 0 = any free one
-Name = Annotated[str, msgspec.Meta(pattern=f"^{NAME}$")]
+NoneOrMore = Annotated[int, msgspec.Meta(ge=0)]
+NoneOrSome = Annotated[float, msgspec.Meta(ge=0)]
+Share = Annotated[float, msgspec.Meta(gt=0, le=1)]
+ShareOrNone = Annotated[float, msgspec.Meta(ge=0, le=1)]
+ListenPort = Annotated[int, msgspec.Meta(ge=0, le=65535)]  # 0 = any free one
+Port = Annotated[int, msgspec.Meta(ge=1, le=65535)]
 
 
 class InstanceConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One instance. `name` is its identity on the ring and must outlive its address."""
+    """Address and role of one instance. `name` is its identity on the ring and must stay when the address changes."""
 
-    name: Name
+    name: Annotated[str, msgspec.Meta(pattern=f"^{NAME}$")]
     host: str
-    port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
+    port: Port
     weight: Annotated[float, msgspec.Meta(gt=0, le=100)] = 1.0
     special: bool = True  # takes signals and their ranks, by user
     normal: bool = True  # takes what needs no prefix KV, by load
 
     @property
     def url(self) -> str:
-        """Without a path."""
+        """Scheme, host and port; an IPv6 address is in brackets."""
         return f"http://[{self.host}]:{self.port}" if ":" in self.host else f"http://{self.host}:{self.port}"
 
 
 class DNSConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """All addresses of one name; an instance is then named by its address."""
+    """One DNS name with an address for each instance. An instance is then named after its address."""
 
     host: str
-    port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
+    port: Port
 
 
 class DiscoveryConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Exactly one of three."""
+    """Where the list of instances comes from: exactly one of `instances`, `file` and `dns`."""
 
     instances: list[InstanceConfig] = []
     file: str | None = None  # YAML with a list `instances`, read again when it changes
     dns: DNSConfig | None = None
-    period_s: Seconds = 2.0  # between looks at the file or the name
+    period_s: Seconds = 2.0  # between two reads of the file, or two look-ups of the name
 
     def __post_init__(self) -> None:
         if sum((bool(self.instances), self.file is not None, self.dns is not None)) != 1:
@@ -54,7 +56,11 @@ class DiscoveryConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
 
 def check_names(instances: list[InstanceConfig]) -> None:
-    """Raises ValueError: a name is given twice."""
+    """Check that every name is given once.
+
+    Raises:
+        ValueError: a name is given twice.
+    """
     names = [instance.name for instance in instances]
     for name in names:
         if names.count(name) > 1:
@@ -62,7 +68,7 @@ def check_names(instances: list[InstanceConfig]) -> None:
 
 
 class HealthConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Active checks of every instance."""
+    """Active health checks of every instance."""
 
     path: str = "/readyz"
     interval_s: Seconds = 0.5
@@ -72,27 +78,27 @@ class HealthConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class BreakerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """When an instance that passes its checks is taken out all the same, and how it comes back."""
+    """The circuit breaker of every instance: when it opens although the health checks pass, and how it closes."""
 
     failures: Count = 5  # in a row: no connection, no answer in time, 502, 503 or 504
-    min_timeout_s: Annotated[float, msgspec.Meta(ge=0)] = 0.1  # a shorter wait in vain is the caller's impatience
+    min_timeout_s: NoneOrSome = 0.1  # a timeout after a shorter wait is no failure: the caller was impatient
     slow_ratio: Annotated[float, msgspec.Meta(ge=1)] = 5.0  # median answer time over that of the others
-    slow_intervals: Count = 2  # health intervals in a row that it must be so
+    slow_intervals: Count = 2  # health intervals in a row in which it is that slow
     slow_min_requests: Count = 5  # in each of them
     open_s: Seconds = 2.0  # out for this long, doubled each time it fails again while it returns
     max_open_s: Seconds = 60.0
-    return_s: Annotated[float, msgspec.Meta(ge=0)] = 5.0  # its users come back over this time, not at once
-    return_share: Annotated[float, msgspec.Meta(gt=0, le=1)] = 0.1  # of its users at the beginning of it
-    max_open_ratio: Ratio = 0.5  # of the instances that may be out at once by this
+    return_s: NoneOrSome = 5.0  # its users come back over this time, not at once
+    return_share: Share = 0.1  # the share of its users that come back first
+    max_open_ratio: ShareOrNone = 0.5  # at most this share of the instances is out at the same time
 
 
 class LimitsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What the router takes on; beyond it a request is refused at once."""
+    """Limits of the router; a request over one of them is rejected at once."""
 
     max_connections: Count = 10_000  # of clients
     max_inflight: Count = 4096  # requests in the router
     instance_inflight: Count = 512  # at one instance; a rank over it goes to another one as a miss
-    instance_idle: Annotated[int, msgspec.Meta(ge=0)] = 256  # unused connections kept to one instance
+    instance_idle: NoneOrMore = 256  # unused connections kept to one instance
     max_body_bytes: Count = 8_388_608
     stream_over_bytes: Count = 262_144  # a smaller body is read whole first, so that a slow client holds no instance
     max_header_bytes: Annotated[int, msgspec.Meta(ge=256)] = 16_384
@@ -100,43 +106,46 @@ class LimitsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class RetryConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Once, on the successor, without prefix KV. A signal only if nobody has taken it: no connection, or a drain."""
+    """One second try, on the successor, without prefix KV.
 
-    ratio: Ratio = 0.2  # retries a rank, in the long run
-    burst: Annotated[float, msgspec.Meta(ge=0)] = 100.0  # retries that may be saved up
-    first_try_ratio: Annotated[float, msgspec.Meta(gt=0, le=1)] = 0.5  # of the budget; what is left is the retry's
+    A signal has one only if no instance has begun it: there was no connection, or the instance drains.
+    """
+
+    ratio: ShareOrNone = 0.2  # retries a rank, in the long run
+    burst: NoneOrSome = 100.0  # retries that may be saved up
+    first_try_ratio: Share = 0.5  # the first try's share of the time budget; the second try has what is left
 
 
-class RelayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The pair of a signal and its ranks."""
+class PairConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How a signal and its ranks are placed on one instance: the section `relay`."""
 
     t_life_s: Seconds = 10.0  # a rank follows its signal for this long; as in the instances' configuration
-    load_factor: Annotated[float, msgspec.Meta(ge=0)] = 0.0  # 0 = strict; 1.25 = spill over 1.25 x the fair share
+    load_factor: NoneOrSome = 0.0  # 0 = strict; 1.25 = spill over 1.25 x the fair share
     max_remembered: Count = 1_000_000  # signals; the oldest is forgotten first
 
 
 class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Everything a router is started with."""
+    """All settings of one router."""
 
     discovery: DiscoveryConfig
     host: str = "127.0.0.1"
-    port: Port = 8090
+    port: ListenPort = 8090
     admin_host: str = "127.0.0.1"  # metrics, owners, drains: not for the public
-    admin_port: Port = 8091
+    admin_port: ListenPort = 8091
     user_header: str = "x-user-id"
     default_budget_s: Seconds = 1.0  # for a request that names no time limit
     max_budget_s: Seconds = 30.0
     connect_timeout_s: Seconds = 0.25
     header_timeout_s: Seconds = 10.0  # from a request's first byte to the end of its headers
-    idle_s: Seconds = 75.0  # a client's connection without a request
-    instance_idle_s: Seconds = 15.0  # an unused connection to an instance; less than its keep-alive time
-    drain_grace_s: Annotated[float, msgspec.Meta(ge=0)] = 3.0  # unready but serving, at SIGTERM
-    shutdown_timeout_s: Seconds = 10.0  # for requests in flight after that
+    idle_s: Seconds = 75.0  # a client's connection without a request is closed after this time
+    instance_idle_s: Seconds = 15.0  # the same for a connection to an instance; less than the instance's keep-alive
+    drain_grace_s: NoneOrSome = 3.0  # after SIGTERM: how long the router is unready and still serves
+    shutdown_timeout_s: Seconds = 10.0  # after the grace: how long it waits for requests in flight
     health: HealthConfig = HealthConfig()
     breaker: BreakerConfig = BreakerConfig()
     limits: LimitsConfig = LimitsConfig()
     retry: RetryConfig = RetryConfig()
-    relay: RelayConfig = RelayConfig()
+    relay: PairConfig = PairConfig()
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"[a-z0-9-]{1,64}", self.user_header):

@@ -1,4 +1,4 @@
-"""Where the instances are: a list, a file that is watched, or a DNS name."""
+"""Finds the instances: from a list in the configuration, a file that is watched, or a DNS name."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from npu_gr.router.config import DiscoveryConfig, DNSConfig, InstanceConfig, che
 
 
 class InstancesFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A file of instances."""
+    """The content of a file of instances."""
 
     instances: list[InstanceConfig]
 
@@ -24,10 +24,10 @@ class InstancesFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 async def find(config: DiscoveryConfig) -> list[InstanceConfig]:
-    """The instances now.
+    """Read the current list of instances.
 
     Raises:
-        ConfigError: the file cannot be used, or the name has no address.
+        ConfigError: the file cannot be read or is wrong, or the DNS name has no address.
     """
     if config.file is not None:
         return (await asyncio.to_thread(settings.load, Path(config.file), InstancesFile)).instances

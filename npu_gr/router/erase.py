@@ -1,8 +1,8 @@
-"""Erasing a user, at every instance: one that had the user before the ring changed may still keep their prefix KV.
+"""Erases a user at every instance: one that had the user before the ring changed may still keep their prefix KV.
 
-Nothing is asked of an instance that nobody listens at, as its memory is gone; the answer names it, since a history
-store on its disk is not. Any other instance must confirm, or the answer is an error that says who did not; asking
-again does no harm.
+An instance that nobody listens at has lost its memory, so it need not confirm; but the answer names it, because a
+history store on its disk would still hold the user. Every other instance must confirm. Otherwise the answer is an error
+that names the ones that did not; sending the request again does no harm.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from npu_gr.core.errors import Unavailable
 from npu_gr.router.answers import Refused, plain
 from npu_gr.router.config import InstanceConfig
 
-_ERASED, _UNREACHABLE = "204", "unreachable"
+_ERASED = "204"
+_UNREACHABLE = "unreachable"
 
 
 async def ask_all(
@@ -28,10 +29,21 @@ async def ask_all(
     headers: Mapping[str, str],
     timeout_s: float,
 ) -> dict[str, str]:
-    """What each instance says to DELETE of `target`, by its name: an HTTP status, or in words why there is none."""
+    """Send DELETE to every instance.
+
+    Args:
+        http: sends the requests.
+        instances: all of them get the request at the same time.
+        target: path and query.
+        headers: the same for every instance.
+        timeout_s: for each instance.
+
+    Returns:
+        For each instance's name its answer's HTTP status, or in words why there is no answer.
+    """
     timeout = aiohttp.ClientTimeout(total=timeout_s)
 
-    async def ask(one: InstanceConfig) -> str:
+    async def send(one: InstanceConfig) -> str:
         url = URL(f"{one.url}{target}", encoded=True)
         try:
             async with http.delete(url, headers=headers, timeout=timeout) as answer:
@@ -43,26 +55,34 @@ async def ask_all(
         except aiohttp.ClientError:
             return "broke off"
 
-    answers = await asyncio.gather(*map(ask, instances))
+    answers = await asyncio.gather(*map(send, instances))
     return {one.name: answer for one, answer in zip(instances, answers, strict=True)}
 
 
-def verdict(said: Mapping[str, str], is_last: bool) -> tuple[int, bytes]:
-    """The status and the whole answer.
+def verdict(answers: Mapping[str, str], is_last: bool) -> tuple[int, bytes]:
+    """Decide on the answer to the client.
+
+    Args:
+        answers: what `ask_all` returns.
+        is_last: the connection is closed after the answer.
+
+    Returns:
+        The status and the whole answer: 204, or 200 with the names of the instances that could not be reached.
 
     Raises:
-        Refused: everyone refused, for the same reason. Unavailable: not everyone who is there has erased.
+        Refused: all instances refused, for the same reason.
+        Unavailable: an instance that can be reached has not erased the user.
     """
-    erased = [name for name, answer in said.items() if answer == _ERASED]
-    missing = {name: answer for name, answer in said.items() if answer not in (_ERASED, _UNREACHABLE)}
+    erased = [name for name, answer in answers.items() if answer == _ERASED]
+    missing = {name: answer for name, answer in answers.items() if answer not in (_ERASED, _UNREACHABLE)}
     reasons = set(missing.values())
     if not erased and len(reasons) == 1 and (reason := reasons.pop()).startswith("4"):
         raise Refused(int(reason), "every instance refused to erase")
     if missing or not erased:
-        named = ", ".join(f"{name} ({answer})" for name, answer in sorted(said.items()) if answer != _ERASED)
+        named = ", ".join(f"{name} ({answer})" for name, answer in sorted(answers.items()) if answer != _ERASED)
         raise Unavailable(f"not erased at {named or 'any instance'}; ask again")
-    if len(erased) == len(said):
+    if len(erased) == len(answers):
         return 204, plain(204, b"", [], is_last)
-    unreachable = sorted(set(said) - set(erased))
+    unreachable = sorted(set(answers) - set(erased))
     body = msgspec.json.encode({"erased": sorted(erased), "unreachable": unreachable})
     return 200, plain(200, body, [b"Content-Type: application/json"], is_last)

@@ -1,4 +1,4 @@
-"""Every metric of the router. Labels are instances and bounded enums, never a user; children are made once."""
+"""Every metric of the router. Labels are instances and bounded enums, never a user."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LATENCY_S = (
 
 
 class RouterMetrics:
-    """The catalogue on one registry."""
+    """All metrics of one router, on one registry."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.registry = registry
@@ -57,7 +57,7 @@ class RouterMetrics:
         )
 
     def placed_at(self, instance: str) -> int:
-        """Requests sent to an instance since the start."""
+        """Count the requests that were sent to an instance since the start."""
         samples = (sample for family in self.placed.collect() for sample in family.samples)
         counted = (s.value for s in samples if s.name.endswith("_total") and s.labels["backend"] == instance)
         return int(sum(counted))
@@ -69,7 +69,7 @@ class RouterMetrics:
 
 
 class _Children:
-    """`labels()` remembered: it costs more than the count."""
+    """A metric's children by label values, remembered: finding one with `labels()` costs more than counting."""
 
     def __init__(self, metric: Any) -> None:
         self._metric = metric
@@ -79,7 +79,6 @@ class _Children:
         return self._child(*labels)
 
     def collect(self) -> Any:
-        """As the metric's."""
         return self._metric.collect()
 
     def forget(self, *labels: str) -> None:

@@ -1,11 +1,11 @@
-"""Where a user lives: a pure function of the user key and the ring, whose name is its epoch.
+"""Consistent hashing: which instance owns a user. A pure function of the user and the members of the ring.
 
-Every member has its own points on a circle of 64-bit hashes (their number depends on its weight and on nothing else),
-and a user belongs to the member of the next point. So a member that leaves moves its own users and no others, wherever
-the function is computed: routers share no state, only the list of members.
+Every member has its own points on a circle of 64-bit hashes; the number of its points depends on its weight alone. The
+member of the next point after the user's hash owns the user. A member that leaves therefore moves its own users and no
+others. Routers share no state, only the list of members: equal lists give equal rings, and a ring's `epoch` names it.
 
-Load is bounded only when a signal is placed. What was decided travels with the signal's answer as a `Placement`, and
-the rank brings it back: two decisions for one pair could differ.
+Load is bounded only when a signal is placed. The decision travels with the signal's answer as a `Placement`, and the
+rank brings it back, because a second decision for the same pair could differ from the first.
 
 Source: consistent hashing (Karger et al. 1997), with bounded loads (arXiv:1608.01350); RelayGR (arXiv:2601.01712) for
 the pair. That the spill is decided once, at signal time, is our reading.
@@ -23,18 +23,18 @@ from typing import NamedTuple
 
 import xxhash
 
-POINTS = 256  # of a member of weight 1: shares are even within about 6 %
+POINTS = 256  # of a member of weight 1; with so many, equal members own equal shares within about 6 %
 
 
 class Member(NamedTuple):
-    """One instance on the ring."""
+    """An instance on the ring: its name and its weight."""
 
     name: str
     weight: float = 1.0  # its share of the users, relative to the others'
 
 
 class Ring:
-    """Immutable. Equal members give equal rings, in whatever order they came."""
+    """Immutable. Equal members give equal rings, whatever their order was."""
 
     def __init__(self, members: Iterable[Member]) -> None:
         self.members = tuple(sorted(members))
@@ -42,18 +42,23 @@ class Ring:
         text = ";".join(f"{name}={weight:g}" for name, weight in self.members)
         self.epoch = xxhash.xxh3_64_hexdigest(text.encode())[:8]
         points = sorted((point, name) for name, weight in self.members for point in _points(name, weight))
-        self._at = [point for point, _ in points]
+        self._hashes = [point for point, _ in points]
         self._names = [name for _, name in points]
 
     def owner(self, user: bytes) -> str:
-        """The member that the user belongs to. Raises ValueError: nobody is on the ring."""
-        if not self._at:
+        """The member that owns the user.
+
+        Raises:
+            ValueError: the ring is empty.
+        """
+        if not self._hashes:
             raise ValueError("the ring is empty")
         return next(self.walk(user))
 
     def walk(self, user: bytes) -> Iterator[str]:
-        """All members, the owner first, then the one that would take over, and so on."""
-        start, size = bisect_right(self._at, xxhash.xxh3_64_intdigest(user)), len(self._names)
+        """All members: first the owner, then the one that would take over from it, and so on."""
+        start = bisect_right(self._hashes, xxhash.xxh3_64_intdigest(user))
+        size = len(self._names)
         seen: set[str] = set()
         for step in range(size):
             name = self._names[(start + step) % size]
@@ -70,19 +75,38 @@ def _points(name: str, weight: float) -> tuple[int, ...]:
 
 
 def fraction(user: bytes) -> float:
-    """A number in [0, 1) of the user's own, independent of the place on the ring: who may return first."""
+    """A hash of the user in [0, 1), independent of the user's place on the ring.
+
+    Users with small fractions return first to an instance that comes back.
+    """
     return xxhash.xxh32_intdigest(user, 1) / 2**32
 
 
 def bound(total: int, weight: float, total_weight: float, factor: float) -> int:
-    """Requests that a member may hold when `total` are in flight and one more comes: factor x its fair share."""
+    """Limit a member's requests to `factor` times its fair share.
+
+    Args:
+        total: requests in flight at all members, without the one that comes.
+        weight: the member's weight.
+        total_weight: the sum of all weights.
+        factor: over 1; then the bounds of all members together leave room for one more request.
+
+    Returns:
+        How many requests the member may hold.
+    """
     return math.ceil(factor * (total + 1) * weight / total_weight)
 
 
 def spill(candidates: Iterable[str], has_room: Callable[[str], bool]) -> tuple[str | None, bool]:
-    """Of candidates in the ring's order the first with room, and whether that is not the first of all.
+    """Choose the first candidate with room.
 
-    Where none has room the first one keeps the user: bounded load evens out, limits refuse.
+    Args:
+        candidates: names in the ring's order.
+        has_room: whether a candidate is under its bounded load.
+
+    Returns:
+        The name and whether it is another than the first candidate. If no candidate has room, the first one is chosen:
+        bounded load evens out, only limits reject. (None, False) if there is no candidate.
     """
     first: str | None = None
     for name in candidates:
@@ -94,19 +118,19 @@ def spill(candidates: Iterable[str], has_room: Callable[[str], bool]) -> tuple[s
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where a signal went, as its answer says and its rank repeats: `instance@epoch`, or `instance@epoch+spilled`."""
+    """The instance that a signal went to. The signal's answer names it in a header, and the rank repeats the header."""
 
     instance: str
     epoch: str
     is_spilled: bool = False
 
     def encode(self) -> str:
-        """For the header."""
+        """The header's text: `instance@epoch`, or `instance@epoch+spilled`."""
         return f"{self.instance}@{self.epoch}" + ("+spilled" if self.is_spilled else "")
 
     @classmethod
     def decode(cls, text: str) -> Placement | None:
-        """None where the text is not a placement: a hint that cannot be read is no error."""
+        """Parse a header. Returns None if it is no placement: it is a hint, so bad text is no error."""
         match = _PLACEMENT.fullmatch(text)
         return cls(match[1], match[2], bool(match[3])) if match else None
 

@@ -1,114 +1,173 @@
-"""What all connections of one router share: settings, instances, limits, and the work that goes on by itself."""
+"""What all requests of one router share: settings, metrics, instances, limits, and the tasks in the background.
+
+This module knows nothing of connections or of requests under way; `client.py` and `exchange.py` know this one.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import aiohttp
 
-from npu_gr.core.errors import ConfigError, Overloaded
-from npu_gr.router.client import Client
-from npu_gr.router.config import InstanceConfig, RouterConfig
-from npu_gr.router.discovery import find
+from npu_gr.core.errors import BadRequest, Overloaded, Unavailable
+from npu_gr.router.answers import plain
+from npu_gr.router.config import RetryConfig, RouterConfig
+from npu_gr.router.connections import Connections
 from npu_gr.router.erase import ask_all
-from npu_gr.router.exchange import Kind
-from npu_gr.router.members import Check, Health, Instance, Members, ring_of
+from npu_gr.router.members import Check, Choice, Health, InstanceState, Members
 from npu_gr.router.metrics import RouterMetrics
+from npu_gr.router.request import RequestHead
+from npu_gr.router.ring import Placement
+from npu_gr.router.routes import Handling
 from npu_gr.router.upstream import Upstream
+from npu_gr.router.watcher import Watcher
 
-log = logging.getLogger(__name__)
+_SWEEP_S = 1.0
 
 
-class Router:
-    """Made once by `run.py`; `running()` keeps it informed."""
+class RetryBudget:
+    """Limits retries to a ratio of the ranks: a retry must not double the load of a fleet that fails."""
 
-    def __init__(self, config: RouterConfig, metrics: RouterMetrics) -> None:
-        self.config, self.metrics = config, metrics
-        self.user_header = config.user_header.encode()
-        self.members = Members(config)
-        self.members.observe(lambda name, why: metrics.opened(name, why).inc())
-        self.clients: set[Client] = set()
-        self.in_flight = 0
-        self.is_draining = False
-        self._tokens = config.retry.burst
-        self._found: list[InstanceConfig] | None = None
-        self._look_again = asyncio.Event()
-        self._http: aiohttp.ClientSession | None = None  # while running
+    def __init__(self, config: RetryConfig) -> None:
+        self._config = config
+        self._tokens = config.burst
 
-    # ---- the exchanges' calls
+    def earn(self) -> None:
+        """Count one rank that is over; each adds `retry.ratio` of a retry."""
+        self._tokens = min(self._config.burst, self._tokens + self._config.ratio)
 
-    def admit(self, client: Client) -> bool:
-        """One more connection; False: it is one too many."""
-        self.clients.add(client)
-        return len(self.clients) <= self.config.limits.max_connections
-
-    def forget(self, client: Client) -> None:
-        """A connection is gone."""
-        self.clients.discard(client)
-
-    def check_room(self) -> None:
-        """Raises Overloaded: as many requests as allowed are in the router."""
-        if self.in_flight > self.config.limits.max_inflight:
-            raise Overloaded(f"the router serves {self.config.limits.max_inflight} requests already")
-
-    def may_retry(self) -> bool:
-        """Take one retry off the budget, if there is one: a retry must not double the load of a failing fleet."""
+    def take(self) -> bool:
+        """Take one retry. False: there is none left."""
         if self._tokens < 1:
             return False
         self._tokens -= 1
         return True
 
-    def give_back_retry(self) -> None:
-        """It was not used."""
+    def give_back(self) -> None:
+        """Return a retry that was taken and not used."""
         self._tokens += 1
 
-    async def connect(self, instance: Instance) -> Upstream:
-        """A new connection. Raises OSError (a TimeoutError is one): there is none in time."""
-        loop, config = asyncio.get_running_loop(), instance.config
-        async with asyncio.timeout(self.config.connect_timeout_s):
-            _, upstream = await loop.create_connection(lambda: Upstream(instance), config.host, config.port)
-        return upstream
 
-    def keep(self, upstream: Upstream, is_in_step: bool) -> None:
-        """For the next request, if that is safe."""
-        idle = upstream.instance.idle
-        if is_in_step and len(idle) < self.config.limits.instance_idle:
-            idle.append(upstream)
-        else:
-            upstream.close()
+class Router:
+    """The shared state of one router. `running()` keeps it up to date."""
 
-    async def erase(self, target: str, headers: Mapping[str, str], timeout_s: float) -> dict[str, str]:
-        """What every instance says to it, by name; see `erase.py`."""
+    def __init__(self, config: RouterConfig, metrics: RouterMetrics) -> None:
+        self.config = config
+        self.metrics = metrics
+        self.user_header = config.user_header.encode()
+        self.members = Members(config)
+        self.members.observe(lambda name, why: metrics.opened(name, why).inc())
+        self.connections = Connections(config.limits.max_connections)
+        self.retries = RetryBudget(config.retry)
+        self.in_flight = 0
+        self.is_draining = False
+        self._watcher = Watcher(config, self.members, metrics)
+        self._http: aiohttp.ClientSession | None = None  # while running
+
+    # ---- a request's course
+
+    def begin(self) -> None:
+        """Count a request as in flight.
+
+        Raises:
+            Overloaded: as many requests as allowed are in flight; this one is not counted.
+        """
+        if self.in_flight >= self.config.limits.max_inflight:
+            raise Overloaded(f"the router serves {self.config.limits.max_inflight} requests already")
+        self.in_flight += 1
+
+    def place(self, head: RequestHead, handling: Handling, tried: list[str]) -> tuple[Choice, Placement | None]:
+        """Choose the instance for a request.
+
+        Args:
+            head: its headers name the user, the signal's placement and the service.
+            handling: SIGNAL, FOLLOW, ONCE or BY_LOAD.
+            tried: names of instances that have failed the request.
+
+        Returns:
+            The choice, and for a signal the placement that its answer tells the caller.
+
+        Raises:
+            BadRequest: the user header is missing.
+            Unavailable: no instance is left.
+            Overloaded: all that are left are at their limits.
+        """
+        now_at = time.monotonic()
+        seen = head.seen
+        if handling is Handling.BY_LOAD or (handling is Handling.FOLLOW and seen.get(b"x-npugr-service") == b"normal"):
+            return self.members.for_any(now_at, tried), None
+        user = seen.get(self.user_header)
+        if not user:
+            raise BadRequest(f"{self.config.user_header}: missing; requests are routed by this header")
+        if handling is Handling.SIGNAL:
+            return self.members.for_signal(user, now_at, tried)
+        given = seen.get(b"x-npugr-placement")
+        brought = Placement.decode(given.decode("latin-1")) if given is not None else None
+        return self.members.for_rank(user, brought, now_at, tried), None
+
+    async def connect(self, instance: InstanceState) -> Upstream:
+        """Open a new connection to an instance.
+
+        Raises:
+            OSError: nobody listens there, or there was no connection in time. The instance is checked soon.
+        """
+        config = instance.config
+        try:
+            return await instance.pool.connect(config.host, config.port, self.config.connect_timeout_s)
+        except OSError:
+            instance.checked(Check.FAILED, time.monotonic())
+            self._watcher.check_soon()
+            raise
+
+    async def erase(self, head: RequestHead, left_s: float) -> dict[str, str]:
+        """Send an erase request to every instance; `ask_all` says what is returned."""
         assert self._http is not None
         instances = [one.config for one in self.members.instances.values()]
-        return await ask_all(self._http, instances, target, headers, timeout_s)
+        return await ask_all(self._http, instances, head.target.decode("latin-1"), head.fields(left_s), left_s)
 
-    def unreachable(self, instance: Instance) -> None:
-        """Nobody listens there: as good as a failed check, and a reason for the next one."""
-        instance.checked(Check.FAILED, time.monotonic())
-        self._look_again.set()
+    def own_answer(self, path: bytes, is_last: bool) -> bytes:
+        """The whole answer to /healthz or /readyz.
 
-    def failed(self, instance: Instance, why: str, is_signal: bool) -> None:
-        """It failed a request."""
+        Raises:
+            Unavailable: /readyz, and the router is not ready.
+        """
+        is_ready, why = self.is_ready()
+        if path == b"/readyz" and not is_ready:
+            raise Unavailable(why)
+        return plain(200, b"{}", [b"Content-Type: application/json"], is_last)
+
+    def failed(self, instance: InstanceState, why: str, is_signal: bool) -> None:
+        """Record that an instance failed a request.
+
+        Args:
+            instance: the one that failed.
+            why: the metric label: "connect", "timeout", "lost", "bad_answer" or a status.
+            is_signal: a signal's 503 may be a drain. The breaker does not count it; a health check tells soon.
+        """
         self.metrics.failures(instance.name, why).inc()
         if why == "503" and is_signal:
-            self._look_again.set()  # it may be draining; the check will say
+            self._watcher.check_soon()
         else:
             self.members.failed(instance, time.monotonic())
 
-    def finished(self, kind: Kind, status: int, took_s: float) -> None:
-        """A request is over."""
-        if kind is Kind.RANK:
-            self._tokens = min(self.config.retry.burst, self._tokens + self.config.retry.ratio)
-        self.metrics.requests(kind, str(status)).inc()
-        self.metrics.duration_s(kind).observe(took_s)
+    def finished(self, handling: Handling, status: int, took_s: float) -> None:
+        """Record the end of a request.
+
+        Args:
+            handling: how it was treated.
+            status: that the client was sent; 499 if the client left.
+            took_s: seconds from the request's first byte.
+        """
+        if handling is Handling.FOLLOW:
+            self.retries.earn()
+        self.metrics.requests(handling, str(status)).inc()
+        self.metrics.duration_s(handling).observe(took_s)
 
     def is_ready(self) -> tuple[bool, str]:
-        """Whether requests are welcome, and if not, why."""
+        """Whether the router wants requests, and the reason if it does not."""
         if self.is_draining:
             return False, "draining"
         now_at = time.monotonic()
@@ -116,16 +175,11 @@ class Router:
             return False, "no instance is up"
         return True, ""
 
-    async def quiet(self) -> None:
-        """Wait until no client has a request here."""
-        while not all(client.is_idle for client in self.clients):  # noqa: ASYNC110  (once in a router's life)
-            await asyncio.sleep(0.02)
-
-    # ---- what goes on by itself
+    # ---- in the background
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Instances found and looked at once; then kept up to date until the block ends.
+        """Find and check the instances once; then keep that up to date until the block ends.
 
         Raises:
             ConfigError: the instances cannot be found.
@@ -133,9 +187,10 @@ class Router:
         timeout = aiohttp.ClientTimeout(total=self.config.health.timeout_s)
         async with aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0)) as http:
             self._http = http
-            await self._find()
-            await self._look(http)
-            tasks = [asyncio.create_task(work) for work in (self._watch(), self._check(http), self._sweep())]
+            await self._watcher.discover()
+            await self._watcher.check(http)
+            work = (self._watcher.keep_discovering(), self._watcher.keep_checking(http), self._keep_sweeping())
+            tasks = [asyncio.create_task(one) for one in work]
             try:
                 yield
             finally:
@@ -143,72 +198,23 @@ class Router:
                     task.cancel()
                 await asyncio.gather(*tasks, return_exceptions=True)
                 for instance in self.members.instances.values():
-                    instance.close_idle()
+                    instance.pool.close_idle()
 
-    async def _find(self) -> None:
-        found = await find(self.config.discovery)
-        if found == self._found:
-            return
-        self._found = found
-        ring = await asyncio.to_thread(ring_of, found)
-        for gone in self.members.replace(found, ring):
-            gone.close_idle()
-            if gone.name not in self.members.instances:
-                self.metrics.forget(gone.name)
-        log.info("%d instances, ring %s", len(found), ring.epoch)
-        self._look_again.set()
-
-    async def _watch(self) -> None:
-        while self.config.discovery.file is not None or self.config.discovery.dns is not None:
-            await asyncio.sleep(self.config.discovery.period_s)
-            try:
-                await self._find()
-            except ConfigError as error:
-                log.error("instances as before: %s", error)
-
-    async def _check(self, http: aiohttp.ClientSession) -> None:
+    async def _keep_sweeping(self) -> None:
+        """Close connections that are unused, or whose requests take too long."""
         while True:
-            self._look_again.clear()
-            try:
-                await asyncio.wait_for(self._look_again.wait(), self.config.health.interval_s)
-                await asyncio.sleep(_PAUSE_S)  # many requests fail at once, one look is enough
-            except TimeoutError:
-                self.members.compare(time.monotonic())
-            await self._look(http)
-
-    async def _look(self, http: aiohttp.ClientSession) -> None:
-        instances = list(self.members.instances.values())
-        checks = await asyncio.gather(*(self._look_at(http, instance) for instance in instances))
-        now_at = time.monotonic()
-        for instance, check in zip(instances, checks, strict=True):
-            instance.checked(check, now_at)
-
-    async def _look_at(self, http: aiohttp.ClientSession, instance: Instance) -> Check:
-        try:
-            async with http.get(f"{instance.config.url}{self.config.health.path}") as answer:
-                return Check.READY if answer.status == 200 else Check.UNREADY
-        except (aiohttp.ClientError, OSError):  # TimeoutError is an OSError
-            return Check.FAILED
-
-    async def _sweep(self) -> None:
-        """Once a second: close what is unused or takes too long, bring the gauges up to date."""
-        while True:
-            await asyncio.sleep(1.0)
+            await asyncio.sleep(_SWEEP_S)
             now_at = time.monotonic()
-            for client in list(self.clients):
-                client.sweep(now_at)
+            self.connections.sweep(now_at)
             for instance in self.members.instances.values():
-                instance.close_idle(now_at - self.config.instance_idle_s)
+                instance.pool.close_idle(now_at - self.config.instance_idle_s)
 
     def observe(self) -> None:
-        """Bring the gauges up to date, before they are read."""
+        """Bring the gauges up to date; call it before they are read."""
         now_at = time.monotonic()
         for name, one in self.members.instances.items():
             self.metrics.up(name).set(one.health is Health.UP and not one.is_drained)
             self.metrics.share(name).set(one.breaker.share(now_at) if one.takes_ranks(now_at) else 0.0)
             self.metrics.instance_in_flight(name).set(one.in_flight)
         self.metrics.in_flight.set(self.in_flight)
-        self.metrics.connections.set(len(self.clients))
-
-
-_PAUSE_S = 0.02
+        self.metrics.connections.set(len(self.connections))

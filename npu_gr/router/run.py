@@ -1,4 +1,4 @@
-"""Starting, listening, draining and stopping a router."""
+"""Starts, drains and stops a router."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry
 
 from npu_gr.core.errors import ConfigError
 from npu_gr.router.admin import build_admin_app
-from npu_gr.router.client import Client
+from npu_gr.router.client import ClientConnection
 from npu_gr.router.config import RouterConfig
 from npu_gr.router.metrics import RouterMetrics
 from npu_gr.router.router import Router
@@ -24,10 +24,13 @@ log = logging.getLogger(__name__)
 
 @asynccontextmanager
 async def listening(config: RouterConfig) -> AsyncIterator[tuple[Router, int, int]]:
-    """A router that serves, its port and its admin port; at the block's end requests in flight are waited for.
+    """Serve until the block ends; then wait for the requests in flight, at most `shutdown_timeout_s`.
+
+    Yields:
+        The router, its port and its admin port.
 
     Raises:
-        ConfigError: no instances, or an address cannot be bound.
+        ConfigError: the instances cannot be found, or an address cannot be bound.
     """
     router = Router(config, RouterMetrics(CollectorRegistry()))
     loop = asyncio.get_running_loop()
@@ -39,13 +42,15 @@ async def listening(config: RouterConfig) -> AsyncIterator[tuple[Router, int, in
             with _named("admin_host, admin_port", config.admin_host, config.admin_port):
                 await site.start()
             with _named("host, port", config.host, config.port):
-                server = await loop.create_server(lambda: Client(router), config.host, config.port, backlog=4096)
+                server = await loop.create_server(
+                    lambda: ClientConnection(router), config.host, config.port, backlog=4096
+                )
             try:
                 yield router, server.sockets[0].getsockname()[1], admin.addresses[0][1]
             finally:
                 router.is_draining = True
                 server.close()
-                await _quiet(router, config.shutdown_timeout_s)
+                await router.connections.close(config.shutdown_timeout_s)
         finally:
             await admin.cleanup()
 
@@ -55,23 +60,13 @@ async def run(config: RouterConfig, on_listening: Callable[[int, int], None] = l
     async with listening(config) as (router, port, admin_port):
         log.info("listening on %s:%d, admin on %s:%d", config.host, port, config.admin_host, admin_port)
         on_listening(port, admin_port)
-        with stop_signals() as asked:
-            await asked.get()
+        with stop_signals() as signals:
+            await signals.get()
             log.info("draining for %.1f s", config.drain_grace_s)
             router.is_draining = True
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(asked.get(), config.drain_grace_s)
+                await asyncio.wait_for(signals.get(), config.drain_grace_s)
     log.info("stopped")
-
-
-async def _quiet(router: Router, timeout_s: float) -> None:
-    """Wait until nothing is in flight, but not for ever; then close every connection."""
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(timeout_s):
-            await router.quiet()
-    for client in list(router.clients):
-        client.end()
-    await asyncio.sleep(0)
 
 
 @contextlib.contextmanager

@@ -1,170 +1,241 @@
-"""One kept-alive connection to an instance. Carries one request at a time and reads its answer as it comes."""
+"""Connections to one instance: each carries one request at a time and reads its answer as it comes."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from typing import TYPE_CHECKING, Protocol, cast
+from collections import deque
+from typing import Protocol, cast
 
 import httptools
 
-if TYPE_CHECKING:
-    from npu_gr.router.members import Instance
-
 Headers = list[tuple[bytes, bytes]]
+# Statuses whose answers have no body, whatever their headers say.
+BODILESS = (204, 304)
 
 
 class Carried(Protocol):
-    """The request that a connection carries now, as the connection sees it."""
+    """What an upstream connection tells the request that it carries."""
 
     def answer_head(self, status: int, headers: Headers) -> None:
         """The status line and the headers are complete."""
         ...
 
     def answer_body(self, data: bytes) -> None:
-        """Some of the body."""
+        """A piece of the answer's body has arrived."""
         ...
 
     def answer_done(self) -> None:
-        """The answer is whole; the connection is no longer this request's."""
+        """The answer is complete. The connection no longer carries this request."""
         ...
 
     def answer_flush(self) -> None:
-        """All that has arrived was told."""
+        """Everything that has arrived so far was reported: pass it on now."""
         ...
 
     def lost(self, why: str) -> None:
-        """No answer, or no whole one: the connection is gone."""
+        """The connection was lost before the answer was complete."""
         ...
 
     def hold(self, is_full: bool) -> None:
-        """The connection's buffer is full, or is no longer."""
+        """The buffer towards the instance is full, or (False) has room again."""
         ...
 
 
-class Upstream(asyncio.Protocol):
-    """Idle (`carried` is None), carrying, or closed."""
+class AnswerReader:
+    """Parses the answers on one connection and reports each to the request that the connection carries."""
 
-    def __init__(self, instance: Instance) -> None:
-        self.instance = instance
-        self.idle_since_s = 0.0
-        self.is_closed = False
-        self._carried: Carried | None = None
-        self._transport: asyncio.Transport | None = None
-        self._parser = httptools.HttpResponseParser(self)
+    def __init__(self) -> None:
+        self.carried: Carried | None = None  # None: the connection is idle
+        self.has_head = False
+        self.is_delimited = False  # the answer says where it ends; otherwise it ends with the connection
+        self.is_reusable = False  # of the last complete answer: another request may follow on this connection
+        self._is_out_of_step = False  # this answer began before its request was sent
         self._headers: Headers = []
-        self._has_head = self._is_delimited = self._is_out_of_step = False
+        self._parser = httptools.HttpResponseParser(self)
 
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """See asyncio.Protocol."""
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's is no subclass
+    def expect(self, carried: Carried) -> None:
+        """Report the next answer to this request."""
+        self.carried = carried
+        self.has_head = False
+        self.is_delimited = False
+
+    def feed(self, data: bytes) -> bool:
+        """Parse what has arrived. False: it is no answer to one request."""
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserCallbackError:
+            raise  # a defect of ours, not of the instance
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade):
+            return False
+        return True
+
+    # ---- what the parser calls
+
+    def on_message_begin(self) -> None:
+        self._is_out_of_step = self.carried is None
+        self._headers = []
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._headers.append((name, value))
+
+    def on_headers_complete(self) -> None:
+        status = self._parser.get_status_code()
+        if status < 200 or self.carried is None:
+            return
+        self.has_head = True
+        names = {name.lower() for name, _ in self._headers}
+        self.is_delimited = status in BODILESS or b"content-length" in names or b"transfer-encoding" in names
+        self.carried.answer_head(status, self._headers)
+
+    def on_body(self, body: bytes) -> None:
+        if self.carried is not None:
+            self.carried.answer_body(body)
+
+    def on_message_complete(self) -> None:
+        if not self.has_head or self.carried is None:
+            return
+        carried = self.carried
+        self.carried = None
+        self.is_reusable = self._parser.should_keep_alive() and not self._is_out_of_step
+        carried.answer_done()
+
+
+class Upstream(asyncio.Protocol):
+    """One kept-alive connection: idle, carrying a request, or closed."""
+
+    def __init__(self, pool: UpstreamPool) -> None:
+        self.is_closed = False
+        self.idle_since_at = 0.0
+        self._pool = pool
+        self._reader = AnswerReader()
+        self._transport: asyncio.Transport | None = None
 
     def send(self, carried: Carried, data: bytes) -> None:
-        """Begin a request."""
-        assert self._transport is not None
-        self._carried = carried
-        self._has_head = self._is_delimited = False
-        self._transport.write(data)
+        """Begin a request; its answer is reported to `carried`."""
+        self._reader.expect(carried)
+        self.send_more(data)
 
     def send_more(self, data: bytes) -> None:
-        """More of its body."""
+        """Send more of the request's body."""
         assert self._transport is not None
         self._transport.write(data)
 
     def pause(self, is_paused: bool) -> None:
-        """Stop or go on reading: the client is slower than the instance."""
+        """Stop reading while the client is slower than the instance, or (False) read on."""
         if self._transport is not None and not self.is_closed:
             (self._transport.pause_reading if is_paused else self._transport.resume_reading)()
 
+    def release(self, is_in_step: bool) -> None:
+        """Keep the connection for the next request if that is safe, otherwise close it.
+
+        Args:
+            is_in_step: the request was sent completely, so the next bytes that are sent begin another one.
+        """
+        if self.is_closed:
+            return
+        if not (is_in_step and self._reader.is_reusable):
+            self.close()
+            return
+        self.pause(False)
+        self.idle_since_at = time.monotonic()
+        self._pool.keep(self)
+
     def close(self) -> None:
-        """Drop it, and tell nobody: what it carried has been answered otherwise."""
-        self._carried = None
+        """Drop the connection without telling the request that it carries: that one is answered otherwise."""
+        self._reader.carried = None
         self.is_closed = True
         if self._transport is not None:
             self._transport.abort()
 
-    # ---- the transport's calls
+    # ---- what the transport calls
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Keep the transport."""
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's is no subclass
 
     def data_received(self, data: bytes) -> None:
-        """See asyncio.Protocol."""
-        if self._carried is None:
-            self.close()  # nobody asked
-            return
-        carried = self._carried
-        try:
-            self._parser.feed_data(data)
-        except httptools.HttpParserCallbackError:
-            raise
-        except (httptools.HttpParserError, httptools.HttpParserUpgrade):
+        """Parse a piece of an answer, and pass on what it completes in one write."""
+        carried = self._reader.carried
+        if carried is None:
+            self.close()  # an answer to no request
+        elif self._reader.feed(data):
+            carried.answer_flush()
+        else:
             self._lose("bad_answer")
-            return
-        carried.answer_flush()
 
     def eof_received(self) -> None:
-        """See asyncio.Protocol."""
-        if self._carried is not None and self._has_head and not self._is_delimited:
-            carried = self._carried
+        """End an answer that says nowhere how long it is: it is complete now."""
+        carried = self._reader.carried
+        if carried is not None and self._reader.has_head and not self._reader.is_delimited:
             self.close()
             carried.answer_done()
             carried.answer_flush()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """See asyncio.Protocol."""
+        """Tell the request, or leave the pool."""
         self.is_closed = True
-        if self._carried is not None:
+        if self._reader.carried is not None:
             self._lose("lost")
-        elif self in self.instance.idle:
-            self.instance.idle.remove(self)
+        else:
+            self._pool.forget(self)
 
     def pause_writing(self) -> None:
-        """See asyncio.Protocol."""
-        if self._carried is not None:
-            self._carried.hold(True)
+        """Hold the request back: its instance reads too slowly."""
+        if self._reader.carried is not None:
+            self._reader.carried.hold(True)
 
     def resume_writing(self) -> None:
-        """See asyncio.Protocol."""
-        if self._carried is not None:
-            self._carried.hold(False)
+        """Let the request go on."""
+        if self._reader.carried is not None:
+            self._reader.carried.hold(False)
 
     def _lose(self, why: str) -> None:
-        carried = self._carried
+        carried = self._reader.carried
         self.close()
         if carried is not None:
             carried.lost(why)
 
-    # ---- the parser's calls
 
-    def on_message_begin(self) -> None:
-        """See httptools.HTTPProtocol."""
-        self._is_out_of_step = self._carried is None
-        self._headers = []
+class UpstreamPool:
+    """The idle connections to one instance."""
 
-    def on_header(self, name: bytes, value: bytes) -> None:
-        """See httptools.HTTPProtocol."""
-        self._headers.append((name, value))
+    def __init__(self, max_idle: int) -> None:
+        self._max_idle = max_idle
+        self._idle: deque[Upstream] = deque()  # the longest unused first
 
-    def on_headers_complete(self) -> None:
-        """See httptools.HTTPProtocol."""
-        status = self._parser.get_status_code()
-        if status < 200 or self._carried is None:
-            return
-        self._has_head = True
-        names = {name.lower() for name, _ in self._headers}
-        self._is_delimited = status in (204, 304) or b"content-length" in names or b"transfer-encoding" in names
-        self._carried.answer_head(status, self._headers)
+    def take(self) -> Upstream | None:
+        """Take the most recently used idle connection. None: there is none."""
+        while self._idle:
+            upstream = self._idle.pop()
+            if not upstream.is_closed:
+                return upstream
+        return None
 
-    def on_body(self, body: bytes) -> None:
-        """See httptools.HTTPProtocol."""
-        if self._carried is not None:
-            self._carried.answer_body(body)
+    async def connect(self, host: str, port: int, timeout_s: float) -> Upstream:
+        """Open a new connection, which is not idle.
 
-    def on_message_complete(self) -> None:
-        """See httptools.HTTPProtocol."""
-        if not self._has_head or self._carried is None:
-            return
-        carried, self._carried = self._carried, None
-        if self._parser.should_keep_alive() and not self._is_out_of_step:
-            self.idle_since_s = time.monotonic()
+        Raises:
+            OSError: nobody listens, or (TimeoutError) there was no connection in time.
+        """
+        loop = asyncio.get_running_loop()
+        async with asyncio.timeout(timeout_s):
+            _, upstream = await loop.create_connection(lambda: Upstream(self), host, port)
+        return upstream
+
+    def keep(self, upstream: Upstream) -> None:
+        """Keep a connection for the next request, or close it if enough are idle."""
+        if len(self._idle) < self._max_idle:
+            self._idle.append(upstream)
         else:
-            self.close()
-        carried.answer_done()
+            upstream.close()
+
+    def forget(self, upstream: Upstream) -> None:
+        """Drop a connection that was lost while it was idle."""
+        if upstream in self._idle:
+            self._idle.remove(upstream)
+
+    def close_idle(self, before_at: float = float("inf")) -> None:
+        """Close the connections that were last used before `before_at`."""
+        while self._idle and self._idle[0].idle_since_at < before_at:
+            self._idle.popleft().close()

@@ -14,8 +14,7 @@ import numpy as np
 
 from npu_gr.core.request import Outcome
 from npu_gr.metrics.slo import Counts, Objective, Promise, Result, judge
-from npu_gr.router.config import DiscoveryConfig, InstanceConfig, LimitsConfig, RouterConfig
-from npu_gr.router.config import RelayConfig as PairConfig
+from npu_gr.router.config import DiscoveryConfig, InstanceConfig, LimitsConfig, PairConfig, RouterConfig
 from npu_gr.router.members import Health, How, Members, ring_of
 from npu_gr.router.ring import Placement
 from npu_gr.simulate import clock

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from npu_gr.core.errors import Overloaded, Unavailable
 from npu_gr.core.settings import from_table
 from npu_gr.router.breaker import Breaker
 from npu_gr.router.config import BreakerConfig, InstanceConfig, RouterConfig
-from npu_gr.router.members import Check, Health, How, Instance, Members, ring_of
+from npu_gr.router.members import Check, Health, How, InstanceState, Members, ring_of
 from npu_gr.router.ring import fraction
 
 USERS = [f"user-{i}".encode() for i in range(300)]
@@ -37,7 +38,7 @@ def homes(m: Members, now_at: float = 0.0) -> dict[bytes, str]:
     return {user: m.for_rank(user, None, now_at, ()).instance.name for user in USERS}
 
 
-def down(one: Instance, now_at: float = 0.0) -> None:
+def down(one: InstanceState, now_at: float = 0.0) -> None:
     for _ in range(2):
         one.checked(Check.FAILED, now_at)
 
@@ -108,6 +109,8 @@ def test_a_rank_goes_where_its_signal_went_as_long_as_that_one_takes_ranks(
                         if went.takes_ranks(now_at):
                             assert choice.instance is went
                             assert choice.how is How.SIGNAL
+            case _:
+                raise AssertionError(what)
 
 
 @pytest.mark.parametrize("lost", ["i0", "i1", "i2"])
@@ -132,7 +135,11 @@ def test_losing_one_moves_its_users_only_and_they_come_back_slowly_and_in_one_di
 
 
 def test_draining_signals_stop_at_once_ranks_after_t_life() -> None:
-    for begin in (lambda one: one.drain(0.0), lambda one: one.checked(Check.UNREADY, 0.0)):
+    drain_or_unready: tuple[Callable[[InstanceState], None], ...] = (
+        lambda one: one.drain(0.0),
+        lambda one: one.checked(Check.UNREADY, 0.0),
+    )
+    for begin in drain_or_unready:
         m = members(relay={"t_life_s": T_LIFE_S})
         user = next(user for user in USERS if m.ring.owner(user) == "i1")
         _, placement = m.for_signal(user, 0.0)

@@ -80,7 +80,7 @@ async def test_connections_are_kept_on_both_sides() -> None:
     async with site(1) as s:
         for _ in range(5):
             await s.post("rank")
-        assert len(s.router.clients) == 1
+        assert len(s.router.connections) == 1
         assert len({request.transport for request in s.fakes[0].seen} | {None}) <= 2
 
 

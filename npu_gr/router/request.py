@@ -1,0 +1,219 @@
+"""A client's request as the router has read it: its head, how the head is rewritten, and its body.
+
+What another parser could read differently is rejected, not repaired; here that is a repeated host, length, user or
+request-ID header, and a request without a host.
+"""
+
+from __future__ import annotations
+
+import uuid
+from dataclasses import dataclass, field
+
+from npu_gr.router.answers import Refused
+from npu_gr.router.config import LimitsConfig
+from npu_gr.router.routes import METHODS
+from npu_gr.router.upstream import Headers
+from npu_gr.server.headers import budget_s
+
+_BUDGET_HEADERS = {
+    name.lower().encode(): name for name in ("X-Request-Timeout-Ms", "x-envoy-expected-rq-timeout-ms", "grpc-timeout")
+}
+_HOP_BY_HOP = frozenset(
+    (
+        b"connection",
+        b"keep-alive",
+        b"proxy-connection",
+        b"proxy-authenticate",
+        b"proxy-authorization",
+        b"te",
+        b"trailer",
+    )
+)
+_OURS = frozenset(  # the router writes them itself
+    (
+        b"transfer-encoding",
+        b"content-length",
+        b"upgrade",
+        b"expect",
+        *_BUDGET_HEADERS,
+    )
+)
+_NOT_PASSED_ON = _HOP_BY_HOP | _OURS
+_ONCE = frozenset((b"host", b"content-length", b"x-npugr-placement", b"x-npugr-service", b"x-request-id"))
+_LAST_CHUNK = b"0\r\n\r\n"
+
+
+def too_many_headers(limits: LimitsConfig) -> Refused:
+    """The error for a head over its limits."""
+    return Refused(431, f"headers: over {limits.max_header_bytes} bytes or {limits.max_headers} lines")
+
+
+@dataclass(slots=True)
+class RequestHead:
+    """The request line and the headers."""
+
+    began_at: float  # when its first byte came
+    target: bytes = b""
+    method: bytes = b""
+    is_http11: bool = True
+    keeps_alive: bool = True  # the client may send another request after it
+    num_bytes: int = 0  # of the headers
+    headers: Headers = field(default_factory=list)  # to be passed on
+    seen: dict[bytes, bytes] = field(default_factory=dict)  # lower-case name -> value, all of them
+    _request_id: bytes = b""
+
+    @property
+    def request_id(self) -> bytes:
+        """The client's ID for the request, or a new one."""
+        if not self._request_id:
+            self._request_id = self.seen.get(b"x-request-id") or uuid.uuid4().hex.encode()
+        return self._request_id
+
+    @property
+    def path(self) -> bytes:
+        """The target without its query."""
+        return self.target.partition(b"?")[0]
+
+    def add(self, name: bytes, value: bytes, user_header: bytes) -> None:
+        """Add one header.
+
+        Args:
+            name: as the client wrote it.
+            value: without the white space around it.
+            user_header: in lower case; like the other headers that decide something, it may be given only once.
+
+        Raises:
+            Refused: the header was given before and may be given only once.
+        """
+        low = name.lower()
+        self.num_bytes += len(name) + len(value) + 4
+        if low in self.seen and (low in _ONCE or low == user_header):
+            raise Refused(400, f"{low.decode()}: given twice")
+        self.seen[low] = value
+        if low not in _NOT_PASSED_ON:
+            self.headers.append((name, value))
+
+    def check(self, limits: LimitsConfig) -> None:
+        """Check the complete head, and drop the headers that `Connection` names.
+
+        Raises:
+            Refused: the request cannot be routed, or is over a limit.
+        """
+        if self.num_bytes + len(self.target) > limits.max_header_bytes:
+            raise too_many_headers(limits)
+        if self.method not in METHODS:
+            raise Refused(405, f"{self.method.decode()}: not a method of this service")
+        if self.is_http11 and b"host" not in self.seen:
+            raise Refused(400, "host: missing")
+        if not self.target.startswith(b"/"):
+            raise Refused(400, "the target is not a path")
+        length = int(self.seen.get(b"content-length", b"0"))
+        if length > limits.max_body_bytes:
+            raise Refused(413, f"body: {length} bytes, limit {limits.max_body_bytes}")
+        if b"connection" in self.seen:
+            named = {name.strip() for name in self.seen[b"connection"].lower().split(b",")}
+            named -= {b"", b"close", b"keep-alive"}
+            if named:
+                self.headers = [pair for pair in self.headers if pair[0].lower() not in named]
+
+    def budget_s(self, default_s: float, max_s: float) -> float:
+        """The time that the client grants, in seconds from the request's first byte.
+
+        Raises:
+            BadRequest: a header cannot be read.
+            DeadlineExceeded: the client grants no time.
+        """
+        if self.seen.keys().isdisjoint(_BUDGET_HEADERS):
+            return min(default_s, max_s)
+        given = {name: self.seen[low].decode("latin-1") for low, name in _BUDGET_HEADERS.items() if low in self.seen}
+        return budget_s(given, default_s, max_s)
+
+    def encode(self, body: RequestBody, left_s: float) -> bytes:
+        """Write the request for an instance: no hop-by-hop header, the remaining time instead of the granted time.
+
+        Args:
+            body: if it is complete, it is included, so that the whole request is one write; otherwise it is announced
+                as chunked.
+            left_s: seconds until the deadline.
+        """
+        parts = [b"%s %s HTTP/1.1\r\n" % (self.method, self.target)]
+        parts += [b"%s: %s\r\n" % pair for pair in self.headers]
+        if b"x-request-id" not in self.seen:
+            parts.append(b"X-Request-Id: %s\r\n" % self.request_id)
+        if not self.is_http11 and b"host" not in self.seen:
+            parts.append(b"Host: router\r\n")
+        if body.is_chunked:
+            parts.append(b"Transfer-Encoding: chunked\r\n")
+        elif body.num_bytes or self.method == b"POST":
+            parts.append(b"Content-Length: %d\r\n" % body.num_bytes)
+        parts.append(b"X-Request-Timeout-Ms: %.3f\r\n\r\n" % max(1.0, left_s * 1e3))
+        if not body.is_chunked:
+            parts += body.pieces
+        return b"".join(parts)
+
+    def fields(self, left_s: float) -> dict[str, str]:
+        """The headers for an instance as `encode` writes them, without `Host` and the body's length."""
+        given = {name.decode("latin-1"): value.decode("latin-1") for name, value in self.headers}
+        given = {name: value for name, value in given.items() if name.lower() != "host"}
+        given["X-Request-Id"] = self.request_id.decode("latin-1")
+        given["X-Request-Timeout-Ms"] = f"{max(1.0, left_s * 1e3):.3f}"
+        return given
+
+
+class RequestBody:
+    """The part of the body that has arrived, kept for as long as the request may have to be sent again."""
+
+    __slots__ = ("_is_closed", "_num_sent", "is_chunked", "is_sent", "is_whole", "num_bytes", "pieces")
+
+    def __init__(self) -> None:
+        self.pieces: list[bytes] = []
+        self.num_bytes = 0  # that have arrived
+        self.is_whole = False  # all of it has arrived
+        self.is_chunked = False  # it is sent in chunks, as it was not whole when sending it began
+        self.is_sent = False  # all of it is sent, with its end
+        self._num_sent = 0  # pieces
+        self._is_closed = False
+
+    def add(self, piece: bytes, max_bytes: int) -> None:
+        """Add a piece.
+
+        Raises:
+            Refused: the body is over its limit; the piece is not kept.
+        """
+        self.num_bytes += len(piece)
+        if self.num_bytes > max_bytes:
+            raise Refused(413, f"body: over the limit of {max_bytes} bytes")
+        if not self._is_closed:
+            self.pieces.append(piece)
+
+    def rewind(self) -> None:
+        """Begin to send the body to another instance."""
+        self.is_chunked = not self.is_whole
+        self.is_sent = False
+        self._num_sent = 0
+
+    def next_chunk(self, is_kept: bool) -> bytes:
+        """Frame what has arrived since the last call, and the body's end if it is whole.
+
+        Args:
+            is_kept: keep what is sent, so that it can be sent again.
+
+        Returns:
+            What is to be written. Nothing if the body is not chunked: `RequestHead.encode` has included it.
+        """
+        if not self.is_chunked:
+            self.is_sent = True
+            return b""
+        new = b"".join(self.pieces[self._num_sent :])
+        if is_kept:
+            self._num_sent = len(self.pieces)
+        else:
+            self.pieces.clear()
+        self.is_sent = self.is_whole
+        frame = b"%x\r\n%s\r\n" % (len(new), new) if new else b""
+        return frame + _LAST_CHUNK if self.is_whole else frame
+
+    def close(self) -> None:
+        """Drop the body: the request is over, and pieces that still arrive are only counted."""
+        self._is_closed = True
+        self.pieces.clear()
