@@ -9,17 +9,17 @@ from npu_gr import __version__
 from npu_gr.core.errors import NotFound
 from npu_gr.metrics.registry import WINDOWS_S, Metrics
 from npu_gr.metrics.slo import Counts
-from npu_gr.metrics.status import Goodput, Slow, Status, TierBytes
+from npu_gr.metrics.status import Goodput, SlowRequest, StatusReport, TierStatus
 from npu_gr.server.access_log import Journal
 from npu_gr.server.service_protocol import Door
 
 RECENT_S, NUM_SLOW = 900.0, 10
 
 
-def status(door: Door, metrics: Metrics, journal: Journal, uptime_s: float) -> Status:
+def status(door: Door, metrics: Metrics, journal: Journal, uptime_s: float) -> StatusReport:
     """Everything of this moment."""
     ready, why_not = door.is_ready()
-    return Status(
+    return StatusReport(
         name="instance",
         ready=ready,
         why_not=why_not,
@@ -28,7 +28,7 @@ def status(door: Door, metrics: Metrics, journal: Journal, uptime_s: float) -> S
         goodput=[_goodput(kind, metrics, journal, uptime_s) for kind in metrics.objectives if _asked(metrics, kind)],
         outcomes={kind: metrics.outcomes(kind) for kind in ("rank", "generate")},
         tiers=[
-            TierBytes(
+            TierStatus(
                 name=name,
                 budget=reads["budget"](),
                 entries=reads["entries"](),
@@ -38,7 +38,7 @@ def status(door: Door, metrics: Metrics, journal: Journal, uptime_s: float) -> S
         ],
         queue=metrics.queue(),
         slow=[
-            Slow(
+            SlowRequest(
                 age_s=max(time.time() - line.time_s, 0.0),
                 kind=kind,
                 request_id=line.request_id,
