@@ -49,12 +49,12 @@ async def load(url: str) -> None:
         while time.monotonic() < ends_at:
             turn += 1
             seed = turn if turn % 3 else turn % 40
-            body = {"user_id": f"u{seed}", "history": columns(events(40, seed=seed))}
+            body: dict[str, Any] = {"user_id": f"u{seed}", "history": columns(events(40, seed=seed))}
             if turn % 4:
                 async with http.post(f"{url}/v1/signal", json=body) as answer:
                     assert answer.status == 202
             await asyncio.sleep(0.005)
-            rank = {**body, "candidates": [FIRST_ID, 7]}
+            rank: dict[str, Any] = {**body, "candidates": [FIRST_ID, 7]}
             async with http.post(f"{url}/v1/rank", json=rank) as answer:
                 assert answer.status == 200
             stored = {"user_id": f"u{seed}", "events": columns(events(2, seed=seed))}
@@ -96,7 +96,11 @@ async def figures(http: aiohttp.ClientSession, url: str, expr: str) -> list[floa
 async def test_every_expression_returns_figures(tmp_path: Path) -> None:
     if shutil.which("prometheus") is None:
         pytest.skip("needs prometheus (Debian: prometheus)")
-    sections = {"generate": section(tmp_path), "service": {"selfcheck_ratio": 0.2}, "kv": {"hbm_bytes": 300_000}}
+    sections: dict[str, Any] = {
+        "generate": section(tmp_path),
+        "service": {"selfcheck_ratio": 0.2},
+        "kv": {"hbm_bytes": 300_000},
+    }
     sections["recommend"] = {"sources": {"generate": 20}}
     sections["match"] = match_section(tmp_path)
     async with serving(tmp_path, watched=False, **sections) as (client, _):
@@ -106,6 +110,7 @@ async def test_every_expression_returns_figures(tmp_path: Path) -> None:
             prometheus(tmp_path, target, free_port(), scrape_s=0.5, evaluate_s=0.5) as url,
             aiohttp.ClientSession() as http,
         ):
+            empty: set[str] = set()
             for _ in range(5):  # a scrape that was late on a busy machine leaves too few points behind
                 await load(f"http://{target}")
                 await asyncio.sleep(1.1)  # the last scrape
