@@ -1,8 +1,11 @@
-"""What is given up under overload, one step after the other, and taken back later than it was given up.
+"""Brown-out: under overload give up optional work one level after the other, and restore it more slowly.
 
-pressure = work that waits for the device, each request's part in objectives of its own kind
-up       pressure >= high for rise_s: the next step
-down     pressure <= low for fall_s: the step before; low < high and fall_s > rise_s, so it does not flap
+    pressure = sum over queued jobs of (estimated device seconds / objective seconds of the job's kind)
+
+    pressure >= high for rise_s   one level up
+    pressure <= low for fall_s    one level down; low < high and fall_s > rise_s, so the level does not flap
+
+`npu_gr.core.request.Brownout` lists the levels.
 """
 
 from __future__ import annotations
@@ -12,15 +15,14 @@ from typing import Annotated
 import msgspec
 
 from npu_gr.core.request import Brownout
-
-Positive = Annotated[float, msgspec.Meta(gt=0)]
+from npu_gr.core.settings import Positive
 
 
 class BrownoutConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """When to give up what."""
+    """When the level goes up and down, and how far."""
 
     enabled: bool = True
-    high: Positive = 1.0  # objectives' worth of work that waits for the device
+    high: Positive = 1.0  # pressure: objectives' worth of work that waits for the device
     low: Positive = 0.3
     rise_s: Positive = 0.25
     fall_s: Positive = 2.0
@@ -32,29 +34,31 @@ class BrownoutConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 
 class BrownoutControl:
-    """The step in force; ask it every few tens of milliseconds."""
+    """The level in force. Call `observe` every few tens of milliseconds."""
 
     def __init__(self, config: BrownoutConfig) -> None:
         self._config = config
         self.step = Brownout.NONE
-        self._high_since_s: float | None = None
-        self._low_since_s: float | None = None
+        self._high_from_at: float | None = None  # since when the pressure is high without a break
+        self._low_from_at: float | None = None
 
     def observe(self, pressure: float, now_at: float) -> Brownout:
-        """The step from now on."""
+        """Take a reading of the pressure and return the level from now on."""
         config = self._config
-        self._high_since_s = _since(self._high_since_s, pressure >= config.high, now_at)
-        self._low_since_s = _since(self._low_since_s, pressure <= config.low, now_at)
+        self._high_from_at = _since(self._high_from_at, pressure >= config.high, now_at)
+        self._low_from_at = _since(self._low_from_at, pressure <= config.low, now_at)
         if not config.enabled:
             return self.step
-        if self._high_since_s is not None and now_at - self._high_since_s >= config.rise_s:
-            self.step, self._high_since_s = Brownout(min(self.step + 1, config.most)), now_at
-        if self._low_since_s is not None and now_at - self._low_since_s >= config.fall_s:
-            self.step, self._low_since_s = Brownout(max(self.step - 1, 0)), now_at
+        if self._high_from_at is not None and now_at - self._high_from_at >= config.rise_s:
+            self.step = Brownout(min(self.step + 1, config.most))
+            self._high_from_at = now_at
+        if self._low_from_at is not None and now_at - self._low_from_at >= config.fall_s:
+            self.step = Brownout(max(self.step - 1, 0))
+            self._low_from_at = now_at
         return self.step
 
 
-def _since(before_s: float | None, holds: bool, now_at: float) -> float | None:
+def _since(from_at: float | None, holds: bool, now_at: float) -> float | None:
     if not holds:
         return None
-    return now_at if before_s is None else before_s
+    return now_at if from_at is None else from_at

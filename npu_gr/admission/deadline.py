@@ -1,4 +1,4 @@
-"""How long a request may take: `async with deadline(budget_s) as deadline_at`."""
+"""Bound how long a request may take: `async with deadline(budget_s) as deadline_at`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from npu_gr.core.errors import DeadlineExceeded
 
 @asynccontextmanager
 async def deadline(budget_s: float) -> AsyncIterator[float]:
-    """Bound the block's time; yields the instant (time.monotonic) at which it ends.
+    """Cancel the block when its time is over; yield the instant (time.monotonic) at which that is.
 
     Raises:
         DeadlineExceeded: the budget ran out; the block was cancelled and has unwound.

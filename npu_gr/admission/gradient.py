@@ -1,16 +1,18 @@
-"""How many requests may be served at once, found from their latency: arithmetic only, `limiter.py` enforces it.
+"""Find from latencies how many requests may be in flight at once. Arithmetic only: `limiter.py` enforces the limit.
 
-A sample is a request's latency as a multiple of its objective, so ranks and generates count alike. With r the mean
-of a window's samples and h the share of the objective that a request should take,
+A sample is a request's latency divided by its objective, so ranks and generates count alike. r is the mean of a window
+of samples; h is the share of the objective that a request should take.
 
     gradient = clamp(h / r, 1/2, 1)
     limit'   = limit + smoothing * (limit * gradient + sqrt(limit) - limit)
 
-Latency under h * objective: the limit grows by about sqrt(limit) a window, as far as it is used. Over it: the limit
-shrinks in proportion, by half of `smoothing` at most. In between it settles where latency is near h * objective.
+    r below h   the limit grows by about sqrt(limit) a window, as far as requests use it
+    r above h   the limit shrinks in proportion, at most by half of `smoothing`
 
-Source: the gradient limit of adaptive concurrency control (Netflix concurrency-limits, `style.md` 2.6), with the
-objective in the place of the latency without load, which a cascade with an SLO knows and a proxy has to guess.
+The limit settles where latencies are near h objectives.
+
+Source: the gradient limit of adaptive concurrency control (Netflix concurrency-limits). Ours divides by the objective
+instead of the latency without load: a cascade with an SLO knows the former, a proxy has to guess the latter.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ import math
 
 
 class GradientLimit:
-    """The limit. Feed it one sample a request that ended; read `limit`."""
+    """The limit in force. Feed it one sample for each request that ended; read `limit`."""
 
     def __init__(self, least: int, most: int, *, share: float = 0.7, smoothing: float = 0.2, window: int = 16) -> None:
         """Start at `most`: nothing is refused before there is a reason.
@@ -31,9 +33,18 @@ class GradientLimit:
             window: samples a step.
         """
         assert 1 <= least <= most
-        self._least, self._most, self._share, self._smoothing, self._window = least, most, share, smoothing, window
+        self._least = least
+        self._most = most
+        self._share = share
+        self._smoothing = smoothing
+        self._window = window
         self._value = float(most)
-        self._sum, self._count, self._peak = 0.0, 0, 0
+        self._start_window()
+
+    def _start_window(self) -> None:
+        self._sum = 0.0  # of samples
+        self._count = 0
+        self._peak = 0  # most requests in flight
 
     @property
     def limit(self) -> int:
@@ -41,20 +52,22 @@ class GradientLimit:
         return int(self._value)
 
     def observe(self, of_objective: float, inflight: int) -> None:
-        """A request ended.
+        """Record a request that ended.
 
         Args:
             of_objective: its latency over its objective.
             inflight: requests being served when it ended, itself included.
         """
-        self._sum, self._count = self._sum + of_objective, self._count + 1
+        self._sum += of_objective
+        self._count += 1
         self._peak = max(self._peak, inflight)
         if self._count < self._window:
             return
-        mean, peak = self._sum / self._count, self._peak
-        self._sum, self._count, self._peak = 0.0, 0, 0
+        mean = self._sum / self._count
+        peak = self._peak
+        self._start_window()
         gradient = min(1.0, max(0.5, self._share / max(mean, 1e-9)))
-        # from what is really used: a limit far above it says nothing about the load that it would allow
+        # shrink from what is really used: a limit far above it says nothing about the load that it would allow
         value = self._value if gradient == 1.0 else min(self._value, max(2.0 * peak, self._least))
         if gradient == 1.0 and peak < value / 2:
             return

@@ -1,4 +1,4 @@
-"""Who may enter: a bound on the requests being served at once, tighter for what matters less."""
+"""Bound the requests in flight; kinds that matter less may fill a smaller share of the bound."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from npu_gr.core.kinds import Priority
 
 
 class Expected(NamedTuple):
-    """What is expected of a request when it comes."""
+    """What a request is forecast to do."""
 
     objective_s: float
-    wait_s: float  # for the device
-    gate: Gate  # of its kind
+    wait_s: float  # seconds that it will wait for the device
+    gate: Gate  # of its kind; it learns how the request ended
 
 
 class Limiter:
-    """At most `limit` admitted at a time; the next is refused at once, never queued.
+    """Admit at most `limit` requests at a time; refuse the next at once, queue none.
 
     Invariant: `inflight` equals the number of open `admit()` blocks.
     """
@@ -30,21 +30,30 @@ class Limiter:
     def __init__(
         self, limit: int, adaptive: GradientLimit | None = None, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """`limit` stays as it is; `adaptive` may bring it down."""
-        self._most, self._adaptive, self._clock = limit, adaptive, clock
+        """Nothing is in flight yet.
+
+        Args:
+            limit: requests at once.
+            adaptive: lowers that limit by latency; None = nothing does.
+            clock: seconds that never go back.
+        """
+        self._most = limit
+        self._adaptive = adaptive
+        self._clock = clock
         self.inflight = 0
 
-    def become(self, limit: int, adaptive: GradientLimit | None) -> None:
-        """Other bounds from now on; who is in stays in."""
-        self._most, self._adaptive = limit, adaptive
+    def reconfigure(self, limit: int, adaptive: GradientLimit | None) -> None:
+        """Apply other bounds from now on; admitted requests stay admitted."""
+        self._most = limit
+        self._adaptive = adaptive
 
     @property
     def limit(self) -> int:
-        """In force now."""
+        """The limit in force now."""
         return self._most if self._adaptive is None else min(self._most, self._adaptive.limit)
 
     def check(self, priority: Priority = Priority.RANK) -> None:
-        """Refuse early what `admit` would refuse; costs nothing, so it can come before a body is read.
+        """Refuse early what `admit` would refuse for want of a slot; cheap, so it can come before a body is read.
 
         Raises:
             Overloaded: the priority's share of the limit is taken.
@@ -55,14 +64,14 @@ class Limiter:
 
     @contextmanager
     def admit(self, priority: Priority = Priority.RANK, expected: Expected | None = None) -> Iterator[None]:
-        """Hold one of the slots; the adaptive limit and the gate learn from how the block ends.
+        """Hold a slot while the block runs; the adaptive limit and the gate learn from how the block ends.
 
         Args:
-            priority: whose share it may fill.
-            expected: of the block; None = nothing is learnt from it.
+            priority: its share of the limit bounds the request.
+            expected: the forecast; None = nothing is learnt from the block.
 
         Raises:
-            Overloaded: the priority's share of the limit is taken, or it would hardly be done in time.
+            Overloaded: the priority's share of the limit is taken, or the request would probably miss its objective.
         """
         self.check(priority)
         if expected is not None and self._adaptive is not None:
@@ -73,12 +82,13 @@ class Limiter:
             yield
             self._learn(expected, self._clock() - began_at)
         except DeadlineExceeded:
-            # it would have taken longer than this, which says nothing of one that had less time than the objective
+            # the request would have taken longer than its budget; that teaches something only if the budget was
+            # at least the objective
             if expected is not None and self._clock() - began_at >= expected.objective_s:
                 self._learn(expected, self._clock() - began_at)
             raise
         except Overloaded:
-            if self._adaptive is not None and expected is not None:  # the gate learns nothing: it took no time
+            if self._adaptive is not None and expected is not None:  # the gate learns nothing: no work was done
                 self._adaptive.observe(REFUSED, self.inflight)
             raise
         finally:
@@ -90,4 +100,4 @@ class Limiter:
             expected.gate.learn(expected.wait_s, took_s)
 
 
-REFUSED = 2.0  # objectives that a request counts for which a full queue further in has refused
+REFUSED = 2.0  # when the device queue rejects an admitted request, feed the limit a latency of 2 x the objective

@@ -25,7 +25,7 @@ from npu_gr.bench.line import Line, percentiles
 from npu_gr.bench.relay_rig import Arm, Rig, Served, Shape, measure_idle
 from npu_gr.core.request import I64, Events, HistoryRef, ModelInfo, Outcome, RecommendAnswer, RecommendRequest, UserKey
 from npu_gr.engine.rank_engine import Pass
-from npu_gr.jobs.rank import Ranking, RankingConfig
+from npu_gr.jobs.ranking import Ranking, RankingConfig
 from npu_gr.jobs.recommend import Asked, Cascade, RecommendConfig, Sized, Source
 from npu_gr.metrics.registry import Metrics
 from npu_gr.service.config import SLOConfig

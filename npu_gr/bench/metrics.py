@@ -24,7 +24,7 @@ from npu_gr.core.request import HistoryReport, Outcome, RankAnswer, Reason, User
 from npu_gr.metrics.registry import Metrics
 from npu_gr.metrics.trace import CURRENT, begin
 from npu_gr.model.hstu import HSTU, Past, Segment
-from npu_gr.server.access_log import Journal
+from npu_gr.server.access_log import AccessLog, EndedRequest
 from npu_gr.server.access_log import log as request_log
 from npu_gr.server.config import ServerConfig
 from npu_gr.service.config import SLOConfig
@@ -48,9 +48,8 @@ ANSWER = RankAnswer(
 def lines(seed: int, budget_s: float) -> Iterator[Line]:
     """Two lines a shape: counts with exemplars, and with the trace context and the log line as well."""
     registry = CollectorRegistry()
-    metrics, journal = Metrics(registry, SLOConfig().objectives()), Journal(ServerConfig())
+    metrics, access_log = Metrics(registry, SLOConfig().objectives()), AccessLog(ServerConfig())
     user = UserKey("", "u")
-    facts = {"request_id": "r" * 32, "method": "POST", "route": "/v1/rank", "status": 200, "duration_s": 3e-3}
 
     def count() -> None:
         metrics.in_flight.inc()
@@ -66,7 +65,18 @@ def lines(seed: int, budget_s: float) -> Iterator[Line]:
         trace = begin(None)
         CURRENT.set(trace)
         count()
-        journal.write("rank", trace, facts, ANSWER, user)
+        ended = EndedRequest(
+            kind="rank",
+            trace=trace,
+            request_id="r" * 32,
+            method="POST",
+            route="/v1/rank",
+            status=200,
+            duration_s=3e-3,
+            user=user,
+            answer=ANSWER,
+        )
+        access_log.write(ended)
 
     with _logged_to_memory():
         CURRENT.set(begin(None))

@@ -17,9 +17,9 @@ import numpy.typing as npt
 
 from npu_gr.bench.line import Line, percentiles, timed_in_turn
 from npu_gr.core.request import RankRequest
+from npu_gr.server.codec.media import JSON, MSGPACK, decode
+from npu_gr.server.codec.rank import RankBody, parse
 from npu_gr.server.config import ServerConfig
-from npu_gr.server.translate import rank_request
-from npu_gr.server.wire import JSON, MSGPACK, RankBody, decode
 
 LENGTHS, CANDIDATES = (1024, 16_384), 500
 RAW_16K_MS = 0.2  # what 16 k tokens may take in the raw form
@@ -57,7 +57,7 @@ def lines(seed: int, budget_s: float) -> Iterator[Line]:
         (lists, media) = forms.pop("JSON lists")
 
         def read(body: bytes, media: str) -> RankRequest:
-            return rank_request(decode(body, media, RankBody), config)
+            return parse(decode(body, media, RankBody), config)
 
         want = read(lists, media)
         for name, (body, kind) in forms.items():

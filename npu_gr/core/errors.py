@@ -28,7 +28,7 @@ from __future__ import annotations
 
 
 class NpuGrError(Exception):
-    """Root of the tree. `status` is the HTTP status; `title` the stable, human-readable kind."""
+    """The root of the tree. `status` is the HTTP status; `title` names the class of error, and does not change."""
 
     status = 500
     title = "internal error"
@@ -61,7 +61,8 @@ class CatalogueError(DataError):
 class RequestError(NpuGrError):
     """The caller's fault: the message names the field and the limit."""
 
-    status, title = 400, "bad request"
+    status = 400
+    title = "bad request"
 
 
 class BadRequest(RequestError):
@@ -71,47 +72,54 @@ class BadRequest(RequestError):
 class Unauthorized(RequestError):
     """No API key, or one that is not in the key file."""
 
-    status, title = 401, "unauthorized"
+    status = 401
+    title = "unauthorized"
 
 
 class NotFound(RequestError):
     """No such route, model or model version."""
 
-    status, title = 404, "not found"
+    status = 404
+    title = "not found"
 
 
 class UnknownPrefix(RequestError):
     """A delta names a prefix that this instance does not know: send the whole history."""
 
-    status, title = 409, "unknown prefix"
+    status = 409
+    title = "unknown prefix"
 
 
 class TooLarge(RequestError):
     """The body or one of its lists is over its limit."""
 
-    status, title = 413, "too large"
+    status = 413
+    title = "too large"
 
 
 class UnsupportedMedia(RequestError):
     """Neither JSON nor msgpack."""
 
-    status, title = 415, "unsupported media type"
+    status = 415
+    title = "unsupported media type"
 
 
 class Unprocessable(RequestError):
     """Well-formed, but a value is out of range."""
 
-    status, title = 422, "unprocessable request"
+    status = 422
+    title = "unprocessable request"
 
 
 class ColdUser(Unprocessable):
-    """Nothing of the user's history is known, so there is nothing to retrieve from."""
+    """The catalogue knows no item of the user's history, so there is nothing to retrieve from."""
 
 
 class Overloaded(NpuGrError):
     """Admission said no. `retry_after_s` goes into the Retry-After header."""
 
-    status, title = 429, "overloaded"
+    status = 429
+    title = "overloaded"
 
     def __init__(self, message: str, retry_after_s: float = 1.0) -> None:
         super().__init__(message)
@@ -121,27 +129,30 @@ class Overloaded(NpuGrError):
 class Unavailable(NpuGrError):
     """Starting, draining, or a store that the request needs is down."""
 
-    status, title = 503, "unavailable"
+    status = 503
+    title = "unavailable"
 
 
 class NotTaken(Unavailable):
-    """This instance starts, drains or has failed, and has begun nothing: another one may take the request."""
+    """This instance starts, drains or has failed. It has not begun the request, so another one may take it."""
 
 
 class DeadlineExceeded(NpuGrError):
     """The caller's budget ran out; every lease and slot is already released."""
 
-    status, title = 504, "deadline exceeded"
+    status = 504
+    title = "deadline exceeded"
 
 
 class ResourceError(NpuGrError):
     """A device or memory tier could not do its part."""
 
-    status, title = 503, "resource error"
+    status = 503
+    title = "resource error"
 
 
 class PoolExhausted(ResourceError):
-    """Not enough free or expired pages; nothing was evicted. The rank goes on without prefix KV."""
+    """The pool has too few free or expired pages; nothing was evicted. The rank goes on without prefix KV."""
 
 
 class StaleEntry(ResourceError):

@@ -30,7 +30,6 @@ from npu_gr.core.request import (
     Request,
     SignalAnswer,
     SignalRequest,
-    Verdict,
 )
 
 Q = TypeVar("Q", bound=Request)
@@ -38,7 +37,7 @@ A = TypeVar("A", bound=Answer)
 
 
 class Priority(Enum):
-    """Which requests matter more; the value is the share of the in-flight limit that they may fill."""
+    """The importance of a kind; the value is the share of the in-flight limit that its requests may fill."""
 
     RANK = 1.0  # the cascade waits for it
     GENERATE = 0.9  # retrieval has other sources
@@ -46,7 +45,7 @@ class Priority(Enum):
 
 
 class Routing(StrEnum):
-    """How the router places a request, and whether it may send it a second time."""
+    """The router's treatment of a kind: how it places a request, and whether it may send the request again."""
 
     SIGNAL = "signal"  # by user; chooses the instance; sent again only if no instance has begun it
     FOLLOW = "follow"  # by user, to the instance that the signal chose; sent again if the first instance fails
@@ -55,7 +54,7 @@ class Routing(StrEnum):
 
 
 class Scored(StrEnum):
-    """What the scores in an answer belong to."""
+    """The objects that the scores in an answer belong to."""
 
     CANDIDATES = "candidates"  # one score a task for each candidate of the request
     ITEMS = "items"  # one score for each item that the answer chose
@@ -80,6 +79,7 @@ class Kind(Generic[Q, A]):
     priority: Priority
     routing: Routing
     uses_device: bool  # it waits for the device, so admission forecasts its wait
+    must_finish: bool = False  # never refused for load and never cut short by a deadline
     needs_ready: bool = False  # an instance that starts or drains refuses it at once
     scored: Scored = Scored.NOTHING
     takes_delta: bool = False  # its history may be a delta on a known prefix
@@ -110,8 +110,6 @@ SIGNAL: Kind[SignalRequest, SignalAnswer] = Kind(
     needs_ready=True,
     takes_delta=True,
     stages=("history", "decide"),
-    label="verdict",
-    labels=tuple(verdict.value for verdict in Verdict),
 )
 RANK: Kind[RankRequest, RankAnswer] = Kind(
     name="rank",
@@ -210,6 +208,7 @@ ERASE: Kind[EraseRequest, EraseAnswer] = Kind(
     priority=Priority.RANK,
     routing=Routing.EVERYWHERE,
     uses_device=False,
+    must_finish=True,  # half an erasure is none
     is_recorded=False,  # a log must not gain a line about a user because the user asked to be forgotten
     stages=("store", "tiers"),
 )

@@ -1,4 +1,4 @@
-"""What a process sets once, before torch loads: how it waits and how it keeps memory.
+"""Set up a process once, before torch loads: how threads wait, and how the heap keeps memory.
 
 glibc maps every block above 32 MiB anew and gives it back: each large temporary of torch then pays again for its page
 faults, which cost more than the arithmetic: 34 MB of log_softmax take 20 ms, from the heap 9. After a few rounds the
@@ -12,7 +12,8 @@ import ctypes
 import os
 
 # of mallopt(3)
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+_M_TRIM_THRESHOLD = -1
+_M_MMAP_THRESHOLD = -3
 _MOST = 1 << 30  # bytes
 
 

@@ -1,4 +1,4 @@
-"""The nouns that cross folders: who asks, with which behaviours, for what, and what the answer says."""
+"""Requests and answers of every kind, and the nouns in them: users, behaviours, verdicts, outcomes."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ F32 = npt.NDArray[np.float32]
 
 
 class UserKey(NamedTuple):
-    """One user of one tenant. Never logged, never a metric label."""
+    """A user of a tenant. Never logged, never a metric label."""
 
     tenant: str
     user: str
 
 
 class Request(Protocol):
-    """What every request has."""
+    """The part that every request has."""
 
     @property
     def user(self) -> UserKey:
-        """Whom it is about."""
+        """The user that the request is about."""
         ...
 
 
 class Answer(Protocol):
-    """What every answer has: the parts that metrics and the access log read, whatever the kind."""
+    """The parts that every answer has: metrics and the access log read them, whatever the kind."""
 
     @property
     def stages_s(self) -> Mapping[str, float]:
@@ -42,17 +42,17 @@ class Answer(Protocol):
 
     @property
     def label_value(self) -> str:
-        """What this answer was, among `Kind.labels`; "" where its kind has none."""
+        """The value of the kind's own label, one of `Kind.labels`; "" if the kind has none."""
         ...
 
     def log_fields(self) -> dict[str, Any]:
-        """What the access log says of it: names of JSON fields, values that JSON has. None = not said."""
+        """Return the fields that the access log writes about this answer; a field of value None is left out."""
         ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Events:
-    """Behaviours, oldest first, in the caller's own item ids. n = number of events."""
+    """Behaviours, oldest first, with the caller's own item ids. n = number of events."""
 
     items: I64  # [n] external item ids
     actions: I16  # [n] action ids as the model's config names them
@@ -77,16 +77,16 @@ class Events:
 
     @classmethod
     def make(cls, items: npt.ArrayLike, actions: npt.ArrayLike, timestamps: npt.ArrayLike) -> Events:
-        """From anything numpy reads as three integer rows of the same length; copies, so no odd strides stay."""
+        """Copy three integer rows of the same length into arrays; numpy must be able to read them."""
         return cls(np.array(items, np.int64), np.array(actions, np.int16), np.array(timestamps, np.int64))
 
     @classmethod
     def empty(cls) -> Events:
-        """No behaviours."""
+        """Make a history without behaviours."""
         return cls.make([], [], [])
 
     def fingerprint(self) -> str:
-        """32 hex digits over every event (xxh3-128): equal histories and no others have equal ones."""
+        """Hash every event into 32 hex digits (xxh3-128): histories are equal if and only if theirs are."""
         digest = xxhash.xxh3_128(len(self).to_bytes(8, "little"))
         for row in (self.items, self.actions, self.timestamps):
             digest.update(np.ascontiguousarray(row).data)
@@ -95,25 +95,28 @@ class Events:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class HistoryRef:
-    """Where a request's behaviours come from.
+    """How a request names its history.
 
-    events given, base absent: the whole history. Both given: `events` follow the prefix that `base` names.
-    Neither: the history store has it.
+    events  base
+    given   absent   `events` are the whole history
+    given   given    `events` continue the prefix that `base` names
+    absent  given    the prefix that `base` names is the whole history
+    absent  absent   the history store has it
     """
 
     events: Events | None = None
-    base: str | None = None  # a fingerprint that an earlier answer gave
+    base: str | None = None  # the fingerprint in an earlier answer
 
 
 class Verdict(StrEnum):
-    """What the trigger says to a signal; the value of the `verdict` metric label."""
+    """The trigger's decision about a signal; the value of the `verdict` metric label."""
 
     PREINFER = "preinfer"
-    RELOAD = "reload"  # the DRAM tier has it; it comes back instead of being computed
+    RELOAD = "reload"  # the DRAM tier has the prefix, and copying it back pays
     ALREADY_RESIDENT = "already_resident"
     ALREADY_RUNNING = "already_running"
-    EXTEND = "extend"  # only the behaviours since the resident prefix are encoded
-    SKIP_NOT_AT_RISK = "skip_not_at_risk"  # would meet the budget anyway
+    EXTEND = "extend"  # a beginning is resident; only the later behaviours are encoded
+    SKIP_NOT_AT_RISK = "skip_not_at_risk"  # the rank would meet its budget without a prefill
     SKIP_FOOTPRINT = "skip_footprint"  # no bytes left to reserve
     SKIP_LOAD = "skip_load"  # too many pre-infers in flight
     SKIP_RATE = "skip_rate"  # more pre-infers a second than the instance sustains
@@ -121,17 +124,17 @@ class Verdict(StrEnum):
 
 
 class Brownout(IntEnum):
-    """What is given up under overload, each step with all before it."""
+    """Levels of brown-out; each level gives up its own work and that of the levels before it."""
 
     NONE = 0
     NO_DRAM = 1  # no reloads, no spills
     NO_RELAY = 2  # no pre-infers; what is resident is still used
-    TRUNCATE = 3  # ranks without a prefix read the newest part of their history
-    REJECT = 4  # signals and generates are refused, ranks as the limit allows
+    TRUNCATE = 3  # ranks without a prefix read only the newest part of their history
+    REJECT = 4  # refuse the kinds that matter less than what the instance is there for
 
 
 class Outcome(StrEnum):
-    """How a rank got its prefix KV; the value of the `outcome` metric label."""
+    """Where a rank or generate found its prefix KV; the value of the `outcome` metric label."""
 
     HBM_HIT = "hbm_hit"
     JOINED = "joined"
@@ -141,12 +144,12 @@ class Outcome(StrEnum):
 
 
 class Reason(StrEnum):
-    """Why a rank was not an HBM hit. `NONE` for a hit."""
+    """The reason why a rank or generate was not an HBM hit; `NONE` for a hit."""
 
     NONE = ""
-    COMPUTE = "compute"  # joined a pre-infer, or went on from where it was
+    COMPUTE = "compute"  # joined a prefill, or adopted it and computed the rest
     RELOAD = "reload"  # joined a reload
-    NOT_BEGUN = "not_begun"  # its pre-infer still waited for the device
+    NOT_BEGUN = "not_begun"  # its prefill still waited for the device
     NO_SIGNAL = "no_signal"
     NOT_AT_RISK = "not_at_risk"
     REJECTED_FOOTPRINT = "rejected_footprint"
@@ -158,19 +161,19 @@ class Reason(StrEnum):
     FINGERPRINT_MISMATCH = "fingerprint_mismatch"
     EXPIRED = "expired"
     PRODUCER_FAILED = "producer_failed"
-    READ_FAILED = "read_failed"  # the device failed with the prefix and did without
+    READ_FAILED = "read_failed"  # the device failed while it read the prefix; the rank was repeated without
     DISABLED = "disabled"
     BROWNOUT = "brownout"  # given up under overload
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SignalRequest:
-    """Pre-infer this user's prefix while retrieval still runs."""
+    """Prefill this user's prefix while retrieval still runs."""
 
     user: UserKey
     history: HistoryRef
-    num_candidates: int | None = None  # that the rank will bring, for the trigger; None = the config's guess
-    model_version: str | None = None  # None = the one being served
+    num_candidates: int | None = None  # the rank will bring this many; None = as configured
+    model_version: str | None = None  # None = the current one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -187,17 +190,17 @@ class RankRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HistoryReport:
-    """What was made of the behaviours that came in."""
+    """How the behaviours of a request were read."""
 
     fingerprint: str  # of the whole history as the model reads it; the `base` of a later delta
     num_tokens: int  # that the model read
-    cut_tokens: int = 0  # oldest ones dropped by the length rule
-    unknown_items: int = 0  # events left out because the catalogue lacks their item
+    cut_tokens: int = 0  # oldest tokens that the window has no room for
+    unknown_items: int = 0  # events left out because the model lacks their item
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SignalAnswer:
-    """What was decided about the pre-infer; the work itself may still be running."""
+    """The decision about a prefill; the prefill itself may still be running."""
 
     verdict: Verdict
     model_version: str
@@ -208,11 +211,9 @@ class SignalAnswer:
 
     @property
     def label_value(self) -> str:
-        """The verdict."""
         return self.verdict.value
 
     def log_fields(self) -> dict[str, Any]:
-        """See `Answer`."""
         return {
             "model_version": self.model_version,
             "history_tokens": self.history.num_tokens,
@@ -237,11 +238,9 @@ class RankAnswer:
 
     @property
     def label_value(self) -> str:
-        """The outcome."""
         return self.outcome.value
 
     def log_fields(self) -> dict[str, Any]:
-        """See `Answer`."""
         return {
             "model_version": self.model_version,
             "history_tokens": self.history.num_tokens,
@@ -287,11 +286,9 @@ class GenerateAnswer:
 
     @property
     def label_value(self) -> str:
-        """The outcome."""
         return self.outcome.value
 
     def log_fields(self) -> dict[str, Any]:
-        """See `Answer`."""
         return {
             "model_version": self.model_version,
             "history_tokens": self.history.num_tokens,
@@ -304,11 +301,11 @@ class GenerateAnswer:
 
 
 class StageResult(StrEnum):
-    """How a stage of a cascade ended; the value of the `result` metric label."""
+    """The end of a stage of a cascade; the value of the `result` metric label."""
 
     OK = "ok"
     EMPTY = "empty"  # it ran and found nothing
-    COLD = "cold"  # it knows nothing of the user
+    COLD = "cold"  # the source knows nothing of the user
     OVERLOADED = "overloaded"
     OUT_OF_TIME = "out_of_time"
     FAILED = "failed"
@@ -316,18 +313,18 @@ class StageResult(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageReport:
-    """One stage of one cascade. Stages of retrieval run side by side, the others after them."""
+    """A stage of a cascade. Stages of retrieval run side by side, the others after them."""
 
     stage: str  # generate | match | popular | hook | rank
     result: StageResult
-    began_s: float  # after the cascade began
+    began_s: float  # seconds after the cascade began
     took_s: float
-    num_items: int  # that it answered
+    num_items: int  # that the stage answered
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RecommendRequest:
-    """What to show this user: retrieval and ranking in one."""
+    """Retrieve and rank items for this user, in one call."""
 
     user: UserKey
     history: HistoryRef
@@ -359,16 +356,15 @@ class RecommendAnswer:
 
     @property
     def degraded(self) -> tuple[str, ...]:
-        """Stages that did not do their part."""
+        """The stages that did not do their part."""
         return tuple(report.stage for report in self.stages if report.result is not StageResult.OK)
 
     @property
     def label_value(self) -> str:
-        """Whether a stage did not do its part."""
+        """Return "true" if a stage did not do its part."""
         return str(bool(self.degraded)).lower()
 
     def log_fields(self) -> dict[str, Any]:
-        """See `Answer`."""
         degraded = [f"{r.stage} {r.result.value}" for r in self.stages if r.result is not StageResult.OK]
         return {
             "model_version": self.model_version,
@@ -385,7 +381,7 @@ class RecommendAnswer:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class NewItem:
-    """An item that the catalogue is to have."""
+    """An item to add to the catalogue."""
 
     item_id: int
     sid: tuple[int, ...]
@@ -395,7 +391,7 @@ class NewItem:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class CatalogueChange:
-    """What a new version has, unlike the one that is served; in this order."""
+    """Changes that make a new version of the catalogue; applied in this order."""
 
     add: tuple[NewItem, ...] = ()
     withdraw: I64 | None = None  # [n] external ids
@@ -403,22 +399,22 @@ class CatalogueChange:
 
 
 class Basis(StrEnum):
-    """What a match's answer rests on; the value of the `basis` metric label."""
+    """The vector that a match searched with; the value of the `basis` metric label."""
 
     TARGET = "target"  # the user's target vector
-    FOLDED = "folded"  # target history that is newer than the training: a vector made from it
+    FOLDED = "folded"  # a vector folded in from target history that is newer than the training
     SOURCE = "source"  # no target history: the source vector
-    POPULARITY = "popularity"  # neither
+    POPULARITY = "popularity"  # no vector: the most popular items
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class MatchRequest:
     """The best items for this user by vectors trained across domains."""
 
-    user: UserKey  # by its name alone: vectors know no tenants
+    user: UserKey  # found by its name alone: vectors know no tenants
     history: HistoryRef = field(default_factory=HistoryRef)  # of the target domain; without a base
     num_items: int
-    exclude_seen: bool = True  # without the items of the history, and those that the user had when trained
+    exclude_seen: bool = True  # leave out the items of the history, and of the training data
     allow_items: I64 | None = None  # [n] external ids; None = all
     deny_items: I64 | None = None
     vectors_version: str | None = None
@@ -426,7 +422,7 @@ class MatchRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class MatchAnswer:
-    """Items, best first, and what they rest on. n = items."""
+    """Items, best first, and the basis of their scores. n = items."""
 
     vectors_version: str
     basis: Basis
@@ -437,11 +433,9 @@ class MatchAnswer:
 
     @property
     def label_value(self) -> str:
-        """The basis."""
         return self.basis.value
 
     def log_fields(self) -> dict[str, Any]:
-        """See `Answer`."""
         return {
             "vectors_version": self.vectors_version,
             "basis": self.basis.value,
@@ -459,18 +453,16 @@ class EventsRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EventsAnswer:
-    """What the history store holds now."""
+    """The number of behaviours in the history store."""
 
     num_events: int  # of the user
     stages_s: dict[str, float] = field(default_factory=dict)
 
     @property
     def label_value(self) -> str:
-        """Appended events do not differ."""
         return ""
 
     def log_fields(self) -> dict[str, Any]:
-        """See `Answer`."""
         return {"num_events": self.num_events}
 
 
@@ -483,17 +475,15 @@ class EraseRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EraseAnswer:
-    """Nothing of the user is left."""
+    """The confirmation that nothing of the user is left."""
 
     stages_s: dict[str, float] = field(default_factory=dict)
 
     @property
     def label_value(self) -> str:
-        """Erasures do not differ."""
         return ""
 
     def log_fields(self) -> dict[str, Any]:
-        """See `Answer`."""
         return {}
 
 
@@ -522,7 +512,7 @@ class CatalogueInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelInfo:
-    """What is being served."""
+    """A model in service, or one that drains."""
 
     name: str
     version: str

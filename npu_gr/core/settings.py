@@ -31,7 +31,7 @@ class _StrictLoader(yaml.SafeLoader):
     """YAML without silent repetition."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        """As SafeLoader, but a repeated key is an error."""
+        """Build a mapping; a repeated key is an error."""
         seen: set[Any] = set()
         for key_node, _ in node.value:
             key = self.construct_object(key_node, deep=True)

@@ -1,206 +1,42 @@
-"""The `generate` job of a service: its model, its catalogue, its relay. `service.py` brings the request this far.
-
-    prompt -> lease its KV (as a rank does) -> one job: encode what is missing, search -> items
-
-A request pins one version of the generator and one of the catalogue from its prompt to its items.
-"""
+"""The `generate` job: read the history, search with the version of the generator that the request names."""
 
 from __future__ import annotations
 
-import asyncio
 import time
-from collections.abc import Callable
-from typing import Annotated
 
-import msgspec
-
-from npu_gr.catalogue.versions import Snapshot
-from npu_gr.core.errors import ColdUser, NotFound, Unprocessable
-from npu_gr.core.request import (
-    I64,
-    GenerateAnswer,
-    GenerateRequest,
-    HistoryReport,
-    ModelInfo,
-    UserKey,
-    Verdict,
-)
-from npu_gr.engine.beam_search import SearchOptions
-from npu_gr.engine.generate_engine import GenerateEngine, Prompt, Work, make_prompt
-from npu_gr.jobs.in_use import Use
-from npu_gr.jobs.served_catalogue import ServedCatalogue
-from npu_gr.relay.relay import Relay
-
-Count = Annotated[int, msgspec.Meta(ge=1)]
-Bytes = Annotated[int, msgspec.Meta(ge=0)]
+from npu_gr.core.request import GenerateAnswer, GenerateRequest
+from npu_gr.jobs.base import Call
+from npu_gr.jobs.histories import Histories
+from npu_gr.jobs.versions import Versions
+from npu_gr.metrics.registry import Metrics
 
 
-class GenerateConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What generates, from what, how wide."""
+class GenerateJob:
+    """Generates, each by the version of the generator that its request names."""
 
-    checkpoint: str  # Hugging Face folder of a Qwen3 or Qwen2 model
-    catalogue: str  # .jsonl, .parquet or .bin: items and their semantic IDs
-    codes: tuple[Count, ...]  # of each level of a semantic ID
-    first_token: Annotated[int, msgspec.Meta(ge=0)] = 0  # token of the first level's code 0; the levels stand in a row
-    max_beams: Annotated[int, msgspec.Meta(ge=1, le=1024)] = 512
-    beam_width: Count = 128  # of a request that names none
-    max_prompt_tokens: Count = 1024  # of a longer history the newest items
-    cut_step_items: Count = 32  # its start moves in steps of so many
-    hbm_bytes: Bytes = 268_435_456
-    dram_bytes: Bytes = 0
-    filter_cache_bytes: Bytes = 268_435_456  # masks of attribute queries, a byte an item and an edge each
-
-    @property
-    def items(self) -> tuple[str, tuple[int, ...], int]:
-        """What decides which items are found, and by which tokens."""
-        return self.catalogue, self.codes, self.first_token
-
-    def __post_init__(self) -> None:
-        if not self.codes:
-            raise ValueError("codes: needs at least one level")
-        if self.beam_width > self.max_beams:
-            raise ValueError(f"beam_width: {self.beam_width} is over max_beams {self.max_beams}")
-        if self.max_prompt_tokens < len(self.codes):
-            raise ValueError(f"max_prompt_tokens: {self.max_prompt_tokens} has no room for one item")
-
-
-class Generation:
-    """One version of a generator behind a service. Event loop only."""
-
-    def __init__(
-        self,
-        config: GenerateConfig,
-        name: str,
-        version: str,
-        engine: GenerateEngine,
-        relay: Relay[Prompt],
-        items: ServedCatalogue,
-    ) -> None:
-        self.config, self.name, self.version = config, name, version
-        self.engine, self.relay, self.items = engine, relay, items
-        self._max_prompt_tokens = longest_prompt(config, engine)
-        self.use = Use()
-        self.on_search: Callable[[int], None] = lambda _width: None
-
-    @property
-    def max_events(self) -> int:
-        """Newest behaviours that a prompt has room for."""
-        return self._max_prompt_tokens // len(self.config.codes)
-
-    @property
-    def model(self) -> ModelInfo:
-        """What is being served."""
-        return ModelInfo(
-            name=self.name,
-            version=self.version,
-            tasks=("generate",),
-            actions=(),
-            num_items=self.items.info().num_items,
-            max_history_tokens=self._max_prompt_tokens,
-            device=self.engine.backend.name,
-            dtype=self.engine.arena.layout.dtype,
-            kernels=self.engine.backend.kernels,
-            ops=self.engine.backend.ops,
-        )
-
-    async def stop(self) -> None:
-        """End background work."""
-        await self.relay.stop()
-
-    # ---- requests
-
-    async def signal(self, user: UserKey, item_ids: I64) -> Verdict:
-        """Pre-infer the prompt of a history, if the trigger wants it."""
-        with self.items.pin() as (snapshot, _):
-            return self.relay.signal(user, await self._prompt(snapshot, item_ids))
-
-    async def _prompt(self, snapshot: Snapshot, item_ids: I64) -> Prompt:
-        """In a thread: a thousand look-ups in a catalogue of millions take milliseconds."""
-        return await asyncio.to_thread(
-            make_prompt, snapshot.trie, item_ids, self._max_prompt_tokens, self.config.cut_step_items
-        )
-
-    async def generate(
-        self, request: GenerateRequest, item_ids: I64, fingerprint: str, deadline_at: float, history_s: float
-    ) -> GenerateAnswer:
-        """The best items after a history.
+    def __init__(self, versions: Versions, histories: Histories, metrics: Metrics) -> None:
+        """Serve generates.
 
         Args:
-            request: what is asked.
-            item_ids: [n] items of the history, oldest first.
-            fingerprint: of the history, for the answer.
-            deadline_at: instant (time.monotonic) by which the answer must be there.
-            history_s: what reading the history took.
-
-        Raises:
-            Unprocessable: the beam is over the limit, or a filter makes no sense.
-            ColdUser: no item of the history is in the catalogue.
-            NotFound: another version of the catalogue is asked for than is served.
+            versions: of the generator.
+            histories: where behaviours come from.
+            metrics: where answers are counted.
         """
-        began_at = time.monotonic()
-        width = request.beam_width or max(self.config.beam_width, min(request.num_items, self.config.max_beams))
-        if width > self.config.max_beams:
-            raise Unprocessable(f"beam_width: {width}, the limit is {self.config.max_beams}")
-        self.on_search(width)
-        with self.items.pin() as (snapshot, tables):
-            if request.catalogue_version not in (None, snapshot.version):
-                raise NotFound(
-                    f"catalogue_version: {request.catalogue_version!r} is not served; {snapshot.version!r} is"
-                )
-            prompt = await self._prompt(snapshot, item_ids)
-            if not len(prompt):
-                raise ColdUser(f"history: none of its {len(item_ids)} items is in the catalogue")
-            options = SearchOptions(width=width, normalise=request.normalise, temperature=request.temperature)
-            wanted = snapshot, request.allow_items, request.deny_items, request.attributes
-            allow = await asyncio.to_thread(self.items.filters.of, *wanted)
-            async with self.relay.lease(request.user, prompt, width, deadline_at) as lease:
-                lease_s = time.monotonic() - began_at
-                if lease.first_token:
-                    one = snapshot.trie.num_levels  # item, at least
-                    prompt = prompt.newest(max(one, len(prompt) - lease.first_token), one)
-                work = Work(
-                    trie=snapshot.trie,
-                    tables=tables,
-                    prompt=prompt,
-                    options=options,
-                    num_items=request.num_items,
-                    allow=allow,
-                    cached=lease.cached,
-                    keep=lease.keep,
-                )
-                done = await self.engine.generate(work, deadline_at, began_at)
-        return GenerateAnswer(
-            model_version=self.version,
-            catalogue_version=snapshot.version,
-            outcome=lease.outcome,
-            reason=lease.reason,
-            status=done.value.status.value,
-            item_ids=done.value.item_ids,
-            sids=done.value.sids,
-            scores=done.value.scores,
-            history=HistoryReport(
-                fingerprint=fingerprint,
-                num_tokens=len(prompt),
-                cut_tokens=prompt.cut_items * snapshot.trie.num_levels,
-                unknown_items=prompt.unknown_items,
-            ),
-            prefix_tokens=lease.cached.num_tokens if lease.cached else 0,
-            stages_s={"history": history_s, "lease": lease_s, "queue": done.queue_s, "device": done.device_s},
-        )
+        self._versions = versions
+        self._histories = histories
+        self._metrics = metrics
 
+    async def run(self, request: GenerateRequest, call: Call) -> GenerateAnswer:
+        """Read the history, search, and keep the version in use meanwhile."""
+        generation = self._versions.generator(request.model_version)
+        with generation.use:
+            events, _ = await self._histories.read(request.user, request.history, self._versions.max_events)
+            fingerprint = events.fingerprint()
+            self._histories.remember(request.user, request.history, fingerprint, events)
+            history_s = time.monotonic() - call.arrived_at
+            answer = await generation.generate(request, events.items, fingerprint, call, history_s)
+        self._metrics.generate.answered(answer)
+        return answer
 
-WARM_UP_TOKENS, WARM_UP_BEAMS = (48, 240, 960), (16, 128)
-
-
-def longest_prompt(config: GenerateConfig, engine: GenerateEngine) -> int:
-    """Tokens: what is configured, as far as the model reads."""
-    return min(config.max_prompt_tokens, engine.generator.max_prompt_tokens)
-
-
-async def warm_up(config: GenerateConfig, engine: GenerateEngine, items: ServedCatalogue) -> None:
-    """Run every shape, which fits the cost model; nothing without items."""
-    with items.pin() as (snapshot, tables):
-        if snapshot.trie.num_items:
-            lengths = sorted({min(longest_prompt(config, engine), n) for n in WARM_UP_TOKENS})
-            widths = sorted({min(config.max_beams, width) for width in WARM_UP_BEAMS})
-            await engine.warm_up(snapshot.trie, tables, lengths, widths)
+    async def stop(self) -> None:
+        """Do nothing: the versions stop their own work."""

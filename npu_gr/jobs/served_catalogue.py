@@ -1,6 +1,6 @@
-"""The items that a generator finds: a file's versions, as it changes, with their tables on the device.
+"""The catalogue that a generator finds items in: versions of a file, and their tables on the device.
 
-Two versions of a generator that name the same file and codes share one.
+Two versions of a generator that name the same file and codes share one served catalogue.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from npu_gr.engine.scheduler import Scheduler
 
 
 class ServedCatalogue:
-    """Empty until `reload`. Event loop only."""
+    """Versions of one catalogue file; empty until `reload`. Event loop only."""
 
     def __init__(
         self,
@@ -38,26 +38,30 @@ class ServedCatalogue:
 
         Args:
             path: .jsonl, .parquet or .bin: items and their semantic IDs.
-            codes: of each level of a semantic ID.
-            first_token: token of the first level's code 0; the levels stand in a row.
+            codes: number of codes of each level of a semantic ID.
+            first_token: token of the first level's code 0; the other levels follow.
             filter_cache_bytes: for the masks of attribute queries.
-            scheduler, device: which upload the tables, and where.
+            scheduler: uploads the tables.
+            device: where the tables go.
         """
-        self._path, self._codes, self._first_token = path, codes, first_token
-        self._scheduler, self._device = scheduler, device
+        self._path = path
+        self._codes = codes
+        self._first_token = first_token
+        self._scheduler = scheduler
+        self._device = device
         self._catalogue = Catalogue()
         self.filters = FilterCache(filter_cache_bytes)
-        self._tables: dict[str, Tables] = {}  # by content: of the version served and of the one kept
+        self._tables: dict[str, Tables] = {}  # content -> tables, of the version in service and of the one kept
         self._publishing = asyncio.Lock()
 
     @contextmanager
     def pin(self) -> Iterator[tuple[Snapshot, Tables]]:
-        """The version of now and its tables, kept while the block runs."""
+        """Keep the version in service, and its tables, while the block runs."""
         with self._catalogue.pin() as snapshot:
             yield snapshot, self._tables[snapshot.content]
 
     async def reload(self) -> CatalogueInfo:
-        """Read the file again and serve it; requests in progress keep theirs.
+        """Read the file again and serve it; requests in progress keep their version.
 
         Raises:
             DataError: names the file, the record and the reason; the version served before still is.
@@ -65,7 +69,7 @@ class ServedCatalogue:
         return await self._publish(self._read)
 
     async def update(self, change: CatalogueChange) -> CatalogueInfo:
-        """Serve a version with items added, withdrawn and restored; the file stays as it is, and a reload reads it.
+        """Serve a version with items added, withdrawn and restored. The file does not change, so a reload undoes this.
 
         Raises:
             DataError: names the item and the reason; the version served before still is.
@@ -107,13 +111,13 @@ class ServedCatalogue:
         """Serve the version before.
 
         Raises:
-            CatalogueError: there is none.
+            CatalogueError: no earlier version is kept.
         """
         self._catalogue.rollback()
         return self.info()
 
     def info(self) -> CatalogueInfo:
-        """What is served."""
+        """Describe the version in service."""
         status = self._catalogue.status()
         return CatalogueInfo(
             version=status.version,
@@ -124,6 +128,6 @@ class ServedCatalogue:
         )
 
     def num_paths(self) -> tuple[int, ...]:
-        """Semantic-ID paths of 1, 2, ... codes that the served version has."""
+        """Count the semantic-ID paths of 1, 2, ... codes in the version in service."""
         with self._catalogue.pin() as snapshot:
             return tuple(len(level) for level in snapshot.trie.token)

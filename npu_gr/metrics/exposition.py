@@ -40,5 +40,6 @@ async def expose(metrics: Metrics, accept: str) -> tuple[bytes, str]:
     for family in metrics.registry.collect():
         parts.append(encode(_OneFamily(family)).removesuffix(_EOF))
         await asyncio.sleep(0)
-    parts.append(await asyncio.to_thread(encode, metrics.process))  # reads /proc; brings the end mark of OpenMetrics
+    # in a thread, because it reads /proc; it brings the end mark of OpenMetrics
+    parts.append(await asyncio.to_thread(encode, metrics.process.collector))
     return b"".join(parts), content_type

@@ -24,7 +24,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Annotated, Literal, Self
+from typing import IO, Annotated, Any, Literal, Self, cast
 
 import msgspec
 import xxhash
@@ -32,7 +32,8 @@ import xxhash
 from npu_gr.core.errors import ConfigError, NotFound
 from npu_gr.core.request import (
     I64,
-    Events,
+    EventsAnswer,
+    EventsRequest,
     GenerateAnswer,
     GenerateRequest,
     MatchAnswer,
@@ -112,23 +113,23 @@ class RecordStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Seen:
-    """One request and what became of it."""
+class RecordedRequest:
+    """One request and its answer, or the status of its error."""
 
-    kind: Kind
+    kind: str  # a name of `KINDS`
     arrived_at: float  # epoch
     took_s: float
     budget_s: float
     user: UserKey
     status: int
-    request: Request | None = None
-    events: Events | None = None  # of kind "events"
-    answer: Answer | None = None
+    request: Any  # of the kind's type
+    answer: Any = None
 
     @property
     def num_bytes(self) -> int:
         """About what it holds while it is queued."""
-        history = self.events if self.request is None else self.request.history.events
+        request = self.request
+        history = request.events if isinstance(request, EventsRequest) else request.history.events
         total = RECORD_BYTES + 18 * (0 if history is None else len(history))
         if isinstance(self.request, RankRequest):
             total += 8 * len(self.request.candidates)
@@ -161,7 +162,7 @@ class Recorder:
                 left.rename(left.with_suffix(""))
         except OSError as error:
             raise ConfigError(f"record.folder: {config.folder}: {error.strerror}") from error
-        self._queue: deque[tuple[int, Seen]] = deque()
+        self._queue: deque[tuple[int, RecordedRequest]] = deque()
         self._offered_bytes = self._taken_bytes = 0  # each is written by one thread only
         self._num = {"written": 0, "dropped": 0, "failed": 0}
         self._wake, self._stopping = threading.Event(), False
@@ -205,7 +206,7 @@ class Recorder:
         name = f"{user.tenant}\0{user.user}".encode(errors="surrogatepass")
         return xxhash.xxh3_64_intdigest(name, seed=1) >> 32 < self._threshold
 
-    def offer(self, seen: Seen) -> None:
+    def offer(self, seen: RecordedRequest) -> None:
         """Queue a record, or drop it."""
         num_bytes = seen.num_bytes
         if self._offered_bytes - self._taken_bytes + num_bytes > self._config.max_queue_bytes:
@@ -261,7 +262,7 @@ class Recorder:
             log.error("recording: %s", error)
             file.abandon()
 
-    def _encode(self, seen: Seen) -> bytes:
+    def _encode(self, seen: RecordedRequest) -> bytes:
         return msgspec.json.encode(record_of(seen, self._key, self._config.scores)) + b"\n"
 
     def _files(self) -> list[Path]:
@@ -321,9 +322,12 @@ class _File:
         self._open = None
 
 
-def record_of(seen: Seen, key: bytes | None, keep_scores: bool) -> Record:
+def record_of(seen: RecordedRequest, key: bytes | None, keep_scores: bool) -> Record:
     """The log's record of a request. With a key, user and tenant are 32 hex digits of HMAC-SHA256."""
-    request, answer, user = seen.request, seen.answer, seen.user
+    appended = seen.request.events if isinstance(seen.request, EventsRequest) else None
+    request = None if isinstance(seen.request, EventsRequest) else seen.request
+    answer = None if isinstance(seen.answer, EventsAnswer) else seen.answer
+    user = seen.user
     history = None if request is None or request.history.events is None else LoggedHistory.of(request.history.events)
     logged = LoggedAnswer(status=seen.status, latency_ms=round(seen.took_s * 1e3, 4))
     if isinstance(answer, MatchAnswer):
@@ -350,7 +354,7 @@ def record_of(seen: Seen, key: bytes | None, keep_scores: bool) -> Record:
     shown_at = rank.timestamp if rank else recommend.timestamp if recommend else None
     return Record(
         ts=seen.arrived_at,
-        kind=seen.kind,
+        kind=cast("Kind", seen.kind),
         user_id=_hashed(key, "user", *user) if key else user.user,
         tenant=_hashed(key, "tenant", user.tenant) if key and user.tenant else user.tenant,
         history=history,
@@ -363,7 +367,7 @@ def record_of(seen: Seen, key: bytes | None, keep_scores: bool) -> Record:
         generate=_generate(request) if isinstance(request, GenerateRequest) else None,
         match=_match(request) if isinstance(request, MatchRequest) else None,
         recommend=_recommend(recommend) if recommend else None,
-        events=None if seen.events is None else LoggedHistory.of(seen.events),
+        events=None if appended is None else LoggedHistory.of(appended),
         answer=logged,
     )
 

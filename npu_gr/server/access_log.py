@@ -1,6 +1,6 @@
-"""One canonical JSON line for each request; the newest ones are kept for the status page.
+"""The access log: one JSON line a request. The newest lines are kept for the status page.
 
-No user, no history, no key: a user appears as a keyed hash, and only where a key is configured.
+A line holds no user, no history and no API key. A user appears as a keyed hash, and only where a key is configured.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import logging
 import sys
 import time
 from collections import deque
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,19 +18,35 @@ import msgspec
 import numpy as np
 
 from npu_gr.core.errors import ConfigError
-from npu_gr.core.request import GenerateAnswer, RankAnswer, RecommendAnswer, SignalAnswer, UserKey
+from npu_gr.core.request import Answer, UserKey
 from npu_gr.metrics.trace import Trace
 from npu_gr.server.config import ServerConfig
 
 log = logging.getLogger("npu_gr.request")
 
-Answer = RankAnswer | GenerateAnswer | RecommendAnswer | SignalAnswer
 NEWEST = 1024  # requests kept for the status page
 _encode = msgspec.json.Encoder().encode
 
 
-class Line(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The line's fields, in this order; those that do not apply are left out."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EndedRequest:
+    """An HTTP request at its end."""
+
+    kind: str | None  # a name of `KINDS`; None: the route belongs to no kind
+    trace: Trace
+    request_id: str
+    method: str
+    route: str  # pattern of the path
+    status: int
+    duration_s: float
+    error: str | None = None  # title of the error that it ended with
+    user: UserKey | None = None  # None: it names none, or was refused before its body was read
+    answer: Answer | None = None  # of the service; None: there was none
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AccessLine:
+    """One line of the log: fields that every request has, then those that its answer adds."""
 
     time_s: float  # unix, when the request ended
     request_id: str
@@ -39,65 +56,75 @@ class Line(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     route: str
     status: int
     duration_s: float
-    user: str | None = None  # keyed hash
-    error: str | None = None
-    verdict: str | None = None
-    generate_verdict: str | None = None
-    outcome: str | None = None
-    reason: str | None = None
-    model_version: str | None = None
-    catalogue_version: str | None = None
-    history_tokens: int | None = None
-    prefix_tokens: int | None = None
-    num_items: int | None = None  # scored, generated or recommended
-    num_candidates: int | None = None  # of a recommend
-    degraded: list[str] = []  # stages of a recommend that did not do their part: "generate out_of_time"
-    stages_s: dict[str, float] = {}
+    user: str | None  # keyed hash
+    error: str | None
+    answer_fields: dict[str, Any]  # what `Answer.log_fields` says
+    stages_s: dict[str, float]
+
+    def __str__(self) -> str:
+        """Write the JSON, in the order above. Fields that are None, and empty stages, are left out."""
+        line = {name: value for name in _FIXED if (value := getattr(self, name)) is not None}
+        line |= {name: value for name, value in self.answer_fields.items() if value is not None}
+        if self.stages_s:
+            line["stages_s"] = self.stages_s
+        return _encode(line).decode()
 
 
-class Journal:
-    """Writes the lines, and remembers the newest of each kind.
+_FIXED = (
+    *("time_s", "request_id", "trace_id", "span_id", "method", "route", "status", "duration_s"),
+    *("user", "error"),
+)
+
+
+class AccessLog:
+    """Writes the lines, and remembers the newest ones that belong to a kind of request.
 
     Raises:
         ConfigError: the key file cannot be used.
     """
 
     def __init__(self, config: ServerConfig) -> None:
-        self._logs_all, self._slow_s = config.log_requests == "all", config.slow_request_s
+        self._logs_all = config.log_requests == "all"
+        self._slow_s = config.slow_request_s
         self._key = _read_key(config.log_user_key_file)
-        self._newest: deque[tuple[str, Line]] = deque(maxlen=NEWEST)  # (kind, line)
+        self._newest: deque[tuple[str, AccessLine]] = deque(maxlen=NEWEST)  # (kind, line)
 
-    def write(
-        self,
-        kind: str | None,
-        trace: Trace,
-        facts: dict[str, Any],
-        answer: Answer | None,
-        user: UserKey | None,
-    ) -> None:
-        """A request has ended. `facts`: request_id, method, route, status, duration_s, error."""
-        line = Line(
+    def write(self, ended: EndedRequest) -> None:
+        """Log a request that has ended: failed and slow ones as warnings, the others where all are logged."""
+        answer = ended.answer
+        line = AccessLine(
             time_s=round(time.time(), 3),
-            trace_id=trace.trace_id,
-            span_id=trace.span_id,
-            user=self._hashed(user),
-            **facts,
-            **_of(answer),
+            request_id=ended.request_id,
+            trace_id=ended.trace.trace_id,
+            span_id=ended.trace.span_id,
+            method=ended.method,
+            route=ended.route,
+            status=ended.status,
+            duration_s=round(ended.duration_s, 6),
+            user=self._hashed(ended.user),
+            error=ended.error,
+            answer_fields={} if answer is None else answer.log_fields(),
+            stages_s={} if answer is None else {stage: round(s, 6) for stage, s in answer.stages_s.items()},
         )
-        if kind is not None:
-            self._newest.append((kind, line))
-        notable = line.status >= 500 or line.duration_s > self._slow_s
-        if notable or self._logs_all:
-            log.log(logging.WARNING if notable else logging.INFO, "%s", _Json(line))
+        if ended.kind is not None:
+            self._newest.append((ended.kind, line))
+        is_notable = line.status >= 500 or line.duration_s > self._slow_s
+        if is_notable or self._logs_all:
+            log.log(logging.WARNING if is_notable else logging.INFO, "%s", line)  # the JSON is made by the handler
 
-    def slowest(self, count: int, within_s: float) -> list[tuple[str, Line]]:
-        """The slowest of the newest requests, slowest first."""
-        since_s = time.time() - within_s
-        recent = [pair for pair in self._newest if pair[1].time_s >= since_s]
+    def slowest(self, count: int, within_s: float) -> list[tuple[str, AccessLine]]:
+        """The slowest of the newest requests, slowest first, as (kind, line).
+
+        Args:
+            count: lines at most.
+            within_s: how long ago the requests ended at most.
+        """
+        since_at = time.time() - within_s
+        recent = [pair for pair in self._newest if pair[1].time_s >= since_at]
         return sorted(recent, key=lambda pair: -pair[1].duration_s)[:count]
 
     def percentiles_s(self, kind: str) -> tuple[float, float] | None:
-        """P50 and P99 of the newest answered ones, exact."""
+        """The exact P50 and P99 of the newest answered requests of a kind; None where there are none."""
         durations = [line.duration_s for of, line in self._newest if of == kind and line.status < 400]
         if not durations:
             return None
@@ -107,45 +134,8 @@ class Journal:
     def _hashed(self, user: UserKey | None) -> str | None:
         if user is None or self._key is None:
             return None
-        text = f"{len(user.tenant)}:{user.tenant}{user.user}".encode()
+        text = f"{len(user.tenant)}:{user.tenant}{user.user}".encode(errors="surrogatepass")
         return hashlib.blake2b(text, digest_size=8, key=self._key).hexdigest()
-
-
-class _Json:
-    """A line that becomes text when somebody writes it."""
-
-    def __init__(self, line: Line) -> None:
-        self._line = line
-
-    def __str__(self) -> str:
-        return _encode(self._line).decode()
-
-
-def _of(answer: Answer | None) -> dict[str, Any]:
-    """What an answer tells."""
-    if answer is None:
-        return {}
-    told: dict[str, Any] = {"model_version": answer.model_version, "history_tokens": answer.history.num_tokens}
-    if isinstance(answer, SignalAnswer):
-        generate = answer.generate_verdict
-        return {
-            **told,
-            "verdict": answer.verdict.value,
-            "generate_verdict": None if generate is None else generate.value,
-        }
-    told |= {
-        "outcome": answer.outcome.value if answer.outcome else None,
-        "reason": answer.reason.value or None,
-        "prefix_tokens": answer.prefix_tokens,
-        "stages_s": {stage: round(seconds, 6) for stage, seconds in answer.stages_s.items()},
-    }
-    if isinstance(answer, GenerateAnswer):
-        return {**told, "catalogue_version": answer.catalogue_version, "num_items": len(answer.item_ids)}
-    if isinstance(answer, RecommendAnswer):
-        stages = [f"{r.stage} {r.result.value}" for r in answer.stages if r.stage in answer.degraded]
-        told |= {"verdict": answer.verdict.value, "num_candidates": answer.num_candidates, "degraded": stages}
-        return {**told, "num_items": len(answer.item_ids)}
-    return {**told, "num_items": max(map(len, answer.scores.values()), default=0)}
 
 
 def _read_key(path: str | None) -> bytes | None:

@@ -1,98 +1,125 @@
-"""The one middleware: id, trace, authorisation, errors, counting and the log line of every request."""
+"""The one middleware around every handler: id, trace, authorisation, errors, counts and the access log's line."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from typing import Any
 
 from aiohttp import web
 
 from npu_gr.core.errors import NpuGrError
-from npu_gr.core.request import GenerateAnswer, RankAnswer, RecommendAnswer, UserKey
+from npu_gr.core.kinds import KINDS
+from npu_gr.core.request import Answer, UserKey
 from npu_gr.metrics.registry import Metrics
 from npu_gr.metrics.trace import CURRENT
-from npu_gr.server.access_log import Answer, Journal
+from npu_gr.server import headers
+from npu_gr.server.access_log import AccessLog, EndedRequest
 from npu_gr.server.auth import ApiKeys
-from npu_gr.server.headers import REQUEST_ID, request_id
 from npu_gr.server.problem import from_error
-from npu_gr.server.service_protocol import Door
+from npu_gr.server.service_protocol import ServiceProtocol
 from npu_gr.server.tracing import Tracing
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 ID = web.RequestKey("request_id", str)
 ARRIVED_AT = web.RequestKey("arrived_at", float)
-PARSED_AT = web.RequestKey("parsed_at", float)  # set by the handlers of the three kinds, as the next two
+# set by the handler of the kinds, as far as it comes
+PARSED_AT = web.RequestKey("parsed_at", float)
 USER = web.RequestKey("user", UserKey)
 ANSWER: web.RequestKey[Answer] = web.RequestKey("answer", object)  # type: ignore[arg-type]
 
-KINDS = {"/v1/rank": "rank", "/v1/signal": "signal", "/v1/generate": "generate", "/v1/recommend": "recommend"}
-PUBLIC = ("/", "/healthz", "/readyz", "/v2/health/live", "/v2/health/ready")
 ABANDONED = 499  # the status of a request whose caller hung up, as nginx counts them
 
 
-def around(door: Door, metrics: Metrics, keys: ApiKeys, journal: Journal, tracing: Tracing) -> Any:
-    """The middleware around every handler."""
+def middleware(
+    service: ServiceProtocol,
+    metrics: Metrics,
+    keys: ApiKeys,
+    public_paths: Collection[str],
+    access_log: AccessLog,
+    tracing: Tracing,
+) -> Any:
+    """Make the middleware.
+
+    Args:
+        service: asked whether it is ready: while it is not, answers close their connections.
+        metrics: counts every request, with its kind where the route belongs to one.
+        keys: checked for every path that is not in `public_paths`.
+        public_paths: answered without an API key.
+        access_log: gets every request at its end.
+        tracing: makes the ids, and the spans of sampled requests.
+    """
+    kinds = {(kind.method, kind.path): kind.name for kind in KINDS.values()}
 
     @web.middleware
-    async def watched(request: web.Request, handler: Handler) -> web.StreamResponse:
-        arrived_at = request[ARRIVED_AT] = time.monotonic()
-        identity = request[ID] = request_id(request.headers)
+    async def handle(request: web.Request, handler: Handler) -> web.StreamResponse:
+        arrived_at = time.monotonic()
+        request_id = headers.request_id(request.headers)
+        request[ARRIVED_AT] = arrived_at
+        request[ID] = request_id
         route = _route(request)
         trace, span = tracing.begin(f"{request.method} {route}", request.headers.get("traceparent"))
         CURRENT.set(trace)
-        metrics.in_flight.inc()
-        status, failed = ABANDONED, None
+        metrics.requests.in_flight.inc()
+        status = ABANDONED
+        error_title = None
         try:
-            if request.path not in PUBLIC:
+            if request.path not in public_paths:
                 keys.check(request.headers.get("Authorization"))
-            answer = await handler(request)
-            status = answer.status
+            response = await handler(request)
+            status = response.status
         except asyncio.CancelledError:
             raise
         except Exception as error:  # noqa: BLE001  (the one translation of errors)
-            answer = from_error(error, identity)
-            status, failed = answer.status, error
+            response = from_error(error, request_id)
+            status = response.status
+            error_title = error.title if isinstance(error, NpuGrError) else None
         finally:
-            metrics.in_flight.dec()
-            took_s = time.monotonic() - arrived_at
-            kind = KINDS.get(request.path) if request.method == "POST" else None
-            told = request.get(ANSWER)
-            served = told if isinstance(told, RankAnswer | GenerateAnswer | RecommendAnswer) else None
-            stages_s = served.stages_s if served else {}
-            metrics.request_done(kind, route, status, took_s, stages_s)
-            facts = {
-                "request_id": identity,
-                "method": request.method,
-                "route": route,
-                "status": status,
-                "duration_s": round(took_s, 6),
-                "error": failed.title if isinstance(failed, NpuGrError) else None,
-            }
-            journal.write(kind, trace, facts, told, request.get(USER))
+            metrics.requests.in_flight.dec()
+            ended = EndedRequest(
+                kind=kinds.get((request.method, route)),
+                trace=trace,
+                request_id=request_id,
+                method=request.method,
+                route=route,
+                status=status,
+                duration_s=time.monotonic() - arrived_at,
+                error=error_title,
+                user=request.get(USER),
+                answer=request.get(ANSWER),
+            )
+            stages_s = ended.answer.stages_s if ended.answer else {}
+            metrics.requests.done(ended.kind, route, status, ended.duration_s, stages_s)
+            access_log.write(ended)
             if span is not None:
-                attributes: dict[str, str | int] = {
-                    "http.request.method": request.method,
-                    "http.route": route,
-                    "http.response.status_code": status,
-                    "npu_gr.request_id": identity,
-                }
-                if served is not None:
-                    outcome = served.outcome.value if served.outcome else "none"
-                    attributes |= {"npu_gr.outcome": outcome, "npu_gr.prefix_tokens": served.prefix_tokens}
-                tracing.end(span, stages_s, arrived_at, request.get(PARSED_AT), attributes)
-        answer.headers[REQUEST_ID] = identity
-        answer.headers["traceparent"] = trace.header
-        if not door.is_ready()[0]:
-            answer.force_close()  # draining: let the balancer's connections go
-        return answer
+                tracing.end(span, stages_s, arrived_at, request.get(PARSED_AT), _span_attributes(ended))
+        response.headers[headers.REQUEST_ID] = request_id
+        response.headers["traceparent"] = trace.header
+        if not service.is_ready()[0]:
+            response.force_close()  # draining: let the balancer's connections go
+        return response
 
-    return watched
+    return handle
 
 
 def _route(request: web.Request) -> str:
-    """The path's pattern: of bounded number, and without what a caller put into it."""
+    """The pattern of the matched route: there are few of them, and none holds what a caller put into its path."""
     resource = request.match_info.route.resource
     return resource.canonical if resource else "none"
+
+
+def _span_attributes(ended: EndedRequest) -> dict[str, str | int]:
+    attributes: dict[str, str | int] = {
+        "http.request.method": ended.method,
+        "http.route": ended.route,
+        "http.response.status_code": ended.status,
+        "npu_gr.request_id": ended.request_id,
+    }
+    fields = ended.answer.log_fields() if ended.answer else {}
+    if "outcome" in fields:
+        attributes["npu_gr.outcome"] = fields["outcome"] or "none"
+    if "prefix_tokens" in fields:
+        attributes["npu_gr.prefix_tokens"] = fields["prefix_tokens"]
+    return attributes

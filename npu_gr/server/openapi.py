@@ -1,33 +1,20 @@
-"""The OpenAPI 3.1 document, made from the Structs that parse the requests."""
+"""The OpenAPI 3.1 document, made from the table of kinds and from the Structs that parse the requests."""
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import msgspec
 
 from npu_gr import __version__
+from npu_gr.core.kinds import KINDS, Kind
 from npu_gr.replay.recorder import RecordOrder, RecordStatus
-from npu_gr.server.wire import (
-    JSON,
-    MSGPACK,
-    CatalogueItemsBody,
-    CatalogueOut,
-    EventsBody,
-    EventsOut,
-    GenerateBody,
-    GenerateOut,
-    MatchBody,
-    MatchOut,
-    Problem,
-    RankBody,
-    RankOut,
-    RecommendBody,
-    RecommendOut,
-    SignalBody,
-    SignalOut,
-    VectorsOut,
-)
+from npu_gr.server.codec import CODECS
+from npu_gr.server.codec.admin import CatalogueItemsBody, CatalogueOut, VectorsOut
+from npu_gr.server.codec.base import Codec
+from npu_gr.server.codec.media import JSON, MSGPACK
+from npu_gr.server.problem import Problem
 
 _ERRORS = {
     "400": "The body or a header cannot be parsed.",
@@ -41,15 +28,21 @@ _ERRORS = {
     "503": "Starting, draining, or a dependency is down.",
     "504": "The time budget ran out.",
 }
+_OF_A_BODY = ("404", "409", "413", "415")  # errors that only a request with a body can have
+_TIME_LIMIT = {
+    "name": "X-Request-Timeout-Ms",
+    "in": "header",
+    "required": False,
+    "description": "How long the caller waits; the work is dropped after it.",
+    "schema": {"type": "integer", "minimum": 1, "maximum": 999_999_999},
+}
 
 
 def document() -> dict[str, Any]:
-    """The whole document."""
-    structs = (
-        *(SignalBody, SignalOut, RankBody, RankOut, GenerateBody, GenerateOut, MatchBody, MatchOut, VectorsOut),
-        *(RecommendBody, RecommendOut),
-        *(CatalogueItemsBody, CatalogueOut, EventsBody, EventsOut, Problem, RecordOrder, RecordStatus),
-    )
+    """Build the document."""
+    codecs = [CODECS[name] for name in KINDS]
+    structs = [struct for codec in codecs for struct in (codec.body, codec.answer) if struct is not None]
+    structs += [CatalogueItemsBody, CatalogueOut, VectorsOut, Problem, RecordOrder, RecordStatus]
     refs, components = msgspec.json.schema_components(structs, ref_template="#/components/schemas/{name}")
     schema = dict(zip(structs, refs, strict=True))
 
@@ -60,23 +53,20 @@ def document() -> dict[str, Any]:
         body = {"application/problem+json": {"schema": schema[Problem]}}
         return {code: {"description": _ERRORS[code], "content": body} for code in codes}
 
-    def post(name: str, summary: str, body: type[msgspec.Struct], status: str, out: type[msgspec.Struct]) -> Any:
-        timeout = {
-            "name": "X-Request-Timeout-Ms",
-            "in": "header",
-            "required": False,
-            "description": "How long the caller waits; the work is dropped after it.",
-            "schema": {"type": "integer", "minimum": 1, "maximum": 999_999_999},
+    def of_kind(kind: Kind[Any, Any], codec: Codec[Any, Any, Any]) -> dict[str, Any]:
+        done: dict[str, Any] = {"description": codec.done}
+        if codec.answer is not None:
+            done["content"] = content(codec.answer)
+        codes = [code for code in _ERRORS if codec.body is not None or code not in _OF_A_BODY]
+        operation: dict[str, Any] = {
+            "operationId": codec.operation or kind.name,
+            "summary": kind.summary,
+            "parameters": [_TIME_LIMIT, *codec.parameters],
+            "responses": {str(kind.status): done, **errors(*codes)},
         }
-        return {
-            "post": {
-                "operationId": name,
-                "summary": summary,
-                "parameters": [timeout],
-                "requestBody": {"required": True, "content": content(body)},
-                "responses": {status: {"description": "Done.", "content": content(out)}, **errors(*_ERRORS)},
-            }
-        }
+        if codec.body is not None:
+            operation["requestBody"] = {"required": True, "content": content(codec.body)}
+        return named({kind.method.lower(): operation}, *re.findall(r"{(\w+)}", kind.path))
 
     def get(name: str, summary: str, *codes: str, public: bool = False, media: str = JSON) -> dict[str, Any]:
         operation: dict[str, Any] = {
@@ -90,7 +80,7 @@ def document() -> dict[str, Any]:
 
     def named(paths: dict[str, Any], *names: str) -> dict[str, Any]:
         parameters = [{"name": n, "in": "path", "required": True, "schema": {"type": "string"}} for n in names]
-        return {**paths, "parameters": parameters}
+        return {**paths, "parameters": parameters} if parameters else paths
 
     def versions(out: type[msgspec.Struct], name: str, summary: str, *codes: str) -> dict[str, Any]:
         done = {"description": "Done.", "content": content(out)}
@@ -120,19 +110,13 @@ def document() -> dict[str, Any]:
     }
     model = "/v2/models/{model}"
     version = f"{model}/versions/{{version}}"
-    erase = {
-        "delete": {
-            "operationId": "eraseUser",
-            "summary": "Forget a user: behaviours, prefixes and their KV.",
-            "parameters": [
-                {
-                    "name": "tenant",
-                    "in": "query",
-                    "schema": {"type": "string", "maxLength": 128},
-                    "required": False,
-                }
-            ],
-            "responses": {"204": {"description": "Forgotten."}, **errors("401", "422", "503", "504")},
+    update_catalogue = {
+        "post": {
+            "operationId": "updateCatalogue",
+            "summary": "Add, withdraw and restore items of the version that is served, at once.",
+            "parameters": [_TIME_LIMIT],
+            "requestBody": {"required": True, "content": content(CatalogueItemsBody)},
+            "responses": {"200": {"description": "Done.", "content": content(CatalogueOut)}, **errors(*_ERRORS)},
         }
     }
     return {
@@ -140,30 +124,18 @@ def document() -> dict[str, Any]:
         "info": {"title": "npu_gr", "version": __version__, "license": {"name": "Apache-2.0"}},
         "security": [{"key": []}, {}],
         "paths": {
-            "/v1/signal": post("signal", "Pre-infer a user's prefix.", SignalBody, "202", SignalOut),
-            "/v1/rank": post("rank", "Score candidates for a user.", RankBody, "200", RankOut),
-            "/v1/generate": post("generate", "The best items after a history.", GenerateBody, "200", GenerateOut),
-            "/v1/match": post("match", "The best items for a user, by vectors.", MatchBody, "200", MatchOut),
+            **{kind.path: of_kind(kind, CODECS[kind.name]) for kind in KINDS.values()},
             "/v1/match/vectors": {"get": versions(VectorsOut, "vectors", "The vectors that are served.")},
             "/v1/match/reload": {"post": versions(VectorsOut, "reloadVectors", "Read and serve them anew.", "422")},
             "/v1/match/rollback": {"post": versions(VectorsOut, "rollbackVectors", "Serve the one before.", "422")},
-            "/v1/recommend": post("recommend", "What to show: the cascade.", RecommendBody, "200", RecommendOut),
             "/v1/catalog": {"get": versions(CatalogueOut, "catalogue", "The catalogue that is served.")},
-            "/v1/catalog/items": post(
-                "updateCatalogue",
-                "Add, withdraw and restore items of the version that is served, at once.",
-                CatalogueItemsBody,
-                "200",
-                CatalogueOut,
-            ),
+            "/v1/catalog/items": update_catalogue,
             "/v1/catalog/reload": {
                 "post": versions(CatalogueOut, "reloadCatalogue", "Read the catalogue anew and serve it.", "422")
             },
             "/v1/catalog/rollback": {
                 "post": versions(CatalogueOut, "rollbackCatalogue", "Serve the version before.", "422")
             },
-            "/v1/events": post("events", "Append behaviours of a user.", EventsBody, "200", EventsOut),
-            "/v1/users/{user_id}": named(erase, "user_id"),
             "/v1/models": get("models", "What is being served, and what still drains.", "401"),
             "/v1/models/reload": reload_models,
             "/healthz": get("live", "The process is alive.", public=True),

@@ -1,26 +1,44 @@
-"""One translation of errors to HTTP: RFC 9457 problem details, and nothing of our insides in them."""
+"""The one translation of errors to HTTP: RFC 9457 problem details, without internals such as stack traces."""
 
 from __future__ import annotations
 
 import logging
 
+import msgspec
 from aiohttp import web
 
 from npu_gr.core.errors import NotTaken, NpuGrError, Overloaded, Unauthorized
+from npu_gr.server.codec.media import JSON, encode
 from npu_gr.server.headers import NOT_TAKEN
-from npu_gr.server.wire import JSON, Problem, encode
 
 log = logging.getLogger(__name__)
 
 
+class Problem(msgspec.Struct, frozen=True, kw_only=True):
+    """RFC 9457 problem details."""
+
+    type: str
+    title: str
+    status: int
+    detail: str
+    request_id: str
+
+
 def problem(status: int, title: str, detail: str, request_id: str) -> web.Response:
-    """An answer of type application/problem+json."""
+    """Make an answer of type application/problem+json.
+
+    Args:
+        status: of HTTP.
+        title: names the kind of error, always with the same words.
+        detail: names what is wrong with this request.
+        request_id: under which the log has it.
+    """
     body = Problem(type="about:blank", title=title, status=status, detail=detail, request_id=request_id)
     return web.Response(body=encode(body, JSON), status=status, content_type="application/problem+json")
 
 
 def from_error(error: BaseException, request_id: str) -> web.Response:
-    """The answer for an exception of a handler."""
+    """Translate an exception of a handler. An exception that is not ours becomes a 500, and is logged."""
     if isinstance(error, NpuGrError):
         answer = problem(error.status, error.title, str(error), request_id)
         if isinstance(error, Overloaded):

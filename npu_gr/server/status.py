@@ -1,32 +1,43 @@
-"""What an instance says on its status page."""
+"""The data of an instance's status page: objectives, outcomes, memory tiers, queue, slowest requests."""
 
 from __future__ import annotations
 
 import time
 from contextlib import suppress
+from typing import Any
 
 from npu_gr import __version__
 from npu_gr.core.errors import NotFound
-from npu_gr.metrics.registry import WINDOWS_S, Metrics
+from npu_gr.core.kinds import KINDS, RANK, Kind
+from npu_gr.metrics.registry import Metrics
+from npu_gr.metrics.registry.requests import WINDOWS_S
 from npu_gr.metrics.slo import Counts
 from npu_gr.metrics.status import Goodput, SlowRequest, StatusReport, TierStatus
-from npu_gr.server.access_log import Journal
-from npu_gr.server.service_protocol import Door
+from npu_gr.server.access_log import AccessLine, AccessLog
+from npu_gr.server.service_protocol import ServiceProtocol
 
-RECENT_S, NUM_SLOW = 900.0, 10
+RECENT_S = 900.0  # the slowest requests are those of the last quarter of an hour
+NUM_SLOW = 10
 
 
-def status(door: Door, metrics: Metrics, journal: Journal, uptime_s: float) -> StatusReport:
-    """Everything of this moment."""
-    ready, why_not = door.is_ready()
+def status(service: ServiceProtocol, metrics: Metrics, access_log: AccessLog, uptime_s: float) -> StatusReport:
+    """Gather what the page shows at this moment.
+
+    Args:
+        service: asked whether it is ready, and for its versions.
+        metrics: the counts since the start and over the last windows.
+        access_log: has the newest requests, for exact percentiles and the slowest ones.
+        uptime_s: since the service started.
+    """
+    ready, why_not = service.is_ready()
     return StatusReport(
         name="instance",
         ready=ready,
         why_not=why_not,
         uptime_s=uptime_s,
-        versions=_versions(door),
-        goodput=[_goodput(kind, metrics, journal, uptime_s) for kind in metrics.objectives if _asked(metrics, kind)],
-        outcomes={kind: metrics.outcomes(kind) for kind in ("rank", "generate")},
+        versions=_versions(service),
+        goodput=[_goodput(name, metrics, access_log, uptime_s) for name in KINDS if _is_shown(metrics, name)],
+        outcomes=metrics.requests.outcomes(),
         tiers=[
             TierStatus(
                 name=name,
@@ -34,43 +45,49 @@ def status(door: Door, metrics: Metrics, journal: Journal, uptime_s: float) -> S
                 entries=reads["entries"](),
                 states={state: read() for state, read in reads.items() if state not in ("budget", "entries")},
             )
-            for name, reads in metrics.tiers.items()
+            for name, reads in metrics.relay.tiers.items()
         ],
-        queue=metrics.queue(),
-        slow=[
-            SlowRequest(
-                age_s=max(time.time() - line.time_s, 0.0),
-                kind=kind,
-                request_id=line.request_id,
-                trace_id=line.trace_id,
-                status=line.status,
-                duration_s=line.duration_s,
-                outcome=line.outcome or line.verdict or line.error,
-                reason=line.reason,
-                stages_s=line.stages_s,
-            )
-            for kind, line in journal.slowest(NUM_SLOW, RECENT_S)
-        ],
+        queue=dict(metrics.waiting()),
+        slow=[_slow(KINDS[name], line) for name, line in access_log.slowest(NUM_SLOW, RECENT_S)],
     )
 
 
-def _versions(door: Door) -> dict[str, str]:
-    models = door.models()
+def _slow(kind: Kind[Any, Any], line: AccessLine) -> SlowRequest:
+    """Describe one of the slowest requests: by its outcome, or else by its verdict, its kind's label or its error."""
+    fields = line.answer_fields
+    named = (fields.get(name) for name in ("outcome", "verdict", kind.label) if name)
+    return SlowRequest(
+        age_s=max(time.time() - line.time_s, 0.0),
+        kind=kind.name,
+        request_id=line.request_id,
+        trace_id=line.trace_id,
+        status=line.status,
+        duration_s=line.duration_s,
+        outcome=next((value for value in named if isinstance(value, str)), line.error),
+        reason=fields.get("reason"),
+        stages_s=line.stages_s,
+    )
+
+
+def _versions(service: ServiceProtocol) -> dict[str, str]:
+    models = service.models()
     versions = {"npu_gr": __version__} | {model.name: model.version for model in models}
     versions |= {"device": models[0].device} if models else {}
     with suppress(NotFound):  # it does not generate
-        versions["catalogue"] = door.catalogue().version
+        versions["catalogue"] = service.catalogue.info().version
     return versions
 
 
-def _asked(metrics: Metrics, kind: str) -> bool:
-    return kind == "rank" or sum(metrics.rolling[kind].total) > 0
+def _is_shown(metrics: Metrics, kind: str) -> bool:
+    """Show the kinds that were asked, and always the rank: the page of a new instance has a row."""
+    return kind == RANK.name or sum(metrics.requests.rolling[kind].total) > 0
 
 
-def _goodput(kind: str, metrics: Metrics, journal: Journal, uptime_s: float) -> Goodput:
-    objective, total = metrics.objectives[kind], metrics.rolling[kind].total
-    over = {name: metrics.over(kind, window_s) for name, window_s in WINDOWS_S.items()}
-    p50_s, p99_s = journal.percentiles_s(kind) or (None, None)
+def _goodput(kind: str, metrics: Metrics, access_log: AccessLog, uptime_s: float) -> Goodput:
+    objective = metrics.requests.objectives[kind]
+    total = metrics.requests.rolling[kind].total
+    over = {name: metrics.requests.over(kind, window_s) for name, window_s in WINDOWS_S.items()}
+    p50_s, p99_s = access_log.percentiles_s(kind) or (None, None)
     window_s = min(WINDOWS_S["5m"], max(uptime_s, 1.0))
     return Goodput(
         kind=kind,
@@ -88,5 +105,5 @@ def _goodput(kind: str, metrics: Metrics, journal: Journal, uptime_s: float) -> 
 
 
 def _in_time(counts: Counts) -> float:
-    """The share of all requests that were answered in time: an instance that refuses is no better than a slow one."""
+    """The share of all requests that were answered in time: a refused request counts as a late one."""
     return counts.good / sum(counts) if sum(counts) else 1.0

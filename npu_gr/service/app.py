@@ -1,35 +1,43 @@
-"""The composition root: builds everything once (models: `opening.py`), starts it, drains it, stops it."""
+"""The composition root: build every part once, start it, drain it, stop it. `build.py` makes the models.
+
+Start: backend -> device threads -> models (loaded, proven, warmed up) -> history store -> jobs -> service -> HTTP.
+Stop, in the other order: unready -> HTTP drained -> recorder -> jobs and models -> history store -> device threads.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, nullcontext
+from contextlib import AsyncExitStack, asynccontextmanager
 
 import torch
 from aiohttp import web
 from prometheus_client import CollectorRegistry
 
-from npu_gr.admission.brownout import BrownoutControl
+from npu_gr.admission.admission import Admission
+from npu_gr.backend.base import Backend
 from npu_gr.backend.choose import choose
 from npu_gr.core.errors import NpuGrError
+from npu_gr.core.kinds import GENERATE, RANK
 from npu_gr.engine.scheduler import Scheduler
-from npu_gr.features.store import open_store
-from npu_gr.jobs.generate import Generation
-from npu_gr.jobs.match import Matching
-from npu_gr.jobs.recommend import Cascade, Sized, Source, from_generation, from_matching
+from npu_gr.features.prefix_history_cache import KnownPrefixes
+from npu_gr.features.store import HistoryStore, open_store
+from npu_gr.jobs.histories import Histories
+from npu_gr.jobs.match import ServedVectors
+from npu_gr.jobs.versions import Versions
 from npu_gr.metrics.registry import Metrics
 from npu_gr.replay.recorder import Recorder
-from npu_gr.server.recording import RecordingDoor, add_record_routes
+from npu_gr.server.recording import RecordingService, add_record_routes
 from npu_gr.server.routes import build_web_app
 from npu_gr.server.run import on_hangup, serve
 from npu_gr.server.tracing import spans
-from npu_gr.service import config as configuration
+from npu_gr.service.admin import CatalogueOfGenerator, VectorsOfMatch
 from npu_gr.service.build import open_generation, open_ranking
-from npu_gr.service.config import Config
+from npu_gr.service.config import Config, InForce
+from npu_gr.service.job_table import Shared, build_jobs
 from npu_gr.service.reload import Reload
-from npu_gr.service.service import Service
+from npu_gr.service.service import Parts, Service
 
 log = logging.getLogger(__name__)
 
@@ -38,84 +46,90 @@ log = logging.getLogger(__name__)
 async def instance(
     config: Config, read: Callable[[], Config] | None = None
 ) -> AsyncIterator[tuple[web.Application, Service]]:
-    """A ready instance: models loaded, tiers allocated, parity tested, warmed up; stopped at the block's end.
+    """Run a ready instance while the block runs: models loaded, tiers allocated, parity tested, warmed up.
 
     Args:
         config: what it serves.
-        read: the configuration again, for a reload; None = it cannot be reloaded.
+        read: reads the configuration again, for a reload; None = the instance cannot be reloaded.
 
     Raises:
         ConfigError: a setting, a file or a device is not as configured; nothing is left running.
     """
-    backend = choose(config.backend, config.native)
-    torch.set_num_threads(config.threads)
-    scheduler = Scheduler(config.scheduler, backend.stream)
+    settings = InForce(config)
     metrics = Metrics(CollectorRegistry(), config.slo.objectives())
-    metrics.backend_ops(backend.ops)
-    backend.on_fallback = metrics.op_fell_back
-    scheduler.start()
-    try:
-        ranking = generation = None
-        if config.checkpoint is not None:
-            ranking = (await open_ranking(config, backend, scheduler, metrics))()
-        if config.generate is not None:
-            generation = (await open_generation(config, backend, scheduler, metrics))()
-        matching = None if config.match is None else Matching(config.match, scheduler, backend)
+    async with AsyncExitStack() as stack:
+        backend = open_backend(config, metrics)
+        scheduler = Scheduler(config.scheduler, backend.stream)
+        scheduler.start()
+        stack.push_async_callback(scheduler.stop)
+        versions = await open_models(config, backend, scheduler, metrics)
+        stack.push_async_callback(versions.stop)
         store = await open_store(config.features)
-        try:
-            table = configuration.to_table(config)
-            control = BrownoutControl(config.brownout)
-            cascade = build_cascade(config, lambda: service.generation, matching, metrics)
-            service = Service(
-                config.service,
-                scheduler,
-                ranking,
-                generation,
-                store,
-                metrics,
-                table,
-                config.slo,
-                control,
-                matching,
-                cascade,
+        if store is not None:
+            stack.push_async_callback(store.close)
+        shared = Shared(
+            config=config,
+            versions=versions,
+            histories=_histories(config, store),
+            vectors=None if config.match is None else ServedVectors(config.match, backend),
+            scheduler=scheduler,
+            metrics=metrics,
+        )
+        jobs = await build_jobs(shared)
+        admission = Admission(
+            config.service,
+            config.brownout,
+            config.slo.objective_s,
+            scheduler,
+            first=RANK if versions.rankers is not None else GENERATE,
+        )
+        service = Service(
+            Parts(
+                settings=settings,
+                admission=admission,
+                scheduler=scheduler,
+                jobs=jobs,
+                versions=versions,
+                histories=shared.histories,
+                catalogue=CatalogueOfGenerator(versions),
+                vectors=VectorsOfMatch(shared.vectors),
+                metrics=metrics,
             )
-            del ranking, generation  # the service's alone: a replaced one must not be held here
-            observe(metrics, config, scheduler)
-            if read is not None:
-                service.on_reload = Reload(
-                    service,
-                    config,
-                    read,
-                    lambda new, old: open_ranking(new, backend, scheduler, metrics, old),
-                    lambda new, old: open_generation(new, backend, scheduler, metrics, old),
-                )
-            if config.generate is not None:
-                metrics.observe_catalogue(service.catalogue, lambda: service.generation.items.num_paths())
-            if matching is not None:
-                matching.on_pass = metrics.match_pass_done
-                await matching.start()
-            metrics.build_info(service.versions.models()[0])
-            service.set_ready()
-            try:
-                recording = Recorder(config.record, metrics.recorded) if config.record else nullcontext()
-                with recording as recorder, spans(config.server) as tracing:
-                    door = RecordingDoor(service, recorder) if recorder else service
-                    app = build_web_app(door, config.server, metrics, tracing)
-                    add_record_routes(app, recorder)
-                    async with service.watched():
-                        yield app, service
-            finally:
-                service.set_ready("stopping")
-                await service.stop()
-        finally:
-            if store is not None:
-                await store.close()
-    finally:
-        await scheduler.stop()
+        )
+        stack.push_async_callback(service.stop)
+        observe(metrics, settings, scheduler, service)
+        if read is not None:
+            service.on_reload = Reload(
+                settings=settings,
+                versions=versions,
+                admission=admission,
+                histories=shared.histories,
+                read=read,
+                open_ranking=lambda new, old: open_ranking(new, backend, scheduler, metrics, old),
+                open_generation=lambda new, old: open_generation(new, backend, scheduler, metrics, old),
+            )
+        service.set_ready()
+        stack.callback(service.set_ready, "stopping")
+        recorder = stack.enter_context(Recorder(config.record, metrics.process.recorded)) if config.record else None
+        tracing = stack.enter_context(spans(config.server))
+        served = RecordingService(service, recorder) if recorder else service
+        app = build_web_app(served, config.server, metrics, tracing)
+        add_record_routes(app, recorder)
+        await stack.enter_async_context(service.watched())
+        yield app, service
 
 
 async def run(config: Config, ready: asyncio.Event | None = None, read: Callable[[], Config] | None = None) -> None:
-    """Serve until SIGTERM, then drain and stop; SIGHUP reloads, see `instance`."""
+    """Serve until SIGTERM, then drain and stop; SIGHUP reloads the configuration.
+
+    Args:
+        config: what is served.
+        ready: set once requests are accepted.
+        read: see `instance`.
+
+    Raises:
+        ConfigError: see `instance`.
+    """
     async with instance(config, read) as (app, service):
 
         async def drain() -> None:
@@ -125,46 +139,84 @@ async def run(config: Config, ready: asyncio.Event | None = None, read: Callable
             try:
                 await service.reload_models()
             except NpuGrError as error:
-                log.error("%s; the one before goes on", error)
+                log.error("%s; the configuration before goes on", error)
 
         with on_hangup(reload):
             await serve(app, config.server, on_drain=drain, ready=ready)
 
 
-def build_cascade(
-    config: Config, generation: Callable[[], Generation], matching: Matching | None, metrics: Metrics
-) -> Cascade | None:
-    """The configured sources before the ranker; None without a section `recommend`.
+def open_backend(config: Config, metrics: Metrics) -> Backend:
+    """Choose the backend by its configured name, and report what runs its operators.
 
     Raises:
-        ConfigError: its hook or its list of popular items cannot be used.
+        ConfigError: the backend cannot be loaded here.
     """
-    if config.recommend is None:
-        return None
-    made: dict[str, Source] = {}
+    backend = choose(config.backend, config.native)
+    torch.set_num_threads(config.threads)
+    metrics.engine.ops_chosen(backend.ops)
+    backend.on_fallback = metrics.engine.fell_back
+    return backend
+
+
+async def open_models(config: Config, backend: Backend, scheduler: Scheduler, metrics: Metrics) -> Versions:
+    """Load, prove and warm up the configured models.
+
+    Args:
+        config: names them.
+        backend, scheduler: run them; the scheduler runs already.
+        metrics: where they count.
+
+    Raises:
+        ConfigError: a model cannot be served as configured. DeviceError: it failed the parity self-test.
+    """
+    ranking = generation = None
+    if config.checkpoint is not None:
+        ranking = (await open_ranking(config, backend, scheduler, metrics)).activate()
     if config.generate is not None:
-        made["generate"] = from_generation(generation, metrics)
-    if matching is not None:
-        made["match"] = from_matching(matching, metrics)
-    sources = {str(name): Sized(made[name], size) for name, size in config.recommend.sources.items()}
-    return Cascade(config.recommend, sources, metrics)
+        generation = (await open_generation(config, backend, scheduler, metrics)).activate()
+    versions = Versions(ranking, generation, metrics.process.runs)
+    metrics.process.runs(versions.models()[0])
+    return versions
 
 
-def observe(metrics: Metrics, config: Config, scheduler: Scheduler) -> None:
-    """Connect what changes by itself to the metrics; nothing below `app` knows them but the service."""
-    scheduler.on_batch, scheduler.on_worked = metrics.batch_done, metrics.device_worked
-    metrics.observe_queue(lambda: scheduler.depth)
-    metrics.t_life(config.relay.t_life_s)
-    metrics.limits(
+def _histories(config: Config, store: HistoryStore | None) -> Histories:
+    cache = KnownPrefixes(config.service.known_prefix_bytes)
+    return Histories(store, cache, config.service.cut_step_tokens)
+
+
+def observe(metrics: Metrics, settings: InForce, scheduler: Scheduler, service: Service) -> None:
+    """Connect what changes by itself to the metrics; every gauge reads the setting in force when it is scraped.
+
+    Args:
+        metrics: of the instance.
+        settings: in force.
+        scheduler, service: what is observed.
+    """
+    scheduler.on_batch = metrics.engine.batch_done
+    scheduler.on_worked = metrics.engine.worked
+    metrics.engine.observe_queue(lambda: scheduler.depth)
+    metrics.relay.observe_t_life(lambda: settings.config.relay.t_life_s)
+    metrics.process.observe_limits(
         {
-            "inflight_requests": config.service.max_inflight,
-            "queue_jobs": config.scheduler.max_queue,
-            "streams": config.scheduler.streams,
-            "batch_requests": config.scheduler.max_batch_requests,
-            "batch_tokens": config.scheduler.max_batch_tokens,
-            "batch_rows": config.scheduler.max_batch_rows,
-            "candidates": config.server.max_candidates,
-            "inflight_prefills": config.trigger.max_inflight,
-            "budget_s": config.server.max_budget_s,
+            "inflight_requests": lambda: settings.config.service.max_inflight,
+            "queue_jobs": lambda: settings.config.scheduler.max_queue,
+            "streams": lambda: settings.config.scheduler.streams,
+            "batch_requests": lambda: settings.config.scheduler.max_batch_requests,
+            "batch_tokens": lambda: settings.config.scheduler.max_batch_tokens,
+            "batch_rows": lambda: settings.config.scheduler.max_batch_rows,
+            "candidates": lambda: settings.config.server.max_candidates,
+            "inflight_prefills": lambda: settings.config.trigger.max_inflight,
+            "budget_s": lambda: settings.config.server.max_budget_s,
         }
     )
+    versions = service.versions
+    if versions.rankers is not None:
+        metrics.process.observe_limits({"history_tokens": lambda: versions.ranker().max_events})
+    if versions.generators is not None:
+        metrics.process.observe_limits(
+            {
+                "prompt_tokens": lambda: versions.generator().config.max_prompt_tokens,
+                "beams": lambda: versions.generator().config.max_beams,
+            }
+        )
+        metrics.generate.observe_catalogue(service.catalogue.info, service.catalogue.num_paths)

@@ -1,7 +1,7 @@
-"""Models made ready to serve: loaded, placed, proven, warmed up, with their pages; at the start, and beside others.
+"""Make models ready to serve: load, place, prove, warm up, allocate pages; at the start, or beside a serving model.
 
-A model that is opened beside one that serves shares its pages. It takes them over when the result is called, with
-nothing that fails or waits between that and its first request.
+A model that is opened beside a serving one shares the pages of that one. `Prepared.activate` takes the pages over;
+nothing fails or waits between that and the model's first request.
 """
 
 from __future__ import annotations
@@ -11,9 +11,10 @@ import logging
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, overload
+from typing import Any, Generic, TypeVar, overload
 
 import numpy as np
 import torch
@@ -22,13 +23,14 @@ from npu_gr.backend.base import Backend
 from npu_gr.catalogue.items import ItemVocabulary
 from npu_gr.catalogue.tokens import Tokens, tokenize
 from npu_gr.core.errors import ConfigError, DataError, PoolExhausted
+from npu_gr.core.kinds import GENERATE, RANK
 from npu_gr.core.request import Events, ModelInfo, UserKey
 from npu_gr.engine.generate_engine import GenerateEngine, Generator, layout_of
 from npu_gr.engine.rank_engine import Engine, PageJobs
 from npu_gr.engine.scheduler import Done, Scheduler
 from npu_gr.engine.selftest import parity
-from npu_gr.jobs.generate import GenerateConfig, Generation, warm_up
-from npu_gr.jobs.rank import Ranking
+from npu_gr.jobs.generation import GenerateConfig, Generation, warm_up
+from npu_gr.jobs.ranking import Ranking
 from npu_gr.jobs.served_catalogue import ServedCatalogue
 from npu_gr.kv.arena import KVArena
 from npu_gr.kv.dram_store import DramEntry, DramStore
@@ -47,14 +49,23 @@ from npu_gr.service.config import Config
 
 log = logging.getLogger(__name__)
 
+M = TypeVar("M", Ranking, Generation)
+
 SELF_TEST_TOKENS = 256
-RESERVE_S = 30.0  # that a self-test waits for pages while others are served
+RESERVE_S = 30.0  # a self-test beside a serving model waits this long for free pages
 WARM_UP_LENGTHS = (16, 128, 512, 1024)
 WARM_UP_CANDIDATES = (8, 128)
 
 
 def kv_layout(shape: HSTUConfig, config: Config, checkpoint: Checkpoint, backend: Backend) -> KVLayout:
-    """How prefix KV of this model lies in a page."""
+    """Lay out the prefix KV of a ranker in pages.
+
+    Args:
+        shape: of the model.
+        config: page size and dtype.
+        checkpoint: whose dtype is the default.
+        backend: arranges the elements of a page as its kernels read them.
+    """
     dtype = config.kv.dtype or str(checkpoint.model.dtype).removeprefix("torch.")
     return KVLayout(
         num_layers=shape.num_layers,
@@ -67,21 +78,28 @@ def kv_layout(shape: HSTUConfig, config: Config, checkpoint: Checkpoint, backend
     )
 
 
+@dataclass(frozen=True, slots=True)
+class Prepared(Generic[M]):
+    """A model that is ready to serve. `activate` makes it take over its pages and returns it; that cannot fail."""
+
+    activate: Callable[[], M]
+
+
 async def open_ranking(
     config: Config, backend: Backend, scheduler: Scheduler, metrics: Metrics, beside: Ranking | None = None
-) -> Callable[[], Ranking]:
-    """The ranker of the configured checkpoint, proven and warmed up; calling the result makes it take over its pages.
+) -> Prepared[Ranking]:
+    """Load, prove and warm up the ranker of the configured checkpoint.
 
     Args:
         config, backend, scheduler, metrics: of the instance; the scheduler runs.
-        beside: the one that serves now, whose pages are shared; it is the answer where the version is the same.
+        beside: the ranker that serves now, whose pages are shared. It is the result if the version is the same.
 
     Raises:
         ConfigError: it cannot be served as configured. DeviceError: it failed the parity self-test.
     """
     checkpoint = await asyncio.to_thread(_placed, config, backend)
     if beside is not None and checkpoint.version == beside.version:
-        return lambda: beside
+        return Prepared(lambda: beside)
     shape = checkpoint.model.config
     layout = kv_layout(shape, config, checkpoint, backend)
     if beside is None:
@@ -99,7 +117,7 @@ async def open_ranking(
     await _prove(engine, vocabulary, pool, dram if config.relay.enabled else None, checkpoint.version, config)
     if beside is not None:
         engine.copy_bytes_per_s = beside.engine.copy_bytes_per_s
-    engine.objective_s = config.slo.objective_s("rank")
+    engine.objective_s = config.slo.objective_s(RANK.name)
     model = ModelInfo(
         name=checkpoint.name,
         version=checkpoint.version,
@@ -113,19 +131,18 @@ async def open_ranking(
         ops=backend.ops,
     )
 
-    def take_over() -> Ranking:
+    def activate() -> Ranking:
         calibration = _calibration(config, model.version, backend)
         trigger = config.trigger_with_budget()
         relay = Relay(config.relay, trigger, engine, pool, dram, model.version, calibration=calibration)
-        observe_relay(metrics, "rank", engine, pool, dram, relay)
-        metrics.limits({"history_tokens": config.service.max_history_tokens or model.max_history_tokens})
+        observe_relay(metrics, RANK.name, engine, pool, dram, relay)
         return Ranking(config.service, model, vocabulary, engine, relay, metrics)
 
-    return take_over
+    return Prepared(activate)
 
 
 def describe(backend: Backend) -> str:
-    """A device and its kernels, in a word."""
+    """Name a device and its kernels."""
     return f"{backend.name} {backend.kernels}".strip()
 
 
@@ -133,7 +150,7 @@ def _calibration(config: Config, version: str, backend: Backend) -> Calibration 
     found = config.calibration
     if found is not None and (found.version, found.device) != (version, describe(backend)):
         log.warning(
-            "the calibration is of %s on %s, this is %s on %s: not used; run npu-gr calibrate",
+            "ignored the calibration: it is of %s on %s, this is %s on %s; run npu-gr calibrate",
             *(found.version, found.device, version, describe(backend)),
         )
         return None
@@ -141,7 +158,7 @@ def _calibration(config: Config, version: str, backend: Backend) -> Calibration 
 
 
 def _placed(config: Config, backend: Backend) -> Checkpoint:
-    """The configured checkpoint in its dtype, on its device, with side features folded in."""
+    """Load the checkpoint in the configured dtype onto the device, with side features folded into the items."""
     assert config.checkpoint is not None
     checkpoint = load_checkpoint(Path(config.checkpoint))
     if config.relay.enabled and (reasons := inexact_fields(checkpoint.model.config)):
@@ -155,10 +172,13 @@ def _placed(config: Config, backend: Backend) -> Checkpoint:
 
 async def open_generation(
     config: Config, backend: Backend, scheduler: Scheduler, metrics: Metrics, beside: Generation | None = None
-) -> Callable[[], Generation]:
-    """The generator of the configured section, warmed up over its catalogue; for the rest as `open_ranking`.
+) -> Prepared[Generation]:
+    """Load the generator of the section `generate` and warm it up over its catalogue.
 
-    The catalogue that serves now is shared where the file and the codes are the same, with what was changed in it.
+    Args:
+        config, backend, scheduler, metrics: of the instance; the scheduler runs.
+        beside: the generator that serves now. Its pages are shared; so is its catalogue, with the items that were added
+            or withdrawn, if file and codes are the same. It is the result if version and section are the same.
 
     Raises:
         ConfigError: it cannot be served as configured.
@@ -168,7 +188,7 @@ async def open_generation(
     folder = Path(section.checkpoint)
     version = await asyncio.to_thread(hf.version, folder)
     if beside is not None and (version, section) == (beside.version, beside.config):
-        return lambda: beside
+        return Prepared(lambda: beside)
     decoder = await asyncio.to_thread(_decoder, config, section, backend)
     layout = layout_of(decoder, config.kv.page_tokens)
     if beside is None:
@@ -181,7 +201,7 @@ async def open_generation(
                 f"generate.checkpoint: {folder} needs pages of another layout than the one that serves; start anew"
             )
     engine = await asyncio.to_thread(_generate_engine, decoder, section, backend, scheduler, pool.arena)
-    engine.objective_s = config.slo.objective_s("generate")
+    engine.objective_s = config.slo.objective_s(GENERATE.name)
     if beside is not None:
         engine.copy_bytes_per_s = beside.engine.copy_bytes_per_s
     elif dram is not None:
@@ -206,15 +226,12 @@ async def open_generation(
             raise ConfigError(f"generate.catalogue: {error}") from error
     await warm_up(section, engine, items)
 
-    def take_over() -> Generation:
+    def activate() -> Generation:
         relay = Relay(config.relay, config.trigger_with_budget(), engine, pool, dram, version)
-        observe_relay(metrics, "generate", engine, pool, dram, relay)
-        metrics.limits({"prompt_tokens": section.max_prompt_tokens, "beams": section.max_beams})
-        generation = Generation(section, folder.name, version, engine, relay, items)
-        generation.on_search = metrics.beams_searched
-        return generation
+        observe_relay(metrics, GENERATE.name, engine, pool, dram, relay)
+        return Generation(section, folder.name, version, engine, relay, items, metrics)
 
-    return take_over
+    return Prepared(activate)
 
 
 def _decoder(config: Config, section: GenerateConfig, backend: Backend) -> Decoder:
@@ -270,7 +287,7 @@ def _dram(config: Config, num_bytes: int, layout: KVLayout, backend: Backend) ->
 async def _prove(
     engine: Engine, vocabulary: ItemVocabulary, pool: PrefixPool, dram: DramStore | None, version: str, config: Config
 ) -> None:
-    """Parity self-test (where prefixes are cached) and warm-up, on a seeded history; live ranks go first."""
+    """Run the parity self-test (if prefixes are cached) and the warm-up on a seeded history; live ranks go first."""
     shape = engine.model.config
     longest = min(shape.max_history_tokens, max(WARM_UP_LENGTHS))
     tokens = seeded_tokens(vocabulary, shape, longest)
@@ -298,7 +315,7 @@ async def _prove(
 async def _lent(
     pool: PrefixPool, dram: DramStore | None, version: str, num_tokens: int
 ) -> AsyncIterator[tuple[tuple[Run, ...], tuple[Run, ...]]]:
-    """Pages of both tiers while the block runs; of DRAM none where there is none."""
+    """Lend pages of both tiers to the block; without a DRAM tier, none of that."""
     key = PrefixKey(UserKey("", ""), version, pool.arena.layout.layout_id, "self-test")
     entry = await _reserved(pool, key, num_tokens)
     try:
@@ -317,7 +334,7 @@ async def _reserved(tier: PrefixPool, key: PrefixKey, num_tokens: int) -> Prefix
 @overload
 async def _reserved(tier: DramStore, key: PrefixKey, num_tokens: int) -> DramEntry: ...
 async def _reserved(tier: PrefixPool | DramStore, key: PrefixKey, num_tokens: int) -> PrefixEntry | DramEntry:
-    """Pages as soon as there are some: those of live prefixes come free with their ranks."""
+    """Reserve pages as soon as there are some: live prefixes free theirs when their ranks are done."""
     give_up_at = time.monotonic() + RESERVE_S
     while True:
         try:
@@ -329,7 +346,13 @@ async def _reserved(tier: PrefixPool | DramStore, key: PrefixKey, num_tokens: in
 
 
 def seeded_tokens(vocabulary: ItemVocabulary, shape: HSTUConfig, num_tokens: int) -> Tokens:
-    """A history of the model's items, always the same one."""
+    """Make a history of the model's items; the same one every time.
+
+    Args:
+        vocabulary: of the model.
+        shape: its numbers of items and actions.
+        num_tokens: length of the history.
+    """
     random = np.random.default_rng(0)
     events = Events.make(
         vocabulary.ids[random.integers(0, shape.num_items, num_tokens)],
@@ -344,23 +367,30 @@ def seeded_tokens(vocabulary: ItemVocabulary, shape: HSTUConfig, num_tokens: int
 def observe_relay(
     metrics: Metrics, kind: str, engine: PageJobs, pool: PrefixPool, dram: DramStore | None, relay: Relay[Any]
 ) -> None:
-    """As `observe`, for the relay of one kind of request and its tiers."""
-    prefix = "" if kind == "rank" else f"{kind}_"
-    relay.producers.on_error, relay.on_first_use = metrics.relay_error, metrics.prefix_waited
-    pool.on_evict = lambda entry: None if entry.consumed else metrics.prefill_wasted(kind)
+    """Connect a model's relay and its tiers to the metrics.
+
+    Args:
+        metrics: of the instance.
+        kind: "rank" or "generate"; the tiers of others than rank have it as their names' prefix.
+        engine, pool, dram, relay: what is observed.
+    """
+    prefix = "" if kind == RANK.name else f"{kind}_"
+    relay.producers.on_error = metrics.relay.failed
+    relay.on_first_use = metrics.relay.first_used
+    pool.on_evict = lambda entry: None if entry.consumed else metrics.relay.wasted(kind)
 
     def copied(target: KVArena, num_bytes: int, done: Done[None]) -> None:
-        metrics.copy_done("reload" if target is pool.arena else "spill", num_bytes, done.queue_s, done.device_s)
+        metrics.relay.copied("reload" if target is pool.arena else "spill", num_bytes, done.queue_s, done.device_s)
 
     engine.on_copied = copied
-    metrics.observe_relay(
+    metrics.relay.observe_relay(
         kind,
         {work: partial(relay.producers.in_flight, work) for work in ("prefill", "reload", "spill")},
         t_life_s=lambda: relay.t_life_p99_s.value,
         prefills_per_s=lambda: relay.q_inst_per_s,
         brownout=lambda: relay.brownout,
     )
-    metrics.observe_tier(
+    metrics.relay.observe_tier(
         f"{prefix}hbm",
         pool,
         {
@@ -372,4 +402,4 @@ def observe_relay(
     )
     if dram is not None:
         states = {"live": lambda: dram.live_bytes, "free": lambda: dram.free_bytes}
-        metrics.observe_tier(f"{prefix}dram", dram, states)
+        metrics.relay.observe_tier(f"{prefix}dram", dram, states)

@@ -13,11 +13,13 @@ from npu_gr.backend.choose import BackendName
 from npu_gr.backend.cpu.backend import NativeMode
 from npu_gr.core import settings
 from npu_gr.core.kinds import KINDS
+from npu_gr.core.settings import Bytes, Count, Ratio, Seconds
 from npu_gr.engine.queue import SchedulerConfig
 from npu_gr.features.store import HistoryConfig
-from npu_gr.jobs.generate import GenerateConfig
+from npu_gr.jobs.cascade_plan import RecommendConfig
+from npu_gr.jobs.generation import GenerateConfig
 from npu_gr.jobs.match import MatchConfig
-from npu_gr.jobs.recommend import RecommendConfig
+from npu_gr.jobs.ranking import RankingConfig
 from npu_gr.kv.config import KVConfig
 from npu_gr.metrics.slo import Objective
 from npu_gr.relay.calibration import Calibration, beside
@@ -25,10 +27,16 @@ from npu_gr.relay.relay import RelayConfig
 from npu_gr.relay.trigger import TriggerConfig
 from npu_gr.replay.recorder import RecordConfig
 from npu_gr.server.config import ServerConfig
-from npu_gr.service.service import ServiceConfig
 
-Seconds = Annotated[float, msgspec.Meta(gt=0)]
-Ratio = Annotated[float, msgspec.Meta(gt=0, lt=1)]
+
+class ServiceConfig(RankingConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How many requests are served at once, what is remembered of them, and what a ranker accepts."""
+
+    max_inflight: Count = 512  # requests being served at once; the next gets 429
+    min_inflight: Count = 8  # the adaptive limit does not go below
+    adaptive: bool = True  # lower the limit by latency, towards `share` of the objective, and refuse by forecast
+    share: Annotated[float, msgspec.Meta(gt=0, le=1)] = 0.7
+    known_prefix_bytes: Bytes = 268_435_456  # histories remembered for deltas
 
 
 class _Ratios(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -68,13 +76,12 @@ else:  # one field a kind: `rank_s`, `signal_s`, ...
 
 
 class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Everything an instance is started with."""
+    """Everything that an instance is started with."""
 
     checkpoint: str | None = None  # the ranker's folder: config.json, model.safetensors; None: does not rank
     backend: BackendName = "cpu"
-    native: NativeMode = (
-        "auto"  # our own kernels, CPU or NPU: auto = if they were built, require = or do not start, off
-    )
+    # our own kernels, CPU or NPU: auto = use them if they were built, require = refuse to start without them, off
+    native: NativeMode = "auto"
     dtype: Literal["float32", "bfloat16", "checkpoint"] = "checkpoint"  # of the matrix products
     threads: Annotated[int, msgspec.Meta(ge=1)] = 1  # intra-op threads of the device thread (CPU)
     slo: SLOConfig = SLOConfig()
@@ -83,7 +90,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     scheduler: SchedulerConfig = SchedulerConfig()
     relay: RelayConfig = RelayConfig()
     trigger: TriggerConfig = TriggerConfig()
-    calibration: Calibration | None = None  # of `npu-gr calibrate`; absent: CONFIG.calibration.yaml, if it is there
+    calibration: Calibration | None = None  # of `npu-gr calibrate`; absent: CONFIG.calibration.yaml, if it exists
     brownout: BrownoutConfig = BrownoutConfig()
     kv: KVConfig = KVConfig()
     features: HistoryConfig = HistoryConfig()
@@ -94,7 +101,9 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     def __post_init__(self) -> None:
         if self.checkpoint is None and self.generate is None:
-            raise ValueError("checkpoint: needed, unless there is a section generate; an instance does something")
+            raise ValueError(
+                "set `checkpoint` (ranker) or a `generate:` section: an instance must serve at least one model"
+            )
         if self.recommend is not None:
             for section in ("checkpoint", *self.recommend.sources):
                 if getattr(self, section) is None:
@@ -103,14 +112,29 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
                 raise ValueError(f"recommend: sources.match: {wanted} is over match.max_items {self.match.max_items}")
 
     def trigger_with_budget(self) -> TriggerConfig:
-        """The trigger's settings with the budget of a rank filled in."""
+        """Return the trigger's settings, with the rank's objective as its budget if none is set."""
         if self.trigger.rank_budget_s is not None:
             return self.trigger
         return msgspec.structs.replace(self.trigger, rank_budget_s=self.slo.objective_s("rank"))
 
 
+class InForce:
+    """The configuration in force: a reload replaces it, and whatever shows a setting reads it here."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+
+
 def load(path: Path, overrides: Sequence[str] = ()) -> Config:
-    """Read a configuration file and the calibration beside it; see `settings.load`."""
+    """Read a configuration file and the calibration beside it.
+
+    Args:
+        path: YAML.
+        overrides: `section.key=value`, later ones win.
+
+    Raises:
+        ConfigError: names the file, the field and the limit.
+    """
     config = settings.load(path, Config, overrides)
     if config.calibration is None and beside(path).exists():
         return msgspec.structs.replace(config, calibration=settings.load(beside(path), Calibration))
@@ -118,10 +142,10 @@ def load(path: Path, overrides: Sequence[str] = ()) -> Config:
 
 
 def from_table(table: dict[str, Any], where: str = "config") -> Config:
-    """Validate what YAML gave."""
+    """Validate a table that YAML gave; `where` begins the error's text."""
     return settings.from_table(table, Config, where)
 
 
 def to_table(config: Config) -> dict[str, Any]:
-    """The whole configuration as plain types; holds paths, never secrets."""
+    """Return the whole configuration as plain types. It holds paths, never secrets."""
     return settings.to_table(config)

@@ -1,14 +1,14 @@
-"""A configuration file read again while the instance serves: what it says takes effect, or nothing does.
+"""Read the configuration file again while the instance serves: all of it takes effect, or nothing does.
 
-    checkpoint                           another version: loaded, proven and warmed beside the old one, which drains
-    generate                             another version: loaded and warmed beside the old one, which drains; what is
-                                         sized by it, and its number of codes, are of the start
-    slo, service, relay, trigger, brownout   in force from the next request on
-    calibration                          in force with the next version of the checkpoint
-    everything else                      sized or opened at start: refused by name
+    checkpoint      another version is loaded, proven and warmed up beside the old one, which drains
+    generate        another version is loaded and warmed up beside the old one, which drains; memory sizes and the
+                    number of levels cannot change
+    slo, service, relay, trigger, brownout    in force from the next request on
+    calibration     in force with the next version of the checkpoint
+    all others      sized or opened at the start: a change is refused by name
 
-The pages, and what lies in them, stay: a prefix's key holds the version that wrote it. Latency histograms keep the
-edges of the start, so do the rules made from them.
+Pages and their content stay: a prefix's key holds the version that wrote it. Latency histograms keep the edges of the
+start, and so do the rules made from them.
 """
 
 from __future__ import annotations
@@ -17,12 +17,15 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 
-from npu_gr.admission.brownout import BrownoutControl
+from npu_gr.admission.admission import Admission
 from npu_gr.core.errors import ConfigError, Unavailable
-from npu_gr.jobs.generate import Generation
-from npu_gr.jobs.rank import Ranking
-from npu_gr.service.config import Config, to_table
-from npu_gr.service.service import Service
+from npu_gr.core.kinds import GENERATE, RANK
+from npu_gr.jobs.generation import Generation
+from npu_gr.jobs.histories import Histories
+from npu_gr.jobs.ranking import Ranking
+from npu_gr.jobs.versions import ModelVersions, V, Versions
+from npu_gr.service.build import Prepared
+from npu_gr.service.config import Config, InForce
 
 log = logging.getLogger(__name__)
 
@@ -30,17 +33,22 @@ CHANGEABLE = {"checkpoint", "generate", "slo", "service", "relay", "trigger", "c
 
 
 def check_changeable(old: Config, new: Config) -> None:
-    """Nothing differs but what can change at run time.
+    """Check that only settings differ that can change at run time.
+
+    Args:
+        old: in force.
+        new: read again.
 
     Raises:
-        ConfigError: names the sections.
+        ConfigError: names the sections that cannot change.
     """
     differing = [name for name in Config.__struct_fields__ if getattr(old, name) != getattr(new, name)]
     if fixed := [name for name in differing if name not in CHANGEABLE]:
         raise ConfigError(f"{', '.join(fixed)}: cannot change while the instance runs; start it anew")
     if (old.checkpoint is None) != (new.checkpoint is None):
         raise ConfigError("checkpoint: an instance cannot begin or cease to rank while it runs; start it anew")
-    before, after = old.generate, new.generate
+    before = old.generate
+    after = new.generate
     if before is None or after is None:
         if before is not after:
             raise ConfigError("generate: an instance cannot begin or cease to generate while it runs; start it anew")
@@ -50,66 +58,82 @@ def check_changeable(old: Config, new: Config) -> None:
             raise ConfigError(f"generate.{field}: cannot change while the instance runs; start it anew")
     if len(before.codes) != len(after.codes):
         raise ConfigError(
-            f"generate.codes: {len(after.codes)} levels where {len(before.codes)} are served; start it anew"
+            f"generate.codes: {len(after.codes)} levels, but {len(before.codes)} are served; start it anew"
         )
 
 
 class Reload:
-    """Call it to bring a service to what its file says now. One at a time; a second waits for the first."""
+    """Call it to bring an instance to what its file says now. A second call waits for the first."""
 
     def __init__(
         self,
-        service: Service,
-        config: Config,
+        *,
+        settings: InForce,
+        versions: Versions,
+        admission: Admission,
+        histories: Histories,
         read: Callable[[], Config],
-        open_ranking: Callable[[Config, Ranking], Awaitable[Callable[[], Ranking]]],
-        open_generation: Callable[[Config, Generation], Awaitable[Callable[[], Generation]]],
+        open_ranking: Callable[[Config, Ranking], Awaitable[Prepared[Ranking]]],
+        open_generation: Callable[[Config, Generation], Awaitable[Prepared[Generation]]],
     ) -> None:
-        """Nothing is read yet.
+        """Read nothing yet.
 
         Args:
-            service: that serves `config`.
-            config: as it was started.
-            read: the configuration, from where that one came. In a thread.
-            open_ranking, open_generation: a model of the new configuration, ready to serve, which takes the pages over
-                of the one that serves when the result is called; that one itself where its version is meant.
+            settings: in force; replaced when a reload succeeds.
+            versions, admission, histories: what is reconfigured.
+            read: reads the configuration again from where the first one came; called in a thread.
+            open_ranking, open_generation: prepare a model of the new configuration beside the one that serves. Its
+                `activate` takes over the pages, and returns the serving model itself if the version is the same.
         """
-        self._service, self._config, self._read = service, config, read
-        self._open_ranking, self._open_generation = open_ranking, open_generation
+        self._settings = settings
+        self._versions = versions
+        self._admission = admission
+        self._histories = histories
+        self._read = read
+        self._open_ranking = open_ranking
+        self._open_generation = open_generation
         self._one_at_a_time = asyncio.Lock()
 
     async def __call__(self) -> None:
         """Reload.
 
         Raises:
-            ConfigError: a setting cannot be used, or not changed at run time; everything is as before.
+            ConfigError: a setting cannot be used, or cannot change at run time; everything is as before.
             DeviceError: the new version failed its self-test; everything is as before.
             Unavailable: the version before the current one still drains, and a third would not fit.
         """
         async with self._one_at_a_time:
-            service, new = self._service, await asyncio.to_thread(self._read)
-            check_changeable(self._config, new)
-            if service.versions.is_draining:
+            new = await asyncio.to_thread(self._read)
+            check_changeable(self._settings.config, new)
+            versions = self._versions
+            if versions.is_draining:
                 raise Unavailable("the version before this one still drains; try again when it is gone")
-            rank = generate = None
-            if new.checkpoint is not None:
-                rank = await self._open_ranking(new, service.ranking)
-            if new.generate is not None:
-                generate = await self._open_generation(new, service.generation)
-            # from here on nothing fails and nothing waits: who takes pages over must serve at once
-            if rank is not None and (ranking := rank()) is not service.ranking:
-                service.versions.replace_ranking(ranking)
-            if generate is not None and (generation := generate()) is not service.generation:
-                service.versions.replace_generation(generation)
-            for job in service.versions.current():
-                job.relay.become(new.relay, new.trigger_with_budget())
-            if new.generate is not None:
-                service.generation.engine.objective_s = new.slo.objective_s("generate")
-            if new.checkpoint is not None:
-                service.ranking.engine.objective_s = new.slo.objective_s("rank")
-            service.become(new.service, new.slo, BrownoutControl(new.brownout), to_table(new))
-            self._config = new
-            log.info(
-                "reloaded: %s",
-                ", ".join(f"{m.name} {m.version}" for m in service.versions.models() if not m.is_draining),
-            )
+            ranking = generation = None
+            if versions.rankers is not None:
+                ranking = await self._open_ranking(new, versions.rankers.current)
+            if versions.generators is not None:
+                generation = await self._open_generation(new, versions.generators.current)
+            # From here on nothing fails and nothing waits: a model that takes over pages must serve at once.
+            if versions.rankers is not None and ranking is not None:
+                _replace(versions.rankers, ranking)
+            if versions.generators is not None and generation is not None:
+                _replace(versions.generators, generation)
+            self._reconfigure(new)
+            log.info("reloaded: %s", ", ".join(f"{m.name} {m.version}" for m in versions.models() if not m.is_draining))
+
+    def _reconfigure(self, new: Config) -> None:
+        for kind, models in ((RANK, self._versions.rankers), (GENERATE, self._versions.generators)):
+            if models is not None:
+                models.current.relay.become(new.relay, new.trigger_with_budget())
+                models.current.engine.objective_s = new.slo.objective_s(kind.name)
+        if self._versions.rankers is not None:
+            self._versions.rankers.current.reconfigure(new.service)
+        self._admission.reconfigure(new.service, new.brownout, new.slo.objective_s)
+        self._histories.reconfigure(new.service.known_prefix_bytes, new.service.cut_step_tokens)
+        self._settings.config = new
+
+
+def _replace(models: ModelVersions[V], prepared: Prepared[V]) -> None:
+    new = prepared.activate()
+    if new is not models.current:
+        models.replace(new)

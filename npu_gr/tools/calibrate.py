@@ -22,7 +22,7 @@ from npu_gr.backend.choose import choose
 from npu_gr.core.errors import ConfigError, DataError, PoolExhausted
 from npu_gr.core.request import UserKey
 from npu_gr.engine.scheduler import Scheduler, Urgency
-from npu_gr.jobs.rank import Ranking
+from npu_gr.jobs.ranking import Ranking
 from npu_gr.kv.keys import PrefixKey
 from npu_gr.metrics.registry import Metrics
 from npu_gr.relay.calibration import Calibration
@@ -88,7 +88,7 @@ async def calibrate(config: Config, known: Traffic, seconds: float) -> Calibrati
     try:
         ranking = (
             await open_ranking(config, backend, scheduler, Metrics(CollectorRegistry(), config.slo.objectives()))
-        )()
+        ).activate()
         try:
             longest = config.service.max_history_tokens or ranking.model.max_history_tokens
             tokens = min(known.kv_p99_tokens or longest, longest)

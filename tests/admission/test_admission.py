@@ -1,124 +1,109 @@
-"""A slot and a deadline are given back however the block ends."""
+"""Admission refuses what it says it refuses, names the kind, and holds no slot outside a block."""
 
 from __future__ import annotations
 
-import asyncio
-from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
 
 import pytest
 
-from npu_gr.admission.deadline import deadline
-from npu_gr.admission.gate import Gate
-from npu_gr.admission.gradient import GradientLimit
-from npu_gr.admission.limiter import Expected, Limiter
-from npu_gr.core.errors import DeadlineExceeded, Overloaded
-from npu_gr.core.kinds import Priority
+from npu_gr.admission.admission import Admission
+from npu_gr.admission.brownout import BrownoutConfig
+from npu_gr.core.errors import Overloaded
+from npu_gr.core.kinds import ERASE, EVENTS, GENERATE, KINDS, MATCH, RANK, SIGNAL, Kind
+from npu_gr.core.request import Brownout
+
+OBJECTIVE_S = 0.1
 
 
-def test_the_limit_holds_and_slots_come_back() -> None:
-    limiter = Limiter(2)
-    with limiter.admit(), limiter.admit():
-        with pytest.raises(Overloaded, match="limit is 2"), limiter.admit():
-            pass
-        assert limiter.inflight == 2
-    with pytest.raises(ZeroDivisionError), limiter.admit():
+@dataclass
+class Device:
+    """A queue that says what the test wants."""
+
+    waits_s: float = 0.0
+    pressure: float = 0.0
+
+    def wait_s(self, objective_s: float) -> float:
+        assert objective_s == OBJECTIVE_S
+        return self.waits_s
+
+
+@dataclass(frozen=True)
+class Settings:
+    max_inflight: int = 8
+    min_inflight: int = 2
+    adaptive: bool = True
+    share: float = 0.7
+
+
+def objective_s(_kind: str) -> float:
+    return OBJECTIVE_S
+
+
+def admission(device: Device | None = None, first: Kind[Any, Any] = RANK, **settings: Any) -> Admission:
+    brownout = BrownoutConfig(rise_s=0.1, fall_s=1.0)
+    return Admission(Settings(**settings), brownout, objective_s, device or Device(), first)
+
+
+def test_a_slot_is_held_while_the_block_runs() -> None:
+    door = admission(max_inflight=1)
+    with door.admit(RANK, 1.0):
+        assert door.inflight == 1
+        with pytest.raises(Overloaded, match="1 requests in flight, the limit is 1"):
+            door.check(RANK)
+    assert door.inflight == 0
+    with pytest.raises(ZeroDivisionError), door.admit(RANK, 1.0):
         _ = 1 / 0
-    assert limiter.inflight == 0
+    assert door.inflight == 0
 
 
-def test_what_matters_less_stops_earlier() -> None:
-    limiter = Limiter(8)
-    with ExitStack() as held:
-        for _ in range(6):
-            held.enter_context(limiter.admit(Priority.SIGNAL))
-        with pytest.raises(Overloaded):
-            limiter.check(Priority.SIGNAL)
-        held.enter_context(limiter.admit(Priority.GENERATE))
-        with pytest.raises(Overloaded):
-            limiter.check(Priority.GENERATE)
-        held.enter_context(limiter.admit(Priority.RANK))
-        with pytest.raises(Overloaded, match="8 requests in flight, the limit is 8"):
-            limiter.check()
-    assert limiter.inflight == 0
+def test_a_request_that_would_wait_too_long_is_refused_and_holds_nothing() -> None:
+    door = admission(Device(waits_s=0.09))  # of an objective of 0.1 s
+    with pytest.raises(Overloaded, match="it would wait 90 ms for the device, the limit is 60"), door.admit(RANK, 1.0):
+        pass
+    with pytest.raises(Overloaded, match="it would wait 90 ms for the device, it has 50"), door.admit(RANK, 0.05):
+        pass
+    assert door.inflight == 0
 
 
-def test_the_adaptive_limit_is_in_force() -> None:
+@pytest.mark.parametrize("kind", [kind for kind in KINDS.values() if not kind.uses_device], ids=lambda kind: kind.name)
+def test_a_kind_that_does_not_use_the_device_does_not_wait_for_it(kind: Kind[Any, Any]) -> None:
+    with admission(Device(waits_s=9.0)).admit(kind, 1.0):
+        pass
+
+
+def test_brownout_refuses_what_matters_less_and_says_what() -> None:
+    device = Device(pressure=5.0)
+    door = admission(device)
     now_at = 0.0
-    limiter = Limiter(100, GradientLimit(2, 100, window=1), lambda: now_at)
-    with ExitStack() as held:
-        for _ in range(2):
-            held.enter_context(limiter.admit())
-        for _ in range(200):
-            with limiter.admit(expected=Expected(0.1, 0.0, Gate())):
-                now_at += 0.9
-        assert limiter.limit == 4  # where half of it is its root
-        for _ in range(2):
-            held.enter_context(limiter.admit())
-        with pytest.raises(Overloaded, match="the limit is 4"):
-            limiter.check()
+    while door.observe(now_at) is not Brownout.REJECT:
+        now_at += 0.05
+    for kind, plural in ((MATCH, "matches"), (GENERATE, "generates"), (SIGNAL, "signals")):
+        with pytest.raises(Overloaded, match=f"^overloaded: {plural} are refused, ranks come first$"):
+            door.check(kind)
+    for allowed in (RANK, EVENTS, ERASE):
+        door.check(allowed)
 
 
-@pytest.mark.parametrize(
-    ("error", "after_s", "objective_s", "falls"),
-    [
-        (DeadlineExceeded("late"), 0.2, 0.1, True),
-        (DeadlineExceeded("its caller gave it less than the objective"), 0.05, 0.1, False),
-        (Overloaded("the device's queue is full"), 0.0, 0.1, True),
-        (DeadlineExceeded("nothing is expected of it"), 9.0, None, False),
-        (ZeroDivisionError("its own fault"), 9.0, 0.1, False),
-    ],
-)
-def test_a_late_or_refused_request_brings_the_limit_down(
-    error: Exception, after_s: float, objective_s: float | None, falls: bool
-) -> None:
-    now_at = 0.0
-    limiter = Limiter(100, GradientLimit(2, 100, window=4), lambda: now_at)
-    expected = None if objective_s is None else Expected(objective_s, 0.0, Gate())
-
-    def request() -> None:
-        nonlocal now_at
-        with limiter.admit(expected=expected):
-            now_at += after_s
-            raise error
-
-    for _ in range(4):
-        with pytest.raises(type(error)):
-            request()
-    assert (limiter.limit < 100) is falls
-    assert limiter.inflight == 0
+def test_brownout_never_refuses_what_the_instance_is_there_for() -> None:
+    door = admission(first=GENERATE)
+    door.brownout.step = Brownout.REJECT
+    door.check(GENERATE)
+    with pytest.raises(Overloaded, match="signals are refused, generates come first"):
+        door.check(SIGNAL)
 
 
-async def test_a_cancelled_request_gives_its_slot_back() -> None:
-    limiter = Limiter(1)
-
-    async def request() -> None:
-        with limiter.admit():
-            await asyncio.Event().wait()
-
-    task = asyncio.create_task(request())
-    await asyncio.sleep(0)
-    assert limiter.inflight == 1
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)
-    assert limiter.inflight == 0
+def test_an_erasure_needs_no_slot() -> None:
+    door = admission(Device(waits_s=9.0), max_inflight=1)
+    with door.admit(EVENTS, 1.0), door.admit(ERASE, 0.0):
+        assert door.inflight == 1
 
 
-async def never(unwound: list[str]) -> None:
-    async with deadline(0.01):
-        try:
-            await asyncio.Event().wait()
-        finally:
-            unwound.append("yes")
-
-
-async def test_the_deadline_unwinds_the_block() -> None:
-    unwound: list[str] = []
-    with pytest.raises(DeadlineExceeded, match="10 ms"):
-        await never(unwound)
-    assert unwound == ["yes"]
-
-
-async def test_another_timeout_inside_is_not_ours() -> None:
-    async with deadline(60):
-        with pytest.raises(TimeoutError):
-            await asyncio.wait_for(asyncio.Event().wait(), 0)
+def test_other_settings_are_in_force_at_once() -> None:
+    door = admission(max_inflight=1)
+    with door.admit(RANK, 1.0):
+        door.reconfigure(Settings(max_inflight=2), BrownoutConfig(), objective_s)
+        assert door.limit == 2
+        with door.admit(RANK, 1.0), pytest.raises(Overloaded):
+            door.check(RANK)
+    assert door.inflight == 0

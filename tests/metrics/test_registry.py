@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
+from npu_gr.core.kinds import KINDS, RANK, Kind
 from npu_gr.core.request import HistoryReport, Outcome, RankAnswer, Reason, Verdict
 from npu_gr.metrics.exposition import expose
-from npu_gr.metrics.registry import STAGES, Admission, Metrics
+from npu_gr.metrics.registry import Metrics
+from npu_gr.metrics.registry.requests import DOOR, AdmissionResult
 from npu_gr.metrics.slo import Objective
 from npu_gr.metrics.trace import CURRENT, begin
 
 
 def made(rank_s: float = 0.0421) -> tuple[Metrics, CollectorRegistry]:
     registry = CollectorRegistry()
+    own_s = {"rank": rank_s, "signal": 0.0123}
     objectives = [
-        Objective(kind=kind, threshold_s=s)
-        for kind, s in (("rank", rank_s), ("signal", 0.0123), ("generate", 0.2), ("recommend", 0.3))
+        Objective(kind=kind.name, threshold_s=own_s.get(kind.name, kind.objective_s)) for kind in KINDS.values()
     ]
     return Metrics(registry, objectives), registry
 
@@ -37,8 +42,8 @@ def answer(outcome: Outcome, reason: Reason) -> RankAnswer:
 
 def test_objectives_are_edges() -> None:
     metrics, registry = made()
-    metrics.rank_done(answer(Outcome.HBM_HIT, Reason.NONE), 0.0421)
-    metrics.request_done("rank", "/v1/rank", 200, 0.0421)
+    metrics.requests.answered(RANK, answer(Outcome.HBM_HIT, Reason.NONE), 0.0421)
+    metrics.requests.done("rank", "/v1/rank", 200, 0.0421)
     at_the_door = {"kind": "rank", "le": "0.0421"}
     assert registry.get_sample_value("npu_gr_request_duration_seconds_bucket", at_the_door) == 1
     labels = {"outcome": "hbm_hit", "le": "0.0421"}
@@ -50,9 +55,10 @@ def test_every_outcome_reason_and_verdict_is_counted_once() -> None:
     metrics, registry = made()
     for outcome in Outcome:
         for reason in Reason:
-            metrics.rank_done(answer(outcome, reason), 0.01)
+            metrics.requests.answered(RANK, answer(outcome, reason), 0.01)
+            metrics.rank.answered(answer(outcome, reason))
     for verdict in Verdict:
-        metrics.signal_decided(verdict, 0.01)
+        metrics.signal.decided(verdict)
     families = {f.name: f for f in text_string_to_metric_families(generate_latest(registry).decode())}
     counted = [s for s in families["npu_gr_rank_outcomes"].samples if s.name.endswith("_total")]
     assert len(counted) == len(Outcome) * len(Reason)
@@ -74,7 +80,7 @@ def test_names_and_help() -> None:
 
 def test_two_in_one_process() -> None:
     (a, first), (_, second) = made(), made()
-    a.prefill_wasted()
+    a.relay.wasted("rank")
     assert first.get_sample_value("npu_gr_prefill_wasted_total", {"kind": "rank"}) == 1
     assert second.get_sample_value("npu_gr_prefill_wasted_total", {"kind": "rank"}) == 0
 
@@ -90,29 +96,29 @@ def test_a_request_counts_once_in_everything_that_counts_requests() -> None:
         (500, 0.001),
         (422, 0.001),
     ):
-        metrics.request_done("rank", "/v1/rank", status, took_s, {"queue": took_s / 2})
-    metrics.request_done("rank", "/v1/rank", 499, 0.3)
-    metrics.request_done(None, "/healthz", 200, 0.001)
+        metrics.requests.done("rank", "/v1/rank", status, took_s, {"queue": took_s / 2})
+    metrics.requests.done("rank", "/v1/rank", 499, 0.3)
+    metrics.requests.done(None, "/healthz", 200, 0.001)
 
     def results(result: str) -> float | None:
         return registry.get_sample_value("npu_gr_slo_requests_total", {"kind": "rank", "result": result})
 
-    def admitted(verdict: Admission) -> float | None:
+    def admitted(verdict: AdmissionResult) -> float | None:
         return registry.get_sample_value("npu_gr_admissions_total", {"kind": "rank", "verdict": verdict})
 
     assert [results(r) for r in ("good", "slow", "failed")] == [1, 1, 4]
-    assert {v: admitted(v) for v in Admission} == {
-        Admission.ADMITTED: 2,
-        Admission.OVERLOADED: 1,
-        Admission.UNAVAILABLE: 1,
-        Admission.OUT_OF_TIME: 1,
-        Admission.ABANDONED: 1,
-        Admission.INVALID: 1,
-        Admission.BROKEN: 1,
+    assert {v: admitted(v) for v in AdmissionResult} == {
+        AdmissionResult.ADMITTED: 2,
+        AdmissionResult.OVERLOADED: 1,
+        AdmissionResult.UNAVAILABLE: 1,
+        AdmissionResult.OUT_OF_TIME: 1,
+        AdmissionResult.ABANDONED: 1,
+        AdmissionResult.INVALID: 1,
+        AdmissionResult.BROKEN: 1,
     }
     attained = {"kind": "rank", "slo": "latency", "window": "5m"}
     assert registry.get_sample_value("npu_gr_slo_attainment_ratio", attained) == 0.5
-    door = registry.get_sample_value("npu_gr_stage_duration_seconds_count", {"kind": "rank", "stage": STAGES[-1]})
+    door = registry.get_sample_value("npu_gr_stage_duration_seconds_count", {"kind": "rank", "stage": DOOR})
     assert door == 7
 
 
@@ -121,7 +127,7 @@ async def test_an_exemplar_names_the_trace_and_openmetrics_carries_it() -> None:
     trace = begin("00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01")
     token = CURRENT.set(trace)
     try:
-        metrics.request_done("rank", "/v1/rank", 200, 0.004)
+        metrics.requests.done("rank", "/v1/rank", 200, 0.004)
     finally:
         CURRENT.reset(token)
     text, content_type = await expose(metrics, "application/openmetrics-text; version=1.0.0")
@@ -134,8 +140,43 @@ async def test_an_exemplar_names_the_trace_and_openmetrics_carries_it() -> None:
 
 async def test_the_text_made_in_parts_is_the_text() -> None:
     metrics, registry = made()
-    metrics.rank_done(answer(Outcome.HBM_HIT, Reason.NONE), 0.004)
+    metrics.requests.answered(RANK, answer(Outcome.HBM_HIT, Reason.NONE), 0.004)
     text, _ = await expose(metrics, "")
     whole = generate_latest(registry)
     assert text.startswith(whole)
     assert b"process_cpu_seconds_total" in text[len(whole) :]
+
+
+@pytest.mark.parametrize("kind", KINDS.values(), ids=lambda kind: kind.name)
+def test_every_kind_is_measured(kind: Kind[Any, Any]) -> None:
+    """Admissions, a request histogram and a histogram of its own with the objective as an edge, stages, promises."""
+    threshold_s = 0.01234
+    registry = CollectorRegistry()
+    objectives = [Objective(kind=name, threshold_s=threshold_s) for name in KINDS]
+    metrics = Metrics(registry, objectives)
+    metrics.requests.done(kind.name, kind.path, kind.status, threshold_s, {kind.stages[0]: 0.001})
+    metrics.requests.done(kind.name, kind.path, 429, 0.0001)
+
+    def value(name: str, **labels: str) -> float | None:
+        return registry.get_sample_value(f"npu_gr_{name}", labels)
+
+    assert value("admissions_total", kind=kind.name, verdict="admitted") == 1
+    assert value("admissions_total", kind=kind.name, verdict="overloaded") == 1
+    assert value("request_duration_seconds_bucket", kind=kind.name, le=str(threshold_s)) == 2
+    assert value("slo_requests_total", kind=kind.name, result="good") == 1
+    assert value("slo_requests_total", kind=kind.name, result="failed") == 1
+    assert value("slo_threshold_seconds", kind=kind.name) == threshold_s
+    for label_value in kind.labels or ("",):
+        label = {} if kind.label is None else {kind.label: label_value}
+        assert value(f"{kind.name}_duration_seconds_bucket", le=str(threshold_s), **label) == 0
+    for stage in (*kind.stages, DOOR):
+        assert value("stage_duration_seconds_count", kind=kind.name, stage=stage) is not None
+
+
+def test_a_gauge_reads_what_is_in_force() -> None:
+    metrics, registry = made()
+    limit = 512
+    metrics.process.observe_limits({"inflight_requests": lambda: limit})
+    assert registry.get_sample_value("npu_gr_limit", {"name": "inflight_requests"}) == 512
+    limit = 7
+    assert registry.get_sample_value("npu_gr_limit", {"name": "inflight_requests"}) == 7

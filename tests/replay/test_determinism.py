@@ -47,13 +47,13 @@ async def run(folder: Path, name: str, sections: dict[str, Any], **options: Any)
     """One run on a fresh service; its answers are in folder / name."""
     (folder / name).mkdir()
     async with serving(folder, watched=False, **sections) as (client, service):
-        service.ranking.engine.copy_bytes_per_s = float("inf")  # on a busy machine a reload may not seem to pay
+        service.versions.ranker().engine.copy_bytes_per_s = float("inf")  # on a busy machine a reload may not seem to pay
         rank = service.rank
 
         async def spilled(request: RankRequest, budget_s: float) -> RankAnswer:
             """What it left is in DRAM before the next request comes: a busy machine gives spills no time."""
             answer = await rank(request, budget_s)
-            await service.ranking.relay.settled()
+            await service.versions.ranker().relay.settled()
             return answer
 
         service.rank = spilled  # type: ignore[method-assign]

@@ -22,7 +22,7 @@ from npu_gr.replay.answers import digest
 from npu_gr.replay.compare import compare
 from npu_gr.replay.log import Log, Record, read, write
 from npu_gr.replay.options import ReplayOptions
-from npu_gr.replay.recorder import RecordConfig, Recorder, Seen
+from npu_gr.replay.recorder import RecordConfig, RecordedRequest, Recorder
 from npu_gr.replay.run import replay
 from tests.matching.test_fold import make_folding
 from tests.matching.vectors import KNOWN, make_vectors
@@ -32,11 +32,11 @@ from tests.serving import FIRST_ID, columns, serving
 HISTORY = columns(events(60))
 
 
-def seen(user: str = "a", num_events: int = 10) -> Seen:
+def seen(user: str = "a", num_events: int = 10) -> RecordedRequest:
     history = HistoryRef(events=Events.make(range(num_events), [0] * num_events, range(num_events)))
     key = UserKey("", user)
     request = SignalRequest(user=key, history=history)
-    return Seen(
+    return RecordedRequest(
         kind="signal", arrived_at=time.time(), took_s=0.001, budget_s=1.0, user=key, status=202, request=request
     )
 

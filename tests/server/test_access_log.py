@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from npu_gr.core.errors import ConfigError
-from npu_gr.server.access_log import Journal
+from npu_gr.server.access_log import AccessLog
 from npu_gr.server.config import ServerConfig
 from tests.models import events
 from tests.serving import FIRST_ID, columns, encoded, serving
@@ -28,7 +28,7 @@ async def test_every_request_has_its_line(tmp_path: Path, caplog: pytest.LogCapt
     with caplog.at_level(logging.INFO, "npu_gr.request"):
         async with serving(tmp_path) as (client, service):
             await client.post("/v1/signal", json={"user_id": "somebody", "history": HISTORY})
-            await encoded(service.ranking.relay)
+            await encoded(service.versions.ranker().relay)
             await client.post("/v1/rank", json=RANK)
             await client.post("/v1/rank", json={**RANK, "candidates": [-1]})
             await client.get("/nowhere")
@@ -71,6 +71,6 @@ async def test_a_user_is_a_keyed_hash(tmp_path: Path, caplog: pytest.LogCaptureF
     assert hashes[0] != hashes[1]
     (tmp_path / "key").write_text("too short")
     with pytest.raises(ConfigError, match="9 bytes, needs 16 to 64"):
-        Journal(ServerConfig(log_user_key_file=str(tmp_path / "key")))
+        AccessLog(ServerConfig(log_user_key_file=str(tmp_path / "key")))
     with pytest.raises(ConfigError, match=r"log_user_key_file: .*No such file"):
-        Journal(ServerConfig(log_user_key_file=str(tmp_path / "none")))
+        AccessLog(ServerConfig(log_user_key_file=str(tmp_path / "none")))

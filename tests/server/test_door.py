@@ -271,14 +271,14 @@ def _fuzz(url: str) -> int:
 
 def test_raw_columns_are_read_in_place() -> None:
     """16 k events of raw msgpack: the arrays are views of the body, one check each, no object an element."""
+    from npu_gr.server.codec.media import MSGPACK, decode
+    from npu_gr.server.codec.rank import RankBody, parse
     from npu_gr.server.config import ServerConfig
-    from npu_gr.server.translate import rank_request
-    from npu_gr.server.wire import MSGPACK, RankBody, decode
 
     n = 16_384
     raw = {"items": bytes(8 * n), "actions": bytes(2 * n), "timestamps": bytes(8 * n)}
     body = msgspec.msgpack.encode({"user_id": "u", "candidates": bytes(800), "history": raw})
-    request = rank_request(decode(body, MSGPACK, RankBody), ServerConfig())
+    request = parse(decode(body, MSGPACK, RankBody), ServerConfig())
     assert request.history.events is not None
     for column in (request.history.events.items, request.history.events.actions, request.history.events.timestamps):
         assert len(column) == n

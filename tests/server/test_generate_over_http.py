@@ -103,11 +103,11 @@ async def test_a_prompt_that_would_be_late_is_cut_to_its_newest_items(tmp_path: 
     async with serving(tmp_path, generate=section(tmp_path)) as (client, service):
         last = {name: values[-2:] for name, values in HISTORY.items()}
         want = await generate(client, history=last, user_id="v")
-        service.generation.engine.cost = CostModel(0.0, 4.0, 0.0, 0.0, 0.0)  # 4 s a token, of 30 s
+        service.versions.generator().engine.cost = CostModel(0.0, 4.0, 0.0, 0.0, 0.0)  # 4 s a token, of 30 s
         got = await generate(client)
         assert (got["outcome"], got["history"]["num_tokens"]) == ("degraded", 6)
         assert got["items"] == want["items"]
-        service.generation.engine.cost = CostModel(0.0, 14.0, 0.0, 0.0, 0.0)
+        service.versions.generator().engine.cost = CostModel(0.0, 14.0, 0.0, 0.0, 0.0)
         assert (await generate(client))["history"]["num_tokens"] == 3
 
 
@@ -115,7 +115,7 @@ async def test_a_signal_encodes_the_prompt(tmp_path: Path) -> None:
     async with serving(tmp_path, generate=section(tmp_path)) as (client, service):
         async with client.post("/v1/signal", json={"user_id": "s", "history": HISTORY}) as response:
             assert (await response.json())["generate_verdict"] == "preinfer"
-        await encoded(service.generation.relay)
+        await encoded(service.versions.generator().relay)
         answer = await generate(client, user_id="s")
         assert answer["outcome"] == "hbm_hit"
         assert answer["prefix_tokens"] == 18
@@ -215,7 +215,7 @@ async def test_an_instance_may_only_generate(tmp_path: Path) -> None:
         async with client.post("/v1/signal", json={"user_id": "u", "history": HISTORY}) as response:
             signal = await response.json()
             assert (response.status, signal["verdict"], signal["generate_verdict"]) == (202, "preinfer", "preinfer")
-        await encoded(service.generation.relay)
+        await encoded(service.versions.generator().relay)
         hit = await generate(client, base=signal["history"]["fingerprint"], history=None)
         assert hit["outcome"] == "hbm_hit"
         assert hit["items"] == cold["items"]
@@ -260,7 +260,7 @@ async def test_a_bad_generate_is_explained(
 async def test_under_overload_an_instance_keeps_to_what_it_is_there_for(tmp_path: Path, ranks: bool) -> None:
     only = {} if ranks else {"checkpoint": None}
     async with serving(tmp_path, generate=section(tmp_path), **only) as (client, service):
-        service._brownout.step = Brownout.REJECT
+        service.parts.admission.brownout.step = Brownout.REJECT
         refused = await generate(client, 429 if ranks else 200)
         if ranks:
             assert refused["detail"] == "overloaded: generates are refused, ranks come first"
@@ -275,9 +275,9 @@ async def test_under_overload_an_instance_keeps_to_what_it_is_there_for(tmp_path
 async def test_a_generate_that_waits_presses_by_its_own_objective(tmp_path: Path) -> None:
     slo = {"rank_s": 0.001, "generate_s": 10.0}
     async with serving(tmp_path, generate=section(tmp_path), slo=slo, watched=False) as (client, service):
-        scheduler, go_on = service._scheduler, threading.Event()
+        scheduler, go_on = service.parts.scheduler, threading.Event()
         blocked = asyncio.create_task(scheduler.call(lambda: go_on.wait(30), 1e9))
-        service.generation.engine.cost = CostModel(1.0, 0.0, 0.0, 0.0, 0.0)
+        service.versions.generator().engine.cost = CostModel(1.0, 0.0, 0.0, 0.0, 0.0)
         asked = asyncio.create_task(generate(client))
         await until(lambda: scheduler.pressure > 0)
         pressure = scheduler.pressure

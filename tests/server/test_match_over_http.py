@@ -15,7 +15,7 @@ from aiohttp.test_utils import TestClient
 
 from npu_gr.backend.cpu.backend import CPUBackend
 from npu_gr.core.errors import ConfigError, Unavailable
-from npu_gr.jobs.match import Matching
+from npu_gr.jobs.match import MatchJob
 from npu_gr.matching.vectors import save
 from npu_gr.service.service import Service
 from tests.matching.test_fold import make_folding
@@ -56,7 +56,7 @@ async def busy_device(service: Service) -> AsyncIterator[None]:
     def hold() -> None:
         asyncio.run_coroutine_threadsafe(wait(), loop).result()
 
-    blocker = asyncio.create_task(service._scheduler.call(hold, float("inf"), order_at=0.0))
+    blocker = asyncio.create_task(service.parts.scheduler.call(hold, float("inf"), order_at=0.0))
     try:
         await begun.wait()
         yield
@@ -76,7 +76,7 @@ async def test_every_kind_of_user_is_answered_and_the_answer_says_how(tmp_path: 
         scores = vectors.items @ vectors.users[0]
         scores[[1, 5, 7]] = -np.inf
         assert answer["items"] == (np.argsort(-scores, kind="stable")[:7] * 2 + FIRST_ID).tolist()
-        assert set(answer["stages_s"]) == {"queue", "device"}
+        assert set(answer["stages_s"]) == {"history", "queue", "device"}
         text = await (await client.get("/metrics")).text()
         assert 'npu_gr_match_duration_seconds_count{basis="source"} 1.0' in text
         assert "npu_gr_matched_items_total 28.0" in text
@@ -99,7 +99,8 @@ async def test_a_new_user_is_served_from_the_request_or_from_the_store(tmp_path:
         async def fail(*_: object) -> None:
             raise Unavailable("no store today")
 
-        service._store.read = fail
+        assert service.parts.histories.store is not None
+        service.parts.histories.store.read = fail  # type: ignore[method-assign, assignment]
         assert (await match(client, user_id="stranger"))["basis"] == "popularity"
 
 
@@ -165,15 +166,15 @@ async def test_what_waits_shares_a_pass(tmp_path: Path, monkeypatch: pytest.Monk
         sizes.append(len(queries))
         return best_items(backend, queries, *rest)
 
-    searching, search = 0, Matching._search
+    searching, search = 0, MatchJob._search
 
-    async def counted(matching: Matching, *arguments: Any) -> Any:
+    async def counted(job: MatchJob, *arguments: Any) -> Any:
         nonlocal searching
         searching += 1
-        return await search(matching, *arguments)
+        return await search(job, *arguments)
 
     monkeypatch.setattr(CPUBackend, "best_items", counting)
-    monkeypatch.setattr(Matching, "_search", counted)
+    monkeypatch.setattr(MatchJob, "_search", counted)
     async with serving(tmp_path, match=section(tmp_path, max_batch_requests=16)) as (client, service):
         alone = await match(client, num_items=9)
         async with busy_device(service):
@@ -224,7 +225,7 @@ async def test_a_deadline_and_a_full_queue_end_as_for_the_other_routes(tmp_path:
     async with serving(tmp_path, match=section(tmp_path), service={"max_inflight": 2}) as (client, service):
         async with busy_device(service):
             waiting = asyncio.create_task(match(client, num_items=3))
-            await until(lambda: service._limiter.inflight == 1)
+            await until(lambda: service.parts.admission.inflight == 1)
             status, _ = await post(client, "/v1/match", {"user_id": KNOWN})
             assert status == 429
         assert (await waiting)["status"] == "complete"

@@ -16,7 +16,7 @@ from aiohttp.test_utils import TestClient
 
 from npu_gr.core.errors import ConfigError, DeviceError
 from npu_gr.core.request import I64
-from npu_gr.jobs.recommend import Shown
+from npu_gr.jobs.hook import HookContext
 from npu_gr.matching.vectors import save
 from npu_gr.service.service import Service
 from tests.decoders import VARIANTS, saved
@@ -112,7 +112,7 @@ async def test_it_is_signal_generate_and_rank_by_hand(folder: Path) -> None:
         np.testing.assert_allclose(np.frombuffer(raw["scores"], "<f4"), whole["scores"], atol=1e-5)
 
 
-async def slow_rules(items: I64, shown: Shown) -> I64:
+async def slow_rules(items: I64, shown: HookContext) -> I64:
     """Retrieval elsewhere: longer than the prefill."""
     await asyncio.sleep(0.3)
     return items
@@ -187,7 +187,7 @@ async def test_a_failing_generator_gives_popular_items_or_503(folder: Path) -> N
         raise DeviceError("it broke")
 
     async with serving(folder, **section(folder, popular=popular(folder))) as (client, service):
-        service.generation.engine.generate = fails  # type: ignore[method-assign,assignment]
+        service.versions.generator().engine.generate = fails  # type: ignore[method-assign,assignment]
         answer = await recommend(client, num_items=10)
         assert results(answer) == {"generate": "failed", "popular": "ok", "rank": "ok"}
         assert answer["degraded"] == ["generate"]
@@ -199,7 +199,7 @@ async def test_a_failing_generator_gives_popular_items_or_503(folder: Path) -> N
         assert 'npu_gr_recommend_stages_total{result="failed",stage="generate"} 1.0' in text
         assert 'npu_gr_recommend_duration_seconds_count{degraded="true"} 1.0' in text
     async with serving(folder, **section(folder)) as (client, service):
-        service.generation.engine.generate = fails  # type: ignore[method-assign,assignment]
+        service.versions.generator().engine.generate = fails  # type: ignore[method-assign,assignment]
         problem = await recommend(client, 503)
         assert problem["detail"] == "retrieval: generate failed, and no list of popular items is configured"
         await nothing_held(service)
@@ -211,13 +211,13 @@ async def test_a_failing_rank_keeps_the_order_of_the_retrieval(folder: Path) -> 
 
     async with serving(folder, **section(folder)) as (client, service):
         found = await post(client, "/v1/generate", history=HISTORY, num_items=30, deny_items=HISTORY["items"])
-        service.ranking.engine.rank = fails  # type: ignore[method-assign,assignment]
+        service.versions.ranker().engine.rank = fails  # type: ignore[method-assign,assignment]
         answer = await recommend(client, num_items=5)
         assert (answer["outcome"], answer["degraded"]) == (None, ["rank"])
         assert (answer["items"], answer["scores"]) == (found["items"][:5], [None] * 5)
         await nothing_held(service)
     async with serving(folder, **section(folder, on_rank_failure="fail")) as (client, service):
-        service.ranking.engine.rank = fails  # type: ignore[method-assign,assignment]
+        service.versions.ranker().engine.rank = fails  # type: ignore[method-assign,assignment]
         await recommend(client, 503)
 
 
@@ -227,10 +227,10 @@ async def test_a_generator_out_of_time_leaves_the_rank_its_own(folder: Path) -> 
 
     patient = section(folder, popular=popular(folder), rank_least_s=2.0)
     async with serving(folder, **patient) as (client, service):
-        service.generation.engine.generate = hangs  # type: ignore[method-assign,assignment]
+        service.versions.generator().engine.generate = hangs  # type: ignore[method-assign,assignment]
         answer = await recommend(client, budget_ms=2500)
         assert results(answer) == {"generate": "out_of_time", "popular": "ok", "rank": "ok"}
-        service.ranking.engine.rank = hangs  # type: ignore[method-assign,assignment]
+        service.versions.ranker().engine.rank = hangs  # type: ignore[method-assign,assignment]
         answer = await recommend(client, budget_ms=2500)
         assert results(answer) == {"generate": "out_of_time", "popular": "ok", "rank": "out_of_time"}
         assert answer["items"][0] == next(
@@ -247,19 +247,19 @@ async def test_a_caller_who_leaves_leaves_nothing_behind(folder: Path) -> None:
         await asyncio.sleep(60)
 
     async with serving(folder, **section(folder)) as (client, service):
-        service.generation.engine.generate = hangs  # type: ignore[method-assign,assignment]
+        service.versions.generator().engine.generate = hangs  # type: ignore[method-assign,assignment]
         task = asyncio.create_task(recommend(client))
         await started.wait()
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
         for _ in range(1000):
-            await asyncio.sleep(0.01 if service._limiter.inflight else 0)
+            await asyncio.sleep(0.01 if service.parts.admission.inflight else 0)
         await nothing_held(service)
 
 
 async def nothing_held(service: Service) -> None:
-    assert service._limiter.inflight == 0
-    for job in (service.ranking, service.generation):
+    assert service.parts.admission.inflight == 0
+    for job in (service.versions.ranker(), service.versions.generator()):
         await job.relay.settled()
         pool = job.relay._pool
         assert pool.reserved_bytes == 0
@@ -292,7 +292,7 @@ async def test_popular_items_fill_up_a_short_retrieval(folder: Path) -> None:
 # ---- hooks
 
 
-def every_other(items: I64, shown: Shown) -> list[int]:
+def every_other(items: I64, shown: HookContext) -> list[int]:
     """Rules as a site might have them: told the user and the page, may drop, repeat and add."""
     assert shown.user.user == "u"
     assert len(shown.history) == 40
@@ -301,15 +301,15 @@ def every_other(items: I64, shown: Shown) -> list[int]:
     return [*items[::2].tolist(), *extra]
 
 
-def raises(items: I64, shown: Shown) -> I64:
+def raises(items: I64, shown: HookContext) -> I64:
     raise KeyError("a bug of theirs")
 
 
-def answers_text(items: I64, shown: Shown) -> str:
+def answers_text(items: I64, shown: HookContext) -> str:
     return "nothing"
 
 
-def hangs(items: I64, shown: Shown) -> I64:
+def hangs(items: I64, shown: HookContext) -> I64:
     time.sleep(0.5)
     return items[:0]
 

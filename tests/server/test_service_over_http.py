@@ -13,6 +13,7 @@ import pytest
 from aiohttp.test_utils import TestClient
 
 from npu_gr.core.errors import DeviceError
+from npu_gr.core.kinds import RANK
 from tests.models import events
 from tests.serving import FIRST_ID, columns, encoded, serving, write_checkpoint
 
@@ -45,7 +46,7 @@ async def test_signal_then_rank_is_a_hit_with_the_cold_scores(tmp_path: Path) ->
         signal = await post(client, "/v1/signal", 202, user_id="u", history=history)
         assert signal["verdict"] == "preinfer"
         assert signal["resident_for_s"] > 0
-        await encoded(service.ranking.relay)
+        await encoded(service.versions.ranker().relay)
         hit = await rank(client, history=history)
         assert hit["outcome"] == "hbm_hit"
         assert hit["prefix_tokens"] == 80
@@ -171,7 +172,7 @@ async def test_a_device_that_fails_with_the_prefix_does_without(
         def broken(*_: object) -> None:
             raise RuntimeError("planted")
 
-        monkeypatch.setattr(service.ranking.engine.arena, "slabs", broken)
+        monkeypatch.setattr(service.versions.ranker().engine.arena, "slabs", broken)
         answer = await rank(client, history=history)
         assert (answer["outcome"], answer["reason"]) == ("miss_full", "read_failed")
         assert close(answer, want)
@@ -181,7 +182,7 @@ async def test_a_prefix_half_written_by_a_pass_that_failed_is_not_served(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with serving(tmp_path) as (client, service):
-        history, arena = columns(events(80)), service.ranking.engine.arena
+        history, arena = columns(events(80)), service.versions.ranker().engine.arena
         write, calls = arena.write, list[int]()
 
         def fails_once(layer: int, *rest: Any) -> None:
@@ -193,7 +194,7 @@ async def test_a_prefix_half_written_by_a_pass_that_failed_is_not_served(
         monkeypatch.setattr(arena, "write", fails_once)
         first = await rank(client, history=history)
         assert (first["outcome"], first["reason"]) == ("miss_full", "read_failed")
-        pool, _ = service.ranking.relay.tiers
+        pool, _ = service.versions.ranker().relay.tiers
         assert len(pool) == 0
         assert pool.free_bytes == pool.budget_bytes
         second, third = [await rank(client, history=history) for _ in range(2)]
@@ -212,7 +213,7 @@ async def test_a_failed_device_makes_it_unready(tmp_path: Path, monkeypatch: pyt
         def lost(*_: object) -> None:
             raise RuntimeError("planted")
 
-        monkeypatch.setattr(service.ranking.engine, "_segment", lost)
+        monkeypatch.setattr(service.versions.ranker().engine, "_segment", lost)
         for _ in range(3):
             await post(client, "/v1/rank", 503, user_id="u", candidates=CANDIDATES, history=columns(events(3)))
         async with client.get("/readyz") as response:
@@ -226,19 +227,19 @@ async def test_the_selfcheck_finds_no_drift_and_would_find_one(tmp_path: Path) -
         history = columns(events(80))
         await rank(client, history=history)
         await rank(client, history=history)
-        await asyncio.gather(*service.ranking._background)
+        await asyncio.gather(*service.versions.ranker()._background)
         text = await (await client.get("/metrics")).text()
         assert "npu_gr_drift_ratio_count 1.0" in text
         assert "npu_gr_selfcheck_failures_total 0.0" in text
-        service.ranking.engine.arena._keys.mul_(1.5)
+        service.versions.ranker().engine.arena._keys.mul_(1.5)
         await rank(client, history=history)
-        await asyncio.gather(*service.ranking._background)
+        await asyncio.gather(*service.versions.ranker()._background)
         assert "npu_gr_selfcheck_failures_total 1.0" in await (await client.get("/metrics")).text()
 
 
 async def test_full_house(tmp_path: Path) -> None:
     async with serving(tmp_path, service={"max_inflight": 1}) as (client, service):
-        with service._limiter.admit():
+        with service.parts.admission.admit(RANK, 1.0):
             async with client.post(
                 "/v1/rank", json={"user_id": "u", "candidates": CANDIDATES, "history": columns(events(3))}
             ) as response:
@@ -255,17 +256,17 @@ async def test_a_caller_that_hangs_up_frees_its_slot(tmp_path: Path) -> None:
             held.set()
             await asyncio.Event().wait()
 
-        service._events = slow  # type: ignore[method-assign, assignment]
+        service.parts.histories.read = slow  # type: ignore[method-assign, assignment]
         asking = asyncio.create_task(rank(client, history=columns(events(3))))
         await asyncio.wait_for(held.wait(), 10)
-        assert service._limiter.inflight == 1
+        assert service.parts.admission.inflight == 1
         asking.cancel()
         await asyncio.gather(asking, return_exceptions=True)
         for _ in range(100):
-            if not service._limiter.inflight:
+            if not service.parts.admission.inflight:
                 break
             await asyncio.sleep(0.01)
-        assert service._limiter.inflight == 0
+        assert service.parts.admission.inflight == 0
 
 
 async def test_an_inexact_model_is_refused_with_the_cache_on(tmp_path: Path) -> None:

@@ -60,7 +60,7 @@ def test_the_cpu_file_documents_every_section() -> None:
         ("checkpoint: x\nrelay: {t_life_s: 0}", r"relay\.t_life_s: Expected `float` > 0"),
         ("checkpoint: x\nbackend: gpu", "backend: Invalid enum value 'gpu'"),
         ("checkpoint: x\ncheckpoint: y", "line 2: key 'checkpoint' is given twice"),
-        ("backend: cpu", "checkpoint: needed, unless there is a section generate"),
+        ("backend: cpu", "set `checkpoint` .ranker. or a `generate:` section"),
         ("checkpoint: x\nserver: {host: 0.0.0.0}", "server: host: 0.0.0.0 is not loopback: set api_keys_file"),
         ("checkpoint: x\nservice: {unknown_items: drop}", "neither 'ignore' nor 'refuse'"),
         ("[1, 2]", "got list"),

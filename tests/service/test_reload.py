@@ -122,7 +122,7 @@ async def test_no_request_fails_and_every_answer_is_of_the_version_it_names(tmp_
         traffic = Traffic(client, {old: 1, new: 2})
         stop = asyncio.Event()
         load = [asyncio.create_task(traffic.until(stop, 1000 * n)) for n in range(4)]
-        engine, pool = weakref.ref(service.ranking.engine), service.ranking.relay.tiers[0]
+        engine, pool = weakref.ref(service.versions.ranker().engine), service.versions.ranker().relay.tiers[0]
         await traffic.pair(1)
         await asyncio.sleep(0.2)
         file.use("new")
@@ -144,7 +144,7 @@ async def test_no_request_fails_and_every_answer_is_of_the_version_it_names(tmp_
         problem = {"user_id": "u", "candidates": [FIRST_ID], "history": history(traffic.requests[0])}
         async with client.post("/v1/rank", json={**problem, "model_version": old}) as response:
             assert response.status == 404
-        await service.ranking.relay.settled()
+        await service.versions.ranker().relay.settled()
         del load
         gc.collect()
         assert engine() is None, "the old version is still held by somebody"
@@ -160,7 +160,7 @@ async def test_no_request_fails_and_every_answer_is_of_the_version_it_names(tmp_
         ({"scheduler": {"streams": 2}}, "scheduler: "),
         ({"service": {"max_inflight": 0}}, "service.max_inflight"),
         ({"checkpoint": "nowhere"}, "nowhere"),
-        ({"checkpoint": None, "threads": 2}, "checkpoint: needed"),
+        ({"checkpoint": None, "threads": 2}, "must serve at least one model"),
     ],
 )
 async def test_what_cannot_change_is_refused_by_name(tmp_path: Path, sections: dict[str, Any], word: str) -> None:
@@ -184,7 +184,7 @@ async def test_another_layout_or_a_failed_self_test_leaves_the_old_one(
     old = file.add("old", 1)
     assert wide != old
     async with serving(tmp_path, read=file.read, **file.sections) as (client, service):
-        traffic, pool = Traffic(client, {old: 1}), service.ranking.relay.tiers[0]
+        traffic, pool = Traffic(client, {old: 1}), service.versions.ranker().relay.tiers[0]
         file.use("wide")
         async with client.post("/v1/models/reload") as response:
             assert response.status == 422
@@ -208,7 +208,7 @@ async def test_settings_take_effect_without_a_new_model(tmp_path: Path) -> None:
     file = File(tmp_path)
     write_checkpoint(tmp_path / "checkpoint")
     async with serving(tmp_path, read=file.read) as (client, service):
-        relay, engine = service.ranking.relay, service.ranking.engine
+        relay, engine = service.versions.ranker().relay, service.versions.ranker().engine
         file.sections = {
             "relay": {"t_life_s": 3.0, "enabled": False},
             "slo": {"rank_s": 0.25},
@@ -216,9 +216,9 @@ async def test_settings_take_effect_without_a_new_model(tmp_path: Path) -> None:
         }
         async with client.post("/v1/models/reload") as response:
             assert response.status == 200
-        assert service.ranking.engine is engine
+        assert service.versions.ranker().engine is engine
         assert (relay.t_life_s, relay.tiers[0].t_life_s, engine.objective_s) == (3.0, 3.0, 0.25)
-        assert service._limiter.limit == 3
+        assert service.parts.admission.limit == 3
         body = {"user_id": "u", "history": history(Request(LENGTH, 5, 0)), "candidates": [FIRST_ID]}
         answer = await (await client.post("/v1/rank", json=body)).json()
         assert answer["reason"] == "disabled"
@@ -228,6 +228,34 @@ async def test_settings_take_effect_without_a_new_model(tmp_path: Path) -> None:
     async with serving(tmp_path) as (client, _), client.post("/v1/models/reload") as response:
         assert response.status == 422
         assert "not started from a configuration file" in (await response.json())["detail"]
+
+
+async def test_gauges_say_what_is_in_force(tmp_path: Path) -> None:
+    file = File(tmp_path)
+    write_checkpoint(tmp_path / "checkpoint")
+    changes: dict[str, Any] = {
+        "relay": {"t_life_s": 33.0},
+        "service": {"max_inflight": 7, "max_history_tokens": 20},
+        "trigger": {"max_inflight": 3},
+    }
+    wanted = {
+        'npu_gr_limit{name="inflight_requests"}': 7.0,
+        'npu_gr_limit{name="history_tokens"}': 20.0,
+        'npu_gr_limit{name="inflight_prefills"}': 3.0,
+        "npu_gr_t_life_seconds": 33.0,
+    }
+    async with serving(tmp_path, read=file.read) as (client, _):
+        assert not await scraped(client, wanted)
+        file.sections = changes
+        async with client.post("/v1/models/reload") as response:
+            assert response.status == 200
+        assert await scraped(client, wanted)
+
+
+async def scraped(client: TestClient[Any, Any], wanted: dict[str, float]) -> bool:
+    lines = (await (await client.get("/metrics")).text()).splitlines()
+    found = dict(line.rsplit(" ", 1) for line in lines if line.startswith(tuple(wanted)))
+    return {name: float(found[name]) for name in wanted} == wanted
 
 
 async def test_sighup_reloads(tmp_path: Path) -> None:

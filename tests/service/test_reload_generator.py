@@ -48,7 +48,7 @@ async def test_no_generate_fails_and_every_answer_is_of_the_version_it_names(tmp
     async with serving(tmp_path, read=file.read, **file.sections) as (client, service):
         old = await generate(client, num_items=20)
         want = {old["model_version"]: old["items"]}
-        seen, stop, engine = list[str](), asyncio.Event(), weakref.ref(service.generation.engine)
+        seen, stop, engine = list[str](), asyncio.Event(), weakref.ref(service.versions.generator().engine)
 
         async def ask(number: int) -> None:
             while not stop.is_set():
@@ -59,29 +59,32 @@ async def test_no_generate_fails_and_every_answer_is_of_the_version_it_names(tmp
                 assert answer["items"] == want.setdefault(answer["model_version"], answer["items"])
                 seen.append(answer["model_version"])
 
-        bandwidth = service.generation.engine.copy_bytes_per_s
+        bandwidth = service.versions.generator().engine.copy_bytes_per_s
         assert bandwidth < float("inf")  # measured: a reload from DRAM must beat encoding again
         asking = [asyncio.create_task(ask(number)) for number in range(3)]
         await asyncio.sleep(0.1)
-        ranker = service.ranking
+        ranker = service.versions.ranker()
         file.name("other")
         models = (await reload(client))["models"]
         assert [model["is_draining"] for model in models] == [False, False, True]
-        assert service.ranking is ranker
-        assert service.generation.engine.copy_bytes_per_s == bandwidth
+        assert service.versions.ranker() is ranker
+        assert service.versions.generator().engine.copy_bytes_per_s == bandwidth
         named = await generate(client, num_items=20, model_version=old["model_version"])
         assert named["items"] == old["items"]
-        assert [model["version"] for model in await gone(client)] == [ranker.version, service.generation.version]
+        assert [model["version"] for model in await gone(client)] == [
+            ranker.version,
+            service.versions.generator().version,
+        ]
         stop.set()
         await asyncio.gather(*asking)
-        assert set(seen) == {old["model_version"], service.generation.version}
+        assert set(seen) == {old["model_version"], service.versions.generator().version}
         assert len(set(map(tuple, want.values()))) == 2
         refused = await generate(client, status=404, model_version=old["model_version"])
         assert old["model_version"] in refused["detail"]
         hit = await generate(client, num_items=20)
-        assert hit["items"] == want[service.generation.version]
-        await service.generation.relay.settled()
-        pool = service.generation.relay.tiers[0]
+        assert hit["items"] == want[service.versions.generator().version]
+        await service.versions.generator().relay.settled()
+        pool = service.versions.generator().relay.tiers[0]
         pool.check()
         assert pool.reserved_bytes == 0
         del asking
@@ -97,14 +100,14 @@ async def test_new_weights_keep_what_was_changed_in_the_catalogue_and_another_fi
             assert response.status == 200
         file.name("other")
         await reload(client)
-        items = service.generation.items
+        items = service.versions.generator().items
         async with client.get("/v1/catalog") as response:
             assert (await response.json())["num_items"] == 199
         await gone(client)
         write_catalogue(tmp_path / "few.jsonl", num_items=50)
         file.name("other", catalogue=str(tmp_path / "few.jsonl"), beam_width=64)
         await reload(client)
-        assert service.generation.items is not items
+        assert service.versions.generator().items is not items
         async with client.get("/v1/catalog") as response:
             assert (await response.json())["num_items"] == 50
         assert max((await generate(client, num_items=20))["items"]) < 50
@@ -127,13 +130,17 @@ async def test_what_cannot_be_served_changes_nothing(tmp_path: Path, changes: di
     file.add("better ranker", 2)
     file.use("ranker", generate=section(tmp_path))
     async with serving(tmp_path, read=file.read, **file.sections) as (client, service):
-        ranker, generator, erased = service.ranking, service.generation, service.ranking.relay.tiers[0].on_erased
+        ranker, generator, erased = (
+            service.versions.ranker(),
+            service.versions.generator(),
+            service.versions.ranker().relay.tiers[0].on_erased,
+        )
         file.use("better ranker", **({} if changes is None else {"generate": section(tmp_path, **changes)}))
         assert word in (await reload(client, status=422))["detail"]
-        assert (service.ranking, service.generation) == (ranker, generator)
-        assert service.ranking.relay.tiers[0].on_erased is erased
+        assert (service.versions.ranker(), service.versions.generator()) == (ranker, generator)
+        assert service.versions.ranker().relay.tiers[0].on_erased is erased
         assert not service.versions.is_draining
         file.use("better ranker", generate=section(tmp_path))
         await reload(client)
-        assert service.ranking is not ranker
-        assert service.generation is generator
+        assert service.versions.ranker() is not ranker
+        assert service.versions.generator() is generator

@@ -20,7 +20,8 @@ import pytest
 from aiohttp.test_utils import TestClient
 
 from npu_gr.core.errors import DeviceError
-from npu_gr.core.request import UserKey
+from npu_gr.core.kinds import ERASE
+from npu_gr.core.request import EraseRequest, UserKey
 from npu_gr.engine.rank_engine import Engine
 from npu_gr.kv.arena import KVArena
 from npu_gr.service.service import Service
@@ -114,7 +115,7 @@ class Soak:
         await asyncio.sleep(self.random.random() * 0.01)
         task.cancel()
         results = await asyncio.gather(task, return_exceptions=True)
-        assert results == [None] or isinstance(results[0], asyncio.CancelledError), results
+        assert list(results) == [None] or isinstance(results[0], asyncio.CancelledError), results
         self.seen["leave", 0] += 1
 
     async def work(self, end_s: float) -> None:
@@ -143,11 +144,11 @@ DECODERS = ("decoder", "other")
 async def left_nothing(service: Service, tasks_before: int) -> None:
     """Nothing is held, produced or waited for; every byte is free once every user is forgotten."""
     async with asyncio.timeout(30):
-        while service.versions.is_draining or service._limiter.inflight or service.versions._retirements:  # noqa: ASYNC110
+        while service.versions.is_retiring or service.parts.admission.inflight:  # noqa: ASYNC110
             await asyncio.sleep(0.05)
         for job in service.versions.current():
             await job.relay.settled()
-        await asyncio.gather(*service.ranking._background)
+        await asyncio.gather(*service.versions.ranker()._background)
     for job in service.versions.current():
         relay = job.relay
         assert not is_busy(relay.producers)
@@ -155,16 +156,17 @@ async def left_nothing(service: Service, tasks_before: int) -> None:
         pool.check()
         assert dram is not None
         dram.check()
-        assert not any(entry.leases for entry in (*pool._published.values(), *dram._complete.values()))
+        assert not any(entry.leases for entry in pool._published.values())
+        assert not any(entry.leases for entry in dram._complete.values())
         assert pool.reserved_bytes == 0
     for user in range(USERS):
-        await service.erase_user(UserKey("", str(user)))
+        await service.serve(ERASE, EraseRequest(user=UserKey("", str(user))), 10.0)
     for job in service.versions.current():
         await job.relay.settled()
         for tier in job.relay.tiers:
             assert tier is not None
             assert tier.free_bytes == tier.budget_bytes
-    assert service._scheduler.depth == 0
+    assert service.parts.scheduler.depth == 0
     for _ in range(100):  # connections of callers who left are closed in their own time
         if len(asyncio.all_tasks()) <= tasks_before:
             break

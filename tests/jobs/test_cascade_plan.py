@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from npu_gr.core.request import I64
-from npu_gr.jobs.recommend import RecommendConfig, best_first, by_both, in_turns, split
+from npu_gr.jobs.cascade_plan import RecommendConfig, best_first, by_both, in_turns, split
 
 Rows = st.lists(st.lists(st.integers(0, 12), max_size=8), max_size=4)
 
@@ -23,8 +23,8 @@ def test_turns_are_the_obvious_loop(rows: list[list[int]]) -> None:
             if item is not None:
                 want.setdefault(item, row)
     columns: list[I64] = [np.array(row, np.int64) for row in rows]
-    items, row = in_turns(columns)
-    assert (items.tolist(), row.tolist()) == (list(want), list(want.values()))
+    items, sources = in_turns(columns)
+    assert (items.tolist(), sources.tolist()) == (list(want), list(want.values()))
 
 
 @settings(derandomize=True, deadline=None)

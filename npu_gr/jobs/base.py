@@ -1,0 +1,38 @@
+"""What a job is: it answers requests of one kind, once they are admitted."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+from npu_gr.core.request import Answer, Request
+
+Q_contra = TypeVar("Q_contra", bound=Request, contravariant=True)
+A_co = TypeVar("A_co", bound=Answer, covariant=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """The times of one request, as instants of time.monotonic()."""
+
+    arrived_at: float  # its place in the device's queue counts from here, also if its history took long to read
+    deadline_at: float  # its answer must be there
+
+
+class Job(Protocol[Q_contra, A_co]):
+    """The work behind one kind of request. Event loop only."""
+
+    async def run(self, request: Q_contra, call: Call) -> A_co:
+        """Answer the request.
+
+        The service has admitted it and cancels the job at the deadline. Whatever the job acquires, it releases when it
+        ends in any way.
+
+        Raises:
+            NpuGrError: as `core/errors.py` lists.
+        """
+        ...
+
+    async def stop(self) -> None:
+        """End what the job runs in the background."""
+        ...

@@ -1,0 +1,102 @@
+"""The pure half of a cascade: its settings, how its time is split, how candidates are merged and ordered."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+import msgspec
+import numpy as np
+
+from npu_gr.core.request import F32, I64
+from npu_gr.core.settings import Count, Ratio, Seconds
+
+FUSION = 60  # the constant of reciprocal rank fusion
+
+
+class RecommendConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where candidates come from, how they are ordered, and what happens when a stage fails."""
+
+    # source -> items asked of it; the sources are taken in turns, in this order
+    sources: dict[Literal["generate", "match"], Count] = msgspec.field(default_factory=lambda: {"generate": 100})
+    max_candidates: Count = 200  # M: at most this many are ranked
+    exclude_seen: bool = True  # leave out the items of the history
+    hook: str | None = None  # "package.module:function", see `Hook`; None = none
+    popular: str | None = None  # file of item ids, one a line, best first: they fill up a short retrieval
+    order: Literal["rank", "fused"] = "rank"  # fused: by the places in retrieval and rank together, see `by_both`
+    rank_share: Ratio = 0.5  # share of the time that the rank may keep at most
+    rank_least_s: Seconds = 0.02  # the rank keeps this much if the share allows, even if the cost model says less
+    hook_budget_s: Seconds = 0.02
+    answer_s: Seconds = 0.005  # kept back for writing the answer
+    on_rank_failure: Literal["retrieval_order", "fail"] = "retrieval_order"
+    on_hook_failure: Literal["skip", "fail"] = "skip"
+
+    def __post_init__(self) -> None:
+        if not self.sources:
+            raise ValueError("sources: needs at least one")
+
+
+class StageDeadlines(NamedTuple):
+    """Instants (time.monotonic) at which the stages of one cascade must be done."""
+
+    retrieve_at: float
+    hook_at: float
+    rank_at: float
+
+
+def split(now_at: float, deadline_at: float, rank_s: float, config: RecommendConfig) -> StageDeadlines:
+    """Split the time of a cascade among its stages.
+
+        now ------- retrieve ------- hook -- rank ------- deadline
+             the rest        hook budget  |  rank_s   answer_s
+                                          at most rank_share of the time
+
+    Args:
+        now_at, deadline_at: instants (time.monotonic).
+        rank_s: seconds that the rank takes if it has to encode the whole history.
+        config: shares and budgets.
+    """
+    rank_at = max(deadline_at - config.answer_s, now_at)
+    left_s = rank_at - now_at
+    hook_at = rank_at - min(max(rank_s, config.rank_least_s), left_s * config.rank_share)
+    hook_s = config.hook_budget_s if config.hook else 0.0
+    return StageDeadlines(hook_at - min(hook_s, (hook_at - now_at) / 2), hook_at, rank_at)
+
+
+def in_turns(rows: Sequence[I64]) -> tuple[I64, I64]:
+    """Take the best of each row, then the second of each, and so on; keep an item where it comes first.
+
+    Args:
+        rows: int64 [n_i] each, best first.
+
+    Returns:
+        Items int64 [n], and the index of the row that each came from, int64 [n].
+    """
+    items = np.concatenate([*rows, np.empty(0, np.int64)])
+    row = np.repeat(np.arange(len(rows)), [len(r) for r in rows])
+    place = np.concatenate([np.arange(len(r)) for r in rows] or [items])
+    order = np.lexsort((row, place))
+    items, row = items[order], row[order]
+    first = np.sort(np.unique(items, return_index=True)[1])
+    return items[first], row[first]
+
+
+def best_first(scores: F32) -> I64:
+    """Return the places of the scores from high to low; of equal scores the earlier first, NaN last."""
+    order: I64 = np.argsort(-scores, kind="stable")  # numpy sorts NaN to the end
+    return order
+
+
+def by_both(scores: F32) -> I64:
+    """Return the places of candidates by their ranks in the retrieval and under the scores together.
+
+    Args:
+        scores: float32 [n] of candidates that stand in the order of the retrieval.
+
+    Source: reciprocal rank fusion with its constant of 60 (Cormack, Clarke and Buettcher, SIGIR 2009).
+    """
+    retrieved = np.arange(len(scores))
+    ranked = np.empty_like(retrieved)
+    ranked[best_first(scores)] = retrieved
+    order: I64 = np.argsort(-1.0 / (FUSION + retrieved) - 1.0 / (FUSION + ranked), kind="stable")
+    return order

@@ -1,0 +1,31 @@
+"""The `erase` job: forget a user in the store, in the known prefixes, and in every memory tier."""
+
+from __future__ import annotations
+
+import time
+
+from npu_gr.core.request import EraseAnswer, EraseRequest
+from npu_gr.jobs.base import Call
+from npu_gr.jobs.histories import Histories
+from npu_gr.jobs.versions import Versions
+
+
+class EraseJob:
+    """Answers once nothing of the user is left: free pages that held the user's KV have been overwritten."""
+
+    def __init__(self, versions: Versions, histories: Histories) -> None:
+        self._versions = versions
+        self._histories = histories
+
+    async def run(self, request: EraseRequest, call: Call) -> EraseAnswer:
+        """Erase the history first: a rank that comes meanwhile finds nothing to encode again."""
+        await self._histories.erase(request.user)
+        stored_at = time.monotonic()
+        for version in self._versions.all():
+            await version.relay.erase(request.user)
+        return EraseAnswer(
+            stages_s={"store": stored_at - call.arrived_at, "tiers": time.monotonic() - stored_at},
+        )
+
+    async def stop(self) -> None:
+        """Do nothing: tiers and store are not the job's."""

@@ -1,0 +1,32 @@
+"""The `events` job: append behaviours of a user to the history store."""
+
+from __future__ import annotations
+
+import time
+
+from npu_gr.core.errors import Unprocessable
+from npu_gr.core.request import EventsAnswer, EventsRequest
+from npu_gr.jobs.base import Call
+from npu_gr.jobs.histories import Histories
+from npu_gr.jobs.versions import Versions
+
+
+class EventsJob:
+    """Appends to the store; refuses actions that the ranker does not know."""
+
+    def __init__(self, versions: Versions, histories: Histories) -> None:
+        self._versions = versions
+        self._histories = histories
+
+    async def run(self, request: EventsRequest, call: Call) -> EventsAnswer:
+        """Append, and answer once the store has acknowledged."""
+        events = request.events
+        if self._versions.rankers is not None and len(events) and self._histories.store is not None:
+            last = len(self._versions.rankers.current.model.actions) - 1
+            if not 0 <= int(events.actions.min()) <= int(events.actions.max()) <= last:
+                raise Unprocessable(f"events.actions: must be 0..{last}")
+        num_events = await self._histories.append(request.user, events)
+        return EventsAnswer(num_events=num_events, stages_s={"store": time.monotonic() - call.arrived_at})
+
+    async def stop(self) -> None:
+        """Do nothing: the store is not the job's."""

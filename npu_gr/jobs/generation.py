@@ -1,0 +1,222 @@
+"""One version of the generator: it finds the best items after a history by semantic-ID beam search.
+
+    prompt -> lease of the prompt's KV -> one pass: encode what is missing, search -> items
+
+A request keeps one version of the generator and one of the catalogue in use from its prompt to its items.
+`generate.py` picks the version of the generator that the request names.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Annotated
+
+import msgspec
+
+from npu_gr.catalogue.versions import Snapshot
+from npu_gr.core.errors import ColdUser, NotFound, Unprocessable
+from npu_gr.core.request import (
+    I64,
+    GenerateAnswer,
+    GenerateRequest,
+    HistoryReport,
+    ModelInfo,
+    UserKey,
+    Verdict,
+)
+from npu_gr.core.settings import Bytes, Count
+from npu_gr.engine.beam_search import SearchOptions
+from npu_gr.engine.generate_engine import GenerateEngine, Prompt, Work, make_prompt
+from npu_gr.jobs.base import Call
+from npu_gr.jobs.in_use import InUse
+from npu_gr.jobs.served_catalogue import ServedCatalogue
+from npu_gr.metrics.registry import Metrics
+from npu_gr.relay.relay import Relay
+
+
+class GenerateConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Which model generates, from which catalogue, and how wide it searches."""
+
+    checkpoint: str  # Hugging Face folder of a Qwen3 or Qwen2 model
+    catalogue: str  # .jsonl, .parquet or .bin: items and their semantic IDs
+    codes: tuple[Count, ...]  # number of codes of each level of a semantic ID
+    first_token: Annotated[int, msgspec.Meta(ge=0)] = 0  # token of level 1, code 0; the other levels follow
+    max_beams: Annotated[int, msgspec.Meta(ge=1, le=1024)] = 512
+    beam_width: Count = 128  # for a request that names none
+    max_prompt_tokens: Count = 1024  # of a longer history the prompt holds the newest items
+    cut_step_items: Count = 32  # the prompt's start moves in steps of this many items
+    hbm_bytes: Bytes = 268_435_456
+    dram_bytes: Bytes = 0
+    filter_cache_bytes: Bytes = 268_435_456  # for masks of attribute queries: one byte for each item and each edge
+
+    @property
+    def items(self) -> tuple[str, tuple[int, ...], int]:
+        """The settings that decide which items are found, and by which tokens."""
+        return self.catalogue, self.codes, self.first_token
+
+    def __post_init__(self) -> None:
+        if not self.codes:
+            raise ValueError("codes: needs at least one level")
+        if self.beam_width > self.max_beams:
+            raise ValueError(f"beam_width: {self.beam_width} is over max_beams {self.max_beams}")
+        if self.max_prompt_tokens < len(self.codes):
+            raise ValueError(f"max_prompt_tokens: {self.max_prompt_tokens} has no room for one item")
+
+
+class Generation:
+    """One version of the generator. Event loop only."""
+
+    def __init__(
+        self,
+        config: GenerateConfig,
+        name: str,
+        version: str,
+        engine: GenerateEngine,
+        relay: Relay[Prompt],
+        items: ServedCatalogue,
+        metrics: Metrics,
+    ) -> None:
+        """Serve one checkpoint.
+
+        Args:
+            config: its section of the configuration.
+            name, version: of the checkpoint.
+            engine: runs its passes.
+            relay: keeps the KV of its prompts.
+            items: the catalogue that it generates from.
+            metrics: where it counts.
+        """
+        self.config = config
+        self.name = name
+        self.version = version
+        self.engine = engine
+        self.relay = relay
+        self.items = items
+        self._metrics = metrics
+        self._max_prompt_tokens = longest_prompt(config, engine)
+        self.use = InUse()
+
+    @property
+    def max_events(self) -> int:
+        """Newest behaviours that the prompt has room for."""
+        return self._max_prompt_tokens // len(self.config.codes)
+
+    @property
+    def model(self) -> ModelInfo:
+        """Describe the version, with the catalogue of this moment."""
+        return ModelInfo(
+            name=self.name,
+            version=self.version,
+            tasks=("generate",),
+            actions=(),
+            num_items=self.items.info().num_items,
+            max_history_tokens=self._max_prompt_tokens,
+            device=self.engine.backend.name,
+            dtype=self.engine.arena.layout.dtype,
+            kernels=self.engine.backend.kernels,
+            ops=self.engine.backend.ops,
+        )
+
+    async def stop(self) -> None:
+        """End the relay's work."""
+        await self.relay.stop()
+
+    # ---- requests
+
+    async def signal(self, user: UserKey, item_ids: I64) -> Verdict:
+        """Start a prefill of the history's prompt, if the trigger wants one."""
+        with self.items.pin() as (snapshot, _):
+            return self.relay.signal(user, await self._prompt(snapshot, item_ids))
+
+    async def _prompt(self, snapshot: Snapshot, item_ids: I64) -> Prompt:
+        """Make the prompt in a thread: a thousand look-ups in a catalogue of millions take milliseconds."""
+        return await asyncio.to_thread(
+            make_prompt, snapshot.trie, item_ids, self._max_prompt_tokens, self.config.cut_step_items
+        )
+
+    async def generate(
+        self, request: GenerateRequest, item_ids: I64, fingerprint: str, call: Call, history_s: float = 0.0
+    ) -> GenerateAnswer:
+        """Find the best items after a history.
+
+        Args:
+            request: how many, how wide, which may be found.
+            item_ids: int64 [n], items of the history, oldest first.
+            fingerprint: of the history, for the answer.
+            call: when the request arrived, and its deadline.
+            history_s: seconds that reading the history took.
+
+        Raises:
+            Unprocessable: the beam is over the limit, or a filter makes no sense.
+            ColdUser: the catalogue has no item of the history.
+            NotFound: the request names a version of the catalogue that is not served.
+        """
+        began_at = time.monotonic()
+        width = request.beam_width or max(self.config.beam_width, min(request.num_items, self.config.max_beams))
+        if width > self.config.max_beams:
+            raise Unprocessable(f"beam_width: {width}, the limit is {self.config.max_beams}")
+        self._metrics.generate.searched(width)
+        with self.items.pin() as (snapshot, tables):
+            if request.catalogue_version not in (None, snapshot.version):
+                raise NotFound(
+                    f"catalogue_version: {request.catalogue_version!r} is not served; {snapshot.version!r} is"
+                )
+            prompt = await self._prompt(snapshot, item_ids)
+            if not len(prompt):
+                raise ColdUser(f"history: none of its {len(item_ids)} items is in the catalogue")
+            options = SearchOptions(width=width, normalise=request.normalise, temperature=request.temperature)
+            wanted = snapshot, request.allow_items, request.deny_items, request.attributes
+            allow = await asyncio.to_thread(self.items.filters.of, *wanted)
+            async with self.relay.lease(request.user, prompt, width, call.deadline_at) as lease:
+                lease_s = time.monotonic() - began_at
+                if lease.first_token:
+                    item_tokens = snapshot.trie.num_levels
+                    prompt = prompt.newest(max(item_tokens, len(prompt) - lease.first_token), item_tokens)
+                work = Work(
+                    trie=snapshot.trie,
+                    tables=tables,
+                    prompt=prompt,
+                    options=options,
+                    num_items=request.num_items,
+                    allow=allow,
+                    cached=lease.cached,
+                    keep=lease.keep,
+                )
+                done = await self.engine.generate(work, call.deadline_at, call.arrived_at)
+        return GenerateAnswer(
+            model_version=self.version,
+            catalogue_version=snapshot.version,
+            outcome=lease.outcome,
+            reason=lease.reason,
+            status=done.value.status.value,
+            item_ids=done.value.item_ids,
+            sids=done.value.sids,
+            scores=done.value.scores,
+            history=HistoryReport(
+                fingerprint=fingerprint,
+                num_tokens=len(prompt),
+                cut_tokens=prompt.cut_items * snapshot.trie.num_levels,
+                unknown_items=prompt.unknown_items,
+            ),
+            prefix_tokens=lease.cached.num_tokens if lease.cached else 0,
+            stages_s={"history": history_s, "lease": lease_s, "queue": done.queue_s, "device": done.device_s},
+        )
+
+
+WARM_UP_TOKENS = (48, 240, 960)
+WARM_UP_BEAMS = (16, 128)
+
+
+def longest_prompt(config: GenerateConfig, engine: GenerateEngine) -> int:
+    """The configured prompt length, in tokens, as far as the model can read."""
+    return min(config.max_prompt_tokens, engine.generator.max_prompt_tokens)
+
+
+async def warm_up(config: GenerateConfig, engine: GenerateEngine, items: ServedCatalogue) -> None:
+    """Run each shape once, which fits the cost model; an empty catalogue has nothing to search."""
+    with items.pin() as (snapshot, tables):
+        if snapshot.trie.num_items:
+            lengths = sorted({min(longest_prompt(config, engine), n) for n in WARM_UP_TOKENS})
+            widths = sorted({min(config.max_beams, width) for width in WARM_UP_BEAMS})
+            await engine.warm_up(snapshot.trie, tables, lengths, widths)

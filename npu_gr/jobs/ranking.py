@@ -1,0 +1,227 @@
+"""One version of the ranker: it scores candidates against the user's prefix KV.
+
+    history -> tokens -> lease of the prefix KV -> one pass over the candidates -> scores
+
+`Ranking` is a checkpoint with its items and its relay. `rank.py` picks the version that a request names.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Coroutine
+from typing import Annotated, Any
+
+import msgspec
+import numpy as np
+
+from npu_gr.catalogue.items import UNKNOWN, ItemVocabulary
+from npu_gr.catalogue.tokens import Tokens, tokenize
+from npu_gr.core.errors import DeviceError, NpuGrError, Unprocessable
+from npu_gr.core.request import F32, I64, Events, ModelInfo, Outcome, RankAnswer, RankRequest, Reason, UserKey, Verdict
+from npu_gr.core.settings import Count
+from npu_gr.engine.rank_engine import Engine, Pass, Scored
+from npu_gr.jobs.base import Call
+from npu_gr.jobs.in_use import InUse
+from npu_gr.metrics.registry import Metrics
+from npu_gr.relay.relay import Lease, Relay
+
+log = logging.getLogger(__name__)
+
+
+class RankingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Which histories and candidates a ranker accepts, and how often it checks itself."""
+
+    max_history_tokens: Count | None = None  # None = the model's own limit
+    cut_step_tokens: Count = 256  # the window's start moves in steps of this
+    unknown_items: str = "ignore"  # ignore (and count) | refuse
+    selfcheck_ratio: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.001  # share of cached ranks scored again, cold
+    selfcheck_max_drift: Annotated[float, msgspec.Meta(gt=0)] = 1e-3  # of the logits' standard deviation
+
+    def __post_init__(self) -> None:
+        if self.unknown_items not in ("ignore", "refuse"):
+            raise ValueError(f"unknown_items: {self.unknown_items!r} is neither 'ignore' nor 'refuse'")
+
+
+class Ranking:
+    """One version of the ranker. Event loop only."""
+
+    def __init__(
+        self,
+        config: RankingConfig,
+        model: ModelInfo,
+        vocabulary: ItemVocabulary,
+        engine: Engine,
+        relay: Relay[Tokens],
+        metrics: Metrics,
+    ) -> None:
+        """Serve one checkpoint.
+
+        Args:
+            config: which histories and candidates it accepts.
+            model: what it says of itself.
+            vocabulary: external item ids -> rows.
+            engine: runs its passes.
+            relay: keeps its prefixes.
+            metrics: where it counts.
+        """
+        self._config = config
+        self.model = model
+        self.vocabulary = vocabulary
+        self.engine = engine
+        self.relay = relay
+        self._metrics = metrics
+        self._random = np.random.default_rng(0)
+        self._background: set[asyncio.Task[None]] = set()
+        self.use = InUse()
+
+    def reconfigure(self, config: RankingConfig) -> None:
+        """Apply other settings from now on."""
+        self._config = config
+
+    @property
+    def max_events(self) -> int:
+        """Newest behaviours that the window has room for."""
+        return self._config.max_history_tokens or self.model.max_history_tokens
+
+    @property
+    def version(self) -> str:
+        """The checkpoint's version."""
+        return self.model.version
+
+    @property
+    def item_ids(self) -> I64:
+        """External ids by row, int64 [num_items]."""
+        return self.vocabulary.ids
+
+    def tokenize(self, events: Events, first_index: int) -> Tokens:
+        """Turn behaviours into the tokens that the ranker reads.
+
+        Args:
+            events: of the user, oldest first.
+            first_index: index of the first event in the user's whole history.
+
+        Raises:
+            Unprocessable: an action that the model does not know, or an unknown item where those are refused.
+        """
+        tokens = tokenize(
+            events,
+            self.vocabulary,
+            len(self.model.actions),
+            max_tokens=self.max_events,
+            cut_step_tokens=self._config.cut_step_tokens,
+            refuse_unknown=self._config.unknown_items == "refuse",
+            first_index=first_index,
+        )
+        self._metrics.rank.history_read(tokens.report)
+        return tokens
+
+    def signal(self, user: UserKey, tokens: Tokens, num_candidates: int | None) -> Verdict:
+        """Start a prefill of the prefix, if the trigger wants one."""
+        return self.relay.signal(user, tokens, num_candidates)
+
+    async def rank(self, request: RankRequest, tokens: Tokens, call: Call, history_s: float = 0.0) -> RankAnswer:
+        """Score the candidates.
+
+        Args:
+            request: the candidates, and when they are shown.
+            tokens: of its history.
+            call: when the request arrived, and its deadline.
+            history_s: seconds that reading the history took.
+        """
+        began_at = time.monotonic()
+        rows, known = self._candidates(request.candidates)
+        shown_at = int(time.time()) if request.timestamp is None else request.timestamp
+        async with self.relay.lease(request.user, tokens, len(rows), call.deadline_at) as lease:
+            lease_s = time.monotonic() - began_at
+            lease, scored = await self._score(tokens, rows, shown_at, lease, call)
+        if lease.cached and self._random.random() < self._config.selfcheck_ratio:
+            self._own(self._selfcheck(tokens, rows, shown_at, scored.logits))
+        return RankAnswer(
+            model_version=self.version,
+            outcome=lease.outcome,
+            reason=lease.reason,
+            scores=self._scores(scored.logits, known),
+            top=self._top(request, scored.logits, known),
+            history=tokens.report,
+            prefix_tokens=lease.cached.num_tokens if lease.cached else 0,
+            unknown_candidates=len(known) - len(rows),
+            stages_s={
+                "history": history_s,
+                "lease": lease_s,
+                "queue": scored.queue_s,
+                "device": scored.device_s,
+            },
+        )
+
+    async def _score(self, tokens: Tokens, rows: I64, shown_at: int, lease: Lease, call: Call) -> tuple[Lease, Scored]:
+        """Run one pass; if the device fails while it reads a prefix, run one more without the prefix."""
+        work = Pass(tokens, lease.first_token, rows, shown_at, cached=lease.cached, keep=lease.keep)
+        try:
+            return lease, await self.engine.rank(work, call.deadline_at, call.arrived_at)
+        except DeviceError:
+            if not lease.cached and not lease.keep:
+                raise
+            self._metrics.relay.failed("read")
+            lease.discard()  # the failed pass may have written half of the prefix
+        alone = Lease(outcome=Outcome.MISS_FULL, reason=Reason.READ_FAILED)
+        return alone, await self.engine.rank(Pass(tokens, 0, rows, shown_at), call.deadline_at, call.arrived_at)
+
+    # ---- candidates and scores
+
+    def _candidates(self, ids: I64) -> tuple[I64, np.ndarray[Any, np.dtype[np.bool_]]]:
+        """Find the rows of the known candidates, and a mask of the given ones that are known."""
+        rows = self.vocabulary.rows(ids)
+        known = rows != UNKNOWN
+        missing = len(ids) - int(np.count_nonzero(known))
+        if missing:
+            if self._config.unknown_items == "refuse":
+                raise Unprocessable(f"candidates: {missing} unknown, the first is {int(ids[~known][0])}")
+            rows = rows[known]
+        return rows, known
+
+    def _scores(self, logits: F32, known: np.ndarray[Any, np.dtype[np.bool_]]) -> dict[str, F32]:
+        """Put logits into the order of the request, task by task; NaN where the catalogue lacks the item."""
+        scores = {}
+        for index, task in enumerate(self.model.tasks):
+            column = np.full(len(known), np.nan, np.float32)
+            column[known] = logits[:, index]
+            scores[task] = column
+        return scores
+
+    def _top(self, request: RankRequest, logits: F32, known: np.ndarray[Any, np.dtype[np.bool_]]) -> I64 | None:
+        """Pick the best candidates by the first task; of equal ones the earlier."""
+        if request.top_k is None:
+            return None
+        best = np.argsort(-logits[:, 0], kind="stable")[: request.top_k]
+        top: I64 = request.candidates[known][best]
+        return top
+
+    # ---- the self-check
+
+    async def _selfcheck(self, tokens: Tokens, rows: I64, shown_at: int, cached: F32) -> None:
+        """Score a served request again without its prefix KV, behind the requests that wait; export the drift."""
+        try:
+            cold = await self.engine.rank(Pass(tokens, 0, rows, shown_at), time.monotonic() + _SELFCHECK_S)
+        except NpuGrError:
+            return  # the device has no time for it now
+        drift = float(np.abs(cold.logits - cached).max() / max(float(cold.logits.std()), 1e-6))
+        self._metrics.rank.drifted(drift, drift > self._config.selfcheck_max_drift)
+        if drift > self._config.selfcheck_max_drift:
+            log.error("self-check: cached scores drift by %.2e of their standard deviation", drift)
+
+    def _own(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+
+    async def stop(self) -> None:
+        """End self-checks, then the relay's work."""
+        for task in list(self._background):
+            task.cancel()
+        await asyncio.gather(*self._background, return_exceptions=True)
+        await self.relay.stop()
+
+
+_SELFCHECK_S = 60.0  # a self-check that has not run by then is dropped

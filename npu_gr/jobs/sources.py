@@ -1,0 +1,96 @@
+"""Where a cascade's candidates come from: generate, match, and a list of popular items."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from npu_gr.core.errors import ConfigError
+from npu_gr.core.kinds import GENERATE, MATCH
+from npu_gr.core.request import I64, Events, GenerateRequest, HistoryRef, MatchRequest, UserKey
+from npu_gr.jobs.base import Call
+from npu_gr.jobs.cascade_plan import in_turns
+from npu_gr.jobs.match import MatchJob
+from npu_gr.jobs.versions import Versions
+from npu_gr.metrics.registry import Metrics
+
+
+class SourceRequest(NamedTuple):
+    """What a source is asked for."""
+
+    user: UserKey
+    events: Events
+    num_items: int
+    denied: I64  # [n] external ids
+    exclude_seen: bool
+    call: Call
+
+
+Source = Callable[[SourceRequest], Awaitable[I64]]
+"""Answers items, best first. Raises ColdUser if it knows nothing of the user, NpuGrError if it failed."""
+
+
+class SizedSource(NamedTuple):
+    """A source, and how many items it is asked for."""
+
+    ask: Source
+    num_items: int
+
+
+def from_generation(versions: Versions, metrics: Metrics) -> Source:
+    """Make the source that searches with the generator in service."""
+
+    async def retrieve(asked: SourceRequest) -> I64:
+        began_at = time.monotonic()
+        request = GenerateRequest(
+            user=asked.user, history=HistoryRef(), num_items=asked.num_items, deny_items=asked.denied
+        )
+        generation = versions.generator()
+        with generation.use:
+            answer = await generation.generate(
+                request, asked.events.items, asked.events.fingerprint(), asked.call, history_s=0.0
+            )
+        metrics.generate.answered(answer)
+        metrics.requests.answered(GENERATE, answer, time.monotonic() - began_at)
+        return answer.item_ids
+
+    return retrieve
+
+
+def from_match(job: MatchJob, metrics: Metrics) -> Source:
+    """Make the source that searches by the user's vector."""
+
+    async def retrieve(asked: SourceRequest) -> I64:
+        began_at = time.monotonic()
+        request = MatchRequest(
+            user=asked.user,
+            num_items=asked.num_items,
+            exclude_seen=asked.exclude_seen,
+            deny_items=asked.denied,
+        )
+        answer = await job.match(request, asked.events.items, asked.call)
+        metrics.requests.answered(MATCH, answer, time.monotonic() - began_at)
+        return answer.item_ids
+
+    return retrieve
+
+
+def read_popular(path: str | None) -> I64:
+    """Read the item ids of a file, one a line; no path gives no items.
+
+    Raises:
+        ConfigError: the file cannot be read, or is empty.
+    """
+    if path is None:
+        return np.empty(0, np.int64)
+    try:
+        items = np.array([int(line) for line in Path(path).read_text().split()], np.int64)
+    except (OSError, ValueError, OverflowError) as error:
+        raise ConfigError(f"recommend.popular: {path}: {error}") from error
+    if not len(items):
+        raise ConfigError(f"recommend.popular: {path} holds no item")
+    return in_turns([items])[0]

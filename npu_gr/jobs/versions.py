@@ -1,0 +1,179 @@
+"""The models that serve: the current ranker and generator, and the versions before them while they drain.
+
+replace(new)   new requests get `new`; requests that name the old version get that one
+T_life later   prefixes that were signalled for the old version have found their ranks or expired
+nobody uses it the old version is stopped and dropped
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Generic, TypeVar
+
+from npu_gr.core.errors import NotFound
+from npu_gr.core.published import Published
+from npu_gr.core.request import ModelInfo
+from npu_gr.jobs.generation import Generation
+from npu_gr.jobs.ranking import Ranking
+
+V = TypeVar("V", Ranking, Generation)
+
+
+class ModelVersions(Generic[V]):
+    """Versions of one model: the current one, and at most one that drains. Event loop only."""
+
+    def __init__(self, name: str, first: V, on_change: Callable[[], None]) -> None:
+        """Serve `first`.
+
+        Args:
+            name: what the model is, in messages.
+            first: the version in service.
+            on_change: called when another version came into service.
+        """
+        self._versions: Published[V] = Published(name)
+        self._versions.publish(first)
+        self._on_change = on_change
+        self._retirements: set[asyncio.Task[None]] = set()  # at most two: one may still stop its version
+
+    @property
+    def current(self) -> V:
+        """The version in service."""
+        return self._versions.current
+
+    @property
+    def draining(self) -> V | None:
+        """The version before it, until it is stopped."""
+        return self._versions.previous
+
+    def all(self) -> list[V]:
+        """List the draining version, then the current one.
+
+        They share their pages, so an erasure must visit the current one last: it owns the overwrite.
+        """
+        return [version for version in (self.draining, self.current) if version is not None]
+
+    def find(self, version: str | None) -> V:
+        """Find the version that a request names; None = the current one.
+
+        Raises:
+            NotFound: neither the current version nor the draining one has that name.
+        """
+        served = self.all()[::-1]
+        for each in served:
+            if version in (None, each.version):
+                return each
+        names = " and ".join(repr(each.version) for each in served)
+        raise NotFound(f"model_version: {version!r} is not served; {names} {'is' if len(served) == 1 else 'are'}")
+
+    @property
+    def is_retiring(self) -> bool:
+        """Whether an old version drains, or is being stopped."""
+        return bool(self._retirements)
+
+    def replace(self, new: V) -> None:
+        """Put `new` into service; the version before it drains."""
+        assert self.draining is None, "a reload waits for the version that drains"
+        old = self.current
+        self._versions.publish(new)
+        self._on_change()
+        task = asyncio.get_running_loop().create_task(self._retire(old))
+        self._retirements.add(task)
+        task.add_done_callback(self._retirements.discard)
+
+    async def _retire(self, old: V) -> None:
+        await asyncio.sleep(old.relay.t_life_s)
+        await old.use.wait_free()  # no request can take the version between this line and the next
+        self._versions.drop_previous()
+        await old.stop()
+
+    async def stop(self) -> None:
+        """Stop every version and what retires one."""
+        for task in list(self._retirements):
+            task.cancel()
+        await asyncio.gather(*self._retirements, return_exceptions=True)
+        for version in self.all():
+            await version.stop()
+
+
+class Versions:
+    """The ranker and the generator of an instance; it has one of them or both. Event loop only."""
+
+    def __init__(
+        self,
+        ranking: Ranking | None,
+        generation: Generation | None,
+        on_change: Callable[[ModelInfo], None] = lambda _first: None,
+    ) -> None:
+        """Serve these models.
+
+        Args:
+            ranking, generation: None = the instance does not do that.
+            on_change: called with the default model when a version came into service.
+        """
+        assert ranking or generation
+
+        def changed() -> None:
+            on_change(self.models()[0])
+
+        self.rankers = None if ranking is None else ModelVersions("the ranker", ranking, changed)
+        self.generators = None if generation is None else ModelVersions("the generator", generation, changed)
+
+    def ranker(self, version: str | None = None) -> Ranking:
+        """Find a version of the ranker.
+
+        Raises:
+            NotFound: the instance does not rank, or does not serve that version.
+        """
+        if self.rankers is None:
+            raise NotFound("this instance does not rank: its configuration has no checkpoint")
+        return self.rankers.find(version)
+
+    def generator(self, version: str | None = None) -> Generation:
+        """Find a version of the generator.
+
+        Raises:
+            NotFound: the instance does not generate, or does not serve that version.
+        """
+        if self.generators is None:
+            raise NotFound("this instance does not generate: its configuration has no section generate")
+        return self.generators.find(version)
+
+    def current(self) -> list[Ranking | Generation]:
+        """List the versions in service."""
+        return [models.current for models in (self.rankers, self.generators) if models is not None]
+
+    def all(self) -> list[Ranking | Generation]:
+        """List every version; of one model the draining version comes before the current one."""
+        return [*self._draining(), *self.current()]
+
+    def _draining(self) -> list[Ranking | Generation]:
+        found = [models.draining for models in (self.rankers, self.generators) if models is not None]
+        return [version for version in found if version is not None]
+
+    def models(self) -> list[ModelInfo]:
+        """Describe every version, those in service first."""
+        draining = [replace(version.model, is_draining=True) for version in self._draining()]
+        return [version.model for version in self.current()] + draining
+
+    @property
+    def is_draining(self) -> bool:
+        """Whether a version that was replaced is still there."""
+        return bool(self._draining())
+
+    @property
+    def is_retiring(self) -> bool:
+        """Whether an old version drains, or is being stopped."""
+        return any(models is not None and models.is_retiring for models in (self.rankers, self.generators))
+
+    @property
+    def max_events(self) -> int:
+        """Newest behaviours that the longest window in service has room for."""
+        return max(version.max_events for version in self.current())
+
+    async def stop(self) -> None:
+        """Stop every version."""
+        for models in (self.rankers, self.generators):
+            if models is not None:
+                await models.stop()

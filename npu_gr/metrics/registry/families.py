@@ -1,0 +1,48 @@
+"""How a metric family is made: the prefix, the registry, and children that are looked up once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import cache
+from typing import TypeVar
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.metrics import MetricWrapperBase
+
+M = TypeVar("M", bound=MetricWrapperBase)
+
+# Histogram edges. Those of latencies gain one edge for each objective.
+LATENCY_S = (
+    *(0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.025, 0.03, 0.04),
+    *(0.05, 0.06, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.5),
+)
+LAG_S = (0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0)
+WAIT_S = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+POWERS = tuple(2**n for n in range(13))
+
+
+class Families:
+    """Makes families named `npu_gr_*` on one registry."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.registry = registry
+
+    def counter(self, name: str, text: str, labels: tuple[str, ...] = ()) -> Counter:
+        """Make a counter; `name` ends in `_total`."""
+        return Counter(f"npu_gr_{name}", text, labels, registry=self.registry)
+
+    def gauge(self, name: str, text: str, labels: tuple[str, ...] = ()) -> Gauge:
+        """Make a gauge."""
+        return Gauge(f"npu_gr_{name}", text, labels, registry=self.registry)
+
+    def histogram(self, name: str, text: str, edges: Iterable[float], labels: tuple[str, ...] = ()) -> Histogram:
+        """Make a histogram with these upper bucket edges, in ascending order."""
+        return Histogram(f"npu_gr_{name}", text, labels, buckets=tuple(edges), registry=self.registry)
+
+
+def children(family: M) -> Callable[..., M]:
+    """Look a family's children up once each: a `.labels()` call costs more than the count.
+
+    Use it where label values come up one by one; there must be few of them.
+    """
+    return cache(family.labels)

@@ -1,0 +1,61 @@
+"""The process: its event loop, its limits, what it runs, its recorder."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from prometheus_client import CollectorRegistry, Info
+from prometheus_client.process_collector import ProcessCollector
+
+from npu_gr import __version__
+from npu_gr.core.request import ModelInfo
+from npu_gr.metrics.registry.families import LAG_S, Families
+
+
+class ProcessMetrics:
+    """What is neither a request nor the device."""
+
+    def __init__(self, make: Families) -> None:
+        self.collector = ProcessCollector(registry=CollectorRegistry())  # apart: it reads files when it is asked
+        self._lag_s = make.histogram("event_loop_lag_seconds", "Delay of a callback on the event loop.", LAG_S)
+        pauses = make.histogram("gc_pause_seconds", "Pauses of the garbage collector.", LAG_S, ("generation",))
+        self._gc_s = [pauses.labels(str(generation)) for generation in range(3)]
+        self._limits = make.gauge("limit", "Effective limits: requests, jobs, rows, tokens, bytes, seconds.", ("name",))
+        self._ready = make.gauge("ready", "1 while new work is welcome.")
+        self._build = Info("npu_gr_build", "What is running.", registry=make.registry)
+        recorded = make.counter("recorded_total", "Requests offered to the recorder.", ("result",))
+        self._recorded = {result: recorded.labels(result) for result in ("written", "dropped", "failed")}
+
+    def loop_lagged(self, seconds: float) -> None:
+        """Record how long a callback waited for its turn."""
+        self._lag_s.observe(seconds)
+
+    def gc_paused(self, generation: int, seconds: float) -> None:
+        """Record a pause of the garbage collector, which stops every thread."""
+        self._gc_s[generation].observe(seconds)
+
+    def recorded(self, result: str, num: int) -> None:
+        """Count requests that the recorder has written, dropped or failed to write. From any thread."""
+        self._recorded[result].inc(num)
+
+    def observe_ready(self, read: Callable[[], tuple[bool, str]]) -> None:
+        """Export whether new work is welcome, read at each scrape."""
+        self._ready.set_function(lambda: read()[0])
+
+    def observe_limits(self, named: Mapping[str, Callable[[], float]]) -> None:
+        """Export the limits in force, read at each scrape: a reload may change them."""
+        for name, read in named.items():
+            self._limits.labels(name).set_function(read)
+
+    def runs(self, model: ModelInfo) -> None:
+        """Say what is running."""
+        self._build.info(
+            {
+                "version": __version__,
+                "model": model.name,
+                "model_version": model.version,
+                "device": model.device,
+                "native": str(model.kernels != "torch").lower(),
+                "kernels": model.kernels,  # torch, or the instruction set of the native ones
+            }
+        )

@@ -1,0 +1,120 @@
+"""The relay and the memory tiers: bytes by state, prefixes on their way, copies, waste."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+from npu_gr.metrics.registry.families import LAG_S, LATENCY_S, WAIT_S, Families
+
+DIRECTIONS = ("reload", "spill")
+
+
+class Tier(Protocol):
+    """What a memory tier says about itself."""
+
+    @property
+    def budget_bytes(self) -> int:
+        """Bytes that it may hold."""
+        ...
+
+    def __len__(self) -> int: ...
+
+
+class RelayMetrics:
+    """What the relays of all models have in common; `kind` is rank or generate."""
+
+    def __init__(self, make: Families) -> None:
+        self.tiers: dict[str, dict[str, Callable[[], int]]] = {}  # tier -> what -> now; for the status page
+        self.in_flight: dict[str, Callable[[], int]] = {}  # what is on its way; for the status page
+        self._bytes = make.gauge("kv_bytes", "Bytes of a memory tier by state.", ("tier", "state"))
+        self._budget = make.gauge("kv_budget_bytes", "Bytes a memory tier may hold.", ("tier",))
+        self._entries = make.gauge("kv_entries", "Prefixes that a memory tier holds.", ("tier",))
+        self._producers = make.gauge("producers_in_flight", "Prefixes on their way into a tier.", ("kind", "work"))
+        self._t_life_s = make.gauge("t_life_seconds", "How long a produced prefix waits for its rank: T_life.")
+        self._t_life_p99_s = make.gauge(
+            "t_life_p99_seconds", "From a signal to the end of its rank, measured.", ("kind",)
+        )
+        self._prefill_rate = make.gauge("admitted_prefills_per_second", "What the trigger admits.", ("kind",))
+        self._brownout = make.gauge("brownout_level", "What is given up under overload: 0 nothing, 4 most.", ("kind",))
+        self._waited_s = make.histogram("prefix_wait_seconds", "From a prefix's production to its first use.", WAIT_S)
+        wasted = make.counter("prefill_wasted_total", "Prefixes evicted before any request used them.", ("kind",))
+        self._wasted = {kind: wasted.labels(kind) for kind in ("rank", "generate")}
+        errors = make.counter("relay_errors_total", "Failures that a request did without.", ("where",))
+        self._errors = {where: errors.labels(where) for where in ("prefill", "reload", "spill", "read")}
+        copied = make.counter("copy_bytes_total", "Bytes copied between the tiers.", ("direction",))
+        self._copied = {direction: copied.labels(direction) for direction in DIRECTIONS}
+        copies = make.histogram(
+            "copy_duration_seconds", "Copies between the tiers, on the device.", LAG_S, ("direction",)
+        )
+        self._copy_s = {direction: copies.labels(direction) for direction in DIRECTIONS}
+        queued = make.histogram("copy_queue_seconds", "Copies waiting for the device.", LATENCY_S, ("direction",))
+        self._copy_queue_s = {direction: queued.labels(direction) for direction in DIRECTIONS}
+
+    def failed(self, where: str) -> None:
+        """Count a failed prefill, reload, spill or read: a request did without it."""
+        self._errors[where].inc()
+
+    def wasted(self, kind: str) -> None:
+        """Count a prefix that was evicted before any request used it."""
+        self._wasted[kind].inc()
+
+    def first_used(self, waited_s: float) -> None:
+        """Record how long a prefix waited for its first reader."""
+        self._waited_s.observe(waited_s)
+
+    def copied(self, direction: str, num_bytes: int, queue_s: float, device_s: float) -> None:
+        """Record a copy between the tiers.
+
+        Args:
+            direction: "reload" (DRAM to HBM) or "spill".
+            num_bytes: of the prefix.
+            queue_s: it waited for the device.
+            device_s: it ran.
+        """
+        self._copied[direction].inc(num_bytes)
+        self._copy_queue_s[direction].observe(queue_s)
+        self._copy_s[direction].observe(device_s)
+
+    def observe_t_life(self, read: Callable[[], float]) -> None:
+        """Export the T_life in force, read at each scrape."""
+        self._t_life_s.set_function(read)
+
+    def observe_tier(self, name: str, tier: Tier, states: Mapping[str, Callable[[], int]]) -> None:
+        """Export a tier, read at each scrape.
+
+        Args:
+            name: value of the `tier` label.
+            tier: its budget and its number of entries.
+            states: state of bytes -> how many there are.
+        """
+        self._budget.labels(name).set_function(lambda: tier.budget_bytes)
+        self._entries.labels(name).set_function(lambda: len(tier))
+        for state, read in states.items():
+            self._bytes.labels(name, state).set_function(read)
+        self.tiers[name] = {**states, "budget": lambda: tier.budget_bytes, "entries": lambda: len(tier)}
+
+    def observe_relay(
+        self,
+        kind: str,
+        works: Mapping[str, Callable[[], int]],
+        *,
+        t_life_s: Callable[[], float],
+        prefills_per_s: Callable[[], float],
+        brownout: Callable[[], int],
+    ) -> None:
+        """Export a relay, read at each scrape.
+
+        Args:
+            kind: rank or generate.
+            works: prefill, reload, spill -> how many are in flight.
+            t_life_s: from a signal to the end of its rank, P99 as measured.
+            prefills_per_s: what the trigger admits.
+            brownout: the level in force.
+        """
+        self._t_life_p99_s.labels(kind).set_function(t_life_s)
+        self._prefill_rate.labels(kind).set_function(prefills_per_s)
+        self._brownout.labels(kind).set_function(brownout)
+        for work, read in works.items():
+            self._producers.labels(kind, work).set_function(read)
+            self.in_flight[f"{kind}_{work}s_in_flight"] = read

@@ -1,0 +1,181 @@
+"""What every kind of request is measured by: admissions, latencies, stages, objectives. All of it follows `KINDS`.
+
+Each latency histogram has a bucket edge on the kind's objective, so SLO attainment is an exact ratio of counters.
+Exemplars of `npu_gr_request_duration_seconds` name the trace of a request in that bucket.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from enum import StrEnum
+from functools import partial
+from typing import Any
+
+from prometheus_client import Counter, Histogram
+
+from npu_gr.core.kinds import KINDS, Kind
+from npu_gr.core.request import Answer, Outcome
+from npu_gr.metrics.registry.families import LATENCY_S, Families, children
+from npu_gr.metrics.slo import Counts, Objective, Promise, Result, Rolling, judge
+from npu_gr.metrics.trace import exemplar
+
+DOOR = "door"  # the stage that HTTP adds: reading, parsing and writing
+WINDOWS_S = {"5m": 300.0, "1h": 3600.0}
+ABANDONED = 499  # the status of a request whose caller hung up, as nginx counts them
+
+
+class AdmissionResult(StrEnum):
+    """What became of a request at the door; the value of the `verdict` metric label."""
+
+    ADMITTED = "admitted"
+    OVERLOADED = "overloaded"  # 429: admission control or the device's queue refused it
+    UNAVAILABLE = "unavailable"  # 503: starting, draining, or a dependency is down
+    OUT_OF_TIME = "out_of_time"  # 504
+    ABANDONED = "abandoned"  # the caller hung up
+    INVALID = "invalid"  # another 4xx: the caller's fault
+    BROKEN = "broken"  # another 5xx: ours
+
+    @classmethod
+    def of(cls, status: int) -> AdmissionResult:
+        """Translate an HTTP status; 499 means that the caller hung up."""
+        if status < 400:
+            return cls.ADMITTED
+        return _RESULTS.get(status, cls.INVALID if status < 500 else cls.BROKEN)
+
+
+_RESULTS = {
+    429: AdmissionResult.OVERLOADED,
+    ABANDONED: AdmissionResult.ABANDONED,
+    503: AdmissionResult.UNAVAILABLE,
+    504: AdmissionResult.OUT_OF_TIME,
+}
+
+
+class RequestMetrics:
+    """Metrics that each kind of the table has."""
+
+    def __init__(self, make: Families, objectives: Iterable[Objective], clock: Callable[[], float]) -> None:
+        """Make the families.
+
+        Args:
+            make: on which registry.
+            objectives: exactly one for each kind.
+            clock: seconds that never go back.
+        """
+        self._clock = clock
+        self.objectives = {objective.kind: objective for objective in objectives}
+        self.rolling = {kind: Rolling() for kind in self.objectives}
+        all_edges_s = sorted({*LATENCY_S, *(o.threshold_s for o in self.objectives.values())})
+        self.in_flight = make.gauge("requests_in_flight", "HTTP requests being served now.")
+        self._requests = children(
+            make.counter("requests_total", "HTTP requests by route and status.", ("route", "code"))
+        )
+        self._admissions = children(
+            make.counter("admissions_total", "Requests by what became of them at the door.", ("kind", "verdict"))
+        )
+        self._request_s = children(
+            make.histogram("request_duration_seconds", "From the first byte to the answer.", all_edges_s, ("kind",))
+        )
+        results = make.counter("slo_requests_total", "Requests as the objectives count them.", ("kind", "result"))
+        self._results = {(kind, r): results.labels(kind, r.value) for kind in self.objectives for r in Result}
+        stages = make.histogram("stage_duration_seconds", "Time by stage.", all_edges_s, ("kind", "stage"))
+        self._stage_s = {
+            (kind.name, stage): stages.labels(kind.name, stage)
+            for kind in KINDS.values()
+            for stage in (*kind.stages, DOOR)
+        }
+        self._service_s = {name: self._durations(make, kind) for name, kind in KINDS.items()}
+        self._outcome_families = {
+            kind.name: make.counter(
+                f"{kind.name}_outcomes_total",
+                f"{kind.plural.title()} by how they got their prefix KV.",
+                ("outcome", "reason"),
+            )
+            for kind in KINDS.values()
+            if kind.label == "outcome"
+        }
+        self._outcomes = {name: children(family) for name, family in self._outcome_families.items()}
+        self._promise(make)
+
+    def _durations(self, make: Families, kind: Kind[Any, Any]) -> Callable[[str], Histogram]:
+        """The kind's own histogram, behind the door; made whole at once, so that a scrape shows every child."""
+        edges_s = sorted({*LATENCY_S, self.objectives[kind.name].threshold_s})
+        text = f"{kind.title}, end to end in the service."
+        labels = () if kind.label is None else (kind.label,)
+        family = make.histogram(f"{kind.name}_duration_seconds", text, edges_s, labels)
+        if kind.label is None:
+            return lambda _value: family
+        return {value: family.labels(value) for value in kind.labels}.__getitem__
+
+    def _promise(self, make: Families) -> None:
+        """Export objectives and how well they are kept; computed here, so one instance needs no Prometheus."""
+        threshold = make.gauge("slo_threshold_seconds", "A request is in time within this.", ("kind",))
+        wanted = make.gauge("slo_objective_ratio", "Share of requests that must keep the promise.", ("kind", "slo"))
+        kept = make.gauge("slo_attainment_ratio", "Share of requests that kept it.", ("kind", "slo", "window"))
+        left = make.gauge("slo_budget_remaining_ratio", "Error budget left since the start.", ("kind", "slo"))
+        for kind, objective in self.objectives.items():
+            threshold.labels(kind).set(objective.threshold_s)
+            for slo in Promise:
+                wanted.labels(kind, slo.value).set(objective.ratio(slo))
+                left.labels(kind, slo.value).set_function(partial(self._budget_left, kind, slo))
+                for name, window_s in WINDOWS_S.items():
+                    kept.labels(kind, slo.value, name).set_function(partial(self._attained, kind, slo, window_s))
+
+    def _budget_left(self, kind: str, slo: Promise) -> float:
+        return self.rolling[kind].total.budget_remaining(slo, self.objectives[kind].ratio(slo))
+
+    def _attained(self, kind: str, slo: Promise, window_s: float) -> float:
+        return self.over(kind, window_s).attainment(slo)
+
+    def done(
+        self, kind: str | None, route: str, status: int, took_s: float, stages_s: Mapping[str, float] | None = None
+    ) -> Result | None:
+        """Count an HTTP request that has ended.
+
+        Args:
+            kind: a name of `KINDS`; None = a route that the table does not have.
+            route: the path's pattern.
+            status: of HTTP; 499 = the caller hung up.
+            took_s: from the first byte to the answer.
+            stages_s: of the answer; what they leave of `took_s` is the door's.
+
+        Returns:
+            What it counts as for the objective; None = nothing.
+        """
+        self._requests(route, status).inc()
+        if kind is None:
+            return None
+        self._admissions(kind, AdmissionResult.of(status)).inc()
+        self._request_s(kind).observe(took_s, exemplar())
+        if stages_s:
+            self._stage_s[kind, DOOR].observe(max(took_s - sum(stages_s.values()), 0.0))
+        result = None if status == ABANDONED else judge(status, took_s, self.objectives[kind].threshold_s)
+        if result is not None:
+            self._results[kind, result].inc()
+            self.rolling[kind].add(self._clock(), result)
+        return result
+
+    def answered(self, kind: Kind[Any, Any], answer: Answer, took_s: float) -> None:
+        """Count an answer of the service, whether HTTP or a cascade asked for it."""
+        self._service_s[kind.name](answer.label_value).observe(took_s)
+        for stage, seconds in answer.stages_s.items():
+            self._stage_s[kind.name, stage].observe(seconds)
+        if kind.name in self._outcomes:
+            self._outcomes[kind.name](answer.label_value, answer.log_fields()["reason"] or "").inc()
+
+    def over(self, kind: str, window_s: float) -> Counts:
+        """Results of the last `window_s` seconds."""
+        return self.rolling[kind].over(self._clock(), window_s)
+
+    def outcomes(self) -> dict[str, dict[str, int]]:
+        """Count requests since the start: kind -> outcome -> requests; what never happened is left out."""
+        return {kind: _sums(family) for kind, family in self._outcome_families.items()}
+
+
+def _sums(family: Counter) -> dict[str, int]:
+    sums = dict.fromkeys((outcome.value for outcome in Outcome), 0)
+    for metric in family.collect():
+        for sample in metric.samples:
+            if sample.name.endswith("_total"):
+                sums[sample.labels["outcome"]] += int(sample.value)
+    return {outcome: count for outcome, count in sums.items() if count}

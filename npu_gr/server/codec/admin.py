@@ -1,0 +1,76 @@
+"""Bodies and answers of the routes that administer the catalogue and the vectors."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Annotated
+
+import msgspec
+
+from npu_gr.core.request import CatalogueChange, CatalogueInfo, NewItem, VectorsInfo
+from npu_gr.server.codec.fields import Column, Name, Value, optional_ids
+from npu_gr.server.config import ServerConfig
+
+
+class NewItemBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False):
+    """An item for the catalogue, as in its file: order score and attributes if the others have them."""
+
+    item_id: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+    sid: Annotated[list[Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]], msgspec.Meta(min_length=1, max_length=16)]
+    order: float | None = None
+    attributes: dict[Name, Value] = {}
+
+
+class CatalogueItemsBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Items to add, to withdraw and to restore, in this order; all of it or nothing."""
+
+    add: Annotated[list[NewItemBody], msgspec.Meta(max_length=100_000)] = []
+    withdraw: Column | None = None
+    restore: Column | None = None
+
+
+class CatalogueOut(msgspec.Struct, frozen=True, kw_only=True):
+    """The version of the catalogue that is served, and the one that a rollback would serve."""
+
+    version: str
+    num_items: int
+    num_bytes: int
+    age_s: float
+    previous: str | None
+
+
+class VectorsOut(msgspec.Struct, frozen=True, kw_only=True):
+    """The version of the vectors that is served, and the one that a rollback would serve."""
+
+    version: str
+    num_users: int
+    num_items: int
+    num_bytes: int
+    age_s: float
+    previous: str | None
+
+
+def parse_catalogue_change(body: CatalogueItemsBody, config: ServerConfig) -> CatalogueChange:
+    """Read a change of the catalogue.
+
+    Raises:
+        TooLarge, Unprocessable: names the field and the limit.
+    """
+    return CatalogueChange(
+        add=tuple(
+            NewItem(item_id=new.item_id, sid=tuple(new.sid), order=new.order, attributes=new.attributes)
+            for new in body.add
+        ),
+        withdraw=optional_ids(body.withdraw, "withdraw", config.max_history_events),
+        restore=optional_ids(body.restore, "restore", config.max_history_events),
+    )
+
+
+def render_catalogue(info: CatalogueInfo) -> CatalogueOut:
+    """Write the state of the catalogue."""
+    return CatalogueOut(**asdict(info))
+
+
+def render_vectors(info: VectorsInfo) -> VectorsOut:
+    """Write the state of the vectors."""
+    return VectorsOut(**asdict(info))

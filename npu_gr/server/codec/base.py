@@ -1,0 +1,55 @@
+"""What a codec is: the body of one kind of request, its answer on the wire, and the two translations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from urllib.parse import unquote
+
+import msgspec
+
+from npu_gr.core.kinds import A, Q
+from npu_gr.core.request import UserKey
+from npu_gr.server.config import ServerConfig
+
+
+class NamesUser(Protocol):
+    """What every body has, whatever its kind: the access log says whose request it was, even of a refused one."""
+
+    @property
+    def user(self) -> UserKey:
+        """Whom the request is about."""
+        ...
+
+
+B = TypeVar("B", bound=NamesUser)
+
+
+class UrlParts(NamedTuple):
+    """What a request without a body says: variables of its path, and its query."""
+
+    path: Mapping[str, str]
+    query: Mapping[str, str]
+
+    @property
+    def user(self) -> UserKey:
+        """The user that the path names; the tenant is in the query."""
+        return UserKey(self.query.get("tenant", ""), unquote(self.path["user_id"]))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Codec(Generic[B, Q, A]):
+    """One kind of request on the wire. B = body, Q = request, A = answer of the service.
+
+    `parse` raises TooLarge or Unprocessable, with the field and the limit. `render` gets the answer, the request's id
+    and the media type: msgpack carries raw columns where JSON has lists.
+    """
+
+    body: type[B] | None  # the Struct that a body is decoded into; None: no body, `parse` gets `UrlParts`
+    answer: type[msgspec.Struct] | None  # the Struct that `render` makes; None: an answer without content
+    parse: Callable[[B, ServerConfig], Q]
+    render: Callable[[A, str, str], msgspec.Struct | None]
+    operation: str | None = None  # OpenAPI's operationId; None = the kind's name
+    parameters: tuple[dict[str, Any], ...] = ()  # OpenAPI's, beside those of the path and the time limit
+    done: str = "Done."  # OpenAPI's description of a good answer

@@ -1,0 +1,67 @@
+"""POST /v1/match."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+
+from npu_gr.core.request import HistoryRef, MatchAnswer, MatchRequest
+from npu_gr.server.codec.base import Codec
+from npu_gr.server.codec.fields import Column, History, Name, UserBody, optional_ids, parse_events, render_column
+from npu_gr.server.codec.media import MSGPACK
+from npu_gr.server.config import ServerConfig
+
+
+class MatchBody(UserBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The best items for a user by vectors trained across domains."""
+
+    history: History | None = None  # in the target domain; absent: from the history store, if there is one
+    num_items: Annotated[int, msgspec.Meta(ge=1, le=100_000)] = 50
+    exclude_seen: bool = True  # without the history, and what the user had when the vectors were trained
+    allow_items: Column | None = None  # absent: all
+    deny_items: Column | None = None
+    vectors_version: Name | None = None
+
+
+class MatchOut(msgspec.Struct, frozen=True, kw_only=True):
+    """Items, best first. In msgpack `items` and `scores` are raw little-endian."""
+
+    request_id: str
+    vectors_version: str
+    basis: str  # target | folded | source | popularity; scores are comparable within one
+    status: str  # complete | exhausted: fewer than asked
+    items: list[int] | bytes
+    scores: list[float] | bytes
+    stages_s: dict[str, float]
+
+
+def parse(body: MatchBody, config: ServerConfig) -> MatchRequest:
+    """Read a match."""
+    history = None if body.history is None else parse_events(body.history, "history", config.max_history_events)
+    return MatchRequest(
+        user=body.user,
+        history=HistoryRef(events=history),
+        num_items=body.num_items,
+        exclude_seen=body.exclude_seen,
+        allow_items=optional_ids(body.allow_items, "allow_items", config.max_candidates),
+        deny_items=optional_ids(body.deny_items, "deny_items", config.max_candidates),
+        vectors_version=body.vectors_version,
+    )
+
+
+def render(answer: MatchAnswer, request_id: str, media: str) -> MatchOut:
+    """Write the answer of a match; in msgpack items are raw int64, scores float32, little-endian."""
+    is_raw = media == MSGPACK
+    return MatchOut(
+        request_id=request_id,
+        vectors_version=answer.vectors_version,
+        basis=answer.basis.value,
+        status=answer.status,
+        items=render_column(answer.item_ids, "<i8", is_raw),
+        scores=render_column(answer.scores, "<f4", is_raw),
+        stages_s=answer.stages_s,
+    )
+
+
+CODEC = Codec(body=MatchBody, answer=MatchOut, parse=parse, render=render)

@@ -1,0 +1,81 @@
+"""POST /v1/rank."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+
+from npu_gr.core.errors import Unprocessable
+from npu_gr.core.request import RankAnswer, RankRequest
+from npu_gr.server.codec.base import Codec
+from npu_gr.server.codec.fields import (
+    Column,
+    HistoryBody,
+    HistoryOut,
+    Int,
+    column,
+    parse_history,
+    render_history,
+    render_scores,
+)
+from npu_gr.server.codec.media import MSGPACK
+from npu_gr.server.config import ServerConfig
+
+
+class RankBody(HistoryBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Score candidates for a user."""
+
+    candidates: Column
+    timestamp: Int | None = None  # unix seconds the candidates are shown at; absent = now
+    top_k: Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)] | None = None
+
+
+class RankOut(msgspec.Struct, frozen=True, kw_only=True):
+    """Logits per task in candidate order (null: the catalogue lacks the item), and how they came to be."""
+
+    request_id: str
+    model_version: str
+    outcome: str
+    reason: str
+    scores: dict[str, list[float | None] | bytes]
+    top: list[int] | None
+    prefix_tokens: int
+    unknown_candidates: int
+    history: HistoryOut
+    stages_s: dict[str, float]
+
+
+def parse(body: RankBody, config: ServerConfig) -> RankRequest:
+    """Read a rank."""
+    candidates = column(body.candidates, "candidates", "<i8", config.max_candidates)
+    if not len(candidates):
+        raise Unprocessable("candidates: needs at least one")
+    return RankRequest(
+        user=body.user,
+        candidates=candidates,
+        history=parse_history(body, config),
+        timestamp=body.timestamp,
+        top_k=body.top_k,
+        model_version=body.model_version,
+    )
+
+
+def render(answer: RankAnswer, request_id: str, media: str) -> RankOut:
+    """Write the answer of a rank; in msgpack the scores are raw little-endian float32, NaN where unknown."""
+    is_raw = media == MSGPACK
+    return RankOut(
+        request_id=request_id,
+        model_version=answer.model_version,
+        outcome=answer.outcome.value,
+        reason=answer.reason.value,
+        scores={task: render_scores(values, is_raw) for task, values in answer.scores.items()},
+        top=None if answer.top is None else answer.top.tolist(),
+        prefix_tokens=answer.prefix_tokens,
+        unknown_candidates=answer.unknown_candidates,
+        history=render_history(answer.history),
+        stages_s=answer.stages_s,
+    )
+
+
+CODEC = Codec(body=RankBody, answer=RankOut, parse=parse, render=render)

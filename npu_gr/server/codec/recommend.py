@@ -1,0 +1,108 @@
+"""POST /v1/recommend."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Annotated
+
+import msgspec
+
+from npu_gr.core.request import RecommendAnswer, RecommendRequest
+from npu_gr.server.codec.base import Codec
+from npu_gr.server.codec.fields import (
+    Column,
+    HistoryBody,
+    HistoryOut,
+    Int,
+    Name,
+    Value,
+    optional_ids,
+    parse_history,
+    render_column,
+    render_history,
+    render_scores,
+)
+from npu_gr.server.codec.media import MSGPACK
+from npu_gr.server.config import ServerConfig
+
+
+class RecommendBody(HistoryBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What to show a user: signal, retrieval, pre-processing and rank in one."""
+
+    num_items: Annotated[int, msgspec.Meta(ge=1, le=10_000)] = 10
+    num_candidates: Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)] | None = None  # ranked at most, up to the config's
+    exclude_seen: bool | None = None  # leave out the items of the history; absent: as configured
+    deny_items: Column | None = None
+    timestamp: Int | None = None  # unix seconds the items are shown at; absent = now
+    context: Annotated[dict[Name, Value], msgspec.Meta(max_length=100)] = msgspec.field(
+        default_factory=dict
+    )  # for the service's hook
+
+
+class StageOut(msgspec.Struct, frozen=True, kw_only=True):
+    """One stage: how it ended, from when on (after the cascade began), for how long, and how many items it had."""
+
+    stage: str
+    result: str
+    began_s: float
+    took_s: float
+    num_items: int
+
+
+class RecommendOut(msgspec.Struct, frozen=True, kw_only=True):
+    """Items, best first, as flat columns, and how they came to be. Scores: the ranker's; null = not ranked."""
+
+    request_id: str
+    model_version: str
+    verdict: str
+    outcome: str | None  # of the rank; null: it failed, the items are in the order of the retrieval
+    reason: str
+    items: list[int] | bytes
+    scores: list[float | None] | bytes
+    origins: list[str]  # the source of each item
+    num_candidates: int
+    degraded: list[str]  # stages that did not do their part
+    stages: list[StageOut]
+    prefix_tokens: int
+    history: HistoryOut
+    stages_s: dict[str, float]
+
+
+def parse(body: RecommendBody, config: ServerConfig) -> RecommendRequest:
+    """Read a recommend."""
+    denied = optional_ids(body.deny_items, "deny_items", config.max_candidates)
+    return RecommendRequest(
+        user=body.user,
+        history=parse_history(body, config),
+        num_items=body.num_items,
+        num_candidates=body.num_candidates,
+        exclude_seen=body.exclude_seen,
+        deny_items=denied,
+        timestamp=body.timestamp,
+        context=body.context,
+        model_version=body.model_version,
+    )
+
+
+def render(answer: RecommendAnswer, request_id: str, media: str) -> RecommendOut:
+    """Write the answer of a recommend; in msgpack items are raw int64 and scores float32 (NaN = not ranked)."""
+    is_raw = media == MSGPACK
+    return RecommendOut(
+        request_id=request_id,
+        model_version=answer.model_version,
+        verdict=answer.verdict.value,
+        outcome=answer.outcome.value if answer.outcome else None,
+        reason=answer.reason.value,
+        items=render_column(answer.item_ids, "<i8", is_raw),
+        scores=render_scores(answer.scores, is_raw),
+        origins=list(answer.origins),
+        num_candidates=answer.num_candidates,
+        degraded=list(answer.degraded),
+        stages=[StageOut(**asdict(report)) for report in answer.stages],
+        prefix_tokens=answer.prefix_tokens,
+        history=render_history(answer.history),
+        stages_s=answer.stages_s,
+    )
+
+
+CODEC = Codec(body=RecommendBody, answer=RecommendOut, parse=parse, render=render)

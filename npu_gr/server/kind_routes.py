@@ -1,0 +1,98 @@
+"""One route for each kind of request, all by one handler: the table of kinds and the codecs say what differs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any, cast
+
+from aiohttp import web
+
+from npu_gr.core.errors import DeadlineExceeded
+from npu_gr.core.kinds import KINDS, A, Kind, Q
+from npu_gr.core.request import Answer, Outcome
+from npu_gr.server.codec import CODECS
+from npu_gr.server.codec.base import B, Codec, UrlParts
+from npu_gr.server.codec.media import decode
+from npu_gr.server.config import ServerConfig
+from npu_gr.server.headers import budget_s
+from npu_gr.server.middleware import ANSWER, ARRIVED_AT, ID, PARSED_AT, USER
+from npu_gr.server.responses import accepted_media, require_ready, struct_response
+from npu_gr.server.service_protocol import ServiceProtocol
+
+_X_CACHE = {
+    Outcome.HBM_HIT: "hit-hbm",
+    Outcome.DRAM_HIT: "hit-dram",
+    Outcome.JOINED: "joined",
+    Outcome.MISS_FULL: "miss",
+    Outcome.DEGRADED: "degraded",
+    None: "none",  # of a recommend whose rank failed
+}
+
+
+def kind_routes(service: ServiceProtocol, config: ServerConfig) -> list[web.RouteDef]:
+    """Make the routes of all kinds, also of those that this instance is not configured for: the service refuses them.
+
+    Raises:
+        KeyError: a kind has no codec.
+    """
+    return [
+        web.route(kind.method, _pattern(kind.path), _handler(kind, CODECS[kind.name], service, config))
+        for kind in KINDS.values()
+    ]
+
+
+def _pattern(path: str) -> str:
+    """Let a variable match the rest of the path, slashes and line ends too, since a user id may hold any character."""
+    return path.replace("}", ":(?s:.+)}")
+
+
+def _handler(
+    kind: Kind[Q, A], codec: Codec[B, Q, A], service: ServiceProtocol, config: ServerConfig
+) -> Callable[[web.Request], Awaitable[web.Response]]:
+    async def handle(request: web.Request) -> web.Response:
+        if kind.needs_ready:
+            require_ready(service)
+        body: Any  # B; mypy cannot know that B is UrlParts where there is no body
+        if codec.body is None:
+            body = UrlParts(request.match_info, request.query)
+        else:
+            service.check_room(kind)  # before the body is read, which is most of what a refusal would cost
+            body = decode(await request.read(), request.content_type, codec.body)
+        request[USER] = body.user
+        parsed = codec.parse(body, config)
+        answer = await service.serve(kind, parsed, _left_s(request, config))
+        request[ANSWER] = cast("Answer", answer)
+        rendered = codec.render(answer, request[ID], accepted_media(request))
+        if rendered is None:
+            response = web.Response(status=kind.status)
+        else:
+            response = struct_response(request, rendered, kind.status)
+        _add_headers(response, answer)
+        return response
+
+    return handle
+
+
+def _left_s(request: web.Request, config: ServerConfig) -> float:
+    """The seconds that are left of the caller's budget after reading the body. Call it last before the service.
+
+    Raises:
+        BadRequest: a header cannot be read. DeadlineExceeded: nothing is left.
+    """
+    now_at = time.monotonic()
+    request[PARSED_AT] = now_at
+    granted_s = budget_s(request.headers, config.default_budget_s, config.max_budget_s)
+    left_s = granted_s - (now_at - request[ARRIVED_AT])
+    if left_s <= 0:
+        raise DeadlineExceeded(f"reading the request took the whole budget of {granted_s * 1e3:.0f} ms")
+    return left_s
+
+
+def _add_headers(response: web.Response, answer: Answer) -> None:
+    """Say how the prefix was found, where the answer has an outcome, and how long each stage took."""
+    if hasattr(answer, "outcome"):
+        response.headers["X-Cache"] = _X_CACHE[answer.outcome]
+    if answer.stages_s:
+        stages = (f"{stage};dur={seconds * 1e3:.3f}" for stage, seconds in answer.stages_s.items())
+        response.headers["Server-Timing"] = ", ".join(stages)

@@ -1,0 +1,85 @@
+"""Versions of catalogue and vectors, as an administrator changes them: errors in files become errors of the caller."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from npu_gr.core.errors import DataError, NotFound, Unprocessable
+from npu_gr.core.request import CatalogueChange, CatalogueInfo, VectorsInfo
+from npu_gr.jobs.match import ServedVectors
+from npu_gr.jobs.served_catalogue import ServedCatalogue
+from npu_gr.jobs.versions import Versions
+
+
+class CatalogueOfGenerator:
+    """The catalogue of the generator in service.
+
+    Every method raises NotFound if the instance does not generate, and Unprocessable if the file or the change cannot
+    be served; the version served before still is.
+    """
+
+    def __init__(self, versions: Versions) -> None:
+        self._versions = versions
+
+    @property
+    def _items(self) -> ServedCatalogue:
+        return self._versions.generator().items
+
+    def info(self) -> CatalogueInfo:
+        """Describe the version in service."""
+        return self._items.info()
+
+    def num_paths(self) -> tuple[int, ...]:
+        """Count the semantic-ID paths of 1, 2, ... codes."""
+        return self._items.num_paths()
+
+    async def reload(self) -> CatalogueInfo:
+        """Read the file again and serve it; requests in progress keep their version."""
+        with _unprocessable("catalogue"):
+            return await self._items.reload()
+
+    async def update(self, change: CatalogueChange) -> CatalogueInfo:
+        """Add, withdraw and restore items of the version in service."""
+        with _unprocessable("catalogue"):
+            return await self._items.update(change)
+
+    def rollback(self) -> CatalogueInfo:
+        """Serve the version before."""
+        with _unprocessable("catalogue"):
+            return self._items.rollback()
+
+
+class VectorsOfMatch:
+    """The vectors in service; errors as for `CatalogueOfGenerator`, where the instance does not match."""
+
+    def __init__(self, vectors: ServedVectors | None) -> None:
+        self._maybe = vectors
+
+    @property
+    def _vectors(self) -> ServedVectors:
+        if self._maybe is None:
+            raise NotFound("this instance does not match: its configuration has no section match")
+        return self._maybe
+
+    def info(self) -> VectorsInfo:
+        """Describe the version in service."""
+        return self._vectors.info()
+
+    async def reload(self) -> VectorsInfo:
+        """Read the folder again and serve it; requests in progress keep their version."""
+        with _unprocessable("vectors"):
+            return await self._vectors.reload()
+
+    def rollback(self) -> VectorsInfo:
+        """Serve the version before."""
+        with _unprocessable("vectors"):
+            return self._vectors.rollback()
+
+
+@contextmanager
+def _unprocessable(name: str) -> Iterator[None]:
+    try:
+        yield
+    except DataError as error:
+        raise Unprocessable(f"{name}: {error}") from error

@@ -1,0 +1,107 @@
+"""How the job of each kind is made: one entry a kind of `KINDS`."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from npu_gr.core.kinds import ERASE, EVENTS, GENERATE, KINDS, MATCH, RANK, RECOMMEND, SIGNAL
+from npu_gr.engine.scheduler import Scheduler
+from npu_gr.jobs.base import Job
+from npu_gr.jobs.erase import EraseJob
+from npu_gr.jobs.events import EventsJob
+from npu_gr.jobs.generate import GenerateJob
+from npu_gr.jobs.histories import Histories
+from npu_gr.jobs.match import MatchJob, ServedVectors
+from npu_gr.jobs.rank import RankJob
+from npu_gr.jobs.recommend import Cascade, RecommendJob
+from npu_gr.jobs.signal import SignalJob
+from npu_gr.jobs.sources import SizedSource, from_generation, from_match
+from npu_gr.jobs.versions import Versions
+from npu_gr.metrics.registry import Metrics
+from npu_gr.service.config import Config
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shared:
+    """What jobs are made of."""
+
+    config: Config
+    versions: Versions
+    histories: Histories
+    vectors: ServedVectors | None  # None = the instance does not match
+    scheduler: Scheduler
+    metrics: Metrics
+
+
+AnyJob = Job[Any, Any]
+Maker = Callable[[Shared, Mapping[str, AnyJob]], Awaitable[AnyJob]]
+"""Makes a job from what is shared, and from the jobs of the kinds that stand before its own in `KINDS`."""
+
+
+async def _signal(shared: Shared, _: Mapping[str, AnyJob]) -> SignalJob:
+    return SignalJob(shared.versions, shared.histories, shared.metrics)
+
+
+async def _rank(shared: Shared, _: Mapping[str, AnyJob]) -> RankJob:
+    return RankJob(shared.versions, shared.histories, shared.metrics)
+
+
+async def _generate(shared: Shared, _: Mapping[str, AnyJob]) -> GenerateJob:
+    return GenerateJob(shared.versions, shared.histories, shared.metrics)
+
+
+async def _match(shared: Shared, _: Mapping[str, AnyJob]) -> MatchJob:
+    assert shared.config.match is not None
+    assert shared.vectors is not None
+    job = MatchJob(shared.config.match, shared.vectors, shared.histories, shared.scheduler, shared.metrics)
+    await job.start()
+    return job
+
+
+async def _recommend(shared: Shared, jobs: Mapping[str, AnyJob]) -> RecommendJob:
+    config = shared.config.recommend
+    assert config is not None
+    made = {}
+    if GENERATE.name in jobs:
+        made[GENERATE.name] = from_generation(shared.versions, shared.metrics)
+    if isinstance(match := jobs.get(MATCH.name), MatchJob):
+        made[MATCH.name] = from_match(match, shared.metrics)
+    sources = {str(name): SizedSource(made[name], num_items) for name, num_items in config.sources.items()}
+    return RecommendJob(Cascade(config, sources, shared.metrics), shared.versions, shared.histories)
+
+
+async def _events(shared: Shared, _: Mapping[str, AnyJob]) -> EventsJob:
+    return EventsJob(shared.versions, shared.histories)
+
+
+async def _erase(shared: Shared, _: Mapping[str, AnyJob]) -> EraseJob:
+    return EraseJob(shared.versions, shared.histories)
+
+
+MAKERS: dict[str, Maker] = {
+    SIGNAL.name: _signal,
+    RANK.name: _rank,
+    GENERATE.name: _generate,
+    MATCH.name: _match,
+    RECOMMEND.name: _recommend,
+    EVENTS.name: _events,
+    ERASE.name: _erase,
+}
+
+
+async def build_jobs(shared: Shared) -> dict[str, AnyJob]:
+    """Make the job of each kind whose section the configuration has.
+
+    Returns:
+        Jobs by the name of their kind.
+
+    Raises:
+        ConfigError: the vectors, the hook or the list of popular items cannot be used.
+    """
+    jobs: dict[str, AnyJob] = {}
+    for name, kind in KINDS.items():
+        if kind.section is None or getattr(shared.config, kind.section) is not None:
+            jobs[name] = await MAKERS[name](shared, jobs)
+    return jobs
