@@ -14,6 +14,7 @@ from typing import NamedTuple
 import msgspec
 import torch
 
+from npu_gr.admission.admission import OBSERVE_S, Admission
 from npu_gr.core.errors import ConfigError, DeadlineExceeded, NpuGrError, Overloaded
 from npu_gr.core.kinds import RANK, SIGNAL
 from npu_gr.core.request import Outcome, UserKey, Verdict
@@ -22,7 +23,6 @@ from npu_gr.kv.dram_store import DramStore
 from npu_gr.kv.layout import KVLayout
 from npu_gr.kv.prefix_pool import PrefixPool
 from npu_gr.relay.relay import Relay
-from npu_gr.simulate.admission import OBSERVE_S, SimulatedAdmission
 from npu_gr.simulate.config import DeviceProfile, SimulateConfig
 from npu_gr.simulate.engine import SimulatedEngine, SimulatedPrefix
 from npu_gr.simulate.scheduler import PassTimes, RankWork, VirtualScheduler
@@ -60,8 +60,8 @@ class SimulatedInstance:
         self.relay: Relay[SimulatedPrefix] = Relay(
             config.relay, trigger, self.engine, self.pool, self.dram, "simulated", clock, config.calibration
         )
-        self._admission = SimulatedAdmission(
-            config.admission, config.brownout, lambda _kind: config.slo_s, self.scheduler, clock
+        self._admission = Admission(
+            config.admission, config.brownout, lambda _kind: config.slo_s, self.scheduler, clock=clock
         )
         self._host_free_at = 0.0  # when the event loop has no more work
         self._observing: asyncio.Task[None] | None = None
@@ -151,7 +151,7 @@ class SimulatedInstance:
     async def _observe_load(self) -> None:
         while True:
             await asyncio.sleep(OBSERVE_S)
-            self.relay.brownout = self._admission.observe_pressure(self._loop.time())
+            self.relay.brownout = self._admission.observe(self._loop.time())
 
 
 def _open_tiers(config: SimulateConfig, profile: DeviceProfile) -> tuple[PrefixPool, DramStore | None]:
