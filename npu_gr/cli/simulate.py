@@ -1,4 +1,4 @@
-"""npu-gr simulate [run | fit-users | fit-device]. Like `cli`, commands import what they need, late."""
+"""npu-gr simulate [run | fit-users | fit-device]. Each command imports what it needs when it runs."""
 
 from __future__ import annotations
 
@@ -17,25 +17,30 @@ if TYPE_CHECKING:
     import msgspec
 
     from npu_gr.simulate.config import SimulateConfig
-    from npu_gr.simulate.users import Ask
+    from npu_gr.simulate.users import TrafficRequest
 
     S = TypeVar("S", bound=msgspec.Struct)
 
 
 @click.group(cls=RunByDefault)
 def simulate() -> None:
-    """Predict a fleet on a virtual clock (`run`, which may be left out), or measure what a prediction needs."""
+    """Predict a fleet on a virtual clock (`run`, the default command), or measure what a prediction needs."""
 
 
 @simulate.command("run")
-@click.option("--config", "config_path", required=True, type=FILE, help="As configs/simulate.yaml.")
+@click.option("--config", "config_path", required=True, type=FILE, help="Settings, as in configs/simulate.yaml.")
 @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override one setting, e.g. qps=2000.")
-@click.option("--log", type=FILE, help="A query log's own traffic instead of the model of the users.")
-@click.option("--signal-lead-ms", default=50.0, show_default=True, help="With --log, where it has no signals.")
-@click.option("--calibration", type=FILE, help="Of `npu-gr calibrate`, instead of the CONFIG's costs.")
+@click.option("--log", type=FILE, help="Simulate the traffic of a query log instead of the model of users.")
+@click.option(
+    "--signal-lead-ms",
+    default=50.0,
+    show_default=True,
+    help="With --log: how long a signal precedes its rank, if the log has no signals.",
+)
+@click.option("--calibration", type=FILE, help="File of `npu-gr calibrate`; replaces the costs of the CONFIG.")
 @click.option("--capacity", is_flag=True, help="Find the fewest instances that keep the SLO at this rate.")
-@click.option("--out", type=FILE, help="Folder for simulation.json and simulation.html.")
-@click.option("--json", "as_json", is_flag=True, help="JSON instead of tables.")
+@click.option("--out", type=FILE, help="Write simulation.json and simulation.html into this folder.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
 def run_command(
     config_path: Path,
     overrides: tuple[str, ...],
@@ -46,7 +51,7 @@ def run_command(
     out: Path | None,
     as_json: bool,
 ) -> None:
-    """Simulate N instances behind the router's placement: hits, SLO attainment, wasted pre-infers, capacity."""
+    """Simulate N instances behind the router: hits, SLO attainment, wasted pre-infers, capacity."""
     import msgspec
     from rich.console import Console
 
@@ -54,22 +59,22 @@ def run_command(
     from npu_gr.simulate.calibration import calibrated
     from npu_gr.simulate.capacity import search
     from npu_gr.simulate.config import DeviceProfile, SimulateConfig
-    from npu_gr.simulate.fleet import Outcomes
+    from npu_gr.simulate.fleet import FleetResult
     from npu_gr.simulate.fleet import simulate as play
     from npu_gr.simulate.page import as_dict, page, render
 
-    logging.getLogger("npu_gr.relay").setLevel(logging.ERROR)  # what fails in an overloaded fleet is counted
+    logging.getLogger("npu_gr.relay").setLevel(logging.ERROR)  # an overloaded fleet fails often; the result counts it
     config = load(config_path, SimulateConfig, overrides)
     if calibration is not None:
         config = calibrated(config, calibration)
     profile = _section(config.device, DeviceProfile)
     traffic = _traffic(config, log, signal_lead_ms)
 
-    def of(instances: int) -> Outcomes:
+    def run(instances: int) -> FleetResult:
         return play(msgspec.structs.replace(config, instances=instances), profile, traffic())
 
-    found = search(config, profile, traffic, of) if capacity else None
-    runs = [of(config.instances)] if found is None else [one for _, one in found.tried]
+    found = search(config, profile, traffic, run) if capacity else None
+    runs = [run(config.instances)] if found is None else [one for _, one in found.tried]
     settings = msgspec.to_builtins(msgspec.structs.replace(config, device=profile))
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
@@ -82,26 +87,26 @@ def run_command(
         Console(width=max(150, Console().width)).print(render(runs, found))
 
 
-def _traffic(config: SimulateConfig, log: Path | None, signal_lead_ms: float) -> Callable[[], Iterator[Ask]]:
+def _traffic(config: SimulateConfig, log: Path | None, signal_lead_ms: float) -> Callable[[], Iterator[TrafficRequest]]:
     from npu_gr.replay.log import Log
     from npu_gr.replay.options import ReplayOptions
     from npu_gr.simulate.config import UsersConfig
-    from npu_gr.simulate.fit import asks_of
-    from npu_gr.simulate.users import asks, visits
+    from npu_gr.simulate.fit import requests_of
+    from npu_gr.simulate.users import signals_and_ranks, visits
 
     if log is not None:
         options = ReplayOptions(
             base_url="http://simulated", rate=config.qps, signal_lead_s=signal_lead_ms * 1e-3, seed=config.seed
         )
-        return lambda: iter(asks_of(Log(log), options))
+        return lambda: iter(requests_of(Log(log), options))
     if config.users is None:
-        raise ConfigError("users: needed, unless --log names a query log")
+        raise ConfigError("users: needed where --log names no query log")
     users = _section(config.users, UsersConfig)
-    return lambda: asks(visits(users, config.qps, config.duration_s, config.seed), users.candidates)
+    return lambda: signals_and_ranks(visits(users, config.qps, config.duration_s, config.seed), users.candidates)
 
 
 def _section(given: S | str, kind: type[S]) -> S:
-    """A section, or the file that it names."""
+    """Return a section, or read it from the file that it names."""
     from npu_gr.core.settings import load
 
     return load(Path(given), kind) if isinstance(given, str) else given
@@ -109,10 +114,12 @@ def _section(given: S | str, kind: type[S]) -> S:
 
 @simulate.command("fit-users")
 @click.argument("log", type=FILE)
-@click.option("--num-users", type=click.IntRange(1), help="Of the whole population; else those of the LOG.")
-@click.option("--out", required=True, type=FILE, help="YAML for the key `users`.")
+@click.option(
+    "--num-users", type=click.IntRange(1), help="Size of the whole population; default: the users of the LOG."
+)
+@click.option("--out", required=True, type=FILE, help="Write YAML for the key `users` into this file.")
 def fit_users_command(log: Path, num_users: int | None, out: Path) -> None:
-    """Fit popularity, returns, lengths and growth of the users of a query LOG."""
+    """Fit the model of users to a query LOG: popularity, returns, lengths and growth of histories."""
     from npu_gr.replay.log import Log
     from npu_gr.simulate.config import write
     from npu_gr.simulate.fit import fit_users
@@ -123,14 +130,34 @@ def fit_users_command(log: Path, num_users: int | None, out: Path) -> None:
 
 @simulate.command("fit-device")
 @click.argument("log", type=FILE)
-@click.option("--url", default="http://127.0.0.1:8080", show_default=True, help="A running instance, otherwise idle.")
-@click.option("--rate", default=10.0, show_default=True, help="Ranks a second; low, so that they run alone.")
-@click.option("--limit", default=1000, show_default=True, type=click.IntRange(60), help="Records of the LOG.")
-@click.option("--warmup", "warmup_s", default=3.0, show_default=True, help="Seconds that do not count.")
-@click.option("--kv-token-bytes", required=True, type=click.IntRange(2), help="Keys and values of one token.")
-@click.option("--copy-bytes-per-s", required=True, type=float, help="DRAM to HBM; the service logs it at start.")
-@click.option("--max-history-tokens", default=16_384, show_default=True, help="Of the model.")
-@click.option("--out", required=True, type=FILE, help="YAML for the key `device`.")
+@click.option(
+    "--url", default="http://127.0.0.1:8080", show_default=True, help="A running instance that does nothing else."
+)
+@click.option(
+    "--rate",
+    default=10.0,
+    show_default=True,
+    help="Ranks a second; low enough that each rank has the device to itself.",
+)
+@click.option(
+    "--limit",
+    default=1000,
+    show_default=True,
+    type=click.IntRange(60),
+    help="Replay at most so many records of the LOG.",
+)
+@click.option("--warmup", "warmup_s", default=3.0, show_default=True, help="Seconds at the start that do not count.")
+@click.option(
+    "--kv-token-bytes", required=True, type=click.IntRange(2), help="Bytes of keys and values of one token, all layers."
+)
+@click.option(
+    "--copy-bytes-per-s",
+    required=True,
+    type=float,
+    help="Bandwidth from DRAM to HBM; the service logs it at its start.",
+)
+@click.option("--max-history-tokens", default=16_384, show_default=True, help="Longest history of the model.")
+@click.option("--out", required=True, type=FILE, help="Write YAML for the key `device` into this file.")
 @API_KEY
 def fit_device_command(
     log: Path,

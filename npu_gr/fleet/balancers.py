@@ -1,10 +1,18 @@
-"""The router's placement in balancers that users already run: their configuration out of ours.
+"""The placement of the router in balancers that users already run: make their configuration from the router's.
 
-What they have in common: strict hashing on the user header (bounded load would part a rank from its signal), active
-checks of `/readyz` where the balancer has them, a rank tried once more elsewhere, a signal that an instance may have
-begun never, 400 without the user. What they lack: a rank that follows its signal while instances come and go, deadlines
-of requests, slow return, and erasing a user at every instance: they answer 501 to that, so send DELETE /v1/users/ID to
-each instance yourself. Each places users in its own way, so do not mix them before one fleet.
+How a balancer treats a request follows from `Kind.routing` in `core.kinds`.
+
+What the balancers have in common with the router:
+- They hash the user header strictly. A bounded load would part a rank from its signal.
+- They check `/readyz` of every instance, where the balancer can.
+- They send a rank that failed once more, to another instance. They never resend a signal that an instance may have
+  begun, nor a change.
+- They answer 400 to a request without a user.
+
+What they lack: ranks that follow their signal while instances come and go, deadlines of requests, a slow return of
+instances, and erasing a user at every instance. They answer 501 to an erasure: send it to each instance yourself.
+
+Each balancer places users in its own way, so use only one kind of balancer in front of a fleet.
 """
 
 from __future__ import annotations
@@ -14,27 +22,43 @@ from collections.abc import Callable
 from typing import Any
 
 from npu_gr.core.errors import ConfigError
+from npu_gr.core.kinds import KINDS, Routing
 from npu_gr.router.config import InstanceConfig, RouterConfig
 from npu_gr.server.headers import NOT_TAKEN
 
 _TYPE = "type.googleapis.com/envoy.extensions"
-_USER_PATHS = ("/v1/signal", "/v1/rank", "/v1/generate", "/v1/recommend", "/v1/events")
-_RETRIED_PATHS = ("/v1/rank", "/v1/generate", "/v1/recommend")
-_ERASE_PATH, _ERASE_TEXT = "/v1/users/", "send this to every instance"
-_RANK_AGAIN = "connect-failure,refused-stream,reset,gateway-error"
-_SIGNAL_AGAIN = "connect-failure,retriable-headers"  # nobody has taken it
+_FOLLOW_AGAIN = "connect-failure,refused-stream,reset,gateway-error"
+_SIGNAL_AGAIN = "connect-failure,retriable-headers"  # no instance has begun it
+
+
+def _paths(*routings: Routing) -> list[str]:
+    """List the paths of the kinds that are routed like this; of a path with a user in it, the part before the user."""
+    return [kind.path.partition("{")[0] for kind in KINDS.values() if kind.routing in routings]
+
+
+_SIGNAL_PATHS = _paths(Routing.SIGNAL)
+_RETRIED_PATHS = _paths(Routing.FOLLOW)
+_USER_PATHS = _paths(Routing.SIGNAL, Routing.FOLLOW, Routing.ONCE)
+_EVERYWHERE_PATHS = _paths(Routing.EVERYWHERE)
+_EVERYWHERE_TEXT = "send this to every instance"
 
 
 def envoy(config: RouterConfig, instances: list[InstanceConfig]) -> str:
-    """JSON for `envoy -c`. MAGLEV: Envoy's ring would move users of healthy instances (envoyproxy/envoy#22558)."""
+    """Make the JSON for `envoy -c`.
+
+    It uses MAGLEV, because Envoy's ring moves users of healthy instances (envoyproxy/envoy#22558).
+    """
     special, normal = _services(instances)
     routes = [
-        _envoy_refusal(_ERASE_PATH, 501, _ERASE_TEXT),
+        *(_envoy_refusal({"prefix": path}, 501, _EVERYWHERE_TEXT) for path in _EVERYWHERE_PATHS),
         _envoy_route({"prefix": "/"}, "normal", config, headers=[_equals("x-npugr-service", "normal")]),
-        *(_envoy_route({"path": path}, "special", config, again=_RANK_AGAIN, by_user=True) for path in _RETRIED_PATHS),
-        _envoy_route({"path": "/v1/signal"}, "special", config, again=_SIGNAL_AGAIN, by_user=True),
-        *(_envoy_route({"prefix": path}, "special", config, by_user=True) for path in _USER_PATHS),
-        *(_envoy_refusal(path, 400, f"{config.user_header}: missing") for path in _USER_PATHS),
+        *(
+            _envoy_route({"path": path}, "special", config, again=_FOLLOW_AGAIN, by_user=True)
+            for path in _RETRIED_PATHS
+        ),
+        *(_envoy_route({"path": path}, "special", config, again=_SIGNAL_AGAIN, by_user=True) for path in _SIGNAL_PATHS),
+        *(_envoy_route({"path": path}, "special", config, by_user=True) for path in _paths(Routing.ONCE)),
+        *(_envoy_refusal({"path": path}, 400, f"{config.user_header}: missing") for path in _USER_PATHS),
         _envoy_route({"prefix": "/"}, "normal", config),
     ]
     manager = {
@@ -94,14 +118,15 @@ def _envoy_route(
             "retry_host_predicate": [
                 {"name": "envoy.retry_host_predicates.previous_hosts", "typed_config": {"@type": predicate}}
             ],
-            "host_selection_retry_max_attempts": 32,  # MAGLEV draws anew each time; with 5 and two hosts 1 in 64 fail
+            # MAGLEV draws a host anew each time: with 5 attempts among two hosts, 1 request in 64 would fail
+            "host_selection_retry_max_attempts": 32,
         }
     return {"match": {**match, "headers": headers} if headers else match, "route": action}
 
 
-def _envoy_refusal(prefix: str, status: int, why: str) -> dict[str, Any]:
+def _envoy_refusal(match: dict[str, Any], status: int, why: str) -> dict[str, Any]:
     return {
-        "match": {"prefix": prefix},
+        "match": match,
         "direct_response": {"status": status, "body": {"inline_string": f"{why}\n"}},
     }
 
@@ -116,7 +141,9 @@ def _envoy_cluster(
         }
         for one in instances
     ]
-    limits, health, interval = config.limits, config.health, _seconds(config.health.interval_s)
+    limits = config.limits
+    health = config.health
+    interval = _seconds(health.interval_s)
     most = limits.instance_inflight * max(1, len(instances))
     return {
         "name": name,
@@ -150,7 +177,7 @@ def _envoy_cluster(
 
 
 def haproxy(config: RouterConfig, instances: list[InstanceConfig]) -> str:
-    """For HAProxy 2.6 and later; metrics at /metrics of the admin address."""
+    """Make a configuration for HAProxy 2.6 and later; it serves its metrics at /metrics of the admin address."""
     special, normal = _services(instances)
     interval = f"{round(config.health.interval_s * 1e3)}ms"
 
@@ -163,11 +190,11 @@ def haproxy(config: RouterConfig, instances: list[InstanceConfig]) -> str:
             for one in some
         )
 
-    slow_down = f"observe layer7 error-limit {config.breaker.failures} on-error mark-down"
+    everywhere = f"if {{ path_beg {' '.join(_EVERYWHERE_PATHS)} }}"
+    mark_down = f"observe layer7 error-limit {config.breaker.failures} on-error mark-down"
     by_user = f"""  balance hdr({config.user_header})
   hash-type consistent wt6 avalanche
   option httpchk GET {config.health.path}"""
-    paths = " ".join(_USER_PATHS)
     return f"""# made by npu-gr fleet haproxy
 global
   maxconn {config.limits.max_connections}
@@ -182,8 +209,8 @@ defaults
   option http-keep-alive
 frontend npu_gr
   bind {config.host}:{config.port}
-  acl by_user path_beg {paths}
-  http-request return status 501 content-type text/plain string "{_ERASE_TEXT}" if {{ path_beg {_ERASE_PATH} }}
+  acl by_user path {" ".join(_USER_PATHS)}
+  http-request return status 501 content-type text/plain string "{_EVERYWHERE_TEXT}" {everywhere}
   acl normal req.hdr(x-npugr-service) -m str normal
   acl known req.hdr({config.user_header}) -m found
   http-request deny deny_status 413 if {{ req.hdr_val(content-length) gt {config.limits.max_body_bytes} }}
@@ -200,12 +227,12 @@ backend rank
   retry-on conn-failure empty-response 502 503
   option redispatch 1
   http-response set-header X-NpuGr-Instance %[srv_name]
-{servers(special, slow_down)}
+{servers(special, mark_down)}
 backend once
 {by_user}
   retries 0
   http-response set-header X-NpuGr-Instance %[srv_name]
-{servers(special, slow_down)}
+{servers(special, mark_down)}
 backend normal
   balance leastconn
   option httpchk GET {config.health.path}
@@ -215,7 +242,10 @@ backend normal
 
 
 def nginx(config: RouterConfig, instances: list[InstanceConfig]) -> str:
-    """A whole nginx.conf. Open-source nginx has no active checks: a draining instance is left only when it refuses."""
+    """Make a whole nginx.conf.
+
+    Open-source nginx has no active checks: it leaves a draining instance only when that refuses a request.
+    """
     special, normal = _services(instances)
     variable = "$http_" + config.user_header.replace("-", "_")
 
@@ -238,6 +268,7 @@ def nginx(config: RouterConfig, instances: list[InstanceConfig]) -> str:
       proxy_next_upstream {next_upstream};
     }}"""
 
+    everywhere = "\n".join(f'    location {path} {{ return 501 "{_EVERYWHERE_TEXT}"; }}' for path in _EVERYWHERE_PATHS)
     again = "error timeout http_502 http_503 non_idempotent"
     user_locations = [
         location(f"= {path}", "special", again if path in _RETRIED_PATHS else "off", needs_user=True)
@@ -260,7 +291,7 @@ http {{
 {upstream("special", f"hash {variable} consistent;", special)}
 {upstream("normal", "least_conn;", normal)}
   server {{
-    location {_ERASE_PATH} {{ return 501 "{_ERASE_TEXT}"; }}
+{everywhere}
     listen {config.host}:{config.port};
     keepalive_requests 1000000;
     proxy_http_version 1.1;
@@ -285,7 +316,7 @@ BALANCERS: dict[str, Callable[[RouterConfig, list[InstanceConfig]], str]] = {
 def _services(instances: list[InstanceConfig]) -> tuple[list[InstanceConfig], list[InstanceConfig]]:
     special = [one for one in instances if one.special]
     if not special:
-        raise ConfigError("discovery: no instance is special, so nobody would take signals")
+        raise ConfigError("discovery: no instance is special, so none would accept signals")
     return special, [one for one in instances if one.normal] or special
 
 

@@ -1,11 +1,11 @@
-"""Instances as Ray Serve replicas, one a device: for users who run Ray and want its placement and autoscaling.
+"""Instances as Ray Serve replicas, one a device, for users who run Ray and want its placement and autoscaling.
 
-Signal and rank meet through Ray's own ConsistentHashRouter, keyed by our user header. A replica runs the same door as
-`npu-gr serve`, behind a Unix socket of its own. Ray's proxy in Python costs milliseconds a request: where that matters,
-put `npu-gr route` or Envoy before instances that Ray only places.
+Ray's ConsistentHashRouter, keyed by the user header, brings signal and rank of a user to one replica. A replica serves
+HTTP as `npu-gr serve` does, on a Unix socket of its own. Ray's proxy in Python costs milliseconds a request. Where that
+matters, let Ray only place the instances, and put `npu-gr route` or Envoy in front of them.
 
-Needs the extra `ray`. RAY_SERVE_SESSION_ID_HEADER_KEY must be the user header on every node; `deploy` sets it for the
-cluster that it starts itself.
+Needs the extra `ray`. The environment variable RAY_SERVE_SESSION_ID_HEADER_KEY must name the user header on every node;
+`deploy` sets it for a cluster that it starts itself.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from aiohttp import web
 from prometheus_client.parser import text_string_to_metric_families
 
 from npu_gr.core.errors import ConfigError
+from npu_gr.core.kinds import RANK
 from npu_gr.service.config import Config, from_table, to_table
 
 if TYPE_CHECKING:
@@ -36,23 +37,27 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 USER_HEADER = "x-user-id"
-QUEUE_DEPTH, LATE_RATIO = "queue_depth", "late_ratio"
+QUEUE_DEPTH = "queue_depth"  # names of the statistics that a replica reports to Ray
+LATE_RATIO = "late_ratio"
 _ROUTER = "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter"
-_PASSED = ("content-type", "accept", "authorization", "traceparent", "x-user-id", "x-request-id")
-_TIMES = ("x-request-timeout-ms", "grpc-timeout")
+_FORWARDED = (
+    *("content-type", "accept", "authorization", "traceparent", USER_HEADER, "x-request-id"),
+    *("x-request-timeout-ms", "grpc-timeout"),
+)
+_HOP_BY_HOP = ("connection", "keep-alive", "transfer-encoding", "content-length", "content-encoding", "date", "server")
 
 
 @dataclass(frozen=True, slots=True)
 class RayOptions:
-    """How many, on what, reached where."""
+    """How many instances run, on which resource, at which address, and when Ray adds or removes one."""
 
     num_instances: int  # at least
-    max_instances: int  # autoscaled between the two
-    resource: str = "CPU"  # NPU | GPU | CPU; one of it an instance
+    max_instances: int  # Ray scales between the two
+    resource: str = "CPU"  # NPU | GPU | CPU; each instance takes one
     host: str = "127.0.0.1"
     port: int = 8090
-    target_queue_depth: float = 8.0  # jobs waiting for one device
-    max_late_ratio: float = 0.005  # of ranks over the objective
+    target_queue_depth: float = 8.0  # jobs that wait for one device
+    max_late_ratio: float = 0.005  # share of ranks that may take longer than their objective
 
     def __post_init__(self) -> None:
         if self.max_instances < self.num_instances:
@@ -60,36 +65,44 @@ class RayOptions:
 
 
 def wanted(current: int, queue_depths: list[float], late_ratios: list[float], options: RayOptions) -> int:
-    """Instances for this load: as many as bring the queues to their target, one more while ranks are late.
+    """Decide how many instances this load needs.
 
-    Pure. Fewer only where nothing is late and the queues of one less would still be under half the target.
+    As many as bring the queues to their target; one more than now while ranks are late. One less than now only if no
+    rank is late and the queues of one instance less would still be under half of the target.
+
+    Args:
+        current: instances now.
+        queue_depths: jobs that wait for the device, of each instance.
+        late_ratios: share of late ranks, of each instance.
+        options: the targets, and the bounds of the answer.
     """
-    least, most = options.num_instances, options.max_instances
-    total, late = sum(queue_depths), max(late_ratios, default=0.0)
+    total = sum(queue_depths)
+    late = max(late_ratios, default=0.0)
     by_queue = math.ceil(total / options.target_queue_depth)
     if late > options.max_late_ratio:
         by_queue = max(by_queue, current + 1)
     elif by_queue < current:
         is_quiet = total <= (current - 1) * options.target_queue_depth / 2
         by_queue = current - 1 if is_quiet else current
-    return min(most, max(least, by_queue))
+    return min(options.max_instances, max(options.num_instances, by_queue))
 
 
-class Scale:
-    """`wanted` as Ray's controller calls it."""
+class ScalingPolicy:
+    """Calls `wanted` in the way that Ray's controller expects."""
 
     def __init__(self, **options: Any) -> None:
         self._options = RayOptions(**options)
 
     def __call__(self, context: Any) -> tuple[int, dict[str, Any]]:
-        """Instances wanted, and no state."""
-        found = context.aggregated_metrics or {}
-        depths, late = (list(found.get(name, {}).values()) for name in (QUEUE_DEPTH, LATE_RATIO))
+        """Return the number of instances wanted, and an empty state."""
+        statistics = context.aggregated_metrics or {}  # name -> replica -> value
+        depths = list(statistics.get(QUEUE_DEPTH, {}).values())
+        late = list(statistics.get(LATE_RATIO, {}).values())
         return wanted(context.target_num_replicas, depths, late, self._options), {}
 
 
-class Instance:
-    """One replica: an instance in this process, its door on a Unix socket."""
+class RayReplica:
+    """One replica: an instance in this process that serves HTTP on a Unix socket."""
 
     async def __init__(self, table: dict[str, Any]) -> None:  # type: ignore[misc]  # Ray awaits it
         from npu_gr.service.app import instance
@@ -102,17 +115,17 @@ class Instance:
         self._stack.push_async_callback(runner.cleanup)
         folder = tempfile.mkdtemp(prefix="npu_gr")
         self._stack.callback(shutil.rmtree, folder, ignore_errors=True)
-        path = str(Path(folder) / "door")
+        path = str(Path(folder) / "http")
         await web.UnixSite(runner, path).start()
         self._http = aiohttp.ClientSession("http://instance", connector=aiohttp.UnixConnector(path, limit=0))
         self._stack.push_async_callback(self._http.close)
-        self._ranks = (0.0, 0.0)  # all, in time; when last read
+        self._ranks = (0.0, 0.0)  # all, and in time, when the metrics were last read
 
     async def __call__(self, request: Request) -> Response:
-        """The door's answer."""
+        """Forward the request to the instance, and answer as it does."""
         from starlette.responses import Response
 
-        headers = {name: value for name in (*_PASSED, *_TIMES) if (value := request.headers.get(name)) is not None}
+        headers = {name: value for name in _FORWARDED if (value := request.headers.get(name)) is not None}
         target = request.url.path + (f"?{request.url.query}" if request.url.query else "")
         async with self._http.request(request.method, target, data=await request.body(), headers=headers) as answer:
             given = {name: value for name, value in answer.headers.items() if name.lower() not in _HOP_BY_HOP}
@@ -120,27 +133,34 @@ class Instance:
             return Response(await answer.read(), answer.status, given)
 
     def check_health(self) -> None:
-        """Raises RuntimeError: Ray replaces the replica."""
+        """Tell Ray whether the instance accepts work.
+
+        Raises:
+            RuntimeError: it does not; Ray then replaces the replica.
+        """
         is_ready, why = self._service.is_ready()
         if not is_ready:
             raise RuntimeError(why)
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """What `scale` reads: the device's queue, and the ratio of late ranks since the last look."""
+        """Report what `ScalingPolicy` reads: the depth of the queue, and the share of late ranks since last time."""
         async with self._http.get("/metrics", headers={"Accept": "text/plain"}) as answer:
             text = await answer.text()
-        depth, count, in_time = 0.0, 0.0, 0.0
+        ranks = f"npu_gr_{RANK.name}_duration_seconds"
+        objective_s = self._config.slo.objective_s(RANK.name)
+        depth = 0.0
+        count = 0.0
+        in_time = 0.0
         for family in text_string_to_metric_families(text):
             for sample in family.samples:
                 if sample.name == "npu_gr_queue_depth":
                     depth += sample.value
-                elif sample.name == "npu_gr_rank_duration_seconds_count":
+                elif sample.name == f"{ranks}_count":
                     count += sample.value
-                elif sample.name == "npu_gr_rank_duration_seconds_bucket":
-                    in_time += (
-                        sample.value if float(sample.labels["le"]) == self._config.slo.objective_s("rank") else 0.0
-                    )
-        (count_before, in_time_before), self._ranks = self._ranks, (count, in_time)
+                elif sample.name == f"{ranks}_bucket" and float(sample.labels["le"]) == objective_s:
+                    in_time += sample.value
+        count_before, in_time_before = self._ranks
+        self._ranks = (count, in_time)
         late = (count - count_before) - (in_time - in_time_before)
         return {QUEUE_DEPTH: depth, LATE_RATIO: late / max(1.0, count - count_before)}
 
@@ -148,11 +168,8 @@ class Instance:
         await self._stack.aclose()
 
 
-_HOP_BY_HOP = ("connection", "keep-alive", "transfer-encoding", "content-length", "content-encoding", "date", "server")
-
-
 def application(config: Config, options: RayOptions) -> Any:
-    """The Serve application; `ray` must be started."""
+    """Make the Ray Serve application. Call `ray.init` first."""
     from ray import serve
     from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
 
@@ -163,11 +180,11 @@ def application(config: Config, options: RayOptions) -> Any:
         resources = {"num_cpus": 1, "resources": {options.resource: 1}}
     count: dict[str, Any] = {"num_replicas": options.num_instances}
     if options.max_instances > options.num_instances:
-        policy = AutoscalingPolicy(policy_function=f"{__name__}:Scale", policy_kwargs=asdict(options))
+        policy = AutoscalingPolicy(policy_function=f"{__name__}:ScalingPolicy", policy_kwargs=asdict(options))
         limits = {"min_replicas": options.num_instances, "max_replicas": options.max_instances}
         count = {"autoscaling_config": AutoscalingConfig(**limits, policy=policy)}
     deployment = serve.deployment(
-        Instance,
+        RayReplica,
         name="npu_gr",
         max_ongoing_requests=config.service.max_inflight,
         ray_actor_options=resources,
@@ -182,7 +199,12 @@ def application(config: Config, options: RayOptions) -> Any:
 
 
 def deploy(config: Config, options: RayOptions, until: threading.Event | None = None) -> None:
-    """Run the application until SIGTERM or SIGINT (or `until`), on the cluster of RAY_ADDRESS or on one of its own.
+    """Serve on the cluster of RAY_ADDRESS, or on a cluster of our own, until SIGTERM or SIGINT.
+
+    Args:
+        config: of every instance.
+        options: how many instances, where.
+        until: stop when this event is set, instead of at a signal.
 
     Raises:
         ConfigError: Ray is not installed.
@@ -201,7 +223,7 @@ def deploy(config: Config, options: RayOptions, until: threading.Event | None = 
             signal.signal(number, lambda *_: stop.set())
     if os.environ.get("RAY_ADDRESS"):
         ray.init(log_to_driver=False)
-    else:  # pretended devices on a machine without any; a fresh folder, since a stale session fails the next one
+    else:  # it pretends to have the devices; a fresh folder, because a stale session makes the next one fail
         pretended = {options.resource: options.max_instances} if options.resource not in ("CPU", "GPU") else None
         folder = tempfile.mkdtemp(prefix="ray")
         cpus = max(2 * options.max_instances, os.cpu_count() or 1)

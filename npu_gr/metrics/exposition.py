@@ -1,6 +1,6 @@
-"""What `/metrics` answers, made a family at a time: the event loop serves requests in between.
+"""The text of `/metrics`, made one metric family at a time: the event loop serves requests in between.
 
-The whole text takes milliseconds, which in one piece would be in every percentile of the requests beside it.
+The whole text takes milliseconds. Made in one piece, it would delay every request beside it by as much.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from npu_gr.metrics.registry import Metrics
 _EOF = b"# EOF\n"
 
 
-class _One(Collector):
-    """A registry of one family."""
+class _OneFamily(Collector):
+    """A registry that holds one metric family."""
 
     def __init__(self, family: Metric) -> None:
         self._family = family
@@ -28,13 +28,18 @@ class _One(Collector):
 
 
 async def expose(metrics: Metrics, accept: str) -> tuple[bytes, str]:
-    """The text and its content type: OpenMetrics, with exemplars, for whoever accepts it."""
+    """Make the text and its content type.
+
+    Args:
+        metrics: of this instance.
+        accept: the `Accept` header; a caller that accepts OpenMetrics gets it, with exemplars.
+    """
     encode, content_type = choose_encoder(accept)
     metrics.refresh()
     parts = []
     for family in metrics.registry.collect():
-        parts.append(encode(_One(family)).removesuffix(_EOF))
+        parts.append(encode(_OneFamily(family)).removesuffix(_EOF))
         await asyncio.sleep(0)
-    # in a thread, because it reads files; it brings the end mark, if the format has one
+    # in a thread, because it reads /proc; it brings the end mark of OpenMetrics
     parts.append(await asyncio.to_thread(encode, metrics.process.collector))
     return b"".join(parts), content_type

@@ -1,7 +1,7 @@
-"""Pauses of the garbage collector, noted by its own callback and counted later.
+"""Pauses of the garbage collector: its callback notes them, and a periodic task counts them later.
 
-A collection can begin inside a metric's lock, so its callback may not take one: it appends to a deque, and whoever
-has time drains that.
+A collection can begin while a thread holds the lock of a metric, so the callback must not take a lock. It appends to a
+deque; the periodic task drains the deque.
 """
 
 from __future__ import annotations
@@ -15,7 +15,11 @@ from contextlib import contextmanager
 
 @contextmanager
 def noted_pauses(observe: Callable[[int, float], None]) -> Iterator[Callable[[], None]]:
-    """Note pauses while the block runs; yields what hands them to `observe(generation, seconds)`."""
+    """Note the pauses while the block runs.
+
+    Yields:
+        A function that calls `observe(generation, seconds)` for each pause noted since its last call.
+    """
     noted: deque[tuple[int, float]] = deque(maxlen=4096)
     began_at = 0.0
 

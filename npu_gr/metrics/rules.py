@@ -1,9 +1,11 @@
-"""Prometheus rules from the objectives: recordings under Sloth's names, burn-rate alerts, alerts on causes.
+"""Prometheus rules for every kind of request: recordings under Sloth's names, burn-rate alerts, alerts on causes.
 
-Source: the names, labels and groups that Sloth generates (github.com/slok/sloth, examples/_gen/getting-started.yml),
-so that its public dashboards work on ours; the windows and factors of The Site Reliability Workbook, chapter 5.
-Ours on top: no traffic gives no sample, where a division by nought would spoil the 30 days' average; a burn-rate alert
-needs `MIN_REQUESTS` in its window, so that one failure in a quiet night wakes nobody.
+Source: the names, labels and groups are those that Sloth generates (github.com/slok/sloth,
+examples/_gen/getting-started.yml), so Sloth's public dashboards work with these rules. The windows and factors are
+those of The Site Reliability Workbook, chapter 5. Two things differ from Sloth:
+
+- A window without traffic records no sample: a division by zero would spoil the average over 30 days.
+- A burn-rate alert needs `MIN_REQUESTS` in its long window: one failure in a quiet night must wake nobody.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from npu_gr.core.kinds import KINDS
 from npu_gr.metrics.slo import Objective, Promise
 
 SERVICE = "npu_gr"
@@ -24,26 +27,26 @@ Rule = dict[str, Any]
 
 
 class Burn(NamedTuple):
-    """Alert while both windows burn the budget `factor` times as fast as it may."""
+    """Fire while the error budget burns over `factor` times as fast as it may, in the short and in the long window."""
 
     short: str
     long: str
     factor: float
 
 
-FAST = (Burn("5m", "1h", 14.4), Burn("30m", "6h", 6.0))  # 2 % of the budget in an hour, 5 % in six
-SLOW = (Burn("2h", "1d", 3.0), Burn("6h", "3d", 1.0))  # 10 % in a day, or in three
+FAST = (Burn("5m", "1h", 14.4), Burn("30m", "6h", 6.0))  # spends 2 % of the budget in an hour, or 5 % in six hours
+SLOW = (Burn("2h", "1d", 3.0), Burn("6h", "3d", 1.0))  # spends 10 % of it in a day, or in three days
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cause:
-    """An alert on what makes requests slow or wrong, or will. `page` wakes somebody."""
+    """An alert on something that makes requests slow or wrong, or soon will."""
 
     alert: str
-    runbook: str  # the page in docs/runbooks
+    runbook: str  # name of its page in docs/runbooks
     expr: str
-    wait: str  # how long it must hold
-    page: bool
+    wait: str  # how long the expression must hold before the alert fires
+    page: bool  # True = wakes somebody, False = opens a ticket
     summary: str
 
 
@@ -62,7 +65,7 @@ CAUSES = (
         expr="npu_gr_ready == 0",
         wait="5m",
         page=True,
-        summary="{{ $labels.instance }} is up and takes no work.",
+        summary="{{ $labels.instance }} is up but accepts no work.",
     ),
     Cause(
         alert="NpuGrScoresDrift",
@@ -70,7 +73,7 @@ CAUSES = (
         expr="increase(npu_gr_selfcheck_failures_total[15m]) > 0",
         wait="0m",
         page=True,
-        summary="Cached scores of {{ $labels.instance }} differ from cold ones: it may answer wrongly.",
+        summary="Scores of {{ $labels.instance }} from cached KV differ from scores without it: answers may be wrong.",
     ),
     Cause(
         alert="NpuGrTierOverBudget",
@@ -103,7 +106,7 @@ CAUSES = (
         ),
         wait="30m",
         page=False,
-        summary="Over 30 % of the pre-infers of {{ $labels.instance }} are evicted before a rank reads them.",
+        summary="{{ $labels.instance }} evicts over 30 % of its pre-inferred prefixes before a rank reads them.",
     ),
     Cause(
         alert="NpuGrRelayErrors",
@@ -111,7 +114,7 @@ CAUSES = (
         expr="sum by (instance, where) (rate(npu_gr_relay_errors_total[10m])) > 0.1",
         wait="10m",
         page=False,
-        summary="{{ $labels.instance }}: {{ $labels.where }} fails, ranks do without it.",
+        summary="{{ $labels.instance }}: {{ $labels.where }} of cached KV fails; requests are answered without it.",
     ),
     Cause(
         alert="NpuGrEventLoopBlocked",
@@ -135,11 +138,11 @@ CAUSES = (
 
 
 def rules(objectives: Iterable[Objective], runbooks: str = RUNBOOKS) -> dict[str, list[dict[str, Any]]]:
-    """The content of a rule file.
+    """Build the content of a Prometheus rule file.
 
     Args:
-        objectives: one for each kind of request.
-        runbooks: where the runbooks' pages are: a path or a URL.
+        objectives: one for each kind of request in `KINDS`.
+        runbooks: folder of the runbook pages, a path or a URL.
     """
     groups = []
     for objective in objectives:
@@ -149,18 +152,9 @@ def rules(objectives: Iterable[Objective], runbooks: str = RUNBOOKS) -> dict[str
     return {"groups": [*groups, {"name": "npu_gr-causes", "rules": causes}]}
 
 
-def alert_names(objectives: Iterable[Objective]) -> list[str]:
-    """Every alert that `rules` makes."""
-    return [
-        rule["alert"]
-        for group in rules(objectives)["groups"]
-        for rule in group["rules"]
-        if rule.get("alert") is not None
-    ]
-
-
 def _slo_groups(objective: Objective, promise: Promise, runbooks: str) -> list[dict[str, Any]]:
-    kind, name = objective.kind, f"{objective.kind}-{promise.value}"
+    kind = objective.kind
+    name = f"{kind}-{promise.value}"
     slo_id = f"{SERVICE}-{name}"
     labels = {"sloth_id": slo_id, "sloth_service": SERVICE, "sloth_slo": name}
     return [
@@ -171,7 +165,7 @@ def _slo_groups(objective: Objective, promise: Promise, runbooks: str) -> list[d
 
 
 def _errors(kind: str, promise: Promise, labels: dict[str, str]) -> list[Rule]:
-    """The share of requests that broke the promise, over each window."""
+    """Record the share of requests that broke the promise, over each window."""
     bad, all_ = ('result="slow"', 'result=~"good|slow"') if promise is Promise.LATENCY else ('result="failed"', "")
 
     def rate(results: str, window: str) -> str:
@@ -199,8 +193,9 @@ def _errors(kind: str, promise: Promise, labels: dict[str, str]) -> list[Rule]:
 
 
 def _meta(ratio: float, labels: dict[str, str]) -> list[Rule]:
-    """The objective, its budget, and how fast that burns."""
-    selector, matched = _selector(labels), "/ on(sloth_id, sloth_slo, sloth_service) group_left"
+    """Record the objective, its error budget, and how fast that burns."""
+    selector = _selector(labels)
+    matched = "/ on(sloth_id, sloth_slo, sloth_service) group_left"
     burn = f"{matched}\nslo:error_budget:ratio{selector}"
     exprs = {
         "slo:objective:ratio": f"vector({ratio!r})",
@@ -216,21 +211,24 @@ def _meta(ratio: float, labels: dict[str, str]) -> list[Rule]:
 
 
 def _alerts(objective: Objective, promise: Promise, labels: dict[str, str], runbooks: str) -> list[Rule]:
-    """Fast burn pages; slow burn opens a ticket. Signals page nobody: a rank does without its prefix."""
-    kind = objective.kind
+    """A fast burn pages if the kind wakes somebody; every other burn opens a ticket."""
+    kind = KINDS[objective.kind]
     budget = f"(1-{objective.ratio(promise)!r})"
-    title = f"NpuGr{kind.title()}{promise.value.title()}"
-    what = f"later than {objective.threshold_s * 1e3:g} ms" if promise is Promise.LATENCY else "not answered"
-    return [
-        _alert(
-            f"{title}{'Fast' if burns is FAST else 'Slow'}Burn",
-            "\nor ignoring (sloth_window)\n".join(_burning(burn, budget, kind, labels) for burn in burns),
-            "page" if burns is FAST and kind != "signal" else "ticket",
-            f"{kind.title()}s are {what} so often that the error budget of {PERIOD_DAYS} days burns "
-            f"{'much ' if burns is FAST else ''}too fast.",
-            f"{runbooks}/{kind}-{promise.value}.md",
+    plural = kind.plural.capitalize()
+    broken = f"later than {objective.threshold_s * 1e3:g} ms" if promise is Promise.LATENCY else "not answered"
+
+    def alert(speed: str, burns: tuple[Burn, ...], severity: str, how: str) -> Rule:
+        return _alert(
+            f"NpuGr{kind.title}{promise.value.title()}{speed}Burn",
+            "\nor ignoring (sloth_window)\n".join(_burning(burn, budget, kind.name, labels) for burn in burns),
+            severity,
+            f"{plural} are {broken} so often that the error budget of {PERIOD_DAYS} days burns {how}.",
+            f"{runbooks}/{kind.name}-{promise.value}.md",
         )
-        for burns in (FAST, SLOW)
+
+    return [
+        alert("Fast", FAST, "page" if kind.wakes_somebody else "ticket", "much too fast"),
+        alert("Slow", SLOW, "ticket", "too fast"),
     ]
 
 
@@ -238,8 +236,8 @@ def _burning(burn: Burn, budget: str, kind: str, labels: dict[str, str]) -> str:
     def over(window: str) -> str:
         return f"slo:sli_error:ratio_rate{window}{_selector(labels)} > {burn.factor:g} * {budget}"
 
-    asked = f'sum(increase(npu_gr_slo_requests_total{{kind="{kind}"}}[{burn.long}])) > {MIN_REQUESTS}'
-    return f"(({over(burn.short)}) and ignoring (sloth_window) ({over(burn.long)}) and on () ({asked}))"
+    enough = f'sum(increase(npu_gr_slo_requests_total{{kind="{kind}"}}[{burn.long}])) > {MIN_REQUESTS}'
+    return f"(({over(burn.short)}) and ignoring (sloth_window) ({over(burn.long)}) and on () ({enough}))"
 
 
 def _cause(cause: Cause, runbooks: str) -> Rule:

@@ -1,4 +1,4 @@
-"""SLO arithmetic: what a request counts as, what share was good, what is left of the error budget. No clock in it.
+"""SLO arithmetic: what a request counts as, which share was good, how much error budget is left. Reads no clock.
 
 Source: Google, The Site Reliability Workbook, chapters 2 and 5.
 """
@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 
 class Result(StrEnum):
-    """What a request counts as; the value of the `result` metric label."""
+    """How the objectives count one request; the value of the metric label `result`."""
 
     GOOD = "good"  # answered within the threshold
     SLOW = "slow"  # answered later
@@ -20,28 +20,37 @@ class Result(StrEnum):
 
 
 class Promise(StrEnum):
-    """What an objective is about; the value of the `slo` metric label."""
+    """The two promises that each kind makes; the value of the metric label `slo`."""
 
-    LATENCY = "latency"  # of the answered ones, those in time
-    AVAILABILITY = "availability"  # of all, those answered
+    LATENCY = "latency"  # share of the answered requests that were answered in time
+    AVAILABILITY = "availability"  # share of all requests that were answered
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Objective:
-    """What one kind of request promises."""
+    """The promises of one kind of request."""
 
-    kind: str  # rank | generate | signal
-    threshold_s: float
+    kind: str  # a name in `core.kinds.KINDS`
+    threshold_s: float  # an answer within it is in time
     latency_ratio: float = 0.99
     availability_ratio: float = 0.999
 
     def ratio(self, promise: Promise) -> float:
-        """The share that has to be good."""
+        """The share of requests that must keep the promise."""
         return self.latency_ratio if promise is Promise.LATENCY else self.availability_ratio
 
 
 def judge(status: int, took_s: float, threshold_s: float) -> Result | None:
-    """From an HTTP status and a duration; None = the caller's own fault, counted nowhere."""
+    """Count one request.
+
+    Args:
+        status: of its HTTP answer.
+        took_s: from the first byte to the answer.
+        threshold_s: an answer within it is in time.
+
+    Returns:
+        None where the caller is at fault (a 4xx other than 429): the objectives do not count it.
+    """
     if status == 429 or status >= 500:
         return Result.FAILED
     if status >= 400:
@@ -50,25 +59,25 @@ def judge(status: int, took_s: float, threshold_s: float) -> Result | None:
 
 
 class Counts(NamedTuple):
-    """Requests by result."""
+    """Numbers of requests by result."""
 
     good: int = 0
     slow: int = 0
     failed: int = 0
 
     def bad_of(self, promise: Promise) -> tuple[int, int]:
-        """Requests that broke the promise, and those that it was made to."""
+        """Count the requests that broke the promise, and those to which it was made."""
         if promise is Promise.LATENCY:
             return self.slow, self.good + self.slow
         return self.failed, sum(self)
 
     def attainment(self, promise: Promise) -> float:
-        """The share that kept the promise; 1 where nobody asked."""
+        """The share of requests that kept the promise; 1 if there were no requests."""
         bad, total = self.bad_of(promise)
         return 1.0 - bad / total if total else 1.0
 
     def budget_remaining(self, promise: Promise, ratio: float) -> float:
-        """1 = nothing broken, 0 = as much as the objective allows, below 0 = more."""
+        """The share of the error budget that is left: 1 = untouched, 0 = spent, below 0 = overspent."""
         return 1.0 - (1.0 - self.attainment(promise)) / (1.0 - ratio)
 
 
@@ -77,15 +86,16 @@ LONGEST_S = 3600.0
 
 
 class Rolling:
-    """Results since the start, and over the last hour in slots of ten seconds."""
+    """Results since the start, and over the last hour in slots of `SLOT_S` seconds."""
 
     def __init__(self) -> None:
         self._slots: deque[tuple[int, list[int]]] = deque()
         self._total = [0, 0, 0]
 
     def add(self, now_at: float, result: Result) -> None:
-        """One more, at an instant that never goes back."""
-        slot, place = int(now_at // SLOT_S), _PLACE[result]
+        """Count one result. `now_at` never goes back."""
+        slot = int(now_at // SLOT_S)
+        place = _PLACE[result]
         if not self._slots or self._slots[-1][0] != slot:
             self._slots.append((slot, [0, 0, 0]))
             while self._slots[0][0] <= slot - LONGEST_S // SLOT_S:
@@ -94,7 +104,7 @@ class Rolling:
         self._total[place] += 1
 
     def over(self, now_at: float, window_s: float) -> Counts:
-        """Of the slots that began within the window, at most an hour."""
+        """Sum the slots that began within the last `window_s` seconds, `LONGEST_S` at most."""
         oldest = int((now_at - window_s) // SLOT_S)
         sums = [0, 0, 0]
         for slot, counts in reversed(self._slots):
@@ -105,7 +115,7 @@ class Rolling:
 
     @property
     def total(self) -> Counts:
-        """Since the start."""
+        """All results since the start."""
         return Counts(*self._total)
 
 

@@ -1,7 +1,7 @@
-"""What the status page shows, as Structs, and the page itself. An instance and the router fill the same ones.
+"""The status page: the Structs of its JSON, and its HTML. An instance and the router fill the same Structs.
 
-The page is one HTML text that loads nothing but its JSON: a `Status`, asked for every two seconds. It holds no data
-of its own, so it may be served without a key; it asks for one when the JSON is refused.
+The page is one HTML text. It loads nothing but its JSON, a `StatusReport`, every two seconds. It holds no data of its
+own, so it is served without an API key; it asks the reader for a key when the server refuses the JSON.
 """
 
 from __future__ import annotations
@@ -12,31 +12,31 @@ import msgspec
 
 
 class Goodput(msgspec.Struct, frozen=True, kw_only=True):
-    """One kind of request against its objective."""
+    """How one kind of request keeps its objective."""
 
-    kind: str
+    kind: str  # a name in `core.kinds.KINDS`
     threshold_s: float
-    objective_ratio: float  # of the answered ones in time
+    objective_ratio: float  # share of the answered requests that must be in time
     attainment_ratio: dict[str, float]  # window -> share of requests answered in time
     budget_remaining_ratio: float  # since the start; below 0 = overspent
-    good: int  # since the start, as slow and failed
+    good: int  # requests since the start; `slow` and `failed` too
     slow: int
     failed: int
-    per_s: float  # answered in time, over the last five minutes
+    per_s: float  # requests answered in time, a second, over the last five minutes
     p50_s: float | None  # of the newest requests; None = there were none
     p99_s: float | None
 
 
-class TierBytes(msgspec.Struct, frozen=True, kw_only=True):
-    """One memory tier."""
+class TierStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """The bytes of one memory tier."""
 
     name: str
-    budget: int
-    entries: int
+    budget: int  # bytes that it may hold
+    entries: int  # prefixes that it holds
     states: dict[str, int]  # state -> bytes
 
 
-class Slow(msgspec.Struct, frozen=True, kw_only=True):
+class SlowRequest(msgspec.Struct, frozen=True, kw_only=True):
     """One of the slowest of the newest requests."""
 
     age_s: float
@@ -50,8 +50,8 @@ class Slow(msgspec.Struct, frozen=True, kw_only=True):
     stages_s: dict[str, float]
 
 
-class Instance(msgspec.Struct, frozen=True, kw_only=True):
-    """A backend as the router sees it."""
+class InstanceStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """One instance as the router sees it."""
 
     name: str
     state: str
@@ -59,20 +59,20 @@ class Instance(msgspec.Struct, frozen=True, kw_only=True):
     in_flight: int
 
 
-class Status(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything at once. What is empty is not shown."""
+class StatusReport(msgspec.Struct, frozen=True, kw_only=True):
+    """The whole JSON. The page does not show an empty part."""
 
-    name: str  # what this is: "instance", "router"
+    name: str  # of the process: "instance" or "router"
     ready: bool
-    why_not: str
+    why_not: str  # in words, where `ready` is false
     uptime_s: float
     versions: dict[str, str]
     goodput: list[Goodput] = []
     outcomes: dict[str, dict[str, int]] = {}  # kind -> outcome -> requests since the start
-    tiers: list[TierBytes] = []
-    queue: dict[str, float] = {}  # jobs waiting, requests in flight, their limits
-    slow: list[Slow] = []
-    instances: list[Instance] = []
+    tiers: list[TierStatus] = []
+    queue: dict[str, float] = {}  # jobs that wait, requests in flight, and the limits of both
+    slow: list[SlowRequest] = []
+    instances: list[InstanceStatus] = []
 
 
 CONTENT_SECURITY_POLICY = (
@@ -82,6 +82,6 @@ CONTENT_SECURITY_POLICY = (
 
 
 def page(endpoint: str) -> str:
-    """The page over a JSON `endpoint`, a path of the same server."""
+    """Make the page; `endpoint` is the path of its JSON on the same server."""
     text = resources.files("npu_gr.metrics").joinpath("status.html").read_text()
     return text.replace("{{endpoint}}", endpoint)

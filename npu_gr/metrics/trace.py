@@ -1,4 +1,4 @@
-"""The W3C trace context of the request in progress: parsed, passed on, put into exemplars and log lines.
+"""The W3C trace context of the request in progress. Its ids go to callees, exemplars and log lines.
 
 Source: W3C Trace Context, level 1.
 """
@@ -14,21 +14,21 @@ _TRACEPARENT = re.compile(r"(?!ff)[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-(?!0{16})(
 
 
 class Trace(NamedTuple):
-    """One request's place in a trace; ids are lower-case hex."""
+    """The place of one request in a trace. Ids are lower-case hex."""
 
     trace_id: str  # 32 digits
-    span_id: str  # 16 digits: ours
-    parent_id: str | None  # 16 digits: the caller's; None = the trace begins here
+    span_id: str  # 16 digits; the span of this process
+    parent_id: str | None  # 16 digits; the span of the caller; None = the trace begins here
     is_sampled: bool
 
     @property
     def header(self) -> str:
-        """The `traceparent` for whomever we call, and for the answer."""
+        """The value of the header `traceparent`, for callees and for the answer."""
         return f"00-{self.trace_id}-{self.span_id}-{self.is_sampled:02x}"
 
 
 def begin(traceparent: str | None) -> Trace:
-    """Our span in the caller's trace; of a missing or invalid header, as the standard says, a new trace."""
+    """Begin a span in the trace of the caller; without a valid header begin a new trace, as the standard asks."""
     span_id = secrets.token_hex(8)
     match = _TRACEPARENT.fullmatch(traceparent or "")
     if match is None or (match[0].startswith("00") and match[4]):  # version 00 has four fields and no more
@@ -40,6 +40,6 @@ CURRENT: ContextVar[Trace | None] = ContextVar("npu_gr_trace", default=None)
 
 
 def exemplar() -> dict[str, str] | None:
-    """The labels that tie a histogram's bucket to the request in progress."""
+    """The labels that link a histogram bucket to the request in progress; None outside of a request."""
     trace = CURRENT.get()
     return None if trace is None else {"trace_id": trace.trace_id}

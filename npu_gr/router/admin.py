@@ -81,10 +81,10 @@ def build_admin_app(router: Router) -> web.Application:
     return app
 
 
-def _status(router: Router, started_at: float) -> status.Status:
+def _status(router: Router, started_at: float) -> status.StatusReport:
     now_at = time.monotonic()
     rows = [
-        status.Instance(
+        status.InstanceStatus(
             name=one.name,
             state="draining" if one.is_drained else one.health,
             requests=router.metrics.placed_at(one.name),
@@ -93,7 +93,7 @@ def _status(router: Router, started_at: float) -> status.Status:
         for one in router.members.instances.values()
     ]
     ready = any(one.takes_ranks(now_at) for one in router.members.instances.values())
-    return status.Status(
+    return status.StatusReport(
         name="router",
         ready=ready,
         why_not="" if ready else "no instance takes ranks",

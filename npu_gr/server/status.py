@@ -12,7 +12,7 @@ from npu_gr.core.kinds import KINDS, RANK, Kind
 from npu_gr.metrics.registry import Metrics
 from npu_gr.metrics.registry.requests import WINDOWS_S
 from npu_gr.metrics.slo import Counts
-from npu_gr.metrics.status import Goodput, Slow, Status, TierBytes
+from npu_gr.metrics.status import Goodput, SlowRequest, StatusReport, TierStatus
 from npu_gr.server.access_log import AccessLine, AccessLog
 from npu_gr.server.service_protocol import ServiceProtocol
 
@@ -20,7 +20,7 @@ RECENT_S = 900.0  # the slowest requests are those of the last quarter of an hou
 NUM_SLOW = 10
 
 
-def status(service: ServiceProtocol, metrics: Metrics, access_log: AccessLog, uptime_s: float) -> Status:
+def status(service: ServiceProtocol, metrics: Metrics, access_log: AccessLog, uptime_s: float) -> StatusReport:
     """Gather what the page shows at this moment.
 
     Args:
@@ -30,7 +30,7 @@ def status(service: ServiceProtocol, metrics: Metrics, access_log: AccessLog, up
         uptime_s: since the service started.
     """
     ready, why_not = service.is_ready()
-    return Status(
+    return StatusReport(
         name="instance",
         ready=ready,
         why_not=why_not,
@@ -39,7 +39,7 @@ def status(service: ServiceProtocol, metrics: Metrics, access_log: AccessLog, up
         goodput=[_goodput(name, metrics, access_log, uptime_s) for name in KINDS if _is_shown(metrics, name)],
         outcomes=metrics.requests.outcomes(),
         tiers=[
-            TierBytes(
+            TierStatus(
                 name=name,
                 budget=reads["budget"](),
                 entries=reads["entries"](),
@@ -52,11 +52,11 @@ def status(service: ServiceProtocol, metrics: Metrics, access_log: AccessLog, up
     )
 
 
-def _slow(kind: Kind[Any, Any], line: AccessLine) -> Slow:
+def _slow(kind: Kind[Any, Any], line: AccessLine) -> SlowRequest:
     """Describe one of the slowest requests: by its outcome, or else by its verdict, its kind's label or its error."""
     fields = line.answer_fields
     named = (fields.get(name) for name in ("outcome", "verdict", kind.label) if name)
-    return Slow(
+    return SlowRequest(
         age_s=max(time.time() - line.time_s, 0.0),
         kind=kind.name,
         request_id=line.request_id,

@@ -1,4 +1,4 @@
-"""What `npu-gr calibrate` found of an instance, put into a simulation in place of the same settings there."""
+"""Put what `npu-gr calibrate` measured on an instance into the settings of a simulation."""
 
 from __future__ import annotations
 
@@ -13,22 +13,24 @@ from npu_gr.simulate.config import DeviceProfile, SimulateConfig
 
 
 def calibrated(config: SimulateConfig, path: Path) -> SimulateConfig:
-    """The settings with the file's cost model, copies and token size; its Q_m, T_life and kv_p99 are for the relay.
+    """Replace the cost model, the copy bandwidth and the token size of `config.device` by those of the file.
+
+    The relay of the simulation reads the others from the file: Q_m, T_life and kv_p99.
 
     Raises:
-        ConfigError: the file cannot be used, or the device is in a file of its own.
+        ConfigError: the file cannot be used, or `config.device` is a path.
     """
-    found = load(path, Calibration)
+    measured = load(path, Calibration)
     if not isinstance(config.device, DeviceProfile):
-        raise ConfigError("device: with a calibration it must be a section, not a path: the host's times are in it")
+        raise ConfigError("device: must be a section, not a path, with --calibration: it has the times of the host")
     device = msgspec.structs.replace(
         config.device,
-        a0_s=found.cost.a0,
-        a1_s=found.cost.a1,
-        a2_s=found.cost.a2,
-        b0_s=found.cost.b0,
-        b1_s=found.cost.b1,
-        copy_bytes_per_s=found.copy_bytes_per_s,
-        kv_token_bytes=found.kv_token_bytes,
+        a0_s=measured.cost.a0,
+        a1_s=measured.cost.a1,
+        a2_s=measured.cost.a2,
+        b0_s=measured.cost.b0,
+        b1_s=measured.cost.b1,
+        copy_bytes_per_s=measured.copy_bytes_per_s,
+        kv_token_bytes=measured.kv_token_bytes,
     )
-    return msgspec.structs.replace(config, device=device, calibration=found)
+    return msgspec.structs.replace(config, device=device, calibration=measured)

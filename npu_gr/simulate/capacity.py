@@ -1,4 +1,7 @@
-"""The fewest instances that keep the SLO at a rate: doubled from the arithmetic's lower bound, then halved between."""
+"""The fewest instances that keep the SLO at a rate.
+
+The search starts at a lower bound from arithmetic, doubles until the SLO holds, and then bisects.
+"""
 
 from __future__ import annotations
 
@@ -7,60 +10,84 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 
+from npu_gr.core.kinds import RANK
 from npu_gr.simulate.config import DeviceProfile, SimulateConfig
-from npu_gr.simulate.fleet import Outcomes
-from npu_gr.simulate.users import Ask
+from npu_gr.simulate.fleet import FleetResult
+from npu_gr.simulate.users import TrafficRequest
 
 MOST = 1000  # instances
-_LOOKED_AT = 2000  # requests of the traffic for the lower bound
+_SAMPLE = 2000  # ranks of the traffic from which the lower bound is computed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capacity:
-    """What the search found."""
+    """The result of the search."""
 
     qps: float
     target_ratio: float
-    needed: int | None  # None = more than `MOST`
-    at_least: int  # by the device time of ranks whose prefix is always there
-    tried: list[tuple[int, Outcomes]]  # in the order of the search
+    needed: int | None  # instances; None = more than `MOST`
+    at_least: int  # instances, by the device time of ranks that always find their prefix
+    tried: list[tuple[int, FleetResult]]  # (instances, result), in the order of the search
 
 
-def at_least(traffic: Iterable[Ask], qps: float, profile: DeviceProfile, streams: int) -> int:
-    """Instances without which not even ranks whose prefix is there find device time, alone in their passes or not."""
-    cost, seconds, number = profile.cost, 0.0, 0
-    for ask in islice((ask for ask in traffic if ask.kind == "rank"), _LOOKED_AT):
-        held = min(ask.num_tokens, profile.max_history_tokens)
-        seconds, number = seconds + cost.pass_s(0, held, ask.num_candidates) - cost.a0, number + 1
+def at_least(traffic: Iterable[TrafficRequest], qps: float, profile: DeviceProfile, streams: int) -> int:
+    """Compute a lower bound: the device time of ranks that always find their prefix and share every pass.
+
+    Args:
+        traffic: its first ranks are the sample.
+        qps: ranks a second of the whole fleet.
+        profile: of the device of one instance.
+        streams: passes at once on one instance.
+
+    Returns:
+        The number of instances, `MOST` at most.
+    """
+    cost = profile.cost
+    seconds = 0.0
+    number = 0
+    for request in islice((request for request in traffic if request.kind == RANK.name), _SAMPLE):
+        cached = min(request.num_tokens, profile.max_history_tokens)
+        seconds += cost.pass_s(0, cached, request.num_candidates) - cost.a0
+        number += 1
     return min(MOST, max(1, math.ceil(qps * seconds / max(number, 1) / streams)))
 
 
 def search(
     config: SimulateConfig,
     profile: DeviceProfile,
-    traffic: Callable[[], Iterator[Ask]],
-    play: Callable[[int], Outcomes],
+    traffic: Callable[[], Iterator[TrafficRequest]],
+    play: Callable[[int], FleetResult],
 ) -> Capacity:
-    """Find it.
+    """Find the fewest instances with which `config.target_ratio` of the ranks keep the SLO.
 
     Args:
-        traffic: begins it anew.
-        play: simulates so many instances.
+        config: settings of the simulation; its `instances` do not matter.
+        profile: of the device of one instance.
+        traffic: begins the traffic anew at each call.
+        play: simulates a fleet of that many instances.
     """
     low = at_least(traffic(), config.qps, profile, config.scheduler.streams)
-    tried: list[tuple[int, Outcomes]] = []
+    tried: list[tuple[int, FleetResult]] = []
 
     def holds(instances: int) -> bool:
-        found = play(instances)
-        tried.append((instances, found))
-        return found.attainment_ratio >= config.target_ratio
+        result = play(instances)
+        tried.append((instances, result))
+        return result.attainment_ratio >= config.target_ratio
 
-    bad, good = low - 1, low
+    def found(needed: int | None) -> Capacity:
+        return Capacity(qps=config.qps, target_ratio=config.target_ratio, needed=needed, at_least=low, tried=tried)
+
+    bad = low - 1
+    good = low
     while not holds(good):
         if good == MOST:
-            return Capacity(qps=config.qps, target_ratio=config.target_ratio, needed=None, at_least=low, tried=tried)
-        bad, good = good, min(2 * good, MOST)
+            return found(None)
+        bad = good
+        good = min(2 * good, MOST)
     while good - bad > 1:
         middle = (bad + good) // 2
-        bad, good = (bad, middle) if holds(middle) else (middle, good)
-    return Capacity(qps=config.qps, target_ratio=config.target_ratio, needed=good, at_least=low, tried=tried)
+        if holds(middle):
+            good = middle
+        else:
+            bad = middle
+    return found(good)

@@ -1,6 +1,6 @@
-"""An asyncio event loop on a virtual clock: nobody sleeps, time jumps to the next timer.
+"""An asyncio event loop on a virtual clock: a sleep takes no real time, because the clock jumps to the next timer.
 
-What runs on it is ordinary asyncio code, so the relay that is simulated is the relay that serves.
+Ordinary asyncio code runs on it, so the simulated relay is the relay that serves.
 """
 
 from __future__ import annotations
@@ -16,43 +16,47 @@ T = TypeVar("T")
 
 
 class Stalled(NpuGrError):
-    """Everything waits and no timer is set: what is simulated is in a deadlock."""
+    """Every task waits and no timer is set: the simulated code is in a deadlock."""
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
-    """Starts at 0. No file, socket or thread can wake it."""
+    """An event loop whose time starts at 0. No file, socket or thread can wake it."""
 
     def __init__(self) -> None:
         self._now_at = 0.0
         super().__init__(_Jump(self))
 
     def time(self) -> float:
-        """Virtual seconds."""
+        """Virtual seconds since the loop was made."""
         return self._now_at
 
     def jump(self, seconds: float) -> None:
-        """Let time pass."""
+        """Move the clock forward."""
         self._now_at += seconds
 
 
 class _Jump(selectors.BaseSelector):
-    """In place of waiting for files, it moves the clock to the loop's next timer."""
+    """A selector that moves the clock to the next timer of the loop instead of waiting for files."""
 
     def __init__(self, loop: VirtualLoop) -> None:
         self._loop = loop
         self._keys: dict[Any, selectors.SelectorKey] = {}
 
     def register(self, fileobj: Any, events: int, data: Any = None) -> selectors.SelectorKey:
-        """The loop's own pipe, which nobody writes to."""
+        """Register the pipe of the loop itself; nobody writes to it."""
         key = self._keys[fileobj] = selectors.SelectorKey(fileobj, -1, events, data)
         return key
 
     def unregister(self, fileobj: Any) -> selectors.SelectorKey:
-        """Forget it."""
+        """Unregister a file."""
         return self._keys.pop(fileobj)
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        """Raises Stalled where the loop would wait for ever."""
+        """Jump to the next timer.
+
+        Raises:
+            Stalled: no timer is set, so the loop would wait forever.
+        """
         if timeout is None:
             raise Stalled("the simulation waits for something that never happens")
         if timeout > 0:
@@ -60,11 +64,11 @@ class _Jump(selectors.BaseSelector):
         return []
 
     def get_map(self) -> Mapping[Any, selectors.SelectorKey]:
-        """What is registered."""
+        """All registered files."""
         return self._keys
 
 
 def run(work: Coroutine[Any, Any, T]) -> T:
-    """Run to its end on a fresh virtual loop."""
+    """Run a coroutine to its end on a fresh virtual loop."""
     with asyncio.Runner(loop_factory=VirtualLoop) as runner:
         return runner.run(work)

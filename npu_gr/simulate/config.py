@@ -1,4 +1,4 @@
-"""Settings of a simulation: `configs/simulate.yaml` has them with their meaning."""
+"""The settings of a simulation. `configs/simulate.yaml` lists them with their meaning."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import msgspec
 import yaml
 
 from npu_gr.admission.brownout import BrownoutConfig
+from npu_gr.core.settings import Count, Positive, Ratio
 from npu_gr.engine.cost import CostModel
 from npu_gr.engine.queue import SchedulerConfig
 from npu_gr.kv.config import KVConfig
@@ -16,24 +17,25 @@ from npu_gr.relay.calibration import Calibration
 from npu_gr.relay.relay import RelayConfig
 from npu_gr.relay.trigger import TriggerConfig
 
-Count = Annotated[int, msgspec.Meta(ge=1)]
-Positive = Annotated[float, msgspec.Meta(gt=0)]
 NotNegative = Annotated[float, msgspec.Meta(ge=0)]
-Ratio = Annotated[float, msgspec.Meta(ge=0, le=1)]
-Values = Annotated[list[float], msgspec.Meta(min_length=1)]  # equally likely ones; a single one is a constant
+Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
+Values = Annotated[list[float], msgspec.Meta(min_length=1)]  # equally likely; a single value is a constant
 
 
-class Late(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What passes take beyond the model, relative to it: a short one may be held up for many times its length."""
+class Lateness(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How much longer passes take than the cost model says, relative to it: the noise of one class of passes.
 
-    up_to_s: Positive = 1e9  # of the passes that should take so long at most; the last one's also of longer ones
+    Passes are classed by their length, since an interruption may hold up a short pass for many times its length.
+    """
+
+    up_to_s: Positive = 1e9  # for passes that should take at most this long; the last class has the longer ones too
     ratios: Values = msgspec.field(default_factory=lambda: [0.0])  # 0.1 = a tenth longer; may be negative
 
 
 class DeviceProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One instance's device and host; `npu-gr simulate fit-device` measures it.
+    """The device and the host of one instance. `npu-gr simulate fit-device` measures them.
 
-    The first five are those of `engine/cost.py`: T(n, c) = a0 + a1 n + a2 n^2 + c (b0 + b1 n).
+    The first five fields are the cost model of `engine.cost`: T(n, c) = a0 + a1 n + a2 n^2 + c (b0 + b1 n).
     """
 
     a0_s: NotNegative
@@ -41,50 +43,55 @@ class DeviceProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     a2_s: NotNegative = 0.0
     b0_s: NotNegative = 0.0
     b1_s: NotNegative = 0.0
-    late: Annotated[list[Late], msgspec.Meta(min_length=1)] = msgspec.field(default_factory=lambda: [Late()])
-    signal_host_s: NotNegative = 0.0  # of the instance's event loop, one request after the other
+    late: Annotated[list[Lateness], msgspec.Meta(min_length=1)] = msgspec.field(default_factory=lambda: [Lateness()])
+    signal_host_s: NotNegative = 0.0  # on the event loop of the instance, one request after the other
     rank_host_s: Values = msgspec.field(default_factory=lambda: [0.0])
     copy_bytes_per_s: Positive = 1e10  # between HBM and DRAM
     copy_host_s: NotNegative = 0.0  # a copy's fixed part
     kv_token_bytes: Annotated[int, msgspec.Meta(ge=2)]  # keys and values of one token, all layers
-    max_history_tokens: Count = 16_384  # older events are left out, in steps of `cut_step_tokens`
+    max_history_tokens: Count = 16_384  # of a longer history the oldest events are left out, in steps as below
     cut_step_tokens: Count = 256
 
     @property
     def cost(self) -> CostModel:
-        """What the trigger and the queue reckon with."""
+        """The cost model by which the trigger and the queue estimate passes."""
         return CostModel(self.a0_s, self.a1_s, self.a2_s, self.b0_s, self.b1_s)
 
 
 class Lognormal(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One part of a mixture."""
+    """One log-normal part of a mixture."""
 
-    weight: Positive = 1.0  # relative to the others'
+    weight: Positive = 1.0  # relative to the other parts
     median: Positive
     sigma: NotNegative  # of the natural logarithm
 
 
 class UsersConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Who comes, when again, and with how long a history; `npu-gr simulate fit-users` reads it off a query log."""
+    """Which users come, when they return, and how long their histories are.
+
+    `npu-gr simulate fit-users` fits all of it to a query log.
+    """
 
     num_users: Annotated[int, msgspec.Meta(ge=1, le=10**12)]
-    zipf: Annotated[float, msgspec.Meta(ge=0, le=5)] = 0.9  # exponent of the popularity of a visit's user
-    return_ratio: Annotated[float, msgspec.Meta(ge=0, lt=1)] = 0.0  # of the requests that follow one of the same user
-    return_s: list[Lognormal] = []  # after so many seconds
+    zipf: Annotated[float, msgspec.Meta(ge=0, le=5)] = 0.9  # exponent of the popularity of users
+    return_ratio: Annotated[float, msgspec.Meta(ge=0, lt=1)] = (
+        0.0  # share of the requests that follow one of the same user
+    )
+    return_s: list[Lognormal] = []  # seconds between the two
     history_tokens: Lognormal
     growth_tokens: Annotated[int, msgspec.Meta(ge=0)] = 0  # behaviours between two requests of a user
     candidates: Count = 200
-    lead_s: NotNegative = 0.05  # from signal to rank
-    lead_sigma: NotNegative = 0.0  # log-normal spread of it
-    dropout_ratio: Ratio = 0.0  # of the signals whose rank never comes
+    lead_s: NotNegative = 0.05  # from signal to rank, median
+    lead_sigma: NotNegative = 0.0  # log-normal spread of the lead
+    dropout_ratio: Share = 0.0  # share of the signals whose rank never comes
 
     def __post_init__(self) -> None:
         if self.return_ratio and not self.return_s:
-            raise ValueError("return_s: needed, since return_ratio is above 0")
+            raise ValueError("return_s: needed, because return_ratio is above 0")
 
 
 class AdmissionConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """As an instance's section `service`."""
+    """The admission settings of an instance: those of its section `service` that bound the requests in flight."""
 
     max_inflight: Count = 512
     adaptive: bool = True
@@ -93,21 +100,21 @@ class AdmissionConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
 
 class SimulateConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Everything of a run. The sections from `admission` on are those of an instance."""
+    """The settings of one run. The sections from `admission` on are those of an instance."""
 
-    device: DeviceProfile | str  # or a profile's path
-    users: UsersConfig | str | None = None  # or a path; None: a query log is simulated
+    device: DeviceProfile | str  # or the path of a profile
+    users: UsersConfig | str | None = None  # or a path; None = a query log brings the traffic
     qps: Positive = 100.0  # ranks a second of the whole fleet
     duration_s: Positive = 60.0
     warmup_s: NotNegative = 10.0  # at the start, not counted
     instances: Annotated[int, msgspec.Meta(ge=1, le=1000)] = 1
-    sampled_instances: Count | None = None  # only so many of them are simulated, with their users; None = all
-    load_factor: NotNegative = 0.0  # of the router: 0 = strict, 1.25 = spill over 1.25 x the fair share
+    sampled_instances: Count | None = None  # simulate only so many of them, with their users; None = all
+    load_factor: NotNegative = 0.0  # of the router: 0 = strict, 1.25 = an instance spills beyond 1.25 x its fair share
     slo_s: Positive = 0.05
-    budget_s: Positive = 1.0  # a rank is given up after so long
-    target_ratio: Annotated[float, msgspec.Meta(gt=0, lt=1)] = 0.99  # within the SLO, for the capacity search
+    budget_s: Positive = 1.0  # a rank is cancelled after so long
+    target_ratio: Ratio = 0.99  # share of ranks within the SLO that the capacity search demands
     seed: Annotated[int, msgspec.Meta(ge=0)] = 0
-    calibration: Calibration | None = None  # of an instance; `--calibration` reads it and puts its costs into `device`
+    calibration: Calibration | None = None  # `--calibration` reads it, and puts its costs into `device`
     admission: AdmissionConfig = AdmissionConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
     relay: RelayConfig = RelayConfig()
@@ -119,9 +126,9 @@ class SimulateConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         if self.warmup_s >= self.duration_s:
             raise ValueError(f"warmup_s: {self.warmup_s} leaves nothing of duration_s: {self.duration_s}")
         if self.sampled_instances is not None and self.load_factor:
-            raise ValueError("sampled_instances: not together with load_factor, which looks at all instances")
+            raise ValueError("sampled_instances: not together with load_factor, which needs all instances")
 
 
 def write(settings: msgspec.Struct, path: Path) -> None:
-    """As YAML that `settings.load` reads."""
+    """Write settings as YAML that `settings.load` reads."""
     path.write_text(yaml.safe_dump(msgspec.to_builtins(settings), sort_keys=False))

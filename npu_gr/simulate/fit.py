@@ -1,12 +1,13 @@
-"""Measured -> model: the users from a query log, the device from a replay against a running instance.
+"""Fit the models of a simulation: the users to a query log, the device to a replay against a running instance.
 
-Users. A request within `RETURN_WITHIN_S` of the same user's one before is a return: their share, and the mixture of
-their gaps (expectation-maximisation on the logarithms). The other requests are visits: their users' exponent is the
-most likely one of a bounded Zipf distribution over the users that were seen, so a short log of many users makes it low.
+Users. A request that comes within `RETURN_WITHIN_S` after another one of the same user is a return. The fit takes the
+share of returns, and the mixture of their gaps (expectation-maximisation on the logarithms). The other requests are
+visits: their exponent is the most likely one of a bounded Zipf distribution over the users in the log. A short log of
+many users therefore gives a low exponent.
 
-Device. Coefficients by `engine/cost.py` from ranks, cached and not, without those that were
-held up; what they took beyond it is noise that any pass may meet.
-What is not the device is the host's, whether it was the service's or the client's.
+Device. `engine.cost` fits the coefficients to ranks with and without cached KV, leaving out the passes that were held
+up. What passes took beyond the coefficients is noise that any pass may meet. The rest of a rank's latency belongs to
+the host, whether the service or the client spent it.
 """
 
 from __future__ import annotations
@@ -20,55 +21,60 @@ import numpy as np
 import numpy.typing as npt
 
 from npu_gr.core.errors import DataError
+from npu_gr.core.kinds import EVENTS, RANK, SIGNAL
 from npu_gr.core.request import Outcome
 from npu_gr.engine.cost import fit_passes
 from npu_gr.replay.log import Record, count
 from npu_gr.replay.options import ReplayOptions
 from npu_gr.replay.plan import plan
 from npu_gr.replay.player import PlayerOptions, Sample, play
-from npu_gr.simulate.config import DeviceProfile, Late, Lognormal, UsersConfig
-from npu_gr.simulate.users import Ask
+from npu_gr.simulate.config import DeviceProfile, Lateness, Lognormal, UsersConfig
+from npu_gr.simulate.users import TrafficRequest
 
 F64 = npt.NDArray[np.float64]
 
 RETURN_WITHIN_S = 3600.0
-VALUES = 200  # that stand for a measured distribution, at most
-_TRIMS = 3  # rounds without the outliers of the one before
-_LEAST = 50  # measured ranks
-_ROUNDS = 60  # of the mixture's fit
+VALUES = 200  # a measured distribution is kept as so many values at most
+_TRIMS = 3  # fits of the device, each without the outliers of the fit before
+_LEAST_RANKS = 50  # that a device profile needs
+_ROUNDS = 60  # of expectation-maximisation
 _LEAST_SIGMA = 0.05
-_LATES = 8  # lengths of passes that are told apart, at most
-_OUTLIER = 1.5  # of the median ratio to the model; a pass that took longer was held up
+_CLASSES = 8  # classes of passes by their length, at most
+_OUTLIER = 1.5  # times the median of (measured over predicted): a pass above it was held up
 
 
 # ---- users
 
 
 def fit_users(records: Iterable[Record], num_users: int | None = None) -> UsersConfig:
-    """The model of a log's users.
+    """Fit the model of users to a query log.
 
     Args:
         records: in time order, at least two ranks.
-        num_users: of the whole population; None = those of the log.
+        num_users: of the whole population; None = the users of the log.
 
     Raises:
         DataError: too few ranks.
     """
-    last_s: dict[str, float] = {}
-    tokens: dict[str, int] = {}
-    visits, gaps_s, growth, candidates, num_ranks = Counter[str](), list[float](), list[int](), list[int](), 0
+    last_at: dict[str, float] = {}  # user -> instant of the newest rank
+    tokens: dict[str, int] = {}  # user -> length of the newest history
+    visits = Counter[str]()
+    gaps_s = list[float]()
+    growth = list[int]()
+    candidates = list[int]()
+    num_ranks = 0
     for record in records:
         user = f"{record.tenant}\0{record.user_id}"
-        if record.kind != "rank":
+        if record.kind != RANK.name:
             continue
         num_ranks += 1
         candidates.append(count(record.candidates))
-        gap_s = record.ts - last_s.get(user, -np.inf)
+        gap_s = record.ts - last_at.get(user, -np.inf)
         if 0 < gap_s <= RETURN_WITHIN_S:
             gaps_s.append(gap_s)
         else:
             visits[user] += 1
-        last_s[user] = record.ts
+        last_at[user] = record.ts
         if record.history is not None:
             if user in tokens:
                 growth.append(max(len(record.history) - tokens[user], 0))
@@ -77,7 +83,7 @@ def fit_users(records: Iterable[Record], num_users: int | None = None) -> UsersC
         raise DataError(f"a model of the users needs at least two ranks, the log has {num_ranks}")
     lengths = np.log(np.maximum(list(tokens.values()) or [1], 1))
     return UsersConfig(
-        num_users=num_users or len(last_s),
+        num_users=num_users or len(last_at),
         zipf=round(zipf_exponent(sorted(visits.values(), reverse=True)), 3),
         return_ratio=min(len(gaps_s) / num_ranks, 0.99),
         return_s=fit_mixture(np.log(gaps_s)) if gaps_s else [],
@@ -88,11 +94,17 @@ def fit_users(records: Iterable[Record], num_users: int | None = None) -> UsersC
 
 
 def zipf_exponent(counts: Sequence[int]) -> float:
-    """The most likely exponent in 0..3 of a bounded Zipf distribution; counts of users, most frequent first."""
+    """Find the most likely exponent, in 0..3, of a bounded Zipf distribution.
+
+    Args:
+        counts: visits of each user, the most frequent user first.
+    """
     if len(counts) < 2:
         return 0.0
-    logs, weights = np.log(np.arange(1, len(counts) + 1)), np.array(counts, np.float64)
-    low, high = 0.0, 3.0
+    logs = np.log(np.arange(1, len(counts) + 1))
+    weights = np.array(counts, np.float64)
+    low = 0.0
+    high = 3.0
     for _ in range(60):  # the likelihood has one peak: its slope is observed minus expected log rank
         middle = (low + high) / 2
         chance = np.exp(-middle * logs)
@@ -102,40 +114,41 @@ def zipf_exponent(counts: Sequence[int]) -> float:
 
 
 def fit_mixture(logs: F64, num_parts: int = 2) -> list[Lognormal]:
-    """Log-normal parts by expectation-maximisation on the logarithms; one part of few or equal values."""
+    """Fit log-normal parts by expectation-maximisation on the logarithms; few or equal values give one part."""
     if len(logs) < 20 or float(logs.std()) < _LEAST_SIGMA:
         return [Lognormal(median=float(np.exp(logs.mean())), sigma=float(logs.std()))]
     means = np.quantile(logs, (np.arange(num_parts) + 0.5) / num_parts)
-    sigmas, weights = np.full(num_parts, logs.std()), np.full(num_parts, 1.0 / num_parts)
+    sigmas = np.full(num_parts, logs.std())
+    weights = np.full(num_parts, 1.0 / num_parts)
     for _ in range(_ROUNDS):
         z = (logs[:, None] - means) / sigmas
         density = weights / sigmas * np.exp(-0.5 * z * z) + 1e-300
         share = density / density.sum(1, keepdims=True)
         total = np.maximum(share.sum(0), 1e-9)
-        weights, means = total / len(logs), (share * logs[:, None]).sum(0) / total
+        weights = total / len(logs)
+        means = (share * logs[:, None]).sum(0) / total
         sigmas = np.maximum(np.sqrt((share * (logs[:, None] - means) ** 2).sum(0) / total), _LEAST_SIGMA)
     parts = zip(weights.tolist(), np.exp(means).tolist(), sigmas.tolist(), strict=True)
     return [Lognormal(weight=max(w, 1e-6), median=m, sigma=s) for w, m, s in parts]
 
 
-def asks_of(records: Iterable[Record], options: ReplayOptions) -> Iterable[Ask]:
-    """A log's own traffic, as a replay with these options sends it.
+def requests_of(records: Iterable[Record], options: ReplayOptions) -> Iterable[TrafficRequest]:
+    """Yield the signals and ranks of a query log, as a replay with these options sends them.
 
-    A record without a history has its user's last known length, and the events that the log appended since.
+    A record without a history has the last known length of its user, plus the events that the log appended since.
     """
     tokens: defaultdict[str, int] = defaultdict(int)
     for action in plan(records, options):
         record = action.record
         user = f"{record.tenant}\0{record.user_id}"
-        if record.kind == "events":
+        if record.kind == EVENTS.name:
             tokens[user] += len(record.events or ())
-            continue
-        if record.kind == "generate":
+        if record.kind not in (SIGNAL.name, RANK.name):
             continue
         if record.history is not None:
             tokens[user] = len(record.history) if record.base is None else tokens[user] + len(record.history)
         num_candidates = record.num_candidates or count(record.candidates)
-        yield Ask(action.due_at, record.kind, user, tokens[user], num_candidates)
+        yield TrafficRequest(action.due_at, record.kind, user, tokens[user], num_candidates)
 
 
 # ---- device
@@ -143,30 +156,36 @@ def asks_of(records: Iterable[Record], options: ReplayOptions) -> Iterable[Ask]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredRank:
-    """One rank's answer."""
+    """One answered rank of a replay."""
 
     new_tokens: int
     cached_tokens: int
     num_candidates: int
     device_s: float
     waited_s: float  # for the prefix and for the device
-    total_s: float  # at the client
+    total_s: float  # seen by the client
     outcome: str
-    due_at: float = 0.0  # in the replay
+    due_at: float = 0.0  # seconds since the replay began
 
 
 async def measure(records: Iterable[Record], options: ReplayOptions) -> tuple[list[MeasuredRank], list[float]]:
-    """Replay against a running instance; ranks, and the seconds of signals at the client."""
-    ranks, signals = list[MeasuredRank](), list[float]()
+    """Replay a log against a running instance.
 
-    def over(sample: Sample) -> None:
+    Returns:
+        The answered ranks, and the seconds that each signal took at the client.
+    """
+    ranks = list[MeasuredRank]()
+    signals_s = list[float]()
+
+    def answered(sample: Sample) -> None:
         if sample.error or sample.due_at < options.warmup_s:
             return
-        if sample.record.kind == "signal":
-            signals.append(sample.latency_s)
-        if sample.answer is None:
+        if sample.record.kind == SIGNAL.name:
+            signals_s.append(sample.latency_s)
+        if sample.record.kind != RANK.name or sample.answer is None:
             return
-        stages, cached = sample.answer["stages_s"], sample.answer["prefix_tokens"]
+        stages = sample.answer["stages_s"]
+        cached = sample.answer["prefix_tokens"]
         ranks.append(
             MeasuredRank(
                 new_tokens=sample.answer["history"]["num_tokens"] - cached,
@@ -181,9 +200,9 @@ async def measure(records: Iterable[Record], options: ReplayOptions) -> tuple[li
         )
 
     target = PlayerOptions(url=options.base_url, deadline_ms=options.timeout_s * 1e3, api_key=options.api_key)
-    await play(plan(records, options), target, over)
+    await play(plan(records, options), target, answered)
     await asyncio.sleep(0)
-    return ranks, signals
+    return ranks, signals_s
 
 
 def fit_device(
@@ -194,19 +213,22 @@ def fit_device(
     copy_bytes_per_s: float,
     max_history_tokens: int,
 ) -> DeviceProfile:
-    """The profile of the measured instance.
+    """Fit the profile of the measured instance.
 
     Args:
         ranks: at little load, with several lengths, numbers of candidates, and hits as well as misses.
-        signals_s: at the client.
-        kv_token_bytes, copy_bytes_per_s, max_history_tokens: of the instance.
+        signals_s: seconds of each signal at the client.
+        kv_token_bytes: keys and values of one token, all layers.
+        copy_bytes_per_s: bandwidth from DRAM to HBM, as the service logs it at its start.
+        max_history_tokens: of the model.
 
     Raises:
         DataError: fewer than 50 ranks.
     """
-    ranks = [rank for rank in ranks if rank.outcome != Outcome.DEGRADED]  # of those less was computed than is said
-    if len(ranks) < _LEAST:
-        raise DataError(f"a device profile needs at least {_LEAST} answered ranks, got {len(ranks)}")
+    # a degraded rank computed less than its answer says
+    ranks = [rank for rank in ranks if rank.outcome != Outcome.DEGRADED]
+    if len(ranks) < _LEAST_RANKS:
+        raise DataError(f"a device profile needs at least {_LEAST_RANKS} answered ranks, got {len(ranks)}")
     samples = [(r.new_tokens, r.cached_tokens, r.num_candidates, max(r.device_s, 1e-7)) for r in ranks]
     cost = fit_passes(samples)
     for _ in range(_TRIMS):
@@ -221,7 +243,7 @@ def fit_device(
         a2_s=cost.a2,
         b0_s=cost.b0,
         b1_s=cost.b1,
-        late=_lates(np.array([max(cost.pass_s(*shape), 1e-9) for *shape, _ in samples]), late_s),
+        late=_lateness(np.array([max(cost.pass_s(*shape), 1e-9) for *shape, _ in samples]), late_s),
         rank_host_s=_values(host),
         signal_host_s=float(np.median(signals_s)) if signals_s else float(np.median(host)),
         copy_bytes_per_s=copy_bytes_per_s,
@@ -230,16 +252,16 @@ def fit_device(
     )
 
 
-def _lates(expected_s: F64, late_s: F64) -> list[Late]:
-    """What passes of about the same length took beyond the model, relative to it, the shortest first."""
+def _lateness(expected_s: F64, late_s: F64) -> list[Lateness]:
+    """Class passes by their length, the shortest first: what did they take beyond the model, relative to it?"""
     order = np.argsort(expected_s, kind="stable")
-    parts = np.array_split(order, max(1, min(_LATES, len(order) // _LEAST)))
+    parts = np.array_split(order, max(1, min(_CLASSES, len(order) // _LEAST_RANKS)))
     return [
-        Late(up_to_s=float(expected_s[part[-1]]), ratios=_values(late_s[part] / expected_s[part])) for part in parts
+        Lateness(up_to_s=float(expected_s[part[-1]]), ratios=_values(late_s[part] / expected_s[part])) for part in parts
     ]
 
 
 def _values(samples: F64) -> list[float]:
-    """Means of equal shares of the sorted samples: their mean is the samples' own."""
+    """Compress samples into the means of equal shares of them; the mean stays the same."""
     parts = np.array_split(np.sort(samples), min(VALUES, len(samples)))
     return [round(float(part.mean()), 7) for part in parts]

@@ -1,4 +1,4 @@
-"""What a simulation found, as a table in the terminal and as one page that loads nothing."""
+"""The results of simulations as a table for the terminal, as JSON, and as one HTML page that loads nothing."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from npu_gr.core.request import Outcome
 from npu_gr.replay.html import STYLE, figure, table
 from npu_gr.replay.svg import areas, axis, lines
 from npu_gr.simulate.capacity import Capacity
-from npu_gr.simulate.fleet import Outcomes
+from npu_gr.simulate.fleet import FleetResult
 
 _COLUMNS = (
     "instances", "within SLO", "P50 ms", "P99 ms", "HBM hits", "joined", "DRAM hits", "cached tokens",
@@ -23,8 +23,8 @@ _COLUMNS = (
 )  # fmt: skip
 
 
-def row(found: Outcomes) -> list[str]:
-    """A run's line."""
+def row(found: FleetResult) -> list[str]:
+    """Format the cells of one run."""
     sampled = "" if found.simulated == found.instances else f" ({found.simulated} simulated)"
     return [
         f"{found.instances}{sampled}",
@@ -42,7 +42,7 @@ def row(found: Outcomes) -> list[str]:
 
 
 def answer(capacity: Capacity) -> str:
-    """In words."""
+    """Say the result of a capacity search in words."""
     needed = "more than 1,000 instances" if capacity.needed is None else f"{capacity.needed} instances"
     return (
         f"{capacity.qps:g} ranks/s with {capacity.target_ratio:.1%} within the SLO need {needed}; "
@@ -50,8 +50,8 @@ def answer(capacity: Capacity) -> str:
     )
 
 
-def render(found: Sequence[Outcomes], capacity: Capacity | None) -> Group:
-    """For the terminal."""
+def render(found: Sequence[FleetResult], capacity: Capacity | None) -> Group:
+    """Draw the tables for the terminal; the facts are those of the last run."""
     runs = Table(*_COLUMNS, title="Simulation, not a measurement")
     for one in found:
         runs.add_row(*row(one))
@@ -61,8 +61,14 @@ def render(found: Sequence[Outcomes], capacity: Capacity | None) -> Group:
     return Group(runs, facts, *([answer(capacity)] if capacity else []))
 
 
-def as_dict(found: Sequence[Outcomes], capacity: Capacity | None, settings: dict[str, Any]) -> dict[str, Any]:
-    """For JSON."""
+def as_dict(found: Sequence[FleetResult], capacity: Capacity | None, settings: dict[str, Any]) -> dict[str, Any]:
+    """Make plain types for JSON.
+
+    Args:
+        found: a result for each run.
+        capacity: result of the capacity search, if there was one.
+        settings: of the simulation, as plain types.
+    """
     table: dict[str, Any] = {"settings": settings, "runs": [one.as_dict() for one in found]}
     if capacity is not None:
         table["capacity"] = {
@@ -74,9 +80,10 @@ def as_dict(found: Sequence[Outcomes], capacity: Capacity | None, settings: dict
     return table
 
 
-def page(found: Sequence[Outcomes], capacity: Capacity | None, settings: dict[str, Any]) -> str:
-    """The whole document; the last run is drawn."""
-    last, title = found[-1], "Simulated fleet"
+def page(found: Sequence[FleetResult], capacity: Capacity | None, settings: dict[str, Any]) -> str:
+    """Make the whole HTML document; the parameters are those of `as_dict`. The plots are those of the last run."""
+    last = found[-1]
+    title = "Simulated fleet"
     plots = [
         ("Latency, cumulative", _cdf(found)),
         ("Outcomes over time", _outcomes(last)),
@@ -98,12 +105,12 @@ def page(found: Sequence[Outcomes], capacity: Capacity | None, settings: dict[st
     )
 
 
-def _facts(found: Outcomes) -> list[tuple[str, str]]:
+def _facts(found: FleetResult) -> list[tuple[str, str]]:
     def counts(values: dict[str, int]) -> str:
         return ", ".join(f"{key} {value}" for key, value in values.items()) or "none"
 
     return [
-        ("ranks counted", f"{found.num_asked} in {found.counted_s:.1f} virtual seconds"),
+        ("ranks counted", f"{found.num_ranks} in {found.counted_s:.1f} virtual seconds"),
         ("outcomes", counts(dict(found.outcomes.most_common()))),
         ("signals", counts(dict(found.verdicts.most_common()))),
         ("routed", counts({str(key): value for key, value in found.how.most_common()})),
@@ -111,7 +118,7 @@ def _facts(found: Outcomes) -> list[tuple[str, str]]:
     ]
 
 
-def _cdf(found: Sequence[Outcomes]) -> str:
+def _cdf(found: Sequence[FleetResult]) -> str:
     share = np.linspace(0.0, 1.0, 201)
     series = {}
     for one in found[-8:]:
@@ -123,20 +130,21 @@ def _cdf(found: Sequence[Outcomes]) -> str:
     return lines(series, x, axis("share answered", [1.0]))
 
 
-def _times(found: Outcomes) -> list[float]:
+def _times(found: FleetResult) -> list[float]:
     return [place * found.slice_s for place in range(len(found.slices))]
 
 
-def _outcomes(found: Outcomes) -> str:
+def _outcomes(found: FleetResult) -> str:
     names = [name for name in found.outcomes if any(part[name] for part in found.slices)]
     times = _times(found)
     series = {name: [(t, float(part[name])) for t, part in zip(times, found.slices, strict=True)] for name in names}
     return areas(series, axis("s after the warm-up", times), f"ranks in {found.slice_s:.3g} s")
 
 
-def _ratios(found: Outcomes) -> str:
+def _ratios(found: FleetResult) -> str:
     names = {"HBM hits": Outcome.HBM_HIT, "joined": Outcome.JOINED, "DRAM hits": Outcome.DRAM_HIT, "in time": "good"}
-    times, series = _times(found), {}
+    times = _times(found)
+    series = {}
     for label, name in names.items():
         series[label] = [
             (t, part[name] / max(part.total() - part["good"], 1)) for t, part in zip(times, found.slices, strict=True)
@@ -144,7 +152,7 @@ def _ratios(found: Outcomes) -> str:
     return lines(series, axis("s after the warm-up", times), axis("share of the ranks", [1.0]))
 
 
-def _attainment(found: Sequence[Outcomes], capacity: Capacity | None) -> str:
+def _attainment(found: Sequence[FleetResult], capacity: Capacity | None) -> str:
     points = sorted((float(one.instances), one.attainment_ratio) for one in found)
     level = None if capacity is None else (f"target {capacity.target_ratio:.1%}", capacity.target_ratio)
     x = axis("instances", [a for a, _ in points], is_log=True)

@@ -15,6 +15,7 @@ import aiohttp
 import pytest
 
 from npu_gr.core.errors import ConfigError
+from npu_gr.core.kinds import KINDS, Routing
 from npu_gr.core.settings import from_table
 from npu_gr.fleet.balancers import BALANCERS, envoy
 from npu_gr.router.config import InstanceConfig, RouterConfig
@@ -100,7 +101,9 @@ async def test_signal_and_rank_meet_and_the_others_stay_when_one_leaves(name: st
     async with balanced(name, tmp_path) as b:
         before = await b.homes("signal")
         assert set(before.values()) == {"i0", "i1", "i2"}
-        assert await b.homes("rank") == before
+        for kind in KINDS.values():
+            if kind.routing is Routing.FOLLOW:
+                assert await b.homes(kind.path.removeprefix("/v1/")) == before, kind.name
         if name == "nginx":  # has no active checks
             await b.fakes[1].stop()
         else:
@@ -116,8 +119,9 @@ async def test_signal_and_rank_meet_and_the_others_stay_when_one_leaves(name: st
 @pytest.mark.parametrize("name", sorted(BALANCERS))
 async def test_a_rank_is_tried_again_a_signal_is_not_and_nobody_is_refused(name: str, tmp_path: Path) -> None:
     async with balanced(name, tmp_path) as b:
-        for path in ("rank", "signal"):
-            assert (await b.post(path, None))[0] == 400
+        for kind in KINDS.values():
+            if kind.routing is not Routing.EVERYWHERE:
+                assert (await b.post(kind.path.removeprefix("/v1/"), None))[0] == 400, kind.name
         assert (await b.post("users/u", "u"))[0] == 501, "one instance would forget, the others not"
         assert (await b.post("rank", None, x_npugr_service="normal"))[0] in ((200,) if name != "nginx" else (400,))
         homes = await b.homes()

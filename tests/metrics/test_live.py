@@ -19,11 +19,14 @@ import aiohttp
 import pytest
 import yaml
 
+from npu_gr.core.kinds import KINDS
 from npu_gr.tools.monitor import prometheus
+from tests.matching.vectors import KNOWN
 from tests.metrics.test_dashboards import IDS, PANELS, ROUTER, expressions, plain
-from tests.metrics.test_rules import OBJECTIVES, RULES, promtool
+from tests.metrics.test_rules import RULES, promtool
 from tests.models import events
 from tests.server.test_generate_over_http import HISTORY, section
+from tests.server.test_match_over_http import section as match_section
 from tests.serving import FIRST_ID, columns, serving
 
 pytestmark = pytest.mark.prometheus
@@ -37,21 +40,35 @@ def free_port() -> int:
 
 
 async def load(url: str) -> None:
-    """Every kind of request: users who come back and new ones, some without a signal, some without time."""
+    """Every kind of request: users who come back and new ones, some without a signal, some without time.
+
+    Of every kind some requests cannot be read, so that the panels of refusals have figures too.
+    """
     async with aiohttp.ClientSession() as http:
         ends_at, turn = time.monotonic() + LOAD_S, 0
         while time.monotonic() < ends_at:
             turn += 1
             seed = turn if turn % 3 else turn % 40
-            body = {"user_id": f"u{seed}", "history": columns(events(40, seed=seed))}
+            body: dict[str, Any] = {"user_id": f"u{seed}", "history": columns(events(40, seed=seed))}
             if turn % 4:
                 async with http.post(f"{url}/v1/signal", json=body) as answer:
                     assert answer.status == 202
             await asyncio.sleep(0.005)
-            rank = {**body, "candidates": [FIRST_ID, 7]}
+            rank: dict[str, Any] = {**body, "candidates": [FIRST_ID, 7]}
             async with http.post(f"{url}/v1/rank", json=rank) as answer:
                 assert answer.status == 200
+            stored = {"user_id": f"u{seed}", "events": columns(events(2, seed=seed))}
+            async with http.post(f"{url}/v1/events", json=stored) as answer:
+                assert answer.status == 200
+            async with http.post(f"{url}/v1/match", json={"user_id": KNOWN, "num_items": 3}) as answer:
+                assert answer.status == 200
             if turn % 5 == 0:
+                for kind in KINDS.values():
+                    path = kind.path.replace("{user_id}", "x" * 1000)  # longer than a user's id may be
+                    async with http.request(kind.method, url + path, data=b"{") as answer:
+                        assert 400 <= answer.status < 500, (kind.name, answer.status)
+                async with http.delete(f"{url}/v1/users/u{seed}") as answer:
+                    assert answer.status == 204
                 late = {"X-Request-Timeout-Ms": "0"}
                 async with http.post(f"{url}/v1/rank", json=rank, headers=late) as answer:
                     assert answer.status == 504
@@ -79,8 +96,13 @@ async def figures(http: aiohttp.ClientSession, url: str, expr: str) -> list[floa
 async def test_every_expression_returns_figures(tmp_path: Path) -> None:
     if shutil.which("prometheus") is None:
         pytest.skip("needs prometheus (Debian: prometheus)")
-    sections = {"generate": section(tmp_path), "service": {"selfcheck_ratio": 0.2}, "kv": {"hbm_bytes": 300_000}}
+    sections: dict[str, Any] = {
+        "generate": section(tmp_path),
+        "service": {"selfcheck_ratio": 0.2},
+        "kv": {"hbm_bytes": 300_000},
+    }
     sections["recommend"] = {"sources": {"generate": 20}}
+    sections["match"] = match_section(tmp_path)
     async with serving(tmp_path, watched=False, **sections) as (client, _):
         target = str(client.make_url("")).removeprefix("http://").rstrip("/")
         (tmp_path / "rules.yml").write_text(yaml.safe_dump(RULES))
@@ -88,6 +110,7 @@ async def test_every_expression_returns_figures(tmp_path: Path) -> None:
             prometheus(tmp_path, target, free_port(), scrape_s=0.5, evaluate_s=0.5) as url,
             aiohttp.ClientSession() as http,
         ):
+            empty: set[str] = set()
             for _ in range(5):  # a scrape that was late on a busy machine leaves too few points behind
                 await load(f"http://{target}")
                 await asyncio.sleep(1.1)  # the last scrape
@@ -125,4 +148,4 @@ async def test_every_expression_returns_figures(tmp_path: Path) -> None:
     done = promtool("check", "metrics", stdin=text)
     assert done.returncode == 0, done.stdout.decode() + done.stderr.decode()
     assert not done.stderr, done.stderr.decode()
-    assert {objective.kind for objective in OBJECTIVES} <= {line for g in own["goodput"] for line in [g["kind"]]}
+    assert KINDS.keys() <= {line["kind"] for line in own["goodput"]}

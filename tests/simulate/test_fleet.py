@@ -8,6 +8,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from npu_gr.admission.brownout import BrownoutConfig
 from npu_gr.core.errors import ConfigError
 from npu_gr.core.request import Outcome, Verdict
 from npu_gr.core.settings import from_table
@@ -20,16 +21,15 @@ from npu_gr.simulate import clock
 from npu_gr.simulate.capacity import search
 from npu_gr.simulate.config import (
     AdmissionConfig,
-    BrownoutConfig,
     DeviceProfile,
-    Late,
+    Lateness,
     Lognormal,
     SimulateConfig,
     UsersConfig,
 )
-from npu_gr.simulate.device import SimulatedPrefix
-from npu_gr.simulate.fleet import Fleet, Outcomes, simulate
-from npu_gr.simulate.users import Ask, asks, visits
+from npu_gr.simulate.engine import SimulatedPrefix
+from npu_gr.simulate.fleet import Fleet, FleetResult, simulate
+from npu_gr.simulate.users import TrafficRequest, signals_and_ranks, visits
 
 TOKEN_BYTES = 64
 DEVICE = DeviceProfile(a0_s=0.001, a1_s=1e-5, b0_s=1e-5, b1_s=0.0, kv_token_bytes=TOKEN_BYTES)
@@ -49,14 +49,16 @@ def config(**changes: Any) -> SimulateConfig:
     return msgspec.structs.replace(plain, **changes)
 
 
-def traffic(qps: float, seconds: float = 10.0, users: UsersConfig = USERS, seed: int = 0) -> Iterator[Ask]:
-    return asks(visits(users, qps, seconds, seed), 100)
+def traffic(qps: float, seconds: float = 10.0, users: UsersConfig = USERS, seed: int = 0) -> Iterator[TrafficRequest]:
+    return signals_and_ranks(visits(users, qps, seconds, seed), 100)
 
 
-def run(settings: SimulateConfig, found: Iterable[Ask], profile: DeviceProfile = DEVICE) -> tuple[Outcomes, Fleet]:
+def run(
+    settings: SimulateConfig, found: Iterable[TrafficRequest], profile: DeviceProfile = DEVICE
+) -> tuple[FleetResult, Fleet]:
     kept = []
 
-    async def work() -> Outcomes:
+    async def work() -> FleetResult:
         kept.append(Fleet(settings, profile))
         return await kept[0].run(found)
 
@@ -67,8 +69,8 @@ def test_every_request_ends_once_and_leaves_nothing_behind() -> None:
     found = list(traffic(250.0))
     settings = config(instances=2, warmup_s=0.0, slo_s=0.02, brownout=BrownoutConfig())
     outcomes, fleet = run(settings, found)
-    asked = Counter(ask.kind for ask in found if ask.at_s < settings.duration_s)
-    assert fleet.num_ended == outcomes.num_asked == asked["rank"]
+    asked = Counter(request.kind for request in found if request.due_at < settings.duration_s)
+    assert outcomes.num_ranks == asked["rank"]
     assert outcomes.outcomes.total() == outcomes.results.total() == asked["rank"]
     assert sum(part.total() - part["good"] for part in outcomes.slices) == asked["rank"]
     assert outcomes.verdicts.total() == asked["signal"]
@@ -83,7 +85,7 @@ def test_every_request_ends_once_and_leaves_nothing_behind() -> None:
 
 
 def test_equal_seeds_give_equal_figures() -> None:
-    profile = msgspec.structs.replace(DEVICE, late=[Late(ratios=[-0.1, 0.0, 0.3])])
+    profile = msgspec.structs.replace(DEVICE, late=[Lateness(ratios=[-0.1, 0.0, 0.3])])
     first, again = (run(config(instances=2), traffic(80.0), profile)[0].as_dict() for _ in range(2))
     other = run(config(instances=2, seed=1), traffic(80.0), profile)[0].as_dict()
     assert first == again
@@ -102,7 +104,7 @@ def test_the_wait_for_the_device_is_that_of_an_m_d_1_queue(load: float) -> None:
         scheduler=SchedulerConfig(max_batch_requests=1, max_queue=100_000),
         admission=AdmissionConfig(max_inflight=100_000, adaptive=False),
     )
-    ranks = (ask for ask in traffic(load / service_s, seconds, seed=4) if ask.kind == "rank")
+    ranks = (request for request in traffic(load / service_s, seconds, seed=4) if request.kind == "rank")
     outcomes, _ = run(settings, ranks, profile)
     wait_s = float(np.mean(outcomes.latencies_s)) - service_s
     theory_s = load * service_s / (2 * (1 - load))  # Pollaczek and Khinchine, deterministic service
@@ -121,7 +123,7 @@ def test_a_pool_without_pre_infers_hits_as_its_closed_form() -> None:
         trigger=TriggerConfig(policy="at_risk", min_prefix_tokens=1),  # nothing is at risk
         kv=KVConfig(hbm_bytes=room * 64 * TOKEN_BYTES, dram_bytes=0),
     )
-    ranks = (ask for ask in traffic(100.0, 150.0, users) if ask.kind == "rank")
+    ranks = (request for request in traffic(100.0, 150.0, users) if request.kind == "rank")
     outcomes, _ = run(settings, ranks, profile)
     assert outcomes.hit_ratio(Outcome.HBM_HIT) == pytest.approx(room / num_users, abs=0.02)
 
@@ -136,7 +138,7 @@ def test_the_trigger_that_serves_decides_here() -> None:
     always = verdicts()
     assert always[Verdict.PREINFER]
     # full_s = 1 ms + 10 us a token + 1 ms: of 300 tokens 5 ms
-    short = sum(ask.kind == "signal" and ask.num_tokens < 300 for ask in found if ask.at_s >= 2.0)
+    short = sum(request.kind == "signal" and request.num_tokens < 300 for request in found if request.due_at >= 2.0)
     assert verdicts(min_prefix_tokens=300)[Verdict.SKIP_NOT_AT_RISK] == pytest.approx(short, rel=0.2)
     assert verdicts(policy="at_risk", rank_budget_s=10.0)[Verdict.PREINFER] == 0
     assert verdicts(policy="at_risk", rank_budget_s=0.008)[Verdict.PREINFER] < always[Verdict.PREINFER]
@@ -173,7 +175,7 @@ def test_a_sample_of_the_instances_serves_its_own_users_as_in_the_whole_fleet() 
     for name, instance in part.instances.items():
         assert instance.num_produced == whole.instances[name].num_produced
         # spills that the end cuts short differ by where the end is
-        assert instance.device.busy_s == pytest.approx(whole.instances[name].device.busy_s, rel=0.01)
+        assert instance.scheduler.busy_s == pytest.approx(whole.instances[name].scheduler.busy_s, rel=0.01)
     both: dict[str, Any] = {"device": "d", "sampled_instances": 2, "load_factor": 1.25}
     with pytest.raises(ConfigError, match="sampled_instances"):
         from_table(both, SimulateConfig)
@@ -182,7 +184,7 @@ def test_a_sample_of_the_instances_serves_its_own_users_as_in_the_whole_fleet() 
 def test_the_capacity_found_keeps_the_slo_and_one_less_does_not() -> None:
     settings = config(qps=250.0, duration_s=5.0, warmup_s=1.0, slo_s=0.02)
 
-    def play(instances: int) -> Outcomes:
+    def play(instances: int) -> FleetResult:
         return simulate(msgspec.structs.replace(settings, instances=instances), DEVICE, traffic(250.0, 5.0))
 
     found = search(settings, DEVICE, lambda: traffic(250.0, 5.0), play)

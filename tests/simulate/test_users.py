@@ -2,6 +2,7 @@
 
 from itertools import pairwise
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -10,8 +11,8 @@ from npu_gr.core.request import Events
 from npu_gr.replay.log import LoggedHistory, Record
 from npu_gr.replay.options import ReplayOptions
 from npu_gr.simulate.config import Lognormal, UsersConfig
-from npu_gr.simulate.fit import asks_of, fit_mixture, fit_users, zipf_exponent
-from npu_gr.simulate.users import Zipf, asks, normal_of, visits
+from npu_gr.simulate.fit import fit_mixture, fit_users, requests_of, zipf_exponent
+from npu_gr.simulate.users import Zipf, normal_of, signals_and_ranks, visits
 
 PLAIN = UsersConfig(num_users=1000, zipf=0.8, history_tokens=Lognormal(median=500, sigma=0.5))
 
@@ -43,7 +44,7 @@ def test_a_users_length_is_its_own_and_log_normal_over_users() -> None:
 
 def test_the_stream_is_poisson_at_its_rate_and_repeatable() -> None:
     found = list(visits(PLAIN, 500.0, 40.0, 7))
-    gaps = np.diff([visit.at_s for visit in found])
+    gaps = np.diff([visit.arrived_at for visit in found])
     assert len(found) == pytest.approx(20_000, rel=0.03)
     assert gaps.std() == pytest.approx(gaps.mean(), rel=0.05)
     assert found == list(visits(PLAIN, 500.0, 40.0, 7))
@@ -62,25 +63,25 @@ def test_returns_come_after_their_gaps() -> None:
     last: dict[int, tuple[float, int]] = {}
     gaps, late = [], []
     for visit in visits(config, 200.0, 120.0, 3):
-        if visit.at_s > 60.0:
+        if visit.arrived_at > 60.0:
             late.append(visit.is_return)
         if visit.user in last:
             before_s, tokens = last[visit.user]
-            gaps.append(visit.at_s - before_s)
+            gaps.append(visit.arrived_at - before_s)
             assert visit.num_tokens == tokens + 10
-        last[visit.user] = visit.at_s, visit.num_tokens
+        last[visit.user] = visit.arrived_at, visit.num_tokens
     assert np.mean(late) == pytest.approx(0.5, abs=0.03)
     assert np.median(gaps) == pytest.approx(5.0, rel=0.05)
     assert np.log(gaps).std() == pytest.approx(0.5, rel=0.1)
 
 
 def test_asks_are_in_order_and_every_rank_follows_its_signal() -> None:
-    config = UsersConfig(**{**_fields(PLAIN), "dropout_ratio": 0.25, "lead_s": 0.2, "lead_sigma": 0.5})
-    found = list(asks(visits(config, 300.0, 20.0, 0), 7))
-    assert all(a.at_s <= b.at_s for a, b in pairwise(found))
-    signals, ranks = ([ask for ask in found if ask.kind == kind] for kind in ("signal", "rank"))
+    config = msgspec.structs.replace(PLAIN, dropout_ratio=0.25, lead_s=0.2, lead_sigma=0.5)
+    found = list(signals_and_ranks(visits(config, 300.0, 20.0, 0), 7))
+    assert all(a.due_at <= b.due_at for a, b in pairwise(found))
+    signals, ranks = ([request for request in found if request.kind == kind] for kind in ("signal", "rank"))
     assert len(ranks) / len(signals) == pytest.approx(0.75, abs=0.03)
-    assert {ask.user for ask in ranks} <= {ask.user for ask in signals}
+    assert {request.user for request in ranks} <= {request.user for request in signals}
 
 
 def test_the_fit_finds_the_model_of_a_log_again() -> None:
@@ -96,7 +97,7 @@ def test_the_fit_finds_the_model_of_a_log_again() -> None:
     # so few requests a second that Zipf visits of one user are hours apart
     records = (
         Record(
-            ts=visit.at_s,
+            ts=visit.arrived_at,
             kind="rank",
             user_id=str(visit.user),
             candidates=[1] * 20,
@@ -133,14 +134,11 @@ def test_a_log_is_asked_as_a_replay_sends_it() -> None:
     records = [
         Record(ts=0.0, kind="rank", user_id="a", candidates=[1, 2], history=columns(30)),
         Record(ts=1.0, kind="events", user_id="a", events=columns(5)),
+        Record(ts=1.5, kind="match", user_id="a", history=columns(40)),  # matches are not simulated
         Record(ts=2.0, kind="rank", user_id="a", candidates=[1, 2, 3]),
     ]
-    found = list(asks_of(records, ReplayOptions(base_url="http://nobody", signal_lead_s=0.5)))
-    assert [(ask.kind, ask.num_tokens, ask.num_candidates) for ask in found] == [
+    found = list(requests_of(records, ReplayOptions(base_url="http://nobody", signal_lead_s=0.5)))
+    assert [(request.kind, request.num_tokens, request.num_candidates) for request in found] == [
         ("signal", 30, 2), ("rank", 30, 2), ("signal", 35, 3), ("rank", 35, 3),
     ]  # fmt: skip
-    assert [ask.at_s for ask in found] == [0.0, 0.5, 2.0, 2.5]
-
-
-def _fields(config: UsersConfig) -> dict[str, object]:
-    return {name: getattr(config, name) for name in config.__struct_fields__}
+    assert [request.due_at for request in found] == [0.0, 0.5, 2.0, 2.5]

@@ -38,10 +38,10 @@ from npu_gr.replay.options import ReplayOptions
 from npu_gr.router.members import How
 from npu_gr.simulate import clock
 from npu_gr.simulate.config import DeviceProfile, Lognormal, SimulateConfig, UsersConfig
-from npu_gr.simulate.fit import MeasuredRank, asks_of, fit_device, measure
+from npu_gr.simulate.fit import MeasuredRank, fit_device, measure, requests_of
 from npu_gr.simulate.fleet import Fleet
-from npu_gr.simulate.instance import Served
-from npu_gr.simulate.users import Ask, visits
+from npu_gr.simulate.instance import RankResult
+from npu_gr.simulate.users import TrafficRequest, visits
 from tests.serving import FIRST_ID, write_checkpoint
 
 USERS = UsersConfig(
@@ -73,7 +73,7 @@ def log(rate: float, seconds: float, seed: int, who: str = "u") -> list[Record]:
         num_candidates = int(source.choice([20, 100, 250]))
         records.append(
             Record(
-                ts=visit.at_s,
+                ts=visit.arrived_at,
                 kind="rank",
                 user_id=f"{who}{visit.user}",
                 history=LoggedHistory.of(history),
@@ -129,6 +129,7 @@ async def fleet(folder: Path, num_instances: int) -> AsyncIterator[tuple[str, fl
     write_checkpoint(folder / "checkpoint", max_history_tokens=MAX_TOKENS, scaling_seqlen=MAX_TOKENS, **SHAPE)
     ports = free_ports(num_instances + 2)
     async with AsyncExitStack() as stack:
+        output = folder
         for number in range(num_instances):
             table = {
                 "checkpoint": str(folder / "checkpoint"),
@@ -155,20 +156,20 @@ async def fleet(folder: Path, num_instances: int) -> AsyncIterator[tuple[str, fl
         yield f"http://127.0.0.1:{port}", float(found[1]) * 1e9
 
 
-class Watched(Fleet):
-    """Keeps every rank."""
+class RecordingFleet(Fleet):
+    """Keeps every answered rank."""
 
     def __init__(self, config: SimulateConfig, profile: DeviceProfile) -> None:
         super().__init__(config, profile)
-        self.ranks: list[Seen] = []
+        self.ranks: list[AnsweredRank] = []
 
-    def _count(self, ask: Ask, served: Served, how: How) -> None:
-        super()._count(ask, served, how)
-        if served.outcome is not None:
-            self.ranks.append(Seen(ask.at_s, served.latency_s, served.outcome))
+    def _count(self, request: TrafficRequest, ranked: RankResult, how: How) -> None:
+        super()._count(request, ranked, how)
+        if ranked.outcome is not None:
+            self.ranks.append(AnsweredRank(request.due_at, ranked.latency_s, ranked.outcome))
 
 
-class Seen(NamedTuple):
+class AnsweredRank(NamedTuple):
     """A rank that was answered, really or in the simulation."""
 
     due_at: float
@@ -176,7 +177,9 @@ class Seen(NamedTuple):
     outcome: str
 
 
-def predict(profile: DeviceProfile, records: list[Record], options: ReplayOptions, instances: int) -> list[Seen]:
+def predict(
+    profile: DeviceProfile, records: list[Record], options: ReplayOptions, instances: int
+) -> list[AnsweredRank]:
     table = {
         "device": "-",
         "instances": instances,
@@ -187,9 +190,9 @@ def predict(profile: DeviceProfile, records: list[Record], options: ReplayOption
         **SECTIONS,
     }
 
-    async def work() -> list[Seen]:
-        fleet = Watched(from_table(table, SimulateConfig), profile)
-        await fleet.run(asks_of(records, options))
+    async def work() -> list[AnsweredRank]:
+        fleet = RecordingFleet(from_table(table, SimulateConfig), profile)
+        await fleet.run(requests_of(records, options))
         return fleet.ranks
 
     return clock.run(work())
@@ -200,7 +203,7 @@ def is_checked(due_at: float) -> bool:
     return int(due_at / SLICE_S) % 2 == 1
 
 
-def summary(ranks: list[Seen], *, of_checked: bool = True) -> dict[str, float]:
+def summary(ranks: list[AnsweredRank], *, of_checked: bool = True) -> dict[str, float]:
     """Of the slices that are compared, or of those that fit the profile."""
     checked = [rank for rank in ranks if is_checked(rank.due_at) is of_checked]
     parts: defaultdict[int, list[float]] = defaultdict(list)
@@ -224,7 +227,7 @@ def summary(ranks: list[Seen], *, of_checked: bool = True) -> dict[str, float]:
     }
 
 
-class Checked(NamedTuple):
+class Comparison(NamedTuple):
     """One fleet's figures."""
 
     instances: int
@@ -242,7 +245,7 @@ class Checked(NamedTuple):
         return told, other
 
 
-def validate(num_instances: int, seconds: float, *, busy: float = 0.4, signals: bool = False) -> Checked:
+def validate(num_instances: int, seconds: float, *, busy: float = 0.4, signals: bool = False) -> Comparison:
     """Measured and predicted figures; without signals hits come from users who return."""
     layout = KVLayout(
         num_layers=SHAPE["num_layers"],
@@ -272,8 +275,8 @@ def validate(num_instances: int, seconds: float, *, busy: float = 0.4, signals: 
         copy_bytes_per_s=copy_bytes_per_s,
         max_history_tokens=MAX_TOKENS,
     )
-    seen = [Seen(rank.due_at, rank.total_s, rank.outcome) for rank in real]
-    return Checked(
+    seen = [AnsweredRank(rank.due_at, rank.total_s, rank.outcome) for rank in real]
+    return Comparison(
         instances=num_instances,
         rate=rate,
         busy_ratio=sum(rank.device_s for rank in real) / seconds / num_instances,
@@ -284,7 +287,7 @@ def validate(num_instances: int, seconds: float, *, busy: float = 0.4, signals: 
     )
 
 
-def table(found: Checked) -> str:
+def table(found: Comparison) -> str:
     """For people."""
     lines = [
         f"{found.instances} instances, {found.rate:.1f} ranks/s, devices busy {found.busy_ratio:.0%}, "

@@ -1,6 +1,7 @@
-"""Grafana panels as plain dicts: a title, what it says, a unit, expressions. A row is filled from the left.
+"""Grafana panels and dashboards as plain dicts, and the PromQL expressions in them.
 
-`$job` and `$instance` are the dashboard's variables; `of(name, ...)` selects a metric of the instances chosen.
+A panel has a title, a sentence that explains it, a unit, and expressions by legend. `$job` and `$instance` are the
+variables of a dashboard: `of(name, ...)` selects a metric of the instances that the reader chose there.
 """
 
 from __future__ import annotations
@@ -9,37 +10,45 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 Panel = dict[str, Any]
-Steps = Sequence[tuple[float | None, str]]  # (from this value on, colour); the first from None
+Steps = Sequence[tuple[float | None, str]]  # (from this value on, colour); the first value is None
 
 COLUMNS = 24
 DATASOURCE = {"type": "prometheus", "uid": "${datasource}"}
 WINDOW = "$__rate_interval"
 CHOSEN = ('job=~"$job"', 'instance=~"$instance"')
+SECONDS = "s"  # unit of a latency; Grafana writes small values in ms
 
 
 def of(name: str, *matchers: str) -> str:
-    """A selector of `npu_gr_<name>` on the chosen instances."""
+    """Select `npu_gr_<name>` of the chosen instances; `matchers` narrow it, e.g. `kind="rank"`."""
     return "npu_gr_" + name + "{" + ", ".join((*CHOSEN, *matchers)) + "}"
 
 
 def rate(name: str, *matchers: str) -> str:
-    """Its increase a second."""
+    """The increase of a counter a second."""
     return f"rate({of(name, *matchers)}[{WINDOW}])"
 
 
 def total(name: str, by: str = "", *matchers: str) -> str:
-    """The rates' sum, by some labels."""
+    """Sum the increase a second of a counter; `by` = labels to keep apart, separated by commas."""
     return f"sum by ({by}) ({rate(name, *matchers)})" if by else f"sum({rate(name, *matchers)})"
 
 
 def quantile(share: float, name: str, by: str = "", *matchers: str) -> str:
-    """A quantile of a histogram."""
+    """A quantile of a histogram.
+
+    Args:
+        share: 0.99 = the P99.
+        name: of the histogram, without `_bucket`.
+        by: labels to keep apart, separated by commas.
+        matchers: narrow the selection, e.g. `kind="rank"`.
+    """
     labels = ", ".join(filter(None, (by, "le")))
     return f"histogram_quantile({share:g}, sum by ({labels}) ({rate(f'{name}_bucket', *matchers)}))"
 
 
 def mean(name: str, by: str = "", *matchers: str) -> str:
-    """The mean of a histogram."""
+    """The mean of a histogram; the parameters are those of `quantile`."""
     return f"{total(f'{name}_sum', by, *matchers)} / {total(f'{name}_count', by, *matchers)}"
 
 
@@ -71,7 +80,18 @@ def series(
     limit: float | None = None,
     top: float | None = None,
 ) -> Panel:
-    """Lines over time; `exprs`: legend -> expression. `limit` draws a line, `top` ends the axis."""
+    """Lines over time.
+
+    Args:
+        title: of the panel.
+        text: explains it in a sentence.
+        unit: Grafana's name of the unit, e.g. "reqps".
+        exprs: legend -> expression.
+        width: in columns; the dashboard has 24.
+        stacked: draw the lines as areas on top of each other.
+        limit: draw a dashed red line at this value.
+        top: end the axis at this value.
+    """
     panel = _panel("timeseries", title, text, unit, exprs, width, 7)
     custom: dict[str, Any] = {
         "drawStyle": "line",
@@ -98,7 +118,7 @@ def series(
 def number(
     title: str, text: str, unit: str, exprs: Mapping[str, str], *, width: int = 4, steps: Steps = ((None, "blue"),)
 ) -> Panel:
-    """The newest value, large, coloured by thresholds."""
+    """The newest value in large type, coloured by `steps`; the other parameters are those of `series`."""
     panel = _panel("stat", title, text, unit, exprs, width, 4)
     panel["fieldConfig"]["defaults"] |= {"thresholds": _thresholds(steps), "decimals": 2}
     panel["options"] = {
@@ -113,7 +133,7 @@ def number(
 def bars(
     title: str, text: str, unit: str, exprs: Mapping[str, str], *, width: int = 8, steps: Steps, top: float = 1.0
 ) -> Panel:
-    """The newest values as bars from 0 to `top`."""
+    """The newest values as bars from 0 to `top`, coloured by `steps`; other parameters as in `series`."""
     panel = _panel("bargauge", title, text, unit, exprs, width, 7)
     panel["fieldConfig"]["defaults"] |= {"thresholds": _thresholds(steps), "min": 0, "max": top}
     panel["options"] = {
@@ -126,7 +146,7 @@ def bars(
 
 
 def table(title: str, text: str, expr: str, *, width: int = 12, hidden: Sequence[str] = ()) -> Panel:
-    """The labels of the newest samples, one row each."""
+    """A table of the labels of the newest samples, without those in `hidden`; a sample is a row."""
     panel = _panel("table", title, text, "none", {"": expr}, width, 7)
     panel["targets"][0] |= {"format": "table", "instant": True}
     excluded = dict.fromkeys(("Time", "__name__", "job", "Value", *hidden), True)
@@ -139,21 +159,33 @@ def _thresholds(steps: Steps) -> dict[str, Any]:
 
 
 def dashboard(uid: str, title: str, text: str, rows: Mapping[str, Sequence[Panel]]) -> dict[str, Any]:
-    """Rows of panels, placed from the left; a panel that has no room begins a new line."""
+    """Place panels in rows from the left; a panel that does not fit any more begins a new line of its row.
+
+    Args:
+        uid: identifies the dashboard in Grafana, so it never changes.
+        title: as Grafana lists it.
+        text: explains the dashboard.
+        rows: title of a row -> its panels.
+    """
     placed: list[Panel] = []
     y = 0
     for name, panels in rows.items():
         placed.append(
             {"type": "row", "title": name, "collapsed": False, "panels": [], "gridPos": _at(0, y, COLUMNS, 1)}
         )
-        y, x, height = y + 1, 0, 0
+        y += 1
+        x = 0
+        line_height = 0
         for panel in panels:
             size = panel["gridPos"]
             if x + size["w"] > COLUMNS:
-                x, y, height = 0, y + height, 0
+                x = 0
+                y += line_height
+                line_height = 0
             placed.append({**panel, "gridPos": _at(x, y, size["w"], size["h"])})
-            x, height = x + size["w"], max(height, size["h"])
-        y += height
+            x += size["w"]
+            line_height = max(line_height, size["h"])
+        y += line_height
     for index, panel in enumerate(placed, 1):
         panel["id"] = index
     return {

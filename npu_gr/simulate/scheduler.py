@@ -1,0 +1,165 @@
+"""The device of a simulated instance: the queue that serves, in front of passes that take virtual time.
+
+It stands for `engine.scheduler.Scheduler`. The order of jobs and the batches are those of `engine.queue.JobQueue`; how
+long a pass takes comes from the profile of the device (`PassTimes`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from bisect import bisect_left
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from npu_gr.core.errors import DeadlineExceeded, NpuGrError, Overloaded
+from npu_gr.engine.queue import Job, JobQueue, SchedulerConfig
+from npu_gr.simulate.config import DeviceProfile
+
+FASTEST = 0.1  # of the time by the cost model: noise makes no pass faster than that
+
+
+class RankWork(NamedTuple):
+    """What the pass of one rank computes."""
+
+    new_tokens: int
+    cached_tokens: int
+    num_candidates: int
+
+
+class PassTimes:
+    """How long passes take: the cost model of a profile, and its noise."""
+
+    def __init__(self, profile: DeviceProfile, source: random.Random) -> None:
+        self._cost = profile.cost
+        self._late = profile.late
+        self._up_to_s = [late.up_to_s for late in profile.late]
+        self._source = source
+
+    def of_ranks(self, works: Sequence[RankWork]) -> float:
+        """Draw the seconds of a pass that these ranks share; its fixed part `a0` is paid once."""
+        seconds = sum(self._cost.pass_s(*work) for work in works) - (len(works) - 1) * self._cost.a0
+        return self.noisy(seconds)
+
+    def noisy(self, seconds: float) -> float:
+        """Add noise to the seconds of the cost model; the profile has other noise for short passes than for long."""
+        late = self._late[min(bisect_left(self._up_to_s, seconds), len(self._late) - 1)]
+        return seconds * max(1 + self._source.choice(late.ratios), FASTEST)
+
+
+class PassResult(NamedTuple):
+    """What a job learns when its last step has run."""
+
+    took_s: float  # of that pass, on the device
+    batch_size: int  # jobs in that pass; 0 = the job was cut before its next step began
+
+
+class VirtualScheduler:
+    """The queue and its passes on the virtual clock. Make it inside the virtual loop.
+
+    The work of a job is a `RankWork`, or the seconds that its pass takes (a chunk of a prefill, or a copy).
+    """
+
+    def __init__(self, config: SchedulerConfig, times: PassTimes) -> None:
+        self.config = config
+        self.busy_s = 0.0  # time on the device so far, all streams together
+        self._times = times
+        self._loop = asyncio.get_running_loop()
+        self._queue = JobQueue(config)
+        self._idle_streams = config.streams
+        self._is_timer_set = False
+        self._ends_at: list[float] = []  # of the passes that run, by estimate
+
+    def wait_s(self, objective_s: float) -> float:
+        """Forecast how long a request that comes now would wait for the device, as `Scheduler.wait_s` does."""
+        now_at = self._loop.time()
+        running_s = 0.0 if self._idle_streams else max(0.0, min(self._ends_at) - now_at)
+        return running_s + self._queue.ahead_s(now_at + objective_s) / self.config.streams
+
+    @property
+    def pressure(self) -> float:
+        """Waiting work in objectives of its requests, a stream; as `Scheduler.pressure`."""
+        return self._queue.pressure / self.config.streams
+
+    async def submit(self, job: Job) -> PassResult:
+        """Put a job into the queue and wait until its last step has run.
+
+        Raises:
+            Overloaded: the queue is full, or the job made room for another one.
+            DeadlineExceeded: the deadline of the job passed while it waited.
+        """
+        future: asyncio.Future[PassResult] = self._loop.create_future()
+        job.tag = future
+        shed = self._queue.put(job, self._loop.time())
+        if shed is not None:
+            _fail(shed, Overloaded("made room for a request that is not sheddable"))
+        self._begin_passes()
+        try:
+            return await future
+        except asyncio.CancelledError:
+            if not self._queue.withdraw(job) and job.tag is not None:
+                # its pass runs: the submitter holds its pages until the pass has ended
+                ended = job.tag = self._loop.create_future()
+                await ended
+            raise
+
+    def hasten(self, job: Job, order_at: float) -> None:
+        """Move a job forward in the queue."""
+        self._queue.hasten(job, order_at)
+
+    def cut(self, job: Job) -> None:
+        """End a job after the step that runs; at once if none does."""
+        if self._queue.withdraw(job):
+            _finish(job, PassResult(0.0, 0))
+
+    def _begin_passes(self) -> None:
+        while self._idle_streams and len(self._queue):
+            taken = self._queue.take(self._loop.time())
+            for job in taken.expired:
+                _fail(job, DeadlineExceeded("the deadline passed while waiting for the device"))
+            if not taken.jobs:
+                if taken.wait_s is not None and not self._is_timer_set:
+                    self._is_timer_set = True
+                    self._loop.call_later(taken.wait_s, self._timer_fired)
+                return
+            took_s = self._draw_s(taken.jobs)
+            expected_s = sum(job.takes_s for job in taken.jobs)
+            self._idle_streams -= 1
+            ends_at = self._loop.time() + expected_s * self._queue.pace.value
+            self._ends_at.append(ends_at)
+            self._loop.call_later(took_s, self._end_pass, taken.jobs, took_s, expected_s, ends_at)
+
+    def _timer_fired(self) -> None:
+        self._is_timer_set = False
+        self._begin_passes()
+
+    def _draw_s(self, jobs: Sequence[Job]) -> float:
+        works = [job.work for job in jobs]
+        return self._times.of_ranks(works) if isinstance(works[0], RankWork) else float(works[0])
+
+    def _end_pass(self, jobs: list[Job], took_s: float, expected_s: float, ends_at: float) -> None:
+        self._idle_streams += 1
+        self._ends_at.remove(ends_at)
+        self._queue.pace.observe(expected_s, took_s)
+        self.busy_s += took_s
+        for job in jobs:
+            if not self._queue.go_on(job, self._loop.time()):
+                _finish(job, PassResult(took_s, len(jobs)))
+        self._begin_passes()
+
+
+def run_nothing(_: Sequence[Any]) -> Sequence[Any]:
+    """The `run` of every simulated job: no pass computes anything."""
+    raise AssertionError("a simulated job has no work")
+
+
+def _finish(job: Job, result: PassResult) -> None:
+    future, job.tag = job.tag, None
+    if not future.done():
+        future.set_result(result)
+
+
+def _fail(job: Job, error: NpuGrError) -> None:
+    future, job.tag = job.tag, None
+    if not future.done():
+        future.set_exception(error)
