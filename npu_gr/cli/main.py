@@ -157,7 +157,7 @@ def calibrate_command(
     import yaml
 
     from npu_gr.relay.calibration import beside
-    from npu_gr.replay.log import read
+    from npu_gr.replay.files import read
     from npu_gr.tools.calibrate import Traffic, calibrate, traffic
 
     config = _load(config_path, overrides)

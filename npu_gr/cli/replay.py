@@ -15,7 +15,7 @@ from npu_gr.core.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from npu_gr.features.interactions import Interactions
-    from npu_gr.replay.convert import Catalogue
+    from npu_gr.replay.convert import ModelVocabulary
     from npu_gr.replay.options import ReplayOptions
     from npu_gr.replay.run import Progress
     from npu_gr.train.data import Split
@@ -80,12 +80,14 @@ def run_command(log: Path, out: Path | None, keep: str, as_json: bool, **given: 
 
     from npu_gr.replay.html import page
     from npu_gr.replay.run import replay_from, stop_on_interrupt
-    from npu_gr.replay.study import SearchOptions, Study, search, sweep
+    from npu_gr.replay.study import RateSearchOptions, Study, search, sweep
 
     within = given.pop("search")
     step = {name: given.pop(name) for name in ("step_s", "target_ratio")}
     runs = _options(given)
-    searched = None if within is None else _checked(SearchOptions, low_per_s=within[0], high_per_s=within[1], **step)
+    searched = None
+    if within is not None:
+        searched = _checked(RateSearchOptions, low_per_s=within[0], high_per_s=within[1], **step)
 
     async def work() -> Study:
         if out is not None:
@@ -234,9 +236,9 @@ CHECKPOINT = click.option("--checkpoint", type=FILE, help="Items and actions of 
 @click.option("--bad-lines", default="fail", show_default=True, type=click.Choice(["fail", "skip"]))
 def convert_log(log: Path, out: Path, bad_lines: str) -> None:
     """A query LOG in another format."""
-    from npu_gr.replay.log import Log, write
+    from npu_gr.replay.files import QueryLog, write
 
-    source = Log(log, bad_lines)  # type: ignore[arg-type]
+    source = QueryLog(log, bad_lines)  # type: ignore[arg-type]
     click.echo(f"{write(out, source)} records in {out}; {source.num_bad} bad lines")
     for message in source.bad:
         click.echo(message, err=True)
@@ -270,7 +272,7 @@ def convert_ratings(
     """RATINGS (.inter or .jsonl): each user's newest events as ranks. Their arrivals are poor; replay at a rate."""
     from npu_gr.features.interactions import read_interactions
     from npu_gr.replay.convert import from_ratings
-    from npu_gr.replay.log import write
+    from npu_gr.replay.files import write
     from npu_gr.train.data import to_train_on
 
     log = read_interactions(ratings, value_column=value_column)
@@ -297,7 +299,7 @@ def convert_mooncake(
     """Arrivals and returns of a Mooncake TRACE over the histories of rating data. Say so beside figures from it."""
     from npu_gr.features.interactions import read_interactions
     from npu_gr.replay.convert import MooncakeOptions, from_mooncake, read_mooncake
-    from npu_gr.replay.log import write
+    from npu_gr.replay.files import write
 
     log = read_interactions(ratings, value_column=value_column)
     options = _checked(MooncakeOptions, **given)
@@ -305,14 +307,14 @@ def convert_mooncake(
     click.echo(f"{write(out, records)} records in {out}")
 
 
-def _catalogue(checkpoint: Path | None, log: Interactions) -> Catalogue:
+def _catalogue(checkpoint: Path | None, log: Interactions) -> ModelVocabulary:
     from npu_gr.model.weights import load
-    from npu_gr.replay.convert import Catalogue
+    from npu_gr.replay.convert import ModelVocabulary
 
     if checkpoint is None:
-        return Catalogue.of(log)
+        return ModelVocabulary.of(log)
     found = load(checkpoint)
-    return Catalogue(item_ids=found.item_ids, action_values=found.action_values)
+    return ModelVocabulary(item_ids=found.item_ids, action_values=found.action_values)
 
 
 @click.command()

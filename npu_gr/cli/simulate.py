@@ -83,7 +83,7 @@ def run_command(
 
 
 def _traffic(config: SimulateConfig, log: Path | None, signal_lead_ms: float) -> Callable[[], Iterator[Ask]]:
-    from npu_gr.replay.log import Log
+    from npu_gr.replay.files import QueryLog
     from npu_gr.replay.options import ReplayOptions
     from npu_gr.simulate.config import UsersConfig
     from npu_gr.simulate.fit import asks_of
@@ -93,7 +93,7 @@ def _traffic(config: SimulateConfig, log: Path | None, signal_lead_ms: float) ->
         options = ReplayOptions(
             base_url="http://simulated", rate=config.qps, signal_lead_s=signal_lead_ms * 1e-3, seed=config.seed
         )
-        return lambda: iter(asks_of(Log(log), options))
+        return lambda: iter(asks_of(QueryLog(log), options))
     if config.users is None:
         raise ConfigError("users: needed, unless --log names a query log")
     users = _section(config.users, UsersConfig)
@@ -113,11 +113,11 @@ def _section(given: S | str, kind: type[S]) -> S:
 @click.option("--out", required=True, type=FILE, help="YAML for the key `users`.")
 def fit_users_command(log: Path, num_users: int | None, out: Path) -> None:
     """Fit popularity, returns, lengths and growth of the users of a query LOG."""
-    from npu_gr.replay.log import Log
+    from npu_gr.replay.files import QueryLog
     from npu_gr.simulate.config import write
     from npu_gr.simulate.fit import fit_users
 
-    write(fit_users(Log(log), num_users), out)
+    write(fit_users(QueryLog(log), num_users), out)
     click.echo(out.read_text(), nl=False)
 
 
@@ -147,7 +147,7 @@ def fit_device_command(
     """Replay a query LOG slowly against a running instance and fit its device profile from the answers."""
     import uvloop
 
-    from npu_gr.replay.log import Log
+    from npu_gr.replay.files import QueryLog
     from npu_gr.replay.options import ReplayOptions
     from npu_gr.simulate.config import write
     from npu_gr.simulate.fit import fit_device, measure
@@ -155,7 +155,7 @@ def fit_device_command(
     options = ReplayOptions(
         base_url=url, api_key=api_key, rate=rate, limit=limit, warmup_s=warmup_s, signal_lead_s=0.05
     )
-    ranks, signals_s = uvloop.run(measure(Log(log), options))
+    ranks, signals_s = uvloop.run(measure(QueryLog(log), options))
     profile = fit_device(
         ranks,
         signals_s,

@@ -13,6 +13,7 @@ from aiohttp import web
 from npu_gr.core.errors import NpuGrError, Unprocessable
 from npu_gr.core.request import (
     Events,
+    EventsRequest,
     GenerateAnswer,
     GenerateRequest,
     MatchAnswer,
@@ -21,23 +22,24 @@ from npu_gr.core.request import (
     RankRequest,
     RecommendAnswer,
     RecommendRequest,
+    Request,
     SignalAnswer,
     SignalRequest,
     UserKey,
 )
-from npu_gr.replay.log import Kind
-from npu_gr.replay.recorder import Answer, Recorder, RecordOrder, RecordStatus, Request, Seen, the
+from npu_gr.replay.recorder import RecordedRequest, Recorder, RecordOrder, RecordStatus, the
 from npu_gr.server.service_protocol import Door
 from npu_gr.server.wire import JSON
 
 A = TypeVar("A")
 
-_KINDS: dict[type[Request], Kind] = {
+_KINDS: dict[type[Request], str] = {
     RankRequest: "rank",
     SignalRequest: "signal",
     GenerateRequest: "generate",
     MatchRequest: "match",
     RecommendRequest: "recommend",
+    EventsRequest: "events",
 }
 
 
@@ -76,31 +78,31 @@ class RecordingDoor:
 
     async def append_events(self, user: UserKey, events: Events, budget_s: float) -> int:
         """See `Door.append_events`."""
-        return await self._seen(self._door.append_events(user, events, budget_s), user, budget_s, events=events)
+        return await self._seen(
+            self._door.append_events(user, events, budget_s), user, budget_s, EventsRequest(user=user, events=events)
+        )
 
     async def _seen(
         self,
         work: Awaitable[A],
         user: UserKey,
         budget_s: float,
-        request: Request | None = None,
-        events: Events | None = None,
+        request: Request,
     ) -> A:
         if not self._recorder.wants(user):
             return await work
         arrived_at, began_at = time.time(), time.monotonic()
 
-        def offer(status: int, answer: object) -> None:
-            seen = Seen(
-                kind="events" if request is None else _KINDS[type(request)],
+        def offer(status: int, answer: Any) -> None:
+            seen = RecordedRequest(
+                kind=_KINDS[type(request)],
                 arrived_at=arrived_at,
                 took_s=time.monotonic() - began_at,
                 budget_s=budget_s,
                 user=user,
                 status=status,
                 request=request,
-                events=events,
-                answer=answer if isinstance(answer, Answer) else None,
+                answer=None if isinstance(answer, int) else answer,
             )
             self._recorder.offer(seen)
 

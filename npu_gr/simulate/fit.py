@@ -22,10 +22,11 @@ import numpy.typing as npt
 from npu_gr.core.errors import DataError
 from npu_gr.core.request import Outcome
 from npu_gr.engine.cost import fit_passes
-from npu_gr.replay.log import Record, count
+from npu_gr.replay.log import QueryRecord, count
 from npu_gr.replay.options import ReplayOptions
 from npu_gr.replay.plan import plan
-from npu_gr.replay.player import PlayerOptions, Sample, play
+from npu_gr.replay.player import PlayerOptions, play
+from npu_gr.replay.sample import Sample
 from npu_gr.simulate.config import DeviceProfile, Late, Lognormal, UsersConfig
 from npu_gr.simulate.users import Ask
 
@@ -44,7 +45,7 @@ _OUTLIER = 1.5  # of the median ratio to the model; a pass that took longer was 
 # ---- users
 
 
-def fit_users(records: Iterable[Record], num_users: int | None = None) -> UsersConfig:
+def fit_users(records: Iterable[QueryRecord], num_users: int | None = None) -> UsersConfig:
     """The model of a log's users.
 
     Args:
@@ -118,7 +119,7 @@ def fit_mixture(logs: F64, num_parts: int = 2) -> list[Lognormal]:
     return [Lognormal(weight=max(w, 1e-6), median=m, sigma=s) for w, m, s in parts]
 
 
-def asks_of(records: Iterable[Record], options: ReplayOptions) -> Iterable[Ask]:
+def asks_of(records: Iterable[QueryRecord], options: ReplayOptions) -> Iterable[Ask]:
     """A log's own traffic, as a replay with these options sends it.
 
     A record without a history has its user's last known length, and the events that the log appended since.
@@ -155,7 +156,7 @@ class MeasuredRank:
     due_at: float = 0.0  # in the replay
 
 
-async def measure(records: Iterable[Record], options: ReplayOptions) -> tuple[list[MeasuredRank], list[float]]:
+async def measure(records: Iterable[QueryRecord], options: ReplayOptions) -> tuple[list[MeasuredRank], list[float]]:
     """Replay against a running instance; ranks, and the seconds of signals at the client."""
     ranks, signals = list[MeasuredRank](), list[float]()
 

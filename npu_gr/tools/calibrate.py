@@ -26,7 +26,7 @@ from npu_gr.jobs.rank import Ranking
 from npu_gr.kv.keys import PrefixKey
 from npu_gr.metrics.registry import Metrics
 from npu_gr.relay.calibration import Calibration
-from npu_gr.replay.log import Record
+from npu_gr.replay.log import QueryRecord
 from npu_gr.service.build import describe, open_ranking, seeded_tokens
 from npu_gr.service.config import Config
 
@@ -40,7 +40,7 @@ class Traffic(NamedTuple):
     t_life_s: float | None
 
 
-def traffic(records: Iterable[Record]) -> Traffic:
+def traffic(records: Iterable[QueryRecord]) -> Traffic:
     """Lengths of the histories that come whole, and times from a user's signal to the end of the rank after it.
 
     Raises:

@@ -30,8 +30,9 @@ from npu_gr.features.load import load_interactions
 from npu_gr.features.store import open_store
 from npu_gr.model.weights import Checkpoint, save
 from npu_gr.model.weights import load as load_checkpoint
-from npu_gr.replay.convert import Catalogue, from_ratings
-from npu_gr.replay.log import Record, write
+from npu_gr.replay.convert import ModelVocabulary, from_ratings
+from npu_gr.replay.files import write
+from npu_gr.replay.log import QueryRecord
 from npu_gr.replay.options import ReplayOptions
 from npu_gr.replay.report import Report
 from npu_gr.replay.run import replay
@@ -57,7 +58,7 @@ class Prepared:
     config_path: Path
     overrides: list[str]
     config: Config
-    records: list[Record]
+    records: list[QueryRecord]
     folder: Path
     log: Interactions
     source: Path
@@ -95,7 +96,7 @@ async def prepare(config_path: Path, folder: Path, console: Console, port: int) 
     with training_progress(console) as progress:
         cascade = showcase.prepare(folder, history, console, progress)
     await asyncio.to_thread(_forget, folder)
-    catalogue = Catalogue(item_ids=checkpoint.item_ids, action_values=checkpoint.action_values)
+    catalogue = ModelVocabulary(item_ids=checkpoint.item_ids, action_values=checkpoint.action_values)
     records = from_ratings(heldout, catalogue, slice_events=SLICE, num_candidates=CANDIDATES)
     write(folder / "traffic.jsonl.gz", records)
     overrides = [

@@ -9,7 +9,7 @@ import numpy as np
 
 from npu_gr.core.request import RankAnswer, RankRequest
 from npu_gr.replay.compare import compare
-from npu_gr.replay.log import LoggedHistory, Record
+from npu_gr.replay.log import LoggedHistory, QueryRecord
 from npu_gr.replay.options import ReplayOptions
 from npu_gr.replay.report import Report
 from npu_gr.replay.run import replay
@@ -22,7 +22,7 @@ HBM = {"relay": {"t_life_s": 60.0}, "kv": {"hbm_bytes": 16_000_000}}
 DRAM = {"relay": {"t_life_s": 60.0}, "kv": {"hbm_bytes": 1_400_000}}  # room for two users
 
 
-def log() -> list[Record]:
+def log() -> list[QueryRecord]:
     """Users who come back, each time with some more behaviours."""
     random = np.random.default_rng(0)
     histories = [columns(events(1100, seed=user)) for user in range(USERS)]
@@ -31,7 +31,7 @@ def log() -> list[Record]:
         for user, history in enumerate(histories):
             length = 1000 + 10 * visit
             records.append(
-                Record(
+                QueryRecord(
                     ts=len(records) * 0.01,
                     kind="rank",
                     user_id=f"u{user}",

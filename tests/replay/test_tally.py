@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from npu_gr.replay.histogram import MAX_SLICES, Latency, Slices
-from npu_gr.replay.player import Sample
 from npu_gr.replay.quality import auc
 from npu_gr.replay.report import summarise
+from npu_gr.replay.sample import Sample
 from npu_gr.replay.tally import PooledAuc, Tally
 from tests.replay.test_report import sample
 

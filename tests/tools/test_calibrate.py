@@ -15,7 +15,7 @@ from npu_gr.cli.main import main
 from npu_gr.core.errors import ConfigError, DataError
 from npu_gr.core.request import Events
 from npu_gr.relay.calibration import Calibration, beside
-from npu_gr.replay.log import LoggedAnswer, LoggedHistory, Record
+from npu_gr.replay.log import LoggedAnswer, LoggedHistory, QueryRecord
 from npu_gr.service.config import load, to_table
 from npu_gr.tools.calibrate import Traffic, calibrate, traffic
 from tests.models import events
@@ -26,14 +26,14 @@ def history(num: int) -> LoggedHistory:
     return LoggedHistory.of(events(num, num))
 
 
-def rank(ts: float, user: str, **fields: object) -> Record:
-    return Record(ts=ts, kind="rank", user_id=user, candidates=[1], **fields)  # type: ignore[arg-type]
+def rank(ts: float, user: str, **fields: object) -> QueryRecord:
+    return QueryRecord(ts=ts, kind="rank", user_id=user, candidates=[1], **fields)  # type: ignore[arg-type]
 
 
 def test_a_log_says_how_long_histories_are_and_how_long_a_prefix_waits() -> None:
     records = []
     for n in range(100):
-        records.append(Record(ts=n * 10.0, kind="signal", user_id=f"u{n}", history=history(n + 1)))
+        records.append(QueryRecord(ts=n * 10.0, kind="signal", user_id=f"u{n}", history=history(n + 1)))
         answer = LoggedAnswer(latency_ms=50.0)
         records.append(rank(n * 10.0 + 0.01 * n, f"u{n}", history=history(n + 1), answer=answer))
     found = traffic(records)
