@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-TaskScores = Mapping[str, Sequence[float | None]] | Mapping[str, npt.NDArray[np.float32]]
+TaskScores = Mapping[str, Sequence[float | None] | npt.NDArray[np.float32]]
 
 
 def digest(scores: TaskScores, items: Sequence[int] | npt.NDArray[np.int64] = ()) -> str:

@@ -16,24 +16,6 @@ import numpy.typing as npt
 F64 = npt.NDArray[np.float64]
 
 
-def auc(scores: npt.ArrayLike, labels: npt.ArrayLike) -> float:
-    """P(a positive outranks a negative), ties count half; NaN without a positive or without a negative.
-
-    Args:
-        scores: [n], higher is better.
-        labels: [n], 0 or 1.
-    """
-    values, positive = _read(scores, labels)
-    num_positive = int(positive.sum())
-    num_pairs = num_positive * (len(positive) - num_positive)
-    if not num_pairs:
-        return nan
-    _, place, counts = np.unique(values, return_inverse=True, return_counts=True)
-    mean_rank = np.cumsum(counts) - (counts - 1) / 2  # from 1; tied scores share the mean of their ranks
-    wins = mean_rank[place][positive].sum() - num_positive * (num_positive + 1) / 2
-    return float(wins / num_pairs)
-
-
 def ndcg_at(k: int, scores: npt.ArrayLike, labels: npt.ArrayLike) -> float:
     """Expected DCG of the first k over that of the best order, binary gains, log2 discount; NaN without a positive.
 

@@ -14,7 +14,7 @@ from npu_gr.backend.cpu.backend import NativeMode
 from npu_gr.core import settings
 from npu_gr.core.kinds import KINDS
 from npu_gr.engine.queue import SchedulerConfig
-from npu_gr.features.store import HistoryConfig
+from npu_gr.features.base import HistoryConfig
 from npu_gr.jobs.generate import GenerateConfig
 from npu_gr.jobs.match import MatchConfig
 from npu_gr.jobs.recommend import RecommendConfig

@@ -65,8 +65,8 @@ from npu_gr.core.request import (
     Verdict,
 )
 from npu_gr.engine.scheduler import Scheduler
-from npu_gr.features.prefix_history_cache import KnownPrefixes
-from npu_gr.features.store import HistoryStore
+from npu_gr.features.base import HistoryStore
+from npu_gr.features.prefix_history_cache import PrefixHistoryCache
 from npu_gr.jobs.generate import Generation
 from npu_gr.jobs.match import Matching
 from npu_gr.jobs.rank import Ranking, RankingConfig
@@ -118,7 +118,7 @@ class Service:
         self.on_reload: Callable[[], Awaitable[None]] = _nothing_to_reload
         self._gates: defaultdict[str, Gate] = defaultdict(Gate)  # by kind of request
         self._limiter = Limiter(config.max_inflight, _adaptive(config))
-        self._known = KnownPrefixes(config.known_prefix_bytes)
+        self._known = PrefixHistoryCache(config.known_prefix_bytes)
         self._effective_config = effective_config
         self._not_ready = "starting"
 

@@ -36,7 +36,7 @@ def ratings() -> Interactions:
         users.astype(np.int32),
         random.integers(0, NUM_ITEMS, len(users)),
         random.integers(1, 6, len(users)).astype(np.float64),
-        np.sort(random.integers(8e8, 9e8, len(users))),
+        np.sort(random.integers(800_000_000, 900_000_000, len(users))),
         [f"user-{i}" for i in range(NUM_USERS)],
     )
 

@@ -26,7 +26,7 @@ def log() -> list[QueryRecord]:
     """Users who come back, each time with some more behaviours."""
     random = np.random.default_rng(0)
     histories = [columns(events(1100, seed=user)) for user in range(USERS)]
-    records = []
+    records: list[QueryRecord] = []
     for visit in range(VISITS):
         for user, history in enumerate(histories):
             length = 1000 + 10 * visit
@@ -65,7 +65,7 @@ async def run(folder: Path, name: str, sections: dict[str, Any], **options: Any)
 
 
 async def test_scores_are_the_same_on_every_path_and_in_every_run(tmp_path: Path) -> None:
-    paths = {"cold": COLD, "hbm": HBM, "dram": DRAM}
+    paths: dict[str, dict[str, Any]] = {"cold": COLD, "hbm": HBM, "dram": DRAM}
     for name, sections in paths.items():
         lead = {"signal_lead_s": 0.0} if name == "hbm" else {}  # a signal would bring it back to HBM first
         reports = [await run(tmp_path, f"{name}{again}", sections, **lead) for again in (1, 2)]

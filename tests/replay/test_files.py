@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import tracemalloc
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -85,7 +86,8 @@ def test_bad_lines_are_skipped_by_choice_and_told_with_their_numbers(tmp_path: P
     lines[1] = lines[1][:20]
     lines[7] = b"\xff\xfe"
     data = b"\n".join(lines)[:-5]  # and the last line is cut
-    pack = {".gz": gzip.compress, ".zst": zstandard.compress}.get(suffix[6:], bytes)
+    packs: dict[str, Callable[[bytes], bytes]] = {".gz": gzip.compress, ".zst": zstandard.compress}
+    pack = packs.get(suffix[6:], bytes)
     path = tmp_path / f"log{suffix}"
     path.write_bytes(pack(data))
     log = QueryLog(path, "skip")

@@ -22,8 +22,8 @@ def options(**values: Any) -> ReplayOptions:
 
 
 def record(kind: Any, ts: float, user: str = "a", tenant: str = "") -> QueryRecord:
-    more: dict[str, Any] = {"rank": {"candidates": [1, 2]}, "events": {"events": EVENTS}}.get(kind, {})
-    return QueryRecord(ts=ts, kind=kind, user_id=user, tenant=tenant, **more)
+    fields: dict[str, dict[str, Any]] = {"rank": {"candidates": [1, 2]}, "events": {"events": EVENTS}}
+    return QueryRecord(ts=ts, kind=kind, user_id=user, tenant=tenant, **fields.get(kind, {}))
 
 
 def all_of(records: list[QueryRecord], options: ReplayOptions) -> list[Action]:

@@ -51,7 +51,7 @@ def recorded(folder: Path) -> list[QueryRecord]:
 
 
 async def test_a_service_records_what_it_was_asked_and_a_replay_is_answered_the_same(tmp_path: Path) -> None:
-    sections = {"record": {"folder": str(tmp_path / "traffic"), "scores": True}}
+    sections: dict[str, Any] = {"record": {"folder": str(tmp_path / "traffic"), "scores": True}}
     rank = {"user_id": "a", "tenant": "t", "candidates": [FIRST_ID, FIRST_ID + 5, 7], "history": HISTORY, "top_k": 1}
     async with serving(tmp_path, **sections) as (client, _):
         assert (await client.post("/v1/rank", json=rank)).status == 200  # not on yet
@@ -95,7 +95,7 @@ async def test_a_service_records_what_it_was_asked_and_a_replay_is_answered_the_
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
 async def test_matches_are_recorded_and_a_replay_is_answered_the_same(tmp_path: Path, suffix: str) -> None:
     save(make_vectors(folding=make_folding()), tmp_path / "vectors")
-    sections = {"record": {"folder": str(tmp_path / "traffic"), "enabled": True, "suffix": ".jsonl"}}
+    sections: dict[str, Any] = {"record": {"folder": str(tmp_path / "traffic"), "enabled": True, "suffix": ".jsonl"}}
     match = {"vectors": str(tmp_path / "vectors")}
     new = {"items": [102, 108], "actions": [0, 0], "timestamps": [1, 2]}  # a stranger's
     async with serving(tmp_path, match=match, **sections) as (client, _):
@@ -121,7 +121,7 @@ async def test_matches_are_recorded_and_a_replay_is_answered_the_same(tmp_path: 
     write(log, records)
     for mode in ("logged", "delta"):
         async with serving(tmp_path, watched=False, match=match) as (client, _):
-            options = ReplayOptions(base_url=str(client.make_url("")), histories=mode)  # type: ignore[arg-type]
+            options = ReplayOptions(base_url=str(client.make_url("")), histories=mode)
             report = await replay(log, options, answers=tmp_path / "answers.jsonl.gz")
         assert report.errors == {"match 422": 1}
         assert report.logged_digests == {"equal": 3}
@@ -231,11 +231,12 @@ def test_what_a_dead_process_left_is_readable_up_to_its_end(tmp_path: Path) -> N
 def test_bad_settings_are_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     (tmp_path / "short").write_bytes(b"abc")
-    for values, field in (
+    cases: tuple[tuple[dict[str, Any], str], ...] = (
         ({"folder": str(tmp_path / "file")}, r"record\.folder"),
         ({"folder": str(tmp_path), "hash_key_file": str(tmp_path / "none")}, "hash_key_file.*No such file"),
         ({"folder": str(tmp_path), "hash_key_file": str(tmp_path / "short")}, "3 bytes, at least 16"),
-    ):
+    )
+    for values, field in cases:
         with pytest.raises(ConfigError, match=field):
             Recorder(RecordConfig(**values))
 

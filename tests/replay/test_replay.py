@@ -253,6 +253,8 @@ async def test_errors_are_counted_by_what_went_wrong_and_events_still_follow() -
                 return web.json_response({"outcome": "hbm_hit"})
             case "short":
                 return ranked(body, scores={"click": [1.0]})
+            case _:
+                pass
         return None
 
     async with service(fail) as fake:
