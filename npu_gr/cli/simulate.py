@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import click
 
-from npu_gr.cli.replay import API_KEY, FILE, RunByDefault
+from npu_gr.cli.options import API_KEY, FILE, RunByDefault
 from npu_gr.core.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -8,8 +8,8 @@ import numpy as np
 
 from npu_gr.core.errors import DataError
 from npu_gr.core.request import Events, UserKey
-from npu_gr.features.interactions import Interactions
 from npu_gr.features.base import HistoryStore
+from npu_gr.features.interactions import Interactions
 
 BATCH_USERS = 256
 
