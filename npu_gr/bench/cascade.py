@@ -25,8 +25,11 @@ from npu_gr.bench.line import Line, percentiles
 from npu_gr.bench.relay_rig import Arm, Rig, Served, Shape, measure_idle
 from npu_gr.core.request import I64, Events, HistoryRef, ModelInfo, Outcome, RecommendAnswer, RecommendRequest, UserKey
 from npu_gr.engine.rank_engine import Pass
+from npu_gr.jobs.base import Call
+from npu_gr.jobs.cascade_plan import RecommendConfig
 from npu_gr.jobs.ranking import Ranking, RankingConfig
-from npu_gr.jobs.recommend import Asked, Cascade, RecommendConfig, Sized, Source
+from npu_gr.jobs.recommend import Cascade
+from npu_gr.jobs.sources import SizedSource, Source, SourceRequest
 from npu_gr.metrics.registry import Metrics
 from npu_gr.service.config import SLOConfig
 
@@ -89,7 +92,7 @@ async def _round(
         ranking = _ranking(rig, served)
         source = _elsewhere(rig, multiple) if multiple is not None else _on_this_device(rig, served)
         metrics = Metrics(CollectorRegistry(), SLOConfig().objectives())
-        cascade = Cascade(RecommendConfig(), {"generate": Sized(source, 100)}, metrics)
+        cascade = Cascade(RecommendConfig(), {"generate": SizedSource(source, 100)}, metrics)
         for number in range(-1, count):  # the first is not counted
             events = rig.user(random)
             request = RecommendRequest(
@@ -101,7 +104,8 @@ async def _round(
             )
             began_at = time.perf_counter()
             tokens = ranking.tokenize(events, 0)
-            answer = await cascade.recommend(request, ranking, events, tokens, time.monotonic() + BUDGET_S, 0.0)
+            now_at = time.monotonic()
+            answer = await cascade.recommend(request, ranking, events, tokens, Call(now_at, now_at + BUDGET_S))
             if number >= 0:
                 found.append((time.perf_counter() - began_at, answer))
             served.pool.erase_user(request.user)
@@ -133,7 +137,7 @@ def _drawn(rig: Rig, events: Events) -> I64:
 
 
 def _elsewhere(rig: Rig, multiple: float) -> Source:
-    async def retrieve(asked: Asked) -> I64:
+    async def retrieve(asked: SourceRequest) -> I64:
         await asyncio.sleep(multiple * rig.idle.prefill_s)
         return _drawn(rig, asked.events)
 
@@ -143,8 +147,8 @@ def _elsewhere(rig: Rig, multiple: float) -> Source:
 def _on_this_device(rig: Rig, served: Served) -> Source:
     other = rig.tokens(rig.returning)
 
-    async def retrieve(asked: Asked) -> I64:
-        await served.engine.rank(Pass(other, 0, rig.candidates, 1_900_000_000), asked.deadline_at)
+    async def retrieve(asked: SourceRequest) -> I64:
+        await served.engine.rank(Pass(other, 0, rig.candidates, 1_900_000_000), asked.call.deadline_at)
         return _drawn(rig, asked.events)
 
     return retrieve

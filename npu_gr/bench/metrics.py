@@ -20,6 +20,7 @@ from prometheus_client import CollectorRegistry
 from npu_gr.backend.choose import choose
 from npu_gr.bench.line import Line, percentiles
 from npu_gr.bench.rank import config
+from npu_gr.core.kinds import RANK
 from npu_gr.core.request import HistoryReport, Outcome, RankAnswer, Reason, UserKey
 from npu_gr.metrics.registry import Metrics
 from npu_gr.metrics.trace import CURRENT, begin
@@ -52,14 +53,15 @@ def lines(seed: int, budget_s: float) -> Iterator[Line]:
     user = UserKey("", "u")
 
     def count() -> None:
-        metrics.in_flight.inc()
-        metrics.history_read(ANSWER.history)
-        metrics.batch_done(1, 100)
-        metrics.device_worked("rank", 2e-3)
-        metrics.prefix_waited(0.05)
-        metrics.rank_done(ANSWER, 3e-3)
-        metrics.in_flight.dec()
-        metrics.request_done("rank", "/v1/rank", 200, 3e-3, ANSWER.stages_s)
+        metrics.requests.in_flight.inc()
+        metrics.rank.history_read(ANSWER.history)
+        metrics.engine.batch_done(1, 100)
+        metrics.engine.worked("rank", 2e-3)
+        metrics.relay.first_used(0.05)
+        metrics.rank.answered(ANSWER)
+        metrics.requests.answered(RANK, ANSWER, 3e-3)
+        metrics.requests.in_flight.dec()
+        metrics.requests.done(RANK.name, RANK.path, 200, 3e-3, ANSWER.stages_s)
 
     def count_and_tell() -> None:
         trace = begin(None)

@@ -28,6 +28,7 @@ from npu_gr.backend.choose import BackendName
 from npu_gr.bench.line import Line
 from npu_gr.bench.rank import config as model_config
 from npu_gr.core.errors import NpuGrError
+from npu_gr.core.kinds import RANK, SIGNAL
 from npu_gr.core.request import Events, HistoryRef, RankRequest, SignalRequest, UserKey
 from npu_gr.model.hstu import HSTU
 from npu_gr.model.weights import Checkpoint, save
@@ -120,12 +121,14 @@ async def drive(
         history = HistoryRef(events=Events.make(items[number], np.zeros(num_tokens), times))
         await asyncio.sleep(at_s - time.monotonic())
         with suppress(NpuGrError):  # an optimisation that is not to be had now
-            await service.signal(SignalRequest(user=user, history=history, num_candidates=NUM_CANDIDATES), budget_s)
+            await service.serve(
+                SIGNAL, SignalRequest(user=user, history=history, num_candidates=NUM_CANDIDATES), budget_s
+            )
         due_at = at_s + LEAD_S
         await asyncio.sleep(due_at - time.monotonic())
         asked_s = time.monotonic()
         try:
-            await service.rank(RankRequest(user=user, candidates=candidates, history=history), budget_s)
+            await service.serve(RANK, RankRequest(user=user, candidates=candidates, history=history), budget_s)
             latency_s[number] = time.monotonic() - due_at
         except NpuGrError:
             is_refused[number] = time.monotonic() - asked_s < 0.1 * objective_s
@@ -161,7 +164,7 @@ async def _idle_s(folder: str, backend: BackendName, num_tokens: int) -> float:
                 user=UserKey("idle", str(number)), candidates=np.arange(NUM_CANDIDATES), history=history
             )
             began_at = time.perf_counter()
-            await service.rank(request, 60.0)
+            await service.serve(RANK, request, 60.0)
             taken.append(time.perf_counter() - began_at)
     return float(np.median(taken[4:]))
 

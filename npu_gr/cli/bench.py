@@ -1,4 +1,4 @@
-"""npu-gr bench: one command for each measurement. They import late."""
+"""npu-gr bench: one command for each measurement. Commands import what they need, late."""
 
 from __future__ import annotations
 
@@ -9,24 +9,32 @@ from typing import TYPE_CHECKING
 
 import click
 
+from npu_gr.cli.options import THREAD_COUNT
+
 if TYPE_CHECKING:
     from npu_gr.bench.line import Line
 
 
+AS_JSON_LINES = click.option("--json", "as_json", is_flag=True, help="Print one JSON object a line.")
+BACKEND = click.option("--backend", default="cpu", show_default=True, help="As in a configuration.")
+SEED = click.option("--seed", default=0, show_default=True)
+THREADS = click.option("--threads", default=1, show_default=True, type=THREAD_COUNT)
+
+
 @click.group()
 def bench() -> None:
-    """Measure; results are checked before anything is timed."""
+    """Measure. Every bench checks its results before it times anything."""
 
 
 @bench.command("rank")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object a line.")
-@click.option("--backend", default="cpu", show_default=True, help="As in a configuration.")
+@AS_JSON_LINES
+@BACKEND
 @click.option("--dtype", default="float32", show_default=True, type=click.Choice(["float32", "bfloat16"]))
-@click.option("--threads", default=1, show_default=True, type=click.IntRange(1))
-@click.option("--seed", default=0, show_default=True)
-@click.option("--seconds", default=3.0, show_default=True, help="Time a case.")
+@THREADS
+@SEED
+@click.option("--seconds", default=3.0, show_default=True, help="Time each case for so long.")
 def bench_rank(as_json: bool, backend: str, dtype: str, threads: int, seed: int, seconds: float) -> None:
-    """Cached against full inference, over lengths and numbers of candidates."""
+    """Compare cached with full inference, over lengths of history and numbers of candidates."""
     import torch
 
     from npu_gr.bench.rank import lines
@@ -36,14 +44,16 @@ def bench_rank(as_json: bool, backend: str, dtype: str, threads: int, seed: int,
 
 
 @bench.command("kernels")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object a line.")
-@click.option("--isa", default="", help="Instruction set; the best of this CPU by default.")
-@click.option("--seed", default=0, show_default=True)
-@click.option("--seconds", default=2.0, show_default=True, help="Time a case.")
-@click.option("--only", type=click.Choice(["roofs", "topk", "hstu"]), help="One part.")
-@click.option("--device", default="cpu", show_default=True, help="Or another backend: its ops against torch's there.")
+@AS_JSON_LINES
+@click.option("--isa", default="", help="Instruction set; by default the best of this CPU.")
+@SEED
+@click.option("--seconds", default=2.0, show_default=True, help="Time each case for so long.")
+@click.option("--only", type=click.Choice(["roofs", "topk", "hstu"]), help="Run one part.")
+@click.option(
+    "--device", default="cpu", show_default=True, help="Another backend compares its ops with torch's on that device."
+)
 def bench_kernels(as_json: bool, isa: str, seed: int, seconds: float, only: str | None, device: str) -> None:
-    """Native CPU kernels on one thread: against what the CPU can do at most, torch ops and a naive cached path."""
+    """Compare native CPU kernels, on one thread, with the CPU's roofs, torch ops and a naive cached path."""
     import torch
 
     from npu_gr.bench import kernels_device
@@ -58,22 +68,22 @@ def bench_kernels(as_json: bool, isa: str, seed: int, seconds: float, only: str 
 
 
 @bench.command("wire")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object a line.")
-@click.option("--seed", default=0, show_default=True)
-@click.option("--seconds", default=1.0, show_default=True, help="Time a case.")
+@AS_JSON_LINES
+@SEED
+@click.option("--seconds", default=1.0, show_default=True, help="Time each case for so long.")
 def bench_wire(as_json: bool, seed: int, seconds: float) -> None:
-    """Reading a rank's body: raw columns against lists of numbers."""
+    """Compare reading a rank's body with raw columns and with lists of numbers."""
     from npu_gr.bench.wire import lines
 
     _show(lines(seed, seconds), "cpu", seed, as_json)
 
 
 @bench.command("metrics")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object a line.")
-@click.option("--seed", default=0, show_default=True)
-@click.option("--seconds", default=2.0, show_default=True, help="Time a case.")
+@AS_JSON_LINES
+@SEED
+@click.option("--seconds", default=2.0, show_default=True, help="Time each case for so long.")
 def bench_metrics(as_json: bool, seed: int, seconds: float) -> None:
-    """What counting, tracing and logging add to a rank, in CPU time."""
+    """Measure the CPU time that metrics, tracing and the access log add to a rank."""
     import torch
 
     from npu_gr.bench.metrics import lines
@@ -83,14 +93,14 @@ def bench_metrics(as_json: bool, seed: int, seconds: float) -> None:
 
 
 @bench.command("generate")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object a line.")
-@click.option("--backend", default="cpu", show_default=True, help="As in a configuration.")
-@click.option("--threads", default=1, show_default=True, type=click.IntRange(1))
-@click.option("--seed", default=0, show_default=True)
-@click.option("--seconds", default=5.0, show_default=True, help="Time a beam width.")
-@click.option("--transformers/--no-transformers", default=True, help="With that baseline: about a minute more.")
+@AS_JSON_LINES
+@BACKEND
+@THREADS
+@SEED
+@click.option("--seconds", default=5.0, show_default=True, help="Time each beam width for so long.")
+@click.option("--transformers/--no-transformers", default=True, help="Run that baseline too: about a minute more.")
 def bench_generate(as_json: bool, backend: str, threads: int, seed: int, seconds: float, transformers: bool) -> None:
-    """Semantic-ID beam search against dense search, no prefix cache, and Hugging Face transformers."""
+    """Compare semantic-ID beam search with dense search, no prefix cache, and Hugging Face transformers."""
     import torch
 
     from npu_gr.bench.generate import lines
@@ -100,21 +110,21 @@ def bench_generate(as_json: bool, backend: str, threads: int, seed: int, seconds
 
 
 @bench.command("router")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object a line.")
-@click.option("--seed", default=0, show_default=True)
+@AS_JSON_LINES
+@SEED
 @click.option("--seconds", default=10.0, show_default=True)
 def bench_router(as_json: bool, seed: int, seconds: float) -> None:
-    """What the router adds to a call, and Envoy in the same run where it is installed."""
+    """Measure what the router adds to a call, beside Envoy if it is installed."""
     from npu_gr.bench.router import lines
 
     _show(lines(seed, seconds), "cpu", seed, as_json)
 
 
 @bench.command("twin")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object a line.")
-@click.option("--seed", default=0, show_default=True)
+@AS_JSON_LINES
+@SEED
 def bench_twin(as_json: bool, seed: int) -> None:
-    """Ascend masked_topk on the CPU twin: instructions and bytes counted, time modelled. Not a measurement."""
+    """Count instructions and bytes of Ascend's masked_topk on the CPU twin, and model its time. Not a measurement."""
     from rich.console import Console
 
     from npu_gr.bench.twin import lines, table
@@ -126,15 +136,15 @@ def bench_twin(as_json: bool, seed: int) -> None:
 
 
 @bench.command("cascade")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object a line.")
-@click.option("--backend", default="cpu", show_default=True, help="As in a configuration.")
-@click.option("--threads", default=1, show_default=True, type=click.IntRange(1))
-@click.option("--seed", default=0, show_default=True)
+@AS_JSON_LINES
+@BACKEND
+@THREADS
+@SEED
 @click.option("--lengths", default="1024,2048", show_default=True, help="Tokens of a history, comma-separated.")
 @click.option("--layers", default=3, show_default=True, type=click.IntRange(1))
-@click.option("--count", default=15, show_default=True, type=click.IntRange(3), help="Requests an arm.")
+@click.option("--count", default=15, show_default=True, type=click.IntRange(3), help="Requests of each arm.")
 def bench_cascade(as_json: bool, backend: str, threads: int, seed: int, lengths: str, layers: int, count: int) -> None:
-    """A recommend end to end, with and without the relay."""
+    """Measure a recommend end to end, with and without the relay."""
     import torch
 
     from npu_gr.bench.cascade import lines
@@ -145,24 +155,30 @@ def bench_cascade(as_json: bool, backend: str, threads: int, seed: int, lengths:
 
 
 @bench.command("relay")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object a line.")
-@click.option("--backend", default="cpu", show_default=True, help="As in a configuration.")
-@click.option("--threads", default=1, show_default=True, type=click.IntRange(1))
-@click.option("--seed", default=0, show_default=True)
+@AS_JSON_LINES
+@BACKEND
+@THREADS
+@SEED
 @click.option("--lengths", default="1024,2048", show_default=True, help="Tokens of a history, comma-separated.")
-@click.option("--candidates", default="100", show_default=True, help="Of a rank, comma-separated.")
+@click.option("--candidates", default="100", show_default=True, help="Candidates of a rank, comma-separated.")
 @click.option("--layers", default=3, show_default=True, type=click.IntRange(2))
 @click.option("--dim", default=256, show_default=True, help="Of the model; a multiple of 64.")
-@click.option("--count", default=200, show_default=True, type=click.IntRange(1), help="Requests a run.")
+@click.option("--count", default=200, show_default=True, type=click.IntRange(1), help="Requests of each run.")
 @click.option(
     "--lowest",
     default=0.1,
     show_default=True,
     type=click.FloatRange(min=0, min_open=True),
-    help="The lowest rate, of what full inference could do.",
+    help="The lowest rate, as a share of what full inference could do.",
 )
-@click.option("--trace", type=click.Path(path_type=Path), help="A Mooncake trace: whose returns an arm follows.")
-@click.option("--only", "parts", multiple=True, type=click.Choice(["arms", "longest", "trigger"]), help="Parts of it.")
+@click.option("--trace", type=click.Path(path_type=Path), help="A Mooncake trace; one arm follows its returns.")
+@click.option(
+    "--only",
+    "parts",
+    multiple=True,
+    type=click.Choice(["arms", "longest", "trigger"]),
+    help="Run these parts; repeatable.",
+)
 def bench_relay(
     as_json: bool,
     backend: str,
@@ -177,7 +193,7 @@ def bench_relay(
     trace: Path | None,
     parts: tuple[str, ...],
 ) -> None:
-    """Traffic within the objective, and length of history, with and without a relay: minutes a shape."""
+    """Measure the rate and the history length that keep the objective, with and without a relay: minutes a shape."""
     import torch
 
     from npu_gr.bench.relay import PARTS, lines
@@ -191,36 +207,38 @@ def bench_relay(
 
 
 @bench.command("overload")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object a line.")
-@click.option("--backend", default="cpu", show_default=True, help="As in a configuration.")
-@click.option("--seed", default=0, show_default=True)
-@click.option("--tokens", default=512, show_default=True, type=click.IntRange(16), help="Of a history.")
+@AS_JSON_LINES
+@BACKEND
+@SEED
+@click.option("--tokens", default=512, show_default=True, type=click.IntRange(16), help="Tokens of a history.")
 @click.option("--layers", default=3, show_default=True, type=click.IntRange(1))
-@click.option("--seconds", default=10.0, show_default=True, help="Of arrivals, a rate.")
+@click.option("--seconds", default=10.0, show_default=True, help="Send each rate for so long.")
 def bench_overload(as_json: bool, backend: str, seed: int, tokens: int, layers: int, seconds: float) -> None:
-    """What is answered in time when up to 5 times as much is asked as the instance can do."""
+    """Measure what is answered in time under up to 5 times the load that the instance sustains."""
     from npu_gr.bench.overload import lines
 
     _show(lines(backend, tokens, layers, seconds, seed), backend, seed, as_json)  # type: ignore[arg-type]
 
 
 @bench.command("store")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object a line.")
-@click.option("--seed", default=0, show_default=True)
+@AS_JSON_LINES
+@SEED
 def bench_store(as_json: bool, seed: int) -> None:
-    """What a DRAM tier of a million prefixes costs the event loop."""
+    """Measure what a DRAM tier of a million prefixes costs the event loop."""
     from npu_gr.bench.store import lines
 
     _show(lines(seed), "cpu", seed, as_json)
 
 
 @bench.command("match")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object a line.")
-@click.option("--items", default=1_000_000, show_default=True, type=click.IntRange(1000), help="Of the catalogue.")
-@click.option("--seed", default=0, show_default=True)
-@click.option("--seconds", default=5.0, show_default=True, help="Time a batch size.")
+@AS_JSON_LINES
+@click.option(
+    "--items", default=1_000_000, show_default=True, type=click.IntRange(1000), help="Items of the catalogue."
+)
+@SEED
+@click.option("--seconds", default=5.0, show_default=True, help="Time each batch size for so long.")
 def bench_match(as_json: bool, items: int, seed: int, seconds: float) -> None:
-    """Exact top-k over all items against numpy and faiss, on one thread; recall of the approximate index."""
+    """Compare exact top-k over all items with numpy and faiss, on one thread; and measure the HNSW index's recall."""
     import os
 
     for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
@@ -234,13 +252,13 @@ def bench_match(as_json: bool, items: int, seed: int, seconds: float) -> None:
 
 
 @bench.command("match-train")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object a line.")
-@click.option("--edges", default=1_000_000, show_default=True, type=click.IntRange(1000), help="Of both domains.")
-@click.option("--steps", default=4, show_default=True, type=click.IntRange(2), help="Of each stage that are timed.")
+@AS_JSON_LINES
+@click.option("--edges", default=1_000_000, show_default=True, type=click.IntRange(1000), help="Edges of both domains.")
+@click.option("--steps", default=4, show_default=True, type=click.IntRange(2), help="Steps of each stage to time.")
 @click.option("--threads", default=2, show_default=True, type=click.IntRange(1))
-@click.option("--seed", default=0, show_default=True)
+@SEED
 def bench_match_train(as_json: bool, edges: int, steps: int, threads: int, seed: int) -> None:
-    """What training on so many edges costs: CPU minutes and memory."""
+    """Measure what training on so many edges costs: CPU minutes and memory."""
     import torch
 
     from npu_gr.bench.match_train import lines
@@ -256,12 +274,13 @@ def _show(lines: Iterable[Line], device: str, seed: int, as_json: bool) -> None:
 
     from npu_gr.bench.line import environment
 
-    about, found = environment(device, seed), list(lines) if not as_json else lines
+    about = environment(device, seed)
     if as_json:
         click.echo(json.dumps(about))
-        for line in found:
+        for line in lines:
             click.echo(json.dumps(line.as_dict()))
         return
+    found = list(lines)
     columns = ("baseline", "ours", "ratio", "floor", "of it", "ok")
     numbers = (Column(name, justify="right", no_wrap=True) for name in columns)
     table = Table(Column("case", overflow="fold"), *numbers, box=box.SIMPLE)

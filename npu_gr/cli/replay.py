@@ -1,4 +1,4 @@
-"""npu-gr replay [run | compare | convert] and npu-gr record. Like `cli`, commands import what they need, late."""
+"""npu-gr replay [run | compare | convert] and npu-gr record. Commands import what they need, late."""
 
 from __future__ import annotations
 
@@ -11,66 +11,62 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from npu_gr.cli.options import API_KEY, FILE, VALUE_COLUMN, RunByDefault, run_async
 from npu_gr.core.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from npu_gr.features.interactions import Interactions
-    from npu_gr.replay.convert import Catalogue
+    from npu_gr.replay.convert import ModelVocabulary
     from npu_gr.replay.options import ReplayOptions
     from npu_gr.replay.run import Progress
     from npu_gr.train.data import Split
 
-API_KEY = click.option("--api-key", envvar="NPU_GR_API_KEY", help="Also from NPU_GR_API_KEY.")
-FILE = click.Path(path_type=Path)
-
-
-class RunByDefault(click.Group):
-    """`replay LOG ...` is `replay run LOG ...`."""
-
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Put the word in that was left out."""
-        if args and args[0] not in self.commands and args[0] not in ("--help", "-h"):
-            args = ["run", *args]
-        return super().parse_args(ctx, args)
-
 
 @click.group(cls=RunByDefault)
 def replay() -> None:
-    """Replay a query LOG (`run`, which may be left out), compare two runs, make logs from other data."""
+    """Replay a query LOG (`run`, which may be left out), compare two runs, or make logs from other data."""
 
 
 @replay.command("run")
 @click.argument("log", type=FILE)
 @click.option("--url", default="http://127.0.0.1:8080", show_default=True)
-@click.option("--speed", "speeds", multiple=True, type=float, help="Log seconds a second; several make a sweep.  [1]")
+@click.option("--speed", "speeds", multiple=True, type=float, help="Log seconds a second; repeat it for a sweep.  [1]")
 @click.option(
-    "--rate", "rates", multiple=True, type=float, help="Ranks a second instead of the log's times; also several."
+    "--rate",
+    "rates",
+    multiple=True,
+    type=float,
+    help="Ranks a second instead of the log's times; repeat it for a sweep.",
 )
 @click.option("--arrival", default="poisson", show_default=True, type=click.Choice(["poisson", "constant"]))
-@click.option("--ramp-to", type=float, help="Ranks a second that --rate grows to.")
+@click.option("--ramp-to", type=float, help="Ranks a second that --rate grows to, over --ramp-seconds.")
 @click.option("--ramp-seconds", "ramp_s", default=60.0, show_default=True)
-@click.option("--closed", type=int, help="So many requests in flight, the next when one is over; no arrivals.")
+@click.option("--closed", type=int, help="Keep so many requests in flight, the next when one is over; no arrivals.")
 @click.option("--search", nargs=2, type=float, metavar="LOW HIGH", help="Find the highest rate that keeps the SLO.")
-@click.option("--step-seconds", "step_s", default=20.0, show_default=True, help="Of the search, a rate.")
-@click.option("--target", "target_ratio", default=0.99, show_default=True, help="Of the search: share within the SLO.")
-@click.option("--signal-lead-ms", type=float, help="Signal this long before its rank, where the log has none.  [50]")
-@click.option("--rank-delay-ms", type=float, help="Signal at the log's time, rank this (median) later.")
+@click.option("--step-seconds", "step_s", default=20.0, show_default=True, help="Of each rate of the search.")
+@click.option(
+    "--target", "target_ratio", default=0.99, show_default=True, help="Share within the SLO that the search asks for."
+)
+@click.option("--signal-lead-ms", type=float, help="Signal so long before a rank whose signal the log lacks.  [50]")
+@click.option("--rank-delay-ms", type=float, help="Signal at the log's time, and rank so much later (median).")
 @click.option("--rank-delay-p99-ms", type=float, help="P99 of that delay, log-normal.")
 @click.option("--no-signals", is_flag=True, help="Send only the signals that the log has.")
 @click.option("--histories", default="logged", show_default=True, type=click.Choice(["logged", "whole", "delta"]))
 @click.option("--start", "start_s", default=0.0, help="Log seconds to leave out at the start.")
-@click.option("--limit", type=click.IntRange(1), help="Records, oldest first.")
-@click.option("--sample-users", default=1.0, show_default=True, help="Share of the users.")
-@click.option("--duration", "duration_s", type=float, help="Seconds of sending.")
-@click.option("--warmup", "warmup_s", default=0.0, show_default=True, help="Seconds at the start that do not count.")
+@click.option("--limit", type=click.IntRange(1), help="Replay so many records, oldest first.")
+@click.option("--sample-users", default=1.0, show_default=True, help="Replay this share of the users.")
+@click.option("--duration", "duration_s", type=float, help="Send for so many seconds.")
+@click.option(
+    "--warmup", "warmup_s", default=0.0, show_default=True, help="Leave the first seconds of sending out of the report."
+)
 @click.option("--timeout-ms", default=1000.0, show_default=True)
 @click.option("--slo-ms", default=50.0, show_default=True)
-@click.option("--processes", default=1, show_default=True, help="Clients, each with its share of the users.")
+@click.option("--processes", default=1, show_default=True, help="Client processes, each with its share of the users.")
 @click.option("--bad-lines", default="fail", show_default=True, type=click.Choice(["fail", "skip"]))
 @click.option("--seed", default=0, show_default=True)
 @click.option("--out", type=FILE, help="Folder for report.json, report.html and answers.jsonl.gz.")
 @click.option(
-    "--keep", default="scores", show_default=True, type=click.Choice(["scores", "digests"]), help="Of answers."
+    "--keep", default="scores", show_default=True, type=click.Choice(["scores", "digests"]), help="Kept of answers."
 )
 @click.option("--json", "as_json", is_flag=True, help="The report as JSON instead of tables.")
 @API_KEY
@@ -80,12 +76,14 @@ def run_command(log: Path, out: Path | None, keep: str, as_json: bool, **given: 
 
     from npu_gr.replay.html import page
     from npu_gr.replay.run import replay_from, stop_on_interrupt
-    from npu_gr.replay.study import SearchOptions, Study, search, sweep
+    from npu_gr.replay.study import RateSearchOptions, Study, search, sweep
 
     within = given.pop("search")
     step = {name: given.pop(name) for name in ("step_s", "target_ratio")}
     runs = _options(given)
-    searched = None if within is None else _checked(SearchOptions, low_per_s=within[0], high_per_s=within[1], **step)
+    searched = None
+    if within is not None:
+        searched = _checked(RateSearchOptions, low_per_s=within[0], high_per_s=within[1], **step)
 
     async def work() -> Study:
         if out is not None:
@@ -105,9 +103,7 @@ def run_command(log: Path, out: Path | None, keep: str, as_json: bool, **given: 
                 return await search(play, runs[0], searched, stop)
             return await sweep(play, runs, stop)
 
-    import uvloop
-
-    study = uvloop.run(work())
+    study = run_async(work)
     if out is not None:
         (out / "report.json").write_text(study.to_json() + "\n")
         (out / "report.html").write_text(page(study, f"Replay of {log.name}"))
@@ -119,12 +115,15 @@ def run_command(log: Path, out: Path | None, keep: str, as_json: bool, **given: 
 
 
 def _options(given: dict[str, Any]) -> list[ReplayOptions]:
-    """One set of options a run."""
+    """The options of each run, from those of the command line."""
     from npu_gr.replay.options import ReplayOptions
 
-    speeds, rates = given.pop("speeds"), given.pop("rates")
-    lead_ms, no_signals = given.pop("signal_lead_ms"), given.pop("no_signals")
-    delay_ms, delay_p99_ms = given.pop("rank_delay_ms"), given.pop("rank_delay_p99_ms")
+    speeds = given.pop("speeds")
+    rates = given.pop("rates")
+    lead_ms = given.pop("signal_lead_ms")
+    no_signals = given.pop("no_signals")
+    delay_ms = given.pop("rank_delay_ms")
+    delay_p99_ms = given.pop("rank_delay_p99_ms")
     if lead_ms is None and delay_ms is None and not no_signals:
         lead_ms = 50.0
     if speeds and rates:
@@ -173,8 +172,8 @@ def _progress() -> Iterator[Any]:
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[text]}"), TimeElapsedColumn())
     with Bars(*columns, console=Console(file=sys.stderr), transient=True) as bars:
 
-        class Show:
-            """Called with every `Progress`; `begin` starts a new bar."""
+        class ShowProgress:
+            """Moves a bar at every call; `begin` starts a new bar."""
 
             def begin(self, name: str) -> None:
                 self._task = bars.add_task(name, total=1.0, text="")
@@ -183,7 +182,7 @@ def _progress() -> Iterator[Any]:
                 text = f"{progress.num_done} answered, {progress.num_good} ranks in time"
                 bars.update(self._task, completed=progress.read_ratio, text=text)
 
-        yield Show()
+        yield ShowProgress()
 
 
 @replay.command("compare")
@@ -210,7 +209,8 @@ def compare_command(
         click.echo(msgspec.json.encode(found.as_dict()))
     else:
         Console(width=max(110, Console().width)).print(found.render())
-    drift, p99 = found.drift, next(row for row in found.ratios if row.name == "P99 ms")
+    drift = found.drift
+    p99 = next(row for row in found.ratios if row.name == "P99 ms")
     if max_drift is not None and not (drift.num_with_values and drift.max_drift <= max_drift):
         click.echo(f"npu-gr: drift {drift.max_drift:.3e} is not within {max_drift:g}", err=True)
         sys.exit(1)
@@ -221,11 +221,13 @@ def compare_command(
 
 @replay.group("convert")
 def convert() -> None:
-    """Make query logs: from rating data, Mooncake traces, or logs in the other format."""
+    """Make query logs from ratings, from Mooncake traces, or from logs in another format."""
 
 
 OUT = click.option("--out", required=True, type=FILE, help=".jsonl, .jsonl.gz, .jsonl.zst or .parquet")
-CHECKPOINT = click.option("--checkpoint", type=FILE, help="Items and actions of this model; absent: of the ratings.")
+CHECKPOINT = click.option(
+    "--checkpoint", type=FILE, help="The model's items and actions; by default those of the ratings."
+)
 
 
 @convert.command("log")
@@ -233,10 +235,10 @@ CHECKPOINT = click.option("--checkpoint", type=FILE, help="Items and actions of 
 @OUT
 @click.option("--bad-lines", default="fail", show_default=True, type=click.Choice(["fail", "skip"]))
 def convert_log(log: Path, out: Path, bad_lines: str) -> None:
-    """A query LOG in another format."""
-    from npu_gr.replay.log import Log, write
+    """Write a query LOG in another format."""
+    from npu_gr.replay.files import QueryLog, write
 
-    source = Log(log, bad_lines)  # type: ignore[arg-type]
+    source = QueryLog(log, bad_lines)  # type: ignore[arg-type]
     click.echo(f"{write(out, source)} records in {out}; {source.num_bad} bad lines")
     for message in source.bad:
         click.echo(message, err=True)
@@ -256,7 +258,7 @@ def convert_log(log: Path, out: Path, bad_lines: str) -> None:
 @click.option("--whole/--stored", default=True, show_default=True, help="Histories in the requests, or in the store.")
 @click.option("--candidates", default=100, show_default=True, type=click.IntRange(21))
 @click.option("--seed", default=0, show_default=True)
-@click.option("--value-column", default="rating", show_default=True)
+@VALUE_COLUMN
 def convert_ratings(
     ratings: Path,
     out: Path,
@@ -267,22 +269,25 @@ def convert_ratings(
     seed: int,
     value_column: str,
 ) -> None:
-    """RATINGS (.inter or .jsonl): each user's newest events as ranks. Their arrivals are poor; replay at a rate."""
+    """Make ranks of each user's newest events in RATINGS (.inter or .jsonl).
+
+    Ratings have poor arrivals, so replay such a log at a rate.
+    """
     from npu_gr.features.interactions import read_interactions
     from npu_gr.replay.convert import from_ratings
-    from npu_gr.replay.log import write
+    from npu_gr.replay.files import write
     from npu_gr.train.data import to_train_on
 
     log = read_interactions(ratings, value_column=value_column)
     old = to_train_on(log.users, log.timestamps, split)
     before = log[old] if whole else None
-    records = from_ratings(log[~old], _catalogue(checkpoint, log), before=before, num_candidates=candidates, seed=seed)
+    records = from_ratings(log[~old], _vocabulary(checkpoint, log), before=before, num_candidates=candidates, seed=seed)
     click.echo(f"{write(out, records)} records in {out}")
 
 
 @convert.command("mooncake")
 @click.argument("trace", type=FILE)
-@click.option("--ratings", required=True, type=FILE, help="Whose histories: .inter or .jsonl.")
+@click.option("--ratings", required=True, type=FILE, help="The histories: .inter or .jsonl.")
 @OUT
 @CHECKPOINT
 @click.option("--lengths", default="real", show_default=True, type=click.Choice(["real", "trace"]))
@@ -290,29 +295,29 @@ def convert_ratings(
 @click.option("--spread", "spread_s", default=0.0, show_default=True, help="Seconds; the trace stamps in ticks of 3 s.")
 @click.option("--candidates", "num_candidates", default=100, show_default=True)
 @click.option("--seed", default=0, show_default=True)
-@click.option("--value-column", default="rating", show_default=True)
+@VALUE_COLUMN
 def convert_mooncake(
     trace: Path, ratings: Path, out: Path, checkpoint: Path | None, value_column: str, **given: Any
 ) -> None:
-    """Arrivals and returns of a Mooncake TRACE over the histories of rating data. Say so beside figures from it."""
+    """Lay the arrivals and returns of a Mooncake TRACE over the histories of ratings. Say so beside figures from it."""
     from npu_gr.features.interactions import read_interactions
     from npu_gr.replay.convert import MooncakeOptions, from_mooncake, read_mooncake
-    from npu_gr.replay.log import write
+    from npu_gr.replay.files import write
 
     log = read_interactions(ratings, value_column=value_column)
     options = _checked(MooncakeOptions, **given)
-    records = from_mooncake(read_mooncake(trace), log, _catalogue(checkpoint, log), options)
+    records = from_mooncake(read_mooncake(trace), log, _vocabulary(checkpoint, log), options)
     click.echo(f"{write(out, records)} records in {out}")
 
 
-def _catalogue(checkpoint: Path | None, log: Interactions) -> Catalogue:
+def _vocabulary(checkpoint: Path | None, log: Interactions) -> ModelVocabulary:
     from npu_gr.model.weights import load
-    from npu_gr.replay.convert import Catalogue
+    from npu_gr.replay.convert import ModelVocabulary
 
     if checkpoint is None:
-        return Catalogue.of(log)
+        return ModelVocabulary.of(log)
     found = load(checkpoint)
-    return Catalogue(item_ids=found.item_ids, action_values=found.action_values)
+    return ModelVocabulary(item_ids=found.item_ids, action_values=found.action_values)
 
 
 @click.command()
@@ -321,15 +326,13 @@ def _catalogue(checkpoint: Path | None, log: Interactions) -> Catalogue:
 @click.option(
     "--sample", default=1.0, show_default=True, type=click.FloatRange(0, 1, min_open=True), help="Of the users."
 )
-@click.option("--status", is_flag=True, help="Only show how it stands.")
+@click.option("--status", is_flag=True, help="Only show the recorder's status.")
 @API_KEY
 def record(url: str, seconds: float, sample: float, status: bool, api_key: str | None) -> None:
-    """Record a running service's requests into its record.folder; Ctrl-C ends it early.
+    """Record a running service's requests into its `record.folder`. Ctrl-C ends the recording early.
 
-    The service needs a section `record` in its configuration, which also says whether identities are hashed.
+    The service's configuration needs a section `record`, which also says whether identities are hashed.
     """
-    import uvloop
-
     from npu_gr.replay.remote import record_for, show_status
     from npu_gr.replay.run import stop_on_interrupt
 
@@ -343,7 +346,7 @@ def record(url: str, seconds: float, sample: float, status: bool, api_key: str |
         with stop_on_interrupt() as stop:
             return await record_for(url, api_key, seconds, sample, stop, tell)
 
-    found = uvloop.run(work())
+    found = run_async(work)
     tell(found)
     for file in found["files"]:
         click.echo(file)

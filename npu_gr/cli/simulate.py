@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import click
 
-from npu_gr.cli.replay import API_KEY, FILE, RunByDefault
+from npu_gr.cli.options import API_KEY, FILE, RunByDefault
 from npu_gr.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ def run_command(
 
 
 def _traffic(config: SimulateConfig, log: Path | None, signal_lead_ms: float) -> Callable[[], Iterator[TrafficRequest]]:
-    from npu_gr.replay.log import Log
+    from npu_gr.replay.files import QueryLog
     from npu_gr.replay.options import ReplayOptions
     from npu_gr.simulate.config import UsersConfig
     from npu_gr.simulate.fit import requests_of
@@ -98,7 +98,7 @@ def _traffic(config: SimulateConfig, log: Path | None, signal_lead_ms: float) ->
         options = ReplayOptions(
             base_url="http://simulated", rate=config.qps, signal_lead_s=signal_lead_ms * 1e-3, seed=config.seed
         )
-        return lambda: iter(requests_of(Log(log), options))
+        return lambda: iter(requests_of(QueryLog(log), options))
     if config.users is None:
         raise ConfigError("users: needed where --log names no query log")
     users = _section(config.users, UsersConfig)
@@ -120,11 +120,11 @@ def _section(given: S | str, kind: type[S]) -> S:
 @click.option("--out", required=True, type=FILE, help="Write YAML for the key `users` into this file.")
 def fit_users_command(log: Path, num_users: int | None, out: Path) -> None:
     """Fit the model of users to a query LOG: popularity, returns, lengths and growth of histories."""
-    from npu_gr.replay.log import Log
+    from npu_gr.replay.files import QueryLog
     from npu_gr.simulate.config import write
     from npu_gr.simulate.fit import fit_users
 
-    write(fit_users(Log(log), num_users), out)
+    write(fit_users(QueryLog(log), num_users), out)
     click.echo(out.read_text(), nl=False)
 
 
@@ -174,7 +174,7 @@ def fit_device_command(
     """Replay a query LOG slowly against a running instance and fit its device profile from the answers."""
     import uvloop
 
-    from npu_gr.replay.log import Log
+    from npu_gr.replay.files import QueryLog
     from npu_gr.replay.options import ReplayOptions
     from npu_gr.simulate.config import write
     from npu_gr.simulate.fit import fit_device, measure
@@ -182,7 +182,7 @@ def fit_device_command(
     options = ReplayOptions(
         base_url=url, api_key=api_key, rate=rate, limit=limit, warmup_s=warmup_s, signal_lead_s=0.05
     )
-    ranks, signals_s = uvloop.run(measure(Log(log), options))
+    ranks, signals_s = uvloop.run(measure(QueryLog(log), options))
     profile = fit_device(
         ranks,
         signals_s,

@@ -1,8 +1,14 @@
 """The embedded history store: SQLite in WAL mode, one file, one process.
 
-Appends go to one writer thread that commits whatever has gathered in one transaction: concurrent appends share an
-fsync, and each is acknowledged only after it. Reads have a connection and a thread of their own, so they never wait
-for one. Events lie in chunks of `CHUNK`, so an append rewrites at most one chunk of its user.
+Appends go to one writer thread, which commits all that have gathered in one transaction: concurrent appends share an
+fsync, and each is acknowledged only after it. Reads have a connection and a thread of their own, so a read never waits
+for an append. Events lie in chunks of `CHUNK`, so an append rewrites at most one chunk of its user.
+
+Events are counted over everything that a user ever did; the columns `first` and `total` of the table `users` say which
+are kept:
+
+    [0, first)       given up: over `max_events_per_user`
+    [first, total)   kept
 """
 
 from __future__ import annotations
@@ -20,7 +26,7 @@ from typing import IO, Any
 
 from npu_gr.core.errors import ConfigError, Unavailable
 from npu_gr.core.request import Events, UserKey
-from npu_gr.features.store import EVENT, HistoryConfig, Stored, key_bytes, pack, unpack
+from npu_gr.features.base import EVENT, HistoryConfig, StoredHistory, key_bytes, pack, unpack
 
 CHUNK = 256  # events
 MAX_GROUP = 512  # jobs that share a transaction
@@ -37,7 +43,7 @@ _Job = tuple[Callable[[sqlite3.Connection], Any], Future[Any]]
 
 
 class EmbeddedStore:
-    """See `HistoryStore`. `first` and `total` are indices over everything a user ever did."""
+    """A `HistoryStore` in one file. A second process that opens it gets a ConfigError."""
 
     def __init__(self, config: HistoryConfig) -> None:
         path = Path(config.path)
@@ -58,13 +64,12 @@ class EmbeddedStore:
         self._is_closed = False
 
     async def append(self, user: UserKey, events: Events) -> int:
-        """See `HistoryStore.append`."""
         key = key_bytes(user)
         kept: int = await self._submit(lambda db: self._append(db, key, events))
         return kept
 
     async def append_many(self, batch: list[tuple[UserKey, Events]]) -> None:
-        """See `HistoryStore.append_many`; all of the batch or nothing."""
+        """Append the whole batch, or nothing of it."""
         keyed = [(key_bytes(user), events) for user, events in batch]
 
         def work(db: sqlite3.Connection) -> None:
@@ -73,8 +78,7 @@ class EmbeddedStore:
 
         await self._submit(work)
 
-    async def read(self, user: UserKey, last: int) -> Stored:
-        """See `HistoryStore.read`."""
+    async def read(self, user: UserKey, last: int) -> StoredHistory:
         if self._is_closed:
             raise Unavailable("the history store is closed")
         loop = asyncio.get_running_loop()
@@ -84,7 +88,6 @@ class EmbeddedStore:
             raise Unavailable(f"the history store cannot be read: {error}") from error
 
     async def erase(self, user: UserKey) -> None:
-        """See `HistoryStore.erase`."""
         key = key_bytes(user)
 
         def work(db: sqlite3.Connection) -> None:
@@ -94,7 +97,7 @@ class EmbeddedStore:
         await self._submit(work)
 
     async def close(self) -> None:
-        """See `HistoryStore.close`; goes on in its thread when the caller goes away."""
+        """Finish and close; a thread does it, so it also happens if the caller is cancelled."""
         self._is_closed = True
         await asyncio.to_thread(self._finish)
 
@@ -112,7 +115,7 @@ class EmbeddedStore:
         future: Future[Any] = Future()
         self._jobs.put((work, future))
         try:
-            # shielded: a caller that goes away does not un-write what may be half committed
+            # shielded: cancelling the caller does not undo what may be half committed
             return await asyncio.shield(asyncio.wrap_future(future))
         except sqlite3.Error as error:
             raise Unavailable(f"the history store cannot be written: {error}") from error
@@ -128,7 +131,7 @@ class EmbeddedStore:
                 results = [work(self._writer) for work, _ in group]
                 self._writer.execute("COMMIT")
             except Exception as error:  # noqa: BLE001  (the thread outlives every job)
-                with suppress(sqlite3.Error):  # none was begun, or SQLite has rolled it back itself
+                with suppress(sqlite3.Error):  # no transaction was begun, or SQLite has rolled it back itself
                     self._writer.execute("ROLLBACK")
                 for _, future in group:
                     future.set_exception(error)
@@ -137,7 +140,7 @@ class EmbeddedStore:
                     future.set_result(result)
 
     def _gather(self) -> tuple[list[_Job], bool]:
-        """The next job and all that wait behind it, and whether the store is being closed."""
+        """The next job and those that wait behind it, `MAX_GROUP` at most; and whether the store is being closed."""
         group: list[_Job] = []
         job = self._jobs.get()
         while job is not None:
@@ -152,7 +155,8 @@ class EmbeddedStore:
 
     def _append(self, db: sqlite3.Connection, key: bytes, events: Events) -> int:
         first, total = db.execute("SELECT first, total FROM users WHERE user = ?", (key,)).fetchone() or (0, 0)
-        data, at = pack(events), 0
+        data = pack(events)
+        at = 0
         while at < len(events):
             room = min(CHUNK - (total + at) % CHUNK, len(events) - at)
             part = data[at * EVENT.itemsize : (at + room) * EVENT.itemsize]
@@ -171,13 +175,13 @@ class EmbeddedStore:
 
     # ---- the reader's thread
 
-    def _read(self, key: bytes, last: int) -> Stored:
+    def _read(self, key: bytes, last: int) -> StoredHistory:
         db = self._reader
         db.execute("BEGIN")  # one snapshot for both tables
         try:
             row = db.execute("SELECT first, total FROM users WHERE user = ?", (key,)).fetchone()
             if row is None:
-                return Stored(Events.empty(), 0)
+                return StoredHistory(Events.empty(), 0)
             first, total = row
             start = max(first, total - last)
             rows = db.execute(
@@ -186,7 +190,7 @@ class EmbeddedStore:
             events = unpack(b"".join(data for (data,) in rows))
         finally:
             db.execute("ROLLBACK")
-        return Stored(events[start % CHUNK :], start)
+        return StoredHistory(events[start % CHUNK :], start)
 
 
 def _connected(path: Path, files: ExitStack) -> sqlite3.Connection:
@@ -197,7 +201,7 @@ def _connected(path: Path, files: ExitStack) -> sqlite3.Connection:
 
 
 def _locked(path: Path) -> IO[str]:
-    """The store's lock file; closing it, or the end of the process, gives the store free."""
+    """The store's lock file. Closing it, or the end of the process, releases the store."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         lock = path.with_name(path.name + ".lock").open("w")

@@ -1,7 +1,7 @@
 """Interaction logs: RecBole atomic files (`.inter`, `.item`), JSONL (`.jsonl`, `.jsonl.gz`, `.jsonl.zst`), and JSON.
 
-A `.json` file holds {"user": [item, ...]}, oldest first, as data sets of semantic-ID papers do: its events have the
-value 1, and their place for a time.
+A `.json` file holds {"user": [item, ...]}, oldest first, as data sets of semantic-ID papers do. Its events get the
+value 1, and their place in the list as timestamp.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Interactions:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ItemValues:
-    """One side feature: each item's values."""
+    """One side feature and its values for each item."""
 
     name: str
     values: list[str]  # vocabulary
@@ -63,6 +63,10 @@ def read_interactions(
 ) -> Interactions:
     """Read a log whole. Blank lines are skipped; fractions of a second are dropped.
 
+    Args:
+        path: .inter, .jsonl (also .gz, .zst) or .json.
+        user_column, item_column, value_column, time_column: their names in the file; a .json file has none.
+
     Raises:
         DataError: names the file, the line and the reason; nothing is returned.
     """
@@ -71,7 +75,10 @@ def read_interactions(
     columns = (user_column, item_column, value_column, time_column)
     rows = _jsonl_rows(path, columns) if ".jsonl" in path.suffixes else _atomic_rows(path, columns)[1]
     codes: dict[str, int] = {}
-    users, items, values, times = [], [], [], []
+    users = []
+    items = []
+    values = []
+    times = []
     for number, (user, item, value, time) in rows:
         try:
             users.append(codes.setdefault(_name(user), len(codes)))
@@ -116,12 +123,18 @@ def _read_sequences(path: Path) -> Interactions:
 
 
 def read_edges(path: Path, *, user_column: str = "user_id", item_column: str = "item_id") -> tuple[list[str], I64]:
-    """Who interacted with what, in file order: user names and item ids. Reads a plain TSV too.
+    """Read who interacted with what, in file order, without times and values.
 
-    A plain TSV has no header and the user and the item in its first two columns, between tabs or blanks.
+    Args:
+        path: as for `read_interactions`; or a plain TSV, which has no header, and the user and the item in its first
+            two columns, separated by tabs or blanks.
+        user_column, item_column: their names in the file; a plain TSV has none.
+
+    Returns:
+        User names, and [n] external item ids.
 
     Raises:
-        DataError: as `read_interactions`.
+        DataError: names the file, the line and the reason.
     """
     columns = (user_column, item_column)
     if ".jsonl" in path.suffixes:
@@ -129,7 +142,8 @@ def read_edges(path: Path, *, user_column: str = "user_id", item_column: str = "
     else:
         first = next(iter(read_lines(path)), b"")
         rows = _atomic_rows(path, columns)[1] if b":" in first.split(b"\t")[0] else _plain_rows(path)
-    users, items = [], []
+    users = []
+    items = []
     for number, (user, item) in rows:
         try:
             users.append(_name(user))
@@ -140,12 +154,17 @@ def read_edges(path: Path, *, user_column: str = "user_id", item_column: str = "
 
 
 def read_item_features(path: Path, columns: Sequence[str], *, item_column: str = "item_id") -> list[ItemValues]:
-    """Token columns of an atomic `.item` file; a `token_seq` holds values separated by blanks.
+    """Read columns of an atomic `.item` file.
 
-    An empty cell is no value; of an item that is listed again the last line counts.
+    An empty cell is no value. Of an item that is listed twice the last line counts.
+
+    Args:
+        path: the file.
+        columns: of type `token`, or `token_seq`, which holds values separated by blanks.
+        item_column: the name of the column with the item id.
 
     Raises:
-        DataError: as `read_interactions`; also a column that is neither `token` nor `token_seq`.
+        DataError: names the file, the line and the reason; also if a column has another type.
     """
     kinds, rows = _atomic_rows(path, (item_column, *columns))
     for name, kind in zip(columns, kinds[1:], strict=True):
@@ -165,7 +184,7 @@ def read_item_features(path: Path, columns: Sequence[str], *, item_column: str =
 
 
 def movielens_100k() -> Path:
-    """`ml-100k.inter` out of the installed package `recbole`, which is never imported.
+    """The path of `ml-100k.inter` in the installed package `recbole`, which is never imported.
 
     Raises:
         DataError: the package is not installed; the message has the command.
@@ -181,9 +200,9 @@ def movielens_100k() -> Path:
 
 
 def _atomic_rows(path: Path, columns: Sequence[str]) -> tuple[list[str], Iterator[tuple[int, list[str]]]]:
-    """The types of the wanted columns, and of each line its number and their cells.
+    """The types of the wanted columns; and for each line its number and the cells of these columns.
 
-    The header is like `user_id:token<TAB>rating:float`.
+    The header reads like `user_id:token<TAB>rating:float`.
     """
     lines = read_lines(path)
     try:
@@ -247,14 +266,14 @@ def _bad(path: Path, number: int, reason: object) -> DataError:
 
 
 def _name(cell: object) -> str:
-    """Of a user: text, or a JSON integer."""
+    """A user's name: text, or a JSON integer."""
     if cell == "" or isinstance(cell, bool) or not isinstance(cell, str | int):
         raise ValueError(f"{cell!r} is not a user")
     return str(cell)
 
 
 def _integer(cell: object) -> int:
-    """An item id, exactly: nothing that was rounded on the way, and no Python spelling such as `1_000`."""
+    """An item id, exactly. Refuses what was rounded on the way, and Python spellings such as `1_000`."""
     if isinstance(cell, str) and (match := _INTEGER.fullmatch(cell)):
         return _int64(int(match[1]))
     if isinstance(cell, int) and not isinstance(cell, bool):

@@ -1,4 +1,4 @@
-"""Lines of a data file, all of them or none; gzip or zstd by suffix."""
+"""Read the lines of a data file, all or none; the suffix says gzip, zstd or neither."""
 
 from __future__ import annotations
 
@@ -29,12 +29,13 @@ def read_lines(path: Path) -> list[bytes]:
 
 
 def _unzstd(path: Path, data: bytes) -> bytes:
-    """Every frame. The library's own reader stops silently where a frame is cut short, so frames are counted here."""
+    """Decompress every frame. The library's own reader stops silently at a frame that is cut short; this one raises."""
     try:
         import zstandard
     except ImportError as error:
         raise DataError(f"{path}: zstd needs pip install 'npu_gr[zstd]'") from error
-    unpacked, frame = [], None
+    unpacked = []
+    frame = None
     for start in range(0, len(data), _CHUNK_BYTES):
         packed = data[start : start + _CHUNK_BYTES]
         while packed:

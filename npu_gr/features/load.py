@@ -1,4 +1,4 @@
-"""Bulk load: an interaction log into a history store."""
+"""Bulk load of an interaction log into a history store."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import numpy as np
 
 from npu_gr.core.errors import DataError
 from npu_gr.core.request import Events, UserKey
+from npu_gr.features.base import HistoryStore
 from npu_gr.features.interactions import Interactions
-from npu_gr.features.store import HistoryStore
 
 BATCH_USERS = 256
 
@@ -21,14 +21,14 @@ async def load_interactions(
     tenant: str = "",
     progress: Callable[[int], None] | None = None,
 ) -> int:
-    """Append every user's events in time order; how many.
+    """Append every user's events in time order, and return the number of events.
 
     Args:
-        store: where to.
+        store: where to append.
         interactions: in time order.
-        action_ids: the model's action of each value in the log.
-        tenant: whose users these are.
-        progress: told the number of events of each committed batch.
+        action_ids: value in the log -> the model's action.
+        tenant: of all these users.
+        progress: called with the number of events of each committed batch.
 
     Raises:
         DataError: a value has no action; nothing was loaded.

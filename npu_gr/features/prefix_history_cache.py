@@ -1,4 +1,7 @@
-"""Histories that callers may continue by a delta: fingerprint -> events, least recently used out by bytes."""
+"""The cache of histories that callers may continue by a delta: fingerprint -> events.
+
+When its bytes exceed the capacity, the least recently used history is evicted.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,8 @@ from collections import OrderedDict
 from npu_gr.core.request import Events, UserKey
 
 
-class KnownPrefixes:
-    """At most `capacity_bytes` of events. Every operation is O(1) in the number of users."""
+class PrefixHistoryCache:
+    """Holds at most `capacity_bytes` of events. Every operation is O(1) in the number of users."""
 
     def __init__(self, capacity_bytes: int) -> None:
         self._capacity_bytes = capacity_bytes
@@ -17,7 +20,13 @@ class KnownPrefixes:
         self.bytes_used = 0
 
     def remember(self, user: UserKey, fingerprint: str, events: Events) -> None:
-        """Keep a copy of the history, unless it alone is over the capacity."""
+        """Keep a copy of a history; one that alone exceeds the capacity is not kept.
+
+        Args:
+            user: whose history it is.
+            fingerprint: of `events`; what a delta names as its base.
+            events: the history from its first event on.
+        """
         key = (user, fingerprint)
         if key in self._events:
             self._events.move_to_end(key)
@@ -33,7 +42,7 @@ class KnownPrefixes:
             self._drop(next(iter(self._events)))
 
     def find(self, user: UserKey, fingerprint: str) -> Events | None:
-        """The history, if it is still known."""
+        """The history with this fingerprint; None if it is not cached (any more)."""
         key = (user, fingerprint)
         if key not in self._events:
             return None
@@ -41,7 +50,7 @@ class KnownPrefixes:
         return self._events[key]
 
     def resize(self, capacity_bytes: int) -> None:
-        """Another capacity from now on."""
+        """Change the capacity, and evict what is over it."""
         self._capacity_bytes = capacity_bytes
         while self.bytes_used > self._capacity_bytes:
             self._drop(next(iter(self._events)))

@@ -1,8 +1,8 @@
 """The history store on Redis or Valkey, for fleets: one string of packed events and one index a user.
 
-Both commands are one script, so an append is atomic and a read sees one state. Durability is the server's own
-(`appendonly yes`); an append is acknowledged when the server has taken it. No command is ever sent twice: an append
-that was not answered in time may have happened.
+An append is one script, and so is a read: an append is atomic, and a read sees one state. Durability is the server's
+own (`appendonly yes`); an append is acknowledged when the server has answered it. No command is sent twice, because an
+append that was not answered in time may have happened.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 from npu_gr.core.errors import ConfigError, Unavailable
 from npu_gr.core.request import Events, UserKey
-from npu_gr.features.store import EVENT, HistoryConfig, Stored, key_bytes, pack, unpack
+from npu_gr.features.base import EVENT, HistoryConfig, StoredHistory, key_bytes, pack, unpack
 
 if TYPE_CHECKING:
     from redis.asyncio import Redis
 
-_MAX_CONNECTIONS = 64  # of one instance; more callers wait for one
+_MAX_CONNECTIONS = 64  # of one instance; further callers wait for a free one
 
 _APPEND = """
 local size, limit = redis.call('APPEND', KEYS[1], ARGV[1]), tonumber(ARGV[2])
@@ -37,11 +37,13 @@ return {tonumber(redis.call('GET', KEYS[2]) or 0) + from / ARGV[2], redis.call('
 
 
 class RedisStore:
-    """See `HistoryStore`."""
+    """A `HistoryStore` on a server that many instances share."""
 
     def __init__(self, client: Redis, max_events: int) -> None:
-        self._client, self._max_events = client, max_events
-        self._append, self._read = client.register_script(_APPEND), client.register_script(_READ)
+        self._client = client
+        self._max_events = max_events
+        self._append = client.register_script(_APPEND)
+        self._read = client.register_script(_READ)
 
     @classmethod
     async def connect(cls, config: HistoryConfig) -> RedisStore:
@@ -76,30 +78,25 @@ class RedisStore:
         return store
 
     async def append(self, user: UserKey, events: Events) -> int:
-        """See `HistoryStore.append`."""
         limit = self._max_events * EVENT.itemsize
         return int(await self._run(self._append(_keys(user), [pack(events), limit, EVENT.itemsize])))
 
     async def append_many(self, batch: list[tuple[UserKey, Events]]) -> None:
-        """See `HistoryStore.append_many`."""
         limit = self._max_events * EVENT.itemsize
         async with self._client.pipeline(transaction=False) as pipe:
             for user, events in batch:
                 await self._append(_keys(user), [pack(events), limit, EVENT.itemsize], client=pipe)
             await self._run(pipe.execute())
 
-    async def read(self, user: UserKey, last: int) -> Stored:
-        """See `HistoryStore.read`."""
+    async def read(self, user: UserKey, last: int) -> StoredHistory:
         want = min(last, self._max_events) * EVENT.itemsize
         first, data = await self._run(self._read(_keys(user), [want, EVENT.itemsize]))
-        return Stored(unpack(data), int(first))
+        return StoredHistory(unpack(data), int(first))
 
     async def erase(self, user: UserKey) -> None:
-        """See `HistoryStore.erase`."""
         await self._run(self._client.delete(*_keys(user)))
 
     async def close(self) -> None:
-        """See `HistoryStore.close`."""
         await self._client.aclose()
 
     async def _run(self, answer: Awaitable[Any]) -> Any:

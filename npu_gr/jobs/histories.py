@@ -6,14 +6,14 @@ from contextlib import suppress
 
 from npu_gr.core.errors import BadRequest, Unavailable, UnknownPrefix, Unprocessable
 from npu_gr.core.request import I64, Events, HistoryRef, UserKey
-from npu_gr.features.prefix_history_cache import KnownPrefixes
-from npu_gr.features.store import HistoryStore
+from npu_gr.features.base import HistoryStore
+from npu_gr.features.prefix_history_cache import PrefixHistoryCache
 
 
 class Histories:
     """Behaviours of users: read for a request, remembered for deltas, appended, erased. Event loop only."""
 
-    def __init__(self, store: HistoryStore | None, cache: KnownPrefixes, cut_step_tokens: int) -> None:
+    def __init__(self, store: HistoryStore | None, cache: PrefixHistoryCache, cut_step_tokens: int) -> None:
         """Read nothing yet.
 
         Args:

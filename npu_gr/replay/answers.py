@@ -1,29 +1,26 @@
-"""What a run was answered, request by request, so that two runs can be compared item by item.
+"""The answers of a run, request by request, so that two runs can be compared item by item.
 
-`answers.jsonl.gz`: one line a rank or generate, in the order of the answers; scores as raw float32 in base64.
+`answers.jsonl.gz`: one line an answer that has scores, in the order of the answers; scores as raw float32 in base64.
 """
 
 from __future__ import annotations
 
 import asyncio
 import gzip
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Self
 
 import msgspec
-import numpy as np
-import numpy.typing as npt
-import xxhash
 
 from npu_gr.core.errors import DataError
-from npu_gr.replay.log import SCORED, Log
-from npu_gr.replay.player import Sample
+from npu_gr.replay.digests import digest, raw
+from npu_gr.replay.files import QueryLog
+from npu_gr.replay.log import SCORED
+from npu_gr.replay.sample import Sample
 
-FLUSH = 500  # lines
-
-Scores = Mapping[str, Sequence[float | None]] | Mapping[str, npt.NDArray[np.float32]]
+MAX_LINES = 500  # that wait in memory before the thread writes them
 
 
 class AnswerLine(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -31,46 +28,30 @@ class AnswerLine(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     number: int  # of its record in the log's time order
     kind: str
-    due_at: float
+    due_at: float = msgspec.field(name="due_s")  # seconds after the run began; the name in the file stays
     latency_ms: float
     error: str = ""
     outcome: str = ""
     model_version: str = ""
     digest: str = ""
     scores: dict[str, bytes] = {}  # task -> raw float32; NaN = unknown item
-    items: list[int] = []  # of a generate
-
-
-def digest(scores: Scores, items: Sequence[int] | npt.NDArray[np.int64] = ()) -> str:
-    """16 hex digits (xxh3-64) over items (int64) and scores (float32, tasks by name): equal only for equal answers."""
-    state = xxhash.xxh3_64(np.asarray(items, "<i8").tobytes())
-    for task in sorted(scores):
-        state.update(f"{task}\0{len(scores[task])}\0".encode())
-        state.update(raw(scores[task]))
-    return state.hexdigest()
-
-
-def raw(values: Sequence[float | None] | npt.NDArray[np.float32]) -> bytes:
-    """Little-endian float32; every NaN and null the same bytes."""
-    row = np.array(values, "<f4")
-    row[np.isnan(row)] = np.nan
-    return row.tobytes()
+    items: list[int] = []  # that the answer chose
 
 
 def line(sample: Sample, keep_scores: bool) -> AnswerLine:
-    """The line of a rank's or generate's sample."""
+    """The line of a sample whose kind has scores; without `keep_scores` it holds their digest only."""
+    common = AnswerLine(
+        number=sample.number,
+        kind=sample.record.kind,
+        due_at=round(sample.due_at, 6),
+        latency_ms=round(sample.latency_s * 1e3, 4),
+    )
     answer = sample.answer
-    common = {
-        "number": sample.number,
-        "kind": sample.record.kind,
-        "due_s": round(sample.due_at, 6),
-        "latency_ms": round(sample.latency_s * 1e3, 4),
-    }
     if answer is None:
-        return AnswerLine(**common, error=sample.error)  # type: ignore[arg-type]
+        return msgspec.structs.replace(common, error=sample.error)
     items = answer.get("items", [])
-    return AnswerLine(
-        **common,  # type: ignore[arg-type]
+    return msgspec.structs.replace(
+        common,
         outcome=answer["outcome"],
         model_version=answer.get("model_version", ""),
         digest=digest(answer["scores"], items),
@@ -83,7 +64,8 @@ class AnswerFile:
     """Writes answers without making the player wait: `async with`, then `add` on the event loop."""
 
     def __init__(self, path: Path, keep_scores: bool) -> None:
-        self._path, self._keep_scores = path, keep_scores
+        self._path = path
+        self._keep_scores = keep_scores
         self._lines: list[AnswerLine] = []
         self._thread = ThreadPoolExecutor(1, "answers")
 
@@ -100,14 +82,15 @@ class AnswerFile:
         await asyncio.to_thread(self._file.close)
 
     def add(self, sample: Sample) -> None:
-        """A request is over; of those with scores a line is kept."""
+        """Keep a line of a request that is over, if its kind has scores."""
         if sample.record.kind in SCORED:
             self._lines.append(line(sample, self._keep_scores))
-            if len(self._lines) >= FLUSH:
+            if len(self._lines) >= MAX_LINES:
                 self._flush()
 
     def _flush(self) -> None:
-        lines, self._lines = self._lines, []
+        lines = self._lines
+        self._lines = []
         self._thread.submit(self._write, lines)
 
     def _write(self, lines: list[AnswerLine]) -> None:
@@ -135,15 +118,15 @@ def read_answers(path: Path) -> Iterator[AnswerLine]:
 
 
 def _logged(path: Path) -> Iterator[AnswerLine]:
-    first_s = None
-    for number, record in enumerate(Log(path)):
-        first_s = record.ts if first_s is None else first_s
+    first_ts = None
+    for number, record in enumerate(QueryLog(path)):
+        first_ts = record.ts if first_ts is None else first_ts
         if (answer := record.answer) is None or record.kind not in SCORED:
             continue
         yield AnswerLine(
             number=number,
             kind=record.kind,
-            due_at=record.ts - first_s,
+            due_at=record.ts - first_ts,
             latency_ms=answer.latency_ms or 0.0,
             error="" if answer.status < 300 else str(answer.status),
             outcome=answer.outcome,

@@ -1,4 +1,4 @@
-"""One client of a run, in this process or in one of its own: the plan, its share of the users, the player, the sums."""
+"""One client of a run, in this process or in one of its own: it plays its share of the users and sums up."""
 
 from __future__ import annotations
 
@@ -13,34 +13,37 @@ from pathlib import Path
 
 from npu_gr.core.errors import DataError
 from npu_gr.replay.answers import AnswerFile
-from npu_gr.replay.log import Log, Record
+from npu_gr.replay.files import QueryLog
+from npu_gr.replay.log import QueryRecord
 from npu_gr.replay.options import ReplayOptions
 from npu_gr.replay.plan import Action, plan, share_of, user_of
-from npu_gr.replay.player import PlayerOptions, Sample, play
+from npu_gr.replay.player import PlayerOptions, play
+from npu_gr.replay.sample import Sample
 from npu_gr.replay.tally import Tally
 
-TELL_S = 0.25  # between two messages of a client process
+TELL_S = 0.25  # from one progress message of a client process to the next
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
-    """What one client does."""
+class ClientJob:
+    """What one client of a run does."""
 
-    log: Path | tuple[Record, ...]
+    log: Path | tuple[QueryRecord, ...]
     options: ReplayOptions
-    share: int = 0  # of options.processes
-    answers: Path | None = None
+    share: int = 0  # which part of the users it plays, of `options.processes`
+    answers: Path | None = None  # the file for its answers
     keep_scores: bool = True
 
 
 class Client:
-    """Plays its part once; everything it has found so far can be read at any time."""
+    """Does its job once; everything it has found so far can be read at any time."""
 
-    def __init__(self, part: Part) -> None:
-        self._part = part
-        self._log = Log(part.log, part.options.bad_lines) if isinstance(part.log, Path) else None
-        self.tally = Tally(part.options.slo_s, part.options.warmup_s)
-        self.num_planned = self.num_done = 0
+    def __init__(self, job: ClientJob) -> None:
+        self._job = job
+        self._log = QueryLog(job.log, job.options.bad_lines) if isinstance(job.log, Path) else None
+        self.tally = Tally(job.options.slo_s, job.options.warmup_s)
+        self.num_planned = 0
+        self.num_done = 0
         self.last_number = -1  # of the records read
 
     @property
@@ -50,65 +53,81 @@ class Client:
 
     @property
     def read_ratio(self) -> float:
-        """Of the log, for progress bars."""
-        part = self._part
+        """The share of the log that has been read, for progress bars."""
+        job = self._job
         if self._log:
             return self._log.read_ratio
-        return (self.last_number + 1) / max(len(part.log), 1) if isinstance(part.log, tuple) else 0.0
+        return (self.last_number + 1) / max(len(job.log), 1) if isinstance(job.log, tuple) else 0.0
 
-    async def run(self, start_s: float | None = None) -> None:
-        """Play. Cancelling stops it at once; raises DataError for what `Log` refuses."""
-        options, part = self._part.options, self._part
+    async def run(self, start_at: float | None = None) -> None:
+        """Play from an instant of `time.monotonic()` on; None = now. Cancelling stops it at once.
+
+        Raises:
+            DataError: the log cannot be read, see `QueryLog`.
+        """
+        job = self._job
+        options = job.options
         target = PlayerOptions(
             url=options.base_url,
             deadline_ms=options.timeout_s * 1e3,
             api_key=options.api_key,
-            closed=_slots(options.closed, part.share, options.processes),
+            closed=_slots(options.closed, job.share, options.processes),
             histories=options.histories,
         )
         async with contextlib.AsyncExitStack() as stack:
             note: Callable[[Sample], None] = lambda _sample: None  # noqa: E731
-            if part.answers is not None:
-                note = (await stack.enter_async_context(AnswerFile(part.answers, part.keep_scores))).add
+            if job.answers is not None:
+                note = (await stack.enter_async_context(AnswerFile(job.answers, job.keep_scores))).add
 
             def over(sample: Sample) -> None:
                 self.num_done += 1
                 self.tally.add(sample)
                 note(sample)
 
-            await play(self._actions(), target, over, start_s)
+            await play(self._actions(), target, over, start_at)
 
     def _actions(self) -> Iterator[Action]:
-        records: Iterable[Record] = self._log if self._log else self._part.log  # type: ignore[assignment]
-        options, share = self._part.options, self._part.share
+        job = self._job
+        options = job.options
+        if isinstance(job.log, Path):
+            assert self._log is not None
+            records: Iterable[QueryRecord] = self._log
+        else:
+            records = job.log
         for action in plan(records, options):
             self.num_planned += 1
             self.last_number = max(self.last_number, action.number)
-            if options.processes == 1 or share_of(user_of(action.record), options.processes) == share:
+            if options.processes == 1 or share_of(user_of(action.record), options.processes) == job.share:
                 yield action
 
 
 def _slots(closed: int | None, share: int, processes: int) -> int | None:
-    """A client's share of the requests in flight; every client has at least one."""
+    """A client's share of the `closed` requests in flight; every client has at least one."""
     return None if closed is None else max(1, closed // processes + (share < closed % processes))
 
 
-def work(pipe: Connection, part: Part) -> None:
+def work(pipe: Connection, job: ClientJob) -> None:
     """The main function of a client process.
 
-    It sends "ready", receives the start's instant, sends its progress, and at the end, or when it receives anything
-    more, a result; or the text of a DataError.
+    Messages are (word, value):
+
+        client                parent
+        "ready"         ->
+                        <-    the instant to start at
+        "progress"      ->                             every `TELL_S`
+                        <-    anything, or its end     stop early
+        "result"        ->                             or "error" with the text of a DataError
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent, which tells us
-    asyncio.run(_work(pipe, part))
+    asyncio.run(_work(pipe, job))
 
 
-async def _work(pipe: Connection, part: Part) -> None:
+async def _work(pipe: Connection, job: ClientJob) -> None:
     loop = asyncio.get_running_loop()
-    client = Client(part)
+    client = Client(job)
     pipe.send(("ready", None))
     playing = asyncio.create_task(client.run(await asyncio.to_thread(pipe.recv)))
-    loop.add_reader(pipe.fileno(), playing.cancel)  # anything, also the parent's end
+    loop.add_reader(pipe.fileno(), playing.cancel)  # any message, and the parent's end too
     try:
         while not playing.done():
             await asyncio.wait([playing], timeout=TELL_S)
@@ -128,6 +147,6 @@ async def _work(pipe: Connection, part: Part) -> None:
         pipe.recv()  # stay until the other end is closed: it waits for news of all its clients
 
 
-def monotonic_start_s(lead_s: float) -> float:
-    """An instant that every process of this machine agrees on."""
+def start_in(lead_s: float) -> float:
+    """The instant of `time.monotonic()` that comes `lead_s` from now; every process of this machine agrees on it."""
     return time.monotonic() + lead_s

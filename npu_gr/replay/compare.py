@@ -1,8 +1,8 @@
 """Two runs of one log side by side: ratios with confidence intervals, and the scores item by item.
 
-Intervals: block bootstrap. The requests are cut into blocks that follow each other in the log, and the blocks are
-drawn again; where both runs answered the same requests, the same blocks are drawn for both, so that what is hard in
-the log is hard for both and cancels. Percentiles inside come from counts in bins of 0.5 %.
+Intervals come from a block bootstrap. The requests are cut into blocks of neighbours in the log, and blocks are drawn
+with replacement. If both runs answered the same requests, the same blocks are drawn for both: a stretch of the log that
+is hard is then hard for both, and cancels. Percentiles in it come from counts in bins of 0.5 %.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ F64 = npt.NDArray[np.float64]
 
 BLOCKS = 100
 RESAMPLES = 1000
-TOP = 10
-WORST = 5
+TOP = 10  # best items whose overlap is measured
+WORST = 5  # records named, those with the largest drift
 
-_BIN_RATIO = 1.005
-_LOW_MS = 1e-3
+_BIN_RATIO = 1.005  # from one bin of latencies to the next
+_LOW_MS = 1e-3  # where the first bin begins
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ratio:
-    """Of B to A, with the 95 % interval."""
+class MetricRatio:
+    """One figure of both runs and the ratio of B to A, with its 95 % interval."""
 
     name: str
     a: float
@@ -47,43 +47,47 @@ class Ratio:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drift:
-    """How far the scores of B are from those of A. In units of the standard deviation of A's scores in a request."""
+    """How far the scores of B are from those of A.
+
+    A drift is the largest difference within a request, over the standard deviation of A's scores in that request.
+    """
 
     num_compared: int  # requests that both answered
     num_same_digest: int
-    num_with_values: int  # of these the numbers below
+    num_with_values: int  # requests whose scores both runs kept; the figures below are of these
     max_drift: float = math.nan
     p50_drift: float = math.nan
     p99_drift: float = math.nan
     max_abs: float = math.nan  # in the scores' own unit
-    top_overlap: float = math.nan  # mean share of A's best `TOP` that are B's too
+    top_overlap: float = math.nan  # mean share of A's best `TOP` that are among B's best
     same_first_ratio: float = math.nan
-    num_unknown_differs: int = 0  # requests in which another set of items had no score
+    num_unknown_differs: int = 0  # requests in which the two runs lack scores for different items
     worst: list[tuple[int, float]] = field(default_factory=list)  # number of the record, its drift
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """Everything as plain values."""
+    """All figures of a comparison as plain values."""
 
     a: str
     b: str
     is_paired: bool  # both answered the same requests
-    ratios: list[Ratio]
+    ratios: list[MetricRatio]
     drift: Drift
     model_versions: tuple[list[str], list[str]]
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Plain values that JSON has."""
         return {name: getattr(self, name) for name in self.__dataclass_fields__}
 
     def render(self) -> Group:
-        """As tables."""
+        """Tables for a terminal."""
         times = Table("", "A", "B", "B / A", "95 % interval", box=box.SIMPLE, title=f"A = {self.a}\nB = {self.b}")
         for row in self.ratios:
             interval = f"{row.low:.3f} .. {row.high:.3f}"
             times.add_row(row.name, f"{row.a:.3f}", f"{row.b:.3f}", f"{row.ratio:.3f}", interval)
-        drift, scores = self.drift, Table(show_header=False, box=box.SIMPLE, title="Scores")
+        drift = self.drift
+        scores = Table(show_header=False, box=box.SIMPLE, title="Scores")
         scores.add_row("answered by both", str(drift.num_compared))
         scores.add_row("bit for bit the same", str(drift.num_same_digest))
         if drift.num_with_values:
@@ -102,7 +106,7 @@ class Comparison:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Run:
-    """What is kept of one run. n = requests, ascending by number."""
+    """The answers of one run. n = requests, ascending by number."""
 
     numbers: npt.NDArray[np.int64]  # [n]
     latencies_ms: F64  # [n] NaN = failed
@@ -122,7 +126,8 @@ def compare(a: Path, b: Path, slo_s: float, seed: int = 0) -> Comparison:
     Raises:
         DataError: a file cannot be read, or holds no answers.
     """
-    first, second = _load(a), _load(b)
+    first = _load(a)
+    second = _load(b)
     ratios, is_paired = _ratios(first, second, slo_s * 1e3, np.random.default_rng(seed))
     return Comparison(
         a=str(a),
@@ -151,7 +156,7 @@ def _load(path: Path) -> _Run:
 # ---- times
 
 
-def _ratios(a: _Run, b: _Run, slo_ms: float, random: np.random.Generator) -> tuple[list[Ratio], bool]:
+def _ratios(a: _Run, b: _Run, slo_ms: float, random: np.random.Generator) -> tuple[list[MetricRatio], bool]:
     is_paired = np.array_equal(a.numbers, b.numbers)
     blocks = [_Blocks.of(run, slo_ms) for run in (a, b)]
     draws_a = _draws(blocks[0].num_blocks, random)
@@ -164,14 +169,16 @@ def _ratios(a: _Run, b: _Run, slo_ms: float, random: np.random.Generator) -> tup
             ratios = drawn[1][name] / drawn[0][name]
             finite = ratios[np.isfinite(ratios)]
             low, high = np.percentile(finite, (2.5, 97.5)).tolist() if len(finite) else (math.nan, math.nan)
-            one, other = values[0][name][0], values[1][name][0]
-            found.append(Ratio(name=name, a=float(one), b=float(other), ratio=float(other / one), low=low, high=high))
+            of_a = float(values[0][name][0])
+            of_b = float(values[1][name][0])
+            ratio = float(np.divide(of_b, of_a))  # numpy: a figure of A may be 0
+            found.append(MetricRatio(name=name, a=of_a, b=of_b, ratio=ratio, low=low, high=high))
     return found, is_paired
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Blocks:
-    """A run as counts."""
+    """A run as counts, by blocks of requests that are neighbours in the log."""
 
     bins: F64  # [blocks, bins] answered, by latency; bins that stay empty are left out
     middles_ms: F64  # [bins]
@@ -179,7 +186,7 @@ class _Blocks:
 
     @property
     def num_blocks(self) -> int:
-        """Of requests that follow each other in the log."""
+        """The first dimension of the arrays."""
         return len(self.bins)
 
     @classmethod
@@ -190,14 +197,22 @@ class _Blocks:
         clipped = np.clip(run.latencies_ms[answered], _LOW_MS, None)
         places = np.floor(np.log(clipped / _LOW_MS) / math.log(_BIN_RATIO))
         used, place = np.unique(places, return_inverse=True)
-        bins, good = np.zeros((num, len(used))), np.zeros((num, 2))
+        bins = np.zeros((num, len(used)))
+        good = np.zeros((num, 2))
         np.add.at(bins, (block[answered], place), 1)
         np.add.at(good[:, 0], block, run.latencies_ms <= slo_ms)
         np.add.at(good[:, 1], block, 1)
         return cls(bins, _LOW_MS * _BIN_RATIO ** (used + 0.5), good)
 
     def statistics(self, draws: F64) -> dict[str, npt.NDArray[Any]]:
-        """[n, blocks] how often each block counts -> [n] of each; NaN of nothing."""
+        """Each figure for each draw; NaN where a draw holds no answers.
+
+        Args:
+            draws: [n, blocks] how often each block counts.
+
+        Returns:
+            Name of the figure -> [n].
+        """
         good = draws @ self.good
         within = good[:, 0] / good[:, 1]
         counts = draws @ self.bins
@@ -214,7 +229,7 @@ class _Blocks:
 
 
 def _draws(num_blocks: int, random: np.random.Generator) -> F64:
-    """[RESAMPLES, blocks] how often each block was drawn."""
+    """[RESAMPLES, blocks] how often each block is drawn."""
     draws: F64 = random.multinomial(num_blocks, np.full(num_blocks, 1 / num_blocks), RESAMPLES).astype(np.float64)
     return draws
 
@@ -227,9 +242,13 @@ def _drift(a: _Run, b: _Run) -> Drift:
     both = [(i, j) for i, j in zip(of_a.tolist(), of_b.tolist(), strict=True) if a.digests[i] and b.digests[j]]
     same = sum(a.digests[i] == b.digests[j] for i, j in both)
     drifts: list[tuple[float, int]] = []
-    largest, overlaps, firsts, unknown = 0.0, [], 0, 0
+    largest = 0.0
+    overlaps = []
+    firsts = 0
+    unknown = 0
     for i, j in both:
-        left, right = a.scores[i], b.scores[j]
+        left = a.scores[i]
+        right = b.scores[j]
         if not left or left.keys() != right.keys() or any(len(left[task]) != len(right[task]) for task in left):
             continue
         if any(not np.array_equal(np.isnan(left[task]), np.isnan(right[task])) for task in left):
@@ -262,9 +281,14 @@ def _largest(drifts: Iterable[tuple[float, int]]) -> list[tuple[float, int]]:
 
 
 def _apart(a: npt.NDArray[np.float32], b: npt.NDArray[np.float32]) -> tuple[float, float, float, bool]:
-    """Of one request and task: drift, largest difference, overlap of the best, whether the first is the same."""
+    """Compare the scores of one request and task.
+
+    Returns:
+        The drift, the largest difference, the overlap of the best `TOP`, whether the first item is the same.
+    """
     known = ~(np.isnan(a) | np.isnan(b))
-    left, right = a[known].astype(np.float64), b[known].astype(np.float64)
+    left = a[known].astype(np.float64)
+    right = b[known].astype(np.float64)
     if not len(left):
         return 0.0, 0.0, 1.0, True
     gap = float(np.abs(left - right).max())

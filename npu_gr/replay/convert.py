@@ -1,8 +1,8 @@
-"""Query logs out of what there is: rating data, and Mooncake traces laid over rating data.
+"""Make query logs from public data: from ratings, or from a Mooncake trace over the histories of ratings.
 
-Nobody publishes a recommender's log with users and arrivals in milliseconds. The honest composite is real arrivals and
-returns (a Mooncake trace: requests, and the prefix blocks they share) over real histories (ratings), joined by a rule
-with a seed. Figures from it must say so.
+Nobody publishes a recommender's log with users and with arrivals in milliseconds. The honest composite joins real
+arrivals and returns (a Mooncake trace: requests, and the prefix blocks they share) with real histories (ratings), by a
+rule with a seed. Figures from it must say so.
 """
 
 from __future__ import annotations
@@ -19,30 +19,36 @@ import msgspec
 import numpy as np
 
 from npu_gr.core.errors import DataError
+from npu_gr.core.kinds import EVENTS, RANK
 from npu_gr.core.request import I64, Events
+from npu_gr.core.settings import Count, Positive
 from npu_gr.features.interactions import Interactions
 from npu_gr.features.lines import read_lines
-from npu_gr.replay.log import LoggedHistory, Record
+from npu_gr.replay.log import LoggedHistory, QueryRecord
 
-LIKE = 4.0  # a rating of at least this
+LIKE = 4.0  # the least rating that counts as a like
 
 Labels = dict[str, list[int | None]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Catalogue:
-    """What the served model knows: its items, and what its action ids stand for."""
+class ModelVocabulary:
+    """The items and actions that the served model knows."""
 
-    item_ids: I64
-    action_values: tuple[float, ...]
+    item_ids: I64  # [n] external ids
+    action_values: tuple[float, ...]  # the value in the data of each action id
 
     @classmethod
-    def of(cls, log: Interactions) -> Catalogue:
-        """Every item of a log; its distinct values, ascending, as the trainer numbers them."""
+    def of(cls, log: Interactions) -> ModelVocabulary:
+        """Every item of a log, and its distinct values, ascending: the trainer numbers actions so."""
         return cls(item_ids=np.unique(log.items), action_values=tuple(np.unique(log.values).tolist()))
 
     def events(self, part: Interactions) -> Events:
-        """Behaviours of one user. Raises DataError for a value that the model has no action for."""
+        """Behaviours of one user.
+
+        Raises:
+            DataError: a value has no action in the model.
+        """
         ids = {value: index for index, value in enumerate(self.action_values)}
         try:
             return Events.make(part.items, [ids[value] for value in part.values.tolist()], part.timestamps)
@@ -51,7 +57,7 @@ class Catalogue:
 
 
 def users_of(log: Interactions) -> list[tuple[str, Interactions]]:
-    """Each user's name and events in time order; users in the order of their codes."""
+    """Each user's name, and events in time order. Users come in the order of their codes."""
     order = np.argsort(log.users, kind="stable")
     parts = np.split(order, np.flatnonzero(np.diff(log.users[order])) + 1) if len(order) else []
     return [(log.user_names[log.users[part[0]]], log[part]) for part in parts]
@@ -60,9 +66,11 @@ def users_of(log: Interactions) -> list[tuple[str, Interactions]]:
 def _shown(
     next_: Interactions, others: I64, num_candidates: int, random: np.random.Generator
 ) -> tuple[list[int], Labels]:
-    """Candidates in a random order: what the user took next, and items drawn from the others.
+    """Candidates in a random order: the items that the user took next, and items drawn from the others.
 
-    Labels: click = taken, like = rated `LIKE` or more; what was drawn has no like label.
+    Returns:
+        The candidates, and labels: click = the user took it, like = rated `LIKE` or more. A drawn item has no like
+        label.
     """
     drawn = random.choice(others, num_candidates - len(next_), replace=False)
     shuffled = random.permutation(num_candidates)
@@ -74,19 +82,25 @@ def _shown(
 
 def from_ratings(
     heldout: Interactions,
-    catalogue: Catalogue,
+    vocabulary: ModelVocabulary,
     *,
     before: Interactions | None = None,
     slice_events: int = 20,
     num_candidates: int = 100,
     seed: int = 0,
-) -> list[Record]:
-    """Ranks, and the events that happened after each, in time order.
+) -> list[QueryRecord]:
+    """Ranks, and after each the events that followed it, in time order.
 
-    A user's held-out events come in slices; each is a rank whose candidates hold them, and then those events. Rating
-    data have poor arrivals (of MovieLens half of the stamps repeat the one before), so replay it at a rate.
+    A user's held-out events are cut into slices. Each slice becomes a rank whose candidates hold those items, and then
+    the events themselves. Rating data have poor arrivals (in MovieLens half of the stamps repeat the one before), so
+    replay such a log at a rate.
 
     Args:
+        heldout: the events to make requests from.
+        vocabulary: of the served model.
+        slice_events: events of one request.
+        num_candidates: of a rank; over `slice_events`.
+        seed: of the drawn items and their order.
         before: the users' earlier events, sent whole with every rank; None = the service's history store has them,
             and the log carries events records that append to it.
     """
@@ -94,55 +108,61 @@ def from_ratings(
     known = dict(users_of(before)) if before is not None else {}
     records = []
     for user, part in users_of(heldout):
-        others = np.setdiff1d(catalogue.item_ids, part.items)
-        history = catalogue.events(known[user]) if user in known else Events.empty()
+        others = np.setdiff1d(vocabulary.item_ids, part.items)
+        history = vocabulary.events(known[user]) if user in known else Events.empty()
         for start in range(0, len(part), slice_events):
             next_ = part[start : start + slice_events]
             shown, labels = _shown(next_, others, num_candidates, random)
-            at, happened = int(next_.timestamps[0]), catalogue.events(next_)
+            shown_at = int(next_.timestamps[0])
+            happened = vocabulary.events(next_)
             records.append(
-                Record(
-                    ts=float(at),
-                    kind="rank",
+                QueryRecord(
+                    ts=float(shown_at),
+                    kind=RANK.name,
                     user_id=user,
                     history=None if before is None else LoggedHistory.of(history),
                     candidates=shown,
-                    timestamp=at,
+                    timestamp=shown_at,
                     labels=labels,
                 )
             )
             history = history + happened
             if before is None:
-                records.append(Record(ts=float(at), kind="events", user_id=user, events=LoggedHistory.of(happened)))
+                events = LoggedHistory.of(happened)
+                records.append(QueryRecord(ts=float(shown_at), kind=EVENTS.name, user_id=user, events=events))
     return sorted(records, key=attrgetter("ts"))
 
 
 class MooncakeRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """One line of a trace; blocks of 512 tokens, equal ids mean equal content up to there."""
+    """One line of a trace."""
 
     timestamp: Annotated[float, msgspec.Meta(ge=0)]  # ms
-    input_length: Annotated[int, msgspec.Meta(ge=1)]
-    hash_ids: list[int]
+    input_length: Count  # tokens
+    hash_ids: list[int]  # of its blocks of 512 tokens; an equal id means equal content from the start to there
 
     def session(self, number: int) -> int:
-        """Requests with the same second block belong together: the first is everybody's system prompt."""
+        """The session of request `number`: its second block, because the first is everybody's system prompt."""
         return self.hash_ids[1] if len(self.hash_ids) > 1 else -1 - number
 
 
 class MooncakeOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How a trace is laid over users."""
+    """How the requests of a trace become requests of users."""
 
     lengths: Literal["real", "trace"] = "real"
-    scale: Annotated[float, msgspec.Meta(gt=0)] = 1.0  # of lengths "trace": events a token of the trace
-    spread_s: Annotated[float, msgspec.Meta(ge=0)] = 0.0  # requests of one stamp are spread over so long
-    num_candidates: Annotated[int, msgspec.Meta(ge=1)] = 100
+    scale: Positive = 1.0  # of lengths "trace": events a token of the trace
+    spread_s: Annotated[float, msgspec.Meta(ge=0)] = 0.0  # requests with the same stamp are spread over so long
+    num_candidates: Count = 100
     split_ratio: Annotated[float, msgspec.Meta(gt=0, lt=1)] = 0.8  # of a user's events, known before the first visit
-    max_slice: Annotated[int, msgspec.Meta(ge=1)] = 20  # events between two visits
+    max_slice: Count = 20  # events between two visits
     seed: Annotated[int, msgspec.Meta(ge=0)] = 0
 
 
 def read_mooncake(path: Path) -> list[MooncakeRequest]:
-    """A trace, whole. Raises DataError: names the file, the line and the reason."""
+    """Read a trace whole.
+
+    Raises:
+        DataError: names the file, the line and the reason.
+    """
     decode = msgspec.json.Decoder(MooncakeRequest).decode
     requests = []
     for number, line in enumerate(read_lines(path), 1):
@@ -154,36 +174,45 @@ def read_mooncake(path: Path) -> list[MooncakeRequest]:
 
 
 def from_mooncake(
-    trace: Sequence[MooncakeRequest], log: Interactions, catalogue: Catalogue, options: MooncakeOptions
-) -> Iterator[Record]:
-    """One rank a request, at its time; a session of the trace is a user of its own with a real user's history.
+    trace: Sequence[MooncakeRequest], log: Interactions, vocabulary: ModelVocabulary, options: MooncakeOptions
+) -> Iterator[QueryRecord]:
+    """One rank for each request of the trace, at its time. Each session becomes a user with a real user's history.
 
-    Session k has the history of the k-th user of a seeded permutation; once every user was taken, they are taken again
-    under another name, so that nobody returns who does not in the trace. Histories come whole.
+    Session k has the history of the k-th user of a seeded permutation. When every user has been taken, they are taken
+    again under other names, so a user returns only where the trace does. Histories come whole.
 
-    lengths "real": at a first visit the oldest `split_ratio` of the user's events; at every later one some more.
-    lengths "trace": input_length x scale events, the user's own over and over: synthetic beyond their real number.
+    Args:
+        trace: as `read_mooncake` reads it.
+        log: the histories.
+        vocabulary: of the served model.
+        options: `lengths` "real" gives a first visit the oldest `split_ratio` of the user's events, and each later
+            visit some more. "trace" gives input_length x `scale` events: the user's own, repeated, hence synthetic
+            beyond their real number.
     """
     random = np.random.default_rng(options.seed)
     sessions = [request.session(number) for number, request in enumerate(trace)]
     users = users_of(log)
     permutation = random.permutation(len(users))
     places = {session: place for place, session in enumerate(dict.fromkeys(sessions))}
-    visits, made, longest = Counter(sessions), Counter[int](), Counter[int]()
-    for at_s, request, session in _timed(trace, sessions, options.spread_s, random):
+    visits = Counter(sessions)
+    made = Counter[int]()  # visits of a session so far
+    longest = Counter[int]()  # events that a session has had so far
+    for ts, request, session in _timed(trace, sessions, options.spread_s, random):
         place = places[session]
         name, part = users[permutation[place % len(users)]]
-        visit, made[session] = made[session], made[session] + 1
+        visit = made[session]
+        made[session] += 1
         if options.lengths == "real":
             length, next_ = _real(part, visit, visits[session], options)
         else:
             longest[session] = max(longest[session], round(request.input_length * options.scale), 1)
-            length, next_ = longest[session], part[:0]
-        history = _over_and_over(catalogue.events(part), length)
-        shown, labels = _shown(next_, np.setdiff1d(catalogue.item_ids, part.items), options.num_candidates, random)
-        yield Record(
-            ts=at_s,
-            kind="rank",
+            length = longest[session]
+            next_ = part[:0]
+        history = _over_and_over(vocabulary.events(part), length)
+        shown, labels = _shown(next_, np.setdiff1d(vocabulary.item_ids, part.items), options.num_candidates, random)
+        yield QueryRecord(
+            ts=ts,
+            kind=RANK.name,
             user_id=f"{name}.{place // len(users)}",
             history=LoggedHistory.of(history),
             candidates=np.array(shown, "<i8").tobytes(),
@@ -195,7 +224,7 @@ def from_mooncake(
 def _timed(
     trace: Sequence[MooncakeRequest], sessions: Sequence[int], spread_s: float, random: np.random.Generator
 ) -> Iterator[tuple[float, MooncakeRequest, int]]:
-    """Seconds, request, session. Of equal stamps the order stays."""
+    """(seconds, request, session) of each request. Requests with the same stamp keep their order."""
     rows: Iterable[tuple[MooncakeRequest, int]] = zip(trace, sessions, strict=True)
     for stamp, group in groupby(rows, key=lambda row: row[0].timestamp):
         together = list(group)
@@ -205,7 +234,7 @@ def _timed(
 
 
 def _real(part: Interactions, visit: int, visits: int, options: MooncakeOptions) -> tuple[int, Interactions]:
-    """How many events the user has had at a visit, and those until the next one."""
+    """The number of events that the user has had at a visit, and the events until the next visit."""
     known = max(1, round(len(part) * options.split_ratio))
     step = min(options.max_slice, options.num_candidates, max(1, (len(part) - known) // visits))
     length = min(known + visit * step, len(part))

@@ -1,4 +1,4 @@
-"""Latencies in constant memory: HDR histograms, and the same by slices of time."""
+"""Latencies in constant memory: HDR histograms of a whole run, and of its slices of time."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ _UNITS_PER_S = 1e6  # counted in microseconds
 
 
 class Latency:
-    """Seconds; percentiles to a part in 1,000 (`digits` = 3) or in 100. Values over an hour count as one."""
+    """A histogram of seconds.
+
+    Percentiles are exact to a part in 1,000 (`digits` = 3) or in 100 (2). A value over an hour counts as an hour.
+    """
 
     def __init__(self, digits: int = 3) -> None:
         self._digits = digits
@@ -26,19 +29,19 @@ class Latency:
         return int(self._counts.get_total_count())
 
     def record(self, seconds: float) -> None:
-        """One more."""
+        """Count one value."""
         self._counts.record_value(max(1, round(min(seconds, MAX_S) * _UNITS_PER_S)))
 
     def merge(self, other: Latency) -> None:
-        """All of the other's too."""
+        """Count all values of `other` too."""
         self._counts.add(other._counts)
 
     def percentile_s(self, percent: float) -> float:
-        """NaN of nothing."""
+        """The percentile, 0 to 100, in seconds; NaN if nothing was recorded."""
         return float(self._counts.get_value_at_percentile(percent)) / _UNITS_PER_S if len(self) else float("nan")
 
     def cdf(self) -> Iterator[tuple[float, float]]:
-        """Seconds, and the share that took at most that long; ascending."""
+        """(seconds, share of the values that are at most so long), ascending."""
         for step in self._counts.get_recorded_iterator():
             yield step.value_iterated_to / _UNITS_PER_S, step.total_count_to_this_value / len(self)
 
@@ -52,15 +55,15 @@ class Latency:
 
 @dataclass(slots=True)
 class Slice:
-    """What was due in one slice of the run."""
+    """The requests that were due in one slice of the run."""
 
     num_due: int = 0
     num_good: int = 0  # answered within the SLO
-    outcomes: Counter[str] = field(default_factory=Counter)  # answered by outcome; "error" the others
+    outcomes: Counter[str] = field(default_factory=Counter)  # of the answers; "error" counts the requests without one
     latency: Latency = field(default_factory=lambda: Latency(2))
 
     def merge(self, other: Slice) -> None:
-        """All of the other's too."""
+        """Count all requests of `other` too."""
         self.num_due += other.num_due
         self.num_good += other.num_good
         self.outcomes.update(other.outcomes)
@@ -68,14 +71,14 @@ class Slice:
 
 
 class Slices:
-    """A run by time: at most `MAX_SLICES`, whose width doubles when the run outgrows them."""
+    """A run cut into at most `MAX_SLICES` slices of equal width; the width doubles when the run outgrows them."""
 
     def __init__(self) -> None:
         self.width_s = 0.25
         self.slices: list[Slice] = []
 
     def at(self, due_at: float) -> Slice:
-        """The slice of an instant of the run."""
+        """The slice of an instant, in seconds after the run began."""
         while (index := int(max(due_at, 0.0) / self.width_s)) >= MAX_SLICES:
             self._halve()
         while len(self.slices) <= index:
@@ -83,7 +86,7 @@ class Slices:
         return self.slices[index]
 
     def merge(self, other: Slices) -> None:
-        """All of the other's too, which is left as coarse as this one."""
+        """Count all requests of `other` too; `other` becomes as coarse as this one."""
         while self.width_s < other.width_s:
             self._halve()
         while other.width_s < self.width_s:

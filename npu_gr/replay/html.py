@@ -1,4 +1,4 @@
-"""The report as one page that loads nothing: plots of every run, its tables, and its JSON to take along."""
+"""The report as one HTML page that loads nothing: plots and tables of every run, and the whole report as JSON."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _RUN_COLUMNS = ("run", "offered/s", "goodput/s", "within SLO", "P50 ms", "P99 ms
 
 
 def page(study: Study, title: str) -> str:
-    """The whole document."""
+    """The whole HTML document of a study."""
     head = f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
     parts = [head, f"<style>{STYLE}</style></head><body><h1>{escape(title)}</h1>", _summary(study)]
     for place, run in enumerate(study.runs, 1):
@@ -104,7 +104,8 @@ def _goodput(runs: Sequence[Report]) -> str:
         points = sorted((run.offered_per_s, run.goodput_per_s) for run in runs)
     else:  # of one run its slices: a ramp is a curve, a flat rate a cloud
         points = sorted((s["offered_per_s"], s["goodput_per_s"]) for run in runs for s in run.slices)
-    x, y = axis("offered ranks/s", [a for a, _ in points]), axis("ranks/s within the SLO", [b for _, b in points])
+    x = axis("offered ranks/s", [a for a, _ in points])
+    y = axis("ranks/s within the SLO", [b for _, b in points])
     label = "runs" if len(runs) > 1 else f"slices of {_slice_s(runs):g} s"
     return lines({label: points}, x, y, diagonal=True, dots=True)
 
@@ -120,8 +121,8 @@ def _latency(run: Report) -> str:
     }
     values = [value for points in series.values() for _, value in points]
     slo_ms = run.slo_s * 1e3
-    x, y = _time(run), axis("ms from the due time", [*values, slo_ms], is_log=True)
-    return lines(series, x, y, level=(f"SLO {slo_ms:g} ms", slo_ms))
+    y = axis("ms from the due time", [*values, slo_ms], is_log=True)
+    return lines(series, _time(run), y, level=(f"SLO {slo_ms:g} ms", slo_ms))
 
 
 def _cdf(run: Report) -> str:
@@ -149,9 +150,9 @@ def _tiers(run: Report) -> str:
     if not run.tiers:
         return '<p class="dim">The address that was asked shows no npu_gr_kv_bytes at /metrics.</p>'
     names = [key for key in run.tiers[0].bytes if not key.endswith(" free")]
-    series = {key: [(tier.at_s, tier.bytes.get(key, 0.0)) for tier in run.tiers] for key in names}
+    series = {key: [(tier.taken_at, tier.bytes.get(key, 0.0)) for tier in run.tiers] for key in names}
     values = [value for points in series.values() for _, value in points]
-    return lines(series, axis("s", [tier.at_s for tier in run.tiers]), axis("bytes", values))
+    return lines(series, axis("s", [tier.taken_at for tier in run.tiers]), axis("bytes", values))
 
 
 def _time(run: Report) -> Any:
@@ -159,12 +160,12 @@ def _time(run: Report) -> Any:
 
 
 def figure(title: str, plot: str) -> str:
-    """A plot under its title."""
+    """A plot (SVG) under its title, as HTML."""
     return f"<figure><h3>{escape(title)}</h3>{plot}</figure>"
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Cells are HTML."""
+    """An HTML table. Cells are HTML already; titles of columns are text."""
     head = "".join(f"<th>{escape(column)}</th>" for column in columns)
     body = "".join("<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>" for cells in rows)
     return f"<table><tr>{head}</tr>{body}</table>"

@@ -1,4 +1,4 @@
-"""What a replay does: where to, how fast, for how long, and what counts as in time."""
+"""The options of a replay: which service, how fast, for how long, and what counts as in time."""
 
 from __future__ import annotations
 
@@ -8,26 +8,26 @@ from urllib.parse import urlsplit
 import msgspec
 from msgspec import Meta
 
-_Positive = Annotated[float, Meta(gt=0)]
+from npu_gr.core.settings import Count, Positive, Seconds
+
 _Gap = Annotated[float, Meta(ge=0, le=3600)]
 
 
 class ReplayOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Checked wherever it comes from. Raises ValueError with the field's name and limit.
+    """Options, checked also where they are constructed in code. Raises ValueError with the field's name and limit.
 
-    Arrivals are the log's (`speed`), or made (`rate`, from it to `ramp_to` over `ramp_s`), or none at all (`closed`).
+    Arrivals are the log's own (`speed`); or made (`rate`, which may grow to `ramp_to` over `ramp_s`); or there are none
+    and a fixed number of requests is in flight (`closed`).
     """
 
     base_url: Annotated[str, Meta(description="service or router, http or https; /v1/... is added")]
     api_key: Annotated[str | None, Meta(description="sent as a bearer token; never reported")] = None
-    speed: Annotated[_Positive, Meta(description="log seconds per second; not together with rate")] = 1.0
-    rate: Annotated[_Positive | None, Meta(description="ranks per second instead of the log's times")] = None
+    speed: Annotated[Positive, Meta(description="log seconds per second; not together with rate")] = 1.0
+    rate: Annotated[Positive | None, Meta(description="ranks per second instead of the log's times")] = None
     arrival: Annotated[Literal["poisson", "constant"], Meta(description="gaps between ranks at rate")] = "poisson"
-    ramp_to: Annotated[_Positive | None, Meta(description="ranks per second that rate has become after ramp_s")] = None
-    ramp_s: Annotated[_Positive, Meta(description="s from rate to ramp_to; it stays there")] = 60.0
-    closed: Annotated[
-        Annotated[int, Meta(ge=1)] | None, Meta(description="requests in flight, the next when one is over")
-    ] = None
+    ramp_to: Annotated[Positive | None, Meta(description="ranks per second that rate has grown to after ramp_s")] = None
+    ramp_s: Annotated[Seconds, Meta(description="s from rate to ramp_to; it stays there")] = 60.0
+    closed: Annotated[Count | None, Meta(description="requests in flight, the next when one is over")] = None
     signal_lead_s: Annotated[
         _Gap | None, Meta(description="s from signal to rank, where the log has no signal; None = only the log's own")
     ] = None
@@ -39,22 +39,20 @@ class ReplayOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     histories: Annotated[
         Literal["logged", "whole", "delta"], Meta(description="how histories are sent; logged = as the log has them")
     ] = "logged"
-    skip: Annotated[int, Meta(ge=0, description="log records that are left out at the start")] = 0
-    start_s: Annotated[float, Meta(ge=0, description="log seconds that are left out at the start")] = 0.0
-    limit: Annotated[Annotated[int, Meta(ge=1)] | None, Meta(description="log records, oldest first; None = all")] = (
-        None
-    )
-    sample_users: Annotated[float, Meta(gt=0, le=1, description="share of the users that are replayed, by hash")] = 1.0
-    duration_s: Annotated[_Positive | None, Meta(description="s of sending; None = the whole log")] = None
+    skip: Annotated[int, Meta(ge=0, description="log records to leave out at the start")] = 0
+    start_s: Annotated[float, Meta(ge=0, description="log seconds to leave out at the start")] = 0.0
+    limit: Annotated[Count | None, Meta(description="log records, oldest first; None = all")] = None
+    sample_users: Annotated[float, Meta(gt=0, le=1, description="share of the users to replay, by hash")] = 1.0
+    duration_s: Annotated[Seconds | None, Meta(description="s of sending; None = the whole log")] = None
     warmup_s: Annotated[float, Meta(ge=0, description="s of sending at the start that are not counted")] = 0.0
-    timeout_s: Annotated[_Positive, Meta(description="budget in s of a request whose record has no deadline_ms")] = 1.0
-    slo_s: Annotated[_Positive, Meta(description="s from due to answered that a good rank takes at most")] = 0.1
+    timeout_s: Annotated[Seconds, Meta(description="budget in s of a request whose record has no deadline_ms")] = 1.0
+    slo_s: Annotated[Seconds, Meta(description="s from due to answered that a good rank takes at most")] = 0.1
     processes: Annotated[int, Meta(ge=1, le=64, description="clients, each with its share of the users")] = 1
     bad_lines: Annotated[Literal["fail", "skip"], Meta(description="a line of the log that is no record")] = "fail"
     seed: Annotated[int, Meta(ge=0, description="of random arrivals and delays")] = 0
 
     def __post_init__(self) -> None:
-        for field in msgspec.structs.fields(self):  # msgspec itself checks what it decodes, not what is constructed
+        for field in msgspec.structs.fields(self):  # msgspec checks what it decodes, but not what code constructs
             try:
                 msgspec.convert(getattr(self, field.name), field.type)
             except msgspec.ValidationError as error:

@@ -1,27 +1,24 @@
-"""Query logs as Parquet: a row a record, columns of integers as lists, the rest of what nests as JSON text.
+"""Query logs as Parquet: a row is a record, columns of integers are lists, the rest of what nests is JSON text.
 
     ts double, kind, user_id, tenant, base string, {history,events}_{items,timestamps} list<int64>,
     {history,events}_actions list<int16>, candidates list<int64>, num_candidates, timestamp, top_k int64,
-    deadline_ms, delay_ms double, generate, match, recommend, labels, answer string (JSON)
+    deadline_ms, delay_ms double, labels, answer and the options of each kind (`log.OPTIONS`) string (JSON)
 
-Columns that are absent from a file count as empty; other columns are refused.
+A column that a file lacks counts as empty; a column that is not listed here is refused.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from importlib import import_module
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
 from npu_gr.core.errors import DataError
-from npu_gr.replay.log import LoggedHistory, Record, column
-
-if TYPE_CHECKING:
-    from npu_gr.replay.log import Log
+from npu_gr.replay.log import OPTIONS, LoggedHistory, QueryRecord, column
 
 ROW_GROUP = 1024  # records
 
@@ -33,14 +30,15 @@ _PLAIN = {
 }
 _HISTORIES = ("history", "events")
 _COLUMNS = {"items": "int64", "actions": "int16", "timestamps": "int64"}
-_JSON = ("generate", "match", "recommend", "labels", "answer")
+_JSON = (*OPTIONS, "labels", "answer")
 
 
-def write_rows(path: Path, records: Iterable[Record]) -> int:
-    """Write a file by row groups; how many records it has."""
+def write_rows(path: Path, records: Iterable[QueryRecord]) -> int:
+    """Write a file, one row group at a time, and return the number of its records."""
     arrow, parquet = _modules(path)
     schema = _schema(arrow)
-    rest, total = iter(records), 0
+    rest = iter(records)
+    total = 0
     with parquet.ParquetWriter(path, schema, compression="zstd") as writer:
         while group := [_row(record) for record in islice(rest, ROW_GROUP)]:
             writer.write_table(arrow.Table.from_pylist(group, schema=schema))
@@ -48,15 +46,29 @@ def write_rows(path: Path, records: Iterable[Record]) -> int:
     return total
 
 
-def rows(log: Log) -> Iterator[tuple[int, Record]]:
-    """Row numbers, counted from 1, and records; a row that is none goes to `log.reject`."""
-    arrow, parquet = _modules(log.path)
+def read_rows(
+    path: Path, on_bad: Callable[[int, object], None], on_progress: Callable[[float], None]
+) -> Iterator[tuple[int, QueryRecord]]:
+    """Read a file.
+
+    Args:
+        path: the file.
+        on_bad: called with the number of a row that is no record, and the reason.
+        on_progress: called with the share of the rows that have been read, 0 to 1.
+
+    Returns:
+        Row numbers, counted from 1, and records, in the file's order.
+
+    Raises:
+        DataError: the file is no Parquet file, or has a column that no record has.
+    """
+    arrow, parquet = _modules(path)
     try:
-        with parquet.ParquetFile(log.path) as file:
+        with parquet.ParquetFile(path) as file:
             schema = _schema(arrow)
             for field in file.schema_arrow:
                 if field.name not in schema.names:
-                    raise DataError(f"{log.path}: unknown column {field.name!r}")
+                    raise DataError(f"{path}: unknown column {field.name!r}")
             number = 0
             for batch in file.iter_batches(ROW_GROUP):
                 for row in batch.to_pylist():
@@ -64,15 +76,15 @@ def rows(log: Log) -> Iterator[tuple[int, Record]]:
                     try:
                         yield number, _record(row)
                     except (msgspec.MsgspecError, ValueError, OverflowError) as error:
-                        log.reject(number, error)
-                log.read_ratio = number / file.metadata.num_rows
+                        on_bad(number, error)
+                on_progress(number / file.metadata.num_rows)
     except OSError as error:
-        raise DataError(f"{log.path}: {error}") from error
+        raise DataError(f"{path}: {error}") from error
     except arrow.ArrowException as error:
-        raise DataError(f"{log.path}: {error}") from error
+        raise DataError(f"{path}: {error}") from error
 
 
-def _row(record: Record) -> dict[str, Any]:
+def _row(record: QueryRecord) -> dict[str, Any]:
     row: dict[str, Any] = {name: getattr(record, name) for name in _PLAIN}
     row["candidates"] = column(record.candidates)
     for name in _HISTORIES:
@@ -86,7 +98,7 @@ def _row(record: Record) -> dict[str, Any]:
     return row
 
 
-def _record(row: dict[str, Any]) -> Record:
+def _record(row: dict[str, Any]) -> QueryRecord:
     table = {name: row[name] for name in _PLAIN if row.get(name) is not None}
     if row.get("candidates"):
         table["candidates"] = row["candidates"]
@@ -97,7 +109,7 @@ def _record(row: dict[str, Any]) -> Record:
     for name in _JSON:
         if row.get(name):
             table[name] = msgspec.json.decode(row[name])
-    return msgspec.convert(table, Record)
+    return msgspec.convert(table, QueryRecord)
 
 
 def _schema(arrow: Any) -> Any:

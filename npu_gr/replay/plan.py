@@ -1,18 +1,19 @@
-"""From a query log to timed actions, one after the other. Pure: no clock, no I/O.
+"""A plan: the requests of a query log with their due times, one after the other. Pure: no clock, no I/O.
 
-Records keep their order in time. They are scaled by `speed`, or ranks are paced anew at `rate` and the rest is spread
-evenly between them. The cascade keeps its real seconds whatever the load, because it does not get faster with it:
+Records keep their order in time. Times are the log's, divided by `speed`; or requests with scores are paced anew at
+`rate` and the others are spread evenly between them. A cascade does not get faster under load, so its own delays keep
+their real seconds whatever the speed:
 
-    the log has signals        a signal belongs to the user's next rank within `PAIR_S` and keeps its distance to it
+    the log has signals        a signal belongs to the user's next rank within `PAIR_S` and leaves as long before it
     a rank has delay_ms        `ts` is the user's arrival: signal at once, rank after the recorded delay
-    rank_delay_s               the same with a modelled delay, log-normal, seeded
+    rank_delay_s               the same with a modelled delay: log-normal, seeded
     signal_lead_s              `ts` is the rank's time: signal that much earlier
 
 Invariants:
   I1  due times are sorted and the first one is 0
   I2  a user's ranks, generates and events are due in the log's order
   I3  the same records and options give the same plan
-  I4  what is held is bounded by what happens within `PAIR_S` and the lead, never by the log's length
+  I4  memory is bounded by the records within `PAIR_S` and the lead, never by the log's length
 """
 
 from __future__ import annotations
@@ -27,115 +28,117 @@ import msgspec
 import numpy as np
 import xxhash
 
+from npu_gr.core.kinds import RANK, SIGNAL
 from npu_gr.core.request import UserKey
-from npu_gr.replay.log import SCORED, Record
+from npu_gr.replay.log import SCORED, QueryRecord
 from npu_gr.replay.options import ReplayOptions
 
 PAIR_S = 5.0  # log seconds from a signal to its rank, at most
-MAX_BETWEEN = 10_000  # records between two paced ones that are held to be spread
+MAX_BETWEEN = 10_000  # records held between two paced ones, to be spread; more are paced themselves
 
 _Z99 = 2.3263478740408408  # standard normal quantile
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Action:
-    """One request to send; its record's `kind` says which."""
+    """Send one request; its record's `kind` says to which route."""
 
-    record: Record
-    due_at: float  # from the run's start
+    record: QueryRecord
+    due_at: float  # seconds after the run began
     number: int  # of the record in the log's time order; a made signal has its rank's
 
 
-def plan(records: Iterable[Record], options: ReplayOptions) -> Iterator[Action]:
+def plan(records: Iterable[QueryRecord], options: ReplayOptions) -> Iterator[Action]:
     """Every request of the run, in the order of their due times. `records` come in time order."""
-    start_s = None
+    first_at = None
     for due_at, _, number, record in _cascades(records, options):
-        start_s = due_at if start_s is None else start_s
-        yield Action(record=record, due_at=due_at - start_s, number=number)
+        first_at = due_at if first_at is None else first_at
+        yield Action(record=record, due_at=due_at - first_at, number=number)
 
 
-def user_of(record: Record) -> UserKey:
-    """Whose request it is."""
+def user_of(record: QueryRecord) -> UserKey:
+    """The user who sent the request."""
     return UserKey(record.tenant, record.user_id)
 
 
 def share_of(user: UserKey, shares: int) -> int:
-    """Which of `shares` equal parts the user belongs to."""
+    """Which of `shares` equal parts, from 0, the user belongs to: by a hash of the name."""
     return xxhash.xxh3_64_intdigest(f"{user.tenant}\0{user.user}".encode()) % shares
 
 
-Timed = tuple[int, float, Record]  # number, seconds, record
-Due = tuple[float, int, int, Record]  # due time, place among equals, number, record
+Timed = tuple[int, float, QueryRecord]  # number, seconds after the start, record
+Due = tuple[float, int, int, QueryRecord]  # due time, place among equal times, number, record
 
 
-def _chosen(records: Iterable[Record], options: ReplayOptions) -> Iterator[tuple[int, Record]]:
-    first_s = None
+def _chosen(records: Iterable[QueryRecord], options: ReplayOptions) -> Iterator[tuple[int, QueryRecord]]:
+    first_ts = None
     stop = None if options.limit is None else options.skip + options.limit
     for number, record in islice(enumerate(records), options.skip, stop):
-        first_s = record.ts if first_s is None else first_s
-        if record.ts - first_s < options.start_s:
+        first_ts = record.ts if first_ts is None else first_ts
+        if record.ts - first_ts < options.start_s:
             continue
         if options.sample_users < 1 and share_of(user_of(record), 1 << 20) >= options.sample_users * (1 << 20):
             continue
         yield number, record
 
 
-def _timed(records: Iterable[Record], options: ReplayOptions) -> Iterator[Timed]:
-    """Number, seconds at which each would be sent (ascending), record."""
+def _timed(records: Iterable[QueryRecord], options: ReplayOptions) -> Iterator[Timed]:
+    """Each chosen record with the time at which it would be sent if there were no cascades; ascending."""
     numbered = _chosen(records, options)
-    found = _scaled(numbered, options.speed) if options.rate is None else _paced(numbered, options)
-    for number, at_s, record in found:
-        if options.duration_s is not None and at_s >= options.duration_s:
+    timed = _scaled(numbered, options.speed) if options.rate is None else _paced(numbered, options)
+    for number, sent_at, record in timed:
+        if options.duration_s is not None and sent_at >= options.duration_s:
             return
-        yield number, at_s, record
+        yield number, sent_at, record
 
 
-def _scaled(numbered: Iterator[tuple[int, Record]], speed: float) -> Iterator[Timed]:
-    first_s = None
+def _scaled(numbered: Iterator[tuple[int, QueryRecord]], speed: float) -> Iterator[Timed]:
+    first_ts = None
     for number, record in numbered:
-        first_s = record.ts if first_s is None else first_s
-        yield number, (record.ts - first_s) / speed, record
+        first_ts = record.ts if first_ts is None else first_ts
+        yield number, (record.ts - first_ts) / speed, record
 
 
-def _paced(numbered: Iterator[tuple[int, Record]], options: ReplayOptions) -> Iterator[Timed]:
+def _paced(numbered: Iterator[tuple[int, QueryRecord]], options: ReplayOptions) -> Iterator[Timed]:
     random = np.random.default_rng(options.seed)
     head = list(islice(numbered, 1000))
-    any_rank = any(record.kind in SCORED for _, record in head)
-    between: list[tuple[int, Record]] = []
-    at_s = 0.0
+    any_scored = any(record.kind in SCORED for _, record in head)
+    between: list[tuple[int, QueryRecord]] = []
+    paced_at = 0.0  # of the newest paced record
 
     def gap_s() -> float:
         rate = options.rate or 0.0
         if options.ramp_to is not None:
-            rate += (options.ramp_to - rate) * min(at_s / options.ramp_s, 1.0)
+            rate += (options.ramp_to - rate) * min(paced_at / options.ramp_s, 1.0)
         return random.exponential(1 / rate) if options.arrival == "poisson" else 1 / rate
 
-    def spread(until_s: float) -> Iterator[Timed]:
+    def spread(until_at: float) -> Iterator[Timed]:
         for place, (number, record) in enumerate(between, 1):
-            yield number, at_s + (until_s - at_s) * place / (len(between) + 1), record
+            yield number, paced_at + (until_at - paced_at) * place / (len(between) + 1), record
 
     for number, record in chain(head, numbered):
-        if any_rank and record.kind not in SCORED and len(between) < MAX_BETWEEN:
+        if any_scored and record.kind not in SCORED and len(between) < MAX_BETWEEN:
             between.append((number, record))
             continue
-        next_s = at_s + gap_s()
-        yield from spread(next_s)
-        between, at_s = [], next_s
-        yield number, at_s, record
-    yield from spread(at_s + 1 / (options.rate or 1.0))
+        next_at = paced_at + gap_s()
+        yield from spread(next_at)
+        between = []
+        paced_at = next_at
+        yield number, paced_at, record
+    yield from spread(paced_at + 1 / (options.rate or 1.0))
 
 
-def _cascades(records: Iterable[Record], options: ReplayOptions) -> Iterator[Due]:
-    """Everything with its due time, signals made or moved to their ranks, in the order of due times."""
+def _cascades(records: Iterable[QueryRecord], options: ReplayOptions) -> Iterator[Due]:
+    """Everything with its due time, in the order of due times. Signals are made, or moved to their ranks."""
     delays = np.random.default_rng([options.seed, 1])
     lead_s = options.signal_lead_s or 0.0
     ready: list[Due] = []
-    signals: dict[int, Timed] = {}  # still without their rank, by number: oldest first
+    signals: dict[int, Timed] = {}  # by number, oldest first: those whose rank has not come yet
     waiting: dict[UserKey, list[int]] = {}  # their numbers by user
-    last_s: dict[UserKey, float] = {}  # due time of the user's newest rank or events that is not over
+    newest_at: dict[UserKey, float] = {}  # due time of the user's newest request that is not a signal
     place = count()
 
-    def push(due_at: float, number: int, record: Record) -> None:
+    def push(due_at: float, number: int, record: QueryRecord) -> None:
         heapq.heappush(ready, (due_at, next(place), number, record))
 
     def settle(number: int) -> Timed:
@@ -145,51 +148,51 @@ def _cascades(records: Iterable[Record], options: ReplayOptions) -> Iterator[Due
             del waiting[user]
         return signals.pop(number)
 
-    for number, at_s, record in _timed(records, options):
+    for number, sent_at, record in _timed(records, options):
         user = user_of(record)
-        if record.kind == "signal":
-            signals[number] = number, at_s, record
+        if record.kind == SIGNAL.name:
+            signals[number] = number, sent_at, record
             waiting.setdefault(user, []).append(number)
         else:
             own = [settle(n) for n in list(waiting.get(user, ()))] if record.kind in SCORED else []
-            delay_s = None if own or record.kind != "rank" else _delay_s(record, options, delays)
-            due_at = at_s + (delay_s or 0.0)
+            delay_s = None if own or record.kind != RANK.name else _delay_s(record, options, delays)
+            due_at = sent_at + (delay_s or 0.0)
             if delay_s is not None:
-                push(at_s, number, _signal_of(record))
-            elif not own and options.signal_lead_s is not None and record.kind == "rank":
+                push(sent_at, number, _signal_of(record))
+            elif not own and options.signal_lead_s is not None and record.kind == RANK.name:
                 push(due_at - lead_s, number, _signal_of(record))
-            if due_at < (newest_s := last_s.get(user, due_at)):
-                due_at = newest_s  # I2
+            due_at = max(due_at, newest_at.get(user, due_at))  # I2
             for own_number, _, signal in own:
                 push(due_at - (record.ts - signal.ts), own_number, signal)
             push(due_at, number, record)
-            last_s[user] = due_at
+            newest_at[user] = due_at
         while signals and record.ts - (oldest := next(iter(signals.values())))[2].ts > PAIR_S:
             push(oldest[1], oldest[0], settle(oldest[0])[2])
-        until_s = at_s - max(PAIR_S, lead_s)
+        settled_at = sent_at - max(PAIR_S, lead_s)  # nothing that is still to come is due before
         if signals:
-            until_s = min(until_s, next(iter(signals.values()))[1])
-        while ready and ready[0][0] <= until_s:
+            settled_at = min(settled_at, next(iter(signals.values()))[1])
+        while ready and ready[0][0] <= settled_at:
             yield heapq.heappop(ready)
-        if len(last_s) > 2 * len(ready) + 1000:
-            last_s = {user: due_at for user, due_at in last_s.items() if due_at > at_s}
-    for number, at_s, record in signals.values():
-        push(at_s, number, record)
+        if len(newest_at) > 2 * len(ready) + 1000:
+            newest_at = {user: due_at for user, due_at in newest_at.items() if due_at > sent_at}
+    for number, sent_at, record in signals.values():
+        push(sent_at, number, record)
     while ready:
         yield heapq.heappop(ready)
 
 
-def _delay_s(record: Record, options: ReplayOptions, random: np.random.Generator) -> float | None:
-    """From the user's arrival to the rank; None where `ts` is the rank's own time."""
+def _delay_s(record: QueryRecord, options: ReplayOptions, random: np.random.Generator) -> float | None:
+    """Seconds from the user's arrival to the rank; None where `ts` is the rank's own time."""
     if record.delay_ms is not None:
         return record.delay_ms * 1e-3
-    median_s, p99_s = options.rank_delay_s, options.rank_delay_p99_s
+    median_s = options.rank_delay_s
+    p99_s = options.rank_delay_p99_s
     if median_s is None or p99_s is None:
         return median_s
     return median_s * math.exp(random.standard_normal() * math.log(p99_s / median_s) / _Z99)
 
 
-def _signal_of(rank: Record) -> Record:
+def _signal_of(rank: QueryRecord) -> QueryRecord:
     return msgspec.structs.replace(
-        rank, kind="signal", labels={}, timestamp=None, top_k=None, delay_ms=None, answer=None
+        rank, kind=SIGNAL.name, labels={}, timestamp=None, top_k=None, delay_ms=None, answer=None
     )

@@ -1,14 +1,14 @@
 """Ranking quality of served scores: exact, and fair to ties.
 
-Tied scores count as every order of them, on average: a scorer that cannot tell the candidates apart earns what chance
-earns, never a lucky order of the list. NaN (the service knows no such item) ranks last, tied with other NaNs.
+Tied scores count as the mean over every order of them. So a model that cannot tell the candidates apart earns what
+chance earns, whatever the order of the list. NaN (the service knows no such item) ranks last, tied with other NaNs.
 Source of the tie-averaged DCG: McSherry and Najork, ECIR 2008.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from math import comb, nan
+from math import nan
 
 import numpy as np
 import numpy.typing as npt
@@ -16,28 +16,13 @@ import numpy.typing as npt
 F64 = npt.NDArray[np.float64]
 
 
-def auc(scores: npt.ArrayLike, labels: npt.ArrayLike) -> float:
-    """P(a positive outranks a negative), ties count half; NaN unless there is one of each.
+def ndcg_at(k: int, scores: npt.ArrayLike, labels: npt.ArrayLike) -> float:
+    """Expected DCG of the first k over that of the best order, binary gains, log2 discount; NaN without a positive.
 
     Args:
+        k: at least 1.
         scores: [n], higher is better.
         labels: [n], 0 or 1.
-    """
-    values, positive = _read(scores, labels)
-    num_positive = int(positive.sum())
-    num_pairs = num_positive * (len(positive) - num_positive)
-    if not num_pairs:
-        return nan
-    _, place, counts = np.unique(values, return_inverse=True, return_counts=True)
-    mean_rank = np.cumsum(counts) - (counts - 1) / 2  # from 1; tied scores share the mean of their ranks
-    wins = mean_rank[place][positive].sum() - num_positive * (num_positive + 1) / 2
-    return float(wins / num_pairs)
-
-
-def ndcg_at(k: int, scores: npt.ArrayLike, labels: npt.ArrayLike) -> float:
-    """Expected DCG of the first k over that of the best order, binary gains, log2 discount.
-
-    NaN without a positive. Args as for `auc`; k >= 1.
     """
     values, positive = _read(scores, labels)
     if not positive.any():
@@ -48,32 +33,16 @@ def ndcg_at(k: int, scores: npt.ArrayLike, labels: npt.ArrayLike) -> float:
     return float(dcg / discount[: int(positive.sum())].sum())
 
 
-def hit_at(k: int, scores: npt.ArrayLike, labels: npt.ArrayLike) -> float:
-    """P(at least one positive among the first k): 0 or 1, in between only where a tie spans k.
-
-    NaN without a positive. Args as for `auc`; k >= 1.
-    """
-    values, positive = _read(scores, labels)
-    if not positive.any():
-        return nan
-    for start, stop, num_positive in _tied(values, positive):
-        if start >= k:
-            break
-        if num_positive:
-            tied, drawn = stop - start, min(k, stop) - start
-            return 1 - comb(tied - num_positive, drawn) / comb(tied, drawn)
-    return 0.0
-
-
 def _read(scores: npt.ArrayLike, labels: npt.ArrayLike) -> tuple[F64, npt.NDArray[np.bool_]]:
-    values, positive = np.asarray(scores, np.float64), np.asarray(labels) > 0
+    values = np.asarray(scores, np.float64)
+    positive = np.asarray(labels) > 0
     assert values.ndim == 1
     assert values.shape == positive.shape
     return np.where(np.isnan(values), -np.inf, values), positive
 
 
 def _tied(values: F64, positive: npt.NDArray[np.bool_]) -> Iterator[tuple[int, int, int]]:
-    """Groups of equal scores, best first: start and stop place, positives among them."""
+    """Groups of equal scores, best first: (first place, last place + 1, positives among them)."""
     order = np.argsort(-values, kind="stable")
     ranked = values[order]
     starts = np.flatnonzero(np.r_[True, ranked[1:] != ranked[:-1]])

@@ -1,18 +1,18 @@
 """The recorder: a running service's requests and answers as a query log, written by a thread of its own.
 
-A request offers what it has, by reference, and goes on; where the queue is full the record is dropped and counted.
-Encoding, hashing, packing and the disk are the thread's. Whole users are sampled, so that their order, their signals
-and their deltas stay together.
+A request hands over references to what it has, and goes on; if the queue is full, the record is dropped and counted.
+The thread encodes, hashes, compresses and writes. Whole users are sampled, so that a user's order, signals and deltas
+stay together.
 
 Invariants:
   I1  `offer` never waits, for the disk or for the thread
-  I2  what is queued is at most `max_queue_bytes`, what lies in the folder at most `max_files` files
+  I2  the queue holds at most `max_queue_bytes`, the folder at most `max_files` files
   I3  every offered record is counted once: written, dropped or failed
 """
 
 from __future__ import annotations
 
-import contextlib
+import dataclasses
 import hashlib
 import hmac
 import logging
@@ -21,69 +21,47 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Annotated, Any, Literal, Self, cast
+from typing import Annotated, Any, Literal, Self
 
 import msgspec
+import numpy as np
 import xxhash
 
 from npu_gr.core.errors import ConfigError, NotFound
-from npu_gr.core.request import (
-    I64,
-    EventsAnswer,
-    EventsRequest,
-    GenerateAnswer,
-    GenerateRequest,
-    MatchAnswer,
-    MatchRequest,
-    RankAnswer,
-    RankRequest,
-    RecommendAnswer,
-    RecommendRequest,
-    SignalAnswer,
-    SignalRequest,
-    UserKey,
-)
-from npu_gr.replay.answers import digest, raw
-from npu_gr.replay.log import (
-    UNRANKED,
-    Kind,
-    LoggedAnswer,
-    LoggedGenerate,
-    LoggedHistory,
-    LoggedMatch,
-    LoggedRecommend,
-    Record,
-    create,
-)
+from npu_gr.core.kinds import KINDS, Scored
+from npu_gr.core.request import Answer, Events, EventsRequest, HistoryRef, Request, UserKey
+from npu_gr.core.settings import Count, Seconds
+from npu_gr.replay.digests import digest, raw
+from npu_gr.replay.fields import ANSWER_FIELDS, REQUEST_FIELDS, UNRANKED
+from npu_gr.replay.log import OPTIONS, LoggedAnswer, LoggedHistory, QueryRecord
+from npu_gr.replay.rotation import PATTERN, RotatingFile, name_leftovers
 
 log = logging.getLogger(__name__)
 
-FLUSH_S = 1.0  # what a crash may lose
-RECORD_BYTES = 1000  # of a record without its columns, in the queue
+FLUSH_S = 1.0  # a crash loses at most the records of so long
+RECORD_BYTES = 1000  # of a queued request, beside its arrays: a generous guess
+EVENT_BYTES = 18  # item, action, timestamp
 MIN_KEY_BYTES = 16
 
-Request = RankRequest | SignalRequest | GenerateRequest | MatchRequest | RecommendRequest
-Answer = RankAnswer | SignalAnswer | GenerateAnswer | MatchAnswer | RecommendAnswer
-
-_Ratio = Annotated[float, msgspec.Meta(gt=0, le=1)]
+_Share = Annotated[float, msgspec.Meta(gt=0, le=1)]
 
 
 class RecordConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where requests are recorded, and how much of them. `npu-gr record` switches a recording on and off."""
+    """Where requests are recorded, and how many of them. `npu-gr record` switches a recording on and off."""
 
     folder: str  # is made; its traffic-*.jsonl* files are ours
     enabled: bool = False  # from the start
-    sample_ratio: _Ratio = 1.0  # of the users
+    sample_ratio: _Share = 1.0  # of the users
     hash_key_file: str | None = None  # users and tenants become HMAC-SHA256 by the key in this file
     scores: bool = False  # scores too, not only their digest
     suffix: Literal[".jsonl", ".jsonl.gz", ".jsonl.zst"] = ".jsonl.gz"
-    max_queue_bytes: Annotated[int, msgspec.Meta(ge=1)] = 67_108_864  # that wait for the disk; more is dropped
-    max_file_bytes: Annotated[int, msgspec.Meta(ge=1)] = 268_435_456  # then the next file begins
-    max_file_s: Annotated[float, msgspec.Meta(gt=0)] = 3600.0
-    max_files: Annotated[int, msgspec.Meta(ge=1)] = 24  # then the oldest is deleted
+    max_queue_bytes: Count = 67_108_864  # that wait for the disk; more is dropped
+    max_file_bytes: Count = 268_435_456  # then the next file begins
+    max_file_s: Seconds = 3600.0
+    max_files: Count = 24  # then the oldest is deleted
 
 
 class RecordOrder(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -100,7 +78,7 @@ class RecordOrder(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class RecordStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """What the recorder does and has done since the service started."""
+    """Whether the recorder records now, and what it has done since the service started."""
 
     recording: bool
     ends_in_s: float | None  # None = when it is told
@@ -114,32 +92,50 @@ class RecordStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RecordedRequest:
-    """One request and its answer, or the status of its error."""
+    """A request that is over, as the service saw it."""
 
-    kind: str  # a name of `KINDS`
-    arrived_at: float  # epoch
+    kind: str  # a name in `KINDS`, of a kind with `is_recorded`
+    arrived_at: float  # epoch seconds
     took_s: float
     budget_s: float
     user: UserKey
-    status: int
-    request: Any  # of the kind's type
-    answer: Any = None
+    status: int  # of the HTTP answer
+    request: Request
+    answer: Answer | None = None  # None = it failed, and `status` says how
 
     @property
     def num_bytes(self) -> int:
-        """About what it holds while it is queued."""
-        request = self.request
-        history = request.events if isinstance(request, EventsRequest) else request.history.events
-        total = RECORD_BYTES + 18 * (0 if history is None else len(history))
-        if isinstance(self.request, RankRequest):
-            total += 8 * len(self.request.candidates)
-        if isinstance(self.answer, RankAnswer):
-            total += sum(scores.nbytes for scores in self.answer.scores.values())
-        return total
+        """About the memory that the request holds while it is queued."""
+        history = _history(self.request)
+        total = RECORD_BYTES + EVENT_BYTES * (0 if history is None else len(history))
+        total += _arrays_bytes(self.request)
+        return total + (0 if self.answer is None else _arrays_bytes(self.answer))
+
+
+def _history_ref(request: Request) -> HistoryRef:
+    ref: HistoryRef = getattr(request, "history", HistoryRef())
+    return ref
+
+
+def _history(request: Request) -> Events | None:
+    """The behaviours that came with the request."""
+    return request.events if isinstance(request, EventsRequest) else _history_ref(request).events
+
+
+def _arrays_bytes(message: Any) -> int:
+    """Bytes of the arrays that the message holds directly or by name."""
+    total = 0
+    for field in dataclasses.fields(message):
+        value = getattr(message, field.name)
+        for part in value.values() if isinstance(value, Mapping) else (value,):
+            total += part.nbytes if isinstance(part, np.ndarray) else 0
+    return total
 
 
 class Recorder:
-    """`with Recorder(...) as recorder`; `wants` and `offer` from one thread, the event loop's.
+    """Writes offered requests into files: `with Recorder(...) as recorder`.
+
+    One thread, the event loop's, calls the methods; `status` may be called from any.
 
     Args:
         config: the section.
@@ -152,21 +148,24 @@ class Recorder:
     def __init__(
         self, config: RecordConfig, on_result: Callable[[str, int], None] = lambda _result, _num: None
     ) -> None:
-        self._config, self._on_result = config, on_result
+        self._config = config
+        self._on_result = on_result
         self._folder = Path(config.folder)
         self._key = _read_key(config.hash_key_file)
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             _check_writable(self._folder)
-            for left in self._folder.glob("traffic-*.part"):  # of a process that died: readable, with its end missing
-                left.rename(left.with_suffix(""))
+            name_leftovers(self._folder)
         except OSError as error:
             raise ConfigError(f"record.folder: {config.folder}: {error.strerror}") from error
-        self._queue: deque[tuple[int, RecordedRequest]] = deque()
-        self._offered_bytes = self._taken_bytes = 0  # each is written by one thread only
+        self._queue: deque[tuple[int, RecordedRequest]] = deque()  # each with its bytes
+        self._offered_bytes = 0  # written by the event loop's thread only
+        self._taken_bytes = 0  # written by the recorder's thread only
         self._num = {"written": 0, "dropped": 0, "failed": 0}
-        self._wake, self._stopping = threading.Event(), False
-        self._threshold, self._until_s = 0, math.inf
+        self._wake = threading.Event()
+        self._stopping = False
+        self._threshold = 0  # a user whose 32-bit hash is below it is recorded; 0 = the recording is off
+        self._ends_at = math.inf  # of time.monotonic()
         self._ratio = config.sample_ratio
         if config.enabled:
             self.switch_on(config.sample_ratio, None)
@@ -185,43 +184,44 @@ class Recorder:
     # ---- the event loop's side
 
     def switch_on(self, sample_ratio: float, duration_s: float | None) -> None:
-        """Record that share of the users, until told otherwise or for so long."""
-        self._ratio, self._threshold = sample_ratio, round(sample_ratio * (1 << 32))
-        self._until_s = math.inf if duration_s is None else time.monotonic() + duration_s
+        """Record this share of the users for `duration_s`, or until `switch_off` (None)."""
+        self._ratio = sample_ratio
+        self._threshold = round(sample_ratio * (1 << 32))
+        self._ends_at = math.inf if duration_s is None else time.monotonic() + duration_s
 
     def switch_off(self) -> None:
-        """Take nothing more; what is queued is written, and the file ends."""
+        """Accept nothing more. The thread writes what is queued and completes the file."""
         self._threshold = 0
         self._wake.set()
 
     @property
     def is_on(self) -> bool:
         """Whether requests are recorded now."""
-        return self._threshold > 0 and time.monotonic() < self._until_s
+        return self._threshold > 0 and time.monotonic() < self._ends_at
 
     def wants(self, user: UserKey) -> bool:
-        """Whether the user's requests are recorded now."""
+        """Whether this user's requests are recorded now."""
         if not self.is_on:
             return False
         name = f"{user.tenant}\0{user.user}".encode(errors="surrogatepass")
         return xxhash.xxh3_64_intdigest(name, seed=1) >> 32 < self._threshold
 
-    def offer(self, seen: RecordedRequest) -> None:
-        """Queue a record, or drop it."""
-        num_bytes = seen.num_bytes
+    def offer(self, request: RecordedRequest) -> None:
+        """Queue a request, or drop it if the queue is full."""
+        num_bytes = request.num_bytes
         if self._offered_bytes - self._taken_bytes + num_bytes > self._config.max_queue_bytes:
             self._count("dropped", 1)
             return
         self._offered_bytes += num_bytes
-        self._queue.append((num_bytes, seen))
+        self._queue.append((num_bytes, request))
         self._wake.set()
 
     def status(self) -> RecordStatus:
-        """For people; lists the folder, so not for the event loop."""
+        """For people. It lists the folder, so call it from another thread than the event loop's."""
         is_on = self.is_on
         return RecordStatus(
             recording=is_on,
-            ends_in_s=self._until_s - time.monotonic() if is_on and self._until_s < math.inf else None,
+            ends_in_s=self._ends_at - time.monotonic() if is_on and self._ends_at < math.inf else None,
             sample_ratio=self._ratio,
             **self._num,
             queued_bytes=self._offered_bytes - self._taken_bytes,
@@ -231,7 +231,8 @@ class Recorder:
     # ---- the thread's side
 
     def _run(self) -> None:
-        file = _File(self._config, self._folder)
+        config = self._config
+        file = RotatingFile(self._folder, config.suffix, config.max_file_bytes, config.max_file_s)
         while True:
             stopping = self._stopping
             self._write(file)
@@ -241,13 +242,13 @@ class Recorder:
             self._wake.wait(FLUSH_S)
             self._wake.clear()
 
-    def _write(self, file: _File) -> None:
-        """Everything that is queued now."""
+    def _write(self, file: RotatingFile) -> None:
+        """Write everything that is queued now, and delete the files that are too many."""
         while self._queue:
-            num_bytes, seen = self._queue.popleft()
+            num_bytes, request = self._queue.popleft()
             result = "written"
             try:
-                file.write(self._encode(seen))
+                file.write(self._encode(request))
             except (OSError, ValueError) as error:
                 log.error("recording: %s", error)
                 result = "failed"
@@ -262,12 +263,12 @@ class Recorder:
             log.error("recording: %s", error)
             file.abandon()
 
-    def _encode(self, seen: RecordedRequest) -> bytes:
-        return msgspec.json.encode(record_of(seen, self._key, self._config.scores)) + b"\n"
+    def _encode(self, request: RecordedRequest) -> bytes:
+        return msgspec.json.encode(record_of(request, self._key, self._config.scores)) + b"\n"
 
     def _files(self) -> list[Path]:
         try:
-            return sorted(self._folder.glob("traffic-*.jsonl*"))
+            return sorted(self._folder.glob(PATTERN))
         except FileNotFoundError:  # a folder that somebody has removed holds nothing
             return []
 
@@ -276,135 +277,73 @@ class Recorder:
         self._on_result(result, num)
 
 
-@dataclass(slots=True)
-class _File:
-    """The file that is being written; begins when there is something to write."""
+def record_of(recorded: RecordedRequest, key: bytes | None, keep_scores: bool) -> QueryRecord:
+    """The log's record of a request.
 
-    config: RecordConfig
-    folder: Path
-    _open: IO[bytes] | None = None
-    _path: Path = field(default_factory=Path)
-    _began_at: float = 0.0
-    _num: int = 0
-
-    def write(self, line: bytes) -> None:
-        """Append, to a new file if need be."""
-        if self._open is None:
-            self._num += 1
-            stamp = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
-            name = f"traffic-{stamp}-{os.getpid()}-{self._num:04}{self.config.suffix}.part"
-            self._path, self._began_at = self.folder / name, time.monotonic()
-            self._open = create(self._path, Path(self.config.suffix).suffix)
-        self._open.write(line)
-        if self._open.tell() >= self.config.max_file_bytes:  # unpacked, so a packed file is well below
-            self.close()
-
-    def flush(self, is_over: bool) -> None:
-        """What a crash now would lose is nothing; end the file if it is old, or the recording over."""
-        if self._open is None:
-            return
-        if is_over or time.monotonic() - self._began_at >= self.config.max_file_s:
-            self.close()
-        else:
-            self._open.flush()
-
-    def close(self) -> None:
-        """Give the file its name."""
-        if self._open is not None:
-            self._open.close()
-            self._open = None
-            self._path.rename(self._path.with_suffix(""))
-
-    def abandon(self) -> None:
-        """The disk refused; what is there stays, as far as it is there."""
-        with contextlib.suppress(OSError):
-            self.close()
-        self._open = None
-
-
-def record_of(seen: RecordedRequest, key: bytes | None, keep_scores: bool) -> Record:
-    """The log's record of a request. With a key, user and tenant are 32 hex digits of HMAC-SHA256."""
-    appended = seen.request.events if isinstance(seen.request, EventsRequest) else None
-    request = None if isinstance(seen.request, EventsRequest) else seen.request
-    answer = None if isinstance(seen.answer, EventsAnswer) else seen.answer
-    user = seen.user
-    history = None if request is None or request.history.events is None else LoggedHistory.of(request.history.events)
-    logged = LoggedAnswer(status=seen.status, latency_ms=round(seen.took_s * 1e3, 4))
-    if isinstance(answer, MatchAnswer):
-        logged = msgspec.structs.replace(
-            logged,
-            outcome=answer.basis.value,
-            model_version=answer.vectors_version,
-            digest=digest({"": answer.scores}, answer.item_ids),
-        )
-    elif answer is not None:
-        logged = msgspec.structs.replace(
-            logged, model_version=answer.model_version, fingerprint=answer.history.fingerprint
-        )
-    if isinstance(answer, RankAnswer):
-        scores = {task: raw(values) for task, values in answer.scores.items()} if keep_scores else {}
-        logged = msgspec.structs.replace(
-            logged, outcome=answer.outcome.value, digest=digest(answer.scores), scores=scores
-        )
-    elif isinstance(answer, GenerateAnswer | RecommendAnswer):
-        outcome = answer.outcome.value if answer.outcome else UNRANKED
-        logged = msgspec.structs.replace(logged, outcome=outcome, digest=digest({"": answer.scores}, answer.item_ids))
-    rank = request if isinstance(request, RankRequest) else None
-    recommend = request if isinstance(request, RecommendRequest) else None
-    shown_at = rank.timestamp if rank else recommend.timestamp if recommend else None
-    return Record(
-        ts=seen.arrived_at,
-        kind=cast("Kind", seen.kind),
+    Args:
+        recorded: the request and its answer.
+        key: with it, user and tenant become 32 hex digits of HMAC-SHA256.
+        keep_scores: log the scores of candidates too, not only their digest.
+    """
+    kind, request, user = recorded.kind, recorded.request, recorded.user
+    own = REQUEST_FIELDS[kind]
+    fields: dict[str, Any] = {name: getattr(request, name) for name in own if name not in ("history", "base", "events")}
+    if "candidates" in fields:
+        fields["candidates"] = _plain(fields["candidates"])
+    if "timestamp" in own and fields["timestamp"] is None:  # the service took the time of arrival
+        fields["timestamp"] = int(recorded.arrived_at)
+    events = _history(request)
+    if events is not None:
+        fields["events" if "events" in own else "history"] = LoggedHistory.of(events)
+    if "base" in own:
+        fields["base"] = _history_ref(request).base
+    if kind in OPTIONS:
+        options = OPTIONS[kind]
+        fields[kind] = options(**{name: _plain(getattr(request, name)) for name in options.__struct_fields__})
+    return QueryRecord(
+        ts=recorded.arrived_at,
+        kind=kind,
         user_id=_hashed(key, "user", *user) if key else user.user,
         tenant=_hashed(key, "tenant", user.tenant) if key and user.tenant else user.tenant,
-        history=history,
-        base=None if request is None else request.history.base,
-        candidates=rank.candidates.astype("<i8").tobytes() if rank else [],
-        num_candidates=request.num_candidates if isinstance(request, SignalRequest) else None,
-        timestamp=int(seen.arrived_at) if (rank or recommend) and shown_at is None else shown_at,
-        top_k=rank.top_k if rank else None,
-        deadline_ms=round(seen.budget_s * 1e3, 3),
-        generate=_generate(request) if isinstance(request, GenerateRequest) else None,
-        match=_match(request) if isinstance(request, MatchRequest) else None,
-        recommend=_recommend(recommend) if recommend else None,
-        events=None if appended is None else LoggedHistory.of(appended),
-        answer=logged,
+        deadline_ms=round(recorded.budget_s * 1e3, 3),
+        answer=_answer_of(recorded, keep_scores),
+        **fields,
     )
 
 
-def _ids(values: I64 | None) -> bytes | None:
-    return None if values is None else values.astype("<i8").tobytes()
+def _answer_of(recorded: RecordedRequest, keep_scores: bool) -> LoggedAnswer:
+    common: dict[str, Any] = {"status": recorded.status, "latency_ms": round(recorded.took_s * 1e3, 4)}
+    if recorded.answer is None:
+        return LoggedAnswer(**common)
+    answer: Any = recorded.answer
+    has = ANSWER_FIELDS[recorded.kind]
+    if has.version is not None:
+        common["model_version"] = getattr(answer, has.version)
+    if "history" in has.names:
+        common["fingerprint"] = answer.history.fingerprint
+    scored = KINDS[recorded.kind].scored
+    if scored is Scored.NOTHING:
+        return LoggedAnswer(**common)
+    if has.outcome is not None:
+        outcome = getattr(answer, has.outcome)
+        common["outcome"] = UNRANKED if outcome is None else outcome.value
+    if scored is Scored.ITEMS:
+        return LoggedAnswer(**common, digest=digest({"": answer.scores}, answer.item_ids))
+    scores = {task: raw(values) for task, values in answer.scores.items()} if keep_scores else {}
+    return LoggedAnswer(**common, digest=digest(answer.scores), scores=scores)
 
 
-def _generate(request: GenerateRequest) -> LoggedGenerate:
-    return LoggedGenerate(
-        num_items=request.num_items,
-        beam_width=request.beam_width,
-        normalise=request.normalise,
-        temperature=request.temperature,
-        allow_items=_ids(request.allow_items),
-        deny_items=_ids(request.deny_items),
-        attributes={name: list(values) for name, values in request.attributes.items()},
-    )
-
-
-def _match(request: MatchRequest) -> LoggedMatch:
-    return LoggedMatch(
-        num_items=request.num_items,
-        exclude_seen=request.exclude_seen,
-        allow_items=_ids(request.allow_items),
-        deny_items=_ids(request.deny_items),
-    )
-
-
-def _recommend(request: RecommendRequest) -> LoggedRecommend:
-    return LoggedRecommend(
-        num_items=request.num_items,
-        num_candidates=request.num_candidates,
-        exclude_seen=request.exclude_seen,
-        deny_items=_ids(request.deny_items),
-        context=request.context,
-    )
+def _plain(value: Any) -> Any:
+    """A value of a request as the log has it: raw columns for arrays, lists for tuples."""
+    match value:
+        case np.ndarray():
+            return value.astype("<i8").tobytes()
+        case tuple():
+            return list(value)
+        case Mapping():
+            return {name: _plain(part) for name, part in value.items()}
+        case _:
+            return value
 
 
 def _hashed(key: bytes, *parts: str) -> str:
@@ -431,7 +370,11 @@ def _check_writable(folder: Path) -> None:
 
 
 def the(recorder: Recorder | None) -> Recorder:
-    """The instance's recorder. Raises NotFound where its configuration has none."""
+    """The instance's recorder.
+
+    Raises:
+        NotFound: the configuration has no section `record`.
+    """
     if recorder is None:
         raise NotFound("this instance does not record: its configuration has no section record")
     return recorder

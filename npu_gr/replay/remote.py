@@ -1,4 +1,4 @@
-"""Switching a running service's recorder from outside."""
+"""Switch a running service's recorder on and off from outside, over HTTP."""
 
 from __future__ import annotations
 
@@ -10,14 +10,18 @@ import aiohttp
 
 from npu_gr.core.errors import Unavailable
 
-PERIOD_S = 5.0
-SETTLE_S = 1.5
+PERIOD_S = 5.0  # from one status to the next
+SETTLE_S = 1.5  # over the recorder's FLUSH_S: what is queued is on disk and the file has its name
 
 
 async def show_status(url: str, api_key: str | None) -> dict[str, Any]:
-    """How the recorder stands. Raises Unavailable, with what the service said."""
+    """The recorder's status (`RecordStatus` as a dict).
+
+    Raises:
+        Unavailable: says what the service answered.
+    """
     async with _session(url, api_key) as http:
-        return await _ask(http, "GET")
+        return await _call(http, "GET")
 
 
 async def record_for(
@@ -28,25 +32,36 @@ async def record_for(
     stop: asyncio.Event,
     tell: Callable[[dict[str, Any]], None],
 ) -> dict[str, Any]:
-    """Record until `seconds` are over or `stop` is set; how it stands afterwards.
+    """Record until `seconds` are over or `stop` is set, and return the status afterwards.
 
-    The service ends the recording itself when the time is over, also if nobody is there any more to tell it.
+    The service knows the time limit too, so the recording ends even if this process dies.
+
+    Args:
+        url: of the service.
+        api_key: sent as a bearer token.
+        seconds: to record for.
+        sample_ratio: share of the users, 0 to 1.
+        stop: set it to end early.
+        tell: called with the status every `PERIOD_S`.
+
+    Raises:
+        Unavailable: says what the service answered.
     """
     order = {"sample_ratio": sample_ratio, "duration_s": seconds}
     loop = asyncio.get_running_loop()
     async with _session(url, api_key) as http:
-        await _ask(http, "POST", order)
+        await _call(http, "POST", order)
         ends_at = loop.time() + seconds
         try:
             while (left_s := ends_at - loop.time()) > 0 and not stop.is_set():
                 try:
                     await asyncio.wait_for(stop.wait(), min(left_s, PERIOD_S))
                 except TimeoutError:
-                    tell(await _ask(http, "GET"))
+                    tell(await _call(http, "GET"))
         finally:
-            await _ask(http, "DELETE")
-        await asyncio.sleep(SETTLE_S)  # what is queued is written and the file gets its name
-        return await _ask(http, "GET")
+            await _call(http, "DELETE")
+        await asyncio.sleep(SETTLE_S)
+        return await _call(http, "GET")
 
 
 def _session(url: str, api_key: str | None) -> aiohttp.ClientSession:
@@ -54,7 +69,7 @@ def _session(url: str, api_key: str | None) -> aiohttp.ClientSession:
     return aiohttp.ClientSession(url.rstrip("/") + "/", headers=headers, timeout=aiohttp.ClientTimeout(total=10))
 
 
-async def _ask(http: aiohttp.ClientSession, method: str, body: object = None) -> dict[str, Any]:
+async def _call(http: aiohttp.ClientSession, method: str, body: object = None) -> dict[str, Any]:
     try:
         async with http.request(method, "debug/record", json=body) as answer:
             found: dict[str, Any] = await answer.json(content_type=None)

@@ -1,4 +1,4 @@
-"""What a replay measured: latency from the due time, goodput, hits, and the quality of the served scores."""
+"""The report of a replay: latency from the due time, goodput, hits, and the quality of the served scores."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from rich.table import Table
 
 from npu_gr import __version__
 from npu_gr.replay.histogram import Latency
-from npu_gr.replay.player import Sample
+from npu_gr.replay.log import RECORDED, SCORED
+from npu_gr.replay.sample import Sample
 from npu_gr.replay.tally import HITS, Tally
 
 PERCENTILES = (50, 95, 99, 99.9)
@@ -25,32 +26,32 @@ CDF_POINTS = 200
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Latencies:
-    """Of the answered requests of one kind, in ms."""
+    """Percentiles in ms of the answered requests of one kind, or of one kind and outcome."""
 
-    name: str
+    name: str  # "rank", or "rank hbm_hit"
     count: int
     ms: dict[str, float]  # "p50" ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TierBytes:
-    """Bytes of a memory tier at one instant, from the service's /metrics."""
+class TierSample:
+    """Bytes of the memory tiers at one instant, from the service's /metrics."""
 
-    at_s: float  # since the run began
+    taken_at: float  # seconds after the run began
     bytes: dict[str, float]  # "hbm live": bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """Everything as plain values; `as_dict` for JSON, `render` for people."""
+    """All figures of a run as plain values; `as_dict` is for JSON, `render` for people."""
 
-    interrupted: bool  # then only what was answered before counts
+    interrupted: bool  # then only requests that were answered before count
     duration_s: float
-    offered_per_s: float  # ranks and generates that were due, a second
+    offered_per_s: float  # requests with scores that were due, a second
     slo_s: float
-    num_ranks: int  # ranks and generates
+    num_ranks: int  # requests of every kind that has scores
     num_within_slo: int
-    latencies: list[Latencies]  # all of a kind, then by outcome
+    latencies: list[Latencies]  # of a kind, then of each of its outcomes
     outcomes: dict[str, int]
     reasons: dict[str, int]
     errors: dict[str, int]  # "rank 504": how often
@@ -70,7 +71,7 @@ class Report:
     num_bad_lines: int = 0
     cdf: dict[str, list[tuple[float, float]]] = field(default_factory=dict)  # kind -> (ms, share)
     slices: list[dict[str, Any]] = field(default_factory=list)  # the run by time
-    tiers: list[TierBytes] = field(default_factory=list)
+    tiers: list[TierSample] = field(default_factory=list)
 
     @property
     def goodput_per_s(self) -> float:
@@ -79,29 +80,29 @@ class Report:
 
     @property
     def attainment_ratio(self) -> float:
-        """Of all ranks, how many were answered within the SLO; NaN of none."""
+        """The share of all ranks that were answered within the SLO; NaN without any."""
         return self.num_within_slo / self.num_ranks if self.num_ranks else float("nan")
 
     @property
     def was_late(self) -> bool:
-        """Whether the generator could not keep its own times."""
+        """Whether the load generator could not send on time, so that its latencies are partly its own."""
         return self.lag_ms.get("p99", 0.0) > LATE_S * 1e3
 
     def hit_ratio(self, outcome: str) -> float:
-        """Share of the answered ranks with that outcome."""
+        """The share of the answered ranks that had this outcome."""
         total = sum(self.outcomes.values())
         return self.outcomes.get(outcome, 0) / total if total else 0.0
 
     def latency_ms(self, name: str, percentile: str) -> float:
-        """One of `latencies`; NaN where there is none."""
+        """A percentile ("p50") of the latencies of this name; NaN if there are none."""
         return next((row.ms[percentile] for row in self.latencies if row.name == name), float("nan"))
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Plain values that JSON has."""
         fields = {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "latencies"}
         return {
             **fields,
-            "tiers": [{"at_s": tier.at_s, **tier.bytes} for tier in self.tiers],
+            "tiers": [{"at_s": tier.taken_at, **tier.bytes} for tier in self.tiers],
             "latencies_ms": {row.name: {"count": row.count, **row.ms} for row in self.latencies},
             "goodput_per_s": self.goodput_per_s,
             "slo_attainment_ratio": self.attainment_ratio if self.num_ranks else None,
@@ -111,11 +112,11 @@ class Report:
         }
 
     def to_json(self) -> str:
-        """`as_dict` as text; what could not be measured is null."""
+        """`as_dict` as text. A figure that could not be measured is null."""
         return msgspec.json.format(msgspec.json.encode(self.as_dict()), indent=2).decode()
 
     def render(self) -> Group:
-        """As tables."""
+        """Tables for a terminal."""
         latency = Table("ms from the due time", "count", "share", *(f"P{p:g}" for p in PERCENTILES), title="Latency")
         for row in self.latencies:
             _, _, outcome = row.name.partition(" ")
@@ -152,7 +153,14 @@ class Report:
 
 
 def report(samples: Iterable[Sample], slo_s: float, settings: dict[str, Any], interrupted: bool = False) -> Report:
-    """Sum up samples."""
+    """Sum up samples.
+
+    Args:
+        samples: of one run, in any order.
+        slo_s: an answer within it is in time.
+        settings: of the run, for the report.
+        interrupted: the run was ended early.
+    """
     tally = Tally(slo_s)
     for sample in samples:
         tally.add(sample)
@@ -163,18 +171,27 @@ def summarise(
     tally: Tally,
     settings: dict[str, Any],
     interrupted: bool = False,
-    tiers: Iterable[TierBytes] = (),
+    tiers: Iterable[TierSample] = (),
     bad_lines: Iterable[str] = (),
     num_bad_lines: int = 0,
 ) -> Report:
-    """Sum up a run."""
-    first_s = min(tally.first_s, tally.end_s)
-    due_at = tally.last_due_at - first_s
+    """Make the report of a run.
+
+    Args:
+        tally: the sums of all its clients.
+        settings: of the run, for the report.
+        interrupted: the run was ended early.
+        tiers: bytes of the memory tiers, in order of time.
+        bad_lines: reasons of the first bad lines of the log.
+        num_bad_lines: all of them.
+    """
+    first_at = min(tally.first_due_at, tally.ended_at)
+    sending_s = tally.last_due_at - first_at
     names = sorted(tally.latencies, key=lambda name: (_ORDER.index(name.split()[0]), name))
     return Report(
         interrupted=interrupted,
-        duration_s=tally.end_s - first_s,
-        offered_per_s=tally.num_scored / due_at if due_at > 0 else 0.0,
+        duration_s=tally.ended_at - first_at,
+        offered_per_s=tally.num_scored / sending_s if sending_s > 0 else 0.0,
         slo_s=tally.slo_s,
         num_ranks=tally.num_scored,
         num_within_slo=tally.num_within_slo,
@@ -205,11 +222,11 @@ def summarise(
     )
 
 
-_ORDER = ("rank", "generate", "match", "recommend", "signal", "events")
+_ORDER = (*SCORED, *(name for name in RECORDED if name not in SCORED))  # of kinds in tables
 
 
 def environment(seed: int | None) -> dict[str, Any]:
-    """Where this client runs."""
+    """The machine and the versions that the client ran with, and the seed."""
     return {
         "npu_gr": __version__,
         "python": platform.python_version(),

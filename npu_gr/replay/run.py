@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import signal
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -16,31 +17,31 @@ from typing import Any, NamedTuple
 import msgspec
 
 from npu_gr.core.errors import ConfigError, DataError, Unavailable
-from npu_gr.replay.client import TELL_S, Client, Part, monotonic_start_s, work
-from npu_gr.replay.log import Record
+from npu_gr.replay.client import TELL_S, Client, ClientJob, start_in, work
+from npu_gr.replay.log import QueryRecord
 from npu_gr.replay.options import ReplayOptions
-from npu_gr.replay.report import Report, TierBytes, summarise
+from npu_gr.replay.report import Report, TierSample, summarise
 from npu_gr.replay.scrape import watch_tiers
 from npu_gr.replay.tally import Tally
 
-START_S = 1.0  # for client processes to read and encode their first requests
+START_S = 1.0  # client processes read and encode their first requests meanwhile
 
 
 class Progress(NamedTuple):
     """How far a run is."""
 
-    num_done: int
+    num_done: int  # requests
     num_good: int  # within the SLO
     read_ratio: float  # of the log
 
 
-class Played(NamedTuple):
-    """What the clients of a run found."""
+class RunResult(NamedTuple):
+    """What one client, or all clients together, found in a run."""
 
     tally: Tally
     num_planned: int
     last_number: int  # of the records read
-    bad_lines: tuple[int, list[str]]
+    bad_lines: tuple[int, list[str]]  # how many there are, and the reasons of the first
     interrupted: bool
 
 
@@ -48,7 +49,7 @@ Show = Callable[[Progress], None]
 
 
 async def replay(
-    log: Path | Iterable[Record],
+    log: Path | Iterable[QueryRecord],
     options: ReplayOptions,
     *,
     stop: asyncio.Event | None = None,
@@ -59,10 +60,12 @@ async def replay(
     """Play the log against a running service; when `stop` is set, end and report what was answered so far.
 
     Args:
-        log: a file, or records that several processes cannot share.
+        log: a file; or records, which several processes cannot share.
+        options: where to, how fast, for how long.
+        stop: set it to end the run early; None = it ends with the log.
         show: called a few times a second.
-        answers: file for `answers.AnswerFile`.
-        keep_scores: with every score, or else digests only.
+        answers: the file that `answers.AnswerFile` writes; None = none.
+        keep_scores: write every score into it; otherwise digests only.
 
     Raises:
         DataError: the log cannot be read, or has nothing to send. ConfigError: options that do not go together.
@@ -71,23 +74,23 @@ async def replay(
 
 
 async def replay_from(
-    log: Path | Iterable[Record],
+    log: Path | Iterable[QueryRecord],
     options: ReplayOptions,
     stop: asyncio.Event | None = None,
     show: Show = lambda _progress: None,
     answers: Path | None = None,
     keep_scores: bool = True,
 ) -> tuple[Report, int]:
-    """As `replay`; also the number of the first record that was not read."""
+    """Replay as `replay` does, and also return the number of the first record that was not read."""
     source = log if isinstance(log, Path) else tuple(sorted(log, key=attrgetter("ts")))
-    part = Part(log=source, options=options, answers=answers, keep_scores=keep_scores)
+    job = ClientJob(log=source, options=options, answers=answers, keep_scores=keep_scores)
     if options.processes > 1 and not isinstance(source, Path):
         raise ConfigError("processes: several need a log in a file")
-    tiers: list[TierBytes] = []
+    tiers: list[TierSample] = []
     watching = asyncio.create_task(watch_tiers(options.base_url, options.api_key, tiers))
     try:
         run = _here if options.processes == 1 else _apart
-        played = await run(part, stop or asyncio.Event(), show)
+        played = await run(job, stop or asyncio.Event(), show)
     finally:
         watching.cancel()
         await asyncio.gather(watching, return_exceptions=True)
@@ -100,8 +103,8 @@ async def replay_from(
     return report, played.last_number + 1
 
 
-async def _here(part: Part, stop: asyncio.Event, show: Show) -> Played:
-    client = Client(part)
+async def _here(job: ClientJob, stop: asyncio.Event, show: Show) -> RunResult:
+    client = Client(job)
     playing = asyncio.create_task(client.run())
     stopping = asyncio.create_task(stop.wait())
     try:
@@ -114,15 +117,16 @@ async def _here(part: Part, stop: asyncio.Event, show: Show) -> Played:
         failure, _ = await asyncio.gather(playing, stopping, return_exceptions=True)
     if isinstance(failure, Exception):
         raise failure
-    return Played(client.tally, client.num_planned, client.last_number, client.bad_lines, interrupted)
+    return RunResult(client.tally, client.num_planned, client.last_number, client.bad_lines, interrupted)
 
 
-async def _apart(part: Part, stop: asyncio.Event, show: Show) -> Played:
-    """Every client reads the whole log and plays its users; they begin at the same instant."""
-    count = part.options.processes
-    async with _processes(part, count) as pipes:
-        found: list[Played] = []
-        ready, told = set[Connection](), False
+async def _apart(job: ClientJob, stop: asyncio.Event, show: Show) -> RunResult:
+    """Play in processes. Every client reads the whole log and plays its users; all begin at the same instant."""
+    count = job.options.processes
+    async with _processes(job, count) as pipes:
+        found: list[RunResult] = []
+        ready = set[Connection]()
+        is_told_to_stop = False
         progress = dict.fromkeys(pipes, Progress(0, 0, 0.0))
         while len(found) < count:
             for pipe, (word, value) in await asyncio.to_thread(_messages, pipes):
@@ -130,24 +134,24 @@ async def _apart(part: Part, stop: asyncio.Event, show: Show) -> Played:
                     case "ready":
                         ready.add(pipe)
                         if len(ready) == count:
-                            start_s = monotonic_start_s(START_S)
+                            start_at = start_in(START_S)
                             for each in pipes:
-                                each.send(start_s)
+                                each.send(start_at)
                     case "progress":
                         progress[pipe] = Progress(*value)
                         done, good, ratio = zip(*progress.values(), strict=True)
                         show(Progress(sum(done), sum(good), min(ratio)))
                     case "result":
-                        found.append(Played(*value))
+                        found.append(RunResult(*value))
                     case _:
                         raise DataError(value)
-            if stop.is_set() and len(ready) == count and not told:
-                told = True
+            if stop.is_set() and len(ready) == count and not is_told_to_stop:
+                is_told_to_stop = True
                 for pipe in pipes:
-                    with contextlib.suppress(OSError):  # it may be over
+                    with contextlib.suppress(OSError):  # this client may be over
                         pipe.send("stop")
-    if part.answers is not None:
-        await asyncio.to_thread(_join, part.answers, count)
+    if job.answers is not None:
+        await asyncio.to_thread(_join, job.answers, count)
     total = found[0].tally
     for other in found[1:]:
         total.merge(other.tally)
@@ -157,7 +161,11 @@ async def _apart(part: Part, stop: asyncio.Event, show: Show) -> Played:
 
 
 def _messages(pipes: list[Connection]) -> list[tuple[Connection, tuple[str, Any]]]:
-    """What the clients have said by now; waits a little for the first. Raises Unavailable where one has died."""
+    """What the clients have said by now; waits up to `TELL_S` for the first message.
+
+    Raises:
+        Unavailable: a client process has died.
+    """
     found = []
     for pipe in wait([pipe for pipe in pipes if not pipe.closed], TELL_S):
         assert isinstance(pipe, Connection)
@@ -170,17 +178,17 @@ def _messages(pipes: list[Connection]) -> list[tuple[Connection, tuple[str, Any]
 
 
 @asynccontextmanager
-async def _processes(part: Part, count: int) -> AsyncIterator[list[Connection]]:
+async def _processes(job: ClientJob, count: int) -> AsyncIterator[list[Connection]]:
     spawn = get_context("spawn")  # a fork would copy this loop and its threads
-    pipes, processes = [], []
+    pipes = []
+    processes = []
     try:
         for share in range(count):
             ours, theirs = spawn.Pipe()
-            answers = None if part.answers is None else _of_client(part.answers, share)
-            its_part = Part(
-                log=part.log, options=part.options, share=share, answers=answers, keep_scores=part.keep_scores
+            answers = None if job.answers is None else _of_client(job.answers, share)
+            process = spawn.Process(
+                target=work, args=(theirs, dataclasses.replace(job, share=share, answers=answers)), daemon=True
             )
-            process = spawn.Process(target=work, args=(theirs, its_part), daemon=True)
             await asyncio.to_thread(process.start)
             theirs.close()
             pipes.append(ours)
@@ -198,7 +206,7 @@ def _of_client(answers: Path, share: int) -> Path:
 
 
 def _join(answers: Path, count: int) -> None:
-    """One file of the clients' (packed files joined are a packed file)."""
+    """Join the clients' files into one. Gzip files one after the other are a gzip file."""
     with answers.open("wb") as whole:
         for share in range(count):
             path = _of_client(answers, share)
@@ -211,7 +219,8 @@ def _join(answers: Path, count: int) -> None:
 @contextmanager
 def stop_on_interrupt() -> Iterator[asyncio.Event]:
     """An event that the first Ctrl-C sets, for `replay`; a second one interrupts as usual. Main thread only."""
-    loop, stop = asyncio.get_running_loop(), asyncio.Event()
+    loop = asyncio.get_running_loop()
+    stop = asyncio.Event()
 
     def interrupted() -> None:
         loop.remove_signal_handler(signal.SIGINT)

@@ -9,15 +9,19 @@ import time
 import aiohttp
 from prometheus_client.parser import text_string_to_metric_families
 
-from npu_gr.replay.report import TierBytes
+from npu_gr.replay.report import TierSample
 
 PERIOD_S = 1.0
-MAX_POINTS = 240  # then every other one is dropped and the period doubles
+MAX_POINTS = 240  # then every other sample is dropped, and the period doubles
 TIMEOUT_S = 2.0
 
 
 def tier_bytes(text: str) -> dict[str, float]:
-    """`"hbm live": bytes` of every tier and state in an exposition. Raises ValueError where it cannot be read."""
+    """Bytes of every tier and state in a Prometheus exposition: {"hbm live": bytes}.
+
+    Raises:
+        ValueError: the text is no exposition.
+    """
     found = {}
     for family in text_string_to_metric_families(text):
         if family.name == "npu_gr_kv_bytes":
@@ -26,15 +30,23 @@ def tier_bytes(text: str) -> dict[str, float]:
     return found
 
 
-async def watch_tiers(url: str, api_key: str | None, found: list[TierBytes]) -> None:
-    """Append to `found` until cancelled; a service that shows no tiers is asked no more."""
+async def watch_tiers(url: str, api_key: str | None, found: list[TierSample]) -> None:
+    """Sample the tiers until cancelled, or until the service shows none.
+
+    Args:
+        url: of the service.
+        api_key: sent as a bearer token.
+        found: the samples are appended to it.
+    """
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-    began_at, period_s = time.monotonic(), PERIOD_S
+    began_at = time.monotonic()
+    period_s = PERIOD_S
     timeout = aiohttp.ClientTimeout(total=TIMEOUT_S)
     async with aiohttp.ClientSession(url.rstrip("/") + "/", headers=headers, timeout=timeout) as http:
         while True:
-            at_s = time.monotonic() - began_at
-            with contextlib.suppress(TimeoutError, aiohttp.ClientError):  # overloaded now is worth asking again
+            taken_at = time.monotonic() - began_at
+            # a service that is overloaded now may answer the next time
+            with contextlib.suppress(TimeoutError, aiohttp.ClientError):
                 async with http.get("metrics") as answer:
                     try:
                         tiers = tier_bytes(await answer.text()) if answer.ok else {}
@@ -42,7 +54,7 @@ async def watch_tiers(url: str, api_key: str | None, found: list[TierBytes]) -> 
                         return
                     if not tiers:
                         return
-                    found.append(TierBytes(at_s=at_s, bytes=tiers))
+                    found.append(TierSample(taken_at=taken_at, bytes=tiers))
             if len(found) >= MAX_POINTS:
                 del found[1::2]
                 period_s *= 2

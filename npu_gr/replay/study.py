@@ -1,4 +1,4 @@
-"""Several runs of one log: one after the other (a sweep), or a search for the highest rate that keeps the SLO."""
+"""Several runs of one log: a sweep over settings, or a search for the highest rate that keeps the SLO."""
 
 from __future__ import annotations
 
@@ -12,44 +12,45 @@ from rich import box
 from rich.console import Group, RenderableType
 from rich.table import Table
 
+from npu_gr.core.settings import Positive, Seconds
 from npu_gr.replay.options import ReplayOptions
 from npu_gr.replay.report import Report
 from npu_gr.replay.tally import HITS
 
-CLOSE_RATIO = 1.05  # the search ends when the lowest rate that fails is this near to the highest that does not
+CLOSE_RATIO = 1.05  # the search ends when the lowest rate that fails is at most so far from the highest that does not
 MAX_STEPS = 24
 
-Play = Callable[[ReplayOptions], Awaitable[tuple[Report, int]]]  # the report, and the first record not read
+Play = Callable[[ReplayOptions], Awaitable[tuple[Report, int]]]  # one run -> its report, and the first record not read
 
 
-class SearchOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where to look, and what keeping the SLO means."""
+class RateSearchOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The rates to search, and what it means that a rate keeps the SLO."""
 
-    low_per_s: Annotated[float, msgspec.Meta(gt=0)]
-    high_per_s: Annotated[float, msgspec.Meta(gt=0)]
-    step_s: Annotated[float, msgspec.Meta(gt=0)] = 20.0  # of a rate, after its warm-up
-    target_ratio: Annotated[float, msgspec.Meta(gt=0, le=1)] = 0.99  # of the ranks within the SLO
+    low_per_s: Positive
+    high_per_s: Positive
+    step_s: Seconds = 20.0  # of sending at one rate, after the warm-up
+    target_ratio: Annotated[float, msgspec.Meta(gt=0, le=1)] = 0.99  # of the ranks that must be within the SLO
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Study:
-    """Runs in the order they were made."""
+    """Reports of several runs, in the order they were made."""
 
     runs: list[Report] = field(default_factory=list)
     highest_per_s: float | None = None  # of a search: the highest rate that was run and kept the SLO
     ended: str = ""  # of a search: why
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Plain values that JSON has."""
         search = {"highest_per_s": self.highest_per_s, "ended": self.ended} if self.ended else None
         return {"runs": [run.as_dict() for run in self.runs], "search": search}
 
     def to_json(self) -> str:
-        """`as_dict` as text; what could not be measured is null."""
+        """`as_dict` as text. A figure that could not be measured is null."""
         return msgspec.json.format(msgspec.json.encode(self.as_dict()), indent=2).decode()
 
     def render(self) -> RenderableType:
-        """One run as its own tables, several as a row each."""
+        """Tables for a terminal: one run has tables of its own, of several each is a row."""
         if len(self.runs) == 1 and not self.ended:
             return self.runs[0].render()
         columns = ("offered/s", "goodput/s", "within SLO", "P50 ms", "P99 ms", "hits", "cached tokens", "lag P99 ms")
@@ -63,7 +64,7 @@ class Study:
 
 
 def name(run: Report) -> str:
-    """What made this run another than its neighbours."""
+    """What sets this run apart from the others: its arrivals."""
     settings = run.settings
     if settings["closed"] is not None:
         return f"closed, {settings['closed']} in flight"
@@ -89,7 +90,7 @@ def row(run: Report) -> list[str]:
 
 
 async def sweep(play: Play, options: Sequence[ReplayOptions], stop: asyncio.Event) -> Study:
-    """One run after the other, each from the log's start."""
+    """Run each of `options` after the other, each from the log's start; none after `stop` is set."""
     runs = []
     for each in options:
         runs.append((await play(each))[0])
@@ -98,14 +99,23 @@ async def sweep(play: Play, options: Sequence[ReplayOptions], stop: asyncio.Even
     return Study(runs=runs)
 
 
-async def search(play: Play, options: ReplayOptions, within: SearchOptions, stop: asyncio.Event) -> Study:
-    """Double the rate from the low end until the SLO breaks, then halve the interval between.
+async def search(play: Play, options: ReplayOptions, within: RateSearchOptions, stop: asyncio.Event) -> Study:
+    """Find the highest rate: double it from the low end until the SLO breaks, then bisect (by the geometric mean).
 
-    Every step goes on in the log where the one before it stopped, and starts over when too little is left, so that no
-    step is answered from prefixes that the one before it left behind.
+    Every step continues in the log where the one before it stopped, and starts over if too little is left. So no step
+    is answered from prefixes that the step before it left in the service.
+
+    Args:
+        play: one run.
+        options: of every run, but for the rate, the length and the part of the log.
+        within: the rates, and the SLO.
+        stop: set it to end the search early.
     """
     runs: list[Report] = []
-    skip, rate, best, worst = 0, within.low_per_s, None, None
+    skip = 0
+    rate = within.low_per_s
+    best: float | None = None  # the highest rate that kept the SLO
+    worst: float | None = None  # the lowest rate that broke it
     for _ in range(MAX_STEPS):
         step = msgspec.structs.replace(
             options, rate=rate, speed=1.0, skip=skip, duration_s=within.step_s + options.warmup_s
@@ -135,6 +145,6 @@ async def search(play: Play, options: ReplayOptions, within: SearchOptions, stop
     return Study(runs=runs, highest_per_s=best, ended=f"{MAX_STEPS} steps")
 
 
-def _ran_dry(report: Report, within: SearchOptions) -> bool:
-    """Whether the log ended well before the step did."""
+def _ran_dry(report: Report, within: RateSearchOptions) -> bool:
+    """Whether the log ended before four fifths of the step."""
     return not report.interrupted and report.duration_s < 0.8 * within.step_s

@@ -1,4 +1,7 @@
-"""Plots as SVG text: lines and stacked areas over a linear or logarithmic axis. No script, nothing loaded."""
+"""Plots as SVG text: lines and stacked areas over a linear or logarithmic axis. No script, nothing loaded.
+
+The SVG is written by hand because a report must work without extras, and matplotlib is one.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +12,17 @@ from typing import NamedTuple
 
 Points = Sequence[tuple[float, float]]
 
-WIDTH, HEIGHT = 640, 300
-LEFT, RIGHT, TOP, BOTTOM = 64, 16, 12, 44
+WIDTH = 640
+HEIGHT = 300
+LEFT = 64  # these four: margins around the plot, for ticks and labels
+RIGHT = 16
+TOP = 12
+BOTTOM = 44
 COLOURS = ("#2563eb", "#d97706", "#059669", "#dc2626", "#7c3aed", "#0891b2", "#be185d", "#4b5563")
 
 
 class Axis(NamedTuple):
-    """One direction of a plot."""
+    """The horizontal or vertical axis of a plot."""
 
     label: str
     low: float
@@ -23,12 +30,11 @@ class Axis(NamedTuple):
     is_log: bool = False
 
     def share(self, value: float) -> float:
-        """0 at the low end, 1 at the high one; outside values are moved to an end."""
-        low, high = self.low, self.high
-        value = min(max(value, low), high)
+        """0 at the low end, 1 at the high end. A value outside counts as the nearer end."""
+        value = min(max(value, self.low), self.high)
         if self.is_log:
-            low, high, value = math.log(low), math.log(high), math.log(value)
-        return (value - low) / (high - low)
+            return math.log(value / self.low) / math.log(self.high / self.low)
+        return (value - self.low) / (self.high - self.low)
 
     def ticks(self) -> list[float]:
         """Round values to write beside the axis."""
@@ -44,9 +50,17 @@ class Axis(NamedTuple):
 
 
 def axis(label: str, values: Iterable[float], *, is_log: bool = False, from_zero: bool = True) -> Axis:
-    """One that shows all finite values."""
+    """An axis that shows all finite values.
+
+    Args:
+        label: its title.
+        values: in data units; on a logarithmic axis those up to 0 are left out.
+        is_log: logarithmic.
+        from_zero: a linear axis that begins at 0, or below.
+    """
     finite = [value for value in values if math.isfinite(value) and (value > 0 or not is_log)]
-    high, low = max(finite, default=1.0), min(finite, default=1.0 if is_log else 0.0)
+    high = max(finite, default=1.0)
+    low = min(finite, default=1.0 if is_log else 0.0)
     if is_log:
         return Axis(label, low * 0.9, max(high * 1.1, low * 2), True)
     low = min(0.0, low) if from_zero else low
@@ -62,7 +76,15 @@ def lines(
     diagonal: bool = False,
     dots: bool = False,
 ) -> str:
-    """Lines by name; `level` is a dashed horizontal one, `diagonal` a dashed y = x; `dots` marks the points."""
+    """A plot of lines.
+
+    Args:
+        series: name -> points (x, y) in order; a point that is not finite is left out.
+        x, y: the axes.
+        level: text and y of a dashed horizontal line.
+        diagonal: draw a dashed line y = x.
+        dots: mark the points.
+    """
     parts = [_frame(x, y)]
     if level is not None and y.low <= level[1] <= y.high:
         at = _y(y, level[1])
@@ -81,7 +103,13 @@ def lines(
 
 
 def areas(series: Mapping[str, Points], x: Axis, y_label: str) -> str:
-    """Series stacked on each other; all have the same x."""
+    """A plot of areas that are stacked on each other.
+
+    Args:
+        series: name -> points (x, y) in order; all series have the same x.
+        x: the axis.
+        y_label: title of the other axis, which begins at 0.
+    """
     names = list(series)
     base = [0.0] * (len(series[names[0]]) if names else 0)
     tops: list[list[float]] = []
@@ -101,7 +129,7 @@ def areas(series: Mapping[str, Points], x: Axis, y_label: str) -> str:
 
 
 def number(value: float) -> str:
-    """As people write it: 0.2, 15, 20k, 1.5M."""
+    """A number as people write it: 0.2, 15, 20k, 1.5M."""
     for size, letter in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
         if abs(value) >= size:
             return f"{value / (1e3 if letter == 'k' else size):.3g}{letter}"
@@ -118,7 +146,8 @@ def _svg(parts: Iterable[str], series: Mapping[str, Points]) -> str:
 
 
 def _frame(x: Axis, y: Axis) -> str:
-    right, bottom = WIDTH - RIGHT, HEIGHT - BOTTOM
+    right = WIDTH - RIGHT
+    bottom = HEIGHT - BOTTOM
     parts = [f'<path class="axis" d="M{LEFT},{TOP} V{bottom} H{right}"/>']
     for tick in x.ticks():
         at = _x(x, tick)

@@ -1,4 +1,4 @@
-"""The sums of a run, in constant memory however long it is; those of several clients are merged."""
+"""The sums of a run, in constant memory however long it is. The sums of several clients can be merged."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ import numpy as np
 import numpy.typing as npt
 
 from npu_gr.core.request import Outcome
-from npu_gr.replay.answers import digest
+from npu_gr.replay.digests import digest
 from npu_gr.replay.histogram import Latency, Slices
 from npu_gr.replay.log import SCORED
-from npu_gr.replay.player import Answer, Sample
 from npu_gr.replay.quality import ndcg_at
+from npu_gr.replay.sample import ReplayedAnswer, Sample
 
 HITS = (Outcome.HBM_HIT, Outcome.JOINED, Outcome.DRAM_HIT)
 
-_KEPT_BITS = 20  # of a float32 score in the pooled AUC: sign, exponent, 11 of the mantissa; ties below that count half
+_KEPT_BITS = 20  # of a float32 score: sign, 8 of exponent, 11 of mantissa; scores that differ below that count as ties
 
 
 class PooledAuc:
@@ -26,18 +26,18 @@ class PooledAuc:
         self.counts: npt.NDArray[np.int64] = np.zeros((2, 1 << _KEPT_BITS), np.int64)  # by label, ascending score
 
     def add(self, scores: npt.NDArray[np.float64], labels: npt.NDArray[np.bool_]) -> None:
-        """Scores without NaN, and which of them are positive."""
+        """Count labelled scores: `scores` without NaN, and which of them are positive."""
         bits = (scores.astype("<f4") + np.float32(0)).view("<u4")  # -0.0 becomes 0.0
         ordered = np.where(bits >> 31, ~bits, bits | np.uint32(1 << 31))  # as unsigned integers in the scores' order
         rounded = np.minimum(ordered.astype(np.int64) + (1 << (31 - _KEPT_BITS)), (1 << 32) - 1)
         np.add.at(self.counts, (labels.astype(np.int64), rounded >> (32 - _KEPT_BITS)), 1)
 
     def merge(self, other: PooledAuc) -> None:
-        """All of the other's too."""
+        """Count all scores of `other` too."""
         self.counts += other.counts
 
     def value(self) -> float:
-        """NaN unless there is one of each label."""
+        """The AUC; NaN without a positive, or without a negative."""
         negative, positive = self.counts.astype(np.float64)
         pairs = negative.sum() * positive.sum()
         below = np.cumsum(negative) - negative
@@ -45,35 +45,46 @@ class PooledAuc:
 
 
 class Tally:
-    """What a report is made of. Every sample of a run after its warm-up is added once."""
+    """Sums over the samples of a run, from which `report.summarise` makes a report.
+
+    Args:
+        slo_s: an answer within it is in time.
+        warmup_s: samples that were due before it are counted in `num_warmup` only.
+    """
 
     def __init__(self, slo_s: float, warmup_s: float = 0.0) -> None:
-        self.slo_s, self.warmup_s = slo_s, warmup_s
+        self.slo_s = slo_s
+        self.warmup_s = warmup_s
         self.num_warmup = 0
         self.latencies: defaultdict[str, Latency] = defaultdict(Latency)  # kind, or "rank hbm_hit"
         self.lag = Latency()
         self.stages: defaultdict[str, Latency] = defaultdict(Latency)
         self.slices = Slices()
-        self.num_scored = self.num_within_slo = self.num_resent = 0
-        self.num_bytes = 0
+        self.num_scored = 0  # requests of the kinds that have scores
+        self.num_within_slo = 0  # of these
+        self.num_resent = 0
+        self.num_bytes = 0  # of bodies
         self.outcomes: Counter[str] = Counter()
         self.reasons: Counter[str] = Counter()
         self.errors: Counter[str] = Counter()
         self.model_versions: Counter[str] = Counter()
-        self.logged_digests: Counter[str] = Counter()  # "equal" | "different" to what the log says was answered
-        self.history_tokens = self.prefix_tokens = 0
-        self.first_s, self.last_due_at, self.end_s = float("inf"), 0.0, 0.0
+        self.logged_digests: Counter[str] = Counter()  # "equal" or "different" to the digest in the log
+        self.history_tokens = 0
+        self.prefix_tokens = 0  # of these, read from cached KV
+        self.first_due_at = float("inf")  # these three: seconds after the run began
+        self.last_due_at = 0.0
+        self.ended_at = 0.0
         self.auc: defaultdict[str, PooledAuc] = defaultdict(PooledAuc)
         self.ndcg: defaultdict[str, list[float]] = defaultdict(lambda: [0.0, 0])  # sum, count
 
     def add(self, sample: Sample) -> None:
-        """A request is over."""
+        """Count a request that is over."""
         if sample.due_at < self.warmup_s:
             self.num_warmup += 1
             return
-        self.first_s = min(self.first_s, sample.due_at)
+        self.first_due_at = min(self.first_due_at, sample.due_at)
         self.last_due_at = max(self.last_due_at, sample.due_at)
-        self.end_s = max(self.end_s, sample.due_at + sample.latency_s)
+        self.ended_at = max(self.ended_at, sample.due_at + sample.latency_s)
         self.lag.record(sample.lag_s)
         self.num_resent += sample.was_resent
         self.num_bytes += sample.num_bytes
@@ -85,7 +96,7 @@ class Tally:
         if kind in SCORED:
             self._add_scored(sample, sample.answer)
 
-    def _add_scored(self, sample: Sample, answer: Answer | None) -> None:
+    def _add_scored(self, sample: Sample, answer: ReplayedAnswer | None) -> None:
         part = self.slices.at(sample.due_at)
         self.num_scored += 1
         part.num_due += 1
@@ -114,7 +125,7 @@ class Tally:
         if sample.record.labels:
             self._add_quality(sample, answer)
 
-    def _add_quality(self, sample: Sample, answer: Answer) -> None:
+    def _add_quality(self, sample: Sample, answer: ReplayedAnswer) -> None:
         for task, truth in sample.record.labels.items():
             if task not in answer["scores"]:
                 continue
@@ -128,7 +139,7 @@ class Tally:
                 self.ndcg[task][1] += 1
 
     def merge(self, other: Tally) -> None:
-        """All of another client's too."""
+        """Add all sums of another client."""
         for name in ("num_warmup", "num_scored", "num_within_slo", "num_resent", "num_bytes"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.history_tokens += other.history_tokens
@@ -140,9 +151,9 @@ class Tally:
         self.slices.merge(other.slices)
         for name in ("outcomes", "reasons", "errors", "model_versions", "logged_digests"):
             getattr(self, name).update(getattr(other, name))
-        self.first_s = min(self.first_s, other.first_s)
+        self.first_due_at = min(self.first_due_at, other.first_due_at)
         self.last_due_at = max(self.last_due_at, other.last_due_at)
-        self.end_s = max(self.end_s, other.end_s)
+        self.ended_at = max(self.ended_at, other.ended_at)
         for task, pooled in other.auc.items():
             self.auc[task].merge(pooled)
         for task, (total, num) in other.ndcg.items():

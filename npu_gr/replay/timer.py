@@ -1,7 +1,7 @@
-"""A sleeper that is late by tens of microseconds, on asyncio and on uvloop alike.
+"""A timer that is late by tens of microseconds, on asyncio and on uvloop alike.
 
-Loop timers are late by half a millisecond, and uvloop rounds them to whole ones; Linux's timerfd is not. Off Linux the
-loop's own timers have to do, and a warning says so.
+Timers of asyncio are late by half a millisecond, and uvloop rounds them to whole milliseconds; Linux's timerfd does
+neither. On other systems the loop's own timers have to do, and a warning says so.
 """
 
 from __future__ import annotations
@@ -20,7 +20,10 @@ _TFD_TIMER_ABSTIME = 1
 
 
 class Timer:
-    """The best sleeper of this platform for the running loop: `async with Timer() as timer`; one sleeper at a time."""
+    """The most precise timer of this platform for the running loop: `async with Timer() as timer`.
+
+    One task at a time may wait for it.
+    """
 
     async def __aenter__(self) -> Self:
         self._fired = asyncio.Event()
@@ -37,21 +40,21 @@ class Timer:
             asyncio.get_running_loop().remove_reader(self._fd)
             os.close(self._fd)
 
-    async def until(self, at_s: float) -> None:
-        """Sleep until an instant of `time.monotonic()`; one that is over still lets the loop turn once."""
-        wait_s = at_s - time.monotonic()
+    async def until(self, wake_at: float) -> None:
+        """Sleep until an instant of `time.monotonic()`. An instant that is over still lets the loop turn once."""
+        wait_s = wake_at - time.monotonic()
         if wait_s <= 0 or self._fd is None:
             await asyncio.sleep(wait_s)
             return
         self._fired.clear()
-        _set(self._fd, at_s)
+        _set(self._fd, wake_at)
         await self._fired.wait()
 
     def _read(self) -> None:
         assert self._fd is not None
         try:
             os.read(self._fd, 8)
-        except BlockingIOError:  # set again since it fired
+        except BlockingIOError:  # the timer was set again after it fired
             return
         self._fired.set()
 
@@ -61,8 +64,8 @@ if sys.version_info >= (3, 13):
     def _create() -> int:
         return os.timerfd_create(time.CLOCK_MONOTONIC, flags=os.TFD_NONBLOCK | os.TFD_CLOEXEC)
 
-    def _set(fd: int, at_s: float) -> None:
-        os.timerfd_settime(fd, flags=os.TFD_TIMER_ABSTIME, initial=at_s)
+    def _set(fd: int, wake_at: float) -> None:
+        os.timerfd_settime(fd, flags=os.TFD_TIMER_ABSTIME, initial=wake_at)
 
 else:
 
@@ -81,8 +84,8 @@ else:
             raise OSError(ctypes.get_errno(), "timerfd_create")
         return fd
 
-    def _set(fd: int, at_s: float) -> None:
-        sec = int(at_s)
-        spec = _ITimerSpec(_TimeSpec(0, 0), _TimeSpec(sec, int((at_s - sec) * 1e9)))
+    def _set(fd: int, wake_at: float) -> None:
+        sec = int(wake_at)
+        spec = _ITimerSpec(_TimeSpec(0, 0), _TimeSpec(sec, int((wake_at - sec) * 1e9)))
         if _libc().timerfd_settime(fd, _TFD_TIMER_ABSTIME, ctypes.byref(spec), None):
             raise OSError(ctypes.get_errno(), "timerfd_settime")

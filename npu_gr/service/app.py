@@ -21,8 +21,9 @@ from npu_gr.backend.choose import choose
 from npu_gr.core.errors import NpuGrError
 from npu_gr.core.kinds import GENERATE, RANK
 from npu_gr.engine.scheduler import Scheduler
-from npu_gr.features.prefix_history_cache import KnownPrefixes
-from npu_gr.features.store import HistoryStore, open_store
+from npu_gr.features.base import HistoryStore
+from npu_gr.features.prefix_history_cache import PrefixHistoryCache
+from npu_gr.features.store import open_store
 from npu_gr.jobs.histories import Histories
 from npu_gr.jobs.match import ServedVectors
 from npu_gr.jobs.versions import Versions
@@ -180,7 +181,7 @@ async def open_models(config: Config, backend: Backend, scheduler: Scheduler, me
 
 
 def _histories(config: Config, store: HistoryStore | None) -> Histories:
-    cache = KnownPrefixes(config.service.known_prefix_bytes)
+    cache = PrefixHistoryCache(config.service.known_prefix_bytes)
     return Histories(store, cache, config.service.cut_step_tokens)
 
 

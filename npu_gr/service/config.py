@@ -15,7 +15,7 @@ from npu_gr.core import settings
 from npu_gr.core.kinds import KINDS
 from npu_gr.core.settings import Bytes, Count, Ratio, Seconds
 from npu_gr.engine.queue import SchedulerConfig
-from npu_gr.features.store import HistoryConfig
+from npu_gr.features.base import HistoryConfig
 from npu_gr.jobs.cascade_plan import RecommendConfig
 from npu_gr.jobs.generation import GenerateConfig
 from npu_gr.jobs.match import MatchConfig

@@ -24,10 +24,11 @@ from npu_gr.core.errors import DataError
 from npu_gr.core.kinds import EVENTS, RANK, SIGNAL
 from npu_gr.core.request import Outcome
 from npu_gr.engine.cost import fit_passes
-from npu_gr.replay.log import Record, count
+from npu_gr.replay.log import QueryRecord, count
 from npu_gr.replay.options import ReplayOptions
 from npu_gr.replay.plan import plan
-from npu_gr.replay.player import PlayerOptions, Sample, play
+from npu_gr.replay.player import PlayerOptions, play
+from npu_gr.replay.sample import Sample
 from npu_gr.simulate.config import DeviceProfile, Lateness, Lognormal, UsersConfig
 from npu_gr.simulate.users import TrafficRequest
 
@@ -46,7 +47,7 @@ _OUTLIER = 1.5  # times the median of (measured over predicted): a pass above it
 # ---- users
 
 
-def fit_users(records: Iterable[Record], num_users: int | None = None) -> UsersConfig:
+def fit_users(records: Iterable[QueryRecord], num_users: int | None = None) -> UsersConfig:
     """Fit the model of users to a query log.
 
     Args:
@@ -132,7 +133,7 @@ def fit_mixture(logs: F64, num_parts: int = 2) -> list[Lognormal]:
     return [Lognormal(weight=max(w, 1e-6), median=m, sigma=s) for w, m, s in parts]
 
 
-def requests_of(records: Iterable[Record], options: ReplayOptions) -> Iterable[TrafficRequest]:
+def requests_of(records: Iterable[QueryRecord], options: ReplayOptions) -> Iterable[TrafficRequest]:
     """Yield the signals and ranks of a query log, as a replay with these options sends them.
 
     A record without a history has the last known length of its user, plus the events that the log appended since.
@@ -168,7 +169,7 @@ class MeasuredRank:
     due_at: float = 0.0  # seconds since the replay began
 
 
-async def measure(records: Iterable[Record], options: ReplayOptions) -> tuple[list[MeasuredRank], list[float]]:
+async def measure(records: Iterable[QueryRecord], options: ReplayOptions) -> tuple[list[MeasuredRank], list[float]]:
     """Replay a log against a running instance.
 
     Returns:

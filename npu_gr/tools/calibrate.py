@@ -1,11 +1,11 @@
-"""`npu-gr calibrate`: what the trigger's bounds need to know of this device, this checkpoint and this traffic.
+"""`npu-gr calibrate`: measure what the trigger's bounds depend on: this device, this checkpoint and this traffic.
 
-    cost, copy    the passes and copies of an instance's own warm-up
+    cost, copy    from the passes and copies of an instance's own warm-up
     kv_p99        the P99 of a query log's histories; without one, the longest that the model takes
     T_life        the P99 from a signal to the end of its rank, in the log; without one, `relay.t_life_s`
-    Q_m           pre-infers of kv_p99 tokens a second, as many at once as there are streams, nothing else running
+    Q_m           pre-infers of kv_p99 tokens a second, one on each stream and nothing else running
 
-Source: the symbols of RelayGR's trigger, `relaygr.md` 2.3.
+Source of the symbols: the trigger of RelayGR (arXiv:2601.01712).
 """
 
 from __future__ import annotations
@@ -20,65 +20,71 @@ from prometheus_client import CollectorRegistry
 
 from npu_gr.backend.choose import choose
 from npu_gr.core.errors import ConfigError, DataError, PoolExhausted
+from npu_gr.core.kinds import RANK, SIGNAL
 from npu_gr.core.request import UserKey
 from npu_gr.engine.scheduler import Scheduler, Urgency
 from npu_gr.jobs.ranking import Ranking
 from npu_gr.kv.keys import PrefixKey
 from npu_gr.metrics.registry import Metrics
 from npu_gr.relay.calibration import Calibration
-from npu_gr.replay.log import Record
+from npu_gr.replay.log import QueryRecord
 from npu_gr.service.build import describe, open_ranking, seeded_tokens
 from npu_gr.service.config import Config
 
-LEAST = 20  # ranks of a log: a quantile of fewer says nothing
+MIN_RANKS = 20  # of a log: a P99 of fewer says nothing
 
 
-class Traffic(NamedTuple):
-    """What a query log says; None = it does not."""
+class LogTraffic(NamedTuple):
+    """What a query log says about the traffic. None = it holds too few such ranks to say it."""
 
     kv_p99_tokens: int | None
     t_life_s: float | None
 
 
-def traffic(records: Iterable[Record]) -> Traffic:
-    """Lengths of the histories that come whole, and times from a user's signal to the end of the rank after it.
+def traffic(records: Iterable[QueryRecord]) -> LogTraffic:
+    """The P99 of the lengths of whole histories, and of the times from a user's signal to the end of its rank.
+
+    Args:
+        records: in time order.
 
     Raises:
-        DataError: too few ranks.
+        DataError: fewer than `MIN_RANKS` ranks.
     """
-    lengths, lives_s, num_ranks = list[int](), list[float](), 0
-    signals_s = dict[tuple[str, str], float]()
+    lengths: list[int] = []
+    lives_s: list[float] = []
+    num_ranks = 0
+    signalled_at: dict[UserKey, float] = {}  # a user's newest signal whose rank has not come
     for record in records:
-        user = (record.tenant, record.user_id)
-        if record.kind == "signal":
-            signals_s[user] = record.ts
-        elif record.kind == "rank":
+        user = UserKey(record.tenant, record.user_id)
+        if record.kind == SIGNAL.name:
+            signalled_at[user] = record.ts
+        elif record.kind == RANK.name:
             num_ranks += 1
             if record.history is not None and record.base is None:
                 lengths.append(len(record.history))
-            answered_s = (record.answer.latency_ms or 0.0) * 1e-3 if record.answer else 0.0
-            if record.delay_ms is not None:  # its signal is sent on arrival, see `replay/plan.py`
-                lives_s.append(record.delay_ms * 1e-3 + answered_s)
-            elif user in signals_s:
-                lives_s.append(record.ts - signals_s.pop(user) + answered_s)
-    if num_ranks < LEAST:
-        raise DataError(f"calibrate: the log has {num_ranks} ranks, the least is {LEAST}")
-    return Traffic(
-        max(1, int(np.quantile(lengths, 0.99, method="higher"))) if len(lengths) >= LEAST else None,
-        max(1e-3, float(np.quantile(lives_s, 0.99))) if len(lives_s) >= LEAST else None,
+            took_s = (record.answer.latency_ms or 0.0) * 1e-3 if record.answer else 0.0
+            if record.delay_ms is not None:  # replay sends its signal on arrival, see `npu_gr/replay/plan.py`
+                lives_s.append(record.delay_ms * 1e-3 + took_s)
+            elif user in signalled_at:
+                lives_s.append(record.ts - signalled_at.pop(user) + took_s)
+    if num_ranks < MIN_RANKS:
+        raise DataError(f"calibrate: the log has {num_ranks} ranks, the least is {MIN_RANKS}")
+    return LogTraffic(
+        max(1, int(np.quantile(lengths, 0.99, method="higher"))) if len(lengths) >= MIN_RANKS else None,
+        max(1e-3, float(np.quantile(lives_s, 0.99))) if len(lives_s) >= MIN_RANKS else None,
     )
 
 
-async def calibrate(config: Config, known: Traffic, seconds: float) -> Calibration:
-    """Measure, on an idle machine.
+async def calibrate(config: Config, known: LogTraffic, seconds: float) -> Calibration:
+    """Measure an instance's costs; the machine should be idle.
 
     Args:
         config: of an instance that ranks.
-        known: of the log, if there is one.
-        seconds: for Q_m.
+        known: the traffic that it will see, as far as a log says.
+        seconds: to measure Q_m for.
 
     Raises:
-        ConfigError: it does not rank, or a prefix of so many tokens does not fit its pages.
+        ConfigError: the instance does not rank, or prefixes of the P99 length do not fit its pages.
     """
     if config.checkpoint is None:
         raise ConfigError("checkpoint: the configuration names none, and it is ranks that are calibrated")
@@ -119,7 +125,9 @@ async def _prefills_per_s(ranking: Ranking, num_tokens: int, streams: int, secon
         entries = [pool.reserve(key, num_tokens) for key in keys]
     except PoolExhausted as error:
         raise ConfigError(f"kv.hbm_bytes: {streams} prefixes of {num_tokens} tokens do not fit: {error}") from error
-    done, far, ends_at = 0, float("inf"), 0.0
+    far = float("inf")
+    done = 0
+    ends_at = 0.0
 
     async def one_after_the_other(number: int) -> None:
         nonlocal done

@@ -1,10 +1,10 @@
 """`npu-gr demo`: the whole path on real users of MovieLens-100K, from the log to served scores.
 
-The oldest 80 % of each user's events train the ranker and fill the history store. The rest is the traffic: a user's
-events in slices of at most `SLICE`, each one rank request that mixes them with items drawn from the catalogue, and
-after its answer the events that happened. MovieLens' own stamps are poor arrivals (half of the ratings share the
-previous one's second), so arrivals are Poisson; order, users, histories and labels are real. At the end the cascade:
-a generator trained on the same events retrieves, the ranker ranks, for real users by their films' titles.
+The oldest 80 % of each user's events train the ranker and fill the history store. The rest is the traffic, in slices of
+at most `SLICE` events of a user: one rank request mixes the items of a slice with items drawn from the catalogue; after
+its answer the events of the slice are sent. MovieLens' own stamps are poor arrivals (half of the ratings share the
+previous rating's second), so arrivals are Poisson; order, users, histories and labels are real. At the end comes the
+cascade: a generator that was trained on the same events retrieves, the ranker ranks, and films are shown by title.
 """
 
 from __future__ import annotations
@@ -25,28 +25,30 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from npu_gr.core.errors import CheckpointError, ConfigError, Unavailable
+from npu_gr.core.kinds import RANK
 from npu_gr.features.interactions import Interactions, ItemValues, movielens_100k, read_interactions, read_item_features
 from npu_gr.features.load import load_interactions
 from npu_gr.features.store import open_store
 from npu_gr.model.weights import Checkpoint, save
 from npu_gr.model.weights import load as load_checkpoint
-from npu_gr.replay.convert import Catalogue, from_ratings
-from npu_gr.replay.log import Record, write
+from npu_gr.replay.convert import ModelVocabulary, from_ratings
+from npu_gr.replay.files import write
+from npu_gr.replay.log import QueryRecord
 from npu_gr.replay.options import ReplayOptions
 from npu_gr.replay.report import Report
 from npu_gr.replay.run import replay
 from npu_gr.service.config import Config, load
-from npu_gr.tools import demo_cascade as showcase
+from npu_gr.tools import demo_cascade
 from npu_gr.train.data import to_train_on
 from npu_gr.train.rank.train import DEMO, train_rank
 from npu_gr.train.steps import Progress as Trained
 
 SLICE = 20  # held-out events of a request
-CANDIDATES = 100
+CANDIDATES = 100  # of a rank
 FEATURES = ("class", "release_year")
 RATE_PER_S = 30.0
 SIGNAL_LEAD_S = 0.05
-HBM_BYTES = 8_388_608  # room for a few dozen users, so that the DRAM tier is seen at work
+HBM_BYTES = 8_388_608  # only a few dozen users fit, so that the DRAM tier has work to do
 START_TIMEOUT_S = 60.0
 
 
@@ -57,30 +59,42 @@ class Prepared:
     config_path: Path
     overrides: list[str]
     config: Config
-    records: list[Record]
+    records: list[QueryRecord]
     folder: Path
     log: Interactions
     source: Path
 
 
 async def run(config_path: Path, folder: Path, console: Console, limit: int | None = None) -> Report:
-    """Train or reuse, load, serve, replay, report, stop.
+    """Train or reuse the models, load the store, serve, replay, report and stop.
+
+    Args:
+        config_path: of the service.
+        folder: for everything that the demo makes; what is there is reused.
+        console: to print on.
+        limit: replay only so many records; None = all.
 
     Raises:
-        ConfigError, DataError: something that the demo needs is not there, in words.
+        ConfigError, DataError: says what the demo needs and does not find.
         Unavailable: the service did not start, or did not stop cleanly.
     """
     prepared = await prepare(config_path, folder, console, _free_port())
     async with served(prepared) as url:
         found = await replay(prepared.records, options(prepared, url, limit))
         console.print(found.render())
-        cascade = await showcase.show(url, prepared.log, prepared.source, console)
+        cascade = await demo_cascade.show(url, prepared.log, prepared.source, console)
     (folder / "report.json").write_text(json.dumps(found.as_dict() | {"cascade": cascade}, indent=2) + "\n")
     return found
 
 
 async def prepare(config_path: Path, folder: Path, console: Console, port: int) -> Prepared:
-    """Train or reuse the ranker, and fill a fresh history store.
+    """Train or reuse the models, and fill a fresh history store.
+
+    Args:
+        config_path: of the service.
+        folder: for everything that the demo makes.
+        console: to print on.
+        port: of the service.
 
     Raises:
         ConfigError, DataError: as `run`.
@@ -91,12 +105,13 @@ async def prepare(config_path: Path, folder: Path, console: Console, port: int) 
         folder / "checkpoint", log, read_item_features(source.with_suffix(".item"), FEATURES), console
     )
     trained = to_train_on(log.users, log.timestamps, DEMO.split)
-    history, heldout = log[trained], log[~trained]
+    history = log[trained]
+    heldout = log[~trained]
     with training_progress(console) as progress:
-        cascade = showcase.prepare(folder, history, console, progress)
+        cascade = demo_cascade.prepare(folder, history, console, progress)
     await asyncio.to_thread(_forget, folder)
-    catalogue = Catalogue(item_ids=checkpoint.item_ids, action_values=checkpoint.action_values)
-    records = from_ratings(heldout, catalogue, slice_events=SLICE, num_candidates=CANDIDATES)
+    vocabulary = ModelVocabulary(item_ids=checkpoint.item_ids, action_values=checkpoint.action_values)
+    records = from_ratings(heldout, vocabulary, slice_events=SLICE, num_candidates=CANDIDATES)
     write(folder / "traffic.jsonl.gz", records)
     overrides = [
         f"checkpoint={folder / 'checkpoint'}",
@@ -108,14 +123,14 @@ async def prepare(config_path: Path, folder: Path, console: Console, port: int) 
     config = load(config_path, overrides)
     await _fill(config, history, checkpoint, console)
     console.print(
-        f"replaying {sum(r.kind == 'rank' for r in records)} ranks of {len({r.user_id for r in records})} users"
+        f"replaying {sum(r.kind == RANK.name for r in records)} ranks of {len({r.user_id for r in records})} users"
     )
     return Prepared(config_path, overrides, config, records, folder, log, source)
 
 
 @asynccontextmanager
 async def served(prepared: Prepared) -> AsyncIterator[str]:
-    """The service in a process of its own; its URL. At the block's end it drains and stops."""
+    """Run the service in a process of its own; yields its URL. At the end of the block it drains and stops."""
     config = prepared.config
     process = await _serve(prepared.config_path, prepared.overrides, config, prepared.folder / "service.log")
     try:
@@ -125,7 +140,14 @@ async def served(prepared: Prepared) -> AsyncIterator[str]:
 
 
 def options(prepared: Prepared, url: str, limit: int | None = None, seed: int = 0) -> ReplayOptions:
-    """How the traffic is sent."""
+    """The options with which the traffic is replayed.
+
+    Args:
+        prepared: the objective counts as the SLO.
+        url: of the service.
+        limit: replay only so many records; None = all.
+        seed: of the arrivals.
+    """
     return ReplayOptions(
         base_url=url,
         rate=RATE_PER_S,
@@ -137,7 +159,7 @@ def options(prepared: Prepared, url: str, limit: int | None = None, seed: int = 
 
 
 def _checkpoint(folder: Path, log: Interactions, features: list[ItemValues], console: Console) -> Checkpoint:
-    """The one that is there, or a new one."""
+    """Load the ranker from the folder; if there is none, train it and save it there."""
     try:
         checkpoint = load_checkpoint(folder)
     except CheckpointError:
@@ -154,7 +176,7 @@ def _checkpoint(folder: Path, log: Interactions, features: list[ItemValues], con
 
 @contextmanager
 def training_progress(console: Console) -> Iterator[Callable[[Trained], None]]:
-    """A bar for each stage of a training."""
+    """Show a progress bar for each stage of a training; yields what to call with its progress."""
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[loss]}"), TimeElapsedColumn())
     with Progress(*columns, console=console) as bar:
         tasks: dict[str, TaskID] = {}
@@ -169,13 +191,13 @@ def training_progress(console: Console) -> Iterator[Callable[[Trained], None]]:
 
 
 def _forget(folder: Path) -> None:
-    """The history store of an earlier run, which the traffic has changed."""
+    """Delete the history store of an earlier run, which that run's traffic has changed."""
     for old in folder.glob("history.db*"):
         old.unlink()
 
 
 async def _fill(config: Config, history: Interactions, checkpoint: Checkpoint, console: Console) -> None:
-    """A fresh history store with everything that happened before the traffic."""
+    """Fill a fresh history store with the events before the traffic."""
     store = await open_store(config.features)
     if store is None:
         raise ConfigError("features.kind: the demo needs a history store")
@@ -189,7 +211,7 @@ async def _fill(config: Config, history: Interactions, checkpoint: Checkpoint, c
 
 
 async def _serve(config_path: Path, overrides: list[str], config: Config, log: Path) -> asyncio.subprocess.Process:
-    """A ready service in a process of its own."""
+    """Start the service in a process of its own, and wait until it is ready."""
     settings = [word for override in overrides for word in ("--set", override)]
     command = [sys.executable, "-m", "npu_gr", "serve", "--config", str(config_path), *settings]
     with await asyncio.to_thread(log.open, "wb") as file:
@@ -210,7 +232,7 @@ async def _serve(config_path: Path, overrides: list[str], config: Config, log: P
 
 
 async def _stop(process: asyncio.subprocess.Process) -> None:
-    """Ask it to drain, and see that it ends well."""
+    """Let the service drain, and check that it ends well."""
     if process.returncode is None:
         process.send_signal(signal.SIGTERM)
     try:

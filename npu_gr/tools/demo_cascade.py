@@ -1,4 +1,4 @@
-"""The end of `npu-gr demo`: the cascade on real users, what it is worth, and why it was fast."""
+"""The end of `npu-gr demo`: what the cascade recommends to real users, how good that is, and where the time goes."""
 
 from __future__ import annotations
 
@@ -14,26 +14,32 @@ from rich.console import Console
 from rich.table import Table
 
 from npu_gr.features.interactions import Interactions, read_item_features
-from npu_gr.tools.evaluate_service import Case, Client, judge, next_events
+from npu_gr.tools.evaluate_service import EvaluationClient, NextEventCase, evaluate, next_events
 from npu_gr.train.data import to_train_on
 from npu_gr.train.generate.publish import CONFIGURATION, publish
 from npu_gr.train.generate.train import MOVIELENS, train_generator
 from npu_gr.train.steps import Progress
 
 GENERATOR = msgspec.structs.replace(MOVIELENS, epochs=12, validate_every=12, validation_users=100, test_users=100)
-"""Less than a CPU minute, for a demo; `npu-gr train generate` makes a better one in four."""
-NUM_RETRIEVED, NUM_POPULAR = 100, 200
-JUDGED_USERS, SHOWN_USERS, SHOWN_ITEMS = 300, 4, 5
+"""Trained in less than a CPU minute, for a demo; `npu-gr train generate` trains a better one in four."""
+NUM_RETRIEVED = 100
+NUM_POPULAR = 200
+EVALUATED_USERS = 300
+SHOWN_USERS = 4
+SHOWN_ITEMS = 5
 
 
 def prepare(folder: Path, history: Interactions, console: Console, progress: Callable[[Progress], None]) -> list[str]:
-    """Train or reuse the generator, list what is popular; the overrides that add both to a service.
+    """Train or reuse the generator, and list the popular items.
 
     Args:
         folder: of the demo.
-        history: what may be learned from.
+        history: the events to learn from.
         console: to say what is done.
-        progress: follows the training.
+        progress: called with the training's progress.
+
+    Returns:
+        The overrides that add both to a service's configuration.
     """
     home = folder / "generator"
     if (home / CONFIGURATION).exists():
@@ -50,18 +56,28 @@ def prepare(folder: Path, history: Interactions, console: Console, progress: Cal
 
 
 async def show(url: str, log: Interactions, source: Path, console: Console) -> dict[str, Any]:
-    """A handful of users with what the cascade recommends to them, and its worth over more; figures for the report."""
+    """Print what the cascade recommends to a few users, and evaluate it on more.
+
+    Args:
+        url: of the service.
+        log: all events.
+        source: the file that the log was read from; titles lie beside it.
+        console: to print on.
+
+    Returns:
+        The evaluation, for the report.
+    """
     known = to_train_on(log.users, log.timestamps, "user-time")
-    cases = next_events(log, known, JUDGED_USERS)
+    cases = next_events(log, known, EVALUATED_USERS)
     titles = _titles(source)
-    async with Client(url) as client:
+    async with EvaluationClient(url) as client:
         actions = await client.actions()
         for case in cases[:SHOWN_USERS]:
-            body = case.body(actions, "shown") | {"num_items": SHOWN_ITEMS, "timestamp": case.at}
-            console.print(_user(case, await client.post("/v1/recommend", body), titles))
-    judged = await judge(url, cases, np.unique(log.items).tolist())
-    console.print(judged.table())
-    return judged.as_dict()
+            body = case.body(actions, "shown") | {"num_items": SHOWN_ITEMS, "timestamp": case.happened_at}
+            console.print(_user_table(case, await client.post("/v1/recommend", body), titles))
+    evaluation = await evaluate(url, cases, np.unique(log.items).tolist())
+    console.print(evaluation.table())
+    return evaluation.as_dict()
 
 
 def _titles(source: Path) -> dict[int, str]:
@@ -70,8 +86,8 @@ def _titles(source: Path) -> dict[int, str]:
     return {item: " ".join(titles.values[word] for word in words) for item, words in titles.of_item.items()}
 
 
-def _user(case: Case, answer: dict[str, Any], titles: dict[int, str]) -> Table:
-    """One user: what was watched, what is recommended, what the stages took."""
+def _user_table(case: NextEventCase, answer: dict[str, Any], titles: dict[int, str]) -> Table:
+    """What one user watched, what is recommended, and how long the stages took."""
     newest = zip(case.items[-SHOWN_ITEMS:], case.values[-SHOWN_ITEMS:], strict=True)
     watched = [f"{titles.get(item, item)} ({value:g})" for item, value in newest]
     offered = [

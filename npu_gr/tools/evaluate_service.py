@@ -1,13 +1,14 @@
-"""What a running service recommends, against what the users did next: the cascade beside each of its stages alone.
+"""Evaluate a running service: does it recommend what the users did next? The cascade, and each of its stages alone.
 
-Protocol: of each user one event is asked for, everything before it is the history, sent along, and all other items may
-be the answer, without sampled negatives; items of the history are left out, for every way alike.
+Protocol: each user is asked for once. The events before one of the user's events are sent as the history; that event's
+item is the right answer. Every item may be answered (no sampled negatives) but those of the history. The ways to ask:
 
-    generate     POST /v1/generate, asked for as many as the cascade asks; where it is a source of the cascade
-    match        POST /v1/match, the same
-    rank         POST /v1/rank over every unseen item of the log: what no service could afford on a large catalogue
-    recommend    POST /v1/recommend: the retrieval's items, ranked
-    retrieved    whether the item was among all those retrieved: the most that the cascade could reach
+    generate     POST /v1/generate, if it is a source of the cascade; for as many items as the cascade asks of it
+    match        POST /v1/match, likewise
+    rank         POST /v1/rank over every unseen item of the log, which no service could afford on a large catalogue
+    recommend    POST /v1/recommend: the retrieved items, ranked
+
+`retrieved` is the share of the users whose item was among all the retrieved items: the cascade cannot reach more.
 """
 
 from __future__ import annotations
@@ -27,24 +28,30 @@ from npu_gr.core.errors import Unavailable
 from npu_gr.features.interactions import Interactions
 from npu_gr.train.metrics import hit_ratio, ndcg
 
-TOP = 10
-AT_ONCE = 2
-MISSED = float("inf")
+TOP = 10  # items that count as recommended
+AT_ONCE = 2  # cases in flight
+MISSED = float("inf")  # the place of an item that was not answered
+UNRANKED = "unranked"  # the outcome of a recommend whose rank failed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Case:
-    """A user's history and what came next."""
+class NextEventCase:
+    """A user's history, oldest first, and the event that came next."""
 
     user: str
     items: list[int]
     values: list[float]
-    timestamps: list[int]
-    target: int
-    at: int  # unix seconds
+    timestamps: list[int]  # unix seconds
+    target: int  # the item of the next event
+    happened_at: int  # unix seconds of the next event
 
     def body(self, actions: dict[str, int], tenant: str) -> dict[str, Any]:
-        """Who and which history, as every route reads it."""
+        """The part of a request body that every route reads: the user and the history.
+
+        Args:
+            actions: name of an action of the service's ranker -> its id.
+            tenant: a tenant of its own keeps the requests of one way from warming the cache of another.
+        """
         return {
             "user_id": self.user,
             "tenant": tenant,
@@ -56,21 +63,28 @@ class Case:
         }
 
 
-def next_events(log: Interactions, known: npt.NDArray[np.bool_], num_users: int | None = None) -> list[Case]:
-    """The first event of each user that is not `known` [n], after those that are; some users at random (seed 0)."""
+def next_events(log: Interactions, known: npt.NDArray[np.bool_], num_users: int | None = None) -> list[NextEventCase]:
+    """One case for each user who has known events and then others: the first of these others.
+
+    Args:
+        log: n events.
+        known: [n] the events that the models may have seen.
+        num_users: keep so many cases at most, drawn at random (seed 0); None = all.
+    """
     cases = []
     for user, name in enumerate(log.user_names):
         mine = log.users == user
-        own, at = log[mine], int(known[mine].sum())
+        own = log[mine]
+        at = int(known[mine].sum())
         if 0 < at < len(own):
             cases.append(
-                Case(
+                NextEventCase(
                     user=name,
                     items=own.items[:at].tolist(),
                     values=own.values[:at].tolist(),
                     timestamps=own.timestamps[:at].tolist(),
                     target=int(own.items[at]),
-                    at=int(own.timestamps[at]),
+                    happened_at=int(own.timestamps[at]),
                 )
             )
     if num_users is None or num_users >= len(cases):
@@ -80,18 +94,18 @@ def next_events(log: Interactions, known: npt.NDArray[np.bool_], num_users: int 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Judged:
-    """Ranks of the items asked for, from 0, and seconds of each request, by way."""
+class ServiceEvaluation:
+    """What the service answered, by way to ask."""
 
-    ranks: dict[str, list[float]]
-    seconds: dict[str, list[float]]
-    sources: dict[str, int]  # of the cascade: items that each is asked for
+    ranks: dict[str, list[float]]  # way -> place of the right item in each answer, from 0; `MISSED` = not in it
+    seconds: dict[str, list[float]]  # way -> duration of each request
+    sources: dict[str, int]  # of the cascade: items that each source is asked for
     order: str  # of the cascade: rank | fused
-    retrieved: float  # share of the cases whose item was among them
+    retrieved: float  # share of the cases whose item was among the retrieved items
     outcomes: dict[str, int]  # how the cascade's ranks got their prefix
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Plain values that JSON has."""
         ways = {
             way: {
                 "hr_at_10": hit_ratio(np.array(self.ranks[way]), TOP),
@@ -107,7 +121,7 @@ class Judged:
         }
 
     def table(self) -> Table:
-        """For a terminal."""
+        """A table for a terminal."""
         found = self.as_dict()
         num = found["num_users"]
         table = Table(
@@ -128,12 +142,12 @@ class Judged:
         return " + ".join(f"{size} of {name}" for name, size in self.sources.items())
 
 
-async def judge(
+async def evaluate(
     base_url: str,
-    cases: Sequence[Case],
+    cases: Sequence[NextEventCase],
     catalogue: Sequence[int],
     done: Callable[[int, int], None] = lambda *_: None,
-) -> Judged:
+) -> ServiceEvaluation:
     """Ask a service for every case in every way.
 
     Args:
@@ -145,25 +159,30 @@ async def judge(
     Raises:
         Unavailable: the service refused a request.
     """
-    retrieved, outcomes = list[bool](), dict[str, int]()
-    async with Client(base_url) as client:
-        actions, section = await client.actions(), await client.cascade()
+    retrieved: list[bool] = []
+    outcomes: dict[str, int] = {}
+    async with EvaluationClient(base_url) as client:
+        actions = await client.actions()
+        section = await client.cascade()
         sources: dict[str, int] = section["sources"]
         ranks: dict[str, list[float]] = {way: [] for way in (*sources, "rank", "recommend")}
         seconds: dict[str, list[float]] = {way: [] for way in ranks}
         waiting = asyncio.Semaphore(AT_ONCE)
 
-        async def one(case: Case) -> None:
+        async def one(case: NextEventCase) -> None:
             async with waiting:
                 seen = set(case.items)
                 unseen = [item for item in catalogue if item not in seen]
                 asked: dict[str, dict[str, Any]] = {
-                    "recommend": {"timestamp": case.at, "num_items": TOP, "exclude_seen": True},
+                    "recommend": {"timestamp": case.happened_at, "num_items": TOP, "exclude_seen": True},
                     **{way: {"num_items": size, "deny_items": case.items} for way, size in sources.items()},
-                    "rank": {"timestamp": case.at, "candidates": unseen, "top_k": TOP},
+                    "rank": {"timestamp": case.happened_at, "candidates": unseen, "top_k": TOP},
                 }
                 was_retrieved = False
-                for way, of_way in asked.items():  # each as a user of its own, so that none warms the next one's cache
+                for (
+                    way,
+                    of_way,
+                ) in asked.items():  # each way in a tenant of its own, so that none warms the cache of the next
                     request = case.body(actions, f"judge-{way}") | of_way
                     began_at = time.perf_counter()
                     answer = await client.post(f"/v1/{way}", request)
@@ -172,7 +191,7 @@ async def judge(
                     ranks[way].append(items.index(case.target) if case.target in items else MISSED)
                     was_retrieved |= way in sources and case.target in items
                     if way == "recommend":
-                        outcome = answer["outcome"] or "unranked"
+                        outcome = answer["outcome"] or UNRANKED
                         outcomes[outcome] = outcomes.get(outcome, 0) + 1
                 retrieved.append(was_retrieved)
                 done(len(ranks["rank"]), len(cases))
@@ -180,7 +199,7 @@ async def judge(
         async with asyncio.TaskGroup() as group:
             for case in cases:
                 group.create_task(one(case))
-    return Judged(
+    return ServiceEvaluation(
         ranks=ranks,
         seconds=seconds,
         sources=sources,
@@ -190,13 +209,13 @@ async def judge(
     )
 
 
-class Client:
+class EvaluationClient:
     """Posts JSON to a service: `async with`."""
 
     def __init__(self, base_url: str) -> None:
         self._url = base_url
 
-    async def __aenter__(self) -> Client:
+    async def __aenter__(self) -> EvaluationClient:
         self._http = aiohttp.ClientSession(self._url)
         return self
 
@@ -218,10 +237,10 @@ class Client:
         return section
 
     async def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
-        """The answer.
+        """The body of the answer.
 
         Raises:
-            Unavailable: it is not 200.
+            Unavailable: the status is not 200.
         """
         headers = {"X-Request-Timeout-Ms": "10000"}
         async with self._http.post(path, json=body, headers=headers) as response:

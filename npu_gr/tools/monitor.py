@@ -1,7 +1,7 @@
 """`npu-gr monitor`: the demo's service under replay, a Prometheus that scrapes it, and the dashboards to open.
 
-Prometheus is a program of its own (Debian: `prometheus`). Grafana is in neither Debian nor PyPI: the folder gets what
-it needs to provision itself, and the command says how to start it.
+Prometheus is a program of its own (Debian: `prometheus`). Grafana is in neither Debian nor PyPI, so the command writes
+what a Grafana needs to provision itself, and says how to start one.
 """
 
 from __future__ import annotations
@@ -19,21 +19,31 @@ import yaml
 from rich.console import Console
 
 from npu_gr.core.errors import ConfigError, Unavailable
+from npu_gr.core.kinds import EVENTS
 from npu_gr.metrics.dashboards import write
 from npu_gr.replay.run import replay, stop_on_interrupt
 from npu_gr.tools import demo
 
-SCRAPE_S, EVALUATE_S, START_TIMEOUT_S = 2.0, 5.0, 30.0
+SCRAPE_S = 2.0
+EVALUATE_S = 5.0  # rules
+START_TIMEOUT_S = 30.0
 _HOW_TO_GRAFANA = """Grafana      is a program of its own; with Docker, then http://127.0.0.1:3000:
   docker run --network host -v {folder}/grafana:/etc/grafana/provisioning -v {folder}:/dashboards grafana/grafana
   or import the JSON files into a Grafana of yours"""
 
 
 async def run(config_path: Path, folder: Path, console: Console, port: int, prometheus_port: int) -> None:
-    """Serve, scrape and replay, over and over, until Ctrl-C. `folder`: absolute.
+    """Serve, scrape, and replay the traffic over and over, until Ctrl-C.
+
+    Args:
+        config_path: of the service.
+        folder: for everything it makes; absolute.
+        console: to print on.
+        port: of the service.
+        prometheus_port: of the Prometheus.
 
     Raises:
-        ConfigError, DataError, Unavailable: as `demo.run`, and where there is no Prometheus.
+        ConfigError, DataError, Unavailable: as `demo.run`; also if there is no Prometheus.
     """
     prepared = await demo.prepare(config_path, folder, console, port)
     boards = folder / "monitor"
@@ -48,22 +58,31 @@ async def run(config_path: Path, folder: Path, console: Console, port: int, prom
         console.print(_HOW_TO_GRAFANA.format(folder=boards), soft_wrap=True)
         console.print("replaying until Ctrl-C")
         with stop_on_interrupt() as stop:
-            records, seed = prepared.records, 0
+            records = prepared.records
+            seed = 0
             while not stop.is_set():
                 report = await replay(records, demo.options(prepared, url, seed=seed), stop=stop)
-                within, seed = report.num_within_slo / max(report.num_ranks, 1), seed + 1
+                within = report.num_within_slo / max(report.num_ranks, 1)
+                seed += 1
                 console.print(f"round {seed}: {report.num_ranks} ranks, {within:.2%} in time")
-                records = [record for record in prepared.records if record.kind != "events"]  # they have happened
+                records = [record for record in prepared.records if record.kind != EVENTS.name]  # the store has them
 
 
 @contextlib.asynccontextmanager
 async def prometheus(
     folder: Path, target: str, port: int, scrape_s: float = SCRAPE_S, evaluate_s: float = EVALUATE_S
 ) -> AsyncIterator[str]:
-    """One that scrapes `target` and evaluates the `rules.yml` in `folder`; its URL. It ends with the block.
+    """Run a Prometheus until the end of the block; yields its URL.
+
+    Args:
+        folder: holds `rules.yml`, and gets its configuration, data and log.
+        target: host:port to scrape.
+        port: to listen on.
+        scrape_s: from one scrape to the next.
+        evaluate_s: from one evaluation of the rules to the next.
 
     Raises:
-        ConfigError: there is no such program. Unavailable: it did not start.
+        ConfigError: the program is not installed. Unavailable: it did not start.
     """
     if shutil.which("prometheus") is None:
         raise ConfigError("monitor: needs the program prometheus (Debian: apt-get install prometheus)")
@@ -78,7 +97,8 @@ async def prometheus(
         "scrape_configs": [{"job_name": "npu_gr", "static_configs": [{"targets": [target]}]}],
     }
     (folder / "prometheus.yml").write_text(yaml.safe_dump(config))
-    url, log_path = f"http://127.0.0.1:{port}", folder / "prometheus.log"
+    url = f"http://127.0.0.1:{port}"
+    log_path = folder / "prometheus.log"
     command = [
         "prometheus",
         f"--config.file={folder / 'prometheus.yml'}",
@@ -89,7 +109,7 @@ async def prometheus(
     with log_path.open("wb") as log:
         process = await asyncio.create_subprocess_exec(*command, stdout=log, stderr=log)
     try:
-        await _answers(url, process, log_path)
+        await _wait_until_ready(url, process, log_path)
         yield url
     finally:
         if process.returncode is None:
@@ -97,7 +117,7 @@ async def prometheus(
         await process.wait()
 
 
-async def _answers(url: str, process: asyncio.subprocess.Process, log_path: Path) -> None:
+async def _wait_until_ready(url: str, process: asyncio.subprocess.Process, log_path: Path) -> None:
     """Wait until Prometheus is ready."""
     ends_at = time.monotonic() + START_TIMEOUT_S
     async with aiohttp.ClientSession() as http:
@@ -111,11 +131,11 @@ async def _answers(url: str, process: asyncio.subprocess.Process, log_path: Path
 
 
 def _provision_grafana(folder: Path, prometheus_url: str) -> None:
-    """What a Grafana reads at its start: where Prometheus is, where the dashboards are."""
+    """Write what a Grafana reads when it starts: where Prometheus is, and where the dashboards are."""
     source = {"name": "Prometheus", "type": "prometheus", "url": prometheus_url, "isDefault": True}
     provider = {"name": "npu_gr", "type": "file", "options": {"path": "/dashboards"}}
     for kind, content in (("datasources", [source]), ("dashboards", [provider])):
-        at = folder / "grafana" / kind
-        at.mkdir(parents=True, exist_ok=True)
+        home = folder / "grafana" / kind
+        home.mkdir(parents=True, exist_ok=True)
         text = {"apiVersion": 1, "datasources" if kind == "datasources" else "providers": content}
-        (at / "npu_gr.yaml").write_text(yaml.safe_dump(text))
+        (home / "npu_gr.yaml").write_text(yaml.safe_dump(text))

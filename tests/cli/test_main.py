@@ -82,7 +82,7 @@ def test_sigterm_drains(tmp_path: Path) -> None:
         assert ask(port, "POST", "/v1/rank", RANK)[0] == 200
         assert ask(port, "POST", "/v1/events", {"user_id": "u", "events": columns(events(5))})[0] == 200
         process.send_signal(signal.SIGTERM)
-        status = 200
+        status, headers = ask(port, "GET", "/readyz")
         while status == 200:
             status, headers = ask(port, "GET", "/readyz")
         assert status == 503

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from npu_gr.replay.answers import read_answers
-from npu_gr.replay.log import Record, write
+from npu_gr.replay.files import write
+from npu_gr.replay.log import QueryRecord
 from tests.replay.fake import Fake, service
 
 
@@ -30,7 +31,7 @@ async def run(*words: str) -> tuple[int | None, str, str]:
 
 
 def log(folder: Path, num: int = 30, gap_s: float = 0.01) -> str:
-    records = [Record(ts=i * gap_s, kind="rank", user_id=f"u{i % 7}", candidates=[1, 2]) for i in range(num)]
+    records = [QueryRecord(ts=i * gap_s, kind="rank", user_id=f"u{i % 7}", candidates=[1, 2]) for i in range(num)]
     write(folder / "log.jsonl.gz", records)
     return str(folder / "log.jsonl.gz")
 

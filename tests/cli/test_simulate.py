@@ -13,7 +13,8 @@ from npu_gr.core.request import Events
 from npu_gr.core.settings import load
 from npu_gr.engine.cost import CostModel
 from npu_gr.relay.calibration import Calibration
-from npu_gr.replay.log import LoggedHistory, Record, write
+from npu_gr.replay.files import write
+from npu_gr.replay.log import LoggedHistory, QueryRecord
 from npu_gr.simulate.calibration import calibrated
 from npu_gr.simulate.config import DeviceProfile, SimulateConfig, UsersConfig
 from npu_gr.simulate.config import write as write_settings
@@ -90,7 +91,7 @@ def test_a_log_is_fitted_and_simulated(tmp_path: Path) -> None:
         user = int(source.integers(40))
         history = Events.make(*[[0] * (100 + user)] * 3)
         records.append(
-            Record(
+            QueryRecord(
                 ts=number / 50,
                 kind="rank",
                 user_id=str(user),

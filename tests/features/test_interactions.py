@@ -10,9 +10,10 @@ import pytest
 
 from npu_gr.core.errors import DataError
 from npu_gr.core.request import UserKey
+from npu_gr.features.base import HistoryConfig
 from npu_gr.features.interactions import movielens_100k, read_interactions, read_item_features
 from npu_gr.features.load import load_interactions
-from npu_gr.features.store import HistoryConfig, open_store
+from npu_gr.features.store import open_store
 
 HEADER = "user_id:token\titem_id:token\trating:float\ttimestamp:float\n"
 

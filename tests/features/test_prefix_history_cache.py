@@ -6,14 +6,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from npu_gr.core.request import UserKey
-from npu_gr.features.prefix_history_cache import KnownPrefixes
+from npu_gr.features.prefix_history_cache import PrefixHistoryCache
 from tests.models import events
 
 
 def test_the_least_recently_used_goes_first() -> None:
-    one = KnownPrefixes(10**9)
+    one = PrefixHistoryCache(10**9)
     one.remember(UserKey("", "x"), "f", events(10))
-    known = KnownPrefixes(3 * one.bytes_used)
+    known = PrefixHistoryCache(3 * one.bytes_used)
     for name in "abc":
         known.remember(UserKey("", name), "f", events(10))
     assert known.find(UserKey("", "a"), "f") is not None
@@ -22,14 +22,14 @@ def test_the_least_recently_used_goes_first() -> None:
 
 
 def test_what_is_too_large_is_not_kept() -> None:
-    known = KnownPrefixes(100)
+    known = PrefixHistoryCache(100)
     known.remember(UserKey("", "a"), "f", events(10))
     assert known.bytes_used == 0
     assert known.find(UserKey("", "a"), "f") is None
 
 
 def test_a_slice_does_not_keep_what_it_was_cut_from() -> None:
-    known, history = KnownPrefixes(10**6), events(5000)
+    known, history = PrefixHistoryCache(10**6), events(5000)
     known.remember(UserKey("", "a"), "f", history[4990:])
     kept = known.find(UserKey("", "a"), "f")
     assert kept is not None
@@ -44,7 +44,7 @@ def test_a_slice_does_not_keep_what_it_was_cut_from() -> None:
     )
 )
 def test_bytes_add_up(steps: list[tuple[str, str, int, bool]]) -> None:
-    known = KnownPrefixes(4000)
+    known = PrefixHistoryCache(4000)
     for user, fingerprint, size, forget in steps:
         if forget:
             known.forget(UserKey("", user))

@@ -17,8 +17,9 @@ import pytest
 from npu_gr.core.errors import ConfigError, Unavailable
 from npu_gr.core.request import Events, UserKey
 from npu_gr.features import embedded
+from npu_gr.features.base import HistoryConfig, HistoryStore
 from npu_gr.features.embedded import EmbeddedStore
-from npu_gr.features.store import HistoryConfig, HistoryStore, open_store
+from npu_gr.features.store import open_store
 from tests.models import events
 
 USER = UserKey("t", "u")
@@ -91,6 +92,7 @@ async def test_an_unknown_user_has_no_history(store: HistoryStore) -> None:
 
 async def test_old_events_are_given_up_and_indices_go_on(store: HistoryStore) -> None:
     history = events(3000)
+    kept = 0
     for start in range(0, 3000, 100):
         kept = await store.append(USER, history[start : start + 100])
     assert kept == 1000
@@ -210,7 +212,8 @@ def test_kill_minus_nine_loses_no_acknowledged_event(tmp_path: Path) -> None:
         assert opened is not None
         found = (await opened.read(UserKey("", "u"), 100_000)).events
         await opened.close()
-        return found.items.tolist()
+        items: list[int] = found.items.tolist()
+        return items
 
     found = asyncio.run(read())
     assert found[: len(acknowledged)] == acknowledged
@@ -243,7 +246,7 @@ async def test_what_cannot_be_used_is_named(tmp_path: Path) -> None:
 
 
 def test_records_are_packed() -> None:
-    from npu_gr.features.store import EVENT, pack, unpack
+    from npu_gr.features.base import EVENT, pack, unpack
 
     history = events(50)
     assert len(pack(history)) == 50 * EVENT.itemsize == 900

@@ -12,8 +12,9 @@ from click.testing import CliRunner
 
 from npu_gr.cli.main import main
 from npu_gr.core.errors import DataError
-from npu_gr.replay.answers import AnswerLine, digest, raw
+from npu_gr.replay.answers import AnswerLine
 from npu_gr.replay.compare import BLOCKS, compare
+from npu_gr.replay.digests import TaskScores, digest, raw
 
 SLO_S = 0.05
 
@@ -111,8 +112,8 @@ def test_the_command_fails_where_it_was_asked_to(tmp_path: Path) -> None:
 def test_digests_tell_answers_apart() -> None:
     base = digest({"a": [1.0, None], "b": [2.0]})
     assert base == digest({"b": np.array([2.0], np.float32), "a": np.array([1.0, np.nan], np.float32)})
-    others = [{"a": [1.0], "b": [2.0]}, {"a": [1.0, 0.0], "b": [2.0]}, {"a": [1.0, None], "c": [2.0]}]
-    assert base not in [digest(scores) for scores in others]  # type: ignore[arg-type]
+    others: list[TaskScores] = [{"a": [1.0], "b": [2.0]}, {"a": [1.0, 0.0], "b": [2.0]}, {"a": [1.0, None], "c": [2.0]}]
+    assert base not in [digest(scores) for scores in others]
     assert digest({"": [1.0]}, [5]) != digest({"": [1.0]}, [6])
 
 

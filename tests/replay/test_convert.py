@@ -14,7 +14,7 @@ from npu_gr.cli.main import main
 from npu_gr.core.errors import DataError
 from npu_gr.features.interactions import Interactions
 from npu_gr.replay.convert import (
-    Catalogue,
+    ModelVocabulary,
     MooncakeOptions,
     MooncakeRequest,
     from_mooncake,
@@ -22,7 +22,8 @@ from npu_gr.replay.convert import (
     read_mooncake,
     users_of,
 )
-from npu_gr.replay.log import Record, read
+from npu_gr.replay.files import read
+from npu_gr.replay.log import QueryRecord
 
 NUM_USERS, NUM_ITEMS = 7, 400
 
@@ -35,7 +36,7 @@ def ratings() -> Interactions:
         users.astype(np.int32),
         random.integers(0, NUM_ITEMS, len(users)),
         random.integers(1, 6, len(users)).astype(np.float64),
-        np.sort(random.integers(8e8, 9e8, len(users))),
+        np.sort(random.integers(800_000_000, 900_000_000, len(users))),
         [f"user-{i}" for i in range(NUM_USERS)],
     )
 
@@ -54,10 +55,10 @@ def trace(num: int = 300) -> list[MooncakeRequest]:
     return requests
 
 
-CATALOGUE = Catalogue(item_ids=np.arange(NUM_ITEMS, dtype=np.int64), action_values=(1.0, 2.0, 3.0, 4.0, 5.0))
+CATALOGUE = ModelVocabulary(item_ids=np.arange(NUM_ITEMS, dtype=np.int64), action_values=(1.0, 2.0, 3.0, 4.0, 5.0))
 
 
-def converted(**values: object) -> list[Record]:
+def converted(**values: object) -> list[QueryRecord]:
     options = msgspec.convert(values, MooncakeOptions)
     return list(from_mooncake(trace(), ratings(), CATALOGUE, options))
 
@@ -135,7 +136,7 @@ def test_ratings_become_ranks_with_their_histories_or_with_events_that_follow() 
         assert rank.user_id == event.user_id
         assert rank.history.events().items.tolist() == seen.get(rank.user_id, [])
         seen.setdefault(rank.user_id, []).extend(event.events.events().items.tolist())
-    strange = Catalogue(item_ids=CATALOGUE.item_ids, action_values=(1.0,))
+    strange = ModelVocabulary(item_ids=CATALOGUE.item_ids, action_values=(1.0,))
     with pytest.raises(DataError, match="none of the model's actions"):
         from_ratings(log[~old], strange)
 

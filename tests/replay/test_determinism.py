@@ -9,7 +9,7 @@ import numpy as np
 
 from npu_gr.core.request import RankAnswer, RankRequest
 from npu_gr.replay.compare import compare
-from npu_gr.replay.log import LoggedHistory, Record
+from npu_gr.replay.log import LoggedHistory, QueryRecord
 from npu_gr.replay.options import ReplayOptions
 from npu_gr.replay.report import Report
 from npu_gr.replay.run import replay
@@ -22,16 +22,16 @@ HBM = {"relay": {"t_life_s": 60.0}, "kv": {"hbm_bytes": 16_000_000}}
 DRAM = {"relay": {"t_life_s": 60.0}, "kv": {"hbm_bytes": 1_400_000}}  # room for two users
 
 
-def log() -> list[Record]:
+def log() -> list[QueryRecord]:
     """Users who come back, each time with some more behaviours."""
     random = np.random.default_rng(0)
     histories = [columns(events(1100, seed=user)) for user in range(USERS)]
-    records = []
+    records: list[QueryRecord] = []
     for visit in range(VISITS):
         for user, history in enumerate(histories):
             length = 1000 + 10 * visit
             records.append(
-                Record(
+                QueryRecord(
                     ts=len(records) * 0.01,
                     kind="rank",
                     user_id=f"u{user}",
@@ -65,7 +65,7 @@ async def run(folder: Path, name: str, sections: dict[str, Any], **options: Any)
 
 
 async def test_scores_are_the_same_on_every_path_and_in_every_run(tmp_path: Path) -> None:
-    paths = {"cold": COLD, "hbm": HBM, "dram": DRAM}
+    paths: dict[str, dict[str, Any]] = {"cold": COLD, "hbm": HBM, "dram": DRAM}
     for name, sections in paths.items():
         lead = {"signal_lead_s": 0.0} if name == "hbm" else {}  # a signal would bring it back to HBM first
         reports = [await run(tmp_path, f"{name}{again}", sections, **lead) for again in (1, 2)]

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from npu_gr.replay.html import page
-from npu_gr.replay.report import Report, TierBytes, summarise
+from npu_gr.replay.report import Report, TierSample, summarise
 from npu_gr.replay.study import Study
 from npu_gr.replay.svg import Axis, axis, number
 from npu_gr.replay.tally import Tally
@@ -37,7 +37,7 @@ def run(rate: float, seed: int = 0) -> Report:
         tally.add(sample(due_at=i / rate, latency_s=latency_s, error=error, outcome=str(random.choice(OUTCOMES))))
     settings = {"closed": None, "rate": rate, "ramp_to": None, "arrival": "poisson", "speed": 1.0, "seed": seed}
     tiers = [
-        TierBytes(at_s=float(i), bytes={"hbm live": i * 1e6, "hbm free": 1e9, "dram live": 5e7}) for i in range(20)
+        TierSample(taken_at=float(i), bytes={"hbm live": i * 1e6, "hbm free": 1e9, "dram live": 5e7}) for i in range(20)
     ]
     return summarise(tally, settings, tiers=tiers)
 

@@ -1,214 +1,181 @@
-"""What is written is read back in time order, and whatever is wrong with a log is a DataError that says where."""
+"""Each recorded kind: what is recorded reads back as a record, and its body is one that the kind's route takes."""
 
 from __future__ import annotations
 
-import gzip
-import tracemalloc
+import dataclasses
 from pathlib import Path
+from typing import Any
 
 import msgspec
-import pyarrow
+import numpy as np
 import pytest
-import zstandard
-from pyarrow import parquet
 
-from npu_gr.core.errors import DataError
-from npu_gr.replay import log
-from npu_gr.replay.log import Log, LoggedAnswer, LoggedGenerate, LoggedHistory, Record, read, write
-from npu_gr.replay.options import ReplayOptions
-from npu_gr.replay.plan import plan
+from npu_gr.core.kinds import KINDS, Scored
+from npu_gr.core.request import (
+    Events,
+    EventsRequest,
+    GenerateRequest,
+    HistoryRef,
+    MatchRequest,
+    RankRequest,
+    RecommendRequest,
+    Request,
+    SignalRequest,
+    UserKey,
+)
+from npu_gr.matching.vectors import save
+from npu_gr.replay.body import encode
+from npu_gr.replay.fields import REQUEST_FIELDS
+from npu_gr.replay.files import read, write
+from npu_gr.replay.log import OPTIONS, RECORDED, SCORED, LoggedHistory, QueryRecord
+from npu_gr.replay.recorder import RecordedRequest, record_of
+from npu_gr.replay.sample import read_answer
+from tests.matching.vectors import KNOWN, make_vectors
+from tests.models import events
+from tests.server.test_recommend_over_http import section
+from tests.serving import FIRST_ID, serving
 
-HISTORY = LoggedHistory(items=[1, 2], actions=[0, 1], timestamps=[10, 11])
-RECORDS = [
-    Record(ts=0.0, kind="signal", user_id="a", tenant="t", history=HISTORY),
-    Record(ts=0.5, kind="rank", user_id="a", candidates=[4, 9], labels={"click": [1, None]}, deadline_ms=50.0),
-    Record(ts=0.5, kind="events", user_id="a", events=HISTORY),
-]
+COLUMNS = LoggedHistory(items=[1, 2], actions=[0, 1], timestamps=[10, 11])
+USER = UserKey("t", "ü")
+ARRIVED_AT = 1_700_000_000.5
 
 
-FULL = [
-    *RECORDS,
-    Record(
-        ts=0.75,
-        kind="rank",
-        user_id="ü",
-        base="f" * 32,
-        history=HISTORY,
-        candidates=[7],
-        timestamp=3,
-        top_k=1,
-        delay_ms=20.0,
-        answer=LoggedAnswer(outcome="hbm_hit", digest="d", scores={"click": b"\0\0\0\0"}),
+def ids(*values: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+    return np.array(values, np.int64)
+
+
+def history(num: int = 20) -> Events:
+    found = events(num)
+    return Events.make(found.items + FIRST_ID, found.actions, found.timestamps)
+
+
+WHOLE = HistoryRef(events=history())
+# One request of each kind, every field that a log keeps set.
+EXAMPLES: dict[str, Request] = {
+    "signal": SignalRequest(user=USER, history=WHOLE, num_candidates=7),
+    "rank": RankRequest(user=USER, history=WHOLE, candidates=ids(FIRST_ID, FIRST_ID + 3), timestamp=5, top_k=1),
+    "generate": GenerateRequest(
+        user=USER,
+        history=WHOLE,
+        num_items=3,
+        beam_width=16,
+        normalise="valid",
+        temperature=0.5,
+        allow_items=ids(*range(FIRST_ID, FIRST_ID + 100)),
+        deny_items=ids(FIRST_ID + 1),
     ),
-    Record(ts=0.8, kind="signal", user_id="a", num_candidates=9),
-    Record(
-        ts=0.9,
-        kind="generate",
-        user_id="a",
-        generate=LoggedGenerate(beam_width=4, allow_items=[1], attributes={"genre": ["x", 3]}),
+    "match": MatchRequest(
+        user=UserKey("", KNOWN),
+        history=HistoryRef(events=Events.make([102, 108], [0, 0], [1, 2])),
+        num_items=4,
+        exclude_seen=False,
+        allow_items=ids(100, 106, 112),
+        deny_items=ids(100),
     ),
-]
+    "recommend": RecommendRequest(
+        user=USER,
+        history=WHOLE,
+        num_items=4,
+        num_candidates=20,
+        exclude_seen=False,
+        deny_items=ids(FIRST_ID + 2),
+        timestamp=6,
+        context={"page": "home", "slot": 3},
+    ),
+    "events": EventsRequest(user=USER, events=history(5)),
+}
 
 
-def test_parquet_keeps_every_field(tmp_path: Path) -> None:
-    path = tmp_path / "log.parquet"
-    raw = LoggedHistory.of(HISTORY.events())
-    packed = [msgspec.structs.replace(r, history=raw if r.history else None) for r in FULL]
-    for records in (FULL, packed):
-        assert write(path, records) == len(FULL)
-        assert list(read(path)) == FULL
-    copy = tmp_path / "log.jsonl"
-    write(copy, read(path))
-    assert list(read(copy)) == FULL
+def recorded(kind: str, request: Request) -> QueryRecord:
+    """The record of a request, after a trip through the line of a log."""
+    over = RecordedRequest(
+        kind=kind, arrived_at=ARRIVED_AT, took_s=0.01, budget_s=5.0, user=request.user, status=200, request=request
+    )
+    return msgspec.json.decode(msgspec.json.encode(record_of(over, None, False)), type=QueryRecord)
 
 
-def test_a_parquet_file_may_lack_columns_but_not_have_others(tmp_path: Path) -> None:
-    path = tmp_path / "log.parquet"
-    few = {"ts": [1.0, 2.0], "kind": ["signal", "rank"], "user_id": ["a", "b"]}
-    parquet.write_table(pyarrow.table(few), path)
-    with pytest.raises(DataError, match=r"line 2: candidates"):
-        list(read(path))
-    log = Log(path, "skip")
-    assert [record.user_id for record in log] == ["a"]
-    parquet.write_table(pyarrow.table({**few, "colour": ["x", "y"]}), path)
-    with pytest.raises(DataError, match="colour"):
-        list(read(path))
-    path.write_bytes(path.read_bytes()[:-10])
-    with pytest.raises(DataError, match=r"log\.parquet"):
-        list(read(path))
+def test_every_recorded_kind_has_an_example() -> None:
+    assert set(EXAMPLES) == {name for name, kind in KINDS.items() if kind.is_recorded}
+
+
+@pytest.mark.parametrize("kind", RECORDED)
+def test_a_log_keeps_every_field_of_a_request_but_versions(kind: str) -> None:
+    """A new field of a request is kept, or left out on purpose: replays ask the version that is served."""
+    fields = {field.name for field in dataclasses.fields(RECORDED[kind].request)}
+    options = OPTIONS[kind].__struct_fields__ if kind in OPTIONS else ()
+    assert set(options) <= fields
+    left_out = fields - set(options) - set(REQUEST_FIELDS[kind]) - {"user"}
+    assert all(name.endswith("_version") for name in left_out), left_out
+    assert (kind in SCORED) == (RECORDED[kind].scored is not Scored.NOTHING)
+
+
+@pytest.mark.parametrize("kind", OPTIONS)
+def test_options_have_the_defaults_of_the_request(kind: str) -> None:
+    of_request = {field.name: field for field in dataclasses.fields(RECORDED[kind].request)}
+    for option in msgspec.structs.fields(OPTIONS[kind]):
+        default = of_request[option.name].default
+        if default is not dataclasses.MISSING:
+            assert option.default == default, option.name
+
+
+@pytest.mark.parametrize("kind", RECORDED)
+def test_a_history_is_sent_as_a_delta_where_the_kind_takes_one(kind: str) -> None:
+    record = msgspec.structs.replace(recorded(kind, EXAMPLES[kind]), base="f" * 32)
+    assert ("base" in msgspec.json.decode(encode(record))) == RECORDED[kind].takes_delta
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+async def test_what_a_route_takes_is_recorded_and_taken_again(tmp_path: Path, suffix: str) -> None:
+    """Each request is sent to an instance that records; what it recorded is what was sent, and is answered again."""
+    save(make_vectors(), tmp_path / "vectors")
+    sections: dict[str, Any] = {
+        **section(tmp_path),
+        "match": {"vectors": str(tmp_path / "vectors")},
+        "record": {"folder": str(tmp_path / "traffic"), "enabled": True, "suffix": ".jsonl"},
+    }
+    sent = [recorded(kind, request) for kind, request in EXAMPLES.items()]
+    async with serving(tmp_path, watched=False, **sections) as (client, _):
+        for record in sent:
+            kind = RECORDED[record.kind]
+            headers = {"Content-Type": "application/json", "X-Request-Timeout-Ms": "30000"}
+            async with client.request(kind.method, kind.path, data=encode(record), headers=headers) as response:
+                content = await response.read()
+                assert response.status == kind.status, content
+            answer, fingerprint = read_answer(record, content)
+            assert (answer is not None) == (record.kind in SCORED)
+            assert bool(fingerprint) == kind.takes_delta
+    (path,) = (tmp_path / "traffic").iterdir()
+    log = tmp_path / f"log{suffix}"
+    write(log, read(path))
+    for record, again in zip(sent, read(log), strict=True):
+        assert encode(again) == encode(record) or msgspec.json.decode(encode(again)) == plain(record)
+        assert again.answer is not None
+        assert bool(again.answer.digest) == (record.kind in SCORED)
+        assert bool(again.answer.fingerprint) == RECORDED[record.kind].takes_delta
+
+
+def plain(record: QueryRecord) -> Any:
+    """The record's body with columns as lists, as Parquet keeps them."""
+    body = msgspec.json.decode(encode(record))
+    for name in ("history", "events"):
+        columns: LoggedHistory | None = getattr(record, name)
+        if columns is not None:
+            found = columns.events()
+            body[name] = {
+                "items": found.items.tolist(),
+                "actions": found.actions.tolist(),
+                "timestamps": found.timestamps.tolist(),
+            }
+    if "candidates" in body:
+        body["candidates"] = record.candidate_ids().tolist()
+    return body
 
 
 def test_raw_columns_say_the_same_as_lists() -> None:
-    raw = LoggedHistory.of(HISTORY.events())
-    assert len(raw) == len(HISTORY)
-    assert raw.events().fingerprint() == HISTORY.events().fingerprint()
-    text = msgspec.json.encode(Record(ts=0, kind="signal", user_id="a", history=raw))
-    assert msgspec.json.decode(text, type=Record).history == raw
+    raw = LoggedHistory.of(COLUMNS.events())
+    assert len(raw) == len(COLUMNS)
+    assert raw.events().fingerprint() == COLUMNS.events().fingerprint()
+    text = msgspec.json.encode(QueryRecord(ts=0, kind="signal", user_id="a", history=raw))
+    assert msgspec.json.decode(text, type=QueryRecord).history == raw
     with pytest.raises(ValueError, match="no whole number"):
         LoggedHistory(items=b"123", actions=[], timestamps=[])
-
-
-@pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz", ".jsonl.zst"])
-def test_bad_lines_are_skipped_by_choice_and_told_with_their_numbers(tmp_path: Path, suffix: str) -> None:
-    lines = [b'{"ts": %d, "kind": "signal", "user_id": "u%d"}' % (i, i * i) for i in range(3000)]
-    lines[1] = lines[1][:20]
-    lines[7] = b"\xff\xfe"
-    data = b"\n".join(lines)[:-5]  # and the last line is cut
-    pack = {".gz": gzip.compress, ".zst": zstandard.compress}.get(suffix[6:], bytes)
-    path = tmp_path / f"log{suffix}"
-    path.write_bytes(pack(data))
-    log = Log(path, "skip")
-    assert len(list(log)) == 2997
-    assert log.num_bad == 3
-    assert [text.split("line ")[1].split(":")[0] for text in log.bad] == ["2", "8", "3000"]
-    assert log.read_ratio == 1.0
-    with pytest.raises(DataError, match="line 2: "):
-        list(Log(path))
-    if suffix != ".jsonl":
-        path.write_bytes(pack(data)[: len(pack(data)) // 2])
-        cut = Log(path, "skip")
-        assert 0 <= len(list(cut)) < 2997
-        assert "end" in cut.bad[-1]
-
-
-def test_what_is_a_little_late_is_put_in_order_and_what_is_very_late_refused(tmp_path: Path) -> None:
-    path = tmp_path / "log.jsonl"
-    order = [(i // 100) * 100 + (99 - i % 100) for i in range(10_000)]
-    write(path, (Record(ts=float(i), kind="signal", user_id="a") for i in order))
-    assert [record.ts for record in read(path)] == list(range(10_000))
-    late = [*range(1, 5000), 0]
-    write(path, (Record(ts=float(i), kind="signal", user_id="a") for i in late))
-    with pytest.raises(DataError, match=r"line 5000: more than 4096"):
-        list(read(path))
-
-
-def test_a_log_of_any_length_is_planned_and_written_in_the_same_memory(tmp_path: Path) -> None:
-    def peak_bytes(num: int) -> int:
-        path = tmp_path / f"{num}.jsonl.gz"
-        record = Record(ts=0.0, kind="rank", user_id="a", candidates=[1], history=HISTORY)
-        tracemalloc.start()
-        write(path, (msgspec.structs.replace(record, ts=i * 0.01, user_id=f"u{i % 1000}") for i in range(num)))
-        options = ReplayOptions(base_url="http://127.0.0.1:1", signal_lead_s=0.05)
-        assert sum(1 for _ in plan(read(path), options)) == 2 * num
-        peak = tracemalloc.get_traced_memory()[1]
-        tracemalloc.stop()
-        return peak
-
-    peak_bytes(100)
-    short, long = peak_bytes(6_000), peak_bytes(18_000)
-    assert long < short * 1.2
-
-
-@pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz", ".jsonl.zst"])
-def test_a_log_comes_back_as_it_was_written(tmp_path: Path, suffix: str) -> None:
-    path = tmp_path / f"log{suffix}"
-    write(path, RECORDS)
-    assert list(read(path)) == RECORDS
-    assert list(tmp_path.iterdir()) == [path]
-
-
-def test_records_are_read_in_time_order_and_ties_in_file_order(tmp_path: Path) -> None:
-    path = tmp_path / "log.jsonl"
-    write(path, RECORDS[::-1])
-    assert [record.kind for record in read(path)] == ["signal", "events", "rank"]
-
-
-@pytest.mark.parametrize(
-    ("line", "reason"),
-    [
-        ('{"ts": 1, "kind": "rank", "user_id": "a"}', "candidates"),
-        ('{"ts": 1, "kind": "events", "user_id": "a"}', "events: missing"),
-        ('{"ts": 1, "kind": "look", "user_id": "a"}', "look"),
-        ('{"ts": 1, "kind": "signal", "user_id": "a", "colour": 1}', "colour"),
-        ('{"ts": 1, "kind": "rank", "user_id": "a", "candidates": [1], "labels": {"x": []}}', "labels.x"),
-        ('{"ts": 1, "kind": "rank", "user_id": "a", "candidates": [1], "labels": {"x": [2]}}', "<= 1"),
-        (
-            '{"ts":1,"kind":"signal","user_id":"a","history":{"items":[1],"actions":[],"timestamps":[1]}}',
-            "1, 0 and 1 entries",
-        ),
-        ('{"ts": 1,', "truncated"),
-        ('{"ts": 1, "kind": "signal", "user_id": "\udcff"}', "utf-8"),
-    ],
-)
-def test_a_bad_record_is_named_by_file_line_and_reason(tmp_path: Path, line: str, reason: str) -> None:
-    path = tmp_path / "log.jsonl"
-    good = '{"ts": 0, "kind": "signal", "user_id": "a"}\n\n'
-    path.write_bytes((good + line).encode(errors="surrogateescape"))
-    with pytest.raises(DataError, match=rf"log\.jsonl, line 3: .*{reason}"):
-        list(read(path))
-
-
-def test_a_missing_file_and_an_unknown_suffix_are_data_errors(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="No such file"):
-        list(read(tmp_path / "log.jsonl"))
-    (tmp_path / "log.csv").write_text("")
-    with pytest.raises(DataError, match=r"expected a name in \.jsonl"):
-        list(read(tmp_path / "log.csv"))
-
-
-@pytest.mark.parametrize("cut", [0.3, 0.9])
-@pytest.mark.parametrize("suffix", [".gz", ".zst"])
-def test_a_file_that_was_cut_short_is_not_taken_for_the_whole(tmp_path: Path, suffix: str, cut: float) -> None:
-    path = tmp_path / f"log.jsonl{suffix}"
-    lines = b"".join(b'{"ts": %d, "kind": "signal", "user_id": "u%d"}\n' % (i, i * i) for i in range(20_000))
-    packed = gzip.compress(lines) if suffix == ".gz" else zstandard.compress(lines)
-    path.write_bytes(packed[: int(len(packed) * cut)])
-    with pytest.raises(DataError, match=path.name):
-        list(read(path))
-
-
-@pytest.mark.parametrize("suffix", [".gz", ".zst"])
-def test_logs_that_were_packed_apart_and_joined_are_read_whole(tmp_path: Path, suffix: str) -> None:
-    path = tmp_path / f"log.jsonl{suffix}"
-    pack = gzip.compress if suffix == ".gz" else zstandard.compress
-    path.write_bytes(b"".join(pack(b'{"ts": %d, "kind": "signal", "user_id": "a"}\n' % i) for i in range(3)))
-    assert [record.ts for record in read(path)] == [0, 1, 2]
-
-
-def test_without_the_extra_the_error_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def absent(name: str) -> None:
-        raise ImportError(name)
-
-    monkeypatch.setattr(log, "import_module", absent)
-    with pytest.raises(DataError, match=r"npu_gr\[zstd\]"):
-        write(tmp_path / "log.jsonl.zst", RECORDS)

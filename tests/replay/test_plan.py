@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from npu_gr.replay.log import LoggedHistory, Record
+from npu_gr.replay.log import LoggedHistory, QueryRecord
 from npu_gr.replay.options import ReplayOptions
 from npu_gr.replay.plan import Action, plan
 
@@ -21,12 +21,12 @@ def options(**values: Any) -> ReplayOptions:
     return ReplayOptions(base_url="http://127.0.0.1:1", **values)
 
 
-def record(kind: Any, ts: float, user: str = "a", tenant: str = "") -> Record:
-    more: dict[str, Any] = {"rank": {"candidates": [1, 2]}, "events": {"events": EVENTS}}.get(kind, {})
-    return Record(ts=ts, kind=kind, user_id=user, tenant=tenant, **more)
+def record(kind: Any, ts: float, user: str = "a", tenant: str = "") -> QueryRecord:
+    fields: dict[str, dict[str, Any]] = {"rank": {"candidates": [1, 2]}, "events": {"events": EVENTS}}
+    return QueryRecord(ts=ts, kind=kind, user_id=user, tenant=tenant, **fields.get(kind, {}))
 
 
-def all_of(records: list[Record], options: ReplayOptions) -> list[Action]:
+def all_of(records: list[QueryRecord], options: ReplayOptions) -> list[Action]:
     return list(plan(sorted(records, key=lambda r: r.ts), options))
 
 
@@ -41,7 +41,9 @@ def test_speed_scales_gaps_but_not_the_lead() -> None:
 
 
 def test_a_made_signal_has_the_ranks_user_history_and_number_of_candidates() -> None:
-    rank = Record(ts=0, kind="rank", user_id="a", tenant="t", candidates=[5, 6], history=EVENTS, labels={"x": [1, 0]})
+    rank = QueryRecord(
+        ts=0, kind="rank", user_id="a", tenant="t", candidates=[5, 6], history=EVENTS, labels={"x": [1, 0]}
+    )
     signal = all_of([rank], options(signal_lead_s=0.1))[0].record
     assert (signal.kind, signal.user_id, signal.tenant, signal.history) == ("signal", "a", "t", EVENTS)
     assert len(signal.candidates) == 2
@@ -59,7 +61,7 @@ def test_without_a_lead_only_the_logs_own_signals_are_sent() -> None:
 
 
 def test_a_delay_makes_ts_the_arrival_signal_at_once_rank_after_it_also_under_speed() -> None:
-    late = Record(ts=100.0, kind="rank", user_id="a", candidates=[1], delay_ms=400.0)
+    late = QueryRecord(ts=100.0, kind="rank", user_id="a", candidates=[1], delay_ms=400.0)
     assert shape(all_of([late, record("rank", 110.0, "b")], options(speed=10.0))) == [
         ("signal", 0.0), ("rank", 0.4), ("rank", 1.0),
     ]  # fmt: skip
@@ -79,7 +81,7 @@ def test_modelled_delays_have_their_median_and_p99_and_leave_the_logs_own_signal
 
 
 def test_a_users_ranks_and_events_stay_in_the_logs_order_however_long_a_delay() -> None:
-    late = Record(ts=0.0, kind="rank", user_id="a", candidates=[1], delay_ms=3000.0)
+    late = QueryRecord(ts=0.0, kind="rank", user_id="a", candidates=[1], delay_ms=3000.0)
     actions = all_of([late, record("events", 1.0), record("rank", 1.0, "b"), record("rank", 4.0)], options())
     assert [(a.record.kind, a.record.user_id, a.due_at) for a in actions] == [
         ("signal", "a", 0.0), ("rank", "b", 1.0), ("rank", "a", 3.0), ("events", "a", 3.0), ("rank", "a", 4.0),
@@ -106,7 +108,7 @@ def test_a_share_of_the_users_is_the_same_users_always() -> None:
 def test_a_long_log_is_planned_while_it_is_read() -> None:
     read = 0
 
-    def endless() -> Iterator[Record]:
+    def endless() -> Iterator[QueryRecord]:
         nonlocal read
         while True:
             read += 1

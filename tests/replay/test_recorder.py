@@ -18,9 +18,10 @@ from npu_gr.cli.main import main
 from npu_gr.core.errors import ConfigError
 from npu_gr.core.request import Events, HistoryRef, SignalRequest, UserKey
 from npu_gr.matching.vectors import save
-from npu_gr.replay.answers import digest
 from npu_gr.replay.compare import compare
-from npu_gr.replay.log import Log, Record, read, write
+from npu_gr.replay.digests import digest
+from npu_gr.replay.files import QueryLog, read, write
+from npu_gr.replay.log import QueryRecord
 from npu_gr.replay.options import ReplayOptions
 from npu_gr.replay.recorder import RecordConfig, RecordedRequest, Recorder
 from npu_gr.replay.run import replay
@@ -32,7 +33,7 @@ from tests.serving import FIRST_ID, columns, serving
 HISTORY = columns(events(60))
 
 
-def seen(user: str = "a", num_events: int = 10) -> RecordedRequest:
+def over(user: str = "a", num_events: int = 10) -> RecordedRequest:
     history = HistoryRef(events=Events.make(range(num_events), [0] * num_events, range(num_events)))
     key = UserKey("", user)
     request = SignalRequest(user=key, history=history)
@@ -45,12 +46,12 @@ def config(folder: Path, **values: Any) -> RecordConfig:
     return RecordConfig(folder=str(folder / "traffic"), enabled=True, **values)
 
 
-def recorded(folder: Path) -> list[Record]:
+def recorded(folder: Path) -> list[QueryRecord]:
     return [record for path in sorted((folder / "traffic").glob("traffic-*")) for record in read(path)]
 
 
 async def test_a_service_records_what_it_was_asked_and_a_replay_is_answered_the_same(tmp_path: Path) -> None:
-    sections = {"record": {"folder": str(tmp_path / "traffic"), "scores": True}}
+    sections: dict[str, Any] = {"record": {"folder": str(tmp_path / "traffic"), "scores": True}}
     rank = {"user_id": "a", "tenant": "t", "candidates": [FIRST_ID, FIRST_ID + 5, 7], "history": HISTORY, "top_k": 1}
     async with serving(tmp_path, **sections) as (client, _):
         assert (await client.post("/v1/rank", json=rank)).status == 200  # not on yet
@@ -94,7 +95,7 @@ async def test_a_service_records_what_it_was_asked_and_a_replay_is_answered_the_
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
 async def test_matches_are_recorded_and_a_replay_is_answered_the_same(tmp_path: Path, suffix: str) -> None:
     save(make_vectors(folding=make_folding()), tmp_path / "vectors")
-    sections = {"record": {"folder": str(tmp_path / "traffic"), "enabled": True, "suffix": ".jsonl"}}
+    sections: dict[str, Any] = {"record": {"folder": str(tmp_path / "traffic"), "enabled": True, "suffix": ".jsonl"}}
     match = {"vectors": str(tmp_path / "vectors")}
     new = {"items": [102, 108], "actions": [0, 0], "timestamps": [1, 2]}  # a stranger's
     async with serving(tmp_path, match=match, **sections) as (client, _):
@@ -120,7 +121,7 @@ async def test_matches_are_recorded_and_a_replay_is_answered_the_same(tmp_path: 
     write(log, records)
     for mode in ("logged", "delta"):
         async with serving(tmp_path, watched=False, match=match) as (client, _):
-            options = ReplayOptions(base_url=str(client.make_url("")), histories=mode)  # type: ignore[arg-type]
+            options = ReplayOptions(base_url=str(client.make_url("")), histories=mode)
             report = await replay(log, options, answers=tmp_path / "answers.jsonl.gz")
         assert report.errors == {"match 422": 1}
         assert report.logged_digests == {"equal": 3}
@@ -153,10 +154,10 @@ def test_a_disk_that_stands_still_makes_nobody_wait_and_drops_are_counted(tmp_pa
 
     with Recorder(config(tmp_path, max_queue_bytes=20_000), count) as recorder:
         for i in range(100):
-            recorder.offer(seen(f"u{i}"))
+            recorder.offer(over(f"u{i}"))
         status = recorder.status()
         assert status.queued_bytes <= 20_000
-        assert status.dropped == 100 - 20_000 // seen().num_bytes or status.dropped == 99 - 20_000 // seen().num_bytes
+        assert status.dropped == 100 - 20_000 // over().num_bytes or status.dropped == 99 - 20_000 // over().num_bytes
         stuck.set()
     assert counts["written"] + counts["dropped"] == 100
     assert len(recorded(tmp_path)) == counts["written"]
@@ -165,7 +166,7 @@ def test_a_disk_that_stands_still_makes_nobody_wait_and_drops_are_counted(tmp_pa
 def test_files_end_at_their_size_and_the_oldest_go(tmp_path: Path) -> None:
     with Recorder(config(tmp_path, max_file_bytes=2000, max_files=3, suffix=".jsonl")) as recorder:
         for i in range(60):
-            recorder.offer(seen(f"u{i}"))
+            recorder.offer(over(f"u{i}"))
     files = sorted((tmp_path / "traffic").iterdir())
     assert len(files) == 3
     assert all(path.suffix == ".jsonl" for path in files)
@@ -177,7 +178,7 @@ def test_a_recording_ends_by_itself_and_gives_its_file_a_name(tmp_path: Path) ->
         assert not recorder.wants(UserKey("", "a"))
         recorder.switch_on(1.0, 0.2)
         assert recorder.wants(UserKey("", "a"))
-        recorder.offer(seen())
+        recorder.offer(over())
         ends_at = time.monotonic() + 20
         while not [path for path in (tmp_path / "traffic").iterdir() if path.suffix == ".gz"]:
             assert time.monotonic() < ends_at
@@ -196,7 +197,7 @@ def test_whole_users_are_sampled(tmp_path: Path) -> None:
 def test_with_a_key_identities_are_hashed_the_same_way_every_time_and_tenants_apart(tmp_path: Path) -> None:
     def names(key: bytes, tenant: str) -> tuple[str, str]:
         (tmp_path / "key").write_bytes(key)
-        one = seen("secret-name")
+        one = over("secret-name")
         with Recorder(config(tmp_path, hash_key_file=str(tmp_path / "key"))) as recorder:
             recorder.offer(dataclasses.replace(one, user=UserKey(tenant, "secret-name")))
         record = recorded(tmp_path)[-1]
@@ -215,14 +216,14 @@ def test_with_a_key_identities_are_hashed_the_same_way_every_time_and_tenants_ap
 def test_what_a_dead_process_left_is_readable_up_to_its_end(tmp_path: Path) -> None:
     with Recorder(config(tmp_path)) as recorder:
         for i in range(500):
-            recorder.offer(seen(f"u{i}"))
+            recorder.offer(over(f"u{i}"))
     (path,) = (tmp_path / "traffic").iterdir()
     part = path.with_name(path.name + ".part")
     part.write_bytes(path.read_bytes()[:-200])
     path.unlink()
     with Recorder(config(tmp_path)):
         pass
-    log = Log(path, "skip")
+    log = QueryLog(path, "skip")
     assert 0 < len(list(log)) <= 500
     assert log.num_bad
 
@@ -230,11 +231,12 @@ def test_what_a_dead_process_left_is_readable_up_to_its_end(tmp_path: Path) -> N
 def test_bad_settings_are_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     (tmp_path / "short").write_bytes(b"abc")
-    for values, field in (
+    cases: tuple[tuple[dict[str, Any], str], ...] = (
         ({"folder": str(tmp_path / "file")}, r"record\.folder"),
         ({"folder": str(tmp_path), "hash_key_file": str(tmp_path / "none")}, "hash_key_file.*No such file"),
         ({"folder": str(tmp_path), "hash_key_file": str(tmp_path / "short")}, "3 bytes, at least 16"),
-    ):
+    )
+    for values, field in cases:
         with pytest.raises(ConfigError, match=field):
             Recorder(RecordConfig(**values))
 
@@ -249,13 +251,13 @@ def test_a_folder_that_may_not_be_written_is_named(tmp_path: Path) -> None:
 def test_a_disk_that_refuses_is_counted_and_recording_goes_on(tmp_path: Path) -> None:
     with Recorder(config(tmp_path)) as recorder:
         (tmp_path / "traffic").rmdir()
-        recorder.offer(seen())
+        recorder.offer(over())
         ends_at = time.monotonic() + 20
         while not recorder.status().failed:
             assert time.monotonic() < ends_at
             time.sleep(0.02)
         (tmp_path / "traffic").mkdir()
-        recorder.offer(seen("b"))
+        recorder.offer(over("b"))
     assert [record.user_id for record in recorded(tmp_path)] == ["b"]
 
 

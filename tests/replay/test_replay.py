@@ -17,25 +17,27 @@ from aiohttp import web
 
 from npu_gr.core.errors import DataError
 from npu_gr.replay.answers import read_answers
-from npu_gr.replay.log import LoggedAnswer, LoggedGenerate, LoggedHistory, Record, write
+from npu_gr.replay.files import write
+from npu_gr.replay.log import LoggedAnswer, LoggedGenerate, LoggedHistory, QueryRecord
 from npu_gr.replay.options import ReplayOptions
 from npu_gr.replay.plan import plan
-from npu_gr.replay.player import PlayerOptions, Sample, play
+from npu_gr.replay.player import PlayerOptions, play
 from npu_gr.replay.run import replay, stop_on_interrupt
+from npu_gr.replay.sample import Sample
 from tests.replay.fake import Fake, ranked, service
 
 EVENTS = LoggedHistory(items=[1], actions=[0], timestamps=[1])
 
 
-def rank(ts: float, user: str = "a", **values: Any) -> Record:
-    return Record(ts=ts, kind="rank", user_id=user, **({"candidates": [3, 1, 2]} | values))
+def rank(ts: float, user: str = "a", **values: Any) -> QueryRecord:
+    return QueryRecord(ts=ts, kind="rank", user_id=user, **({"candidates": [3, 1, 2]} | values))
 
 
-def events(ts: float, user: str = "a") -> Record:
-    return Record(ts=ts, kind="events", user_id=user, events=EVENTS)
+def events(ts: float, user: str = "a") -> QueryRecord:
+    return QueryRecord(ts=ts, kind="events", user_id=user, events=EVENTS)
 
 
-async def played(log: list[Record], url: str, **values: Any) -> list[Sample]:
+async def played(log: list[QueryRecord], url: str, **values: Any) -> list[Sample]:
     samples: list[Sample] = []
     await asyncio.wait_for(
         play(plan(log, ReplayOptions(base_url=url)), PlayerOptions(url=url, **values), samples.append), 20
@@ -127,7 +129,7 @@ async def test_the_warm_up_is_sent_and_not_counted() -> None:
 
 
 async def test_a_generate_is_asked_and_counted_as_a_rank_is() -> None:
-    record = Record(ts=0, kind="generate", user_id="a", generate=LoggedGenerate(num_items=2, beam_width=8))
+    record = QueryRecord(ts=0, kind="generate", user_id="a", generate=LoggedGenerate(num_items=2, beam_width=8))
     async with service() as fake:
         report = await replay([record], ReplayOptions(base_url=fake.url))
     assert fake.came[0][1]["beam_width"] == 8
@@ -251,6 +253,8 @@ async def test_errors_are_counted_by_what_went_wrong_and_events_still_follow() -
                 return web.json_response({"outcome": "hbm_hit"})
             case "short":
                 return ranked(body, scores={"click": [1.0]})
+            case _:
+                pass
         return None
 
     async with service(fail) as fake:

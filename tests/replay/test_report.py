@@ -10,20 +10,20 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from npu_gr.replay.log import Record
-from npu_gr.replay.player import Answer, Sample
+from npu_gr.replay.log import QueryRecord
 from npu_gr.replay.report import report
+from npu_gr.replay.sample import ReplayedAnswer, Sample
 
 
 def sample(due_at: float = 0.0, latency_s: float = 0.01, error: str = "", lag_s: float = 0.0, **values: Any) -> Sample:
     labels = values.pop("labels", {})
-    answer: Answer = {
+    answer: ReplayedAnswer = {
         "outcome": "hbm_hit", "reason": "", "scores": {"click": [3.0, 2.0, 1.0]}, "stages_s": {"device": 0.002},
         "prefix_tokens": 30, "history": {"num_tokens": 40},
     }  # fmt: skip
     answer.update(values)  # type: ignore[typeddict-item]
     return Sample(
-        record=Record(ts=0, kind="rank", user_id="a", candidates=[1, 2, 3], labels=labels),
+        record=QueryRecord(ts=0, kind="rank", user_id="a", candidates=[1, 2, 3], labels=labels),
         due_at=due_at,
         lag_s=lag_s,
         latency_s=latency_s,

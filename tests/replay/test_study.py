@@ -10,7 +10,7 @@ import pytest
 
 from npu_gr.replay.options import ReplayOptions
 from npu_gr.replay.report import Report, report
-from npu_gr.replay.study import CLOSE_RATIO, SearchOptions, Study, search, sweep
+from npu_gr.replay.study import CLOSE_RATIO, RateSearchOptions, Study, search, sweep
 from tests.replay.test_report import sample
 
 OPTIONS = ReplayOptions(base_url="http://127.0.0.1:1", warmup_s=1.0)
@@ -36,7 +36,7 @@ class Pretended:
 
 
 async def found(service: Pretended, low: float, high: float) -> Study:
-    within = SearchOptions(low_per_s=low, high_per_s=high, step_s=10.0)
+    within = RateSearchOptions(low_per_s=low, high_per_s=high, step_s=10.0)
     return await search(service, OPTIONS, within, service.stop)
 
 
@@ -80,4 +80,4 @@ async def test_a_stop_ends_it_with_what_there_is() -> None:
 def test_options_are_checked() -> None:
     values: dict[str, Any] = {"low_per_s": 0.0, "high_per_s": 1.0}
     with pytest.raises(msgspec.ValidationError, match="low_per_s"):
-        msgspec.convert(values, SearchOptions)
+        msgspec.convert(values, RateSearchOptions)

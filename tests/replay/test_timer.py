@@ -9,7 +9,6 @@ import time
 
 import pytest
 
-from npu_gr.replay import timer as module
 from npu_gr.replay.timer import Timer
 
 
@@ -19,19 +18,19 @@ async def test_it_wakes_at_its_time(
 ) -> None:
     if platform == "linux" and sys.platform != "linux":
         pytest.skip("timerfd is Linux's")
-    monkeypatch.setattr(module.sys, "platform", platform)
+    monkeypatch.setattr("npu_gr.replay.timer.sys.platform", platform)
     with caplog.at_level(logging.WARNING):
         async with Timer() as timer:
             for wait_s in (0.002, 0.0, 0.01):
-                at_s = time.monotonic() + wait_s
-                await asyncio.wait_for(timer.until(at_s), 5)
+                wake_at = time.monotonic() + wait_s
+                await asyncio.wait_for(timer.until(wake_at), 5)
                 # the loop's own clock may be a resolution step early, timerfd may not
-                assert time.monotonic() >= at_s - (0 if platform == "linux" else 0.002)
+                assert time.monotonic() >= wake_at - (0 if platform == "linux" else 0.002)
     assert sum("timerfd" in message for message in caplog.messages) == (platform != "linux")
 
 
 async def test_a_time_that_is_over_still_lets_others_run() -> None:
-    ran = []
+    ran: list[int] = []
     async with Timer() as timer:
         asyncio.get_running_loop().call_soon(ran.append, 1)
         await timer.until(time.monotonic() - 1)

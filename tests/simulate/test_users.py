@@ -8,7 +8,7 @@ import pytest
 
 from npu_gr.core.errors import DataError
 from npu_gr.core.request import Events
-from npu_gr.replay.log import LoggedHistory, Record
+from npu_gr.replay.log import LoggedHistory, QueryRecord
 from npu_gr.replay.options import ReplayOptions
 from npu_gr.simulate.config import Lognormal, UsersConfig
 from npu_gr.simulate.fit import fit_mixture, fit_users, requests_of, zipf_exponent
@@ -96,7 +96,7 @@ def test_the_fit_finds_the_model_of_a_log_again() -> None:
     )
     # so few requests a second that Zipf visits of one user are hours apart
     records = (
-        Record(
+        QueryRecord(
             ts=visit.arrived_at,
             kind="rank",
             user_id=str(visit.user),
@@ -124,7 +124,7 @@ def test_a_mixture_and_an_exponent_are_found_again() -> None:
 
 def test_too_few_ranks_are_an_error_in_words() -> None:
     with pytest.raises(DataError, match="at least two ranks"):
-        fit_users([Record(ts=0.0, kind="signal", user_id="u")])
+        fit_users([QueryRecord(ts=0.0, kind="signal", user_id="u")])
 
 
 def test_a_log_is_asked_as_a_replay_sends_it() -> None:
@@ -132,10 +132,10 @@ def test_a_log_is_asked_as_a_replay_sends_it() -> None:
         return LoggedHistory.of(Events.make(*[[0] * n] * 3))
 
     records = [
-        Record(ts=0.0, kind="rank", user_id="a", candidates=[1, 2], history=columns(30)),
-        Record(ts=1.0, kind="events", user_id="a", events=columns(5)),
-        Record(ts=1.5, kind="match", user_id="a", history=columns(40)),  # matches are not simulated
-        Record(ts=2.0, kind="rank", user_id="a", candidates=[1, 2, 3]),
+        QueryRecord(ts=0.0, kind="rank", user_id="a", candidates=[1, 2], history=columns(30)),
+        QueryRecord(ts=1.0, kind="events", user_id="a", events=columns(5)),
+        QueryRecord(ts=1.5, kind="match", user_id="a", history=columns(40)),  # matches are not simulated
+        QueryRecord(ts=2.0, kind="rank", user_id="a", candidates=[1, 2, 3]),
     ]
     found = list(requests_of(records, ReplayOptions(base_url="http://nobody", signal_lead_s=0.5)))
     assert [(request.kind, request.num_tokens, request.num_candidates) for request in found] == [

@@ -33,7 +33,7 @@ from npu_gr.backend.choose import choose
 from npu_gr.core.request import Events, Outcome
 from npu_gr.core.settings import from_table
 from npu_gr.kv.layout import KVLayout
-from npu_gr.replay.log import LoggedHistory, Record
+from npu_gr.replay.log import LoggedHistory, QueryRecord
 from npu_gr.replay.options import ReplayOptions
 from npu_gr.router.members import How
 from npu_gr.simulate import clock
@@ -60,7 +60,7 @@ LEAD_S, SLO_S = 0.05, 0.1
 SLICE_S, PART_S = 2.0, 16.0  # a part is long enough for percentiles
 
 
-def log(rate: float, seconds: float, seed: int, who: str = "u") -> list[Record]:
+def log(rate: float, seconds: float, seed: int, who: str = "u") -> list[QueryRecord]:
     """Ranks whose users, lengths and candidates vary; `who` tells whole populations apart."""
     source = np.random.default_rng(seed)
     records = []
@@ -72,7 +72,7 @@ def log(rate: float, seconds: float, seed: int, who: str = "u") -> list[Record]:
         history = Events.make(rows[:, 0] + FIRST_ID, rows[:, 1] % 3, times)
         num_candidates = int(source.choice([20, 100, 250]))
         records.append(
-            Record(
+            QueryRecord(
                 ts=visit.arrived_at,
                 kind="rank",
                 user_id=f"{who}{visit.user}",
@@ -178,7 +178,7 @@ class AnsweredRank(NamedTuple):
 
 
 def predict(
-    profile: DeviceProfile, records: list[Record], options: ReplayOptions, instances: int
+    profile: DeviceProfile, records: list[QueryRecord], options: ReplayOptions, instances: int
 ) -> list[AnsweredRank]:
     table = {
         "device": "-",
@@ -255,7 +255,7 @@ def validate(num_instances: int, seconds: float, *, busy: float = 0.4, signals: 
         arrangement=choose("cpu").arrangement(torch.float32, 64),
     )
 
-    async def work(folder: Path) -> tuple[float, float, list[Record], ReplayOptions, Measured]:
+    async def work(folder: Path) -> tuple[float, float, list[QueryRecord], ReplayOptions, Measured]:
         async with fleet(folder, num_instances) as (url, copy_bytes_per_s):
             options = ReplayOptions(base_url=url, warmup_s=2.0, timeout_s=4.0)
             first, _ = await measure(log(4.0, 10.0, 1, "other"), options)

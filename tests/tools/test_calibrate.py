@@ -15,9 +15,9 @@ from npu_gr.cli.main import main
 from npu_gr.core.errors import ConfigError, DataError
 from npu_gr.core.request import Events
 from npu_gr.relay.calibration import Calibration, beside
-from npu_gr.replay.log import LoggedAnswer, LoggedHistory, Record
+from npu_gr.replay.log import LoggedAnswer, LoggedHistory, QueryRecord
 from npu_gr.service.config import load, to_table
-from npu_gr.tools.calibrate import Traffic, calibrate, traffic
+from npu_gr.tools.calibrate import LogTraffic, calibrate, traffic
 from tests.models import events
 from tests.serving import make_config, serving, write_checkpoint
 
@@ -26,22 +26,23 @@ def history(num: int) -> LoggedHistory:
     return LoggedHistory.of(events(num, num))
 
 
-def rank(ts: float, user: str, **fields: object) -> Record:
-    return Record(ts=ts, kind="rank", user_id=user, candidates=[1], **fields)  # type: ignore[arg-type]
+def rank(ts: float, user: str, **fields: object) -> QueryRecord:
+    return QueryRecord(ts=ts, kind="rank", user_id=user, candidates=[1], **fields)  # type: ignore[arg-type]
 
 
 def test_a_log_says_how_long_histories_are_and_how_long_a_prefix_waits() -> None:
     records = []
     for n in range(100):
-        records.append(Record(ts=n * 10.0, kind="signal", user_id=f"u{n}", history=history(n + 1)))
+        records.append(QueryRecord(ts=n * 10.0, kind="signal", user_id=f"u{n}", history=history(n + 1)))
         answer = LoggedAnswer(latency_ms=50.0)
         records.append(rank(n * 10.0 + 0.01 * n, f"u{n}", history=history(n + 1), answer=answer))
     found = traffic(records)
     assert found.kv_p99_tokens == 100
     assert found.t_life_s == pytest.approx(float(np.quantile(0.01 * np.arange(100) + 0.05, 0.99)))
     delayed = traffic([rank(float(n), "u", delay_ms=80.0) for n in range(30)])
-    assert delayed == Traffic(None, pytest.approx(0.08))
-    assert traffic([rank(float(n), "u", history=history(7)) for n in range(30)]) == Traffic(7, None)
+    assert delayed.kv_p99_tokens is None
+    assert delayed.t_life_s == pytest.approx(0.08)
+    assert traffic([rank(float(n), "u", history=history(7)) for n in range(30)]) == LogTraffic(7, None)
     with pytest.raises(DataError, match="the log has 3 ranks, the least is 20"):
         traffic(records[:6])
 
@@ -49,19 +50,21 @@ def test_a_log_says_how_long_histories_are_and_how_long_a_prefix_waits() -> None
 async def test_it_is_measured_with_the_instances_own_parts(tmp_path: Path) -> None:
     version = write_checkpoint(tmp_path / "checkpoint")
     config = make_config(tmp_path)
-    short, long = [await calibrate(config, Traffic(n, 0.2), 0.2) for n in (10, 500)]
+    short, long = [await calibrate(config, LogTraffic(n, 0.2), 0.2) for n in (10, 500)]
     assert (short.version, short.kv_p99_tokens, short.t_life_s) == (version, 10, 0.2)
     assert short.q_m_per_s > 1.5 * long.q_m_per_s
     assert long.cost.full_s(500, 8) > 0
-    assert (await calibrate(config, Traffic(10**6, None), 0.01)).kv_p99_tokens == 2048  # no longer than the model takes
+    assert (
+        await calibrate(config, LogTraffic(10**6, None), 0.01)
+    ).kv_p99_tokens == 2048  # no longer than the model takes
     small = msgspec.structs.replace(config, kv=msgspec.structs.replace(config.kv, hbm_bytes=short.kv_token_bytes * 320))
     with pytest.raises(ConfigError, match=r"kv\.hbm_bytes: 1 prefixes of 500 tokens do not fit"):
-        await calibrate(small, Traffic(500, None), 0.1)
+        await calibrate(small, LogTraffic(500, None), 0.1)
 
 
 async def test_an_instance_goes_on_from_it_where_it_fits(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     write_checkpoint(tmp_path / "checkpoint")
-    found = await calibrate(make_config(tmp_path), Traffic(10, 0.2), 0.05)
+    found = await calibrate(make_config(tmp_path), LogTraffic(10, 0.2), 0.05)
     found = msgspec.structs.replace(found, q_m_per_s=5.0)
     calibration = msgspec.to_builtins(found)
     async with serving(tmp_path, calibration=calibration) as (_, service):

@@ -1,4 +1,4 @@
-"""The judge asks for what came next, of the right users, and counts what a service answers."""
+"""The evaluation asks for what came next, of the right users, and counts what a service answers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rich.console import Console
 
 from npu_gr.core.errors import Unavailable
 from npu_gr.features.interactions import Interactions
-from npu_gr.tools.evaluate_service import judge, next_events
+from npu_gr.tools.evaluate_service import evaluate, next_events
 from tests.server.test_recommend_over_http import NUM_ITEMS, section
 from tests.serving import FIRST_ID, serving
 
@@ -41,18 +41,19 @@ def test_a_case_is_the_first_event_that_is_not_known() -> None:
 async def test_it_counts_what_the_service_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sections = section(tmp_path)
     # the actions of the tests' ranker have names of their own: those of a trained one are its values
-    monkeypatch.setattr("npu_gr.tools.evaluate_service.Case.body", _with_action_one)
-    events, known = log(), np.arange(6 * 12) < 6 * 11
+    monkeypatch.setattr("npu_gr.tools.evaluate_service.NextEventCase.body", _with_action_one)
+    events = log()
+    known = np.arange(6 * 12) < 6 * 11
     cases = next_events(events, known)
     async with serving(tmp_path, watched=False, **sections) as (client, _):
         url = str(client.make_url("/"))
-        found = await judge(url, cases, range(FIRST_ID, FIRST_ID + NUM_ITEMS))
+        found = await evaluate(url, cases, range(FIRST_ID, FIRST_ID + NUM_ITEMS))
         assert {way: len(ranks) for way, ranks in found.ranks.items()} == dict.fromkeys(
             ("generate", "rank", "recommend"), 6
         )
         want = []
         for case in cases:
-            body = _with_action_one(case, {}, "by-hand") | {"num_items": 10, "timestamp": case.at}
+            body = _with_action_one(case, {}, "by-hand") | {"num_items": 10, "timestamp": case.happened_at}
             async with client.post("/v1/recommend", json=body) as response:
                 items = (await response.json())["items"]
             want.append(items.index(case.target) if case.target in items else float("inf"))
@@ -65,7 +66,7 @@ async def test_it_counts_what_the_service_answers(tmp_path: Path, monkeypatch: p
         assert "recommend: both" in (tmp_path / "out").read_text()
     async with serving(tmp_path, watched=False) as (client, _):
         with pytest.raises(Unavailable, match="needs section recommend"):
-            await judge(str(client.make_url("/")), cases, [FIRST_ID])
+            await evaluate(str(client.make_url("/")), cases, [FIRST_ID])
 
 
 def _with_action_one(case: Any, _actions: dict[str, int], tenant: str) -> dict[str, Any]:

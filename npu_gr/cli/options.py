@@ -1,0 +1,83 @@
+"""What several command groups share: options, argument types, and how a command loads and runs things.
+
+Nothing here imports torch, numpy or aiohttp: `npu-gr --help` must be quick. Commands import what they need, late.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+if TYPE_CHECKING:
+    from npu_gr.service.config import Config
+
+T = TypeVar("T")
+
+FILE = click.Path(path_type=Path)
+THREAD_COUNT = click.IntRange(1)
+
+API_KEY = click.option("--api-key", envvar="NPU_GR_API_KEY", help="Also from NPU_GR_API_KEY.")
+AS_JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+CONFIG = click.option("--config", "config_path", required=True, type=FILE, help="YAML configuration.")
+SET = click.option(
+    "--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override one setting, e.g. kv.hbm_bytes=1000000."
+)
+VALUE_COLUMN = click.option(
+    "--value-column", default="rating", show_default=True, help="Column with the action's value."
+)
+
+
+class RunByDefault(click.Group):
+    """A group whose first command is `run`: `replay LOG ...` is `replay run LOG ...`."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Insert `run` if no command is named."""
+        if args and args[0] not in self.commands and args[0] not in ("--help", "-h"):
+            args = ["run", *args]
+        return super().parse_args(ctx, args)
+
+
+def run_async(work: Callable[[], Any]) -> Any:
+    """Run the coroutine that `work` returns, on uvloop."""
+    import uvloop
+
+    return uvloop.run(work())
+
+
+def load_config(config_path: Path, overrides: tuple[str, ...]) -> Config:
+    """Read an instance's configuration.
+
+    Raises:
+        ConfigError: names the file, the field and the limit.
+    """
+    from npu_gr.service.config import load
+
+    return load(config_path, overrides)
+
+
+def overridden(preset: T, overrides: tuple[str, ...]) -> T:
+    """A preset of training options with some of its values replaced.
+
+    Args:
+        preset: a msgspec Struct.
+        overrides: `key=value` with a YAML value; later ones win.
+
+    Raises:
+        ConfigError: a key is unknown, or a value has the wrong type or is out of range.
+    """
+    import msgspec
+    import yaml
+
+    from npu_gr.core.errors import ConfigError
+
+    table = msgspec.to_builtins(preset)
+    for override in overrides:
+        key, _, value = override.partition("=")
+        table[key] = yaml.safe_load(value)
+    try:
+        return msgspec.convert(table, type(preset))
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"--set: {error}") from error

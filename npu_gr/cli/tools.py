@@ -1,0 +1,148 @@
+"""npu-gr calibrate, doctor, dashboards, judge, demo and monitor: tools around a service."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import click
+
+from npu_gr.cli.options import AS_JSON, CONFIG, FILE, SET, THREAD_COUNT, load_config, run_async
+
+DEMO_CONFIG = click.option("--config", "config_path", default="configs/cpu.yaml", show_default=True, type=FILE)
+DEMO_FOLDER = click.option("--folder", default=".demo", show_default=True, type=FILE, help="For everything it makes.")
+DEMO_THREADS = click.option("--threads", default=2, show_default=True, type=THREAD_COUNT, help="For training.")
+PORT = click.IntRange(1, 65535)
+
+
+@click.command()
+@CONFIG
+@SET
+@click.option("--log", type=FILE, help="A query log: lengths of histories, and time until a rank.")
+@click.option("--seconds", default=5.0, show_default=True, help="Measure pre-infers for so long.")
+@click.option("--out", type=FILE, help="The file to write; by default CONFIG.calibration.yaml.")
+def calibrate(
+    config_path: Path, overrides: tuple[str, ...], log: Path | None, seconds: float, out: Path | None
+) -> None:
+    """Measure what the trigger must know about this machine, which should be idle.
+
+    `serve` reads the file if it lies beside its CONFIG.
+    """
+    import msgspec
+    import torch
+    import yaml
+
+    from npu_gr.relay.calibration import beside
+    from npu_gr.replay.files import read
+    from npu_gr.tools.calibrate import LogTraffic, traffic
+    from npu_gr.tools.calibrate import calibrate as work
+
+    config = load_config(config_path, overrides)
+    torch.set_num_threads(config.threads)
+    found = run_async(lambda: work(config, traffic(read(log)) if log else LogTraffic(None, None), seconds))
+    text = yaml.safe_dump(msgspec.to_builtins(found), sort_keys=False)
+    path = out or beside(config_path)
+    path.write_text(text)
+    click.echo(f"{text}in {path}")
+
+
+@click.command()
+@AS_JSON
+@click.option("--backend", default=None, help="The backend that must work; by default whatever is there.")
+@click.option("--acceptance", is_flag=True, help="Then compare ranks and generates with the CPU's, and time them.")
+def doctor(as_json: bool, backend: str | None, acceptance: bool) -> None:
+    """Say which of our ops work on this machine, and what to do about those that do not. Exit code 0 or 1."""
+    from npu_gr.tools.acceptance import accept, latencies
+    from npu_gr.tools.doctor import examine, is_well, table
+
+    checks = examine(backend)  # type: ignore[arg-type]
+    times = []
+    if acceptance and is_well(checks):
+        checks += accept(backend or "cpu")  # type: ignore[arg-type]
+        times = latencies(backend or "cpu")  # type: ignore[arg-type]
+    if as_json:
+        answer = {
+            "ok": is_well(checks),
+            "checks": [check._asdict() for check in checks],
+            "latency": [time._asdict() for time in times],
+        }
+        click.echo(json.dumps(answer))
+    else:
+        click.echo(table(checks))
+        for time in times:
+            click.echo(f"{time.name:32} {time.p50_ms:9.3f} ms p50 {time.p90_ms:9.3f} ms p90")
+    sys.exit(not is_well(checks))
+
+
+@click.command()
+@click.option("--config", "config_path", type=FILE, help="Take its objectives; by default the defaults.")
+@click.option("--out", default="dashboards", show_default=True, type=FILE, help="Folder to write into.")
+@click.option("--runbooks", default="docs/runbooks", show_default=True, help="Path or URL of the runbooks' pages.")
+def dashboards(config_path: Path | None, out: Path, runbooks: str) -> None:
+    """Write the Grafana dashboards and the Prometheus rules."""
+    from npu_gr.metrics.dashboards import write
+    from npu_gr.service.config import SLOConfig
+
+    objectives = (SLOConfig() if config_path is None else load_config(config_path, ()).slo).objectives()
+    for path in write(out, objectives, runbooks):
+        click.echo(path)
+
+
+@click.command()
+@click.option("--url", default="http://127.0.0.1:8080", show_default=True, help="Of a service with a cascade.")
+@click.argument("log", required=False, type=FILE)
+@click.option("--users", type=click.IntRange(1), help="Ask for so many users only, drawn at random.")
+@AS_JSON
+def judge(url: str, log: Path | None, users: int | None, as_json: bool) -> None:
+    """Evaluate a running service: ask for the last event of each user of LOG, of the cascade and of each stage alone.
+
+    Its models must not have seen those events (split leave-one-out). Without LOG: MovieLens-100K.
+    """
+    import numpy as np
+    from rich.console import Console
+
+    from npu_gr.features.interactions import movielens_100k, read_interactions
+    from npu_gr.tools.evaluate_service import evaluate, next_events
+    from npu_gr.train.data import to_train_on
+
+    async def work() -> None:
+        events = read_interactions(log or movielens_100k())
+        known = to_train_on(events.users, events.timestamps, "leave-one-out")
+        found = await evaluate(url, next_events(events, known, users), np.unique(events.items).tolist())
+        click.echo(json.dumps(found.as_dict())) if as_json else Console().print(found.table())
+
+    run_async(work)
+
+
+@click.command()
+@DEMO_CONFIG
+@DEMO_FOLDER
+@DEMO_THREADS
+@click.option("--limit", type=click.IntRange(1), help="Replay only so many records.")
+def demo(config_path: Path, folder: Path, threads: int, limit: int | None) -> None:
+    """Train a ranker on MovieLens-100K, serve it, replay the real users' held-out traffic, and report."""
+    import torch
+    from rich.console import Console
+
+    from npu_gr.tools.demo import run
+
+    torch.set_num_threads(threads)
+    run_async(lambda: run(config_path, folder, Console(), limit))
+
+
+@click.command()
+@DEMO_CONFIG
+@DEMO_FOLDER
+@click.option("--port", default=8080, show_default=True, type=PORT)
+@click.option("--prometheus-port", default=9090, show_default=True, type=PORT)
+@DEMO_THREADS
+def monitor(config_path: Path, folder: Path, port: int, prometheus_port: int, threads: int) -> None:
+    """Serve the demo's model under replay until Ctrl-C, beside a Prometheus and with dashboards to open."""
+    import torch
+    from rich.console import Console
+
+    from npu_gr.tools.monitor import run
+
+    torch.set_num_threads(threads)
+    run_async(lambda: run(config_path, folder.resolve(), Console(), port, prometheus_port))

@@ -1,0 +1,192 @@
+"""Files of query logs: JSONL (plain, gzip or zstd, by suffix) and Parquet.
+
+Records are read in time order without holding the file. A recorder writes a request when it is answered, not when it
+came; so in a file a record may stand up to `REORDER` places after its time, and reading restores the order. A file
+whose records are later than that is refused.
+"""
+
+from __future__ import annotations
+
+import gzip
+import heapq
+import zlib
+from collections.abc import Iterable, Iterator
+from importlib import import_module
+from pathlib import Path
+from typing import IO, Any, Literal, cast
+
+import msgspec
+
+from npu_gr.core.errors import DataError
+from npu_gr.replay.log import QueryRecord
+from npu_gr.replay.parquet import read_rows, write_rows
+
+REORDER = 4096  # records
+MAX_NAMED = 10  # bad lines whose reasons are kept
+
+BadLines = Literal["fail", "skip"]
+
+_CHUNK_BYTES = 1 << 20
+_JSONL = (".jsonl", ".jsonl.gz", ".jsonl.zst")
+
+
+class QueryLog:
+    """The records of a file in time order (of equal times: file order). Every `iter` reads the file anew.
+
+    Args:
+        path: .jsonl, .jsonl.gz, .jsonl.zst or .parquet.
+        bad_lines: what to do at a line that is no record, or at an end that is missing. "fail" stops the reading with
+            a DataError; "skip" counts it in `num_bad` and keeps the first `MAX_NAMED` reasons in `bad`.
+
+    Iterating raises DataError: names the file, the line and the reason.
+    """
+
+    def __init__(self, path: Path, bad_lines: BadLines = "fail") -> None:
+        if path.suffix != ".parquet" and not path.name.endswith(_JSONL):
+            raise DataError(f"{path}: expected a name in .jsonl, .jsonl.gz, .jsonl.zst or .parquet")
+        self.path = path
+        self._bad_lines = bad_lines
+        self.num_bad = 0
+        self.bad: list[str] = []
+        self.read_ratio = 0.0  # of the file's bytes; for progress bars
+
+    def __iter__(self) -> Iterator[QueryRecord]:
+        self.num_bad = 0
+        self.bad = []
+        self.read_ratio = 0.0
+        if self.path.suffix == ".parquet":
+            numbered = read_rows(self.path, self._reject, self._set_read_ratio)
+        else:
+            numbered = self._parsed()
+        return _in_time_order(self.path, numbered)
+
+    def _set_read_ratio(self, ratio: float) -> None:
+        self.read_ratio = ratio
+
+    def _reject(self, number: int, reason: object) -> None:
+        """Line `number`, counted from 1, is no record."""
+        message = f"{self.path}, line {number}: {reason}"
+        if self._bad_lines == "fail":
+            raise DataError(message)
+        self.num_bad += 1
+        if len(self.bad) < MAX_NAMED:
+            self.bad.append(message)
+
+    def _parsed(self) -> Iterator[tuple[int, QueryRecord]]:
+        decode = msgspec.json.Decoder(QueryRecord).decode
+        number = 0
+        try:
+            for number, line in enumerate(self._lines(), 1):
+                if not line.strip():
+                    continue
+                try:
+                    record = decode(line)
+                except (msgspec.MsgspecError, ValueError) as error:
+                    self._reject(number, error)
+                else:
+                    yield number, record
+        except (OSError, EOFError, zlib.error) as error:
+            if not number and isinstance(error, FileNotFoundError | PermissionError | IsADirectoryError):
+                raise DataError(f"{self.path}: {error.strerror}") from error
+            self._reject(number + 1, error)
+
+    def _lines(self) -> Iterator[bytes]:
+        """Lines without their ends; the last line may have none."""
+        size = max(self.path.stat().st_size, 1)
+        with self.path.open("rb") as file:
+            rest = b""
+            for chunk in _unpacked(file, self.path):
+                self.read_ratio = file.tell() / size
+                *lines, rest = (rest + chunk).split(b"\n")
+                yield from lines
+            if rest:
+                yield rest
+
+
+def read(path: Path, bad_lines: BadLines = "fail") -> Iterator[QueryRecord]:
+    """The records of a log in time order; `QueryLog` has the contract."""
+    return iter(QueryLog(path, bad_lines))
+
+
+def _in_time_order(path: Path, numbered: Iterable[tuple[int, QueryRecord]]) -> Iterator[QueryRecord]:
+    waiting: list[tuple[float, int, QueryRecord]] = []  # by time, then place in the file
+    last_ts = -float("inf")
+    for number, record in numbered:
+        if record.ts < last_ts:
+            raise DataError(
+                f"{path}, line {number}: more than {REORDER} records out of time order; npu-gr replay convert sorts it"
+            )
+        heapq.heappush(waiting, (record.ts, number, record))
+        if len(waiting) > REORDER:
+            last_ts, _, earliest = heapq.heappop(waiting)
+            yield earliest
+    while waiting:
+        yield heapq.heappop(waiting)[2]
+
+
+def write(path: Path, records: Iterable[QueryRecord]) -> int:
+    """Write a log and return the number of its records. Never holds them all.
+
+    Raises:
+        DataError: the file cannot be written; what stood at `path` before still does.
+    """
+    beside = path.with_name(path.name + ".tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.suffix == ".parquet":
+            num_records = write_rows(beside, records)
+        else:
+            num_records = 0
+            encode = msgspec.json.Encoder().encode
+            with create(beside, path.suffix) as file:
+                for num_records, record in enumerate(records, 1):  # noqa: B007  (it is what is returned)
+                    file.write(encode(record) + b"\n")
+        beside.replace(path)
+    except OSError as error:
+        raise DataError(f"{path}: {error.strerror}") from error
+    finally:
+        beside.unlink(missing_ok=True)
+    return num_records
+
+
+def create(path: Path, suffix: str) -> IO[bytes]:
+    """Open a new file that compresses what is written into it as `suffix` says: .gz, .zst, or not at all."""
+    if suffix == ".gz":
+        return cast(IO[bytes], gzip.open(path, "wb", compresslevel=3))
+    if suffix == ".zst":
+        opened: IO[bytes] = _zstandard(path).open(path, "wb")
+        return opened
+    return path.open("wb")
+
+
+def _unpacked(file: IO[bytes], path: Path) -> Iterator[bytes]:
+    if path.suffix == ".zst":
+        yield from _unzstd(file, _zstandard(path))
+        return
+    source: Any = gzip.GzipFile(fileobj=file) if path.suffix == ".gz" else file
+    while chunk := source.read1(_CHUNK_BYTES):
+        yield chunk
+
+
+def _zstandard(path: Path) -> Any:
+    try:
+        return import_module("zstandard")
+    except ImportError as error:
+        raise DataError(f"{path}: zstd needs pip install 'npu_gr[zstd]'") from error
+
+
+def _unzstd(file: IO[bytes], zstandard: Any) -> Iterator[bytes]:
+    """Every frame of the file. The library's own reader stops silently where a frame is cut short."""
+    frame = None
+    while packed := file.read(_CHUNK_BYTES):
+        while packed:
+            frame = frame or zstandard.ZstdDecompressor().decompressobj()
+            try:
+                yield frame.decompress(packed)
+            except zstandard.ZstdError as error:
+                raise OSError(str(error)) from error
+            packed = frame.unused_data
+            if frame.eof:
+                frame = None
+    if frame:
+        raise EOFError("the file ends inside a zstd frame")
