@@ -102,16 +102,18 @@ _HOMES = {
 _HOME = {name: module for module, names in _HOMES.items() for name in names}
 
 
-def __getattr__(name: str) -> Any:
-    """Import a public name from the module that defines it, and keep it here."""
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    if name == "errors":
-        value: Any = import_module("npu_gr.core.errors")
-    else:
-        value = getattr(import_module(_HOME.get(name, "npu_gr.core.request")), name)
-    globals()[name] = value
-    return value
+if not TYPE_CHECKING:  # a type checker must not believe that every name is here
+
+    def __getattr__(name: str) -> Any:
+        """Import a public name from the module that defines it, and keep it here."""
+        if name not in __all__:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        if name == "errors":
+            value: Any = import_module("npu_gr.core.errors")
+        else:
+            value = getattr(import_module(_HOME.get(name, "npu_gr.core.request")), name)
+        globals()[name] = value
+        return value
 
 
 def __dir__() -> list[str]:

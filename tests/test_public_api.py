@@ -8,10 +8,10 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from typing import assert_type
 
 import numpy as np
 import pytest
-from typing_extensions import assert_type
 
 import npu_gr
 from npu_gr import RANK, Events, HistoryRef, Kind, RankAnswer, RankRequest, Service, UserKey
