@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import io
 import re
+import shutil
 import subprocess
 import tokenize
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parent.parent
+BUILT = {".venv", ".git", ".demo", "build", "__pycache__", ".hypothesis", "node_modules"}
 
 
 class Text(NamedTuple):
@@ -25,10 +27,14 @@ class Text(NamedTuple):
 
 @cache
 def files() -> tuple[Path, ...]:
-    """All files that git tracks or would track, relative to ROOT."""
+    """All files that git tracks or would track, relative to ROOT; without git, all outside of build products."""
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
-    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    return tuple(sorted({Path(name) for name in listed.split("\0") if name and (ROOT / name).is_file()}))
+    if shutil.which("git") and (ROOT / ".git").exists():
+        listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+        names = [Path(name) for name in listed.split("\0") if name]
+    else:
+        names = [path.relative_to(ROOT) for path in ROOT.rglob("*") if not BUILT.intersection(path.parts)]
+    return tuple(sorted({name for name in names if (ROOT / name).is_file()}))
 
 
 def python(*rooms: str) -> list[Path]:

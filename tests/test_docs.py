@@ -7,8 +7,10 @@ from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
+import click
 import pytest
 
+from npu_gr.cli.main import main
 from npu_gr.core.kinds import KINDS
 from npu_gr.server.openapi import document
 from tests.sources import ROOT, Text, at, files, words
@@ -138,3 +140,37 @@ def test_the_index_names_every_page() -> None:
             assert f"]({page.name})" in decisions, page
             for part in ("**Context.**", "**Decision.**", "**Consequences.**", "**What would change it.**"):
                 assert part in (ROOT / page).read_text(), page
+
+
+COMMAND = re.compile(r"(?:`|^|bin/)npu-gr((?: +[^\s`|&;#)\\]+)+)", re.M)
+
+
+def _unknown_options(words_after: list[str]) -> list[str]:
+    """Words of a command line that `npu-gr` would refuse: a command or an option that there is not."""
+    command: click.Command = main
+    while isinstance(command, click.Group):
+        if not words_after or words_after[0].startswith("-") or words_after[0].isupper():
+            break
+        if words_after[0] not in command.commands:
+            return words_after[:1]
+        command, words_after = command.commands[words_after[0]], words_after[1:]
+    known = {"--help", *(option for parameter in command.params for option in parameter.opts)}
+    return [word for word in words_after if word.startswith("--") and word.partition("=")[0].strip("`.,:") not in known]
+
+
+def test_commands_that_pages_name_exist() -> None:
+    unknown = [
+        f"{at(text, found.start())}: npu-gr{found[1]}"
+        for text in words()
+        if text.path.suffix == ".md"
+        for found in COMMAND.finditer(text.text)
+        if _unknown_options(found[1].split())
+    ]
+    assert not unknown, "\n" + "\n".join(unknown)
+
+
+def test_make_targets_that_pages_name_exist() -> None:
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.M))
+    for page in PAGES:
+        named = set(re.findall(r"(?:`|^)make ([a-z][\w-]*)(?:`|\s+#)", (ROOT / page).read_text(), re.M))
+        assert named <= targets, page
