@@ -16,6 +16,8 @@ from typing import NamedTuple
 ROOT = Path(__file__).parent.parent
 BUILT = {".venv", ".git", ".demo", "build", "__pycache__", ".hypothesis", "node_modules"}
 
+_HAS_GIT = shutil.which("git") is not None and (ROOT / ".git").exists()
+
 
 class Text(NamedTuple):
     """Words of ours."""
@@ -29,9 +31,9 @@ class Text(NamedTuple):
 def files() -> tuple[Path, ...]:
     """All files that git tracks or would track, relative to ROOT; without git, all outside of build products."""
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
-    if shutil.which("git") and (ROOT / ".git").exists():
-        listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
-        names = [Path(name) for name in listed.split("\0") if name]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False) if _HAS_GIT else None
+    if done is not None and not done.returncode:
+        names = [Path(name) for name in done.stdout.split("\0") if name]
     else:
         names = [path.relative_to(ROOT) for path in ROOT.rglob("*") if not BUILT.intersection(path.parts)]
     return tuple(sorted({name for name in names if (ROOT / name).is_file()}))

@@ -129,6 +129,13 @@ def test_every_route_has_its_example_page() -> None:
         assert f"### `{kind.method} {kind.path}`" in page
 
 
+def test_every_room_has_its_place_on_the_map() -> None:
+    readme, drawing = (ROOT / "README.md").read_text(), (ROOT / "docs/architecture.md").read_text()
+    for room in {path.parts[1] for path in files() if path.parts[0] == "npu_gr" and len(path.parts) > 2}:
+        assert f"`npu_gr/{room}/`" in readme, room
+        assert re.search(rf"│ {room} ", drawing), room
+
+
 def test_the_index_names_every_page() -> None:
     index = (ROOT / "docs/README.md").read_text()
     for page in PAGES:
