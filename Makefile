@@ -4,7 +4,10 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test lint bench monitor acceptance-npu kernels clean
+CODE := npu_gr tests ops setup.py dashboards .ci/check_files
+WORDS := $(CODE) docs README.md CHANGELOG.md CONTRIBUTING.md SECURITY.md configs deploy Makefile pyproject.toml .ci .github
+
+.PHONY: demo test lint format ruff types words native files bench monitor acceptance-npu kernels clean
 
 demo: $(VENV)/installed
 	$(BIN)/npu-gr --log-level WARNING demo
@@ -12,11 +15,34 @@ demo: $(VENV)/installed
 test: $(VENV)/installed
 	$(BIN)/python -m pytest -q -n 2
 
-lint: $(VENV)/installed
-	$(BIN)/ruff check npu_gr tests
-	$(BIN)/ruff format --check npu_gr tests
-	$(BIN)/mypy
+# everything that needs no run of the code; each part is a target of its own, and a hook of .pre-commit-config.yaml
+lint: ruff types words native files
+
+ruff: $(VENV)/installed
+	$(BIN)/ruff check $(CODE)
+	$(BIN)/ruff format --check $(CODE)
+
+types: $(VENV)/installed
+	$(BIN)/mypy npu_gr tests ops setup.py
 	$(BIN)/lint-imports
+
+words: $(VENV)/installed
+	$(BIN)/codespell -q 3 $(WORDS)
+
+# the C++ sources; clang-format is in the dev extra, and a machine without it skips this in words
+native: $(VENV)/installed
+	@if [ -x $(BIN)/clang-format ]; then \
+	  find ops tests -name '*.h' -o -name '*.cpp' | xargs $(BIN)/clang-format --dry-run -Werror; \
+	else echo "clang-format is not installed: the format of C++ was not checked"; fi
+
+files: $(VENV)/installed
+	$(BIN)/python .ci/check_files
+
+# what a machine can mend of the above
+format: $(VENV)/installed
+	$(BIN)/ruff check --fix-only --quiet $(CODE)
+	$(BIN)/ruff format $(CODE)
+	@if [ -x $(BIN)/clang-format ]; then find ops tests -name '*.h' -o -name '*.cpp' | xargs $(BIN)/clang-format -i; fi
 
 # the demo's service under replay, Prometheus (Debian: apt-get install prometheus), the dashboards to open
 monitor: $(VENV)/installed
@@ -33,7 +59,7 @@ acceptance-npu:
 # the Triton kernels without a device: interpreted against the reference, compiled for sm_90, lowered for Ascend 910B;
 # the compilers (500 MB) stay under build/, and what cannot be had is skipped in words
 kernels: $(VENV)/installed
-	-test -d build/triton || $(BIN)/pip install --quiet --no-deps --only-binary :all: --target build/triton "triton>=3.6"
+	test -d build/triton || $(BIN)/pip install --quiet --no-deps --only-binary :all: --target build/triton "triton>=3.6"
 	PYTHONPATH=build/triton $(BIN)/python -m pytest -q -m "triton or triton_ascend" tests/backend/triton
 
 # MovieLens-100K comes inside the public package `recbole` (2 MB); nothing of that package is imported.

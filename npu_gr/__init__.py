@@ -1,3 +1,120 @@
-"""npu_gr: generative recommendation under a P99 deadline. Importing the package does nothing slow."""
+"""npu_gr: generative recommendation under a P99 deadline.
 
-__version__ = "0.1.0"
+The names in `__all__` are the public API; everything else may change between versions. Each name is imported when it
+is first used, so `import npu_gr` itself loads neither torch nor numpy nor aiohttp.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"  # the only place: pyproject.toml reads it from here, without importing the package
+
+if TYPE_CHECKING:  # the same names once more, for type checkers: tests/test_public_api.py compares the two lists
+    from npu_gr.core import errors
+    from npu_gr.core.kinds import ERASE, EVENTS, GENERATE, KINDS, MATCH, RANK, RECOMMEND, SIGNAL, Kind
+    from npu_gr.core.request import (
+        Basis,
+        CatalogueChange,
+        CatalogueInfo,
+        EraseAnswer,
+        EraseRequest,
+        Events,
+        EventsAnswer,
+        EventsRequest,
+        GenerateAnswer,
+        GenerateRequest,
+        HistoryRef,
+        HistoryReport,
+        MatchAnswer,
+        MatchRequest,
+        ModelInfo,
+        NewItem,
+        Outcome,
+        RankAnswer,
+        RankRequest,
+        Reason,
+        RecommendAnswer,
+        RecommendRequest,
+        SignalAnswer,
+        SignalRequest,
+        StageReport,
+        StageResult,
+        UserKey,
+        VectorsInfo,
+        Verdict,
+    )
+    from npu_gr.service.app import instance
+    from npu_gr.service.config import Config, load
+    from npu_gr.service.service import Service
+
+__all__ = [
+    "ERASE",
+    "EVENTS",
+    "GENERATE",
+    "KINDS",
+    "MATCH",
+    "RANK",
+    "RECOMMEND",
+    "SIGNAL",
+    "Basis",
+    "CatalogueChange",
+    "CatalogueInfo",
+    "Config",
+    "EraseAnswer",
+    "EraseRequest",
+    "Events",
+    "EventsAnswer",
+    "EventsRequest",
+    "GenerateAnswer",
+    "GenerateRequest",
+    "HistoryRef",
+    "HistoryReport",
+    "Kind",
+    "MatchAnswer",
+    "MatchRequest",
+    "ModelInfo",
+    "NewItem",
+    "Outcome",
+    "RankAnswer",
+    "RankRequest",
+    "Reason",
+    "RecommendAnswer",
+    "RecommendRequest",
+    "Service",
+    "SignalAnswer",
+    "SignalRequest",
+    "StageReport",
+    "StageResult",
+    "UserKey",
+    "VectorsInfo",
+    "Verdict",
+    "errors",
+    "instance",
+    "load",
+]
+
+_HOMES = {
+    "npu_gr.core.kinds": ("ERASE", "EVENTS", "GENERATE", "KINDS", "MATCH", "RANK", "RECOMMEND", "SIGNAL", "Kind"),
+    "npu_gr.service.app": ("instance",),
+    "npu_gr.service.config": ("Config", "load"),
+    "npu_gr.service.service": ("Service",),
+}
+_HOME = {name: module for module, names in _HOMES.items() for name in names}
+
+
+if not TYPE_CHECKING:  # a type checker must not believe that every name is here
+
+    def __getattr__(name: str) -> Any:
+        """Import a public name from the module that defines it, and keep it here."""
+        if name not in __all__:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        if name == "errors":
+            value: Any = import_module("npu_gr.core.errors")
+        else:
+            value = getattr(import_module(_HOME.get(name, "npu_gr.core.request")), name)
+        globals()[name] = value
+        return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -25,6 +25,7 @@ def test_the_python_example_runs(tmp_path: Path) -> None:
     save(Checkpoint(model=model, item_ids=ids, name="tiny"), tmp_path / "checkpoint")
     (tmp_path / "serve.yaml").write_text(yaml.safe_dump(to_table(make_config(tmp_path))))
     [code] = re.findall(r"```python\n(.*?)```", README.read_text(), re.S)
+    assert {line.split()[1] for line in code.splitlines() if "npu_gr" in line} == {"npu_gr"}, "only the public API"
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(code)], cwd=tmp_path, capture_output=True, text=True, check=False
     )
