@@ -11,13 +11,10 @@ from types import NoneType
 from typing import Any, get_args, get_type_hints
 
 from npu_gr.core.kinds import Kind
-from npu_gr.replay.log import OPTIONS, RECORDED
+from npu_gr.replay.log import OPTIONS, RECORDED, SHARED
 
 UNRANKED = "unranked"  # the outcome of an answer whose own outcome is null: a recommend whose rank failed
 
-# Fields of a record that several kinds share. A kind has one if its request has a field of that name that is not among
-# its options; `base` goes with a history that may be a delta.
-_SHARED = ("history", "base", "candidates", "num_candidates", "timestamp", "top_k", "events")
 _OUTCOME = "outcome"
 _VERSION = "model_version"
 
@@ -37,7 +34,7 @@ def _request_fields(name: str, kind: Kind[Any, Any]) -> tuple[str, ...]:
     own = {field.name for field in dataclasses.fields(kind.request)} - set(options)
     if kind.takes_delta:
         own.add("base")
-    return tuple(field for field in _SHARED if field in own)
+    return tuple(field for field in SHARED if field in own)
 
 
 def _answer_fields(kind: Kind[Any, Any]) -> AnswerFields:

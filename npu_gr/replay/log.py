@@ -10,7 +10,8 @@ kinds share stands in one Struct, in the field of the kind's name; `OPTIONS` lis
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+import dataclasses
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
 
 import msgspec
 import numpy as np
@@ -104,12 +105,41 @@ class LoggedRecommend(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     context: dict[str, bool | int | float | str] = {}
 
 
+# Fields of a record that several kinds share. A kind has one if its request has a field of that name that is not among
+# its options; `base` goes with a history that may be a delta.
+SHARED = ("history", "base", "candidates", "num_candidates", "timestamp", "top_k", "events")
+
+
+def _derived_options(kind: Kind[Any, Any]) -> type[msgspec.Struct] | None:
+    """Make the options of a kind from its request's own fields; arrays become columns. None = it has no own fields."""
+    hints = get_type_hints(kind.request)
+    fields: list[Any] = []
+    for field in dataclasses.fields(kind.request):
+        if field.name in ("user", *SHARED) or field.name.endswith("_version"):
+            continue
+        is_array = "ndarray" in str(hints[field.name])
+        hint = Column if is_array else hints[field.name]
+        if field.default is not dataclasses.MISSING:
+            fields.append((field.name, hint | None if field.default is None else hint, field.default))
+        elif field.default_factory is not dataclasses.MISSING:
+            fields.append((field.name, hint, msgspec.field(default_factory=field.default_factory)))
+        else:
+            fields.append((field.name, hint))
+    name = f"Logged{kind.title}"
+    return msgspec.defstruct(name, fields, frozen=True, kw_only=True, omit_defaults=True) if fields else None
+
+
 # The Struct in the record's field of the kind's name. Its fields have the names of the request's own
-# (`core/request.py`). A kind that is not listed here has no such field.
+# (`core/request.py`). The first three are as format 1 fixed them; another kind's options follow from its request.
 OPTIONS: dict[str, type[msgspec.Struct]] = {
     GENERATE.name: LoggedGenerate,
     MATCH.name: LoggedMatch,
     RECOMMEND.name: LoggedRecommend,
+}
+OPTIONS |= {
+    name: derived
+    for name, kind in RECORDED.items()
+    if name not in OPTIONS and (derived := _derived_options(kind)) is not None
 }
 
 
@@ -125,7 +155,7 @@ class LoggedAnswer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     scores: dict[str, bytes] = {}  # task -> raw float32 a candidate, NaN = unknown item; where values were kept
 
 
-class QueryRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+class _Format1(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """One logged request. A rank may carry what the user did with its candidates."""
 
     ts: float  # seconds, epoch or relative: when the request came
@@ -169,3 +199,18 @@ class QueryRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         """[c] external item ids."""
         ids: I64 = column(self.candidates)
         return ids
+
+
+if TYPE_CHECKING:
+    QueryRecord = _Format1
+else:  # and one field for the options of each kind that is newer than format 1
+    QueryRecord = msgspec.defstruct(
+        "QueryRecord",
+        [(name, options | None, None) for name, options in OPTIONS.items() if name not in _Format1.__struct_fields__],
+        bases=(_Format1,),
+        module=__name__,
+        frozen=True,
+        kw_only=True,
+        forbid_unknown_fields=True,
+        omit_defaults=True,
+    )

@@ -47,7 +47,9 @@ async def run(folder: Path, name: str, sections: dict[str, Any], **options: Any)
     """One run on a fresh service; its answers are in folder / name."""
     (folder / name).mkdir()
     async with serving(folder, watched=False, **sections) as (client, service):
-        service.versions.ranker().engine.copy_bytes_per_s = float("inf")  # on a busy machine a reload may not seem to pay
+        service.versions.ranker().engine.copy_bytes_per_s = float(
+            "inf"
+        )  # on a busy machine a reload may not seem to pay
         rank = service.rank
 
         async def spilled(request: RankRequest, budget_s: float) -> RankAnswer:

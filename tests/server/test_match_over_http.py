@@ -17,7 +17,7 @@ from npu_gr.backend.cpu.backend import CPUBackend
 from npu_gr.core.errors import ConfigError, Unavailable
 from npu_gr.core.request import Brownout
 from npu_gr.features.embedded import EmbeddedStore
-from npu_gr.features.store import Stored
+from npu_gr.features.base import StoredHistory
 from npu_gr.jobs.match import MatchJob
 from npu_gr.matching.vectors import save
 from npu_gr.service.service import Service
@@ -105,7 +105,7 @@ async def test_a_new_user_is_served_from_the_request_or_from_the_store(
         stored = await match(client, user_id="stranger", num_items=5)
         assert (stored["basis"], stored["items"]) == ("folded", sent["items"])
 
-        async def fail(*_: object) -> Stored:
+        async def fail(*_: object) -> StoredHistory:
             raise Unavailable("no store today")
 
         monkeypatch.setattr(EmbeddedStore, "read", fail)

@@ -77,7 +77,9 @@ async def test_an_instance_goes_on_from_it_where_it_fits(tmp_path: Path, caplog:
         assert service.versions.ranker().relay.q_inst_per_s == pytest.approx(0.8 * 20.0)  # what is configured wins
     with caplog.at_level(logging.WARNING):
         async with serving(tmp_path, calibration={**calibration, "version": "another"}) as (_, service):
-            assert service.versions.ranker().relay.t_life_p99_s.value == service.versions.ranker().relay.t_life_s  # the guess
+            assert (
+                service.versions.ranker().relay.t_life_p99_s.value == service.versions.ranker().relay.t_life_s
+            )  # the guess
     assert "the calibration is of another on cpu" in caplog.text
 
 
