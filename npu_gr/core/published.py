@@ -1,0 +1,110 @@
+"""One thing in service, and the one before it: published, rolled back, read without waiting.
+
+    publish(a)      current a   previous -
+    publish(b)      current b   previous a
+    rollback()      current a   previous b      a second rollback undoes the first
+    drop_previous() current a   previous -
+
+Readers take one reference, so they never see half of a change; whoever holds the reference keeps its value alive.
+Publishers take turns. Any thread may call any method.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from npu_gr.core.errors import DataError, Unavailable
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Publication(Generic[T]):
+    """What is in service at one moment."""
+
+    current: T
+    previous: T | None  # what a rollback would serve
+    published_at: float  # instant of the clock at which `current` came into service
+
+
+class Published(Generic[T]):
+    """The value in service and the one before it."""
+
+    def __init__(self, name: str, clock: Callable[[], float] = time.monotonic) -> None:
+        """Nothing is published yet.
+
+        Args:
+            name: what the value is, in messages: "the catalogue".
+            clock: seconds that never go back.
+        """
+        self._name = name
+        self._clock = clock
+        self._turn = threading.Lock()
+        self._now: Publication[T] | None = None
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing has been published."""
+        return self._now is None
+
+    @property
+    def now(self) -> Publication[T]:
+        """What is in service.
+
+        Raises:
+            Unavailable: nothing has been published.
+        """
+        if self._now is None:
+            raise Unavailable(f"no version of {self._name} has been published")
+        return self._now
+
+    @property
+    def current(self) -> T:
+        """The value in service.
+
+        Raises:
+            Unavailable: nothing has been published.
+        """
+        return self.now.current
+
+    @property
+    def previous(self) -> T | None:
+        """The value before it, if it is kept."""
+        return None if self._now is None else self._now.previous
+
+    @property
+    def age_s(self) -> float:
+        """Seconds since the value came into service.
+
+        Raises:
+            Unavailable: nothing has been published.
+        """
+        return self._clock() - self.now.published_at
+
+    def publish(self, value: T) -> None:
+        """Put `value` into service and keep the one before it."""
+        with self._turn:
+            previous = None if self._now is None else self._now.current
+            self._now = Publication(value, previous, self._clock())
+
+    def rollback(self) -> None:
+        """Put the kept value into service, and keep the one that was in service.
+
+        Raises:
+            DataError: no earlier value is kept; nothing was changed.
+        """
+        with self._turn:
+            now = self._now
+            if now is None or now.previous is None:
+                raise DataError(f"no earlier version of {self._name} is kept")
+            self._now = Publication(now.previous, now.current, self._clock())
+
+    def drop_previous(self) -> None:
+        """Keep the value in service alone."""
+        with self._turn:
+            if self._now is not None:
+                self._now = Publication(self._now.current, None, self._now.published_at)
