@@ -107,7 +107,7 @@ class ServedCatalogue:
         """Serve the version before.
 
         Raises:
-            CatalogueError: there is none.
+            DataError: there is none.
         """
         self._catalogue.rollback()
         return self.info()
