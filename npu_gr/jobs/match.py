@@ -21,7 +21,7 @@ from npu_gr.core.errors import ConfigError, DataError, NotFound, NpuGrError, Unp
 from npu_gr.core.request import I64, MatchAnswer, MatchRequest, VectorsInfo
 from npu_gr.engine.scheduler import Scheduler
 from npu_gr.matching.index import IndexName
-from npu_gr.matching.matcher import Found, Matcher, Search
+from npu_gr.matching.matcher import MatchedItems, Matcher, MatchQuery
 from npu_gr.matching.vectors import load
 
 Count = Annotated[int, msgspec.Meta(ge=1)]
@@ -39,14 +39,14 @@ class MatchConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 class _Waiting(NamedTuple):
     matcher: Matcher
-    search: Search
+    search: MatchQuery
     deadline_at: float
     since_s: float
     future: asyncio.Future[_Matched]
 
 
 class _Matched(NamedTuple):
-    found: Found
+    found: MatchedItems
     queue_s: float
     device_s: float
 
@@ -176,7 +176,7 @@ class Matching:
             stages_s={"queue": done.queue_s, "device": done.device_s},
         )
 
-    async def _search(self, matcher: Matcher, search: Search, deadline_at: float) -> _Matched:
+    async def _search(self, matcher: Matcher, search: MatchQuery, deadline_at: float) -> _Matched:
         """In the next pass; what comes while one runs shares the one after it."""
         future: asyncio.Future[_Matched] = asyncio.get_running_loop().create_future()
         self._waiting.append(_Waiting(matcher, search, deadline_at, time.monotonic(), future))
