@@ -18,7 +18,7 @@ from npu_gr.tools.evaluate_service import Case, Client, judge, next_events
 from npu_gr.train.data import to_train_on
 from npu_gr.train.generate.publish import CONFIGURATION, publish
 from npu_gr.train.generate.train import MOVIELENS, train_generator
-from npu_gr.train.steps import Progress
+from npu_gr.train.steps import TrainingProgress
 
 GENERATOR = msgspec.structs.replace(MOVIELENS, epochs=12, validate_every=12, validation_users=100, test_users=100)
 """Less than a CPU minute, for a demo; `npu-gr train generate` makes a better one in four."""
@@ -26,7 +26,9 @@ NUM_RETRIEVED, NUM_POPULAR = 100, 200
 JUDGED_USERS, SHOWN_USERS, SHOWN_ITEMS = 300, 4, 5
 
 
-def prepare(folder: Path, history: Interactions, console: Console, progress: Callable[[Progress], None]) -> list[str]:
+def prepare(
+    folder: Path, history: Interactions, console: Console, progress: Callable[[TrainingProgress], None]
+) -> list[str]:
     """Train or reuse the generator, list what is popular; the overrides that add both to a service.
 
     Args:
