@@ -17,8 +17,8 @@ LAST_BATCHES = 20  # steps whose mean loss is reported: one batch's loss is too 
 MAX_GRADIENT_NORM = 1.0
 BETAS = (0.9, 0.98)  # of AdamW; the second one is lower than its default, 0.999
 
-Batch = TypeVar("Batch")
-Model = TypeVar("Model", bound=nn.Module)
+B = TypeVar("B")  # a batch, as `loss_of` takes it
+M = TypeVar("M", bound=nn.Module)
 
 
 class TrainingProgress(NamedTuple):
@@ -59,12 +59,12 @@ class StepOptions(Protocol):
         ...
 
 
-class EpochTrainer(Generic[Model]):
+class EpochTrainer(Generic[M]):
     """Trains a model by AdamW: linear warm-up, then a cosine down to nothing; keeps a moving average of the weights."""
 
     def __init__(
         self,
-        model: Model,
+        model: M,
         options: StepOptions,
         *,
         table: Tensor,
@@ -101,11 +101,11 @@ class EpochTrainer(Generic[Model]):
         self._recent_losses: list[float] = []
 
     @property
-    def averaged(self) -> Model:
+    def averaged(self) -> M:
         """A copy of the model with the moving average of its weights; the next step changes it."""
-        return cast(Model, self._averaged.module)
+        return cast(M, self._averaged.module)
 
-    def run_epoch(self, epoch: int, batches: Sequence[Batch], loss_of: Callable[[Batch], Tensor]) -> None:
+    def run_epoch(self, epoch: int, batches: Sequence[B], loss_of: Callable[[B], Tensor]) -> None:
         """Take one step a batch.
 
         Args:
