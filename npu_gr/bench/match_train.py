@@ -17,7 +17,7 @@ from npu_gr.bench.line import Line
 from npu_gr.train.match.domains import MatchData, hold_out
 from npu_gr.train.match.graph import Graph
 from npu_gr.train.match.options import MatchOptions
-from npu_gr.train.match.train import Progress, Trainer
+from npu_gr.train.match.train import StageProgress, Trainer
 
 SOURCE_SHARE = 0.7  # of the edges
 EDGES_A_USER, EDGES_AN_ITEM = 10, 10
@@ -61,7 +61,7 @@ def _graph(random: np.random.Generator, num_edges: int, num_users: int) -> Graph
     return Graph(edges // num_items, edges % num_items, num_users, num_items)
 
 
-def _note(ends_at: dict[str, list[float]], done: Progress) -> None:
+def _note(ends_at: dict[str, list[float]], done: StageProgress) -> None:
     if done.done < done.total:  # behind a stage's last step it is evaluated
         ends_at.setdefault(done.stage, []).append(time.process_time())
 

@@ -1,13 +1,12 @@
-"""Records of items and semantic IDs -> `Trie`, vectorised.
+"""Build a `Trie` from item ids and their semantic IDs, vectorised.
 
-One sort puts the SIDs in order. Where a SID and its row number fit together into 63 bits (three levels of 8,192 codes
-and 16 M items do) it is one in-place sort of integers, which is several times faster than sorting rows of codes.
+One sort puts the semantic IDs (SIDs) in order. If a SID and its row number fit together into 63 bits (three levels of
+8,192 codes and 16 M items do), it is one in-place sort of integers: several times faster than sorting rows of codes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -24,21 +23,22 @@ Codes = npt.NDArray[np.integer[Any]]
 
 
 def build_trie(sids: Codes, item_ids: I64, codebooks: Codebooks, order: F32 | None = None) -> Trie:
-    """Make the catalogue; record r is row r - 1 of each argument.
+    """Build the trie of a catalogue.
 
     Args:
-        sids: [N, L] integer codes. Several items may have one SID.
-        item_ids: [N] distinct, not negative.
-        codebooks: of L levels.
-        order: [N] finite; of the items on one SID the highest comes first. None: all equal.
+        sids: [N, L] integer codes. Several items may share a SID.
+        item_ids: int64 [N], distinct, not negative.
+        codebooks: the codes of each of the L levels.
+        order: float32 [N], finite; of the items that share a SID the highest score comes first. None: all are equal.
 
     Raises:
-        CatalogueError: names the first bad record and the reason.
+        CatalogueError: names the first bad record, counted from 1 (row 0 is record 1), and the reason.
     """
     _check(sids, item_ids, codebooks, order)
     rows, column = _sorted_rows(sids, codebooks)
     num_items = len(item_ids)
-    begins = np.zeros(num_items, np.bool_)  # in SID order: the item is the first one below a state of this level
+    # In SID order: whether the item is the first one below its state of this level.
+    begins = np.zeros(num_items, np.bool_)
     begins[:1] = True
     indptr: list[Pointers] = []
     token: list[U16 | I32] = []
@@ -52,25 +52,26 @@ def build_trie(sids: Codes, item_ids: I64, codebooks: Codebooks, order: F32 | No
         first = codes[starts]
         token.append(first.astype(np.uint16) if count <= 2**16 else first.astype(np.int32))
     if not num_items:
-        indptr[0] = np.zeros(2, np.int32)  # the root is there, without children
-    del column  # frees the sorted keys before the sort by item id
+        indptr[0] = np.zeros(2, np.int32)  # an empty catalogue has a root without children
+    del column  # frees the sorted keys (8 bytes an item) before the sort by item id
     _order_shared(rows, begins, item_ids, order)
     leaf_item = item_ids[rows]
     del rows
     by_id = _by_id(leaf_item, item_ids)
     leaf_ptr = pointers_of(starts, num_items)
-    return freeze(Trie(codebooks, tuple(indptr), tuple(token), leaf_ptr, leaf_item, by_id, ()))
+    return freeze(Trie(codebooks, tuple(indptr), tuple(token), leaf_ptr, leaf_item, by_id))
 
 
 def freeze(trie: Trie) -> Trie:
-    """With its tables read-only, and its greatest degrees counted."""
+    """Make the trie's tables read-only, so that no request can change what others read."""
     for table in (*trie.indptr, *trie.token, trie.leaf_ptr, trie.leaf_item, trie.by_id):
         table.flags.writeable = False
-    return replace(trie, max_degree=tuple(int(np.diff(pointers).max(initial=0)) for pointers in trie.indptr))
+    return trie
 
 
 def _check(sids: Codes, item_ids: I64, codebooks: Codebooks, order: F32 | None) -> None:
-    num_items, num_levels = len(item_ids), len(codebooks)
+    num_items = len(item_ids)
+    num_levels = len(codebooks)
     if sids.shape != (num_items, num_levels):
         raise CatalogueError(f"SIDs of shape {list(sids.shape)}, want [{num_items}, {num_levels}]")
     if not np.issubdtype(sids.dtype, np.integer):
@@ -95,7 +96,11 @@ def _check(sids: Codes, item_ids: I64, codebooks: Codebooks, order: F32 | None) 
 
 
 def _sorted_rows(sids: Codes, codebooks: Codebooks) -> tuple[I64, Callable[[int], Codes]]:
-    """The rows in ascending order of SID, [N], and a function that gives a level's codes in that order, [N]."""
+    """Sort the rows by SID.
+
+    Returns:
+        The rows in ascending order of SID, [N], and a function: level -> its codes in that order, [N].
+    """
     bits = [max(1, (count - 1).bit_length()) for count in codebooks.code_count]
     if sum(bits) > _KEY_BITS:
         rows = np.lexsort([sids[:, level] for level in reversed(range(len(bits)))])
@@ -118,7 +123,7 @@ def _sorted_rows(sids: Codes, codebooks: Codebooks) -> tuple[I64, Callable[[int]
 
 
 def _order_shared(rows: I64, begins: Mask, item_ids: I64, order: F32 | None) -> None:
-    """Put the rows of each SID that has several into their order, in place: more sorts, of these rows only."""
+    """Sort the rows of items that share a SID by order score and item id (T4), in place; no other row moves."""
     shared = ~begins
     shared[:-1] |= shared[1:]
     at = np.flatnonzero(shared)
@@ -127,16 +132,21 @@ def _order_shared(rows: I64, begins: Mask, item_ids: I64, order: F32 | None) -> 
     mine = rows[at]
     ranked = np.argsort(item_ids[mine])
     if order is not None:
-        # The bits of a float ascend with it once those of a negative one are turned round; 0.0 + -0.0 is 0.0.
+        # The bits of a float, read as an integer, ascend with it once those of a negative float are inverted.
+        # Adding 0.0 turns -0.0 into 0.0: the two are equal scores.
         bits = (order[mine].astype(np.float32) + np.float32(0.0)).view(np.int32)
         ranked = _stable_sort(~np.where(bits < 0, bits ^ _MAX_INT32, bits), ranked)
     rows[at] = mine[_stable_sort(np.cumsum(begins[at], dtype=np.int32), ranked)]
 
 
 def _stable_sort(keys: I32, ranked: I64) -> I64:
-    """`ranked`, sorted by the keys of its elements and else as it was. [n], [n] -> [n], for n up to 2**32.
+    """Sort `ranked` by the keys of its elements; elements of equal keys keep their order.
 
-    Key and rank in one integer: sorting integers in place is several times faster than a stable argsort.
+    One integer holds key and rank, because sorting integers in place is several times faster than a stable argsort.
+
+    Args:
+        keys: int32 [n], n up to 2**32; `keys[i]` belongs to element i.
+        ranked: int64 [n], a permutation of 0 .. n - 1.
     """
     pairs = keys[ranked].astype(np.int64) << 32
     pairs |= np.arange(len(pairs))
@@ -158,6 +168,9 @@ def _by_id(leaf_item: I64, item_ids: I64) -> I64:
 
 
 def pointers_of(firsts: I64, end: int) -> Pointers:
-    """[n] first elements and the number of elements -> [n + 1], in the smaller type that fits."""
+    """Row pointers of a CSR table: the first element of each row, [n], then the number of elements: [n + 1].
+
+    They are int32 if they fit, int64 otherwise.
+    """
     pointers = np.append(firsts, end)
     return pointers.astype(np.int32) if end <= _MAX_INT32 else pointers

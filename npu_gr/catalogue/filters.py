@@ -1,11 +1,13 @@
-"""Which items a request may see, as the edges that the beams may take.
+"""Turn the items that a request may be answered with into the trie's edges that its beams may follow.
 
-An edge is valid if and only if an allowed item lies below it. Selection masks the others before its top-k, so that no
-beam is spent on a path whose items are all denied.
+An edge is valid if and only if an allowed item lies below it. Selection masks the other edges before its top-k, so
+that no beam is spent on a path whose items are all denied.
 
-Two ways, by what is cheaper. A mask (of attributes, of what is withdrawn) works out every edge from the leaves up:
-time and memory of the whole trie. Lists of items look only at the states above those items: allowing takes
-O(items x levels), denying also looks at the children of a state that loses one of them.
+There are two ways to find the valid edges:
+  from a mask          (of attributes, of withdrawn items) computes every edge from the leaves up: the time and memory
+                       of the whole trie
+  from a list of items visits only the states above those items: allowing takes O(items x levels); denying also reads
+                       the children of each state that loses one of them
 """
 
 from __future__ import annotations
@@ -20,59 +22,61 @@ from npu_gr.catalogue.trie import Mask, Trie, owner, spread
 from npu_gr.core.errors import Unprocessable
 from npu_gr.core.request import I64
 
-# The kind of a column -> the types of a value that is looked for in it. type() tells True from 1, isinstance does not.
+# numpy's kind of a column -> the types that a value searched in it may have. Compared with type(), which tells True
+# from 1; isinstance does not.
 _TYPES: dict[str, tuple[type, ...]] = {"b": (bool,), "i": (int,), "f": (int, float), "U": (str,)}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Filter:
-    """What is allowed, by place in the trie's tables. Never changed in place."""
+    """The allowed items and the valid edges, as masks over the trie's tables. Never changed in place."""
 
-    allowed: Mask  # [N] items, as `Trie.leaf_item`
-    valid: tuple[Mask, ...]  # L x [n_{l+1}] edges of level l, as `Trie.token[l]`
+    allowed: Mask  # [N] in the order of `Trie.leaf_item`
+    valid: tuple[Mask, ...]  # L x [n_{l+1}] edges of level l, in the order of `Trie.token[l]`
 
-    def without(self, denied: Denied) -> Filter:
-        """A copy in which the denied ones are off too."""
+    def without(self, exclusion: Exclusion) -> Filter:
+        """Copy the filter and turn the excluded items and edges off."""
         allowed = self.allowed.copy()
-        allowed[denied.places] = False
+        allowed[exclusion.places] = False
         valid = tuple(edges.copy() for edges in self.valid)
-        for edges, off in zip(valid, denied.edges, strict=True):
+        for edges, off in zip(valid, exclusion.edges, strict=True):
             edges[off] = False
         return Filter(allowed, valid)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Denied:
-    """What is not allowed, by place in the trie's tables, ascending and distinct."""
+class Exclusion:
+    """Denied items and the edges that no longer lead to an allowed one; indices are ascending and distinct."""
 
-    places: I64  # items, as `Trie.leaf_item`
-    edges: tuple[I64, ...]  # L x edges of level l
+    places: I64  # into `Trie.leaf_item`
+    edges: tuple[I64, ...]  # L x indices into `Trie.token[l]`
 
 
 def allow_all(trie: Trie) -> Filter:
-    """Nothing is filtered."""
+    """Allow every item of the trie."""
     return Filter(np.ones(trie.num_items, np.bool_), tuple(np.ones(len(codes), np.bool_) for codes in trie.token))
 
 
 def allow_mask(trie: Trie, allowed: Mask) -> Filter:
-    """From a mask over the items, [N] as `trie.leaf_item`, which the filter keeps."""
-    below, valid = allowed, []
+    """Allow the items of a mask, bool [N] in the order of `trie.leaf_item`; the filter keeps the mask itself."""
+    below = allowed
+    valid = []
     for pointers in (trie.leaf_ptr, *reversed(trie.indptr[1:])):
-        # Every state has a child (T3), so no range is empty, which reduceat would read as its first element.
+        # Every state has a child (T3), so no range is empty: reduceat would return an empty range's first element.
         below = np.logical_or.reduceat(below, pointers[:-1]) if len(below) else below
         valid.append(below)
     return Filter(allowed, tuple(reversed(valid)))
 
 
 def allow_items(trie: Trie, item_ids: I64, within: Filter | None = None) -> Filter:
-    """Only these items; ids that the catalogue lacks count for nothing.
+    """Allow only some items.
 
-    Only the paths to these items are looked at; the rest of the tables is zeroed memory that nobody touched.
+    Visits the paths to these items alone; the rest of the masks is zeroed memory that is never touched.
 
     Args:
         trie: the catalogue.
-        item_ids: [n].
-        within: what is allowed without this; None: all.
+        item_ids: [n] external ids; those that the catalogue lacks, and repeated ones, are ignored.
+        within: an item must be allowed by this filter too; None: by no other.
     """
     places = trie.places(item_ids)
     places = places[places >= 0]
@@ -80,7 +84,8 @@ def allow_items(trie: Trie, item_ids: I64, within: Filter | None = None) -> Filt
         places = places[within.allowed[places]]
     allowed = np.zeros(trie.num_items, np.bool_)
     allowed[places] = True
-    on, valid = np.unique(places), []
+    on = np.unique(places)
+    valid = []
     for pointers in (trie.leaf_ptr, *reversed(trie.indptr[1:])):
         on = np.unique(owner(pointers, on))
         edges = np.zeros(len(pointers) - 1, np.bool_)
@@ -89,20 +94,22 @@ def allow_items(trie: Trie, item_ids: I64, within: Filter | None = None) -> Filt
     return Filter(allowed, tuple(reversed(valid)))
 
 
-def deny_items(trie: Trie, item_ids: I64, within: Filter | None = None) -> Denied:
-    """These items, and the edges that lose their last allowed item by it.
+def deny_items(trie: Trie, item_ids: I64, within: Filter | None = None) -> Exclusion:
+    """Find the places of some items, and the edges that lose their last allowed item with them.
 
     Args:
         trie: the catalogue.
-        item_ids: [n]; ids that the catalogue lacks, and repeated ones, count for nothing.
-        within: what is allowed without this; None: all.
+        item_ids: [n] external ids; those that the catalogue lacks, and repeated ones, are ignored.
+        within: the filter that the exclusion will be applied to (`Filter.without`); None: `allow_all`.
     """
     places = np.unique(trie.places(item_ids))
     places = places[places >= 0]
-    off, edges = places, []
+    off = places
+    edges = []
     allowed = within.allowed if within else None
     for level in range(trie.num_levels, 0, -1):
-        # `off` are items (at first) or edges of this level; their states are the edges of the level above.
+        # `off` holds items in the first round, edges of this level later. The state above each is an edge of the
+        # level above, and goes off too if nothing below it is left.
         pointers = trie.leaf_ptr if level == trie.num_levels else trie.indptr[level]
         states = np.unique(owner(pointers, off))
         lo = pointers[states].astype(np.int64)
@@ -116,11 +123,19 @@ def deny_items(trie: Trie, item_ids: I64, within: Filter | None = None) -> Denie
         allowed = within.valid[level - 1] if within else None
         edges.append(states)
         off = states
-    return Denied(places, tuple(reversed(edges)))
+    return Exclusion(places, tuple(reversed(edges)))
 
 
 def attribute_in(attributes: Mapping[str, Column], name: str, values: Sequence[bool | int | float | str]) -> Mask:
-    """The items whose attribute has one of the values: [N], in the order of the columns.
+    """Find the items whose attribute has one of the values.
+
+    Args:
+        attributes: columns by name, [N] each.
+        name: the attribute.
+        values: of the kind of the column; whole numbers may be searched in a column of fractions.
+
+    Returns:
+        bool [N], in the order of the columns.
 
     Raises:
         Unprocessable: no such attribute, or a value of another kind than the attribute's.
@@ -133,5 +148,5 @@ def attribute_in(attributes: Mapping[str, Column], name: str, values: Sequence[b
             raise Unprocessable(f"filter: {value!r} is not of the kind of attribute {name!r}")
     found = np.zeros(len(column), np.bool_)
     for value in values:
-        found |= column == value  # one pass each, without the sort of np.isin; a request names few values
+        found |= column == value  # one pass a value, where np.isin would sort; a request names few values
     return found

@@ -1,7 +1,7 @@
-"""Items in and out of a built catalogue: each table is copied once, nothing is sorted anew.
+"""Insert items into a built trie, or remove some: each table is copied once, nothing is sorted again.
 
-The result is the very trie that `build_trie` makes of the same items (tests/catalogue/test_versions.py), in the time of
-copying it: level by level the edges of a small trie of the new items take their places among the old ones.
+The result equals the trie that `build_trie` makes of the same items (tests/catalogue/test_merge.py), in the time of a
+copy: level by level, the edges of a small trie of the new items are inserted at their places among the old ones.
 """
 
 from __future__ import annotations
@@ -20,27 +20,34 @@ Table = npt.NDArray[Any]
 
 
 class Inserted(NamedTuple):
-    """A trie with more items, and where the new ones went. M = new items."""
+    """A trie with more items. M = new items."""
 
     trie: Trie
-    before: I64  # [M] place in the old `leaf_item` that each new item, in the order of its own trie, stands before
+    before: I64  # [M] for np.insert: the place in the old `leaf_item` that each item of the new trie goes before
 
 
 def insert(old: Trie, order: F32 | None, new: Trie, new_order: F32 | None) -> Inserted:
-    """The items of both.
+    """Merge two tries into one with the items of both.
 
     Args:
-        old, new: of the same codebooks, without a common item, neither empty.
-        order, new_order: [N] and [M] order scores by place; both or neither.
+        old: not empty.
+        order: float32 [N] order scores by place in `old.leaf_item`; None if and only if `new_order` is.
+        new: not empty, of the same codebooks, without an item of `old`.
+        new_order: float32 [M] by place in `new.leaf_item`.
     """
     assert old.codebooks == new.codebooks
-    of_old = of_new = np.zeros(1, np.int64)  # merged number of each state of the level
+    # The number that each state of the level has in the merged trie. Both tries have the one root, state 0.
+    of_old = of_new = np.zeros(1, np.int64)
     num_states = 1
-    indptr, token = [], []
+    indptr = []
+    token = []
     for level in range(old.num_levels):
-        old_parent, new_parent = _parents(old.indptr[level], of_old), _parents(new.indptr[level], of_new)
+        old_parent = _parents(old.indptr[level], of_old)
+        new_parent = _parents(new.indptr[level], of_new)
+        # (parent, code) as one integer: ascending in both tries (T1, T2), so a binary search finds each new edge.
         count = old.codebooks.code_count[level]
-        keys, new_keys = old_parent * count + old.token[level], new_parent * count + new.token[level]
+        keys = old_parent * count + old.token[level]
+        new_keys = new_parent * count + new.token[level]
         at = np.searchsorted(keys, new_keys)
         fresh = keys[np.minimum(at, len(keys) - 1)] != new_keys
         before = at[fresh]
@@ -62,10 +69,11 @@ def insert(old: Trie, order: F32 | None, new: Trie, new_order: F32 | None) -> In
 
 
 def restrict(trie: Trie, kept: Mask) -> Trie:
-    """Only the items that are kept, [N] by place; at least one is."""
+    """Remove all other items. `kept` is bool [N] in the order of `trie.leaf_item`, with at least one True."""
     valid = allow_mask(trie, kept).valid
-    alive: Mask = np.ones(1, np.bool_)
-    indptr, token = [], []
+    alive: Mask = np.ones(1, np.bool_)  # states of the level that stay; the root does
+    indptr = []
+    token = []
     for pointers, codes, edges in zip(trie.indptr, trie.token, valid, strict=True):
         indptr.append(_from_degrees(_count_in(pointers, edges)[alive]))
         token.append(codes[edges])
@@ -76,15 +84,15 @@ def restrict(trie: Trie, kept: Mask) -> Trie:
 
 
 def _parents(pointers: Pointers, merged: I64) -> I64:
-    """The merged number of the state above each edge."""
+    """Number, in the merged trie, of the state above each edge."""
     parents: I64 = np.repeat(merged, np.diff(pointers))
     return parents
 
 
 def _places_before(old: Trie, order: F32 | None, new: Trie, new_order: F32 | None, of_old: I64, of_new: I64) -> I64:
-    """Where each new item goes, by T4: a binary search in its leaf, for all of them at once."""
+    """Find the place of each new item by T4: one binary search within its leaf, for all new items at once."""
     leaf = np.repeat(of_new, np.diff(new.leaf_ptr))
-    own = np.searchsorted(of_old, leaf)  # the old leaf with that SID, or the one that it comes before
+    own = np.searchsorted(of_old, leaf)  # the old leaf of the same SID, or the next one
     shares = (own < len(of_old)) & (of_old[np.minimum(own, len(of_old) - 1)] == leaf)
     low = old.leaf_ptr[own].astype(np.int64)
     high = np.where(shares, old.leaf_ptr[np.minimum(own + 1, len(of_old))], low).astype(np.int64)
@@ -108,7 +116,7 @@ def _by_id(old: Trie, new: Trie, before: I64) -> I64:
 
 
 def _count_in(pointers: Pointers, mask: Mask) -> I64:
-    """How many of each state's elements are set."""
+    """Count the elements of each state that are set."""
     counts: I64 = np.add.reduceat(mask, pointers[:-1], dtype=np.int64)  # no range is empty (T3)
     return counts
 
@@ -121,4 +129,4 @@ def _from_degrees(degree: I64) -> Pointers:
 def _trie(
     like: Trie, indptr: list[Pointers], token: list[Table], leaf_ptr: Pointers, leaf_item: I64, by_id: I64
 ) -> Trie:
-    return freeze(Trie(like.codebooks, tuple(indptr), tuple(token), leaf_ptr, leaf_item, by_id, ()))
+    return freeze(Trie(like.codebooks, tuple(indptr), tuple(token), leaf_ptr, leaf_item, by_id))

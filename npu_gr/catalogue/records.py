@@ -1,14 +1,14 @@
-"""Files of items and semantic IDs, read whole or not at all.
+"""Read files of items and their semantic IDs (SIDs). A file with any bad record is refused as a whole.
 
-Three formats, told apart by suffix:
+The suffix tells the format:
   .jsonl, .jsonl.gz, .jsonl.zst   a line: {"item_id": 1, "sid": [3, 7, 1], "order": 0.5, "attributes": {"stock": true}}
                                   `order` and `attributes` may be left out; any other key is an error, so that a
                                   misspelt one is noticed. Blank lines are skipped.
   .parquet                        columns `item_id`, `sid` (a list of integers) and maybe `order`; every further
                                   column is an attribute. Needs npu_gr[parquet].
   .bin                            xLLM: {int64 item; int32 t0, t1, t2}, little endian, 20 bytes a record
-Every record has as many codes as the first, an order score if the first has one, and the same attributes, each of one
-kind (true or false, number, text): a catalogue that leaves some out would make filters guess.
+Every record has as many codes as the first, an order score if and only if the first has one, and the attributes of the
+first, each of one kind (true or false, number, text): filters would have to guess the values that are left out.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from npu_gr.core.request import F32, I64
 from npu_gr.features.lines import read_lines
 
 Column = npt.NDArray[Any]  # bool, int64, float64 or str; text takes 4 bytes a letter of the longest value
-Place = Callable[[int], str]  # row -> the file and the record, for a message
+Place = Callable[[int], str]  # row -> "<file>, line <n>" or the like, for a message
 
 _XLLM = np.dtype([("item_id", "<i8"), ("sid", "<i4", (3,))])
 _MAX_CODE = 2**31 - 1
@@ -40,7 +40,7 @@ class Items:
     """The records of a catalogue, in the order of the file. N = number of items, L = codes of a SID."""
 
     item_ids: I64  # [N] not negative; `build_trie` refuses repeated ones
-    sids: I32  # [N, L] not negative; L = 0 if there are no items to tell it from
+    sids: I32  # [N, L] not negative; L = 0 in a file without items, which does not say how many codes a SID has
     order: F32 | None  # [N] finite
     attributes: dict[str, Column]  # by name, [N] each
 
@@ -49,7 +49,7 @@ class Items:
 
 
 class Record(msgspec.Struct, forbid_unknown_fields=True, gc=False):
-    """An item: a line of JSONL."""
+    """One item, as a line of JSONL has it."""
 
     item_id: Annotated[int, msgspec.Meta(ge=0, le=_MAX_INT64)]
     sid: Annotated[list[Annotated[int, msgspec.Meta(ge=0, le=_MAX_CODE)]], msgspec.Meta(min_length=1)]
@@ -58,7 +58,7 @@ class Record(msgspec.Struct, forbid_unknown_fields=True, gc=False):
 
 
 def read_items(path: Path) -> Items:
-    """Read a file whole.
+    """Read a catalogue file.
 
     Raises:
         DataError: names the file, the line (JSONL) or the record, counted from 1, and the reason.
@@ -93,20 +93,20 @@ def _read_jsonl(path: Path) -> Items:
 
 
 def as_items(records: Sequence[Record], place: Place) -> Items:
-    """Records as columns.
+    """Turn records into columns.
 
     Args:
-        records: in any number.
-        place: the name of a row, for a message.
+        records: any number, none included.
+        place: names a row in a message.
 
     Raises:
-        DataError: names the record and what it has unlike the first.
+        DataError: names the first record that differs in form from record 1, and the difference.
     """
     if not records:
         return Items(np.empty(0, np.int64), np.empty((0, 0), np.int32), None, {})
     for row, record in enumerate(records):
-        if unlike := _unlike(record, records[0]):
-            raise DataError(f"{place(row)}: {unlike}")
+        if difference := _difference(record, records[0]):
+            raise DataError(f"{place(row)}: {difference}")
     has_order = records[0].order is not None
     return Items(
         np.array([record.item_id for record in records], np.int64),
@@ -119,8 +119,8 @@ def as_items(records: Sequence[Record], place: Place) -> Items:
     )
 
 
-def _unlike(record: Record, first: Record) -> str:
-    """What the first record has and this one lacks, or the other way round; empty if they are of one form."""
+def _difference(record: Record, first: Record) -> str:
+    """Say how the form of a record differs from that of the first; empty if it does not."""
     if len(record.sid) != len(first.sid):
         return f"a SID of {len(record.sid)} codes, the first record has {len(first.sid)}"
     if (record.order is None) != (first.order is None):
@@ -173,7 +173,8 @@ def _read_parquet(path: Path) -> Items:
             table = file.read()
     except (OSError, pa.ArrowException) as error:
         raise DataError(f"{path}: {error}") from error
-    place, names = _by_record(path), table.column_names
+    place = _by_record(path)
+    names = table.column_names
     for name in names:
         if names.count(name) > 1:
             raise DataError(f"{path}: several columns {name!r}")
@@ -243,14 +244,14 @@ def _codes(found: Column, place: Place) -> I32:
 
 
 def _order(found: npt.NDArray[np.float64], place: Place) -> F32:
-    with np.errstate(over="ignore"):  # refused below
+    with np.errstate(over="ignore"):  # a score beyond float32 becomes infinite, and is refused below
         order = found.astype(np.float32)
     _refuse(~np.isfinite(order), lambda row: f"{place(row)}: order score {found[row]} is out of range")
     return order
 
 
 def _widened(name: str, found: Column, place: Place) -> Column:
-    """Of any width and sign -> bool, int64, float64 or str."""
+    """Widen a column of any width and sign to bool, int64, float64 or str."""
     if found.dtype.kind in "iu":
         _refuse(found > _MAX_INT64, lambda row: f"{place(row)}: attribute {name!r} is {found[row]}, too large")
         return found.astype(np.int64)

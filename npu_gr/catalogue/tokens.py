@@ -1,8 +1,15 @@
-"""A history as the model reads it: known items only, cut to the window, with a fingerprint of every prefix.
+"""Turn a user's history into model input: known items only, cut to the window, with a fingerprint of every prefix.
 
-The length rule: at most `max_tokens` of the newest events, and the window's start moves in steps of
-`cut_step_tokens` of the event's index in the user's whole history. Dropping single old tokens would change every
-score and every cached prefix (E9 of `relaygr.md` 3.1); a start that stands still between steps keeps both.
+The length rule: at most `max_tokens` of the newest events remain, and the window starts at an event whose index in the
+user's whole history is a multiple of `cut_step_tokens`. With max_tokens 4 and cut_step_tokens 2:
+
+    events 0 1 2 3              start 0
+    events 0 1 2 3 4            start 2: 0 and 1 are cut
+    events 0 1 2 3 4 5          start 2
+    events 0 1 2 3 4 5 6        start 4
+
+Dropping the oldest token at every new event would change every score and make every cached prefix useless (rule E9 of
+docs/exactness.md); a start that moves only every `cut_step_tokens` events keeps both.
 """
 
 from __future__ import annotations
@@ -20,8 +27,8 @@ from npu_gr.core.request import I64, Events, HistoryReport
 class Tokens:
     """The model's input for one user. n = number of tokens."""
 
-    events: Events  # [n] in external ids
-    rows: I64  # [n] the items' rows in the model
+    events: Events  # [n] with external item ids
+    rows: I64  # [n] row of each item in the model
     report: HistoryReport
     _fingerprints: dict[int, str] = field(default_factory=dict)
 
@@ -29,16 +36,16 @@ class Tokens:
         return len(self.rows)
 
     def __getitem__(self, part: slice) -> Tokens:
-        """Some of the tokens; the report stays that of all."""
+        """Return some of the tokens; the report stays that of the whole history."""
         return Tokens(self.events[part], self.rows[part], self.report)
 
     @property
     def timestamps(self) -> I64:
-        """[n] unix seconds."""
+        """Unix seconds of each event, int64 [n]."""
         return self.events.timestamps
 
     def fingerprint(self, num_tokens: int) -> str:
-        """Of the first `num_tokens`; made once each."""
+        """Fingerprint the first `num_tokens` tokens; each length is computed once."""
         known = self._fingerprints.get(num_tokens)
         if known is None:
             known = self._fingerprints[num_tokens] = self.events[:num_tokens].fingerprint()
@@ -46,13 +53,16 @@ class Tokens:
 
 
 def window_start(first_index: int, num_events: int, max_tokens: int, step: int) -> int:
-    """How many of the oldest events to leave out. Pure.
+    """Compute how many of the oldest given events to cut. Pure.
 
     Args:
         first_index: index of the first given event in the user's whole history.
-        num_events: given events.
-        max_tokens: most that may remain.
-        step: the start's index in the whole history is a multiple of this once anything is cut.
+        num_events: number of given events.
+        max_tokens: most events that may remain.
+        step: once anything is cut, the index of the first remaining event in the whole history is a multiple of this.
+
+    Returns:
+        0 .. num_events: all of them if no multiple of `step` lies within the newest `max_tokens` events.
     """
     if num_events <= max_tokens and first_index == 0:
         return 0
@@ -71,10 +81,19 @@ def tokenize(
     refuse_unknown: bool,
     first_index: int = 0,
 ) -> Tokens:
-    """Map, check and cut a history.
+    """Check a history, cut it and map its items to rows.
+
+    Args:
+        events: with external item ids, oldest first.
+        vocabulary: the items that the model knows.
+        num_actions: actions that the model knows: 0 .. num_actions - 1.
+        max_tokens: longest history that the model reads.
+        cut_step_tokens: the window's start moves in steps of this many events.
+        refuse_unknown: raise for an unknown item; False: drop it.
+        first_index: index of the first event in the user's whole history, of which a caller may send the end alone.
 
     Raises:
-        Unprocessable: an action the model does not know, or an unknown item while `refuse_unknown`.
+        Unprocessable: an action the model does not know, or an unknown item with `refuse_unknown`.
     """
     if len(events) and (int(events.actions.min()) < 0 or int(events.actions.max()) >= num_actions):
         worst = int(events.actions.max()) if int(events.actions.min()) >= 0 else int(events.actions.min())

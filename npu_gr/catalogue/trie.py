@@ -1,13 +1,20 @@
-"""The catalogue of semantic IDs as an immutable trie: which codes may follow which, and which items end there.
+"""The catalogue of semantic IDs as an immutable trie: the codes that may follow a path, and the items at its end.
 
-Source: the CSR tables of xLLM and the carried state ids of STATIC (arXiv 2602.22647), see 2.7 of the xGR design.
+Source: valid-path filtering as in xGR (arXiv:2512.11529), with the CSR tables of xLLM and the state ids carried along
+each beam of STATIC (arXiv:2602.22647).
 
-A semantic ID (SID) is L codes, one a level. States of level 0: the root alone; states of level L: the leaves, one
-for each distinct SID. Invariants, checked by tests/catalogue/test_trie.py:
+A semantic ID (SID) is L codes, one a level. Level 0 has one state, the root; level L has the leaves, one for each
+distinct SID:
+
+    state of level l --- edge e of level l: code token[l][e] ---> state e of level l + 1
+    edges of state s:  indptr[l][s] .. indptr[l][s + 1] - 1
+    items of leaf s:   leaf_ptr[s] .. leaf_ptr[s + 1] - 1, places in leaf_item
+
+Invariants, checked by tests/catalogue/test_trie.py:
   T1  states are numbered in level order, so edge e of level l leads to state e of level l + 1: no next-state column
-  T2  children of a state are contiguous and their codes ascend, so leaves ascend by SID
-  T3  every state but the root of an empty catalogue has a leaf below it, and every leaf has an item
-  T4  items of one SID come by order score, high to low, then by item id, low to high
+  T2  the children of a state are contiguous and their codes ascend, so leaves ascend by SID
+  T3  every state has a leaf below it, and every leaf has an item; the root of an empty catalogue alone has neither
+  T4  the items of one SID are sorted by order score, high to low, then by item id, low to high
 """
 
 from __future__ import annotations
@@ -29,12 +36,12 @@ U16 = npt.NDArray[np.uint16]
 Mask = npt.NDArray[np.bool_]
 Pointers = npt.NDArray[np.int32] | npt.NDArray[np.int64]
 
-DEAD = -1  # the state of a beam that can go nowhere, and of an item that is not in the catalogue
+DEAD = -1  # the state of a beam that has no valid continuation, and the leaf of an item that the catalogue lacks
 
 
 @dataclass(frozen=True, slots=True)
 class Codebooks:
-    """The codes of each level and where they stand in the model's vocabulary: token id = vocab_base[l] + code."""
+    """The codes of each level and their tokens in the model's vocabulary: token id = vocab_base[l] + code."""
 
     code_count: tuple[int, ...]  # codes of level l are 0 .. code_count[l] - 1
     vocab_base: tuple[int, ...]
@@ -48,7 +55,7 @@ class Codebooks:
 
     @classmethod
     def stacked(cls, code_count: Sequence[int], first_token: int = 0) -> Codebooks:
-        """The levels side by side in the vocabulary, the first one's codes from `first_token` on."""
+        """Give the levels adjacent token ranges; code 0 of the first level is token `first_token`."""
         bases = [first_token]
         for count in code_count[:-1]:
             bases.append(bases[-1] + count)
@@ -59,14 +66,14 @@ class Codebooks:
 
 
 class Children(NamedTuple):
-    """The edges that leave each state: lo .. lo + degree - 1. n = number of states asked for."""
+    """The edges that leave some states: lo .. lo + degree - 1. n = number of those states."""
 
     lo: I64  # [n] the first edge, which is also the first state of the next level
     degree: I64  # [n] 0 for a dead state
 
 
 class LeafItems(NamedTuple):
-    """The items of each leaf, one leaf after the other. n = number of leaves asked for."""
+    """The items of some leaves, one leaf after the other. n = number of those leaves."""
 
     item_ids: I64  # [counts.sum()]
     counts: I64  # [n] items of each leaf
@@ -74,7 +81,7 @@ class LeafItems(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Trie:
-    """One catalogue; `build_trie` makes it. n_l = states of level l, N = items, L = levels. Never changed in place."""
+    """One catalogue, made by `build_trie`. Never changed in place. n_l = states of level l, N = items, L = levels."""
 
     codebooks: Codebooks
     indptr: tuple[Pointers, ...]  # L x [n_l + 1] first edge of each state of level l
@@ -82,44 +89,38 @@ class Trie:
     leaf_ptr: Pointers  # [n_L + 1] first item of each leaf
     leaf_item: I64  # [N] external item ids
     by_id: I64  # [N] places in leaf_item, by ascending item id
-    max_degree: tuple[int, ...]  # of each level's states; 0 in an empty catalogue
 
     @property
     def num_levels(self) -> int:
-        """L: codes of a SID."""
+        """L: the number of codes of a SID."""
         return len(self.codebooks)
 
     @property
     def num_items(self) -> int:
-        """N: items, of which several may share a SID."""
+        """N: the number of items. Several may share a SID."""
         return len(self.leaf_item)
 
     @property
-    def num_leaves(self) -> int:
-        """n_L: distinct SIDs."""
-        return len(self.leaf_ptr) - 1
-
-    @property
     def num_bytes(self) -> int:
-        """Of all tables together."""
+        """Bytes of all tables together."""
         return sum(table.nbytes for table in (*self.indptr, *self.token, self.leaf_ptr, self.leaf_item, self.by_id))
 
     def width(self, level: int) -> I8:
-        """The degree class of each state of `level`, counted at each call: [n_l], the least w with degree <= 2**w."""
+        """Compute the degree class of each state of `level`: [n_l], the least w with degree <= 2**w."""
         below = np.maximum(np.diff(self.indptr[level]) - 1, 0)
         widths: I8 = np.frexp(below.astype(np.float64))[1].astype(np.int8)  # the exponent of an integer: its bit length
         return widths
 
     def children(self, level: int, states: I64) -> Children:
-        """The edges of `level` that leave each of its states. [n] -> [n]; `DEAD` states have none."""
+        """Find the edges of `level` that leave each of its given states. [n] -> [n]; a `DEAD` state has none."""
         return _ranges(self.indptr[level], states)
 
     def parent(self, level: int, states: I64) -> I64:
-        """The state of `level` above each given state of `level + 1`, by binary search. [n] -> [n], none `DEAD`."""
+        """Find the state of `level` above each given state of `level + 1`, none `DEAD`. [n] -> [n]."""
         return owner(self.indptr[level], states)
 
     def sid_of(self, leaves: I64) -> I32:
-        """The codes that lead to each leaf: [n] -> [n, L], -1 throughout for a `DEAD` one."""
+        """Find the codes that lead to each leaf. [n] -> [n, L]; all -1 for a `DEAD` leaf."""
         codes = np.full((len(leaves), self.num_levels), -1, np.int32)
         alive = np.flatnonzero(leaves != DEAD)
         states = leaves[alive]
@@ -129,11 +130,11 @@ class Trie:
         return codes
 
     def items_of(self, leaves: I64, limit_per_sid: int | None = None, allowed: Mask | None = None) -> LeafItems:
-        """The items that end at each leaf, in the order of T4.
+        """List the items of each leaf, in the order of T4.
 
         Args:
             leaves: [n] leaf states; a `DEAD` one has no items.
-            limit_per_sid: at most so many of each leaf, the first of those that are allowed.
+            limit_per_sid: most items of each leaf; the first allowed ones are taken. None = no limit.
             allowed: [N] by place in `leaf_item`; None allows all.
         """
         lo, counts = _ranges(self.leaf_ptr, leaves)
@@ -142,17 +143,18 @@ class Trie:
         places = spread(lo, counts)
         if allowed is not None:
             keep = allowed[places]
-            seen = np.concatenate(([0], np.cumsum(keep)))  # allowed items before each place, over all leaves
+            kept_before = np.concatenate(([0], np.cumsum(keep)))  # allowed items before each place, over all leaves
             ends = np.cumsum(counts)
-            before = seen[ends - counts]
+            starts = ends - counts
             if limit_per_sid is not None:
-                keep &= seen[1:] - np.repeat(before, counts) <= limit_per_sid
-                seen = np.concatenate(([0], np.cumsum(keep)))
-            places, counts = places[keep], seen[ends] - seen[ends - counts]
+                keep &= kept_before[1:] - np.repeat(kept_before[starts], counts) <= limit_per_sid
+                kept_before = np.concatenate(([0], np.cumsum(keep)))
+            places = places[keep]
+            counts = kept_before[ends] - kept_before[starts]
         return LeafItems(self.leaf_item[places], counts)
 
     def places(self, item_ids: I64) -> I64:
-        """Where each item stands in `leaf_item`, -1 where the catalogue lacks it. [n] -> [n]."""
+        """Look up the place of each item in `leaf_item`, -1 if the catalogue lacks it. [n] -> [n]."""
         if not self.num_items:
             return np.full(len(item_ids), -1, np.int64)
         at = np.searchsorted(self.leaf_item, item_ids, sorter=self.by_id).clip(max=self.num_items - 1)
@@ -160,15 +162,15 @@ class Trie:
         return np.where(self.leaf_item[places] == item_ids, places, -1)
 
     def leaf_of(self, places: I64) -> I64:
-        """The leaf that holds each place of `leaf_item`, `DEAD` for place -1. [n] -> [n]."""
+        """Find the leaf that holds each place of `leaf_item`, `DEAD` for place -1. [n] -> [n]."""
         return owner(self.leaf_ptr, places)
 
     def find(self, item_ids: I64) -> I64:
-        """The leaf of each item, `DEAD` where the catalogue lacks it. [n] -> [n]."""
+        """Find the leaf of each item, `DEAD` if the catalogue lacks it. [n] -> [n]."""
         return self.leaf_of(self.places(item_ids))
 
     def digest(self) -> str:
-        """128 bits of the content, in hexadecimal: equal catalogues have equal digests on hosts of one byte order."""
+        """Hash the content: 128 bits, in hexadecimal. Hosts of one byte order agree on it."""
         hasher = xxhash.xxh3_128(repr(self.codebooks).encode())
         for table in (*self.indptr, *self.token, self.leaf_ptr, self.leaf_item):
             hasher.update(table.dtype.str.encode() + len(table).to_bytes(8, "little"))
@@ -177,20 +179,20 @@ class Trie:
 
 
 def owner(pointers: Pointers, elements: I64) -> I64:
-    """The state in whose range each element is, by binary search; -1 for element -1. [n_l + 1], [n] -> [n]."""
-    # In the pointers' own type: of two types numpy would first copy the whole table into the wider one.
+    """Find the state in whose range each element lies, by binary search; -1 for element -1. [n_l + 1], [n] -> [n]."""
+    # In the pointers' own type: given two types, numpy would first copy the whole table into the wider one.
     return np.searchsorted(pointers, elements.astype(pointers.dtype), side="right") - 1
 
 
 def spread(lo: I64, counts: I64) -> I64:
-    """The numbers lo[i] .. lo[i] + counts[i] - 1 of each i, one range after the other. [n], [n] -> [counts.sum()]."""
+    """List lo[i] .. lo[i] + counts[i] - 1 for each i, one range after the other. [n], [n] -> [counts.sum()]."""
     ends = np.cumsum(counts)
     numbers: I64 = np.arange(int(counts.sum()), dtype=np.int64) + np.repeat(lo - (ends - counts), counts)
     return numbers
 
 
 def _ranges(pointers: Pointers, states: I64) -> Children:
-    # A dead state looks up state 0, which may be missing: the pointers always have an entry 0, and the degree is cut.
+    # A dead state reads pointers[0], which exists even where no state does, for both ends: its degree is 0.
     alive = states != DEAD
     first = np.where(alive, states, 0)
     lo = pointers[first].astype(np.int64)

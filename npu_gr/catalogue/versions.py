@@ -1,11 +1,11 @@
 """Versions of a catalogue: one is served, the one before it is kept, and a request sees one from start to end.
 
-Changes make a new snapshot, which `Catalogue.publish` then serves; nothing that a request holds is ever written.
-  withdraw, restore   share the trie and carry a filter: a copy of the filter, one byte an item and an edge (tens of
-                      milliseconds at ten million items)
-  add                 merges the new items in and leaves the withdrawn ones out: each table is copied once, nothing is
-                      sorted anew; three seconds at ten million items, beside the event loop
-Arrays are freed by reference counting: a version that nobody pins, and that is neither served nor kept, is gone.
+A change makes a new snapshot, which `Catalogue.publish` puts into service. Nothing that a request holds is written:
+  withdraw, restore   share the trie and copy the filter, one byte an item and an edge: tens of milliseconds at ten
+                      million items
+  add                 merges the new items in and removes the withdrawn ones: each table is copied once, nothing is
+                      sorted again: three seconds at ten million items, in a thread beside the event loop
+Reference counting frees the arrays of a version that is neither served nor kept once no request holds it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from npu_gr.catalogue.filters import Filter, allow_all, allow_mask, deny_items
 from npu_gr.catalogue.merge import insert, restrict
 from npu_gr.catalogue.records import Column, Items
 from npu_gr.catalogue.trie import Codebooks, Mask, Trie
-from npu_gr.core.errors import CatalogueError, Unavailable
+from npu_gr.core.errors import CatalogueError
+from npu_gr.core.published import Published
 from npu_gr.core.request import F32, I64
 
 
@@ -36,17 +37,17 @@ class Snapshot:
     order: F32 | None  # [N] order scores, by place in `trie.leaf_item`
     attributes: dict[str, Column]  # by name, [N] by place in `trie.leaf_item`
     content: str  # digest of the fields above
-    available: Filter | None = None  # all but the withdrawn items; None: nothing is withdrawn
-    version: str  # digest of `content` and of which items are withdrawn
+    available: Filter | None = None  # allows all but the withdrawn items; None: nothing is withdrawn
+    version: str  # digest of `content` and of the withdrawn items; `content` itself if there are none
 
     @property
     def num_items(self) -> int:
-        """Items that are not withdrawn."""
+        """Number of items that are not withdrawn."""
         return int(np.count_nonzero(self.available.allowed)) if self.available else self.trie.num_items
 
     @property
     def num_bytes(self) -> int:
-        """Of the trie, the columns and the filter."""
+        """Bytes of the trie, the columns and the filter."""
         columns = [*self.attributes.values()]
         if self.order is not None:
             columns.append(self.order)
@@ -56,12 +57,16 @@ class Snapshot:
 
 
 def make_snapshot(items: Items, codebooks: Codebooks) -> Snapshot:
-    """Build the trie and put the columns into its order.
+    """Build the trie and sort the columns as its items are.
+
+    Args:
+        items: the records of a file.
+        codebooks: the codes of each level and their tokens in the model's vocabulary.
 
     Raises:
-        CatalogueError: as `build_trie`.
+        CatalogueError: the records do not make a trie, see `build_trie`.
     """
-    # An empty file does not say how many codes its SIDs have.
+    # An empty file does not say how many codes its SIDs have; the codebooks do.
     sids = items.sids if len(items) else np.empty((0, len(codebooks)), np.int32)
     trie = build_trie(sids, items.item_ids, codebooks, items.order)
     rows = np.empty(len(items), np.int64)
@@ -82,10 +87,10 @@ def _snapshot(trie: Trie, order: F32 | None, attributes: dict[str, Column]) -> S
 
 
 def withdraw(snapshot: Snapshot, item_ids: I64) -> Snapshot:
-    """Without these items; those that are withdrawn already stay so.
+    """Withdraw items: requests no longer see them. Items that are withdrawn already stay so.
 
     Raises:
-        CatalogueError: an item that the trie does not hold.
+        CatalogueError: the trie does not hold an item.
     """
     _places(snapshot, item_ids)
     base = snapshot.available or allow_all(snapshot.trie)
@@ -93,10 +98,10 @@ def withdraw(snapshot: Snapshot, item_ids: I64) -> Snapshot:
 
 
 def restore(snapshot: Snapshot, item_ids: I64) -> Snapshot:
-    """With these items again, on their former SIDs; those that were never withdrawn stay.
+    """Bring withdrawn items back on their former SIDs. Items that were never withdrawn stay.
 
     Raises:
-        CatalogueError: an item that the trie does not hold; `add` it.
+        CatalogueError: the trie does not hold an item; `add` it.
     """
     places = _places(snapshot, item_ids)
     if snapshot.available is None:
@@ -107,11 +112,15 @@ def restore(snapshot: Snapshot, item_ids: I64) -> Snapshot:
 
 
 def add(snapshot: Snapshot, items: Items) -> Snapshot:
-    """A trie of the items that are not withdrawn and of these; an item that was withdrawn may come on another SID.
+    """Merge items into the trie and remove the withdrawn ones from it. A withdrawn item may return on another SID.
+
+    Args:
+        snapshot: the version to change.
+        items: with an order score and attributes if and only if the snapshot's items have them, of the same kinds.
 
     Raises:
-        CatalogueError: an item that is there already, columns unlike the snapshot's, or as `build_trie`; the records
-            counted are those of `items`.
+        CatalogueError: an item is there already, the columns differ from the snapshot's, or the items do not make a
+            trie (see `build_trie`). Record numbers count the records of `items`, from 1.
     """
     trie = snapshot.trie
     kept = snapshot.available.allowed if snapshot.available else np.ones(trie.num_items, np.bool_)
@@ -122,9 +131,9 @@ def add(snapshot: Snapshot, items: Items) -> Snapshot:
     if not len(items):
         return _restricted(snapshot, kept)
     places = trie.places(items.item_ids)
-    again = (places >= 0) & kept[places]
-    if again.any():
-        row = int(np.argmax(again))
+    repeated = (places >= 0) & kept[places]
+    if repeated.any():
+        row = int(np.argmax(repeated))
         raise CatalogueError(f"record {row + 1}: item {items.item_ids[row]} is already in the catalogue")
     if items.sids.shape[1] != trie.num_levels:
         raise CatalogueError(f"SIDs of {items.sids.shape[1]} codes, those of the catalogue have {trie.num_levels}")
@@ -153,7 +162,7 @@ def _check_columns(snapshot: Snapshot, items: Items) -> None:
 
 
 def _restricted(snapshot: Snapshot, kept: Mask) -> Snapshot:
-    """Without the items that are not kept; at least one is."""
+    """Remove the items that are not kept. At least one is kept."""
     order = None if snapshot.order is None else snapshot.order[kept]
     attributes = {name: _narrowed(column[kept]) for name, column in snapshot.attributes.items()}
     return _snapshot(restrict(snapshot.trie, kept), order, attributes)
@@ -161,93 +170,83 @@ def _restricted(snapshot: Snapshot, kept: Mask) -> Snapshot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CatalogueStatus:
-    """What an operator sees of the version that is served."""
+    """The version that is served, as an operator sees it."""
 
     version: str
     num_items: int
     num_bytes: int
-    age_s: float  # since it was published or rolled back to
+    age_s: float  # seconds since it was published or rolled back to
     previous: str | None  # the version that `rollback` would serve
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Published:
-    current: Snapshot
-    previous: Snapshot | None
-    since: float  # clock
-
-
 class Catalogue:
-    """Holds the version that is served and the one before. Any thread may call any method.
+    """The version that is served and the one before it. Any thread may call any method.
 
     Readers take one reference and never wait; publishers take turns.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._turn = threading.Lock()
-        self._published: _Published | None = None
+        self._published: Published[Snapshot] = Published("the catalogue", clock)
+        self._turn = threading.Lock()  # from the check of a new version to its publication
 
     def publish(self, snapshot: Snapshot) -> None:
-        """Serve this version from now on. The one served now, if it is another, is kept for `rollback`.
+        """Serve this version from now on, and keep the one served until now. A version that is served stays so.
 
         Raises:
-            CatalogueError: other codebooks than those served, which the model knows; nothing was changed.
+            CatalogueError: the version has other codebooks than the served one, which the model was trained with;
+                nothing was changed.
         """
         with self._turn:
-            old = self._published
-            if old and old.current.trie.codebooks != snapshot.trie.codebooks:
-                raise CatalogueError(f"{snapshot.trie.codebooks}, the catalogue has {old.current.trie.codebooks}")
-            if old is None:
-                self._published = _Published(snapshot, None, self._clock())
-            elif snapshot.version != old.current.version:
-                self._published = _Published(snapshot, old.current, self._clock())
+            if not self._published.is_empty:
+                served = self._published.current
+                if snapshot.trie.codebooks != served.trie.codebooks:
+                    raise CatalogueError(f"{snapshot.trie.codebooks}, the catalogue has {served.trie.codebooks}")
+                if snapshot.version == served.version:
+                    return
+            self._published.publish(snapshot)
 
     def rollback(self) -> None:
-        """Serve the kept version, and keep the one served now: a second rollback undoes the first.
+        """Serve the kept version, and keep the one served until now: a second rollback undoes the first.
 
         Raises:
-            CatalogueError: there is no version to go back to; nothing was changed.
+            DataError: no earlier version is kept; nothing was changed.
         """
         with self._turn:
-            old = self._published
-            if old is None or old.previous is None:
-                raise CatalogueError("no earlier version of the catalogue is kept")
-            self._published = _Published(old.previous, old.current, self._clock())
+            self._published.rollback()
 
     @contextmanager
     def pin(self) -> Iterator[Snapshot]:
-        """The version served now, which stays whole for the block, whatever is published meanwhile.
+        """Hold the version that is served: it stays whole for the block, whatever is published meanwhile.
 
         Raises:
             Unavailable: nothing has been published.
         """
-        yield self._now().current
+        yield self._published.current
 
     def status(self) -> CatalogueStatus:
-        """Of one moment.
+        """Describe the version that is served; all of it at one moment.
 
         Raises:
             Unavailable: nothing has been published.
         """
-        now = self._now()
+        now = self._published.now
         return CatalogueStatus(
             version=now.current.version,
             num_items=now.current.num_items,
             num_bytes=now.current.num_bytes,
-            age_s=self._clock() - now.since,
+            age_s=self._clock() - now.published_at,
             previous=now.previous.version if now.previous else None,
         )
 
     def contents(self) -> set[str]:
-        """Of the version that is served and the one that is kept: `Snapshot.content`."""
-        now = self._now()
-        return {snapshot.content for snapshot in (now.current, now.previous) if snapshot}
+        """Return `Snapshot.content` of the version that is served and of the one that is kept.
 
-    def _now(self) -> _Published:
-        if self._published is None:
-            raise Unavailable("no catalogue has been published")
-        return self._published
+        Raises:
+            Unavailable: nothing has been published.
+        """
+        now = self._published.now
+        return {snapshot.content for snapshot in (now.current, now.previous) if snapshot}
 
 
 def _places(snapshot: Snapshot, item_ids: I64) -> I64:
@@ -276,7 +275,7 @@ def _columns(items: Items) -> str:
 
 
 def _narrowed(column: Column) -> Column:
-    """Text in the narrowest type that holds it, so that equal columns have equal bytes."""
+    """Store text in the narrowest type that holds it, so that equal columns have equal bytes and digests."""
     if column.dtype.kind != "U":
         return column
     return column.astype(f"U{max(1, int(np.char.str_len(column).max(initial=0)))}")

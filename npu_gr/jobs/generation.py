@@ -167,7 +167,7 @@ class Generation:
                 raise ColdUser(f"history: none of its {len(item_ids)} items is in the catalogue")
             options = SearchOptions(width=width, normalise=request.normalise, temperature=request.temperature)
             wanted = snapshot, request.allow_items, request.deny_items, request.attributes
-            allow = await asyncio.to_thread(self.items.filters.of, *wanted)
+            allow = await asyncio.to_thread(self.items.filters.filter_for, *wanted)
             async with self.relay.lease(request.user, prompt, width, call.deadline_at) as lease:
                 lease_s = time.monotonic() - began_at
                 if lease.first_token:

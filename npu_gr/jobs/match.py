@@ -24,7 +24,7 @@ from npu_gr.engine.scheduler import Scheduler
 from npu_gr.jobs.base import Call
 from npu_gr.jobs.histories import Histories
 from npu_gr.matching.index import IndexName
-from npu_gr.matching.matcher import Found, Matcher, Search
+from npu_gr.matching.matcher import MatchedItems, Matcher, MatchQuery
 from npu_gr.matching.vectors import load
 from npu_gr.metrics.registry import Metrics
 
@@ -98,14 +98,14 @@ class ServedVectors:
 
 class _Waiting(NamedTuple):
     matcher: Matcher
-    search: Search
+    search: MatchQuery
     call: Call
     queued_at: float
     future: asyncio.Future[_Matched]
 
 
 class _Matched(NamedTuple):
-    found: Found
+    found: MatchedItems
     queue_s: float
     device_s: float
 
@@ -188,7 +188,7 @@ class MatchJob:
         self._metrics.match.answered(answer)
         return answer
 
-    async def _search(self, matcher: Matcher, search: Search, call: Call) -> _Matched:
+    async def _search(self, matcher: Matcher, search: MatchQuery, call: Call) -> _Matched:
         """Join the next pass; requests that come while a pass runs share the one after it."""
         future: asyncio.Future[_Matched] = asyncio.get_running_loop().create_future()
         self._waiting.append(_Waiting(matcher, search, call, time.monotonic(), future))

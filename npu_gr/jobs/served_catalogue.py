@@ -111,7 +111,7 @@ class ServedCatalogue:
         """Serve the version before.
 
         Raises:
-            CatalogueError: no earlier version is kept.
+            DataError: no earlier version is kept.
         """
         self._catalogue.rollback()
         return self.info()

@@ -1,8 +1,8 @@
-"""A vector for a user whose target history is newer than the training: the encoder, applied to one more node.
+"""Compute the vector of a user whose target history is newer than the training: run the encoder on one more node.
 
-The user's neighbours are the items of the history, in the states that the trained graph gave them; nothing else moves.
-A user of the training with the items of the training gets the trained vector. Items without an edge in the trained
-graph never learnt anything: they are left out.
+The neighbours of the new node are the items of the history, with the states that they have in the trained graph; no
+other node changes. A user of the training, with the items of the training, gets the trained vector. Items without an
+edge in the trained graph have learnt nothing, and are left out.
 """
 
 from __future__ import annotations
@@ -16,30 +16,33 @@ from npu_gr.core.request import F32, I64
 
 Norm = Literal["mean", "symmetric"]
 Activation = Literal["none", "tanh", "leaky_relu"]
-LEAK = 0.2  # of leaky_relu
+LEAK = 0.2  # slope of leaky_relu below zero
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Folding:
-    """What of the encoder is needed. L = layers, U = users, I = items, d = dimension."""
+    """The parts of an encoder that fold a user in. L = layers, U = users, I = items, d = dimension."""
 
     users: F32  # [U, d] the embedding table
-    states: F32  # [L, I, d] of the items, before each layer
-    matrices: F32 | None  # [L, 2 d, d] of own state and neighbours; None: LightGCN
-    degrees: I64  # [I] in the trained graph
+    states: F32  # [L, I, d] the items' vectors before each layer
+    matrices: F32 | None  # [L, 2 d, d], applied to own state || neighbours; None: LightGCN, which has none
+    degrees: I64  # [I] edges of each item in the trained graph
     norm: Norm
     activation: Activation
 
     def trained(self, items: I64) -> I64:
-        """Those of the item rows that have learnt something."""
+        """Select the item rows that have an edge in the trained graph."""
         return items[self.degrees[items] > 0]
 
     def vector(self, user: int, items: I64) -> F32:
-        """float32 [d] of a user.
+        """Compute a user's vector.
 
         Args:
-            user: row; -1: not in the training, which starts at zero.
+            user: row; -1: a user who was not in the training, and starts at zero.
             items: distinct rows of `trained` items, at least one.
+
+        Returns:
+            float32 [d].
         """
         by_item = np.ones(len(items)) if self.norm == "mean" else (len(items) / self.degrees[items]) ** 0.5
         weights = (by_item / len(items)).astype(np.float32)

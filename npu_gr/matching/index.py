@@ -1,4 +1,4 @@
-"""Who finds the best items: exactly, or by an index library for catalogues that are too big for that."""
+"""Find the best items for a query vector: exactly, or approximately for catalogues too big for an exact pass."""
 
 from __future__ import annotations
 
@@ -15,26 +15,37 @@ from npu_gr.core.errors import ConfigError
 from npu_gr.core.request import F32
 
 IndexName = Literal["exact", "hnsw"]
-HNSW_LINKS, HNSW_BUILD, HNSW_SEARCH = 32, 80, 256
+# Parameters of the HNSW graph. More of each finds more of the best items, and takes longer.
+HNSW_LINKS = 32  # neighbours that the graph keeps of each item
+HNSW_BUILD = 80  # candidates in view while an item is inserted
+HNSW_SEARCH = 256  # candidates in view while a query is answered, at least
 
 
 class Index(Protocol):
-    """Finds items by inner product; never changed after it was built."""
+    """Finds items by inner product. Never changed after it was built."""
 
     def search(self, queries: Tensor, k: int, hidden: Hidden | None = None) -> Best:
-        """See `Backend.best_items`; the host's tensors."""
+        """Find the best items of each query.
+
+        Args:
+            queries: float32 [B, d], on the host.
+            k: items to find for each query, at least 1; may be more than there are items.
+            hidden: (query, item) pairs that must not be found; None: no such pair.
+
+        Returns:
+            Scores and item rows [B, k] on the host, best first. A query with fewer items ends in -inf and -1.
+        """
         ...
 
 
 class ExactIndex:
-    """Every item is looked at."""
+    """Scores every item."""
 
     def __init__(self, items: F32, backend: Backend) -> None:
         self._backend = backend
         self._items = torch.from_numpy(np.ascontiguousarray(items)).to(backend.device)
 
     def search(self, queries: Tensor, k: int, hidden: Hidden | None = None) -> Best:
-        """The best there are."""
         device = self._items.device
         if hidden is not None:
             hidden = Hidden(*(part.to(device) for part in hidden))
@@ -43,7 +54,7 @@ class ExactIndex:
 
 
 class HnswIndex:
-    """A graph of near items, searched greedily: approximate; hidden items are asked for on top and left out."""
+    """Searches a graph of near items greedily: approximate. Finds more items than asked for, and drops the hidden."""
 
     def __init__(self, items: F32) -> None:
         try:
@@ -57,18 +68,17 @@ class HnswIndex:
         self._parameters = faiss.SearchParametersHNSW
 
     def search(self, queries: Tensor, k: int, hidden: Hidden | None = None) -> Best:
-        """Most of the best."""
         num_queries = len(queries)
-        off = torch.empty(0, dtype=torch.int64)
-        most = 0
+        hidden_keys = torch.empty(0, dtype=torch.int64)  # query * num_items + item
+        most_hidden = 0  # of one query
         if hidden is not None and len(hidden.items):
-            most = int(torch.bincount(hidden.queries).max())
-            off = (hidden.queries * self._num_items + hidden.items).sort().values
-        wide = min(self._num_items, k + most)
+            most_hidden = int(torch.bincount(hidden.queries).max())
+            hidden_keys = (hidden.queries * self._num_items + hidden.items).sort().values
+        wide = min(self._num_items, k + most_hidden)
         search = self._parameters(efSearch=max(HNSW_SEARCH, 2 * wide))
         scores, items = map(torch.from_numpy, self._index.search(queries.numpy(), wide, params=search))
         keys = torch.arange(num_queries)[:, None] * self._num_items + items
-        scores = scores.masked_fill((items < 0) | torch.isin(keys, off), -torch.inf)
+        scores = scores.masked_fill((items < 0) | torch.isin(keys, hidden_keys), -torch.inf)
         scores, order = scores.sort(dim=1, descending=True, stable=True)
         items = items.gather(1, order).masked_fill(scores == -torch.inf, -1)
         short = max(0, k - wide)
@@ -77,16 +87,21 @@ class HnswIndex:
 
 
 def make_index(name: IndexName, items: F32, backend: Backend) -> Index:
-    """Build it; for `hnsw` minutes a million items.
+    """Build an index. `hnsw` takes minutes for a million items.
+
+    Args:
+        name: exact, or approximate.
+        items: float32 [I, d].
+        backend: runs the exact search.
 
     Raises:
-        ConfigError: the library is not installed.
+        ConfigError: `hnsw` is asked for, and faiss is not installed.
     """
     return ExactIndex(items, backend) if name == "exact" else HnswIndex(items)
 
 
 def recall(found: Best, exact: Best) -> float:
-    """Share of the exact answers' items that were found."""
+    """Compute the share of the exact answers' items that another answer to the same queries found."""
     wanted = exact.items >= 0
     hits = (exact.items[:, :, None] == found.items[:, None, :]).any(-1) & wanted
     return float(hits.sum() / wanted.sum().clamp(min=1))

@@ -1,10 +1,10 @@
-"""One version of the vectors, ready to answer: who a user is, and the best items for many users at once.
+"""Answer `match` requests from one version of the vectors, many users at once.
 
-A user is found by the first of these that applies; the answer says which:
-  folded      target history with items that the training did not know of: a vector made from all of it, see `fold.py`
-  target      target history: the user's target vector against the item vectors
-  source      source history only: the source vector against the bridge's item vectors
-  popularity  neither: the items with most target edges
+The basis of an answer is the first of these that applies to the user; the answer names it:
+  folded      the target history has items that the training did not see: compute a vector from all of it (`fold.py`)
+  target      the user has target history: the user's target vector against the item vectors
+  source      the user has source history only: the user's source vector against the bridge's item vectors
+  popularity  the user has neither: the items with the most target edges
 """
 
 from __future__ import annotations
@@ -25,27 +25,30 @@ _NO_ITEMS: I64 = np.empty(0, np.int64)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Search:
-    """One user's search."""
+class MatchQuery:
+    """The search for one user. Item rows are ascending and distinct."""
 
     basis: Basis
-    user: int  # row; -1: unknown
-    k: int
-    hidden: I64  # item rows that are not to be found, rising and distinct
-    allowed: I64 | None = None  # the only item rows that may be found, rising and distinct
-    history: I64 | None = None  # FOLDED: item rows that the vector is made from
+    user: int  # row; -1: a user who was not in the training
+    k: int  # most items to find
+    hidden: I64  # item rows that must not be found
+    allowed: I64 | None = None  # the only item rows that may be found; None: all
+    history: I64 | None = None  # item rows that the vector is computed from if the basis is FOLDED, else None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Found:
-    """Best first; of equals the lower row first. At most k."""
+class MatchedItems:
+    """At most k items, best first; of equal scores the lower row comes first."""
 
     items: I64  # [n] rows
-    scores: F32  # [n]
+    scores: F32  # [n] inner products; target edges if the basis is POPULARITY
 
 
 class Matcher:
-    """Never changed after it was built, so requests may hold it while another version is served."""
+    """One version of the vectors with its indexes.
+
+    Never changed after it was built, so requests may hold it while another version is served.
+    """
 
     def __init__(self, vectors: Vectors, index: IndexName, backend: Backend) -> None:
         self.vectors = vectors
@@ -60,11 +63,11 @@ class Matcher:
 
     @property
     def num_bytes(self) -> int:
-        """Of the vectors that are searched."""
+        """Bytes of the vectors that are searched."""
         return sum(users.nbytes + items.nbytes for users, items, _ in self._tables.values())
 
     def rows(self, item_ids: I64) -> I64:
-        """Rows of the ids that are known, rising and distinct."""
+        """Look up the rows of the known ids, ascending and distinct."""
         known = self.vectors.item_ids
         places = np.searchsorted(known, item_ids)
         places[places == len(known)] = 0
@@ -78,90 +81,100 @@ class Matcher:
         allow_items: I64 | None,
         deny_items: I64 | None,
         history: I64 = _NO_ITEMS,
-    ) -> Search:
-        """What to search for a user by name; ids that are not known count for nothing."""
+    ) -> MatchQuery:
+        """Decide how to search for a user. Unknown item ids are ignored.
+
+        Args:
+            user: name; need not be known.
+            k: most items to find.
+            exclude_seen: leave out the items of the training and of `history`.
+            allow_items: the only item ids that may be found; None: all.
+            deny_items: item ids that must not be found; None: none.
+            history: the user's item ids, in any order; those that the training saw too may be left out.
+        """
         row = self._users.get(user, -1)
-        seen = self._seen(row)
-        history = np.union1d(seen, self.rows(history))
+        trained_on = self._trained_on(row)
+        history = np.union1d(trained_on, self.rows(history))
         hidden = history if exclude_seen else _NO_ITEMS
         if deny_items is not None:
             hidden = np.union1d(hidden, self.rows(deny_items))
         allowed = None if allow_items is None else self.rows(allow_items)
-        if (folding := self.vectors.folding) is not None and len(history) > len(seen):
+        if (folding := self.vectors.folding) is not None and len(history) > len(trained_on):
             learnt = folding.trained(history)
-            if len(np.setdiff1d(learnt, seen, assume_unique=True)):
-                return Search(Basis.FOLDED, row, k, hidden, allowed, learnt)
-        return Search(self._basis(row), row, k, hidden, allowed)
+            if len(np.setdiff1d(learnt, trained_on, assume_unique=True)):
+                return MatchQuery(Basis.FOLDED, row, k, hidden, allowed, learnt)
+        return MatchQuery(self._trained_basis(row), row, k, hidden, allowed)
 
-    def _seen(self, row: int) -> I64:
-        """Item rows that the training knew of, rising and distinct."""
+    def _trained_on(self, row: int) -> I64:
+        """List the item rows that the training saw of a user, ascending and distinct; row -1: none."""
         if row < 0:
             return _NO_ITEMS
         vectors = self.vectors
         return np.unique(vectors.seen_items[slice(*vectors.seen_starts[row : row + 2])].astype(np.int64))
 
-    def _basis(self, row: int) -> Basis:
-        """What is there of a user without anything new."""
+    def _trained_basis(self, row: int) -> Basis:
+        """Choose the basis of a user whose history has nothing new."""
         if row >= 0 and self.vectors.in_target[row]:
             return Basis.TARGET
         if row >= 0 and self.vectors.in_source[row] and Basis.SOURCE in self._tables:
             return Basis.SOURCE
         return Basis.POPULARITY
 
-    def run(self, searches: Sequence[Search]) -> list[Found]:
-        """The searches, those of a basis that look at every item in one pass over the items."""
-        answers: list[Found | None] = [None] * len(searches)
+    def run(self, queries: Sequence[MatchQuery]) -> list[MatchedItems]:
+        """Answer the queries. All that search the same item vectors without an allow list share one index search."""
+        answers: list[MatchedItems | None] = [None] * len(queries)
         for basis in self._tables:
-            wide = [n for n, search in enumerate(searches) if _space(search) is basis and search.allowed is None]
-            if wide:
-                for n, found in zip(wide, self._wide(basis, [searches[n] for n in wide]), strict=True):
-                    answers[n] = found
+            rows = [row for row, query in enumerate(queries) if _space(query) is basis and query.allowed is None]
+            if rows:
+                for row, answer in zip(rows, self._search_all(basis, [queries[row] for row in rows]), strict=True):
+                    answers[row] = answer
         return [
-            answer or (self._popular(search) if search.basis is Basis.POPULARITY else self._narrow(search))
-            for search, answer in zip(searches, answers, strict=True)
+            answer or (self._popular(query) if query.basis is Basis.POPULARITY else self._search_allowed(query))
+            for query, answer in zip(queries, answers, strict=True)
         ]
 
-    def _vector(self, search: Search) -> F32:
-        if search.history is None:
-            vector: F32 = self._tables[search.basis][0][search.user]
+    def _vector(self, query: MatchQuery) -> F32:
+        if query.history is None:
+            vector: F32 = self._tables[query.basis][0][query.user]
             return vector
         assert self.vectors.folding is not None
-        return self.vectors.folding.vector(search.user, search.history)
+        return self.vectors.folding.vector(query.user, query.history)
 
-    def _wide(self, basis: Basis, searches: list[Search]) -> list[Found]:
+    def _search_all(self, basis: Basis, queries: list[MatchQuery]) -> list[MatchedItems]:
+        """Search all items of a basis, for many queries at once."""
         index = self._tables[basis][2]
-        queries = torch.from_numpy(np.stack([self._vector(search) for search in searches]))
-        lengths = [len(search.hidden) for search in searches]
-        items = np.concatenate([search.hidden for search in searches])
-        order = np.argsort(items, kind="stable")
-        who = np.repeat(np.arange(len(searches)), lengths)
-        hidden = Hidden(torch.from_numpy(who[order]), torch.from_numpy(items[order])) if len(items) else None
-        best = index.search(queries, max(search.k for search in searches), hidden)
-        found = []
-        for search, rows, scores in zip(searches, best.items.numpy(), best.scores.numpy(), strict=True):
-            num = min(search.k, int(np.count_nonzero(rows >= 0)))
-            found.append(Found(rows[:num].copy(), scores[:num].copy()))
-        return found
+        vectors = torch.from_numpy(np.stack([self._vector(query) for query in queries]))
+        items = np.concatenate([query.hidden for query in queries])
+        order = np.argsort(items, kind="stable")  # `Hidden` wants the item rows to ascend
+        rows_of = np.repeat(np.arange(len(queries)), [len(query.hidden) for query in queries])
+        hidden = Hidden(torch.from_numpy(rows_of[order]), torch.from_numpy(items[order])) if len(items) else None
+        best = index.search(vectors, max(query.k for query in queries), hidden)
+        answers = []
+        for query, rows, scores in zip(queries, best.items.numpy(), best.scores.numpy(), strict=True):
+            num_found = min(query.k, int(np.count_nonzero(rows >= 0)))
+            # Copies: a view would keep the answers of the whole batch alive.
+            answers.append(MatchedItems(rows[:num_found].copy(), scores[:num_found].copy()))
+        return answers
 
-    def _narrow(self, search: Search) -> Found:
-        """Among a few items: each is scored."""
-        assert search.allowed is not None
-        items = self._tables[_space(search)][1]
-        rows = np.setdiff1d(search.allowed, search.hidden, assume_unique=True)
-        scores = items[rows] @ self._vector(search)
-        order = np.argsort(-scores, kind="stable")[: search.k]
-        return Found(rows[order], scores[order])
+    def _search_allowed(self, query: MatchQuery) -> MatchedItems:
+        """Score the few allowed items one by one, without the index."""
+        assert query.allowed is not None
+        items = self._tables[_space(query)][1]
+        rows = np.setdiff1d(query.allowed, query.hidden, assume_unique=True)
+        scores = items[rows] @ self._vector(query)
+        order = np.argsort(-scores, kind="stable")[: query.k]
+        return MatchedItems(rows[order], scores[order])
 
-    def _popular(self, search: Search) -> Found:
+    def _popular(self, query: MatchQuery) -> MatchedItems:
         off = np.zeros(len(self._by_popularity), np.bool_)
-        if search.allowed is not None:
+        if query.allowed is not None:
             off[:] = True
-            off[search.allowed] = False
-        off[search.hidden] = True
-        rows = self._by_popularity[~off[self._by_popularity]][: search.k]
-        return Found(rows, self.vectors.popularity[rows].astype(np.float32))
+            off[query.allowed] = False
+        off[query.hidden] = True
+        rows = self._by_popularity[~off[self._by_popularity]][: query.k]
+        return MatchedItems(rows, self.vectors.popularity[rows].astype(np.float32))
 
 
-def _space(search: Search) -> Basis:
-    """Whose items the search's vector is compared with."""
-    return Basis.TARGET if search.basis is Basis.FOLDED else search.basis
+def _space(query: MatchQuery) -> Basis:
+    """Name the item vectors that the query's vector is compared with; a folded one with the target's."""
+    return Basis.TARGET if query.basis is Basis.FOLDED else query.basis

@@ -1,6 +1,7 @@
-"""What matching serves: a folder with `vectors.safetensors` and `manifest.json`, written whole or not at all.
+"""Save and load the vectors that matching serves: a folder with `vectors.safetensors` and `manifest.json`.
 
-The manifest names the version, which is the digest of the tensors' file; another file beside it is refused.
+Both are written aside and then renamed, so an interrupted save leaves no half of a file. The manifest names the
+version, which is the digest of `vectors.safetensors`; a tensor file with another digest is refused.
 """
 
 from __future__ import annotations
@@ -27,22 +28,22 @@ FORMAT = 1
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Vectors:
-    """Of one target domain. U = users, I = items, d = dimension."""
+    """The vectors of one target domain. U = users, I = items, d = dimension."""
 
     user_names: list[str]  # [U], each once
-    item_ids: I64  # [I] external ids, rising
-    users: F32  # [U, d]; of users without target history these mean nothing
+    item_ids: I64  # [I] external ids, ascending and distinct
+    users: F32  # [U, d]; the rows of users without target history mean nothing
     items: F32  # [I, d]
     in_target: npt.NDArray[np.bool_]  # [U] whether the user has target history
-    in_source: npt.NDArray[np.bool_]  # [U]
-    source_users: F32 | None  # [U, d]; None: there is no bridge
-    bridge_items: F32 | None  # [I, d] what source vectors are scored against
+    in_source: npt.NDArray[np.bool_]  # [U] whether the user has source history
+    source_users: F32 | None  # [U, d] the users' vectors in the source domain; None: no bridge was trained
+    bridge_items: F32 | None  # [I, d] the items, projected for source vectors; None: no bridge was trained
     popularity: I64  # [I] target edges of each item
-    seen_starts: I64  # [U + 1] where each user's items begin in
-    seen_items: npt.NDArray[np.int32]  # item rows of the target's edges
-    figures: dict[str, float]  # what training measured
-    folding: Folding | None = None  # None: users are as they were trained
-    version: str = ""  # made when saved
+    seen_starts: I64  # [U + 1] user u has had seen_items[seen_starts[u] : seen_starts[u + 1]]
+    seen_items: npt.NDArray[np.int32]  # [target edges] item rows, by user
+    figures: dict[str, float]  # metrics that the training measured, by name
+    folding: Folding | None = None  # computes vectors of new histories; None: users stay as they were trained
+    version: str = ""  # set by `save`
 
 
 class _FoldingKind(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -63,7 +64,10 @@ class _Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 def save(vectors: Vectors, folder: Path) -> str:
-    """Write them; the version they got.
+    """Write the vectors into a folder, which is made if need be.
+
+    Returns:
+        The version that they got.
 
     Raises:
         DataError: the folder cannot be written.
@@ -83,13 +87,15 @@ def save(vectors: Vectors, folder: Path) -> str:
     }
     if vectors.source_users is not None and vectors.bridge_items is not None:
         tensors |= {"source_users": vectors.source_users, "bridge_items": vectors.bridge_items}
-    kind, fold = None, vectors.folding
+    kind = None
+    fold = vectors.folding
     if fold is not None:
         kind = _FoldingKind(norm=fold.norm, activation=fold.activation)
         tensors |= {"fold.users": fold.users, "fold.states": fold.states, "fold.degrees": fold.degrees}
         tensors |= {} if fold.matrices is None else {"fold.matrices": fold.matrices}
     tensors = {name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()}
-    path, manifest = folder / "vectors.safetensors", folder / "manifest.json"
+    path = folder / "vectors.safetensors"
+    manifest = folder / "manifest.json"
     try:
         folder.mkdir(parents=True, exist_ok=True)
         save_file(tensors, path.with_suffix(".tmp"))
@@ -114,12 +120,13 @@ def save(vectors: Vectors, folder: Path) -> str:
 
 
 def load(folder: Path) -> Vectors:
-    """Read and check them.
+    """Read vectors and check them against their manifest.
 
     Raises:
         DataError: a file is missing, damaged, of another version or does not fit its manifest.
     """
-    path, manifest = folder / "vectors.safetensors", folder / "manifest.json"
+    path = folder / "vectors.safetensors"
+    manifest = folder / "manifest.json"
     try:
         about = msgspec.json.decode(manifest.read_bytes(), type=_Manifest)
         if about.format != FORMAT:
@@ -169,7 +176,9 @@ def _folding(kind: _FoldingKind | None, tensors: dict[str, npt.NDArray[Any]]) ->
 
 
 def _check(vectors: Vectors, path: Path) -> None:
-    num_users, num_items, dim = len(vectors.user_names), len(vectors.item_ids), vectors.items.shape[-1]
+    num_users = len(vectors.user_names)
+    num_items = len(vectors.item_ids)
+    dim = vectors.items.shape[-1]
     shapes: dict[str, tuple[npt.NDArray[Any] | None, tuple[int, ...]]] = {
         "users": (vectors.users, (num_users, dim)),
         "items": (vectors.items, (num_items, dim)),
@@ -192,7 +201,7 @@ def _check(vectors: Vectors, path: Path) -> None:
         if tensor is not None and tensor.shape != shape:
             raise DataError(f"{path}: {name} is {tensor.shape}, not {shape}")
     if num_items == 0 or (np.diff(vectors.item_ids) <= 0).any():
-        raise DataError(f"{path}: item_ids must rise, and there must be one")
+        raise DataError(f"{path}: item_ids must ascend, and there must be at least one")
     for name, (tensor, _) in shapes.items():
         if tensor is not None and not np.isfinite(tensor).all():
             raise DataError(f"{path}: {name} has a value that is not finite")

@@ -41,7 +41,7 @@ from npu_gr.service.config import Config, load
 from npu_gr.tools import demo_cascade
 from npu_gr.train.data import to_train_on
 from npu_gr.train.rank.train import DEMO, train_rank
-from npu_gr.train.steps import Progress as Trained
+from npu_gr.train.steps import TrainingProgress
 
 SLICE = 20  # held-out events of a request
 CANDIDATES = 100  # of a rank
@@ -175,13 +175,13 @@ def _checkpoint(folder: Path, log: Interactions, features: list[ItemValues], con
 
 
 @contextmanager
-def training_progress(console: Console) -> Iterator[Callable[[Trained], None]]:
+def training_progress(console: Console) -> Iterator[Callable[[TrainingProgress], None]]:
     """Show a progress bar for each stage of a training; yields what to call with its progress."""
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[loss]}"), TimeElapsedColumn())
     with Progress(*columns, console=console) as bar:
         tasks: dict[str, TaskID] = {}
 
-        def show(step: Trained) -> None:
+        def show(step: TrainingProgress) -> None:
             if step.stage not in tasks:
                 tasks[step.stage] = bar.add_task(step.stage, total=step.total, loss="")
             loss = "" if step.loss != step.loss else f"loss {step.loss:.4f}"

@@ -18,7 +18,7 @@ from npu_gr.tools.evaluate_service import EvaluationClient, NextEventCase, evalu
 from npu_gr.train.data import to_train_on
 from npu_gr.train.generate.publish import CONFIGURATION, publish
 from npu_gr.train.generate.train import MOVIELENS, train_generator
-from npu_gr.train.steps import Progress
+from npu_gr.train.steps import TrainingProgress
 
 GENERATOR = msgspec.structs.replace(MOVIELENS, epochs=12, validate_every=12, validation_users=100, test_users=100)
 """Trained in less than a CPU minute, for a demo; `npu-gr train generate` trains a better one in four."""
@@ -29,7 +29,7 @@ SHOWN_USERS = 4
 SHOWN_ITEMS = 5
 
 
-def prepare(folder: Path, history: Interactions, console: Console, progress: Callable[[Progress], None]) -> list[str]:
+def prepare(folder: Path, history: Interactions, console: Console, progress: Callable[[TrainingProgress], None]) -> list[str]:
     """Train or reuse the generator, and list the popular items.
 
     Args:

@@ -1,7 +1,7 @@
-"""What a ranker has to beat, measured in the same protocol: popularity, Markov counts, means, matrix factorisation.
+"""Baselines that a trained model has to beat: popularity, Markov counts, means, matrix factorisation.
 
-Every baseline learns items from the trained events alone and may read, like the ranker, the user's events before the
-one it scores, the newest included.
+They are measured by the model's own protocol. Every baseline learns items from the trained events alone; to score an
+event it may read, like the ranker, all events of the user before it, those after the trained ones included.
 """
 
 from __future__ import annotations
@@ -9,100 +9,98 @@ from __future__ import annotations
 from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
 
-from npu_gr.train.data import Log
-
-F64 = npt.NDArray[np.float64]
+from npu_gr.core.request import I64
+from npu_gr.train.data import InteractionLog
+from npu_gr.train.metrics import F64
 
 
 class Baseline(Protocol):
-    """A fitted baseline."""
+    """A baseline, fitted to the trained events of a log."""
 
     name: str
 
-    def liking(self, log: Log) -> F64 | None:
-        """[n] score of every event of the log, read from the user's events before it; None = it has none."""
+    def liking(self, log: InteractionLog) -> F64 | None:
+        """Score how much the user likes the item of each event of the log, from the user's events before it.
+
+        Returns:
+            float64 [n]; None = the baseline does not predict ratings.
+        """
         ...
 
-    def next_items(self, log: Log, user: int) -> F64:
-        """[num_items] score of each item as the one after the user's trained events."""
+    def next_items(self, log: InteractionLog, user: int) -> F64:
+        """Score each item as the one after the user's trained events, float64 [num_items]."""
         ...
 
 
 class Popularity:
-    """Items by how often they were interacted with."""
+    """Ranks items by their number of trained events."""
 
     name = "popularity"
 
-    def __init__(self, log: Log) -> None:
+    def __init__(self, log: InteractionLog) -> None:
         self._counts = np.bincount(log.items[log.trained], minlength=log.num_items).astype(np.float64)
 
-    def liking(self, log: Log) -> F64 | None:
-        """Says nothing of ratings."""
+    def liking(self, log: InteractionLog) -> F64 | None:
         return None
 
-    def next_items(self, log: Log, user: int) -> F64:
-        """Counts."""
+    def next_items(self, log: InteractionLog, user: int) -> F64:
         return self._counts
 
 
 class Markov:
-    """Items by how often they followed the user's last one; among equals, by popularity."""
+    """Ranks items by how often they followed the user's last item; equals by popularity."""
 
     name = "Markov counts"
 
-    def __init__(self, log: Log) -> None:
+    def __init__(self, log: InteractionLog) -> None:
         self._popularity = Popularity(log)
         follows = log.trained & (np.diff(log.users, prepend=-1) == 0)
         at = np.flatnonzero(follows)
         self._pairs, self._counts = np.unique(log.items[at - 1] * log.num_items + log.items[at], return_counts=True)
 
-    def liking(self, log: Log) -> F64 | None:
-        """Says nothing of ratings."""
+    def liking(self, log: InteractionLog) -> F64 | None:
         return None
 
-    def next_items(self, log: Log, user: int) -> F64:
-        """Transition counts, plus popularity scaled to less than one count."""
+    def next_items(self, log: InteractionLog, user: int) -> F64:
         last = log.items[log.starts[user] + log.num_trained[user] - 1]
         popularity = self._popularity.next_items(log, user)
-        scores: F64 = popularity / (popularity.sum() + 1)
+        scores: F64 = popularity / (popularity.sum() + 1)  # less than one count, so it decides between equals only
         mine = slice(*np.searchsorted(self._pairs, [last * log.num_items, (last + 1) * log.num_items]))
         scores[self._pairs[mine] - last * log.num_items] += self._counts[mine]
         return scores
 
 
 class Means:
-    """Item mean plus the user's mean so far, both shrunk towards the global one."""
+    """Predicts item mean plus the user's mean so far, both shrunk towards the global mean."""
 
     name = "user + item means"
     shrinkage = 5.0  # events that the global mean counts for
 
-    def __init__(self, log: Log) -> None:
-        items, values = log.items[log.trained], log.values[log.trained]
+    def __init__(self, log: InteractionLog) -> None:
+        items = log.items[log.trained]
+        values = log.values[log.trained]
         self._mean = float(values.mean())
         sums = np.bincount(items, values - self._mean, minlength=log.num_items)
         self._items = sums / (np.bincount(items, minlength=log.num_items) + self.shrinkage)
 
-    def liking(self, log: Log) -> F64 | None:
-        """Offset of the item, plus the mean residual of the user's events before."""
+    def liking(self, log: InteractionLog) -> F64 | None:
         item = self._items[log.items]
         residual = log.values - self._mean - item
-        user = np.zeros(len(item))
+        user = np.zeros(len(item))  # mean residual of the user's events before each
         for start, stop in zip(log.starts[:-1], log.starts[1:], strict=True):
             before = np.cumsum(residual[start:stop]) - residual[start:stop]
             user[start:stop] = before / (np.arange(stop - start) + self.shrinkage)
         return item + user
 
-    def next_items(self, log: Log, user: int) -> F64:
-        """The best-liked items."""
+    def next_items(self, log: InteractionLog, user: int) -> F64:
         return self._items
 
 
 class MatrixFactorisation:
-    """Biased matrix factorisation of the values by alternating least squares; users are folded in event by event.
+    """Factorises the action values with biases, by alternating least squares; folds users in event by event.
 
-    value ~ mean + b_user + b_item + p_user . q_item, with ridge terms on factors and biases.
+    value ~ mean + b_user + b_item + p_user . q_item,   with ridge terms on factors and biases
     """
 
     name = "matrix factorisation"
@@ -111,8 +109,10 @@ class MatrixFactorisation:
     ridge_bias = 3.0
     num_sweeps = 12
 
-    def __init__(self, log: Log, seed: int = 0) -> None:
-        users, items, values = log.users[log.trained], log.items[log.trained], log.values[log.trained]
+    def __init__(self, log: InteractionLog, seed: int = 0) -> None:
+        users = log.users[log.trained]
+        items = log.items[log.trained]
+        values = log.values[log.trained]
         self._mean = float(values.mean())
         self._ridge = np.diag([self.ridge_bias, *[self.ridge] * self.num_factors])
         by_user = [np.flatnonzero(users == user) for user in range(log.num_users)]
@@ -132,8 +132,8 @@ class MatrixFactorisation:
                     residual = values[chosen] - self._mean - seen[:, 0]
                     mine[row] = np.linalg.solve(design.T @ design + self._ridge, design.T @ residual)
 
-    def _fold_in(self, items: npt.NDArray[np.int64], values: F64) -> F64:
-        """[m + 1, 1 + factors] the user's row after 0, 1, ... m of these events."""
+    def _fold_in(self, items: I64, values: F64) -> F64:
+        """Solve the user's row after 0, 1, ... m of these events: float64 [m + 1, 1 + factors]."""
         seen = self._items[items]
         design = np.concatenate([np.ones((len(seen), 1)), seen[:, 1:]], axis=1)
         outer = design[:, :, None] * design[:, None, :]
@@ -147,17 +147,16 @@ class MatrixFactorisation:
         predicted: F64 = user[..., 0] + items[..., 0] + (user[..., 1:] * items[..., 1:]).sum(-1)
         return predicted
 
-    def liking(self, log: Log) -> F64 | None:
-        """Predicted value, less the mean."""
-        scores = np.zeros(len(log.items))
+    def liking(self, log: InteractionLog) -> F64 | None:
+        scores = np.zeros(len(log.items))  # predicted values, less the mean
         for start, stop in zip(log.starts[:-1], log.starts[1:], strict=True):
             part = slice(start, stop)
             rows = self._fold_in(log.items[part], log.values[part])[:-1]
             scores[part] = self._predict(rows, self._items[log.items[part]])
         return scores
 
-    def next_items(self, log: Log, user: int) -> F64:
-        """Items by predicted value: what the user would like best, not what comes next."""
+    def next_items(self, log: InteractionLog, user: int) -> F64:
+        # The items that the user would like best, which need not be those that come next.
         part = slice(log.starts[user], log.starts[user] + log.num_trained[user])
         row = self._fold_in(log.items[part], log.values[part])[-1]
         return self._predict(row, self._items)

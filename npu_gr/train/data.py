@@ -1,13 +1,17 @@
-"""Users' histories as item rows and action indices, what of them is trained on, and batches of equal-length windows.
+"""An interaction log as item rows and action indices, its split into training and test, and batches of windows.
 
-Every protocol trains on the oldest events of every user, so a split is one number a user:
+Every split trains on the oldest events of every user, so it is one number a user, `num_trained`:
 
-  user-time      all but the newest fifth of a user's events: every judged user is known, other users' later events are
-  time           events before a global instant, which cuts off the newest fifth of the log: nothing later is known,
-                 and most judged users are new
-  leave-one-out  all but a user's last event
+  user-time      all but the newest fifth of the user's events. Every tested user is known to the model, and so are
+                 other users' events that came later
+  time           the events before one instant, which cuts off the newest fifth of the log. Nothing later is known to
+                 the model, and most tested users are new
+  leave-one-out  all but the user's last event
 
-A user's events after the trained ones are judged (AUC); the first of them is the next item (HR@10, NDCG@10).
+A user's events after the trained ones are tested (AUC); the first of them is the next item (HR@10, NDCG@10):
+
+    events of a user   0 1 2 3 4 | 5 6 7        num_trained = 5
+                       trained     tested       the next item is that of event 5
 """
 
 from __future__ import annotations
@@ -25,73 +29,90 @@ from torch import Tensor
 from npu_gr.core.errors import DataError
 from npu_gr.core.request import I64
 from npu_gr.features.interactions import Interactions, ItemValues
+from npu_gr.train.metrics import F64
 
 Bools = npt.NDArray[np.bool_]
 Split = Literal["user-time", "time", "leave-one-out"]
-TEST_RATIO = 0.2  # that the time splits keep for the test
+TEST_RATIO = 0.2  # share of the events that the two time splits keep for the test
+
+
+class NextItem(NamedTuple):
+    """The item that a model should predict from a user's trained events."""
+
+    user: int
+    event: int  # index in the log; the events of the user before it are the history
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Log:
+class InteractionLog:
     """Events by user, each user's oldest first. n = events, u = users."""
 
     items: I64  # [n] item rows
     actions: I64  # [n] indices into action_values
     times: I64  # [n] unix seconds
-    starts: I64  # [u + 1] where each user's events begin
-    num_trained: I64  # [u] how many of them, from the oldest, are trained on
-    item_ids: I64  # [num_items] external id of each row
-    action_values: tuple[float, ...]  # rising
+    starts: I64  # [u + 1] user i has the events starts[i] .. starts[i + 1] - 1
+    num_trained: I64  # [u] events of each user that are trained on: the oldest
+    item_ids: I64  # [num_items] external id of each row, ascending
+    action_values: tuple[float, ...]  # value of each action, e.g. a rating; ascending
 
     @property
     def num_users(self) -> int:
-        """How many users."""
+        """Number of users, those without events included."""
         return len(self.num_trained)
 
     @property
     def num_items(self) -> int:
-        """How many items, those never interacted with included."""
+        """Number of items, those without events included."""
         return len(self.item_ids)
 
     @property
     def users(self) -> I64:
-        """[n] user of each event."""
+        """User of each event, int64 [n]."""
         return np.repeat(np.arange(self.num_users), np.diff(self.starts))
 
     @property
     def trained(self) -> Bools:
-        """[n] whether each event is trained on."""
+        """Whether each event is trained on, bool [n]."""
         place = np.arange(len(self.items)) - np.repeat(self.starts[:-1], np.diff(self.starts))
         trained: Bools = place < np.repeat(self.num_trained, np.diff(self.starts))
         return trained
 
     @property
-    def values(self) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
-        """[n] action value of each event."""
+    def values(self) -> F64:
+        """Action value of each event, float64 [n]."""
         return np.array(self.action_values)[self.actions]
 
-    def next_items(self) -> list[tuple[int, int]]:
-        """(user, index of the event right after the trained ones), of users that have both."""
-        at = self.starts[:-1] + self.num_trained
-        asked = (self.num_trained > 0) & (at < self.starts[1:])
-        return [(int(user), int(at[user])) for user in np.flatnonzero(asked)]
+    def next_items(self) -> list[NextItem]:
+        """List the event right after the trained ones of every user who has both."""
+        first_tested = self.starts[:-1] + self.num_trained
+        has_both = (self.num_trained > 0) & (first_tested < self.starts[1:])
+        return [NextItem(int(user), int(first_tested[user])) for user in np.flatnonzero(has_both)]
 
-    def only_trained(self, split: Split) -> Log:
-        """The trained part, split again: for choosing settings without a look at the test part."""
+    def only_trained(self, split: Split) -> InteractionLog:
+        """Split the trained part again, to choose settings without looking at the test part.
+
+        Raises:
+            DataError: nothing is left to train or to test on.
+        """
         return _split(self, self.trained, split)
 
 
-def build_log(interactions: Interactions, features: Sequence[ItemValues], split: Split) -> Log:
-    """The log in the model's terms: rows are the sorted ids of all items that interact or have features.
+def build_log(interactions: Interactions, features: Sequence[ItemValues], split: Split) -> InteractionLog:
+    """Translate interactions into the model's terms. Item rows are the sorted ids of items with events or features.
+
+    Args:
+        interactions: the whole log, in time order.
+        features: side features of items, which may have no events.
+        split: the events to train on.
 
     Raises:
         DataError: nothing is left to train or to test on.
     """
     ids = np.unique(np.concatenate([interactions.items, *(np.fromiter(f.of_item, np.int64) for f in features)]))
-    order = np.argsort(interactions.users, kind="stable")  # in time order already
+    order = np.argsort(interactions.users, kind="stable")  # stable: each user's events stay in time order
     action_values, actions = np.unique(interactions.values, return_inverse=True)
     num_users = len(interactions.user_names)
-    log = Log(
+    log = InteractionLog(
         items=np.searchsorted(ids, interactions.items[order]),
         actions=actions[order].astype(np.int64),
         times=interactions.timestamps[order],
@@ -104,7 +125,16 @@ def build_log(interactions: Interactions, features: Sequence[ItemValues], split:
 
 
 def to_train_on(users: npt.NDArray[np.integer], times: I64, split: Split) -> Bools:
-    """[n] which events a split trains on, of events whose order is that of time for every user."""
+    """Decide which events a split trains on.
+
+    Args:
+        users: [n] user of each event, in any order of users; each user's events oldest first.
+        times: int64 [n] unix seconds.
+        split: the rule.
+
+    Returns:
+        bool [n].
+    """
     if split == "time":
         return times < (np.quantile(times, 1 - TEST_RATIO, method="lower") if len(times) else 0)
     counts = np.bincount(users)
@@ -116,9 +146,10 @@ def to_train_on(users: npt.NDArray[np.integer], times: I64, split: Split) -> Boo
     return trained
 
 
-def _split(log: Log, kept: Bools, split: Split) -> Log:
-    """`log` with the kept events only, of which the oldest are trained on."""
-    users, times = log.users[kept], log.times[kept]
+def _split(log: InteractionLog, kept: Bools, split: Split) -> InteractionLog:
+    """Keep some of the events, and decide which of them are trained on."""
+    users = log.users[kept]
+    times = log.times[kept]
     counts = np.bincount(users, minlength=log.num_users)
     num_trained = np.bincount(users[to_train_on(users, times, split)], minlength=log.num_users)
     if not 0 < num_trained.sum() < len(times):
@@ -126,7 +157,7 @@ def _split(log: Log, kept: Bools, split: Split) -> Log:
             f"{len(times)} interactions: the {split} split leaves {num_trained.sum()} to train on and "
             f"{len(times) - num_trained.sum()} to test on; both must be more than 0"
         )
-    return Log(
+    return InteractionLog(
         items=log.items[kept],
         actions=log.actions[kept],
         times=times,
@@ -146,17 +177,23 @@ class Window(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Batch:
-    """Windows side by side, padded at the end. B = windows, N = tokens of the longest."""
+    """Windows side by side, padded at the end. B = windows, N = tokens of the longest window."""
 
     items: Tensor  # int64 [B, N] item rows; 0 in the padding
     actions: Tensor  # int64 [B, N]
     times: Tensor  # int64 [B, N] unix seconds
     valid: Tensor  # bool [B, N] False = padding
-    events: Tensor  # int64 [B, N] index in the log, for looking up more about an event
+    events: Tensor  # int64 [B, N] index of each event in the log
 
 
-def windows(log: Log, window_tokens: int, random: np.random.Generator) -> list[Window]:
-    """The trained events, cut into runs of at most `window_tokens` with another phase a call."""
+def windows(log: InteractionLog, window_tokens: int, random: np.random.Generator) -> list[Window]:
+    """Cut the trained events of each user into windows; the first window's length is random.
+
+    Args:
+        log: what to cut.
+        window_tokens: longest window.
+        random: draws the cuts, so that every epoch cuts elsewhere.
+    """
     found = []
     for start, trained in zip(log.starts.tolist(), log.num_trained.tolist(), strict=False):
         phase = int(random.integers(1, window_tokens + 1)) if trained > window_tokens else window_tokens
@@ -166,9 +203,16 @@ def windows(log: Log, window_tokens: int, random: np.random.Generator) -> list[W
 
 
 def batches(
-    log: Log, parts: list[Window], batch_tokens: int, random: np.random.Generator | None = None
+    log: InteractionLog, parts: list[Window], batch_tokens: int, random: np.random.Generator | None = None
 ) -> Iterator[Batch]:
-    """Windows of similar length together, padded to at most `batch_tokens` tokens; in random order if asked."""
+    """Batch windows of similar length.
+
+    Args:
+        log: holds the events.
+        parts: windows of it.
+        batch_tokens: most tokens of a batch, padding included; a window longer than this is a batch of its own.
+        random: shuffles the batches; None = shortest windows first.
+    """
     parts = sorted(parts, key=lambda window: window.num_tokens)
     groups: list[list[Window]] = [[]]
     for window in parts:
@@ -180,7 +224,7 @@ def batches(
     yield from (_batch(log, group) for group in groups if group)
 
 
-def _batch(log: Log, group: list[Window]) -> Batch:
+def _batch(log: InteractionLog, group: list[Window]) -> Batch:
     length = max(window.num_tokens for window in group)
     starts, lengths = np.array(group).T[:, :, None]
     valid = np.arange(length) < lengths

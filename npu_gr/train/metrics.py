@@ -1,17 +1,32 @@
-"""Ranking metrics, exact under ties."""
+"""Ranking metrics, exact under ties, and how figures are printed."""
 
 from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
+V = TypeVar("V")
+F64 = npt.NDArray[np.float64]
+NAN = float("nan")  # a figure that a model does not have
+
 
 def auc(scores: npt.NDArray[np.floating], labels: npt.NDArray[np.bool_]) -> float:
-    """Chance that a random positive scores above a random negative; a tie counts half. NaN without both."""
+    """Compute the chance that a random positive scores above a random negative; a tie counts half.
+
+    Args:
+        scores: [n].
+        labels: [n], True = positive.
+
+    Returns:
+        0 .. 1; NaN without a positive or without a negative.
+    """
     positives = int(labels.sum())
     negatives = len(labels) - positives
     if not positives or not negatives:
-        return float("nan")
+        return NAN
     _, place, counts = np.unique(scores, return_inverse=True, return_counts=True)
     ranks = np.cumsum(counts) - (counts - 1) / 2  # mean rank of equal scores, from 1
     wins = ranks[place][labels].sum() - positives * (positives + 1) / 2
@@ -19,16 +34,29 @@ def auc(scores: npt.NDArray[np.floating], labels: npt.NDArray[np.bool_]) -> floa
 
 
 def rank_of(scores: npt.NDArray[np.floating], target: int) -> float:
-    """Place of the target, from 0, among scores not -inf; ties count half, so a constant scores as chance does."""
+    """Compute the target's rank, from 0, among the scores that are not -inf.
+
+    A tie counts half, so a constant score ranks the target in the middle, as chance would.
+    """
     own = scores[target]
     return float((scores > own).sum() + ((scores == own).sum() - 1) / 2)
 
 
-def hit_ratio(ranks: npt.NDArray[np.float64], k: int) -> float:
-    """Share of targets among the best k."""
+def hit_ratio(ranks: F64, k: int) -> float:
+    """Compute HIT@k = HR@k: the share of targets among the best k. `ranks` count from 0."""
     return float((ranks < k).mean())
 
 
-def ndcg(ranks: npt.NDArray[np.float64], k: int) -> float:
-    """Mean of 1 / log2(rank + 2) of the targets among the best k, 0 for the others: NDCG of one relevant item."""
+def ndcg(ranks: F64, k: int) -> float:
+    """Compute NDCG@k of one relevant item each: the mean of 1 / log2(rank + 2), or 0 beyond the best k."""
     return float(np.where(ranks < k, 1 / np.log2(ranks + 2), 0).mean())
+
+
+def known(figures: Mapping[str, V]) -> dict[str, V]:
+    """Leave out the figures that are NaN, which JSON lacks."""
+    return {name: value for name, value in figures.items() if value == value}
+
+
+def cells(figures: Iterable[float]) -> list[str]:
+    """Format figures for a table; NaN is a dash."""
+    return ["-" if value != value else f"{value:.4f}" for value in figures]

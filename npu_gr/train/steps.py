@@ -1,18 +1,28 @@
-"""What every trainer's steps share: the learning rate's course, the moving average of weights, a word on progress."""
+"""The optimizer's steps that the trainers share: schedule, clipping, moving average, early stopping, progress."""
 
 from __future__ import annotations
 
 import math
-from typing import Literal, NamedTuple
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Generic, Literal, NamedTuple, Protocol, TypeVar, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
 
-LAST_BATCHES = 20  # whose mean loss is reported
+from npu_gr.core.errors import DataError
+
+LAST_BATCHES = 20  # steps whose mean loss is reported: one batch's loss is too noisy to read
+MAX_GRADIENT_NORM = 1.0
+BETAS = (0.9, 0.98)  # of AdamW; the second one is lower than its default, 0.999
+
+B = TypeVar("B")  # a batch, as `loss_of` takes it
+M = TypeVar("M", bound=nn.Module)
 
 
-class Progress(NamedTuple):
-    """How far the training is."""
+class TrainingProgress(NamedTuple):
+    """How far a training is."""
 
     stage: Literal["train", "evaluate"]
     done: float  # epochs, or users
@@ -20,15 +30,156 @@ class Progress(NamedTuple):
     loss: float = float("nan")  # mean of the last batches
 
 
+class StepOptions(Protocol):
+    """The options that `EpochTrainer` reads."""
+
+    @property
+    def epochs(self) -> int:
+        """Passes over the log."""
+        ...
+
+    @property
+    def learning_rate(self) -> float:
+        """Highest learning rate, reached at the end of the warm-up."""
+        ...
+
+    @property
+    def warm_up_ratio(self) -> float:
+        """Share of the steps with a rising learning rate."""
+        ...
+
+    @property
+    def weight_decay(self) -> float:
+        """AdamW's decay of every matrix but the embedding table."""
+        ...
+
+    @property
+    def average_decay(self) -> float:
+        """Decay of the moving average of the weights; 0 = the average is the weights."""
+        ...
+
+
+class EpochTrainer(Generic[M]):
+    """Trains a model by AdamW: linear warm-up, then a cosine down to nothing; keeps a moving average of the weights."""
+
+    def __init__(
+        self,
+        model: M,
+        options: StepOptions,
+        *,
+        table: Tensor,
+        table_weight_decay: float,
+        auxiliary: Sequence[nn.Parameter] = (),
+        progress: Callable[[TrainingProgress], None] = lambda _: None,
+    ) -> None:
+        """Make the optimizer; the model is trained in place.
+
+        Args:
+            model: what is trained and averaged.
+            options: of the steps.
+            table: the model's embedding table, which has a weight decay of its own.
+            table_weight_decay: of `table`. Vectors (biases, norms) have none.
+            auxiliary: parameters that are trained along and not averaged.
+            progress: called after every step.
+        """
+        self._model = model
+        self._options = options
+        self._progress = progress
+        self._parameters = [*model.parameters(), *auxiliary]
+        matrices = [p for p in self._parameters if p.ndim > 1 and p is not table]
+        vectors = [p for p in self._parameters if p.ndim < 2]
+        self._optimizer = torch.optim.AdamW(
+            [
+                {"params": [table], "weight_decay": table_weight_decay},
+                {"params": matrices, "weight_decay": options.weight_decay},
+                {"params": vectors, "weight_decay": 0.0},
+            ],
+            lr=options.learning_rate,
+            betas=BETAS,
+        )
+        self._averaged = AveragedModel(model, multi_avg_fn=partial(average, options.average_decay))
+        self._recent_losses: list[float] = []
+
+    @property
+    def averaged(self) -> M:
+        """A copy of the model with the moving average of its weights; the next step changes it."""
+        return cast(M, self._averaged.module)
+
+    def run_epoch(self, epoch: int, batches: Sequence[B], loss_of: Callable[[B], Tensor]) -> None:
+        """Take one step a batch.
+
+        Args:
+            epoch: from 0.
+            batches: of this epoch.
+            loss_of: differentiable loss of a batch, a scalar.
+
+        Raises:
+            DataError: the loss is not finite.
+        """
+        options = self._options
+        self._model.train()
+        for index, batch in enumerate(batches):
+            done = epoch + index / len(batches)
+            for group in self._optimizer.param_groups:
+                group["lr"] = options.learning_rate * schedule(done / options.epochs, options.warm_up_ratio)
+            loss = loss_of(batch)
+            self._optimizer.zero_grad()
+            loss.backward()
+            nn.utils.clip_grad_norm_(self._parameters, MAX_GRADIENT_NORM)
+            self._optimizer.step()
+            self._averaged.update_parameters(self._model)
+            self._recent_losses = [*self._recent_losses[1 - LAST_BATCHES :], loss.item()]
+            if not math.isfinite(loss.item()):
+                raise DataError(f"the loss is {loss.item()} in epoch {done:.2f}: try a lower learning_rate")
+            mean_loss = sum(self._recent_losses) / len(self._recent_losses)
+            self._progress(TrainingProgress("train", done, options.epochs, mean_loss))
+
+
+class EarlyStopping:
+    """Ends a training when its validation score has not risen for `patience` validations; patience 0 never does."""
+
+    def __init__(self, patience: int) -> None:
+        self._patience = patience
+        self.best = -1.0  # below every score, which are ratios
+        self.num_worse = 0  # validations since the best one
+
+    def is_best(self, score: float) -> bool:
+        """Record a validation; True if its score (0 .. 1) is higher than all before."""
+        if score > self.best:
+            self.best = score
+            self.num_worse = 0
+            return True
+        self.num_worse += 1
+        return False
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the training should end."""
+        return bool(self._patience) and self.num_worse >= self._patience
+
+
 @torch.no_grad()
 def average(decay: float, averages: list[Tensor], now: list[Tensor], num_averaged: Tensor | int) -> None:
-    """Move the averages towards the weights of now: all the way at decay 0, and further in the first steps."""
+    """Move averages towards the current weights, in place.
+
+    Args:
+        decay: share of the old average that stays; 0 = the average is the current weights.
+        averages: of each parameter; changed in place.
+        now: the current weights.
+        num_averaged: updates before this one. The first ones use a smaller decay, (1 + n) / (10 + n), so that the
+            average forgets the initial weights.
+    """
     steps = int(num_averaged)
     torch._foreach_lerp_(averages, now, 1 - min(decay, (1 + steps) / (10 + steps)))
 
 
 def schedule(progress_ratio: float, warm_up_ratio: float) -> float:
-    """Share of the learning rate at this point of the training: a linear rise, then a cosine down to nothing."""
+    """Compute the share of the learning rate at a point of the training: a linear rise, then a cosine to nothing.
+
+    Args:
+        progress_ratio: done share of the training, 0 .. 1.
+        warm_up_ratio: share of the training with a rising rate, 0 .. 1.
+    """
     if progress_ratio < warm_up_ratio:
         return progress_ratio / warm_up_ratio
     return (1 + math.cos(math.pi * (progress_ratio - warm_up_ratio) / (1 - warm_up_ratio))) / 2

@@ -37,32 +37,32 @@ def seen(snapshot: Snapshot, found: Filter | None) -> set[int]:
 def test_everything_at_once_is_the_intersection() -> None:
     version, cache = withdraw(snapshot(), ids(4, 8)), FilterCache(1 << 20)
     for _ in range(2):
-        found = cache.of(version, ids(0, 1, 2, 4, 8, 12, 99), ids(2, 7), {"stock": (True,), "size": (0, 2)})
+        found = cache.filter_for(version, ids(0, 1, 2, 4, 8, 12, 99), ids(2, 7), {"stock": (True,), "size": (0, 2)})
         assert seen(version, found) == {0, 12}
-    assert seen(version, cache.of(version)) == set(range(30)) - {4, 8}
-    assert seen(version, cache.of(version, deny=ids(5))) == set(range(30)) - {4, 5, 8}
-    assert cache.of(snapshot()) is None
-    assert seen(version, cache.of(version, allow=ids())) == set()
+    assert seen(version, cache.filter_for(version)) == set(range(30)) - {4, 8}
+    assert seen(version, cache.filter_for(version, deny=ids(5))) == set(range(30)) - {4, 5, 8}
+    assert cache.filter_for(snapshot()) is None
+    assert seen(version, cache.filter_for(version, allow=ids())) == set()
 
 
 def test_a_query_is_worked_out_once_a_version() -> None:
     first, cache = snapshot(), FilterCache(1 << 20)
-    found = cache.of(first, query={"stock": (True,), "size": (0, 2)})
-    assert cache.of(first, query={"size": (2, 0), "stock": (True,)}) is found
+    found = cache.filter_for(first, query={"stock": (True,), "size": (0, 2)})
+    assert cache.filter_for(first, query={"size": (2, 0), "stock": (True,)}) is found
     other = withdraw(first, ids(0))
-    assert seen(other, cache.of(other, query={"stock": (True,), "size": (0, 2)})) == seen(first, found) - {0}
+    assert seen(other, cache.filter_for(other, query={"stock": (True,), "size": (0, 2)})) == seen(first, found) - {0}
     with pytest.raises(Unprocessable, match="not of the kind"):
-        cache.of(first, query={"stock": (1,), "size": (0, 2)})  # 1 is not True
+        cache.filter_for(first, query={"stock": (1,), "size": (0, 2)})  # 1 is not True
 
 
 def test_the_least_used_goes_first() -> None:
     version = snapshot()
     one = FilterCache(1 << 20)
-    one.of(version, query={"size": (0,)})
+    one.filter_for(version, query={"size": (0,)})
     cache = FilterCache(2 * one.bytes_used)
-    kept = [cache.of(version, query={"size": (n,)}) for n in (0, 1)]
-    assert cache.of(version, query={"size": (0,)}) is kept[0]
-    cache.of(version, query={"size": (2,)})
+    kept = [cache.filter_for(version, query={"size": (n,)}) for n in (0, 1)]
+    assert cache.filter_for(version, query={"size": (0,)}) is kept[0]
+    cache.filter_for(version, query={"size": (2,)})
     assert cache.bytes_used <= 2 * one.bytes_used
-    assert cache.of(version, query={"size": (0,)}) is kept[0]
-    assert cache.of(version, query={"size": (1,)}) is not kept[1]
+    assert cache.filter_for(version, query={"size": (0,)}) is kept[0]
+    assert cache.filter_for(version, query={"size": (1,)}) is not kept[1]

@@ -18,6 +18,10 @@ from tests.catalogue.catalogues import Record, catalogues, make_trie
 exhaustively = settings(deadline=None, derandomize=True)
 
 
+def num_leaves(trie: Trie) -> int:
+    return len(trie.leaf_ptr) - 1
+
+
 def in_order(records: list[Record]) -> dict[tuple[int, ...], list[int]]:
     """The reference: item ids by SID, SIDs ascending."""
     ranked = sorted(records, key=lambda record: (record.sid, -record.order, record.item_id))
@@ -29,14 +33,15 @@ def in_order(records: list[Record]) -> dict[tuple[int, ...], list[int]]:
 
 def walk(trie: Trie) -> list[tuple[int, ...]]:
     """Every path from the root, in the order of its last edge."""
-    states, paths = np.zeros(1, np.int64), [()]
+    states = np.zeros(1, np.int64)
+    paths: list[tuple[int, ...]] = [()]
     for level in range(trie.num_levels):
         lo, degree = trie.children(level, states)
         parents = np.repeat(np.arange(len(states)), degree)
         states = spread(lo, degree)
         codes = trie.token[level][states]
         paths = [(*paths[parent], int(code)) for parent, code in zip(parents, codes, strict=True)]
-    assert states.tolist() == list(range(trie.num_leaves))
+    assert states.tolist() == list(range(num_leaves(trie)))
     return paths
 
 
@@ -45,7 +50,7 @@ def walk(trie: Trie) -> list[tuple[int, ...]]:
 def test_the_paths_are_the_sids_and_the_leaves_their_items(drawn: tuple[list[Record], Codebooks]) -> None:
     records, codebooks = drawn
     trie, want = make_trie(records, codebooks), in_order(records)
-    leaves = np.arange(trie.num_leaves)
+    leaves = np.arange(num_leaves(trie))
     assert walk(trie) == list(want)
     assert [tuple(sid) for sid in trie.sid_of(leaves).tolist()] == list(want)
     item_ids, counts = trie.items_of(leaves)
@@ -58,7 +63,7 @@ def test_the_paths_are_the_sids_and_the_leaves_their_items(drawn: tuple[list[Rec
 @given(catalogues(), st.data())
 def test_items_of_any_leaves_limited_and_filtered(drawn: tuple[list[Record], Codebooks], data: st.DataObject) -> None:
     trie, want = make_trie(*drawn), list(in_order(drawn[0]).values())
-    leaves = data.draw(st.lists(st.integers(DEAD, trie.num_leaves - 1), max_size=6))
+    leaves = data.draw(st.lists(st.integers(DEAD, num_leaves(trie) - 1), max_size=6))
     limit = data.draw(st.none() | st.integers(0, 3))
     banned = data.draw(
         st.sets(st.sampled_from([record.item_id for record in drawn[0]])) if drawn[0] else st.just(set())
@@ -92,7 +97,6 @@ def test_degrees_parents_and_size(drawn: tuple[list[Record], Codebooks]) -> None
     num_bytes = trie.leaf_ptr.nbytes + trie.leaf_item.nbytes + trie.by_id.nbytes
     for level in range(trie.num_levels):
         degrees = np.diff(trie.indptr[level])
-        assert trie.max_degree[level] == max(degrees, default=0)
         assert trie.width(level).tolist() == [max(int(degree) - 1, 0).bit_length() for degree in degrees]
         edges = np.arange(len(trie.token[level]))
         assert trie.parent(level, edges).tolist() == np.repeat(np.arange(len(degrees)), degrees).tolist()
@@ -119,7 +123,7 @@ def test_one_huge_node() -> None:
     codes = np.random.default_rng(0).permutation(70_000)
     sids = np.stack([np.zeros_like(codes), codes], axis=1)
     trie = build_trie(sids, codes + 5, Codebooks.stacked([1, 70_000]))
-    assert trie.max_degree == (1, 70_000)
+    assert trie.children(1, np.zeros(1, np.int64)).degree.tolist() == [70_000]
     assert trie.width(1).tolist() == [17]
     assert [table.dtype for table in trie.token] == [np.uint16, np.int32]
     assert np.array_equal(trie.sid_of(trie.find(codes + 5)), sids)

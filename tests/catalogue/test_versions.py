@@ -16,7 +16,7 @@ from npu_gr.catalogue.filters import allow_items
 from npu_gr.catalogue.records import Items
 from npu_gr.catalogue.trie import Codebooks
 from npu_gr.catalogue.versions import Catalogue, CatalogueStatus, Snapshot, add, make_snapshot, restore, withdraw
-from npu_gr.core.errors import CatalogueError, Unavailable
+from npu_gr.core.errors import CatalogueError, DataError, Unavailable
 
 BOOKS = Codebooks.stacked([3, 4])
 Row = tuple[int, tuple[int, ...], float, str]  # item id, SID, order score, kind
@@ -157,7 +157,7 @@ def test_publish_rollback_and_status() -> None:
     assert catalogue.status() == CatalogueStatus(
         version=old.version, num_items=3, num_bytes=old.num_bytes, age_s=5.0, previous=None
     )
-    with pytest.raises(CatalogueError, match="no earlier version"):
+    with pytest.raises(DataError, match="no earlier version"):
         catalogue.rollback()
     catalogue.publish(new)
     now[0] = 16.0
@@ -172,11 +172,11 @@ def test_publish_rollback_and_status() -> None:
 
 
 def test_nothing_published() -> None:
-    with pytest.raises(Unavailable, match="no catalogue has been published"), Catalogue().pin():
+    with pytest.raises(Unavailable, match="no version of the catalogue has been published"), Catalogue().pin():
         pass
     with pytest.raises(Unavailable):
         Catalogue().status()
-    with pytest.raises(CatalogueError, match="no earlier version"):
+    with pytest.raises(DataError, match="no earlier version of the catalogue is kept"):
         Catalogue().rollback()
 
 
@@ -244,6 +244,6 @@ def test_unknown_items_are_refused(change: Any) -> None:
 
 def test_a_file_without_records_is_an_empty_catalogue() -> None:
     empty = make_snapshot(Items(ids(), np.empty((0, 0), np.int32), None, {}), BOOKS)
-    assert (empty.num_items, empty.trie.num_leaves) == (0, 0)
+    assert (empty.num_items, len(empty.trie.leaf_item)) == (0, 0)
     assert empty.trie.children(0, ids(0)).degree.tolist() == [0]
     assert add(empty, as_items(THREE)).version == make_snapshot(as_items(THREE), BOOKS).version

@@ -131,7 +131,7 @@ def same(trie: Trie, got: Beams, want: list[tuple[float, tuple[int, ...]]]) -> N
 
 
 def all_sids(trie: Trie) -> set[tuple[int, ...]]:
-    return {tuple(sid) for sid in trie.sid_of(np.arange(trie.num_leaves)).tolist()}
+    return {tuple(sid) for sid in trie.sid_of(np.arange(len(trie.leaf_ptr) - 1)).tolist()}
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -194,18 +194,18 @@ def test_nothing_invalid_nothing_twice_and_as_many_as_there_are(seed: int, width
         decoder.head.weight[torch.randperm(25)[:4]] *= 1 + spike
     got = Prompt(decoder, torch.tensor([2, 9, 4])).search(trie, SearchOptions(width=width))
     assert len(set(got.leaves.tolist())) == len(got.leaves)
-    assert ((got.leaves >= 0) & (got.leaves < trie.num_leaves)).all()
+    assert ((got.leaves >= 0) & (got.leaves < len(trie.leaf_ptr) - 1)).all()
     assert (np.diff(got.scores) <= 0).all()
     if spike == 0.0 and width >= 25:
-        assert len(got.leaves) == trie.num_leaves
+        assert len(got.leaves) == len(trie.leaf_ptr) - 1
 
 
 def test_a_narrow_filter_is_a_smaller_catalogue() -> None:
     """Edges that lead to no allowed item are closed before the top-k, in every mode."""
     trie, prompt = catalogue(3, 4, 40), torch.tensor([4, 5, 6])
     decoder = model(30)
-    keep = {leaf for leaf in range(trie.num_leaves) if leaf % 3 == 0}
-    sids = trie.sid_of(np.arange(trie.num_leaves))
+    keep = {leaf for leaf in range(len(trie.leaf_ptr) - 1) if leaf % 3 == 0}
+    sids = trie.sid_of(np.arange(len(trie.leaf_ptr) - 1))
     kept = {tuple(sids[leaf].tolist()) for leaf in keep}
     open_ = []
     for level in range(3):

@@ -1,10 +1,12 @@
-"""Who is served by what, filters before the top-k, and the files that it comes from."""
+"""Each user is matched by the right basis, filters come before the top-k, and damaged files are refused."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -35,9 +37,11 @@ def ids(*rows: int) -> I64:
 @pytest.mark.parametrize("allow", [None, ids(1, 2, 3, 11, 12, 30)])
 @pytest.mark.parametrize("deny", [None, ids(2, 4, 30)])
 def test_each_user_is_served_as_the_page_says(user: str, basis: Basis, allow: I64 | None, deny: I64 | None) -> None:
+    assert VECTORS.bridge_items is not None
+    assert VECTORS.source_users is not None
     scores = {
         Basis.TARGET: VECTORS.items @ VECTORS.users[0],
-        Basis.SOURCE: VECTORS.bridge_items @ VECTORS.source_users[1],  # type: ignore[operator]
+        Basis.SOURCE: VECTORS.bridge_items @ VECTORS.source_users[1],
         Basis.POPULARITY: VECTORS.popularity.astype(np.float32),
     }[basis]
     off = {1, 5, 7} if user == KNOWN else set()
@@ -103,9 +107,9 @@ def test_a_folder_gives_back_what_was_saved(tmp_path: Path) -> None:
         (lambda folder: edit(folder / "manifest.json", format=2), "format 2, this version reads 1"),
     ],
 )
-def test_a_damaged_folder_is_refused(damage: object, says: str, tmp_path: Path) -> None:
+def test_a_damaged_folder_is_refused(damage: Callable[[Path], object], says: str, tmp_path: Path) -> None:
     save(VECTORS, tmp_path)
-    damage(tmp_path)  # type: ignore[operator]
+    damage(tmp_path)
     with pytest.raises(DataError, match=says):
         load(tmp_path)
 
@@ -125,10 +129,10 @@ def edit(path: Path, **changes: object) -> None:
     [
         ({"users": np.zeros((3, 7), np.float32)}, "users is"),
         ({"items": np.full((40, 8), np.nan, np.float32)}, "not finite"),
-        ({"item_ids": np.zeros(40, np.int64)}, "item_ids must rise"),
+        ({"item_ids": np.zeros(40, np.int64)}, "item_ids must ascend"),
     ],
 )
-def test_vectors_that_do_not_fit_are_refused(change: dict[str, object], says: str, tmp_path: Path) -> None:
+def test_vectors_that_do_not_fit_are_refused(change: dict[str, Any], says: str, tmp_path: Path) -> None:
     save(make_vectors(**change), tmp_path)
     with pytest.raises(DataError, match=says):
         load(tmp_path)

@@ -1,7 +1,7 @@
 """The decoder's forward pass for training: many histories at once, padded at the end, with gradients.
 
-It is the function that `Decoder.prefill` serves: the layers are the same, and a row sees the tokens before it and
-itself. Padding stands after everything that counts, so no mask is needed for it.
+It computes the same function as `Decoder.prefill`: the layers are the same, and a row attends to itself and to the
+tokens before it. Padding stands after all real tokens, which therefore never attend to it: it needs no mask.
 """
 
 from __future__ import annotations
@@ -14,9 +14,15 @@ from npu_gr.model.decoder import Decoder, DecoderLayer, rope_angles
 
 
 def encode(model: Decoder, tokens: Tensor, dropout_ratio: float = 0.0) -> Tensor:
-    """Final rows [B, n, dim] of sequences int64 [B, n], ready for `next_logits`.
+    """Compute the final rows of token sequences, ready for `next_logits`.
 
-    Dropout is of embedded tokens and of each layer's update.
+    Args:
+        model: the decoder.
+        tokens: int64 [B, n], padded at the end with any tokens.
+        dropout_ratio: of embedded tokens and of each layer's update.
+
+    Returns:
+        float32 [B, n, dim].
     """
     config = model.config
     cos, sin = rope_angles(0, tokens.shape[1], config, tokens.device)
@@ -33,14 +39,21 @@ def encode(model: Decoder, tokens: Tensor, dropout_ratio: float = 0.0) -> Tensor
 
 
 def next_logits(model: Decoder, rows: Tensor) -> Tensor:
-    """[..., vocabulary] of rows [..., dim]; `Decoder.logits` with gradients."""
+    """Compute the logits of the next token: [..., dim] -> [..., vocabulary]. `Decoder.logits` with gradients."""
     weight = model.embedding.weight if model.config.tied_head else model.head.weight
     return linear(rows, weight)
 
 
 @torch.no_grad()
 def start(model: Decoder, generator: torch.Generator, std: float = 0.05) -> None:
-    """Fresh weights: normal matrices, those that add to the residual stream smaller with depth, norms of one."""
+    """Initialise the weights in place: matrices normal, norms 1, biases 0.
+
+    Args:
+        model: the decoder.
+        generator: draws the matrices.
+        std: of a matrix; one that adds to the residual stream has std / sqrt(2 x layers), so that the stream's variance
+            does not grow with depth.
+    """
     for name, weight in model.named_parameters():
         if weight.ndim < 2:
             weight.fill_(0.0 if name.endswith("bias") else 1.0)

@@ -1,15 +1,15 @@
-"""Semantic IDs for the items of a log: items that are used together get codes that begin alike.
+"""Make semantic IDs for the items of a log: items that are used together get codes that begin alike.
 
-    item vectors   what stands near each item in the trained part of histories (positive pointwise mutual information,
-                   its largest eigenvectors), and beside it the item's own features, if there are any
-    codes          residual k-means: a level codes what the levels before it have left over
-    collisions     of items with equal codes the most used one keeps them; each other one goes down the levels again
-                   and takes, at each, the nearest code that has a free semantic ID below it
+    item vectors   the items that stand near each item in the trained part of histories (positive pointwise mutual
+                   information, its largest eigenvectors), joined with the item's own features, if there are any
+    codes          residual k-means: each level codes what the levels before it have left over
+    collisions     of items with equal codes the most used one keeps them; every other one descends the levels again
+                   and takes, at each level, the nearest code that has a free semantic ID below it
 
 Deterministic: the same log, options and seed give the same codes.
 
-Source: residual quantisation of items as in TIGER (arXiv:2305.05065), with k-means for the learned codebooks and the
-items' company in histories for their text.
+Source: residual quantisation of items as in TIGER (arXiv:2305.05065), with k-means in place of learned codebooks, and
+an item's neighbours in histories in place of its text.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from math import prod
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.nn.functional import normalize
@@ -29,15 +28,15 @@ from torch.nn.functional import normalize
 from npu_gr.catalogue.records import read_items
 from npu_gr.catalogue.trie import I32
 from npu_gr.core.errors import ConfigError, DataError
-from npu_gr.core.request import I64
+from npu_gr.core.request import F32, I64
 from npu_gr.features.interactions import ItemValues
-from npu_gr.train.data import Log
+from npu_gr.train.data import InteractionLog
 
-F32 = npt.NDArray[np.float32]
-SMOOTHING = 10.0  # events added to each item's: a pair of rare items is no evidence
-SHORTEST = 1e-2  # a vector that counts; the direction of a shorter one is rounding
-SWEEPS_OF_EIGEN, SPARE_VECTORS = 8, 8  # of the block power iteration
-SWEEPS_OF_KMEANS = 30
+SMOOTHING = 10.0  # events added to each item's count, so that one meeting of two rare items is no evidence
+SHORTEST = 1e-2  # length of a vector that has a direction; that of a shorter one is rounding error
+EIGEN_SWEEPS = 8  # of the block power iteration
+SPARE_VECTORS = 8  # that it iterates beside the wanted ones: the last of a block converge slowest
+KMEANS_SWEEPS = 30
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -47,21 +46,25 @@ class ItemCodes:
     sids: I32  # [N, L], each row once
     code_count: tuple[int, ...]  # codes of each level
     centroids: tuple[F32, ...] = ()  # L x [codes, vector dim]; none for ready-made codes
-    residuals: tuple[float, ...] = ()  # L + 1 mean squared lengths: of the vectors, and of what each level leaves
-    num_moved: int = 0  # items whose own codes were taken
+    residuals: tuple[float, ...] = ()  # L + 1 mean squared lengths: of the vectors, and of what each level leaves over
+    num_moved: int = 0  # items that lost a collision and got other codes
 
 
-def item_vectors(log: Log, features: Sequence[ItemValues], dim: int, window: int, seed: int) -> F32:
-    """Where each item stands among the others: [num_items, d], of unit length, or zero without evidence.
+def item_vectors(log: InteractionLog, features: Sequence[ItemValues], dim: int, window: int, seed: int) -> F32:
+    """Place each item among the others, by the items near it in histories and by its features.
 
     Args:
-        log: of which the trained events count.
-        features: side features of items; their part of a vector is as long as that of the company it keeps.
-        dim: most dimensions of each part.
-        window: how many events apart two items of one history still are company; nearer ones count more.
+        log: its trained events count.
+        features: side features of items; each has as much weight in a vector as the neighbours.
+        dim: most dimensions of the neighbours' part.
+        window: two items of one history are neighbours if they are at most so many events apart; a pair that is n
+            events apart counts 1 / n.
         seed: of the eigenvectors' start.
+
+    Returns:
+        float32 [num_items, d], rows of unit length; zero for an item without neighbours and features.
     """
-    parts = [_company(log, dim, window, seed)]
+    parts = [_neighbour_vectors(log, dim, window, seed)]
     for feature in features:
         if not feature.values:
             continue
@@ -73,12 +76,14 @@ def item_vectors(log: Log, features: Sequence[ItemValues], dim: int, window: int
     return _unit(torch.from_numpy(together)).numpy()
 
 
-def _company(log: Log, dim: int, window: int, seed: int) -> Tensor:
+def _neighbour_vectors(log: InteractionLog, dim: int, window: int, seed: int) -> Tensor:
     num_items = log.num_items
-    keys, weights = [], []
+    keys = []
+    weights = []
     for apart in range(1, window + 1):
         near = log.trained[apart:] & (log.users[apart:] == log.users[:-apart])
-        one, other = log.items[:-apart][near], log.items[apart:][near]
+        one = log.items[:-apart][near]
+        other = log.items[apart:][near]
         keys += [one * num_items + other, other * num_items + one]
         weights += [np.full(len(one), 1 / apart)] * 2
     pairs, place = np.unique(np.concatenate(keys), return_inverse=True)
@@ -98,16 +103,25 @@ def _company(log: Log, dim: int, window: int, seed: int) -> Tensor:
 
 
 def _largest(matrix: Tensor, dim: int, seed: int) -> Tensor:
-    """Eigenvectors of a symmetric matrix with the largest positive eigenvalues, times their square roots."""
+    """Compute the eigenvectors of the largest eigenvalues of a symmetric matrix, scaled by the eigenvalues' roots.
+
+    Args:
+        matrix: sparse float32 [n, n].
+        dim: eigenvectors to compute.
+        seed: of the start.
+
+    Returns:
+        float32 [n, dim], largest eigenvalue first; zero for an eigenvalue below zero.
+    """
     generator = torch.Generator().manual_seed(seed)
     width = min(len(matrix), dim + SPARE_VECTORS)
     basis = torch.randn(len(matrix), width, generator=generator)
-    for _ in range(SWEEPS_OF_EIGEN):
+    for _ in range(EIGEN_SWEEPS):
         basis = torch.linalg.qr(torch.sparse.mm(matrix, basis))[0]
     small = basis.T @ torch.sparse.mm(matrix, basis)
-    values, vectors = torch.linalg.eigh((small + small.T) / 2)  # rising
-    found: Tensor = basis @ vectors[:, -dim:].flip(1) * values[-dim:].flip(0).clamp(min=0).sqrt()
-    return found
+    values, vectors = torch.linalg.eigh((small + small.T) / 2)  # eigenvalues ascend
+    largest: Tensor = basis @ vectors[:, -dim:].flip(1) * values[-dim:].flip(0).clamp(min=0).sqrt()
+    return largest
 
 
 def _unit(rows: Tensor) -> Tensor:
@@ -116,12 +130,13 @@ def _unit(rows: Tensor) -> Tensor:
 
 
 def residual_codes(vectors: F32, code_count: Sequence[int], uses: I64, seed: int) -> ItemCodes:
-    """Residual k-means and the resolution of collisions.
+    """Code vectors by residual k-means, and resolve collisions.
 
     Args:
-        vectors: [N, d], N >= 1.
-        code_count: of each level.
-        uses: [N] how often each item is used: of a collision the most used one, then the first, keeps its codes.
+        vectors: float32 [N, d], N >= 1.
+        code_count: number of codes of each level.
+        uses: int64 [N] how often each item is used: of the items that collide, the most used one keeps its codes, and
+            of equals the first.
         seed: of the centroids' start.
 
     Raises:
@@ -131,7 +146,9 @@ def residual_codes(vectors: F32, code_count: Sequence[int], uses: I64, seed: int
         raise ConfigError(f"code_count: {list(code_count)} make {prod(code_count)} semantic IDs, {len(vectors)} needed")
     generator = torch.Generator().manual_seed(seed)
     rest = torch.from_numpy(vectors)
-    centroids, codes, residuals = [], [], [float(rest.square().sum(1).mean())]
+    centroids = []
+    codes = []
+    residuals = [float(rest.square().sum(1).mean())]
     for count in code_count:
         table, code = kmeans(rest, count, generator)
         rest = rest - table[code]
@@ -144,15 +161,23 @@ def residual_codes(vectors: F32, code_count: Sequence[int], uses: I64, seed: int
 
 
 def kmeans(rows: Tensor, count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Centroids [count, d] and each row's nearest, int64 [n].
+    """Cluster rows.
 
-    A centroid without rows moves to the row that is worst off, while some row is off at all; if there are fewer
+    A centroid that has lost all its rows moves to the row that is farthest from its own centroid. If there are fewer
     distinct rows than centroids, some centroids stay unused.
+
+    Args:
+        rows: float32 [n, d].
+        count: centroids; may be more than rows.
+        generator: draws the rows that the centroids start at.
+
+    Returns:
+        The centroids, float32 [count, d], and the nearest of each row, int64 [n].
     """
     start = torch.randperm(len(rows), generator=generator)[torch.arange(count) % len(rows)]
     table = rows[start].clone()
     code, distance = _nearest(rows, table)
-    for _ in range(SWEEPS_OF_KMEANS):
+    for _ in range(KMEANS_SWEEPS):
         sums = torch.zeros_like(table).index_add_(0, code, rows)
         sizes = torch.bincount(code, minlength=count)
         table = torch.where(sizes[:, None] > 0, sums / sizes[:, None].clamp(min=1), table)
@@ -167,27 +192,39 @@ def kmeans(rows: Tensor, count: int, generator: torch.Generator) -> tuple[Tensor
 
 
 def _nearest(rows: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
+    """Find the nearest row of the table, int64 [n], and its squared distance, float32 [n]."""
     found = []
-    for part in rows.split(8192):
+    for part in rows.split(8192):  # bounds the table of distances
         distance = part.square().sum(1, keepdim=True) - 2 * part @ table.T + table.square().sum(1)
         found.append(distance.clamp(min=0).min(1))
     return torch.cat([part.indices for part in found]), torch.cat([part.values for part in found])
 
 
 def _resolve(sids: I64, vectors: F32, centroids: Sequence[F32], order: I64) -> int:
-    """Give the later items of every collision, in `order`, other codes, in place; how many there were.
+    """Give all but the first item of every collision other codes, in place.
 
-    Below a code that is taken into account lies a free semantic ID, so the way down never ends without one.
+    The descent only takes codes with a free semantic ID below them, so it always ends at a free one.
+
+    Args:
+        sids: [N, L], changed in place.
+        vectors: float32 [N, d].
+        centroids: L x [codes, d].
+        order: [N] the items, those that keep their codes first.
+
+    Returns:
+        The number of items with other codes.
     """
     _, first = np.unique(sids[order], axis=0, return_index=True)
     keeps = np.zeros(len(sids), np.bool_)
     keeps[order[first]] = True
-    used: dict[tuple[int, ...], int] = {}  # beginning of semantic IDs -> how many are given away
-    for sid in sids[keeps].tolist():
-        _take(used, sid)
+    used: dict[tuple[int, ...], int] = {}  # beginning of a semantic ID -> taken semantic IDs that begin so
+    for kept in sids[keeps].tolist():
+        _take(used, kept)
+    # Semantic IDs below a code of each level.
     room = [prod(len(table) for table in centroids[level + 1 :]) for level in range(len(centroids))]
     for row in order[~keeps[order]].tolist():
-        rest, sid = vectors[row], list[int]()
+        rest = vectors[row]
+        sid: list[int] = []
         for level, table in enumerate(centroids):
             nearest = np.argsort(np.square(rest - table).sum(1), kind="stable").tolist()
             code = next(code for code in nearest if used.get((*sid, code), 0) < room[level])
@@ -199,22 +236,24 @@ def _resolve(sids: I64, vectors: F32, centroids: Sequence[F32], order: I64) -> i
 
 
 def _take(used: dict[tuple[int, ...], int], sid: list[int]) -> None:
+    """Count a semantic ID as taken."""
     for level in range(len(sid)):
         beginning = tuple(sid[: level + 1])
         used[beginning] = used.get(beginning, 0) + 1
 
 
 def read_codes(path: Path, item_ids: I64) -> ItemCodes:
-    """Ready-made codes of these items: a catalogue file, or JSON {"item id": [code, ...]}.
+    """Read ready-made codes of some items from a catalogue file, or from JSON {"item id": [code, ...]}.
 
     Raises:
         DataError: the file is not one of these, an item has no codes, or two have the same.
     """
     if path.suffix == ".json":
-        found, sids = _read_index(path)
+        found, sids = _read_json(path)
     else:
         items = read_items(path)
-        found, sids = items.item_ids, items.sids
+        found = items.item_ids
+        sids = items.sids
     order = np.argsort(found, kind="stable")
     at = np.searchsorted(found[order], item_ids).clip(max=max(len(found) - 1, 0))
     if not len(found) or (missing := found[order][at] != item_ids).any():
@@ -227,7 +266,7 @@ def read_codes(path: Path, item_ids: I64) -> ItemCodes:
     return ItemCodes(sids, tuple(int(codes.max()) + 1 for codes in sids.T))
 
 
-def _read_index(path: Path) -> tuple[I64, I32]:
+def _read_json(path: Path) -> tuple[I64, I32]:
     try:
         table = json.loads(path.read_bytes())
         ids = np.array([int(item) for item in table], np.int64)

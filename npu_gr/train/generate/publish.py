@@ -1,11 +1,11 @@
-"""A trained generator as a folder that the service starts from.
+"""Write a trained generator as a folder that the service starts from.
 
-    config.json, model.safetensors   the decoder, as Hugging Face checkpoints are
-    items.jsonl                      the catalogue: items, semantic IDs, features of one value as attributes
-    serve.yaml                       a configuration that serves it
-    report.json                      what was measured
+    config.json, model.safetensors   the decoder, as a Hugging Face checkpoint
+    items.jsonl                      the catalogue: items, semantic IDs, and the single-valued features as attributes
+    serve.yaml                       a configuration that serves them
+    report.json                      the figures that were measured
 
-All are written aside first and then renamed, the configuration last, so an interrupted run leaves nothing half-written.
+All files are written aside and then renamed, the configuration last: an interrupted run leaves no half-written file.
 """
 
 from __future__ import annotations
@@ -23,15 +23,17 @@ import yaml
 from npu_gr.core.errors import DataError
 from npu_gr.features.interactions import ItemValues
 from npu_gr.model import hf
-from npu_gr.train.generate.train import GenerateOptions, Trained
+from npu_gr.train.generate.train import GenerateOptions, TrainedGenerator
 
-CATALOGUE, CONFIGURATION, REPORT = "items.jsonl", "serve.yaml", "report.json"
-FILES = (hf.WEIGHTS, hf.CONFIG, CATALOGUE, REPORT, CONFIGURATION)  # in the order in which they appear
-MAX_CUT_ITEMS = 8  # what a prompt may lose to a start that stands still
+CATALOGUE = "items.jsonl"
+CONFIGURATION = "serve.yaml"
+REPORT = "report.json"
+FILES = (hf.WEIGHTS, hf.CONFIG, CATALOGUE, REPORT, CONFIGURATION)  # in the order of their renaming
+MAX_CUT_ITEMS = 8  # most items by which a prompt is shorter than it could be, see `catalogue/tokens.py`
 
 
 def prepare(folder: Path) -> None:
-    """Make the folder before the training, so that one that cannot be written costs no time.
+    """Make the folder, before the training: if it cannot be written, no training time is lost.
 
     Raises:
         DataError: it cannot be made or written into.
@@ -43,8 +45,19 @@ def prepare(folder: Path) -> None:
         raise DataError(f"{folder}: cannot be written: {error.strerror}") from error
 
 
-def publish(trained: Trained, features: Sequence[ItemValues], options: GenerateOptions, folder: Path) -> dict[str, Any]:
-    """Write the folder; the configuration that serves it.
+def publish(
+    trained: TrainedGenerator, features: Sequence[ItemValues], options: GenerateOptions, folder: Path
+) -> dict[str, Any]:
+    """Write the folder.
+
+    Args:
+        trained: what to write.
+        features: side features of items; the single-valued ones become attributes of the catalogue.
+        options: that `trained` was trained with.
+        folder: made if need be; files of the same names are replaced.
+
+    Returns:
+        The configuration that serves it, as YAML has it.
 
     Raises:
         DataError: the folder cannot be written.
@@ -65,8 +78,17 @@ def publish(trained: Trained, features: Sequence[ItemValues], options: GenerateO
     return table
 
 
-def configuration(trained: Trained, options: GenerateOptions, folder: Path) -> dict[str, Any]:
-    """Of an instance that generates and does not rank, as `config.py` reads it."""
+def configuration(trained: TrainedGenerator, options: GenerateOptions, folder: Path) -> dict[str, Any]:
+    """Make the configuration of an instance that generates and does not rank.
+
+    Args:
+        trained: the generator and its codes.
+        options: that it was trained with; they set the prompt's length and the beam width.
+        folder: that it will be served from.
+
+    Returns:
+        A table for `npu_gr/service/config.py`.
+    """
     return {
         "generate": {
             "checkpoint": str(folder),
@@ -81,10 +103,10 @@ def configuration(trained: Trained, options: GenerateOptions, folder: Path) -> d
     }
 
 
-def how_to_serve(table: dict[str, Any], trained: Trained) -> str:
-    """The configuration, the command, and a request to try."""
+def how_to_serve(table: dict[str, Any], trained: TrainedGenerator) -> str:
+    """Explain how to serve the generator: the configuration, the command, and a request to try."""
     log = trained.log
-    user = int(np.argmax(np.minimum(np.diff(log.starts), 10)))  # the first with ten events, or nearly
+    user = int(np.argmax(np.minimum(np.diff(log.starts), 10)))  # the first with ten events, or with the most
     history = log.item_ids[log.items[log.starts[user] : log.starts[user] + 10]].tolist()
     body = {
         "user_id": "me",
@@ -93,14 +115,14 @@ def how_to_serve(table: dict[str, Any], trained: Trained) -> str:
     }
     return f"""
 {yaml.safe_dump({"generate": table["generate"]}, sort_keys=False)}
-Beside a ranker this section goes into its configuration. By itself:
+To serve it beside a ranker, add this section to the ranker's configuration. To serve it alone:
 
 npu-gr serve --config {Path(table["generate"]["checkpoint"]) / CONFIGURATION} &
 curl -s localhost:8080/v1/generate -H 'content-type: application/json' -d '{json.dumps(body)}'"""
 
 
-def catalogue_lines(trained: Trained, features: Sequence[ItemValues]) -> list[str]:
-    """JSONL as `catalogue/records.py` reads it; of items that share a code, the more used one would come first."""
+def catalogue_lines(trained: TrainedGenerator, features: Sequence[ItemValues]) -> list[str]:
+    """Write the catalogue as lines of JSONL, which `catalogue/records.py` reads. The order score is the item's uses."""
     log = trained.log
     uses = np.bincount(log.items[log.trained], minlength=log.num_items).tolist()
     single = [feature for feature in features if all(len(values) < 2 for values in feature.of_item.values())]

@@ -1,8 +1,8 @@
-"""What a generator is worth: HR and NDCG of the next item over the whole catalogue, found by the search that serves.
+"""Evaluate a generator: HR and NDCG of the next item over the whole catalogue, found by the search that serves.
 
-Protocol: leave-one-out. The user's events before the one asked for are the history, the newest included; every item
-of the catalogue may be the answer, no sampled negatives. "unseen" leaves out the items of the history, as a request
-does that denies them. A generator that does not find the item among its beams has missed it.
+Protocol: leave-one-out. All of the user's events before the next item are the history; every item of the catalogue may
+be the answer, no negatives are sampled. "Unseen" figures leave out the items of the history, as a request that denies
+them does. If the beams do not contain the next item, the generator has missed it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 from rich.table import Table
 
 from npu_gr.backend.cpu.backend import CPUBackend
@@ -26,32 +25,40 @@ from npu_gr.kv.arena import KVArena
 from npu_gr.kv.layout import Run
 from npu_gr.model.decoder import Decoder
 from npu_gr.train.baselines import Baseline
-from npu_gr.train.data import Log
+from npu_gr.train.data import InteractionLog, NextItem
 from npu_gr.train.generate.codes import ItemCodes
-from npu_gr.train.metrics import hit_ratio, ndcg, rank_of
+from npu_gr.train.metrics import F64, NAN, cells, hit_ratio, known, ndcg
+from npu_gr.train.next_item import rank_next_items
 
-F64 = npt.NDArray[np.float64]
-Asked = Sequence[tuple[int, int]]  # (user, index of the event asked for), as `Log.next_items` gives them
-MISSED, NAN = float("inf"), float("nan")
+MISSED = float("inf")  # rank of an item that no beam has found
 DECODER = "semantic-ID decoder"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Figures:
-    """One model's; NaN = it has none."""
+class RetrievalFigures:
+    """One model's figures. NaN = the model does not have that figure."""
 
     model: str
-    num_users: int
+    num_users: int  # behind the figures
     hr_at_10: float
     ndcg_at_10: float
     hr_at_50: float
     hr_at_10_unseen: float = NAN
     ndcg_at_10_unseen: float = NAN
-    invalid_ratio: float = NAN  # answered items that the catalogue lacks
+    invalid_ratio: float = NAN  # share of the answered items that the catalogue lacks
 
     @classmethod
-    def of(cls, ranks: F64, unseen: F64 | None = None, model: str = DECODER, invalid_ratio: float = NAN) -> Figures:
-        """From the rank of each user's item, from 0; `unseen`: among the items that are not in the history."""
+    def from_ranks(
+        cls, ranks: F64, unseen: F64 | None = None, model: str = DECODER, invalid_ratio: float = NAN
+    ) -> RetrievalFigures:
+        """Compute the figures of a model.
+
+        Args:
+            ranks: [n] rank of each user's next item among all items, from 0; `MISSED` = it was not found.
+            unseen: [n] the same among the items that are not in the history; None = not measured.
+            model: name.
+            invalid_ratio: share of the answered items that the catalogue lacks.
+        """
         if not len(ranks):
             return cls(model=model, num_users=0, hr_at_10=NAN, ndcg_at_10=NAN, hr_at_50=NAN)
         return cls(
@@ -67,36 +74,32 @@ class Figures:
 
     @property
     def interval(self) -> float:
-        """Half the width of the 95 % interval of HR@10 (normal approximation)."""
+        """Half the width of HR@10's 95 % confidence interval, by the normal approximation."""
         return float(1.96 * np.sqrt(self.hr_at_10 * (1 - self.hr_at_10) / max(self.num_users, 1)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Report:
-    """The generator's figures and those it is to be compared with."""
+class RetrievalReport:
+    """The generator's figures and those to compare them with."""
 
-    num_trained: int  # events
-    generator: Figures
-    validation: Figures  # of some users' last event but one, by which the weights were chosen
-    baselines: tuple[Figures, ...]  # of this run
-    published: tuple[Figures, ...]  # of others, on the same data
+    num_trained: int  # events that the generator was trained on
+    generator: RetrievalFigures
+    validation: RetrievalFigures  # on some users' last event but one; the weights were chosen by them
+    baselines: tuple[RetrievalFigures, ...]  # measured in this run
+    published: tuple[RetrievalFigures, ...]  # measured by others, on the same data
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON: what a model does not have is left out."""
-
-        def known(figures: Figures) -> dict[str, Any]:
-            return {name: value for name, value in asdict(figures).items() if value == value}
-
+        """Turn the report into plain types for JSON; leave out figures that a model does not have."""
         return {
             "num_trained": self.num_trained,
-            "test": known(self.generator),
-            "validation": known(self.validation),
-            "baselines": [known(row) for row in self.baselines],
-            "published": [known(row) for row in self.published],
+            "test": known(asdict(self.generator)),
+            "validation": known(asdict(self.validation)),
+            "baselines": [known(asdict(row)) for row in self.baselines],
+            "published": [known(asdict(row)) for row in self.published],
         }
 
     def table(self) -> Table:
-        """For a terminal."""
+        """Lay the figures out for a terminal."""
         table = Table(
             "model",
             *("HR@10", "NDCG@10", "HR@50", "HR@10 unseen", "NDCG@10 unseen", "invalid"),
@@ -108,12 +111,12 @@ class Report:
         for row in (*self.published, *self.baselines, self.generator):
             unseen = (row.hr_at_10_unseen, row.ndcg_at_10_unseen)
             figures = (row.hr_at_10, row.ndcg_at_10, row.hr_at_50, *unseen, row.invalid_ratio)
-            table.add_row(row.model, *("-" if value != value else f"{value:.4f}" for value in figures))
+            table.add_row(row.model, *cells(figures))
         return table
 
 
-class Search:
-    """The service's own search over a catalogue of codes, one user after the other."""
+class GeneratorJudge:
+    """Evaluates models by the service's own search over a catalogue, one user after the other."""
 
     def __init__(self, codes: ItemCodes, item_ids: I64, history_items: int, beam_width: int) -> None:
         self._backend = CPUBackend()
@@ -126,62 +129,75 @@ class Search:
     def judge(
         self,
         model: Decoder,
-        log: Log,
-        asked: Asked,
+        log: InteractionLog,
+        targets: Sequence[NextItem],
         done: Callable[[int, int], None] = lambda *_: None,
         *,
         unseen: bool = False,
-    ) -> Figures:
-        """Figures of a model; with `unseen` those too. `done(users so far, users in all)` follows every user."""
+    ) -> RetrievalFigures:
+        """Evaluate a model; it is put into evaluation mode.
+
+        Args:
+            model: over the codes of the catalogue.
+            log: with the users' histories.
+            targets: the next items to find.
+            done: called with (users so far, users in all) after every user.
+            unseen: measure the unseen figures too, by a second search for every user.
+        """
         model.eval()
         generator = Generator(model, self._backend, self._options.width, self._trie.num_levels)
         layout = layout_of(model)
         pages = layout.pages(self._max_tokens)
         arena = KVArena(layout, pages, self._backend.device)
-        ranks, ranks_unseen = np.full((2, len(asked)), MISSED)
-        num_answered, num_invalid = 0, 0
-        for index, (user, at) in enumerate(asked):
-            history, target = log.item_ids[log.items[log.starts[user] : at]], int(log.item_ids[log.items[at]])
+        ranks = np.full(len(targets), MISSED)
+        ranks_unseen = np.full(len(targets), MISSED)
+        num_answered = 0
+        num_invalid = 0
+        for index, (user, event) in enumerate(targets):
+            history = log.item_ids[log.items[log.starts[user] : event]]
+            target = int(log.item_ids[log.items[event]])
             tokens = make_prompt(self._trie, history, self._max_tokens).tokens
             part = Part(arena, (Run(0, pages),), len(tokens))
             generator.encode(tokens, [], part)
-            asking: list[tuple[F64, Filter | None]] = [(ranks, None)]
+            searches: list[tuple[F64, Filter | None]] = [(ranks, None)]
             if unseen:
-                asking.append((ranks_unseen, self._without(history, target)))
-            for found_at, allow in asking:
+                searches.append((ranks_unseen, self._without(history, target)))
+            for ranks_found, allow in searches:
                 width = self._options.width
                 found = generator.generate(self._trie, self._tables, tokens, [part], self._options, width, allow)
                 place = np.flatnonzero(found.item_ids == target)
-                found_at[index] = place[0] if len(place) else MISSED
+                ranks_found[index] = place[0] if len(place) else MISSED
                 answered = zip(found.item_ids.tolist(), found.sids.tolist(), strict=True)
                 num_invalid += sum(self._sids.get(item) != sid for item, sid in answered)
                 num_answered += len(found.item_ids)
-            done(index + 1, len(asked))
-        return Figures.of(ranks, ranks_unseen if unseen else None, invalid_ratio=num_invalid / max(num_answered, 1))
+            done(index + 1, len(targets))
+        invalid_ratio = num_invalid / max(num_answered, 1)
+        return RetrievalFigures.from_ranks(ranks, ranks_unseen if unseen else None, invalid_ratio=invalid_ratio)
 
     def _without(self, history: I64, target: int) -> Filter:
-        """All items but those of the history; the one asked for stays, should it come again."""
+        """Allow all items but those of the history; the target stays allowed, even if the user had it before."""
         return allow_all(self._trie).without(deny_items(self._trie, history[history != target]))
 
 
-def baseline_figures(log: Log, asked: Asked, baseline: Baseline) -> Figures:
-    """Figures of a fitted baseline."""
-    ranks, ranks_unseen = np.empty((2, len(asked)))
-    for index, (user, at) in enumerate(asked):
-        scores, target = baseline.next_items(log, user), int(log.items[at])
-        ranks[index] = rank_of(scores, target)
-        history = log.items[log.starts[user] : at]
-        scores = scores.copy()
-        scores[history[history != target]] = -np.inf
-        ranks_unseen[index] = rank_of(scores, target)
-    return Figures.of(ranks, ranks_unseen, baseline.name)
+def baseline_figures(log: InteractionLog, targets: Sequence[NextItem], baseline: Baseline) -> RetrievalFigures:
+    """Evaluate a baseline by the same protocol.
+
+    Args:
+        log: with the users' histories.
+        targets: the next items to rank.
+        baseline: fitted to the log.
+    """
+    ranks = rank_next_items(log, targets, (baseline.next_items(log, user) for user, _ in targets))
+    return RetrievalFigures.from_ranks(ranks.overall, ranks.unseen, baseline.name)
 
 
-def _figures(model: str, num_users: int, hr_at_10: float, ndcg_at_10: float, hr_at_50: float = NAN) -> Figures:
-    return Figures(model=model, num_users=num_users, hr_at_10=hr_at_10, ndcg_at_10=ndcg_at_10, hr_at_50=hr_at_50)
+def _figures(model: str, num_users: int, hr_at_10: float, ndcg_at_10: float, hr_at_50: float = NAN) -> RetrievalFigures:
+    return RetrievalFigures(
+        model=model, num_users=num_users, hr_at_10=hr_at_10, ndcg_at_10=ndcg_at_10, hr_at_50=hr_at_50
+    )
 
 
-# (users, items, events) of a public log -> what others have measured on it by this protocol
+# (users, items, events) of a public log -> figures that others have measured on it by this protocol
 _PUBLISHED = {
     (943, 1682, 100_000): (  # MovieLens-100K
         _figures("earlier: SASRec, d 64, 2 layers", 943, 0.141, 0.070),
@@ -196,6 +212,6 @@ _PUBLISHED = {
 }
 
 
-def published(log: Log) -> tuple[Figures, ...]:
-    """Rows for a log that is one of the public ones."""
+def published(log: InteractionLog) -> tuple[RetrievalFigures, ...]:
+    """Look up the published figures of a log; empty if it is none of the public ones."""
     return _PUBLISHED.get((log.num_users, log.num_items, len(log.items)), ())

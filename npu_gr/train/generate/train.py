@@ -1,18 +1,20 @@
 """Train a semantic-ID generator from an interaction log: item codes first, then a decoder over them.
 
-A history is a sequence of codes, L an item, and every code but those that begin it is predicted from those before
-it, over the whole vocabulary, as the service will ask. The log is split leave-one-out twice: a user's last event is
-the test, the one before it the validation, which chooses among the training's states; neither is trained on, nor
-read by the codes.
+A history is a sequence of codes, L for each item. The decoder predicts every code but the first from the codes before
+it, over the whole vocabulary, as it does when it serves. The log is split leave-one-out twice:
+
+    events of a user   0 1 2 ... n-3 | n-2          | n-1
+                       trained on      validation     test
+
+The validation chooses among the states of the training. Neither the validation nor the test is trained on, and the item
+codes do not depend on them.
 
 Deterministic: the same log, options and number of threads give the same bits.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
@@ -20,35 +22,39 @@ import msgspec
 import numpy as np
 import torch
 from msgspec import Meta
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import cross_entropy
-from torch.optim.swa_utils import AveragedModel
 
 from npu_gr.catalogue.trie import Codebooks
-from npu_gr.core.errors import ConfigError, DataError
+from npu_gr.core.errors import ConfigError
+from npu_gr.core.settings import Count, Positive
 from npu_gr.features.interactions import Interactions, ItemValues
 from npu_gr.model.decoder import Decoder, DecoderConfig
 from npu_gr.train.baselines import Baseline, Markov, Popularity
-from npu_gr.train.data import Batch, Log, Split, batches, build_log, windows
+from npu_gr.train.data import Batch, InteractionLog, NextItem, Split, batches, build_log, windows
 from npu_gr.train.generate.causal import encode, next_logits, start
 from npu_gr.train.generate.codes import ItemCodes, item_vectors, read_codes, residual_codes
-from npu_gr.train.generate.retrieval import Asked, Figures, Report, Search, baseline_figures, published
-from npu_gr.train.steps import LAST_BATCHES, Progress, average, schedule
+from npu_gr.train.generate.retrieval import (
+    GeneratorJudge,
+    RetrievalFigures,
+    RetrievalReport,
+    baseline_figures,
+    published,
+)
+from npu_gr.train.options import Decay, DropoutRatio, Seed, Share, Weight
+from npu_gr.train.steps import EarlyStopping, EpochTrainer, TrainingProgress
 
-Count = Annotated[int, Meta(ge=1)]
-Ratio = Annotated[float, Meta(ge=0.0, le=1.0)]
-Decay = Annotated[float, Meta(ge=0.0)]
 SPLIT: Split = "leave-one-out"
 
 
 class GenerateOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Everything that decides the result, apart from the log, ready-made codes and the number of threads."""
+    """Everything that decides the result but the log, ready-made codes and the number of threads."""
 
-    seed: Annotated[int, Meta(ge=0)] = 0
+    seed: Seed = 0
 
     code_count: Annotated[tuple[Count, ...], Meta(min_length=1, description="codes of each level")] = (64, 64)
-    vector_dim: Annotated[Count, Meta(description="of the item vectors that are coded")] = 64
-    company_window: Annotated[Count, Meta(description="events apart within which items are company")] = 5
+    vector_dim: Annotated[Count, Meta(description="most dimensions of the neighbours' part of an item vector")] = 64
+    company_window: Annotated[Count, Meta(description="items at most so many events apart are neighbours")] = 5
 
     dim: Count = 64
     num_layers: Count = 2
@@ -56,35 +62,35 @@ class GenerateOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     num_kv_heads: Count = 2
     head_dim: Count = 32
     mlp_dim: Count = 128
-    history_items: Annotated[Count, Meta(description="newest items of a history that are read")] = 50
+    history_items: Annotated[Count, Meta(description="newest items of a history that the model reads")] = 50
 
     epochs: Count = 30
     batch_tokens: Annotated[Count, Meta(description="tokens of one step, padding included")] = 2048
-    learning_rate: Annotated[float, Meta(gt=0.0)] = 3e-3
-    warm_up_ratio: Annotated[Ratio, Meta(description="share of the steps with a rising learning rate")] = 0.05
-    weight_decay: Decay = 0.1
-    code_weight_decay: Annotated[Decay, Meta(description="of the codes' embeddings")] = 0.0
-    dropout: Annotated[float, Meta(ge=0.0, lt=1.0)] = 0.2
-    average_decay: Annotated[float, Meta(ge=0.0, lt=1.0, description="of the moving average that is served")] = 0.995
+    learning_rate: Positive = 3e-3
+    warm_up_ratio: Annotated[Share, Meta(description="share of the steps with a rising learning rate")] = 0.05
+    weight_decay: Weight = 0.1
+    code_weight_decay: Annotated[Weight, Meta(description="weight decay of the codes' embeddings")] = 0.0
+    dropout: DropoutRatio = 0.2
+    average_decay: Annotated[Decay, Meta(description="of the moving average of the weights, which is served")] = 0.995
 
-    beam_width: Annotated[int, Meta(ge=50, le=1024, description="of the validation and the test")] = 50
-    validate_every: Annotated[Count, Meta(description="epochs")] = 5
-    validation_users: Annotated[Count, Meta(description="drawn at random, where there are more")] = 1000
-    test_users: Annotated[Count, Meta(description="as of the validation")] = 1_000_000
-    patience: Annotated[Count, Meta(description="validations without a better one that end the training")] = 3
+    beam_width: Annotated[int, Meta(ge=50, le=1024, description="beams of the validation and the test")] = 50
+    validate_every: Annotated[Count, Meta(description="epochs between two validations")] = 5
+    validation_users: Annotated[Count, Meta(description="most users of the validation, drawn at random")] = 1000
+    test_users: Annotated[Count, Meta(description="most users of the test, drawn at random")] = 1_000_000
+    patience: Annotated[Count, Meta(description="validations in a row without a best one that end the training")] = 3
 
 
 MOVIELENS = GenerateOptions()
 BEAUTY = GenerateOptions(history_items=20)
 
 
-class Trained(NamedTuple):
-    """A generator and what it generates."""
+class TrainedGenerator(NamedTuple):
+    """A generator, the items that it generates, and its figures."""
 
     model: Decoder
-    log: Log
+    log: InteractionLog
     codes: ItemCodes
-    report: Report
+    report: RetrievalReport
 
 
 def train_generator(
@@ -92,15 +98,15 @@ def train_generator(
     features: Sequence[ItemValues],
     options: GenerateOptions,
     codes_path: Path | None = None,
-    progress: Callable[[Progress], None] = lambda _: None,
-) -> Trained:
-    """Make codes, train, and measure beside the baselines.
+    progress: Callable[[TrainingProgress], None] = lambda _: None,
+) -> TrainedGenerator:
+    """Make item codes, train a decoder over them, and evaluate it beside the baselines.
 
     Args:
-        interactions: whole log.
-        features: side features of items, for their codes.
-        options: what to train.
-        codes_path: ready-made codes, instead of `code_count`.
+        interactions: the whole log.
+        features: side features of items; they shape the codes.
+        options: the model and its training.
+        codes_path: file of ready-made codes, which replace those that `code_count` would make; None: make them.
         progress: called after every step of training and every user of the test, in this thread.
 
     Raises:
@@ -111,26 +117,28 @@ def train_generator(
     trained = log.only_trained(SPLIT)
     codes = _codes(trained, features, options, codes_path)
     model = _new_model(codes, options)
-    search = Search(codes, log.item_ids, options.history_items, options.beam_width)
-    validation = _fit(model, trained, codes, search, options, progress)
-    asked = _some(log.next_items(), options.test_users, options.seed)
-    test = search.judge(model, log, asked, lambda done, total: progress(Progress("evaluate", done, total)), unseen=True)
+    judge = GeneratorJudge(codes, log.item_ids, options.history_items, options.beam_width)
+    validation = _fit(model, trained, codes, judge, options, progress)
+    targets = _sample(log.next_items(), options.test_users, options.seed)
+
+    def show(done: int, total: int) -> None:
+        progress(TrainingProgress("evaluate", done, total))
+
+    test = judge.judge(model, log, targets, show, unseen=True)
     fitted: list[Baseline] = [Popularity(log), Markov(log)]
-    return Trained(
-        model,
-        log,
-        codes,
-        Report(
-            num_trained=int(trained.trained.sum()),
-            generator=test,
-            validation=validation,
-            baselines=tuple(baseline_figures(log, asked, baseline) for baseline in fitted),
-            published=published(log),
-        ),
+    report = RetrievalReport(
+        num_trained=int(trained.trained.sum()),
+        generator=test,
+        validation=validation,
+        baselines=tuple(baseline_figures(log, targets, baseline) for baseline in fitted),
+        published=published(log),
     )
+    return TrainedGenerator(model, log, codes, report)
 
 
-def _codes(log: Log, features: Sequence[ItemValues], options: GenerateOptions, path: Path | None) -> ItemCodes:
+def _codes(
+    log: InteractionLog, features: Sequence[ItemValues], options: GenerateOptions, path: Path | None
+) -> ItemCodes:
     if path is not None:
         return read_codes(path, log.item_ids)
     vectors = item_vectors(log, features, options.vector_dim, options.company_window, options.seed)
@@ -164,80 +172,58 @@ def _new_model(codes: ItemCodes, options: GenerateOptions) -> Decoder:
 
 def _fit(
     model: Decoder,
-    log: Log,
+    log: InteractionLog,
     codes: ItemCodes,
-    search: Search,
+    judge: GeneratorJudge,
     options: GenerateOptions,
-    progress: Callable[[Progress], None],
-) -> Figures:
-    """AdamW; the moving average that is best on the validation becomes the model. Its figures there."""
+    progress: Callable[[TrainingProgress], None],
+) -> RetrievalFigures:
+    """Train the model in place: it ends with the moving average that was best on the validation.
+
+    Returns:
+        The figures of the best validation.
+    """
     torch.manual_seed(options.seed)
     random = np.random.default_rng(options.seed)
-    asked = _some(log.next_items(), options.validation_users, options.seed)
+    targets = _sample(log.next_items(), options.validation_users, options.seed)
     tokens = torch.from_numpy(codes.sids + np.array(Codebooks.stacked(codes.code_count).vocab_base, np.int64))
-    optimizer = _optimizer(model, options)
-    averaged = AveragedModel(model, multi_avg_fn=partial(average, options.average_decay))
-    best, best_state, worse = Figures.of(np.empty(0)), model.state_dict(), 0
-    recent: list[float] = []
+    trainer = EpochTrainer(
+        model,
+        options,
+        table=model.embedding.weight,
+        table_weight_decay=options.code_weight_decay,
+        progress=progress,
+    )
+    stopping = EarlyStopping(options.patience)
+    best = RetrievalFigures.from_ranks(np.empty(0))
+    best_state = model.state_dict()
     for epoch in range(options.epochs):
         cut = windows(log, options.history_items + 1, random)
         parts = list(batches(log, cut, max(1, options.batch_tokens // len(codes.code_count)), random))
-        model.train()
-        for index, batch in enumerate(parts):
-            done = epoch + index / len(parts)
-            for group in optimizer.param_groups:
-                group["lr"] = options.learning_rate * schedule(done / options.epochs, options.warm_up_ratio)
-            loss = _loss(model, tokens, batch, options.dropout)
-            optimizer.zero_grad()
-            loss.backward()
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            averaged.update_parameters(model)
-            recent = [*recent[1 - LAST_BATCHES :], loss.item()]
-            if not math.isfinite(recent[-1]):
-                raise DataError(f"the loss is {recent[-1]} in epoch {done:.2f}: try a lower learning_rate")
-            progress(Progress("train", done, options.epochs, sum(recent) / len(recent)))
+        trainer.run_epoch(epoch, parts, lambda batch: _loss(model, tokens, batch, options.dropout))
         if (epoch + 1) % options.validate_every and epoch + 1 < options.epochs:
             continue
-        assert isinstance(averaged.module, Decoder)
-        found = search.judge(averaged.module, log, asked)
-        worse += 1
-        if not best.num_users or found.ndcg_at_10 > best.ndcg_at_10:
-            best, worse = found, 0
-            best_state = {name: tensor.clone() for name, tensor in averaged.module.state_dict().items()}
-        if worse == options.patience:
+        figures = judge.judge(trainer.averaged, log, targets)
+        if stopping.is_best(figures.ndcg_at_10):
+            best = figures
+            best_state = {name: tensor.clone() for name, tensor in trainer.averaged.state_dict().items()}
+        if stopping.is_over:
             break
     model.load_state_dict(best_state)
     model.eval().requires_grad_(False)
     return best
 
 
-def _some(asked: Asked, num_users: int, seed: int) -> Asked:
-    """At most so many of the users, drawn at random, in their order."""
-    if len(asked) <= num_users:
-        return asked
-    chosen = np.random.default_rng(seed).choice(len(asked), num_users, replace=False)
-    return [asked[index] for index in sorted(chosen.tolist())]
-
-
-def _optimizer(model: Decoder, options: GenerateOptions) -> torch.optim.Optimizer:
-    table = model.embedding.weight
-    return torch.optim.AdamW(
-        [
-            {"params": [table], "weight_decay": options.code_weight_decay},
-            {
-                "params": [p for p in model.parameters() if p.ndim > 1 and p is not table],
-                "weight_decay": options.weight_decay,
-            },
-            {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0},
-        ],
-        lr=options.learning_rate,
-        betas=(0.9, 0.98),
-    )
+def _sample(targets: Sequence[NextItem], num_users: int, seed: int) -> Sequence[NextItem]:
+    """Draw at most so many of the targets at random; keep their order."""
+    if len(targets) <= num_users:
+        return targets
+    chosen = np.random.default_rng(seed).choice(len(targets), num_users, replace=False)
+    return [targets[index] for index in sorted(chosen.tolist())]
 
 
 def _loss(model: Decoder, tokens: Tensor, batch: Batch, dropout_ratio: float) -> Tensor:
-    """Mean over every code that another stands before."""
+    """Average the cross-entropy of every code but the first of each window; padding does not count."""
     sequence = tokens[batch.items].flatten(1)  # [B, N * L]
     counts = batch.valid.repeat_interleave(tokens.shape[1], dim=1)[:, 1:]
     rows = encode(model, sequence[:, :-1], dropout_ratio)

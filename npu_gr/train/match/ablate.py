@@ -1,6 +1,6 @@
-"""What each ingredient brings: every arm on every seed and density, one record a run, and the table of them all.
+"""Measure what each ingredient of SCCDR brings: train every arm on every density and seed, and compare them.
 
-A run that is on record is not run again, so an interrupted ablation goes on where it was.
+Each run leaves a record. A run on record is not run again, so an interrupted ablation resumes where it was.
 """
 
 from __future__ import annotations
@@ -21,18 +21,21 @@ import xxhash
 
 from npu_gr.core.errors import DataError
 from npu_gr.train.match.domains import Domains, MatchData, split
-from npu_gr.train.match.evaluate import Judge, Ranks, hit_ratio, ndcg
+from npu_gr.train.match.evaluate import Judge
 from npu_gr.train.match.options import MatchOptions
 from npu_gr.train.match.paired import REPLICATES, Difference, difference
-from npu_gr.train.match.train import Progress, Result, Trainer
+from npu_gr.train.match.train import StageProgress, TrainedVectors, Trainer
+from npu_gr.train.metrics import F64, hit_ratio, ndcg
 
-POPULARITY = "popularity"
+POPULARITY = "popularity"  # the arm that trains nothing
 _PLAIN = {"stop_gradient": False, "curriculum": False}
 _NO_INTER = {"aligned": False, "neighbour": False}
+# Arm -> options that differ from the base, which is the whole of SCCDR.
 ARMS: dict[str, dict[str, Any]] = {
     "target only": {"schedule": "target-only"},
     "shared user embedding": {"schedule": "mixed", "users": "shared", **_NO_INTER, **_PLAIN},
-    "mixed": {"schedule": "mixed", "lambda_intra": 1.0, "lambda_inter": 0.1, **_PLAIN},  # tuned less
+    # Its weights of the losses were tuned less than those of the other arms.
+    "mixed": {"schedule": "mixed", "lambda_intra": 1.0, "lambda_inter": 0.1, **_PLAIN},
     "separated, not initialised": {"initialise": False, **_PLAIN},
     "initialised, no inter-domain loss": _NO_INTER,
     "separated": _PLAIN,
@@ -54,17 +57,17 @@ COMPARED = [  # ours, theirs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
-    """One training: what it was, and where its ranks are."""
+class AblationRun:
+    """The record of one run: a line of `runs.jsonl`. Its ranks are in `<key>.npz`."""
 
     key: str
     arm: str
     density: float
     seed: int
-    validation_hit: float | None  # None: nothing was trained
-    stage: str  # of the best weights
+    validation_hit: float | None  # HIT@50 of the best weights; None: nothing was trained
+    stage: str  # that the best weights are from
     step: int
-    train_s: float  # CPU; less where stages were shared
+    train_s: float  # CPU seconds; the first run that trains a shared stage pays for it
     hit_10: float
     hit_50: float
     hit_100: float
@@ -72,33 +75,41 @@ class Run:
     sampled_hit_10: float
     sampled_ndcg_10: float
     cold_users: int  # tested users without an edge in the thinned target
-    cold_hit_50: float | None  # by their own target vector; None: there are none
-    cold_bridge_hit_50: float | None  # by their source vector; None: no bridge was trained
+    cold_hit_50: float | None  # by their target vectors; None: there are no such users
+    cold_bridge_hit_50: float | None  # by their source vectors; None: no such users, or no bridge was trained
+
+
+class _Cell(NamedTuple):
+    """One run of a plan."""
+
+    arm: str
+    density: float
+    seed: int
 
 
 class Plan(NamedTuple):
-    """What to run."""
+    """The runs of an ablation: every arm on every density and seed."""
 
     base: MatchOptions
     densities: tuple[float, ...] = (0.4, 1.0)
     seeds: tuple[int, ...] = (0, 1, 2, 3, 4)
     arms: tuple[str, ...] = tuple(ARMS)
-    num_validation: int = 2000
+    num_validation: int = 2000  # most users to validate on
 
 
 def ablate(
     domains: Domains,
     plan: Plan,
     folder: Path,
-    progress: Callable[[str, Progress], None] = lambda _name, _step: None,
-) -> list[Run]:
-    """Do what of the plan is not yet on record in `folder`: `runs.jsonl`, and the ranks of each run.
+    progress: Callable[[str, StageProgress], None] = lambda _name, _step: None,
+) -> list[AblationRun]:
+    """Run the part of a plan that is not on record yet.
 
     Args:
-        domains: both.
-        plan: every arm is run on every seed and density.
-        folder: of the records.
-        progress: called after every step with the run's name.
+        domains: the data.
+        plan: the runs.
+        folder: of the records: `runs.jsonl`, and the ranks of each run.
+        progress: called after every step, with the run's name.
 
     Returns:
         All runs of the plan.
@@ -118,16 +129,17 @@ def ablate(
                 if key in done:
                     continue
                 name = f"{density:.0%} of the target, seed {seed}: {arm}"
-                cell, began_at = (arm, density, seed), time.process_time()
-                result = _run(plan, cell, data, shared, partial(progress, name))
-                run, ranks = _measure(result, data, tested, key, cell, time.process_time() - began_at)
+                cell = _Cell(arm, density, seed)
+                began_at = time.process_time()
+                trained = _run(plan, cell, data, shared, partial(progress, name))
+                run, ranks = _measure(trained, data, tested, key, cell, time.process_time() - began_at)
                 _record(folder, run, ranks)
                 done[key] = run
     return [done[run_key(plan, arm, density, seed)] for arm, density, seed in _cells(plan)]
 
 
-def read_runs(folder: Path) -> dict[str, Run]:
-    """What is on record, by key. A last line that was cut short counts for nothing.
+def read_runs(folder: Path) -> dict[str, AblationRun]:
+    """Read the runs on record, by key. A last line that was cut short is ignored.
 
     Raises:
         DataError: another line cannot be read.
@@ -137,7 +149,7 @@ def read_runs(folder: Path) -> dict[str, Run]:
     runs = {}
     for number, line in enumerate(lines, 1):
         try:
-            run = Run(**json.loads(line))
+            run = AblationRun(**json.loads(line))
         except (ValueError, TypeError) as error:
             raise DataError(f"{path}, line {number}: {error}") from error
         if (folder / f"{run.key}.npz").exists():
@@ -146,61 +158,79 @@ def read_runs(folder: Path) -> dict[str, Run]:
 
 
 def run_key(plan: Plan, arm: str, density: float, seed: int) -> str:
-    """Names a run by all that decides it but the data."""
+    """Name a run by everything that decides it but the data.
+
+    Args:
+        plan: the base options, and the users to validate on.
+        arm: of `ARMS`, or `POPULARITY`.
+        density: share of the target's edges.
+        seed: of the split and the training.
+    """
     table = msgspec.to_builtins(options_of(plan.base, arm, seed)) if arm != POPULARITY else {"seed": seed}
     text = json.dumps([arm, density, plan.num_validation, table], sort_keys=True)
     return xxhash.xxh3_64_hexdigest(text.encode())
 
 
 def options_of(base: MatchOptions, arm: str, seed: int) -> MatchOptions:
-    """The base with the arm's switches."""
+    """Set the options of an arm.
+
+    Args:
+        base: options of the whole of SCCDR.
+        arm: of `ARMS`.
+        seed: of the training.
+    """
     return msgspec.structs.replace(base, seed=seed, **ARMS[arm])
 
 
-def _cells(plan: Plan) -> Iterator[tuple[str, float, int]]:
+def _cells(plan: Plan) -> Iterator[_Cell]:
     for density in plan.densities:
         for arm in (POPULARITY, *plan.arms):
             for seed in plan.seeds:
-                yield arm, density, seed
+                yield _Cell(arm, density, seed)
 
 
 def _run(
     plan: Plan,
-    cell: tuple[str, float, int],
+    cell: _Cell,
     data: MatchData,
     shared: dict[str, bytes],
-    progress: Callable[[Progress], None],
-) -> Result:
-    """Train the arm. Popularity is one: its vectors are a column of ones and the items' degrees."""
-    arm, _, seed = cell
-    if arm == POPULARITY:
+    progress: Callable[[StageProgress], None],
+) -> TrainedVectors:
+    """Train an arm. Popularity needs no training: its user vectors are ones, its item vectors the items' degrees."""
+    if cell.arm == POPULARITY:
         degrees = data.target.degrees()[1].astype(np.float32)
-        users, items = torch.ones(data.target.num_users, 1), torch.from_numpy(degrees)[:, None]
-        return Result(users, items, None, None, None, "", 0)
-    return Trainer(data, options_of(plan.base, arm, seed)).run(progress, shared=shared)
+        return TrainedVectors(
+            users=torch.ones(data.target.num_users, 1),
+            items=torch.from_numpy(degrees)[:, None],
+            source_users=None,
+            bridge_items=None,
+            validation_hit=None,
+            stage="",
+            step=0,
+        )
+    return Trainer(data, options_of(plan.base, cell.arm, cell.seed)).run(progress, shared=shared)
 
 
 def _measure(
-    result: Result, data: MatchData, tested: Judge, key: str, cell: tuple[str, float, int], train_s: float
-) -> tuple[Run, dict[str, Ranks]]:
-    arm, density, seed = cell
+    trained: TrainedVectors, data: MatchData, tested: Judge, key: str, cell: _Cell, train_s: float
+) -> tuple[AblationRun, dict[str, F64]]:
     ranks = {
-        "full": tested.ranks(result.users, result.items),
-        "sampled": tested.sampled_ranks(result.users, result.items, seed=0),
+        "full": tested.ranks(trained.users, trained.items),
+        "sampled": tested.sampled_ranks(trained.users, trained.items, seed=0),
     }
-    users = tested.held.users
+    users = tested.held_out.users
     cold = (data.target.degrees()[0][users] == 0) & (data.source.degrees()[0][users] > 0)
     ranks["cold"] = ranks["full"][cold]
-    if result.source_users is not None and result.bridge_items is not None:
-        ranks["bridge"] = tested.ranks(result.source_users, result.bridge_items)[cold]
-    run = Run(
+    if trained.source_users is not None and trained.bridge_items is not None:
+        ranks["bridge"] = tested.ranks(trained.source_users, trained.bridge_items)[cold]
+    run = AblationRun(
         key=key,
-        arm=arm,
-        density=density,
-        seed=seed,
-        validation_hit=result.validation_hit,
-        stage=result.stage,
-        step=result.step,
+        arm=cell.arm,
+        density=cell.density,
+        seed=cell.seed,
+        validation_hit=trained.validation_hit,
+        stage=trained.stage,
+        step=trained.step,
         train_s=train_s,
         hit_10=hit_ratio(ranks["full"], 10),
         hit_50=hit_ratio(ranks["full"], 50),
@@ -215,8 +245,8 @@ def _measure(
     return run, ranks
 
 
-def _record(folder: Path, run: Run, ranks: dict[str, Ranks]) -> None:
-    """The ranks first: a run is on record once its line is whole."""
+def _record(folder: Path, run: AblationRun, ranks: dict[str, F64]) -> None:
+    """Write the ranks, then the line: a run is on record once its line is whole."""
     temporary = folder / f"{run.key}.tmp.npz"
     with temporary.open("wb") as file:
         np.savez_compressed(file, allow_pickle=False, **{k: v.astype(np.float32) for k, v in ranks.items()})
@@ -232,8 +262,22 @@ def _record(folder: Path, run: Run, ranks: dict[str, Ranks]) -> None:
 # ---- the report
 
 
-def compare(folder: Path, runs: list[Run], ours: str, theirs: str, density: float, k: int = 50) -> Difference | None:
-    """HIT@k of two arms over the seeds that both have; None: there are none."""
+def compare(
+    folder: Path, runs: list[AblationRun], ours: str, theirs: str, density: float, k: int = 50
+) -> Difference | None:
+    """Compare HIT@k of two arms over the seeds that both have.
+
+    Args:
+        folder: of the records.
+        runs: on record.
+        ours: an arm.
+        theirs: an arm.
+        density: of the runs to compare.
+        k: of HIT@k.
+
+    Returns:
+        Ours less theirs; None: the arms share no seed.
+    """
     hits: dict[str, dict[int, Any]] = {ours: {}, theirs: {}}
     for run in runs:
         if run.density == density and run.arm in hits:
@@ -245,20 +289,20 @@ def compare(folder: Path, runs: list[Run], ours: str, theirs: str, density: floa
     return difference(np.array([hits[ours][seed] for seed in seeds]), np.array([hits[theirs][seed] for seed in seeds]))
 
 
-def markdown(folder: Path, runs: list[Run]) -> str:
-    """One table of means and one of paired differences a density."""
+def markdown(folder: Path, runs: list[AblationRun]) -> str:
+    """Write, for each density, a table of means and one of paired differences."""
     lines = []
     for density in sorted({run.density for run in runs}):
         lines += [f"### {density:.0%} of the target's edges", "", *_means(runs, density), ""]
         lines += ["| HIT@50 of | against | difference (95 %) | relative | p |", "|---|---|---|---|---|"]
         for ours, theirs in COMPARED:
-            found = compare(folder, runs, ours, theirs, density)
-            if found is not None:
+            gain = compare(folder, runs, ours, theirs, density)
+            if gain is not None:
                 base = np.mean([run.hit_50 for run in runs if run.density == density and run.arm == theirs])
-                p = f"< {1 / REPLICATES:g}" if found.p <= 1 / REPLICATES else f"{found.p:.4f}"
+                p = f"< {1 / REPLICATES:g}" if gain.p <= 1 / REPLICATES else f"{gain.p:.4f}"
                 lines.append(
-                    f"| {ours} | {theirs} | {found.mean:+.4f} ({found.low:+.4f} to {found.high:+.4f}) "
-                    f"| {found.mean / base:+.1%} | {p} |"
+                    f"| {ours} | {theirs} | {gain.mean:+.4f} ({gain.low:+.4f} to {gain.high:+.4f}) "
+                    f"| {gain.mean / base:+.1%} | {p} |"
                 )
         lines.append("")
     lines.append("Means over seeds; the paired bootstrap draws seeds and users. 1+999: among 999 sampled items.")
@@ -266,7 +310,7 @@ def markdown(folder: Path, runs: list[Run]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _means(runs: list[Run], density: float) -> list[str]:
+def _means(runs: list[AblationRun], density: float) -> list[str]:
     lines = [
         "| arm | seeds | HIT@10 | HIT@50 | HIT@100 | NDCG@10 | HIT@10 (1+999) | NDCG@10 (1+999) "
         "| cold HIT@50 | cold, source vector |",
@@ -285,8 +329,8 @@ def _means(runs: list[Run], density: float) -> list[str]:
     return lines
 
 
-def plot(runs: list[Run], path: Path) -> None:
-    """HIT@50 of every arm with its seeds, a panel a density.
+def plot(runs: list[AblationRun], path: Path) -> None:
+    """Draw HIT@50 of every arm, a bar for the mean and a dot for each seed, in a panel for each density.
 
     Raises:
         DataError: matplotlib is not installed.

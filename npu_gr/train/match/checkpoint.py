@@ -1,4 +1,4 @@
-"""A training's state in a file, so that it goes on after an interruption. One file; written beside it and renamed."""
+"""Save the state of a training, so that it resumes after an interruption: one file, written aside and then renamed."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _MAGIC = b"npu_gr match 1\n"
 
 
 def save(trainer: Trainer, path: Path) -> None:
-    """Write the state; a reader, or a kill at any moment, never sees half of one.
+    """Write the state. No reader, and no kill at any moment, finds half of it.
 
     Raises:
-        DataError: it cannot be written.
+        DataError: the file cannot be written.
     """
     temporary = path.with_suffix(".tmp")
     try:
@@ -33,10 +33,13 @@ def save(trainer: Trainer, path: Path) -> None:
 
 
 def resume(trainer: Trainer, path: Path) -> bool:
-    """Load the state if there is one.
+    """Load the state into a new trainer, if there is a file.
+
+    Returns:
+        Whether there was.
 
     Raises:
-        DataError: it is of other data or options, or no state at all.
+        DataError: the state belongs to other data or options, or the file is no state at all.
     """
     if not path.exists():
         return False
@@ -45,26 +48,26 @@ def resume(trainer: Trainer, path: Path) -> bool:
     if not data.startswith(_MAGIC):
         raise DataError(f"{path}: not the state of a training")
     if data[len(_MAGIC) : head] != identity(trainer):
-        raise DataError(f"{path}: of other data or options; remove it to start anew")
+        raise DataError(f"{path}: the state of a training on other data or options; remove it to start again")
     trainer.load(data[head:])
     return True
 
 
 def every(seconds: float, action: Callable[[], None]) -> Callable[[], None]:
-    """Calls `action` unless it did less than so many seconds ago."""
-    last_s = time.monotonic()
+    """Make a function that calls `action`, but not within `seconds` of its last call."""
+    last_at = time.monotonic()
 
     def call() -> None:
-        nonlocal last_s
-        if time.monotonic() - last_s >= seconds:
+        nonlocal last_at
+        if time.monotonic() - last_at >= seconds:
             action()
-            last_s = time.monotonic()
+            last_at = time.monotonic()
 
     return call
 
 
 def identity(trainer: Trainer) -> bytes:
-    """32 hex digits of the data and the options."""
+    """Hash the data and the options: 32 hex digits."""
     digest = xxhash.xxh3_128(msgspec.json.encode(trainer.options))
     data: MatchData = trainer.data
     for graph in (data.source, data.target):

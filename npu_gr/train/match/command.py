@@ -1,4 +1,4 @@
-"""What `npu-gr train match` does: one training that ends in vectors to serve, or the ablation that ends in a table."""
+"""The command `npu-gr train match`: train once and write vectors to serve, or run the ablation and write its table."""
 
 from __future__ import annotations
 
@@ -14,20 +14,21 @@ from npu_gr.matching.vectors import save
 from npu_gr.train.match import checkpoint
 from npu_gr.train.match.ablate import ARMS, SCCDR, Plan, ablate, markdown, options_of, plot
 from npu_gr.train.match.domains import Domains, split
-from npu_gr.train.match.evaluate import Judge, hit_ratio, ndcg
+from npu_gr.train.match.evaluate import Judge
 from npu_gr.train.match.export import export
 from npu_gr.train.match.options import MatchOptions
 from npu_gr.train.match.progress import bars
 from npu_gr.train.match.train import Trainer
+from npu_gr.train.metrics import hit_ratio, ndcg
 
-SAVE_EVERY_S = 20.0
+SAVE_EVERY_S = 20.0  # between two saves of the state; each copies all weights
 
 
 def make_options(overrides: tuple[str, ...]) -> MatchOptions:
-    """The defaults with `KEY=VALUE` overrides.
+    """Replace default options by `KEY=VALUE` overrides; values are YAML.
 
     Raises:
-        ConfigError: no such option, or not such a value.
+        ConfigError: no such option, or no such value of it.
     """
     table = {}
     for override in overrides:
@@ -50,10 +51,19 @@ def run_training(
     num_validation: int,
     console: Console,
 ) -> None:
-    """Train, or go on, and write the vectors.
+    """Train, or resume an interrupted training, and write the vectors.
+
+    Args:
+        domains: the data.
+        folder: of the vectors and, until they are written, of the training's state.
+        preset: sccdr, or the name of another arm of the ablation.
+        overrides: `KEY=VALUE` options, which replace those of the preset.
+        density: share of the target's edges to train on, in (0, 1].
+        num_validation: most users to validate on.
+        console: shows progress and figures.
 
     Raises:
-        ConfigError: no such preset or option.
+        ConfigError: no such preset or option, or the density is out of range.
         DataError: the data cannot be trained on, or the folder cannot be written.
     """
     arms = {"sccdr": SCCDR, **{arm.removeprefix("+ ").replace(" ", "-").replace(",", ""): arm for arm in ARMS}}
@@ -65,18 +75,18 @@ def run_training(
     trainer = Trainer(data, options)
     state = folder / "training.state"
     if checkpoint.resume(trainer, state):
-        console.print(f"going on after {trainer.place}")
+        console.print(f"resumed after {trainer.place}")
     with bars(console) as show:
-        looked = checkpoint.every(SAVE_EVERY_S, lambda: checkpoint.save(trainer, state))
-        result = trainer.run(partial(show, ""), looked)
-    ranks = Judge.make(domains.test, domains.target).ranks(result.users, result.items)
+        save_state = checkpoint.every(SAVE_EVERY_S, lambda: checkpoint.save(trainer, state))
+        trained = trainer.run(partial(show, ""), save_state)
+    ranks = Judge.make(domains.test, domains.target).ranks(trained.users, trained.items)
     figures = {
-        **({} if result.validation_hit is None else {"validation_hit_50": result.validation_hit}),
+        **({} if trained.validation_hit is None else {"validation_hit_50": trained.validation_hit}),
         **{f"hit_{k}": hit_ratio(ranks, k) for k in (10, 50, 100)},
         "ndcg_10": ndcg(ranks, 10),
     }
     console.print(", ".join(f"{name} {value:.4f}" for name, value in figures.items()))
-    version = save(export(domains, data, result, figures), folder)
+    version = save(export(domains, data, trained, figures), folder)
     state.unlink(missing_ok=True)
     console.print(f"vectors {version} in {folder}")
 
@@ -90,10 +100,19 @@ def run_ablation(
     num_validation: int,
     console: Console,
 ) -> None:
-    """Run what is not on record; write `ablation.md`, and `ablation.png` where matplotlib is there.
+    """Run the trainings that are not on record; write `ablation.md` and, if matplotlib is installed, `ablation.png`.
+
+    Args:
+        domains: the data.
+        folder: of the records, the table and the plot.
+        overrides: `KEY=VALUE` options of every arm.
+        densities: shares of the target's edges to train on, each in (0, 1].
+        num_seeds: trainings of each arm and density.
+        num_validation: most users to validate on.
+        console: shows progress and the table.
 
     Raises:
-        ConfigError: no such option.
+        ConfigError: no such option, or a density is out of range.
         DataError: a training failed.
     """
     plan = Plan(
@@ -114,7 +133,7 @@ def run_ablation(
 
 
 def _given(base: MatchOptions, overrides: tuple[str, ...]) -> dict[str, object]:
-    """What was named on the command line stands above the preset."""
+    """Select the options that the command line names: they replace the preset's."""
     return {key: getattr(base, key) for key in (override.partition("=")[0] for override in overrides)}
 
 

@@ -1,4 +1,4 @@
-"""Two domains that share users, and what of the target is trained on, validated on and tested on."""
+"""Read two domains that share users, and split the target's edges into training, validation and test."""
 
 from __future__ import annotations
 
@@ -13,35 +13,35 @@ from npu_gr.core.request import I64
 from npu_gr.features.interactions import read_edges
 from npu_gr.train.match.graph import Graph
 
-MIN_EDGES_TO_TEST = 3  # of a user one of whose edges is held out
+MIN_EDGES_TO_TEST = 3  # edges that a user needs for one of them to be held out for the test
 
 
-class Held(NamedTuple):
-    """One held-out item a user, by rows; each user once."""
+class HeldOut(NamedTuple):
+    """Held-out edges, at most one of each user."""
 
-    users: I64  # [n]
-    items: I64  # [n]
+    users: I64  # [n] rows, distinct
+    items: I64  # [n] rows
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Domains:
-    """Everything that is known of both. A user has the same row in both graphs."""
+    """Both domains. A user has the same row in both graphs."""
 
     source: Graph
     target: Graph
     user_names: list[str]
     source_ids: I64  # external id of each item row
     target_ids: I64
-    test: Held  # of the target; no edges of its graph
+    test: HeldOut  # edges of the target that are not in its graph
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MatchData:
-    """What one training sees."""
+    """The data of one training."""
 
     source: Graph
     target: Graph
-    validation: Held  # of the target; no edges of its graph
+    validation: HeldOut  # edges of the target that are not in its graph
 
 
 def read_domains(
@@ -52,17 +52,19 @@ def read_domains(
     user_column: str = "user_id",
     item_column: str = "item_id",
 ) -> Domains:
-    """Read two interaction files, and the test edges of the target.
+    """Read the interaction files of two domains, and the test edges of the target.
 
     Args:
-        source: `.jsonl`, an atomic file, or a TSV of user and item.
-        target: the same.
-        test: the same, one line a user; None: one random edge of every user with three or more is held out.
-        user_column: of the user, in files with named columns.
-        item_column: of the item.
+        source: `.jsonl`, a RecBole atomic file, or a TSV of user and item.
+        target: in one of the same formats.
+        test: in one of the same formats, one line a user; None: hold out one random edge of every user of the target
+            who has at least `MIN_EDGES_TO_TEST`.
+        user_column: name of the user's column, in files with named columns.
+        item_column: name of the item's column.
 
     Raises:
-        DataError: names the file and the line; or a domain is empty, or the domains share no user.
+        DataError: a line cannot be read (names the file and the line), a domain is empty, the domains share no user,
+            or a user has several lines in `test`.
     """
     columns = {"user_column": user_column, "item_column": item_column}
     files = [source, target, *([test] if test else [])]
@@ -74,35 +76,36 @@ def read_domains(
     rows = [np.array([codes[name] for name in users], np.int64) for users, _ in tables]
     if not np.isin(rows[0], rows[1]).any():
         raise DataError(f"{source} and {target} share no user")
-    source_ids, target_ids = np.unique(tables[0][1]), np.unique(np.concatenate([items for _, items in tables[1:]]))
+    source_ids = np.unique(tables[0][1])
+    target_ids = np.unique(np.concatenate([items for _, items in tables[1:]]))
     graph = _graph(rows[1], np.searchsorted(target_ids, tables[1][1]), len(codes), len(target_ids))
     if test:
         if len(np.unique(rows[2])) != len(rows[2]):
             raise DataError(f"{test}: more than one line of a user")
-        held = Held(rows[2], np.searchsorted(target_ids, tables[2][1]))
+        held_out = HeldOut(rows[2], np.searchsorted(target_ids, tables[2][1]))
     else:
-        graph, held = hold_out(graph, np.random.default_rng(0), MIN_EDGES_TO_TEST, graph.num_users)
+        graph, held_out = hold_out(graph, np.random.default_rng(0), MIN_EDGES_TO_TEST, graph.num_users)
     return Domains(
         source=_graph(rows[0], np.searchsorted(source_ids, tables[0][1]), len(codes), len(source_ids)),
         target=graph,
         user_names=list(codes),
         source_ids=source_ids,
         target_ids=target_ids,
-        test=held,
+        test=held_out,
     )
 
 
 def split(domains: Domains, density: float, num_validation: int, seed: int) -> MatchData:
-    """The target thinned to a share of its edges, less one edge each of some users to validate on.
+    """Thin the target to a share of its edges, and hold out one edge each of some users for the validation.
 
     Args:
-        domains: both.
+        domains: whole.
         density: share of the target's edges that is kept, in (0, 1].
-        num_validation: users to validate on at most; each keeps at least one edge.
+        num_validation: most users to validate on; each keeps at least one edge.
         seed: of both choices.
 
     Raises:
-        DataError: no user is left to validate on.
+        DataError: no user has two edges of the thinned target.
     """
     random = np.random.default_rng(seed)
     target = domains.target
@@ -114,15 +117,25 @@ def split(domains: Domains, density: float, num_validation: int, seed: int) -> M
     return MatchData(domains.source, target, validation)
 
 
-def hold_out(graph: Graph, random: np.random.Generator, min_edges: int, num_users: int) -> tuple[Graph, Held]:
-    """The graph less one random edge each of at most so many random users that have enough."""
+def hold_out(graph: Graph, random: np.random.Generator, min_edges: int, num_users: int) -> tuple[Graph, HeldOut]:
+    """Hold out one random edge each of some random users.
+
+    Args:
+        graph: is not changed.
+        random: draws edges and users.
+        min_edges: edges that a user needs to be drawn.
+        num_users: most users to draw.
+
+    Returns:
+        The graph without the held-out edges, and those edges.
+    """
     shuffled = random.permutation(len(graph.users))
     users, first = np.unique(graph.users[shuffled], return_index=True)
     chosen = shuffled[first][graph.degrees()[0][users] >= min_edges]
     chosen = np.sort(random.permutation(chosen)[:num_users])
     kept = np.ones(len(graph.users), np.bool_)
     kept[chosen] = False
-    return _part(graph, kept), Held(graph.users[chosen], graph.items[chosen])
+    return _part(graph, kept), HeldOut(graph.users[chosen], graph.items[chosen])
 
 
 def _graph(users: I64, items: I64, num_users: int, num_items: int) -> Graph:

@@ -1,4 +1,4 @@
-"""What SCCDR is trained with. d = dimension, B = batch, k = negatives."""
+"""The losses of SCCDR, and the gather of inner products that they need. d = dimension, B = batch, k = negatives."""
 
 from __future__ import annotations
 
@@ -8,37 +8,44 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding_bag, softplus
 
-CHUNK_BYTES = 1 << 20  # of gathered rows at a time: they stay in the cache of a core
+CHUNK_BYTES = 1 << 20  # rows gathered at a time: they stay in the cache of a core
 
 
 def intra_loss(logits: Tensor) -> Tensor:
-    """Binary cross-entropy of edges against sampled non-edges, summed over an edge's negatives, mean over edges.
+    """Compute the binary cross-entropy of edges against sampled items.
 
     Args:
         logits: float32 [B, 1 + k], each edge's own item first.
+
+    Returns:
+        A scalar: summed over an edge's negatives, averaged over edges.
     """
     return (softplus(-logits[:, 0]) + softplus(logits[:, 1:]).sum(-1)).mean()
 
 
 def inter_loss(cosines: Tensor, hide: Tensor, tau: float) -> Tensor:
-    """InfoNCE: each anchor's own match against others; mean over anchors.
+    """Compute InfoNCE: each anchor's own match against negatives.
 
     Args:
         cosines: float32 [B, 1 + k], each anchor's own match first.
-        hide: bool [B, k], which of the others are no negatives.
+        hide: bool [B, k], True = the sampled one is no negative (it equals the match), and is left out.
         tau: temperature.
+
+    Returns:
+        A scalar: the mean over anchors.
     """
     logits = torch.cat([cosines[:, :1], cosines[:, 1:].masked_fill(hide, -torch.inf)], dim=1) / tau
     return (torch.logsumexp(logits, dim=1) - logits[:, 0]).mean()
 
 
 def dots(left: Tensor, right: Tensor, of_left: Tensor, of_right: Tensor) -> Tensor:
-    """Inner products of chosen rows, differentiable: the same as `(left[of_left][:, None] * right[of_right]).sum(-1)`.
+    """Compute inner products of some rows, differentiably: `(left[of_left][:, None] * right[of_right]).sum(-1)`.
 
     Args:
-        left, right: float32 [.., d].
-        of_left: int64 [B].
-        of_right: int64 [B, n].
+        left: float32 [rows, d].
+        right: float32 [rows, d].
+        of_left: int64 [B] rows of `left`.
+        of_right: int64 [B, n] rows of `right`.
 
     Returns:
         float32 [B, n].
@@ -50,7 +57,7 @@ def dots(left: Tensor, right: Tensor, of_left: Tensor, of_right: Tensor) -> Tens
 
 
 class _Dots(torch.autograd.Function):
-    """Forward in chunks that a cache holds; backward as two sparse products, without gathering a row."""
+    """Forward in chunks that fit a core's cache; backward as two sparse products, without gathering rows."""
 
     @staticmethod
     def forward(ctx: Any, left: Tensor, right: Tensor, of_left: Tensor, of_right: Tensor) -> Tensor:
@@ -64,15 +71,27 @@ class _Dots(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         left, right, of_left, of_right = ctx.saved_tensors
-        ours, theirs = of_left.repeat_interleave(of_right.shape[1]), of_right.flatten()
+        rows_left = of_left.repeat_interleave(of_right.shape[1])
+        rows_right = of_right.flatten()
         values = grad.flatten()
-        to_left = _sums(ours, theirs, values, right, len(left)) if ctx.needs_input_grad[0] else None
-        to_right = _sums(theirs, ours, values, left, len(right)) if ctx.needs_input_grad[1] else None
+        to_left = _sums(rows_left, rows_right, values, right, len(left)) if ctx.needs_input_grad[0] else None
+        to_right = _sums(rows_right, rows_left, values, left, len(right)) if ctx.needs_input_grad[1] else None
         return to_left, to_right, None, None
 
 
 def _sums(into: Tensor, of: Tensor, values: Tensor, table: Tensor, num_rows: int) -> Tensor:
-    """[num_rows, d]: row r is the sum of `values * table[of]` where `into` is r."""
+    """Sum weighted rows of a table into rows: row r is the sum of `values * table[of]` where `into` is r.
+
+    Args:
+        into: int64 [n].
+        of: int64 [n].
+        values: float32 [n].
+        table: float32 [rows, d].
+        num_rows: of the result.
+
+    Returns:
+        float32 [num_rows, d].
+    """
     order = into.argsort(stable=True)
     starts = torch.nn.functional.pad(torch.bincount(into, minlength=num_rows).cumsum(0), (1, 0))
     return embedding_bag(
@@ -81,5 +100,5 @@ def _sums(into: Tensor, of: Tensor, values: Tensor, table: Tensor, num_rows: int
 
 
 def rows(table: Tensor, index: Tensor) -> Tensor:
-    """`table[index]`, several times as fast on a CPU."""
+    """Compute `table[index]`, several times as fast on a CPU."""
     return table.index_select(0, index.flatten()).view(*index.shape, -1)

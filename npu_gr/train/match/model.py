@@ -1,6 +1,6 @@
-"""One graph encoder a domain: GraphSAGE, or LightGCN; and the projectors between the domains.
+"""The graph encoder of a domain, GraphSAGE or LightGCN, and the projector between two domains.
 
-Source: GraphSAGE (Hamilton et al. 2017) with the mean of all layers as readout, LightGCN (He et al. 2020).
+Source: GraphSAGE (arXiv:1706.02216) with the mean of all layers as readout, and LightGCN (arXiv:2002.02126).
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ Encoding = tuple[Tensor, Tensor]  # float32 [num_users, d], [num_items, d]
 EMBEDDING_STD = 0.1
 
 
-class Encoder(nn.Module):
-    """Vectors of the users and items of one domain.
+class GraphEncoder(nn.Module):
+    """Encodes the users and items of one domain.
 
         h_v' = act(W [h_v || mean of h_n over the neighbours n of v]),   z_v = mean of all h_v
 
-    W starts as [0 || 1], so that an untrained layer is LightGCN's, which has no W and no act; then it learns.
+    W starts as [0 || 1]: an untrained layer is LightGCN's, which has neither W nor act. Then W learns.
     """
 
     def __init__(
@@ -38,6 +38,18 @@ class Encoder(nn.Module):
         users: nn.Parameter | None,
         generator: torch.Generator,
     ) -> None:
+        """Initialise the weights.
+
+        Args:
+            graph: the domain's edges.
+            dim: d, of all vectors.
+            num_layers: propagation steps.
+            kind: sage, or lightgcn, which has no matrices, and for which `norm` is symmetric and `activation` unused.
+            norm: weights of the neighbours, see `Graph.propagation`.
+            activation: act.
+            users: an embedding table [num_users, d] shared with another encoder; None: a new one.
+            generator: draws the embedding tables.
+        """
         super().__init__()
 
         def table(rows: int) -> nn.Parameter:
@@ -56,31 +68,38 @@ class Encoder(nn.Module):
         self.to_users, self.to_items = graph.propagation(self.norm)
 
     def forward(self) -> Encoding:
-        """Of all users and items."""
+        """Compute the vectors of all users and items."""
         states = self.states()
         sum_users, sum_items = next(states)
         for users, items in states:
-            sum_users, sum_items = sum_users + users, sum_items + items
+            sum_users = sum_users + users
+            sum_items = sum_items + items
         return sum_users / (self.num_layers + 1), sum_items / (self.num_layers + 1)
 
     def states(self) -> Iterator[Encoding]:
-        """The embeddings, and what each layer makes of them."""
+        """Yield the embeddings, then the output of each layer."""
         users: Tensor = self.users
         items: Tensor = self.items
         yield users, items
         for layer in range(self.num_layers):
-            from_items, from_users = self.to_users(items), self.to_items(users)
+            from_items = self.to_users(items)
+            from_users = self.to_items(users)
             if self.weights:
                 own, neighbours = self.weights[layer].split(users.shape[1])
                 users = self.activation(torch.addmm(users @ own, from_items, neighbours))
                 items = self.activation(torch.addmm(items @ own, from_users, neighbours))
             else:
-                users, items = from_items, from_users
+                users = from_items
+                items = from_users
             yield users, items
 
     @torch.no_grad()
     def folding(self, item_degrees: I64) -> Folding:
-        """What gives a vector to users who come after the training."""
+        """Copy the parts that compute the vectors of users who come after the training.
+
+        Args:
+            item_degrees: int64 [num_items] edges of each item in the graph.
+        """
         items = torch.stack([items for _, items in self.states()][:-1])
         return Folding(
             users=self.users.detach().clone().numpy(),
@@ -93,7 +112,10 @@ class Encoder(nn.Module):
 
 
 class Projector(nn.Module):
-    """From the target's space towards the source's: nothing, a matrix, or a matrix after a hidden layer."""
+    """Maps vectors of the target domain into the source's space: by nothing, a matrix, or a two-layer network.
+
+    It starts as the identity (with `mlp`: leaky ReLU of it).
+    """
 
     def __init__(self, dim: int, kind: Literal["none", "linear", "mlp"]) -> None:
         super().__init__()
@@ -108,5 +130,5 @@ class Projector(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[..., d] -> [..., d]."""
         if self.hidden is not None:
-            x = torch.nn.functional.leaky_relu(self.hidden(x), 0.2)
+            x = torch.nn.functional.leaky_relu(self.hidden(x), LEAK)
         return x if self.matrix is None else self.matrix(x)

@@ -1,4 +1,4 @@
-"""What decides a training's result, apart from the data and the number of threads."""
+"""The options of an SCCDR training, and the stages that they make: all that decides its result but data and threads."""
 
 from __future__ import annotations
 
@@ -7,32 +7,34 @@ from typing import Annotated, Literal, NamedTuple
 import msgspec
 from msgspec import Meta
 
-Count = Annotated[int, Meta(ge=1)]
-Positive = Annotated[float, Meta(gt=0.0)]
-Weight = Annotated[float, Meta(ge=0.0)]
+from npu_gr.core.settings import Count, Positive
+from npu_gr.train.options import Seed, Weight
+
 Domain = Literal["source", "target"]
 
 
 class MatchOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Every ingredient of SCCDR is a switch."""
+    """Options of a training; every ingredient of SCCDR can be switched off."""
 
-    seed: Annotated[int, Meta(ge=0)] = 0
+    seed: Seed = 0
 
     schedule: Annotated[
         Literal["target-only", "mixed", "separated"],
-        Meta(description="separated: source, then target, then the inter-domain stage; mixed: all from the first step"),
+        Meta(description="separated: source, then target, then the inter-domain stage; mixed: all at once"),
     ] = "separated"
-    users: Annotated[Literal["own", "shared"], Meta(description="a user embedding a domain, or one for both")] = "own"
+    users: Annotated[
+        Literal["own", "shared"], Meta(description="a user embedding for each domain, or one for both")
+    ] = "own"
     initialise: Annotated[bool, Meta(description="separated: target users start at their source vectors")] = True
-    aligned: Annotated[bool, Meta(description="the aligned-user loss")] = True
-    neighbour: Annotated[bool, Meta(description="the neighbour-similarity loss")] = True
+    aligned: Annotated[bool, Meta(description="use the aligned-user loss")] = True
+    neighbour: Annotated[bool, Meta(description="use the neighbour-similarity loss")] = True
     stop_gradient: Annotated[bool, Meta(description="inter-domain losses do not move the source")] = True
     curriculum: Annotated[bool, Meta(description="negatives from easy to hard, by Katz centrality")] = True
 
     encoder: Literal["sage", "lightgcn"] = "sage"
     norm: Annotated[
         Literal["symmetric", "mean"],
-        Meta(description="of the neighbours; a mean, as GraphSAGE's paper has it, forgets how popular an item is"),
+        Meta(description="weights of the neighbours; mean, as in GraphSAGE's paper, forgets how popular an item is"),
     ] = "symmetric"
     activation: Literal["none", "tanh", "leaky_relu"] = "none"
     projector: Literal["none", "linear", "mlp"] = "linear"
@@ -42,60 +44,69 @@ class MatchOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     source_steps: Count = 120
     target_steps: Count = 120
     inter_steps: Count = 120
-    evaluate_every: Annotated[Count, Meta(description="steps between two looks at the validation part")] = 10
-    patience: Annotated[int, Meta(ge=0, description="looks without a better one that end a stage; 0: never")] = 4
-    batch_edges: Annotated[Count, Meta(description="of each domain, a step")] = 8192
-    num_negatives: Annotated[Count, Meta(description="items beside each edge")] = 4
-    negative_power: Annotated[Weight, Meta(description="they are drawn by item degree to this power")] = 0.0
-    batch_anchors: Annotated[Count, Meta(description="of each inter-domain loss, a step")] = 512
-    num_inter_negatives: Count = 128
-    lambda_intra: Annotated[Weight, Meta(description="of the intra-domain losses in the inter-domain stage")] = 0.1
-    lambda_inter: Weight = 1.0
-    tau: Positive = 0.2
+    evaluate_every: Annotated[Count, Meta(description="steps between two validations")] = 10
+    patience: Annotated[int, Meta(ge=0, description="validations without a best one that end a stage; 0: none do")] = 4
+    batch_edges: Annotated[Count, Meta(description="edges of each domain in a step")] = 8192
+    num_negatives: Annotated[Count, Meta(description="sampled items beside each edge's own")] = 4
+    negative_power: Annotated[Weight, Meta(description="items are sampled by their degree to this power")] = 0.0
+    batch_anchors: Annotated[Count, Meta(description="anchors of each inter-domain loss in a step")] = 512
+    num_inter_negatives: Annotated[Count, Meta(description="negatives of each anchor")] = 128
+    lambda_intra: Annotated[Weight, Meta(description="of the intra-domain losses, in the inter-domain stage")] = 0.1
+    lambda_inter: Annotated[Weight, Meta(description="of the inter-domain losses")] = 1.0
+    tau: Annotated[Positive, Meta(description="temperature of the inter-domain losses")] = 0.2
     learning_rate: Annotated[Positive, Meta(description="of the embedding tables")] = 2e-2
-    matrix_learning_rate: Annotated[Positive, Meta(description="of everything else")] = 1e-3
-    inter_learning_rate_ratio: Annotated[Positive, Meta(description="of both, in the inter-domain stage")] = 0.2
-    start_share: Annotated[float, Meta(gt=0.0, le=1.0, description="of the negatives, the easiest, at first")] = 0.3
-    pacing_power: Positive = 1.0
+    matrix_learning_rate: Annotated[Positive, Meta(description="of all other weights")] = 1e-3
+    inter_learning_rate_ratio: Annotated[Positive, Meta(description="factor of both in the inter-domain stage")] = 0.2
+    start_share: Annotated[
+        float, Meta(gt=0.0, le=1.0, description="curriculum: share of the negatives, the easiest, at the start")
+    ] = 0.3
+    pacing_power: Annotated[Positive, Meta(description="curriculum: 1 adds negatives evenly, more adds them late")] = (
+        1.0
+    )
 
 
-class Stage(NamedTuple):
-    """One part of a training, with its own optimizer."""
+class TrainingStage(NamedTuple):
+    """One stage of a training, with its own optimizer."""
 
     name: Literal["source", "target", "both", "inter"]
     steps: int
-    moves: tuple[Domain, ...]  # whose weights it trains
-    inter: bool  # with the inter-domain losses
-    judged: bool = True  # on the validation part
+    moves: tuple[Domain, ...]  # the domains whose weights it trains
+    inter: bool  # whether it uses the inter-domain losses
+    is_validated: bool = True
 
 
-def stages(options: MatchOptions) -> list[Stage]:
-    """Of a training, in order."""
+def stages(options: MatchOptions) -> list[TrainingStage]:
+    """List the stages of a training, in order."""
     inter = options.aligned or options.neighbour
     if options.schedule == "target-only":
-        return [Stage("target", options.target_steps, ("target",), False)]
+        return [TrainingStage("target", options.target_steps, ("target",), False)]
     if options.schedule == "mixed":
-        return [Stage("both", options.target_steps + options.inter_steps, ("source", "target"), inter)]
+        return [TrainingStage("both", options.target_steps + options.inter_steps, ("source", "target"), inter)]
     first = [
-        Stage("source", options.source_steps, ("source",), False, judged=False),
-        Stage("target", options.target_steps, ("target",), False),
+        TrainingStage("source", options.source_steps, ("source",), False, is_validated=False),
+        TrainingStage("target", options.target_steps, ("target",), False),
     ]
     moves: tuple[Domain, ...] = ("target",) if options.stop_gradient else ("source", "target")
-    return [*first, Stage("inter", options.inter_steps, moves, True)] if inter else first
+    return [*first, TrainingStage("inter", options.inter_steps, moves, True)] if inter else first
 
 
-_OF_INTER: tuple[str, ...] = (
+# Options that the stages before the inter-domain one do not read.
+_INTER_OPTIONS: tuple[str, ...] = (
     *("aligned", "neighbour", "stop_gradient", "curriculum", "projector", "inter_steps", "batch_anchors"),
     *("num_inter_negatives", "lambda_intra", "lambda_inter", "tau", "inter_learning_rate_ratio"),
     *("start_share", "pacing_power"),
 )
 
 
-def shared_key(options: MatchOptions, stage: Stage) -> str | None:
-    """Equal for trainings of the same data whose results are equal up to this stage; None: not to be shared."""
+def shared_key(options: MatchOptions, stage: TrainingStage) -> str | None:
+    """Name the state at the end of a stage: trainings on the same data with equal keys have equal states.
+
+    Returns:
+        The key; None if no other training may have the same state.
+    """
     if options.schedule != "separated" or stage.name == "inter":
         return None
     table = msgspec.to_builtins(options)
-    for name in (*_OF_INTER, *(("initialise", "target_steps", "patience") if stage.name == "source" else ())):
+    for name in (*_INTER_OPTIONS, *(("initialise", "target_steps", "patience") if stage.name == "source" else ())):
         del table[name]
     return f"{stage.name} {msgspec.json.encode(table).decode()}"

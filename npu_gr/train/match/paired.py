@@ -1,4 +1,4 @@
-"""Two models on the same users and seeds: the mean difference, its interval and p value, by a paired bootstrap."""
+"""Compare two models on the same users and seeds: mean difference, interval and p value by a paired bootstrap."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _BLOCK = 250  # replicates at a time
 
 
 class Difference(NamedTuple):
-    """Of two means; `low` and `high` hold 95 %."""
+    """The difference of two means; `low` .. `high` is its 95 % interval."""
 
     mean: float
     low: float
@@ -21,12 +21,15 @@ class Difference(NamedTuple):
 
 
 def difference(ours: npt.NDArray[Any], theirs: npt.NDArray[Any], seed: int = 0) -> Difference:
-    """Ours less theirs. Every replicate draws seeds and users again, so it counts the noise of both.
+    """Compare ours with theirs. Every replicate resamples seeds and users, so the interval holds the noise of both.
 
     Args:
-        ours: [seeds, users] of a metric; the same users and seeds in the same order as `theirs`.
-        theirs: the same.
+        ours: [seeds, users] a metric of each user under each seed.
+        theirs: the same metric, with the same seeds and users in the same order.
         seed: of the bootstrap.
+
+    Returns:
+        Ours less theirs.
     """
     gap = np.asarray(ours, np.float64) - np.asarray(theirs, np.float64)
     num_seeds, num_users = gap.shape

@@ -1,12 +1,18 @@
-"""Train SCCDR: two encoders, an intra-domain stage and an inter-domain stage.
+"""Train SCCDR: two graph encoders, first within their domains, then across the domains.
 
-Source: SCCDR (arXiv:2502.16239). Its stages and losses are the paper's; their concrete form, the projectors, the
-initialising of the target's users and all values are our reading.
+Source: SCCDR (arXiv:2502.16239). The stages and losses are the paper's. Their concrete form, the projectors, the start
+of the target's users at their source vectors, and all values are our reading.
 
-A stage starts at the best weights of the stages before it (by HIT@50 on the validation part) and has its own random
-numbers, so that trainings that differ only in a later stage can share an earlier one, bit for bit.
+The stages of the schedule `separated` (`options.stages`):
 
-Deterministic: the same data, options and number of threads give the same bits, also where a training was resumed.
+    source   trains the source's encoder on the source's edges
+    target   trains the target's encoder on the target's edges; users start at their source vectors
+    inter    trains with the inter-domain losses too; starts at the best weights so far (HIT@50 on the validation)
+
+Every stage has its own random numbers, so trainings that differ only in a later stage can share an earlier one, bit
+for bit.
+
+Deterministic: the same data, options and number of threads give the same bits, even if a training was resumed.
 """
 
 from __future__ import annotations
@@ -23,46 +29,58 @@ from torch import Tensor, nn
 from torch.nn.functional import normalize
 
 from npu_gr.core.errors import DataError
+from npu_gr.core.request import I64
 from npu_gr.matching.fold import Folding
 from npu_gr.train.match.curriculum import Negatives, share
 from npu_gr.train.match.domains import MatchData
-from npu_gr.train.match.evaluate import Judge, hit_ratio
+from npu_gr.train.match.evaluate import Judge
 from npu_gr.train.match.graph import Graph, katz
 from npu_gr.train.match.losses import dots, inter_loss, intra_loss
-from npu_gr.train.match.model import EMBEDDING_STD, Encoder, Encoding, Projector
-from npu_gr.train.match.options import MatchOptions, Stage, shared_key, stages
+from npu_gr.train.match.model import EMBEDDING_STD, Encoding, GraphEncoder, Projector
+from npu_gr.train.match.options import MatchOptions, TrainingStage, shared_key, stages
+from npu_gr.train.metrics import hit_ratio
+from npu_gr.train.steps import EarlyStopping
 
-STOP_AT = 50  # HIT@50 on the validation part decides which weights are kept
+STOP_AT = 50  # HIT@50 on the validation decides which weights are kept
 
 
-class Progress(NamedTuple):
+class StageProgress(NamedTuple):
     """How far a stage is."""
 
     stage: str
     done: int  # steps
     total: int
     loss: float  # of the last step
-    hit: float  # best HIT@50 on the validation part so far
+    hit: float  # best HIT@50 on the validation so far; -1 before the first
 
 
-class Result(NamedTuple):
-    """What a training made."""
+class Validation(NamedTuple):
+    """One validation."""
 
-    users: Tensor  # float32 [U, d] of the target
-    items: Tensor  # float32 [I, d] of the target
-    source_users: Tensor | None  # float32 [U, d]; None: the source was not trained
-    bridge_items: Tensor | None  # float32 [I, d], of length 1: what source vectors are scored against
-    validation_hit: float | None  # None: nothing was trained
-    stage: str  # the best weights are from here
+    stage: str
     step: int
-    folding: Folding | None = None  # for users who come later; None: there is no encoder
+    hit: float  # HIT@50
+
+
+class TrainedVectors(NamedTuple):
+    """The result of a training. U = users, I = items of the target, d = dimension."""
+
+    users: Tensor  # float32 [U, d] in the target domain
+    items: Tensor  # float32 [I, d]
+    source_users: Tensor | None  # float32 [U, d] in the source domain; None: the source was not trained
+    bridge_items: Tensor | None  # float32 [I, d] of length 1, for source vectors; None: no neighbour loss was trained
+    validation_hit: float | None  # HIT@50 of the best weights; None: nothing was trained
+    stage: str  # that the best weights are from
+    step: int
+    folding: Folding | None = None  # computes vectors of users who come later; None: there is no encoder
 
 
 class Trainer:
     """One training, from its options to its result. `state` and `load` carry it over a restart."""
 
     def __init__(self, data: MatchData, options: MatchOptions) -> None:
-        self.data, self.options = data, options
+        self.data = data
+        self.options = options
         self._judge = Judge.make(data.validation, data.target)
         self.source = self._encoder("source", data.source, None)
         self.target = self._encoder("target", data.target, self.source.users if options.users == "shared" else None)
@@ -72,25 +90,28 @@ class Trainer:
         self._in_source = np.flatnonzero(data.source.degrees()[0])
         self._bridge = _Bridge(data, self._in_source)
         self._stages = stages(options)
-        self._stage, self._step, self._stale, self._stage_best = 0, 0, 0, -1.0
-        self._optimizer: torch.optim.Adam | None = None
+        self._stage = 0
+        self._step = 0
+        self._stopping = EarlyStopping(options.patience)  # of the stage
+        self._optimizer: torch.optim.Adam | None = None  # of the stage; None: the stage has not begun
         self._generator = torch.Generator()
-        self._source_users: Tensor | None = None  # in a stage that does not move them
-        self._best, self._best_at, self._best_state = -1.0, ("", 0), self._weights()
-        self.looks: list[tuple[str, int, float]] = []  # stage, step, HIT@50 on the validation part
+        self._source_users: Tensor | None = None  # normalised, in a stage that does not train them
+        self._best = Validation("", 0, -1.0)  # of all stages
+        self._best_state = self._weights()
+        self.validations: list[Validation] = []
 
     def run(
         self,
-        progress: Callable[[Progress], None] = lambda _: None,
-        looked: Callable[[], None] = lambda: None,
+        progress: Callable[[StageProgress], None] = lambda _: None,
+        validated: Callable[[], None] = lambda: None,
         shared: MutableMapping[str, bytes] | None = None,
-    ) -> Result:
+    ) -> TrainedVectors:
         """Train to the end.
 
         Args:
             progress: called after every step.
-            looked: called after every look at the validation part; a moment at which `state` may be saved.
-            shared: where trainings of the same data leave finished stages for each other.
+            validated: called after every `evaluate_every` steps, when `state` may be saved.
+            shared: states at the end of stages, by `shared_key`: trainings on the same data leave them for each other.
 
         Raises:
             DataError: the loss is not finite.
@@ -101,23 +122,26 @@ class Trainer:
             if key is not None and shared is not None and key in shared:
                 self.load(shared[key])
                 continue
-            self._run_stage(stage, progress, looked)
-            self._stage, self._step, self._optimizer = self._stage + 1, 0, None
+            self._run_stage(stage, progress, validated)
+            self._stage += 1
+            self._step = 0
+            self._optimizer = None
             if key is not None and shared is not None:
                 shared[key] = self.state()
         return self._result()
 
     @property
     def place(self) -> str:
-        """How far it is, in words."""
+        """How far the training is, in words."""
         if self._stage == len(self._stages):
             return "the last step"
         return f"step {self._step} of stage {self._stages[self._stage].name}"
 
     # ---- stages
 
-    def _run_stage(self, stage: Stage, progress: Callable[[Progress], None], looked: Callable[[], None]) -> None:
-        options = self.options
+    def _run_stage(
+        self, stage: TrainingStage, progress: Callable[[StageProgress], None], validated: Callable[[], None]
+    ) -> None:
         if self._optimizer is None:
             self._begin(stage)
         optimizer = self._optimizer
@@ -125,7 +149,7 @@ class Trainer:
         if stage.inter and "source" not in stage.moves:
             with torch.no_grad():
                 self._source_users = normalize(self.source()[0], dim=-1)
-        while self._step < stage.steps and not (options.patience and self._stale >= options.patience):
+        while self._step < stage.steps and not self._stopping.is_over:
             loss = self._loss(stage)
             if not math.isfinite(loss.item()):
                 raise DataError(f"the loss is {loss.item()} in step {self._step}: try a lower learning_rate")
@@ -133,17 +157,17 @@ class Trainer:
             loss.backward()
             optimizer.step()
             self._step += 1
-            if self._step % options.evaluate_every == 0 or self._step == stage.steps:
-                if stage.judged:
-                    self._look(stage)
-                looked()
-            progress(Progress(stage.name, self._step, stage.steps, loss.item(), self._best))
+            if self._step % self.options.evaluate_every == 0 or self._step == stage.steps:
+                if stage.is_validated:
+                    self._validate(stage)
+                validated()
+            progress(StageProgress(stage.name, self._step, stage.steps, loss.item(), self._best.hit))
 
-    def _begin(self, stage: Stage) -> None:
-        """The state that a stage starts in."""
+    def _begin(self, stage: TrainingStage) -> None:
+        """Set the random numbers, the weights and the optimizer that a stage starts with."""
         options = self.options
         self._generator.manual_seed(_seed(options.seed, stage.name))
-        self._stale, self._stage_best = 0, -1.0
+        self._stopping = EarlyStopping(options.patience)
         if stage.name == "target" and options.schedule == "separated" and options.initialise:
             with torch.no_grad():
                 vectors = self.source()[0][self._in_source]
@@ -162,17 +186,18 @@ class Trainer:
         self._optimizer = torch.optim.Adam(groups, foreach=True)
 
     @torch.no_grad()
-    def _look(self, stage: Stage) -> None:
+    def _validate(self, stage: TrainingStage) -> None:
         hit = hit_ratio(self._judge.ranks(*self.target()), STOP_AT)
-        self.looks.append((stage.name, self._step, hit))
-        self._stale = 0 if hit > self._stage_best else self._stale + 1
-        self._stage_best = max(self._stage_best, hit)
-        if hit > self._best:
-            self._best, self._best_at, self._best_state = hit, (stage.name, self._step), self._weights()
+        validation = Validation(stage.name, self._step, hit)
+        self.validations.append(validation)
+        self._stopping.is_best(hit)
+        if hit > self._best.hit:
+            self._best = validation
+            self._best_state = self._weights()
 
     # ---- losses
 
-    def _loss(self, stage: Stage) -> Tensor:
+    def _loss(self, stage: TrainingStage) -> Tensor:
         options = self.options
         vectors: dict[str, Encoding] = {name: getattr(self, name)() for name in stage.moves}
         intra = torch.stack(
@@ -181,15 +206,17 @@ class Trainer:
         if not stage.inter:
             return intra
         if "source" in vectors:
-            moving = normalize(vectors["source"][0], dim=-1)
-            source_users = moving.detach() if options.stop_gradient else moving
+            trained_users = normalize(vectors["source"][0], dim=-1)
+            source_users = trained_users.detach() if options.stop_gradient else trained_users
         else:
             assert self._source_users is not None
             source_users = self._source_users
         return options.lambda_intra * intra + options.lambda_inter * self._inter(stage, source_users, vectors["target"])
 
-    def _inter(self, stage: Stage, source_users: Tensor, target: Encoding) -> Tensor:
-        options, losses = self.options, []
+    def _inter(self, stage: TrainingStage, source_users: Tensor, target: Encoding) -> Tensor:
+        """Sum the inter-domain losses that are switched on."""
+        options = self.options
+        losses = []
         done = self._step / stage.steps
         easiest = share(done, options.start_share, options.pacing_power) if options.curriculum else 1.0
         size = (options.batch_anchors, options.num_inter_negatives)
@@ -208,26 +235,34 @@ class Trainer:
     # ---- results
 
     @torch.no_grad()
-    def _result(self) -> Result:
+    def _result(self) -> TrainedVectors:
         self._load_weights(self._best_state)
         users, items = self.target()
         names = {name for stage in self._stages for name in stage.moves}
         is_bridged = self._stages[-1].inter and self.options.neighbour
-        return Result(
+        return TrainedVectors(
             users=users,
             items=items,
             source_users=normalize(self.source()[0], dim=-1) if "source" in names else None,
             bridge_items=normalize(self.project_items(items), dim=-1) if is_bridged else None,
-            validation_hit=self._best,
-            stage=self._best_at[0],
-            step=self._best_at[1],
+            validation_hit=self._best.hit,
+            stage=self._best.stage,
+            step=self._best.step,
             folding=self.target.folding(self.data.target.degrees()[1]),
         )
 
-    def _encoder(self, name: str, graph: Graph, users: nn.Parameter | None) -> Encoder:
-        o = self.options
-        generator = torch.Generator().manual_seed(_seed(o.seed, f"{name} tables"))
-        return Encoder(graph, o.dim, o.num_layers, o.encoder, o.norm, o.activation, users, generator)
+    def _encoder(self, name: str, graph: Graph, users: nn.Parameter | None) -> GraphEncoder:
+        options = self.options
+        return GraphEncoder(
+            graph,
+            dim=options.dim,
+            num_layers=options.num_layers,
+            kind=options.encoder,
+            norm=options.norm,
+            activation=options.activation,
+            users=users,
+            generator=torch.Generator().manual_seed(_seed(options.seed, f"{name} tables")),
+        )
 
     # ---- state
 
@@ -246,12 +281,12 @@ class Trainer:
             module.load_state_dict(weights[name])
 
     def state(self) -> bytes:
-        """Everything that the rest of the training depends on."""
+        """Serialise everything that the rest of the training depends on."""
         table: dict[str, Any] = {
-            "place": [self._stage, self._step, self._stale],
-            "hits": [self._stage_best, self._best],
-            "best_at": list(self._best_at),
-            "looks": [list(look) for look in self.looks],
+            "place": [self._stage, self._step, self._stopping.num_worse],
+            "hits": [self._stopping.best, self._best.hit],
+            "best_at": [self._best.stage, self._best.step],
+            "looks": [list(validation) for validation in self.validations],
             "weights": self._weights(),
             "best": self._best_state,
             "generator": self._generator.get_state(),
@@ -262,36 +297,40 @@ class Trainer:
         return file.getvalue()
 
     def load(self, state: bytes) -> None:
-        """Go on where `state` was taken: by a training of the same data and options, or up to a stage they share."""
+        """Continue where `state` was taken, by a training with the same data and options or an equal `shared_key`."""
         table = torch.load(io.BytesIO(state), weights_only=True)
-        self._stage, self._step, self._stale = table["place"]
-        self._stage_best, self._best = table["hits"]
-        self._best_at, self._best_state = tuple(table["best_at"]), table["best"]
-        self.looks = [tuple(look) for look in table["looks"]]
-        self._load_weights(table["weights"])
+        self._stage, self._step, num_worse = table["place"]
+        stage_best, best_hit = table["hits"]
+        stage, step = table["best_at"]
+        self._best = Validation(stage, step, best_hit)
+        self._best_state = table["best"]
+        self.validations = [Validation(*validation) for validation in table["looks"]]
         self._optimizer = None
         if table["optimizer"] is not None:
+            # Makes the optimizer of the stage; all else that it starts with is replaced below.
             self._begin(self._stages[self._stage])
             assert self._optimizer is not None
             self._optimizer.load_state_dict(table["optimizer"])
-            self._load_weights(table["weights"])
-            self._stage_best, self._best = table["hits"]
-            self._stale = table["place"][2]
+        self._load_weights(table["weights"])
+        self._stopping = EarlyStopping(self.options.patience)
+        self._stopping.best = stage_best
+        self._stopping.num_worse = num_worse
         self._generator.set_state(table["generator"])
 
 
 class _Edges:
-    """A domain's edges drawn evenly, each with random items."""
+    """Draws edges of a domain evenly, each with random items as negatives."""
 
     def __init__(self, graph: Graph, options: MatchOptions) -> None:
         self._options = options
-        self._users, self._items = torch.from_numpy(graph.users), torch.from_numpy(graph.items)
+        self._users = torch.from_numpy(graph.users)
+        self._items = torch.from_numpy(graph.items)
         self._num_items = graph.num_items
         weights = np.cumsum(graph.degrees()[1].astype(np.float64) ** options.negative_power)
         self._cumulative = torch.from_numpy(weights / weights[-1])
 
     def draw(self, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """int64 [B] users; int64 [B, 1 + k] items, the edge's own first."""
+        """Draw a batch: int64 [B] users, and int64 [B, 1 + k] items, the edge's own first."""
         size = (self._options.batch_edges, self._options.num_negatives)
         at = torch.randint(len(self._users), size[:1], generator=generator)
         if self._options.negative_power:
@@ -304,31 +343,55 @@ class _Edges:
 
 
 class _Bridge:
-    """What joins the domains: users with source edges, and their target edges; with negatives by difficulty."""
+    """Draws the anchors that join the domains, with negatives by difficulty.
 
-    def __init__(self, data: MatchData, in_source: np.ndarray[Any, Any]) -> None:
+    The anchors are the users with source edges (the overlap), and the target edges of those users.
+    """
+
+    def __init__(self, data: MatchData, in_source: I64) -> None:
+        """Compute the centralities. `in_source` has the rows of the users with source edges, ascending."""
         self._overlap = torch.from_numpy(in_source)
         bridging = np.isin(data.target.users, in_source)
         self.edge_users = torch.from_numpy(data.target.users[bridging])
         self.edge_items = torch.from_numpy(data.target.items[bridging])
-        self._sold = torch.from_numpy(np.flatnonzero(data.target.degrees()[1]))
+        self._items_with_edges = torch.from_numpy(np.flatnonzero(data.target.degrees()[1]))
         users, (_, items) = katz([data.source, data.target])
         self._log_centrality = users.log()
         self._user_negatives = Negatives(users[self._overlap])
-        self._item_negatives = Negatives(items[self._sold])
+        self._item_negatives = Negatives(items[self._items_with_edges])
 
     def users(self, n: int, k: int, easiest: float, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """int64 [n] users, and [n, 1 + k] themselves and others."""
+        """Draw anchors of the aligned-user loss.
+
+        Args:
+            n: anchors.
+            k: negatives of each.
+            easiest: share of the negatives that may be drawn, in (0, 1].
+            generator: draws them.
+
+        Returns:
+            int64 [n] users, and int64 [n, 1 + k] users to match them with, each anchor itself first.
+        """
         users = self._overlap[torch.randint(len(self._overlap), (n,), generator=generator)]
         others = self._user_negatives.draw(self._log_centrality[users], k, easiest, generator)
         return users, torch.cat([users[:, None], self._overlap[others]], dim=1)
 
     def items(self, n: int, k: int, easiest: float, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """int64 [n] users of target edges, and [n, 1 + k] the edges' items and others."""
+        """Draw anchors of the neighbour-similarity loss.
+
+        Args:
+            n: anchors.
+            k: negatives of each.
+            easiest: share of the negatives that may be drawn, in (0, 1].
+            generator: draws them.
+
+        Returns:
+            int64 [n] users of target edges, and int64 [n, 1 + k] items, each edge's own first.
+        """
         at = torch.randint(len(self.edge_users), (n,), generator=generator)
         users = self.edge_users[at]
         others = self._item_negatives.draw(self._log_centrality[users], k, easiest, generator)
-        return users, torch.cat([self.edge_items[at, None], self._sold[others]], dim=1)
+        return users, torch.cat([self.edge_items[at, None], self._items_with_edges[others]], dim=1)
 
 
 def _seed(seed: int, use: str) -> int:

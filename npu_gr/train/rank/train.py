@@ -1,8 +1,11 @@
 """Train the HSTU ranker from an interaction log. One pass over the histories trains every task.
 
-Losses: a task with a threshold is a binary cross-entropy at every event; beside it, and not served, the same for all
-other thresholds of the action values (ordinal regression: a 5 says more than "liked"). A task without a threshold is
-a sampled softmax of the event's item against items drawn evenly from the catalogue, at a share of the events.
+Losses:
+  task with a threshold     binary cross-entropy at every event. An auxiliary head, which is not served, learns the
+                            same for every threshold between the action values (ordinal regression: a rating of 5 says
+                            more than "liked")
+  task without a threshold  sampled softmax of the event's item against items drawn from the catalogue, at a share of
+                            the events
 
 Deterministic: the same log, options and number of threads give the same bits.
 """
@@ -11,7 +14,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Annotated, Literal, NamedTuple
 
 import msgspec
@@ -20,39 +22,37 @@ import torch
 from msgspec import Meta
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits
-from torch.optim.swa_utils import AveragedModel
 
 from npu_gr.core.errors import ConfigError, DataError
+from npu_gr.core.settings import Count, Positive
 from npu_gr.features.interactions import Interactions, ItemValues
 from npu_gr.model.config import HSTUConfig, ItemFeature
 from npu_gr.model.hstu import HSTU
 from npu_gr.model.weights import Checkpoint
 from npu_gr.train.baselines import Baseline, Markov, MatrixFactorisation, Means, Popularity
-from npu_gr.train.data import Batch, Log, Split, batches, build_log, windows
+from npu_gr.train.data import Batch, InteractionLog, Split, batches, build_log, windows
+from npu_gr.train.options import Decay, DropoutRatio, Seed, Share, Weight
 from npu_gr.train.rank.evaluate import Evaluation, evaluate_baseline, evaluate_ranker
-from npu_gr.train.rank.forward import Histories, Moments, encode
-from npu_gr.train.steps import LAST_BATCHES, Progress, average, schedule
-
-Count = Annotated[int, Meta(ge=1)]
-Ratio = Annotated[float, Meta(ge=0.0, le=1.0)]
+from npu_gr.train.rank.forward import HistoryBatch, Moments, encode
+from npu_gr.train.steps import EpochTrainer, TrainingProgress
 
 
 class Task(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One logit of the ranker."""
+    """A task of the ranker: one logit."""
 
     name: str
-    at_least: float | None = None  # action value that counts as a yes; None = interacted, against sampled items
+    at_least: float | None = None  # smallest action value of a positive; None = next item, against sampled items
 
 
 class TrainOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Everything that decides the result, apart from the log and the number of threads."""
+    """Everything that decides the result but the log and the number of threads."""
 
     name: str = "hstu"
-    seed: Annotated[int, Meta(ge=0)] = 0
+    seed: Seed = 0
     split: Split = "user-time"
     evaluate_on: Annotated[
         Literal["test", "validation"],
-        Meta(description="validation: train on and judge a split of the training part, to choose settings"),
+        Meta(description="validation: split the training part again, and train and evaluate on that"),
     ] = "test"
     tasks: tuple[Task, ...] = (Task(name="click"), Task(name="like", at_least=4.0))
 
@@ -71,17 +71,17 @@ class TrainOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     epochs: Count = 6
     window_tokens: Annotated[Count, Meta(description="longest run of events trained on at once")] = 200
     batch_tokens: Annotated[Count, Meta(description="events of one step, padding included")] = 512
-    learning_rate: Annotated[float, Meta(gt=0.0)] = 2e-3
-    warm_up_ratio: Annotated[Ratio, Meta(description="share of the steps with a rising learning rate")] = 0.1
-    weight_decay: Annotated[float, Meta(ge=0.0)] = 0.1
-    item_weight_decay: Annotated[float, Meta(ge=0.0, description="of item embeddings, which overfit first")] = 4.0
-    dropout: Annotated[float, Meta(ge=0.0, lt=1.0)] = 0.3
-    average_decay: Annotated[float, Meta(ge=0.0, lt=1.0, description="of the moving average that is served")] = 0.0
+    learning_rate: Positive = 2e-3
+    warm_up_ratio: Annotated[Share, Meta(description="share of the steps with a rising learning rate")] = 0.1
+    weight_decay: Weight = 0.1
+    item_weight_decay: Annotated[Weight, Meta(description="of item embeddings, which overfit first")] = 4.0
+    dropout: DropoutRatio = 0.3
+    average_decay: Annotated[Decay, Meta(description="of the moving average of the weights, which is served")] = 0.0
     num_negatives: Annotated[Count, Meta(description="sampled items beside the true one")] = 32
-    num_seen_negatives: Annotated[int, Meta(ge=0, description="sampled from the user's earlier items")] = 0
-    click_ratio: Annotated[Ratio, Meta(description="share of the events with sampled items")] = 0.25
-    click_weight: Annotated[float, Meta(ge=0.0, description="of the sampled softmax in the loss")] = 0.3
-    ordinal_weight: Annotated[float, Meta(ge=0.0, description="of the thresholds that are not served")] = 0.5
+    num_seen_negatives: Annotated[int, Meta(ge=0, description="items sampled from the user's earlier ones")] = 0
+    click_ratio: Annotated[Share, Meta(description="share of the events that get sampled items")] = 0.25
+    click_weight: Annotated[Weight, Meta(description="of the sampled softmax in the loss")] = 0.3
+    ordinal_weight: Annotated[Weight, Meta(description="of the auxiliary thresholds in the loss")] = 0.5
 
     def __post_init__(self) -> None:
         if not self.tasks or len({task.name for task in self.tasks}) != len(self.tasks):
@@ -100,18 +100,18 @@ def train_rank(
     interactions: Interactions,
     item_features: Sequence[ItemValues],
     options: TrainOptions,
-    progress: Callable[[Progress], None] = lambda _: None,
+    progress: Callable[[TrainingProgress], None] = lambda _: None,
 ) -> tuple[Checkpoint, Evaluation]:
-    """Train, and measure beside the baselines.
+    """Train a ranker and evaluate it beside the baselines.
 
     Args:
-        interactions: whole log; the split of the options decides what is trained on.
-        item_features: side features of items; they stand in for items with few events.
-        options: what to train.
+        interactions: the whole log; `options.split` decides which events are trained on.
+        item_features: side features of items; they help most for items with few events.
+        options: the model and its training.
         progress: called after every step of training and every user of the evaluation, in this thread.
 
     Returns:
-        The checkpoint, with the ranker's figures as its metrics, and all figures.
+        The checkpoint, with the ranker's figures as its metrics, and the figures of all models.
 
     Raises:
         DataError: the log is too small, a task has only one class, or the loss is not finite.
@@ -138,23 +138,24 @@ def train_rank(
 
 
 class _Labels(NamedTuple):
-    """What the binary tasks and their auxiliaries are trained on."""
+    """Labels of the binary tasks and of the auxiliary thresholds. n = events of the log."""
 
-    served: Tensor  # float32 [n, thresholds] of the tasks that have one
-    served_tasks: list[int]  # their places among the tasks
-    ordinal: Tensor  # float32 [n, actions - 1]: the action is above the lowest, the second lowest, ...
-    click_task: int | None
+    served: Tensor  # float32 [n, tasks with a threshold] 1 = positive
+    served_tasks: list[int]  # index of each of those tasks among all
+    ordinal: Tensor  # float32 [n, actions - 1] 1 = the action is above the lowest, the second lowest, ...
+    click_task: int | None  # index of the task without a threshold
 
 
-def _labels(log: Log, options: TrainOptions) -> _Labels:
-    served, served_tasks = [], []
+def _labels(log: InteractionLog, options: TrainOptions) -> _Labels:
+    served = []
+    served_tasks = []
     for index, task in enumerate(options.tasks):
         if task.at_least is None:
             continue
-        yes = log.values >= task.at_least
-        if yes[log.trained].all() or not yes[log.trained].any():
+        positive = log.values >= task.at_least
+        if positive[log.trained].all() or not positive[log.trained].any():
             raise DataError(f"task {task.name}: at_least {task.at_least} gives every trained event the same label")
-        served.append(yes)
+        served.append(positive)
         served_tasks.append(index)
     ordinal = log.actions[:, None] > np.arange(len(log.action_values) - 1)
     click = next((index for index, task in enumerate(options.tasks) if task.at_least is None), None)
@@ -166,7 +167,7 @@ def _labels(log: Log, options: TrainOptions) -> _Labels:
     )
 
 
-def _new_model(log: Log, item_features: Sequence[ItemValues], options: TrainOptions) -> HSTU:
+def _new_model(log: InteractionLog, item_features: Sequence[ItemValues], options: TrainOptions) -> HSTU:
     features = [f for f in item_features if f.values]
     try:
         config = HSTUConfig(
@@ -204,55 +205,43 @@ def _new_model(log: Log, item_features: Sequence[ItemValues], options: TrainOpti
     return model
 
 
-def _fit(model: HSTU, log: Log, labels: _Labels, options: TrainOptions, progress: Callable[[Progress], None]) -> None:
-    """AdamW over all epochs: linear warm-up, then a cosine down to nothing, so the last weights are the result."""
+def _fit(
+    model: HSTU,
+    log: InteractionLog,
+    labels: _Labels,
+    options: TrainOptions,
+    progress: Callable[[TrainingProgress], None],
+) -> None:
+    """Train the model in place. The learning rate ends at nothing, so the last averaged weights are the result."""
     random = np.random.default_rng(options.seed)
     ordinal = nn.Linear(options.head_dim, labels.ordinal.shape[1])
-    parameters = [*model.parameters(), *ordinal.parameters()]
-    items = model.item.weight
-    matrices = [p for p in parameters if p.ndim > 1 and p is not items]
-    optimizer = torch.optim.AdamW(
-        [
-            {"params": [items], "weight_decay": options.item_weight_decay},
-            {"params": matrices, "weight_decay": options.weight_decay},
-            {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
-        ],
-        lr=options.learning_rate,
-        betas=(0.9, 0.98),
+    trainer = EpochTrainer(
+        model,
+        options,
+        table=model.item.weight,
+        table_weight_decay=options.item_weight_decay,
+        auxiliary=[*ordinal.parameters()],
+        progress=progress,
     )
-    averaged = AveragedModel(model, multi_avg_fn=partial(average, options.average_decay))
-    model.train()
-    recent: list[float] = []
     for epoch in range(options.epochs):
         parts = list(batches(log, windows(log, options.window_tokens, random), options.batch_tokens, random))
-        for index, batch in enumerate(parts):
-            done = epoch + index / len(parts)
-            for group in optimizer.param_groups:
-                group["lr"] = options.learning_rate * schedule(done / options.epochs, options.warm_up_ratio)
-            loss = _loss(model, ordinal, log, batch, labels, options)
-            optimizer.zero_grad()
-            loss.backward()
-            nn.utils.clip_grad_norm_(parameters, 1.0)
-            optimizer.step()
-            averaged.update_parameters(model)
-            recent = [*recent[1 - LAST_BATCHES :], loss.item()]
-            if not math.isfinite(recent[-1]):
-                raise DataError(f"the loss is {recent[-1]} in epoch {done:.2f}: try a lower learning_rate")
-            progress(Progress("train", done, options.epochs, sum(recent) / len(recent)))
-    model.load_state_dict(averaged.module.state_dict())
+        trainer.run_epoch(epoch, parts, lambda batch: _loss(model, ordinal, log, batch, labels, options))
+    model.load_state_dict(trainer.averaged.state_dict())
 
 
-def _loss(model: HSTU, ordinal: nn.Linear, log: Log, batch: Batch, labels: _Labels, options: TrainOptions) -> Tensor:
-    """Mean over the batch's events, summed over what is learned."""
-    histories = Histories(items=batch.items, actions=batch.actions, times=batch.times)
+def _loss(
+    model: HSTU, ordinal: nn.Linear, log: InteractionLog, batch: Batch, labels: _Labels, options: TrainOptions
+) -> Tensor:
+    """Sum the losses of the tasks, each a mean over the batch's events."""
+    histories = HistoryBatch(items=batch.items, actions=batch.actions, times=batch.times)
     every = torch.arange(batch.items.shape[1]).expand_as(batch.items)
-    shown = Moments(at=every, candidates=batch.items[..., None])
+    own_items = Moments(at=every, candidates=batch.items[..., None])
     if labels.click_task is None:
-        true = encode(model, histories, [shown], options.dropout)[0][:, :, 0]
+        true = encode(model, histories, [own_items], options.dropout)[0][:, :, 0]
         return _binary_loss(model, ordinal, true, batch, labels, options)
-    some = _some(batch.valid, options.click_ratio)
+    some = _sample_places(batch.valid, options.click_ratio)
     drawn, log_weight = _negatives(batch, some, log.num_items, options)
-    true, sampled = encode(model, histories, [shown, Moments(at=some, candidates=drawn)], options.dropout)
+    true, sampled = encode(model, histories, [own_items, Moments(at=some, candidates=drawn)], options.dropout)
 
     own = model.task_logits(true[:, :, 0])[..., labels.click_task].gather(1, some)
     others = model.task_logits(sampled)[..., labels.click_task] + log_weight
@@ -264,7 +253,16 @@ def _loss(model: HSTU, ordinal: nn.Linear, log: Log, batch: Batch, labels: _Labe
 def _binary_loss(
     model: HSTU, ordinal: nn.Linear, true: Tensor, batch: Batch, labels: _Labels, options: TrainOptions
 ) -> Tensor:
-    """Thresholds served and not, from the final rows `true` [B, N, dim] of the events' own items."""
+    """Sum the losses of the served and the auxiliary thresholds.
+
+    Args:
+        model: has the served thresholds as tasks.
+        ordinal: the auxiliary head.
+        true: float32 [B, N, dim] final rows of the events' own items.
+        batch: the events.
+        labels: of all events of the log.
+        options: weight of the auxiliary thresholds.
+    """
     if not labels.served_tasks:
         return true.new_zeros(())
     events = batch.events[batch.valid]
@@ -276,16 +274,21 @@ def _binary_loss(
 
 
 def _negatives(batch: Batch, some: Tensor, num_items: int, options: TrainOptions) -> tuple[Tensor, Tensor]:
-    """Items to tell from the events' own, drawn in two strata: the whole catalogue, and what the user had before.
+    """Draw negatives for some events from two strata: the whole catalogue, and the user's earlier items.
 
-    A draw stands for its share of the stratum, so the softmax over the draws estimates the one over the catalogue,
-    whatever the strata; the second one makes the model see, often enough, that few items come again (or many).
+    Each draw counts for the number of items that it represents, (items of the stratum) / (draws from it), so that the
+    softmax over the draws estimates the softmax over the catalogue whatever the strata. The second stratum lets the
+    model see often enough whether items come again.
 
     Args:
-        some: int64 [B, T] the events.
+        batch: the events.
+        some: int64 [B, T] index of the events to draw for.
+        num_items: of the catalogue.
+        options: draws from each stratum.
 
     Returns:
-        int64 [B, T, C] item rows, and the log of how many items each draw stands for: -inf for none.
+        int64 [B, T, C] item rows, and float32 [B, T, C] the log of the number of items that each draw represents:
+        -inf for a draw that does not count.
     """
     shape = (*some.shape, options.num_negatives)
     true = batch.items.gather(1, some)[..., None]
@@ -296,22 +299,25 @@ def _negatives(batch: Batch, some: Tensor, num_items: int, options: TrainOptions
     places = (torch.rand(*some.shape, options.num_seen_negatives) * some[..., None]).long()
     seen = batch.items.gather(1, places.flatten(1)).view_as(places)
     before = torch.arange(batch.items.shape[1]) < some[..., None]  # [B, T, N]
-    had = ((drawn[..., None] == batch.items[:, None, None, :]) & before[:, :, None, :]).any(-1)
-    weights = (
-        torch.full(shape, math.log(num_items / options.num_negatives)).masked_fill(had | (drawn == true), -math.inf),
-        (some / options.num_seen_negatives).log()[..., None].masked_fill(seen == true, -math.inf),
-    )
-    return torch.cat([drawn, seen], dim=-1), torch.cat(weights, dim=-1)
+    is_earlier = ((drawn[..., None] == batch.items[:, None, None, :]) & before[:, :, None, :]).any(-1)
+    of_catalogue = torch.full(shape, math.log(num_items / options.num_negatives))
+    of_catalogue = of_catalogue.masked_fill(is_earlier | (drawn == true), -math.inf)
+    of_earlier = (some / options.num_seen_negatives).log()[..., None].masked_fill(seen == true, -math.inf)
+    return torch.cat([drawn, seen], dim=-1), torch.cat([of_catalogue, of_earlier], dim=-1)
 
 
-def _some(valid: Tensor, ratio: float) -> Tensor:
-    """int64 [B, T] places, each once a row, T = ratio of the columns; padding comes last."""
+def _sample_places(valid: Tensor, ratio: float) -> Tensor:
+    """Sample a share of the columns, without repetition: int64 [B, T]; padding is taken only where events run out."""
     order = torch.rand(valid.shape).masked_fill(~valid, 2.0).argsort(dim=1)
     return order[:, : max(1, round(ratio * valid.shape[1]))]
 
 
 def _evaluate(
-    model: HSTU, log: Log, labels: _Labels, options: TrainOptions, progress: Callable[[Progress], None]
+    model: HSTU,
+    log: InteractionLog,
+    labels: _Labels,
+    options: TrainOptions,
+    progress: Callable[[TrainingProgress], None],
 ) -> Evaluation:
     first = labels.served_tasks[0] if labels.served_tasks else None
     likes = labels.served[:, 0].numpy() > 0 if first is not None else np.zeros(len(log.items), np.bool_)
@@ -327,7 +333,7 @@ def _evaluate(
             likes,
             click_task=labels.click_task,
             like_task=first,
-            done=lambda done, total: progress(Progress("evaluate", done, total)),
+            done=lambda done, total: progress(TrainingProgress("evaluate", done, total)),
         ),
         baselines=tuple(evaluate_baseline(log, baseline, likes) for baseline in fitted),
     )

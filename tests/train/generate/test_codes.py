@@ -11,12 +11,12 @@ import torch
 
 from npu_gr.core.errors import ConfigError, DataError
 from npu_gr.features.interactions import Interactions, ItemValues
-from npu_gr.train.data import Log, build_log
+from npu_gr.train.data import InteractionLog, build_log
 from npu_gr.train.generate.codes import (
     SHORTEST,
     SMOOTHING,
-    _company,
     _largest,
+    _neighbour_vectors,
     item_vectors,
     kmeans,
     read_codes,
@@ -29,7 +29,7 @@ def vectors(num_items: int, dim: int = 8, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).normal(size=(num_items, dim)).astype(np.float32)
 
 
-def two_crowds() -> Log:
+def two_crowds() -> InteractionLog:
     """Users of even items and users of odd ones; item 40 is in nobody's history but a test event."""
     random = np.random.default_rng(0)
     items = [2 * random.integers(0, 20, 30) + user % 2 for user in range(40)]
@@ -125,7 +125,7 @@ def test_company_is_pointwise_mutual_information_counted_pair_by_pair() -> None:
     values, eigenvectors = np.linalg.eigh(want)
     want = eigenvectors[:, -4:] * np.sqrt(values[-4:])
     want /= np.linalg.norm(want, axis=1, keepdims=True).clip(min=SHORTEST)
-    got = _company(log, 4, window, 0).numpy()
+    got = _neighbour_vectors(log, 4, window, 0).numpy()
     np.testing.assert_allclose(got @ got.T, want @ want.T, atol=5e-2)  # up to the eigenvectors' signs
 
 

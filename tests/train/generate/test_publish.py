@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,7 +22,7 @@ from npu_gr.service.app import instance
 from npu_gr.service.config import load
 from npu_gr.train.generate.causal import encode, next_logits
 from npu_gr.train.generate.publish import FILES, how_to_serve, prepare, publish
-from npu_gr.train.generate.train import Trained, train_generator
+from npu_gr.train.generate.train import TrainedGenerator, train_generator
 from tests.decoders import hf_logits
 from tests.train.generate.test_train import ONE
 from tests.train.synthetic import NUM_ITEMS, planted
@@ -34,33 +35,36 @@ HISTORY = {"items": [30, 240, 210], "actions": [1, 1, 1], "timestamps": [1, 2, 3
 
 
 @pytest.fixture(scope="module")
-def trained() -> Trained:
+def trained() -> TrainedGenerator:
     return train_generator(planted(), KINDS, ONE)
 
 
 @pytest.fixture(scope="module")
-def folder(trained: Trained, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(trained: TrainedGenerator, tmp_path_factory: pytest.TempPathFactory) -> Path:
     found = tmp_path_factory.mktemp("generator") / "new"
     publish(trained, KINDS, ONE, found)
     return found
 
 
-def test_transformers_reads_it_as_it_is(trained: Trained, folder: Path) -> None:
-    theirs = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
+def test_transformers_reads_it_as_it_is(trained: TrainedGenerator, folder: Path) -> None:
+    theirs: Any = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
+    theirs.eval()
     tokens = torch.randint(0, 12, (4, 20), generator=torch.Generator().manual_seed(0))
     want = next_logits(trained.model, encode(trained.model, tokens))
     torch.testing.assert_close(hf_logits(theirs, tokens), want, atol=1e-5, rtol=1e-5)
     assert theirs.config.max_position_embeddings == 26
 
 
-def test_we_read_it_bit_for_bit(trained: Trained, folder: Path) -> None:
+def test_we_read_it_bit_for_bit(trained: TrainedGenerator, folder: Path) -> None:
     loaded = hf.load(folder)
     assert loaded.config == trained.model.config
     state = trained.model.state_dict()
     assert all(torch.equal(tensor, state[name]) for name, tensor in loaded.state_dict().items())
 
 
-def test_the_catalogue_has_every_item_with_its_code_and_its_plain_features(trained: Trained, folder: Path) -> None:
+def test_the_catalogue_has_every_item_with_its_code_and_its_plain_features(
+    trained: TrainedGenerator, folder: Path
+) -> None:
     items = read_items(folder / "items.jsonl")
     assert np.array_equal(items.item_ids, trained.log.item_ids)
     assert np.array_equal(items.sids, trained.codes.sids)
@@ -77,7 +81,7 @@ def test_the_configuration_is_one_that_the_service_reads(folder: Path) -> None:
     assert {path.name for path in folder.iterdir()} == set(FILES)
 
 
-async def test_a_service_starts_from_it_and_answers_valid_items(trained: Trained, folder: Path) -> None:
+async def test_a_service_starts_from_it_and_answers_valid_items(trained: TrainedGenerator, folder: Path) -> None:
     overrides = ["server.port=0", "server.drain_grace_s=0.1", "generate.hbm_bytes=4000000"]
     config = load(folder / "serve.yaml", [*overrides, f"features.path={folder.parent / 'history.db'}"])
     sids = dict(zip(trained.log.item_ids.tolist(), trained.codes.sids.tolist(), strict=True))
@@ -97,7 +101,7 @@ async def test_a_service_starts_from_it_and_answers_valid_items(trained: Trained
 
 
 def test_a_failure_on_the_way_leaves_what_was_there(
-    trained: Trained, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    trained: TrainedGenerator, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     publish(trained, [], ONE, tmp_path)
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
@@ -117,7 +121,9 @@ def test_a_folder_that_cannot_be_written_is_told_before_the_training(tmp_path: P
         prepare(tmp_path / "file" / "out")
 
 
-def test_the_words_on_serving_it_name_known_settings_and_a_real_history(trained: Trained, folder: Path) -> None:
+def test_the_words_on_serving_it_name_known_settings_and_a_real_history(
+    trained: TrainedGenerator, folder: Path
+) -> None:
     text = how_to_serve(yaml.safe_load((folder / "serve.yaml").read_text()), trained)
     body = json.loads(text.split(" -d '")[1].removesuffix("'"))
     assert set(body["history"]["items"]) <= set(trained.log.item_ids.tolist())

@@ -15,13 +15,14 @@ import torch
 from rich.console import Console
 
 from npu_gr.core.errors import ConfigError, DataError
+from npu_gr.model.decoder import Decoder
 from npu_gr.train.baselines import Markov, Popularity
 from npu_gr.train.data import Window, batches, build_log
 from npu_gr.train.generate.causal import encode, next_logits
-from npu_gr.train.generate.retrieval import Figures, Search, baseline_figures
-from npu_gr.train.generate.train import GenerateOptions, Trained, _loss, train_generator
+from npu_gr.train.generate.retrieval import GeneratorJudge, RetrievalFigures, baseline_figures
+from npu_gr.train.generate.train import GenerateOptions, TrainedGenerator, _loss, train_generator
 from npu_gr.train.rank.evaluate import evaluate_baseline
-from npu_gr.train.steps import Progress
+from npu_gr.train.steps import TrainingProgress
 from tests.train.synthetic import NUM_ITEMS, planted
 
 TINY = GenerateOptions(
@@ -44,11 +45,11 @@ ONE = msgspec.structs.replace(TINY, epochs=1)
 
 
 @pytest.fixture(scope="module")
-def trained() -> Trained:
+def trained() -> TrainedGenerator:
     return train_generator(planted(), [], TINY)
 
 
-def test_the_generator_learns_the_rule(trained: Trained) -> None:
+def test_the_generator_learns_the_rule(trained: TrainedGenerator) -> None:
     report = trained.report
     popularity, markov = report.baselines
     assert report.generator.hr_at_10 > popularity.hr_at_10 + 0.3
@@ -60,7 +61,7 @@ def test_the_generator_learns_the_rule(trained: Trained) -> None:
     assert report.published == ()
 
 
-def test_the_search_ranks_as_brute_force_over_the_catalogue(trained: Trained) -> None:
+def test_the_search_ranks_as_brute_force_over_the_catalogue(trained: TrainedGenerator) -> None:
     """A beam as wide as the catalogue: ranks by the sum of the codes' log-probabilities, item by item."""
     log, codes, model = trained.log, trained.codes, trained.model
     tokens = torch.from_numpy(codes.sids + np.array([0, 6]))
@@ -73,9 +74,11 @@ def test_the_search_ranks_as_brute_force_over_the_catalogue(trained: Trained) ->
         better = (scores := chances.gather(2, tokens[..., None]).sum((1, 2)).numpy()) > scores[target]
         ranks.append(better.sum())
         ranks_unseen.append(sum(better[item] for item in range(NUM_ITEMS) if item not in history))
-    search = Search(codes, log.item_ids, TINY.history_items, 50)
-    found = search.judge(model, log, log.next_items(), unseen=True)
-    assert found == Figures.of(np.array(ranks, float), np.array(ranks_unseen, float), invalid_ratio=0.0)
+    judge = GeneratorJudge(codes, log.item_ids, TINY.history_items, 50)
+    found = judge.judge(model, log, log.next_items(), unseen=True)
+    assert found == RetrievalFigures.from_ranks(
+        np.array(ranks, float), np.array(ranks_unseen, float), invalid_ratio=0.0
+    )
     assert found == trained.report.generator
     assert found.hr_at_10 == np.mean([rank < 10 for rank in ranks])
     assert math.isclose(found.ndcg_at_10, np.mean([rank < 10 and 1 / math.log2(rank + 2) for rank in ranks]))
@@ -83,14 +86,14 @@ def test_the_search_ranks_as_brute_force_over_the_catalogue(trained: Trained) ->
     assert found.hr_at_50 == 1
 
 
-def test_an_answer_that_the_catalogue_lacks_would_be_counted(trained: Trained) -> None:
-    search = Search(trained.codes, trained.log.item_ids, TINY.history_items, 50)
-    search._sids[70] = [0, 99]
+def test_an_answer_that_the_catalogue_lacks_would_be_counted(trained: TrainedGenerator) -> None:
+    judge = GeneratorJudge(trained.codes, trained.log.item_ids, TINY.history_items, 50)
+    judge._sids[70] = [0, 99]
     asked = trained.log.next_items()[:5]
-    assert math.isclose(search.judge(trained.model, trained.log, asked).invalid_ratio, 1 / NUM_ITEMS)
+    assert math.isclose(judge.judge(trained.model, trained.log, asked).invalid_ratio, 1 / NUM_ITEMS)
 
 
-def test_the_loss_is_the_mean_over_codes_of_real_items(trained: Trained) -> None:
+def test_the_loss_is_the_mean_over_codes_of_real_items(trained: TrainedGenerator) -> None:
     """Padding counts for nothing: sequence by sequence, without it, the sum is the same."""
     tokens = torch.from_numpy(trained.codes.sids + np.array([0, 6]))
     log = trained.log
@@ -106,10 +109,10 @@ def test_the_loss_is_the_mean_over_codes_of_real_items(trained: Trained) -> None
 
 
 def test_an_item_outside_the_beams_is_missed_and_no_users_have_no_figures() -> None:
-    figures = Figures.of(np.array([0, 9, 10, 49, 50, np.inf]))
+    figures = RetrievalFigures.from_ranks(np.array([0, 9, 10, 49, 50, np.inf]))
     assert (figures.hr_at_10, figures.hr_at_50, figures.num_users) == (2 / 6, 4 / 6, 6)
     assert math.isclose(figures.interval, 1.96 * math.sqrt(1 / 3 * 2 / 3 / 6))
-    assert math.isnan(Figures.of(np.empty(0)).hr_at_10)
+    assert math.isnan(RetrievalFigures.from_ranks(np.empty(0)).hr_at_10)
 
 
 def test_the_baselines_have_the_figures_of_the_rankers_protocol() -> None:
@@ -153,14 +156,14 @@ def test_the_best_state_on_the_validation_is_kept_and_patience_ends_the_training
     scores = itertools.chain([0.1, 0.3, 0.2, 0.3, 0.9], itertools.repeat(0.0))
     states: list[torch.Tensor] = []
 
-    def judge(search: Search, model: torch.nn.Module, *_: object, **__: object) -> Figures:
-        states.append(model.embedding.weight.clone())  # type: ignore[operator]
+    def judge(_self: GeneratorJudge, model: Decoder, *_: object, **__: object) -> RetrievalFigures:
+        states.append(model.embedding.weight.clone())
         score = next(scores)
-        return Figures(model="m", num_users=1, hr_at_10=score, ndcg_at_10=score, hr_at_50=score)
+        return RetrievalFigures(model="m", num_users=1, hr_at_10=score, ndcg_at_10=score, hr_at_50=score)
 
-    monkeypatch.setattr(Search, "judge", judge)
+    monkeypatch.setattr(GeneratorJudge, "judge", judge)
     options = msgspec.structs.replace(ONE, epochs=9, validate_every=1, patience=2)
-    seen: list[Progress] = []
+    seen: list[TrainingProgress] = []
     found = train_generator(planted(), [], options, progress=seen.append)
     assert len(states) == 4 + 1  # and the test
     assert torch.equal(found.model.embedding.weight, states[1])
@@ -175,7 +178,7 @@ def test_some_users_stand_for_all_where_a_test_would_take_too_long() -> None:
 
 
 def test_progress_runs_through_training_and_test() -> None:
-    seen: list[Progress] = []
+    seen: list[TrainingProgress] = []
     train_generator(planted(), [], ONE, progress=seen.append)
     assert {step.stage for step in seen} == {"train", "evaluate"}
     assert seen[-1].done == seen[-1].total == 60
@@ -191,7 +194,7 @@ def test_ready_made_codes_are_used(tmp_path: Path) -> None:
     assert found.codes.sids.tolist() == list(table.values())
 
 
-def test_the_report_is_a_table_and_json(trained: Trained) -> None:
+def test_the_report_is_a_table_and_json(trained: TrainedGenerator) -> None:
     console = Console(width=140, file=io.StringIO(), record=True)
     console.print(trained.report.table())
     text = console.export_text()

@@ -12,12 +12,13 @@ from npu_gr.core.errors import DataError
 from npu_gr.train.match import checkpoint
 from npu_gr.train.match.ablate import ARMS, options_of
 from npu_gr.train.match.domains import split
-from npu_gr.train.match.evaluate import Judge, hit_ratio
-from npu_gr.train.match.train import Result, Trainer
+from npu_gr.train.match.evaluate import Judge
+from npu_gr.train.match.train import TrainedVectors, Trainer
+from npu_gr.train.metrics import hit_ratio
 from tests.train.match.synthetic import QUICK, data, domains, quick
 
 
-def same(one: Result, two: Result) -> bool:
+def same(one: TrainedVectors, two: TrainedVectors) -> bool:
     return torch.equal(one.users, two.users) and torch.equal(one.items, two.items)
 
 
@@ -47,13 +48,13 @@ def test_an_interrupted_training_ends_in_the_same_bits(changes: dict[str, object
     options = quick(source_steps=6, target_steps=9, inter_steps=9, evaluate_every=3, **changes)
     states: list[bytes] = []
     trainer = Trainer(seen, options)
-    whole = trainer.run(looked=lambda: states.append(trainer.state()))
+    whole = trainer.run(validated=lambda: states.append(trainer.state()))
     assert len(states) >= 6
     for state in states:
         later = Trainer(seen, options)
         later.load(state)
         assert same(later.run(), whole)
-        assert later.looks == trainer.looks
+        assert later.validations == trainer.validations
 
 
 def test_shared_stages_change_nothing(tmp_path: Path) -> None:

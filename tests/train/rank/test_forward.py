@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
 from npu_gr.model.hstu import Segment
-from npu_gr.train.rank.forward import Histories, Moments, encode
+from npu_gr.train.rank.forward import HistoryBatch, Moments, encode
 from tests.models import CPU, Request, tiny_model
 
 LENGTHS = (57, 1, 40)
@@ -20,14 +22,14 @@ LENGTHS = (57, 1, 40)
         {"positions": "start", "num_layers": 1},
     ],
 )
-def test_training_and_serving_are_one_function(changes: dict[str, object]) -> None:
+def test_training_and_serving_are_one_function(changes: dict[str, Any]) -> None:
     model = tiny_model(torch.float64, **changes)
     users = [Request(length, 0, seed) for seed, length in enumerate(LENGTHS)]
 
     def padded(name: str) -> torch.Tensor:
         return torch.nn.utils.rnn.pad_sequence([getattr(user, name) for user in users], batch_first=True)
 
-    histories = Histories(items=padded("items"), actions=padded("actions"), times=padded("times"))
+    histories = HistoryBatch(items=padded("items"), actions=padded("actions"), times=padded("times"))
     random = torch.Generator().manual_seed(0)
     groups = [
         Moments(
@@ -58,7 +60,7 @@ def test_later_events_and_padding_do_not_reach_a_moment() -> None:
 
     def rows(length: int) -> torch.Tensor:
         events = {name: getattr(user, name)[None, :length] for name in ("items", "actions", "times")}
-        return encode(model, Histories(**events), [moments])[0]
+        return encode(model, HistoryBatch(**events), [moments])[0]
 
     torch.testing.assert_close(rows(30), rows(13), atol=1e-12, rtol=0)
 
@@ -66,7 +68,7 @@ def test_later_events_and_padding_do_not_reach_a_moment() -> None:
 def test_dropout_changes_rows_and_gradients_flow_everywhere() -> None:
     model = tiny_model()
     user = Request(20, 0)
-    histories = Histories(items=user.items[None], actions=user.actions[None], times=user.times[None])
+    histories = HistoryBatch(items=user.items[None], actions=user.actions[None], times=user.times[None])
     moments = [Moments(at=torch.arange(20)[None], candidates=user.items[None, :, None])]
     rows = encode(model, histories, moments, dropout_ratio=0.3)[0]
     assert not torch.equal(rows, encode(model, histories, moments)[0])

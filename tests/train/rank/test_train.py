@@ -19,7 +19,7 @@ from npu_gr.model.weights import load, save
 from npu_gr.train.data import Batch, build_log
 from npu_gr.train.rank.evaluate import judged_logits
 from npu_gr.train.rank.train import Task, TrainOptions, _negatives, train_rank
-from npu_gr.train.steps import Progress
+from npu_gr.train.steps import TrainingProgress
 from tests.models import CPU
 from tests.train.synthetic import NUM_ITEMS, planted
 
@@ -57,14 +57,16 @@ def test_two_runs_are_equal_bit_for_bit_and_another_seed_is_not() -> None:
 
 
 def test_the_checkpoint_says_what_it_is_and_can_be_served(tmp_path: Path) -> None:
-    seen: list[Progress] = []
+    seen: list[TrainingProgress] = []
     checkpoint, found = train_rank(planted(), GENRES, TINY, seen.append)
     save(checkpoint, tmp_path / "it")
     loaded = load(tmp_path / "it")
     assert loaded.action_values == (1.0, 5.0)
     assert loaded.item_ids.tolist() == [item * 10 for item in range(NUM_ITEMS)]
     assert loaded.model.config.tasks == ("click", "like")
-    assert loaded.model.feature_ids_0[:, 0].tolist() == [item % 2 for item in range(NUM_ITEMS)]
+    feature_ids = loaded.model.feature_ids_0
+    assert isinstance(feature_ids, torch.Tensor)
+    assert feature_ids[:, 0].tolist() == [item % 2 for item in range(NUM_ITEMS)]
     assert loaded.metrics["auc"] == found.ranker.auc
     assert {progress.stage for progress in seen} == {"train", "evaluate"}
     assert seen[-1].done == seen[-1].total == found.num_next

@@ -1,0 +1,43 @@
+"""Rank the next item of each user among the whole catalogue: the protocol of the ranker and of the baselines.
+
+The next item is that of the event right after a user's trained ones. No negatives are sampled: every item competes.
+"Unseen" ranks leave out the items of the user's history, as a request that denies them does; the next item itself
+stays in, even if the user had it before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from npu_gr.train.data import InteractionLog, NextItem
+from npu_gr.train.metrics import F64, rank_of
+
+
+class NextItemRanks(NamedTuple):
+    """Rank of each next item, from 0; ties count half. n = users."""
+
+    overall: F64  # [n] among all items
+    unseen: F64  # [n] among the items that are not in the user's history
+
+
+def rank_next_items(log: InteractionLog, targets: Sequence[NextItem], scores: Iterable[F64]) -> NextItemRanks:
+    """Rank the targets under some model's scores.
+
+    Args:
+        log: with the users' histories.
+        targets: the next items to rank.
+        scores: [num_items] for each target, in order.
+    """
+    overall = np.empty(len(targets))
+    unseen = np.empty(len(targets))
+    for index, (target, row) in enumerate(zip(targets, scores, strict=True)):
+        item = int(log.items[target.event])
+        overall[index] = rank_of(row, item)
+        history = log.items[log.starts[target.user] : target.event]
+        others = row.copy()
+        others[history[history != item]] = -np.inf
+        unseen[index] = rank_of(others, item)
+    return NextItemRanks(overall, unseen)
