@@ -117,6 +117,8 @@ class ForwardedAnswer:
 
     def take(self) -> bytes:
         """Everything that was added since the last call."""
+        if not self._out:
+            return b""
         data = b"".join(self._out)
         self._out.clear()
         return data

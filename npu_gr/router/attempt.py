@@ -81,7 +81,7 @@ class Attempted(Protocol):
 
 
 class Attempt:
-    """Implements `Carried`: the connection to the instance tells it what arrives."""
+    """One try. It is `Carried` by a connection to the instance, which tells it what arrives."""
 
     def __init__(self, request: Attempted, router: Router, choice: Choice, is_first: bool) -> None:
         self.is_untaken = False  # a signal that the instance has certainly not begun

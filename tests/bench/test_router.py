@@ -1,4 +1,4 @@
-"""The bench finds what the router adds, and says nothing of Envoy where it is not installed."""
+"""The bench measures what the router adds, and reports nothing about Envoy where Envoy is not installed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A real fleet in processes of its own, pairs of signal and rank at it open loop, and what became of each."""
+"""A fleet in separate processes, an open-loop load of signal and rank pairs, and a record of every request."""
 
 from __future__ import annotations
 
@@ -45,7 +45,8 @@ class Process:
     """One `python -m` command."""
 
     def __init__(self, log: Path, *arguments: str) -> None:
-        self._log, self._arguments = log, arguments
+        self._log = log
+        self._arguments = arguments
         self._popen: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
@@ -70,9 +71,9 @@ class Process:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Times:
-    """What the run takes for too late. The light run's are for a machine that does much else."""
+    """The time limits of a run. Those of the light run are long, as other work may load the machine."""
 
-    deadline_at: float = 1.0
+    budget_s: float = 1.0  # of a request
     slack_s: float = 0.5  # an answer later than the deadline and that is none
     check_s: float = 0.4  # an instance's, to answer a check
     t_life_s: float = 3.0
@@ -80,16 +81,18 @@ class Times:
     waits: bool = False  # a rank for its signal's answer
 
 
-LIGHT = Times(deadline_at=4.0, slack_s=3.0, check_s=1.5, t_life_s=1.0, slow_ratio=1e6, waits=True)
+LIGHT = Times(budget_s=4.0, slack_s=3.0, check_s=1.5, t_life_s=1.0, slow_ratio=1e6, waits=True)
 
 
 class Fleet:
-    """Instances, the router before them, and its list of instances in a file."""
+    """Instances, the router in front of them, and the file that lists the instances for the router."""
 
     def __init__(self, folder: Path, is_light: bool) -> None:
-        self._folder, self._is_light = folder, is_light
+        self._folder = folder
+        self._is_light = is_light
         self.times = LIGHT if is_light else Times()
-        self.port, self.admin_port = free_port(), free_port()
+        self.port = free_port()
+        self.admin_port = free_port()
         self.instances: dict[str, Process] = {}
         self._ports: dict[str, int] = {}
         self.router = Process(folder / "router.log", "npu_gr", "route", "--config", str(folder / "router.yaml"))
@@ -121,7 +124,7 @@ class Fleet:
         self.instances[name].start()
 
     def announce(self, *names: str) -> None:
-        """These are the instances, as the router shall know them."""
+        """Write the list of instances that the router reads."""
         rows = [{"name": name, "host": "127.0.0.1", "port": self._ports[name]} for name in names]
         path = self._folder / "instances.yaml"
         path.with_suffix(".new").write_text(yaml.safe_dump({"instances": rows}))
@@ -158,7 +161,7 @@ class Fleet:
             assert answer.status == 200, await answer.text()
 
     async def until(self, claim: Callable[[list[dict[str, Any]]], bool], timeout_s: float = 60.0) -> float:
-        """Seconds until the router's view of the instances fits."""
+        """Wait until the router's view of the instances fulfils the claim. Returns the seconds that it took."""
         began_at = time.monotonic()
         while True:
             with suppress(aiohttp.ClientError, OSError):
@@ -170,7 +173,7 @@ class Fleet:
             await asyncio.sleep(0.05)
 
     async def whole(self, num: int) -> float:
-        """Until so many instances get all their users."""
+        """Wait until `num` instances get all their users."""
         return await self.until(lambda rows: sum(r["health"] == "up" and r["share"] == 1.0 for r in rows) == num)
 
     def end(self) -> None:
@@ -193,17 +196,19 @@ async def fleet(folder: Path, *names: str, is_light: bool) -> AsyncIterator[Flee
 
 
 class Load:
-    """Pairs of a signal and, a moment later, its rank, sent when they are due whatever became of the ones before."""
+    """An open loop of pairs: a signal and, `LEAD_S` later, its rank. Each is sent when it is due."""
 
     def __init__(self, port: int, pairs_per_s: float, times: Times) -> None:
-        self._url, self._period_s, self._times = f"http://127.0.0.1:{port}/v1/", 1 / pairs_per_s, times
+        self._url = f"http://127.0.0.1:{port}/v1/"
+        self._period_s = 1 / pairs_per_s
+        self._times = times
         self._pairs: dict[asyncio.Task[None], float] = {}  # -> when it was due
         self.samples: list[Sample] = []
 
-    async def window(self, from_s: float, to_s: float) -> Window:
-        """What was due in it, once all of that is over."""
-        await asyncio.gather(*(pair for pair, due_at in self._pairs.items() if due_at < to_s))
-        return Window(self, from_s, to_s)
+    async def window(self, from_at: float, to_at: float) -> Window:
+        """Wait for the pairs that were due before `to_at`. Returns the requests of that time."""
+        await asyncio.gather(*(pair for pair, due_at in self._pairs.items() if due_at < to_at))
+        return Window(self, from_at, to_at)
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -217,7 +222,8 @@ class Load:
                 await task
 
     async def _run(self, http: aiohttp.ClientSession, stop: asyncio.Event) -> None:
-        due_at, index = time.monotonic(), 0
+        due_at = time.monotonic()
+        index = 0
         while not stop.is_set():
             await asyncio.sleep(due_at - time.monotonic())
             self._pairs[asyncio.create_task(self._pair(http, due_at, index % len(USERS)))] = due_at
@@ -225,8 +231,9 @@ class Load:
         await asyncio.gather(*self._pairs)
 
     async def _pair(self, http: aiohttp.ClientSession, due_at: float, index: int) -> None:
-        """The rank is sent even if the signal has no answer yet; every other one brings its placement."""
-        user, history = USERS[index], HISTORIES[index]
+        """Send one pair. The rank does not wait for the signal's answer; every second rank brings the placement."""
+        user = USERS[index]
+        history = HISTORIES[index]
         first = asyncio.create_task(self._send(http, "signal", user, due_at, {"history": history}, {}))
         lead_s = max(0.0, due_at + LEAD_S - time.monotonic())
         await asyncio.wait([first], timeout=None if self._times.waits else lead_s)
@@ -245,9 +252,12 @@ class Load:
         body: dict[str, Any],
         headers: dict[str, str],
     ) -> dict[str, str]:
-        headers = {"X-User-Id": user, "X-Request-Timeout-Ms": f"{self._times.deadline_at * 1e3:.0f}", **headers}
-        timeout = aiohttp.ClientTimeout(total=self._times.deadline_at + self._times.slack_s)
-        status, instance, answer, brings = 0, "", {}, {}
+        headers = {"X-User-Id": user, "X-Request-Timeout-Ms": f"{self._times.budget_s * 1e3:.0f}", **headers}
+        timeout = aiohttp.ClientTimeout(total=self._times.budget_s + self._times.slack_s)
+        status = 0
+        instance = ""
+        answer = {}
+        brings = {}
         try:
             url = self._url + kind
             async with http.post(url, json={"user_id": user, **body}, headers=headers, timeout=timeout) as got:
@@ -272,10 +282,10 @@ class Load:
 
 
 class Window:
-    """What happened to the requests of a while, also to those that were still open when it began."""
+    """The requests that were under way at any time between two instants."""
 
-    def __init__(self, load: Load, from_s: float, to_s: float) -> None:
-        self.samples = [s for s in load.samples if from_s <= s.due_at + s.took_s and s.due_at < to_s]
+    def __init__(self, load: Load, from_at: float, to_at: float) -> None:
+        self.samples = [s for s in load.samples if from_at <= s.due_at + s.took_s and s.due_at < to_at]
 
     @property
     def lost(self) -> list[Sample]:

@@ -1,4 +1,4 @@
-"""Instances that do what a test tells them, and a router before them, all on one loop."""
+"""Fake instances that do what a test tells them, and a router in front of them, all on one event loop."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ from npu_gr.router.run import listening
 
 
 class Fake:
-    """Answers signals and ranks, and remembers whose prefix it has."""
+    """A fake instance: it answers signals and ranks, and remembers the users whose prefix it has."""
 
     def __init__(self, name: str) -> None:
-        self.name, self.port = name, 0
+        self.name = name
+        self.port = 0
         self.ready_status = 200
         self.status = 200
         self.delay_s = 0.0
@@ -84,10 +85,14 @@ class Fake:
 
 
 class Site:
-    """Fakes, the router before them, and a client."""
+    """Fake instances, the router in front of them, and an HTTP client."""
 
     def __init__(self, fakes: list[Fake], router: Router, port: int, admin: str, http: aiohttp.ClientSession) -> None:
-        self.fakes, self.router, self.port, self.admin, self.http = fakes, router, port, admin, http
+        self.fakes = fakes
+        self.router = router
+        self.port = port
+        self.admin = admin
+        self.http = http
         self.url = f"http://127.0.0.1:{port}"
 
     async def post(self, path: str, user: str | None = "u", **headers: str) -> tuple[int, dict[str, Any], Any]:

@@ -16,7 +16,8 @@ from npu_gr.server.config import ServerConfig
 from npu_gr.server.headers import NOT_TAKEN
 from npu_gr.server.run import serve
 
-T_LIFE_S, WORK_S = 1.0, 0.002
+T_LIFE_S = 1.0
+WORK_S = 0.002
 
 
 async def main(name: str, port: int, version: str) -> None:

@@ -1,4 +1,4 @@
-"""Whatever happens to an instance every request has an answer, and only the users of that instance notice.
+"""Whatever happens to an instance, every request has an answer, and only the users of that instance notice.
 
 They die, stop, slow down, drain, join and change their model; the fleet is whole again by itself.
 
@@ -26,7 +26,9 @@ class Run:
     """A fleet under load, and the checks after each fault."""
 
     def __init__(self, f: Fleet, load: Load, settle_s: float) -> None:
-        self.fleet, self.load, self._settle_s = f, load, settle_s
+        self.fleet = f
+        self.load = load
+        self._settle_s = settle_s
         self.names: tuple[str, ...] = NAMES
         self._failing: list[Window] = []  # where errors may be
 
@@ -34,25 +36,25 @@ class Run:
         return {user for user in USERS if self.fleet.home(user, self.names) == name}
 
     def at_home(self, window: Window, users: set[str]) -> float:
-        """Ratio of ranks served by their owner; where processors are short, a late first try may go elsewhere."""
+        """The ratio of ranks served by their owner; on a busy machine a late first try may go to another instance."""
         ranks = [sample for sample in window.of(users) if sample.kind == "rank"]
         return sum(sample.instance == self.fleet.home(sample.user, self.names) for sample in ranks) / len(ranks)
 
     async def steady(self, what: str) -> None:
-        """Before long there is a while in which everybody hits and is at home. Nobody has an error meanwhile."""
+        """Wait until, for a while, nearly all ranks are hits and are served by their owners."""
         async with asyncio.timeout(_STEADY_S):
             is_steady = False
             while not is_steady:
-                from_s = time.monotonic()
+                from_at = time.monotonic()
                 await asyncio.sleep(self._settle_s)
-                window = await self.load.window(from_s, time.monotonic())
+                window = await self.load.window(from_at, time.monotonic())
                 print(window.line(what))  # noqa: T201  (the figures, with -s)
                 is_steady = window.hit_ratio(set(USERS)) > 0.97 and self.at_home(window, set(USERS)) > 0.97
 
-    async def fault(self, what: str, victim: str | None, since_s: float, may_fail: bool) -> None:
-        """After a fault that is over: who noticed?"""
+    async def fault(self, what: str, victim: str | None, since_at: float, may_fail: bool) -> None:
+        """Check after a fault that only the users of the instance at fault have noticed it."""
         took_s = await self.fleet.whole(len(self.names))
-        window = await self.load.window(since_s, time.monotonic())
+        window = await self.load.window(since_at, time.monotonic())
         theirs = self.users(victim) if victim else set()
         others = set(USERS) - theirs
         print(window.line(f"{what} (whole after {took_s:.1f} s)"))  # noqa: T201
@@ -66,7 +68,7 @@ class Run:
         assert self.at_home(window, others) > 0.9
 
     def finish(self) -> None:
-        """Errors were in the windows of failures and nowhere else, and none of them for want of an answer."""
+        """Check that errors were only in the windows in which they may be, and that every request had an answer."""
         samples = self.load.samples
         errors = {sample for sample in samples if sample.status not in (200, 202)}
         assert errors <= {sample for window in self._failing for sample in window.errors}
@@ -74,61 +76,64 @@ class Run:
 
 
 async def crash(run: Run) -> None:
-    victim, since_s = run.fleet.instances["a"], time.monotonic()
+    victim = run.fleet.instances["a"]
+    since_at = time.monotonic()
     victim.signal(signal.SIGKILL)
     await victim.ended()
     await run.fleet.until(lambda rows: any(r["name"] == "a" and r["health"] == "down" for r in rows))
     await asyncio.sleep(1.0)
     run.fleet.launch("a")
-    await run.fault("kill -9, start again", "a", since_s, may_fail=True)
+    await run.fault("kill -9, start again", "a", since_at, may_fail=True)
 
 
 async def freeze(run: Run) -> None:
-    since_s = time.monotonic()
+    since_at = time.monotonic()
     run.fleet.instances["b"].signal(signal.SIGSTOP)
     await asyncio.sleep(2.0)
     if run.fleet.times is LIGHT:  # where checks have more time
         await run.fleet.until(lambda rows: any(r["name"] == "b" and r["health"] == "down" for r in rows))
     run.fleet.instances["b"].signal(signal.SIGCONT)
-    await run.fault("SIGSTOP for 2 s", "b", since_s, may_fail=True)
+    await run.fault("SIGSTOP for 2 s", "b", since_at, may_fail=True)
 
 
 async def drain(run: Run) -> None:
-    since_s = time.monotonic()
+    since_at = time.monotonic()
     await run.fleet.admin("instances/c/drain")
     await run.fleet.until(lambda rows: any(r["name"] == "c" and not r["takes_ranks"] for r in rows))
     await run.fleet.admin("instances/c/undrain")
-    await run.fault("drain, undrain", "c", since_s, may_fail=False)
+    await run.fault("drain, undrain", "c", since_at, may_fail=False)
 
 
 async def slow(run: Run) -> None:
-    """A tenth of the processor for 4 s, then all of it again."""
-    victim, since_s = run.fleet.instances["a"], time.monotonic()
-    while time.monotonic() - since_s < 4.0:
+    """Give an instance a tenth of the processor for 4 s."""
+    victim = run.fleet.instances["a"]
+    since_at = time.monotonic()
+    while time.monotonic() - since_at < 4.0:
         victim.signal(signal.SIGSTOP)
         await asyncio.sleep(0.09)
         victim.signal(signal.SIGCONT)
         await asyncio.sleep(0.01)
-    await run.fault("10x slower for 4 s", "a", since_s, may_fail=True)
+    await run.fault("10x slower for 4 s", "a", since_at, may_fail=True)
 
 
 async def grow(run: Run) -> None:
-    since_s, before = time.monotonic(), run.names
+    since_at = time.monotonic()
+    before = run.names
     run.fleet.launch("d")
     await asyncio.sleep(0)
     run.names = (*before, "d")
     run.fleet.announce(*run.names)
     moved = {user for user in USERS if run.fleet.home(user, before) != run.fleet.home(user, run.names)}
     assert moved == run.users("d")
-    await run.fault("one more joins", "d", since_s, may_fail=False)
+    await run.fault("one more joins", "d", since_at, may_fail=False)
 
 
 async def restart(run: Run, name: str = "a") -> None:
-    since_s = time.monotonic()
+    since_at = time.monotonic()
     run.fleet.instances[name].signal(signal.SIGTERM)
     assert await run.fleet.instances[name].ended() == 0
     run.fleet.launch(name, "new")
-    await run.fault(f"new model on {name}", name, since_s, may_fail=False)
+    await run.fault(f"new model on {name}", name, since_at, may_fail=False)
 
 
 async def roll(run: Run) -> None:

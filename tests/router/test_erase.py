@@ -47,7 +47,8 @@ async def test_who_did_not_erase_is_named_and_asking_again_helps() -> None:
         status, answer = await erase(s)
         assert status == 503
         assert answer["detail"] == "not erased at i1 (500); ask again"
-        s.fakes[1].status, s.fakes[1].delay_s = 200, 30.0
+        s.fakes[1].status = 200
+        s.fakes[1].delay_s = 30.0
         status, answer = await erase(s, X_Request_Timeout_Ms="500")
         assert (status, answer["detail"]) == (503, "not erased at i1 (no answer in time); ask again")
         s.fakes[1].delay_s = 0.0

@@ -1,4 +1,4 @@
-"""Through the whole router: failures of one instance, drains, lists that change."""
+"""Tests of the whole router with fake instances: failures of one instance, drains, lists that change."""
 
 from __future__ import annotations
 
@@ -34,7 +34,9 @@ async def test_a_rank_is_tried_once_more_on_the_successor_and_a_signal_never() -
 async def test_a_signal_that_nobody_has_taken_goes_to_the_successor_with_its_rank() -> None:
     async with site(health={"interval_s": 30.0, "timeout_s": 30.0, "fall": 100}) as s:  # nobody but requests tells
         away, draining, there = s.owner("u"), *(fake for fake in s.fakes if fake is not s.owner("u"))
-        draining.status, draining.ready_status, draining.is_draining = 503, 503, True
+        draining.status = 503
+        draining.ready_status = 503
+        draining.is_draining = True
         _, answer, headers = await s.post("signal", s.user_of(draining))
         assert answer["instance"] != draining.name
         assert headers["X-NpuGr-Placement"].startswith(answer["instance"])

@@ -61,9 +61,11 @@ def test_a_rank_goes_where_its_signal_went_as_long_as_that_one_takes_ranks(
     happens: list[tuple[str, int, int]], factor: float
 ) -> None:
     m = members(relay={"load_factor": factor, "t_life_s": T_LIFE_S}, breaker={"max_open_ratio": 1.0})
-    now_at, placed = 0.0, {}
+    now_at = 0.0
+    placed = {}
     for what, which, who in happens:
-        names, user = list(m.instances), USERS[who]
+        names = list(m.instances)
+        user = USERS[who]
         one = m.instances[names[which % len(names)]]
         match what:
             case "fail":
@@ -171,7 +173,8 @@ def test_a_signal_spills_once_and_its_rank_follows() -> None:
     m.instances[first].in_flight = 50
     choice, placement = m.for_signal(user, 0.0)
     assert (choice.instance.name, choice.how, placement.is_spilled) == (second, How.SPILLED, True)
-    m.instances[first].in_flight, m.instances[second].in_flight = 0, 50
+    m.instances[first].in_flight = 0
+    m.instances[second].in_flight = 50
     for brought in (placement, None):
         assert m.for_rank(user, brought, 1.0, ()).instance.name == second
     assert m.for_rank(user, None, 20.0, ()).instance.name == first, "the pair is over"

@@ -1,4 +1,4 @@
-"""A request reaches its user's instance whole and its answer comes back whole; what could be read twice is refused."""
+"""A request and its answer pass unchanged; a request that another parser could read differently is rejected."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.router.fake import site
 
 
 async def raw(port: int, data: bytes, timeout_s: float = 3.0) -> bytes:
-    """Everything that comes back until the connection closes."""
+    """Send bytes. Returns everything that comes back until the connection closes."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     writer.write(data)
     try:

@@ -1,4 +1,4 @@
-"""Placement is a function of the user and the members: it moves nobody it need not, and a pair always agrees."""
+"""Placement depends on the user and the members only: it moves no user without need, and a pair always agrees."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ def test_equal_members_give_equal_rings_in_whatever_order_they_came(
 ) -> None:
     shuffled = list(members)
     shuffle.shuffle(shuffled)
-    one, other = Ring(members), Ring(shuffled)
+    one = Ring(members)
+    other = Ring(shuffled)
     assert one.epoch == other.epoch
     assert [one.owner(user) for user in USERS[:200]] == [other.owner(user) for user in USERS[:200]]
 
@@ -35,7 +36,8 @@ def test_losing_a_member_moves_its_users_and_no_others_each_to_its_successor(
     members: tuple[Member, ...], data: st.DataObject
 ) -> None:
     lost = data.draw(st.sampled_from(members))
-    before, after = Ring(members), Ring([member for member in members if member != lost])
+    before = Ring(members)
+    after = Ring([member for member in members if member != lost])
     assert before.epoch != after.epoch
     for user in USERS[:300]:
         order = [name for name in before.walk(user) if name != lost.name]
@@ -54,7 +56,8 @@ def test_a_walk_meets_every_member_once_and_begins_at_the_owner(members: tuple[M
 
 
 def test_a_member_that_joins_takes_about_its_share() -> None:
-    before, after = Ring(map(Member, "abcdefghi")), Ring(map(Member, "abcdefghij"))
+    before = Ring(map(Member, "abcdefghi"))
+    after = Ring(map(Member, "abcdefghij"))
     moved = [user for user in USERS if before.owner(user) != after.owner(user)]
     assert {after.owner(user) for user in moved} == {"j"}
     assert 0.06 < len(moved) / len(USERS) < 0.15

@@ -1,4 +1,4 @@
-"""Every kind of request of the table is routed as its entry there says, a kind that is added later too."""
+"""Every kind of request in the table is routed as its entry says, and so is a kind that is added later."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ HANDLINGS = {
 
 
 def target(kind: Kind[Any, Any]) -> str:
-    """A path of the kind: what stands for its parameter may have slashes in it."""
+    """A path of the kind. The value of its parameter has a slash in it."""
     return re.sub(r"\{\w+\}", "u/1", kind.path)
 
 

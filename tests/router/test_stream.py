@@ -1,4 +1,4 @@
-"""A body that is passed on while it still comes: it is sent once, to its end, or the connection is not used again."""
+"""A body that is passed on while it still arrives is ended exactly once; otherwise the connection is not reused."""
 
 from __future__ import annotations
 
