@@ -71,8 +71,10 @@ class Dense:
     hidden: Tensor  # [1, dim] of the last token
 
     def search(self, width: int) -> tuple[Tensor, Tensor]:
-        """Leaves [w] and log-probabilities [w] of the best."""
-        states, acc, hidden = torch.zeros(1, dtype=torch.int64), torch.zeros(1), self.hidden
+        """The best `width` items: their leaves in the trie and their log-probabilities, both [width]."""
+        states = torch.zeros(1, dtype=torch.int64)
+        acc = torch.zeros(1)
+        hidden = self.hidden
         own: list[tuple[Tensor, Tensor]] = []
         for level in range(NUM_LEVELS):
             logits = self.decoder.logits(hidden).log_softmax(1)
@@ -86,7 +88,8 @@ class Dense:
             mask[torch.from_numpy(row), torch.from_numpy(code)] = 0.0
             flat = (logits + mask + acc[:, None]).flatten()
             acc, chosen = flat.topk(min(width, len(edge)))
-            parent, token = chosen // NUM_CODES, chosen % NUM_CODES
+            parent = chosen // NUM_CODES
+            token = chosen % NUM_CODES
             edge_of = np.full(logits.shape, -1)
             edge_of[row, code] = edge
             states = torch.from_numpy(edge_of[parent.numpy(), token.numpy()])

@@ -67,7 +67,7 @@ def timed_in_turn(
 
 
 def percentiles(seconds: list[float]) -> tuple[float, float, float]:
-    """Median, p10, p90."""
+    """The median, 10th and 90th percentile."""
     p50, p10, p90 = np.percentile(seconds, [50, 10, 90])
     return float(p50), float(p10), float(p90)
 

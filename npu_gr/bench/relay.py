@@ -331,7 +331,7 @@ class ShapeBench:
         return self._line(case, ours, "tokens", name, base, ours / base, 2.0)
 
     async def _trigger(self) -> list[Line]:
-        """Ranks in time with the trigger, beside pre-inferring everything, at equal rates and the tightest objective."""
+        """Ranks in time with the trigger, beside pre-inferring everything: equal rates, the tightest objective."""
         goal_s = MULTIPLES[0] * self._full_s
         found: dict[str, list[ArmOutcomes]] = {}
         for arm in (AT_RISK, EVERYTHING):

@@ -77,7 +77,7 @@ class Idle(NamedTuple):
 
 
 class RigVisit(NamedTuple):
-    """One request."""
+    """One user's signal and rank."""
 
     arrives_at: float  # seconds after the run began: when its signal comes
     user: UserKey
