@@ -1,13 +1,13 @@
 """`npu-gr bench cascade`: one recommend from its first to its last stage, with and without the relay.
 
-Real engine, relay, tiers and cascade, one request at a time, each by a user of its own with a history of the same
-length. Retrieval answers items drawn at random:
+The engine, relay, tiers and cascade are real. One request runs at a time, each of a user of its own with a history of
+the same length. Retrieval answers items drawn at random:
 
     elsewhere       it waits as long as another machine would take: a multiple of the pre-infer
-    on this device  it keeps the one device thread busy with a full inference: nothing is left to overlap with
+    on this device  it keeps the one device thread busy with a full inference, so nothing can overlap
 
-The floor is arithmetic over the parts measured alone: (retrieval + full inference) / (retrieval + cached rank), where
-the pre-infer fits under the retrieval. Both arms answer the same items, which is checked for every request.
+The floor is arithmetic over the parts measured alone: (retrieval + full inference) / (retrieval + cached rank); it
+assumes that the pre-infer is over when the retrieval is. Every request checks that both arms answer the same items.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from prometheus_client import CollectorRegistry
 
 from npu_gr.backend.choose import BackendName, choose
 from npu_gr.bench.line import Line, percentiles
-from npu_gr.bench.relay_rig import Arm, Rig, Served, Shape, measure_idle
+from npu_gr.bench.relay_rig import Arm, Rig, ServedArm, Shape, measure_idle
 from npu_gr.core.request import I64, Events, HistoryRef, ModelInfo, Outcome, RecommendAnswer, RecommendRequest, UserKey
 from npu_gr.engine.rank_engine import Pass
 from npu_gr.jobs.base import Call
@@ -33,15 +33,27 @@ from npu_gr.jobs.sources import SizedSource, Source, SourceRequest
 from npu_gr.metrics.registry import Metrics
 from npu_gr.service.config import SLOConfig
 
-MULTIPLES = (1.0, 2.0, 4.0)  # how long retrieval takes elsewhere, of the pre-infer
+MULTIPLES = (1.0, 2.0, 4.0)  # of the pre-infer: the time that retrieval takes elsewhere
 ROUNDS = 3  # in which the arms take turns
-NO_RELAY, RELAY = Arm("no relay", signals=False), Arm("relay")
+NO_RELAY = Arm("no relay", signals=False)
+RELAY = Arm("relay")
 BUDGET_S = 60.0
 WITHIN = 0.85  # of the floor
 
 
 def lines(backend_name: BackendName, lengths: Sequence[int], num_layers: int, count: int, seed: int) -> Iterator[Line]:
-    """P50 of the cascade for each length of history and each retrieval."""
+    """One line for each length of history and each retrieval: the median of the cascade.
+
+    Args:
+        backend_name: as in a configuration.
+        lengths: tokens of a history.
+        num_layers: of the ranker.
+        count: requests of each arm.
+        seed: of weights and inputs.
+
+    Raises:
+        AssertionError: the relay changed what is recommended.
+    """
     backend = choose(backend_name)
     for num_tokens in lengths:
         rig = Rig(Shape(num_tokens, 100, num_layers), backend, seed)
@@ -59,8 +71,10 @@ def _line(rig: Rig, multiple: float | None, count: int) -> Line:
         assert warm.item_ids.tolist() == cold.item_ids.tolist(), "the relay changed what is recommended"
     (ours_s, p10_s, p90_s), (base_s, _, _) = (percentiles([s for s, _ in found[n]]) for n in ("relay", "no relay"))
     hits = np.mean([answer.outcome is Outcome.HBM_HIT for _, answer in found["relay"]])
-    idle, ratio = rig.idle, base_s / ours_s
-    where, floor = "on this device", None
+    idle = rig.idle
+    ratio = base_s / ours_s
+    where = "on this device"
+    floor = None
     if multiple is not None:
         wait_s = multiple * idle.prefill_s
         where = f"{multiple:g}x the pre-infer, elsewhere"
@@ -85,9 +99,10 @@ def _line(rig: Rig, multiple: float | None, count: int) -> Line:
 async def _round(
     rig: Rig, arm: Arm, multiple: float | None, count: int, turn: int
 ) -> list[tuple[float, RecommendAnswer]]:
-    """Seconds and answers of `count` requests, the same users for every arm."""
-    random, found = np.random.default_rng(turn), []
-    serving: AbstractAsyncContextManager[Served] = rig.serving(arm, 1.0)
+    """Seconds and answers of `count` requests; every arm gets the same users."""
+    random = np.random.default_rng(turn)
+    found = []
+    serving: AbstractAsyncContextManager[ServedArm] = rig.serving(arm, 1.0)
     async with serving as served:
         ranking = _ranking(rig, served)
         source = _elsewhere(rig, multiple) if multiple is not None else _on_this_device(rig, served)
@@ -113,7 +128,7 @@ async def _round(
     return found
 
 
-def _ranking(rig: Rig, served: Served) -> Ranking:
+def _ranking(rig: Rig, served: ServedArm) -> Ranking:
     shape = rig.model.config
     model = ModelInfo(
         name="bench",
@@ -130,7 +145,7 @@ def _ranking(rig: Rig, served: Served) -> Ranking:
 
 
 def _drawn(rig: Rig, events: Events) -> I64:
-    """Items that depend on the user alone."""
+    """Items drawn at random by the user's history, so that both arms retrieve the same."""
     random = np.random.default_rng(int(events.items[0]))
     items: I64 = random.permutation(rig.model.config.num_items)[: rig.shape.num_candidates]
     return items
@@ -144,7 +159,7 @@ def _elsewhere(rig: Rig, multiple: float) -> Source:
     return retrieve
 
 
-def _on_this_device(rig: Rig, served: Served) -> Source:
+def _on_this_device(rig: Rig, served: ServedArm) -> Source:
     other = rig.tokens(rig.returning)
 
     async def retrieve(asked: SourceRequest) -> I64:

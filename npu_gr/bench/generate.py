@@ -1,11 +1,12 @@
-"""`npu-gr bench generate`: one request's semantic-ID beam search, against what others do with the same weights.
+"""`npu-gr bench generate`: the semantic-ID beam search of one request, beside other ways with the same weights.
 
-    dense       mask over the vocabulary, log_softmax, torch.topk over all beams; the prompt's KV expanded a beam
-    no cache    ours, and the prompt is encoded first
-    transformers  constrained beam search of Hugging Face (PrefixConstrainedLogitsProcessor), where it is installed;
-                it runs once a case, for it takes seconds to minutes
+    dense         a mask over the vocabulary, log_softmax, torch.topk over all beams; every beam has a copy of the
+                  prompt's KV
+    no cache      ours, but the prompt is encoded first
+    transformers  the constrained beam search of Hugging Face (PrefixConstrainedLogitsProcessor), if it is installed; it
+                  runs once a case, because it takes seconds to minutes
 
-Random weights: the numbers do not depend on them, and the results are compared before anything is timed.
+The weights are random, on which the times do not depend. All results are compared before anything is timed.
 """
 
 from __future__ import annotations
@@ -31,15 +32,17 @@ from npu_gr.kv.arena import KVArena
 from npu_gr.kv.layout import Run
 from npu_gr.model.decoder import Decoder, DecoderConfig, DecoderLayer, rope_angles
 
-NUM_CODES, NUM_LEVELS = 8192, 3  # one vocabulary for all levels
-PROMPT_TOKENS, NUM_ITEMS = 1024, 1_000_000
+NUM_CODES = 8192  # one vocabulary for all levels
+NUM_LEVELS = 3
+PROMPT_TOKENS = 1024
+NUM_ITEMS = 1_000_000
 WIDTHS = (128, 512)
 TARGETS = {"transformers": 30.0, "dense": 3.5, "no cache": 1.3}
 TOLERANCE = 1e-3  # of a log-probability
 
 
 def config() -> DecoderConfig:
-    """The shape of the targets: d 256, 4 layers, 4 heads of 64, 2 of keys."""
+    """The shape that the targets hold for: d 256, 4 layers, 4 heads of 64, 2 of them for keys and values."""
     return DecoderConfig(
         vocab_size=NUM_CODES,
         dim=256,
@@ -59,7 +62,7 @@ def config() -> DecoderConfig:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Dense:
-    """Beam search as it is written without a trie on the device and without a split: the baseline `dense`."""
+    """The baseline `dense`: beam search without a trie on the device and without a split of shared and unshared KV."""
 
     decoder: Decoder
     trie: Trie
@@ -68,8 +71,10 @@ class Dense:
     hidden: Tensor  # [1, dim] of the last token
 
     def search(self, width: int) -> tuple[Tensor, Tensor]:
-        """Leaves [w] and log-probabilities [w] of the best."""
-        states, acc, hidden = torch.zeros(1, dtype=torch.int64), torch.zeros(1), self.hidden
+        """The best `width` items: their leaves in the trie and their log-probabilities, both [width]."""
+        states = torch.zeros(1, dtype=torch.int64)
+        acc = torch.zeros(1)
+        hidden = self.hidden
         own: list[tuple[Tensor, Tensor]] = []
         for level in range(NUM_LEVELS):
             logits = self.decoder.logits(hidden).log_softmax(1)
@@ -83,7 +88,8 @@ class Dense:
             mask[torch.from_numpy(row), torch.from_numpy(code)] = 0.0
             flat = (logits + mask + acc[:, None]).flatten()
             acc, chosen = flat.topk(min(width, len(edge)))
-            parent, token = chosen // NUM_CODES, chosen % NUM_CODES
+            parent = chosen // NUM_CODES
+            token = chosen % NUM_CODES
             edge_of = np.full(logits.shape, -1)
             edge_of[row, code] = edge
             states = torch.from_numpy(edge_of[parent.numpy(), token.numpy()])
@@ -93,8 +99,10 @@ class Dense:
         return states, acc
 
     def _step(self, tokens: Tensor, position: int, own: list[tuple[Tensor, Tensor]]) -> Tensor:
-        model, shape = self.decoder, self.decoder.config
-        rows, group = len(tokens), shape.num_heads // shape.num_kv_heads
+        model = self.decoder
+        shape = model.config
+        rows = len(tokens)
+        group = shape.num_heads // shape.num_kv_heads
         cos, sin = rope_angles(position, 1, shape, tokens.device)
         x = model.embedding(tokens)
         for index, layer in enumerate(model.layers):
@@ -118,7 +126,17 @@ class Dense:
 
 
 def lines(backend_name: BackendName, seed: int, budget_s: float, with_transformers: bool) -> Iterator[Line]:
-    """One line a baseline and width."""
+    """One line for each baseline and beam width.
+
+    Args:
+        backend_name: as in a configuration.
+        seed: of weights, catalogue and prompt.
+        budget_s: to time each beam width for.
+        with_transformers: run that baseline too.
+
+    Raises:
+        AssertionError: results differ; nothing was timed.
+    """
     backend = choose(backend_name)
     random = np.random.default_rng(seed)
     torch.manual_seed(seed)
@@ -219,7 +237,7 @@ def _transformers_s(decoder: Decoder, trie: Trie, tokens: I64, width: int, want:
             lo, degree = (int(column[0]) for column in trie.children(level, state))
             at = lo + int(np.searchsorted(trie.token[level][lo : lo + degree], code))
             if at >= lo + degree or trie.token[level][at] != code:
-                return [0]  # a beam that is out already: it needs an answer, whatever it is
+                return [0]  # a dead beam, which has left the trie: transformers needs some code, and any will do
             state = np.array([at])
         lo, degree = (int(column[0]) for column in trie.children(len(sequence) - length, state))
         found: list[int] = trie.token[len(sequence) - length][lo : lo + degree].tolist()
@@ -251,7 +269,8 @@ def _transformers_s(decoder: Decoder, trie: Trie, tokens: I64, width: int, want:
 def _their_names(decoder: Decoder) -> dict[str, Tensor]:
     """Our weights under the names of a Qwen3 checkpoint."""
     shape = decoder.config
-    q, kv = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    q = shape.num_heads * shape.head_dim
+    kv = shape.num_kv_heads * shape.head_dim
     names = {"model.embed_tokens.weight": decoder.embedding.weight, "model.norm.weight": decoder.norm.weight}
     names["lm_head.weight"] = decoder.head.weight
     for index, layer in enumerate(decoder.layers):

@@ -1,4 +1,4 @@
-"""One bench line: ours against a named baseline, timed in turn in one run."""
+"""One line of a bench: our figure beside that of a named baseline, timed in turn in one run."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from npu_gr import __version__
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Line:
-    """`ratio` is how many times better ours is; `floor` the best that arithmetic allows, in the same unit."""
+    """One case of a bench."""
 
     bench: str
     case: str
-    ours: float
+    ours: float  # in `unit`; of times the median
     unit: str
-    baseline: str
-    baseline_value: float
-    ratio: float
-    target: float | None
-    ok: bool | None
-    floor: float | None = None
-    of_floor: float | None = None
-    p10: float | None = None
+    baseline: str  # its name
+    baseline_value: float  # in `unit`
+    ratio: float  # how many times better ours is
+    target: float | None  # the ratio to reach; None = none is set
+    ok: bool | None  # reached; None = none is set
+    floor: float | None = None  # the best ratio that arithmetic allows
+    of_floor: float | None = None  # `ratio` as a share of it
+    p10: float | None = None  # of ours, in `unit`
     p90: float | None = None
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Plain values that JSON has."""
         return asdict(self)
 
 
@@ -43,7 +43,17 @@ def timed_in_turn(
     min_runs: int = 5,
     clock: Callable[[], float] = time.perf_counter,
 ) -> list[list[float]]:
-    """Seconds of each run of each function by `clock`, A B A B ..., after one run of each that is not counted."""
+    """Time functions in turn (A B A B ...), after one run of each that does not count.
+
+    Args:
+        functions: what to time.
+        budget_s: seconds to go on for.
+        min_runs: of each function, also if they take longer than `budget_s`.
+        clock: seconds; by default of the wall.
+
+    Returns:
+        For each function, the seconds of each run.
+    """
     for function in functions:
         function()
     samples: list[list[float]] = [[] for _ in functions]
@@ -57,13 +67,13 @@ def timed_in_turn(
 
 
 def percentiles(seconds: list[float]) -> tuple[float, float, float]:
-    """Median, p10, p90."""
+    """The median, 10th and 90th percentile."""
     p50, p10, p90 = np.percentile(seconds, [50, 10, 90])
     return float(p50), float(p10), float(p90)
 
 
 def environment(device: str, seed: int) -> dict[str, Any]:
-    """What the figures were measured on."""
+    """The machine and the versions that the figures were measured with."""
     return {
         "environment": {
             "npu_gr": __version__,

@@ -1,8 +1,8 @@
-"""`npu-gr bench match`: exact top-k over a million items, against numpy and faiss in the same run.
+"""`npu-gr bench match`: exact top-k over a million items, beside numpy and faiss in the same run.
 
-Random vectors, which is the hardest case for the threshold: nothing clusters. Every answer is checked against numpy's
-before it is timed. CPU time of the process, on one thread, so that neighbours on the machine do not count. The
-approximate index has its recall as its figure.
+The vectors are random, which is the hardest case for the threshold: nothing clusters. Every answer is compared with
+numpy's before it is timed. Times are the process' CPU time on one thread, so other processes on the machine do not
+count. Of the approximate index the recall is the figure.
 """
 
 from __future__ import annotations
@@ -18,17 +18,31 @@ import numpy.typing as npt
 import torch
 
 from npu_gr.backend.cpu.backend import CPUBackend
-from npu_gr.bench.line import Line, percentiles
+from npu_gr.bench.line import Line, percentiles, timed_in_turn
 from npu_gr.core.request import F32
 from npu_gr.matching.index import ExactIndex, HnswIndex, recall
 
-DIM, K, BATCHES = 64, 500, (1, 2, 4, 8, 32)
+DIM = 64
+K = 500
+BATCHES = (1, 2, 4, 8, 32)
 TARGET = 0.9  # of the faster baseline's speed
-HNSW_ITEMS, HNSW_QUERIES, HNSW_K, HNSW_RECALL = 100_000, 50, 100, 0.95
+HNSW_ITEMS = 100_000
+HNSW_QUERIES = 50
+HNSW_K = 100
+HNSW_RECALL = 0.95  # at least
 
 
 def numpy_top_k(queries: F32, items: F32, k: int) -> tuple[F32, npt.NDArray[np.int64]]:
-    """All scores, partitioned, then the best sorted."""
+    """The baseline: compute all scores, partition them, sort the best.
+
+    Args:
+        queries: float32 [b, d].
+        items: float32 [n, d].
+        k: at most n.
+
+    Returns:
+        Scores and rows of the items, both [b, k], best first.
+    """
     scores = queries @ items.T
     some = np.argpartition(scores, -k, axis=1)[:, -k:]
     order = np.argsort(-np.take_along_axis(scores, some, 1), axis=1)
@@ -37,10 +51,20 @@ def numpy_top_k(queries: F32, items: F32, k: int) -> tuple[F32, npt.NDArray[np.i
 
 
 def lines(num_items: int, seed: int, budget_s: float) -> Iterator[Line]:
-    """A line a batch size, and one for the approximate index. A wrong answer is an AssertionError."""
+    """One line for each batch size, and one for the approximate index.
+
+    Args:
+        num_items: of the catalogue.
+        seed: of the vectors.
+        budget_s: to time each batch size for.
+
+    Raises:
+        AssertionError: an answer is wrong; it was not timed.
+    """
     random = np.random.default_rng(seed)
     items = random.standard_normal((num_items, DIM), np.float32)
-    faiss, flat = _faiss(), None
+    faiss = _faiss()
+    flat = None
     if faiss is not None:
         faiss.omp_set_num_threads(torch.get_num_threads())
         flat = faiss.IndexFlatIP(DIM)
@@ -57,7 +81,7 @@ def lines(num_items: int, seed: int, budget_s: float) -> Iterator[Line]:
         baselines: dict[str, Callable[[], object]] = {"numpy": partial(numpy_top_k, queries, items, K)}
         if flat is not None:
             baselines["faiss IndexFlatIP"] = partial(flat.search, queries, K)
-        samples = _cpu_in_turn([run, *baselines.values()], budget_s)
+        samples = timed_in_turn([run, *baselines.values()], budget_s, clock=time.process_time)
         times = {name: percentiles(row)[0] for name, row in zip(baselines, samples[1:], strict=True)}
         fastest = min(times, key=lambda name: times[name])
         p50, p10, p90 = percentiles(samples[0])
@@ -84,11 +108,13 @@ def _hnsw(random: np.random.Generator) -> Line:
     clusters = random.integers(0, 1000, HNSW_ITEMS + HNSW_QUERIES)
     noise = random.standard_normal((len(clusters), DIM), np.float32)
     rows: F32 = (centres[clusters] + noise * np.float32(0.5)).astype(np.float32)
-    items, queries = rows[:HNSW_ITEMS], torch.from_numpy(rows[HNSW_ITEMS:])
-    exact, near = ExactIndex(items, CPUBackend()), HnswIndex(items)
+    items = rows[:HNSW_ITEMS]
+    queries = torch.from_numpy(rows[HNSW_ITEMS:])
+    exact = ExactIndex(items, CPUBackend())
+    near = HnswIndex(items)
     found = recall(near.search(queries, HNSW_K), exact.search(queries, HNSW_K))
     runs: list[Callable[[], object]] = [partial(i.search, queries[:1], HNSW_K) for i in (near, exact)]
-    ours, baseline = (percentiles(row)[0] for row in _cpu_in_turn(runs, 1.0))
+    ours, baseline = (percentiles(row)[0] for row in timed_in_turn(runs, 1.0, clock=time.process_time))
     return Line(
         bench="match",
         case=f"hnsw I={HNSW_ITEMS} k={HNSW_K} B=1 recall {found:.3f}",
@@ -100,19 +126,6 @@ def _hnsw(random: np.random.Generator) -> Line:
         target=None,
         ok=found >= HNSW_RECALL,
     )
-
-
-def _cpu_in_turn(functions: list[Callable[[], object]], budget_s: float, min_runs: int = 5) -> list[list[float]]:
-    samples: list[list[float]] = [[] for _ in functions]
-    for function in functions:
-        function()
-    ends_at = time.perf_counter() + budget_s
-    while len(samples[0]) < min_runs or time.perf_counter() < ends_at:
-        for function, row in zip(functions, samples, strict=True):
-            began_at = time.process_time()
-            function()
-            row.append(time.process_time() - began_at)
-    return samples
 
 
 def _faiss() -> Any:

@@ -1,7 +1,7 @@
 """`npu-gr bench match-train`: what training on a million edges costs, in CPU minutes and memory.
 
-Synthetic edges, evenly random users, items with a long tail: time and memory depend on the sizes alone. A few steps of
-each stage are timed, and the stages of a default training reckoned from them; evaluations are left out.
+Edges are synthetic (evenly random users, items with a long tail), because time and memory depend on the sizes alone. A
+few steps of each stage are timed, and the time of a default training is computed from them, without evaluations.
 """
 
 from __future__ import annotations
@@ -20,16 +20,18 @@ from npu_gr.train.match.options import MatchOptions
 from npu_gr.train.match.train import StageProgress, Trainer
 
 SOURCE_SHARE = 0.7  # of the edges
-EDGES_A_USER, EDGES_AN_ITEM = 10, 10
-MINUTES, GIGABYTES = 10.0, 4.0
+EDGES_A_USER = 10
+EDGES_AN_ITEM = 10
+MINUTES = 10.0  # CPU time, at most
+GIGABYTES = 4.0  # peak memory, at most
 
 
 def lines(num_edges: int, num_steps: int, seed: int) -> Iterator[Line]:
-    """CPU minutes of a default training, and the process' peak memory.
+    """Two lines: CPU minutes of a default training, and the process' peak memory.
 
     Args:
         num_edges: of both domains.
-        num_steps: of each stage that are timed, after a first one that is not.
+        num_steps: steps of each stage to time, after a first step that does not count.
         seed: of the edges.
     """
     random = np.random.default_rng(seed)
@@ -62,7 +64,7 @@ def _graph(random: np.random.Generator, num_edges: int, num_users: int) -> Graph
 
 
 def _note(ends_at: dict[str, list[float]], done: StageProgress) -> None:
-    if done.done < done.total:  # behind a stage's last step it is evaluated
+    if done.done < done.total:  # a stage is evaluated after its last step, which would count
         ends_at.setdefault(done.stage, []).append(time.process_time())
 
 

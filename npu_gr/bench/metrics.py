@@ -1,8 +1,8 @@
 """`npu-gr bench metrics`: what counting, tracing and logging add to a rank.
 
-CPU time of all that the catalogue, the trace context and the log line do for one rank, against the CPU time of the
-device's pass alone, on a cached history: a whole request takes more, so the true share is smaller. What was counted is
-compared with what was asked before anything is timed.
+It compares the CPU time of all that the metrics, the trace context and the access log do for one rank with the CPU time
+of the rank's pass alone, on a cached history. A whole request takes more, so the true share is smaller. The counts are
+compared with what was sent before anything is timed.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from npu_gr.service.config import SLOConfig
 
 SHARE = 0.01  # of a rank's CPU time, at most
 SHAPES = ((2, 64, 100), (8, 256, 100))  # layers, width, candidates: the demo's, and that of `bench rank`
-REPEATS = 200  # a count takes less than the clock can tell
+REPEATS = 200  # one is too short for the clock
 
 ANSWER = RankAnswer(
     model_version="v",
@@ -47,9 +47,10 @@ ANSWER = RankAnswer(
 
 
 def lines(seed: int, budget_s: float) -> Iterator[Line]:
-    """Two lines a shape: counts with exemplars, and with the trace context and the log line as well."""
+    """Two lines for each shape: metrics with exemplars; and the trace context and the log line as well."""
     registry = CollectorRegistry()
-    metrics, access_log = Metrics(registry, SLOConfig().objectives()), AccessLog(ServerConfig())
+    metrics = Metrics(registry, SLOConfig().objectives())
+    access_log = AccessLog(ServerConfig())
     user = UserKey("", "u")
 
     def count() -> None:
@@ -89,7 +90,8 @@ def lines(seed: int, budget_s: float) -> Iterator[Line]:
             rank = _pass(layers, width, candidates, seed)
             for name, work in (("counts", count), ("counts, trace, log line", count_and_tell)):
                 ranked, added = _cpu_in_turn(rank, work, budget_s)
-                rank_us, (ours_us, p10, p90) = percentiles(ranked)[0] * 1e6, (s * 1e6 for s in percentiles(added))
+                rank_us = percentiles(ranked)[0] * 1e6
+                ours_us, p10, p90 = (seconds * 1e6 for seconds in percentiles(added))
                 yield Line(
                     bench="metrics",
                     case=f"{name}; rank of {candidates}, layers={layers} d={width}",
@@ -106,12 +108,14 @@ def lines(seed: int, budget_s: float) -> Iterator[Line]:
 
 
 def _pass(layers: int, width: int, candidates: int, seed: int) -> Callable[[], object]:
-    """Scoring against a history of 256 tokens whose keys and values are there."""
+    """A function that scores against a history of 256 tokens whose keys and values are cached."""
     torch.manual_seed(seed)
-    backend, shape = choose("cpu"), config(layers, width)
+    backend = choose("cpu")
+    shape = config(layers, width)
     model = HSTU(shape).eval()
     model.freeze_items()
-    items, times = torch.randint(shape.num_items, (256,)), torch.arange(256) * 1000
+    items = torch.randint(shape.num_items, (256,))
+    times = torch.arange(256) * 1000
     kept: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
     nothing = torch.empty(0, dtype=torch.int64)
     history = Segment(
@@ -136,8 +140,9 @@ def _pass(layers: int, width: int, candidates: int, seed: int) -> Callable[[], o
 def _cpu_in_turn(
     rank: Callable[[], object], work: Callable[[], None], budget_s: float
 ) -> tuple[list[float], list[float]]:
-    """CPU seconds of each rank, and of each piece of work, in turn."""
-    ranked, added = list[float](), list[float]()
+    """CPU seconds of each rank, and of each call of `work`, in turn."""
+    ranked: list[float] = []
+    added: list[float] = []
     rank()
     ends_at = time.perf_counter() + budget_s
     while len(ranked) < 5 or time.perf_counter() < ends_at:
@@ -153,9 +158,10 @@ def _cpu_in_turn(
 
 @contextmanager
 def _logged_to_memory() -> Iterator[None]:
-    """The log lines are formatted and written, to nowhere."""
+    """Format and write log lines, into memory that nobody reads."""
     handler = logging.StreamHandler(io.StringIO())
-    level, request_log.propagate = request_log.level, False
+    level = request_log.level
+    request_log.propagate = False
     request_log.addHandler(handler)
     request_log.setLevel(logging.INFO)
     try:

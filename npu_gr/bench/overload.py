@@ -1,14 +1,14 @@
-"""`npu-gr bench overload`: what an instance answers in time when far more is asked than it can do.
+"""`npu-gr bench overload`: what an instance answers in time under far more load than it sustains.
 
-The real instance of `app.py` without HTTP, over a random ranker: Poisson arrivals in one process, each a signal and,
-`LEAD_S` later, a rank of a user who has not been seen before, which is given up `PATIENCE` objectives after it came.
-Rates go up to 5 times what is sustained; a refusal costs what it costs.
+The instance is that of `npu_gr/service/app.py` without HTTP, with a random ranker. Arrivals are Poisson, in the same
+process: each is a signal of a new user and, `LEAD_S` later, the user's rank, with a deadline of `PATIENCE` objectives.
+Rates go up to 5 times the sustained rate. Refusals are made by the same process, so they cost what they cost.
 
-    sustained     the highest rate of the sweep of which 99 of 100 are answered within the objective
+    sustained     the highest rate of the sweep at which 99 of 100 are answered within the objective
     goodput       answers within the objective, a second
     baseline      the same service without admission: no adaptive limit, no brown-out, no bound on what is in flight
 
-Source of the targets: goodput at overload over its peak, as in overload control of interactive services.
+Source of the targets: goodput under overload over its peak, as in overload control of interactive services.
 """
 
 from __future__ import annotations
@@ -40,24 +40,33 @@ NUM_CANDIDATES = 100
 LEAD_S = 0.05  # from signal to rank
 OBJECTIVE = 5.0  # of an idle full inference
 PATIENCE = 2.0  # objectives
-LIGHT = (0.4, 0.55, 0.7, 0.85)  # of full inferences a second: the sweep that finds what is sustained
-HEAVY = (1.5, 2.0, 3.0, 5.0)  # of what is sustained
+LIGHT = (0.4, 0.55, 0.7, 0.85)  # of full inferences a second: the sweep that finds the sustained rate
+HEAVY = (1.5, 2.0, 3.0, 5.0)  # of the sustained rate
 WARM_UP = 0.25  # of a run, not counted
-GOODPUT, P99 = 0.9, 1.0  # targets: of the peak; of the objective
+GOODPUT = 0.9  # target, of the peak
+P99 = 1.0  # target, of the objective
 
 
 class Load(NamedTuple):
-    """What came of one rate."""
+    """What became of the ranks at one rate."""
 
     offered_per_s: float
     goodput_per_s: float
-    attained: float  # of the ranks that were asked: answered within the objective
-    refused: float  # of them: at once
-    p99_s: float  # of those that were let in; inf where more than 1 of 100 got no answer
+    attained: float  # share of the ranks that were answered within the objective
+    refused: float  # share of the ranks that were refused at once
+    p99_s: float  # of the admitted ranks; inf if more than 1 of 100 got no answer
 
 
 def lines(backend: BackendName, num_tokens: int, num_layers: int, seconds: float, seed: int) -> Iterator[Line]:
-    """The sweep, then goodput and latency at 5 times what is sustained."""
+    """The sweep, then goodput and latency at up to 5 times the sustained rate.
+
+    Args:
+        backend: as in a configuration.
+        num_tokens: of a history.
+        num_layers: of the ranker.
+        seconds: of arrivals at each rate.
+        seed: of arrivals and histories.
+    """
     with TemporaryDirectory() as folder:
         torch.manual_seed(seed)
         shape = model_config(num_layers)
@@ -89,7 +98,7 @@ async def _lines(
     found.append(
         Line(
             bench="overload",
-            case=f"{case} {HEAVY[-1]:g}x: P99 of what was let in",
+            case=f"{case} {HEAVY[-1]:g}x: P99 of the admitted",
             ours=heavy[-1].p99_s * 1e3,
             unit="ms",
             baseline="the objective",
@@ -106,32 +115,42 @@ async def _lines(
 async def drive(
     service: Service, num_tokens: int, rate_per_s: float, seconds: float, objective_s: float, seed: int
 ) -> Load:
-    """Ask open loop for so long."""
+    """Send signals and ranks, open loop.
+
+    Args:
+        service: under load.
+        num_tokens: of a history.
+        rate_per_s: of arrivals.
+        seconds: of arrivals.
+        objective_s: an answer within it is in time.
+        seed: of arrivals and histories.
+    """
     random = np.random.default_rng(seed)
     count = max(20, round(rate_per_s * seconds))
     arrivals = np.cumsum(random.exponential(1.0 / rate_per_s, count))
     items = random.integers(0, 10_000, (count, num_tokens))
     times = 1_600_000_000 + np.cumsum(random.integers(1, 100_000, num_tokens))
     candidates = random.integers(0, 10_000, NUM_CANDIDATES)
-    latency_s, is_refused = np.full(count, np.inf), np.zeros(count, bool)
+    latency_s = np.full(count, np.inf)  # from the due time; inf = no answer
+    is_refused = np.zeros(count, bool)
     began_at = time.monotonic()
 
-    async def one(number: int, at_s: float) -> None:
-        user, budget_s = UserKey("bench", str(number)), PATIENCE * objective_s
+    async def one(number: int, arrives_at: float) -> None:
+        user = UserKey("bench", str(number))
+        budget_s = PATIENCE * objective_s
         history = HistoryRef(events=Events.make(items[number], np.zeros(num_tokens), times))
-        await asyncio.sleep(at_s - time.monotonic())
-        with suppress(NpuGrError):  # an optimisation that is not to be had now
-            await service.serve(
-                SIGNAL, SignalRequest(user=user, history=history, num_candidates=NUM_CANDIDATES), budget_s
-            )
-        due_at = at_s + LEAD_S
+        await asyncio.sleep(arrives_at - time.monotonic())
+        signal = SignalRequest(user=user, history=history, num_candidates=NUM_CANDIDATES)
+        with suppress(NpuGrError):  # a refused signal is an optimisation lost, no more
+            await service.serve(SIGNAL, signal, budget_s)
+        due_at = arrives_at + LEAD_S
         await asyncio.sleep(due_at - time.monotonic())
-        asked_s = time.monotonic()
+        sent_at = time.monotonic()
         try:
             await service.serve(RANK, RankRequest(user=user, candidates=candidates, history=history), budget_s)
             latency_s[number] = time.monotonic() - due_at
         except NpuGrError:
-            is_refused[number] = time.monotonic() - asked_s < 0.1 * objective_s
+            is_refused[number] = time.monotonic() - sent_at < 0.1 * objective_s
 
     results = await asyncio.gather(
         *(one(n, began_at + float(at)) for n, at in enumerate(arrivals)), return_exceptions=True
@@ -139,20 +158,22 @@ async def drive(
     if unexpected := [error for error in results if error is not None]:
         raise unexpected[0]
     counted = arrivals >= WARM_UP * seconds
-    latency_s, is_refused = latency_s[counted], is_refused[counted]
-    good, let_in = latency_s <= objective_s, latency_s[~is_refused]
+    latency_s = latency_s[counted]
+    is_refused = is_refused[counted]
+    good = latency_s <= objective_s
+    admitted = latency_s[~is_refused]
     span_s = float(arrivals[-1]) - WARM_UP * seconds
     return Load(
         len(good) / span_s,
         float(good.sum()) / span_s,
         float(good.mean()),
         float(is_refused.mean()),
-        float(np.quantile(let_in, 0.99, method="inverted_cdf")) if len(let_in) else float("inf"),
+        float(np.quantile(admitted, 0.99, method="inverted_cdf")) if len(admitted) else float("inf"),
     )
 
 
 async def _idle_s(folder: str, backend: BackendName, num_tokens: int) -> float:
-    """One full inference after the other, end to end, by the median."""
+    """Seconds of a full inference on an idle instance, end to end: the median."""
     async with instance(_config(folder, backend, 60.0, True, enabled=False)) as (_, service):
         taken = []
         random = np.random.default_rng(0)

@@ -1,7 +1,7 @@
-"""`npu-gr bench rank`: scoring candidates against a cached prefix, against a full inference of the same request.
+"""`npu-gr bench rank`: score candidates on a cached prefix, and by a full inference of the same request.
 
-Floor: the ratio of the two passes' floating-point operations. Every operation counted is one that the code does:
-causal attention at half its square, the last layer's history rows at their keys and values alone.
+The floor is the ratio of the two passes' floating-point operations. It counts the operations that the code does: causal
+attention as half its square, and of the last layer's history rows only their keys and values.
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ from npu_gr.kv.layout import KVLayout, Run
 from npu_gr.model.config import HSTUConfig
 from npu_gr.model.hstu import HSTU, Past, Segment
 
-LENGTHS, CANDIDATES = (256, 1024, 4096), (100, 500)
+LENGTHS = (256, 1024, 4096)
+CANDIDATES = (100, 500)
 WITHIN = 0.85  # the cached path must reach this share of the flop ratio
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 0.1}  # of the logits' standard deviation
 
 
 def config(num_layers: int = 8, dim: int = 256) -> HSTUConfig:
-    """The shape of `performance.md` section 2: 4 heads of 64."""
+    """The shape of all benches of a ranker: 4 heads, of 64 at the default `dim`."""
     return HSTUConfig(
         num_items=10_000,
         actions=("click",),
@@ -41,11 +42,20 @@ def config(num_layers: int = 8, dim: int = 256) -> HSTUConfig:
 
 
 def flops(shape: HSTUConfig, num_history: int, num_candidates: int, cached: bool) -> float:
-    """Of one pass over `num_candidates` candidates and a history that is computed or cached."""
-    uv, qk = shape.num_heads * shape.v_dim, shape.num_heads * shape.qk_dim
+    """Floating-point operations of one pass.
+
+    Args:
+        shape: of the model.
+        num_history: tokens.
+        num_candidates: one token each.
+        cached: the history's keys and values are read, not computed.
+    """
+    uv = shape.num_heads * shape.v_dim
+    qk = shape.num_heads * shape.qk_dim
     row = 2 * shape.dim * (2 * uv + 2 * qk) + 2 * uv * shape.dim  # U, V, Q, K and the output
     pair = 2 * (qk + uv)  # one query, one key
-    n, c = num_history, num_candidates
+    n = num_history
+    c = num_candidates
     candidates = shape.num_layers * (c * row + c * (n + 1) * pair)
     if cached:
         return candidates
@@ -54,7 +64,17 @@ def flops(shape: HSTUConfig, num_history: int, num_candidates: int, cached: bool
 
 
 def lines(backend_name: BackendName, dtype: torch.dtype, seed: int, budget_s: float) -> Iterator[Line]:
-    """One line a case. A wrong result is an AssertionError before anything is timed."""
+    """One line for each length of history and number of candidates.
+
+    Args:
+        backend_name: as in a configuration.
+        dtype: of the model.
+        seed: of weights and inputs.
+        budget_s: to time each case for.
+
+    Raises:
+        AssertionError: the cached scores are wrong; nothing was timed.
+    """
     backend = choose(backend_name)
     torch.manual_seed(seed)
     shape = config()
@@ -85,8 +105,8 @@ def lines(backend_name: BackendName, dtype: torch.dtype, seed: int, budget_s: fl
         past = Past(times, lambda layer, runs=runs, n=n: arena.slabs(layer, runs, n))  # type: ignore[misc]
         for c in CANDIDATES:
             candidates = torch.randint(shape.num_items, (c,), device=backend.device)
-            at = int(times[-1]) + 60
-            cold = Segment(items=items, actions=actions, times=times, candidates=candidates, candidate_time=at)
+            shown_at = int(times[-1]) + 60
+            cold = Segment(items=items, actions=actions, times=times, candidates=candidates, candidate_time=shown_at)
             hit = replace(cold, items=nothing, actions=nothing, times=nothing, past=past)
 
             def run(segment: Segment) -> Tensor:
@@ -94,7 +114,8 @@ def lines(backend_name: BackendName, dtype: torch.dtype, seed: int, budget_s: fl
                 backend.synchronize()
                 return scores
 
-            want, got = run(cold), run(hit)
+            want = run(cold)
+            got = run(hit)
             drift = float((want - got).abs().max() / want.std())
             assert drift <= TOLERANCE[dtype], f"n={n} c={c}: cached scores drift by {drift:.1e}"
             full, cached = timed_in_turn([lambda s=cold: run(s), lambda s=hit: run(s)], budget_s)  # type: ignore[misc]

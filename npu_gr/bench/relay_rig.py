@@ -1,7 +1,7 @@
-"""A ranker with its tiers, driven open loop: what `bench relay` and `bench cascade` measure on.
+"""A ranker with its tiers under open-loop traffic, for `bench relay` and `bench cascade`.
 
-One process, real engine, scheduler, relay and tiers. A request signals when it arrives, ranks `LEAD` idle full
-inferences later (retrieval and pre-processing), and its latency counts from the instant its rank was due.
+Engine, scheduler, relay and tiers are real and run in this process. A request signals when it arrives. `LEAD` idle full
+inferences later (the time of retrieval and pre-processing) its rank is due, and its latency counts from then.
 """
 
 from __future__ import annotations
@@ -38,9 +38,10 @@ from npu_gr.relay.trigger import TriggerConfig
 LEAD = 2.0  # of the idle full inference: from signal to rank
 HBM_PREFIXES = 16  # that the pool holds
 RETURNING = 24  # users whose prefixes lie in DRAM
-DRAM_BYTES, DRAM_PREFIXES = 2 << 30, (64, 512)  # of the tier, and the prefixes that it holds at least and at most
-MARGIN = 0.3  # of the objective: what the trigger leaves for everything but queue and device
-NEW_TOKENS = 16  # behaviours since then
+DRAM_BYTES = 2 << 30  # of the tier, as long as it holds between
+DRAM_PREFIXES = (64, 512)  # so many prefixes at least, and at most
+MARGIN = 0.3  # of the objective: the trigger leaves so much for everything but queue and device
+NEW_TOKENS = 16  # behaviours of a returning user since the prefix was encoded
 T_LIFE_S = 10.0
 SAMPLES = 11  # of each part alone
 TOLERANCE = 1e-4  # of the logits' standard deviation: cached against cold scores
@@ -48,17 +49,17 @@ ALWAYS = TriggerConfig(policy="always", min_prefix_tokens=1)
 
 
 class Arm(NamedTuple):
-    """One way to serve."""
+    """One way to serve the same traffic."""
 
     name: str
     signals: bool = True
     dram: bool = False
-    keep: float = 1.0  # of the history: its newest part
+    keep: float = 1.0  # share of the history, its newest part, that is read
     trigger: TriggerConfig = ALWAYS
 
 
 class Shape(NamedTuple):
-    """What is served."""
+    """The size of the requests and of the model."""
 
     num_tokens: int
     num_candidates: int
@@ -67,56 +68,57 @@ class Shape(NamedTuple):
 
 
 class Idle(NamedTuple):
-    """Seconds of each part alone."""
+    """Seconds of each part on an idle machine."""
 
-    full_s: float
-    prefill_s: float
-    load_s: float
-    rank_s: float
+    full_s: float  # a full inference
+    prefill_s: float  # a pre-infer
+    load_s: float  # a reload from DRAM
+    rank_s: float  # a rank on a cached prefix
 
 
-class Visit(NamedTuple):
-    """One request."""
+class RigVisit(NamedTuple):
+    """One user's signal and rank."""
 
-    at_s: float  # when its signal comes, from the start
+    arrives_at: float  # seconds after the run began: when its signal comes
     user: UserKey
     events: Events
-    is_ranked: bool = True  # or retrieval came to nothing
+    is_ranked: bool = True  # False: its rank never comes
 
 
-Traffic = Callable[["Rig", float, int, int], list[Visit]]  # rig, requests a second, how many, seed
+Traffic = Callable[["Rig", float, int, int], list[RigVisit]]  # (rig, requests a second, count, seed)
 
 
-class Outcomes(NamedTuple):
-    """Of one run."""
+class ArmOutcomes(NamedTuple):
+    """What became of the requests of one run."""
 
-    latency_s: F32  # [n ranked] from the due instant; inf = not answered, nan = the run was given up before
+    latency_s: F32  # [ranks] from the due time; inf = not answered, nan = the run ended before
     shares: dict[Outcome, float]  # of the ranks
-    reloaded: float  # of the signals: their prefix came from DRAM
-    wasted: float  # pre-infers that no rank used, by signals
+    reloaded: float  # share of the signals whose prefix came from DRAM
+    wasted: float  # pre-infers that no rank used, as a share of the signals
 
     def holds(self, goal_s: float) -> bool | None:
-        """Whether 99 of 100 took at most so long; None = it was given up before that was known."""
+        """Whether 99 of 100 took at most `goal_s`; None = the run ended before that was known."""
         if (self.latency_s > goal_s).sum() > allowed_late(len(self.latency_s)):
             return False
         return None if np.isnan(self.latency_s).any() else True
 
     def describe(self) -> str:
-        """In words, for a line."""
+        """The outcomes in words, for a line."""
         shares = ", ".join(f"{name.value} {share:.0%}" for name, share in self.shares.items() if share >= 0.005)
         return f"{shares or 'nothing answered'}; reloaded {self.reloaded:.0%}, wasted {self.wasted:.0%}"
 
 
 def allowed_late(count: int) -> int:
-    """Of so many requests, where 99 of 100 are to be in time."""
+    """The number of requests that may be late if 99 of 100 must be in time."""
     return count // 100
 
 
 class Rig:
-    """A ranker and the users of one shape; histories are random, seeded."""
+    """A ranker, and users with random histories, of one shape."""
 
     def __init__(self, shape: Shape, backend: Backend, seed: int) -> None:
-        self.shape, self.backend = shape, backend
+        self.shape = shape
+        self.backend = backend
         torch.manual_seed(seed)
         config = msgspec.structs.replace(model_config(shape.num_layers, shape.dim), max_history_tokens=shape.num_tokens)
         self.model = HSTU(config).to(backend.device).eval()
@@ -146,12 +148,12 @@ class Rig:
         return Events.make(random.integers(0, 10_000, n), np.zeros(n), times)
 
     def tokens(self, events: Events) -> Tokens:
-        """As the model reads it."""
+        """The history as the model reads it."""
         return tokenize(events, self.vocabulary, 1, max_tokens=len(events), cut_step_tokens=1, refuse_unknown=True)
 
     @asynccontextmanager
-    async def serving(self, arm: Arm, objective_s: float) -> AsyncIterator[Served]:
-        """Fresh tiers and a relay over the model."""
+    async def serving(self, arm: Arm, objective_s: float) -> AsyncIterator[ServedArm]:
+        """Serve the model with fresh tiers and a relay, until the end of the block."""
         scheduler = Scheduler(SchedulerConfig(max_queue=100_000))
         engine = Engine(self.model, self.backend, scheduler, self.hbm)
         pool = PrefixPool(self.hbm, self.hbm.num_pages * self.layout.page_bytes, T_LIFE_S, time.monotonic)
@@ -166,7 +168,7 @@ class Rig:
             first = (Run(0, self.layout.pages(self.shape.num_tokens)),)
             await engine.measure_copy(self.dram, first, first, self.shape.num_tokens)
             engine.objective_s = objective_s
-            served = Served(self, arm, engine, relay, pool, dram)
+            served = ServedArm(self, arm, engine, relay, pool, dram)
             with ExitStack() as held:
                 if arm.dram:
                     held.enter_context(dram.lease(await served.encode_returning()))
@@ -176,25 +178,32 @@ class Rig:
             await scheduler.stop()
 
 
-class Served:
-    """One arm at work."""
+class ServedArm:
+    """One arm at work: sends requests to its relay and engine, and counts what becomes of them."""
 
     def __init__(
         self, rig: Rig, arm: Arm, engine: Engine, relay: Relay[Tokens], pool: PrefixPool, dram: DramStore
     ) -> None:
-        self.rig, self.arm, self.engine, self.relay, self.pool, self.dram = rig, arm, engine, relay, pool, dram
-        self._wasted, self._outcomes, self._verdicts = 0, Counter[Outcome](), Counter[Verdict]()
-        self._encoded: DramEntry | None = None  # the prefix of who comes back
+        self.rig = rig
+        self.arm = arm
+        self.engine = engine
+        self.relay = relay
+        self.pool = pool
+        self.dram = dram
+        self._wasted = 0  # prefixes that were evicted unused, in this run
+        self._outcomes = Counter[Outcome]()
+        self._verdicts = Counter[Verdict]()
+        self._encoded: DramEntry | None = None  # the prefix of all returning users
         pool.on_evict = self._evicted
 
     def _evicted(self, entry: PrefixEntry) -> None:
         self._wasted += not entry.consumed
 
     async def encode_returning(self) -> DramEntry:
-        """Compute once what `returns` copies; the caller keeps it."""
+        """Compute once the prefix that `returns` copies. The caller must lease it."""
         tokens = self.rig.tokens(self.rig.returning[:-NEW_TOKENS])
         user = UserKey("back", "the first of them")
-        await self.rank(user, tokens, time.monotonic() + 600)  # full inference keeps its prefix, which then spills
+        await self.rank(user, tokens, time.monotonic() + 600)  # a full inference keeps its prefix, which then spills
         await self.relay.settled()
         self.pool.erase_user(user)
         await self.relay.settled()
@@ -202,7 +211,7 @@ class Served:
         return self._encoded
 
     def returns(self, user: UserKey) -> None:
-        """As if the user had been here a while ago: the prefix lies in DRAM."""
+        """Put the prefix into DRAM, as if the user had been here a while ago."""
         source = self._encoded
         assert source is not None
         assert source.timestamps is not None
@@ -211,7 +220,16 @@ class Served:
         self.dram.commit(entry, source.timestamps)
 
     async def rank(self, user: UserKey, tokens: Tokens, deadline_at: float) -> F32:
-        """Score the candidates."""
+        """Score the rig's candidates.
+
+        Args:
+            user: whose prefix to lease.
+            tokens: of the whole history.
+            deadline_at: instant of `time.monotonic()`.
+
+        Returns:
+            [c, tasks] logits.
+        """
         arrived_at = time.monotonic()
         async with self.relay.lease(user, tokens, len(self.rig.candidates), deadline_at) as lease:
             work = Pass(tokens, 0, self.rig.candidates, SHOWN_AT, cached=lease.cached, keep=lease.keep)
@@ -221,23 +239,23 @@ class Served:
 
     async def run(
         self,
-        visits: Sequence[Visit],
+        visits: Sequence[RigVisit],
         patience_s: float,
         goal_s: float = float("inf"),
         lead_s: float | None = None,
-    ) -> Outcomes:
-        """Serve them; who is of tenant `back` has been here before.
+    ) -> ArmOutcomes:
+        """Serve the visits. Users of tenant `back` have been here before.
 
         Args:
-            visits: who comes, and when.
-            patience_s: how long a rank is waited for.
-            goal_s: it is given up once it is known that 99 of 100 do not take so little.
+            visits: in order of time.
+            patience_s: a rank's deadline, from when it is due.
+            goal_s: the run ends once 99 of 100 cannot take at most so long any more.
             lead_s: from a signal to its rank; None = `LEAD`.
         """
         back = {visit.user for visit in visits if visit.user.tenant == "back"} if self.arm.dram else set[UserKey]()
         for user in back:
             self.returns(user)
-        asked = [self.rig.tokens(v.events[len(v.events) - int(len(v.events) * self.arm.keep) :]) for v in visits]
+        histories = [self.rig.tokens(v.events[len(v.events) - int(len(v.events) * self.arm.keep) :]) for v in visits]
         self._outcomes.clear()
         self._verdicts.clear()
         self._wasted = 0
@@ -246,17 +264,18 @@ class Served:
         lead_s = LEAD * self.rig.idle.full_s if lead_s is None else lead_s
         began_at = time.monotonic()
 
-        async def one(number: int, visit: Visit) -> None:
-            at_s, tokens = began_at + visit.at_s, asked[number]
-            await asyncio.sleep(at_s - time.monotonic())
+        async def one(number: int, visit: RigVisit) -> None:
+            tokens = histories[number]
+            arrives_at = began_at + visit.arrives_at
+            await asyncio.sleep(arrives_at - time.monotonic())
             if self.arm.signals:
                 self._verdicts[self.relay.signal(visit.user, tokens, len(self.rig.candidates))] += 1
-            deadline_at = at_s + lead_s
-            await asyncio.sleep(deadline_at - time.monotonic())
+            due_at = arrives_at + lead_s
+            await asyncio.sleep(due_at - time.monotonic())
             if visit.is_ranked:
                 try:
-                    await self.rank(visit.user, tokens, deadline_at + patience_s)
-                    latency_s[number] = time.monotonic() - deadline_at
+                    await self.rank(visit.user, tokens, due_at + patience_s)
+                    latency_s[number] = time.monotonic() - due_at
                 except NpuGrError:
                     latency_s[number] = np.inf
                 if (latency_s > goal_s).sum() > allowed_late(ranked):
@@ -275,14 +294,21 @@ class Served:
             self.pool.erase_user(user)
             self.dram.erase_user(user)
         await self.relay.settled()
-        reloaded, wasted = self._verdicts[Verdict.RELOAD] / len(visits), self._wasted / len(visits)
-        return Outcomes(latency_s[[v.is_ranked for v in visits]], shares, reloaded, wasted)
+        reloaded = self._verdicts[Verdict.RELOAD] / len(visits)
+        wasted = self._wasted / len(visits)
+        return ArmOutcomes(latency_s[[v.is_ranked for v in visits]], shares, reloaded, wasted)
 
 
 async def measure_idle(rig: Rig) -> Idle:
-    """Each part alone, as a lone request finds the machine, by the median; cached scores are checked against cold."""
+    """Measure each part on an idle machine, as a lone request finds it: the medians.
+
+    Raises:
+        AssertionError: cached scores differ from those of a full inference.
+    """
     async with rig.serving(Arm("idle"), 1.0) as served:
-        tokens, samples, full_s = rig.tokens(rig.returning), [], 0.0
+        tokens = rig.tokens(rig.returning)
+        samples = []
+        full_s = 0.0
         for number in range(1 + SAMPLES):
             user = UserKey("idle", str(number))
             await asyncio.sleep(2 * full_s)

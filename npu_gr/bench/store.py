@@ -1,7 +1,8 @@
-"""`npu-gr bench store`: what a copy costs the event loop in a DRAM tier of a million entries, against ten thousand.
+"""`npu-gr bench store`: what a copy costs the event loop in a DRAM tier of a million entries, beside ten thousand.
 
-Keys, order of use, TTL with its jitter, pages and eviction, without the bytes: the arena is of torch's meta device. A
-turn is one user's return: find, lease, and at the end of the rank a new copy that evicts the least recently used one.
+Keys, order of use, TTL with its jitter, pages and eviction are real; the bytes are not: the arena is of torch's meta
+device. A turn is one user's return: find, lease, and at the end of the rank a new copy, which evicts the entry that was
+least recently used.
 """
 
 from __future__ import annotations
@@ -19,32 +20,36 @@ from npu_gr.kv.dram_store import DramStore
 from npu_gr.kv.keys import PrefixKey
 from npu_gr.kv.layout import KVLayout
 
-FEW, MANY = 10_000, 1_000_000
-TURNS = 2_000  # a sample
+FEW = 10_000
+MANY = 1_000_000
+TURNS = 2_000  # of each sample
 SAMPLES = 15
-AT_MOST = 3.0  # times as much; caches of the CPU hold one and not the other
+AT_MOST = 3.0  # times as much: the CPU's caches hold the small tier, but not the large one
 
 
-class Tier:
-    """A full one, every entry one page."""
+class FullTier:
+    """A DRAM tier that is full; every entry has one page."""
 
     def __init__(self, num_entries: int, seed: int) -> None:
         layout = KVLayout(num_layers=1, num_heads=1, qk_dim=1, v_dim=1)
         arena = KVArena(layout, num_entries, torch.device("meta"))
         self.store = DramStore(arena, ttl_s=600.0, ttl_jitter_ratio=0.1, seed=seed, clock=lambda: 0.0)
-        self._random, self._times = np.random.default_rng(seed), np.zeros(1, np.int64)
-        self._layout_id, self._next, self._size = layout.layout_id, 0, num_entries
+        self._random = np.random.default_rng(seed)
+        self._times = np.zeros(1, np.int64)
+        self._layout_id = layout.layout_id
+        self._size = num_entries
+        self._next = 0  # user
         for _ in range(num_entries):
             self.add()
 
     def add(self) -> None:
-        """The next user's copy."""
+        """Add the next user's copy."""
         key = PrefixKey(UserKey("", str(self._next)), "v", self._layout_id, "f")
         self.store.commit(self.store.reserve(key, 1), self._times)
         self._next += 1
 
     def turns(self) -> None:
-        """Returns of users at random, each followed by somebody's new copy."""
+        """Let `TURNS` random users return; a new copy of another user follows each."""
         for number in self._random.integers(self._next - self._size // 2, self._next, TURNS).tolist():
             for entry in self.store.find(UserKey("", str(number)), "v", self._layout_id):
                 with self.store.lease(entry):
@@ -53,8 +58,9 @@ class Tier:
 
 
 def lines(seed: int) -> Iterator[Line]:
-    """One line."""
-    tiers, samples = [Tier(size, seed) for size in (MANY, FEW)], ([], [])  # type: ignore[var-annotated]
+    """One line: a turn in the large tier beside one in the small tier."""
+    tiers = [FullTier(size, seed) for size in (MANY, FEW)]
+    samples: list[list[float]] = [[] for _ in tiers]
     for _ in range(SAMPLES):
         for tier, row in zip(tiers, samples, strict=True):
             began_at = time.thread_time()

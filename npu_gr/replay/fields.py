@@ -1,4 +1,4 @@
-"""What the requests and answers of each recorded kind have, derived from `core/kinds.py` and `core/request.py`.
+"""The fields of the requests and answers of each recorded kind, derived from `npu_gr/core/kinds.py`.
 
 The recorder, the player and the request bodies read these tables, so none of them lists the kinds.
 """
@@ -21,7 +21,7 @@ _VERSION = "model_version"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerFields:
-    """Names of fields in a kind's answer; the same in `core/request.py` and on the wire."""
+    """Names of fields in a kind's answer; the same in `npu_gr/core/request.py` and on the wire."""
 
     outcome: str | None  # how the answer came to be; None = its answers do not differ
     has_null_outcome: bool  # `outcome` may be null, which a log calls `UNRANKED`

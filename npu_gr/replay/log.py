@@ -4,8 +4,8 @@ A record says when a request came (`ts`), who sent it, what was asked (`kind` an
 bodies), how long the answer might take, and what the answer was. A column of integers is a list, or raw little-endian
 bytes in base64, as on the wire: items, timestamps and candidates are int64, actions int16.
 
-The kinds are those of `core/kinds.py` that are recorded. What a kind's requests may say beyond the fields that several
-kinds share stands in one Struct, in the field of the kind's name; `OPTIONS` lists those Structs.
+The kinds are those of `npu_gr/core/kinds.py` that are recorded. What a kind's requests may say beyond the fields that
+several kinds share stands in one Struct, in the field of the kind's name; `OPTIONS` lists those Structs.
 """
 
 from __future__ import annotations

@@ -285,7 +285,9 @@ def record_of(recorded: RecordedRequest, key: bytes | None, keep_scores: bool) -
         key: with it, user and tenant become 32 hex digits of HMAC-SHA256.
         keep_scores: log the scores of candidates too, not only their digest.
     """
-    kind, request, user = recorded.kind, recorded.request, recorded.user
+    kind = recorded.kind
+    request = recorded.request
+    user = recorded.user
     own = REQUEST_FIELDS[kind]
     fields: dict[str, Any] = {name: getattr(request, name) for name in own if name not in ("history", "base", "events")}
     if "candidates" in fields:

@@ -81,7 +81,14 @@ async def replay_from(
     answers: Path | None = None,
     keep_scores: bool = True,
 ) -> tuple[Report, int]:
-    """Replay as `replay` does, and also return the number of the first record that was not read."""
+    """Replay as `replay` does, with its arguments.
+
+    Returns:
+        The report, and the number of the first record that was not read.
+
+    Raises:
+        DataError, ConfigError: as `replay`.
+    """
     source = log if isinstance(log, Path) else tuple(sorted(log, key=attrgetter("ts")))
     job = ClientJob(log=source, options=options, answers=answers, keep_scores=keep_scores)
     if options.processes > 1 and not isinstance(source, Path):

@@ -90,7 +90,13 @@ def row(run: Report) -> list[str]:
 
 
 async def sweep(play: Play, options: Sequence[ReplayOptions], stop: asyncio.Event) -> Study:
-    """Run each of `options` after the other, each from the log's start; none after `stop` is set."""
+    """One run for each of `options`, one after the other, each from the log's start.
+
+    Args:
+        play: one run.
+        options: of the runs.
+        stop: once it is set, no further run begins.
+    """
     runs = []
     for each in options:
         runs.append((await play(each))[0])

@@ -29,7 +29,9 @@ SHOWN_USERS = 4
 SHOWN_ITEMS = 5
 
 
-def prepare(folder: Path, history: Interactions, console: Console, progress: Callable[[TrainingProgress], None]) -> list[str]:
+def prepare(
+    folder: Path, history: Interactions, console: Console, progress: Callable[[TrainingProgress], None]
+) -> list[str]:
     """Train or reuse the generator, and list the popular items.
 
     Args:

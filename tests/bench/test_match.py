@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 
+import pytest
 from click.testing import CliRunner
 
 from npu_gr.bench.match import BATCHES, numpy_top_k
 from npu_gr.cli.main import main
 
 
-def test_a_small_run_has_every_line(monkeypatch) -> None:  # type: ignore[no-untyped-def]
+def test_a_small_run_has_every_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("npu_gr.bench.match.HNSW_ITEMS", 500)
-    monkeypatch.setattr("npu_gr.bench.match._cpu_in_turn", lambda functions, _: [[1.0] for f in functions if f()])
+    monkeypatch.setattr(
+        "npu_gr.bench.match.timed_in_turn", lambda functions, _, clock: [[1.0] for f in functions if f()]
+    )
     out = CliRunner().invoke(main, ["bench", "match", "--json", "--items", "2000"], env={"OMP_NUM_THREADS": None})
     assert out.exit_code == 0, out.output
     lines = [json.loads(line) for line in out.output.splitlines() if line.startswith("{")]

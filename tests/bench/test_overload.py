@@ -1,4 +1,4 @@
-"""What is counted: answers in time, refusals, and the latency of who was let in."""
+"""What is counted: answers in time, refusals, and the latency of the admitted requests."""
 
 from __future__ import annotations
 
@@ -11,21 +11,26 @@ import pytest
 from npu_gr.bench import overload
 from npu_gr.bench.overload import drive, lines
 from npu_gr.core.errors import DeadlineExceeded, Overloaded
+from npu_gr.core.kinds import SIGNAL, Kind
 
 
 class Service:
     """Answers at once, refuses, is late or fails by the number of the user."""
 
     def __init__(self) -> None:
-        self.signalled, self.histories = set[str](), set[bytes]()
+        self.signalled = set[str]()
+        self.histories = set[bytes]()
 
-    async def signal(self, request: Any, budget_s: float) -> None:
+    async def serve(self, kind: Kind[Any, Any], request: Any, _budget_s: float) -> None:
+        await (self.signal if kind is SIGNAL else self.rank)(request)
+
+    async def signal(self, request: Any) -> None:
         self.signalled.add(request.user.user)
         self.histories.add(request.history.events.items.tobytes())
         if int(request.user.user) % 2:
             raise Overloaded("planted")
 
-    async def rank(self, request: Any, budget_s: float) -> None:
+    async def rank(self, request: Any) -> None:
         assert request.user.user in self.signalled
         match int(request.user.user) % 4:
             case 0:
@@ -35,6 +40,8 @@ class Service:
             case 2 if request.user.user.endswith("6"):
                 await asyncio.sleep(0.15)
                 raise DeadlineExceeded("planted")
+            case _:
+                pass
 
 
 async def test_every_request_is_counted_once() -> None:

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 from npu_gr.backend.cpu.backend import CPUBackend
 from npu_gr.bench import relay
-from npu_gr.bench.relay import DRAM, FULL, RELAY, STEP, STEPS, Search, drawn, last, lines, mixed, of_trace
-from npu_gr.bench.relay_rig import Arm, Idle, Outcomes, Rig, Served, Shape, measure_idle
+from npu_gr.bench.relay import DRAM, FULL, RELAY, STEP, STEPS, RateSearch, drawn, last, lines, mixed, of_trace
+from npu_gr.bench.relay_rig import Arm, ArmOutcomes, Idle, Rig, ServedArm, Shape, measure_idle
 from npu_gr.core.request import Outcome
 from tests.serving import is_busy
 
@@ -52,15 +52,15 @@ async def test_the_last_rate_that_holds_is_found_and_what_is_known_is_not_run_ag
 
         rig = SimpleNamespace(idle=Idle(0.1, 0.1, 0.1, 0.1))
 
-        async def run(self, step: int, _patience_s: float, goal_s: float) -> Outcomes:
+        async def run(self, step: int, _patience_s: float, goal_s: float) -> ArmOutcomes:
             runs.append(step)
             latency_s = np.full(100, 0.1 * 1.1**step, np.float32)
             if latency_s[0] > goal_s:
                 latency_s[2:] = np.nan
-            return Outcomes(latency_s, {}, 0.0, 0.0)
+            return ArmOutcomes(latency_s, {}, 0.0, 0.0)
 
     served: Any = Instant()
-    search = Search(served, lambda _rig, rate, _count, _seed: round(np.log(rate) / np.log(STEP)), 100, 0.1, 0)  # type: ignore[arg-type, return-value]
+    search = RateSearch(served, lambda _rig, rate, _count, _seed: round(np.log(rate) / np.log(STEP)), 100, 0.1, 0)
     assert search.rate_per_s(3) == pytest.approx(STEP**3)
     assert await search.sustained(0.15, 9) == 4
     assert await search.sustained(0.05, 9) == -1
@@ -73,17 +73,18 @@ async def test_the_last_rate_that_holds_is_found_and_what_is_known_is_not_run_ag
 
 def test_99_of_100_must_be_in_time() -> None:
     latency_s = np.arange(1, 201, dtype=np.float32)
-    assert Outcomes(latency_s, {}, 0.0, 0.0).holds(198.0)
-    assert Outcomes(latency_s, {}, 0.0, 0.0).holds(197.0) is False
+    assert ArmOutcomes(latency_s, {}, 0.0, 0.0).holds(198.0)
+    assert ArmOutcomes(latency_s, {}, 0.0, 0.0).holds(197.0) is False
     latency_s[:3] = np.inf
-    assert Outcomes(latency_s, {}, 0.0, 0.0).holds(1e9) is False
+    assert ArmOutcomes(latency_s, {}, 0.0, 0.0).holds(1e9) is False
     latency_s[2:] = np.nan
-    assert Outcomes(latency_s, {}, 0.0, 0.0).holds(1e9) is None
+    assert ArmOutcomes(latency_s, {}, 0.0, 0.0).holds(1e9) is None
 
 
 def test_every_arm_gets_the_same_users_at_the_same_instants(rig: Rig) -> None:
-    some, others = drawn(0.0, rig, 5.0, 40, 3), drawn(0.5, rig, 5.0, 40, 3)
-    assert [v.at_s for v in some] == [v.at_s for v in others]
+    some = drawn(0.0, rig, 5.0, 40, 3)
+    others = drawn(0.5, rig, 5.0, 40, 3)
+    assert [v.arrives_at for v in some] == [v.arrives_at for v in others]
     back = [v.user.tenant == "back" for v in others]
     assert 10 < sum(back) < 30
     for one, other, returns in zip(some, others, back, strict=True):
@@ -107,7 +108,7 @@ def test_a_trace_says_who_comes_back(rig: Rig) -> None:
 
 
 @asynccontextmanager
-async def run(rig: Rig, arm: Arm, reuse: float, count: int = 12) -> AsyncIterator[tuple[Served, Outcomes]]:
+async def run(rig: Rig, arm: Arm, reuse: float, count: int = 12) -> AsyncIterator[tuple[ServedArm, ArmOutcomes]]:
     async with rig.serving(arm, 1000.0) as served:
         served.engine.copy_bytes_per_s = float("inf")  # of so short a prefix a reload would not pay
         yield served, await served.run(drawn(reuse, rig, 15.0, count, 1), 30.0)

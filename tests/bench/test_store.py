@@ -14,7 +14,7 @@ def test_a_line_of_small_tiers(monkeypatch: pytest.MonkeyPatch) -> None:
     [line] = store.lines(0)
     assert line.ours > 0
     assert "100 entries" in line.case
-    tier = store.Tier(10, 0)
+    tier = store.FullTier(10, 0)
     tier.turns()
     tier.store.check()
     assert len(tier.store) == 10

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from npu_gr.core.request import RankAnswer, RankRequest
+from npu_gr.core.kinds import A, Kind, Q
 from npu_gr.replay.compare import compare
 from npu_gr.replay.log import LoggedHistory, QueryRecord
 from npu_gr.replay.options import ReplayOptions
@@ -50,15 +50,15 @@ async def run(folder: Path, name: str, sections: dict[str, Any], **options: Any)
         service.versions.ranker().engine.copy_bytes_per_s = float(
             "inf"
         )  # on a busy machine a reload may not seem to pay
-        rank = service.rank
+        serve = service.serve
 
-        async def spilled(request: RankRequest, budget_s: float) -> RankAnswer:
-            """What it left is in DRAM before the next request comes: a busy machine gives spills no time."""
-            answer = await rank(request, budget_s)
+        async def spilled(kind: Kind[Q, A], request: Q, budget_s: float) -> A:
+            """Wait until spills are in DRAM before the next request comes: a busy machine gives them no time."""
+            answer = await serve(kind, request, budget_s)
             await service.versions.ranker().relay.settled()
             return answer
 
-        service.rank = spilled  # type: ignore[method-assign]
+        service.serve = spilled  # type: ignore[method-assign]
         url = str(client.make_url(""))
         given = ReplayOptions(base_url=url, timeout_s=20.0, **{"closed": 1, **options})
         report = await replay(log(), given, answers=folder / name / "answers.jsonl.gz")
