@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import tomllib
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -133,7 +134,10 @@ def test_every_room_has_its_place_on_the_map() -> None:
     readme, drawing = (ROOT / "README.md").read_text(), (ROOT / "docs/architecture.md").read_text()
     for room in {path.parts[1] for path in files() if path.parts[0] == "npu_gr" and len(path.parts) > 2}:
         assert f"`npu_gr/{room}/`" in readme, room
-        assert re.search(rf"│ {room} ", drawing), room
+    drawn = [set(re.findall(r"│ ([a-z]+) ", line)) for line in drawing.splitlines()]
+    contract = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"][0]
+    floors = [set(floor.replace("|", " ").split()) for floor in contract["layers"]]
+    assert [rooms for rooms in drawn if rooms][: len(floors)] == floors
 
 
 def test_the_index_names_every_page() -> None:
