@@ -1,7 +1,7 @@
-"""`npu-gr bench wire`: reading a rank's body, raw columns against lists of JSON numbers.
+"""`npu-gr bench wire`: read a rank's body with raw columns, against one with lists of JSON numbers.
 
-CPU from the received bytes to the request that the service is handed: parse, validate, make the arrays.
-Floor: one copy of the body.
+Measures the CPU time from the received bytes to the request that the service gets: parse, validate, make the arrays.
+The floor is one copy of the body.
 """
 
 from __future__ import annotations
@@ -21,12 +21,13 @@ from npu_gr.server.codec.media import JSON, MSGPACK, decode
 from npu_gr.server.codec.rank import RankBody, parse
 from npu_gr.server.config import ServerConfig
 
-LENGTHS, CANDIDATES = (1024, 16_384), 500
-RAW_16K_MS = 0.2  # what 16 k tokens may take in the raw form
+LENGTHS = (1024, 16_384)  # events of a history
+CANDIDATES = 500
+RAW_16K_MS = 0.2  # target: 16 k tokens as raw msgpack take at most this
 
 
 def bodies(num_tokens: int, seed: int) -> dict[str, tuple[bytes, str]]:
-    """The same request in every form: name -> (body, media type)."""
+    """Make the same request in every form: name of the form -> (body, media type)."""
     random = np.random.default_rng(seed)
     columns: dict[str, npt.NDArray[Any]] = {
         "items": random.integers(0, 10**9, num_tokens),
@@ -50,7 +51,15 @@ def bodies(num_tokens: int, seed: int) -> dict[str, tuple[bytes, str]]:
 
 
 def lines(seed: int, budget_s: float) -> Iterator[Line]:
-    """One line a form and length. A form that reads something else is an AssertionError before anything is timed."""
+    """Measure every form at every length, one line each.
+
+    Args:
+        seed: of the ids and times in the bodies.
+        budget_s: seconds that each line may take.
+
+    Raises:
+        AssertionError: a form is read as another request than the lists are; nothing was timed then.
+    """
     config = ServerConfig()
     for num_tokens in LENGTHS:
         forms = bodies(num_tokens, seed)
@@ -72,7 +81,8 @@ def lines(seed: int, budget_s: float) -> Iterator[Line]:
                 partial(bytearray, body),
             ]
             slow, ours, copy = timed_in_turn(functions, budget_s)
-            baseline_ms, (ours_ms, p10, p90) = percentiles(slow)[0] * 1e3, (s * 1e3 for s in percentiles(ours))
+            baseline_ms = percentiles(slow)[0] * 1e3
+            ours_ms, p10, p90 = (s * 1e3 for s in percentiles(ours))
             floor_ms = percentiles(copy)[0] * 1e3
             target = baseline_ms / RAW_16K_MS if kind == MSGPACK and num_tokens == max(LENGTHS) else None
             yield Line(

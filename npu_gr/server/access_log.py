@@ -10,7 +10,6 @@ import logging
 import sys
 import time
 from collections import deque
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +27,7 @@ NEWEST = 1024  # requests kept for the status page
 _encode = msgspec.json.Encoder().encode
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EndedRequest:
+class EndedRequest(msgspec.Struct, frozen=True, kw_only=True):
     """An HTTP request at its end."""
 
     kind: str | None  # a name of `KINDS`; None: the route belongs to no kind
@@ -44,8 +42,7 @@ class EndedRequest:
     answer: Answer | None = None  # of the service; None: there was none
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AccessLine:
+class AccessLine(msgspec.Struct, frozen=True, kw_only=True):
     """One line of the log: fields that every request has, then those that its answer adds."""
 
     time_s: float  # unix, when the request ended

@@ -1,4 +1,4 @@
-"""Every form of a body is the same request, which the bench checks before it times."""
+"""The bench checks that every form of a body is read as the same request before it measures."""
 
 from __future__ import annotations
 

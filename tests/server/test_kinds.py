@@ -9,6 +9,7 @@ import logging
 import os
 import subprocess
 import sys
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -162,6 +163,30 @@ async def test_a_caller_that_hangs_up_is_counted_as_abandoned(
             assert count(metrics, "requests_in_flight") == 0
     (line,) = lines(caplog)
     assert (line["status"], line["route"]) == (499, kind.path)
+
+
+@each_kind_with_body
+async def test_reading_the_body_counts_against_the_budget(kind: Kind[Any, Any]) -> None:
+    example = EXAMPLES[kind.name]
+    service = fake()
+
+    async def slow_body() -> AsyncIterator[bytes]:
+        body = json.dumps(example.body).encode()
+        yield body[:1]  # with which the headers leave
+        await asyncio.sleep(0.1)
+        yield body[1:]
+
+    async with serving_fake(service, default_budget_s=10.0) as (client, _):
+        headers = {"Content-Type": "application/json"}
+        async with client.post(example.path, data=slow_body(), headers=headers) as response:
+            assert response.status == kind.status
+        headers["X-Request-Timeout-Ms"] = "50"
+        async with client.post(example.path, data=slow_body(), headers=headers) as response:
+            assert response.status == 504
+            detail = (await response.json(content_type=None))["detail"]
+    assert detail == "reading the request took the whole budget of 50 ms"
+    ((_, _, budget_s),) = service.served
+    assert budget_s <= 9.9 + 0.01  # the clocks of the client's sleep and of the server differ a little
 
 
 @each_kind
