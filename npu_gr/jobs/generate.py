@@ -26,7 +26,7 @@ from npu_gr.core.request import (
     Verdict,
 )
 from npu_gr.engine.beam_search import SearchOptions
-from npu_gr.engine.generate_engine import GenerateEngine, Prompt, Work, make_prompt
+from npu_gr.engine.generate_engine import GenerateEngine, GeneratePass, Prompt, make_prompt
 from npu_gr.jobs.in_use import Use
 from npu_gr.jobs.served_catalogue import ServedCatalogue
 from npu_gr.relay.relay import Relay
@@ -158,7 +158,7 @@ class Generation:
                 if lease.first_token:
                     one = snapshot.trie.num_levels  # item, at least
                     prompt = prompt.newest(max(one, len(prompt) - lease.first_token), one)
-                work = Work(
+                work = GeneratePass(
                     trie=snapshot.trie,
                     tables=tables,
                     prompt=prompt,

@@ -19,6 +19,7 @@ import numpy as np
 from npu_gr.backend.base import Backend
 from npu_gr.core.errors import ConfigError, DataError, NotFound, NpuGrError, Unprocessable
 from npu_gr.core.request import I64, MatchAnswer, MatchRequest, VectorsInfo
+from npu_gr.engine.job import JobOrder
 from npu_gr.engine.scheduler import Scheduler
 from npu_gr.matching.index import IndexName
 from npu_gr.matching.matcher import Found, Matcher, Search
@@ -198,7 +199,7 @@ class Matching:
                 done = await self._scheduler.call(
                     lambda m=matcher, t=taken: m.run([w.search for w in t]),  # type: ignore[misc]
                     max(w.deadline_at for w in taken),
-                    min(w.deadline_at for w in taken),
+                    JobOrder(min(w.deadline_at for w in taken)),
                 )
             except NpuGrError as error:
                 for w in taken:

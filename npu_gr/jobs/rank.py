@@ -18,7 +18,7 @@ from npu_gr.catalogue.items import UNKNOWN, ItemVocabulary
 from npu_gr.catalogue.tokens import Tokens, tokenize
 from npu_gr.core.errors import DeviceError, NpuGrError, Unprocessable
 from npu_gr.core.request import F32, I64, Events, ModelInfo, Outcome, RankAnswer, RankRequest, Reason, UserKey, Verdict
-from npu_gr.engine.rank_engine import Engine, Pass, Scored
+from npu_gr.engine.rank_engine import RankEngine, RankPass, RankScores
 from npu_gr.jobs.in_use import Use
 from npu_gr.metrics.registry import Metrics
 from npu_gr.relay.relay import Lease, Relay
@@ -48,7 +48,7 @@ class Ranking:
         config: RankingConfig,
         model: ModelInfo,
         vocabulary: ItemVocabulary,
-        engine: Engine,
+        engine: RankEngine,
         relay: Relay[Tokens],
         metrics: Metrics,
     ) -> None:
@@ -135,9 +135,9 @@ class Ranking:
 
     async def _score(
         self, tokens: Tokens, rows: I64, shown_at: int, lease: Lease, deadline_at: float, arrived_at: float
-    ) -> tuple[Lease, Scored]:
+    ) -> tuple[Lease, RankScores]:
         """One pass; if the device fails with a prefix in hand, one more without it."""
-        work = Pass(tokens, lease.first_token, rows, shown_at, cached=lease.cached, keep=lease.keep)
+        work = RankPass(tokens, lease.first_token, rows, shown_at, cached=lease.cached, keep=lease.keep)
         try:
             return lease, await self.engine.rank(work, deadline_at, arrived_at)
         except DeviceError:
@@ -146,7 +146,7 @@ class Ranking:
             self._metrics.relay_error("read")
             lease.discard()  # the failed pass may have written half of it
         alone = Lease(outcome=Outcome.MISS_FULL, reason=Reason.READ_FAILED)
-        return alone, await self.engine.rank(Pass(tokens, 0, rows, shown_at), deadline_at, arrived_at)
+        return alone, await self.engine.rank(RankPass(tokens, 0, rows, shown_at), deadline_at, arrived_at)
 
     # ---- candidates and scores
 
@@ -183,7 +183,7 @@ class Ranking:
     async def _selfcheck(self, tokens: Tokens, rows: I64, shown_at: int, cached: F32) -> None:
         """Score a served request again without its prefix KV, when the device is idle; export the drift."""
         try:
-            cold = await self.engine.rank(Pass(tokens, 0, rows, shown_at), time.monotonic() + _SELFCHECK_S)
+            cold = await self.engine.rank(RankPass(tokens, 0, rows, shown_at), time.monotonic() + _SELFCHECK_S)
         except NpuGrError:
             return  # no time for it now
         drift = float(np.abs(cold.logits - cached).max() / max(float(cold.logits.std()), 1e-6))

@@ -152,7 +152,8 @@ def build_cascade(
 
 def observe(metrics: Metrics, config: Config, scheduler: Scheduler) -> None:
     """Connect what changes by itself to the metrics; nothing below `app` knows them but the service."""
-    scheduler.on_batch, scheduler.on_worked = metrics.batch_done, metrics.device_worked
+    scheduler.on_batch = lambda _kind, requests, rows: metrics.batch_done(requests, rows)
+    scheduler.on_worked = metrics.device_worked
     metrics.observe_queue(lambda: scheduler.depth)
     metrics.t_life(config.relay.t_life_s)
     metrics.limits(

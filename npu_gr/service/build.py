@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, overload
 
+import msgspec
 import numpy as np
 import torch
 
@@ -24,8 +25,10 @@ from npu_gr.catalogue.tokens import Tokens, tokenize
 from npu_gr.core.errors import ConfigError, DataError, PoolExhausted
 from npu_gr.core.request import Events, ModelInfo, UserKey
 from npu_gr.engine.generate_engine import GenerateEngine, Generator, layout_of
-from npu_gr.engine.rank_engine import Engine, PageJobs
-from npu_gr.engine.scheduler import Done, Scheduler
+from npu_gr.engine.job import JobResult
+from npu_gr.engine.page_jobs import PageJobs
+from npu_gr.engine.rank_engine import RankEngine
+from npu_gr.engine.scheduler import Scheduler
 from npu_gr.engine.selftest import parity
 from npu_gr.jobs.generate import GenerateConfig, Generation, warm_up
 from npu_gr.jobs.rank import Ranking
@@ -33,8 +36,9 @@ from npu_gr.jobs.served_catalogue import ServedCatalogue
 from npu_gr.kv.arena import KVArena
 from npu_gr.kv.dram_store import DramEntry, DramStore
 from npu_gr.kv.keys import PrefixKey
-from npu_gr.kv.layout import KVLayout, Run
+from npu_gr.kv.layout import KVLayout, PageRun
 from npu_gr.kv.prefix_pool import PrefixEntry, PrefixPool
+from npu_gr.kv.tiers import open_tiers
 from npu_gr.metrics.registry import Metrics
 from npu_gr.model import hf
 from npu_gr.model.config import HSTUConfig, inexact_fields
@@ -86,15 +90,22 @@ async def open_ranking(
     layout = kv_layout(shape, config, checkpoint, backend)
     if beside is None:
         test_pages = layout.pages(SELF_TEST_TOKENS)
-        pool = _pool("kv.hbm_bytes", config.kv.hbm_bytes, test_pages, layout, config, backend)
-        dram = _dram(config, config.kv.dram_bytes, layout, backend)
+        tiers = open_tiers(
+            config.kv,
+            layout,
+            backend,
+            t_life_s=config.relay.t_life_s,
+            clock=time.monotonic,
+            least_pages=test_pages,
+        )
     else:
-        pool, dram = beside.relay.tiers
-        if pool.arena.layout.layout_id != layout.layout_id:
+        tiers = beside.relay.tiers
+        if tiers.pool.arena.layout.layout_id != layout.layout_id:
             raise ConfigError(
                 f"checkpoint: {config.checkpoint} needs pages of another layout than the one that serves; start anew"
             )
-    engine = Engine(checkpoint.model, backend, scheduler, pool.arena)
+    pool, dram = tiers
+    engine = RankEngine(checkpoint.model, backend, scheduler, pool.arena)
     vocabulary = ItemVocabulary(checkpoint.item_ids)
     await _prove(engine, vocabulary, pool, dram if config.relay.enabled else None, checkpoint.version, config)
     if beside is not None:
@@ -116,7 +127,7 @@ async def open_ranking(
     def take_over() -> Ranking:
         calibration = _calibration(config, model.version, backend)
         trigger = config.trigger_with_budget()
-        relay = Relay(config.relay, trigger, engine, pool, dram, model.version, calibration=calibration)
+        relay = Relay(config.relay, trigger, engine, tiers, model.version, calibration=calibration)
         observe_relay(metrics, "rank", engine, pool, dram, relay)
         metrics.limits({"history_tokens": config.service.max_history_tokens or model.max_history_tokens})
         return Ranking(config.service, model, vocabulary, engine, relay, metrics)
@@ -172,14 +183,21 @@ async def open_generation(
     decoder = await asyncio.to_thread(_decoder, config, section, backend)
     layout = layout_of(decoder, config.kv.page_tokens)
     if beside is None:
-        pool = _pool("generate.hbm_bytes", section.hbm_bytes, 1, layout, config, backend)
-        dram = _dram(config, section.dram_bytes, layout, backend)
+        tiers = open_tiers(
+            msgspec.structs.replace(config.kv, hbm_bytes=section.hbm_bytes, dram_bytes=section.dram_bytes),
+            layout,
+            backend,
+            t_life_s=config.relay.t_life_s,
+            clock=time.monotonic,
+            section="generate",
+        )
     else:
-        pool, dram = beside.relay.tiers
-        if pool.arena.layout.layout_id != layout.layout_id:
+        tiers = beside.relay.tiers
+        if tiers.pool.arena.layout.layout_id != layout.layout_id:
             raise ConfigError(
                 f"generate.checkpoint: {folder} needs pages of another layout than the one that serves; start anew"
             )
+    pool, dram = tiers
     engine = await asyncio.to_thread(_generate_engine, decoder, section, backend, scheduler, pool.arena)
     engine.objective_s = config.slo.objective_s("generate")
     if beside is not None:
@@ -207,7 +225,7 @@ async def open_generation(
     await warm_up(section, engine, items)
 
     def take_over() -> Generation:
-        relay = Relay(config.relay, config.trigger_with_budget(), engine, pool, dram, version)
+        relay = Relay(config.relay, config.trigger_with_budget(), engine, tiers, version)
         observe_relay(metrics, "generate", engine, pool, dram, relay)
         metrics.limits({"prompt_tokens": section.max_prompt_tokens, "beams": section.max_beams})
         generation = Generation(section, folder.name, version, engine, relay, items)
@@ -240,35 +258,13 @@ def _generate_engine(
     return engine
 
 
-def _pool(
-    field: str, num_bytes: int, least_pages: int, layout: KVLayout, config: Config, backend: Backend
-) -> PrefixPool:
-    pages = num_bytes // layout.page_bytes
-    if pages < least_pages:
-        raise ConfigError(
-            f"{field}: {num_bytes} holds {pages} pages of {layout.page_bytes} bytes, the least is {least_pages}"
-        )
-    arena = KVArena(layout, pages, backend.device, pack=backend.pack_kv)
-    backend.synchronize()  # its zeros, before a device thread writes
-    return PrefixPool(arena, num_bytes, config.relay.t_life_s, time.monotonic)
-
-
-def _dram(config: Config, num_bytes: int, layout: KVLayout, backend: Backend) -> DramStore | None:
-    pages = num_bytes // layout.page_bytes
-    if not pages:
-        return None
-    arena = KVArena(layout, pages, torch.device("cpu"), pinned=backend.pins_host_memory)
-    return DramStore(
-        arena,
-        ttl_s=config.kv.dram_ttl_s,
-        ttl_jitter_ratio=config.kv.dram_ttl_jitter_ratio,
-        seed=0,
-        clock=time.monotonic,
-    )
-
-
 async def _prove(
-    engine: Engine, vocabulary: ItemVocabulary, pool: PrefixPool, dram: DramStore | None, version: str, config: Config
+    engine: RankEngine,
+    vocabulary: ItemVocabulary,
+    pool: PrefixPool,
+    dram: DramStore | None,
+    version: str,
+    config: Config,
 ) -> None:
     """Parity self-test (where prefixes are cached) and warm-up, on a seeded history; live ranks go first."""
     shape = engine.model.config
@@ -297,7 +293,7 @@ async def _prove(
 @asynccontextmanager
 async def _lent(
     pool: PrefixPool, dram: DramStore | None, version: str, num_tokens: int
-) -> AsyncIterator[tuple[tuple[Run, ...], tuple[Run, ...]]]:
+) -> AsyncIterator[tuple[tuple[PageRun, ...], tuple[PageRun, ...]]]:
     """Pages of both tiers while the block runs; of DRAM none where there is none."""
     key = PrefixKey(UserKey("", ""), version, pool.arena.layout.layout_id, "self-test")
     entry = await _reserved(pool, key, num_tokens)
@@ -346,19 +342,19 @@ def observe_relay(
 ) -> None:
     """As `observe`, for the relay of one kind of request and its tiers."""
     prefix = "" if kind == "rank" else f"{kind}_"
-    relay.producers.on_error, relay.on_first_use = metrics.relay_error, metrics.prefix_waited
+    relay.on_error, relay.on_first_use = metrics.relay_error, metrics.prefix_waited
     pool.on_evict = lambda entry: None if entry.consumed else metrics.prefill_wasted(kind)
 
-    def copied(target: KVArena, num_bytes: int, done: Done[None]) -> None:
+    def copied(target: KVArena, num_bytes: int, done: JobResult[None]) -> None:
         metrics.copy_done("reload" if target is pool.arena else "spill", num_bytes, done.queue_s, done.device_s)
 
     engine.on_copied = copied
     metrics.observe_relay(
         kind,
-        {work: partial(relay.producers.in_flight, work) for work in ("prefill", "reload", "spill")},
-        t_life_s=lambda: relay.t_life_p99_s.value,
-        prefills_per_s=lambda: relay.q_inst_per_s,
-        brownout=lambda: relay.brownout,
+        {work: partial(relay.in_flight, work) for work in ("prefill", "reload", "spill")},
+        t_life_s=lambda: relay.measured.t_life_p99_s.value,
+        prefills_per_s=lambda: relay.measured.q_inst_per_s,
+        brownout=lambda: relay.settings.brownout,
     )
     metrics.observe_tier(
         f"{prefix}hbm",

@@ -102,7 +102,7 @@ class Reload:
             if generate is not None and (generation := generate()) is not service.generation:
                 service.versions.replace_generation(generation)
             for job in service.versions.current():
-                job.relay.become(new.relay, new.trigger_with_budget())
+                job.relay.reconfigure(new.relay, new.trigger_with_budget())
             if new.generate is not None:
                 service.generation.engine.objective_s = new.slo.objective_s("generate")
             if new.checkpoint is not None:

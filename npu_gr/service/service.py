@@ -301,7 +301,7 @@ class Service:
             await asyncio.sleep(_WATCH_S)
             step = self._brownout.observe(self._scheduler.pressure, time.monotonic())
             for job in self.versions.current():
-                job.relay.brownout = step
+                job.relay.settings.brownout = step
 
     # ---- versions
 

@@ -1,6 +1,6 @@
 """One instance's device on the virtual clock: the queue that serves, and passes that take what the profile says.
 
-It is what `relay.Relay` calls an Encoder. Differences to `engine.Engine`: no tensors, and time comes from the profile.
+It is what `relay.Relay` calls an Encoder. Differences to `RankEngine`: no tensors, and time comes from the profile.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ import numpy as np
 from npu_gr.core.errors import DeadlineExceeded, NpuGrError, Overloaded
 from npu_gr.core.request import I64
 from npu_gr.engine.cost import CostModel
+from npu_gr.engine.job import Demand, Job, JobOrder, JobResult, JobStep
+from npu_gr.engine.page_jobs import chunks
 from npu_gr.engine.quantile import RunningQuantile
-from npu_gr.engine.queue import Demand, Job, JobQueue, SchedulerConfig, Step
-from npu_gr.engine.rank_engine import chunks
-from npu_gr.engine.scheduler import Done, Urgency
+from npu_gr.engine.queue import JobQueue, SchedulerConfig
 from npu_gr.kv.arena import KVArena
-from npu_gr.kv.layout import Run
+from npu_gr.kv.layout import PageRun
 from npu_gr.simulate.config import DeviceProfile
 
 _FASTEST = 0.1  # of the model: noise makes no pass faster than that
@@ -107,56 +107,58 @@ class Device:
         return self._short_s.value
 
     async def prefill(
-        self, tokens: SimulatedPrefix, keep: tuple[Run, ...], deadline_at: float, urgency: Urgency, first_token: int = 0
+        self,
+        tokens: SimulatedPrefix,
+        keep: tuple[PageRun, ...],
+        deadline_at: float,
+        order: JobOrder,
+        first_token: int = 0,
     ) -> int:
-        """As `Engine.prefill`: chunk after chunk."""
+        """As `RankEngine.prefill`: chunk after chunk."""
         parts = list(chunks(first_token, len(tokens), self._config.prefill_chunk_tokens))
         takes_s = [self._cost.pass_s(stop - start, start, 0) for start, stop in parts]
-        job = self._job([Step(self._noisy_s(each_s), each_s) for each_s in takes_s], deadline_at, urgency, True)
-        if urgency.is_cut:
+        job = self._job([JobStep(self._noisy_s(each_s), each_s) for each_s in takes_s], deadline_at, order, True)
+        if order.is_cancelled_at_step:
             return first_token
 
         def changed() -> None:
-            if not urgency.is_cut:
-                self._queue.hasten(job, urgency.order_at)
+            if not order.is_cancelled_at_step:
+                self._queue.hasten(job, order.order_at)
             elif self._queue.withdraw(job):
                 future, job.tag = job.tag, None
                 future.set_result((0.0, 0))
 
-        with urgency.applied(changed):
+        with order.applied(changed):
             await self._submit(job)
         return parts[job.ran - 1][1] if job.ran else first_token
 
     async def copy(
         self,
         source: KVArena,
-        source_runs: Sequence[Run],
+        source_runs: Sequence[PageRun],
         target: KVArena,
-        target_runs: Sequence[Run],
+        target_runs: Sequence[PageRun],
         num_tokens: int,
         deadline_at: float,
-        order_at: float | Urgency | None = None,
+        order: JobOrder | None = None,
         *,
-        is_sheddable: bool = False,
+        preemptible: bool = False,
     ) -> None:
         """As `PageJobs.copy`: the bytes over the bandwidth."""
         took_s = self._profile.copy_host_s + target.layout.bytes(num_tokens) / self._profile.copy_bytes_per_s
-        order_at = deadline_at if order_at is None else order_at
-        job = self._job([Step(self._noisy_s(took_s), 0.0)], deadline_at, order_at, is_sheddable)
-        if not isinstance(order_at, Urgency):
-            await self._submit(job)
-            return
-        with order_at.applied(lambda: self._queue.hasten(job, order_at.order_at)):
+        order = JobOrder(deadline_at) if order is None else order
+        job = self._job([JobStep(self._noisy_s(took_s), 0.0)], deadline_at, order, preemptible)
+        with order.applied(lambda: self._queue.hasten(job, order.order_at)):
             await self._submit(job)
 
-    def zero(self, arena: KVArena, runs: Sequence[Run]) -> asyncio.Future[Done[None]]:
+    def zero(self, arena: KVArena, runs: Sequence[PageRun]) -> asyncio.Future[JobResult[None]]:
         """As `PageJobs.zero`; takes no time here."""
-        future: asyncio.Future[Done[None]] = self._loop.create_future()
-        future.set_result(Done(None, 0.0, 0.0, 1))
+        future: asyncio.Future[JobResult[None]] = self._loop.create_future()
+        future.set_result(JobResult(None, 0.0, 0.0, 1))
         return future
 
     async def rank(self, work: RankWork, deadline_at: float, arrived_at: float) -> float:
-        """As `Engine.rank`; the seconds on the device."""
+        """As `RankEngine.rank`; the seconds on the device."""
         expected_s = self._cost.pass_s(*work)
         job = Job(
             run=_nothing,
@@ -168,24 +170,24 @@ class Device:
             order_at=arrived_at + self.objective_s,
             arrived_at=arrived_at,
             objective_s=self.objective_s,
-            takes_s=expected_s,
+            estimate_s=expected_s,
         )
         took_s, batch_size = await self._submit(job)
         if not work.cached_tokens and batch_size == 1:
             self._short_s.observe(max(took_s - expected_s, _LITTLE_S))
         return took_s
 
-    def _job(self, steps: Sequence[Step], deadline_at: float, order_at: float | Urgency, is_sheddable: bool) -> Job:
+    def _job(self, steps: Sequence[JobStep], deadline_at: float, order: JobOrder, preemptible: bool) -> Job:
         """As of `Scheduler`; a step's work is how long it takes here."""
         return Job(
             run=_nothing,
             work=steps[0].work,
-            takes_s=steps[0].takes_s,
+            estimate_s=steps[0].estimate_s,
             rest=steps[1:],
             deadline_at=deadline_at,
-            order_at=order_at.order_at if isinstance(order_at, Urgency) else order_at,
-            arrived_at=order_at.arrived_at if isinstance(order_at, Urgency) else None,
-            is_sheddable=is_sheddable,
+            order_at=order.order_at,
+            arrived_at=order.arrived_at,
+            preemptible=preemptible,
         )
 
     # ---- the queue
@@ -195,7 +197,7 @@ class Device:
         job.tag = future
         shed = self._queue.put(job, self._loop.time())
         if shed is not None:
-            _fail(shed, Overloaded("made room for a request that is not sheddable"))
+            _fail(shed, Overloaded("dropped to make room for a request"))
         self._begin()
         try:
             return await future
@@ -215,9 +217,9 @@ class Device:
                     self._is_waiting = True
                     self._loop.call_later(taken.wait_s, self._ask_again)
                 return
-            took_s, expected_s = self._pass_s(taken.jobs), sum(job.takes_s for job in taken.jobs)
+            took_s, expected_s = self._pass_s(taken.jobs), sum(job.estimate_s for job in taken.jobs)
             self._idle -= 1
-            ends_at = self._loop.time() + expected_s * self._queue.pace.value
+            ends_at = self._loop.time() + expected_s * self._queue.slowdown.value
             self._ends_at.append(ends_at)
             self._loop.call_later(took_s, self._end, taken.jobs, took_s, expected_s, ends_at)
 
@@ -240,10 +242,10 @@ class Device:
     def _end(self, jobs: list[Job], took_s: float, expected_s: float, ends_at: float) -> None:
         self._idle += 1
         self._ends_at.remove(ends_at)
-        self._queue.pace.observe(expected_s, took_s)
+        self._queue.slowdown.observe(expected_s, took_s)
         self.busy_s += took_s
         for job in jobs:
-            if self._queue.go_on(job, self._loop.time()):
+            if self._queue.put_next_step(job, self._loop.time()):
                 continue
             future, job.tag = job.tag, None
             if not future.done():

@@ -24,6 +24,7 @@ from npu_gr.kv.arena import KVArena
 from npu_gr.kv.dram_store import DramStore
 from npu_gr.kv.layout import KVLayout
 from npu_gr.kv.prefix_pool import PrefixPool
+from npu_gr.kv.tiers import Tiers
 from npu_gr.relay.relay import Relay
 from npu_gr.simulate.config import DeviceProfile, SimulateConfig
 from npu_gr.simulate.device import Device, RankWork, SimulatedPrefix
@@ -68,7 +69,7 @@ class SimulatedInstance:
         if trigger.rank_budget_s is None:
             trigger = msgspec.structs.replace(trigger, rank_budget_s=config.slo_s)
         self.relay: Relay[SimulatedPrefix] = Relay(
-            config.relay, trigger, self.device, self.pool, self.dram, "simulated", clock, config.calibration
+            config.relay, trigger, self.device, Tiers(self.pool, self.dram), "simulated", clock, config.calibration
         )
         least, most = min(config.admission.min_inflight, config.admission.max_inflight), config.admission.max_inflight
         adaptive = GradientLimit(least, most, share=config.admission.share) if config.admission.adaptive else None
@@ -167,7 +168,7 @@ class SimulatedInstance:
     async def _watch(self) -> None:
         while True:
             await asyncio.sleep(_WATCH_S)
-            self.relay.brownout = self._control.observe(self.device.pressure, self._loop.time())
+            self.relay.settings.brownout = self._control.observe(self.device.pressure, self._loop.time())
 
 
 def _layout(profile: DeviceProfile, page_tokens: int) -> KVLayout:

@@ -15,6 +15,7 @@ from aiohttp.test_utils import TestClient
 
 from npu_gr.backend.cpu.backend import CPUBackend
 from npu_gr.core.errors import ConfigError, Unavailable
+from npu_gr.engine.job import JobOrder
 from npu_gr.jobs.match import Matching
 from npu_gr.matching.vectors import save
 from npu_gr.service.service import Service
@@ -56,7 +57,7 @@ async def busy_device(service: Service) -> AsyncIterator[None]:
     def hold() -> None:
         asyncio.run_coroutine_threadsafe(wait(), loop).result()
 
-    blocker = asyncio.create_task(service._scheduler.call(hold, float("inf"), order_at=0.0))
+    blocker = asyncio.create_task(service._scheduler.call(hold, float("inf"), order=JobOrder(0.0)))
     try:
         await begun.wait()
         yield

@@ -261,7 +261,7 @@ async def nothing_held(service: Service) -> None:
     assert service._limiter.inflight == 0
     for job in (service.ranking, service.generation):
         await job.relay.settled()
-        pool = job.relay._pool
+        pool = job.relay.tiers.pool
         assert pool.reserved_bytes == 0
         assert not any(entry.leases for entry in pool._published.values())
 
