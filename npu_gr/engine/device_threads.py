@@ -161,15 +161,14 @@ class DeviceThreads:
         for job, result in zip(jobs, results, strict=True):
             if isinstance(result, NpuGrError):
                 self._deliver(job, result)
-            elif not self._put_next_step(job):
-                self._deliver(job, JobResult(result, began_at - job.submitted_at, took_s, len(jobs), job.ran))
-
-    def _put_next_step(self, job: Job) -> bool:
-        with self._changed:
-            continues = self._queue.put_next_step(job, time.monotonic())
-            if continues:
-                self._changed.notify()
-        return continues
+                continue
+            queue_s = began_at - job.submitted_at
+            with self._changed:
+                has_next = self._queue.put_next_step(job, time.monotonic())
+                if has_next:
+                    self._changed.notify()
+            if not has_next:
+                self._deliver(job, JobResult(result, queue_s, took_s, len(jobs), job.ran))
 
     def _attempt(self, jobs: list[Job]) -> list[Any]:
         """Run a pass. Returns a result or an error for each job.

@@ -1,10 +1,11 @@
-"""Of the prefixes that exist for a history, which one should a rank use, and how? Pure: no clock, no task, no lock.
+"""Decides which of the existing prefixes of a history a rank uses, and how. Pure: no clock, no task.
 
-    in HBM                              USE it                                      hbm_hit
-    a prefill that nobody waits for     ADOPT it: encode the rest in the own pass   joined | miss_full not_begun
-    any other producer                  JOIN it: wait, but keep time to do without  joined | miss_full join_timeout
-    in DRAM, and a copy pays            RELOAD it, and wait                         dram_hit | miss_full reload_*
-    nothing                             MISS: compute everything                    miss_full, or degraded
+    the prefix is                       the rank                                     outcome
+    resident in HBM                     leases it                  UseResident       hbm_hit
+    being prefilled, nobody waits       encodes the rest itself    AdoptPrefill      joined | miss_full not_begun
+    on its way into HBM otherwise       waits, if time remains     JoinProducer      joined | miss_full join_timeout
+    in DRAM, and a copy is faster       reloads it and waits       ReloadCopy        dram_hit | miss_full reload_*
+    nowhere                             computes everything        ComputeAll        miss_full | degraded
 
 Of several prefixes in one place the longest usable one counts. A prefix is usable if it is the beginning of the
 history: same user, model version and layout, and the same fingerprint of that many tokens.
@@ -27,41 +28,41 @@ E = TypeVar("E", bound=TierEntry)
 
 
 @dataclass(frozen=True, slots=True)
-class Use:
+class UseResident:
     """Lease a resident prefix."""
 
     entry: PrefixEntry
 
 
 @dataclass(frozen=True, slots=True)
-class Adopt:
+class AdoptPrefill:
     """Stop a prefill of the whole history, and encode the rest in the rank's own pass."""
 
     producer: Producer
 
 
 @dataclass(frozen=True, slots=True)
-class Join:
+class JoinProducer:
     """Wait for a producer."""
 
     producer: Producer
 
 
 @dataclass(frozen=True, slots=True)
-class Reload:
+class ReloadCopy:
     """Start a reload, and wait for it."""
 
     copy: DramEntry
 
 
 @dataclass(frozen=True, slots=True)
-class Miss:
+class ComputeAll:
     """Use nothing, for this reason."""
 
     reason: Reason
 
 
-Decision = Use | Adopt | Join | Reload | Miss
+Decision = UseResident | AdoptPrefill | JoinProducer | ReloadCopy | ComputeAll
 
 
 class Existing(NamedTuple):
@@ -100,14 +101,14 @@ def choose(existing: Existing, num_tokens: int, max_joiners: int) -> Decision:
         max_joiners: the most ranks that may wait for one producer.
     """
     if existing.resident is not None:
-        return Use(existing.resident)
+        return UseResident(existing.resident)
     producer = existing.producer
     if producer is not None:
         if producer.joiners >= max_joiners:
-            return Miss(Reason.REJECTED_LOAD)
+            return ComputeAll(Reason.REJECTED_LOAD)
         if producer.is_adoptable and producer.entry.num_tokens == num_tokens:
-            return Adopt(producer)
-        return Join(producer)
+            return AdoptPrefill(producer)
+        return JoinProducer(producer)
     if existing.copy is None:
-        return Miss(existing.why_missing)
-    return Reload(existing.copy) if existing.copy_pays else Miss(Reason.RELOAD_SLOWER)
+        return ComputeAll(existing.why_missing)
+    return ReloadCopy(existing.copy) if existing.copy_pays else ComputeAll(Reason.RELOAD_SLOWER)

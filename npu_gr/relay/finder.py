@@ -13,7 +13,7 @@ from npu_gr.kv.dram_store import DramEntry
 from npu_gr.kv.prefix_pool import PrefixEntry, PrefixPool
 from npu_gr.relay.config import LiveSettings
 from npu_gr.relay.encoder import P
-from npu_gr.relay.find import Adopt, Join, Miss, Reload, Use, choose
+from npu_gr.relay.find import AdoptPrefill, ComputeAll, JoinProducer, ReloadCopy, UseResident, choose
 from npu_gr.relay.inventory import Inventory
 from npu_gr.relay.producer import Adoption, Producer, ProducerKind
 from npu_gr.relay.producers import Producers
@@ -69,15 +69,15 @@ class PrefixFinder(Generic[P]):
         """
         existing = self._inventory.existing(user, tokens, time.left_s)
         match choose(existing, len(tokens), self._settings.relay.max_joiners):
-            case Use(entry):
+            case UseResident(entry):
                 return FoundPrefix(Outcome.HBM_HIT, entry=entry)
-            case Adopt(producer):
+            case AdoptPrefill(producer):
                 return await self._adopt(producer, time)
-            case Join(producer):
+            case JoinProducer(producer):
                 return await self._join(producer, time)
-            case Reload(copy):
+            case ReloadCopy(copy):
                 return await self._reload(copy, time)
-            case Miss(reason):
+            case ComputeAll(reason):
                 return _miss(reason)
 
     async def _adopt(self, producer: Producer, time: RankTime[P]) -> FoundPrefix:

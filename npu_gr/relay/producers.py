@@ -221,7 +221,7 @@ class Producers(Generic[P]):
         self._run(producer, ExitStack())
 
     def _end(self, producer: Producer) -> None:
-        """-> ENDED, once."""
+        """-> ENDED. A second call does nothing."""
         if producer.state is ProducerState.ENDED:
             return
         producer.state = ProducerState.ENDED
@@ -230,10 +230,3 @@ class Producers(Generic[P]):
         producer.ended.set_result(None)
         del self._by_key[producer.key]
         self._by_user.remove(producer)
-
-    def cancel(self, user: UserKey) -> set[asyncio.Task[None]]:
-        """Cancel the tasks that produce for a user. Returns them: each ends with the chunk that the device runs."""
-        tasks = {producer.task for producer in self.of(user) if producer.task is not None}
-        for task in tasks:
-            task.cancel()
-        return tasks

@@ -234,7 +234,9 @@ class Relay(Generic[P]):
         overwritten when it ends.
         """
         self._signals.forget(user)
-        tasks = self.producers.cancel(user)
+        tasks = {producer.task for producer in self.producers.of(user) if producer.task is not None}
+        for task in tasks:
+            task.cancel()  # each ends with the chunk that the device runs
         self.tiers.erase_user(user)
         self.spills.forget(user)
         if tasks:

@@ -106,6 +106,48 @@ async def test_rows_bound_a_batch_and_a_call_stands_alone() -> None:
     assert device.batches == [["a"], ["b"], ["call"], ["c"], ["d"]]
 
 
+async def test_a_run_has_its_own_limit_and_never_mixes_two_objects() -> None:
+    """As matches: 64 share a pass where ranks are few, and a pass searches the vectors of one version."""
+    old, new, passes = Device(), Device(), list[tuple[str, int]]()
+    async with running(max_batch_requests=1, aging_s=99) as (scheduler, device):
+        scheduler.on_batch = lambda kind, requests, _rows: passes.append((kind, requests))
+        async with held(scheduler):
+            arrived_at = time.monotonic()
+            tasks = [
+                asyncio.create_task(
+                    scheduler.batch(
+                        Work(f"{n}"),
+                        (old, new)[n % 2].run,
+                        FAR,
+                        objective_s=1.0 + n,
+                        arrived_at=arrived_at,
+                        max_requests=3,
+                        kind="match",
+                    )
+                )
+                for n in range(8)
+            ]
+            tasks.append(asyncio.create_task(scheduler.batch(Work("rank"), device.run, FAR, objective_s=0.1)))
+            await submitted(scheduler, 9)
+        done = [await task for task in tasks]
+    assert old.batches == [["0", "2", "4"], ["6"]]
+    assert new.batches == [["1", "3", "5"], ["7"]]
+    assert passes == [("rank", 1), ("match", 3), ("match", 3), ("match", 1), ("match", 1)]
+    assert [each.batch_size for each in done] == [3] * 6 + [1] * 3
+
+
+async def test_a_place_in_the_queue_counts_from_the_arrival_of_the_request() -> None:
+    async with running(max_batch_requests=1, aging_s=99) as (scheduler, device):
+        async with held(scheduler):
+            now_at = time.monotonic()
+            young = scheduler.batch(Work("young"), device.run, FAR, objective_s=1.0, arrived_at=now_at)
+            old = scheduler.batch(Work("old"), device.run, FAR, objective_s=1.0, arrived_at=now_at - 0.5)
+            tasks = [asyncio.create_task(each) for each in (young, old)]  # the old one comes later: it read a history
+            await submitted(scheduler, 2)
+        await asyncio.gather(*tasks)
+    assert device.batches == [["old"], ["young"]]
+
+
 async def test_order_may_differ_from_the_deadline() -> None:
     async with running() as (scheduler, device):
         async with held(scheduler):

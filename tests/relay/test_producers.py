@@ -149,6 +149,33 @@ async def test_what_a_rank_discards_is_encoded_again_for_those_who_wait() -> Non
         assert not b.has_leaked()
 
 
+async def test_who_has_discarded_publishes_nothing_of_who_adopts_after_it() -> None:
+    """A rank discards, its pre-infer is restarted for a second one, which leaves; a third rank adopts it.
+
+    The first rank still runs, without prefix. When it ends, the third has written nothing yet.
+    """
+    async with bench(dram_pages=0) as b:
+        history = tokens(230)
+        deadline_at = time.monotonic() + 30
+        async with b.device_busy():
+            first = b.relay.lease(USER, history, 1, deadline_at)
+            lease = await first.__aenter__()
+            joining = asyncio.create_task(b.rank(history))
+            await asyncio.sleep(0.01)
+            lease.discard()
+            await asyncio.sleep(0.01)
+            joining.cancel()
+            await asyncio.wait({joining})
+            async with b.relay.lease(USER, history, 1, deadline_at) as third:
+                assert third.keep == lease.keep
+                await first.__aexit__(None, None, None)
+                assert not len(b.pool)
+                assert len(b.relay.producers) == 1  # nor does it end what the third writes
+            assert len(b.pool) == 1
+        await b.idle()
+        assert not b.has_leaked()
+
+
 async def test_an_erased_user_who_comes_back_is_spilled_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """The copy of before still runs, and will come to nothing."""
     async with bench() as b:
