@@ -4,7 +4,7 @@
        |                   | TTL, LRU, drop
        +--abandon----------+---> pages go back, when the writer or the last reader is done
 
-Source: RelayGR (arXiv:2601.01712), memory-aware expander.
+Source: RelayGR (arXiv:2601.01712), memory-aware expander. See `docs/relay.md`.
 Invariants, held by tests/kv/test_dram_store.py:
   D1  every page is free or held by exactly one entry; the arena is the byte limit
   D2  an entry can be found only after its copy is complete

@@ -7,7 +7,7 @@ The pool is a sliding window in time, not an LRU cache. An entry lives from its 
        |                       |        (consumed or expired)                                            ^
        +--abandon, drop--------+-----------------drop----------------------------------------------------+
 
-Source: RelayGR (arXiv:2601.01712), in-HBM relay-race inference.
+Source: RelayGR (arXiv:2601.01712), in-HBM relay-race inference. See `docs/relay.md`.
 Invariants, checked after every step by tests/kv/test_prefix_pool.py:
   I1  every page is free, reserved, or held by an entry: exactly one of the three; the sum is the budget
   I2  a leased entry, and an entry that is neither consumed nor expired, is never evicted

@@ -7,7 +7,7 @@
                                  |
                                  +-- of an erased user: `on_erased` overwrites the pages before they are free
 
-All methods are for one thread (the event loop's).
+All methods are for one thread (the event loop's). `docs/relay.md` draws the states of a page.
 """
 
 from __future__ import annotations

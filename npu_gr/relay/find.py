@@ -8,7 +8,7 @@
     nowhere                             computes everything        ComputeAll        miss_full | degraded
 
 Of several prefixes in one place the longest usable one counts. A prefix is usable if it is the beginning of the
-history: same user, model version and layout, and the same fingerprint of that many tokens.
+history: same user, model version and layout, and the same fingerprint of that many tokens. See `docs/relay.md`.
 """
 
 from __future__ import annotations

@@ -59,7 +59,7 @@ class PrefixFinder(Generic[P]):
         self._pool = pool
         self._clock = clock
 
-    async def find(self, user: UserKey, tokens: P, time: RankTime[P]) -> FoundPrefix:
+    async def find(self, user: UserKey, tokens: P, time: RankTime) -> FoundPrefix:
         """Get the best prefix of a history; never fails, and never takes longer than the rank can wait.
 
         Args:
@@ -80,7 +80,7 @@ class PrefixFinder(Generic[P]):
             case ComputeAll(reason):
                 return _miss(reason)
 
-    async def _adopt(self, producer: Producer, time: RankTime[P]) -> FoundPrefix:
+    async def _adopt(self, producer: Producer, time: RankTime) -> FoundPrefix:
         """Take a running prefill over; a miss if the remainder is too much for this rank."""
         adoption = await self._producers.adopt(producer, time.patience_s)
         if adoption is None:
@@ -97,7 +97,7 @@ class PrefixFinder(Generic[P]):
             return FoundPrefix(Outcome.MISS_FULL, Reason.NOT_BEGUN, adoption=adoption)
         return FoundPrefix(Outcome.JOINED, Reason.COMPUTE, adoption=adoption)
 
-    async def _join(self, producer: Producer, time: RankTime[P]) -> FoundPrefix:
+    async def _join(self, producer: Producer, time: RankTime) -> FoundPrefix:
         """Wait for a producer, as long as time to do without the prefix remains."""
         producer.order.hasten(time.order_at)
         producer.joiners += 1
@@ -113,7 +113,7 @@ class PrefixFinder(Generic[P]):
             return FoundPrefix(Outcome.JOINED, reason, entry)
         return _miss(Reason.EXPIRED if producer.entry.is_published else Reason.PRODUCER_FAILED)
 
-    async def _reload(self, copy: DramEntry, time: RankTime[P]) -> FoundPrefix:
+    async def _reload(self, copy: DramEntry, time: RankTime) -> FoundPrefix:
         """Start a reload, and wait for it."""
         deadline_at = self._clock() + self._settings.relay.t_life_s
         try:

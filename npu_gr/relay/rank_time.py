@@ -4,21 +4,40 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Generic
+from typing import Protocol
 
+from npu_gr.engine.cost import CostModel
 from npu_gr.relay.config import RelayConfig
-from npu_gr.relay.encoder import Encoder, P
+
+
+class DeviceEstimates(Protocol):
+    """What an `Encoder` predicts of its device."""
+
+    @property
+    def cost(self) -> CostModel:
+        """Predicts the seconds of a pass."""
+        ...
+
+    @property
+    def queue_s(self) -> float:
+        """Seconds that a request arriving now would wait for the device."""
+        ...
+
+    @property
+    def objective_s(self) -> float:
+        """SLO objective of a request in seconds from its arrival."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
-class RankTime(Generic[P]):
+class RankTime:
     """One rank of a history of `num_tokens` tokens, to be done by `deadline_at`.
 
     `margin_s` of the settings is kept back everywhere, for what follows the device.
     """
 
     config: RelayConfig
-    engine: Encoder[P]
+    engine: DeviceEstimates
     clock: Callable[[], float]
     num_tokens: int
     num_candidates: int

@@ -167,7 +167,7 @@ class Relay(Generic[P]):
                 self.measured.t_life_p99_s.observe(waited_s)
 
     def _granted(
-        self, found: FoundPrefix, user: UserKey, tokens: P, rank_time: RankTime[P]
+        self, found: FoundPrefix, user: UserKey, tokens: P, rank_time: RankTime
     ) -> AbstractContextManager[Lease]:
         """Turn what was found into a lease: read it, continue it, or else compute everything, or what fits."""
         if found.entry is not None:

@@ -11,6 +11,7 @@
     Q_m     pre-infers a second that the device completes when it does nothing else
 
 Source: RelayGR (arXiv:2601.01712), sequence-aware trigger; the symbols are the paper's, the units are our reading.
+`docs/relay.md` tells the life of a signal.
 """
 
 from __future__ import annotations

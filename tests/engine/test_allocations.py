@@ -31,7 +31,7 @@ class Largest(TorchDispatchMode):
     """Within the block: the largest memory that an op made."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # torch has no annotation here
         self.num_bytes, self.op = 0, ""
 
     def __torch_dispatch__(
@@ -99,14 +99,14 @@ def test_rank(dtype: torch.dtype) -> None:
     runs = (PageRun(0, layout.pages(4096)),)
     arena = KVArena(layout, layout.pages(4096), CPU.device, pack=CPU.pack_kv)
     items, times, none = torch.arange(4096), torch.arange(4096) * 1000, torch.empty(0, dtype=torch.int64)
-    new = {"items": items, "actions": items * 0, "times": times}
-    own = {"candidates": torch.arange(500), "candidate_time": 4_096_000}
+    new: dict[str, Any] = {"items": items, "actions": items * 0, "times": times}
+    own: dict[str, Any] = {"candidates": torch.arange(500), "candidate_time": 4_096_000}
     past = Past(times, lambda layer: arena.slabs(layer, runs, 4096))
-    model(CPU, [Segment(**new, candidates=none)])  # packs the weights  # type: ignore[arg-type]
+    model(CPU, [Segment(**new, candidates=none)])  # packs the weights
     for segment in (
         Segment(**new, candidates=none, sink=arena.sink(runs)),
-        Segment(items=none, actions=none, times=none, past=past, **own),  # type: ignore[arg-type]
-        Segment(**new, **own),  # type: ignore[arg-type]
+        Segment(items=none, actions=none, times=none, past=past, **own),
+        Segment(**new, **own),
     ):
         with Largest() as largest:
             model(CPU, [segment])

@@ -281,8 +281,8 @@ async def test_a_request_whose_time_is_up_costs_nothing() -> None:
 
 def test_a_long_history_begins_at_a_step() -> None:
     trie = catalogue()
-    for num in range(10, 14):
-        prompt = make_prompt(trie, np.arange(num) * 7, 24, cut_step_items=4)
-        assert prompt.cut_items == (4 if num <= 12 else 8)
+    prompts = [make_prompt(trie, np.arange(num) * 7, 24, cut_step_items=4) for num in range(10, 14)]
+    assert [prompt.cut_items for prompt in prompts] == [4, 4, 4, 8]
+    prompt = prompts[-1]
     newest = prompt.newest(7, 3)
     assert newest.tokens.tolist() == prompt.tokens[-6:].tolist()

@@ -59,7 +59,7 @@ def test_real_prompts(tmp_path: Path) -> None:
             return sorted(children.get(tuple(row[len(tokens) :].tolist()), {0}))
 
         with torch.inference_mode():
-            out = theirs.generate(  # type: ignore[misc]
+            out = theirs.generate(  # type: ignore[operator]
                 torch.from_numpy(tokens)[None],
                 attention_mask=torch.ones(1, len(tokens), dtype=torch.int64),
                 num_beams=10,

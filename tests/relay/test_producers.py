@@ -57,6 +57,8 @@ async def test_no_failure_reaches_the_caller(where: str, monkeypatch: pytest.Mon
                 await b.idle()
                 b.pool.erase_user(USER)
                 b.dram._epochs[:] = 0
+            case _:
+                raise AssertionError(where)
         async with b.device_busy():
             leasing = asyncio.create_task(_leased(b, history))
             await asyncio.sleep(0.01)
@@ -349,7 +351,7 @@ async def test_whoever_comes_goes_or_fails_in_any_order(seed: int, monkeypatch: 
                     await asyncio.wait({task})
                     if not task.cancelled():
                         task.result()
-                case "erase":
+                case _:
                     await b.relay.erase(UserKey("", str(which // 2)))
 
         async def many() -> None:

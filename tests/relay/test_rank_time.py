@@ -20,8 +20,8 @@ async def test_what_a_rank_has_time_for() -> None:
         b.engine.objective_s = 0.05
         config = RelayConfig(margin_s=MARGIN_S)
 
-        def time(deadline_at: float, num_tokens: int = 100) -> RankTime[object]:
-            return RankTime(config, b.engine, lambda: 10.0, num_tokens, 1, deadline_at)  # type: ignore[arg-type]
+        def time(deadline_at: float, num_tokens: int = 100) -> RankTime:
+            return RankTime(config, b.engine, lambda: 10.0, num_tokens, 1, deadline_at)
 
         assert time(10.5).left_s == pytest.approx(0.49)
         assert time(10.5).order_at == pytest.approx(10.05)  # its objective
@@ -34,18 +34,19 @@ async def test_what_a_rank_has_time_for() -> None:
         assert time(10.05, num_tokens=0).first_token == 0
         assert time(10.05).is_enough_from(61)
         assert not time(10.05).is_enough_from(50)
-        assert RankTime(
-            RelayConfig(margin_s=MARGIN_S, degrade=False), b.engine, lambda: 10.0, 100, 1, 10.05
-        ).first_token == 0  # fmt: skip
+        whole = RelayConfig(margin_s=MARGIN_S, degrade=False)
+        assert RankTime(whole, b.engine, lambda: 10.0, 100, 1, 10.05).first_token == 0
 
 
 @given(left=st.floats(0, 2), a1=st.floats(0, 0.01))
 def test_after_waiting_there_is_time_to_do_without_or_no_time_was_there(left: float, a1: float) -> None:
-    class Engine:
+    class Idle:
         cost = CostModel(0.0, a1, 0.0, 0.0, 0.0)
+        queue_s = 0.0
+        objective_s = 1.0
 
-    time = RankTime(RelayConfig(margin_s=MARGIN_S), Engine(), lambda: 0.0, 100, 1, left)  # type: ignore[type-var]
-    full_s = Engine.cost.full_s(100, 1) + 2 * MARGIN_S
+    time = RankTime(RelayConfig(margin_s=MARGIN_S), Idle(), lambda: 0.0, 100, 1, left)
+    full_s = Idle.cost.full_s(100, 1) + 2 * MARGIN_S
     if left > full_s:
         assert left - time.patience_s >= full_s - 1e-9
     else:

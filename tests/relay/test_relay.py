@@ -195,15 +195,15 @@ async def test_many_ranks_encode_once(num_gone: int, is_signalled: bool) -> None
 async def test_a_rank_goes_on_from_where_its_pre_infer_is() -> None:
     """It comes while the second chunk of four runs; what follows is one pass, whose prefix the next rank reads."""
     async with bench(dram_pages=0) as b:
-        history, passes, run = tokens(230), list[tuple[int, int]](), b.engine.forward
+        history, ran, run = tokens(230), list[tuple[int, int]](), b.engine.forward
         reached, go = threading.Event(), threading.Event()
 
-        def noted(works: Sequence[RankPass]) -> list[F32]:
-            passes.extend((each.demand.tokens, each.demand.rows) for each in works)
-            if len(passes) == 2:
+        def noted(passes: Sequence[RankPass]) -> list[F32]:
+            ran.extend((each.demand.tokens, each.demand.rows) for each in passes)
+            if len(ran) == 2:
                 reached.set()
                 go.wait(10)
-            return run(works)
+            return run(passes)
 
         b.engine.forward = noted  # type: ignore[method-assign]
         b.relay.signal(USER, history)
@@ -215,7 +215,7 @@ async def test_a_rank_goes_on_from_where_its_pre_infer_is() -> None:
         assert (lease.outcome, lease.reason) == (Outcome.JOINED, Reason.COMPUTE)
         assert lease.cached is not None
         assert lease.cached.num_tokens == 128
-        assert passes == [(64, 0), (64, 0), (102, len(CANDIDATES))]
+        assert ran == [(64, 0), (64, 0), (102, len(CANDIDATES))]
         want = await b.cold(history)
         assert same(scores, want)
         lease, scores = await b.rank(history)
