@@ -17,7 +17,6 @@ from blockbuster import blockbuster_ctx
 
 from npu_gr.core.request import Events
 from npu_gr.model.weights import Checkpoint, save
-from npu_gr.relay.producers import Producers
 from npu_gr.relay.relay import Relay
 from npu_gr.service.app import instance
 from npu_gr.service.config import Config, from_table
@@ -78,8 +77,3 @@ async def until(holds: Callable[[], bool]) -> None:
 async def encoded(relay: Relay[Any]) -> None:
     """The pre-infer of a signal is done: a rank is a hit."""
     await until(lambda: len(relay.tiers[0]) > 0)
-
-
-def is_busy(producers: Producers[Any]) -> bool:
-    """Whether the relay holds anything for work that has ended or still runs."""
-    return bool(producers._running or producers._by_user or producers._spilling or producers._tasks)

@@ -24,7 +24,7 @@ from npu_gr.backend.choose import BackendName, choose
 from npu_gr.bench.line import Line, percentiles
 from npu_gr.bench.relay_rig import Arm, Rig, ServedArm, Shape, measure_idle
 from npu_gr.core.request import I64, Events, HistoryRef, ModelInfo, Outcome, RecommendAnswer, RecommendRequest, UserKey
-from npu_gr.engine.rank_engine import Pass
+from npu_gr.engine.rank_engine import RankPass
 from npu_gr.jobs.base import Call
 from npu_gr.jobs.cascade_plan import RecommendConfig
 from npu_gr.jobs.ranking import Ranking, RankingConfig
@@ -163,7 +163,7 @@ def _on_this_device(rig: Rig, served: ServedArm) -> Source:
     other = rig.tokens(rig.returning)
 
     async def retrieve(asked: SourceRequest) -> I64:
-        await served.engine.rank(Pass(other, 0, rig.candidates, 1_900_000_000), asked.call.deadline_at)
+        await served.engine.rank(RankPass(other, 0, rig.candidates, 1_900_000_000), asked.call.deadline_at)
         return _drawn(rig, asked.events)
 
     return retrieve

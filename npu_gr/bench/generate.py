@@ -27,9 +27,9 @@ from npu_gr.catalogue.build import build_trie
 from npu_gr.catalogue.trie import Codebooks, Trie
 from npu_gr.core.request import I64
 from npu_gr.engine.beam_search import SearchOptions, Tables
-from npu_gr.engine.generate_engine import Generator, Part, layout_of
+from npu_gr.engine.generate_engine import Generator, PromptKV, layout_of
 from npu_gr.kv.arena import KVArena
-from npu_gr.kv.layout import Run
+from npu_gr.kv.layout import PageRun
 from npu_gr.model.decoder import Decoder, DecoderConfig, DecoderLayer, rope_angles
 
 NUM_CODES = 8192  # one vocabulary for all levels
@@ -146,7 +146,7 @@ def lines(backend_name: BackendName, seed: int, budget_s: float, with_transforme
     layout = layout_of(decoder)
     arena = KVArena(layout, layout.pages(PROMPT_TOKENS), backend.device)
     made = Generator(decoder, backend, max(WIDTHS), NUM_LEVELS)
-    pages = Part(arena, (Run(0, arena.num_pages),), PROMPT_TOKENS)
+    pages = PromptKV(arena, (PageRun(0, arena.num_pages),), PROMPT_TOKENS)
     tokens = random.integers(0, NUM_CODES, PROMPT_TOKENS)
     kv: dict[int, tuple[Tensor, Tensor]] = {}
     prompt = torch.from_numpy(tokens).to(backend.device)

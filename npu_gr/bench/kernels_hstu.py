@@ -27,7 +27,7 @@ from npu_gr.bench import rank
 from npu_gr.bench.line import Line, percentiles, timed_in_turn
 from npu_gr.core.errors import ConfigError
 from npu_gr.kv.arena import KVArena
-from npu_gr.kv.layout import KVLayout, Run
+from npu_gr.kv.layout import KVLayout, PageRun
 from npu_gr.model.hstu import HSTU, Past, Segment
 
 LENGTHS, CANDIDATES = (1024, 4096), (100, 500)
@@ -147,7 +147,7 @@ def _rank(
             num_layers=shape.num_layers, num_heads=shape.num_heads, qk_dim=shape.qk_dim, v_dim=shape.v_dim,
             dtype=_name(dtype), arrangement=b.arrangement(dtype, 64),
         )  # fmt: skip
-        runs = (Run(0, layout.pages(length)),)
+        runs = (PageRun(0, layout.pages(length)),)
         arena = KVArena(layout, layout.pages(length), b.device, pack=b.pack_kv)
         history = Segment(items=items, actions=items * 0, times=times, candidates=nothing, sink=arena.sink(runs))
         model(backend, [history])

@@ -15,7 +15,7 @@ from torch import Tensor
 from npu_gr.backend.choose import BackendName, choose
 from npu_gr.bench.line import Line, percentiles, timed_in_turn
 from npu_gr.kv.arena import KVArena
-from npu_gr.kv.layout import KVLayout, Run
+from npu_gr.kv.layout import KVLayout, PageRun
 from npu_gr.model.config import HSTUConfig
 from npu_gr.model.hstu import HSTU, Past, Segment
 
@@ -98,7 +98,7 @@ def lines(backend_name: BackendName, dtype: torch.dtype, seed: int, budget_s: fl
     for n in LENGTHS:
         items = torch.randint(shape.num_items, (n,), device=backend.device)
         times = torch.cumsum(torch.randint(100_000, (n,)), 0).to(backend.device)
-        runs = (Run(0, layout.pages(n)),)
+        runs = (PageRun(0, layout.pages(n)),)
         actions = torch.zeros_like(items)
         history = Segment(items=items, actions=actions, times=times, candidates=nothing, sink=arena.sink(runs))
         model(backend, [history])

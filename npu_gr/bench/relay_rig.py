@@ -24,15 +24,17 @@ from npu_gr.catalogue.tokens import Tokens, tokenize
 from npu_gr.core.errors import NpuGrError
 from npu_gr.core.request import F32, Events, Outcome, UserKey, Verdict
 from npu_gr.engine.queue import SchedulerConfig
-from npu_gr.engine.rank_engine import Engine, Pass
+from npu_gr.engine.rank_engine import RankEngine, RankPass
 from npu_gr.engine.scheduler import Scheduler
 from npu_gr.kv.arena import KVArena
 from npu_gr.kv.dram_store import DramEntry, DramStore
 from npu_gr.kv.keys import PrefixKey
-from npu_gr.kv.layout import KVLayout, Run
+from npu_gr.kv.layout import KVLayout, PageRun
 from npu_gr.kv.prefix_pool import PrefixEntry, PrefixPool
+from npu_gr.kv.tiers import Tiers
 from npu_gr.model.hstu import HSTU
-from npu_gr.relay.relay import Relay, RelayConfig
+from npu_gr.relay.config import RelayConfig
+from npu_gr.relay.relay import Relay
 from npu_gr.relay.trigger import TriggerConfig
 
 LEAD = 2.0  # of the idle full inference: from signal to rank
@@ -155,17 +157,17 @@ class Rig:
     async def serving(self, arm: Arm, objective_s: float) -> AsyncIterator[ServedArm]:
         """Serve the model with fresh tiers and a relay, until the end of the block."""
         scheduler = Scheduler(SchedulerConfig(max_queue=100_000))
-        engine = Engine(self.model, self.backend, scheduler, self.hbm)
+        engine = RankEngine(self.model, self.backend, scheduler, self.hbm)
         pool = PrefixPool(self.hbm, self.hbm.num_pages * self.layout.page_bytes, T_LIFE_S, time.monotonic)
         dram = DramStore(self.dram, ttl_s=1e6, ttl_jitter_ratio=0.0, seed=0, clock=time.monotonic)
         config = RelayConfig(enabled=arm.signals, degrade=False, max_reloads=2, t_life_s=T_LIFE_S)
         trigger = msgspec.structs.replace(arm.trigger, rank_budget_s=objective_s, margin_s=MARGIN * objective_s)
-        relay = Relay(config, trigger, engine, pool, dram if arm.dram else None, "v")
+        relay = Relay(config, trigger, engine, Tiers(pool, dram if arm.dram else None), "v")
         scheduler.start()
         try:
             lengths = sorted({64, self.shape.num_tokens // 4, self.shape.num_tokens})
             await engine.warm_up(self.tokens(self.returning), lengths, [self.shape.num_candidates])
-            first = (Run(0, self.layout.pages(self.shape.num_tokens)),)
+            first = (PageRun(0, self.layout.pages(self.shape.num_tokens)),)
             await engine.measure_copy(self.dram, first, first, self.shape.num_tokens)
             engine.objective_s = objective_s
             served = ServedArm(self, arm, engine, relay, pool, dram)
@@ -182,7 +184,7 @@ class ServedArm:
     """One arm at work: sends requests to its relay and engine, and counts what becomes of them."""
 
     def __init__(
-        self, rig: Rig, arm: Arm, engine: Engine, relay: Relay[Tokens], pool: PrefixPool, dram: DramStore
+        self, rig: Rig, arm: Arm, engine: RankEngine, relay: Relay[Tokens], pool: PrefixPool, dram: DramStore
     ) -> None:
         self.rig = rig
         self.arm = arm
@@ -232,7 +234,7 @@ class ServedArm:
         """
         arrived_at = time.monotonic()
         async with self.relay.lease(user, tokens, len(self.rig.candidates), deadline_at) as lease:
-            work = Pass(tokens, 0, self.rig.candidates, SHOWN_AT, cached=lease.cached, keep=lease.keep)
+            work = RankPass(tokens, 0, self.rig.candidates, SHOWN_AT, cached=lease.cached, keep=lease.keep)
             logits = (await self.engine.rank(work, deadline_at, arrived_at)).logits
         self._outcomes[lease.outcome] += 1
         return logits
@@ -313,7 +315,7 @@ async def measure_idle(rig: Rig) -> Idle:
             user = UserKey("idle", str(number))
             await asyncio.sleep(2 * full_s)
             began_at = time.perf_counter()
-            cold = (await served.engine.rank(Pass(tokens, 0, rig.candidates, SHOWN_AT), _FAR)).logits
+            cold = (await served.engine.rank(RankPass(tokens, 0, rig.candidates, SHOWN_AT), _FAR)).logits
             full_s = time.perf_counter() - began_at
             await asyncio.sleep(full_s)
             began_at = time.perf_counter()

@@ -1,16 +1,17 @@
-"""xBeam: semantic-ID beam search, all rounds to completion, every beam valid in every round.
+"""xBeam: beam search over semantic IDs. All rounds run to completion; every beam is valid in every round.
 
-    round 0      the prompt's last row gives logits; the best first codes are the beams
-    round r      their tokens run through the decoder: shared prompt KV, own slots 0..r-1; constrain, select, fork
-    last round   leaves in the order of their scores
+    round 0      the last row of the prompt gives logits; the best first codes are the beams
+    round r      the beams' tokens run through the decoder, over the shared prompt KV and each beam's own slots 0..r-1;
+                 then constrain, select, fork
+    last round   the leaves, in the order of their scores
 
-Several prompts, each of its own width and filter, share the rounds: one product with the weights for all their beams.
+Several prompts, each with its own width and filter, share the rounds: one product with the weights for all beams.
 
-Beams stand in the order of their codes, not of their scores, until the last round: forks then never move a row onto
-one that is still to be read, and equal scores are decided by the semantic ID, lexicographically.
+Until the last round the beams are in the order of their codes, not of their scores. So a fork never overwrites a row
+that is still to be read, and equal scores are decided by the semantic ID, lexicographically.
 
-Source: xGR (arXiv:2512.11529); `xgr.md` 2.
-Invariants: an invalid item cannot be scored; a beam as wide as the catalogue is brute force.
+Source: xGR (arXiv:2512.11529), xBeam.
+Invariants: an invalid item cannot be scored; a beam as wide as the catalogue equals brute force.
 """
 
 from __future__ import annotations
@@ -32,16 +33,19 @@ from npu_gr.model.decoder import BeamStep, Decoder, LayerSlabs, UnsharedKV
 
 Fork = Literal["move", "ancestry"]
 
-GATHER_BELOW = 6  # a dot by itself costs as much as this many of a whole product: measured on a CPU
+# A dot product by itself costs as much as this many dot products of a whole matrix product; measured on a CPU.
+GATHER_BELOW = 6
 
 
 class SearchOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What is searched for.
+    """Options of one beam search.
 
-    normalise: what a token's probability is normalised over, before it is multiplied along the beam.
-        vocabulary: the model's whole vocabulary: its own log-probability, what constrained generation of Hugging Face
-            transformers gives. codebook: the codes of the level. valid: the codes that continue the beam to an
-            (allowed) item. Within one beam all three order alike; they differ in how beams compare.
+    normalise: the set of tokens over which a token's probability is normalised, before it is multiplied along the
+        beam. They order the continuations of one beam alike, and differ in how beams compare.
+            vocabulary  the model's whole vocabulary: its own log-probability, which constrained generation of Hugging
+                        Face transformers gives too
+            codebook    the codes of the level
+            valid       the codes that continue the beam to an (allowed) item
     """
 
     width: Annotated[int, msgspec.Meta(ge=1)] = 128
@@ -59,7 +63,7 @@ class Tables:
 
     @classmethod
     def upload(cls, trie: Trie, device: torch.device) -> Tables:
-        """Copies of what the search reads."""
+        """Copy to a device the arrays of a trie that the search reads."""
         return cls(
             trie.codebooks,
             tuple(torch.from_numpy(pointers.astype(np.int64)).to(device) for pointers in trie.indptr),
@@ -67,23 +71,29 @@ class Tables:
         )
 
     def follow(self, level: int, states: Tensor, allowed: Tensor | None) -> Continuations:
-        """What may follow beams in these states of a level."""
+        """Look up the continuations of beams.
+
+        Args:
+            level: of the states.
+            states: int64 [beams] states of that level.
+            allowed: bool [n_{level+1}] edges that the request may take; None = all.
+        """
         pointers = self.indptr[level]
         lo = pointers[states]
         return Continuations(lo, pointers[states + 1] - lo, self.code[level], allowed)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Beams:
-    """What was found: [w] leaves of the trie and their log-probabilities, best first, w <= width."""
+class BeamResult:
+    """The result of a search, best first. w <= width: the trie or the filter may have fewer leaves."""
 
-    leaves: I64
-    scores: F32
+    leaves: I64  # [w] leaves of the trie
+    scores: F32  # [w] log-probabilities
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class Query:
-    """One request's search."""
+class BeamQuery:
+    """One request's beam search, its prompt encoded."""
 
     tables: Tables
     prompt: LayerSlabs  # KV of the prompt
@@ -95,41 +105,46 @@ class Query:
 
 
 class _Search:
-    """A query between two rounds."""
+    """One query's beams between two rounds."""
 
-    def __init__(self, query: Query, arena: BeamArena, fork: Fork) -> None:
-        self.query, self.arena, self._fork = query, arena, fork
+    def __init__(self, query: BeamQuery, arena: BeamArena, fork: Fork) -> None:
+        self.query = query
+        self.arena = arena
+        self._fork = fork
         device = query.hidden.device
         self.states = torch.zeros(1, dtype=torch.int64, device=device)
         self.acc = torch.zeros(1, dtype=torch.float32, device=device)
         self._ancestry = torch.empty(0, 1, dtype=torch.int64, device=device)
         self.hidden = query.hidden
-        self.found: Beams | None = None
+        self.found: BeamResult | None = None
 
     def advance(self, chosen: Choices, level: int) -> None:
-        """Take the round's selection over."""
+        """Make the round's selection the beams of the next round, or the result if it was the last round."""
         if not len(chosen.edge):
-            self.found = Beams(np.empty(0, np.int64), np.empty(0, np.float32))
+            self.found = BeamResult(np.empty(0, np.int64), np.empty(0, np.float32))
             return
         if level == len(self.query.tables.codebooks) - 1:
             self.found = _fetched(chosen)
             return
         # codes ascend with the edges, and the parents do not decrease
         order = torch.argsort(chosen.edge)
-        self.acc, parent, self.states = chosen.score[order], chosen.parent[order], chosen.edge[order]
+        self.acc = chosen.score[order]
+        self.states = chosen.edge[order]
+        parent = chosen.parent[order]
         if self._fork == "ancestry":
             self._ancestry = fork_ancestry(self._ancestry, parent)
         elif level:
             self.arena.move(parent, level)
 
     def follow(self, level: int) -> Continuations:
-        """What may follow each beam."""
+        """Look up the continuations of each beam."""
         allowed = self.query.allowed
         return self.query.tables.follow(level, self.states, None if allowed is None else allowed[level])
 
     def step(self, level: int) -> BeamStep:
-        """What the decoder runs next."""
-        query, tables = self.query, self.query.tables
+        """Return the decoder's next step."""
+        query = self.query
+        tables = query.tables
         ancestry = self._ancestry if self._fork == "ancestry" else None
         return BeamStep(
             tokens=tables.code[level][self.states].long() + tables.codebooks.vocab_base[level],
@@ -140,27 +155,31 @@ class _Search:
         )
 
 
-def _fetched(chosen: Choices) -> Beams:
-    """The one wait for the device, where its backend needs none to select."""
+def _fetched(chosen: Choices) -> BeamResult:
+    """Fetch the result to the host: the search's one wait for the device, where selecting needs none."""
     scores = chosen.score.float().cpu().numpy()
     if np.isnan(scores).any():
         raise FloatingPointError("a logit is not a number")
     found = int((scores > -np.inf).sum())  # places that nothing fills stand last
-    return Beams(chosen.edge[:found].cpu().numpy(), scores[:found])
+    return BeamResult(chosen.edge[:found].cpu().numpy(), scores[:found])
 
 
 @torch.inference_mode()
 def search(
-    decoder: Decoder, backend: Backend, queries: Sequence[Query], arena: BeamArena, fork: Fork = "move"
-) -> list[Beams]:
-    """Search the best items of some prompts, in rounds that they share; each finds what it would find alone.
+    decoder: Decoder, backend: Backend, queries: Sequence[BeamQuery], arena: BeamArena, fork: Fork = "move"
+) -> list[BeamResult]:
+    """Run several searches in rounds that they share. Each finds what it would find alone.
 
     Args:
-        decoder, backend: the model and its device.
-        queries: of any widths and filters, over catalogues of as many levels.
-        arena: for the beams' own KV: max_beams >= the widths together, num_slots >= levels - 1. Its contents do not
-            matter.
-        fork: how the beams' KV follows them; both give the same.
+        decoder: the model.
+        backend: the model's device.
+        queries: at least one; widths and filters may differ, the number of levels may not.
+        arena: memory for the beams' own KV, with max_beams >= the sum of the widths and num_slots >= levels - 1. Its
+            contents do not matter.
+        fork: how the beams' KV follows the beams: `move` copies rows, `ancestry` keeps a table. The result is the same.
+
+    Returns:
+        one result a query, in the order of the queries.
 
     Raises:
         FloatingPointError: the model gives a logit that is not a number.
@@ -168,7 +187,8 @@ def search(
     num_levels = len(queries[0].tables.codebooks)
     assert all(len(query.tables.codebooks) == num_levels for query in queries)
     assert num_levels - 1 <= arena.num_slots
-    searches, first = [], 0
+    searches: list[_Search] = []
+    first = 0
     for query in queries:
         searches.append(_Search(query, arena.part(first, query.options.width), fork))
         first += query.options.width
@@ -191,7 +211,7 @@ def search(
 
 
 def _whole_logits(decoder: Decoder, searches: Sequence[_Search], arena: BeamArena) -> list[Tensor]:
-    """Each search's logits over the whole vocabulary, of one product."""
+    """Compute the logits over the whole vocabulary, for all searches in one product."""
     if not searches:
         return []
     rows = [each.hidden for each in searches]
@@ -200,18 +220,24 @@ def _whole_logits(decoder: Decoder, searches: Sequence[_Search], arena: BeamAren
 
 
 def _select(backend: Backend, search: _Search, level: int, logits: Tensor) -> Choices:
-    """The round's beams, of logits over the whole vocabulary."""
-    books, options = search.query.tables.codebooks, search.query.options
-    base, count = books.vocab_base[level], books.code_count[level]
-    codes, scale = slice(base, base + count), 1.0 / options.temperature
+    """Select the round's beams, given logits over the whole vocabulary."""
+    books = search.query.tables.codebooks
+    options = search.query.options
+    base = books.vocab_base[level]
+    codes = slice(base, base + books.code_count[level])
+    scale = 1.0 / options.temperature
     return backend.beam_topk(logits, search.acc, search.follow(level), options.width, "row", codes, scale)
 
 
 def _select_by_codebook(decoder: Decoder, backend: Backend, search: _Search, level: int, arena: BeamArena) -> Choices:
-    """The round's beams, of logits over the level's codebook or of its valid codes alone."""
-    books, options, hidden = search.query.tables.codebooks, search.query.options, search.hidden
-    base, count = books.vocab_base[level], books.code_count[level]
-    follow, scale = search.follow(level), 1.0 / options.temperature
+    """Compute logits over the level's codebook, or over its valid codes alone, and select the round's beams."""
+    books = search.query.tables.codebooks
+    options = search.query.options
+    hidden = search.hidden
+    base = books.vocab_base[level]
+    count = books.code_count[level]
+    follow = search.follow(level)
+    scale = 1.0 / options.temperature
     if options.normalise == "valid" and int(follow.degree.sum()) * GATHER_BELOW < len(search.states) * count:
         weight = decoder.head_weight[base : base + count]
         return backend.gathered_topk(hidden, weight, search.acc, follow, options.width, scale)

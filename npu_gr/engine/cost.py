@@ -1,8 +1,8 @@
-"""What a pass costs in seconds: fitted at warm-up from a few measured passes, then pure arithmetic.
+"""The cost model predicts the device seconds of a pass: fitted at warm-up from a few timed passes, then arithmetic.
 
     T_full(n, c) = a0 + a1 n + a2 n^2 + c (b0 + b1 n)         n history tokens, c candidates
 
-Source: `relaygr.md` 2.3 (our reading of RelayGR's risk test).
+Source: the risk test of RelayGR's sequence-aware trigger (arXiv:2601.01712), in our reading.
 """
 
 from __future__ import annotations
@@ -24,48 +24,61 @@ class CostModel:
     b1: float
 
     def pass_s(self, new_tokens: int, cached_tokens: int, num_candidates: int) -> float:
-        """A pass over the new tokens and the candidates, against those that are cached."""
-        n, c = cached_tokens + new_tokens, num_candidates
+        """Predict a pass that computes `new_tokens` behind `cached_tokens`, and scores the candidates against both."""
+        n = cached_tokens + new_tokens
+        c = num_candidates
         history = self.a1 * new_tokens + self.a2 * (n * n - cached_tokens * cached_tokens)
         return self.a0 + history + c * (self.b0 + self.b1 * n)
 
     def full_s(self, num_tokens: int, num_candidates: int) -> float:
-        """A pass over the whole history and the candidates."""
+        """Predict a pass over the whole history and the candidates, with nothing cached: T_full(n, c)."""
         return self.pass_s(num_tokens, 0, num_candidates)
 
     def safe_tokens(self, num_tokens: int, num_candidates: int, budget_s: float) -> int:
-        """The most tokens n <= num_tokens with full_s(n, c) <= budget_s; 0 where not even one fits."""
+        """Return the most tokens n <= num_tokens with full_s(n, c) <= budget_s; 0 if not even one fits."""
         if self.full_s(num_tokens, num_candidates) <= budget_s:
             return num_tokens
-        low, high = 0, num_tokens
+        low = 0
+        high = num_tokens
         while high - low > 1:
             middle = (low + high) // 2
-            low, high = (middle, high) if self.full_s(middle, num_candidates) <= budget_s else (low, middle)
+            if self.full_s(middle, num_candidates) <= budget_s:
+                low = middle
+            else:
+                high = middle
         return low
 
 
-class Pace:
-    """How much longer passes take than their estimates, lately: the model is of a machine that does nothing else."""
+class SlowdownEwma:
+    """Moving average of (actual / estimated) seconds of passes.
+
+    The cost model was fitted on a device that did nothing else. Under load a pass takes this many times longer.
+    """
 
     def __init__(self) -> None:
         self.value = 1.0
 
     def observe(self, expected_s: float, took_s: float) -> None:
-        """A pass has ended; nothing is learnt from one without an estimate."""
+        """Take in the duration of a pass. A pass without an estimate changes nothing."""
         if expected_s > 0.0:
-            self.value += _FOLLOW * (min(max(took_s / expected_s, 1 / _EXTREME), _EXTREME) - self.value)
+            ratio = min(max(took_s / expected_s, 1 / _MAX_RATIO), _MAX_RATIO)
+            self.value += _WEIGHT * (ratio - self.value)
 
 
-_FOLLOW, _EXTREME = 0.1, 8.0
+_WEIGHT = 0.1  # of one pass: the last ten or so count
+_MAX_RATIO = 8.0  # one outlier (a pause of the process) must not move the average further than this
 
 
 def fit(samples: Iterable[tuple[int, int, float]]) -> CostModel:
-    """As `fit_passes`, of full passes: (num_tokens, num_candidates, seconds)."""
+    """Fit the model to timed full passes: (num_tokens, num_candidates, seconds). See `fit_passes`."""
     return fit_passes((n, 0, c, seconds) for n, c, seconds in samples)
 
 
 def fit_passes(samples: Iterable[tuple[int, int, int, float]]) -> CostModel:
-    """Least squares over (new_tokens, cached_tokens, num_candidates, seconds), weighted by 1/seconds, all >= 0."""
+    """Fit the model to timed passes: (new_tokens, cached_tokens, num_candidates, seconds).
+
+    Least squares of the relative error (weighted by 1/seconds), with every coefficient >= 0.
+    """
     new, cached, c, seconds = np.array(list(samples), np.float64).T
     n = new + cached
     rows = np.stack([np.ones_like(n), new, n * n - cached * cached, c, c * n], axis=1)

@@ -1,9 +1,9 @@
-"""The `generate` job on one device: a history of items in, the best items out. READ after `beam_search.py`.
+"""The generator's device work: a history of items in, the best next items out. READ after `beam_search.py`.
 
-A history is a prompt of semantic IDs: L tokens an item. Its KV lies in pages, wherever it came from: encoded before,
-by a signal or an earlier request, or now. Only the last token runs again, for its logits.
+A history becomes a prompt of semantic IDs, L tokens an item. The prompt's KV lies in pages, whether a signal encoded
+it, an earlier request, or this one. Only the last token of the prompt runs again, for its logits.
 
-`Generator` runs on the device threads, one request at a time on each; `GenerateEngine` is the event loop's side of it.
+`Generator` runs on the device threads; `GenerateEngine` is the event loop's side of it.
 """
 
 from __future__ import annotations
@@ -26,45 +26,45 @@ from npu_gr.catalogue.tokens import window_start
 from npu_gr.catalogue.trie import DEAD, I32, Trie
 from npu_gr.core.errors import Unprocessable
 from npu_gr.core.request import F32, I64
-from npu_gr.engine.beam_search import Beams, Query, SearchOptions, Tables, search
+from npu_gr.engine.beam_search import BeamQuery, BeamResult, SearchOptions, Tables, search
 from npu_gr.engine.cost import CostModel, fit
-from npu_gr.engine.queue import Demand, Step
-from npu_gr.engine.rank_engine import Cached, PageJobs, chunks
-from npu_gr.engine.scheduler import Done, Scheduler, Urgency
+from npu_gr.engine.job import Demand, JobOrder, JobResult, JobStep
+from npu_gr.engine.page_jobs import CachedPrefix, PageJobs, chunks
+from npu_gr.engine.scheduler import Scheduler
 from npu_gr.kv.arena import KVArena, Slab
 from npu_gr.kv.beam_arena import BeamArena
-from npu_gr.kv.layout import KVLayout, Run
+from npu_gr.kv.layout import KVLayout, PageRun
 from npu_gr.model.decoder import Decoder, LayerSlabs
 
-# Below, one attention stage is expected to be faster: the middle of what others measured (128 to 256, TensorRT-LLM
-# PR 14396); until `GenerateEngine.warm_up` has measured it on this device.
+# Prompts at least this long use two attention stages, shorter ones use one. The value is the middle of what others
+# measured (128 to 256, TensorRT-LLM PR 14396); `GenerateEngine.warm_up` replaces it by a measurement on this device.
 SPLIT_FROM_TOKENS = 192
 
 
-class Status(StrEnum):
-    """Whether there are as many items as were asked for."""
+class GenerateStatus(StrEnum):
+    """Tells whether the answer has as many items as the request wanted."""
 
     COMPLETE = "complete"
     EXHAUSTED = "exhausted"  # the catalogue, the filter or the beam has no more
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Generated:
-    """Flat arrays, best first. n = items."""
+class GeneratedItems:
+    """The items of an answer as parallel arrays, best first. n = items."""
 
     item_ids: I64  # [n]
     sids: I32  # [n, L]
     scores: F32  # [n] log-probability of the item's semantic ID; items that share one have equal scores
-    status: Status
+    status: GenerateStatus
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Prompt:
-    """A history as the decoder reads it. n = tokens: L of each item, oldest first."""
+    """A history as the decoder reads it: L tokens an item, oldest item first. n = tokens."""
 
     tokens: I64  # [n]
-    unknown_items: int = 0  # that the catalogue lacks; they are left out
-    cut_items: int = 0  # oldest ones that the window has no room for
+    unknown_items: int = 0  # items of the history that the catalogue lacks; the prompt leaves them out
+    cut_items: int = 0  # oldest items of the history that the prompt has no room for
     _fingerprints: dict[int, str] = field(default_factory=dict)
 
     def __len__(self) -> int:
@@ -72,11 +72,11 @@ class Prompt:
 
     @property
     def timestamps(self) -> I64:
-        """[n] zeros: the decoder knows an order and no times."""
+        """[n] zeros: the decoder reads an order and no times."""
         return np.zeros(len(self.tokens), np.int64)
 
     def fingerprint(self, num_tokens: int) -> str:
-        """Of the first `num_tokens`; made once each."""
+        """Return a hash of the first `num_tokens` tokens; computed once for each length."""
         known = self._fingerprints.get(num_tokens)
         if known is None:
             part = np.ascontiguousarray(self.tokens[:num_tokens])
@@ -84,33 +84,36 @@ class Prompt:
         return known
 
     def newest(self, num_tokens: int, num_levels: int) -> Prompt:
-        """At most the newest tokens, whole items."""
+        """Return the newest whole items that fit into `num_tokens` tokens."""
         keep = num_tokens // num_levels * num_levels
         return Prompt(self.tokens[len(self.tokens) - keep :], self.unknown_items)
 
 
-class Part(NamedTuple):
-    """Consecutive tokens of a prompt: the first `num_tokens` of some pages."""
+class PromptKV(NamedTuple):
+    """The KV of consecutive prompt tokens: the first `num_tokens` tokens of the pages `runs` of an arena.
+
+    A prompt whose KV is in several places is a sequence of these, in token order.
+    """
 
     arena: KVArena
-    runs: Sequence[Run]
+    runs: Sequence[PageRun]
     num_tokens: int
 
 
-class Ask(NamedTuple):
-    """One request of a generator, its prompt encoded."""
+class ItemSearch(NamedTuple):
+    """One search for items: a prompt whose KV is in pages already, and what is wanted."""
 
-    trie: Trie  # of one version of the catalogue
-    tables: Tables  # its, on this device
+    trie: Trie  # one version of the catalogue
+    tables: Tables  # the same trie on this device
     tokens: I64  # the whole prompt, at least one token
-    parts: Sequence[Part]  # where its KV is, in order
+    parts: Sequence[PromptKV]  # the prompt's KV, in token order
     options: SearchOptions
-    num_items: int  # how many are wanted
-    allow: Filter | None = None  # the items that the request may see; None = all
+    num_items: int  # wanted
+    allow: Filter | None = None  # items that the request may see; None = all
 
 
 def layout_of(decoder: Decoder, page_tokens: int = 64) -> KVLayout:
-    """Pages for a decoder's prompts, in its own dtype."""
+    """Lay out pages for a decoder's prompts, in the decoder's own dtype."""
     config = decoder.config
     return KVLayout(
         num_layers=config.num_layers,
@@ -123,14 +126,14 @@ def layout_of(decoder: Decoder, page_tokens: int = 64) -> KVLayout:
 
 
 def make_prompt(trie: Trie, item_ids: I64, max_tokens: int, cut_step_items: int = 1) -> Prompt:
-    """Semantic IDs of a history, oldest first; of a longer one the newest items that fit.
+    """Turn a history into the semantic IDs of its newest items that fit, oldest first.
 
     Args:
         trie: the catalogue.
-        item_ids: [n] external ids.
-        max_tokens: at least L.
-        cut_step_items: a history that does not fit begins at a multiple of this, as in `catalogue/tokens.py`, so that
-            its start, and with it every cached prefix, stands still for a while.
+        item_ids: [n] external ids, oldest first.
+        max_tokens: length limit of the prompt, at least L.
+        cut_step_items: a history that does not fit starts at a multiple of this, as in `catalogue/tokens.py`. So its
+            start stays the same for a while, and cached prefixes stay usable.
     """
     leaves = trie.find(item_ids)
     known = leaves[leaves != DEAD]
@@ -140,7 +143,7 @@ def make_prompt(trie: Trie, item_ids: I64, max_tokens: int, cut_step_items: int 
 
 
 class Generator:
-    """A decoder and what it reuses from request to request; every method runs on a device thread."""
+    """A decoder, and the memory that it reuses from request to request. Every method runs on a device thread."""
 
     def __init__(
         self,
@@ -151,20 +154,23 @@ class Generator:
         num_streams: int = 1,
         max_rows: int | None = None,
     ) -> None:
-        """Allocate a slab for the beams of each stream.
+        """Allocate the memory for the beams of each stream.
 
         Args:
             decoder: the model.
-            backend: its device.
-            max_beams: of one request.
-            num_levels: codes of a semantic ID, the same in every version of a catalogue.
+            backend: the model's device.
+            max_beams: limit of one request.
+            num_levels: codes of a semantic ID; every version of a catalogue has the same number.
             num_streams: threads that may call `generate` at once.
-            max_rows: beams of all requests of a pass; None = those of one.
+            max_rows: beams of all requests of a pass; None = those of one request.
         """
         config = decoder.config
-        self.decoder, self.backend, self.max_beams, self._num_slots = decoder, backend, max_beams, num_levels - 1
+        self.decoder = decoder
+        self.backend = backend
+        self.max_beams = max_beams
+        self._num_slots = num_levels - 1
         self.split_from_tokens = SPLIT_FROM_TOKENS
-        self._beams: queue.SimpleQueue[BeamArena] = queue.SimpleQueue()  # those that no thread is using
+        self._beams: queue.SimpleQueue[BeamArena] = queue.SimpleQueue()  # the arenas that no thread uses now
         for _ in range(num_streams):
             self._beams.put(
                 BeamArena(
@@ -181,17 +187,17 @@ class Generator:
 
     @property
     def max_prompt_tokens(self) -> int:
-        """What the model's positions leave for a prompt."""
+        """Tokens of the longest prompt: the model's positions, less those that the beams add."""
         return self.decoder.config.max_tokens - self._num_slots
 
-    def encode(self, tokens: I64, before: Sequence[Part], into: Part, offset: int = 0) -> None:
-        """Encode the next tokens of a prompt into pages, behind those that other pages hold already.
+    def encode(self, tokens: I64, before: Sequence[PromptKV], into: PromptKV, offset: int = 0) -> None:
+        """Encode the next tokens of a prompt into pages.
 
         Args:
-            tokens: [n] the next ones.
-            before: where the KV of those before them is, in order.
-            into: the pages that receive them.
-            offset: tokens of `into` that come before them (its own part of `before`).
+            tokens: [n] the tokens to encode.
+            before: the KV of all tokens before them, in token order.
+            into: the pages that receive their KV.
+            offset: tokens that `into` holds already, in front of these.
         """
         start = sum(part.num_tokens for part in before)
 
@@ -206,63 +212,65 @@ class Generator:
         trie: Trie,
         tables: Tables,
         tokens: I64,
-        parts: Sequence[Part],
+        parts: Sequence[PromptKV],
         options: SearchOptions,
         num_items: int,
         allow: Filter | None = None,
-    ) -> Generated:
-        """The best items after one prompt; see `generate_all`."""
-        return self.generate_all([Ask(trie, tables, tokens, parts, options, num_items, allow)])[0]
+    ) -> GeneratedItems:
+        """Search the best items after one prompt. The arguments are the fields of `ItemSearch`."""
+        return self.generate_all([ItemSearch(trie, tables, tokens, parts, options, num_items, allow)])[0]
 
-    def generate_all(self, asks: Sequence[Ask]) -> list[Generated]:
-        """The best items after some prompts whose KV is in pages, in one search.
+    def generate_all(self, searches: Sequence[ItemSearch]) -> list[GeneratedItems]:
+        """Search the best items after several prompts at once, in rounds that they share.
 
         Raises:
             Unprocessable: a beam or a prompt over the limit. FloatingPointError: the model's weights are broken.
         """
-        queries = [self._query(ask) for ask in asks]
+        queries = [self._query(each) for each in searches]
         beams = self._beams.get()
         try:
             found = search(self.decoder, self.backend, queries, beams)
         finally:
             self._beams.put(beams)
-        return [_generated(ask, each) for ask, each in zip(asks, found, strict=True)]
+        return [_generated(each, result) for each, result in zip(searches, found, strict=True)]
 
-    def _query(self, ask: Ask) -> Query:
-        tokens, last = ask.tokens, len(ask.tokens) - 1
-        if ask.options.width > self.max_beams:
-            raise Unprocessable(f"beam_width: {ask.options.width}, the limit is {self.max_beams}")
+    def _query(self, wanted: ItemSearch) -> BeamQuery:
+        tokens = wanted.tokens
+        last = len(tokens) - 1
+        if wanted.options.width > self.max_beams:
+            raise Unprocessable(f"beam_width: {wanted.options.width}, the limit is {self.max_beams}")
         if not 0 < len(tokens) <= self.max_prompt_tokens:
             raise Unprocessable(f"history: {len(tokens)} tokens, the model takes 1 to {self.max_prompt_tokens}")
         newest = self.backend.upload(tokens[last:])
-        before = _slabs(ask.parts, last) if last else None
-        allow = ask.allow
-        return Query(
-            tables=ask.tables,
-            prompt=_slabs(ask.parts, len(tokens)),
+        before = _slabs(wanted.parts, last) if last else None
+        allow = wanted.allow
+        return BeamQuery(
+            tables=wanted.tables,
+            prompt=_slabs(wanted.parts, len(tokens)),
             num_prompt_tokens=len(tokens),
             hidden=self.decoder.prefill(self.backend, newest, last, before, None),
-            options=ask.options,
+            options=wanted.options,
             allowed=None if allow is None else tuple(self.backend.upload(level) for level in allow.valid),
             split=len(tokens) >= self.split_from_tokens,
         )
 
 
-def _generated(ask: Ask, found: Beams) -> Generated:
-    items = ask.trie.items_of(found.leaves, allowed=None if ask.allow is None else ask.allow.allowed)
-    item_ids = items.item_ids[: ask.num_items]
-    of_leaf = np.repeat(np.arange(len(found.leaves)), items.counts)[: ask.num_items]
-    return Generated(
+def _generated(wanted: ItemSearch, found: BeamResult) -> GeneratedItems:
+    items = wanted.trie.items_of(found.leaves, allowed=None if wanted.allow is None else wanted.allow.allowed)
+    item_ids = items.item_ids[: wanted.num_items]
+    of_leaf = np.repeat(np.arange(len(found.leaves)), items.counts)[: wanted.num_items]
+    return GeneratedItems(
         item_ids=item_ids,
-        sids=ask.trie.sid_of(found.leaves)[of_leaf],
+        sids=wanted.trie.sid_of(found.leaves)[of_leaf],
         scores=found.scores[of_leaf],
-        status=Status.COMPLETE if len(item_ids) == ask.num_items else Status.EXHAUSTED,
+        status=GenerateStatus.COMPLETE if len(item_ids) == wanted.num_items else GenerateStatus.EXHAUSTED,
     )
 
 
-def _slabs(parts: Sequence[Part], num_tokens: int) -> LayerSlabs:
+def _slabs(parts: Sequence[PromptKV], num_tokens: int) -> LayerSlabs:
     def views(layer: int) -> list[Slab]:
-        slabs, left = [], num_tokens
+        slabs: list[Slab] = []
+        left = num_tokens
         for arena, runs, count in parts:
             slabs += arena.views(layer, runs, min(count, left))
             left -= min(count, left)
@@ -272,8 +280,8 @@ def _slabs(parts: Sequence[Part], num_tokens: int) -> LayerSlabs:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Work:
-    """One request: what is searched for, and what of its prompt is encoded already."""
+class GeneratePass:
+    """One request's share of a pass: what to search for, and which part of its prompt is encoded already."""
 
     trie: Trie
     tables: Tables
@@ -281,110 +289,140 @@ class Work:
     options: SearchOptions
     num_items: int
     allow: Filter | None = None
-    cached: Cached | None = None  # the KV of its first tokens
-    keep: tuple[Run, ...] | None = None  # pages that receive the KV, behind that of `cached`
-    vocabulary: int = 0  # of the model, for what a pass may hold
+    cached: CachedPrefix | None = None  # the KV of the prompt's first tokens
+    keep: tuple[PageRun, ...] | None = None  # pages for the whole prompt; those of `cached`, if there are any
+    vocabulary: int = 0  # tokens of the model's vocabulary, for the limit on the logits of a pass
 
     @property
     def demand(self) -> Demand:
-        """What the pass computes."""
+        """The prompt tokens, beams and logits that the pass computes."""
         cached = self.cached.num_tokens if self.cached else 0
         return Demand(len(self.prompt) - cached, self.options.width, self.options.width * self.vocabulary)
 
 
 class GenerateEngine(PageJobs):
-    """Prefill and generate as jobs of the device thread, which other engines may share."""
+    """One generator. Other engines may share its scheduler."""
 
     def __init__(self, generator: Generator, scheduler: Scheduler, arena: KVArena) -> None:
-        """`arena`: pages of prompts. Tokens that no page is reserved for are encoded into a scratch of our own."""
+        """Allocate scratch pages for prompts that no page of the arena is reserved for.
+
+        Args:
+            generator: runs on the scheduler's device threads.
+            scheduler: where prefills and generates are queued.
+            arena: pages of prompt KV.
+        """
         super().__init__(scheduler, generator.backend, arena)
         self.generator = generator
-        self._scratch_pages = arena.layout.pages(generator.max_prompt_tokens)  # of one request
+        self._scratch_pages = arena.layout.pages(generator.max_prompt_tokens)  # for one request of a pass
         pages = self._scratch_pages * scheduler.config.max_batch_requests
-        self._scratch: queue.SimpleQueue[KVArena] = queue.SimpleQueue()  # those that no thread is using
+        self._scratch: queue.SimpleQueue[KVArena] = queue.SimpleQueue()  # the arenas that no thread uses now
         for _ in range(scheduler.config.streams):
             self._scratch.put(KVArena(arena.layout, pages, generator.backend.device))
 
     async def prefill(
-        self, tokens: Prompt, keep: tuple[Run, ...], deadline_at: float, urgency: Urgency, first_token: int = 0
+        self, tokens: Prompt, keep: tuple[PageRun, ...], deadline_at: float, order: JobOrder, first_token: int = 0
     ) -> int:
-        """Encode a prompt into the pages `keep`, chunk after chunk; see `Engine.prefill`."""
+        """Encode a prompt into the pages `keep`, one chunk a pass. The contract is that of `Encoder.prefill`."""
 
-        def step(start: int, stop: int) -> Step:
-            before = [Part(self.arena, keep, start)] if start else []
+        def step(start: int, stop: int) -> JobStep:
+            before = [PromptKV(self.arena, keep, start)] if start else []
 
             def run() -> None:
-                self.generator.encode(tokens.tokens[start:stop], before, Part(self.arena, keep, stop), start)
+                self.generator.encode(tokens.tokens[start:stop], before, PromptKV(self.arena, keep, stop), start)
                 self.backend.synchronize()
 
-            return Step(run, self.cost.pass_s(stop - start, start, 0))
+            return JobStep(run, self.cost.pass_s(stop - start, start, 0))
 
         limits = list(chunks(first_token, len(tokens), self.scheduler.config.prefill_chunk_tokens))
         steps = [step(start, stop) for start, stop in limits]
-        done = await self.scheduler.sequence(steps, deadline_at, urgency, is_sheddable=True, kind="prefill")
+        done = await self.scheduler.sequence(steps, deadline_at, order, preemptible=True, kind="prefill")
         return limits[done.steps - 1][1] if done.steps else first_token
 
-    async def generate(self, work: Work, deadline_at: float, arrived_at: float | None = None) -> Done[Generated]:
-        """Encode what is missing of the prompt and search, in a pass that others may share."""
+    async def generate(
+        self, work: GeneratePass, deadline_at: float, arrived_at: float | None = None
+    ) -> JobResult[GeneratedItems]:
+        """Encode the part of the prompt that is missing, and search, in a pass that other generates may share.
+
+        Args:
+            work: the request; `vocabulary` is filled in here.
+            deadline_at: instant on time.monotonic(); a pass that has not begun by then is dropped.
+            arrived_at: the instant at which the request arrived at this instance, before its history was read: see
+                `RankEngine.rank`. None = now.
+
+        Raises:
+            Overloaded, DeadlineExceeded, DeviceError: as `Scheduler.batch`. Unprocessable: a beam or a prompt over
+            the limit.
+        """
         cached = work.cached.num_tokens if work.cached else 0
         expected_s = self.cost.pass_s(len(work.prompt) - cached, cached, work.options.width)
         work = replace(work, vocabulary=self.generator.decoder.config.vocab_size)
-        done: Done[Generated] = await self.scheduler.batch(
+        done: JobResult[GeneratedItems] = await self.scheduler.batch(
             work,
-            self._run,
+            self.run_batch,
             deadline_at,
             objective_s=self.objective_s,
             arrived_at=arrived_at,
-            takes_s=expected_s,
+            estimate_s=expected_s,
             kind="generate",
         )
         if work.cached is None and done.batch_size == 1:
-            self._correct(expected_s, done.device_s)
+            self.observe_pass(expected_s, done.device_s)
         return done
 
-    def _run(self, works: Sequence[Work]) -> list[Generated]:
+    def run_batch(self, works: Sequence[GeneratePass]) -> list[GeneratedItems]:
         scratch = self._scratch.get()
         try:
-            return self.generator.generate_all([self._ask(work, scratch, n) for n, work in enumerate(works)])
+            return self.generator.generate_all([self._encoded(work, scratch, n) for n, work in enumerate(works)])
         finally:
             self._scratch.put(scratch)
 
-    def _ask(self, work: Work, scratch: KVArena, place: int) -> Ask:
-        """With the whole prompt encoded: what is missing goes into pages to keep, or into the place's own scratch."""
-        tokens, parts = work.prompt.tokens, list[Part]()
+    def _encoded(self, work: GeneratePass, scratch: KVArena, place: int) -> ItemSearch:
+        """Encode the part of the prompt that is missing, into `work.keep` or else into scratch pages.
+
+        Args:
+            work: the request.
+            scratch: scratch pages of this thread.
+            place: index of the request in the pass; each has scratch pages of its own.
+        """
+        tokens = work.prompt.tokens
+        parts: list[PromptKV] = []
         start = work.cached.num_tokens if work.cached else 0
         if work.cached:
-            parts.append(Part(self.arena, work.cached.runs, start))
+            parts.append(PromptKV(self.arena, work.cached.runs, start))
         if work.keep:
-            whole = Part(self.arena, work.keep, len(tokens))
+            whole = PromptKV(self.arena, work.keep, len(tokens))
             self.generator.encode(tokens[start:], parts, whole, start)
             parts = [whole]
         elif start < len(tokens):
-            own = Part(scratch, (Run(place * self._scratch_pages, self._scratch_pages),), len(tokens) - start)
+            own = PromptKV(scratch, (PageRun(place * self._scratch_pages, self._scratch_pages),), len(tokens) - start)
             self.generator.encode(tokens[start:], parts, own)
             parts.append(own)
-        return Ask(work.trie, work.tables, work.prompt.tokens, parts, work.options, work.num_items, work.allow)
+        return ItemSearch(work.trie, work.tables, work.prompt.tokens, parts, work.options, work.num_items, work.allow)
 
     async def warm_up(self, trie: Trie, tables: Tables, lengths: Sequence[int], widths: Sequence[int]) -> CostModel:
-        """Run every shape once cold and once timed; fit and keep the cost model, candidates = beams.
+        """Run every shape twice, time the second run, fit the cost model and keep it. Its candidates are beams.
 
-        Also finds the shortest of the lengths from which two attention stages beat one at the widest beam.
+        Also find the shortest of the lengths from which two attention stages beat one, at the widest beam.
 
         Args:
-            trie, tables: a catalogue with at least one item.
-            lengths: tokens of a prompt. widths: beams.
+            trie: a catalogue with at least one item.
+            tables: the same trie on this device.
+            lengths: prompt tokens of the shapes.
+            widths: beams of the shapes; every length runs with each of them.
         """
         random = np.random.default_rng(0)
         items = trie.leaf_item[random.integers(0, trie.num_items, max(lengths))]
 
-        def work(n: int, width: int) -> Work:
-            prompt, options = make_prompt(trie, items, n), SearchOptions(width=width)
-            return Work(trie=trie, tables=tables, prompt=prompt, options=options, num_items=width)
+        def work(n: int, width: int) -> GeneratePass:
+            prompt = make_prompt(trie, items, n)
+            options = SearchOptions(width=width)
+            return GeneratePass(trie=trie, tables=tables, prompt=prompt, options=options, num_items=width)
 
         def split_from(scratch: KVArena) -> int:
             for n in lengths:
                 each = work(n, max(widths))
-                tokens, part = each.prompt.tokens, Part(scratch, (Run(0, scratch.num_pages),), len(each.prompt))
+                tokens = each.prompt.tokens
+                part = PromptKV(scratch, (PageRun(0, scratch.num_pages),), len(each.prompt))
                 self.generator.encode(tokens, [], part)
                 searched_s = []
                 for self.generator.split_from_tokens in (0, n + 1):  # two stages, one
@@ -401,7 +439,7 @@ class GenerateEngine(PageJobs):
             self.generator.split_from_tokens = split_from(scratch)
             self._scratch.put(scratch)
             shapes = [(work(n, width), width) for n in lengths for width in widths]
-            return [(len(each.prompt), width, _timed(partial(self._run, [each]))) for each, width in shapes]
+            return [(len(each.prompt), width, _timed(partial(self.run_batch, [each]))) for each, width in shapes]
 
         done = await self.scheduler.call(measure, float("inf"))
         self.cost = fit(done.value)
@@ -412,7 +450,7 @@ _TRIES = 3
 
 
 def _timed(run: Callable[[], Any]) -> float:
-    """Seconds, after one run that is not counted."""
+    """Time the second of two runs, in seconds."""
     run()
     began_at = time.perf_counter()
     run()

@@ -1,4 +1,4 @@
-"""A running quantile in O(1) memory, which follows a value that drifts.
+"""An estimate of a quantile in O(1) memory, which follows a value that drifts.
 
 Source: stochastic approximation of a quantile (Robbins and Monro 1951), in the multiplicative form of
 "frugal streaming" estimators: each sample moves the estimate up by `rate * q`, or down by `rate * (1 - q)`, of itself.
@@ -8,18 +8,27 @@ from __future__ import annotations
 
 
 class RunningQuantile:
-    """Of positive samples. It settles where a share q of the samples lies below it."""
+    """The q-quantile of positive samples: it settles where a share q of the samples lies below it."""
 
     def __init__(self, q: float, initial: float, rate: float = 0.05, *, is_measured: bool = False) -> None:
-        """`initial`: a guess, or a measured value that single samples only move."""
+        """Start from `initial`.
+
+        Args:
+            q: the share, within (0, 1).
+            initial: the estimate before the first sample, > 0.
+            rate: how far one sample moves the estimate, once there are many.
+            is_measured: `initial` was measured, and single samples only move it. Otherwise it is a guess, which the
+                first sample replaces.
+        """
         assert 0.0 < q < 1.0
         assert initial > 0.0
-        self._q, self._rate = q, rate
+        self._q = q
+        self._rate = rate
         self.value = initial
         self.num_samples = int(1.0 / rate) if is_measured else 0
 
     def observe(self, sample: float) -> None:
-        """Take a sample in. The first replaces the guess, the next few move faster than the later ones."""
+        """Take a sample in. The first replaces a guess; the next few move the estimate more than later ones do."""
         self.num_samples += 1
         if self.num_samples == 1:
             self.value = sample

@@ -1,13 +1,11 @@
-"""What the device is asked for: prefill a prefix, rank against one, copy between tiers. READ after `service.py`.
+"""The ranker's device work: prefill a history into pages, score candidates against one. READ after `service.py`.
 
-Every method submits to the scheduler and awaits; tensors are built and read on the device threads only.
+Every method submits a job to the scheduler and awaits it; tensors are built and read on the device threads only.
 """
 
 from __future__ import annotations
 
-import asyncio
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -18,172 +16,112 @@ from npu_gr.backend.base import Backend
 from npu_gr.catalogue.tokens import Tokens
 from npu_gr.core.request import F32, I64
 from npu_gr.engine.cost import CostModel, fit
-from npu_gr.engine.quantile import RunningQuantile
-from npu_gr.engine.queue import Demand, Step
-from npu_gr.engine.scheduler import Done, Scheduler, Urgency
+from npu_gr.engine.job import Demand, JobOrder, JobStep
+from npu_gr.engine.page_jobs import CachedPrefix, PageJobs, chunks
+from npu_gr.engine.scheduler import Scheduler
 from npu_gr.kv.arena import KVArena
-from npu_gr.kv.layout import Run
+from npu_gr.kv.layout import PageRun
 from npu_gr.model.hstu import HSTU, Past, Segment
 
-
-class Cached(NamedTuple):
-    """Pages that hold the first `num_tokens` tokens of a request's history."""
-
-    runs: tuple[Run, ...]
-    num_tokens: int
+_FAR = float("inf")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Pass:
-    """One request's share of a forward pass, in host arrays."""
+class RankPass:
+    """One request's share of a forward pass, in host arrays.
+
+        history    0 ........ cached.num_tokens ........ len(tokens)
+                   [ read from `cached` ][ computed now, and written to `keep` ]
+
+    Without `cached`, the tokens before `first_token` are left out of the pass.
+    """
 
     tokens: Tokens
-    first_token: int  # history before it is left out, unless `cached` covers it
-    candidates: I64  # [c] item rows
-    candidate_time: int
-    cached: Cached | None = None
-    keep: tuple[Run, ...] | None = None  # pages that receive the history's keys and values, behind those of `cached`
+    first_token: int
+    candidates: I64  # [c] item rows; none = a prefill
+    candidate_time: int  # unix seconds at which the candidates are shown
+    cached: CachedPrefix | None = None
+    keep: tuple[PageRun, ...] | None = None  # pages for the whole history; those of `cached`, if there are any
 
     @property
     def demand(self) -> Demand:
-        """What the pass computes."""
+        """The tokens and candidates that the pass computes."""
         start = self.cached.num_tokens if self.cached else self.first_token
         return Demand(len(self.tokens) - start, len(self.candidates))
 
 
-class Scored(NamedTuple):
-    """A rank's result."""
+class RankScores(NamedTuple):
+    """A rank's logits, and where its time went."""
 
     logits: F32  # [c, tasks]
     queue_s: float
     device_s: float
 
 
-_LITTLE_S = 1e-4
-_FAR = float("inf")
-
-
-def chunks(start: int, stop: int, size: int) -> Iterator[tuple[int, int]]:
-    """[start, stop) in parts that end at multiples of `size`."""
-    while start < stop:
-        end = min(stop, (start // size + 1) * size)
-        yield start, end
-        start = end
-
-
-class PageJobs:
-    """What every engine does with pages: copies between tiers, overwriting."""
-
-    def __init__(self, scheduler: Scheduler, backend: Backend, arena: KVArena) -> None:
-        self.scheduler, self.backend, self.arena = scheduler, backend, arena
-        self.cost = CostModel(0.0, 0.0, 0.0, 0.0, 0.0)
-        self.copy_bytes_per_s = float("inf")
-        self.on_copied: Callable[[KVArena, int, Done[None]], None] = lambda _target, _num_bytes, _done: None
-        # how long after it came a request should be done; it is given up only at its deadline
-        self.objective_s = float("inf")
-        self._short_s = RunningQuantile(0.9, _LITTLE_S)
-
-    @property
-    def queue_s(self) -> float:
-        """How long a request that comes now would wait for the device."""
-        return self.scheduler.wait_s(self.objective_s)
-
-    @property
-    def residual_s(self) -> float:
-        """What `cost` has been short by lately: nine of ten passes were short by less."""
-        return self._short_s.value
-
-    def _correct(self, expected_s: float, took_s: float) -> None:
-        self._short_s.observe(max(took_s - expected_s, _LITTLE_S))
-
-    async def copy(
-        self,
-        source: KVArena,
-        source_runs: Sequence[Run],
-        target: KVArena,
-        target_runs: Sequence[Run],
-        num_tokens: int,
-        deadline_at: float,
-        order_at: float | Urgency | None = None,
-        *,
-        is_sheddable: bool = False,
-    ) -> None:
-        """Copy a prefix between tiers, bit for bit; returns when the bytes are there."""
-
-        def work() -> Callable[[], None]:
-            return self.backend.copy(lambda: target.copy_tokens_from(source, source_runs, target_runs, num_tokens))
-
-        queued = await self.scheduler.call(work, deadline_at, order_at, is_sheddable=is_sheddable, kind="copy")
-        began_at = time.monotonic()
-        await self.scheduler.finished(queued.value)
-        done = Done(None, queued.queue_s, queued.device_s + time.monotonic() - began_at)
-        self.on_copied(target, target.layout.bytes(num_tokens), done)
-
-    async def measure_copy(self, dram: KVArena, dram_runs: Sequence[Run], runs: Sequence[Run], num_tokens: int) -> None:
-        """Measure the bandwidth from DRAM pages to device pages, best of three."""
-        taken_s = list[float]()
-        for _ in range(3):
-            began_at = time.perf_counter()
-            await self.copy(dram, dram_runs, self.arena, runs, num_tokens, float("inf"))
-            taken_s.append(time.perf_counter() - began_at)
-        self.copy_bytes_per_s = dram.layout.bytes(num_tokens) / min(taken_s)
-
-    def zero(self, arena: KVArena, runs: Sequence[Run]) -> asyncio.Future[Done[None]]:
-        """Overwrite pages, ahead of every job that waits: whoever gets them afterwards writes later."""
-
-        def work() -> None:
-            arena.zero(runs)
-            self.backend.synchronize()  # the next writer may be in another stream
-
-        return self.scheduler.post(work)
-
-
-class Engine(PageJobs):
-    """One ranker and its backend, over a scheduler that other engines may share."""
+class RankEngine(PageJobs):
+    """One ranker on one backend. Other engines may share its scheduler."""
 
     def __init__(self, model: HSTU, backend: Backend, scheduler: Scheduler, arena: KVArena) -> None:
         super().__init__(scheduler, backend, arena)
         self.model = model
 
     async def prefill(
-        self, tokens: Tokens, keep: tuple[Run, ...], deadline_at: float, urgency: Urgency, first_token: int = 0
+        self, tokens: Tokens, keep: tuple[PageRun, ...], deadline_at: float, order: JobOrder, first_token: int = 0
     ) -> int:
-        """Encode a history into the pages `keep`, chunk after chunk: a rank waits for the end of one at most.
+        """Encode a history into pages, one chunk a pass: a rank waits for one chunk at most.
 
         Args:
             tokens: the whole history.
-            keep: pages for all of it, which hold its first `first_token` tokens already.
-            deadline_at: a chunk that has not begun by then is dropped, and what follows.
-            urgency: when its rank is expected; if it is cut, the rank goes on from the chunk that runs.
-            first_token: where to go on.
+            keep: pages for all of it; they hold its first `first_token` tokens already.
+            deadline_at: instant on time.monotonic(); a chunk that has not begun by then is dropped with the rest.
+            order: its place in the queue. If it is cancelled at a step, the prefill ends with the chunk that runs.
+            first_token: where to continue.
 
         Returns:
-            how many tokens the pages hold now.
+            how many tokens the pages hold now: all of them, unless `order` was cancelled at a step.
+
+        Raises:
+            Overloaded, DeadlineExceeded, DeviceError: as `Scheduler.sequence`.
         """
 
-        def step(start: int, stop: int) -> Step:
-            cached = Cached(keep, start) if start else None
-            work = Pass(tokens[:stop], 0, np.empty(0, np.int64), 0, cached=cached, keep=keep)
-            return Step(lambda: self._run([work]), self.cost.pass_s(stop - start, start, 0))
+        def step(start: int, stop: int) -> JobStep:
+            cached = CachedPrefix(keep, start) if start else None
+            work = RankPass(tokens[:stop], 0, np.empty(0, np.int64), 0, cached=cached, keep=keep)
+            return JobStep(lambda: self.forward([work]), self.cost.pass_s(stop - start, start, 0))
 
         parts = list(chunks(first_token, len(tokens), self.scheduler.config.prefill_chunk_tokens))
         steps = [step(start, stop) for start, stop in parts]
-        done = await self.scheduler.sequence(steps, deadline_at, urgency, is_sheddable=True, kind="prefill")
+        done = await self.scheduler.sequence(steps, deadline_at, order, preemptible=True, kind="prefill")
         return parts[done.steps - 1][1] if done.steps else first_token
 
-    async def rank(self, work: Pass, deadline_at: float, arrived_at: float | None = None) -> Scored:
-        """Score a pass's candidates, of a request that came at `arrived_at` (now by default)."""
+    async def rank(self, work: RankPass, deadline_at: float, arrived_at: float | None = None) -> RankScores:
+        """Score a request's candidates, in a pass that it may share with other ranks.
+
+        Args:
+            work: the request.
+            deadline_at: instant on time.monotonic(); a pass that has not begun by then is dropped.
+            arrived_at: the instant at which the request arrived at this instance, before its history was read. Its
+                place in the queue is `arrived_at + objective_s`, and aging counts from it, so time spent reading the
+                history makes the request older, not younger. None = now.
+
+        Raises:
+            Overloaded, DeadlineExceeded, DeviceError: as `Scheduler.batch`.
+        """
         cached = work.cached.num_tokens if work.cached else 0
         expected_s = self.cost.pass_s(work.demand.tokens, cached, work.demand.rows)
         done = await self.scheduler.batch(
-            work, self._run, deadline_at, objective_s=self.objective_s, arrived_at=arrived_at, takes_s=expected_s
+            work, self.forward, deadline_at, objective_s=self.objective_s, arrived_at=arrived_at, estimate_s=expected_s
         )
         if work.cached is None and done.batch_size == 1:
-            self._correct(expected_s, done.device_s)
-        return Scored(done.value, done.queue_s, done.device_s)
+            self.observe_pass(expected_s, done.device_s)
+        return RankScores(done.value, done.queue_s, done.device_s)
 
-    def _run(self, passes: Sequence[Pass]) -> list[F32]:
-        """On a device thread: one forward pass over all; [c, tasks] logits each."""
+    def forward(self, passes: Sequence[RankPass]) -> list[F32]:
+        """Run one forward pass over all requests. Only on a device thread.
+
+        Returns:
+            one array of logits [c, tasks] a request.
+        """
         logits = self.model(self.backend, [self._segment(p) for p in passes])
         sizes = [len(p.candidates) for p in passes]
         if not sum(sizes):  # a prefill: nothing to fetch, and its pages are read once this returns
@@ -191,12 +129,14 @@ class Engine(PageJobs):
         host = torch.cat(logits).to("cpu", torch.float32).numpy()  # the one wait for the device
         return np.split(host, np.cumsum(sizes)[:-1])
 
-    def _segment(self, work: Pass) -> Segment:
-        tokens, cached = work.tokens, work.cached
+    def _segment(self, work: RankPass) -> Segment:
+        tokens = work.tokens
+        cached = work.cached
         start = cached.num_tokens if cached else work.first_token
         past = None
         if cached:
-            arena, held = self.arena, cached
+            arena = self.arena
+            held = cached
             past = Past(
                 self.backend.upload(tokens.events.timestamps[:start]),
                 lambda layer: arena.slabs(layer, held.runs, held.num_tokens),
@@ -212,18 +152,22 @@ class Engine(PageJobs):
         )
 
     async def warm_up(self, tokens: Tokens, lengths: Sequence[int], candidates: Sequence[int]) -> CostModel:
-        """Run every shape once cold and once timed; fit and keep the cost model. A live rank waits for one at most.
+        """Run every shape twice, time the second run, fit the cost model and keep it.
+
+        A live rank waits for one of these passes at most.
 
         Args:
             tokens: a history at least as long as the longest of `lengths`.
-            lengths, candidates: the shapes.
+            lengths: history tokens of the shapes.
+            candidates: candidates of the shapes; every length runs with each of them.
         """
-        rows, samples = np.zeros(max(candidates), np.int64), []
+        rows = np.zeros(max(candidates), np.int64)
+        samples = []
         for n in lengths:
             for c in candidates:
-                work = Pass(tokens, len(tokens) - n, rows[:c], int(tokens.events.timestamps[-1]))
-                await self.scheduler.call(lambda work=work: self._run([work]), _FAR)  # type: ignore[misc]
-                done = await self.scheduler.call(lambda work=work: self._run([work]), _FAR)  # type: ignore[misc]
+                work = RankPass(tokens, len(tokens) - n, rows[:c], int(tokens.events.timestamps[-1]))
+                await self.scheduler.call(lambda work=work: self.forward([work]), _FAR)  # type: ignore[misc]
+                done = await self.scheduler.call(lambda work=work: self.forward([work]), _FAR)  # type: ignore[misc]
                 samples.append((n, c, done.device_s))
         self.cost = fit(samples)
         return self.cost

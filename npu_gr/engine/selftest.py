@@ -1,4 +1,4 @@
-"""The parity self-test: cold == HBM hit == DRAM hit on this very device, before the first request is taken."""
+"""The parity self-test: cold scores == HBM hit == DRAM hit, on this very device, before the first request is served."""
 
 from __future__ import annotations
 
@@ -7,43 +7,47 @@ import numpy as np
 from npu_gr.catalogue.tokens import Tokens
 from npu_gr.core.errors import DeviceError
 from npu_gr.core.request import I64
-from npu_gr.engine.rank_engine import Cached, Engine, Pass
-from npu_gr.engine.scheduler import Urgency
+from npu_gr.engine.job import JobOrder
+from npu_gr.engine.page_jobs import CachedPrefix
+from npu_gr.engine.rank_engine import RankEngine, RankPass
 from npu_gr.kv.arena import KVArena
-from npu_gr.kv.layout import Run
+from npu_gr.kv.layout import PageRun
 
 TOLERANCE = {"float64": 1e-12, "float32": 1e-5, "bfloat16": 0.1}  # of the logits' standard deviation
 _FAR = float("inf")
 
 
 async def parity(
-    engine: Engine,
-    runs: tuple[Run, ...],
+    engine: RankEngine,
+    runs: tuple[PageRun, ...],
     dram: KVArena | None,
-    dram_runs: tuple[Run, ...],
+    dram_runs: tuple[PageRun, ...],
     tokens: Tokens,
     candidates: I64,
 ) -> float:
-    """Largest difference of cached from cold scores, as a share of their standard deviation.
+    """Rank one history cold, from HBM and from DRAM, and compare the scores.
 
     Args:
-        engine: to be tested; its jobs come after those that have a deadline.
-        runs: pages of its arena for `tokens`, of nobody else; zeroed at the end.
-        dram: the other tier; None = there is none.
-        dram_runs: as `runs`, of `dram`.
-        tokens: a history.
+        engine: the engine to test; its test jobs run after all jobs that have a deadline.
+        runs: pages of its arena for `tokens` that nobody else uses; they are zero at the end.
+        dram: the arena of the DRAM tier; None = there is no such tier.
+        dram_runs: pages of `dram` for `tokens` that nobody else uses; they are zero at the end.
+        tokens: a history. Three quarters of it are cached, the rest is computed.
         candidates: [c] item rows.
 
+    Returns:
+        the largest difference of a cached score from the cold one, in standard deviations of the cold scores.
+
     Raises:
-        DeviceError: the difference is over the tolerance of the dtype that keys and values are kept in.
+        DeviceError: the difference is over the tolerance of the dtype in which keys and values are kept.
     """
     layout = engine.arena.layout
     cut = len(tokens) * 3 // 4
     shown_at = int(tokens.events.timestamps[-1])
     head = tokens[:cut]
-    cold = await engine.rank(Pass(tokens, 0, candidates, shown_at), _FAR)
-    await engine.prefill(head, runs, _FAR, Urgency(_FAR))
-    hit = Pass(tokens, 0, candidates, shown_at, cached=Cached(runs, cut))
+    cold = await engine.rank(RankPass(tokens, 0, candidates, shown_at), _FAR)
+    await engine.prefill(head, runs, _FAR, JobOrder(_FAR))
+    hit = RankPass(tokens, 0, candidates, shown_at, cached=CachedPrefix(runs, cut))
     results = {"HBM": await engine.rank(hit, _FAR)}
     if dram is not None:
         await engine.copy(engine.arena, runs, dram, dram_runs, cut, _FAR)

@@ -27,7 +27,7 @@ from npu_gr.core.request import (
 )
 from npu_gr.core.settings import Bytes, Count
 from npu_gr.engine.beam_search import SearchOptions
-from npu_gr.engine.generate_engine import GenerateEngine, Prompt, Work, make_prompt
+from npu_gr.engine.generate_engine import GenerateEngine, GeneratePass, Prompt, make_prompt
 from npu_gr.jobs.base import Call
 from npu_gr.jobs.in_use import InUse
 from npu_gr.jobs.served_catalogue import ServedCatalogue
@@ -173,7 +173,7 @@ class Generation:
                 if lease.first_token:
                     item_tokens = snapshot.trie.num_levels
                     prompt = prompt.newest(max(item_tokens, len(prompt) - lease.first_token), item_tokens)
-                work = Work(
+                work = GeneratePass(
                     trie=snapshot.trie,
                     tables=tables,
                     prompt=prompt,

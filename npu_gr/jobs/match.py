@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,10 +17,12 @@ import msgspec
 import numpy as np
 
 from npu_gr.backend.base import Backend
-from npu_gr.core.errors import ConfigError, DataError, NotFound, NpuGrError, Unprocessable
+from npu_gr.core.errors import ConfigError, DataError, NotFound, Unprocessable
+from npu_gr.core.kinds import MATCH
 from npu_gr.core.published import Published
 from npu_gr.core.request import I64, MatchAnswer, MatchRequest, VectorsInfo
 from npu_gr.core.settings import Count
+from npu_gr.engine.job import NOTHING, Demand, JobResult
 from npu_gr.engine.scheduler import Scheduler
 from npu_gr.jobs.base import Call
 from npu_gr.jobs.histories import Histories
@@ -27,6 +30,8 @@ from npu_gr.matching.index import IndexName
 from npu_gr.matching.matcher import MatchedItems, Matcher, MatchQuery
 from npu_gr.matching.vectors import load
 from npu_gr.metrics.registry import Metrics
+
+SMOOTHING = 0.1  # weight of the newest pass in the estimate of a match
 
 
 class MatchConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -37,6 +42,28 @@ class MatchConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     max_items: Count = 1000  # that a request may ask for
     max_batch_requests: Count = 64  # in one pass over the items
     max_history_events: Count = 1000  # newest events that a vector is folded in from
+
+
+class MatchWork(NamedTuple):
+    """One match in a pass over the items."""
+
+    query: MatchQuery
+
+    @property
+    def demand(self) -> Demand:
+        """Nothing: a pass of matches is bounded by its number of requests."""
+        return NOTHING
+
+
+class MatchVersion:
+    """One version of the vectors. Matches of two versions never share a pass, because `run` differs."""
+
+    def __init__(self, matcher: Matcher) -> None:
+        self.matcher = matcher
+
+    def run(self, works: Sequence[MatchWork]) -> Sequence[MatchedItems]:
+        """Search for all matches of a pass, on a device thread."""
+        return self.matcher.run([work.query for work in works])
 
 
 class ServedVectors:
@@ -51,13 +78,13 @@ class ServedVectors:
         """
         self._config = config
         self._backend = backend
-        self._matchers: Published[Matcher] = Published("the vectors")
+        self._versions: Published[MatchVersion] = Published("the vectors")
         self._reloading = asyncio.Lock()
 
     @property
-    def current(self) -> Matcher:
+    def current(self) -> MatchVersion:
         """The version in service."""
-        return self._matchers.current
+        return self._versions.current
 
     async def reload(self) -> VectorsInfo:
         """Read the folder again and serve what is there; requests in progress keep their version.
@@ -67,8 +94,8 @@ class ServedVectors:
         """
         async with self._reloading:
             matcher = await asyncio.to_thread(self._read)
-            if self._matchers.is_empty or matcher.vectors.version != self.current.vectors.version:
-                self._matchers.publish(matcher)
+            if self._versions.is_empty or matcher.vectors.version != self.current.matcher.vectors.version:
+                self._versions.publish(MatchVersion(matcher))
         return self.info()
 
     def rollback(self) -> VectorsInfo:
@@ -77,44 +104,37 @@ class ServedVectors:
         Raises:
             DataError: no earlier version is kept.
         """
-        self._matchers.rollback()
+        self._versions.rollback()
         return self.info()
 
     def info(self) -> VectorsInfo:
         """Describe the version in service."""
-        now = self._matchers.now
+        now = self._versions.now
+        matcher = now.current.matcher
         return VectorsInfo(
-            version=now.current.vectors.version,
-            num_users=len(now.current.vectors.user_names),
-            num_items=len(now.current.vectors.item_ids),
-            num_bytes=now.current.num_bytes,
-            age_s=self._matchers.age_s,
-            previous=now.previous.vectors.version if now.previous else None,
+            version=matcher.vectors.version,
+            num_users=len(matcher.vectors.user_names),
+            num_items=len(matcher.vectors.item_ids),
+            num_bytes=matcher.num_bytes,
+            age_s=self._versions.age_s,
+            previous=now.previous.matcher.vectors.version if now.previous else None,
         )
 
     def _read(self) -> Matcher:
         return Matcher(load(Path(self._config.vectors)), self._config.index, self._backend)
 
 
-class _Waiting(NamedTuple):
-    matcher: Matcher
-    search: MatchQuery
-    call: Call
-    queued_at: float
-    future: asyncio.Future[_Matched]
-
-
-class _Matched(NamedTuple):
-    found: MatchedItems
-    queue_s: float
-    device_s: float
-
-
 class MatchJob:
     """Matches over the vectors in service. Event loop only."""
 
     def __init__(
-        self, config: MatchConfig, vectors: ServedVectors, histories: Histories, scheduler: Scheduler, metrics: Metrics
+        self,
+        config: MatchConfig,
+        vectors: ServedVectors,
+        histories: Histories,
+        scheduler: Scheduler,
+        metrics: Metrics,
+        objective_s: Callable[[], float],
     ) -> None:
         """Serve matches.
 
@@ -124,14 +144,15 @@ class MatchJob:
             histories: where behaviours come from.
             scheduler: runs the passes.
             metrics: where answers are counted.
+            objective_s: the objective in force, in seconds.
         """
         self.config = config
         self.vectors = vectors
         self._histories = histories
         self._scheduler = scheduler
         self._metrics = metrics
-        self._waiting: list[_Waiting] = []
-        self._passes: asyncio.Task[None] | None = None
+        self._objective_s = objective_s
+        self._estimate_s = 0.0  # device seconds of one match, smoothed
 
     async def start(self) -> None:
         """Load the vectors.
@@ -162,13 +183,14 @@ class MatchJob:
             Unprocessable: the request asks for more items than the limit.
             NotFound: the request names a version that is not served.
         """
-        matcher = self.vectors.current
+        version = self.vectors.current
+        matcher = version.matcher
         vectors = matcher.vectors
         if request.num_items > self.config.max_items:
             raise Unprocessable(f"num_items: {request.num_items}, the limit is {self.config.max_items}")
         if request.vectors_version not in (None, vectors.version):
             raise NotFound(f"vectors_version: {request.vectors_version!r} is not served; {vectors.version!r} is")
-        search = matcher.search_for(
+        query = matcher.search_for(
             request.user.user,
             request.num_items,
             request.exclude_seen,
@@ -176,57 +198,32 @@ class MatchJob:
             request.deny_items,
             history[-self.config.max_history_events :],
         )
-        done = await self._search(matcher, search, call)
+        done = await self._search(version, query, call)
         answer = MatchAnswer(
             vectors_version=vectors.version,
-            basis=search.basis,
-            status="complete" if len(done.found.items) == request.num_items else "exhausted",
-            item_ids=vectors.item_ids[done.found.items],
-            scores=done.found.scores.astype(np.float32, copy=False),
+            basis=query.basis,
+            status="complete" if len(done.value.items) == request.num_items else "exhausted",
+            item_ids=vectors.item_ids[done.value.items],
+            scores=done.value.scores.astype(np.float32, copy=False),
             stages_s={"history": history_s, "queue": done.queue_s, "device": done.device_s},
         )
         self._metrics.match.answered(answer)
         return answer
 
-    async def _search(self, matcher: Matcher, search: MatchQuery, call: Call) -> _Matched:
+    async def _search(self, version: MatchVersion, query: MatchQuery, call: Call) -> JobResult[MatchedItems]:
         """Join the next pass; requests that come while a pass runs share the one after it."""
-        future: asyncio.Future[_Matched] = asyncio.get_running_loop().create_future()
-        self._waiting.append(_Waiting(matcher, search, call, time.monotonic(), future))
-        if self._passes is None or self._passes.done():
-            self._passes = asyncio.create_task(self._run_passes())
-        return await future
-
-    async def _run_passes(self) -> None:
-        while self._waiting:
-            waiting, self._waiting = [w for w in self._waiting if not w.future.done()], []
-            if not waiting:
-                return
-            matcher = waiting[0].matcher  # other versions, and requests over the limit, wait for the next pass
-            taken = [w for w in waiting if w.matcher is matcher][: self.config.max_batch_requests]
-            chosen = {id(w) for w in taken}
-            self._waiting = [w for w in waiting if id(w) not in chosen]
-            began_at = time.monotonic()
-            try:
-                done = await self._scheduler.call(
-                    lambda m=matcher, t=taken: m.run([w.search for w in t]),  # type: ignore[misc]
-                    max(w.call.deadline_at for w in taken),
-                    min(w.call.deadline_at for w in taken),
-                )
-            except NpuGrError as error:
-                for w in taken:
-                    if not w.future.done():
-                        w.future.set_exception(error)
-                continue
-            self._metrics.match.pass_done(len(taken))
-            for w, found in zip(taken, done.value, strict=True):
-                if not w.future.done():
-                    w.future.set_result(_Matched(found, began_at - w.queued_at + done.queue_s, done.device_s))
+        done: JobResult[MatchedItems] = await self._scheduler.batch(
+            MatchWork(query),
+            version.run,
+            call.deadline_at,
+            objective_s=self._objective_s(),
+            arrived_at=call.arrived_at,
+            estimate_s=self._estimate_s,
+            max_requests=self.config.max_batch_requests,
+            kind=MATCH.name,
+        )
+        self._estimate_s += SMOOTHING * (done.device_s / done.batch_size - self._estimate_s)
+        return done
 
     async def stop(self) -> None:
-        """End the pass in progress; requests that wait are cancelled with it."""
-        if self._passes is not None:
-            self._passes.cancel()
-            await asyncio.gather(self._passes, return_exceptions=True)
-        for waiting in self._waiting:
-            waiting.future.cancel()
-        self._waiting = []
+        """Do nothing: passes belong to the scheduler."""

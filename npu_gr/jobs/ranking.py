@@ -21,7 +21,7 @@ from npu_gr.catalogue.tokens import Tokens, tokenize
 from npu_gr.core.errors import DeviceError, NpuGrError, Unprocessable
 from npu_gr.core.request import F32, I64, Events, ModelInfo, Outcome, RankAnswer, RankRequest, Reason, UserKey, Verdict
 from npu_gr.core.settings import Count
-from npu_gr.engine.rank_engine import Engine, Pass, Scored
+from npu_gr.engine.rank_engine import RankEngine, RankPass, RankScores
 from npu_gr.jobs.base import Call
 from npu_gr.jobs.in_use import InUse
 from npu_gr.metrics.registry import Metrics
@@ -52,7 +52,7 @@ class Ranking:
         config: RankingConfig,
         model: ModelInfo,
         vocabulary: ItemVocabulary,
-        engine: Engine,
+        engine: RankEngine,
         relay: Relay[Tokens],
         metrics: Metrics,
     ) -> None:
@@ -155,9 +155,11 @@ class Ranking:
             },
         )
 
-    async def _score(self, tokens: Tokens, rows: I64, shown_at: int, lease: Lease, call: Call) -> tuple[Lease, Scored]:
+    async def _score(
+        self, tokens: Tokens, rows: I64, shown_at: int, lease: Lease, call: Call
+    ) -> tuple[Lease, RankScores]:
         """Run one pass; if the device fails while it reads a prefix, run one more without the prefix."""
-        work = Pass(tokens, lease.first_token, rows, shown_at, cached=lease.cached, keep=lease.keep)
+        work = RankPass(tokens, lease.first_token, rows, shown_at, cached=lease.cached, keep=lease.keep)
         try:
             return lease, await self.engine.rank(work, call.deadline_at, call.arrived_at)
         except DeviceError:
@@ -166,7 +168,7 @@ class Ranking:
             self._metrics.relay.failed("read")
             lease.discard()  # the failed pass may have written half of the prefix
         alone = Lease(outcome=Outcome.MISS_FULL, reason=Reason.READ_FAILED)
-        return alone, await self.engine.rank(Pass(tokens, 0, rows, shown_at), call.deadline_at, call.arrived_at)
+        return alone, await self.engine.rank(RankPass(tokens, 0, rows, shown_at), call.deadline_at, call.arrived_at)
 
     # ---- candidates and scores
 
@@ -203,7 +205,7 @@ class Ranking:
     async def _selfcheck(self, tokens: Tokens, rows: I64, shown_at: int, cached: F32) -> None:
         """Score a served request again without its prefix KV, behind the requests that wait; export the drift."""
         try:
-            cold = await self.engine.rank(Pass(tokens, 0, rows, shown_at), time.monotonic() + _SELFCHECK_S)
+            cold = await self.engine.rank(RankPass(tokens, 0, rows, shown_at), time.monotonic() + _SELFCHECK_S)
         except NpuGrError:
             return  # the device has no time for it now
         drift = float(np.abs(cold.logits - cached).max() / max(float(cold.logits.std()), 1e-6))

@@ -19,6 +19,7 @@ from npu_gr.catalogue.versions import Catalogue, Snapshot, add, make_snapshot, r
 from npu_gr.core.errors import CatalogueError
 from npu_gr.core.request import CatalogueChange, CatalogueInfo
 from npu_gr.engine.beam_search import Tables
+from npu_gr.engine.job import JobOrder
 from npu_gr.engine.scheduler import Scheduler
 
 
@@ -91,7 +92,7 @@ class ServedCatalogue:
             snapshot = await asyncio.to_thread(make)
             if snapshot.content not in self._tables:
                 uploaded = await self._scheduler.call(
-                    lambda: Tables.upload(snapshot.trie, self._device), float("inf"), order_at=0.0
+                    lambda: Tables.upload(snapshot.trie, self._device), float("inf"), order=JobOrder(0.0)
                 )
                 self._tables[snapshot.content] = uploaded.value
             self._catalogue.publish(snapshot)

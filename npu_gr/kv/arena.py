@@ -1,9 +1,10 @@
-"""The memory of one tier: every page allocated and touched at start, read in place.
+"""The memory of one tier. Every page is allocated and touched at start, and read in place.
 
-Keys and values are separate planes, `[layer, page, token, head, dim]`, so a run of consecutive pages of a layer is
-one contiguous `[tokens, heads, dim]` slab: attention reads it without a gather, and a tier copy is a few long ones.
-Where the layout says `tiles`, a page is `[tile, head, dims x 64 tokens]` instead, and a run is one `Tiles`.
-Only the device thread calls these methods.
+Keys and values are separate planes, `[layer, page, token, head, dim]`. So consecutive pages of a layer are one
+contiguous `[tokens, heads, dim]` slab: attention reads it without a gather, and a copy between tiers is a few long
+copies. If the layout says `tiles`, a page is `[tile, head, dims x 64 tokens]` instead, and a run is one `Tiles`.
+
+Only device threads call these methods.
 """
 
 from __future__ import annotations
@@ -14,11 +15,11 @@ import torch
 from torch import Tensor
 
 from npu_gr.backend.tiles import TILE_TOKENS, Tiles, pack
-from npu_gr.kv.layout import KVLayout, Run
+from npu_gr.kv.layout import KVLayout, PageRun
 
 Slab = tuple[Tensor, Tensor]
-Kept = Sequence[Slab | Tiles] | None  # all tokens of a layer
-Pack = Callable[[Tiles, int, Tensor, Tensor], None]  # as `tiles.pack`
+LayerKV = Sequence[Slab | Tiles] | None  # all tokens of a layer; None = read the rows that the pass computed
+Pack = Callable[[Tiles, int, Tensor, Tensor], None]  # the signature of `tiles.pack`
 
 
 class KVArena:
@@ -27,8 +28,18 @@ class KVArena:
     def __init__(
         self, layout: KVLayout, num_pages: int, device: torch.device, pinned: bool = False, pack: Pack = pack
     ) -> None:
-        """`pack`: writes rows into tiles, for a layout of tiles: the backend's."""
-        self.layout, self.num_pages, self._pack = layout, num_pages, pack
+        """Allocate the pages.
+
+        Args:
+            layout: of a page.
+            num_pages: how many.
+            device: whose memory.
+            pinned: page-locked host memory, which a device copies asynchronously.
+            pack: the backend's function that writes rows into tiles; used if the layout has tiles.
+        """
+        self.layout = layout
+        self.num_pages = num_pages
+        self._pack = pack
         group = TILE_TOKENS if layout.arrangement == "tiles" else 1
         shape = (layout.num_layers, num_pages, layout.page_tokens // group, layout.num_heads)
 
@@ -40,12 +51,18 @@ class KVArena:
         self._keys, self._values = (plane(width) for width in layout.widths)
         self._pinned = pinned
 
-    def _slab(self, layer: int, run: Run) -> Slab:
+    def _slab(self, layer: int, run: PageRun) -> Slab:
         pages = slice(run.first_page, run.first_page + run.num_pages)
         return self._keys[layer, pages].flatten(0, 1), self._values[layer, pages].flatten(0, 1)
 
-    def slabs(self, layer: int, runs: Sequence[Run], num_tokens: int) -> Sequence[Slab | Tiles]:
-        """Each run in token order as the layout has it, exactly `num_tokens` in all; no copy."""
+    def slabs(self, layer: int, runs: Sequence[PageRun], num_tokens: int) -> Sequence[Slab | Tiles]:
+        """Return views of the first `num_tokens` tokens of a layer: slabs or tiles, as the layout has them.
+
+        Args:
+            layer: index of the layer.
+            runs: pages in token order.
+            num_tokens: how many tokens of them to read.
+        """
         if self.layout.arrangement == "natural":
             return self.views(layer, runs, num_tokens)
         found = []
@@ -56,13 +73,22 @@ class KVArena:
             num_tokens -= held
         return found
 
-    def _tiles(self, layer: int, run: Run, num_tokens: int) -> Tiles:
+    def _tiles(self, layer: int, run: PageRun, num_tokens: int) -> Tiles:
         k, v = self._slab(layer, run)
         used = -(-num_tokens // TILE_TOKENS)
         return Tiles(k[:used], v[:used], num_tokens, self.layout.qk_dim, self.layout.v_dim)
 
-    def views(self, layer: int, runs: Sequence[Run], num_tokens: int) -> list[Slab]:
-        """As `slabs`, of a natural layout: (k [m, H, Dq], v [m, H, Dv])."""
+    def views(self, layer: int, runs: Sequence[PageRun], num_tokens: int) -> list[Slab]:
+        """Return views of the first `num_tokens` tokens of a layer of a natural layout.
+
+        Args:
+            layer: index of the layer.
+            runs: pages in token order.
+            num_tokens: how many tokens of them to read.
+
+        Returns:
+            one (k [m, H, Dq], v [m, H, Dv]) a run; their m add up to `num_tokens`.
+        """
         assert self.layout.arrangement == "natural"
         slabs = []
         for run in runs:
@@ -73,10 +99,17 @@ class KVArena:
             num_tokens -= len(k)
         return slabs
 
-    def write(self, layer: int, runs: Sequence[Run], start_token: int, k: Tensor, v: Tensor) -> None:
-        """Put rows k [n, H, Dq], v [n, H, Dv] at tokens start_token..start_token+n, in the arena's dtype.
+    def write(self, layer: int, runs: Sequence[PageRun], start_token: int, k: Tensor, v: Tensor) -> None:
+        """Write rows of a layer at the tokens [start_token, start_token + n), in the arena's dtype.
 
-        In tiles, the rest of the last written tile is no longer there: write a prefix in token order.
+        In a layout of tiles this destroys the rest of the last tile it writes: write a prefix in token order.
+
+        Args:
+            layer: index of the layer.
+            runs: pages in token order; large enough for start_token + n tokens.
+            start_token: where the rows begin.
+            k: [n, H, Dq]
+            v: [n, H, Dv]
         """
         if self.layout.arrangement == "tiles":
             self._write_tiles(layer, runs, start_token, k, v)
@@ -92,14 +125,18 @@ class KVArena:
                 return
         assert done == len(k), f"{len(k) - done} rows do not fit the pages"
 
-    def sink(self, runs: Sequence[Run], start_token: int = 0) -> Callable[[int, Tensor, Tensor], Kept]:
-        """For a model's forward pass: writes each layer's rows behind `start_token` tokens that are there already.
+    def sink(self, runs: Sequence[PageRun], start_token: int = 0) -> Callable[[int, Tensor, Tensor], LayerKV]:
+        """Make the function that a model's forward pass calls with each layer's rows, to keep them in these pages.
 
-        It gives back all of the layer's tokens where attention should read them here rather than in the rows: if they
-        lie in tiles and are the same numbers, since packing the rows a second time would cost as much again.
+        The function returns all tokens of the layer if attention should read them from the pages instead of the rows:
+        if the pages are in tiles and hold the same numbers. Packing the rows a second time would cost as much again.
+
+        Args:
+            runs: pages in token order.
+            start_token: tokens that the pages hold already.
         """
 
-        def keep(layer: int, k: Tensor, v: Tensor) -> Kept:
+        def keep(layer: int, k: Tensor, v: Tensor) -> LayerKV:
             self.write(layer, runs, start_token, k, v)
             if self.layout.arrangement == "natural" or self.layout.torch_dtype != k.dtype:
                 return None
@@ -107,40 +144,49 @@ class KVArena:
 
         return keep
 
-    def _write_tiles(self, layer: int, runs: Sequence[Run], start_token: int, k: Tensor, v: Tensor) -> None:
+    def _write_tiles(self, layer: int, runs: Sequence[PageRun], start_token: int, k: Tensor, v: Tensor) -> None:
         for run in runs:
             room = run.num_pages * self.layout.page_tokens
             here = max(0, min(room - start_token, len(k)))
             if here:
                 self._pack(self._tiles(layer, run, room), start_token, k[:here], v[:here])
-            k, v, start_token = k[here:], v[here:], max(0, start_token - room)
+            k = k[here:]
+            v = v[here:]
+            start_token = max(0, start_token - room)
         assert not len(k), f"{len(k)} rows do not fit the pages"
 
-    def _slabs_from(self, layer: int, runs: Sequence[Run], start_token: int) -> Iterator[Slab]:
+    def _slabs_from(self, layer: int, runs: Sequence[PageRun], start_token: int) -> Iterator[Slab]:
         for run in runs:
             k, v = self._slab(layer, run)
             if start_token < len(k):
                 yield k[start_token:], v[start_token:]
             start_token = max(0, start_token - len(k))
 
-    def zero(self, runs: Sequence[Run]) -> None:
-        """Overwrite pages."""
+    def zero(self, runs: Sequence[PageRun]) -> None:
+        """Overwrite pages with zeros."""
         for first, count in runs:
             self._keys[:, first : first + count].zero_()
             self._values[:, first : first + count].zero_()
 
     def copy_tokens_from(
-        self, source: KVArena, source_runs: Sequence[Run], target_runs: Sequence[Run], num_tokens: int
+        self, source: KVArena, source_runs: Sequence[PageRun], target_runs: Sequence[PageRun], num_tokens: int
     ) -> None:
-        """Copy a prefix from another tier of the same layout, whole pages, bit for bit.
+        """Copy a prefix from another tier of the same layout, in whole pages, bit for bit.
 
-        Asynchronous where either side is page-locked: synchronise before the bytes are used.
+        The copy is asynchronous if either side is page-locked: synchronise before the bytes are used.
+
+        Args:
+            source: the other tier's arena.
+            source_runs: its pages, in token order.
+            target_runs: pages of this arena, in token order; at least as many.
+            num_tokens: length of the prefix.
         """
         assert source.layout == self.layout
         non_blocking = self._pinned or source._pinned
         pages = self.layout.pages(num_tokens)
         for source_page, target_page, count in _common_runs(source_runs, target_runs, pages):
-            from_, to = slice(source_page, source_page + count), slice(target_page, target_page + count)
+            from_ = slice(source_page, source_page + count)
+            to = slice(target_page, target_page + count)
             pairs = ((self._keys, source._keys), (self._values, source._values))
             for target_plane, source_plane in pairs:
                 if not non_blocking:
@@ -151,8 +197,8 @@ class KVArena:
                     into[to].copy_(out_of[from_], non_blocking=True)
 
 
-def _common_runs(a: Sequence[Run], b: Sequence[Run], num_pages: int) -> Iterator[tuple[int, int, int]]:
-    """(page of a, page of b, count): both sequences walked together, `num_pages` in all."""
+def _common_runs(a: Sequence[PageRun], b: Sequence[PageRun], num_pages: int) -> Iterator[tuple[int, int, int]]:
+    """Walk two sequences of runs together for `num_pages` pages: yield (page of a, page of b, count)."""
     left = [list(run) for run in reversed(a)]
     right = [list(run) for run in reversed(b)]
     while num_pages:

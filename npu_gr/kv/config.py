@@ -1,4 +1,4 @@
-"""Sizes of the memory tiers."""
+"""Settings of the memory tiers."""
 
 from __future__ import annotations
 
@@ -6,13 +6,17 @@ from typing import Annotated, Literal
 
 import msgspec
 
+from npu_gr.core.settings import Bytes, Count, Seconds
+
 
 class KVConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Budgets in bytes; both tiers are allocated and touched at start."""
+    """Budgets of the two tiers. Both are allocated, and every page touched, at start."""
 
     page_tokens: Literal[32, 64, 128, 256] = 64  # tokens of one page; Ascend's paged op knows 32, 128 and 256
-    hbm_bytes: Annotated[int, msgspec.Meta(ge=1)] = 536_870_912  # device memory for prefix KV
-    dram_bytes: Annotated[int, msgspec.Meta(ge=0)] = 1_073_741_824  # host memory behind it; 0 = no DRAM tier
-    dram_ttl_s: Annotated[float, msgspec.Meta(gt=0)] = 600.0  # a copy unused for this long is gone
-    dram_ttl_jitter_ratio: Annotated[float, msgspec.Meta(ge=0, lt=1)] = 0.1  # spread, so that no herd expires at once
-    dtype: Literal["float32", "bfloat16"] | None = None  # of stored keys and values; None = the model's
+    hbm_bytes: Count = 536_870_912  # device memory for prefix KV
+    dram_bytes: Bytes = 1_073_741_824  # host memory behind it; 0 = no DRAM tier
+    dram_ttl_s: Seconds = 600.0  # a copy that is not used for this long expires
+    dram_ttl_jitter_ratio: Annotated[float, msgspec.Meta(ge=0, lt=1)] = (
+        0.1  # spreads the TTLs, so that copies made together do not expire together
+    )
+    dtype: Literal["float32", "bfloat16"] | None = None  # of the stored keys and values; None = the model's dtype

@@ -1,11 +1,16 @@
-"""The DRAM tier: copies of used prefixes for users who come back. LRU with a TTL, under a byte cap.
+"""The DRAM tier: copies of used prefixes for users who come back. LRU with a TTL, under a byte limit.
 
-Source: RelayGR (arXiv:2601.01712), memory-aware expander.
-Invariants:
-  D1  every page is free or held by exactly one entry; the arena is the byte cap
-  D2  an entry can be found only once its copy is complete
+    reserve --commit--> complete --lease--> copied to HBM, and the TTL starts again
+       |                   | TTL, LRU, drop
+       +--abandon----------+---> pages go back, when the writer or the last reader is done
+
+Source: RelayGR (arXiv:2601.01712), memory-aware expander. See `docs/relay.md`.
+Invariants, held by tests/kv/test_dram_store.py:
+  D1  every page is free or held by exactly one entry; the arena is the byte limit
+  D2  an entry can be found only after its copy is complete
   D3  a leased entry is never evicted
-  D4  a page's epoch changes each time it is handed out, so a reader can tell that its pages were not
+  D4  the epoch of a page changes each time the page is handed out, so a reader can detect that its pages were reused
+      during the copy
 """
 
 from __future__ import annotations
@@ -14,83 +19,68 @@ import random
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 
 import numpy as np
 
 from npu_gr.core.errors import PoolExhausted, StaleEntry
-from npu_gr.core.request import I64, UserKey
+from npu_gr.core.request import I64
 from npu_gr.kv.arena import KVArena
-from npu_gr.kv.keys import ByUser, PrefixKey
-from npu_gr.kv.layout import Run
-from npu_gr.kv.pages import PageAllocator
+from npu_gr.kv.keys import PrefixKey
+from npu_gr.kv.layout import PageRun
+from npu_gr.kv.tier import PageTier, TierEntry
 
 
-class DramEntry:
-    """One copy. `timestamps` is None until it is complete."""
+class DramEntry(TierEntry):
+    """One copy of a prefix."""
 
-    __slots__ = (
-        "epoch",
-        "expires_at",
-        "is_dropped",
-        "is_erased",
-        "is_held",
-        "key",
-        "leases",
-        "num_tokens",
-        "runs",
-        "timestamps",
-    )
+    __slots__ = ("epoch", "is_dropped")
 
-    def __init__(self, key: PrefixKey, num_tokens: int, runs: tuple[Run, ...], epoch: int) -> None:
-        self.key, self.num_tokens, self.runs, self.epoch = key, num_tokens, runs, epoch
-        self.timestamps: I64 | None = None  # [num_tokens] unix seconds
-        self.leases = 0
-        self.expires_at = 0.0
-        self.is_held = True  # its pages are its own
-        self.is_dropped = False  # cannot be found any more
-        self.is_erased = False  # its user asked to be forgotten
+    def __init__(self, key: PrefixKey, num_tokens: int, runs: tuple[PageRun, ...], epoch: int) -> None:
+        super().__init__(key, num_tokens, runs)
+        self.epoch = epoch  # of all its pages, for as long as they are its own
+        self.is_dropped = False  # it cannot be found any more
 
 
-class DramStore:
-    """Entries over the pages of a host arena. One thread (the event loop's)."""
+class DramStore(PageTier[DramEntry]):
+    """Copies over the pages of one host arena."""
 
     def __init__(
         self, arena: KVArena, *, ttl_s: float, ttl_jitter_ratio: float, seed: int, clock: Callable[[], float]
     ) -> None:
-        self.arena, self._ttl_s, self._jitter, self._clock = arena, ttl_s, ttl_jitter_ratio, clock
+        """Start with every page free.
+
+        Args:
+            arena: the memory; all of it is used.
+            ttl_s: how long an unused copy is kept.
+            ttl_jitter_ratio: each TTL is longer or shorter by up to this share, so that copies made together do not
+                expire together.
+            seed: of that jitter.
+            clock: instants for expiry.
+        """
+        super().__init__(arena, arena.num_pages, clock)
+        self._ttl_s = ttl_s
+        self._jitter_ratio = ttl_jitter_ratio
         self._random = random.Random(seed)
-        self._pages = PageAllocator(arena.num_pages)
-        self._epochs = np.zeros(arena.num_pages, np.int64)
+        self._epochs = np.zeros(arena.num_pages, np.int64)  # of each page
         self._epoch = 0
         self._complete: OrderedDict[PrefixKey, DramEntry] = OrderedDict()  # least recently used first
-        self._users: ByUser[DramEntry] = ByUser()  # incomplete ones too
-        # pages of a user to be forgotten, and what makes them free: to be called once they are overwritten
-        self.on_erased: Callable[[tuple[Run, ...], Callable[[], None]], None] = lambda _runs, free: free()
-
-    @property
-    def budget_bytes(self) -> int:
-        """All pages."""
-        return self.arena.num_pages * self.arena.layout.page_bytes
-
-    @property
-    def free_bytes(self) -> int:
-        """Held by nobody."""
-        return self._pages.num_free * self.arena.layout.page_bytes
 
     @property
     def live_bytes(self) -> int:
-        """Held by entries."""
+        """Bytes of the pages that entries hold."""
         return self.budget_bytes - self.free_bytes
 
     def __len__(self) -> int:
         return len(self._complete)
 
     def reserve(self, key: PrefixKey, num_tokens: int) -> DramEntry:
-        """Pages for a copy; least recently used entries make room.
+        """Take pages for a copy; least recently used entries make room. It is invisible until `commit`.
+
+        The caller must end the reservation with `commit` or `abandon`, whatever happens.
 
         Raises:
-            PoolExhausted: what is not leased or being written is too little; nothing more was evicted than needed.
+            PoolExhausted: all pages that are neither leased nor being written are too few; no more entries were
+                evicted than necessary.
         """
         need = self.arena.layout.pages(num_tokens)
         if need > self.arena.num_pages:
@@ -115,7 +105,12 @@ class DramStore:
         return entry
 
     def commit(self, entry: DramEntry, timestamps: I64) -> None:
-        """The copy is complete: it can be found for its TTL. One that was dropped meanwhile cannot."""
+        """Make a complete copy findable for its TTL. The pages of a copy that was dropped meanwhile go back.
+
+        Args:
+            entry: as `reserve` returned it.
+            timestamps: [num_tokens] unix seconds of its tokens.
+        """
         if entry.is_dropped:
             self.abandon(entry)
             return
@@ -125,29 +120,23 @@ class DramStore:
         self._touch(entry)
 
     def abandon(self, entry: DramEntry) -> None:
-        """The copy failed: the pages go back. Nothing happens to one that is complete."""
-        if entry.timestamps is None and entry.is_held:
-            if not entry.is_dropped:
-                self._users.remove(entry)
-                entry.is_dropped = True
-            self._give_back(entry)
+        """Give the pages of an incomplete copy back. Nothing happens to a complete one."""
+        if entry.is_published or not entry.is_held:
+            return
+        self.drop(entry)
+        self._give_back(entry)
 
     def get(self, key: PrefixKey) -> DramEntry | None:
-        """The complete, unexpired entry of that key."""
+        """Find the complete, unexpired copy with this key."""
         entry = self._complete.get(key)
         if entry is not None and entry.expires_at <= self._clock() and not entry.leases:
             self.drop(entry)
             return None
         return entry
 
-    def find(self, user: UserKey, model_version: str, layout_id: str) -> list[DramEntry]:
-        """The user's complete, unexpired entries for one model and layout, newest first."""
-        keys = [entry.key for entry in self._users.matching(user, model_version, layout_id)]
-        return [entry for key in keys if (entry := self.get(key)) is not None]
-
     @contextmanager
     def lease(self, entry: DramEntry) -> Iterator[DramEntry]:
-        """Keep the entry while the block copies it; using it renews its TTL."""
+        """Keep the entry's pages while the block copies them. Using an entry starts its TTL again."""
         entry.leases += 1
         try:
             yield entry
@@ -159,7 +148,7 @@ class DramStore:
                 self._give_back(entry)
 
     def verify(self, entry: DramEntry) -> None:
-        """Assure that the entry's pages were not handed out again; call before and after reading them.
+        """Check that the entry's pages were not handed out again. Call it before and after reading them.
 
         Raises:
             StaleEntry: they were.
@@ -169,43 +158,31 @@ class DramStore:
                 raise StaleEntry("the DRAM copy was overwritten while it was read")
 
     def drop(self, entry: DramEntry) -> None:
-        """Unfindable at once; its pages go back, when its last reader or its writer is done if it has any."""
+        """Make an entry unfindable. Its pages go back at once, or when its writer or its last reader is done."""
         if entry.is_dropped:
             return
         entry.is_dropped = True
         self._users.remove(entry)
-        if entry.timestamps is None:
-            return  # `commit` or `abandon` is still to come
+        if not entry.is_published:
+            return  # the writer still calls `commit` or `abandon`
         del self._complete[entry.key]
         if not entry.leases:
             self._give_back(entry)
 
-    def erase_user(self, user: UserKey) -> None:
-        """Drop everything of one user, copies in progress too; `on_erased` gets their pages, and frees them."""
-        for entry in self._users.of(user):
-            entry.is_erased = True
-            self.drop(entry)
-
     def _touch(self, entry: DramEntry) -> None:
-        jitter = 1.0 + self._jitter * (2.0 * self._random.random() - 1.0)
+        """Start the entry's TTL again, and make it the most recently used."""
+        jitter = 1.0 + self._jitter_ratio * (2.0 * self._random.random() - 1.0)
         entry.expires_at = self._clock() + self._ttl_s * jitter
         self._complete[entry.key] = entry
         self._complete.move_to_end(entry.key)
 
-    def _give_back(self, entry: DramEntry) -> None:
-        entry.is_held = False
-        if entry.is_erased:
-            self.on_erased(entry.runs, partial(self._pages.free, entry.runs))
-        else:
-            self._pages.free(entry.runs)
-
     def check(self) -> None:
-        """Assert D1 and D2; for tests, it looks at every entry."""
+        """Assert D1 and D2. For tests: it looks at every entry."""
         self._pages.check()
         pages = [p for e in self._complete.values() for first, n in e.runs for p in range(first, first + n)]
         assert len(pages) == len(set(pages))
         assert len(pages) <= self.arena.num_pages - self._pages.num_free
         for entry in self._complete.values():
             assert entry.is_held
-            assert entry.timestamps is not None
+            assert entry.is_published
             self.verify(entry)

@@ -1,4 +1,4 @@
-"""What a cached prefix is known by, and an index of keys by user."""
+"""The key of a cached prefix, and an index of entries by user."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from npu_gr.core.request import UserKey
 
 
 class PrefixKey(NamedTuple):
-    """One changed field is another prefix (the version fence, I6 of `relaygr.md`)."""
+    """Identifies a prefix. Prefixes whose keys differ in one field never stand for each other (the version fence)."""
 
     user: UserKey
     model_version: str
-    layout_id: str
-    fingerprint: str
+    layout_id: str  # `KVLayout.layout_id`
+    fingerprint: str  # of the tokens
 
 
 class _Keyed(Protocol):
@@ -26,28 +26,28 @@ E = TypeVar("E", bound=_Keyed)
 
 
 class ByUser(Generic[E]):
-    """Entries of each user, oldest first. A user has few, so a list is the index."""
+    """The entries of each user, oldest first. A user has few entries, so a list is enough."""
 
     def __init__(self) -> None:
         self._entries: dict[UserKey, list[E]] = {}
 
     def add(self, entry: E) -> None:
-        """Take the entry in."""
+        """Add an entry."""
         self._entries.setdefault(entry.key.user, []).append(entry)
 
     def remove(self, entry: E) -> None:
-        """Take it out; it is there."""
+        """Remove an entry that was added."""
         entries = self._entries[entry.key.user]
         entries.remove(entry)
         if not entries:
             del self._entries[entry.key.user]
 
     def of(self, user: UserKey) -> list[E]:
-        """A copy of the user's entries."""
+        """Return the user's entries, in a list of their own."""
         return list(self._entries.get(user, ()))
 
     def matching(self, user: UserKey, model_version: str, layout_id: str) -> Iterator[E]:
-        """The user's entries of one model and layout, newest first."""
+        """Yield the user's entries of one model version and page layout, newest first."""
         for entry in reversed(self._entries.get(user, ())):
             if entry.key.model_version == model_version and entry.key.layout_id == layout_id:
                 yield entry

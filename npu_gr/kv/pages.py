@@ -1,4 +1,4 @@
-"""Page numbers: a binary buddy that hands out any n free pages as few aligned blocks.
+"""An allocator of page numbers: a binary buddy that hands out any n free pages as few aligned blocks.
 
 A classic buddy rounds a request up; this one covers n pages by power-of-two blocks, largest first, so a request
 succeeds whenever n pages are free. Blocks coalesce with their buddies when they come back, which keeps entries in
@@ -14,22 +14,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from npu_gr.core.errors import PoolExhausted
-from npu_gr.kv.layout import Run
+from npu_gr.kv.layout import PageRun
 
 
 class PageAllocator:
-    """Free pages 0..num_pages-1."""
+    """The free ones of the pages 0..num_pages-1."""
 
     def __init__(self, num_pages: int) -> None:
         self.num_pages = self.num_free = num_pages
         # per order k: first pages of the free blocks of 2**k pages, as ordered sets
         self._free: list[dict[int, None]] = [{} for _ in range(num_pages.bit_length())]
-        for first, order in _blocks(Run(0, num_pages)):
+        for first, order in _blocks(PageRun(0, num_pages)):
             self._free[order][first] = None
         self.steps = 0  # blocks split or joined so far: the work done, for tests
 
-    def allocate(self, num_pages: int) -> tuple[Run, ...]:
-        """Take that many pages; the order of the runs is the order of the tokens.
+    def allocate(self, num_pages: int) -> tuple[PageRun, ...]:
+        """Take `num_pages` pages. The order of the runs is the order of the tokens.
 
         Raises:
             PoolExhausted: fewer are free; nothing was taken.
@@ -37,11 +37,11 @@ class PageAllocator:
         if num_pages > self.num_free:
             raise PoolExhausted(f"need {num_pages} pages, {self.num_free} of {self.num_pages} are free")
         self.num_free -= num_pages
-        runs: list[Run] = []
+        runs: list[PageRun] = []
         while num_pages:
             order = num_pages.bit_length() - 1
             first, got = self._take(order)
-            runs.append(Run(first, 1 << got))
+            runs.append(PageRun(first, 1 << got))
             num_pages -= 1 << got
         return _merged(runs)
 
@@ -59,7 +59,7 @@ class PageAllocator:
             self._free[larger][first + (1 << larger)] = None
         return first, order
 
-    def free(self, runs: Sequence[Run]) -> None:
+    def free(self, runs: Sequence[PageRun]) -> None:
         """Give pages back; a run may be any part of what was allocated."""
         for run in runs:
             self.num_free += run.num_pages
@@ -69,7 +69,8 @@ class PageAllocator:
     def _join(self, first: int, order: int) -> None:
         while order + 1 < len(self._free) and (buddy := first ^ (1 << order)) in self._free[order]:
             del self._free[order][buddy]
-            first, order = min(first, buddy), order + 1
+            first = min(first, buddy)
+            order += 1
             self.steps += 1
         assert first not in self._free[order], f"page {first} is free already"
         self._free[order][first] = None
@@ -89,7 +90,7 @@ class PageAllocator:
         assert all(0 <= page < self.num_pages for page in seen)
 
 
-def _blocks(run: Run) -> list[tuple[int, int]]:
+def _blocks(run: PageRun) -> list[tuple[int, int]]:
     """(first page, order) of the aligned power-of-two blocks that a run is made of."""
     first, left = run
     blocks = []
@@ -103,11 +104,11 @@ def _blocks(run: Run) -> list[tuple[int, int]]:
     return blocks
 
 
-def _merged(runs: Sequence[Run]) -> tuple[Run, ...]:
-    merged: list[Run] = []
+def _merged(runs: Sequence[PageRun]) -> tuple[PageRun, ...]:
+    merged: list[PageRun] = []
     for run in runs:
         if merged and merged[-1].first_page + merged[-1].num_pages == run.first_page:
-            merged[-1] = Run(merged[-1].first_page, merged[-1].num_pages + run.num_pages)
+            merged[-1] = PageRun(merged[-1].first_page, merged[-1].num_pages + run.num_pages)
         else:
             merged.append(run)
     return tuple(merged)

@@ -1,121 +1,120 @@
-"""HBM-resident prefix KV: reserve before the work, publish after it, lease while it is read.
+"""Prefix KV in HBM: reserve pages before the work, publish the prefix after it, lease the pages while they are read.
 
-Source: RelayGR (arXiv:2601.01712), in-HBM relay-race inference. The pool is a sliding window in time, not an LRU
-cache: an entry lives from its production to its rank or to `t_life_s`, and admission keeps the sum within the budget.
+The pool is a sliding window in time, not an LRU cache. An entry lives from its production to its rank, or for
+`t_life_s`; admission keeps the sum of the living entries within the budget.
 
+    RESERVED ----publish----> LIVE <----lease / last lease released---> EVICTABLE ---room is needed--> DROPPED
+       |                       |        (consumed or expired)                                            ^
+       +--abandon, drop--------+-----------------drop----------------------------------------------------+
+
+Source: RelayGR (arXiv:2601.01712), in-HBM relay-race inference. See `docs/relay.md`.
 Invariants, checked after every step by tests/kv/test_prefix_pool.py:
   I1  every page is free, reserved, or held by an entry: exactly one of the three; the sum is the budget
-  I2  a leased entry, and one that is neither consumed nor expired, is never evicted
-  I3  an entry can be found only once it was published
+  I2  a leased entry, and an entry that is neither consumed nor expired, is never evicted
+  I3  an entry can be found only after it was published
   I4  entry.leases == number of `with pool.lease(entry)` blocks now open
 
-All methods are for one thread (the event loop's) and take O(1) amortised, whatever the number of users.
+All methods are for one thread (the event loop's). They take O(1) amortised, whatever the number of users.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterator, ValuesView
 from contextlib import contextmanager
 from enum import Enum, auto
-from functools import partial
 
 from npu_gr.core.errors import PoolExhausted
-from npu_gr.core.request import I64, UserKey
+from npu_gr.core.request import I64
 from npu_gr.kv.arena import KVArena
-from npu_gr.kv.keys import ByUser, PrefixKey
-from npu_gr.kv.layout import Run
-from npu_gr.kv.pages import PageAllocator
+from npu_gr.kv.keys import PrefixKey
+from npu_gr.kv.layout import PageRun
+from npu_gr.kv.tier import PageTier, TierEntry
 
 
-class State(Enum):
+class EntryState(Enum):
     """Where an entry is in its life."""
 
     RESERVED = auto()  # being written; cannot be found
     LIVE = auto()  # waiting for its rank, or leased
-    EVICTABLE = auto()  # consumed or expired, and not leased: still readable until its pages are needed
+    EVICTABLE = auto()  # consumed or expired, and not leased: readable until its pages are needed
     DROPPED = auto()  # cannot be found; its pages are free, or will be when its writer or last reader is done
 
 
-class PrefixEntry:
-    """One prefix. `runs` hold its keys and values in token order."""
+class PrefixEntry(TierEntry):
+    """One prefix in HBM."""
 
-    __slots__ = (
-        "consumed",
-        "expires_at",
-        "is_erased",
-        "is_held",
-        "key",
-        "leases",
-        "num_pages",
-        "num_tokens",
-        "runs",
-        "state",
-        "timestamps",
-    )
+    __slots__ = ("consumed", "state")
 
-    def __init__(self, key: PrefixKey, num_tokens: int, runs: tuple[Run, ...], num_pages: int) -> None:
-        self.key, self.num_tokens, self.runs, self.num_pages = key, num_tokens, runs, num_pages
-        self.timestamps: I64 | None = None  # [num_tokens] unix seconds, from publication on
-        self.leases = 0
-        self.consumed = False
-        self.expires_at = 0.0
-        self.state = State.RESERVED
-        self.is_held = True  # its pages are its own
-        self.is_erased = False  # its user asked to be forgotten
-
-    @property
-    def is_published(self) -> bool:
-        """Whether it has been made visible, whatever happened to it since."""
-        return self.timestamps is not None
+    def __init__(self, key: PrefixKey, num_tokens: int, runs: tuple[PageRun, ...]) -> None:
+        super().__init__(key, num_tokens, runs)
+        self.state = EntryState.RESERVED
+        self.consumed = False  # a rank has used it
 
 
-class PrefixPool:
-    """Entries over the pages of one arena."""
+class _Group:
+    """Entries by key, oldest first, and the number of their pages."""
+
+    def __init__(self) -> None:
+        self.num_pages = 0
+        self._entries: dict[PrefixKey, PrefixEntry] = {}
+
+    def __contains__(self, key: PrefixKey) -> bool:
+        return key in self._entries
+
+    def add(self, entry: PrefixEntry) -> None:
+        self._entries[entry.key] = entry
+        self.num_pages += entry.num_pages
+
+    def remove(self, entry: PrefixEntry) -> None:
+        del self._entries[entry.key]
+        self.num_pages -= entry.num_pages
+
+    def values(self) -> ValuesView[PrefixEntry]:
+        return self._entries.values()
+
+
+class PrefixPool(PageTier[PrefixEntry]):
+    """Prefix entries over the pages of one HBM arena. free + reserved + live + evictable bytes == budget."""
 
     def __init__(self, arena: KVArena, budget_bytes: int, t_life_s: float, clock: Callable[[], float]) -> None:
+        """Start with every page free.
+
+        Args:
+            arena: the memory.
+            budget_bytes: how much of it to use, in whole pages.
+            t_life_s: how long a published entry waits for its rank; it may be changed at any time.
+            clock: instants for expiry.
+
+        Raises:
+            ValueError: the budget is less than one page.
+        """
         num_pages = min(budget_bytes // arena.layout.page_bytes, arena.num_pages)
         if num_pages < 1:
             raise ValueError(f"budget_bytes: {budget_bytes} is less than one page of {arena.layout.page_bytes} bytes")
-        self.arena, self.t_life_s, self._clock = arena, t_life_s, clock
-        self._pages = PageAllocator(num_pages)
+        super().__init__(arena, num_pages, clock)
+        self.t_life_s = t_life_s
         self._published: dict[PrefixKey, PrefixEntry] = {}
-        self._reserved: dict[PrefixKey, PrefixEntry] = {}
-        self._users: ByUser[PrefixEntry] = ByUser()  # reserved and published ones
-        # in order of expires_at, but where `t_life_s` was shortened: an entry may go later than it could, not earlier
+        self._reserved = _Group()
+        self._evictable = _Group()
+        # FIFO by expiry. After `t_life_s` is lowered the order is stale: entries may expire late, never early.
         self._expiring: deque[PrefixEntry] = deque()
-        self._evictable: OrderedDict[PrefixKey, PrefixEntry] = OrderedDict()  # oldest first
-        self._reserved_pages = self._evictable_pages = 0
         self.on_evict: Callable[[PrefixEntry], None] = lambda _entry: None
-        # pages of a user to be forgotten, and what makes them free: to be called once they are overwritten
-        self.on_erased: Callable[[tuple[Run, ...], Callable[[], None]], None] = lambda _runs, free: free()
-
-    # ---- bytes: free + reserved + live + evictable == budget
-
-    @property
-    def budget_bytes(self) -> int:
-        """All pages."""
-        return self._pages.num_pages * self.arena.layout.page_bytes
-
-    @property
-    def free_bytes(self) -> int:
-        """Held by nobody."""
-        return self._pages.num_free * self.arena.layout.page_bytes
 
     @property
     def reserved_bytes(self) -> int:
-        """Being written."""
-        return self._reserved_pages * self.arena.layout.page_bytes
+        """Bytes of the entries that are being written."""
+        return self._reserved.num_pages * self.arena.layout.page_bytes
 
     @property
     def evictable_bytes(self) -> int:
-        """Readable, but given up as soon as somebody needs the room."""
+        """Bytes of the entries that can still be read, and are given up as soon as room is needed."""
         self._expire()
-        return self._evictable_pages * self.arena.layout.page_bytes
+        return self._evictable.num_pages * self.arena.layout.page_bytes
 
     @property
     def live_bytes(self) -> int:
-        """Waiting for their rank, leased, dropped while leased, or being overwritten."""
+        """Bytes of the entries that wait for their rank, are leased, are dropped but leased, or are overwritten."""
         return self.budget_bytes - self.free_bytes - self.reserved_bytes - self.evictable_bytes
 
     def __len__(self) -> int:
@@ -124,96 +123,87 @@ class PrefixPool:
     # ---- production
 
     def reserve(self, key: PrefixKey, num_tokens: int) -> PrefixEntry:
-        """Pages for a prefix that somebody is about to compute or copy; not visible before `publish`.
+        """Take pages for a prefix that is about to be computed or copied. It is invisible until `publish`.
+
+        The caller must end the reservation with `publish` or `abandon`, whatever happens.
+
+        Args:
+            key: no other reservation may have it.
+            num_tokens: length of the prefix.
 
         Raises:
-            PoolExhausted: not even evicting every consumed or expired entry would make room; nothing was evicted.
+            PoolExhausted: evicting every consumed or expired entry would not make enough room; nothing was evicted.
         """
         assert key not in self._reserved, "one producer a key"
         need = self.arena.layout.pages(num_tokens)
         self._expire()
-        if need > self._pages.num_free + self._evictable_pages:
+        if need > self._pages.num_free + self._evictable.num_pages:
             raise PoolExhausted(
                 f"need {need} pages, {self._pages.num_free} of {self._pages.num_pages} are free "
-                f"and {self._evictable_pages} can be evicted"
+                f"and {self._evictable.num_pages} can be evicted"
             )
         if (before := self._published.get(key)) is not None:
             self.drop(before)
         while self._pages.num_free < need:
             oldest = next(iter(self._evictable.values()))
-            self._forget(oldest)
+            self.drop(oldest)
             self.on_evict(oldest)
-        entry = PrefixEntry(key, num_tokens, self._pages.allocate(need), need)
-        self._reserved[key] = entry
-        self._reserved_pages += need
+        entry = PrefixEntry(key, num_tokens, self._pages.allocate(need))
+        self._reserved.add(entry)
         self._users.add(entry)
         return entry
 
     def publish(self, entry: PrefixEntry, timestamps: I64) -> bool:
-        """The KV is completely written: visible from now on, for at least `t_life_s`.
+        """Make a completely written entry visible, for at least `t_life_s`.
+
+        Args:
+            entry: as `reserve` returned it.
+            timestamps: [num_tokens] unix seconds of its tokens.
 
         Returns:
-            False for an entry that was dropped meanwhile (its user asked to be forgotten): its pages go back.
+            False if the entry was dropped meanwhile (its user asked to be forgotten): its pages go back.
         """
         assert len(timestamps) == entry.num_tokens
-        if entry.state is State.DROPPED:
+        if entry.state is EntryState.DROPPED:
             self.abandon(entry)
             return False
-        self._end_reservation(entry)
-        entry.timestamps, entry.state = timestamps, State.LIVE
+        self._reserved.remove(entry)
+        entry.timestamps = timestamps
+        entry.state = EntryState.LIVE
         entry.expires_at = self._clock() + self.t_life_s
         self._published[entry.key] = entry
         self._expiring.append(entry)
         return True
 
     def abandon(self, entry: PrefixEntry) -> None:
-        """The work failed: the pages go back. Nothing happens to an entry that was published."""
-        if entry.state is State.RESERVED:
-            self._end_reservation(entry)
-            self._users.remove(entry)
-            self._give_back(entry)
-        elif entry.is_held and not entry.is_published:  # dropped while it was being written
-            self._give_back(entry)
-
-    @contextmanager
-    def fill(self, key: PrefixKey, num_tokens: int, timestamps: I64) -> Iterator[PrefixEntry]:
-        """Reserve, let the block write, publish on success, abandon on anything else (cancellation too)."""
-        entry = self.reserve(key, num_tokens)
-        try:
-            yield entry
-        except BaseException:
-            self.abandon(entry)
-            raise
-        self.publish(entry, timestamps)
+        """Give the pages of an unfinished entry back. Nothing happens to an entry that was published."""
+        if entry.is_published or not entry.is_held:
+            return
+        self.drop(entry)  # or it was dropped while it was being written
+        self._give_back(entry)
 
     # ---- use
 
     def get(self, key: PrefixKey) -> PrefixEntry | None:
-        """The published entry of that key."""
+        """Find the published entry with this key."""
         return self._published.get(key)
 
     def is_reserved(self, key: PrefixKey) -> bool:
-        """Whether somebody is writing that prefix now."""
+        """Return whether a prefix with this key is being written now."""
         return key in self._reserved
-
-    def find(self, user: UserKey, model_version: str, layout_id: str) -> list[PrefixEntry]:
-        """The user's published entries for one model and layout, newest first."""
-        found = self._users.matching(user, model_version, layout_id)
-        return [entry for entry in found if entry.state is not State.RESERVED]
 
     @contextmanager
     def lease(self, entry: PrefixEntry, *, consume: bool) -> Iterator[PrefixEntry]:
         """Keep the entry's pages while the block reads them.
 
         Args:
-            entry: as `get` or `find` gave it, with no await in between.
-            consume: the entry's rank is this one; afterwards its pages may go to others.
+            entry: as `get` or `find` returned it, with no await in between.
+            consume: the block is the entry's rank; afterwards its pages may go to other prefixes.
         """
-        assert entry.state in (State.LIVE, State.EVICTABLE)
-        if entry.state is State.EVICTABLE:
-            del self._evictable[entry.key]
-            self._evictable_pages -= entry.num_pages
-            entry.state = State.LIVE
+        assert entry.state in (EntryState.LIVE, EntryState.EVICTABLE)
+        if entry.state is EntryState.EVICTABLE:
+            self._evictable.remove(entry)
+            entry.state = EntryState.LIVE
         entry.leases += 1
         try:
             yield entry
@@ -221,73 +211,41 @@ class PrefixPool:
             entry.leases -= 1
             entry.consumed |= consume
             if not entry.leases:
-                self._released(entry)
+                self._unleased(entry)
 
-    def _released(self, entry: PrefixEntry) -> None:
-        if entry.state is State.DROPPED:
+    def _unleased(self, entry: PrefixEntry) -> None:
+        if entry.state is EntryState.DROPPED:
             self._give_back(entry)
         elif entry.consumed or entry.expires_at <= self._clock():
-            self._make_evictable(entry)
-
-    # ---- the end of an entry
-
-    def drop(self, entry: PrefixEntry) -> None:
-        """Unfindable from now on; the pages go back at once, or when the last reader or the writer is done."""
-        if entry.state is State.DROPPED:
-            return
-        if entry.state is State.RESERVED:
-            self._end_reservation(entry)
-            self._users.remove(entry)
-            entry.state = State.DROPPED
-        elif entry.leases:
-            self._unindex(entry)
-            entry.state = State.DROPPED
-        else:
-            self._forget(entry)
-
-    def erase_user(self, user: UserKey) -> None:
-        """Drop everything of one user; `on_erased` gets their pages, and frees them."""
-        for entry in self._users.of(user):
-            entry.is_erased = True
-            self.drop(entry)
+            entry.state = EntryState.EVICTABLE
+            self._evictable.add(entry)
 
     def _expire(self) -> None:
-        """Entries whose time is up become evictable."""
+        """Make the entries evictable whose time is up, except those that are leased."""
         now_at = self._clock()
         while self._expiring and self._expiring[0].expires_at <= now_at:
             entry = self._expiring.popleft()
-            if entry.state is State.LIVE and not entry.leases:
-                self._make_evictable(entry)
+            if entry.state is EntryState.LIVE and not entry.leases:
+                self._unleased(entry)
 
-    def _make_evictable(self, entry: PrefixEntry) -> None:
-        entry.state = State.EVICTABLE
-        self._evictable[entry.key] = entry
-        self._evictable_pages += entry.num_pages
-
-    def _end_reservation(self, entry: PrefixEntry) -> None:
-        del self._reserved[entry.key]
-        self._reserved_pages -= entry.num_pages
-
-    def _unindex(self, entry: PrefixEntry) -> None:
-        del self._published[entry.key]
+    def drop(self, entry: PrefixEntry) -> None:
+        """Make an entry unfindable. Its pages go back at once, or when its writer or its last reader is done."""
+        before = entry.state
+        if before is EntryState.DROPPED:
+            return
+        entry.state = EntryState.DROPPED
         self._users.remove(entry)
-        if entry.state is State.EVICTABLE:
-            del self._evictable[entry.key]
-            self._evictable_pages -= entry.num_pages
-
-    def _forget(self, entry: PrefixEntry) -> None:
-        self._unindex(entry)
-        self._give_back(entry)
-
-    def _give_back(self, entry: PrefixEntry) -> None:
-        entry.state, entry.is_held = State.DROPPED, False
-        if entry.is_erased:
-            self.on_erased(entry.runs, partial(self._pages.free, entry.runs))
-        else:
-            self._pages.free(entry.runs)
+        if before is EntryState.RESERVED:
+            self._reserved.remove(entry)
+            return  # the writer still calls `publish` or `abandon`
+        del self._published[entry.key]
+        if before is EntryState.EVICTABLE:
+            self._evictable.remove(entry)
+        if not entry.leases:
+            self._give_back(entry)
 
     def check(self) -> None:
-        """Assert I1 to I3 over the whole pool; for tests, it looks at every entry."""
+        """Assert I1 to I3 over the whole pool. For tests: it looks at every entry."""
         self._pages.check()
         held = [*self._published.values(), *self._reserved.values()]
         pages = [page for entry in held for first, count in entry.runs for page in range(first, first + count)]
@@ -295,12 +253,13 @@ class PrefixPool:
         assert len(pages) <= self._pages.num_pages - self._pages.num_free
         for entry in held:
             assert sum(run.num_pages for run in entry.runs) == entry.num_pages
-        assert all(entry.state is State.RESERVED for entry in self._reserved.values())
+            assert entry.is_held
+        assert all(entry.state is EntryState.RESERVED for entry in self._reserved.values())
         assert all(entry.is_published for entry in self._published.values())
-        assert self._reserved_pages == sum(e.num_pages for e in self._reserved.values())
-        assert self._evictable_pages == sum(e.num_pages for e in self._evictable.values())
+        assert self._reserved.num_pages == sum(e.num_pages for e in self._reserved.values())
+        assert self._evictable.num_pages == sum(e.num_pages for e in self._evictable.values())
         for entry in self._evictable.values():
-            assert entry.state is State.EVICTABLE
+            assert entry.state is EntryState.EVICTABLE
             assert not entry.leases
             assert entry.consumed or entry.expires_at <= self._clock()
         assert self.free_bytes + self.reserved_bytes + self.live_bytes + self.evictable_bytes == self.budget_bytes

@@ -1,4 +1,8 @@
-"""What the relay needs of an engine and of a history: it knows prefixes and pages, and no model."""
+"""The two contracts of the relay: what it needs of a history (`Prefix`), and of an engine (`Encoder`).
+
+The relay knows prefixes and pages, and no model: `RankEngine`, `GenerateEngine` and the simulator's `Device` are
+encoders alike.
+"""
 
 from __future__ import annotations
 
@@ -8,25 +12,25 @@ from typing import Protocol, TypeVar
 
 from npu_gr.core.request import I64
 from npu_gr.engine.cost import CostModel
-from npu_gr.engine.scheduler import Done, Urgency
+from npu_gr.engine.job import JobOrder, JobResult
 from npu_gr.kv.arena import KVArena
-from npu_gr.kv.layout import Run
+from npu_gr.kv.layout import PageRun
 
 
 class Prefix(Protocol):
-    """A history as one model reads it: how many tokens, and which."""
+    """A history as one model reads it."""
 
     @property
     def timestamps(self) -> I64:
-        """[n] unix seconds, kept beside the KV."""
+        """[n] unix seconds of its tokens; they are kept beside the KV."""
         ...
 
     def __len__(self) -> int:
-        """Tokens."""
+        """Count its tokens."""
         ...
 
     def fingerprint(self, num_tokens: int) -> str:
-        """Of the first `num_tokens`: equal prefixes and no others have equal ones."""
+        """Identify the first `num_tokens` tokens: two prefixes have the same fingerprint only if they are equal."""
         ...
 
 
@@ -35,58 +39,65 @@ P_in = TypeVar("P_in", bound=Prefix, contravariant=True)
 
 
 class Encoder(Protocol[P_in]):
-    """The engine whose prefixes are relayed."""
+    """An engine that encodes prefixes into pages."""
 
     @property
     def cost(self) -> CostModel:
-        """What a pass takes."""
+        """Predicts the seconds of a pass."""
         ...
 
     @property
     def copy_bytes_per_s(self) -> float:
-        """Bandwidth between the tiers."""
+        """Bandwidth from DRAM to HBM."""
         ...
 
     @property
     def queue_s(self) -> float:
-        """How long a request that comes now would wait for the device."""
+        """Seconds that a request arriving now would wait for the device."""
         ...
 
     @property
     def objective_s(self) -> float:
-        """How long after it came a request should be done."""
+        """SLO objective of a request in seconds from its arrival: sets its place in the queue."""
         ...
 
     @property
     def residual_s(self) -> float:
-        """What `cost` has been short by lately, a high quantile."""
+        """P90 of (actual - predicted) seconds of recent full passes."""
         ...
 
     async def prefill(
-        self, tokens: P_in, keep: tuple[Run, ...], deadline_at: float, urgency: Urgency, first_token: int = 0
+        self, tokens: P_in, keep: tuple[PageRun, ...], deadline_at: float, order: JobOrder, first_token: int = 0
     ) -> int:
-        """Encode the prefix into the pages, which hold its first `first_token` tokens already.
+        """Encode a prefix into pages.
+
+        Args:
+            tokens: the whole prefix.
+            keep: pages for all of it; they hold its first `first_token` tokens already.
+            deadline_at: instant of the clock; what has not begun by then is dropped.
+            order: its place in the queue. If it is cancelled at a step, the prefill ends with the chunk that runs.
+            first_token: where to continue.
 
         Returns:
-            how many they hold now: all, unless `urgency` was cut.
+            how many tokens the pages hold now: all of them, unless `order` was cancelled at a step.
         """
         ...
 
     async def copy(
         self,
         source: KVArena,
-        source_runs: Sequence[Run],
+        source_runs: Sequence[PageRun],
         target: KVArena,
-        target_runs: Sequence[Run],
+        target_runs: Sequence[PageRun],
         num_tokens: int,
         deadline_at: float,
-        order_at: float | Urgency | None = None,
+        order: JobOrder | None = None,
         *,
-        is_sheddable: bool = False,
+        preemptible: bool = False,
     ) -> None:
-        """Copy a prefix between tiers."""
+        """Copy a prefix between tiers; the contract is that of `PageJobs.copy`."""
         ...
 
-    def zero(self, arena: KVArena, runs: Sequence[Run]) -> asyncio.Future[Done[None]]:
-        """Overwrite pages before any job that waits."""
+    def zero(self, arena: KVArena, runs: Sequence[PageRun]) -> asyncio.Future[JobResult[None]]:
+        """Overwrite pages before every job that waits."""
         ...

@@ -1,11 +1,17 @@
-"""Whether to pre-infer a prefix: arithmetic on metadata. The caller counts the verdict.
+"""The trigger decides whether a signal leads to a pre-infer, by arithmetic on metadata. The caller counts the verdict.
 
-    at risk    queue_delay + T_full(n, c) + residual > B_rank - margin       only these need a relay
-    rate       Q_inst = min(L_max / T_life, q_m_fraction * Q_m)              a token bucket, by Little's law
-    load       pre-infers and reloads running at once
-    footprint  bytes are reserved before the work is queued                  live bytes <= r1 * M always
+    at risk    queue_delay + T_full(n, c) + residual > B_rank - margin    only such ranks need a prefix
+    load       pre-infers and reloads at once <= max_inflight
+    footprint  the prefix fits into HBM                                   so live bytes <= r1 * M always
+    rate       Q_inst = min(L_max / T_life, q_m_fraction * Q_m)           a token bucket; L_max / T_life: Little's law
 
-Source: RelayGR (arXiv:2601.01712), sequence-aware trigger; symbols and units as `relaygr.md` 2.3 reads them.
+    n, c    history tokens, candidates           B_rank  time budget of a rank, seconds
+    T_full  seconds of a full inference          T_life  seconds from a signal to the end of its rank, P99
+    M, r1   bytes of HBM, share for prefixes     L_max   prefixes alive at once
+    Q_m     pre-infers a second that the device completes when it does nothing else
+
+Source: RelayGR (arXiv:2601.01712), sequence-aware trigger; the symbols are the paper's, the units are our reading.
+`docs/relay.md` tells the life of a signal.
 """
 
 from __future__ import annotations
@@ -16,70 +22,80 @@ from typing import Annotated, Literal, NamedTuple
 import msgspec
 
 from npu_gr.core.request import Verdict
+from npu_gr.core.settings import Count, Positive, Seconds
 
 
 class TriggerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """When a signal leads to work."""
+    """Which signals lead to a pre-infer."""
 
-    policy: Literal["at_risk", "always"] = "at_risk"  # always: whatever is long enough, if there is room
-    min_prefix_tokens: Annotated[int, msgspec.Meta(ge=1)] = 64  # shorter ones are never relayed
-    max_inflight: Annotated[int, msgspec.Meta(ge=1)] = 8  # pre-infers and reloads running at once
-    rank_budget_s: Annotated[float, msgspec.Meta(gt=0)] | None = None  # B_rank; None = slo.rank_s
-    margin_s: Annotated[float, msgspec.Meta(ge=0)] = 0.005  # of it for all but queue and device
-    num_candidates: Annotated[int, msgspec.Meta(ge=0)] = 200  # c of a signal that does not say
-    q_m_per_s: Annotated[float, msgspec.Meta(gt=0)] | None = None  # Q_m, by `npu-gr calibrate`; None = no bound
-    q_m_fraction: Annotated[float, msgspec.Meta(gt=0, le=1)] = 0.8
-    burst_s: Annotated[float, msgspec.Meta(gt=0)] = 0.5  # the bucket holds so many seconds of its rate
+    policy: Literal["at_risk", "always"] = "at_risk"  # always: every prefix that is long enough, if there is room
+    min_prefix_tokens: Count = 64  # shorter prefixes are never produced
+    max_inflight: Count = 8  # pre-infers and reloads at once
+    rank_budget_s: Seconds | None = None  # B_rank; None = slo.rank_s
+    margin_s: Annotated[float, msgspec.Meta(ge=0)] = 0.005  # part of B_rank for everything but queue and device
+    num_candidates: Annotated[int, msgspec.Meta(ge=0)] = 200  # c, for a signal that does not say
+    q_m_per_s: Positive | None = None  # Q_m, measured by `npu-gr calibrate`; None = no limit on the rate
+    q_m_fraction: Annotated[float, msgspec.Meta(gt=0, le=1)] = 0.8  # share of Q_m that pre-infers may take
+    burst_s: Seconds = 0.5  # the bucket holds this many seconds of its rate
 
 
 class Headroom(NamedTuple):
-    """What is left on this instance."""
+    """The load and the room of this instance."""
 
-    inflight: int  # pre-infers and reloads now running
-    available_bytes: int  # of the HBM budget, free or evictable
-    needed_bytes: int  # by this prefix
+    inflight: int  # pre-infers and reloads at work
+    available_bytes: int  # of the HBM budget: free or evictable
+    needed_bytes: int  # of this prefix
 
 
 class Forecast(NamedTuple):
-    """What the rank would take without a relay, in seconds."""
+    """Seconds that the rank would take without a prefix."""
 
-    queue_s: float  # work that is waiting for the device now
-    full_s: float  # T_full(n, c)
-    residual_s: float  # what T_full has been short by lately, a high quantile
+    queue_s: float  # for the work that waits for the device now
+    full_s: float  # T_full(n, c), less what is cached already
+    residual_s: float  # P90 of (actual - predicted) seconds of recent full passes
 
 
 def at_risk(forecast: Forecast, budget_s: float, margin_s: float) -> bool:
-    """Whether the rank would be late by a full inference."""
+    """Return whether a full inference would make the rank late.
+
+    Args:
+        forecast: of the full inference.
+        budget_s: B_rank.
+        margin_s: part of the budget for everything but queue and device.
+    """
     return forecast.queue_s + forecast.full_s + forecast.residual_s > budget_s - margin_s
 
 
 def live_limit(hbm_bytes: int, kv_p99_bytes: int) -> int:
-    """L_max: prefixes alive at once, from r1 * M and the P99 of their size in whole pages."""
+    """Return L_max, the prefixes alive at once: r1 * M over the P99 of their size in whole pages."""
     return hbm_bytes // kv_p99_bytes
 
 
 def admitted_rate(l_max: int, t_life_s: float, q_m_per_s: float | None) -> float:
-    """Q_inst in pre-infers a second: the footprint's bound by Little's law, and the load's."""
+    """Return Q_inst in pre-infers a second: the lower of the limits by memory and by the device.
+
+    Args:
+        l_max: prefixes alive at once.
+        t_life_s: T_life.
+        q_m_per_s: the share of Q_m that pre-infers may take; None = no limit by the device.
+    """
     return min(l_max / t_life_s, math.inf if q_m_per_s is None else q_m_per_s)
 
 
-def fleet_rate(special_fraction: float, num_instances: int, q_inst_per_s: float) -> float:
-    """Q_admit = r2 * N * Q_inst."""
-    return special_fraction * num_instances * q_inst_per_s
-
-
 class TokenBucket:
-    """At most `rate_per_s` takes a second, `burst` of them at once."""
+    """Limits a rate to `rate_per_s` takes a second, of which `burst` may come at once."""
 
     def __init__(self, rate_per_s: float, burst: float) -> None:
-        self.rate_per_s, self.burst = rate_per_s, max(burst, 1.0)
-        self._level, self._at_s = self.burst, -math.inf
+        self.rate_per_s = rate_per_s
+        self.burst = max(burst, 1.0)
+        self._level = self.burst
+        self._filled_at = -math.inf  # no take yet
 
     def take(self, now_at: float) -> bool:
-        """One, if there is one."""
-        if self._at_s > -math.inf:
-            self._level = min(self.burst, self._level + (now_at - self._at_s) * self.rate_per_s)
-        self._at_s = now_at
+        """Take one token. Returns False if there is none."""
+        if self._filled_at > -math.inf:
+            self._level = min(self.burst, self._level + (now_at - self._filled_at) * self.rate_per_s)
+        self._filled_at = now_at
         if self._level < 1.0:
             return False
         self._level -= 1.0
@@ -94,9 +110,17 @@ def decide(
     bucket: TokenBucket | None,
     now_at: float,
 ) -> Verdict:
-    """PREINFER, or the first reason against it: risk, load, footprint, rate, in this order.
+    """Return PREINFER, or the first reason against it: risk, load, footprint, rate, in this order.
 
-    The bucket comes last, so that only what is admitted takes from it.
+    The bucket comes last, so that only a pre-infer that is admitted takes a token.
+
+    Args:
+        prefix_tokens: length of the prefix.
+        forecast: of its rank without a prefix.
+        headroom: of this instance.
+        config: thresholds.
+        bucket: the rate limit; None = no limit.
+        now_at: the clock.
     """
     if prefix_tokens < config.min_prefix_tokens:
         return Verdict.SKIP_NOT_AT_RISK
@@ -113,5 +137,5 @@ def decide(
 
 
 def reload_pays(copy_s: float, compute_s: float, budget_s: float) -> bool:
-    """Whether a copy from DRAM beats computing the prefix again, and fits the budget."""
+    """Return whether a copy from DRAM is not slower than computing the prefix again, and within the budget."""
     return copy_s <= compute_s and copy_s <= budget_s

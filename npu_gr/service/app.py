@@ -69,7 +69,7 @@ async def instance(
         if store is not None:
             stack.push_async_callback(store.close)
         shared = Shared(
-            config=config,
+            settings=settings,
             versions=versions,
             histories=_histories(config, store),
             vectors=None if config.match is None else ServedVectors(config.match, backend),
@@ -193,7 +193,7 @@ def observe(metrics: Metrics, settings: InForce, scheduler: Scheduler, service: 
         settings: in force.
         scheduler, service: what is observed.
     """
-    scheduler.on_batch = metrics.engine.batch_done
+    scheduler.on_batch = metrics.batch_done
     scheduler.on_worked = metrics.engine.worked
     metrics.engine.observe_queue(lambda: scheduler.depth)
     metrics.relay.observe_t_life(lambda: settings.config.relay.t_life_s)

@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Generic, TypeVar, overload
 
+import msgspec
 import numpy as np
 import torch
 
@@ -26,8 +27,10 @@ from npu_gr.core.errors import ConfigError, DataError, PoolExhausted
 from npu_gr.core.kinds import GENERATE, RANK
 from npu_gr.core.request import Events, ModelInfo, UserKey
 from npu_gr.engine.generate_engine import GenerateEngine, Generator, layout_of
-from npu_gr.engine.rank_engine import Engine, PageJobs
-from npu_gr.engine.scheduler import Done, Scheduler
+from npu_gr.engine.job import JobResult
+from npu_gr.engine.page_jobs import PageJobs
+from npu_gr.engine.rank_engine import RankEngine
+from npu_gr.engine.scheduler import Scheduler
 from npu_gr.engine.selftest import parity
 from npu_gr.jobs.generation import GenerateConfig, Generation, warm_up
 from npu_gr.jobs.ranking import Ranking
@@ -35,8 +38,9 @@ from npu_gr.jobs.served_catalogue import ServedCatalogue
 from npu_gr.kv.arena import KVArena
 from npu_gr.kv.dram_store import DramEntry, DramStore
 from npu_gr.kv.keys import PrefixKey
-from npu_gr.kv.layout import KVLayout, Run
+from npu_gr.kv.layout import KVLayout, PageRun
 from npu_gr.kv.prefix_pool import PrefixEntry, PrefixPool
+from npu_gr.kv.tiers import open_tiers
 from npu_gr.metrics.registry import Metrics
 from npu_gr.model import hf
 from npu_gr.model.config import HSTUConfig, inexact_fields
@@ -104,15 +108,22 @@ async def open_ranking(
     layout = kv_layout(shape, config, checkpoint, backend)
     if beside is None:
         test_pages = layout.pages(SELF_TEST_TOKENS)
-        pool = _pool("kv.hbm_bytes", config.kv.hbm_bytes, test_pages, layout, config, backend)
-        dram = _dram(config, config.kv.dram_bytes, layout, backend)
+        tiers = open_tiers(
+            config.kv,
+            layout,
+            backend,
+            t_life_s=config.relay.t_life_s,
+            clock=time.monotonic,
+            least_pages=test_pages,
+        )
     else:
-        pool, dram = beside.relay.tiers
-        if pool.arena.layout.layout_id != layout.layout_id:
+        tiers = beside.relay.tiers
+        if tiers.pool.arena.layout.layout_id != layout.layout_id:
             raise ConfigError(
                 f"checkpoint: {config.checkpoint} needs pages of another layout than the one that serves; start anew"
             )
-    engine = Engine(checkpoint.model, backend, scheduler, pool.arena)
+    pool, dram = tiers
+    engine = RankEngine(checkpoint.model, backend, scheduler, pool.arena)
     vocabulary = ItemVocabulary(checkpoint.item_ids)
     await _prove(engine, vocabulary, pool, dram if config.relay.enabled else None, checkpoint.version, config)
     if beside is not None:
@@ -134,7 +145,7 @@ async def open_ranking(
     def activate() -> Ranking:
         calibration = _calibration(config, model.version, backend)
         trigger = config.trigger_with_budget()
-        relay = Relay(config.relay, trigger, engine, pool, dram, model.version, calibration=calibration)
+        relay = Relay(config.relay, trigger, engine, tiers, model.version, calibration=calibration)
         observe_relay(metrics, RANK.name, engine, pool, dram, relay)
         return Ranking(config.service, model, vocabulary, engine, relay, metrics)
 
@@ -192,14 +203,21 @@ async def open_generation(
     decoder = await asyncio.to_thread(_decoder, config, section, backend)
     layout = layout_of(decoder, config.kv.page_tokens)
     if beside is None:
-        pool = _pool("generate.hbm_bytes", section.hbm_bytes, 1, layout, config, backend)
-        dram = _dram(config, section.dram_bytes, layout, backend)
+        tiers = open_tiers(
+            msgspec.structs.replace(config.kv, hbm_bytes=section.hbm_bytes, dram_bytes=section.dram_bytes),
+            layout,
+            backend,
+            t_life_s=config.relay.t_life_s,
+            clock=time.monotonic,
+            section="generate",
+        )
     else:
-        pool, dram = beside.relay.tiers
-        if pool.arena.layout.layout_id != layout.layout_id:
+        tiers = beside.relay.tiers
+        if tiers.pool.arena.layout.layout_id != layout.layout_id:
             raise ConfigError(
                 f"generate.checkpoint: {folder} needs pages of another layout than the one that serves; start anew"
             )
+    pool, dram = tiers
     engine = await asyncio.to_thread(_generate_engine, decoder, section, backend, scheduler, pool.arena)
     engine.objective_s = config.slo.objective_s(GENERATE.name)
     if beside is not None:
@@ -227,7 +245,7 @@ async def open_generation(
     await warm_up(section, engine, items)
 
     def activate() -> Generation:
-        relay = Relay(config.relay, config.trigger_with_budget(), engine, pool, dram, version)
+        relay = Relay(config.relay, config.trigger_with_budget(), engine, tiers, version)
         observe_relay(metrics, GENERATE.name, engine, pool, dram, relay)
         return Generation(section, folder.name, version, engine, relay, items, metrics)
 
@@ -257,35 +275,13 @@ def _generate_engine(
     return engine
 
 
-def _pool(
-    field: str, num_bytes: int, least_pages: int, layout: KVLayout, config: Config, backend: Backend
-) -> PrefixPool:
-    pages = num_bytes // layout.page_bytes
-    if pages < least_pages:
-        raise ConfigError(
-            f"{field}: {num_bytes} holds {pages} pages of {layout.page_bytes} bytes, the least is {least_pages}"
-        )
-    arena = KVArena(layout, pages, backend.device, pack=backend.pack_kv)
-    backend.synchronize()  # its zeros, before a device thread writes
-    return PrefixPool(arena, num_bytes, config.relay.t_life_s, time.monotonic)
-
-
-def _dram(config: Config, num_bytes: int, layout: KVLayout, backend: Backend) -> DramStore | None:
-    pages = num_bytes // layout.page_bytes
-    if not pages:
-        return None
-    arena = KVArena(layout, pages, torch.device("cpu"), pinned=backend.pins_host_memory)
-    return DramStore(
-        arena,
-        ttl_s=config.kv.dram_ttl_s,
-        ttl_jitter_ratio=config.kv.dram_ttl_jitter_ratio,
-        seed=0,
-        clock=time.monotonic,
-    )
-
-
 async def _prove(
-    engine: Engine, vocabulary: ItemVocabulary, pool: PrefixPool, dram: DramStore | None, version: str, config: Config
+    engine: RankEngine,
+    vocabulary: ItemVocabulary,
+    pool: PrefixPool,
+    dram: DramStore | None,
+    version: str,
+    config: Config,
 ) -> None:
     """Run the parity self-test (if prefixes are cached) and the warm-up on a seeded history; live ranks go first."""
     shape = engine.model.config
@@ -314,7 +310,7 @@ async def _prove(
 @asynccontextmanager
 async def _lent(
     pool: PrefixPool, dram: DramStore | None, version: str, num_tokens: int
-) -> AsyncIterator[tuple[tuple[Run, ...], tuple[Run, ...]]]:
+) -> AsyncIterator[tuple[tuple[PageRun, ...], tuple[PageRun, ...]]]:
     """Lend pages of both tiers to the block; without a DRAM tier, none of that."""
     key = PrefixKey(UserKey("", ""), version, pool.arena.layout.layout_id, "self-test")
     entry = await _reserved(pool, key, num_tokens)
@@ -375,20 +371,20 @@ def observe_relay(
         engine, pool, dram, relay: what is observed.
     """
     prefix = "" if kind == RANK.name else f"{kind}_"
-    relay.producers.on_error = metrics.relay.failed
+    relay.on_error = metrics.relay.failed
     relay.on_first_use = metrics.relay.first_used
     pool.on_evict = lambda entry: None if entry.consumed else metrics.relay.wasted(kind)
 
-    def copied(target: KVArena, num_bytes: int, done: Done[None]) -> None:
+    def copied(target: KVArena, num_bytes: int, done: JobResult[None]) -> None:
         metrics.relay.copied("reload" if target is pool.arena else "spill", num_bytes, done.queue_s, done.device_s)
 
     engine.on_copied = copied
     metrics.relay.observe_relay(
         kind,
-        {work: partial(relay.producers.in_flight, work) for work in ("prefill", "reload", "spill")},
-        t_life_s=lambda: relay.t_life_p99_s.value,
-        prefills_per_s=lambda: relay.q_inst_per_s,
-        brownout=lambda: relay.brownout,
+        {work: partial(relay.in_flight, work) for work in ("prefill", "reload", "spill")},
+        t_life_s=lambda: relay.measured.t_life_p99_s.value,
+        prefills_per_s=lambda: relay.measured.q_inst_per_s,
+        brownout=lambda: relay.settings.brownout,
     )
     metrics.relay.observe_tier(
         f"{prefix}hbm",

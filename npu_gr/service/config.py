@@ -23,7 +23,7 @@ from npu_gr.jobs.ranking import RankingConfig
 from npu_gr.kv.config import KVConfig
 from npu_gr.metrics.slo import Objective
 from npu_gr.relay.calibration import Calibration, beside
-from npu_gr.relay.relay import RelayConfig
+from npu_gr.relay.config import RelayConfig
 from npu_gr.relay.trigger import TriggerConfig
 from npu_gr.replay.recorder import RecordConfig
 from npu_gr.server.config import ServerConfig

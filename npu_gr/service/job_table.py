@@ -20,14 +20,14 @@ from npu_gr.jobs.signal import SignalJob
 from npu_gr.jobs.sources import SizedSource, from_generation, from_match
 from npu_gr.jobs.versions import Versions
 from npu_gr.metrics.registry import Metrics
-from npu_gr.service.config import Config
+from npu_gr.service.config import InForce
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shared:
     """What jobs are made of."""
 
-    config: Config
+    settings: InForce
     versions: Versions
     histories: Histories
     vectors: ServedVectors | None  # None = the instance does not match
@@ -53,15 +53,22 @@ async def _generate(shared: Shared, _: Mapping[str, AnyJob]) -> GenerateJob:
 
 
 async def _match(shared: Shared, _: Mapping[str, AnyJob]) -> MatchJob:
-    assert shared.config.match is not None
+    assert shared.settings.config.match is not None
     assert shared.vectors is not None
-    job = MatchJob(shared.config.match, shared.vectors, shared.histories, shared.scheduler, shared.metrics)
+    job = MatchJob(
+        shared.settings.config.match,
+        shared.vectors,
+        shared.histories,
+        shared.scheduler,
+        shared.metrics,
+        lambda: shared.settings.config.slo.objective_s(MATCH.name),
+    )
     await job.start()
     return job
 
 
 async def _recommend(shared: Shared, jobs: Mapping[str, AnyJob]) -> RecommendJob:
-    config = shared.config.recommend
+    config = shared.settings.config.recommend
     assert config is not None
     made = {}
     if GENERATE.name in jobs:
@@ -102,6 +109,6 @@ async def build_jobs(shared: Shared) -> dict[str, AnyJob]:
     """
     jobs: dict[str, AnyJob] = {}
     for name, kind in KINDS.items():
-        if kind.section is None or getattr(shared.config, kind.section) is not None:
+        if kind.section is None or getattr(shared.settings.config, kind.section) is not None:
             jobs[name] = await MAKERS[name](shared, jobs)
     return jobs

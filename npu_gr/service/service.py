@@ -127,7 +127,7 @@ class Service:
             await asyncio.sleep(OBSERVE_S)
             level = self.parts.admission.observe(time.monotonic())
             for model in self.versions.current():
-                model.relay.brownout = level
+                model.relay.settings.brownout = level
 
     # ---- administration
 

@@ -14,7 +14,7 @@ from npu_gr.engine.cost import CostModel
 from npu_gr.engine.queue import SchedulerConfig
 from npu_gr.kv.config import KVConfig
 from npu_gr.relay.calibration import Calibration
-from npu_gr.relay.relay import RelayConfig
+from npu_gr.relay.config import RelayConfig
 from npu_gr.relay.trigger import TriggerConfig
 
 NotNegative = Annotated[float, msgspec.Meta(ge=0)]

@@ -13,12 +13,11 @@ import numpy as np
 from npu_gr.core.kinds import RANK
 from npu_gr.core.request import I64
 from npu_gr.engine.cost import CostModel
+from npu_gr.engine.job import Demand, Job, JobOrder, JobResult, JobStep
+from npu_gr.engine.page_jobs import chunks
 from npu_gr.engine.quantile import RunningQuantile
-from npu_gr.engine.queue import Demand, Job, Step
-from npu_gr.engine.rank_engine import chunks
-from npu_gr.engine.scheduler import Done, Urgency
 from npu_gr.kv.arena import KVArena
-from npu_gr.kv.layout import Run
+from npu_gr.kv.layout import PageRun
 from npu_gr.simulate.config import DeviceProfile
 from npu_gr.simulate.scheduler import PassTimes, RankWork, VirtualScheduler, run_nothing
 
@@ -90,52 +89,54 @@ class SimulatedEngine:
         return self._residual_s.value
 
     async def prefill(
-        self, tokens: SimulatedPrefix, keep: tuple[Run, ...], deadline_at: float, urgency: Urgency, first_token: int = 0
+        self,
+        tokens: SimulatedPrefix,
+        keep: tuple[PageRun, ...],
+        deadline_at: float,
+        order: JobOrder,
+        first_token: int = 0,
     ) -> int:
         """Encode a prefix chunk by chunk; returns how many of its tokens are encoded now."""
         parts = list(chunks(first_token, len(tokens), self._scheduler.config.prefill_chunk_tokens))
         estimates_s = [self.cost.pass_s(stop - start, start, 0) for start, stop in parts]
-        steps = [Step(self._times.noisy(seconds), seconds) for seconds in estimates_s]
-        job = _job(steps, deadline_at, urgency, is_sheddable=True)
-        if urgency.is_cut:
+        steps = [JobStep(self._times.noisy(seconds), seconds) for seconds in estimates_s]
+        job = _job(steps, deadline_at, order, preemptible=True)
+        if order.is_cancelled_at_step:
             return first_token
 
         def changed() -> None:
-            if urgency.is_cut:
+            if order.is_cancelled_at_step:
                 self._scheduler.cut(job)
             else:
-                self._scheduler.hasten(job, urgency.order_at)
+                self._scheduler.hasten(job, order.order_at)
 
-        with urgency.applied(changed):
+        with order.applied(changed):
             await self._scheduler.submit(job)
         return parts[job.ran - 1][1] if job.ran else first_token
 
     async def copy(
         self,
         source: KVArena,
-        source_runs: Sequence[Run],
+        source_runs: Sequence[PageRun],
         target: KVArena,
-        target_runs: Sequence[Run],
+        target_runs: Sequence[PageRun],
         num_tokens: int,
         deadline_at: float,
-        order_at: float | Urgency | None = None,
+        order: JobOrder | None = None,
         *,
-        is_sheddable: bool = False,
+        preemptible: bool = False,
     ) -> None:
         """Occupy the device for the bytes over the bandwidth, and the fixed part of a copy."""
         seconds = self._copy_host_s + target.layout.bytes(num_tokens) / self.copy_bytes_per_s
-        order_at = deadline_at if order_at is None else order_at
-        job = _job([Step(self._times.noisy(seconds), 0.0)], deadline_at, order_at, is_sheddable)
-        if not isinstance(order_at, Urgency):
-            await self._scheduler.submit(job)
-            return
-        with order_at.applied(lambda: self._scheduler.hasten(job, order_at.order_at)):
+        order = JobOrder(deadline_at) if order is None else order
+        job = _job([JobStep(self._times.noisy(seconds), 0.0)], deadline_at, order, preemptible)
+        with order.applied(lambda: self._scheduler.hasten(job, order.order_at)):
             await self._scheduler.submit(job)
 
-    def zero(self, arena: KVArena, runs: Sequence[Run]) -> asyncio.Future[Done[None]]:
+    def zero(self, arena: KVArena, runs: Sequence[PageRun]) -> asyncio.Future[JobResult[None]]:
         """Overwrite pages; takes no time here."""
-        future: asyncio.Future[Done[None]] = self._loop.create_future()
-        future.set_result(Done(None, 0.0, 0.0, 1))
+        future: asyncio.Future[JobResult[None]] = self._loop.create_future()
+        future.set_result(JobResult(None, 0.0, 0.0, 1))
         return future
 
     async def rank(self, work: RankWork, deadline_at: float, arrived_at: float) -> float:
@@ -157,7 +158,7 @@ class SimulatedEngine:
             order_at=arrived_at + self.objective_s,
             arrived_at=arrived_at,
             objective_s=self.objective_s,
-            takes_s=expected_s,
+            estimate_s=expected_s,
         )
         took_s, batch_size = await self._scheduler.submit(job)
         if not work.cached_tokens and batch_size == 1:
@@ -165,15 +166,15 @@ class SimulatedEngine:
         return took_s
 
 
-def _job(steps: Sequence[Step], deadline_at: float, order: float | Urgency, is_sheddable: bool) -> Job:
+def _job(steps: Sequence[JobStep], deadline_at: float, order: JobOrder, preemptible: bool) -> Job:
     """Make a job of steps whose work is how long each takes."""
     return Job(
         run=run_nothing,
         work=steps[0].work,
-        takes_s=steps[0].takes_s,
+        estimate_s=steps[0].estimate_s,
         rest=steps[1:],
         deadline_at=deadline_at,
-        order_at=order.order_at if isinstance(order, Urgency) else order,
-        arrived_at=order.arrived_at if isinstance(order, Urgency) else None,
-        is_sheddable=is_sheddable,
+        order_at=order.order_at,
+        arrived_at=order.arrived_at,
+        preemptible=preemptible,
     )

@@ -12,16 +12,13 @@ import random
 from typing import NamedTuple
 
 import msgspec
-import torch
 
 from npu_gr.admission.admission import OBSERVE_S, Admission
-from npu_gr.core.errors import ConfigError, DeadlineExceeded, NpuGrError, Overloaded
+from npu_gr.core.errors import DeadlineExceeded, NpuGrError, Overloaded
 from npu_gr.core.kinds import RANK, SIGNAL
 from npu_gr.core.request import Outcome, UserKey, Verdict
-from npu_gr.kv.arena import KVArena
-from npu_gr.kv.dram_store import DramStore
 from npu_gr.kv.layout import KVLayout
-from npu_gr.kv.prefix_pool import PrefixPool
+from npu_gr.kv.tiers import open_tiers
 from npu_gr.relay.relay import Relay
 from npu_gr.simulate.config import DeviceProfile, SimulateConfig
 from npu_gr.simulate.engine import SimulatedEngine, SimulatedPrefix
@@ -53,12 +50,19 @@ class SimulatedInstance:
         times = PassTimes(profile, self._source)
         self.scheduler = VirtualScheduler(config.scheduler, times)
         self.engine = SimulatedEngine(profile, self.scheduler, times, config.slo_s)
-        self.pool, self.dram = _open_tiers(config, profile)
+        self.tiers = open_tiers(
+            config.kv,
+            _layout(profile, config.kv.page_tokens),
+            None,
+            t_life_s=config.relay.t_life_s,
+            clock=clock,
+            seed=config.seed,
+        )
         trigger = config.trigger
         if trigger.rank_budget_s is None:
             trigger = msgspec.structs.replace(trigger, rank_budget_s=config.slo_s)
         self.relay: Relay[SimulatedPrefix] = Relay(
-            config.relay, trigger, self.engine, self.pool, self.dram, "simulated", clock, config.calibration
+            config.relay, trigger, self.engine, self.tiers, "simulated", clock, config.calibration
         )
         self._admission = Admission(
             config.admission, config.brownout, lambda _kind: config.slo_s, self.scheduler, clock=clock
@@ -151,33 +155,7 @@ class SimulatedInstance:
     async def _observe_load(self) -> None:
         while True:
             await asyncio.sleep(OBSERVE_S)
-            self.relay.brownout = self._admission.observe(self._loop.time())
-
-
-def _open_tiers(config: SimulateConfig, profile: DeviceProfile) -> tuple[PrefixPool, DramStore | None]:
-    """Make the tiers of pages without memory.
-
-    Raises:
-        ConfigError: `kv.hbm_bytes` holds no page.
-    """
-    clock = asyncio.get_running_loop().time
-    layout = _layout(profile, config.kv.page_tokens)
-    pages = config.kv.hbm_bytes // layout.page_bytes
-    if not pages:
-        raise ConfigError(f"kv.hbm_bytes: {config.kv.hbm_bytes} is less than one page of {layout.page_bytes} bytes")
-    arena = KVArena(layout, pages, torch.device("meta"))
-    pool = PrefixPool(arena, config.kv.hbm_bytes, config.relay.t_life_s, clock)
-    dram_pages = config.kv.dram_bytes // layout.page_bytes
-    if not dram_pages:
-        return pool, None
-    dram = DramStore(
-        KVArena(layout, dram_pages, torch.device("meta")),
-        ttl_s=config.kv.dram_ttl_s,
-        ttl_jitter_ratio=config.kv.dram_ttl_jitter_ratio,
-        seed=config.seed,
-        clock=clock,
-    )
-    return pool, dram
+            self.relay.settings.brownout = self._admission.observe(self._loop.time())
 
 
 def _layout(profile: DeviceProfile, page_tokens: int) -> KVLayout:

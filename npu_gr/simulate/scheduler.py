@@ -13,7 +13,8 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from npu_gr.core.errors import DeadlineExceeded, NpuGrError, Overloaded
-from npu_gr.engine.queue import Job, JobQueue, SchedulerConfig
+from npu_gr.engine.job import Job
+from npu_gr.engine.queue import JobQueue, SchedulerConfig
 from npu_gr.simulate.config import DeviceProfile
 
 FASTEST = 0.1  # of the time by the cost model: noise makes no pass faster than that
@@ -92,7 +93,7 @@ class VirtualScheduler:
         job.tag = future
         shed = self._queue.put(job, self._loop.time())
         if shed is not None:
-            _fail(shed, Overloaded("made room for a request that is not sheddable"))
+            _fail(shed, Overloaded("dropped to make room for a request"))
         self._begin_passes()
         try:
             return await future
@@ -123,9 +124,9 @@ class VirtualScheduler:
                     self._loop.call_later(taken.wait_s, self._timer_fired)
                 return
             took_s = self._draw_s(taken.jobs)
-            expected_s = sum(job.takes_s for job in taken.jobs)
+            expected_s = sum(job.estimate_s for job in taken.jobs)
             self._idle_streams -= 1
-            ends_at = self._loop.time() + expected_s * self._queue.pace.value
+            ends_at = self._loop.time() + expected_s * self._queue.slowdown.value
             self._ends_at.append(ends_at)
             self._loop.call_later(took_s, self._end_pass, taken.jobs, took_s, expected_s, ends_at)
 
@@ -140,10 +141,10 @@ class VirtualScheduler:
     def _end_pass(self, jobs: list[Job], took_s: float, expected_s: float, ends_at: float) -> None:
         self._idle_streams += 1
         self._ends_at.remove(ends_at)
-        self._queue.pace.observe(expected_s, took_s)
+        self._queue.slowdown.observe(expected_s, took_s)
         self.busy_s += took_s
         for job in jobs:
-            if not self._queue.go_on(job, self._loop.time()):
+            if not self._queue.put_next_step(job, self._loop.time()):
                 _finish(job, PassResult(took_s, len(jobs)))
         self._begin_passes()
 

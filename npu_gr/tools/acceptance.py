@@ -22,12 +22,13 @@ from npu_gr.catalogue.tokens import Tokens
 from npu_gr.catalogue.trie import Codebooks, Trie
 from npu_gr.core.request import F32, Events, HistoryReport
 from npu_gr.engine.beam_search import SearchOptions, Tables
-from npu_gr.engine.generate_engine import Generated, Generator, Part, layout_of, make_prompt
+from npu_gr.engine.generate_engine import GeneratedItems, Generator, PromptKV, layout_of, make_prompt
+from npu_gr.engine.page_jobs import CachedPrefix
 from npu_gr.engine.queue import SchedulerConfig
-from npu_gr.engine.rank_engine import Cached, Engine, Pass
+from npu_gr.engine.rank_engine import RankEngine, RankPass
 from npu_gr.engine.scheduler import Scheduler
 from npu_gr.kv.arena import KVArena
-from npu_gr.kv.layout import KVLayout, Run
+from npu_gr.kv.layout import KVLayout, PageRun
 from npu_gr.model.config import HSTUConfig
 from npu_gr.model.decoder import Decoder, DecoderConfig
 from npu_gr.model.hstu import HSTU
@@ -93,7 +94,7 @@ class Rig:
         )
         self.pages = KVArena(layout, 40, device, pack=backend.pack_kv)
         self.host = KVArena(layout, 40, torch.device("cpu"), backend.pins_host_memory, backend.pack_kv)
-        self.engine = Engine(self.ranker, backend, Scheduler(SchedulerConfig()), self.pages)
+        self.engine = RankEngine(self.ranker, backend, Scheduler(SchedulerConfig()), self.pages)
         sids = np.random.default_rng(0).integers(0, 64, (5000, 3))
         self.trie: Trie = build_trie(sids, np.arange(5000), Codebooks.stacked(list(CODES)))
         self.generator = Generator(decoder.to(device).eval(), backend, 128, len(CODES))
@@ -105,21 +106,21 @@ class Rig:
         history, candidates = _history(num_tokens), np.arange(num_candidates, dtype=np.int64)
         cached = None
         if cached_tokens:
-            runs = (Run(0, self.pages.layout.pages(cached_tokens)),)
-            self.engine._run([Pass(history[:cached_tokens], 0, candidates[:0], 0, keep=runs)])
+            runs = (PageRun(0, self.pages.layout.pages(cached_tokens)),)
+            self.engine.forward([RankPass(history[:cached_tokens], 0, candidates[:0], 0, keep=runs)])
             if tier == "dram":
                 self.backend.copy(lambda: self.host.copy_tokens_from(self.pages, runs, runs, cached_tokens))()
                 self.pages.zero(runs)
                 self.backend.synchronize()
                 self.backend.copy(lambda: self.pages.copy_tokens_from(self.host, runs, runs, cached_tokens))()
-            cached = Cached(runs, cached_tokens)
-        return self.engine._run([Pass(history, 0, candidates, 10**9, cached)])[0]
+            cached = CachedPrefix(runs, cached_tokens)
+        return self.engine.forward([RankPass(history, 0, candidates, 10**9, cached)])[0]
 
-    def generate(self, num_items: int, width: int) -> Generated:
+    def generate(self, num_items: int, width: int) -> GeneratedItems:
         """A search after a history of so many items."""
         history = np.random.default_rng(1).integers(0, 5000, num_items)
         tokens = make_prompt(self.trie, history, DECODER.max_tokens - 2).tokens
-        part = Part(self.prompts, (Run(0, self.prompts.num_pages),), len(tokens))
+        part = PromptKV(self.prompts, (PageRun(0, self.prompts.num_pages),), len(tokens))
         self.generator.encode(tokens, [], part)
         options = SearchOptions(width=width)
         return self.generator.generate(self.trie, self.tables, tokens, [part], options, width)
@@ -161,7 +162,7 @@ def _check(name: str, difference: float, unit: str) -> Check:
     return Check(name, State.OK if is_ok else State.BROKEN, f"differs from the CPU by {difference:.1e} {unit}", remedy)
 
 
-def _distance(got: Generated, want: Generated) -> float:
+def _distance(got: GeneratedItems, want: GeneratedItems) -> float:
     """Largest difference of an item's score; items that only one found count as far as they are above its last."""
     if len(got.scores) != len(want.scores):
         return float("inf")

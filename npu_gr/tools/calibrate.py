@@ -22,7 +22,8 @@ from npu_gr.backend.choose import choose
 from npu_gr.core.errors import ConfigError, DataError, PoolExhausted
 from npu_gr.core.kinds import RANK, SIGNAL
 from npu_gr.core.request import UserKey
-from npu_gr.engine.scheduler import Scheduler, Urgency
+from npu_gr.engine.job import JobOrder
+from npu_gr.engine.scheduler import Scheduler
 from npu_gr.jobs.ranking import Ranking
 from npu_gr.kv.keys import PrefixKey
 from npu_gr.metrics.registry import Metrics
@@ -132,10 +133,10 @@ async def _prefills_per_s(ranking: Ranking, num_tokens: int, streams: int, secon
     async def one_after_the_other(number: int) -> None:
         nonlocal done
         while done < streams or time.monotonic() < ends_at:
-            await ranking.engine.prefill(tokens, entries[number].runs, far, Urgency(far))
+            await ranking.engine.prefill(tokens, entries[number].runs, far, JobOrder(far))
             done += 1
 
-    await ranking.engine.prefill(tokens, entries[0].runs, far, Urgency(far))  # not counted: first touch of the pages
+    await ranking.engine.prefill(tokens, entries[0].runs, far, JobOrder(far))  # not counted: first touch of the pages
     began_at = time.monotonic()
     ends_at = began_at + seconds
     await asyncio.gather(*map(one_after_the_other, range(streams)))

@@ -17,9 +17,9 @@ from npu_gr.bench import rank
 from npu_gr.catalogue.build import build_trie
 from npu_gr.catalogue.trie import Codebooks
 from npu_gr.engine.beam_search import SearchOptions, Tables
-from npu_gr.engine.generate_engine import Ask, Generator, Part
+from npu_gr.engine.generate_engine import Generator, ItemSearch, PromptKV
 from npu_gr.kv.arena import KVArena
-from npu_gr.kv.layout import KVLayout, Run
+from npu_gr.kv.layout import KVLayout, PageRun
 from npu_gr.model.decoder import Decoder, DecoderConfig
 from npu_gr.model.hstu import HSTU, Past, Segment
 
@@ -31,7 +31,7 @@ class Largest(TorchDispatchMode):
     """Within the block: the largest memory that an op made."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # torch has no annotation here
         self.num_bytes, self.op = 0, ""
 
     def __torch_dispatch__(
@@ -72,9 +72,9 @@ def test_generate(normalise: Any) -> None:
     arena = KVArena(layout, layout.pages(1024), CPU.device)
     generator = Generator(decoder, CPU, 512, 3, max_rows=1024)
     tokens = np.arange(900)
-    part = Part(arena, (Run(0, layout.pages(1024)),), len(tokens))
+    part = PromptKV(arena, (PageRun(0, layout.pages(1024)),), len(tokens))
     options = SearchOptions(width=512, normalise=normalise)
-    ask = Ask(trie, Tables.upload(trie, CPU.device), tokens, [part], options, 10)
+    ask = ItemSearch(trie, Tables.upload(trie, CPU.device), tokens, [part], options, 10)
 
     def run() -> None:
         generator.encode(tokens, [], part)
@@ -96,17 +96,17 @@ def test_rank(dtype: torch.dtype) -> None:
         num_layers=2, num_heads=shape.num_heads, qk_dim=shape.qk_dim, v_dim=shape.v_dim,
         dtype=str(dtype).removeprefix("torch."), arrangement=CPU.arrangement(dtype, 64),
     )  # fmt: skip
-    runs = (Run(0, layout.pages(4096)),)
+    runs = (PageRun(0, layout.pages(4096)),)
     arena = KVArena(layout, layout.pages(4096), CPU.device, pack=CPU.pack_kv)
     items, times, none = torch.arange(4096), torch.arange(4096) * 1000, torch.empty(0, dtype=torch.int64)
-    new = {"items": items, "actions": items * 0, "times": times}
-    own = {"candidates": torch.arange(500), "candidate_time": 4_096_000}
+    new: dict[str, Any] = {"items": items, "actions": items * 0, "times": times}
+    own: dict[str, Any] = {"candidates": torch.arange(500), "candidate_time": 4_096_000}
     past = Past(times, lambda layer: arena.slabs(layer, runs, 4096))
-    model(CPU, [Segment(**new, candidates=none)])  # packs the weights  # type: ignore[arg-type]
+    model(CPU, [Segment(**new, candidates=none)])  # packs the weights
     for segment in (
         Segment(**new, candidates=none, sink=arena.sink(runs)),
-        Segment(items=none, actions=none, times=none, past=past, **own),  # type: ignore[arg-type]
-        Segment(**new, **own),  # type: ignore[arg-type]
+        Segment(items=none, actions=none, times=none, past=past, **own),
+        Segment(**new, **own),
     ):
         with Largest() as largest:
             model(CPU, [segment])

@@ -16,7 +16,7 @@ from npu_gr.backend.cpu.backend import CPUBackend
 from npu_gr.catalogue.build import build_trie
 from npu_gr.catalogue.filters import allow_items
 from npu_gr.catalogue.trie import Codebooks, Trie
-from npu_gr.engine.beam_search import Beams, Fork, Query, SearchOptions, Tables, search
+from npu_gr.engine.beam_search import BeamQuery, BeamResult, Fork, SearchOptions, Tables, search
 from npu_gr.kv.beam_arena import BeamArena
 from npu_gr.model.decoder import Decoder, DecoderConfig
 
@@ -63,7 +63,9 @@ class Prompt:
         self.kv: dict[int, tuple[Tensor, Tensor]] = {}
         self.hidden = decoder.prefill(CPU, tokens, 0, None, lambda layer, k, v: self.kv.update({layer: (k, v)}))
 
-    def search(self, trie: Trie, options: SearchOptions, allowed: Any = None, fork: Fork = "move", **how: Any) -> Beams:
+    def search(
+        self, trie: Trie, options: SearchOptions, allowed: Any = None, fork: Fork = "move", **how: Any
+    ) -> BeamResult:
         config = self.decoder.config
         arena = BeamArena(
             num_layers=config.num_layers,
@@ -81,8 +83,8 @@ class Prompt:
         [found] = search(self.decoder, CPU, [self.query(tables, options, allowed, **how)], arena, fork)
         return found
 
-    def query(self, tables: Tables, options: SearchOptions, allowed: Any = None, split: bool = True) -> Query:
-        return Query(
+    def query(self, tables: Tables, options: SearchOptions, allowed: Any = None, split: bool = True) -> BeamQuery:
+        return BeamQuery(
             tables=tables,
             prompt=lambda layer: [self.kv[layer]],
             num_prompt_tokens=len(self.tokens),
@@ -125,7 +127,7 @@ def by_the_book(
     return beams
 
 
-def same(trie: Trie, got: Beams, want: list[tuple[float, tuple[int, ...]]]) -> None:
+def same(trie: Trie, got: BeamResult, want: list[tuple[float, tuple[int, ...]]]) -> None:
     assert [tuple(sid) for sid in trie.sid_of(got.leaves).tolist()] == [sid for _, sid in want]
     np.testing.assert_allclose(got.scores, [score for score, _ in want], rtol=1e-5, atol=1e-5)
 

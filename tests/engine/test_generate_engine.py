@@ -20,30 +20,34 @@ from npu_gr.core.errors import DeadlineExceeded, Unprocessable
 from npu_gr.core.request import Outcome, Reason, UserKey, Verdict
 from npu_gr.engine.beam_search import SearchOptions, Tables
 from npu_gr.engine.generate_engine import (
-    Generated,
+    GeneratedItems,
     GenerateEngine,
+    GeneratePass,
+    GenerateStatus,
     Generator,
-    Part,
     Prompt,
-    Status,
-    Work,
+    PromptKV,
     layout_of,
     make_prompt,
 )
-from npu_gr.engine.rank_engine import Cached
-from npu_gr.engine.scheduler import Scheduler, SchedulerConfig, Urgency
+from npu_gr.engine.job import JobOrder
+from npu_gr.engine.page_jobs import CachedPrefix
+from npu_gr.engine.queue import SchedulerConfig
+from npu_gr.engine.scheduler import Scheduler
 from npu_gr.kv.arena import KVArena
 from npu_gr.kv.dram_store import DramStore
 from npu_gr.kv.keys import PrefixKey
-from npu_gr.kv.layout import Run
+from npu_gr.kv.layout import PageRun
 from npu_gr.kv.prefix_pool import PrefixPool
-from npu_gr.relay.relay import Lease, Relay, RelayConfig
+from npu_gr.kv.tiers import Tiers
+from npu_gr.relay.config import RelayConfig
+from npu_gr.relay.relay import Lease, Relay
 from npu_gr.relay.trigger import TriggerConfig
 from tests.engine.test_beam_search import model
 
 CPU = CPUBackend()
-RUNS = (Run(4, 2), Run(0, 3))  # pages out of order
-MORE = (Run(3, 1), Run(6, 5))
+RUNS = (PageRun(4, 2), PageRun(0, 3))  # pages out of order
+MORE = (PageRun(3, 1), PageRun(6, 5))
 
 
 def catalogue(num_items: int = 60) -> Trie:
@@ -65,13 +69,13 @@ def made(num_levels: int = 3, max_beams: int = 20) -> Made:
 
 def run(
     it: Made, trie: Trie, history: list[int], num_items: int = 10, cut: int = 0, longest: int = 18, **how: Any
-) -> Generated:
+) -> GeneratedItems:
     """`cut`: tokens that are encoded first, into pages of their own."""
     tokens = make_prompt(trie, np.array(history), longest).tokens
-    parts: list[Part] = []
+    parts: list[PromptKV] = []
     for runs, some in ((RUNS, tokens[:cut]), (MORE, tokens[cut:])):
         if len(some):
-            parts.append(Part(it.arena, runs, len(some)))
+            parts.append(PromptKV(it.arena, runs, len(some)))
             it.generator.encode(some, parts[:-1], parts[-1])
     tables, options = Tables.upload(trie, CPU.device), SearchOptions(width=it.generator.max_beams)
     return it.generator.generate(trie, tables, tokens, parts, options, num_items, **how)
@@ -97,7 +101,7 @@ def test_a_prompt_encoded_before_or_in_parts_gives_what_a_cold_one_gives() -> No
         assert np.array_equal(got.item_ids, cold.item_ids)
         np.testing.assert_allclose(got.scores, cold.scores, rtol=1e-6)
     assert (np.diff(cold.scores) <= 0).all()
-    assert cold.status is Status.COMPLETE
+    assert cold.status is GenerateStatus.COMPLETE
     assert np.array_equal(trie.sid_of(trie.find(cold.item_ids)), cold.sids)
 
 
@@ -108,7 +112,7 @@ def test_items_of_one_semantic_id_come_together() -> None:
     at = got.item_ids.tolist().index(4)
     assert got.item_ids[at + 1] == 9
     assert got.scores[at] == got.scores[at + 1]
-    assert got.status is Status.EXHAUSTED
+    assert got.status is GenerateStatus.EXHAUSTED
 
 
 def test_a_filter_leaves_what_it_allows() -> None:
@@ -116,9 +120,9 @@ def test_a_filter_leaves_what_it_allows() -> None:
     wanted = np.array([7, 14, 21, 700])
     got = run(made(), trie, [0, 7], allow=allow_items(trie, wanted))
     assert sorted(got.item_ids.tolist()) == [7, 14, 21]
-    assert got.status is Status.EXHAUSTED
+    assert got.status is GenerateStatus.EXHAUSTED
     nothing = run(made(), trie, [0, 7], allow=allow_items(trie, np.array([1])))
-    assert (len(nothing.item_ids), nothing.sids.shape, nothing.status) == (0, (0, 3), Status.EXHAUSTED)
+    assert (len(nothing.item_ids), nothing.sids.shape, nothing.status) == (0, (0, 3), GenerateStatus.EXHAUSTED)
 
 
 def test_what_does_not_fit_is_refused() -> None:
@@ -152,7 +156,7 @@ async def relayed(
     dram = DramStore(
         KVArena(arena.layout, num_pages, CPU.device), ttl_s=60.0, ttl_jitter_ratio=0.0, seed=0, clock=time.monotonic
     )
-    relay = Relay(relaying, TriggerConfig(min_prefix_tokens=3, policy="always"), engine, pool, dram, "v1")
+    relay = Relay(relaying, TriggerConfig(min_prefix_tokens=3, policy="always"), engine, Tiers(pool, dram), "v1")
     scheduler.start()
     try:
         yield relay, engine, pool
@@ -161,10 +165,10 @@ async def relayed(
         await scheduler.stop()
 
 
-async def ask(relay: Relay[Prompt], engine: GenerateEngine, trie: Trie, prompt: Prompt) -> tuple[Lease, Generated]:
+async def ask(relay: Relay[Prompt], engine: GenerateEngine, trie: Trie, prompt: Prompt) -> tuple[Lease, GeneratedItems]:
     deadline_at, tables = time.monotonic() + 30, Tables.upload(trie, CPU.device)
     async with relay.lease(USER, prompt, 20, deadline_at) as lease:
-        work = Work(
+        work = GeneratePass(
             trie=trie,
             tables=tables,
             prompt=prompt,
@@ -183,7 +187,7 @@ async def test_every_way_to_the_prompt_gives_the_cold_items() -> None:
     longer = make_prompt(trie, np.array([*history, 28, 35]), 60)
     cold, cold_longer = run(made(), trie, history, longest=60), run(made(), trie, [*history, 28, 35], longest=60)
 
-    def same(got: Generated, want: Generated) -> None:
+    def same(got: GeneratedItems, want: GeneratedItems) -> None:
         assert np.array_equal(got.item_ids, want.item_ids)
         np.testing.assert_allclose(got.scores, want.scores, rtol=1e-6)
 
@@ -223,12 +227,12 @@ async def test_a_generate_goes_on_in_the_pages_of_its_pre_infer(encoded: int) ->
         entry = pool.reserve(PrefixKey(USER, "v1", pool.arena.layout.layout_id, ""), len(prompt))
         runs = tuple(entry.runs)
         begun = Prompt(prompt.tokens[:encoded], 0)
-        assert await engine.prefill(begun, runs, 1e9, Urgency(1e9)) == encoded
-        work = Work(
+        assert await engine.prefill(begun, runs, 1e9, JobOrder(1e9)) == encoded
+        work = GeneratePass(
             trie=trie, tables=tables, prompt=prompt, options=SearchOptions(width=20), num_items=10, keep=runs,
-            cached=Cached(runs, encoded),
+            cached=CachedPrefix(runs, encoded),
         )  # fmt: skip
-        again = replace(work, cached=Cached(runs, len(prompt)), keep=None)
+        again = replace(work, cached=CachedPrefix(runs, len(prompt)), keep=None)
         for each in (work, again):  # the second reads what the first has left
             got, cold = (await engine.generate(each, 1e9)).value, run(made(), trie, history, longest=60)
             assert np.array_equal(got.item_ids, cold.item_ids)
@@ -243,7 +247,7 @@ async def test_many_at_once_find_what_each_finds_alone(limits: dict[str, int]) -
     alone = [run(made(), trie, history, longest=60) for history in histories]
     sizes = list[int]()
     async with relayed(20, **limits) as (relay, engine, pool):
-        engine.scheduler.on_batch = lambda size, *_: sizes.append(size)
+        engine.scheduler.on_batch = lambda _kind, size, _rows: sizes.append(size)
         asks = [ask(relay, engine, trie, make_prompt(trie, np.array(history), 60)) for history in histories]
         for (_, got), want in zip(await asyncio.gather(*asks), alone, strict=True):
             assert np.array_equal(got.item_ids, want.item_ids)
@@ -264,7 +268,7 @@ async def test_the_warm_up_fits_a_cost() -> None:
 async def test_a_request_whose_time_is_up_costs_nothing() -> None:
     trie = catalogue()
     async with relayed() as (_, engine, _):
-        work = Work(
+        work = GeneratePass(
             trie=trie,
             tables=Tables.upload(trie, CPU.device),
             prompt=make_prompt(trie, np.array([0, 7]), 60),
@@ -277,8 +281,8 @@ async def test_a_request_whose_time_is_up_costs_nothing() -> None:
 
 def test_a_long_history_begins_at_a_step() -> None:
     trie = catalogue()
-    for num in range(10, 14):
-        prompt = make_prompt(trie, np.arange(num) * 7, 24, cut_step_items=4)
-        assert prompt.cut_items == (4 if num <= 12 else 8)
+    prompts = [make_prompt(trie, np.arange(num) * 7, 24, cut_step_items=4) for num in range(10, 14)]
+    assert [prompt.cut_items for prompt in prompts] == [4, 4, 4, 8]
+    prompt = prompts[-1]
     newest = prompt.newest(7, 3)
     assert newest.tokens.tolist() == prompt.tokens[-6:].tolist()

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from npu_gr.core.errors import Overloaded
-from npu_gr.engine.queue import Demand, Job, JobQueue, SchedulerConfig, Step
+from npu_gr.engine.job import Demand, Job, JobStep
+from npu_gr.engine.queue import JobQueue, SchedulerConfig
 
 FAR = float("inf")
 
@@ -40,15 +43,49 @@ def test_what_does_not_fit_is_passed_over() -> None:
 
 def test_only_alike_share() -> None:
     q = queue()
-    ranks, other, bucketed, alone = (
-        [job(1.0), job(1.3)],
-        job(1.1, run=generate),
-        job(1.2, bucket=1),
-        job(0.9, shares=False),
-    )
-    for each in (*ranks, other, bucketed, alone):
+    ranks, other, alone = [job(1.0), job(1.3)], job(1.1, run=generate), job(0.9, shares=False)
+    for each in (*ranks, other, alone):
         q.put(each, 0.0)
-    assert [q.take(0.0).jobs for _ in range(4)] == [[alone], ranks, [other], [bucketed]]
+    assert [q.take(0.0).jobs for _ in range(3)] == [[alone], ranks, [other]]
+
+
+class Vectors:
+    """Stands for one version of the vectors: a pass searches one of them."""
+
+    def run(self, searches: Sequence[object]) -> list[object]:
+        return list(searches)
+
+
+def test_the_methods_of_two_objects_are_not_alike() -> None:
+    q, old, new = queue(), Vectors(), Vectors()
+    jobs = [job(float(order), run=each.run) for order, each in enumerate((old, new, old, new))]
+    for each in jobs:
+        q.put(each, 0.0)
+    assert [q.take(0.0).jobs for _ in range(2)] == [jobs[::2], jobs[1::2]]
+
+
+@pytest.mark.parametrize("max_requests", [1, 3, 9])
+def test_a_run_may_have_a_limit_of_its_own(max_requests: int) -> None:
+    """More or fewer requests a pass than `max_batch_requests`; the limits on demand hold all the same."""
+    q = queue(max_batch_requests=2, max_batch_tokens=7, aging_s=99.0)
+    matches = [job(float(n), run=generate, max_requests=max_requests) for n in range(8)]
+    ranks = [job(20.0 + n) for n in range(3)]
+    for each in (*matches, *ranks):
+        q.put(each, 0.0)
+    sizes = []
+    while jobs := q.take(0.0).jobs:
+        assert len({each.run for each in jobs}) == 1
+        sizes.append(len(jobs))
+    limit = min(max_requests, 7)
+    assert sizes == [limit] * (8 // limit) + ([8 % limit] if 8 % limit else []) + [2, 1]
+
+
+def test_a_run_with_a_limit_of_its_own_waits_for_company_up_to_it() -> None:
+    q = queue(max_batch_requests=1, max_batch_wait_s=0.01)
+    q.put(job(max_requests=2), 0.0)
+    assert q.take(0.0).wait_s == pytest.approx(0.01)
+    q.put(job(max_requests=2), 0.0)
+    assert len(q.take(0.0).jobs) == 2
 
 
 def test_every_demand_is_a_limit() -> None:
@@ -68,14 +105,14 @@ def test_hastened_it_goes_first_and_once() -> None:
     assert [q.take(0.0).jobs for _ in range(3)] == [[late], [early], []]
 
 
-def test_a_full_queue_sheds_the_youngest_sheddable_for_one_that_is_not() -> None:
+def test_a_full_queue_sheds_the_youngest_preemptible_for_one_that_is_not() -> None:
     q = queue(max_queue=3)
-    old, young = job(is_sheddable=True), job(is_sheddable=True)
+    old, young = job(preemptible=True), job(preemptible=True)
     q.put(job(), 0.0)
     q.put(old, 0.0)
     q.put(young, 0.0)
     with pytest.raises(Overloaded, match=r"3 jobs wait .* limit is 3"):
-        q.put(job(is_sheddable=True), 0.0)
+        q.put(job(preemptible=True), 0.0)
     assert q.put(job(), 0.0) is young
     assert q.put(job(), 0.0) is old
     with pytest.raises(Overloaded):
@@ -86,10 +123,10 @@ def test_a_full_queue_sheds_the_youngest_sheddable_for_one_that_is_not() -> None
 
 def test_it_waits_for_company_only_while_the_slack_allows() -> None:
     q = queue(max_batch_wait_s=0.010, max_batch_requests=2)
-    q.put(job(deadline_at=1.0, takes_s=0.1), 0.0)
+    q.put(job(deadline_at=1.0, estimate_s=0.1), 0.0)
     assert q.take(0.0).wait_s == pytest.approx(0.010)
     assert len(q.take(0.010).jobs) == 1
-    q.put(job(deadline_at=2.0, takes_s=0.996), 1.0)
+    q.put(job(deadline_at=2.0, estimate_s=0.996), 1.0)
     assert q.take(1.0).wait_s == pytest.approx(0.004)
     q.put(job(), 1.0)
     assert len(q.take(1.0).jobs) == 2
@@ -97,8 +134,8 @@ def test_it_waits_for_company_only_while_the_slack_allows() -> None:
 
 def test_a_request_waits_for_what_goes_before_it() -> None:
     q = queue(aging_s=100.0)
-    first, second = job(1.0, takes_s=0.1), job(2.0, takes_s=0.3)
-    pre_infer = job(takes_s=5.0, is_sheddable=True)
+    first, second = job(1.0, estimate_s=0.1), job(2.0, estimate_s=0.3)
+    pre_infer = job(estimate_s=5.0, preemptible=True)
     for each in (second, pre_infer, first):
         q.put(each, 0.0)
     assert [q.ahead_s(order_at) for order_at in (0.5, 1.0, 2.0)] == pytest.approx([0.0, 0.1, 0.4])
@@ -107,34 +144,34 @@ def test_a_request_waits_for_what_goes_before_it() -> None:
     assert q.ahead_s(2.0) == pytest.approx(5.4)
     q.withdraw(second)
     assert q.ahead_s(2.0) == pytest.approx(5.1)
-    pre_infer.rest = [Step(None, 0.5), Step(None, 0.4)]
+    pre_infer.rest = [JobStep(None, 0.5), JobStep(None, 0.4)]
     assert q.ahead_s(2.0) == pytest.approx(6.0)
 
 
 def test_a_pass_makes_nobody_late() -> None:
     q = queue(max_batch_requests=8, aging_s=100.0)
     soon, small, large, later = [
-        job(order, takes_s=takes) for order, takes in ((1.0, 0.4), (1.1, 0.5), (1.2, 0.2), (9.0, 0.1))
+        job(order, estimate_s=takes) for order, takes in ((1.0, 0.4), (1.1, 0.5), (1.2, 0.2), (9.0, 0.1))
     ]
     for each in (soon, small, large, later):
         q.put(each, 0.0)
     assert q.take(0.0).jobs == [soon, small, later]  # with `large`, `soon` would be done at 1.1
-    late, lost, tight = job(2.0, takes_s=3.0), job(2.1, takes_s=3.0), job(9.0, takes_s=4.0)
+    late, lost, tight = job(2.0, estimate_s=3.0), job(2.1, estimate_s=3.0), job(9.0, estimate_s=4.0)
     q.drain()
     for each in (late, lost, tight):
         q.put(each, 0.0)
     assert q.take(1.9).jobs == [late, lost]  # late anyhow; with them `tight` would be, too
-    q.pace.value = 2.0
+    q.slowdown.value = 2.0
     q.drain()
     for each in (soon, small):
         q.put(each, 0.0)
     assert q.take(0.0).jobs == [soon]
 
 
-def test_what_is_sheddable_comes_last_until_it_is_hastened() -> None:
+def test_what_is_preemptible_comes_last_until_it_is_hastened() -> None:
     q = queue(aging_s=1.0)
     old, young = (
-        job(arrived_at=arrived_at, is_sheddable=True, shares=False, deadline_at=50.0) for arrived_at in (0.0, 1.0)
+        job(arrived_at=arrived_at, preemptible=True, shares=False, deadline_at=50.0) for arrived_at in (0.0, 1.0)
     )
     requests = [job(deadline_at=90.0, run=generate) for _ in range(2)]
     for each in (young, requests[0], old):
@@ -148,37 +185,37 @@ def test_what_is_sheddable_comes_last_until_it_is_hastened() -> None:
 def test_the_steps_of_a_job_follow_each_other() -> None:
     q = queue()
     first, second = (
-        job(arrived_at=arrived_at, is_sheddable=True, shares=False, work=0, rest=[Step(1, 0.1), Step(2, 0.2)])
+        job(arrived_at=arrived_at, preemptible=True, shares=False, work=0, rest=[JobStep(1, 0.1), JobStep(2, 0.2)])
         for arrived_at in (0.0, 1.0)
     )
     for each in (second, first):
         q.put(each, 5.0)
     ran = []
     while jobs := q.take(5.0).jobs:
-        ran += [(each, each.work, each.takes_s) for each in jobs]
-        assert q.go_on(jobs[0], 5.0) is (jobs[0].work != ran[-1][1])
+        ran += [(each, each.work, each.estimate_s) for each in jobs]
+        assert q.put_next_step(jobs[0], 5.0) is (jobs[0].work != ran[-1][1])
     assert [row[1] for row in ran] == [0, 1, 2, 0, 1, 2]
     assert [row[2] for row in ran[:3]] == [0.0, 0.1, 0.2]
     assert {row[0] for row in ran[:3]} == {first}
     q.put(second, 5.0)
-    second.rest = [Step(1, 0.1)]
+    second.rest = [JobStep(1, 0.1)]
     q.take(5.0)
     q.hasten(second, 4.0)  # a rank comes while a step runs: the next one must not wait behind other requests
-    q.go_on(second, 5.0)
+    q.put_next_step(second, 5.0)
     other = job(5.0, run=generate)
     q.put(other, 5.0)
     assert [q.take(5.0).jobs[0] for _ in range(2)] == [second, other]
     q.put(second, 5.0)
-    second.rest = [Step(1, 0.1)]
+    second.rest = [JobStep(1, 0.1)]
     q.take(5.0)
     q.withdraw(second)
-    assert not q.go_on(second, 5.0)
+    assert not q.put_next_step(second, 5.0)
 
 
 def test_the_pressure_counts_each_request_against_its_own_objective() -> None:
     q = queue()
-    one, other = job(takes_s=0.1, objective_s=0.05), job(takes_s=0.1, objective_s=0.2)
-    for each in (one, other, job(takes_s=9.0), job(takes_s=5.0, objective_s=0.1, is_sheddable=True)):
+    one, other = job(estimate_s=0.1, objective_s=0.05), job(estimate_s=0.1, objective_s=0.2)
+    for each in (one, other, job(estimate_s=9.0), job(estimate_s=5.0, objective_s=0.1, preemptible=True)):
         q.put(each, 0.0)
     assert q.pressure == pytest.approx(2.5)
     q.withdraw(one)
@@ -222,16 +259,16 @@ class Steps(RuleBasedStateMachine):
         shed=st.booleans(),
     )
     def put(self, wait_s: float, deadline_at: float, tokens: int, shares: bool, shed: bool) -> None:
-        new = job(self.now_at + wait_s, tokens, shares=shares, is_sheddable=shed, deadline_at=self.now_at + deadline_at)
+        new = job(self.now_at + wait_s, tokens, shares=shares, preemptible=shed, deadline_at=self.now_at + deadline_at)
         try:
             victim = self.q.put(new, self.now_at)
         except Overloaded:
             assert len(self.waiting) == 6
-            assert shed or not any(each.is_sheddable for each in self.waiting)
+            assert shed or not any(each.preemptible for each in self.waiting)
             return
         self.waiting.append(new)
         if victim:
-            assert victim.is_sheddable
+            assert victim.preemptible
             self.leave(victim)
 
     @rule(by_s=st.floats(0, 2))

@@ -15,9 +15,9 @@ from npu_gr.catalogue.build import build_trie
 from npu_gr.catalogue.trie import Codebooks
 from npu_gr.core.request import I64
 from npu_gr.engine.beam_search import SearchOptions, Tables
-from npu_gr.engine.generate_engine import Generated, Generator, Part, layout_of, make_prompt
+from npu_gr.engine.generate_engine import GeneratedItems, Generator, PromptKV, layout_of, make_prompt
 from npu_gr.kv.arena import KVArena
-from npu_gr.kv.layout import Run
+from npu_gr.kv.layout import PageRun
 from npu_gr.model import hf
 from tests.decoders import VARIANTS, saved
 
@@ -37,9 +37,9 @@ def test_real_prompts(tmp_path: Path) -> None:
     arena = KVArena(layout_of(decoder), 2, CPU.device)
     users = np.random.default_rng(0).choice(list(histories), 1000, replace=False)
 
-    def ask(user: str, width: int) -> tuple[I64, Generated]:
+    def ask(user: str, width: int) -> tuple[I64, GeneratedItems]:
         tokens = make_prompt(trie, np.array(histories[user])[-HISTORY:], HISTORY * LEVELS).tokens
-        part = Part(arena, (Run(0, 2),), len(tokens))
+        part = PromptKV(arena, (PageRun(0, 2),), len(tokens))
         generator.encode(tokens, [], part)
         return tokens, generator.generate(trie, tables, tokens, [part], SearchOptions(width=width), width)
 
@@ -59,7 +59,7 @@ def test_real_prompts(tmp_path: Path) -> None:
             return sorted(children.get(tuple(row[len(tokens) :].tolist()), {0}))
 
         with torch.inference_mode():
-            out = theirs.generate(  # type: ignore[misc]
+            out = theirs.generate(  # type: ignore[operator]
                 torch.from_numpy(tokens)[None],
                 attention_mask=torch.ones(1, len(tokens), dtype=torch.int64),
                 num_beams=10,

@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 
 from npu_gr.core.errors import DeadlineExceeded, DeviceError, Overloaded, StaleEntry, Unavailable
-from npu_gr.engine.queue import Demand, SchedulerConfig, Step
-from npu_gr.engine.scheduler import Scheduler, Urgency
+from npu_gr.engine.job import Demand, JobOrder, JobStep
+from npu_gr.engine.queue import SchedulerConfig
+from npu_gr.engine.scheduler import Scheduler
 
 FAR = float("inf")
 
@@ -105,12 +106,56 @@ async def test_rows_bound_a_batch_and_a_call_stands_alone() -> None:
     assert device.batches == [["a"], ["b"], ["call"], ["c"], ["d"]]
 
 
+async def test_a_run_has_its_own_limit_and_never_mixes_two_objects() -> None:
+    """As matches: 64 share a pass where ranks are few, and a pass searches the vectors of one version."""
+    old, new, passes = Device(), Device(), list[tuple[str, int]]()
+    async with running(max_batch_requests=1, aging_s=99) as (scheduler, device):
+        scheduler.on_batch = lambda kind, requests, _rows: passes.append((kind, requests))
+        async with held(scheduler):
+            arrived_at = time.monotonic()
+            tasks = [
+                asyncio.create_task(
+                    scheduler.batch(
+                        Work(f"{n}"),
+                        (old, new)[n % 2].run,
+                        FAR,
+                        objective_s=1.0 + n,
+                        arrived_at=arrived_at,
+                        max_requests=3,
+                        kind="match",
+                    )
+                )
+                for n in range(8)
+            ]
+            tasks.append(asyncio.create_task(scheduler.batch(Work("rank"), device.run, FAR, objective_s=0.1)))
+            await submitted(scheduler, 9)
+        done = [await task for task in tasks]
+    assert old.batches == [["0", "2", "4"], ["6"]]
+    assert new.batches == [["1", "3", "5"], ["7"]]
+    assert passes == [("rank", 1), ("match", 3), ("match", 3), ("match", 1), ("match", 1)]
+    assert [each.batch_size for each in done] == [3] * 6 + [1] * 3
+
+
+async def test_a_place_in_the_queue_counts_from_the_arrival_of_the_request() -> None:
+    async with running(max_batch_requests=1, aging_s=99) as (scheduler, device):
+        async with held(scheduler):
+            now_at = time.monotonic()
+            young = scheduler.batch(Work("young"), device.run, FAR, objective_s=1.0, arrived_at=now_at)
+            old = scheduler.batch(Work("old"), device.run, FAR, objective_s=1.0, arrived_at=now_at - 0.5)
+            tasks = [asyncio.create_task(each) for each in (young, old)]  # the old one comes later: it read a history
+            await submitted(scheduler, 2)
+        await asyncio.gather(*tasks)
+    assert device.batches == [["old"], ["young"]]
+
+
 async def test_order_may_differ_from_the_deadline() -> None:
     async with running() as (scheduler, device):
         async with held(scheduler):
             now = time.monotonic()
             late = asyncio.create_task(scheduler.call(lambda: device.batches.append(["late"]), now + 9))
-            first = asyncio.create_task(scheduler.call(lambda: device.batches.append(["first"]), now + 99, now))
+            first = asyncio.create_task(
+                scheduler.call(lambda: device.batches.append(["first"]), now + 99, JobOrder(now))
+            )
             await submitted(scheduler, 2)
         await asyncio.gather(late, first)
     assert device.batches == [["first"], ["late"]]
@@ -193,7 +238,7 @@ class Chunks:
     def __init__(self, count: int, stop_in: int = -1) -> None:
         self.ran: list[int] = []
         self.reached, self.go = threading.Event(), threading.Event()
-        self.steps = [Step(lambda n=n: self.run(n, stop_in), 0.01) for n in range(count)]
+        self.steps = [JobStep(lambda n=n: self.run(n, stop_in), 0.01) for n in range(count)]
 
     def run(self, number: int, stop_in: int) -> int:
         self.ran.append(number)
@@ -209,7 +254,7 @@ class Chunks:
 async def test_a_sequence_runs_in_order(streams: int) -> None:
     async with running(streams=streams) as (scheduler, _), asyncio.TaskGroup() as tasks:
         many = [Chunks(5) for _ in range(8)]
-        done = [tasks.create_task(scheduler.sequence(each.steps, FAR, Urgency(FAR))) for each in many]
+        done = [tasks.create_task(scheduler.sequence(each.steps, FAR, JobOrder(FAR))) for each in many]
     assert [each.ran for each in many] == [[0, 1, 2, 3, 4]] * 8
     assert {task.result().value for task in done} == {4}
 
@@ -217,9 +262,9 @@ async def test_a_sequence_runs_in_order(streams: int) -> None:
 async def test_what_is_more_urgent_comes_between_the_steps_of_a_sequence() -> None:
     async with running() as (scheduler, _):
         slow = Chunks(5, stop_in=1)
-        sequence = asyncio.create_task(scheduler.sequence(slow.steps, FAR, Urgency(time.monotonic() + 9)))
+        sequence = asyncio.create_task(scheduler.sequence(slow.steps, FAR, JobOrder(time.monotonic() + 9)))
         await asyncio.to_thread(slow.reached.wait, 10)
-        urgent = asyncio.create_task(scheduler.call(lambda: list(slow.ran), FAR, 0.0))
+        urgent = asyncio.create_task(scheduler.call(lambda: list(slow.ran), FAR, JobOrder(0.0)))
         await submitted(scheduler, 1)
         slow.go.set()
         assert (await urgent).value == [0, 1]
@@ -229,7 +274,7 @@ async def test_what_is_more_urgent_comes_between_the_steps_of_a_sequence() -> No
 async def test_a_sequence_ends_with_the_step_it_is_at() -> None:
     async with running() as (scheduler, _):
         cancelled = Chunks(5, stop_in=1)
-        task = asyncio.create_task(scheduler.sequence(cancelled.steps, FAR, Urgency(FAR)))
+        task = asyncio.create_task(scheduler.sequence(cancelled.steps, FAR, JobOrder(FAR)))
         await asyncio.to_thread(cancelled.reached.wait, 10)
         task.cancel()
         await asyncio.sleep(0.01)
@@ -239,15 +284,15 @@ async def test_a_sequence_ends_with_the_step_it_is_at() -> None:
             await task
         failing = Chunks(9)
         with pytest.raises(DeviceError):
-            await scheduler.sequence(failing.steps, FAR, Urgency(FAR))
+            await scheduler.sequence(failing.steps, FAR, JobOrder(FAR))
         late = Chunks(5, stop_in=2)
-        task = asyncio.create_task(scheduler.sequence(late.steps, time.monotonic() + 0.2, Urgency(FAR)))
+        task = asyncio.create_task(scheduler.sequence(late.steps, time.monotonic() + 0.2, JobOrder(FAR)))
         await asyncio.sleep(0.3)
         late.go.set()
         with pytest.raises(DeadlineExceeded):
             await task
         stopped = Chunks(5, stop_in=3)
-        task = asyncio.create_task(scheduler.sequence(stopped.steps, FAR, Urgency(FAR)))
+        task = asyncio.create_task(scheduler.sequence(stopped.steps, FAR, JobOrder(FAR)))
         await asyncio.to_thread(stopped.reached.wait, 10)
         stopping = asyncio.create_task(scheduler.stop())
         await asyncio.sleep(0.01)
@@ -261,16 +306,16 @@ async def test_a_sequence_ends_with_the_step_it_is_at() -> None:
 
 async def test_a_sequence_that_is_cut_ends_with_the_step_it_is_at() -> None:
     async with running() as (scheduler, _):
-        slow, urgency = Chunks(5, stop_in=1), Urgency(FAR)
+        slow, urgency = Chunks(5, stop_in=1), JobOrder(FAR)
         task = asyncio.create_task(scheduler.sequence(slow.steps, FAR, urgency))
         await asyncio.to_thread(slow.reached.wait, 10)
-        waiting, unneeded = Chunks(5), Urgency(FAR)
+        waiting, unneeded = Chunks(5), JobOrder(FAR)
         behind = asyncio.create_task(scheduler.sequence(waiting.steps, FAR, unneeded))
         await submitted(scheduler, 1)
-        unneeded.cut()
+        unneeded.cancel_at_step()
         assert (await behind).steps == 0  # at once: it does not wait for what runs
         assert scheduler.depth == 0
-        urgency.cut()
+        urgency.cancel_at_step()
         await asyncio.sleep(0.01)
         assert not task.done()
         slow.go.set()
@@ -278,6 +323,6 @@ async def test_a_sequence_that_is_cut_ends_with_the_step_it_is_at() -> None:
         assert (done.steps, done.value) == (2, 1)
         never = await scheduler.sequence(waiting.steps, FAR, unneeded)  # cut before it came
         assert never.steps == 0
-        whole = await scheduler.sequence(waiting.steps, FAR, Urgency(FAR))
+        whole = await scheduler.sequence(waiting.steps, FAR, JobOrder(FAR))
         assert (whole.steps, whole.value) == (5, 4)
     assert (slow.ran, waiting.ran) == ([0, 1], [0, 1, 2, 3, 4])

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from npu_gr.backend.cpu.backend import CPUBackend
 from npu_gr.backend.tiles import natural
 from npu_gr.kv.arena import KVArena
-from npu_gr.kv.layout import KVLayout, Run
+from npu_gr.kv.layout import KVLayout, PageRun
 
 CPU = torch.device("cpu")
 
@@ -20,14 +20,14 @@ def layout(dtype: str = "float32", page_tokens: int = 4) -> KVLayout:
 
 
 @st.composite
-def runs(draw: st.DrawFn, num_pages: int, arena_pages: int = 16) -> tuple[Run, ...]:
+def runs(draw: st.DrawFn, num_pages: int, arena_pages: int = 16) -> tuple[PageRun, ...]:
     order = draw(st.permutations(range(arena_pages)))[:num_pages]
-    return tuple(Run(page, 1) for page in order)
+    return tuple(PageRun(page, 1) for page in order)
 
 
 def test_sizes() -> None:
     shape = KVLayout(num_layers=8, num_heads=4, qk_dim=64, v_dim=64, page_tokens=64, dtype="bfloat16")
-    assert shape.bytes(2048) == 16 * 2**20  # the table of relaygr.md 2.6
+    assert shape.bytes(2048) == 16 * 2**20  # 8 KiB a token
     assert shape.pages(1) == 1
     assert shape.pages(65) == 2
     assert layout("bfloat16").layout_id != layout("float32").layout_id
@@ -50,11 +50,11 @@ def test_write_in_parts_and_read(data: st.DataObject, num_tokens: int) -> None:
 
 def test_views_are_not_copies() -> None:
     arena = KVArena(layout(), 8, CPU)
-    ((k, _),) = arena.views(0, (Run(2, 3),), 10)
+    ((k, _),) = arena.views(0, (PageRun(2, 3),), 10)
     assert k.shape == (10, 2, 3)
     assert k.is_contiguous()
     k.fill_(7)
-    assert bool((arena.views(0, (Run(2, 3),), 10)[0][0] == 7).all())
+    assert bool((arena.views(0, (PageRun(2, 3),), 10)[0][0] == 7).all())
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

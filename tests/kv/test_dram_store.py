@@ -14,7 +14,7 @@ from npu_gr.core.errors import PoolExhausted, StaleEntry
 from npu_gr.core.request import UserKey
 from npu_gr.kv.arena import KVArena
 from npu_gr.kv.dram_store import DramEntry, DramStore
-from npu_gr.kv.layout import Run
+from npu_gr.kv.layout import PageRun
 from tests.kv.test_prefix_pool import LAYOUT, Clock, key, times
 
 
@@ -103,7 +103,7 @@ def test_an_overwritten_copy_is_noticed() -> None:
 def test_erasing_a_user_during_a_copy() -> None:
     """The pages stay with the copy that may still write them, and are reported as they come back."""
     dram, _ = store()
-    erased: list[tuple[tuple[Run, ...], Callable[[], None]]] = []
+    erased: list[tuple[tuple[PageRun, ...], Callable[[], None]]] = []
     dram.on_erased = lambda runs, free: erased.append((runs, free))
     entry = dram.reserve(key("a"), 4)
     dram.erase_user(UserKey("", "a"))

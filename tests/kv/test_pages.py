@@ -7,11 +7,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from npu_gr.core.errors import PoolExhausted
-from npu_gr.kv.layout import Run
+from npu_gr.kv.layout import PageRun
 from npu_gr.kv.pages import PageAllocator
 
 
-def pages(runs: tuple[Run, ...]) -> list[int]:
+def pages(runs: tuple[PageRun, ...]) -> list[int]:
     return [page for first, count in runs for page in range(first, first + count)]
 
 
@@ -19,9 +19,10 @@ def pages(runs: tuple[Run, ...]) -> list[int]:
 @given(data=st.data(), num_pages=st.integers(1, 200))
 def test_conservation(data: st.DataObject, num_pages: int) -> None:
     allocator = PageAllocator(num_pages)
-    held: list[tuple[Run, ...]] = []
+    held: list[tuple[PageRun, ...]] = []
     for _ in range(data.draw(st.integers(0, 30))):
-        if held and data.draw(st.booleans()):
+        gives_back = data.draw(st.booleans())
+        if held and gives_back:
             allocator.free(held.pop(data.draw(st.integers(0, len(held) - 1))))
         else:
             want = data.draw(st.integers(1, num_pages))
@@ -64,6 +65,6 @@ def test_pages_are_not_freed_twice() -> None:
     runs = allocator.allocate(1)
     allocator.free(runs)
     allocator.allocate(8)
-    allocator.free([Run(0, 4)])
+    allocator.free([PageRun(0, 4)])
     with pytest.raises(AssertionError, match="free already"):
-        allocator.free([Run(0, 4)])
+        allocator.free([PageRun(0, 4)])

@@ -17,8 +17,8 @@ from npu_gr.core.errors import PoolExhausted
 from npu_gr.core.request import UserKey
 from npu_gr.kv.arena import KVArena
 from npu_gr.kv.keys import PrefixKey
-from npu_gr.kv.layout import KVLayout, Run
-from npu_gr.kv.prefix_pool import PrefixEntry, PrefixPool, State
+from npu_gr.kv.layout import KVLayout, PageRun
+from npu_gr.kv.prefix_pool import EntryState, PrefixEntry, PrefixPool
 
 LAYOUT = KVLayout(num_layers=1, num_heads=1, qk_dim=1, v_dim=1, page_tokens=4)
 T_LIFE_S = 10.0
@@ -46,8 +46,8 @@ def times(num_tokens: int) -> np.ndarray:
 
 
 def filled(pool: PrefixPool, name: PrefixKey, num_tokens: int = 4) -> PrefixEntry:
-    with pool.fill(name, num_tokens, times(num_tokens)) as entry:
-        pass
+    entry = pool.reserve(name, num_tokens)
+    assert pool.publish(entry, times(num_tokens))
     return entry
 
 
@@ -87,7 +87,7 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(data=st.data(), publish=st.booleans())
     def end_reservation(self, data: st.DataObject, publish: bool) -> None:
         entry = self.reserved.pop(data.draw(st.integers(0, len(self.reserved) - 1)))
-        was_dropped = entry.state is State.DROPPED
+        was_dropped = entry.state is EntryState.DROPPED
         if publish:
             self.pool.publish(entry, times(entry.num_tokens))
             if not was_dropped:
@@ -154,10 +154,10 @@ TestPool.settings = settings(deadline=None, max_examples=60, stateful_step_count
 
 
 @pytest.mark.parametrize("end", ["publish", "abandon"])
-def test_a_user_erased_during_a_fill_stays_erased(end: str) -> None:
+def test_a_user_erased_during_a_reservation_stays_erased(end: str) -> None:
     """The pages stay with their writer, who may still be at work, and are reported as they come back."""
     made, _ = pool()
-    erased: list[tuple[tuple[Run, ...], Callable[[], None]]] = []
+    erased: list[tuple[tuple[PageRun, ...], Callable[[], None]]] = []
     made.on_erased = lambda runs, free: erased.append((runs, free))
     entry = made.reserve(key(), 5)
     made.erase_user(key().user)
@@ -181,7 +181,7 @@ def test_a_user_erased_during_a_fill_stays_erased(end: str) -> None:
 
 def test_a_leased_prefix_of_an_erased_user_keeps_its_pages_to_the_last_reader() -> None:
     made, _ = pool()
-    erased: list[tuple[tuple[Run, ...], Callable[[], None]]] = []
+    erased: list[tuple[tuple[PageRun, ...], Callable[[], None]]] = []
     made.on_erased = lambda runs, free: erased.append((runs, free))
     entry = filled(made, key())
     with made.lease(entry, consume=True), made.lease(entry, consume=True):
@@ -195,12 +195,18 @@ def test_a_leased_prefix_of_an_erased_user_keeps_its_pages_to_the_last_reader() 
     assert made.free_bytes == made.budget_bytes
 
 
-def test_a_failed_fill_leaves_nothing() -> None:
+def test_an_abandoned_reservation_leaves_nothing() -> None:
     prefixes, _ = pool()
-    with pytest.raises(KeyboardInterrupt), prefixes.fill(key(), 8, times(8)):
-        raise KeyboardInterrupt
-    assert prefixes.get(key()) is None
-    assert prefixes.free_bytes == prefixes.budget_bytes
+    entry = prefixes.reserve(key(), 8)
+    assert prefixes.is_reserved(key())
+    for _ in range(2):  # the second time it does nothing
+        prefixes.abandon(entry)
+        assert not prefixes.is_reserved(key())
+        assert prefixes.get(key()) is None
+        assert prefixes.free_bytes == prefixes.budget_bytes
+    kept = filled(prefixes, key())
+    prefixes.abandon(kept)  # as a task does whose prefix was published
+    assert prefixes.get(key()) is kept
 
 
 def test_what_waits_for_its_rank_is_not_evicted() -> None:

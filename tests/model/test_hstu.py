@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from npu_gr.backend.cpu.hstu import HstuKernels
 from npu_gr.backend.reference import ReferenceBackend
 from npu_gr.kv.arena import KVArena
-from npu_gr.kv.layout import KVLayout, Run
+from npu_gr.kv.layout import KVLayout, PageRun
 from npu_gr.model.hstu import Past
 from tests.models import CPU, NONE, Request, Store, cached, full, tiny_model
 
@@ -52,7 +52,7 @@ def test_attention_reads_the_pages_that_were_just_written(dtype: torch.dtype, mo
         num_layers=shape.num_layers, num_heads=shape.num_heads, qk_dim=shape.qk_dim, v_dim=shape.v_dim,
         dtype=str(dtype).removeprefix("torch."), arrangement=arrangement,
     )  # fmt: skip
-    arena, runs = KVArena(layout, 8, CPU.device, pack=CPU.pack_kv), (Run(5, 2), Run(1, 2))
+    arena, runs = KVArena(layout, 8, CPU.device, pack=CPU.pack_kv), (PageRun(5, 2), PageRun(1, 2))
     packed.clear()
     model(CPU, [request.segment(0, 100, NONE, sink=arena.sink(runs))])
     past = Past(request.times[:100], lambda layer: arena.slabs(layer, runs, 100))

@@ -16,17 +16,19 @@ from npu_gr.backend.cpu.backend import CPUBackend
 from npu_gr.catalogue.items import ItemVocabulary
 from npu_gr.catalogue.tokens import Tokens, tokenize
 from npu_gr.core.request import F32, Events, UserKey
+from npu_gr.engine.job import JobOrder
 from npu_gr.engine.queue import SchedulerConfig
-from npu_gr.engine.rank_engine import Engine, Pass
+from npu_gr.engine.rank_engine import RankEngine, RankPass
 from npu_gr.engine.scheduler import Scheduler
 from npu_gr.kv.arena import KVArena
 from npu_gr.kv.dram_store import DramStore
 from npu_gr.kv.layout import KVLayout
 from npu_gr.kv.prefix_pool import PrefixPool
-from npu_gr.relay.relay import Lease, Relay, RelayConfig
+from npu_gr.kv.tiers import Tiers
+from npu_gr.relay.config import RelayConfig
+from npu_gr.relay.relay import Lease, Relay
 from npu_gr.relay.trigger import TriggerConfig
 from tests.models import events, tiny_config, tiny_model
-from tests.serving import is_busy
 
 USER = UserKey("", "u")
 CANDIDATES = np.arange(20, dtype=np.int64)
@@ -47,7 +49,7 @@ class Bench:
     """A relay over a real engine, with small tiers."""
 
     relay: Relay[Tokens]
-    engine: Engine
+    engine: RankEngine
     pool: PrefixPool
     dram: DramStore | None
     errors: list[str]
@@ -55,12 +57,12 @@ class Bench:
     async def rank(self, history: Tokens, user: UserKey = USER, budget_s: float = 30.0) -> tuple[Lease, F32]:
         deadline_at = time.monotonic() + budget_s
         async with self.relay.lease(user, history, len(CANDIDATES), deadline_at) as lease:
-            work = Pass(history, lease.first_token, CANDIDATES, 1_700_000_000, cached=lease.cached, keep=lease.keep)
+            work = RankPass(history, lease.first_token, CANDIDATES, 1_700_000_000, cached=lease.cached, keep=lease.keep)
             scored = await self.engine.rank(work, deadline_at)
         return lease, scored.logits
 
     async def cold(self, history: Tokens) -> F32:
-        return (await self.engine.rank(Pass(history, 0, CANDIDATES, 1_700_000_000), float("inf"))).logits
+        return (await self.engine.rank(RankPass(history, 0, CANDIDATES, 1_700_000_000), float("inf"))).logits
 
     async def idle(self) -> None:
         """Every producer and spill has ended."""
@@ -68,9 +70,9 @@ class Bench:
 
     def has_leaked(self) -> bool:
         self.pool.check()
-        if self.dram:
+        if self.dram is not None:
             self.dram.check()
-        return is_busy(self.relay.producers) or bool(self.pool.reserved_bytes)
+        return self.relay.is_busy or bool(self.pool.reserved_bytes)
 
     @asynccontextmanager
     async def device_busy(self) -> AsyncIterator[None]:
@@ -80,7 +82,7 @@ class Bench:
             busy.set()
             go.wait(10)
 
-        task = asyncio.create_task(self.engine.scheduler.call(hold, float("inf"), 0.0))
+        task = asyncio.create_task(self.engine.scheduler.call(hold, float("inf"), JobOrder(0.0)))
         await asyncio.to_thread(busy.wait, 10)
         try:
             yield
@@ -97,7 +99,7 @@ async def bench(
     layout = KVLayout(num_layers=shape.num_layers, num_heads=2, qk_dim=8, v_dim=16, page_tokens=PAGE_TOKENS)
     cpu = torch.device("cpu")
     arena = KVArena(layout, num_pages, cpu)
-    engine = Engine(
+    engine = RankEngine(
         tiny_model(), CPUBackend(), Scheduler(SchedulerConfig(streams=streams, prefill_chunk_tokens=64)), arena
     )
     relay_config = RelayConfig(**config)  # type: ignore[arg-type]
@@ -108,9 +110,9 @@ async def bench(
             KVArena(layout, dram_pages, cpu), ttl_s=60.0, ttl_jitter_ratio=0.1, seed=0, clock=time.monotonic
         )
     trigger = TriggerConfig(min_prefix_tokens=4, max_inflight=max_inflight, policy="always")
-    relay = Relay(relay_config, trigger, engine, pool, dram, "v1")
+    relay = Relay(relay_config, trigger, engine, Tiers(pool, dram), "v1")
     errors: list[str] = []
-    relay.producers.on_error = errors.append
+    relay.on_error = errors.append
     engine.scheduler.start()
     try:
         yield Bench(relay, engine, pool, dram, errors)

@@ -15,7 +15,8 @@ import pytest
 from npu_gr.catalogue.tokens import Tokens
 from npu_gr.core.errors import DeviceError, PoolExhausted
 from npu_gr.core.request import F32, Outcome, Reason, UserKey, Verdict
-from npu_gr.engine.rank_engine import Pass
+from npu_gr.engine.rank_engine import RankPass
+from npu_gr.relay.producer import ProducerKind
 from npu_gr.relay.relay import Lease
 from tests.relay.rig import CANDIDATES, USER, Bench, bench, same, tokens
 
@@ -56,6 +57,8 @@ async def test_no_failure_reaches_the_caller(where: str, monkeypatch: pytest.Mon
                 await b.idle()
                 b.pool.erase_user(USER)
                 b.dram._epochs[:] = 0
+            case _:
+                raise AssertionError(where)
         async with b.device_busy():
             leasing = asyncio.create_task(_leased(b, history))
             await asyncio.sleep(0.01)
@@ -63,7 +66,7 @@ async def test_no_failure_reaches_the_caller(where: str, monkeypatch: pytest.Mon
         assert lease.outcome is Outcome.MISS_FULL
         await b.idle()
         monkeypatch.undo()
-        work = Pass(history, lease.first_token, CANDIDATES, 1_700_000_000)
+        work = RankPass(history, lease.first_token, CANDIDATES, 1_700_000_000)
         assert same((await b.engine.rank(work, float("inf"))).logits, want)
         await b.idle()
         if where != "verify":
@@ -107,9 +110,9 @@ async def test_a_rank_that_keeps_is_no_pre_infer() -> None:
         async with b.relay.lease(USER, history, 1, time.monotonic() + 30) as lease:
             assert lease.keep
             assert b.relay.signal(USER, history) is Verdict.ALREADY_RUNNING
-            assert (len(producers), producers.in_flight("prefill")) == (0, 0)
+            assert (producers.in_flight(), producers.in_flight(ProducerKind.PREFILL)) == (0, 0)
             assert b.relay.signal(UserKey("", "v"), tokens(90, seed=1)) is Verdict.PREINFER
-            assert (len(producers), producers.in_flight("prefill")) == (1, 1)
+            assert (producers.in_flight(), producers.in_flight(ProducerKind.PREFILL)) == (1, 1)
             await b.relay.erase(USER)
         await b.idle()
         assert b.pool.find(USER, "v1", b.pool.arena.layout.layout_id) == []
@@ -144,6 +147,33 @@ async def test_what_a_rank_discards_is_encoded_again_for_those_who_wait() -> Non
         lease, scores = await joining
         assert (lease.outcome, lease.reason) == (Outcome.JOINED, Reason.COMPUTE)
         assert same(scores, await b.cold(history))
+        await b.idle()
+        assert not b.has_leaked()
+
+
+async def test_who_has_discarded_publishes_nothing_of_who_adopts_after_it() -> None:
+    """A rank discards, its pre-infer is restarted for a second one, which leaves; a third rank adopts it.
+
+    The first rank still runs, without prefix. When it ends, the third has written nothing yet.
+    """
+    async with bench(dram_pages=0) as b:
+        history = tokens(230)
+        deadline_at = time.monotonic() + 30
+        async with b.device_busy():
+            first = b.relay.lease(USER, history, 1, deadline_at)
+            lease = await first.__aenter__()
+            joining = asyncio.create_task(b.rank(history))
+            await asyncio.sleep(0.01)
+            lease.discard()
+            await asyncio.sleep(0.01)
+            joining.cancel()
+            await asyncio.wait({joining})
+            async with b.relay.lease(USER, history, 1, deadline_at) as third:
+                assert third.keep == lease.keep
+                await first.__aexit__(None, None, None)
+                assert not len(b.pool)
+                assert len(b.relay.producers) == 1  # nor does it end what the third writes
+            assert len(b.pool) == 1
         await b.idle()
         assert not b.has_leaked()
 
@@ -285,14 +315,14 @@ async def test_whoever_comes_goes_or_fails_in_any_order(seed: int, monkeypatch: 
     async with bench(num_pages=40, dram_pages=20, streams=1 + seed % 2) as b:
         histories = [tokens(n, seed=user) for user in range(3) for n in (70, 100)]
         want = [await b.cold(history) for history in histories]
-        run, outcomes = b.engine._run, Counter[Outcome]()
+        run, outcomes = b.engine.forward, Counter[Outcome]()
 
-        def fails_at_times(passes: Sequence[Pass]) -> list[F32]:
+        def fails_at_times(passes: Sequence[RankPass]) -> list[F32]:
             if random.random() < 0.05:
                 raise RuntimeError("planted")
             return run(passes)
 
-        monkeypatch.setattr(b.engine, "_run", fails_at_times)
+        monkeypatch.setattr(b.engine, "forward", fails_at_times)
 
         async def rank(which: int) -> None:
             user, history, deadline_at = UserKey("", str(which // 2)), histories[which], time.monotonic() + 30
@@ -300,7 +330,9 @@ async def test_whoever_comes_goes_or_fails_in_any_order(seed: int, monkeypatch: 
                 if random.random() < 0.1:
                     lease.discard()
                     return
-                work = Pass(history, lease.first_token, CANDIDATES, 1_700_000_000, cached=lease.cached, keep=lease.keep)
+                work = RankPass(
+                    history, lease.first_token, CANDIDATES, 1_700_000_000, cached=lease.cached, keep=lease.keep
+                )
                 scores = (await b.engine.rank(work, deadline_at)).logits
             assert same(scores, want[which])
             outcomes[lease.outcome] += 1
@@ -319,7 +351,7 @@ async def test_whoever_comes_goes_or_fails_in_any_order(seed: int, monkeypatch: 
                     await asyncio.wait({task})
                     if not task.cancelled():
                         task.result()
-                case "erase":
+                case _:
                     await b.relay.erase(UserKey("", str(which // 2)))
 
         async def many() -> None:

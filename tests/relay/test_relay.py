@@ -12,7 +12,7 @@ import pytest
 from npu_gr.catalogue.tokens import Tokens
 from npu_gr.core.request import F32, Brownout, Outcome, Reason, UserKey, Verdict
 from npu_gr.engine.cost import CostModel
-from npu_gr.engine.rank_engine import Pass
+from npu_gr.engine.rank_engine import RankPass
 from tests.models import events
 from tests.relay.rig import CANDIDATES, USER, bench, same, tokenized, tokens
 
@@ -76,15 +76,15 @@ async def test_new_behaviours_are_appended_to_an_old_prefix() -> None:
 async def test_a_signal_encodes_only_what_is_new() -> None:
     async with bench(dram_pages=0) as b:
         whole, computed = events(130), list[int]()
-        run = b.engine._run
+        run = b.engine.forward
 
-        def counted(passes: Sequence[Pass]) -> list[F32]:
+        def counted(passes: Sequence[RankPass]) -> list[F32]:
             computed.extend(work.demand.tokens for work in passes)
             return run(passes)
 
         assert b.relay.signal(USER, tokenized(whole[:100])) is Verdict.PREINFER
         await b.idle()
-        b.engine._run = counted  # type: ignore[method-assign]
+        b.engine.forward = counted  # type: ignore[method-assign]
         assert b.relay.signal(USER, tokenized(whole)) is Verdict.EXTEND
         await b.idle()
         assert sum(computed) == 30
@@ -97,13 +97,13 @@ async def test_a_signal_encodes_only_what_is_new() -> None:
 
 async def test_a_pre_infer_delays_a_rank_by_one_chunk_at_most_until_its_own_rank_waits() -> None:
     async with bench(dram_pages=0) as b:
-        order, run = list[int](), b.engine._run
+        order, run = list[int](), b.engine.forward
 
-        def noted(passes: Sequence[Pass]) -> list[F32]:
+        def noted(passes: Sequence[RankPass]) -> list[F32]:
             order.extend(len(each.candidates) for each in passes)
             return run(passes)
 
-        b.engine._run = noted  # type: ignore[method-assign]
+        b.engine.forward = noted  # type: ignore[method-assign]
         b.engine.objective_s = 0.1
         long, other = tokens(300), tokens(20, seed=1)
         async with b.device_busy():
@@ -131,13 +131,13 @@ async def test_a_pre_infer_delays_a_rank_by_one_chunk_at_most_until_its_own_rank
 
 async def test_pre_infers_run_one_after_the_other() -> None:
     async with bench(dram_pages=0) as b:
-        order, run = list[int](), b.engine._run
+        order, run = list[int](), b.engine.forward
 
-        def noted(passes: Sequence[Pass]) -> list[F32]:
+        def noted(passes: Sequence[RankPass]) -> list[F32]:
             order.append(len(passes[0].tokens))
             return run(passes)
 
-        b.engine._run = noted  # type: ignore[method-assign]
+        b.engine.forward = noted  # type: ignore[method-assign]
         async with b.device_busy():
             b.relay.signal(USER, tokens(200))
             await asyncio.sleep(0.01)
@@ -162,13 +162,13 @@ async def test_another_history_is_not_a_hit() -> None:
 async def test_many_ranks_encode_once(num_gone: int, is_signalled: bool) -> None:
     """Twenty at once: the first encodes, the others join it, and go on if it goes away."""
     async with bench() as b:
-        history, encoded, run = tokens(100), list[int](), b.engine._run
+        history, encoded, run = tokens(100), list[int](), b.engine.forward
 
-        def noted(passes: Sequence[Pass]) -> list[F32]:
+        def noted(passes: Sequence[RankPass]) -> list[F32]:
             encoded.extend(each.demand.tokens for each in passes)
             return run(passes)
 
-        b.engine._run = noted  # type: ignore[method-assign]
+        b.engine.forward = noted  # type: ignore[method-assign]
         async with b.device_busy():
             if is_signalled:
                 b.relay.signal(USER, history)
@@ -195,17 +195,17 @@ async def test_many_ranks_encode_once(num_gone: int, is_signalled: bool) -> None
 async def test_a_rank_goes_on_from_where_its_pre_infer_is() -> None:
     """It comes while the second chunk of four runs; what follows is one pass, whose prefix the next rank reads."""
     async with bench(dram_pages=0) as b:
-        history, passes, run = tokens(230), list[tuple[int, int]](), b.engine._run
+        history, ran, run = tokens(230), list[tuple[int, int]](), b.engine.forward
         reached, go = threading.Event(), threading.Event()
 
-        def noted(works: Sequence[Pass]) -> list[F32]:
-            passes.extend((each.demand.tokens, each.demand.rows) for each in works)
-            if len(passes) == 2:
+        def noted(passes: Sequence[RankPass]) -> list[F32]:
+            ran.extend((each.demand.tokens, each.demand.rows) for each in passes)
+            if len(ran) == 2:
                 reached.set()
                 go.wait(10)
-            return run(works)
+            return run(passes)
 
-        b.engine._run = noted  # type: ignore[method-assign]
+        b.engine.forward = noted  # type: ignore[method-assign]
         b.relay.signal(USER, history)
         await asyncio.to_thread(reached.wait, 10)
         ranking = asyncio.create_task(b.rank(history))
@@ -215,7 +215,7 @@ async def test_a_rank_goes_on_from_where_its_pre_infer_is() -> None:
         assert (lease.outcome, lease.reason) == (Outcome.JOINED, Reason.COMPUTE)
         assert lease.cached is not None
         assert lease.cached.num_tokens == 128
-        assert passes == [(64, 0), (64, 0), (102, len(CANDIDATES))]
+        assert ran == [(64, 0), (64, 0), (102, len(CANDIDATES))]
         want = await b.cold(history)
         assert same(scores, want)
         lease, scores = await b.rank(history)
@@ -234,7 +234,7 @@ async def test_what_is_left_of_a_pre_infer_may_be_too_much(reason: Reason) -> No
             b.relay.signal(USER, history)
             await asyncio.sleep(0.01)
             if reason is Reason.BROWNOUT:
-                b.relay.brownout = Brownout.TRUNCATE
+                b.relay.settings.brownout = Brownout.TRUNCATE
             ranking = asyncio.create_task(b.rank(history, budget_s=30.5))
             await asyncio.sleep(0.01)
         lease, scores = await ranking

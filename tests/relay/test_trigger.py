@@ -17,7 +17,6 @@ from npu_gr.relay.trigger import (
     admitted_rate,
     at_risk,
     decide,
-    fleet_rate,
     live_limit,
     reload_pays,
 )
@@ -67,12 +66,11 @@ def test_risk_grows_with_whatever_takes_time(queue: float, full: float, residual
 
 
 def test_the_paper_s_example() -> None:
-    """Half of 64 GiB for psi, 8 layers x 256 x fp32 x 2,048 tokens: `relaygr.md` 2.3."""
+    """Half of 64 GiB for psi, 8 layers x 256 x fp32 x 2,048 tokens (arXiv:2601.01712)."""
     l_max = live_limit(32 * 2**30, 32 * 2**20)
     assert l_max == 1024
     assert admitted_rate(l_max, 0.3, None) == pytest.approx(3413, rel=1e-3)
     assert admitted_rate(l_max, 0.3, 200.0) == 200.0
-    assert fleet_rate(0.25, 16, 200.0) == 800.0
 
 
 @given(hbm=st.integers(1, 10**9), kv=st.integers(1, 10**6), t_life=st.floats(0.01, 10), q_m=st.floats(0.1, 1e4))

@@ -16,6 +16,7 @@ from aiohttp.test_utils import TestClient
 from npu_gr.backend.cpu.backend import CPUBackend
 from npu_gr.core.errors import ConfigError, Unavailable
 from npu_gr.core.request import Brownout
+from npu_gr.engine.job import JobOrder
 from npu_gr.features.base import StoredHistory
 from npu_gr.features.embedded import EmbeddedStore
 from npu_gr.jobs.match import MatchJob
@@ -60,7 +61,7 @@ async def busy_device(service: Service) -> AsyncIterator[None]:
     def hold() -> None:
         asyncio.run_coroutine_threadsafe(wait(), loop).result()
 
-    blocker = asyncio.create_task(service.parts.scheduler.call(hold, float("inf"), order_at=0.0))
+    blocker = asyncio.create_task(service.parts.scheduler.call(hold, float("inf"), order=JobOrder(0.0)))
     try:
         await begun.wait()
         yield

@@ -261,7 +261,7 @@ async def nothing_held(service: Service) -> None:
     assert service.parts.admission.inflight == 0
     for job in (service.versions.ranker(), service.versions.generator()):
         await job.relay.settled()
-        pool = job.relay._pool
+        pool = job.relay.tiers.pool
         assert pool.reserved_bytes == 0
         assert not any(entry.leases for entry in pool._published.values())
 

@@ -22,14 +22,14 @@ from aiohttp.test_utils import TestClient
 from npu_gr.core.errors import DeviceError
 from npu_gr.core.kinds import ERASE
 from npu_gr.core.request import EraseRequest, UserKey
-from npu_gr.engine.rank_engine import Engine
+from npu_gr.engine.rank_engine import RankEngine
 from npu_gr.kv.arena import KVArena
 from npu_gr.service.service import Service
 from tests.decoders import VARIANTS, saved
 from tests.models import Request, full, tiny_model
 from tests.server.test_generate_over_http import section
 from tests.service.test_reload import File, history
-from tests.serving import FIRST_ID, is_busy, serving
+from tests.serving import FIRST_ID, serving
 
 log = logging.getLogger(__name__)
 WORKERS, USERS, MODELS = 8, 12, {"a": 1, "b": 2}
@@ -42,7 +42,7 @@ class Faults:
     def __init__(self, patch: pytest.MonkeyPatch, seed: int) -> None:
         self._random, self.is_on = random.Random(seed), True
         self.planted: Counter[str] = Counter()
-        for owner, name in ((KVArena, "write"), (KVArena, "copy_tokens_from"), (Engine, "_run")):
+        for owner, name in ((KVArena, "write"), (KVArena, "copy_tokens_from"), (RankEngine, "forward")):
             patch.setattr(owner, name, self._failing(getattr(owner, name), name))
 
     def _failing(self, real: Callable[..., Any], name: str) -> Callable[..., Any]:
@@ -151,7 +151,7 @@ async def left_nothing(service: Service, tasks_before: int) -> None:
         await asyncio.gather(*service.versions.ranker()._background)
     for job in service.versions.current():
         relay = job.relay
-        assert not is_busy(relay.producers)
+        assert not relay.is_busy
         pool, dram = relay.tiers
         pool.check()
         assert dram is not None
@@ -216,4 +216,4 @@ async def test_minutes_of_everything(streams: int, tmp_path: Path, monkeypatch: 
     run = await soak(tmp_path, streams, float(os.environ.get("NPU_GR_SOAK_S", "600")) / 2, monkeypatch)
     assert run.swaps > 5
     assert len({version for version, _ in run.generated}) == len(DECODERS)
-    assert all(run.planted[name] for name in ("write", "copy_tokens_from", "_run"))
+    assert all(run.planted[name] for name in ("write", "copy_tokens_from", "forward"))

@@ -15,7 +15,7 @@ from npu_gr.core.settings import from_table
 from npu_gr.engine.queue import SchedulerConfig
 from npu_gr.kv.config import KVConfig
 from npu_gr.metrics.slo import Result
-from npu_gr.relay.relay import RelayConfig
+from npu_gr.relay.config import RelayConfig
 from npu_gr.relay.trigger import TriggerConfig
 from npu_gr.simulate import clock
 from npu_gr.simulate.capacity import search

@@ -69,16 +69,18 @@ async def test_an_instance_goes_on_from_it_where_it_fits(tmp_path: Path, caplog:
     calibration = msgspec.to_builtins(found)
     async with serving(tmp_path, calibration=calibration) as (_, service):
         relay = service.versions.ranker().relay
-        assert relay.q_inst_per_s == pytest.approx(0.8 * 5.0)
-        assert relay.t_life_p99_s.value == 0.2
+        assert relay.measured.q_inst_per_s == pytest.approx(0.8 * 5.0)
+        assert relay.measured.t_life_p99_s.value == 0.2
         tokens = service.versions.ranker().tokenize(Events.make([1001] * 10, [0] * 10, range(10)), 0)
-        assert relay.kv_p99_bytes.value == relay.tiers[0].arena.layout.bytes(len(tokens))
+        assert relay.measured.kv_p99_bytes.value == relay.tiers[0].arena.layout.bytes(len(tokens))
     async with serving(tmp_path, calibration=calibration, trigger={"q_m_per_s": 20.0}) as (_, service):
-        assert service.versions.ranker().relay.q_inst_per_s == pytest.approx(0.8 * 20.0)  # what is configured wins
+        assert service.versions.ranker().relay.measured.q_inst_per_s == pytest.approx(
+            0.8 * 20.0
+        )  # what is configured wins
     with caplog.at_level(logging.WARNING):
         async with serving(tmp_path, calibration={**calibration, "version": "another"}) as (_, service):
             assert (
-                service.versions.ranker().relay.t_life_p99_s.value == service.versions.ranker().relay.t_life_s
+                service.versions.ranker().relay.measured.t_life_p99_s.value == service.versions.ranker().relay.t_life_s
             )  # the guess
     assert "the calibration is of another on cpu" in caplog.text
 

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 from prometheus_client import CollectorRegistry
 
+from npu_gr.core.kinds import MATCH
 from npu_gr.metrics.registry.engine import EngineMetrics
 from npu_gr.metrics.registry.families import Families
 from npu_gr.metrics.registry.jobs import GenerateMetrics, MatchMetrics, RankMetrics, RecommendMetrics, SignalMetrics
@@ -56,6 +57,13 @@ class Metrics:
         return {"jobs_waiting": self.engine.queue_depth()} | {
             name: read() for name, read in self.relay.in_flight.items()
         }
+
+    def batch_done(self, kind: str, num_requests: int, num_rows: int) -> None:
+        """Record a pass that requests of a kind shared; matches have a histogram of their own."""
+        if kind == MATCH.name:
+            self.match.pass_done(num_requests)
+        else:
+            self.engine.batch_done(num_requests, num_rows)
 
     def refresh(self) -> None:
         """Set what has to be set anew before a scrape."""

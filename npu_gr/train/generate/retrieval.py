@@ -20,9 +20,9 @@ from npu_gr.catalogue.filters import Filter, allow_all, deny_items
 from npu_gr.catalogue.trie import Codebooks
 from npu_gr.core.request import I64
 from npu_gr.engine.beam_search import SearchOptions, Tables
-from npu_gr.engine.generate_engine import Generator, Part, layout_of, make_prompt
+from npu_gr.engine.generate_engine import Generator, PromptKV, layout_of, make_prompt
 from npu_gr.kv.arena import KVArena
-from npu_gr.kv.layout import Run
+from npu_gr.kv.layout import PageRun
 from npu_gr.model.decoder import Decoder
 from npu_gr.train.baselines import Baseline
 from npu_gr.train.data import InteractionLog, NextItem
@@ -157,7 +157,7 @@ class GeneratorJudge:
             history = log.item_ids[log.items[log.starts[user] : event]]
             target = int(log.item_ids[log.items[event]])
             tokens = make_prompt(self._trie, history, self._max_tokens).tokens
-            part = Part(arena, (Run(0, pages),), len(tokens))
+            part = PromptKV(arena, (PageRun(0, pages),), len(tokens))
             generator.encode(tokens, [], part)
             searches: list[tuple[F64, Filter | None]] = [(ranks, None)]
             if unseen:

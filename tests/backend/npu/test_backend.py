@@ -25,12 +25,15 @@ from npu_gr.catalogue.trie import Trie
 from npu_gr.core.errors import ConfigError
 from npu_gr.core.request import HistoryReport
 from npu_gr.engine.beam_search import SearchOptions, Tables
-from npu_gr.engine.generate_engine import Ask, Generated, Generator, Part, layout_of, make_prompt
-from npu_gr.engine.rank_engine import Cached, Engine, Pass
-from npu_gr.engine.scheduler import Scheduler, SchedulerConfig, Urgency
+from npu_gr.engine.generate_engine import GeneratedItems, Generator, ItemSearch, PromptKV, layout_of, make_prompt
+from npu_gr.engine.job import JobOrder
+from npu_gr.engine.page_jobs import CachedPrefix
+from npu_gr.engine.queue import SchedulerConfig
+from npu_gr.engine.rank_engine import RankEngine, RankPass
+from npu_gr.engine.scheduler import Scheduler
 from npu_gr.engine.selftest import parity
 from npu_gr.kv.arena import KVArena
-from npu_gr.kv.layout import KVLayout, Run
+from npu_gr.kv.layout import KVLayout, PageRun
 from tests.backend.npu.fake_device import FakeRuntime
 from tests.engine.test_beam_search import model
 from tests.engine.test_generate_engine import catalogue
@@ -357,10 +360,10 @@ def test_a_missing_library_is_said_or_required(
 # ---- the whole of a request
 
 
-def generated(generator: Generator, trie: Trie, history: list[int], **how: Any) -> Generated:
+def generated(generator: Generator, trie: Trie, history: list[int], **how: Any) -> GeneratedItems:
     tokens = make_prompt(trie, np.array(history), 18).tokens
     arena = KVArena(layout_of(generator.decoder, page_tokens=4), 11, generator.backend.device)
-    part = Part(arena, (Run(0, 5),), len(tokens))
+    part = PromptKV(arena, (PageRun(0, 5),), len(tokens))
     generator.encode(tokens, [], part)
     tables = Tables.upload(trie, generator.backend.device)
     options = SearchOptions(width=generator.max_beams, **how)
@@ -375,7 +378,7 @@ def test_generate_is_the_cpus_and_waits_once(native: None, npu: FakeRuntime, nor
     generator = Generator(decoder, NPUBackend(npu=npu.as_npu()), width, 3)
     arena = KVArena(layout_of(decoder, page_tokens=4), 11, torch.device("cpu"))
     tokens = make_prompt(trie, np.array(history), 18).tokens
-    part, tables = Part(arena, (Run(0, 5),), len(tokens)), Tables.upload(trie, torch.device("cpu"))
+    part, tables = PromptKV(arena, (PageRun(0, 5),), len(tokens)), Tables.upload(trie, torch.device("cpu"))
     options = SearchOptions(width=width, normalise=normalise)  # type: ignore[arg-type]
     for _ in range(2):  # the first captures its graphs, as the warm-up does
         npu.host_waits.clear()
@@ -413,7 +416,7 @@ class Ranker:
         self.dram = KVArena(layout, 8, torch.device("cpu"), pinned=self.backend.pins_host_memory)
         for plane in (self.arena._keys, self.arena._values, self.dram._keys, self.dram._values):
             npu.watch(plane, plane[0, 0].numel())
-        self.engine = Engine(tiny_model(), self.backend, self.scheduler, self.arena)
+        self.engine = RankEngine(tiny_model(), self.backend, self.scheduler, self.arena)
 
 
 def tokens(num: int) -> Tokens:
@@ -428,19 +431,19 @@ async def test_both_tiers_over_streams_give_cold_scores_and_nothing_races(npu: F
     assert npu.pinned_bytes == sum(plane.nbytes for plane in (it.dram._keys, it.dram._values))
     it.scheduler.start()
     try:
-        pages = (Run(0, 4),)
+        pages = (PageRun(0, 4),)
         assert await parity(it.engine, pages, it.dram, pages, tokens(200), np.arange(30)) <= 1e-5
 
         async def user(first_page: int, num: int) -> None:
-            runs, history = (Run(first_page, 4),), tokens(num)
-            work = Pass(history, 0, np.arange(9), 10**9)
+            runs, history = (PageRun(first_page, 4),), tokens(num)
+            work = RankPass(history, 0, np.arange(9), 10**9)
             cold = await it.engine.rank(work, FAR)
             for _ in range(3):
-                await it.engine.prefill(history, runs, FAR, Urgency(FAR))
+                await it.engine.prefill(history, runs, FAR, JobOrder(FAR))
                 await it.engine.copy(it.arena, runs, it.dram, runs, num, FAR)
                 await it.engine.zero(it.arena, runs)
                 await it.engine.copy(it.dram, runs, it.arena, runs, num, FAR)
-                hit = await it.engine.rank(Pass(history, 0, np.arange(9), 10**9, Cached(runs, num)), FAR)
+                hit = await it.engine.rank(RankPass(history, 0, np.arange(9), 10**9, CachedPrefix(runs, num)), FAR)
                 np.testing.assert_allclose(hit.logits, cold.logits, rtol=1e-4, atol=1e-5)
 
         await asyncio.gather(user(0, 150), user(4, 201))
@@ -457,12 +460,12 @@ async def test_both_tiers_over_streams_give_cold_scores_and_nothing_races(npu: F
 
 def test_a_rank_waits_once_for_its_scores(npu: FakeRuntime) -> None:
     it = Ranker(npu, 1)
-    want = it.engine._run([Pass(tokens(100), 0, np.arange(30), 10**9)])
+    want = it.engine.forward([RankPass(tokens(100), 0, np.arange(30), 10**9)])
     npu.host_waits.clear()
-    got = it.engine._run([Pass(tokens(100), 0, np.arange(30), 10**9)])
+    got = it.engine.forward([RankPass(tokens(100), 0, np.arange(30), 10**9)])
     assert npu.host_waits == ["to", "numpy"]
     npu.host_waits.clear()
-    it.engine._run([Pass(tokens(100), 0, np.arange(0), 10**9, keep=(Run(0, 2),))])
+    it.engine.forward([RankPass(tokens(100), 0, np.arange(0), 10**9, keep=(PageRun(0, 2),))])
     assert npu.host_waits[0] == "stream.synchronize", "a prefill is read by others once it is done"
     assert np.array_equal(got[0], want[0])
 
@@ -551,10 +554,10 @@ def test_requests_of_one_pass_fork_their_own_rows(
         asks = []
         for first, history in ((0, [0, 7, 21]), (6, [70, 7, 14, 28])):
             tokens = make_prompt(trie, np.array(history), 18).tokens
-            part = Part(arena, (Run(first, 6),), len(tokens))
+            part = PromptKV(arena, (PageRun(first, 6),), len(tokens))
             generator.encode(tokens, [], part)
             tables = Tables.upload(trie, made.device)
-            asks.append(Ask(trie, tables, tokens, [part], SearchOptions(width=20), 10))
+            asks.append(ItemSearch(trie, tables, tokens, [part], SearchOptions(width=20), 10))
         found = [each.item_ids.tolist() for each in generator.generate_all(asks)]
         if made is backend:
             got = found

@@ -1,0 +1,208 @@
+"""The device threads and the queue that they share. The rest of the product calls `scheduler.py`.
+
+Each thread takes a pass from the queue, runs it to its end, delivers the results to the event loop, and takes the
+next pass. A lock guards the queue: every method may be called from any thread, unless it says otherwise.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+from npu_gr.core.errors import DeadlineExceeded, DeviceError, NpuGrError, Overloaded, Unavailable
+from npu_gr.engine.job import Job, JobResult
+from npu_gr.engine.queue import JobQueue, SchedulerConfig
+
+log = logging.getLogger(__name__)
+
+
+class DeviceThreads:
+    """`config.streams` threads over one queue. A job's `tag` is the asyncio future that gets its result."""
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        stream: Callable[[], AbstractContextManager[None]],
+        on_pass: Callable[[list[Job], float], None],
+    ) -> None:
+        """Make the threads; they do not run yet.
+
+        Args:
+            config: limits of the queue and of a pass.
+            stream: enters a thread's own stream of work on the device, for as long as the thread runs.
+            on_pass: called on a device thread after each pass, with its jobs and the seconds it took.
+        """
+        self._stream = stream
+        self._on_pass = on_pass
+        self._queue = JobQueue(config)
+        self._changed = threading.Condition()
+        self._stopping = False
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._pass_ends_at = [0.0] * config.streams  # by estimate; in the past: the stream is idle
+        self._threads = [
+            threading.Thread(target=self._work, args=(n,), name=f"npu_gr-device-{n}", daemon=True)
+            for n in range(config.streams)
+        ]
+        self.failures_in_a_row = 0
+
+    # ---- called by the scheduler
+
+    def start(self) -> None:
+        """Start the threads. Results go to the event loop that runs now."""
+        self._loop = asyncio.get_running_loop()
+        for thread in self._threads:
+            thread.start()
+
+    async def stop(self) -> None:
+        """End the threads after the passes that run. Jobs that still wait end with Unavailable."""
+        with self._changed:
+            self._stopping = True
+            self._changed.notify_all()
+        for thread in self._threads:
+            if thread.ident is not None:
+                await asyncio.to_thread(thread.join)
+        with self._changed:
+            left = self._queue.drain()
+        for job in left:
+            self._deliver(job, Unavailable("the instance is stopping"))
+
+    def submit(self, job: Job, *, force: bool = False) -> asyncio.Future[JobResult[Any]]:
+        """Queue a job. Call it on the event loop.
+
+        Args:
+            job: its `tag` is set here.
+            force: queue it even if the queue is full.
+
+        Raises:
+            Overloaded: the queue is full. Unavailable: the threads are stopping.
+        """
+        assert self._loop is not None, "start() first"
+        future: asyncio.Future[JobResult[Any]] = self._loop.create_future()
+        job.tag = future
+        with self._changed:
+            if self._stopping:
+                raise Unavailable("the instance is stopping")
+            shed = self._queue.put(job, time.monotonic(), force=force)
+            self._changed.notify()
+        if shed is not None:
+            self._deliver(shed, Overloaded("dropped to make room for a request"))
+        return future
+
+    def withdraw(self, job: Job) -> bool:
+        """Take a job out of the queue, and its later steps. Returns False if it is not waiting."""
+        with self._changed:
+            return self._queue.withdraw(job)
+
+    def cancel_at_step(self, job: Job) -> None:
+        """End a job after the step that runs; at once, with what has run, if it waits."""
+        if self.withdraw(job):
+            self._deliver(job, JobResult(None, 0.0, 0.0, steps=job.ran))
+
+    def hasten(self, job: Job, order_at: float) -> None:
+        """Move a job forward in the queue."""
+        with self._changed:
+            self._queue.hasten(job, order_at)
+
+    @property
+    def depth(self) -> int:
+        """Jobs waiting."""
+        return len(self._queue)
+
+    @property
+    def pressure(self) -> float:
+        """The queue's pressure a stream; see `JobQueue.pressure`."""
+        return self._queue.pressure / len(self._threads)
+
+    def wait_s(self, within_s: float) -> float:
+        """Estimate how long a request that comes now would wait: for a stream, and for the jobs that go before it.
+
+        Args:
+            within_s: the request's order counts from now on by so many seconds.
+        """
+        with self._changed:
+            now_at = time.monotonic()
+            ahead_s = self._queue.ahead_s(now_at + within_s)
+            running_s = max(0.0, min(self._pass_ends_at) - now_at)
+        return running_s + ahead_s / len(self._threads)
+
+    # ---- a device thread
+
+    def _work(self, stream: int) -> None:
+        with self._stream():
+            while jobs := self._take():
+                self._run_pass(stream, jobs)
+
+    def _take(self) -> list[Job]:
+        """Wait for the next pass. Empty = stop."""
+        with self._changed:
+            while not self._stopping:
+                taken = self._queue.take(time.monotonic())
+                for job in taken.expired:
+                    self._deliver(job, DeadlineExceeded("the deadline passed while waiting for the device"))
+                if taken.jobs:
+                    return taken.jobs
+                self._changed.wait(taken.wait_s)
+        return []
+
+    def _run_pass(self, stream: int, jobs: list[Job]) -> None:
+        began_at = time.monotonic()
+        expected_s = sum(job.estimate_s for job in jobs)
+        self._pass_ends_at[stream] = began_at + expected_s * self._queue.slowdown.value
+        results = self._attempt(jobs)
+        took_s = time.monotonic() - began_at
+        self._pass_ends_at[stream] = 0.0
+        self._queue.slowdown.observe(expected_s, took_s)
+        self._on_pass(jobs, took_s)
+        for job, result in zip(jobs, results, strict=True):
+            if isinstance(result, NpuGrError):
+                self._deliver(job, result)
+                continue
+            queue_s = began_at - job.submitted_at
+            with self._changed:
+                has_next = self._queue.put_next_step(job, time.monotonic())
+                if has_next:
+                    self._changed.notify()
+            if not has_next:
+                self._deliver(job, JobResult(result, queue_s, took_s, len(jobs), job.ran))
+
+    def _attempt(self, jobs: list[Job]) -> list[Any]:
+        """Run a pass. Returns a result or an error for each job.
+
+        If a pass of several jobs fails, each runs again by itself: one bad job is one error, not a failed pass.
+        """
+        try:
+            results = list(jobs[0].run([job.work for job in jobs]))
+        except NpuGrError as error:
+            if len(jobs) == 1:
+                return [error]
+        except Exception as error:  # the top of a device thread: it must outlive every job
+            if len(jobs) == 1:
+                self.failures_in_a_row += 1
+                log.exception("a device job failed (%d in a row)", self.failures_in_a_row)
+                return [DeviceError(f"{type(error).__name__} on the device")]
+        else:
+            self.failures_in_a_row = 0
+            return results
+        return [result for job in jobs for result in self._attempt([job])]
+
+    def _deliver(self, job: Job, result: JobResult[Any] | NpuGrError) -> None:
+        future = job.tag
+
+        def finish() -> None:
+            if future.done():
+                return
+            if isinstance(result, NpuGrError):
+                future.set_exception(result)
+            else:
+                future.set_result(result)
+
+        assert self._loop is not None
+        try:
+            self._loop.call_soon_threadsafe(finish)
+        except RuntimeError:  # the loop is closed: the process is ending, and nobody waits for the result
+            log.debug("a result came after the event loop closed")

@@ -1,0 +1,135 @@
+"""What every engine does with pages of prefix KV: copy them between the tiers, overwrite them, and time both.
+
+`RankEngine` and `GenerateEngine` extend `PageJobs`. The relay sees either of them as an `Encoder` (`relay/encoder.py`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+from npu_gr.backend.base import Backend
+from npu_gr.engine.cost import CostModel
+from npu_gr.engine.job import JobOrder, JobResult
+from npu_gr.engine.quantile import RunningQuantile
+from npu_gr.engine.scheduler import Scheduler
+from npu_gr.kv.arena import KVArena
+from npu_gr.kv.layout import PageRun
+
+LEAST_RESIDUAL_S = 1e-4  # a running quantile needs positive samples: a pass that took no longer counts as this
+COPY_SAMPLES = 3  # copies timed to measure the bandwidth; the fastest counts
+
+
+class CachedPrefix(NamedTuple):
+    """The pages that hold the KV of the first `num_tokens` tokens of a request's history."""
+
+    runs: tuple[PageRun, ...]
+    num_tokens: int
+
+
+def chunks(start: int, stop: int, size: int) -> Iterator[tuple[int, int]]:
+    """Cut [start, stop) at the multiples of `size`.
+
+        start=100, stop=300, size=128:   [100, 128)  [128, 256)  [256, 300)
+
+    Args:
+        start, stop: the range; nothing is yielded where it is empty.
+        size: at least 1.
+    """
+    while start < stop:
+        end = min(stop, (start // size + 1) * size)
+        yield start, end
+        start = end
+
+
+class PageJobs:
+    """Copies and overwrites pages as jobs of a scheduler, and knows how long the engine's own passes take."""
+
+    def __init__(self, scheduler: Scheduler, backend: Backend, arena: KVArena) -> None:
+        self.scheduler = scheduler
+        self.backend = backend
+        self.arena = arena
+        self.cost = CostModel(0.0, 0.0, 0.0, 0.0, 0.0)  # until the warm-up has fitted it
+        self.copy_bytes_per_s = float("inf")  # until `measure_copy` has measured it
+        self.on_copied: Callable[[KVArena, int, JobResult[None]], None] = lambda _target, _num_bytes, _done: None
+        # The SLO objective in seconds from a request's arrival. It sets the request's place in the queue; only the
+        # deadline, which is later, cancels the request.
+        self.objective_s = float("inf")
+        self._residual_s = RunningQuantile(0.9, LEAST_RESIDUAL_S)
+
+    @property
+    def queue_s(self) -> float:
+        """Seconds that a request arriving now would wait for the device."""
+        return self.scheduler.wait_s(self.objective_s)
+
+    @property
+    def residual_s(self) -> float:
+        """P90 of (actual - predicted) seconds of recent full passes that shared the device with no other request."""
+        return self._residual_s.value
+
+    def observe_pass(self, expected_s: float, took_s: float) -> None:
+        """Record how far the cost model was from a full pass that had the device to itself."""
+        self._residual_s.observe(max(took_s - expected_s, LEAST_RESIDUAL_S))
+
+    async def copy(
+        self,
+        source: KVArena,
+        source_runs: Sequence[PageRun],
+        target: KVArena,
+        target_runs: Sequence[PageRun],
+        num_tokens: int,
+        deadline_at: float,
+        order: JobOrder | None = None,
+        *,
+        preemptible: bool = False,
+    ) -> None:
+        """Copy a prefix between tiers, bit for bit. Returns when the bytes have arrived.
+
+        Args:
+            source, source_runs: where the prefix lies, in token order.
+            target, target_runs: pages of the same layout that receive it; at least as many.
+            num_tokens: length of the prefix; whole pages are copied.
+            deadline_at: instant on time.monotonic(); a copy that has not begun by then is dropped.
+            order: its place in the queue; None = by its deadline.
+            preemptible: it waits behind every request, and a full queue may drop it.
+
+        Raises:
+            Overloaded, DeadlineExceeded, DeviceError: as `Scheduler.call`.
+        """
+
+        def start() -> Callable[[], None]:
+            return self.backend.copy(lambda: target.copy_tokens_from(source, source_runs, target_runs, num_tokens))
+
+        queued = await self.scheduler.call(start, deadline_at, order, preemptible=preemptible, kind="copy")
+        began_at = time.monotonic()
+        await self.scheduler.finished(queued.value)  # the copy engine works while the device thread goes on
+        done = JobResult(None, queued.queue_s, queued.device_s + time.monotonic() - began_at)
+        self.on_copied(target, target.layout.bytes(num_tokens), done)
+
+    async def measure_copy(
+        self, dram: KVArena, dram_runs: Sequence[PageRun], runs: Sequence[PageRun], num_tokens: int
+    ) -> None:
+        """Measure the bandwidth from DRAM to the device, and keep it as `copy_bytes_per_s`.
+
+        Args:
+            dram, dram_runs: pages of the DRAM tier that nobody else uses.
+            runs: pages of this engine's arena that nobody else uses; they are overwritten.
+            num_tokens: how much to copy.
+        """
+        samples_s = list[float]()
+        for _ in range(COPY_SAMPLES):
+            began_at = time.perf_counter()
+            await self.copy(dram, dram_runs, self.arena, runs, num_tokens, float("inf"))
+            samples_s.append(time.perf_counter() - began_at)
+        self.copy_bytes_per_s = dram.layout.bytes(num_tokens) / min(samples_s)
+
+    def zero(self, arena: KVArena, runs: Sequence[PageRun]) -> asyncio.Future[JobResult[None]]:
+        """Overwrite pages before every job that waits, so that their next owner writes after this."""
+
+        def work() -> None:
+            arena.zero(runs)
+            self.backend.synchronize()  # the next writer may be in another stream
+
+        return self.scheduler.post(work)

@@ -1,0 +1,129 @@
+"""Decides whether to produce a prefix, and starts it: after a signal, or in a rank's pass that encodes it anyway."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Generic
+
+from npu_gr.core.errors import ResourceError
+from npu_gr.core.request import UserKey, Verdict
+from npu_gr.engine.job import JobOrder
+from npu_gr.kv.prefix_pool import PrefixPool
+from npu_gr.relay.config import LiveSettings
+from npu_gr.relay.encoder import Encoder, P
+from npu_gr.relay.inventory import Inventory
+from npu_gr.relay.measured import RelayMeasurements
+from npu_gr.relay.producer import Adoption
+from npu_gr.relay.producers import Producers
+from npu_gr.relay.trigger import Forecast, Headroom, decide
+
+
+class Production(Generic[P]):
+    """Starts producers within the limits of the trigger and the room in HBM. Event loop only."""
+
+    def __init__(
+        self,
+        settings: LiveSettings,
+        engine: Encoder[P],
+        pool: PrefixPool,
+        inventory: Inventory[P],
+        producers: Producers[P],
+        measured: RelayMeasurements,
+        clock: Callable[[], float],
+    ) -> None:
+        """Make it.
+
+        Args:
+            settings: of the relay and the trigger.
+            engine: its costs and queue.
+            pool: the room.
+            inventory: what exists already.
+            producers: to start.
+            measured: the rate limit, and T_life.
+            clock: the event loop's.
+        """
+        self._settings = settings
+        self._engine = engine
+        self._pool = pool
+        self._inventory = inventory
+        self._producers = producers
+        self._measured = measured
+        self._clock = clock
+
+    def preinfer(self, user: UserKey, tokens: P, num_candidates: int) -> Verdict:
+        """Decide what a signal leads to, and start it. Never waits, never fails.
+
+        Args:
+            user: whose history.
+            tokens: the whole history.
+            num_candidates: that the rank will bring.
+        """
+        if not self._settings.produces:
+            return Verdict.SKIP_DISABLED
+        key = self._inventory.key(user, tokens)
+        if self._inventory.is_resident(key):
+            return Verdict.ALREADY_RESIDENT
+        if self._inventory.is_being_written(key):
+            return Verdict.ALREADY_RUNNING
+        now_at = self._clock()
+        trigger = self._settings.trigger
+        base = self._inventory.resident(user, tokens)
+        cached = base.num_tokens if base else 0
+        copy = self._inventory.copy(user, tokens)
+        if copy is not None and copy.num_tokens <= cached:
+            copy = None
+        if base is not None and copy is None and len(tokens) - cached < trigger.min_prefix_tokens:
+            return Verdict.ALREADY_RESIDENT  # the rank computes the few new tokens itself
+        forecast = self._forecast(len(tokens), cached, num_candidates)
+        headroom = self._headroom(tokens)
+        verdict = decide(len(tokens), forecast, headroom, trigger, self._measured.bucket, now_at)
+        if verdict is not Verdict.PREINFER:
+            return verdict
+        order = JobOrder(float("inf"), now_at)  # when the device has nothing better to do, until its rank waits
+        t_life_s = self._settings.relay.t_life_s
+        try:
+            if copy is not None and self._inventory.reload_pays(copy, t_life_s):
+                if self._inventory.is_being_written(copy.key):
+                    return Verdict.ALREADY_RUNNING
+                self._producers.reload(copy, order, t_life_s, now_at + t_life_s)
+                return Verdict.RELOAD
+            return self._producers.compute(key, tokens, order, base, now_at + self._useful_s(len(tokens)))
+        except ResourceError:
+            return Verdict.SKIP_FOOTPRINT
+
+    def keep(self, user: UserKey, tokens: P) -> Adoption | None:
+        """Reserve an entry for the prefix that a full inference encodes anyway.
+
+        Returns:
+            None if it is not wanted, exists already, has a producer, or there is no room.
+        """
+        config = self._settings.relay
+        is_wanted = config.keep_full and len(tokens) >= self._settings.trigger.min_prefix_tokens
+        if not (is_wanted and self._settings.produces):
+            return None
+        key = self._inventory.key(user, tokens)
+        if self._inventory.is_being_written(key) or self._inventory.is_resident(key):
+            return None
+        try:
+            return self._producers.keep(key, tokens, self._clock() + self._useful_s(len(tokens)))
+        except ResourceError:
+            return None
+
+    def _useful_s(self, num_tokens: int) -> float:
+        """Seconds after which the rank of a prefill has come and gone; a prefill that waits longer is dropped."""
+        useful_s = 2 * (self._measured.t_life_p99_s.value + self._engine.cost.full_s(num_tokens, 0))
+        return min(self._settings.relay.t_life_s, useful_s)
+
+    def _forecast(self, num_tokens: int, cached_tokens: int, num_candidates: int) -> Forecast:
+        pass_s = self._engine.cost.pass_s(num_tokens - cached_tokens, cached_tokens, num_candidates)
+        return Forecast(self._engine.queue_s, pass_s, self._engine.residual_s)
+
+    def _headroom(self, tokens: P) -> Headroom:
+        needed_bytes = self._pool.arena.layout.bytes(len(tokens))
+        if needed_bytes:
+            self._measured.kv_p99_bytes.observe(needed_bytes)
+        return Headroom(
+            inflight=self._producers.in_flight(),
+            available_bytes=self._pool.free_bytes + self._pool.evictable_bytes,
+            needed_bytes=needed_bytes,
+        )
