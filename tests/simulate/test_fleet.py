@@ -77,10 +77,10 @@ def test_every_request_ends_once_and_leaves_nothing_behind() -> None:
     assert len(outcomes.latencies_s) == outcomes.results[Result.GOOD] + outcomes.results[Result.SLOW]
     assert {outcome for outcome, count in outcomes.outcomes.items() if count} > {Outcome.HBM_HIT, Outcome.DRAM_HIT}
     for instance in fleet.instances.values():
-        instance.pool.check()
-        assert instance.pool.reserved_bytes == 0
-        assert instance.dram is not None
-        instance.dram.check()
+        instance.tiers.pool.check()
+        assert instance.tiers.pool.reserved_bytes == 0
+        assert instance.tiers.dram is not None
+        instance.tiers.dram.check()
     assert all(member.in_flight == 0 for member in fleet.members.instances.values())
 
 
