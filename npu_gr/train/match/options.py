@@ -60,9 +60,7 @@ class MatchOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     start_share: Annotated[
         float, Meta(gt=0.0, le=1.0, description="curriculum: share of the negatives, the easiest, at the start")
     ] = 0.3
-    pacing_power: Annotated[Positive, Meta(description="curriculum: 1 adds negatives evenly, more adds them late")] = (
-        1.0
-    )
+    pacing_power: Annotated[Positive, Meta(description="curriculum: 1 adds negatives evenly, more adds later")] = 1.0
 
 
 class TrainingStage(NamedTuple):
