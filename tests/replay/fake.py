@@ -35,7 +35,7 @@ class Fake:
     script: Script
     url: str = ""
     came: list[tuple[str, dict[str, Any]]] = field(default_factory=list)  # kind, body
-    came_s: list[float] = field(default_factory=list)
+    came_at: list[float] = field(default_factory=list)
     headers: list[dict[str, str]] = field(default_factory=list)
     went: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
 
@@ -43,7 +43,7 @@ class Fake:
         """One request."""
         kind, body = request.match_info["kind"], await request.json()
         self.came.append((kind, body))
-        self.came_s.append(time.monotonic())
+        self.came_at.append(time.monotonic())
         self.headers.append(dict(request.headers))
         answer = await self.script(self, {"kind": kind} | body)
         self.went.append((kind, body))

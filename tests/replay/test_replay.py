@@ -61,28 +61,28 @@ async def test_a_stalled_service_slows_no_sending_and_is_charged_for_the_wait() 
 
 
 async def test_latency_counts_from_the_due_time_and_the_players_own_lateness_is_told() -> None:
-    stalled_s: list[float] = []
+    stalled_at: list[float] = []
 
     async def block(_fake: Fake, _body: dict[str, Any]) -> None:
-        if not stalled_s:  # the whole loop, hence the player too
-            stalled_s.append(time.monotonic())
-            while time.monotonic() < stalled_s[0] + 0.2:
+        if not stalled_at:  # the whole loop, hence the player too
+            stalled_at.append(time.monotonic())
+            while time.monotonic() < stalled_at[0] + 0.2:
                 pass
-            stalled_s.append(time.monotonic())
+            stalled_at.append(time.monotonic())
 
     async with service(block) as fake:
         samples: list[Sample] = []
-        start_s = time.monotonic() + 0.5
+        start_at = time.monotonic() + 0.5
         log = [rank(i * 0.02, f"u{i}") for i in range(200)]
         options = ReplayOptions(base_url=fake.url)
-        await play(plan(log, options), PlayerOptions(url=fake.url), samples.append, start_s)
+        await play(plan(log, options), PlayerOptions(url=fake.url), samples.append, start_at)
         report = await replay([rank(0.0)], options)
     assert len(samples) == 200
-    began_at, ended_at = stalled_s
-    during = [sample for sample in samples if began_at < start_s + sample.due_at < ended_at]
+    began_at, ended_at = stalled_at
+    during = [sample for sample in samples if began_at < start_at + sample.due_at < ended_at]
     assert during
     for sample in during:
-        assert sample.lag_s >= ended_at - (start_s + sample.due_at) - 0.001
+        assert sample.lag_s >= ended_at - (start_at + sample.due_at) - 0.001
         assert sample.latency_s >= sample.lag_s
     assert report.lag_ms["p99"] >= 0
 
@@ -205,13 +205,13 @@ async def test_the_signal_comes_the_lead_before_its_rank_also_under_speed() -> N
     samples: list[Sample] = []
     async with service() as fake:
         options = ReplayOptions(base_url=fake.url, speed=50.0, signal_lead_s=0.1)
-        start_s = time.monotonic() + 0.1
-        await play(plan(log, options), PlayerOptions(url=fake.url), samples.append, start_s)
+        start_at = time.monotonic() + 0.1
+        await play(plan(log, options), PlayerOptions(url=fake.url), samples.append, start_at)
     samples.sort(key=lambda sample: sample.due_at)
     assert [sample.record.kind for sample in samples] == ["signal", "rank", "signal", "rank"]
     assert [sample.due_at - samples[0].due_at for sample in samples] == pytest.approx([0.0, 0.1, 0.2, 0.3])
-    assert min(fake.came_s) >= start_s + samples[0].due_at
-    assert max(fake.came_s) >= start_s + samples[-1].due_at
+    assert min(fake.came_at) >= start_at + samples[0].due_at
+    assert max(fake.came_at) >= start_at + samples[-1].due_at
     history = {"items": [1], "actions": [0], "timestamps": [1]}
     signal_body = {"user_id": "a", "tenant": "t", "history": history, "num_candidates": 3}
     rank_body = {
