@@ -44,7 +44,7 @@ def named(expr: str) -> set[str]:
 def known() -> set[str]:
     registry = CollectorRegistry()
     metrics = Metrics(registry, OBJECTIVES)
-    families = [*registry.collect(), *metrics.process.collect()]
+    families = [*registry.collect(), *metrics.process.collector.collect()]
     recorded = {rule["record"] for group in rules(OBJECTIVES)["groups"] for rule in group["rules"] if "record" in rule}
     return {re.sub(SUFFIXES, "", family.name) for family in families} | recorded | {"up"}
 
