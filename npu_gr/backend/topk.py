@@ -1,6 +1,6 @@
 """Constrain, then select: the best continuations of a request's beams, exactly and in a total order.
 
-Source: xBeam of xGR (arXiv:2512.11529); `xgr.md` 2.5 to 2.7. Rows are visited by an upper bound of what they can
+Source: xBeam of xGR, arXiv:2512.11529. Rows are visited by an upper bound of what they can
 offer, best first, and the visit ends when the bound falls below the worst that is kept: exact, whatever is left out.
 
 Total order: score descending, then beam ascending, then edge (so code) ascending.
@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from npu_gr.backend.base import Choices, Continuations
+from npu_gr.backend.calls import Choices, Continuations
 
 CHUNK_EDGES = 1 << 16  # candidates gathered at once; a first chunk is a quarter of it
 

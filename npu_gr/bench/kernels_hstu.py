@@ -9,7 +9,7 @@ Keys and values are packed once, into the pages, before any attention: that is i
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 
@@ -18,11 +18,9 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from npu_gr.backend import tiles
-from npu_gr.backend.base import BiasTables, Slab
+from npu_gr.backend.calls import BiasTables, HstuCall
 from npu_gr.backend.cpu.backend import CPUBackend
 from npu_gr.backend.cpu.library import Native
-from npu_gr.backend.tiles import Tiles
-from npu_gr.backend.torch_ops import TorchOps
 from npu_gr.bench import rank
 from npu_gr.bench.line import Line, percentiles, timed_in_turn
 from npu_gr.core.errors import ConfigError
@@ -46,24 +44,15 @@ class NaiveCachedBackend(CPUBackend):
     def __init__(self) -> None:
         super().__init__("off")
 
-    def hstu_targets(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        history: Sequence[Slab | Tiles],
-        times: Tensor,
-        query_time: int,
-        bias: BiasTables,
-        alpha: float,
-    ) -> Tensor:
-        """See `Backend.hstu_targets`, with `bias` zero."""
-        slabs = tiles.natural(history)
-        keys, values = (torch.cat([*(s[i] for s in slabs), own]) for i, own in ((0, k), (1, v)))
-        m, n = len(times), len(keys)
+    def hstu_targets(self, call: HstuCall) -> Tensor:
+        """Attend; `bias` must be zero."""
+        slabs = tiles.natural(call.cached)
+        keys, values = (torch.cat([*(s[i] for s in slabs), own]) for i, own in ((0, call.k), (1, call.v)))
+        m = len(call.times)
+        n = len(keys)
         ids = torch.arange(n).clamp_(max=m)
         mask = torch.eye(n, dtype=torch.bool) | (ids[:, None] - ids[None, :] > 0)
-        weights = silu(torch.einsum("chd,nhd->hcn", q, keys) * alpha) * mask[m:]
+        weights = silu(torch.einsum("chd,nhd->hcn", call.q, keys) * call.alpha) * mask[m:]
         return torch.einsum("hcn,nhd->chd", weights, values)
 
 
@@ -98,7 +87,9 @@ def _attention(backend: CPUBackend, native: Native, dtype: torch.dtype, length: 
     bias = BiasTables(torch.randn(HEADS, 256).to(dtype), torch.randn(HEADS, 64).to(dtype))
     into = tiles.empty(-(-length // tiles.TILE_TOKENS), HEADS, WIDTH, WIDTH, dtype)
     backend.pack_kv(into, 0, k, v)
-    held, at, pair = into._replace(num_tokens=length), int(times[-1]) + 60, 4 * HEADS * WIDTH
+    held = into._replace(num_tokens=length)
+    at = int(times[-1]) + 60
+    pair = 4 * HEADS * WIDTH  # flops of one query and one key, over all heads
     copied = torch.empty_like(k), torch.empty_like(v)
     ours, theirs = timed_in_turn(
         [lambda: backend.pack_kv(into, 0, k, v), lambda: [to.copy_(x) for to, x in zip(copied, (k, v), strict=True)]],
@@ -106,25 +97,20 @@ def _attention(backend: CPUBackend, native: Native, dtype: torch.dtype, length: 
         clock=time.thread_time,
     )
     yield _line(f"pack_kv L={length} {_name(dtype)}", native, ours, min(theirs), "copying the rows", theirs, None)
-    cases: list[tuple[str, float, Callable[[TorchOps], Tensor]]] = [
-        (
-            f"prefill L={length}",
-            pair * length * (length + 1) / 2,
-            lambda b: b.hstu_causal(q, *((k[:0], v[:0], [held]) if b is backend else (k, v, [])), times, bias, 0.125),
-        )
-    ]
+    plain = HstuCall(q, k, v, [], times, bias, 0.125)
+    tiled = plain._replace(k=k[:0], v=v[:0], cached=[held])  # all tokens are in tiles already
+    cases = [(f"prefill L={length}", pair * length * (length + 1) / 2, "hstu_causal", tiled, plain)]
     for c in CANDIDATES:
-        rows = q[:c], k[:c], v[:c]
-        cases.append((
-            f"rank L={length} M={c}",
-            pair * c * (length + 1),
-            lambda b, rows=rows: b.hstu_targets(*rows, [held if b is backend else (k, v)], times, at, bias, 0.125),  # type: ignore[misc]
-        ))  # fmt: skip
-    for name, flops, op in cases:
-        want = op(off)
-        assert float((op(backend) - want).abs().max()) <= TOLERANCE[dtype] * float(want.abs().max()), name
+        rows = HstuCall(q[:c], k[:c], v[:c], [held], times, bias, 0.125, query_time=at)
+        flops = float(pair * c * (length + 1))
+        cases.append((f"rank L={length} M={c}", flops, "hstu_targets", rows, rows._replace(cached=[(k, v)])))
+    for name, flops, op, ours_call, torch_call in cases:
+        run_ours = partial(getattr(backend, op), ours_call)
+        run_torch = partial(getattr(off, op), torch_call)
+        want = run_torch()
+        assert float((run_ours() - want).abs().max()) <= TOLERANCE[dtype] * float(want.abs().max()), name
         roof = roof_flops(native, dtype)
-        ours, theirs = timed_in_turn([partial(op, backend), partial(op, off)], budget_s, clock=time.thread_time)
+        ours, theirs = timed_in_turn([run_ours, run_torch], budget_s, clock=time.thread_time)
         yield _line(f"{name} {_name(dtype)}", native, ours, flops / roof, "torch ops", theirs, 1 / OF_PEAK)
 
 

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from npu_gr.backend.base import Choices, Continuations
+from npu_gr.backend.calls import Choices, Continuations, TopkCall
 from npu_gr.backend.cpu.backend import CPUBackend
 from npu_gr.backend.cpu.library import Native
 from npu_gr.backend.cpu.topk import NativeTopk
@@ -100,8 +100,9 @@ def made(random: torch.Generator, width: int, children: int) -> Case:
 
 def check(ours: NativeTopk, case: Case) -> None:
     """The torch path's result."""
-    got = ours.beam_topk(case.logits[0], case.acc, case.follow, case.width, "row", None, 1.0)
-    want = CPUBackend("off").beam_topk(case.logits[0], case.acc, case.follow, case.width)
+    call = TopkCall(case.logits[0], case.acc, case.follow, case.width)
+    got = ours.beam_topk(call)
+    want = CPUBackend("off").beam_topk(call)
     assert got.score.shape == want.score.shape
     drift = float((got.score - want.score).abs().max())
     assert drift <= TOLERANCE, f"beam_topk differs by {drift:.1e}"
@@ -119,8 +120,8 @@ def timed(
             read_s = min(read_s, cpu_s(lambda d=data: native.kernels.probe_read(d.data_ptr(), d.numel()), 1))  # type: ignore[misc]
         for _ in case.logits:
             data = next(turn)
-            args = data, case.acc, case.follow, case.width, "row", None, 1.0
-            took_s = min(took_s, cpu_s(lambda a=args: ours.beam_topk(*a), 1))  # type: ignore[misc]
+            call = TopkCall(data, case.acc, case.follow, case.width)
+            took_s = min(took_s, cpu_s(lambda c=call: ours.beam_topk(c), 1))  # type: ignore[misc]
         if with_dense:
             dense_s = min(dense_s, cpu_s(lambda d=data: case.dense(d), 1))  # type: ignore[misc]
     return took_s, read_s, dense_s

@@ -7,7 +7,7 @@ inference one without a past, so cold and cached scores come from the same lines
 Token of a behaviour = item + its side features + action. A candidate has no action yet: it carries a learned
 "shown" embedding instead. Order [history | candidates]; a candidate's position is the length of the history.
 
-Source: HSTU and M-FALCON, arXiv:2402.17152; exactness rules of `relaygr.md` 3.1.
+Source: HSTU and M-FALCON, arXiv:2402.17152; exactness rules E1 to E9 of `docs/exactness.md`.
 Invariants: history rows never depend on candidates or on later history; candidates never see each other.
 """
 
@@ -15,26 +15,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import silu
 
-from npu_gr.backend.base import TIME_BUCKETS, Backend, BiasTables, Slab
-from npu_gr.backend.tiles import Tiles
+from npu_gr.backend.base import TIME_BUCKETS, Affine, Backend
+from npu_gr.backend.calls import BiasTables, HstuCall
+from npu_gr.backend.tiles import Slab, Tiles
 from npu_gr.backend.torch_ops import TorchOps
 from npu_gr.model.config import HSTUConfig
 
 EPS = 1e-6
-
-
-class Affine(Protocol):
-    """The part of a backend that a layer's own code needs."""
-
-    def affine(self, x: Tensor, layer: nn.Linear, first: int, last: int, is_silu: bool) -> Tensor:
-        """See `Backend.affine`."""
-        ...
 
 
 _TORCH = TorchOps()  # differentiable, for training
@@ -264,11 +256,12 @@ class HSTU(nn.Module):
                 if kept is not None:
                     past, new = kept, (k[:0], v[:0])
                 if n:
-                    out = backend.hstu_causal(q[history], *new, past, at, layer.bias, alpha)
+                    out = backend.hstu_causal(HstuCall(q[history], *new, past, at, layer.bias, alpha))
                     attention[history] = out.mul_(scale)
                 if len(s.candidates):
                     slabs = [*past, new] if len(new[0]) else past
-                    out = backend.hstu_targets(q[own], k[own], v[own], slabs, at, s.candidate_time, layer.bias, alpha)
+                    call = HstuCall(q[own], k[own], v[own], slabs, at, layer.bias, alpha, s.candidate_time)
+                    out = backend.hstu_targets(call)
                     attention[own] = out.mul_(scale)
             x = layer.finish(x, u, attention, backend)
         return self._last_layer(backend, x, bounds, times, alpha)
@@ -295,7 +288,7 @@ class HSTU(nn.Module):
             own = x[start + n : start + s.num_rows]
             if len(own):
                 u, v, q, k = layer.project(own, backend)
-                out = backend.hstu_targets(q, k, v, slabs, at, s.candidate_time, layer.bias, alpha)
+                out = backend.hstu_targets(HstuCall(q, k, v, slabs, at, layer.bias, alpha, s.candidate_time))
                 own = layer.finish(own, u, out.mul_(self.attention_scale(len(at))), backend)
             logits.append(self.task_logits(own))
         return logits

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from npu_gr.backend.base import Backend
+from npu_gr.backend.checks import Finding, FindingState
 from npu_gr.backend.choose import BackendName, choose
 from npu_gr.backend.cpu.backend import CPUBackend
 from npu_gr.catalogue.build import build_trie
@@ -31,7 +32,6 @@ from npu_gr.kv.layout import KVLayout, Run
 from npu_gr.model.config import HSTUConfig
 from npu_gr.model.decoder import Decoder, DecoderConfig
 from npu_gr.model.hstu import HSTU
-from npu_gr.tools.doctor import Check, State
 
 TOLERANCE = 1e-3  # of the logits' standard deviation; of a log-probability in nats
 CODES = (64, 64, 64)
@@ -63,7 +63,7 @@ DECODER = DecoderConfig(
 )
 
 
-class Latency(NamedTuple):
+class ShapeLatency(NamedTuple):
     """Of one shape, from the host's call to the result in host memory."""
 
     name: str
@@ -71,7 +71,7 @@ class Latency(NamedTuple):
     p90_ms: float
 
 
-class Rig:
+class AcceptanceRig:
     """A ranker and a generator over one backend, without a scheduler: the calls of a device thread, made here."""
 
     def __init__(self, backend: Backend) -> None:
@@ -132,33 +132,38 @@ def _history(num_tokens: int) -> Tokens:
     return Tokens(events, items, HistoryReport(fingerprint="", num_tokens=num_tokens))
 
 
-def accept(name: BackendName) -> list[Check]:
+def accept(name: BackendName) -> list[Finding]:
     """Requests on the backend against the same on the CPU's plain torch ops."""
-    ours, cpu = Rig(choose(name)), Rig(CPUBackend("off"))
+    ours, cpu = AcceptanceRig(choose(name)), AcceptanceRig(CPUBackend("off"))
     with ours.backend.stream():  # as a device thread has one: on the default stream nothing is captured
         return _compared(ours, cpu)
 
 
-def _compared(ours: Rig, cpu: Rig) -> list[Check]:
+def _compared(ours: AcceptanceRig, cpu: AcceptanceRig) -> list[Finding]:
     want = cpu.rank(300, 50)
-    checks = []
+    findings = []
     for what, cached_tokens, tier in (("cold", 0, ""), ("from HBM", 250, "hbm"), ("from DRAM", 250, "dram")):
         drift = float(np.abs(ours.rank(300, 50, cached_tokens, tier) - want).max() / want.std())
-        checks.append(_check(f"rank {what}", drift, "of the logits' spread"))
+        findings.append(_check(f"rank {what}", drift, "of the logits' spread"))
     for num_items, width in ((40, 16), (100, 128)):  # one attention stage, and two
         want_items = cpu.generate(num_items, width)
         try:
             difference = _distance(ours.generate(num_items, width), want_items)
         except FloatingPointError:  # how a search ends whose logits are no numbers
             difference = float("inf")
-        checks.append(_check(f"generate, {width} beams", difference, "nats"))
-    return checks
+        findings.append(_check(f"generate, {width} beams", difference, "nats"))
+    return findings
 
 
-def _check(name: str, difference: float, unit: str) -> Check:
+def _check(name: str, difference: float, unit: str) -> Finding:
     is_ok = difference <= TOLERANCE
     remedy = "" if is_ok else "do not serve with this backend: report this line"
-    return Check(name, State.OK if is_ok else State.BROKEN, f"differs from the CPU by {difference:.1e} {unit}", remedy)
+    return Finding(
+        name,
+        FindingState.OK if is_ok else FindingState.BROKEN,
+        f"differs from the CPU by {difference:.1e} {unit}",
+        remedy,
+    )
 
 
 def _distance(got: Generated, want: Generated) -> float:
@@ -173,9 +178,9 @@ def _distance(got: Generated, want: Generated) -> float:
     )
 
 
-def latencies(name: BackendName, runs: int = 20) -> list[Latency]:
+def latencies(name: BackendName, runs: int = 20) -> list[ShapeLatency]:
     """Host-side times of a few shapes; the first runs, which capture and compile, are not counted."""
-    rig = Rig(choose(name))
+    rig = AcceptanceRig(choose(name))
     cases: dict[str, Callable[[], object]] = {}
     for num_tokens in (512, 2048):
         cases[f"rank {num_tokens} tokens, 100 items"] = lambda n=num_tokens: rig.rank(n, 100)  # type: ignore[misc]
@@ -185,11 +190,11 @@ def latencies(name: BackendName, runs: int = 20) -> list[Latency]:
         return [_timed(case, run, runs) for case, run in cases.items()]
 
 
-def _timed(name: str, run: Callable[[], object], runs: int) -> Latency:
+def _timed(name: str, run: Callable[[], object], runs: int) -> ShapeLatency:
     taken_ms = []
     for _ in range(runs + 3):
         began_at = time.perf_counter()
         run()
         taken_ms.append((time.perf_counter() - began_at) * 1e3)
     deciles = statistics.quantiles(taken_ms[3:], n=10)
-    return Latency(name, deciles[4], deciles[8])
+    return ShapeLatency(name, deciles[4], deciles[8])

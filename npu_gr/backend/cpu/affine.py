@@ -45,7 +45,6 @@ class AffineKernel:
         self._packed: WeakKeyDictionary[nn.Linear, dict[tuple[int, int], _Packed]] = WeakKeyDictionary()
 
     def __call__(self, x: Tensor, layer: nn.Linear, first: int, last: int, is_silu: bool) -> Tensor:
-        """See `Backend.affine`."""
         packed = self._weights(layer, first, last)
         rows = x.reshape(-1, x.shape[-1])
         rows = rows if rows.stride(1) == 1 else rows.contiguous()

@@ -5,19 +5,17 @@
              under few beams fills the device
     merge    every span's stage and the own tokens by an online softmax, normalised
 
-Source: staged attention of xGR (arXiv:2512.11529); `xgr.md` 2.3. A stage is (peak, total, output), fp32, base e.
+Source: staged attention of xGR, arXiv:2512.11529. A stage is (peak, total, output), fp32, base e.
 """
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from npu_gr.backend.base import Slab
+from npu_gr.backend.calls import BeamCall
 from npu_gr.backend.triton.hstu import ROWS, keys_of, wide
 
 SPAN = 1024  # keys of one program
@@ -105,39 +103,39 @@ def merge_kernel(
     tl.store(into, output / total[:, None], mask=inside)
 
 
-def attend(
-    q: Tensor, shared: Sequence[Slab], unshared: Slab, num_slots: int, ancestry: Tensor | None, scale: float
-) -> Tensor:
-    """See `Backend.beam_attention`."""
+def attend(call: BeamCall) -> Tensor:
+    """Compute `Backend.beam_attention`."""
+    q = call.q
     num_rows, num_heads, dim = q.shape
-    kv_heads = unshared[0].shape[2]
+    kv_heads = call.unshared[0].shape[2]
     group = num_heads // kv_heads
     folded = group * num_rows
-    shared = [slab for slab in shared if len(slab[0])]
+    shared = [slab for slab in call.shared if len(slab[0])]
     spans = [-(-len(k) // SPAN) for k, _ in shared]
     peaks, totals = q.new_empty(2, sum(spans), kv_heads, folded, dtype=torch.float32)
     outputs = q.new_empty(sum(spans), kv_heads, folded, dim, dtype=torch.float32)
     first_span = 0
     for (k, v), num_spans in zip(shared, spans, strict=True):
         shared_kernel[(-(-folded // ROWS), kv_heads, num_spans)](
-            q, *q.stride()[:2], num_rows, folded, k, *k.stride()[:2], v, *v.stride()[:2], len(k), scale,
+            q, *q.stride()[:2], num_rows, folded, k, *k.stride()[:2], v, *v.stride()[:2], len(k), call.scale,
             peaks, totals, outputs, first_span, group,
             dim=dim, dim_wide=wide(dim), rows=ROWS, keys=keys_of(q), span=SPAN,
         )  # fmt: skip
         first_span += num_spans
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    own_k, own_v = unshared
-    table = own_k if ancestry is None else ancestry.contiguous()
+    own_k, own_v = call.unshared
+    table = own_k if call.ancestry is None else call.ancestry.contiguous()
     merge_kernel[(-(-folded // MERGE_ROWS), kv_heads)](
-        q, *q.stride()[:2], num_rows, folded, own_k, own_v, *own_k.stride()[:3], num_slots, table, table.stride(0),
-        scale, peaks, totals, outputs, first_span, group, out,
-        by_ancestry=ancestry is not None, dim=dim, dim_wide=wide(dim), rows=MERGE_ROWS,
+        q, *q.stride()[:2], num_rows, folded, own_k, own_v, *own_k.stride()[:3], call.num_slots, table, table.stride(0),
+        call.scale, peaks, totals, outputs, first_span, group, out,
+        by_ancestry=call.ancestry is not None, dim=dim, dim_wide=wide(dim), rows=MERGE_ROWS,
     )  # fmt: skip
     return out
 
 
-def takes(q: Tensor, shared: Sequence[Slab], unshared: Slab) -> bool:
-    """Whether the kernels read these: one type, not fp64, and heads whose numbers lie side by side."""
-    planes = [*unshared, *(plane for slab in shared for plane in slab)]
+def takes(call: BeamCall) -> bool:
+    """Tell whether the kernels read these: one dtype, not fp64, and heads whose numbers lie side by side."""
+    q, unshared = call.q, call.unshared
+    planes = [*unshared, *(plane for slab in call.shared for plane in slab)]
     same = all(plane.dtype == q.dtype and plane.stride(-1) == 1 for plane in planes)
     return same and q.stride(-1) == 1 and unshared[0].stride() == unshared[1].stride() and q.dtype != torch.float64

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from npu_gr.backend.base import Continuations
+from npu_gr.backend.calls import Continuations
 from npu_gr.backend.npu import ops as ascend_ops
 from npu_gr.backend.topk import select
 from npu_gr.core.errors import ConfigError
