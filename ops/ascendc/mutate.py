@@ -138,7 +138,7 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
     (
         "kernels/masked_topk.h",
         "above: or equal",
-        "pairs_.SetGlobalBuffer((__gm__ float*)workspace, s_.splits > 1 ? padded * 2 * s_.splits * s_.rows : 0);",
+        "pairs_.SetGlobalBuffer((__gm__ float *)workspace, s_.splits > 1 ? padded * 2 * s_.splits * s_.rows : 0);",
     ): "the size of a buffer that is not used",
     (
         "kernels/masked_topk.h",

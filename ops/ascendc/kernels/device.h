@@ -14,28 +14,28 @@ __aicore__ inline uint32_t Up(uint32_t value, uint32_t to) { return (value + to 
 __aicore__ inline uint32_t Min(uint32_t a, uint32_t b) { return a < b ? a : b; }
 
 // One pipe waits for another, at once.
-template <AscendC::HardEvent event> __aicore__ inline void Sync(AscendC::TPipe& pipe)
-{
-    auto id = pipe.AllocEventID<event>();
-    AscendC::SetFlag<event>(id);
-    AscendC::WaitFlag<event>(id);
-    pipe.ReleaseEventID<event>(id);
+template <AscendC::HardEvent event>
+__aicore__ inline void Sync(AscendC::TPipe &pipe) {
+  auto id = pipe.AllocEventID<event>();
+  AscendC::SetFlag<event>(id);
+  AscendC::WaitFlag<event>(id);
+  pipe.ReleaseEventID<event>(id);
 }
 __aicore__ inline void VectorDone() { AscendC::PipeBarrier<PIPE_V>(); }
 
 // `count` elements from GM, padded to a data block with `fill` where `count` does not fill one.
 template <typename T>
-__aicore__ inline void CopyIn(const AscendC::LocalTensor<T>& to, const AscendC::GlobalTensor<T>& from, uint32_t count, T fill)
-{
-    constexpr uint32_t block = 32 / sizeof(T);
-    AscendC::DataCopyExtParams copy{1, uint32_t(count * sizeof(T)), 0, 0, 0};
-    AscendC::DataCopyPadExtParams<T> pad{true, 0, uint8_t(Up(count, block) - count), fill};
-    AscendC::DataCopyPad(to, from, copy, pad);
+__aicore__ inline void CopyIn(const AscendC::LocalTensor<T> &to, const AscendC::GlobalTensor<T> &from, uint32_t count,
+                              T fill) {
+  constexpr uint32_t block = 32 / sizeof(T);
+  AscendC::DataCopyExtParams copy{1, uint32_t(count * sizeof(T)), 0, 0, 0};
+  AscendC::DataCopyPadExtParams<T> pad{true, 0, uint8_t(Up(count, block) - count), fill};
+  AscendC::DataCopyPad(to, from, copy, pad);
 }
 template <typename T>
-__aicore__ inline void CopyOut(const AscendC::GlobalTensor<T>& to, const AscendC::LocalTensor<T>& from, uint32_t count)
-{
-    AscendC::DataCopyPad(to, from, AscendC::DataCopyExtParams{1, uint32_t(count * sizeof(T)), 0, 0, 0});
+__aicore__ inline void CopyOut(const AscendC::GlobalTensor<T> &to, const AscendC::LocalTensor<T> &from,
+                               uint32_t count) {
+  AscendC::DataCopyPad(to, from, AscendC::DataCopyExtParams{1, uint32_t(count * sizeof(T)), 0, 0, 0});
 }
 
 }  // namespace npu_gr
