@@ -14,28 +14,29 @@ struct MergeShape {
 // Merges the lists of one row after another.
 class MergePairs {
  public:
-  __aicore__ inline void Init(AscendC::TPipe *pipe, GM_ADDR workspace, uint64_t num_lists, uint32_t k) {
-    pipe_ = pipe, words_ = Up(k, 32) * 2;
+  __aicore__ inline void init(AscendC::TPipe *pipe, GM_ADDR workspace, uint64_t num_lists, uint32_t k) {
+    pipe_ = pipe;
+    words_ = round_up(k, 32) * 2;
     pairs_.SetGlobalBuffer((__gm__ float *)workspace, num_lists * words_);
-    best_.Init(pipe_, 256, k);
+    best_.init(pipe_, 256, k);
     pipe_->InitBuffer(lists_, 2, words_ * 4);
   }
-  __aicore__ inline BestPairs &Merge(uint64_t first, uint32_t count) {
-    best_.Reset();
-    Load(first);
+  __aicore__ inline BestPairs &merge(uint64_t first, uint32_t count) {
+    best_.reset();
+    load(first);
     for (uint32_t i = 0; i < count; ++i) {
-      if (i + 1 < count) Load(first + i + 1);
+      if (i + 1 < count) load(first + i + 1);
       auto list = lists_.DeQue<float>();
-      best_.Merge(list, words_ / 2);
+      best_.merge(list, words_ / 2);
       lists_.FreeTensor(list);
     }
     return best_;
   }
 
  private:
-  __aicore__ inline void Load(uint64_t list) {
+  __aicore__ inline void load(uint64_t list) {
     auto pairs = lists_.AllocTensor<float>();
-    CopyIn(pairs, pairs_[list * words_], words_, 0.0f);
+    copy_in(pairs, pairs_[list * words_], words_, 0.0f);
     lists_.EnQue(pairs);
   }
 
@@ -49,24 +50,24 @@ class MergePairs {
 // (value, index) columns, as masked_topk gives them.
 class MergeRows {
  public:
-  __aicore__ inline void Init(AscendC::TPipe *pipe, GM_ADDR workspace, GM_ADDR value, GM_ADDR index,
+  __aicore__ inline void init(AscendC::TPipe *pipe, GM_ADDR workspace, GM_ADDR value, GM_ADDR index,
                               const MergeShape &shape) {
     s_ = shape;
     value_.SetGlobalBuffer((__gm__ float *)value, uint64_t(s_.rows) * s_.k);
     index_.SetGlobalBuffer((__gm__ int32_t *)index, uint64_t(s_.rows) * s_.k);
-    merge_.Init(pipe, workspace, uint64_t(s_.rows) * s_.lists, s_.k);
-    pipe->InitBuffer(outs_, 1, Up(s_.k, 32) * 8);
+    merge_.init(pipe, workspace, uint64_t(s_.rows) * s_.lists, s_.k);
+    pipe->InitBuffer(outs_, 1, round_up(s_.k, 32) * 8);
   }
-  __aicore__ inline void Process() {
+  __aicore__ inline void process() {
     for (uint32_t row = AscendC::GetBlockIdx(); row < s_.rows; row += AscendC::GetBlockNum()) {
-      auto &best = merge_.Merge(uint64_t(row) * s_.lists, s_.lists);
+      auto &best = merge_.merge(uint64_t(row) * s_.lists, s_.lists);
       auto out = outs_.AllocTensor<float>();
-      auto index = out[best.PaddedK()].ReinterpretCast<int32_t>();
-      best.Columns(out, index);
+      auto index = out[best.padded_k()].ReinterpretCast<int32_t>();
+      best.split_columns(out, index);
       outs_.EnQue(out);
       out = outs_.DeQue<float>();
-      CopyOut(value_[uint64_t(row) * s_.k], out, s_.k);
-      CopyOut(index_[uint64_t(row) * s_.k], index, s_.k);
+      copy_out(value_[uint64_t(row) * s_.k], out, s_.k);
+      copy_out(index_[uint64_t(row) * s_.k], index, s_.k);
       outs_.FreeTensor(out);
     }
   }

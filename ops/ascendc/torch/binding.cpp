@@ -22,7 +22,7 @@ namespace {
 using namespace npu_gr;
 using at::Tensor;
 
-constexpr int64_t UINT32_END = int64_t(1) << 32;
+constexpr int64_t kUint32End = int64_t(1) << 32;
 
 Address address(const Tensor &tensor) {  // data_ptr(): a view may begin behind its storage
   return tensor.defined() ? static_cast<Address>(tensor.data_ptr()) : nullptr;
@@ -45,7 +45,7 @@ Dtype float_dtype(const Tensor &logits, const char *op) {
   }
 }
 uint32_t u32(int64_t value, const char *name) {
-  TORCH_CHECK(value >= 0 && value < UINT32_END, name, ": ", value, " does not fit 32 bits");
+  TORCH_CHECK(value >= 0 && value < kUint32End, name, ": ", value, " does not fit 32 bits");
   return uint32_t(value);
 }
 template <typename Plan>

@@ -60,8 +60,8 @@ enum Counter {
 using Counters = std::array<uint64_t, COUNTERS>;
 
 constexpr uint32_t BLOCK = 32;                              // bytes of a data block
-constexpr uint32_t UB_BYTES = 192 * 1024 - 256 - 8 * 1024;  // dav-2201; 8 KB are kept free for Select
-constexpr uint8_t POISON = 0x7F;  // 3.4e38 as a float, which wins every selection; a NaN would be dropped unseen
+constexpr uint32_t kUbBytes = 192 * 1024 - 256 - 8 * 1024;  // dav-2201; 8 KB are kept free for Select
+constexpr uint8_t kPoison = 0x7F;  // 3.4e38 as a float, which wins every selection; a NaN would be dropped unseen
 
 inline uint64_t up(uint64_t value, uint64_t to) { return (value + to - 1) / to * to; }
 
@@ -82,9 +82,10 @@ class Core {
 
   void start(uint32_t index_, uint32_t count_) {
     *this = Core();
-    index = index_, count = count_;
-    arena_.assign(UB_BYTES + BLOCK * 8, POISON);
-    blocks_.assign(UB_BYTES / BLOCK, Block());
+    index = index_;
+    count = count_;
+    arena_.assign(kUbBytes + BLOCK * 8, kPoison);
+    blocks_.assign(kUbBytes / BLOCK, Block());
   }
 
   // ---- memory
@@ -93,14 +94,14 @@ class Core {
     return reinterpret_cast<uint8_t *>(up(at, 256));
   }
   uint8_t *take(uint64_t bytes) {
-    TWIN_CHECK(top_ + bytes <= UB_BYTES, "UB overflow: %u bytes in use, %llu more, %u there are", top_, (ull)bytes,
-               UB_BYTES);
+    TWIN_CHECK(top_ + bytes <= kUbBytes, "UB overflow: %u bytes in use, %llu more, %u there are", top_, (ull)bytes,
+               kUbBytes);
     uint8_t *at = base() + top_;
     top_ += uint32_t(bytes);
     return at;
   }
   uint32_t used() const { return top_; }
-  void poison(uint8_t *at, uint64_t bytes) { std::memset(at, POISON, bytes); }
+  void poison(uint8_t *at, uint64_t bytes) { std::memset(at, kPoison, bytes); }
 
   // ---- order
   void issue(Pipe pipe) {
@@ -155,7 +156,7 @@ class Core {
   void touch(Pipe pipe, const void *pointer, uint64_t bytes, bool writes) {
     if (bytes == 0) return;
     auto at = static_cast<const uint8_t *>(pointer);
-    TWIN_CHECK(at >= base() && at + bytes <= base() + UB_BYTES, "access outside UB");
+    TWIN_CHECK(at >= base() && at + bytes <= base() + kUbBytes, "access outside UB");
     uint64_t first = uint64_t(at - base()) / BLOCK, last = (uint64_t(at - base()) + bytes - 1) / BLOCK;
     for (uint64_t i = first; i <= last; ++i) {
       Block &block = blocks_[i];
@@ -169,7 +170,9 @@ class Core {
       for (int other = 0; other < PIPES; ++other)
         TWIN_CHECK(ordered(pipe, other, block.reads[other]), "core %u, UB 0x%llx: %s overwrites what %s may still read",
                    index, (ull)(i * BLOCK), name(pipe), name(other));
-      block.writer = int8_t(pipe), block.written = now_[pipe], block.reads.fill(0);
+      block.writer = int8_t(pipe);
+      block.written = now_[pipe];
+      block.reads.fill(0);
     }
   }
   void touch_gm(Pipe pipe, const void *pointer, uint64_t bytes, bool writes) {

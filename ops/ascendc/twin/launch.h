@@ -37,7 +37,8 @@ inline void check_between_cores(std::vector<std::pair<GmAccess, uint32_t>> &acce
     if (core == reach[0].core) {
       reach[0].end = std::max(reach[0].end, end);
     } else if (end > reach[0].end) {
-      reach[1] = reach[0], reach[0] = {end, core};
+      reach[1] = reach[0];
+      reach[0] = {end, core};
     } else if (end > reach[1].end) {
       reach[1] = {end, core};
     }
@@ -67,7 +68,9 @@ void launch(uint32_t blocks, Report &report, Kernel kernel) {
     } catch (const std::exception &error) {
       errors[index] = error.what();
     }
-    counters[index] = core.counters, gm[index] = std::move(core.gm), used[index] = core.used();
+    counters[index] = core.counters;
+    gm[index] = std::move(core.gm);
+    used[index] = core.used();
   };
   for (uint32_t index = 0; index < blocks; ++index) threads.emplace_back(run, index);
   for (auto &thread : threads) thread.join();

@@ -23,7 +23,7 @@ struct Out {
   uint32_t launches, ub_bytes, blocks, tile, parts, reserved;
 };
 
-Device device(const uint32_t *knobs) { return {knobs[0], knobs[1] ? knobs[1] : AscendC::twin::UB_BYTES}; }
+Device device(const uint32_t *knobs) { return {knobs[0], knobs[1] ? knobs[1] : AscendC::twin::kUbBytes}; }
 
 int refuse(Out *out, const char *reason) {
   std::snprintf(out->error, sizeof out->error, "%s", reason);
@@ -43,10 +43,11 @@ int guarded(Out *out, Run work) {
   report = nullptr;
   std::copy(here.total.begin(), here.total.end(), out->total);
   std::copy(here.critical.begin(), here.critical.end(), out->critical);
-  out->launches = here.launches, out->ub_bytes = here.ub_bytes;
+  out->launches = here.launches;
+  out->ub_bytes = here.ub_bytes;
   return status;
 }
-std::vector<uint8_t> poisoned(uint64_t bytes) { return std::vector<uint8_t>(bytes, AscendC::twin::POISON); }
+std::vector<uint8_t> poisoned(uint64_t bytes) { return std::vector<uint8_t>(bytes, AscendC::twin::kPoison); }
 }  // namespace
 
 extern "C" {
@@ -58,7 +59,9 @@ int twin_masked_topk(const uint32_t *knobs, uint32_t dtype, Address logits, Addr
                      Address index, uint32_t rows, uint32_t n, uint32_t k, uint32_t mask_stride, Out *out) {
   auto plan = plan_masked_topk(rows, n, k, Dtype(dtype), device(knobs), knobs[2], knobs[3]);
   if (plan.reason) return refuse(out, plan.reason);
-  out->blocks = plan.blocks, out->tile = plan.tile, out->parts = plan.splits;
+  out->blocks = plan.blocks;
+  out->tile = plan.tile;
+  out->parts = plan.splits;
   MaskedTopkCall call{logits, mask, bias, value, index, rows, n, k, mask_stride, Dtype(dtype)};
   auto workspace = poisoned(plan.workspace_bytes);
   return guarded(out, [&] { return run(call, plan, workspace.data()); });
@@ -70,7 +73,9 @@ int twin_csr_gather_topk(const uint32_t *knobs, uint32_t dtype, Address logits, 
                          uint32_t rows, uint32_t codes, uint32_t edges, uint32_t k, uint32_t has_norm, Out *out) {
   auto plan = plan_csr_gather_topk(rows, codes, k, Dtype(dtype), device(knobs), knobs[2], knobs[3], knobs[4]);
   if (plan.reason) return refuse(out, plan.reason);
-  out->blocks = plan.blocks, out->tile = plan.tile, out->parts = plan.groups * plan.pieces;
+  out->blocks = plan.blocks;
+  out->tile = plan.tile;
+  out->parts = plan.groups * plan.pieces;
   CsrCall call{logits, norm, acc,  lo,    degree, code, allowed,       score,
                parent, edge, rows, codes, edges,  k,    has_norm != 0, Dtype(dtype)};
   auto workspace = poisoned(plan.workspace_bytes);
@@ -82,7 +87,9 @@ int twin_beam_merge(const uint32_t *knobs, Address prefix, Address logp, Address
                     Address chosen, uint32_t requests, uint32_t beams, uint32_t ranks, uint32_t k, Out *out) {
   auto plan = plan_beam_merge(requests, beams, k, device(knobs), knobs[2]);
   if (plan.reason) return refuse(out, plan.reason);
-  out->blocks = plan.blocks, out->tile = plan.tile, out->parts = 1;
+  out->blocks = plan.blocks;
+  out->tile = plan.tile;
+  out->parts = 1;
   BeamMergeCall call{prefix, logp, token, score, parent, chosen, requests, beams, ranks, k};
   return guarded(out, [&] { return run(call, plan); });
 }
@@ -92,7 +99,9 @@ int twin_kv_gather(const uint32_t *knobs, Address src, Address index, Address ds
                    uint32_t rows, uint32_t row_bytes, Out *out) {
   auto plan = plan_kv_gather(groups, rows, row_bytes, device(knobs), knobs[2]);
   if (plan.reason) return refuse(out, plan.reason);
-  out->blocks = plan.blocks, out->tile = plan.chunk, out->parts = plan.rows;
+  out->blocks = plan.blocks;
+  out->tile = plan.chunk;
+  out->parts = plan.rows;
   KvGatherCall call{src, index, dst, groups, held, rows, row_bytes};
   return guarded(out, [&] { return run(call, plan); });
 }
@@ -102,7 +111,9 @@ int twin_beam_fork(const uint32_t *knobs, Address keys, Address values, Address 
                    uint32_t rows, uint32_t row_bytes, uint32_t used_bytes, Out *out) {
   auto plan = plan_beam_fork(layers, held, rows, used_bytes, device(knobs), knobs[2]);
   if (plan.reason) return refuse(out, plan.reason);
-  out->blocks = plan.blocks, out->tile = plan.chunk, out->parts = plan.rows;
+  out->blocks = plan.blocks;
+  out->tile = plan.chunk;
+  out->parts = plan.rows;
   BeamForkCall call{keys, values, parent, layers, held, rows, row_bytes, used_bytes};
   return guarded(out, [&] { return run(call, plan); });
 }

@@ -95,11 +95,13 @@ void DataCopy(const LocalTensor<T> &to, const LocalTensor<T> &from, uint32_t cou
   using namespace twin;
   uint64_t bytes = uint64_t(count) * sizeof(T);
   TWIN_CHECK(bytes % BLOCK == 0, "DataCopy: %llu bytes are not whole blocks of 32", (ull)bytes);
-  to.need("DataCopy dst", count), from.need("DataCopy src", count);
+  to.need("DataCopy dst", count);
+  from.need("DataCopy src", count);
   core.issue(V);
   ++core.counters[VECTOR_INSTRUCTIONS];
   core.counters[VECTOR_REPEATS] += up(bytes, 256) / 256;
-  core.read(V, from.at(), bytes), core.write(V, to.at(), bytes);
+  core.read(V, from.at(), bytes);
+  core.write(V, to.at(), bytes);
   std::memmove(to.at(), from.at(), bytes);
 }
 

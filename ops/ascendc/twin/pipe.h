@@ -113,9 +113,9 @@ class TPipe {
   }
   template <HardEvent event>
   TEventID AllocEventID() {
-    for (int id = 0; id < twin::EVENT_IDS; ++id)
+    for (int id = 0; id < twin::kEventIds; ++id)
       if (events_.insert({int(event), id}).second) return TEventID(id);
-    TWIN_CHECK(false, "AllocEventID: all %d ids of event %d are in use", twin::EVENT_IDS, int(event));
+    TWIN_CHECK(false, "AllocEventID: all %d ids of event %d are in use", twin::kEventIds, int(event));
   }
   template <HardEvent event>
   void ReleaseEventID(TEventID id) {
@@ -123,12 +123,12 @@ class TPipe {
   }
 
  private:
-  static constexpr int MAX_BUFFERS = 64;
+  static constexpr int kMaxBuffers = 64;
   std::set<std::pair<int, int>> events_;
   int buffers_ = 0;
 
   uint8_t *take(uint32_t bytes) {
-    TWIN_CHECK(++buffers_ <= MAX_BUFFERS, "InitBuffer: a kernel has %d buffers at most", MAX_BUFFERS);
+    TWIN_CHECK(++buffers_ <= kMaxBuffers, "InitBuffer: a kernel has %d buffers at most", kMaxBuffers);
     return twin::core.take(bytes);
   }
 };

@@ -8,7 +8,7 @@
 
 namespace AscendC {
 namespace twin {
-constexpr int EVENT_IDS = 6;
+constexpr int kEventIds = 6;
 
 constexpr std::pair<Pipe, Pipe> ends(HardEvent event) {
   switch (event) {
@@ -31,7 +31,7 @@ constexpr std::pair<Pipe, Pipe> ends(HardEvent event) {
 
 template <HardEvent event>
 inline void SetFlag(int32_t id) {
-  TWIN_CHECK(id >= 0 && id < twin::EVENT_IDS, "SetFlag: event id %d; 0 to 5 are free to use", id);
+  TWIN_CHECK(id >= 0 && id < twin::kEventIds, "SetFlag: event id %d; 0 to 5 are free to use", id);
   auto fresh = twin::core.flags.insert({{int(event), id}, twin::core.release(twin::ends(event).first)});
   TWIN_CHECK(fresh.second, "SetFlag: event %d id %d is set already: undefined on the NPU", int(event), id);
 }

@@ -64,7 +64,7 @@ GlobalTensor<T> gm(std::vector<T> &values) {
 }
 bool poison(const void *at, size_t bytes) {
   auto p = static_cast<const uint8_t *>(at);
-  return std::all_of(p, p + bytes, [](uint8_t b) { return b == twin::POISON; });
+  return std::all_of(p, p + bytes, [](uint8_t b) { return b == twin::kPoison; });
 }
 std::vector<float> iota(int count, float first = 0) {
   std::vector<float> values(count);
@@ -101,7 +101,7 @@ void memory() {
   });
   refused("UB overflow", [] {
     Bench b;
-    b.empty<float>(twin::UB_BYTES / 4 + 1);
+    b.empty<float>(twin::kUbBytes / 4 + 1);
   });
   refused("64 buffers at most", [] {
     Bench b;
@@ -648,7 +648,14 @@ void sorting() {
 }  // namespace
 
 int main() {
-  memory(), queues(), order(), global_memory(), movement(), arithmetic(), choosing(), sorting();
+  memory();
+  queues();
+  order();
+  global_memory();
+  movement();
+  arithmetic();
+  choosing();
+  sorting();
   std::printf("%d checks, %d failed\n", checks, failures);
   return failures != 0;
 }

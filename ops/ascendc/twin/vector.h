@@ -41,15 +41,19 @@ template <typename T, typename F>
 void unary(const char *what, const LocalTensor<T> &to, const LocalTensor<T> &from, uint64_t count, F function) {
   vector_issue(count * sizeof(T));
   same_or_apart(what, to, from, count);
-  reads(what, from, count), writes(what, to, count);
+  reads(what, from, count);
+  writes(what, to, count);
   for (uint64_t i = 0; i < count; ++i) to.at()[i] = function(from.at()[i]);
 }
 template <typename T, typename F>
 void binary(const char *what, const LocalTensor<T> &to, const LocalTensor<T> &a, const LocalTensor<T> &b,
             uint64_t count, F function) {
   vector_issue(count * sizeof(T));
-  same_or_apart(what, to, a, count), same_or_apart(what, to, b, count);
-  reads(what, a, count), reads(what, b, count), writes(what, to, count);
+  same_or_apart(what, to, a, count);
+  same_or_apart(what, to, b, count);
+  reads(what, a, count);
+  reads(what, b, count);
+  writes(what, to, count);
   for (uint64_t i = 0; i < count; ++i) to.at()[i] = function(a.at()[i], b.at()[i]);
 }
 // Integers wrap, as the hardware's do; C++ leaves that undefined for signed ones.
@@ -157,7 +161,8 @@ void Brcb(const LocalTensor<T> &to, const LocalTensor<T> &from, const uint8_t re
   constexpr uint32_t per_block = twin::BLOCK / sizeof(T);
   TWIN_CHECK(params.dstBlkStride == 1 && params.dstRepStride == 8, "Brcb: the twin knows contiguous results only");
   twin::vector_issue(uint64_t(repeats) * 256);
-  twin::reads("Brcb src", from, uint64_t(repeats) * 8), twin::writes("Brcb dst", to, uint64_t(repeats) * 8 * per_block);
+  twin::reads("Brcb src", from, uint64_t(repeats) * 8);
+  twin::writes("Brcb dst", to, uint64_t(repeats) * 8 * per_block);
   for (uint32_t i = 0; i < uint32_t(repeats) * 8; ++i) std::fill_n(to.at() + i * per_block, per_block, from.at()[i]);
 }
 
@@ -169,7 +174,8 @@ void Cast(const LocalTensor<To> &to, const LocalTensor<From> &from, const RoundM
   TWIN_CHECK(mode == RoundMode::CAST_NONE, "Cast: nothing is rounded here");
   twin::vector_issue(count * std::max(sizeof(To), sizeof(From)));
   twin::same_or_apart("Cast", to, from, count);
-  twin::reads("Cast src", from, count), twin::writes("Cast dst", to, count);
+  twin::reads("Cast src", from, count);
+  twin::writes("Cast dst", to, count);
   for (uint32_t i = 0; i < count; ++i) to.at()[i] = To(from.at()[i]);
 }
 
@@ -194,7 +200,8 @@ void Compares(const LocalTensor<U> &to, const LocalTensor<T> &from, const T scal
   static_assert(std::is_same_v<U, uint8_t> && twin::one_of<T, half, float>);
   TWIN_CHECK(count * sizeof(T) % 256 == 0, "Compares: %u elements are not whole repeats of 256 bytes", count);
   twin::vector_issue(count * sizeof(T));
-  twin::reads("Compares src", from, count), twin::writes("Compares dst", to, count / 8);
+  twin::reads("Compares src", from, count);
+  twin::writes("Compares dst", to, count / 8);
   for (uint32_t i = 0; i < count / 8; ++i) {
     uint8_t bits = 0;
     for (int j = 0; j < 8; ++j) bits |= uint8_t(twin::compare(from.at()[i * 8 + j], scalar, mode)) << j;
@@ -211,7 +218,8 @@ void Select(const LocalTensor<T> &to, const LocalTensor<U> &mask, const LocalTen
   twin::vector_issue(count * sizeof(T));
   twin::same_or_apart("Select", to, from, count);
   twin::reads("Select mask", mask, (count + 8 * sizeof(U) - 1) / (8 * sizeof(U)));
-  twin::reads("Select src", from, count), twin::writes("Select dst", to, count);
+  twin::reads("Select src", from, count);
+  twin::writes("Select dst", to, count);
   auto bits = reinterpret_cast<const uint8_t *>(mask.at());
   for (uint32_t i = 0; i < count; ++i) to.at()[i] = bits[i / 8] >> (i % 8) & 1 ? from.at()[i] : scalar;
 }
@@ -231,7 +239,8 @@ void gather_mask(const LocalTensor<T> &to, const LocalTensor<T> &from, uint32_t 
   TWIN_CHECK(params.repeatTimes == 1 && params.src0BlockStride == 1,
              "GatherMask: the twin knows one contiguous repeat");
   vector_issue(count * sizeof(T));
-  reads("GatherMask src", from, count), reads_pattern();
+  reads("GatherMask src", from, count);
+  reads_pattern();
   std::vector<T> out;
   for (uint32_t i = 0; i < count; ++i)
     if (keep(i)) out.push_back(from.at()[i]);
@@ -269,7 +278,9 @@ void Gather(const LocalTensor<T> &to, const LocalTensor<T> &from, const LocalTen
   static_assert(sizeof(T) == 2 || sizeof(T) == 4);
   twin::vector_issue(count * sizeof(T));
   twin::core.counters[twin::GATHERED] += count;
-  twin::reads("Gather offset", offset, count), from.need("Gather src", 0), twin::writes("Gather dst", to, count);
+  twin::reads("Gather offset", offset, count);
+  from.need("Gather src", 0);
+  twin::writes("Gather dst", to, count);
   TWIN_CHECK(static_cast<void *>(to.at()) != static_cast<void *>(from.at()),
              "Gather: source and destination are the same");
   for (uint32_t i = 0; i < count; ++i) {
@@ -291,9 +302,11 @@ template <typename T>
 void ReduceMax(const LocalTensor<T> &to, const LocalTensor<T> &from, const LocalTensor<T> &work, const int32_t count) {
   static_assert(twin::one_of<T, float>);
   if (count == 0) return;
-  twin::core.issue(twin::V), twin::reduce_issue(count);
+  twin::core.issue(twin::V);
+  twin::reduce_issue(count);
   twin::reads("ReduceMax src", from, count);
-  twin::writes("ReduceMax work", work, twin::up((count + 63) / 64 * 2, 8)), twin::writes("ReduceMax dst", to, 1);
+  twin::writes("ReduceMax work", work, twin::up((count + 63) / 64 * 2, 8));
+  twin::writes("ReduceMax dst", to, 1);
   T best = *std::max_element(from.at(), from.at() + count);
   twin::core.poison(reinterpret_cast<uint8_t *>(work.at()), twin::up((count + 63) / 64 * 2, 8) * sizeof(T));
   to.at()[0] = best;
@@ -302,9 +315,11 @@ template <typename T>
 void ReduceSum(const LocalTensor<T> &to, const LocalTensor<T> &from, const LocalTensor<T> &work, const int32_t count) {
   static_assert(twin::one_of<T, float>);
   if (count == 0) return;
-  twin::core.issue(twin::V), twin::reduce_issue(count);
+  twin::core.issue(twin::V);
+  twin::reduce_issue(count);
   twin::reads("ReduceSum src", from, count);
-  twin::writes("ReduceSum work", work, twin::up((count + 63) / 64, 8)), twin::writes("ReduceSum dst", to, 1);
+  twin::writes("ReduceSum work", work, twin::up((count + 63) / 64, 8));
+  twin::writes("ReduceSum dst", to, 1);
   std::vector<T> part(from.at(), from.at() + count);
   while (part.size() > 1) {  // pairwise, as a tree
     size_t half_size = (part.size() + 1) / 2;
