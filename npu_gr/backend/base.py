@@ -80,7 +80,7 @@ class DeviceQueues(Protocol):
 
 
 class Layout(Protocol):
-    """How keys and values lie in memory, and the ops that only move them."""
+    """The layout of keys and values in memory, and the ops that only move them."""
 
     def arrangement(self, dtype: torch.dtype, page_tokens: int) -> Arrangement:
         """The layout of HSTU's pages that the device's attention reads without a transform."""
@@ -127,7 +127,7 @@ class Affine(Protocol):
 
 
 class Ops(Affine, Protocol):
-    """The arithmetic."""
+    """The arithmetic: linear layers, attention, selection."""
 
     def row_wise(
         self,
@@ -229,4 +229,4 @@ class Ops(Affine, Protocol):
 
 
 class Backend(DeviceQueues, Layout, Ops, Protocol):
-    """One device: its queues, its layout of keys and values, its ops. Call every method on the device thread only."""
+    """A device: its queues, its layout of keys and values, its ops. Call every method on the device thread only."""

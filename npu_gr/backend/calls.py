@@ -1,4 +1,4 @@
-"""What a backend's attention and selection are called with: one frozen value a call, documented here and nowhere else.
+"""The arguments of a backend's attention and selection: one frozen value a call, documented here and nowhere else.
 
 Sizes: n new rows, p cached tokens before them, m tokens in all, c candidates, H heads, Dq and Dv widths of a head,
 P position buckets, r rows (beams), E edges of one trie level. To add an argument to an operation, add a field here.

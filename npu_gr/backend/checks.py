@@ -1,4 +1,4 @@
-"""What this machine has for each backend, step by step, and what to do about each piece that is missing.
+"""Check what this machine has for each backend, step by step, and say what to do about each missing piece.
 
 The checks change nothing and need no service. A piece that the machine lacks (no NPU on a CPU machine) is `missing`; a
 piece that is there and does not work is `broken`, and so is everything that a named backend needs and lacks.
@@ -27,7 +27,7 @@ DEVICES = Path("/dev")
 
 
 class FindingState(StrEnum):
-    """How a piece of the machine is; also its name in the report."""
+    """The state of a piece of the machine, as the report prints it."""
 
     OK = "ok"
     MISSING = "missing"
@@ -35,7 +35,7 @@ class FindingState(StrEnum):
 
 
 class Finding(NamedTuple):
-    """One piece of the machine: what was found, and what to do if it is not well."""
+    """A piece of the machine: what was found, and what to do if it is not well."""
 
     name: str
     state: FindingState

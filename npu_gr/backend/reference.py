@@ -19,7 +19,7 @@ from npu_gr.backend.tiles import Slab, Tiles, natural, pack
 
 
 def allowed(row: int, column: int, num_history: int) -> bool:
-    """Whether a row may see a column of [history | candidates]: the mask of E7 and E8 in `docs/exactness.md`.
+    """Tell whether a row may see a column of [history | candidates]: the mask of E7 and E8 in `docs/exactness.md`.
 
     A history row sees the history up to itself; a candidate sees the whole history and itself.
     """
@@ -59,7 +59,7 @@ def dense_attention(
 
 
 def joined(slabs: Sequence[Slab], k: Tensor, v: Tensor) -> Slab:
-    """All keys and values in token order, the given rows last."""
+    """Join all keys and values in token order, the rows k and v last."""
     return torch.cat([*(s[0] for s in slabs), k]), torch.cat([*(s[1] for s in slabs), v])
 
 
@@ -132,7 +132,8 @@ class ReferenceBackend(SingleStream):
 
     def beam_topk(self, call: TopkCall) -> Choices:
         """Sort every edge of every beam."""
-        follow, codes = call.follow, call.codes or slice(None)
+        follow = call.follow
+        codes = call.codes or slice(None)
         wide = call.logits.to(accumulator(call.logits.dtype)) * call.scale
         found = []
         for row, (lo, degree) in enumerate(zip(follow.lo.tolist(), follow.degree.tolist(), strict=True)):

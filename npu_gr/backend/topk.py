@@ -39,14 +39,18 @@ def select(logits: Tensor, norm: Tensor | None, acc: Tensor, follow: Continuatio
     alive = (bound > float("-inf")) & (follow.degree > 0) & (norm > float("-inf"))
     order = torch.argsort(bound, descending=True, stable=True)
     order = order[alive[order]]
-    bounds, edges = bound[order].tolist(), follow.degree[order].cumsum(0).tolist()
-    at, chunk = 0, CHUNK_EDGES // 4
+    bounds = bound[order].tolist()
+    edges = follow.degree[order].cumsum(0).tolist()
+    at = 0
+    chunk = CHUNK_EDGES // 4
     while at < len(bounds) and bounds[at] >= best.worst:
-        end, limit = at + 1, (edges[at - 1] if at else 0) + chunk
+        end = at + 1
+        limit = (edges[at - 1] if at else 0) + chunk
         while end < len(bounds) and edges[end] <= limit and bounds[end] >= best.worst:
             end += 1
         best.offer(*_candidates(logits, norm, acc, follow, order[at:end]))
-        at, chunk = end, CHUNK_EDGES
+        at = end
+        chunk = CHUNK_EDGES
     return best.sorted(logits)
 
 
@@ -91,7 +95,8 @@ def edges_of(follow: Continuations, rows: Tensor) -> tuple[Tensor, Tensor]:
     edge = torch.arange(len(row), device=row.device) + first
     if follow.allowed is not None:
         keep = torch.nonzero(follow.allowed[edge]).squeeze(1)
-        row, edge = row[keep], edge[keep]
+        row = row[keep]
+        edge = edge[keep]
     return row, edge
 
 

@@ -27,11 +27,11 @@ CANDIDATE_ROWS = 512  # M-FALCON micro-batch; also the largest that the Ascend o
 
 
 def column_chunks(slabs: Sequence[Slab]) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """(index of the first token, k [H, Dq, m], v [H, m, Dv]) for every chunk of at most COLUMNS keys.
+    """Yield (first token, k [H, Dq, m], v [H, m, Dv]) of every chunk of at most COLUMNS keys.
 
     Chunks begin at multiples of COLUMNS whatever the slabs are, so that cached and full inference round the same
-    partial sums (in bf16 that is what keeps them together). A chunk inside one slab is a view; only one that spans
-    several is gathered.
+    partial sums; in bf16 they would differ otherwise. A chunk inside one slab is a view; one that spans several is a
+    copy.
     """
     first = 0
     parts: list[Slab] = []
@@ -193,7 +193,8 @@ class TorchOps(SingleStream):
     def hstu_targets(self, call: HstuCall) -> Tensor:
         q = call.q
         bias = call.bias
-        m, buckets = len(call.times), bias.position.shape[1]
+        m = len(call.times)
+        buckets = bias.position.shape[1]
         own = (q * call.k).sum(2) * call.alpha + bias.position[:, 0] + bias.time[:, 0]
         out = (silu(own)[:, :, None] * call.v).transpose(0, 1).to(accumulator(q.dtype))
         # one row of bias serves every candidate: they share position and time

@@ -20,23 +20,35 @@ from npu_gr.backend.torch_ops import TorchOps
 from npu_gr.bench.line import Line, percentiles, timed_in_turn
 
 COPY_BYTES = 1 << 29
-WIDTHS, CODES = (128, 512), 8192  # of the selection
-LENGTHS, CANDIDATES, HEADS, WIDTH = (1024, 4096), 500, 4, 64  # of the ranker
-PROMPT, BEAMS, QUERY_HEADS, KV_HEADS, HEAD_DIM = 1024, 256, 16, 8, 128  # of the decoder
+# of the selection
+WIDTHS = (128, 512)
+CODES = 8192
+# of the ranker
+LENGTHS = (1024, 4096)
+CANDIDATES = 500
+HEADS = 4
+WIDTH = 64
+# of the decoder
+PROMPT = 1024
+BEAMS = 256
+QUERY_HEADS = 16
+KV_HEADS = 8
+HEAD_DIM = 128
 TOLERANCE = 5e-2  # of the result's largest number, in bf16
 
 DeviceCase = tuple[str, int, str, HstuCall | BeamCall | TopkCall]  # name, bytes, method of a backend, its call
 
 
 def lines(name: BackendName, seed: int, seconds: float) -> Iterator[Line]:
-    """One line a case.
+    """Measure, a line a case. A wrong result is an AssertionError before anything is timed.
 
     Args:
         name: the backend.
+        seed: of the random inputs.
         seconds: time of a case.
 
     Raises:
-        ConfigError: its device is not here.
+        ConfigError: this machine lacks the device.
     """
     backend = choose(name)
     torch.manual_seed(seed)
@@ -49,7 +61,8 @@ def lines(name: BackendName, seed: int, seconds: float) -> Iterator[Line]:
         _check(runs[0](), runs[1](), case)
         ours, theirs = timed_in_turn([_waited(backend, run) for run in runs], seconds)
         ms, p10, p90 = (value * 1e3 for value in percentiles(ours))
-        torch_ms, floor_ms = percentiles(theirs)[0] * 1e3, num_bytes / bytes_s * 1e3
+        torch_ms = percentiles(theirs)[0] * 1e3
+        floor_ms = num_bytes / bytes_s * 1e3
         yield Line(
             bench="kernels", case=f"{case}, {backend.kernels} on {backend.device.type}", ours=ms, unit="ms",
             baseline="torch ops", baseline_value=torch_ms, ratio=torch_ms / ms, target=None, ok=None,
@@ -76,7 +89,8 @@ def _cases(device: torch.device) -> Iterator[DeviceCase]:
         return torch.randn(*shape, device=device).bfloat16()
 
     for width in WIDTHS:
-        logits, acc = random(width, CODES), torch.randn(width, device=device)
+        logits = random(width, CODES)
+        acc = torch.randn(width, device=device)
         every = torch.arange(CODES, dtype=torch.int32, device=device).repeat(width)
         lo = torch.arange(width, device=device) * CODES
         follow = Continuations(lo, torch.full_like(lo, CODES), every)

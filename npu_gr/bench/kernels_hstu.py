@@ -28,9 +28,13 @@ from npu_gr.kv.arena import KVArena
 from npu_gr.kv.layout import KVLayout, Run
 from npu_gr.model.hstu import HSTU, Past, Segment
 
-LENGTHS, CANDIDATES = (1024, 4096), (100, 500)
-HEADS, WIDTH = 4, 64
-OF_PEAK, OF_FLOOR, TIMES_NAIVE = 0.7, 1.5, 4.0
+LENGTHS = (1024, 4096)
+CANDIDATES = (100, 500)
+HEADS = 4
+WIDTH = 64
+OF_PEAK = 0.7
+OF_FLOOR = 1.5
+TIMES_NAIVE = 4.0
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2}  # of the result's largest number
 DTYPES = (torch.float32, torch.bfloat16)
 
@@ -67,7 +71,7 @@ def roof_flops(native: Native, dtype: torch.dtype, budget_s: float = 0.2) -> flo
 
 
 def lines(isa: str, seed: int, budget_s: float) -> Iterator[Line]:
-    """One line a case. A wrong result is an AssertionError before anything is timed."""
+    """Measure, a line a case. A wrong result is an AssertionError before anything is timed."""
     backend = CPUBackend(isa=isa)
     if backend.native is None:
         raise ConfigError("bench kernels: the CPU kernels are not built; pip install npu_gr where there is a g++")
@@ -121,8 +125,10 @@ def _rank(
     shape = rank.config()
     model = HSTU(shape).cast(dtype).eval()
     model.freeze_items()
-    naive, nothing = NaiveCachedBackend(), torch.empty(0, dtype=torch.int64)
-    items, times = torch.randint(shape.num_items, (length,)), torch.cumsum(torch.randint(100_000, (length,)), 0)
+    naive = NaiveCachedBackend()
+    nothing = torch.empty(0, dtype=torch.int64)
+    items = torch.randint(shape.num_items, (length,))
+    times = torch.cumsum(torch.randint(100_000, (length,)), 0)
     candidates = torch.randint(shape.num_items, (c,))
     hit = Segment(
         items=nothing, actions=nothing, times=nothing, candidates=candidates, candidate_time=int(times[-1]) + 60
@@ -139,8 +145,10 @@ def _rank(
         model(backend, [history])
         return replace(hit, past=Past(times, lambda layer: arena.slabs(layer, runs, length)))
 
-    ours, theirs = cached(backend), cached(naive)
-    want, got = model(naive, [theirs])[0], model(backend, [ours])[0]
+    ours = cached(backend)
+    theirs = cached(naive)
+    want = model(naive, [theirs])[0]
+    got = model(backend, [ours])[0]
     drift = float((got - want).abs().max() / want.abs().max())
     assert drift <= TOLERANCE[dtype], f"rank L={length} M={c}: {drift:.1e}"
     floor_s = rank.flops(shape, length, c, True) / roof_flops(native, dtype)

@@ -134,7 +134,7 @@ def _whole(ops: Affine, x: Tensor, layer: nn.Linear) -> Tensor:
 
 
 class DecoderLayer(nn.Module):
-    """One layer, attention left out: q, k, v from the rows, and the next rows from the attention output."""
+    """A layer without its attention: q, k, v from the rows, and the next rows from the attention output."""
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
@@ -272,7 +272,7 @@ class Decoder(nn.Module):
 
     @torch.inference_mode()
     def decode(self, backend: Backend, steps: Sequence[BeamStep]) -> Tensor:
-        """One step of all beams of some requests; writes their keys and values into their slots.
+        """Run one step of all beams of some requests; write their keys and values into their slots.
 
         Returns:
             [rows of all steps, dim] after the final norm, step after step: what `logits` takes.

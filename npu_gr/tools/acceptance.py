@@ -1,7 +1,7 @@
-"""A device's acceptance: whole ranks and generates equal the CPU's, then how long they take. Random weights, no files.
+"""Accept a device: whole ranks and generates must equal the CPU's; then time them. Random weights, no files.
 
-What `doctor` does for single ops, this does for requests, prefix KV in both tiers included. `npu-gr doctor --backend
-NAME --acceptance` runs both; nothing of it needs a checkpoint, a catalogue or a network.
+`doctor` compares single ops, this module compares requests, prefix KV in both tiers included. `npu-gr doctor --backend
+NAME --acceptance` runs both; neither needs a checkpoint, a catalogue or a network.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ DECODER = DecoderConfig(
 
 
 class ShapeLatency(NamedTuple):
-    """Of one shape, from the host's call to the result in host memory."""
+    """Latency of a shape, from the host's call to the result in host memory."""
 
     name: str
     p50_ms: float
@@ -76,8 +76,10 @@ class AcceptanceRig:
 
     def __init__(self, backend: Backend) -> None:
         torch.manual_seed(0)
-        self.backend, device = backend, backend.device
-        self.ranker, decoder = HSTU(RANKER), Decoder(DECODER)
+        self.backend = backend
+        device = backend.device
+        self.ranker = HSTU(RANKER)
+        decoder = Decoder(DECODER)
         with torch.no_grad():
             for module in (self.ranker, decoder):
                 for parameter in module.parameters():
@@ -101,8 +103,19 @@ class AcceptanceRig:
         self.prompts = KVArena(layout_of(decoder), 40, device)
 
     def rank(self, num_tokens: int, num_candidates: int, cached_tokens: int = 0, tier: str = "hbm") -> F32:
-        """[c, tasks] logits; the first `cached_tokens` from pages, which went through the tier."""
-        history, candidates = _history(num_tokens), np.arange(num_candidates, dtype=np.int64)
+        """Rank once.
+
+        Args:
+            num_tokens: length of the history.
+            num_candidates: c.
+            cached_tokens: how many of the first tokens are read from pages; 0 = none.
+            tier: "hbm", or "dram" to send the pages through the host first.
+
+        Returns:
+            [c, tasks] logits.
+        """
+        history = _history(num_tokens)
+        candidates = np.arange(num_candidates, dtype=np.int64)
         cached = None
         if cached_tokens:
             runs = (Run(0, self.pages.layout.pages(cached_tokens)),)
@@ -116,7 +129,7 @@ class AcceptanceRig:
         return self.engine._run([Pass(history, 0, candidates, 10**9, cached)])[0]
 
     def generate(self, num_items: int, width: int) -> Generated:
-        """A search after a history of so many items."""
+        """Search after a history of `num_items` items."""
         history = np.random.default_rng(1).integers(0, 5000, num_items)
         tokens = make_prompt(self.trie, history, DECODER.max_tokens - 2).tokens
         part = Part(self.prompts, (Run(0, self.prompts.num_pages),), len(tokens))
@@ -133,9 +146,10 @@ def _history(num_tokens: int) -> Tokens:
 
 
 def accept(name: BackendName) -> list[Finding]:
-    """Requests on the backend against the same on the CPU's plain torch ops."""
-    ours, cpu = AcceptanceRig(choose(name)), AcceptanceRig(CPUBackend("off"))
-    with ours.backend.stream():  # as a device thread has one: on the default stream nothing is captured
+    """Compare requests on the backend with the same requests on the CPU's plain torch ops."""
+    ours = AcceptanceRig(choose(name))
+    cpu = AcceptanceRig(CPUBackend("off"))
+    with ours.backend.stream():  # a device thread has its own stream; on the default stream no graph is captured
         return _compared(ours, cpu)
 
 
@@ -149,7 +163,7 @@ def _compared(ours: AcceptanceRig, cpu: AcceptanceRig) -> list[Finding]:
         want_items = cpu.generate(num_items, width)
         try:
             difference = _distance(ours.generate(num_items, width), want_items)
-        except FloatingPointError:  # how a search ends whose logits are no numbers
+        except FloatingPointError:  # a search ends so when its logits are not numbers
             difference = float("inf")
         findings.append(_check(f"generate, {width} beams", difference, "nats"))
     return findings
@@ -167,7 +181,7 @@ def _check(name: str, difference: float, unit: str) -> Finding:
 
 
 def _distance(got: Generated, want: Generated) -> float:
-    """Largest difference of an item's score; items that only one found count as far as they are above its last."""
+    """Return the largest difference of a score; an item that one search missed is compared with that search's last."""
     if len(got.scores) != len(want.scores):
         return float("inf")
     scores = [dict(zip(one.item_ids.tolist(), one.scores.tolist(), strict=True)) for one in (got, want)]
@@ -179,7 +193,7 @@ def _distance(got: Generated, want: Generated) -> float:
 
 
 def latencies(name: BackendName, runs: int = 20) -> list[ShapeLatency]:
-    """Host-side times of a few shapes; the first runs, which capture and compile, are not counted."""
+    """Time a few shapes on the host; the first runs, which capture and compile, are not counted."""
     rig = AcceptanceRig(choose(name))
     cases: dict[str, Callable[[], object]] = {}
     for num_tokens in (512, 2048):

@@ -78,7 +78,8 @@ class HstuKernels:
     def pack(self, into: Tiles, first_token: int, k: Tensor, v: Tensor) -> None:
         if not len(k):
             return
-        k, v = _unit_stride(k), _unit_stride(v)
+        k = _unit_stride(k)
+        v = _unit_stride(v)
         call = _Pack(
             len(k), k.shape[1], into.qk_dim, into.v_dim, ELEMENT[k.dtype], ELEMENT[into.k.dtype],
             _rows(k), _rows(v), first_token, _Tiles(into.k.data_ptr(), into.v.data_ptr(), len(into.k)),

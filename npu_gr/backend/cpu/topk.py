@@ -63,10 +63,12 @@ class NativeTopk:
         assert weight.stride(1) == 1
         assert weight.dtype == hidden.dtype
         ends = follow.degree.cumsum(0)
-        starts, total = ends - follow.degree, int(ends[-1]) if len(ends) else 0
+        starts = ends - follow.degree
+        total = int(ends[-1]) if len(ends) else 0
         if total > len(self._reused.values):
             self._reused.values = torch.empty(total)
-        lo, degree = follow.lo.contiguous(), follow.degree.contiguous()
+        lo = follow.lo.contiguous()
+        degree = follow.degree.contiguous()
         shared = {"lo": lo.data_ptr(), "degree": degree.data_ptr(), "code": follow.code.data_ptr()}
         values = {"values": self._reused.values.data_ptr(), "value_start": starts.data_ptr()}
         head = HeadJob(
@@ -87,7 +89,9 @@ class NativeTopk:
         )
 
     def _select(self, follow: Continuations, width: int, acc: Tensor, columns: int, **job: Any) -> Choices:
-        lo, degree, acc = follow.lo.contiguous(), follow.degree.contiguous(), acc.contiguous()
+        lo = follow.lo.contiguous()
+        degree = follow.degree.contiguous()
+        acc = acc.contiguous()
         need = self._kernels.beam_topk_bytes(job["num_rows"], columns, width)
         if need > len(self._reused.workspace):
             self._reused.workspace = torch.empty(need, dtype=torch.uint8)

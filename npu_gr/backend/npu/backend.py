@@ -148,7 +148,8 @@ class NPUBackend(TorchOps):
         return self._native_topk(call)
 
     def _native_topk(self, call: TopkCall) -> Choices:
-        follow, codes = call.follow, call.codes
+        follow = call.follow
+        codes = call.codes
         select = partial(_select, code=follow.code, width=call.width, over=call.over, codes=codes, scale=call.scale)
         inputs = [call.logits, call.acc, follow.lo, follow.degree]
         if follow.allowed is not None:

@@ -136,7 +136,8 @@ class PagedHstu:
 
     def _uploaded(self, *lists: Sequence[int]) -> list[Tensor]:
         """Int64 on the device, by one copy for all."""
-        flat, starts = list[int](), list[int]()
+        flat = list[int]()
+        starts = list[int]()
         for numbers in lists:
             starts.append(len(flat))
             flat.extend(numbers)

@@ -1,4 +1,4 @@
-"""Which calls the native operators of `ops/ascendc` can run: the limits of `tiling.h`, in Python, before the call.
+"""The limits of the native operators of `ops/ascendc`: those of `tiling.h`, known to Python before a call.
 
 A call beyond a limit runs as torch ops; a call within them goes to the operator, and an error that the operator then
 raises is an error. `tests/backend/npu/test_limits.py` compares these functions with the header, size by size.
@@ -24,7 +24,7 @@ ELEMENT_BYTES = {torch.float32: 4, torch.float16: 2, torch.bfloat16: 2}
 
 
 class VectorUnits(NamedTuple):
-    """What an NPU has; the defaults are the least of any 910B or A3, so a plan found here exists on each of them."""
+    """The resources of an NPU; the defaults are the least of any 910B or A3, so each of them has a plan found here."""
 
     cores: int = 40  # vector cores: 40 or 48
     ub_bytes: int = 192 * 1024 - 256 - 8 * 1024  # Unified Buffer of one core; Select keeps 8 KiB, the system 256 bytes
@@ -45,7 +45,8 @@ def topk_limit(call: TopkCall, units: VectorUnits = LEAST) -> str | None:
 
 def fork_limit(keys: Tensor, parent: Tensor, units: VectorUnits = LEAST) -> str | None:
     """Name the limit of `beam_fork_` that keys [L, W, ...] and parents [rows] exceed; None = it takes them."""
-    held, rows = keys.shape[1], len(parent)
+    held = keys.shape[1]
+    rows = len(parent)
     if held > MAX_ROWS or rows > held:
         return f"beam_fork: at most {MAX_ROWS} beams, no more than the arena holds"
     if (units.ub_bytes - _up(4 * rows, 32)) // 2 // max(1, held) < 32:

@@ -28,12 +28,15 @@ def shared_kernel(
     peak_out, total_out, output_out, first_span, group,
     dim: tl.constexpr, dim_wide: tl.constexpr, rows: tl.constexpr, keys: tl.constexpr, span: tl.constexpr,
 ):  # fmt: skip
-    """One stage: a span of a slab's keys. Folded row i is beam i % num_rows, query head i // num_rows of the group."""
-    kv_head, part = tl.program_id(1), tl.program_id(2)
+    """Attend to a span of a slab's keys. Folded row i is beam i % num_rows, query head i // num_rows of the group."""
+    kv_head = tl.program_id(1)
+    part = tl.program_id(2)
     folded = tl.program_id(0) * rows + tl.arange(0, rows)
     d = tl.arange(0, dim_wide)
-    in_rows, in_d = folded < num_folded, (d < dim)[None, :]
-    beam, head = (folded % num_rows).to(tl.int64), kv_head * group + folded // num_rows
+    in_rows = folded < num_folded
+    in_d = (d < dim)[None, :]
+    beam = (folded % num_rows).to(tl.int64)
+    head = kv_head * group + folded // num_rows
     at_query = q + beam[:, None] * q_row + head[:, None] * q_head + d[None, :]
     queries = tl.load(at_query, mask=in_rows[:, None] & in_d, other=0.0)
     peak = tl.full([rows], float("-inf"), tl.float32)
@@ -69,9 +72,11 @@ def merge_kernel(
     kv_head = tl.program_id(1)
     folded = tl.program_id(0) * rows + tl.arange(0, rows)
     d = tl.arange(0, dim_wide)
-    in_rows, in_d = folded < num_folded, (d < dim)[None, :]
+    in_rows = folded < num_folded
+    in_d = (d < dim)[None, :]
     inside = in_rows[:, None] & in_d
-    beam, head = (folded % num_rows).to(tl.int64), kv_head * group + folded // num_rows
+    beam = (folded % num_rows).to(tl.int64)
+    head = kv_head * group + folded // num_rows
     queries = tl.load(q + beam[:, None] * q_row + head[:, None] * q_head + d[None, :], mask=inside, other=0.0)
     queries = queries.to(tl.float32) * scale
     peak = tl.full([rows], float("-inf"), tl.float32)
@@ -81,7 +86,8 @@ def merge_kernel(
         stage = (span * tl.num_programs(1) + kv_head).to(tl.int64) * num_folded + folded
         its_peak = tl.load(peaks + stage, mask=in_rows, other=0.0)
         higher = tl.maximum(peak, its_peak)
-        shrink, weight = tl.exp(peak - higher), tl.exp(its_peak - higher)
+        shrink = tl.exp(peak - higher)
+        weight = tl.exp(its_peak - higher)
         total = total * shrink + weight * tl.load(totals + stage, mask=in_rows, other=1.0)
         its_output = tl.load(outputs + stage[:, None] * dim + d[None, :], mask=inside, other=0.0)
         output = output * shrink[:, None] + weight[:, None] * its_output
@@ -95,7 +101,8 @@ def merge_kernel(
         value = tl.load(own_v + at, mask=inside, other=0.0).to(tl.float32)
         score = tl.sum(queries * key, 1)
         higher = tl.maximum(peak, score)
-        shrink, weight = tl.exp(peak - higher), tl.exp(score - higher)
+        shrink = tl.exp(peak - higher)
+        weight = tl.exp(score - higher)
         total = total * shrink + weight
         output = output * shrink[:, None] + weight[:, None] * value
         peak = higher
@@ -135,7 +142,8 @@ def attend(call: BeamCall) -> Tensor:
 
 def takes(call: BeamCall) -> bool:
     """Tell whether the kernels read these: one dtype, not fp64, and heads whose numbers lie side by side."""
-    q, unshared = call.q, call.unshared
+    q = call.q
+    unshared = call.unshared
     planes = [*unshared, *(plane for slab in call.shared for plane in slab)]
     same = all(plane.dtype == q.dtype and plane.stride(-1) == 1 for plane in planes)
     return same and q.stride(-1) == 1 and unshared[0].stride() == unshared[1].stride() and q.dtype != torch.float64

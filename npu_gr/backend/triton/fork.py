@@ -26,7 +26,7 @@ def fork_kernel(
 
 
 def fork(plane: Tensor, parent: Tensor, num_slots: int) -> None:
-    """See `Backend.beam_fork_`, of one plane; any parents, in any order."""
+    """Fork one plane [L, W, S, H, D] by `Backend.beam_fork_`; parents may stand in any order."""
     layers, _, _, heads, dim = plane.shape
     assert plane[0].is_contiguous()
     numbers = num_slots * heads * dim

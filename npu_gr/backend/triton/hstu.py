@@ -17,12 +17,14 @@ from npu_gr.backend.base import TIME_BUCKETS
 from npu_gr.backend.calls import HstuCall
 from npu_gr.backend.tiles import Slab
 
-ROWS, KEYS = 64, 64  # of one step of a program
+# of one step of a program
+ROWS = 64
+KEYS = 64
 
 
 @triton.jit
 def _time_bucket(delta_s):
-    """`base.time_bucket`."""
+    """Compute `base.time_bucket`."""
     seconds = tl.minimum(tl.maximum(delta_s, 0), 2147483647) + 1
     octave_and_half = seconds.to(tl.float32).to(tl.int32, bitcast=True) >> 22
     return tl.minimum(tl.maximum(octave_and_half - 254, 0), 63)
@@ -49,8 +51,11 @@ def hstu_kernel(
     """
     head = tl.program_id(1)
     row = tl.program_id(0) * rows + tl.arange(0, rows)
-    qk, vd = tl.arange(0, qk_wide), tl.arange(0, v_wide)
-    in_rows, in_qk, in_v = (row < num_rows)[:, None], (qk < qk_dim)[None, :], (vd < v_dim)[None, :]
+    qk = tl.arange(0, qk_wide)
+    vd = tl.arange(0, v_wide)
+    in_rows = (row < num_rows)[:, None]
+    in_qk = (qk < qk_dim)[None, :]
+    in_v = (vd < v_dim)[None, :]
     queries = tl.load(
         q + row[:, None].to(tl.int64) * q_row + head * q_head + qk[None, :], mask=in_rows & in_qk, other=0.0
     )

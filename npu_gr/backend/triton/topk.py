@@ -94,7 +94,9 @@ def rows_kernel(
     row = tl.program_id(0).to(tl.int64)
     row_logits = logits + row * row_stride
     row_codes = row_logits + first_code
-    row_lo, row_degree, row_acc = tl.load(lo + row), tl.load(degree + row), tl.load(acc + row)
+    row_lo = tl.load(lo + row)
+    row_degree = tl.load(degree + row)
+    row_acc = tl.load(acc + row)
     lane = tl.arange(0, columns)
     peak = tl.full([columns], float("-inf"), tl.float32)
     total = tl.zeros([columns], tl.float32)
