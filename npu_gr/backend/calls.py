@@ -3,7 +3,7 @@
 Sizes: n new rows, p cached tokens before them, m tokens in all, c candidates, H heads, Dq and Dv widths of a head,
 P position buckets, r rows (beams), E edges of one trie level. To add an argument to an operation, add a field here.
 
-The calls are NamedTuples: building one costs about as much as passing its fields by hand (0.5 us measured).
+The calls are NamedTuples: building one takes less than 2 us, measured on a busy CPU.
 """
 
 from __future__ import annotations

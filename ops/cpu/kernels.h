@@ -10,7 +10,7 @@
 #include "hstu_call.h"
 #include "items_call.h"
 
-#define NPU_GR_ABI 5  // raise it with every change of this table; native.py has the same number
+#define NPU_GR_ABI 5  // raise it with every change of this table; `library.py` has the same number
 
 extern "C" {
 
@@ -84,7 +84,7 @@ struct BeamJob {
 };
 
 struct Kernels {
-  int64_t num_bytes;  // of this table; native.py compares it with its own
+  int64_t num_bytes;  // of this table; `library.py` compares it with its own
   int64_t abi;
   const char *isa;       // generic | neon | avx2 | avx512 | avx512_bf16
   int64_t vector_bytes;  // of one register

@@ -159,8 +159,8 @@ FIXED: dict[str, list[Case]] = {
         _fork(6, 1, 300, 300, 100, 3, on=Machine(2)),
         _fork(7, 2, 12, 12, 16, 0),
         BeamFork(
-            np.arange(9 * 63, dtype=np.uint8).reshape(1, 9, 3, 21),
-            np.arange(9 * 63, 2 * 9 * 63, dtype=np.uint8).reshape(1, 9, 3, 21),
+            np.arange(9 * 63).astype(np.uint8).reshape(1, 9, 3, 21),
+            np.arange(9 * 63, 2 * 9 * 63).astype(np.uint8).reshape(1, 9, 3, 21),
             _fork(8, 1, 9, 9, 1, 1).parent,
             3,
             Machine(2, chunk=32),

@@ -1,7 +1,8 @@
 """Find an Ascend NPU: check every step before the first op, cheapest first, and name the step that fails.
 
-torch_npu is never imported blindly: without CANN its import fails and leaves torch half patched, and where it is
-installed plain `import torch` does the same, unless TORCH_DEVICE_BACKEND_AUTOLOAD=0 was set first (process.py does).
+torch_npu is never imported blindly: without CANN its import fails and leaves torch half patched. Where torch_npu is
+installed, plain `import torch` imports it too, unless TORCH_DEVICE_BACKEND_AUTOLOAD=0 was set first, as
+`npu_gr/core/process.py` does.
 """
 
 from __future__ import annotations
