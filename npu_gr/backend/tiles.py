@@ -39,7 +39,14 @@ def padded(qk_dim: int, v_dim: int) -> tuple[int, int]:
 
 
 def empty(num_tiles: int, num_heads: int, qk_dim: int, v_dim: int, dtype: torch.dtype) -> Tiles:
-    """Allocate tiles without a token; their memory is not written yet."""
+    """Allocate tiles without a token; their memory is not written yet.
+
+    Args:
+        num_tiles: tiles of 64 tokens.
+        num_heads: H.
+        qk_dim, v_dim: Dq and Dv of one head, before padding.
+        dtype: fp32 or bf16.
+    """
     dq, dv = padded(qk_dim, v_dim)
     k = torch.empty(num_tiles, num_heads, dq * TILE_TOKENS, dtype=dtype)
     return Tiles(k, torch.empty(num_tiles, num_heads, dv * TILE_TOKENS, dtype=dtype), 0, qk_dim, v_dim)

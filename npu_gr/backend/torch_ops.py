@@ -58,7 +58,16 @@ def _joined(parts: list[Slab]) -> Slab:
 
 
 def block_bias(bias: BiasTables, first_row: int, first_column: int, rows_at: Tensor, columns_at: Tensor) -> Tensor:
-    """[H, rows, columns] bias of a block of history rows, given its corner's positions and all its times."""
+    """Look up the bias of a block of history rows.
+
+    Args:
+        bias: the layer's tables.
+        first_row, first_column: positions of the block's corner.
+        rows_at, columns_at: int64 [rows] and [columns], unix seconds.
+
+    Returns:
+        [H, rows, columns] in the tables' dtype.
+    """
     buckets = bias.position.shape[1]
     delta = rows_at[:, None] - columns_at[None, :]
     block = bias.time.index_select(1, time_bucket(delta).flatten()).view(-1, *delta.shape)
