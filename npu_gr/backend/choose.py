@@ -1,4 +1,4 @@
-"""The named choice of a backend: once, at start, loudly. There is no silent fallback."""
+"""Choose a backend by name, once, at start. A backend that cannot be used is an error: there is no silent fallback."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _CLASSES = {
 
 
 def choose(name: BackendName, native: NativeMode = "auto") -> Backend:
-    """The backend of that name.
+    """Make the backend of that name.
 
     Args:
-        name: what the configuration says.
-        native: whether our own kernels are used; see `CPUBackend` and `NPUBackend`.
+        name: the configuration's `backend`.
+        native: how our own kernels are used; `CPUBackend` and `NPUBackend` explain the modes.
 
     Raises:
-        ConfigError: no such backend, or its device, its package or its required kernels are not there.
+        ConfigError: no such backend, or its device, its package or its required kernels are missing.
     """
     if name not in _CLASSES:
         raise ConfigError(f"backend: {name!r} is none of {', '.join(_CLASSES)}")

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from npu_gr.backend.base import BiasTables, Choices, Continuations, Over, Slab
+from npu_gr.backend.calls import BeamCall, Choices, HstuCall, TopkCall
 from npu_gr.backend.graphs import Graphs
-from npu_gr.backend.tiles import Tiles, natural
+from npu_gr.backend.tiles import natural
 from npu_gr.backend.torch_ops import TorchOps
 from npu_gr.core.errors import ConfigError
 
@@ -29,7 +29,7 @@ _KERNELS = "npu_gr.backend.triton"
 
 
 class CUDABackend(TorchOps):
-    """`backend: cuda`."""
+    """Run Triton kernels where triton is installed and the call fits, else torch ops."""
 
     name = "cuda"
     pins_host_memory = True
@@ -50,13 +50,12 @@ class CUDABackend(TorchOps):
 
     @contextmanager
     def stream(self) -> Iterator[None]:
-        """See `Backend.stream`. What was queued before, on any stream, is done when it begins."""
+        """Begin after everything that was queued before, on any stream, is done."""
         self._cuda.synchronize()
         with self._cuda.stream(self._cuda.Stream()):
             yield
 
     def copy(self, work: Callable[[], None]) -> Callable[[], None]:
-        """See `Backend.copy`."""
         after = self._cuda.Event()
         self._copies.wait_stream(self._cuda.current_stream())
         with self._cuda.stream(self._copies):
@@ -66,7 +65,6 @@ class CUDABackend(TorchOps):
         return wait
 
     def synchronize(self) -> None:
-        """See `Backend.synchronize`."""
         self._cuda.current_stream().synchronize()
 
     def row_wise(
@@ -76,75 +74,33 @@ class CUDABackend(TorchOps):
         work: Callable[..., tuple[Tensor, ...]],
         rows: Sequence[Tensor],
     ) -> tuple[Tensor, ...]:
-        """See `Backend.row_wise`."""
         return self._graphs.row_wise(owner, what, work, rows)
 
-    def hstu_causal(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        past: Sequence[Slab | Tiles],
-        times: Tensor,
-        bias: BiasTables,
-        alpha: float,
-    ) -> Tensor:
-        """See `Backend.hstu_causal`."""
-        if self._triton and self._triton.hstu.takes(q, slabs := natural(past)):
-            out: Tensor = self._triton.hstu.causal(q, k, v, slabs, times, bias, alpha)
+    def hstu_causal(self, call: HstuCall) -> Tensor:
+        if self._triton and self._triton.hstu.takes(call.q, slabs := natural(call.cached)):
+            out: Tensor = self._triton.hstu.causal(call, slabs)
             return out
-        return super().hstu_causal(q, k, v, past, times, bias, alpha)
+        return super().hstu_causal(call)
 
-    def hstu_targets(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        history: Sequence[Slab | Tiles],
-        times: Tensor,
-        query_time: int,
-        bias: BiasTables,
-        alpha: float,
-    ) -> Tensor:
-        """See `Backend.hstu_targets`."""
-        if self._triton and self._triton.hstu.takes(q, slabs := natural(history)):
-            out: Tensor = self._triton.hstu.targets(q, k, v, slabs, times, query_time, bias, alpha)
+    def hstu_targets(self, call: HstuCall) -> Tensor:
+        if self._triton and self._triton.hstu.takes(call.q, slabs := natural(call.cached)):
+            out: Tensor = self._triton.hstu.targets(call, slabs)
             return out
-        return super().hstu_targets(q, k, v, history, times, query_time, bias, alpha)
+        return super().hstu_targets(call)
 
-    def beam_attention(
-        self,
-        q: Tensor,
-        shared: Sequence[Slab],
-        unshared: Slab,
-        num_slots: int,
-        ancestry: Tensor | None,
-        scale: float,
-    ) -> Tensor:
-        """See `Backend.beam_attention`."""
-        if self._triton and self._triton.beams.takes(q, shared, unshared):
-            out: Tensor = self._triton.beams.attend(q, shared, unshared, num_slots, ancestry, scale)
+    def beam_attention(self, call: BeamCall) -> Tensor:
+        if self._triton and self._triton.beams.takes(call):
+            out: Tensor = self._triton.beams.attend(call)
             return out
-        return super().beam_attention(q, shared, unshared, num_slots, ancestry, scale)
+        return super().beam_attention(call)
 
-    def beam_topk(
-        self,
-        logits: Tensor,
-        acc: Tensor,
-        follow: Continuations,
-        width: int,
-        over: Over = "row",
-        codes: slice | None = None,
-        scale: float = 1.0,
-    ) -> Choices:
-        """See `Backend.beam_topk`."""
-        if self._triton and self._triton.topk.takes(logits, acc):
-            made: Choices = self._triton.topk.beam_topk(logits, acc, follow, width, over, codes, scale)
+    def beam_topk(self, call: TopkCall) -> Choices:
+        if self._triton and self._triton.topk.takes(call):
+            made: Choices = self._triton.topk.beam_topk(call)
             return made
-        return super().beam_topk(logits, acc, follow, width, over, codes, scale)
+        return super().beam_topk(call)
 
     def beam_fork_(self, keys: Tensor, values: Tensor, parent: Tensor, num_slots: int) -> None:
-        """See `Backend.beam_fork_`."""
         if self._triton and len(parent) <= self._triton.fork.MAX_BEAMS:
             for plane in (keys, values):
                 self._triton.fork.fork(plane, parent, num_slots)
@@ -153,11 +109,11 @@ class CUDABackend(TorchOps):
 
 
 def _triton_ops() -> ModuleType | None:
-    """The package of the kernels with all its parts, if triton is installed."""
+    """Import the kernels' package with all its parts; None if triton is not installed."""
     try:
         for part in ("beams", "fork", "hstu", "topk"):
             importlib.import_module(f"{_KERNELS}.{part}")
     except ImportError as error:
-        log.warning("the Triton kernels are not there, torch ops run instead: %s", error)
+        log.warning("the Triton kernels cannot be imported, torch ops run instead: %s", error)
         return None
     return importlib.import_module(_KERNELS)

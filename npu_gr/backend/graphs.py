@@ -1,4 +1,4 @@
-"""Graphs of a device, CUDA's and Ascend's alike: many small launches captured once a shape, then replayed with one.
+"""Device graphs, CUDA's and Ascend's alike: many small launches are captured once a shape and replayed by one launch.
 
 A thread captures for itself, on its own stream. Its graphs share the buffers that they read and one pool of memory,
 where the scratch of one may be the result of another: a result is good until the thread's next call, no longer.
@@ -28,21 +28,30 @@ class _Captured:
     """A graph and what it writes."""
 
     def __init__(self, graph: Any, outputs: tuple[Tensor, ...]) -> None:
-        self.graph, self.outputs = graph, outputs
+        self.graph = graph
+        self.outputs = outputs
 
 
 class Graphs(threading.local):
-    """All graphs of this thread."""
+    """The graphs of this thread."""
 
     def __init__(self, runtime: Any, make: Callable[[], Any], fell_back: Callable[[str, str], None]) -> None:
-        """`runtime`: torch.cuda or torch.npu; `make`: its class of graphs; `fell_back`: see `InOrder.fell_back`."""
-        self._runtime, self._make, self._fell_back = runtime, make, fell_back
+        """Share one memory pool among the graphs of this thread.
+
+        Args:
+            runtime: torch.cuda or torch.npu.
+            make: makes an empty graph of that runtime.
+            fell_back: `SingleStream.fell_back` of the backend.
+        """
+        self._runtime = runtime
+        self._make = make
+        self._fell_back = fell_back
         self._pool = runtime.graph_pool_handle()
         self._inputs: dict[Signature, tuple[Tensor, ...]] = {}
         self._of: WeakIdKeyDictionary = WeakIdKeyDictionary()  # owner -> work and signature -> graph; None = without
 
     def row_wise(self, owner: Any, what: Hashable, work: Work, rows: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """See `Backend.row_wise`: by the graph of the next bucket, whose other rows hold what an earlier call left."""
+        """Replay the graph of the next larger bucket; rows beyond the given ones hold values of an earlier call."""
         count = len(rows[0])
         bucket = next((bucket for bucket in BUCKETS if bucket >= count), None)
         if bucket is None:
@@ -52,11 +61,11 @@ class Graphs(threading.local):
     def run(
         self, owner: Any, what: Hashable, work: Work, inputs: Sequence[Tensor], num_rows: int | None = None
     ) -> tuple[Tensor, ...]:
-        """work(*inputs), by its graph.
+        """Compute work(*inputs) by its graph, or directly where it cannot be captured.
 
         Args:
-            owner: whose memory the work reads beside the inputs; with `what` it names the work.
-            what: all else that the launches depend on.
+            owner: the object whose memory the work reads beside the inputs; with `what` it names the work.
+            what: everything else that the launches depend on.
             work: launches only: no wait, no shape that depends on values.
             inputs: all on the device.
             num_rows: of each static input, at least the rows given; None = as many.
@@ -90,7 +99,8 @@ class Graphs(threading.local):
 
     def _capture(self, work: Work, static: tuple[Tensor, ...]) -> _Captured | None:
         want = work(*static)  # libraries make their workspaces at a first run
-        graph, stream = self._make(), self._runtime.current_stream()
+        graph = self._make()
+        stream = self._runtime.current_stream()
         try:
             with (
                 _capturing,
@@ -108,7 +118,7 @@ class Graphs(threading.local):
 
 
 def _agree(got: Tensor, want: Tensor) -> bool:
-    """Equal, or of fractions near: a library may choose another way to sum while it is captured."""
+    """Compare: integers exactly, fractions to 1 %, because a library may sum in another order while it is captured."""
     if not want.is_floating_point():
         return torch.equal(got, want)
     largest = float(want.nan_to_num(0.0, 0.0, 0.0).abs().amax()) if want.numel() else 0.0

@@ -11,23 +11,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear, silu
 
-from npu_gr.backend.base import (
-    Arrangement,
-    BiasTables,
-    Choices,
-    Continuations,
-    Over,
-    Slab,
-    accumulator,
-    time_bucket,
-)
+from npu_gr.backend.base import Arrangement, accumulator, time_bucket
 from npu_gr.backend.best_items import Best, Hidden
-from npu_gr.backend.single_stream import InOrder
-from npu_gr.backend.tiles import Tiles, natural, pack
+from npu_gr.backend.calls import BeamCall, BiasTables, Choices, Continuations, HstuCall, TopkCall
+from npu_gr.backend.single_stream import SingleStream
+from npu_gr.backend.tiles import Slab, Tiles, natural, pack
 
 
 def allowed(row: int, column: int, num_history: int) -> bool:
-    """The mask of `relaygr.md` 2.7 over [history | candidates]: causal history, candidates see it and themselves."""
+    """Tell whether a row may see a column of [history | candidates]: the mask of E7 and E8 in `docs/exactness.md`.
+
+    A history row sees the history up to itself; a candidate sees the whole history and itself.
+    """
     if row < num_history:
         return column <= row
     return column < num_history or column == row
@@ -64,76 +59,53 @@ def dense_attention(
 
 
 def joined(slabs: Sequence[Slab], k: Tensor, v: Tensor) -> Slab:
-    """All keys and values in token order, the given rows last."""
+    """Join all keys and values in token order, the rows k and v last."""
     return torch.cat([*(s[0] for s in slabs), k]), torch.cat([*(s[1] for s in slabs), v])
 
 
 def softmax_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    """Of one query row q [Hq, D] over its keys and values [m, Hkv, D], m >= 1; [Hq, D]."""
+    """Attend from one query row q [Hq, D] over its keys and values [m, Hkv, D], m >= 1; [Hq, D]."""
     group = q.shape[0] // k.shape[1]
-    keys, values = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
+    keys = k.repeat_interleave(group, dim=1)
+    values = v.repeat_interleave(group, dim=1)
     weights = (torch.einsum("hd,mhd->hm", q, keys) * scale).softmax(dim=1)
     return torch.einsum("hm,mhd->hd", weights, values)
 
 
-class ReferenceBackend(InOrder):
-    """`backend: reference`: correct, quadratic in memory, for tests and for the parity self-test."""
+class ReferenceBackend(SingleStream):
+    """Compute every op by its definition: correct and quadratic in memory, for tests and the parity self-test."""
 
     name = "reference"
     kernels = "torch"
 
     def arrangement(self, dtype: torch.dtype, page_tokens: int) -> Arrangement:
-        """See `Backend.arrangement`."""
         return "natural"
 
     def pack_kv(self, into: Tiles, first_token: int, k: Tensor, v: Tensor) -> None:
-        """See `Backend.pack_kv`."""
         pack(into, first_token, k, v)
 
     def affine(self, x: Tensor, layer: nn.Linear, first: int, last: int, is_silu: bool) -> Tensor:
-        """See `Backend.affine`."""
         bias = None if layer.bias is None else layer.bias[first:last]
         y = linear(x.to(layer.weight.dtype), layer.weight[first:last], bias)
         return silu(y) if is_silu else y
 
-    def hstu_causal(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        past: Sequence[Slab | Tiles],
-        times: Tensor,
-        bias: BiasTables,
-        alpha: float,
-    ) -> Tensor:
-        """See `Backend.hstu_causal`."""
-        keys, values = joined(natural(past), k, v)
-        queries = torch.cat([q.new_zeros(len(keys) - len(q), *q.shape[1:]), q])  # cached rows ask nothing
+    def hstu_causal(self, call: HstuCall) -> Tensor:
+        keys, values = joined(natural(call.cached), call.k, call.v)
+        num_past = len(keys) - len(call.q)
+        queries = torch.cat([call.q.new_zeros(num_past, *call.q.shape[1:]), call.q])  # cached rows ask nothing
         positions = torch.arange(len(keys))
-        out = dense_attention(queries, keys, values, positions, times, len(keys), bias, alpha)
-        return out[len(keys) - len(q) :]
+        out = dense_attention(queries, keys, values, positions, call.times, len(keys), call.bias, call.alpha)
+        return out[num_past:]
 
-    def hstu_targets(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        history: Sequence[Slab | Tiles],
-        times: Tensor,
-        query_time: int,
-        bias: BiasTables,
-        alpha: float,
-    ) -> Tensor:
-        """See `Backend.hstu_targets`."""
-        keys, values = joined(natural(history), k, v)
-        m = len(keys) - len(k)
-        queries = torch.cat([q.new_zeros(m, *q.shape[1:]), q])
-        positions = torch.cat([torch.arange(m), torch.full((len(q),), m)])
-        all_times = torch.cat([times, torch.full((len(q),), query_time)])
-        return dense_attention(queries, keys, values, positions, all_times, m, bias, alpha)[m:]
+    def hstu_targets(self, call: HstuCall) -> Tensor:
+        keys, values = joined(natural(call.cached), call.k, call.v)
+        m = len(keys) - len(call.k)
+        queries = torch.cat([call.q.new_zeros(m, *call.q.shape[1:]), call.q])
+        positions = torch.cat([torch.arange(m), torch.full((len(call.q),), m)])
+        times = torch.cat([call.times, torch.full((len(call.q),), call.query_time)])
+        return dense_attention(queries, keys, values, positions, times, m, call.bias, call.alpha)[m:]
 
     def causal_attention(self, q: Tensor, k: Tensor, v: Tensor, past: Sequence[Slab], scale: float) -> Tensor:
-        """See `Backend.causal_attention`."""
         keys, values = joined(past, k, v)
         first = len(keys) - len(q)
         rows = [
@@ -141,60 +113,38 @@ class ReferenceBackend(InOrder):
         ]
         return torch.stack(rows)
 
-    def beam_attention(
-        self,
-        q: Tensor,
-        shared: Sequence[Slab],
-        unshared: Slab,
-        num_slots: int,
-        ancestry: Tensor | None,
-        scale: float,
-    ) -> Tensor:
-        """See `Backend.beam_attention`: ordinary attention over the concatenation, row by row."""
+    def beam_attention(self, call: BeamCall) -> Tensor:
+        """Attend over the concatenation of prefix and own tokens, row by row."""
         out = []
-        for row, query in enumerate(q):
-            holders = [row if ancestry is None else int(ancestry[slot, row]) for slot in range(num_slots)]
+        for row, query in enumerate(call.q):
+            holders = [
+                row if call.ancestry is None else int(call.ancestry[slot, row]) for slot in range(call.num_slots)
+            ]
             own_k, own_v = (
                 torch.stack([plane[holder, slot] for slot, holder in enumerate(holders)]) if holders else plane[0, :0]
-                for plane in unshared
+                for plane in call.unshared
             )
-            out.append(softmax_attention(query, *joined(shared, own_k, own_v), scale))
+            out.append(softmax_attention(query, *joined(call.shared, own_k, own_v), call.scale))
         return torch.stack(out)
 
-    def beam_attention_plain(
-        self,
-        q: Tensor,
-        shared: Sequence[Slab],
-        unshared: Slab,
-        num_slots: int,
-        ancestry: Tensor | None,
-        scale: float,
-    ) -> Tensor:
-        """See `Backend.beam_attention_plain`; the same thing here."""
-        return self.beam_attention(q, shared, unshared, num_slots, ancestry, scale)
+    def beam_attention_plain(self, call: BeamCall) -> Tensor:
+        return self.beam_attention(call)
 
-    def beam_topk(
-        self,
-        logits: Tensor,
-        acc: Tensor,
-        follow: Continuations,
-        width: int,
-        over: Over = "row",
-        codes: slice | None = None,
-        scale: float = 1.0,
-    ) -> Choices:
-        """See `Backend.beam_topk`: every edge of every beam, sorted."""
-        wide = logits.to(accumulator(logits.dtype)) * scale
+    def beam_topk(self, call: TopkCall) -> Choices:
+        """Sort every edge of every beam."""
+        follow = call.follow
+        codes = call.codes or slice(None)
+        wide = call.logits.to(accumulator(call.logits.dtype)) * call.scale
         found = []
         for row, (lo, degree) in enumerate(zip(follow.lo.tolist(), follow.degree.tolist(), strict=True)):
             edges = [e for e in range(lo, lo + degree) if follow.allowed is None or follow.allowed[e]]
-            values = (wide[row] if codes is None else wide[row, codes])[follow.code[edges].long()]
-            norm = (wide[row] if over == "row" else values).logsumexp(0)
+            values = wide[row, codes][follow.code[edges].long()]
+            norm = (wide[row] if call.over == "row" else values).logsumexp(0)
             if bool(norm.isnan()) or bool(norm == float("inf")):
                 raise FloatingPointError("a logit is not a number")
-            scores = (values - norm + acc[row]).tolist()
+            scores = (values - norm + call.acc[row]).tolist()
             found += [(-s, row, e) for s, e in zip(scores, edges, strict=True) if s > float("-inf")]
-        best = sorted(found)[:width]
+        best = sorted(found)[: call.width]
         return Choices(
             torch.tensor([-score for score, _, _ in best], dtype=wide.dtype),
             torch.tensor([row for _, row, _ in best], dtype=torch.int64),
@@ -204,12 +154,13 @@ class ReferenceBackend(InOrder):
     def gathered_topk(
         self, hidden: Tensor, weight: Tensor, acc: Tensor, follow: Continuations, width: int, scale: float = 1.0
     ) -> Choices:
-        """See `Backend.gathered_topk`: the whole product."""
+        """Compute the whole product."""
         wide = accumulator(hidden.dtype)
-        return self.beam_topk(hidden.to(wide) @ weight.to(wide).T, acc, follow, width, "valid", scale=scale)
+        logits = hidden.to(wide) @ weight.to(wide).T
+        return self.beam_topk(TopkCall(logits, acc, follow, width, "valid", scale=scale))
 
     def best_items(self, queries: Tensor, items: Tensor, k: int, hidden: Hidden | None) -> Best:
-        """All scores, hidden ones off, sorted by score and row."""
+        """Sort all scores, the hidden ones set to -inf, by score and then by row."""
         scores = queries @ items.T
         if hidden is not None:
             scores[hidden.queries, hidden.items] = -torch.inf

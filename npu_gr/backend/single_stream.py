@@ -1,4 +1,4 @@
-"""What a device does that has one queue of work: everything in order, nothing beside it. Others override it."""
+"""A device with one queue of work: everything runs in order, nothing beside it. Devices with streams override it."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from torch import Tensor, nn
 log = logging.getLogger(__name__)
 
 
-class InOrder:
-    """The part of `Backend` that is no arithmetic."""
+class SingleStream:
+    """Implement the parts of `Backend` that are not arithmetic."""
 
     device = torch.device("cpu")
     pins_host_memory = False
@@ -26,14 +26,13 @@ class InOrder:
         self._said: set[str] = set()
 
     def fell_back(self, op: str, why: str) -> None:
-        """A call of this op does not run as `ops` says: counted, and said once."""
+        """Count a call of `op` that does not run as `ops` says; log the reason the first time."""
         self.on_fallback(op)
         if op not in self._said:
             self._said.add(op)
             log.warning("%s: %s; torch ops run instead, said once", op, why)
 
     def upload(self, array: np.ndarray[Any, np.dtype[Any]]) -> Tensor:
-        """See `Backend.upload`."""
         host = torch.tensor(array)  # a copy: the array may be a view of a read-only body
         if not self.pins_host_memory:
             return host.to(self.device)
@@ -41,20 +40,18 @@ class InOrder:
         return host.pin_memory().to(self.device, non_blocking=True)
 
     def stream(self) -> AbstractContextManager[None]:
-        """See `Backend.stream`."""
         return nullcontext()
 
     def copy(self, work: Callable[[], None]) -> Callable[[], None]:
-        """See `Backend.copy`."""
         work()
         self.synchronize()
         return lambda: None
 
     def beam_fork_(self, keys: Tensor, values: Tensor, parent: Tensor, num_slots: int) -> None:
-        """See `Backend.beam_fork_`. Two passes without a second slab.
+        """Fork in two passes, without a second slab.
 
-        Rows whose parent stands behind them first, then the others. A row that is overwritten in the first pass is
-        never read afterwards, *because parents do not decrease*.
+        The first pass writes the rows whose parent stands behind them, the second pass the others. No row that the
+        first pass has overwritten is read afterwards, *because parents do not decrease*.
         """
         row = torch.arange(len(parent), device=parent.device)
         for moves in (parent > row, parent < row):
@@ -69,8 +66,7 @@ class InOrder:
         work: Callable[..., tuple[Tensor, ...]],
         rows: Sequence[Tensor],
     ) -> tuple[Tensor, ...]:
-        """See `Backend.row_wise`."""
         return work(*rows)
 
     def synchronize(self) -> None:
-        """The CPU is never behind."""
+        """Return at once: on the CPU nothing is queued."""

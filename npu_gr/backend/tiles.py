@@ -2,7 +2,7 @@
 
 Widths are padded, Dq to a multiple of 2 and Dv to a multiple of 16. In fp32 a tile's keys lie transposed,
 [H][Dq][64], and its values as they are, [H][64][Dv]; in bf16 both in pairs, [H][Dq / 2][64][2] over two dims and
-[H][32][Dv][2] over two tokens. `pack` and `unpack` are the definition; `native.py` has the fast one.
+[H][32][Dv][2] over two tokens. `pack` and `unpack` are the definition; `ops/cpu/pack_kv.h` is the fast one.
 
 Invariant: values behind the last written token of a tile are zero, so that a weight of zero never meets a NaN.
 """
@@ -18,7 +18,9 @@ from torch import Tensor
 Slab = tuple[Tensor, Tensor]
 
 TILE_TOKENS = 64
-_KEY_UNITS, _VALUE_UNITS = 2, 16  # widths are padded to multiples
+# widths are padded to multiples
+_KEY_UNITS = 2
+_VALUE_UNITS = 16
 
 
 class Tiles(NamedTuple):
@@ -32,12 +34,19 @@ class Tiles(NamedTuple):
 
 
 def padded(qk_dim: int, v_dim: int) -> tuple[int, int]:
-    """Stored widths of keys and values."""
+    """Return the stored widths of keys and values."""
     return -(-qk_dim // _KEY_UNITS) * _KEY_UNITS, -(-v_dim // _VALUE_UNITS) * _VALUE_UNITS
 
 
 def empty(num_tiles: int, num_heads: int, qk_dim: int, v_dim: int, dtype: torch.dtype) -> Tiles:
-    """Tiles without a token; their memory is not written yet."""
+    """Allocate tiles without a token; their memory is not written yet.
+
+    Args:
+        num_tiles: tiles of 64 tokens.
+        num_heads: H.
+        qk_dim, v_dim: Dq and Dv of one head, before padding.
+        dtype: fp32 or bf16.
+    """
     dq, dv = padded(qk_dim, v_dim)
     k = torch.empty(num_tiles, num_heads, dq * TILE_TOKENS, dtype=dtype)
     return Tiles(k, torch.empty(num_tiles, num_heads, dv * TILE_TOKENS, dtype=dtype), 0, qk_dim, v_dim)
@@ -69,7 +78,7 @@ def pack(into: Tiles, first_token: int, k: Tensor, v: Tensor) -> None:
 
 
 def unpack(tiles: Tiles) -> tuple[Tensor, Tensor]:
-    """K [m, H, Dq] and v [m, H, Dv] in token order; a copy."""
+    """Copy out k [m, H, Dq] and v [m, H, Dv] in token order."""
     keys, values = _in_order(tiles)
     k = keys.flatten(0, 1).flatten(2, 3)[: tiles.num_tokens, :, : tiles.qk_dim]
     v = values.flatten(0, 2)[: tiles.num_tokens, :, : tiles.v_dim]
@@ -77,5 +86,5 @@ def unpack(tiles: Tiles) -> tuple[Tensor, Tensor]:
 
 
 def natural(slabs: Sequence[Slab | Tiles]) -> list[Slab]:
-    """The slabs, tiles unpacked: for ops that know no tiles."""
+    """Unpack the tiles among the slabs, for ops that read slabs only."""
     return [unpack(slab) if isinstance(slab, Tiles) else slab for slab in slabs]

@@ -1,6 +1,6 @@
 """Constrain, then select: the best continuations of a request's beams, exactly and in a total order.
 
-Source: xBeam of xGR (arXiv:2512.11529); `xgr.md` 2.5 to 2.7. Rows are visited by an upper bound of what they can
+Source: xBeam of xGR, arXiv:2512.11529. Rows are visited by an upper bound of what they can
 offer, best first, and the visit ends when the bound falls below the worst that is kept: exact, whatever is left out.
 
 Total order: score descending, then beam ascending, then edge (so code) ascending.
@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from npu_gr.backend.base import Choices, Continuations
+from npu_gr.backend.calls import Choices, Continuations
 
 CHUNK_EDGES = 1 << 16  # candidates gathered at once; a first chunk is a quarter of it
 
@@ -39,14 +39,18 @@ def select(logits: Tensor, norm: Tensor | None, acc: Tensor, follow: Continuatio
     alive = (bound > float("-inf")) & (follow.degree > 0) & (norm > float("-inf"))
     order = torch.argsort(bound, descending=True, stable=True)
     order = order[alive[order]]
-    bounds, edges = bound[order].tolist(), follow.degree[order].cumsum(0).tolist()
-    at, chunk = 0, CHUNK_EDGES // 4
+    bounds = bound[order].tolist()
+    edges = follow.degree[order].cumsum(0).tolist()
+    at = 0
+    chunk = CHUNK_EDGES // 4
     while at < len(bounds) and bounds[at] >= best.worst:
-        end, limit = at + 1, (edges[at - 1] if at else 0) + chunk
+        end = at + 1
+        limit = (edges[at - 1] if at else 0) + chunk
         while end < len(bounds) and edges[end] <= limit and bounds[end] >= best.worst:
             end += 1
         best.offer(*_candidates(logits, norm, acc, follow, order[at:end]))
-        at, chunk = end, CHUNK_EDGES
+        at = end
+        chunk = CHUNK_EDGES
     return best.sorted(logits)
 
 
@@ -91,7 +95,8 @@ def edges_of(follow: Continuations, rows: Tensor) -> tuple[Tensor, Tensor]:
     edge = torch.arange(len(row), device=row.device) + first
     if follow.allowed is not None:
         keep = torch.nonzero(follow.allowed[edge]).squeeze(1)
-        row, edge = row[keep], edge[keep]
+        row = row[keep]
+        edge = edge[keep]
     return row, edge
 
 

@@ -13,19 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear, scaled_dot_product_attention, silu
 
-from npu_gr.backend.base import (
-    Arrangement,
-    BiasTables,
-    Choices,
-    Continuations,
-    Over,
-    Slab,
-    accumulator,
-    time_bucket,
-)
+from npu_gr.backend.base import Arrangement, accumulator, time_bucket
 from npu_gr.backend.best_items import Best, Hidden, top_k
-from npu_gr.backend.single_stream import InOrder
-from npu_gr.backend.tiles import Tiles, natural, pack
+from npu_gr.backend.calls import BeamCall, BiasTables, Choices, Continuations, HstuCall, TopkCall
+from npu_gr.backend.single_stream import SingleStream
+from npu_gr.backend.tiles import Slab, Tiles, natural, pack
 from npu_gr.backend.topk import edges_of, select
 
 ROWS = 256  # query rows a chunk; with COLUMNS x heads a chunk of logits stays in the last-level cache
@@ -35,13 +27,15 @@ CANDIDATE_ROWS = 512  # M-FALCON micro-batch; also the largest that the Ascend o
 
 
 def column_chunks(slabs: Sequence[Slab]) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """(index of the first token, k [H, Dq, m], v [H, m, Dv]) for every chunk of at most COLUMNS keys.
+    """Yield (first token, k [H, Dq, m], v [H, m, Dv]) of every chunk of at most COLUMNS keys.
 
     Chunks begin at multiples of COLUMNS whatever the slabs are, so that cached and full inference round the same
-    partial sums (in bf16 that is what keeps them together). A chunk inside one slab is a view; only one that spans
-    several is gathered.
+    partial sums; in bf16 they would differ otherwise. A chunk inside one slab is a view; one that spans several is a
+    copy.
     """
-    first, parts, room = 0, list[Slab](), COLUMNS
+    first = 0
+    parts: list[Slab] = []
+    room = COLUMNS
     for k, v in slabs:
         at = 0
         while at < len(k):
@@ -51,7 +45,9 @@ def column_chunks(slabs: Sequence[Slab]) -> Iterator[tuple[int, Tensor, Tensor]]
             at = part.stop
             if not room:
                 yield first, *_joined(parts)
-                first, parts, room = first + COLUMNS, [], COLUMNS
+                first += COLUMNS
+                parts = []
+                room = COLUMNS
     if parts:
         yield first, *_joined(parts)
 
@@ -62,7 +58,16 @@ def _joined(parts: list[Slab]) -> Slab:
 
 
 def block_bias(bias: BiasTables, first_row: int, first_column: int, rows_at: Tensor, columns_at: Tensor) -> Tensor:
-    """[H, rows, columns] bias of a block of history rows, given its corner's positions and all its times."""
+    """Look up the bias of a block of history rows.
+
+    Args:
+        bias: the layer's tables.
+        first_row, first_column: positions of the block's corner.
+        rows_at, columns_at: int64 [rows] and [columns], unix seconds.
+
+    Returns:
+        [H, rows, columns] in the tables' dtype.
+    """
     buckets = bias.position.shape[1]
     delta = rows_at[:, None] - columns_at[None, :]
     block = bias.time.index_select(1, time_bucket(delta).flatten()).view(-1, *delta.shape)
@@ -74,51 +79,52 @@ def block_bias(bias: BiasTables, first_row: int, first_column: int, rows_at: Ten
     return block.add_(bias.position.index_select(1, distance.flatten()).view(-1, *delta.shape))
 
 
-class Stage(NamedTuple):
+class AttentionStage(NamedTuple):
     """Softmax attention over some of the keys, not yet normalised; all in the accumulator's dtype, base e.
 
-    Source: `xgr.md` 2.3. A stage has at least one key; a stage without any is left out, so no maximum is -inf.
+    Source: staged attention of xGR, arXiv:2512.11529. A stage without keys is left out, so no maximum is -inf.
     """
 
     peak: Tensor  # [Hkv, g * rows, 1] largest score
     total: Tensor  # [Hkv, g * rows, 1] sum of exp(score - peak)
     output: Tensor  # [Hkv, g * rows, D] sum of exp(score - peak) * value
 
-    def merge(self, other: Stage) -> Stage:
+    def merge(self, other: AttentionStage) -> AttentionStage:
         """The stage over both sets of keys."""
         peak = torch.maximum(self.peak, other.peak)
-        a, b = (self.peak - peak).exp_(), (other.peak - peak).exp_()
-        return Stage(peak, a * self.total + b * other.total, a * self.output + b * other.output)
+        a = (self.peak - peak).exp_()
+        b = (other.peak - peak).exp_()
+        return AttentionStage(peak, a * self.total + b * other.total, a * self.output + b * other.output)
 
 
 def weigh(scores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(peak, total, weights exp(score - peak)) of scores [..., m], m >= 1, which are overwritten."""
+    """Return (peak, total, weights exp(score - peak)) of scores [..., m], m >= 1, which are overwritten."""
     peak = scores.amax(-1, keepdim=True)
     weights = scores.sub_(peak).exp_()
     return peak, weights.sum(-1, keepdim=True), weights
 
 
 def fold_queries(q: Tensor, num_kv_heads: int, scale: float) -> Tensor:
-    """Q [rows, Hq, D] * scale as [Hkv, g * rows, D]: every row and head that reads one KV head side by side."""
+    """Fold q [rows, Hq, D] * scale to [Hkv, g * rows, D]: rows and heads that read one KV head stand side by side."""
     wide = q.to(accumulator(q.dtype)) * scale
     folded: Tensor = wide.unflatten(1, (num_kv_heads, -1)).permute(1, 2, 0, 3).flatten(1, 2)
     return folded
 
 
 def unfold_rows(folded: Tensor, num_rows: int) -> Tensor:
-    """The inverse: [Hkv, g * rows, X] -> [rows, Hq, X]."""
+    """Undo `fold_queries`: [Hkv, g * rows, X] -> [rows, Hq, X]."""
     rows: Tensor = folded.unflatten(1, (-1, num_rows)).permute(2, 0, 1, 3).flatten(1, 2)
     return rows
 
 
-def own_tokens(unshared: Slab, num_rows: int, num_slots: int, ancestry: Tensor | None) -> Slab:
+def own_tokens(call: BeamCall) -> Slab:
     """K and v [Hkv, rows, slots, D] of each row's own tokens, in the accumulator's dtype."""
     planes = []
-    for plane in unshared:
-        if ancestry is None:
-            held = plane[:num_rows, :num_slots]
+    for plane in call.unshared:
+        if call.ancestry is None:
+            held = plane[: len(call.q), : call.num_slots]
         else:
-            held = plane[ancestry[:num_slots].T, torch.arange(num_slots, device=plane.device)]
+            held = plane[call.ancestry[: call.num_slots].T, torch.arange(call.num_slots, device=plane.device)]
         planes.append(held.permute(2, 0, 1, 3).to(accumulator(plane.dtype)))
     return planes[0], planes[1]
 
@@ -139,83 +145,84 @@ def own_output(weights: Tensor, values: Tensor) -> Tensor:
     return torch.stack(parts).sum(0).flatten(1, 2)
 
 
-class TorchOps(InOrder):
-    """`Backend`'s ops on any torch device."""
+def staged_attention(call: BeamCall) -> Tensor:
+    """Compute `Backend.beam_attention`: the shared stage is one GEMM a KV head and key chunk, g * rows x D x keys."""
+    q = call.q
+    queries = fold_queries(q, call.unshared[0].shape[2], call.scale)
+    stages: list[AttentionStage] = []
+    for _, keys, values in column_chunks(call.shared):
+        peak, total, weights = weigh(torch.bmm(queries, keys.to(queries.dtype)))
+        stages.append(AttentionStage(peak, total, torch.bmm(weights, values.to(queries.dtype))))
+        stages = [stages[0].merge(stages[1])] if len(stages) > 1 else stages
+    if call.num_slots:
+        k, v = own_tokens(call)
+        peak, total, weights = weigh(own_scores(queries, k))
+        stages.append(AttentionStage(peak, total, own_output(weights, v)))
+    done = stages[0].merge(stages[1]) if len(stages) > 1 else stages[0]
+    return unfold_rows(done.output / done.total, len(q)).to(q.dtype)
+
+
+class TorchOps(SingleStream):
+    """Implement `Backend`'s ops by torch, on any torch device."""
 
     def arrangement(self, dtype: torch.dtype, page_tokens: int) -> Arrangement:
-        """See `Backend.arrangement`."""
         return "natural"
 
     def pack_kv(self, into: Tiles, first_token: int, k: Tensor, v: Tensor) -> None:
-        """See `Backend.pack_kv`."""
         pack(into, first_token, k, v)
 
     def affine(self, x: Tensor, layer: nn.Linear, first: int, last: int, is_silu: bool) -> Tensor:
-        """See `Backend.affine`."""
         bias = None if layer.bias is None else layer.bias[first:last]
         y = linear(x.to(layer.weight.dtype), layer.weight[first:last], bias)
         return silu(y) if is_silu else y
 
-    def hstu_causal(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        past: Sequence[Slab | Tiles],
-        times: Tensor,
-        bias: BiasTables,
-        alpha: float,
-    ) -> Tensor:
-        """See `Backend.hstu_causal`."""
-        n, heads, width = len(q), q.shape[1], v.shape[2]
-        num_past, slabs = len(times) - n, natural(past)
-        out = torch.zeros(heads, n, width, dtype=accumulator(q.dtype), device=q.device)
+    def hstu_causal(self, call: HstuCall) -> Tensor:
+        q = call.q
+        k = call.k
+        v = call.v
+        times = call.times
+        n, heads, _ = q.shape
+        num_past = len(times) - n
+        slabs = natural(call.cached)
+        out = torch.zeros(heads, n, v.shape[2], dtype=accumulator(q.dtype), device=q.device)
         for r0 in range(0, n, ROWS):
             r1 = min(r0 + ROWS, n)
             rows = slice(num_past + r0, num_past + r1)
             queries = q[r0:r1].transpose(0, 1)
             for c0, keys, values in column_chunks([*slabs, (k[:r1], v[:r1])]):
                 columns = slice(c0, c0 + keys.shape[2])
-                block = block_bias(bias, rows.start, c0, times[rows], times[columns])
-                logits = torch.baddbmm(block, queries, keys, alpha=alpha)
+                block = block_bias(call.bias, rows.start, c0, times[rows], times[columns])
+                logits = torch.baddbmm(block, queries, keys, alpha=call.alpha)
                 weights = silu(logits, inplace=True)
                 if columns.stop > rows.start + 1:  # the block touches the diagonal
                     weights.tril_(rows.start - c0)
                 out[:, r0:r1] += torch.bmm(weights, values)
         return out.transpose(0, 1).to(q.dtype)
 
-    def hstu_targets(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        history: Sequence[Slab | Tiles],
-        times: Tensor,
-        query_time: int,
-        bias: BiasTables,
-        alpha: float,
-    ) -> Tensor:
-        """See `Backend.hstu_targets`."""
-        m, buckets = len(times), bias.position.shape[1]
-        own = (q * k).sum(2) * alpha + bias.position[:, 0] + bias.time[:, 0]
-        out = (silu(own)[:, :, None] * v).transpose(0, 1).to(accumulator(q.dtype))
+    def hstu_targets(self, call: HstuCall) -> Tensor:
+        q = call.q
+        bias = call.bias
+        m = len(call.times)
+        buckets = bias.position.shape[1]
+        own = (q * call.k).sum(2) * call.alpha + bias.position[:, 0] + bias.time[:, 0]
+        out = (silu(own)[:, :, None] * call.v).transpose(0, 1).to(accumulator(q.dtype))
         # one row of bias serves every candidate: they share position and time
         distance = (m - torch.arange(m, device=q.device)).clamp_(0, buckets - 1)
-        row = bias.position[:, distance] + bias.time[:, time_bucket(query_time - times).long()]
-        for keys_from, keys, values in column_chunks(natural(history)):
+        row = bias.position[:, distance] + bias.time[:, time_bucket(call.query_time - call.times).long()]
+        for keys_from, keys, values in column_chunks(natural(call.cached)):
             part = row[:, None, keys_from : keys_from + keys.shape[2]]
             for r0 in range(0, len(q), CANDIDATE_ROWS):
                 queries = q[r0 : r0 + CANDIDATE_ROWS].transpose(0, 1)
-                logits = torch.baddbmm(part, queries, keys, alpha=alpha)
+                logits = torch.baddbmm(part, queries, keys, alpha=call.alpha)
                 out[:, r0 : r0 + CANDIDATE_ROWS] += torch.bmm(silu(logits, inplace=True), values)
         return out.transpose(0, 1).to(q.dtype)
 
     def causal_attention(self, q: Tensor, k: Tensor, v: Tensor, past: Sequence[Slab], scale: float) -> Tensor:
-        """See `Backend.causal_attention`. Query chunks see only the keys they may, so a mask is ROWS x keys."""
+        """Give each chunk of query rows only the keys that it may see, so that a mask is ROWS x keys."""
         heads = k.shape[1]
         if past and len(q) == 1:  # it sees everything: the slabs are read where they are, and not joined
             nothing = k.new_empty(1, 0, *k.shape[1:]), v.new_empty(1, 0, *v.shape[1:])
-            return TorchOps.beam_attention(self, q, [*past, (k, v)], nothing, 0, None, scale)
+            return staged_attention(BeamCall(q, [*past, (k, v)], nothing, 0, None, scale))
         keys, values = _joined([*past, (k, v)])
         first = len(values[0]) - len(q)  # keys before the first query's own
         # [Hkv, g, ...]: the group's keys are a view of stride 0, one copy of KV for all its query heads
@@ -236,75 +243,39 @@ class TorchOps(InOrder):
             parts.append(scaled_dot_product_attention(*chunk, attn_mask=mask, scale=scale))
         return torch.cat(parts, dim=2).permute(2, 0, 1, 3).flatten(1, 2)
 
-    def beam_attention(
-        self,
-        q: Tensor,
-        shared: Sequence[Slab],
-        unshared: Slab,
-        num_slots: int,
-        ancestry: Tensor | None,
-        scale: float,
-    ) -> Tensor:
-        """See `Backend.beam_attention`. The shared stage is one GEMM a KV head and key chunk: g * rows x D x keys."""
-        queries = fold_queries(q, unshared[0].shape[2], scale)
-        stages = []
-        for _, keys, values in column_chunks(shared):
-            peak, total, weights = weigh(torch.bmm(queries, keys.to(queries.dtype)))
-            stages.append(Stage(peak, total, torch.bmm(weights, values.to(queries.dtype))))
-            stages = [stages[0].merge(stages[1])] if len(stages) > 1 else stages
-        if num_slots:
-            k, v = own_tokens(unshared, len(q), num_slots, ancestry)
-            peak, total, weights = weigh(own_scores(queries, k))
-            stages.append(Stage(peak, total, own_output(weights, v)))
-        done = stages[0].merge(stages[1]) if len(stages) > 1 else stages[0]
-        return unfold_rows(done.output / done.total, len(q)).to(q.dtype)
+    def beam_attention(self, call: BeamCall) -> Tensor:
+        return staged_attention(call)
 
-    def beam_attention_plain(
-        self,
-        q: Tensor,
-        shared: Sequence[Slab],
-        unshared: Slab,
-        num_slots: int,
-        ancestry: Tensor | None,
-        scale: float,
-    ) -> Tensor:
-        """See `Backend.beam_attention_plain`. The scores are concatenated, the keys are never copied per row."""
-        queries = fold_queries(q, unshared[0].shape[2], scale)
-        k, v = own_tokens(unshared, len(q), num_slots, ancestry)
-        if not shared:
+    def beam_attention_plain(self, call: BeamCall) -> Tensor:
+        """Concatenate the scores; the shared keys are never copied per row."""
+        q = call.q
+        queries = fold_queries(q, call.unshared[0].shape[2], call.scale)
+        k, v = own_tokens(call)
+        if not call.shared:
             _, total, weights = weigh(own_scores(queries, k))
             return unfold_rows(own_output(weights, v) / total, len(q)).to(q.dtype)
-        keys, values = _joined(list(shared))
+        keys, values = _joined(list(call.shared))
         scores = torch.bmm(queries, keys.to(queries.dtype))
         m = scores.shape[2]
-        if num_slots:
+        if call.num_slots:
             scores = torch.cat([scores, own_scores(queries, k)], dim=2)
         _, total, weights = weigh(scores)
         out = torch.bmm(weights[..., :m], values.to(queries.dtype))
-        if num_slots:
+        if call.num_slots:
             out += own_output(weights[..., m:], v)
         return unfold_rows(out / total, len(q)).to(q.dtype)
 
-    def beam_topk(
-        self,
-        logits: Tensor,
-        acc: Tensor,
-        follow: Continuations,
-        width: int,
-        over: Over = "row",
-        codes: slice | None = None,
-        scale: float = 1.0,
-    ) -> Choices:
-        """See `Backend.beam_topk`."""
-        wide = logits.to(accumulator(logits.dtype))
-        wide = wide if scale == 1.0 else wide * scale
-        norm = wide.logsumexp(1) if over == "row" else None
-        return select(wide if codes is None else wide[:, codes], norm, acc.to(wide.dtype), follow, width)
+    def beam_topk(self, call: TopkCall) -> Choices:
+        wide = call.logits.to(accumulator(call.logits.dtype))
+        wide = wide if call.scale == 1.0 else wide * call.scale
+        norm = wide.logsumexp(1) if call.over == "row" else None
+        level = wide if call.codes is None else wide[:, call.codes]
+        return select(level, norm, call.acc.to(wide.dtype), call.follow, call.width)
 
     def gathered_topk(
         self, hidden: Tensor, weight: Tensor, acc: Tensor, follow: Continuations, width: int, scale: float = 1.0
     ) -> Choices:
-        """See `Backend.gathered_topk`. The products are chunked; what is not an edge stays at -inf."""
+        """Compute the products in chunks; a code that no edge reads stays at -inf."""
         wide = accumulator(hidden.dtype)
         logits = torch.full((len(hidden), len(weight)), float("-inf"), dtype=wide, device=hidden.device)
         row, edge = edges_of(follow, torch.arange(len(hidden), device=hidden.device))
@@ -316,5 +287,4 @@ class TorchOps(InOrder):
         return select(logits, None, acc.to(wide), follow, width)
 
     def best_items(self, queries: Tensor, items: Tensor, k: int, hidden: Hidden | None) -> Best:
-        """See `Backend.best_items`."""
         return top_k(queries, items, k, hidden)

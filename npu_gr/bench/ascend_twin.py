@@ -55,11 +55,11 @@ class TwinError(Exception):
 
 
 class NoPlanError(ValueError):
-    """There is no plan for these sizes; the caller of the real op would use the torch composition."""
+    """No plan exists for these sizes; `NPUBackend` runs torch ops instead of the real operator."""
 
 
-class Report(NamedTuple):
-    """What one call of an op took."""
+class TwinReport(NamedTuple):
+    """The counters of one call of an op, and the plan that it ran by."""
 
     total: dict[str, int]  # of all cores
     critical: dict[str, int]  # of each counter the busiest core, summed over launches
@@ -134,10 +134,10 @@ def packed(mask: npt.NDArray[np.bool_]) -> U8:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What the twin pretends to be.
+    """The machine that the twin imitates, and what it overrides of a plan.
 
     cores: vector cores, 1 to 48 or so. ub_bytes: of one core's Unified Buffer; 0 = of the 910B.
-    tile, splits, groups, pieces, chunk: what the plan would choose; 0 lets it.
+    tile, splits, groups, pieces, chunk: overrides of the plan; 0 = the plan chooses.
     """
 
     cores: int = 48
@@ -159,7 +159,7 @@ class Twin:
         if found != len(COUNTERS):
             raise ConfigError(f"the twin has {found} counters, {len(COUNTERS)} are known here")
 
-    def _call(self, name: str, knobs: Sequence[int], *arguments: Array | int | None) -> Report:
+    def _call(self, name: str, knobs: Sequence[int], *arguments: Array | int | None) -> TwinReport:
         out = _Out()
         raw = [
             ctypes.c_uint32(a) if isinstance(a, int) else ctypes.c_void_p(_address(a))  # every number is an uint32
@@ -170,7 +170,7 @@ class Twin:
             text = bytes(out.error).decode()
             raise NoPlanError(text) if status == 1 else TwinError(text)
         total, critical = (dict(zip(COUNTERS, column, strict=True)) for column in (out.total, out.critical))
-        return Report(total, critical, out.launches, out.ub_bytes, out.blocks, out.tile, out.parts)
+        return TwinReport(total, critical, out.launches, out.ub_bytes, out.blocks, out.tile, out.parts)
 
     def masked_topk(
         self,
@@ -181,10 +181,11 @@ class Twin:
         *,
         on: Machine = Machine(),
         dtype: str = "float32",
-    ) -> tuple[F32, I32, Report]:
+    ) -> tuple[F32, I32, TwinReport]:
         """Values and indices [rows, k] of logits [rows, n]; see ops/ascendc/kernels/masked_topk.h."""
         rows, n = logits.shape
-        value, index = np.full((rows, k), 7, np.float32), np.full((rows, k), 7, np.int32)
+        value = np.full((rows, k), 7, np.float32)
+        index = np.full((rows, k), 7, np.int32)
         report = self._call(
             "twin_masked_topk",
             (on.cores, on.ub_bytes, on.tile, on.splits),
@@ -205,7 +206,7 @@ class Twin:
         *,
         on: Machine = Machine(),
         dtype: str = "float32",
-    ) -> tuple[F32, I32, I32, F32, Report]:
+    ) -> tuple[F32, I32, I32, F32, TwinReport]:
         """Score, parent, edge [k] and the norm [rows]; see ops/ascendc/kernels/csr_gather_topk.h."""
         rows, codes = logits.shape
         out = np.full(k, 7, np.float32), np.full(k, 7, np.int32), np.full(k, 7, np.int32)
@@ -220,7 +221,7 @@ class Twin:
 
     def beam_merge(
         self, prefix: F32, logp: F32, token: I32, k: int, *, on: Machine = Machine()
-    ) -> tuple[F32, I32, I32, Report]:
+    ) -> tuple[F32, I32, I32, TwinReport]:
         """Score, parent, token [requests, k] of logp [requests, beams, ranks]; see kernels/beam_merge.h."""
         requests, beams, ranks = logp.shape
         shape = (requests, k)
@@ -232,7 +233,7 @@ class Twin:
         )
         return *out, report
 
-    def kv_gather(self, source: Array, index: I32, *, on: Machine = Machine()) -> tuple[Array, Report]:
+    def kv_gather(self, source: Array, index: I32, *, on: Machine = Machine()) -> tuple[Array, TwinReport]:
         """out[g, i] = source[g, index[i]] of source [groups, held, ...]; rows of a bad index stay 7 in every byte."""
         groups, held, *rest = source.shape
         out = np.full((groups, len(index), *rest), 7, np.uint8).astype(source.dtype)
@@ -241,7 +242,9 @@ class Twin:
         report = self._call("twin_kv_gather", (on.cores, on.ub_bytes, on.chunk), source, index, out, *sizes)
         return out, report
 
-    def beam_fork(self, keys: Array, values: Array, parent: I32, num_slots: int, *, on: Machine = Machine()) -> Report:
+    def beam_fork(
+        self, keys: Array, values: Array, parent: I32, num_slots: int, *, on: Machine = Machine()
+    ) -> TwinReport:
         """Rows of keys and values [layers, held, slots, ...] take their parents' first slots, in place."""
         layers, held, slots, *rest = keys.shape
         slot_bytes = int(np.prod(rest, dtype=np.int64)) * keys.itemsize

@@ -16,10 +16,16 @@ PARTS: tuple[Part, ...] = ("roofs", "topk", "hstu")
 
 
 def lines(isa: str, seed: int, budget_s: float, parts: tuple[Part, ...] = PARTS) -> Iterator[Line]:
-    """One line a case; `isa` as in `native.load`, about `budget_s` a case.
+    """Measure, a line a case.
+
+    Args:
+        isa: as in `library.load`.
+        seed: of the random inputs.
+        budget_s: seconds of a case, about.
+        parts: which of `PARTS` run.
 
     Raises:
-        ConfigError: there are no kernels here.
+        ConfigError: the kernels are not built or cannot run here.
     """
     try:
         native = load(isa)

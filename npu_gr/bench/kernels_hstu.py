@@ -9,7 +9,7 @@ Keys and values are packed once, into the pages, before any attention: that is i
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 
@@ -18,11 +18,9 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from npu_gr.backend import tiles
-from npu_gr.backend.base import BiasTables, Slab
+from npu_gr.backend.calls import BiasTables, HstuCall
 from npu_gr.backend.cpu.backend import CPUBackend
 from npu_gr.backend.cpu.library import Native
-from npu_gr.backend.tiles import Tiles
-from npu_gr.backend.torch_ops import TorchOps
 from npu_gr.bench import rank
 from npu_gr.bench.line import Line, percentiles, timed_in_turn
 from npu_gr.core.errors import ConfigError
@@ -30,9 +28,13 @@ from npu_gr.kv.arena import KVArena
 from npu_gr.kv.layout import KVLayout, PageRun
 from npu_gr.model.hstu import HSTU, Past, Segment
 
-LENGTHS, CANDIDATES = (1024, 4096), (100, 500)
-HEADS, WIDTH = 4, 64
-OF_PEAK, OF_FLOOR, TIMES_NAIVE = 0.7, 1.5, 4.0
+LENGTHS = (1024, 4096)
+CANDIDATES = (100, 500)
+HEADS = 4
+WIDTH = 64
+OF_PEAK = 0.7
+OF_FLOOR = 1.5
+TIMES_NAIVE = 4.0
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2}  # of the result's largest number
 DTYPES = (torch.float32, torch.bfloat16)
 
@@ -46,24 +48,15 @@ class NaiveCachedBackend(CPUBackend):
     def __init__(self) -> None:
         super().__init__("off")
 
-    def hstu_targets(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        history: Sequence[Slab | Tiles],
-        times: Tensor,
-        query_time: int,
-        bias: BiasTables,
-        alpha: float,
-    ) -> Tensor:
-        """See `Backend.hstu_targets`, with `bias` zero."""
-        slabs = tiles.natural(history)
-        keys, values = (torch.cat([*(s[i] for s in slabs), own]) for i, own in ((0, k), (1, v)))
-        m, n = len(times), len(keys)
+    def hstu_targets(self, call: HstuCall) -> Tensor:
+        """Attend; `bias` must be zero."""
+        slabs = tiles.natural(call.cached)
+        keys, values = (torch.cat([*(s[i] for s in slabs), own]) for i, own in ((0, call.k), (1, call.v)))
+        m = len(call.times)
+        n = len(keys)
         ids = torch.arange(n).clamp_(max=m)
         mask = torch.eye(n, dtype=torch.bool) | (ids[:, None] - ids[None, :] > 0)
-        weights = silu(torch.einsum("chd,nhd->hcn", q, keys) * alpha) * mask[m:]
+        weights = silu(torch.einsum("chd,nhd->hcn", call.q, keys) * call.alpha) * mask[m:]
         return torch.einsum("hcn,nhd->chd", weights, values)
 
 
@@ -78,7 +71,7 @@ def roof_flops(native: Native, dtype: torch.dtype, budget_s: float = 0.2) -> flo
 
 
 def lines(isa: str, seed: int, budget_s: float) -> Iterator[Line]:
-    """One line a case. A wrong result is an AssertionError before anything is timed."""
+    """Measure, a line a case. A wrong result is an AssertionError before anything is timed."""
     backend = CPUBackend(isa=isa)
     if backend.native is None:
         raise ConfigError("bench kernels: the CPU kernels are not built; pip install npu_gr where there is a g++")
@@ -98,7 +91,9 @@ def _attention(backend: CPUBackend, native: Native, dtype: torch.dtype, length: 
     bias = BiasTables(torch.randn(HEADS, 256).to(dtype), torch.randn(HEADS, 64).to(dtype))
     into = tiles.empty(-(-length // tiles.TILE_TOKENS), HEADS, WIDTH, WIDTH, dtype)
     backend.pack_kv(into, 0, k, v)
-    held, at, pair = into._replace(num_tokens=length), int(times[-1]) + 60, 4 * HEADS * WIDTH
+    held = into._replace(num_tokens=length)
+    at = int(times[-1]) + 60
+    pair = 4 * HEADS * WIDTH  # flops of one query and one key, over all heads
     copied = torch.empty_like(k), torch.empty_like(v)
     ours, theirs = timed_in_turn(
         [lambda: backend.pack_kv(into, 0, k, v), lambda: [to.copy_(x) for to, x in zip(copied, (k, v), strict=True)]],
@@ -106,25 +101,20 @@ def _attention(backend: CPUBackend, native: Native, dtype: torch.dtype, length: 
         clock=time.thread_time,
     )
     yield _line(f"pack_kv L={length} {_name(dtype)}", native, ours, min(theirs), "copying the rows", theirs, None)
-    cases: list[tuple[str, float, Callable[[TorchOps], Tensor]]] = [
-        (
-            f"prefill L={length}",
-            pair * length * (length + 1) / 2,
-            lambda b: b.hstu_causal(q, *((k[:0], v[:0], [held]) if b is backend else (k, v, [])), times, bias, 0.125),
-        )
-    ]
+    plain = HstuCall(q, k, v, [], times, bias, 0.125)
+    tiled = plain._replace(k=k[:0], v=v[:0], cached=[held])  # all tokens are in tiles already
+    cases = [(f"prefill L={length}", pair * length * (length + 1) / 2, "hstu_causal", tiled, plain)]
     for c in CANDIDATES:
-        rows = q[:c], k[:c], v[:c]
-        cases.append((
-            f"rank L={length} M={c}",
-            pair * c * (length + 1),
-            lambda b, rows=rows: b.hstu_targets(*rows, [held if b is backend else (k, v)], times, at, bias, 0.125),  # type: ignore[misc]
-        ))  # fmt: skip
-    for name, flops, op in cases:
-        want = op(off)
-        assert float((op(backend) - want).abs().max()) <= TOLERANCE[dtype] * float(want.abs().max()), name
+        rows = HstuCall(q[:c], k[:c], v[:c], [held], times, bias, 0.125, query_time=at)
+        flops = float(pair * c * (length + 1))
+        cases.append((f"rank L={length} M={c}", flops, "hstu_targets", rows, rows._replace(cached=[(k, v)])))
+    for name, flops, op, ours_call, torch_call in cases:
+        run_ours = partial(getattr(backend, op), ours_call)
+        run_torch = partial(getattr(off, op), torch_call)
+        want = run_torch()
+        assert float((run_ours() - want).abs().max()) <= TOLERANCE[dtype] * float(want.abs().max()), name
         roof = roof_flops(native, dtype)
-        ours, theirs = timed_in_turn([partial(op, backend), partial(op, off)], budget_s, clock=time.thread_time)
+        ours, theirs = timed_in_turn([run_ours, run_torch], budget_s, clock=time.thread_time)
         yield _line(f"{name} {_name(dtype)}", native, ours, flops / roof, "torch ops", theirs, 1 / OF_PEAK)
 
 
@@ -135,8 +125,10 @@ def _rank(
     shape = rank.config()
     model = HSTU(shape).cast(dtype).eval()
     model.freeze_items()
-    naive, nothing = NaiveCachedBackend(), torch.empty(0, dtype=torch.int64)
-    items, times = torch.randint(shape.num_items, (length,)), torch.cumsum(torch.randint(100_000, (length,)), 0)
+    naive = NaiveCachedBackend()
+    nothing = torch.empty(0, dtype=torch.int64)
+    items = torch.randint(shape.num_items, (length,))
+    times = torch.cumsum(torch.randint(100_000, (length,)), 0)
     candidates = torch.randint(shape.num_items, (c,))
     hit = Segment(
         items=nothing, actions=nothing, times=nothing, candidates=candidates, candidate_time=int(times[-1]) + 60
@@ -153,8 +145,10 @@ def _rank(
         model(backend, [history])
         return replace(hit, past=Past(times, lambda layer: arena.slabs(layer, runs, length)))
 
-    ours, theirs = cached(backend), cached(naive)
-    want, got = model(naive, [theirs])[0], model(backend, [ours])[0]
+    ours = cached(backend)
+    theirs = cached(naive)
+    want = model(naive, [theirs])[0]
+    got = model(backend, [ours])[0]
     drift = float((got - want).abs().max() / want.abs().max())
     assert drift <= TOLERANCE[dtype], f"rank L={length} M={c}: {drift:.1e}"
     floor_s = rank.flops(shape, length, c, True) / roof_flops(native, dtype)

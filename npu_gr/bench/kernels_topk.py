@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from npu_gr.backend.base import Choices, Continuations
+from npu_gr.backend.calls import Choices, Continuations, TopkCall
 from npu_gr.backend.cpu.backend import CPUBackend
 from npu_gr.backend.cpu.library import Native
 from npu_gr.backend.cpu.topk import NativeTopk
@@ -25,17 +25,21 @@ from npu_gr.catalogue.build import build_trie
 from npu_gr.catalogue.trie import Codebooks
 from npu_gr.engine.beam_search import Tables
 
-WIDTHS, NUM_CODES, NUM_LEVELS = (128, 256, 512), 8192, 3
+WIDTHS = (128, 256, 512)
+NUM_CODES = 8192
+NUM_LEVELS = 3
 CHILDREN = 1134  # of a first code among 10 M items, evenly spread
 CATALOGUES = (10_000, 1_000_000, 10_000_000)
 COLD_BYTES = 128 << 20
-WITHIN, FASTER, CATALOGUE_WITHIN = 2.0, 15.0, 2.0
+WITHIN = 2.0
+FASTER = 15.0
+CATALOGUE_WITHIN = 2.0
 TOLERANCE = 1e-4
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Case:
-    """One level's step of a beam."""
+class LevelStep:
+    """A beam's step over one level of the trie."""
 
     logits: list[Tensor]  # several, so that each is cold
     acc: Tensor
@@ -43,7 +47,7 @@ class Case:
     width: int
 
     def dense(self, logits: Tensor) -> Choices:
-        """As it is written without a kernel: a mask over the codebook, log_softmax, topk over all beams."""
+        """Select without a kernel: a mask over the codebook, log_softmax, topk over all beams."""
         row = torch.repeat_interleave(torch.arange(len(logits)), self.follow.degree)
         first = self.follow.degree.cumsum(0) - self.follow.degree
         edge = torch.arange(len(row)) + torch.repeat_interleave(self.follow.lo - first, self.follow.degree)
@@ -55,7 +59,7 @@ class Case:
 
 
 def lines(native: Native, seed: int, repeats: int) -> Iterator[Line]:
-    """A wrong result is an AssertionError before anything is timed."""
+    """Measure, a line a case. A wrong result is an AssertionError before anything is timed."""
     random = torch.Generator().manual_seed(seed)
     ours = NativeTopk(native)
     for width in WIDTHS:
@@ -69,8 +73,9 @@ def lines(native: Native, seed: int, repeats: int) -> Iterator[Line]:
 
 
 def over_catalogues(native: Native, random: torch.Generator, repeats: int, sizes: tuple[int, ...]) -> Iterator[Line]:
-    """The last two levels of catalogues of several sizes, in one beam of 512, against the smallest one."""
-    ours, smallest_s = NativeTopk(native), dict[int, float]()
+    """Measure the last two levels of catalogues of several sizes, one beam of 512, against the smallest catalogue."""
+    ours = NativeTopk(native)
+    smallest_s = dict[int, float]()
     for size in sizes:
         generator = np.random.default_rng(0)
         sids = generator.integers(0, NUM_CODES, (size, NUM_LEVELS))
@@ -79,7 +84,7 @@ def over_catalogues(native: Native, random: torch.Generator, repeats: int, sizes
         for level in (1, 2):
             states = torch.from_numpy(generator.choice(len(trie.indptr[level]) - 1, 512, replace=False))
             case = made(random, 512, 0)
-            case = Case(case.logits, case.acc, tables.follow(level, states, None), 512)
+            case = LevelStep(case.logits, case.acc, tables.follow(level, states, None), 512)
             check(ours, case)
             took_s, read_s, _ = timed(native, ours, case, repeats)
             base_s = smallest_s.setdefault(level, took_s)
@@ -87,30 +92,31 @@ def over_catalogues(native: Native, random: torch.Generator, repeats: int, sizes
             yield _line(name, took_s, f"{sizes[0]} items", base_s, 1 / CATALOGUE_WITHIN, floor_s=read_s)
 
 
-def made(random: torch.Generator, width: int, children: int) -> Case:
-    """Logits of a spread that models have; the beams are the best of a step before, in no order."""
+def made(random: torch.Generator, width: int, children: int) -> LevelStep:
+    """Draw logits of a model's spread; the beams are the best of a step before, in random order."""
     count = max(2, COLD_BYTES // (width * NUM_CODES * 4))
     logits = [torch.randn(width, NUM_CODES, generator=random) * 2 for _ in range(count)]
     before = (torch.randn(NUM_CODES, generator=random) * 2).log_softmax(0)
     acc = before.topk(width).values[torch.randperm(width, generator=random)].contiguous()
     rows = [torch.randperm(NUM_CODES, generator=random)[:children].sort().values for _ in range(width)]
     degree = torch.full((width,), children)
-    return Case(logits, acc, Continuations(torch.arange(width) * children, degree, torch.cat(rows).int()), width)
+    return LevelStep(logits, acc, Continuations(torch.arange(width) * children, degree, torch.cat(rows).int()), width)
 
 
-def check(ours: NativeTopk, case: Case) -> None:
-    """The torch path's result."""
-    got = ours.beam_topk(case.logits[0], case.acc, case.follow, case.width, "row", None, 1.0)
-    want = CPUBackend("off").beam_topk(case.logits[0], case.acc, case.follow, case.width)
+def check(ours: NativeTopk, case: LevelStep) -> None:
+    """Compare with the result of the torch ops."""
+    call = TopkCall(case.logits[0], case.acc, case.follow, case.width)
+    got = ours.beam_topk(call)
+    want = CPUBackend("off").beam_topk(call)
     assert got.score.shape == want.score.shape
     drift = float((got.score - want.score).abs().max())
     assert drift <= TOLERANCE, f"beam_topk differs by {drift:.1e}"
 
 
 def timed(
-    native: Native, ours: NativeTopk, case: Case, repeats: int, with_dense: bool = False
+    native: Native, ours: NativeTopk, case: LevelStep, repeats: int, with_dense: bool = False
 ) -> tuple[float, float, float]:
-    """Seconds of our step, of reading its logits once, and of the dense step; in turn."""
+    """Time in turn and return the seconds of our step, of reading its logits once, and of the dense step."""
     took_s = read_s = dense_s = float("inf")
     turn = cycle(case.logits)
     for _ in range(repeats):
@@ -119,8 +125,8 @@ def timed(
             read_s = min(read_s, cpu_s(lambda d=data: native.kernels.probe_read(d.data_ptr(), d.numel()), 1))  # type: ignore[misc]
         for _ in case.logits:
             data = next(turn)
-            args = data, case.acc, case.follow, case.width, "row", None, 1.0
-            took_s = min(took_s, cpu_s(lambda a=args: ours.beam_topk(*a), 1))  # type: ignore[misc]
+            call = TopkCall(data, case.acc, case.follow, case.width)
+            took_s = min(took_s, cpu_s(lambda c=call: ours.beam_topk(c), 1))  # type: ignore[misc]
         if with_dense:
             dense_s = min(dense_s, cpu_s(lambda d=data: case.dense(d), 1))  # type: ignore[misc]
     return took_s, read_s, dense_s

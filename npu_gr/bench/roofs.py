@@ -1,4 +1,4 @@
-"""What this CPU can do at most, measured in the same run as what is compared with it."""
+"""The peak rates of this CPU, measured in the same run as the kernels that are compared with them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _READ_FLOATS = 64 << 20  # 256 MiB: more than a last-level cache
 
 @dataclass(frozen=True, slots=True)
 class Roofs:
-    """Of one core."""
+    """Peak rates of one core."""
 
     read_bytes_s: float  # from memory, once, in order
     f32_flops: float
@@ -23,7 +23,7 @@ class Roofs:
 
 
 def cpu_s(run: Callable[[], object], repeats: int) -> float:
-    """The best CPU time of this thread: what a quiet machine would take."""
+    """Return the best CPU time of this thread over `repeats`: what a quiet machine would take."""
     best = float("inf")
     for _ in range(repeats):
         began_at = time.thread_time()
@@ -33,8 +33,9 @@ def cpu_s(run: Callable[[], object], repeats: int) -> float:
 
 
 def measure(native: Native) -> Roofs:
-    """Takes about a second."""
-    kernels, repeats = native.kernels, 4000
+    """Measure the roofs; takes about a second."""
+    kernels = native.kernels
+    repeats = 4000
     data = torch.zeros(_READ_FLOATS)
     read_s = cpu_s(lambda: kernels.probe_read(data.data_ptr(), len(data)), 5)
     f32_s = cpu_s(lambda: kernels.probe_fma_f32(repeats), 5)

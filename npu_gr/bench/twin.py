@@ -14,21 +14,28 @@ import numpy as np
 from rich import box
 from rich.table import Column, Table
 
-from npu_gr.bench.ascend_twin import Machine, Report, Twin, packed
+from npu_gr.bench.ascend_twin import Machine, Twin, TwinReport, packed
 from npu_gr.bench.line import Line
 
-LENGTHS, KS, KEPT = (1024, 8192, 65_536), (32, 128, 512), (1.0, 0.3, 0.05)
+LENGTHS = (1024, 8192, 65_536)
+KS = (32, 128, 512)
+KEPT = (1.0, 0.3, 0.05)
 ROWS = 4  # random ones, of which the mean is shown
 
 # Public figures. Cycle counts: the cost tests of pto-isa (start 14, 2 a repeat of Sort32, 18 after a barrier).
 # 2 a merged pair: pto-isa's top-k sample on an A3, 3.24 us a row of 1024 and core, which is 94 % vector work; three
 # merges of 1024 pairs and 32 groups explain it at 1.8 GHz. Bandwidth: 1.6 TB/s of HBM over 48 vector cores.
 CLOCK_GHZ = 1.8
-START_CYCLES, REPEAT_CYCLES, BARRIER_CYCLES = 14, 1, 18
-SORT32_GROUP_CYCLES, MERGED_PAIR_CYCLES = 2, 2
+START_CYCLES = 14
+REPEAT_CYCLES = 1
+BARRIER_CYCLES = 18
+SORT32_GROUP_CYCLES = 2
+MERGED_PAIR_CYCLES = 2
 CORE_BYTES_PER_CYCLE = 1600 / 48 / CLOCK_GHZ
 # Ours, where nothing is published: a flag or a scalar access costs as much as a barrier, a gathered element one cycle.
-FLAG_CYCLES, SCALAR_CYCLES, GATHER_CYCLES = 18, 18, 1
+FLAG_CYCLES = 18
+SCALAR_CYCLES = 18
+GATHER_CYCLES = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,9 +74,11 @@ _NAMES = (
 
 def _passes(pairs: int) -> int:
     """Merges of four until groups of 32 are one list."""
-    lists, passes = -(-pairs // 32), 0
+    lists = -(-pairs // 32)
+    passes = 0
     while lists > 1:
-        lists, passes = -(-lists // 4), passes + 1
+        lists = -(-lists // 4)
+        passes = passes + 1
     return passes
 
 
@@ -95,14 +104,16 @@ def full_sort(n: int, k: int) -> dict[str, float]:
 
 def plain_topk(n: int, k: int, tile: int) -> dict[str, float]:
     """Tile by tile: sort the tile, merge its best k with the best so far. masked_topk without its filter."""
-    tiles, padded = -(-n // tile), -(-k // 32) * 32
+    tiles = -(-n // tile)
+    padded = -(-k // 32) * 32
     a_tile = _passes(min(n, tile)) * min(n, tile) + padded + min(padded, tile)
     return _sorting(-(-n // 32), tiles * a_tile, n, k, loads=tiles * (2 + _passes(min(n, tile))))
 
 
 def lines(seed: int) -> Iterator[TwinLine]:
     """Two lines a case, one a baseline. Raises AssertionError where the kernel's answer is not a stable sort's."""
-    twin, random = Twin(), np.random.default_rng(seed)
+    twin = Twin()
+    random = np.random.default_rng(seed)
     for n in LENGTHS:
         logits = random.normal(size=(ROWS, n)).astype(np.float32)
         for kept in KEPT:
@@ -126,7 +137,7 @@ def _check(
     assert np.array_equal(index[:, : want.shape[1]], np.where(want > -np.inf, order, -1)), "masked_topk is wrong"
 
 
-def _lines_of(n: int, k: int, kept: float, report: Report) -> Iterator[TwinLine]:
+def _lines_of(n: int, k: int, kept: float, report: TwinReport) -> Iterator[TwinLine]:
     ours = {name: count / ROWS for name, count in report.total.items()}
     ours_us = modelled_us(ours)
     for name, counts in (("full sort", full_sort(n, k)), ("top-k, no filter", plain_topk(n, k, report.tile))):

@@ -25,7 +25,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from npu_gr.backend.base import Backend, Choices, Continuations, Over
+from npu_gr.backend.base import Backend
+from npu_gr.backend.calls import Choices, Continuations, Over, TopkCall
 from npu_gr.catalogue.trie import Codebooks, Trie
 from npu_gr.core.request import F32, I64
 from npu_gr.kv.beam_arena import BeamArena, fork_ancestry
@@ -226,7 +227,7 @@ def _select(backend: Backend, search: _Search, level: int, logits: Tensor) -> Ch
     base = books.vocab_base[level]
     codes = slice(base, base + books.code_count[level])
     scale = 1.0 / options.temperature
-    return backend.beam_topk(logits, search.acc, search.follow(level), options.width, "row", codes, scale)
+    return backend.beam_topk(TopkCall(logits, search.acc, search.follow(level), options.width, "row", codes, scale))
 
 
 def _select_by_codebook(decoder: Decoder, backend: Backend, search: _Search, level: int, arena: BeamArena) -> Choices:
@@ -243,4 +244,4 @@ def _select_by_codebook(decoder: Decoder, backend: Backend, search: _Search, lev
         return backend.gathered_topk(hidden, weight, search.acc, follow, options.width, scale)
     over: Over = "valid" if options.normalise == "valid" else "row"
     logits = decoder.logits(hidden, (base, base + count), arena.logits)
-    return backend.beam_topk(logits, search.acc, follow, options.width, over, None, scale)
+    return backend.beam_topk(TopkCall(logits, search.acc, follow, options.width, over, None, scale))

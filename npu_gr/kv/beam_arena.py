@@ -13,12 +13,12 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from npu_gr.backend.single_stream import InOrder
+from npu_gr.backend.single_stream import SingleStream
 
 Slab = tuple[Tensor, Tensor]
 Fork = Callable[[Tensor, Tensor, Tensor, int], None]  # the signature of `Backend.beam_fork_`
 
-_IN_TWO_PASSES: Fork = InOrder().beam_fork_
+_IN_TWO_PASSES: Fork = SingleStream().beam_fork_
 
 
 class BeamArena:

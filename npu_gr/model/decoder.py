@@ -4,7 +4,7 @@ Qwen3: RMSNorm of each query and key head, no bias. Qwen2: bias on q, k, v, no s
 queries, SwiGLU, a head of its own or the token embedding. K is kept after norm and RoPE, so a cached prefix is read
 as it is. Attention is the backend's; the prefix is *shared KV*, the few tokens a beam adds are *unshared KV*.
 
-Source: Qwen3 (arXiv:2505.09388), Qwen2 (arXiv:2407.10671); the split of `xgr.md` 2.3.
+Source: Qwen3 (arXiv:2505.09388), Qwen2 (arXiv:2407.10671); shared and unshared KV: xGR (arXiv:2512.11529).
 Invariant: a token's keys and values depend on it and the tokens before it alone, so prefill may be cut anywhere.
 """
 
@@ -12,17 +12,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Protocol
 
 import msgspec
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear, silu
+from torch.nn.functional import silu
 
-from npu_gr.backend.base import Backend, Slab, accumulator
-
-Positive = Annotated[int, msgspec.Meta(ge=1)]
-PositiveFloat = Annotated[float, msgspec.Meta(gt=0)]
+from npu_gr.backend.base import Affine, Backend, accumulator
+from npu_gr.backend.calls import BeamCall
+from npu_gr.backend.tiles import Slab
+from npu_gr.backend.torch_ops import TorchOps
+from npu_gr.core.settings import Count, Positive
 
 LayerSlabs = Callable[[int], Sequence[Slab]]  # layer -> (k, v), each [m, Hkv, D], in token order
 Sink = Callable[[int, Tensor, Tensor], None]  # layer, k and v [n, Hkv, D] of the new tokens
@@ -31,16 +31,16 @@ Sink = Callable[[int, Tensor, Tensor], None]  # layer, k and v [n, Hkv, D] of th
 class DecoderConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Everything that decides the numbers, apart from the weights."""
 
-    vocab_size: Positive
-    dim: Positive
-    num_layers: Positive
-    num_heads: Positive
-    num_kv_heads: Positive
-    head_dim: Positive  # independent of dim / num_heads
-    mlp_dim: Positive
-    max_tokens: Positive  # positions that the model was made for
-    rope_theta: PositiveFloat
-    norm_eps: PositiveFloat
+    vocab_size: Count
+    dim: Count
+    num_layers: Count
+    num_heads: Count
+    num_kv_heads: Count
+    head_dim: Count  # independent of dim / num_heads
+    mlp_dim: Count
+    max_tokens: Count  # positions that the model was made for
+    rope_theta: Positive
+    norm_eps: Positive
     qk_norm: bool  # RMSNorm of every query and key head (Qwen3)
     qkv_bias: bool  # bias on q, k, v (Qwen2)
     tied_head: bool  # the head is the token embedding
@@ -54,7 +54,7 @@ class DecoderConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class UnsharedKV:
-    """The tokens that beams have added, as one decode step reads and writes them.
+    """Keys and values of the tokens that beams have added, as one decode step reads and writes them.
 
     W = rows of the slab, at least as many as the step has rows; S = its slots.
     """
@@ -66,31 +66,43 @@ class UnsharedKV:
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class BeamStep:
-    """One request's beams in a decode step. rows = beams."""
+    """The beams of one request in a decode step; rows = beams."""
 
     tokens: Tensor  # int64 [rows], the token each beam chose last
     position: int  # its position, the same for every beam: prompt length + step
     shared: LayerSlabs  # the whole prompt
     unshared: UnsharedKV
-    split: bool = (
-        True  # two attention stages and a merge, or one stage: faster for short prompts; equal but for rounding
-    )
+    # two attention stages and a merge, or one stage, which is faster for short prompts; equal but for rounding
+    split: bool = True
 
     def attend(self, backend: Backend, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        """Put the beams' keys and values into their slot, and attend. [rows, Hq, D]."""
-        own, slab = self.unshared, self.unshared.slabs(layer)
+        """Write the beams' keys and values into their slot, then attend.
+
+        Args:
+            backend: whose attention runs.
+            layer: index.
+            q: [rows, Hq, D].
+            k, v: [rows, Hkv, D] of the step's tokens.
+            scale: factor on q k^T.
+
+        Returns:
+            [rows, Hq, D].
+        """
+        own = self.unshared
+        slab = own.slabs(layer)
         slab[0][: len(q), own.step] = k
         slab[1][: len(q), own.step] = v
         attention = backend.beam_attention if self.split else backend.beam_attention_plain
-        return attention(q, self.shared(layer), slab, own.step + 1, own.ancestry, scale)
+        return attention(BeamCall(q, self.shared(layer), slab, own.step + 1, own.ancestry, scale))
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) * weight over the last dimension, the statistics in fp32; comes out in the weight's dtype."""
+    """Compute x / rms(x) * weight over the last dimension, statistics in fp32, result in the weight's dtype."""
 
     def __init__(self, width: int, eps: float) -> None:
         super().__init__()
-        self.weight, self.eps = nn.Parameter(torch.ones(width)), eps
+        self.weight = nn.Parameter(torch.ones(width))
+        self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., width] -> [..., width]."""
@@ -100,7 +112,7 @@ class RMSNorm(nn.Module):
 
 
 def rope_angles(first: int, num_tokens: int, config: DecoderConfig, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Cos and sin [num_tokens, 1, head_dim / 2] of positions from `first`, fp32 as the models were trained."""
+    """Cos and sin [num_tokens, 1, head_dim / 2] of positions from `first`, in fp32 as the models were trained."""
     exponent = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device=device) / config.head_dim
     positions = torch.arange(first, first + num_tokens, dtype=torch.float32, device=device)
     angles = positions[:, None, None] * (1.0 / config.rope_theta**exponent)
@@ -108,37 +120,27 @@ def rope_angles(first: int, num_tokens: int, config: DecoderConfig, device: torc
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """RoPE of x [n, H, D]: pair i is (x[i], x[i + D/2]), the layout of Hugging Face checkpoints."""
+    """Apply RoPE to x [n, H, D]: pair i is (x[i], x[i + D/2]), the layout of Hugging Face checkpoints."""
     low, high = x.to(accumulator(x.dtype)).chunk(2, dim=-1)
     return torch.cat([low * cos - high * sin, high * cos + low * sin], dim=-1).to(x.dtype)
 
 
-class Affine(Protocol):
-    """Outputs first..last of a linear layer: the backend's, or torch's where gradients are wanted."""
-
-    def __call__(self, x: Tensor, layer: nn.Linear, first: int, last: int) -> Tensor:
-        """[..., last - first] of x [..., in]."""
-        ...
+_TORCH = TorchOps()  # differentiable, for training
 
 
-def _affine(x: Tensor, layer: nn.Linear, first: int, last: int) -> Tensor:
-    return linear(x, layer.weight[first:last], None if layer.bias is None else layer.bias[first:last])
-
-
-def _on(backend: Backend) -> Affine:
-    def affine(x: Tensor, layer: nn.Linear, first: int, last: int) -> Tensor:
-        return backend.affine(x, layer, first, last, False)
-
-    return affine
+def _whole(ops: Affine, x: Tensor, layer: nn.Linear) -> Tensor:
+    """All outputs [..., out] of a linear layer for x [..., in]."""
+    return ops.affine(x, layer, 0, layer.out_features, False)
 
 
 class DecoderLayer(nn.Module):
-    """One layer, attention left out: q, k, v from the rows, and the next rows from the attention output."""
+    """A layer without its attention: q, k, v from the rows, and the next rows from the attention output."""
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
         self.config = config
-        self.q_width, self.kv_width = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        self.q_width = config.num_heads * config.head_dim
+        self.kv_width = config.num_kv_heads * config.head_dim
         self.norm_in = RMSNorm(config.dim, config.norm_eps)
         self.qkv = nn.Linear(config.dim, self.q_width + 2 * self.kv_width, bias=config.qkv_bias)
         self.out = nn.Linear(self.q_width, config.dim, bias=False)
@@ -149,19 +151,21 @@ class DecoderLayer(nn.Module):
         self.gate_up = nn.Linear(config.dim, 2 * config.mlp_dim, bias=False)
         self.down = nn.Linear(config.mlp_dim, config.dim, bias=False)
 
-    def project(self, x: Tensor, cos: Tensor, sin: Tensor, affine: Affine = _affine) -> tuple[Tensor, Tensor, Tensor]:
-        """Q [n, Hq, D], K and V [n, Hkv, D] of rows x [n, dim], normed and rotated."""
-        whole = affine(self.norm_in(x), self.qkv, 0, self.qkv.out_features)
+    def project(self, x: Tensor, cos: Tensor, sin: Tensor, ops: Affine = _TORCH) -> tuple[Tensor, Tensor, Tensor]:
+        """Project rows x [n, dim] to Q [n, Hq, D], K and V [n, Hkv, D]; rotate by cos and sin [n, 1, D / 2]."""
+        whole = _whole(ops, self.norm_in(x), self.qkv)
         q, k, v = whole.split([self.q_width, self.kv_width, self.kv_width], dim=-1)
         return self._queries(q, cos, sin), self._keys(k, cos, sin), self._heads(v)
 
     def project_last(
-        self, x: Tensor, cos: Tensor, sin: Tensor, num_rows: int, affine: Affine
+        self, x: Tensor, cos: Tensor, sin: Tensor, num_rows: int, ops: Affine
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """As `project`, but Q of the last `num_rows` rows alone: all that the last layer is asked for."""
-        normed, cut, last = self.norm_in(x), self.q_width, slice(len(x) - num_rows, None)
-        q = affine(normed[last], self.qkv, 0, cut)
-        k, v = affine(normed, self.qkv, cut, self.qkv.out_features).split([self.kv_width, self.kv_width], dim=-1)
+        """Project K and V of every row, but Q of the last `num_rows` rows only: all that the last layer needs."""
+        normed = self.norm_in(x)
+        last = slice(len(x) - num_rows, None)
+        q = ops.affine(normed[last], self.qkv, 0, self.q_width, False)
+        kv = ops.affine(normed, self.qkv, self.q_width, self.qkv.out_features, False)
+        k, v = kv.split([self.kv_width, self.kv_width], dim=-1)
         return self._queries(q, cos[last], sin[last]), self._keys(k, cos, sin), self._heads(v)
 
     def _heads(self, x: Tensor) -> Tensor:
@@ -176,11 +180,11 @@ class DecoderLayer(nn.Module):
         heads = self._heads(k)
         return rotate(self.norm_k(heads) if self.config.qk_norm else heads, cos, sin)
 
-    def finish(self, x: Tensor, attention: Tensor, affine: Affine = _affine) -> Tensor:
-        """Next layer's rows from the rows x [n, dim] and the attention output [n, Hq, D]."""
-        x = x + affine(attention.flatten(-2), self.out, 0, self.out.out_features).to(x.dtype)
-        gate, up = affine(self.norm_mlp(x), self.gate_up, 0, self.gate_up.out_features).chunk(2, dim=-1)
-        mixed = affine(silu(gate) * up, self.down, 0, self.down.out_features)
+    def finish(self, x: Tensor, attention: Tensor, ops: Affine = _TORCH) -> Tensor:
+        """Compute the next layer's rows [n, dim] from the rows x [n, dim] and the attention output [n, Hq, D]."""
+        x = x + _whole(ops, attention.flatten(-2), self.out).to(x.dtype)
+        gate, up = _whole(ops, self.norm_mlp(x), self.gate_up).chunk(2, dim=-1)
+        mixed = _whole(ops, silu(gate) * up, self.down)
         return x + mixed.to(x.dtype)
 
 
@@ -198,7 +202,6 @@ class Decoder(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the weights, and of the keys and values that come out."""
         found: torch.dtype = self.embedding.weight.dtype
         return found
 
@@ -238,43 +241,44 @@ class Decoder(nn.Module):
         Returns:
             [num_rows, dim] of the last tokens, after the final norm: what `logits` takes.
         """
-        scale, affine = self.config.head_dim**-0.5, _on(backend)
+        scale = self.config.head_dim**-0.5
         cos, sin = rope_angles(start, len(tokens), self.config, tokens.device)
         x = self._embed(tokens)
         for index in range(len(self.layers)):
             layer = self._layer(index)
             if index + 1 < len(self.layers):
-                q, k, v = layer.project(x, cos, sin, affine)
+                q, k, v = layer.project(x, cos, sin, backend)
             else:
-                q, k, v = layer.project_last(x, cos, sin, num_rows, affine)
+                q, k, v = layer.project_last(x, cos, sin, num_rows, backend)
                 x = x[len(x) - num_rows :]
             before = past(index) if past else []  # read before the sink adds to it
             if sink:
                 sink(index, k, v)
-            x = layer.finish(x, backend.causal_attention(q, k, v, before, scale), affine)
+            x = layer.finish(x, backend.causal_attention(q, k, v, before, scale), backend)
         hidden: Tensor = self.norm(x)
         return hidden
 
-    def _between(self, index: int, affine: Affine) -> Callable[..., tuple[Tensor, ...]]:
-        """What a decode step does from the attention of layer index - 1 to that of layer `index`."""
+    def _between(self, index: int, ops: Affine) -> Callable[..., tuple[Tensor, ...]]:
+        """Make the work of a decode step between the attention of layer index - 1 and that of layer `index`."""
 
         def work(x: Tensor, cos: Tensor, sin: Tensor, attention: Tensor | None = None) -> tuple[Tensor, ...]:
             if attention is not None:
-                x = self._layer(index - 1).finish(x, attention, affine)
+                x = self._layer(index - 1).finish(x, attention, ops)
             if index == len(self.layers):
                 return (x,)
-            return x, *self._layer(index).project(x, cos, sin, affine)
+            return x, *self._layer(index).project(x, cos, sin, ops)
 
         return work
 
     @torch.inference_mode()
     def decode(self, backend: Backend, steps: Sequence[BeamStep]) -> Tensor:
-        """One step of all beams of some requests; writes their keys and values into their slots.
+        """Run one step of all beams of some requests; write their keys and values into their slots.
 
         Returns:
             [rows of all steps, dim] after the final norm, step after step: what `logits` takes.
         """
-        scale, affine, device = self.config.head_dim**-0.5, _on(backend), steps[0].tokens.device
+        scale = self.config.head_dim**-0.5
+        device = steps[0].tokens.device
         counts = [len(step.tokens) for step in steps]
         angles = [rope_angles(step.position, 1, self.config, device) for step in steps]
         cos, sin = (
@@ -283,11 +287,11 @@ class Decoder(nn.Module):
         )
         rows = [self._embed(torch.cat([step.tokens for step in steps])), cos, sin]
         for index in range(len(self.layers)):
-            x, q, k, v = backend.row_wise(self, index, self._between(index, affine), rows)
+            x, q, k, v = backend.row_wise(self, index, self._between(index, backend), rows)
             own = zip(steps, q.split(counts), k.split(counts), v.split(counts), strict=True)
             parts = [step.attend(backend, index, own_q, own_k, own_v, scale) for step, own_q, own_k, own_v in own]
             rows = [x, cos, sin, torch.cat(parts) if len(parts) > 1 else parts[0]]
-        (x,) = backend.row_wise(self, len(self.layers), self._between(len(self.layers), affine), rows)
+        (x,) = backend.row_wise(self, len(self.layers), self._between(len(self.layers), backend), rows)
         hidden: Tensor = self.norm(x)
         return hidden
 

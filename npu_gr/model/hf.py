@@ -22,9 +22,12 @@ from torch import Tensor
 from npu_gr.core.errors import CheckpointError
 from npu_gr.model.decoder import Decoder, DecoderConfig
 
-WEIGHTS, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+CONFIG = "config.json"
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # of tensors in the files
-EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+EMBEDDING = "model.embed_tokens.weight"
+HEAD = "lm_head.weight"
 ARCHITECTURES = {"qwen3": "Qwen3ForCausalLM", "qwen2": "Qwen2ForCausalLM"}
 MOE_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_intermediate_size")
 
@@ -225,14 +228,18 @@ def save(model: Decoder, folder: Path) -> None:
 
 def tensor_places(model: Decoder) -> dict[str, Tensor]:
     """Name in the checkpoint -> the part of our parameter that it fills; q, k, v and gate, up are joined here."""
-    config, state = model.config, model.state_dict()
-    q_width, kv_width = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    config = model.config
+    state = model.state_dict()
+    q_width = config.num_heads * config.head_dim
+    kv_width = config.num_kv_heads * config.head_dim
     places = {EMBEDDING: state["embedding.weight"], "model.norm.weight": state["norm.weight"]}
     if not config.tied_head:
         places[HEAD] = state["head.weight"]
     for layer in range(config.num_layers):
-        ours, theirs = f"layers.{layer}.", f"model.layers.{layer}."
-        attention, mlp = theirs + "self_attn.", theirs + "mlp."
+        ours = f"layers.{layer}."
+        theirs = f"model.layers.{layer}."
+        attention = theirs + "self_attn."
+        mlp = theirs + "mlp."
         for kind in ("weight", "bias") if config.qkv_bias else ("weight",):
             parts = state[ours + "qkv." + kind].split([q_width, kv_width, kv_width])
             places.update({f"{attention}{name}_proj.{kind}": part for name, part in zip("qkv", parts, strict=True)})

@@ -7,7 +7,7 @@ inference one without a past, so cold and cached scores come from the same lines
 Token of a behaviour = item + its side features + action. A candidate has no action yet: it carries a learned
 "shown" embedding instead. Order [history | candidates]; a candidate's position is the length of the history.
 
-Source: HSTU and M-FALCON, arXiv:2402.17152; exactness rules of `relaygr.md` 3.1.
+Source: HSTU and M-FALCON, arXiv:2402.17152; exactness rules E1 to E9 of `docs/exactness.md`.
 Invariants: history rows never depend on candidates or on later history; candidates never see each other.
 """
 
@@ -15,26 +15,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import silu
 
-from npu_gr.backend.base import TIME_BUCKETS, Backend, BiasTables, Slab
-from npu_gr.backend.tiles import Tiles
+from npu_gr.backend.base import TIME_BUCKETS, Affine, Backend
+from npu_gr.backend.calls import BiasTables, HstuCall
+from npu_gr.backend.tiles import Slab, Tiles
 from npu_gr.backend.torch_ops import TorchOps
 from npu_gr.model.config import HSTUConfig
 
 EPS = 1e-6
-
-
-class Affine(Protocol):
-    """The part of a backend that a layer's own code needs."""
-
-    def affine(self, x: Tensor, layer: nn.Linear, first: int, last: int, is_silu: bool) -> Tensor:
-        """See `Backend.affine`."""
-        ...
 
 
 _TORCH = TorchOps()  # differentiable, for training
@@ -49,18 +41,17 @@ class Past:
 
     @property
     def num_tokens(self) -> int:
-        """How many tokens are cached."""
         return len(self.times)
 
 
-# Layer, k [n, H, Dq], v [n, H, Dv] of the new history rows -> all of the history as it is kept now, for the attention
-# to read there; None: it reads the rows themselves.
+# (layer, k [n, H, Dq], v [n, H, Dv] of the new history rows) -> slabs of the whole history as it is now stored, which
+# the attention then reads; None = the attention reads the rows themselves.
 Sink = Callable[[int, Tensor, Tensor], Sequence[Slab | Tiles] | None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Segment:
-    """One request's rows. All tensors on the model's device."""
+    """The rows of one request. All tensors are on the model's device."""
 
     items: Tensor  # int64 [n] item rows of the new history tokens
     actions: Tensor  # int64 [n]
@@ -77,12 +68,13 @@ class Segment:
 
 
 class HSTULayer(nn.Module):
-    """One layer: U, V, Q, K from the normed input, attention outside, gated output and residual."""
+    """A layer without its attention: U, V, Q, K from the normed input; gated output and residual."""
 
     def __init__(self, config: HSTUConfig) -> None:
         super().__init__()
         self.config = config
-        self.uv_width, self.qk_width = config.num_heads * config.v_dim, config.num_heads * config.qk_dim
+        self.uv_width = config.num_heads * config.v_dim
+        self.qk_width = config.num_heads * config.qk_dim
         self.widths = [self.uv_width, self.uv_width, self.qk_width, self.qk_width]  # U, V, Q, K
         self.uvqk = nn.Linear(config.dim, sum(self.widths))
         joined = 3 if config.residual == "concat" else 1
@@ -103,7 +95,7 @@ class HSTULayer(nn.Module):
         return x.view(*x.shape[:-1], self.config.num_heads, width)
 
     def project(self, x: Tensor, ops: Affine = _TORCH) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """U [..., H*Dv], V [..., H, Dv], Q and K [..., H, Dq] of rows x [..., dim]."""
+        """Project rows x [..., dim] to U [..., H*Dv], V [..., H, Dv], Q and K [..., H, Dq]."""
         mixed = ops.affine(self.norm_in(x), self.uvqk, 0, sum(self.widths), self.config.activation == "uvqk")
         u, v, q, k = torch.split(mixed, self.widths, dim=-1)
         if self.config.activation == "u":
@@ -116,15 +108,24 @@ class HSTULayer(nn.Module):
         )
 
     def project_kv(self, x: Tensor, ops: Affine = _TORCH) -> Slab:
-        """K and V alone: all that the last layer's history rows are asked for."""
-        normed, is_silu = self.norm_in(x), self.config.activation == "uvqk"
-        uv, qk = self.uv_width, self.qk_width
+        """Project K and V only: all that the last layer needs of history rows."""
+        normed = self.norm_in(x)
+        is_silu = self.config.activation == "uvqk"
+        uv = self.uv_width
+        qk = self.qk_width
         v = ops.affine(normed, self.uvqk, uv, 2 * uv, is_silu)
         k = ops.affine(normed, self.uvqk, 2 * uv + qk, 2 * (uv + qk), is_silu)
         return self.heads(k, self.config.qk_dim), self.heads(v, self.config.v_dim)
 
     def finish(self, x: Tensor, u: Tensor, attention: Tensor, ops: Affine = _TORCH) -> Tensor:
-        """Next layer's rows from the rows x, their gate u and the scaled attention output [..., H, Dv]."""
+        """Compute the next layer's rows.
+
+        Args:
+            x: rows [..., dim].
+            u: their gate [..., H*Dv].
+            attention: scaled attention output [..., H, Dv].
+            ops: computes the linear layer.
+        """
         wide = attention.to(x.dtype)
         if self.config.norm == "group":
             normed = self.norm_attention(wide).flatten(-2)
@@ -182,7 +183,6 @@ class HSTU(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the matrix products, and of the keys and values that come out."""
         found: torch.dtype = self.item.weight.dtype
         return found
 
@@ -224,11 +224,9 @@ class HSTU(nn.Module):
 
     def _positions(self, segment: Segment) -> Tensor:
         """Learned position of each row: counted from the start, or (an E2 breaker) from the end."""
-        past, new, c = (
-            segment.past.num_tokens if segment.past else 0,
-            len(segment.items),
-            len(segment.candidates),
-        )
+        past = segment.past.num_tokens if segment.past else 0
+        new = len(segment.items)
+        c = len(segment.candidates)
         index = torch.arange(past, past + new + 1, device=segment.items.device)
         if self.config.positions == "reverse":
             index = past + new - index
@@ -258,17 +256,20 @@ class HSTU(nn.Module):
                 n = len(s.items)
                 scale = self.attention_scale(len(at))
                 past = s.past.slabs(index) if s.past else []
-                history, own = slice(start, start + n), slice(start + n, start + s.num_rows)
+                history = slice(start, start + n)
+                own = slice(start + n, start + s.num_rows)
                 new = k[history], v[history]
                 kept = s.sink(index, *new) if s.sink else None
                 if kept is not None:
-                    past, new = kept, (k[:0], v[:0])
+                    past = kept
+                    new = (k[:0], v[:0])
                 if n:
-                    out = backend.hstu_causal(q[history], *new, past, at, layer.bias, alpha)
+                    out = backend.hstu_causal(HstuCall(q[history], *new, past, at, layer.bias, alpha))
                     attention[history] = out.mul_(scale)
                 if len(s.candidates):
                     slabs = [*past, new] if len(new[0]) else past
-                    out = backend.hstu_targets(q[own], k[own], v[own], slabs, at, s.candidate_time, layer.bias, alpha)
+                    call = HstuCall(q[own], k[own], v[own], slabs, at, layer.bias, alpha, s.candidate_time)
+                    out = backend.hstu_targets(call)
                     attention[own] = out.mul_(scale)
             x = layer.finish(x, u, attention, backend)
         return self._last_layer(backend, x, bounds, times, alpha)
@@ -281,8 +282,9 @@ class HSTU(nn.Module):
         times: Sequence[Tensor],
         alpha: float,
     ) -> list[Tensor]:
-        """The last layer and the head: history rows give their keys and values and are done."""
-        index, layer = len(self.layers) - 1, self.layers[-1]
+        """Run the last layer and the head; of history rows only the keys and values are computed."""
+        index = len(self.layers) - 1
+        layer = self.layers[-1]
         assert isinstance(layer, HSTULayer)
         logits = []
         for (s, start), at in zip(bounds, times, strict=True):
@@ -295,7 +297,7 @@ class HSTU(nn.Module):
             own = x[start + n : start + s.num_rows]
             if len(own):
                 u, v, q, k = layer.project(own, backend)
-                out = backend.hstu_targets(q, k, v, slabs, at, s.candidate_time, layer.bias, alpha)
+                out = backend.hstu_targets(HstuCall(q, k, v, slabs, at, layer.bias, alpha, s.candidate_time))
                 own = layer.finish(own, u, out.mul_(self.attention_scale(len(at))), backend)
             logits.append(self.task_logits(own))
         return logits

@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 
 from npu_gr.core.errors import CheckpointError
 from npu_gr.core.request import I64
-from npu_gr.model.config import HSTUConfig
+from npu_gr.model.config import HSTUConfig, take_pinned, write_keys
 from npu_gr.model.hstu import HSTU
 
 ITEM_IDS = "catalog.item_ids"
@@ -47,28 +47,31 @@ class _Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 def save(checkpoint: Checkpoint, folder: Path) -> str:
-    """Write the checkpoint; the version it got.
+    """Write the checkpoint.
+
+    Returns:
+        Its version, the digest of the weights.
 
     Raises:
         CheckpointError: the folder cannot be written.
     """
     tensors = {name: tensor.detach().contiguous().cpu() for name, tensor in checkpoint.model.state_dict().items()}
     tensors[ITEM_IDS] = torch.from_numpy(checkpoint.item_ids)
-    weights, manifest = folder / "model.safetensors", folder / "config.json"
+    weights = folder / "model.safetensors"
+    manifest = folder / "config.json"
     try:
         folder.mkdir(parents=True, exist_ok=True)
         save_file(tensors, weights.with_suffix(".tmp"))
         version = digest(weights.with_suffix(".tmp"))
-        text = msgspec.json.encode(
-            _Manifest(
-                format=1,
-                name=checkpoint.name,
-                version=version,
-                model=checkpoint.model.config,
-                action_values=checkpoint.action_values,
-                metrics=checkpoint.metrics,
-            )
+        about = _Manifest(
+            format=1,
+            name=checkpoint.name,
+            version=version,
+            model=checkpoint.model.config,
+            action_values=checkpoint.action_values,
+            metrics=checkpoint.metrics,
         )
+        text = msgspec.json.encode(msgspec.to_builtins(about) | {"model": write_keys(about.model)})
         manifest.with_suffix(".tmp").write_bytes(msgspec.json.format(text, indent=2) + b"\n")
         os.replace(weights.with_suffix(".tmp"), weights)
         os.replace(manifest.with_suffix(".tmp"), manifest)
@@ -83,15 +86,16 @@ def load(folder: Path) -> Checkpoint:
     Raises:
         CheckpointError: a file is missing or corrupt, or the weights do not fit the configuration.
     """
-    weights, manifest = folder / "model.safetensors", folder / "config.json"
+    weights = folder / "model.safetensors"
+    manifest = folder / "config.json"
     try:
-        about = msgspec.json.decode(manifest.read_bytes(), type=_Manifest)
+        about = _read_manifest(manifest)
         if digest(weights) != about.version:
             raise CheckpointError(f"checkpoint {folder}: model.safetensors is not the one that config.json names")
         tensors: dict[str, Any] = load_file(weights)
     except OSError as error:
         raise CheckpointError(f"checkpoint {folder}: {error.strerror}: {error.filename}") from error
-    except (msgspec.MsgspecError, SafetensorError) as error:
+    except (msgspec.MsgspecError, SafetensorError, ValueError) as error:
         raise CheckpointError(f"checkpoint {folder}: {error}") from error
     item_ids = tensors.pop(ITEM_IDS, None)
     model = HSTU(about.model)
@@ -114,8 +118,21 @@ def load(folder: Path) -> Checkpoint:
     )
 
 
+def _read_manifest(path: Path) -> _Manifest:
+    """Decode config.json without its pinned keys, which are checked.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: (msgspec's errors are such) it is not what a checkpoint has, or a pinned key has another value.
+    """
+    keys = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+    if isinstance(model := keys.get("model"), dict):
+        keys["model"] = take_pinned(model)
+    return msgspec.convert(keys, _Manifest)
+
+
 def digest(path: Path) -> str:
-    """16 hex digits (xxh3-64) over a file."""
+    """Return 16 hex digits (xxh3-64) over a file."""
     state = xxhash.xxh3_64()
     with path.open("rb") as file:
         while block := file.read(1 << 22):

@@ -1,7 +1,7 @@
-"""A device's acceptance: whole ranks and generates equal the CPU's, then how long they take. Random weights, no files.
+"""Accept a device: whole ranks and generates must equal the CPU's; then time them. Random weights, no files.
 
-What `doctor` does for single ops, this does for requests, prefix KV in both tiers included. `npu-gr doctor --backend
-NAME --acceptance` runs both; nothing of it needs a checkpoint, a catalogue or a network.
+`doctor` compares single ops, this module compares requests, prefix KV in both tiers included. `npu-gr doctor --backend
+NAME --acceptance` runs both; neither needs a checkpoint, a catalogue or a network.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from npu_gr.backend.base import Backend
+from npu_gr.backend.checks import Finding, FindingState
 from npu_gr.backend.choose import BackendName, choose
 from npu_gr.backend.cpu.backend import CPUBackend
 from npu_gr.catalogue.build import build_trie
@@ -32,7 +33,6 @@ from npu_gr.kv.layout import KVLayout, PageRun
 from npu_gr.model.config import HSTUConfig
 from npu_gr.model.decoder import Decoder, DecoderConfig
 from npu_gr.model.hstu import HSTU
-from npu_gr.tools.doctor import Check, State
 
 TOLERANCE = 1e-3  # of the logits' standard deviation; of a log-probability in nats
 CODES = (64, 64, 64)
@@ -64,21 +64,23 @@ DECODER = DecoderConfig(
 )
 
 
-class Latency(NamedTuple):
-    """Of one shape, from the host's call to the result in host memory."""
+class ShapeLatency(NamedTuple):
+    """Latency of a shape, from the host's call to the result in host memory."""
 
     name: str
     p50_ms: float
     p90_ms: float
 
 
-class Rig:
+class AcceptanceRig:
     """A ranker and a generator over one backend, without a scheduler: the calls of a device thread, made here."""
 
     def __init__(self, backend: Backend) -> None:
         torch.manual_seed(0)
-        self.backend, device = backend, backend.device
-        self.ranker, decoder = HSTU(RANKER), Decoder(DECODER)
+        self.backend = backend
+        device = backend.device
+        self.ranker = HSTU(RANKER)
+        decoder = Decoder(DECODER)
         with torch.no_grad():
             for module in (self.ranker, decoder):
                 for parameter in module.parameters():
@@ -102,8 +104,19 @@ class Rig:
         self.prompts = KVArena(layout_of(decoder), 40, device)
 
     def rank(self, num_tokens: int, num_candidates: int, cached_tokens: int = 0, tier: str = "hbm") -> F32:
-        """[c, tasks] logits; the first `cached_tokens` from pages, which went through the tier."""
-        history, candidates = _history(num_tokens), np.arange(num_candidates, dtype=np.int64)
+        """Rank once.
+
+        Args:
+            num_tokens: length of the history.
+            num_candidates: c.
+            cached_tokens: how many of the first tokens are read from pages; 0 = none.
+            tier: "hbm", or "dram" to send the pages through the host first.
+
+        Returns:
+            [c, tasks] logits.
+        """
+        history = _history(num_tokens)
+        candidates = np.arange(num_candidates, dtype=np.int64)
         cached = None
         if cached_tokens:
             runs = (PageRun(0, self.pages.layout.pages(cached_tokens)),)
@@ -117,7 +130,7 @@ class Rig:
         return self.engine.forward([RankPass(history, 0, candidates, 10**9, cached)])[0]
 
     def generate(self, num_items: int, width: int) -> GeneratedItems:
-        """A search after a history of so many items."""
+        """Search after a history of `num_items` items."""
         history = np.random.default_rng(1).integers(0, 5000, num_items)
         tokens = make_prompt(self.trie, history, DECODER.max_tokens - 2).tokens
         part = PromptKV(self.prompts, (PageRun(0, self.prompts.num_pages),), len(tokens))
@@ -133,37 +146,43 @@ def _history(num_tokens: int) -> Tokens:
     return Tokens(events, items, HistoryReport(fingerprint="", num_tokens=num_tokens))
 
 
-def accept(name: BackendName) -> list[Check]:
-    """Requests on the backend against the same on the CPU's plain torch ops."""
-    ours, cpu = Rig(choose(name)), Rig(CPUBackend("off"))
-    with ours.backend.stream():  # as a device thread has one: on the default stream nothing is captured
+def accept(name: BackendName) -> list[Finding]:
+    """Compare requests on the backend with the same requests on the CPU's plain torch ops."""
+    ours = AcceptanceRig(choose(name))
+    cpu = AcceptanceRig(CPUBackend("off"))
+    with ours.backend.stream():  # a device thread has its own stream; on the default stream no graph is captured
         return _compared(ours, cpu)
 
 
-def _compared(ours: Rig, cpu: Rig) -> list[Check]:
+def _compared(ours: AcceptanceRig, cpu: AcceptanceRig) -> list[Finding]:
     want = cpu.rank(300, 50)
-    checks = []
+    findings = []
     for what, cached_tokens, tier in (("cold", 0, ""), ("from HBM", 250, "hbm"), ("from DRAM", 250, "dram")):
         drift = float(np.abs(ours.rank(300, 50, cached_tokens, tier) - want).max() / want.std())
-        checks.append(_check(f"rank {what}", drift, "of the logits' spread"))
+        findings.append(_check(f"rank {what}", drift, "of the logits' spread"))
     for num_items, width in ((40, 16), (100, 128)):  # one attention stage, and two
         want_items = cpu.generate(num_items, width)
         try:
             difference = _distance(ours.generate(num_items, width), want_items)
-        except FloatingPointError:  # how a search ends whose logits are no numbers
+        except FloatingPointError:  # a search ends so when its logits are not numbers
             difference = float("inf")
-        checks.append(_check(f"generate, {width} beams", difference, "nats"))
-    return checks
+        findings.append(_check(f"generate, {width} beams", difference, "nats"))
+    return findings
 
 
-def _check(name: str, difference: float, unit: str) -> Check:
+def _check(name: str, difference: float, unit: str) -> Finding:
     is_ok = difference <= TOLERANCE
     remedy = "" if is_ok else "do not serve with this backend: report this line"
-    return Check(name, State.OK if is_ok else State.BROKEN, f"differs from the CPU by {difference:.1e} {unit}", remedy)
+    return Finding(
+        name,
+        FindingState.OK if is_ok else FindingState.BROKEN,
+        f"differs from the CPU by {difference:.1e} {unit}",
+        remedy,
+    )
 
 
 def _distance(got: GeneratedItems, want: GeneratedItems) -> float:
-    """Largest difference of an item's score; items that only one found count as far as they are above its last."""
+    """Return the largest difference of a score; an item that one search missed is compared with that search's last."""
     if len(got.scores) != len(want.scores):
         return float("inf")
     scores = [dict(zip(one.item_ids.tolist(), one.scores.tolist(), strict=True)) for one in (got, want)]
@@ -174,9 +193,9 @@ def _distance(got: GeneratedItems, want: GeneratedItems) -> float:
     )
 
 
-def latencies(name: BackendName, runs: int = 20) -> list[Latency]:
-    """Host-side times of a few shapes; the first runs, which capture and compile, are not counted."""
-    rig = Rig(choose(name))
+def latencies(name: BackendName, runs: int = 20) -> list[ShapeLatency]:
+    """Time a few shapes on the host; the first runs, which capture and compile, are not counted."""
+    rig = AcceptanceRig(choose(name))
     cases: dict[str, Callable[[], object]] = {}
     for num_tokens in (512, 2048):
         cases[f"rank {num_tokens} tokens, 100 items"] = lambda n=num_tokens: rig.rank(n, 100)  # type: ignore[misc]
@@ -186,11 +205,11 @@ def latencies(name: BackendName, runs: int = 20) -> list[Latency]:
         return [_timed(case, run, runs) for case, run in cases.items()]
 
 
-def _timed(name: str, run: Callable[[], object], runs: int) -> Latency:
+def _timed(name: str, run: Callable[[], object], runs: int) -> ShapeLatency:
     taken_ms = []
     for _ in range(runs + 3):
         began_at = time.perf_counter()
         run()
         taken_ms.append((time.perf_counter() - began_at) * 1e3)
     deciles = statistics.quantiles(taken_ms[3:], n=10)
-    return Latency(name, deciles[4], deciles[8])
+    return ShapeLatency(name, deciles[4], deciles[8])

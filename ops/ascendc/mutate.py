@@ -63,8 +63,8 @@ class Rule(NamedTuple):
 
 
 RULES = (
-    Rule("no barrier", r"\bVectorDone\(\);", lambda m, n: f"if (!ON({n})) {m[0]}"),
-    Rule("no flag", r"\bSync<[\w:]+>\(\*pipe_?\);", lambda m, n: f"if (!ON({n})) {m[0]}"),
+    Rule("no barrier", r"\bvector_done\(\);", lambda m, n: f"if (!ON({n})) {m[0]}"),
+    Rule("no flag", r"\bsync<[\w:]+>\(\*pipe_?\);", lambda m, n: f"if (!ON({n})) {m[0]}"),
     Rule("no free", r"[\w.]+\.FreeTensor\(\w+\)", lambda m, n: f"(ON({n}) ? (void)0 : {m[0]})"),
     Rule("below: or equal", r" < ", lambda m, n: f" < mutants::Op<0>{{{n}}} > "),
     Rule("above: or equal", r" > ", lambda m, n: f" < mutants::Op<1>{{{n}}} > "),
@@ -72,13 +72,13 @@ RULES = (
     Rule("minus: plus", r" - ", lambda m, n: f" + mutants::Op<3>{{{n}}} + "),
     Rule(
         "no rounding up",
-        r"\bUp\(([^,()]+(?:\([^()]*\))?[^,()]*), [\w ]+\)",
+        r"\bround_up\(([^,()]+(?:\([^()]*\))?[^,()]*), [\w ]+\)",
         lambda m, n: f"(ON({n}) ? uint32_t({m[1]}) : {m[0]})",
     ),
-    Rule("no limit", r"\bMin\(([^,()]+), ([^()]+)\)", lambda m, n: f"(ON({n}) ? ({m[2]}) : {m[0]})"),
+    Rule("no limit", r"\bmin_of\(([^,()]+), ([^()]+)\)", lambda m, n: f"(ON({n}) ? ({m[2]}) : {m[0]})"),
     Rule("other compare", r"AscendC::CMPMODE::GT", lambda m, n: f"(ON({n}) ? AscendC::CMPMODE::GE : {m[0]})"),
     Rule("other compare", r"AscendC::CMPMODE::GE", lambda m, n: f"(ON({n}) ? AscendC::CMPMODE::GT : {m[0]})"),
-    Rule("another infinity", r"\bNEG_INF\b", lambda m, n: f"(ON({n}) ? 0.0f : NEG_INF)"),
+    Rule("another infinity", r"\bkNegInf\b", lambda m, n: f"(ON({n}) ? 0.0f : kNegInf)"),
     Rule("-1: 0", r"int32_t\(-1\)", lambda m, n: f"int32_t(ON({n}) ? 0 : -1)"),
     Rule("next row", r"uint64_t\((row|request|group|list|first)\)", lambda m, n: f"({m[0]} + uint64_t(ON({n})))"),
     Rule("opposite", r"\bif \((?=[^;{]*[;{]?$)", lambda m, n: f"if (ON({n}) != bool("),
@@ -113,7 +113,7 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
     (
         "kernels/best_pairs.h",
         "below: or equal",
-        "for (uint32_t i = 0; i * run < count; ++i) lengths[i] = uint16_t(Min(run, count - i * run));",
+        "for (uint32_t i = 0; i * run < count; ++i) lengths[i] = uint16_t(min_of(run, count - i * run));",
     ): "a list more, of length 0, in a place that is not read",
     (
         "kernels/best_pairs.h",
@@ -138,12 +138,12 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
     (
         "kernels/masked_topk.h",
         "above: or equal",
-        "pairs_.SetGlobalBuffer((__gm__ float*)workspace, s_.splits > 1 ? padded * 2 * s_.splits * s_.rows : 0);",
+        "pairs_.SetGlobalBuffer((__gm__ float *)workspace, s_.splits > 1 ? padded * 2 * s_.splits * s_.rows : 0);",
     ): "the size of a buffer that is not used",
     (
         "kernels/masked_topk.h",
         "no rounding up",
-        "pipe_->InitBuffer(raws_, 2, s_.tile * sizeof(T)), pipe_->InitBuffer(masks_, 2, Up(s_.tile / 8, 256));",
+        "pipe_->InitBuffer(masks_, 2, round_up(s_.tile / 8, 256));",
     ): "room that the plan leaves to spare",
     (
         "kernels/csr_gather_topk.h",
@@ -163,12 +163,12 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
     (
         "kernels/csr_gather_topk.h",
         "below: or equal",
-        "if (from < to && norm_[i] > NEG_INF && acc_[i] > NEG_INF) Row(begin + i, i, from, to);",
+        "if (from < to && norm_[i] > kNegInf && acc_[i] > kNegInf) add_row(begin + i, i, from, to);",
     ): "a row is moved for nothing",
     (
         "kernels/csr_gather_topk.h",
         "above: or equal",
-        "if (from < to && norm_[i] > NEG_INF && acc_[i] > NEG_INF) Row(begin + i, i, from, to);",
+        "if (from < to && norm_[i] > kNegInf && acc_[i] > kNegInf) add_row(begin + i, i, from, to);",
     ): "of acc: a score of -inf is not chosen; that of norm falls",
     (
         "kernels/csr_gather_topk.h",
@@ -188,12 +188,12 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
     (
         "kernels/csr_gather_topk.h",
         "minus: plus",
-        "uint32_t words = Up(s_.k, 32) * 2, held = (s_.rows + s_.groups - 1) / s_.groups;",
+        "uint32_t words = round_up(s_.k, 32) * 2, held = (s_.rows + s_.groups - 1) / s_.groups;",
     ): "a buffer with room to spare",
     (
         "kernels/csr_gather_topk.h",
         "another infinity",
-        "float peak = NEG_INF, sum = 0.0f;",
+        "float peak = kNegInf, sum = 0.0f;",
     ): "of a row without children, whose sum of 0 has the logarithm -inf",
     (
         "kernels/beam_merge.h",
@@ -203,17 +203,18 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
     (
         "kernels/beam_merge.h",
         "below: or equal",
-        "bool full = !(best_.Worst() < worst);",
+        "bool full = !(best_.worst() < worst);",
     ): "ties come in too late and lose in the merge: slower",
     (
         "kernels/beam_merge.h",
         "other compare",
-        "best_.Offer(x, index, int32_t(beam << shift_), count, worst, full ? AscendC::CMPMODE::GT : AscendC::CMPMODE::GE);",
+        "best_.offer(x, index, int32_t(beam << shift_), count, worst, "
+        "full ? AscendC::CMPMODE::GT : AscendC::CMPMODE::GE);",
     ): "GE for GT: ties come in too late and lose in the merge; GT for GE falls",
     (
         "kernels/beam_merge.h",
         "above: or equal",
-        "float floor = best_.Worst() > LOWEST ? best_.Worst() : LOWEST;",
+        "float floor = best_.worst() > kLowest ? best_.worst() : kLowest;",
     ): "both are the same number",
     (
         "kernels/kv.h",
@@ -223,7 +224,7 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
     (
         "kernels/kv.h",
         "above: or equal",
-        "first_ = Min(first_, parent), last_ = parent + 1 > last_ ? parent + 1 : last_;",
+        "last_ = parent + 1 > last_ ? parent + 1 : last_;",
     ): "both are the same number",
 }
 

@@ -8,20 +8,20 @@
 
 namespace npu_gr {
 
-constexpr uint32_t MAX_K = 2048;         // pairs kept; two lists of them must fit beside a tile
-constexpr uint32_t MIN_TILE = 256;       // elements; any less and Compares would see part of a repeat
-constexpr uint32_t MAX_TILE = 4096;      // a tile is sorted as one list in the end, of 4095 pairs at most in a merge
-constexpr uint32_t MAX_ROWS = 2048;      // beams of one request
-constexpr uint32_t MAX_BLOCKS = 4095;    // of one data movement
-constexpr uint32_t MAX_PAIRS = 1u << 31; // row and position share one 32-bit index, whose sign means "none"
+constexpr uint32_t kMaxK = 2048;          // pairs kept; two lists of them must fit beside a tile
+constexpr uint32_t kMinTile = 256;        // elements; any less and Compares would see part of a repeat
+constexpr uint32_t kMaxTile = 4096;       // a tile is sorted as one list in the end, of 4095 pairs at most in a merge
+constexpr uint32_t kMaxRows = 2048;       // beams of one request
+constexpr uint32_t kMaxBlocks = 4095;     // of one data movement
+constexpr uint32_t kMaxPairs = 1u << 31;  // row and position share one 32-bit index, whose sign means "none"
 
 constexpr uint64_t up(uint64_t value, uint64_t to) { return (value + to - 1) / to * to; }
 constexpr uint32_t ceil_div(uint32_t a, uint32_t b) { return a / b + (a % b != 0); }
 
 // What a machine has; asked of the platform, never a constant.
 struct Device {
-    uint32_t cores;     // vector cores
-    uint32_t ub_bytes;  // of one core, what Select keeps for itself taken off
+  uint32_t cores;     // vector cores
+  uint32_t ub_bytes;  // of one core, what Select keeps for itself taken off
 };
 
 enum class Dtype : uint32_t { F32, F16, BF16 };
@@ -30,171 +30,185 @@ constexpr uint32_t bytes_of(Dtype dtype) { return dtype == Dtype::F32 ? 4 : 2; }
 // ---- the best k pairs of a stream of tiles: kernels/best_pairs.h
 constexpr uint32_t padded_k(uint32_t k) { return uint32_t(up(k, 32)); }
 constexpr uint64_t best_pairs_bytes(uint32_t tile, uint32_t k) {
-    return up(tile / 8, 256)            // bits of the filter
-           + 2 * 4ull * tile            // survivors: scores, indices
-           + 2 * 8ull * tile            // their pairs, sorted in turns
-           + 2 * 16ull * padded_k(k);   // best and spare, with room for a whole merge
+  return up(tile / 8, 256)           // bits of the filter
+         + 2 * 4ull * tile           // survivors: scores, indices
+         + 2 * 8ull * tile           // their pairs, sorted in turns
+         + 2 * 16ull * padded_k(k);  // best and spare, with room for a whole merge
 }
 
 struct Refusal {
-    const char* reason = nullptr;  // nullptr: there is a plan
+  const char *reason = nullptr;  // nullptr: there is a plan
 };
+
+// The plan that there is not, and why.
+template <typename Plan>
+Plan refused(Plan plan, const char *reason) {
+  plan.reason = reason;
+  return plan;
+}
 
 constexpr uint32_t smaller(uint32_t a, uint32_t b) { return a < b ? a : b; }
 constexpr uint32_t larger(uint32_t a, uint32_t b) { return a > b ? a : b; }
 
 // Largest tile whose buffers fit, or 0. `bytes(tile)` of one core.
-template <typename Bytes> uint32_t largest_tile(uint32_t ub_bytes, uint32_t wanted, Bytes bytes) {
-    uint32_t tile = MAX_TILE / 2;  // 2048: 4096 gains little and leaves no room for k
-    while (tile > MIN_TILE && tile / 2 >= wanted) tile /= 2;
-    while (tile >= MIN_TILE && bytes(tile) > ub_bytes) tile /= 2;
-    return tile < MIN_TILE ? 0 : tile;
+template <typename Bytes>
+uint32_t largest_tile(uint32_t ub_bytes, uint32_t wanted, Bytes bytes) {
+  uint32_t tile = kMaxTile / 2;  // 2048: 4096 gains little and leaves no room for k
+  while (tile > kMinTile && tile / 2 >= wanted) tile /= 2;
+  while (tile >= kMinTile && bytes(tile) > ub_bytes) tile /= 2;
+  return tile < kMinTile ? 0 : tile;
 }
 
 // Cores that share one list: the time of a part falls with their number, that of the merge of their results grows.
 inline uint32_t parts_for(uint64_t work_cycles, uint32_t k, uint32_t most) {
-    uint64_t merge_cycles = 4ull * padded_k(k);  // two cycles a pair, its own and one that is there
-    uint32_t parts = 1;
-    while (parts < most && uint64_t(parts + 1) * parts * merge_cycles <= work_cycles) ++parts;
-    return parts;
+  uint64_t merge_cycles = 4ull * padded_k(k);  // two cycles a pair, its own and one that is there
+  uint32_t parts = 1;
+  while (parts < most && uint64_t(parts + 1) * parts * merge_cycles <= work_cycles) ++parts;
+  return parts;
 }
 
 // ---- masked_topk
 struct MaskedTopkPlan : Refusal {
-    uint32_t tile = 0, splits = 1, part = 0;  // part: elements of a row that one core sees
-    uint32_t blocks = 1, merge_blocks = 0;
-    uint64_t workspace_bytes = 0;
+  uint32_t tile = 0, splits = 1, part = 0;  // part: elements of a row that one core sees
+  uint32_t blocks = 1, merge_blocks = 0;
+  uint64_t workspace_bytes = 0;
 };
 constexpr uint64_t masked_topk_bytes(uint32_t tile, uint32_t k, Dtype dtype) {
-    uint64_t inputs = 2 * (uint64_t(tile) * bytes_of(dtype) + up(tile / 8, 256));
-    uint64_t wide = dtype == Dtype::F32 ? 0 : 4ull * tile;
-    return inputs + wide + 4ull * tile + 32 + 8ull * padded_k(k) + best_pairs_bytes(tile, k);
+  uint64_t inputs = 2 * (uint64_t(tile) * bytes_of(dtype) + up(tile / 8, 256));
+  uint64_t wide = dtype == Dtype::F32 ? 0 : 4ull * tile;
+  return inputs + wide + 4ull * tile + 32 + 8ull * padded_k(k) + best_pairs_bytes(tile, k);
 }
 constexpr uint64_t merge_bytes(uint32_t k, uint32_t rows) {  // lists in, pairs out, best and spare, table of rows
-    return 2 * 8ull * padded_k(k) + 12ull * padded_k(k) + 2 * 4ull * padded_k(k) + up(4ull * rows, 32) + best_pairs_bytes(MIN_TILE, k);
+  return 2 * 8ull * padded_k(k) + 12ull * padded_k(k) + 2 * 4ull * padded_k(k) + up(4ull * rows, 32) +
+         best_pairs_bytes(kMinTile, k);
 }
 // `tile` and `splits` other than 0 are the caller's choice: for tests and benches.
-inline MaskedTopkPlan plan_masked_topk(uint32_t rows, uint32_t n, uint32_t k, Dtype dtype, Device device, uint32_t tile = 0,
-                                       uint32_t splits = 0) {
-    MaskedTopkPlan plan;
-    if (k < 1 || k > MAX_K) return plan.reason = "masked_topk: k must be 1 to 2048", plan;
-    if (n >= MAX_PAIRS) return plan.reason = "masked_topk: rows of 2^31 elements or more", plan;
-    auto bytes = [&](uint32_t t) { return masked_topk_bytes(t, k, dtype); };
-    plan.tile = tile ? tile : largest_tile(device.ub_bytes, larger(n, MIN_TILE), bytes);
-    if (plan.tile == 0 || bytes(plan.tile) > device.ub_bytes) return plan.reason = "masked_topk: no tile fits the buffer", plan;
-    if (merge_bytes(k, 0) > device.ub_bytes) return plan.reason = "masked_topk: k lists do not fit the buffer", plan;
-    uint32_t tiles = larger(1, ceil_div(n, plan.tile));
-    if (splits == 0) {
-        uint64_t row_cycles = 700ull * tiles;  // a tile that the filter empties: bench twin
-        splits = rows >= device.cores ? 1 : parts_for(row_cycles, k, larger(1, device.cores / larger(1, rows)));
-    }
-    uint32_t tiles_a_part = ceil_div(tiles, smaller(splits, tiles));
-    plan.part = tiles_a_part * plan.tile;
-    plan.splits = ceil_div(tiles, tiles_a_part);
-    plan.blocks = larger(1, smaller(rows * plan.splits, device.cores));
-    if (plan.splits > 1) {
-        plan.merge_blocks = larger(1, smaller(rows, device.cores));
-        plan.workspace_bytes = 8ull * padded_k(k) * rows * plan.splits;
-    }
-    return plan;
+inline MaskedTopkPlan plan_masked_topk(uint32_t rows, uint32_t n, uint32_t k, Dtype dtype, Device device,
+                                       uint32_t tile = 0, uint32_t splits = 0) {
+  MaskedTopkPlan plan;
+  if (k < 1 || k > kMaxK) return refused(plan, "masked_topk: k must be 1 to 2048");
+  if (n >= kMaxPairs) return refused(plan, "masked_topk: rows of 2^31 elements or more");
+  auto bytes = [&](uint32_t t) { return masked_topk_bytes(t, k, dtype); };
+  plan.tile = tile ? tile : largest_tile(device.ub_bytes, larger(n, kMinTile), bytes);
+  if (plan.tile == 0 || bytes(plan.tile) > device.ub_bytes)
+    return refused(plan, "masked_topk: no tile fits the buffer");
+  if (merge_bytes(k, 0) > device.ub_bytes) return refused(plan, "masked_topk: k lists do not fit the buffer");
+  uint32_t tiles = larger(1, ceil_div(n, plan.tile));
+  if (splits == 0) {
+    uint64_t row_cycles = 700ull * tiles;  // a tile that the filter empties: bench twin
+    splits = rows >= device.cores ? 1 : parts_for(row_cycles, k, larger(1, device.cores / larger(1, rows)));
+  }
+  uint32_t tiles_a_part = ceil_div(tiles, smaller(splits, tiles));
+  plan.part = tiles_a_part * plan.tile;
+  plan.splits = ceil_div(tiles, tiles_a_part);
+  plan.blocks = larger(1, smaller(rows * plan.splits, device.cores));
+  if (plan.splits > 1) {
+    plan.merge_blocks = larger(1, smaller(rows, device.cores));
+    plan.workspace_bytes = 8ull * padded_k(k) * rows * plan.splits;
+  }
+  return plan;
 }
 
 // ---- csr_gather_topk
 struct CsrPlan : Refusal {
-    uint32_t tile = 0, groups = 1, pieces = 1;  // groups of rows, pieces of each row's children
-    uint32_t shift = 0;                         // index of a pair = row << shift | child
-    uint32_t blocks = 1, norm_blocks = 1;
-    uint64_t workspace_bytes = 0;
+  uint32_t tile = 0, groups = 1, pieces = 1;  // groups of rows, pieces of each row's children
+  uint32_t shift = 0;                         // index of a pair = row << shift | child
+  uint32_t blocks = 1, norm_blocks = 1;
+  uint64_t workspace_bytes = 0;
 };
 constexpr uint64_t csr_row_bytes(uint32_t codes, uint32_t tile, Dtype dtype) {  // kernels/children.h
-    uint64_t raw = up(uint64_t(codes) * bytes_of(dtype), 32);
-    return raw * (dtype == Dtype::F32 ? 2 : 1) + (dtype == Dtype::F32 ? 0 : up(4ull * codes, 32)) + 2 * 4ull * tile +
-           2ull * tile + 2ull * tile + up(tile / 8, 256);
+  uint64_t raw = up(uint64_t(codes) * bytes_of(dtype), 32);
+  return raw * (dtype == Dtype::F32 ? 2 : 1) + (dtype == Dtype::F32 ? 0 : up(4ull * codes, 32)) + 2 * 4ull * tile +
+         2ull * tile + 2ull * tile + up(tile / 8, 256);
 }
 constexpr uint64_t csr_select_bytes(uint32_t codes, uint32_t rows, uint32_t tile, uint32_t k, Dtype dtype) {
-    return csr_row_bytes(codes, tile, dtype) + 3 * 4ull * tile + 4 * up(4ull * rows, 32) + 8ull * padded_k(k) +
-           best_pairs_bytes(tile, k);
+  return csr_row_bytes(codes, tile, dtype) + 3 * 4ull * tile + 4 * up(4ull * rows, 32) + 8ull * padded_k(k) +
+         best_pairs_bytes(tile, k);
 }
 constexpr uint64_t csr_norm_bytes(uint32_t codes, uint32_t rows, uint32_t tile, Dtype dtype) {
-    return csr_row_bytes(codes, tile, dtype) + 4ull * tile + 4096 + 4 * up(4ull * rows, 32) + 2 * up(4ull * rows, 32);
+  return csr_row_bytes(codes, tile, dtype) + 4ull * tile + 4096 + 4 * up(4ull * rows, 32) + 2 * up(4ull * rows, 32);
 }
-inline CsrPlan plan_csr_gather_topk(uint32_t rows, uint32_t codes, uint32_t k, Dtype dtype, Device device, uint32_t tile = 0,
-                                    uint32_t groups = 0, uint32_t pieces = 0) {
-    CsrPlan plan;
-    if (k < 1 || k > MAX_K) return plan.reason = "csr_gather_topk: k must be 1 to 2048", plan;
-    if (rows < 1 || rows > MAX_ROWS) return plan.reason = "csr_gather_topk: 1 to 2048 rows", plan;
-    if (codes < 1) return plan.reason = "csr_gather_topk: a codebook of no codes", plan;
-    while (codes > 1u << plan.shift) ++plan.shift;
-    if (uint64_t(rows) << plan.shift > MAX_PAIRS) return plan.reason = "csr_gather_topk: rows times codes over 2^31", plan;
-    plan.groups = groups ? smaller(groups, rows) : smaller(rows, parts_for(1000ull * rows, k, device.cores));
-    uint64_t row_cycles = 1000 + codes;
-    plan.pieces = pieces ? pieces : rows > 1 ? 1 : parts_for(row_cycles, k, device.cores);
-    if (plan.pieces > 1) plan.groups = rows;  // else the second piece of a row would come behind the group's next row
-    uint32_t held = ceil_div(rows, plan.groups);
-    auto bytes = [&](uint32_t t) {
-        uint64_t select = csr_select_bytes(codes, held, t, k, dtype), norm = csr_norm_bytes(codes, rows, t, dtype);
-        return select > norm ? select : norm;
-    };
-    plan.tile = tile ? tile : largest_tile(device.ub_bytes, MIN_TILE * 8, bytes);
-    if (plan.tile == 0 || bytes(plan.tile) > device.ub_bytes)
-        return plan.reason = "csr_gather_topk: a row of logits and k pairs do not fit the buffer", plan;
-    if (merge_bytes(k, rows) > device.ub_bytes) return plan.reason = "csr_gather_topk: k lists do not fit the buffer", plan;
-    plan.blocks = smaller(plan.groups * plan.pieces, device.cores);
-    plan.norm_blocks = smaller(rows, device.cores);
-    plan.workspace_bytes = 8ull * padded_k(k) * plan.groups * plan.pieces;
-    return plan;
+inline CsrPlan plan_csr_gather_topk(uint32_t rows, uint32_t codes, uint32_t k, Dtype dtype, Device device,
+                                    uint32_t tile = 0, uint32_t groups = 0, uint32_t pieces = 0) {
+  CsrPlan plan;
+  if (k < 1 || k > kMaxK) return refused(plan, "csr_gather_topk: k must be 1 to 2048");
+  if (rows < 1 || rows > kMaxRows) return refused(plan, "csr_gather_topk: 1 to 2048 rows");
+  if (codes < 1) return refused(plan, "csr_gather_topk: a codebook of no codes");
+  while (codes > 1u << plan.shift) ++plan.shift;
+  if (uint64_t(rows) << plan.shift > kMaxPairs) return refused(plan, "csr_gather_topk: rows times codes over 2^31");
+  plan.groups = groups ? smaller(groups, rows) : smaller(rows, parts_for(1000ull * rows, k, device.cores));
+  uint64_t row_cycles = 1000 + codes;
+  plan.pieces = pieces ? pieces : rows > 1 ? 1 : parts_for(row_cycles, k, device.cores);
+  if (plan.pieces > 1) plan.groups = rows;  // else the second piece of a row would come behind the group's next row
+  uint32_t held = ceil_div(rows, plan.groups);
+  auto bytes = [&](uint32_t t) {
+    uint64_t select = csr_select_bytes(codes, held, t, k, dtype), norm = csr_norm_bytes(codes, rows, t, dtype);
+    return select > norm ? select : norm;
+  };
+  plan.tile = tile ? tile : largest_tile(device.ub_bytes, kMinTile * 8, bytes);
+  if (plan.tile == 0 || bytes(plan.tile) > device.ub_bytes)
+    return refused(plan, "csr_gather_topk: a row of logits and k pairs do not fit the buffer");
+  if (merge_bytes(k, rows) > device.ub_bytes) return refused(plan, "csr_gather_topk: k lists do not fit the buffer");
+  plan.blocks = smaller(plan.groups * plan.pieces, device.cores);
+  plan.norm_blocks = smaller(rows, device.cores);
+  plan.workspace_bytes = 8ull * padded_k(k) * plan.groups * plan.pieces;
+  return plan;
 }
 
 // ---- beam_merge
 struct BeamMergePlan : Refusal {
-    uint32_t tile = 0, blocks = 1;
+  uint32_t tile = 0, blocks = 1;
 };
 constexpr uint64_t beam_merge_bytes(uint32_t beams, uint32_t tile, uint32_t k) {
-    return 2 * 4ull * tile + 2 * 4ull * tile + 4ull * tile + up(4ull * beams, 32) + 3 * 4ull * padded_k(k) + 2 * 64 * 32 +
-           64 * 4 + best_pairs_bytes(tile, k);
+  return 2 * 4ull * tile + 2 * 4ull * tile + 4ull * tile + up(4ull * beams, 32) + 3 * 4ull * padded_k(k) + 2 * 64 * 32 +
+         64 * 4 + best_pairs_bytes(tile, k);
 }
 inline BeamMergePlan plan_beam_merge(uint32_t requests, uint32_t beams, uint32_t k, Device device, uint32_t tile = 0) {
-    BeamMergePlan plan;
-    if (k < 1 || k > MAX_K) return plan.reason = "beam_merge: k must be 1 to 2048", plan;
-    if (beams < 1 || beams > MAX_ROWS) return plan.reason = "beam_merge: 1 to 2048 beams", plan;
-    uint32_t deepest = padded_k(k);  // ranks of one beam that may have to stand in a tile, and the result's columns
-    auto bytes = [&](uint32_t t) { return beam_merge_bytes(beams, t, k); };
-    plan.tile = tile ? larger(tile, uint32_t(up(deepest, MIN_TILE))) : largest_tile(device.ub_bytes, MIN_TILE * 8, bytes);
-    if (plan.tile < deepest || bytes(plan.tile) > device.ub_bytes) return plan.reason = "beam_merge: no tile fits the buffer", plan;
-    plan.blocks = larger(1, smaller(requests, device.cores));
-    return plan;
+  BeamMergePlan plan;
+  if (k < 1 || k > kMaxK) return refused(plan, "beam_merge: k must be 1 to 2048");
+  if (beams < 1 || beams > kMaxRows) return refused(plan, "beam_merge: 1 to 2048 beams");
+  uint32_t deepest = padded_k(k);  // ranks of one beam that may have to stand in a tile, and the result's columns
+  auto bytes = [&](uint32_t t) { return beam_merge_bytes(beams, t, k); };
+  plan.tile = tile ? larger(tile, uint32_t(up(deepest, kMinTile))) : largest_tile(device.ub_bytes, kMinTile * 8, bytes);
+  if (plan.tile < deepest || bytes(plan.tile) > device.ub_bytes)
+    return refused(plan, "beam_merge: no tile fits the buffer");
+  plan.blocks = larger(1, smaller(requests, device.cores));
+  return plan;
 }
 
 // ---- kv_gather and beam_fork: bytes only
 struct KvPlan : Refusal {
-    uint32_t chunk = 0, rows = 0;  // bytes of a row in one step, rows in one step
-    uint32_t blocks = 1;
+  uint32_t chunk = 0, rows = 0;  // bytes of a row in one step, rows in one step
+  uint32_t blocks = 1;
 };
-inline KvPlan plan_kv_gather(uint32_t groups, uint32_t out_rows, uint32_t row_bytes, Device device, uint32_t chunk = 0) {
-    KvPlan plan;
-    uint64_t index = up(4ull * out_rows, 32);
-    if (index + 2 * 32 > device.ub_bytes) return plan.reason = "kv_gather: the index does not fit the buffer", plan;
-    uint32_t room = uint32_t((device.ub_bytes - index) / 2 / 32 * 32);
-    plan.chunk = smaller(chunk ? uint32_t(up(chunk, 32)) : 16 * 1024, smaller(room, uint32_t(up(larger(1, row_bytes), 32))));
-    plan.rows = smaller(MAX_BLOCKS, larger(1, smaller(room, 32 * 1024) / plan.chunk));
-    if (row_bytes > plan.chunk) plan.rows = 1;
-    uint64_t steps = uint64_t(groups) * ceil_div(out_rows, plan.rows) * ceil_div(row_bytes, plan.chunk);
-    plan.blocks = steps < device.cores ? larger(1, uint32_t(steps)) : device.cores;
-    return plan;
+inline KvPlan plan_kv_gather(uint32_t groups, uint32_t out_rows, uint32_t row_bytes, Device device,
+                             uint32_t chunk = 0) {
+  KvPlan plan;
+  uint64_t index = up(4ull * out_rows, 32);
+  if (index + 2 * 32 > device.ub_bytes) return refused(plan, "kv_gather: the index does not fit the buffer");
+  uint32_t room = uint32_t((device.ub_bytes - index) / 2 / 32 * 32);
+  plan.chunk =
+      smaller(chunk ? uint32_t(up(chunk, 32)) : 16 * 1024, smaller(room, uint32_t(up(larger(1, row_bytes), 32))));
+  plan.rows = smaller(kMaxBlocks, larger(1, smaller(room, 32 * 1024) / plan.chunk));
+  if (row_bytes > plan.chunk) plan.rows = 1;
+  uint64_t steps = uint64_t(groups) * ceil_div(out_rows, plan.rows) * ceil_div(row_bytes, plan.chunk);
+  plan.blocks = steps < device.cores ? larger(1, uint32_t(steps)) : device.cores;
+  return plan;
 }
 inline KvPlan plan_beam_fork(uint32_t layers, uint32_t held_rows, uint32_t new_rows, uint32_t used_bytes, Device device,
                              uint32_t chunk = 0) {
-    KvPlan plan;
-    if (held_rows > MAX_ROWS || new_rows > held_rows) return plan.reason = "beam_fork: at most 2048 beams, no more than the arena holds", plan;
-    uint64_t index = up(4ull * new_rows, 32);
-    uint64_t room = (device.ub_bytes - index) / 2 / larger(1, held_rows) / 32 * 32;
-    if (room < 32) return plan.reason = "beam_fork: a column of the arena does not fit the buffer", plan;
-    uint32_t most = chunk ? uint32_t(up(chunk, 32)) : 4096;
-    plan.chunk = smaller(smaller(most, uint32_t(room)), uint32_t(up(larger(1, used_bytes), 32)));
-    plan.rows = held_rows;
-    uint64_t steps = 2ull * layers * ceil_div(used_bytes, plan.chunk);
-    plan.blocks = steps < device.cores ? larger(1, uint32_t(steps)) : device.cores;
-    return plan;
+  KvPlan plan;
+  if (held_rows > kMaxRows || new_rows > held_rows)
+    return refused(plan, "beam_fork: at most 2048 beams, no more than the arena holds");
+  uint64_t index = up(4ull * new_rows, 32);
+  uint64_t room = (device.ub_bytes - index) / 2 / larger(1, held_rows) / 32 * 32;
+  if (room < 32) return refused(plan, "beam_fork: a column of the arena does not fit the buffer");
+  uint32_t most = chunk ? uint32_t(up(chunk, 32)) : 4096;
+  plan.chunk = smaller(smaller(most, uint32_t(room)), uint32_t(up(larger(1, used_bytes), 32)));
+  plan.rows = held_rows;
+  uint64_t steps = 2ull * layers * ceil_div(used_bytes, plan.chunk);
+  plan.blocks = steps < device.cores ? larger(1, uint32_t(steps)) : device.cores;
+  return plan;
 }
 
 }  // namespace npu_gr

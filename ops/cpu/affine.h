@@ -71,7 +71,8 @@ void with_affine(const Affine &call, F use) {
   const bool x16 = call.x_dtype == kBFloat16, y16 = call.y_dtype == kBFloat16;
 #if NPU_GR_BF16_DOT
   if (call.tile_dtype == kBFloat16) {
-    if (x16) return y16 ? use(AffineBlocks<Bfloat16Dot, bf16, bf16>(call)) : use(AffineBlocks<Bfloat16Dot, bf16, float>(call));
+    if (x16)
+      return y16 ? use(AffineBlocks<Bfloat16Dot, bf16, bf16>(call)) : use(AffineBlocks<Bfloat16Dot, bf16, float>(call));
     return y16 ? use(AffineBlocks<Bfloat16Dot, float, bf16>(call)) : use(AffineBlocks<Bfloat16Dot, float, float>(call));
   }
 #endif

@@ -17,10 +17,7 @@ template <class Q, class KV>
 class Attention {
  public:
   explicit Attention(const BeamJob &job)
-      : job_(job),
-        group_(job.num_heads / job.num_kv_heads),
-        wide_(padded(job.head_dim, kLanes)),
-        tokens_(0) {
+      : job_(job), group_(job.num_heads / job.num_kv_heads), wide_(padded(job.head_dim, kLanes)), tokens_(0) {
     for (int64_t s = 0; s < job.num_slabs; s++) tokens_ += job.slab_tokens[s];
     in_tiles_ = padded(tokens_, kTile);
     float *at = static_cast<float *>(job.workspace);
@@ -81,7 +78,8 @@ class Attention {
     const int64_t dim = job_.head_dim, length = in_tiles_ + job_.num_slots;
     for (int r = 0; r < R; r++) {
       const int64_t row = (first + r) / group_, query = head * group_ + (first + r) % group_;
-      convert(static_cast<const Q *>(job_.q) + (row * job_.num_heads + query) * dim, queries_ + r * wide_, dim, job_.scale);
+      convert(static_cast<const Q *>(job_.q) + (row * job_.num_heads + query) * dim, queries_ + r * wide_, dim,
+              job_.scale);
     }
     constexpr int kWidth = kColumns * kLanes;
     for (int64_t at = 0; at < in_tiles_; at += kWidth) score<R>(at, length);

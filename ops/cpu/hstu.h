@@ -1,7 +1,7 @@
 // The two ops of HSTU attention: history rows (causal) and candidates (targets). Contracts: npu_gr/backend/base.py.
 //
-// A block of query rows passes over all tiles once, every head inside, so that the pages stream from memory in order and
-// the buckets of a tile serve every head.
+// A block of query rows passes over all tiles once, every head inside, so that the pages stream from memory in order
+// and the buckets of a tile serve every head.
 #ifndef NPU_GR_HSTU_H
 #define NPU_GR_HSTU_H
 
@@ -71,8 +71,11 @@ class Attention {
 
  public:
   explicit Attention(const Hstu &call)
-      : call_(call), dq_(padded(call.qk_dim, 2)), dv_(padded(call.v_dim, 16)),
-        sums_((float *)call.scratch), q_((A *)(sums_ + call.num_heads * kBlockRows * dv_)),
+      : call_(call),
+        dq_(padded(call.qk_dim, 2)),
+        dv_(padded(call.v_dim, 16)),
+        sums_((float *)call.scratch),
+        q_((A *)(sums_ + call.num_heads * kBlockRows * dv_)),
         wide_((Used *)(q_ + call.num_heads * kBlockRows * dq_)),
         bias_(call, (float *)(wide_ + (kWidens ? (dq_ + dv_) * kTile : 0))) {
     work_.dq = dq_;
@@ -86,7 +89,8 @@ class Attention {
     for (int64_t first = 0; first < call_.num_rows; first += kBlockRows) {
       const int64_t rows = begin(first);
       Span spans[kBlockRows / kRows];
-      for (int64_t r = 0; r < rows; r += kRows) spans[r / kRows] = span(call_.times + past + first + r, least(kRows, rows - r));
+      for (int64_t r = 0; r < rows; r += kRows)
+        spans[r / kRows] = span(call_.times + past + first + r, least(kRows, rows - r));
       each_tile([&](int64_t t, const T *k, const T *v) {
         const int64_t from = t * kTile, row0 = past + first;
         if (from >= row0 + rows) return false;
@@ -167,7 +171,7 @@ class Attention {
     for (int64_t i = 0; i < call_.num_runs; i++)
       for (int64_t n = 0; n < call_.runs[i].num_tiles; n++, t++)
         if (t * kTile >= call_.num_tokens || !use(t, (const T *)call_.runs[i].k + n * call_.num_heads * dq_ * kTile,
-                                                 (const T *)call_.runs[i].v + n * call_.num_heads * dv_ * kTile))
+                                                  (const T *)call_.runs[i].v + n * call_.num_heads * dv_ * kTile))
           return;
   }
 
@@ -187,7 +191,8 @@ class Attention {
     }
   }
 
-  static void widen_pairs(const bf16 *from, float *to, int64_t rows, int64_t width) {  // [rows][width][2] -> [2 rows][width]
+  static void widen_pairs(const bf16 *from, float *to, int64_t rows,
+                          int64_t width) {  // [rows][width][2] -> [2 rows][width]
     for (int64_t r = 0; r < rows; r++, from += 2 * width, to += 2 * width)
       for (int64_t i = 0; i < width; i += kLanes) {
         const I32 pair = load((const int32_t *)from + i);
@@ -224,7 +229,8 @@ class Attention {
 template <class F>
 NPU_GR_INLINE void with_types(const Hstu &call, F use) {
   const bool narrow_rows = call.row_dtype == kBFloat16;
-  if (call.tile_dtype == kFloat32) return narrow_rows ? use(Float32(), bf16(), float()) : use(Float32(), float(), float());
+  if (call.tile_dtype == kFloat32)
+    return narrow_rows ? use(Float32(), bf16(), float()) : use(Float32(), float(), float());
   if (!narrow_rows) return use(Float32(), float(), bf16());
 #if NPU_GR_BF16_DOT
   return use(Bfloat16Dot(), bf16(), bf16());
@@ -243,12 +249,16 @@ int64_t scratch_bytes(const Hstu *at, int64_t is_causal) {
 
 void causal(const Hstu *at) {
   const Hstu &call = *at;
-  with_types(call, [&](auto math, auto row, auto stored) { Attention<decltype(math), decltype(row), decltype(stored)>(call).causal(); });
+  with_types(call, [&](auto math, auto row, auto stored) {
+    Attention<decltype(math), decltype(row), decltype(stored)>(call).causal();
+  });
 }
 
 void targets(const Hstu *at) {
   const Hstu &call = *at;
-  with_types(call, [&](auto math, auto row, auto stored) { Attention<decltype(math), decltype(row), decltype(stored)>(call).targets(); });
+  with_types(call, [&](auto math, auto row, auto stored) {
+    Attention<decltype(math), decltype(row), decltype(stored)>(call).targets();
+  });
 }
 
 }  // namespace hstu

@@ -1,8 +1,8 @@
 // HSTU's relative bias: a number for each distance in tokens plus one for each half octave of the time between them.
 //
-// It costs little because time buckets are monotone in the time difference: where the earliest and the latest difference
-// of a tile fall into one bucket, and the diagonal is at least `position_buckets` away, the bias of the whole tile is one
-// number a head. Elsewhere buckets are computed once and looked up by every head.
+// It costs little because time buckets are monotone in the time difference: where the earliest and the latest
+// difference of a tile fall into one bucket, and the diagonal is at least `position_buckets` away, the bias of the
+// whole tile is one number a head. Elsewhere buckets are computed once and looked up by every head.
 #ifndef NPU_GR_HSTU_BIAS_H
 #define NPU_GR_HSTU_BIAS_H
 
@@ -29,7 +29,7 @@ NPU_GR_INLINE int64_t difference(int64_t a, int64_t b) {  // saturates
 
 NPU_GR_INLINE I32 look_up_index(I32 delta) {  // buckets of differences below 2 ** 31 - 1
   delta = delta > 0 ? delta : splat(0);
-  return ((I32)__builtin_convertvector(delta + 1, F32) >> 22) - (127 << 1);
+  return ((I32) __builtin_convertvector(delta + 1, F32) >> 22) - (127 << 1);
 }
 
 struct Span {  // earliest and latest
@@ -50,7 +50,9 @@ class Bias {  // tables divided by alpha, so that they can start the sums; posit
   static int64_t floats(const Hstu &call, bool causal) {
     const int64_t tiles = (call.num_tokens + kTile - 1) / kTile;
     const int64_t tables = call.num_heads * (kTimeBuckets + position_length(call));
-    return tables + (causal ? tiles * kTile + tiles * sizeof(Span) / 4 + kBlockRows * kTile : call.num_heads * tiles * kTile) + 64;
+    return tables +
+           (causal ? tiles * kTile + tiles * sizeof(Span) / 4 + kBlockRows * kTile : call.num_heads * tiles * kTile) +
+           64;
   }
 
   Bias(const Hstu &call, float *scratch) : call_(call), length_(position_length(call)) {
@@ -130,7 +132,9 @@ class Buckets {
           store(to + c, look_up_index(splat(offsets_[r]) - load(offsets_ + t * kTile + c)));
         else
           for (int64_t i = c; i < c + kLanes; i++)
-            to[i] = t * kTile + i < call_.num_tokens ? time_bucket(difference(call_.times[r], call_.times[t * kTile + i])) : 0;
+            to[i] = t * kTile + i < call_.num_tokens
+                        ? time_bucket(difference(call_.times[r], call_.times[t * kTile + i]))
+                        : 0;
     }
   }
   int32_t *table() const { return table_; }

@@ -72,7 +72,7 @@ NPU_GR_INLINE void at_most(int64_t n, F use) {
 }
 
 #if NPU_GR_VECTOR_BYTES == 64
-NPU_GR_INLINE F32 exp2_times(F32 x, float slope) {  // 2 ** (slope x), relative error 3e-7
+NPU_GR_INLINE F32 exp2_times(F32 x, float slope) {            // 2 ** (slope x), relative error 3e-7
   const __m512 y = x * slope, f = _mm512_reduce_ps(y, 0x09);  // y - floor(y)
   F32 p = f * 1.8775767e-3f + 8.9893397e-3f;
   p = p * f + 5.5826318e-2f;
@@ -83,7 +83,9 @@ NPU_GR_INLINE F32 exp2_times(F32 x, float slope) {  // 2 ** (slope x), relative 
 }
 #else
 #if NPU_GR_VECTOR_BYTES == 32
-NPU_GR_INLINE F32 clamp(F32 x, float low, float high) { return _mm256_max_ps(splat(low), _mm256_min_ps(splat(high), x)); }
+NPU_GR_INLINE F32 clamp(F32 x, float low, float high) {
+  return _mm256_max_ps(splat(low), _mm256_min_ps(splat(high), x));
+}
 #else
 NPU_GR_INLINE F32 clamp(F32 x, float low, float high) {
   x = x > splat(high) ? splat(high) : x;
@@ -103,7 +105,9 @@ NPU_GR_INLINE F32 exp2_times(F32 x, float slope) {  // 2 ** (slope x), relative 
 }
 #endif
 
-NPU_GR_INLINE F32 silu(F32 x, float slope) { return x / (exp2_times(x, slope) + 1.0f); }  // slope = -log2(e) * the factor on x
+NPU_GR_INLINE F32 silu(F32 x, float slope) {
+  return x / (exp2_times(x, slope) + 1.0f);
+}  // slope = -log2(e) * the factor on x
 
 // The arithmetic of each storage dtype. A step consumes kUnits consecutive k of the product.
 
@@ -168,14 +172,15 @@ struct Bfloat16Dot {  // VDPBF16PS: queries and weights are rounded to bfloat16,
 
 template <class M, int R, int C>
 NPU_GR_INLINE void multiply(F32 (&sum)[R][C], const typename M::A *a, int64_t a_stride, const typename M::Tile *b,
-                     int64_t b_stride, int64_t steps) {  // strides in elements, b_stride of one step
+                            int64_t b_stride, int64_t steps) {  // strides in elements, b_stride of one step
   for (int64_t s = 0; s < steps; s++) M::template step<R, C>(sum, a + s * M::kUnits, a_stride, b + s * b_stride);
 }
 
 class Lookup {  // in a table of 64
  public:
 #if NPU_GR_VECTOR_BYTES == 64  // not __AVX512F__: GCC's target pragma defines no macros in C++
-  explicit Lookup(const float *table) : a_(load(table)), b_(load(table + 16)), c_(load(table + 32)), d_(load(table + 48)) {}
+  explicit Lookup(const float *table)
+      : a_(load(table)), b_(load(table + 16)), c_(load(table + 32)), d_(load(table + 48)) {}
   NPU_GR_INLINE F32 operator[](I32 index) const {
     const __m512i at = (__m512i)index;
     const F32 low = _mm512_permutex2var_ps(a_, at, b_), high = _mm512_permutex2var_ps(c_, at, d_);
@@ -205,15 +210,15 @@ struct Work {
   const typename M::A *q;  // [R, dq]
   int64_t dq, dv;          // padded
   const typename M::Tile *k, *v;
-  const float *bias;       // [kTile] of every row, divided by alpha; null: each row's is looked up, time + position
-  const float *time;       // [64] by bucket
-  const int32_t *bucket;   // [R, kTile]
+  const float *bias;      // [kTile] of every row, divided by alpha; null: each row's is looked up, time + position
+  const float *time;      // [64] by bucket
+  const int32_t *bucket;  // [R, kTile]
   const float *position[kRows];  // each row's [kTile]
-  int64_t limit;           // columns that any row sees
-  int64_t first_limit;     // columns that the first row sees; each further row sees `more` more, up to limit
+  int64_t limit;                 // columns that any row sees
+  int64_t first_limit;           // columns that the first row sees; each further row sees `more` more, up to limit
   int64_t more;
   float slope;
-  float *out;              // [R, dv]
+  float *out;  // [R, dv]
 };
 
 template <class M, int R, int C>
@@ -258,7 +263,8 @@ void tile(const Work<M> &w) {
   alignas(64) typename M::A weights[R][kTile];
   constexpr int kWidth = kColumns * kLanes;
   for (int64_t column = 0; column < w.limit; column += kWidth)
-    at_most<kColumns>((w.limit - column + kLanes - 1) / kLanes, [&](auto c) { weigh<M, R, c.value>(w, column, weights); });
+    at_most<kColumns>((w.limit - column + kLanes - 1) / kLanes,
+                      [&](auto c) { weigh<M, R, c.value>(w, column, weights); });
   const int64_t steps = (w.limit + M::kUnits - 1) / M::kUnits;
   for (int r = 0; r < R; r++)
     for (int64_t c = most(0, w.first_limit + r * w.more); c < steps * M::kUnits; c++) weights[r][c] = 0;

@@ -16,8 +16,8 @@ struct ItemsJob {
   const int64_t *hidden_start;  // [num_queries + 1] where each query's rows begin in:
   const int64_t *hidden;        // item rows that are not to be found, rising for each query; null: none
   uint64_t *workspace;          // best_items_bytes of it
-  float *score;                 // [num_queries, k] out: best first, of equals the lower row; -inf where there is no more
-  int64_t *item;                // [num_queries, k] out: rows; -1 where there is no more
+  float *score;   // [num_queries, k] out: best first, of equals the lower row; -inf where there is no more
+  int64_t *item;  // [num_queries, k] out: rows; -1 where there is no more
 };
 }
 

@@ -10,7 +10,7 @@
 #include "hstu_call.h"
 #include "items_call.h"
 
-#define NPU_GR_ABI 5  // raise it with every change of this table; native.py has the same number
+#define NPU_GR_ABI 5  // raise it with every change of this table; `library.py` has the same number
 
 extern "C" {
 
@@ -24,11 +24,11 @@ struct TopkJob {
   int64_t row_stride;
   int64_t num_rows;
   int64_t num_columns;
-  int64_t first_column;  // of code 0
-  int64_t num_codes;     // first_column + num_codes <= num_columns
-  int64_t over_valid;    // 1: normalised over the row's valid edges; 0: over all its columns
-  float scale;           // of every logit: 1 / temperature
-  float *values;         // scaled logits of the valid edges alone, row after row; overwritten
+  int64_t first_column;        // of code 0
+  int64_t num_codes;           // first_column + num_codes <= num_columns
+  int64_t over_valid;          // 1: normalised over the row's valid edges; 0: over all its columns
+  float scale;                 // of every logit: 1 / temperature
+  float *values;               // scaled logits of the valid edges alone, row after row; overwritten
   const int64_t *value_start;  // [num_rows] where each row's values begin; null: read `logits`
   const float *acc;            // [num_rows]
   const int64_t *lo;           // [num_rows] first edge; codes of a row's edges ascend
@@ -73,18 +73,18 @@ struct BeamJob {
   const void *const *slab_keys;
   const void *const *slab_values;  // each [tokens, num_kv_heads, head_dim]
   const int64_t *slab_tokens;
-  int64_t num_slots;       // of each beam's own tokens that are valid
-  const void *own_keys;    // [holders, slots, num_kv_heads, head_dim]
+  int64_t num_slots;     // of each beam's own tokens that are valid
+  const void *own_keys;  // [holders, slots, num_kv_heads, head_dim]
   const void *own_values;
   int64_t own_row_stride;
   const int64_t *ancestry;  // [num_slots, num_rows] holder of each slot; null: the row itself
   int64_t ancestry_stride;
-  void *out;  // as q
+  void *out;        // as q
   void *workspace;  // beam_attention_bytes of it, aligned to 64
 };
 
 struct Kernels {
-  int64_t num_bytes;  // of this table; native.py compares it with its own
+  int64_t num_bytes;  // of this table; `library.py` compares it with its own
   int64_t abi;
   const char *isa;       // generic | neon | avx2 | avx512 | avx512_bf16
   int64_t vector_bytes;  // of one register
@@ -99,7 +99,7 @@ struct Kernels {
 
   int64_t (*beam_topk_bytes)(int64_t num_rows, int64_t num_columns, int64_t width);  // of workspace
   void (*gathered_head)(const HeadJob *job);
-  int64_t (*beam_topk)(const TopkJob *job);  // how many were selected; -1: a logit is not a number
+  int64_t (*beam_topk)(const TopkJob *job);             // how many were selected; -1: a logit is not a number
   int64_t (*beam_attention_bytes)(const BeamJob *job);  // of workspace
   void (*beam_attention)(const BeamJob *job);
 
@@ -115,7 +115,8 @@ struct Kernels {
   void (*best_items)(const ItemsJob *job);
 };
 
-// The table of an instruction set; "" = the best that this CPU has. Null: unknown, not compiled in, or the CPU lacks it.
+// The table of an instruction set; "" = the best that this CPU has. Null: unknown, not compiled in, or the CPU lacks
+// it.
 __attribute__((visibility("default"))) const Kernels *npu_gr_kernels(const char *isa);
 }
 

@@ -101,8 +101,7 @@ void pack(const Pack &call) {
 void pack_kv(const Pack *at) {
   const Pack &call = *at;
   const bool narrow_rows = call.row_dtype == kBFloat16;
-  if (call.tile_dtype == kFloat32)
-    return narrow_rows ? pack<bf16, float>(call) : pack<float, float>(call);
+  if (call.tile_dtype == kFloat32) return narrow_rows ? pack<bf16, float>(call) : pack<float, float>(call);
   return narrow_rows ? pack<bf16, bf16>(call) : pack<float, bf16>(call);
 }
 }  // namespace hstu

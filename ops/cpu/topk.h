@@ -148,8 +148,7 @@ NPU_GR_INLINE Norm sum_exponentials(const T *x, int64_t count, float scale, F32 
   const float peak = max_lanes(most), top = max_lanes(k);
   const float sum = sum_lanes(total * integer_power(k - top));
   if (peak == kInfinity) return {__builtin_nanf(""), peak};
-  if (!(peak < 2.0e6f && peak > -2.0e6f) && peak != -kInfinity)
-    return {slow_log_sum_exp(x, count, scale, peak), peak};
+  if (!(peak < 2.0e6f && peak > -2.0e6f) && peak != -kInfinity) return {slow_log_sum_exp(x, count, scale, peak), peak};
   if (sum != sum) return {sum, peak};
   if (peak == -kInfinity) return {peak, peak};
   const float norm = static_cast<float>(top * 0.6931471805599453 + log(static_cast<double>(sum)));
@@ -204,8 +203,8 @@ struct Selection {
   const TopkJob &job;
   Best best;
   F32 *block_peaks;
-  float *values;   // of a row's edges
-  Hit *hits;       // of row `pending`
+  float *values;  // of a row's edges
+  Hit *hits;      // of row `pending`
   int64_t num_hits = 0, pending = 0;
   bool were_many = true;  // of the row before: it was looked at edge by edge
 

@@ -56,6 +56,7 @@ def test_a_replay_is_the_work_on_any_rows_of_a_bucket(device: FakeRuntime) -> No
 def test_works_types_and_owners_have_graphs_of_their_own(device: FakeRuntime) -> None:
     made, one, other = Graphs(device, device.CUDAGraph, never), nn.Identity(), nn.Identity()
     x = torch.arange(6.0).reshape(2, 3)
+    owner = one
     for factor in (2.0, 3.0):
         for owner in (one, other):
             for dtype in (torch.float32, torch.float64):

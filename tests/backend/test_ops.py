@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._pytree import tree_map_only
 
 from npu_gr.backend import torch_ops
-from npu_gr.backend.base import TIME_BUCKETS, Backend, BiasTables, Slab, time_bucket
+from npu_gr.backend.base import TIME_BUCKETS, Backend, time_bucket
+from npu_gr.backend.calls import BeamCall, BiasTables, HstuCall
 from npu_gr.backend.choose import choose
 from npu_gr.backend.reference import ReferenceBackend, allowed
+from npu_gr.backend.tiles import Slab
 from npu_gr.core.errors import ConfigError
 
 REFERENCE = ReferenceBackend()
@@ -79,11 +83,12 @@ shapes = given(data=st.data(), past=st.integers(0, 30), new=st.integers(0, 20), 
 def test_causal(backend: Backend, dtype: torch.dtype, data: st.DataObject, past: int, new: int, seed: int) -> None:
     q, k, v, times, position, time = inputs(seed, past + new, dtype)
     sizes = data.draw(st.lists(st.integers(1, 12), max_size=4))
-    args = q[past:], k[past:], v[past:], slabs(k[:past], v[:past], sizes), times, BiasTables(position, time), 0.7
-    want = REFERENCE.hstu_causal(*args)
-    assert close(backend.hstu_causal(*_on(backend, args)), want)
-    held = q[past:], k[:0], v[:0], [*args[3], (k[past:], v[past:])], *args[4:]
-    assert close(backend.hstu_causal(*_on(backend, held)), want)
+    cached = slabs(k[:past], v[:past], sizes)
+    call = HstuCall(q[past:], k[past:], v[past:], cached, times, BiasTables(position, time), 0.7)
+    want = REFERENCE.hstu_causal(call)
+    assert close(backend.hstu_causal(_on(backend, call)), want)
+    held = call._replace(k=k[:0], v=v[:0], cached=[*cached, (k[past:], v[past:])])
+    assert close(backend.hstu_causal(_on(backend, held)), want)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
@@ -94,8 +99,9 @@ def test_targets(backend: Backend, dtype: torch.dtype, data: st.DataObject, past
     sizes = data.draw(st.lists(st.integers(1, 12), max_size=4))
     shown_at = data.draw(st.integers(-(10**6), 10**9))
     history = slabs(k[:past], v[:past], sizes)
-    args = q[past:], k[past:], v[past:], history, times[:past], shown_at, BiasTables(position, time), 0.7
-    assert close(backend.hstu_targets(*_on(backend, args)), REFERENCE.hstu_targets(*args))
+    bias = BiasTables(position, time)
+    call = HstuCall(q[past:], k[past:], v[past:], history, times[:past], bias, 0.7, shown_at)
+    assert close(backend.hstu_targets(_on(backend, call)), REFERENCE.hstu_targets(call))
 
 
 def kv(seed: int, *shape: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -154,8 +160,9 @@ def test_beams(
         ancestry = torch.randint(0, width, (slots, rows), generator=torch.Generator().manual_seed(seed))
     q = kv(seed + 2, rows, HEADS * group)[0].to(dtype)
     shared = slabs(k, v, data.draw(st.lists(st.integers(1, 12), max_size=4)))
-    args = q, shared, (own_k, own_v), num_slots, ancestry, sharpness
-    got, want = getattr(backend, op)(*_on(backend, args)), REFERENCE.beam_attention(*_as(args, torch.float64))
+    call = BeamCall(q, shared, (own_k, own_v), num_slots, ancestry, sharpness)
+    got = getattr(backend, op)(_on(backend, call))
+    want = REFERENCE.beam_attention(_as(call, torch.float64))
     assert got.shape == want.shape
     assert got.dtype == dtype
     limit = SOFTMAX_TOLERANCE[dtype] * (1.0 if dtype == torch.bfloat16 else max(1.0, sharpness))
@@ -169,7 +176,7 @@ def test_scores_far_from_zero_stay_finite(backend: Backend, op: str, offset: flo
     q = torch.ones(5, HEADS, 1)
     shared = [(torch.zeros(9, HEADS, 1), torch.full((9, HEADS, 1), 3.0))]
     own = torch.full((5, 1, HEADS, 1), offset), torch.full((5, 1, HEADS, 1), 7.0)
-    got = getattr(backend, op)(*_on(backend, (q, shared, own, 1, None, 1.0))).cpu()
+    got = getattr(backend, op)(_on(backend, BeamCall(q, shared, own, 1, None, 1.0))).cpu()
     assert torch.equal(got, torch.full((5, HEADS, 1), 7.0 if offset > 0 else 3.0))
 
 
@@ -177,27 +184,19 @@ def test_softmax_in_half_precision_sums_in_fp32(backend: Backend) -> None:
     """300 keys of equal weight: a bf16 sum stops growing at 256."""
     q, shared = torch.zeros(5, HEADS, 4), [(torch.zeros(299, HEADS, 4), torch.ones(299, HEADS, 4))]
     own = torch.zeros(5, 1, HEADS, 4), torch.full((5, 1, HEADS, 4), 302.0)
-    args = _on(backend, (q, shared, own, 1, None, 1.0))
+    call = _on(backend, BeamCall(q, shared, own, 1, None, 1.0))
     for op in (backend.beam_attention, backend.beam_attention_plain):
-        assert torch.equal(op(*_as(args, torch.bfloat16)).cpu(), torch.full((5, HEADS, 4), 2.0, dtype=torch.bfloat16))
+        assert torch.equal(op(_as(call, torch.bfloat16)).cpu(), torch.full((5, HEADS, 4), 2.0, dtype=torch.bfloat16))
 
 
-def _as(args: object, dtype: torch.dtype) -> object:
+def _as(args: Any, dtype: torch.dtype) -> Any:
     """The same arguments with every floating tensor in another dtype."""
-    if isinstance(args, torch.Tensor):
-        return args.to(dtype) if args.is_floating_point() else args
-    return type(args)(_as(value, dtype) for value in args) if isinstance(args, tuple | list) else args
+    return tree_map_only(torch.Tensor, lambda x: x.to(dtype) if x.is_floating_point() else x, args)
 
 
-def _on(backend: Backend, args: object) -> object:
+def _on(backend: Backend, args: Any) -> Any:
     """The same arguments on the backend's device."""
-    if isinstance(args, torch.Tensor):
-        return args.to(backend.device)
-    if isinstance(args, BiasTables):
-        return BiasTables(*(table.to(backend.device) for table in args))
-    if isinstance(args, tuple | list):
-        return type(args)(_on(backend, value) for value in args)
-    return args
+    return tree_map_only(torch.Tensor, lambda x: x.to(backend.device), args)
 
 
 def test_the_mask() -> None:

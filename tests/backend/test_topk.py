@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from npu_gr.backend.base import Backend, Choices, Continuations, Over
+from npu_gr.backend.base import Backend
+from npu_gr.backend.calls import Choices, Continuations, Over, TopkCall
 from npu_gr.backend.cpu.backend import CPUBackend
 from npu_gr.backend.cpu.library import Native
 from npu_gr.backend.cpu.topk import NativeTopk
@@ -19,6 +20,7 @@ REFERENCE, TORCH = ReferenceBackend(), CPUBackend("off")
 FEW = torch.tensor([-2.0, -1.0, -1.0, 0.0, 0.5, -torch.inf])  # many ties on purpose
 NORM_TOLERANCE = 1e-5  # of a log-sum-exp near 10: ten ulp
 
+OVERS: tuple[Over, ...] = ("row", "valid")
 seeds = st.integers(0, 2**30)
 
 
@@ -83,8 +85,8 @@ def test_native(
     follow = continuations(random, rows, end - first, filtered)
     norm = torch.full((rows,), torch.nan)
     codes = slice(first, end)
-    got = NativeTopk(native).beam_topk(logits, acc, follow, width, over, codes, 1.0, norm)
-    exact = REFERENCE.beam_topk(logits, acc, follow, width, over, codes)
+    got = NativeTopk(native).beam_topk(TopkCall(logits, acc, follow, width, over, codes), norm)
+    exact = REFERENCE.beam_topk(TopkCall(logits, acc, follow, width, over, codes))
     assert close(got, exact)
     visited = ~norm.isnan()
     wide = logits.float()
@@ -112,9 +114,9 @@ def test_beams_that_cannot_win_are_not_read_for_a_score(native: Native) -> None:
     every = torch.arange(512, dtype=torch.int32).repeat(40)
     follow = Continuations(torch.arange(40) * 512, torch.full((40,), 512), every)
     norm = torch.full((40,), torch.nan)
-    got = NativeTopk(native).beam_topk(logits, acc, follow, 8, "row", None, 1.0, norm)
+    got = NativeTopk(native).beam_topk(TopkCall(logits, acc, follow, 8), norm)
     assert torch.equal(~norm.isnan(), acc == 0)
-    assert close(got, REFERENCE.beam_topk(logits, acc, follow, 8))
+    assert close(got, REFERENCE.beam_topk(TopkCall(logits, acc, follow, 8)))
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
@@ -129,7 +131,7 @@ def test_a_bad_logit_is_an_error(native: Native, bad: float, over: Over, row: in
     acc = torch.tensor([0.0, -1e5, -torch.inf])
     follow = Continuations(torch.zeros(3, dtype=torch.int64), torch.full((3,), 300), torch.arange(300).int())
     with pytest.raises(FloatingPointError, match="not a number"):
-        NativeTopk(native).beam_topk(logits, acc, follow, 4, over, None, 1.0)
+        NativeTopk(native).beam_topk(TopkCall(logits, acc, follow, 4, over))
 
 
 @pytest.mark.parametrize("size", [1e-30, 80.0, 1e4, 3e6, 1e30])
@@ -139,8 +141,9 @@ def test_logits_of_any_size(native: Native, size: float) -> None:
     logits = torch.randn(6, 600, generator=random) * size
     logits[1], logits[2, ::2], logits[3] = -size, -torch.inf, -torch.inf
     follow = Continuations(torch.zeros(6, dtype=torch.int64), torch.full((6,), 600), torch.arange(600).int())
-    got = NativeTopk(native).beam_topk(logits, torch.zeros(6), follow, 5, "row", None, 1.0)
-    want = REFERENCE.beam_topk(logits, torch.zeros(6), follow, 5)
+    call = TopkCall(logits, torch.zeros(6), follow, 5)
+    got = NativeTopk(native).beam_topk(call)
+    want = REFERENCE.beam_topk(call)
     assert torch.allclose(got.score, want.score, rtol=1e-5, atol=1e-4)
     assert torch.equal(got.edge, want.edge)
 
@@ -151,7 +154,7 @@ def test_a_wide_beam_over_a_wide_codebook(native: Native) -> None:
     logits, acc = torch.randn(192, 4096, generator=random) * 2, -torch.rand(192, generator=random) * 6
     follow = continuations(random, 192, 4096, filtered=True)
     norm = logits.logsumexp(1)
-    got = NativeTopk(native).beam_topk(logits, acc, follow, 128, "row", None, 1.0, norm)
+    got = NativeTopk(native).beam_topk(TopkCall(logits, acc, follow, 128), norm)
     want = select(logits, norm, acc, follow, 128)
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
@@ -159,9 +162,9 @@ def test_a_wide_beam_over_a_wide_codebook(native: Native) -> None:
 def test_temperature(native: Native) -> None:
     random = torch.Generator().manual_seed(3)
     logits, follow = torch.randn(5, 90, generator=random), continuations(random, 5, 90, filtered=False)
-    for over in ("row", "valid"):
-        got = NativeTopk(native).beam_topk(logits, torch.zeros(5), follow, 12, over, None, 0.4)
-        assert close(got, REFERENCE.beam_topk(logits, torch.zeros(5), follow, 12, over, None, 0.4))
+    for over in OVERS:
+        call = TopkCall(logits, torch.zeros(5), follow, 12, over, scale=0.4)
+        assert close(NativeTopk(native).beam_topk(call), REFERENCE.beam_topk(call))
 
 
 @settings(deadline=None, derandomize=True, max_examples=40)
@@ -210,5 +213,5 @@ def test_torch(rows: int, columns: int, width: int, over: Over, seed: int) -> No
     logits = torch.randn(rows, columns, generator=random, dtype=torch.float64 if seed % 2 else torch.float32)
     acc, follow = torch.randn(rows, generator=random).to(logits.dtype), continuations(random, rows, columns, True)
     backend: Backend = TORCH
-    got, want = (b.beam_topk(logits, acc, follow, width, over) for b in (backend, REFERENCE))
+    got, want = (b.beam_topk(TopkCall(logits, acc, follow, width, over)) for b in (backend, REFERENCE))
     assert close(got, want)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from npu_gr.backend.base import BiasTables
+from npu_gr.backend.calls import BiasTables, HstuCall
 from npu_gr.backend.cpu.library import supported
 from npu_gr.backend.reference import ReferenceBackend
 from npu_gr.bench import kernels_hstu, rank
@@ -19,8 +19,8 @@ def test_the_naive_path_is_the_reference_without_bias() -> None:
     q, k, v = torch.randn(3, 5, 2, 8).unbind(0)
     past = torch.randn(9, 2, 8), torch.randn(9, 2, 8)
     bias, times = BiasTables(torch.zeros(2, 2), torch.zeros(2, 64)), torch.arange(9)
-    args = q, k, v, [past], times, 9, bias, 0.3
-    torch.testing.assert_close(NaiveCachedBackend().hstu_targets(*args), ReferenceBackend().hstu_targets(*args))
+    call = HstuCall(q, k, v, [past], times, bias, 0.3, query_time=9)
+    torch.testing.assert_close(NaiveCachedBackend().hstu_targets(call), ReferenceBackend().hstu_targets(call))
 
 
 def test_lines(monkeypatch: pytest.MonkeyPatch) -> None:

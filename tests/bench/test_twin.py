@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import shutil
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 
 from npu_gr.bench import twin
+from npu_gr.bench.ascend_twin import Twin
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ here: the CPU twin cannot be built")
 
@@ -34,12 +37,12 @@ def test_lines(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_wrong_answer_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = twin.Twin.masked_topk
+    real = Twin.masked_topk
 
-    def wrong(self: twin.Twin, logits: np.ndarray, *rest: object, **more: object) -> object:  # type: ignore[type-arg]
-        return real(self, -logits, *rest, **more)  # type: ignore[arg-type]
+    def wrong(self: Twin, logits: npt.NDArray[np.float32], *rest: Any, **more: Any) -> object:
+        return real(self, -logits, *rest, **more)
 
-    monkeypatch.setattr(twin.Twin, "masked_topk", wrong)
+    monkeypatch.setattr(Twin, "masked_topk", wrong)
     with pytest.raises(AssertionError, match="masked_topk is wrong"):
         next(twin.lines(seed=0))
 

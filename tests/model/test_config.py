@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
+import numpy as np
 import pytest
 
-from npu_gr.model.config import inexact_fields
-from tests.models import tiny_config
+from npu_gr.core.errors import CheckpointError
+from npu_gr.model.config import PINNED, inexact_fields, take_pinned, write_keys
+from npu_gr.model.weights import Checkpoint, load, save
+from tests.models import tiny_config, tiny_model
 
 
 @pytest.mark.parametrize(
@@ -19,9 +25,28 @@ from tests.models import tiny_config
         ("target_attention", "full"),
     ],
 )
-def test_what_is_never_exact_is_never_served(field: str, value: object) -> None:
+def test_what_is_never_exact_is_never_served(tmp_path: Path, field: str, value: object) -> None:
+    """A checkpoint that asks for it is refused by the key's name and the rule's."""
     with pytest.raises(ValueError, match=rf"{field}.*E\d"):
-        tiny_config(**{field: value})
+        take_pinned({field: value})
+    model = tiny_model()
+    save(Checkpoint(model=model, item_ids=np.arange(model.config.num_items), name="tiny"), tmp_path)
+    manifest = tmp_path / "config.json"
+    keys = json.loads(manifest.read_text())
+    assert keys["model"][field] == PINNED[field][0], "older versions want the key"
+    keys["model"][field] = value
+    manifest.write_text(json.dumps(keys))
+    with pytest.raises(CheckpointError, match=rf"{field}.*E\d"):
+        load(tmp_path)
+    del keys["model"][field]
+    manifest.write_text(json.dumps(keys))
+    assert load(tmp_path).model.config == model.config
+
+
+def test_pinned_keys_are_written_and_taken() -> None:
+    keys = write_keys(tiny_config())
+    assert set(PINNED) <= set(keys)
+    assert take_pinned(keys) == {key: value for key, value in keys.items() if key not in PINNED}
 
 
 @pytest.mark.parametrize(("field", "value"), [("scaling", "runtime"), ("positions", "reverse")])

@@ -51,7 +51,8 @@ def test_what_is_saved_loads_here_and_in_transformers(tmp_path: Path, variant: s
     again = hf.load(tmp_path / "ours", dtype)
     assert again.config == model.config
     assert all(torch.equal(a, b) for a, b in zip(again.parameters(), model.parameters(), strict=True))
-    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "ours", attn_implementation="eager").eval()
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "ours", attn_implementation="eager")
+    theirs.train(False)
     assert theirs.dtype == dtype
     if dtype == torch.float32:
         assert_same_logits(tmp_path / "ours", theirs)
@@ -92,7 +93,8 @@ def test_head_dim_defaults_to_the_familys(tmp_path: Path) -> None:
 @pytest.mark.parametrize("stored", hf.DTYPES, ids=str)
 @pytest.mark.parametrize("wanted", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
 def test_any_dtype_to_any_dtype(tmp_path: Path, stored: torch.dtype, wanted: torch.dtype) -> None:
-    theirs = hf_model(**QWEN3).to(stored)
+    theirs = hf_model(**QWEN3)
+    torch.nn.Module.to(theirs, stored)
     theirs.save_pretrained(tmp_path)
     model = hf.load(tmp_path, wanted)
     assert {p.dtype for p in model.parameters()} == {wanted}

@@ -93,7 +93,7 @@ def kv_gather(draw: st.DrawFn) -> KvGather:
     outside = draw(st.integers(0, 2))
     return KvGather(
         source=random.integers(0, 256, (groups, held, width)).astype(np.uint8),
-        index=random.integers(-outside, held + outside, rows).astype(np.int32),
+        rows=random.integers(-outside, held + outside, rows).astype(np.int32),
         on=Machine(draw(cores), chunk=draw(st.sampled_from([0, 32, 96]))),
     )
 

@@ -133,18 +133,22 @@ FIXED: dict[str, list[Case]] = {
         Cost(_beams(14, 1, 200, 128, 64, [-x / 8 for x in range(80)], on=Machine(1)), "mte2_bytes", 40_000),
     ],
     "kv_gather": [
-        KvGather(
-            np.arange(3 * 7 * 50, dtype=np.uint8).reshape(3, 7, 50), np.array([6, 0, 0, 3, -1, 7, 2, 5], np.int32), on
-        )
-        for on in (Machine(1), Machine(4, chunk=32), Machine(48))
-    ]
-    + [
-        KvGather(
-            np.random.default_rng(9).integers(0, 256, (2, 40, width)).astype(np.uint8),
-            np.random.default_rng(8).integers(0, 40, 64).astype(np.int32),
-            Machine(3, chunk=chunk),
-        )
-        for width, chunk in ((33, 0), (700, 256), (20_000, 0), (1, 0), (63, 32), (3000, 0))
+        *(
+            KvGather(
+                np.arange(3 * 7 * 50, dtype=np.uint8).reshape(3, 7, 50),
+                np.array([6, 0, 0, 3, -1, 7, 2, 5], np.int32),
+                on,
+            )
+            for on in (Machine(1), Machine(4, chunk=32), Machine(48))
+        ),
+        *(
+            KvGather(
+                np.random.default_rng(9).integers(0, 256, (2, 40, width)).astype(np.uint8),
+                np.random.default_rng(8).integers(0, 40, 64).astype(np.int32),
+                Machine(3, chunk=chunk),
+            )
+            for width, chunk in ((33, 0), (700, 256), (20_000, 0), (1, 0), (63, 32), (3000, 0))
+        ),
     ],
     "beam_fork": [
         _fork(1, 3, 20, 20, 10, 2),
@@ -155,7 +159,8 @@ FIXED: dict[str, list[Case]] = {
         _fork(6, 1, 300, 300, 100, 3, on=Machine(2)),
         _fork(7, 2, 12, 12, 16, 0),
         BeamFork(
-            *np.arange(2 * 9 * 63, dtype=np.uint8).reshape(2, 1, 9, 3, 21),
+            np.arange(9 * 63).astype(np.uint8).reshape(1, 9, 3, 21),
+            np.arange(9 * 63, 2 * 9 * 63).astype(np.uint8).reshape(1, 9, 3, 21),
             _fork(8, 1, 9, 9, 1, 1).parent,
             3,
             Machine(2, chunk=32),

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from npu_gr.bench.ascend_twin import F32, I32, U8, Machine, Report, Twin, packed
+from npu_gr.bench.ascend_twin import F32, I32, U8, Machine, Twin, TwinReport, packed
 
 Array = npt.NDArray[Any]
 NEG_INF = np.float32(-np.inf)
@@ -52,7 +52,7 @@ class MaskedTopk(NamedTuple):
     dtype: str
     on: Machine
 
-    def check(self, twin: Twin) -> Report:
+    def check(self, twin: Twin) -> TwinReport:
         stored, held = narrowed(self.values, self.dtype)
         bits = packed(self.mask)
         if self.mask.shape[1] % 8:  # what stands in the last byte behind the row must not matter
@@ -135,7 +135,7 @@ class BeamMerge(NamedTuple):
     k: int
     on: Machine
 
-    def check(self, twin: Twin) -> Report:
+    def check(self, twin: Twin) -> TwinReport:
         score, parent, token, report = twin.beam_merge(self.prefix, self.logp, self.token, self.k, on=self.on)
         ranks = self.logp.shape[2]
         for request in range(len(self.prefix)):
@@ -151,12 +151,12 @@ class BeamMerge(NamedTuple):
 
 class KvGather(NamedTuple):
     source: Array  # [groups, held, row]
-    index: I32
+    rows: I32
     on: Machine
 
     def check(self, twin: Twin) -> None:
-        got, _ = twin.kv_gather(self.source, self.index, on=self.on)
-        for i, row in enumerate(self.index):
+        got, _ = twin.kv_gather(self.source, self.rows, on=self.on)
+        for i, row in enumerate(self.rows):
             inside = 0 <= row < self.source.shape[1]
             assert np.array_equal(got[:, i], self.source[:, row] if inside else np.full_like(got[:, i], 7)), i
 

@@ -32,10 +32,10 @@ class OnTwin:
         return tuple(torch.from_numpy(x) for x in made[:2])
 
     def csr_gather_topk(self, logits: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-        *arguments, allowed, k = map(array, rest)
-        made = self.twin.csr_gather_topk(
-            array(logits), *arguments, allowed.astype(np.uint8), k, dtype=NAMES[logits.dtype]
-        )
+        norm, acc, lo, degree, code, allowed, k = map(array, rest)
+        name = NAMES[logits.dtype]
+        bits = allowed.astype(np.uint8)
+        made = self.twin.csr_gather_topk(array(logits), norm, acc, lo, degree, code, bits, k, dtype=name)
         return tuple(torch.from_numpy(x) for x in made[:3])
 
     def beam_merge(self, *arguments: Any) -> tuple[Tensor, ...]:

@@ -11,39 +11,43 @@ import pytest
 import torch
 from torch import Tensor
 
+from npu_gr.backend import checks
+from npu_gr.backend.calls import BeamCall, HstuCall
+from npu_gr.backend.checks import Finding, FindingState
 from npu_gr.backend.cpu.backend import CPUBackend
 from npu_gr.backend.cpu.library import NativeError
 from npu_gr.backend.npu import device as npu_device
 from npu_gr.backend.npu import ops as ascend_ops
 from npu_gr.backend.npu.backend import NPUBackend
 from npu_gr.backend.npu.check import disagreements
+from npu_gr.backend.op_parity import OPS, compare
 from npu_gr.tools import acceptance, doctor
 from npu_gr.tools.acceptance import accept
-from npu_gr.tools.doctor import Check, State, compare, examine, is_well, table
+from npu_gr.tools.doctor import examine, is_well, table
 from tests.backend.npu.fake_device import FakeRuntime
 
 
 class Wrong(CPUBackend):
     """One op is off by up to a tenth, one gives what is no number."""
 
-    def hstu_targets(self, *args: object) -> Tensor:  # type: ignore[override]
-        out = super().hstu_targets(*args)  # type: ignore[arg-type]
+    def hstu_targets(self, call: HstuCall) -> Tensor:
+        out = super().hstu_targets(call)
         return out * torch.linspace(1.0, 1.1, out.shape[2])  # a norm behind it would hide one factor for all
 
-    def beam_attention(self, *args: object) -> Tensor:  # type: ignore[override]
-        return super().beam_attention(*args) * float("nan")  # type: ignore[arg-type]
+    def beam_attention(self, call: BeamCall) -> Tensor:
+        return super().beam_attention(call) * float("nan")
 
     def beam_fork_(self, keys: Tensor, values: Tensor, parent: Tensor, num_slots: int) -> None:
         """It does nothing."""
 
 
 def test_ops_are_compared_with_their_definition() -> None:
-    assert {check.state for check in compare(CPUBackend())} == {State.OK}
+    assert {check.state for check in compare(CPUBackend())} == {FindingState.OK}
     wrong = {check.name: check for check in compare(Wrong("off"))}
-    assert wrong["cpu: hstu_attention"].state is State.BROKEN
-    assert wrong["cpu: softmax_attention"].state is State.BROKEN
-    assert wrong["cpu: beam_fork"].state is State.BROKEN
-    assert wrong["cpu: beam_topk"].state is State.OK
+    assert wrong["cpu: hstu_attention"].state is FindingState.BROKEN
+    assert wrong["cpu: softmax_attention"].state is FindingState.BROKEN
+    assert wrong["cpu: beam_fork"].state is FindingState.BROKEN
+    assert wrong["cpu: beam_topk"].state is FindingState.OK
     assert "report this line" in wrong["cpu: beam_fork"].remedy
 
 
@@ -51,12 +55,16 @@ def test_a_cpu_machine_is_well_and_what_it_lacks_has_a_remedy(monkeypatch: pytes
     def unbuilt() -> None:
         raise NativeError("no library")
 
-    monkeypatch.setattr(doctor, "load", unbuilt)
-    checks = examine()
-    assert is_well(checks)
-    assert {c.name for c in checks if c.state is State.MISSING} == {"CPU kernels", "Ascend driver", "NPU: torch_npu"}
-    assert all(check.remedy for check in checks if check.state is not State.OK)
-    assert "-> pip install 'npu_gr[npu]'" in table(checks)
+    monkeypatch.setattr(checks, "load", unbuilt)
+    found = examine()
+    assert is_well(found)
+    assert {c.name for c in found if c.state is FindingState.MISSING} == {
+        "CPU kernels",
+        "Ascend driver",
+        "NPU: torch_npu",
+    }
+    assert all(check.remedy for check in found if check.state is not FindingState.OK)
+    assert "-> pip install 'npu_gr[npu]'" in table(found)
     assert not is_well(examine("cuda")) or torch.cuda.is_available()
 
 
@@ -72,16 +80,16 @@ def test_an_npu_is_examined_step_by_step(monkeypatch: pytest.MonkeyPatch, tmp_pa
     driver.write_text("Version=25.0.rc1\nascendhal_version=7\n")
     (tmp_path / "davinci0").touch()
     (tmp_path / "davinci_manager").touch()
-    monkeypatch.setattr(doctor, "DRIVER", driver)
-    monkeypatch.setattr(doctor, "DEVICES", tmp_path)
+    monkeypatch.setattr(checks, "DRIVER", driver)
+    monkeypatch.setattr(checks, "DEVICES", tmp_path)
     with npu.recording():
         found = {check.name: check for check in examine("npu")}
-    assert found["Ascend driver"] == Check("Ascend driver", State.OK, "Version=25.0.rc1, 1 devices")
+    assert found["Ascend driver"] == Finding("Ascend driver", FindingState.OK, "Version=25.0.rc1, 1 devices")
     assert found["NPU: device"].found.startswith("Ascend910B1")
     assert "8.5.0" in found["NPU: CANN"].found
-    assert found["Ascend C operators"].state is State.MISSING
+    assert found["Ascend C operators"].state is FindingState.MISSING
     assert "build.sh" in found["Ascend C operators"].remedy
-    assert {name for name in found if name.startswith("npu: ")} == {f"npu: {op}" for op in doctor.OPS}
+    assert {name for name in found if name.startswith("npu: ")} == {f"npu: {op}" for op in OPS}
     assert is_well(list(found.values()))
 
 
@@ -90,8 +98,8 @@ def test_native_operators_are_compared_one_by_one(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(ascend_ops, "load_library", lambda _path: None)
     monkeypatch.setattr(npu_device, "find", FakeRuntime().as_npu)
     names = [schema.split("(")[0] for schema in ascend_ops.SCHEMAS]
-    found = {check.name: check for check in doctor._ascend(is_needed=True)}
-    assert all(found[f"Ascend C {name}"].state is State.OK for name in names)
+    found = {check.name: check for check in checks._ascend(is_needed=True)}
+    assert all(found[f"Ascend C {name}"].state is FindingState.OK for name in names)
     for name in names:
         ops = SimpleNamespace(**{other: getattr(ascend_ops, other) for other in names} | {name: wrong(name)})
         assert [op for op, why in disagreements(torch.device("cpu"), ops) if why] == [name]
@@ -114,16 +122,16 @@ def test_acceptance_compares_whole_requests(monkeypatch: pytest.MonkeyPatch) -> 
     npu = FakeRuntime()
     monkeypatch.setattr(acceptance, "choose", lambda _name: NPUBackend("off", npu.as_npu()))
     with npu.recording():
-        checks = accept("npu")
+        found = accept("npu")
     assert ("replay", 0) not in npu.calls, "the default stream captures nothing"
     assert any(call == "replay" for call, _ in npu.calls)
-    assert [check.name for check in checks][:3] == ["rank cold", "rank from HBM", "rank from DRAM"]
-    assert is_well(checks)
+    assert [check.name for check in found][:3] == ["rank cold", "rank from HBM", "rank from DRAM"]
+    assert is_well(found)
     monkeypatch.setattr(acceptance, "choose", lambda _name: Wrong("off"))
-    broken = {check.name for check in accept("cpu") if check.state is State.BROKEN}
+    broken = {check.name for check in accept("cpu") if check.state is FindingState.BROKEN}
     assert broken >= {"rank cold", "rank from HBM", "rank from DRAM", "generate, 128 beams"}
 
 
 def test_broken_is_not_well() -> None:
-    assert not is_well([Check("a", State.OK, ""), Check("b", State.BROKEN, "")])
-    assert is_well([Check("a", State.MISSING, "")])
+    assert not is_well([Finding("a", FindingState.OK, ""), Finding("b", FindingState.BROKEN, "")])
+    assert is_well([Finding("a", FindingState.MISSING, "")])

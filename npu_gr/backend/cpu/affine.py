@@ -1,7 +1,7 @@
 """Linear layers through the CPU kernels: weights packed once, SiLU in registers; mirrors `Affine` of hstu_call.h.
 
-A layer's packed weights are kept as long as the layer lives, and packed again when its weight is another tensor or was
-written to. Only for inference: no gradient passes through.
+A layer's packed weights live as long as the layer. They are packed again when its weight is replaced or written to.
+For inference only: no gradient passes through.
 """
 
 from __future__ import annotations
@@ -32,20 +32,21 @@ class _Affine(Structure):
 
 
 class _Packed(NamedTuple):
-    stamp: tuple[int, int, int, int]  # where the weight and the bias lay, and how often each had been written to
+    stamp: tuple[int, int, int, int]  # address and version counter of the weight, then of the bias
     weight: Tensor  # tiles of 64 outputs
     bias: Tensor  # fp32, padded to whole tiles
 
 
 class AffineKernel:
-    """`Backend.affine` for fp32 and bf16. Any thread may call."""
+    """Compute `Backend.affine` for fp32 and bf16. Any thread may call."""
 
     def __init__(self, native: Native, hstu: HstuKernels) -> None:
-        self._kernels, self._hstu, self._has_dot = native.kernels, hstu, native.has_bf16_dot
+        self._kernels = native.kernels
+        self._hstu = hstu
+        self._has_dot = native.has_bf16_dot
         self._packed: WeakKeyDictionary[nn.Linear, dict[tuple[int, int], _Packed]] = WeakKeyDictionary()
 
     def __call__(self, x: Tensor, layer: nn.Linear, first: int, last: int, is_silu: bool) -> Tensor:
-        """See `Backend.affine`."""
         packed = self._weights(layer, first, last)
         rows = x.reshape(-1, x.shape[-1])
         rows = rows if rows.stride(1) == 1 else rows.contiguous()
@@ -61,7 +62,8 @@ class AffineKernel:
         return y.view(*x.shape[:-1], last - first)
 
     def _weights(self, layer: nn.Linear, first: int, last: int) -> _Packed:
-        weight, bias = layer.weight, layer.bias
+        weight = layer.weight
+        bias = layer.bias
         of_bias = (0, 0) if bias is None else (bias.data_ptr(), bias._version)
         stamp = (weight.data_ptr(), weight._version, *of_bias)
         parts = self._packed.setdefault(layer, {})

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
-from npu_gr.backend.base import Arrangement, BiasTables, Choices, Continuations, Over, Slab
+from npu_gr.backend.base import Arrangement
 from npu_gr.backend.best_items import Best, Hidden
+from npu_gr.backend.calls import BeamCall, Choices, Continuations, HstuCall, TopkCall
 from npu_gr.backend.cpu.affine import AffineKernel
 from npu_gr.backend.cpu.beams import NativeBeams
 from npu_gr.backend.cpu.hstu import HstuKernels
@@ -27,7 +27,7 @@ NativeMode = Literal["auto", "require", "off"]
 
 
 class CPUBackend(TorchOps):
-    """`backend: cpu`."""
+    """Run the native CPU kernels where they are built and the call fits, else torch ops."""
 
     name = "cpu"
     pins_host_memory = False
@@ -36,11 +36,12 @@ class CPUBackend(TorchOps):
         """Load the kernels.
 
         Args:
-            mode: auto: use them if they are there, and say so; require: they must be there; off: torch ops alone.
+            mode: "auto" uses the kernels if they are built and warns if not, "require" raises if they are not, "off"
+                uses torch ops alone.
             isa: a lower instruction set than the CPU's best, for tests and measurements.
 
         Raises:
-            ConfigError: they are required and cannot be used.
+            ConfigError: the kernels are required and cannot be used.
         """
         super().__init__()
         self.native: Native | None = None
@@ -61,109 +62,56 @@ class CPUBackend(TorchOps):
             self._items = NativeItems(self.native)
         self.ops = dict.fromkeys(("hstu_attention", "softmax_attention", "beam_topk"), self.kernels)
 
-    def beam_topk(
-        self,
-        logits: Tensor,
-        acc: Tensor,
-        follow: Continuations,
-        width: int,
-        over: Over = "row",
-        codes: slice | None = None,
-        scale: float = 1.0,
-    ) -> Choices:
-        """See `Backend.beam_topk`."""
-        if self.native and self._topk.takes(logits, acc, follow):
-            return self._topk.beam_topk(logits, acc, follow, width, over, codes, scale)
-        return super().beam_topk(logits, acc, follow, width, over, codes, scale)
+    def beam_topk(self, call: TopkCall) -> Choices:
+        if self.native and self._topk.takes(call.logits, call.acc, call.follow):
+            return self._topk.beam_topk(call)
+        return super().beam_topk(call)
 
     def gathered_topk(
         self, hidden: Tensor, weight: Tensor, acc: Tensor, follow: Continuations, width: int, scale: float = 1.0
     ) -> Choices:
-        """See `Backend.gathered_topk`."""
         if self.native and self._topk.takes(hidden, acc, follow):
             return self._topk.gathered_topk(hidden, weight, acc, follow, width, scale)
         return super().gathered_topk(hidden, weight, acc, follow, width, scale)
 
     def best_items(self, queries: Tensor, items: Tensor, k: int, hidden: Hidden | None) -> Best:
-        """See `Backend.best_items`."""
         if self.native and len(queries):
             return self._items(queries, items, k, hidden)
         return super().best_items(queries, items, k, hidden)
 
-    def beam_attention(
-        self,
-        q: Tensor,
-        shared: Sequence[Slab],
-        unshared: Slab,
-        num_slots: int,
-        ancestry: Tensor | None,
-        scale: float,
-    ) -> Tensor:
-        """See `Backend.beam_attention`; here in one stage, the prefix is read once for all beams anyway."""
-        if self.native and self._beams.takes(q, shared, unshared):
-            return self._beams(q, shared, unshared, num_slots, ancestry, scale)
-        return super().beam_attention(q, shared, unshared, num_slots, ancestry, scale)
+    def beam_attention(self, call: BeamCall) -> Tensor:
+        """Attend in one stage: the kernel reads the prefix once for all beams anyway."""
+        if self.native and self._beams.takes(call):
+            return self._beams(call)
+        return super().beam_attention(call)
 
-    def beam_attention_plain(
-        self,
-        q: Tensor,
-        shared: Sequence[Slab],
-        unshared: Slab,
-        num_slots: int,
-        ancestry: Tensor | None,
-        scale: float,
-    ) -> Tensor:
-        """See `Backend.beam_attention_plain`; the same kernel."""
-        if self.native and self._beams.takes(q, shared, unshared):
-            return self._beams(q, shared, unshared, num_slots, ancestry, scale)
-        return super().beam_attention_plain(q, shared, unshared, num_slots, ancestry, scale)
+    def beam_attention_plain(self, call: BeamCall) -> Tensor:
+        if self.native and self._beams.takes(call):
+            return self._beams(call)
+        return super().beam_attention_plain(call)
 
     def arrangement(self, dtype: torch.dtype, page_tokens: int) -> Arrangement:
-        """See `Backend.arrangement`."""
         fits = self._hstu and dtype in ELEMENT and page_tokens % TILE_TOKENS == 0
         return "tiles" if fits else "natural"
 
     def pack_kv(self, into: Tiles, first_token: int, k: Tensor, v: Tensor) -> None:
-        """See `Backend.pack_kv`."""
         if self._hstu and k.dtype in ELEMENT:
             self._hstu.pack(into, first_token, k, v)
         else:
             super().pack_kv(into, first_token, k, v)
 
     def affine(self, x: Tensor, layer: nn.Linear, first: int, last: int, is_silu: bool) -> Tensor:
-        """See `Backend.affine`."""
-        # a weight made under inference_mode does not tell when it is written to
+        # a weight made under inference_mode has no version counter, so a write to it would go unnoticed
         if self._hstu and {x.dtype, layer.weight.dtype} <= set(ELEMENT) and not layer.weight.is_inference():
             return self._affine(x, layer, first, last, is_silu)
         return super().affine(x, layer, first, last, is_silu)
 
-    def hstu_causal(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        past: Sequence[Slab | Tiles],
-        times: Tensor,
-        bias: BiasTables,
-        alpha: float,
-    ) -> Tensor:
-        """See `Backend.hstu_causal`."""
-        if self._hstu and q.dtype in ELEMENT:
-            return self._hstu.causal(q, k, v, past, times, bias, alpha)
-        return super().hstu_causal(q, k, v, past, times, bias, alpha)
+    def hstu_causal(self, call: HstuCall) -> Tensor:
+        if self._hstu and call.q.dtype in ELEMENT:
+            return self._hstu.causal(call)
+        return super().hstu_causal(call)
 
-    def hstu_targets(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        history: Sequence[Slab | Tiles],
-        times: Tensor,
-        query_time: int,
-        bias: BiasTables,
-        alpha: float,
-    ) -> Tensor:
-        """See `Backend.hstu_targets`."""
-        if self._hstu and q.dtype in ELEMENT:
-            return self._hstu.targets(q, k, v, history, times, query_time, bias, alpha)
-        return super().hstu_targets(q, k, v, history, times, query_time, bias, alpha)
+    def hstu_targets(self, call: HstuCall) -> Tensor:
+        if self._hstu and call.q.dtype in ELEMENT:
+            return self._hstu.targets(call)
+        return super().hstu_targets(call)

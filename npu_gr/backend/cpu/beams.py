@@ -6,45 +6,43 @@ Source: `ops/cpu/beam.h`. The workspace holds one KV head's prefix in fp32; it i
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
 from ctypes import byref, c_int64, c_void_p
 
 import torch
 from torch import Tensor
 
-from npu_gr.backend.base import Slab
+from npu_gr.backend.calls import BeamCall
 from npu_gr.backend.cpu.library import ELEMENT, BeamJob, Native
 
 
 class _Reused(threading.local):
-    """What calls of one thread reuse."""
+    """Memory that calls of one thread reuse."""
 
     def __init__(self) -> None:
         self.workspace = torch.empty(0, dtype=torch.uint8)
 
 
 class NativeBeams:
-    """`Backend.beam_attention` for fp32 and bf16. Any thread may call."""
+    """Compute `Backend.beam_attention` for fp32 and bf16. Any thread may call."""
 
     def __init__(self, native: Native) -> None:
         self._kernels = native.kernels
         self._reused = _Reused()
 
     @staticmethod
-    def takes(q: Tensor, shared: Sequence[Slab], unshared: Slab) -> bool:
-        """Whether all tensors are of one type that the kernel reads, and tokens lie one behind the other."""
-        planes = [plane for slab in shared for plane in slab]
-        same = q.dtype in ELEMENT and all(plane.dtype == q.dtype for plane in (*planes, *unshared))
-        return same and all(plane.is_contiguous() for plane in (*planes, *unshared))
+    def takes(call: BeamCall) -> bool:
+        """Tell whether all tensors have one dtype that the kernel reads, and tokens lie one behind the other."""
+        planes = [*(plane for slab in call.shared for plane in slab), *call.unshared]
+        same = call.q.dtype in ELEMENT and all(plane.dtype == call.q.dtype for plane in planes)
+        return same and all(plane.is_contiguous() for plane in planes)
 
-    def __call__(
-        self, q: Tensor, shared: Sequence[Slab], unshared: Slab, num_slots: int, ancestry: Tensor | None, scale: float
-    ) -> Tensor:
-        """See `Backend.beam_attention`."""
-        q, out = q.contiguous(), torch.empty(q.shape, dtype=q.dtype)
-        ancestry = None if ancestry is None else ancestry.contiguous()
+    def __call__(self, call: BeamCall) -> Tensor:
+        q = call.q.contiguous()
+        shared = call.shared
+        out = torch.empty(q.shape, dtype=q.dtype)
+        ancestry = None if call.ancestry is None else call.ancestry.contiguous()
         keys, values = ((c_void_p * len(shared))(*(slab[i].data_ptr() for slab in shared)) for i in (0, 1))
-        own_k, own_v = unshared
+        own_k, own_v = call.unshared
         job = BeamJob(
             q=q.data_ptr(),
             element=ELEMENT[q.dtype],
@@ -52,12 +50,12 @@ class NativeBeams:
             num_heads=q.shape[1],
             num_kv_heads=own_k.shape[2],
             head_dim=q.shape[2],
-            scale=scale,
+            scale=call.scale,
             num_slabs=len(shared),
             slab_keys=keys,
             slab_values=values,
             slab_tokens=(c_int64 * len(shared))(*(len(slab[0]) for slab in shared)),
-            num_slots=num_slots,
+            num_slots=call.num_slots,
             own_keys=own_k.data_ptr(),
             own_values=own_v.data_ptr(),
             own_row_stride=own_k.stride(0),

@@ -14,9 +14,9 @@ from ctypes import POINTER, Structure, byref, c_double, c_int64, c_void_p
 import torch
 from torch import Tensor
 
-from npu_gr.backend.base import BiasTables, Slab
+from npu_gr.backend.calls import HstuCall
 from npu_gr.backend.cpu.library import ELEMENT, Native
-from npu_gr.backend.tiles import TILE_TOKENS, Tiles, empty, unpack
+from npu_gr.backend.tiles import TILE_TOKENS, Slab, Tiles, empty, unpack
 
 
 class _Tiles(Structure):
@@ -52,7 +52,7 @@ class _Pack(Structure):
 
 
 def _rows(x: Tensor) -> _Rows:
-    """X [n, H, D] with a last stride of 1."""
+    """Point at x [n, H, D], whose last stride is 1."""
     return _Rows(x.data_ptr(), x.stride(0), x.stride(1))
 
 
@@ -61,7 +61,7 @@ def _unit_stride(x: Tensor) -> Tensor:
 
 
 class _Reused(threading.local):
-    """What calls of one thread reuse."""
+    """Memory that calls of one thread reuse."""
 
     def __init__(self) -> None:
         self.scratch = torch.empty(0, dtype=torch.uint8)
@@ -76,75 +76,48 @@ class HstuKernels:
         self._reused = _Reused()
 
     def pack(self, into: Tiles, first_token: int, k: Tensor, v: Tensor) -> None:
-        """See `tiles.pack`."""
         if not len(k):
             return
-        k, v = _unit_stride(k), _unit_stride(v)
+        k = _unit_stride(k)
+        v = _unit_stride(v)
         call = _Pack(
             len(k), k.shape[1], into.qk_dim, into.v_dim, ELEMENT[k.dtype], ELEMENT[into.k.dtype],
             _rows(k), _rows(v), first_token, _Tiles(into.k.data_ptr(), into.v.data_ptr(), len(into.k)),
         )  # fmt: skip
         self._kernels.pack_kv(byref(call))
 
-    def causal(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        past: Sequence[Slab | Tiles],
-        times: Tensor,
-        bias: BiasTables,
-        alpha: float,
-    ) -> Tensor:
-        """See `Backend.hstu_causal`."""
-        return self._attend(self._kernels.hstu_causal, q, None, [*past, (k, v)], v.shape[2], times, 0, bias, alpha)
+    def causal(self, call: HstuCall) -> Tensor:
+        return self._attend(self._kernels.hstu_causal, call, None, [*call.cached, (call.k, call.v)])
 
-    def targets(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        history: Sequence[Slab | Tiles],
-        times: Tensor,
-        query_time: int,
-        bias: BiasTables,
-        alpha: float,
-    ) -> Tensor:
-        """See `Backend.hstu_targets`."""
-        own = _unit_stride(k), _unit_stride(v)
-        return self._attend(self._kernels.hstu_targets, q, own, history, v.shape[2], times, query_time, bias, alpha)
+    def targets(self, call: HstuCall) -> Tensor:
+        own = _unit_stride(call.k), _unit_stride(call.v)
+        return self._attend(self._kernels.hstu_targets, call, own, call.cached)
 
     def _attend(
-        self,
-        op: Callable[[object], None],
-        q: Tensor,
-        own: Slab | None,
-        slabs: Sequence[Slab | Tiles],
-        v_dim: int,
-        times: Tensor,
-        query_time: int,
-        bias: BiasTables,
-        alpha: float,
+        self, op: Callable[[object], None], call: HstuCall, own: Slab | None, slabs: Sequence[Slab | Tiles]
     ) -> Tensor:
-        rows, heads, qk_dim = q.shape
-        out = q.new_empty(rows, heads, v_dim)
+        """Attend over `slabs`, and each row over its own key and value if `own` has them (candidates)."""
+        rows, heads, qk_dim = call.q.shape
+        v_dim = call.v.shape[2]
+        out = call.q.new_empty(rows, heads, v_dim)
         if not rows:
             return out
-        runs = self._in_tiles(slabs, q.dtype)
-        assert sum(run.num_tokens for run in runs) == len(times)
-        dtype = runs[0].k.dtype if runs else q.dtype
-        q, times = _unit_stride(q), times.contiguous()
-        position, time = (table.float().contiguous() for table in bias)
+        runs = self._in_tiles(slabs, call.q.dtype)
+        assert sum(run.num_tokens for run in runs) == len(call.times)
+        dtype = runs[0].k.dtype if runs else call.q.dtype
+        q = _unit_stride(call.q)
+        times = call.times.contiguous()
+        position, time = (table.float().contiguous() for table in call.bias)
         own_k, own_v = own if own else (q, q)
-        call = _Hstu(
+        native = _Hstu(
             rows, heads, qk_dim, v_dim, ELEMENT[q.dtype], ELEMENT[dtype],
             _rows(q), _rows(own_k), _rows(own_v), _rows(out),
             (_Tiles * len(runs))(*(_Tiles(t.k.data_ptr(), t.v.data_ptr(), len(t.k)) for t in runs)), len(runs),
-            len(times), times.data_ptr(), query_time,
-            position.data_ptr(), position.shape[1], time.data_ptr(), alpha,
+            len(times), times.data_ptr(), call.query_time,
+            position.data_ptr(), position.shape[1], time.data_ptr(), call.alpha,
         )  # fmt: skip
-        call.scratch = self.scratch_at(self._kernels.hstu_scratch_bytes(byref(call), own is None))
-        op(byref(call))
+        native.scratch = self.scratch_at(self._kernels.hstu_scratch_bytes(byref(native), own is None))
+        op(byref(native))
         return out
 
     def scratch_at(self, num_bytes: int) -> int:

@@ -1,4 +1,4 @@
-"""The best items by the native kernel: one pass over them, for a lone query at the speed of memory.
+"""The best items by the native kernel: one pass over the items, at the speed of memory for a lone query.
 
 Source: `ops/cpu/items.h`. Results are small new tensors.
 """
@@ -24,18 +24,19 @@ class _ItemsJob(Structure):
 
 
 class NativeItems:
-    """`Backend.best_items`. Any thread may call."""
+    """Compute `Backend.best_items`. Any thread may call."""
 
     def __init__(self, native: Native) -> None:
         self._kernels = native.kernels
 
     def __call__(self, queries: Tensor, items: Tensor, k: int, hidden: Hidden | None) -> Best:
-        """See `Backend.best_items`; at most 2**32 items."""
-        queries, items = queries.contiguous(), items.contiguous()
+        """Find the best items of at most 2**32."""
+        queries = queries.contiguous()
+        items = items.contiguous()
         best = Best(torch.empty(len(queries), k), torch.empty(len(queries), k, dtype=torch.int64))
         starts = rows = None
         if hidden is not None:
-            order = torch.argsort(hidden.queries, stable=True)  # the rows of each rise already
+            order = torch.argsort(hidden.queries, stable=True)  # rows of one query already ascend
             rows = hidden.items[order]
             starts = torch.zeros(len(queries) + 1, dtype=torch.int64)
             starts[1:] = torch.bincount(hidden.queries, minlength=len(queries)).cumsum(0)

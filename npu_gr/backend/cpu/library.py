@@ -1,4 +1,4 @@
-"""The CPU kernels of `ops/cpu`: where the library is, which instruction set runs, and its functions by their types.
+"""The CPU kernels of `ops/cpu`: find the library, choose the instruction set, declare the functions' types.
 
 The library is built by `pip install` where there is a C++ compiler (`setup.py`) and loaded by ctypes, which releases
 the GIL for each call. Buffers go in as `tensor.data_ptr()`. `Table` mirrors `ops/cpu/kernels.h`, field by field.
@@ -22,7 +22,7 @@ _LIBRARY = Path(__file__).with_name("_native.abi3.so")
 
 
 class TopkJob(ctypes.Structure):
-    """struct TopkJob."""
+    """Mirror `struct TopkJob` of `ops/cpu/kernels.h`, field by field."""
 
     _fields_ = [
         ("logits", c_void_p),
@@ -51,7 +51,7 @@ class TopkJob(ctypes.Structure):
 
 
 class HeadJob(ctypes.Structure):
-    """struct HeadJob."""
+    """Mirror `struct HeadJob` of `ops/cpu/kernels.h`, field by field."""
 
     _fields_ = [
         ("hidden", c_void_p),
@@ -71,7 +71,7 @@ class HeadJob(ctypes.Structure):
 
 
 class BeamJob(ctypes.Structure):
-    """struct BeamJob."""
+    """Mirror `struct BeamJob` of `ops/cpu/kernels.h`, field by field."""
 
     _fields_ = [
         ("q", c_void_p),
@@ -97,7 +97,7 @@ class BeamJob(ctypes.Structure):
 
 
 class Table(ctypes.Structure):
-    """struct Kernels."""
+    """Mirror `struct Kernels` of `ops/cpu/kernels.h`, field by field."""
 
     _fields_ = [
         ("num_bytes", c_int64),
@@ -142,14 +142,14 @@ class Native:
 
 @cache
 def load(isa: str = "", library: Path = _LIBRARY) -> Native:
-    """The kernels, ready to be called.
+    """Load the kernels.
 
     Args:
         isa: one of `ISAS`; "" = the best that this CPU has.
         library: the shared object.
 
     Raises:
-        NativeError: there is no library, it is another version's, or this CPU has no such instruction set.
+        NativeError: the library was not built, comes from other sources, or this CPU lacks the instruction set.
     """
     if not library.exists():
         raise NativeError(f"{library.name} was not built: no C++ compiler when npu_gr was installed")
@@ -157,7 +157,8 @@ def load(isa: str = "", library: Path = _LIBRARY) -> Native:
         found = ctypes.CDLL(str(library)).npu_gr_kernels
     except (OSError, AttributeError) as error:
         raise NativeError(f"{library.name} cannot be loaded: {error}") from error
-    found.argtypes, found.restype = [c_char_p], POINTER(Table)
+    found.argtypes = [c_char_p]
+    found.restype = POINTER(Table)
     table = found(isa.encode())
     if not table:
         raise NativeError(f"{library.name} has no kernels for {isa!r}, or this CPU cannot run them")

@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from npu_gr.backend.base import Choices, Continuations, Over
+from npu_gr.backend.calls import Choices, Continuations, TopkCall
 from npu_gr.backend.cpu.library import ELEMENT, HeadJob, Native, TopkJob
 
 
 class _Reused(threading.local):
-    """What calls of one thread reuse."""
+    """Memory that calls of one thread reuse."""
 
     def __init__(self) -> None:
         self.workspace = torch.empty(0, dtype=torch.uint8)
@@ -24,7 +24,7 @@ class _Reused(threading.local):
 
 
 class NativeTopk:
-    """`Backend.beam_topk` and `gathered_topk` for fp32 and bf16. Any thread may call."""
+    """Compute `Backend.beam_topk` and `gathered_topk` for fp32 and bf16. Any thread may call."""
 
     def __init__(self, native: Native) -> None:
         self._kernels = native.kernels
@@ -32,28 +32,18 @@ class NativeTopk:
 
     @staticmethod
     def takes(scores: Tensor, acc: Tensor, follow: Continuations) -> bool:
-        """Whether the kernels read these types: not fp64, which only tests have."""
+        """Tell whether the kernels read these dtypes: not fp64, which only tests have."""
         return scores.dtype in ELEMENT and acc.dtype == torch.float32 and follow.code.dtype == torch.int32
 
-    def beam_topk(
-        self,
-        logits: Tensor,
-        acc: Tensor,
-        follow: Continuations,
-        width: int,
-        over: Over,
-        codes: slice | None,
-        scale: float,
-        norm: Tensor | None = None,
-    ) -> Choices:
-        """See `Backend.beam_topk`; `norm`, fp32 [rows], receives the log-sum-exp of the rows that were visited."""
-        logits = logits if logits.stride(1) == 1 else logits.contiguous()
+    def beam_topk(self, call: TopkCall, norm: Tensor | None = None) -> Choices:
+        """Select; `norm`, fp32 [rows], receives the log-sum-exp of the rows that were visited."""
+        logits = call.logits if call.logits.stride(1) == 1 else call.logits.contiguous()
         rows, columns = logits.shape
-        first, end, _ = (codes or slice(None)).indices(columns)
+        first, end, _ = (call.codes or slice(None)).indices(columns)
         return self._select(
-            follow,
-            width,
-            acc,
+            call.follow,
+            call.width,
+            call.acc,
             columns,
             logits=logits.data_ptr(),
             element=ELEMENT[logits.dtype],
@@ -61,23 +51,24 @@ class NativeTopk:
             num_rows=rows,
             first_column=first,
             num_codes=end - first,
-            over_valid=over == "valid",
-            scale=scale,
+            over_valid=call.over == "valid",
+            scale=call.scale,
             norm=None if norm is None else norm.data_ptr(),
         )
 
     def gathered_topk(
         self, hidden: Tensor, weight: Tensor, acc: Tensor, follow: Continuations, width: int, scale: float
     ) -> Choices:
-        """See `Backend.gathered_topk`."""
         hidden = hidden if hidden.stride(1) == 1 else hidden.contiguous()
         assert weight.stride(1) == 1
         assert weight.dtype == hidden.dtype
         ends = follow.degree.cumsum(0)
-        starts, total = ends - follow.degree, int(ends[-1]) if len(ends) else 0
+        starts = ends - follow.degree
+        total = int(ends[-1]) if len(ends) else 0
         if total > len(self._reused.values):
             self._reused.values = torch.empty(total)
-        lo, degree = follow.lo.contiguous(), follow.degree.contiguous()
+        lo = follow.lo.contiguous()
+        degree = follow.degree.contiguous()
         shared = {"lo": lo.data_ptr(), "degree": degree.data_ptr(), "code": follow.code.data_ptr()}
         values = {"values": self._reused.values.data_ptr(), "value_start": starts.data_ptr()}
         head = HeadJob(
@@ -98,7 +89,9 @@ class NativeTopk:
         )
 
     def _select(self, follow: Continuations, width: int, acc: Tensor, columns: int, **job: Any) -> Choices:
-        lo, degree, acc = follow.lo.contiguous(), follow.degree.contiguous(), acc.contiguous()
+        lo = follow.lo.contiguous()
+        degree = follow.degree.contiguous()
+        acc = acc.contiguous()
         need = self._kernels.beam_topk_bytes(job["num_rows"], columns, width)
         if need > len(self._reused.workspace):
             self._reused.workspace = torch.empty(need, dtype=torch.uint8)

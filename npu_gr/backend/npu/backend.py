@@ -1,8 +1,8 @@
 """Ascend devices through torch_npu. Not yet run on an NPU by us: tested on a device that records what it is told.
 
 Each device thread has a stream of its own; copies between the tiers have another. The native operators of
-`ops/ascendc` and Huawei's `mxrec::hstu_paged` run where they are there and fit, torch ops elsewhere: `ops` says which,
-a call that does not fit is counted, and said once in the log.
+`ops/ascendc` and Huawei's `mxrec::hstu_paged` run where they are installed and the call fits, torch ops elsewhere:
+`ops` says which. A call that does not fit (`limits.py`) is counted, and logged the first time.
 
 Invariant: between a request's uploads and its result the host never waits for the device, where `ops` says ascend_c.
 """
@@ -19,22 +19,24 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from npu_gr.backend.base import BiasTables, Choices, Continuations, Over, Slab, accumulator
+from npu_gr.backend.base import accumulator
+from npu_gr.backend.calls import Choices, HstuCall, Over, TopkCall
 from npu_gr.backend.graphs import Graphs
 from npu_gr.backend.npu import ops as ascend_ops
-from npu_gr.backend.npu.device import NotFound, Npu, find
+from npu_gr.backend.npu.device import Npu, NpuNotFound, find
 from npu_gr.backend.npu.hstu import MAX_TARGETS, PagedHstu
-from npu_gr.backend.tiles import Tiles, natural
+from npu_gr.backend.npu.limits import fork_limit, topk_limit
+from npu_gr.backend.tiles import natural
 from npu_gr.backend.torch_ops import TorchOps
 from npu_gr.core.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
-_REFUSED = "has no such limit"  # how ops/ascendc ends its message when a shape does not fit
+_PAGED_LIMIT = "mxrec::hstu_paged knows no relative bias, or not this shape"
 
 
 class NPUBackend(TorchOps):
-    """`backend: npu`."""
+    """Run the native Ascend operators where they are installed and the call fits, else torch ops."""
 
     name = "npu"
     pins_host_memory = True
@@ -42,12 +44,13 @@ class NPUBackend(TorchOps):
     def __init__(
         self, native: Literal["auto", "require", "off"] = "auto", npu: Npu | None = None, folder: Path | None = None
     ) -> None:
-        """Find the device and what is there for it.
+        """Find the device and the operators that are installed for it.
 
         Args:
-            native: the library of ops/ascendc: auto: if it is there; require: it must be; off: torch ops alone.
-            npu: the device; None = as `find` finds it.
-            folder: of the library; None = beside this file.
+            native: the library of ops/ascendc: "auto" uses it if it loads and warns if not, "require" raises if it does
+                not load, "off" uses torch ops alone.
+            npu: the device; None = the one that `find` finds.
+            folder: where the library is; None = `lib` beside this file.
 
         Raises:
             ConfigError: there is no NPU, or the library is required and does not load.
@@ -55,14 +58,15 @@ class NPUBackend(TorchOps):
         super().__init__()
         try:
             self._npu = npu or find()
-        except NotFound as error:
+        except NpuNotFound as error:
             raise ConfigError(f"backend 'npu' is configured but cannot be loaded: {error}") from error
-        self._runtime, self.device = self._npu.runtime, self._npu.device
+        self._runtime = self._npu.runtime
+        self.device = self._npu.device
         self._copies = self._runtime.Stream()
         ascend_ops.register()
         self._is_native = native != "off" and self._load(native == "require", folder)
         self._paged = self._find_paged()
-        graph = getattr(self._runtime, "NPUGraph", None)  # newer versions alone have it
+        graph = getattr(self._runtime, "NPUGraph", None)  # only newer versions have it
         self._graphs = Graphs(self._runtime, graph, self.fell_back) if graph else None
         own = "ascend_c" if self._is_native else "torch"
         self.kernels = own
@@ -94,17 +98,17 @@ class NPUBackend(TorchOps):
 
     @contextmanager
     def stream(self) -> Iterator[None]:
-        """See `Backend.stream`."""
         self._runtime.set_device(self.device)
-        own, made = self._runtime.Stream(), self._runtime.Event()
+        own = self._runtime.Stream()
+        made = self._runtime.Event()
         made.record(self._runtime.current_stream())  # weights and pools were written there
         own.wait_event(made)
         with self._runtime.stream(own):
             yield
 
     def copy(self, work: Callable[[], None]) -> Callable[[], None]:
-        """See `Backend.copy`."""
-        before, after = self._runtime.Event(), self._runtime.Event()
+        before = self._runtime.Event()
+        after = self._runtime.Event()
         before.record(self._runtime.current_stream())
         self._copies.wait_event(before)
         with self._runtime.stream(self._copies):
@@ -118,68 +122,42 @@ class NPUBackend(TorchOps):
         return wait
 
     def synchronize(self) -> None:
-        """See `Backend.synchronize`."""
         self._runtime.current_stream().synchronize()
 
     # ---- beams
 
     def beam_fork_(self, keys: Tensor, values: Tensor, parent: Tensor, num_slots: int) -> None:
-        """See `Backend.beam_fork_`; without the native operator a gather, whose shape depends on no value."""
+        """Fork by the native operator, else by a gather, whose shape depends on no value."""
         parent = parent.int()
-        # one of several requests that share an arena: its rows of a layer lie together
-        parts = [(keys, values)] if keys.is_contiguous() else zip(keys.split(1), values.split(1), strict=True)
-        try:
-            for part in parts:
-                torch.ops.npu_gr.beam_fork_(*part, parent, num_slots)
-        except RuntimeError as error:
-            if _REFUSED not in str(error):
-                raise
-            self.fell_back("beam_fork", str(error))  # of the first part as of any: nothing has moved
+        if self._is_native and (limit := fork_limit(keys, parent)):
+            self.fell_back("beam_fork", limit)
             ascend_ops.beam_fork_(keys, values, parent, num_slots)
+            return
+        # where several requests share an arena, only the rows of one layer lie together: one launch a layer
+        parts = [(keys, values)] if keys.is_contiguous() else zip(keys.split(1), values.split(1), strict=True)
+        for part in parts:
+            torch.ops.npu_gr.beam_fork_(*part, parent, num_slots)
 
-    def beam_topk(
-        self,
-        logits: Tensor,
-        acc: Tensor,
-        follow: Continuations,
-        width: int,
-        over: Over = "row",
-        codes: slice | None = None,
-        scale: float = 1.0,
-    ) -> Choices:
-        """See `Backend.beam_topk`; the native one gives all places, and NaN scores for a logit that is no number."""
+    def beam_topk(self, call: TopkCall) -> Choices:
+        """Select; the native operator returns all `width` places, and NaN scores where a logit is not a number."""
         if not self._is_native:
-            return super().beam_topk(logits, acc, follow, width, over, codes, scale)
-        if logits.dtype == torch.float64 or follow.code.dtype != torch.int32:
-            why = f"logits {logits.dtype} and codes {follow.code.dtype}"
-        else:
-            try:
-                return self._native_topk(logits, acc, follow, width, over, codes, scale)
-            except RuntimeError as error:
-                if _REFUSED not in str(error):
-                    raise
-                why = str(error)
-        self.fell_back("beam_topk", why)
-        return super().beam_topk(logits, acc, follow, width, over, codes, scale)
+            return super().beam_topk(call)
+        if limit := topk_limit(call):
+            self.fell_back("beam_topk", limit)
+            return super().beam_topk(call)
+        return self._native_topk(call)
 
-    def _native_topk(
-        self,
-        logits: Tensor,
-        acc: Tensor,
-        follow: Continuations,
-        width: int,
-        over: Over,
-        codes: slice | None,
-        scale: float,
-    ) -> Choices:
-        select = partial(_select, code=follow.code, width=width, over=over, codes=codes, scale=scale)
-        inputs = [logits, acc, follow.lo, follow.degree]
+    def _native_topk(self, call: TopkCall) -> Choices:
+        follow = call.follow
+        codes = call.codes
+        select = partial(_select, code=follow.code, width=call.width, over=call.over, codes=codes, scale=call.scale)
+        inputs = [call.logits, call.acc, follow.lo, follow.degree]
         if follow.allowed is not None:
             inputs.append(follow.allowed)
-        if self._graphs is None or follow.allowed is not None:  # a request's own filter would be copied to be replayed
+        if self._graphs is None or follow.allowed is not None:  # a replay would have to copy the request's own filter
             return Choices(*select(*inputs))
         columns = None if codes is None else (codes.start, codes.stop)
-        found = self._graphs.run(follow.code, (width, over, columns, scale), select, inputs)
+        found = self._graphs.run(follow.code, (call.width, call.over, columns, call.scale), select, inputs)
         return Choices(*(out.clone() for out in found))
 
     def row_wise(
@@ -189,46 +167,27 @@ class NPUBackend(TorchOps):
         work: Callable[..., tuple[Tensor, ...]],
         rows: Sequence[Tensor],
     ) -> tuple[Tensor, ...]:
-        """See `Backend.row_wise`."""
         return self._graphs.row_wise(owner, what, work, rows) if self._graphs else work(*rows)
 
     # ---- HSTU
 
-    def hstu_causal(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        past: Sequence[Slab | Tiles],
-        times: Tensor,
-        bias: BiasTables,
-        alpha: float,
-    ) -> Tensor:
-        """See `Backend.hstu_causal`."""
+    def hstu_causal(self, call: HstuCall) -> Tensor:
         if self._paged:
-            if self._paged.takes(q, v, bias, len(times)):
-                return self._paged.causal(q, k, v, natural(past), alpha)
-            self.fell_back("hstu_attention", "mxrec::hstu_paged knows no relative bias, or not this shape")
-        return super().hstu_causal(q, k, v, past, times, bias, alpha)
+            if self._paged.takes(call.q, call.v, call.bias, len(call.times)):
+                return self._paged.causal(call.q, call.k, call.v, natural(call.cached), call.alpha)
+            self.fell_back("hstu_attention", _PAGED_LIMIT)
+        return super().hstu_causal(call)
 
-    def hstu_targets(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        history: Sequence[Slab | Tiles],
-        times: Tensor,
-        query_time: int,
-        bias: BiasTables,
-        alpha: float,
-    ) -> Tensor:
-        """See `Backend.hstu_targets`."""
-        if self._paged and history:
-            if self._paged.takes(q[:MAX_TARGETS], v, bias, len(times)):
-                parts = zip(q.split(MAX_TARGETS), k.split(MAX_TARGETS), v.split(MAX_TARGETS), strict=True)
-                return torch.cat([self._paged.targets(*part, natural(history), alpha) for part in parts])
-            self.fell_back("hstu_attention", "mxrec::hstu_paged knows no relative bias, or not this shape")
-        return super().hstu_targets(q, k, v, history, times, query_time, bias, alpha)
+    def hstu_targets(self, call: HstuCall) -> Tensor:
+        if self._paged and call.cached:
+            if self._paged.takes(call.q[:MAX_TARGETS], call.v, call.bias, len(call.times)):
+                parts = zip(
+                    call.q.split(MAX_TARGETS), call.k.split(MAX_TARGETS), call.v.split(MAX_TARGETS), strict=True
+                )
+                history = natural(call.cached)
+                return torch.cat([self._paged.targets(*part, history, call.alpha) for part in parts])
+            self.fell_back("hstu_attention", _PAGED_LIMIT)
+        return super().hstu_targets(call)
 
 
 def _select(
@@ -244,7 +203,7 @@ def _select(
     codes: slice | None,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Launches alone: normalise, select, and mark what is not a number."""
+    """Normalise, select, and give NaN scores if a logit is not a number; launches only, so that a graph can hold it."""
     scaled = logits if scale == 1.0 else logits.to(accumulator(logits.dtype)) * scale
     norm = scaled.float().logsumexp(1) if over == "row" else None
     level = scaled if codes is None else scaled[:, codes]

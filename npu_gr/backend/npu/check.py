@@ -1,7 +1,7 @@
-"""Do the native operators of ops/ascendc compute here what their definitions say? Ties, -inf and NaN included.
+"""Check that the native operators of ops/ascendc compute what their definitions say; ties, -inf and NaN included.
 
-Inputs are multiples of a quarter, so that the scores are exact in fp32 and equal choices are demanded; a logarithm
-of the device's own is given room in the scores, and its choices are left out.
+Inputs are multiples of a quarter: the scores are exact in fp32, so the choices must be equal. Where the device takes a
+logarithm itself, the scores have a tolerance and the choices are not compared.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ LOG_TOLERANCE = 1e-4  # nats
 
 
 def disagreements(device: torch.device, ops: Any = None) -> Iterator[tuple[str, str]]:
-    """Each operator, and in words what it got wrong; nothing = as defined.
+    """Yield each operator's name and, in words, what it got wrong; "" = it computes what is defined.
 
     Args:
-        device: where they run.
-        ops: has them by name; None = what torch has registered there.
+        device: the device on which the operators run.
+        ops: an object with the operators as attributes; None = `torch.ops.npu_gr`.
     """
     ascend_ops.register()
     ops = ops or torch.ops.npu_gr
@@ -48,7 +48,7 @@ def _wrong(name: str, arguments: list[Any], device: torch.device, ops: Any) -> s
 
 
 def _results(run: Callable[..., Any], arguments: list[Any], device: torch.device) -> list[Tensor]:
-    """On the host; what is written in place is a result."""
+    """Run and return the results on the host; a tensor that is written in place is a result."""
     moved = [x.to(device, copy=True) if isinstance(x, Tensor) else x for x in arguments]
     made = run(*moved)
     results = moved[:2] if made is None else [made] if isinstance(made, Tensor) else made
@@ -68,7 +68,8 @@ def _cases(name: str) -> Iterator[list[Any]]:
         for dtype in (torch.float32, torch.float16, torch.bfloat16):
             for rows, columns, k in ((3, 5000, 128), (60, 257, 300), (2, 1, 1)):
                 logits = numbers(rows, columns)
-                logits[0, ::7], logits[-1, ::11] = float("nan"), float("-inf")
+                logits[0, ::7] = float("nan")
+                logits[-1, ::11] = float("-inf")
                 mask = ascend_ops.pack_mask(ints(10, rows, columns) < 7)
                 yield [logits.to(dtype), mask, k, numbers(rows)]
     elif name == "csr_gather_topk":
@@ -78,7 +79,8 @@ def _cases(name: str) -> Iterator[list[Any]]:
                 lo = (degree + 3).cumsum(0).int() - degree - 3
                 code = torch.cat([torch.randperm(codes, generator=generator)[: d + 3].sort().values for d in degree])
                 allowed = ints(10, len(code)) < 7
-                logits, acc = numbers(rows, codes).to(dtype), numbers(rows)
+                logits = numbers(rows, codes).to(dtype)
+                acc = numbers(rows)
                 for norm in (numbers(rows), None):
                     yield [logits, norm, acc, lo, degree, code.int(), allowed, k]
     elif name == "beam_merge":

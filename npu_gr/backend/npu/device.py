@@ -1,7 +1,8 @@
-"""Finding an Ascend NPU: every step before the first op, cheapest first, each failure in words.
+"""Find an Ascend NPU: check every step before the first op, cheapest first, and name the step that fails.
 
-torch_npu is never imported blindly: without CANN its import fails and leaves torch half patched, and where it is
-installed plain `import torch` does the same, unless TORCH_DEVICE_BACKEND_AUTOLOAD=0 was set first (process.py does).
+torch_npu is never imported blindly: without CANN its import fails and leaves torch half patched. Where torch_npu is
+installed, plain `import torch` imports it too, unless TORCH_DEVICE_BACKEND_AUTOLOAD=0 was set first, as
+`npu_gr/core/process.py` does.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ class NpuEvent(Protocol):
     """A point in a stream."""
 
     def record(self, stream: NpuStream) -> None:
-        """Mark what is queued by now."""
+        """Mark the work that is queued by now."""
         ...
 
     def synchronize(self) -> None:
@@ -37,7 +38,7 @@ class NpuStream(Protocol):
     """A queue of work on the device."""
 
     def wait_event(self, event: NpuEvent) -> None:
-        """What is queued from now on comes after the event."""
+        """Run work that is queued from now on only after the event."""
         ...
 
     def synchronize(self) -> None:
@@ -46,13 +47,13 @@ class NpuStream(Protocol):
 
 
 class Runtime(Protocol):
-    """What is used of the namespace `torch.npu`."""
+    """The part of the namespace `torch.npu` that we use."""
 
     Stream: Callable[[], NpuStream]
     Event: Callable[[], NpuEvent]
 
     def is_available(self) -> bool:
-        """Whether there is a device and a driver."""
+        """Tell whether there is a device and a driver."""
         ...
 
     def device_count(self) -> int:
@@ -60,11 +61,11 @@ class Runtime(Protocol):
         ...
 
     def current_device(self) -> int:
-        """Index."""
+        """Return the index of this thread's device."""
         ...
 
     def set_device(self, device: torch.device) -> None:
-        """Of this thread."""
+        """Make it this thread's device."""
         ...
 
     def get_device_name(self, device: int) -> str:
@@ -72,11 +73,11 @@ class Runtime(Protocol):
         ...
 
     def current_stream(self) -> NpuStream:
-        """Of this thread."""
+        """Return this thread's stream."""
         ...
 
     def stream(self, stream: NpuStream) -> AbstractContextManager[Any]:
-        """Make it this thread's within the block."""
+        """Make it this thread's stream within the block."""
         ...
 
 
@@ -90,12 +91,14 @@ class Npu:
     version: str  # of torch_npu
 
 
-class NotFound(ConfigError):
-    """A step failed, and what to do about it."""
+class NpuNotFound(ConfigError):
+    """A step on the way to an NPU failed; the message says why and what to do about it."""
 
     def __init__(self, step: str, why: str, remedy: str) -> None:
         super().__init__(f"{why}; {remedy}")
-        self.step, self.why, self.remedy = step, why, remedy
+        self.step = step  # one of STEPS
+        self.why = why
+        self.remedy = remedy
 
 
 STEPS = ("torch_npu", "CANN", "import", "device")
@@ -103,14 +106,14 @@ STEPS = ("torch_npu", "CANN", "import", "device")
 
 def _package() -> None:
     if importlib.util.find_spec("torch_npu") is None:
-        raise NotFound("torch_npu", "torch_npu is not installed", "pip install 'npu_gr[npu]'")
+        raise NpuNotFound("torch_npu", "torch_npu is not installed", "pip install 'npu_gr[npu]'")
 
 
 def _cann() -> None:
     try:
         ctypes.CDLL(DRIVER_LIBRARY)
     except OSError as error:
-        raise NotFound("CANN", f"CANN is not there: {error}", "install it and source its set_env.sh") from error
+        raise NpuNotFound("CANN", f"CANN is not there: {error}", "install it and source its set_env.sh") from error
 
 
 def _import() -> Any:
@@ -118,23 +121,23 @@ def _import() -> Any:
         return importlib.import_module("torch_npu")
     except (ImportError, OSError, RuntimeError) as error:
         remedy = f"install the torch-npu that was made for torch {torch.__version__} and for this CANN"
-        raise NotFound("import", f"torch_npu cannot be imported: {error}", remedy) from error
+        raise NpuNotFound("import", f"torch_npu cannot be imported: {error}", remedy) from error
 
 
 def _device(package: Any) -> Npu:
     runtime: Runtime = package.npu
     if not runtime.is_available() or not runtime.device_count():
         remedy = "see npu-smi info and ASCEND_RT_VISIBLE_DEVICES"
-        raise NotFound("device", "torch_npu sees no NPU", remedy)
+        raise NpuNotFound("device", "torch_npu sees no NPU", remedy)
     index = runtime.current_device()
     return Npu(runtime, torch.device("npu", index), runtime.get_device_name(index), package.__version__)
 
 
 def find() -> Npu:
-    """The current device of this process.
+    """Find the current device of this process.
 
     Raises:
-        NotFound: names the step that failed; torch_npu was not imported unless the two before it passed.
+        NpuNotFound: names the step that failed; torch_npu is imported only after the two steps before it have passed.
     """
     _package()
     _cann()

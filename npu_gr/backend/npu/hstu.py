@@ -1,4 +1,4 @@
-"""Huawei's paged HSTU attention, `mxrec::hstu_paged`, for what it can: layers without a relative bias.
+"""Huawei's paged HSTU attention, `mxrec::hstu_paged`, for the layers that it can run: those without a relative bias.
 
 It computes SiLU(alpha q k^T) * silu_scale over a paged history and the rows' own targets. HSTU has no softmax, so the
 output over several slabs is the sum over each, and a call a slab serves any cut of the history.
@@ -17,12 +17,16 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from npu_gr.backend.base import BiasTables, Slab
+from npu_gr.backend.calls import BiasTables, HstuCall
+from npu_gr.backend.tiles import Slab
 from npu_gr.backend.torch_ops import TorchOps
 
 PAGE_TOKENS = 128  # the operator knows 32, 128 and 256
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-MAX_TOKENS, MAX_HEADS, MAX_DIM, MAX_TARGETS = 20_480, 16, 512, 512
+MAX_TOKENS = 20_480  # history and targets together
+MAX_HEADS = 16
+MAX_DIM = 512
+MAX_TARGETS = 512
 ARGUMENTS = {"k_cache", "v_cache", "page_offsets", "last_page_len", "num_target", "alpha"}
 ALIGNED = 8  # a list of numbers begins at a multiple of 64 bytes
 CAUSAL = 0  # mask_type: history rows causal, a target sees the history and itself
@@ -32,8 +36,10 @@ class PagedHstu:
     """The operator behind the two calls of `Backend`."""
 
     def __init__(self, op: Any, upload: Callable[[np.ndarray[Any, np.dtype[Any]]], Tensor]) -> None:
-        self._op, self._upload = op, upload
-        self._is_zero = WeakIdKeyDictionary()  # a bias table -> has it no bias; not by address, which a reload reuses
+        self._op = op
+        self._upload = upload
+        # bias table -> whether it is zero everywhere; keyed by identity: a reload reuses addresses
+        self._is_zero = WeakIdKeyDictionary()
 
     @classmethod
     def find(cls, upload: Callable[[np.ndarray[Any, np.dtype[Any]]], Tensor]) -> PagedHstu | None:
@@ -48,23 +54,25 @@ class PagedHstu:
         return cls(op, upload) if {a.name for a in op._schema.arguments} >= ARGUMENTS else None
 
     def agrees(self, device: torch.device) -> bool:
-        """Whether it computes what we mean, on a few rows."""
-        generator, plain = torch.Generator().manual_seed(0), TorchOps()
+        """Compare the operator with the plain definition on a few rows."""
+        generator = torch.Generator().manual_seed(0)
+        plain = TorchOps()
         q, k, v = (torch.randn(5, 2, 32, generator=generator).to(device) for _ in range(3))
         past_k, past_v = (torch.randn(PAGE_TOKENS + 3, 2, 32, generator=generator).to(device) for _ in range(2))
         times = torch.zeros(PAGE_TOKENS + 8, dtype=torch.int64, device=device)
         zero = torch.zeros(2, 64, device=device)
-        bias, past = BiasTables(zero, zero), [(past_k, past_v)]
+        past = [(past_k, past_v)]
+        call = HstuCall(q, k, v, past, times, BiasTables(zero, zero), 0.2)
         for got, want in (
-            (self.causal(q, k, v, past, 0.2), plain.hstu_causal(q, k, v, past, times, bias, 0.2)),
-            (self.targets(q, k, v, past, 0.2), plain.hstu_targets(q, k, v, past, times[5:], 0, bias, 0.2)),
+            (self.causal(q, k, v, past, 0.2), plain.hstu_causal(call)),
+            (self.targets(q, k, v, past, 0.2), plain.hstu_targets(call._replace(times=times[5:]))),
         ):
             if not torch.allclose(got, want, rtol=1e-3, atol=1e-3):
                 return False
         return True
 
     def takes(self, q: Tensor, v: Tensor, bias: BiasTables, num_tokens: int) -> bool:
-        """Whether a call is within its limits; looks at a layer's bias once, at its first call."""
+        """Tell whether a call is within the limits; reads a layer's bias tables only at the first call with them."""
         rows, heads, width = q.shape
         if not (q.dtype in DTYPES and width == v.shape[2] <= MAX_DIM and width % 16 == 0 and heads <= MAX_HEADS):
             return False
@@ -76,7 +84,7 @@ class PagedHstu:
         return all(self._is_zero[table] for table in bias)
 
     def causal(self, q: Tensor, k: Tensor, v: Tensor, past: Sequence[Slab], alpha: float) -> Tensor:
-        """As `Backend.hstu_causal` without a bias: the past as targets see it, then the new rows among themselves."""
+        """Compute `Backend.hstu_causal` without a bias: attend to the past as targets do, then among the new rows."""
         nothing = torch.zeros_like(v)  # as targets, the rows would count themselves twice
         out = self._call(q, k, v, (k, v), 0, alpha)
         for slab in past:
@@ -84,7 +92,7 @@ class PagedHstu:
         return out
 
     def targets(self, q: Tensor, k: Tensor, v: Tensor, history: Sequence[Slab], alpha: float) -> Tensor:
-        """As `Backend.hstu_targets` without a bias; at least one slab."""
+        """Compute `Backend.hstu_targets` without a bias; needs at least one slab."""
         out = self._call(q, k, v, history[0], len(q), alpha)
         nothing = torch.zeros_like(v)
         for slab in history[1:]:
@@ -128,7 +136,8 @@ class PagedHstu:
 
     def _uploaded(self, *lists: Sequence[int]) -> list[Tensor]:
         """Int64 on the device, by one copy for all."""
-        flat, starts = list[int](), list[int]()
+        flat = list[int]()
+        starts = list[int]()
         for numbers in lists:
             starts.append(len(flat))
             flat.extend(numbers)

@@ -12,6 +12,9 @@ an NPU runs where no native library is loaded. `load_library` adds the native on
     kv_gather(src [G, M, ...], index i32 [R]) -> [G, R, ...]
     beam_fork_(keys [L, M, S, ...], values likewise, parent i32 [W], num_slots)
 
+A request path calls `csr_gather_topk` and `beam_fork_`. The other three are library only: no request path calls them;
+ops/ascendc/README.md says why they are kept.
+
 Selections descend; equal scores go by index (masked_topk), by beam then edge or rank (the others); NaN and -inf are
 never chosen; places that nothing fills hold -inf and -1. bits: lowest first, 1 = allowed.
 """
@@ -40,7 +43,7 @@ NEG_INF = float("-inf")
 
 
 def _best(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Scores [R, N] -> the k best and where they stand; a stable sort, as torch.topk leaves ties open."""
+    """Return the k best of scores [R, N] and their columns; by a stable sort, because torch.topk leaves ties open."""
     scores = scores.masked_fill(scores.isnan(), NEG_INF)
     value, index = scores.sort(dim=1, descending=True, stable=True)
     missing = max(0, k - scores.shape[1])
@@ -50,14 +53,14 @@ def _best(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 def _pick(table: Tensor, index: Tensor) -> Tensor:
-    """Columns of table [R, N], int32, at index [R, k]; -1 stays -1."""
+    """Read table [R, N], int32, at index [R, k]; -1 stays -1."""
     empty = index < 0
-    padded = torch.nn.functional.pad(table, (0, 1))  # so that a table of no columns can be asked
+    padded = torch.nn.functional.pad(table, (0, 1))  # a table of no columns can be read too
     return padded.gather(1, index.long().masked_fill(empty, 0)).masked_fill(empty, -1).to(torch.int32)
 
 
 def pack_mask(mask: Tensor) -> Tensor:
-    """Bool [R, N] -> bits uint8 [R, ceil(N / 8)], lowest first, padded with 0."""
+    """Pack a mask, bool [R, N], to bits uint8 [R, ceil(N / 8)], lowest first, padded with 0."""
     rows, columns = mask.shape
     padded = torch.nn.functional.pad(mask.to(torch.uint8), (0, -columns % 8)).view(rows, (columns + 7) // 8, 8)
     shifts = torch.arange(8, dtype=torch.uint8, device=mask.device)
@@ -65,13 +68,23 @@ def pack_mask(mask: Tensor) -> Tensor:
 
 
 def unpack_mask(bits: Tensor, columns: int) -> Tensor:
-    """The inverse of `pack_mask`."""
+    """Undo `pack_mask`: bool [R, columns]."""
     shifts = torch.arange(8, dtype=torch.uint8, device=bits.device)
     return ((bits[:, :, None] >> shifts) & 1).flatten(1)[:, :columns].bool()
 
 
 def masked_topk(logits: Tensor, mask_bits: Tensor, k: int, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """See the module."""
+    """Select the k best allowed elements of each row. Library only: no request path calls it.
+
+    Args:
+        logits: fp32, fp16 or bf16 [R, N].
+        mask_bits: uint8 [R, ceil(N / 8)], lowest bit first, 1 = allowed.
+        k: choices of each row.
+        bias: fp32 [R], added to every score of a row; None = 0.
+
+    Returns:
+        Values fp32 [R, k] and indices int32 [R, k].
+    """
     scores = logits.float().masked_fill(~unpack_mask(mask_bits, logits.shape[1]), NEG_INF)
     return _best(scores if bias is None else scores + bias[:, None], k)
 
@@ -86,7 +99,20 @@ def csr_gather_topk(
     allowed: Tensor | None,
     k: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """See the module: `beam_topk` of topk.py with k places always, and int32 throughout."""
+    """Compute `Backend.beam_topk`, with k places always and int32 throughout.
+
+    Args:
+        logits: fp32, fp16 or bf16 [W, C] of the level's codebook.
+        norm: fp32 [W]; None = the log-sum-exp over each row's valid, allowed edges.
+        acc: fp32 [W].
+        lo, degree: int32 [W].
+        code: int32 [E].
+        allowed: bool [E]; None = every edge.
+        k: choices wanted.
+
+    Returns:
+        Score fp32 [k], parent int32 [k], edge int32 [k].
+    """
     row = torch.repeat_interleave(torch.arange(len(lo), device=lo.device), degree.long())
     first = torch.repeat_interleave(lo.long() - (degree.long().cumsum(0) - degree.long()), degree.long())
     edge = first + torch.arange(len(row), device=lo.device)
@@ -108,7 +134,17 @@ def _valid_norm(value: Tensor, row: Tensor, rows: int) -> Tensor:
 
 
 def beam_merge(prefix: Tensor, logp: Tensor, token: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
-    """See the module. Rows of logp must not rise, -inf and NaN last: the native op stops early because of it."""
+    """Merge the beams of each request into its k best. Library only: no request path calls it.
+
+    Args:
+        prefix: fp32 [R, B] score of each beam.
+        logp: fp32 [R, B, J]; a beam's numbers must not rise, -inf and NaN last: the native op stops early there.
+        token: int32 [R, B, J].
+        k: choices of each request.
+
+    Returns:
+        Score fp32, parent int32 and token int32, each [R, k].
+    """
     ranks = logp.shape[2]
     score, at = _best((prefix[:, :, None] + logp).flatten(1), k)
     parent = torch.div(at, max(1, ranks), rounding_mode="floor")  # -1 stays -1
@@ -116,12 +152,12 @@ def beam_merge(prefix: Tensor, logp: Tensor, token: Tensor, k: int) -> tuple[Ten
 
 
 def kv_gather(src: Tensor, index: Tensor) -> Tensor:
-    """See the module: out[g, i] = src[g, index[i]]."""
+    """Gather rows: out[g, i] = src[g, index[i]]. Library only: no request path calls it."""
     return src.index_select(1, index)
 
 
 def beam_fork_(keys: Tensor, values: Tensor, parent: Tensor, num_slots: int) -> None:
-    """See the module: the first slots of row i become those of row parent[i], in every layer, whatever the order."""
+    """Fork in place: the first slots of row i become those of row parent[i], in every layer, whatever the order."""
     for plane in (keys, values):
         plane[:, : len(parent), :num_slots] = plane[:, parent.long(), :num_slots]
 
@@ -170,7 +206,7 @@ def register() -> torch.library.Library:
 
 
 def variant(soc: str) -> str:
-    """The library's name for a SoC as the driver spells it, e.g. Ascend910B1, Ascend910_9392.
+    """Name the library of a SoC, given as the driver spells it, e.g. Ascend910B1, Ascend910_9392.
 
     Raises:
         ConfigError: there are no native kernels for it.
@@ -183,7 +219,7 @@ def variant(soc: str) -> str:
 
 
 def library_path(soc: str, folder: Path | None = None) -> Path:
-    """Where build.sh puts the library of a SoC: npu_gr/backend/lib, or another folder."""
+    """Return the path at which build.sh puts the library of a SoC: in `lib` beside this file, or in `folder`."""
     return (folder or Path(__file__).parent / "lib") / f"libnpu_gr_ascend_{variant(soc)}.so"
 
 

@@ -5,19 +5,17 @@
              under few beams fills the device
     merge    every span's stage and the own tokens by an online softmax, normalised
 
-Source: staged attention of xGR (arXiv:2512.11529); `xgr.md` 2.3. A stage is (peak, total, output), fp32, base e.
+Source: staged attention of xGR, arXiv:2512.11529. A stage is (peak, total, output), fp32, base e.
 """
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from npu_gr.backend.base import Slab
+from npu_gr.backend.calls import BeamCall
 from npu_gr.backend.triton.hstu import ROWS, keys_of, wide
 
 SPAN = 1024  # keys of one program
@@ -30,12 +28,15 @@ def shared_kernel(
     peak_out, total_out, output_out, first_span, group,
     dim: tl.constexpr, dim_wide: tl.constexpr, rows: tl.constexpr, keys: tl.constexpr, span: tl.constexpr,
 ):  # fmt: skip
-    """One stage: a span of a slab's keys. Folded row i is beam i % num_rows, query head i // num_rows of the group."""
-    kv_head, part = tl.program_id(1), tl.program_id(2)
+    """Attend to a span of a slab's keys. Folded row i is beam i % num_rows, query head i // num_rows of the group."""
+    kv_head = tl.program_id(1)
+    part = tl.program_id(2)
     folded = tl.program_id(0) * rows + tl.arange(0, rows)
     d = tl.arange(0, dim_wide)
-    in_rows, in_d = folded < num_folded, (d < dim)[None, :]
-    beam, head = (folded % num_rows).to(tl.int64), kv_head * group + folded // num_rows
+    in_rows = folded < num_folded
+    in_d = (d < dim)[None, :]
+    beam = (folded % num_rows).to(tl.int64)
+    head = kv_head * group + folded // num_rows
     at_query = q + beam[:, None] * q_row + head[:, None] * q_head + d[None, :]
     queries = tl.load(at_query, mask=in_rows[:, None] & in_d, other=0.0)
     peak = tl.full([rows], float("-inf"), tl.float32)
@@ -71,9 +72,11 @@ def merge_kernel(
     kv_head = tl.program_id(1)
     folded = tl.program_id(0) * rows + tl.arange(0, rows)
     d = tl.arange(0, dim_wide)
-    in_rows, in_d = folded < num_folded, (d < dim)[None, :]
+    in_rows = folded < num_folded
+    in_d = (d < dim)[None, :]
     inside = in_rows[:, None] & in_d
-    beam, head = (folded % num_rows).to(tl.int64), kv_head * group + folded // num_rows
+    beam = (folded % num_rows).to(tl.int64)
+    head = kv_head * group + folded // num_rows
     queries = tl.load(q + beam[:, None] * q_row + head[:, None] * q_head + d[None, :], mask=inside, other=0.0)
     queries = queries.to(tl.float32) * scale
     peak = tl.full([rows], float("-inf"), tl.float32)
@@ -83,7 +86,8 @@ def merge_kernel(
         stage = (span * tl.num_programs(1) + kv_head).to(tl.int64) * num_folded + folded
         its_peak = tl.load(peaks + stage, mask=in_rows, other=0.0)
         higher = tl.maximum(peak, its_peak)
-        shrink, weight = tl.exp(peak - higher), tl.exp(its_peak - higher)
+        shrink = tl.exp(peak - higher)
+        weight = tl.exp(its_peak - higher)
         total = total * shrink + weight * tl.load(totals + stage, mask=in_rows, other=1.0)
         its_output = tl.load(outputs + stage[:, None] * dim + d[None, :], mask=inside, other=0.0)
         output = output * shrink[:, None] + weight[:, None] * its_output
@@ -97,7 +101,8 @@ def merge_kernel(
         value = tl.load(own_v + at, mask=inside, other=0.0).to(tl.float32)
         score = tl.sum(queries * key, 1)
         higher = tl.maximum(peak, score)
-        shrink, weight = tl.exp(peak - higher), tl.exp(score - higher)
+        shrink = tl.exp(peak - higher)
+        weight = tl.exp(score - higher)
         total = total * shrink + weight
         output = output * shrink[:, None] + weight[:, None] * value
         peak = higher
@@ -105,39 +110,40 @@ def merge_kernel(
     tl.store(into, output / total[:, None], mask=inside)
 
 
-def attend(
-    q: Tensor, shared: Sequence[Slab], unshared: Slab, num_slots: int, ancestry: Tensor | None, scale: float
-) -> Tensor:
-    """See `Backend.beam_attention`."""
+def attend(call: BeamCall) -> Tensor:
+    """Compute `Backend.beam_attention`."""
+    q = call.q
     num_rows, num_heads, dim = q.shape
-    kv_heads = unshared[0].shape[2]
+    kv_heads = call.unshared[0].shape[2]
     group = num_heads // kv_heads
     folded = group * num_rows
-    shared = [slab for slab in shared if len(slab[0])]
+    shared = [slab for slab in call.shared if len(slab[0])]
     spans = [-(-len(k) // SPAN) for k, _ in shared]
     peaks, totals = q.new_empty(2, sum(spans), kv_heads, folded, dtype=torch.float32)
     outputs = q.new_empty(sum(spans), kv_heads, folded, dim, dtype=torch.float32)
     first_span = 0
     for (k, v), num_spans in zip(shared, spans, strict=True):
         shared_kernel[(-(-folded // ROWS), kv_heads, num_spans)](
-            q, *q.stride()[:2], num_rows, folded, k, *k.stride()[:2], v, *v.stride()[:2], len(k), scale,
+            q, *q.stride()[:2], num_rows, folded, k, *k.stride()[:2], v, *v.stride()[:2], len(k), call.scale,
             peaks, totals, outputs, first_span, group,
             dim=dim, dim_wide=wide(dim), rows=ROWS, keys=keys_of(q), span=SPAN,
         )  # fmt: skip
         first_span += num_spans
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    own_k, own_v = unshared
-    table = own_k if ancestry is None else ancestry.contiguous()
+    own_k, own_v = call.unshared
+    table = own_k if call.ancestry is None else call.ancestry.contiguous()
     merge_kernel[(-(-folded // MERGE_ROWS), kv_heads)](
-        q, *q.stride()[:2], num_rows, folded, own_k, own_v, *own_k.stride()[:3], num_slots, table, table.stride(0),
-        scale, peaks, totals, outputs, first_span, group, out,
-        by_ancestry=ancestry is not None, dim=dim, dim_wide=wide(dim), rows=MERGE_ROWS,
+        q, *q.stride()[:2], num_rows, folded, own_k, own_v, *own_k.stride()[:3], call.num_slots, table, table.stride(0),
+        call.scale, peaks, totals, outputs, first_span, group, out,
+        by_ancestry=call.ancestry is not None, dim=dim, dim_wide=wide(dim), rows=MERGE_ROWS,
     )  # fmt: skip
     return out
 
 
-def takes(q: Tensor, shared: Sequence[Slab], unshared: Slab) -> bool:
-    """Whether the kernels read these: one type, not fp64, and heads whose numbers lie side by side."""
-    planes = [*unshared, *(plane for slab in shared for plane in slab)]
+def takes(call: BeamCall) -> bool:
+    """Tell whether the kernels read these: one dtype, not fp64, and heads whose numbers lie side by side."""
+    q = call.q
+    unshared = call.unshared
+    planes = [*unshared, *(plane for slab in call.shared for plane in slab)]
     same = all(plane.dtype == q.dtype and plane.stride(-1) == 1 for plane in planes)
     return same and q.stride(-1) == 1 and unshared[0].stride() == unshared[1].stride() and q.dtype != torch.float64

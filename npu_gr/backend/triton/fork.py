@@ -26,7 +26,13 @@ def fork_kernel(
 
 
 def fork(plane: Tensor, parent: Tensor, num_slots: int) -> None:
-    """See `Backend.beam_fork_`, of one plane; any parents, in any order."""
+    """Fork one plane in place: the first slots of row i become those of row parent[i], in every layer.
+
+    Args:
+        plane: [L, W, S, H, D]; the rows of a layer are contiguous.
+        parent: int64 [rows], rows <= MAX_BEAMS, in any order.
+        num_slots: valid slots.
+    """
     layers, _, _, heads, dim = plane.shape
     assert plane[0].is_contiguous()
     numbers = num_slots * heads * dim

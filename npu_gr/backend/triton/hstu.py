@@ -13,14 +13,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from npu_gr.backend.base import TIME_BUCKETS, BiasTables, Slab
+from npu_gr.backend.base import TIME_BUCKETS
+from npu_gr.backend.calls import HstuCall
+from npu_gr.backend.tiles import Slab
 
-ROWS, KEYS = 64, 64  # of one step of a program
+# of one step of a program
+ROWS = 64
+KEYS = 64
 
 
 @triton.jit
 def _time_bucket(delta_s):
-    """`base.time_bucket`."""
+    """Compute `base.time_bucket`."""
     seconds = tl.minimum(tl.maximum(delta_s, 0), 2147483647) + 1
     octave_and_half = seconds.to(tl.float32).to(tl.int32, bitcast=True) >> 22
     return tl.minimum(tl.maximum(octave_and_half - 254, 0), 63)
@@ -47,8 +51,11 @@ def hstu_kernel(
     """
     head = tl.program_id(1)
     row = tl.program_id(0) * rows + tl.arange(0, rows)
-    qk, vd = tl.arange(0, qk_wide), tl.arange(0, v_wide)
-    in_rows, in_qk, in_v = (row < num_rows)[:, None], (qk < qk_dim)[None, :], (vd < v_dim)[None, :]
+    qk = tl.arange(0, qk_wide)
+    vd = tl.arange(0, v_wide)
+    in_rows = (row < num_rows)[:, None]
+    in_qk = (qk < qk_dim)[None, :]
+    in_v = (vd < v_dim)[None, :]
     queries = tl.load(
         q + row[:, None].to(tl.int64) * q_row + head * q_head + qk[None, :], mask=in_rows & in_qk, other=0.0
     )
@@ -100,50 +107,33 @@ def hstu_kernel(
 
 
 def takes(q: Tensor, slabs: Sequence[Slab]) -> bool:
-    """Whether the kernel reads these: one type, not fp64, which only tests have."""
+    """Tell whether the kernel reads these: one dtype, and not fp64, which only tests have."""
     same = all(plane.dtype == q.dtype for slab in slabs for plane in slab)
     return same and q.dtype in (torch.float32, torch.bfloat16, torch.float16)
 
 
-def causal(
-    q: Tensor, k: Tensor, v: Tensor, past: Sequence[Slab], times: Tensor, bias: BiasTables, alpha: float
-) -> Tensor:
-    """See `Backend.hstu_causal`."""
-    return _attend(q, None, [*past, (k, v)], v.shape[2], times, len(times) - len(q), 0, bias, alpha)
+def causal(call: HstuCall, past: Sequence[Slab]) -> Tensor:
+    """Compute `Backend.hstu_causal`; `past` is `call.cached` without tiles."""
+    return _attend(call, None, [*past, (call.k, call.v)], len(call.times) - len(call.q))
 
 
-def targets(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    history: Sequence[Slab],
-    times: Tensor,
-    query_time: int,
-    bias: BiasTables,
-    alpha: float,
-) -> Tensor:
-    """See `Backend.hstu_targets`."""
-    history = history or [(k[:0], v[:0])]  # each candidate still sees itself
-    return _attend(q, (k, v), history, v.shape[2], times, len(times), query_time, bias, alpha)
+def targets(call: HstuCall, history: Sequence[Slab]) -> Tensor:
+    """Compute `Backend.hstu_targets`; `history` is `call.cached` without tiles."""
+    history = history or [(call.k[:0], call.v[:0])]  # each candidate still sees itself
+    return _attend(call, (call.k, call.v), history, len(call.times))
 
 
-def _attend(
-    q: Tensor,
-    own: Slab | None,
-    slabs: Sequence[Slab],
-    v_dim: int,
-    times: Tensor,
-    first_row: int,
-    query_time: int,
-    bias: BiasTables,
-    alpha: float,
-) -> Tensor:
-    num_rows, heads, qk_dim = q.shape
-    out = q.new_empty(num_rows, heads, v_dim, dtype=torch.float32)
+def _attend(call: HstuCall, own: Slab | None, slabs: Sequence[Slab], first_row: int) -> Tensor:
+    """Launch once a slab; `own` holds candidates' keys and values, `first_row` is the position of the first row."""
+    num_rows, heads, qk_dim = call.q.shape
+    v_dim = call.v.shape[2]
+    out = call.q.new_empty(num_rows, heads, v_dim, dtype=torch.float32)
     if not num_rows:
-        return out.to(q.dtype)
-    q, times = _unit_stride(q), times.contiguous()
-    position, time = bias.position.contiguous(), bias.time.contiguous()
+        return out.to(call.q.dtype)
+    q = _unit_stride(call.q)
+    times = call.times.contiguous()
+    position = call.bias.position.contiguous()
+    time = call.bias.time.contiguous()
     own_k, own_v = (_unit_stride(x) for x in own) if own else (q, q)
     first_key = 0
     for index, slab in enumerate(slabs):
@@ -151,7 +141,7 @@ def _attend(
         hstu_kernel[(-(-num_rows // ROWS), heads)](
             q, *q.stride()[:2], own_k, *own_k.stride()[:2], own_v, *own_v.stride()[:2], num_rows,
             k, *k.stride()[:2], v, *v.stride()[:2], len(k), first_row, first_key,
-            times, query_time, position, time, position.shape[1], alpha, out, heads,
+            times, call.query_time, position, time, position.shape[1], call.alpha, out, heads,
             targets=own is not None, begins=index == 0, qk_dim=qk_dim, v_dim=v_dim,
             qk_wide=wide(qk_dim), v_wide=wide(v_dim), rows=ROWS, keys=keys_of(q), time_buckets=TIME_BUCKETS,
         )  # fmt: skip

@@ -8,7 +8,7 @@
 Exact, ties included: a score and its place are one 64-bit key, so no two keys are equal. If an edge's block is not
 among the `width` best, each of those blocks has an edge that comes before it in the total order.
 
-Source: xBeam of xGR (arXiv:2512.11529); `performance.md` 1.4 for the blocks.
+Source: xBeam of xGR, arXiv:2512.11529; the blocks are ours.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from npu_gr.backend.base import Choices, Continuations, Over
+from npu_gr.backend.calls import Choices, TopkCall
 
 COLUMNS = 1024  # logits of a row read at once
 EDGES = 64  # of a block
@@ -94,7 +94,9 @@ def rows_kernel(
     row = tl.program_id(0).to(tl.int64)
     row_logits = logits + row * row_stride
     row_codes = row_logits + first_code
-    row_lo, row_degree, row_acc = tl.load(lo + row), tl.load(degree + row), tl.load(acc + row)
+    row_lo = tl.load(lo + row)
+    row_degree = tl.load(degree + row)
+    row_acc = tl.load(acc + row)
     lane = tl.arange(0, columns)
     peak = tl.full([columns], float("-inf"), tl.float32)
     total = tl.zeros([columns], tl.float32)
@@ -161,53 +163,57 @@ def choices_kernel(
     tl.store(edge_out + at, edge, mask=here)
 
 
-def takes(logits: Tensor, acc: Tensor) -> bool:
-    """Whether the kernels read these types: not fp64, which only tests have."""
-    return logits.dtype in (torch.float32, torch.bfloat16, torch.float16) and acc.dtype == torch.float32
+def takes(call: TopkCall) -> bool:
+    """Tell whether the kernels read these dtypes: not fp64, which only tests have."""
+    return call.logits.dtype in (torch.float32, torch.bfloat16, torch.float16) and call.acc.dtype == torch.float32
 
 
-def propose(
-    logits: Tensor, acc: Tensor, follow: Continuations, width: int, over: Over, codes: slice | None, scale: float
-) -> Proposal:
-    """`Backend.beam_topk` without a wait for the device, for rows >= 1 and codes >= 1: shapes decide shapes."""
-    logits = logits if logits.stride(1) == 1 else logits.contiguous()
+def propose(call: TopkCall) -> Proposal:
+    """Compute `Backend.beam_topk` without waiting for the device; every shape follows from the inputs' shapes.
+
+    Needs rows >= 1 and codes >= 1.
+    """
+    follow = call.follow
+    logits = call.logits if call.logits.stride(1) == 1 else call.logits.contiguous()
     rows, columns = logits.shape
-    first, end, _ = (codes or slice(None)).indices(columns)
+    first, end, _ = (call.codes or slice(None)).indices(columns)
     num_blocks = -(-(end - first) // EDGES)  # a row's codes are distinct, so it has no more edges than there are codes
-    lo, degree, acc = follow.lo.contiguous(), follow.degree.contiguous(), acc.contiguous()
+    lo = follow.lo.contiguous()
+    degree = follow.degree.contiguous()
+    acc = call.acc.contiguous()
     filtered = follow.allowed is not None
     allowed = follow.code if follow.allowed is None else follow.allowed.view(torch.uint8)
-    norm, bad = logits.new_empty(rows, dtype=torch.float32), degree.new_empty(rows, dtype=torch.int32)
+    norm = logits.new_empty(rows, dtype=torch.float32)
+    bad = degree.new_empty(rows, dtype=torch.int32)
     row_keys = degree.new_empty(rows * num_blocks)
     rows_kernel[(rows,)](
-        logits, logits.stride(0), columns, first, scale, acc, lo, degree, follow.code, allowed, num_blocks,
+        logits, logits.stride(0), columns, first, call.scale, acc, lo, degree, follow.code, allowed, num_blocks,
         norm, bad, row_keys,
-        over_valid=over == "valid", filtered=filtered, columns=COLUMNS, blocks=BLOCKS, edges=EDGES, **_EXACT,
+        over_valid=call.over == "valid", filtered=filtered, columns=COLUMNS, blocks=BLOCKS, edges=EDGES, **_EXACT,
     )  # fmt: skip
-    best = torch.topk(row_keys, min(width, len(row_keys)), sorted=False).values
+    best = torch.topk(row_keys, min(call.width, len(row_keys)), sorted=False).values
     chosen = (_LOW.value - (best & _LOW.value)).sort().values  # in the order of their rows; what is nothing is last
     edge_keys = degree.new_empty(len(chosen) * EDGES)
     blocks_kernel[(len(chosen),)](
-        logits, logits.stride(0), first, scale, acc, lo, degree, follow.code, allowed, num_blocks, len(row_keys),
+        logits, logits.stride(0), first, call.scale, acc, lo, degree, follow.code, allowed, num_blocks, len(row_keys),
         norm, chosen, edge_keys, filtered=filtered, edges=EDGES, **_EXACT,
     )  # fmt: skip
-    keys = torch.topk(edge_keys, min(width, len(edge_keys))).values
-    score, (parent, edge) = norm.new_empty(len(keys)), degree.new_empty(2, len(keys))
+    keys = torch.topk(edge_keys, min(call.width, len(edge_keys))).values
+    score = norm.new_empty(len(keys))
+    parent, edge = degree.new_empty(2, len(keys))
     choices_kernel[(-(-len(keys) // 256),)](
         keys, chosen, lo, num_blocks, len(keys), score, parent, edge, edges=EDGES, lanes=256
     )
     return Proposal(score, parent, edge, torch.stack([bad.sum(), (keys != _NOTHING.value).sum()]))
 
 
-def beam_topk(
-    logits: Tensor, acc: Tensor, follow: Continuations, width: int, over: Over, codes: slice | None, scale: float
-) -> Choices:
-    """See `Backend.beam_topk`; waits for the device once, for the number that was found."""
-    first, end, _ = (codes or slice(None)).indices(logits.shape[1])
-    if not len(logits) or end <= first or not len(follow.code):
-        nothing = follow.lo.new_empty(0)
-        return Choices(acc.new_empty(0), nothing, nothing)
-    made = propose(logits, acc, follow, width, over, codes, scale)
+def beam_topk(call: TopkCall) -> Choices:
+    """Compute `Backend.beam_topk`; the host waits for the device once, for the number of choices."""
+    first, end, _ = (call.codes or slice(None)).indices(call.logits.shape[1])
+    if not len(call.logits) or end <= first or not len(call.follow.code):
+        nothing = call.follow.lo.new_empty(0)
+        return Choices(call.acc.new_empty(0), nothing, nothing)
+    made = propose(call)
     num_bad, found = made.status.tolist()
     if num_bad:
         raise FloatingPointError("a logit is not a number")

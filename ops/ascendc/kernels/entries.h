@@ -8,94 +8,83 @@
 
 #define NPU_GR_KERNEL extern "C" __global__ __aicore__ void
 
-#define NPU_GR_CSR_SHAPE_ARGS                                                                                             \
-    uint32_t rows, uint32_t codes, uint32_t edges, uint32_t k, uint32_t tile, uint32_t groups, uint32_t pieces, uint32_t shift, \
-        uint32_t hasNorm, uint32_t hasAllowed
-#define NPU_GR_CSR_SHAPE                                                                 \
-    npu_gr::CsrShape                                                                     \
-    {                                                                                    \
-        rows, codes, edges, k, tile, groups, pieces, shift, hasNorm, hasAllowed          \
-    }
+#define NPU_GR_CSR_SHAPE_ARGS                                                                                 \
+  uint32_t rows, uint32_t codes, uint32_t edges, uint32_t k, uint32_t tile, uint32_t groups, uint32_t pieces, \
+      uint32_t shift, uint32_t has_norm, uint32_t has_allowed
+#define NPU_GR_CSR_SHAPE \
+  npu_gr::CsrShape { rows, codes, edges, k, tile, groups, pieces, shift, has_norm, has_allowed }
 
-#define NPU_GR_KERNELS_OF(dtype, T)                                                                                       \
-    NPU_GR_KERNEL masked_topk_##dtype(GM_ADDR logits, GM_ADDR mask, GM_ADDR bias, GM_ADDR value, GM_ADDR index,           \
-                                      GM_ADDR pairs, uint32_t rows, uint32_t n, uint32_t k, uint32_t tile,                \
-                                      uint32_t maskStride, uint32_t splits, uint32_t part, uint32_t hasBias)              \
-    {                                                                                                                     \
-        KERNEL_TASK_TYPE_DEFAULT(KERNEL_TYPE_AIV_ONLY);                                                                   \
-        AscendC::TPipe pipe;                                                                                              \
-        npu_gr::MaskedTopk<T> op;                                                                                         \
-        op.Init(&pipe, logits, mask, bias, value, index, pairs,                                                           \
-                npu_gr::MaskedTopkShape{rows, n, k, tile, maskStride, splits, part, hasBias});                            \
-        op.Process();                                                                                                     \
-    }                                                                                                                     \
-    NPU_GR_KERNEL csr_norm_##dtype(GM_ADDR logits, GM_ADDR lo, GM_ADDR degree, GM_ADDR code, GM_ADDR allowed,             \
-                                   GM_ADDR norm, NPU_GR_CSR_SHAPE_ARGS)                                                   \
-    {                                                                                                                     \
-        KERNEL_TASK_TYPE_DEFAULT(KERNEL_TYPE_AIV_ONLY);                                                                   \
-        AscendC::TPipe pipe;                                                                                              \
-        npu_gr::CsrNorm<T> op;                                                                                            \
-        op.Init(&pipe, logits, lo, degree, code, allowed, norm, NPU_GR_CSR_SHAPE);                                        \
-        op.Process();                                                                                                     \
-    }                                                                                                                     \
-    NPU_GR_KERNEL csr_select_##dtype(GM_ADDR logits, GM_ADDR norm, GM_ADDR acc, GM_ADDR lo, GM_ADDR degree, GM_ADDR code, \
-                                     GM_ADDR allowed, GM_ADDR pairs, NPU_GR_CSR_SHAPE_ARGS)                               \
-    {                                                                                                                     \
-        KERNEL_TASK_TYPE_DEFAULT(KERNEL_TYPE_AIV_ONLY);                                                                   \
-        AscendC::TPipe pipe;                                                                                              \
-        npu_gr::CsrSelect<T> op;                                                                                          \
-        op.Init(&pipe, logits, norm, acc, lo, degree, code, allowed, pairs, NPU_GR_CSR_SHAPE);                            \
-        op.Process();                                                                                                     \
-    }
+#define NPU_GR_KERNELS_OF(dtype, T)                                                                            \
+  NPU_GR_KERNEL masked_topk_##dtype(GM_ADDR logits, GM_ADDR mask, GM_ADDR bias, GM_ADDR value, GM_ADDR index,  \
+                                    GM_ADDR pairs, uint32_t rows, uint32_t n, uint32_t k, uint32_t tile,       \
+                                    uint32_t mask_stride, uint32_t splits, uint32_t part, uint32_t has_bias) { \
+    KERNEL_TASK_TYPE_DEFAULT(KERNEL_TYPE_AIV_ONLY);                                                            \
+    AscendC::TPipe pipe;                                                                                       \
+    npu_gr::MaskedTopk<T> op;                                                                                  \
+    op.init(&pipe, logits, mask, bias, value, index, pairs,                                                    \
+            npu_gr::MaskedTopkShape{rows, n, k, tile, mask_stride, splits, part, has_bias});                   \
+    op.process();                                                                                              \
+  }                                                                                                            \
+  NPU_GR_KERNEL csr_norm_##dtype(GM_ADDR logits, GM_ADDR lo, GM_ADDR degree, GM_ADDR code, GM_ADDR allowed,    \
+                                 GM_ADDR norm, NPU_GR_CSR_SHAPE_ARGS) {                                        \
+    KERNEL_TASK_TYPE_DEFAULT(KERNEL_TYPE_AIV_ONLY);                                                            \
+    AscendC::TPipe pipe;                                                                                       \
+    npu_gr::CsrNorm<T> op;                                                                                     \
+    op.init(&pipe, logits, lo, degree, code, allowed, norm, NPU_GR_CSR_SHAPE);                                 \
+    op.process();                                                                                              \
+  }                                                                                                            \
+  NPU_GR_KERNEL csr_select_##dtype(GM_ADDR logits, GM_ADDR norm, GM_ADDR acc, GM_ADDR lo, GM_ADDR degree,      \
+                                   GM_ADDR code, GM_ADDR allowed, GM_ADDR pairs, NPU_GR_CSR_SHAPE_ARGS) {      \
+    KERNEL_TASK_TYPE_DEFAULT(KERNEL_TYPE_AIV_ONLY);                                                            \
+    AscendC::TPipe pipe;                                                                                       \
+    npu_gr::CsrSelect<T> op;                                                                                   \
+    op.init(&pipe, logits, norm, acc, lo, degree, code, allowed, pairs, NPU_GR_CSR_SHAPE);                     \
+    op.process();                                                                                              \
+  }
 
 NPU_GR_KERNELS_OF(f32, float)
 NPU_GR_KERNELS_OF(f16, half)
 NPU_GR_KERNELS_OF(bf16, bfloat16_t)
 
-NPU_GR_KERNEL merge_rows(GM_ADDR pairs, GM_ADDR value, GM_ADDR index, uint32_t rows, uint32_t lists, uint32_t k)
-{
-    KERNEL_TASK_TYPE_DEFAULT(KERNEL_TYPE_AIV_ONLY);
-    AscendC::TPipe pipe;
-    npu_gr::MergeRows op;
-    op.Init(&pipe, pairs, value, index, npu_gr::MergeShape{rows, lists, k});
-    op.Process();
+NPU_GR_KERNEL merge_rows(GM_ADDR pairs, GM_ADDR value, GM_ADDR index, uint32_t rows, uint32_t lists, uint32_t k) {
+  KERNEL_TASK_TYPE_DEFAULT(KERNEL_TYPE_AIV_ONLY);
+  AscendC::TPipe pipe;
+  npu_gr::MergeRows op;
+  op.init(&pipe, pairs, value, index, npu_gr::MergeShape{rows, lists, k});
+  op.process();
 }
 
-NPU_GR_KERNEL csr_merge(GM_ADDR pairs, GM_ADDR lo, GM_ADDR score, GM_ADDR parent, GM_ADDR edge, NPU_GR_CSR_SHAPE_ARGS)
-{
-    KERNEL_TASK_TYPE_DEFAULT(KERNEL_TYPE_AIV_ONLY);
-    AscendC::TPipe pipe;
-    npu_gr::CsrMerge op;
-    op.Init(&pipe, pairs, lo, score, parent, edge, NPU_GR_CSR_SHAPE);
-    op.Process();
+NPU_GR_KERNEL csr_merge(GM_ADDR pairs, GM_ADDR lo, GM_ADDR score, GM_ADDR parent, GM_ADDR edge, NPU_GR_CSR_SHAPE_ARGS) {
+  KERNEL_TASK_TYPE_DEFAULT(KERNEL_TYPE_AIV_ONLY);
+  AscendC::TPipe pipe;
+  npu_gr::CsrMerge op;
+  op.init(&pipe, pairs, lo, score, parent, edge, NPU_GR_CSR_SHAPE);
+  op.process();
 }
 
 NPU_GR_KERNEL beam_merge(GM_ADDR prefix, GM_ADDR logp, GM_ADDR token, GM_ADDR score, GM_ADDR parent, GM_ADDR chosen,
-                         uint32_t requests, uint32_t beams, uint32_t ranks, uint32_t k, uint32_t tile)
-{
-    KERNEL_TASK_TYPE_DEFAULT(KERNEL_TYPE_AIV_ONLY);
-    AscendC::TPipe pipe;
-    npu_gr::BeamMerge op;
-    op.Init(&pipe, prefix, logp, token, score, parent, chosen, npu_gr::BeamMergeShape{requests, beams, ranks, k, tile});
-    op.Process();
+                         uint32_t requests, uint32_t beams, uint32_t ranks, uint32_t k, uint32_t tile) {
+  KERNEL_TASK_TYPE_DEFAULT(KERNEL_TYPE_AIV_ONLY);
+  AscendC::TPipe pipe;
+  npu_gr::BeamMerge op;
+  op.init(&pipe, prefix, logp, token, score, parent, chosen, npu_gr::BeamMergeShape{requests, beams, ranks, k, tile});
+  op.process();
 }
 
 NPU_GR_KERNEL kv_gather(GM_ADDR src, GM_ADDR index, GM_ADDR dst, uint32_t groups, uint32_t held, uint32_t out,
-                        uint32_t rowBytes, uint32_t chunk, uint32_t rows)
-{
-    KERNEL_TASK_TYPE_DEFAULT(KERNEL_TYPE_AIV_ONLY);
-    AscendC::TPipe pipe;
-    npu_gr::KvGather op;
-    op.Init(&pipe, src, index, dst, npu_gr::KvGatherShape{groups, held, out, rowBytes, chunk, rows});
-    op.Process();
+                        uint32_t row_bytes, uint32_t chunk, uint32_t rows) {
+  KERNEL_TASK_TYPE_DEFAULT(KERNEL_TYPE_AIV_ONLY);
+  AscendC::TPipe pipe;
+  npu_gr::KvGather op;
+  op.init(&pipe, src, index, dst, npu_gr::KvGatherShape{groups, held, out, row_bytes, chunk, rows});
+  op.process();
 }
 
 NPU_GR_KERNEL beam_fork(GM_ADDR keys, GM_ADDR values, GM_ADDR parent, uint32_t layers, uint32_t held, uint32_t rows,
-                        uint32_t rowBytes, uint32_t usedBytes, uint32_t chunk)
-{
-    KERNEL_TASK_TYPE_DEFAULT(KERNEL_TYPE_AIV_ONLY);
-    AscendC::TPipe pipe;
-    npu_gr::BeamFork op;
-    op.Init(&pipe, keys, values, parent, npu_gr::BeamForkShape{layers, held, rows, rowBytes, usedBytes, chunk});
-    op.Process();
+                        uint32_t row_bytes, uint32_t used_bytes, uint32_t chunk) {
+  KERNEL_TASK_TYPE_DEFAULT(KERNEL_TYPE_AIV_ONLY);
+  AscendC::TPipe pipe;
+  npu_gr::BeamFork op;
+  op.init(&pipe, keys, values, parent, npu_gr::BeamForkShape{layers, held, rows, row_bytes, used_bytes, chunk});
+  op.process();
 }

@@ -10,76 +10,81 @@
 #endif
 
 // One kernel a dtype: `name`_f32, `name`_f16, `name`_bf16.
-#define NPU_GR_LAUNCH_OF(dtype, name, ...)                                       \
-    ((dtype) == ::npu_gr::Dtype::F32   ? NPU_GR_LAUNCH(name##_f32, __VA_ARGS__)  \
-     : (dtype) == ::npu_gr::Dtype::F16 ? NPU_GR_LAUNCH(name##_f16, __VA_ARGS__)  \
-                                       : NPU_GR_LAUNCH(name##_bf16, __VA_ARGS__))
+#define NPU_GR_LAUNCH_OF(dtype, name, ...)                                    \
+  ((dtype) == ::npu_gr::Dtype::F32   ? NPU_GR_LAUNCH(name##_f32, __VA_ARGS__) \
+   : (dtype) == ::npu_gr::Dtype::F16 ? NPU_GR_LAUNCH(name##_f16, __VA_ARGS__) \
+                                     : NPU_GR_LAUNCH(name##_bf16, __VA_ARGS__))
 
 namespace npu_gr {
 
-using Address = uint8_t*;
+using Address = uint8_t *;
 
 struct MaskedTopkCall {
-    Address logits, mask, bias, value, index;  // bias: nullptr = none
-    uint32_t rows, n, k, mask_stride;          // mask_stride: bytes of a row of the mask
-    Dtype dtype;
+  Address logits, mask, bias, value, index;  // bias: nullptr = none
+  uint32_t rows, n, k, mask_stride;          // mask_stride: bytes of a row of the mask
+  Dtype dtype;
 };
-inline int run(const MaskedTopkCall& c, const MaskedTopkPlan& plan, Address workspace) {
-    if (c.rows == 0) return 0;
-    int status = NPU_GR_LAUNCH_OF(c.dtype, masked_topk, plan.blocks, c.logits, c.mask, c.bias, c.value, c.index, workspace, c.rows,
-                                  c.n, c.k, plan.tile, c.mask_stride, plan.splits, plan.part, uint32_t(c.bias != nullptr));
-    if (status != 0 || plan.splits == 1) return status;
-    return NPU_GR_LAUNCH(merge_rows, plan.merge_blocks, workspace, c.value, c.index, c.rows, plan.splits, c.k);
+inline int run(const MaskedTopkCall &c, const MaskedTopkPlan &plan, Address workspace) {
+  if (c.rows == 0) return 0;
+  int status =
+      NPU_GR_LAUNCH_OF(c.dtype, masked_topk, plan.blocks, c.logits, c.mask, c.bias, c.value, c.index, workspace, c.rows,
+                       c.n, c.k, plan.tile, c.mask_stride, plan.splits, plan.part, uint32_t(c.bias != nullptr));
+  if (status != 0 || plan.splits == 1) return status;
+  return NPU_GR_LAUNCH(merge_rows, plan.merge_blocks, workspace, c.value, c.index, c.rows, plan.splits, c.k);
 }
 
 struct CsrCall {
-    Address logits, norm, acc, lo, degree, code, allowed;  // allowed: nullptr = all. norm: written where has_norm is false
-    Address score, parent, edge;
-    uint32_t rows, codes, edges, k;
-    bool has_norm;
-    Dtype dtype;
+  Address logits, norm, acc, lo, degree, code,
+      allowed;  // allowed: nullptr = all. norm: written where has_norm is false
+  Address score, parent, edge;
+  uint32_t rows, codes, edges, k;
+  bool has_norm;
+  Dtype dtype;
 };
-inline int run(const CsrCall& c, const CsrPlan& plan, Address workspace) {
-    uint32_t allowed = c.allowed != nullptr;
-    if (!c.has_norm) {
-        int status = NPU_GR_LAUNCH_OF(c.dtype, csr_norm, plan.norm_blocks, c.logits, c.lo, c.degree, c.code, c.allowed, c.norm, c.rows,
-                                      c.codes, c.edges, c.k, plan.tile, plan.groups, plan.pieces, plan.shift, 0u, allowed);
-        if (status != 0) return status;
-    }
-    int status = NPU_GR_LAUNCH_OF(c.dtype, csr_select, plan.blocks, c.logits, c.norm, c.acc, c.lo, c.degree, c.code, c.allowed, workspace,
-                                  c.rows, c.codes, c.edges, c.k, plan.tile, plan.groups, plan.pieces, plan.shift, 1u, allowed);
+inline int run(const CsrCall &c, const CsrPlan &plan, Address workspace) {
+  uint32_t allowed = c.allowed != nullptr;
+  if (!c.has_norm) {
+    int status =
+        NPU_GR_LAUNCH_OF(c.dtype, csr_norm, plan.norm_blocks, c.logits, c.lo, c.degree, c.code, c.allowed, c.norm,
+                         c.rows, c.codes, c.edges, c.k, plan.tile, plan.groups, plan.pieces, plan.shift, 0u, allowed);
     if (status != 0) return status;
-    return NPU_GR_LAUNCH(csr_merge, 1u, workspace, c.lo, c.score, c.parent, c.edge, c.rows, c.codes, c.edges, c.k, plan.tile,
-                         plan.groups, plan.pieces, plan.shift, 1u, allowed);
+  }
+  int status = NPU_GR_LAUNCH_OF(c.dtype, csr_select, plan.blocks, c.logits, c.norm, c.acc, c.lo, c.degree, c.code,
+                                c.allowed, workspace, c.rows, c.codes, c.edges, c.k, plan.tile, plan.groups,
+                                plan.pieces, plan.shift, 1u, allowed);
+  if (status != 0) return status;
+  return NPU_GR_LAUNCH(csr_merge, 1u, workspace, c.lo, c.score, c.parent, c.edge, c.rows, c.codes, c.edges, c.k,
+                       plan.tile, plan.groups, plan.pieces, plan.shift, 1u, allowed);
 }
 
 struct BeamMergeCall {
-    Address prefix, logp, token, score, parent, chosen;
-    uint32_t requests, beams, ranks, k;
+  Address prefix, logp, token, score, parent, chosen;
+  uint32_t requests, beams, ranks, k;
 };
-inline int run(const BeamMergeCall& c, const BeamMergePlan& plan) {
-    if (c.requests == 0) return 0;
-    return NPU_GR_LAUNCH(beam_merge, plan.blocks, c.prefix, c.logp, c.token, c.score, c.parent, c.chosen, c.requests, c.beams,
-                         c.ranks, c.k, plan.tile);
+inline int run(const BeamMergeCall &c, const BeamMergePlan &plan) {
+  if (c.requests == 0) return 0;
+  return NPU_GR_LAUNCH(beam_merge, plan.blocks, c.prefix, c.logp, c.token, c.score, c.parent, c.chosen, c.requests,
+                       c.beams, c.ranks, c.k, plan.tile);
 }
 
 struct KvGatherCall {
-    Address src, index, dst;
-    uint32_t groups, held, out, row_bytes;
+  Address src, index, dst;
+  uint32_t groups, held, out, row_bytes;
 };
-inline int run(const KvGatherCall& c, const KvPlan& plan) {
-    if (c.groups == 0 || c.out == 0 || c.row_bytes == 0) return 0;
-    return NPU_GR_LAUNCH(kv_gather, plan.blocks, c.src, c.index, c.dst, c.groups, c.held, c.out, c.row_bytes, plan.chunk, plan.rows);
+inline int run(const KvGatherCall &c, const KvPlan &plan) {
+  if (c.groups == 0 || c.out == 0 || c.row_bytes == 0) return 0;
+  return NPU_GR_LAUNCH(kv_gather, plan.blocks, c.src, c.index, c.dst, c.groups, c.held, c.out, c.row_bytes, plan.chunk,
+                       plan.rows);
 }
 
 struct BeamForkCall {
-    Address keys, values, parent;
-    uint32_t layers, held, rows, row_bytes, used_bytes;
+  Address keys, values, parent;
+  uint32_t layers, held, rows, row_bytes, used_bytes;
 };
-inline int run(const BeamForkCall& c, const KvPlan& plan) {
-    if (c.layers == 0 || c.rows == 0 || c.used_bytes == 0) return 0;
-    return NPU_GR_LAUNCH(beam_fork, plan.blocks, c.keys, c.values, c.parent, c.layers, c.held, c.rows, c.row_bytes, c.used_bytes,
-                         plan.chunk);
+inline int run(const BeamForkCall &c, const KvPlan &plan) {
+  if (c.layers == 0 || c.rows == 0 || c.used_bytes == 0) return 0;
+  return NPU_GR_LAUNCH(beam_fork, plan.blocks, c.keys, c.values, c.parent, c.layers, c.held, c.rows, c.row_bytes,
+                       c.used_bytes, plan.chunk);
 }
 
 }  // namespace npu_gr

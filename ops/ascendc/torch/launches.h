@@ -21,23 +21,24 @@
 
 #include <cstdint>
 
-#define NPU_GR_DECLARE(kernel, ...) extern "C" uint32_t aclrtlaunch_##kernel(uint32_t blocks, aclrtStream stream, __VA_ARGS__)
-#define NPU_GR_P void*
+#define NPU_GR_DECLARE(kernel, ...) \
+  extern "C" uint32_t aclrtlaunch_##kernel(uint32_t blocks, aclrtStream stream, __VA_ARGS__)
+#define NPU_GR_P void *
 #define NPU_GR_U uint32_t
 #define NPU_GR_CSR NPU_GR_U, NPU_GR_U, NPU_GR_U, NPU_GR_U, NPU_GR_U, NPU_GR_U, NPU_GR_U, NPU_GR_U, NPU_GR_U, NPU_GR_U
-#define NPU_GR_DECLARE_OF(dtype)                                                                                            \
-    NPU_GR_DECLARE(masked_topk_##dtype, NPU_GR_P, NPU_GR_P, NPU_GR_P, NPU_GR_P, NPU_GR_P, NPU_GR_P, NPU_GR_U, NPU_GR_U,     \
-                   NPU_GR_U, NPU_GR_U, NPU_GR_U, NPU_GR_U, NPU_GR_U, NPU_GR_U);                                             \
-    NPU_GR_DECLARE(csr_norm_##dtype, NPU_GR_P, NPU_GR_P, NPU_GR_P, NPU_GR_P, NPU_GR_P, NPU_GR_P, NPU_GR_CSR);               \
-    NPU_GR_DECLARE(csr_select_##dtype, NPU_GR_P, NPU_GR_P, NPU_GR_P, NPU_GR_P, NPU_GR_P, NPU_GR_P, NPU_GR_P, NPU_GR_P,      \
-                   NPU_GR_CSR)
+#define NPU_GR_DECLARE_OF(dtype)                                                                                      \
+  NPU_GR_DECLARE(masked_topk_##dtype, NPU_GR_P, NPU_GR_P, NPU_GR_P, NPU_GR_P, NPU_GR_P, NPU_GR_P, NPU_GR_U, NPU_GR_U, \
+                 NPU_GR_U, NPU_GR_U, NPU_GR_U, NPU_GR_U, NPU_GR_U, NPU_GR_U);                                         \
+  NPU_GR_DECLARE(csr_norm_##dtype, NPU_GR_P, NPU_GR_P, NPU_GR_P, NPU_GR_P, NPU_GR_P, NPU_GR_P, NPU_GR_CSR);           \
+  NPU_GR_DECLARE(csr_select_##dtype, NPU_GR_P, NPU_GR_P, NPU_GR_P, NPU_GR_P, NPU_GR_P, NPU_GR_P, NPU_GR_P, NPU_GR_P,  \
+                 NPU_GR_CSR)
 NPU_GR_DECLARE_OF(f32);
 NPU_GR_DECLARE_OF(f16);
 NPU_GR_DECLARE_OF(bf16);
 NPU_GR_DECLARE(merge_rows, NPU_GR_P, NPU_GR_P, NPU_GR_P, NPU_GR_U, NPU_GR_U, NPU_GR_U);
 NPU_GR_DECLARE(csr_merge, NPU_GR_P, NPU_GR_P, NPU_GR_P, NPU_GR_P, NPU_GR_P, NPU_GR_CSR);
-NPU_GR_DECLARE(beam_merge, NPU_GR_P, NPU_GR_P, NPU_GR_P, NPU_GR_P, NPU_GR_P, NPU_GR_P, NPU_GR_U, NPU_GR_U, NPU_GR_U, NPU_GR_U,
-               NPU_GR_U);
+NPU_GR_DECLARE(beam_merge, NPU_GR_P, NPU_GR_P, NPU_GR_P, NPU_GR_P, NPU_GR_P, NPU_GR_P, NPU_GR_U, NPU_GR_U, NPU_GR_U,
+               NPU_GR_U, NPU_GR_U);
 NPU_GR_DECLARE(kv_gather, NPU_GR_P, NPU_GR_P, NPU_GR_P, NPU_GR_U, NPU_GR_U, NPU_GR_U, NPU_GR_U, NPU_GR_U, NPU_GR_U);
 NPU_GR_DECLARE(beam_fork, NPU_GR_P, NPU_GR_P, NPU_GR_P, NPU_GR_U, NPU_GR_U, NPU_GR_U, NPU_GR_U, NPU_GR_U, NPU_GR_U);
 #endif

@@ -7,19 +7,19 @@
 
 namespace npu_gr {
 
-constexpr uint32_t SELECT_BYTES = 8 * 1024;  // of UB, which Select keeps for itself
+constexpr uint32_t kSelectBytes = 8 * 1024;  // of UB, which Select keeps for itself
 
 #ifdef NPU_GR_TYPE_CHECK
 Device device();  // CANN's platform library is not there: declared only
 #else
 inline Device device() {
-    static const Device found = [] {
-        auto* platform = platform_ascendc::PlatformAscendCManager::GetInstance();
-        uint64_t ub = 0;
-        platform->GetCoreMemSize(platform_ascendc::CoreMemType::UB, ub);
-        return Device{platform->GetCoreNumAiv(), uint32_t(ub) - SELECT_BYTES};
-    }();
-    return found;
+  static const Device found = [] {
+    auto *platform = platform_ascendc::PlatformAscendCManager::GetInstance();
+    uint64_t ub = 0;
+    platform->GetCoreMemSize(platform_ascendc::CoreMemType::UB, ub);
+    return Device{platform->GetCoreNumAiv(), uint32_t(ub) - kSelectBytes};
+  }();
+  return found;
 }
 #endif
 

@@ -8,75 +8,80 @@ namespace AscendC {
 namespace twin {
 
 struct Report {
-    Counters total{};     // of all cores
-    Counters critical{};  // of each counter, the core with most; summed over launches
-    uint32_t launches = 0, ub_bytes = 0;
+  Counters total{};     // of all cores
+  Counters critical{};  // of each counter, the core with most; summed over launches
+  uint32_t launches = 0, ub_bytes = 0;
 
-    void add(const std::vector<Counters>& cores) {
-        ++launches;
-        for (int c = 0; c < COUNTERS; ++c) {
-            uint64_t most = 0;
-            for (const auto& core : cores) total[c] += core[c], most = std::max(most, core[c]);
-            critical[c] += most;
-        }
+  void add(const std::vector<Counters> &cores) {
+    ++launches;
+    for (int c = 0; c < COUNTERS; ++c) {
+      uint64_t most = 0;
+      for (const auto &core : cores) total[c] += core[c], most = std::max(most, core[c]);
+      critical[c] += most;
     }
+  }
 };
 
 // No core may write what another one writes or reads: nothing orders cores within a launch.
-inline void check_between_cores(std::vector<std::pair<GmAccess, uint32_t>>& accesses) {
-    std::sort(accesses.begin(), accesses.end(), [](const auto& a, const auto& b) { return a.first.begin < b.first.begin; });
-    struct Reach {
-        uintptr_t end = 0;
-        uint32_t core = 0;
-    } read[2], wrote[2];  // the two furthest reaches by different cores
-    auto meets = [](const Reach (&reach)[2], uintptr_t begin, uint32_t core) {
-        return (reach[0].end > begin && reach[0].core != core) || (reach[1].end > begin && reach[1].core != core);
-    };
-    auto extend = [](Reach (&reach)[2], uintptr_t end, uint32_t core) {
-        if (core == reach[0].core) {
-            reach[0].end = std::max(reach[0].end, end);
-        } else if (end > reach[0].end) {
-            reach[1] = reach[0], reach[0] = {end, core};
-        } else if (end > reach[1].end) {
-            reach[1] = {end, core};
-        }
-    };
-    for (const auto& [access, core] : accesses) {
-        TWIN_CHECK(!meets(wrote, access.begin, core), "core %u %s GM that another core writes in the same launch", core,
-                   access.write ? "writes" : "reads");
-        TWIN_CHECK(!access.write || !meets(read, access.begin, core),
-                   "core %u writes GM that another core reads in the same launch", core);
-        extend(access.write ? wrote : read, access.end, core);
+inline void check_between_cores(std::vector<std::pair<GmAccess, uint32_t>> &accesses) {
+  std::sort(accesses.begin(), accesses.end(),
+            [](const auto &a, const auto &b) { return a.first.begin < b.first.begin; });
+  struct Reach {
+    uintptr_t end = 0;
+    uint32_t core = 0;
+  } read[2], wrote[2];  // the two furthest reaches by different cores
+  auto meets = [](const Reach(&reach)[2], uintptr_t begin, uint32_t core) {
+    return (reach[0].end > begin && reach[0].core != core) || (reach[1].end > begin && reach[1].core != core);
+  };
+  auto extend = [](Reach(&reach)[2], uintptr_t end, uint32_t core) {
+    if (core == reach[0].core) {
+      reach[0].end = std::max(reach[0].end, end);
+    } else if (end > reach[0].end) {
+      reach[1] = reach[0];
+      reach[0] = {end, core};
+    } else if (end > reach[1].end) {
+      reach[1] = {end, core};
     }
+  };
+  for (const auto &[access, core] : accesses) {
+    TWIN_CHECK(!meets(wrote, access.begin, core), "core %u %s GM that another core writes in the same launch", core,
+               access.write ? "writes" : "reads");
+    TWIN_CHECK(!access.write || !meets(read, access.begin, core),
+               "core %u writes GM that another core reads in the same launch", core);
+    extend(access.write ? wrote : read, access.end, core);
+  }
 }
 
-template <typename Kernel> void launch(uint32_t blocks, Report& report, Kernel kernel) {
-    TWIN_CHECK(blocks > 0, "a launch of no blocks");
-    std::vector<std::thread> threads;
-    std::vector<Counters> counters(blocks);
-    std::vector<std::string> errors(blocks);
-    std::vector<std::vector<GmAccess>> gm(blocks);
-    std::vector<uint32_t> used(blocks);
-    auto run = [&](uint32_t index) {
-        core.start(index, blocks);
-        try {
-            kernel();
-            TWIN_CHECK(core.flags.empty(), "core %u ends with a flag set: the next kernel finds it", index);
-        } catch (const std::exception& error) {
-            errors[index] = error.what();
-        }
-        counters[index] = core.counters, gm[index] = std::move(core.gm), used[index] = core.used();
-    };
-    for (uint32_t index = 0; index < blocks; ++index) threads.emplace_back(run, index);
-    for (auto& thread : threads) thread.join();
-    for (const auto& error : errors)
-        if (!error.empty()) throw Error(error);
-    std::vector<std::pair<GmAccess, uint32_t>> all;
-    for (uint32_t index = 0; index < blocks; ++index)
-        for (const auto& access : gm[index]) all.push_back({access, index});
-    check_between_cores(all);
-    report.add(counters);
-    report.ub_bytes = std::max(report.ub_bytes, *std::max_element(used.begin(), used.end()));
+template <typename Kernel>
+void launch(uint32_t blocks, Report &report, Kernel kernel) {
+  TWIN_CHECK(blocks > 0, "a launch of no blocks");
+  std::vector<std::thread> threads;
+  std::vector<Counters> counters(blocks);
+  std::vector<std::string> errors(blocks);
+  std::vector<std::vector<GmAccess>> gm(blocks);
+  std::vector<uint32_t> used(blocks);
+  auto run = [&](uint32_t index) {
+    core.start(index, blocks);
+    try {
+      kernel();
+      TWIN_CHECK(core.flags.empty(), "core %u ends with a flag set: the next kernel finds it", index);
+    } catch (const std::exception &error) {
+      errors[index] = error.what();
+    }
+    counters[index] = core.counters;
+    gm[index] = std::move(core.gm);
+    used[index] = core.used();
+  };
+  for (uint32_t index = 0; index < blocks; ++index) threads.emplace_back(run, index);
+  for (auto &thread : threads) thread.join();
+  for (const auto &error : errors)
+    if (!error.empty()) throw Error(error);
+  std::vector<std::pair<GmAccess, uint32_t>> all;
+  for (uint32_t index = 0; index < blocks; ++index)
+    for (const auto &access : gm[index]) all.push_back({access, index});
+  check_between_cores(all);
+  report.add(counters);
+  report.ub_bytes = std::max(report.ub_bytes, *std::max_element(used.begin(), used.end()));
 }
 
 }  // namespace twin

@@ -10,67 +10,71 @@ namespace AscendC {
 inline uint32_t GetBlockIdx() { return twin::core.index; }
 inline uint32_t GetBlockNum() { return twin::core.count; }
 
-template <typename T> class LocalTensor {
-public:
-    LocalTensor() = default;
-    LocalTensor(T* at, uint32_t size, TPosition position) : at_(at), size_(size), position_(position) {}
+template <typename T>
+class LocalTensor {
+ public:
+  LocalTensor() = default;
+  LocalTensor(T *at, uint32_t size, TPosition position) : at_(at), size_(size), position_(position) {}
 
-    LocalTensor operator[](uint32_t offset) const {
-        TWIN_CHECK(offset <= size_, "offset %u of a tensor of %u", offset, size_);
-        return {at_ + offset, size_ - offset, position_};
-    }
-    template <typename U> LocalTensor<U> ReinterpretCast() const {
-        return {reinterpret_cast<U*>(at_), uint32_t(uint64_t(size_) * sizeof(T) / sizeof(U)), position_};
-    }
-    T GetValue(uint32_t i) const {
-        access(i);
-        twin::core.read(twin::S, at_ + i, sizeof(T));
-        return at_[i];
-    }
-    void SetValue(uint32_t i, T value) const {
-        access(i);
-        twin::core.write(twin::S, at_ + i, sizeof(T));
-        at_[i] = value;
-    }
-    uint32_t GetSize() const { return size_; }
+  LocalTensor operator[](uint32_t offset) const {
+    TWIN_CHECK(offset <= size_, "offset %u of a tensor of %u", offset, size_);
+    return {at_ + offset, size_ - offset, position_};
+  }
+  template <typename U>
+  LocalTensor<U> ReinterpretCast() const {
+    return {reinterpret_cast<U *>(at_), uint32_t(uint64_t(size_) * sizeof(T) / sizeof(U)), position_};
+  }
+  T GetValue(uint32_t i) const {
+    access(i);
+    twin::core.read(twin::S, at_ + i, sizeof(T));
+    return at_[i];
+  }
+  void SetValue(uint32_t i, T value) const {
+    access(i);
+    twin::core.write(twin::S, at_ + i, sizeof(T));
+    at_[i] = value;
+  }
+  uint32_t GetSize() const { return size_; }
 
-    // ---- for the twin only
-    T* at() const { return at_; }
-    TPosition position() const { return position_; }
-    void need(const char* what, uint64_t count, uint32_t align = twin::BLOCK) const {
-        TWIN_CHECK(at_ != nullptr, "%s: no tensor", what);
-        TWIN_CHECK(count <= size_, "%s: %llu elements of a tensor of %u", what, (twin::ull)count, size_);
-        auto offset = uint64_t(reinterpret_cast<uint8_t*>(at_) - twin::core.base());
-        TWIN_CHECK(offset % align == 0, "%s: UB address 0x%llx is not on a border of %u bytes", what, (twin::ull)offset, align);
-    }
+  // ---- for the twin only
+  T *at() const { return at_; }
+  TPosition position() const { return position_; }
+  void need(const char *what, uint64_t count, uint32_t align = twin::BLOCK) const {
+    TWIN_CHECK(at_ != nullptr, "%s: no tensor", what);
+    TWIN_CHECK(count <= size_, "%s: %llu elements of a tensor of %u", what, (twin::ull)count, size_);
+    auto offset = uint64_t(reinterpret_cast<uint8_t *>(at_) - twin::core.base());
+    TWIN_CHECK(offset % align == 0, "%s: UB address 0x%llx is not on a border of %u bytes", what, (twin::ull)offset,
+               align);
+  }
 
-private:
-    T* at_ = nullptr;
-    uint32_t size_ = 0;
-    TPosition position_ = TPosition::VECCALC;
+ private:
+  T *at_ = nullptr;
+  uint32_t size_ = 0;
+  TPosition position_ = TPosition::VECCALC;
 
-    void access(uint32_t i) const {
-        TWIN_CHECK(i < size_, "element %u of a tensor of %u", i, size_);
-        twin::core.issue(twin::S);
-        ++twin::core.counters[twin::SCALAR_ACCESSES];
-    }
+  void access(uint32_t i) const {
+    TWIN_CHECK(i < size_, "element %u of a tensor of %u", i, size_);
+    twin::core.issue(twin::S);
+    ++twin::core.counters[twin::SCALAR_ACCESSES];
+  }
 };
 
-template <typename T> class GlobalTensor {
-public:
-    void SetGlobalBuffer(__gm__ T* at, uint64_t size) { at_ = at, size_ = size; }
-    GlobalTensor operator[](uint64_t offset) const {
-        TWIN_CHECK(offset <= size_, "GM offset %llu of %llu", (twin::ull)offset, (twin::ull)size_);
-        GlobalTensor rest;
-        rest.SetGlobalBuffer(at_ + offset, size_ - offset);
-        return rest;
-    }
-    uint64_t GetSize() const { return size_; }
-    T* at() const { return at_; }  // for the twin only
+template <typename T>
+class GlobalTensor {
+ public:
+  void SetGlobalBuffer(__gm__ T *at, uint64_t size) { at_ = at, size_ = size; }
+  GlobalTensor operator[](uint64_t offset) const {
+    TWIN_CHECK(offset <= size_, "GM offset %llu of %llu", (twin::ull)offset, (twin::ull)size_);
+    GlobalTensor rest;
+    rest.SetGlobalBuffer(at_ + offset, size_ - offset);
+    return rest;
+  }
+  uint64_t GetSize() const { return size_; }
+  T *at() const { return at_; }  // for the twin only
 
-private:
-    T* at_ = nullptr;
-    uint64_t size_ = 0;
+ private:
+  T *at_ = nullptr;
+  uint64_t size_ = 0;
 };
 
 }  // namespace AscendC

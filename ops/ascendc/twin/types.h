@@ -7,18 +7,18 @@
 #define __global__
 #define __gm__
 
-using GM_ADDR = uint8_t*;
+using GM_ADDR = uint8_t *;
 using half = _Float16;
 
 // bfloat16 as storage only: Cast is the one thing that reads its value.
 struct bfloat16_t {
-    uint16_t bits;
-    explicit operator float() const {
-        uint32_t wide = uint32_t(bits) << 16;
-        float value;
-        std::memcpy(&value, &wide, 4);
-        return value;
-    }
+  uint16_t bits;
+  explicit operator float() const {
+    uint32_t wide = uint32_t(bits) << 16;
+    float value;
+    std::memcpy(&value, &wide, 4);
+    return value;
+  }
 };
 
 #define KERNEL_TASK_TYPE_DEFAULT(kind) static_assert(true)  // vector cores only: the twin has no others

@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from npu_gr.backend.calls import BeamCall
 from npu_gr.backend.cpu.beams import NativeBeams
 from npu_gr.backend.cpu.library import Native
 from npu_gr.backend.reference import ReferenceBackend
@@ -48,10 +49,11 @@ def test_equals_the_reference(
         tensor[:, num_slots:] = torch.nan  # nobody may read it
     q = torch.randn(rows, 2 * group, dim, generator=random).to(dtype)
     ancestry = torch.randint(0, rows + 2, (num_slots, rows), generator=random) if is_forked else None
-    got = NativeBeams(native)(q, shared, own, num_slots, ancestry, dim**-0.5)
+    call = BeamCall(q, shared, own, num_slots, ancestry, dim**-0.5)
+    got = NativeBeams(native)(call)
     wide = [(k.double(), v.double()) for k, v in shared]
     exact = ReferenceBackend().beam_attention(
-        q.double(), wide, (own[0].double(), own[1].double()), num_slots, ancestry, dim**-0.5
+        call._replace(q=q.double(), shared=wide, unshared=(own[0].double(), own[1].double()))
     )
     assert got.dtype == dtype
     assert torch.allclose(got.double(), exact, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
@@ -62,5 +64,6 @@ def test_a_value_that_is_not_a_number_shows(native: Native) -> None:
     k, v = torch.zeros(2, 70, 1, 16)
     v[69, 0, 3] = torch.nan
     nothing = torch.empty(2, 1, 0, 1, 16)
-    got = NativeBeams(native)(torch.zeros(1, 1, 16), [(k, v)], (nothing[0], nothing[1]), 0, None, 1.0)
+    call = BeamCall(torch.zeros(1, 1, 16), [(k, v)], (nothing[0], nothing[1]), 0, None, 1.0)
+    got = NativeBeams(native)(call)
     assert got.isnan().nonzero().tolist() == [[0, 0, 3]]

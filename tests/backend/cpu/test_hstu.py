@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from npu_gr.backend import tiles
-from npu_gr.backend.base import BiasTables, Slab
+from npu_gr.backend.calls import BiasTables, HstuCall
 from npu_gr.backend.cpu.backend import CPUBackend
 from npu_gr.backend.cpu.hstu import HstuKernels
 from npu_gr.backend.cpu.library import Native
 from npu_gr.backend.reference import ReferenceBackend
-from npu_gr.backend.tiles import Tiles
+from npu_gr.backend.tiles import Slab, Tiles
 
 REFERENCE = ReferenceBackend()
 DTYPES = (torch.float32, torch.bfloat16)
@@ -72,6 +72,16 @@ def wide(*tensors: Tensor) -> list[Tensor]:
     return [x.double() for x in tensors]
 
 
+def wide_slab(k: Tensor, v: Tensor) -> Slab:
+    return k.double(), v.double()
+
+
+def wide_call(call: HstuCall) -> HstuCall:
+    """The same call in fp64; nothing may be cached in tiles."""
+    q, k, v = wide(call.q, call.k, call.v)
+    return call._replace(q=q, k=k, v=v, bias=BiasTables(*wide(*call.bias)))
+
+
 def assert_near(got: Tensor, want: Tensor, dtype: torch.dtype) -> None:
     assert got.shape == want.shape
     spread = max(float(want.abs().max()), 1e-3)
@@ -82,11 +92,10 @@ def assert_near(got: Tensor, want: Tensor, dtype: torch.dtype) -> None:
 @given(seed=SEED)
 def test_history_rows(native: Native, seed: int) -> None:
     case, kernels = Case(seed), HstuKernels(native)
-    new = case.rows(case.past)
-    past = case.tiles(kernels, case.past)
-    before = [tuple(wide(case.k[: case.past], case.v[: case.past]))] if case.past else []
-    want = REFERENCE.hstu_causal(*wide(*new), before, case.times, BiasTables(*wide(*case.bias)), 0.3)  # type: ignore[arg-type]
-    assert_near(kernels.causal(*new, past, case.times, case.bias, 0.3), want, case.dtype)
+    call = HstuCall(*case.rows(case.past), case.tiles(kernels, case.past), case.times, case.bias, 0.3)
+    before = [wide_slab(case.k[: case.past], case.v[: case.past])] if case.past else []
+    want = REFERENCE.hstu_causal(wide_call(call)._replace(cached=before))
+    assert_near(kernels.causal(call), want, case.dtype)
 
 
 @FUZZ
@@ -95,14 +104,14 @@ def test_candidates(native: Native, seed: int) -> None:
     """Over tiles that end anywhere, over nothing, and over natural rows behind tiles."""
     case, kernels = Case(seed), HstuKernels(native)
     own, past = case.rows(case.past), case.tiles(kernels, case.past)
-    times, bias = case.times[: case.past], BiasTables(*wide(*case.bias))
-    before = [tuple(wide(case.k[: case.past], case.v[: case.past]))] if case.past else []
-    want = REFERENCE.hstu_targets(*wide(*own), before, times, case.shown_at, bias, 0.3)  # type: ignore[arg-type]
-    got = kernels.targets(*own, past, times, case.shown_at, case.bias, 0.3)
+    call = HstuCall(*own, past, case.times[: case.past], case.bias, 0.3, case.shown_at)
+    before = [wide_slab(case.k[: case.past], case.v[: case.past])] if case.past else []
+    want = REFERENCE.hstu_targets(wide_call(call)._replace(cached=before))
+    got = kernels.targets(call)
     assert_near(got, want, case.dtype)
     if case.past:
         behind = [*case.tiles(kernels, case.cut), (case.k[case.cut : case.past], case.v[case.cut : case.past])]
-        again = kernels.targets(*own, behind, times, case.shown_at, case.bias, 0.3)
+        again = kernels.targets(call._replace(cached=behind))
         assert torch.equal(again, got)
 
 
@@ -112,15 +121,19 @@ def test_a_cached_prefix_gives_the_same_bits(native: Native, seed: int) -> None:
     case, kernels = Case(seed), HstuKernels(native)
     if case.stored != case.dtype:
         return  # rounded on the way into the pages, by choice
-    cold = kernels.causal(*case.rows(0), [], case.times, case.bias, 0.3)[case.past :]
+    cold = kernels.causal(HstuCall(*case.rows(0), [], case.times, case.bias, 0.3))[case.past :]
     for num_cached in {case.past, case.cut}:
-        hit = kernels.causal(*case.rows(num_cached), case.tiles(kernels, num_cached), case.times, case.bias, 0.3)
+        hit = kernels.causal(
+            HstuCall(*case.rows(num_cached), case.tiles(kernels, num_cached), case.times, case.bias, 0.3)
+        )
         assert torch.equal(hit[case.past - num_cached :], cold)
     none = case.k[:0], case.v[:0]
-    held = kernels.causal(case.q[case.past :], *none, case.tiles(kernels, len(case.q)), case.times, case.bias, 0.3)
+    held = kernels.causal(
+        HstuCall(case.q[case.past :], *none, case.tiles(kernels, len(case.q)), case.times, case.bias, 0.3)
+    )
     assert torch.equal(held, cold)  # the new rows in tiles as well
     natural = [(case.k[: case.cut], case.v[: case.cut]), (case.k[case.cut : case.past], case.v[case.cut : case.past])]
-    assert torch.equal(kernels.causal(*case.rows(case.past), natural, case.times, case.bias, 0.3), cold)
+    assert torch.equal(kernels.causal(HstuCall(*case.rows(case.past), natural, case.times, case.bias, 0.3)), cold)
 
 
 @FUZZ
@@ -148,18 +161,18 @@ def test_extremes(native: Native) -> None:
     times = torch.zeros(2, dtype=torch.int64)
     for dtype in DTYPES:
         one = torch.ones(1, 1, 16, dtype=dtype)
+        unit = torch.tensor([[[1.0, 0.0]]], dtype=dtype)
         for size in (-1e30, -200.0, -90.0, 0.0, 90.0, 1e4):
             q = torch.zeros(1, 1, 2, dtype=dtype)
             q[..., 0] = size
-            unit = torch.tensor([[[1.0, 0.0]]], dtype=dtype)
-            got = kernels.causal(q, unit, one, [], times[:1], bias, 1.0)
+            got = kernels.causal(HstuCall(q, unit, one, [], times[:1], bias, 1.0))
             want = torch.nn.functional.silu(torch.tensor(float(q[0, 0, 0]), dtype=torch.float64))
             assert torch.allclose(got.double(), want.expand_as(got), rtol=1e-2, atol=1e-30 + 2e-38 * abs(size))
         broken = torch.full((1, 1, 2), float("nan"), dtype=dtype)
-        assert kernels.causal(broken, unit, one, [], times[:1], bias, 1.0).isnan().all()
+        assert kernels.causal(HstuCall(broken, unit, one, [], times[:1], bias, 1.0)).isnan().all()
         empty = torch.empty(0, 1, 2, dtype=dtype), torch.empty(0, 1, 2, dtype=dtype), one[:0]
-        assert kernels.causal(*empty, [(unit, one)], times[:1], bias, 1.0).shape == (0, 1, 16)
-        assert kernels.targets(*empty, [(unit, one)], times[:1], 0, bias, 1.0).shape == (0, 1, 16)
+        assert kernels.causal(HstuCall(*empty, [(unit, one)], times[:1], bias, 1.0)).shape == (0, 1, 16)
+        assert kernels.targets(HstuCall(*empty, [(unit, one)], times[:1], bias, 1.0)).shape == (0, 1, 16)
 
 
 def test_what_has_no_kernel_runs_in_torch() -> None:
@@ -168,11 +181,12 @@ def test_what_has_no_kernel_runs_in_torch() -> None:
     assert backend.arrangement(torch.float64, 64) == "natural"
     assert backend.arrangement(torch.float32, 32) == "natural"
     assert backend.arrangement(torch.bfloat16, 128) == ("tiles" if backend.native else "natural")
-    rows = torch.randn(3, 70, 2, 8).unbind(0)
+    q, k, v = torch.randn(3, 70, 2, 8).unbind(0)
     bias, times = BiasTables(torch.randn(2, 5), torch.randn(2, 64)), torch.arange(70)
     into = tiles.empty(2, 2, 8, 8, torch.float32)._replace(num_tokens=70)
-    off.pack_kv(into, 0, *rows[1:])
-    read, want = (off.hstu_targets(*rows, [kv], times, 70, bias, 0.3) for kv in (into, rows[1:]))  # type: ignore[arg-type, list-item]
+    off.pack_kv(into, 0, k, v)
+    call = HstuCall(q, k, v, [into], times, bias, 0.3, query_time=70)
+    read, want = (off.hstu_targets(each) for each in (call, call._replace(cached=[(k, v)])))
     assert torch.equal(read, want)
 
 
@@ -186,6 +200,5 @@ def test_long_histories_and_every_bias_path(native: Native, dtype: torch.dtype) 
     bias = BiasTables(torch.randn(heads, 40), torch.randn(heads, 64))
     sorted_times = torch.cumsum(torch.randint(0, 90_000, (n,)), 0)
     for times in (sorted_times, sorted_times // 10_000_000, sorted_times[torch.randperm(n)]):
-        b64 = BiasTables(*wide(*bias))
-        want = torch_ops.hstu_causal(*wide(q, k, v), [], times, b64, 0.25)  # type: ignore[arg-type]
-        assert_near(kernels.causal(q, k, v, [], times, bias, 0.25), want, dtype)
+        call = HstuCall(q, k, v, [], times, bias, 0.25)
+        assert_near(kernels.causal(call), torch_ops.hstu_causal(wide_call(call)), dtype)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -89,7 +89,7 @@ class FakeGraph:
         for other in self.npu.graphs[threading.get_ident()]:
             if other is not self:
                 for storage in other.memory.values():
-                    storage.fill_(255)  # NaN, -1
+                    cast("Any", storage).fill_(255)  # NaN, -1
         for func, args, kwargs, out in self.launches:
             again = func(*args, **kwargs)
             for old, new in zip(tree_leaves(out), tree_leaves(again), strict=True):
@@ -119,7 +119,7 @@ class FakeRuntime:
         self.default = FakeStream(self)
 
     def as_npu(self, soc: str = "Ascend910B1") -> Npu:
-        return Npu(self, torch.device("cpu"), soc, "0.0")
+        return Npu(cast("Any", self), torch.device("cpu"), soc, "0.0")  # its Stream is a method, a module's is a class
 
     # ---- what torch.npu and torch.cuda have
 
@@ -264,7 +264,7 @@ def _is_view(func: Any) -> bool:
 
 class _Launches(TorchDispatchMode):
     def __init__(self, npu: FakeRuntime) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.npu = npu
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -14,7 +14,7 @@ import pytest
 
 from npu_gr.backend.choose import choose
 from npu_gr.backend.npu import device as npu_device
-from npu_gr.backend.npu.device import NotFound, find
+from npu_gr.backend.npu.device import NpuNotFound, find
 from npu_gr.core.errors import ConfigError
 from tests.ops.test_build import npu_headers
 
@@ -87,7 +87,7 @@ def test_what_is_behind_the_driver(
     try:
         npu = find()
         found = f"{npu.soc} {npu.device} {npu.version}"
-    except NotFound as error:
+    except NpuNotFound as error:
         found = str(error)
     finally:
         sys.modules.pop("torch_npu", None)
@@ -98,7 +98,7 @@ def test_without_its_driver_torch_npu_is_not_imported(tmp_path: Path, monkeypatc
     install(tmp_path, "raise SystemExit('imported')")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(npu_device, "DRIVER_LIBRARY", "libnowhere.so")
-    with pytest.raises(NotFound, match=r"CANN is not there: libnowhere.so.*; install it and source its set_env.sh"):
+    with pytest.raises(NpuNotFound, match=r"CANN is not there: libnowhere.so.*; install it and source its set_env.sh"):
         find()
 
 

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from npu_gr.backend.base import Continuations
+from npu_gr.backend.calls import Continuations
 from npu_gr.backend.npu import ops as ascend_ops
 from npu_gr.backend.topk import select
 from npu_gr.core.errors import ConfigError
@@ -98,8 +98,10 @@ def test_top_k_of_each_beam_merged_is_top_k_of_all(beams: int, codes: int, k: in
 @given(layers=st.integers(1, 3), held=st.integers(1, 12), slots=st.integers(1, 3), seed=seeds, data=st.data())
 def test_beam_fork_is_the_arenas_move(layers: int, held: int, slots: int, seed: int, data: st.DataObject) -> None:
     generator = torch.Generator().manual_seed(seed)
-    shape = {"num_layers": layers, "num_heads": 2, "head_dim": 3, "max_beams": held, "num_slots": slots}
-    arena = BeamArena(**shape, dtype=torch.float32, device=torch.device("cpu"))
+    arena = BeamArena(
+        num_layers=layers, num_heads=2, head_dim=3, max_beams=held, num_slots=slots,
+        dtype=torch.float32, device=torch.device("cpu"),
+    )  # fmt: skip
     for layer in range(layers):
         for plane in arena.slabs(layer):
             plane.copy_(torch.randn(plane.shape, generator=generator))

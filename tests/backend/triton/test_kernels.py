@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
-from npu_gr.backend.base import TIME_BUCKETS, BiasTables, Choices, Continuations, Over, Slab
+from npu_gr.backend.base import TIME_BUCKETS
+from npu_gr.backend.calls import BeamCall, BiasTables, Choices, Continuations, HstuCall, Over, TopkCall
 from npu_gr.backend.reference import ReferenceBackend
+from npu_gr.backend.tiles import Slab
 
 pytestmark = [
     pytest.mark.triton,
@@ -34,13 +38,9 @@ few = settings(
 )
 
 
-def on(device: torch.device, args: object) -> object:
+def on(device: torch.device, args: Any) -> Any:
     """The same arguments there."""
-    if isinstance(args, Tensor):
-        return args.to(device)
-    if isinstance(args, BiasTables | Continuations):
-        return type(args)(*(on(device, x) for x in args))
-    return type(args)(on(device, x) for x in args) if isinstance(args, tuple | list) else args
+    return tree_map_only(Tensor, lambda x: x.to(device), args)
 
 
 def cut(k: Tensor, v: Tensor, sizes: list[int]) -> list[Slab]:
@@ -83,12 +83,14 @@ def test_hstu(
         slabs = cut(k[:past], v[:past], data.draw(st.lists(st.integers(1, 20), max_size=3)))
         shown_at = data.draw(st.sampled_from([-5, 10**8, 2**33]))
         bias = BiasTables(*tables)
-        args = q[past:], k[past:], v[past:], slabs, times, bias, 0.7
-        got = hstu.causal(*on(triton_device, args))
+        call = HstuCall(q[past:], k[past:], v[past:], slabs, times, bias, 0.7)
+        moved = on(triton_device, call)
+        got = hstu.causal(moved, moved.cached)
         assert got.dtype == dtype
-        assert_close(got, REFERENCE.hstu_causal(*args), DTYPES[dtype])
-        args = q[past:], k[past:], v[past:], slabs, times[:past], shown_at, bias, 0.7
-        assert_close(hstu.targets(*on(triton_device, args)), REFERENCE.hstu_targets(*args), DTYPES[dtype])
+        assert_close(got, REFERENCE.hstu_causal(call), DTYPES[dtype])
+        call = call._replace(times=times[:past], query_time=shown_at)
+        moved = on(triton_device, call)
+        assert_close(hstu.targets(moved, moved.cached), REFERENCE.hstu_targets(call), DTYPES[dtype])
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -127,13 +129,14 @@ def test_beams(
         if data.draw(st.booleans()):
             ancestry = torch.randint(0, rows + 2, (num_slots + 1, rows), generator=random)
         shared = cut(k, v, data.draw(st.lists(st.integers(1, 40), max_size=2)))
-        args = q, shared, (own_k, own_v), num_slots, ancestry, sharpness
-        moved = on(triton_device, args)
-        assert beams.takes(*moved[:3])
-        got = beams.attend(*moved)
+        call = BeamCall(q, shared, (own_k, own_v), num_slots, ancestry, sharpness)
+        moved = on(triton_device, call)
+        assert beams.takes(moved)
+        got = beams.attend(moved)
         assert got.dtype == dtype
-        wide = tuple((a.double(), b.double()) for a, b in shared)
-        want = REFERENCE.beam_attention(q.double(), wide, (own_k.double(), own_v.double()), *args[3:])
+        wide = [(a.double(), b.double()) for a, b in shared]
+        own = own_k.double(), own_v.double()
+        want = REFERENCE.beam_attention(call._replace(q=q.double(), shared=wide, unshared=own))
         assert_close(got, want, DTYPES[dtype] * (1.0 if dtype == HALF else max(1.0, sharpness)))
 
 
@@ -201,8 +204,8 @@ def test_beam_topk(
         acc = torch.randn(rows, generator=random) * 2.0
         acc[torch.rand(rows, generator=random) < 0.1] = -torch.inf
         follow = continuations(random, rows, end - first, filtered)
-        args = logits, acc, follow, width, over, slice(first, end), 0.8
-        assert_chosen(topk.beam_topk(*on(triton_device, args)), REFERENCE.beam_topk(*args))
+        call = TopkCall(logits, acc, follow, width, over, slice(first, end), 0.8)
+        assert_chosen(topk.beam_topk(on(triton_device, call)), REFERENCE.beam_topk(call))
 
 
 @pytest.mark.parametrize("width", [1, 5, 40, 64, 200])
@@ -215,9 +218,9 @@ def test_ties_are_decided_by_beam_then_edge(triton_device: torch.device, width: 
         logits = torch.zeros(4, 64)
         acc = torch.tensor([0.0, 1.0, 0.0, 1.0])
         follow = Continuations(torch.arange(4) * 64, torch.full((4,), 64), torch.arange(64).int().repeat(4))
-        args = logits, acc, follow, width
-        got = topk.beam_topk(*on(triton_device, (*args, "row", None, 1.0)))
-        want = REFERENCE.beam_topk(*args)
+        call = TopkCall(logits, acc, follow, width)
+        got = topk.beam_topk(on(triton_device, call))
+        want = REFERENCE.beam_topk(call)
         assert torch.equal(got.parent.cpu(), want.parent)
         assert torch.equal(got.edge.cpu(), want.edge)
 
@@ -231,9 +234,9 @@ def test_a_bad_logit_is_an_error(triton_device: torch.device, over: Over, bad: f
     logits = torch.zeros(2, 70)
     logits[1, 66] = bad
     follow = Continuations(torch.tensor([0, 0]), torch.tensor([70, 70]), torch.arange(70).int())
-    args = logits, torch.tensor([0.0, -torch.inf]), follow, 4, over, None, 1.0
+    call = TopkCall(logits, torch.tensor([0.0, -torch.inf]), follow, 4, over)
     with pytest.raises(FloatingPointError, match="not a number"):
-        topk.beam_topk(*on(triton_device, args))
+        topk.beam_topk(on(triton_device, call))
 
 
 @few
@@ -255,5 +258,5 @@ def test_zeros_of_both_signs_tie(triton_device: torch.device) -> None:
     from npu_gr.backend.triton import topk
 
     follow = Continuations(torch.tensor([0, 1]), torch.tensor([1, 1]), torch.zeros(2, dtype=torch.int32))
-    args = torch.tensor([[-0.0], [0.0]]), torch.tensor([-0.0, 0.0]), follow, 1, "row", None, 1.0
-    assert topk.beam_topk(*on(triton_device, args)).parent.tolist() == [0]
+    call = TopkCall(torch.tensor([[-0.0], [0.0]]), torch.tensor([-0.0, 0.0]), follow, 1)
+    assert topk.beam_topk(on(triton_device, call)).parent.tolist() == [0]

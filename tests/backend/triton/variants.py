@@ -60,7 +60,7 @@ def variants() -> Iterator[Variant]:
         for targets, begins in ((False, True), (False, False), (True, True)):
             yield _of(hstu.hstu_kernel, x, {"targets": targets, "begins": begins, **wide, **tiles})
         dims = {"dim": 128, "dim_wide": 128}
-        yield _of(beams.shared_kernel, x, {**dims, "rows": beams.ROWS, "keys": keys, "span": beams.SPAN})
+        yield _of(beams.shared_kernel, x, {**dims, "rows": hstu.ROWS, "keys": keys, "span": beams.SPAN})
         yield _of(beams.merge_kernel, x, {"by_ancestry": True, **dims, "rows": beams.MERGE_ROWS}, out=f"*{x}")
         for over_valid in (False, True):
             sizes = {"columns": topk.COLUMNS, "blocks": topk.BLOCKS, "edges": topk.EDGES}

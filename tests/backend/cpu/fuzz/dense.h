@@ -43,7 +43,9 @@ class Beams {
 
  private:
   typedef std::unique_ptr<Matrix<T>> Plane;
-  static Plane plane(int64_t tokens, int64_t width) { return Plane(new Matrix<T>(Matrix<T>::contiguous(tokens, width))); }
+  static Plane plane(int64_t tokens, int64_t width) {
+    return Plane(new Matrix<T>(Matrix<T>::contiguous(tokens, width)));
+  }
 
   static std::vector<std::pair<Plane, Plane>> some_slabs(int64_t width) {
     std::vector<std::pair<Plane, Plane>> made;
@@ -70,7 +72,8 @@ class Beams {
     for (int64_t slot = 0; slot < slots_; slot++) {
       const int64_t holder = has_ancestry_ ? ancestry_[static_cast<size_t>(slot * rows_ + row)] : row;
       const int64_t own = slot * kv_heads_ * dim_ + at;
-      use([&](int64_t d) { return own_keys_(holder, own + d); }, [&](int64_t d) { return own_values_(holder, own + d); });
+      use([&](int64_t d) { return own_keys_(holder, own + d); },
+          [&](int64_t d) { return own_values_(holder, own + d); });
     }
   }
 
@@ -97,22 +100,21 @@ class Beams {
   int64_t rows_ = one_of({0, 1, 5, 6, 7, 20}), holders_ = rows_ + 1 + below(3);
   std::vector<std::pair<Plane, Plane>> slabs_ = some_slabs(kv_heads_ * dim_);
   int64_t slots_ = tokens() ? below(4) : 1 + below(3), capacity_ = slots_ + below(2);  // something is seen
-  Matrix<T> q_ = Matrix<T>::contiguous(rows_, heads_ * dim_);
+  Matrix<T> q_ = Matrix<T>::contiguous(rows_, heads_ *dim_);
   Matrix<T> own_keys_ = own(), own_values_ = own();
   std::vector<const void *> keys_, values_;
   std::vector<int64_t> tokens_, ancestry_;
   bool has_ancestry_ = false;
 
-  Matrix<T> own() const {
-    return Matrix<T>::contiguous(holders_, capacity_ * kv_heads_ * dim_);
-  }
+  Matrix<T> own() const { return Matrix<T>::contiguous(holders_, capacity_ * kv_heads_ * dim_); }
 };
 
 template <typename X, typename W, typename Y>
 void affine() {
   if (sizeof(W) == 2 && !kernels.has_bf16_dot) return;
   const bool is_huge = below(40) == 0;
-  const int64_t rows = is_huge ? 200 : one_of({0, 1, 5, 6, 7, 97, 100}), in = is_huge ? 700 : one_of({1, 2, 7, 16, 33, 64});
+  const int64_t rows = is_huge ? 200 : one_of({0, 1, 5, 6, 7, 97, 100}),
+                in = is_huge ? 700 : one_of({1, 2, 7, 16, 33, 64});
   const int64_t out = is_huge ? 200 : one_of({1, 3, 15, 16, 17, 64, 65, 130}), tiles = (out + 63) / 64;
   const auto x = Matrix<X>::filled(rows, in, stride_of(in));
   const auto weight = Matrix<W>::contiguous(out, in);
@@ -120,11 +122,19 @@ void affine() {
   const Matrix<Y> y(rows, out, out);
   const Memory packed(tiles * (in + in % 2) * 64 * static_cast<int64_t>(sizeof(W))), none(0);
   memset(packed.at(), 0, static_cast<size_t>(tiles * (in + in % 2) * 64) * sizeof(W));
-  const Pack pack = {out, 1, in, 0, kElement<W>, kElement<W>, {weight.data(), in, in}, {none.at(), 0, 0}, 0,
+  const Pack pack = {out,
+                     1,
+                     in,
+                     0,
+                     kElement<W>,
+                     kElement<W>,
+                     {weight.data(), in, in},
+                     {none.at(), 0, 0},
+                     0,
                      {packed.at(), none.at(), tiles}};
   kernels.pack_kv(&pack);
-  Affine call = {rows, in, out, kElement<X>, kElement<W>, kElement<Y>, x.data(), x.stride(), packed.at(), bias.data(),
-                 below(2), y.data(), nullptr};
+  Affine call = {rows,       in,          out,         kElement<X>, kElement<W>, kElement<Y>, x.data(),
+                 x.stride(), packed.at(), bias.data(), below(2),    y.data(),    nullptr};
   const Memory scratch(kernels.affine_scratch_bytes(&call));
   call.scratch = scratch.at();
   kernels.affine(&call);
@@ -135,7 +145,8 @@ void affine() {
         sum += x(r, i) * weight(o, i);
         size += fabs(x(r, i) * weight(o, i));
       }
-      const double want = call.is_silu ? sum / (1 + exp(-sum)) : sum, rounds_x = sizeof(W) < sizeof(X) ? 1.0 / 256 : 1e-5;
+      const double want = call.is_silu ? sum / (1 + exp(-sum)) : sum,
+                   rounds_x = sizeof(W) < sizeof(X) ? 1.0 / 256 : 1e-5;
       expect("affine", r, y(r, o), want, rounds_x * 1.2 * size + kRounding<Y> * fabs(want) + 1e-6);
     }
 }

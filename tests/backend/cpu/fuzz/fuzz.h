@@ -22,7 +22,9 @@ std::mt19937 random_bits;
 
 int64_t below(int64_t n) { return static_cast<int64_t>(random_bits() % static_cast<uint64_t>(n)); }
 
-int64_t one_of(std::initializer_list<int64_t> choices) { return choices.begin()[below(static_cast<int64_t>(choices.size()))]; }
+int64_t one_of(std::initializer_list<int64_t> choices) {
+  return choices.begin()[below(static_cast<int64_t>(choices.size()))];
+}
 
 float number() { return static_cast<float>(below(4001) - 2000) / 1000; }
 
@@ -81,7 +83,10 @@ template <typename T>
 class Matrix {
  public:
   Matrix(int64_t rows, int64_t width, int64_t stride)
-      : rows_(rows), width_(width), stride_(stride), shift_(below(4)),
+      : rows_(rows),
+        width_(width),
+        stride_(stride),
+        shift_(below(4)),
         memory_(static_cast<int64_t>(sizeof(T)) * (shift_ + (rows ? (rows - 1) * stride + width : 0))) {}
 
   static Matrix filled(int64_t rows, int64_t width, int64_t stride) {

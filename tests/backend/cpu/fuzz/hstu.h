@@ -11,7 +11,10 @@ int64_t up(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple *
 template <typename T>
 struct Run {
   Run(int64_t num_tiles, int64_t heads, int64_t dq, int64_t dv)
-      : num_tiles(num_tiles), heads(heads), dq(dq), dv(dv),
+      : num_tiles(num_tiles),
+        heads(heads),
+        dq(dq),
+        dv(dv),
         k(num_tiles * heads * dq * kTile * static_cast<int64_t>(sizeof(T))),
         v(num_tiles * heads * dv * kTile * static_cast<int64_t>(sizeof(T))) {}
 
@@ -48,7 +51,9 @@ struct Job {
   bool is_rough = kernels.has_bf16_dot && sizeof(Row) == 2 && sizeof(T) == 2;  // weights are rounded to bf16
 
   Matrix<Row> rows(int64_t n, int64_t dim) const { return Matrix<Row>::filled(n, heads * dim, stride_of(heads * dim)); }
-  Rows as_rows(const Matrix<Row> &x, int64_t dim, int64_t from = 0) const { return {x.data() + from * x.stride(), x.stride(), dim}; }
+  Rows as_rows(const Matrix<Row> &x, int64_t dim, int64_t from = 0) const {
+    return {x.data() + from * x.stride(), x.stride(), dim};
+  }
 
   void pack_all() {
     const int64_t bounds[] = {0, cut, first_run * kTile, tokens};
@@ -57,8 +62,16 @@ struct Job {
       for (int64_t bound : bounds)
         if (bound > from && bound < to) to = bound;
       const int64_t run = from >= first_run * kTile, first = from - run * first_run * kTile;
-      const Pack call = {to - from, heads, qk_dim, v_dim, kElement<Row>, kElement<T>, as_rows(k, qk_dim, from),
-                         as_rows(v, v_dim, from), first, runs[run].address()};
+      const Pack call = {to - from,
+                         heads,
+                         qk_dim,
+                         v_dim,
+                         kElement<Row>,
+                         kElement<T>,
+                         as_rows(k, qk_dim, from),
+                         as_rows(v, v_dim, from),
+                         first,
+                         runs[run].address()};
       kernels.pack_kv(&call);
       from = to;
     }
@@ -73,9 +86,11 @@ struct Job {
     for (int64_t j = 0; j < tokens; j++)
       for (int64_t h = 0; h < heads; h++) {
         for (int64_t d = 0; d < dq; d++)
-          expect("key", j, wide(key(j, h, d)), d < qk_dim ? wide(rounded<T>(static_cast<float>(k(j, h * qk_dim + d)))) : 0, 0);
+          expect("key", j, wide(key(j, h, d)),
+                 d < qk_dim ? wide(rounded<T>(static_cast<float>(k(j, h * qk_dim + d)))) : 0, 0);
         for (int64_t d = 0; d < dv; d++)
-          expect("value", j, wide(value(j, h, d)), d < v_dim ? wide(rounded<T>(static_cast<float>(v(j, h * v_dim + d)))) : 0, 0);
+          expect("value", j, wide(value(j, h, d)),
+                 d < v_dim ? wide(rounded<T>(static_cast<float>(v(j, h * v_dim + d)))) : 0, 0);
       }
     for (int64_t j = tokens; j < up(tokens, kTile); j++)
       for (int64_t h = 0; h < heads; h++)
@@ -87,7 +102,8 @@ struct Job {
     std::vector<double> total, limit;
   };
   template <typename Key, typename Value>
-  void add(Sum &sum, const Matrix<Row> &q, int64_t row, int64_t h, double bias, Key key_of, Value value_of, bool rough) const {
+  void add(Sum &sum, const Matrix<Row> &q, int64_t row, int64_t h, double bias, Key key_of, Value value_of,
+           bool rough) const {
     double x = bias, size = fabs(bias);
     for (int64_t d = 0; d < qk_dim; d++) {
       x += alpha * q(row, h * qk_dim + d) * key_of(d);
@@ -104,12 +120,15 @@ struct Job {
   }
   void compare(const char *what, const Sum &sum, const Matrix<Row> &out, int64_t row, int64_t h) const {
     for (int64_t d = 0; d < v_dim; d++)
-      expect(what, row, out(row, h * v_dim + d), sum.total[d], sum.limit[d] + kRounding<Row> * fabs(sum.total[d]) + 1e-6);
+      expect(what, row, out(row, h * v_dim + d), sum.total[d],
+             sum.limit[d] + kRounding<Row> * fabs(sum.total[d]) + 1e-6);
   }
-  void add_history(Sum &sum, const Matrix<Row> &q, int64_t row, int64_t h, int64_t place, int64_t seen, int64_t now) const {
+  void add_history(Sum &sum, const Matrix<Row> &q, int64_t row, int64_t h, int64_t place, int64_t seen,
+                   int64_t now) const {
     for (int64_t j = 0; j < seen; j++)
-      add(sum, q, row, h, bias(h, place - j, now - times[static_cast<size_t>(j)]), [&](int64_t d) { return wide(key(j, h, d)); },
-          [&](int64_t d) { return wide(value(j, h, d)); }, is_rough);
+      add(
+          sum, q, row, h, bias(h, place - j, now - times[static_cast<size_t>(j)]),
+          [&](int64_t d) { return wide(key(j, h, d)); }, [&](int64_t d) { return wide(value(j, h, d)); }, is_rough);
   }
 
   Hstu call(const Matrix<Row> &q, const Matrix<Row> &out, const TileRun *at) const {
@@ -165,7 +184,8 @@ struct Job {
       for (int64_t h = 0; h < heads; h++) {
         Sum sum = {std::vector<double>(static_cast<size_t>(v_dim)), std::vector<double>(static_cast<size_t>(v_dim))};
         add_history(sum, q, row, h, tokens, tokens, now);
-        add(sum, q, row, h, bias(h, 0, 0), [&](int64_t d) { return own_k(row, h * qk_dim + d); },
+        add(
+            sum, q, row, h, bias(h, 0, 0), [&](int64_t d) { return own_k(row, h * qk_dim + d); },
             [&](int64_t d) { return own_v(row, h * v_dim + d); }, false);
         compare("targets", sum, out, row, h);
       }
@@ -176,8 +196,12 @@ template <typename Row, typename T>
 void one() {
   const bool is_huge = below(40) == 0;
   const int64_t tokens = is_huge ? 200 + below(100) : one_of({0, 1, 2, 5, 17, 63, 64, 65, 127, 130});
-  Job<Row, T> job = {is_huge ? 5 : 1 + below(3), is_huge ? 130 : one_of({1, 2, 5, 8, 33}), is_huge ? 100 : one_of({1, 3, 16, 20, 80}),
-                     tokens, is_huge ? 140 : one_of({0, 1, 2, 5, 6, 7, 13}), below(tokens + 1),
+  Job<Row, T> job = {is_huge ? 5 : 1 + below(3),
+                     is_huge ? 130 : one_of({1, 2, 5, 8, 33}),
+                     is_huge ? 100 : one_of({1, 3, 16, 20, 80}),
+                     tokens,
+                     is_huge ? 140 : one_of({0, 1, 2, 5, 6, 7, 13}),
+                     below(tokens + 1),
                      one_of({1, 4, 1000, 100000, int64_t{1} << 40})};
   for (int64_t at = below(1 << 30); static_cast<int64_t>(job.times.size()) < tokens; at += below(job.gap) - job.gap / 4)
     job.times.push_back(at);

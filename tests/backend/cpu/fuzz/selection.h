@@ -22,8 +22,9 @@ class Selecting {
     const Memory workspace(kernels.beam_topk_bytes(rows_, num_columns_, width_));
     std::vector<float> values(static_cast<size_t>(values_count_)), norm(static_cast<size_t>(rows_));
     if (is_gathered_) {
-      const HeadJob head = {hidden_.data(), weight_.data(), kElement<T>, hidden_.stride(), weight_.stride(), rows_, dim_, 0.5f,
-                            lo_.data(), degree_.data(), code_.data(), starts_.data(), values.data()};
+      const HeadJob head = {hidden_.data(), weight_.data(), kElement<T>,  hidden_.stride(), weight_.stride(),
+                            rows_,          dim_,           0.5f,         lo_.data(),       degree_.data(),
+                            code_.data(),   starts_.data(), values.data()};
       kernels.gathered_head(&head);
       check_head(values);
     }
@@ -52,13 +53,15 @@ class Selecting {
     job.edge = edge.data();
     score_all(values);  // the kernel writes over the values
     const int64_t found = kernels.beam_topk(&job);
-    expect("choices", 0, static_cast<double>(found), static_cast<double>(std::min<size_t>(scores_.size(), score.size())), 0);
+    expect("choices", 0, static_cast<double>(found),
+           static_cast<double>(std::min<size_t>(scores_.size(), score.size())), 0);
     std::vector<double> best;
     for (const Scored &one : scores_) best.push_back(one.score);
     std::sort(best.begin(), best.end(), std::greater<double>());
     std::vector<char> is_taken(code_.size());
     for (int64_t i = 0; i < found; ++i) {
-      const auto at = std::find_if(scores_.begin(), scores_.end(), [&](const Scored &one) { return one.edge == edge[i]; });
+      const auto at =
+          std::find_if(scores_.begin(), scores_.end(), [&](const Scored &one) { return one.edge == edge[i]; });
       if (at == scores_.end() || at->row != parent[i] || is_taken[static_cast<size_t>(edge[i])]++)
         fail("a choice is no valid edge, or comes twice", i, static_cast<double>(edge[i]), 0, 0);
       expect("score", i, score[i], at->score, at->limit);

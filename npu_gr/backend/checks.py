@@ -1,0 +1,140 @@
+"""Check what this machine has for each backend, step by step, and say what to do about each missing piece.
+
+The checks change nothing and need no service. A piece that the machine lacks (no NPU on a CPU machine) is `missing`; a
+piece that is there and does not work is `broken`, and so is everything that a named backend needs and lacks.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from enum import StrEnum
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from npu_gr.backend.choose import BackendName
+from npu_gr.backend.cpu.library import NativeError, load
+from npu_gr.backend.npu import device as npu_device
+from npu_gr.backend.npu import ops as ascend_ops
+from npu_gr.backend.npu.check import disagreements
+from npu_gr.core.errors import ConfigError
+
+DRIVER = Path("/usr/local/Ascend/driver/version.info")
+DEVICES = Path("/dev")
+
+
+class FindingState(StrEnum):
+    """The state of a piece of the machine, as the report prints it."""
+
+    OK = "ok"
+    MISSING = "missing"
+    BROKEN = "broken"
+
+
+class Finding(NamedTuple):
+    """A piece of the machine: what was found, and what to do if it is not well."""
+
+    name: str
+    state: FindingState
+    found: str
+    remedy: str = ""
+
+
+def device_findings(needed: BackendName | None) -> list[Finding]:
+    """Check the CPU kernels, then the way to an NPU up to the first step that fails.
+
+    Args:
+        needed: the backend that must work; None = whatever is there.
+    """
+    return [_native(), *_ascend(is_needed=needed == "npu")]
+
+
+def usable_backends(found: list[Finding], needed: BackendName | None) -> list[BackendName]:
+    """Name the backends whose ops can be compared on this machine; `found` is from `device_findings`."""
+    names: list[BackendName] = ["cpu"]
+    if torch.cuda.is_available() or needed == "cuda":
+        names.append("cuda")
+    if not any(each.name.startswith("NPU") and each.state is not FindingState.OK for each in found):
+        names.append("npu")
+    return names
+
+
+def _native() -> Finding:
+    try:
+        found = load()
+    except NativeError as error:
+        remedy = "pip install builds them where a C++ compiler is: apt-get install g++, then install again"
+        return Finding(
+            "CPU kernels", FindingState.MISSING, f"torch ops run instead, several times slower: {error}", remedy
+        )
+    return Finding("CPU kernels", FindingState.OK, found.isa)
+
+
+def _ascend(is_needed: bool) -> Iterator[Finding]:
+    """Check each step on the way to an NPU, up to the first that fails."""
+    missing = FindingState.BROKEN if is_needed else FindingState.MISSING
+    yield _autoload()
+    yield _driver()
+    try:
+        npu = npu_device.find()
+    except npu_device.NpuNotFound as error:
+        # torch_npu without a driver means that somebody wanted an NPU here; that does not fail the check of a CPU
+        yield Finding(f"NPU: {error.step}", missing, error.why, error.remedy)
+        return
+    yield Finding("NPU: torch_npu", FindingState.OK, npu.version)
+    yield Finding("NPU: CANN", FindingState.OK, cann_version())
+    yield Finding("NPU: device", FindingState.OK, f"{npu.soc}, {npu.device}")
+    try:
+        path = ascend_ops.library_path(npu.soc)
+        ascend_ops.load_library(path)
+    except ConfigError as error:
+        yield Finding("Ascend C operators", FindingState.MISSING, str(error), "SOC_VERSION=... ops/ascendc/build.sh")
+    else:
+        yield Finding("Ascend C operators", FindingState.OK, str(path))
+        for op, wrong in disagreements(npu.device):
+            state, remedy = (
+                (FindingState.BROKEN, "set `native: off`, and report this line") if wrong else (FindingState.OK, "")
+            )
+            yield Finding(f"Ascend C {op}", state, wrong or "as defined", remedy)
+
+
+def _driver() -> Finding:
+    """Check the driver in the operating system's kernel, which CANN needs."""
+    name = "Ascend driver"
+    nodes = sorted(DEVICES.glob("davinci[0-9]*"))
+    if not DRIVER.is_file():
+        remedy = f"install driver and firmware; in a container mount {DRIVER.parent} and /dev/davinci*"
+        return Finding(name, FindingState.MISSING, f"no {DRIVER}", remedy)
+    lines = [line.strip() for line in DRIVER.read_text().splitlines() if line.lower().startswith("version")]
+    found = f"{lines[0] if lines else DRIVER}, {len(nodes)} devices"
+    if not nodes:
+        return Finding(name, FindingState.MISSING, found, "no /dev/davinci0: in a container pass the device nodes in")
+    return Finding(name, FindingState.OK, found)
+
+
+def cann_version() -> str:
+    """Read the CANN version from the toolkit's own file; its environment must have been sourced."""
+    home = os.environ.get("ASCEND_HOME_PATH", "")
+    for name in ("version.cfg", "compiler/version.info", "version.info"):
+        path = Path(home, name)
+        if home and path.is_file():
+            lines = [line.strip() for line in path.read_text().splitlines() if "ersion" in line]
+            if lines:
+                return f"{home}: {lines[0]}"
+    return home or "found, ASCEND_HOME_PATH is not set"
+
+
+def _autoload() -> Finding:
+    """Check that torch does not import torch_npu by itself, which fails where CANN is absent."""
+    name = "torch autoload"
+    try:
+        installed = version("torch-npu")
+    except PackageNotFoundError:
+        return Finding(name, FindingState.OK, "torch-npu is not installed: torch loads no device's package by itself")
+    if os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD") == "0":
+        return Finding(name, FindingState.OK, f"torch-npu {installed} waits until backend npu asks for it")
+    remedy = "start by the command npu-gr, or set TORCH_DEVICE_BACKEND_AUTOLOAD=0 before python imports torch"
+    return Finding(name, FindingState.BROKEN, f"torch imports torch-npu {installed} by itself", remedy)
