@@ -39,11 +39,12 @@ def hf_model(seed: int = 0, **changes: Any) -> PreTrainedModel:
         **keys, rope_parameters={"rope_type": "default", "rope_theta": theta}
     )
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, attn_implementation="eager")  # type: ignore[no-untyped-call]
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.normal_(mean=1.0 if "norm" in name else 0.0, std=0.2)
-    return model.eval()
+    model.eval()  # type: ignore[no-untyped-call]
+    return model
 
 
 def saved(folder: Path, **changes: Any) -> PreTrainedModel:
@@ -56,7 +57,8 @@ def saved(folder: Path, **changes: Any) -> PreTrainedModel:
 def hf_logits(model: PreTrainedModel, tokens: Tensor) -> Tensor:
     """[rows, n, vocabulary] of sequences [rows, n]."""
     with torch.inference_mode():
-        return model(tokens).logits
+        logits: Tensor = model(tokens).logits
+    return logits
 
 
 def prompt(num_tokens: int, seed: int = 1) -> Tensor:

@@ -54,7 +54,7 @@ async def serving(
     if not (folder / "checkpoint").exists():
         write_checkpoint(folder / "checkpoint")
     async with instance(make_config(folder, **sections), read) as (app, service):
-        server = TestServer(app, handler_cancellation=True)  # type: ignore[call-arg]
+        server = TestServer(app, handler_cancellation=True)
         async with TestClient(server) as client:
             with blockbuster_ctx("npu_gr") if watched else nullcontext():
                 yield client, service

@@ -26,7 +26,7 @@ SOURCES = Path(__file__).parents[2] / "ops" / "ascendc"
 BUILDS = Path(__file__).parents[2] / "build" / "ascend-twin"
 FLAGS = ("-std=c++17", "-O1", "-fPIC", "-shared", "-pthread")
 SANITIZED_FLAGS = (*FLAGS, "-O0", "-g1", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined")
-COUNTERS = (  # the order of twin/core.h
+COUNTERS = (  # the order of ops/ascendc/twin/core.h
     "vector_instructions",
     "vector_repeats",
     "gathered",
@@ -222,7 +222,7 @@ class Twin:
     def beam_merge(
         self, prefix: F32, logp: F32, token: I32, k: int, *, on: Machine = Machine()
     ) -> tuple[F32, I32, I32, TwinReport]:
-        """Score, parent, token [requests, k] of logp [requests, beams, ranks]; see kernels/beam_merge.h."""
+        """Score, parent, token [requests, k] of logp [requests, beams, ranks]; see ops/ascendc/kernels/beam_merge.h."""
         requests, beams, ranks = logp.shape
         shape = (requests, k)
         out = np.full(shape, 7, np.float32), np.full(shape, 7, np.int32), np.full(shape, 7, np.int32)

@@ -19,7 +19,7 @@ class Call:
     deadline_at: float  # its answer must be there
 
 
-class Job(Protocol[Q_contra, A_co]):
+class KindJob(Protocol[Q_contra, A_co]):
     """The work behind one kind of request. Event loop only."""
 
     async def run(self, request: Q_contra, call: Call) -> A_co:

@@ -38,7 +38,7 @@ class _KnownPrefix(NamedTuple):
     fingerprint: str  # the service's name of them
 
 
-class Histories:
+class SentHistories:
     """Rewrites the histories of records on their way out.
 
     Each client has one of its own, and all records of the client's users pass through it in order.

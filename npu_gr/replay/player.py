@@ -29,7 +29,7 @@ import msgspec
 
 from npu_gr.core.kinds import SIGNAL, Routing
 from npu_gr.core.request import UserKey
-from npu_gr.replay.body import Histories, HistoryMode, encode
+from npu_gr.replay.body import HistoryMode, SentHistories, encode
 from npu_gr.replay.log import RECORDED, QueryRecord
 from npu_gr.replay.plan import Action, user_of
 from npu_gr.replay.sample import Sample, read_answer
@@ -97,7 +97,7 @@ class _Player:
         self._http = http
         self._options = options
         self._on_sample = on_sample
-        self._histories = Histories(options.histories)
+        self._histories = SentHistories(options.histories)
         self._slots = None if options.closed is None else asyncio.Semaphore(options.closed)
         self._sent: set[asyncio.Task[None]] = set()
         self._open: dict[UserKey, dict[asyncio.Task[None], bool]] = {}  # a user's running requests; True = a write

@@ -8,7 +8,7 @@ from typing import Any
 
 from npu_gr.core.kinds import ERASE, EVENTS, GENERATE, KINDS, MATCH, RANK, RECOMMEND, SIGNAL
 from npu_gr.engine.scheduler import Scheduler
-from npu_gr.jobs.base import Job
+from npu_gr.jobs.base import KindJob
 from npu_gr.jobs.erase import EraseJob
 from npu_gr.jobs.events import EventsJob
 from npu_gr.jobs.generate import GenerateJob
@@ -35,7 +35,7 @@ class Shared:
     metrics: Metrics
 
 
-AnyJob = Job[Any, Any]
+AnyJob = KindJob[Any, Any]
 Maker = Callable[[Shared, Mapping[str, AnyJob]], Awaitable[AnyJob]]
 """Makes a job from what is shared, and from the jobs of the kinds that stand before its own in `KINDS`."""
 

@@ -30,7 +30,7 @@ from npu_gr.core.errors import ConfigError, NotFound, Unprocessable
 from npu_gr.core.kinds import A, Kind, Q
 from npu_gr.core.request import ModelInfo
 from npu_gr.engine.scheduler import Scheduler
-from npu_gr.jobs.base import Call, Job
+from npu_gr.jobs.base import Call, KindJob
 from npu_gr.jobs.histories import Histories
 from npu_gr.jobs.versions import Versions
 from npu_gr.metrics.registry import Metrics
@@ -47,7 +47,7 @@ class Parts:
     settings: InForce
     admission: Admission
     scheduler: Scheduler
-    jobs: Mapping[str, Job[Any, Any]]  # by the name of their kind
+    jobs: Mapping[str, KindJob[Any, Any]]  # by the name of their kind
     versions: Versions
     histories: Histories
     catalogue: CatalogueOfGenerator
@@ -93,7 +93,7 @@ class Service:
             DeadlineExceeded: `budget_s` is over; everything that the request held is released.
         """
         arrived_at = time.monotonic()
-        job: Job[Q, A] = self._job(kind)
+        job: KindJob[Q, A] = self._job(kind)
         if kind.must_finish:
             answer = await job.run(request, Call(arrived_at, deadline_at=float("inf")))
         else:
@@ -103,7 +103,7 @@ class Service:
         self.parts.metrics.requests.answered(kind, answer, time.monotonic() - arrived_at)
         return answer
 
-    def _job(self, kind: Kind[Any, Any]) -> Job[Any, Any]:
+    def _job(self, kind: Kind[Any, Any]) -> KindJob[Any, Any]:
         job = self.parts.jobs.get(kind.name)
         if job is None:
             missing = "no checkpoint" if kind.section == "checkpoint" else f"no section {kind.section}"

@@ -53,7 +53,7 @@ START_TIMEOUT_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared:
+class PreparedDemo:
     """Everything to serve the demo's model and send it the held-out traffic."""
 
     config_path: Path
@@ -87,7 +87,7 @@ async def run(config_path: Path, folder: Path, console: Console, limit: int | No
     return found
 
 
-async def prepare(config_path: Path, folder: Path, console: Console, port: int) -> Prepared:
+async def prepare(config_path: Path, folder: Path, console: Console, port: int) -> PreparedDemo:
     """Train or reuse the models, and fill a fresh history store.
 
     Args:
@@ -125,11 +125,11 @@ async def prepare(config_path: Path, folder: Path, console: Console, port: int) 
     console.print(
         f"replaying {sum(r.kind == RANK.name for r in records)} ranks of {len({r.user_id for r in records})} users"
     )
-    return Prepared(config_path, overrides, config, records, folder, log, source)
+    return PreparedDemo(config_path, overrides, config, records, folder, log, source)
 
 
 @asynccontextmanager
-async def served(prepared: Prepared) -> AsyncIterator[str]:
+async def served(prepared: PreparedDemo) -> AsyncIterator[str]:
     """Run the service in a process of its own; yields its URL. At the end of the block it drains and stops."""
     config = prepared.config
     process = await _serve(prepared.config_path, prepared.overrides, config, prepared.folder / "service.log")
@@ -139,7 +139,7 @@ async def served(prepared: Prepared) -> AsyncIterator[str]:
         await _stop(process)
 
 
-def options(prepared: Prepared, url: str, limit: int | None = None, seed: int = 0) -> ReplayOptions:
+def options(prepared: PreparedDemo, url: str, limit: int | None = None, seed: int = 0) -> ReplayOptions:
     """The options with which the traffic is replayed.
 
     Args:
