@@ -179,7 +179,7 @@ def from_mooncake(
     """One rank for each request of the trace, at its time. Each session becomes a user with a real user's history.
 
     Session k has the history of the k-th user of a seeded permutation. When every user has been taken, they are taken
-    again under other names, so a user returns only where the trace does. SentHistories come whole.
+    again under other names, so a user returns only where the trace does. Histories come whole.
 
     Args:
         trace: as `read_mooncake` reads it.
