@@ -89,6 +89,11 @@ class Kind(Generic[Q, A]):
     labels: tuple[str, ...] = ()  # the values of `label`; each answer names its own in `label_value`
 
     @property
+    def leases_prefix(self) -> bool:
+        """Whether its job leases prefix KV; then its answers differ by how they got it."""
+        return self.label == "outcome"
+
+    @property
     def title(self) -> str:
         """The name as it begins a sentence or an alert."""
         return self.name.title()

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+from npu_gr.core.kinds import KINDS
 from npu_gr.metrics.registry.families import POWERS, Families
 
-WORKS = ("rank", "prefill", "generate", "match", "copy", "other")
+WORKS = (*(name for name, kind in KINDS.items() if kind.uses_device), "prefill", "copy", "other")
 
 
 class EngineMetrics:

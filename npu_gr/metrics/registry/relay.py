@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
+from npu_gr.core.kinds import KINDS
 from npu_gr.metrics.registry.families import LAG_S, LATENCY_S, WAIT_S, Families
 
 DIRECTIONS = ("reload", "spill")
 
 
 class Tier(Protocol):
-    """What a memory tier says about itself."""
+    """The figures that a memory tier has of itself."""
 
     @property
     def budget_bytes(self) -> int:
@@ -22,7 +23,7 @@ class Tier(Protocol):
 
 
 class RelayMetrics:
-    """What the relays of all models have in common; `kind` is rank or generate."""
+    """Measure the relays of all models; `kind` is one that leases prefixes."""
 
     def __init__(self, make: Families) -> None:
         self.tiers: dict[str, dict[str, Callable[[], int]]] = {}  # tier -> what -> now; for the status page
@@ -39,7 +40,7 @@ class RelayMetrics:
         self._brownout = make.gauge("brownout_level", "What is given up under overload: 0 nothing, 4 most.", ("kind",))
         self._waited_s = make.histogram("prefix_wait_seconds", "From a prefix's production to its first use.", WAIT_S)
         wasted = make.counter("prefill_wasted_total", "Prefixes evicted before any request used them.", ("kind",))
-        self._wasted = {kind: wasted.labels(kind) for kind in ("rank", "generate")}
+        self._wasted = {name: wasted.labels(name) for name, kind in KINDS.items() if kind.leases_prefix}
         errors = make.counter("relay_errors_total", "Failures that a request did without.", ("where",))
         self._errors = {where: errors.labels(where) for where in ("prefill", "reload", "spill", "read")}
         copied = make.counter("copy_bytes_total", "Bytes copied between the tiers.", ("direction",))

@@ -92,7 +92,7 @@ class RequestMetrics:
                 ("outcome", "reason"),
             )
             for kind in KINDS.values()
-            if kind.label == "outcome"
+            if kind.leases_prefix
         }
         self._outcomes = {name: children(family) for name, family in self._outcome_families.items()}
         self._promise(make)
