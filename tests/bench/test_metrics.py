@@ -18,6 +18,6 @@ def test_every_case_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_wrong_count_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("npu_gr.bench.metrics.Metrics.request_done", lambda *_: None)
+    monkeypatch.setattr("npu_gr.metrics.registry.requests.RequestMetrics.done", lambda *_: None)
     with pytest.raises(AssertionError):
         next(iter(metrics.lines(0, 0.0)))
