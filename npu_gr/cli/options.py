@@ -56,28 +56,3 @@ def load_config(config_path: Path, overrides: tuple[str, ...]) -> Config:
     from npu_gr.service.config import load
 
     return load(config_path, overrides)
-
-
-def overridden(preset: T, overrides: tuple[str, ...]) -> T:
-    """A preset of training options with some of its values replaced.
-
-    Args:
-        preset: a msgspec Struct.
-        overrides: `key=value` with a YAML value; later ones win.
-
-    Raises:
-        ConfigError: a key is unknown, or a value has the wrong type or is out of range.
-    """
-    import msgspec
-    import yaml
-
-    from npu_gr.core.errors import ConfigError
-
-    table = msgspec.to_builtins(preset)
-    for override in overrides:
-        key, _, value = override.partition("=")
-        table[key] = yaml.safe_load(value)
-    try:
-        return msgspec.convert(table, type(preset))
-    except msgspec.ValidationError as error:
-        raise ConfigError(f"--set: {error}") from error

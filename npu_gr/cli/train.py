@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from npu_gr.cli.options import FILE, THREAD_COUNT, VALUE_COLUMN, overridden
+from npu_gr.cli.options import FILE, THREAD_COUNT, VALUE_COLUMN
 
 OVERRIDE = click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override one training option.")
 ITEMS = click.option("--items", type=FILE, help="RecBole .item file with side features.")
@@ -42,6 +42,7 @@ def train_rank(
     import torch
     from rich.console import Console
 
+    from npu_gr.core.settings import override
     from npu_gr.features.interactions import read_interactions, read_item_features
     from npu_gr.model.weights import save
     from npu_gr.tools.demo import training_progress
@@ -49,7 +50,7 @@ def train_rank(
     from npu_gr.train.rank.train import train_rank as work
 
     torch.set_num_threads(threads)
-    options = overridden({"demo": DEMO, "long": LONG}[preset], overrides)
+    options = override({"demo": DEMO, "long": LONG}[preset], overrides)
     features = read_item_features(items, _columns(item_features)) if items else []
     console = Console()
     with training_progress(console) as show:
@@ -86,13 +87,14 @@ def train_generate(
     import torch
     from rich.console import Console
 
+    from npu_gr.core.settings import override
     from npu_gr.features.interactions import movielens_100k, read_interactions, read_item_features
     from npu_gr.tools.demo import training_progress
     from npu_gr.train.generate.publish import how_to_serve, prepare, publish
     from npu_gr.train.generate.train import BEAUTY, MOVIELENS, train_generator
 
     torch.set_num_threads(threads)
-    options = overridden({"movielens": MOVIELENS, "beauty": BEAUTY}[preset], overrides)
+    options = override({"movielens": MOVIELENS, "beauty": BEAUTY}[preset], overrides)
     interactions = read_interactions(log or movielens_100k(), value_column=value_column)
     features = read_item_features(items, _columns(item_features)) if items else []
     prepare(out)

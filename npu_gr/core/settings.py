@@ -60,8 +60,8 @@ def load(path: Path, cls: type[S], overrides: Sequence[str] = ()) -> S:
         raise ConfigError(f"config {path}: not YAML: {error}") from error
     if not isinstance(table, dict):
         raise ConfigError(f"config {path}: needs `key: value` lines, got {type(table).__name__}")
-    for override in overrides:
-        _apply(table, override)
+    for text in overrides:
+        _apply(table, text)
     return from_table(table, cls, f"config {path}")
 
 
@@ -73,21 +73,37 @@ def from_table(table: dict[str, Any], cls: type[S], where: str = "config") -> S:
         raise ConfigError(f"{where}: {_explain(str(error), cls)}") from error
 
 
+def override(preset: S, overrides: Sequence[str]) -> S:
+    """Replace some values of a preset.
+
+    Args:
+        preset: whose other values stay.
+        overrides: `key=value` with a YAML value, later ones win.
+
+    Raises:
+        ConfigError: a key is unknown, or a value has the wrong type or is out of range.
+    """
+    table = to_table(preset)
+    for text in overrides:
+        _apply(table, text)
+    return from_table(table, type(preset), "--set")
+
+
 def to_table(settings: msgspec.Struct) -> dict[str, Any]:
     """All of it as plain types; holds paths, never secrets."""
     table: dict[str, Any] = msgspec.to_builtins(settings)
     return table
 
 
-def _apply(table: dict[str, Any], override: str) -> None:
-    name, equals, value = override.partition("=")
+def _apply(table: dict[str, Any], text: str) -> None:
+    name, equals, value = text.partition("=")
     if not equals:
-        raise ConfigError(f"--set {override}: expected section.key=value")
+        raise ConfigError(f"--set {text}: expected section.key=value")
     *sections, key = name.split(".")
     for section in sections:
         table = table.setdefault(section, {})
         if not isinstance(table, dict):
-            raise ConfigError(f"--set {override}: {section} is not a section")
+            raise ConfigError(f"--set {text}: {section} is not a section")
     table[key] = yaml.safe_load(value)
 
 

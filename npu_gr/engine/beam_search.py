@@ -29,6 +29,7 @@ from npu_gr.backend.base import Backend
 from npu_gr.backend.calls import Choices, Continuations, Over, TopkCall
 from npu_gr.catalogue.trie import Codebooks, Trie
 from npu_gr.core.request import F32, I64
+from npu_gr.core.settings import Count
 from npu_gr.kv.beam_arena import BeamArena, fork_ancestry
 from npu_gr.model.decoder import BeamStep, Decoder, LayerSlabs, UnsharedKV
 
@@ -49,7 +50,7 @@ class SearchOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             valid       the codes that continue the beam to an (allowed) item
     """
 
-    width: Annotated[int, msgspec.Meta(ge=1)] = 128
+    width: Count = 128
     normalise: Literal["vocabulary", "codebook", "valid"] = "vocabulary"
     temperature: Annotated[float, msgspec.Meta(gt=0.0)] = 1.0
 

@@ -20,7 +20,7 @@ from npu_gr.catalogue.items import UNKNOWN, ItemVocabulary
 from npu_gr.catalogue.tokens import Tokens, tokenize
 from npu_gr.core.errors import DeviceError, NpuGrError, Unprocessable
 from npu_gr.core.request import F32, I64, Events, ModelInfo, Outcome, RankAnswer, RankRequest, Reason, UserKey, Verdict
-from npu_gr.core.settings import Count
+from npu_gr.core.settings import Count, Positive
 from npu_gr.engine.rank_engine import RankEngine, RankPass, RankScores
 from npu_gr.jobs.base import Call
 from npu_gr.jobs.in_use import InUse
@@ -37,7 +37,7 @@ class RankingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     cut_step_tokens: Count = 256  # the window's start moves in steps of this
     unknown_items: str = "ignore"  # ignore (and count) | refuse
     selfcheck_ratio: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.001  # share of cached ranks scored again, cold
-    selfcheck_max_drift: Annotated[float, msgspec.Meta(gt=0)] = 1e-3  # of the logits' standard deviation
+    selfcheck_max_drift: Positive = 1e-3  # of the logits' standard deviation
 
     def __post_init__(self) -> None:
         if self.unknown_items not in ("ignore", "refuse"):

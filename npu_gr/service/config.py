@@ -83,7 +83,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     # our own kernels, CPU or NPU: auto = use them if they were built, require = refuse to start without them, off
     native: NativeMode = "auto"
     dtype: Literal["float32", "bfloat16", "checkpoint"] = "checkpoint"  # of the matrix products
-    threads: Annotated[int, msgspec.Meta(ge=1)] = 1  # intra-op threads of the device thread (CPU)
+    threads: Count = 1  # intra-op threads of the device thread (CPU)
     slo: SLOConfig = SLOConfig()
     server: ServerConfig = ServerConfig()
     service: ServiceConfig = ServiceConfig()

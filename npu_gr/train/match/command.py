@@ -6,10 +6,10 @@ from functools import partial
 from pathlib import Path
 
 import msgspec
-import yaml
 from rich.console import Console
 
 from npu_gr.core.errors import ConfigError, DataError
+from npu_gr.core.settings import override
 from npu_gr.matching.vectors import save
 from npu_gr.train.match import checkpoint
 from npu_gr.train.match.ablate import ARMS, SCCDR, Plan, ablate, markdown, options_of, plot
@@ -22,24 +22,6 @@ from npu_gr.train.match.train import Trainer
 from npu_gr.train.metrics import hit_ratio, ndcg
 
 SAVE_EVERY_S = 20.0  # between two saves of the state; each copies all weights
-
-
-def make_options(overrides: tuple[str, ...]) -> MatchOptions:
-    """Replace default options by `KEY=VALUE` overrides; values are YAML.
-
-    Raises:
-        ConfigError: no such option, or no such value of it.
-    """
-    table = {}
-    for override in overrides:
-        key, equals, value = override.partition("=")
-        if not equals:
-            raise ConfigError(f"--set {override}: expected key=value")
-        table[key] = yaml.safe_load(value)
-    try:
-        return msgspec.convert(table, MatchOptions)
-    except msgspec.ValidationError as error:
-        raise ConfigError(f"--set: {error}") from error
 
 
 def run_training(
@@ -69,7 +51,7 @@ def run_training(
     arms = {"sccdr": SCCDR, **{arm.removeprefix("+ ").replace(" ", "-").replace(",", ""): arm for arm in ARMS}}
     if preset not in arms:
         raise ConfigError(f"--preset: {preset!r} is none of {', '.join(arms)}")
-    base = make_options(overrides)
+    base = override(MatchOptions(), overrides)
     options = msgspec.structs.replace(options_of(base, arms[preset], base.seed), **_given(base, overrides))
     data = split(domains, _checked(density), num_validation, options.seed)
     trainer = Trainer(data, options)
@@ -116,7 +98,7 @@ def run_ablation(
         DataError: a training failed.
     """
     plan = Plan(
-        base=make_options(overrides),
+        base=override(MatchOptions(), overrides),
         densities=tuple(_checked(density) for density in densities),
         seeds=tuple(range(num_seeds)),
         num_validation=num_validation,
@@ -134,7 +116,7 @@ def run_ablation(
 
 def _given(base: MatchOptions, overrides: tuple[str, ...]) -> dict[str, object]:
     """Select the options that the command line names: they replace the preset's."""
-    return {key: getattr(base, key) for key in (override.partition("=")[0] for override in overrides)}
+    return {key: getattr(base, key) for key in (text.partition("=")[0] for text in overrides)}
 
 
 def _checked(density: float) -> float:
