@@ -59,7 +59,7 @@ acceptance-npu:
 # the Triton kernels without a device: interpreted against the reference, compiled for sm_90, lowered for Ascend 910B;
 # the compilers (500 MB) stay under build/, and what cannot be had is skipped in words
 kernels: $(VENV)/installed
-	test -d build/triton || $(BIN)/pip install --quiet --no-deps --only-binary :all: --target build/triton "triton>=3.6"
+	-test -d build/triton || $(BIN)/pip install --quiet --no-deps --only-binary :all: --target build/triton "triton>=3.6"
 	PYTHONPATH=build/triton $(BIN)/python -m pytest -q -m "triton or triton_ascend" tests/backend/triton
 
 # MovieLens-100K comes inside the public package `recbole` (2 MB); nothing of that package is imported.
