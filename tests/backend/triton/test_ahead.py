@@ -41,5 +41,5 @@ def test_every_kernel_compiles_for_sm_90() -> None:
 
 def kernels() -> set[str]:
     """Names of all there are."""
-    sources = (ROOT / "npu_gr" / "backend" / "triton_ops").glob("*.py")
+    sources = (ROOT / "npu_gr" / "backend" / "triton").glob("*.py")
     return {name for source in sources for name in re.findall(r"^def (\w+_kernel)\(", source.read_text(), re.MULTILINE)}
