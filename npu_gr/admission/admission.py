@@ -13,7 +13,9 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol
+
+import msgspec
 
 from npu_gr.admission.brownout import BrownoutConfig, BrownoutControl
 from npu_gr.admission.gate import Gate
@@ -22,6 +24,7 @@ from npu_gr.admission.limiter import Expected, Limiter
 from npu_gr.core.errors import Overloaded
 from npu_gr.core.kinds import RANK, Kind
 from npu_gr.core.request import Brownout
+from npu_gr.core.settings import Count
 
 OBSERVE_S = 0.05  # between two looks at the load
 
@@ -39,28 +42,13 @@ class DeviceLoad(Protocol):
         ...
 
 
-class AdmissionSettings(Protocol):
-    """Settings that a configuration section brings."""
+class AdmissionConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Bounds on the requests in flight. An instance has these settings in its section `service`."""
 
-    @property
-    def max_inflight(self) -> int:
-        """Requests being served at once."""
-        ...
-
-    @property
-    def min_inflight(self) -> int:
-        """The adaptive limit does not go below."""
-        ...
-
-    @property
-    def adaptive(self) -> bool:
-        """Whether the limit follows the latency, and requests are refused by forecast."""
-        ...
-
-    @property
-    def share(self) -> float:
-        """Share of the objective that the adaptive limit aims at."""
-        ...
+    max_inflight: Count = 512  # requests being served at once; the next gets 429
+    min_inflight: Count = 8  # the adaptive limit does not go below
+    adaptive: bool = True  # lower the limit by latency, towards `share` of the objective, and refuse by forecast
+    share: Annotated[float, msgspec.Meta(gt=0, le=1)] = 0.7
 
 
 class Admission:
@@ -68,7 +56,7 @@ class Admission:
 
     def __init__(
         self,
-        settings: AdmissionSettings,
+        config: AdmissionConfig,
         brownout: BrownoutConfig,
         objective_s: Callable[[str], float],
         device: DeviceLoad,
@@ -78,34 +66,34 @@ class Admission:
         """Nothing is admitted yet.
 
         Args:
-            settings: bounds of the in-flight limit.
+            config: bounds of the in-flight limit.
             brownout: when to give up what.
             objective_s: seconds within which a kind, by its name, should be answered.
             device: the queue in front of the device.
             first: the kind that this instance is there for; brown-out never refuses it, nor what matters as much.
             clock: seconds that never go back.
         """
-        self._settings = settings
+        self._config = config
         self._objective_s = objective_s
         self._device = device
         self._first = first
         self.brownout = BrownoutControl(brownout)
         self._gates: defaultdict[str, Gate] = defaultdict(Gate)  # by kind
-        self._limiter = Limiter(settings.max_inflight, _adaptive(settings), clock)
+        self._limiter = Limiter(config.max_inflight, _adaptive(config), clock)
 
     def reconfigure(
-        self, settings: AdmissionSettings, brownout: BrownoutConfig, objective_s: Callable[[str], float]
+        self, config: AdmissionConfig, brownout: BrownoutConfig, objective_s: Callable[[str], float]
     ) -> None:
         """Apply other settings from now on.
 
         The adaptive limit starts anew only if its bounds change; brown-out starts anew; what the gates learnt stays.
 
         Args:
-            settings, brownout, objective_s: as at the start.
+            config, brownout, objective_s: as at the start.
         """
-        if _bounds(settings) != _bounds(self._settings):
-            self._limiter.reconfigure(settings.max_inflight, _adaptive(settings))
-        self._settings = settings
+        if config != self._config:
+            self._limiter.reconfigure(config.max_inflight, _adaptive(config))
+        self._config = config
         self._objective_s = objective_s
         self.brownout = BrownoutControl(brownout)
 
@@ -117,7 +105,7 @@ class Admission:
     @property
     def limit(self) -> int:
         """The in-flight limit of the settings; the adaptive one may be below it."""
-        return self._settings.max_inflight
+        return self._config.max_inflight
 
     def check(self, kind: Kind[Any, Any]) -> None:
         """Refuse early what `admit` would refuse for want of a slot; costs nothing.
@@ -168,12 +156,8 @@ class Admission:
         return self.brownout.observe(self._device.pressure, now_at)
 
 
-def _bounds(settings: AdmissionSettings) -> tuple[int, int, bool, float]:
-    return settings.max_inflight, settings.min_inflight, settings.adaptive, settings.share
-
-
-def _adaptive(settings: AdmissionSettings) -> GradientLimit | None:
-    if not settings.adaptive:
+def _adaptive(config: AdmissionConfig) -> GradientLimit | None:
+    if not config.adaptive:
         return None
-    least = min(settings.min_inflight, settings.max_inflight)
-    return GradientLimit(least, settings.max_inflight, share=settings.share)
+    least = min(config.min_inflight, config.max_inflight)
+    return GradientLimit(least, config.max_inflight, share=config.share)

@@ -78,7 +78,7 @@ async def instance(
         )
         jobs = await build_jobs(shared)
         admission = Admission(
-            config.service,
+            config.service.admission,
             config.brownout,
             config.slo.objective_s,
             scheduler,

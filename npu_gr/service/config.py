@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
 
+from npu_gr.admission.admission import AdmissionConfig
 from npu_gr.admission.brownout import BrownoutConfig
 from npu_gr.backend.choose import BackendName
 from npu_gr.backend.cpu.backend import NativeMode
@@ -28,15 +29,27 @@ from npu_gr.relay.trigger import TriggerConfig
 from npu_gr.replay.recorder import RecordConfig
 from npu_gr.server.config import ServerConfig
 
+_ADMISSION = AdmissionConfig()  # its defaults and what they mean stand there
+
 
 class ServiceConfig(RankingConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How many requests are served at once, what is remembered of them, and what a ranker accepts."""
 
-    max_inflight: Count = 512  # requests being served at once; the next gets 429
-    min_inflight: Count = 8  # the adaptive limit does not go below
-    adaptive: bool = True  # lower the limit by latency, towards `share` of the objective, and refuse by forecast
-    share: Annotated[float, msgspec.Meta(gt=0, le=1)] = 0.7
+    max_inflight: Count = _ADMISSION.max_inflight
+    min_inflight: Count = _ADMISSION.min_inflight
+    adaptive: bool = _ADMISSION.adaptive
+    share: Annotated[float, msgspec.Meta(gt=0, le=1)] = _ADMISSION.share
     known_prefix_bytes: Bytes = 268_435_456  # histories remembered for deltas
+
+    @property
+    def admission(self) -> AdmissionConfig:
+        """The settings of admission control, which stand in this section."""
+        return AdmissionConfig(
+            max_inflight=self.max_inflight,
+            min_inflight=self.min_inflight,
+            adaptive=self.adaptive,
+            share=self.share,
+        )
 
 
 class _Ratios(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

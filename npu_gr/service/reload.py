@@ -128,7 +128,7 @@ class Reload:
                 models.current.engine.objective_s = new.slo.objective_s(kind.name)
         if self._versions.rankers is not None:
             self._versions.rankers.current.reconfigure(new.service)
-        self._admission.reconfigure(new.service, new.brownout, new.slo.objective_s)
+        self._admission.reconfigure(new.service.admission, new.brownout, new.slo.objective_s)
         self._histories.reconfigure(new.service.known_prefix_bytes, new.service.cut_step_tokens)
         self._settings.config = new
 

@@ -8,6 +8,7 @@ from typing import Annotated
 import msgspec
 import yaml
 
+from npu_gr.admission.admission import AdmissionConfig
 from npu_gr.admission.brownout import BrownoutConfig
 from npu_gr.core.settings import Count, Positive, Ratio
 from npu_gr.engine.cost import CostModel
@@ -88,15 +89,6 @@ class UsersConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     def __post_init__(self) -> None:
         if self.return_ratio and not self.return_s:
             raise ValueError("return_s: needed, because return_ratio is above 0")
-
-
-class AdmissionConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The admission settings of an instance: those of its section `service` that bound the requests in flight."""
-
-    max_inflight: Count = 512
-    adaptive: bool = True
-    share: Positive = 0.7
-    min_inflight: Count = 8
 
 
 class SimulateConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from npu_gr.admission.admission import Admission
+from npu_gr.admission.admission import Admission, AdmissionConfig
 from npu_gr.admission.brownout import BrownoutConfig
 from npu_gr.core.errors import Overloaded
 from npu_gr.core.kinds import ERASE, EVENTS, GENERATE, KINDS, MATCH, RANK, SIGNAL, Kind
@@ -28,21 +28,19 @@ class Device:
         return self.waits_s
 
 
-@dataclass(frozen=True)
-class Settings:
-    max_inflight: int = 8
-    min_inflight: int = 2
-    adaptive: bool = True
-    share: float = 0.7
-
-
 def objective_s(_kind: str) -> float:
     return OBJECTIVE_S
 
 
 def admission(device: Device | None = None, first: Kind[Any, Any] = RANK, **settings: Any) -> Admission:
     brownout = BrownoutConfig(rise_s=0.1, fall_s=1.0)
-    return Admission(Settings(**settings), brownout, objective_s, device or Device(), first)
+    return Admission(
+        AdmissionConfig(**{"max_inflight": 8, "min_inflight": 2, **settings}),
+        brownout,
+        objective_s,
+        device or Device(),
+        first,
+    )
 
 
 def test_a_slot_is_held_while_the_block_runs() -> None:
@@ -102,7 +100,7 @@ def test_an_erasure_needs_no_slot() -> None:
 def test_other_settings_are_in_force_at_once() -> None:
     door = admission(max_inflight=1)
     with door.admit(RANK, 1.0):
-        door.reconfigure(Settings(max_inflight=2), BrownoutConfig(), objective_s)
+        door.reconfigure(AdmissionConfig(max_inflight=2), BrownoutConfig(), objective_s)
         assert door.limit == 2
         with door.admit(RANK, 1.0), pytest.raises(Overloaded):
             door.check(RANK)

@@ -8,6 +8,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from npu_gr.admission.admission import AdmissionConfig
 from npu_gr.admission.brownout import BrownoutConfig
 from npu_gr.core.errors import ConfigError
 from npu_gr.core.request import Outcome, Verdict
@@ -20,7 +21,6 @@ from npu_gr.relay.trigger import TriggerConfig
 from npu_gr.simulate import clock
 from npu_gr.simulate.capacity import search
 from npu_gr.simulate.config import (
-    AdmissionConfig,
     DeviceProfile,
     Lateness,
     Lognormal,
