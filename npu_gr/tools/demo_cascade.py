@@ -76,7 +76,8 @@ async def show(url: str, log: Interactions, source: Path, console: Console) -> d
         actions = await client.actions()
         for case in cases[:SHOWN_USERS]:
             body = case.body(actions, "shown") | {"num_items": SHOWN_ITEMS, "timestamp": case.happened_at}
-            console.print(_user_table(case, await client.post("/v1/recommend", body), titles))
+            answer, _ = await client.post("/v1/recommend", body)
+            console.print(_user_table(case, answer, titles))
     evaluation = await evaluate(url, cases, np.unique(log.items).tolist())
     console.print(evaluation.table())
     return evaluation.as_dict()

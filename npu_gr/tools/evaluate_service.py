@@ -30,6 +30,7 @@ from npu_gr.train.metrics import hit_ratio, ndcg
 
 TOP = 10  # items that count as recommended
 AT_ONCE = 2  # cases in flight
+PATIENCE_S = 60.0  # how long a request that is refused for load is sent again
 MISSED = float("inf")  # the place of an item that was not answered
 UNRANKED = "unranked"  # the outcome of a recommend whose rank failed
 
@@ -179,14 +180,11 @@ async def evaluate(
                     "rank": {"timestamp": case.happened_at, "candidates": unseen, "top_k": TOP},
                 }
                 was_retrieved = False
-                for (
-                    way,
-                    of_way,
-                ) in asked.items():  # each way in a tenant of its own, so that none warms the cache of the next
+                for way, of_way in asked.items():
+                    # each way in a tenant of its own, so that none warms the cache of the next
                     request = case.body(actions, f"judge-{way}") | of_way
-                    began_at = time.perf_counter()
-                    answer = await client.post(f"/v1/{way}", request)
-                    seconds[way].append(time.perf_counter() - began_at)
+                    answer, took_s = await client.post(f"/v1/{way}", request)
+                    seconds[way].append(took_s)
                     items = answer["top"] if way == "rank" else answer["items"]
                     ranks[way].append(items.index(case.target) if case.target in items else MISSED)
                     was_retrieved |= way in sources and case.target in items
@@ -236,15 +234,24 @@ class EvaluationClient:
             raise Unavailable("the service has no cascade: its configuration needs section recommend")
         return section
 
-    async def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
-        """The body of the answer.
+    async def post(self, path: str, body: dict[str, Any]) -> tuple[dict[str, Any], float]:
+        """Send one request; if the service refuses it for load, wait as long as it says and send it again.
+
+        Returns:
+            The body of the answer, and the seconds that the answered attempt took.
 
         Raises:
-            Unavailable: the status is not 200.
+            Unavailable: the status is not 200, or still 429 after `PATIENCE_S`.
         """
         headers = {"X-Request-Timeout-Ms": "10000"}
-        async with self._http.post(path, json=body, headers=headers) as response:
-            answer: dict[str, Any] = await response.json(content_type=None)
-            if response.status != 200:
-                raise Unavailable(f"{path}: {response.status}: {answer.get('detail')}")
-            return answer
+        give_up_at = time.perf_counter() + PATIENCE_S
+        while True:
+            began_at = time.perf_counter()
+            async with self._http.post(path, json=body, headers=headers) as response:
+                answer: dict[str, Any] = await response.json(content_type=None)
+                if response.status == 200:
+                    return answer, time.perf_counter() - began_at
+                if response.status != 429 or time.perf_counter() > give_up_at:
+                    raise Unavailable(f"{path}: {response.status}: {answer.get('detail')}")
+                wait_s = float(response.headers.get("Retry-After", 1))
+            await asyncio.sleep(wait_s)

@@ -8,11 +8,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 from rich.console import Console
 
 from npu_gr.core.errors import Unavailable
 from npu_gr.features.interactions import Interactions
-from npu_gr.tools.evaluate_service import evaluate, next_events
+from npu_gr.tools.evaluate_service import EvaluationClient, evaluate, next_events
 from tests.server.test_recommend_over_http import NUM_ITEMS, section
 from tests.serving import FIRST_ID, serving
 
@@ -72,3 +74,22 @@ async def test_it_counts_what_the_service_answers(tmp_path: Path, monkeypatch: p
 def _with_action_one(case: Any, _actions: dict[str, int], tenant: str) -> dict[str, Any]:
     columns = {"items": case.items, "actions": [1] * len(case.items), "timestamps": case.timestamps}
     return {"user_id": case.user, "tenant": tenant, "history": columns}
+
+
+async def test_a_request_that_is_refused_for_load_is_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    statuses = [429, 429, 200, 429]
+
+    async def answer(_: web.Request) -> web.Response:
+        status = statuses.pop(0)
+        return web.json_response({"detail": "busy"}, status=status, headers={"Retry-After": "0"})
+
+    app = web.Application()
+    app.router.add_post("/v1/rank", answer)
+    async with TestServer(app) as server, EvaluationClient(str(server.make_url(""))) as client:
+        body, took_s = await client.post("/v1/rank", {})
+        assert body == {"detail": "busy"}
+        assert took_s > 0
+        assert statuses == [429]
+        monkeypatch.setattr("npu_gr.tools.evaluate_service.PATIENCE_S", 0.0)
+        with pytest.raises(Unavailable, match="/v1/rank: 429: busy"):
+            await client.post("/v1/rank", {})
