@@ -146,4 +146,4 @@ def test_the_command_trains_prints_and_writes(tmp_path: Path, capsys: pytest.Cap
     assert {path.name for path in (tmp_path / "out").iterdir()} == set(FILES)
     with pytest.raises(SystemExit):
         main(["train", "generate", *arguments, "--set", "epoch=1"], standalone_mode=False)
-    assert "unknown field `epoch`" in capsys.readouterr().err
+    assert "unknown key epoch; did you mean epochs?" in capsys.readouterr().err
