@@ -50,6 +50,15 @@ class Answer(Protocol):
         ...
 
 
+class LeasedAnswer(Answer, Protocol):
+    """The answer of a kind whose job leases prefix KV (`Kind.leases_prefix`)."""
+
+    @property
+    def reason(self) -> Reason:
+        """Why the prefix was not simply in HBM."""
+        ...
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Events:
     """Behaviours, oldest first, with the caller's own item ids. n = number of events."""

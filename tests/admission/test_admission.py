@@ -66,8 +66,9 @@ def test_a_request_that_would_wait_too_long_is_refused_and_holds_nothing() -> No
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS.values() if not kind.uses_device], ids=lambda kind: kind.name)
 def test_a_kind_that_does_not_use_the_device_does_not_wait_for_it(kind: Kind[Any, Any]) -> None:
-    with admission(Device(waits_s=9.0)).admit(kind, 1.0):
-        pass
+    door = admission(Device(waits_s=9.0))
+    with door.admit(kind, 1.0):
+        assert door.inflight == (not kind.must_finish)
 
 
 def test_brownout_refuses_what_matters_less_and_says_what() -> None:

@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from enum import StrEnum
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 from prometheus_client import Counter, Histogram
 
 from npu_gr.core.kinds import KINDS, Kind
-from npu_gr.core.request import Answer, Outcome
+from npu_gr.core.request import Answer, LeasedAnswer, Outcome
 from npu_gr.metrics.registry.families import LATENCY_S, Families, children
 from npu_gr.metrics.slo import Counts, Objective, Promise, Result, Rolling, judge
 from npu_gr.metrics.trace import exemplar
@@ -160,8 +160,9 @@ class RequestMetrics:
         self._service_s[kind.name](answer.label_value).observe(took_s)
         for stage, seconds in answer.stages_s.items():
             self._stage_s[kind.name, stage].observe(seconds)
-        if kind.name in self._outcomes:
-            self._outcomes[kind.name](answer.label_value, answer.log_fields()["reason"] or "").inc()
+        if kind.leases_prefix:
+            leased = cast("LeasedAnswer", answer)
+            self._outcomes[kind.name](leased.label_value, leased.reason.value).inc()
 
     def over(self, kind: str, window_s: float) -> Counts:
         """Results of the last `window_s` seconds."""
