@@ -26,6 +26,8 @@ NpuGrError
 
 from __future__ import annotations
 
+from enum import StrEnum
+
 
 class NpuGrError(Exception):
     """The root of the tree. `status` is the HTTP status; `title` names the class of error, and does not change."""
@@ -115,15 +117,26 @@ class ColdUser(Unprocessable):
     """The catalogue knows no item of the user's history, so there is nothing to retrieve from."""
 
 
+class Refusal(StrEnum):
+    """Why a request was refused for load; the value of the metric label `reason`."""
+
+    LATE = "late"  # it could not be answered within its objective or its budget
+    FULL = "full"  # as many requests or bytes are held as may be
+    BROWNOUT = "brownout"  # more important kinds of requests come first
+    QUEUE = "queue"  # the device's queue is full
+    SHED = "shed"  # it left the device's queue to make room for a more important job
+
+
 class Overloaded(NpuGrError):
-    """Admission said no. `retry_after_s` goes into the Retry-After header."""
+    """Admission said no. `retry_after_s` goes into the Retry-After header; `reason` is counted."""
 
     status = 429
     title = "overloaded"
 
-    def __init__(self, message: str, retry_after_s: float = 1.0) -> None:
+    def __init__(self, message: str, retry_after_s: float = 1.0, reason: Refusal = Refusal.LATE) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
+        self.reason = reason
 
 
 class Unavailable(NpuGrError):

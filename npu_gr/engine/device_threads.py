@@ -14,7 +14,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
-from npu_gr.core.errors import DeadlineExceeded, DeviceError, NpuGrError, Overloaded, Unavailable
+from npu_gr.core.errors import DeadlineExceeded, DeviceError, NpuGrError, Overloaded, Refusal, Unavailable
 from npu_gr.engine.job import Job, JobResult
 from npu_gr.engine.queue import JobQueue, SchedulerConfig
 
@@ -90,7 +90,7 @@ class DeviceThreads:
             shed = self._queue.put(job, time.monotonic(), force=force)
             self._changed.notify()
         if shed is not None:
-            self._deliver(shed, Overloaded("dropped to make room for a request"))
+            self._deliver(shed, Overloaded("dropped to make room for a request", reason=Refusal.SHED))
         return future
 
     def withdraw(self, job: Job) -> bool:

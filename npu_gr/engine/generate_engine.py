@@ -9,12 +9,11 @@ it, an earlier request, or this one. Only the last token of the prompt runs agai
 from __future__ import annotations
 
 import queue
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import xxhash
@@ -29,7 +28,7 @@ from npu_gr.core.request import F32, I64
 from npu_gr.engine.beam_search import BeamQuery, BeamResult, SearchOptions, Tables, search
 from npu_gr.engine.cost import CostModel, fit
 from npu_gr.engine.job import Demand, JobOrder, JobResult, JobStep
-from npu_gr.engine.page_jobs import CachedPrefix, PageJobs, chunks
+from npu_gr.engine.page_jobs import CachedPrefix, PageJobs, chunks, proof_order
 from npu_gr.engine.scheduler import Scheduler
 from npu_gr.kv.arena import KVArena, Slab
 from npu_gr.kv.beam_arena import BeamArena
@@ -418,40 +417,34 @@ class GenerateEngine(PageJobs):
             options = SearchOptions(width=width)
             return GeneratePass(trie=trie, tables=tables, prompt=prompt, options=options, num_items=width)
 
-        def split_from(scratch: KVArena) -> int:
+        async def split_from(scratch: KVArena) -> int:
             for n in lengths:
                 each = work(n, max(widths))
                 tokens = each.prompt.tokens
                 part = PromptKV(scratch, (PageRun(0, scratch.num_pages),), len(each.prompt))
-                self.generator.encode(tokens, [], part)
+                await self.scheduler.call(partial(self.generator.encode, tokens, [], part), _FAR, proof_order())
                 searched_s = []
                 for self.generator.split_from_tokens in (0, n + 1):  # two stages, one
                     search_once = partial(
                         self.generator.generate, trie, tables, tokens, [part], each.options, each.num_items
                     )
-                    searched_s.append(min(_timed(search_once) for _ in range(_TRIES)))
+                    searched_s.append(min([await self.timed(search_once) for _ in range(_TRIES)]))
                 if searched_s[0] < searched_s[1]:
                     return n
             return max(lengths) + 1
 
-        def measure() -> list[tuple[int, int, float]]:
-            scratch = self._scratch.get()
-            self.generator.split_from_tokens = split_from(scratch)
+        scratch = self._scratch.get_nowait()  # nobody else uses this engine yet
+        try:
+            self.generator.split_from_tokens = await split_from(scratch)
+        finally:
             self._scratch.put(scratch)
-            shapes = [(work(n, width), width) for n in lengths for width in widths]
-            return [(len(each.prompt), width, _timed(partial(self.run_batch, [each]))) for each, width in shapes]
-
-        done = await self.scheduler.call(measure, float("inf"))
-        self.cost = fit(done.value)
+        shapes = [(work(n, width), width) for n in lengths for width in widths]
+        samples = [
+            (len(each.prompt), width, await self.timed(partial(self.run_batch, [each]))) for each, width in shapes
+        ]
+        self.cost = fit(samples)
         return self.cost
 
 
 _TRIES = 3
-
-
-def _timed(run: Callable[[], Any]) -> float:
-    """Time the second of two runs, in seconds."""
-    run()
-    began_at = time.perf_counter()
-    run()
-    return time.perf_counter() - began_at
+_FAR = float("inf")

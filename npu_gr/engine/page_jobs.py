@@ -19,6 +19,10 @@ from npu_gr.kv.arena import KVArena
 from npu_gr.kv.layout import PageRun
 
 LEAST_RESIDUAL_S = 1e-4  # a running quantile needs positive samples: a pass that took no longer counts as this
+# A model that is proven and warmed up beside a serving one submits one job after the other, each to be done by then:
+# later than the objective of a rank, so the ranks that wait go first; soon enough that a reload ends within seconds on
+# a busy device. By its aging alone (`SchedulerConfig.aging_s`) each of some twenty-five jobs would wait for 2 s.
+PROOF_S = 0.1
 COPY_SAMPLES = 3  # copies timed to measure the bandwidth; the fastest counts
 
 
@@ -27,6 +31,11 @@ class CachedPrefix(NamedTuple):
 
     runs: tuple[PageRun, ...]
     num_tokens: int
+
+
+def proof_order() -> JobOrder:
+    """The place in the queue of a job that proves or warms up a model."""
+    return JobOrder(time.monotonic() + PROOF_S)
 
 
 def chunks(start: int, stop: int, size: int) -> Iterator[tuple[int, int]]:
@@ -121,9 +130,20 @@ class PageJobs:
         samples_s = list[float]()
         for _ in range(COPY_SAMPLES):
             began_at = time.perf_counter()
-            await self.copy(dram, dram_runs, self.arena, runs, num_tokens, float("inf"))
+            await self.copy(dram, dram_runs, self.arena, runs, num_tokens, float("inf"), proof_order())
             samples_s.append(time.perf_counter() - began_at)
         self.copy_bytes_per_s = dram.layout.bytes(num_tokens) / min(samples_s)
+
+    async def timed(self, run: Callable[[], object]) -> float:
+        """Run a pass twice as a warm-up, and return the device seconds of the second time.
+
+        Both are jobs of their own, so a live request waits for one run at most.
+
+        Raises:
+            Overloaded, DeviceError, Unavailable: as `Scheduler.call`.
+        """
+        await self.scheduler.call(run, float("inf"), proof_order())
+        return (await self.scheduler.call(run, float("inf"), proof_order())).device_s
 
     def zero(self, arena: KVArena, runs: Sequence[PageRun]) -> asyncio.Future[JobResult[None]]:
         """Overwrite pages before every job that waits, so that their next owner writes after this."""

@@ -26,7 +26,7 @@ from typing import Annotated, NamedTuple
 
 import msgspec
 
-from npu_gr.core.errors import Overloaded
+from npu_gr.core.errors import Overloaded, Refusal
 from npu_gr.core.settings import Count, Seconds
 from npu_gr.engine.cost import SlowdownEwma
 from npu_gr.engine.job import Demand, Job
@@ -161,7 +161,10 @@ class JobQueue:
         shed = None
         if not force and self._waiting >= self._config.max_queue:
             if job.preemptible or not self._preemptible:
-                raise Overloaded(f"{self._waiting} jobs wait for the device, the limit is {self._config.max_queue}")
+                raise Overloaded(
+                    f"{self._waiting} jobs wait for the device, the limit is {self._config.max_queue}",
+                    reason=Refusal.QUEUE,
+                )
             shed = next(reversed(self._preemptible))
             self.withdraw(shed)
         job.submitted_at = now_at

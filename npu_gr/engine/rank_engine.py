@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -22,8 +23,6 @@ from npu_gr.engine.scheduler import Scheduler
 from npu_gr.kv.arena import KVArena
 from npu_gr.kv.layout import PageRun
 from npu_gr.model.hstu import HSTU, Past, Segment
-
-_FAR = float("inf")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -166,8 +165,6 @@ class RankEngine(PageJobs):
         for n in lengths:
             for c in candidates:
                 work = RankPass(tokens, len(tokens) - n, rows[:c], int(tokens.events.timestamps[-1]))
-                await self.scheduler.call(lambda work=work: self.forward([work]), _FAR)  # type: ignore[misc]
-                done = await self.scheduler.call(lambda work=work: self.forward([work]), _FAR)  # type: ignore[misc]
-                samples.append((n, c, done.device_s))
+                samples.append((n, c, await self.timed(partial(self.forward, [work]))))
         self.cost = fit(samples)
         return self.cost

@@ -7,8 +7,7 @@ import numpy as np
 from npu_gr.catalogue.tokens import Tokens
 from npu_gr.core.errors import DeviceError
 from npu_gr.core.request import I64
-from npu_gr.engine.job import JobOrder
-from npu_gr.engine.page_jobs import CachedPrefix
+from npu_gr.engine.page_jobs import CachedPrefix, proof_order
 from npu_gr.engine.rank_engine import RankEngine, RankPass
 from npu_gr.kv.arena import KVArena
 from npu_gr.kv.layout import PageRun
@@ -28,7 +27,7 @@ async def parity(
     """Rank one history cold, from HBM and from DRAM, and compare the scores.
 
     Args:
-        engine: the engine to test; its test jobs run after all jobs that have a deadline.
+        engine: the engine to test. Its ranks wait as live ones do; `engine.objective_s` is set.
         runs: pages of its arena for `tokens` that nobody else uses; they are zero at the end.
         dram: the arena of the DRAM tier; None = there is no such tier.
         dram_runs: pages of `dram` for `tokens` that nobody else uses; they are zero at the end.
@@ -46,13 +45,13 @@ async def parity(
     shown_at = int(tokens.events.timestamps[-1])
     head = tokens[:cut]
     cold = await engine.rank(RankPass(tokens, 0, candidates, shown_at), _FAR)
-    await engine.prefill(head, runs, _FAR, JobOrder(_FAR))
+    await engine.prefill(head, runs, _FAR, proof_order())
     hit = RankPass(tokens, 0, candidates, shown_at, cached=CachedPrefix(runs, cut))
     results = {"HBM": await engine.rank(hit, _FAR)}
     if dram is not None:
-        await engine.copy(engine.arena, runs, dram, dram_runs, cut, _FAR)
+        await engine.copy(engine.arena, runs, dram, dram_runs, cut, _FAR, proof_order())
         await engine.zero(engine.arena, runs)
-        await engine.copy(dram, dram_runs, engine.arena, runs, cut, _FAR)
+        await engine.copy(dram, dram_runs, engine.arena, runs, cut, _FAR, proof_order())
         results["DRAM"] = await engine.rank(hit, _FAR)
         await engine.zero(dram, dram_runs)
     await engine.zero(engine.arena, runs)

@@ -205,6 +205,24 @@ def _check(vectors: Vectors, path: Path) -> None:
     for name, (tensor, _) in shapes.items():
         if tensor is not None and not np.isfinite(tensor).all():
             raise DataError(f"{path}: {name} has a value that is not finite")
+    _check_says_something(vectors, path)
+
+
+def _check_says_something(vectors: Vectors, path: Path) -> None:
+    """Check that scores can differ: not all items are alike, and no users who have vectors have only zeros.
+
+    Raises:
+        DataError: names the tensor.
+    """
+    for name, items in (("items", vectors.items), ("bridge_items", vectors.bridge_items)):
+        if items is not None and len(items) > 1 and (items == items[0]).all():
+            raise DataError(f"{path}: all {len(items)} rows of {name} are the same, so every item has the same score")
+    for name, users, who in (
+        ("users", vectors.users, vectors.in_target),
+        ("source_users", vectors.source_users, vectors.in_source),
+    ):
+        if users is not None and who.any() and not users[who].any():
+            raise DataError(f"{path}: {name} has only zeros, so every item has the same score")
 
 
 def _digest(path: Path) -> str:

@@ -127,6 +127,14 @@ CAUSES = (
         summary="A tenth of the callbacks of {{ $labels.instance }} wait over 25 ms for the event loop.",
     ),
     Cause(
+        alert="NpuGrReloadRefused",
+        runbook="reload-refused",
+        expr="npu_gr_last_reload_successful == 0",
+        wait="1m",
+        page=False,
+        summary="{{ $labels.instance }} refused its last reload of the {{ $labels.what }}: what was before goes on.",
+    ),
+    Cause(
         alert="NpuGrCatalogueOld",
         runbook="catalogue-old",
         expr="npu_gr_catalogue_age_seconds > 7 * 86400",

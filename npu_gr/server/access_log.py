@@ -9,7 +9,7 @@ import hashlib
 import logging
 import sys
 import time
-from collections import deque
+from collections import defaultdict, deque
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +85,8 @@ class AccessLog:
         self._slow_s = config.slow_request_s
         self._key = _read_key(config.log_user_key_file)
         self._newest: deque[tuple[str, AccessLine]] = deque(maxlen=NEWEST)  # (kind, line)
+        # apart for each kind, so that a storm of refusals pushes out no answer
+        self._answered_s: defaultdict[str, deque[float]] = defaultdict(lambda: deque(maxlen=NEWEST))
 
     def write(self, ended: EndedRequest) -> None:
         """Log a request that has ended: failed and slow ones as warnings, the others where all are logged."""
@@ -104,7 +106,10 @@ class AccessLog:
             stages_s={} if answer is None else {stage: round(s, 6) for stage, s in answer.stages_s.items()},
         )
         if ended.kind is not None:
-            self._newest.append((ended.kind, line))
+            if line.status < 400:
+                self._answered_s[ended.kind].append(ended.duration_s)
+            if line.status != 429:  # a refusal is never slow
+                self._newest.append((ended.kind, line))
         is_notable = line.status >= 500 or line.duration_s > self._slow_s
         if is_notable or self._logs_all:
             log.log(logging.WARNING if is_notable else logging.INFO, "%s", line)  # the JSON is made by the handler
@@ -122,10 +127,9 @@ class AccessLog:
 
     def percentiles_s(self, kind: str) -> tuple[float, float] | None:
         """The exact P50 and P99 of the newest answered requests of a kind; None where there are none."""
-        durations = [line.duration_s for of, line in self._newest if of == kind and line.status < 400]
-        if not durations:
+        if not (answered_s := self._answered_s.get(kind)):
             return None
-        p50, p99 = np.percentile(durations, [50, 99])
+        p50, p99 = np.percentile(answered_s, [50, 99])
         return float(p50), float(p99)
 
     def _hashed(self, user: UserKey | None) -> str | None:

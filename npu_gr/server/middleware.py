@@ -9,7 +9,7 @@ from typing import Any
 
 from aiohttp import web
 
-from npu_gr.core.errors import NpuGrError
+from npu_gr.core.errors import NpuGrError, Overloaded
 from npu_gr.core.kinds import KINDS
 from npu_gr.core.request import Answer, UserKey
 from npu_gr.metrics.registry import Metrics
@@ -65,6 +65,7 @@ def middleware(
         metrics.requests.in_flight.inc()
         status = ABANDONED
         error_title = None
+        refusal = None
         try:
             if request.path not in public_paths:
                 keys.check(request.headers.get("Authorization"))
@@ -76,6 +77,7 @@ def middleware(
             response = from_error(error, request_id)
             status = response.status
             error_title = error.title if isinstance(error, NpuGrError) else None
+            refusal = error.reason if isinstance(error, Overloaded) else None
         finally:
             metrics.requests.in_flight.dec()
             ended = EndedRequest(
@@ -91,7 +93,7 @@ def middleware(
                 answer=request.get(ANSWER),
             )
             stages_s = ended.answer.stages_s if ended.answer else {}
-            metrics.requests.done(ended.kind, route, status, ended.duration_s, stages_s)
+            metrics.requests.done(ended.kind, route, status, ended.duration_s, stages_s, refusal=refusal)
             access_log.write(ended)
             if span is not None:
                 tracing.end(span, stages_s, arrived_at, request.get(PARSED_AT), _span_attributes(ended))

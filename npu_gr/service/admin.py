@@ -10,6 +10,7 @@ from npu_gr.core.request import CatalogueChange, CatalogueInfo, VectorsInfo
 from npu_gr.jobs.match import ServedVectors
 from npu_gr.jobs.served_catalogue import ServedCatalogue
 from npu_gr.jobs.versions import Versions
+from npu_gr.metrics.registry.reloads import Reloaded, ReloadMetrics
 
 
 class CatalogueOfGenerator:
@@ -19,8 +20,9 @@ class CatalogueOfGenerator:
     be served; the version served before still is.
     """
 
-    def __init__(self, versions: Versions) -> None:
+    def __init__(self, versions: Versions, metrics: ReloadMetrics) -> None:
         self._versions = versions
+        self._metrics = metrics
 
     @property
     def _items(self) -> ServedCatalogue:
@@ -36,8 +38,9 @@ class CatalogueOfGenerator:
 
     async def reload(self) -> CatalogueInfo:
         """Read the file again and serve it; requests in progress keep their version."""
-        with _unprocessable("catalogue"):
-            return await self._items.reload()
+        items = self._items
+        with _unprocessable("catalogue"), self._metrics.attempt(Reloaded.CATALOGUE):
+            return await items.reload()
 
     async def update(self, change: CatalogueChange) -> CatalogueInfo:
         """Add, withdraw and restore items of the version in service."""
@@ -53,8 +56,9 @@ class CatalogueOfGenerator:
 class VectorsOfMatch:
     """The vectors in service; errors as for `CatalogueOfGenerator`, where the instance does not match."""
 
-    def __init__(self, vectors: ServedVectors | None) -> None:
+    def __init__(self, vectors: ServedVectors | None, metrics: ReloadMetrics) -> None:
         self._maybe = vectors
+        self._metrics = metrics
 
     @property
     def _vectors(self) -> ServedVectors:
@@ -68,8 +72,9 @@ class VectorsOfMatch:
 
     async def reload(self) -> VectorsInfo:
         """Read the folder again and serve it; requests in progress keep their version."""
-        with _unprocessable("vectors"):
-            return await self._vectors.reload()
+        vectors = self._vectors
+        with _unprocessable("vectors"), self._metrics.attempt(Reloaded.VECTORS):
+            return await vectors.reload()
 
     def rollback(self) -> VectorsInfo:
         """Serve the version before."""

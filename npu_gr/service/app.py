@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 
 import torch
 from aiohttp import web
@@ -28,6 +28,7 @@ from npu_gr.jobs.histories import Histories
 from npu_gr.jobs.match import ServedVectors
 from npu_gr.jobs.versions import Versions
 from npu_gr.metrics.registry import Metrics
+from npu_gr.metrics.registry.reloads import Reloaded
 from npu_gr.replay.recorder import Recorder
 from npu_gr.server.recording import RecordingService, add_record_routes
 from npu_gr.server.routes import build_web_app
@@ -92,8 +93,8 @@ async def instance(
                 jobs=jobs,
                 versions=versions,
                 histories=shared.histories,
-                catalogue=CatalogueOfGenerator(versions),
-                vectors=VectorsOfMatch(shared.vectors),
+                catalogue=CatalogueOfGenerator(versions, metrics.reloads),
+                vectors=VectorsOfMatch(shared.vectors, metrics.reloads),
                 metrics=metrics,
             )
         )
@@ -108,6 +109,7 @@ async def instance(
                 read=read,
                 open_ranking=lambda new, old: open_ranking(new, backend, scheduler, metrics, old),
                 open_generation=lambda new, old: open_generation(new, backend, scheduler, metrics, old),
+                metrics=metrics.reloads,
             )
         service.set_ready()
         stack.callback(service.set_ready, "stopping")
@@ -137,10 +139,8 @@ async def run(config: Config, ready: asyncio.Event | None = None, read: Callable
             service.set_ready("draining")
 
         async def reload() -> None:
-            try:
+            with suppress(NpuGrError):  # the log has it
                 await service.reload_models()
-            except NpuGrError as error:
-                log.error("%s; the configuration before goes on", error)
 
         with on_hangup(reload):
             await serve(app, config.server, on_drain=drain, ready=ready)
@@ -210,6 +210,9 @@ def observe(metrics: Metrics, settings: InForce, scheduler: Scheduler, service: 
             "budget_s": lambda: settings.config.server.max_budget_s,
         }
     )
+    metrics.reloads.loaded(Reloaded.CONFIGURATION)
+    if settings.config.match is not None:
+        metrics.reloads.loaded(Reloaded.VECTORS)
     versions = service.versions
     if versions.rankers is not None:
         metrics.process.observe_limits({"history_tokens": lambda: versions.ranker().max_events})
@@ -220,4 +223,5 @@ def observe(metrics: Metrics, settings: InForce, scheduler: Scheduler, service: 
                 "beams": lambda: versions.generator().config.max_beams,
             }
         )
+        metrics.reloads.loaded(Reloaded.CATALOGUE)
         metrics.generate.observe_catalogue(service.catalogue.info, service.catalogue.num_paths)

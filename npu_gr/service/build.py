@@ -9,37 +9,33 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Generic, TypeVar, overload
+from typing import Any, Generic, TypeVar
 
 import msgspec
-import numpy as np
 import torch
 
 from npu_gr.backend.base import Backend
 from npu_gr.catalogue.items import ItemVocabulary
-from npu_gr.catalogue.tokens import Tokens, tokenize
-from npu_gr.core.errors import ConfigError, DataError, PoolExhausted
+from npu_gr.core.errors import ConfigError, DataError
 from npu_gr.core.kinds import GENERATE, RANK
-from npu_gr.core.request import Events, ModelInfo, UserKey
+from npu_gr.core.request import ModelInfo
 from npu_gr.engine.generate_engine import GenerateEngine, Generator, layout_of
 from npu_gr.engine.job import JobResult
 from npu_gr.engine.page_jobs import PageJobs
 from npu_gr.engine.rank_engine import RankEngine
+from npu_gr.engine.sanity import check_generator, check_weights
 from npu_gr.engine.scheduler import Scheduler
-from npu_gr.engine.selftest import parity
 from npu_gr.jobs.generation import GenerateConfig, Generation, warm_up
 from npu_gr.jobs.ranking import Ranking
 from npu_gr.jobs.served_catalogue import ServedCatalogue
 from npu_gr.kv.arena import KVArena
-from npu_gr.kv.dram_store import DramEntry, DramStore
-from npu_gr.kv.keys import PrefixKey
-from npu_gr.kv.layout import KVLayout, PageRun
-from npu_gr.kv.prefix_pool import PrefixEntry, PrefixPool
+from npu_gr.kv.dram_store import DramStore
+from npu_gr.kv.layout import KVLayout
+from npu_gr.kv.prefix_pool import PrefixPool
 from npu_gr.kv.tiers import open_tiers
 from npu_gr.metrics.registry import Metrics
 from npu_gr.model import hf
@@ -50,15 +46,11 @@ from npu_gr.model.weights import load as load_checkpoint
 from npu_gr.relay.calibration import Calibration
 from npu_gr.relay.relay import Relay
 from npu_gr.service.config import Config
+from npu_gr.service.prove import SELF_TEST_TOKENS, lent, prove
 
 log = logging.getLogger(__name__)
 
 M = TypeVar("M", Ranking, Generation)
-
-SELF_TEST_TOKENS = 256
-RESERVE_S = 30.0  # a self-test beside a serving model waits this long for free pages
-WARM_UP_LENGTHS = (16, 128, 512, 1024)
-WARM_UP_CANDIDATES = (8, 128)
 
 
 def kv_layout(shape: HSTUConfig, config: Config, checkpoint: Checkpoint, backend: Backend) -> KVLayout:
@@ -125,10 +117,10 @@ async def open_ranking(
     pool, dram = tiers
     engine = RankEngine(checkpoint.model, backend, scheduler, pool.arena)
     vocabulary = ItemVocabulary(checkpoint.item_ids)
-    await _prove(engine, vocabulary, pool, dram if config.relay.enabled else None, checkpoint.version, config)
+    engine.objective_s = config.slo.objective_s(RANK.name)
+    await prove(engine, vocabulary, pool, dram if config.relay.enabled else None, checkpoint.version, config)
     if beside is not None:
         engine.copy_bytes_per_s = beside.engine.copy_bytes_per_s
-    engine.objective_s = config.slo.objective_s(RANK.name)
     model = ModelInfo(
         name=checkpoint.name,
         version=checkpoint.version,
@@ -176,6 +168,7 @@ def _placed(config: Config, backend: Backend) -> Checkpoint:
         raise ConfigError("; ".join(reasons))
     if config.dtype != "checkpoint":
         checkpoint.model.cast(getattr(torch, config.dtype))
+    check_weights(checkpoint.model, f"checkpoint {config.checkpoint}")
     checkpoint.model.to(backend.device).eval().freeze_items()
     backend.synchronize()  # a device thread reads it in a stream of its own
     return checkpoint
@@ -220,12 +213,13 @@ async def open_generation(
     pool, dram = tiers
     engine = await asyncio.to_thread(_generate_engine, decoder, section, backend, scheduler, pool.arena)
     engine.objective_s = config.slo.objective_s(GENERATE.name)
+    await check_generator(engine, section.codes, section.first_token, f"checkpoint {folder}")
     if beside is not None:
         engine.copy_bytes_per_s = beside.engine.copy_bytes_per_s
     elif dram is not None:
         num_pages = min(tier.budget_bytes for tier in (pool, dram)) // layout.page_bytes
         num_tokens = min(SELF_TEST_TOKENS, num_pages * layout.page_tokens)
-        async with _lent(pool, dram, version, num_tokens) as (runs, dram_runs):
+        async with lent(pool, dram, version, num_tokens) as (runs, dram_runs):
             await engine.measure_copy(dram.arena, dram_runs, runs, num_tokens)
     if beside is not None and section.items == beside.config.items:
         items = beside.items
@@ -273,91 +267,6 @@ def _generate_engine(
     engine = GenerateEngine(generator, scheduler, arena)
     backend.synchronize()  # weights and arenas, before a device thread uses them
     return engine
-
-
-async def _prove(
-    engine: RankEngine,
-    vocabulary: ItemVocabulary,
-    pool: PrefixPool,
-    dram: DramStore | None,
-    version: str,
-    config: Config,
-) -> None:
-    """Run the parity self-test (if prefixes are cached) and the warm-up on a seeded history; live ranks go first."""
-    shape = engine.model.config
-    longest = min(shape.max_history_tokens, max(WARM_UP_LENGTHS))
-    tokens = seeded_tokens(vocabulary, shape, longest)
-    head = tokens[: min(longest, SELF_TEST_TOKENS)]
-    candidates = np.random.default_rng(1).integers(0, shape.num_items, 32)
-    drift = 0.0
-    if config.relay.enabled:
-        async with _lent(pool, dram, version, len(head)) as (runs, dram_runs):
-            drift = await parity(engine, runs, None if dram is None else dram.arena, dram_runs, head, candidates)
-            if dram is not None:
-                await engine.measure_copy(dram.arena, dram_runs, runs, len(head))
-    began_at = time.perf_counter()
-    cost = await engine.warm_up(tokens, [n for n in WARM_UP_LENGTHS if n <= longest], WARM_UP_CANDIDATES)
-    log.info(
-        "parity %.1e of the logits' spread; warm-up %.1f s; 1,000 tokens and 100 candidates: %.1f ms full; "
-        "DRAM to HBM %.1f GB/s",
-        drift,
-        time.perf_counter() - began_at,
-        cost.full_s(1000, 100) * 1e3,
-        engine.copy_bytes_per_s / 1e9,
-    )
-
-
-@asynccontextmanager
-async def _lent(
-    pool: PrefixPool, dram: DramStore | None, version: str, num_tokens: int
-) -> AsyncIterator[tuple[tuple[PageRun, ...], tuple[PageRun, ...]]]:
-    """Lend pages of both tiers to the block; without a DRAM tier, none of that."""
-    key = PrefixKey(UserKey("", ""), version, pool.arena.layout.layout_id, "self-test")
-    entry = await _reserved(pool, key, num_tokens)
-    try:
-        room = None if dram is None else await _reserved(dram, key, num_tokens)
-        try:
-            yield entry.runs, () if room is None else room.runs
-        finally:
-            if dram is not None and room is not None:
-                dram.abandon(room)
-    finally:
-        pool.abandon(entry)
-
-
-@overload
-async def _reserved(tier: PrefixPool, key: PrefixKey, num_tokens: int) -> PrefixEntry: ...
-@overload
-async def _reserved(tier: DramStore, key: PrefixKey, num_tokens: int) -> DramEntry: ...
-async def _reserved(tier: PrefixPool | DramStore, key: PrefixKey, num_tokens: int) -> PrefixEntry | DramEntry:
-    """Reserve pages as soon as there are some: live prefixes free theirs when their ranks are done."""
-    give_up_at = time.monotonic() + RESERVE_S
-    while True:
-        try:
-            return tier.reserve(key, num_tokens)
-        except PoolExhausted:
-            if time.monotonic() > give_up_at:
-                raise
-        await asyncio.sleep(0.05)
-
-
-def seeded_tokens(vocabulary: ItemVocabulary, shape: HSTUConfig, num_tokens: int) -> Tokens:
-    """Make a history of the model's items; the same one every time.
-
-    Args:
-        vocabulary: of the model.
-        shape: its numbers of items and actions.
-        num_tokens: length of the history.
-    """
-    random = np.random.default_rng(0)
-    events = Events.make(
-        vocabulary.ids[random.integers(0, shape.num_items, num_tokens)],
-        random.integers(0, len(shape.actions), num_tokens),
-        np.cumsum(random.integers(0, 86_400, num_tokens)),
-    )
-    return tokenize(
-        events, vocabulary, len(shape.actions), max_tokens=num_tokens, cut_step_tokens=1, refuse_unknown=True
-    )
 
 
 def observe_relay(

@@ -18,12 +18,13 @@ import logging
 from collections.abc import Awaitable, Callable
 
 from npu_gr.admission.admission import Admission
-from npu_gr.core.errors import ConfigError, Unavailable
+from npu_gr.core.errors import ConfigError, NpuGrError, Unavailable
 from npu_gr.core.kinds import GENERATE, RANK
 from npu_gr.jobs.generation import Generation
 from npu_gr.jobs.histories import Histories
 from npu_gr.jobs.ranking import Ranking
 from npu_gr.jobs.versions import ModelVersions, V, Versions
+from npu_gr.metrics.registry.reloads import Reloaded, ReloadMetrics
 from npu_gr.service.build import Prepared
 from npu_gr.service.config import Config, InForce
 
@@ -75,6 +76,7 @@ class Reload:
         read: Callable[[], Config],
         open_ranking: Callable[[Config, Ranking], Awaitable[Prepared[Ranking]]],
         open_generation: Callable[[Config, Generation], Awaitable[Prepared[Generation]]],
+        metrics: ReloadMetrics,
     ) -> None:
         """Read nothing yet.
 
@@ -84,6 +86,7 @@ class Reload:
             read: reads the configuration again from where the first one came; called in a thread.
             open_ranking, open_generation: prepare a model of the new configuration beside the one that serves. Its
                 `activate` takes over the pages, and returns the serving model itself if the version is the same.
+            metrics: told how each reload ended.
         """
         self._settings = settings
         self._versions = versions
@@ -92,6 +95,7 @@ class Reload:
         self._read = read
         self._open_ranking = open_ranking
         self._open_generation = open_generation
+        self._metrics = metrics
         self._one_at_a_time = asyncio.Lock()
 
     async def __call__(self) -> None:
@@ -103,23 +107,31 @@ class Reload:
             Unavailable: the version before the current one still drains, and a third would not fit.
         """
         async with self._one_at_a_time:
-            new = await asyncio.to_thread(self._read)
-            check_changeable(self._settings.config, new)
-            versions = self._versions
-            if versions.is_draining:
-                raise Unavailable("the version before this one still drains; try again when it is gone")
-            ranking = generation = None
-            if versions.rankers is not None:
-                ranking = await self._open_ranking(new, versions.rankers.current)
-            if versions.generators is not None:
-                generation = await self._open_generation(new, versions.generators.current)
-            # From here on nothing fails and nothing waits: a model that takes over pages must serve at once.
-            if versions.rankers is not None and ranking is not None:
-                _replace(versions.rankers, ranking)
-            if versions.generators is not None and generation is not None:
-                _replace(versions.generators, generation)
-            self._reconfigure(new)
-            log.info("reloaded: %s", ", ".join(f"{m.name} {m.version}" for m in versions.models() if not m.is_draining))
+            with self._metrics.attempt(Reloaded.CONFIGURATION):
+                try:
+                    await self._reload()
+                except NpuGrError as error:
+                    log.error("reload refused: %s; the configuration before goes on", error)
+                    raise
+
+    async def _reload(self) -> None:
+        new = await asyncio.to_thread(self._read)
+        check_changeable(self._settings.config, new)
+        versions = self._versions
+        if versions.is_draining:
+            raise Unavailable("the version before this one still drains; try again when it is gone")
+        ranking = generation = None
+        if versions.rankers is not None:
+            ranking = await self._open_ranking(new, versions.rankers.current)
+        if versions.generators is not None:
+            generation = await self._open_generation(new, versions.generators.current)
+        # From here on nothing fails and nothing waits: a model that takes over pages must serve at once.
+        if versions.rankers is not None and ranking is not None:
+            _replace(versions.rankers, ranking)
+        if versions.generators is not None and generation is not None:
+            _replace(versions.generators, generation)
+        self._reconfigure(new)
+        log.info("reloaded: %s", ", ".join(f"{m.name} {m.version}" for m in versions.models() if not m.is_draining))
 
     def _reconfigure(self, new: Config) -> None:
         for kind, models in ((RANK, self._versions.rankers), (GENERATE, self._versions.generators)):

@@ -29,8 +29,9 @@ from npu_gr.kv.keys import PrefixKey
 from npu_gr.metrics.registry import Metrics
 from npu_gr.relay.calibration import Calibration
 from npu_gr.replay.log import QueryRecord
-from npu_gr.service.build import describe, open_ranking, seeded_tokens
+from npu_gr.service.build import describe, open_ranking
 from npu_gr.service.config import Config
+from npu_gr.service.prove import seeded_tokens
 
 MIN_RANKS = 20  # of a log: a P99 of fewer says nothing
 

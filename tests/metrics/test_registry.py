@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
+from npu_gr.core.errors import ConfigError, Refusal
 from npu_gr.core.kinds import KINDS, RANK, Kind
 from npu_gr.core.request import HistoryReport, Outcome, RankAnswer, Reason, Verdict
 from npu_gr.metrics.exposition import expose
 from npu_gr.metrics.registry import Metrics
+from npu_gr.metrics.registry.families import Families
+from npu_gr.metrics.registry.reloads import Reloaded, ReloadMetrics
 from npu_gr.metrics.registry.requests import DOOR, AdmissionResult
 from npu_gr.metrics.slo import Objective
 from npu_gr.metrics.trace import CURRENT, begin
@@ -120,6 +124,61 @@ def test_a_request_counts_once_in_everything_that_counts_requests() -> None:
     assert registry.get_sample_value("npu_gr_slo_attainment_ratio", attained) == 0.5
     door = registry.get_sample_value("npu_gr_stage_duration_seconds_count", {"kind": "rank", "stage": DOOR})
     assert door == 7
+    assert registry.get_sample_value("npu_gr_request_duration_seconds_count", {"kind": "rank"}) == 2
+
+
+def test_a_storm_of_refusals_does_not_improve_the_latency() -> None:
+    metrics, registry = made(rank_s=0.05)
+    for took_s in (0.03, 0.07):
+        metrics.requests.done("rank", "/v1/rank", 200, took_s)
+    before = buckets(registry)
+    for reason in Refusal:
+        for _ in range(1000):
+            metrics.requests.done("rank", "/v1/rank", 429, 0.0002, refusal=reason)
+    for status in (400, 422, 499, 500, 503, 504):
+        metrics.requests.done("rank", "/v1/rank", status, 0.0002)
+    assert buckets(registry) == before
+    for reason in Refusal:
+        labels = {"kind": "rank", "reason": reason.value}
+        assert registry.get_sample_value("npu_gr_refusals_total", labels) == 1000
+
+
+def buckets(registry: CollectorRegistry) -> dict[str, float]:
+    """Of the ranks' latency: all that a quantile is made from."""
+    families = text_string_to_metric_families(generate_latest(registry).decode())
+    (latency,) = (family for family in families if family.name == "npu_gr_request_duration_seconds")
+    return {
+        sample.labels["le"]: sample.value
+        for sample in latency.samples
+        if sample.name.endswith("_bucket") and sample.labels["kind"] == "rank"
+    }
+
+
+def test_a_reload_that_is_refused_shows_until_one_takes_effect() -> None:
+    registry = CollectorRegistry()
+    now_at = 1000.0
+    reloads = ReloadMetrics(Families(registry), clock=lambda: now_at)
+
+    def seen(what: Reloaded) -> tuple[float | None, float | None]:
+        names = ("successful", "success_timestamp_seconds")
+        one, other = (registry.get_sample_value(f"npu_gr_last_reload_{name}", {"what": what.value}) for name in names)
+        return one, other
+
+    assert seen(Reloaded.CONFIGURATION) == (None, None)
+    reloads.loaded(Reloaded.CONFIGURATION)
+    assert seen(Reloaded.CONFIGURATION) == (1, 1000)
+    now_at = 2000.0
+    with pytest.raises(ConfigError), reloads.attempt(Reloaded.CONFIGURATION):
+        raise ConfigError("no")
+    assert seen(Reloaded.CONFIGURATION) == (0, 1000)
+    now_at = 3000.0
+    with reloads.attempt(Reloaded.CONFIGURATION):
+        pass
+    assert seen(Reloaded.CONFIGURATION) == (1, 3000)
+    with pytest.raises(asyncio.CancelledError), reloads.attempt(Reloaded.CONFIGURATION):
+        raise asyncio.CancelledError
+    assert seen(Reloaded.CONFIGURATION) == (0, 3000)
+    assert seen(Reloaded.VECTORS) == (None, None)
 
 
 async def test_an_exemplar_names_the_trace_and_openmetrics_carries_it() -> None:
@@ -162,7 +221,7 @@ def test_every_kind_is_measured(kind: Kind[Any, Any]) -> None:
 
     assert value("admissions_total", kind=kind.name, verdict="admitted") == 1
     assert value("admissions_total", kind=kind.name, verdict="overloaded") == 1
-    assert value("request_duration_seconds_bucket", kind=kind.name, le=str(threshold_s)) == 2
+    assert value("request_duration_seconds_bucket", kind=kind.name, le=str(threshold_s)) == 1
     assert value("slo_requests_total", kind=kind.name, result="good") == 1
     assert value("slo_requests_total", kind=kind.name, result="failed") == 1
     assert value("slo_threshold_seconds", kind=kind.name) == threshold_s

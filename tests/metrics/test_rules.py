@@ -72,6 +72,7 @@ PREINFERS = 'npu_gr_signal_verdicts_total{instance="a",verdict="preinfer"}'
 ERRORS = 'npu_gr_relay_errors_total{instance="a",where="reload"}'
 FAILURES = 'npu_gr_selfcheck_failures_total{instance="a"}'
 AGE = 'npu_gr_catalogue_age_seconds{instance="a"}'
+RELOAD = 'npu_gr_last_reload_successful{instance="a",what="configuration"}'
 UP, READY = 'up{instance="a",job="npu_gr"}', 'npu_gr_ready{instance="a"}'
 
 
@@ -128,6 +129,7 @@ CAUSES: list[Case] = [
     Case(wasted(4, 0), 65, {}, ["NpuGrPrefixesWasted"]),
     *one("NpuGrRelayErrors", {ERRORS: "0+12x30"}, {ERRORS: "0+3x30"}, 25, instance="a", where="reload"),
     *one("NpuGrEventLoopBlocked", lag(5, 5), lag(95, 5), 25, **INSTANCE),
+    *one("NpuGrReloadRefused", {RELOAD: "1 0 0 0"}, {RELOAD: "1 0 1 1"}, 3, instance="a", what="configuration"),
     *one("NpuGrCatalogueOld", {AGE: "700000x70"}, {AGE: "600000x70"}, 65, **INSTANCE),
 ]
 
@@ -144,6 +146,7 @@ def as_test(case: Case) -> dict[str, Any]:
                         name: text.replace("{{ $labels.instance }}", "a")
                         .replace("{{ $labels.tier }}", "hbm")
                         .replace("{{ $labels.where }}", "reload")
+                        .replace("{{ $labels.what }}", "configuration")
                         for name, text in ALERTS[alert]["annotations"].items()
                     },
                 }

@@ -193,7 +193,7 @@ async def test_another_layout_or_a_failed_self_test_leaves_the_old_one(
         async def broken(*_: object) -> float:
             raise DeviceError("self-test: scores differ")
 
-        monkeypatch.setattr("npu_gr.service.build.parity", broken)
+        monkeypatch.setattr("npu_gr.service.prove.parity", broken)
         file.use("new")
         erased = pool.on_erased
         async with client.post("/v1/models/reload") as response:

@@ -87,7 +87,7 @@ def _cascade() -> list[Panel]:
         ),
         series(
             "P99 of a stage",
-            "Sources run side by side.",
+            "Stages that did their part. Sources run side by side.",
             SECONDS,
             {"{{stage}}": quantile(0.99, "recommend_stage_duration_seconds", "stage")},
         ),

@@ -52,6 +52,21 @@ def _instances() -> list[Panel]:
             width=6,
             steps=((None, "green"), (1.5, "orange"), (2.0, "red")),
         ),
+        number(
+            "Refused reloads",
+            "Things whose last reload was refused: what served before goes on.",
+            "none",
+            {"refused": f"sum(1 - {of('last_reload_successful')})"},
+            width=6,
+            steps=((None, "green"), (1.0, "red")),
+        ),
+        series(
+            "Age of what serves",
+            "Since the start, or since the last reload that took effect.",
+            "s",
+            {"{{instance}} {{what}}": f"time() - {of('last_reload_success_timestamp_seconds')}"},
+            width=18,
+        ),
         table("What runs", "Version, model and device of each instance.", of("build_info"), width=24),
         series(
             "Requests by instance",
@@ -79,7 +94,7 @@ def _latencies() -> list[Panel]:
     return [
         series(
             f"{kind.title} P99 by instance",
-            f"{kind.plural.capitalize()}, from the first byte to the answer.",
+            f"Answered {kind.plural} only: from the first byte to the answer.",
             SECONDS,
             {"{{instance}}": latency(0.99, kind, "instance")},
             width=6,

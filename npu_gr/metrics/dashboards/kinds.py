@@ -22,6 +22,19 @@ BURN_STEPS: Steps = ((None, "green"), (1.0, "orange"), (6.0, "red"))
 BUDGET_STEPS: Steps = ((None, "red"), (0.0, "orange"), (0.5, "green"))
 OURS = 'sloth_service="npu_gr"'
 GOOD = 'result="good"'
+NOT_ANSWERED = (  # what the panel shows, in words, and its verdicts; refusals for load have a panel of their own
+    ("out of time", "504: the budget ran out before the work did.", "out_of_time"),
+    (
+        "errors of ours",
+        "unavailable: 503, starting, draining, or a dependency is down. broken: another 5xx.",
+        "unavailable|broken",
+    ),
+    (
+        "faults of the caller",
+        "invalid: a 4xx that the caller has to mend. abandoned: the caller hung up.",
+        "invalid|abandoned",
+    ),
+)
 
 
 def of_kind(kind: Kind[Any, Any]) -> str:
@@ -30,7 +43,7 @@ def of_kind(kind: Kind[Any, Any]) -> str:
 
 
 def latency(share: float, kind: Kind[Any, Any], by: str = "") -> str:
-    """A quantile of the time from the first byte of a request to its answer; `by` = labels to keep apart."""
+    """A quantile of the answered requests' time from the first byte to the answer; `by` = labels to keep apart."""
     return quantile(share, "request_duration_seconds", by, of_kind(kind))
 
 
@@ -54,8 +67,13 @@ def headline(kind: Kind[Any, Any], threshold_s: float) -> list[Panel]:
             "reqps",
             {"goodput": in_time},
         ),
-        number(f"{title}: P50", f"Half of the {plural} take less.", SECONDS, {"p50": latency(0.5, kind)}),
-        number(f"{title}: P99", f"One in a hundred {plural} takes longer.", SECONDS, {"p99": latency(0.99, kind)}),
+        number(f"{title}: P50", f"Half of the answered {plural} take less.", SECONDS, {"p50": latency(0.5, kind)}),
+        number(
+            f"{title}: P99",
+            f"One in a hundred answered {plural} takes longer.",
+            SECONDS,
+            {"p99": latency(0.99, kind)},
+        ),
         number(
             f"{title}: burn rate",
             "1 = the error budget lasts exactly its 30 days. Shows the worse of the two promises.",
@@ -74,12 +92,12 @@ def headline(kind: Kind[Any, Any], threshold_s: float) -> list[Panel]:
 
 
 def over_time(kind: Kind[Any, Any]) -> list[Panel]:
-    """Four plots: latency against the objective, rate and goodput, refusals, and where the time goes."""
+    """Plots: the answered requests' latency against the objective, where it goes, and all that was not answered."""
     title, plural = kind.title, kind.plural
     return [
         series(
             f"{title} latency",
-            "From the first byte to the answer, against the objective.",
+            f"Answered {plural} only: from the first byte to the answer, against the objective.",
             SECONDS,
             {
                 **{f"p{percent}": latency(percent / 100, kind) for percent in (50, 95, 99)},
@@ -96,14 +114,6 @@ def over_time(kind: Kind[Any, Any]) -> list[Panel]:
             stacked=True,
         ),
         series(
-            f"{plural.capitalize()} not admitted",
-            "Why: overloaded 429, unavailable 503, out_of_time 504, abandoned by the caller, invalid, broken.",
-            "reqps",
-            {"{{verdict}}": total("admissions_total", "verdict", of_kind(kind), 'verdict!="admitted"')},
-            width=6,
-            stacked=True,
-        ),
-        series(
             f"{plural.capitalize()} by stage",
             f"Mean time of each stage: {', '.join((*kind.stages, 'door'))} (reading, parsing and writing).",
             SECONDS,
@@ -111,4 +121,36 @@ def over_time(kind: Kind[Any, Any]) -> list[Panel]:
             width=6,
             stacked=True,
         ),
+        *([] if kind.label is None else [p99_by_label(kind, width=6)]),
+        series(
+            f"{plural.capitalize()} refused for load",
+            "429, by reason.",
+            "reqps",
+            {"{{reason}}": total("refusals_total", "reason", of_kind(kind))},
+            width=6,
+            stacked=True,
+        ),
+        *(
+            series(
+                f"{plural.capitalize()}: {name}",
+                text,
+                "reqps",
+                {"{{verdict}}": total("admissions_total", "verdict", of_kind(kind), f'verdict=~"{verdicts}"')},
+                width=6,
+                stacked=True,
+            )
+            for name, text, verdicts in NOT_ANSWERED
+        ),
     ]
+
+
+def p99_by_label(kind: Kind[Any, Any], width: int = 8) -> Panel:
+    """The P99 of a kind whose answers differ by a label, e.g. by how they got their prefix; `width` of 24 columns."""
+    assert kind.label is not None
+    return series(
+        f"{kind.title} P99 by {kind.label}",
+        f"Answered {kind.plural}: time in the service, without reading the request and writing the answer.",
+        SECONDS,
+        {f"{{{{{kind.label}}}}}": quantile(0.99, f"{kind.name}_duration_seconds", kind.label)},
+        width=width,
+    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from npu_gr.core.kinds import RANK
-from npu_gr.metrics.dashboards.kinds import of_kind
+from npu_gr.metrics.dashboards.kinds import of_kind, p99_by_label
 from npu_gr.metrics.dashboards.panels import SECONDS, Panel, dashboard, mean, number, of, quantile, series, total
 
 HITS = 'outcome=~"hbm_hit|joined|dram_hit"'
@@ -80,12 +80,7 @@ def _prefixes() -> list[Panel]:
             {"{{verdict}}": f"{total('signal_verdicts_total', 'verdict')} > 0"},
             stacked=True,
         ),
-        series(
-            "Rank P99 by outcome",
-            "Time in the service, without reading the request and writing the answer.",
-            SECONDS,
-            {"{{outcome}}": quantile(0.99, "rank_duration_seconds", "outcome")},
-        ),
+        p99_by_label(RANK),
         series(
             "Wait of a prefix for its rank",
             "From production to first use. Where it comes near T_life, prefixes expire unread.",

@@ -5,6 +5,7 @@
     relay       prefixes and memory tiers
     engine      the device's queue and passes
     process     event loop, limits, version, recorder
+    reloads     whether the last reload took effect
 
 Labels are bounded enums, never a user or an item. What changes by itself is read when it is scraped (`observe_*`), so
 no gauge can say what was true before a reload.
@@ -23,6 +24,7 @@ from npu_gr.metrics.registry.families import Families
 from npu_gr.metrics.registry.jobs import GenerateMetrics, MatchMetrics, RankMetrics, RecommendMetrics, SignalMetrics
 from npu_gr.metrics.registry.process import ProcessMetrics
 from npu_gr.metrics.registry.relay import RelayMetrics
+from npu_gr.metrics.registry.reloads import ReloadMetrics
 from npu_gr.metrics.registry.requests import RequestMetrics
 from npu_gr.metrics.slo import Objective
 
@@ -51,6 +53,7 @@ class Metrics:
         self.relay = RelayMetrics(make)
         self.engine = EngineMetrics(make)
         self.process = ProcessMetrics(make)
+        self.reloads = ReloadMetrics(make)
 
     def waiting(self) -> Mapping[str, float]:
         """Count the jobs that wait and the prefixes that are on their way, for the status page."""

@@ -12,6 +12,7 @@ from npu_gr.core.request import (
     MatchAnswer,
     RankAnswer,
     RecommendAnswer,
+    StageResult,
     Verdict,
 )
 from npu_gr.metrics.registry.families import LATENCY_S, POWERS, Families, children
@@ -136,7 +137,12 @@ class RecommendMetrics:
             make.counter("recommend_stages_total", "Stages of recommends by how they ended.", ("stage", "result"))
         )
         self._stage_s = children(
-            make.histogram("recommend_stage_duration_seconds", "One stage of a recommend.", LATENCY_S, ("stage",))
+            make.histogram(
+                "recommend_stage_duration_seconds",
+                "One stage of a recommend, where it did its part.",
+                LATENCY_S,
+                ("stage",),
+            )
         )
         self._recommended = make.counter("recommended_items_total", "Items that recommend answered.")
 
@@ -144,7 +150,8 @@ class RecommendMetrics:
         """Count a cascade's items and stages. Its signal, generates, matches and ranks are counted as such."""
         for report in answer.stages:
             self._stages(report.stage, report.result.value).inc()
-            self._stage_s(report.stage).observe(report.took_s)
+            if report.result in (StageResult.OK, StageResult.EMPTY):
+                self._stage_s(report.stage).observe(report.took_s)
         self._recommended.inc(len(answer.item_ids))
 
 

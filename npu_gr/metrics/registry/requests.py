@@ -1,5 +1,8 @@
 """What every kind of request is measured by: admissions, latencies, stages, objectives. All of it follows `KINDS`.
 
+Latency histograms hold answered requests only: a refusal in .2 ms is no fast answer, and a panel must not improve while
+requests are refused. What was not answered is counted apart, by what became of it.
+
 Each latency histogram has a bucket edge on the kind's objective, so SLO attainment is an exact ratio of counters.
 Exemplars of `npu_gr_request_duration_seconds` name the trace of a request in that bucket.
 """
@@ -13,6 +16,7 @@ from typing import Any, cast
 
 from prometheus_client import Counter, Histogram
 
+from npu_gr.core.errors import Refusal
 from npu_gr.core.kinds import KINDS, Kind
 from npu_gr.core.request import Answer, LeasedAnswer, Outcome
 from npu_gr.metrics.registry.families import LATENCY_S, Families, children
@@ -70,12 +74,16 @@ class RequestMetrics:
         self._requests = children(
             make.counter("requests_total", "HTTP requests by route and status.", ("route", "code"))
         )
-        self._admissions = children(
-            make.counter("admissions_total", "Requests by what became of them at the door.", ("kind", "verdict"))
+        admissions = make.counter(
+            "admissions_total", "Requests by what became of them at the door.", ("kind", "verdict")
         )
-        self._request_s = children(
-            make.histogram("request_duration_seconds", "From the first byte to the answer.", all_edges_s, ("kind",))
+        self._admissions = {(kind, v): admissions.labels(kind, v.value) for kind in KINDS for v in AdmissionResult}
+        refusals = make.counter("refusals_total", "Requests refused for load (429), by reason.", ("kind", "reason"))
+        self._refusals = {(kind, r): refusals.labels(kind, r.value) for kind in KINDS for r in Refusal}
+        answered = make.histogram(
+            "request_duration_seconds", "Answered requests, from the first byte to the answer.", all_edges_s, ("kind",)
         )
+        self._request_s = {kind: answered.labels(kind) for kind in KINDS}
         results = make.counter("slo_requests_total", "Requests as the objectives count them.", ("kind", "result"))
         self._results = {(kind, r): results.labels(kind, r.value) for kind in self.objectives for r in Result}
         stages = make.histogram("stage_duration_seconds", "Time by stage.", all_edges_s, ("kind", "stage"))
@@ -128,7 +136,13 @@ class RequestMetrics:
         return self.over(kind, window_s).attainment(slo)
 
     def done(
-        self, kind: str | None, route: str, status: int, took_s: float, stages_s: Mapping[str, float] | None = None
+        self,
+        kind: str | None,
+        route: str,
+        status: int,
+        took_s: float,
+        stages_s: Mapping[str, float] | None = None,
+        refusal: Refusal | None = None,
     ) -> Result | None:
         """Count an HTTP request that has ended.
 
@@ -138,6 +152,7 @@ class RequestMetrics:
             status: of HTTP; 499 = the caller hung up.
             took_s: from the first byte to the answer.
             stages_s: of the answer; what they leave of `took_s` is the door's.
+            refusal: why it was refused for load.
 
         Returns:
             What it counts as for the objective; None = nothing.
@@ -145,8 +160,12 @@ class RequestMetrics:
         self._requests(route, status).inc()
         if kind is None:
             return None
-        self._admissions(kind, AdmissionResult.of(status)).inc()
-        self._request_s(kind).observe(took_s, exemplar())
+        admission = AdmissionResult.of(status)
+        self._admissions[kind, admission].inc()
+        if admission is AdmissionResult.ADMITTED:
+            self._request_s[kind].observe(took_s, exemplar())
+        if refusal is not None:
+            self._refusals[kind, refusal].inc()
         if stages_s:
             self._stage_s[kind, DOOR].observe(max(took_s - sum(stages_s.values()), 0.0))
         result = None if status == ABANDONED else judge(status, took_s, self.objectives[kind].threshold_s)

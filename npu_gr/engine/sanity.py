@@ -1,0 +1,123 @@
+"""The sanity self-test: a model that cannot tell candidates apart, or computes no numbers, does not become ready.
+
+Parity (`selftest.py`) compares a model with itself, so a checkpoint of zeros passes it. This looks at the numbers:
+every weight is finite, every score is finite, and scores differ between candidates and between histories.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import nn
+
+from npu_gr.catalogue.tokens import Tokens
+from npu_gr.core.errors import CheckpointError
+from npu_gr.core.request import F32, I64
+from npu_gr.engine.generate_engine import GenerateEngine
+from npu_gr.engine.page_jobs import proof_order
+from npu_gr.engine.rank_engine import RankEngine, RankPass
+
+_FAR = float("inf")
+
+
+def check_weights(model: nn.Module, where: str) -> None:
+    """Check that every weight is a finite number.
+
+    Args:
+        model: on any device.
+        where: begins the message, e.g. "checkpoint /models/ranker".
+
+    Raises:
+        CheckpointError: names the tensor, how many of its values are wrong, and the first one.
+    """
+    for name, tensor in model.state_dict().items():
+        if not tensor.is_floating_point() or bool(tensor.isfinite().all()):
+            continue
+        wrong = torch.nonzero(~tensor.isfinite())
+        first = tuple(wrong[0].tolist())
+        raise CheckpointError(
+            f"{where}: self-test: {len(wrong)} of {tensor.numel()} values of {name} are not finite, "
+            f"the first is {float(tensor[first])} at {list(first)}"
+        )
+
+
+def check_scores(logits: F32, names: Sequence[str], where: str) -> None:
+    """Check that scores are finite, and that they differ between candidates and between histories.
+
+    Args:
+        logits: [h, c, n] of h different histories, c different candidates, n tasks. Of one candidate or one history
+            nothing can differ, so only the rest is checked.
+        names: [n] what each score is called in the message.
+        where: begins the message.
+
+    Raises:
+        CheckpointError: names the score and what is wrong with it.
+    """
+    num_histories, num_candidates = logits.shape[:2]
+    for name, scores in zip(names, np.moveaxis(logits, 2, 0), strict=True):
+        broken = int(np.count_nonzero(~np.isfinite(scores)))
+        if broken:
+            raise CheckpointError(f"{where}: self-test: {broken} of {scores.size} scores of {name} are not finite")
+        if num_candidates > 1 and (scores == scores[:, :1]).all():
+            raise CheckpointError(
+                f"{where}: self-test: all {num_candidates} candidates have the same score of {name}, "
+                f"{float(scores[0, 0]):g}"
+            )
+        if num_histories > 1 and (scores == scores[:1]).all():
+            raise CheckpointError(
+                f"{where}: self-test: scores of {name} are the same for {num_histories} different histories"
+            )
+
+
+async def check_ranker(
+    engine: RankEngine, histories: Sequence[Tokens], candidates: I64, tasks: Sequence[str], where: str
+) -> None:
+    """Rank different candidates for different histories, cold, and check the scores.
+
+    Args:
+        engine: the engine to test.
+        histories: different ones.
+        candidates: [c] item rows, distinct.
+        tasks: names of the scores.
+        where: begins the message.
+
+    Raises:
+        CheckpointError: as `check_scores`.
+    """
+    found = [
+        await engine.rank(RankPass(tokens, 0, candidates, int(tokens.events.timestamps[-1])), _FAR)
+        for tokens in histories
+    ]
+    check_scores(np.stack([each.logits for each in found]), tasks, where)
+
+
+async def check_generator(engine: GenerateEngine, codes: Sequence[int], first_token: int, where: str) -> None:
+    """Score the semantic-ID tokens that may follow two different prompts, and check the scores.
+
+    Its weights were checked when they were read (`model/hf.py`).
+
+    Args:
+        engine: the engine to test.
+        codes: number of codes of each level.
+        first_token: token of the first level's code 0; the other levels follow.
+        where: begins the message.
+
+    Raises:
+        CheckpointError: as `check_scores`.
+    """
+    decoder = engine.generator.decoder
+    random = np.random.default_rng(0)
+    bases = first_token + np.cumsum([0, *codes[:-1]])
+
+    def score() -> F32:
+        """Of the token after two random items, on a device thread."""
+        tokens: I64 = (bases + random.integers(0, codes, (2, len(codes)))).ravel()
+        hidden = decoder.prefill(engine.backend, engine.backend.upload(tokens), 0, None, None)
+        logits = decoder.logits(hidden, (first_token, first_token + sum(codes)))
+        scores: F32 = logits[0].to("cpu", torch.float32).numpy()
+        return scores
+
+    found = [await engine.scheduler.call(score, _FAR, proof_order()) for _ in range(2)]
+    check_scores(np.stack([each.value for each in found])[:, :, None], ("the next token",), where)

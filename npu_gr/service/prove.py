@@ -1,0 +1,127 @@
+"""Prove that a model computes what it should, on pages that are lent to the test, before its first request.
+
+A model that is loaded beside a serving one is proven while that one serves: live requests go first.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import overload
+
+import numpy as np
+
+from npu_gr.catalogue.items import ItemVocabulary
+from npu_gr.catalogue.tokens import Tokens, tokenize
+from npu_gr.core.errors import PoolExhausted
+from npu_gr.core.request import Events, UserKey
+from npu_gr.engine.rank_engine import RankEngine
+from npu_gr.engine.sanity import check_ranker
+from npu_gr.engine.selftest import parity
+from npu_gr.kv.dram_store import DramEntry, DramStore
+from npu_gr.kv.keys import PrefixKey
+from npu_gr.kv.layout import PageRun
+from npu_gr.kv.prefix_pool import PrefixEntry, PrefixPool
+from npu_gr.model.config import HSTUConfig
+from npu_gr.service.config import Config
+
+log = logging.getLogger(__name__)
+
+SELF_TEST_TOKENS = 256
+RESERVE_S = 30.0  # a self-test beside a serving model waits this long for free pages
+WARM_UP_LENGTHS = (16, 128, 512, 1024)
+WARM_UP_CANDIDATES = (8, 128)
+
+
+async def prove(
+    engine: RankEngine,
+    vocabulary: ItemVocabulary,
+    pool: PrefixPool,
+    dram: DramStore | None,
+    version: str,
+    config: Config,
+) -> None:
+    """Run the self-tests (parity only if prefixes are cached) and the warm-up on seeded histories.
+
+    Live ranks that wait go first.
+    """
+    shape = engine.model.config
+    longest = min(shape.max_history_tokens, max(WARM_UP_LENGTHS))
+    tokens = seeded_tokens(vocabulary, shape, longest)
+    head = tokens[: min(longest, SELF_TEST_TOKENS)]
+    candidates = np.unique(np.random.default_rng(1).integers(0, shape.num_items, 32))
+    histories = [head, seeded_tokens(vocabulary, shape, len(head), seed=2)] if shape.num_items > 1 else [head]
+    await check_ranker(engine, histories, candidates, shape.tasks, f"checkpoint {config.checkpoint}")
+    drift = 0.0
+    if config.relay.enabled:
+        async with lent(pool, dram, version, len(head)) as (runs, dram_runs):
+            drift = await parity(engine, runs, None if dram is None else dram.arena, dram_runs, head, candidates)
+            if dram is not None:
+                await engine.measure_copy(dram.arena, dram_runs, runs, len(head))
+    began_at = time.perf_counter()
+    cost = await engine.warm_up(tokens, [n for n in WARM_UP_LENGTHS if n <= longest], WARM_UP_CANDIDATES)
+    log.info(
+        "parity %.1e of the logits' spread; warm-up %.1f s; 1,000 tokens and 100 candidates: %.1f ms full; "
+        "DRAM to HBM %.1f GB/s",
+        drift,
+        time.perf_counter() - began_at,
+        cost.full_s(1000, 100) * 1e3,
+        engine.copy_bytes_per_s / 1e9,
+    )
+
+
+@asynccontextmanager
+async def lent(
+    pool: PrefixPool, dram: DramStore | None, version: str, num_tokens: int
+) -> AsyncIterator[tuple[tuple[PageRun, ...], tuple[PageRun, ...]]]:
+    """Lend pages of both tiers to the block; without a DRAM tier, none of that."""
+    key = PrefixKey(UserKey("", ""), version, pool.arena.layout.layout_id, "self-test")
+    entry = await _reserved(pool, key, num_tokens)
+    try:
+        room = None if dram is None else await _reserved(dram, key, num_tokens)
+        try:
+            yield entry.runs, () if room is None else room.runs
+        finally:
+            if dram is not None and room is not None:
+                dram.abandon(room)
+    finally:
+        pool.abandon(entry)
+
+
+@overload
+async def _reserved(tier: PrefixPool, key: PrefixKey, num_tokens: int) -> PrefixEntry: ...
+@overload
+async def _reserved(tier: DramStore, key: PrefixKey, num_tokens: int) -> DramEntry: ...
+async def _reserved(tier: PrefixPool | DramStore, key: PrefixKey, num_tokens: int) -> PrefixEntry | DramEntry:
+    """Reserve pages as soon as there are some: live prefixes free theirs when their ranks are done."""
+    give_up_at = time.monotonic() + RESERVE_S
+    while True:
+        try:
+            return tier.reserve(key, num_tokens)
+        except PoolExhausted:
+            if time.monotonic() > give_up_at:
+                raise
+        await asyncio.sleep(0.05)
+
+
+def seeded_tokens(vocabulary: ItemVocabulary, shape: HSTUConfig, num_tokens: int, seed: int = 0) -> Tokens:
+    """Make a history of the model's items; the same one every time.
+
+    Args:
+        vocabulary: of the model.
+        shape: its numbers of items and actions.
+        num_tokens: length of the history.
+        seed: another one makes another history.
+    """
+    random = np.random.default_rng(seed)
+    events = Events.make(
+        vocabulary.ids[random.integers(0, shape.num_items, num_tokens)],
+        random.integers(0, len(shape.actions), num_tokens),
+        np.cumsum(random.integers(0, 86_400, num_tokens)),
+    )
+    return tokenize(
+        events, vocabulary, len(shape.actions), max_tokens=num_tokens, cut_step_tokens=1, refuse_unknown=True
+    )
