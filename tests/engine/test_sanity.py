@@ -16,7 +16,7 @@ NAMES = ("click", "like")
 GOOD = np.random.default_rng(0).normal(size=(2, 5, 2)).astype(np.float32)
 
 
-def found(logits: np.ndarray) -> str:  # type: ignore[type-arg]
+def found(logits: np.ndarray) -> str:
     with pytest.raises(CheckpointError) as error:
         check_scores(logits, NAMES, "checkpoint m")
     return str(error.value)

@@ -193,7 +193,11 @@ async def test_an_exemplar_names_the_trace_and_openmetrics_carries_it() -> None:
     assert content_type.startswith("application/openmetrics-text")
     assert text.endswith(b"# EOF\n")
     assert text.count(b"# EOF") == 1
-    line = next(x for x in text.decode().splitlines() if x.startswith("npu_gr_request_duration") and 'le="0.005"' in x)
+    line = next(
+        x
+        for x in text.decode().splitlines()
+        if x.startswith('npu_gr_request_duration_seconds_bucket{kind="rank",le="0.005"')
+    )
     assert '# {trace_id="4bf92f3577b34da6a3ce929d0e0e4736"} 0.004' in line
 
 

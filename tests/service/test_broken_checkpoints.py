@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import shutil
 from collections.abc import Callable
@@ -186,7 +187,7 @@ async def test_broken_vectors_are_refused(tmp_path: Path, changes: dict[str, Any
     folder = Path(match["vectors"])
     async with serving(tmp_path, match=match) as (client, _):
         before = await (await client.post("/v1/match", json={"user_id": "known", "num_items": 5})).json()
-        save(make_vectors(**changes), folder)
+        await asyncio.to_thread(save, make_vectors(**changes), folder)
         async with client.post("/v1/match/reload") as response:
             assert response.status == 422
             assert words in (await response.json())["detail"]
