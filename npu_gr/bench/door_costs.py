@@ -1,9 +1,9 @@
 """Two costs that `npu-gr bench door` measures by CPU time: a core's ranks at an equal P99, and one refusal.
 
-**A refusal**, with nearly nothing served: `HEAVY_CLIENTS` ask for the scores of `HEAVY_CANDIDATES` candidates, which
-fill every place and keep the device busy for many objectives, while the event loop is nearly idle. Then ordinary ranks
-come beside them and are refused. What the event loop's thread takes more than before, less what the few served ordinary
-ranks take at the reference, is the refusals' cost. With admission off nothing is refused and there is no cost to tell.
+**A refusal**, with little served: `HEAVY_CLIENTS` ask for the scores of `HEAVY_CANDIDATES` candidates. They fill every
+place and keep the device busy for many objectives, so nearly all ordinary ranks that come beside them are refused. Of
+the time that the event loop's thread takes meanwhile, what it takes for the served ones is left out: an ordinary and a
+heavy rank are measured alone before, when nothing is refused. The rest, over the refusals, is the cost of one.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from npu_gr.bench.door_client import LoadStream, StreamCounts, drive
+from npu_gr.bench.door_loads import REFERENCE_CLIENTS
 from npu_gr.bench.door_servers import Server
 
 CLIENTS = (1, 2, 4, 8, 16, 32, 64)  # of closed loops, until the P99 is over the goal
@@ -19,7 +20,7 @@ HEAVY_CLIENTS = 8
 HEAVY_CANDIDATES = 10_000
 PROBE_PER_S = 1_500.0
 LEAST_REFUSED = 200  # of a probe; fewer say nothing
-ALONE_S = 1.0
+ALONE_S = 1.0  # of the heavy clients, before the ordinary ranks
 
 
 class Density(NamedTuple):
@@ -75,45 +76,41 @@ def refusal_cost(server: Server, heavy: Path, bodies: Path, seconds: float, seed
         server: ours; nobody else asks it.
         heavy: bodies of `HEAVY_CANDIDATES` candidates.
         bodies: of ordinary ranks.
-        seconds: with the ordinary ranks, and without.
+        seconds: of the refusals.
         seed: of arrivals.
 
     Returns:
         The cost; None = too few were refused to tell.
     """
-    reference = LoadStream(name="reference", mode="closed", bodies=bodies, from_s=0.3, to_s=1.3, connections=8)
-    usual = drive(server.port, [reference.moved("warm", 0.0, 0.3), reference], watch=server.pids).stream("reference")
-    rank_s = usual.main_thread_cpu_s / max(usual.in_time + usual.late, 1)
-    begins_s = ALONE_S + seconds
-    hog = LoadStream(name="heavy", mode="closed", bodies=heavy, to_s=ALONE_S, connections=HEAVY_CLIENTS)
+    rank_s = _loop_s(server, bodies, REFERENCE_CLIENTS)
+    heavy_s = _loop_s(server, heavy, 1)
+    hog = LoadStream(name="hog", mode="closed", bodies=heavy, to_s=ALONE_S, connections=HEAVY_CLIENTS)
     probe = LoadStream(
         name="probe",
         mode="poisson",
         bodies=bodies,
-        from_s=begins_s,
-        to_s=begins_s + seconds,
+        from_s=ALONE_S,
+        to_s=ALONE_S + seconds,
         connections=256,
         rate_per_s=PROBE_PER_S,
     )
-    report = drive(
-        server.port,
-        [hog, hog.moved("alone", ALONE_S, begins_s), hog.moved("both", begins_s, begins_s + seconds), probe],
-        watch=server.pids,
-        seed=seed,
-        deadline_s=2.0,
-    )
-    alone = report.stream("alone")
-    both = report.stream("both")
+    streams = [hog, hog.moved("heavy", ALONE_S, ALONE_S + seconds), probe]
+    report = drive(server.port, streams, watch=server.pids, seed=seed, deadline_s=2.0)
     asked = report.stream("probe")
-    refused = asked.refused + both.refused - alone.refused
+    hogs = report.stream("heavy")
+    refused = asked.refused + hogs.refused
     if refused < LEAST_REFUSED:
         return None
-    more_s = both.main_thread_cpu_s - alone.main_thread_cpu_s - _served(asked) * rank_s
-    return RefusalCost(
-        max(more_s, 0.0) / refused,
-        (asked.refused + both.refused) / seconds,
-        (_served(asked) + _served(both)) / seconds,
-    )
+    rest_s = asked.main_thread_cpu_s - _served(asked) * rank_s - _served(hogs) * heavy_s
+    return RefusalCost(max(rest_s, 0.0) / refused, refused / seconds, (_served(asked) + _served(hogs)) / seconds)
+
+
+def _loop_s(server: Server, bodies: Path, clients: int) -> float:
+    """Seconds that the event loop's thread takes for one of these ranks, when it serves nothing else."""
+    stream = LoadStream(name="load", mode="closed", bodies=bodies, from_s=0.3, to_s=1.3, connections=clients)
+    warm = stream.moved("warm", 0.0, 0.3)
+    counts = drive(server.port, [warm, stream], watch=server.pids, deadline_s=2.0).stream("load")
+    return counts.main_thread_cpu_s / max(_served(counts), 1)
 
 
 def _served(counts: StreamCounts) -> int:

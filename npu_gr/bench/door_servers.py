@@ -16,7 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -181,7 +181,8 @@ def _process(name: str, command: Sequence[str], port: int, folder: Path, ready: 
             time.sleep(0.1)
         yield Server(name=name, port=port, pids=tuple(_tree(process.pid)))
     finally:
-        os.killpg(process.pid, signal.SIGKILL)  # the group: a peer has workers of its own
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # the group: a peer has workers of its own
         process.wait()
 
 
