@@ -207,7 +207,7 @@ def _answers(port: int, path: str) -> bool:
 
 
 def ask(port: int, bodies: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Rank one body after the other over one connection.
+    """Rank one body after the other over one connection. A refusal, as after a stall, is asked again for `ASK_S`.
 
     Raises:
         Unavailable: one was not answered with 200, although nobody else asks.
@@ -216,11 +216,16 @@ def ask(port: int, bodies: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     answers = []
     try:
         for body in bodies:
-            connection.request("POST", "/v1/rank", json.dumps(body), {"Content-Type": "application/json"})
-            response = connection.getresponse()
-            text = response.read()
-            if response.status != 200:
-                raise Unavailable(f"bench door: an idle server answered {response.status}: {text[:200]!r}")
+            ends_at = time.monotonic() + ASK_S
+            status = 429
+            text = b""
+            while status == 429 and time.monotonic() < ends_at:
+                connection.request("POST", "/v1/rank", json.dumps(body), {"Content-Type": "application/json"})
+                response = connection.getresponse()
+                status = response.status
+                text = response.read()
+            if status != 200:
+                raise Unavailable(f"bench door: an idle server answered {status}: {text[:200]!r}")
             answers.append(json.loads(text))
     finally:
         connection.close()

@@ -1,0 +1,191 @@
+"""Real instances with the configuration that ships, and what breaks them. Only paths and ports are overridden.
+
+Every scene has a short form, which every run of the tests has, and a long one (`-m chaos`). Bounds on errors are exact;
+those on latency are relative to the quiet reference that the same test measures before the fault.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import aiohttp
+import pytest
+
+from npu_gr.bench.door_client import ClientReport, LoadStream, drive
+from npu_gr.bench.door_servers import Traffic, free_port, write_bodies
+from npu_gr.model.weights import load
+
+ROOT = Path(__file__).parents[2]
+CONFIG = ROOT / "configs" / "cpu.yaml"
+START_S = 90.0
+NUM_USERS = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scale:
+    """How long a scene is, and how far from the reference it may be."""
+
+    name: str
+    load_s: float  # of each load
+    least_ratio: float  # goodput under a fault, of the reference in the same test
+
+
+SHORT = Scale(name="short", load_s=2.0, least_ratio=0.6)
+LONG = Scale(name="long", load_s=30.0, least_ratio=0.85)
+each_scale = pytest.mark.parametrize(
+    "scale",
+    [pytest.param(SHORT, id="short"), pytest.param(LONG, id="long", marks=pytest.mark.chaos)],
+)
+
+
+class Instance:
+    """`npu-gr serve` with `configs/cpu.yaml`, in a process of its own."""
+
+    def __init__(self, folder: Path, checkpoint: Path, *overrides: str) -> None:
+        """Start nothing yet.
+
+        Args:
+            folder: for its store and its log.
+            checkpoint: that it serves.
+            overrides: `section.key=value`: paths, ports and where Redis is, nothing else.
+        """
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.database = folder / "history.db"
+        self.log = folder / "instance.log"
+        settings = [
+            f"server.port={self.port}",
+            f"checkpoint={checkpoint}",
+            f"features.path={self.database}",
+            *overrides,
+        ]
+        sets = [word for setting in settings for word in ("--set", setting)]
+        self._command = [sys.executable, "-m", "npu_gr", "serve", "--config", str(CONFIG), *sets]
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def launch(self, stdout: IO[bytes] | int = subprocess.DEVNULL, limits: Mapping[int, int] | None = None) -> None:
+        """Start the process.
+
+        Args:
+            stdout: where its lines go.
+            limits: `resource.RLIMIT_*` -> value.
+        """
+        with self.log.open("ab") as log:
+            self._process = subprocess.Popen(self._command, stdout=stdout, stderr=log, cwd=ROOT)
+        for which, value in (limits or {}).items():
+            self.limit(which, value)
+
+    async def ready(self) -> None:
+        """Wait until it accepts work."""
+        async with aiohttp.ClientSession() as http:
+            give_up_at = time.monotonic() + START_S
+            while True:
+                assert self.process.poll() is None, self.log.read_text()
+                assert time.monotonic() < give_up_at, self.log.read_text()
+                with suppress(aiohttp.ClientError, OSError):
+                    async with http.get(f"{self.url}/readyz") as answer:
+                        if answer.status == 200:
+                            return
+                await asyncio.sleep(0.05)
+
+    @property
+    def process(self) -> subprocess.Popen[bytes]:
+        assert self._process is not None
+        return self._process
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    def limit(self, which: int, value: int) -> None:
+        """Set a resource limit of the process, soft only where it will be lifted again."""
+        resource.prlimit(self.pid, which, (value, resource.prlimit(self.pid, which)[1]))
+
+    def signal(self, number: int) -> None:
+        self.process.send_signal(number)
+
+    async def ended(self, within_s: float = 30.0) -> int:
+        """Wait for its end. Returns its exit status."""
+        return await asyncio.to_thread(self.process.wait, within_s)
+
+    @property
+    def num_descriptors(self) -> int:
+        return len(os.listdir(f"/proc/{self.pid}/fd"))
+
+    @property
+    def resident_bytes(self) -> int:
+        pages = Path(f"/proc/{self.pid}/statm").read_text().split()[1]
+        return int(pages) * resource.getpagesize()
+
+    async def metric(self, sample: str) -> float:
+        """The value of a sample of /metrics, named with its labels; 0 if it is not there."""
+        async with aiohttp.request("GET", f"{self.url}/metrics") as answer:
+            lines = (await answer.text()).splitlines()
+        found = [line for line in lines if line.startswith(f"{sample} ")]
+        return float(found[0].rsplit(" ", 1)[1]) if found else 0.0
+
+    def end(self) -> None:
+        """Kill it, if it still runs."""
+        if self._process is not None and self._process.poll() is None:
+            with suppress(ProcessLookupError):
+                self._process.send_signal(signal.SIGCONT)
+            self._process.kill()
+            self._process.wait()
+
+
+@asynccontextmanager
+async def running(instance: Instance, **launch: Any) -> AsyncIterator[Instance]:
+    """Run an instance while the block runs; it is ready when the block begins."""
+    try:
+        instance.launch(**launch)
+        await instance.ready()
+        yield instance
+    finally:
+        instance.end()
+
+
+@dataclass(frozen=True, slots=True)
+class Bodies:
+    """What is sent: ranks of users that bring their histories, as dicts and as the load generator reads them."""
+
+    ranks: list[dict[str, Any]]
+    path: Path
+
+    @classmethod
+    def make(cls, checkpoint: Path, path: Path, tenant: str = "", prefix: str = "user") -> Bodies:
+        """Make one rank for each user.
+
+        Args:
+            checkpoint: whose items are asked for.
+            path: of the file.
+            tenant: of all users.
+            prefix: of the users' names.
+        """
+        ranks = Traffic(num_users=NUM_USERS).bodies(load(checkpoint), tenant, seed=1, prefix=prefix)
+        return cls(ranks, write_bodies(path, ranks))
+
+    def without_history(self) -> list[dict[str, Any]]:
+        """The same ranks of users whose history is in the store."""
+        return [{name: value for name, value in rank.items() if name != "history"} for rank in self.ranks]
+
+
+async def drive_all(instance: Instance, streams: Sequence[LoadStream], **more: Any) -> ClientReport:
+    """Run the load generator, a process of its own, beside the event loop."""
+    return await asyncio.to_thread(drive, instance.port, streams, watch=(instance.pid,), **more)
+
+
+async def closed(instance: Instance, bodies: Bodies, num_clients: int, for_s: float) -> float:
+    """Ranks answered in time a second by clients that send again at once: the machine's own reference."""
+    stream = LoadStream(name="reference", mode="closed", bodies=bodies.path, to_s=for_s, connections=num_clients)
+    return (await drive_all(instance, [stream])).stream("reference").good_per_s

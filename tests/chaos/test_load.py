@@ -1,0 +1,154 @@
+"""Loads that the machine can bear are borne: bursts, clients that retry at once, a hot tenant, a pause, a stop."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import aiohttp
+import pytest
+
+from npu_gr.bench.door_client import BIN_S, LoadStream, Pause, StreamCounts
+from tests.chaos.open_loop import LOST, Answers, Ask, send
+from tests.chaos.rig import Bodies, Instance, Scale, closed, drive_all, each_scale, running
+
+OBJECTIVE_S = 0.05
+PAUSE_S = 0.11
+WELL_AGAIN_S = 0.25  # after a pause
+GROWTH_BYTES = 200_000_000  # of the resident memory over all loads: pages of prefixes, and what the allocator keeps
+
+
+@pytest.fixture(scope="module")
+def instance(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Instance]:
+    """One for the loads of this file, each of which measures its own reference; it leaks nothing over all of them."""
+    made = Instance(tmp_path_factory.mktemp("instance"), checkpoint)
+    try:
+        made.launch()
+        asyncio.run(made.ready())
+        before = (made.num_descriptors, made.resident_bytes)
+        yield made
+        assert made.num_descriptors <= before[0] + 20, "connections of clients that are gone are still open"
+        assert made.resident_bytes <= before[1] + GROWTH_BYTES
+    finally:
+        made.end()
+
+
+def failures(counts: StreamCounts) -> dict[str, int]:
+    found = {name: getattr(counts, name) for name in ("refused", "other", "timeouts", "errors")}
+    return {name: number for name, number in found.items() if number}
+
+
+@each_scale
+@pytest.mark.parametrize("size", [8, 16, 24])
+async def test_bursts_at_a_quarter_of_the_load_are_not_refused(
+    size: int, scale: Scale, bodies: Bodies, instance: Instance
+) -> None:
+    most_per_s = await closed(instance, bodies, 4, 1.0)
+    load = LoadStream(
+        name="bursts",
+        mode="bursts",
+        bodies=bodies.path,
+        to_s=scale.load_s,
+        connections=2 * size,
+        burst_size=size,
+        every_s=4 * size / most_per_s,
+    )
+    counts = (await drive_all(instance, [load])).stream("bursts")
+    assert counts.due >= 2 * size
+    assert not failures(counts), failures(counts)
+
+
+@each_scale
+@pytest.mark.parametrize("num_clients", [16, 64])
+async def test_clients_that_retry_at_once_cost_no_goodput(
+    num_clients: int, scale: Scale, bodies: Bodies, instance: Instance
+) -> None:
+    before_per_s = await closed(instance, bodies, 4, 1.0)
+    load = LoadStream(name="load", mode="closed", bodies=bodies.path, to_s=scale.load_s + 1.0, connections=num_clients)
+    counts = (await drive_all(instance, [load])).stream("load")
+    after_per_s = await closed(instance, bodies, 4, 1.0)
+    reference_per_s = (before_per_s + after_per_s) / 2
+    assert not counts.errors
+    assert counts.good_per_s >= scale.least_ratio * reference_per_s
+    third = len(counts.bins) // 3
+    good = [sum(each[0] for each in part) for part in (counts.bins[:third], counts.bins[-third:])]
+    assert good[1] >= 0.6 * good[0], "goodput falls while the load lasts"
+    assert after_per_s >= 0.6 * before_per_s
+
+
+@each_scale
+async def test_a_small_tenant_beside_a_hot_one_is_not_refused(
+    scale: Scale, checkpoint: Path, instance: Instance, tmp_path: Path
+) -> None:
+    hot = Bodies.make(checkpoint, tmp_path / "hot", tenant="hot", prefix="h")
+    few = Bodies.make(checkpoint, tmp_path / "small", tenant="small", prefix="s")
+    alone = LoadStream(
+        name="alone", mode="poisson", bodies=few.path, to_s=scale.load_s, connections=16, rate_per_s=20.0
+    )
+    crowd = LoadStream(name="hot", mode="closed", bodies=hot.path, to_s=scale.load_s + 0.5, connections=16)
+    await closed(instance, hot, 4, 0.5)
+    quiet = (await drive_all(instance, [alone])).stream("alone")
+    report = await drive_all(instance, [crowd, alone.moved("small", 0.5, 0.5 + scale.load_s)])
+    small = report.stream("small")
+    assert not failures(quiet), failures(quiet)
+    assert not failures(small), failures(small)
+    assert small.answered_ms.p90 <= max(2 * quiet.answered_ms.p90, OBJECTIVE_S * 1e3)
+    assert report.stream("hot").in_time > 0
+
+
+@each_scale
+async def test_a_pause_is_forgotten_within_a_quarter_of_a_second(
+    scale: Scale, bodies: Bodies, instance: Instance
+) -> None:
+    most_per_s = await closed(instance, bodies, 4, 1.0)
+    at_s = 0.5
+    load = LoadStream(
+        name="load",
+        mode="poisson",
+        bodies=bodies.path,
+        to_s=at_s + PAUSE_S + WELL_AGAIN_S + scale.load_s,
+        connections=128,
+        rate_per_s=most_per_s / 4,
+    )
+    pause = Pause(pid=instance.pid, at_s=at_s, for_s=PAUSE_S)
+    counts = (await drive_all(instance, [load], pause=pause)).stream("load")
+    well_from = int((at_s + PAUSE_S + WELL_AGAIN_S) / BIN_S) + 1
+    refused = [each[2] for each in counts.bins]
+    assert sum(refused[well_from:]) == 0, refused
+    lost = sum(sum(each[3:]) for each in counts.bins)
+    assert lost == 0
+    rest = counts.bins[well_from:]
+    assert sum(each[0] for each in rest) >= 0.9 * sum(sum(each) for each in rest)
+
+
+@each_scale
+async def test_a_stop_under_load_loses_nothing(scale: Scale, bodies: Bodies, checkpoint: Path, tmp_path: Path) -> None:
+    """Every request that was sent before the listener closed is answered; the process ends with 0."""
+    samples = []
+    async with running(Instance(tmp_path, checkpoint)) as instance, aiohttp.ClientSession() as http:
+        stopped_at = float("inf")
+
+        async def ask(number: int) -> None:
+            while True:
+                sample = await send(http, instance.url, Ask(body=bodies.ranks[number % len(bodies.ranks)]))
+                samples.append(sample)
+                if sample.status == LOST and sample.due_at > stopped_at:
+                    assert "ConnectionRefused" in str(sample.body), sample
+                    return
+                await asyncio.sleep(0.1)
+
+        asking = [asyncio.create_task(ask(number)) for number in range(8)]
+        await asyncio.sleep(scale.load_s / 2)
+        stopped_at = time.monotonic()
+        instance.signal(signal.SIGTERM)
+        assert await instance.ended(within_s=20) == 0
+        took_s = time.monotonic() - stopped_at
+        await asyncio.gather(*asking)
+    answers = Answers(sample for sample in samples if sample.status != LOST)
+    assert not answers.failed, answers.failed[:3]
+    assert len(samples) - len(answers) <= len(asking)  # each client noticed once that nobody listens any more
+    assert any(sample.due_at > stopped_at for sample in answers.samples), "it did not serve while it drained"
+    assert took_s < 10.0

@@ -1,0 +1,57 @@
+"""A broken checkpoint that is published under load changes nothing: the reload is refused, the old model goes on."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from pathlib import Path
+
+import aiohttp
+import pytest
+
+from tests.chaos.open_loop import Ask, OpenLoop
+from tests.chaos.rig import Bodies, Instance, Scale, each_scale, running
+from tests.service.test_broken_checkpoints import Change, broken, infinities, one_nan, zeros
+
+PER_S = 60.0
+RELOAD_S = 10.0  # of a good checkpoint under load
+
+
+def publish(source: Path, served: Path) -> None:
+    """Put a checkpoint where the configuration names it, as a job that publishes does."""
+    shutil.rmtree(served)
+    shutil.copytree(source, served)
+
+
+@each_scale
+@pytest.mark.parametrize("change", [zeros, infinities, one_nan], ids=lambda change: str(change.__name__))
+async def test_a_broken_checkpoint_is_refused_under_load(
+    change: Change, scale: Scale, bodies: Bodies, checkpoint: Path, tmp_path: Path
+) -> None:
+    served = tmp_path / "served"
+    shutil.copytree(checkpoint, served)
+    bad = broken(checkpoint, tmp_path / "bad", change)
+    async with running(Instance(tmp_path, served)) as instance:
+        load = OpenLoop(instance.url, lambda n: Ask(body=bodies.ranks[n % len(bodies.ranks)]), PER_S)
+        async with load.running() as loop:
+            quiet = await loop.over(scale.load_s / 2)
+            from_at = time.monotonic()
+            publish(bad, served)
+            status, detail = await reload(instance)
+            assert status == 422, detail
+            assert "self-test" in detail
+            assert await instance.metric('npu_gr_last_reload_successful{what="configuration"}') == 0
+            publish(checkpoint, served)
+            assert (await reload(instance))[0] == 200
+            assert await instance.metric('npu_gr_last_reload_successful{what="configuration"}') == 1
+            hurt = await loop.between(from_at, time.monotonic())
+        versions = {sample.body["model_version"] for sample in (*quiet.samples, *hurt.samples)}
+    assert not hurt.failed, hurt.failed[:3]
+    assert len(versions) == 1
+
+
+async def reload(instance: Instance) -> tuple[int, str]:
+    timeout = aiohttp.ClientTimeout(total=60)
+    async with aiohttp.request("POST", f"{instance.url}/v1/models/reload", timeout=timeout) as answer:
+        body = await answer.json(content_type=None)
+        return answer.status, str(body.get("detail", ""))

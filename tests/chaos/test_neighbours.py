@@ -1,0 +1,131 @@
+"""One bad neighbour never stops an instance: who reads no log, sends nothing, or sends half of what it promised."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import resource
+import signal
+import socket
+import time
+from pathlib import Path
+
+import aiohttp
+
+from npu_gr.bench.door_client import LoadStream
+from tests.chaos.open_loop import Answers, Ask, OpenLoop
+from tests.chaos.rig import Bodies, Instance, Scale, drive_all, each_scale, running
+
+PER_S = 40.0
+HALF_BODIES = 400
+BODY_BYTES = 200_000
+
+
+def ranks(bodies: Bodies, instance: Instance) -> OpenLoop:
+    return OpenLoop(instance.url, lambda n: Ask(body=bodies.ranks[n % len(bodies.ranks)]), PER_S)
+
+
+def check(hurt: Answers, quiet: Answers) -> None:
+    """Nobody else notices: no error, and answers nearly as fast as before."""
+    assert not quiet.failed, quiet.failed[:3]
+    assert not hurt.failed, (hurt.statuses, hurt.failed[:3])
+    assert hurt.quantile_s(0.95) <= 3 * quiet.quantile_s(0.95) + 0.05
+
+
+async def is_answered(instance: Instance, path: str) -> bool:
+    """Whether a caller on a new connection is answered within a second."""
+    try:
+        async with aiohttp.request("GET", instance.url + path, timeout=aiohttp.ClientTimeout(total=1.0)) as answer:
+            return answer.status == 200
+    except (aiohttp.ClientError, OSError):
+        return False
+
+
+@each_scale
+async def test_a_log_that_nobody_reads_stops_nothing(
+    scale: Scale, bodies: Bodies, checkpoint: Path, tmp_path: Path
+) -> None:
+    """A pipe holds 64 kB, some 150 lines."""
+    read, write = os.pipe()
+    try:
+        async with running(Instance(tmp_path, checkpoint), stdout=write) as instance:
+            load = LoadStream(name="load", mode="closed", bodies=bodies.path, to_s=scale.load_s, connections=4)
+            counts = (await drive_all(instance, [load])).stream("load")
+            assert counts.due > 400
+            assert counts.timeouts + counts.errors + counts.other == 0
+            assert counts.in_time > 0.9 * (counts.due - counts.refused)
+            assert await is_answered(instance, "/readyz")
+            assert await is_answered(instance, "/healthz")
+            assert await instance.metric('npu_gr_log_lines_dropped_total{stream="stdout"}') > 0
+            instance.signal(signal.SIGTERM)
+            assert await instance.ended(within_s=15) == 0
+    finally:
+        os.close(read)
+        os.close(write)
+
+
+@each_scale
+async def test_silent_connections_do_not_use_up_an_instance(
+    scale: Scale, bodies: Bodies, checkpoint: Path, tmp_path: Path
+) -> None:
+    """1,100 connections that say nothing, more than the process may have descriptors for; each comes back if closed."""
+    limits = {resource.RLIMIT_NOFILE: 1024}
+    async with running(Instance(tmp_path, checkpoint), limits=limits) as instance:
+        async with ranks(bodies, instance).running() as loop:
+            quiet = await loop.over(scale.load_s / 2)
+            silent = [socket.create_connection(("127.0.0.1", instance.port)) for _ in range(1100)]
+            try:
+                hurt = await loop.over(scale.load_s)
+                healthy = [await is_answered(instance, path) for path in ("/readyz", "/healthz", "/metrics")]
+            finally:
+                for one in silent:
+                    one.close()
+        check(hurt, quiet)
+        assert all(healthy)
+        assert instance.num_descriptors < 1024
+
+
+@each_scale
+async def test_half_requests_cost_neither_time_nor_memory(
+    scale: Scale, bodies: Bodies, checkpoint: Path, tmp_path: Path
+) -> None:
+    """Half of a head, and half of a body: each ends when its budget of 500 ms is over, or at the server's own limit."""
+    head = (
+        f"POST /v1/rank HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nX-Request-Timeout-Ms: 500\r\n"
+        f"Content-Length: {2 * BODY_BYTES}\r\n\r\n"
+    ).encode()
+    half_body = head + json.dumps({"user_id": "u" * BODY_BYTES}).encode()[:BODY_BYTES]
+    half_head = head[: len(head) // 2]
+    async with running(Instance(tmp_path, checkpoint)) as instance:
+        async with ranks(bodies, instance).running() as loop:
+            quiet = await loop.over(scale.load_s / 2)
+            before_bytes = instance.resident_bytes
+            from_at = time.monotonic()
+            sent = [asyncio.create_task(half(instance.port, half_body)) for _ in range(HALF_BODIES)]
+            sent += [asyncio.create_task(half(instance.port, half_head)) for _ in range(50)]
+            await asyncio.sleep(1.0)
+            grown_bytes = instance.resident_bytes - before_bytes
+            answers = await asyncio.gather(*sent[:HALF_BODIES])
+            assert time.monotonic() - from_at < 10.0, "half bodies are kept beyond their budget"
+            hurt = await loop.between(from_at + 1.0, time.monotonic())
+            for task in sent:
+                task.cancel()
+            await asyncio.gather(*sent, return_exceptions=True)
+        assert {answer.split(b" ")[1] for answer in answers if answer} <= {b"408", b"503", b"504", b"429"}
+        check(hurt, quiet)
+        assert grown_bytes < 0.75 * HALF_BODIES * BODY_BYTES
+        assert await instance.metric("npu_gr_requests_in_flight") <= 1  # the scrape itself
+
+
+async def half(port: int, what: bytes) -> bytes:
+    """Send half a request and wait for whatever comes. Returns what came before the connection was closed."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    try:
+        writer.write(what)
+        await writer.drain()
+        return await reader.read()
+    except OSError:
+        return b""  # closed with a reset: bytes of it were never read
+    finally:
+        writer.transport.abort()

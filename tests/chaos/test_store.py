@@ -1,0 +1,201 @@
+"""A history store that is ill: ranks that bring their history never notice, the others are told at once."""
+
+from __future__ import annotations
+
+import asyncio
+import resource
+import shutil
+import sqlite3
+import subprocess
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from npu_gr.bench.door_servers import free_port
+from tests.chaos.open_loop import Answers, Ask, OpenLoop, send
+from tests.chaos.rig import Bodies, Instance, Scale, each_scale, running
+from tests.fault_proxy import FaultProxy, Mode
+
+PER_S = 60.0
+APPENDED = 40  # users
+
+
+def half_bring_their_history(bodies: Bodies, instance: Instance) -> OpenLoop:
+    needing = bodies.without_history()
+
+    def make(number: int) -> Ask:
+        index = number // 2 % len(bodies.ranks)
+        if number % 2:
+            return Ask(name="brings", body=bodies.ranks[index])
+        return Ask(name="needs", body=needing[index])
+
+    return OpenLoop(instance.url, make, PER_S)
+
+
+def append(bodies: Bodies, number: int, key: str | None = None, budget_s: float = 1.0, num: int = 3) -> Ask:
+    rank = bodies.ranks[number % len(bodies.ranks)]
+    events = {name: values[:num] for name, values in rank["history"].items()}
+    headers = {} if key is None else {"Idempotency-Key": key}
+    body = {"user_id": rank["user_id"], "tenant": rank["tenant"], "events": events}
+    return Ask(name="append", path="/v1/events", body=body, headers=headers, budget_s=budget_s)
+
+
+async def append_all(instance: Instance, bodies: Bodies, num_users: int) -> Answers:
+    """One append for each user, all at once."""
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as http:
+        return Answers(await asyncio.gather(*(send(http, instance.url, append(bodies, n)) for n in range(num_users))))
+
+
+@contextmanager
+def redis_server(folder: Path) -> Iterator[int]:
+    binary = shutil.which("redis-server")
+    if binary is None:
+        pytest.skip("no redis-server on PATH (Debian: apt-get install redis-server)")
+    port = free_port()
+    command = [binary, "--port", str(port), "--bind", "127.0.0.1", "--dir", str(folder), "--save", ""]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as server:
+        try:
+            yield port
+        finally:
+            server.kill()
+
+
+@asynccontextmanager
+async def behind_a_proxy(folder: Path, checkpoint: Path) -> AsyncIterator[tuple[Instance, FaultProxy]]:
+    """An instance whose Redis can hang, be late, or reset its connections."""
+    with redis_server(folder) as port:
+        async with FaultProxy("127.0.0.1", port) as proxy:
+            url = f"redis://127.0.0.1:{proxy.port}/0"
+            async with running(Instance(folder, checkpoint, "features.kind=redis", f"features.url={url}")) as instance:
+                yield instance, proxy
+
+
+@each_scale
+@pytest.mark.parametrize("mode", ["hang", "late", "reset"])
+async def test_a_sick_redis_is_not_noticed_by_those_who_do_not_need_it(
+    mode: Mode, scale: Scale, bodies: Bodies, checkpoint: Path, tmp_path: Path
+) -> None:
+    async with behind_a_proxy(tmp_path, checkpoint) as (instance, proxy):
+        stored = await append_all(instance, bodies, APPENDED)
+        assert not stored.failed, stored.failed[:3]
+        async with half_bring_their_history(bodies, instance).running() as loop:
+            quiet = await loop.over(scale.load_s)
+            proxy.set(mode, late_s=0.3)
+            sick = await loop.over(2 * scale.load_s)
+            proxy.set("pass")
+            await asyncio.sleep(1.0)
+            well = await loop.over(scale.load_s)
+    assert not quiet.failed, quiet.failed[:3]
+    brings = sick.of("brings")
+    assert not brings.failed, (brings.statuses, brings.failed[:3])
+    assert brings.quantile_s(0.95) <= 3 * quiet.of("brings").quantile_s(0.95) + 0.05
+    needs = sick.of("needs")
+    assert set(needs.statuses) <= {200, 503}, needs.statuses
+    assert needs.quantile_s(0.95) < 0.35, "those who need the store wait for most of their budget"
+    assert needs.statuses[200] >= 0.9 * len(needs), "what was known of a user is not used"
+    assert not well.failed, well.failed[:3]
+
+
+@each_scale
+async def test_a_full_disk_stops_appends_and_nothing_else(
+    scale: Scale, bodies: Bodies, checkpoint: Path, tmp_path: Path
+) -> None:
+    async with running(Instance(tmp_path, checkpoint)) as instance:
+        assert not (await append_all(instance, bodies, APPENDED)).failed
+        async with half_bring_their_history(bodies, instance).running() as loop:
+            quiet = await loop.over(scale.load_s)
+            instance.limit(resource.RLIMIT_FSIZE, largest(tmp_path) // 2)
+            full = [await append_all(instance, bodies, APPENDED) for _ in range(2)]
+            during = await loop.over(scale.load_s)
+            instance.limit(resource.RLIMIT_FSIZE, resource.RLIM_INFINITY)
+            await asyncio.sleep(0.5)
+            healed = await append_all(instance, bodies, APPENDED)
+    for answers in full:
+        assert set(answers.statuses) <= {503}, answers.statuses
+        assert all("detail" in body for _, body in answers.failed)
+    assert not during.failed, during.failed[:3]
+    assert during.quantile_s(0.95) <= 3 * quiet.quantile_s(0.95) + 0.05
+    assert not healed.failed, healed.failed[:3]
+
+
+def largest(folder: Path) -> int:
+    """The bytes of the store's largest file."""
+    return max(path.stat().st_size for path in folder.glob("history.db*"))
+
+
+@each_scale
+async def test_an_append_that_is_sent_again_counts_once(
+    scale: Scale, bodies: Bodies, checkpoint: Path, tmp_path: Path
+) -> None:
+    """Another process holds the write lock; who is answered 504 or 503 sends the same again under the same key."""
+    async with running(Instance(tmp_path, checkpoint)) as instance:
+        assert not (await append_all(instance, bodies, 1)).failed
+        async with aiohttp.ClientSession() as http, half_bring_their_history(bodies, instance).running() as loop:
+            quiet = await loop.over(scale.load_s / 2)
+            lock = sqlite3.connect(instance.database, isolation_level=None, timeout=10)
+            lock.execute("BEGIN IMMEDIATE")
+            from_at = time.monotonic()
+            tried = [await send(http, instance.url, append(bodies, 0, f"key-{n}", budget_s=0.3)) for n in range(3)]
+            assert {sample.status for sample in tried} <= {503, 504}, [sample.status for sample in tried]
+            assert max(sample.took_s for sample in tried) < 1.0
+            held = await loop.between(from_at, time.monotonic())
+            lock.execute("ROLLBACK")
+            lock.close()
+            counts = [(await again(http, instance, append(bodies, 0, f"key-{n}"))) for n in range(3)]
+            repeated = await again(http, instance, append(bodies, 0, "key-2"))
+    assert counts == [6, 9, 12]
+    assert repeated == 12
+    brings = held.of("brings")
+    assert not brings.failed, brings.failed[:3]
+    assert brings.quantile_s(0.95) <= 3 * quiet.of("brings").quantile_s(0.95) + 0.05
+    assert "never retrieved" not in instance.log.read_text()
+
+
+async def again(http: aiohttp.ClientSession, instance: Instance, ask: Ask) -> Any:
+    """Send until it is answered. Returns the number of events that are kept of the user."""
+    give_up_at = time.monotonic() + 10
+    while True:
+        sample = await send(http, instance.url, ask)
+        if sample.status == 200:
+            return sample.body["num_events"]
+        assert time.monotonic() < give_up_at, sample
+        await asyncio.sleep(0.05)
+
+
+@each_scale
+async def test_a_spoilt_page_fails_its_own_users_only(
+    scale: Scale, bodies: Bodies, checkpoint: Path, tmp_path: Path
+) -> None:
+    """Appends that come at once share a transaction; one bad page of many fails nobody else's."""
+    async with running(Instance(tmp_path, checkpoint)) as instance:
+        for _ in range(20):
+            assert not (await append_all(instance, bodies, len(bodies.ranks))).failed
+        instance.end()
+        spoil(instance.database, str(bodies.ranks[0]["user_id"]))
+        instance.launch()
+        await instance.ready()
+        async with half_bring_their_history(bodies, instance).running() as loop:
+            appended = [await append_all(instance, bodies, len(bodies.ranks)) for _ in range(3)]
+            during = await loop.over(scale.load_s / 2)
+    for answers in appended:
+        assert set(answers.statuses) <= {200, 503}, answers.statuses
+        assert answers.statuses[200] >= 0.5 * len(answers), answers.statuses
+    assert not during.of("brings").failed, during.of("brings").failed[:3]
+
+
+def spoil(database: Path, user: str) -> None:
+    """Overwrite the middle of one page in which behaviours lie, of a file that nobody has open."""
+    with sqlite3.connect(database) as file:
+        file.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+        page_bytes = int(file.execute("PRAGMA page_size").fetchone()[0])
+    file.close()
+    data = bytearray(database.read_bytes())
+    at = data.index(user.encode(), page_bytes)
+    start = at // page_bytes * page_bytes
+    data[start : start + page_bytes // 2] = b"\xa5" * (page_bytes // 2)
+    database.write_bytes(data)
