@@ -36,6 +36,7 @@ GOOD = (10, 0, 0, 0, 0, 0)
 BAD = (1, 2, 30, 0, 0, 0)
 NONE = (0, 0, 0, 0, 0, 0)
 USUAL = Usual(10.0, 1.0)
+STREAM = LoadStream(name="load", mode="closed", bodies=Path("none"), to_s=2.0, connections=1)
 
 
 def times(p99: float = 10.0, count: int = 1) -> ClientTimes:
@@ -63,7 +64,7 @@ def made(group: str, size: float, good: int, reference_per_s: float = 500.0, **c
     main = counts(in_time=good, refused=refused, due=good + refused + changes.pop("lost", 0), **changes)
     client = ClientReport(cpu_s=0.1, ran_s=4.0, late_tick_ms=times(), streams=[main, counts(name="hot")])
     return LoadRun(
-        load=Load(name=f"{group} {size:g}", group=group, size=size, seconds=2.0, streams=()),
+        load=Load(name=f"{group} {size:g}", group=group, size=size, seconds=2.0, streams=(STREAM,)),
         before_per_s=reference_per_s,
         after_per_s=reference_per_s,
         usual=USUAL,
