@@ -36,6 +36,7 @@ ADMISSION_OFF = ("service.adaptive=false", "brownout.enabled=false")
 PEERS = {"FastAPI": "fastapi", "LitServe": "litserve"}  # name -> its package; its program is door_<package>.py
 START_S = 90.0  # a server must be ready within it
 TOLERANCE = 1e-4  # of a score, in standard deviations of the scores
+ASK_S = 10.0  # for one rank while nobody else asks
 ROUND_S = 5.0  # for one rank of everybody, before the hits are counted
 SAMPLE = 64  # ranks whose hits are counted
 NUM_ITEMS = 1_682  # of a model made here, as MovieLens-100K has
@@ -209,7 +210,7 @@ def _answers(port: int, path: str) -> bool:
 
 
 def ask(port: int, bodies: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Rank one body after the other over one connection.
+    """Rank one body after the other over one connection. A refusal, as after a stall, is asked again for `ASK_S`.
 
     Raises:
         Unavailable: one was not answered with 200, although nobody else asks.
@@ -218,11 +219,16 @@ def ask(port: int, bodies: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     answers = []
     try:
         for body in bodies:
-            connection.request("POST", "/v1/rank", json.dumps(body), {"Content-Type": "application/json"})
-            response = connection.getresponse()
-            text = response.read()
-            if response.status != 200:
-                raise Unavailable(f"bench door: an idle server answered {response.status}: {text[:200]!r}")
+            ends_at = time.monotonic() + ASK_S
+            status = 429
+            text = b""
+            while status == 429 and time.monotonic() < ends_at:
+                connection.request("POST", "/v1/rank", json.dumps(body), {"Content-Type": "application/json"})
+                response = connection.getresponse()
+                status = response.status
+                text = response.read()
+            if status != 200:
+                raise Unavailable(f"bench door: an idle server answered {status}: {text[:200]!r}")
             answers.append(json.loads(text))
     finally:
         connection.close()
