@@ -32,7 +32,7 @@ from npu_gr.model.hstu import HSTU
 from npu_gr.model.weights import Checkpoint, save
 
 # How admission is switched off, for the baseline: it stands only here.
-ADMISSION_OFF = ("service.adaptive=false", "brownout.enabled=false")
+ADMISSION_OFF = ("admission.enabled=false", "brownout.enabled=false")
 PEERS = {"FastAPI": "fastapi", "LitServe": "litserve"}  # name -> its package; its program is door_<package>.py
 START_S = 90.0  # a server must be ready within it
 TOLERANCE = 1e-4  # of a score, in standard deviations of the scores
