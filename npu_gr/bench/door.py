@@ -112,7 +112,7 @@ def lines(options: DoorOptions) -> Iterator[Line]:
             context = our_server(name, options.config, checkpoint, folder, (*options.overrides, *overrides))
             servers[name] = stack.enter_context(context)
             check(servers[name], checkpoint, ranks[:CHECKED])
-        hits = hit_ratio(servers[ON], ranks)
+        hits = hit_ratio(servers[ON], ranks, options.seed)
         capacity_per_s = max(_capacity(server, bodies.ranks) for server in servers.values())
         _tell(f"capacity {capacity_per_s:.0f} ranks/s with {REFERENCE_CLIENTS} clients, {hits:.0%} found in HBM")
         case = f"L={traffic.history_tokens} M={traffic.num_candidates} hits {hits:.0%}"

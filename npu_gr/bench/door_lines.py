@@ -58,8 +58,8 @@ def of_refusals(cost: RefusalCost | None, runs: Sequence[LoadRun]) -> Line:
         cost: of a refusal; None = too few to tell.
         runs: of the server as configured.
     """
-    most = max(runs, key=lambda found: found.main.refused_per_s, default=None)
-    refused_per_s = 0.0 if most is None else most.main.refused_per_s
+    most = max(runs, key=lambda found: found.refused_per_s, default=None)
+    refused_per_s = 0.0 if most is None else most.refused_per_s
     name = "no load" if most is None else most.load.name
     cpu_s = math.nan if cost is None else cost.cpu_s
     share = 0.0 if not refused_per_s else cpu_s * refused_per_s

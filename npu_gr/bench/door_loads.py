@@ -76,6 +76,11 @@ class LoadRun:
         """The mean of both references."""
         return (self.before_per_s + self.after_per_s) / 2
 
+    @property
+    def refused_per_s(self) -> float:
+        """Refusals of all streams of the load, a second."""
+        return sum(self.client.stream(stream.name).refused for stream in self.load.streams) / self.load.seconds
+
     def normal_after_s(self, usual: Usual) -> float:
         """Seconds from the end of the pause, or of the load, until the server is normal; inf = not seen."""
         return normal_at_s(self.bins, usual)

@@ -121,8 +121,6 @@ class Refusal(StrEnum):
     """Why a request was refused for load; the value of the metric label `reason`."""
 
     LATE = "late"  # it could not be answered within its objective or its budget
-    FULL = "full"  # as many requests or bytes are held as may be
-    BROWNOUT = "brownout"  # more important kinds of requests come first
     QUEUE = "queue"  # the device's queue is full
     SHED = "shed"  # it left the device's queue to make room for a more important job
 

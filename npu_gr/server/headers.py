@@ -14,6 +14,7 @@ _VALID_ID = re.compile(r"[!-~]{1,128}")
 _GRPC_UNITS_S = {"H": 3600.0, "M": 60.0, "S": 1.0, "m": 1e-3, "u": 1e-6, "n": 1e-9}
 _GRPC_TIMEOUT = re.compile(r"(\d{1,8})([HMSmun])")
 _MS_HEADERS = ("X-Request-Timeout-Ms", "x-envoy-expected-rq-timeout-ms")
+BUDGET_HEADERS = (*_MS_HEADERS, "grpc-timeout")
 
 
 def request_id(headers: Mapping[str, str]) -> str:

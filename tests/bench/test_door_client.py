@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from npu_gr.bench import door_client
 from npu_gr.bench.door_client import LoadStream, Pause, StreamCounts, compiled, drive
 from npu_gr.core.errors import ConfigError
 from tests.bench.stub_server import stub
@@ -164,7 +163,7 @@ def test_what_stops_the_client_is_said(bodies: Path, tmp_path: Path, monkeypatch
             drive(port, [bursts(tmp_path / "none")])
         with pytest.raises(ConfigError, match="from < to"):
             drive(port, [bursts(bodies, to_s=0.0)])
-    monkeypatch.setattr(door_client.shutil, "which", lambda _name: None)
+    monkeypatch.setattr(shutil, "which", lambda _name: None)
     with pytest.raises(ConfigError, match="no cc, gcc or clang"):
         compiled(tmp_path / "build")
 
