@@ -62,6 +62,13 @@ class Answers:
         assert self.samples
         return float(np.quantile([sample.took_s for sample in self.samples], share))
 
+    def check(self, most_failed: float, *also_allowed: int) -> None:
+        """Check that all were answered with 2xx, but for so large a share, and for the statuses that are allowed."""
+        assert self.samples
+        failed = [sample for sample in self.samples if not 200 <= sample.status < 300]
+        failed = [sample for sample in failed if sample.status not in also_allowed]
+        assert len(failed) <= most_failed * len(self.samples), (self.statuses, failed[:2])
+
     @property
     def failed(self) -> list[tuple[int, dict[str, Any]]]:
         """Those that were not answered with 2xx."""

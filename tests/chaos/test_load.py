@@ -11,9 +11,20 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from npu_gr.bench.door_client import BIN_S, LoadStream, Pause, StreamCounts
+from npu_gr.bench.door_client import BIN_S, LoadStream, Pause
 from tests.chaos.open_loop import LOST, Answers, Ask, send
-from tests.chaos.rig import Bodies, Instance, Scale, closed, drive_all, each_scale, running
+from tests.chaos.rig import (
+    Bodies,
+    Instance,
+    Scale,
+    answered_per_s,
+    check_failures,
+    drive_all,
+    each_scale,
+    reference,
+    running,
+    three_attempts,
+)
 
 OBJECTIVE_S = 0.05
 PAUSE_S = 0.11
@@ -36,17 +47,13 @@ def instance(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
         made.end()
 
 
-def failures(counts: StreamCounts) -> dict[str, int]:
-    found = {name: getattr(counts, name) for name in ("refused", "other", "timeouts", "errors")}
-    return {name: number for name, number in found.items() if number}
-
-
 @each_scale
 @pytest.mark.parametrize("size", [8, 16, 24])
+@three_attempts
 async def test_bursts_at_a_quarter_of_the_load_are_not_refused(
     size: int, scale: Scale, bodies: Bodies, instance: Instance
 ) -> None:
-    most_per_s = await closed(instance, bodies, 4, 1.0)
+    most_per_s = answered_per_s(await reference(instance, bodies))
     load = LoadStream(
         name="bursts",
         mode="bursts",
@@ -58,21 +65,22 @@ async def test_bursts_at_a_quarter_of_the_load_are_not_refused(
     )
     counts = (await drive_all(instance, [load])).stream("bursts")
     assert counts.due >= 2 * size
-    assert not failures(counts), failures(counts)
+    check_failures(counts, scale)
 
 
 @each_scale
 @pytest.mark.parametrize("num_clients", [16, 64])
+@three_attempts
 async def test_clients_that_retry_at_once_cost_no_goodput(
     num_clients: int, scale: Scale, bodies: Bodies, instance: Instance
 ) -> None:
-    before_per_s = await closed(instance, bodies, 4, 1.0)
+    before_per_s = (await reference(instance, bodies)).good_per_s
     load = LoadStream(name="load", mode="closed", bodies=bodies.path, to_s=scale.load_s + 1.0, connections=num_clients)
     counts = (await drive_all(instance, [load])).stream("load")
-    after_per_s = await closed(instance, bodies, 4, 1.0)
-    reference_per_s = (before_per_s + after_per_s) / 2
+    after_per_s = (await reference(instance, bodies)).good_per_s
+    quiet_per_s = (before_per_s + after_per_s) / 2
     assert not counts.errors
-    assert counts.good_per_s >= scale.least_ratio * reference_per_s
+    assert counts.good_per_s >= scale.least_ratio * quiet_per_s
     third = len(counts.bins) // 3
     good = [sum(each[0] for each in part) for part in (counts.bins[:third], counts.bins[-third:])]
     assert good[1] >= 0.6 * good[0], "goodput falls while the load lasts"
@@ -80,6 +88,7 @@ async def test_clients_that_retry_at_once_cost_no_goodput(
 
 
 @each_scale
+@three_attempts
 async def test_a_small_tenant_beside_a_hot_one_is_not_refused(
     scale: Scale, checkpoint: Path, instance: Instance, tmp_path: Path
 ) -> None:
@@ -89,21 +98,22 @@ async def test_a_small_tenant_beside_a_hot_one_is_not_refused(
         name="alone", mode="poisson", bodies=few.path, to_s=scale.load_s, connections=16, rate_per_s=20.0
     )
     crowd = LoadStream(name="hot", mode="closed", bodies=hot.path, to_s=scale.load_s + 0.5, connections=16)
-    await closed(instance, hot, 4, 0.5)
+    await reference(instance, hot, 0.5)
     quiet = (await drive_all(instance, [alone])).stream("alone")
     report = await drive_all(instance, [crowd, alone.moved("small", 0.5, 0.5 + scale.load_s)])
     small = report.stream("small")
-    assert not failures(quiet), failures(quiet)
-    assert not failures(small), failures(small)
+    check_failures(quiet, scale)
+    check_failures(small, scale)
     assert small.answered_ms.p90 <= max(2 * quiet.answered_ms.p90, OBJECTIVE_S * 1e3)
     assert report.stream("hot").in_time > 0
 
 
 @each_scale
+@three_attempts
 async def test_a_pause_is_forgotten_within_a_quarter_of_a_second(
     scale: Scale, bodies: Bodies, instance: Instance
 ) -> None:
-    most_per_s = await closed(instance, bodies, 4, 1.0)
+    most_per_s = answered_per_s(await reference(instance, bodies))
     at_s = 0.5
     load = LoadStream(
         name="load",
@@ -117,14 +127,15 @@ async def test_a_pause_is_forgotten_within_a_quarter_of_a_second(
     counts = (await drive_all(instance, [load], pause=pause)).stream("load")
     well_from = int((at_s + PAUSE_S + WELL_AGAIN_S) / BIN_S) + 1
     refused = [each[2] for each in counts.bins]
-    assert sum(refused[well_from:]) == 0, refused
-    lost = sum(sum(each[3:]) for each in counts.bins)
-    assert lost == 0
     rest = counts.bins[well_from:]
-    assert sum(each[0] for each in rest) >= 0.9 * sum(sum(each) for each in rest)
+    due = sum(sum(each) for each in rest)
+    assert sum(refused[well_from:]) <= scale.most_failed * due, refused
+    assert sum(sum(each[3:]) for each in counts.bins) == 0, "lost"
+    assert sum(each[0] for each in rest) >= 0.9 * due
 
 
 @each_scale
+@three_attempts
 async def test_a_stop_under_load_loses_nothing(scale: Scale, bodies: Bodies, checkpoint: Path, tmp_path: Path) -> None:
     """Every request that was sent before the listener closed is answered; the process ends with 0."""
     samples = []
@@ -148,7 +159,7 @@ async def test_a_stop_under_load_loses_nothing(scale: Scale, bodies: Bodies, che
         took_s = time.monotonic() - stopped_at
         await asyncio.gather(*asking)
     answers = Answers(sample for sample in samples if sample.status != LOST)
-    assert not answers.failed, answers.failed[:3]
+    answers.check(scale.most_failed, 429)
     assert len(samples) - len(answers) <= len(asking)  # each client noticed once that nobody listens any more
     assert any(sample.due_at > stopped_at for sample in answers.samples), "it did not serve while it drained"
     assert took_s < 10.0
