@@ -14,7 +14,7 @@ from aiohttp import web
 
 from npu_gr.core.errors import ConfigError
 from npu_gr.server.config import ServerConfig
-from npu_gr.server.entrance.entrance import DoorRunner
+from npu_gr.server.entrance.runner import DoorRunner
 
 log = logging.getLogger(__name__)
 

@@ -16,8 +16,8 @@ import contextlib
 import socket
 import struct
 import time
-from enum import Enum, auto
-from typing import TYPE_CHECKING, Any
+from http import HTTPStatus
+from typing import Any
 
 from aiohttp import web
 
@@ -25,23 +25,13 @@ from npu_gr.admission.door import Slot, Ticket
 from npu_gr.core.errors import BadRequest
 from npu_gr.core.kinds import Kind
 from npu_gr.server.entrance import answers
+from npu_gr.server.entrance.entrance import Entrance, State
 from npu_gr.server.entrance.framing import HEAD_END, MAX_HEAD_BYTES, Chunks, Head, granted_s, parse_head, tenant_of
-
-if TYPE_CHECKING:
-    from npu_gr.server.entrance.entrance import Entrance
+from npu_gr.server.problem import problem
 
 READ_AHEAD_BYTES = 65_536  # of pipelined requests behind the one that is served
 _LAST_DATA_RECV = 52  # offset of tcpi_last_data_recv in struct tcp_info (linux/tcp.h): ms since data came
 _JIFFY_S = 0.004  # its step
-
-
-class State(Enum):
-    """Where the connection is with its present request."""
-
-    IDLE = auto()  # nothing of a request is here
-    RECEIVING = auto()  # a part of one is
-    WAITING = auto()  # a whole one waits at the door
-    SERVED = auto()  # aiohttp has it; the answer is not written yet
 
 
 class Connection(web.RequestHandler):
@@ -308,6 +298,23 @@ class Connection(web.RequestHandler):
             # the two saw different requests in these bytes
             self._entrance.broken(400)
             self.end(answers.bad_request("the request cannot be framed"))
+
+    def handle_error(
+        self,
+        request: web.BaseRequest,
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,
+    ) -> web.StreamResponse:
+        """Answer what aiohttp's parser refuses in our words; a caller's nonsense is no stack trace in the log."""
+        if status != HTTPStatus.BAD_REQUEST:
+            return super().handle_error(request, status, exc, message)
+        self._entrance.broken(status)
+        detail = "the request cannot be parsed" if message is None else message.partition(":")[0]
+        answer = problem(status, BadRequest.title, detail, "")
+        answer.headers["Connection"] = "close"
+        answer.force_close()
+        return answer
 
     async def finish_response(
         self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None

@@ -52,6 +52,8 @@ def parse_head(data: bytes | bytearray, num_bytes: int) -> Head:
     if length is not None and not _DIGITS.fullmatch(length):
         raise BadRequest("Content-Length: expected up to 15 digits")
     encoding = field(lower, b"\r\ntransfer-encoding:")
+    if encoding is not None and length is not None:
+        raise BadRequest("Content-Length and Transfer-Encoding exclude each other")
     connection = field(lower, b"\r\nconnection:") or b""
     return Head(
         num_bytes=num_bytes,
