@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-_USERINFO = re.compile(r"(\b[a-z][a-z0-9+.-]*://)[^/\s@\"']*@", re.IGNORECASE)
+_USERINFO = re.compile(r"(\b[a-z][a-z0-9+.-]*://)[^/\s\"']*@", re.IGNORECASE)
 _PASSWORD = re.compile(r"([?&](?:password|username|token|key)=)[^&\s\"']*", re.IGNORECASE)
 
 
