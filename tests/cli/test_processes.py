@@ -120,24 +120,26 @@ def test_a_standard_error_that_nobody_reads_stops_nothing(tmp_path: Path, kind: 
 @pytest.mark.parametrize("kind", ["serve", "route"])
 def test_a_process_says_what_ails_it(tmp_path: Path, kind: str) -> None:
     prefix = "npu_gr_" if kind == "serve" else "npu_gr_router_"
-    with (tmp_path / "err").open("wb") as err:
-        with started(kind, tmp_path, subprocess.DEVNULL, err.fileno()) as (process, port):
-            process.send_signal(signal.SIGUSR1)
-            until(lambda: "stacks at SIGUSR1" in (tmp_path / "err").read_text())
-            freezes = value(port, f"{prefix}event_loop_freezes_total")
-            process.send_signal(signal.SIGSTOP)
-            time.sleep(1.0)  # the fault: a freeze of one second
-            process.send_signal(signal.SIGCONT)
-            until(lambda: value(port, f"{prefix}event_loop_freezes_total") > freezes)
-            lag = f"{prefix}event_loop_lag_seconds"
-            late = value(port, f"{lag}_count") - value(port, f'{lag}_bucket{{le="0.5"}}')
-            assert late >= 15  # of the 40 timers that were due in that second, 20 are over half of it late
-            out = tmp_path / "bundle.tar.gz"
-            done = run("bundle", "--url", f"http://127.0.0.1:{port}", "--out", str(out))
-            assert done.returncode == 0, done.stderr
-            assert read(port, "/debug/profile?seconds=1").count("\n") > 0
-            process.send_signal(signal.SIGTERM)
-            assert process.wait(30) == 0
+    with (
+        (tmp_path / "err").open("wb") as err,
+        started(kind, tmp_path, subprocess.DEVNULL, err.fileno()) as (process, port),
+    ):
+        process.send_signal(signal.SIGUSR1)
+        until(lambda: "stacks at SIGUSR1" in (tmp_path / "err").read_text())
+        freezes = value(port, f"{prefix}event_loop_freezes_total")
+        process.send_signal(signal.SIGSTOP)
+        time.sleep(1.0)  # the fault: a freeze of one second
+        process.send_signal(signal.SIGCONT)
+        until(lambda: value(port, f"{prefix}event_loop_freezes_total") > freezes)
+        lag = f"{prefix}event_loop_lag_seconds"
+        late = value(port, f"{lag}_count") - value(port, f'{lag}_bucket{{le="0.5"}}')
+        assert late >= 15  # of the 40 timers that were due in that second, 20 are over half of it late
+        out = tmp_path / "bundle.tar.gz"
+        done = run("bundle", "--url", f"http://127.0.0.1:{port}", "--out", str(out))
+        assert done.returncode == 0, done.stderr
+        assert read(port, "/debug/profile?seconds=1").count("\n") > 0
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 0
     with tarfile.open(out) as archive:
         files = {name.partition("/")[2]: archive.extractfile(name) for name in archive.getnames()}
         texts = {name: file.read().decode() for name, file in files.items() if file is not None}

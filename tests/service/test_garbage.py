@@ -23,7 +23,10 @@ async def test_old_weights_are_freed_by_the_swap(tmp_path: Path) -> None:
         async with serving(tmp_path, read=file.read, **file.sections) as (client, service):
             frozen = gc.get_freeze_count()
             for name in ("b", "a"):
-                old = [weakref.ref(service.versions.ranker().engine), weakref.ref(service.versions.ranker().relay)]
+                old: list[weakref.ref[object]] = [
+                    weakref.ref(service.versions.ranker().engine),
+                    weakref.ref(service.versions.ranker().relay),
+                ]
                 file.use(name)
                 async with client.post("/v1/models/reload") as response:
                     assert response.status == 200
