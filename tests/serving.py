@@ -19,7 +19,7 @@ from blockbuster import blockbuster_ctx
 from npu_gr.core.request import Events
 from npu_gr.model.weights import Checkpoint, save
 from npu_gr.relay.relay import Relay
-from npu_gr.server.entrance.entrance import DoorRunner
+from npu_gr.server.entrance.runner import DoorRunner
 from npu_gr.service.app import instance
 from npu_gr.service.config import Config, from_table
 from npu_gr.service.service import Service

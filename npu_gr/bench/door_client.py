@@ -88,6 +88,7 @@ class StreamCounts(msgspec.Struct, frozen=True, kw_only=True):
     span_s: float
     server_cpu_s: float  # of all watched processes, while the stream ran
     main_thread_cpu_s: float  # of the first watched process's main thread
+    main_thread_wait_s: float  # that it was ready to run and others had the cores
     due: int
     unsent: int  # of the timeouts: no connection was free
     in_time: int

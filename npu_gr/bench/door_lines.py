@@ -158,9 +158,12 @@ def _burst(on: LoadRun, off: LoadRun) -> Line:
 
 
 def _reference(on: LoadRun, off: LoadRun) -> Line:
+    client = on.client
+    waited = on.main.main_thread_wait_s / on.main.span_s  # of the time: what other work took of the machine
     return _line(
-        f"{on.load.name}: reference before {on.before_per_s:.0f}, after {on.after_per_s:.0f}; client late "
-        f"{on.client.late_tick_ms.p99:.1f} ms at P99, {on.client.cpu_s / on.client.ran_s:.2f} of a core",
+        f"{on.load.name}: reference before {on.before_per_s:.0f}, after {on.after_per_s:.0f}; "
+        f"client late {client.late_tick_ms.p99:.1f} ms at P99, {client.cpu_s / client.ran_s:.2f} of a core; "
+        f"the event loop waited for a core {waited:.0%} of the load",
         on.reference_per_s,
         "in time/s",
         "admission off's reference",
@@ -242,7 +245,10 @@ def _told(found: LoadRun) -> str:
 
 
 def _ratio(one: float, other: float) -> float:
-    return one / other if other else math.inf
+    """How many times as good; nan = neither did anything, which reaches no target."""
+    if not other:
+        return math.inf if one else math.nan
+    return one / other
 
 
 def _line(

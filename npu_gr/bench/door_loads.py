@@ -224,8 +224,10 @@ def normal_at_s(bins: Sequence[Sequence[int]], usual: Usual) -> float:
         usual: of the same clients in a normal time.
 
     Returns:
-        Seconds; inf = not within the bins.
+        Seconds; inf = not within the bins, or nothing was usual.
     """
+    if not usual.good:
+        return float("inf")
     for at in range(len(bins) - WINDOW + 1):
         window = bins[at : at + WINDOW]
         good = sum(row[0] for row in window)

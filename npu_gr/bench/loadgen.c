@@ -61,15 +61,18 @@ static int64_t cpu_ns(void) {
   return total;
 }
 
-static int64_t main_thread_ns(void) {
-  if (!num_watched) return 0;
+// What the first watched process's main thread ran, and waited for a core.
+static MainThread main_thread(void) {
+  MainThread found = {0, 0};
+  if (!num_watched) return found;
   char name[64];
   snprintf(name, sizeof name, "/proc/%d/task/%d/schedstat", (int)watched[0], (int)watched[0]);
   FILE *file = fopen(name, "r");
   long long ran = 0;
-  if (file && fscanf(file, "%lld", &ran) != 1) ran = 0;
+  long long waited = 0;
+  if (file && fscanf(file, "%lld %lld", &ran, &waited) == 2) found = (MainThread){ran, waited};
   if (file) fclose(file);
-  return ran;
+  return found;
 }
 
 // ---- one request on one connection
@@ -221,13 +224,13 @@ static void advance(Stream *stream, int64_t now) {
   if (!stream->has_begun && now >= stream->begins_at) {
     stream->has_begun = true;
     stream->cpu_ns[0] = cpu_ns();
-    stream->main_ns[0] = main_thread_ns();
+    stream->main[0] = main_thread();
     for (int n = 0; stream->is_closed && n < stream->num_connections; n++) begin(&stream->connections[n], now);
   }
   if (!stream->has_ended && now >= stream->ends_at) {
     stream->has_ended = true;
     stream->cpu_ns[1] = cpu_ns();
-    stream->main_ns[1] = main_thread_ns();
+    stream->main[1] = main_thread();
   }
   if (!stream->is_closed) open_loop(stream, now);
 }
@@ -381,9 +384,13 @@ int main(int argc, char **argv) {
   printf(",\"streams\":[");
   for (int n = 0; n < num_streams; n++) {
     Stream *stream = &streams[n];
-    printf("%s{\"name\":\"%s\",\"span_s\":%.4f,\"server_cpu_s\":%.6f,\"main_thread_cpu_s\":%.6f,", n ? "," : "",
-           stream->name, stream->to_s - stream->from_s, (double)(stream->cpu_ns[1] - stream->cpu_ns[0]) * 1e-9,
-           (double)(stream->main_ns[1] - stream->main_ns[0]) * 1e-9);
+    printf(
+        "%s{\"name\":\"%s\",\"span_s\":%.4f,\"server_cpu_s\":%.6f,\"main_thread_cpu_s\":%.6f,"
+        "\"main_thread_wait_s\":%.6f,",
+        n ? "," : "", stream->name, stream->to_s - stream->from_s,
+        (double)(stream->cpu_ns[1] - stream->cpu_ns[0]) * 1e-9,
+        (double)(stream->main[1].ran_ns - stream->main[0].ran_ns) * 1e-9,
+        (double)(stream->main[1].waited_ns - stream->main[0].waited_ns) * 1e-9);
     write_stats(stdout, &stream->stats);
     putchar('}');
   }

@@ -17,6 +17,11 @@ typedef struct {
 struct Stream;
 
 typedef struct {
+  int64_t ran_ns;
+  int64_t waited_ns;  // for a core
+} MainThread;
+
+typedef struct {
   struct Stream *stream;
   int fd;        // -1 = not connected
   bool is_busy;  // a request is being sent or its answer is not whole
@@ -58,7 +63,7 @@ typedef struct Stream {
   bool has_begun;
   bool has_ended;
   int64_t cpu_ns[2];   // of the watched processes, at the beginning and the end
-  int64_t main_ns[2];  // of the first one's main thread
+  MainThread main[2];  // of the first one
   uint64_t random;
   Stats stats;
 } Stream;

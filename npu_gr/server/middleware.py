@@ -10,7 +10,7 @@ from typing import Any
 from aiohttp import web
 
 from npu_gr.admission.door import Slot
-from npu_gr.core.errors import NpuGrError, Overloaded
+from npu_gr.core.errors import Overloaded
 from npu_gr.core.kinds import KINDS
 from npu_gr.core.request import Answer, UserKey
 from npu_gr.metrics.registry import Metrics
@@ -66,7 +66,7 @@ def middleware(
         CURRENT.set(trace)
         metrics.requests.in_flight.inc()
         status = ABANDONED
-        error_title = None
+        failure = None
         refusal = None
         try:
             if request.path not in public_paths:
@@ -78,7 +78,7 @@ def middleware(
         except Exception as error:  # noqa: BLE001  (the one translation of errors)
             response = from_error(error, request_id)
             status = response.status
-            error_title = error.title if isinstance(error, NpuGrError) else None
+            failure = access_log.failed(error)
             refusal = error.reason if isinstance(error, Overloaded) else None
         finally:
             metrics.requests.in_flight.dec()
@@ -90,7 +90,7 @@ def middleware(
                 route=route,
                 status=status,
                 duration_s=time.monotonic() - arrived_at,
-                error=error_title,
+                failure=failure,
                 user=request.get(USER),
                 answer=request.get(ANSWER),
             )

@@ -10,8 +10,7 @@ from aiohttp import web
 
 from npu_gr.core.errors import NotTaken, NpuGrError, Overloaded, Unauthorized
 from npu_gr.server.codec.media import JSON, encode
-from npu_gr.server.entrance.answers import RETRY_AFTER_MS, RETRY_MS
-from npu_gr.server.headers import NOT_TAKEN
+from npu_gr.server.headers import NOT_TAKEN, RETRY_AFTER_MS, RETRY_MS
 
 log = logging.getLogger(__name__)
 

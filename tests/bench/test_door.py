@@ -109,7 +109,7 @@ def test_from_start_to_end(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 def counts(name: str, **changes: Any) -> StreamCounts:
     zero = dict.fromkeys(("due", "unsent", "in_time", "late", "refused", "other", "timeouts", "errors"), 0)
-    rest = {"span_s": 2.0, "server_cpu_s": 1.0, "main_thread_cpu_s": 0.5, "bins": []}
+    rest = {"span_s": 2.0, "server_cpu_s": 1.0, "main_thread_cpu_s": 0.5, "main_thread_wait_s": 0.0, "bins": []}
     none = dict.fromkeys(("answered_ms", "refused_ms", "late_start_ms"), NO_TIMES)
     return StreamCounts(**{"name": name, **zero, **rest, **none, **changes})
 

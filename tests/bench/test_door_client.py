@@ -150,6 +150,7 @@ def test_a_pause_is_felt_and_cpu_is_read(bodies: Path) -> None:
     assert counts.answered_ms.max >= 200
     assert counts.late >= 1
     assert 0 < counts.server_cpu_s < 60
+    assert 0 <= counts.main_thread_wait_s < 60
     assert 0 < counts.main_thread_cpu_s <= counts.server_cpu_s * 1.1
 
 

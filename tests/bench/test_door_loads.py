@@ -49,6 +49,7 @@ def counts(**changes: Any) -> StreamCounts:
         "span_s": 2.0,
         "server_cpu_s": 2.0,
         "main_thread_cpu_s": 1.0,
+        "main_thread_wait_s": 0.2,
         "bins": [GOOD] * 40 + [NONE] * 2,
         "answered_ms": times(),
         "refused_ms": times(),
@@ -84,6 +85,7 @@ def test_normal_is_the_first_bin_that_stays_as_usual() -> None:
     assert normal_at_s([BAD, GOOD, BAD, BAD, BAD, GOOD, GOOD, GOOD, GOOD], USUAL) == 5 * BIN_S
     assert normal_at_s([BAD] * 20, USUAL) == math.inf
     assert normal_at_s([GOOD] * 3, USUAL) == math.inf  # too few to tell
+    assert normal_at_s([GOOD] * 10, Usual(0.0, 0.0)) == math.inf  # nothing to compare with
     half = (5, 0, 0, 0, 0, 0)  # all in time, but half as many as usual: they wait
     assert normal_at_s([half] * 20, USUAL) == math.inf
 
@@ -152,6 +154,7 @@ def test_closed_loops_are_measured_by_the_best() -> None:
     assert goodput.ratio == pytest.approx(0.98)
     assert (goodput.target, goodput.ok) == (0.95, True)
     assert (goodput.baseline_value, normal.ok, reference.ok) == (500.0, True, None)
+    assert "waited for a core 10% of the load" in reference.case
     worse = told(made("closed", 64, 980), made("closed", 64, 1200))[0]
     assert (worse.baseline_value, worse.ok) == (600.0, False)  # admission off did better
     few = told(made("closed", 4, 600), made("closed", 4, 610))[0]
@@ -166,6 +169,12 @@ def test_open_loops_are_measured_by_the_best_and_by_their_worst_second() -> None
     slow = told(made("poisson", 10.0, 620, bins=[BAD] * 6 + [GOOD] * 14), made("poisson", 10.0, 2))[2]
     assert slow.ours == pytest.approx(0.3)
     assert slow.ok is False
+
+
+def test_nothing_against_nothing_reaches_no_target() -> None:
+    goodput = told(made("closed", 64, 0, reference_per_s=0.0), made("closed", 64, 0, reference_per_s=0.0))[0]
+    assert goodput.ok is False
+    assert math.isnan(goodput.ratio)
 
 
 @pytest.mark.parametrize(

@@ -137,10 +137,13 @@ def test_a_storm_of_refusals_does_not_improve_the_latency() -> None:
             metrics.requests.done("rank", "/v1/rank", 429, 0.0002, refusal=reason)
     for status in (400, 422, 499, 500, 503, 504):
         metrics.requests.done("rank", "/v1/rank", status, 0.0002)
+    metrics.requests.refused_at_door("rank", 500)
     assert buckets(registry) == before
-    for reason in Refusal:
+    for reason, num in ((Refusal.LATE, 1500), (Refusal.QUEUE, 1000), (Refusal.SHED, 1000)):
         labels = {"kind": "rank", "reason": reason.value}
-        assert registry.get_sample_value("npu_gr_refusals_total", labels) == 1000
+        assert registry.get_sample_value("npu_gr_refusals_total", labels) == num
+    refused = {"kind": "rank", "verdict": "overloaded"}
+    assert registry.get_sample_value("npu_gr_admissions_total", refused) == 3500
 
 
 def buckets(registry: CollectorRegistry) -> dict[str, float]:

@@ -7,8 +7,7 @@ from http import HTTPStatus
 
 import msgspec
 
-RETRY_MS = range(20, 96, 5)  # after how long a refused caller may come again; spread, so that all do not come at once
-RETRY_AFTER_MS = "Retry-After-Ms"
+from npu_gr.server.headers import RETRY_AFTER_MS, RETRY_MS
 
 
 def _answer(status: HTTPStatus, title: str, detail: str, *headers: str) -> bytes:

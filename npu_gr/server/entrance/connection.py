@@ -14,10 +14,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-import struct
+import sys
 import time
-from enum import Enum, auto
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from http import HTTPStatus
+from typing import Any
 
 from aiohttp import web
 
@@ -25,23 +26,13 @@ from npu_gr.admission.door import Slot, Ticket
 from npu_gr.core.errors import BadRequest
 from npu_gr.core.kinds import Kind
 from npu_gr.server.entrance import answers
+from npu_gr.server.entrance.entrance import Entrance, State
 from npu_gr.server.entrance.framing import HEAD_END, MAX_HEAD_BYTES, Chunks, Head, granted_s, parse_head, tenant_of
-
-if TYPE_CHECKING:
-    from npu_gr.server.entrance.entrance import Entrance
+from npu_gr.server.problem import problem
 
 READ_AHEAD_BYTES = 65_536  # of pipelined requests behind the one that is served
 _LAST_DATA_RECV = 52  # offset of tcpi_last_data_recv in struct tcp_info (linux/tcp.h): ms since data came
 _JIFFY_S = 0.004  # its step
-
-
-class State(Enum):
-    """Where the connection is with its present request."""
-
-    IDLE = auto()  # nothing of a request is here
-    RECEIVING = auto()  # a part of one is
-    WAITING = auto()  # a whole one waits at the door
-    SERVED = auto()  # aiohttp has it; the answer is not written yet
 
 
 class Connection(web.RequestHandler):
@@ -57,6 +48,7 @@ class Connection(web.RequestHandler):
         "_kind",
         "_request",
         "_reserved_bytes",
+        "_tcp_info",
         "_ticket",
         "_unread",
         "began_at",
@@ -93,12 +85,16 @@ class Connection(web.RequestHandler):
         self._close_when_idle = False
         self._idle: asyncio.Future[None] | None = None
         self._answering_since_at: float | None = None
+        self._tcp_info: Callable[[int, int, int], bytes] | None = None
 
     # ---- the connection
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
         self.began_at = time.monotonic()
+        sock = transport.get_extra_info("socket")
+        if sock is not None and hasattr(socket, "TCP_INFO"):
+            self._tcp_info = sock.getsockopt
         self._entrance.opened(self)
 
     def connection_lost(self, exc: BaseException | None) -> None:
@@ -244,14 +240,14 @@ class Connection(web.RequestHandler):
 
     def _lay_in_kernel_s(self) -> float:
         """Seconds that the newest data lay in the kernel: the loop was late, or reading was paused."""
-        sock: Any = None if self.transport is None else self.transport.get_extra_info("socket")
+        if self._tcp_info is None:
+            return 0.0
         try:
-            info: bytes = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _LAST_DATA_RECV + 4)
-        except (AttributeError, OSError):  # no TCP, or not Linux
+            info = self._tcp_info(socket.IPPROTO_TCP, socket.TCP_INFO, _LAST_DATA_RECV + 4)
+        except OSError:  # no TCP
+            self._tcp_info = None
             return 0.0
-        if len(info) < _LAST_DATA_RECV + 4:
-            return 0.0
-        ms: int = struct.unpack_from("=I", info, _LAST_DATA_RECV)[0]
+        ms = int.from_bytes(info[_LAST_DATA_RECV:], sys.byteorder)
         return max(0.0, ms * 1e-3 - _JIFFY_S)
 
     # ---- the door
@@ -308,6 +304,23 @@ class Connection(web.RequestHandler):
             # the two saw different requests in these bytes
             self._entrance.broken(400)
             self.end(answers.bad_request("the request cannot be framed"))
+
+    def handle_error(
+        self,
+        request: web.BaseRequest,
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,
+    ) -> web.StreamResponse:
+        """Answer what aiohttp's parser refuses in our words; a caller's nonsense is no stack trace in the log."""
+        if status != HTTPStatus.BAD_REQUEST:
+            return super().handle_error(request, status, exc, message)
+        self._entrance.broken(status)
+        detail = "the request cannot be parsed" if message is None else message.partition(":")[0]
+        answer = problem(status, BadRequest.title, detail, "")
+        answer.headers["Connection"] = "close"
+        answer.force_close()
+        return answer
 
     async def finish_response(
         self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None

@@ -10,7 +10,8 @@ import logging
 import resource
 import time
 from collections.abc import AsyncIterator
-from typing import Any
+from enum import Enum, auto
+from typing import Any, Protocol
 
 from aiohttp import web
 
@@ -20,10 +21,41 @@ from npu_gr.metrics.registry import Metrics
 from npu_gr.metrics.registry.requests import ABANDONED
 from npu_gr.server.config import ServerConfig
 from npu_gr.server.entrance import answers
-from npu_gr.server.entrance.connection import Connection, State
-from npu_gr.server.entrance.pacing import Pacer
+from npu_gr.server.entrance.pacing import Paced, Pacer
 
 log = logging.getLogger(__name__)
+
+
+class State(Enum):
+    """Where a connection is with its present request."""
+
+    IDLE = auto()  # nothing of a request is here
+    RECEIVING = auto()  # a part of one is
+    WAITING = auto()  # a whole one waits at the door
+    SERVED = auto()  # aiohttp has it; the answer is not written yet
+
+
+class Visitor(Paced, Protocol):
+    """A connection, as the entrance sees it."""
+
+    transport: asyncio.Transport | None
+    state: State
+    began_at: float  # when the present request began; while idle, since when it is idle
+    served: int  # requests that were answered
+    is_paced: bool
+
+    def limit_at(self) -> tuple[float, bytes | None]:
+        """Say until when it may be as it is, and with which answer it ends then."""
+        ...
+
+    def end(self, answer: bytes) -> None:
+        """Write an answer and close."""
+        ...
+
+    def force_close(self) -> None:
+        """Close at once."""
+        ...
+
 
 SWEEP_S = 0.25  # between two looks for connections whose time is over
 KEPT_FILES = 128  # descriptors that are not for connections: stores, logs, listeners, models while they load
@@ -50,18 +82,20 @@ class Entrance:
         self.max_connections = _max_connections(config.max_connections)
         self.receiving_bytes = 0
         self._metrics = metrics
-        self._connections: set[Connection] = set()
+        self._connections: set[Visitor] = set()
         self._trusted = [ipaddress.ip_network(text) for text in config.trusted_proxies]
+        self._uncounted: dict[str, int] = {}  # refusals by kind that the metrics do not have yet
         self._refused: dict[str, int] = {}  # by kind, since the last line of the log
         door.on_room = self.pacer.release
         metrics.door.observe(door, self._count, lambda: len(self.pacer), lambda: self.receiving_bytes)
+        metrics.door.before_scrape = self._count_refusals
 
     def _count(self, state: str) -> int:
         return sum(connection.state.name == state for connection in self._connections)
 
     # ---- connections
 
-    def opened(self, connection: Connection) -> None:
+    def opened(self, connection: Visitor) -> None:
         """Take a new connection in; at the limit, the one that has been idle longest makes room for it."""
         self._connections.add(connection)
         connection.is_paced = not self._is_trusted(connection)
@@ -77,15 +111,16 @@ class Entrance:
             self._metrics.door.ended("refused")
             connection.end(answers.TOO_MANY_CONNECTIONS)
 
-    def closed(self, connection: Connection) -> None:
+    def closed(self, connection: Visitor) -> None:
         """Forget a connection."""
         self._connections.discard(connection)
         self.pacer.forget(connection)
 
-    def _is_trusted(self, connection: Connection) -> bool:
-        if not self._trusted or not isinstance(connection.peername, tuple):
+    def _is_trusted(self, connection: Visitor) -> bool:
+        name = None if connection.transport is None else connection.transport.get_extra_info("peername")
+        if not self._trusted or not isinstance(name, tuple):
             return False
-        peer = ipaddress.ip_address(connection.peername[0])
+        peer = ipaddress.ip_address(name[0])
         return any(peer in network for network in self._trusted)
 
     # ---- requests
@@ -98,9 +133,14 @@ class Entrance:
         return True
 
     def refused(self, kind: Kind[Any, Any]) -> None:
-        """Count a refusal at the door."""
-        self._metrics.requests.refused_at_door(kind)
-        self._refused[kind.plural] = self._refused.get(kind.plural, 0) + 1
+        """Count a refusal at the door; the metrics have it before the next scrape."""
+        self._uncounted[kind.name] = self._uncounted.get(kind.name, 0) + 1
+
+    def _count_refusals(self) -> None:
+        for kind, num in self._uncounted.items():
+            self._metrics.requests.refused_at_door(kind, num)
+            self._refused[kind] = self._refused.get(kind, 0) + num
+        self._uncounted.clear()
 
     def abandoned(self, kind: Kind[Any, Any], after_s: float) -> None:
         """Count a request whose caller hung up while it waited at the door."""
@@ -128,8 +168,9 @@ class Entrance:
             await asyncio.sleep(SWEEP_S)
             now_at = time.monotonic()
             self._sweep(now_at)
+            self._count_refusals()
             if self._refused and now_at - logged_at >= 1.0:
-                counts = ", ".join(f"{count} {plural}" for plural, count in self._refused.items())
+                counts = ", ".join(f"{num} {KINDS[kind].plural}" for kind, num in self._refused.items())
                 log.warning("refused at the door in %.1f s: %s", now_at - logged_at, counts)
                 self._refused.clear()
                 logged_at = now_at
@@ -150,36 +191,6 @@ class Entrance:
 
 
 ENTRANCE = web.AppKey("entrance", Entrance)
-
-
-class DoorRunner(web.AppRunner):
-    """An `AppRunner` whose connections come through the entrance of its application."""
-
-    def __init__(self, app: web.Application, **kwargs: Any) -> None:
-        super().__init__(app, access_log=None, handler_cancellation=True, **kwargs)
-        self._entrance = app[ENTRANCE]
-
-    async def _make_server(self) -> web.Server:
-        made = await super()._make_server()
-        return _Server(made, self._entrance)
-
-
-class _Server(web.Server):
-    def __init__(self, made: web.Server, entrance: Entrance) -> None:
-        super().__init__(
-            made.request_handler,
-            request_factory=made.request_factory,
-            handler_cancellation=made.handler_cancellation,
-            access_log=None,
-            keepalive_timeout=_FOREVER_S,
-        )
-        self._entrance = entrance
-
-    def __call__(self) -> web.RequestHandler:
-        return Connection(self, self._entrance, loop=self._loop, **self._kwargs)
-
-
-_FOREVER_S = 86_400.0 * 365  # aiohttp's own keep-alive timer is not used: `_sweep` knows what a connection is doing
 
 
 def _max_connections(wanted: int) -> int:
