@@ -1,6 +1,7 @@
 """Everything at once, with faults: every request is answered, right where it is answered, and nothing is left over.
 
-The default suite runs seconds of it; `-m soak` runs NPU_GR_SOAK_S of it (600).
+Admission and brown-out are as they ship, and swaps of models end within seconds while the device is full. Memory and
+descriptors stay bounded. The default suite runs seconds of it; `-m soak` runs NPU_GR_SOAK_S of it (600).
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import asyncio
 import logging
 import os
 import random
+import resource
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
@@ -33,6 +35,11 @@ from tests.serving import FIRST_ID, serving
 
 log = logging.getLogger(__name__)
 WORKERS, USERS, MODELS = 8, 12, {"a": 1, "b": 2}
+SWAP_S = 10.0  # of a reload while workers fill the device, at the median
+WARM_S = 20.0
+GROWTH_BYTES = 64_000_000  # what an allocator keeps
+GROWTH_BYTES_PER_S = 20_000.0  # 1.2 MB a minute
+MORE_DESCRIPTORS = 4  # that a library opens once
 ANSWERED = (200, 202, 204, 404, 429, 503, 504)  # 404: the version that it names is gone
 
 
@@ -63,6 +70,7 @@ class Soak:
         self.seen: Counter[tuple[str, int]] = Counter()
         self.planted: Counter[str] = Counter()
         self.checked = self.swaps = 0
+        self.swaps_s: list[float] = []
         self.requests = [Request(20 + 15 * user, 4, user) for user in range(USERS)]
         self.want = {
             version: [full(tiny_model(seed=MODELS[name]), request).numpy() for request in self.requests]
@@ -131,9 +139,12 @@ class Soak:
             decoder = str(self.file.folder / self.random.choice(DECODERS))
             sections = SECTIONS | {"generate": section(self.file.folder, checkpoint=decoder)}
             self.file.use(names[0], **sections, relay={"t_life_s": self.random.choice((0.2, 0.4))})
+            began_at = time.monotonic()
             async with self.client.post("/v1/models/reload") as response:
                 assert response.status in (200, 429, 503), await response.text()
-                self.swaps += response.status == 200
+                if response.status == 200:
+                    self.swaps += 1
+                    self.swaps_s.append(time.monotonic() - began_at)
             await asyncio.sleep(0.4)
 
 
@@ -174,13 +185,21 @@ async def left_nothing(service: Service, tasks_before: int) -> None:
     assert len(asyncio.all_tasks()) <= tasks_before
 
 
+def num_descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
 async def soak(folder: Path, streams: int, seconds: float, patch: pytest.MonkeyPatch) -> Soak:
     SECTIONS.clear()
     SECTIONS.update(
         scheduler={"streams": streams, "prefill_chunk_tokens": 64},
         generate=section(folder, checkpoint=str(folder / DECODERS[0])),
         service={"selfcheck_ratio": 0.05},
-        admission={"max_inflight": 7},
+        brownout={"enabled": True},
         kv={"hbm_bytes": 2_000_000, "dram_bytes": 2_000_000},
     )
     for seed, name in enumerate(DECODERS):
@@ -190,12 +209,16 @@ async def soak(folder: Path, streams: int, seconds: float, patch: pytest.MonkeyP
     file.use("a", **SECTIONS)
     async with serving(folder, watched=False, read=file.read, **file.sections) as (client, service):
         await client.get("/readyz")
+        descriptors_before = num_descriptors()
         tasks_before = len(asyncio.all_tasks()) + WORKERS  # a connection each, kept open
         run, faults, end_s = Soak(client, file, versions, seed=streams), Faults(patch, streams), 0.0
         end_s = time.monotonic() + seconds
         await asyncio.gather(run.swap(end_s), *(run.work(end_s) for _ in range(WORKERS)))
         faults.is_on = False
         await left_nothing(service, tasks_before)
+        assert (
+            num_descriptors() <= descriptors_before + 2 * WORKERS + MORE_DESCRIPTORS
+        )  # both ends of a connection each
         log.info(
             f"streams={streams}: {dict(run.seen)}, {run.checked} checked, {run.swaps} swaps, {dict(faults.planted)}"
         )
@@ -214,7 +237,14 @@ async def test_a_few_seconds_of_everything(streams: int, tmp_path: Path, monkeyp
 @pytest.mark.soak
 @pytest.mark.parametrize("streams", [1, 2])
 async def test_minutes_of_everything(streams: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = await soak(tmp_path, streams, float(os.environ.get("NPU_GR_SOAK_S", "600")) / 2, monkeypatch)
+    seconds = float(os.environ.get("NPU_GR_SOAK_S", "600")) / 2
+    (tmp_path / "first").mkdir()
+    (tmp_path / "second").mkdir()
+    await soak(tmp_path / "first", streams, WARM_S, monkeypatch)  # what the process allocates once
+    before_bytes = resident_bytes()
+    run = await soak(tmp_path / "second", streams, seconds, monkeypatch)
+    assert resident_bytes() - before_bytes <= GROWTH_BYTES + GROWTH_BYTES_PER_S * seconds
     assert run.swaps > 5
+    assert sorted(run.swaps_s)[len(run.swaps_s) // 2] <= SWAP_S
     assert len({version for version, _ in run.generated}) == len(DECODERS)
     assert all(run.planted[name] for name in ("write", "copy_tokens_from", "forward"))
