@@ -19,6 +19,7 @@ import pytest
 from aiohttp.test_utils import TestClient
 
 from npu_gr.core.errors import DeviceError, Overloaded
+from npu_gr.engine.job import JobOrder
 from npu_gr.model.weights import Checkpoint, save
 from npu_gr.service.app import run
 from npu_gr.service.config import Config
@@ -203,6 +204,30 @@ async def test_another_layout_or_a_failed_self_test_leaves_the_old_one(
         assert pool.free_bytes == pool.budget_bytes
         await traffic.pair(1)
         assert traffic.seen[old] == 1
+
+
+async def test_a_reload_ends_while_the_device_is_full(tmp_path: Path) -> None:
+    """The jobs that prove the new model wait as a request does, not until they are too old to wait any longer."""
+    file = File(tmp_path)
+    new, _ = file.add("new", 2), file.add("old", 1)
+    sections = {"scheduler": {"aging_s": 30.0}}
+    file.use("old", **sections)
+    async with serving(tmp_path, read=file.read, **file.sections) as (client, service):
+
+        async def hog() -> None:
+            while True:
+                await service.parts.scheduler.call(lambda: time.sleep(0.003), far, JobOrder(time.monotonic() + 0.05))
+
+        far = float("inf")
+        hogs = [asyncio.create_task(hog()) for _ in range(8)]
+        file.use("new", **sections)
+        async with asyncio.timeout(25), client.post("/v1/models/reload") as response:
+            assert response.status == 200
+            models = (await response.json())["models"]
+        for task in hogs:
+            task.cancel()
+        await asyncio.gather(*hogs, return_exceptions=True)
+        assert models[0]["version"] == new
 
 
 async def test_settings_take_effect_without_a_new_model(tmp_path: Path) -> None:
