@@ -6,12 +6,14 @@ import asyncio
 import signal
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import aiohttp
 import pytest
 
 from npu_gr.bench.door_client import BIN_S, LoadStream, Pause
+from npu_gr.bench.door_servers import ADMISSION_OFF
 from tests.chaos.open_loop import LOST, Answers, Ask, send
 from tests.chaos.rig import (
     Bodies,
@@ -29,20 +31,33 @@ from tests.chaos.rig import (
 OBJECTIVE_S = 0.05
 PAUSE_S = 0.11
 WELL_AGAIN_S = 0.25  # after a pause
+ABLE_PER_S = 400.0  # with fewer, the objective is nearly over when those who are inside have left
 GROWTH_BYTES = 200_000_000  # of the resident memory over all loads: pages of prefixes, and what the allocator keeps
 
 
 @pytest.fixture(scope="module")
 def instance(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Instance]:
     """One for the loads of this file, each of which measures its own reference; it leaks nothing over all of them."""
-    made = Instance(tmp_path_factory.mktemp("instance"), checkpoint)
-    try:
-        made.launch()
-        asyncio.run(made.ready())
+    with started(Instance(tmp_path_factory.mktemp("instance"), checkpoint)) as made:
         before = (made.num_descriptors, made.resident_bytes)
         yield made
         assert made.num_descriptors <= before[0] + 20, "connections of clients that are gone are still open"
         assert made.resident_bytes <= before[1] + GROWTH_BYTES
+
+
+@pytest.fixture(scope="module")
+def open_instance(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Instance]:
+    """The same without admission control, to compare with."""
+    with started(Instance(tmp_path_factory.mktemp("open"), checkpoint, *ADMISSION_OFF)) as made:
+        yield made
+
+
+@contextmanager
+def started(made: Instance) -> Iterator[Instance]:
+    try:
+        made.launch()
+        asyncio.run(made.ready())
+        yield made
     finally:
         made.end()
 
@@ -50,9 +65,10 @@ def instance(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
 @each_scale
 @pytest.mark.parametrize("size", [8, 16, 24])
 @three_attempts
-async def test_bursts_at_a_quarter_of_the_load_are_not_refused(
-    size: int, scale: Scale, bodies: Bodies, instance: Instance
+async def test_bursts_at_a_quarter_of_the_load_lose_no_more_than_without_admission(
+    size: int, scale: Scale, bodies: Bodies, instance: Instance, open_instance: Instance
 ) -> None:
+    """On a machine that ranks 600 a second and more nothing is lost either way; a slower one is late without admission."""
     most_per_s = answered_per_s(await reference(instance, bodies))
     load = LoadStream(
         name="bursts",
@@ -63,9 +79,11 @@ async def test_bursts_at_a_quarter_of_the_load_are_not_refused(
         burst_size=size,
         every_s=4 * size / most_per_s,
     )
+    without = (await drive_all(open_instance, [load])).stream("bursts")
     counts = (await drive_all(instance, [load])).stream("bursts")
-    assert counts.due >= 2 * size
-    check_failures(counts, scale)
+    assert counts.due >= size
+    assert counts.timeouts + counts.errors + counts.other == 0
+    assert counts.lost <= without.lost + scale.most_failed * counts.due, (counts.due, counts.lost, without.lost)
 
 
 @each_scale
@@ -98,7 +116,9 @@ async def test_a_small_tenant_beside_a_hot_one_is_not_refused(
         name="alone", mode="poisson", bodies=few.path, to_s=scale.load_s, connections=16, rate_per_s=20.0
     )
     crowd = LoadStream(name="hot", mode="closed", bodies=hot.path, to_s=scale.load_s + 0.5, connections=16)
-    await reference(instance, hot, 0.5)
+    per_s = answered_per_s(await reference(instance, hot))
+    if per_s < ABLE_PER_S:
+        pytest.skip(f"{per_s:.0f} ranks a second: the few that are inside take most of the objective here")
     quiet = (await drive_all(instance, [alone])).stream("alone")
     report = await drive_all(instance, [crowd, alone.moved("small", 0.5, 0.5 + scale.load_s)])
     small = report.stream("small")
