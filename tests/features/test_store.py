@@ -16,7 +16,7 @@ import pytest
 
 from npu_gr.core.errors import ConfigError, Unavailable
 from npu_gr.core.request import Events, UserKey
-from npu_gr.features import embedded
+from npu_gr.features import embedded_file
 from npu_gr.features.base import HistoryConfig, HistoryStore
 from npu_gr.features.embedded import EmbeddedStore
 from npu_gr.features.store import open_store
@@ -163,7 +163,7 @@ async def test_a_job_that_breaks_does_not_stop_the_writer(tmp_path: Path, monkey
     store = await open_store(HistoryConfig(path=str(tmp_path / "h.db")))
     assert isinstance(store, EmbeddedStore)
     with monkeypatch.context() as patch:
-        patch.setattr(embedded, "pack", lambda _: 1 / 0)
+        patch.setattr(embedded_file, "pack", lambda _: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             await store.append(USER, events(3))
     assert await store.append(USER, events(3)) == 3

@@ -4,6 +4,7 @@
     rank, signal, generate, match, recommend    what single jobs count beyond that
     relay       prefixes and memory tiers
     engine      the device's queue and passes
+    store       the history store, and what stands in for it
     process     event loop, limits, version, recorder
 
 Labels are bounded enums, never a user or an item. What changes by itself is read when it is scraped (`observe_*`), so
@@ -24,6 +25,7 @@ from npu_gr.metrics.registry.jobs import GenerateMetrics, MatchMetrics, RankMetr
 from npu_gr.metrics.registry.process import ProcessMetrics
 from npu_gr.metrics.registry.relay import RelayMetrics
 from npu_gr.metrics.registry.requests import RequestMetrics
+from npu_gr.metrics.registry.store import StoreMetrics
 from npu_gr.metrics.slo import Objective
 
 
@@ -50,6 +52,7 @@ class Metrics:
         self.recommend = RecommendMetrics(make)
         self.relay = RelayMetrics(make)
         self.engine = EngineMetrics(make)
+        self.store = StoreMetrics(make)
         self.process = ProcessMetrics(make)
 
     def waiting(self) -> Mapping[str, float]:
