@@ -6,47 +6,29 @@ users back.
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import shutil
 import sqlite3
 import tempfile
 import time
+from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from npu_gr.core.errors import ConfigError, DataError, StoreFailed
 from npu_gr.features import embedded_file as file
-from npu_gr.features.base import EVENT, unpack
+from npu_gr.features.base import EVENT, MAX_EVENTS, unpack
+from npu_gr.features.damage import Found
 from npu_gr.features.embedded_file import CHUNK
 
 log = logging.getLogger(__name__)
 
-_KEY_BYTES = 64  # of a user's key, by which a walk finds the end of a damaged place
 _SKIPPED_CHUNKS = 64  # of one user that a walk tries to leave out before it goes on with another user
 _STEPS = 10_000  # instructions of SQLite between two looks at the clock
 _HEADER = b"SQLite format 3\0"
-
-
-@dataclass(slots=True)
-class Found:
-    """What a check found."""
-
-    num_users: int = 0
-    num_events: int = 0
-    num_entries: int = 0  # rows that were read
-    num_unchecked: int = 0  # of them: written before there were checksums
-    is_complete: bool = True
-    bad_users: set[bytes] = field(default_factory=set)  # whose history cannot be read whole
-    damage: list[str] = field(default_factory=list)  # what SQLite says of the file, and places that cannot be read
-
-    @property
-    def num_damaged(self) -> int:
-        """Damaged places: users, and parts of the file."""
-        return len(self.bad_users) + len(self.damage)
 
 
 def quick_check(db: sqlite3.Connection, path: Path, limit_s: float) -> int:
@@ -164,15 +146,10 @@ class Repaired:
     damage: list[str]
 
 
-def repair(path: Path, out: Path, max_events: int) -> Repaired:
+def repair(path: Path, out: Path) -> Repaired:
     """Save every whole entry of a store into a new file; the old one is only read.
 
     A user who lost events keeps the others, in order. Idempotency keys are not saved.
-
-    Args:
-        path: of the damaged file.
-        out: of the new file.
-        max_events: of a user that the new file keeps.
 
     Raises:
         ConfigError: `out` exists, or an instance has the store open. DataError: nothing can be read.
@@ -188,7 +165,7 @@ def repair(path: Path, out: Path, max_events: int) -> Repaired:
         old = _open_copy(path, folder, files)
         new = file.connect(out, files)
         file.prepare(new)
-        return _save(old, new, max_events)
+        return _save(old, new)
 
 
 def _open_copy(path: Path, folder: Path, files: ExitStack) -> sqlite3.Connection:
@@ -218,7 +195,7 @@ def _open_copy(path: Path, folder: Path, files: ExitStack) -> sqlite3.Connection
     return db
 
 
-def _save(old: sqlite3.Connection, new: sqlite3.Connection, max_events: int) -> Repaired:
+def _save(old: sqlite3.Connection, new: sqlite3.Connection) -> Repaired:
     walk = _Walk(old)
     done = Repaired(num_users=0, num_events=0, num_lost=0, bad_users=set(), damage=[])
     extents: dict[bytes, tuple[int, int]] = {}
@@ -241,7 +218,7 @@ def _save(old: sqlite3.Connection, new: sqlite3.Connection, max_events: int) -> 
         done.num_lost += lost
         if len(events):
             done.num_users += 1
-            done.num_events += file.append(new, key, events, max_events)
+            done.num_events += file.append(new, key, events, MAX_EVENTS)
     for key, (first, total) in extents.items():
         if total > first:  # none of its chunks is left
             done.bad_users.add(key)
@@ -251,16 +228,12 @@ def _save(old: sqlite3.Connection, new: sqlite3.Connection, max_events: int) -> 
     return done
 
 
-def hashed(key: bytes) -> str:
-    """Name a user in reports without naming the user."""
-    return hashlib.blake2b(key, digest_size=8).hexdigest()
-
-
 class _Walk:
     """Reads the tables in the order of their keys, and goes on behind places that cannot be read."""
 
     def __init__(self, db: sqlite3.Connection) -> None:
         self._db = db
+        self._known: dict[str, list[bytes]] = {}  # table -> users, for `_hints`
         self.gaps: list[str] = []  # one a place that cannot be read
 
     def users(self) -> Iterator[tuple[bytes, tuple[int, int, int | None]]]:
@@ -312,23 +285,25 @@ class _Walk:
             one = (at[0], at[1] + skipped)
             if (key := self._next(table, keys, one)) is not None and key[0] == at[0]:
                 return one
-        low = int.from_bytes(at[0][:_KEY_BYTES].ljust(_KEY_BYTES, b"\0"), "big") + 1
-        step = 1
-        while self._next(table, keys, self._at(low + step, keys)) is None:
-            step *= 2
-            if low + step >= 1 << (8 * _KEY_BYTES):
-                return None
-        high = low + step
-        while low < high:
-            middle = (low + high) // 2
-            if self._next(table, keys, self._at(middle, keys)) is not None:
-                high = middle
-            else:
-                low = middle + 1
-        return self._at(high, keys)
+        hints = self._hints(table)
+        for user in hints[bisect_right(hints, at[0]) :]:
+            before = (user[:-1] + bytes((user[-1] - 1,)) if user[-1] else user[:-1], 1 << 62)[: len(keys)]
+            if before > at and self._next(table, keys, before) is not None:
+                return before
+        return None
 
-    def _at(self, number: int, keys: tuple[str, ...]) -> tuple[Any, ...]:
-        return (number.to_bytes(_KEY_BYTES, "big"), -1)[: len(keys)]
+    def _hints(self, table: str) -> list[bytes]:
+        """Users of the other table, sorted: those before its first place that cannot be read, and behind its last."""
+        other = "users" if table == "chunks" else "chunks"
+        if other not in self._known:
+            known: set[bytes] = set()
+            for order in ("ASC", "DESC"):
+                with suppress(sqlite3.Error):
+                    for (user,) in self._db.execute(f"SELECT user FROM {other} ORDER BY user {order}"):
+                        if isinstance(user, bytes) and user:
+                            known.add(user)
+            self._known[other] = sorted(known)
+        return self._known[other]
 
     def _next(self, table: str, keys: tuple[str, ...], at: tuple[Any, ...]) -> tuple[Any, ...] | None:
         """The first key behind `at`; None if it cannot be read, or there is none."""

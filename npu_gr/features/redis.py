@@ -35,11 +35,14 @@ _APPEND = """
 local log, first, keys, order = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
 if redis.call('EXISTS', KEYS[5]) == 1 then return -1 end
 local limit, record = tonumber(ARGV[2]), tonumber(ARGV[3])
-local key, digest, now = ARGV[4], ARGV[5], tonumber(redis.call('TIME')[1])
+local key, digest, now, keep = ARGV[4], ARGV[5], 0, 0
 if key then
+  local time = redis.call('TIME')
+  now = time[1] * 1e6 + time[2]  -- microseconds, so that keys have an order
+  keep = ARGV[6] * 1e6
   local known = redis.call('HGET', keys, key)
   local at = tonumber(redis.call('ZSCORE', order, key) or 0)
-  if known and at + ARGV[6] > now then
+  if known and at + keep > now then
     if redis.sha1hex(key .. string.sub(known, 41)) ~= string.sub(known, 1, 40) then return -3 end
     if string.sub(known, 41, 40 + #digest) ~= digest then return -2 end
     return tonumber(string.sub(known, 41 + #digest))
@@ -55,8 +58,8 @@ local kept = math.floor(math.min(size, limit) / record)
 if key then
   local answer = digest .. string.format('%d', kept)
   redis.call('HSET', keys, key, redis.sha1hex(key .. answer) .. answer)
-  redis.call('ZADD', order, now, key)
-  local old = redis.call('ZRANGEBYSCORE', order, '-inf', now - ARGV[6], 'LIMIT', 0, 8)
+  redis.call('ZADD', order, string.format('%.0f', now), key)
+  local old = redis.call('ZRANGEBYSCORE', order, '-inf', string.format('%.0f', now - keep), 'LIMIT', 0, 8)
   if redis.call('ZCARD', order) > tonumber(ARGV[7]) then table.insert(old, redis.call('ZRANGE', order, 0, 0)[1]) end
   for _, one in ipairs(old) do
     redis.call('HDEL', keys, one)

@@ -42,8 +42,8 @@ class UrlParts(NamedTuple):
 class Codec(Generic[B, Q, A]):
     """One kind of request on the wire. B = body, Q = request, A = answer of the service.
 
-    `parse` raises TooLarge or Unprocessable, with the field and the limit; `read_headers` BadRequest. `render` gets the answer, the request's id
-    and the media type: msgpack carries raw columns where JSON has lists.
+    `parse` raises TooLarge or Unprocessable, with the field and the limit; `read_headers` raises BadRequest. `render`
+    gets the answer, the request's id and the media type: msgpack carries raw columns where JSON has lists.
     """
 
     body: type[B] | None  # the Struct that a body is decoded into; None: no body, `parse` gets `UrlParts`
