@@ -117,6 +117,71 @@ CAUSES = (
         summary="{{ $labels.instance }}: {{ $labels.where }} of cached KV fails; requests are answered without it.",
     ),
     Cause(
+        alert="NpuGrRedisUnreachable",
+        runbook="store-failing",
+        expr='max by (instance) (avg_over_time(npu_gr_store_breaker_open{store="redis"}[2m])) > 0.5',
+        wait="1m",
+        page=True,
+        summary="{{ $labels.instance }} gets no answers from Redis; histories and appends are refused or degraded.",
+    ),
+    Cause(
+        alert="NpuGrStoreBreakerOpen",
+        runbook="store-failing",
+        expr='max by (instance, lane) (avg_over_time(npu_gr_store_breaker_open{store="embedded"}[2m])) > 0.5',
+        wait="1m",
+        page=True,
+        summary="The history store of {{ $labels.instance }} fails: its {{ $labels.lane }} are refused at once.",
+    ),
+    Cause(
+        alert="NpuGrStoreFailing",
+        runbook="store-failing",
+        expr=(
+            'sum by (instance) (rate(npu_gr_store_calls_total{result!~"ok|entry_corrupt"}[5m]))'
+            " > 0.01 * sum by (instance) (rate(npu_gr_store_calls_total[5m]))"
+        ),
+        wait="5m",
+        page=False,
+        summary="Over 1 % of the calls of the history store of {{ $labels.instance }} fail.",
+    ),
+    Cause(
+        alert="NpuGrStoreDiskFull",
+        runbook="store-disk",
+        expr='sum by (instance) (increase(npu_gr_store_calls_total{result="disk_full"}[5m])) > 0',
+        wait="0m",
+        page=True,
+        summary="The disk of the history store of {{ $labels.instance }} is full: appends and erasures fail.",
+    ),
+    Cause(
+        alert="NpuGrStoreDiskNearlyFull",
+        runbook="store-disk",
+        expr="npu_gr_store_disk_free_bytes < 0.1 * npu_gr_store_disk_bytes",
+        wait="5m",
+        page=False,
+        summary="The disk of the history store of {{ $labels.instance }} has less than 10 % left.",
+    ),
+    Cause(
+        alert="NpuGrStoreCorrupt",
+        runbook="store-corrupt",
+        expr=(
+            'sum by (instance) (increase(npu_gr_store_calls_total{result="entry_corrupt"}[15m])) > 0'
+            " or sum by (instance) (npu_gr_store_damaged_places) > 0"
+        ),
+        wait="0m",
+        page=False,
+        summary="The history store of {{ $labels.instance }} has damaged entries; their users are answered without.",
+    ),
+    Cause(
+        alert="NpuGrHistoryDegraded",
+        runbook="store-failing",
+        expr=(
+            "sum by (instance) (rate(npu_gr_history_degraded_total[5m]))"
+            ' > 0.01 * sum by (instance) (rate(npu_gr_store_calls_total{operation="read"}[5m]))'
+        ),
+        wait="5m",
+        page=False,
+        summary="Over 1 % of the histories that {{ $labels.instance }} reads are old ones, empty, or refused.",
+    ),
+    Cause(
         alert="NpuGrEventLoopBlocked",
         runbook="event-loop-blocked",
         expr=(

@@ -72,6 +72,9 @@ PREINFERS = 'npu_gr_signal_verdicts_total{instance="a",verdict="preinfer"}'
 ERRORS = 'npu_gr_relay_errors_total{instance="a",where="reload"}'
 FAILURES = 'npu_gr_selfcheck_failures_total{instance="a"}'
 AGE = 'npu_gr_catalogue_age_seconds{instance="a"}'
+BREAKER = 'npu_gr_store_breaker_open{instance="a",store="%s",lane="writes"}'
+CALLS = 'npu_gr_store_calls_total{instance="a",operation="%s",result="%s"}'
+DEGRADED = 'npu_gr_history_degraded_total{instance="a",source="last_known",fault="store_slow"}'
 UP, READY = 'up{instance="a",job="npu_gr"}', 'npu_gr_ready{instance="a"}'
 
 
@@ -96,6 +99,19 @@ def shed(refused: int, admitted: int) -> dict[str, str]:
 
 def wasted(evicted: int, produced: int) -> dict[str, str]:
     return {WASTED: f"0+{evicted}x70", PREINFERS: f"0+{produced}x70"}
+
+
+def calls(operation: str, result: str, bad: int, good: int) -> dict[str, str]:
+    return {CALLS % (operation, result): f"0+{bad}x20", CALLS % (operation, "ok"): f"0+{good}x20"}
+
+
+def disk(free: int) -> dict[str, str]:
+    name = 'npu_gr_store_disk_%s{instance="a"}'
+    return {name % "free_bytes": f"{free}x20", name % "bytes": "100x20"}
+
+
+def degraded(num: int, reads: int) -> dict[str, str]:
+    return {DEGRADED: f"0+{num}x20", CALLS % ("read", "ok"): f"0+{reads}x20"}
 
 
 def one(alert: str, fires: dict[str, str], quiet: dict[str, str], minute: int, **labels: str) -> list[Case]:
@@ -127,6 +143,29 @@ CAUSES: list[Case] = [
     *one("NpuGrPrefixesWasted", wasted(4, 10), wasted(2, 10), 65, **INSTANCE),
     Case(wasted(4, 0), 65, {}, ["NpuGrPrefixesWasted"]),
     *one("NpuGrRelayErrors", {ERRORS: "0+12x30"}, {ERRORS: "0+3x30"}, 25, instance="a", where="reload"),
+    *one(
+        "NpuGrRedisUnreachable", {BREAKER % "redis": "1x9"}, {BREAKER % "redis": "0 0 0 0 0 1 0 0 0 0"}, 6, **INSTANCE
+    ),
+    *one(
+        "NpuGrStoreBreakerOpen",
+        {BREAKER % "embedded": "1x9"},
+        {BREAKER % "embedded": "0 0 0 0 0 1 0 0 0 0"},
+        6,
+        instance="a",
+        lane="writes",
+    ),
+    *one("NpuGrStoreFailing", calls("read", "store_slow", 3, 97), calls("read", "store_slow", 1, 199), 15, **INSTANCE),
+    Case(calls("read", "entry_corrupt", 3, 97), 15, {"NpuGrStoreCorrupt": INSTANCE}, ["NpuGrStoreFailing"]),
+    *one("NpuGrStoreDiskFull", calls("append", "disk_full", 1, 999), calls("append", "disk_full", 0, 9), 9, **INSTANCE),
+    *one("NpuGrStoreDiskNearlyFull", disk(9), disk(10), 8, **INSTANCE),
+    *one(
+        "NpuGrStoreCorrupt",
+        {'npu_gr_store_damaged_places{instance="a"}': "2x5"},
+        {'npu_gr_store_damaged_places{instance="a"}': "0x5"},
+        3,
+        **INSTANCE,
+    ),
+    *one("NpuGrHistoryDegraded", degraded(3, 100), degraded(1, 200), 15, **INSTANCE),
     *one("NpuGrEventLoopBlocked", lag(5, 5), lag(95, 5), 25, **INSTANCE),
     *one("NpuGrCatalogueOld", {AGE: "700000x70"}, {AGE: "600000x70"}, 65, **INSTANCE),
 ]
@@ -144,6 +183,7 @@ def as_test(case: Case) -> dict[str, Any]:
                         name: text.replace("{{ $labels.instance }}", "a")
                         .replace("{{ $labels.tier }}", "hbm")
                         .replace("{{ $labels.where }}", "reload")
+                        .replace("{{ $labels.lane }}", "writes")
                         for name, text in ALERTS[alert]["annotations"].items()
                     },
                 }
