@@ -101,6 +101,8 @@ class FaultProxy:
         ]
         try:
             await asyncio.wait(pumps, return_when=asyncio.FIRST_COMPLETED)
+        except asyncio.CancelledError:
+            return  # the proxy is being closed; asyncio.start_server would log the cancellation
         finally:
             for pump in pumps:
                 pump.cancel()

@@ -118,6 +118,7 @@ class RedisStore:
                 socket_timeout=config.timeout_s,
                 socket_connect_timeout=config.timeout_s,
                 retry=Retry(NoBackoff(), 0),
+                **_unnamed(),
             )
         except ValueError as error:
             raise ConfigError(f"features.url: {error}") from error
@@ -190,6 +191,15 @@ class RedisStore:
             full = isinstance(error, OutOfMemoryError) or "OOM" in str(error) or "MISCONF" in str(error)
             fault = StoreFault.DISK_FULL if full else StoreFault.UNAVAILABLE
             raise StoreFailed(f"the history store does not answer: {text}", fault) from error
+
+
+def _unnamed() -> dict[str, Any]:
+    """Settings with which a connection does not name its library: newer ones look that up on the disk each time."""
+    try:
+        import redis.driver_info  # noqa: F401  (redis >= 7)
+    except ImportError:
+        return {}
+    return {"driver_info": None}
 
 
 def _keys(user: UserKey) -> list[str]:
