@@ -32,7 +32,8 @@ class GenerateJob:
         """Read the history, search, and keep the version in use meanwhile."""
         generation = self._versions.generator(request.model_version)
         with generation.use:
-            events, _ = await self._histories.read(request.user, request.history, self._versions.max_events)
+            with call.slot.outside():
+                events, _ = await self._histories.read(request.user, request.history, self._versions.max_events)
             if events.origin.fault and not len(events):  # an empty prompt would blame the caller: 422
                 raise StoreFailed("the history store fails, and nothing is known of the user", events.origin.fault)
             fingerprint = events.fingerprint()

@@ -14,6 +14,7 @@ from npu_gr.server.access_log import AccessLog
 from npu_gr.server.admin_routes import CatalogueRoutes, ModelRoutes, VectorsRoutes
 from npu_gr.server.auth import ApiKeys
 from npu_gr.server.config import ServerConfig
+from npu_gr.server.entrance.entrance import ENTRANCE, Entrance
 from npu_gr.server.health_routes import HealthRoutes
 from npu_gr.server.kind_routes import kind_routes
 from npu_gr.server.middleware import middleware
@@ -41,6 +42,7 @@ def build_web_app(
     """
     keys = ApiKeys(Path(config.api_keys_file) if config.api_keys_file else None)
     access_log = AccessLog(config)
+    entrance = Entrance(config, service.door, metrics)
     metrics.process.observe_ready(service.is_ready)
     around_all = middleware(service, metrics, keys, PUBLIC_PATHS, access_log, tracing or Tracing())
     app = web.Application(client_max_size=config.max_body_bytes, middlewares=[around_all])
@@ -61,8 +63,9 @@ def build_web_app(
                 keys.reload_if_changed()
                 drain()
 
-            async with probe_loop_lag(metrics.process.loop_lagged, every_period):
+            async with probe_loop_lag(metrics.process.loop_lagged, every_period), entrance.watched():
                 yield
 
     app.cleanup_ctx.append(background)
+    app[ENTRANCE] = entrance
     return app

@@ -14,6 +14,7 @@ from aiohttp import web
 
 from npu_gr.core.errors import ConfigError
 from npu_gr.server.config import ServerConfig
+from npu_gr.server.entrance.runner import DoorRunner
 
 log = logging.getLogger(__name__)
 
@@ -43,10 +44,10 @@ async def serve(
     Raises:
         ConfigError: the address cannot be bound.
     """
-    runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=config.shutdown_timeout_s)
+    runner = DoorRunner(app, shutdown_timeout=config.shutdown_timeout_s)
     await runner.setup()
     try:
-        site = web.TCPSite(runner, config.host, config.port)
+        site = web.TCPSite(runner, config.host, config.port, backlog=config.backlog)
         try:
             await site.start()
         except OSError as error:
