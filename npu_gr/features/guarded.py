@@ -19,7 +19,7 @@ from typing import Any, Protocol, TypeVar
 
 from npu_gr.core.errors import RequestError, StoreFailed, StoreFault
 from npu_gr.core.request import Events, UserKey
-from npu_gr.features.base import HistoryConfig, HistoryStore, StoredHistory
+from npu_gr.features.base import HistoryConfig, HistoryStore, StoredHistory, StoreHealth
 from npu_gr.features.breaker import Breaker
 
 log = logging.getLogger(__name__)
@@ -239,19 +239,9 @@ class GuardedStore:
         return self._kind
 
     @property
-    def free_bytes(self) -> int | None:
-        """Bytes that the store's file system has left, as of the last seconds; None = it has no file here."""
-        return self._store.health.free_bytes
-
-    @property
-    def disk_bytes(self) -> int | None:
-        """Size of that file system."""
-        return self._store.health.disk_bytes
-
-    @property
-    def damaged(self) -> int | None:
-        """Damaged places that the check at the start found; None = there was none."""
-        return self._store.health.damaged
+    def health(self) -> StoreHealth:
+        """What the store says of itself."""
+        return self._store.health
 
     async def append(self, user: UserKey, events: Events, key: str | None = None) -> int:
         return await self.writes.call("append", lambda: self._store.append(user, events, key))

@@ -35,6 +35,7 @@ async def check_redis(url: str) -> Found:
                 found.num_entries += 1
                 bad = num = 0
                 while data := await client.getrange(name, num, num + _whole(_READ_BYTES) - 1):
+                    assert isinstance(data, bytes)  # the client decodes nothing
                     bad += count_bad(key, data)
                     num += len(data)
                 found.num_events += num // CHECKED.itemsize - bad

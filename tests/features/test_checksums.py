@@ -384,7 +384,9 @@ async def test_redis_finds_damage_and_moves_what_an_older_version_wrote(tmp_path
             assert failed.value.fault is StoreFault.CORRUPT
             await store.append(user(4), events(2), "k")
             [field] = await client.hkeys(name(4, "keys"))
-            spoilt = bytearray(await client.hget(name(4, "keys"), field))
+            known = await client.hget(name(4, "keys"), field)
+            assert isinstance(known, bytes)
+            spoilt = bytearray(known)
             spoilt[45] ^= 1
             await client.hset(name(4, "keys"), field, bytes(spoilt))
             with pytest.raises(StoreFailed) as failed:

@@ -53,7 +53,7 @@ async def on_redis(folder: Path, **features: Any) -> AsyncIterator[tuple[Any, Fa
 @pytest.mark.parametrize("mode", ["hang", "late"])
 async def test_who_brings_the_history_never_notices(mode: Mode, tmp_path: Path) -> None:
     """Half of the ranks need a Redis that hangs, or is 300 ms late."""
-    async with on_redis(tmp_path, read_timeout_s=0.1) as (client, proxy):
+    async with on_redis(tmp_path, read_timeout_s=0.1, retry_s=2.0) as (client, proxy):
         for number in range(4):
             await post(client, "/v1/events", {"user_id": f"known{number}", "events": columns(events(20, seed=number))})
             assert (await rank(client, f"known{number}"))[1]["history"]["source"] == "store"
@@ -71,8 +71,9 @@ async def test_who_brings_the_history_never_notices(mode: Mode, tmp_path: Path) 
             assert body["history"]["source"] == "last_known"
             assert body["history"]["fault"] in ("store_slow", "store_busy")
             assert body["history"]["num_tokens"] == 20
-        waited_s = sorted(body["stages_s"]["history"] for _, body in answers[1::2])
-        assert waited_s[20] < 0.1  # the breaker is open: most of them do not even wait for the limit
+        text = await (await client.get("/metrics")).text()
+        refused = text.split('npu_gr_store_calls_total{operation="read",result="refused"} ')[1].split()[0]
+        assert float(refused) >= 20  # the breaker is open: most of them do not even wait for the limit
         proxy.set("pass")
         async with asyncio.timeout(20):
             while (await rank(client, "known0"))[1]["history"]["source"] != "store":  # noqa: ASYNC110
@@ -142,7 +143,7 @@ async def test_an_erasure_outruns_a_read(tmp_path: Path) -> None:
             await going_on.wait()
             return stored
 
-        store.read = slow  # type: ignore[method-assign]
+        store.read = slow  # type: ignore[method-assign, assignment]
         reading = asyncio.ensure_future(rank(client, "u"))
         await asyncio.wait_for(held.wait(), 10)
         async with client.delete("/v1/users/u") as answer:
@@ -206,7 +207,7 @@ def process(folder: Path, port: int) -> Iterator[subprocess.Popen[bytes]]:
     config = {
         "checkpoint": str(folder / "checkpoint"),
         "kv": {"hbm_bytes": 8_000_000, "dram_bytes": 0},
-        "features": {"path": str(folder / "history.db")},
+        "features": {"path": str(folder / "history.db"), "timeout_s": 15.0},  # a busy machine
         "server": {"port": port},
     }
     (folder / "serve.yaml").write_text(yaml.safe_dump(config))

@@ -34,6 +34,25 @@ class LaneFigures(Protocol):
         ...
 
 
+class HealthFigures(Protocol):
+    """The figures that a store has of its file."""
+
+    @property
+    def free_bytes(self) -> int | None:
+        """Bytes that the store's file system has left; None = the store has no file here."""
+        ...
+
+    @property
+    def disk_bytes(self) -> int | None:
+        """Size of that file system."""
+        ...
+
+    @property
+    def damaged(self) -> int | None:
+        """Damaged places that the check at the start found; None = there was none."""
+        ...
+
+
 class StoreFigures(Protocol):
     """The figures that a guarded store has of itself."""
 
@@ -53,18 +72,8 @@ class StoreFigures(Protocol):
         ...
 
     @property
-    def free_bytes(self) -> int | None:
-        """Bytes that the store's file system has left; None = the store has no file here."""
-        ...
-
-    @property
-    def disk_bytes(self) -> int | None:
-        """Size of that file system."""
-        ...
-
-    @property
-    def damaged(self) -> int | None:
-        """Damaged places that the check at the start found; None = there was none."""
+    def health(self) -> HealthFigures:
+        """What the store says of itself."""
         ...
 
 
@@ -107,9 +116,9 @@ class StoreMetrics:
             self._open.labels(store.kind, name).set_function(partial(getattr, lane, "is_open"))
             self._in_flight.labels(name).set_function(partial(getattr, lane, "num_calls"))
             self._waiting.labels(name).set_function(partial(getattr, lane, "waiting"))
-        self._free.set_function(_or_nan(lambda: store.free_bytes))
-        self._size.set_function(_or_nan(lambda: store.disk_bytes))
-        self._damaged.set_function(_or_nan(lambda: store.damaged))
+        self._free.set_function(_or_nan(lambda: store.health.free_bytes))
+        self._size.set_function(_or_nan(lambda: store.health.disk_bytes))
+        self._damaged.set_function(_or_nan(lambda: store.health.damaged))
 
 
 def _or_nan(read: Callable[[], int | None]) -> Callable[[], float]:
