@@ -17,7 +17,7 @@ from collections.abc import Callable
 NEWEST = 20  # calls, of which half must fail to open a breaker whose calls do not fail in a row
 
 
-class Breaker:
+class StoreBreaker:
     """Says whether a call may be made. Each one that may must be reported once, by its pass."""
 
     def __init__(self, max_failures: int, retry_s: float, clock: Callable[[], float]) -> None:

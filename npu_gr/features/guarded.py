@@ -20,7 +20,7 @@ from typing import Any, Protocol, TypeVar
 from npu_gr.core.errors import RequestError, StoreFailed, StoreFault
 from npu_gr.core.request import Events, UserKey
 from npu_gr.features.base import HistoryConfig, HistoryStore, StoredHistory, StoreHealth
-from npu_gr.features.breaker import Breaker
+from npu_gr.features.breaker import StoreBreaker
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -77,7 +77,7 @@ class Lane:
         self._observer = observer
         self._clock = clock
         self._places = asyncio.Semaphore(config.max_calls)
-        self._breaker = Breaker(config.max_failures, config.retry_s, clock)
+        self._breaker = StoreBreaker(config.max_failures, config.retry_s, clock)
         self._retry_s = config.retry_s
         self._cause = ""  # of the newest failure
         self._fault = StoreFault.UNAVAILABLE

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from npu_gr.features.breaker import NEWEST, Breaker
+from npu_gr.features.breaker import NEWEST, StoreBreaker
 
 
 class Clock:
@@ -19,18 +19,18 @@ class Clock:
         return self.now
 
 
-def made() -> tuple[Breaker, Clock]:
+def made() -> tuple[StoreBreaker, Clock]:
     clock = Clock()
-    return Breaker(3, 0.1, clock), clock
+    return StoreBreaker(3, 0.1, clock), clock
 
 
-def passed(breaker: Breaker) -> int:
+def passed(breaker: StoreBreaker) -> int:
     era = breaker.enter()
     assert era is not None
     return era
 
 
-def opened() -> tuple[Breaker, Clock]:
+def opened() -> tuple[StoreBreaker, Clock]:
     breaker, clock = made()
     for _ in range(3):
         breaker.failed(passed(breaker))
