@@ -7,6 +7,9 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+from npu_gr.core.logs import num_lines_dropped
+from npu_gr.metrics.registry.families import LAG_S, ReadCounter
+
 LATENCY_S = (
     *(0.0005, 0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.025, 0.03, 0.04),
     *(0.05, 0.06, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.5),
@@ -35,6 +38,18 @@ class RouterMetrics:
         self.up = gauge("instance_up", "1 = gets requests of its users", ("backend",))
         self.share = gauge("instance_share_ratio", "Share of its users that an instance gets", ("backend",))
         self.instance_in_flight = gauge("instance_in_flight", "Requests at an instance", ("backend",))
+        self.loop_lag_s = Histogram(
+            "npu_gr_router_event_loop_lag_seconds",
+            "How late timers fire, of all instants alike",
+            buckets=LAG_S,
+            registry=registry,
+        )
+        self.loop_freezes = Counter(
+            "npu_gr_router_event_loop_freezes_total", "Times that the event loop stood still", registry=registry
+        )
+        ReadCounter(
+            registry, "npu_gr_router_log_lines_dropped", "Log lines that nobody took", "stream", num_lines_dropped
+        )
         self.connections = Gauge("npu_gr_router_connections", "Connections of clients", registry=registry)
         self.in_flight = Gauge("npu_gr_router_in_flight", "Requests in the router", registry=registry)
         self.duration_s = _Children(

@@ -17,6 +17,7 @@ from npu_gr.router.client import ClientConnection
 from npu_gr.router.config import RouterConfig
 from npu_gr.router.metrics import RouterMetrics
 from npu_gr.router.router import Router
+from npu_gr.server.loop_lag import probe_loop_lag
 from npu_gr.server.run import stop_signals
 
 log = logging.getLogger(__name__)
@@ -34,7 +35,8 @@ async def listening(config: RouterConfig) -> AsyncIterator[tuple[Router, int, in
     """
     router = Router(config, RouterMetrics(CollectorRegistry()))
     loop = asyncio.get_running_loop()
-    async with router.running():
+    lag = probe_loop_lag(router.metrics.loop_lag_s.observe, router.metrics.loop_freezes.inc)
+    async with router.running(), lag:
         admin = web.AppRunner(build_admin_app(router), access_log=None)
         await admin.setup()
         try:

@@ -10,7 +10,6 @@ from typing import Any
 from aiohttp import web
 
 from npu_gr.admission.door import Slot
-from npu_gr.core.errors import NpuGrError
 from npu_gr.core.kinds import KINDS
 from npu_gr.core.request import Answer, UserKey
 from npu_gr.metrics.registry import Metrics
@@ -66,7 +65,7 @@ def middleware(
         CURRENT.set(trace)
         metrics.requests.in_flight.inc()
         status = ABANDONED
-        error_title = None
+        failure = None
         try:
             if request.path not in public_paths:
                 keys.check(request.headers.get("Authorization"))
@@ -77,7 +76,7 @@ def middleware(
         except Exception as error:  # noqa: BLE001  (the one translation of errors)
             response = from_error(error, request_id)
             status = response.status
-            error_title = error.title if isinstance(error, NpuGrError) else None
+            failure = access_log.failed(error)
         finally:
             metrics.requests.in_flight.dec()
             ended = EndedRequest(
@@ -88,7 +87,7 @@ def middleware(
                 route=route,
                 status=status,
                 duration_s=time.monotonic() - arrived_at,
-                error=error_title,
+                failure=failure,
                 user=request.get(USER),
                 answer=request.get(ANSWER),
             )

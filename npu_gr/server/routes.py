@@ -17,9 +17,9 @@ from npu_gr.server.config import ServerConfig
 from npu_gr.server.entrance.entrance import ENTRANCE, Entrance
 from npu_gr.server.health_routes import HealthRoutes
 from npu_gr.server.kind_routes import kind_routes
+from npu_gr.server.loop_lag import probe_loop_lag
 from npu_gr.server.middleware import middleware
 from npu_gr.server.observability_routes import ObservabilityRoutes
-from npu_gr.server.run import probe_loop_lag
 from npu_gr.server.service_protocol import ServiceProtocol
 from npu_gr.server.tracing import Tracing
 
@@ -57,13 +57,10 @@ def build_web_app(
         app.add_routes(group.routes())
 
     async def background(_: web.Application) -> AsyncIterator[None]:
-        with noted_pauses(metrics.process.gc_paused) as drain:
-
-            def every_period() -> None:
-                keys.reload_if_changed()
-                drain()
-
-            async with probe_loop_lag(metrics.process.loop_lagged, every_period), entrance.watched():
+        process = metrics.process
+        with noted_pauses(process.gc_paused) as drain:
+            lag = probe_loop_lag(process.loop_lagged, process.loop_froze, drain)
+            async with lag, keys.followed(), entrance.watched():
                 yield
 
     app.cleanup_ctx.append(background)
