@@ -11,7 +11,7 @@ from prometheus_client.aiohttp import make_aiohttp_handler
 
 from npu_gr import __version__
 from npu_gr.metrics import status
-from npu_gr.router.members import InstanceState
+from npu_gr.router.instance import InstanceState
 from npu_gr.router.router import Router
 
 

@@ -9,7 +9,8 @@ from typing import Protocol
 from npu_gr.core.errors import NpuGrError, Unavailable
 from npu_gr.router.answers import BadGateway, ForwardedAnswer
 from npu_gr.router.deadline import Deadline
-from npu_gr.router.members import Check, Choice
+from npu_gr.router.instance import Check
+from npu_gr.router.members import Choice
 from npu_gr.router.request import RequestBody, RequestHead
 from npu_gr.router.ring import Placement
 from npu_gr.router.router import Router

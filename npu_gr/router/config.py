@@ -75,6 +75,7 @@ class HealthConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     timeout_s: Seconds = 0.5
     fall: Count = 2  # failures in a row until an instance is down
     rise: Count = 1  # successes in a row until it is up
+    panic_ratio: ShareOrNone = 0.5  # if fewer are well, those that do not answer or fail get requests too; 0 = never
 
 
 class BreakerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -17,7 +17,8 @@ from npu_gr.router.answers import plain
 from npu_gr.router.config import RetryConfig, RouterConfig
 from npu_gr.router.connections import Connections
 from npu_gr.router.erase import ask_all
-from npu_gr.router.members import Check, Choice, Health, InstanceState, Members
+from npu_gr.router.instance import Check, Health, InstanceState
+from npu_gr.router.members import Choice, Members
 from npu_gr.router.metrics import RouterMetrics
 from npu_gr.router.request import RequestHead
 from npu_gr.router.ring import Placement
@@ -117,8 +118,9 @@ class Router:
         config = instance.config
         try:
             return await instance.pool.connect(config.host, config.port, self.config.connect_timeout_s)
-        except OSError:
-            instance.checked(Check.FAILED, time.monotonic())
+        except OSError as error:
+            is_gone = isinstance(error, ConnectionRefusedError)
+            instance.checked(Check.GONE if is_gone else Check.FAILED, time.monotonic())
             self._watcher.check_soon()
             raise
 
@@ -171,7 +173,7 @@ class Router:
         if self.is_draining:
             return False, "draining"
         now_at = time.monotonic()
-        if not any(one.health is Health.UP and one.takes_ranks(now_at) for one in self.members.instances.values()):
+        if not self.members.is_served(now_at):
             return False, "no instance is up"
         return True, ""
 
