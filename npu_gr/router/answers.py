@@ -79,13 +79,13 @@ class ForwardedAnswer:
 
     __slots__ = ("_is_chunked", "_out", "closes", "status")
 
-    def __init__(self, status: int, headers: Headers, added: list[bytes], is_http11: bool, is_last: bool) -> None:
+    def __init__(self, status: int, headers: Headers, added: bytes, is_http11: bool, is_last: bool) -> None:
         """Rewrite the head.
 
         Args:
             status: of the instance's answer.
             headers: of the instance's answer; its hop-by-hop headers are dropped.
-            added: headers that the router adds, each a line with its line end.
+            added: headers that the router adds, each with its line end.
             is_http11: the client speaks HTTP/1.1, so an answer without a length is sent in chunks; an older client
                 sees its end as the connection closes.
             is_last: the connection is closed after the answer in any case.
@@ -102,7 +102,7 @@ class ForwardedAnswer:
         self._is_chunked = not has_length and is_http11
         if self._is_chunked:
             out.append(b"Transfer-Encoding: chunked\r\n")
-        out += added
+        out.append(added)
         out.append(b"Connection: close\r\n\r\n" if self.closes else b"\r\n")
         self._out = out
 

@@ -25,6 +25,7 @@ from npu_gr.router.config import InstanceConfig, RouterConfig
 from npu_gr.router.upstream import UpstreamPool
 
 log = logging.getLogger(__name__)
+_REFUSES_S = 1.0  # an instance that refused for load is thought to have too much to do for this long
 _TYPICAL = 0.1  # the weight of the newest answer in the typical answer time
 
 
@@ -52,6 +53,7 @@ class InstanceState:
     def __init__(self, config: InstanceConfig, router: RouterConfig, is_new: bool) -> None:
         self.config = config
         self.name = config.name
+        self.header = b"X-NpuGr-Instance: %s\r\n" % config.name.encode()  # of every answer that it gives
         self.breaker = Breaker(router.breaker)
         self.pool = UpstreamPool(router.limits.instance_idle)
         self.in_flight = 0
@@ -67,6 +69,7 @@ class InstanceState:
         self._num_bad = 0  # other checks in a row
         self._last_check: Check | None = None
         self._typical_s = 0.0  # answer time of a rank
+        self._refused_at = float("-inf")  # the last time for load
         self._heard_at = 0.0  # its last answer, or the beginning of its first request after a pause
 
     @property
@@ -94,9 +97,22 @@ class InstanceState:
             return False
         return self.health is Health.DOWN or self.breaker.is_open(now_at)
 
+    def refused(self, now_at: float) -> None:
+        """Record that it refused a request for load."""
+        self._refused_at = now_at
+        self._heard_at = now_at
+
+    def refuses(self, now_at: float) -> bool:
+        """Whether it refused a request for load a moment ago."""
+        return now_at - self._refused_at < _REFUSES_S
+
+    def is_silent(self, limit_s: float, now_at: float) -> bool:
+        """Whether it has answered nothing for this long although it has work."""
+        return self.in_flight > 0 and now_at - self._heard_at > limit_s
+
     def is_slow(self, limit_s: float, now_at: float) -> bool:
         """Whether it usually takes longer than this to answer a rank, or has been silent for as long with work."""
-        return self.in_flight > 0 and (self._typical_s > limit_s or now_at - self._heard_at > limit_s)
+        return self.in_flight > 0 and (self._typical_s > limit_s or self.is_silent(limit_s, now_at))
 
     def drain(self, now_at: float) -> None:
         """Stop signals at once, and ranks after `t_life_s`."""

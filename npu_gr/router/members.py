@@ -110,7 +110,7 @@ class Members:
         instance = self.instances[name]
         if not instance.has_room:
             raise Overloaded(f"{name} serves {instance.in_flight} requests already")
-        self._remember(user, name, now_at)
+        self.remember(user, name, now_at)
         return Choice(instance, how), Placement(name, self.ring.epoch, is_spilled)
 
     def for_rank(self, user: bytes, brought: Placement | None, now_at: float, tried: Collection[str]) -> Choice:
@@ -163,6 +163,25 @@ class Members:
         two = self._random.sample(free, min(2, len(free)))
         return Choice(min(two, key=lambda one: one.in_flight), how)
 
+    def for_overflow(self, now_at: float, tried: Collection[str]) -> Choice:
+        """Choose by load for a rank that its instance refused, unless half of the instances refuse.
+
+        An instance that refused a moment ago is not asked: then the whole fleet has too much to do, not one hot owner.
+
+        Raises:
+            Unavailable: there is no such instance.
+            Overloaded: all that are left are at their limits.
+        """
+        refusing = [one.name for one in self.instances.values() if one.refuses(now_at)]
+        if 2 * len(refusing) > len(self.instances):
+            raise Unavailable("most instances refuse for load")
+        return self.for_any(now_at, {*tried, *refusing})
+
+    def may_hedge(self, limit_s: float, now_at: float) -> bool:
+        """Whether not most instances take longer than this: then all have too much to do, and a hedge makes it more."""
+        slow = sum(one.is_slow(limit_s, now_at) for one in self.instances.values())
+        return 2 * slow <= len(self.instances)
+
     def trust(self, now_at: float) -> Trust:
         """Judge all instances together."""
         return trust(self.instances.values(), now_at, self._config.health.panic_ratio)
@@ -212,7 +231,8 @@ class Members:
         one = self.instances[name]
         return one.in_flight < bound(total, one.config.weight, total_weight, self._config.relay.load_factor)
 
-    def _remember(self, user: bytes, name: str, now_at: float) -> None:
+    def remember(self, user: bytes, name: str, now_at: float) -> None:
+        """Let the ranks of a user follow a signal to this instance."""
         kept = self._signalled
         kept.pop(user, None)
         kept[user] = (name, now_at + self._config.relay.t_life_s)
