@@ -111,7 +111,7 @@ class Exchange:
     @property
     def is_last(self) -> bool:
         """Whether the client's connection is closed after the answer."""
-        return not self.head.keeps_alive or self._router.is_draining or not self.body.is_whole
+        return not self.head.keeps_alive or self._router.is_leaving or not self.body.is_whole
 
     # ---- from the client
 

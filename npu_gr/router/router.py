@@ -44,6 +44,7 @@ class Router:
         self.lateness = Lateness(config.retry)
         self.in_flight = 0
         self.is_draining = False
+        self.taken_over = asyncio.Event()  # another router has this one's listening sockets
         self._watcher = Watcher(config, self.members, metrics)
         self._http: aiohttp.ClientSession | None = None  # while running
 
@@ -171,6 +172,11 @@ class Router:
         if not self.members.is_served(now_at):
             return False, "no instance is up"
         return True, ""
+
+    @property
+    def is_leaving(self) -> bool:
+        """Whether a client's next request should come on a new connection."""
+        return self.is_draining or self.taken_over.is_set()
 
     # ---- in the background
 
