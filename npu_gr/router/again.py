@@ -42,7 +42,7 @@ class RetryBudget:
         self._tokens += 1
 
 
-class Lateness:
+class AnswerTimes:
     """When an answer is late, by the path of its request."""
 
     def __init__(self, config: RetryConfig) -> None:

@@ -90,6 +90,7 @@ class Attempt:
     __slots__ = (
         "_answer",
         "_connecting",
+        "_head_at",
         "_request",
         "_router",
         "_sent_at",
@@ -118,6 +119,7 @@ class Attempt:
         self._connecting: asyncio.Task[None] | None = None
         self._upstream: Upstream | None = None
         self._sent_at = 0.0  # 0: not yet
+        self._head_at = 0.0  # when the answer's head came
         self._answer: ForwardedAnswer | None = None  # once its head is there
         self.instance.begun(self.began_at)
         router.metrics.placed.add(self.instance.name, choice.how)
@@ -189,6 +191,7 @@ class Attempt:
         instance = self.instance
         now_at = time.monotonic()
         took_s = now_at - self._sent_at
+        self._head_at = now_at
         self._router.metrics.instance_s.observe(took_s, instance.name)
         if status in _FAILURES:
             if status == 503 and any(name.lower() == _NOT_TAKEN for name, _ in headers):
@@ -228,6 +231,8 @@ class Attempt:
         if upstream is not None:
             # A body that was not sent to its end would be continued by the next request's first bytes.
             upstream.release(is_in_step=self._request.body.is_sent)
+        added_s = self._sent_at - self.began_at + time.monotonic() - self._head_at
+        self._router.metrics.added_s.observe(added_s, "forwarding")
         self._request.answered(answer.status, answer.closes)
 
     def answer_flush(self) -> None:

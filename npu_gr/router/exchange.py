@@ -190,7 +190,7 @@ class Exchange:
         """Let a second try go out beside the first one when that is late."""
         if self.handling in _HEDGED and len(self._tried) < _MAX_TRIES:
             now_at = time.monotonic()
-            self._hedge_s = self._router.lateness.after_s(self.head.path, self.deadline_at - now_at)
+            self._hedge_s = self._router.answer_times.after_s(self.head.path, self.deadline_at - now_at)
             self._hedge_at = now_at + self._hedge_s
             self.client.wake(self._hedge_at)
 

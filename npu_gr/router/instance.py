@@ -44,7 +44,7 @@ class Check(StrEnum):
     READY = "ready"
     UNREADY = "unready"  # it answers, and does not want new work
     FAILED = "failed"  # it does not answer: perhaps it has too much to do
-    GONE = "gone"  # nobody listens at its address
+    GONE = "gone"  # nobody listens at its address, or its name has none
 
 
 class InstanceState:
@@ -77,6 +77,11 @@ class InstanceState:
         """Whether it is under its limit of requests in flight."""
         return self.in_flight < self._max_in_flight
 
+    @property
+    def is_gone(self) -> bool:
+        """Whether nobody listens at its address: it does not run."""
+        return self._last_check is Check.GONE
+
     def takes_signals(self, now_at: float) -> bool:
         """Whether new work may go to the instance; `share` says of which users."""
         return self.health is Health.UP and not self.is_drained and not self.breaker.is_open(now_at)
@@ -93,7 +98,7 @@ class InstanceState:
         An instance that says that it wants no work, whose operator says so, or at whose address nobody listens is
         none: there is no doubt.
         """
-        if self.is_drained or self._last_check in (Check.UNREADY, Check.GONE):
+        if self.is_drained or self.is_gone or self._last_check is Check.UNREADY:
             return False
         return self.health is Health.DOWN or self.breaker.is_open(now_at)
 

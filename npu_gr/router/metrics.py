@@ -1,8 +1,8 @@
 """Every metric of the router. Labels are instances and bounded enums, never a user.
 
 Counters and histograms of prometheus_client take a lock and a method call for each bucket: together a tenth of what a
-request costs the router. Here all counting is done by the event loop, so `Counts` and `Times` are a dict and a list,
-and become samples when they are scraped.
+request costs the router. Here all counting is done by the event loop, so `RouterCounter` is a dict and `RouterTimes` a
+list, and they become samples when they are scraped.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ LATENCY_S = (
 _PREFIX = "npu_gr_router_"
 
 
-class Counts(Collector):
+class RouterCounter(Collector):
     """A counter by the values of its labels."""
 
     def __init__(self, name: str, text: str, labels: tuple[str, ...], registry: CollectorRegistry) -> None:
@@ -63,7 +63,7 @@ class Counts(Collector):
         yield family
 
 
-class Times(Collector):
+class RouterTimes(Collector):
     """A histogram of seconds by the value of one label."""
 
     def __init__(self, name: str, text: str, label: str, registry: CollectorRegistry) -> None:
@@ -125,8 +125,8 @@ class RouterMetrics:
     def __init__(self, registry: CollectorRegistry) -> None:
         self.registry = registry
 
-        def counter(name: str, text: str, *labels: str) -> Counts:
-            return Counts(name, text, labels, registry)
+        def counter(name: str, text: str, *labels: str) -> RouterCounter:
+            return RouterCounter(name, text, labels, registry)
 
         def gauge(name: str, text: str) -> Gauge:
             return Gauge(_PREFIX + name, text, registry=registry)
@@ -134,32 +134,33 @@ class RouterMetrics:
         self.requests = counter("requests", "Requests by kind and answered status", "kind", "status")
         self.placed = counter("placed", "Requests sent to an instance, by what decided", "backend", "how")
         self.failures = counter("instance_failures", "Requests an instance failed", "backend", "why")
-        self.opened = counter("instance_opened", "Times an instance was taken out", "backend", "why")
+        self.opened = counter("instance_opened", "RouterTimes an instance was taken out", "backend", "why")
         self.retries = counter("retries", "Requests sent to a second instance, by reason; late = a hedge", "why")
         self.hedges = counter("hedges", "Requests that had a second try beside the first, by which answered", "winner")
         self.refused = counter("refused", "Requests that never reached an instance", "kind", "why")
         self.cancelled = counter("cancelled", "Requests whose client left", "kind")
         self.refused_connections = counter("refused_connections", "Connections over limits.max_connections")
         self.up = InstanceGauge("instance_up", "1 = gets requests of its users", registry)
+        self.gone = InstanceGauge("instance_gone", "1 = nobody listens at its address", registry)
         self.share = InstanceGauge("instance_share_ratio", "Share of its users that an instance gets", registry)
         self.instance_in_flight = InstanceGauge("instance_in_flight", "Requests at an instance", registry)
         self.panic = gauge("panic", "1 = too few instances are well, so health is not believed")
         self.connections = gauge("connections", "Connections of clients")
         self.max_connections = gauge("max_connections", "limits.max_connections")
         self.in_flight = gauge("in_flight", "Requests in the router")
-        self.duration_s = Times(
+        self.duration_s = RouterTimes(
             "request_duration_seconds",
             "From a request's first byte to the last of its answer, by kind",
             "kind",
             registry,
         )
-        self.added_s = Times(
+        self.added_s = RouterTimes(
             "added_seconds",
-            "Of a request's duration what was not spent waiting for an instance; only where one was tried",
-            "kind",
+            "What the router adds: forwarding = of a request; waiting = how late the event loop is, sampled",
+            "part",
             registry,
         )
-        self.instance_s = Times(
+        self.instance_s = RouterTimes(
             "instance_duration_seconds", "From sending to the answer's head, by instance", "backend", registry
         )
 
@@ -169,5 +170,5 @@ class RouterMetrics:
 
     def forget(self, instance: str) -> None:
         """Stop showing the gauges of an instance that has left; its counters stay."""
-        for gauge in (self.up, self.share, self.instance_in_flight):
+        for gauge in (self.up, self.gone, self.share, self.instance_in_flight):
             gauge.forget(instance)

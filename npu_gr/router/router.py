@@ -6,6 +6,7 @@ This module knows nothing of connections or of requests under way; `client.py` a
 from __future__ import annotations
 
 import asyncio
+import socket
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -13,12 +14,12 @@ from contextlib import asynccontextmanager
 import aiohttp
 
 from npu_gr.core.errors import BadRequest, Overloaded, Unavailable
-from npu_gr.router.again import Lateness, RetryBudget
+from npu_gr.router.again import AnswerTimes, RetryBudget
 from npu_gr.router.answers import plain
 from npu_gr.router.config import RouterConfig
 from npu_gr.router.connections import Connections
 from npu_gr.router.erase import ask_all
-from npu_gr.router.instance import Check, Health, InstanceState
+from npu_gr.router.instance import Check, InstanceState
 from npu_gr.router.members import Choice, Members
 from npu_gr.router.metrics import RouterMetrics
 from npu_gr.router.request import RequestHead
@@ -28,6 +29,7 @@ from npu_gr.router.upstream import Upstream
 from npu_gr.router.watcher import Watcher
 
 _SWEEP_S = 1.0
+_PROBE_S = 0.1
 
 
 class Router:
@@ -41,7 +43,7 @@ class Router:
         self.members.observe(lambda name, why: metrics.opened.add(name, why))
         self.connections = Connections(config.limits.max_connections)
         self.retries = RetryBudget(config.retry)
-        self.lateness = Lateness(config.retry)
+        self.answer_times = AnswerTimes(config.retry)
         self.in_flight = 0
         self.is_draining = False
         self.taken_over = asyncio.Event()  # another router has this one's listening sockets
@@ -108,7 +110,7 @@ class Router:
         try:
             return await instance.pool.connect(config.host, config.port, self.config.connect_timeout_s)
         except OSError as error:
-            is_gone = isinstance(error, ConnectionRefusedError)
+            is_gone = isinstance(error, (ConnectionRefusedError, socket.gaierror))
             instance.checked(Check.GONE if is_gone else Check.FAILED, time.monotonic())
             self._watcher.check_soon()
             raise
@@ -162,7 +164,7 @@ class Router:
         is_rank = handling is Handling.FOLLOW
         instance.answered(took_s, is_rank, time.monotonic())
         if is_rank:
-            self.lateness.answered(path, took_s)
+            self.answer_times.answered(path, took_s)
 
     def is_ready(self) -> tuple[bool, str]:
         """Whether the router wants requests, and the reason if it does not."""
@@ -193,7 +195,7 @@ class Router:
             await self._watcher.discover()
             await self._watcher.check(http)
             work = (self._watcher.keep_discovering(), self._watcher.keep_checking(http), self._keep_sweeping())
-            tasks = [asyncio.create_task(one) for one in work]
+            tasks = [asyncio.create_task(one) for one in (*work, self._keep_probing())]
             try:
                 yield
             finally:
@@ -212,11 +214,21 @@ class Router:
             for instance in self.members.instances.values():
                 instance.pool.close_idle(now_at - self.config.instance_idle_s)
 
+    async def _keep_probing(self) -> None:
+        """Measure how late the event loop comes to what it has to do."""
+        due_at = time.monotonic() + _PROBE_S
+        while True:
+            await asyncio.sleep(due_at - time.monotonic())
+            late_s = max(0.0, time.monotonic() - due_at)
+            self.metrics.added_s.observe(late_s, "waiting")
+            due_at += late_s + _PROBE_S
+
     def observe(self) -> None:
         """Bring the gauges up to date; call it before they are read."""
         now_at = time.monotonic()
         for name, one in self.members.instances.items():
-            self.metrics.up.set(name, one.health is Health.UP and not one.is_drained)
+            self.metrics.up.set(name, one.takes_signals(now_at))
+            self.metrics.gone.set(name, one.is_gone)
             self.metrics.share.set(name, one.breaker.share(now_at) if one.takes_ranks(now_at) else 0.0)
             self.metrics.instance_in_flight.set(name, one.in_flight)
         self.metrics.in_flight.set(self.in_flight)

@@ -4,9 +4,10 @@ Pure. An instance that has just come up gets a share of its users that grows to 
 to the fullest one: where all have just come up, each gets all of its users, because nobody else could take them. So
 there is always an instance that takes a user, whoever owns the user.
 
-In a panic fewer than `health.panic_ratio` of the instances are well. Then the suspects take their users as well: they
-are out only because they do not answer or fail, which is what an overload looks like, and what is left would be the
-next to fail. An instance that refuses work, or at whose address nobody listens, stays out.
+An instance is a suspect if it is out only because it does not answer, or fails: an overload looks like that. In a panic
+fewer than `health.panic_ratio` of the instances that are well or suspects are well. Then the suspects take their users
+as well, because what is left would be the next to fail. An instance that refuses work, or at whose address nobody
+listens, is no suspect: there is no doubt.
 """
 
 from __future__ import annotations
@@ -34,11 +35,16 @@ def trust(instances: Iterable[InstanceState], now_at: float, panic_ratio: float)
     """Judge the instances together.
 
     Args:
-        instances: all of a router. Those that an operator has taken out do not count.
+        instances: all of a router.
         now_at: the instant, of the monotonic clock.
-        panic_ratio: there is a panic if a smaller share of them takes signals.
+        panic_ratio: there is a panic if a smaller share of those that are well or suspects is well.
     """
-    there = [one for one in instances if not one.is_drained]
-    well = [one for one in there if one.takes_signals(now_at)]
+    well: list[InstanceState] = []
+    num_suspects = 0
+    for one in instances:
+        if one.takes_signals(now_at):
+            well.append(one)
+        else:
+            num_suspects += one.is_suspect(now_at)
     fullest = max((one.breaker.share(now_at) for one in well if one.config.special), default=0.0)
-    return Trust(fullest, len(well) < panic_ratio * len(there))
+    return Trust(fullest, len(well) < panic_ratio * (len(well) + num_suspects))

@@ -83,6 +83,8 @@ class Watcher:
         try:
             async with http.get(f"{instance.config.url}{self._config.health.path}") as answer:
                 return Check.READY if answer.status == 200 else Check.UNREADY
+        except aiohttp.ClientConnectorDNSError:
+            return Check.GONE
         except aiohttp.ClientConnectorError as error:
             return Check.GONE if isinstance(error.os_error, ConnectionRefusedError) else Check.FAILED
         except (aiohttp.ClientError, OSError):  # TimeoutError is an OSError

@@ -208,12 +208,17 @@ def test_in_a_panic_who_does_not_answer_gets_its_users_and_who_is_gone_or_refuse
     assert m.trust(0.0).is_panic
     assert homes(m) == before
     assert {name for name, _ in signals(m, 0.0).values()} == set(m.instances)
-    for _ in range(2):
-        m.instances["i0"].checked(Check.GONE, 20.0)
-        m.instances["i1"].checked(Check.UNREADY, 20.0)
+    m.instances["i0"].checked(Check.UNREADY, 20.0)
+    assert not m.trust(20.0).is_panic, "two are well, two are suspects"
+    down(m.instances["i3"], 20.0)
+    assert m.trust(20.0).is_panic
+    m.instances["i1"].checked(Check.GONE, 20.0)
     found = homes(m, 20.0)
     assert set(found.values()) == {"i2", "i3", "i4"}
     assert all(found[user] == before[user] for user in USERS if before[user] not in ("i0", "i1"))
+    for name in ("i1", "i2", "i3", "i0"):
+        m.instances[name].checked(Check.GONE, 20.0)
+    assert not m.trust(20.0).is_panic, "one is well, and nobody who could take users is out"
     m.instances["i2"].drain(20.0)
     assert "i2" not in homes(m, 20.0 + T_LIFE_S).values(), "an operator knows better"
 
@@ -255,6 +260,35 @@ def test_where_nobody_is_known_to_serve_somebody_is_asked_all_the_same() -> None
         one.drain(0.0)
     with pytest.raises(Unavailable, match="no instance takes signals"):
         m.for_signal(user, T_LIFE_S)
+
+
+def test_no_hedge_while_most_are_slow_or_silent_with_work() -> None:
+    m = members(instances(4))
+    for one in m.instances.values():
+        one.begun(0.0)
+        one.answered(0.01, True, 0.01)
+    assert m.may_hedge(0.05, 0.04)
+    assert not m.may_hedge(0.05, 0.2), "all have work and have been silent for .19 s"
+    for name in ("i0", "i1"):
+        m.instances[name].answered(0.01, True, 0.19)
+    assert m.may_hedge(0.05, 0.2), "two of four are silent"
+    for _ in range(60):
+        m.instances["i0"].answered(0.5, True, 0.2)
+    assert not m.may_hedge(0.05, 0.2), "one answers, but slowly"
+    for one in m.instances.values():
+        one.in_flight = 0
+    assert m.may_hedge(0.05, 9.0), "idle is not silent"
+
+
+def test_a_refused_rank_goes_to_who_does_not_refuse_unless_most_do() -> None:
+    m = members(instances(4))
+    m.instances["i0"].refused(10.0)
+    m.instances["i1"].refused(9.5)
+    assert {m.for_overflow(10.1, ["i0"]).instance.name for _ in range(50)} == {"i2", "i3"}
+    m.instances["i2"].refused(10.1)
+    with pytest.raises(Unavailable, match="most instances refuse"):
+        m.for_overflow(10.2, ["i2"])
+    assert m.for_overflow(10.9, ["i0"]).instance.name in ("i1", "i3"), "what i1 said is a second old"
 
 
 def test_draining_signals_stop_at_once_ranks_after_t_life() -> None:
