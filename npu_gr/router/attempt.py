@@ -14,12 +14,10 @@ from npu_gr.router.request import RequestBody, RequestHead
 from npu_gr.router.ring import Placement
 from npu_gr.router.router import Router
 from npu_gr.router.routes import Handling
-from npu_gr.router.upstream import Headers, Upstream
-from npu_gr.server.headers import NOT_TAKEN
+from npu_gr.router.upstream import AnswerHead, Upstream
 
 _FAILURES = (502, 503)
 _OVERLOADED = 429
-_NOT_TAKEN = NOT_TAKEN.lower().encode()
 _SENT_AGAIN = (Handling.FOLLOW, Handling.SIGNAL)  # their bodies are kept for a second try
 
 
@@ -147,8 +145,10 @@ class Attempt:
         request = self._request
         self._upstream = upstream
         self._sent_at = time.monotonic()
-        request.body.rewind()
-        upstream.send(self, request.head.encode(request.body, request.deadline_at - self._sent_at))
+        body = request.body
+        body.rewind()
+        head = request.head.encode(body, request.deadline_at - self._sent_at)
+        upstream.send(self, head, [] if body.is_chunked else body.pieces)
         self.send_more()
 
     def send_more(self) -> None:
@@ -185,16 +185,17 @@ class Attempt:
 
     # ---- what the connection to the instance tells
 
-    def answer_head(self, status: int, headers: Headers) -> None:
+    def answer_head(self, head: AnswerHead) -> None:
         """Pass the answer on, or go on without it."""
         request = self._request
         instance = self.instance
+        status = head.status
         now_at = time.monotonic()
         took_s = now_at - self._sent_at
         self._head_at = now_at
         self._router.metrics.instance_s.observe(took_s, instance.name)
         if status in _FAILURES:
-            if status == 503 and any(name.lower() == _NOT_TAKEN for name, _ in headers):
+            if status == 503 and head.is_not_taken:
                 self.is_untaken = request.handling is Handling.SIGNAL
                 instance.checked(Check.UNREADY, now_at)
             if request.go_on(self, str(status)):
@@ -205,11 +206,11 @@ class Attempt:
             if request.go_on(self, "429"):
                 return
         else:
-            self._router.answered(instance, request.handling, request.head.path, took_s)
+            self._router.answered(instance, request.handling, request.head.path, took_s, now_at)
         added = instance.header
         if self.placement is not None:
             added += b"X-NpuGr-Placement: %s\r\n" % self.placement.encode().encode()
-        self._answer = ForwardedAnswer(status, headers, added, request.head.is_http11, request.is_last)
+        self._answer = ForwardedAnswer(head, added, request.head.is_http11, request.is_last)
         request.answering(self)
         if request.client.is_held:
             self.hold_answer(True)

@@ -129,11 +129,16 @@ class Members:
             Unavailable: no instance is left.
             Overloaded: all that are left are at their limits.
         """
-        for name in (brought.instance if brought else None, self._signalled_to(user, now_at)):
+        names = (brought.instance, self._signalled_to(user, now_at)) if brought else (self._signalled_to(user, now_at),)
+        for name in names:
             instance = self.instances.get(name) if name is not None and name not in tried else None
             if instance is not None and self._takes(instance, now_at, InstanceState.takes_ranks) and instance.has_room:
                 return Choice(instance, How.SIGNAL)
         owner = self.ring.owner_or_none(user)
+        if owner is not None and not tried:  # the usual case, without a walk
+            instance = self.instances[owner]
+            if instance.has_room and instance.takes_ranks(now_at) and instance.breaker.share(now_at) >= 1.0:
+                return Choice(instance, How.HOME)
         for instance in self._takers(user, now_at, InstanceState.takes_ranks):
             if instance.name not in tried:
                 if instance.has_room:
@@ -240,8 +245,8 @@ class Members:
             del kept[next(iter(kept))]
 
     def _signalled_to(self, user: bytes, now_at: float) -> str | None:
-        name, expires_at = self._signalled.get(user, (None, 0.0))
-        return name if now_at < expires_at else None
+        signalled = self._signalled.get(user)
+        return signalled[0] if signalled is not None and now_at < signalled[1] else None
 
     # ---- what requests teach
 

@@ -88,7 +88,7 @@ class RequestReader:
                 raise too_many_headers(self._limits)
             return
         head.add(name, value, self._user_header)
-        if len(head.headers) > self._limits.max_headers:
+        if head.num_headers > self._limits.max_headers:
             raise too_many_headers(self._limits)
 
     def on_headers_complete(self) -> None:

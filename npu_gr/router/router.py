@@ -159,10 +159,18 @@ class Router:
         self.metrics.requests.add(handling, status)
         self.metrics.duration_s.observe(took_s, handling)
 
-    def answered(self, instance: InstanceState, handling: Handling, path: bytes, took_s: float) -> None:
-        """Record an answer of an instance that is no failure, `took_s` after it was sent the request."""
+    def answered(self, one: InstanceState, handling: Handling, path: bytes, took_s: float, now_at: float) -> None:
+        """Record an answer that is no failure.
+
+        Args:
+            one: the instance.
+            handling: of the request.
+            path: of the request.
+            took_s: from sending the request to the answer's head.
+            now_at: the instant, of the monotonic clock.
+        """
         is_rank = handling is Handling.FOLLOW
-        instance.answered(took_s, is_rank, time.monotonic())
+        one.answered(took_s, is_rank, now_at)
         if is_rank:
             self.answer_times.answered(path, took_s)
 
