@@ -37,10 +37,10 @@ _OURS = frozenset(  # the router writes them itself
         *_BUDGET_HEADERS,
     )
 )
-_NOT_PASSED_ON = _HOP_BY_HOP | _OURS
-_ONCE = frozenset((b"host", b"content-length", b"x-npugr-placement", b"x-npugr-service", b"x-request-id"))
+NOT_PASSED_ON = _HOP_BY_HOP | _OURS
+ONCE = frozenset((b"host", b"content-length", b"x-npugr-placement", b"x-npugr-service", b"x-request-id"))
 _LAST_CHUNK = b"0\r\n\r\n"
-_PARTS = 4  # of a header in `RequestHead.lines`
+PARTS = 4  # of a header in `RequestHead.lines`
 _ID_PREFIX = os.urandom(10).hex().encode()  # of this process; with the count an ID is as unique as a random one
 _ids = count()
 
@@ -73,7 +73,7 @@ class RequestHead:
         self.method = b""
         self.is_http11 = True
         self.keeps_alive = True  # the client may send another request after it
-        self.num_bytes = 0  # of the headers
+        self.num_bytes = 0  # of the headers, with their line ends
         self.lines: list[bytes] = []  # headers to be passed on: name, colon, value, line end, name, ...
         self.seen: dict[bytes, bytes] = {}  # lower-case name -> value, all of them
         self._request_id = b""
@@ -84,30 +84,6 @@ class RequestHead:
         if not self._request_id:
             self._request_id = self.seen.get(b"x-request-id") or b"%s%012x" % (_ID_PREFIX, next(_ids))
         return self._request_id
-
-    @property
-    def num_headers(self) -> int:
-        """How many are passed on."""
-        return len(self.lines) // _PARTS
-
-    def add(self, name: bytes, value: bytes, user_header: bytes) -> None:
-        """Add one header.
-
-        Args:
-            name: as the client wrote it.
-            value: without the white space around it.
-            user_header: in lower case; like the other headers that decide something, it may be given only once.
-
-        Raises:
-            Refused: the header was given before and may be given only once.
-        """
-        low = name.lower()
-        self.num_bytes += len(name) + len(value) + 4
-        if low in self.seen and (low in _ONCE or low == user_header):
-            raise Refused(400, f"{low.decode()}: given twice")
-        self.seen[low] = value
-        if low not in _NOT_PASSED_ON:
-            self.lines += (name, b": ", value, b"\r\n")
 
     def check(self, limits: LimitsConfig) -> None:
         """Complete the head: check it, and drop the headers that `Connection` names.
@@ -174,7 +150,7 @@ class RequestHead:
         return given
 
     def _pairs(self) -> list[tuple[bytes, bytes]]:
-        return list(zip(self.lines[0::_PARTS], self.lines[2::_PARTS], strict=True))
+        return list(zip(self.lines[0::PARTS], self.lines[2::PARTS], strict=True))
 
 
 class RequestBody:

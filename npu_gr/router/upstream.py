@@ -32,18 +32,6 @@ class AnswerHead:
         self.is_chunked = False
         self.is_not_taken = False  # the instance says that it has begun nothing
 
-    def add(self, name: bytes, value: bytes) -> None:
-        """Add one header."""
-        low = name.lower()
-        if low not in _HOP_BY_HOP:
-            self.lines += (name, b": ", value, b"\r\n")
-        if low == b"content-length":
-            self.has_length = True
-        elif low == b"transfer-encoding":
-            self.is_chunked = True
-        elif low == _NOT_TAKEN:
-            self.is_not_taken = True
-
 
 class Carried(Protocol):
     """What an upstream connection tells the request that it carries."""
@@ -108,7 +96,16 @@ class AnswerReader:
         self._head = AnswerHead()
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        self._head.add(name, value)
+        head = self._head
+        low = name.lower()
+        if low not in _HOP_BY_HOP:
+            head.lines += (name, b": ", value, b"\r\n")
+        if low == b"content-length":
+            head.has_length = True
+        elif low == b"transfer-encoding":
+            head.is_chunked = True
+        elif low == _NOT_TAKEN:
+            head.is_not_taken = True
 
     def on_headers_complete(self) -> None:
         status = self._parser.get_status_code()
