@@ -115,7 +115,7 @@ class RetryConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     ratio: ShareOrNone = 0.2  # second tries a rank, in the long run
     burst: NoneOrSome = 100.0  # that may be saved up; the last half is not for hedges
-    hedge_ratio: Share = 0.25  # share of the time budget after which an answer is late; 1 = no hedges
+    hedge_ratio: Share = 0.2  # share of the time budget after which an answer is late; 1 = no hedges
     hedge_factor: Annotated[float, msgspec.Meta(ge=1)] = 4.0  # late is also this many times the P99 of the last answers
     hedge_min_s: NoneOrSome = 0.02  # but an answer is never late before this time
 

@@ -39,10 +39,15 @@ async def test_the_new_router_gets_new_connections_and_the_old_one_ends_its_own_
             status, _, headers = await s.post("rank")
             assert (status, headers["Connection"]) == (200, "close")
             assert not len(new.connections)
-            assert (await s.post("rank"))[0] == 200
-            assert len(new.connections) == 1
-            async with aiohttp.request("GET", f"{s.admin}/healthz") as answer:
-                assert answer.status == 200
+            before = s.router.metrics.requests.value()
+            for _ in range(20):
+                assert (await s.post("rank", Connection="close"))[0] == 200
+                async with aiohttp.request("POST", f"{s.admin}/instances/i0/drain") as answer:
+                    assert answer.status == 200
+            assert s.router.metrics.requests.value() == before
+            assert new.metrics.requests.value() == 20
+            assert new.members.instances["i0"].is_drained
+            assert not s.router.members.instances["i0"].is_drained
 
 
 async def test_if_the_new_router_fails_the_old_one_goes_on() -> None:

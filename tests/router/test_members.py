@@ -197,6 +197,19 @@ def test_who_comes_back_to_others_that_stayed_gets_its_share_and_no_more() -> No
     assert here == {user for user in USERS if m.ring.owner(user) != "i2" and fraction(user) < 0.25}
 
 
+def test_a_share_counts_in_relation_to_the_fullest_one() -> None:
+    m = members(breaker={"return_s": 5.0, "return_share": 0.25})
+    for one in m.instances.values():
+        for _ in range(2):
+            one.checked(Check.GONE, 0.0)
+    m.instances["i0"].checked(Check.READY, 100.0)
+    m.instances["i1"].checked(Check.READY, 102.0)
+    assert m.instances["i0"].breaker.share(102.0) == pytest.approx(0.55)
+    found = signals(m, 102.0)
+    here = {user for user in USERS if found[user] == ("i1", How.HOME)}
+    assert here == {user for user in USERS if m.ring.owner(user) == "i1" and fraction(user) < 0.25 / 0.55}
+
+
 def test_in_a_panic_who_does_not_answer_gets_its_users_and_who_is_gone_or_refuses_does_not() -> None:
     m = members(instances(5), health={"panic_ratio": 0.5})
     before = homes(m)
