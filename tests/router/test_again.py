@@ -154,7 +154,8 @@ async def test_if_the_first_instance_answers_a_hedged_signal_after_all_the_rank_
         assert (status, answer["instance"]) == (202, first.name)
         assert headers["X-NpuGr-Placement"].startswith(f"{first.name}@")
         assert s.router.metrics.hedges.value(winner="first") == 1
-        first.delay_s = 0.0
+        for fake in s.fakes:
+            fake.delay_s = 0.0
         assert (await s.post("rank"))[1] == {"instance": first.name, "hit": True, "size": 8}
 
 
