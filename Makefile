@@ -29,11 +29,11 @@ types: $(VENV)/installed
 words: $(VENV)/installed
 	$(BIN)/codespell -q 3 $(WORDS)
 
-# the C++ sources; clang-format is in the dev extra, and a machine without it skips this in words
+# the C and C++ sources; clang-format is in the dev extra, and a machine without it skips this in words
 native: $(VENV)/installed
 	@if [ -x $(BIN)/clang-format ]; then \
-	  find ops tests -name '*.h' -o -name '*.cpp' | xargs $(BIN)/clang-format --dry-run -Werror; \
-	else echo "clang-format is not installed: the format of C++ was not checked"; fi
+	  find ops tests npu_gr -name '*.h' -o -name '*.c' -o -name '*.cpp' | xargs $(BIN)/clang-format --dry-run -Werror; \
+	else echo "clang-format is not installed: the format of C and C++ was not checked"; fi
 
 files: $(VENV)/installed
 	$(BIN)/python .ci/check_files
@@ -42,7 +42,7 @@ files: $(VENV)/installed
 format: $(VENV)/installed
 	$(BIN)/ruff check --fix-only --quiet $(CODE)
 	$(BIN)/ruff format $(CODE)
-	@if [ -x $(BIN)/clang-format ]; then find ops tests -name '*.h' -o -name '*.cpp' | xargs $(BIN)/clang-format -i; fi
+	@if [ -x $(BIN)/clang-format ]; then find ops tests npu_gr -name '*.h' -o -name '*.c' -o -name '*.cpp' | xargs $(BIN)/clang-format -i; fi
 
 # the demo's service under replay, Prometheus (Debian: apt-get install prometheus), the dashboards to open
 monitor: $(VENV)/installed

@@ -13,11 +13,13 @@ from typing import Any
 
 import numpy as np
 from aiohttp.test_utils import TestClient, TestServer
+from aiohttp.web import BaseRunner
 from blockbuster import blockbuster_ctx
 
 from npu_gr.core.request import Events
 from npu_gr.model.weights import Checkpoint, save
 from npu_gr.relay.relay import Relay
+from npu_gr.server.entrance.runner import DoorRunner
 from npu_gr.service.app import instance
 from npu_gr.service.config import Config, from_table
 from npu_gr.service.service import Service
@@ -39,12 +41,18 @@ def make_config(folder: Path, **sections: Any) -> Config:
         "features": {"path": str(folder / "history.db")},
         "trigger": {"min_prefix_tokens": 4, "policy": "always"},
         "server": {"port": 0, "drain_grace_s": 0.1},
-        "service": {"adaptive": False},
         "brownout": {"enabled": False},
     }
     for name, section in sections.items():
         table[name] = {**table[name], **section} if isinstance(section, dict) and name in table else section
     return from_table(table)
+
+
+class DoorServer(TestServer):
+    """A test server whose connections come through the door, as those of a real process do."""
+
+    async def _make_runner(self, **kwargs: Any) -> BaseRunner:
+        return DoorRunner(self.app, shutdown_timeout=5.0)
 
 
 @asynccontextmanager
@@ -54,7 +62,7 @@ async def serving(
     if not (folder / "checkpoint").exists():
         write_checkpoint(folder / "checkpoint")
     async with instance(make_config(folder, **sections), read) as (app, service):
-        server = TestServer(app, handler_cancellation=True)
+        server = DoorServer(app)
         async with TestClient(server) as client:
             with blockbuster_ctx("npu_gr") if watched else nullcontext():
                 yield client, service

@@ -1,6 +1,7 @@
 """Brown-out: under overload give up optional work one level after the other, and restore it more slowly.
 
-    pressure = sum over queued jobs of (estimated device seconds / objective seconds of the job's kind)
+    pressure = work that waits for the device over the objectives of its requests
+             + work that waits at the door over the objective, as long as it stands there
 
     pressure >= high for rise_s   one level up
     pressure <= low for fall_s    one level down; low < high and fall_s > rise_s, so the level does not flap
@@ -17,6 +18,8 @@ import msgspec
 from npu_gr.core.request import Brownout
 from npu_gr.core.settings import Positive
 
+OBSERVE_S = 0.05  # between two looks at the load
+
 
 class BrownoutConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """When the level goes up and down, and how far."""
@@ -26,7 +29,7 @@ class BrownoutConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     low: Positive = 0.3
     rise_s: Positive = 0.25
     fall_s: Positive = 2.0
-    most: Annotated[int, msgspec.Meta(ge=0, le=4)] = 4  # 1 no DRAM, 2 no relay, 3 truncated ranks, 4 ranks alone
+    most: Annotated[int, msgspec.Meta(ge=0, le=3)] = 3  # 1 no DRAM, 2 no relay, 3 truncated ranks
 
     def __post_init__(self) -> None:
         if self.low >= self.high:
@@ -41,6 +44,13 @@ class BrownoutControl:
         self.step = Brownout.NONE
         self._high_from_at: float | None = None  # since when the pressure is high without a break
         self._low_from_at: float | None = None
+
+    def reconfigure(self, config: BrownoutConfig) -> None:
+        """Start anew with other settings."""
+        self._config = config
+        self.step = Brownout.NONE
+        self._high_from_at = None
+        self._low_from_at = None
 
     def observe(self, pressure: float, now_at: float) -> Brownout:
         """Take a reading of the pressure and return the level from now on."""

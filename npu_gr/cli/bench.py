@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING
 
 import click
 
-from npu_gr.cli.options import THREAD_COUNT
+from npu_gr.cli.options import FILE, SET, THREAD_COUNT
 
 if TYPE_CHECKING:
     from npu_gr.bench.line import Line
 
+
+DEMO_CHECKPOINT = Path(".demo/checkpoint")  # where `npu-gr demo` leaves it
 
 AS_JSON_LINES = click.option("--json", "as_json", is_flag=True, help="Print one JSON object a line.")
 BACKEND = click.option("--backend", default="cpu", show_default=True, help="As in a configuration.")
@@ -206,18 +208,64 @@ def bench_relay(
     _show(found, backend, seed, as_json)
 
 
-@bench.command("overload")
+@bench.command("door")
 @AS_JSON_LINES
-@BACKEND
 @SEED
-@click.option("--tokens", default=512, show_default=True, type=click.IntRange(16), help="Tokens of a history.")
-@click.option("--layers", default=3, show_default=True, type=click.IntRange(1))
-@click.option("--seconds", default=10.0, show_default=True, help="Send each rate for so long.")
-def bench_overload(as_json: bool, backend: str, seed: int, tokens: int, layers: int, seconds: float) -> None:
-    """Measure what is answered in time under up to 5 times the load that the instance sustains."""
-    from npu_gr.bench.overload import lines
+@click.option(
+    "--config", type=FILE, default="configs/cpu.yaml", show_default=True, help="Of the instance, as it ships."
+)
+@click.option(
+    "--checkpoint", type=FILE, help="By default the demo's, if it is there; else an untrained model of its shape."
+)
+@click.option("--layers", type=click.IntRange(1), help="Make an untrained model of so many layers.")
+@click.option("--max-history", type=click.IntRange(16), help="Make an untrained model that reads so many tokens.")
+@click.option("--history-tokens", default=60, show_default=True, type=click.IntRange(1), help="Of a rank.")
+@click.option("--candidates", default=100, show_default=True, type=click.IntRange(1), help="Of a rank.")
+@click.option("--users", default=256, show_default=True, type=click.IntRange(1), help="Who come again and again.")
+@click.option("--seconds", default=4.0, show_default=True, help="Of each load; 60 is the long form.")
+@click.option("--only", "parts", multiple=True, help="Run these parts; repeatable.", metavar="PART")
+@click.option("--ablate", "ablations", multiple=True, metavar="NAME:KEY=VALUE ...", help="One more server; repeatable.")
+@click.option("--peers/--no-peers", default=True, help="Run FastAPI and LitServe, if they are installed.")
+@SET
+def bench_door(
+    as_json: bool,
+    seed: int,
+    config: Path,
+    checkpoint: Path | None,
+    layers: int | None,
+    max_history: int | None,
+    history_tokens: int,
+    candidates: int,
+    users: int,
+    seconds: float,
+    parts: tuple[str, ...],
+    ablations: tuple[str, ...],
+    peers: bool,
+    overrides: tuple[str, ...],
+) -> None:
+    """Measure over HTTP what is answered in time under any load, beside admission off and other servers: minutes."""
+    from npu_gr.bench.door import PARTS, DoorOptions, lines, parse_ablations
+    from npu_gr.bench.door_servers import Traffic
 
-    _show(lines(backend, tokens, layers, seconds, seed), backend, seed, as_json)  # type: ignore[arg-type]
+    if wrong := [part for part in parts if part not in PARTS]:
+        raise click.BadParameter(f"{wrong[0]!r} is none of {', '.join(PARTS)}", param_hint="--only")
+    is_made = layers is not None or max_history is not None
+    if checkpoint is None and not is_made and DEMO_CHECKPOINT.is_dir():
+        checkpoint = DEMO_CHECKPOINT
+    options = DoorOptions(
+        config=config,
+        checkpoint=checkpoint,
+        num_layers=layers or 2,
+        max_history_tokens=max_history or 256,
+        traffic=Traffic(history_tokens=history_tokens, num_candidates=candidates, num_users=users),
+        overrides=overrides,
+        ablations=parse_ablations(ablations),
+        parts=parts or PARTS,
+        with_peers=peers,
+        seconds=seconds,
+        seed=seed,
+    )
+    _show(lines(options), "cpu", seed, as_json)
 
 
 @bench.command("store")

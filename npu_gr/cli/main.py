@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import sys
 from typing import Any
 
@@ -15,9 +14,10 @@ from npu_gr.cli.fleet import fleet
 from npu_gr.cli.replay import record, replay
 from npu_gr.cli.serve import check_config, route, serve
 from npu_gr.cli.simulate import simulate
-from npu_gr.cli.tools import calibrate, dashboards, demo, doctor, judge, monitor
+from npu_gr.cli.tools import bundle, calibrate, dashboards, demo, doctor, judge, monitor
 from npu_gr.cli.train import train
 from npu_gr.core.errors import NpuGrError
+from npu_gr.core.logs import close_logs, set_up_logs
 from npu_gr.core.process import set_up_process
 
 
@@ -28,6 +28,7 @@ class _Group(click.Group):
         try:
             return super().invoke(ctx)
         except NpuGrError as error:
+            close_logs()  # what was logged before the error stands before it
             click.echo(f"npu-gr: {error}", err=True)
             sys.exit(2)
 
@@ -38,13 +39,13 @@ class _Group(click.Group):
 def main(log_level: str) -> None:
     """Generative recommendation under a P99 deadline."""
     set_up_process()  # before torch loads
-    logging.basicConfig(level=log_level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    set_up_logs(log_level)
 
 
 for _command in (
     *(serve, route, check_config, fleet),
     *(train, load, replay, record),
     *(simulate, bench, calibrate, doctor),
-    *(dashboards, judge, demo, monitor),
+    *(dashboards, bundle, judge, demo, monitor),
 ):
     main.add_command(_command)

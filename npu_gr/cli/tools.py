@@ -1,4 +1,4 @@
-"""npu-gr calibrate, doctor, dashboards, judge, demo and monitor: tools around a service."""
+"""npu-gr calibrate, doctor, dashboards, bundle, judge, demo and monitor: tools around a service."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from pathlib import Path
 
 import click
 
-from npu_gr.cli.options import AS_JSON, CONFIG, FILE, SET, THREAD_COUNT, load_config, run_async
+from npu_gr.cli.options import API_KEY, AS_JSON, CONFIG, FILE, SET, THREAD_COUNT, load_config, run_async
+from npu_gr.core.errors import Unavailable
 
 DEMO_CONFIG = click.option("--config", "config_path", default="configs/cpu.yaml", show_default=True, type=FILE)
 DEMO_FOLDER = click.option("--folder", default=".demo", show_default=True, type=FILE, help="For everything it makes.")
@@ -87,6 +88,29 @@ def dashboards(config_path: Path | None, out: Path, runbooks: str) -> None:
     objectives = (SLOConfig() if config_path is None else load_config(config_path, ()).slo).objectives()
     for path in write(out, objectives, runbooks):
         click.echo(path)
+
+
+@click.command()
+@click.option("--url", default="http://127.0.0.1:8080", show_default=True, help="Of an instance, or a router's admin.")
+@click.option("--out", default="npu_gr-bundle.tar.gz", show_default=True, type=FILE, help="File to write.")
+@API_KEY
+def bundle(url: str, out: Path, api_key: str | None) -> None:
+    """Fetch what a report of a fault needs: configuration, versions, metrics, stacks, newest requests and log lines."""
+    import shutil
+    import urllib.request
+    from urllib.error import URLError
+
+    headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
+    asked = urllib.request.Request(f"{url.rstrip('/')}/debug/bundle", headers=headers)
+    part = out.with_name(f"{out.name}.part")
+    try:
+        with urllib.request.urlopen(asked, timeout=60) as answer, part.open("wb") as file:
+            shutil.copyfileobj(answer, file)
+        part.replace(out)
+    except (URLError, OSError, ValueError) as error:
+        part.unlink(missing_ok=True)
+        raise Unavailable(f"no bundle from {url}: {error}") from error
+    click.echo(out)
 
 
 @click.command()

@@ -8,7 +8,7 @@ job (`npu_gr.jobs`), one codec (`npu_gr.server.codec`), and its two runbook page
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum, StrEnum
+from enum import IntEnum, StrEnum
 from typing import Any, Generic, TypeVar
 
 from npu_gr.core.request import (
@@ -36,12 +36,12 @@ Q = TypeVar("Q", bound=Request)
 A = TypeVar("A", bound=Answer)
 
 
-class Priority(Enum):
-    """The importance of a kind; the value is the share of the in-flight limit that its requests may fill."""
+class Priority(IntEnum):
+    """The importance of a kind: at the door, a request waits for every request of a smaller value."""
 
-    RANK = 1.0  # the cascade waits for it
-    GENERATE = 0.9  # retrieval has other sources
-    SIGNAL = 0.75  # an optimisation
+    RANK = 0  # the cascade waits for it
+    GENERATE = 1  # retrieval has other sources
+    SIGNAL = 2  # an optimisation
 
 
 class Routing(StrEnum):

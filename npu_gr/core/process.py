@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import signal
 
 # of mallopt(3)
 _M_TRIM_THRESHOLD = -1
@@ -20,11 +21,15 @@ _MOST = 1 << 30  # bytes
 def set_up_process() -> bool:
     """Let threads sleep where they would spin, the heap keep its memory, and torch load no device's package by itself.
 
+    SIGUSR1 is ignored from here on; a process that serves answers it (`npu_gr/server/debug/stacks.py`).
+
     Call it before torch is imported.
 
     Returns:
         Whether the C library took the heap's settings; one that is not glibc has none.
     """
+    # who asks for stacks must not kill a process that still starts, or one that has none to show
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     # a thread that waits must not spin beside the event loop
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     # where a device's package is installed and its driver is not, `import torch` would die of it

@@ -139,7 +139,6 @@ class Brownout(IntEnum):
     NO_DRAM = 1  # no reloads, no spills
     NO_RELAY = 2  # no pre-infers; what is resident is still used
     TRUNCATE = 3  # ranks without a prefix read only the newest part of their history
-    REJECT = 4  # refuse the kinds that matter less than what the instance is there for
 
 
 class Outcome(StrEnum):

@@ -186,7 +186,7 @@ def application(config: Config, options: RayOptions) -> Any:
     deployment = serve.deployment(
         RayReplica,
         name="npu_gr",
-        max_ongoing_requests=config.service.max_inflight,
+        max_ongoing_requests=config.admission.max_inflight,
         ray_actor_options=resources,
         graceful_shutdown_wait_loop_s=config.server.drain_grace_s,
         graceful_shutdown_timeout_s=config.server.shutdown_timeout_s,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
@@ -11,12 +12,32 @@ Q_contra = TypeVar("Q_contra", bound=Request, contravariant=True)
 A_co = TypeVar("A_co", bound=Answer, covariant=True)
 
 
+class HeldSlot(Protocol):
+    """The place that a request holds among those being served."""
+
+    def outside(self) -> AbstractContextManager[None]:
+        """Give the place to others while the block waits for something that takes no work of this instance."""
+        ...
+
+
+class NoSlot:
+    """The place of a request that nobody admitted: one inside a cascade, or one that is never refused."""
+
+    def outside(self) -> AbstractContextManager[None]:
+        """Do nothing: there is no place to give."""
+        return nullcontext()
+
+
+NO_SLOT = NoSlot()
+
+
 @dataclass(frozen=True, slots=True)
 class Call:
-    """The times of one request, as instants of time.monotonic()."""
+    """The times of one request, as instants of time.monotonic(), and its place."""
 
     arrived_at: float  # its place in the device's queue counts from here, also if its history took long to read
     deadline_at: float  # its answer must be there
+    slot: HeldSlot = NO_SLOT
 
 
 class KindJob(Protocol[Q_contra, A_co]):

@@ -25,7 +25,8 @@ class EventsJob:
             last = len(self._versions.rankers.current.model.actions) - 1
             if not 0 <= int(events.actions.min()) <= int(events.actions.max()) <= last:
                 raise Unprocessable(f"events.actions: must be 0..{last}")
-        num_events = await self._histories.append(request.user, events)
+        with call.slot.outside():
+            num_events = await self._histories.append(request.user, events)
         return EventsAnswer(num_events=num_events, stages_s={"store": time.monotonic() - call.arrived_at})
 
     async def stop(self) -> None:

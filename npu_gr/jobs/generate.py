@@ -30,7 +30,8 @@ class GenerateJob:
         """Read the history, search, and keep the version in use meanwhile."""
         generation = self._versions.generator(request.model_version)
         with generation.use:
-            events, _ = await self._histories.read(request.user, request.history, self._versions.max_events)
+            with call.slot.outside():
+                events, _ = await self._histories.read(request.user, request.history, self._versions.max_events)
             fingerprint = events.fingerprint()
             self._histories.remember(request.user, request.history, fingerprint, events)
             history_s = time.monotonic() - call.arrived_at

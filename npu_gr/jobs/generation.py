@@ -168,7 +168,7 @@ class Generation:
             options = SearchOptions(width=width, normalise=request.normalise, temperature=request.temperature)
             wanted = snapshot, request.allow_items, request.deny_items, request.attributes
             allow = await asyncio.to_thread(self.items.filters.filter_for, *wanted)
-            async with self.relay.lease(request.user, prompt, width, call.deadline_at) as lease:
+            async with self.relay.lease(request.user, prompt, width, call.deadline_at, call.slot.outside) as lease:
                 lease_s = time.monotonic() - began_at
                 if lease.first_token:
                     item_tokens = snapshot.trie.num_levels

@@ -167,7 +167,8 @@ class MatchJob:
 
     async def run(self, request: MatchRequest, call: Call) -> MatchAnswer:
         """Read what is known of the user, and search."""
-        history = await self._histories.read_items(request.user, request.history, self.config.max_history_events)
+        with call.slot.outside():
+            history = await self._histories.read_items(request.user, request.history, self.config.max_history_events)
         return await self.match(request, history, call, time.monotonic() - call.arrived_at)
 
     async def match(self, request: MatchRequest, history: I64, call: Call, history_s: float = 0.0) -> MatchAnswer:

@@ -33,7 +33,10 @@ class RankJob:
         if not len(request.candidates):
             raise Unprocessable("candidates: needs at least one")
         with ranking.use:
-            events, first_index = await self._histories.read(request.user, request.history, self._versions.max_events)
+            with call.slot.outside():
+                events, first_index = await self._histories.read(
+                    request.user, request.history, self._versions.max_events
+                )
             tokens = ranking.tokenize(events, first_index)
             self._histories.remember(request.user, request.history, tokens.report.fingerprint, tokens.events)
             answer = await ranking.rank(request, tokens, call, time.monotonic() - call.arrived_at)

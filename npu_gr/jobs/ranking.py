@@ -133,7 +133,7 @@ class Ranking:
         began_at = time.monotonic()
         rows, known = self._candidates(request.candidates)
         shown_at = int(time.time()) if request.timestamp is None else request.timestamp
-        async with self.relay.lease(request.user, tokens, len(rows), call.deadline_at) as lease:
+        async with self.relay.lease(request.user, tokens, len(rows), call.deadline_at, call.slot.outside) as lease:
             lease_s = time.monotonic() - began_at
             lease, scored = await self._score(tokens, rows, shown_at, lease, call)
         if lease.cached and self._random.random() < self._config.selfcheck_ratio:

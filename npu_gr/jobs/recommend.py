@@ -142,7 +142,10 @@ class RecommendJob:
         """Read the history once, run the cascade, and keep the ranker in use meanwhile."""
         ranking = self._versions.ranker(request.model_version)
         with ranking.use:
-            events, first_index = await self._histories.read(request.user, request.history, self._versions.max_events)
+            with call.slot.outside():
+                events, first_index = await self._histories.read(
+                    request.user, request.history, self._versions.max_events
+                )
             tokens = ranking.tokenize(events, first_index)
             self._histories.remember(request.user, request.history, tokens.report.fingerprint, tokens.events)
             history_s = time.monotonic() - call.arrived_at

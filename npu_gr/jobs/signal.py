@@ -42,7 +42,8 @@ class SignalJob:
             for model in (ranking, generation):
                 if model is not None:
                     used.enter_context(model.use)
-            events, first_index = await self._histories.read(request.user, request.history, versions.max_events)
+            with call.slot.outside():
+                events, first_index = await self._histories.read(request.user, request.history, versions.max_events)
             read_at = time.monotonic()
             if ranking is not None:
                 tokens = ranking.tokenize(events, first_index)

@@ -8,6 +8,7 @@ nobody uses it the old version is stopped and dropped
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Generic, TypeVar
@@ -81,6 +82,8 @@ class ModelVersions(Generic[V]):
         task = asyncio.get_running_loop().create_task(self._retire(old))
         self._retirements.add(task)
         task.add_done_callback(self._retirements.discard)
+        # its engine and its relay form a cycle: without this the old weights stay until some later full collection
+        task.add_done_callback(lambda _: gc.collect())
 
     async def _retire(self, old: V) -> None:
         await asyncio.sleep(old.relay.t_life_s)

@@ -74,9 +74,12 @@ ROUTER_CAUSES = (
     Cause(
         alert="NpuGrRouterSlow",
         runbook="router-slow",
-        expr=f"histogram_quantile(0.99, {_rate('added_seconds_bucket', by='instance, part, le')}) > 0.01",
+        expr=" or ".join(
+            f"histogram_quantile(0.99, {_rate(name, by='instance, le')}) > 0.01"
+            for name in ("added_seconds_bucket", "event_loop_lag_seconds_bucket")
+        ),
         wait="10m",
         page=False,
-        summary="The router {{ $labels.instance }} adds over 10 ms ({{ $labels.part }}) to one request in a hundred.",
+        summary="The router {{ $labels.instance }} adds over 10 ms to one request in a hundred.",
     ),
 )

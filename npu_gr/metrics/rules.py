@@ -109,11 +109,27 @@ CAUSES = (
         alert="NpuGrEventLoopBlocked",
         runbook="event-loop-blocked",
         expr=(
-            "histogram_quantile(0.9, sum by (instance, le) (rate(npu_gr_event_loop_lag_seconds_bucket[10m]))) > 0.025"
+            "histogram_quantile(0.99, sum by (instance, le) (rate(npu_gr_event_loop_lag_seconds_bucket[10m]))) > 0.025"
+            " or sum by (instance) (increase(npu_gr_event_loop_freezes_total[15m])) > 0"
+            " or sum by (instance) (increase(npu_gr_router_event_loop_freezes_total[15m])) > 0"
         ),
-        wait="10m",
+        wait="2m",
         page=False,
-        summary="A tenth of the callbacks of {{ $labels.instance }} wait over 25 ms for the event loop.",
+        summary=(
+            "The event loop of {{ $labels.instance }} stood still for over 250 ms, or is over 25 ms late for a"
+            " hundredth of the time."
+        ),
+    ),
+    Cause(
+        alert="NpuGrLogLinesDropped",
+        runbook="log-lines-dropped",
+        expr=(
+            "sum by (instance, stream) (increase(npu_gr_log_lines_dropped_total[10m])) > 0"
+            " or sum by (instance, stream) (increase(npu_gr_router_log_lines_dropped_total[10m])) > 0"
+        ),
+        wait="2m",
+        page=False,
+        summary="{{ $labels.instance }} drops log lines: nobody reads {{ $labels.stream }}, or its disk is full.",
     ),
     Cause(
         alert="NpuGrCatalogueOld",

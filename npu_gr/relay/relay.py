@@ -144,7 +144,14 @@ class Relay(Generic[P]):
     # ---- lease
 
     @asynccontextmanager
-    async def lease(self, user: UserKey, tokens: P, num_candidates: int, deadline_at: float) -> AsyncIterator[Lease]:
+    async def lease(
+        self,
+        user: UserKey,
+        tokens: P,
+        num_candidates: int,
+        deadline_at: float,
+        while_waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> AsyncIterator[Lease]:
         """Get the best way to this history's prefix KV, and hold it while the block runs.
 
         Args:
@@ -152,12 +159,14 @@ class Relay(Generic[P]):
             tokens: the whole history as the model reads it.
             num_candidates: of the rank, to estimate what still fits.
             deadline_at: instant of the clock by which the rank must be done.
+            while_waiting: entered while the prefix is looked for, which may wait for another request's work.
         """
         config = self.settings.relay
         rank_time = RankTime(config, self._engine, self._clock, len(tokens), num_candidates, deadline_at)
         found = FoundPrefix(Outcome.MISS_FULL, Reason.NOT_AT_RISK if config.enabled else Reason.DISABLED)
         if config.enabled and len(tokens):
-            found = await self._finder.find(user, tokens, rank_time)
+            with while_waiting():
+                found = await self._finder.find(user, tokens, rank_time)
         try:
             with self._granted(found, user, tokens, rank_time) as lease:
                 yield lease

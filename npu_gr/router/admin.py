@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import time
+import uuid
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import msgspec
 from aiohttp import web
+from prometheus_client import generate_latest
 from prometheus_client.aiohttp import make_aiohttp_handler
 
 from npu_gr import __version__
+from npu_gr.core.errors import NpuGrError
 from npu_gr.metrics import status
 from npu_gr.router.instance import InstanceState
 from npu_gr.router.router import Router
+from npu_gr.server.debug.routes import DebugRoutes
+from npu_gr.server.problem import from_error
 
 
 def build_admin_app(router: Router) -> web.Application:
     """Build the application: status page, metrics, the owner of a user, drain and undrain, the configuration."""
-    app = web.Application()
+    app = web.Application(middlewares=[_errors_told])
     scrape = make_aiohttp_handler(router.metrics.registry)
 
     async def metrics(request: web.Request) -> web.StreamResponse:
@@ -65,8 +71,20 @@ def build_admin_app(router: Router) -> web.Application:
     async def live(_: web.Request) -> web.Response:
         return _json({"live": True})
 
+    async def bundle_texts() -> dict[str, str]:
+        router.observe()
+        now_at = time.monotonic()
+        rows = [_row(one, now_at) for one in router.members.instances.values()]
+        return {
+            "config.json": msgspec.json.encode(router.config).decode(),
+            "status.json": msgspec.json.encode(_status(router, started_at)).decode(),
+            "instances.json": msgspec.json.encode(rows).decode(),
+            "metrics.txt": generate_latest(router.metrics.registry).decode(),
+        }
+
     app.add_routes(
         [
+            *DebugRoutes(bundle_texts).routes(),
             web.get("/", page),
             web.get("/status", state),
             web.get("/metrics", metrics),
@@ -79,6 +97,16 @@ def build_admin_app(router: Router) -> web.Application:
         ]
     )
     return app
+
+
+@web.middleware
+async def _errors_told(
+    request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+) -> web.StreamResponse:
+    try:
+        return await handler(request)
+    except NpuGrError as error:
+        return from_error(error, uuid.uuid4().hex)
 
 
 def _status(router: Router, started_at: float) -> status.StatusReport:

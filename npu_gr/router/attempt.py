@@ -233,7 +233,7 @@ class Attempt:
             # A body that was not sent to its end would be continued by the next request's first bytes.
             upstream.release(is_in_step=self._request.body.is_sent)
         added_s = self._sent_at - self.began_at + time.monotonic() - self._head_at
-        self._router.metrics.added_s.observe(added_s, "forwarding")
+        self._router.metrics.added_s.observe(added_s, self._request.handling)
         self._request.answered(answer.status, answer.closes)
 
     def answer_flush(self) -> None:

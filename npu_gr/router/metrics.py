@@ -11,9 +11,12 @@ from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterator
 
-from prometheus_client import CollectorRegistry, Gauge
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
+
+from npu_gr.core.logs import num_lines_dropped
+from npu_gr.metrics.registry.families import LAG_S, ReadCounter
 
 LATENCY_S = (
     *(0.0005, 0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.025, 0.03, 0.04),
@@ -145,6 +148,18 @@ class RouterMetrics:
         self.share = InstanceGauge("instance_share_ratio", "Share of its users that an instance gets", registry)
         self.instance_in_flight = InstanceGauge("instance_in_flight", "Requests at an instance", registry)
         self.panic = gauge("panic", "1 = too few instances are well, so health is not believed")
+        self.loop_lag_s = Histogram(
+            "npu_gr_router_event_loop_lag_seconds",
+            "How late timers fire, of all instants alike",
+            buckets=LAG_S,
+            registry=registry,
+        )
+        self.loop_freezes = Counter(
+            "npu_gr_router_event_loop_freezes_total", "Times that the event loop stood still", registry=registry
+        )
+        ReadCounter(
+            registry, "npu_gr_router_log_lines_dropped", "Log lines that nobody took", "stream", num_lines_dropped
+        )
         self.connections = gauge("connections", "Connections of clients")
         self.max_connections = gauge("max_connections", "limits.max_connections")
         self.in_flight = gauge("in_flight", "Requests in the router")
@@ -155,10 +170,7 @@ class RouterMetrics:
             registry,
         )
         self.added_s = RouterTimes(
-            "added_seconds",
-            "What the router adds: forwarding = of a request; waiting = how late the event loop is, sampled",
-            "part",
-            registry,
+            "added_seconds", "Of a request's duration what it did not wait for its last instance", "kind", registry
         )
         self.instance_s = RouterTimes(
             "instance_duration_seconds", "From sending to the answer's head, by instance", "backend", registry

@@ -29,7 +29,6 @@ from npu_gr.router.upstream import Upstream
 from npu_gr.router.watcher import Watcher
 
 _SWEEP_S = 1.0
-_PROBE_S = 0.1
 
 
 class Router:
@@ -203,7 +202,7 @@ class Router:
             await self._watcher.discover()
             await self._watcher.check(http)
             work = (self._watcher.keep_discovering(), self._watcher.keep_checking(http), self._keep_sweeping())
-            tasks = [asyncio.create_task(one) for one in (*work, self._keep_probing())]
+            tasks = [asyncio.create_task(one) for one in work]
             try:
                 yield
             finally:
@@ -221,15 +220,6 @@ class Router:
             self.connections.sweep(now_at)
             for instance in self.members.instances.values():
                 instance.pool.close_idle(now_at - self.config.instance_idle_s)
-
-    async def _keep_probing(self) -> None:
-        """Measure how late the event loop comes to what it has to do."""
-        due_at = time.monotonic() + _PROBE_S
-        while True:
-            await asyncio.sleep(due_at - time.monotonic())
-            late_s = max(0.0, time.monotonic() - due_at)
-            self.metrics.added_s.observe(late_s, "waiting")
-            due_at += late_s + _PROBE_S
 
     def observe(self) -> None:
         """Bring the gauges up to date; call it before they are read."""

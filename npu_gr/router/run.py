@@ -18,6 +18,7 @@ from npu_gr.router.config import RouterConfig
 from npu_gr.router.handover import BACKLOG, Taken, ask, bind, offering
 from npu_gr.router.metrics import RouterMetrics
 from npu_gr.router.router import Router
+from npu_gr.server.loop_lag import probe_loop_lag
 from npu_gr.server.run import stop_signals
 
 log = logging.getLogger(__name__)
@@ -38,7 +39,8 @@ async def listening(config: RouterConfig, takes_over: bool = False) -> AsyncIter
         ConfigError: the instances cannot be found, an address cannot be bound, or nothing is handed over.
     """
     router = Router(config, RouterMetrics(CollectorRegistry()))
-    async with router.running(), AsyncExitStack() as stack:
+    lag = probe_loop_lag(router.metrics.loop_lag_s.observe, router.metrics.loop_freezes.inc)
+    async with router.running(), lag, AsyncExitStack() as stack:
         taken = await ask(config.host, config.port) if takes_over else Taken({}, None)
         stack.callback(taken.close)
         admins = taken.take("admin", config.admin_port)

@@ -1,6 +1,8 @@
 """The access log: one JSON line a request. The newest lines are kept for the status page.
 
 A line holds no user, no history and no API key. A user appears as a keyed hash, and only where a key is configured.
+What the caller was told of an error is in it where we wrote every word of it: the detail of a caller's own fault may
+repeat a part of the body.
 """
 
 from __future__ import annotations
@@ -16,15 +18,25 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from npu_gr.core.errors import ConfigError
+from npu_gr.core.errors import ConfigError, DeadlineExceeded, NotTaken, NpuGrError, RequestError
+from npu_gr.core.logs import ACCESS_LOG, QueuedHandler, SeldomLog
+from npu_gr.core.redact import redacted
 from npu_gr.core.request import Answer, UserKey
 from npu_gr.metrics.trace import Trace
 from npu_gr.server.config import ServerConfig
 
-log = logging.getLogger("npu_gr.request")
+log = logging.getLogger(ACCESS_LOG)
 
 NEWEST = 1024  # requests kept for the status page
+MOST_DETAIL = 200  # characters of a detail
 _encode = msgspec.json.Encoder().encode
+
+
+class Failure(msgspec.Struct, frozen=True, kw_only=True):
+    """The error that a request ended with, without the exception: its traceback would hold the request's frames."""
+
+    title: str
+    detail: str | None  # what the caller was told, as far as it holds no word of the caller's
 
 
 class EndedRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -37,7 +49,7 @@ class EndedRequest(msgspec.Struct, frozen=True, kw_only=True):
     route: str  # pattern of the path
     status: int
     duration_s: float
-    error: str | None = None  # title of the error that it ended with
+    failure: Failure | None = None  # None: it was answered, or the error is not ours
     user: UserKey | None = None  # None: it names none, or was refused before its body was read
     answer: Answer | None = None  # of the service; None: there was none
 
@@ -54,7 +66,8 @@ class AccessLine(msgspec.Struct, frozen=True, kw_only=True):
     status: int
     duration_s: float
     user: str | None  # keyed hash
-    error: str | None
+    error: str | None  # its title
+    detail: str | None  # what the caller was told of it
     answer_fields: dict[str, Any]  # what `Answer.log_fields` says
     stages_s: dict[str, float]
 
@@ -69,7 +82,7 @@ class AccessLine(msgspec.Struct, frozen=True, kw_only=True):
 
 _FIXED = (
     *("time_s", "request_id", "trace_id", "span_id", "method", "route", "status", "duration_s"),
-    *("user", "error"),
+    *("user", "error", "detail"),
 )
 
 
@@ -85,10 +98,12 @@ class AccessLog:
         self._slow_s = config.slow_request_s
         self._key = _read_key(config.log_user_key_file)
         self._newest: deque[tuple[str, AccessLine]] = deque(maxlen=NEWEST)  # (kind, line)
+        self._faults = SeldomLog(logging.getLogger(__name__))
 
     def write(self, ended: EndedRequest) -> None:
         """Log a request that has ended: failed and slow ones as warnings, the others where all are logged."""
         answer = ended.answer
+        failure = ended.failure
         line = AccessLine(
             time_s=round(time.time(), 3),
             request_id=ended.request_id,
@@ -99,7 +114,8 @@ class AccessLog:
             status=ended.status,
             duration_s=round(ended.duration_s, 6),
             user=self._hashed(ended.user),
-            error=ended.error,
+            error=None if failure is None else failure.title,
+            detail=None if failure is None else failure.detail,
             answer_fields={} if answer is None else answer.log_fields(),
             stages_s={} if answer is None else {stage: round(s, 6) for stage, s in answer.stages_s.items()},
         )
@@ -108,6 +124,24 @@ class AccessLog:
         is_notable = line.status >= 500 or line.duration_s > self._slow_s
         if is_notable or self._logs_all:
             log.log(logging.WARNING if is_notable else logging.INFO, "%s", line)  # the JSON is made by the handler
+
+    def failed(self, error: Exception) -> Failure | None:
+        """Describe the error that a request ends with; of what fails behind the service warn once a second."""
+        if not isinstance(error, NpuGrError):
+            return None  # the translation to HTTP logs it whole
+        if isinstance(error, RequestError):
+            return Failure(title=error.title, detail=None)
+        detail = redacted(str(error))[:MOST_DETAIL]
+        if error.status >= 500 and not isinstance(error, DeadlineExceeded | NotTaken):
+            cause = error.__cause__
+            reason = "" if cause is None else f" ({type(cause).__name__}: {redacted(str(cause))[:MOST_DETAIL]})"
+            cause_name = f"{type(error).__name__} {type(cause).__name__}"
+            self._faults.warning(cause_name, f"requests fail: {error.title}: {detail}{reason}")
+        return Failure(title=error.title, detail=detail)
+
+    def newest(self) -> list[str]:
+        """The newest lines of requests that belong to a kind, oldest first, as JSON."""
+        return [str(line) for _, line in list(self._newest)]
 
     def slowest(self, count: int, within_s: float) -> list[tuple[str, AccessLine]]:
         """The slowest of the newest requests, slowest first, as (kind, line).
@@ -151,7 +185,7 @@ def _read_key(path: str | None) -> bytes | None:
 
 def lines_to_stdout() -> None:
     """Send the lines, and nothing else, to standard output; everything else stays on standard error."""
-    handler = logging.StreamHandler(sys.stdout)
+    handler = QueuedHandler("stdout", sys.stdout.fileno(), formats_late=True)  # a line never changes
     handler.setFormatter(logging.Formatter("%(message)s"))
     log.addHandler(handler)
     log.propagate = False

@@ -5,13 +5,18 @@ The keys are in a file, one a line. They are compared in constant time, and read
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 from npu_gr.core.errors import ConfigError, Unauthorized
 
 log = logging.getLogger(__name__)
+
+LOOK_S = 0.5  # between two looks at the file
 
 
 class ApiKeys:
@@ -56,6 +61,22 @@ class ApiKeys:
             self._stamp = 0
         else:
             log.info("%d API keys loaded", len(self._keys))
+
+    @asynccontextmanager
+    async def followed(self) -> AsyncIterator[None]:
+        """Look twice a second whether the file has changed, in a thread, while the block runs."""
+
+        async def follow() -> None:
+            while True:
+                await asyncio.sleep(LOOK_S)
+                await asyncio.to_thread(self.reload_if_changed)
+
+        task = asyncio.get_running_loop().create_task(follow())
+        try:
+            yield
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
 
     def check(self, authorization: str | None) -> None:
         """Raise Unauthorized if the header has none of the keys. Compares every key, so the time tells nothing."""

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from npu_gr.core.settings import Count, Seconds
+from npu_gr.core.settings import Bytes, Count, Seconds
 
 
 class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -15,7 +15,15 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     host: str = "127.0.0.1"
     port: Annotated[int, msgspec.Meta(ge=0, le=65535)] = 8080  # 0 = any free one
+    backlog: Count = 4096  # connections that the kernel accepts before the event loop does
+    max_connections: Count = 4096  # and as many as the limit of open files allows; idle ones make room for new ones
+    max_receiving_bytes: Bytes = 268_435_456  # of bodies that arrive or wait; counted before they are read
     max_body_bytes: Count = 8_388_608
+    header_timeout_s: Seconds = 5.0  # for the headers of a request, and for the first byte of a connection
+    body_timeout_s: Seconds = 10.0  # for the body; the request's own time budget holds too
+    idle_timeout_s: Seconds = 75.0  # between two requests of a connection
+    write_timeout_s: Seconds = 10.0  # for a caller to read its answer
+    trusted_proxies: list[str] = []  # addresses or networks of routers: their connections are refused, never paced
     max_candidates: Count = 10_000  # of one rank
     max_history_events: Count = 65_536  # of one request; the model may read fewer of them
     default_budget_s: Seconds = 1.0  # for a request that names no time limit
@@ -31,6 +39,11 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     allow_unauthenticated: bool = False  # serve on a public address without keys
 
     def __post_init__(self) -> None:
+        for text in self.trusted_proxies:
+            try:
+                ipaddress.ip_network(text)
+            except ValueError as error:
+                raise ValueError(f"trusted_proxies: {error}") from error
         if not (_is_loopback(self.host) or self.api_keys_file or self.allow_unauthenticated):
             raise ValueError(f"host: {self.host} is not loopback: set api_keys_file, or allow_unauthenticated: true")
 

@@ -9,11 +9,14 @@ from collections.abc import Mapping
 from npu_gr.core.errors import BadRequest, DeadlineExceeded
 
 REQUEST_ID = "X-Request-Id"
+RETRY_AFTER_MS = "Retry-After-Ms"  # beside Retry-After, which has whole seconds
+RETRY_MS = range(20, 96, 5)  # when a refused caller may come again; spread, so that all do not come at once
 NOT_TAKEN = "X-NpuGr-Not-Taken"  # on a 503: the instance began nothing, so the router may send it to another one
 _VALID_ID = re.compile(r"[!-~]{1,128}")
 _GRPC_UNITS_S = {"H": 3600.0, "M": 60.0, "S": 1.0, "m": 1e-3, "u": 1e-6, "n": 1e-9}
 _GRPC_TIMEOUT = re.compile(r"(\d{1,8})([HMSmun])")
 _MS_HEADERS = ("X-Request-Timeout-Ms", "x-envoy-expected-rq-timeout-ms")
+BUDGET_HEADERS = (*_MS_HEADERS, "grpc-timeout")
 
 
 def request_id(headers: Mapping[str, str]) -> str:

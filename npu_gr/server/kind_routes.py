@@ -16,7 +16,7 @@ from npu_gr.server.codec.base import B, Codec, UrlParts
 from npu_gr.server.codec.media import decode
 from npu_gr.server.config import ServerConfig
 from npu_gr.server.headers import budget_s
-from npu_gr.server.middleware import ANSWER, ARRIVED_AT, ID, PARSED_AT, USER
+from npu_gr.server.middleware import ANSWER, ARRIVED_AT, ID, PARSED_AT, USER, slot_of
 from npu_gr.server.responses import accepted_media, require_ready, struct_response
 from npu_gr.server.service_protocol import ServiceProtocol
 
@@ -36,9 +36,18 @@ def kind_routes(service: ServiceProtocol, config: ServerConfig) -> list[web.Rout
         KeyError: a kind has no codec.
     """
     return [
-        web.route(kind.method, _pattern(kind.path), _handler(kind, CODECS[kind.name], service, config))
+        web.route(
+            kind.method,
+            _pattern(kind.path),
+            _handler(kind, CODECS[kind.name], service, config),
+            expect_handler=_continued,
+        )
         for kind in KINDS.values()
     ]
+
+
+async def _continued(_: web.Request) -> None:
+    """Do nothing: the connection has asked for the body before the handler began."""
 
 
 def _pattern(path: str) -> str:
@@ -56,11 +65,10 @@ def _handler(
         if codec.body is None:
             body = UrlParts(request.match_info, request.query)
         else:
-            service.check_room(kind)  # before the body is read, which is most of what a refusal would cost
             body = decode(await request.read(), request.content_type, codec.body)
         request[USER] = body.user
         parsed = codec.parse(body, config)
-        answer = await service.serve(kind, parsed, _left_s(request, config))
+        answer = await service.serve(kind, parsed, _left_s(request, config), slot_of(request))
         request[ANSWER] = cast("Answer", answer)
         rendered = codec.render(answer, request[ID], accepted_media(request))
         if rendered is None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from aiohttp import web
 
-from npu_gr.core.errors import NpuGrError
+from npu_gr.admission.door import Slot
 from npu_gr.core.kinds import KINDS
 from npu_gr.core.request import Answer, UserKey
 from npu_gr.metrics.registry import Metrics
@@ -17,6 +17,7 @@ from npu_gr.metrics.trace import CURRENT
 from npu_gr.server import headers
 from npu_gr.server.access_log import AccessLog, EndedRequest
 from npu_gr.server.auth import ApiKeys
+from npu_gr.server.entrance.connection import Connection
 from npu_gr.server.problem import from_error
 from npu_gr.server.service_protocol import ServiceProtocol
 from npu_gr.server.tracing import Tracing
@@ -55,7 +56,7 @@ def middleware(
 
     @web.middleware
     async def handle(request: web.Request, handler: Handler) -> web.StreamResponse:
-        arrived_at = time.monotonic()
+        arrived_at = _arrived_at(request)
         request_id = headers.request_id(request.headers)
         request[ARRIVED_AT] = arrived_at
         request[ID] = request_id
@@ -64,7 +65,7 @@ def middleware(
         CURRENT.set(trace)
         metrics.requests.in_flight.inc()
         status = ABANDONED
-        error_title = None
+        failure = None
         try:
             if request.path not in public_paths:
                 keys.check(request.headers.get("Authorization"))
@@ -75,7 +76,7 @@ def middleware(
         except Exception as error:  # noqa: BLE001  (the one translation of errors)
             response = from_error(error, request_id)
             status = response.status
-            error_title = error.title if isinstance(error, NpuGrError) else None
+            failure = access_log.failed(error)
         finally:
             metrics.requests.in_flight.dec()
             ended = EndedRequest(
@@ -86,7 +87,7 @@ def middleware(
                 route=route,
                 status=status,
                 duration_s=time.monotonic() - arrived_at,
-                error=error_title,
+                failure=failure,
                 user=request.get(USER),
                 answer=request.get(ANSWER),
             )
@@ -102,6 +103,16 @@ def middleware(
         return response
 
     return handle
+
+
+def slot_of(request: web.Request) -> Slot | None:
+    """The slot that the door gave to the request; None where it did not come through the door."""
+    return request.protocol.slot if isinstance(request.protocol, Connection) else None
+
+
+def _arrived_at(request: web.Request) -> float:
+    """When the first byte of the request came: before it waited at the door."""
+    return request.protocol.began_at if isinstance(request.protocol, Connection) else time.monotonic()
 
 
 def _route(request: web.Request) -> str:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import time
 
+import msgspec
 from aiohttp import web
 
+from npu_gr.core.redact import redacted
 from npu_gr.metrics.exposition import expose
 from npu_gr.metrics.registry import Metrics
-from npu_gr.metrics.status import CONTENT_SECURITY_POLICY, page
+from npu_gr.metrics.status import CONTENT_SECURITY_POLICY, StatusReport, page
 from npu_gr.server.access_log import AccessLog
+from npu_gr.server.codec.media import JSON
+from npu_gr.server.debug.routes import DebugRoutes
 from npu_gr.server.openapi import document
 from npu_gr.server.responses import json_response
 from npu_gr.server.service_protocol import ServiceProtocol
@@ -35,6 +39,7 @@ class ObservabilityRoutes:
             web.get("/debug/status", self._status),
             web.get("/debug/config", self._config),
             web.get("/openapi.json", self._openapi),
+            *DebugRoutes(self._bundle_texts).routes(),
         ]
 
     async def _page(self, _: web.Request) -> web.Response:
@@ -42,8 +47,11 @@ class ObservabilityRoutes:
         return web.Response(text=self._page_text, content_type="text/html", headers=headers)
 
     async def _status(self, _: web.Request) -> web.Response:
+        return json_response(self._status_report())
+
+    def _status_report(self) -> StatusReport:
         uptime_s = time.monotonic() - self._began_at
-        return json_response(status(self._service, self._metrics, self._access_log, uptime_s))
+        return status(self._service, self._metrics, self._access_log, uptime_s)
 
     async def _expose_metrics(self, request: web.Request) -> web.Response:
         body, content_type = await expose(self._metrics, request.headers.get("Accept", ""))
@@ -53,7 +61,19 @@ class ObservabilityRoutes:
         return response
 
     async def _config(self, _: web.Request) -> web.Response:
-        return json_response(self._service.effective_config())
+        return web.Response(text=self._config_text(), content_type=JSON)
+
+    def _config_text(self) -> str:
+        return redacted(msgspec.json.encode(self._service.effective_config()).decode())
+
+    async def _bundle_texts(self) -> dict[str, str]:
+        exposition, _ = await expose(self._metrics, "")
+        return {
+            "config.json": self._config_text(),
+            "status.json": msgspec.json.encode(self._status_report()).decode(),
+            "metrics.txt": exposition.decode(),
+            "requests.jsonl": "".join(f"{line}\n" for line in self._access_log.newest()),
+        }
 
     async def _openapi(self, _: web.Request) -> web.Response:
         return json_response(document())

@@ -14,6 +14,8 @@ from npu_gr.server.codec import CODECS
 from npu_gr.server.codec.admin import CatalogueItemsBody, CatalogueOut, VectorsOut
 from npu_gr.server.codec.base import Codec
 from npu_gr.server.codec.media import JSON, MSGPACK
+from npu_gr.server.debug.profile import MAX_S, MIN_S
+from npu_gr.server.debug.routes import DEFAULT_S
 from npu_gr.server.problem import Problem
 
 _Json = dict[str, Any]
@@ -208,10 +210,16 @@ def _health_paths(schemas: _Schemas) -> _Json:
 
 def _observability_paths(schemas: _Schemas) -> _Json:
     get = schemas.get
+    profile = get("profile", "Where the threads spend their time.", "400", "401", "429", media="text/plain")
+    seconds = {"type": "number", "minimum": MIN_S, "maximum": MAX_S, "default": DEFAULT_S}
+    profile["get"]["parameters"] = [{"name": "seconds", "in": "query", "schema": seconds}]
     return {
         "/": get("page", "The status page.", is_public=True, media="text/html"),
         "/debug/status": get("status", "What the status page shows.", "401"),
         "/metrics": get("metrics", "For Prometheus.", "401", media="text/plain"),
+        "/debug/stacks": get("stacks", "What every thread and task does now.", "401", media="text/plain"),
+        "/debug/profile": profile,
+        "/debug/bundle": get("bundle", "Everything that a report needs.", "401", media="application/gzip"),
         "/debug/config": get("config", "The configuration in force.", "401"),
         "/openapi.json": get("openapi", "This document.", "401"),
     }

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
+from npu_gr.admission.door import Door, Slot
 from npu_gr.core.errors import NpuGrError, Unprocessable
 from npu_gr.core.kinds import A, Kind, Q
 from npu_gr.core.request import VectorsInfo
@@ -26,7 +27,6 @@ class RecordingService:
         self.models = service.models
         self.is_ready = service.is_ready
         self.effective_config = service.effective_config
-        self.check_room = service.check_room
         self.reload_models = service.reload_models
 
     @property
@@ -37,10 +37,14 @@ class RecordingService:
     def vectors(self) -> PublishedAdmin[VectorsInfo]:
         return self._service.vectors
 
-    async def serve(self, kind: Kind[Q, A], request: Q, budget_s: float) -> A:
+    @property
+    def door(self) -> Door:
+        return self._service.door
+
+    async def serve(self, kind: Kind[Q, A], request: Q, budget_s: float, slot: Slot | None = None) -> A:
         """Answer the request, and record it where its kind is recorded and the recorder samples its user."""
         if not kind.is_recorded or not self._recorder.wants(request.user):
-            return await self._service.serve(kind, request, budget_s)
+            return await self._service.serve(kind, request, budget_s, slot)
         arrived_at = time.time()
         began_at = time.monotonic()
 
@@ -59,7 +63,7 @@ class RecordingService:
             )
 
         try:
-            answer = await self._service.serve(kind, request, budget_s)
+            answer = await self._service.serve(kind, request, budget_s, slot)
         except NpuGrError as error:
             offer(error.status, None)
             raise

@@ -14,11 +14,12 @@ from npu_gr.server.access_log import AccessLog
 from npu_gr.server.admin_routes import CatalogueRoutes, ModelRoutes, VectorsRoutes
 from npu_gr.server.auth import ApiKeys
 from npu_gr.server.config import ServerConfig
+from npu_gr.server.entrance.entrance import ENTRANCE, Entrance
 from npu_gr.server.health_routes import HealthRoutes
 from npu_gr.server.kind_routes import kind_routes
+from npu_gr.server.loop_lag import probe_loop_lag
 from npu_gr.server.middleware import middleware
 from npu_gr.server.observability_routes import ObservabilityRoutes
-from npu_gr.server.run import probe_loop_lag
 from npu_gr.server.service_protocol import ServiceProtocol
 from npu_gr.server.tracing import Tracing
 
@@ -41,6 +42,7 @@ def build_web_app(
     """
     keys = ApiKeys(Path(config.api_keys_file) if config.api_keys_file else None)
     access_log = AccessLog(config)
+    entrance = Entrance(config, service.door, metrics)
     metrics.process.observe_ready(service.is_ready)
     around_all = middleware(service, metrics, keys, PUBLIC_PATHS, access_log, tracing or Tracing())
     app = web.Application(client_max_size=config.max_body_bytes, middlewares=[around_all])
@@ -55,14 +57,12 @@ def build_web_app(
         app.add_routes(group.routes())
 
     async def background(_: web.Application) -> AsyncIterator[None]:
-        with noted_pauses(metrics.process.gc_paused) as drain:
-
-            def every_period() -> None:
-                keys.reload_if_changed()
-                drain()
-
-            async with probe_loop_lag(metrics.process.loop_lagged, every_period):
+        process = metrics.process
+        with noted_pauses(process.gc_paused) as drain:
+            lag = probe_loop_lag(process.loop_lagged, process.loop_froze, drain)
+            async with lag, keys.followed(), entrance.watched():
                 yield
 
     app.cleanup_ctx.append(background)
+    app[ENTRANCE] = entrance
     return app

@@ -1,4 +1,4 @@
-"""Listen, drain and stop; and measure the lag of the event loop."""
+"""Listen, drain and stop."""
 
 from __future__ import annotations
 
@@ -6,18 +6,16 @@ import asyncio
 import contextlib
 import logging
 import signal
-import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from typing import Any
 
 from aiohttp import web
 
 from npu_gr.core.errors import ConfigError
 from npu_gr.server.config import ServerConfig
+from npu_gr.server.entrance.runner import DoorRunner
 
 log = logging.getLogger(__name__)
-
-PROBE_PERIOD_S = 0.5
 
 
 async def serve(
@@ -43,10 +41,10 @@ async def serve(
     Raises:
         ConfigError: the address cannot be bound.
     """
-    runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=config.shutdown_timeout_s)
+    runner = DoorRunner(app, shutdown_timeout=config.shutdown_timeout_s)
     await runner.setup()
     try:
-        site = web.TCPSite(runner, config.host, config.port)
+        site = web.TCPSite(runner, config.host, config.port, backlog=config.backlog)
         try:
             await site.start()
         except OSError as error:
@@ -100,31 +98,3 @@ def on_hangup(work: Callable[[], Coroutine[Any, Any, None]]) -> Iterator[None]:
         loop.remove_signal_handler(signal.SIGHUP)
         for task in tasks:
             task.cancel()
-
-
-@contextlib.asynccontextmanager
-async def probe_loop_lag(observe: Callable[[float], None], every_period: Callable[[], None]) -> AsyncIterator[None]:
-    """Measure twice a second how long a callback waits for its turn, while the block runs.
-
-    Args:
-        observe: called with each lag, in seconds.
-        every_period: called in a thread after each measurement, for cheap periodic work.
-    """
-
-    async def probe() -> None:
-        loop = asyncio.get_running_loop()
-        while True:
-            await asyncio.sleep(PROBE_PERIOD_S)
-            turn = asyncio.Event()
-            asked_at = time.perf_counter()
-            loop.call_soon(turn.set)
-            await turn.wait()
-            observe(time.perf_counter() - asked_at)
-            await asyncio.to_thread(every_period)
-
-    task = asyncio.get_running_loop().create_task(probe())
-    try:
-        yield
-    finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)

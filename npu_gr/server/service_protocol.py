@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Protocol, TypeVar
 
+from npu_gr.admission.door import Door, Slot
 from npu_gr.core.kinds import A, Kind, Q
 from npu_gr.core.request import CatalogueChange, CatalogueInfo, ModelInfo, VectorsInfo
 
@@ -52,17 +53,19 @@ class ServiceProtocol(Protocol):
         """Return the whole configuration in force: plain types only, no secrets."""
         ...
 
-    def check_room(self, kind: Kind[Any, Any]) -> None:
-        """Refuse a request of this kind before its body is read. Raises Overloaded."""
+    @property
+    def door(self) -> Door:
+        """Admission control; HTTP asks it before a request is parsed."""
         ...
 
-    async def serve(self, kind: Kind[Q, A], request: Q, budget_s: float) -> A:
+    async def serve(self, kind: Kind[Q, A], request: Q, budget_s: float, slot: Slot | None = None) -> A:
         """Answer one request from start to end.
 
         Args:
             kind: an entry of `KINDS`.
             request: of `kind.request`.
-            budget_s: seconds that the caller grants.
+            budget_s: seconds that the caller grants, from now on.
+            slot: that the door gave; the caller leaves it. None = the service asks the door itself.
 
         Raises:
             NotFound: this instance does not serve the kind. Overloaded. DeadlineExceeded: `budget_s` is over.

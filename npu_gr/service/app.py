@@ -15,11 +15,11 @@ import torch
 from aiohttp import web
 from prometheus_client import CollectorRegistry
 
-from npu_gr.admission.admission import Admission
+from npu_gr.admission.brownout import BrownoutControl
+from npu_gr.admission.door import Door
 from npu_gr.backend.base import Backend
 from npu_gr.backend.choose import choose
 from npu_gr.core.errors import NpuGrError
-from npu_gr.core.kinds import GENERATE, RANK
 from npu_gr.engine.scheduler import Scheduler
 from npu_gr.features.base import HistoryStore
 from npu_gr.features.prefix_history_cache import PrefixHistoryCache
@@ -77,17 +77,17 @@ async def instance(
             metrics=metrics,
         )
         jobs = await build_jobs(shared)
-        admission = Admission(
-            config.service.admission,
-            config.brownout,
+        door = Door(
+            config.admission,
             config.slo.objective_s,
-            scheduler,
-            first=RANK if versions.rankers is not None else GENERATE,
+            batch_requests=config.scheduler.max_batch_requests * config.scheduler.streams,
         )
+        brownout = BrownoutControl(config.brownout)
         service = Service(
             Parts(
                 settings=settings,
-                admission=admission,
+                door=door,
+                brownout=brownout,
                 scheduler=scheduler,
                 jobs=jobs,
                 versions=versions,
@@ -103,7 +103,8 @@ async def instance(
             service.on_reload = Reload(
                 settings=settings,
                 versions=versions,
-                admission=admission,
+                door=door,
+                brownout=brownout,
                 histories=shared.histories,
                 read=read,
                 open_ranking=lambda new, old: open_ranking(new, backend, scheduler, metrics, old),
@@ -199,7 +200,7 @@ def observe(metrics: Metrics, settings: InForce, scheduler: Scheduler, service: 
     metrics.relay.observe_t_life(lambda: settings.config.relay.t_life_s)
     metrics.process.observe_limits(
         {
-            "inflight_requests": lambda: settings.config.service.max_inflight,
+            "inflight_requests": lambda: settings.config.admission.max_inflight,
             "queue_jobs": lambda: settings.config.scheduler.max_queue,
             "streams": lambda: settings.config.scheduler.streams,
             "batch_requests": lambda: settings.config.scheduler.max_batch_requests,

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
-from npu_gr.admission.admission import AdmissionConfig
 from npu_gr.admission.brownout import BrownoutConfig
+from npu_gr.admission.config import AdmissionConfig
 from npu_gr.backend.choose import BackendName
 from npu_gr.backend.cpu.backend import NativeMode
 from npu_gr.core import settings
@@ -29,27 +29,11 @@ from npu_gr.relay.trigger import TriggerConfig
 from npu_gr.replay.recorder import RecordConfig
 from npu_gr.server.config import ServerConfig
 
-_ADMISSION = AdmissionConfig()  # its defaults and what they mean stand there
-
 
 class ServiceConfig(RankingConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How many requests are served at once, what is remembered of them, and what a ranker accepts."""
+    """What is remembered of requests, and what a ranker accepts."""
 
-    max_inflight: Count = _ADMISSION.max_inflight
-    min_inflight: Count = _ADMISSION.min_inflight
-    adaptive: bool = _ADMISSION.adaptive
-    share: Annotated[float, msgspec.Meta(gt=0, le=1)] = _ADMISSION.share
     known_prefix_bytes: Bytes = 268_435_456  # histories remembered for deltas
-
-    @property
-    def admission(self) -> AdmissionConfig:
-        """The settings of admission control, which stand in this section."""
-        return AdmissionConfig(
-            max_inflight=self.max_inflight,
-            min_inflight=self.min_inflight,
-            adaptive=self.adaptive,
-            share=self.share,
-        )
 
 
 class _Ratios(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -99,6 +83,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     threads: Count = 1  # intra-op threads of the device thread (CPU)
     slo: SLOConfig = SLOConfig()
     server: ServerConfig = ServerConfig()
+    admission: AdmissionConfig = AdmissionConfig()
     service: ServiceConfig = ServiceConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
     relay: RelayConfig = RelayConfig()

@@ -3,7 +3,7 @@
     checkpoint      another version is loaded, proven and warmed up beside the old one, which drains
     generate        another version is loaded and warmed up beside the old one, which drains; memory sizes and the
                     number of levels cannot change
-    slo, service, relay, trigger, brownout    in force from the next request on
+    slo, admission, service, relay, trigger, brownout    in force from the next request on
     calibration     in force with the next version of the checkpoint
     all others      sized or opened at the start: a change is refused by name
 
@@ -17,7 +17,8 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 
-from npu_gr.admission.admission import Admission
+from npu_gr.admission.brownout import BrownoutControl
+from npu_gr.admission.door import Door
 from npu_gr.core.errors import ConfigError, Unavailable
 from npu_gr.core.kinds import GENERATE, RANK
 from npu_gr.jobs.generation import Generation
@@ -29,7 +30,7 @@ from npu_gr.service.config import Config, InForce
 
 log = logging.getLogger(__name__)
 
-CHANGEABLE = {"checkpoint", "generate", "slo", "service", "relay", "trigger", "calibration", "brownout"}
+CHANGEABLE = {"checkpoint", "generate", "slo", "admission", "service", "relay", "trigger", "calibration", "brownout"}
 
 
 def check_changeable(old: Config, new: Config) -> None:
@@ -70,7 +71,8 @@ class Reload:
         *,
         settings: InForce,
         versions: Versions,
-        admission: Admission,
+        door: Door,
+        brownout: BrownoutControl,
         histories: Histories,
         read: Callable[[], Config],
         open_ranking: Callable[[Config, Ranking], Awaitable[Prepared[Ranking]]],
@@ -80,14 +82,15 @@ class Reload:
 
         Args:
             settings: in force; replaced when a reload succeeds.
-            versions, admission, histories: what is reconfigured.
+            versions, door, brownout, histories: what is reconfigured.
             read: reads the configuration again from where the first one came; called in a thread.
             open_ranking, open_generation: prepare a model of the new configuration beside the one that serves. Its
                 `activate` takes over the pages, and returns the serving model itself if the version is the same.
         """
         self._settings = settings
         self._versions = versions
-        self._admission = admission
+        self._door = door
+        self._brownout = brownout
         self._histories = histories
         self._read = read
         self._open_ranking = open_ranking
@@ -128,7 +131,8 @@ class Reload:
                 models.current.engine.objective_s = new.slo.objective_s(kind.name)
         if self._versions.rankers is not None:
             self._versions.rankers.current.reconfigure(new.service)
-        self._admission.reconfigure(new.service.admission, new.brownout, new.slo.objective_s)
+        self._door.reconfigure(new.admission, new.slo.objective_s)
+        self._brownout.reconfigure(new.brownout)
         self._histories.reconfigure(new.service.known_prefix_bytes, new.service.cut_step_tokens)
         self._settings.config = new
 

@@ -1,7 +1,6 @@
 """One request from start to end. READ THIS FILE FIRST.
 
-    check_room   admission control, before the body is read
-    serve        admission -> deadline -> the kind's job -> metrics
+    serve      the door -> deadline -> the kind's job -> metrics
 
     signal     history -> decide -> reserve pages -> start the prefill -> answer at once     jobs/signal.py
     rank       history -> lease of the prefix KV -> one pass over the candidates             jobs/rank.py
@@ -24,11 +23,12 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from npu_gr.admission.admission import OBSERVE_S, Admission
+from npu_gr.admission.brownout import OBSERVE_S, BrownoutControl
 from npu_gr.admission.deadline import deadline
+from npu_gr.admission.door import Door, Slot
 from npu_gr.core.errors import ConfigError, NotFound, Unprocessable
 from npu_gr.core.kinds import A, Kind, Q
-from npu_gr.core.request import ModelInfo
+from npu_gr.core.request import ModelInfo, Request
 from npu_gr.engine.scheduler import Scheduler
 from npu_gr.jobs.base import Call, KindJob
 from npu_gr.jobs.histories import Histories
@@ -45,7 +45,8 @@ class Parts:
     """What a service is made of; `app.py` builds it once."""
 
     settings: InForce
-    admission: Admission
+    door: Door
+    brownout: BrownoutControl
     scheduler: Scheduler
     jobs: Mapping[str, KindJob[Any, Any]]  # by the name of their kind
     versions: Versions
@@ -71,37 +72,41 @@ class Service:
 
     # ---- requests
 
-    def check_room(self, kind: Kind[Any, Any]) -> None:
-        """Refuse a request before its body is read.
+    @property
+    def door(self) -> Door:
+        """Admission control: HTTP asks it before a request is parsed."""
+        return self.parts.door
 
-        Raises:
-            Overloaded: no slot is left for this kind, or brown-out refuses it.
-        """
-        self.parts.admission.check(kind)
-
-    async def serve(self, kind: Kind[Q, A], request: Q, budget_s: float) -> A:
+    async def serve(self, kind: Kind[Q, A], request: Q, budget_s: float, slot: Slot | None = None) -> A:
         """Answer one request from start to end.
 
         Args:
             kind: an entry of `KINDS`.
             request: of `kind.request`.
-            budget_s: seconds that the caller grants.
+            budget_s: seconds that the caller grants, from now on.
+            slot: that the door gave; the caller leaves it. None = this asks the door itself.
 
         Raises:
             NotFound: this instance does not serve the kind.
-            Overloaded: admission control refused the request.
+            Overloaded: it could not be answered in time.
             DeadlineExceeded: `budget_s` is over; everything that the request held is released.
         """
-        arrived_at = time.monotonic()
+        arrived_at = time.monotonic() if slot is None else slot.arrived_at
         job: KindJob[Q, A] = self._job(kind)
         if kind.must_finish:
             answer = await job.run(request, Call(arrived_at, deadline_at=float("inf")))
         else:
-            with self.parts.admission.admit(kind, budget_s):
-                async with deadline(budget_s) as deadline_at:
-                    answer = await job.run(request, Call(arrived_at, deadline_at))
+            async with deadline(budget_s) as deadline_at:
+                if slot is not None:
+                    answer = await job.run(request, Call(arrived_at, deadline_at, slot))
+                else:
+                    with await self._entered(kind, request, budget_s) as own:
+                        answer = await job.run(request, Call(arrived_at, deadline_at, own))
         self.parts.metrics.requests.answered(kind, answer, time.monotonic() - arrived_at)
         return answer
+
+    async def _entered(self, kind: Kind[Any, Any], request: Request, budget_s: float) -> Slot:
+        return await self.door.enter(kind.name, request.user.tenant, time.monotonic(), budget_s)
 
     def _job(self, kind: Kind[Any, Any]) -> KindJob[Any, Any]:
         job = self.parts.jobs.get(kind.name)
@@ -125,7 +130,8 @@ class Service:
     async def _watch(self) -> None:
         while True:
             await asyncio.sleep(OBSERVE_S)
-            level = self.parts.admission.observe(time.monotonic())
+            pressure = self.parts.scheduler.pressure + self.door.pressure
+            level = self.parts.brownout.observe(pressure, time.monotonic())
             for model in self.versions.current():
                 model.relay.settings.brownout = level
 

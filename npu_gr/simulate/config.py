@@ -8,8 +8,8 @@ from typing import Annotated
 import msgspec
 import yaml
 
-from npu_gr.admission.admission import AdmissionConfig
 from npu_gr.admission.brownout import BrownoutConfig
+from npu_gr.admission.config import AdmissionConfig
 from npu_gr.core.settings import Count, Positive, Ratio
 from npu_gr.engine.cost import CostModel
 from npu_gr.engine.queue import SchedulerConfig

@@ -13,7 +13,8 @@ from typing import NamedTuple
 
 import msgspec
 
-from npu_gr.admission.admission import OBSERVE_S, Admission
+from npu_gr.admission.brownout import OBSERVE_S, BrownoutControl
+from npu_gr.admission.door import Door, Slot
 from npu_gr.core.errors import DeadlineExceeded, NpuGrError, Overloaded
 from npu_gr.core.kinds import RANK, SIGNAL
 from npu_gr.core.request import Outcome, UserKey, Verdict
@@ -64,9 +65,13 @@ class SimulatedInstance:
         self.relay: Relay[SimulatedPrefix] = Relay(
             config.relay, trigger, self.engine, self.tiers, "simulated", clock, config.calibration
         )
-        self._admission = Admission(
-            config.admission, config.brownout, lambda _kind: config.slo_s, self.scheduler, clock=clock
+        self._door = Door(
+            config.admission,
+            lambda _kind: config.slo_s,
+            batch_requests=config.scheduler.max_batch_requests * config.scheduler.streams,
+            clock=clock,
         )
+        self._brownout = BrownoutControl(config.brownout)
         self._host_free_at = 0.0  # when the event loop has no more work
         self._observing: asyncio.Task[None] | None = None
         self.num_produced = 0  # pre-infers and reloads of signals
@@ -106,11 +111,13 @@ class SimulatedInstance:
 
     async def signal(self, request: TrafficRequest) -> Verdict | None:
         """Decide on a pre-infer and start it, as `Service` does; None = refused."""
-        await self._on_host(self._profile.signal_host_s)
+        began_at = self._loop.time()
         try:
-            self._admission.check(SIGNAL)
+            slot = await self._door.enter(SIGNAL.name, "", began_at, self._config.budget_s)
         except Overloaded:
             return None
+        with slot:
+            await self._on_host(self._profile.signal_host_s)
         verdict = self.relay.signal(UserKey("", request.user), self._prefix(request), request.num_candidates)
         self.num_produced += verdict in _PRODUCING
         return verdict
@@ -119,12 +126,11 @@ class SimulatedInstance:
         """Rank, as `Service` does; an error is a result."""
         began_at = self._loop.time()
         try:
-            await self._on_host(self._source.choice(self._profile.rank_host_s))
-            budget_s = self._config.budget_s - (self._loop.time() - began_at)
-            with self._admission.admit(RANK, budget_s):
+            with await self._door.enter(RANK.name, "", began_at, self._config.budget_s) as slot:
+                await self._on_host(self._source.choice(self._profile.rank_host_s))
                 try:
-                    async with asyncio.timeout(max(budget_s, 0.0)):
-                        outcome, prefix_tokens = await self._score(request, began_at)
+                    async with asyncio.timeout_at(began_at + self._config.budget_s):
+                        outcome, prefix_tokens = await self._score(request, began_at, slot)
                 except TimeoutError as error:
                     raise DeadlineExceeded("its budget ran out") from error
             took_s = self._loop.time() - began_at
@@ -133,10 +139,12 @@ class SimulatedInstance:
         self.num_dram_hits += outcome is Outcome.DRAM_HIT
         return RankResult(outcome, "", took_s, prefix_tokens)
 
-    async def _score(self, request: TrafficRequest, arrived_at: float) -> tuple[Outcome, int]:
+    async def _score(self, request: TrafficRequest, arrived_at: float, slot: Slot) -> tuple[Outcome, int]:
         tokens = self._prefix(request)
         deadline_at = arrived_at + self._config.budget_s
-        async with self.relay.lease(UserKey("", request.user), tokens, request.num_candidates, deadline_at) as lease:
+        async with self.relay.lease(
+            UserKey("", request.user), tokens, request.num_candidates, deadline_at, slot.outside
+        ) as lease:
             cached = lease.cached.num_tokens if lease.cached else 0
             work = RankWork(len(tokens) - max(cached, lease.first_token), cached, request.num_candidates)
             await self.engine.rank(work, deadline_at, arrived_at)
@@ -155,7 +163,8 @@ class SimulatedInstance:
     async def _observe_load(self) -> None:
         while True:
             await asyncio.sleep(OBSERVE_S)
-            self.relay.settings.brownout = self._admission.observe(self._loop.time())
+            pressure = self.scheduler.pressure + self._door.pressure
+            self.relay.settings.brownout = self._brownout.observe(pressure, self._loop.time())
 
 
 def _layout(profile: DeviceProfile, page_tokens: int) -> KVLayout:

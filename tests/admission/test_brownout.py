@@ -21,12 +21,12 @@ def run(control: BrownoutControl, pressure: float, from_s: float, for_s: float) 
 def test_up_soon_and_down_late() -> None:
     control = BrownoutControl(CONFIG)
     assert run(control, 5.0, 0.0, 0.2)[-1] is Brownout.NONE
-    assert run(control, 5.0, 0.25, 1.0)[-1] is Brownout.REJECT
-    assert run(control, 0.5, 2.0, 60.0)[-1] is Brownout.REJECT  # between the two it stays
-    steps = run(control, 0.0, 100.0, 8.5)
+    assert run(control, 5.0, 0.25, 1.0)[-1] is Brownout.TRUNCATE
+    assert run(control, 0.5, 2.0, 60.0)[-1] is Brownout.TRUNCATE  # between the two it stays
+    steps = run(control, 0.0, 100.0, 6.5)
     assert steps[-1] is Brownout.NONE
     assert all(after in (before, before - 1) for before, after in pairwise(steps))
-    assert steps.index(Brownout.TRUNCATE) == 40
+    assert steps.index(Brownout.NO_RELAY) == 40
 
 
 def test_a_short_peak_changes_nothing() -> None:

@@ -65,6 +65,7 @@ def burning(kind: str, promise: Promise) -> list[Case]:
 
 
 INSTANCE = {"instance": "a"}
+STDOUT = {"instance": "a", "stream": "stdout"}
 ADMITTED = 'npu_gr_admissions_total{instance="a",kind="rank",verdict="admitted"}'
 SHED = 'npu_gr_admissions_total{instance="a",kind="rank",verdict="overloaded"}'
 WASTED = 'npu_gr_prefill_wasted_total{instance="a",kind="rank"}'
@@ -88,6 +89,18 @@ def lag(quick: int, slow: int) -> dict[str, str]:
     name = 'npu_gr_event_loop_lag_seconds_bucket{instance="a",le="%s"}'
     counts = {"0.01": quick, "0.05": quick + slow, "+Inf": quick + slow}
     return {name % edge: f"0+{count}x30" for edge, count in counts.items()}
+
+
+def froze(times: int) -> dict[str, str]:
+    return {'npu_gr_event_loop_freezes_total{instance="a"}': f"0x20 {times}x10"}
+
+
+def dropped(lines: int) -> dict[str, str]:
+    return {'npu_gr_log_lines_dropped_total{instance="a",stream="stdout"}': f"0+{lines}x30"}
+
+
+def of_router(series: dict[str, str]) -> dict[str, str]:
+    return {name.replace("npu_gr_", "npu_gr_router_", 1): values for name, values in series.items()}
 
 
 def shed(refused: int, admitted: int) -> dict[str, str]:
@@ -127,7 +140,11 @@ CAUSES: list[Case] = [
     *one("NpuGrPrefixesWasted", wasted(4, 10), wasted(2, 10), 65, **INSTANCE),
     Case(wasted(4, 0), 65, {}, ["NpuGrPrefixesWasted"]),
     *one("NpuGrRelayErrors", {ERRORS: "0+12x30"}, {ERRORS: "0+3x30"}, 25, instance="a", where="reload"),
-    *one("NpuGrEventLoopBlocked", lag(5, 5), lag(95, 5), 25, **INSTANCE),
+    *one("NpuGrEventLoopBlocked", lag(95, 5), lag(995, 5), 25, **INSTANCE),
+    *one("NpuGrEventLoopBlocked", froze(1), froze(0), 25, **INSTANCE),
+    *one("NpuGrEventLoopBlocked", of_router(froze(1)), of_router(froze(0)), 25, **INSTANCE),
+    *one("NpuGrLogLinesDropped", dropped(1), dropped(0), 25, **STDOUT),
+    *one("NpuGrLogLinesDropped", of_router(dropped(1)), of_router(dropped(0)), 25, **STDOUT),
     *one("NpuGrCatalogueOld", {AGE: "700000x70"}, {AGE: "600000x70"}, 65, **INSTANCE),
 ]
 
@@ -147,7 +164,7 @@ def routed(kind: str, good: int, failed: int) -> dict[str, str]:
 
 
 def added(quick: int, slow: int) -> dict[str, str]:
-    name = 'npu_gr_router_added_seconds_bucket{instance="r",part="forwarding",le="%s"}'
+    name = 'npu_gr_router_added_seconds_bucket{instance="r",kind="rank",le="%s"}'
     return {
         name % edge: f"0+{count}x30"
         for edge, count in {"0.01": quick, "0.02": quick + slow, "+Inf": quick + slow}.items()
@@ -183,7 +200,7 @@ CAUSES += [
         25,
         **ROUTER,
     ),
-    *one("NpuGrRouterSlow", added(95, 5), added(999, 1), 25, instance="r", part="forwarding"),
+    *one("NpuGrRouterSlow", added(95, 5), added(999, 1), 25, **ROUTER),
 ]
 
 
@@ -198,9 +215,9 @@ def as_test(case: Case) -> dict[str, Any]:
                     "exp_annotations": {
                         name: text.replace("{{ $labels.instance }}", labels.get("instance", "a"))
                         .replace("{{ $labels.backend }}", "gr-1")
-                        .replace("{{ $labels.part }}", "forwarding")
                         .replace("{{ $labels.tier }}", "hbm")
                         .replace("{{ $labels.where }}", "reload")
+                        .replace("{{ $labels.stream }}", "stdout")
                         for name, text in ALERTS[alert]["annotations"].items()
                     },
                 }

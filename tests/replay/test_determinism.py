@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from npu_gr.admission.door import Slot
 from npu_gr.core.kinds import A, Kind, Q
 from npu_gr.replay.compare import compare
 from npu_gr.replay.log import LoggedHistory, QueryRecord
@@ -52,9 +53,9 @@ async def run(folder: Path, name: str, sections: dict[str, Any], **options: Any)
         )  # on a busy machine a reload may not seem to pay
         serve = service.serve
 
-        async def spilled(kind: Kind[Q, A], request: Q, budget_s: float) -> A:
+        async def spilled(kind: Kind[Q, A], request: Q, budget_s: float, slot: Slot | None = None) -> A:
             """Wait until spills are in DRAM before the next request comes: a busy machine gives them no time."""
-            answer = await serve(kind, request, budget_s)
+            answer = await serve(kind, request, budget_s, slot)
             await service.versions.ranker().relay.settled()
             return answer
 

@@ -115,8 +115,7 @@ class Fleet:
             "trigger": {"min_prefix_tokens": 4, "policy": "always"},
             "relay": {"t_life_s": self.times.t_life_s},
             "server": {"port": port, "drain_grace_s": 4.0},
-            "service": {"selfcheck_ratio": 0.0, "adaptive": False},  # processors that others use are not the fault
-            "brownout": {"enabled": False},
+            "service": {"selfcheck_ratio": 0.0},
         }
         path = self._folder / f"{name}.yaml"
         path.write_text(yaml.safe_dump(table))

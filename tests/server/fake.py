@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from typing import Any
 
-from aiohttp.test_utils import TestClient, TestServer
+from aiohttp.test_utils import TestClient
 from prometheus_client import CollectorRegistry
 
+from npu_gr.admission.config import AdmissionConfig
+from npu_gr.admission.door import Door, Slot
 from npu_gr.core.errors import NotFound, NpuGrError
-from npu_gr.core.kinds import KINDS, A, Kind, Q
+from npu_gr.core.kinds import KINDS, RANK, A, Kind, Q
 from npu_gr.core.request import ModelInfo, VectorsInfo
 from npu_gr.metrics.registry import Metrics
 from npu_gr.metrics.slo import Objective
 from npu_gr.server.config import ServerConfig
 from npu_gr.server.routes import build_web_app
 from npu_gr.server.service_protocol import CatalogueAdmin, PublishedAdmin
+from tests.serving import DoorServer
+
+MAX_INFLIGHT = 4
 
 MODEL = ModelInfo(
     name="fake",
@@ -37,7 +43,7 @@ class FakeService:
     def __init__(self, answers: Mapping[str, Any]) -> None:
         self.answers = dict(answers)
         self.served: list[tuple[str, Any, float]] = []  # (name of the kind, request, budget_s)
-        self.room: NpuGrError | None = None  # what `check_room` raises
+        self.door = Door(AdmissionConfig(max_inflight=MAX_INFLIGHT), lambda kind: KINDS[kind].objective_s)
         self.why_not_ready = ""
         self.waits: asyncio.Event | None = None  # set as soon as a request waits, which it then does for ever
 
@@ -50,11 +56,14 @@ class FakeService:
     def effective_config(self) -> dict[str, Any]:
         return {}
 
-    def check_room(self, kind: Kind[Any, Any]) -> None:
-        if self.room is not None:
-            raise self.room
+    async def fill(self) -> ExitStack:
+        """Take every place behind the door, until the stack that is returned is closed."""
+        slots = ExitStack()
+        for _ in range(MAX_INFLIGHT):
+            slots.enter_context(await self.door.enter(RANK.name, "", time.monotonic(), 1.0))
+        return slots
 
-    async def serve(self, kind: Kind[Q, A], request: Q, budget_s: float) -> A:
+    async def serve(self, kind: Kind[Q, A], request: Q, budget_s: float, slot: Slot | None = None) -> A:
         self.served.append((kind.name, request, budget_s))
         if self.waits is not None:
             self.waits.set()
@@ -91,5 +100,5 @@ def metrics_of_all_kinds() -> Metrics:
 async def serving_fake(service: FakeService, **settings: Any) -> AsyncIterator[tuple[TestClient[Any, Any], Metrics]]:
     metrics = metrics_of_all_kinds()
     app = build_web_app(service, ServerConfig(**settings), metrics)
-    async with TestClient(TestServer(app, handler_cancellation=True)) as client:
+    async with TestClient(DoorServer(app)) as client:
         yield client, metrics

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
+import sqlite3
+import weakref
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from npu_gr.core.errors import ConfigError
-from npu_gr.server.access_log import AccessLog
+from npu_gr.core.errors import ConfigError, Unavailable
+from npu_gr.features.embedded import EmbeddedStore
+from npu_gr.server.access_log import MOST_DETAIL, AccessLog, Failure
 from npu_gr.server.config import ServerConfig
 from tests.models import events
 from tests.serving import FIRST_ID, columns, encoded, serving
@@ -54,6 +58,64 @@ async def test_only_slow_and_failed_requests_are_logged(tmp_path: Path, caplog: 
             await client.get("/v1/models")
             await client.post("/v1/rank", json=RANK, headers={"X-Request-Timeout-Ms": "0"})
     assert [line["status"] for line in lines(caplog)] == [504]
+
+
+async def test_a_failed_request_says_what_failed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A store whose disk is full: each line has what its caller was told, and the cause is a warning, not one each."""
+
+    async def full(_self: object, _work: object) -> None:
+        try:
+            raise sqlite3.OperationalError("database or disk is full")
+        except sqlite3.Error as error:
+            raise Unavailable(f"the history store cannot be written: {error}") from error
+
+    body = {"user_id": "somebody", "events": HISTORY}
+    with caplog.at_level(logging.INFO):
+        async with serving(tmp_path) as (client, _):
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(EmbeddedStore, "_submit", full)
+                answers = [await client.post("/v1/events", json=body) for _ in range(20)]
+            told = [(await answer.json())["detail"] for answer in answers]
+            await client.post("/v1/rank", json={**RANK, "somebody": 1})
+    *failed, bad = lines(caplog)
+    assert {(line["status"], line["error"]) for line in failed} == {(503, "unavailable")}
+    assert [line["detail"] for line in failed] == told
+    assert told[0] == "the history store cannot be written: database or disk is full"
+    assert bad["status"] == 422
+    assert "detail" not in bad  # it names the field, which may be anything that the caller has
+    warned = [record.getMessage() for record in caplog.records if record.name == "npu_gr.server.access_log"]
+    assert 1 <= len(warned) < 20
+    assert warned[0] == f"requests fail: unavailable: {told[0]} (OperationalError: database or disk is full)"
+    assert "somebody" not in caplog.text
+
+
+def test_a_detail_is_bounded_and_has_no_password() -> None:
+    failure = AccessLog(ServerConfig()).failed(Unavailable("redis://me:s3cret@db/0 is gone " + "x" * 1000))
+    assert failure is not None
+    assert failure.detail is not None
+    assert failure.detail.startswith("redis://***@db/0 is gone xxx")
+    assert len(failure.detail) == MOST_DETAIL
+
+
+async def test_a_failed_request_leaves_no_cycle(tmp_path: Path) -> None:
+    """An error that is kept by a frame of its own traceback would wait for the collector, with all its frames."""
+    kept: list[weakref.ref[Exception]] = []
+    failed = AccessLog.failed
+
+    def noted(self: AccessLog, error: Exception) -> Failure | None:
+        kept.append(weakref.ref(error))
+        return failed(self, error)
+
+    async with serving(tmp_path) as (client, _):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(AccessLog, "failed", noted)
+            gc.disable()
+            try:
+                await client.post("/v1/rank", json=RANK, headers={"X-Request-Timeout-Ms": "0"})
+                await client.get("/v1/models")
+                assert [one() for one in kept] == [None]
+            finally:
+                gc.enable()
 
 
 async def test_a_user_is_a_keyed_hash(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -14,7 +14,6 @@ import pytest
 from aiohttp.test_utils import TestClient
 
 from npu_gr.core.errors import CheckpointError, ConfigError
-from npu_gr.core.request import Brownout
 from npu_gr.engine.cost import CostModel
 from tests.decoders import VARIANTS, saved
 from tests.serving import encoded, serving, until
@@ -254,22 +253,6 @@ async def test_a_bad_generate_is_explained(
     folder.mkdir(exist_ok=True)
     async with serving(folder, generate=section(folder)) as (client, _):
         assert (await generate(client, status, **change))["detail"].startswith(detail)
-
-
-@pytest.mark.parametrize("ranks", [False, True])
-async def test_under_overload_an_instance_keeps_to_what_it_is_there_for(tmp_path: Path, ranks: bool) -> None:
-    only: dict[str, Any] = {} if ranks else {"checkpoint": None}
-    async with serving(tmp_path, generate=section(tmp_path), **only) as (client, service):
-        service.parts.admission.brownout.step = Brownout.REJECT
-        refused = await generate(client, 429 if ranks else 200)
-        if ranks:
-            assert refused["detail"] == "overloaded: generates are refused, ranks come first"
-        async with client.post("/v1/signal", json={"user_id": "u", "history": HISTORY}) as response:
-            assert response.status == 429
-            first = "ranks" if ranks else "generates"
-            assert (await response.json(content_type=None))["detail"].endswith(
-                f"signals are refused, {first} come first"
-            )
 
 
 async def test_a_generate_that_waits_presses_by_its_own_objective(tmp_path: Path) -> None:

@@ -133,14 +133,13 @@ async def test_the_document_has_its_path(kind: Kind[Any, Any]) -> None:
 @each_kind
 async def test_a_full_instance_refuses_it_before_its_body_is_read(kind: Kind[Any, Any]) -> None:
     service = fake()
-    refusal = Overloaded(f"overloaded: {kind.plural} are refused", retry_after_s=2.0)
-    if EXAMPLES[kind.name].body is None:  # there is nothing to read: the service itself refuses it, or does not
-        service.answers[kind.name] = refusal
-    else:
-        service.room = refusal
+    if kind.must_finish:  # the door lets it in: the service itself refuses it, or does not
+        service.answers[kind.name] = Overloaded(f"overloaded: {kind.plural} are refused")
     async with serving_fake(service) as (client, metrics):
-        async with client.request(kind.method, EXAMPLES[kind.name].path, data=b"not a body") as response:
-            assert (response.status, response.headers["Retry-After"]) == (429, "2")
+        with await service.fill():
+            async with client.request(kind.method, EXAMPLES[kind.name].path, data=b"not a body") as response:
+                assert (response.status, response.headers["Retry-After"]) == (429, "1")
+                assert 20 <= int(response.headers["Retry-After-Ms"]) <= 95
         assert count(metrics, "admissions_total", kind=kind.name, verdict="overloaded") == 1
         assert count(metrics, "slo_requests_total", kind=kind.name, result="failed") == 1
 

@@ -15,7 +15,6 @@ from aiohttp.test_utils import TestClient
 
 from npu_gr.backend.cpu.backend import CPUBackend
 from npu_gr.core.errors import ConfigError, Unavailable
-from npu_gr.core.request import Brownout
 from npu_gr.engine.job import JobOrder
 from npu_gr.features.base import StoredHistory
 from npu_gr.features.embedded import EmbeddedStore
@@ -231,18 +230,11 @@ async def test_versions_swap_and_roll_back_under_load(tmp_path: Path) -> None:
     assert all(len(items) == 1 for items in found.values())  # a version always answers the same
 
 
-async def test_under_overload_the_refusal_names_the_kind(tmp_path: Path) -> None:
-    async with serving(tmp_path, match=section(tmp_path)) as (client, service):
-        service.parts.admission.brownout.step = Brownout.REJECT
-        status, problem = await post(client, "/v1/match", {"user_id": KNOWN})
-        assert (status, problem["detail"]) == (429, "overloaded: matches are refused, ranks come first")
-
-
 async def test_a_deadline_and_a_full_queue_end_as_for_the_other_routes(tmp_path: Path) -> None:
-    async with serving(tmp_path, match=section(tmp_path), service={"max_inflight": 2}) as (client, service):
+    async with serving(tmp_path, match=section(tmp_path), admission={"max_inflight": 1}) as (client, service):
         async with busy_device(service):
             waiting = asyncio.create_task(match(client, num_items=3))
-            await until(lambda: service.parts.admission.inflight == 1)
+            await until(lambda: service.door.admitted == 1)
             status, _ = await post(client, "/v1/match", {"user_id": KNOWN})
             assert status == 429
         assert (await waiting)["status"] == "complete"

@@ -7,6 +7,7 @@ import gc
 import os
 import signal
 import socket
+import time
 import weakref
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,7 +18,7 @@ import numpy as np
 import pytest
 from aiohttp.test_utils import TestClient
 
-from npu_gr.core.errors import DeviceError
+from npu_gr.core.errors import DeviceError, Overloaded
 from npu_gr.model.weights import Checkpoint, save
 from npu_gr.service.app import run
 from npu_gr.service.config import Config
@@ -158,7 +159,7 @@ async def test_no_request_fails_and_every_answer_is_of_the_version_it_names(tmp_
         ({"kv": {"hbm_bytes": 9_000_000}}, "kv: "),
         ({"server": {"max_candidates": 7}}, "server: "),
         ({"scheduler": {"streams": 2}}, "scheduler: "),
-        ({"service": {"max_inflight": 0}}, "service.max_inflight"),
+        ({"admission": {"max_inflight": 0}}, "admission.max_inflight"),
         ({"checkpoint": "nowhere"}, "nowhere"),
         ({"checkpoint": None, "threads": 2}, "must serve at least one model"),
     ],
@@ -212,13 +213,18 @@ async def test_settings_take_effect_without_a_new_model(tmp_path: Path) -> None:
         file.sections = {
             "relay": {"t_life_s": 3.0, "enabled": False},
             "slo": {"rank_s": 0.25},
-            "service": {"max_inflight": 3, "max_history_tokens": 20},
+            "admission": {"max_inflight": 3},
+            "service": {"max_history_tokens": 20},
         }
         async with client.post("/v1/models/reload") as response:
             assert response.status == 200
         assert service.versions.ranker().engine is engine
         assert (relay.t_life_s, relay.tiers[0].t_life_s, engine.objective_s) == (3.0, 3.0, 0.25)
-        assert service.parts.admission.limit == 3
+        slots = [await service.door.enter("rank", "", time.monotonic(), 1.0) for _ in range(3)]
+        with pytest.raises(Overloaded):
+            await service.door.enter("rank", "", time.monotonic(), 0.01)
+        for slot in slots:
+            slot.leave()
         body = {"user_id": "u", "history": history(Request(LENGTH, 5, 0)), "candidates": [FIRST_ID]}
         answer = await (await client.post("/v1/rank", json=body)).json()
         assert answer["reason"] == "disabled"
@@ -235,7 +241,8 @@ async def test_gauges_say_what_is_in_force(tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "checkpoint")
     changes: dict[str, Any] = {
         "relay": {"t_life_s": 33.0},
-        "service": {"max_inflight": 7, "max_history_tokens": 20},
+        "admission": {"max_inflight": 7},
+        "service": {"max_history_tokens": 20},
         "trigger": {"max_inflight": 3},
     }
     wanted = {

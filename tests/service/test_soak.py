@@ -144,7 +144,7 @@ DECODERS = ("decoder", "other")
 async def left_nothing(service: Service, tasks_before: int) -> None:
     """Nothing is held, produced or waited for; every byte is free once every user is forgotten."""
     async with asyncio.timeout(30):
-        while service.versions.is_retiring or service.parts.admission.inflight:  # noqa: ASYNC110
+        while service.versions.is_retiring or service.door.admitted:  # noqa: ASYNC110
             await asyncio.sleep(0.05)
         for job in service.versions.current():
             await job.relay.settled()
@@ -179,7 +179,8 @@ async def soak(folder: Path, streams: int, seconds: float, patch: pytest.MonkeyP
     SECTIONS.update(
         scheduler={"streams": streams, "prefill_chunk_tokens": 64},
         generate=section(folder, checkpoint=str(folder / DECODERS[0])),
-        service={"selfcheck_ratio": 0.05, "max_inflight": 7},
+        service={"selfcheck_ratio": 0.05},
+        admission={"max_inflight": 7},
         kv={"hbm_bytes": 2_000_000, "dram_bytes": 2_000_000},
     )
     for seed, name in enumerate(DECODERS):

@@ -8,8 +8,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from npu_gr.admission.admission import AdmissionConfig
 from npu_gr.admission.brownout import BrownoutConfig
+from npu_gr.admission.config import AdmissionConfig
 from npu_gr.core.errors import ConfigError
 from npu_gr.core.request import Outcome, Verdict
 from npu_gr.core.settings import from_table
@@ -41,7 +41,7 @@ def config(**changes: Any) -> SimulateConfig:
         device=DEVICE,
         duration_s=10.0,
         warmup_s=2.0,
-        admission=AdmissionConfig(adaptive=False),
+        admission=AdmissionConfig(enabled=False),
         brownout=BrownoutConfig(enabled=False),
         trigger=TriggerConfig(policy="always", min_prefix_tokens=1),
         kv=KVConfig(hbm_bytes=8_000_000, dram_bytes=40_000_000),
@@ -102,7 +102,7 @@ def test_the_wait_for_the_device_is_that_of_an_m_d_1_queue(load: float) -> None:
         budget_s=60.0,
         relay=RelayConfig(enabled=False, degrade=False),
         scheduler=SchedulerConfig(max_batch_requests=1, max_queue=100_000),
-        admission=AdmissionConfig(max_inflight=100_000, adaptive=False),
+        admission=AdmissionConfig(enabled=False),
     )
     ranks = (request for request in traffic(load / service_s, seconds, seed=4) if request.kind == "rank")
     outcomes, _ = run(settings, ranks, profile)

@@ -134,7 +134,8 @@ async def fleet(folder: Path, num_instances: int) -> AsyncIterator[tuple[str, fl
             table = {
                 "checkpoint": str(folder / "checkpoint"),
                 "features": {"kind": "none"},
-                "service": {"selfcheck_ratio": 0.0, "adaptive": False},  # nothing is refused, here and there
+                "service": {"selfcheck_ratio": 0.0},
+                "admission": {"enabled": False},  # nothing is refused, here and there
                 "slo": {"rank_s": SLO_S},
                 "server": {"port": ports[number], "log_requests": "slow", "drain_grace_s": 0.1},
                 **SECTIONS,
@@ -186,7 +187,7 @@ def predict(
         "duration_s": records[-1].ts + 10,
         "warmup_s": options.warmup_s,
         "slo_s": SLO_S,
-        "admission": {"adaptive": False},
+        "admission": {"enabled": False},
         **SECTIONS,
     }
 

@@ -169,9 +169,18 @@ def _process() -> list[Panel]:
     return [
         series(
             "Event-loop lag",
-            "How long a callback waits for its turn.",
+            "How late the loop comes to what is due, of all instants alike.",
             SECONDS,
             {"p50": quantile(0.5, "event_loop_lag_seconds"), "p99": quantile(0.99, "event_loop_lag_seconds")},
+        ),
+        series(
+            "Standstills and lost log lines",
+            "Times that the event loop stood still for over 250 ms, and log lines that nobody took.",
+            "ops",
+            {
+                "standstills": total("event_loop_freezes_total"),
+                "lines dropped, {{stream}}": total("log_lines_dropped_total", "stream"),
+            },
         ),
         series(
             "Garbage collector",

@@ -194,7 +194,10 @@ def _router() -> list[Panel]:
             "P99 that the router adds",
             "forwarding: to a request, without the wait for its instance. waiting: how late its event loop is.",
             SECONDS,
-            {"{{part}}": f"histogram_quantile(0.99, {_routed('added_seconds_bucket', 'part, le')})"},
+            {
+                part: f"histogram_quantile(0.99, {_routed(name + '_seconds_bucket', 'le')})"
+                for part, name in (("forwarding", "added"), ("waiting", "event_loop_lag"))
+            },
         ),
         series(
             "In the router",

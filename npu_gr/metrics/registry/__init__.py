@@ -3,6 +3,7 @@
     requests    what every kind of `KINDS` has: admissions, latencies, stages, objectives
     rank, signal, generate, match, recommend    what single jobs count beyond that
     relay       prefixes and memory tiers
+    door        who waits, who is inside, connections
     engine      the device's queue and passes
     process     event loop, limits, version, recorder
 
@@ -18,6 +19,7 @@ from collections.abc import Callable, Iterable, Mapping
 from prometheus_client import CollectorRegistry
 
 from npu_gr.core.kinds import MATCH
+from npu_gr.metrics.registry.door import DoorMetrics
 from npu_gr.metrics.registry.engine import EngineMetrics
 from npu_gr.metrics.registry.families import Families
 from npu_gr.metrics.registry.jobs import GenerateMetrics, MatchMetrics, RankMetrics, RecommendMetrics, SignalMetrics
@@ -49,6 +51,7 @@ class Metrics:
         self.match = MatchMetrics(make)
         self.recommend = RecommendMetrics(make)
         self.relay = RelayMetrics(make)
+        self.door = DoorMetrics(make)
         self.engine = EngineMetrics(make)
         self.process = ProcessMetrics(make)
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from typing import TypeVar
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric
+from prometheus_client.core import CounterMetricFamily
 from prometheus_client.metrics import MetricWrapperBase
+from prometheus_client.registry import Collector
 
 M = TypeVar("M", bound=MetricWrapperBase)
 
@@ -16,7 +18,7 @@ LATENCY_S = (
     *(0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.025, 0.03, 0.04),
     *(0.05, 0.06, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.5),
 )
-LAG_S = (0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0)
+LAG_S = (0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 5.0)
 WAIT_S = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 POWERS = tuple(2**n for n in range(13))
 
@@ -38,6 +40,35 @@ class Families:
     def histogram(self, name: str, text: str, edges: Iterable[float], labels: tuple[str, ...] = ()) -> Histogram:
         """Make a histogram with these upper bucket edges, in ascending order."""
         return Histogram(f"npu_gr_{name}", text, labels, buckets=tuple(edges), registry=self.registry)
+
+
+class ReadCounter(Collector):
+    """A counter by one label whose values are kept elsewhere, and read at each scrape."""
+
+    def __init__(
+        self, registry: CollectorRegistry, name: str, text: str, label: str, read: Callable[[], Mapping[str, float]]
+    ) -> None:
+        """Register it.
+
+        Args:
+            registry: where it is collected.
+            name: whole, without `_total`.
+            text: its help.
+            label: name of its label.
+            read: the values by the label's value.
+        """
+        self._name = name
+        self._text = text
+        self._label = label
+        self._read = read
+        registry.register(self)
+
+    def collect(self) -> Iterable[Metric]:
+        """Read the values."""
+        family = CounterMetricFamily(self._name, self._text, labels=(self._label,))
+        for value, count in self._read().items():
+            family.add_metric((value,), count)
+        yield family
 
 
 def children(family: M) -> Callable[..., M]:

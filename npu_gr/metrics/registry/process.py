@@ -8,8 +8,9 @@ from prometheus_client import CollectorRegistry, Info
 from prometheus_client.process_collector import ProcessCollector
 
 from npu_gr import __version__
+from npu_gr.core.logs import num_lines_dropped
 from npu_gr.core.request import ModelInfo
-from npu_gr.metrics.registry.families import LAG_S, Families
+from npu_gr.metrics.registry.families import LAG_S, Families, ReadCounter
 
 
 class ProcessMetrics:
@@ -17,7 +18,11 @@ class ProcessMetrics:
 
     def __init__(self, make: Families) -> None:
         self.collector = ProcessCollector(registry=CollectorRegistry())  # apart: it reads files when it is asked
-        self._lag_s = make.histogram("event_loop_lag_seconds", "Delay of a callback on the event loop.", LAG_S)
+        self._lag_s = make.histogram("event_loop_lag_seconds", "How late timers fire, of all instants alike.", LAG_S)
+        self.loop_froze = make.counter("event_loop_freezes_total", "Times that the event loop stood still.").inc
+        ReadCounter(
+            make.registry, "npu_gr_log_lines_dropped", "Log lines that nobody took.", "stream", num_lines_dropped
+        )
         pauses = make.histogram("gc_pause_seconds", "Pauses of the garbage collector.", LAG_S, ("generation",))
         self._gc_s = [pauses.labels(str(generation)) for generation in range(3)]
         self._limits = make.gauge("limit", "Effective limits: requests, jobs, rows, tokens, bytes, seconds.", ("name",))
@@ -27,7 +32,7 @@ class ProcessMetrics:
         self._recorded = {result: recorded.labels(result) for result in ("written", "dropped", "failed")}
 
     def loop_lagged(self, seconds: float) -> None:
-        """Record how long a callback waited for its turn."""
+        """Record how late a timer fired."""
         self._lag_s.observe(seconds)
 
     def gc_paused(self, generation: int, seconds: float) -> None:

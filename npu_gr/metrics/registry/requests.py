@@ -95,6 +95,15 @@ class RequestMetrics:
             if kind.leases_prefix
         }
         self._outcomes = {name: children(family) for name, family in self._outcome_families.items()}
+        self._door_refusals = {
+            name: (
+                self._requests(kind.path, 429),
+                self._admissions(name, AdmissionResult.OVERLOADED),
+                self._results[name, judge(429, 0.0, self.objectives[name].threshold_s) or Result.FAILED],
+                self.rolling[name],
+            )
+            for name, kind in KINDS.items()
+        }
         self._promise(make)
 
     def _durations(self, make: Families, kind: Kind[Any, Any]) -> Callable[[str], Histogram]:
@@ -154,6 +163,18 @@ class RequestMetrics:
             self._results[kind, result].inc()
             self.rolling[kind].add(self._clock(), result)
         return result
+
+    def refused_at_door(self, kind: Kind[Any, Any]) -> None:
+        """Count a request that was refused before it was parsed. It has no latency: nothing was answered."""
+        requests, verdict, result, rolling = self._door_refusals[kind.name]
+        requests.inc()
+        verdict.inc()
+        result.inc()
+        rolling.add(self._clock(), Result.FAILED)
+
+    def broken(self, status: int) -> None:
+        """Count a request that ended before its route was known: it was no HTTP, too slow, or too large."""
+        self._requests("none", status).inc()
 
     def answered(self, kind: Kind[Any, Any], answer: Answer, took_s: float) -> None:
         """Count an answer of the service, whether HTTP or a cascade asked for it."""

@@ -1,0 +1,431 @@
+"""The door of an instance: who may come in now, who waits for a turn, and who is told at once that it will be too late.
+
+    arrive --> inside (at most a window of work) --> leave
+       |          ^                 |   ^
+       |          |                 v   |
+       |--> wait in turns        outside: waits for something else than this instance
+       |
+       '--> refused: it could not be answered in time
+
+    window     of each kind: `share` of its objective over its pace, so that whoever is inside delays nobody for long
+    pace       seconds a request, learnt from departures (`pace.py`)
+    turns      classes one after the other by `Kind.priority`, tenants in turn within a class (`turns.py`)
+    in time    now + the work ahead + its own <= arrival + AIM x what is left to it: its objective, or the caller's
+               budget if that is smaller
+
+A request that finds the window open comes in without being asked whether it will be in time: an instance that is
+nearly idle refuses nobody, whatever its estimates say. A request of an important class does not see the window of the
+classes behind it.
+
+Invariants:
+  D1  a ticket is let in, refused or cancelled: exactly one of the three, once
+  D2  `inside` counts the slots that have been let in, have not left, and are not outside
+  D3  nobody waits while the window is open for the first in turn
+
+Sources: Little's law for the window; CoDel (RFC 8289) for the second aim; adaptive LIFO and CoDel at Facebook ("Fail at
+scale", 2015) for the queue at the door.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol, cast
+
+from npu_gr.admission.config import AdmissionConfig
+from npu_gr.admission.pace import Pace
+from npu_gr.admission.turns import Turns
+from npu_gr.core.errors import Overloaded
+from npu_gr.core.kinds import KINDS, Kind, Priority
+
+LEAST = 4  # requests that may be inside whatever the window is: it fills a pass, and lets a wrong objective serve
+MOST = 64  # requests of a kind inside: more do not make the device faster, but the event loop's turns longer
+GUESS = 0.02  # of the objective: the pace until it is learnt
+AIM = 0.95  # of the time that a request has: the rest is for writing the answer
+AIM_STANDING = 0.75  # the same once the queue has stood for STANDING_S, so that not everybody served is nearly late
+STANDING_S = 0.1  # CoDel's interval
+TICK_S = 0.004  # between two looks for requests whose turn will come too late
+
+
+class Guest(Protocol):
+    """Whoever arrives at the door. One of the two is called, once, at once or later."""
+
+    def let_in(self, slot: Slot) -> None:
+        """The request may be served; it holds the slot until it leaves."""
+        ...
+
+    def refuse(self) -> None:
+        """The request could not be answered in time."""
+        ...
+
+
+class Ticket:
+    """A request at the door."""
+
+    __slots__ = ("arrived_at", "cost_s", "guest", "has_s", "is_gone", "kind", "queue", "tenant", "wanted_at")
+
+    def __init__(self, kind: str, tenant: str, arrived_at: float, has_s: float, guest: Guest) -> None:
+        self.kind = kind
+        self.tenant = tenant
+        self.arrived_at = arrived_at
+        self.has_s = has_s  # from its arrival to its answer
+        self.wanted_at = arrived_at + has_s
+        self.guest = guest
+        self.cost_s = 0.0
+        self.queue = ""
+        self.is_gone = False
+
+
+class Slot:
+    """The right to be served. Whoever got it calls `leave` when the answer is written, or when there is none."""
+
+    __slots__ = ("_door", "_lane", "arrived_at")
+
+    def __init__(self, door: Door, lane: _Lane, arrived_at: float) -> None:
+        self._door: Door | None = door
+        self._lane = lane
+        self.arrived_at = arrived_at  # of the request, on the clock of the door
+
+    def __enter__(self) -> Slot:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.leave()
+
+    def leave(self) -> None:
+        """Give the slot back. Calls after the first one do nothing."""
+        if self._door is not None:
+            self._door._left(self._lane)
+            self._door = None
+
+    @contextmanager
+    def outside(self) -> Iterator[None]:
+        """Hold no place while the block waits for something else than this instance; come back without a queue."""
+        door = self._door
+        if door is None:
+            yield
+            return
+        door._stepped_out(self._lane)
+        try:
+            yield
+        finally:
+            door._stepped_in(self._lane)
+
+
+class _Lane:
+    """What the door knows of one kind."""
+
+    __slots__ = ("inside", "kind", "outside", "pace", "waiting")
+
+    def __init__(self, kind: Kind[Any, Any], guess_s: float) -> None:
+        self.kind = kind
+        self.pace = Pace(guess_s)
+        self.inside = 0
+        self.outside = 0
+        self.waiting = 0
+
+
+class Door:
+    """Admission control of one instance. Event loop only."""
+
+    def __init__(
+        self,
+        config: AdmissionConfig,
+        objective_s: Callable[[str], float],
+        *,
+        batch_requests: int = LEAST,
+        clock: Callable[[], float] = time.monotonic,
+        call_later: Callable[[float, Callable[[], None]], object] | None = None,
+    ) -> None:
+        """Nobody is inside yet.
+
+        Args:
+            config: whether anybody is refused at all, and by which bounds.
+            objective_s: seconds within which a kind, by its name, should be answered.
+            batch_requests: of one pass; so many may always be inside.
+            clock: seconds that never go back.
+            call_later: calls a function after so many seconds; None = the running event loop's.
+        """
+        self._config = config
+        self._objective_s = objective_s
+        self._least = max(LEAST, batch_requests)
+        self._most = max(MOST, 2 * batch_requests)
+        self._clock = clock
+        self._call_later = call_later
+        self._lanes = {kind.name: _Lane(kind, GUESS * objective_s(kind.name)) for kind in KINDS.values()}
+        self._classes = [
+            (Turns(config.tenant_weights), [lane for lane in self._lanes.values() if lane.kind.priority <= priority])
+            for priority in Priority
+        ]
+        self._departed_at = float("-inf")  # the last departure that left something to do
+        self._standing_since_at: float | None = None  # since when somebody has waited, without a break
+        self._last = self._classes[0][1][0]  # the kind that departed last
+        self._is_ticking = False
+        self._will_serve = False  # a place became free by a step outside
+        self.on_room: Callable[[int], None] = lambda _places: None  # nobody waits, and so many places are free
+
+    def reconfigure(self, config: AdmissionConfig, objective_s: Callable[[str], float]) -> None:
+        """Apply other settings from now on; what was learnt stays."""
+        self._config = config
+        self._objective_s = objective_s
+        for turns, _ in self._classes:
+            turns.weights = config.tenant_weights
+
+    # ---- what may be seen of it
+
+    @property
+    def admitted(self) -> int:
+        """Requests that hold a slot, inside and outside."""
+        return sum(lane.inside + lane.outside for lane in self._lanes.values())
+
+    @property
+    def waiting(self) -> int:
+        """Requests that wait for their turn."""
+        return sum(len(turns) for turns, _ in self._classes)
+
+    @property
+    def waiting_s(self) -> float:
+        """Seconds of work that wait for their turn, by the paces of their arrivals."""
+        return sum(turns.cost_s for turns, _ in self._classes)
+
+    @property
+    def pressure(self) -> float:
+        """Waiting work over the objectives of its requests, while the queue stands; 0 for a burst that passes."""
+        if self._standing_since_at is None or self._clock() - self._standing_since_at <= STANDING_S:
+            return 0.0
+        return sum(
+            lane.waiting * lane.pace.seconds / self._objective_s(lane.kind.name) for lane in self._lanes.values()
+        )
+
+    def counts(self, kind: str) -> dict[str, int]:
+        """Count a kind's requests by where they are: waiting, inside, outside."""
+        lane = self._lanes[kind]
+        return {"waiting": lane.waiting, "inside": lane.inside, "outside": lane.outside}
+
+    def pace_s(self, kind: str) -> float:
+        """Seconds a request of a kind."""
+        return self._lanes[kind].pace.seconds
+
+    def window(self, kind: str) -> int:
+        """How many requests of a kind may be inside where there are no others."""
+        return int(self._window(self._lanes[kind]))
+
+    # ---- arriving
+
+    def arrive(self, kind: str, tenant: str, arrived_at: float, budget_s: float, guest: Guest) -> Ticket:
+        """Let a request in, let it wait, or refuse it.
+
+        Args:
+            kind: its name.
+            tenant: whose turn it takes.
+            arrived_at: when its first byte came, on the door's clock.
+            budget_s: what the caller grants, from then on.
+            guest: is told which; maybe within this call.
+
+        Returns:
+            what `cancel` takes.
+        """
+        ticket = Ticket(kind, tenant, arrived_at, min(self._objective_s(kind), budget_s), guest)
+        lane = self._lanes[kind]
+        turns, lanes = self._classes[lane.kind.priority]
+        if not self._config.enabled or (self._has_room(lane, lanes) and self._nobody_before(lane)):
+            self._let_in(ticket, lane)
+            return ticket
+        now_at = self._clock()
+        ticket.cost_s = lane.pace.seconds
+        if not self._may_wait(ticket, self._ahead_s(ticket, lane, turns, lanes), now_at):
+            ticket.is_gone = True
+            guest.refuse()
+            return ticket
+        turns.push(ticket)
+        lane.waiting += 1
+        if self._standing_since_at is None:
+            self._standing_since_at = now_at
+        self._tick_later()
+        return ticket
+
+    def cancel(self, ticket: Ticket) -> None:
+        """Forget a request whose caller hung up while it waited; one that waits no more is left alone."""
+        if not ticket.is_gone:
+            self._drop(ticket)
+
+    async def enter(self, kind: str, tenant: str, arrived_at: float, budget_s: float) -> Slot:
+        """Wait until the request is let in.
+
+        Args:
+            kind, tenant, arrived_at, budget_s: as for `arrive`.
+
+        Raises:
+            Overloaded: it could not be answered in time.
+        """
+        awaiting = _Awaiting()
+        ticket = self.arrive(kind, tenant, arrived_at, budget_s, awaiting)
+        try:
+            return await awaiting.slot
+        except asyncio.CancelledError:
+            self.cancel(ticket)
+            if awaiting.slot.done() and not awaiting.slot.cancelled() and awaiting.slot.exception() is None:
+                awaiting.slot.result().leave()
+            raise
+
+    def _let_in(self, ticket: Ticket, lane: _Lane) -> None:
+        ticket.is_gone = True
+        self._add(lane)
+        ticket.guest.let_in(Slot(self, lane, ticket.arrived_at))
+
+    def _add(self, lane: _Lane) -> None:
+        if not any(other.inside for other in self._lanes.values()):
+            self._departed_at = float("-inf")  # what comes after a pause in work tells nothing of the pace
+        lane.inside += 1
+
+    def _window(self, lane: _Lane) -> float:
+        size = self._config.share * self._objective_s(lane.kind.name) / max(lane.pace.seconds, 1e-9)
+        return min(max(size, self._least), self._most)
+
+    def _has_room(self, lane: _Lane, lanes: list[_Lane]) -> bool:
+        """Whether one more of a kind may come in beside those that matter as much, or more."""
+        if self.admitted >= self._config.max_inflight:
+            return False
+        num_inside = 0
+        used = 1 / self._window(lane)
+        for other in lanes:
+            if other.inside:
+                num_inside += other.inside
+                used += other.inside / self._window(other)
+        return num_inside < self._least or used <= 1.0 + 1e-9
+
+    def _nobody_before(self, lane: _Lane) -> bool:
+        return not any(len(turns) for turns, _ in self._classes[: lane.kind.priority + 1])
+
+    def _ahead_s(self, ticket: Ticket, lane: _Lane, turns: Turns, lanes: list[_Lane]) -> float:
+        """Seconds until the request's own work would begin, if nobody more important came after it."""
+        ahead_s = self._inside_s(lanes)
+        for more_important, _ in self._classes[: lane.kind.priority]:
+            ahead_s += more_important.cost_s
+        return ahead_s + turns.ahead_s(ticket.tenant, ticket.wanted_at)
+
+    def _inside_s(self, lanes: list[_Lane]) -> float:
+        """Seconds of work inside: all that matters as much, and one request of what matters less, if it has begun."""
+        inside_s = sum(lane.inside * lane.pace.seconds for lane in lanes if lane.inside)
+        if len(lanes) < len(self._lanes):
+            behind = [lane.pace.seconds for lane in self._lanes.values() if lane.inside and lane not in lanes]
+            inside_s += max(behind, default=0.0)
+        return inside_s
+
+    def _may_wait(self, ticket: Ticket, ahead_s: float, now_at: float) -> bool:
+        """Whether a request would be in time if it joined the queue."""
+        stands = self._standing_since_at is not None and now_at - self._standing_since_at > STANDING_S
+        due_at = ticket.arrived_at + (AIM_STANDING if stands else AIM) * ticket.has_s
+        return now_at + ahead_s + ticket.cost_s <= due_at
+
+    # ---- leaving
+
+    def _left(self, lane: _Lane) -> None:
+        now_at = self._clock()
+        if self._departed_at > float("-inf"):
+            lane.pace.observe(now_at - self._departed_at)
+        lane.inside -= 1
+        self._departed_at = now_at if any(other.inside for other in self._lanes.values()) else float("-inf")
+        self._last = lane
+        self._serve_next()
+
+    def _stepped_out(self, lane: _Lane) -> None:
+        lane.inside -= 1
+        lane.outside += 1
+        if self.waiting and not self._will_serve:
+            # later, because a block that need not wait at all is back before then
+            self._will_serve = True
+            self._later(0.0, self._serve_stepped_out)
+
+    def _serve_stepped_out(self) -> None:
+        self._will_serve = False
+        self._serve_next()
+
+    def _stepped_in(self, lane: _Lane) -> None:
+        lane.outside -= 1
+        self._add(lane)
+
+    # ---- waiting
+
+    def _serve_next(self) -> None:
+        """Let in whoever is first in turn, as long as there is room; refuse whoever would be late by now."""
+        while (found := self._first()) is not None:
+            ticket, turns, lanes = found
+            lane = self._lanes[ticket.kind]
+            has_room = self._has_room(lane, lanes)
+            if self._is_late(ticket, lanes) and not (has_room and self._is_idle()):
+                self._drop(ticket)
+                ticket.guest.refuse()
+            elif has_room:
+                lane.waiting -= 1
+                turns.take(ticket)
+                self._let_in(ticket, lane)
+            else:
+                return
+        self._standing_since_at = None
+        num_inside = sum(lane.inside for lane in self._lanes.values())
+        self.on_room(max(0, int(self._window(self._last)) - num_inside))
+
+    def _first(self) -> tuple[Ticket, Turns, list[_Lane]] | None:
+        for turns, lanes in self._classes:
+            if (ticket := turns.head()) is not None:
+                return cast("Ticket", ticket), turns, lanes
+        return None
+
+    def _is_idle(self) -> bool:
+        return sum(lane.inside for lane in self._lanes.values()) < self._least
+
+    def _drop(self, ticket: Ticket) -> None:
+        lane = self._lanes[ticket.kind]
+        lane.waiting -= 1
+        self._classes[lane.kind.priority][0].drop(ticket)
+        if not self.waiting:
+            self._standing_since_at = None
+
+    def _tick_later(self) -> None:
+        if not self._is_ticking:
+            self._is_ticking = True
+            self._later(TICK_S, self._tick)
+
+    def _tick(self) -> None:
+        """Tell those whose turn will come too late; once more while somebody waits."""
+        self._is_ticking = False
+        for turns, lanes in self._classes:
+            while late := [ticket for ticket in self._heads(turns) if self._is_late(ticket, lanes)]:
+                for ticket in late:
+                    self._drop(ticket)
+                    ticket.guest.refuse()
+        self._serve_next()
+        if self.waiting:
+            self._tick_later()
+
+    def _heads(self, turns: Turns) -> list[Ticket]:
+        return cast("list[Ticket]", turns.heads())
+
+    def _is_late(self, ticket: Ticket, lanes: list[_Lane]) -> bool:
+        """Whether a request would be late even if it were let in now."""
+        return self._clock() + self._inside_s(lanes) + ticket.cost_s > ticket.arrived_at + AIM * ticket.has_s
+
+    def _later(self, after_s: float, function: Callable[[], None]) -> None:
+        if self._call_later is None:
+            self._call_later = asyncio.get_running_loop().call_later
+        self._call_later(after_s, function)
+
+
+class _Awaiting:
+    """A guest that a coroutine waits for."""
+
+    def __init__(self) -> None:
+        self.slot: asyncio.Future[Slot] = asyncio.get_running_loop().create_future()
+
+    def let_in(self, slot: Slot) -> None:
+        if self.slot.done():  # cancelled in this very turn of the loop
+            slot.leave()
+        else:
+            self.slot.set_result(slot)
+
+    def refuse(self) -> None:
+        if not self.slot.done():
+            self.slot.set_exception(Overloaded("it would not be answered in time: the instance is busy"))

@@ -1,0 +1,77 @@
+"""The door: who waits, who is inside, how fast work goes, and which connections there are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Protocol
+
+from npu_gr.core.kinds import KINDS
+from npu_gr.metrics.registry.families import Families
+
+PLACES = ("waiting", "inside", "outside")
+CONNECTION_STATES = ("IDLE", "RECEIVING", "WAITING", "SERVED")
+ENDED = ("idle", "slow", "unread", "evicted", "refused")  # why the instance closed a connection
+
+
+class ObservedDoor(Protocol):
+    """What can be read of a door."""
+
+    def counts(self, kind: str) -> dict[str, int]:
+        """Requests of a kind by where they are: `PLACES`."""
+        ...
+
+    def pace_s(self, kind: str) -> float:
+        """Seconds a request of a kind."""
+        ...
+
+    def window(self, kind: str) -> int:
+        """Requests of a kind that may be inside where there are no others."""
+        ...
+
+
+class DoorMetrics:
+    """Gauges that are read when they are scraped, and connections that the instance closed."""
+
+    def __init__(self, make: Families) -> None:
+        self._requests = make.gauge("door_requests", "Requests at the door now.", ("kind", "place"))
+        self._pace_s = make.gauge("door_pace_seconds", "Seconds a request, learnt from departures.", ("kind",))
+        self._window = make.gauge("door_window_requests", "Requests of the kind that may be inside.", ("kind",))
+        self._connections = make.gauge("connections", "Open connections.", ("state",))
+        self._paused = make.gauge("connections_paused", "Connections that were refused and are not read for a moment.")
+        self._receiving = make.gauge("receiving_bytes", "Bodies that arrive or wait.")
+        ended = make.counter("connections_ended_total", "Connections that the instance closed.", ("reason",))
+        self._ended = {reason: ended.labels(reason) for reason in ENDED}
+
+    def observe(
+        self,
+        door: ObservedDoor,
+        connections: Callable[[str], int],
+        paused: Callable[[], int],
+        receiving_bytes: Callable[[], int],
+    ) -> None:
+        """Export what is true when it is scraped.
+
+        Args:
+            door: whose places and paces.
+            connections: counts those in a state of `CONNECTION_STATES`.
+            paused: counts connections that are not read.
+            receiving_bytes: of bodies.
+        """
+        for kind in KINDS:
+            for place in PLACES:
+                self._requests.labels(kind, place).set_function(partial(_count, door, kind, place))
+            self._pace_s.labels(kind).set_function(partial(door.pace_s, kind))
+            self._window.labels(kind).set_function(partial(door.window, kind))
+        for state in CONNECTION_STATES:
+            self._connections.labels(state.lower()).set_function(partial(connections, state))
+        self._paused.set_function(paused)
+        self._receiving.set_function(receiving_bytes)
+
+    def ended(self, reason: str) -> None:
+        """Count a connection that the instance closed; `reason` is one of `ENDED`."""
+        self._ended[reason].inc()
+
+
+def _count(door: ObservedDoor, kind: str, place: str) -> int:
+    return door.counts(kind)[place]

@@ -1,0 +1,69 @@
+"""Routes for a process that misbehaves: its stacks, a profile of some seconds, one bundle for a report.
+
+An instance and the router's admin application have them; each says what its bundle holds beyond the common part.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Mapping
+
+from aiohttp import web
+
+from npu_gr.core.errors import BadRequest
+from npu_gr.core.logs import newest_lines
+from npu_gr.server.debug.bundle import environment, packed
+from npu_gr.server.debug.profile import MAX_S, MIN_S, Profiler
+from npu_gr.server.debug.stacks import all_stacks
+
+DEFAULT_S = 10.0
+
+
+class DebugRoutes:
+    """The three routes."""
+
+    def __init__(self, own_texts: Callable[[], Awaitable[Mapping[str, str]]]) -> None:
+        """Make nothing yet.
+
+        Args:
+            own_texts: the process's files of a bundle, by name.
+        """
+        self._own_texts = own_texts
+        self._profiler = Profiler()
+
+    def routes(self) -> list[web.RouteDef]:
+        return [
+            web.get("/debug/stacks", self._stacks),
+            web.get("/debug/profile", self._profile),
+            web.get("/debug/bundle", self._bundle),
+        ]
+
+    async def _stacks(self, _: web.Request) -> web.Response:
+        return web.Response(text=await _all_stacks())
+
+    async def _profile(self, request: web.Request) -> web.Response:
+        given = request.query.get("seconds", str(DEFAULT_S))
+        try:
+            seconds = float(given)
+        except ValueError:
+            seconds = 0.0
+        if not MIN_S <= seconds <= MAX_S:
+            raise BadRequest(f"seconds: {given[:32]!r} is not {MIN_S} to {MAX_S}")
+        return web.Response(text=await self._profiler.profile(seconds))
+
+    async def _bundle(self, _: web.Request) -> web.Response:
+        texts = {
+            **await self._own_texts(),
+            "stacks.txt": await _all_stacks(),
+            "log.txt": "".join(f"{line}\n" for line in newest_lines()),
+            "environment.json": await asyncio.to_thread(environment),
+        }
+        name = time.strftime("npu_gr-%Y%m%dT%H%M%SZ", time.gmtime())
+        body = await asyncio.to_thread(packed, texts, name)
+        headers = {"Content-Disposition": f'attachment; filename="{name}.tar.gz"'}
+        return web.Response(body=body, content_type="application/gzip", headers=headers)
+
+
+async def _all_stacks() -> str:
+    return await asyncio.to_thread(all_stacks, asyncio.get_running_loop())

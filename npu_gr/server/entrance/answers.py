@@ -1,0 +1,74 @@
+"""Answers that no handler gives: made once, written as they are. Problem details of RFC 9457, as all errors."""
+
+from __future__ import annotations
+
+import random
+from http import HTTPStatus
+
+import msgspec
+
+from npu_gr.server.headers import RETRY_AFTER_MS, RETRY_MS
+
+
+def _answer(status: HTTPStatus, title: str, detail: str, *headers: str) -> bytes:
+    body = msgspec.json.encode({"type": "about:blank", "title": title, "status": status.value, "detail": detail})
+    lines = (
+        f"HTTP/1.1 {status.value} {status.phrase}",
+        "Content-Type: application/problem+json",
+        f"Content-Length: {len(body)}",
+        *headers,
+    )
+    return "\r\n".join(lines).encode() + b"\r\n\r\n" + body
+
+
+_CLOSE = "Connection: close"
+_OVERLOADED = [
+    _answer(
+        HTTPStatus.TOO_MANY_REQUESTS,
+        "overloaded",
+        "it would not be answered in time: the instance is busy",
+        "Retry-After: 1",
+        f"{RETRY_AFTER_MS}: {ms}",
+    )
+    for ms in RETRY_MS
+]
+CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+HEAD_TOO_LATE = _answer(
+    HTTPStatus.REQUEST_TIMEOUT, "request timeout", "the headers did not arrive within server.header_timeout_s", _CLOSE
+)
+BODY_TOO_LATE = _answer(
+    HTTPStatus.REQUEST_TIMEOUT,
+    "request timeout",
+    "the body did not arrive within the request's time budget or server.body_timeout_s",
+    _CLOSE,
+)
+HEAD_TOO_LARGE = _answer(
+    HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, "headers too large", "the headers are over 65,536 bytes", _CLOSE
+)
+BODY_TOO_LARGE = _answer(
+    HTTPStatus.REQUEST_ENTITY_TOO_LARGE, "too large", "the body is over server.max_body_bytes", _CLOSE
+)
+TOO_MANY_BYTES = _answer(
+    HTTPStatus.SERVICE_UNAVAILABLE,
+    "unavailable",
+    "the bodies that arrive now are over server.max_receiving_bytes",
+    "Retry-After: 1",
+    _CLOSE,
+)
+TOO_MANY_CONNECTIONS = _answer(
+    HTTPStatus.SERVICE_UNAVAILABLE,
+    "unavailable",
+    "server.max_connections are open, and all of them are in use",
+    "Retry-After: 1",
+    _CLOSE,
+)
+
+
+def bad_request(detail: str) -> bytes:
+    """Say what is wrong with a request that cannot be framed."""
+    return _answer(HTTPStatus.BAD_REQUEST, "bad request", detail, _CLOSE)
+
+
+def overloaded() -> bytes:
+    """Refuse a request for load."""
+    return random.choice(_OVERLOADED)

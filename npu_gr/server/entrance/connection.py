@@ -1,0 +1,349 @@
+"""One connection: it collects a request's bytes, asks the door, and hands them to aiohttp when the request is let in.
+
+    idle --> receiving --> waiting --> served --> idle
+               |             |
+               '-- 408, 413  '-- 429, written here: no request object, no task, no trace
+
+aiohttp sees whole requests only. So a body that arrives slowly holds no place, a request that is refused was never
+parsed, and a handler never waits for its caller. Requests that the table of kinds does not have (health, metrics,
+administration) go through unasked.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import struct
+import time
+from http import HTTPStatus
+from typing import Any
+
+from aiohttp import web
+
+from npu_gr.admission.door import Slot, Ticket
+from npu_gr.core.errors import BadRequest
+from npu_gr.core.kinds import Kind
+from npu_gr.server.entrance import answers
+from npu_gr.server.entrance.entrance import Entrance, State
+from npu_gr.server.entrance.framing import HEAD_END, MAX_HEAD_BYTES, Chunks, Head, granted_s, parse_head, tenant_of
+from npu_gr.server.problem import problem
+
+READ_AHEAD_BYTES = 65_536  # of pipelined requests behind the one that is served
+_LAST_DATA_RECV = 52  # offset of tcpi_last_data_recv in struct tcp_info (linux/tcp.h): ms since data came
+_JIFFY_S = 0.004  # its step
+
+
+class Connection(web.RequestHandler):
+    """The protocol object of one connection."""
+
+    __slots__ = (
+        "_answering_since_at",
+        "_chunks",
+        "_close_when_idle",
+        "_entrance",
+        "_head",
+        "_idle",
+        "_kind",
+        "_request",
+        "_reserved_bytes",
+        "_ticket",
+        "_unread",
+        "began_at",
+        "is_paced",
+        "refused_at",
+        "served",
+        "slot",
+        "state",
+    )
+
+    def __init__(self, manager: web.Server, entrance: Entrance, **kwargs: Any) -> None:
+        """Nothing has come yet.
+
+        Args:
+            manager: of aiohttp.
+            entrance: what all connections share.
+            kwargs: of aiohttp's handler.
+        """
+        super().__init__(manager, **kwargs)
+        self._entrance = entrance
+        self.state = State.IDLE
+        self.began_at = 0.0  # when the first byte of the present request came; while idle, since when it is idle
+        self.served = 0  # requests that were answered
+        self.slot: Slot | None = None  # of the request that is served
+        self.refused_at = float("-inf")
+        self.is_paced = True
+        self._unread: bytes | bytearray = b""
+        self._head: Head | None = None
+        self._chunks: Chunks | None = None
+        self._kind: Kind[Any, Any] | None = None
+        self._request: bytes | bytearray = b""  # while it waits
+        self._ticket: Ticket | None = None
+        self._reserved_bytes = 0
+        self._close_when_idle = False
+        self._idle: asyncio.Future[None] | None = None
+        self._answering_since_at: float | None = None
+
+    # ---- the connection
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        self.began_at = time.monotonic()
+        self._entrance.opened(self)
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        self._entrance.closed(self)
+        if self._ticket is not None:
+            assert self._kind is not None
+            self._entrance.door.cancel(self._ticket)
+            self._entrance.abandoned(self._kind, time.monotonic() - self.began_at)
+            self._ticket = None
+        self._unread = b""
+        self._become_idle()
+        super().connection_lost(exc)
+
+    def close(self) -> None:
+        """Close the connection when the request that is here has been answered."""
+        if self.state is State.IDLE:
+            super().close()
+        else:
+            self._close_when_idle = True
+
+    async def shutdown(self, timeout: float | None = 15.0) -> None:  # noqa: ASYNC109  (aiohttp's signature)
+        """Let the request that is here be answered first, if that takes no longer than `timeout` seconds."""
+        if self.state is not State.IDLE:
+            self._close_when_idle = True
+            self._idle = self._loop.create_future()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._idle, timeout)
+        await super().shutdown(timeout)
+
+    def pause(self) -> None:
+        """Stop reading, for the pacer."""
+        self._pause_transport_reading()
+
+    def resume(self) -> None:
+        """Read again, for the pacer."""
+        self._resume_transport_reading()
+
+    def end(self, answer: bytes) -> None:
+        """Write an answer and close."""
+        if self.transport is not None:
+            self.transport.write(answer)
+        self.force_close()
+
+    def limit_at(self) -> tuple[float, bytes | None]:
+        """Say until when the connection may be as it is, and with which answer it ends then."""
+        config = self._entrance.config
+        if self.state is State.IDLE:
+            since_s = config.idle_timeout_s if self.served else config.header_timeout_s
+            return self.began_at + since_s, None
+        if self.state is State.RECEIVING:
+            if self._head is None:
+                return self.began_at + config.header_timeout_s, answers.HEAD_TOO_LATE
+            granted = granted_s(self._head, config.default_budget_s, config.max_budget_s)
+            has_s = config.body_timeout_s if self._kind is None else min(granted, config.body_timeout_s)
+            return self.began_at + has_s, answers.BODY_TOO_LATE
+        if self._answering_since_at is not None:
+            return self._answering_since_at + config.write_timeout_s, None
+        return float("inf"), None
+
+    # ---- a request
+
+    def data_received(self, data: bytes) -> None:
+        if not data:  # aiohttp goes on with what its parser holds
+            super().data_received(data)
+            return
+        if not self._unread:
+            self._unread = data
+        else:
+            if isinstance(self._unread, bytes):
+                self._unread = bytearray(self._unread)
+            self._unread += data
+        if self.state in (State.IDLE, State.RECEIVING):
+            self._advance()
+        elif len(self._unread) > READ_AHEAD_BYTES:
+            self._pause_transport_reading()
+
+    def _advance(self) -> None:
+        """Go on with the bytes that are here, as long as they hold whole requests that are refused at once."""
+        while self._unread and self.state in (State.IDLE, State.RECEIVING) and not self._force_close:
+            if self.state is State.IDLE:
+                self.state = State.RECEIVING
+                self.began_at = time.monotonic() - self._lay_in_kernel_s()
+            try:
+                num_bytes = self._framed()
+            except BadRequest as error:
+                self._entrance.broken(400)
+                self.end(answers.bad_request(str(error)))
+                return
+            if num_bytes is None:
+                return
+            request: bytes | bytearray = self._unread
+            if len(request) == num_bytes:
+                self._unread = b""
+            else:
+                self._unread = request[num_bytes:]
+                request = request[:num_bytes]
+            self._offer(request)
+
+    def _framed(self) -> int | None:
+        """How many bytes the request has; None = it is not whole yet, or it was refused for its size.
+
+        Raises:
+            BadRequest: it is no HTTP/1.1.
+        """
+        head = self._head
+        if head is None:
+            end = self._unread.find(HEAD_END)
+            if end < 0:
+                if len(self._unread) > MAX_HEAD_BYTES:
+                    self._entrance.broken(431)
+                    self.end(answers.HEAD_TOO_LARGE)
+                return None
+            head = self._head = parse_head(self._unread, end + len(HEAD_END))
+            self._kind = self._entrance.kinds.get((head.method, head.path))
+            self._chunks = Chunks(head.num_bytes) if head.is_chunked else None
+            if not self._reserve(head.body_bytes):
+                return None
+            if head.waits_for_continue and self.transport is not None:
+                self.transport.write(answers.CONTINUE)
+        if self._chunks is None:
+            num_bytes = head.num_bytes + head.body_bytes
+            return num_bytes if len(self._unread) >= num_bytes else None
+        end_of_chunks = self._chunks.end(self._unread)
+        body_bytes = (end_of_chunks or len(self._unread)) - head.num_bytes
+        return end_of_chunks if self._reserve(body_bytes) else None
+
+    def _reserve(self, body_bytes: int) -> bool:
+        """Count a body before it is read; end the connection where there is no room for it."""
+        if body_bytes > self._entrance.config.max_body_bytes:
+            self._entrance.broken(413)
+            self.end(answers.BODY_TOO_LARGE)
+            return False
+        if not self._entrance.reserve(body_bytes - self._reserved_bytes):
+            self._entrance.broken(503)
+            self.end(answers.TOO_MANY_BYTES)
+            return False
+        self._reserved_bytes = body_bytes
+        return True
+
+    def _release(self) -> None:
+        self._entrance.reserve(-self._reserved_bytes)
+        self._reserved_bytes = 0
+
+    def _lay_in_kernel_s(self) -> float:
+        """Seconds that the newest data lay in the kernel: the loop was late, or reading was paused."""
+        sock: Any = None if self.transport is None else self.transport.get_extra_info("socket")
+        try:
+            info: bytes = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _LAST_DATA_RECV + 4)
+        except (AttributeError, OSError):  # no TCP, or not Linux
+            return 0.0
+        if len(info) < _LAST_DATA_RECV + 4:
+            return 0.0
+        ms: int = struct.unpack_from("=I", info, _LAST_DATA_RECV)[0]
+        return max(0.0, ms * 1e-3 - _JIFFY_S)
+
+    # ---- the door
+
+    def _offer(self, request: bytes | bytearray) -> None:
+        head = self._head
+        kind = self._kind
+        assert head is not None
+        if head.closes:
+            self._close_when_idle = True
+        if kind is None:
+            self._feed(request)
+            return
+        config = self._entrance.config
+        self.state = State.WAITING
+        self._request = request
+        ticket = self._entrance.door.arrive(
+            kind.name,
+            tenant_of(request[head.num_bytes :] if head.body_bytes < READ_AHEAD_BYTES else b""),
+            self.began_at,
+            granted_s(head, config.default_budget_s, config.max_budget_s),
+            self,
+        )
+        if self.state is State.WAITING:
+            self._ticket = ticket
+
+    def let_in(self, slot: Slot) -> None:
+        """Hand the request to aiohttp, which starts its handler."""
+        self._ticket = None
+        self.slot = slot
+        request, self._request = self._request, b""
+        self._feed(request)
+
+    def refuse(self) -> None:
+        """Answer 429, and go on with the next request."""
+        was_waiting = self._ticket is not None
+        self._ticket = None
+        self._request = b""
+        assert self._kind is not None
+        self._entrance.refused(self._kind)
+        if self.transport is not None:
+            self.transport.write(answers.overloaded())
+        if self.is_paced:
+            self._entrance.pacer.refused(self)
+        self._become_idle()
+        if was_waiting and self._unread:
+            self._loop.call_soon(self._advance)
+
+    def _feed(self, request: bytes | bytearray) -> None:
+        self.state = State.SERVED
+        before = self._request_count
+        super().data_received(bytes(request) if isinstance(request, bytearray) else request)
+        if self._request_count != before + 1 and not self._force_close:
+            # the two saw different requests in these bytes
+            self._entrance.broken(400)
+            self.end(answers.bad_request("the request cannot be framed"))
+
+    def handle_error(
+        self,
+        request: web.BaseRequest,
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,
+    ) -> web.StreamResponse:
+        """Answer what aiohttp's parser refuses in our words; a caller's nonsense is no stack trace in the log."""
+        if status != HTTPStatus.BAD_REQUEST:
+            return super().handle_error(request, status, exc, message)
+        self._entrance.broken(status)
+        detail = "the request cannot be parsed" if message is None else message.partition(":")[0]
+        answer = problem(status, BadRequest.title, detail, "")
+        answer.headers["Connection"] = "close"
+        answer.force_close()
+        return answer
+
+    async def finish_response(
+        self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
+    ) -> tuple[web.StreamResponse, bool]:
+        """Write the answer; then the slot is free, and the next request's turn comes."""
+        self._answering_since_at = time.monotonic()
+        try:
+            return await super().finish_response(request, resp, start_time)
+        finally:
+            self._answering_since_at = None
+            self.served += 1
+            if self.state is State.SERVED:
+                self._become_idle()
+                if self._unread:
+                    self._loop.call_soon(self._advance)
+
+    def _become_idle(self) -> None:
+        self.state = State.IDLE
+        self.began_at = time.monotonic()
+        self._head = None
+        self._chunks = None
+        self._kind = None
+        self._release()
+        if self.slot is not None:
+            self.slot.leave()
+            self.slot = None
+        if self._close_when_idle and self.transport is not None and not self._unread:
+            self._loop.call_soon(super().close)
+        elif self._unread:
+            self._resume_transport_reading()
+        if self._idle is not None and not self._idle.done():
+            self._idle.set_result(None)

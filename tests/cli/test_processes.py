@@ -1,0 +1,160 @@
+"""Real processes that have a bad neighbour: a reader that stopped, a freeze, somebody who sends signals."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tarfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.cli.test_main import RANK, ask, free_port, run, write
+from tests.serving import write_checkpoint
+
+
+@contextmanager
+def started(kind: str, folder: Path, out: int, err: int) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
+    """An instance or a router that answers. Yields the process and the port of its `/metrics` and `/debug`."""
+    port = free_port()
+    if kind == "serve":
+        write_checkpoint(folder / "checkpoint")
+        config = write(folder, server={"port": port, "drain_grace_s": 0.1})
+    else:
+        config = folder / "router.yaml"
+        instances = [{"name": "a", "host": "127.0.0.1", "port": free_port()}]
+        table = {"port": free_port(), "admin_port": port, "discovery": {"instances": instances}, "drain_grace_s": 0.1}
+        config.write_text(yaml.safe_dump(table))
+    command = [sys.executable, "-m", "npu_gr", kind, "--config", str(config)]
+    with subprocess.Popen(command, stdout=out, stderr=err) as process:
+        try:
+            until(lambda: answers(port) or process.poll() is not None)
+            assert process.poll() is None
+            yield process, port
+        finally:
+            process.kill()
+
+
+def answers(port: int) -> bool:
+    try:
+        return ask(port, "GET", "/healthz")[0] == 200
+    except OSError:
+        return False
+
+
+def until(holds: Callable[[], bool], timeout_s: float = 60.0) -> None:
+    ends_at = time.monotonic() + timeout_s
+    while not holds():
+        assert time.monotonic() < ends_at, "not in time"
+        time.sleep(0.05)
+
+
+def read(port: int, path: str) -> str:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    try:
+        connection.request("GET", path)
+        return connection.getresponse().read().decode()
+    finally:
+        connection.close()
+
+
+def value(port: int, sample: str) -> float:
+    found = re.search(rf"^{re.escape(sample)} (\S+)$", read(port, "/metrics"), re.M)
+    return float(found[1]) if found else 0.0
+
+
+def test_a_standard_output_that_nobody_reads_stops_nothing(tmp_path: Path) -> None:
+    """5,000 requests and more are answered, the lost lines are counted, and SIGTERM ends the process in time."""
+    reader, writer = os.pipe()
+    with (tmp_path / "err").open("wb") as err, started("serve", tmp_path, writer, err.fileno()) as (process, port):
+        os.close(writer)
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+        body = json.dumps(RANK)
+        for number in range(5000):
+            is_rank = number % 10 == 0
+            path = "/v1/rank" if is_rank else "/healthz"
+            headers = {"Content-Type": "application/json", "X-Request-Timeout-Ms": "30000"}
+            connection.request("POST" if is_rank else "GET", path, body if is_rank else None, headers)
+            response = connection.getresponse()
+            response.read()
+            assert response.status == 200
+        connection.close()
+        assert value(port, 'npu_gr_log_lines_dropped_total{stream="stdout"}') > 0
+        assert value(port, 'npu_gr_log_lines_dropped_total{stream="stderr"}') == 0
+        process.send_signal(signal.SIGUSR1)  # the other stream is not stuck with it
+        until(lambda: "stacks at SIGUSR1" in (tmp_path / "err").read_text())
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 0
+    assert "stopped" in (tmp_path / "err").read_text()
+    os.close(reader)
+
+
+@pytest.mark.parametrize("kind", ["serve", "route"])
+def test_a_standard_error_that_nobody_reads_stops_nothing(tmp_path: Path, kind: str) -> None:
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    try:
+        while True:
+            os.write(writer, b"x" * 65536)  # it is full from the first line on
+    except BlockingIOError:
+        os.set_blocking(writer, True)
+    with started(kind, tmp_path, subprocess.DEVNULL, writer) as (process, port):
+        for _ in range(3):
+            process.send_signal(signal.SIGUSR1)
+            assert answers(port)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 0
+    os.close(writer)
+    os.close(reader)
+
+
+@pytest.mark.parametrize("kind", ["serve", "route"])
+def test_a_process_says_what_ails_it(tmp_path: Path, kind: str) -> None:
+    prefix = "npu_gr_" if kind == "serve" else "npu_gr_router_"
+    with (
+        (tmp_path / "err").open("wb") as err,
+        started(kind, tmp_path, subprocess.DEVNULL, err.fileno()) as (process, port),
+    ):
+        process.send_signal(signal.SIGUSR1)
+        until(lambda: "stacks at SIGUSR1" in (tmp_path / "err").read_text())
+        freezes = value(port, f"{prefix}event_loop_freezes_total")
+        process.send_signal(signal.SIGSTOP)
+        time.sleep(1.0)  # the fault: a freeze of one second
+        process.send_signal(signal.SIGCONT)
+        until(lambda: value(port, f"{prefix}event_loop_freezes_total") > freezes)
+        lag = f"{prefix}event_loop_lag_seconds"
+        late = value(port, f"{lag}_count") - value(port, f'{lag}_bucket{{le="0.5"}}')
+        assert late >= 15  # of the 40 timers that were due in that second, 20 are over half of it late
+        out = tmp_path / "bundle.tar.gz"
+        done = run("bundle", "--url", f"http://127.0.0.1:{port}", "--out", str(out))
+        assert done.returncode == 0, done.stderr
+        assert read(port, "/debug/profile?seconds=1").count("\n") > 0
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 0
+    with tarfile.open(out) as archive:
+        files = {name.partition("/")[2]: archive.extractfile(name) for name in archive.getnames()}
+        texts = {name: file.read().decode() for name, file in files.items() if file is not None}
+    assert f"{prefix}log_lines_dropped_total" in texts["metrics.txt"]
+    assert "the event loop stood still for" in texts["log.txt"]
+    assert json.loads(texts["status.json"])["name"] == ("instance" if kind == "serve" else "router")
+    assert json.loads(texts["environment.json"])["gc"]["frozen"] > 10_000
+    told = (tmp_path / "err").read_text()
+    assert "MainThread" in told
+    assert "Traceback" not in told
+
+
+def test_a_bundle_from_nobody_is_an_error_in_words(tmp_path: Path) -> None:
+    out = tmp_path / "b.tar.gz"
+    done = run("bundle", "--url", f"http://127.0.0.1:{free_port()}", "--out", str(out))
+    assert done.returncode == 2
+    assert done.stderr.startswith("npu-gr: no bundle from http://127.0.0.1:")
+    assert list(tmp_path.iterdir()) == []

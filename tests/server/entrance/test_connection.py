@@ -1,0 +1,323 @@
+"""A connection hands over whole requests, refuses without parsing, and holds nobody's bytes longer than it says."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import json
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+
+from npu_gr.metrics.registry import Metrics
+from npu_gr.server.entrance.entrance import ENTRANCE, Entrance
+from npu_gr.server.entrance.framing import MAX_HEAD_BYTES
+from tests.server.examples import EXAMPLES
+from tests.server.fake import FakeService, serving_fake
+from tests.serving import until
+
+BODY = json.dumps(EXAMPLES["rank"].body).encode()
+RANK = b"POST /v1/rank HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+WHOLE = RANK + b"Content-Length: %d\r\n\r\n" % len(BODY) + BODY
+
+
+class Raw:
+    """A connection of bytes."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.reader = reader
+        self.writer = writer
+
+    def send(self, data: bytes) -> None:
+        self.writer.write(data)
+
+    async def answer(self) -> tuple[int, dict[str, str], bytes]:
+        async with asyncio.timeout(10):
+            head = (await self.reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
+            headers = {name.lower(): value for name, _, value in (line.partition(": ") for line in head[1:] if line)}
+            body = await self.reader.readexactly(int(headers.get("content-length", 0)))
+        return int(head[0].split()[1]), headers, body
+
+    async def is_closed(self) -> bool:
+        async with asyncio.timeout(10):
+            try:
+                return await self.reader.read(1) == b""
+            except ConnectionResetError:
+                return True
+
+
+class Site:
+    """A fake service behind a real listener."""
+
+    def __init__(self, client: Any, service: FakeService, metrics: Metrics) -> None:
+        self.client = client
+        self.service = service
+        self.metrics = metrics
+        self.entrance: Entrance = client.server.app[ENTRANCE]
+        self.raws: list[Raw] = []
+
+    async def connect(self) -> Raw:
+        self.raws.append(Raw(*await asyncio.open_connection("127.0.0.1", self.client.port)))
+        return self.raws[-1]
+
+    def count(self, name: str, **labels: str) -> float | None:
+        return self.metrics.registry.get_sample_value(f"npu_gr_{name}", labels)
+
+
+@asynccontextmanager
+async def site(**settings: Any) -> AsyncIterator[Site]:
+    service = FakeService({name: example.answer for name, example in EXAMPLES.items()})
+    async with serving_fake(service, **settings) as (client, metrics):
+        at = Site(client, service, metrics)
+        try:
+            yield at
+        finally:
+            for raw in at.raws:
+                raw.writer.transport.abort()
+                with contextlib.suppress(ConnectionError):
+                    await raw.writer.wait_closed()
+
+
+async def test_twenty_pipelined_requests_have_twenty_answers() -> None:
+    async with site() as at:
+        raw = await at.connect()
+        raw.send(WHOLE * 20)
+        for _ in range(20):
+            assert (await raw.answer())[0] == 200
+        assert len(at.service.served) == 20
+
+
+@pytest.mark.parametrize("cut", [1, 10, 100, len(WHOLE) - len(BODY) - 2, len(WHOLE) - 1])
+async def test_a_request_in_two_pieces(cut: int) -> None:
+    async with site() as at:
+        raw = await at.connect()
+        for _ in range(2):
+            raw.send(WHOLE[:cut])
+            await asyncio.sleep(0.02)
+            assert at.entrance.door.admitted == 0  # what is not whole holds no place
+            raw.send(WHOLE[cut:])
+            assert (await raw.answer())[0] == 200
+
+
+async def test_a_chunked_body_and_one_that_waits_for_continue() -> None:
+    async with site() as at:
+        raw = await at.connect()
+        raw.send(RANK + b"Transfer-Encoding: chunked\r\n\r\n5\r\n" + BODY[:5] + b"\r\n")
+        await asyncio.sleep(0.02)
+        raw.send(b"%x\r\n%s\r\n0\r\n\r\n" % (len(BODY) - 5, BODY[5:]))
+        assert (await raw.answer())[0] == 200
+        raw.send(RANK + b"Expect: 100-continue\r\nContent-Length: %d\r\n\r\n" % len(BODY))
+        assert (await raw.answer())[0] == 100
+        raw.send(BODY)
+        assert (await raw.answer())[0] == 200  # and no second 100
+
+
+async def test_a_refusal_is_not_parsed_keeps_the_connection_and_is_counted() -> None:
+    async with site() as at:
+        raw = await at.connect()
+        with await at.service.fill():
+            raw.send(RANK + b"Content-Length: 3\r\n\r\n{{{")
+            status, headers, body = await raw.answer()
+        assert status == 429
+        assert headers["retry-after"] == "1"
+        assert 20 <= int(headers["retry-after-ms"]) <= 95
+        assert json.loads(body)["title"] == "overloaded"
+        raw.send(WHOLE)
+        assert (await raw.answer())[0] == 200
+        assert at.count("admissions_total", kind="rank", verdict="overloaded") == 1
+        assert at.count("requests_total", route="/v1/rank", code="429") == 1
+        assert at.count("slo_requests_total", kind="rank", result="failed") == 1
+        assert at.count("request_duration_seconds_count", kind="rank") == 1  # a refusal is no fast answer
+
+
+async def test_a_refusal_of_a_caller_that_closes_closes() -> None:
+    async with site() as at:
+        raw = await at.connect()
+        with await at.service.fill():
+            raw.send(WHOLE.replace(b"Host: x", b"Host: x\r\nConnection: close"))
+            assert (await raw.answer())[0] == 429
+            assert await raw.is_closed()
+
+
+async def test_clients_that_retry_at_once_are_paused_and_read_when_there_is_room() -> None:
+    async with site() as at:
+        raws = [await at.connect() for _ in range(8)]
+        at.service.door._lanes["rank"].pace.seconds = 1.0  # so nobody who comes while it is full can be in time
+        with await at.service.fill():
+            for _ in range(3):
+                for raw in raws:
+                    raw.send(WHOLE)
+                await asyncio.gather(*(raw.answer() for raw in raws))
+            await until(lambda: len(at.entrance.pacer) > 0)
+            for raw in raws:
+                raw.send(WHOLE)
+        for raw in raws:
+            assert (await raw.answer())[0] in (200, 429)
+        assert len(at.entrance.pacer) == 0
+
+
+async def test_a_proxy_is_refused_and_never_paused() -> None:
+    async with site(trusted_proxies=["127.0.0.0/8"]) as at:
+        raw = await at.connect()
+        with await at.service.fill():
+            for _ in range(4):
+                raw.send(WHOLE)
+                assert (await raw.answer())[0] == 429
+                assert len(at.entrance.pacer) == 0
+
+
+async def test_whoever_hangs_up_while_waiting_is_forgotten_and_counted() -> None:
+    async with site() as at:
+        with await at.service.fill():
+            raw = await at.connect()
+            raw.send(WHOLE)
+            await until(lambda: at.entrance.door.waiting == 1)
+            raw.writer.close()
+            await until(lambda: at.entrance.door.waiting == 0)
+        assert at.entrance.door.admitted == 0
+        assert at.count("admissions_total", kind="rank", verdict="abandoned") == 1
+        assert not at.service.served
+
+
+@pytest.mark.parametrize(
+    ("sent", "settings", "status", "detail"),
+    [
+        (b"POST /v1/rank HT", {"header_timeout_s": 0.1}, 408, "headers"),
+        (WHOLE[:-1], {"body_timeout_s": 0.1}, 408, "body"),
+        (WHOLE[:-1], {"default_budget_s": 0.1}, 408, "body"),
+        (WHOLE[:-1].replace(b"Host: x", b"X-Request-Timeout-Ms: 100"), {}, 408, "body"),
+        (RANK + b"Content-Length: 1001\r\n\r\n", {"max_body_bytes": 1000}, 413, "max_body_bytes"),
+        (
+            RANK + b"Transfer-Encoding: chunked\r\n\r\n" + b"200\r\n" + b" " * 512 + b"\r\n" + b"200\r\n" + b" " * 512,
+            {"max_body_bytes": 1000},
+            413,
+            "max_body_bytes",
+        ),
+        (RANK + b"Content-Length: 1001\r\n\r\n", {"max_receiving_bytes": 1000}, 503, "max_receiving_bytes"),
+        (b"GET / HTTP/1.1\r\nX: " + b"a" * MAX_HEAD_BYTES, {}, 431, "65,536"),
+        (b"nonsense\r\n\r\n", {}, 400, "request line"),
+        (RANK + b"Content-Length: x\r\n\r\n", {}, 400, "Content-Length"),
+        (RANK + b"Transfer-Encoding: chunked\r\n\r\nzz\r\n", {}, 400, "chunk"),
+        (RANK + b"Transfer-Encoding: chunked\r\nContent-Length: 3\r\n\r\n0\r\n\r\n", {}, 400, "exclude"),
+        (b"GET / HTTP/1.1\r\nno header\r\n\r\n", {}, 400, ""),
+    ],
+)
+async def test_what_does_not_become_a_request_ends_in_words(
+    sent: bytes, settings: dict[str, Any], status: int, detail: str
+) -> None:
+    async with site(**settings) as at:
+        raw = await at.connect()
+        raw.send(sent)
+        got, headers, body = await raw.answer()
+        assert got == status
+        assert detail in body.decode()
+        assert headers["connection"] == "close"
+        assert await raw.is_closed()
+        assert at.entrance.receiving_bytes == 0
+        assert not at.service.served
+        assert at.count("requests_total", route="none", code=str(status)) == 1
+
+
+@pytest.mark.parametrize("sent", [b"", WHOLE])
+async def test_idle_connections_end(sent: bytes) -> None:
+    async with site(header_timeout_s=0.1, idle_timeout_s=0.1) as at:
+        raw = await at.connect()
+        raw.send(sent)
+        if sent:
+            await raw.answer()
+        assert await raw.is_closed()
+        assert at.count("connections_ended_total", reason="idle") == 1
+
+
+async def test_a_slow_body_costs_the_caller_its_own_connection_only() -> None:
+    async with site(default_budget_s=0.2, max_receiving_bytes=100_000) as at:
+        slow = [await at.connect() for _ in range(50)]
+        for raw in slow:
+            raw.send(RANK + b"Content-Length: 1000\r\n\r\n{")
+        await until(lambda: at.entrance.receiving_bytes == 50_000)
+        good = await at.connect()
+        good.send(WHOLE)
+        assert (await good.answer())[0] == 200
+        for raw in slow:
+            assert (await raw.answer())[0] == 408
+        await until(lambda: at.entrance.receiving_bytes == 0)
+
+
+async def test_at_the_limit_the_longest_idle_makes_room() -> None:
+    async with site() as at:
+        at.entrance.max_connections = 3
+        used = await at.connect()
+        used.send(WHOLE)
+        await used.answer()
+        silent = [await at.connect() for _ in range(2)]
+        await asyncio.sleep(0.02)
+        new = await at.connect()
+        new.send(WHOLE)
+        assert (await new.answer())[0] == 200
+        assert await silent[0].is_closed()
+        used.send(WHOLE)
+        assert (await used.answer())[0] == 200
+        assert at.count("connections_ended_total", reason="evicted") == 1
+
+
+async def test_at_the_limit_with_all_in_use_the_newcomer_is_told() -> None:
+    async with site() as at:
+        at.entrance.max_connections = 1
+        at.service.waits = asyncio.Event()
+        busy = await at.connect()
+        busy.send(WHOLE)
+        await at.service.waits.wait()
+        new = await at.connect()
+        status, headers, body = await new.answer()
+        assert status == 503
+        assert "max_connections" in body.decode()
+        assert headers["retry-after"] == "1"
+        assert at.count("connections_ended_total", reason="refused") == 1
+
+
+async def test_health_is_answered_while_the_door_is_full() -> None:
+    async with site() as at:
+        with await at.service.fill():
+            began_at = time.monotonic()
+            raw = await at.connect()
+            raw.send(b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n")
+            assert (await raw.answer())[0] == 200
+            assert time.monotonic() - began_at < 5.0
+
+
+async def test_an_answer_that_nobody_reads_is_given_up() -> None:
+    async with site(write_timeout_s=0.2) as at:
+        large = {"click": np.zeros(2_000_000, np.float32)}
+        at.service.answers["rank"] = dataclasses.replace(EXAMPLES["rank"].answer, scores=large)
+        raw = await at.connect()
+        raw.writer.transport.pause_reading()  # type: ignore[attr-defined]
+        raw.send(WHOLE)
+        await until(lambda: at.count("connections_ended_total", reason="unread") == 1)
+        assert at.entrance.door.admitted == 0
+
+
+async def test_closing_waits_for_the_requests_that_are_here() -> None:
+    async with site(default_budget_s=5.0) as at:
+        raw = await at.connect()
+        raw.send(WHOLE[:-1])
+        await until(lambda: at.entrance.receiving_bytes > 0)
+        closing = asyncio.ensure_future(at.client.server.close())
+        await asyncio.sleep(0.1)
+        assert not closing.done()
+        raw.send(WHOLE[-1:])
+        assert (await raw.answer())[0] == 200
+        assert await raw.is_closed()
+        await closing
+
+
+async def test_a_path_in_disguise_is_served_without_a_slot() -> None:
+    async with site() as at:
+        raw = await at.connect()
+        raw.send(WHOLE.replace(b"/v1/rank", b"/v1/%72ank"))
+        assert (await raw.answer())[0] == 200
+        assert at.entrance.door.admitted == 0
