@@ -117,10 +117,11 @@ class Slot:
 class _Lane:
     """What the door knows of one kind."""
 
-    __slots__ = ("inside", "kind", "outside", "pace", "waiting")
+    __slots__ = ("inside", "kind", "outside", "pace", "priority", "waiting")
 
     def __init__(self, kind: Kind[Any, Any], guess_s: float) -> None:
         self.kind = kind
+        self.priority = int(kind.priority)
         self.pace = Pace(guess_s)
         self.inside = 0
         self.outside = 0
@@ -160,6 +161,9 @@ class Door:
             for priority in Priority
         ]
         self._departed_at = float("-inf")  # the last departure that left something to do
+        self._admitted = 0
+        self._waiting = 0
+        self._inside_known_s: list[float | None] = [None] * len(Priority)  # by priority; see `_inside_s`
         self._standing_since_at: float | None = None  # since when somebody has waited, without a break
         self._last = self._classes[0][1][0]  # the kind that departed last
         self._is_ticking = False
@@ -178,12 +182,12 @@ class Door:
     @property
     def admitted(self) -> int:
         """Requests that hold a slot, inside and outside."""
-        return sum(lane.inside + lane.outside for lane in self._lanes.values())
+        return self._admitted
 
     @property
     def waiting(self) -> int:
         """Requests that wait for their turn."""
-        return sum(len(turns) for turns, _ in self._classes)
+        return self._waiting
 
     @property
     def waiting_s(self) -> float:
@@ -214,7 +218,7 @@ class Door:
 
     # ---- arriving
 
-    def arrive(self, kind: str, tenant: str, arrived_at: float, budget_s: float, guest: Guest) -> Ticket:
+    def arrive(self, kind: str, tenant: str, arrived_at: float, budget_s: float, guest: Guest) -> Ticket | None:
         """Let a request in, let it wait, or refuse it.
 
         Args:
@@ -225,30 +229,36 @@ class Door:
             guest: is told which; maybe within this call.
 
         Returns:
-            what `cancel` takes.
+            what `cancel` takes; None = it was refused.
         """
-        ticket = Ticket(kind, tenant, arrived_at, min(self._objective_s(kind), budget_s), guest)
         lane = self._lanes[kind]
-        turns, lanes = self._classes[lane.kind.priority]
-        if not self._config.enabled or (self._has_room(lane, lanes) and self._nobody_before(lane)):
+        turns, lanes = self._classes[lane.priority]
+        has_s = min(self._objective_s(kind), budget_s)
+        may_enter = not self._waiting or not any(len(before) for before, _ in self._classes[: lane.priority + 1])
+        if not self._config.enabled or (may_enter and self._has_room(lane, lanes)):
+            ticket = Ticket(kind, tenant, arrived_at, has_s, guest)
             self._let_in(ticket, lane)
             return ticket
         now_at = self._clock()
-        ticket.cost_s = lane.pace.seconds
-        if not self._may_wait(ticket, self._ahead_s(ticket, lane, turns, lanes), now_at):
-            ticket.is_gone = True
+        cost_s = lane.pace.seconds
+        done_at = now_at + self._ahead_s(lane, turns, tenant, arrived_at + has_s) + cost_s
+        stands = self._standing_since_at is not None and now_at - self._standing_since_at > STANDING_S
+        if done_at > arrived_at + (AIM_STANDING if stands else AIM) * has_s:
             guest.refuse()
-            return ticket
+            return None
+        ticket = Ticket(kind, tenant, arrived_at, has_s, guest)
+        ticket.cost_s = cost_s
         turns.push(ticket)
+        self._waiting += 1
         lane.waiting += 1
         if self._standing_since_at is None:
             self._standing_since_at = now_at
         self._tick_later()
         return ticket
 
-    def cancel(self, ticket: Ticket) -> None:
+    def cancel(self, ticket: Ticket | None) -> None:
         """Forget a request whose caller hung up while it waited; one that waits no more is left alone."""
-        if not ticket.is_gone:
+        if ticket is not None and not ticket.is_gone:
             self._drop(ticket)
 
     async def enter(self, kind: str, tenant: str, arrived_at: float, budget_s: float) -> Slot:
@@ -272,6 +282,7 @@ class Door:
 
     def _let_in(self, ticket: Ticket, lane: _Lane) -> None:
         ticket.is_gone = True
+        self._admitted += 1
         self._add(lane)
         ticket.guest.let_in(Slot(self, lane, ticket.arrived_at))
 
@@ -279,6 +290,7 @@ class Door:
         if not any(other.inside for other in self._lanes.values()):
             self._departed_at = float("-inf")  # what comes after a pause in work tells nothing of the pace
         lane.inside += 1
+        self._changed()
 
     def _window(self, lane: _Lane) -> float:
         size = self._config.share * self._objective_s(lane.kind.name) / max(lane.pace.seconds, 1e-9)
@@ -286,7 +298,7 @@ class Door:
 
     def _has_room(self, lane: _Lane, lanes: list[_Lane]) -> bool:
         """Whether one more of a kind may come in beside those that matter as much, or more."""
-        if self.admitted >= self._config.max_inflight:
+        if self._admitted >= self._config.max_inflight:
             return False
         num_inside = 0
         used = 1 / self._window(lane)
@@ -296,29 +308,28 @@ class Door:
                 used += other.inside / self._window(other)
         return num_inside < self._least or used <= 1.0 + 1e-9
 
-    def _nobody_before(self, lane: _Lane) -> bool:
-        return not any(len(turns) for turns, _ in self._classes[: lane.kind.priority + 1])
-
-    def _ahead_s(self, ticket: Ticket, lane: _Lane, turns: Turns, lanes: list[_Lane]) -> float:
-        """Seconds until the request's own work would begin, if nobody more important came after it."""
-        ahead_s = self._inside_s(lanes)
-        for more_important, _ in self._classes[: lane.kind.priority]:
+    def _ahead_s(self, lane: _Lane, turns: Turns, tenant: str, wanted_at: float) -> float:
+        """Seconds until a request's own work would begin, if nobody more important came after it."""
+        ahead_s = self._inside_s(lane.priority) + turns.ahead_s(tenant, wanted_at)
+        for more_important, _ in self._classes[: lane.priority]:
             ahead_s += more_important.cost_s
-        return ahead_s + turns.ahead_s(ticket.tenant, ticket.wanted_at)
+        return ahead_s
 
-    def _inside_s(self, lanes: list[_Lane]) -> float:
+    def _inside_s(self, priority: int) -> float:
         """Seconds of work inside: all that matters as much, and one request of what matters less, if it has begun."""
-        inside_s = sum(lane.inside * lane.pace.seconds for lane in lanes if lane.inside)
-        if len(lanes) < len(self._lanes):
-            behind = [lane.pace.seconds for lane in self._lanes.values() if lane.inside and lane not in lanes]
-            inside_s += max(behind, default=0.0)
+        known_s = self._inside_known_s[priority]
+        if known_s is not None:
+            return known_s
+        inside = [lane for lane in self._lanes.values() if lane.inside]
+        inside_s = sum(lane.inside * lane.pace.seconds for lane in inside if lane.priority <= priority)
+        inside_s += max((lane.pace.seconds for lane in inside if lane.priority > priority), default=0.0)
+        self._inside_known_s[priority] = inside_s
         return inside_s
 
-    def _may_wait(self, ticket: Ticket, ahead_s: float, now_at: float) -> bool:
-        """Whether a request would be in time if it joined the queue."""
-        stands = self._standing_since_at is not None and now_at - self._standing_since_at > STANDING_S
-        due_at = ticket.arrived_at + (AIM_STANDING if stands else AIM) * ticket.has_s
-        return now_at + ahead_s + ticket.cost_s <= due_at
+    def _changed(self) -> None:
+        """Forget what was computed from who is inside."""
+        for priority in Priority:
+            self._inside_known_s[priority] = None
 
     # ---- leaving
 
@@ -327,6 +338,8 @@ class Door:
         if self._departed_at > float("-inf"):
             lane.pace.observe(now_at - self._departed_at)
         lane.inside -= 1
+        self._admitted -= 1
+        self._changed()
         self._departed_at = now_at if any(other.inside for other in self._lanes.values()) else float("-inf")
         self._last = lane
         self._serve_next()
@@ -334,6 +347,7 @@ class Door:
     def _stepped_out(self, lane: _Lane) -> None:
         lane.inside -= 1
         lane.outside += 1
+        self._changed()
         if self.waiting and not self._will_serve:
             # later, because a block that need not wait at all is back before then
             self._will_serve = True
@@ -355,11 +369,12 @@ class Door:
             ticket, turns, lanes = found
             lane = self._lanes[ticket.kind]
             has_room = self._has_room(lane, lanes)
-            if self._is_late(ticket, lanes) and not (has_room and self._is_idle()):
+            if self._is_late(ticket, lane) and not (has_room and self._is_idle()):
                 self._drop(ticket)
                 ticket.guest.refuse()
             elif has_room:
                 lane.waiting -= 1
+                self._waiting -= 1
                 turns.take(ticket)
                 self._let_in(ticket, lane)
             else:
@@ -380,7 +395,8 @@ class Door:
     def _drop(self, ticket: Ticket) -> None:
         lane = self._lanes[ticket.kind]
         lane.waiting -= 1
-        self._classes[lane.kind.priority][0].drop(ticket)
+        self._waiting -= 1
+        self._classes[lane.priority][0].drop(ticket)
         if not self.waiting:
             self._standing_since_at = None
 
@@ -392,8 +408,8 @@ class Door:
     def _tick(self) -> None:
         """Tell those whose turn will come too late; once more while somebody waits."""
         self._is_ticking = False
-        for turns, lanes in self._classes:
-            while late := [ticket for ticket in self._heads(turns) if self._is_late(ticket, lanes)]:
+        for turns, _ in self._classes:
+            while late := [ticket for ticket in self._heads(turns) if self._is_late(ticket, self._lanes[ticket.kind])]:
                 for ticket in late:
                     self._drop(ticket)
                     ticket.guest.refuse()
@@ -404,9 +420,9 @@ class Door:
     def _heads(self, turns: Turns) -> list[Ticket]:
         return cast("list[Ticket]", turns.heads())
 
-    def _is_late(self, ticket: Ticket, lanes: list[_Lane]) -> bool:
+    def _is_late(self, ticket: Ticket, lane: _Lane) -> bool:
         """Whether a request would be late even if it were let in now."""
-        return self._clock() + self._inside_s(lanes) + ticket.cost_s > ticket.arrived_at + AIM * ticket.has_s
+        return self._clock() + self._inside_s(lane.priority) + ticket.cost_s > ticket.arrived_at + AIM * ticket.has_s
 
     def _later(self, after_s: float, function: Callable[[], None]) -> None:
         if self._call_later is None:

@@ -92,16 +92,16 @@ class Rolling:
         self._slots: deque[tuple[int, list[int]]] = deque()
         self._total = [0, 0, 0]
 
-    def add(self, now_at: float, result: Result) -> None:
-        """Count one result. `now_at` never goes back."""
+    def add(self, now_at: float, result: Result, num: int = 1) -> None:
+        """Count results. `now_at` never goes back."""
         slot = int(now_at // SLOT_S)
         place = _PLACE[result]
         if not self._slots or self._slots[-1][0] != slot:
             self._slots.append((slot, [0, 0, 0]))
             while self._slots[0][0] <= slot - LONGEST_S // SLOT_S:
                 self._slots.popleft()
-        self._slots[-1][1][place] += 1
-        self._total[place] += 1
+        self._slots[-1][1][place] += num
+        self._total[place] += num
 
     def over(self, now_at: float, window_s: float) -> Counts:
         """Sum the slots that began within the last `window_s` seconds, `LONGEST_S` at most."""

@@ -45,6 +45,7 @@ def lines(caplog: pytest.LogCaptureFixture) -> list[dict[str, Any]]:
 
 
 def count(metrics: Metrics, name: str, **labels: str) -> float:
+    metrics.refresh()
     return metrics.registry.get_sample_value(f"npu_gr_{name}", labels) or 0.0
 
 

@@ -40,6 +40,7 @@ class DoorMetrics:
         self._connections = make.gauge("connections", "Open connections.", ("state",))
         self._paused = make.gauge("connections_paused", "Connections that were refused and are not read for a moment.")
         self._receiving = make.gauge("receiving_bytes", "Bodies that arrive or wait.")
+        self.before_scrape: Callable[[], None] = lambda: None  # counts what is counted in bulk
         ended = make.counter("connections_ended_total", "Connections that the instance closed.", ("reason",))
         self._ended = {reason: ended.labels(reason) for reason in ENDED}
 

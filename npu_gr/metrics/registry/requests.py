@@ -99,8 +99,7 @@ class RequestMetrics:
             name: (
                 self._requests(kind.path, 429),
                 self._admissions(name, AdmissionResult.OVERLOADED),
-                self._results[name, judge(429, 0.0, self.objectives[name].threshold_s) or Result.FAILED],
-                self.rolling[name],
+                self._results[name, Result.FAILED],
             )
             for name, kind in KINDS.items()
         }
@@ -164,13 +163,18 @@ class RequestMetrics:
             self.rolling[kind].add(self._clock(), result)
         return result
 
-    def refused_at_door(self, kind: Kind[Any, Any]) -> None:
-        """Count a request that was refused before it was parsed. It has no latency: nothing was answered."""
-        requests, verdict, result, rolling = self._door_refusals[kind.name]
-        requests.inc()
-        verdict.inc()
-        result.inc()
-        rolling.add(self._clock(), Result.FAILED)
+    def refused_at_door(self, kind: str, num: int) -> None:
+        """Count requests that were refused before they were parsed. They have no latency: nothing was answered.
+
+        Args:
+            kind: a name of `KINDS`.
+            num: how many since the last call.
+        """
+        requests, verdict, result = self._door_refusals[kind]
+        requests.inc(num)
+        verdict.inc(num)
+        result.inc(num)
+        self.rolling[kind].add(self._clock(), Result.FAILED, num)
 
     def broken(self, status: int) -> None:
         """Count a request that ended before its route was known: it was no HTTP, too slow, or too large."""

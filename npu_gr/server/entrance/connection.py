@@ -14,8 +14,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-import struct
+import sys
 import time
+from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any
 
@@ -47,6 +48,7 @@ class Connection(web.RequestHandler):
         "_kind",
         "_request",
         "_reserved_bytes",
+        "_tcp_info",
         "_ticket",
         "_unread",
         "began_at",
@@ -83,12 +85,16 @@ class Connection(web.RequestHandler):
         self._close_when_idle = False
         self._idle: asyncio.Future[None] | None = None
         self._answering_since_at: float | None = None
+        self._tcp_info: Callable[[int, int, int], bytes] | None = None
 
     # ---- the connection
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
         self.began_at = time.monotonic()
+        sock = transport.get_extra_info("socket")
+        if sock is not None and hasattr(socket, "TCP_INFO"):
+            self._tcp_info = sock.getsockopt
         self._entrance.opened(self)
 
     def connection_lost(self, exc: BaseException | None) -> None:
@@ -234,14 +240,14 @@ class Connection(web.RequestHandler):
 
     def _lay_in_kernel_s(self) -> float:
         """Seconds that the newest data lay in the kernel: the loop was late, or reading was paused."""
-        sock: Any = None if self.transport is None else self.transport.get_extra_info("socket")
+        if self._tcp_info is None:
+            return 0.0
         try:
-            info: bytes = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _LAST_DATA_RECV + 4)
-        except (AttributeError, OSError):  # no TCP, or not Linux
+            info = self._tcp_info(socket.IPPROTO_TCP, socket.TCP_INFO, _LAST_DATA_RECV + 4)
+        except OSError:  # no TCP
+            self._tcp_info = None
             return 0.0
-        if len(info) < _LAST_DATA_RECV + 4:
-            return 0.0
-        ms: int = struct.unpack_from("=I", info, _LAST_DATA_RECV)[0]
+        ms = int.from_bytes(info[_LAST_DATA_RECV:], sys.byteorder)
         return max(0.0, ms * 1e-3 - _JIFFY_S)
 
     # ---- the door

@@ -84,9 +84,11 @@ class Entrance:
         self._metrics = metrics
         self._connections: set[Visitor] = set()
         self._trusted = [ipaddress.ip_network(text) for text in config.trusted_proxies]
+        self._uncounted: dict[str, int] = {}  # refusals by kind that the metrics do not have yet
         self._refused: dict[str, int] = {}  # by kind, since the last line of the log
         door.on_room = self.pacer.release
         metrics.door.observe(door, self._count, lambda: len(self.pacer), lambda: self.receiving_bytes)
+        metrics.door.before_scrape = self._count_refusals
 
     def _count(self, state: str) -> int:
         return sum(connection.state.name == state for connection in self._connections)
@@ -131,9 +133,14 @@ class Entrance:
         return True
 
     def refused(self, kind: Kind[Any, Any]) -> None:
-        """Count a refusal at the door."""
-        self._metrics.requests.refused_at_door(kind)
-        self._refused[kind.plural] = self._refused.get(kind.plural, 0) + 1
+        """Count a refusal at the door; the metrics have it before the next scrape."""
+        self._uncounted[kind.name] = self._uncounted.get(kind.name, 0) + 1
+
+    def _count_refusals(self) -> None:
+        for kind, num in self._uncounted.items():
+            self._metrics.requests.refused_at_door(kind, num)
+            self._refused[kind] = self._refused.get(kind, 0) + num
+        self._uncounted.clear()
 
     def abandoned(self, kind: Kind[Any, Any], after_s: float) -> None:
         """Count a request whose caller hung up while it waited at the door."""
@@ -161,8 +168,9 @@ class Entrance:
             await asyncio.sleep(SWEEP_S)
             now_at = time.monotonic()
             self._sweep(now_at)
+            self._count_refusals()
             if self._refused and now_at - logged_at >= 1.0:
-                counts = ", ".join(f"{count} {plural}" for plural, count in self._refused.items())
+                counts = ", ".join(f"{num} {KINDS[kind].plural}" for kind, num in self._refused.items())
                 log.warning("refused at the door in %.1f s: %s", now_at - logged_at, counts)
                 self._refused.clear()
                 logged_at = now_at

@@ -14,7 +14,7 @@ from npu_gr.server.headers import BUDGET_HEADERS, budget_s
 
 MAX_HEAD_BYTES = 65_536  # request line and headers; aiohttp's own limit of one line is smaller
 HEAD_END = b"\r\n\r\n"
-_DIGITS = re.compile(rb"[0-9]{1,15}")
+MAX_DIGITS = 15
 _BUDGETS = [(name, f"\r\n{name.lower()}:".encode()) for name in BUDGET_HEADERS]
 _MSGPACK_TENANT = b"\xa6tenant"
 _JSON_TENANT = re.compile(rb'"tenant"\s*:\s*"([^"\\]{1,256})"')
@@ -44,27 +44,26 @@ def parse_head(data: bytes | bytearray, num_bytes: int) -> Head:
         BadRequest: it is no HTTP/1.1 head.
     """
     line_end = data.find(b"\r\n")
-    words = bytes(data[:line_end]).split(b" ")
+    words = data[:line_end].split(b" ")
     if len(words) != 3 or not words[2].startswith(b"HTTP/1."):
         raise BadRequest("the request line is not METHOD PATH HTTP/1.1")
     lower = bytes(data[line_end : num_bytes - 2]).lower()
+    body_bytes = 0
     length = field(lower, b"\r\ncontent-length:")
-    if length is not None and not _DIGITS.fullmatch(length):
-        raise BadRequest("Content-Length: expected up to 15 digits")
-    encoding = field(lower, b"\r\ntransfer-encoding:")
-    if encoding is not None and length is not None:
+    if length is not None:
+        if not length.isdigit() or len(length) > MAX_DIGITS:
+            raise BadRequest(f"Content-Length: expected up to {MAX_DIGITS} digits")
+        body_bytes = int(length)
+    is_chunked = b"\r\ntransfer-encoding:" in lower
+    if is_chunked and length is not None:
         raise BadRequest("Content-Length and Transfer-Encoding exclude each other")
-    connection = field(lower, b"\r\nconnection:") or b""
-    return Head(
-        num_bytes=num_bytes,
-        method=words[0],
-        path=words[1].partition(b"?")[0],
-        body_bytes=int(length or 0) if encoding is None else 0,
-        is_chunked=encoding is not None,
-        waits_for_continue=b"\r\nexpect:" in lower,
-        closes=b"close" in connection or (words[2] == b"HTTP/1.0" and b"keep-alive" not in connection),
-        lower=lower,
-    )
+    connection = field(lower, b"\r\nconnection:")
+    if connection is None:
+        closes = words[2] == b"HTTP/1.0"
+    else:
+        closes = b"close" in connection or (words[2] == b"HTTP/1.0" and b"keep-alive" not in connection)
+    path, _, _ = words[1].partition(b"?")
+    return Head(num_bytes, bytes(words[0]), bytes(path), body_bytes, is_chunked, b"\r\nexpect:" in lower, closes, lower)
 
 
 def field(lower: bytes, name: bytes) -> bytes | None:

@@ -66,6 +66,7 @@ class Site:
         return self.raws[-1]
 
     def count(self, name: str, **labels: str) -> float | None:
+        self.metrics.refresh()
         return self.metrics.registry.get_sample_value(f"npu_gr_{name}", labels)
 
 
