@@ -11,10 +11,11 @@ those of The Site Reliability Workbook, chapter 5. Two things differ from Sloth:
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from npu_gr.core.kinds import KINDS
+from npu_gr.metrics.cause import Cause
+from npu_gr.metrics.router_causes import ROUTER_CAUSES
 from npu_gr.metrics.slo import Objective, Promise
 
 SERVICE = "npu_gr"
@@ -36,18 +37,6 @@ class Burn(NamedTuple):
 
 FAST = (Burn("5m", "1h", 14.4), Burn("30m", "6h", 6.0))  # spends 2 % of the budget in an hour, or 5 % in six hours
 SLOW = (Burn("2h", "1d", 3.0), Burn("6h", "3d", 1.0))  # spends 10 % of it in a day, or in three days
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cause:
-    """An alert on something that makes requests slow or wrong, or soon will."""
-
-    alert: str
-    runbook: str  # name of its page in docs/runbooks
-    expr: str
-    wait: str  # how long the expression must hold before the alert fires
-    page: bool  # True = wakes somebody, False = opens a ticket
-    summary: str
 
 
 CAUSES = (
@@ -229,7 +218,7 @@ def rules(objectives: Iterable[Objective], runbooks: str = RUNBOOKS) -> dict[str
     for objective in objectives:
         for promise in Promise:
             groups += _slo_groups(objective, promise, runbooks)
-    causes = [_cause(cause, runbooks) for cause in CAUSES]
+    causes = [_cause(cause, runbooks) for cause in (*CAUSES, *ROUTER_CAUSES)]
     return {"groups": [*groups, {"name": "npu_gr-causes", "rules": causes}]}
 
 

@@ -188,6 +188,61 @@ CAUSES: list[Case] = [
 ]
 
 
+ROUTED = 'npu_gr_router_requests_total{instance="r",kind="%s",status="%d"}'
+REFUSED = 'npu_gr_router_refused_total{instance="r",kind="signal",why="unavailable"}'
+AGAIN = 'npu_gr_router_retries_total{instance="r",why="late"}'
+OUT = 'npu_gr_router_instance_up{instance="r",backend="gr-1"}'
+GONE = 'npu_gr_router_instance_gone{instance="r",backend="gr-1"}'
+ROUTER_UP = 'up{instance="r",job="npu_gr_router"}'
+FULL = 'npu_gr_router_refused_connections_total{instance="r"}'
+OPEN, MOST = 'npu_gr_router_connections{instance="r"}', 'npu_gr_router_max_connections{instance="r"}'
+
+
+def routed(kind: str, good: int, failed: int) -> dict[str, str]:
+    return {ROUTED % (kind, 200): f"0+{good}x30", ROUTED % (kind, 503): f"0+{failed}x30"}
+
+
+def added(quick: int, slow: int) -> dict[str, str]:
+    name = 'npu_gr_router_added_seconds_bucket{instance="r",kind="rank",le="%s"}'
+    return {
+        name % edge: f"0+{count}x30"
+        for edge, count in {"0.01": quick, "0.02": quick + slow, "+Inf": quick + slow}.items()
+    }
+
+
+ROUTER: dict[str, str] = {"instance": "r"}
+CAUSES += [
+    *one("NpuGrRouterDown", {ROUTER_UP: "0x5"}, {ROUTER_UP: "1 0 1 0 1 0"}, 4, instance="r", job="npu_gr_router"),
+    *one(
+        "NpuGrRouterPanic",
+        {"npu_gr_router_panic" + '{instance="r"}': "1x5"},
+        {"npu_gr_router_panic": "0x5"},
+        4,
+        **ROUTER,
+    ),
+    *one("NpuGrRouterErrors", routed("rank", 97, 3), routed("rank", 995, 5), 15, **ROUTER),
+    *one("NpuGrRouterConnectionsFull", {FULL: "0 0 3 3 3"}, {FULL: "3x5", OPEN: "80x5", MOST: "100x5"}, 4, **ROUTER),
+    Case({OPEN: "95x5", MOST: "100x5"}, 4, {"NpuGrRouterConnectionsFull": ROUTER}, []),
+    *one("NpuGrRouterInstanceOut", {OUT: "0x5"}, {OUT: "0 1 0 1 0 1"}, 4, instance="r", backend="gr-1"),
+    Case({OUT: "0x5", GONE: "1x5"}, 4, {}, ["NpuGrRouterInstanceOut"]),
+    *one(
+        "NpuGrRouterSignalsRefused",
+        {REFUSED: "0+3x20"} | routed("signal", 97, 0),
+        {REFUSED: "0+1x20"} | routed("signal", 500, 0),
+        15,
+        **ROUTER,
+    ),
+    *one(
+        "NpuGrRouterSecondTries",
+        {AGAIN: "0+6x30"} | routed("rank", 94, 0),
+        {AGAIN: "0+4x30"} | routed("rank", 96, 0),
+        25,
+        **ROUTER,
+    ),
+    *one("NpuGrRouterSlow", added(95, 5), added(999, 1), 25, **ROUTER),
+]
+
+
 def as_test(case: Case) -> dict[str, Any]:
     expected = [
         {
@@ -197,7 +252,8 @@ def as_test(case: Case) -> dict[str, Any]:
                 {
                     "exp_labels": {**labels, **ALERTS[alert]["labels"]},
                     "exp_annotations": {
-                        name: text.replace("{{ $labels.instance }}", "a")
+                        name: text.replace("{{ $labels.instance }}", labels.get("instance", "a"))
+                        .replace("{{ $labels.backend }}", "gr-1")
                         .replace("{{ $labels.tier }}", "hbm")
                         .replace("{{ $labels.where }}", "reload")
                         .replace("{{ $labels.lane }}", "writes")
