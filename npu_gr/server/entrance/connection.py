@@ -31,7 +31,7 @@ from npu_gr.server.entrance.framing import HEAD_END, MAX_HEAD_BYTES, Chunks, Hea
 from npu_gr.server.problem import problem
 
 READ_AHEAD_BYTES = 65_536  # of pipelined requests behind the one that is served
-_LAST_DATA_RECV = 52  # offset of tcpi_last_data_recv in struct tcp_info (linux/tcp.h): ms since data came
+_LAST_DATA_RECV = 52  # offset of tcpi_last_data_recv in struct tcp_info of Linux: ms since data came
 _JIFFY_S = 0.004  # its step
 
 
