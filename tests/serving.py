@@ -38,7 +38,7 @@ def make_config(folder: Path, **sections: Any) -> Config:
     table: dict[str, Any] = {
         "checkpoint": str(folder / "checkpoint"),
         "kv": {"hbm_bytes": 8_000_000, "dram_bytes": 8_000_000},
-        "features": {"path": str(folder / "history.db")},
+        "features": {"path": str(folder / "history.db"), "read_timeout_s": 5.0, "timeout_s": 10.0},  # a busy machine
         "trigger": {"min_prefix_tokens": 4, "policy": "always"},
         "server": {"port": 0, "drain_grace_s": 0.1},
         "brownout": {"enabled": False},

@@ -1,22 +1,23 @@
-"""`npu-gr bench router`: the time that the router adds to a request; Envoy in the same run where it is installed.
+"""`npu-gr bench router`: what the router adds to a request, beside Envoy and HAProxy where they are installed.
 
-One instance answers at once. In front of it run the router and Envoy. All three are processes of their own. First one
-connection to each sends 36 kB ranks in turn (direct, router, Envoy, direct, ...), which gives the added p50 and p99.
-Then many connections at once give requests per second of processor time, which other load on the machine does not
-change. Every path's answer is checked before it is measured.
+One instance answers at once. In front of it run the router and the balancers, each with the router's placement and on
+one core. All are processes of their own. First one connection to each sends 36 kB ranks in turn (direct, router, Envoy,
+HAProxy, direct, ...), which gives the added p50 and p99. Then many connections at once, again in turn and several times
+over, give the processor time that each path's own process takes for a request; other load on the machine changes that
+far less than the throughput. The client is wrk (in C) where it is installed. Every path's answer is checked first.
 """
 
 from __future__ import annotations
 
 import asyncio
-import os
+import re
 import shutil
 import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import cast
@@ -26,11 +27,13 @@ import yaml
 
 from npu_gr.bench.line import Line
 from npu_gr.core.settings import from_table
-from npu_gr.fleet.balancers import envoy
+from npu_gr.fleet.balancers import envoy, haproxy
 from npu_gr.router.config import RouterConfig
 
 BODY_BYTES = 36_000
-CONNECTIONS = 32  # at once, for the throughput
+SMALL_BYTES = 1_000
+CONNECTIONS = 32  # at once, for the processor time
+ROUNDS = 5
 ADDED_MS = 0.25  # the target: the router adds at most this at the median
 _INSTANCE = """
 import asyncio, sys, uvloop
@@ -94,27 +97,36 @@ class BenchConnection(asyncio.Protocol):
 
 
 def lines(seed: int, budget_s: float) -> Iterator[Line]:
-    """Measure the router and Envoy against the direct call, and against each other."""
+    """Measure the router and the balancers against the direct call, and against each other."""
     import uvloop
 
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         ports, processes = _start(folder, stack)
-        took, served = uvloop.run(_measure(ports, processes, seed, budget_s))
+        took = uvloop.run(_latencies(ports, seed, budget_s))
+        per_size = {
+            size: _processor_times(folder, ports, processes, size, budget_s / 2) for size in (SMALL_BYTES, BODY_BYTES)
+        }
     direct = took["direct"]
-    for name in [name for name in ports if name != "direct"]:
+    balancers = [name for name in ports if name not in ("direct", "router")]
+    for name in ["router", *balancers]:
         for quantile in (50, 99):
             base, ours = (float(np.percentile(row, quantile) * 1e3) for row in (direct, took[name]))
             ok = ours - base <= ADDED_MS if name == "router" and quantile == 50 else None
             target = ADDED_MS if ok is not None else None
             yield _line(f"{name} adds, p{quantile}", ours - base, "ms", "direct call", base, base / ours, target, ok)
-    if "envoy" in ports:
-        base, ours = (float(np.percentile(took[name], 50) * 1e3) for name in ("envoy", "router"))
-        yield _line("whole call, p50", ours, "ms", "through Envoy", base, base / ours)
-        ratio = served["router"] / served["envoy"]
-        yield _line("requests a core second", served["router"], "1/s", "Envoy", served["envoy"], ratio)
-    else:
-        yield _line("requests a core second", served["router"], "1/s", "none", float("nan"), float("nan"))
+    for name in balancers:
+        base, ours = (float(np.percentile(took[path], 50) * 1e3) for path in (name, "router"))
+        yield _line("whole call, p50", ours, "ms", f"through {name}", base, base / ours)
+    for size, used_s in per_size.items():
+        ours = float(np.median(used_s["router"]) * 1e6)
+        for name in balancers:
+            base = float(np.median(used_s[name]) * 1e6)
+            target = 1.0 if name == "envoy" else None
+            ok = base / ours >= target if target is not None else None
+            yield _line(f"processor a request of {size} B", ours, "us", name, base, base / ours, target, ok)
+        if not balancers:
+            yield _line(f"processor a request of {size} B", ours, "us", "none", float("nan"), float("nan"))
 
 
 def _line(
@@ -148,6 +160,7 @@ def _start(folder: Path, stack: ExitStack) -> tuple[dict[str, int], dict[str, su
         "port": ports["router"],
         "admin_port": _free_port(),
         "discovery": {"instances": [{"name": "one", "host": "127.0.0.1", "port": instance}]},
+        "limits": {"max_connections": 1000},
     }
     (folder / "router.yaml").write_text(yaml.safe_dump(table))
     (folder / "instance.py").write_text(_INSTANCE)
@@ -155,12 +168,17 @@ def _start(folder: Path, stack: ExitStack) -> tuple[dict[str, int], dict[str, su
         "direct": [sys.executable, str(folder / "instance.py"), str(instance)],
         "router": [sys.executable, "-m", "npu_gr", "route", "--config", str(folder / "router.yaml")],
     }
-    binary = shutil.which("envoy") or shutil.which("envoy", path=str(Path(sys.executable).parent))
-    if binary:
-        ports["envoy"] = _free_port()
-        config = from_table({**table, "port": ports["envoy"], "admin_port": _free_port()}, RouterConfig)
-        (folder / "envoy.json").write_text(envoy(config, config.discovery.instances))
-        commands["envoy"] = [binary, "-c", str(folder / "envoy.json"), "--concurrency", "1", "--use-dynamic-base-id"]
+    for name, make in (("envoy", envoy), ("haproxy", haproxy)):
+        binary = shutil.which(name) or shutil.which(name, path=str(Path(sys.executable).parent))
+        if binary:
+            ports[name] = _free_port()
+            config = from_table({**table, "port": ports[name], "admin_port": _free_port()}, RouterConfig)
+            path = folder / f"{name}.conf"
+            path.write_text(make(config, config.discovery.instances))
+            commands[name] = {
+                "envoy": [binary, "-c", str(path), "--concurrency", "1", "--use-dynamic-base-id"],
+                "haproxy": [binary, "-f", str(path), "-db"],
+            }[name]
     processes = {}
     for name, command in commands.items():
         log = stack.enter_context((folder / f"{name}.log").open("wb"))
@@ -175,18 +193,15 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
-async def _measure(
-    ports: dict[str, int], processes: dict[str, subprocess.Popen[bytes]], seed: int, budget_s: float
-) -> tuple[dict[str, list[float]], dict[str, float]]:
-    """Measure every path.
-
-    Returns:
-        By the path's name the seconds of its single calls, and its requests per second of processor time; the
-        processor time is that of the path's own process.
-    """
-    body = np.random.default_rng(seed).integers(32, 127, BODY_BYTES, dtype=np.uint8).tobytes()
+def _request(seed: int, size: int) -> bytes:
+    body = np.random.default_rng(seed).integers(32, 127, size, dtype=np.uint8).tobytes()
     head = b"POST /v1/rank HTTP/1.1\r\nHost: a\r\nX-User-Id: u\r\nContent-Length: %d\r\n\r\n"
-    request = head % len(body) + body
+    return head % len(body) + body
+
+
+async def _latencies(ports: dict[str, int], seed: int, budget_s: float) -> dict[str, list[float]]:
+    """Call every path in turn. Returns the seconds of the calls by the path's name."""
+    request = _request(seed, BODY_BYTES)
     one = {name: await _connect(port, request) for name, port in ports.items()}
     took: dict[str, list[float]] = {name: [] for name in ports}
     for _ in range(100):
@@ -200,13 +215,52 @@ async def _measure(
             took[name].append(time.perf_counter() - began_at)
     for connection in one.values():
         connection.close()
-    served = {}
-    for name, port in ports.items():
-        many = [await _connect(port, request) for _ in range(CONNECTIONS)]
-        served[name] = await _throughput(many, request, processes[name].pid, budget_s / 2)
-        for connection in many:
-            connection.close()
-    return took, served
+    return took
+
+
+def _processor_times(
+    folder: Path, ports: dict[str, int], processes: dict[str, subprocess.Popen[bytes]], size: int, budget_s: float
+) -> dict[str, list[float]]:
+    """Load every path in turn, several times over.
+
+    Args:
+        folder: for the client's script.
+        ports: by the path's name.
+        processes: whose time counts.
+        size: of the bodies, in bytes.
+        budget_s: for all paths together.
+
+    Returns:
+        By the path's name, for each round the processor seconds of its own process a request.
+    """
+    import uvloop
+
+    paths = [name for name in ports if name != "direct"]
+    each_s = max(0.2, budget_s / ROUNDS / len(paths))
+    used_s: dict[str, list[float]] = {name: [] for name in paths}
+    for _ in range(ROUNDS):
+        for name in paths:
+            pid = processes[name].pid
+            before_s = _cpu_s(pid)
+            if shutil.which("wrk"):
+                num = _wrk(folder, ports[name], size, max(1, round(each_s)))
+            else:
+                num = uvloop.run(_closed_loop(ports[name], _request(0, size), each_s))
+            used_s[name].append((_cpu_s(pid) - before_s) / num)
+    return used_s
+
+
+def _wrk(folder: Path, port: int, size: int, seconds: int) -> int:
+    """Load a path from a client in C. Returns the number of its requests, all of which were answered with 200."""
+    script = folder / f"{size}.lua"
+    script.write_text(f'wrk.method = "POST"\nwrk.headers["X-User-Id"] = "u"\nwrk.body = string.rep("x", {size})\n')
+    command = ["wrk", "-t1", f"-c{CONNECTIONS}", f"-d{seconds}s", "-s", str(script), f"http://127.0.0.1:{port}/v1/rank"]
+    text = subprocess.run(command, capture_output=True, check=True, text=True).stdout
+    found = re.search(r"(\d+) requests in", text)
+    assert found is not None, text
+    assert "Non-2xx" not in text, text
+    assert "Socket errors" not in text, text
+    return int(found[1])
 
 
 async def _connect(port: int, request: bytes) -> BenchConnection:
@@ -224,8 +278,10 @@ async def _connect(port: int, request: bytes) -> BenchConnection:
                 return connection
 
 
-async def _throughput(connections: Sequence[BenchConnection], request: bytes, pid: int, budget_s: float) -> float:
-    count = 0
+async def _closed_loop(port: int, request: bytes, budget_s: float) -> int:
+    """Load a path from here. Returns the number of requests."""
+    connections = [await _connect(port, request) for _ in range(CONNECTIONS)]
+    count = len(connections)
     ends_at = time.perf_counter() + budget_s
 
     async def go(connection: BenchConnection) -> None:
@@ -234,15 +290,16 @@ async def _throughput(connections: Sequence[BenchConnection], request: bytes, pi
             await connection.send(request)
             count += 1
 
-    before_s = _cpu_s(pid)
     await asyncio.gather(*map(go, connections))
-    return count / (_cpu_s(pid) - before_s)
+    for connection in connections:
+        connection.close()
+    return count
 
 
 def _cpu_s(pid: int) -> float:
-    """The processor time of a process, in seconds."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    """The processor time of a process, all of its threads, in seconds."""
+    tasks = Path(f"/proc/{pid}/task").iterdir()
+    return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks) * 1e-9
 
 
 def _free_port() -> int:

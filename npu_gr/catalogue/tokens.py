@@ -106,8 +106,14 @@ def tokenize(
     if unknown and refuse_unknown:
         raise Unprocessable(f"history.items: {unknown} unknown, the first is {int(events.items[~known][0])}")
     if unknown:
-        events = Events(events.items[known], events.actions[known], events.timestamps[known])
+        events = Events(events.items[known], events.actions[known], events.timestamps[known], events.origin)
         rows = rows[known]
     fingerprint = events.fingerprint()
-    report = HistoryReport(fingerprint=fingerprint, num_tokens=len(rows), cut_tokens=cut, unknown_items=unknown)
+    report = HistoryReport(
+        fingerprint=fingerprint,
+        num_tokens=len(rows),
+        cut_tokens=cut,
+        unknown_items=unknown,
+        origin=events.origin,
+    )
     return Tokens(events, rows, report, {len(rows): fingerprint})

@@ -14,6 +14,7 @@ from npu_gr.cli.fleet import fleet
 from npu_gr.cli.replay import record, replay
 from npu_gr.cli.serve import check_config, route, serve
 from npu_gr.cli.simulate import simulate
+from npu_gr.cli.store import store
 from npu_gr.cli.tools import bundle, calibrate, dashboards, demo, doctor, judge, monitor
 from npu_gr.cli.train import train
 from npu_gr.core.errors import NpuGrError
@@ -44,7 +45,7 @@ def main(log_level: str) -> None:
 
 for _command in (
     *(serve, route, check_config, fleet),
-    *(train, load, replay, record),
+    *(train, load, store, replay, record),
     *(simulate, bench, calibrate, doctor),
     *(dashboards, bundle, judge, demo, monitor),
 ):

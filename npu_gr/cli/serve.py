@@ -28,14 +28,15 @@ def serve(config_path: Path, overrides: tuple[str, ...]) -> None:
 @click.command()
 @CONFIG
 @SET
-def route(config_path: Path, overrides: tuple[str, ...]) -> None:
+@click.option("--take-over", is_flag=True, help="Take the port over from the router that has it, without a gap.")
+def route(config_path: Path, overrides: tuple[str, ...], take_over: bool) -> None:
     """Start the affinity router in front of many instances. SIGTERM drains and stops it, SIGUSR1 logs stacks."""
     from npu_gr.core.settings import load
     from npu_gr.router.config import RouterConfig
     from npu_gr.router.run import run
 
     config = load(config_path, RouterConfig, overrides)
-    _serve(lambda: run(config))
+    _serve(lambda: run(config, takes_over=take_over))
 
 
 @click.command("check-config")

@@ -16,7 +16,8 @@ NpuGrError
 │       └── ColdUser       nothing of the history is known: nothing to retrieve from  (422)
 ├── Overloaded             admission said no; retry elsewhere or later                (429)
 ├── Unavailable            starting, draining, or the history store is down           (503)
-│   └── NotTaken           an Unavailable: nothing was begun, another instance may    (503)
+│   ├── NotTaken           an Unavailable: nothing was begun, another instance may    (503)
+│   └── StoreFailed        an Unavailable: the history store did not do its part      (503)
 ├── DeadlineExceeded       the budget ran out before the work did                     (504)
 └── ResourceError
     ├── PoolExhausted      no pages: rank without prefix KV       (never leaves the process)
@@ -146,6 +147,24 @@ class Unavailable(NpuGrError):
 
 class NotTaken(Unavailable):
     """This instance starts, drains or has failed. It has not begun the request, so another one may take it."""
+
+
+class StoreFault(StrEnum):
+    """The fault of the history store; in answers, and a metric label."""
+
+    UNAVAILABLE = "store_unavailable"  # it does not answer, or fails
+    SLOW = "store_slow"  # it did not answer within its time limit
+    BUSY = "store_busy"  # too many calls of this instance wait for it
+    DISK_FULL = "disk_full"
+    CORRUPT = "entry_corrupt"  # what it has of the user is damaged
+
+
+class StoreFailed(Unavailable):
+    """The history store did not do its part. `fault` says how."""
+
+    def __init__(self, message: str, fault: StoreFault = StoreFault.UNAVAILABLE) -> None:
+        super().__init__(message)
+        self.fault = fault
 
 
 class DeadlineExceeded(NpuGrError):

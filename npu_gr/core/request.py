@@ -11,6 +11,8 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from npu_gr.core.errors import StoreFault
+
 I64 = npt.NDArray[np.int64]
 I16 = npt.NDArray[np.int16]
 F32 = npt.NDArray[np.float32]
@@ -59,6 +61,31 @@ class LeasedAnswer(Answer, Protocol):
         ...
 
 
+class HistorySource(StrEnum):
+    """Where the behaviours of a request came from; in answers, and a metric label."""
+
+    REQUEST = "request"  # the request brought them, whole or on a known prefix
+    STORE = "store"
+    LAST_KNOWN = "last_known"  # the store failed: what this instance last knew of the user
+    NOTHING = "nothing"  # the store failed, and nothing was known: no behaviours
+
+
+class HistoryOrigin(NamedTuple):
+    """The source of behaviours, and the fault of the store if it should have been the source."""
+
+    source: HistorySource
+    fault: StoreFault | None = None
+
+    @property
+    def is_degraded(self) -> bool:
+        """Whether the store should have been the source, and was not."""
+        return self.fault is not None
+
+
+FROM_REQUEST = HistoryOrigin(HistorySource.REQUEST)
+FROM_STORE = HistoryOrigin(HistorySource.STORE)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Events:
     """Behaviours, oldest first, with the caller's own item ids. n = number of events."""
@@ -66,6 +93,7 @@ class Events:
     items: I64  # [n] external item ids
     actions: I16  # [n] action ids as the model's config names them
     timestamps: I64  # [n] unix seconds
+    origin: HistoryOrigin = FROM_REQUEST
 
     def __post_init__(self) -> None:
         assert self.items.shape == self.actions.shape == self.timestamps.shape
@@ -74,7 +102,7 @@ class Events:
         return len(self.items)
 
     def __getitem__(self, part: slice) -> Events:
-        return Events(self.items[part], self.actions[part], self.timestamps[part])
+        return Events(self.items[part], self.actions[part], self.timestamps[part], self.origin)
 
     def __add__(self, newer: Events) -> Events:
         join = np.concatenate
@@ -82,7 +110,12 @@ class Events:
             join((self.items, newer.items)),
             join((self.actions, newer.actions)),
             join((self.timestamps, newer.timestamps)),
+            self.origin,
         )
+
+    def coming_from(self, origin: HistoryOrigin) -> Events:
+        """Return the same behaviours with another origin."""
+        return Events(self.items, self.actions, self.timestamps, origin)
 
     @classmethod
     def make(cls, items: npt.ArrayLike, actions: npt.ArrayLike, timestamps: npt.ArrayLike) -> Events:
@@ -204,6 +237,16 @@ class HistoryReport:
     num_tokens: int  # that the model read
     cut_tokens: int = 0  # oldest tokens that the window has no room for
     unknown_items: int = 0  # events left out because the model lacks their item
+    origin: HistoryOrigin = FROM_REQUEST  # where the behaviours came from
+
+    def log_fields(self) -> dict[str, Any]:
+        """Return what the access log says of the history: its length, and how it was degraded."""
+        source, fault = self.origin
+        return {
+            "history_tokens": self.num_tokens,
+            "history_source": source.value if fault else None,
+            "history_fault": fault.value if fault else None,
+        }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -226,7 +269,7 @@ class SignalAnswer:
             "verdict": self.verdict.value,
             "generate_verdict": None if self.generate_verdict is None else self.generate_verdict.value,
             "model_version": self.model_version,
-            "history_tokens": self.history.num_tokens,
+            **self.history.log_fields(),
         }
 
 
@@ -253,7 +296,7 @@ class RankAnswer:
             "outcome": self.outcome.value,
             "reason": self.reason.value or None,
             "model_version": self.model_version,
-            "history_tokens": self.history.num_tokens,
+            **self.history.log_fields(),
             "prefix_tokens": self.prefix_tokens,
             "num_items": max(map(len, self.scores.values()), default=0),
         }
@@ -302,7 +345,7 @@ class GenerateAnswer:
             "reason": self.reason.value or None,
             "model_version": self.model_version,
             "catalogue_version": self.catalogue_version,
-            "history_tokens": self.history.num_tokens,
+            **self.history.log_fields(),
             "prefix_tokens": self.prefix_tokens,
             "num_items": len(self.item_ids),
         }
@@ -379,7 +422,7 @@ class RecommendAnswer:
             "outcome": self.outcome.value if self.outcome else None,
             "reason": self.reason.value or None,
             "model_version": self.model_version,
-            "history_tokens": self.history.num_tokens,
+            **self.history.log_fields(),
             "prefix_tokens": self.prefix_tokens,
             "num_items": len(self.item_ids),
             "num_candidates": self.num_candidates,
@@ -457,6 +500,7 @@ class EventsRequest:
 
     user: UserKey
     events: Events
+    idempotency_key: str | None = None  # the same key of the same user is applied once
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

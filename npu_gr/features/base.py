@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import hashlib
+from dataclasses import dataclass
 from typing import Annotated, Literal, NamedTuple, Protocol
 
 import msgspec
 import numpy as np
 
 from npu_gr.core.request import Events, UserKey
-from npu_gr.core.settings import Seconds
+from npu_gr.core.settings import Count, Seconds
 
 EVENT = np.dtype([("item", "<i8"), ("action", "<i2"), ("timestamp", "<i8")])  # packed: 18 bytes
+
+MAX_EVENTS = 8_388_608  # of a user; keeps a user under the 512 MiB that Redis allows one value
+
+FailurePolicy = Literal["fail", "last_known", "nothing"]
 
 
 class HistoryConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -19,9 +25,19 @@ class HistoryConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     kind: Literal["embedded", "redis", "none"] = "embedded"
     path: str = "history.db"  # embedded: the file; its folder is made
     url: str = "redis://127.0.0.1:6379/0"  # redis
-    # older ones are given up; the limit keeps a user under the 512 MiB that Redis allows one value
-    max_events_per_user: Annotated[int, msgspec.Meta(ge=1, le=8_388_608)] = 65_536
-    timeout_s: Seconds = 1.0  # redis: to get a connection, to connect, to be answered
+    max_events_per_user: Annotated[int, msgspec.Meta(ge=1, le=MAX_EVENTS)] = 65_536  # older ones are given up
+    timeout_s: Seconds = 1.0  # of an append or erasure; redis: also to connect, and to be answered
+    read_timeout_s: Seconds = 0.025  # of one read: a small share of the objectives of those who wait for it
+    max_calls: Count = 64  # reads at once, and as many appends and erasures
+    max_queue: Count = 1024  # of each that wait for their turn; the next one fails at once
+    max_failures: Count = 5  # in a row; then calls fail at once, but for one every `retry_s`
+    retry_s: Seconds = 0.05
+    # a request whose history cannot be read: fail = 503 | last_known = what this instance last knew of the user, or 503
+    # if that is nothing | nothing = the same, but without behaviours if nothing is known
+    on_failure: FailurePolicy = "last_known"
+    idempotency_s: Seconds = 86_400.0  # how long an append's idempotency key is remembered
+    max_idempotency_keys: Count = 256  # of a user; then the oldest is forgotten
+    check_s: Annotated[float, msgspec.Meta(ge=0)] = 1.0  # embedded: how long the start looks for damage; 0 = not
 
 
 class StoredHistory(NamedTuple):
@@ -31,14 +47,49 @@ class StoredHistory(NamedTuple):
     first_index: int  # of the first of them, counted over everything the user ever did
 
 
-class HistoryStore(Protocol):
-    """Append-only behaviours by user. A store that fails raises Unavailable."""
+class IdempotencyKey(NamedTuple):
+    """An idempotency key as a store keeps it: digests of a fixed size."""
 
-    async def append(self, user: UserKey, events: Events) -> int:
+    key: bytes  # 16 bytes
+    events: bytes  # 16 bytes, of the events that came with it
+
+    @classmethod
+    def make(cls, key: str, events: Events) -> IdempotencyKey:
+        """Digest a caller's key and the events that came with it."""
+        text = key.encode("utf-8", "surrogatepass")
+        return cls(hashlib.blake2b(text, digest_size=16).digest(), bytes.fromhex(events.fingerprint()))
+
+
+@dataclass(slots=True)
+class StoreHealth:
+    """What a store says of itself; kept up to date by the store, read from any thread."""
+
+    free_bytes: int | None = None  # that its file system has left; None = it has no file here
+    disk_bytes: int | None = None  # size of that file system
+    damaged: int | None = None  # places that the check at the start found; None = there was none
+
+
+class HistoryStore(Protocol):
+    """Append-only behaviours by user. A store that fails raises StoreFailed."""
+
+    @property
+    def health(self) -> StoreHealth:
+        """What the store says of itself."""
+        ...
+
+    async def append(self, user: UserKey, events: Events, key: str | None = None) -> int:
         """Append in the given order; durable when it returns.
 
+        Args:
+            user: whose they are.
+            events: oldest first.
+            key: idempotency key. A key that the store remembers of this user appends nothing.
+
         Returns:
-            How many events are kept for the user now.
+            How many events are kept for the user now, or were when the key was first applied.
+
+        Raises:
+            Unprocessable: the key was applied to other events.
         """
         ...
 

@@ -1,5 +1,11 @@
 """The history store on Redis or Valkey, for fleets: one string of packed events and one index a user.
 
+    npu_gr:{user}:log     CHECKED records, the newest last
+    npu_gr:{user}:first   events given up before them
+    npu_gr:{user}:keys    idempotency key -> digest of its events, its answer, and a checksum of both
+    npu_gr:{user}:order   idempotency keys by their time
+    npu_gr:{user}:events  records without checksums, of an older version: moved to `log` when they are first met
+
 An append is one script, and so is a read: an append is atomic, and a read sees one state. Durability is the server's
 own (`appendonly yes`); an append is acknowledged when the server has answered it. No command is sent twice, because an
 append that was not answered in time may have happened.
@@ -11,39 +17,85 @@ import base64
 from collections.abc import Awaitable
 from typing import TYPE_CHECKING, Any
 
-from npu_gr.core.errors import ConfigError, Unavailable
+from npu_gr.core.errors import ConfigError, StoreFailed, StoreFault, Unprocessable
 from npu_gr.core.request import Events, UserKey
-from npu_gr.features.base import EVENT, HistoryConfig, StoredHistory, key_bytes, pack, unpack
+from npu_gr.features.base import EVENT, HistoryConfig, IdempotencyKey, StoredHistory, StoreHealth, key_bytes, unpack
+from npu_gr.features.checksum import CHECKED, damaged, pack_checked, unpack_checked
 
 if TYPE_CHECKING:
     from redis.asyncio import Redis
 
-_MAX_CONNECTIONS = 64  # of one instance; further callers wait for a free one
+_OLD = -1  # records of an older version are there: move them, then ask again
+_OTHER = -2  # the idempotency key came with other events
+_BAD = -3  # the idempotency key's entry is damaged
 
+# KEYS: log, first, keys, order, events. ARGV: data, limit and size of a record in bytes,
+# then, with an idempotency key: the key, the digest of its events, seconds to keep it, most keys of a user.
 _APPEND = """
-local size, limit = redis.call('APPEND', KEYS[1], ARGV[1]), tonumber(ARGV[2])
+local log, first, keys, order = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
+if redis.call('EXISTS', KEYS[5]) == 1 then return -1 end
+local limit, record = tonumber(ARGV[2]), tonumber(ARGV[3])
+local key, digest, now, keep = ARGV[4], ARGV[5], 0, 0
+if key then
+  local time = redis.call('TIME')
+  now = time[1] * 1e6 + time[2]  -- microseconds, so that keys have an order
+  keep = ARGV[6] * 1e6
+  local known = redis.call('HGET', keys, key)
+  local at = tonumber(redis.call('ZSCORE', order, key) or 0)
+  if known and at + keep > now then
+    if redis.sha1hex(key .. string.sub(known, 41)) ~= string.sub(known, 1, 40) then return -3 end
+    if string.sub(known, 41, 40 + #digest) ~= digest then return -2 end
+    return tonumber(string.sub(known, 41 + #digest))
+  end
+end
+local size = redis.call('APPEND', log, ARGV[1])
 if size >= 2 * limit then  -- rewritten once in `limit` bytes: amortised, an append costs what it appends
-  redis.call('SET', KEYS[1], redis.call('GETRANGE', KEYS[1], size - limit, -1))
-  redis.call('INCRBY', KEYS[2], (size - limit) / ARGV[3])
+  redis.call('SET', log, redis.call('GETRANGE', log, size - limit, -1))
+  redis.call('INCRBY', first, (size - limit) / record)
   size = limit
 end
-return math.min(size, limit) / ARGV[3]
+local kept = math.floor(math.min(size, limit) / record)
+if key then
+  local answer = digest .. string.format('%d', kept)
+  redis.call('HSET', keys, key, redis.sha1hex(key .. answer) .. answer)
+  redis.call('ZADD', order, string.format('%.0f', now), key)
+  local old = redis.call('ZRANGEBYSCORE', order, '-inf', string.format('%.0f', now - keep), 'LIMIT', 0, 8)
+  if redis.call('ZCARD', order) > tonumber(ARGV[7]) then table.insert(old, redis.call('ZRANGE', order, 0, 0)[1]) end
+  for _, one in ipairs(old) do
+    redis.call('HDEL', keys, one)
+    redis.call('ZREM', order, one)
+  end
+  redis.call('EXPIRE', keys, ARGV[6])
+  redis.call('EXPIRE', order, ARGV[6])
+end
+return kept
 """
 _READ = """
+if redis.call('EXISTS', KEYS[5]) == 1 then return -1 end
 local size, want = redis.call('STRLEN', KEYS[1]), tonumber(ARGV[1])
 local from = math.max(0, size - want)
 return {tonumber(redis.call('GET', KEYS[2]) or 0) + from / ARGV[2], redis.call('GETRANGE', KEYS[1], from, -1)}
+"""
+# ARGV: the same records with checksums, and how many bytes they were without
+_MOVE = """
+if redis.call('STRLEN', KEYS[5]) ~= tonumber(ARGV[2]) then return 0 end
+redis.call('APPEND', KEYS[1], ARGV[1])
+redis.call('DEL', KEYS[5])
+return 1
 """
 
 
 class RedisStore:
     """A `HistoryStore` on a server that many instances share."""
 
-    def __init__(self, client: Redis, max_events: int) -> None:
+    def __init__(self, client: Redis, config: HistoryConfig) -> None:
         self._client = client
-        self._max_events = max_events
+        self._config = config
+        self._max_events = config.max_events_per_user
         self._append = client.register_script(_APPEND)
         self._read = client.register_script(_READ)
+        self._move = client.register_script(_MOVE)
+        self.health = StoreHealth()
 
     @classmethod
     async def connect(cls, config: HistoryConfig) -> RedisStore:
@@ -61,37 +113,57 @@ class RedisStore:
         try:
             pool = BlockingConnectionPool.from_url(
                 config.url,
-                max_connections=_MAX_CONNECTIONS,
+                max_connections=2 * config.max_calls,  # reads, and as many appends and erasures; others wait
                 timeout=config.timeout_s,
                 socket_timeout=config.timeout_s,
                 socket_connect_timeout=config.timeout_s,
                 retry=Retry(NoBackoff(), 0),
+                **_unnamed(),
             )
         except ValueError as error:
             raise ConfigError(f"features.url: {error}") from error
-        store = cls(Redis.from_pool(pool), config.max_events_per_user)
+        store = cls(Redis.from_pool(pool), config)
         try:
             await store._run(store._client.ping())
-        except Unavailable as error:
+        except StoreFailed as error:
             await store.close()
             raise ConfigError(f"features.url: no answer from Redis: {error.__cause__}") from error
         return store
 
-    async def append(self, user: UserKey, events: Events) -> int:
-        limit = self._max_events * EVENT.itemsize
-        return int(await self._run(self._append(_keys(user), [pack(events), limit, EVENT.itemsize])))
+    async def append(self, user: UserKey, events: Events, key: str | None = None) -> int:
+        once: list[Any] = []
+        if key is not None:
+            made = IdempotencyKey.make(key, events)
+            keep_s = max(1, round(self._config.idempotency_s))
+            once = [made.key, made.events, keep_s, self._config.max_idempotency_keys]
+        arguments = [*self._arguments(user, events), *once]
+        while (kept := int(await self._run(self._append(_keys(user), arguments)))) == _OLD:
+            await self._move_old(user)
+        if kept == _OTHER:
+            raise Unprocessable("idempotency_key: it was used for other events")
+        if kept == _BAD:
+            raise damaged("a checksum is wrong")
+        return kept
+
+    def _arguments(self, user: UserKey, events: Events) -> list[Any]:
+        data = pack_checked(key_bytes(user), events)
+        return [data, self._max_events * CHECKED.itemsize, CHECKED.itemsize]
 
     async def append_many(self, batch: list[tuple[UserKey, Events]]) -> None:
-        limit = self._max_events * EVENT.itemsize
         async with self._client.pipeline(transaction=False) as pipe:
             for user, events in batch:
-                await self._append(_keys(user), [pack(events), limit, EVENT.itemsize], client=pipe)
-            await self._run(pipe.execute())
+                await self._append(_keys(user), self._arguments(user, events), client=pipe)
+            done = await self._run(pipe.execute())
+        for (user, events), kept in zip(batch, done, strict=True):
+            if kept == _OLD:
+                await self.append(user, events)
 
     async def read(self, user: UserKey, last: int) -> StoredHistory:
-        want = min(last, self._max_events) * EVENT.itemsize
-        first, data = await self._run(self._read(_keys(user), [want, EVENT.itemsize]))
-        return StoredHistory(unpack(data), int(first))
+        want = min(last, self._max_events) * CHECKED.itemsize
+        while (answer := await self._run(self._read(_keys(user), [want, CHECKED.itemsize]))) == _OLD:
+            await self._move_old(user)
+        first, data = answer
+        return StoredHistory(unpack_checked(key_bytes(user), data), int(first))
 
     async def erase(self, user: UserKey) -> None:
         await self._run(self._client.delete(*_keys(user)))
@@ -99,15 +171,38 @@ class RedisStore:
     async def close(self) -> None:
         await self._client.aclose()
 
+    async def _move_old(self, user: UserKey) -> None:
+        """Write the records of an older version again, with checksums; another instance may do it first."""
+        keys = _keys(user)
+        data = await self._run(self._client.get(keys[-1])) or b""
+        if len(data) % EVENT.itemsize:
+            raise damaged(f"{len(data)} bytes are not whole records")
+        await self._run(self._move(keys, [pack_checked(key_bytes(user), unpack(data)), len(data)]))
+
     async def _run(self, answer: Awaitable[Any]) -> Any:
-        from redis.exceptions import RedisError
+        from redis.exceptions import OutOfMemoryError, RedisError, ResponseError
 
         try:
             return await answer
         except (RedisError, OSError) as error:
-            raise Unavailable(f"the history store does not answer: {type(error).__name__}") from error
+            name = type(error).__name__
+            # the server answered: say what; else the text may hold the address and its password
+            text = f"{name}: {error}" if isinstance(error, ResponseError) else name
+            full = isinstance(error, OutOfMemoryError) or "OOM" in str(error) or "MISCONF" in str(error)
+            fault = StoreFault.DISK_FULL if full else StoreFault.UNAVAILABLE
+            raise StoreFailed(f"the history store does not answer: {text}", fault) from error
+
+
+def _unnamed() -> dict[str, Any]:
+    """Settings with which a connection does not name its library: newer ones look that up on the disk each time."""
+    try:
+        import redis.driver_info  # noqa: F401  (redis >= 7)
+    except ImportError:
+        return {}
+    return {"driver_info": None}
 
 
 def _keys(user: UserKey) -> list[str]:
     name = base64.urlsafe_b64encode(key_bytes(user)).decode()
-    return [f"npu_gr:{{{name}}}:events", f"npu_gr:{{{name}}}:first"]  # one hash slot for both
+    # one hash slot for all
+    return [f"npu_gr:{{{name}}}:{part}" for part in ("log", "first", "keys", "order", "events")]

@@ -26,7 +26,7 @@ class EventsJob:
             if not 0 <= int(events.actions.min()) <= int(events.actions.max()) <= last:
                 raise Unprocessable(f"events.actions: must be 0..{last}")
         with call.slot.outside():
-            num_events = await self._histories.append(request.user, events)
+            num_events = await self._histories.append(request.user, events, request.idempotency_key)
         return EventsAnswer(num_events=num_events, stages_s={"store": time.monotonic() - call.arrived_at})
 
     async def stop(self) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
+from npu_gr.core.errors import StoreFailed
 from npu_gr.core.request import GenerateAnswer, GenerateRequest
 from npu_gr.jobs.base import Call
 from npu_gr.jobs.histories import Histories
@@ -32,10 +34,13 @@ class GenerateJob:
         with generation.use:
             with call.slot.outside():
                 events, _ = await self._histories.read(request.user, request.history, self._versions.max_events)
+            if events.origin.fault and not len(events):  # an empty prompt would blame the caller: 422
+                raise StoreFailed("the history store fails, and nothing is known of the user", events.origin.fault)
             fingerprint = events.fingerprint()
             self._histories.remember(request.user, request.history, fingerprint, events)
             history_s = time.monotonic() - call.arrived_at
             answer = await generation.generate(request, events.items, fingerprint, call, history_s)
+        answer = replace(answer, history=replace(answer.history, origin=events.origin))
         self._metrics.generate.answered(answer)
         return answer
 

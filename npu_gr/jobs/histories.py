@@ -2,28 +2,39 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
-
-from npu_gr.core.errors import BadRequest, Unavailable, UnknownPrefix, Unprocessable
-from npu_gr.core.request import I64, Events, HistoryRef, UserKey
-from npu_gr.features.base import HistoryStore
+from npu_gr.core.errors import BadRequest, StoreFailed, UnknownPrefix, Unprocessable
+from npu_gr.core.request import FROM_STORE, I64, Events, HistoryOrigin, HistoryRef, HistorySource, UserKey
+from npu_gr.features.base import FailurePolicy, HistoryStore, StoredHistory
 from npu_gr.features.prefix_history_cache import PrefixHistoryCache
+from npu_gr.metrics.registry import Metrics
 
 
 class Histories:
     """Behaviours of users: read for a request, remembered for deltas, appended, erased. Event loop only."""
 
-    def __init__(self, store: HistoryStore | None, cache: PrefixHistoryCache, cut_step_tokens: int) -> None:
+    def __init__(
+        self,
+        store: HistoryStore | None,
+        cache: PrefixHistoryCache,
+        cut_step_tokens: int,
+        on_failure: FailurePolicy,
+        metrics: Metrics,
+    ) -> None:
         """Read nothing yet.
 
         Args:
             store: holds behaviours between requests; None = requests bring their own.
-            cache: histories that later requests may continue by a delta.
+            cache: histories that later requests may continue by a delta, and that stand in where the store fails.
             cut_step_tokens: a window's start moves in steps of this, so this many events are read before it.
+            on_failure: what a request gets whose history cannot be read.
+            metrics: where degraded reads are counted.
         """
         self.store = store
         self.cache = cache
         self._cut_step_tokens = cut_step_tokens
+        self._on_failure = on_failure
+        self._metrics = metrics
+        self._num_erasures = 0  # begun or ended
 
     def reconfigure(self, cache_bytes: int, cut_step_tokens: int) -> None:
         """Apply other settings from now on; what is remembered stays as far as it fits."""
@@ -39,11 +50,12 @@ class Histories:
             window_events: the newest ones that the model has room for.
 
         Returns:
-            The behaviours, and the index of the first one in the user's whole history.
+            The behaviours with their origin, and the index of the first one in the user's whole history.
 
         Raises:
             UnknownPrefix: a delta continues a prefix that is not known here.
             BadRequest: the request brings no history, and there is no store.
+            StoreFailed: the store failed, and the configuration has nothing to put in its place.
         """
         if ref.base is not None:
             base = self.cache.find(user, ref.base)
@@ -54,7 +66,10 @@ class Histories:
             return ref.events, 0
         if self.store is None:
             raise BadRequest("history: missing, and this instance has no history store")
-        stored = await self.store.read(user, window_events + self._cut_step_tokens)
+        try:
+            stored = await self._read_stored(self.store, user, window_events + self._cut_step_tokens)
+        except StoreFailed as error:
+            stored = self._degraded(user, error, self._on_failure)
         return stored.events, stored.first_index
 
     async def read_items(self, user: UserKey, ref: HistoryRef, max_events: int) -> I64:
@@ -65,31 +80,72 @@ class Histories:
         """
         if ref.events is not None:
             return ref.events.items
-        if self.store is not None:
-            with suppress(Unavailable):
-                return (await self.store.read(user, max_events)).events.items
-        return Events.empty().items
+        if self.store is None:
+            return Events.empty().items
+        try:
+            stored = await self._read_stored(self.store, user, max_events)
+        except StoreFailed as error:
+            stored = self._degraded(user, error, "nothing")
+        return stored.events.items
+
+    async def _read_stored(self, store: HistoryStore, user: UserKey, last: int) -> StoredHistory:
+        num_erasures = self._num_erasures
+        stored = await store.read(user, last)
+        if self._on_failure != "fail" and num_erasures == self._num_erasures:  # what is being erased is not remembered
+            self.cache.remember_stored(user, stored)
+        return StoredHistory(stored.events.coming_from(FROM_STORE), stored.first_index)
+
+    def _degraded(self, user: UserKey, error: StoreFailed, policy: FailurePolicy) -> StoredHistory:
+        """Put something in the place of a history that cannot be read, or raise the error."""
+        known = None if policy == "fail" else self.cache.last_known(user)
+        if known is not None:
+            source = HistorySource.LAST_KNOWN
+        elif policy == "nothing":
+            source = HistorySource.NOTHING
+            known = StoredHistory(Events.empty(), 0)
+        else:
+            self._metrics.store.degraded("failed", error.fault)
+            raise error
+        self._metrics.store.degraded(source, error.fault)
+        return StoredHistory(known.events.coming_from(HistoryOrigin(source, error.fault)), known.first_index)
 
     def remember(self, user: UserKey, ref: HistoryRef, fingerprint: str, events: Events) -> None:
         """Keep the behaviours that a request brought, so that a later request may send a delta on them."""
         if ref.events is not None:
             self.cache.remember(user, fingerprint, events)
 
-    async def append(self, user: UserKey, events: Events) -> int:
+    async def append(self, user: UserKey, events: Events, key: str | None = None) -> int:
         """Append behaviours durably.
+
+        Args:
+            user: whose they are.
+            events: oldest first.
+            key: idempotency key: a second append with it appends nothing.
 
         Returns:
             How many the store now holds for the user.
 
         Raises:
-            Unprocessable: there is no store.
+            Unprocessable: there is no store, or the key was used for other events.
+            StoreFailed: the store failed, or did not answer in time; then the events may be stored, or will be.
         """
         if self.store is None:
             raise Unprocessable("events: this instance has no history store (features.kind is none)")
-        return await self.store.append(user, events)
+        return await self.store.append(user, events, key)
 
     async def erase(self, user: UserKey) -> None:
-        """Forget the user's behaviours, here and in the store."""
-        self.cache.forget(user)
+        """Forget the user's behaviours, here and in the store.
+
+        Raises:
+            StoreFailed: the store failed, or did not answer in time; then it may have forgotten the user, or will.
+        """
+        self._forget(user)
         if self.store is not None:
-            await self.store.erase(user)
+            try:
+                await self.store.erase(user)
+            finally:
+                self._forget(user)  # a request that came meanwhile may have read the store
+
+    def _forget(self, user: UserKey) -> None:
+        self._num_erasures += 1
+        self.cache.forget(user)

@@ -51,7 +51,7 @@ class SignalJob:
                 self._histories.remember(request.user, request.history, report.fingerprint, tokens.events)
                 verdict = ranking.signal(request.user, tokens, request.num_candidates)
             else:
-                report = HistoryReport(fingerprint=events.fingerprint(), num_tokens=len(events))
+                report = HistoryReport(fingerprint=events.fingerprint(), num_tokens=len(events), origin=events.origin)
                 self._histories.remember(request.user, request.history, report.fingerprint, events)
             if generation is not None:
                 generate_verdict = await generation.signal(request.user, events.items)

@@ -11,10 +11,11 @@ those of The Site Reliability Workbook, chapter 5. Two things differ from Sloth:
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from npu_gr.core.kinds import KINDS
+from npu_gr.metrics.cause import Cause
+from npu_gr.metrics.router_causes import ROUTER_CAUSES
 from npu_gr.metrics.slo import Objective, Promise
 
 SERVICE = "npu_gr"
@@ -36,18 +37,6 @@ class Burn(NamedTuple):
 
 FAST = (Burn("5m", "1h", 14.4), Burn("30m", "6h", 6.0))  # spends 2 % of the budget in an hour, or 5 % in six hours
 SLOW = (Burn("2h", "1d", 3.0), Burn("6h", "3d", 1.0))  # spends 10 % of it in a day, or in three days
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cause:
-    """An alert on something that makes requests slow or wrong, or soon will."""
-
-    alert: str
-    runbook: str  # name of its page in docs/runbooks
-    expr: str
-    wait: str  # how long the expression must hold before the alert fires
-    page: bool  # True = wakes somebody, False = opens a ticket
-    summary: str
 
 
 CAUSES = (
@@ -117,6 +106,71 @@ CAUSES = (
         summary="{{ $labels.instance }}: {{ $labels.where }} of cached KV fails; requests are answered without it.",
     ),
     Cause(
+        alert="NpuGrRedisUnreachable",
+        runbook="store-failing",
+        expr='max by (instance) (avg_over_time(npu_gr_store_breaker_open{store="redis"}[2m])) > 0.5',
+        wait="1m",
+        page=True,
+        summary="{{ $labels.instance }} gets no answers from Redis; histories and appends are refused or degraded.",
+    ),
+    Cause(
+        alert="NpuGrStoreBreakerOpen",
+        runbook="store-failing",
+        expr='max by (instance, lane) (avg_over_time(npu_gr_store_breaker_open{store="embedded"}[2m])) > 0.5',
+        wait="1m",
+        page=True,
+        summary="The history store of {{ $labels.instance }} fails: its {{ $labels.lane }} are refused at once.",
+    ),
+    Cause(
+        alert="NpuGrStoreFailing",
+        runbook="store-failing",
+        expr=(
+            'sum by (instance) (rate(npu_gr_store_calls_total{result!~"ok|entry_corrupt"}[5m]))'
+            " > 0.01 * sum by (instance) (rate(npu_gr_store_calls_total[5m]))"
+        ),
+        wait="5m",
+        page=False,
+        summary="Over 1 % of the calls of the history store of {{ $labels.instance }} fail.",
+    ),
+    Cause(
+        alert="NpuGrStoreDiskFull",
+        runbook="store-disk",
+        expr='sum by (instance) (increase(npu_gr_store_calls_total{result="disk_full"}[5m])) > 0',
+        wait="0m",
+        page=True,
+        summary="The disk of the history store of {{ $labels.instance }} is full: appends and erasures fail.",
+    ),
+    Cause(
+        alert="NpuGrStoreDiskNearlyFull",
+        runbook="store-disk",
+        expr="npu_gr_store_disk_free_bytes < 0.1 * npu_gr_store_disk_bytes",
+        wait="5m",
+        page=False,
+        summary="The disk of the history store of {{ $labels.instance }} has less than 10 % left.",
+    ),
+    Cause(
+        alert="NpuGrStoreCorrupt",
+        runbook="store-corrupt",
+        expr=(
+            'sum by (instance) (increase(npu_gr_store_calls_total{result="entry_corrupt"}[15m])) > 0'
+            " or sum by (instance) (npu_gr_store_damaged_places) > 0"
+        ),
+        wait="0m",
+        page=False,
+        summary="The history store of {{ $labels.instance }} has damaged entries; their users are answered without.",
+    ),
+    Cause(
+        alert="NpuGrHistoryDegraded",
+        runbook="store-failing",
+        expr=(
+            "sum by (instance) (rate(npu_gr_history_degraded_total[5m]))"
+            ' > 0.01 * sum by (instance) (rate(npu_gr_store_calls_total{operation="read"}[5m]))'
+        ),
+        wait="5m",
+        page=False,
+        summary="Over 1 % of the histories that {{ $labels.instance }} reads are old ones, empty, or refused.",
+    ),
+    Cause(
         alert="NpuGrEventLoopBlocked",
         runbook="event-loop-blocked",
         expr=(
@@ -172,7 +226,7 @@ def rules(objectives: Iterable[Objective], runbooks: str = RUNBOOKS) -> dict[str
     for objective in objectives:
         for promise in Promise:
             groups += _slo_groups(objective, promise, runbooks)
-    causes = [_cause(cause, runbooks) for cause in CAUSES]
+    causes = [_cause(cause, runbooks) for cause in (*CAUSES, *ROUTER_CAUSES)]
     return {"groups": [*groups, {"name": "npu_gr-causes", "rules": causes}]}
 
 

@@ -108,6 +108,7 @@ class LoggedRecommend(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 # Fields of a record that several kinds share. A kind has one if its request has a field of that name that is not among
 # its options; `base` goes with a history that may be a delta.
 SHARED = ("history", "base", "candidates", "num_candidates", "timestamp", "top_k", "events")
+NOT_LOGGED = ("user", "idempotency_key")  # the user has columns of its own; a replayed append is another append
 
 
 def _derived_options(kind: Kind[Any, Any]) -> type[msgspec.Struct] | None:
@@ -115,7 +116,7 @@ def _derived_options(kind: Kind[Any, Any]) -> type[msgspec.Struct] | None:
     hints = get_type_hints(kind.request)
     fields: list[Any] = []
     for field in dataclasses.fields(kind.request):
-        if field.name in ("user", *SHARED) or field.name.endswith("_version"):
+        if field.name in (*NOT_LOGGED, *SHARED) or field.name.endswith("_version"):
             continue
         is_array = "ndarray" in str(hints[field.name])
         hint = Column if is_array else hints[field.name]

@@ -15,7 +15,7 @@ from prometheus_client.aiohttp import make_aiohttp_handler
 from npu_gr import __version__
 from npu_gr.core.errors import NpuGrError
 from npu_gr.metrics import status
-from npu_gr.router.members import InstanceState
+from npu_gr.router.instance import InstanceState
 from npu_gr.router.router import Router
 from npu_gr.server.debug.routes import DebugRoutes
 from npu_gr.server.problem import from_error

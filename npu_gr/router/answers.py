@@ -8,14 +8,11 @@ import msgspec
 
 from npu_gr.core.errors import NpuGrError, Overloaded
 from npu_gr.router.routes import METHODS
-from npu_gr.router.upstream import BODILESS, Headers
+from npu_gr.router.upstream import AnswerHead
 
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 REASONS = {status.value: status.phrase.encode() for status in HTTPStatus}
 _ALLOW = b"Allow: " + b", ".join(METHODS)
-_HOP_BY_HOP = frozenset(
-    (b"connection", b"keep-alive", b"transfer-encoding", b"upgrade", b"trailer", b"proxy-connection")
-)
 
 
 class BadGateway(NpuGrError):
@@ -37,6 +34,9 @@ class Refused(NpuGrError):
 def status_line(status: int) -> bytes:
     """The first line of an answer, with the status's reason phrase."""
     return b"HTTP/1.1 %d %s\r\n" % (status, REASONS.get(status, b""))
+
+
+_STATUS_LINES = {status: status_line(status) for status in REASONS}
 
 
 def problem(error: NpuGrError, request_id: bytes, is_last: bool) -> bytes:
@@ -79,30 +79,23 @@ class ForwardedAnswer:
 
     __slots__ = ("_is_chunked", "_out", "closes", "status")
 
-    def __init__(self, status: int, headers: Headers, added: list[bytes], is_http11: bool, is_last: bool) -> None:
+    def __init__(self, head: AnswerHead, added: bytes, is_http11: bool, is_last: bool) -> None:
         """Rewrite the head.
 
         Args:
-            status: of the instance's answer.
-            headers: of the instance's answer; its hop-by-hop headers are dropped.
-            added: headers that the router adds, each a line with its line end.
+            head: of the instance's answer.
+            added: headers that the router adds, each with its line end.
             is_http11: the client speaks HTTP/1.1, so an answer without a length is sent in chunks; an older client
                 sees its end as the connection closes.
             is_last: the connection is closed after the answer in any case.
         """
-        out = [status_line(status)]
-        has_length = status in BODILESS
-        for name, value in headers:
-            low = name.lower()
-            has_length = has_length or low == b"content-length"
-            if low not in _HOP_BY_HOP:
-                out.append(b"%s: %s\r\n" % (name, value))
-        self.status = status
-        self.closes = is_last or not (has_length or is_http11)
-        self._is_chunked = not has_length and is_http11
+        self.status = head.status
+        self.closes = is_last or not (head.has_length or is_http11)
+        self._is_chunked = not head.has_length and is_http11
+        out = [_STATUS_LINES.get(head.status) or status_line(head.status), *head.lines]
         if self._is_chunked:
             out.append(b"Transfer-Encoding: chunked\r\n")
-        out += added
+        out.append(added)
         out.append(b"Connection: close\r\n\r\n" if self.closes else b"\r\n")
         self._out = out
 

@@ -8,17 +8,16 @@ from typing import Protocol
 
 from npu_gr.core.errors import NpuGrError, Unavailable
 from npu_gr.router.answers import BadGateway, ForwardedAnswer
-from npu_gr.router.deadline import Deadline
-from npu_gr.router.members import Check, Choice
+from npu_gr.router.instance import Check
+from npu_gr.router.members import Choice
 from npu_gr.router.request import RequestBody, RequestHead
 from npu_gr.router.ring import Placement
 from npu_gr.router.router import Router
 from npu_gr.router.routes import Handling
-from npu_gr.router.upstream import Headers, Upstream
-from npu_gr.server.headers import NOT_TAKEN
+from npu_gr.router.upstream import AnswerHead, Upstream
 
-_RETRIED = (502, 503)
-_NOT_TAKEN = NOT_TAKEN.lower().encode()
+_FAILURES = (502, 503)
+_OVERLOADED = 429
 _SENT_AGAIN = (Handling.FOLLOW, Handling.SIGNAL)  # their bodies are kept for a second try
 
 
@@ -35,6 +34,10 @@ class Downstream(Protocol):
         """Stop reading from the client, or (False) read on."""
         ...
 
+    def wake(self, at: float) -> None:
+        """Let the exchange look at the clock at this instant, or earlier."""
+        ...
+
     def finished(self, is_last: bool) -> None:
         """The request in front is answered completely; `is_last`: close the connection."""
         ...
@@ -49,26 +52,25 @@ class Attempted(Protocol):
 
     head: RequestHead
     body: RequestBody
-    deadline: Deadline
+    deadline_at: float  # of the monotonic clock
     handling: Handling
     client: Downstream
-    placement: Placement | None  # of a signal
 
     @property
     def is_last(self) -> bool:
         """Whether the client's connection is closed after the answer."""
         ...
 
-    def retry(self, why: str) -> bool:
-        """End this attempt and try another instance. False: that is not possible, this attempt stays."""
+    def go_on(self, attempt: Attempt, why: str) -> bool:
+        """Go on without an attempt that failed. False: that is not possible, the attempt's end is the request's."""
         ...
 
-    def deadline_passed(self) -> None:
-        """The deadline has passed."""
+    def sent(self) -> None:
+        """The whole request is sent."""
         ...
 
-    def answering(self) -> None:
-        """The answer's head is there and is passed on: there is no way back."""
+    def answering(self, attempt: Attempt) -> None:
+        """The head of this attempt's answer is there and is passed on: there is no way back."""
         ...
 
     def answered(self, status: int, is_last: bool) -> None:
@@ -83,22 +85,46 @@ class Attempted(Protocol):
 class Attempt:
     """One try. It is `Carried` by a connection to the instance, which tells it what arrives."""
 
-    def __init__(self, request: Attempted, router: Router, choice: Choice, is_first: bool) -> None:
+    __slots__ = (
+        "_answer",
+        "_connecting",
+        "_head_at",
+        "_request",
+        "_router",
+        "_sent_at",
+        "_upstream",
+        "began_at",
+        "instance",
+        "is_untaken",
+        "placement",
+    )
+
+    def __init__(self, request: Attempted, router: Router, choice: Choice, placement: Placement | None) -> None:
+        """Count the request at its instance.
+
+        Args:
+            request: what is sent.
+            router: the shared state.
+            choice: where it goes.
+            placement: of a signal; its answer tells the caller.
+        """
+        self.instance = choice.instance
+        self.placement = placement
+        self.began_at = time.monotonic()
         self.is_untaken = False  # a signal that the instance has certainly not begun
         self._request = request
         self._router = router
-        self._instance = choice.instance
-        self._is_first = is_first
         self._connecting: asyncio.Task[None] | None = None
         self._upstream: Upstream | None = None
         self._sent_at = 0.0  # 0: not yet
+        self._head_at = 0.0  # when the answer's head came
         self._answer: ForwardedAnswer | None = None  # once its head is there
-        self._instance.in_flight += 1
-        router.metrics.placed(self._instance.name, choice.how).inc()
+        self.instance.begun(self.began_at)
+        router.metrics.placed.add(self.instance.name, choice.how)
 
     def begin(self) -> None:
         """Send the request on an idle connection, or connect first."""
-        upstream = self._instance.pool.take()
+        upstream = self.instance.pool.take()
         if upstream is not None:
             self._send(upstream)
         else:
@@ -106,7 +132,7 @@ class Attempt:
 
     async def _connect(self) -> None:
         try:
-            upstream = await self._router.connect(self._instance)
+            upstream = await self._router.connect(self.instance)
         except OSError:
             self._connecting = None
             self.is_untaken = self._request.handling is Handling.SIGNAL
@@ -119,8 +145,10 @@ class Attempt:
         request = self._request
         self._upstream = upstream
         self._sent_at = time.monotonic()
-        request.body.rewind()
-        upstream.send(self, request.head.encode(request.body, request.deadline.left_s()))
+        body = request.body
+        body.rewind()
+        head = request.head.encode(body, request.deadline_at - self._sent_at)
+        upstream.send(self, head, [] if body.is_chunked else body.pieces)
         self.send_more()
 
     def send_more(self) -> None:
@@ -131,14 +159,8 @@ class Attempt:
         chunk = body.next_chunk(is_kept=self._request.handling in _SENT_AGAIN)
         if chunk:
             self._upstream.send_more(chunk)
-        if body.is_sent and self._is_first and self._request.handling is Handling.FOLLOW:
-            # Leave the second try some of the time.
-            ratio = self._router.config.retry.first_try_ratio
-            self._request.deadline.watch(self._first_try_passed, ratio)
-
-    def _first_try_passed(self) -> None:
-        if self._answer is not None or not self._request.retry("timeout"):
-            self._request.deadline.watch(self._request.deadline_passed)
+        if body.is_sent:
+            self._request.sent()
 
     def hold_answer(self, is_held: bool) -> None:
         """Stop reading the answer while the client reads too slowly, or (False) read on."""
@@ -149,7 +171,7 @@ class Attempt:
         """Record that the instance failed, unless its time was so short that the caller is to blame."""
         waited_s = time.monotonic() - self._sent_at if self._sent_at else 0.0
         if why != "timeout" or waited_s >= self._router.config.breaker.min_timeout_s:
-            self._router.failed(self._instance, why, self._request.handling is Handling.SIGNAL)
+            self._router.failed(self.instance, why, self._request.handling is Handling.SIGNAL)
 
     def leave(self) -> None:
         """End the attempt; what the instance still does for it is dropped. Call it once."""
@@ -159,31 +181,37 @@ class Attempt:
         if self._upstream is not None:
             self._upstream.close()
             self._upstream = None
-        self._instance.in_flight -= 1
+        self.instance.in_flight -= 1
 
     # ---- what the connection to the instance tells
 
-    def answer_head(self, status: int, headers: Headers) -> None:
-        """Pass the answer on, or try another instance."""
+    def answer_head(self, head: AnswerHead) -> None:
+        """Pass the answer on, or go on without it."""
         request = self._request
-        instance = self._instance
+        instance = self.instance
+        status = head.status
         now_at = time.monotonic()
         took_s = now_at - self._sent_at
-        self._router.metrics.instance_s(instance.name).observe(took_s)
-        if status in _RETRIED:
-            if status == 503 and any(name.lower() == _NOT_TAKEN for name, _ in headers):
+        self._head_at = now_at
+        self._router.metrics.instance_s.observe(took_s, instance.name)
+        if status in _FAILURES:
+            if status == 503 and head.is_not_taken:
                 self.is_untaken = request.handling is Handling.SIGNAL
                 instance.checked(Check.UNREADY, now_at)
-            if request.retry(str(status)):
+            if request.go_on(self, str(status)):
                 return
             self.blame(str(status))
+        elif status == _OVERLOADED:
+            instance.refused(now_at)
+            if request.go_on(self, "429"):
+                return
         else:
-            instance.answered(took_s, request.handling is Handling.FOLLOW, now_at)
-        added = [b"X-NpuGr-Instance: %s\r\n" % instance.name.encode()]
-        if request.placement is not None:
-            added.append(b"X-NpuGr-Placement: %s\r\n" % request.placement.encode().encode())
-        self._answer = ForwardedAnswer(status, headers, added, request.head.is_http11, request.is_last)
-        request.answering()
+            self._router.answered(instance, request.handling, request.head.path, took_s, now_at)
+        added = instance.header
+        if self.placement is not None:
+            added += b"X-NpuGr-Placement: %s\r\n" % self.placement.encode().encode()
+        self._answer = ForwardedAnswer(head, added, request.head.is_http11, request.is_last)
+        request.answering(self)
         if request.client.is_held:
             self.hold_answer(True)
 
@@ -204,6 +232,8 @@ class Attempt:
         if upstream is not None:
             # A body that was not sent to its end would be continued by the next request's first bytes.
             upstream.release(is_in_step=self._request.body.is_sent)
+        added_s = self._sent_at - self.began_at + time.monotonic() - self._head_at
+        self._router.metrics.added_s.observe(added_s, self._request.handling)
         self._request.answered(answer.status, answer.closes)
 
     def answer_flush(self) -> None:
@@ -214,9 +244,9 @@ class Attempt:
                 self._request.client.write(data)
 
     def lost(self, why: str) -> None:
-        """Try another instance, or fail."""
+        """Go on without the attempt, or fail."""
         self._upstream = None
-        if self._answer is None and self._request.retry(why):
+        if self._answer is None and self._request.go_on(self, why):
             return
         self.blame(why)
         if why == "connect":

@@ -7,6 +7,7 @@ import time
 from collections import deque
 from typing import cast
 
+from npu_gr.router.alarm import NEVER, Alarm
 from npu_gr.router.answers import CONTINUE, Refused
 from npu_gr.router.exchange import Exchange
 from npu_gr.router.reader import RequestReader
@@ -29,6 +30,8 @@ class ClientConnection(asyncio.Protocol):
         self._router = router
         self._exchanges: deque[Exchange] = deque()
         self._reader = RequestReader(router.config.limits, router.user_header, self._on_head)
+        self._alarm = Alarm(self._tick)
+        self.wake = self._alarm.set
         self._transport: asyncio.Transport | None = None
         self._is_reading_paused = False
         self._idle_since_at = time.monotonic()
@@ -40,6 +43,7 @@ class ClientConnection(asyncio.Protocol):
         """Accept the connection, or answer 503 if there are too many."""
         self._transport = cast(asyncio.Transport, transport)  # uvloop's is no subclass
         if not self._router.connections.add(self):
+            self._router.metrics.refused_connections.add()
             self._refuse(Refused(503, "the router is at its limit of connections"))
 
     def data_received(self, data: bytes) -> None:
@@ -56,6 +60,7 @@ class ClientConnection(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """End all work for the client."""
         self._router.connections.remove(self)
+        self._alarm.cancel()
         while self._exchanges:
             self._exchanges.popleft().cancel()
         self._transport = None
@@ -117,6 +122,10 @@ class ClientConnection(asyncio.Protocol):
         self.pause(False)
         if self._exchanges:
             self._exchanges[0].push()
+
+    def _tick(self, now_at: float) -> float:
+        """Let every exchange do what is due. Returns the next instant for which one waits."""
+        return min([exchange.tick(now_at) for exchange in list(self._exchanges)], default=NEVER)
 
     def abort(self) -> None:
         """Close at once: the answer cannot be completed."""

@@ -75,6 +75,7 @@ class HealthConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     timeout_s: Seconds = 0.5
     fall: Count = 2  # failures in a row until an instance is down
     rise: Count = 1  # successes in a row until it is up
+    panic_ratio: ShareOrNone = 0.5  # if fewer are well, those that do not answer or fail get requests too; 0 = never
 
 
 class BreakerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -106,14 +107,17 @@ class LimitsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class RetryConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One second try, on the successor, without prefix KV.
+    """One second try, on the successor, without prefix KV: after a failure, or beside a first try that is late.
 
-    A signal has one only if no instance has begun it: there was no connection, or the instance drains.
+    A signal has one only if no instance has begun it (there was no connection, or the instance drains), or if its
+    instance answers nothing at all.
     """
 
-    ratio: ShareOrNone = 0.2  # retries a rank, in the long run
-    burst: NoneOrSome = 100.0  # retries that may be saved up
-    first_try_ratio: Share = 0.5  # the first try's share of the time budget; the second try has what is left
+    ratio: ShareOrNone = 0.2  # second tries a rank, in the long run
+    burst: NoneOrSome = 100.0  # that may be saved up; the last half is not for hedges
+    hedge_ratio: Share = 0.2  # share of the time budget after which an answer is late; 1 = no hedges
+    hedge_factor: Annotated[float, msgspec.Meta(ge=1)] = 4.0  # late is also this many times the P99 of the last answers
+    hedge_min_s: NoneOrSome = 0.02  # but an answer is never late before this time
 
 
 class PairConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

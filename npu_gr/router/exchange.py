@@ -17,9 +17,12 @@ In every state the client may leave. In every state but QUEUED and OVER the dead
 first byte, ends the request; in QUEUED it is answered with the error once it is its turn. A request counts as in
 flight in ERASING, AT_INSTANCE and ANSWERING.
 
-A rank may be tried a second time. A signal may if its instance has certainly not begun it: there was no connection,
-or the instance said so. Every request ends in exactly one way: with a whole answer, with a connection that is cut
-because the answer broke off in the middle, or with a client that left.
+A rank may be tried a second time: after a failure, or beside a first try that is late (a hedge); then the first that
+answers wins, and the other one is dropped. A signal may be tried again if its instance has certainly not begun it
+(there was no connection, or the instance said so), and beside an instance that answers nothing at all.
+
+Every request ends in exactly one way: with a whole answer, with a connection that is cut because the answer broke off
+in the middle, or with a client that left.
 """
 
 from __future__ import annotations
@@ -29,9 +32,9 @@ import time
 from enum import Enum, auto
 
 from npu_gr.core.errors import DeadlineExceeded, NpuGrError
+from npu_gr.router.alarm import NEVER
 from npu_gr.router.answers import Refused, problem
 from npu_gr.router.attempt import Attempt, Downstream
-from npu_gr.router.deadline import Deadline
 from npu_gr.router.erase import verdict
 from npu_gr.router.members import Choice
 from npu_gr.router.request import RequestBody, RequestHead
@@ -41,7 +44,10 @@ from npu_gr.router.routes import Handling, handling_of
 
 # Tuples of members, not comparisons with each: in Python 3.11 `Handling.FOLLOW` costs four times as much as a name.
 _AT_ONE_INSTANCE = (Handling.FOLLOW, Handling.SIGNAL, Handling.ONCE, Handling.BY_LOAD)
+_HEDGED = (Handling.FOLLOW, Handling.SIGNAL)
 _MAX_TRIES = 2
+_LATE = "late"  # why a hedge is sent
+_OVERLOAD = "429"
 _CLIENT_LEFT = 499  # the status in metrics; nobody is sent it
 _ERASE_RATIO = 0.9  # of the time that is left: the rest is for the answer that says which instances had too little
 
@@ -64,32 +70,48 @@ _IN_FLIGHT = (Phase.AT_INSTANCE, Phase.ERASING, Phase.ANSWERING)
 class Exchange:
     """One request and its answer."""
 
+    __slots__ = (
+        "_attempts",
+        "_erasing",
+        "_error",
+        "_hedge_at",
+        "_hedge_s",
+        "_router",
+        "_tried",
+        "body",
+        "client",
+        "deadline_at",
+        "handling",
+        "head",
+        "phase",
+    )
+
     def __init__(self, router: Router, client: Downstream, head: RequestHead) -> None:
         self.phase = Phase.QUEUED
         self.head = head
         self.body = RequestBody()
         self.client = client
         self.handling = handling_of(head.method, head.path)
-        self.placement: Placement | None = None
         self._router = router
         self._tried: list[str] = []  # names of instances
-        self._attempt: Attempt | None = None
+        self._attempts: list[Attempt] = []  # that are being made
         self._erasing: asyncio.Task[None] | None = None
         self._error: NpuGrError | None = None  # what the request will be answered with
+        self._hedge_at = NEVER  # when the first answer is late
+        self._hedge_s = 0.0  # after so many seconds
         config = router.config
+        budget_s = config.default_budget_s
         try:
             budget_s = head.budget_s(config.default_budget_s, config.max_budget_s)
         except NpuGrError as error:
             self._error = error
-            self.deadline = Deadline(head.began_at + config.default_budget_s)
-        else:
-            self.deadline = Deadline(head.began_at + budget_s)
-            self.deadline.watch(self.deadline_passed)
+        self.deadline_at = head.began_at + budget_s
+        client.wake(self.deadline_at)
 
     @property
     def is_last(self) -> bool:
         """Whether the client's connection is closed after the answer."""
-        return not self.head.keeps_alive or self._router.is_draining or not self.body.is_whole
+        return not self.head.keeps_alive or self._router.is_leaving or not self.body.is_whole
 
     # ---- from the client
 
@@ -104,8 +126,9 @@ class Exchange:
             self.phase = Phase.WAITING
             if self.body.is_whole or self.body.num_bytes > self._router.config.limits.stream_over_bytes:
                 self._start()
-        elif phase is Phase.AT_INSTANCE and self._attempt is not None:
-            self._attempt.send_more()
+        elif phase is Phase.AT_INSTANCE:
+            for attempt in self._attempts:
+                attempt.send_more()
 
     def refuse(self, error: NpuGrError) -> None:
         """Answer with this error at the next `push`, and close the connection after it."""
@@ -114,13 +137,13 @@ class Exchange:
 
     def hold_answer(self, is_held: bool) -> None:
         """Stop reading the answer while the client reads too slowly, or (False) read on."""
-        if self._attempt is not None:
-            self._attempt.hold_answer(is_held)
+        for attempt in self._attempts:
+            attempt.hold_answer(is_held)
 
     def cancel(self) -> None:
         """End the request, and the instance's work for it: the client has left."""
         if self.phase is not Phase.OVER:
-            self._router.metrics.cancelled(self.handling).inc()
+            self._router.metrics.cancelled.add(self.handling)
             self._end(_CLIENT_LEFT)
 
     # ---- where it goes
@@ -141,17 +164,18 @@ class Exchange:
             else:
                 raise Refused(404, "the router has no such route; ask an instance itself")
         except NpuGrError as error:
-            self._router.metrics.refused(error.title).inc()
+            self._router.metrics.refused.add(self.handling, error.title)
             self.fail(error)
 
     def _try(self, choice: Choice, placement: Placement | None) -> None:
-        self.placement = placement
         self._tried.append(choice.instance.name)
-        self._attempt = Attempt(self, self._router, choice, is_first=len(self._tried) == 1)
-        self._attempt.begin()
+        attempt = Attempt(self, self._router, choice, placement)
+        self._attempts.append(attempt)
+        attempt.begin()
 
     async def _erase(self) -> None:
-        answers = await self._router.erase(self.head, _ERASE_RATIO * self.deadline.left_s())
+        left_s = self.deadline_at - time.monotonic()
+        answers = await self._router.erase(self.head, _ERASE_RATIO * left_s)
         self._erasing = None
         try:
             status, answer = verdict(answers, self.is_last)
@@ -160,39 +184,74 @@ class Exchange:
         else:
             self._reply(status, answer)
 
-    # ---- from the attempt
+    # ---- from the attempts
 
-    def retry(self, why: str) -> bool:
-        """End the attempt and send the request to another instance, where it is a miss.
+    def sent(self) -> None:
+        """Let a second try go out beside the first one when that is late."""
+        if self.handling in _HEDGED and len(self._tried) < _MAX_TRIES:
+            now_at = time.monotonic()
+            self._hedge_s = self._router.answer_times.after_s(self.head.path, self.deadline_at - now_at)
+            self._hedge_at = now_at + self._hedge_s
+            self.client.wake(self._hedge_at)
+
+    def go_on(self, attempt: Attempt, why: str) -> bool:
+        """Go on without an attempt that failed: with the one beside it, or with one at another instance.
 
         Args:
-            why: the attempt failed; the metric label.
+            attempt: it ends here, unless there is nothing to go on with.
+            why: it failed; the metric label.
 
         Returns:
             False: the request may not be sent again, or there is no other instance. The attempt stays.
         """
-        attempt = self._attempt
-        assert attempt is not None
-        may_retry = self.handling is Handling.FOLLOW or attempt.is_untaken
-        if not may_retry or len(self._tried) >= _MAX_TRIES or not self.body.is_whole:
+        may_again = self.handling is Handling.FOLLOW or attempt.is_untaken
+        if len(self._attempts) == 1 and not (may_again and self._try_again(why)):
             return False
-        if not self._router.retries.take():
+        self._attempts.remove(attempt)
+        if why != _OVERLOAD:
+            attempt.blame(why)
+        attempt.leave()
+        return True
+
+    def _try_again(self, why: str) -> bool:
+        """Send the request to one more instance, where it is a miss. False: not possible."""
+        router = self._router
+        is_hedge = why in (_LATE, _OVERLOAD)
+        if len(self._tried) >= _MAX_TRIES or not self.body.is_whole or not router.retries.take(is_hedge):
             return False
         try:
-            placed = self._router.place(self.head, self.handling, self._tried)
+            placed = router.place(self.head, self.handling, self._tried, is_overflow=why == _OVERLOAD)
         except NpuGrError:
-            self._router.retries.give_back()
+            router.retries.give_back()
             return False
-        attempt.blame(why)
-        attempt.leave()
-        self._router.metrics.retries(why).inc()
-        self.deadline.watch(self.deadline_passed)
+        router.metrics.retries.add(why)
+        self._hedge_at = NEVER
         self._try(*placed)
         return True
 
-    def answering(self) -> None:
-        """Note that the head of the answer is passed on: from now on an error can only cut the connection."""
+    def _hedge(self, now_at: float) -> None:
+        """The first answer is late: ask a second instance as well, if that cannot make an overload worse."""
+        first = self._attempts[0].instance
+        may_hedge = self.handling is Handling.FOLLOW or first.is_silent(self._hedge_s, now_at)
+        if may_hedge and self._router.members.may_hedge(self._hedge_s, now_at) and self._try_again(_LATE):
+            return
+        self._hedge_at = now_at + self._hedge_s  # perhaps then
+
+    def answering(self, attempt: Attempt) -> None:
+        """Pass this attempt's answer on and drop the other one: from now on an error can only cut the connection."""
         self.phase = Phase.ANSWERING
+        self._hedge_at = NEVER
+        if len(self._tried) > 1:
+            for other in self._attempts:
+                if other is not attempt:
+                    is_second = other.began_at < attempt.began_at
+                    self._router.metrics.hedges.add("second" if is_second else "first")
+                    if is_second:
+                        other.blame("timeout")
+                    other.leave()
+            self._attempts = [attempt]
+            if attempt.placement is not None:
+                self._router.signalled(self.head, attempt.placement)
 
     def answered(self, status: int, is_last: bool) -> None:
         """End the request: its whole answer is written."""
@@ -207,16 +266,31 @@ class Exchange:
         else:
             self._reply(error.status, problem(error, self.head.request_id, self.is_last))
 
-    def deadline_passed(self) -> None:
-        """End the request with 504, or with 408 if its body has not come; a queued one when it is its turn."""
+    # ---- from the clock
+
+    def tick(self, now_at: float) -> float:
+        """Do what is due.
+
+        Returns:
+            The next instant at which something will be, of the monotonic clock.
+        """
         if self.phase is Phase.OVER:
-            return
+            return NEVER
+        if now_at >= self.deadline_at:
+            self._deadline_passed()
+            return NEVER
+        if now_at >= self._hedge_at and self.phase is Phase.AT_INSTANCE:
+            self._hedge(now_at)
+        return min(self.deadline_at, self._hedge_at)
+
+    def _deadline_passed(self) -> None:
+        """End the request with 504, or with 408 if its body has not come; a queued one when it is its turn."""
         if not self.body.is_whole:
             self.refuse(Refused(408, "body: not complete within the time budget"))
         else:
-            self._error = DeadlineExceeded("no answer within the time budget")
-            if self._attempt is not None:
-                self._attempt.blame("timeout")
+            self._error = self._error or DeadlineExceeded("no answer within the time budget")
+            for attempt in self._attempts:
+                attempt.blame("timeout")
         if self.phase is not Phase.QUEUED:
             self.push()
 
@@ -228,15 +302,14 @@ class Exchange:
         self.answered(status, is_last)
 
     def _end(self, status: int) -> None:
-        if self._attempt is not None:
-            self._attempt.leave()
-            self._attempt = None
+        for attempt in self._attempts:
+            attempt.leave()
+        self._attempts = []
         if self._erasing is not None:
             self._erasing.cancel()
             self._erasing = None
         if self.phase in _IN_FLIGHT:
             self._router.in_flight -= 1
         self.phase = Phase.OVER
-        self.deadline.cancel()
         self.body.close()
         self._router.finished(self.handling, status, time.monotonic() - self.head.began_at)

@@ -1,59 +1,31 @@
-"""The instances as this router sees them, and which of them gets a request.
+"""The instances of one router, and which of them gets a request.
 
-The health of an instance, as its checks tell it (one check each `health.interval_s`; ready = 200, unready = another
-status, failed = no answer):
-
-                 ready x rise                     unready
-    UNKNOWN ──────────────────────► UP ──────────────────────► DRAINING
-       │                          ▲  │ ▲     ready x rise        │ │
-       │ not ready                │  │ └─────────────────────────┘ │ unready and t_life_s over,
-       │             ready x rise │  │ failed x fall               │ or failed x fall
-       └────────────────────────► DOWN ◄───────────────────────────┘
-
-A draining instance takes the ranks of its users and no signals. An operator can drain an instance as well. The circuit
-breaker of an instance may keep it out, or let only a share of its users return. None of this changes the ring: a walk
-around the ring for a user skips the instances that cannot take the request.
+Nothing that happens to an instance changes the ring: a walk around the ring for a user skips the instances that do not
+take the request. `trust.py` says whom the others make up for.
 
 Invariants:
   M1  a rank goes where its signal went, as long as that instance takes ranks
   M2  users of instances that are up and not held back by a breaker stay where they are, whatever happens to the others
-  M3  a draining instance gets no signal; after `t_life_s` of draining it gets nothing
+  M3  a draining instance gets no signal that another takes; after `t_life_s` of draining it gets nothing
+  M4  nobody is refused because of the health of instances while an instance is up, or while nobody knows better
 """
 
 from __future__ import annotations
 
 import logging
 import random
-from collections import deque
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from enum import StrEnum
 from statistics import median
 from typing import NamedTuple
 
 from npu_gr.core.errors import Overloaded, Unavailable
-from npu_gr.router.breaker import Breaker
 from npu_gr.router.config import InstanceConfig, RouterConfig
-from npu_gr.router.ring import Member, Placement, Ring, bound, fraction, spill
-from npu_gr.router.upstream import UpstreamPool
+from npu_gr.router.instance import Health, InstanceState
+from npu_gr.router.ring import Member, Placement, Ring, bound, spill
+from npu_gr.router.trust import Trust, trust
 
 log = logging.getLogger(__name__)
-
-
-class Health(StrEnum):
-    """The health of an instance; the module's docstring draws how it changes."""
-
-    UNKNOWN = "unknown"  # not checked yet
-    UP = "up"
-    DRAINING = "draining"
-    DOWN = "down"
-
-
-class Check(StrEnum):
-    """The result of one health check."""
-
-    READY = "ready"
-    UNREADY = "unready"  # it answers, and does not want new work
-    FAILED = "failed"  # it does not answer
 
 
 class How(StrEnum):
@@ -64,6 +36,7 @@ class How(StrEnum):
     SIGNAL = "signal"  # a rank follows its signal
     SUCCESSOR = "successor"  # the owner does not take it
     NORMAL = "normal"  # by load
+    BLIND = "blind"  # no instance takes it as far as is known; this one is asked all the same
 
 
 class Choice(NamedTuple):
@@ -73,98 +46,7 @@ class Choice(NamedTuple):
     how: How
 
 
-class InstanceState:
-    """What the router knows of one instance, and its idle connections to it."""
-
-    def __init__(self, config: InstanceConfig, router: RouterConfig, is_new: bool) -> None:
-        self.config = config
-        self.name = config.name
-        self.breaker = Breaker(router.breaker)
-        self.pool = UpstreamPool(router.limits.instance_idle)
-        self.in_flight = 0
-        self.is_drained = False  # an operator wants it out
-        self.health = Health.UNKNOWN
-        self.rank_times_s: deque[float] = deque(maxlen=1024)  # answer times of ranks in this interval
-        self._health_config = router.health
-        self._max_in_flight = router.limits.instance_inflight
-        self._t_life_s = router.relay.t_life_s
-        self._is_new = is_new  # joined a running router: its users come gradually
-        self._drained_at = 0.0  # while it drains, it takes no ranks after this instant
-        self._num_good = 0  # ready checks in a row
-        self._num_bad = 0  # other checks in a row
-
-    @property
-    def has_room(self) -> bool:
-        """Whether it is under its limit of requests in flight."""
-        return self.in_flight < self._max_in_flight
-
-    def takes_signals(self, now_at: float, user: bytes) -> bool:
-        """Whether new work of this user may go to the instance."""
-        return self.health is Health.UP and not self.is_drained and self._is_let_in(now_at, user)
-
-    def takes_ranks(self, now_at: float) -> bool:
-        """Whether a rank whose signal went to the instance may follow it."""
-        return self._is_there(now_at) and not self.breaker.is_open(now_at)
-
-    def takes_users(self, now_at: float, user: bytes) -> bool:
-        """Whether a rank of this user without a signal may go to the instance."""
-        return self._is_there(now_at) and self._is_let_in(now_at, user)
-
-    def _is_there(self, now_at: float) -> bool:
-        is_leaving = self.is_drained or self.health is Health.DRAINING
-        return self.health in (Health.UP, Health.DRAINING) and not (is_leaving and now_at >= self._drained_at)
-
-    def _is_let_in(self, now_at: float, user: bytes) -> bool:
-        share = self.breaker.share(now_at)
-        return share >= 1.0 or fraction(user) < share
-
-    def drain(self, now_at: float) -> None:
-        """Stop signals at once, and ranks after `t_life_s`."""
-        if not self.is_drained and self.health is not Health.DRAINING:
-            self._drained_at = now_at + self._t_life_s
-        self.is_drained = True
-
-    def undrain(self, now_at: float) -> None:
-        """End the operator's drain; users return gradually."""
-        if self.is_drained:
-            self.is_drained = False
-            self.breaker.come_back(now_at)
-
-    def checked(self, check: Check, now_at: float) -> None:
-        """Update the health after a check, or after a request that found nobody listening."""
-        before = self.health
-        if check is Check.READY:
-            self._num_good += 1
-            self._num_bad = 0
-            if before is not Health.UP and self._num_good >= self._health_config.rise:
-                self.health = Health.UP
-                if before is not Health.UNKNOWN or self._is_new:
-                    self.breaker.come_back(now_at)
-        else:
-            self._num_good = 0
-            self._num_bad += 1
-            self.health = self._health_after_bad(check, now_at)
-        if self.health is not before:
-            log.warning("instance %s: %s, was %s", self.name, self.health, before)
-            if self.health is Health.DOWN:
-                self.pool.close_idle()
-
-    def _health_after_bad(self, check: Check, now_at: float) -> Health:
-        if check is Check.UNREADY and self.health is Health.UP:
-            if not self.is_drained:
-                self._drained_at = now_at + self._t_life_s
-            return Health.DRAINING
-        if check is Check.UNREADY and self.health is Health.DRAINING:
-            return Health.DOWN if now_at >= self._drained_at else Health.DRAINING
-        if check is Check.UNREADY or self.health is Health.UNKNOWN or self._num_bad >= self._health_config.fall:
-            return Health.DOWN
-        return self.health
-
-    def answered(self, took_s: float, is_rank: bool, now_at: float) -> None:
-        """Record an answer that the instance gave `took_s` after it was sent the request."""
-        self.breaker.succeeded(now_at)
-        if is_rank:
-            self.rank_times_s.append(took_s)
+Takes = Callable[[InstanceState, float], bool]  # whether an instance takes one kind of work of anybody, at an instant
 
 
 class Members:
@@ -216,16 +98,19 @@ class Members:
             Unavailable: no instance takes signals.
             Overloaded: the instance that would take it is at its limit.
         """
-        others = (name for name in self.ring.walk(user) if name not in tried)
-        able = (name for name in others if self.instances[name].takes_signals(now_at, user))
+        able = (one.name for one in self._takers(user, now_at, InstanceState.takes_signals) if one.name not in tried)
         name, is_spilled = spill(able, self._has_share if self._config.relay.load_factor else lambda _name: True)
+        how = How.SPILLED if is_spilled else How.HOME if name == self.ring.owner_or_none(user) else How.SUCCESSOR
+        if name is None:
+            how = How.BLIND
+            others = self._blind(self.ring.walk(user), tried, now_at, InstanceState.takes_signals)
+            name = others[0].name if others else None
         if name is None:
             raise Unavailable("no instance takes signals now")
         instance = self.instances[name]
         if not instance.has_room:
             raise Overloaded(f"{name} serves {instance.in_flight} requests already")
-        self._remember(user, name, now_at)
-        how = How.SPILLED if is_spilled else How.HOME if name == self.ring.owner(user) else How.SUCCESSOR
+        self.remember(user, name, now_at)
         return Choice(instance, how), Placement(name, self.ring.epoch, is_spilled)
 
     def for_rank(self, user: bytes, brought: Placement | None, now_at: float, tried: Collection[str]) -> Choice:
@@ -244,18 +129,21 @@ class Members:
             Unavailable: no instance is left.
             Overloaded: all that are left are at their limits.
         """
-        for name in (brought.instance if brought else None, self._signalled_to(user, now_at)):
+        names = (brought.instance, self._signalled_to(user, now_at)) if brought else (self._signalled_to(user, now_at),)
+        for name in names:
             instance = self.instances.get(name) if name is not None and name not in tried else None
-            if instance is not None and instance.takes_ranks(now_at) and instance.has_room:
+            if instance is not None and self._takes(instance, now_at, InstanceState.takes_ranks) and instance.has_room:
                 return Choice(instance, How.SIGNAL)
-        is_home = not tried
-        for name in self.ring.walk(user):
-            instance = self.instances[name]
-            if name not in tried and instance.takes_users(now_at, user):
+        owner = self.ring.owner_or_none(user)
+        if owner is not None and not tried:  # the usual case, without a walk
+            instance = self.instances[owner]
+            if instance.has_room and instance.takes_ranks(now_at) and instance.breaker.share(now_at) >= 1.0:
+                return Choice(instance, How.HOME)
+        for instance in self._takers(user, now_at, InstanceState.takes_ranks):
+            if instance.name not in tried:
                 if instance.has_room:
-                    return Choice(instance, How.HOME if is_home else How.SUCCESSOR)
+                    return Choice(instance, How.HOME if instance.name == owner else How.SUCCESSOR)
                 break  # it is up but full: its overflow goes by load, not all to one successor
-            is_home = False
         return self.for_any(now_at, tried)
 
     def for_any(self, now_at: float, tried: Collection[str] = ()) -> Choice:
@@ -265,7 +153,12 @@ class Members:
             Unavailable: no instance is left.
             Overloaded: all that are left are at their limits.
         """
-        there = [one for one in self.instances.values() if one.name not in tried and one.takes_ranks(now_at)]
+        how = How.NORMAL
+        there = [one for one in self.instances.values() if one.name not in tried]
+        there = [one for one in there if self._takes(one, now_at, InstanceState.takes_ranks)]
+        if not there:
+            how = How.BLIND
+            there = self._blind(self.instances, tried, now_at, InstanceState.takes_ranks)
         there = [one for one in there if one.config.normal] or there
         if not there:
             raise Unavailable("no instance is available")
@@ -273,7 +166,67 @@ class Members:
         if not free:
             raise Overloaded("every instance is at its limit of requests in flight")
         two = self._random.sample(free, min(2, len(free)))
-        return Choice(min(two, key=lambda one: one.in_flight), How.NORMAL)
+        return Choice(min(two, key=lambda one: one.in_flight), how)
+
+    def for_overflow(self, now_at: float, tried: Collection[str]) -> Choice:
+        """Choose by load for a rank that its instance refused, unless half of the instances refuse.
+
+        An instance that refused a moment ago is not asked: then the whole fleet has too much to do, not one hot owner.
+
+        Raises:
+            Unavailable: there is no such instance.
+            Overloaded: all that are left are at their limits.
+        """
+        refusing = [one.name for one in self.instances.values() if one.refuses(now_at)]
+        if 2 * len(refusing) > len(self.instances):
+            raise Unavailable("most instances refuse for load")
+        return self.for_any(now_at, {*tried, *refusing})
+
+    def may_hedge(self, limit_s: float, now_at: float) -> bool:
+        """Whether not most instances take longer than this: then all have too much to do, and a hedge makes it more."""
+        slow = sum(one.is_slow(limit_s, now_at) for one in self.instances.values())
+        return 2 * slow <= len(self.instances)
+
+    def trust(self, now_at: float) -> Trust:
+        """Judge all instances together."""
+        return trust(self.instances.values(), now_at, self._config.health.panic_ratio)
+
+    def is_served(self, now_at: float) -> bool:
+        """Whether an instance is known, or in a panic is hoped, to serve."""
+        up = (one for one in self.instances.values() if one.health is not Health.DRAINING)
+        return any(self._takes(one, now_at, InstanceState.takes_ranks) for one in up)
+
+    def _takers(self, user: bytes, now_at: float, takes: Takes) -> Iterator[InstanceState]:
+        """The instances that take work of a user, the owner first.
+
+        Args:
+            user: the value of the user header.
+            now_at: the instant, of the monotonic clock.
+            takes: whether an instance takes this kind of work of anybody.
+        """
+        judged: Trust | None = None
+        for name in self.ring.walk(user):
+            one = self.instances[name]
+            if takes(one, now_at):
+                if one.breaker.share(now_at) < 1.0:
+                    judged = judged or self.trust(now_at)
+                    if not judged.lets_in(one, user, now_at):
+                        continue
+                yield one
+            elif one.is_suspect(now_at):
+                judged = judged or self.trust(now_at)
+                if judged.is_panic:
+                    yield one
+
+    def _takes(self, one: InstanceState, now_at: float, takes: Takes) -> bool:
+        return takes(one, now_at) or (one.is_suspect(now_at) and self.trust(now_at).is_panic)
+
+    def _blind(self, names: Iterable[str], tried: Collection[str], now_at: float, takes: Takes) -> list[InstanceState]:
+        """Where nobody takes the request: whom no operator has taken out. Asking in vain is better than refusing."""
+        asked = [self.instances[name] for name in names]
+        if any(self._takes(one, now_at, takes) for one in asked):
+            return []  # those have been tried
+        return [one for one in asked if one.name not in tried and not one.is_drained]
 
     def _has_share(self, name: str) -> bool:
         """Whether the instance stays within its bounded load with one more signal."""
@@ -283,7 +236,8 @@ class Members:
         one = self.instances[name]
         return one.in_flight < bound(total, one.config.weight, total_weight, self._config.relay.load_factor)
 
-    def _remember(self, user: bytes, name: str, now_at: float) -> None:
+    def remember(self, user: bytes, name: str, now_at: float) -> None:
+        """Let the ranks of a user follow a signal to this instance."""
         kept = self._signalled
         kept.pop(user, None)
         kept[user] = (name, now_at + self._config.relay.t_life_s)
@@ -291,8 +245,8 @@ class Members:
             del kept[next(iter(kept))]
 
     def _signalled_to(self, user: bytes, now_at: float) -> str | None:
-        name, expires_at = self._signalled.get(user, (None, 0.0))
-        return name if now_at < expires_at else None
+        signalled = self._signalled.get(user)
+        return signalled[0] if signalled is not None and now_at < signalled[1] else None
 
     # ---- what requests teach
 

@@ -14,7 +14,7 @@ import httptools
 from npu_gr.router.answers import Refused
 from npu_gr.router.config import LimitsConfig
 from npu_gr.router.exchange import Exchange
-from npu_gr.router.request import RequestHead, too_many_headers
+from npu_gr.router.request import NOT_PASSED_ON, ONCE, PARTS, RequestHead, too_many_headers
 
 
 class RequestReader:
@@ -24,7 +24,8 @@ class RequestReader:
         self.is_last = False  # nothing is read after the request that is being read
         self.head: RequestHead | None = None  # that is being read
         self._limits = limits
-        self._user_header = user_header
+        self._once = ONCE | {user_header}
+        self._max_parts = PARTS * limits.max_headers
         self._on_head = on_head
         self._exchange: Exchange | None = None  # whose body is being read
         self._head_bytes = 0
@@ -87,9 +88,16 @@ class RequestReader:
             if self._num_trailers > self._limits.max_headers:
                 raise too_many_headers(self._limits)
             return
-        head.add(name, value, self._user_header)
-        if len(head.headers) > self._limits.max_headers:
-            raise too_many_headers(self._limits)
+        low = name.lower()
+        seen = head.seen
+        if low in seen and low in self._once:
+            raise Refused(400, f"{low.decode()}: given twice")
+        seen[low] = value
+        head.num_bytes += len(name) + len(value) + 4
+        if low not in NOT_PASSED_ON:
+            head.lines += (name, b": ", value, b"\r\n")
+            if len(head.lines) > self._max_parts:
+                raise too_many_headers(self._limits)
 
     def on_headers_complete(self) -> None:
         head = self.head

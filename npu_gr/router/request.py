@@ -6,13 +6,12 @@ request-ID header, and a request without a host.
 
 from __future__ import annotations
 
-import uuid
-from dataclasses import dataclass, field
+import os
+from itertools import count
 
 from npu_gr.router.answers import Refused
 from npu_gr.router.config import LimitsConfig
 from npu_gr.router.routes import METHODS
-from npu_gr.router.upstream import Headers
 from npu_gr.server.headers import budget_s
 
 _BUDGET_HEADERS = {
@@ -38,9 +37,12 @@ _OURS = frozenset(  # the router writes them itself
         *_BUDGET_HEADERS,
     )
 )
-_NOT_PASSED_ON = _HOP_BY_HOP | _OURS
-_ONCE = frozenset((b"host", b"content-length", b"x-npugr-placement", b"x-npugr-service", b"x-request-id"))
+NOT_PASSED_ON = _HOP_BY_HOP | _OURS
+ONCE = frozenset((b"host", b"content-length", b"x-npugr-placement", b"x-npugr-service", b"x-request-id"))
 _LAST_CHUNK = b"0\r\n\r\n"
+PARTS = 4  # of a header in `RequestHead.lines`
+_ID_PREFIX = os.urandom(10).hex().encode()  # of this process; with the count an ID is as unique as a random one
+_ids = count()
 
 
 def too_many_headers(limits: LimitsConfig) -> Refused:
@@ -48,57 +50,48 @@ def too_many_headers(limits: LimitsConfig) -> Refused:
     return Refused(431, f"headers: over {limits.max_header_bytes} bytes or {limits.max_headers} lines")
 
 
-@dataclass(slots=True)
 class RequestHead:
     """The request line and the headers."""
 
-    began_at: float  # when its first byte came
-    target: bytes = b""
-    method: bytes = b""
-    is_http11: bool = True
-    keeps_alive: bool = True  # the client may send another request after it
-    num_bytes: int = 0  # of the headers
-    headers: Headers = field(default_factory=list)  # to be passed on
-    seen: dict[bytes, bytes] = field(default_factory=dict)  # lower-case name -> value, all of them
-    _request_id: bytes = b""
+    __slots__ = (
+        "_request_id",
+        "began_at",
+        "is_http11",
+        "keeps_alive",
+        "lines",
+        "method",
+        "num_bytes",
+        "path",
+        "seen",
+        "target",
+    )
+
+    def __init__(self, began_at: float) -> None:
+        self.began_at = began_at  # when its first byte came
+        self.target = b""
+        self.path = b""  # the target without its query; once the head is complete
+        self.method = b""
+        self.is_http11 = True
+        self.keeps_alive = True  # the client may send another request after it
+        self.num_bytes = 0  # of the headers, with their line ends
+        self.lines: list[bytes] = []  # headers to be passed on: name, colon, value, line end, name, ...
+        self.seen: dict[bytes, bytes] = {}  # lower-case name -> value, all of them
+        self._request_id = b""
 
     @property
     def request_id(self) -> bytes:
         """The client's ID for the request, or a new one."""
         if not self._request_id:
-            self._request_id = self.seen.get(b"x-request-id") or uuid.uuid4().hex.encode()
+            self._request_id = self.seen.get(b"x-request-id") or b"%s%012x" % (_ID_PREFIX, next(_ids))
         return self._request_id
 
-    @property
-    def path(self) -> bytes:
-        """The target without its query."""
-        return self.target.partition(b"?")[0]
-
-    def add(self, name: bytes, value: bytes, user_header: bytes) -> None:
-        """Add one header.
-
-        Args:
-            name: as the client wrote it.
-            value: without the white space around it.
-            user_header: in lower case; like the other headers that decide something, it may be given only once.
-
-        Raises:
-            Refused: the header was given before and may be given only once.
-        """
-        low = name.lower()
-        self.num_bytes += len(name) + len(value) + 4
-        if low in self.seen and (low in _ONCE or low == user_header):
-            raise Refused(400, f"{low.decode()}: given twice")
-        self.seen[low] = value
-        if low not in _NOT_PASSED_ON:
-            self.headers.append((name, value))
-
     def check(self, limits: LimitsConfig) -> None:
-        """Check the complete head, and drop the headers that `Connection` names.
+        """Complete the head: check it, and drop the headers that `Connection` names.
 
         Raises:
             Refused: the request cannot be routed, or is over a limit.
         """
+        self.path = self.target.partition(b"?")[0]
         if self.num_bytes + len(self.target) > limits.max_header_bytes:
             raise too_many_headers(limits)
         if self.method not in METHODS:
@@ -114,7 +107,8 @@ class RequestHead:
             named = {name.strip() for name in self.seen[b"connection"].lower().split(b",")}
             named -= {b"", b"close", b"keep-alive"}
             if named:
-                self.headers = [pair for pair in self.headers if pair[0].lower() not in named]
+                kept = [pair for pair in self._pairs() if pair[0].lower() not in named]
+                self.lines = [part for name, value in kept for part in (name, b": ", value, b"\r\n")]
 
     def budget_s(self, default_s: float, max_s: float) -> float:
         """The time that the client grants, in seconds from the request's first byte.
@@ -129,17 +123,15 @@ class RequestHead:
         return budget_s(given, default_s, max_s)
 
     def encode(self, body: RequestBody, left_s: float) -> bytes:
-        """Write the request for an instance: no hop-by-hop header, the remaining time instead of the granted time.
+        """Write the head for an instance: no hop-by-hop header, the remaining time instead of the granted time.
 
         Args:
-            body: if it is complete, it is included, so that the whole request is one write; otherwise it is announced
-                as chunked.
+            body: if it is not complete, it is announced as chunked.
             left_s: seconds until the deadline.
         """
-        parts = [b"%s %s HTTP/1.1\r\n" % (self.method, self.target)]
-        parts += [b"%s: %s\r\n" % pair for pair in self.headers]
+        parts = [self.method, b" ", self.target, b" HTTP/1.1\r\n", *self.lines]
         if b"x-request-id" not in self.seen:
-            parts.append(b"X-Request-Id: %s\r\n" % self.request_id)
+            parts += (b"X-Request-Id: ", self.request_id, b"\r\n")
         if not self.is_http11 and b"host" not in self.seen:
             parts.append(b"Host: router\r\n")
         if body.is_chunked:
@@ -147,17 +139,18 @@ class RequestHead:
         elif body.num_bytes or self.method == b"POST":
             parts.append(b"Content-Length: %d\r\n" % body.num_bytes)
         parts.append(b"X-Request-Timeout-Ms: %.3f\r\n\r\n" % max(1.0, left_s * 1e3))
-        if not body.is_chunked:
-            parts += body.pieces
         return b"".join(parts)
 
     def fields(self, left_s: float) -> dict[str, str]:
         """The headers for an instance as `encode` writes them, without `Host` and the body's length."""
-        given = {name.decode("latin-1"): value.decode("latin-1") for name, value in self.headers}
+        given = {name.decode("latin-1"): value.decode("latin-1") for name, value in self._pairs()}
         given = {name: value for name, value in given.items() if name.lower() != "host"}
         given["X-Request-Id"] = self.request_id.decode("latin-1")
         given["X-Request-Timeout-Ms"] = f"{max(1.0, left_s * 1e3):.3f}"
         return given
+
+    def _pairs(self) -> list[tuple[bytes, bytes]]:
+        return list(zip(self.lines[0::PARTS], self.lines[2::PARTS], strict=True))
 
 
 class RequestBody:
@@ -199,7 +192,7 @@ class RequestBody:
             is_kept: keep what is sent, so that it can be sent again.
 
         Returns:
-            What is to be written. Nothing if the body is not chunked: `RequestHead.encode` has included it.
+            What is to be written. Nothing if the body is not chunked: then it was sent with the head.
         """
         if not self.is_chunked:
             self.is_sent = True

@@ -51,9 +51,16 @@ class Ring:
         Raises:
             ValueError: the ring is empty.
         """
-        if not self._hashes:
+        owner = self.owner_or_none(user)
+        if owner is None:
             raise ValueError("the ring is empty")
-        return next(self.walk(user))
+        return owner
+
+    def owner_or_none(self, user: bytes) -> str | None:
+        """The member that owns the user. None: the ring is empty."""
+        if not self._hashes:
+            return None
+        return self._names[bisect_right(self._hashes, xxhash.xxh3_64_intdigest(user)) % len(self._names)]
 
     def walk(self, user: bytes) -> Iterator[str]:
         """All members: first the owner, then the one that would take over from it, and so on."""

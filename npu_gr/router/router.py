@@ -6,6 +6,7 @@ This module knows nothing of connections or of requests under way; `client.py` a
 from __future__ import annotations
 
 import asyncio
+import socket
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -13,11 +14,13 @@ from contextlib import asynccontextmanager
 import aiohttp
 
 from npu_gr.core.errors import BadRequest, Overloaded, Unavailable
+from npu_gr.router.again import AnswerTimes, RetryBudget
 from npu_gr.router.answers import plain
-from npu_gr.router.config import RetryConfig, RouterConfig
+from npu_gr.router.config import RouterConfig
 from npu_gr.router.connections import Connections
 from npu_gr.router.erase import ask_all
-from npu_gr.router.members import Check, Choice, Health, InstanceState, Members
+from npu_gr.router.instance import Check, InstanceState
+from npu_gr.router.members import Choice, Members
 from npu_gr.router.metrics import RouterMetrics
 from npu_gr.router.request import RequestHead
 from npu_gr.router.ring import Placement
@@ -28,29 +31,6 @@ from npu_gr.router.watcher import Watcher
 _SWEEP_S = 1.0
 
 
-class RetryBudget:
-    """Limits retries to a ratio of the ranks: a retry must not double the load of a fleet that fails."""
-
-    def __init__(self, config: RetryConfig) -> None:
-        self._config = config
-        self._tokens = config.burst
-
-    def earn(self) -> None:
-        """Count one rank that is over; each adds `retry.ratio` of a retry."""
-        self._tokens = min(self._config.burst, self._tokens + self._config.ratio)
-
-    def take(self) -> bool:
-        """Take one retry. False: there is none left."""
-        if self._tokens < 1:
-            return False
-        self._tokens -= 1
-        return True
-
-    def give_back(self) -> None:
-        """Return a retry that was taken and not used."""
-        self._tokens += 1
-
-
 class Router:
     """The shared state of one router. `running()` keeps it up to date."""
 
@@ -59,11 +39,13 @@ class Router:
         self.metrics = metrics
         self.user_header = config.user_header.encode()
         self.members = Members(config)
-        self.members.observe(lambda name, why: metrics.opened(name, why).inc())
+        self.members.observe(lambda name, why: metrics.opened.add(name, why))
         self.connections = Connections(config.limits.max_connections)
         self.retries = RetryBudget(config.retry)
+        self.answer_times = AnswerTimes(config.retry)
         self.in_flight = 0
         self.is_draining = False
+        self.taken_over = asyncio.Event()  # another router has this one's listening sockets
         self._watcher = Watcher(config, self.members, metrics)
         self._http: aiohttp.ClientSession | None = None  # while running
 
@@ -79,13 +61,16 @@ class Router:
             raise Overloaded(f"the router serves {self.config.limits.max_inflight} requests already")
         self.in_flight += 1
 
-    def place(self, head: RequestHead, handling: Handling, tried: list[str]) -> tuple[Choice, Placement | None]:
+    def place(
+        self, head: RequestHead, handling: Handling, tried: list[str], is_overflow: bool = False
+    ) -> tuple[Choice, Placement | None]:
         """Choose the instance for a request.
 
         Args:
             head: its headers name the user, the signal's placement and the service.
             handling: SIGNAL, FOLLOW, ONCE or BY_LOAD.
             tried: names of instances that have failed the request.
+            is_overflow: the last of them refused it for load.
 
         Returns:
             The choice, and for a signal the placement that its answer tells the caller.
@@ -97,6 +82,8 @@ class Router:
         """
         now_at = time.monotonic()
         seen = head.seen
+        if is_overflow:
+            return self.members.for_overflow(now_at, tried), None
         if handling is Handling.BY_LOAD or (handling is Handling.FOLLOW and seen.get(b"x-npugr-service") == b"normal"):
             return self.members.for_any(now_at, tried), None
         user = seen.get(self.user_header)
@@ -108,6 +95,10 @@ class Router:
         brought = Placement.decode(given.decode("latin-1")) if given is not None else None
         return self.members.for_rank(user, brought, now_at, tried), None
 
+    def signalled(self, head: RequestHead, placement: Placement) -> None:
+        """Let the ranks of a user follow the signal that was answered, whatever other one was sent."""
+        self.members.remember(head.seen[self.user_header], placement.instance, time.monotonic())
+
     async def connect(self, instance: InstanceState) -> Upstream:
         """Open a new connection to an instance.
 
@@ -117,8 +108,9 @@ class Router:
         config = instance.config
         try:
             return await instance.pool.connect(config.host, config.port, self.config.connect_timeout_s)
-        except OSError:
-            instance.checked(Check.FAILED, time.monotonic())
+        except OSError as error:
+            is_gone = isinstance(error, (ConnectionRefusedError, socket.gaierror))
+            instance.checked(Check.GONE if is_gone else Check.FAILED, time.monotonic())
             self._watcher.check_soon()
             raise
 
@@ -147,7 +139,7 @@ class Router:
             why: the metric label: "connect", "timeout", "lost", "bad_answer" or a status.
             is_signal: a signal's 503 may be a drain. The breaker does not count it; a health check tells soon.
         """
-        self.metrics.failures(instance.name, why).inc()
+        self.metrics.failures.add(instance.name, why)
         if why == "503" and is_signal:
             self._watcher.check_soon()
         else:
@@ -163,17 +155,37 @@ class Router:
         """
         if handling is Handling.FOLLOW:
             self.retries.earn()
-        self.metrics.requests(handling, str(status)).inc()
-        self.metrics.duration_s(handling).observe(took_s)
+        self.metrics.requests.add(handling, status)
+        self.metrics.duration_s.observe(took_s, handling)
+
+    def answered(self, one: InstanceState, handling: Handling, path: bytes, took_s: float, now_at: float) -> None:
+        """Record an answer that is no failure.
+
+        Args:
+            one: the instance.
+            handling: of the request.
+            path: of the request.
+            took_s: from sending the request to the answer's head.
+            now_at: the instant, of the monotonic clock.
+        """
+        is_rank = handling is Handling.FOLLOW
+        one.answered(took_s, is_rank, now_at)
+        if is_rank:
+            self.answer_times.answered(path, took_s)
 
     def is_ready(self) -> tuple[bool, str]:
         """Whether the router wants requests, and the reason if it does not."""
         if self.is_draining:
             return False, "draining"
         now_at = time.monotonic()
-        if not any(one.health is Health.UP and one.takes_ranks(now_at) for one in self.members.instances.values()):
+        if not self.members.is_served(now_at):
             return False, "no instance is up"
         return True, ""
+
+    @property
+    def is_leaving(self) -> bool:
+        """Whether a client's next request should come on a new connection."""
+        return self.is_draining or self.taken_over.is_set()
 
     # ---- in the background
 
@@ -213,8 +225,11 @@ class Router:
         """Bring the gauges up to date; call it before they are read."""
         now_at = time.monotonic()
         for name, one in self.members.instances.items():
-            self.metrics.up(name).set(one.health is Health.UP and not one.is_drained)
-            self.metrics.share(name).set(one.breaker.share(now_at) if one.takes_ranks(now_at) else 0.0)
-            self.metrics.instance_in_flight(name).set(one.in_flight)
+            self.metrics.up.set(name, one.takes_signals(now_at))
+            self.metrics.gone.set(name, one.is_gone)
+            self.metrics.share.set(name, one.breaker.share(now_at) if one.takes_ranks(now_at) else 0.0)
+            self.metrics.instance_in_flight.set(name, one.in_flight)
         self.metrics.in_flight.set(self.in_flight)
+        self.metrics.panic.set(self.members.trust(now_at).is_panic)
         self.metrics.connections.set(len(self.connections))
+        self.metrics.max_connections.set(self.config.limits.max_connections)

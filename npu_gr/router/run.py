@@ -1,20 +1,21 @@
-"""Starts, drains and stops a router."""
+"""Starts, drains, hands over and stops a router."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from socket import socket
 
 from aiohttp import web
 from prometheus_client import CollectorRegistry
 
-from npu_gr.core.errors import ConfigError
 from npu_gr.router.admin import build_admin_app
 from npu_gr.router.client import ClientConnection
 from npu_gr.router.config import RouterConfig
+from npu_gr.router.handover import BACKLOG, Taken, ask, bind, offering
 from npu_gr.router.metrics import RouterMetrics
 from npu_gr.router.router import Router
 from npu_gr.server.loop_lag import probe_loop_lag
@@ -24,56 +25,90 @@ log = logging.getLogger(__name__)
 
 
 @asynccontextmanager
-async def listening(config: RouterConfig) -> AsyncIterator[tuple[Router, int, int]]:
+async def listening(config: RouterConfig, takes_over: bool = False) -> AsyncIterator[tuple[Router, int, int]]:
     """Serve until the block ends; then wait for the requests in flight, at most `shutdown_timeout_s`.
 
+    Args:
+        config: all settings.
+        takes_over: from the router that listens on the same port, if there is one.
+
     Yields:
-        The router, its port and its admin port.
+        The router, its port and its admin port. Its `taken_over` tells that another router serves in its place.
 
     Raises:
-        ConfigError: the instances cannot be found, or an address cannot be bound.
+        ConfigError: the instances cannot be found, an address cannot be bound, or nothing is handed over.
     """
     router = Router(config, RouterMetrics(CollectorRegistry()))
-    loop = asyncio.get_running_loop()
     lag = probe_loop_lag(router.metrics.loop_lag_s.observe, router.metrics.loop_freezes.inc)
-    async with router.running(), lag:
-        admin = web.AppRunner(build_admin_app(router), access_log=None)
-        await admin.setup()
-        try:
-            site = web.TCPSite(admin, config.admin_host, config.admin_port)
-            with _named("admin_host, admin_port", config.admin_host, config.admin_port):
-                await site.start()
-            with _named("host, port", config.host, config.port):
-                server = await loop.create_server(
-                    lambda: ClientConnection(router), config.host, config.port, backlog=4096
-                )
-            try:
-                yield router, server.sockets[0].getsockname()[1], admin.addresses[0][1]
-            finally:
-                router.is_draining = True
+    async with router.running(), lag, AsyncExitStack() as stack:
+        taken = await ask(config.host, config.port) if takes_over else Taken({}, None)
+        stack.callback(taken.close)
+        admins = taken.take("admin", config.admin_port)
+        admins = admins or await bind("admin_host, admin_port", config.admin_host, config.admin_port)
+        admin = await _serve_admin(router, admins, stack)
+        sockets = taken.take("requests", config.port) or await bind("host, port", config.host, config.port)
+        port: int = sockets[0].getsockname()[1]
+        admin_port: int = admins[0].getsockname()[1]
+        servers = await _serve_requests(router, sockets)
+
+        async def go() -> None:
+            for server in servers:
                 server.close()
-                await router.connections.close(config.shutdown_timeout_s)
+            for site in list(admin.sites):
+                await site.stop()
+            router.taken_over.set()
+
+        try:
+            await taken.serving()
+            async with offering(config.host, {"requests": sockets, "admin": admins}, go):
+                yield router, port, admin_port
         finally:
-            await admin.cleanup()
+            router.is_draining = True
+            for server in servers:
+                server.close()
+            await router.connections.close(config.shutdown_timeout_s)
 
 
-async def run(config: RouterConfig, on_listening: Callable[[int, int], None] = lambda _port, _admin: None) -> None:
-    """Serve until SIGTERM or SIGINT, then drain; a second signal stops at once."""
-    async with listening(config) as (router, port, admin_port):
+async def _serve_admin(router: Router, sockets: list[socket], stack: AsyncExitStack) -> web.AppRunner:
+    admin = web.AppRunner(build_admin_app(router), access_log=None)
+    stack.push_async_callback(admin.cleanup)
+    await admin.setup()
+    for one in sockets:
+        await web.SockSite(admin, one).start()
+    return admin
+
+
+async def _serve_requests(router: Router, sockets: list[socket]) -> list[asyncio.Server]:
+    loop = asyncio.get_running_loop()
+    return [await loop.create_server(lambda: ClientConnection(router), sock=one, backlog=BACKLOG) for one in sockets]
+
+
+async def run(
+    config: RouterConfig,
+    on_listening: Callable[[int, int], None] = lambda _port, _admin: None,
+    takes_over: bool = False,
+) -> None:
+    """Serve until SIGTERM, SIGINT or a router that takes over; then drain. A second signal stops at once.
+
+    Args:
+        config: all settings.
+        on_listening: called with the port and the admin port.
+        takes_over: from the router that listens on the same port, if there is one.
+    """
+    async with listening(config, takes_over) as (router, port, admin_port):
         log.info("listening on %s:%d, admin on %s:%d", config.host, port, config.admin_host, admin_port)
         on_listening(port, admin_port)
         with stop_signals() as signals:
-            await signals.get()
-            log.info("draining for %.1f s", config.drain_grace_s)
-            router.is_draining = True
+            signalled = asyncio.ensure_future(signals.get())
+            taken_over = asyncio.ensure_future(router.taken_over.wait())
+            await asyncio.wait((signalled, taken_over), return_when=asyncio.FIRST_COMPLETED)
+            taken_over.cancel()
+            if signalled.done():
+                log.info("draining for %.1f s", config.drain_grace_s)
+                router.is_draining = True
+                signalled = asyncio.ensure_future(signals.get())
+            else:
+                log.info("another router took over; connections that are open get %.1f s", config.drain_grace_s)
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(signals.get(), config.drain_grace_s)
+                await asyncio.wait_for(signalled, config.drain_grace_s)
     log.info("stopped")
-
-
-@contextlib.contextmanager
-def _named(fields: str, host: str, port: int) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise ConfigError(f"{fields}: cannot listen on {host}:{port}: {error}") from error

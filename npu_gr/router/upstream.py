@@ -9,15 +9,34 @@ from typing import Protocol, cast
 
 import httptools
 
-Headers = list[tuple[bytes, bytes]]
+from npu_gr.server.headers import NOT_TAKEN
+
 # Statuses whose answers have no body, whatever their headers say.
 BODILESS = (204, 304)
+_HOP_BY_HOP = frozenset(
+    (b"connection", b"keep-alive", b"transfer-encoding", b"upgrade", b"trailer", b"proxy-connection")
+)
+_NOT_TAKEN = NOT_TAKEN.lower().encode()
+_JOINED_BYTES = 4096  # a longer body is not copied behind its head
+
+
+class AnswerHead:
+    """The status and the headers of an instance's answer."""
+
+    __slots__ = ("has_length", "is_chunked", "is_not_taken", "lines", "status")
+
+    def __init__(self) -> None:
+        self.status = 0
+        self.lines: list[bytes] = []  # headers that are passed on: name, colon, value, line end, name, ...
+        self.has_length = False
+        self.is_chunked = False
+        self.is_not_taken = False  # the instance says that it has begun nothing
 
 
 class Carried(Protocol):
     """What an upstream connection tells the request that it carries."""
 
-    def answer_head(self, status: int, headers: Headers) -> None:
+    def answer_head(self, head: AnswerHead) -> None:
         """The status line and the headers are complete."""
         ...
 
@@ -51,7 +70,7 @@ class AnswerReader:
         self.is_delimited = False  # the answer says where it ends; otherwise it ends with the connection
         self.is_reusable = False  # of the last complete answer: another request may follow on this connection
         self._is_out_of_step = False  # this answer began before its request was sent
-        self._headers: Headers = []
+        self._head = AnswerHead()
         self._parser = httptools.HttpResponseParser(self)
 
     def expect(self, carried: Carried) -> None:
@@ -74,19 +93,30 @@ class AnswerReader:
 
     def on_message_begin(self) -> None:
         self._is_out_of_step = self.carried is None
-        self._headers = []
+        self._head = AnswerHead()
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        self._headers.append((name, value))
+        head = self._head
+        low = name.lower()
+        if low not in _HOP_BY_HOP:
+            head.lines += (name, b": ", value, b"\r\n")
+        if low == b"content-length":
+            head.has_length = True
+        elif low == b"transfer-encoding":
+            head.is_chunked = True
+        elif low == _NOT_TAKEN:
+            head.is_not_taken = True
 
     def on_headers_complete(self) -> None:
         status = self._parser.get_status_code()
         if status < 200 or self.carried is None:
             return
         self.has_head = True
-        names = {name.lower() for name, _ in self._headers}
-        self.is_delimited = status in BODILESS or b"content-length" in names or b"transfer-encoding" in names
-        self.carried.answer_head(status, self._headers)
+        head = self._head
+        head.status = status
+        head.has_length = head.has_length or status in BODILESS
+        self.is_delimited = head.has_length or head.is_chunked
+        self.carried.answer_head(head)
 
     def on_body(self, body: bytes) -> None:
         if self.carried is not None:
@@ -111,10 +141,20 @@ class Upstream(asyncio.Protocol):
         self._reader = AnswerReader()
         self._transport: asyncio.Transport | None = None
 
-    def send(self, carried: Carried, data: bytes) -> None:
-        """Begin a request; its answer is reported to `carried`."""
+    def send(self, carried: Carried, head: bytes, body: list[bytes]) -> None:
+        """Begin a request; its answer is reported to `carried`.
+
+        Args:
+            carried: the request.
+            head: with the empty line at its end.
+            body: the whole body, or nothing if it follows in chunks.
+        """
         self._reader.expect(carried)
-        self.send_more(data)
+        assert self._transport is not None
+        if sum(map(len, body)) > _JOINED_BYTES:
+            self._transport.writelines([head, *body])
+        else:
+            self._transport.write(b"".join((head, *body)))
 
     def send_more(self, data: bytes) -> None:
         """Send more of the request's body."""

@@ -11,7 +11,8 @@ import aiohttp
 from npu_gr.core.errors import ConfigError
 from npu_gr.router.config import InstanceConfig, RouterConfig
 from npu_gr.router.discovery import find
-from npu_gr.router.members import Check, InstanceState, Members, ring_of
+from npu_gr.router.instance import Check, InstanceState
+from npu_gr.router.members import Members, ring_of
 from npu_gr.router.metrics import RouterMetrics
 
 log = logging.getLogger(__name__)
@@ -82,5 +83,9 @@ class Watcher:
         try:
             async with http.get(f"{instance.config.url}{self._config.health.path}") as answer:
                 return Check.READY if answer.status == 200 else Check.UNREADY
+        except aiohttp.ClientConnectorDNSError:
+            return Check.GONE
+        except aiohttp.ClientConnectorError as error:
+            return Check.GONE if isinstance(error.os_error, ConnectionRefusedError) else Check.FAILED
         except (aiohttp.ClientError, OSError):  # TimeoutError is an OSError
             return Check.FAILED

@@ -68,6 +68,8 @@ def _handler(
             body = decode(await request.read(), request.content_type, codec.body)
         request[USER] = body.user
         parsed = codec.parse(body, config)
+        if codec.read_headers is not None:
+            parsed = codec.read_headers(parsed, request.headers)
         answer = await service.serve(kind, parsed, _left_s(request, config), slot_of(request))
         request[ANSWER] = cast("Answer", answer)
         rendered = codec.render(answer, request[ID], accepted_media(request))

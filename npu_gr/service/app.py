@@ -22,6 +22,7 @@ from npu_gr.backend.choose import choose
 from npu_gr.core.errors import NpuGrError
 from npu_gr.engine.scheduler import Scheduler
 from npu_gr.features.base import HistoryStore
+from npu_gr.features.guarded import GuardedStore
 from npu_gr.features.prefix_history_cache import PrefixHistoryCache
 from npu_gr.features.store import open_store
 from npu_gr.jobs.histories import Histories
@@ -66,13 +67,15 @@ async def instance(
         stack.push_async_callback(scheduler.stop)
         versions = await open_models(config, backend, scheduler, metrics)
         stack.push_async_callback(versions.stop)
-        store = await open_store(config.features)
-        if store is not None:
+        store = None
+        if (opened := await open_store(config.features)) is not None:
+            store = GuardedStore(opened, config.features, metrics.store)
             stack.push_async_callback(store.close)
+            metrics.store.observe(store)
         shared = Shared(
             settings=settings,
             versions=versions,
-            histories=_histories(config, store),
+            histories=_histories(config, store, metrics),
             vectors=None if config.match is None else ServedVectors(config.match, backend),
             scheduler=scheduler,
             metrics=metrics,
@@ -181,9 +184,9 @@ async def open_models(config: Config, backend: Backend, scheduler: Scheduler, me
     return versions
 
 
-def _histories(config: Config, store: HistoryStore | None) -> Histories:
+def _histories(config: Config, store: HistoryStore | None, metrics: Metrics) -> Histories:
     cache = PrefixHistoryCache(config.service.known_prefix_bytes)
-    return Histories(store, cache, config.service.cut_step_tokens)
+    return Histories(store, cache, config.service.cut_step_tokens, config.features.on_failure, metrics)
 
 
 def observe(metrics: Metrics, settings: InForce, scheduler: Scheduler, service: Service) -> None:

@@ -16,7 +16,8 @@ from npu_gr.core.kinds import RANK, SIGNAL
 from npu_gr.core.request import Outcome
 from npu_gr.metrics.slo import Counts, Promise, Result, judge
 from npu_gr.router.config import DiscoveryConfig, InstanceConfig, LimitsConfig, PairConfig, RouterConfig
-from npu_gr.router.members import Health, How, Members, ring_of
+from npu_gr.router.instance import Health
+from npu_gr.router.members import How, Members, ring_of
 from npu_gr.router.ring import Placement
 from npu_gr.simulate import clock
 from npu_gr.simulate.config import DeviceProfile, SimulateConfig

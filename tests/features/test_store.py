@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import asyncio
-import shutil
+import base64
+import gc
 import signal
+import sqlite3
 import subprocess
 import sys
-import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
-from npu_gr.core.errors import ConfigError, Unavailable
+from npu_gr.core.errors import ConfigError, StoreFailed, StoreFault, Unavailable, Unprocessable
 from npu_gr.core.request import Events, UserKey
-from npu_gr.features import embedded
-from npu_gr.features.base import HistoryConfig, HistoryStore
+from npu_gr.features import embedded_file
+from npu_gr.features.base import HistoryConfig, HistoryStore, key_bytes
 from npu_gr.features.embedded import EmbeddedStore
 from npu_gr.features.store import open_store
+from tests.features.redis_server import redis_path
 from tests.models import events
 
 USER = UserKey("t", "u")
@@ -27,21 +30,8 @@ USER = UserKey("t", "u")
 
 @pytest.fixture(scope="session")
 def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    binary = shutil.which("redis-server")
-    if binary is None:
-        pytest.skip("no redis-server on PATH (Debian: apt-get install redis-server)")
-    folder = tmp_path_factory.mktemp("redis")
-    socket = folder / "redis.sock"
-    with subprocess.Popen(
-        [binary, "--port", "0", "--unixsocket", str(socket), "--dir", str(folder), "--save", ""],
-        stdout=subprocess.DEVNULL,
-    ) as server:
-        for _ in range(100):
-            if socket.exists():
-                break
-            time.sleep(0.05)
-        yield f"unix://{socket}"
-        server.terminate()
+    with redis_path(tmp_path_factory.mktemp("redis")) as path:
+        yield f"unix://{path}"
 
 
 @pytest.fixture(params=["embedded", "redis"])
@@ -163,7 +153,7 @@ async def test_a_job_that_breaks_does_not_stop_the_writer(tmp_path: Path, monkey
     store = await open_store(HistoryConfig(path=str(tmp_path / "h.db")))
     assert isinstance(store, EmbeddedStore)
     with monkeypatch.context() as patch:
-        patch.setattr(embedded, "pack", lambda _: 1 / 0)
+        patch.setattr(embedded_file, "pack", lambda _: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             await store.append(USER, events(3))
     assert await store.append(USER, events(3)) == 3
@@ -252,3 +242,142 @@ def test_records_are_packed() -> None:
     assert len(pack(history)) == 50 * EVENT.itemsize == 900
     assert equal(unpack(pack(history)), history)
     assert np.array_equal(unpack(b"").items, [])
+
+
+# ---- idempotency keys
+
+
+async def test_a_key_is_applied_once(store: HistoryStore) -> None:
+    history = events(3)
+    assert await store.append(USER, history, "a") == 3
+    assert await store.append(USER, events(4, seed=1)) == 7
+    assert await store.append(USER, history, "a") == 3  # what it answered the first time
+    assert await store.append(USER, history, "b") == 10
+    assert await store.append(UserKey("t", "v"), history, "a") == 3  # another user's key is another key
+    assert len((await store.read(USER, 99)).events) == 10
+
+
+async def test_a_key_with_other_events_is_refused(store: HistoryStore) -> None:
+    await store.append(USER, events(3), "a")
+    with pytest.raises(Unprocessable, match="idempotency_key"):
+        await store.append(USER, events(3, seed=1), "a")
+    assert len((await store.read(USER, 99)).events) == 3
+
+
+async def test_a_key_is_applied_once_by_all_who_come_at_once(store: HistoryStore) -> None:
+    history = events(2)
+    kept = await asyncio.gather(*(store.append(USER, history, f"k{number % 5}") for number in range(50)))
+    assert sorted(kept) == sorted([2, 4, 6, 8, 10] * 10)
+    assert len((await store.read(USER, 99)).events) == 10
+
+
+async def test_erasing_forgets_the_keys(store: HistoryStore) -> None:
+    await store.append(USER, events(3), "a")
+    await store.erase(USER)
+    assert await store.append(USER, events(3), "a") == 3
+
+
+async def test_keys_are_bounded_in_number(config: HistoryConfig) -> None:
+    opened = await open_store(msgspec.structs.replace(config, max_idempotency_keys=4))
+    assert opened is not None
+    for number in range(6):
+        await opened.append(USER, events(1), f"k{number}")
+    assert [await opened.append(USER, events(1), f"k{number}") for number in (2, 3, 4, 5)] == [3, 4, 5, 6]
+    assert await opened.append(USER, events(1), "k0") == 7  # forgotten
+    await opened.close()
+
+
+async def test_keys_expire(tmp_path: Path) -> None:
+    now = [1000.0]
+    config = HistoryConfig(path=str(tmp_path / "h.db"), idempotency_s=60.0)
+    store = EmbeddedStore(config, wall_clock=lambda: now[0])
+    for number in range(20):
+        await store.append(USER, events(1), f"k{number}")
+    now[0] += 59
+    assert await store.append(USER, events(1), "k0") == 1
+    now[0] += 2
+    assert await store.append(USER, events(1), "k0") == 21
+    for number in range(3):
+        await store.append(USER, events(1), f"new{number}")
+    (left,) = store._reader.execute("SELECT count(*) FROM keys").fetchone()
+    assert left == 4
+    await store.close()
+
+
+async def test_keys_expire_in_redis(redis_url: str) -> None:
+    import redis.asyncio as redis
+
+    store = await open_store(HistoryConfig(kind="redis", url=redis_url, timeout_s=30.0, idempotency_s=1.0))
+    assert store is not None
+    user = UserKey("", "expiring")
+    name = base64.urlsafe_b64encode(key_bytes(user)).decode()
+    await store.append(user, events(1), "a")
+    async with redis.from_url(redis_url) as client, asyncio.timeout(10):
+        while [name async for name in client.scan_iter(f"npu_gr:*{name}*:keys")]:  # noqa: ASYNC110  (another process)
+            await asyncio.sleep(0.05)
+    assert await store.append(user, events(1), "a") == 2
+    await store.close()
+
+
+# ---- one bad append
+
+
+async def test_one_that_fails_fails_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a group of appends those before and after the one that breaks are there."""
+    store = await open_store(HistoryConfig(path=str(tmp_path / "h.db")))
+    assert isinstance(store, EmbeddedStore)
+    whole = embedded_file.append
+
+    def breaks(db: sqlite3.Connection, key: bytes, history: Events, max_events: int) -> int:
+        kept = whole(db, key, history, max_events)
+        if len(history) == 7:
+            raise sqlite3.DatabaseError("database disk image is malformed")
+        return kept
+
+    monkeypatch.setattr(embedded_file, "append", breaks)
+    lengths = [3, 7, 4, 7, 5]
+    done = await asyncio.gather(
+        *(store.append(UserKey("", f"u{number}"), events(n)) for number, n in enumerate(lengths)),
+        return_exceptions=True,
+    )
+    assert [one if isinstance(one, int) else type(one) for one in done] == [3, StoreFailed, 4, StoreFailed, 5]
+    for number, n in enumerate(lengths):
+        assert len((await store.read(UserKey("", f"u{number}"), 99)).events) == (0 if n == 7 else n)
+    await store.close()
+
+
+async def test_a_group_that_cannot_be_committed_is_tried_in_parts(tmp_path: Path) -> None:
+    """The file may grow by a few pages only: small appends of the group are in, the large one is not."""
+    store = await open_store(HistoryConfig(path=str(tmp_path / "h.db")))
+    assert isinstance(store, EmbeddedStore)
+    (pages,) = store._writer.execute("PRAGMA page_count").fetchone()
+    store._writer.execute(f"PRAGMA max_page_count = {pages + 8}")
+    large = store.append(UserKey("", "large"), events(20_000))
+    small = [store.append(UserKey("", f"u{number}"), events(3)) for number in range(20)]
+    failed, *kept = await asyncio.gather(large, *small, return_exceptions=True)
+    assert isinstance(failed, StoreFailed)
+    assert failed.fault is StoreFault.DISK_FULL
+    assert kept == [3] * 20
+    await store.close()
+
+
+async def test_a_failure_that_nobody_waits_for_is_not_logged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = await open_store(HistoryConfig(path=str(tmp_path / "h.db")))
+    assert isinstance(store, EmbeddedStore)
+
+    def breaks(*_: object) -> int:
+        raise sqlite3.OperationalError("database is locked")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(embedded_file, "append", breaks)
+        gone = asyncio.create_task(store.append(USER, events(1)))
+        await asyncio.sleep(0)
+        gone.cancel()
+        await asyncio.gather(gone, return_exceptions=True)
+        with pytest.raises(StoreFailed, match="database is locked"):
+            await store.append(USER, events(1))
+    await store.close()
+    gc.collect()
+    assert not [record for record in caplog.records if record.name == "asyncio"]

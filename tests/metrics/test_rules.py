@@ -74,6 +74,9 @@ ERRORS = 'npu_gr_relay_errors_total{instance="a",where="reload"}'
 FAILURES = 'npu_gr_selfcheck_failures_total{instance="a"}'
 AGE = 'npu_gr_catalogue_age_seconds{instance="a"}'
 RELOAD = 'npu_gr_last_reload_successful{instance="a",what="configuration"}'
+BREAKER = 'npu_gr_store_breaker_open{instance="a",store="%s",lane="writes"}'
+CALLS = 'npu_gr_store_calls_total{instance="a",operation="%s",result="%s"}'
+DEGRADED = 'npu_gr_history_degraded_total{instance="a",source="last_known",fault="store_slow"}'
 UP, READY = 'up{instance="a",job="npu_gr"}', 'npu_gr_ready{instance="a"}'
 
 
@@ -112,6 +115,19 @@ def wasted(evicted: int, produced: int) -> dict[str, str]:
     return {WASTED: f"0+{evicted}x70", PREINFERS: f"0+{produced}x70"}
 
 
+def calls(operation: str, result: str, bad: int, good: int) -> dict[str, str]:
+    return {CALLS % (operation, result): f"0+{bad}x20", CALLS % (operation, "ok"): f"0+{good}x20"}
+
+
+def disk(free: int) -> dict[str, str]:
+    name = 'npu_gr_store_disk_%s{instance="a"}'
+    return {name % "free_bytes": f"{free}x20", name % "bytes": "100x20"}
+
+
+def degraded(num: int, reads: int) -> dict[str, str]:
+    return {DEGRADED: f"0+{num}x20", CALLS % ("read", "ok"): f"0+{reads}x20"}
+
+
 def one(alert: str, fires: dict[str, str], quiet: dict[str, str], minute: int, **labels: str) -> list[Case]:
     return [Case(fires, minute, {alert: labels}, []), Case(quiet, minute, {}, [alert])]
 
@@ -142,12 +158,90 @@ CAUSES: list[Case] = [
     Case(wasted(4, 0), 65, {}, ["NpuGrPrefixesWasted"]),
     *one("NpuGrRelayErrors", {ERRORS: "0+12x30"}, {ERRORS: "0+3x30"}, 25, instance="a", where="reload"),
     *one("NpuGrReloadRefused", {RELOAD: "1 0 0 0"}, {RELOAD: "1 0 1 1"}, 3, instance="a", what="configuration"),
+    *one(
+        "NpuGrRedisUnreachable", {BREAKER % "redis": "1x9"}, {BREAKER % "redis": "0 0 0 0 0 1 0 0 0 0"}, 6, **INSTANCE
+    ),
+    *one(
+        "NpuGrStoreBreakerOpen",
+        {BREAKER % "embedded": "1x9"},
+        {BREAKER % "embedded": "0 0 0 0 0 1 0 0 0 0"},
+        6,
+        instance="a",
+        lane="writes",
+    ),
+    *one("NpuGrStoreFailing", calls("read", "store_slow", 3, 97), calls("read", "store_slow", 1, 199), 15, **INSTANCE),
+    Case(calls("read", "entry_corrupt", 3, 97), 15, {"NpuGrStoreCorrupt": INSTANCE}, ["NpuGrStoreFailing"]),
+    *one("NpuGrStoreDiskFull", calls("append", "disk_full", 1, 999), calls("append", "disk_full", 0, 9), 9, **INSTANCE),
+    *one("NpuGrStoreDiskNearlyFull", disk(9), disk(10), 8, **INSTANCE),
+    *one(
+        "NpuGrStoreCorrupt",
+        {'npu_gr_store_damaged_places{instance="a"}': "2x5"},
+        {'npu_gr_store_damaged_places{instance="a"}': "0x5"},
+        3,
+        **INSTANCE,
+    ),
+    *one("NpuGrHistoryDegraded", degraded(3, 100), degraded(1, 200), 15, **INSTANCE),
     *one("NpuGrEventLoopBlocked", lag(95, 5), lag(995, 5), 25, **INSTANCE),
     *one("NpuGrEventLoopBlocked", froze(1), froze(0), 25, **INSTANCE),
     *one("NpuGrEventLoopBlocked", of_router(froze(1)), of_router(froze(0)), 25, **INSTANCE),
     *one("NpuGrLogLinesDropped", dropped(1), dropped(0), 25, **STDOUT),
     *one("NpuGrLogLinesDropped", of_router(dropped(1)), of_router(dropped(0)), 25, **STDOUT),
     *one("NpuGrCatalogueOld", {AGE: "700000x70"}, {AGE: "600000x70"}, 65, **INSTANCE),
+]
+
+
+ROUTED = 'npu_gr_router_requests_total{instance="r",kind="%s",status="%d"}'
+REFUSED = 'npu_gr_router_refused_total{instance="r",kind="signal",why="unavailable"}'
+AGAIN = 'npu_gr_router_retries_total{instance="r",why="late"}'
+OUT = 'npu_gr_router_instance_up{instance="r",backend="gr-1"}'
+GONE = 'npu_gr_router_instance_gone{instance="r",backend="gr-1"}'
+ROUTER_UP = 'up{instance="r",job="npu_gr_router"}'
+FULL = 'npu_gr_router_refused_connections_total{instance="r"}'
+OPEN, MOST = 'npu_gr_router_connections{instance="r"}', 'npu_gr_router_max_connections{instance="r"}'
+
+
+def routed(kind: str, good: int, failed: int) -> dict[str, str]:
+    return {ROUTED % (kind, 200): f"0+{good}x30", ROUTED % (kind, 503): f"0+{failed}x30"}
+
+
+def added(quick: int, slow: int) -> dict[str, str]:
+    name = 'npu_gr_router_added_seconds_bucket{instance="r",kind="rank",le="%s"}'
+    return {
+        name % edge: f"0+{count}x30"
+        for edge, count in {"0.01": quick, "0.02": quick + slow, "+Inf": quick + slow}.items()
+    }
+
+
+ROUTER: dict[str, str] = {"instance": "r"}
+CAUSES += [
+    *one("NpuGrRouterDown", {ROUTER_UP: "0x5"}, {ROUTER_UP: "1 0 1 0 1 0"}, 4, instance="r", job="npu_gr_router"),
+    *one(
+        "NpuGrRouterPanic",
+        {"npu_gr_router_panic" + '{instance="r"}': "1x5"},
+        {"npu_gr_router_panic": "0x5"},
+        4,
+        **ROUTER,
+    ),
+    *one("NpuGrRouterErrors", routed("rank", 97, 3), routed("rank", 995, 5), 15, **ROUTER),
+    *one("NpuGrRouterConnectionsFull", {FULL: "0 0 3 3 3"}, {FULL: "3x5", OPEN: "80x5", MOST: "100x5"}, 4, **ROUTER),
+    Case({OPEN: "95x5", MOST: "100x5"}, 4, {"NpuGrRouterConnectionsFull": ROUTER}, []),
+    *one("NpuGrRouterInstanceOut", {OUT: "0x5"}, {OUT: "0 1 0 1 0 1"}, 4, instance="r", backend="gr-1"),
+    Case({OUT: "0x5", GONE: "1x5"}, 4, {}, ["NpuGrRouterInstanceOut"]),
+    *one(
+        "NpuGrRouterSignalsRefused",
+        {REFUSED: "0+3x20"} | routed("signal", 97, 0),
+        {REFUSED: "0+1x20"} | routed("signal", 500, 0),
+        15,
+        **ROUTER,
+    ),
+    *one(
+        "NpuGrRouterSecondTries",
+        {AGAIN: "0+6x30"} | routed("rank", 94, 0),
+        {AGAIN: "0+4x30"} | routed("rank", 96, 0),
+        25,
+        **ROUTER,
+    ),
+    *one("NpuGrRouterSlow", added(95, 5), added(999, 1), 25, **ROUTER),
 ]
 
 
@@ -160,10 +254,12 @@ def as_test(case: Case) -> dict[str, Any]:
                 {
                     "exp_labels": {**labels, **ALERTS[alert]["labels"]},
                     "exp_annotations": {
-                        name: text.replace("{{ $labels.instance }}", "a")
+                        name: text.replace("{{ $labels.instance }}", labels.get("instance", "a"))
+                        .replace("{{ $labels.backend }}", "gr-1")
                         .replace("{{ $labels.tier }}", "hbm")
                         .replace("{{ $labels.where }}", "reload")
                         .replace("{{ $labels.what }}", "configuration")
+                        .replace("{{ $labels.lane }}", "writes")
                         .replace("{{ $labels.stream }}", "stdout")
                         for name, text in ALERTS[alert]["annotations"].items()
                     },

@@ -12,9 +12,8 @@ import time
 import uvloop
 from aiohttp import web
 
-from npu_gr.server.config import ServerConfig
 from npu_gr.server.headers import NOT_TAKEN
-from npu_gr.server.run import serve
+from npu_gr.server.run import stop_signals
 
 T_LIFE_S = 1.0
 WORK_S = 0.002
@@ -40,13 +39,16 @@ async def main(name: str, port: int, version: str) -> None:
         is_hit = prefixes.get(request.headers["X-User-Id"], 0.0) > time.monotonic()
         return web.json_response({"model_version": version, "outcome": "hbm_hit" if is_hit else "miss_full"})
 
-    async def drain() -> None:
-        nonlocal is_draining
-        is_draining = True
-
     app = web.Application()
     app.add_routes([web.get("/readyz", ready), web.post("/v1/signal", signal), web.post("/v1/rank", rank)])
-    await serve(app, ServerConfig(port=port, drain_grace_s=1.5 * T_LIFE_S), on_drain=drain)
+    runner = web.AppRunner(app, access_log=None, handler_cancellation=True)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", port).start()
+    with stop_signals() as signals:
+        await signals.get()
+        is_draining = True
+        await asyncio.sleep(1.5 * T_LIFE_S)
+    await runner.cleanup()
 
 
 if __name__ == "__main__":

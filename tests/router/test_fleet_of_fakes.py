@@ -12,7 +12,7 @@ import yaml
 from npu_gr.core.errors import ConfigError
 from npu_gr.router.config import DiscoveryConfig, DNSConfig
 from npu_gr.router.discovery import find
-from npu_gr.router.members import Health
+from npu_gr.router.instance import Health
 from tests.router.fake import Fake, site
 
 

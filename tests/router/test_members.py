@@ -13,7 +13,8 @@ from npu_gr.core.errors import Overloaded, Unavailable
 from npu_gr.core.settings import from_table
 from npu_gr.router.breaker import Breaker
 from npu_gr.router.config import BreakerConfig, InstanceConfig, RouterConfig
-from npu_gr.router.members import Check, Health, How, InstanceState, Members, ring_of
+from npu_gr.router.instance import Check, Health, InstanceState
+from npu_gr.router.members import Choice, How, Members, Takes, ring_of
 from npu_gr.router.ring import fraction
 
 USERS = [f"user-{i}".encode() for i in range(300)]
@@ -41,6 +42,14 @@ def homes(m: Members, now_at: float = 0.0) -> dict[bytes, str]:
 def down(one: InstanceState, now_at: float = 0.0) -> None:
     for _ in range(2):
         one.checked(Check.FAILED, now_at)
+
+
+def is_right(m: Members, choice: Choice, now_at: float, takes: Takes) -> bool:
+    """Whether an instance that takes the work was chosen, in a panic perhaps a suspect; anyone only if none is left."""
+    one = choice.instance
+    is_panic = m.trust(now_at).is_panic
+    able = [i for i in m.instances.values() if takes(i, now_at) or (is_panic and i.is_suspect(now_at))]
+    return one in able if able else choice.how is How.BLIND and not one.is_drained
 
 
 EVENTS = st.lists(
@@ -92,10 +101,9 @@ def test_a_rank_goes_where_its_signal_went_as_long_as_that_one_takes_ranks(
                 try:
                     choice, placement = m.for_signal(user, now_at)
                 except Unavailable:
-                    assert not any(i.takes_signals(now_at, user) for i in m.instances.values())
+                    assert all(i.is_drained for i in m.instances.values())
                     continue
-                assert choice.instance.takes_signals(now_at, user)
-                assert choice.instance.health is Health.UP
+                assert is_right(m, choice, now_at, InstanceState.takes_signals)
                 assert placement.instance == choice.instance.name
                 placed[user] = (placement, now_at)
             case "rank":
@@ -103,9 +111,9 @@ def test_a_rank_goes_where_its_signal_went_as_long_as_that_one_takes_ranks(
                     try:
                         choice = m.for_rank(user, brought, now_at, ())
                     except Unavailable:
-                        assert not any(i.takes_ranks(now_at) for i in m.instances.values())
+                        assert all(i.is_drained for i in m.instances.values())
                         continue
-                    assert choice.instance.takes_ranks(now_at)
+                    assert is_right(m, choice, now_at, InstanceState.takes_ranks)
                     if user in placed and now_at < placed[user][1] + T_LIFE_S:
                         went = m.instances[placed[user][0].instance]
                         if went.takes_ranks(now_at):
@@ -134,6 +142,166 @@ def test_losing_one_moves_its_users_only_and_they_come_back_slowly_and_in_one_di
         if now_at == 100.0:
             assert back == {user for user in USERS if before[user] == lost and fraction(user) < 0.25}
     assert homes(m, 104.0) == before
+
+
+def signals(m: Members, now_at: float) -> dict[bytes, tuple[str, How]]:
+    return {user: (found.instance.name, found.how) for user in USERS for found in [m.for_signal(user, now_at)[0]]}
+
+
+def owners(m: Members) -> dict[bytes, tuple[str, How]]:
+    return {user: (m.ring.owner(user), How.HOME) for user in USERS}
+
+
+def test_when_all_come_back_at_once_each_takes_all_of_its_users_at_once() -> None:
+    m = members(breaker={"return_s": 5.0, "return_share": 0.1})
+    for one in m.instances.values():
+        down(one)
+    for one in m.instances.values():
+        one.checked(Check.READY, 100.0)
+    for now_at in (100.0, 100.1, 104.0, 106.0):
+        assert signals(m, now_at) == owners(m)
+        assert homes(m, now_at) == {user: name for user, (name, _) in owners(m).items()}
+
+
+@settings(deadline=None, max_examples=100)
+@given(
+    back_at=st.lists(st.floats(0.0, 6.0), min_size=3, max_size=3),
+    looks_after_s=st.lists(st.floats(0.0, 12.0), min_size=1, max_size=6),
+)
+def test_however_they_come_back_an_instance_that_is_up_takes_everybody(
+    back_at: list[float], looks_after_s: list[float]
+) -> None:
+    m = members(breaker={"return_s": 5.0, "return_share": 0.1}, relay={"t_life_s": 0.001})
+    for one in m.instances.values():
+        down(one)
+        for _ in range(2):
+            one.checked(Check.GONE, 0.0)
+    waiting = sorted(zip(back_at, m.instances.values(), strict=True), key=lambda pair: pair[0])
+    for now_at in sorted(10.0 + waiting[0][0] + after_s for after_s in looks_after_s):
+        while waiting and 10.0 + waiting[0][0] <= now_at:
+            instant, one = waiting.pop(0)
+            one.checked(Check.READY, 10.0 + instant)
+        for user in USERS[:60]:
+            choice, _ = m.for_signal(user, now_at)
+            assert choice.instance.health is Health.UP
+            assert m.for_rank(user, None, now_at, ()).instance is choice.instance
+
+
+def test_who_comes_back_to_others_that_stayed_gets_its_share_and_no_more() -> None:
+    m = members(breaker={"return_s": 5.0, "return_share": 0.25})
+    for name in ("i0", "i1"):
+        down(m.instances[name])
+        m.instances[name].checked(Check.READY, 100.0)
+    found = signals(m, 100.0)
+    here = {user for user in USERS if found[user][0] != "i2"}
+    assert here == {user for user in USERS if m.ring.owner(user) != "i2" and fraction(user) < 0.25}
+
+
+def test_a_share_counts_in_relation_to_the_fullest_one() -> None:
+    m = members(breaker={"return_s": 5.0, "return_share": 0.25})
+    for one in m.instances.values():
+        for _ in range(2):
+            one.checked(Check.GONE, 0.0)
+    m.instances["i0"].checked(Check.READY, 100.0)
+    m.instances["i1"].checked(Check.READY, 102.0)
+    assert m.instances["i0"].breaker.share(102.0) == pytest.approx(0.55)
+    found = signals(m, 102.0)
+    here = {user for user in USERS if found[user] == ("i1", How.HOME)}
+    assert here == {user for user in USERS if m.ring.owner(user) == "i1" and fraction(user) < 0.25 / 0.55}
+
+
+def test_in_a_panic_who_does_not_answer_gets_its_users_and_who_is_gone_or_refuses_does_not() -> None:
+    m = members(instances(5), health={"panic_ratio": 0.5})
+    before = homes(m)
+    for name in ("i0", "i1"):
+        down(m.instances[name])
+    assert not m.trust(0.0).is_panic
+    assert set(homes(m).values()) == {"i2", "i3", "i4"}
+    down(m.instances["i2"])
+    assert m.trust(0.0).is_panic
+    assert homes(m) == before
+    assert {name for name, _ in signals(m, 0.0).values()} == set(m.instances)
+    m.instances["i0"].checked(Check.UNREADY, 20.0)
+    assert not m.trust(20.0).is_panic, "two are well, two are suspects"
+    down(m.instances["i3"], 20.0)
+    assert m.trust(20.0).is_panic
+    m.instances["i1"].checked(Check.GONE, 20.0)
+    found = homes(m, 20.0)
+    assert set(found.values()) == {"i2", "i3", "i4"}
+    assert all(found[user] == before[user] for user in USERS if before[user] not in ("i0", "i1"))
+    for name in ("i1", "i2", "i3", "i0"):
+        m.instances[name].checked(Check.GONE, 20.0)
+    assert not m.trust(20.0).is_panic, "one is well, and nobody who could take users is out"
+    m.instances["i2"].drain(20.0)
+    assert "i2" not in homes(m, 20.0 + T_LIFE_S).values(), "an operator knows better"
+
+
+def test_a_panic_ignores_breakers_and_ends_when_enough_are_well() -> None:
+    m = members(instances(3), breaker={"max_open_ratio": 1.0}, health={"panic_ratio": 0.5})
+    before = homes(m)
+    for name in ("i0", "i1"):
+        m.instances[name].breaker.open(0.0)
+    assert homes(m, 1.0) == before
+    m.instances["i0"].breaker.come_back(1.5)
+    assert not m.trust(1.5).is_panic
+    assert "i1" not in homes(m, 1.5).values()
+    never = members(instances(3), health={"panic_ratio": 0.0})
+    for name in ("i0", "i1"):
+        down(never.instances[name])
+    assert set(homes(never).values()) == {"i2"}
+
+
+def test_where_nobody_is_known_to_serve_somebody_is_asked_all_the_same() -> None:
+    m = members()
+    for one in m.instances.values():
+        for _ in range(2):
+            one.checked(Check.GONE, 0.0)
+    user = USERS[0]
+    first, second, third = m.ring.walk(user)
+    assert not m.is_served(0.0)
+    assert [m.for_signal(user, 0.0, tried)[0] for tried in ((), (first,))] == [
+        (m.instances[first], How.BLIND),
+        (m.instances[second], How.BLIND),
+    ]
+    assert m.for_rank(user, None, 0.0, (first, second)) == (m.instances[third], How.BLIND)
+    m.instances[third].checked(Check.READY, 0.0)
+    with pytest.raises(Unavailable):
+        m.for_signal(user, 0.0, (third,))
+    with pytest.raises(Unavailable):
+        m.for_rank(user, None, 0.0, (third,))
+    for one in m.instances.values():
+        one.drain(0.0)
+    with pytest.raises(Unavailable, match="no instance takes signals"):
+        m.for_signal(user, T_LIFE_S)
+
+
+def test_no_hedge_while_most_are_slow_or_silent_with_work() -> None:
+    m = members(instances(4))
+    for one in m.instances.values():
+        one.begun(0.0)
+        one.answered(0.01, True, 0.01)
+    assert m.may_hedge(0.05, 0.04)
+    assert not m.may_hedge(0.05, 0.2), "all have work and have been silent for .19 s"
+    for name in ("i0", "i1"):
+        m.instances[name].answered(0.01, True, 0.19)
+    assert m.may_hedge(0.05, 0.2), "two of four are silent"
+    for _ in range(60):
+        m.instances["i0"].answered(0.5, True, 0.2)
+    assert not m.may_hedge(0.05, 0.2), "one answers, but slowly"
+    for one in m.instances.values():
+        one.in_flight = 0
+    assert m.may_hedge(0.05, 9.0), "idle is not silent"
+
+
+def test_a_refused_rank_goes_to_who_does_not_refuse_unless_most_do() -> None:
+    m = members(instances(4))
+    m.instances["i0"].refused(10.0)
+    m.instances["i1"].refused(9.5)
+    assert {m.for_overflow(10.1, ["i0"]).instance.name for _ in range(50)} == {"i2", "i3"}
+    m.instances["i2"].refused(10.1)
+    with pytest.raises(Unavailable, match="most instances refuse"):
+        m.for_overflow(10.2, ["i2"])
+    assert m.for_overflow(10.9, ["i0"]).instance.name in ("i1", "i3"), "what i1 said is a second old"
 
 
 def test_draining_signals_stop_at_once_ranks_after_t_life() -> None:
@@ -211,11 +379,13 @@ def test_normal_instances_have_no_users_and_take_what_is_left() -> None:
     assert m.for_any(0.0).instance.name == "normal"
     down(m.instances["special"])
     assert set(homes(m).values()) == {"normal"}
+    assert m.for_signal(USERS[0], 0.0)[0] == (m.instances["special"], How.BLIND), "only it could take the signal"
+    m.instances["special"].drain(0.0)
     with pytest.raises(Unavailable):
         m.for_signal(USERS[0], 0.0)
-    down(m.instances["normal"])
+    m.instances["normal"].drain(0.0)
     with pytest.raises(Unavailable):
-        m.for_rank(USERS[0], None, 0.0, ())
+        m.for_rank(USERS[0], None, T_LIFE_S, ())
 
 
 def test_by_load_the_less_loaded_of_two_is_taken() -> None:

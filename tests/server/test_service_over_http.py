@@ -71,7 +71,7 @@ async def test_a_delta_and_the_store_say_what_the_whole_history_says(tmp_path: P
             assert (await rank(client, "s"))["history"]["num_tokens"] == stored["num_events"]
         assert stored["num_events"] == 90
         from_store = await rank(client, "s")
-        assert from_store["history"] == want["history"]
+        assert from_store["history"] == {**want["history"], "source": "store"}
         assert close(from_store, want)
 
         problem = await post(client, "/v1/rank", 409, user_id="x", candidates=CANDIDATES, base="f" * 32)

@@ -17,6 +17,7 @@ from npu_gr.metrics.dashboards.engine import engine_and_beams
 from npu_gr.metrics.dashboards.fleet import fleet_and_router
 from npu_gr.metrics.dashboards.relay import relay_and_tiers
 from npu_gr.metrics.dashboards.slo import slo_overview
+from npu_gr.metrics.dashboards.store import history_store
 from npu_gr.metrics.rules import RUNBOOKS, rules
 from npu_gr.metrics.slo import Objective
 
@@ -28,6 +29,7 @@ def dashboards(objectives: Sequence[Objective]) -> dict[str, dict[str, Any]]:
         "relay.json": relay_and_tiers(),
         "engine.json": engine_and_beams(),
         "fleet.json": fleet_and_router(),
+        "store.json": history_store(),
     }
 
 

@@ -137,6 +137,7 @@ def _resources() -> list[Panel]:
 
 def _router() -> list[Panel]:
     """The router is a Prometheus job of its own, so the variables of the dashboard do not select its metrics."""
+    ranks = f'sum(rate(npu_gr_router_requests_total{{kind="rank"}}[{WINDOW}]))'
     p99 = f"histogram_quantile(0.99, {_routed('request_duration_seconds_bucket', 'kind, le')})"
     return [
         series(
@@ -160,10 +161,22 @@ def _router() -> list[Panel]:
             stacked=True,
         ),
         series(
-            "Retries and refusals",
-            "Requests sent to a second instance, and requests that never reached one.",
+            "Refused by the router",
+            "Requests that never reached an instance.",
             "reqps",
-            {f"{what}: {{{{why}}}}": _routed(f"{what}_total", "why") for what in ("retries", "refused")},
+            {"{{kind}}: {{why}}": _routed("refused_total", "kind, why")},
+        ),
+        series(
+            "Second tries of ranks",
+            "Share of the ranks that were sent to a second instance; late = beside a first try that had not answered.",
+            "percentunit",
+            {"{{why}}": f"{_routed('retries_total', 'why')} / on() group_left() ({ranks} > 0)"},
+        ),
+        series(
+            "Failures of instances",
+            "Requests that an instance did not answer, by cause.",
+            "reqps",
+            {"{{backend}}: {{why}}": _routed("instance_failures_total", "backend, why")},
         ),
         series(
             "Instances taken out",
@@ -172,10 +185,44 @@ def _router() -> list[Panel]:
             {"{{why}}": _routed("instance_opened_total", "why")},
         ),
         series(
+            "Share of its users that an instance gets",
+            "0 = out, below 1 = its users come back gradually.",
+            "percentunit",
+            {"{{backend}}": "min by (backend) (npu_gr_router_instance_share_ratio)"},
+            top=1.0,
+        ),
+        number(
+            "Instances out",
+            "That get no new work, as a router sees them.",
+            "none",
+            {"out": "max(count by (instance) (npu_gr_router_instance_up == 0) or vector(0))"},
+            steps=((None, "green"), (1.0, "orange")),
+        ),
+        number(
+            "Panic",
+            "1 = a router does not believe the instances' health, because too few are well.",
+            "none",
+            {"panic": "max(npu_gr_router_panic)"},
+            steps=((None, "green"), (1.0, "red")),
+        ),
+        series(
+            "P99 that the router adds",
+            "forwarding: to a request, without the wait for its instance. waiting: how late its event loop is.",
+            SECONDS,
+            {
+                part: f"histogram_quantile(0.99, {_routed(name + '_seconds_bucket', 'le')})"
+                for part, name in (("forwarding", "added"), ("waiting", "event_loop_lag"))
+            },
+        ),
+        series(
             "In the router",
             "Connections of clients, and requests in flight.",
             "short",
-            {"connections": "sum(npu_gr_router_connections)", "requests": "sum(npu_gr_router_in_flight)"},
+            {
+                "connections": "sum(npu_gr_router_connections)",
+                "connections accepted at most": "sum(npu_gr_router_max_connections)",
+                "requests": "sum(npu_gr_router_in_flight)",
+            },
         ),
     ]
 

@@ -5,6 +5,7 @@
     relay       prefixes and memory tiers
     door        who waits, who is inside, connections
     engine      the device's queue and passes
+    store       the history store, and what stands in for it
     process     event loop, limits, version, recorder
     reloads     whether the last reload took effect
 
@@ -28,6 +29,7 @@ from npu_gr.metrics.registry.process import ProcessMetrics
 from npu_gr.metrics.registry.relay import RelayMetrics
 from npu_gr.metrics.registry.reloads import ReloadMetrics
 from npu_gr.metrics.registry.requests import RequestMetrics
+from npu_gr.metrics.registry.store import StoreMetrics
 from npu_gr.metrics.slo import Objective
 
 
@@ -55,6 +57,7 @@ class Metrics:
         self.relay = RelayMetrics(make)
         self.door = DoorMetrics(make)
         self.engine = EngineMetrics(make)
+        self.store = StoreMetrics(make)
         self.process = ProcessMetrics(make)
         self.reloads = ReloadMetrics(make)
 

@@ -42,14 +42,15 @@ class UrlParts(NamedTuple):
 class Codec(Generic[B, Q, A]):
     """One kind of request on the wire. B = body, Q = request, A = answer of the service.
 
-    `parse` raises TooLarge or Unprocessable, with the field and the limit. `render` gets the answer, the request's id
-    and the media type: msgpack carries raw columns where JSON has lists.
+    `parse` raises TooLarge or Unprocessable, with the field and the limit; `read_headers` raises BadRequest. `render`
+    gets the answer, the request's id and the media type: msgpack carries raw columns where JSON has lists.
     """
 
     body: type[B] | None  # the Struct that a body is decoded into; None: no body, `parse` gets `UrlParts`
     answer: type[msgspec.Struct] | None  # the Struct that `render` makes; None: an answer without content
     parse: Callable[[B, ServerConfig], Q]
     render: Callable[[A, str, str], msgspec.Struct | None]
+    read_headers: Callable[[Q, Mapping[str, str]], Q] | None = None  # what the HTTP headers add; None = nothing
     operation: str | None = None  # OpenAPI's operationId; None = the kind's name
     parameters: tuple[dict[str, Any], ...] = ()  # OpenAPI's, beside those of the path and the time limit
     done: str = "Done."  # OpenAPI's description of a good answer

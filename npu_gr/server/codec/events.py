@@ -2,18 +2,38 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Annotated
+
 import msgspec
 
+from npu_gr.core.errors import BadRequest
 from npu_gr.core.request import EventsAnswer, EventsRequest
 from npu_gr.server.codec.base import Codec
 from npu_gr.server.codec.fields import History, UserBody, parse_events
 from npu_gr.server.config import ServerConfig
+
+IDEMPOTENCY_KEY = "Idempotency-Key"
+MAX_KEY = 128  # characters
+_PRINTABLE = rf"[ -~]{{1,{MAX_KEY}}}"
+_KEY_SCHEMA = {"type": "string", "minLength": 1, "maxLength": MAX_KEY, "pattern": "^[ -~]+$"}
+_PARAMETER = {
+    "name": IDEMPOTENCY_KEY,
+    "in": "header",
+    "required": False,
+    "description": "The events that come with one key of a user are appended once.",
+    "schema": _KEY_SCHEMA,
+}
 
 
 class EventsBody(UserBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """New behaviours of a user."""
 
     events: History
+    # in the place of the header: events that come with one key of a user are appended once
+    idempotency_key: Annotated[str, msgspec.Meta(pattern=f"^{_PRINTABLE}$")] | None = None
 
 
 class EventsOut(msgspec.Struct, frozen=True, kw_only=True):
@@ -25,7 +45,23 @@ class EventsOut(msgspec.Struct, frozen=True, kw_only=True):
 
 def parse(body: EventsBody, config: ServerConfig) -> EventsRequest:
     """Make a request of a body. Raises TooLarge or Unprocessable where a field is over its limit."""
-    return EventsRequest(user=body.user, events=parse_events(body.events, "events", config.max_history_events))
+    return EventsRequest(
+        user=body.user,
+        events=parse_events(body.events, "events", config.max_history_events),
+        idempotency_key=body.idempotency_key,
+    )
+
+
+def read_headers(request: EventsRequest, headers: Mapping[str, str]) -> EventsRequest:
+    """Add the key of the header. Raises BadRequest where it cannot be one, or the body has another."""
+    key = headers.get(IDEMPOTENCY_KEY)
+    if key is None:
+        return request
+    if not re.fullmatch(_PRINTABLE, key):
+        raise BadRequest(f"{IDEMPOTENCY_KEY}: {len(key)} characters; needs 1 to {MAX_KEY} printable ASCII characters")
+    if request.idempotency_key not in (None, key):
+        raise BadRequest(f"{IDEMPOTENCY_KEY}: the body's idempotency_key is another one")
+    return replace(request, idempotency_key=key)
 
 
 def render(answer: EventsAnswer, request_id: str, _media: str) -> EventsOut:
@@ -33,4 +69,11 @@ def render(answer: EventsAnswer, request_id: str, _media: str) -> EventsOut:
     return EventsOut(request_id=request_id, num_events=answer.num_events)
 
 
-CODEC = Codec(body=EventsBody, answer=EventsOut, parse=parse, render=render)
+CODEC = Codec(
+    body=EventsBody,
+    answer=EventsOut,
+    parse=parse,
+    render=render,
+    read_headers=read_headers,
+    parameters=(_PARAMETER,),
+)

@@ -59,12 +59,14 @@ class HistoryBody(UserBody, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class HistoryOut(msgspec.Struct, frozen=True, kw_only=True):
-    """How the model read the behaviours: tokens used, tokens cut, items that the catalogue lacks."""
+    """How the model read the behaviours: tokens used, tokens cut, items that the catalogue lacks, their source."""
 
     fingerprint: str
     num_tokens: int
     cut_tokens: int
     unknown_items: int
+    source: str  # request | store | last_known | nothing; the last two: the history store failed
+    fault: str  # of the history store: store_unavailable | store_slow | ...; "" = none
 
 
 # ---- reading
@@ -142,6 +144,8 @@ def render_history(report: HistoryReport) -> HistoryOut:
         num_tokens=report.num_tokens,
         cut_tokens=report.cut_tokens,
         unknown_items=report.unknown_items,
+        source=report.origin.source.value,
+        fault=report.origin.fault or "",
     )
 
 

@@ -31,7 +31,7 @@ from npu_gr.server.entrance.framing import HEAD_END, MAX_HEAD_BYTES, Chunks, Hea
 from npu_gr.server.problem import problem
 
 READ_AHEAD_BYTES = 65_536  # of pipelined requests behind the one that is served
-_LAST_DATA_RECV = 52  # offset of tcpi_last_data_recv in struct tcp_info (linux/tcp.h): ms since data came
+_LAST_DATA_RECV = 52  # offset of tcpi_last_data_recv in struct tcp_info of Linux: ms since data came
 _JIFFY_S = 0.004  # its step
 
 
@@ -45,6 +45,7 @@ class Connection(web.RequestHandler):
         "_entrance",
         "_head",
         "_idle",
+        "_is_paused",
         "_kind",
         "_request",
         "_reserved_bytes",
@@ -75,6 +76,7 @@ class Connection(web.RequestHandler):
         self.slot: Slot | None = None  # of the request that is served
         self.refused_at = float("-inf")
         self.is_paced = True
+        self._is_paused = False
         self._unread: bytes | bytearray = b""
         self._head: Head | None = None
         self._chunks: Chunks | None = None
@@ -125,12 +127,15 @@ class Connection(web.RequestHandler):
         await super().shutdown(timeout)
 
     def pause(self) -> None:
-        """Stop reading, for the pacer."""
+        """Stop reading, for the pacer; requests that were read already wait as well."""
+        self._is_paused = True
         self._pause_transport_reading()
 
     def resume(self) -> None:
         """Read again, for the pacer."""
+        self._is_paused = False
         self._resume_transport_reading()
+        self._advance()
 
     def end(self, answer: bytes) -> None:
         """Write an answer and close."""
@@ -173,7 +178,9 @@ class Connection(web.RequestHandler):
 
     def _advance(self) -> None:
         """Go on with the bytes that are here, as long as they hold whole requests that are refused at once."""
-        while self._unread and self.state in (State.IDLE, State.RECEIVING) and not self._force_close:
+        while self._unread and self.state in (State.IDLE, State.RECEIVING):
+            if self._is_paused or self._force_close:
+                return
             if self.state is State.IDLE:
                 self.state = State.RECEIVING
                 self.began_at = time.monotonic() - self._lay_in_kernel_s()
@@ -266,7 +273,7 @@ class Connection(web.RequestHandler):
         self._request = request
         ticket = self._entrance.door.arrive(
             kind.name,
-            tenant_of(request[head.num_bytes :] if head.body_bytes < READ_AHEAD_BYTES else b""),
+            tenant_of(request, head.num_bytes),
             self.began_at,
             granted_s(head, config.default_budget_s, config.max_budget_s),
             self,
@@ -349,7 +356,7 @@ class Connection(web.RequestHandler):
             self.slot = None
         if self._close_when_idle and self.transport is not None and not self._unread:
             self._loop.call_soon(super().close)
-        elif self._unread:
+        elif self._unread and not self._is_paused:
             self._resume_transport_reading()
         if self._idle is not None and not self._idle.done():
             self._idle.set_result(None)

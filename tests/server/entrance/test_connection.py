@@ -162,6 +162,20 @@ async def test_clients_that_retry_at_once_are_paused_and_read_when_there_is_room
         assert len(at.entrance.pacer) == 0
 
 
+async def test_requests_that_were_pipelined_wait_with_their_paused_connection() -> None:
+    async with site() as at:
+        raw = await at.connect()
+        at.service.door._lanes["rank"].pace.seconds = 1.0
+        with await at.service.fill():
+            raw.send(WHOLE * 200)
+            began_at = time.monotonic()
+            await until(lambda: time.monotonic() - began_at > 0.1)
+            refused = at.count("admissions_total", kind="rank", verdict="overloaded")
+            assert refused is not None
+            assert refused <= 100  # 1,400 a second at most, and not all that were read at once
+            raw.writer.transport.abort()
+
+
 async def test_a_proxy_is_refused_and_never_paused() -> None:
     async with site(trusted_proxies=["127.0.0.0/8"]) as at:
         raw = await at.connect()

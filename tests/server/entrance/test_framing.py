@@ -90,14 +90,22 @@ def test_a_chunk_without_a_size(size: bytes) -> None:
 @pytest.mark.parametrize("tenant", ["", "shop", "a" * 100, "ü"])
 def test_the_tenant_of_a_body(tenant: str) -> None:
     body = {"user_id": 'x"tenant":"y', "tenant": tenant, "candidates": [1, 2]}
-    assert tenant_of(json.dumps(body, ensure_ascii=False).encode()) == tenant
-    assert tenant_of(msgspec.msgpack.encode({"tenant": tenant, "candidates": [1]})) == tenant
+    assert tenant_of(json.dumps(body, ensure_ascii=False).encode(), 0) == tenant
+    assert tenant_of(msgspec.msgpack.encode({"tenant": tenant, "candidates": [1]}), 0) == tenant
+
+
+@pytest.mark.parametrize(
+    "body", [{"tenant": "shop", "items": list(range(10_000))}, {"items": list(range(10_000)), "tenant": "shop"}]
+)
+def test_the_tenant_at_either_end_of_a_long_body(body: dict[str, object]) -> None:
+    assert tenant_of(b"head" + json.dumps(body).encode(), 4) == "shop"
+    assert tenant_of(b"head" + msgspec.msgpack.encode(body), 4) == "shop"
 
 
 @given(st.binary(max_size=200))
 def test_any_bytes_have_a_tenant(body: bytes) -> None:
-    assert isinstance(tenant_of(body), str)
-    assert isinstance(tenant_of(b"\x81\xa6tenant" + body), str)
+    assert isinstance(tenant_of(body, 0), str)
+    assert isinstance(tenant_of(b"\x81\xa6tenant" + body, 0), str)
 
 
 @given(st.binary(max_size=200))

@@ -1,0 +1,266 @@
+"""The file of the embedded store: its lock, its connections, its tables, and what is done with one user's rows.
+
+    users    user -> first, total: events [0, first) were given up, [first, total) are kept
+    chunks   user, chunk -> `CHUNK` events; the last chunk may be shorter
+    keys     user, idempotency key -> what the append that brought it was, and what it answered
+
+Each row has the checksum of its fields, which is checked whenever the row is read. Rows of schema 0 have none until
+they are written again.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import sqlite3
+from contextlib import ExitStack, closing
+from pathlib import Path
+from typing import IO, NamedTuple
+
+from npu_gr.core.errors import ConfigError, StoreFailed, StoreFault, Unprocessable
+from npu_gr.core.request import Events
+from npu_gr.features.base import EVENT, IdempotencyKey, StoredHistory, pack, unpack
+from npu_gr.features.checksum import check_row, damaged, row_sum
+
+CHUNK = 256  # events
+SCHEMA = 1  # 0: rows without checksums, no keys
+CLEANED = 8  # keys that an append looks at, and removes if they are too old
+
+_TABLES = """
+CREATE TABLE IF NOT EXISTS users (user BLOB PRIMARY KEY, first INTEGER, total INTEGER, sum INTEGER) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS chunks (user BLOB, chunk INTEGER, data BLOB, sum INTEGER, PRIMARY KEY (user, chunk))
+  WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS keys (
+  id INTEGER PRIMARY KEY, user BLOB, key BLOB, digest BLOB, num_events INTEGER, at INTEGER, sum INTEGER,
+  UNIQUE (user, key)
+);
+"""
+
+
+class KeyLimits(NamedTuple):
+    """How long keys are remembered, and how many."""
+
+    now: int  # unix seconds
+    keep_s: float
+    max_keys: int  # of a user
+
+
+def lock(path: Path) -> IO[str]:
+    """Open the store's lock file. Closing it, or the end of the process, releases the store.
+
+    Raises:
+        ConfigError: another process has the store, or the folder cannot be used.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        held = path.with_name(path.name + ".lock").open("w")
+        try:
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            held.close()
+            raise
+    except BlockingIOError as error:
+        raise ConfigError(f"features.path: {path} is in use by another process") from error
+    except OSError as error:
+        raise ConfigError(f"features.path: {path} cannot be used: {error.strerror}") from error
+    return held
+
+
+def connect(path: Path, files: ExitStack) -> sqlite3.Connection:
+    """Connect; `files` closes the connection."""
+    connection = files.enter_context(closing(sqlite3.connect(path, isolation_level=None, check_same_thread=False)))
+    connection.execute("PRAGMA journal_mode=WAL")
+    connection.execute("PRAGMA synchronous=FULL")  # an fsync for each commit, which is the acknowledgement
+    return connection
+
+
+def prepare(db: sqlite3.Connection) -> None:
+    """Make the tables, or bring those of an older version up to date.
+
+    Raises:
+        ConfigError: a newer version wrote the file. sqlite3.Error: the file cannot be written.
+    """
+    db.execute("BEGIN IMMEDIATE")  # a file that cannot be written is found at start, not by the first append
+    (version,) = db.execute("PRAGMA user_version").fetchone()
+    if version > SCHEMA:
+        db.execute("ROLLBACK")
+        raise ConfigError(f"features.path: its schema is {version}, and this version reads up to {SCHEMA}")
+    if version < SCHEMA:
+        tables = {name for (name,) in db.execute("SELECT name FROM sqlite_schema WHERE type = 'table'")}
+        for table in sorted(tables & {"users", "chunks"}):  # rows keep NULL until they are written again
+            db.execute(f"ALTER TABLE {table} ADD COLUMN sum INTEGER")
+        for statement in filter(str.strip, _TABLES.split(";")):
+            db.execute(statement)
+        db.execute(f"PRAGMA user_version = {SCHEMA}")
+    db.execute("COMMIT")
+
+
+def failed(what: str, error: sqlite3.Error) -> StoreFailed:
+    """Translate an error of SQLite; `what` could not be done."""
+    faults = {
+        sqlite3.SQLITE_FULL: StoreFault.DISK_FULL,
+        sqlite3.SQLITE_CORRUPT: StoreFault.CORRUPT,
+        sqlite3.SQLITE_NOTADB: StoreFault.CORRUPT,
+    }
+    fault = faults.get(getattr(error, "sqlite_errorcode", 0) & 0xFF, StoreFault.UNAVAILABLE)
+    return StoreFailed(f"the history store cannot be {what}: {error}", fault)
+
+
+# ---- one user's rows, inside a transaction
+
+
+def append(db: sqlite3.Connection, key: bytes, events: Events, max_events: int) -> int:
+    """Append events, and give up the oldest over `max_events`.
+
+    Returns:
+        How many are kept.
+
+    Raises:
+        StoreFailed: the rows to be changed are damaged.
+    """
+    first, total = _extent(db, key) or (0, 0)
+    data = pack(events)
+    at = 0
+    while at < len(events):
+        chunk, filled = divmod(total + at, CHUNK)
+        room = min(CHUNK - filled, len(events) - at)
+        part = data[at * EVENT.itemsize : (at + room) * EVENT.itemsize]
+        if filled:
+            part = _chunk(db, key, chunk, filled) + part
+        row = (key, chunk, part, row_sum(key, chunk, part))
+        db.execute("INSERT OR REPLACE INTO chunks (user, chunk, data, sum) VALUES (?, ?, ?, ?)", row)
+        at += room
+    total += len(events)
+    oldest = max(0, total - max_events)
+    if oldest // CHUNK > first // CHUNK:
+        db.execute("DELETE FROM chunks WHERE user = ? AND chunk < ?", (key, oldest // CHUNK))
+    first = max(first, oldest)
+    extent = (key, first, total, row_sum(key, first, total))
+    db.execute("INSERT OR REPLACE INTO users (user, first, total, sum) VALUES (?, ?, ?, ?)", extent)
+    return total - first
+
+
+def read(db: sqlite3.Connection, key: bytes, last: int) -> StoredHistory:
+    """Read the newest `last` events.
+
+    Raises:
+        StoreFailed: a row is damaged or missing.
+    """
+    extent = _extent(db, key)
+    if extent is None:
+        return StoredHistory(Events.empty(), 0)
+    first, total = extent
+    start = max(first, total - last)
+    rows = db.execute(
+        "SELECT chunk, data, sum FROM chunks WHERE user = ? AND chunk >= ? ORDER BY chunk", (key, start // CHUNK)
+    ).fetchall()
+    if [chunk for chunk, _, _ in rows] != list(range(start // CHUNK, -(-total // CHUNK))):
+        raise damaged("a part is missing")
+    for chunk, data, found in rows:
+        check_chunk(key, chunk, data, found, min(CHUNK, total - chunk * CHUNK))
+    events = unpack(b"".join(data for _, data, _ in rows))
+    return StoredHistory(events[start % CHUNK :], start)
+
+
+def erase(db: sqlite3.Connection, key: bytes) -> None:
+    """Delete all rows of a user."""
+    for table in ("chunks", "users", "keys"):
+        db.execute(f"DELETE FROM {table} WHERE user = ?", (key,))
+
+
+def _extent(db: sqlite3.Connection, key: bytes) -> tuple[int, int] | None:
+    row = db.execute("SELECT first, total, sum FROM users WHERE user = ?", (key,)).fetchone()
+    if row is None:
+        return None
+    check_extent(key, *row)
+    first, total, _ = row
+    return first, total
+
+
+def check_extent(key: bytes, first: object, total: object, found: int | None) -> None:
+    """Check a row of `users`. Raises StoreFailed if it is damaged."""
+    if not (isinstance(first, int) and isinstance(total, int) and 0 <= first <= total):
+        raise damaged("its extent makes no sense")
+    check_row(found, key, first, total)
+
+
+def check_chunk(key: bytes, chunk: int, data: object, found: int | None, num_events: int | None) -> None:
+    """Check a row of `chunks`; `num_events`: that it must have, None = unknown. Raises StoreFailed if damaged."""
+    if not isinstance(data, bytes) or len(data) % EVENT.itemsize:
+        raise damaged("a part is cut")
+    if num_events is not None and len(data) != num_events * EVENT.itemsize:
+        raise damaged(f"a part has {len(data) // EVENT.itemsize} events and should have {num_events}")
+    check_row(found, key, chunk, data)
+
+
+def _chunk(db: sqlite3.Connection, key: bytes, chunk: int, num_events: int) -> bytes:
+    row = db.execute("SELECT data, sum FROM chunks WHERE user = ? AND chunk = ?", (key, chunk)).fetchone()
+    if row is None:
+        raise damaged("a part is missing")
+    data, found = row
+    check_chunk(key, chunk, data, found, num_events)
+    return bytes(data)
+
+
+# ---- idempotency keys
+
+
+def applied(db: sqlite3.Connection, user: bytes, key: IdempotencyKey, limits: KeyLimits) -> int | None:
+    """Return what the append with this key answered; None if there was none, or too long ago.
+
+    Raises:
+        Unprocessable: the key came with other events. StoreFailed: the row is damaged.
+    """
+    row = db.execute(
+        "SELECT digest, num_events, at, sum FROM keys WHERE user = ? AND key = ?", (user, key.key)
+    ).fetchone()
+    if row is None:
+        return None
+    digest, num_events, at, found = row
+    check_row(found, user, key.key, digest, num_events, at)
+    if at + limits.keep_s <= limits.now:
+        return None
+    if digest != key.events:
+        raise Unprocessable("idempotency_key: it was used for other events")
+    return int(num_events)
+
+
+def remember(db: sqlite3.Connection, user: bytes, key: IdempotencyKey, num_events: int, limits: KeyLimits) -> None:
+    """Keep a key with what its append answers; forget some that are too old, and the user's oldest over the limit."""
+    fields = (user, key.key, key.events, num_events, limits.now)
+    db.execute(
+        "INSERT OR REPLACE INTO keys (user, key, digest, num_events, at, sum) VALUES (?, ?, ?, ?, ?, ?)",
+        (*fields, row_sum(*fields)),
+    )
+    db.execute(
+        "DELETE FROM keys WHERE id IN (SELECT id FROM keys ORDER BY id LIMIT ?) AND at <= ?",
+        (CLEANED, int(limits.now - limits.keep_s)),
+    )
+    db.execute(
+        "DELETE FROM keys WHERE user = ?1 AND id <= "
+        "(SELECT id FROM keys WHERE user = ?1 ORDER BY id DESC LIMIT 1 OFFSET ?2)",
+        (user, limits.max_keys),
+    )
+
+
+def append_once(
+    db: sqlite3.Connection, user: bytes, events: Events, key: IdempotencyKey, max_events: int, limits: KeyLimits
+) -> int:
+    """Append, unless an append with this key was made.
+
+    Args:
+        db: in a transaction.
+        user: its key.
+        events: oldest first.
+        key: of the append.
+        max_events: see `append`.
+        limits: of the keys.
+
+    Returns:
+        What the append with this key answers, the first time and every time.
+    """
+    known = applied(db, user, key, limits)
+    if known is not None:
+        return known
+    kept = append(db, user, events, max_events)
+    remember(db, user, key, kept, limits)
+    return kept

@@ -1,0 +1,263 @@
+"""The bulkhead in front of a history store: whatever the store does, its callers wait for a bounded time.
+
+    call ─> breaker ─> place (max_calls, max_queue) ─> the store
+              │            │                             │ longer than the limit: store_slow
+              └ open       └ none in time: store_busy    └ fails: store_unavailable, disk_full, entry_corrupt
+
+Reads have a lane of their own, and so have appends and erasures: neither waits for the other, and a full disk that
+fails every append stops no read. A caller that gives up, or whose limit is over, leaves its call behind: the call keeps
+its place until the store has really ended it. So a store that hangs holds `max_calls` calls, and nothing else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any, Protocol, TypeVar
+
+from npu_gr.core.errors import RequestError, StoreFailed, StoreFault
+from npu_gr.core.request import Events, UserKey
+from npu_gr.features.base import HistoryConfig, HistoryStore, StoredHistory, StoreHealth
+from npu_gr.features.breaker import StoreBreaker
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+OK = "ok"
+REFUSED = "refused"  # the breaker is open
+LOG_EVERY_S = 1.0
+
+
+class StoreObserver(Protocol):
+    """Counts calls of a store."""
+
+    def called(self, operation: str, result: str, took_s: float) -> None:
+        """Count a call.
+
+        Args:
+            operation: append, read or erase.
+            result: "ok", "refused", or the value of a `StoreFault`.
+            took_s: for the caller; a call that is left behind counts its time limit.
+        """
+        ...
+
+
+class _Call:
+    """One call: it is reported once, at its end or at its time limit."""
+
+    def __init__(self, operation: str, began_at: float, era: int, answer: asyncio.Future[Any]) -> None:
+        self.operation = operation
+        self.began_at = began_at
+        self.era = era
+        self.answer = answer
+        self.is_reported = False
+
+
+class Lane:
+    """Calls of one sort: at most so many at once, so many that wait, each for so long. Event loop only."""
+
+    def __init__(
+        self, name: str, config: HistoryConfig, limit_s: float, observer: StoreObserver, clock: Callable[[], float]
+    ) -> None:
+        """Let calls through.
+
+        Args:
+            name: in the log.
+            config: how many calls, and when the breaker opens.
+            limit_s: of one call, the wait for its place included.
+            observer: counts.
+            clock: seconds that never go back.
+        """
+        self._name = name
+        self._limit_s = limit_s
+        self._max_calls = config.max_calls
+        self._max_queue = config.max_queue
+        self._observer = observer
+        self._clock = clock
+        self._places = asyncio.Semaphore(config.max_calls)
+        self._breaker = StoreBreaker(config.max_failures, config.retry_s, clock)
+        self._retry_s = config.retry_s
+        self._cause = ""  # of the newest failure
+        self._fault = StoreFault.UNAVAILABLE
+        self._quiet_until = float("-inf")
+        self._num_quiet = 0
+        self.waiting = 0
+        self.tasks: set[asyncio.Task[None]] = set()
+
+    @property
+    def num_calls(self) -> int:
+        """Calls that the store has not ended."""
+        return len(self.tasks)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the breaker refuses calls."""
+        return self._breaker.is_open
+
+    async def call(self, operation: str, work: Callable[[], Awaitable[T]]) -> T:
+        """Make a call. If the caller is cancelled, a call that has begun goes on.
+
+        Args:
+            operation: append, read or erase.
+            work: calls the store.
+
+        Raises:
+            StoreFailed: the store failed or took too long, no place was free in time, or the breaker is open.
+        """
+        era = self._breaker.enter()
+        if era is None:
+            self._observer.called(operation, REFUSED, 0.0)
+            raise StoreFailed(f"{self._cause}; it is tried again every {self._retry_s * 1e3:.0f} ms", self._fault)
+        loop = asyncio.get_running_loop()
+        answer: asyncio.Future[T] = loop.create_future()
+        call = _Call(operation, self._clock(), era, answer)
+        try:
+            await self._take_place(call)
+        except BaseException:
+            self._breaker.given_up(era)
+            raise
+        timer = loop.call_later(self._limit_s - (self._clock() - call.began_at), self._overdue, call)
+        task = loop.create_task(self._work(call, work, timer))
+        self.tasks.add(task)
+        task.add_done_callback(self.tasks.discard)
+        return await answer
+
+    async def _take_place(self, call: _Call) -> None:
+        if not self._places.locked():
+            await self._places.acquire()  # does not wait
+            return
+        if self.waiting >= self._max_queue:
+            raise self._busy(call, f"{self.waiting} calls wait for it, and max_queue is {self._max_queue}")
+        self.waiting += 1
+        try:
+            async with asyncio.timeout(self._limit_s):
+                await self._places.acquire()
+        except TimeoutError as error:
+            text = f"{self._max_calls} calls are being made, and none ended within {self._limit_s * 1e3:.0f} ms"
+            raise self._busy(call, text) from error
+        finally:
+            self.waiting -= 1
+
+    def _busy(self, call: _Call, text: str) -> StoreFailed:
+        took_s = self._clock() - call.began_at
+        self._observer.called(call.operation, StoreFault.BUSY, took_s)
+        self._log("the history store is busy: %s %s", self._name, text)
+        return StoreFailed(f"the history store is busy: {text}", StoreFault.BUSY)
+
+    async def _work(self, call: _Call, work: Callable[[], Awaitable[Any]], timer: asyncio.TimerHandle) -> None:
+        """Make the call, report it if its limit is not over, and give the place back."""
+        error: Exception | None = None
+        value: Any = None
+        try:
+            value = await work()
+        except asyncio.CancelledError:  # the store is being closed
+            error = StoreFailed("the history store is closed")
+        except Exception as raised:  # noqa: BLE001  (passed on to the caller)
+            error = raised
+        finally:
+            self._places.release()
+            timer.cancel()
+        self._report(call, error)
+        if not call.answer.done():
+            if error is None:
+                call.answer.set_result(value)
+            else:
+                call.answer.set_exception(error)
+
+    def _overdue(self, call: _Call, is_second: bool = False) -> None:
+        """End the wait for a call whose limit is over."""
+        late_s = self._clock() - call.began_at - self._limit_s
+        if late_s > self._limit_s / 4 and not is_second:
+            # the event loop was blocked, and read no answer meanwhile: that is not the store's fault
+            asyncio.get_running_loop().call_later(min(late_s, self._limit_s), self._overdue, call, True)
+            return
+        text = f"the history store did not answer within {self._limit_s * 1e3:.0f} ms"
+        error = StoreFailed(text, StoreFault.SLOW)
+        self._report(call, error)
+        if not call.answer.done():
+            call.answer.set_exception(error)
+
+    def _report(self, call: _Call, error: Exception | None) -> None:
+        """Count the call, and tell the breaker, for which one entry or one request that is wrong is no failure."""
+        if call.is_reported:
+            return
+        call.is_reported = True
+        took_s = self._clock() - call.began_at
+        fault = error.fault if isinstance(error, StoreFailed) else StoreFault.UNAVAILABLE
+        is_its_work = error is None or isinstance(error, RequestError)
+        self._observer.called(call.operation, OK if is_its_work else fault.value, took_s)
+        if not is_its_work:
+            self._log("%s: %s", call.operation, error)
+        if is_its_work or fault is StoreFault.CORRUPT:
+            if self._breaker.succeeded(call.era):
+                log.warning("the history store works again: %s", self._name)
+        else:
+            self._cause = str(error)
+            self._fault = fault
+            if self._breaker.failed(call.era):
+                log.error("the history store fails: %s fail at once until it works again: %s", self._name, error)
+
+    def _log(self, text: str, *values: object) -> None:
+        """Log a failure, unless another one was logged in the last second."""
+        now = self._clock()
+        if now < self._quiet_until:
+            self._num_quiet += 1
+            return
+        log.warning(text + "%s", *values, f" (and {self._num_quiet} more before)" if self._num_quiet else "")
+        self._quiet_until = now + LOG_EVERY_S
+        self._num_quiet = 0
+
+
+class GuardedStore:
+    """A `HistoryStore` in front of another one."""
+
+    def __init__(
+        self,
+        store: HistoryStore,
+        config: HistoryConfig,
+        observer: StoreObserver,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Guard a store; it is closed with this one.
+
+        Args:
+            store: what is called.
+            config: limits of its calls.
+            observer: counts them.
+            clock: seconds that never go back.
+        """
+        self._store = store
+        self._kind = config.kind
+        self.reads = Lane("reads", config, config.read_timeout_s, observer, clock)
+        self.writes = Lane("appends and erasures", config, config.timeout_s, observer, clock)
+
+    @property
+    def kind(self) -> str:
+        """Embedded or redis."""
+        return self._kind
+
+    @property
+    def health(self) -> StoreHealth:
+        """What the store says of itself."""
+        return self._store.health
+
+    async def append(self, user: UserKey, events: Events, key: str | None = None) -> int:
+        return await self.writes.call("append", lambda: self._store.append(user, events, key))
+
+    async def append_many(self, batch: list[tuple[UserKey, Events]]) -> None:
+        await self.writes.call("append", lambda: self._store.append_many(batch))
+
+    async def read(self, user: UserKey, last: int) -> StoredHistory:
+        return await self.reads.call("read", lambda: self._store.read(user, last))
+
+    async def erase(self, user: UserKey) -> None:
+        await self.writes.call("erase", lambda: self._store.erase(user))
+
+    async def close(self) -> None:
+        """Close the store, and end the calls that it did not end."""
+        await self._store.close()
+        for task in (tasks := [*self.reads.tasks, *self.writes.tasks]):
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,129 @@
+"""The history store: its calls, its breakers, its disk, damage, and requests that did without it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Protocol
+
+from npu_gr.core.errors import StoreFault
+from npu_gr.core.request import HistorySource
+from npu_gr.metrics.registry.families import LATENCY_S, Families
+
+OPERATIONS = ("append", "read", "erase")
+RESULTS = ("ok", "refused", *(fault.value for fault in StoreFault))
+SOURCES = (HistorySource.LAST_KNOWN.value, HistorySource.NOTHING.value, "failed")
+
+
+class LaneFigures(Protocol):
+    """The figures of one sort of calls."""
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the breaker refuses calls."""
+        ...
+
+    @property
+    def num_calls(self) -> int:
+        """Calls that the store has not ended."""
+        ...
+
+    @property
+    def waiting(self) -> int:
+        """Calls that wait for their turn."""
+        ...
+
+
+class HealthFigures(Protocol):
+    """The figures that a store has of its file."""
+
+    @property
+    def free_bytes(self) -> int | None:
+        """Bytes that the store's file system has left; None = the store has no file here."""
+        ...
+
+    @property
+    def disk_bytes(self) -> int | None:
+        """Size of that file system."""
+        ...
+
+    @property
+    def damaged(self) -> int | None:
+        """Damaged places that the check at the start found; None = there was none."""
+        ...
+
+
+class StoreFigures(Protocol):
+    """The figures that a guarded store has of itself."""
+
+    @property
+    def kind(self) -> str:
+        """Embedded or redis."""
+        ...
+
+    @property
+    def reads(self) -> LaneFigures:
+        """Reads."""
+        ...
+
+    @property
+    def writes(self) -> LaneFigures:
+        """Appends and erasures."""
+        ...
+
+    @property
+    def health(self) -> HealthFigures:
+        """What the store says of itself."""
+        ...
+
+
+class StoreMetrics:
+    """Reported by the guard of the store, and by those who read histories."""
+
+    def __init__(self, make: Families) -> None:
+        calls = make.counter("store_calls_total", "Calls of the history store by their end.", ("operation", "result"))
+        self._calls = {(of, result): calls.labels(of, result) for of in OPERATIONS for result in RESULTS}
+        took = make.histogram(
+            "store_call_duration_seconds",
+            "Calls of the history store, as their callers wait.",
+            LATENCY_S,
+            ("operation",),
+        )
+        self._took_s = {of: took.labels(of) for of in OPERATIONS}
+        degraded = make.counter(
+            "history_degraded_total", "Histories that the store did not give, by what stood in.", ("source", "fault")
+        )
+        self._degraded = {(source, fault): degraded.labels(source, fault) for source in SOURCES for fault in StoreFault}
+        self._open = make.gauge("store_breaker_open", "1 while calls fail at once.", ("store", "lane"))
+        self._in_flight = make.gauge("store_calls_in_flight", "Calls that the store has not ended.", ("lane",))
+        self._waiting = make.gauge("store_calls_waiting", "Calls that wait for their turn.", ("lane",))
+        self._free = make.gauge("store_disk_free_bytes", "Left on the file system of the embedded store.")
+        self._size = make.gauge("store_disk_bytes", "Size of the file system of the embedded store.")
+        self._damaged = make.gauge("store_damaged_places", "Damage that the check at the start found.")
+
+    def called(self, operation: str, result: str, took_s: float) -> None:
+        """Count a call; `result` is one of `RESULTS`."""
+        self._calls[operation, result].inc()
+        self._took_s[operation].observe(took_s)
+
+    def degraded(self, source: str, fault: StoreFault) -> None:
+        """Count a history that the store did not give; `source` is one of `SOURCES`."""
+        self._degraded[source, fault].inc()
+
+    def observe(self, store: StoreFigures) -> None:
+        """Export a store, read at each scrape; nothing here asks the disk."""
+        for name, lane in (("reads", store.reads), ("writes", store.writes)):
+            self._open.labels(store.kind, name).set_function(partial(getattr, lane, "is_open"))
+            self._in_flight.labels(name).set_function(partial(getattr, lane, "num_calls"))
+            self._waiting.labels(name).set_function(partial(getattr, lane, "waiting"))
+        self._free.set_function(_or_nan(lambda: store.health.free_bytes))
+        self._size.set_function(_or_nan(lambda: store.health.disk_bytes))
+        self._damaged.set_function(_or_nan(lambda: store.health.damaged))
+
+
+def _or_nan(read: Callable[[], int | None]) -> Callable[[], float]:
+    def number() -> float:
+        value = read()
+        return float("nan") if value is None else float(value)
+
+    return number
