@@ -36,6 +36,7 @@ async def test_signals_are_taken_as_soon_as_all_are_back(scale: Scale, tmp_path:
             for name in NAMES:
                 f.instances[name].signal(signal.SIGKILL)
                 await f.instances[name].ended()
+            await f.until(lambda rows: all(row["health"] == "down" for row in rows))
             for name in NAMES:
                 f.launch(name)
             back_at = await back(f)

@@ -105,7 +105,13 @@ def _latencies() -> list[Panel]:
 
 def _resources() -> list[Panel]:
     return [
-        series("Requests in flight", "At the door.", "short", {"{{instance}}": of("requests_in_flight")}),
+        series("Requests in flight", "Being served.", "short", {"{{instance}}": of("requests_in_flight")}),
+        series(
+            "At the door",
+            "waiting: for a turn; inside: being served; outside: let in, but waiting for the history store.",
+            "short",
+            {"{{instance}} {{place}}": f"sum by (instance, place) ({of('door_requests')})"},
+        ),
         series(
             "Device busy",
             "Share of a second, all work.",
