@@ -30,8 +30,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol, cast
 
 from npu_gr.admission.config import AdmissionConfig
@@ -100,18 +100,25 @@ class Slot:
             self._door._left(self._lane)
             self._door = None
 
-    @contextmanager
-    def outside(self) -> Iterator[None]:
+    def outside(self) -> AbstractContextManager[None]:
         """Hold no place while the block waits for something else than this instance; come back without a queue."""
-        door = self._door
-        if door is None:
-            yield
-            return
-        door._stepped_out(self._lane)
-        try:
-            yield
-        finally:
-            door._stepped_in(self._lane)
+        return nullcontext() if self._door is None else _Outside(self._door, self._lane)
+
+
+class _Outside(AbstractContextManager[None]):
+    """A block in which a request holds no place."""
+
+    __slots__ = ("_door", "_lane")
+
+    def __init__(self, door: Door, lane: _Lane) -> None:
+        self._door = door
+        self._lane = lane
+
+    def __enter__(self) -> None:
+        self._door._stepped_out(self._lane)
+
+    def __exit__(self, *_: object) -> None:
+        self._door._stepped_in(self._lane)
 
 
 class _Lane:
@@ -163,7 +170,8 @@ class Door:
         self._departed_at = float("-inf")  # the last departure that left something to do
         self._admitted = 0
         self._waiting = 0
-        self._inside_known_s: list[float | None] = [None] * len(Priority)  # by priority; see `_inside_s`
+        self._inside = 0
+        self._inside_known_s: list[float | None] = [None, None, None]  # by priority; see `_inside_s`
         self._standing_since_at: float | None = None  # since when somebody has waited, without a break
         self._last = self._classes[0][1][0]  # the kind that departed last
         self._is_ticking = False
@@ -287,8 +295,9 @@ class Door:
         ticket.guest.let_in(Slot(self, lane, ticket.arrived_at))
 
     def _add(self, lane: _Lane) -> None:
-        if not any(other.inside for other in self._lanes.values()):
+        if not self._inside:
             self._departed_at = float("-inf")  # what comes after a pause in work tells nothing of the pace
+        self._inside += 1
         lane.inside += 1
         self._changed()
 
@@ -328,8 +337,7 @@ class Door:
 
     def _changed(self) -> None:
         """Forget what was computed from who is inside."""
-        for priority in Priority:
-            self._inside_known_s[priority] = None
+        self._inside_known_s = [None, None, None]
 
     # ---- leaving
 
@@ -338,14 +346,16 @@ class Door:
         if self._departed_at > float("-inf"):
             lane.pace.observe(now_at - self._departed_at)
         lane.inside -= 1
+        self._inside -= 1
         self._admitted -= 1
         self._changed()
-        self._departed_at = now_at if any(other.inside for other in self._lanes.values()) else float("-inf")
+        self._departed_at = now_at if self._inside else float("-inf")
         self._last = lane
         self._serve_next()
 
     def _stepped_out(self, lane: _Lane) -> None:
         lane.inside -= 1
+        self._inside -= 1
         lane.outside += 1
         self._changed()
         if self.waiting and not self._will_serve:
@@ -380,8 +390,7 @@ class Door:
             else:
                 return
         self._standing_since_at = None
-        num_inside = sum(lane.inside for lane in self._lanes.values())
-        self.on_room(max(0, int(self._window(self._last)) - num_inside))
+        self.on_room(max(0, int(self._window(self._last)) - self._inside))
 
     def _first(self) -> tuple[Ticket, Turns, list[_Lane]] | None:
         for turns, lanes in self._classes:
@@ -390,7 +399,7 @@ class Door:
         return None
 
     def _is_idle(self) -> bool:
-        return sum(lane.inside for lane in self._lanes.values()) < self._least
+        return self._inside < self._least
 
     def _drop(self, ticket: Ticket) -> None:
         lane = self._lanes[ticket.kind]

@@ -16,7 +16,6 @@ import contextlib
 import socket
 import sys
 import time
-from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any
 
@@ -49,7 +48,7 @@ class Connection(web.RequestHandler):
         "_kind",
         "_request",
         "_reserved_bytes",
-        "_tcp_info",
+        "_socket",
         "_ticket",
         "_unread",
         "began_at",
@@ -87,16 +86,14 @@ class Connection(web.RequestHandler):
         self._close_when_idle = False
         self._idle: asyncio.Future[None] | None = None
         self._answering_since_at: float | None = None
-        self._tcp_info: Callable[[int, int, int], bytes] | None = None
+        self._socket: socket.socket | None = None  # of the transport; None = no TCP of Linux
 
     # ---- the connection
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
         self.began_at = time.monotonic()
-        sock = transport.get_extra_info("socket")
-        if sock is not None and hasattr(socket, "TCP_INFO"):
-            self._tcp_info = sock.getsockopt
+        self._socket = _same_socket(transport.get_extra_info("socket"))
         self._entrance.opened(self)
 
     def connection_lost(self, exc: BaseException | None) -> None:
@@ -108,6 +105,8 @@ class Connection(web.RequestHandler):
             self._ticket = None
         self._unread = b""
         self._become_idle()
+        if self._socket is not None:
+            self._socket.detach()  # the transport closes it
         super().connection_lost(exc)
 
     def close(self) -> None:
@@ -247,13 +246,9 @@ class Connection(web.RequestHandler):
 
     def _lay_in_kernel_s(self) -> float:
         """Seconds that the newest data lay in the kernel: the loop was late, or reading was paused."""
-        if self._tcp_info is None:
+        if self._socket is None:
             return 0.0
-        try:
-            info = self._tcp_info(socket.IPPROTO_TCP, socket.TCP_INFO, _LAST_DATA_RECV + 4)
-        except OSError:  # no TCP
-            self._tcp_info = None
-            return 0.0
+        info = self._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _LAST_DATA_RECV + 4)
         ms = int.from_bytes(info[_LAST_DATA_RECV:], sys.byteorder)
         return max(0.0, ms * 1e-3 - _JIFFY_S)
 
@@ -360,3 +355,12 @@ class Connection(web.RequestHandler):
             self._resume_transport_reading()
         if self._idle is not None and not self._idle.done():
             self._idle.set_result(None)
+
+
+def _same_socket(of_transport: Any) -> socket.socket | None:
+    """Make an object for the transport's socket that answers by one system call; None where it has no TCP_INFO."""
+    if of_transport is None or of_transport.family not in (socket.AF_INET, socket.AF_INET6):
+        return None
+    if not sys.platform.startswith("linux"):
+        return None
+    return socket.socket(of_transport.family, of_transport.type, of_transport.proto, of_transport.fileno())

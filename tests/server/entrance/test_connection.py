@@ -313,7 +313,7 @@ async def test_an_answer_that_nobody_reads_is_given_up() -> None:
         raw.writer.transport.pause_reading()  # type: ignore[attr-defined]
         raw.send(WHOLE)
         await until(lambda: at.count("connections_ended_total", reason="unread") == 1)
-        assert at.entrance.door.admitted == 0
+        await until(lambda: at.entrance.door.admitted == 0)
 
 
 async def test_closing_waits_for_the_requests_that_are_here() -> None:
