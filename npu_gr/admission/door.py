@@ -242,8 +242,7 @@ class Door:
         lane = self._lanes[kind]
         turns, lanes = self._classes[lane.priority]
         has_s = min(self._objective_s(kind), budget_s)
-        may_enter = not self._waiting or not any(len(before) for before, _ in self._classes[: lane.priority + 1])
-        if not self._config.enabled or (may_enter and self._has_room(lane, lanes)):
+        if not self._config.enabled or (self._nobody_before(lane) and self._has_room(lane, lanes)):
             ticket = Ticket(kind, tenant, arrived_at, has_s, guest)
             self._let_in(ticket, lane)
             return ticket
@@ -263,6 +262,20 @@ class Door:
             self._standing_since_at = now_at
         self._tick_later()
         return ticket
+
+    def is_late(self, kind: str, arrived_at: float, budget_s: float) -> bool:
+        """Whether a request could not be answered in time even if nothing else were to do.
+
+        Args:
+            kind, arrived_at, budget_s: as for `arrive`.
+        """
+        has_s = min(self._objective_s(kind), budget_s)
+        return self._clock() + self._lanes[kind].pace.seconds > arrived_at + AIM * has_s
+
+    def has_room(self, kind: str) -> bool:
+        """Whether a request of the kind that came now would be let in at once."""
+        lane = self._lanes[kind]
+        return self._nobody_before(lane) and self._has_room(lane, self._classes[lane.priority][1])
 
     def cancel(self, ticket: Ticket | None) -> None:
         """Forget a request whose caller hung up while it waited; one that waits no more is left alone."""
@@ -316,6 +329,9 @@ class Door:
                 num_inside += other.inside
                 used += other.inside / self._window(other)
         return num_inside < self._least or used <= 1.0 + 1e-9
+
+    def _nobody_before(self, lane: _Lane) -> bool:
+        return not self._waiting or not any(len(turns) for turns, _ in self._classes[: lane.priority + 1])
 
     def _ahead_s(self, lane: _Lane, turns: Turns, tenant: str, wanted_at: float) -> float:
         """Seconds until a request's own work would begin, if nobody more important came after it."""

@@ -39,6 +39,7 @@ class DoorMetrics:
         self._window = make.gauge("door_window_requests", "Requests of the kind that may be inside.", ("kind",))
         self._connections = make.gauge("connections", "Open connections.", ("state",))
         self._paused = make.gauge("connections_paused", "Connections that were refused and are not read for a moment.")
+        self._refusals = make.gauge("door_refusals_per_second_limit", "That clients who retry at once are held to.")
         self._receiving = make.gauge("receiving_bytes", "Bodies that arrive or wait.")
         self.before_scrape: Callable[[], None] = lambda: None  # counts what is counted in bulk
         ended = make.counter("connections_ended_total", "Connections that the instance closed.", ("reason",))
@@ -50,6 +51,7 @@ class DoorMetrics:
         connections: Callable[[str], int],
         paused: Callable[[], int],
         receiving_bytes: Callable[[], int],
+        refusals_per_s: Callable[[], float],
     ) -> None:
         """Export what is true when it is scraped.
 
@@ -58,6 +60,7 @@ class DoorMetrics:
             connections: counts those in a state of `CONNECTION_STATES`.
             paused: counts connections that are not read.
             receiving_bytes: of bodies.
+            refusals_per_s: that clients who retry at once are held to.
         """
         for kind in KINDS:
             for place in PLACES:
@@ -68,6 +71,7 @@ class DoorMetrics:
             self._connections.labels(state.lower()).set_function(partial(connections, state))
         self._paused.set_function(paused)
         self._receiving.set_function(receiving_bytes)
+        self._refusals.set_function(refusals_per_s)
 
     def ended(self, reason: str) -> None:
         """Count a connection that the instance closed; `reason` is one of `ENDED`."""

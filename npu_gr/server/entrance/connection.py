@@ -46,11 +46,13 @@ class Connection(web.RequestHandler):
         "_idle",
         "_is_paused",
         "_kind",
+        "_read_at",
         "_request",
         "_reserved_bytes",
         "_socket",
         "_ticket",
         "_unread",
+        "_was_paused",
         "began_at",
         "is_paced",
         "refused_at",
@@ -76,6 +78,7 @@ class Connection(web.RequestHandler):
         self.refused_at = float("-inf")
         self.is_paced = True
         self._is_paused = False
+        self._was_paused = False  # before the request that comes now
         self._unread: bytes | bytearray = b""
         self._head: Head | None = None
         self._chunks: Chunks | None = None
@@ -86,6 +89,7 @@ class Connection(web.RequestHandler):
         self._close_when_idle = False
         self._idle: asyncio.Future[None] | None = None
         self._answering_since_at: float | None = None
+        self._read_at = 0.0  # when the first byte of the present request was read
         self._socket: socket.socket | None = None  # of the transport; None = no TCP of Linux
 
     # ---- the connection
@@ -133,6 +137,7 @@ class Connection(web.RequestHandler):
     def resume(self) -> None:
         """Read again, for the pacer."""
         self._is_paused = False
+        self._was_paused = True
         self._resume_transport_reading()
         self._advance()
 
@@ -182,7 +187,8 @@ class Connection(web.RequestHandler):
                 return
             if self.state is State.IDLE:
                 self.state = State.RECEIVING
-                self.began_at = time.monotonic() - self._lay_in_kernel_s()
+                self._read_at = time.monotonic()
+                self.began_at = self._read_at - self._lay_in_kernel_s()
             try:
                 num_bytes = self._framed()
             except BadRequest as error:
@@ -264,15 +270,18 @@ class Connection(web.RequestHandler):
             self._feed(request)
             return
         config = self._entrance.config
+        budget_s = granted_s(head, config.default_budget_s, config.max_budget_s)
+        if self._was_paused:
+            self._was_paused = False
+            door = self._entrance.door
+            if door.is_late(kind.name, self.began_at, budget_s) and door.has_room(kind.name):
+                # it grew old because we did not read it: told so at once, its caller sends a fresh one, and there is room
+                self._refuse(at_once=True)
+                return
         self.state = State.WAITING
         self._request = request
-        ticket = self._entrance.door.arrive(
-            kind.name,
-            tenant_of(request, head.num_bytes),
-            self.began_at,
-            granted_s(head, config.default_budget_s, config.max_budget_s),
-            self,
-        )
+        tenant = tenant_of(request, head.num_bytes)
+        ticket = self._entrance.door.arrive(kind.name, tenant, self.began_at, budget_s, self)
         if self.state is State.WAITING:
             self._ticket = ticket
 
@@ -288,15 +297,21 @@ class Connection(web.RequestHandler):
         was_waiting = self._ticket is not None
         self._ticket = None
         self._request = b""
+        if self.is_paced:
+            self._entrance.pacer.refused(self)
+        self._refuse(at_once=not was_waiting)
+        if was_waiting and self._unread:
+            self._loop.call_soon(self._advance)
+
+    def _refuse(self, *, at_once: bool) -> None:
         assert self._kind is not None
         self._entrance.refused(self._kind)
         if self.transport is not None:
             self.transport.write(answers.overloaded())
-        if self.is_paced:
-            self._entrance.pacer.refused(self)
+        read_at = self._read_at
         self._become_idle()
-        if was_waiting and self._unread:
-            self._loop.call_soon(self._advance)
+        if at_once:
+            self._entrance.pacer.took(self.began_at - read_at)
 
     def _feed(self, request: bytes | bytearray) -> None:
         self.state = State.SERVED

@@ -87,7 +87,13 @@ class Entrance:
         self._uncounted: dict[str, int] = {}  # refusals by kind that the metrics do not have yet
         self._refused: dict[str, int] = {}  # by kind, since the last line of the log
         door.on_room = self.pacer.release
-        metrics.door.observe(door, self._count, lambda: len(self.pacer), lambda: self.receiving_bytes)
+        metrics.door.observe(
+            door,
+            self._count,
+            lambda: len(self.pacer),
+            lambda: self.receiving_bytes,
+            lambda: self.pacer.refusals_per_s,
+        )
         metrics.door.before_scrape = self._count_refusals
 
     def _count(self, state: str) -> int:

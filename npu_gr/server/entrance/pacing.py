@@ -2,8 +2,8 @@
 
 No refusal is cheap enough for a client that sends again at once: at 11 us each, 64 such clients retry 47,000 times a
 second and take the whole event loop. A connection that is refused within `TWICE_S` after a refusal is paused for so
-long that all of them together are refused `REFUSALS_PER_S` times a second. As soon as nobody waits and a place is
-free, the paused are read at once.
+long that the refusals of all of them together take `SHARE` of a core, by what a refusal takes here and now. As soon as
+nobody waits and a place is free, the paused are read at once.
 
 A lone refusal pauses nobody, and a proxy never is: its connections carry other callers' requests.
 """
@@ -16,8 +16,13 @@ import random
 from collections.abc import Callable
 from typing import Protocol
 
-REFUSALS_PER_S = 1400.0  # 5 % of a core at 35 us, which a refusal and a pause cost together
-MOST_S = 0.25  # it paces some 350 connections; longer would tell too late that the overload is over
+SHARE = 0.05  # of a core, for refusals
+BESIDE = (
+    3.0  # a refusal costs so many times what is timed: reading, writing and pausing are the kernel's and the loop's
+)
+GUESS_S = 1e-5  # what is timed of one, until there was one
+WEIGHT = 1 / 32  # of one more
+MOST_S = 0.5  # the longest pause, before its spread
 TWICE_S = 0.1
 SPREAD = 0.5  # of the pause, up and down: they do not all come back at once
 
@@ -59,6 +64,7 @@ class Pacer:
         self._paused: dict[Paced, int] = {}  # its number in the heap
         self._numbers = itertools.count()
         self._wakes_at = float("inf")
+        self._took_s = GUESS_S
 
     def __len__(self) -> int:
         return len(self._paused)
@@ -70,7 +76,7 @@ class Pacer:
         connection.refused_at = now_at
         if not is_second:
             return
-        pause_s = min((len(self._paused) + self._num_waiting() + 1) / REFUSALS_PER_S, MOST_S)
+        pause_s = min((len(self._paused) + self._num_waiting() + 1) / self.refusals_per_s, MOST_S)
         resume_at = now_at + pause_s * random.uniform(1 - SPREAD, 1 + SPREAD)
         number = self._paused[connection] = next(self._numbers)
         heapq.heappush(self._heap, (resume_at, number, connection))
@@ -78,6 +84,15 @@ class Pacer:
         if resume_at < self._wakes_at:
             self._wakes_at = resume_at
             self._call_at(resume_at, self._wake)
+
+    @property
+    def refusals_per_s(self) -> float:
+        """How many refusals a second take `SHARE` of a core."""
+        return SHARE / (BESIDE * self._took_s)
+
+    def took(self, seconds: float) -> None:
+        """Learn what a refusal takes, from its first byte to its answer."""
+        self._took_s += WEIGHT * (min(seconds, 8 * self._took_s) - self._took_s)
 
     def forget(self, connection: Paced) -> None:
         """Forget a connection that is closed."""

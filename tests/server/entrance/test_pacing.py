@@ -5,7 +5,9 @@ from __future__ import annotations
 import heapq
 from typing import Any
 
-from npu_gr.server.entrance.pacing import MOST_S, REFUSALS_PER_S, SPREAD, Pacer
+import pytest
+
+from npu_gr.server.entrance.pacing import BESIDE, MOST_S, SHARE, SPREAD, Pacer
 
 
 class World:
@@ -64,7 +66,17 @@ def test_refusals_are_bounded_for_any_number_of_clients() -> None:
         before = sum(client.refusals for client in clients)
         world.run(2.0)
         per_s = (sum(client.refusals for client in clients) - before) / 2.0
-        assert per_s <= 1.4 * REFUSALS_PER_S, num_clients
+        assert per_s <= 1.4 * world.pacer.refusals_per_s, num_clients
+
+
+def test_refusals_that_take_longer_are_fewer() -> None:
+    world = World()
+    assert world.pacer.refusals_per_s > 1000
+    for _ in range(500):
+        world.pacer.took(1e-4)
+    assert world.pacer.refusals_per_s == pytest.approx(SHARE / (BESIDE * 1e-4), rel=0.01)
+    world.pacer.took(10.0)  # a pause in the middle of one
+    assert world.pacer.refusals_per_s > 0.7 * SHARE / (BESIDE * 1e-4)
 
 
 def test_a_lone_refusal_pauses_nobody() -> None:
