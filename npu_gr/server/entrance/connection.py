@@ -298,7 +298,7 @@ class Connection(web.RequestHandler):
         self._ticket = None
         self._request = b""
         if self.is_paced:
-            self._entrance.pacer.refused(self)
+            self._entrance.pacer.refused(self, self.began_at)
         self._refuse(at_once=not was_waiting)
         if was_waiting and self._unread:
             self._loop.call_soon(self._advance)

@@ -1,7 +1,7 @@
 """Connections that were refused and retry at once: they are not read for a moment, so TCP holds their next request.
 
 No refusal is cheap enough for a client that sends again at once: at 11 us each, 64 such clients retry 47,000 times a
-second and take the whole event loop. A connection that is refused within `TWICE_S` after a refusal is paused for so
+second and take the whole event loop. A connection whose next request came within `RETRY_S` of a refusal is paused for so
 long that the refusals of all of them together take `SHARE` of a core, by what a refusal takes here and now. As soon as
 nobody waits and a place is free, the paused are read at once.
 
@@ -23,14 +23,14 @@ BESIDE = (
 GUESS_S = 1e-5  # what is timed of one, until there was one
 WEIGHT = 1 / 32  # of one more
 MOST_S = 0.5  # the longest pause, before its spread
-TWICE_S = 0.1
+RETRY_S = 0.01  # by when the request reached the kernel; an open loop, which no pause can hold, comes later
 SPREAD = 0.5  # of the pause, up and down: they do not all come back at once
 
 
 class Paced(Protocol):
     """A connection that can be paused."""
 
-    refused_at: float  # when it was refused last, or read again after that
+    refused_at: float  # when it was refused last
 
     def pause(self) -> None:
         """Stop reading."""
@@ -69,12 +69,17 @@ class Pacer:
     def __len__(self) -> int:
         return len(self._paused)
 
-    def refused(self, connection: Paced) -> None:
-        """Note a refusal, and pause the connection if it is the second one within `TWICE_S`."""
+    def refused(self, connection: Paced, arrived_at: float) -> None:
+        """Note a refusal, and pause the connection if the refused request was sent at once after another refusal.
+
+        Args:
+            connection: that is refused.
+            arrived_at: when its request reached the kernel.
+        """
         now_at = self._clock()
-        is_second = now_at - connection.refused_at <= TWICE_S
+        retried = arrived_at - connection.refused_at <= RETRY_S
         connection.refused_at = now_at
-        if not is_second:
+        if not retried:
             return
         pause_s = min((len(self._paused) + self._num_waiting() + 1) / self.refusals_per_s, MOST_S)
         resume_at = now_at + pause_s * random.uniform(1 - SPREAD, 1 + SPREAD)
@@ -118,6 +123,5 @@ class Pacer:
         if self._paused.get(connection) != number:
             return 0
         del self._paused[connection]
-        connection.refused_at = self._clock()
         connection.resume()
         return 1

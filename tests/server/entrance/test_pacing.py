@@ -38,12 +38,14 @@ class Client:
         self.world = world
         self.refused_at = float("-inf")
         self.refusals = 0
+        self.sent_at = 0.0
         self.is_paused = False
         self.resumed_at = 0.0
 
     def send(self) -> None:
         self.refusals += 1
-        self.world.pacer.refused(self)
+        self.world.pacer.refused(self, self.sent_at)
+        self.sent_at = self.world.now_at  # at once; it lies in the kernel while nobody reads
         if not self.is_paused:
             self.world.call_at(self.world.now_at + 1e-4, self.send)
 
@@ -83,12 +85,12 @@ def test_a_lone_refusal_pauses_nobody() -> None:
     world = World()
     clients = [Client(world) for _ in range(50)]
     for client in clients:
-        world.pacer.refused(client)
+        world.pacer.refused(client, world.now_at)
     assert len(world.pacer) == 0
     world.now_at += 0.2
-    world.pacer.refused(clients[0])  # long after the first one
+    world.pacer.refused(clients[0], world.now_at)  # long after the first one
     assert len(world.pacer) == 0
-    world.pacer.refused(clients[0])
+    world.pacer.refused(clients[0], world.now_at)
     assert len(world.pacer) == 1
 
 
@@ -96,8 +98,8 @@ def test_no_pause_is_longer_than_it_may_be() -> None:
     world = World()
     clients = [Client(world) for _ in range(2000)]
     for client in clients:
-        world.pacer.refused(client)
-        world.pacer.refused(client)
+        world.pacer.refused(client, world.now_at)
+        world.pacer.refused(client, world.now_at)
     began_at = world.now_at
     for client in clients:
         client.resume = lambda client=client: setattr(client, "resumed_at", world.now_at)  # type: ignore[method-assign, misc]
@@ -110,8 +112,8 @@ def test_free_places_bring_as_many_back_at_once() -> None:
     world = World()
     clients = [Client(world) for _ in range(10)]
     for client in clients:
-        world.pacer.refused(client)
-        world.pacer.refused(client)
+        world.pacer.refused(client, world.now_at)
+        world.pacer.refused(client, world.now_at)
     assert len(world.pacer) == 10
     world.pacer.forget(clients[0])
     world.pacer.release(3)
