@@ -25,8 +25,8 @@ class BrownoutConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """When the level goes up and down, and how far."""
 
     enabled: bool = True
-    high: Positive = 1.0  # pressure: objectives' worth of work that waits for the device
-    low: Positive = 0.3
+    high: Positive = 0.4  # pressure: objectives' worth of work that waits; the door lets 0.75 wait at most
+    low: Positive = 0.1
     rise_s: Positive = 0.25
     fall_s: Positive = 2.0
     most: Annotated[int, msgspec.Meta(ge=0, le=3)] = 3  # 1 no DRAM, 2 no relay, 3 truncated ranks
