@@ -10,8 +10,8 @@
     window     of each kind: `share` of its objective over its pace, so that whoever is inside delays nobody for long
     pace       seconds a request, learnt from departures (`pace.py`)
     turns      classes one after the other by `Kind.priority`, tenants in turn within a class (`turns.py`)
-    in time    now + the work ahead + its own <= arrival + AIM x what is left to it: its objective, or the caller's
-               budget if that is smaller
+    in time    now + the work ahead + its own <= arrival + an aim x what it has: its objective, or the caller's budget
+               if that is smaller. Whoever joins the queue is looked at again when its turn comes, and every TICK_S
 
 A request that finds the window open comes in without being asked whether it will be in time: an instance that is
 nearly idle refuses nobody, whatever its estimates say. A request of an important class does not see the window of the
@@ -44,7 +44,8 @@ LEAST = 4  # requests that may be inside whatever the window is: it fills a pass
 MOST = 64  # requests of a kind inside: more do not make the device faster, but the event loop's turns longer
 GUESS = 0.02  # of the objective: the pace until it is learnt
 AIM = 0.95  # of the time that a request has: the rest is for writing the answer
-AIM_STANDING = 0.75  # the same once the queue has stood for STANDING_S, so that not everybody served is nearly late
+AIM_BURST = 1.15  # what may join a queue that just began: the pace may be wrong by that much, and is learnt meanwhile
+AIM_STANDING = 0.75  # what may join one that has stood for STANDING_S, so that not everybody served is nearly late
 STANDING_S = 0.1  # CoDel's interval
 TICK_S = 0.004  # between two looks for requests whose turn will come too late
 
@@ -250,7 +251,7 @@ class Door:
         cost_s = lane.pace.seconds
         done_at = now_at + self._ahead_s(lane, turns, tenant, arrived_at + has_s) + cost_s
         stands = self._standing_since_at is not None and now_at - self._standing_since_at > STANDING_S
-        if done_at > arrived_at + (AIM_STANDING if stands else AIM) * has_s:
+        if done_at > arrived_at + (AIM_STANDING if stands else AIM_BURST) * has_s:
             guest.refuse()
             return None
         ticket = Ticket(kind, tenant, arrived_at, has_s, guest)
