@@ -275,7 +275,7 @@ class Connection(web.RequestHandler):
             self._was_paused = False
             door = self._entrance.door
             if door.is_late(kind.name, self.began_at, budget_s) and door.has_room(kind.name):
-                # it grew old because we did not read it: told so at once, its caller sends a fresh one, and there is room
+                # it grew old because we did not read it: its caller is told, and may send a fresh one into the room
                 self._refuse(at_once=True)
                 return
         self.state = State.WAITING

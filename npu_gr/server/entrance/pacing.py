@@ -1,9 +1,9 @@
 """Connections that were refused and retry at once: they are not read for a moment, so TCP holds their next request.
 
 No refusal is cheap enough for a client that sends again at once: at 11 us each, 64 such clients retry 47,000 times a
-second and take the whole event loop. A connection whose next request came within `RETRY_S` of a refusal is paused for so
-long that the refusals of all of them together take `SHARE` of a core, by what a refusal takes here and now. As soon as
-nobody waits and a place is free, the paused are read at once.
+second and take the whole event loop. A connection whose next request came within `RETRY_S` of a refusal is paused for
+so long that the refusals of all of them together take `SHARE` of a core, by what a refusal takes here and now. As soon
+as nobody waits and a place is free, the paused are read at once.
 
 A lone refusal pauses nobody, and a proxy never is: its connections carry other callers' requests.
 """
