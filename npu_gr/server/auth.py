@@ -83,7 +83,7 @@ class ApiKeys:
         if self._path is None:
             return
         scheme, _, given = (authorization or "").partition(" ")
-        offered = given.strip().encode()
+        offered = given.strip().encode(errors="surrogateescape")  # a header may hold any bytes
         matches = [hmac.compare_digest(offered, key) for key in self._keys]
         if scheme.lower() != "bearer" or not any(matches):
             raise Unauthorized("Authorization: needs `Bearer` and a valid API key")

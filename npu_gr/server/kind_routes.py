@@ -5,10 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any, cast
+from urllib.parse import unquote_to_bytes
 
 from aiohttp import web
 
-from npu_gr.core.errors import DeadlineExceeded
+from npu_gr.core.errors import BadRequest, DeadlineExceeded
 from npu_gr.core.kinds import KINDS, A, Kind, Q
 from npu_gr.core.request import Answer, Outcome
 from npu_gr.server.codec import CODECS
@@ -46,6 +47,25 @@ def kind_routes(service: ServiceProtocol, config: ServerConfig) -> list[web.Rout
     ]
 
 
+def _path_variables(kind: Kind[Any, Any], request: web.Request) -> dict[str, str]:
+    """Decode the variable of the path once, from what was sent: aiohttp's own decoding keeps some characters encoded.
+
+    Raises:
+        BadRequest: the fixed part of the path is encoded, or the variable is not UTF-8.
+    """
+    prefix, _, name = kind.path.partition("{")
+    if not name:
+        return {}
+    sent = request.raw_path.partition("?")[0]
+    if not sent.startswith(prefix):
+        raise BadRequest(f"path: must begin with {prefix} as it is, without encoding")
+    name = name.rstrip("}")
+    try:
+        return {name: unquote_to_bytes(sent[len(prefix) :].encode(errors="surrogateescape")).decode()}
+    except UnicodeDecodeError:
+        raise BadRequest(f"{name}: not UTF-8 after decoding") from None
+
+
 async def _continued(_: web.Request) -> None:
     """Do nothing: the connection has asked for the body before the handler began."""
 
@@ -63,7 +83,7 @@ def _handler(
             require_ready(service)
         body: Any  # B; mypy cannot know that B is UrlParts where there is no body
         if codec.body is None:
-            body = UrlParts(request.match_info, request.query)
+            body = UrlParts(_path_variables(kind, request), request.query)
         else:
             body = decode(await request.read(), request.content_type, codec.body)
         request[USER] = body.user

@@ -10,7 +10,7 @@ from typing import Any
 from aiohttp import web
 
 from npu_gr.admission.door import Slot
-from npu_gr.core.errors import Overloaded
+from npu_gr.core.errors import Overloaded, UnsupportedMedia
 from npu_gr.core.kinds import KINDS
 from npu_gr.core.request import Answer, UserKey
 from npu_gr.metrics.registry import Metrics
@@ -32,6 +32,7 @@ PARSED_AT = web.RequestKey("parsed_at", float)
 USER = web.RequestKey("user", UserKey)
 ANSWER: web.RequestKey[Answer] = web.RequestKey("answer", object)  # type: ignore[arg-type]
 
+_CLOSING = (401, 413, 415)  # after these an answer closes its connection: the caller must begin anew
 ABANDONED = 499  # the status of a request whose caller hung up, as nginx counts them
 
 
@@ -71,6 +72,7 @@ def middleware(
         try:
             if request.path not in public_paths:
                 keys.check(request.headers.get("Authorization"))
+            _refuse_encoded(request)
             response = await handler(request)
             status = response.status
         except asyncio.CancelledError:
@@ -101,11 +103,22 @@ def middleware(
                 tracing.end(span, stages_s, arrived_at, request.get(PARSED_AT), _span_attributes(ended))
         response.headers[headers.REQUEST_ID] = request_id
         response.headers["traceparent"] = trace.header
-        if not service.is_ready()[0]:
+        if status in _CLOSING or not service.is_ready()[0]:
             response.force_close()  # draining: let the balancer's connections go
         return response
 
     return handle
+
+
+def _refuse_encoded(request: web.Request) -> None:
+    """Refuse a compressed body: nothing here inflates what a caller sends.
+
+    Raises:
+        UnsupportedMedia: the body has a Content-Encoding.
+    """
+    encoding = request.headers.get("Content-Encoding", "identity")
+    if encoding.strip().lower() != "identity":
+        raise UnsupportedMedia(f"Content-Encoding: {encoding[:32]!r}: bodies must be sent as they are")
 
 
 def slot_of(request: web.Request) -> Slot | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import gzip
 import json
 import logging
 import os
@@ -270,16 +271,69 @@ async def test_a_real_instance_says_404_where_it_has_no_section(present: str, tm
         assert f'npu_gr_admissions_total{{kind="{kind.name}",verdict="invalid"}} 1.0' in metrics
 
 
-@pytest.mark.parametrize("path", ["/v1/users/%ff%fe", "/v1/users/a%2Fb", "/v1/users/a/b%0Ac", "/v1/users/%25ff"])
-async def test_any_bytes_may_name_a_user_in_a_path(path: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(
+    ("path", "user"),
+    [
+        ("a%2541", "a%41"),  # decoded once
+        ("a%2Fb", "a/b"),
+        ("a/b%0Ac", "a/b\nc"),
+        ("%25ff", "%ff"),
+        ("%C3%BC", "ü"),
+    ],
+)
+async def test_any_text_may_name_a_user_in_a_path(
+    path: str, user: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     (tmp_path / "key").write_text("0123456789abcdef")
     with caplog.at_level(logging.INFO, "npu_gr.request"):
-        async with serving_fake(fake(), log_user_key_file=str(tmp_path / "key")) as (client, _):
-            url = URL(str(client.make_url("")).rstrip("/") + path, encoded=True)
+        service = fake()
+        async with serving_fake(service, log_user_key_file=str(tmp_path / "key")) as (client, _):
+            url = URL(f"{client.make_url('/v1/users/')}{path}", encoded=True)
             async with aiohttp.ClientSession() as http, http.delete(url) as response:
                 assert response.status == 204
+        ((_, request, _),) = service.served
+        assert request.user.user == user
     (line,) = lines(caplog)
     assert (line["route"], line["status"], len(line["user"])) == ("/v1/users/{user_id}", 204, 16)
+
+
+@pytest.mark.parametrize("path", ["/v1/users/%ff%fe", "/v1/%75sers/a"])
+async def test_a_user_whose_name_can_be_read_in_two_ways_is_refused(path: str) -> None:
+    service = fake()
+    async with serving_fake(service) as (client, _), aiohttp.ClientSession() as http:
+        url = URL(str(client.make_url("")).rstrip("/") + path, encoded=True)
+        async with http.delete(url) as response:
+            assert response.status == 400
+    assert not service.served
+
+
+@each_kind_with_body
+async def test_a_compressed_body_is_refused_and_never_inflated(kind: Kind[Any, Any]) -> None:
+    bomb = gzip.compress(b" " * 50_000_000)
+    service = fake()
+    async with serving_fake(service) as (client, metrics):
+        headers = {"Content-Type": "application/json", "Content-Encoding": "gzip"}
+        async with client.post(EXAMPLES[kind.name].path, data=bomb, headers=headers) as response:
+            assert response.status == 415
+            assert response.headers["Connection"] == "close"
+            assert "Content-Encoding" in (await response.json(content_type=None))["detail"]
+        async with client.post(
+            EXAMPLES[kind.name].path, json=EXAMPLES[kind.name].body, headers={"Content-Encoding": "identity"}
+        ) as response:
+            assert response.status == kind.status
+        assert count(metrics, "admissions_total", kind=kind.name, verdict="invalid") == 1
+
+
+async def test_a_key_that_is_no_text_is_a_wrong_key(tmp_path: Path) -> None:
+    (tmp_path / "keys").write_text("a-key-of-some-length\n")
+    async with serving_fake(fake(), api_keys_file=str(tmp_path / "keys")) as (client, _):
+        reader, writer = await asyncio.open_connection("127.0.0.1", client.port)
+        writer.write(b"GET /metrics HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer \xff\xfe\r\n\r\n")
+        head = await reader.readuntil(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 401 ")
+        assert b"Connection: close" in head
+        writer.close()
+        await writer.wait_closed()
 
 
 def test_a_kind_that_is_registered_is_served_counted_and_documented() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
-from urllib.parse import unquote
 
 import msgspec
 
@@ -27,7 +26,7 @@ B = TypeVar("B", bound=NamesUser)
 
 
 class UrlParts(NamedTuple):
-    """The URL of a request without a body: variables of its path, and its query."""
+    """The URL of a request without a body: variables of its path, and its query, each decoded once."""
 
     path: Mapping[str, str]
     query: Mapping[str, str]
@@ -35,7 +34,7 @@ class UrlParts(NamedTuple):
     @property
     def user(self) -> UserKey:
         """The user that the path names; the tenant is in the query."""
-        return UserKey(self.query.get("tenant", ""), unquote(self.path["user_id"]))
+        return UserKey(self.query.get("tenant", ""), self.path["user_id"])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

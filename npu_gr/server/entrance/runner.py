@@ -31,6 +31,7 @@ class _Server(web.Server):
             request_factory=made.request_factory,
             handler_cancellation=made.handler_cancellation,
             access_log=None,
+            auto_decompress=False,  # 1 kB of a caller's may inflate to a gigabyte
             keepalive_timeout=_FOREVER_S,
         )
         self._entrance = entrance
