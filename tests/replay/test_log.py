@@ -27,7 +27,7 @@ from npu_gr.matching.vectors import save
 from npu_gr.replay.body import encode
 from npu_gr.replay.fields import REQUEST_FIELDS
 from npu_gr.replay.files import read, write
-from npu_gr.replay.log import OPTIONS, RECORDED, SCORED, LoggedHistory, QueryRecord
+from npu_gr.replay.log import NOT_LOGGED, OPTIONS, RECORDED, SCORED, LoggedHistory, QueryRecord
 from npu_gr.replay.recorder import RecordedRequest, record_of
 from npu_gr.replay.sample import read_answer
 from tests.matching.vectors import KNOWN, make_vectors
@@ -104,7 +104,7 @@ def test_a_log_keeps_every_field_of_a_request_but_versions(kind: str) -> None:
     fields = {field.name for field in dataclasses.fields(RECORDED[kind].request)}
     options = OPTIONS[kind].__struct_fields__ if kind in OPTIONS else ()
     assert set(options) <= fields
-    left_out = fields - set(options) - set(REQUEST_FIELDS[kind]) - {"user"}
+    left_out = fields - set(options) - set(REQUEST_FIELDS[kind]) - set(NOT_LOGGED)
     assert all(name.endswith("_version") for name in left_out), left_out
     assert (kind in SCORED) == (RECORDED[kind].scored is not Scored.NOTHING)
 

@@ -14,7 +14,7 @@ import pytest
 from aiohttp.test_utils import TestClient
 
 from npu_gr.backend.cpu.backend import CPUBackend
-from npu_gr.core.errors import ConfigError, Unavailable
+from npu_gr.core.errors import ConfigError, StoreFailed
 from npu_gr.engine.job import JobOrder
 from npu_gr.features.base import StoredHistory
 from npu_gr.features.embedded import EmbeddedStore
@@ -106,10 +106,11 @@ async def test_a_new_user_is_served_from_the_request_or_from_the_store(
         assert (stored["basis"], stored["items"]) == ("folded", sent["items"])
 
         async def fail(*_: object) -> StoredHistory:
-            raise Unavailable("no store today")
+            raise StoreFailed("no store today")
 
         monkeypatch.setattr(EmbeddedStore, "read", fail)
-        assert (await match(client, user_id="stranger"))["basis"] == "popularity"
+        assert (await match(client, user_id="stranger"))["basis"] == "folded"  # from what is known of the user here
+        assert (await match(client, user_id="another stranger"))["basis"] == "popularity"
 
 
 async def test_filters_and_exhaustion(tmp_path: Path) -> None:
