@@ -111,16 +111,21 @@ def test_a_flood_of_names_shares_one_queue() -> None:
 
 
 @given(
-    st.lists(st.tuples(st.sampled_from("abc"), st.floats(0, 9), st.floats(0.1, 2), st.sampled_from("ptd")), max_size=60)
+    st.lists(
+        st.tuples(
+            st.sampled_from("abc"), st.floats(0, 9), st.floats(0.1, 2), st.sampled_from(("push", "take", "drop"))
+        ),
+        max_size=60,
+    )
 )
 def test_every_request_leaves_once_and_the_cost_is_the_sum(steps: list[tuple[str, float, float, str]]) -> None:
     turns = Turns({"a": 3.0})
     waiting: list[Asked] = []
     for tenant, wanted_at, cost_s, step in steps:
-        if step == "p" or not waiting:
+        if step == "push" or not waiting:
             waiting.append(Asked(tenant, wanted_at, cost_s))
             turns.push(waiting[-1])
-        elif step == "t":
+        elif step == "take":
             head = turns.head()
             assert isinstance(head, Asked)
             waiting.remove(head)
