@@ -42,7 +42,8 @@ from npu_gr.core.kinds import KINDS, Kind, Priority
 
 LEAST = 4  # requests that may be inside whatever the window is: it fills a pass, and lets a wrong objective serve
 MOST = 64  # requests of a kind inside: more do not make the device faster, but the event loop's turns longer
-GUESS = 0.02  # of the objective: the pace until it is learnt
+GUESS = 0.02  # of the objective: the pace of a kind that uses the device, until it is learnt
+HOST_GUESS_S = 0.0005  # the pace of the other kinds, until it is learnt: parsing and answering
 AIM = 0.95  # of the time that a request has: the rest is for writing the answer
 AIM_BURST = 1.15  # what may join a queue that just began: the pace may be wrong by that much, and is learnt meanwhile
 AIM_STANDING = 0.75  # what may join one that has stood for STANDING_S, so that not everybody served is nearly late
@@ -163,7 +164,10 @@ class Door:
         self._most = max(MOST, 2 * batch_requests)
         self._clock = clock
         self._call_later = call_later
-        self._lanes = {kind.name: _Lane(kind, GUESS * objective_s(kind.name)) for kind in KINDS.values()}
+        self._lanes = {
+            kind.name: _Lane(kind, GUESS * objective_s(kind.name) if kind.uses_device else HOST_GUESS_S)
+            for kind in KINDS.values()
+        }
         self._classes = [
             (Turns(config.tenant_weights), [lane for lane in self._lanes.values() if lane.kind.priority <= priority])
             for priority in Priority

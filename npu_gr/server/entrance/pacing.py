@@ -17,10 +17,8 @@ from collections.abc import Callable
 from typing import Protocol
 
 SHARE = 0.05  # of a core, for refusals
-BESIDE = (
-    3.0  # a refusal costs so many times what is timed: reading, writing and pausing are the kernel's and the loop's
-)
-GUESS_S = 1e-5  # what is timed of one, until there was one
+BESIDE = 5.0  # what a refusal costs over what is timed of it: the kernel and the event loop take the rest
+GUESS_S = 7e-6  # what is timed of one, until there was one
 WEIGHT = 1 / 32  # of one more
 MOST_S = 0.5  # the longest pause, before its spread
 RETRY_S = 0.01  # by when the request reached the kernel; an open loop, which no pause can hold, comes later
