@@ -17,7 +17,7 @@ import socket
 import sys
 import time
 from http import HTTPStatus
-from typing import Any
+from typing import Any, cast
 
 from aiohttp import web
 
@@ -41,6 +41,7 @@ class Connection(web.RequestHandler):
         "_answering_since_at",
         "_chunks",
         "_close_when_idle",
+        "_closed_at",
         "_entrance",
         "_head",
         "_idle",
@@ -53,6 +54,7 @@ class Connection(web.RequestHandler):
         "_ticket",
         "_unread",
         "_was_paused",
+        "_wire",
         "began_at",
         "is_paced",
         "refused_at",
@@ -89,6 +91,8 @@ class Connection(web.RequestHandler):
         self._close_when_idle = False
         self._idle: asyncio.Future[None] | None = None
         self._answering_since_at: float | None = None
+        self._closed_at: float | None = None
+        self._wire: asyncio.Transport | None = None  # the transport, also after aiohttp has let go of it
         self._read_at = 0.0  # when the first byte of the present request was read
         self._socket: socket.socket | None = None  # of the transport; None = no TCP of Linux
 
@@ -97,6 +101,7 @@ class Connection(web.RequestHandler):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
         self.began_at = time.monotonic()
+        self._wire = cast("asyncio.Transport", transport)
         self._socket = _same_socket(transport.get_extra_info("socket"))
         self._entrance.opened(self)
 
@@ -141,6 +146,17 @@ class Connection(web.RequestHandler):
         self._resume_transport_reading()
         self._advance()
 
+    def force_close(self) -> None:
+        """Close as soon as what was written has left."""
+        if self._closed_at is None:
+            self._closed_at = time.monotonic()
+        super().force_close()
+
+    def abort(self) -> None:
+        """Close at once, whatever has not left."""
+        if self._wire is not None:
+            self._wire.abort()
+
     def end(self, answer: bytes) -> None:
         """Write an answer and close."""
         if self.transport is not None:
@@ -150,6 +166,8 @@ class Connection(web.RequestHandler):
     def limit_at(self) -> tuple[float, bytes | None]:
         """Say until when the connection may be as it is, and with which answer it ends then."""
         config = self._entrance.config
+        if self._closed_at is not None:  # but its last bytes wait for a caller who does not read
+            return self._closed_at + config.write_timeout_s, None
         if self.state is State.IDLE:
             since_s = config.idle_timeout_s if self.served else config.header_timeout_s
             return self.began_at + since_s, None

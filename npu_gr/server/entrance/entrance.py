@@ -53,7 +53,11 @@ class Visitor(Paced, Protocol):
         ...
 
     def force_close(self) -> None:
-        """Close at once."""
+        """Close as soon as what was written has left."""
+        ...
+
+    def abort(self) -> None:
+        """Close at once, whatever has not left."""
         ...
 
 
@@ -188,8 +192,7 @@ class Entrance:
                 continue
             if answer is None:
                 self._metrics.door.ended("idle" if connection.state is State.IDLE else "unread")
-                if connection.transport is not None:
-                    connection.transport.abort()
+                connection.abort()
             else:
                 self._metrics.door.ended("slow")
                 self.broken(408)
