@@ -41,7 +41,6 @@ def make_config(folder: Path, **sections: Any) -> Config:
         "features": {"path": str(folder / "history.db"), "read_timeout_s": 5.0, "timeout_s": 10.0},  # a busy machine
         "trigger": {"min_prefix_tokens": 4, "policy": "always"},
         "server": {"port": 0, "drain_grace_s": 0.1},
-        "brownout": {"enabled": False},
     }
     for name, section in sections.items():
         table[name] = {**table[name], **section} if isinstance(section, dict) and name in table else section

@@ -126,12 +126,13 @@ class _Outside(AbstractContextManager[None]):
 class _Lane:
     """What the door knows of one kind."""
 
-    __slots__ = ("inside", "kind", "outside", "pace", "priority", "waiting")
+    __slots__ = ("inside", "kind", "objective_s", "outside", "pace", "priority", "waiting")
 
-    def __init__(self, kind: Kind[Any, Any], guess_s: float) -> None:
+    def __init__(self, kind: Kind[Any, Any], objective_s: float) -> None:
         self.kind = kind
+        self.objective_s = objective_s
         self.priority = int(kind.priority)
-        self.pace = Pace(guess_s)
+        self.pace = Pace(GUESS * objective_s if kind.uses_device else HOST_GUESS_S)
         self.inside = 0
         self.outside = 0
         self.waiting = 0
@@ -159,15 +160,11 @@ class Door:
             call_later: calls a function after so many seconds; None = the running event loop's.
         """
         self._config = config
-        self._objective_s = objective_s
         self._least = max(LEAST, batch_requests)
         self._most = max(MOST, 2 * batch_requests)
         self._clock = clock
         self._call_later = call_later
-        self._lanes = {
-            kind.name: _Lane(kind, GUESS * objective_s(kind.name) if kind.uses_device else HOST_GUESS_S)
-            for kind in KINDS.values()
-        }
+        self._lanes = {kind.name: _Lane(kind, objective_s(kind.name)) for kind in KINDS.values()}
         self._classes = [
             (Turns(config.tenant_weights), [lane for lane in self._lanes.values() if lane.kind.priority <= priority])
             for priority in Priority
@@ -176,7 +173,8 @@ class Door:
         self._admitted = 0
         self._waiting = 0
         self._inside = 0
-        self._inside_known_s: list[float | None] = [None, None, None]  # by priority; see `_inside_s`
+        self._inside_known_s: list[float | None] = []  # by priority; see `_inside_s`
+        self._changed()
         self._standing_since_at: float | None = None  # since when somebody has waited, without a break
         self._last = self._classes[0][1][0]  # the kind that departed last
         self._is_ticking = False
@@ -186,7 +184,8 @@ class Door:
     def reconfigure(self, config: AdmissionConfig, objective_s: Callable[[str], float]) -> None:
         """Apply other settings from now on; what was learnt stays."""
         self._config = config
-        self._objective_s = objective_s
+        for lane in self._lanes.values():
+            lane.objective_s = objective_s(lane.kind.name)
         for turns, _ in self._classes:
             turns.weights = config.tenant_weights
 
@@ -203,18 +202,11 @@ class Door:
         return self._waiting
 
     @property
-    def waiting_s(self) -> float:
-        """Seconds of work that wait for their turn, by the paces of their arrivals."""
-        return sum(turns.cost_s for turns, _ in self._classes)
-
-    @property
     def pressure(self) -> float:
         """Waiting work over the objectives of its requests, while the queue stands; 0 for a burst that passes."""
         if self._standing_since_at is None or self._clock() - self._standing_since_at <= STANDING_S:
             return 0.0
-        return sum(
-            lane.waiting * lane.pace.seconds / self._objective_s(lane.kind.name) for lane in self._lanes.values()
-        )
+        return sum(lane.waiting * lane.pace.seconds / lane.objective_s for lane in self._lanes.values())
 
     def counts(self, kind: str) -> dict[str, int]:
         """Count a kind's requests by where they are: waiting, inside, outside."""
@@ -246,7 +238,7 @@ class Door:
         """
         lane = self._lanes[kind]
         turns, lanes = self._classes[lane.priority]
-        has_s = min(self._objective_s(kind), budget_s)
+        has_s = min(lane.objective_s, budget_s)
         if not self._config.enabled or (self._nobody_before(lane) and self._has_room(lane, lanes)):
             ticket = Ticket(kind, tenant, arrived_at, has_s, guest)
             self._let_in(ticket, lane)
@@ -274,8 +266,9 @@ class Door:
         Args:
             kind, arrived_at, budget_s: as for `arrive`.
         """
-        has_s = min(self._objective_s(kind), budget_s)
-        return self._clock() + self._lanes[kind].pace.seconds > arrived_at + AIM * has_s
+        lane = self._lanes[kind]
+        has_s = min(lane.objective_s, budget_s)
+        return self._clock() + lane.pace.seconds > arrived_at + AIM * has_s
 
     def has_room(self, kind: str) -> bool:
         """Whether a request of the kind that came now would be let in at once."""
@@ -320,7 +313,7 @@ class Door:
         self._changed()
 
     def _window(self, lane: _Lane) -> float:
-        size = self._config.share * self._objective_s(lane.kind.name) / max(lane.pace.seconds, 1e-9)
+        size = self._config.share * lane.objective_s / max(lane.pace.seconds, 1e-9)
         return min(max(size, self._least), self._most)
 
     def _has_room(self, lane: _Lane, lanes: list[_Lane]) -> bool:
@@ -358,7 +351,7 @@ class Door:
 
     def _changed(self) -> None:
         """Forget what was computed from who is inside."""
-        self._inside_known_s = [None, None, None]
+        self._inside_known_s = [None] * len(Priority)
 
     # ---- leaving
 

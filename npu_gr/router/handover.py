@@ -28,6 +28,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
 from npu_gr.core.errors import ConfigError
+from npu_gr.core.tasks import running
 
 log = logging.getLogger(__name__)
 Sockets = dict[str, list[socket.socket]]  # by what is served there: "requests", "admin"
@@ -158,13 +159,9 @@ async def offering(host: str, sockets: Sockets, on_taken: Callable[[], Awaitable
         log.warning("no other router can take this one's sockets over: %s", error)
         yield
         return
-    task = asyncio.create_task(_give(door, sockets, on_taken))
-    try:
-        yield
-    finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-        door.close()
+    with door:
+        async with running(_give(door, sockets, on_taken)):
+            yield
 
 
 async def _give(door: socket.socket, sockets: Sockets, on_taken: Callable[[], Awaitable[None]]) -> None:

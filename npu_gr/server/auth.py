@@ -8,8 +8,6 @@ from __future__ import annotations
 import asyncio
 import hmac
 import logging
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 
 from npu_gr.core.errors import ConfigError, Unauthorized
@@ -62,21 +60,11 @@ class ApiKeys:
         else:
             log.info("%d API keys loaded", len(self._keys))
 
-    @asynccontextmanager
-    async def followed(self) -> AsyncIterator[None]:
-        """Look twice a second whether the file has changed, in a thread, while the block runs."""
-
-        async def follow() -> None:
-            while True:
-                await asyncio.sleep(LOOK_S)
-                await asyncio.to_thread(self.reload_if_changed)
-
-        task = asyncio.get_running_loop().create_task(follow())
-        try:
-            yield
-        finally:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
+    async def follow(self) -> None:
+        """Look twice a second whether the file has changed, in a thread, until cancelled."""
+        while True:
+            await asyncio.sleep(LOOK_S)
+            await asyncio.to_thread(self.reload_if_changed)
 
     def check(self, authorization: str | None) -> None:
         """Raise Unauthorized if the header has none of the keys. Compares every key, so the time tells nothing."""

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from aiohttp import web
 
+from npu_gr.core.tasks import running
 from npu_gr.metrics.pauses import noted_pauses
 from npu_gr.metrics.registry import Metrics
 from npu_gr.server import health_routes, observability_routes
@@ -60,7 +61,7 @@ def build_web_app(
         process = metrics.process
         with noted_pauses(process.gc_paused) as drain:
             lag = probe_loop_lag(process.loop_lagged, process.loop_froze, drain)
-            async with lag, keys.followed(), entrance.watched():
+            async with lag, running(keys.follow()), running(entrance.watch()):
                 yield
 
     app.cleanup_ctx.append(background)

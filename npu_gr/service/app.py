@@ -20,6 +20,7 @@ from npu_gr.admission.door import Door
 from npu_gr.backend.base import Backend
 from npu_gr.backend.choose import choose
 from npu_gr.core.errors import NpuGrError
+from npu_gr.core.tasks import running
 from npu_gr.engine.scheduler import Scheduler
 from npu_gr.features.base import HistoryStore
 from npu_gr.features.guarded import GuardedStore
@@ -122,7 +123,7 @@ async def instance(
         served = RecordingService(service, recorder) if recorder else service
         app = build_web_app(served, config.server, metrics, tracing)
         add_record_routes(app, recorder)
-        await stack.enter_async_context(service.watched())
+        await stack.enter_async_context(running(service.watch()))
         yield app, service
 
 

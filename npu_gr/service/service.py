@@ -18,8 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -117,17 +116,8 @@ class Service:
 
     # ---- load
 
-    @asynccontextmanager
-    async def watched(self) -> AsyncIterator[None]:
-        """Follow the load while the block runs, and set the brown-out level of every relay."""
-        task = asyncio.get_running_loop().create_task(self._watch())
-        try:
-            yield
-        finally:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
-
-    async def _watch(self) -> None:
+    async def watch(self) -> None:
+        """Follow the load, and set the brown-out level of every relay, until cancelled."""
         while True:
             await asyncio.sleep(OBSERVE_S)
             pressure = self.parts.scheduler.pressure + self.door.pressure

@@ -185,7 +185,8 @@ async def test_what_waits_shares_a_pass(tmp_path: Path, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(CPUBackend, "best_items", counting)
     monkeypatch.setattr(MatchJob, "_search", counted)
-    async with serving(tmp_path, match=section(tmp_path, max_batch_requests=16)) as (client, service):
+    slo = {"match_s": 10.0}  # all of them are let in
+    async with serving(tmp_path, slo=slo, match=section(tmp_path, max_batch_requests=16)) as (client, service):
         alone = await match(client, num_items=9)
         async with busy_device(service):
             asked = [asyncio.create_task(match(client, num_items=9)) for _ in range(24)]

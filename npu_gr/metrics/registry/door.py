@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from enum import StrEnum, auto
 from functools import partial
 from typing import Protocol
 
@@ -10,8 +11,16 @@ from npu_gr.core.kinds import KINDS
 from npu_gr.metrics.registry.families import Families
 
 PLACES = ("waiting", "inside", "outside")
-CONNECTION_STATES = ("IDLE", "RECEIVING", "WAITING", "SERVED")
-ENDED = ("idle", "slow", "unread", "evicted", "refused")  # why the instance closed a connection
+
+
+class Ended(StrEnum):
+    """Why the instance closed a connection."""
+
+    IDLE = auto()  # nothing came
+    SLOW = auto()  # a request did not become whole
+    UNREAD = auto()  # the caller did not read its answer
+    EVICTED = auto()  # it was idle, and a new one needed the place
+    REFUSED = auto()  # it was new, and there was no place
 
 
 class ObservedDoor(Protocol):
@@ -43,12 +52,12 @@ class DoorMetrics:
         self._receiving = make.gauge("receiving_bytes", "Bodies that arrive or wait.")
         self.before_scrape: Callable[[], None] = lambda: None  # counts what is counted in bulk
         ended = make.counter("connections_ended_total", "Connections that the instance closed.", ("reason",))
-        self._ended = {reason: ended.labels(reason) for reason in ENDED}
+        self._ended = {reason: ended.labels(reason.value) for reason in Ended}
 
     def observe(
         self,
         door: ObservedDoor,
-        connections: Callable[[str], int],
+        connections: Mapping[str, Callable[[], int]],
         paused: Callable[[], int],
         receiving_bytes: Callable[[], int],
         refusals_per_s: Callable[[], float],
@@ -57,7 +66,7 @@ class DoorMetrics:
 
         Args:
             door: whose places and paces.
-            connections: counts those in a state of `CONNECTION_STATES`.
+            connections: for each state of a connection, counts those in it.
             paused: counts connections that are not read.
             receiving_bytes: of bodies.
             refusals_per_s: that clients who retry at once are held to.
@@ -67,14 +76,14 @@ class DoorMetrics:
                 self._requests.labels(kind, place).set_function(partial(_count, door, kind, place))
             self._pace_s.labels(kind).set_function(partial(door.pace_s, kind))
             self._window.labels(kind).set_function(partial(door.window, kind))
-        for state in CONNECTION_STATES:
-            self._connections.labels(state.lower()).set_function(partial(connections, state))
+        for state, count in connections.items():
+            self._connections.labels(state).set_function(count)
         self._paused.set_function(paused)
         self._receiving.set_function(receiving_bytes)
         self._refusals.set_function(refusals_per_s)
 
-    def ended(self, reason: str) -> None:
-        """Count a connection that the instance closed; `reason` is one of `ENDED`."""
+    def ended(self, reason: Ended) -> None:
+        """Count a connection that the instance closed."""
         self._ended[reason].inc()
 
 

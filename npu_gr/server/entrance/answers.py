@@ -7,6 +7,7 @@ from http import HTTPStatus
 
 import msgspec
 
+from npu_gr.server.entrance.framing import MAX_HEAD_BYTES
 from npu_gr.server.headers import RETRY_AFTER_MS, RETRY_MS
 
 
@@ -43,7 +44,10 @@ BODY_TOO_LATE = _answer(
     _CLOSE,
 )
 HEAD_TOO_LARGE = _answer(
-    HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, "headers too large", "the headers are over 65,536 bytes", _CLOSE
+    HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE,
+    "headers too large",
+    f"the headers are over {MAX_HEAD_BYTES:,} bytes",
+    _CLOSE,
 )
 BODY_TOO_LARGE = _answer(
     HTTPStatus.REQUEST_ENTITY_TOO_LARGE, "too large", "the body is over server.max_body_bytes", _CLOSE

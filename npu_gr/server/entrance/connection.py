@@ -50,6 +50,7 @@ class Connection(web.RequestHandler):
         "_read_at",
         "_request",
         "_reserved_bytes",
+        "_searched_bytes",
         "_socket",
         "_ticket",
         "_unread",
@@ -82,6 +83,7 @@ class Connection(web.RequestHandler):
         self._is_paused = False
         self._was_paused = False  # before the request that comes now
         self._unread: bytes | bytearray = b""
+        self._searched_bytes = 0  # of a head that is not whole yet, in vain
         self._head: Head | None = None
         self._chunks: Chunks | None = None
         self._kind: Kind[Any, Any] | None = None
@@ -163,6 +165,11 @@ class Connection(web.RequestHandler):
             self.transport.write(answer)
         self.force_close()
 
+    @property
+    def has_unread_answer(self) -> bool:
+        """Whether an answer was written that its caller has not read."""
+        return self._closed_at is not None or self._answering_since_at is not None
+
     def limit_at(self) -> tuple[float, bytes | None]:
         """Say until when the connection may be as it is, and with which answer it ends then."""
         config = self._entrance.config
@@ -231,11 +238,12 @@ class Connection(web.RequestHandler):
         """
         head = self._head
         if head is None:
-            end = self._unread.find(HEAD_END)
+            end = self._unread.find(HEAD_END, self._searched_bytes)
             if end < 0:
                 if len(self._unread) > MAX_HEAD_BYTES:
                     self._entrance.broken(431)
                     self.end(answers.HEAD_TOO_LARGE)
+                self._searched_bytes = max(0, len(self._unread) - len(HEAD_END) + 1)
                 return None
             head = self._head = parse_head(self._unread, end + len(HEAD_END))
             self._kind = self._entrance.kinds.get((head.method, head.path))
@@ -375,6 +383,7 @@ class Connection(web.RequestHandler):
     def _become_idle(self) -> None:
         self.state = State.IDLE
         self.began_at = time.monotonic()
+        self._searched_bytes = 0
         self._head = None
         self._chunks = None
         self._kind = None

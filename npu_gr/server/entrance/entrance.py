@@ -9,8 +9,8 @@ import ipaddress
 import logging
 import resource
 import time
-from collections.abc import AsyncIterator
-from enum import Enum, auto
+from enum import StrEnum, auto
+from functools import partial
 from typing import Any, Protocol
 
 from aiohttp import web
@@ -18,6 +18,7 @@ from aiohttp import web
 from npu_gr.admission.door import Door
 from npu_gr.core.kinds import KINDS, Kind
 from npu_gr.metrics.registry import Metrics
+from npu_gr.metrics.registry.door import Ended
 from npu_gr.metrics.registry.requests import ABANDONED
 from npu_gr.server.config import ServerConfig
 from npu_gr.server.entrance import answers
@@ -26,7 +27,7 @@ from npu_gr.server.entrance.pacing import Paced, Pacer
 log = logging.getLogger(__name__)
 
 
-class State(Enum):
+class State(StrEnum):
     """Where a connection is with its present request."""
 
     IDLE = auto()  # nothing of a request is here
@@ -43,6 +44,11 @@ class Visitor(Paced, Protocol):
     began_at: float  # when the present request began; while idle, since when it is idle
     served: int  # requests that were answered
     is_paced: bool
+
+    @property
+    def has_unread_answer(self) -> bool:
+        """Whether an answer was written that its caller has not read."""
+        ...
 
     def limit_at(self) -> tuple[float, bytes | None]:
         """Say until when it may be as it is, and with which answer it ends then."""
@@ -93,15 +99,15 @@ class Entrance:
         door.on_room = self.pacer.release
         metrics.door.observe(
             door,
-            self._count,
+            {state.value: partial(self._count, state) for state in State},
             lambda: len(self.pacer),
             lambda: self.receiving_bytes,
             lambda: self.pacer.refusals_per_s,
         )
         metrics.door.before_scrape = self._count_refusals
 
-    def _count(self, state: str) -> int:
-        return sum(connection.state.name == state for connection in self._connections)
+    def _count(self, state: State) -> int:
+        return sum(connection.state is state for connection in self._connections)
 
     # ---- connections
 
@@ -115,10 +121,10 @@ class Entrance:
         if idle:
             # several at once: to look at all of them for each new connection would be what an attacker wants
             for old in heapq.nsmallest(1 + len(idle) // 64, idle, key=lambda c: (c.served > 0, c.began_at)):
-                self._metrics.door.ended("evicted")
+                self._metrics.door.ended(Ended.EVICTED)
                 old.force_close()
         else:
-            self._metrics.door.ended("refused")
+            self._metrics.door.ended(Ended.REFUSED)
             connection.end(answers.TOO_MANY_CONNECTIONS)
 
     def closed(self, connection: Visitor) -> None:
@@ -162,17 +168,8 @@ class Entrance:
 
     # ---- in the background
 
-    @contextlib.asynccontextmanager
-    async def watched(self) -> AsyncIterator[None]:
-        """Close connections whose time is over, and log refusals once a second, while the block runs."""
-        task = asyncio.get_running_loop().create_task(self._watch())
-        try:
-            yield
-        finally:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
-
-    async def _watch(self) -> None:
+    async def watch(self) -> None:
+        """Close connections whose time is over, and log refusals once a second, until cancelled."""
         logged_at = time.monotonic()
         while True:
             await asyncio.sleep(SWEEP_S)
@@ -191,10 +188,10 @@ class Entrance:
             if now_at < limit_at:
                 continue
             if answer is None:
-                self._metrics.door.ended("idle" if connection.state is State.IDLE else "unread")
+                self._metrics.door.ended(Ended.UNREAD if connection.has_unread_answer else Ended.IDLE)
                 connection.abort()
             else:
-                self._metrics.door.ended("slow")
+                self._metrics.door.ended(Ended.SLOW)
                 self.broken(408)
                 connection.end(answer)
 

@@ -104,9 +104,10 @@ def tenant_of(request: bytes | bytearray, begins_at: int) -> str:
         request: head and body.
         begins_at: index of the body's first byte.
     """
-    body = request[begins_at:]
-    if len(body) > 2 * _SEARCHED_BYTES:
-        body = body[:_SEARCHED_BYTES] + body[-_SEARCHED_BYTES:]
+    if len(request) - begins_at > 2 * _SEARCHED_BYTES:
+        body = request[begins_at : begins_at + _SEARCHED_BYTES] + request[-_SEARCHED_BYTES:]
+    else:
+        body = request[begins_at:]
     if body[:1] == b"{":
         found = _JSON_TENANT.search(body)
         return found[1].decode(errors="replace") if found else ""

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import json
+import sys
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -174,6 +175,21 @@ async def test_requests_that_were_pipelined_wait_with_their_paused_connection() 
             assert refused is not None
             assert refused <= 100  # 1,400 a second at most, and not all that were read at once
             raw.writer.transport.abort()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads TCP_INFO of Linux")
+@pytest.mark.parametrize(("paused_s", "status"), [(0.0, 200), (0.2, 429)])  # a rank has 50 ms
+async def test_a_request_begins_when_it_reaches_the_kernel(paused_s: float, status: int) -> None:
+    async with site() as at:
+        raw = await at.connect()
+        raw.send(WHOLE)
+        await raw.answer()
+        (connection,) = at.entrance._connections
+        connection.pause()
+        raw.send(WHOLE)
+        await asyncio.sleep(paused_s)
+        connection.resume()
+        assert (await raw.answer())[0] == status
 
 
 async def test_a_proxy_is_refused_and_never_paused() -> None:

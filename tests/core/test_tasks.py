@@ -1,0 +1,35 @@
+"""Work beside a block ends with it."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from npu_gr.core.tasks import running
+
+
+async def test_work_runs_until_the_block_ends_and_has_ended_then() -> None:
+    seen: list[str] = []
+
+    async def work() -> None:
+        try:
+            seen.append("begun")
+            await asyncio.Event().wait()
+        finally:
+            await asyncio.sleep(0)  # its end takes turns of the loop, too
+            seen.append("ended")
+
+    with pytest.raises(ValueError, match="of the block"):
+        async with running(work()):
+            await asyncio.sleep(0)
+            raise ValueError("of the block")
+    assert seen == ["begun", "ended"]
+
+
+async def test_work_that_fails_leaves_the_block_alone() -> None:
+    async def work() -> None:
+        raise RuntimeError("of the work")
+
+    async with running(work()):
+        await asyncio.sleep(0)
