@@ -20,10 +20,13 @@ async def test_work_runs_until_the_block_ends_and_has_ended_then() -> None:
             await asyncio.sleep(0)  # its end takes turns of the loop, too
             seen.append("ended")
 
-    with pytest.raises(ValueError, match="of the block"):
+    async def fails() -> None:
         async with running(work()):
             await asyncio.sleep(0)
             raise ValueError("of the block")
+
+    with pytest.raises(ValueError, match="of the block"):
+        await fails()
     assert seen == ["begun", "ended"]
 
 
