@@ -8,6 +8,7 @@ NpuGrError
 ├── RequestError           the caller's fault
 │   ├── BadRequest         broken body                                                (400)
 │   ├── Unauthorized       no key, or a wrong one                                     (401)
+│   ├── Forbidden          the key does not allow it, or the page that sent it            (403)
 │   ├── NotFound           no such model or version                                   (404)
 │   ├── UnknownPrefix      a delta on a prefix that is not known here: send it whole  (409)
 │   ├── TooLarge           the body or a list is over its limit                       (413)
@@ -79,6 +80,13 @@ class Unauthorized(RequestError):
     title = "unauthorized"
 
 
+class Forbidden(RequestError):
+    """The key is valid, and does not allow this request; or a page of another site sent it."""
+
+    status = 403
+    title = "forbidden"
+
+
 class NotFound(RequestError):
     """No such route, model or model version."""
 
@@ -123,6 +131,7 @@ class Refusal(StrEnum):
 
     LATE = "late"  # it could not be answered within its objective or its budget
     QUEUE = "queue"  # the device's queue is full
+    RATE = "rate"  # its API key has a rate, and was over it
     SHED = "shed"  # it left the device's queue to make room for a more important job
 
 

@@ -44,6 +44,16 @@ class Priority(IntEnum):
     SIGNAL = 2  # an optimisation
 
 
+class Scope(StrEnum):
+    """What an API key may be allowed to do."""
+
+    INFER = "infer"  # signals, ranks, generates, matches, recommends
+    INGEST = "ingest"  # events
+    ERASE = "erase"  # forget users
+    OBSERVE = "observe"  # metrics, status, models
+    ADMIN = "admin"  # reload, roll back, change the catalogue, record, profile
+
+
 class Routing(StrEnum):
     """The router's treatment of a kind: how it places a request, and whether it may send the request again."""
 
@@ -77,6 +87,7 @@ class Kind(Generic[Q, A]):
     objective_s: float  # default of `slo.<name>_s`: an answer within it is in time
     wakes_somebody: bool = True  # a fast burn of its error budget pages; otherwise it opens a ticket
     priority: Priority
+    scope: Scope = Scope.INFER  # that a key must have
     routing: Routing
     uses_device: bool  # it waits for the device, so admission forecasts its wait
     must_finish: bool = False  # never refused for load and never cut short by a deadline
@@ -196,6 +207,7 @@ EVENTS: Kind[EventsRequest, EventsAnswer] = Kind(
     answer=EventsAnswer,
     objective_s=0.1,
     priority=Priority.RANK,
+    scope=Scope.INGEST,
     routing=Routing.ONCE,
     uses_device=False,
     stages=("store",),
@@ -211,6 +223,7 @@ ERASE: Kind[EraseRequest, EraseAnswer] = Kind(
     answer=EraseAnswer,
     objective_s=1.0,
     priority=Priority.RANK,
+    scope=Scope.ERASE,
     routing=Routing.EVERYWHERE,
     uses_device=False,
     must_finish=True,  # half an erasure is none

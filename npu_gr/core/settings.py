@@ -52,17 +52,40 @@ def load(path: Path, cls: type[S], overrides: Sequence[str] = ()) -> S:
     Raises:
         ConfigError: names the file, the field and the limit or the nearest known key.
     """
+    where = f"config {path}"
     try:
-        table = yaml.load(path.read_text(), _StrictLoader)
+        table = _table(path.read_text(), where)
     except OSError as error:
-        raise ConfigError(f"config {path}: {error.strerror}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"config {path}: not YAML: {error}") from error
-    if not isinstance(table, dict):
-        raise ConfigError(f"config {path}: needs `key: value` lines, got {type(table).__name__}")
+        raise ConfigError(f"{where}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{where}: not YAML: {error}") from error
     for text in overrides:
         _apply(table, text)
-    return from_table(table, cls, f"config {path}")
+    return from_table(table, cls, where)
+
+
+def parse(text: str, cls: type[S], where: str) -> S:
+    """Read settings from text.
+
+    Args:
+        text: YAML.
+        cls: what it holds.
+        where: names the text in errors.
+
+    Raises:
+        ConfigError: names the field and the limit or the nearest known key.
+    """
+    return from_table(_table(text, where), cls, where)
+
+
+def _table(text: str, where: str) -> dict[str, Any]:
+    try:
+        table = yaml.load(text, _StrictLoader)
+    except (yaml.YAMLError, RecursionError, TypeError) as error:  # too deep; a key that is a list
+        raise ConfigError(f"{where}: not YAML that we read: {error}") from error
+    if not isinstance(table, dict):
+        raise ConfigError(f"{where}: needs `key: value` lines, got {type(table).__name__}")
+    return table
 
 
 def from_table(table: dict[str, Any], cls: type[S], where: str = "config") -> S:

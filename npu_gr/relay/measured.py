@@ -9,11 +9,12 @@ Source: RelayGR (arXiv:2601.01712), sequence-aware trigger; `trigger.py` has the
 
 from __future__ import annotations
 
+from npu_gr.core.bucket import TokenBucket
 from npu_gr.engine.quantile import RunningQuantile
 from npu_gr.kv.prefix_pool import PrefixPool
 from npu_gr.relay.calibration import Calibration
 from npu_gr.relay.config import LiveSettings
-from npu_gr.relay.trigger import TokenBucket, admitted_rate, live_limit
+from npu_gr.relay.trigger import admitted_rate, live_limit
 
 
 class RelayMeasurements:

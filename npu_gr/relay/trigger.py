@@ -21,6 +21,7 @@ from typing import Annotated, Literal, NamedTuple
 
 import msgspec
 
+from npu_gr.core.bucket import TokenBucket
 from npu_gr.core.request import Verdict
 from npu_gr.core.settings import Count, Positive, Seconds
 
@@ -80,26 +81,6 @@ def admitted_rate(l_max: int, t_life_s: float, q_m_per_s: float | None) -> float
         q_m_per_s: the share of Q_m that pre-infers may take; None = no limit by the device.
     """
     return min(l_max / t_life_s, math.inf if q_m_per_s is None else q_m_per_s)
-
-
-class TokenBucket:
-    """Limits a rate to `rate_per_s` takes a second, of which `burst` may come at once."""
-
-    def __init__(self, rate_per_s: float, burst: float) -> None:
-        self.rate_per_s = rate_per_s
-        self.burst = max(burst, 1.0)
-        self._level = self.burst
-        self._filled_at = -math.inf  # no take yet
-
-    def take(self, now_at: float) -> bool:
-        """Take one token. Returns False if there is none."""
-        if self._filled_at > -math.inf:
-            self._level = min(self.burst, self._level + (now_at - self._filled_at) * self.rate_per_s)
-        self._filled_at = now_at
-        if self._level < 1.0:
-            return False
-        self._level -= 1.0
-        return True
 
 
 def decide(

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from npu_gr.core.bucket import TokenBucket
 from npu_gr.core.request import Verdict
 from npu_gr.relay.trigger import (
     Forecast,
     Headroom,
-    TokenBucket,
     TriggerConfig,
     admitted_rate,
     at_risk,

@@ -1,0 +1,73 @@
+"""A key file says who may do what; what is wrong with it is said by field and limit."""
+
+from __future__ import annotations
+
+import pytest
+
+from npu_gr.access.keys import Key, KeyFile, hash_of, parse_keys, written
+from npu_gr.core.errors import ConfigError, Forbidden
+from npu_gr.core.kinds import Scope
+
+ENTRY = f"""
+keys:
+- name: ranking
+  sha256: {hash_of(b"secret")}
+  tenant: shop
+  scopes: [infer, ingest]
+  rate_per_s: 500.0
+  expires: '2027-01-31T00:00:00Z'
+"""
+
+
+def test_an_entry_and_back() -> None:
+    file = parse_keys(ENTRY, "f")
+    key = Key.of(file.keys[0])
+    assert (key.name, key.tenant, key.rate_per_s) == ("ranking", "shop", 500.0)
+    assert key.scopes == {Scope.INFER, Scope.INGEST}
+    assert key.expires_at == 1801353600.0
+    assert parse_keys(written(file), "f") == file
+    assert parse_keys("", "f") == KeyFile() == parse_keys(written(KeyFile()), "f")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("ranking", "a key", r"f: keys\[0\]\.name: .*matching regex"),
+        ("sha256: ", "sha256: x", r"f: keys\[0\]\.sha256"),
+        ("[infer, ingest]", "[infers]", r"f: keys\[0\]\.scopes\[0\]: Invalid enum value 'infers'"),
+        ("[infer, ingest]", "[]", r"f: keys\[0\]\.scopes"),
+        ("500.0", "0.0", r"f: keys\[0\]\.rate_per_s: .*> 0"),
+        ("00Z'", "00'", r"f: keys\[0\]: expires: 2027-01-31T00:00:00 has no time zone"),
+        ("  tenant: shop\n", "", r"f: keys\[0\]: .*missing required field `tenant`"),
+        ("tenant", "tennant", r"f: unknown key keys\[0\]\.tennant; did you mean tenant\?"),
+    ],
+)
+def test_what_is_wrong_is_named(old: str, new: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse_keys(ENTRY.replace(old, new, 1), "f")
+
+
+@pytest.mark.parametrize("text", ["one-key-a-line", "[1]", "a: b", "? [1]\n: 2\nkeys: []", "keys: " + "[" * 5000])
+def test_what_is_no_key_file(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"^f: "):
+        parse_keys(text, "f")
+
+
+def test_names_and_hashes_are_given_once() -> None:
+    twice = ENTRY + ENTRY.split("keys:\n")[1]
+    with pytest.raises(ConfigError, match="name ranking is given twice"):
+        parse_keys(twice, "f")
+    with pytest.raises(ConfigError, match=r"sha256 .* is given twice"):
+        parse_keys(ENTRY + ENTRY.split("keys:\n")[1].replace("ranking", "other"), "f")
+
+
+def test_scopes_and_tenants() -> None:
+    key = Key.of(parse_keys(ENTRY, "f").keys[0])
+    key.require(Scope.INFER)
+    with pytest.raises(Forbidden, match="has the scopes infer, ingest; this needs admin"):
+        key.require(Scope.ADMIN)
+    assert key.tenant_of("") == key.tenant_of("shop") == "shop"
+    with pytest.raises(Forbidden, match="for the tenant 'shop' alone"):
+        key.tenant_of("bank")
+    every = Key.of(parse_keys(ENTRY.replace("shop", "'*'"), "f").keys[0])
+    assert every.tenant_of("bank") == "bank"
