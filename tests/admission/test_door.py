@@ -91,7 +91,7 @@ def test_a_small_tenant_beside_a_hot_one_is_never_refused() -> None:
     hot, small = virtually(work)
     assert hot.counts["refused"] > 100
     assert small.counts == {"in_time": 55}
-    assert max(small.latencies_s) < 0.6 * OBJECTIVE_S
+    assert max(small.latencies_s) < 0.8 * OBJECTIVE_S
 
 
 def test_a_pause_is_forgotten_within_a_quarter_of_a_second() -> None:
