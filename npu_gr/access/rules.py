@@ -1,0 +1,66 @@
+"""What a route needs: the address that serves it, and the scope of the key. One table; a route without a rule is a bug.
+
+The public address serves the kinds and what a client of them reads. Everything that changes the instance, or reveals
+how it is doing, is on the admin address. Health is on both, without a key.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from npu_gr.core.kinds import KINDS, Scope
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """What one route needs."""
+
+    scope: Scope | None  # that the key must have; None = no key is needed
+    is_public: bool  # served on the public address
+    is_admin: bool  # served on the admin address
+
+
+_HEALTH = Rule(scope=None, is_public=True, is_admin=True)
+_READ = Rule(scope=Scope.INFER, is_public=True, is_admin=False)
+_OBSERVE = Rule(scope=Scope.OBSERVE, is_public=False, is_admin=True)
+_ADMIN = Rule(scope=Scope.ADMIN, is_public=False, is_admin=True)
+
+_OTHERS: dict[tuple[str, str], Rule] = {
+    ("GET", "/healthz"): _HEALTH,
+    ("GET", "/readyz"): _HEALTH,
+    ("GET", "/v2/health/live"): _HEALTH,
+    ("GET", "/v2/health/ready"): _HEALTH,
+    ("GET", "/v2"): _READ,
+    ("GET", "/v2/models/{model}"): _READ,
+    ("GET", "/v2/models/{model}/ready"): _READ,
+    ("GET", "/v2/models/{model}/versions/{version}"): _READ,
+    ("GET", "/v2/models/{model}/versions/{version}/ready"): _READ,
+    ("GET", "/openapi.json"): _READ,
+    ("GET", "/v1/models"): _READ,
+    ("GET", "/v1/catalog"): _READ,
+    ("GET", "/v1/match/vectors"): _READ,
+    ("GET", "/"): Rule(scope=None, is_public=False, is_admin=True),  # a page without data: it asks for them with a key
+    ("GET", "/metrics"): _OBSERVE,
+    ("GET", "/debug/status"): _OBSERVE,
+    ("GET", "/debug/config"): _ADMIN,
+    ("GET", "/debug/stacks"): _ADMIN,
+    ("GET", "/debug/profile"): _ADMIN,
+    ("GET", "/debug/bundle"): _ADMIN,
+    ("GET", "/debug/record"): _ADMIN,
+    ("POST", "/debug/record"): _ADMIN,
+    ("DELETE", "/debug/record"): _ADMIN,
+    ("POST", "/v1/models/reload"): _ADMIN,
+    ("POST", "/v1/catalog/items"): _ADMIN,
+    ("POST", "/v1/catalog/reload"): _ADMIN,
+    ("POST", "/v1/catalog/rollback"): _ADMIN,
+    ("POST", "/v1/match/reload"): _ADMIN,
+    ("POST", "/v1/match/rollback"): _ADMIN,
+}
+
+
+def rules() -> dict[tuple[str, str], Rule]:
+    """Return the rule of each route by its method and its pattern; those of the kinds follow from their table."""
+    kinds = {
+        (kind.method, kind.path): Rule(scope=kind.scope, is_public=True, is_admin=False) for kind in KINDS.values()
+    }
+    return kinds | _OTHERS
