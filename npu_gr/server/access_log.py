@@ -1,8 +1,8 @@
 """The access log: one JSON line a request. The newest lines are kept for the status page.
 
-A line holds no user, no history and no API key. A user appears as a keyed hash, and only where a key is configured.
-What the caller was told of an error is in it where we wrote every word of it: the detail of a caller's own fault may
-repeat a part of the body.
+A line holds no user, no history and no API key, but the key's name. A user appears as a keyed hash, and only where a
+key is configured. What the caller was told of an error is in it where we wrote every word of it: the detail of a
+caller's own fault may repeat a part of the body.
 """
 
 from __future__ import annotations
@@ -49,6 +49,7 @@ class EndedRequest(msgspec.Struct, frozen=True, kw_only=True):
     route: str  # pattern of the path
     status: int
     duration_s: float
+    key: str | None = None  # name of the API key; None: the route, or the instance, needs none
     failure: Failure | None = None  # None: it was answered, or the error is not ours
     user: UserKey | None = None  # None: it names none, or was refused before its body was read
     answer: Answer | None = None  # of the service; None: there was none
@@ -65,6 +66,7 @@ class AccessLine(msgspec.Struct, frozen=True, kw_only=True):
     route: str
     status: int
     duration_s: float
+    key: str | None  # name of the API key
     user: str | None  # keyed hash
     error: str | None  # its title
     detail: str | None  # what the caller was told of it
@@ -82,7 +84,7 @@ class AccessLine(msgspec.Struct, frozen=True, kw_only=True):
 
 _FIXED = (
     *("time_s", "request_id", "trace_id", "span_id", "method", "route", "status", "duration_s"),
-    *("user", "error", "detail"),
+    *("key", "user", "error", "detail"),
 )
 
 
@@ -115,6 +117,7 @@ class AccessLog:
             route=ended.route,
             status=ended.status,
             duration_s=round(ended.duration_s, 6),
+            key=ended.key,
             user=self._hashed(ended.user),
             error=None if failure is None else failure.title,
             detail=None if failure is None else failure.detail,

@@ -35,7 +35,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     log_user_key_file: str | None = None  # key of 16 to 64 bytes; with it a line has a keyed hash of the user
     otlp_endpoint: str | None = None  # URL of an OTLP collector (traces over HTTP); needs the extra otel
     trace_sample_ratio: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.01  # of requests without a traceparent
-    api_keys_file: str | None = None  # one key a line, # comments
+    api_keys_file: str | None = None  # as `npu-gr keys` writes it; None = callers need no key
     allow_unauthenticated: bool = False  # serve on a public address without keys
 
     def __post_init__(self) -> None:

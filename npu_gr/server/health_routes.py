@@ -10,8 +10,6 @@ from npu_gr.core.request import ModelInfo
 from npu_gr.server.responses import json_response, require_ready
 from npu_gr.server.service_protocol import ServiceProtocol
 
-PUBLIC_PATHS = ("/healthz", "/readyz", "/v2/health/live", "/v2/health/ready")  # answered without an API key
-
 
 class HealthRoutes:
     """Liveness, readiness, and metadata of the served models."""

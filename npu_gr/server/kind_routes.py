@@ -7,8 +7,10 @@ from collections.abc import Awaitable, Callable
 from typing import Any, cast
 from urllib.parse import unquote_to_bytes
 
+import msgspec
 from aiohttp import web
 
+from npu_gr.access.key_ring import KeyRing
 from npu_gr.core.errors import BadRequest, DeadlineExceeded
 from npu_gr.core.kinds import KINDS, A, Kind, Q
 from npu_gr.core.request import Answer, Outcome
@@ -17,7 +19,7 @@ from npu_gr.server.codec.base import B, Codec, UrlParts
 from npu_gr.server.codec.media import decode
 from npu_gr.server.config import ServerConfig
 from npu_gr.server.headers import budget_s
-from npu_gr.server.middleware import ANSWER, ARRIVED_AT, ID, PARSED_AT, USER, slot_of
+from npu_gr.server.middleware import ANSWER, ARRIVED_AT, ID, KEY, PARSED_AT, USER, slot_of
 from npu_gr.server.responses import accepted_media, require_ready, struct_response
 from npu_gr.server.service_protocol import ServiceProtocol
 
@@ -30,7 +32,7 @@ _X_CACHE = {
 }
 
 
-def kind_routes(service: ServiceProtocol, config: ServerConfig) -> list[web.RouteDef]:
+def kind_routes(service: ServiceProtocol, config: ServerConfig, keys: KeyRing) -> list[web.RouteDef]:
     """Make the routes of all kinds, also of those that this instance is not configured for: the service refuses them.
 
     Raises:
@@ -40,7 +42,7 @@ def kind_routes(service: ServiceProtocol, config: ServerConfig) -> list[web.Rout
         web.route(
             kind.method,
             _pattern(kind.path),
-            _handler(kind, CODECS[kind.name], service, config),
+            _handler(kind, CODECS[kind.name], service, config, keys),
             expect_handler=_continued,
         )
         for kind in KINDS.values()
@@ -76,7 +78,7 @@ def _pattern(path: str) -> str:
 
 
 def _handler(
-    kind: Kind[Q, A], codec: Codec[B, Q, A], service: ServiceProtocol, config: ServerConfig
+    kind: Kind[Q, A], codec: Codec[B, Q, A], service: ServiceProtocol, config: ServerConfig, keys: KeyRing
 ) -> Callable[[web.Request], Awaitable[web.Response]]:
     async def handle(request: web.Request) -> web.Response:
         if kind.needs_ready:
@@ -86,6 +88,7 @@ def _handler(
             body = UrlParts(_path_variables(kind, request), request.query)
         else:
             body = decode(await request.read(), request.content_type, codec.body)
+        body = _of_tenant(body, keys.tenant_of(request[KEY], body.user.tenant))
         request[USER] = body.user
         parsed = codec.parse(body, config)
         if codec.read_headers is not None:
@@ -101,6 +104,15 @@ def _handler(
         return response
 
     return handle
+
+
+def _of_tenant(body: Any, tenant: str) -> Any:
+    """Return the same body or URL about a user of this tenant: the key decides it where the request names none."""
+    if body.user.tenant == tenant:
+        return body
+    if isinstance(body, UrlParts):
+        return body._replace(query={**body.query, "tenant": tenant})
+    return msgspec.structs.replace(body, tenant=tenant)
 
 
 def _left_s(request: web.Request, config: ServerConfig) -> float:

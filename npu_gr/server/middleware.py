@@ -1,14 +1,17 @@
-"""The one middleware around every handler: id, trace, authorisation, errors, counts and the access log's line."""
+"""The one middleware around every handler: id, trace, the key's scope, errors, counts and the access log's line."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from aiohttp import web
 
+from npu_gr.access.key_ring import KeyRing
+from npu_gr.access.keys import Key
+from npu_gr.access.rules import Rule, rules
 from npu_gr.admission.door import Slot
 from npu_gr.core.errors import Overloaded, UnsupportedMedia
 from npu_gr.core.kinds import KINDS
@@ -17,7 +20,6 @@ from npu_gr.metrics.registry import Metrics
 from npu_gr.metrics.trace import CURRENT
 from npu_gr.server import headers
 from npu_gr.server.access_log import AccessLog, EndedRequest
-from npu_gr.server.auth import ApiKeys
 from npu_gr.server.entrance.connection import Connection
 from npu_gr.server.problem import from_error
 from npu_gr.server.service_protocol import ServiceProtocol
@@ -27,6 +29,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 ID = web.RequestKey("request_id", str)
 ARRIVED_AT = web.RequestKey("arrived_at", float)
+KEY = web.RequestKey("key", Key)  # absent where the route needs none
 # set by the handler of the kinds, as far as it comes
 PARSED_AT = web.RequestKey("parsed_at", float)
 USER = web.RequestKey("user", UserKey)
@@ -39,8 +42,7 @@ ABANDONED = 499  # the status of a request whose caller hung up, as nginx counts
 def middleware(
     service: ServiceProtocol,
     metrics: Metrics,
-    keys: ApiKeys,
-    public_paths: Collection[str],
+    keys: KeyRing,
     access_log: AccessLog,
     tracing: Tracing,
 ) -> Any:
@@ -49,12 +51,12 @@ def middleware(
     Args:
         service: asked whether it is ready: while it is not, answers close their connections.
         metrics: counts every request, with its kind where the route belongs to one.
-        keys: checked for every path that is not in `public_paths`.
-        public_paths: answered without an API key.
+        keys: in force; the rules say which route needs one, and its scope.
         access_log: gets every request at its end.
         tracing: makes the ids, and the spans of sampled requests.
     """
     kinds = {(kind.method, kind.path): kind.name for kind in KINDS.values()}
+    rule_of = rules()
 
     @web.middleware
     async def handle(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -70,8 +72,7 @@ def middleware(
         failure = None
         refusal = None
         try:
-            if request.path not in public_paths:
-                keys.check(request.headers.get("Authorization"))
+            _check_key(request, keys, rule_of.get((_method(request), route)))
             _refuse_encoded(request)
             response = await handler(request)
             status = response.status
@@ -93,6 +94,7 @@ def middleware(
                 status=status,
                 duration_s=time.monotonic() - arrived_at,
                 failure=failure,
+                key=request[KEY].name if keys.has_keys and KEY in request else None,
                 user=request.get(USER),
                 answer=request.get(ANSWER),
             )
@@ -108,6 +110,36 @@ def middleware(
         return response
 
     return handle
+
+
+def _check_key(request: web.Request, keys: KeyRing, rule: Rule | None) -> None:
+    """Check that the caller's key allows the request; what comes through a connection was found, and counted, there.
+
+    Args:
+        request: gets `KEY`.
+        keys: in force.
+        rule: of the route; None = there is no such route, which only callers with a key are told.
+
+    Raises:
+        Unauthorized: there is no valid key. Forbidden: it does not allow this. Overloaded: it is over its rate.
+    """
+    if rule is not None and rule.scope is None:
+        return
+    key = request.protocol.key if isinstance(request.protocol, Connection) else None
+    is_new = key is None
+    if key is None:
+        sent = request.headers.get("Authorization")
+        key = keys.find(None if sent is None else sent.encode(errors="surrogateescape"))
+    request[KEY] = key
+    if rule is not None and rule.scope is not None:
+        keys.require(key, rule.scope)
+    if is_new:
+        keys.spend(key)
+
+
+def _method(request: web.Request) -> str:
+    """The method of the request's rule: what GET may, HEAD may."""
+    return "GET" if request.method == "HEAD" else request.method
 
 
 def _refuse_encoded(request: web.Request) -> None:

@@ -19,8 +19,6 @@ from npu_gr.server.responses import json_response
 from npu_gr.server.service_protocol import ServiceProtocol
 from npu_gr.server.status import status
 
-PUBLIC_PATHS = ("/",)  # answered without an API key: the page holds no data, it asks for them with a key
-
 
 class ObservabilityRoutes:
     """Pages and documents for operators, Prometheus and generators of clients."""

@@ -8,7 +8,7 @@ import random
 import msgspec
 from aiohttp import web
 
-from npu_gr.core.errors import NotTaken, NpuGrError, Overloaded, Unauthorized
+from npu_gr.core.errors import NotTaken, NpuGrError, Overloaded, Refusal, Unauthorized
 from npu_gr.server.codec.media import JSON, encode
 from npu_gr.server.headers import NOT_TAKEN, RETRY_AFTER_MS, RETRY_MS
 
@@ -44,7 +44,8 @@ def from_error(error: BaseException, request_id: str) -> web.Response:
         answer = problem(error.status, error.title, str(error), request_id)
         if isinstance(error, Overloaded):
             answer.headers["Retry-After"] = f"{max(1, round(error.retry_after_s))}"
-            answer.headers[RETRY_AFTER_MS] = f"{random.choice(RETRY_MS)}"
+            if error.reason is not Refusal.RATE:  # a rate does not end in milliseconds
+                answer.headers[RETRY_AFTER_MS] = f"{random.choice(RETRY_MS)}"
         elif error.status == 503:
             answer.headers["Retry-After"] = "1"
             if isinstance(error, NotTaken):

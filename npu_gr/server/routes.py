@@ -7,13 +7,12 @@ from pathlib import Path
 
 from aiohttp import web
 
+from npu_gr.access.key_ring import KeyRefusal, KeyRing
 from npu_gr.core.tasks import running
 from npu_gr.metrics.pauses import noted_pauses
 from npu_gr.metrics.registry import Metrics
-from npu_gr.server import health_routes, observability_routes
 from npu_gr.server.access_log import AccessLog
 from npu_gr.server.admin_routes import CatalogueRoutes, ModelRoutes, VectorsRoutes
-from npu_gr.server.auth import ApiKeys
 from npu_gr.server.config import ServerConfig
 from npu_gr.server.entrance.entrance import ENTRANCE, Entrance
 from npu_gr.server.health_routes import HealthRoutes
@@ -23,8 +22,6 @@ from npu_gr.server.middleware import middleware
 from npu_gr.server.observability_routes import ObservabilityRoutes
 from npu_gr.server.service_protocol import ServiceProtocol
 from npu_gr.server.tracing import Tracing
-
-PUBLIC_PATHS = frozenset((*health_routes.PUBLIC_PATHS, *observability_routes.PUBLIC_PATHS))
 
 
 def build_web_app(
@@ -41,13 +38,15 @@ def build_web_app(
     Raises:
         ConfigError: the key file cannot be used.
     """
-    keys = ApiKeys(Path(config.api_keys_file) if config.api_keys_file else None)
+    keys = KeyRing(Path(config.api_keys_file) if config.api_keys_file else None)
+    keys.on_refused = metrics.keys.refused
+    metrics.keys.observe(KeyRefusal, lambda: len(keys), lambda: keys.is_stale)
     access_log = AccessLog(config)
-    entrance = Entrance(config, service.door, metrics)
+    entrance = Entrance(config, service.door, metrics, keys)
     metrics.process.observe_ready(service.is_ready)
-    around_all = middleware(service, metrics, keys, PUBLIC_PATHS, access_log, tracing or Tracing())
+    around_all = middleware(service, metrics, keys, access_log, tracing or Tracing())
     app = web.Application(client_max_size=config.max_body_bytes, middlewares=[around_all])
-    app.add_routes(kind_routes(service, config))
+    app.add_routes(kind_routes(service, config, keys))
     for group in (
         ModelRoutes(service),
         CatalogueRoutes(service, config),

@@ -134,7 +134,7 @@ def test_what_stops_a_start(tmp_path: Path) -> None:
     fails(write(tmp_path, backend="npu"), "backend 'npu' is configured but cannot be loaded")
     fails(write(tmp_path, kv={"hbm_bytes": 1000}), "kv.hbm_bytes: 1000 holds 0 pages")
     fails(write(tmp_path, features={"path": "/proc/nowhere/h.db"}), "features.path")
-    fails(write(tmp_path, server={"api_keys_file": str(tmp_path / "keys")}), "server.api_keys_file")
+    fails(write(tmp_path, server={"api_keys_file": str(tmp_path / "keys")}), "api_keys_file: ", "No such file")
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()

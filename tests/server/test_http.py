@@ -173,49 +173,6 @@ async def test_ids_and_traces_go_round(tmp_path: Path, caplog: pytest.LogCapture
     assert not any(private.search(r.getMessage()) for r in caplog.records)
 
 
-async def test_keys(tmp_path: Path) -> None:
-    keys = tmp_path / "keys"
-    keys.write_text("# ours\nfirst\n\n second \n")
-    async with serving(tmp_path, watched=False, server={"api_keys_file": str(keys)}) as (client, _):
-        app_keys = "first", "second"
-        for key in app_keys:
-            assert (await client.get("/v1/models", headers={"Authorization": f"Bearer {key}"})).status == 200
-        for header in ({}, {"Authorization": "Bearer third"}, {"Authorization": "Basic first"}, {"Authorization": ""}):
-            async with client.get("/v1/models", headers=header) as response:
-                assert response.status == 401
-                assert response.headers["WWW-Authenticate"] == "Bearer"
-        for path in ("/healthz", "/readyz", "/v2/health/live", "/v2/health/ready"):
-            assert (await client.get(path)).status == 200
-        assert (await client.get("/metrics")).status == 401
-
-
-def test_keys_are_reloaded_and_a_bad_file_keeps_the_old_ones(tmp_path: Path) -> None:
-    import os
-
-    from npu_gr.core.errors import ConfigError, Unauthorized
-    from npu_gr.server.auth import ApiKeys
-
-    path = tmp_path / "keys"
-    with pytest.raises(ConfigError, match="No such file"):
-        ApiKeys(path)
-    path.write_text("# none\n")
-    with pytest.raises(ConfigError, match="holds no key"):
-        ApiKeys(path)
-    path.write_text("old")
-    keys = ApiKeys(path)
-    for step, (text, valid, invalid) in enumerate((("new", "new", "old"), ("# empty", "new", "old"))):
-        path.write_text(text)
-        os.utime(path, ns=(step + 1, step + 1))
-        keys.reload_if_changed()
-        keys.check(f"Bearer {valid}")
-        with pytest.raises(Unauthorized):
-            keys.check(f"Bearer {invalid}")
-    path.unlink()
-    keys.reload_if_changed()
-    keys.check("Bearer new")
-    ApiKeys(None).check(None)
-
-
 def test_the_document_is_openapi() -> None:
     validate(document())
     assert set(document()["paths"]) >= {"/v1/rank", "/v1/signal", "/v1/events", "/v1/users/{user_id}"}

@@ -27,6 +27,7 @@ from npu_gr.core.request import Outcome
 from npu_gr.metrics.registry import Metrics
 from npu_gr.server.codec import CODECS
 from npu_gr.server.openapi import document
+from tests.keys import write_keys
 from tests.server.examples import EXAMPLES, USER
 from tests.server.fake import FakeService, serving_fake
 from tests.server.test_generate_over_http import section
@@ -325,8 +326,7 @@ async def test_a_compressed_body_is_refused_and_never_inflated(kind: Kind[Any, A
 
 
 async def test_a_key_that_is_no_text_is_a_wrong_key(tmp_path: Path) -> None:
-    (tmp_path / "keys").write_text("a-key-of-some-length\n")
-    async with serving_fake(fake(), api_keys_file=str(tmp_path / "keys")) as (client, _):
+    async with serving_fake(fake(), api_keys_file=write_keys(tmp_path / "keys")) as (client, _):
         reader, writer = await asyncio.open_connection("127.0.0.1", client.port)
         writer.write(b"GET /metrics HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer \xff\xfe\r\n\r\n")
         head = await reader.readuntil(b"\r\n\r\n")

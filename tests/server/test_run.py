@@ -9,6 +9,7 @@ import signal
 import aiohttp
 from aiohttp import web
 
+from npu_gr.access.key_ring import KeyRing
 from npu_gr.admission.config import AdmissionConfig
 from npu_gr.admission.door import Door
 from npu_gr.server.config import ServerConfig
@@ -34,7 +35,7 @@ async def test_a_request_in_flight_outlives_the_listener() -> None:
     app = web.Application()
     app.router.add_get("/", work)
     config = ServerConfig(port=0, drain_grace_s=0.05, shutdown_timeout_s=60.0)
-    app[ENTRANCE] = Entrance(config, Door(AdmissionConfig(), lambda _kind: 1.0), metrics_of_all_kinds())
+    app[ENTRANCE] = Entrance(config, Door(AdmissionConfig(), lambda _kind: 1.0), metrics_of_all_kinds(), KeyRing(None))
     serving = asyncio.create_task(serve(app, config, on_drain=on_drain, on_listening=port.set_result))
     url = f"http://127.0.0.1:{await port}"
     async with aiohttp.ClientSession() as http, asyncio.timeout(60):

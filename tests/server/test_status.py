@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.keys import bearer, secret, write_keys
 from tests.models import events
 from tests.serving import FIRST_ID, columns, serving
 
@@ -36,8 +37,8 @@ async def test_the_json_says_what_happened(tmp_path: Path) -> None:
 
 
 async def test_the_page_loads_nothing_and_needs_no_key_but_its_data_do(tmp_path: Path) -> None:
-    (tmp_path / "keys").write_text("secret")
-    async with serving(tmp_path, watched=False, server={"api_keys_file": str(tmp_path / "keys")}) as (client, _):
+    keys = write_keys(tmp_path / "keys")
+    async with serving(tmp_path, watched=False, server={"api_keys_file": keys}) as (client, _):
         async with client.get("/") as response:
             page = await response.text()
             assert response.content_type == "text/html"
@@ -76,15 +77,15 @@ async def test_the_page_in_a_browser(tmp_path: Path, browser: Any) -> None:
     def until(condition: Any) -> None:
         WebDriverWait(browser, 20, poll_frequency=0.1).until(lambda _: condition())
 
-    (tmp_path / "keys").write_text("secret")
-    headers = {"Authorization": "Bearer secret"}
-    async with serving(tmp_path, watched=False, server={"api_keys_file": str(tmp_path / "keys")}) as (client, _):
+    keys = write_keys(tmp_path / "keys")
+    headers = bearer()
+    async with serving(tmp_path, watched=False, server={"api_keys_file": keys}) as (client, _):
         await client.post("/v1/rank", json=RANK, headers=headers)
 
         def first_look() -> None:
             browser.get(str(client.make_url("/")))
             until(lambda: shown("state") == "needs an API key")
-            browser.find_element(By.ID, "key").send_keys("secret")
+            browser.find_element(By.ID, "key").send_keys(secret("all"))
             browser.find_element(By.CSS_SELECTOR, "#login button").click()
             until(lambda: shown("state") == "ready" and not browser.find_element(By.ID, "login").is_displayed())
             assert "miss full 1" in shown("outcomes-rank")

@@ -5,6 +5,7 @@
     relay       prefixes and memory tiers
     door        who waits, who is inside, connections
     engine      the device's queue and passes
+    keys        API keys
     store       the history store, and what stands in for it
     process     event loop, limits, version, recorder
     reloads     whether the last reload took effect
@@ -25,6 +26,7 @@ from npu_gr.metrics.registry.door import DoorMetrics
 from npu_gr.metrics.registry.engine import EngineMetrics
 from npu_gr.metrics.registry.families import Families
 from npu_gr.metrics.registry.jobs import GenerateMetrics, MatchMetrics, RankMetrics, RecommendMetrics, SignalMetrics
+from npu_gr.metrics.registry.keys import KeyMetrics
 from npu_gr.metrics.registry.process import ProcessMetrics
 from npu_gr.metrics.registry.relay import RelayMetrics
 from npu_gr.metrics.registry.reloads import ReloadMetrics
@@ -57,6 +59,7 @@ class Metrics:
         self.relay = RelayMetrics(make)
         self.door = DoorMetrics(make)
         self.engine = EngineMetrics(make)
+        self.keys = KeyMetrics(make)
         self.store = StoreMetrics(make)
         self.process = ProcessMetrics(make)
         self.reloads = ReloadMetrics(make)

@@ -36,7 +36,7 @@ class AdmissionResult(StrEnum):
     UNAVAILABLE = "unavailable"  # 503: starting, draining, or a dependency is down
     OUT_OF_TIME = "out_of_time"  # 504
     ABANDONED = "abandoned"  # the caller hung up
-    INVALID = "invalid"  # another 4xx: the caller's fault
+    INVALID = "invalid"  # another 4xx, or over the rate of its key: the caller's fault
     BROKEN = "broken"  # another 5xx: ours
 
     @classmethod
@@ -169,7 +169,8 @@ class RequestMetrics:
         self._requests(route, status).inc()
         if kind is None:
             return None
-        admission = AdmissionResult.of(status)
+        is_callers = refusal is Refusal.RATE  # the caller sends more than was agreed; we fail nobody
+        admission = AdmissionResult.INVALID if is_callers else AdmissionResult.of(status)
         self._admissions[kind, admission].inc()
         if admission is AdmissionResult.ADMITTED:
             self._request_s[kind].observe(took_s, exemplar())
@@ -177,7 +178,7 @@ class RequestMetrics:
             self._refusals[kind, refusal].inc()
         if stages_s:
             self._stage_s[kind, DOOR].observe(max(took_s - sum(stages_s.values()), 0.0))
-        result = None if status == ABANDONED else judge(status, took_s, self.objectives[kind].threshold_s)
+        result = None if status == ABANDONED or is_callers else judge(status, took_s, self.objectives[kind].threshold_s)
         if result is not None:
             self._results[kind, result].inc()
             self.rolling[kind].add(self._clock(), result)

@@ -7,6 +7,7 @@ from http import HTTPStatus
 
 import msgspec
 
+from npu_gr.core.errors import Forbidden, Overloaded, Unauthorized
 from npu_gr.server.entrance.framing import MAX_HEAD_BYTES
 from npu_gr.server.headers import RETRY_AFTER_MS, RETRY_MS
 
@@ -34,6 +35,13 @@ _OVERLOADED = [
     for ms in RETRY_MS
 ]
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+UNAUTHORIZED = _answer(
+    HTTPStatus.UNAUTHORIZED,
+    Unauthorized.title,
+    "Authorization: needs `Bearer` and a valid API key",
+    "WWW-Authenticate: Bearer",
+    _CLOSE,
+)
 HEAD_TOO_LATE = _answer(
     HTTPStatus.REQUEST_TIMEOUT, "request timeout", "the headers did not arrive within server.header_timeout_s", _CLOSE
 )
@@ -71,6 +79,16 @@ TOO_MANY_CONNECTIONS = _answer(
 def bad_request(detail: str) -> bytes:
     """Say what is wrong with a request that cannot be framed."""
     return _answer(HTTPStatus.BAD_REQUEST, "bad request", detail, _CLOSE)
+
+
+def forbidden(detail: str) -> bytes:
+    """Say what the key does not allow. The body was not read, so the connection ends."""
+    return _answer(HTTPStatus.FORBIDDEN, Forbidden.title, detail, _CLOSE)
+
+
+def over_rate(detail: str) -> bytes:
+    """Refuse a request for the rate of its key."""
+    return _answer(HTTPStatus.TOO_MANY_REQUESTS, Overloaded.title, detail, "Retry-After: 1")
 
 
 def overloaded() -> bytes:

@@ -2,11 +2,12 @@
 
     idle --> receiving --> waiting --> served --> idle
                |             |
-               '-- 408, 413  '-- 429, written here: no request object, no task, no trace
+               |             '-- 429, written here: no request object, no task, no trace
+               '-- 401, 403, 408, 413
 
 aiohttp sees whole requests only. So a body that arrives slowly holds no place, a request that is refused was never
-parsed, and a handler never waits for its caller. Requests that the table of kinds does not have (health, metrics,
-administration) go through unasked.
+parsed, and a handler never waits for its caller. The key is checked as soon as the head is here: whoever has none
+sends no body. Requests that the table of kinds does not have (health, metrics, administration) need no place.
 """
 
 from __future__ import annotations
@@ -21,8 +22,9 @@ from typing import Any, cast
 
 from aiohttp import web
 
+from npu_gr.access.keys import Key
 from npu_gr.admission.door import Slot, Ticket
-from npu_gr.core.errors import BadRequest
+from npu_gr.core.errors import BadRequest, Forbidden, Overloaded, Unauthorized
 from npu_gr.core.kinds import Kind
 from npu_gr.server.entrance import answers
 from npu_gr.server.entrance.entrance import Entrance, State
@@ -44,6 +46,7 @@ class Connection(web.RequestHandler):
         "_closed_at",
         "_entrance",
         "_head",
+        "_held",
         "_idle",
         "_is_paused",
         "_kind",
@@ -58,6 +61,7 @@ class Connection(web.RequestHandler):
         "_wire",
         "began_at",
         "is_paced",
+        "key",
         "refused_at",
         "served",
         "slot",
@@ -78,6 +82,7 @@ class Connection(web.RequestHandler):
         self.began_at = 0.0  # when the first byte of the present request came; while idle, since when it is idle
         self.served = 0  # requests that were answered
         self.slot: Slot | None = None  # of the request that is served
+        self.key: Key | None = None  # of the present request; None = it needs none, or its head is not whole
         self.refused_at = float("-inf")
         self.is_paced = True
         self._is_paused = False
@@ -90,6 +95,7 @@ class Connection(web.RequestHandler):
         self._request: bytes | bytearray = b""  # while it waits
         self._ticket: Ticket | None = None
         self._reserved_bytes = 0
+        self._held: asyncio.TimerHandle | None = None  # of the 401
         self._close_when_idle = False
         self._idle: asyncio.Future[None] | None = None
         self._answering_since_at: float | None = None
@@ -114,6 +120,8 @@ class Connection(web.RequestHandler):
             self._entrance.door.cancel(self._ticket)
             self._entrance.abandoned(self._kind, time.monotonic() - self.began_at)
             self._ticket = None
+        if self._held is not None:
+            self._held.cancel()
         self._unread = b""
         self._become_idle()
         if self._socket is not None:
@@ -124,6 +132,9 @@ class Connection(web.RequestHandler):
         """Close the connection when the request that is here has been answered."""
         if self.state is State.IDLE:
             super().close()
+        elif self._held is not None:
+            self._held.cancel()
+            self.end(answers.UNAUTHORIZED)
         else:
             self._close_when_idle = True
 
@@ -194,6 +205,8 @@ class Connection(web.RequestHandler):
         if not data:  # aiohttp goes on with what its parser holds
             super().data_received(data)
             return
+        if self.state is State.HELD:
+            return
         if not self._unread:
             self._unread = data
         else:
@@ -231,7 +244,7 @@ class Connection(web.RequestHandler):
             self._offer(request)
 
     def _framed(self) -> int | None:
-        """How many bytes the request has; None = it is not whole yet, or it was refused for its size.
+        """How many bytes the request has; None = it is not whole yet, or it was refused for its key or its size.
 
         Raises:
             BadRequest: it is no HTTP/1.1.
@@ -247,6 +260,8 @@ class Connection(web.RequestHandler):
                 return None
             head = self._head = parse_head(self._unread, end + len(HEAD_END))
             self._kind = self._entrance.kinds.get((head.method, head.path))
+            if not self._is_welcome(head):
+                return None
             self._chunks = Chunks(head.num_bytes) if head.is_chunked else None
             if not self._reserve(head.body_bytes):
                 return None
@@ -258,6 +273,35 @@ class Connection(web.RequestHandler):
         end_of_chunks = self._chunks.end(self._unread)
         body_bytes = (end_of_chunks or len(self._unread)) - head.num_bytes
         return end_of_chunks if self._reserve(body_bytes) else None
+
+    def _is_welcome(self, head: Head) -> bool:
+        """Find the caller's key before the body is read; end the connection where it does not allow the request."""
+        entrance = self._entrance
+        if (head.method, head.path) in entrance.open_routes:
+            return True
+        try:
+            self.key = entrance.keys.find(head.authorization)
+            if self._kind is not None:
+                entrance.keys.require(self.key, self._kind.scope)
+        except Unauthorized as error:
+            entrance.denied(self._kind, error.status, time.monotonic() - self.began_at)
+            self._end_late(answers.UNAUTHORIZED, entrance.hold_s())
+            return False
+        except Forbidden as error:
+            entrance.denied(self._kind, error.status, time.monotonic() - self.began_at)
+            self.end(answers.forbidden(str(error)))
+            return False
+        return True
+
+    def _end_late(self, answer: bytes, after_s: float) -> None:
+        """Write an answer and close, but not before so many seconds; until then nothing is read."""
+        if after_s == 0.0:
+            self.end(answer)
+            return
+        self.state = State.HELD
+        self._unread = b""
+        self._pause_transport_reading()
+        self._held = self._loop.call_later(after_s, self.end, answer)
 
     def _reserve(self, body_bytes: int) -> bool:
         """Count a body before it is read; end the connection where there is no room for it."""
@@ -292,6 +336,8 @@ class Connection(web.RequestHandler):
         assert head is not None
         if head.closes:
             self._close_when_idle = True
+        if not self._is_within_rate():
+            return
         if kind is None:
             self._feed(request)
             return
@@ -306,10 +352,31 @@ class Connection(web.RequestHandler):
                 return
         self.state = State.WAITING
         self._request = request
-        tenant = tenant_of(request, head.num_bytes)
+        tenant = None if self.key is None else self.key.tenant
+        if tenant is None:
+            tenant = tenant_of(request, head.num_bytes)
         ticket = self._entrance.door.arrive(kind.name, tenant, self.began_at, budget_s, self)
         if self.state is State.WAITING:
             self._ticket = ticket
+
+    def _is_within_rate(self) -> bool:
+        """Spend the rate of the request's key; answer 429 where it is spent, and go on with the next request."""
+        if self.key is None:
+            return True
+        entrance = self._entrance
+        try:
+            entrance.keys.spend(self.key)
+        except Overloaded as error:
+            began_at, read_at = self.began_at, self._read_at
+            entrance.denied(self._kind, error.status, time.monotonic() - began_at)
+            if self.is_paced:
+                entrance.rate_pacer.refused(self, began_at)
+            if self.transport is not None:
+                self.transport.write(answers.over_rate(str(error)))
+            self._become_idle()
+            entrance.rate_pacer.took(self.began_at - read_at)
+            return False
+        return True
 
     def let_in(self, slot: Slot) -> None:
         """Hand the request to aiohttp, which starts its handler."""
@@ -387,6 +454,7 @@ class Connection(web.RequestHandler):
         self._head = None
         self._chunks = None
         self._kind = None
+        self.key = None
         self._release()
         if self.slot is not None:
             self.slot.leave()

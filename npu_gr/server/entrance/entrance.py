@@ -11,11 +11,16 @@ import resource
 import time
 from enum import StrEnum, auto
 from functools import partial
+from http import HTTPStatus
 from typing import Any, Protocol
 
 from aiohttp import web
 
+from npu_gr.access.key_ring import KeyRing
+from npu_gr.access.rules import rules
 from npu_gr.admission.door import Door
+from npu_gr.core.bucket import TokenBucket
+from npu_gr.core.errors import Refusal
 from npu_gr.core.kinds import KINDS, Kind
 from npu_gr.metrics.registry import Metrics
 from npu_gr.metrics.registry.door import Ended
@@ -32,6 +37,7 @@ class State(StrEnum):
 
     IDLE = auto()  # nothing of a request is here
     RECEIVING = auto()  # a part of one is
+    HELD = auto()  # its key was wrong, and the 401 comes later
     WAITING = auto()  # a whole one waits at the door
     SERVED = auto()  # aiohttp has it; the answer is not written yet
 
@@ -68,27 +74,41 @@ class Visitor(Paced, Protocol):
 
 
 SWEEP_S = 0.25  # between two looks for connections whose time is over
+WRONG_KEYS_PER_S = 10.0  # that are refused at once, in the whole process
+WRONG_KEYS_BURST = 20.0  # of them that may come together
+HOLD_S = 1.0  # by which the 401 is late for all others
 KEPT_FILES = 128  # descriptors that are not for connections: stores, logs, listeners, models while they load
 
 
 class Entrance:
     """Event loop only."""
 
-    def __init__(self, config: ServerConfig, door: Door, metrics: Metrics) -> None:
+    def __init__(self, config: ServerConfig, door: Door, metrics: Metrics, keys: KeyRing) -> None:
         """Nobody is connected yet.
 
         Args:
             config: the section `server`.
             door: admission control.
             metrics: where connections and refusals are counted.
+            keys: in force.
         """
         loop = asyncio.get_running_loop()
         self.config = config
         self.door = door
+        self.keys = keys
         self.kinds: dict[tuple[bytes, bytes], Kind[Any, Any]] = {
             (kind.method.encode(), kind.path.encode()): kind for kind in KINDS.values() if not kind.must_finish
         }
+        self.open_routes = {
+            (verb, path.encode())
+            for (method, path), rule in rules().items()
+            if rule.scope is None
+            for verb in ((b"GET", b"HEAD") if method == "GET" else (method.encode(),))
+        }
         self.pacer = Pacer(time.monotonic, lambda at, wake: loop.call_at(at, wake), lambda: door.waiting)
+        # of callers over the rate of their key: no free place ends their pause
+        self.rate_pacer = Pacer(time.monotonic, lambda at, wake: loop.call_at(at, wake), lambda: 0)
+        self._wrong_keys = TokenBucket(WRONG_KEYS_PER_S, WRONG_KEYS_BURST)
         self.max_connections = _max_connections(config.max_connections)
         self.receiving_bytes = 0
         self._metrics = metrics
@@ -100,7 +120,7 @@ class Entrance:
         metrics.door.observe(
             door,
             {state.value: partial(self._count, state) for state in State},
-            lambda: len(self.pacer),
+            lambda: len(self.pacer) + len(self.rate_pacer),
             lambda: self.receiving_bytes,
             lambda: self.pacer.refusals_per_s,
         )
@@ -117,10 +137,10 @@ class Entrance:
         connection.is_paced = not self._is_trusted(connection)
         if len(self._connections) <= self.max_connections:
             return
-        idle = [c for c in self._connections if c.state in (State.IDLE, State.RECEIVING) and c is not connection]
+        idle = [c for c in self._connections if c.state in _MAKE_ROOM and c is not connection]
         if idle:
             # several at once: to look at all of them for each new connection would be what an attacker wants
-            for old in heapq.nsmallest(1 + len(idle) // 64, idle, key=lambda c: (c.served > 0, c.began_at)):
+            for old in heapq.nsmallest(1 + len(idle) // 64, idle, key=_last_to_go):
                 self._metrics.door.ended(Ended.EVICTED)
                 old.force_close()
         else:
@@ -131,6 +151,7 @@ class Entrance:
         """Forget a connection."""
         self._connections.discard(connection)
         self.pacer.forget(connection)
+        self.rate_pacer.forget(connection)
 
     def _is_trusted(self, connection: Visitor) -> bool:
         name = None if connection.transport is None else connection.transport.get_extra_info("peername")
@@ -161,6 +182,18 @@ class Entrance:
     def abandoned(self, kind: Kind[Any, Any], after_s: float) -> None:
         """Count a request whose caller hung up while it waited at the door."""
         self._metrics.requests.done(kind.name, kind.path, ABANDONED, after_s)
+
+    def hold_s(self) -> float:
+        """Count a wrong key; returns by how many seconds its 401 must be late, because there were too many."""
+        return 0.0 if self._wrong_keys.take(time.monotonic()) else HOLD_S
+
+    def denied(self, kind: Kind[Any, Any] | None, status: int, after_s: float) -> None:
+        """Count a request that was refused for its key before it was parsed."""
+        if kind is None:
+            self.broken(status)
+        else:
+            refusal = Refusal.RATE if status == HTTPStatus.TOO_MANY_REQUESTS else None
+            self._metrics.requests.done(kind.name, kind.path, status, after_s, refusal=refusal)
 
     def broken(self, status: int) -> None:
         """Count a request that never became one."""
@@ -197,6 +230,12 @@ class Entrance:
 
 
 ENTRANCE = web.AppKey("entrance", Entrance)
+_MAKE_ROOM = (State.IDLE, State.RECEIVING, State.HELD)  # for new connections at the limit
+
+
+def _last_to_go(connection: Visitor) -> tuple[bool, bool, float]:
+    """Order connections that make room: those with a wrong key first, those that were never served, the oldest."""
+    return connection.state is not State.HELD, connection.served > 0, connection.began_at
 
 
 def _max_connections(wanted: int) -> int:

@@ -17,6 +17,7 @@ HEAD_END = b"\r\n\r\n"
 MAX_DIGITS = 15  # of a Content-Length
 _CHUNK_SIZE = re.compile(rb"[0-9a-fA-F]{1,10}")
 _BUDGETS = [(name, f"\r\n{name.lower()}:".encode()) for name in BUDGET_HEADERS]
+_AUTHORIZATION = b"\r\nauthorization:"
 _SEARCHED_BYTES = 2048  # of each end of a body
 _MSGPACK_TENANT = b"\xa6tenant"
 _JSON_TENANT = re.compile(rb'"tenant"\s*:\s*"([^"\\]{1,256})"')
@@ -33,6 +34,7 @@ class Head(NamedTuple):
     waits_for_continue: bool
     closes: bool  # the connection, after the answer
     lower: bytes  # the headers in lower case, each after a line end
+    authorization: bytes | None  # the value of that header as it was sent; None = there is none
 
 
 def parse_head(data: bytes | bytearray, num_bytes: int) -> Head:
@@ -65,7 +67,38 @@ def parse_head(data: bytes | bytearray, num_bytes: int) -> Head:
     else:
         closes = b"close" in connection or (words[2] == b"HTTP/1.0" and b"keep-alive" not in connection)
     path, _, _ = words[1].partition(b"?")
-    return Head(num_bytes, bytes(words[0]), bytes(path), body_bytes, is_chunked, b"\r\nexpect:" in lower, closes, lower)
+    return Head(
+        num_bytes=num_bytes,
+        method=bytes(words[0]),
+        path=bytes(path),
+        body_bytes=body_bytes,
+        is_chunked=is_chunked,
+        waits_for_continue=b"\r\nexpect:" in lower,
+        closes=closes,
+        lower=lower,
+        authorization=_authorization(data, line_end, lower),
+    )
+
+
+def _authorization(data: bytes | bytearray, line_end: int, lower: bytes) -> bytes | None:
+    """Cut out the value of the header with the key.
+
+    Args:
+        data: begins with the head.
+        line_end: index in it at which `lower` begins.
+        lower: of a `Head`.
+
+    Raises:
+        BadRequest: the header is there twice, so that two readers might see two keys.
+    """
+    at = lower.find(_AUTHORIZATION)
+    if at < 0:
+        return None
+    begin = at + len(_AUTHORIZATION)
+    if lower.find(_AUTHORIZATION, begin) >= 0:
+        raise BadRequest("Authorization: given twice")
+    end = lower.find(b"\r\n", begin)
+    return bytes(data[line_end + begin : line_end + (end if end >= 0 else len(lower))]).strip()
 
 
 def field(lower: bytes, name: bytes) -> bytes | None:

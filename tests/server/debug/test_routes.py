@@ -14,6 +14,7 @@ import pytest
 
 from npu_gr.core.errors import Overloaded
 from npu_gr.server.debug.profile import Profiler, folded_stacks
+from tests.keys import bearer, write_keys
 from tests.models import events
 from tests.serving import FIRST_ID, columns, serving
 
@@ -27,11 +28,11 @@ def unpacked(data: bytes) -> dict[str, str]:
 
 
 async def test_they_need_a_key(tmp_path: Path) -> None:
-    (tmp_path / "keys").write_text("secret")
-    async with serving(tmp_path, watched=False, server={"api_keys_file": str(tmp_path / "keys")}) as (client, _):
+    keys = write_keys(tmp_path / "keys")
+    async with serving(tmp_path, watched=False, server={"api_keys_file": keys}) as (client, _):
         for path in ("/debug/stacks", "/debug/profile?seconds=1", "/debug/bundle"):
             assert (await client.get(path)).status == 401
-        allowed = await client.get("/debug/stacks", headers={"Authorization": "Bearer secret"})
+        allowed = await client.get("/debug/stacks", headers=bearer())
         assert allowed.status == 200
         assert "MainThread" in await allowed.text()
 
