@@ -11,6 +11,7 @@ from npu_gr import __version__
 from npu_gr.cli.bench import bench
 from npu_gr.cli.data import load
 from npu_gr.cli.fleet import fleet
+from npu_gr.cli.keys import keys
 from npu_gr.cli.replay import record, replay
 from npu_gr.cli.serve import check_config, route, serve
 from npu_gr.cli.simulate import simulate
@@ -44,7 +45,7 @@ def main(log_level: str) -> None:
 
 
 for _command in (
-    *(serve, route, check_config, fleet),
+    *(serve, route, check_config, keys, fleet),
     *(train, load, store, replay, record),
     *(simulate, bench, calibrate, doctor),
     *(dashboards, bundle, judge, demo, monitor),
