@@ -118,6 +118,8 @@ def train_generate(
 @click.option("--seeds", default=5, show_default=True, type=click.IntRange(1), help="Of an ablation.")
 @click.option("--user-column", default="user_id", show_default=True)
 @click.option("--item-column", default="item_id", show_default=True)
+@click.option("--tenant", default="", show_default=True, help="Of all users in the files.")
+@click.option("--tenant-column", help="Column with the tenant of each line's user, instead.")
 @THREADS
 def train_match(
     source: Path,
@@ -132,6 +134,8 @@ def train_match(
     seeds: int,
     user_column: str,
     item_column: str,
+    tenant: str,
+    tenant_column: str | None,
     threads: int,
 ) -> None:
     """Train SCCDR from the interactions of a SOURCE and a TARGET domain that share users.
@@ -145,7 +149,17 @@ def train_match(
     from npu_gr.train.match.domains import read_domains
 
     torch.set_num_threads(threads)
-    domains = read_domains(source, target, test, user_column=user_column, item_column=item_column)
+    if tenant and tenant_column:
+        raise click.UsageError("--tenant and --tenant-column exclude each other")
+    domains = read_domains(
+        source,
+        target,
+        test,
+        user_column=user_column,
+        item_column=item_column,
+        tenant=tenant,
+        tenant_column=tenant_column,
+    )
     console = Console()
     if is_ablation:
         run_ablation(domains, out, overrides, densities or (0.4, 1.0), seeds, num_validation, console)

@@ -462,7 +462,7 @@ class Basis(StrEnum):
 class MatchRequest:
     """The best items for this user by vectors trained across domains."""
 
-    user: UserKey  # found by its name alone: vectors know no tenants
+    user: UserKey
     history: HistoryRef = field(default_factory=HistoryRef)  # of the target domain; without a base
     num_items: int
     exclude_seen: bool = True  # leave out the items of the history, and of the training data

@@ -19,7 +19,7 @@ import numpy.typing as npt
 import orjson
 
 from npu_gr.core.errors import DataError
-from npu_gr.core.request import I64
+from npu_gr.core.request import I64, UserKey
 from npu_gr.features.lines import read_lines
 
 _INTEGER = re.compile(r"(-?\d+)(\.0*)?", re.ASCII)  # `12.0` too: what a tool writes whose column had gaps
@@ -122,31 +122,43 @@ def _read_sequences(path: Path) -> Interactions:
     )
 
 
-def read_edges(path: Path, *, user_column: str = "user_id", item_column: str = "item_id") -> tuple[list[str], I64]:
+def read_edges(
+    path: Path,
+    *,
+    user_column: str = "user_id",
+    item_column: str = "item_id",
+    tenant: str = "",
+    tenant_column: str | None = None,
+) -> tuple[list[UserKey], I64]:
     """Read who interacted with what, in file order, without times and values.
 
     Args:
         path: as for `read_interactions`; or a plain TSV, which has no header, and the user and the item in its first
             two columns, separated by tabs or blanks.
         user_column, item_column: their names in the file; a plain TSV has none.
+        tenant: of every user, where there is no column of it.
+        tenant_column: its name in the file; not for a plain TSV.
 
     Returns:
-        User names, and [n] external item ids.
+        Users, and [n] external item ids.
 
     Raises:
         DataError: names the file, the line and the reason.
     """
-    columns = (user_column, item_column)
+    columns = (user_column, item_column, *([] if tenant_column is None else [tenant_column]))
     if ".jsonl" in path.suffixes:
         rows: Iterator[tuple[int, list[Any]]] = _jsonl_rows(path, columns)
     else:
         first = next(iter(read_lines(path)), b"")
-        rows = _atomic_rows(path, columns)[1] if b":" in first.split(b"\t")[0] else _plain_rows(path)
+        is_plain = b":" not in first.split(b"\t")[0]
+        if is_plain and tenant_column is not None:
+            raise _bad(path, 1, f"no column {tenant_column!r}: a plain TSV has no header")
+        rows = _plain_rows(path) if is_plain else _atomic_rows(path, columns)[1]
     users = []
     items = []
-    for number, (user, item) in rows:
+    for number, (user, item, *tenants) in rows:
         try:
-            users.append(_name(user))
+            users.append(UserKey(_tenant(tenants[0]) if tenants else tenant, _name(user)))
             items.append(_integer(item))
         except ValueError as error:
             raise _bad(path, number, error) from error
@@ -270,6 +282,12 @@ def _name(cell: object) -> str:
     if cell == "" or isinstance(cell, bool) or not isinstance(cell, str | int):
         raise ValueError(f"{cell!r} is not a user")
     return str(cell)
+
+
+def _tenant(cell: object) -> str:
+    if not isinstance(cell, str):
+        raise ValueError(f"{cell!r} is not a tenant")
+    return cell
 
 
 def _integer(cell: object) -> int:

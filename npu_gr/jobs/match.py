@@ -113,7 +113,7 @@ class ServedVectors:
         matcher = now.current.matcher
         return VectorsInfo(
             version=matcher.vectors.version,
-            num_users=len(matcher.vectors.user_names),
+            num_users=len(matcher.vectors.user_keys),
             num_items=len(matcher.vectors.item_ids),
             num_bytes=matcher.num_bytes,
             age_s=self._versions.age_s,
@@ -192,7 +192,7 @@ class MatchJob:
         if request.vectors_version not in (None, vectors.version):
             raise NotFound(f"vectors_version: {request.vectors_version!r} is not served; {vectors.version!r} is")
         query = matcher.search_for(
-            request.user.user,
+            request.user,
             request.num_items,
             request.exclude_seen,
             request.allow_items,

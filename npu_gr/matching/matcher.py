@@ -17,7 +17,7 @@ import torch
 
 from npu_gr.backend.base import Backend
 from npu_gr.backend.best_items import Hidden
-from npu_gr.core.request import F32, I64, Basis
+from npu_gr.core.request import F32, I64, Basis, UserKey
 from npu_gr.matching.index import Index, IndexName, make_index
 from npu_gr.matching.vectors import Vectors
 
@@ -52,7 +52,7 @@ class Matcher:
 
     def __init__(self, vectors: Vectors, index: IndexName, backend: Backend) -> None:
         self.vectors = vectors
-        self._users = {name: row for row, name in enumerate(vectors.user_names)}
+        self._rows = {user: row for row, user in enumerate(vectors.user_keys)}
         self._tables: dict[Basis, tuple[F32, F32, Index]] = {
             Basis.TARGET: (vectors.users, vectors.items, make_index(index, vectors.items, backend))
         }
@@ -75,7 +75,7 @@ class Matcher:
 
     def search_for(
         self,
-        user: str,
+        user: UserKey,
         k: int,
         exclude_seen: bool,
         allow_items: I64 | None,
@@ -85,14 +85,14 @@ class Matcher:
         """Decide how to search for a user. Unknown item ids are ignored.
 
         Args:
-            user: name; need not be known.
+            user: need not be known.
             k: most items to find.
             exclude_seen: leave out the items of the training and of `history`.
             allow_items: the only item ids that may be found; None: all.
             deny_items: item ids that must not be found; None: none.
             history: the user's item ids, in any order; those that the training saw too may be left out.
         """
-        row = self._users.get(user, -1)
+        row = self._rows.get(user, -1)
         trained_on = self._trained_on(row)
         history = np.union1d(trained_on, self.rows(history))
         hidden = history if exclude_seen else _NO_ITEMS

@@ -20,7 +20,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
 from npu_gr.core.errors import DataError
-from npu_gr.core.request import F32, I64
+from npu_gr.core.request import F32, I64, UserKey
 from npu_gr.matching.fold import Activation, Folding, Norm
 
 FORMAT = 1
@@ -30,7 +30,7 @@ FORMAT = 1
 class Vectors:
     """The vectors of one target domain. U = users, I = items, d = dimension."""
 
-    user_names: list[str]  # [U], each once
+    user_keys: list[UserKey]  # [U], each once: two tenants' users of one name are two users
     item_ids: I64  # [I] external ids, ascending and distinct
     users: F32  # [U, d]; the rows of users without target history mean nothing
     items: F32  # [I, d]
@@ -72,10 +72,10 @@ def save(vectors: Vectors, folder: Path) -> str:
     Raises:
         DataError: the folder cannot be written.
     """
-    names = [name.encode() for name in vectors.user_names]
+    names, name_ends = _joined([key.user for key in vectors.user_keys])
     tensors: dict[str, npt.NDArray[np.generic]] = {
-        "user_names": np.frombuffer(b"".join(names), np.uint8),
-        "user_name_ends": np.cumsum([len(name) for name in names], dtype=np.int64),
+        "user_names": names,
+        "user_name_ends": name_ends,
         "item_ids": vectors.item_ids,
         "users": vectors.users,
         "items": vectors.items,
@@ -87,6 +87,10 @@ def save(vectors: Vectors, folder: Path) -> str:
     }
     if vectors.source_users is not None and vectors.bridge_items is not None:
         tensors |= {"source_users": vectors.source_users, "bridge_items": vectors.bridge_items}
+    tenants = {tenant: place for place, tenant in enumerate(dict.fromkeys(key.tenant for key in vectors.user_keys))}
+    if any(tenants):
+        tensors["tenant_names"], tensors["tenant_name_ends"] = _joined(list(tenants))
+        tensors["user_tenants"] = np.array([tenants[key.tenant] for key in vectors.user_keys], np.int32)
     kind = None
     fold = vectors.folding
     if fold is not None:
@@ -103,7 +107,7 @@ def save(vectors: Vectors, folder: Path) -> str:
             format=FORMAT,
             version=_digest(path.with_suffix(".tmp")),
             num_bytes=path.with_suffix(".tmp").stat().st_size,
-            num_users=len(names),
+            num_users=len(vectors.user_keys),
             num_items=len(vectors.item_ids),
             dim=vectors.items.shape[1],
             checksums={name: xxhash.xxh3_64_hexdigest(tensor.tobytes()) for name, tensor in tensors.items()},
@@ -134,10 +138,8 @@ def load(folder: Path) -> Vectors:
         if _digest(path) != about.version:
             raise DataError(f"{path}: not the file that manifest.json names")
         tensors = load_file(path)
-        names = tensors["user_names"].tobytes()
-        ends = [0, *tensors["user_name_ends"].tolist()]
         vectors = Vectors(
-            user_names=[names[start:end].decode() for start, end in pairwise(ends)],
+            user_keys=_user_keys(tensors, path),
             item_ids=tensors["item_ids"],
             users=tensors["users"].astype(np.float32, copy=False),
             items=tensors["items"].astype(np.float32, copy=False),
@@ -162,6 +164,39 @@ def load(folder: Path) -> Vectors:
     return vectors
 
 
+def _joined(texts: list[str]) -> tuple[npt.NDArray[np.uint8], I64]:
+    """Write texts as tensors: their bytes one after the other, and where each ends."""
+    encoded = [text.encode() for text in texts]
+    return np.frombuffer(b"".join(encoded), np.uint8), np.cumsum([len(text) for text in encoded], dtype=np.int64)
+
+
+def _texts(joined: npt.NDArray[Any], ends: npt.NDArray[Any]) -> list[str]:
+    """Read what `_joined` wrote."""
+    data = joined.tobytes()
+    return [data[start:end].decode() for start, end in pairwise([0, *ends.tolist()])]
+
+
+def _user_keys(tensors: dict[str, npt.NDArray[Any]], path: Path) -> list[UserKey]:
+    """Read whose each row is. Without tensors of tenants, all users are of the tenant "".
+
+    Raises:
+        DataError: a user has no tenant, or two rows.
+    """
+    names = _texts(tensors["user_names"], tensors["user_name_ends"])
+    keys = [UserKey("", name) for name in names]
+    if "user_tenants" in tensors:
+        tenants = _texts(tensors["tenant_names"], tensors["tenant_name_ends"])
+        places = tensors["user_tenants"]
+        if places.shape != (len(names),) or not all(0 <= place < len(tenants) for place in places.tolist()):
+            raise DataError(
+                f"{path}: user_tenants has not one of {len(tenants)} tenants for each of {len(names)} users"
+            )
+        keys = [UserKey(tenants[place], name) for place, name in zip(places.tolist(), names, strict=True)]
+    if len(set(keys)) < len(keys):
+        raise DataError(f"{path}: a user is there twice")
+    return keys
+
+
 def _folding(kind: _FoldingKind | None, tensors: dict[str, npt.NDArray[Any]]) -> Folding | None:
     if kind is None:
         return None
@@ -176,7 +211,7 @@ def _folding(kind: _FoldingKind | None, tensors: dict[str, npt.NDArray[Any]]) ->
 
 
 def _check(vectors: Vectors, path: Path) -> None:
-    num_users = len(vectors.user_names)
+    num_users = len(vectors.user_keys)
     num_items = len(vectors.item_ids)
     dim = vectors.items.shape[-1]
     shapes: dict[str, tuple[npt.NDArray[Any] | None, tuple[int, ...]]] = {

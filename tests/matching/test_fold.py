@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from npu_gr.backend.cpu.backend import CPUBackend
-from npu_gr.core.request import I64, Basis
+from npu_gr.core.request import I64, Basis, UserKey
 from npu_gr.matching.fold import Folding
 from npu_gr.matching.matcher import Matcher
 from npu_gr.matching.vectors import load, save
@@ -45,7 +45,7 @@ def test_who_is_folded_and_what_is_found(tmp_path: Path) -> None:
 
     def search(user: str, *rows: int, **changes: Any) -> Any:
         asked: dict[str, Any] = {"exclude_seen": True, "allow_items": None, "deny_items": None} | changes
-        return matcher.search_for(user, 6, history=ids(*rows), **asked)
+        return matcher.search_for(UserKey("", user), 6, history=ids(*rows), **asked)
 
     assert search("stranger").basis is Basis.POPULARITY
     assert search("stranger", 20, -3).basis is Basis.POPULARITY  # an item that learnt nothing, one that is unknown
@@ -66,6 +66,6 @@ def test_who_is_folded_and_what_is_found(tmp_path: Path) -> None:
 
 def test_without_a_folding_users_stay_as_they_were_trained() -> None:
     matcher = Matcher(make_vectors(), "exact", CPUBackend())
-    found = matcher.search_for("stranger", 5, True, None, None, ids(3, 9))
+    found = matcher.search_for(UserKey("", "stranger"), 5, True, None, None, ids(3, 9))
     assert found.basis is Basis.POPULARITY
     assert found.hidden.tolist() == [3, 9]

@@ -10,10 +10,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import xxhash
+from safetensors.numpy import load_file, save_file
 
 from npu_gr.backend.cpu.backend import CPUBackend
 from npu_gr.core.errors import DataError
-from npu_gr.core.request import I64, Basis
+from npu_gr.core.request import I64, Basis, UserKey
 from npu_gr.matching.matcher import Matcher
 from npu_gr.matching.vectors import load, save
 from tests.matching.vectors import COLD, FIRST_ID, KNOWN, make_vectors
@@ -47,7 +49,7 @@ def test_each_user_is_served_as_the_page_says(user: str, basis: Basis, allow: I6
     off = {1, 5, 7} if user == KNOWN else set()
     off |= set() if deny is None else {2, 4, 30}
     off |= set() if allow is None else set(range(40)) - {1, 2, 3, 11, 12, 30}
-    search = MATCHER.search_for(user, 10, True, allow, deny)
+    search = MATCHER.search_for(UserKey("", user), 10, True, allow, deny)
     (found,) = MATCHER.run([search])
     assert search.basis is basis
     assert found.items.tolist() == brute(scores, off, 10)
@@ -55,22 +57,24 @@ def test_each_user_is_served_as_the_page_says(user: str, basis: Basis, allow: I6
 
 
 def test_what_was_seen_may_come_again_if_asked_for() -> None:
-    (found,) = MATCHER.run([MATCHER.search_for(KNOWN, 40, False, None, None)])
+    (found,) = MATCHER.run([MATCHER.search_for(UserKey("", KNOWN), 40, False, None, None)])
     assert sorted(found.items.tolist()) == list(range(40))
 
 
 def test_unknown_ids_in_filters_count_for_nothing() -> None:
     strange = np.array([-5, FIRST_ID + 1, 10**12], np.int64)
     assert MATCHER.rows(strange).tolist() == []
-    (found,) = MATCHER.run([MATCHER.search_for(KNOWN, 5, True, strange, None)])
+    (found,) = MATCHER.run([MATCHER.search_for(UserKey("", KNOWN), 5, True, strange, None)])
     assert len(found.items) == 0
-    plain, denied = MATCHER.run([MATCHER.search_for(KNOWN, 5, True, None, deny) for deny in (None, strange)])
+    plain, denied = MATCHER.run(
+        [MATCHER.search_for(UserKey("", KNOWN), 5, True, None, deny) for deny in (None, strange)]
+    )
     assert plain.items.tolist() == denied.items.tolist()
 
 
 def test_many_at_once_are_each_as_alone() -> None:
     searches = [
-        MATCHER.search_for(user, k, k % 2 == 0, allow, deny)
+        MATCHER.search_for(UserKey("", user), k, k % 2 == 0, allow, deny)
         for user in (KNOWN, COLD, "stranger")
         for k in (1, 4, 40, 60)
         for allow in (None, ids(0, 9, 20))
@@ -83,7 +87,7 @@ def test_many_at_once_are_each_as_alone() -> None:
 
 def test_without_a_bridge_a_cold_user_gets_popularity() -> None:
     matcher = Matcher(make_vectors(source_users=None, bridge_items=None), "exact", CPUBackend())
-    assert matcher.search_for(COLD, 3, True, None, None).basis is Basis.POPULARITY
+    assert matcher.search_for(UserKey("", COLD), 3, True, None, None).basis is Basis.POPULARITY
 
 
 def test_a_folder_gives_back_what_was_saved(tmp_path: Path) -> None:
@@ -134,5 +138,49 @@ def edit(path: Path, **changes: object) -> None:
 )
 def test_vectors_that_do_not_fit_are_refused(change: dict[str, Any], says: str, tmp_path: Path) -> None:
     save(make_vectors(**change), tmp_path)
+    with pytest.raises(DataError, match=says):
+        load(tmp_path)
+
+
+TENANTS = [UserKey("a", "u1"), UserKey("b", "u1"), UserKey("", "u1")]
+
+
+def test_two_tenants_users_of_one_name_are_two_users(tmp_path: Path) -> None:
+    everybody = np.ones(3, np.bool_)
+    save(make_vectors(user_keys=TENANTS, in_target=everybody), tmp_path)
+    vectors = load(tmp_path)
+    assert vectors.user_keys == TENANTS
+    matcher = Matcher(vectors, "exact", CPUBackend())
+    for row, user in enumerate(TENANTS):
+        (found,) = matcher.run([matcher.search_for(user, 10, False, None, None)])
+        assert found.items.tolist() == brute(vectors.items @ vectors.users[row], set(), 10)
+    for stranger in (UserKey("c", "u1"), UserKey("a", "u2"), UserKey("u1", "a")):
+        search = matcher.search_for(stranger, 10, True, None, None)
+        assert (search.user, search.basis, len(search.hidden)) == (-1, Basis.POPULARITY, 0)
+
+
+def test_other_tenants_are_another_version(tmp_path: Path) -> None:
+    """A reload serves vectors whose users got their tenants, though every vector is as it was."""
+    versions = {
+        save(make_vectors(user_keys=[UserKey(tenant, name) for name in (KNOWN, COLD, "x")]), tmp_path)
+        for tenant in ("", "a", "b")
+    }
+    assert len(versions) == 3
+
+
+@pytest.mark.parametrize(
+    ("tensors", "says"),
+    [
+        ({"user_tenants": np.array([0, 1, 2], np.int32)}, "not one of 2 tenants for each of 3 users"),
+        ({"user_tenants": np.array([0, 1, -1], np.int32)}, "not one of 2 tenants"),
+        ({"user_tenants": np.array([0, 1], np.int32)}, "not one of 2 tenants"),
+        ({"user_tenants": np.array([0, 0, 1], np.int32)}, "a user is there twice"),
+    ],
+)
+def test_users_without_a_tenant_of_theirs_are_refused(tensors: dict[str, Any], says: str, tmp_path: Path) -> None:
+    save(make_vectors(user_keys=[UserKey("a", "u"), UserKey("b", "u"), UserKey("b", "v")]), tmp_path)
+    path = tmp_path / "vectors.safetensors"
+    save_file(load_file(path) | {"user_names": np.frombuffer(b"uuv", np.uint8)} | tensors, path)
+    edit(tmp_path / "manifest.json", version=xxhash.xxh3_128_hexdigest(path.read_bytes()))
     with pytest.raises(DataError, match=says):
         load(tmp_path)

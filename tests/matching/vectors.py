@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from npu_gr.core.request import UserKey
 from npu_gr.matching.vectors import Vectors
 
 FIRST_ID = 100  # external ids are rows x 2 + this
@@ -19,7 +20,7 @@ def make_vectors(num_items: int = 40, seed: int = 0, **changes: Any) -> Vectors:
         return random.integers(-3, 4, (n, 8)).astype(np.float32)
 
     fields: dict[str, Any] = {
-        "user_names": [KNOWN, COLD, "nobody's"],
+        "user_keys": [UserKey("", name) for name in (KNOWN, COLD, "nobody's")],
         "item_ids": np.arange(num_items, dtype=np.int64) * 2 + FIRST_ID,
         "users": rows(3),
         "items": rows(num_items),

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
 from npu_gr.core.errors import DataError
-from npu_gr.core.request import I64
+from npu_gr.core.request import I64, UserKey
 from npu_gr.features.interactions import read_edges
 from npu_gr.train.match.graph import Graph
 
@@ -29,7 +30,7 @@ class Domains:
 
     source: Graph
     target: Graph
-    user_names: list[str]
+    users: list[UserKey]  # each row's
     source_ids: I64  # external id of each item row
     target_ids: I64
     test: HeldOut  # edges of the target that are not in its graph
@@ -51,6 +52,8 @@ def read_domains(
     *,
     user_column: str = "user_id",
     item_column: str = "item_id",
+    tenant: str = "",
+    tenant_column: str | None = None,
 ) -> Domains:
     """Read the interaction files of two domains, and the test edges of the target.
 
@@ -61,19 +64,23 @@ def read_domains(
             who has at least `MIN_EDGES_TO_TEST`.
         user_column: name of the user's column, in files with named columns.
         item_column: name of the item's column.
+        tenant: of all users, where there is no column of it. Users of two tenants are two users, whatever their names.
+        tenant_column: name of the tenant's column.
 
     Raises:
         DataError: a line cannot be read (names the file and the line), a domain is empty, the domains share no user,
             or a user has several lines in `test`.
     """
-    columns = {"user_column": user_column, "item_column": item_column}
+    read = partial(
+        read_edges, user_column=user_column, item_column=item_column, tenant=tenant, tenant_column=tenant_column
+    )
     files = [source, target, *([test] if test else [])]
-    tables = [read_edges(path, **columns) for path in files]
+    tables = [read(path) for path in files]
     for path, (users, _) in zip(files, tables, strict=True):
         if not users:
             raise DataError(f"{path}: no interaction")
-    codes = {name: row for row, name in enumerate(dict.fromkeys(name for users, _ in tables for name in users))}
-    rows = [np.array([codes[name] for name in users], np.int64) for users, _ in tables]
+    codes = {user: row for row, user in enumerate(dict.fromkeys(user for users, _ in tables for user in users))}
+    rows = [np.array([codes[user] for user in users], np.int64) for users, _ in tables]
     if not np.isin(rows[0], rows[1]).any():
         raise DataError(f"{source} and {target} share no user")
     source_ids = np.unique(tables[0][1])
@@ -88,7 +95,7 @@ def read_domains(
     return Domains(
         source=_graph(rows[0], np.searchsorted(source_ids, tables[0][1]), len(codes), len(source_ids)),
         target=graph,
-        user_names=list(codes),
+        users=list(codes),
         source_ids=source_ids,
         target_ids=target_ids,
         test=held_out,

@@ -22,7 +22,7 @@ def export(domains: Domains, data: MatchData, trained: TrainedVectors, figures: 
     is_bridged = trained.source_users is not None and trained.bridge_items is not None
     order = np.argsort(target.users, kind="stable")
     return Vectors(
-        user_names=domains.user_names,
+        user_keys=domains.users,
         item_ids=domains.target_ids,
         users=trained.users.numpy(),
         items=trained.items.numpy(),

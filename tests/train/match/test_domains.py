@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from npu_gr.core.errors import DataError
+from npu_gr.core.request import UserKey
 from npu_gr.train.match.domains import Domains, hold_out, read_domains, split
 from tests.train.match.synthetic import domains
 
@@ -32,9 +33,8 @@ def as_jsonl(path: Path) -> Path:
 
 def seen(found: Domains) -> set[tuple[str, int]]:
     graph = found.source
-    return {
-        (found.user_names[u], int(found.source_ids[i])) for u, i in zip(graph.users, graph.items, strict=True)
-    }  # fmt: skip
+    names = [found.users[user].user for user in graph.users]
+    return set(zip(names, found.source_ids[graph.items].tolist(), strict=True))
 
 
 @pytest.mark.parametrize(("write", "name"), [(as_tsv, "a.tsv"), (as_atomic, "a.inter"), (as_jsonl, "a.jsonl")])
@@ -49,6 +49,20 @@ def path_of_one_each(folder: Path) -> Path:
     path = folder / "test.tsv"
     path.write_text("ann\t11\ncy\t12\n")
     return path
+
+
+def test_users_of_two_tenants_are_two_users_whatever_their_names(tmp_path: Path) -> None:
+    path = tmp_path / "a.inter"
+    rows = "".join(f"{user}\t{item}\t{tenant}\n" for tenant in "ab" for user, item in EDGES)
+    path.write_text(f"user_id:token\titem_id:token\tshop:token\n{rows}")
+    found = read_domains(path, path, tenant_column="shop")
+    assert sorted(found.users) == sorted(UserKey(tenant, user) for tenant in "ab" for user in ("ann", "bob", "cy"))
+    assert read_domains(path, path, tenant="all").users == [UserKey("all", user) for user in ("ann", "bob", "cy")]
+    with pytest.raises(DataError, match="no column 'shop': a plain TSV has no header"):
+        read_domains(as_tsv(tmp_path / "a.tsv"), path, tenant_column="shop")
+    (tmp_path / "a.jsonl").write_text('{"user_id": "u", "item_id": 1, "shop": 7}\n')
+    with pytest.raises(DataError, match="line 1: 7 is not a tenant"):
+        read_domains(tmp_path / "a.jsonl", path, tenant_column="shop")
 
 
 @pytest.mark.parametrize(

@@ -18,4 +18,4 @@ def test_the_files_are_read_as_their_page_counts_them() -> None:
     both = read_domains(sport / "train.txt", phone / "train.txt", phone / "test.txt")
     assert (len(both.source.users), len(both.target.users)) == (50_558, 42_446)
     assert len(both.test.users) == 3999
-    assert len(both.user_names) == 4998
+    assert len(both.users) == 4998
