@@ -116,6 +116,7 @@ class KeyRing:
             if not self.is_stale:
                 log.error("the old keys stay in force: api_keys_file: %s: %s", self._path, error.strerror)
             self.is_stale = True
+            self._read = None  # so that the same content ends this state
             return
         if content == self._read:
             return

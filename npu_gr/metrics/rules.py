@@ -205,6 +205,22 @@ CAUSES = (
         summary="{{ $labels.instance }} refused its last reload of the {{ $labels.what }}: what was before goes on.",
     ),
     Cause(
+        alert="NpuGrApiKeysFileStale",
+        runbook="api-keys",
+        expr="npu_gr_api_keys_file_stale == 1",
+        wait="1m",
+        page=False,
+        summary="{{ $labels.instance }} cannot use its key file: older keys stay in force, nothing can be revoked.",
+    ),
+    Cause(
+        alert="NpuGrNoApiKeys",
+        runbook="api-keys",
+        expr=("npu_gr_api_keys == 0 and on (instance) sum by (instance) (rate(npu_gr_api_keys_refused_total[5m])) > 0"),
+        wait="1m",
+        page=True,
+        summary="{{ $labels.instance }} has no API key in force, so it refuses every request.",
+    ),
+    Cause(
         alert="NpuGrCatalogueOld",
         runbook="catalogue-old",
         expr="npu_gr_catalogue_age_seconds > 7 * 86400",

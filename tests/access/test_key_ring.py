@@ -9,7 +9,7 @@ import pytest
 
 from npu_gr.access.key_ring import KeyRefusal, KeyRing
 from npu_gr.access.keys import ANYBODY, KeyEntry, KeyFile, hash_of, written
-from npu_gr.core.errors import ConfigError, Overloaded, Unauthorized
+from npu_gr.core.errors import ConfigError, Forbidden, Overloaded, Unauthorized
 from npu_gr.core.kinds import Scope
 
 SECRET = b"a-key-of-more-than-24-characters"
@@ -147,6 +147,46 @@ def test_a_file_that_cannot_be_parsed_changes_nothing(tmp_path: Path) -> None:
     ring.reload_if_changed()
     assert not ring.is_stale
     assert ring.find(b"Bearer " + OTHER).name == "one"
+
+
+def test_a_file_that_can_be_read_again_is_not_stale(tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    write(path, entry())
+    ring = KeyRing(path)
+    path.rename(tmp_path / "aside")
+    path.mkdir()  # as a broken mount
+    ring.reload_if_changed()
+    assert ring.is_stale
+    assert ring.find(b"Bearer " + SECRET).name == "one"
+    path.rmdir()
+    (tmp_path / "aside").rename(path)
+    ring.reload_if_changed()
+    assert not ring.is_stale
+
+
+def test_what_a_key_does_not_allow_is_told(tmp_path: Path) -> None:
+    write(tmp_path / "keys", entry())
+    ring = KeyRing(tmp_path / "keys")
+    told: list[KeyRefusal] = []
+    ring.on_refused = told.append
+    key = ring.find(b"Bearer " + SECRET)
+    ring.require(key, Scope.INFER)
+    assert ring.tenant_of(key, "") == ring.tenant_of(key, "shop") == "shop"
+    with pytest.raises(Forbidden):
+        ring.require(key, Scope.ADMIN)
+    with pytest.raises(Forbidden):
+        ring.tenant_of(key, "bank")
+    assert told == [KeyRefusal.SCOPE, KeyRefusal.TENANT]
+
+
+def test_an_expired_key_does_not_count(tmp_path: Path) -> None:
+    clock = Clock()
+    end = "expires: '1970-01-01T00:20:00Z'"
+    (tmp_path / "keys").write_text(written(KeyFile(keys=[entry()])).replace("  scopes", f"  {end}\n  scopes"))
+    ring = KeyRing(tmp_path / "keys", wall_clock=clock)
+    assert len(ring) == 1
+    clock.now_at = 1200.0
+    assert len(ring) == 0
 
 
 @pytest.mark.parametrize("content", [None, b"", b"keys: []\n", b"one-key-a-line\n", b"\xff"])

@@ -73,6 +73,8 @@ PREINFERS = 'npu_gr_signal_verdicts_total{instance="a",verdict="preinfer"}'
 ERRORS = 'npu_gr_relay_errors_total{instance="a",where="reload"}'
 FAILURES = 'npu_gr_selfcheck_failures_total{instance="a"}'
 AGE = 'npu_gr_catalogue_age_seconds{instance="a"}'
+STALE, KEYS = 'npu_gr_api_keys_file_stale{instance="a"}', 'npu_gr_api_keys{instance="a"}'
+WRONG = 'npu_gr_api_keys_refused_total{instance="a",reason="unknown"}'
 RELOAD = 'npu_gr_last_reload_successful{instance="a",what="configuration"}'
 BREAKER = 'npu_gr_store_breaker_open{instance="a",store="%s",lane="writes"}'
 CALLS = 'npu_gr_store_calls_total{instance="a",operation="%s",result="%s"}'
@@ -186,6 +188,9 @@ CAUSES: list[Case] = [
     *one("NpuGrEventLoopBlocked", of_router(froze(1)), of_router(froze(0)), 25, **INSTANCE),
     *one("NpuGrLogLinesDropped", dropped(1), dropped(0), 25, **STDOUT),
     *one("NpuGrLogLinesDropped", of_router(dropped(1)), of_router(dropped(0)), 25, **STDOUT),
+    *one("NpuGrApiKeysFileStale", {STALE: "1x9"}, {STALE: "0 1 0 0 0 0 0 0 0 0"}, 8, **INSTANCE),
+    *one("NpuGrNoApiKeys", {KEYS: "0x20", WRONG: "0+9x20"}, {KEYS: "0x20", WRONG: "0x20"}, 15, **INSTANCE),
+    Case({KEYS: "1x20", WRONG: "0+9x20"}, 15, {}, ["NpuGrNoApiKeys"]),
     *one("NpuGrCatalogueOld", {AGE: "700000x70"}, {AGE: "600000x70"}, 65, **INSTANCE),
 ]
 

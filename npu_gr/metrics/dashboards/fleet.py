@@ -67,6 +67,12 @@ def _instances() -> list[Panel]:
             {"{{instance}} {{what}}": f"time() - {of('last_reload_success_timestamp_seconds')}"},
             width=18,
         ),
+        series(
+            "Requests refused for their key",
+            "No key, a wrong or expired one, another scope or tenant, over its rate.",
+            "reqps",
+            {"{{instance}} {{reason}}": f"{total('api_keys_refused_total', 'instance, reason')} > 0"},
+        ),
         table("What runs", "Version, model and device of each instance.", of("build_info"), width=24),
         series(
             "Requests by instance",
