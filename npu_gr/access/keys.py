@@ -55,10 +55,12 @@ class KeyFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     def __post_init__(self) -> None:
         for field in ("name", "sha256"):
-            seen = [getattr(key, field) for key in self.keys]
-            for value in seen:
-                if seen.count(value) > 1:
+            seen: set[str] = set()
+            for key in self.keys:
+                value = getattr(key, field)
+                if value in seen:
                     raise ValueError(f"keys: {field} {value} is given twice")
+                seen.add(value)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,6 +23,7 @@ _Json = dict[str, Any]
 _ERRORS = {
     "400": "The body or a header cannot be parsed.",
     "401": "No valid API key.",
+    "403": "The key does not allow this.",
     "404": "No such model version.",
     "409": "The base prefix is not known here.",
     "413": "The body or a list is over its limit.",
@@ -82,6 +83,8 @@ class _Schemas:
 
     def errors(self, *codes: str) -> _Json:
         content = {"application/problem+json": {"schema": self._refs[Problem]}}
+        if "401" in codes:  # what needs a key may need another one, or be over the key's rate
+            codes = tuple(code for code in _ERRORS if code in (*codes, "403", "429"))
         return {code: {"description": _ERRORS[code], "content": content} for code in codes}
 
     def get(self, name: str, summary: str, *codes: str, is_public: bool = False, media: str = JSON) -> _Json:

@@ -18,6 +18,7 @@ from npu_gr.core.kinds import KINDS, Kind, Scope
 from npu_gr.metrics.registry import Metrics
 from npu_gr.server.config import ServerConfig
 from npu_gr.server.debug import profile
+from npu_gr.server.openapi import document
 from npu_gr.server.recording import add_record_routes
 from npu_gr.server.routes import build_web_app
 from tests.keys import bearer, entry, write_keys
@@ -77,6 +78,17 @@ async def test_a_route_needs_its_scope(
         assert count(metrics, "api_keys_refused_total", reason="scope") == 1
         async with client.request(method, path_of(pattern), headers=bearer("this")) as allowed:
             assert allowed.status not in (401, 403)
+
+
+def test_the_document_says_what_needs_a_key() -> None:
+    for path, item in document()["paths"].items():
+        for method, operation in item.items():
+            if method != "parameters":
+                needs_key = rules()[method.upper(), path].scope is not None
+                assert {"401", "403", "429"} & set(operation["responses"]) == (
+                    {"401", "403", "429"} if needs_key else set()
+                )
+                assert (operation.get("security") == []) == (not needs_key)
 
 
 async def test_a_head_needs_what_its_get_needs(tmp_path: Path) -> None:

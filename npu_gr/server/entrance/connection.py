@@ -300,6 +300,7 @@ class Connection(web.RequestHandler):
             return
         self.state = State.HELD
         self._unread = b""
+        self._head = None
         self._pause_transport_reading()
         self._held = self._loop.call_later(after_s, self.end, answer)
 
