@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from tests.keys import bearer, secret, write_keys
+from npu_gr.core.kinds import Scope
+from tests.keys import bearer, entry, secret, write_keys
 from tests.models import events
 from tests.serving import FIRST_ID, columns, serving
 
@@ -77,7 +78,7 @@ async def test_the_page_in_a_browser(tmp_path: Path, browser: Any) -> None:
     def until(condition: Any) -> None:
         WebDriverWait(browser, 20, poll_frequency=0.1).until(lambda _: condition())
 
-    keys = write_keys(tmp_path / "keys")
+    keys = write_keys(tmp_path / "keys", entry(), entry("feed", scopes=[Scope.INGEST]))
     headers = bearer()
     async with serving(tmp_path, watched=False, server={"api_keys_file": keys}) as (client, _):
         await client.post("/v1/rank", json=RANK, headers=headers)
@@ -85,8 +86,10 @@ async def test_the_page_in_a_browser(tmp_path: Path, browser: Any) -> None:
         def first_look() -> None:
             browser.get(str(client.make_url("/")))
             until(lambda: shown("state") == "needs an API key")
-            browser.find_element(By.ID, "key").send_keys(secret("all"))
-            browser.find_element(By.CSS_SELECTOR, "#login button").click()
+            for name, said in (("feed", "needs an API key with the scope observe"), ("all", "ready")):
+                browser.find_element(By.ID, "key").send_keys(secret(name))
+                browser.find_element(By.CSS_SELECTOR, "#login button").click()
+                until(lambda said=said: shown("state") == said)
             until(lambda: shown("state") == "ready" and not browser.find_element(By.ID, "login").is_displayed())
             assert "miss full 1" in shown("outcomes-rank")
             assert "hbm: 1 prefixes" in shown("tiers")
@@ -109,7 +112,8 @@ async def test_the_page_in_a_browser(tmp_path: Path, browser: Any) -> None:
                 browser.execute_cdp_cmd("Emulation.setEmulatedMedia", feature)
                 grounds.append(browser.execute_script("return getComputedStyle(document.body).backgroundColor"))
             assert grounds[0] != grounds[1]
-            refused = [e for e in browser.get_log("browser") if e["level"] == "SEVERE" and "401" not in e["message"]]
+            errors = [e["message"] for e in browser.get_log("browser") if e["level"] == "SEVERE"]
+            refused = [text for text in errors if "401" not in text and "403" not in text]
             assert not [e for e in refused if "favicon" not in e["message"]]
 
         await asyncio.to_thread(pause_and_themes)

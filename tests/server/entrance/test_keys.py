@@ -7,8 +7,10 @@ import json
 import time
 from pathlib import Path
 
+import msgspec
 import pytest
 
+from npu_gr.access.keys import hash_of
 from npu_gr.core.kinds import Scope
 from npu_gr.server.entrance import entrance as entrance_module
 from npu_gr.server.entrance.entrance import WRONG_KEYS_BURST
@@ -77,6 +79,13 @@ async def test_a_header_is_a_key_or_none(tmp_path: Path, header: bytes, status: 
     async with site(api_keys_file=write_keys(tmp_path / "keys")) as at:
         assert await status_of(at, rank(header)) == status
         assert len(at.service.served) == (status == 200)
+
+
+async def test_a_key_of_one_character_is_none_though_the_file_has_it(tmp_path: Path) -> None:
+    path = write_keys(tmp_path / "keys", entry(), msgspec.structs.replace(entry("one"), sha256=hash_of(b"k")))
+    async with site(api_keys_file=path) as at:
+        assert await status_of(at, rank(b"Authorization: Bearer k\r\n")) == 401
+        assert at.count("api_keys_refused_total", reason="short") == 1
 
 
 @pytest.mark.parametrize("wants_continue", [b"", b"Expect: 100-continue\r\n"])
