@@ -46,6 +46,8 @@ class KeyEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     def __post_init__(self) -> None:
         if self.expires is not None and self.expires.tzinfo is None:
             raise ValueError(f"expires: {self.expires.isoformat()} has no time zone; end it with Z for UTC")
+        if self.expires is not None and not 1970 <= self.expires.year < 9999:
+            raise ValueError(f"expires: {self.expires.isoformat()}: the limits are the years 1970 and 9998")
 
 
 class KeyFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

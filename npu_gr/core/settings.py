@@ -27,6 +27,11 @@ Positive = Annotated[float, msgspec.Meta(gt=0)]
 Ratio = Annotated[float, msgspec.Meta(gt=0, lt=1)]
 
 
+# What PyYAML raises for a value that is not of the type that it looks like or claims: too deep, a key that is a list,
+# the day 2027-13-45, `!!int x`, `!!bool x`, `!!timestamp x`.
+_OF_VALUES = (RecursionError, TypeError, ValueError, LookupError, AttributeError)
+
+
 class _StrictLoader(yaml.SafeLoader):
     """YAML without silent repetition."""
 
@@ -81,7 +86,7 @@ def parse(text: str, cls: type[S], where: str) -> S:
 def _table(text: str, where: str) -> dict[str, Any]:
     try:
         table = yaml.load(text, _StrictLoader)
-    except (yaml.YAMLError, RecursionError, TypeError) as error:  # too deep; a key that is a list
+    except (yaml.YAMLError, *_OF_VALUES) as error:
         raise ConfigError(f"{where}: not YAML that we read: {error}") from error
     if not isinstance(table, dict):
         raise ConfigError(f"{where}: needs `key: value` lines, got {type(table).__name__}")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+from random import Random
+
 import pytest
 
 from npu_gr.access.keys import Key, KeyFile, hash_of, parse_keys, written
@@ -38,6 +41,7 @@ def test_an_entry_and_back() -> None:
         ("[infer, ingest]", "[]", r"f: keys\[0\]\.scopes"),
         ("500.0", "0.0", r"f: keys\[0\]\.rate_per_s: .*> 0"),
         ("00Z'", "00'", r"f: keys\[0\]: expires: 2027-01-31T00:00:00 has no time zone"),
+        ("2027-01-31T00:00:00Z", "9999-12-31T23:00:00-14:00", r"f: keys\[0\]: expires: .*9998"),
         ("  tenant: shop\n", "", r"f: keys\[0\]: .*missing required field `tenant`"),
         ("tenant", "tennant", r"f: unknown key keys\[0\]\.tennant; did you mean tenant\?"),
     ],
@@ -47,7 +51,13 @@ def test_what_is_wrong_is_named(old: str, new: str, message: str) -> None:
         parse_keys(ENTRY.replace(old, new, 1), "f")
 
 
-@pytest.mark.parametrize("text", ["one-key-a-line", "[1]", "a: b", "? [1]\n: 2\nkeys: []", "keys: " + "[" * 5000])
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("one-key-a-line", "[1]", "a: b", "? [1]\n: 2\nkeys: []", "keys: " + "[" * 5000),
+        *("keys: 2027-13-45", "keys: !!int x", "keys: !!bool x", "keys: !!timestamp x", "keys: " + "1" * 5000),
+    ],
+)
 def test_what_is_no_key_file(text: str) -> None:
     with pytest.raises(ConfigError, match=r"^f: "):
         parse_keys(text, "f")
@@ -71,3 +81,23 @@ def test_scopes_and_tenants() -> None:
         key.tenant_of("bank")
     every = Key.of(parse_keys(ENTRY.replace("shop", "'*'"), "f").keys[0])
     assert every.tenant_of("bank") == "bank"
+
+
+BROKEN = (
+    *("!!int x", "!!float y", "2027-13-45", "!!timestamp x", "*a", "&a [*a]", "<<: [1]", "? {}", "!!set {a}", "- - "),
+    *("~", "", "\0", "\t", "'", "[", "{", ":", "\ud7ff"),
+)
+
+
+def test_no_file_whatever_is_in_it_ends_otherwise_than_in_words() -> None:
+    """What followed the file would be gone with another error, and with it every later revocation."""
+    random = Random(0)
+    num_read = 0
+    for _ in range(1500):
+        text = list(ENTRY)
+        for _ in range(random.randint(1, 3)):
+            at = random.randrange(len(text))
+            text[at : at + random.randint(0, 9)] = random.choice(BROKEN)
+        with suppress(ConfigError):
+            num_read += len(parse_keys("".join(text), "f").keys)
+    assert num_read > 0
