@@ -11,10 +11,12 @@ from npu_gr.core.settings import Bytes, Count, Seconds
 
 
 class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The section `server`: the address to listen on, limits of requests, time limits, logs, traces, API keys."""
+    """The section `server`: the addresses to listen on, limits of requests, time limits, logs, traces, API keys."""
 
     host: str = "127.0.0.1"
     port: Annotated[int, msgspec.Meta(ge=0, le=65535)] = 8080  # 0 = any free one
+    admin_host: str = "127.0.0.1"  # serves what changes the instance or shows how it does: operators alone may reach it
+    admin_port: Annotated[int, msgspec.Meta(ge=0, le=65535)] = 8081  # 0 = any free one; host and port = one for both
     backlog: Count = 4096  # connections that the kernel accepts before the event loop does
     max_connections: Count = 4096  # and as many as the limit of open files allows; idle ones make room for new ones
     max_receiving_bytes: Bytes = 268_435_456  # of bodies that arrive or wait; counted before they are read
@@ -44,11 +46,18 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                 ipaddress.ip_network(text)
             except ValueError as error:
                 raise ValueError(f"trusted_proxies: {error}") from error
-        if not (_is_loopback(self.host) or self.api_keys_file or self.allow_unauthenticated):
-            raise ValueError(f"host: {self.host} is not loopback: set api_keys_file, or allow_unauthenticated: true")
+        for field, host in (("host", self.host), ("admin_host", self.admin_host)):
+            if not (is_loopback(host) or self.api_keys_file or self.allow_unauthenticated):
+                raise ValueError(f"{field}: {host} is not loopback: set api_keys_file, or allow_unauthenticated: true")
+
+    @property
+    def has_one_address(self) -> bool:
+        """Whether callers and operators share an address: that is chosen by naming the same one twice."""
+        return self.port != 0 and (self.admin_host, self.admin_port) == (self.host, self.port)
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
+    """Whether an address to listen on can be reached from this machine alone."""
     if host == "localhost":
         return True
     try:

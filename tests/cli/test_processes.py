@@ -28,7 +28,7 @@ def started(kind: str, folder: Path, out: int, err: int) -> Iterator[tuple[subpr
     port = free_port()
     if kind == "serve":
         write_checkpoint(folder / "checkpoint")
-        config = write(folder, server={"port": port, "drain_grace_s": 0.1})
+        config = write(folder, server={"port": port, "admin_port": port, "drain_grace_s": 0.1})
     else:
         config = folder / "router.yaml"
         instances = [{"name": "a", "host": "127.0.0.1", "port": free_port()}]

@@ -139,7 +139,8 @@ async def test_without_the_section_nothing_can_be_recorded(tmp_path: Path) -> No
 @pytest.mark.parametrize("body", ['{"sample_ratio": 0}', '{"duration_s": -1}', '{"x": 1}', "["])
 async def test_a_bad_order_is_refused(tmp_path: Path, body: str) -> None:
     async with serving(tmp_path, record={"folder": str(tmp_path / "traffic")}) as (client, _):
-        async with client.post("/debug/record", data=body) as answer:
+        json = {"Content-Type": "application/json"}
+        async with client.post("/debug/record", data=body, headers=json) as answer:
             assert answer.status == 422
         assert not (await (await client.get("/debug/record")).json())["recording"]
 

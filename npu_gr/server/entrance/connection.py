@@ -25,8 +25,9 @@ from npu_gr.admission.door import Slot, Ticket
 from npu_gr.core.errors import BadRequest
 from npu_gr.core.kinds import Kind
 from npu_gr.server.entrance import answers
-from npu_gr.server.entrance.entrance import Entrance, State
+from npu_gr.server.entrance.entrance import Entrance
 from npu_gr.server.entrance.framing import HEAD_END, MAX_HEAD_BYTES, Chunks, Head, granted_s, parse_head, tenant_of
+from npu_gr.server.entrance.listener import Listener, State
 from npu_gr.server.problem import problem
 
 READ_AHEAD_BYTES = 65_536  # of pipelined requests behind the one that is served
@@ -57,29 +58,32 @@ class Connection(web.RequestHandler):
         "_was_paused",
         "_wire",
         "began_at",
-        "is_paced",
+        "is_trusted",
+        "listener",
         "refused_at",
         "served",
         "slot",
         "state",
     )
 
-    def __init__(self, manager: web.Server, entrance: Entrance, **kwargs: Any) -> None:
+    def __init__(self, manager: web.Server, entrance: Entrance, listener: Listener, **kwargs: Any) -> None:
         """Nothing has come yet.
 
         Args:
             manager: of aiohttp.
             entrance: what all connections share.
+            listener: the address that it came to.
             kwargs: of aiohttp's handler.
         """
         super().__init__(manager, **kwargs)
         self._entrance = entrance
+        self.listener = listener
         self.state = State.IDLE
         self.began_at = 0.0  # when the first byte of the present request came; while idle, since when it is idle
         self.served = 0  # requests that were answered
         self.slot: Slot | None = None  # of the request that is served
         self.refused_at = float("-inf")
-        self.is_paced = True
+        self.is_trusted = False
         self._is_paused = False
         self._was_paused = False  # before the request that comes now
         self._unread: bytes | bytearray = b""
@@ -246,7 +250,8 @@ class Connection(web.RequestHandler):
                 self._searched_bytes = max(0, len(self._unread) - len(HEAD_END) + 1)
                 return None
             head = self._head = parse_head(self._unread, end + len(HEAD_END))
-            self._kind = self._entrance.kinds.get((head.method, head.path))
+            if self.listener.is_public:
+                self._kind = self._entrance.kinds.get((head.method, head.path))
             self._chunks = Chunks(head.num_bytes) if head.is_chunked else None
             if not self._reserve(head.body_bytes):
                 return None
@@ -265,7 +270,7 @@ class Connection(web.RequestHandler):
             self._entrance.broken(413)
             self.end(answers.BODY_TOO_LARGE)
             return False
-        if not self._entrance.reserve(body_bytes - self._reserved_bytes):
+        if not self.listener.reserve(body_bytes - self._reserved_bytes):
             self._entrance.broken(503)
             self.end(answers.TOO_MANY_BYTES)
             return False
@@ -273,7 +278,7 @@ class Connection(web.RequestHandler):
         return True
 
     def _release(self) -> None:
-        self._entrance.reserve(-self._reserved_bytes)
+        self.listener.reserve(-self._reserved_bytes)
         self._reserved_bytes = 0
 
     def _lay_in_kernel_s(self) -> float:
@@ -323,7 +328,7 @@ class Connection(web.RequestHandler):
         was_waiting = self._ticket is not None
         self._ticket = None
         self._request = b""
-        if self.is_paced:
+        if not self.is_trusted:
             self._entrance.pacer.refused(self, self.began_at)
         self._refuse(at_once=not was_waiting)
         if was_waiting and self._unread:

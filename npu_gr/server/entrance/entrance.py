@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import heapq
 import ipaddress
 import logging
-import resource
 import time
-from enum import StrEnum, auto
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from aiohttp import web
 
@@ -22,53 +19,13 @@ from npu_gr.metrics.registry.door import Ended
 from npu_gr.metrics.registry.requests import ABANDONED
 from npu_gr.server.config import ServerConfig
 from npu_gr.server.entrance import answers
-from npu_gr.server.entrance.pacing import Paced, Pacer
+from npu_gr.server.entrance.listener import Listener, State, Visitor, listeners
+from npu_gr.server.entrance.pacing import Pacer
 
 log = logging.getLogger(__name__)
 
 
-class State(StrEnum):
-    """Where a connection is with its present request."""
-
-    IDLE = auto()  # nothing of a request is here
-    RECEIVING = auto()  # a part of one is
-    WAITING = auto()  # a whole one waits at the door
-    SERVED = auto()  # aiohttp has it; the answer is not written yet
-
-
-class Visitor(Paced, Protocol):
-    """A connection, as the entrance sees it."""
-
-    transport: asyncio.Transport | None
-    state: State
-    began_at: float  # when the present request began; while idle, since when it is idle
-    served: int  # requests that were answered
-    is_paced: bool
-
-    @property
-    def has_unread_answer(self) -> bool:
-        """Whether an answer was written that its caller has not read."""
-        ...
-
-    def limit_at(self) -> tuple[float, bytes | None]:
-        """Say until when it may be as it is, and with which answer it ends then."""
-        ...
-
-    def end(self, answer: bytes) -> None:
-        """Write an answer and close."""
-        ...
-
-    def force_close(self) -> None:
-        """Close as soon as what was written has left."""
-        ...
-
-    def abort(self) -> None:
-        """Close at once, whatever has not left."""
-        ...
-
-
 SWEEP_S = 0.25  # between two looks for connections whose time is over
-KEPT_FILES = 128  # descriptors that are not for connections: stores, logs, listeners, models while they load
 
 
 class Entrance:
@@ -89,10 +46,12 @@ class Entrance:
             (kind.method.encode(), kind.path.encode()): kind for kind in KINDS.values() if not kind.must_finish
         }
         self.pacer = Pacer(time.monotonic, lambda at, wake: loop.call_at(at, wake), lambda: door.waiting)
-        self.max_connections = _max_connections(config.max_connections)
-        self.receiving_bytes = 0
+        self.listeners = listeners(config)
+        public = self.listeners[0]
+        self.everything = Listener(  # for sockets that somebody else opens
+            max_connections=public.max_connections, max_receiving_bytes=public.max_receiving_bytes
+        )
         self._metrics = metrics
-        self._connections: set[Visitor] = set()
         self._trusted = [ipaddress.ip_network(text) for text in config.trusted_proxies]
         self._uncounted: dict[str, int] = {}  # refusals by kind that the metrics do not have yet
         self._refused: dict[str, int] = {}  # by kind, since the last line of the log
@@ -106,18 +65,27 @@ class Entrance:
         )
         metrics.door.before_scrape = self._count_refusals
 
+    def _connections(self) -> list[Visitor]:
+        return [connection for listener in (*self.listeners, self.everything) for connection in listener.connections]
+
     def _count(self, state: State) -> int:
-        return sum(connection.state is state for connection in self._connections)
+        return sum(connection.state is state for connection in self._connections())
+
+    @property
+    def receiving_bytes(self) -> int:
+        """Bytes of bodies that arrive or wait."""
+        return sum(listener.receiving_bytes for listener in (*self.listeners, self.everything))
 
     # ---- connections
 
     def opened(self, connection: Visitor) -> None:
         """Take a new connection in; at the limit, the one that has been idle longest makes room for it."""
-        self._connections.add(connection)
-        connection.is_paced = not self._is_trusted(connection)
-        if len(self._connections) <= self.max_connections:
+        listener = connection.listener
+        listener.connections.add(connection)
+        connection.is_trusted = self._is_trusted(connection)
+        if len(listener.connections) <= listener.max_connections:
             return
-        idle = [c for c in self._connections if c.state in (State.IDLE, State.RECEIVING) and c is not connection]
+        idle = [c for c in listener.connections if c.state in (State.IDLE, State.RECEIVING) and c is not connection]
         if idle:
             # several at once: to look at all of them for each new connection would be what an attacker wants
             for old in heapq.nsmallest(1 + len(idle) // 64, idle, key=lambda c: (c.served > 0, c.began_at)):
@@ -129,7 +97,7 @@ class Entrance:
 
     def closed(self, connection: Visitor) -> None:
         """Forget a connection."""
-        self._connections.discard(connection)
+        connection.listener.connections.discard(connection)
         self.pacer.forget(connection)
 
     def _is_trusted(self, connection: Visitor) -> bool:
@@ -140,13 +108,6 @@ class Entrance:
         return any(peer in network for network in self._trusted)
 
     # ---- requests
-
-    def reserve(self, num_bytes: int) -> bool:
-        """Count bytes of bodies that arrive, or give them back (negative); False = there is no room for them."""
-        if num_bytes > 0 and self.receiving_bytes + num_bytes > self.config.max_receiving_bytes:
-            return False
-        self.receiving_bytes += num_bytes
-        return True
 
     def refused(self, kind: Kind[Any, Any]) -> None:
         """Count a refusal at the door; the metrics have it before the next scrape."""
@@ -183,7 +144,7 @@ class Entrance:
                 logged_at = now_at
 
     def _sweep(self, now_at: float) -> None:
-        for connection in list(self._connections):
+        for connection in self._connections():
             limit_at, answer = connection.limit_at()
             if now_at < limit_at:
                 continue
@@ -197,17 +158,3 @@ class Entrance:
 
 
 ENTRANCE = web.AppKey("entrance", Entrance)
-
-
-def _max_connections(wanted: int) -> int:
-    """How many connections the process may have open by its limit of descriptors, raised as far as it may be."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = wanted + KEPT_FILES
-    if soft < needed:
-        with contextlib.suppress(ValueError, OSError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (min(needed, hard), hard))
-        soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    allowed = max(16, min(wanted, soft - KEPT_FILES))
-    if allowed < wanted:
-        log.warning("server.max_connections: %d, but the limit of open files allows %d", wanted, allowed)
-    return allowed
