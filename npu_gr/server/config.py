@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
+from npu_gr.core.secret import SecretUrl
 from npu_gr.core.settings import Bytes, Count, Seconds
 
 
@@ -35,7 +36,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     slow_request_s: Seconds = 0.5  # slower requests are logged as warnings, as failed ones are
     log_requests: Literal["all", "slow"] = "all"  # which requests get a line in the access log
     log_user_key_file: str | None = None  # key of 16 to 64 bytes; with it a line has a keyed hash of the user
-    otlp_endpoint: str | None = None  # URL of an OTLP collector (traces over HTTP); needs the extra otel
+    otlp_endpoint: SecretUrl | None = None  # URL of an OTLP collector (traces over HTTP); needs the extra otel
     trace_sample_ratio: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.01  # of requests without a traceparent
     api_keys_file: str | None = None  # one key a line, # comments
     allow_unauthenticated: bool = False  # serve on a public address without keys

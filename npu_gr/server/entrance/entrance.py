@@ -52,6 +52,7 @@ class Entrance:
             max_connections=public.max_connections, max_receiving_bytes=public.max_receiving_bytes
         )
         self._metrics = metrics
+        self._connections: set[Visitor] = set()
         self._trusted = [ipaddress.ip_network(text) for text in config.trusted_proxies]
         self._uncounted: dict[str, int] = {}  # refusals by kind that the metrics do not have yet
         self._refused: dict[str, int] = {}  # by kind, since the last line of the log
@@ -65,22 +66,20 @@ class Entrance:
         )
         metrics.door.before_scrape = self._count_refusals
 
-    def _connections(self) -> list[Visitor]:
-        return [connection for listener in (*self.listeners, self.everything) for connection in listener.connections]
-
     def _count(self, state: State) -> int:
-        return sum(connection.state is state for connection in self._connections())
+        return sum(connection.state is state for connection in self._connections)
 
     @property
     def receiving_bytes(self) -> int:
         """Bytes of bodies that arrive or wait."""
-        return sum(listener.receiving_bytes for listener in (*self.listeners, self.everything))
+        return sum(listener.receiving_bytes for listener in {one.listener for one in self._connections})
 
     # ---- connections
 
     def opened(self, connection: Visitor) -> None:
         """Take a new connection in; at the limit, the one that has been idle longest makes room for it."""
         listener = connection.listener
+        self._connections.add(connection)
         listener.connections.add(connection)
         connection.is_trusted = self._is_trusted(connection)
         if len(listener.connections) <= listener.max_connections:
@@ -97,6 +96,7 @@ class Entrance:
 
     def closed(self, connection: Visitor) -> None:
         """Forget a connection."""
+        self._connections.discard(connection)
         connection.listener.connections.discard(connection)
         self.pacer.forget(connection)
 
@@ -144,7 +144,7 @@ class Entrance:
                 logged_at = now_at
 
     def _sweep(self, now_at: float) -> None:
-        for connection in self._connections():
+        for connection in list(self._connections):
             limit_at, answer = connection.limit_at()
             if now_at < limit_at:
                 continue

@@ -118,6 +118,13 @@ class Listener:
         return True
 
 
+def unix_listeners(config: ServerConfig) -> tuple[Listener, Listener]:
+    """Make a public and an administration's listener for sockets that one proxy in the same process asks."""
+    most, most_bytes = config.max_connections, config.max_receiving_bytes
+    public = Listener(is_admin=False, max_connections=most, max_receiving_bytes=most_bytes)
+    return public, Listener(is_public=False, max_connections=most, max_receiving_bytes=most_bytes)
+
+
 def listeners(config: ServerConfig) -> list[Listener]:
     """Make what an instance listens on: the public address and the administration's, or one for both."""
     max_connections = _max_connections(config.max_connections)

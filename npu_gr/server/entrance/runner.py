@@ -37,10 +37,18 @@ class DoorRunner(web.AppRunner):
         Raises:
             OSError: the address cannot be bound.
         """
-        assert isinstance(self.server, _Server), "set up first"
-        site = _Site(self, partial(self.server, listener), listener, backlog)
+        site = _Site(self, self._maker(listener), listener, backlog)
         await site.start()
         return site.port
+
+    async def listen_at(self, listener: Listener, path: str) -> None:
+        """Listen at a Unix socket."""
+        site = _UnixSite(self, self._maker(listener), path)
+        await site.start()
+
+    def _maker(self, listener: Listener) -> Callable[[], web.RequestHandler]:
+        assert isinstance(self.server, _Server), "set up first"
+        return partial(self.server, listener)
 
 
 class _Site(web.TCPSite):
@@ -59,6 +67,20 @@ class _Site(web.TCPSite):
         )
         self._server = server
         self._bound_port = server.sockets[0].getsockname()[1]
+
+
+class _UnixSite(web.UnixSite):
+    """The same at a Unix socket."""
+
+    def __init__(self, runner: DoorRunner, make: Callable[[], web.RequestHandler], path: str) -> None:
+        super().__init__(runner, path)
+        self._make = make
+
+    async def start(self) -> None:
+        await web.BaseSite.start(self)
+        self._server = await asyncio.get_running_loop().create_unix_server(
+            self._make, self._path, backlog=self._backlog
+        )
 
 
 class _Server(web.Server):
