@@ -135,13 +135,16 @@ def _encoded(value: object) -> str:
 def _apply(table: dict[str, Any], text: str) -> None:
     name, equals, value = text.partition("=")
     if not equals:
-        raise ConfigError(f"--set {text}: expected section.key=value")
+        raise ConfigError(redacted(f"--set {text}: expected section.key=value"))
     *sections, key = name.split(".")
     for section in sections:
         table = table.setdefault(section, {})
         if not isinstance(table, dict):
-            raise ConfigError(f"--set {text}: {section} is not a section")
-    table[key] = yaml.safe_load(value)
+            raise ConfigError(f"--set {name}: {section} is not a section")
+    try:
+        table[key] = yaml.safe_load(value)
+    except yaml.YAMLError:
+        raise ConfigError(f"--set {name}: the value is not YAML") from None
 
 
 def _explain(message: str, cls: type[msgspec.Struct]) -> str:

@@ -13,6 +13,8 @@ from typing import Any
 
 import aiohttp
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 
 from npu_gr.access.rules import rules
 from npu_gr.core.errors import ConfigError
@@ -216,6 +218,55 @@ def test_names_are_checked_where_a_page_could_do_without_a_key() -> None:
     assert checked(host="10.0.0.1", api_keys_file="keys") == [False, True]
     assert checked(host="0.0.0.0", admin_host="0.0.0.0", allow_unauthenticated=True) == [False, False]
     assert checked(port=8080, admin_port=8080) == [True]
+
+
+@pytest.mark.browser
+async def test_a_real_browser_reads_the_own_page_and_another_sites_page_reaches_nothing(browser: Any) -> None:
+    from selenium.webdriver.support.wait import WebDriverWait
+
+    page = """<script>
+        async function attack(url) {
+          for (const path of ["/v1/models/reload", "/v1/catalog/reload", "/debug/record"])
+            await fetch(url + path, {method: "POST", mode: "no-cors"}).catch(() => null);
+          document.title = "done";
+        }</script><form id=f method=post></form>"""
+
+    async def show(_: web.Request) -> web.Response:
+        return web.Response(text=page, content_type="text/html")
+
+    reloads: list[str] = []
+    evil = web.Application()
+    evil.router.add_get("/", show)
+    async with site() as at, TestServer(evil, host="127.0.0.1") as server:
+
+        async def reload_models() -> list[Any]:
+            reloads.append("reload")
+            return at.service.models()
+
+        at.service.reload_models = reload_models  # type: ignore[method-assign]
+
+        def own_page() -> str:
+            browser.get(f"{at.admin}/")
+            script = "return document.getElementById('state')?.innerText"
+            WebDriverWait(browser, 20).until(lambda _: browser.execute_script(script) == "ready")
+            script = "fetch('/v1/models/reload', {method: 'POST'}).then(answer => arguments[0](answer.status))"
+            return str(browser.execute_async_script(script))
+
+        def attack(origin: str) -> None:
+            browser.get(origin)
+            browser.execute_script("attack(arguments[0])", at.admin)
+            WebDriverWait(browser, 20).until(lambda _: browser.title == "done")
+            browser.execute_script("f.action = arguments[0] + '/v1/models/reload'; f.submit()", at.admin)
+            WebDriverWait(browser, 20).until(lambda _: "page of another site" in browser.page_source)
+
+        assert await asyncio.to_thread(own_page) == "200"
+        assert reloads == ["reload"]
+        for name in ("localhost", "127.0.0.1"):  # another site, and the same site at another port
+            await asyncio.to_thread(attack, f"http://{name}:{server.port}/")
+        # a name of the author's that has come to mean this machine
+        await asyncio.to_thread(browser.get, f"http://rebound.localhost:{at.admin.rpartition(':')[2]}/debug/config")
+        assert "is no loopback name" in await asyncio.to_thread(lambda: browser.page_source)
+        assert reloads == ["reload"]
 
 
 @pytest.mark.parametrize("media", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data", ""])

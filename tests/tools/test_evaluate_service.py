@@ -67,6 +67,8 @@ async def test_it_counts_what_the_service_answers(tmp_path: Path, monkeypatch: p
             Console(file=out, width=120).print(found.table())
         assert "recommend: both" in (tmp_path / "out").read_text()
     async with serving(tmp_path, watched=False) as (client, _):
+        with pytest.raises(Unavailable, match="404: is that the admin address"):
+            await evaluate(str(client.make_url("/")), str(client.make_url("/v1")), cases, [FIRST_ID])
         with pytest.raises(Unavailable, match="needs section recommend"):
             await evaluate(str(client.make_url("/")), str(client.make_url("/")), cases, [FIRST_ID])
 
