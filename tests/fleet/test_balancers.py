@@ -6,8 +6,8 @@ import asyncio
 import shutil
 import subprocess
 import sys
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -78,25 +78,31 @@ async def balanced(name: str, folder: Path, num: int = 3) -> AsyncIterator[Balan
     port = free_port()
     settings = table(fakes, port=port, admin_port=free_port(), health={"interval_s": 0.2, "timeout_s": 5.0})
     settings |= {"breaker": {"failures": 1000}, "limits": {"max_connections": 500}, "connect_timeout_s": 5.0}
-    config = from_table(settings, RouterConfig)
+    try:
+        with started(name, folder, from_table(settings, RouterConfig)) as process:
+            async with aiohttp.ClientSession() as http:
+                b = Balanced(fakes, f"http://127.0.0.1:{port}", http)
+                async with asyncio.timeout(60):
+                    while not (await answers(b) and (name == "nginx" or is_checked(b))):
+                        assert process.poll() is None, (folder / "stderr").read_text()[-2000:]
+                        await asyncio.sleep(0.1)
+                yield b
+    finally:
+        for fake in fakes:
+            await fake.stop()
+
+
+@contextmanager
+def started(name: str, folder: Path, config: RouterConfig) -> Iterator[subprocess.Popen[bytes]]:
+    """The real balancer with the configuration that we make."""
     arguments = command(name, folder, BALANCERS[name](config, config.discovery.instances))
     with (folder / "stderr").open("wb") as stderr:
-        process = subprocess.Popen(  # noqa: ASYNC220
-            arguments, stdout=subprocess.DEVNULL, stderr=stderr, cwd=folder
-        )
+        process = subprocess.Popen(arguments, stdout=subprocess.DEVNULL, stderr=stderr, cwd=folder)
     try:
-        async with aiohttp.ClientSession() as http:
-            b = Balanced(fakes, f"http://127.0.0.1:{port}", http)
-            async with asyncio.timeout(60):
-                while not (await answers(b) and (name == "nginx" or is_checked(b))):
-                    assert process.poll() is None, (folder / "stderr").read_text()[-2000:]
-                    await asyncio.sleep(0.1)
-            yield b
+        yield process
     finally:
         process.terminate()  # nginx ends its workers
         process.wait(10)
-        for fake in fakes:
-            await fake.stop()
 
 
 def is_checked(b: Balanced) -> bool:
