@@ -40,7 +40,7 @@ def make_config(folder: Path, **sections: Any) -> Config:
         "kv": {"hbm_bytes": 8_000_000, "dram_bytes": 8_000_000},
         "features": {"path": str(folder / "history.db"), "read_timeout_s": 5.0, "timeout_s": 10.0},  # a busy machine
         "trigger": {"min_prefix_tokens": 4, "policy": "always"},
-        "server": {"port": 0, "drain_grace_s": 0.1},
+        "server": {"port": 0, "admin_port": 0, "drain_grace_s": 0.1},
     }
     for name, section in sections.items():
         table[name] = {**table[name], **section} if isinstance(section, dict) and name in table else section

@@ -137,6 +137,7 @@ def our_server(
     port = free_port()
     settings = [
         f"server.port={port}",
+        "server.admin_port=0",
         f"checkpoint={checkpoint}",
         f"features.path={folder / f'{_slug(name)}.db'}",
         *overrides,

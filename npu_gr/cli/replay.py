@@ -29,7 +29,8 @@ def replay() -> None:
 
 @replay.command("run")
 @click.argument("log", type=FILE)
-@click.option("--url", default="http://127.0.0.1:8080", show_default=True)
+@click.option("--url", "base_url", default="http://127.0.0.1:8080", show_default=True)
+@click.option("--admin-url", help="Admin address of the instance, for the report's memory tiers.")
 @click.option("--speed", "speeds", multiple=True, type=float, help="Log seconds a second; repeat it for a sweep.  [1]")
 @click.option(
     "--rate",
@@ -133,7 +134,6 @@ def _options(given: dict[str, Any]) -> list[ReplayOptions]:
         return None if ms is None else ms * 1e-3
 
     common = {
-        "base_url": given.pop("url"),
         "timeout_s": given.pop("timeout_ms") * 1e-3,
         "slo_s": given.pop("slo_ms") * 1e-3,
         "signal_lead_s": seconds(lead_ms),
@@ -321,7 +321,7 @@ def _vocabulary(checkpoint: Path | None, log: Interactions) -> ModelVocabulary:
 
 
 @click.command()
-@click.option("--url", default="http://127.0.0.1:8080", show_default=True)
+@click.option("--url", default="http://127.0.0.1:8081", show_default=True, help="Admin address of an instance.")
 @click.option("--seconds", default=600.0, show_default=True, type=click.FloatRange(min=0, min_open=True))
 @click.option(
     "--sample", default=1.0, show_default=True, type=click.FloatRange(0, 1, min_open=True), help="Of the users."

@@ -91,7 +91,7 @@ def dashboards(config_path: Path | None, out: Path, runbooks: str) -> None:
 
 
 @click.command()
-@click.option("--url", default="http://127.0.0.1:8080", show_default=True, help="Of an instance, or a router's admin.")
+@click.option("--url", default="http://127.0.0.1:8081", show_default=True, help="Of an instance's or a router's admin.")
 @click.option("--out", default="npu_gr-bundle.tar.gz", show_default=True, type=FILE, help="File to write.")
 @API_KEY
 def bundle(url: str, out: Path, api_key: str | None) -> None:
@@ -115,10 +115,11 @@ def bundle(url: str, out: Path, api_key: str | None) -> None:
 
 @click.command()
 @click.option("--url", default="http://127.0.0.1:8080", show_default=True, help="Of a service with a cascade.")
+@click.option("--admin-url", default="http://127.0.0.1:8081", show_default=True, help="Its admin address.")
 @click.argument("log", required=False, type=FILE)
 @click.option("--users", type=click.IntRange(1), help="Ask for so many users only, drawn at random.")
 @AS_JSON
-def judge(url: str, log: Path | None, users: int | None, as_json: bool) -> None:
+def judge(url: str, admin_url: str, log: Path | None, users: int | None, as_json: bool) -> None:
     """Evaluate a running service: ask for the last event of each user of LOG, of the cascade and of each stage alone.
 
     Its models must not have seen those events (split leave-one-out). Without LOG: MovieLens-100K.
@@ -133,7 +134,7 @@ def judge(url: str, log: Path | None, users: int | None, as_json: bool) -> None:
     async def work() -> None:
         events = read_interactions(log or movielens_100k())
         known = to_train_on(events.users, events.timestamps, "leave-one-out")
-        found = await evaluate(url, next_events(events, known, users), np.unique(events.items).tolist())
+        found = await evaluate(url, admin_url, next_events(events, known, users), np.unique(events.items).tolist())
         click.echo(json.dumps(found.as_dict())) if as_json else Console().print(found.table())
 
     run_async(work)
@@ -159,9 +160,10 @@ def demo(config_path: Path, folder: Path, threads: int, limit: int | None) -> No
 @DEMO_CONFIG
 @DEMO_FOLDER
 @click.option("--port", default=8080, show_default=True, type=PORT)
+@click.option("--admin-port", default=8081, show_default=True, type=PORT)
 @click.option("--prometheus-port", default=9090, show_default=True, type=PORT)
 @DEMO_THREADS
-def monitor(config_path: Path, folder: Path, port: int, prometheus_port: int, threads: int) -> None:
+def monitor(config_path: Path, folder: Path, port: int, admin_port: int, prometheus_port: int, threads: int) -> None:
     """Serve the demo's model under replay until Ctrl-C, beside a Prometheus and with dashboards to open."""
     import torch
     from rich.console import Console
@@ -169,4 +171,4 @@ def monitor(config_path: Path, folder: Path, port: int, prometheus_port: int, th
     from npu_gr.tools.monitor import run
 
     torch.set_num_threads(threads)
-    run_async(lambda: run(config_path, folder.resolve(), Console(), port, prometheus_port))
+    run_async(lambda: run(config_path, folder.resolve(), Console(), port, admin_port, prometheus_port))

@@ -16,6 +16,8 @@ import msgspec
 import yaml
 
 from npu_gr.core.errors import ConfigError
+from npu_gr.core.redact import redacted
+from npu_gr.core.secret import Secret
 
 S = TypeVar("S", bound=msgspec.Struct)
 
@@ -87,7 +89,7 @@ def _table(text: str, where: str) -> dict[str, Any]:
     try:
         table = yaml.load(text, _StrictLoader)
     except (yaml.YAMLError, *_OF_VALUES) as error:
-        raise ConfigError(f"{where}: not YAML that we read: {error}") from error
+        raise ConfigError(redacted(f"{where}: not YAML that we read: {error}")) from None  # it quotes the line
     if not isinstance(table, dict):
         raise ConfigError(f"{where}: needs `key: value` lines, got {type(table).__name__}")
     return table
@@ -96,7 +98,7 @@ def _table(text: str, where: str) -> dict[str, Any]:
 def from_table(table: dict[str, Any], cls: type[S], where: str = "config") -> S:
     """Validate what YAML gave."""
     try:
-        return msgspec.convert(table, cls)
+        return msgspec.convert(table, cls, dec_hook=_decoded)
     except msgspec.ValidationError as error:
         raise ConfigError(f"{where}: {_explain(str(error), cls)}") from error
 
@@ -118,21 +120,36 @@ def override(preset: S, overrides: Sequence[str]) -> S:
 
 
 def to_table(settings: msgspec.Struct) -> dict[str, Any]:
-    """All of it as plain types; holds paths, never secrets."""
-    table: dict[str, Any] = msgspec.to_builtins(settings)
+    """All of it as plain types, to be shown: a secret is what it shows of itself."""
+    table: dict[str, Any] = msgspec.to_builtins(settings, enc_hook=_encoded)
     return table
+
+
+def _decoded(cls: type[Any], given: object) -> Any:
+    if issubclass(cls, Secret):
+        return cls.read(given)
+    raise NotImplementedError(f"{cls.__name__} is no type of a setting")
+
+
+def _encoded(value: object) -> str:
+    if isinstance(value, Secret):
+        return str(value)
+    raise NotImplementedError(f"{type(value).__name__} is no type of a setting")
 
 
 def _apply(table: dict[str, Any], text: str) -> None:
     name, equals, value = text.partition("=")
     if not equals:
-        raise ConfigError(f"--set {text}: expected section.key=value")
+        raise ConfigError(redacted(f"--set {text}: expected section.key=value"))
     *sections, key = name.split(".")
     for section in sections:
         table = table.setdefault(section, {})
         if not isinstance(table, dict):
-            raise ConfigError(f"--set {text}: {section} is not a section")
-    table[key] = yaml.safe_load(value)
+            raise ConfigError(f"--set {name}: {section} is not a section")
+    try:
+        table[key] = yaml.safe_load(value)
+    except yaml.YAMLError:
+        raise ConfigError(f"--set {name}: the value is not YAML") from None
 
 
 def _explain(message: str, cls: type[msgspec.Struct]) -> str:

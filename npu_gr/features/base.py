@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 
 from npu_gr.core.request import Events, UserKey
+from npu_gr.core.secret import SecretUrl
 from npu_gr.core.settings import Count, Seconds
 
 EVENT = np.dtype([("item", "<i8"), ("action", "<i2"), ("timestamp", "<i8")])  # packed: 18 bytes
@@ -24,7 +25,7 @@ class HistoryConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     kind: Literal["embedded", "redis", "none"] = "embedded"
     path: str = "history.db"  # embedded: the file; its folder is made
-    url: str = "redis://127.0.0.1:6379/0"  # redis
+    url: SecretUrl = SecretUrl("redis://127.0.0.1:6379/0")  # redis
     max_events_per_user: Annotated[int, msgspec.Meta(ge=1, le=MAX_EVENTS)] = 65_536  # older ones are given up
     timeout_s: Seconds = 1.0  # of an append or erasure; redis: also to connect, and to be answered
     read_timeout_s: Seconds = 0.025  # of one read: a small share of the objectives of those who wait for it

@@ -25,6 +25,7 @@ from npu_gr.features.checksum import CHECKED, damaged, pack_checked, unpack_chec
 if TYPE_CHECKING:
     from redis.asyncio import Redis
 
+_HOW = "redis://, rediss:// or unix://, and what a password has of / ? # @ : percent-encoded"
 _OLD = -1  # records of an older version are there: move them, then ask again
 _OTHER = -2  # the idempotency key came with other events
 _BAD = -3  # the idempotency key's entry is damaged
@@ -112,7 +113,7 @@ class RedisStore:
             raise ConfigError("features.kind: redis needs pip install 'npu_gr[redis]'") from error
         try:
             pool = BlockingConnectionPool.from_url(
-                config.url,
+                config.url.reveal(),
                 max_connections=2 * config.max_calls,  # reads, and as many appends and erasures; others wait
                 timeout=config.timeout_s,
                 socket_timeout=config.timeout_s,
@@ -120,14 +121,14 @@ class RedisStore:
                 retry=Retry(NoBackoff(), 0),
                 **_unnamed(),
             )
-        except ValueError as error:
-            raise ConfigError(f"features.url: {error}") from error
+        except ValueError:  # its text may hold a piece of the password
+            raise ConfigError(f"features.url: {config.url} is no address of a Redis: {_HOW}") from None
         store = cls(Redis.from_pool(pool), config)
         try:
             await store._run(store._client.ping())
         except StoreFailed as error:
             await store.close()
-            raise ConfigError(f"features.url: no answer from Redis: {error.__cause__}") from error
+            raise ConfigError(f"features.url: no answer from {config.url}: {error}") from None
         return store
 
     async def append(self, user: UserKey, events: Events, key: str | None = None) -> int:

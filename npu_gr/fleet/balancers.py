@@ -1,6 +1,8 @@
 """The placement of the router in balancers that users already run: make their configuration from the router's.
 
-How a balancer treats a request follows from `Kind.routing` in `core.kinds`.
+How a balancer treats a request follows from `Kind.routing` in `core.kinds`. It forwards an allow-list, the routes that
+`access.rules` has on the public address, and answers 404 to every other method and path. What it forwards is the path
+that it has compared: another spelling of a path is brought into the usual form first, or is not on the list.
 
 What the balancers have in common with the router:
 - They hash the user header strictly. A bounded load would part a rank from its signal.
@@ -18,9 +20,11 @@ Each balancer places users in its own way, so use only one kind of balancer in f
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from typing import Any
 
+from npu_gr.access.rules import rules
 from npu_gr.core.errors import ConfigError
 from npu_gr.core.kinds import KINDS, Routing
 from npu_gr.router.config import InstanceConfig, RouterConfig
@@ -41,6 +45,28 @@ _RETRIED_PATHS = _paths(Routing.FOLLOW)
 _USER_PATHS = _paths(Routing.SIGNAL, Routing.FOLLOW, Routing.ONCE)
 _EVERYWHERE_PATHS = _paths(Routing.EVERYWHERE)
 _EVERYWHERE_TEXT = "send this to every instance"
+_NOT_HERE_TEXT = "no such route here"
+# A parameter of a path: no encoding and no segment of dots, so nothing that two parsers read differently
+_SEGMENT = "[A-Za-z0-9_-][A-Za-z0-9._-]*"
+
+
+def _allowed() -> dict[str, tuple[list[str], list[str]]]:
+    """List what is forwarded by method: paths, and regular expressions of the whole of paths that hold a parameter."""
+    allowed: dict[str, tuple[list[str], list[str]]] = {}
+    everywhere = {(kind.method, kind.path) for kind in KINDS.values() if kind.routing is Routing.EVERYWHERE}
+    for (method, path), rule in rules().items():
+        if rule.is_public and (method, path) not in everywhere:
+            paths, patterns = allowed.setdefault(method, ([], []))
+            if "{" in path:
+                patterns.append(re.sub("{[^}]*}", _SEGMENT, path))
+            else:
+                paths.append(path)
+    return allowed
+
+
+def _forwarded(method: str) -> str:
+    """The methods of requests that a route of this method answers."""
+    return "GET|HEAD" if method == "GET" else method
 
 
 def envoy(config: RouterConfig, instances: list[InstanceConfig]) -> str:
@@ -49,21 +75,36 @@ def envoy(config: RouterConfig, instances: list[InstanceConfig]) -> str:
     It uses MAGLEV, because Envoy's ring moves users of healthy instances (envoyproxy/envoy#22558).
     """
     special, normal = _services(instances)
-    routes = [
-        *(_envoy_refusal({"prefix": path}, 501, _EVERYWHERE_TEXT) for path in _EVERYWHERE_PATHS),
-        _envoy_route({"prefix": "/"}, "normal", config, headers=[_equals("x-npugr-service", "normal")]),
-        *(
-            _envoy_route({"path": path}, "special", config, again=_FOLLOW_AGAIN, by_user=True)
-            for path in _RETRIED_PATHS
-        ),
-        *(_envoy_route({"path": path}, "special", config, again=_SIGNAL_AGAIN, by_user=True) for path in _SIGNAL_PATHS),
-        *(_envoy_route({"path": path}, "special", config, by_user=True) for path in _paths(Routing.ONCE)),
-        *(_envoy_refusal({"path": path}, 400, f"{config.user_header}: missing") for path in _USER_PATHS),
-        _envoy_route({"prefix": "/"}, "normal", config),
-    ]
+    again = {
+        **dict.fromkeys(_RETRIED_PATHS, _FOLLOW_AGAIN),
+        **dict.fromkeys(_SIGNAL_PATHS, _SIGNAL_AGAIN),
+        **dict.fromkeys(_paths(Routing.ONCE), ""),
+    }
+    routes = [_envoy_refusal({"prefix": path}, 501, _EVERYWHERE_TEXT) for path in _EVERYWHERE_PATHS]
+    for method, (paths, patterns) in _allowed().items():
+        by_method = {"name": ":method", "string_match": {"safe_regex": {"regex": _forwarded(method)}}}
+        for path in paths:
+            match = {"path": path, "headers": [by_method]}
+            if path in again:
+                normal_one = {"path": path, "headers": [by_method, _equals("x-npugr-service", "normal")]}
+                routes += [
+                    _envoy_route(normal_one, "normal", config),
+                    _envoy_route(match, "special", config, again=again[path], by_user=True),
+                    _envoy_refusal(match, 400, f"{config.user_header}: missing"),
+                ]
+            else:
+                routes.append(_envoy_route(match, "normal", config))
+        routes += [
+            _envoy_route({"safe_regex": {"regex": pattern}, "headers": [by_method]}, "normal", config)
+            for pattern in patterns
+        ]
+    routes.append(_envoy_refusal({"prefix": "/"}, 404, _NOT_HERE_TEXT))
     manager = {
         "@type": f"{_TYPE}.filters.network.http_connection_manager.v3.HttpConnectionManager",
         "stat_prefix": "npu_gr",
+        "normalize_path": True,
+        "merge_slashes": True,
+        "path_with_escaped_slashes_action": "REJECT_REQUEST",
         "generate_request_id": True,
         "preserve_external_request_id": True,
         "request_headers_timeout": _seconds(config.header_timeout_s),
@@ -100,15 +141,13 @@ def _envoy_route(
     cluster: str,
     config: RouterConfig,
     *,
-    headers: list[dict[str, Any]] | None = None,
     again: str = "",
     by_user: bool = False,
 ) -> dict[str, Any]:
     action: dict[str, Any] = {"cluster": cluster, "timeout": _seconds(config.max_budget_s)}
-    headers = list(headers or [])
     if by_user:
         action["hash_policy"] = [{"header": {"header_name": config.user_header}}]
-        headers.append({"name": config.user_header, "present_match": True})
+        match = {**match, "headers": [*match["headers"], {"name": config.user_header, "present_match": True}]}
     if again:
         predicate = f"{_TYPE}.retry.host.previous_hosts.v3.PreviousHostsPredicate"
         action["retry_policy"] = {
@@ -121,7 +160,7 @@ def _envoy_route(
             # MAGLEV draws a host anew each time: with 5 attempts among two hosts, 1 request in 64 would fail
             "host_selection_retry_max_attempts": 32,
         }
-    return {"match": {**match, "headers": headers} if headers else match, "route": action}
+    return {"match": match, "route": action}
 
 
 def _envoy_refusal(match: dict[str, Any], status: int, why: str) -> dict[str, Any]:
@@ -190,7 +229,14 @@ def haproxy(config: RouterConfig, instances: list[InstanceConfig]) -> str:
             for one in some
         )
 
-    everywhere = f"if {{ path_beg {' '.join(_EVERYWHERE_PATHS)} }}"
+    everywhere = f"if {{ path,url_dec -m beg {' '.join(_EVERYWHERE_PATHS)} }}"
+    acls = []
+    for method, (paths, patterns) in _allowed().items():
+        acls += [f"  acl is_{method} method {_forwarded(method).replace('|', ' ')}"]
+        acls += [f"  acl on_{method} path {' '.join(paths)}"] if paths else []
+        acls += [f"  acl on_{method} path_reg ^{pattern}$" for pattern in patterns]
+    lines = "\n".join(acls)
+    allowed = " or ".join(f"is_{method} on_{method}" for method in _allowed())
     mark_down = f"observe layer7 error-limit {config.breaker.failures} on-error mark-down"
     by_user = f"""  balance hdr({config.user_header})
   hash-type consistent wt6 avalanche
@@ -211,6 +257,8 @@ frontend npu_gr
   bind {config.host}:{config.port}
   acl by_user path {" ".join(_USER_PATHS)}
   http-request return status 501 content-type text/plain string "{_EVERYWHERE_TEXT}" {everywhere}
+{lines}
+  http-request return status 404 content-type text/plain string "{_NOT_HERE_TEXT}" unless {allowed}
   acl normal req.hdr(x-npugr-service) -m str normal
   acl known req.hdr({config.user_header}) -m found
   http-request deny deny_status 413 if {{ req.hdr_val(content-length) gt {config.limits.max_body_bytes} }}
@@ -261,20 +309,29 @@ def nginx(config: RouterConfig, instances: list[InstanceConfig]) -> str:
     keepalive_requests 1000000;
   }}"""
 
-    def location(match: str, backend: str, next_upstream: str, needs_user: bool) -> str:
+    def location(match: str, to: str, method: str, next_upstream: str, needs_user: bool) -> str:
         refuse = f'      if ({variable} = "") {{ return 400; }}\n' if needs_user else ""
         return f"""    location {match} {{
-{refuse}      proxy_pass http://{backend};
+      if ($request_method !~ "^({_forwarded(method)})$") {{ return 404; }}
+{refuse}      proxy_pass http://{to};
       proxy_next_upstream {next_upstream};
     }}"""
 
-    everywhere = "\n".join(f'    location {path} {{ return 501 "{_EVERYWHERE_TEXT}"; }}' for path in _EVERYWHERE_PATHS)
     again = "error timeout http_502 http_503 non_idempotent"
-    user_locations = [
-        location(f"= {path}", "special", again if path in _RETRIED_PATHS else "off", needs_user=True)
-        for path in _USER_PATHS
-    ]
-    locations = "\n".join([*user_locations, location("/", "normal", "error timeout", needs_user=False)])
+    locations = [f'    location {path} {{ return 501 "{_EVERYWHERE_TEXT}"; }}' for path in _EVERYWHERE_PATHS]
+    for method, (paths, patterns) in _allowed().items():
+        for path in paths:
+            if path in _USER_PATHS:
+                resend = again if path in _RETRIED_PATHS else "off"
+                locations.append(location(f"= {path}", f"special{path}", method, resend, needs_user=True))
+            else:
+                locations.append(location(f"= {path}", f"normal{path}", method, "error timeout", needs_user=False))
+        locations += [
+            location(f'~ "^{pattern}\\z"', "normal$uri$is_args$args", method, "error timeout", needs_user=False)
+            for pattern in patterns
+        ]
+    locations.append(f'    location / {{ return 404 "{_NOT_HERE_TEXT}"; }}')
+    text = "\n".join(locations)
     return f"""# made by npu-gr fleet nginx
 worker_processes auto;
 error_log stderr;
@@ -291,16 +348,16 @@ http {{
 {upstream("special", f"hash {variable} consistent;", special)}
 {upstream("normal", "least_conn;", normal)}
   server {{
-{everywhere}
     listen {config.host}:{config.port};
     keepalive_requests 1000000;
     proxy_http_version 1.1;
     proxy_set_header Connection "";
+    proxy_set_header Host $http_host;
     proxy_connect_timeout {round(config.connect_timeout_s * 1e3)}ms;
     proxy_read_timeout {round(config.max_budget_s * 1e3)}ms;
     proxy_next_upstream_tries 2;
     add_header X-NpuGr-Instance $upstream_addr always;
-{locations}
+{text}
   }}
 }}
 """

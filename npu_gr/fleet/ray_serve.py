@@ -19,16 +19,16 @@ import tempfile
 import threading
 from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import aiohttp
-from aiohttp import web
 from prometheus_client.parser import text_string_to_metric_families
 
 from npu_gr.core.errors import ConfigError
 from npu_gr.core.kinds import RANK
-from npu_gr.service.config import Config, from_table, to_table
+from npu_gr.server.entrance.listener import Listener, unix_listeners
+from npu_gr.server.entrance.runner import DoorRunner
+from npu_gr.service.config import Config
 
 if TYPE_CHECKING:
     from starlette.requests import Request
@@ -42,6 +42,7 @@ LATE_RATIO = "late_ratio"
 _ROUTER = "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter"
 _FORWARDED = (
     *("content-type", "accept", "authorization", "traceparent", USER_HEADER, "x-request-id"),
+    *("host", "origin", "sec-fetch-site"),
     *("x-request-timeout-ms", "grpc-timeout"),
 )
 _HOP_BY_HOP = ("connection", "keep-alive", "transfer-encoding", "content-length", "content-encoding", "date", "server")
@@ -102,24 +103,29 @@ class ScalingPolicy:
 
 
 class RayReplica:
-    """One replica: an instance in this process that serves HTTP on a Unix socket."""
+    """One replica: an instance in this process that serves HTTP on Unix sockets, one for callers and one for itself."""
 
-    async def __init__(self, table: dict[str, Any]) -> None:  # type: ignore[misc]  # Ray awaits it
+    async def __init__(self, config: Config) -> None:  # type: ignore[misc]  # Ray awaits it
         from npu_gr.service.app import instance
 
-        self._config = from_table(table)
+        self._config = config
         self._stack = AsyncExitStack()
-        app, self._service = await self._stack.enter_async_context(instance(self._config))
-        runner = web.AppRunner(app, access_log=None, handler_cancellation=True)
+        app, self._service = await self._stack.enter_async_context(instance(config))
+        runner = DoorRunner(app)
         await runner.setup()
         self._stack.push_async_callback(runner.cleanup)
         folder = tempfile.mkdtemp(prefix="npu_gr")
         self._stack.callback(shutil.rmtree, folder, ignore_errors=True)
-        path = str(Path(folder) / "http")
-        await web.UnixSite(runner, path).start()
-        self._http = aiohttp.ClientSession("http://instance", connector=aiohttp.UnixConnector(path, limit=0))
-        self._stack.push_async_callback(self._http.close)
+        public, admin = unix_listeners(config.server)
+        self._http = await self._listen(runner, public, f"{folder}/http")
+        self._admin = await self._listen(runner, admin, f"{folder}/admin")
         self._ranks = (0.0, 0.0)  # all, and in time, when the metrics were last read
+
+    async def _listen(self, runner: DoorRunner, listener: Listener, path: str) -> aiohttp.ClientSession:
+        await runner.listen_at(listener, path)
+        http = aiohttp.ClientSession("http://instance", connector=aiohttp.UnixConnector(path, limit=0))
+        self._stack.push_async_callback(http.close)
+        return http
 
     async def __call__(self, request: Request) -> Response:
         """Forward the request to the instance, and answer as it does."""
@@ -144,7 +150,7 @@ class RayReplica:
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """Report what `ScalingPolicy` reads: the depth of the queue, and the share of late ranks since last time."""
-        async with self._http.get("/metrics", headers={"Accept": "text/plain"}) as answer:
+        async with self._admin.get("/metrics", headers={"Accept": "text/plain"}) as answer:
             text = await answer.text()
         ranks = f"npu_gr_{RANK.name}_duration_seconds"
         objective_s = self._config.slo.objective_s(RANK.name)
@@ -195,7 +201,7 @@ def application(config: Config, options: RayOptions) -> Any:
         ),
         **count,
     )
-    return deployment.bind(to_table(config))
+    return deployment.bind(config)
 
 
 def deploy(config: Config, options: RayOptions, until: threading.Event | None = None) -> None:

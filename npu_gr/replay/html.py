@@ -148,7 +148,7 @@ def _hits(run: Report) -> str:
 
 def _tiers(run: Report) -> str:
     if not run.tiers:
-        return '<p class="dim">The address that was asked shows no npu_gr_kv_bytes at /metrics.</p>'
+        return '<p class="dim">No --admin-url was given, or it shows no npu_gr_kv_bytes at /metrics.</p>'
     names = [key for key in run.tiers[0].bytes if not key.endswith(" free")]
     series = {key: [(tier.taken_at, tier.bytes.get(key, 0.0)) for tier in run.tiers] for key in names}
     values = [value for points in series.values() for _, value in points]

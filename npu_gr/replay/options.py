@@ -21,6 +21,7 @@ class ReplayOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """
 
     base_url: Annotated[str, Meta(description="service or router, http or https; /v1/... is added")]
+    admin_url: Annotated[str | None, Meta(description="admin address of the instance, for its memory tiers")] = None
     api_key: Annotated[str | None, Meta(description="sent as a bearer token; never reported")] = None
     speed: Annotated[Positive, Meta(description="log seconds per second; not together with rate")] = 1.0
     rate: Annotated[Positive | None, Meta(description="ranks per second instead of the log's times")] = None
@@ -67,8 +68,11 @@ class ReplayOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             raise ValueError("rank_delay_s: together with signal_lead_s; one of them says which end the log's time is")
         if self.rank_delay_p99_s is not None and not 0 < (self.rank_delay_s or 0) <= self.rank_delay_p99_s:
             raise ValueError("rank_delay_p99_s: needs 0 < rank_delay_s <= rank_delay_p99_s")
-        url = urlsplit(self.base_url)
-        if url.scheme not in ("http", "https") or not url.hostname:
-            raise ValueError("base_url: expected http://host:port or https://host")
-        if url.username or url.query or url.fragment:
-            raise ValueError("base_url: no user, query or fragment; a key goes into api_key")
+        for name, text in (("base_url", self.base_url), ("admin_url", self.admin_url)):
+            if text is None:
+                continue
+            url = urlsplit(text)
+            if url.scheme not in ("http", "https") or not url.hostname:
+                raise ValueError(f"{name}: expected http://host:port or https://host")
+            if url.username or url.query or url.fragment:
+                raise ValueError(f"{name}: no user, query or fragment; a key goes into api_key")

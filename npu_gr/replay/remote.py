@@ -1,4 +1,4 @@
-"""Switch a running service's recorder on and off from outside, over HTTP."""
+"""Switch a running service's recorder on and off from outside, over HTTP at its admin address."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ async def record_for(
     The service knows the time limit too, so the recording ends even if this process dies.
 
     Args:
-        url: of the service.
+        url: its admin address.
         api_key: sent as a bearer token.
         seconds: to record for.
         sample_ratio: share of the users, 0 to 1.

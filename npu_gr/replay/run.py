@@ -94,7 +94,7 @@ async def replay_from(
     if options.processes > 1 and not isinstance(source, Path):
         raise ConfigError("processes: several need a log in a file")
     tiers: list[TierSample] = []
-    watching = asyncio.create_task(watch_tiers(options.base_url, options.api_key, tiers))
+    watching = asyncio.create_task(watch_tiers(options.admin_url, options.api_key, tiers))
     try:
         run = _here if options.processes == 1 else _apart
         played = await run(job, stop or asyncio.Event(), show)

@@ -1,4 +1,4 @@
-"""Bytes of the memory tiers while a replay runs, read from the service's /metrics."""
+"""Bytes of the memory tiers while a replay runs, read from /metrics of the instance's admin address."""
 
 from __future__ import annotations
 
@@ -30,14 +30,16 @@ def tier_bytes(text: str) -> dict[str, float]:
     return found
 
 
-async def watch_tiers(url: str, api_key: str | None, found: list[TierSample]) -> None:
+async def watch_tiers(url: str | None, api_key: str | None, found: list[TierSample]) -> None:
     """Sample the tiers until cancelled, or until the service shows none.
 
     Args:
-        url: of the service.
+        url: the admin address; None = there is nothing to watch.
         api_key: sent as a bearer token.
         found: the samples are appended to it.
     """
+    if url is None:
+        return
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     began_at = time.monotonic()
     period_s = PERIOD_S

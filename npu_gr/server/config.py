@@ -7,14 +7,17 @@ from typing import Annotated, Literal
 
 import msgspec
 
+from npu_gr.core.secret import SecretUrl
 from npu_gr.core.settings import Bytes, Count, Seconds
 
 
 class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The section `server`: the address to listen on, limits of requests, time limits, logs, traces, API keys."""
+    """The section `server`: the addresses to listen on, limits of requests, time limits, logs, traces, API keys."""
 
     host: str = "127.0.0.1"
     port: Annotated[int, msgspec.Meta(ge=0, le=65535)] = 8080  # 0 = any free one
+    admin_host: str = "127.0.0.1"  # serves what changes the instance or shows how it does: operators alone may reach it
+    admin_port: Annotated[int, msgspec.Meta(ge=0, le=65535)] = 8081  # 0 = any free one; host and port = one for both
     backlog: Count = 4096  # connections that the kernel accepts before the event loop does
     max_connections: Count = 4096  # and as many as the limit of open files allows; idle ones make room for new ones
     max_receiving_bytes: Bytes = 268_435_456  # of bodies that arrive or wait; counted before they are read
@@ -33,7 +36,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     slow_request_s: Seconds = 0.5  # slower requests are logged as warnings, as failed ones are
     log_requests: Literal["all", "slow"] = "all"  # which requests get a line in the access log
     log_user_key_file: str | None = None  # key of 16 to 64 bytes; with it a line has a keyed hash of the user
-    otlp_endpoint: str | None = None  # URL of an OTLP collector (traces over HTTP); needs the extra otel
+    otlp_endpoint: SecretUrl | None = None  # URL of an OTLP collector (traces over HTTP); needs the extra otel
     trace_sample_ratio: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.01  # of requests without a traceparent
     api_keys_file: str | None = None  # as `npu-gr keys` writes it; None = callers need no key
     allow_unauthenticated: bool = False  # serve on a public address without keys
@@ -44,11 +47,18 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                 ipaddress.ip_network(text)
             except ValueError as error:
                 raise ValueError(f"trusted_proxies: {error}") from error
-        if not (_is_loopback(self.host) or self.api_keys_file or self.allow_unauthenticated):
-            raise ValueError(f"host: {self.host} is not loopback: set api_keys_file, or allow_unauthenticated: true")
+        for field, host in (("host", self.host), ("admin_host", self.admin_host)):
+            if not (is_loopback(host) or self.api_keys_file or self.allow_unauthenticated):
+                raise ValueError(f"{field}: {host} is not loopback: set api_keys_file, or allow_unauthenticated: true")
+
+    @property
+    def has_one_address(self) -> bool:
+        """Whether callers and operators share an address: that is chosen by naming the same one twice."""
+        return self.port != 0 and (self.admin_host, self.admin_port) == (self.host, self.port)
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
+    """Whether an address to listen on can be reached from this machine alone."""
     if host == "localhost":
         return True
     try:

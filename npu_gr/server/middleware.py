@@ -9,17 +9,19 @@ from typing import Any
 
 from aiohttp import web
 
+from npu_gr.access.browsers import refuse_foreign_pages
 from npu_gr.access.key_ring import KeyRing
 from npu_gr.access.keys import Key
 from npu_gr.access.rules import Rule, rules
 from npu_gr.admission.door import Slot
-from npu_gr.core.errors import Overloaded, UnsupportedMedia
+from npu_gr.core.errors import NotFound, Overloaded, UnsupportedMedia
 from npu_gr.core.kinds import KINDS
 from npu_gr.core.request import Answer, UserKey
 from npu_gr.metrics.registry import Metrics
 from npu_gr.metrics.trace import CURRENT
 from npu_gr.server import headers
 from npu_gr.server.access_log import AccessLog, EndedRequest
+from npu_gr.server.codec.media import check_type
 from npu_gr.server.entrance.connection import Connection
 from npu_gr.server.problem import from_error
 from npu_gr.server.service_protocol import ServiceProtocol
@@ -57,6 +59,7 @@ def middleware(
     """
     kinds = {(kind.method, kind.path): kind.name for kind in KINDS.values()}
     rule_of = rules()
+    health_paths = {path for (_, path), rule in rule_of.items() if rule.scope is None and path != "/"}
 
     @web.middleware
     async def handle(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -72,8 +75,11 @@ def middleware(
         failure = None
         refusal = None
         try:
+            _check_address(request)
+            if route not in health_paths:
+                _check_sender(request)
             _check_key(request, keys, rule_of.get((_method(request), route)))
-            _refuse_encoded(request)
+            _check_media(request)
             response = await handler(request)
             status = response.status
         except asyncio.CancelledError:
@@ -142,15 +148,40 @@ def _method(request: web.Request) -> str:
     return "GET" if request.method == "HEAD" else request.method
 
 
-def _refuse_encoded(request: web.Request) -> None:
-    """Refuse a compressed body: nothing here inflates what a caller sends.
+def _check_address(request: web.Request) -> None:
+    """Check that the address that the request came to serves its route.
 
     Raises:
-        UnsupportedMedia: the body has a Content-Encoding.
+        NotFound: another one does.
+    """
+    resource = request.match_info.route.resource
+    path = resource.canonical if resource else request.path
+    if isinstance(request.protocol, Connection) and not request.protocol.listener.serves(path):
+        raise NotFound(f"{path}: not at this address; the public and the admin address serve different routes")
+
+
+def _check_sender(request: web.Request) -> None:
+    """Check that no page of another site is behind the request.
+
+    Raises:
+        Forbidden: one is.
+    """
+    to = request.protocol
+    is_loopback = isinstance(to, Connection) and to.listener.refuses_foreign_hosts and not to.is_trusted
+    refuse_foreign_pages(request.headers, is_loopback=is_loopback)
+
+
+def _check_media(request: web.Request) -> None:
+    """Check the type of a body. What a page may send anywhere unasked, a form or plain text, is none of ours.
+
+    Raises:
+        UnsupportedMedia: it is compressed, which nothing here inflates, or neither JSON nor msgpack.
     """
     encoding = request.headers.get("Content-Encoding", "identity")
     if encoding.strip().lower() != "identity":
         raise UnsupportedMedia(f"Content-Encoding: {encoding[:32]!r}: bodies must be sent as they are")
+    if request.body_exists:
+        check_type(request.content_type)
 
 
 def slot_of(request: web.Request) -> Slot | None:

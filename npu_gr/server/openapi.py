@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from npu_gr import __version__
+from npu_gr.access.rules import rules
 from npu_gr.core.kinds import KINDS, Kind
 from npu_gr.replay.recorder import RecordOrder, RecordStatus
 from npu_gr.server.codec import CODECS
@@ -46,17 +47,25 @@ _TIME_LIMIT = {
 def document() -> dict[str, Any]:
     """Build the whole document."""
     schemas = _Schemas()
+    paths = {
+        **_kind_paths(schemas),
+        **_admin_paths(schemas),
+        **_record_paths(schemas),
+        **_health_paths(schemas),
+        **_observability_paths(schemas),
+    }
+    for (method, path), rule in rules().items():
+        addresses = (("public", rule.is_public), ("admin", rule.is_admin))
+        paths[path][method.lower()]["tags"] = [name for name, serves in addresses if serves]
     return {
         "openapi": "3.1.0",
         "info": {"title": "npu_gr", "version": __version__, "license": {"name": "Apache-2.0"}},
         "security": [{"key": []}, {}],
-        "paths": {
-            **_kind_paths(schemas),
-            **_admin_paths(schemas),
-            **_record_paths(schemas),
-            **_health_paths(schemas),
-            **_observability_paths(schemas),
-        },
+        "tags": [
+            {"name": "public", "description": "Served at server.host and server.port."},
+            {"name": "admin", "description": "Served at server.admin_host and server.admin_port."},
+        ],
+        "paths": paths,
         "components": {
             "schemas": schemas.components,
             "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
@@ -177,8 +186,8 @@ def _record_paths(schemas: _Schemas) -> _Json:
             "responses": {"200": done, **schemas.errors("401", "404", *codes)},
         }
 
-    switch_on = operation("recordOn", "Record requests.", "413", "422")
-    switch_on["requestBody"] = {"required": False, "content": schemas.json(RecordOrder)}
+    switch_on = operation("recordOn", "Record requests.", "400", "413", "415", "422")
+    switch_on["requestBody"] = {"required": False, "content": schemas.any_media(RecordOrder)}
     return {
         "/debug/record": {
             "get": operation("recordStatus", "What is recorded."),

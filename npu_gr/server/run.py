@@ -13,6 +13,8 @@ from aiohttp import web
 
 from npu_gr.core.errors import ConfigError
 from npu_gr.server.config import ServerConfig
+from npu_gr.server.entrance.entrance import ENTRANCE
+from npu_gr.server.entrance.listener import Listener
 from npu_gr.server.entrance.runner import DoorRunner
 
 log = logging.getLogger(__name__)
@@ -24,7 +26,7 @@ async def serve(
     *,
     on_drain: Callable[[], Awaitable[None]],
     ready: asyncio.Event | None = None,
-    on_listening: Callable[[int], None] = lambda _port: None,
+    on_listening: Callable[[int, int], None] = lambda _port, _admin: None,
 ) -> None:
     """Serve until SIGTERM or SIGINT, then drain; a second signal stops at once.
 
@@ -33,27 +35,19 @@ async def serve(
 
     Args:
         app: the application.
-        config: address, grace and timeout.
+        config: addresses, grace and timeout.
         on_drain: called once, when draining begins.
         ready: set once the server listens.
-        on_listening: called with the port, which is the system's choice where the configured one is 0.
+        on_listening: called with the port and the admin port, which are the system's choice where the configured are 0.
 
     Raises:
-        ConfigError: the address cannot be bound.
+        ConfigError: an address cannot be bound.
     """
     runner = DoorRunner(app, shutdown_timeout=config.shutdown_timeout_s)
     await runner.setup()
     try:
-        site = web.TCPSite(runner, config.host, config.port, backlog=config.backlog)
-        try:
-            await site.start()
-        except OSError as error:
-            raise ConfigError(
-                f"server.host, server.port: cannot listen on {config.host}:{config.port}: {error}"
-            ) from error
-        port = runner.addresses[0][1]
-        log.info("listening on %s:%d", config.host, port)
-        on_listening(port)
+        ports = [await _listen(runner, listener, config.backlog) for listener in app[ENTRANCE].listeners]
+        on_listening(ports[0], ports[-1])
         if ready is not None:
             ready.set()
         with stop_signals() as received:
@@ -65,6 +59,18 @@ async def serve(
     finally:
         await runner.cleanup()
     log.info("stopped")
+
+
+async def _listen(runner: DoorRunner, listener: Listener, backlog: int) -> int:
+    field = "" if listener.is_public else "admin_"
+    try:
+        port = await runner.listen(listener, backlog)
+    except OSError as error:
+        raise ConfigError(
+            f"server.{field}host, server.{field}port: cannot listen on {listener.host}:{listener.port}: {error}"
+        ) from error
+    log.info("%slistening on %s:%d", "" if listener.is_public else "admin ", listener.host, port)
+    return port
 
 
 @contextlib.contextmanager

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from npu_gr.core.errors import ConfigError
+from npu_gr.core.secret import SecretUrl
 from npu_gr.metrics.trace import Trace, begin
 from npu_gr.server.config import ServerConfig
 
@@ -113,11 +114,11 @@ def spans(config: ServerConfig) -> Iterator[Tracing]:
         provider.shutdown()
 
 
-def _provider(endpoint: str) -> TracerProvider:
+def _provider(endpoint: SecretUrl) -> TracerProvider:
     """Make the provider that sends spans to an OTLP collector over HTTP, in batches, from a thread of its own.
 
     Raises:
-        ConfigError: the extra `otel` is not installed.
+        ConfigError: the extra `otel` is not installed, or the endpoint is no URL.
     """
     try:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
@@ -127,5 +128,11 @@ def _provider(endpoint: str) -> TracerProvider:
     except ImportError as error:
         raise ConfigError(f"server.otlp_endpoint: needs the extra npu_gr[otel]: {error}") from error
     provider = TracerProvider(resource=Resource.create({"service.name": "npu_gr"}))
-    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint)))
+    try:
+        url, authorization = endpoint.without_user()
+    except ValueError as error:
+        raise ConfigError(f"server.otlp_endpoint: {error}") from None
+    # user and password go as a header: what logs the address then cannot log them
+    headers = {"Authorization": authorization} if authorization else None
+    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=url, headers=headers)))
     return provider

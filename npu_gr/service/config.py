@@ -145,5 +145,5 @@ def from_table(table: dict[str, Any], where: str = "config") -> Config:
 
 
 def to_table(config: Config) -> dict[str, Any]:
-    """Return the whole configuration as plain types. It holds paths, never secrets."""
+    """Return the whole configuration as plain types, to be shown. It holds no secrets."""
     return settings.to_table(config)

@@ -78,16 +78,16 @@ async def run(config_path: Path, folder: Path, console: Console, limit: int | No
         ConfigError, DataError: says what the demo needs and does not find.
         Unavailable: the service did not start, or did not stop cleanly.
     """
-    prepared = await prepare(config_path, folder, console, _free_port())
+    prepared = await prepare(config_path, folder, console, _free_port(), _free_port())
     async with served(prepared) as url:
         found = await replay(prepared.records, options(prepared, url, limit))
         console.print(found.render())
-        cascade = await demo_cascade.show(url, prepared.log, prepared.source, console)
+        cascade = await demo_cascade.show(url, admin_url(prepared), prepared.log, prepared.source, console)
     (folder / "report.json").write_text(json.dumps(found.as_dict() | {"cascade": cascade}, indent=2) + "\n")
     return found
 
 
-async def prepare(config_path: Path, folder: Path, console: Console, port: int) -> PreparedDemo:
+async def prepare(config_path: Path, folder: Path, console: Console, port: int, admin_port: int) -> PreparedDemo:
     """Train or reuse the models, and fill a fresh history store.
 
     Args:
@@ -95,6 +95,7 @@ async def prepare(config_path: Path, folder: Path, console: Console, port: int) 
         folder: for everything that the demo makes.
         console: to print on.
         port: of the service.
+        admin_port: of its admin address.
 
     Raises:
         ConfigError, DataError: as `run`.
@@ -117,6 +118,7 @@ async def prepare(config_path: Path, folder: Path, console: Console, port: int) 
         f"checkpoint={folder / 'checkpoint'}",
         f"features.path={folder / 'history.db'}",
         f"server.port={port}",
+        f"server.admin_port={admin_port}",
         f"kv.hbm_bytes={HBM_BYTES}",
         *cascade,
     ]
@@ -139,6 +141,12 @@ async def served(prepared: PreparedDemo) -> AsyncIterator[str]:
         await _stop(process)
 
 
+def admin_url(prepared: PreparedDemo) -> str:
+    """The admin address of the service."""
+    server = prepared.config.server
+    return f"http://{server.admin_host}:{server.admin_port}"
+
+
 def options(prepared: PreparedDemo, url: str, limit: int | None = None, seed: int = 0) -> ReplayOptions:
     """The options with which the traffic is replayed.
 
@@ -150,6 +158,7 @@ def options(prepared: PreparedDemo, url: str, limit: int | None = None, seed: in
     """
     return ReplayOptions(
         base_url=url,
+        admin_url=admin_url(prepared),
         rate=RATE_PER_S,
         signal_lead_s=SIGNAL_LEAD_S,
         slo_s=prepared.config.slo.objective_s("rank"),

@@ -57,11 +57,12 @@ def prepare(
     return [f"generate={json.dumps(generate)}", f"recommend={json.dumps(recommend)}"]
 
 
-async def show(url: str, log: Interactions, source: Path, console: Console) -> dict[str, Any]:
+async def show(url: str, admin_url: str, log: Interactions, source: Path, console: Console) -> dict[str, Any]:
     """Print what the cascade recommends to a few users, and evaluate it on more.
 
     Args:
         url: of the service.
+        admin_url: its admin address.
         log: all events.
         source: the file that the log was read from; titles lie beside it.
         console: to print on.
@@ -78,7 +79,7 @@ async def show(url: str, log: Interactions, source: Path, console: Console) -> d
             body = case.body(actions, "shown") | {"num_items": SHOWN_ITEMS, "timestamp": case.happened_at}
             answer, _ = await client.post("/v1/recommend", body)
             console.print(_user_table(case, answer, titles))
-    evaluation = await evaluate(url, cases, np.unique(log.items).tolist())
+    evaluation = await evaluate(url, admin_url, cases, np.unique(log.items).tolist())
     console.print(evaluation.table())
     return evaluation.as_dict()
 

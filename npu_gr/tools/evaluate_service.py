@@ -145,6 +145,7 @@ class ServiceEvaluation:
 
 async def evaluate(
     base_url: str,
+    admin_url: str,
     cases: Sequence[NextEventCase],
     catalogue: Sequence[int],
     done: Callable[[int, int], None] = lambda *_: None,
@@ -153,6 +154,7 @@ async def evaluate(
 
     Args:
         base_url: of a service that has the cascade.
+        admin_url: its admin address, which shows how the cascade is configured.
         cases: at least one.
         catalogue: items that the rank alone chooses from.
         done: called with (cases so far, in all).
@@ -164,7 +166,7 @@ async def evaluate(
     outcomes: dict[str, int] = {}
     async with EvaluationClient(base_url) as client:
         actions = await client.actions()
-        section = await client.cascade()
+        section = await cascade_of(admin_url)
         sources: dict[str, int] = section["sources"]
         ranks: dict[str, list[float]] = {way: [] for way in (*sources, "rank", "recommend")}
         seconds: dict[str, list[float]] = {way: [] for way in ranks}
@@ -207,6 +209,21 @@ async def evaluate(
     )
 
 
+async def cascade_of(admin_url: str) -> dict[str, Any]:
+    """Read the configuration of a service's cascade.
+
+    Raises:
+        Unavailable: it has none, or does not say.
+    """
+    async with aiohttp.request("GET", f"{admin_url.rstrip('/')}/debug/config") as response:
+        if response.status != 200:
+            raise Unavailable(f"{admin_url}/debug/config: {response.status}: is that the admin address?")
+        section: dict[str, Any] = (await response.json()).get("recommend") or {}
+    if not section:
+        raise Unavailable("the service has no cascade: its configuration needs section recommend")
+    return section
+
+
 class EvaluationClient:
     """Posts JSON to a service: `async with`."""
 
@@ -225,14 +242,6 @@ class EvaluationClient:
         async with self._http.get("/v1/models") as response:
             models = (await response.json())["models"]
         return {name: index for index, name in enumerate(models[0]["actions"])}
-
-    async def cascade(self) -> dict[str, Any]:
-        """The configuration of the service's cascade."""
-        async with self._http.get("/debug/config") as response:
-            section: dict[str, Any] = (await response.json()).get("recommend") or {}
-        if not section:
-            raise Unavailable("the service has no cascade: its configuration needs section recommend")
-        return section
 
     async def post(self, path: str, body: dict[str, Any]) -> tuple[dict[str, Any], float]:
         """Send one request; if the service refuses it for load, wait as long as it says and send it again.

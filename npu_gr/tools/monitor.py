@@ -32,7 +32,9 @@ _HOW_TO_GRAFANA = """Grafana      is a program of its own; with Docker, then htt
   or import the JSON files into a Grafana of yours"""
 
 
-async def run(config_path: Path, folder: Path, console: Console, port: int, prometheus_port: int) -> None:
+async def run(
+    config_path: Path, folder: Path, console: Console, port: int, admin_port: int, prometheus_port: int
+) -> None:
     """Serve, scrape, and replay the traffic over and over, until Ctrl-C.
 
     Args:
@@ -40,20 +42,22 @@ async def run(config_path: Path, folder: Path, console: Console, port: int, prom
         folder: for everything it makes; absolute.
         console: to print on.
         port: of the service.
+        admin_port: of its admin address.
         prometheus_port: of the Prometheus.
 
     Raises:
         ConfigError, DataError, Unavailable: as `demo.run`; also if there is no Prometheus.
     """
-    prepared = await demo.prepare(config_path, folder, console, port)
+    prepared = await demo.prepare(config_path, folder, console, port, admin_port)
     boards = folder / "monitor"
     await asyncio.to_thread(write, boards, prepared.config.slo.objectives())
+    admin_url = demo.admin_url(prepared)
     async with (
         demo.served(prepared) as url,
-        prometheus(boards, urlsplit(url).netloc, prometheus_port) as prometheus_url,
+        prometheus(boards, urlsplit(admin_url).netloc, prometheus_port) as prometheus_url,
     ):
         await asyncio.to_thread(_provision_grafana, boards, prometheus_url)
-        console.print(f"status page  {url}/\nmetrics      {url}/metrics\nPrometheus   {prometheus_url}")
+        console.print(f"status page  {admin_url}/\nmetrics      {admin_url}/metrics\nPrometheus   {prometheus_url}")
         console.print(f"alerts       {prometheus_url}/alerts\ndashboards   {boards}/*.json")
         console.print(_HOW_TO_GRAFANA.format(folder=boards), soft_wrap=True)
         console.print("replaying until Ctrl-C")

@@ -116,10 +116,13 @@ class Instance:
         self.folder = folder
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
+        self.admin_port = free_port()
+        self.admin_url = f"http://127.0.0.1:{self.admin_port}"
         self.database = folder / "history.db"
         self.log = folder / "instance.log"
         settings = [
             f"server.port={self.port}",
+            f"server.admin_port={self.admin_port}",
             f"checkpoint={checkpoint}",
             f"features.path={self.database}",
             *overrides,
@@ -184,7 +187,7 @@ class Instance:
 
     async def metric(self, sample: str) -> float:
         """The value of a sample of /metrics, named with its labels; 0 if it is not there."""
-        async with aiohttp.request("GET", f"{self.url}/metrics") as answer:
+        async with aiohttp.request("GET", f"{self.admin_url}/metrics") as answer:
             lines = (await answer.text()).splitlines()
         found = [line for line in lines if line.startswith(f"{sample} ")]
         return float(found[0].rsplit(" ", 1)[1]) if found else 0.0

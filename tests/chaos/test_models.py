@@ -56,6 +56,6 @@ async def test_a_broken_checkpoint_is_refused_under_load(
 
 async def reload(instance: Instance) -> tuple[int, str]:
     timeout = aiohttp.ClientTimeout(total=60)
-    async with aiohttp.request("POST", f"{instance.url}/v1/models/reload", timeout=timeout) as answer:
+    async with aiohttp.request("POST", f"{instance.admin_url}/v1/models/reload", timeout=timeout) as answer:
         body = await answer.json(content_type=None)
         return answer.status, str(body.get("detail", ""))

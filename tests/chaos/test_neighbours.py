@@ -33,10 +33,10 @@ def check(hurt: Answers, quiet: Answers, scale: Scale) -> None:
     assert hurt.quantile_s(0.95) <= 3 * quiet.quantile_s(0.95) + 0.05
 
 
-async def is_answered(instance: Instance, path: str) -> bool:
+async def is_answered(url: str) -> bool:
     """Whether a caller on a new connection is answered within a second."""
     try:
-        async with aiohttp.request("GET", instance.url + path, timeout=aiohttp.ClientTimeout(total=1.0)) as answer:
+        async with aiohttp.request("GET", url, timeout=aiohttp.ClientTimeout(total=1.0)) as answer:
             return answer.status == 200
     except (aiohttp.ClientError, OSError):
         return False
@@ -56,8 +56,8 @@ async def test_a_log_that_nobody_reads_stops_nothing(
             assert counts.due > 180, "the pipe may not be full"
             assert counts.timeouts + counts.errors + counts.other == 0
             assert counts.in_time > 0.9 * (counts.due - counts.refused)
-            assert await is_answered(instance, "/readyz")
-            assert await is_answered(instance, "/healthz")
+            assert await is_answered(f"{instance.url}/readyz")
+            assert await is_answered(f"{instance.url}/healthz")
             if scale is LONG:  # the queue is full too
                 assert await instance.metric('npu_gr_log_lines_dropped_total{stream="stdout"}') > 0
             instance.signal(signal.SIGTERM)
@@ -80,7 +80,8 @@ async def test_silent_connections_do_not_use_up_an_instance(
             silent = [socket.create_connection(("127.0.0.1", instance.port)) for _ in range(1100)]
             try:
                 hurt = await loop.over(scale.load_s)
-                healthy = [await is_answered(instance, path) for path in ("/readyz", "/healthz", "/metrics")]
+                urls = [f"{instance.url}/readyz", f"{instance.url}/healthz", f"{instance.admin_url}/metrics"]
+                healthy = [await is_answered(url) for url in urls]
             finally:
                 for one in silent:
                     one.close()

@@ -28,7 +28,7 @@ def started(kind: str, folder: Path, out: int, err: int) -> Iterator[tuple[subpr
     port = free_port()
     if kind == "serve":
         write_checkpoint(folder / "checkpoint")
-        config = write(folder, server={"port": port, "drain_grace_s": 0.1})
+        config = write(folder, server={"port": port, "admin_port": port, "drain_grace_s": 0.1})
     else:
         config = folder / "router.yaml"
         instances = [{"name": "a", "host": "127.0.0.1", "port": free_port()}]
@@ -150,6 +150,31 @@ def test_a_process_says_what_ails_it(tmp_path: Path, kind: str) -> None:
     told = (tmp_path / "err").read_text()
     assert "MainThread" in told
     assert "Traceback" not in told
+
+
+def test_an_instance_serves_callers_and_operators_apart(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "checkpoint")
+    port, admin_port = free_port(), free_port()
+    record = {"folder": str(tmp_path / "traffic")}
+    config = write(tmp_path, server={"port": port, "admin_port": admin_port, "drain_grace_s": 0.1}, record=record)
+    out, url = str(tmp_path / "bundle.tar.gz"), "http://127.0.0.1:{}".format
+    command = [sys.executable, "-m", "npu_gr", "serve", "--config", str(config)]
+    with (tmp_path / "err").open("wb") as err, subprocess.Popen(command, stderr=err) as process:
+        try:
+            until(lambda: answers(port) or process.poll() is not None)
+            assert [ask(port, "POST", "/v1/rank", RANK)[0], ask(admin_port, "POST", "/v1/rank", RANK)[0]] == [200, 404]
+            for where, code in ((url(port), 2), (url(admin_port), 0)):
+                done = run("bundle", "--url", where, "--out", out)
+                assert done.returncode == code, done.stderr
+                done = run("record", "--status", "--url", where)
+                assert done.returncode == code, done.stderr
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(30) == 0
+        finally:
+            process.kill()
+    log = (tmp_path / "err").read_text()
+    assert f" listening on 127.0.0.1:{port}\n" in log
+    assert f" admin listening on 127.0.0.1:{admin_port}\n" in log
 
 
 def test_a_bundle_from_nobody_is_an_error_in_words(tmp_path: Path) -> None:

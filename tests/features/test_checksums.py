@@ -19,6 +19,7 @@ from click.testing import CliRunner
 from npu_gr.cli.main import main
 from npu_gr.core.errors import ConfigError, StoreFailed, StoreFault
 from npu_gr.core.request import Events, UserKey
+from npu_gr.core.secret import SecretUrl
 from npu_gr.features.base import EVENT, HistoryConfig, key_bytes, pack
 from npu_gr.features.checksum import CHECKED, pack_checked, unpack_checked
 from npu_gr.features.embedded import EmbeddedStore
@@ -371,7 +372,8 @@ async def test_redis_finds_damage_and_moves_what_an_older_version_wrote(tmp_path
 
     with redis_path(tmp_path) as path:
         url = f"unix://{path}"
-        store = await RedisStore.connect(HistoryConfig(kind="redis", url=url, timeout_s=30.0, max_events_per_user=100))
+        config = HistoryConfig(kind="redis", url=SecretUrl(url), timeout_s=30.0, max_events_per_user=100)
+        store = await RedisStore.connect(config)
         async with redis.from_url(url) as client:
 
             def name(number: int, part: str) -> str:

@@ -12,6 +12,7 @@ import pytest
 
 from npu_gr.core.errors import StoreFailed, StoreFault, Unprocessable
 from npu_gr.core.request import Events, UserKey
+from npu_gr.core.secret import SecretUrl
 from npu_gr.features.base import HistoryConfig, StoredHistory, StoreHealth
 from npu_gr.features.guarded import GuardedStore
 from npu_gr.features.store import open_store
@@ -259,7 +260,11 @@ async def test_redis_behind_a_network_that_fails(mode: str, tmp_path: Path) -> N
     with redis_path(tmp_path) as path:
         async with FaultProxy(None, None, path=path) as proxy:
             config = HistoryConfig(
-                kind="redis", url=f"redis://127.0.0.1:{proxy.port}/0", timeout_s=0.2, read_timeout_s=0.1, retry_s=0.02
+                kind="redis",
+                url=SecretUrl(f"redis://127.0.0.1:{proxy.port}/0"),
+                timeout_s=0.2,
+                read_timeout_s=0.1,
+                retry_s=0.02,
             )
             store = await open_store(config)
             assert store is not None

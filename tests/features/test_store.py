@@ -18,6 +18,7 @@ import pytest
 
 from npu_gr.core.errors import ConfigError, StoreFailed, StoreFault, Unavailable, Unprocessable
 from npu_gr.core.request import Events, UserKey
+from npu_gr.core.secret import SecretUrl
 from npu_gr.features import embedded_file
 from npu_gr.features.base import HistoryConfig, HistoryStore, key_bytes
 from npu_gr.features.embedded import EmbeddedStore
@@ -44,7 +45,7 @@ async def config(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterato
     url = request.getfixturevalue("redis_url")
     async with redis.from_url(url) as client:
         await client.flushall()
-    yield HistoryConfig(kind="redis", url=url, max_events_per_user=1000, timeout_s=30.0)
+    yield HistoryConfig(kind="redis", url=SecretUrl(url), max_events_per_user=1000, timeout_s=30.0)
 
 
 @pytest.fixture
@@ -229,9 +230,9 @@ async def test_what_cannot_be_used_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"features\.path: .*bad\.db"):
         await open_store(HistoryConfig(path=str(tmp_path / "bad.db")))
     with pytest.raises(ConfigError, match=r"features\.url"):
-        await open_store(HistoryConfig(kind="redis", url=f"unix://{tmp_path}/none.sock"))
+        await open_store(HistoryConfig(kind="redis", url=SecretUrl(f"unix://{tmp_path}/none.sock")))
     with pytest.raises(ConfigError, match=r"features\.url"):
-        await open_store(HistoryConfig(kind="redis", url="nonsense"))
+        await open_store(HistoryConfig(kind="redis", url=SecretUrl("nonsense")))
     assert await open_store(HistoryConfig(kind="none")) is None
 
 
@@ -307,7 +308,7 @@ async def test_keys_expire(tmp_path: Path) -> None:
 async def test_keys_expire_in_redis(redis_url: str) -> None:
     import redis.asyncio as redis
 
-    store = await open_store(HistoryConfig(kind="redis", url=redis_url, timeout_s=30.0, idempotency_s=1.0))
+    store = await open_store(HistoryConfig(kind="redis", url=SecretUrl(redis_url), timeout_s=30.0, idempotency_s=1.0))
     assert store is not None
     user = UserKey("", "expiring")
     name = base64.urlsafe_b64encode(key_bytes(user)).decode()

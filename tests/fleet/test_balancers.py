@@ -6,14 +6,15 @@ import asyncio
 import shutil
 import subprocess
 import sys
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
 
+from npu_gr.access.rules import rules
 from npu_gr.core.errors import ConfigError
 from npu_gr.core.kinds import KINDS, Routing
 from npu_gr.core.settings import from_table
@@ -51,6 +52,20 @@ class Balanced:
             body: dict[str, Any] = await answer.json() if answer.status in (200, 202) else {}
             return answer.status, body.get("instance", "")
 
+    async def raw(self, method: str, path: str, host: str = "Host: localhost") -> int:
+        """Send a path byte for byte; returns the status."""
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(self._url.rpartition(":")[2]))
+        lines = f"{method} {path} HTTP/1.1\r\n{host}\r\nx-user-id: u\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
+        try:
+            writer.write(lines.encode())
+            async with asyncio.timeout(10):
+                return int((await reader.read()).split(b" ", 2)[1])
+        finally:
+            writer.close()
+
+    def num_seen(self) -> int:
+        return sum(len(fake.seen) for fake in self.fakes)
+
     async def homes(self, path: str = "rank") -> dict[str, str]:
         return {user: (await self.post(path, user))[1] for user in USERS}
 
@@ -63,25 +78,31 @@ async def balanced(name: str, folder: Path, num: int = 3) -> AsyncIterator[Balan
     port = free_port()
     settings = table(fakes, port=port, admin_port=free_port(), health={"interval_s": 0.2, "timeout_s": 5.0})
     settings |= {"breaker": {"failures": 1000}, "limits": {"max_connections": 500}, "connect_timeout_s": 5.0}
-    config = from_table(settings, RouterConfig)
+    try:
+        with started(name, folder, from_table(settings, RouterConfig)) as process:
+            async with aiohttp.ClientSession() as http:
+                b = Balanced(fakes, f"http://127.0.0.1:{port}", http)
+                async with asyncio.timeout(60):
+                    while not (await answers(b) and (name == "nginx" or is_checked(b))):
+                        assert process.poll() is None, (folder / "stderr").read_text()[-2000:]
+                        await asyncio.sleep(0.1)
+                yield b
+    finally:
+        for fake in fakes:
+            await fake.stop()
+
+
+@contextmanager
+def started(name: str, folder: Path, config: RouterConfig) -> Iterator[subprocess.Popen[bytes]]:
+    """The real balancer with the configuration that we make."""
     arguments = command(name, folder, BALANCERS[name](config, config.discovery.instances))
     with (folder / "stderr").open("wb") as stderr:
-        process = subprocess.Popen(  # noqa: ASYNC220
-            arguments, stdout=subprocess.DEVNULL, stderr=stderr, cwd=folder
-        )
+        process = subprocess.Popen(arguments, stdout=subprocess.DEVNULL, stderr=stderr, cwd=folder)
     try:
-        async with aiohttp.ClientSession() as http:
-            b = Balanced(fakes, f"http://127.0.0.1:{port}", http)
-            async with asyncio.timeout(60):
-                while not (await answers(b) and (name == "nginx" or is_checked(b))):
-                    assert process.poll() is None, (folder / "stderr").read_text()[-2000:]
-                    await asyncio.sleep(0.1)
-            yield b
+        yield process
     finally:
         process.terminate()  # nginx ends its workers
         process.wait(10)
-        for fake in fakes:
-            await fake.stop()
 
 
 def is_checked(b: Balanced) -> bool:
@@ -137,6 +158,67 @@ async def test_a_rank_is_tried_again_a_signal_is_not_and_nobody_is_refused(name:
         seen = sum(len(fake.seen) for fake in b.fakes)
         assert (await b.post("signal", theirs[0]))[0] == 503
         assert sum(len(fake.seen) for fake in b.fakes) == seen + 1
+
+
+NOT_FORWARDED = [
+    *((method, path) for (method, path), rule in rules().items() if not rule.is_public),
+    ("GET", "/%6detrics"),
+    ("GET", "//metrics"),
+    ("GET", "/v1/rank/../../metrics"),
+    ("GET", "/v2/models/../../metrics"),
+    ("GET", "/v2/models/..%2f..%2fmetrics"),
+    ("GET", "/v2/models/x%0a"),
+    ("GET", "/v2/models/x%0d%0aX-Evil:%201"),
+    ("GET", "/v2/models/x/versions/../../../debug/config"),
+    ("POST", "/v1/rank/../models/reload"),
+    ("POST", "/v1/models%2freload"),
+    ("POST", "/v1/rank/"),
+    ("POST", "/v1/models"),
+    ("GET", "/v1/rank"),
+    ("PUT", "/healthz"),
+    ("GET", "/anything"),
+    *(
+        ("DELETE", path)
+        for path in ("/v1/users/half", "/v1/%75sers/half", "/v1/users%2fhalf", "//v1//users/half", "/v1/./users/half")
+    ),
+    ("DELETE", "/v1/models/../users/half"),
+]
+
+
+@pytest.mark.parametrize("name", sorted(BALANCERS))
+async def test_only_the_public_routes_are_forwarded_and_only_as_they_are_spelt_here(name: str, tmp_path: Path) -> None:
+    async with balanced(name, tmp_path) as b:
+        for method, path in NOT_FORWARDED:
+            before = b.num_seen()
+            status = await b.raw(method, path)
+            assert b.num_seen() == before, (method, path, status)
+            assert status in ((501, 404, 400) if "sers" in path else (404, 400)), (method, path, status)
+        assert await b.raw("DELETE", "/v1/users/half") == 501, "one instance would forget, the others not"
+        for (method, pattern), rule in rules().items():
+            path = pattern.replace("{model}", "a.b_c-1").replace("{version}", "v1")
+            if rule.is_public and "{user_id}" not in path:
+                before = b.num_seen()
+                assert await b.raw(method, f"{path}?a=b") in (200, 202), (method, path)
+                checked = path == "/readyz"  # the fakes do not note it
+                assert checked or b.num_seen() == before + 1
+                assert checked or {fake.seen[-1].raw_path for fake in b.fakes if fake.seen} >= {f"{path}?a=b"}
+        # what is forwarded is what was compared, however it was spelt
+        for path in ("//v1//rank", "/v1/%72ank", "/v1/x/../rank"):
+            before = b.num_seen()
+            if await b.raw("POST", path) == 200:
+                assert b.num_seen() == before + 1
+                assert any(fake.seen and fake.seen[-1].raw_path == "/v1/rank" for fake in b.fakes)
+            else:
+                assert b.num_seen() == before
+
+
+@pytest.mark.parametrize("name", sorted(BALANCERS))
+async def test_instances_see_the_name_that_a_browser_was_sent_to(name: str, tmp_path: Path) -> None:
+    """So they can tell a page of their own from another site's."""
+    async with balanced(name, tmp_path) as b:
+        await b.raw("GET", "/v1/models", "Host: recommend.shop.example:8443")
+        (seen,) = [one for fake in b.fakes for one in fake.seen if one.path == "/v1/models"]
+        assert seen.headers["Host"] == "recommend.shop.example:8443"
 
 
 async def test_envoy_finds_the_other_instance_for_every_rank(tmp_path: Path) -> None:

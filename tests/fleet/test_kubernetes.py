@@ -20,7 +20,7 @@ FOLDER = Path(__file__).parents[2] / "deploy" / "kubernetes"
 VERSION = "1.30"
 FILES = yaml.safe_load((FOLDER / "kustomization.yaml").read_text())["resources"]
 OBJECTS: list[dict[str, Any]] = [one for name in FILES for one in yaml.safe_load_all((FOLDER / name).read_text())]
-OPERATORS = ("ServiceMonitor", "PodMonitor", "PrometheusRule")  # the Prometheus operator's; no schema comes with it
+OPERATORS = ("PodMonitor", "PrometheusRule")  # the Prometheus operator's; no schema comes with it
 
 
 def named(kind: str, name: str) -> dict[str, Any]:
@@ -55,11 +55,25 @@ def test_the_configurations_inside_are_valid_and_agree() -> None:
     assert router.relay.t_life_s == instance.relay.t_life_s <= instance.server.drain_grace_s
     pod = named("StatefulSet", "npu-gr")["spec"]["template"]["spec"]
     assert pod["terminationGracePeriodSeconds"] > instance.server.drain_grace_s + instance.server.shutdown_timeout_s
-    assert pod["containers"][0]["ports"][0]["containerPort"] == instance.server.port
+    ports = {one["name"]: one["containerPort"] for one in pod["containers"][0]["ports"]}
+    assert ports == {"http": instance.server.port, "admin": instance.server.admin_port}
     most = named("HorizontalPodAutoscaler", "npu-gr")["spec"]["maxReplicas"]
     assert [one.name for one in listed] == [f"npu-gr-{i}" for i in range(most)]
     assert {one.host for one in listed} == {f"npu-gr-{i}.npu-gr" for i in range(most)}
     assert {one.port for one in listed} == {instance.server.port}
+
+
+def test_the_router_reaches_the_public_port_alone_and_prometheus_the_admin_port_alone() -> None:
+    instance = from_table(yaml.safe_load(named("ConfigMap", "npu-gr-config")["data"]["instance.yaml"])).server
+    callers, operators = named("NetworkPolicy", "npu-gr")["spec"]["ingress"]
+    assert callers["ports"] == [{"port": instance.port}]
+    assert [list(one) for one in callers["from"]] == [["podSelector"]]
+    assert operators["ports"] == [{"port": instance.admin_port}]
+    assert [list(one) for one in operators["from"]] == [["namespaceSelector"]]
+    assert named("Service", "npu-gr")["spec"]["ports"] == [{"name": "http", "port": instance.port}]
+    for name in ("npu-gr", "npu-gr-router"):
+        scraped = named("PodMonitor", name)["spec"]["podMetricsEndpoints"]
+        assert [one["port"] for one in scraped] == ["admin"]
 
 
 def test_the_autoscaler_reads_metrics_that_exist() -> None:

@@ -15,11 +15,11 @@ import pytest
 import yaml
 
 from npu_gr.core.errors import ConfigError
-from npu_gr.fleet.ray_serve import RayOptions, wanted
+from npu_gr.fleet.ray_serve import QUEUE_DEPTH, RayOptions, RayReplica, wanted
 from npu_gr.service.config import to_table
 from tests.models import events
 from tests.router.chaos import free_port
-from tests.serving import columns, make_config, write_checkpoint
+from tests.serving import FIRST_ID, columns, make_config, write_checkpoint
 
 OPTIONS = RayOptions(2, 6, target_queue_depth=8.0, max_late_ratio=0.01)
 
@@ -43,6 +43,30 @@ def test_the_scaling_rule(current: int, depths: list[float], late: list[float], 
 def test_more_at_least_than_at_most_is_an_error() -> None:
     with pytest.raises(ConfigError, match="max_instances: 1"):
         RayOptions(2, 1)
+
+
+class Replica(RayReplica):
+    def __del__(self) -> None:  # type: ignore[override]
+        """Do nothing: it is Ray that awaits a destructor."""
+
+
+async def test_a_replica_serves_callers_what_is_public_and_reads_its_own_metrics(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "checkpoint")
+    replica = Replica.__new__(Replica)
+    await replica.__init__(make_config(tmp_path, features={"kind": "none"}))  # type: ignore[misc]
+    try:
+        body = {"user_id": "u", "candidates": [FIRST_ID], "history": columns(events(20))}
+        shop = {"Host": "shop.example"}  # Ray's proxy alone reaches the socket, so any name is its callers'
+        async with replica._http.post("/v1/rank", json=body, headers=shop) as answer:
+            assert answer.status == 200
+        async with replica._http.post("/v1/rank", json=body, headers={**shop, "Origin": "http://evil"}) as answer:
+            assert answer.status == 403
+        for path in ("/metrics", "/debug/config"):
+            async with replica._http.get(path) as answer:
+                assert answer.status == 404
+        assert (await replica.record_autoscaling_stats())[QUEUE_DEPTH] == 0.0
+    finally:
+        await replica._stack.aclose()
 
 
 @pytest.mark.ray

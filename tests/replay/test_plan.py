@@ -202,3 +202,6 @@ def test_a_bad_base_url_is_refused_and_not_repeated(url: str) -> None:
     with pytest.raises(ValueError, match="base_url") as caught:
         ReplayOptions(base_url=url)
     assert "key@" not in str(caught.value)
+    with pytest.raises(ValueError, match="admin_url") as caught:
+        ReplayOptions(base_url="http://127.0.0.1:1", admin_url=url)
+    assert "key@" not in str(caught.value)

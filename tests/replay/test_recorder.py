@@ -84,8 +84,11 @@ async def test_a_service_records_what_it_was_asked_and_a_replay_is_answered_the_
     assert len(happened.events) == 60
     (path,) = (tmp_path / "traffic").iterdir()
     async with serving(tmp_path, watched=False) as (client, _):
-        options = ReplayOptions(base_url=str(client.make_url("")), histories="whole")
+        url = str(client.make_url(""))
+        options = ReplayOptions(base_url=url, admin_url=url, histories="whole")
         report = await replay(path, options, answers=tmp_path / "answers.jsonl.gz")
+        assert not (await replay(path, ReplayOptions(base_url=url))).tiers, "no admin address, no memory tiers"
+    assert {"hbm live", "dram live"} <= set(report.tiers[0].bytes)
     assert report.errors == {"rank 409": 1}
     assert sum(report.logged_digests.values()) == 2
     drift = compare(path, tmp_path / "answers.jsonl.gz", 1.0).drift
@@ -139,7 +142,8 @@ async def test_without_the_section_nothing_can_be_recorded(tmp_path: Path) -> No
 @pytest.mark.parametrize("body", ['{"sample_ratio": 0}', '{"duration_s": -1}', '{"x": 1}', "["])
 async def test_a_bad_order_is_refused(tmp_path: Path, body: str) -> None:
     async with serving(tmp_path, record={"folder": str(tmp_path / "traffic")}) as (client, _):
-        async with client.post("/debug/record", data=body) as answer:
+        json = {"Content-Type": "application/json"}
+        async with client.post("/debug/record", data=body, headers=json) as answer:
             assert answer.status == 422
         assert not (await (await client.get("/debug/record")).json())["recording"]
 

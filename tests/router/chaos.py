@@ -114,7 +114,7 @@ class Fleet:
             "features": {"kind": "none"},
             "trigger": {"min_prefix_tokens": 4, "policy": "always"},
             "relay": {"t_life_s": self.times.t_life_s},
-            "server": {"port": port, "drain_grace_s": 4.0},
+            "server": {"port": port, "admin_port": 0, "drain_grace_s": 4.0},
             "service": {"selfcheck_ratio": 0.0},
         }
         path = self._folder / f"{name}.yaml"

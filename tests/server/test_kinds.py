@@ -140,7 +140,9 @@ async def test_a_full_instance_refuses_it_before_its_body_is_read(kind: Kind[Any
         service.answers[kind.name] = Overloaded(f"overloaded: {kind.plural} are refused")
     async with serving_fake(service) as (client, metrics):
         with await service.fill():
-            async with client.request(kind.method, EXAMPLES[kind.name].path, data=b"not a body") as response:
+            json = {"Content-Type": "application/json"}
+            path = EXAMPLES[kind.name].path
+            async with client.request(kind.method, path, data=b"not a body", headers=json) as response:
                 assert (response.status, response.headers["Retry-After"]) == (429, "1")
                 assert 20 <= int(response.headers["Retry-After-Ms"]) <= 95
         assert count(metrics, "admissions_total", kind=kind.name, verdict="overloaded") == 1

@@ -22,7 +22,10 @@ async def test_a_request_in_flight_outlives_the_listener() -> None:
     came = asyncio.Event()
     go = asyncio.Event()
     drained = asyncio.Event()
-    port = asyncio.get_running_loop().create_future()
+    ports = asyncio.get_running_loop().create_future()
+
+    def on_listening(port: int, admin_port: int) -> None:
+        ports.set_result((port, admin_port))
 
     async def work(_: web.Request) -> web.Response:
         came.set()
@@ -34,16 +37,17 @@ async def test_a_request_in_flight_outlives_the_listener() -> None:
 
     app = web.Application()
     app.router.add_get("/", work)
-    config = ServerConfig(port=0, drain_grace_s=0.05, shutdown_timeout_s=60.0)
+    config = ServerConfig(port=0, admin_port=0, drain_grace_s=0.05, shutdown_timeout_s=60.0)
     app[ENTRANCE] = Entrance(config, Door(AdmissionConfig(), lambda _kind: 1.0), metrics_of_all_kinds(), KeyRing(None))
-    serving = asyncio.create_task(serve(app, config, on_drain=on_drain, on_listening=port.set_result))
-    url = f"http://127.0.0.1:{await port}"
+    serving = asyncio.create_task(serve(app, config, on_drain=on_drain, on_listening=on_listening))
+    port, admin_port = await ports
+    url = f"http://127.0.0.1:{port}"
     async with aiohttp.ClientSession() as http, asyncio.timeout(60):
         asked = asyncio.create_task(http.get(url))
         await came.wait()
         os.kill(os.getpid(), signal.SIGTERM)
         await drained.wait()
-        while await listens(await port):  # noqa: ASYNC110
+        while await listens(port) or await listens(admin_port):  # noqa: ASYNC110
             await asyncio.sleep(0.01)
         assert not asked.done()
         go.set()

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -48,23 +46,6 @@ async def test_the_page_loads_nothing_and_needs_no_key_but_its_data_do(tmp_path:
     assert "src=" not in page
     assert "http" not in page.replace("http-equiv", "")
     assert "{{" not in page
-
-
-@pytest.fixture
-def browser() -> Iterator[Any]:
-    chromium = shutil.which("chromium")
-    driver = shutil.which("chromedriver")
-    if chromium is None or driver is None:
-        pytest.skip("needs chromium and chromedriver (Debian: chromium, chromium-driver)")
-    from selenium import webdriver
-
-    options = webdriver.ChromeOptions()
-    options.binary_location = chromium
-    for word in ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--window-size=1200,1400"):
-        options.add_argument(word)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    with webdriver.Chrome(options=options, service=webdriver.ChromeService(driver)) as chrome:
-        yield chrome
 
 
 @pytest.mark.browser

@@ -209,7 +209,7 @@ def process(folder: Path, port: int) -> Iterator[subprocess.Popen[bytes]]:
         "checkpoint": str(folder / "checkpoint"),
         "kv": {"hbm_bytes": 8_000_000, "dram_bytes": 0},
         "features": {"path": str(folder / "history.db"), "timeout_s": 15.0},  # a busy machine
-        "server": {"port": port},
+        "server": {"port": port, "admin_port": 0},
     }
     (folder / "serve.yaml").write_text(yaml.safe_dump(config))
     command = [sys.executable, "-m", "npu_gr", "serve", "--config", str(folder / "serve.yaml")]

@@ -295,7 +295,7 @@ async def test_sighup_reloads(tmp_path: Path) -> None:
     new, old = file.add("new", 2), file.add("old", 1)
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
-    server = {"server": {"host": "127.0.0.1", "port": port, "drain_grace_s": 0.1}}
+    server = {"server": {"host": "127.0.0.1", "port": port, "admin_port": 0, "drain_grace_s": 0.1}}
     file.use("old", **server)
     ready = asyncio.Event()
     task = asyncio.create_task(run(file.read(), ready, file.read))

@@ -137,7 +137,7 @@ async def fleet(folder: Path, num_instances: int) -> AsyncIterator[tuple[str, fl
                 "service": {"selfcheck_ratio": 0.0},
                 "admission": {"enabled": False},  # nothing is refused, here and there
                 "slo": {"rank_s": SLO_S},
-                "server": {"port": ports[number], "log_requests": "slow", "drain_grace_s": 0.1},
+                "server": {"port": ports[number], "admin_port": 0, "log_requests": "slow", "drain_grace_s": 0.1},
                 **SECTIONS,
             }
             ready = f"http://127.0.0.1:{ports[number]}/readyz"

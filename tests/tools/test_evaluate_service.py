@@ -49,7 +49,7 @@ async def test_it_counts_what_the_service_answers(tmp_path: Path, monkeypatch: p
     cases = next_events(events, known)
     async with serving(tmp_path, watched=False, **sections) as (client, _):
         url = str(client.make_url("/"))
-        found = await evaluate(url, cases, range(FIRST_ID, FIRST_ID + NUM_ITEMS))
+        found = await evaluate(url, url, cases, range(FIRST_ID, FIRST_ID + NUM_ITEMS))
         assert {way: len(ranks) for way, ranks in found.ranks.items()} == dict.fromkeys(
             ("generate", "rank", "recommend"), 6
         )
@@ -67,8 +67,10 @@ async def test_it_counts_what_the_service_answers(tmp_path: Path, monkeypatch: p
             Console(file=out, width=120).print(found.table())
         assert "recommend: both" in (tmp_path / "out").read_text()
     async with serving(tmp_path, watched=False) as (client, _):
+        with pytest.raises(Unavailable, match="404: is that the admin address"):
+            await evaluate(str(client.make_url("/")), str(client.make_url("/v1")), cases, [FIRST_ID])
         with pytest.raises(Unavailable, match="needs section recommend"):
-            await evaluate(str(client.make_url("/")), cases, [FIRST_ID])
+            await evaluate(str(client.make_url("/")), str(client.make_url("/")), cases, [FIRST_ID])
 
 
 def _with_action_one(case: Any, _actions: dict[str, int], tenant: str) -> dict[str, Any]:

@@ -36,8 +36,7 @@ def decode(body: bytes, content_type: str, cls: type[S]) -> S:
         UnsupportedMedia: neither JSON nor msgpack. BadRequest: it cannot be parsed. Unprocessable: a field is
             unknown, missing, of the wrong type or out of range; the message has its path.
     """
-    if content_type not in _DECODERS:
-        raise UnsupportedMedia(f"Content-Type: {content_type!r} is neither {JSON} nor {MSGPACK}")
+    check_type(content_type)
     try:
         decoded: S = _decoder(content_type, cast("Hashable", cls)).decode(body)
     except msgspec.ValidationError as error:
@@ -45,6 +44,16 @@ def decode(body: bytes, content_type: str, cls: type[S]) -> S:
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise BadRequest(f"body: {error}") from error
     return decoded
+
+
+def check_type(content_type: str) -> None:
+    """Check the media type of a body, without parameters.
+
+    Raises:
+        UnsupportedMedia: it is neither JSON nor msgpack.
+    """
+    if content_type not in _DECODERS:
+        raise UnsupportedMedia(f"Content-Type: {content_type[:64]!r} is neither {JSON} nor {MSGPACK}")
 
 
 def encode(answer: msgspec.Struct, media: str) -> bytes:

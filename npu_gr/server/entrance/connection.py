@@ -27,8 +27,9 @@ from npu_gr.admission.door import Slot, Ticket
 from npu_gr.core.errors import BadRequest, Forbidden, Overloaded, Unauthorized
 from npu_gr.core.kinds import Kind
 from npu_gr.server.entrance import answers
-from npu_gr.server.entrance.entrance import Entrance, State
+from npu_gr.server.entrance.entrance import Entrance
 from npu_gr.server.entrance.framing import HEAD_END, MAX_HEAD_BYTES, Chunks, Head, granted_s, parse_head, tenant_of
+from npu_gr.server.entrance.listener import Listener, State
 from npu_gr.server.problem import problem
 
 READ_AHEAD_BYTES = 65_536  # of pipelined requests behind the one that is served
@@ -60,31 +61,34 @@ class Connection(web.RequestHandler):
         "_was_paused",
         "_wire",
         "began_at",
-        "is_paced",
+        "is_trusted",
         "key",
+        "listener",
         "refused_at",
         "served",
         "slot",
         "state",
     )
 
-    def __init__(self, manager: web.Server, entrance: Entrance, **kwargs: Any) -> None:
+    def __init__(self, manager: web.Server, entrance: Entrance, listener: Listener, **kwargs: Any) -> None:
         """Nothing has come yet.
 
         Args:
             manager: of aiohttp.
             entrance: what all connections share.
+            listener: the address that it came to.
             kwargs: of aiohttp's handler.
         """
         super().__init__(manager, **kwargs)
         self._entrance = entrance
+        self.listener = listener
         self.state = State.IDLE
         self.began_at = 0.0  # when the first byte of the present request came; while idle, since when it is idle
         self.served = 0  # requests that were answered
         self.slot: Slot | None = None  # of the request that is served
         self.key: Key | None = None  # of the present request; None = it needs none, or its head is not whole
         self.refused_at = float("-inf")
-        self.is_paced = True
+        self.is_trusted = False
         self._is_paused = False
         self._was_paused = False  # before the request that comes now
         self._unread: bytes | bytearray = b""
@@ -259,7 +263,8 @@ class Connection(web.RequestHandler):
                 self._searched_bytes = max(0, len(self._unread) - len(HEAD_END) + 1)
                 return None
             head = self._head = parse_head(self._unread, end + len(HEAD_END))
-            self._kind = self._entrance.kinds.get((head.method, head.path))
+            if self.listener.is_public:
+                self._kind = self._entrance.kinds.get((head.method, head.path))
             if not self._is_welcome(head):
                 return None
             self._chunks = Chunks(head.num_bytes) if head.is_chunked else None
@@ -310,7 +315,7 @@ class Connection(web.RequestHandler):
             self._entrance.broken(413)
             self.end(answers.BODY_TOO_LARGE)
             return False
-        if not self._entrance.reserve(body_bytes - self._reserved_bytes):
+        if not self.listener.reserve(body_bytes - self._reserved_bytes):
             self._entrance.broken(503)
             self.end(answers.TOO_MANY_BYTES)
             return False
@@ -318,7 +323,7 @@ class Connection(web.RequestHandler):
         return True
 
     def _release(self) -> None:
-        self._entrance.reserve(-self._reserved_bytes)
+        self.listener.reserve(-self._reserved_bytes)
         self._reserved_bytes = 0
 
     def _lay_in_kernel_s(self) -> float:
@@ -370,7 +375,7 @@ class Connection(web.RequestHandler):
         except Overloaded as error:
             began_at, read_at = self.began_at, self._read_at
             entrance.denied(self._kind, error.status, time.monotonic() - began_at)
-            if self.is_paced:
+            if not self.is_trusted:
                 entrance.rate_pacer.refused(self, began_at)
             if self.transport is not None:
                 self.transport.write(answers.over_rate(str(error)))
@@ -391,7 +396,7 @@ class Connection(web.RequestHandler):
         was_waiting = self._ticket is not None
         self._ticket = None
         self._request = b""
-        if self.is_paced:
+        if not self.is_trusted:
             self._entrance.pacer.refused(self, self.began_at)
         self._refuse(at_once=not was_waiting)
         if was_waiting and self._unread:

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import heapq
 import ipaddress
 import logging
-import resource
 import time
-from enum import StrEnum, auto
 from functools import partial
 from http import HTTPStatus
-from typing import Any, Protocol
+from typing import Any
 
 from aiohttp import web
 
@@ -27,57 +24,16 @@ from npu_gr.metrics.registry.door import Ended
 from npu_gr.metrics.registry.requests import ABANDONED
 from npu_gr.server.config import ServerConfig
 from npu_gr.server.entrance import answers
-from npu_gr.server.entrance.pacing import Paced, Pacer
+from npu_gr.server.entrance.listener import Listener, State, Visitor, listeners
+from npu_gr.server.entrance.pacing import Pacer
 
 log = logging.getLogger(__name__)
-
-
-class State(StrEnum):
-    """Where a connection is with its present request."""
-
-    IDLE = auto()  # nothing of a request is here
-    RECEIVING = auto()  # a part of one is
-    HELD = auto()  # its key was wrong, and the 401 comes later
-    WAITING = auto()  # a whole one waits at the door
-    SERVED = auto()  # aiohttp has it; the answer is not written yet
-
-
-class Visitor(Paced, Protocol):
-    """A connection, as the entrance sees it."""
-
-    transport: asyncio.Transport | None
-    state: State
-    began_at: float  # when the present request began; while idle, since when it is idle
-    served: int  # requests that were answered
-    is_paced: bool
-
-    @property
-    def has_unread_answer(self) -> bool:
-        """Whether an answer was written that its caller has not read."""
-        ...
-
-    def limit_at(self) -> tuple[float, bytes | None]:
-        """Say until when it may be as it is, and with which answer it ends then."""
-        ...
-
-    def end(self, answer: bytes) -> None:
-        """Write an answer and close."""
-        ...
-
-    def force_close(self) -> None:
-        """Close as soon as what was written has left."""
-        ...
-
-    def abort(self) -> None:
-        """Close at once, whatever has not left."""
-        ...
 
 
 SWEEP_S = 0.25  # between two looks for connections whose time is over
 WRONG_KEYS_PER_S = 10.0  # that are refused at once, in the whole process
 WRONG_KEYS_BURST = 20.0  # of them that may come together
 HOLD_S = 1.0  # by which the 401 is late for all others
-KEPT_FILES = 128  # descriptors that are not for connections: stores, logs, listeners, models while they load
 
 
 class Entrance:
@@ -109,8 +65,11 @@ class Entrance:
         # of callers over the rate of their key: no free place ends their pause
         self.rate_pacer = Pacer(time.monotonic, lambda at, wake: loop.call_at(at, wake), lambda: 0)
         self._wrong_keys = TokenBucket(WRONG_KEYS_PER_S, WRONG_KEYS_BURST)
-        self.max_connections = _max_connections(config.max_connections)
-        self.receiving_bytes = 0
+        self.listeners = listeners(config)
+        public = self.listeners[0]
+        self.everything = Listener(  # for sockets that somebody else opens
+            max_connections=public.max_connections, max_receiving_bytes=public.max_receiving_bytes
+        )
         self._metrics = metrics
         self._connections: set[Visitor] = set()
         self._trusted = [ipaddress.ip_network(text) for text in config.trusted_proxies]
@@ -129,15 +88,22 @@ class Entrance:
     def _count(self, state: State) -> int:
         return sum(connection.state is state for connection in self._connections)
 
+    @property
+    def receiving_bytes(self) -> int:
+        """Bytes of bodies that arrive or wait."""
+        return sum(listener.receiving_bytes for listener in {one.listener for one in self._connections})
+
     # ---- connections
 
     def opened(self, connection: Visitor) -> None:
         """Take a new connection in; at the limit, the one that has been idle longest makes room for it."""
+        listener = connection.listener
         self._connections.add(connection)
-        connection.is_paced = not self._is_trusted(connection)
-        if len(self._connections) <= self.max_connections:
+        listener.connections.add(connection)
+        connection.is_trusted = self._is_trusted(connection)
+        if len(listener.connections) <= listener.max_connections:
             return
-        idle = [c for c in self._connections if c.state in _MAKE_ROOM and c is not connection]
+        idle = [c for c in listener.connections if c.state in _MAKE_ROOM and c is not connection]
         if idle:
             # several at once: to look at all of them for each new connection would be what an attacker wants
             for old in heapq.nsmallest(1 + len(idle) // 64, idle, key=_last_to_go):
@@ -150,6 +116,7 @@ class Entrance:
     def closed(self, connection: Visitor) -> None:
         """Forget a connection."""
         self._connections.discard(connection)
+        connection.listener.connections.discard(connection)
         self.pacer.forget(connection)
         self.rate_pacer.forget(connection)
 
@@ -161,13 +128,6 @@ class Entrance:
         return any(peer in network for network in self._trusted)
 
     # ---- requests
-
-    def reserve(self, num_bytes: int) -> bool:
-        """Count bytes of bodies that arrive, or give them back (negative); False = there is no room for them."""
-        if num_bytes > 0 and self.receiving_bytes + num_bytes > self.config.max_receiving_bytes:
-            return False
-        self.receiving_bytes += num_bytes
-        return True
 
     def refused(self, kind: Kind[Any, Any]) -> None:
         """Count a refusal at the door; the metrics have it before the next scrape."""
@@ -236,17 +196,3 @@ _MAKE_ROOM = (State.IDLE, State.RECEIVING, State.HELD)  # for new connections at
 def _last_to_go(connection: Visitor) -> tuple[bool, bool, float]:
     """Order connections that make room: those with a wrong key first, those that were never served, the oldest."""
     return connection.state is not State.HELD, connection.served > 0, connection.began_at
-
-
-def _max_connections(wanted: int) -> int:
-    """How many connections the process may have open by its limit of descriptors, raised as far as it may be."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = wanted + KEPT_FILES
-    if soft < needed:
-        with contextlib.suppress(ValueError, OSError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (min(needed, hard), hard))
-        soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    allowed = max(16, min(wanted, soft - KEPT_FILES))
-    if allowed < wanted:
-        log.warning("server.max_connections: %d, but the limit of open files allows %d", wanted, allowed)
-    return allowed

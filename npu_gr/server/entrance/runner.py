@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from aiohttp import web
 
 from npu_gr.server.entrance.connection import Connection
 from npu_gr.server.entrance.entrance import ENTRANCE, Entrance
+from npu_gr.server.entrance.listener import Listener
 
 _FOREVER_S = 86_400.0 * 365  # aiohttp's own keep-alive timer is not used: the entrance knows what a connection is doing
 
@@ -23,6 +27,61 @@ class DoorRunner(web.AppRunner):
         made = await super()._make_server()
         return _Server(made, self._entrance)
 
+    async def listen(self, listener: Listener, backlog: int) -> int:
+        """Listen at an address; returns its port.
+
+        Args:
+            listener: names it, and says what it serves.
+            backlog: connections that the kernel accepts before the event loop does.
+
+        Raises:
+            OSError: the address cannot be bound.
+        """
+        site = _Site(self, self._maker(listener), listener, backlog)
+        await site.start()
+        return site.port
+
+    async def listen_at(self, listener: Listener, path: str) -> None:
+        """Listen at a Unix socket."""
+        site = _UnixSite(self, self._maker(listener), path)
+        await site.start()
+
+    def _maker(self, listener: Listener) -> Callable[[], web.RequestHandler]:
+        assert isinstance(self.server, _Server), "set up first"
+        return partial(self.server, listener)
+
+
+class _Site(web.TCPSite):
+    """A site whose connections know their listener."""
+
+    def __init__(
+        self, runner: DoorRunner, make: Callable[[], web.RequestHandler], listener: Listener, backlog: int
+    ) -> None:
+        super().__init__(runner, listener.host, listener.port, backlog=backlog)
+        self._make = make
+
+    async def start(self) -> None:
+        await web.BaseSite.start(self)
+        server = await asyncio.get_running_loop().create_server(
+            self._make, self._host, self._port, ssl=self._ssl_context, backlog=self._backlog
+        )
+        self._server = server
+        self._bound_port = server.sockets[0].getsockname()[1]
+
+
+class _UnixSite(web.UnixSite):
+    """The same at a Unix socket."""
+
+    def __init__(self, runner: DoorRunner, make: Callable[[], web.RequestHandler], path: str) -> None:
+        super().__init__(runner, path)
+        self._make = make
+
+    async def start(self) -> None:
+        await web.BaseSite.start(self)
+        self._server = await asyncio.get_running_loop().create_unix_server(
+            self._make, self._path, backlog=self._backlog
+        )
+
 
 class _Server(web.Server):
     def __init__(self, made: web.Server, entrance: Entrance) -> None:
@@ -36,5 +95,6 @@ class _Server(web.Server):
         )
         self._entrance = entrance
 
-    def __call__(self) -> web.RequestHandler:
-        return Connection(self, self._entrance, loop=self._loop, **self._kwargs)
+    def __call__(self, listener: Listener | None = None) -> web.RequestHandler:
+        """Make the protocol of a connection; those of aiohttp's own sites are served everything."""
+        return Connection(self, self._entrance, listener or self._entrance.everything, loop=self._loop, **self._kwargs)

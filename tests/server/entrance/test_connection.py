@@ -184,7 +184,7 @@ async def test_a_request_begins_when_it_reaches_the_kernel(paused_s: float, stat
         raw = await at.connect()
         raw.send(WHOLE)
         await raw.answer()
-        (connection,) = at.entrance._connections
+        (connection,) = at.entrance.everything.connections
         connection.pause()
         raw.send(WHOLE)
         await asyncio.sleep(paused_s)
@@ -281,7 +281,7 @@ async def test_a_slow_body_costs_the_caller_its_own_connection_only() -> None:
 
 async def test_at_the_limit_the_longest_idle_makes_room() -> None:
     async with site() as at:
-        at.entrance.max_connections = 3
+        at.entrance.everything.max_connections = 3
         used = await at.connect()
         used.send(WHOLE)
         await used.answer()
@@ -298,7 +298,7 @@ async def test_at_the_limit_the_longest_idle_makes_room() -> None:
 
 async def test_at_the_limit_with_all_in_use_the_newcomer_is_told() -> None:
     async with site() as at:
-        at.entrance.max_connections = 1
+        at.entrance.everything.max_connections = 1
         at.service.waits = asyncio.Event()
         busy = await at.connect()
         busy.send(WHOLE)

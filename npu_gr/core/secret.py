@@ -1,0 +1,100 @@
+"""Settings that hold a secret: they show `***` wherever they are shown. Only `reveal` gives the text.
+
+In a configuration file such a setting is the text itself, or says where the text is:
+
+    url: redis://redis:6379/0
+    url: {file: /run/secrets/redis-url}   # without the line end
+    url: {env: REDIS_URL}
+"""
+
+from __future__ import annotations
+
+import base64
+import os
+from pathlib import Path
+from typing import Self
+from urllib.parse import unquote, urlsplit, urlunsplit
+
+from npu_gr.core.redact import redacted
+
+SHOWN = "***"
+
+
+class Secret:
+    """A text that nobody reads off a dump, a log line or an error."""
+
+    __slots__ = ("_text",)
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+
+    @classmethod
+    def read(cls, given: object) -> Self:
+        """Make it of what a configuration file has.
+
+        Raises:
+            ValueError: it is none of the three forms, or is not where it should be. The message has nothing of it.
+        """
+        match given:
+            case str():
+                return cls(given)
+            case {"file": str(path), **others} if not others:
+                try:
+                    text = Path(path).read_text()
+                except OSError as error:
+                    raise ValueError(f"file {path}: {error.strerror}") from None
+                except UnicodeDecodeError:
+                    raise ValueError(f"file {path}: not UTF-8") from None
+                return cls(text.rstrip("\r\n"))
+            case {"env": str(name), **others} if not others:
+                if (found := os.environ.get(name)) is None:
+                    raise ValueError(f"env {name}: there is no such variable")
+                return cls(found)
+        raise ValueError("expected a text, {file: PATH} or {env: NAME}")
+
+    def reveal(self) -> str:
+        """Return the text."""
+        return self._text
+
+    def __str__(self) -> str:
+        return SHOWN
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({str(self)!r})"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Secret) and other._text == self._text
+
+    def __hash__(self) -> int:
+        return hash(self._text)
+
+
+class SecretUrl(Secret):
+    """A URL that may hold a user and a password. It shows the rest, which operators look for."""
+
+    __slots__ = ()
+
+    def __str__(self) -> str:
+        scheme, mark, rest = self._text.partition("://")
+        if not mark:
+            return redacted(self._text) if "@" not in self._text else SHOWN
+        # a password may hold any character, so everything before the last @ is taken for one
+        user, at, place = rest.rpartition("@")
+        return redacted(f"{scheme}://{SHOWN if at or user else ''}{at}{place}")
+
+    def without_user(self) -> tuple[str, str | None]:
+        """Return the URL without user and password, and the value of `Authorization` that stands for them.
+
+        Raises:
+            ValueError: it cannot be parsed. The message has nothing of it.
+        """
+        try:
+            parts = urlsplit(self._text)
+            name, password = unquote(parts.username or ""), unquote(parts.password or "")
+        except ValueError:
+            raise ValueError("not a URL; what a password has of / ? # @ : must be percent-encoded") from None
+        if not name and not password:
+            return self._text, None
+        place = parts.netloc.rpartition("@")[2]
+        basic = base64.b64encode(f"{name}:{password}".encode()).decode()
+        return urlunsplit(parts._replace(netloc=place)), f"Basic {basic}"
