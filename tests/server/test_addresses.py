@@ -26,6 +26,7 @@ from npu_gr.server.run import serve
 from tests.cli.test_main import free_port
 from tests.server.examples import EXAMPLES
 from tests.server.fake import FakeService, metrics_of_all_kinds
+from tests.serving import until
 
 RANK: dict[str, Any] = {"json": EXAMPLES["rank"].body}
 EVIL = {"Origin": "https://evil.example", "Sec-Fetch-Site": "cross-site"}
@@ -141,6 +142,28 @@ async def test_operators_who_hold_every_connection_make_room_and_callers_do_not_
         assert await at.status(f"{at.public}/v1/rank", "POST", **RANK) == 200
         for _, writer in idle:
             writer.close()
+
+
+@pytest.mark.parametrize("full", ["public", "admin"])
+async def test_a_full_address_closes_no_connection_of_the_other(full: str) -> None:
+    async with site() as at:
+        ports = [int(url.rpartition(":")[2]) for url in (at.public, at.admin)]
+        both = list(zip(at.app[ENTRANCE].listeners, ports, strict=True))
+        (listener, port), (other, other_port) = both if full == "public" else both[::-1]
+        kept = [await asyncio.open_connection("127.0.0.1", other_port) for _ in range(5)]
+        await until(lambda: len(other.connections) == 5)
+        listener.max_connections = 2
+        more = [await asyncio.open_connection("127.0.0.1", port) for _ in range(2)]
+        await until(lambda: len(listener.connections) == 2)
+        more.append(await asyncio.open_connection("127.0.0.1", port))
+        try:
+            async with asyncio.timeout(10):
+                assert await more[0][0].read() == b"", "the oldest of its own made room"
+            assert len(other.connections) == 5
+            assert not any(reader.at_eof() for reader, _ in (*kept, *more[1:]))
+        finally:
+            for _, writer in (*kept, *more):
+                writer.close()
 
 
 async def test_bodies_of_callers_take_no_room_from_operators() -> None:
