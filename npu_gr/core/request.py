@@ -525,10 +525,15 @@ class EraseRequest:
     user: UserKey
 
 
+STORE = "store"  # places that may hold bytes of an erased user for a while
+RECORDINGS = "recordings"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EraseAnswer:
-    """The confirmation that nothing of the user is left."""
+    """The confirmation that nothing finds the user any more."""
 
+    pending: tuple[str, ...] = ()  # places whose files still hold bytes of the user; the instance overwrites them
     stages_s: dict[str, float] = field(default_factory=dict)
 
     @property
@@ -536,7 +541,7 @@ class EraseAnswer:
         return ""
 
     def log_fields(self) -> dict[str, Any]:
-        return {}
+        return {"pending": list(self.pending)} if self.pending else {}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -68,7 +68,7 @@ class _Schemas:
 
     def __init__(self) -> None:
         codecs = [CODECS[name] for name in KINDS]
-        structs = [struct for codec in codecs for struct in (codec.body, codec.answer) if struct is not None]
+        structs = [struct for codec in codecs for struct in (codec.body, codec.answer, codec.begun) if struct]
         structs += [CatalogueItemsBody, CatalogueOut, VectorsOut, Problem, RecordOrder, RecordStatus]
         refs, components = msgspec.json.schema_components(structs, ref_template="#/components/schemas/{name}")
         self.components = components
@@ -110,12 +110,15 @@ def _kind_operation(schemas: _Schemas, kind: Kind[Any, Any], codec: Codec[Any, A
     done: _Json = {"description": codec.done}
     if codec.answer is not None:
         done["content"] = schemas.any_media(codec.answer)
+    responses = {str(kind.status): done}
+    if codec.begun is not None:
+        responses["202"] = {"description": "Begun.", "content": schemas.any_media(codec.begun)}
     codes = [code for code in _ERRORS if codec.body is not None or code not in _OF_A_BODY]
     operation: _Json = {
         "operationId": codec.operation or kind.name,
         "summary": kind.summary,
         "parameters": [_TIME_LIMIT, *codec.parameters],
-        "responses": {str(kind.status): done, **schemas.errors(*codes)},
+        "responses": {**responses, **schemas.errors(*codes)},
     }
     if codec.body is not None:
         operation["requestBody"] = {"required": True, "content": schemas.any_media(codec.body)}

@@ -58,7 +58,7 @@ async def test_who_did_not_erase_is_named_and_asking_again_helps() -> None:
 async def test_one_that_is_gone_has_no_memory_and_is_named() -> None:
     async with site() as s:
         await s.fakes[2].stop()
-        assert await erase(s) == (200, {"erased": ["i0", "i1"], "unreachable": ["i2"]})
+        assert await erase(s) == (200, {"erased": ["i0", "i1"], "pending": [], "unreachable": ["i2"]})
         await s.fakes[0].stop()
         await s.fakes[1].stop()
         assert (await erase(s))[0] == 503
@@ -73,6 +73,11 @@ async def test_a_refusal_of_all_is_passed_on() -> None:
 
 def test_the_verdict() -> None:
     assert verdict({"a": "204"}, False)[0] == 204
+    status, answer = verdict({"a": "204", "b": "202"}, False)
+    assert status == 202
+    told = {"erased": ["a", "b"], "pending": ["b"], "unreachable": []}
+    assert json.loads(answer.partition(b"\r\n\r\n")[2]) == told
+    assert verdict({"a": "202", "b": "unreachable"}, False)[0] == 200
     assert json.loads(verdict({"a": "204", "b": "unreachable"}, True)[1].partition(b"\r\n\r\n")[2])["erased"] == ["a"]
     for said in (
         {"a": "204", "b": "401"},

@@ -6,6 +6,7 @@
     door        who waits, who is inside, connections
     engine      the device's queue and passes
     store       the history store, and what stands in for it
+    erasures    bytes of erased users that are left
     process     event loop, limits, version, recorder
     reloads     whether the last reload took effect
 
@@ -23,6 +24,7 @@ from prometheus_client import CollectorRegistry
 from npu_gr.core.kinds import MATCH
 from npu_gr.metrics.registry.door import DoorMetrics
 from npu_gr.metrics.registry.engine import EngineMetrics
+from npu_gr.metrics.registry.erasures import ErasureMetrics
 from npu_gr.metrics.registry.families import Families
 from npu_gr.metrics.registry.jobs import GenerateMetrics, MatchMetrics, RankMetrics, RecommendMetrics, SignalMetrics
 from npu_gr.metrics.registry.process import ProcessMetrics
@@ -57,7 +59,8 @@ class Metrics:
         self.relay = RelayMetrics(make)
         self.door = DoorMetrics(make)
         self.engine = EngineMetrics(make)
-        self.store = StoreMetrics(make)
+        self.erasures = ErasureMetrics(make)
+        self.store = StoreMetrics(make, self.erasures)
         self.process = ProcessMetrics(make)
         self.reloads = ReloadMetrics(make)
 
