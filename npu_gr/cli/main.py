@@ -10,6 +10,7 @@ import click
 from npu_gr import __version__
 from npu_gr.cli.bench import bench
 from npu_gr.cli.data import load
+from npu_gr.cli.erase_check import erase_check
 from npu_gr.cli.fleet import fleet
 from npu_gr.cli.replay import record, replay
 from npu_gr.cli.serve import check_config, route, serve
@@ -45,7 +46,7 @@ def main(log_level: str) -> None:
 
 for _command in (
     *(serve, route, check_config, fleet),
-    *(train, load, store, replay, record),
+    *(train, load, store, replay, record, erase_check),
     *(simulate, bench, calibrate, doctor),
     *(dashboards, bundle, judge, demo, monitor),
 ):

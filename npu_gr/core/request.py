@@ -525,15 +525,17 @@ class EraseRequest:
     user: UserKey
 
 
-STORE = "store"  # places that may hold bytes of an erased user for a while
+# Places that may hold something of an erased user for a while.
+STORE = "store"
 RECORDINGS = "recordings"
+VECTORS = "vectors"  # until they are made without the user: a file of the operator's, which still answers matches
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EraseAnswer:
     """The confirmation that nothing finds the user any more."""
 
-    pending: tuple[str, ...] = ()  # places whose files still hold bytes of the user; the instance overwrites them
+    pending: tuple[str, ...] = ()  # places that still hold something of the user
     stages_s: dict[str, float] = field(default_factory=dict)
 
     @property

@@ -28,7 +28,7 @@ from npu_gr.core.request import Events, UserKey
 from npu_gr.features import embedded_file as file
 from npu_gr.features.base import HistoryConfig, IdempotencyKey, StoredHistory, StoreHealth, key_bytes
 from npu_gr.features.embedded_check import quick_check
-from npu_gr.features.embedded_overwrite import MAX_LOG_BYTES, Overwrites
+from npu_gr.features.embedded_overwrite import MAX_LOG_BYTES, RowOverwrites
 
 log = logging.getLogger(__name__)
 
@@ -68,7 +68,7 @@ class EmbeddedStore:
         with ExitStack() as files:
             files.enter_context(file.lock(self._path))
             try:
-                self._overwrites = files.enter_context(closing(Overwrites(self._path)))
+                self._overwrites = files.enter_context(closing(RowOverwrites(self._path)))
             except OSError as error:
                 raise ConfigError(f"features.path: {self._path} cannot be used: {error.strerror}") from error
             warn_if_shared(*(self._path.with_name(self._path.name + end) for end in ("", "-wal", "-shm")))

@@ -23,7 +23,7 @@ from npu_gr.features import embedded_file as file
 from npu_gr.features.base import EVENT, MAX_EVENTS, unpack
 from npu_gr.features.damage import Found
 from npu_gr.features.embedded_file import CHUNK
-from npu_gr.features.embedded_overwrite import Overwrites
+from npu_gr.features.embedded_overwrite import RowOverwrites
 
 log = logging.getLogger(__name__)
 
@@ -164,7 +164,7 @@ def repair(path: Path, out: Path) -> Repaired:
         files.enter_context(file.lock(out))
         folder = Path(files.enter_context(tempfile.TemporaryDirectory(dir=out.parent, prefix=f"{out.name}-copy-")))
         old = _open_copy(path, folder, files)
-        overwrites = files.enter_context(closing(Overwrites(out)))
+        overwrites = files.enter_context(closing(RowOverwrites(out)))
         new = file.connect(out, files)
         file.prepare(new)
         done = _save(old, new)

@@ -9,7 +9,7 @@ page that was written is looked at once it is in the file, and that room is fill
 Whatever the process dies of, the log names the pages until they are done. The room of a page means nothing to SQLite:
 a reader in another process may read on.
 
-Invariant: what this process writes reaches the file by `Overwrites.run` alone, so it sees every page.
+Invariant: what this process writes reaches the file by `RowOverwrites.run` alone, so it sees every page.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _TREE_PAGES = {2: 12, 5: 12, 10: 8, 13: 8}  # first byte of a page -> size of it
 _MAX_PAGES = 1 << 25
 
 
-class Overwrites:
+class RowOverwrites:
     """Brings the log into the file, and leaves nothing in either that was deleted. The writer's thread only."""
 
     def __init__(self, path: Path) -> None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import time
 
-from npu_gr.core.request import STORE, EraseAnswer, EraseRequest
+from npu_gr.core.request import STORE, VECTORS, EraseAnswer, EraseRequest, UserKey
 from npu_gr.jobs.base import Call
 from npu_gr.jobs.histories import Histories
+from npu_gr.jobs.match import ServedVectors
 from npu_gr.jobs.versions import Versions
 
 
@@ -16,9 +17,10 @@ class EraseJob:
     The answer names the places that still hold bytes of the user.
     """
 
-    def __init__(self, versions: Versions, histories: Histories) -> None:
+    def __init__(self, versions: Versions, histories: Histories, vectors: ServedVectors | None) -> None:
         self._versions = versions
         self._histories = histories
+        self._vectors = vectors
 
     async def run(self, request: EraseRequest, call: Call) -> EraseAnswer:
         """Erase the history first: a rank that comes meanwhile finds nothing to encode again.
@@ -33,9 +35,13 @@ class EraseJob:
             for version in self._versions.all():
                 await version.relay.erase(request.user)
         return EraseAnswer(
-            pending=() if is_overwritten else (STORE,),
+            pending=self._pending(request.user, is_overwritten),
             stages_s={"store": stored_at - call.arrived_at, "tiers": time.monotonic() - stored_at},
         )
+
+    def _pending(self, user: UserKey, is_overwritten: bool) -> tuple[str, ...]:
+        knows = self._vectors is not None and self._vectors.knows(user)
+        return (() if is_overwritten else (STORE,)) + ((VECTORS,) if knows else ())
 
     async def stop(self) -> None:
         """Do nothing: tiers and store are not the job's."""

@@ -133,6 +133,10 @@ class Histories:
             raise Unprocessable("events: this instance has no history store (features.kind is none)")
         return await self.store.append(user, events, key)
 
+    def knows(self, user: UserKey) -> bool:
+        """Whether this process remembers behaviours of the user. The store is not asked."""
+        return self.cache.knows(user)
+
     async def erase(self, user: UserKey) -> bool:
         """Forget the user's behaviours, here and in the store.
 

@@ -107,12 +107,15 @@ class QueryLog:
             self._reject(number + 1, error)
 
 
-def raw_lines(path: Path, on_progress: Callable[[float], None] = lambda _ratio: None) -> Iterator[bytes]:
+def raw_lines(
+    path: Path, on_progress: Callable[[float], None] = lambda _ratio: None, suffix: str | None = None
+) -> Iterator[bytes]:
     """Read the lines of a JSONL file, unpacked, without their ends; the last line may have none.
 
     Args:
         path: .jsonl, .jsonl.gz or .jsonl.zst.
         on_progress: called with the share of the file's bytes that was read.
+        suffix: says how the file is packed, where its own suffix does not.
 
     Raises:
         OSError, EOFError, zlib.error: the file is damaged, or its end is missing; the lines before were read.
@@ -120,7 +123,7 @@ def raw_lines(path: Path, on_progress: Callable[[float], None] = lambda _ratio: 
     size = max(path.stat().st_size, 1)
     with path.open("rb") as file:
         rest = b""
-        for chunk in _unpacked(file, path):
+        for chunk in _unpacked(file, path, path.suffix if suffix is None else suffix):
             on_progress(file.tell() / size)
             *lines, rest = (rest + chunk).split(b"\n")
             yield from lines
@@ -189,11 +192,11 @@ def create(path: Path, suffix: str) -> IO[bytes]:
     return path.open("wb")
 
 
-def _unpacked(file: IO[bytes], path: Path) -> Iterator[bytes]:
-    if path.suffix == ".zst":
+def _unpacked(file: IO[bytes], path: Path, suffix: str) -> Iterator[bytes]:
+    if suffix == ".zst":
         yield from _unzstd(file, _zstandard(path))
         return
-    source: Any = gzip.GzipFile(fileobj=file) if path.suffix == ".gz" else file
+    source: Any = gzip.GzipFile(fileobj=file) if suffix == ".gz" else file
     while chunk := source.read1(_CHUNK_BYTES):
         yield chunk
 

@@ -11,7 +11,7 @@ from npu_gr import __version__
 from npu_gr.core.kinds import KINDS, Kind
 from npu_gr.replay.recorder import RecordOrder, RecordStatus
 from npu_gr.server.codec import CODECS
-from npu_gr.server.codec.admin import CatalogueItemsBody, CatalogueOut, VectorsOut
+from npu_gr.server.codec.admin import CatalogueItemsBody, CatalogueOut, NamedUserBody, VectorsOut
 from npu_gr.server.codec.base import Codec
 from npu_gr.server.codec.media import JSON, MSGPACK
 from npu_gr.server.debug.profile import MAX_S, MIN_S
@@ -69,7 +69,7 @@ class _Schemas:
     def __init__(self) -> None:
         codecs = [CODECS[name] for name in KINDS]
         structs = [struct for codec in codecs for struct in (codec.body, codec.answer, codec.begun) if struct]
-        structs += [CatalogueItemsBody, CatalogueOut, VectorsOut, Problem, RecordOrder, RecordStatus]
+        structs += [CatalogueItemsBody, NamedUserBody, CatalogueOut, VectorsOut, Problem, RecordOrder, RecordStatus]
         refs, components = msgspec.json.schema_components(structs, ref_template="#/components/schemas/{name}")
         self.components = components
         self._refs = dict(zip(structs, refs, strict=True))
@@ -216,6 +216,15 @@ def _observability_paths(schemas: _Schemas) -> _Json:
     profile = get("profile", "Where the threads spend their time.", "400", "401", "429", media="text/plain")
     seconds = {"type": "number", "minimum": MIN_S, "maximum": MAX_S, "default": DEFAULT_S}
     profile["get"]["parameters"] = [{"name": "seconds", "in": "query", "schema": seconds}]
+    known: _Json = {
+        "operationId": "knowsUser",
+        "summary": "Which memory of this process knows a user.",
+        "requestBody": {"required": True, "content": schemas.any_media(NamedUserBody)},
+        "responses": {
+            "200": {"description": "Yes or no, for each place.", "content": {JSON: {}}},
+            **schemas.errors("400", "401", "413", "415", "422"),
+        },
+    }
     return {
         "/": get("page", "The status page.", is_public=True, media="text/html"),
         "/debug/status": get("status", "What the status page shows.", "401"),
@@ -223,6 +232,7 @@ def _observability_paths(schemas: _Schemas) -> _Json:
         "/debug/stacks": get("stacks", "What every thread and task does now.", "401", media="text/plain"),
         "/debug/profile": profile,
         "/debug/bundle": get("bundle", "Everything that a report needs.", "401", media="application/gzip"),
+        "/debug/user": {"post": known},
         "/debug/config": get("config", "The configuration in force.", "401"),
         "/openapi.json": get("openapi", "This document.", "401"),
     }

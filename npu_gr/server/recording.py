@@ -28,6 +28,7 @@ class RecordingService:
         self.models = service.models
         self.is_ready = service.is_ready
         self.effective_config = service.effective_config
+        self.knows = service.knows
         self.reload_models = service.reload_models
 
     @property

@@ -31,6 +31,21 @@ async def test_every_instance_forgets_the_user_also_one_that_they_left() -> None
         assert not any(fake.prefixes for fake in s.fakes)
 
 
+async def test_the_router_forgets_where_the_user_was() -> None:
+    async def knows(s: Site) -> bool:
+        async with s.http.post(f"{s.admin}/user", json={"user_id": "u"}) as answer:
+            return bool((await answer.json())["places"]["placements"])
+
+    async with site() as s:
+        assert not await knows(s)
+        await s.post("signal")
+        assert await knows(s)
+        await erase(s)
+        assert not await knows(s)
+        async with s.http.post(f"{s.admin}/user", data=b"[") as answer:
+            assert answer.status == 400
+
+
 async def test_it_arrives_as_it_was_asked() -> None:
     async with site() as s:
         assert (await erase(s, "a%2Fb%20%C3%A9?tenant=t%26x", Authorization="Bearer k", X_Request_Id="i"))[0] == 204

@@ -13,9 +13,12 @@ from aiohttp.test_utils import TestClient
 from npu_gr.core.errors import StoreFailed
 from npu_gr.core.request import UserKey
 from npu_gr.jobs.histories import Histories
+from npu_gr.matching.vectors import save
 from npu_gr.replay.files import QueryLog
 from npu_gr.replay.purge import purge
+from tests.matching.vectors import KNOWN, make_vectors
 from tests.models import events
+from tests.server.fake import FakeService, serving_fake
 from tests.serving import FIRST_ID, columns, encoded, serving
 
 USER = "anna.archer@example.com"
@@ -38,6 +41,13 @@ async def erase(client: TestClient[Any, Any], user: str = USER) -> tuple[int, li
     async with client.delete(f"/v1/users/{user}?tenant=t") as response:
         body = await response.json() if response.status == 202 else {}
         return response.status, body.get("pending", [])
+
+
+async def knows(client: TestClient[Any, Any], tenant: str = "t") -> dict[str, bool]:
+    async with client.post("/debug/user", json={"user_id": USER, "tenant": tenant}) as response:
+        assert response.status == 200
+        places: dict[str, bool] = (await response.json())["places"]
+        return places
 
 
 def holding(folder: Path, user: str = USER) -> list[str]:
@@ -131,8 +141,25 @@ async def test_after_the_answer_the_process_knows_nobody(tmp_path: Path) -> None
         relay = service.versions.ranker().relay
         await encoded(relay)
         user = UserKey("t", USER)
-        assert service.parts.histories.cache.last_known(user) is not None
+        assert await knows(client) == {"histories": True, "prefixes": True, "vectors": False}
+        assert not any((await knows(client, tenant="other")).values())
         assert await erase(client) == (204, [])
         assert service.parts.histories.cache.last_known(user) is None
+        assert await knows(client) == dict.fromkeys(("histories", "prefixes", "vectors"), False)
         async with client.get("/debug/bundle") as response:
             assert USER.encode() not in await response.read()
+
+
+async def test_vectors_that_were_trained_with_the_user_are_named(tmp_path: Path) -> None:
+    save(make_vectors(), tmp_path / "vectors")
+    async with serving(tmp_path, match={"vectors": str(tmp_path / "vectors")}) as (client, _):
+        assert await erase(client, KNOWN) == (202, ["vectors"])
+        assert await erase(client) == (204, [])
+
+
+@pytest.mark.parametrize("body", [b"{}", b"[", b'{"user_id": ""}', b'{"user_id": "a", "x": 1}'])
+async def test_a_question_about_nobody_is_refused(tmp_path: Path, body: bytes) -> None:
+    async with serving_fake(FakeService({})) as (client, _):
+        headers = {"Content-Type": "application/json"}
+        async with client.post("/debug/user", data=body, headers=headers) as response:
+            assert response.status in (400, 422)

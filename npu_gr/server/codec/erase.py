@@ -1,6 +1,6 @@
 """The codec of erasures: DELETE /v1/users/{user_id}. The request is in the URL.
 
-204 without content says that nothing of the user is left; 202 names the places that still hold bytes of the user.
+204 without content says that nothing of the user is left; 202 names the places that still hold something of the user.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ def parse(parts: UrlParts, _config: ServerConfig) -> EraseRequest:
 
 
 class EraseBody(msgspec.Struct, frozen=True, kw_only=True):
-    """An erasure that goes on: nothing finds the user any more, and the instance overwrites what is left."""
+    """An erasure that goes on: the store and the tiers have forgotten the user, and these places hold something yet."""
 
     request_id: str
-    pending: list[str]  # store, recordings: whose files still hold bytes of the user
+    pending: list[str]  # store, recordings: the instance removes the bytes; vectors: made without the user next
 
 
 def render(answer: EraseAnswer, request_id: str, _media: str) -> EraseBody | None:
