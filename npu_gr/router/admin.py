@@ -17,7 +17,7 @@ from npu_gr.core.errors import BadRequest, NpuGrError
 from npu_gr.metrics import status
 from npu_gr.router.instance import InstanceState
 from npu_gr.router.router import Router
-from npu_gr.server.codec.admin import NamedUserBody
+from npu_gr.server.codec.fields import UserBody
 from npu_gr.server.debug.routes import DebugRoutes
 from npu_gr.server.problem import from_error
 
@@ -54,7 +54,7 @@ def build_admin_app(router: Router) -> web.Application:
 
     async def user(request: web.Request) -> web.Response:
         try:
-            body = msgspec.json.decode(await request.read(), type=NamedUserBody)
+            body = msgspec.json.decode(await request.read(), type=UserBody)
         except (msgspec.MsgspecError, ValueError) as error:
             raise BadRequest(f"body: {error}") from error
         return _json({"places": {"placements": router.members.knows(body.user_id.encode())}})

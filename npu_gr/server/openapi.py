@@ -11,8 +11,9 @@ from npu_gr import __version__
 from npu_gr.core.kinds import KINDS, Kind
 from npu_gr.replay.recorder import RecordOrder, RecordStatus
 from npu_gr.server.codec import CODECS
-from npu_gr.server.codec.admin import CatalogueItemsBody, CatalogueOut, NamedUserBody, VectorsOut
+from npu_gr.server.codec.admin import CatalogueItemsBody, CatalogueOut, VectorsOut
 from npu_gr.server.codec.base import Codec
+from npu_gr.server.codec.fields import UserBody
 from npu_gr.server.codec.media import JSON, MSGPACK
 from npu_gr.server.debug.profile import MAX_S, MIN_S
 from npu_gr.server.debug.routes import DEFAULT_S
@@ -69,7 +70,7 @@ class _Schemas:
     def __init__(self) -> None:
         codecs = [CODECS[name] for name in KINDS]
         structs = [struct for codec in codecs for struct in (codec.body, codec.answer, codec.begun) if struct]
-        structs += [CatalogueItemsBody, NamedUserBody, CatalogueOut, VectorsOut, Problem, RecordOrder, RecordStatus]
+        structs += [CatalogueItemsBody, UserBody, CatalogueOut, VectorsOut, Problem, RecordOrder, RecordStatus]
         refs, components = msgspec.json.schema_components(structs, ref_template="#/components/schemas/{name}")
         self.components = components
         self._refs = dict(zip(structs, refs, strict=True))
@@ -219,7 +220,7 @@ def _observability_paths(schemas: _Schemas) -> _Json:
     known: _Json = {
         "operationId": "knowsUser",
         "summary": "Which memory of this process knows a user.",
-        "requestBody": {"required": True, "content": schemas.any_media(NamedUserBody)},
+        "requestBody": {"required": True, "content": schemas.any_media(UserBody)},
         "responses": {
             "200": {"description": "Yes or no, for each place.", "content": {JSON: {}}},
             **schemas.errors("400", "401", "413", "415", "422"),

@@ -8,15 +8,8 @@ from typing import Annotated
 import msgspec
 
 from npu_gr.core.request import CatalogueChange, CatalogueInfo, NewItem, VectorsInfo
-from npu_gr.server.codec.fields import Column, Name, Tenant, Value, optional_ids
+from npu_gr.server.codec.fields import Column, Name, Value, optional_ids
 from npu_gr.server.config import ServerConfig
-
-
-class NamedUserBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Names a user."""
-
-    user_id: Name
-    tenant: Tenant = ""
 
 
 class NewItemBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False):

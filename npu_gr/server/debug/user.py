@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from aiohttp import web
 
-from npu_gr.core.request import UserKey
-from npu_gr.server.codec.admin import NamedUserBody
+from npu_gr.server.codec.fields import UserBody
 from npu_gr.server.codec.media import decode
 from npu_gr.server.responses import json_response
 from npu_gr.server.service_protocol import ServiceProtocol
@@ -21,5 +20,5 @@ class UserRoutes:
         return [web.post("/debug/user", self._known)]
 
     async def _known(self, request: web.Request) -> web.Response:
-        body = decode(await request.read(), request.content_type, NamedUserBody)
-        return json_response({"places": self._service.knows(UserKey(body.tenant, body.user_id))})
+        body = decode(await request.read(), request.content_type, UserBody)
+        return json_response({"places": self._service.knows(body.user)})
