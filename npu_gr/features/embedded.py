@@ -232,7 +232,7 @@ class EmbeddedStore:
         try:
             is_done = self._overwrites.run(self._writer)
             result = "ok" if is_done else "held"
-        except (sqlite3.Error, OSError) as error:
+        except Exception as error:  # noqa: BLE001  (the thread outlives every job)
             log.error("history store %s: deleted rows are not overwritten yet: %s", self._path, error)
             is_done, result = False, "failed"
         self.health.overwrites[result] += 1

@@ -95,7 +95,10 @@ class RowOverwrites:
                 return False
             for page in self._pages:
                 start = (page - 1) * page_bytes
-                room = _room(os.pread(self._file, page_bytes, start), is_first=page == 1)
+                data = os.pread(self._file, page_bytes, start)
+                if len(data) < page_bytes:  # a damaged log may name any page
+                    continue
+                room = _room(data, is_first=page == 1)
                 if room is not None:
                     first, zeros = room
                     os.pwrite(self._file, zeros, start + first)
@@ -139,7 +142,8 @@ def _checkpoint(db: sqlite3.Connection, mode: str) -> bool:
 def _room(page: bytes, is_first: bool) -> tuple[int, bytes] | None:
     """Where a page of a tree has room that is not zeros, and the zeros; None if there is nothing to do."""
     at = 100 if is_first else 0  # the file's header
-    if len(page) <= at or (header_bytes := _TREE_PAGES.get(page[at])) is None:
+    header_bytes = _TREE_PAGES.get(page[at])
+    if header_bytes is None:
         return None
     num_cells, cells_at = struct.unpack(">HH", page[at + 3 : at + 7])
     first = at + header_bytes + 2 * num_cells

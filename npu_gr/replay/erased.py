@@ -13,6 +13,7 @@ import fcntl
 import hashlib
 import os
 import secrets
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,7 +25,9 @@ from npu_gr.core.private import make_private, open_private
 from npu_gr.core.request import UserKey
 
 LIST = "erased.jsonl"
-_LOCK = ".erased.lock"
+_LOCK = ".erased.lock"  # held for as long as one small file takes
+_TRIES = 100
+_TRY_S = 0.05
 
 
 class _Salt(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -42,16 +45,12 @@ class ErasedUsers:
     def __init__(self, salt: str = "", until: Mapping[str, float] | None = None) -> None:
         self._salt = bytes.fromhex(salt)
         self.until: Mapping[str, float] = until or {}  # hash of a user -> unix seconds
-        self._known: dict[UserKey, float] = {}
 
     def hides(self, names: UserKey, ts: float) -> bool:
         """Whether a record with these names, of this time, is erased."""
         if not self.until:
             return False
-        until = self._known.get(names)
-        if until is None:
-            until = self._known[names] = self.until.get(_who(self._salt, names), float("-inf"))
-        return ts <= until
+        return ts <= self.until.get(_who(self._salt, names), float("-inf"))
 
 
 def read(folder: Path) -> ErasedUsers:
@@ -144,11 +143,21 @@ def sync_folder(folder: Path) -> None:
         os.close(handle)
 
 
+def _lock(handle: int, folder: Path) -> None:
+    for _ in range(_TRIES):
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            time.sleep(_TRY_S)
+    raise DataError(f"{folder / LIST}: another process has held it for {_TRIES * _TRY_S:g} s")
+
+
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
     handle = open_private(folder / _LOCK)
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX)
+        _lock(handle, folder)
         yield
     finally:
         os.close(handle)

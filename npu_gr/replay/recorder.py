@@ -248,17 +248,20 @@ class Recorder:
         self._erased[unnamed] = at
         while next(iter(self._erased.values())) < at - KEPT_S:
             del self._erased[next(iter(self._erased))]
-        if not self._was_on and not await asyncio.to_thread(self._files):
-            return False
         try:
-            await asyncio.to_thread(self._list, user, at)
+            is_listed = await asyncio.to_thread(self._list, user, at)
         except (OSError, DataError) as error:
             raise Unavailable(f"the recordings cannot forget the user: {error}; ask again") from error
-        self.purger.listed(at)
-        return True
+        if is_listed:
+            self.purger.listed(at)
+        return is_listed
 
-    def _list(self, user: UserKey, at: float) -> None:
+    def _list(self, user: UserKey, at: float) -> bool:
+        """Add the user to the list of the folder, unless it holds nothing."""
+        if not self._folder.is_dir() or not (self._was_on or self._files()):
+            return False
         erased.add(self._folder, names_of(user, self._folder, self._key), at)
+        return True
 
     def status(self) -> RecordStatus:
         """For people. It lists the folder, so call it from another thread than the event loop's."""

@@ -160,6 +160,19 @@ async def test_what_a_process_did_not_overwrite_before_it_died_the_next_one_does
     assert check(tmp_path / "h.db").num_damaged == 0
 
 
+async def test_a_log_of_nonsense_names_no_page_that_is_changed(tmp_path: Path) -> None:
+    store = store_in(tmp_path)
+    known = await filled(store, 20, 1)
+    await store.close()
+    (tmp_path / "h.db-wal").write_bytes(random.Random(1).randbytes(100_000))
+    store = store_in(tmp_path)
+    for name, events in known.items():
+        assert len((await store.read(UserKey("t", name), 700)).events) == len(events)
+    assert await store.erase(UserKey("t", "nobody"))
+    await store.close()
+    assert check(tmp_path / "h.db").num_damaged == 0
+
+
 async def test_a_repaired_store_can_forget_its_users(tmp_path: Path) -> None:
     store = store_in(tmp_path / "old")
     known = await filled(store, 120, 3)

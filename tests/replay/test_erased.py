@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -268,3 +269,17 @@ def test_the_process_says_how_it_ended(tmp_path: Path) -> None:
     assert ended() == purge.HELD
     (tmp_path / erased.LIST).write_bytes(b"x\n")
     assert ended() == 1
+
+
+async def test_a_list_that_somebody_holds_is_no_wait_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recorded(tmp_path)
+    monkeypatch.setattr(erased, "_TRIES", 2)
+    one = Recorder(RecordConfig(folder=str(tmp_path)))
+    with erased._locked(tmp_path), pytest.raises(Unavailable, match="another process has held it"):
+        await one.erase(UserKey("", "anna"))
+
+
+async def test_a_folder_that_somebody_has_removed_holds_nothing(tmp_path: Path) -> None:
+    one = Recorder(RecordConfig(folder=str(tmp_path / "r"), enabled=True))
+    shutil.rmtree(tmp_path / "r")
+    assert not await one.erase(UserKey("", "anna"))

@@ -72,7 +72,9 @@ def test_the_embedded_store(tmp_path: Path) -> None:
     stored(tmp_path, lambda store: store.append(USER, events(30), "once"))
     code, found = checked(config)
     assert (code, found["found"]) == (1, ["h.db", "h.db"])  # rows, bytes
+    before = {path.name for path in tmp_path.iterdir()}
     assert checked(config, tenant="other")[0] == 0
+    assert {path.name for path in tmp_path.iterdir()} == before  # nothing is made beside the store
     shutil.copy(tmp_path / "h.db", tmp_path / "h.db.backup")
     stored(tmp_path, lambda store: store.erase(USER))
     code, found = checked(config)
@@ -141,6 +143,7 @@ def test_vectors_that_were_trained_with_the_user(tmp_path: Path) -> None:
     config = configured(tmp_path, match={"vectors": str(tmp_path / "vectors")})
     code, found = checked(config, user=KNOWN, tenant="")
     assert (code, found["found"]) == (1, ["vectors.safetensors"])
+    assert (tmp_path / "vectors" / "vectors.safetensors").stat().st_mode & 0o777 == 0o600
     assert checked(config, user="somebody-else")[0] == 0
 
 
