@@ -128,8 +128,10 @@ def _embedded(path: Path, user: UserKey) -> list[Searched]:
 
 def _rows(path: Path, user: UserKey) -> Searched:
     num = 0
+    is_in_use = path.with_name(path.name + "-wal").exists()
+    options = "mode=ro" if is_in_use else "mode=ro&immutable=1"  # which makes no files beside a store at rest
     try:
-        with closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True, isolation_level=None)) as db:
+        with closing(sqlite3.connect(f"{path.absolute().as_uri()}?{options}", uri=True, isolation_level=None)) as db:
             for table in ("users", "chunks", "keys"):
                 sql = f"SELECT count(*) FROM {table} WHERE user = ?"  # the names are those above
                 num += db.execute(sql, (key_bytes(user),)).fetchone()[0]

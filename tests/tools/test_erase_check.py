@@ -7,6 +7,8 @@ import gzip
 import json
 import shutil
 import sqlite3
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -70,9 +72,9 @@ def test_the_embedded_store(tmp_path: Path) -> None:
     config = configured(tmp_path, features={"path": str(tmp_path / "h.db")})
     assert checked(config) == (2, {"found": [], "not found": [], "not searched": ["h.db"]})
     stored(tmp_path, lambda store: store.append(USER, events(30), "once"))
+    before = {path.name for path in tmp_path.iterdir()}
     code, found = checked(config)
     assert (code, found["found"]) == (1, ["h.db", "h.db"])  # rows, bytes
-    before = {path.name for path in tmp_path.iterdir()}
     assert checked(config, tenant="other")[0] == 0
     assert {path.name for path in tmp_path.iterdir()} == before  # nothing is made beside the store
     shutil.copy(tmp_path / "h.db", tmp_path / "h.db.backup")
@@ -81,6 +83,32 @@ def test_the_embedded_store(tmp_path: Path) -> None:
     assert (code, found["found"]) == (1, ["h.db.backup"])
     (tmp_path / "h.db.backup").unlink()
     assert checked(config)[0] == 0
+
+
+def test_a_store_that_runs_is_searched_with_its_log(tmp_path: Path) -> None:
+    config = configured(tmp_path, features={"path": str(tmp_path / "a #1%?" / "h.db")})
+    code = "import asyncio, sys; from tests.tools.test_erase_check import appended; asyncio.run(appended(sys.argv[1]))"
+    with subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path / "a #1%?" / "h.db")],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        cwd=Path(__file__).parents[2],
+    ) as running:
+        assert running.stdout is not None
+        assert running.stdin is not None
+        assert running.stdout.readline() == b"ready\n"
+        code_, found = checked(config)
+        assert (code_, found["found"]) == (1, ["h.db", "h.db-wal"])  # rows; bytes in the log alone
+        running.stdin.close()
+
+
+async def appended(path: str) -> None:
+    """Hold a store open, with a user who is in its log, until standard input ends."""
+    store = EmbeddedStore(HistoryConfig(path=path, check_s=0))
+    await store.append(USER, events(30))
+    print("ready", flush=True)  # noqa: T201
+    await asyncio.to_thread(sys.stdin.read)
+    await store.close()
 
 
 def test_rows_that_were_deleted_without_being_overwritten(tmp_path: Path) -> None:
