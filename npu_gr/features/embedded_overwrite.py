@@ -47,7 +47,7 @@ class RowOverwrites:
         self._path = path
         self._log_path = path.with_name(path.name + "-wal")
         self._file = open_private(path)
-        self._pages = self._logged()  # of a process that died; SQLite brings them into the file, or the next run does
+        self._pages: set[int] = set()  # that the log has named since the last run that was completed
 
     def close(self) -> None:
         """Close the file."""

@@ -159,9 +159,11 @@ def test_a_list_that_was_cut_counts_what_was_acknowledged_and_a_damaged_one_hide
     path = recorded(tmp_path, users="clear")
     erase(tmp_path, "anna", "bert")
     listed = tmp_path / erased.LIST
-    listed.write_bytes(listed.read_bytes()[:-5])
+    listed.write_bytes(listed.read_bytes()[:-5] + b" " * 500)
     assert {record.user_id for record in read(path)} == {"bert", "carl"}
     erase(tmp_path, "carl")
+    assert listed.read_bytes().count(b"\n") == 3
+    assert listed.read_bytes().endswith(b"}\n")
     assert {record.user_id for record in read(path)} == {"bert"}
     listed.write_bytes(listed.read_bytes().replace(b'"who"', b'"wo"'))
     with pytest.raises(DataError, match="nobody knows whose records are erased"):
