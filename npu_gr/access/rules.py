@@ -46,6 +46,7 @@ _OTHERS: dict[tuple[str, str], Rule] = {
     ("GET", "/debug/stacks"): _ADMIN,
     ("GET", "/debug/profile"): _ADMIN,
     ("GET", "/debug/bundle"): _ADMIN,
+    ("POST", "/debug/user"): _ADMIN,
     ("GET", "/debug/record"): _ADMIN,
     ("POST", "/debug/record"): _ADMIN,
     ("DELETE", "/debug/record"): _ADMIN,

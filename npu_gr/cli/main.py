@@ -10,6 +10,7 @@ import click
 from npu_gr import __version__
 from npu_gr.cli.bench import bench
 from npu_gr.cli.data import load
+from npu_gr.cli.erase_check import erase_check
 from npu_gr.cli.fleet import fleet
 from npu_gr.cli.keys import keys
 from npu_gr.cli.replay import record, replay
@@ -46,7 +47,7 @@ def main(log_level: str) -> None:
 
 for _command in (
     *(serve, route, check_config, keys, fleet),
-    *(train, load, store, replay, record),
+    *(train, load, store, replay, record, erase_check),
     *(simulate, bench, calibrate, doctor),
     *(dashboards, bundle, judge, demo, monitor),
 ):

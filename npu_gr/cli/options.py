@@ -35,7 +35,7 @@ class RunByDefault(click.Group):
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Insert `run` if no command is named."""
-        if args and args[0] not in self.commands and args[0] not in ("--help", "-h"):
+        if not args or args[0] not in (*self.commands, "--help", "-h"):
             args = ["run", *args]
         return super().parse_args(ctx, args)
 

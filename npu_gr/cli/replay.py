@@ -320,7 +320,12 @@ def _vocabulary(checkpoint: Path | None, log: Interactions) -> ModelVocabulary:
     return ModelVocabulary(item_ids=found.item_ids, action_values=found.action_values)
 
 
-@click.command()
+@click.group(cls=RunByDefault)
+def record() -> None:
+    """Record a running service's requests (`run`, which may be left out), or remove erased users from recordings."""
+
+
+@record.command("run")
 @click.option("--url", default="http://127.0.0.1:8081", show_default=True, help="Admin address of an instance.")
 @click.option("--seconds", default=600.0, show_default=True, type=click.FloatRange(min=0, min_open=True))
 @click.option(
@@ -328,7 +333,7 @@ def _vocabulary(checkpoint: Path | None, log: Interactions) -> ModelVocabulary:
 )
 @click.option("--status", is_flag=True, help="Only show the recorder's status.")
 @API_KEY
-def record(url: str, seconds: float, sample: float, status: bool, api_key: str | None) -> None:
+def record_command(url: str, seconds: float, sample: float, status: bool, api_key: str | None) -> None:
     """Record a running service's requests into its `record.folder`. Ctrl-C ends the recording early.
 
     The service's configuration needs a section `record`, which also says whether identities are hashed.
@@ -350,3 +355,27 @@ def record(url: str, seconds: float, sample: float, status: bool, api_key: str |
     tell(found)
     for file in found["files"]:
         click.echo(file)
+
+
+@record.command("purge")
+@click.argument("folder", type=FILE)
+def purge_command(folder: Path) -> None:
+    """Remove the records of erased users from the recordings in FOLDER now. An instance may be writing there.
+
+    Readers leave these records out as soon as the user is erased, and an instance removes them by itself within some
+    hours. Exit code: 0 = all are removed, 1 = a file could not be written anew, 2 = nothing could be done, 3 = a file
+    that is being written may hold some.
+    """
+    from npu_gr.replay.purge import HELD, purge
+
+    try:
+        done = purge(folder)
+    except OSError as error:
+        raise DataError(f"{folder}: {error.strerror}") from error
+    click.echo(
+        f"{done.num_files} files read, {done.num_rewritten} written anew: {done.num_removed} records removed, "
+        f"{done.num_unreadable} lines that were no records; {done.num_left} names are left"
+    )
+    for message in done.failed:
+        click.echo(message, err=True)
+    sys.exit(1 if done.failed else HELD if done.num_left else 0)

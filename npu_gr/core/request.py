@@ -525,10 +525,17 @@ class EraseRequest:
     user: UserKey
 
 
+# Places that may hold something of an erased user for a while.
+STORE = "store"
+RECORDINGS = "recordings"
+VECTORS = "vectors"  # until they are made without the user: a file of the operator's, which still answers matches
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EraseAnswer:
-    """The confirmation that nothing of the user is left."""
+    """The confirmation that nothing finds the user any more."""
 
+    pending: tuple[str, ...] = ()  # places that still hold something of the user
     stages_s: dict[str, float] = field(default_factory=dict)
 
     @property
@@ -536,7 +543,7 @@ class EraseAnswer:
         return ""
 
     def log_fields(self) -> dict[str, Any]:
-        return {}
+        return {"pending": list(self.pending)} if self.pending else {}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, field
 from typing import Annotated, Literal, NamedTuple, Protocol
 
 import msgspec
@@ -68,6 +69,8 @@ class StoreHealth:
     free_bytes: int | None = None  # that its file system has left; None = it has no file here
     disk_bytes: int | None = None  # size of that file system
     damaged: int | None = None  # places that the check at the start found; None = there was none
+    erased_at: float | None = None  # unix seconds of the oldest erasure that is not overwritten yet; None = all are
+    overwrites: Counter[str] = field(default_factory=Counter)  # runs by their result: ok, held (by a reader), failed
 
 
 class HistoryStore(Protocol):
@@ -102,8 +105,13 @@ class HistoryStore(Protocol):
         """The newest `last` >= 0 events, oldest first; none for an unknown user."""
         ...
 
-    async def erase(self, user: UserKey) -> None:
-        """Forget the user."""
+    async def erase(self, user: UserKey) -> bool:
+        """Forget the user, durably.
+
+        Returns:
+            Whether no byte of the user is left in the store's files here. False: no call finds the user any more, and
+            the store overwrites what is left when it can.
+        """
         ...
 
     async def close(self) -> None:

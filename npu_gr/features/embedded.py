@@ -1,9 +1,10 @@
 """The embedded history store: SQLite in WAL mode, one file, one process.
 
 Appends go to one writer thread, which commits all that have gathered in one transaction: concurrent appends share an
-fsync, and each is acknowledged only after it. A job that fails is undone alone. Reads have a connection and a thread of
-their own, so a read never waits for an append. Events lie in chunks of `CHUNK`, so an append rewrites at most one chunk
-of its user.
+fsync, and each is acknowledged only after it. A job that fails is undone alone. What an erasure deletes is overwritten
+before the erasure is acknowledged (`embedded_overwrite`), once for all erasures of a group. Reads have a connection and
+a thread of their own, so a read never waits for an append. Events lie in chunks of `CHUNK`, so an append rewrites at
+most one chunk of its user.
 """
 
 from __future__ import annotations
@@ -17,15 +18,17 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from npu_gr.core.errors import ConfigError, StoreFailed
+from npu_gr.core.private import warn_if_shared
 from npu_gr.core.request import Events, UserKey
 from npu_gr.features import embedded_file as file
 from npu_gr.features.base import HistoryConfig, IdempotencyKey, StoredHistory, StoreHealth, key_bytes
 from npu_gr.features.embedded_check import quick_check
+from npu_gr.features.embedded_overwrite import MAX_LOG_BYTES, RowOverwrites
 
 log = logging.getLogger(__name__)
 
@@ -36,6 +39,7 @@ SAMPLE_S = 2.0  # between two looks at the space that the disk has left
 class _Job(NamedTuple):
     work: Callable[[sqlite3.Connection], Any]
     done: Future[Any]
+    erases: bool = False  # done when what it deleted is overwritten, or cannot be overwritten yet
 
 
 class _Undone(NamedTuple):
@@ -64,6 +68,11 @@ class EmbeddedStore:
         with ExitStack() as files:
             files.enter_context(file.lock(self._path))
             try:
+                self._overwrites = files.enter_context(closing(RowOverwrites(self._path)))
+            except OSError as error:
+                raise ConfigError(f"features.path: {self._path} cannot be used: {error.strerror}") from error
+            warn_if_shared(*(self._path.with_name(self._path.name + end) for end in ("", "-wal", "-shm")))
+            try:
                 self._writer = file.connect(self._path, files)
                 file.prepare(self._writer)
                 self._reader = file.connect(self._path, files)
@@ -76,6 +85,8 @@ class EmbeddedStore:
         self._sample_disk()
         if config.check_s:
             self.health.damaged = quick_check(self._reader, self._path, config.check_s)
+        self._max_log_bytes = MAX_LOG_BYTES
+        self._erased: list[_Job] = []  # committed, not overwritten, and not answered; the writer's thread only
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._write, name="npu_gr-history", daemon=True)
         self._thread.start()
@@ -110,9 +121,9 @@ class EmbeddedStore:
         except sqlite3.Error as error:
             raise file.failed("read", error) from error
 
-    async def erase(self, user: UserKey) -> None:
+    async def erase(self, user: UserKey) -> bool:
         key = key_bytes(user)
-        await self._submit(lambda db: file.erase(db, key))
+        return bool(await self._submit(lambda db: file.erase(db, key), erases=True))
 
     async def close(self) -> None:
         """Finish and close; a thread does it, so it also happens if the caller is cancelled."""
@@ -136,10 +147,10 @@ class EmbeddedStore:
 
     # ---- the writer's thread
 
-    async def _submit(self, work: Callable[[sqlite3.Connection], Any]) -> Any:
+    async def _submit(self, work: Callable[[sqlite3.Connection], Any], erases: bool = False) -> Any:
         if self._is_closed:
             raise StoreFailed("the history store is closed")
-        job = _Job(work, Future())
+        job = _Job(work, Future(), erases)
         self._jobs.put(job)
         done = asyncio.wrap_future(job.done)
         done.add_done_callback(_look_at)
@@ -152,13 +163,19 @@ class EmbeddedStore:
     def _write(self) -> None:
         stopping = False
         sampled_at = time.monotonic()
+        self._overwrite()  # the log of a process that died
         while not stopping:
             group, stopping = self._gather()
             if group:
                 self._commit(group)
-            if time.monotonic() - sampled_at >= SAMPLE_S:
+            is_due = time.monotonic() - sampled_at >= SAMPLE_S
+            is_late = is_due and self.health.erased_at is not None
+            if self._erased or is_late or self._overwrites.log_bytes > self._max_log_bytes:
+                self._overwrite()
+            if is_due:
                 self._sample_disk()
                 sampled_at = time.monotonic()
+        self._overwrite()  # else SQLite brings the log into the file itself, when the connections are closed
 
     def _gather(self) -> tuple[list[_Job], bool]:
         """The next job and those that wait behind it, `MAX_GROUP` at most; and whether the store is being closed.
@@ -202,8 +219,33 @@ class EmbeddedStore:
         for job, result in zip(group, results, strict=True):
             if isinstance(result, _Undone):
                 job.done.set_exception(result.error)
+            elif job.erases:
+                self._erased.append(job)
             else:
                 job.done.set_result(result)
+
+    def _overwrite(self) -> None:
+        """Overwrite what was deleted, and answer the erasures that wait for it, once for all of them.
+
+        What cannot be done now, because a reader holds the log or the disk refuses, is tried again every `SAMPLE_S`.
+        """
+        try:
+            is_done = self._overwrites.run(self._writer)
+            result = "ok" if is_done else "held"
+        except Exception as error:  # noqa: BLE001  (the thread outlives every job)
+            log.error("history store %s: deleted rows are not overwritten yet: %s", self._path, error)
+            is_done, result = False, "failed"
+        self.health.overwrites[result] += 1
+        if is_done:
+            self.health.erased_at = None
+            self._max_log_bytes = MAX_LOG_BYTES
+        else:
+            self._max_log_bytes = self._overwrites.log_bytes + MAX_LOG_BYTES
+            if self._erased and self.health.erased_at is None:
+                self.health.erased_at = time.time()
+        for job in self._erased:
+            job.done.set_result(is_done)
+        self._erased.clear()
 
     def _attempt(self, job: _Job) -> Any:
         """Do one job, or undo it alone. Raises where SQLite has given up the whole transaction."""

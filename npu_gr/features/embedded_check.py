@@ -23,6 +23,7 @@ from npu_gr.features import embedded_file as file
 from npu_gr.features.base import EVENT, MAX_EVENTS, unpack
 from npu_gr.features.damage import Found
 from npu_gr.features.embedded_file import CHUNK
+from npu_gr.features.embedded_overwrite import RowOverwrites
 
 log = logging.getLogger(__name__)
 
@@ -161,11 +162,14 @@ def repair(path: Path, out: Path) -> Repaired:
     with ExitStack() as files:
         files.enter_context(file.lock(path))
         files.enter_context(file.lock(out))
-        folder = Path(files.enter_context(tempfile.TemporaryDirectory(dir=out.parent, prefix=out.name)))
+        folder = Path(files.enter_context(tempfile.TemporaryDirectory(dir=out.parent, prefix=f"{out.name}-copy-")))
         old = _open_copy(path, folder, files)
+        overwrites = files.enter_context(closing(RowOverwrites(out)))
         new = file.connect(out, files)
         file.prepare(new)
-        return _save(old, new)
+        done = _save(old, new)
+        overwrites.run(new)  # rows have moved between the pages of the new file, too
+        return done
 
 
 def _open_copy(path: Path, folder: Path, files: ExitStack) -> sqlite3.Connection:

@@ -11,12 +11,14 @@ they are written again.
 from __future__ import annotations
 
 import fcntl
+import os
 import sqlite3
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import IO, NamedTuple
 
 from npu_gr.core.errors import ConfigError, StoreFailed, StoreFault, Unprocessable
+from npu_gr.core.private import open_private
 from npu_gr.core.request import Events
 from npu_gr.features.base import EVENT, IdempotencyKey, StoredHistory, pack, unpack
 from npu_gr.features.checksum import check_row, damaged, row_sum
@@ -52,7 +54,7 @@ def lock(path: Path) -> IO[str]:
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        held = path.with_name(path.name + ".lock").open("w")
+        held = os.fdopen(open_private(path.with_name(path.name + ".lock")), "w")
         try:
             fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
@@ -66,10 +68,12 @@ def lock(path: Path) -> IO[str]:
 
 
 def connect(path: Path, files: ExitStack) -> sqlite3.Connection:
-    """Connect; `files` closes the connection."""
+    """Connect; `files` closes the connection. The file exists: its log gets its mode."""
     connection = files.enter_context(closing(sqlite3.connect(path, isolation_level=None, check_same_thread=False)))
     connection.execute("PRAGMA journal_mode=WAL")
     connection.execute("PRAGMA synchronous=FULL")  # an fsync for each commit, which is the acknowledgement
+    connection.execute("PRAGMA secure_delete=ON")
+    connection.execute("PRAGMA wal_autocheckpoint=0")  # `embedded_overwrite` does it
     return connection
 
 

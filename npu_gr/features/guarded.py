@@ -252,8 +252,8 @@ class GuardedStore:
     async def read(self, user: UserKey, last: int) -> StoredHistory:
         return await self.reads.call("read", lambda: self._store.read(user, last))
 
-    async def erase(self, user: UserKey) -> None:
-        await self.writes.call("erase", lambda: self._store.erase(user))
+    async def erase(self, user: UserKey) -> bool:
+        return await self.writes.call("erase", lambda: self._store.erase(user))
 
     async def close(self) -> None:
         """Close the store, and end the calls that it did not end."""

@@ -64,6 +64,10 @@ class PrefixHistoryCache:
         first_index = self._first_index[user] if fingerprint == STORED else 0
         return StoredHistory(self._events[user, fingerprint], first_index)
 
+    def knows(self, user: UserKey) -> bool:
+        """Whether anything of the user is cached."""
+        return user in self._by_user
+
     def find(self, user: UserKey, fingerprint: str) -> Events | None:
         """The history with this fingerprint; None if it is not cached (any more)."""
         key = (user, fingerprint)

@@ -166,8 +166,13 @@ class RedisStore:
         first, data = answer
         return StoredHistory(unpack_checked(key_bytes(user), data), int(first))
 
-    async def erase(self, user: UserKey) -> None:
-        await self._run(self._client.delete(*_keys(user)))
+    async def erase(self, user: UserKey) -> bool:
+        await self._run(self._client.unlink(*_keys(user)))
+        return True  # there is no file of ours; what the server's own files keep until it rewrites them is its matter
+
+    async def num_keys(self, user: UserKey) -> int:
+        """Count the keys that exist of a user."""
+        return int(await self._run(self._client.exists(*_keys(user))))
 
     async def close(self) -> None:
         await self._client.aclose()

@@ -133,18 +133,26 @@ class Histories:
             raise Unprocessable("events: this instance has no history store (features.kind is none)")
         return await self.store.append(user, events, key)
 
-    async def erase(self, user: UserKey) -> None:
+    def knows(self, user: UserKey) -> bool:
+        """Whether this process remembers behaviours of the user. The store is not asked."""
+        return self.cache.knows(user)
+
+    async def erase(self, user: UserKey) -> bool:
         """Forget the user's behaviours, here and in the store.
+
+        Returns:
+            Whether no byte of them is left in the store; see `HistoryStore.erase`.
 
         Raises:
             StoreFailed: the store failed, or did not answer in time; then it may have forgotten the user, or will.
         """
         self._forget(user)
-        if self.store is not None:
-            try:
-                await self.store.erase(user)
-            finally:
-                self._forget(user)  # a request that came meanwhile may have read the store
+        if self.store is None:
+            return True
+        try:
+            return await self.store.erase(user)
+        finally:
+            self._forget(user)  # a request that came meanwhile may have read the store
 
     def _forget(self, user: UserKey) -> None:
         self._num_erasures += 1

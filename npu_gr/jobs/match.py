@@ -20,7 +20,7 @@ from npu_gr.backend.base import Backend
 from npu_gr.core.errors import ConfigError, DataError, NotFound, Unprocessable
 from npu_gr.core.kinds import MATCH
 from npu_gr.core.published import Published
-from npu_gr.core.request import I64, MatchAnswer, MatchRequest, VectorsInfo
+from npu_gr.core.request import I64, MatchAnswer, MatchRequest, UserKey, VectorsInfo
 from npu_gr.core.settings import Count
 from npu_gr.engine.job import NOTHING, Demand, JobResult
 from npu_gr.engine.scheduler import Scheduler
@@ -106,6 +106,12 @@ class ServedVectors:
         """
         self._versions.rollback()
         return self.info()
+
+    def knows(self, user: UserKey) -> bool:
+        """Whether a version that is kept was trained with the user."""
+        now = self._versions.now
+        kept = [now.current] + ([now.previous] if now.previous else [])
+        return any(version.matcher.knows(user) for version in kept)
 
     def info(self) -> VectorsInfo:
         """Describe the version in service."""

@@ -106,6 +106,10 @@ class PageTier(ABC, Generic[E]):
         found = list(self._users.matching(user, model_version, layout_id))
         return [entry for entry in found if self.get(entry.key) is entry]
 
+    def knows(self, user: UserKey) -> bool:
+        """Whether there are entries of a user, those being written too."""
+        return bool(self._users.of(user))
+
     def erase_user(self, user: UserKey) -> None:
         """Drop all entries of a user, those being written too. `on_erased` gets their pages as they come back."""
         for entry in self._users.of(user):

@@ -23,6 +23,10 @@ class Tiers(NamedTuple):
     pool: PrefixPool  # HBM
     dram: DramStore | None  # None = no second tier
 
+    def knows(self, user: UserKey) -> bool:
+        """Whether a tier has entries of a user, those being written too."""
+        return self.pool.knows(user) or (self.dram is not None and self.dram.knows(user))
+
     def erase_user(self, user: UserKey) -> None:
         """Drop all entries of a user in both tiers."""
         self.pool.erase_user(user)

@@ -73,6 +73,10 @@ class Matcher:
         places[places == len(known)] = 0
         return np.unique(places[known[places] == item_ids])
 
+    def knows(self, user: UserKey) -> bool:
+        """Whether the vectors have a row of the user."""
+        return user in self._rows
+
     def search_for(
         self,
         user: UserKey,

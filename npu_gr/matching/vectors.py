@@ -20,6 +20,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
 from npu_gr.core.errors import DataError
+from npu_gr.core.private import make_private
 from npu_gr.core.request import F32, I64, UserKey
 from npu_gr.matching.fold import Activation, Folding, Norm
 
@@ -102,6 +103,7 @@ def save(vectors: Vectors, folder: Path) -> str:
     manifest = folder / "manifest.json"
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        make_private(path.with_suffix(".tmp"))  # it names users
         save_file(tensors, path.with_suffix(".tmp"))
         about = _Manifest(
             format=FORMAT,

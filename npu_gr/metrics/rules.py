@@ -160,6 +160,14 @@ CAUSES = (
         summary="The history store of {{ $labels.instance }} has damaged entries; their users are answered without.",
     ),
     Cause(
+        alert="NpuGrErasureUnfinished",
+        runbook="erasure-unfinished",
+        expr="max by (instance, place) (npu_gr_erasure_pending_seconds) > 21600",
+        wait="10m",
+        page=False,
+        summary="{{ $labels.instance }}: its {{ $labels.place }} hold bytes of a user who was erased 6 hours ago.",
+    ),
+    Cause(
         alert="NpuGrHistoryDegraded",
         runbook="store-failing",
         expr=(

@@ -20,6 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from npu_gr.core.errors import CheckpointError
+from npu_gr.core.private import as_public_as
 from npu_gr.model.decoder import Decoder, DecoderConfig
 
 WEIGHTS = "model.safetensors"
@@ -222,6 +223,7 @@ def save(model: Decoder, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})  # which transformers asks for
         (folder / CONFIG).write_text(json.dumps(keys, indent=2) + "\n")
+        as_public_as(folder / WEIGHTS, folder / CONFIG)  # safetensors makes it 0600
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"checkpoint {folder}: cannot be written: {error}") from error
 

@@ -18,6 +18,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from npu_gr.core.errors import CheckpointError
+from npu_gr.core.private import as_public_as
 from npu_gr.core.request import I64
 from npu_gr.model.config import HSTUConfig, take_pinned, write_keys
 from npu_gr.model.hstu import HSTU
@@ -73,6 +74,7 @@ def save(checkpoint: Checkpoint, folder: Path) -> str:
         )
         text = msgspec.json.encode(msgspec.to_builtins(about) | {"model": write_keys(about.model)})
         manifest.with_suffix(".tmp").write_bytes(msgspec.json.format(text, indent=2) + b"\n")
+        as_public_as(weights.with_suffix(".tmp"), manifest.with_suffix(".tmp"))  # safetensors makes them 0600
         os.replace(weights.with_suffix(".tmp"), weights)
         os.replace(manifest.with_suffix(".tmp"), manifest)
     except (OSError, SafetensorError) as error:

@@ -253,6 +253,10 @@ class Relay(Generic[P]):
             await asyncio.sleep(0)  # their callbacks give the pages back
         await self._overwrites.finished()
 
+    def knows(self, user: UserKey) -> bool:
+        """Whether a tier, a producer or the signals know the user."""
+        return self.tiers.knows(user) or bool(self.producers.of(user)) or self._signals.knows(user)
+
     async def settled(self) -> None:
         """Wait until nothing is being produced, spilled or overwritten."""
         while len(self._background) or len(self._overwrites):

@@ -53,6 +53,10 @@ class LastSignals:
             return Reason.NO_SIGNAL
         return signal.refusal or Reason.EXPIRED
 
+    def knows(self, user: UserKey) -> bool:
+        """Whether a signal of the user is remembered."""
+        return user in self._last
+
     def forget(self, user: UserKey) -> None:
         """Forget a user's signal."""
         self._last.pop(user, None)

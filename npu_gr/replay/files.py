@@ -10,7 +10,7 @@ from __future__ import annotations
 import gzip
 import heapq
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from importlib import import_module
 from pathlib import Path
 from typing import IO, Any, Literal, cast
@@ -18,6 +18,9 @@ from typing import IO, Any, Literal, cast
 import msgspec
 
 from npu_gr.core.errors import DataError
+from npu_gr.core.private import make_private
+from npu_gr.core.request import UserKey
+from npu_gr.replay import erased
 from npu_gr.replay.log import QueryRecord
 from npu_gr.replay.parquet import read_rows, write_rows
 
@@ -38,6 +41,8 @@ class QueryLog:
         bad_lines: what to do at a line that is no record, or at an end that is missing. "fail" stops the reading with
             a DataError; "skip" counts it in `num_bad` and keeps the first `MAX_NAMED` reasons in `bad`.
 
+    Records of users who were erased since are left out, and counted in `num_erased`.
+
     Iterating raises DataError: names the file, the line and the reason.
     """
 
@@ -47,18 +52,29 @@ class QueryLog:
         self.path = path
         self._bad_lines = bad_lines
         self.num_bad = 0
+        self.num_erased = 0
         self.bad: list[str] = []
         self.read_ratio = 0.0  # of the file's bytes; for progress bars
 
     def __iter__(self) -> Iterator[QueryRecord]:
         self.num_bad = 0
+        self.num_erased = 0
         self.bad = []
         self.read_ratio = 0.0
         if self.path.suffix == ".parquet":
             numbered = read_rows(self.path, self._reject, self._set_read_ratio)
         else:
             numbered = self._parsed()
-        return _in_time_order(self.path, numbered)
+        return _in_time_order(self.path, self._not_erased(numbered))
+
+    def _not_erased(self, numbered: Iterator[tuple[int, QueryRecord]]) -> Iterator[tuple[int, QueryRecord]]:
+        """Leave out the users who were erased since: the list beside the file says who."""
+        listed = erased.read(self.path.parent)
+        for number, record in numbered:
+            if listed.hides(UserKey(record.tenant, record.user_id), record.ts):
+                self.num_erased += 1
+            else:
+                yield number, record
 
     def _set_read_ratio(self, ratio: float) -> None:
         self.read_ratio = ratio
@@ -76,7 +92,7 @@ class QueryLog:
         decode = msgspec.json.Decoder(QueryRecord).decode
         number = 0
         try:
-            for number, line in enumerate(self._lines(), 1):
+            for number, line in enumerate(raw_lines(self.path, self._set_read_ratio), 1):
                 if not line.strip():
                     continue
                 try:
@@ -90,17 +106,29 @@ class QueryLog:
                 raise DataError(f"{self.path}: {error.strerror}") from error
             self._reject(number + 1, error)
 
-    def _lines(self) -> Iterator[bytes]:
-        """Lines without their ends; the last line may have none."""
-        size = max(self.path.stat().st_size, 1)
-        with self.path.open("rb") as file:
-            rest = b""
-            for chunk in _unpacked(file, self.path):
-                self.read_ratio = file.tell() / size
-                *lines, rest = (rest + chunk).split(b"\n")
-                yield from lines
-            if rest:
-                yield rest
+
+def raw_lines(
+    path: Path, on_progress: Callable[[float], None] = lambda _ratio: None, suffix: str | None = None
+) -> Iterator[bytes]:
+    """Read the lines of a JSONL file, unpacked, without their ends; the last line may have none.
+
+    Args:
+        path: .jsonl, .jsonl.gz or .jsonl.zst.
+        on_progress: called with the share of the file's bytes that was read.
+        suffix: says how the file is packed, where its own suffix does not.
+
+    Raises:
+        OSError, EOFError, zlib.error: the file is damaged, or its end is missing; the lines before were read.
+    """
+    size = max(path.stat().st_size, 1)
+    with path.open("rb") as file:
+        rest = b""
+        for chunk in _unpacked(file, path, path.suffix if suffix is None else suffix):
+            on_progress(file.tell() / size)
+            *lines, rest = (rest + chunk).split(b"\n")
+            yield from lines
+        if rest:
+            yield rest
 
 
 def read(path: Path, bad_lines: BadLines = "fail") -> Iterator[QueryRecord]:
@@ -134,6 +162,7 @@ def write(path: Path, records: Iterable[QueryRecord]) -> int:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.suffix == ".parquet":
+            make_private(beside)
             num_records = write_rows(beside, records)
         else:
             num_records = 0
@@ -150,7 +179,11 @@ def write(path: Path, records: Iterable[QueryRecord]) -> int:
 
 
 def create(path: Path, suffix: str) -> IO[bytes]:
-    """Open a new file that compresses what is written into it as `suffix` says: .gz, .zst, or not at all."""
+    """Open a new file that compresses what is written into it as `suffix` says: .gz, .zst, or not at all.
+
+    Only its owner may read it. What stood there before is deleted.
+    """
+    make_private(path)
     if suffix == ".gz":
         return cast(IO[bytes], gzip.open(path, "wb", compresslevel=3))
     if suffix == ".zst":
@@ -159,11 +192,11 @@ def create(path: Path, suffix: str) -> IO[bytes]:
     return path.open("wb")
 
 
-def _unpacked(file: IO[bytes], path: Path) -> Iterator[bytes]:
-    if path.suffix == ".zst":
+def _unpacked(file: IO[bytes], path: Path, suffix: str) -> Iterator[bytes]:
+    if suffix == ".zst":
         yield from _unzstd(file, _zstandard(path))
         return
-    source: Any = gzip.GzipFile(fileobj=file) if path.suffix == ".gz" else file
+    source: Any = gzip.GzipFile(fileobj=file) if suffix == ".gz" else file
     while chunk := source.read1(_CHUNK_BYTES):
         yield chunk
 

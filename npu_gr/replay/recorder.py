@@ -7,14 +7,14 @@ stay together.
 Invariants:
   I1  `offer` never waits, for the disk or for the thread
   I2  the queue holds at most `max_queue_bytes`, the folder at most `max_files` files
-  I3  every offered record is counted once: written, dropped or failed
+  I3  every offered record is counted once: written, dropped, failed or erased
 """
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import hashlib
-import hmac
 import logging
 import math
 import os
@@ -30,13 +30,17 @@ import msgspec
 import numpy as np
 import xxhash
 
-from npu_gr.core.errors import ConfigError, NotFound
+from npu_gr.core.errors import ConfigError, DataError, NotFound, Unavailable
 from npu_gr.core.kinds import KINDS, Scored
+from npu_gr.core.private import warn_if_shared
 from npu_gr.core.request import Answer, Events, EventsRequest, HistoryRef, Request, UserKey
 from npu_gr.core.settings import Count, Seconds
+from npu_gr.replay import erased
 from npu_gr.replay.digests import digest, raw
 from npu_gr.replay.fields import ANSWER_FIELDS, REQUEST_FIELDS, UNRANKED
+from npu_gr.replay.identity import made_key, names_of, read_key, recorded_as
 from npu_gr.replay.log import OPTIONS, LoggedAnswer, LoggedHistory, QueryRecord
+from npu_gr.replay.purger import Purger
 from npu_gr.replay.rotation import PATTERN, RotatingFile, name_leftovers
 
 log = logging.getLogger(__name__)
@@ -44,7 +48,7 @@ log = logging.getLogger(__name__)
 FLUSH_S = 1.0  # a crash loses at most the records of so long
 RECORD_BYTES = 1000  # of a queued request, beside its arrays: a generous guess
 EVENT_BYTES = 18  # item, action, timestamp
-MIN_KEY_BYTES = 16
+KEPT_S = 3600.0  # that an erasure is known to the recorder itself: longer than any request takes
 
 _Share = Annotated[float, msgspec.Meta(gt=0, le=1)]
 
@@ -55,13 +59,18 @@ class RecordConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     folder: str  # is made; its traffic-*.jsonl* files are ours
     enabled: bool = False  # from the start
     sample_ratio: _Share = 1.0  # of the users
-    hash_key_file: str | None = None  # users and tenants become HMAC-SHA256 by the key in this file
+    users: Literal["hashed", "clear"] = "hashed"  # hashed: users and tenants become HMAC-SHA256 by a key
+    hash_key_file: str | None = None  # holds the key; absent: `hash-key` in the folder, which is made
     scores: bool = False  # scores too, not only their digest
     suffix: Literal[".jsonl", ".jsonl.gz", ".jsonl.zst"] = ".jsonl.gz"
     max_queue_bytes: Count = 67_108_864  # that wait for the disk; more is dropped
     max_file_bytes: Count = 268_435_456  # then the next file begins
     max_file_s: Seconds = 3600.0
     max_files: Count = 24  # then the oldest is deleted
+
+    def __post_init__(self) -> None:
+        if self.users == "clear" and self.hash_key_file is not None:
+            raise ValueError("users: clear together with hash_key_file; give one of them")
 
 
 class RecordOrder(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -86,6 +95,7 @@ class RecordStatus(msgspec.Struct, frozen=True, kw_only=True):
     written: int
     dropped: int  # the queue was full
     failed: int  # the disk refused
+    erased: int  # their user was erased while they were queued
     queued_bytes: int
     files: list[str]  # newest last; `.part` is being written
 
@@ -139,7 +149,7 @@ class Recorder:
 
     Args:
         config: the section.
-        on_result: called with "written", "dropped" or "failed" and how many, from either thread.
+        on_result: called with "written", "dropped", "failed" or "erased" and how many, from either thread.
 
     Raises:
         ConfigError: the folder or the key cannot be used.
@@ -151,17 +161,20 @@ class Recorder:
         self._config = config
         self._on_result = on_result
         self._folder = Path(config.folder)
-        self._key = _read_key(config.hash_key_file)
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             _check_writable(self._folder)
+            self._key = _key(config)
             name_leftovers(self._folder)
+            warn_if_shared(*self._files())
         except OSError as error:
             raise ConfigError(f"record.folder: {config.folder}: {error.strerror}") from error
         self._queue: deque[tuple[int, RecordedRequest]] = deque()  # each with its bytes
         self._offered_bytes = 0  # written by the event loop's thread only
         self._taken_bytes = 0  # written by the recorder's thread only
-        self._num = {"written": 0, "dropped": 0, "failed": 0}
+        self._num = {"written": 0, "dropped": 0, "failed": 0, "erased": 0}
+        self._erased: dict[bytes, float] = {}  # `_unnamed` user -> unix seconds of an erasure, the oldest first
+        self._was_on = config.enabled
         self._wake = threading.Event()
         self._stopping = False
         self._threshold = 0  # a user whose 32-bit hash is below it is recorded; 0 = the recording is off
@@ -170,9 +183,11 @@ class Recorder:
         if config.enabled:
             self.switch_on(config.sample_ratio, None)
         self._thread = threading.Thread(target=self._run, name="recorder", daemon=True)
+        self.purger = Purger(self._folder)
 
     def __enter__(self) -> Self:
         self._thread.start()
+        self.purger.start()
         return self
 
     def __exit__(self, *_error: object) -> None:
@@ -180,11 +195,13 @@ class Recorder:
         self._stopping = True
         self._wake.set()
         self._thread.join()
+        self.purger.close()
 
     # ---- the event loop's side
 
     def switch_on(self, sample_ratio: float, duration_s: float | None) -> None:
         """Record this share of the users for `duration_s`, or until `switch_off` (None)."""
+        self._was_on = True
         self._ratio = sample_ratio
         self._threshold = round(sample_ratio * (1 << 32))
         self._ends_at = math.inf if duration_s is None else time.monotonic() + duration_s
@@ -215,6 +232,36 @@ class Recorder:
         self._offered_bytes += num_bytes
         self._queue.append((num_bytes, request))
         self._wake.set()
+
+    async def erase(self, user: UserKey) -> bool:
+        """Hide all records of the user that came up to now, queued ones too, and have them removed.
+
+        Returns:
+            Whether files may still hold bytes of the user.
+
+        Raises:
+            Unavailable: the list of erased users cannot be written; nothing that is on the disk is hidden.
+        """
+        at = time.time()
+        unnamed = _unnamed(user)
+        self._erased.pop(unnamed, None)
+        self._erased[unnamed] = at
+        while next(iter(self._erased.values())) < at - KEPT_S:
+            del self._erased[next(iter(self._erased))]
+        try:
+            is_listed = await asyncio.to_thread(self._list, user, at)
+        except (OSError, DataError) as error:
+            raise Unavailable(f"the recordings cannot forget the user: {error}; ask again") from error
+        if is_listed:
+            self.purger.listed(at)
+        return is_listed
+
+    def _list(self, user: UserKey, at: float) -> bool:
+        """Add the user to the list of the folder, unless it holds nothing."""
+        if not self._folder.is_dir() or not (self._was_on or self._files()):
+            return False
+        erased.add(self._folder, names_of(user, self._folder, self._key), at)
+        return True
 
     def status(self) -> RecordStatus:
         """For people. It lists the folder, so call it from another thread than the event loop's."""
@@ -248,7 +295,10 @@ class Recorder:
             num_bytes, request = self._queue.popleft()
             result = "written"
             try:
-                file.write(self._encode(request))
+                if self._erased and request.arrived_at <= self._erased.get(_unnamed(request.user), 0.0):
+                    result = "erased"
+                else:
+                    file.write(self._encode(request))
             except (OSError, ValueError) as error:
                 log.error("recording: %s", error)
                 result = "failed"
@@ -287,7 +337,7 @@ def record_of(recorded: RecordedRequest, key: bytes | None, keep_scores: bool) -
     """
     kind = recorded.kind
     request = recorded.request
-    user = recorded.user
+    names = recorded_as(recorded.user, key)
     own = REQUEST_FIELDS[kind]
     fields: dict[str, Any] = {name: getattr(request, name) for name in own if name not in ("history", "base", "events")}
     if "candidates" in fields:
@@ -305,8 +355,8 @@ def record_of(recorded: RecordedRequest, key: bytes | None, keep_scores: bool) -
     return QueryRecord(
         ts=recorded.arrived_at,
         kind=kind,
-        user_id=_hashed(key, "user", *user) if key else user.user,
-        tenant=_hashed(key, "tenant", user.tenant) if key and user.tenant else user.tenant,
+        user_id=names.user,
+        tenant=names.tenant,
         deadline_ms=round(recorded.budget_s * 1e3, 3),
         answer=_answer_of(recorded, keep_scores),
         **fields,
@@ -348,21 +398,20 @@ def _plain(value: Any) -> Any:
             return value
 
 
-def _hashed(key: bytes, *parts: str) -> str:
-    message = b"".join(len(part.encode()).to_bytes(4, "little") + part.encode() for part in parts)
-    return hmac.new(key, message, hashlib.sha256).hexdigest()[:32]
+_SALT = os.urandom(16)
 
 
-def _read_key(path: str | None) -> bytes | None:
-    if path is None:
+def _unnamed(user: UserKey) -> bytes:
+    """A hash that only this process can compare: what remembers an erasure must not name the user."""
+    names = "\0".join((str(len(user.tenant)), *user)).encode("utf-8", "surrogatepass")
+    return hashlib.blake2b(names, digest_size=16, key=_SALT).digest()
+
+
+def _key(config: RecordConfig) -> bytes | None:
+    """The key that names are hashed by; None: they are recorded in clear."""
+    if config.users == "clear":
         return None
-    try:
-        key = Path(path).read_bytes().strip()
-    except OSError as error:
-        raise ConfigError(f"record.hash_key_file: {path}: {error.strerror}") from error
-    if len(key) < MIN_KEY_BYTES:
-        raise ConfigError(f"record.hash_key_file: {path} holds {len(key)} bytes, at least {MIN_KEY_BYTES} are needed")
-    return key
+    return made_key(Path(config.folder)) if config.hash_key_file is None else read_key(Path(config.hash_key_file))
 
 
 def _check_writable(folder: Path) -> None:

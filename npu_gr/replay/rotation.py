@@ -15,7 +15,7 @@ from typing import IO
 from npu_gr.replay.files import create
 
 PATTERN = "traffic-*.jsonl*"  # our files in a folder, `.part` included
-_PART = ".part"
+PART = ".part"  # of a file that is being written
 
 
 class RotatingFile:
@@ -43,7 +43,7 @@ class RotatingFile:
         if self._open is None:
             self._num += 1
             stamp = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
-            self._path = self._folder / f"traffic-{stamp}-{os.getpid()}-{self._num:04}{self._suffix}{_PART}"
+            self._path = self._folder / f"traffic-{stamp}-{os.getpid()}-{self._num:04}{self._suffix}{PART}"
             self._began_at = time.monotonic()
             self._open = create(self._path, Path(self._suffix).suffix)
         self._open.write(line)
@@ -79,5 +79,5 @@ class RotatingFile:
 
 def name_leftovers(folder: Path) -> None:
     """Give their final names to the files of a process that died: they can be read, up to an end that is missing."""
-    for left in folder.glob(f"traffic-*{_PART}"):
+    for left in folder.glob(f"traffic-*{PART}"):
         left.rename(left.with_suffix(""))

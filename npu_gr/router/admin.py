@@ -13,10 +13,11 @@ from prometheus_client import generate_latest
 from prometheus_client.aiohttp import make_aiohttp_handler
 
 from npu_gr import __version__
-from npu_gr.core.errors import NpuGrError
+from npu_gr.core.errors import BadRequest, NpuGrError
 from npu_gr.metrics import status
 from npu_gr.router.instance import InstanceState
 from npu_gr.router.router import Router
+from npu_gr.server.codec.fields import UserBody
 from npu_gr.server.debug.routes import DebugRoutes
 from npu_gr.server.problem import from_error
 
@@ -50,6 +51,13 @@ def build_admin_app(router: Router) -> web.Application:
             raise web.HTTPBadRequest(text="user: missing")
         order = list(router.members.ring.walk(user.encode()))
         return _json({"epoch": router.members.ring.epoch, "order": order[:8]})
+
+    async def user(request: web.Request) -> web.Response:
+        try:
+            body = msgspec.json.decode(await request.read(), type=UserBody)
+        except (msgspec.MsgspecError, ValueError) as error:
+            raise BadRequest(f"body: {error}") from error
+        return _json({"places": {"placements": router.members.knows(body.user_id.encode())}})
 
     def named(request: web.Request) -> InstanceState:
         instance = router.members.instances.get(request.match_info["name"])
@@ -90,6 +98,7 @@ def build_admin_app(router: Router) -> web.Application:
             web.get("/metrics", metrics),
             web.get("/instances", instances),
             web.get("/owner", owner),
+            web.post("/user", user),
             web.post("/instances/{name}/drain", drain),
             web.post("/instances/{name}/undrain", undrain),
             web.get("/config", config),

@@ -18,7 +18,7 @@ from npu_gr.core.errors import Unavailable
 from npu_gr.router.answers import Refused, plain
 from npu_gr.router.config import InstanceConfig
 
-_ERASED = "204"
+_ERASED = ("204", "202")  # 202: files of the instance still hold bytes of the user, and it overwrites them
 _UNREACHABLE = "unreachable"
 
 
@@ -67,22 +67,25 @@ def verdict(answers: Mapping[str, str], is_last: bool) -> tuple[int, bytes]:
         is_last: the connection is closed after the answer.
 
     Returns:
-        The status and the whole answer: 204, or 200 with the names of the instances that could not be reached.
+        The status and the whole answer: 204; 202 with the names of the instances that have not overwritten all yet;
+        or 200, the same with the names of those that could not be reached.
 
     Raises:
         Refused: all instances refused, for the same reason.
         Unavailable: an instance that can be reached has not erased the user.
     """
-    erased = [name for name, answer in answers.items() if answer == _ERASED]
-    missing = {name: answer for name, answer in answers.items() if answer not in (_ERASED, _UNREACHABLE)}
+    erased = [name for name, answer in answers.items() if answer in _ERASED]
+    missing = {name: answer for name, answer in answers.items() if answer not in (*_ERASED, _UNREACHABLE)}
     reasons = set(missing.values())
     if not erased and len(reasons) == 1 and (reason := reasons.pop()).startswith("4"):
         raise Refused(int(reason), "every instance refused to erase")
     if missing or not erased:
-        named = ", ".join(f"{name} ({answer})" for name, answer in sorted(answers.items()) if answer != _ERASED)
+        named = ", ".join(f"{name} ({answer})" for name, answer in sorted(answers.items()) if answer not in _ERASED)
         raise Unavailable(f"not erased at {named or 'any instance'}; ask again")
-    if len(erased) == len(answers):
-        return 204, plain(204, b"", [], is_last)
+    pending = sorted(name for name, answer in answers.items() if answer == "202")
     unreachable = sorted(set(answers) - set(erased))
-    body = msgspec.json.encode({"erased": sorted(erased), "unreachable": unreachable})
-    return 200, plain(200, body, [b"Content-Type: application/json"], is_last)
+    if not pending and not unreachable:
+        return 204, plain(204, b"", [], is_last)
+    status = 200 if unreachable else 202
+    body = msgspec.json.encode({"erased": sorted(erased), "pending": pending, "unreachable": unreachable})
+    return status, plain(status, body, [b"Content-Type: application/json"], is_last)

@@ -10,6 +10,7 @@ import socket
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from urllib.parse import unquote_to_bytes
 
 import aiohttp
 
@@ -115,10 +116,16 @@ class Router:
             raise
 
     async def erase(self, head: RequestHead, left_s: float) -> dict[str, str]:
-        """Send an erase request to every instance; `ask_all` says what is returned."""
+        """Send an erase request to every instance, and forget where the user was; `ask_all` says what is returned.
+
+        The user is the one that the path names: the user header of other requests holds the same text.
+        """
         assert self._http is not None
         instances = [one.config for one in self.members.instances.values()]
-        return await ask_all(self._http, instances, head.target.decode("latin-1"), head.fields(left_s), left_s)
+        try:
+            return await ask_all(self._http, instances, head.target.decode("latin-1"), head.fields(left_s), left_s)
+        finally:
+            self.members.forget(unquote_to_bytes(head.path.partition(b"/v1/users/")[2]))
 
     def own_answer(self, path: bytes, is_last: bool) -> bytes:
         """The whole answer to /healthz or /readyz.

@@ -98,7 +98,7 @@ class AccessLog:
     def __init__(self, config: ServerConfig) -> None:
         self._logs_all = config.log_requests == "all"
         self._slow_s = config.slow_request_s
-        self._key = _read_key(config.log_user_key_file)
+        self._key = None if config.log_user_key_file is None else read_key_file(config.log_user_key_file)
         self._newest: deque[tuple[str, AccessLine]] = deque(maxlen=NEWEST)  # (kind, line)
         # apart for each kind, so that a storm of refusals pushes out no answer
         self._answered_s: defaultdict[str, deque[float]] = defaultdict(lambda: deque(maxlen=NEWEST))
@@ -170,15 +170,21 @@ class AccessLog:
         return float(p50), float(p99)
 
     def _hashed(self, user: UserKey | None) -> str | None:
-        if user is None or self._key is None:
-            return None
-        text = f"{len(user.tenant)}:{user.tenant}{user.user}".encode(errors="surrogatepass")
-        return hashlib.blake2b(text, digest_size=8, key=self._key).hexdigest()
+        return None if user is None or self._key is None else hash_of(user, self._key)
 
 
-def _read_key(path: str | None) -> bytes | None:
-    if path is None:
-        return None
+def hash_of(user: UserKey, key: bytes) -> str:
+    """Return what the lines have in the place of a user."""
+    text = f"{len(user.tenant)}:{user.tenant}{user.user}".encode(errors="surrogatepass")
+    return hashlib.blake2b(text, digest_size=8, key=key).hexdigest()
+
+
+def read_key_file(path: str) -> bytes:
+    """Read the key of the hashes.
+
+    Raises:
+        ConfigError: it cannot be used.
+    """
     try:
         key = Path(path).read_bytes().strip()
     except OSError as error:

@@ -99,7 +99,7 @@ def _handler(
         if rendered is None:
             response = web.Response(status=kind.status)
         else:
-            response = struct_response(request, rendered, kind.status)
+            response = struct_response(request, rendered, kind.status if codec.begun is None else 202)
         _add_headers(response, answer)
         return response
 

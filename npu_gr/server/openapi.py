@@ -14,6 +14,7 @@ from npu_gr.replay.recorder import RecordOrder, RecordStatus
 from npu_gr.server.codec import CODECS
 from npu_gr.server.codec.admin import CatalogueItemsBody, CatalogueOut, VectorsOut
 from npu_gr.server.codec.base import Codec
+from npu_gr.server.codec.fields import UserBody
 from npu_gr.server.codec.media import JSON, MSGPACK
 from npu_gr.server.debug.profile import MAX_S, MIN_S
 from npu_gr.server.debug.routes import DEFAULT_S
@@ -78,8 +79,8 @@ class _Schemas:
 
     def __init__(self) -> None:
         codecs = [CODECS[name] for name in KINDS]
-        structs = [struct for codec in codecs for struct in (codec.body, codec.answer) if struct is not None]
-        structs += [CatalogueItemsBody, CatalogueOut, VectorsOut, Problem, RecordOrder, RecordStatus]
+        structs = [struct for codec in codecs for struct in (codec.body, codec.answer, codec.begun) if struct]
+        structs += [CatalogueItemsBody, UserBody, CatalogueOut, VectorsOut, Problem, RecordOrder, RecordStatus]
         refs, components = msgspec.json.schema_components(structs, ref_template="#/components/schemas/{name}")
         self.components = components
         self._refs = dict(zip(structs, refs, strict=True))
@@ -122,12 +123,15 @@ def _kind_operation(schemas: _Schemas, kind: Kind[Any, Any], codec: Codec[Any, A
     done: _Json = {"description": codec.done}
     if codec.answer is not None:
         done["content"] = schemas.any_media(codec.answer)
+    responses = {str(kind.status): done}
+    if codec.begun is not None:
+        responses["202"] = {"description": "Begun.", "content": schemas.any_media(codec.begun)}
     codes = [code for code in _ERRORS if codec.body is not None or code not in _OF_A_BODY]
     operation: _Json = {
         "operationId": codec.operation or kind.name,
         "summary": kind.summary,
         "parameters": [_TIME_LIMIT, *codec.parameters],
-        "responses": {str(kind.status): done, **schemas.errors(*codes)},
+        "responses": {**responses, **schemas.errors(*codes)},
     }
     if codec.body is not None:
         operation["requestBody"] = {"required": True, "content": schemas.any_media(codec.body)}
@@ -225,6 +229,15 @@ def _observability_paths(schemas: _Schemas) -> _Json:
     profile = get("profile", "Where the threads spend their time.", "400", "401", "429", media="text/plain")
     seconds = {"type": "number", "minimum": MIN_S, "maximum": MAX_S, "default": DEFAULT_S}
     profile["get"]["parameters"] = [{"name": "seconds", "in": "query", "schema": seconds}]
+    known: _Json = {
+        "operationId": "knowsUser",
+        "summary": "Which memory of this process knows a user.",
+        "requestBody": {"required": True, "content": schemas.any_media(UserBody)},
+        "responses": {
+            "200": {"description": "Yes or no, for each place.", "content": {JSON: {}}},
+            **schemas.errors("400", "401", "413", "415", "422"),
+        },
+    }
     return {
         "/": get("page", "The status page.", is_public=True, media="text/html"),
         "/debug/status": get("status", "What the status page shows.", "401"),
@@ -232,6 +245,7 @@ def _observability_paths(schemas: _Schemas) -> _Json:
         "/debug/stacks": get("stacks", "What every thread and task does now.", "401", media="text/plain"),
         "/debug/profile": profile,
         "/debug/bundle": get("bundle", "Everything that a report needs.", "401", media="application/gzip"),
+        "/debug/user": {"post": known},
         "/debug/config": get("config", "The configuration in force.", "401"),
         "/openapi.json": get("openapi", "This document.", "401"),
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import time
 from typing import Any
 
@@ -10,8 +11,8 @@ from aiohttp import web
 
 from npu_gr.admission.door import Door, Slot
 from npu_gr.core.errors import NpuGrError
-from npu_gr.core.kinds import A, Kind, Q
-from npu_gr.core.request import VectorsInfo
+from npu_gr.core.kinds import ERASE, A, Kind, Q
+from npu_gr.core.request import RECORDINGS, VectorsInfo
 from npu_gr.replay.recorder import RecordedRequest, Recorder, RecordOrder, RecordStatus, the
 from npu_gr.server.codec.media import decode
 from npu_gr.server.responses import json_response
@@ -27,6 +28,7 @@ class RecordingService:
         self.models = service.models
         self.is_ready = service.is_ready
         self.effective_config = service.effective_config
+        self.knows = service.knows
         self.reload_models = service.reload_models
 
     @property
@@ -42,7 +44,13 @@ class RecordingService:
         return self._service.door
 
     async def serve(self, kind: Kind[Q, A], request: Q, budget_s: float, slot: Slot | None = None) -> A:
-        """Answer the request, and record it where its kind is recorded and the recorder samples its user."""
+        """Answer the request, and record it where its kind is recorded and the recorder samples its user.
+
+        An erasure reaches the recordings last: what is recorded while it runs is erased, too.
+        """
+        if kind.name == ERASE.name:
+            erased: A = await self._erase(kind, request, budget_s, slot)
+            return erased
         if not kind.is_recorded or not self._recorder.wants(request.user):
             return await self._service.serve(kind, request, budget_s, slot)
         arrived_at = time.time()
@@ -69,6 +77,13 @@ class RecordingService:
             raise
         offer(200, answer)  # of every kind, whatever its status over HTTP: that is what logs hold
         return answer
+
+    async def _erase(self, kind: Kind[Q, A], request: Q, budget_s: float, slot: Slot | None) -> Any:
+        try:
+            answer: Any = await self._service.serve(kind, request, budget_s, slot)
+        finally:
+            is_pending = await self._recorder.erase(request.user)
+        return dataclasses.replace(answer, pending=(*answer.pending, RECORDINGS)) if is_pending else answer
 
 
 def add_record_routes(app: web.Application, recorder: Recorder | None) -> None:

@@ -14,6 +14,7 @@ from npu_gr.metrics.registry import Metrics
 from npu_gr.server.access_log import AccessLog
 from npu_gr.server.admin_routes import CatalogueRoutes, ModelRoutes, VectorsRoutes
 from npu_gr.server.config import ServerConfig
+from npu_gr.server.debug.user import UserRoutes
 from npu_gr.server.entrance.entrance import ENTRANCE, Entrance
 from npu_gr.server.health_routes import HealthRoutes
 from npu_gr.server.kind_routes import kind_routes
@@ -53,6 +54,7 @@ def build_web_app(
         VectorsRoutes(service),
         HealthRoutes(service),
         ObservabilityRoutes(service, metrics, access_log),
+        UserRoutes(service),
     ):
         app.add_routes(group.routes())
 

@@ -6,7 +6,7 @@ from typing import Any, Protocol, TypeVar
 
 from npu_gr.admission.door import Door, Slot
 from npu_gr.core.kinds import A, Kind, Q
-from npu_gr.core.request import CatalogueChange, CatalogueInfo, ModelInfo, VectorsInfo
+from npu_gr.core.request import CatalogueChange, CatalogueInfo, ModelInfo, UserKey, VectorsInfo
 
 I_co = TypeVar("I_co", covariant=True)
 
@@ -51,6 +51,10 @@ class ServiceProtocol(Protocol):
 
     def effective_config(self) -> dict[str, Any]:
         """Return the whole configuration in force: plain types only, no secrets."""
+        ...
+
+    def knows(self, user: UserKey) -> dict[str, bool]:
+        """Say of each memory of this process whether the user can be found in it."""
         ...
 
     @property

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from npu_gr.core.errors import DataError, NotFound, Unprocessable
-from npu_gr.core.request import CatalogueChange, CatalogueInfo, VectorsInfo
+from npu_gr.core.request import CatalogueChange, CatalogueInfo, UserKey, VectorsInfo
 from npu_gr.jobs.match import ServedVectors
 from npu_gr.jobs.served_catalogue import ServedCatalogue
 from npu_gr.jobs.versions import Versions
@@ -65,6 +65,10 @@ class VectorsOfMatch:
         if self._maybe is None:
             raise NotFound("this instance does not match: its configuration has no section match")
         return self._maybe
+
+    def knows(self, user: UserKey) -> bool:
+        """Whether a version that is kept was trained with the user; never where the instance does not match."""
+        return self._maybe is not None and self._maybe.knows(user)
 
     def info(self) -> VectorsInfo:
         """Describe the version in service."""

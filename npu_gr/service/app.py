@@ -119,6 +119,9 @@ async def instance(
         service.set_ready()
         stack.callback(service.set_ready, "stopping")
         recorder = stack.enter_context(Recorder(config.record, metrics.process.recorded)) if config.record else None
+        if recorder is not None:
+            purger = recorder.purger
+            metrics.erasures.observe("recordings", lambda: purger.erased_at, lambda: purger.runs)
         tracing = stack.enter_context(spans(config.server))
         served = RecordingService(service, recorder) if recorder else service
         app = build_web_app(served, config.server, metrics, tracing)

@@ -84,7 +84,7 @@ async def _events(shared: Shared, _: Mapping[str, AnyJob]) -> EventsJob:
 
 
 async def _erase(shared: Shared, _: Mapping[str, AnyJob]) -> EraseJob:
-    return EraseJob(shared.versions, shared.histories)
+    return EraseJob(shared.versions, shared.histories, shared.vectors)
 
 
 MAKERS: dict[str, Maker] = {

@@ -27,7 +27,7 @@ from npu_gr.admission.deadline import deadline
 from npu_gr.admission.door import Door, Slot
 from npu_gr.core.errors import ConfigError, NotFound, Unprocessable
 from npu_gr.core.kinds import A, Kind, Q
-from npu_gr.core.request import ModelInfo, Request
+from npu_gr.core.request import ModelInfo, Request, UserKey
 from npu_gr.engine.scheduler import Scheduler
 from npu_gr.jobs.base import Call, KindJob
 from npu_gr.jobs.histories import Histories
@@ -156,6 +156,14 @@ class Service:
     def effective_config(self) -> dict[str, Any]:
         """Return the configuration in force as plain types."""
         return to_table(self.parts.settings.config)
+
+    def knows(self, user: UserKey) -> dict[str, bool]:
+        """Say of each memory of this process whether the user can be found in it."""
+        return {
+            "histories": self.parts.histories.knows(user),
+            "prefixes": any(model.relay.knows(user) for model in self.versions.all()),
+            "vectors": self.parts.vectors.knows(user),
+        }
 
     # ---- readiness
 

@@ -245,6 +245,7 @@ def test_a_repair_loses_nothing_of_a_whole_store(path: Path, tmp_path: Path) -> 
 
 
 def test_the_start_tells(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path.chmod(0o600)
     with caplog.at_level(logging.INFO, "npu_gr.features.embedded_check"):
         asyncio.run(opened_health(path, 0))
         with sql(path) as db:

@@ -69,8 +69,9 @@ class Scripted:
         await self._do()
         return StoredHistory(events(3), 0)
 
-    async def erase(self, user: UserKey) -> None:
+    async def erase(self, user: UserKey) -> bool:
         await self._do()
+        return True
 
     async def close(self) -> None:
         pass

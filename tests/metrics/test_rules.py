@@ -150,6 +150,7 @@ BURNS: list[Case] = [
     for promise in Promise
     for same in zip(*(burning(objective.kind, promise) for objective in OBJECTIVES), strict=True)
 ]
+PENDING = 'npu_gr_erasure_pending_seconds{instance="a",place="store"}'
 CAUSES: list[Case] = [
     *one("NpuGrInstanceDown", {UP: "0x5"}, {UP: "1 0 1 0 1 0"}, 4, instance="a", job="npu_gr"),
     *one("NpuGrInstanceNotReady", {READY: "0x9"}, {READY: "0x3 1x5"}, 8, **INSTANCE),
@@ -182,6 +183,7 @@ CAUSES: list[Case] = [
         3,
         **INSTANCE,
     ),
+    *one("NpuGrErasureUnfinished", {PENDING: "30000x40"}, {PENDING: "20000x40"}, 25, instance="a", place="store"),
     *one("NpuGrHistoryDegraded", degraded(3, 100), degraded(1, 200), 15, **INSTANCE),
     *one("NpuGrEventLoopBlocked", lag(95, 5), lag(995, 5), 25, **INSTANCE),
     *one("NpuGrEventLoopBlocked", froze(1), froze(0), 25, **INSTANCE),

@@ -131,7 +131,7 @@ async def test_what_a_route_takes_is_recorded_and_taken_again(tmp_path: Path, su
     sections: dict[str, Any] = {
         **section(tmp_path),
         "match": {"vectors": str(tmp_path / "vectors")},
-        "record": {"folder": str(tmp_path / "traffic"), "enabled": True, "suffix": ".jsonl"},
+        "record": {"folder": str(tmp_path / "traffic"), "enabled": True, "suffix": ".jsonl", "users": "clear"},
     }
     sent = [recorded(kind, request) for kind, request in EXAMPLES.items()]
     async with serving(tmp_path, watched=False, **sections) as (client, _):

@@ -43,7 +43,8 @@ def over(user: str = "a", num_events: int = 10) -> RecordedRequest:
 
 
 def config(folder: Path, **values: Any) -> RecordConfig:
-    return RecordConfig(folder=str(folder / "traffic"), enabled=True, **values)
+    users: Any = "hashed" if "hash_key_file" in values else "clear"
+    return RecordConfig(folder=str(folder / "traffic"), enabled=True, users=users, **values)
 
 
 def recorded(folder: Path) -> list[QueryRecord]:
@@ -51,7 +52,7 @@ def recorded(folder: Path) -> list[QueryRecord]:
 
 
 async def test_a_service_records_what_it_was_asked_and_a_replay_is_answered_the_same(tmp_path: Path) -> None:
-    sections: dict[str, Any] = {"record": {"folder": str(tmp_path / "traffic"), "scores": True}}
+    sections: dict[str, Any] = {"record": {"folder": str(tmp_path / "traffic"), "scores": True, "users": "clear"}}
     rank = {"user_id": "a", "tenant": "t", "candidates": [FIRST_ID, FIRST_ID + 5, 7], "history": HISTORY, "top_k": 1}
     async with serving(tmp_path, **sections) as (client, _):
         assert (await client.post("/v1/rank", json=rank)).status == 200  # not on yet
@@ -98,7 +99,9 @@ async def test_a_service_records_what_it_was_asked_and_a_replay_is_answered_the_
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
 async def test_matches_are_recorded_and_a_replay_is_answered_the_same(tmp_path: Path, suffix: str) -> None:
     save(make_vectors(folding=make_folding()), tmp_path / "vectors")
-    sections: dict[str, Any] = {"record": {"folder": str(tmp_path / "traffic"), "enabled": True, "suffix": ".jsonl"}}
+    sections: dict[str, Any] = {
+        "record": {"folder": str(tmp_path / "traffic"), "enabled": True, "suffix": ".jsonl", "users": "clear"}
+    }
     match = {"vectors": str(tmp_path / "vectors")}
     new = {"items": [102, 108], "actions": [0, 0], "timestamps": [1, 2]}  # a stranger's
     async with serving(tmp_path, match=match, **sections) as (client, _):
@@ -178,7 +181,7 @@ def test_files_end_at_their_size_and_the_oldest_go(tmp_path: Path) -> None:
 
 
 def test_a_recording_ends_by_itself_and_gives_its_file_a_name(tmp_path: Path) -> None:
-    with Recorder(RecordConfig(folder=str(tmp_path / "traffic"))) as recorder:
+    with Recorder(RecordConfig(folder=str(tmp_path / "traffic"), users="clear")) as recorder:
         assert not recorder.wants(UserKey("", "a"))
         recorder.switch_on(1.0, 0.2)
         assert recorder.wants(UserKey("", "a"))

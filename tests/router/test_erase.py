@@ -31,6 +31,21 @@ async def test_every_instance_forgets_the_user_also_one_that_they_left() -> None
         assert not any(fake.prefixes for fake in s.fakes)
 
 
+async def test_the_router_forgets_where_the_user_was() -> None:
+    async def knows(s: Site) -> bool:
+        async with s.http.post(f"{s.admin}/user", json={"user_id": "u"}) as answer:
+            return bool((await answer.json())["places"]["placements"])
+
+    async with site() as s:
+        assert not await knows(s)
+        await s.post("signal")
+        assert await knows(s)
+        await erase(s)
+        assert not await knows(s)
+        async with s.http.post(f"{s.admin}/user", data=b"[") as answer:
+            assert answer.status == 400
+
+
 async def test_it_arrives_as_it_was_asked() -> None:
     async with site() as s:
         assert (await erase(s, "a%2Fb%20%C3%A9?tenant=t%26x", Authorization="Bearer k", X_Request_Id="i"))[0] == 204
@@ -58,7 +73,7 @@ async def test_who_did_not_erase_is_named_and_asking_again_helps() -> None:
 async def test_one_that_is_gone_has_no_memory_and_is_named() -> None:
     async with site() as s:
         await s.fakes[2].stop()
-        assert await erase(s) == (200, {"erased": ["i0", "i1"], "unreachable": ["i2"]})
+        assert await erase(s) == (200, {"erased": ["i0", "i1"], "pending": [], "unreachable": ["i2"]})
         await s.fakes[0].stop()
         await s.fakes[1].stop()
         assert (await erase(s))[0] == 503
@@ -73,6 +88,11 @@ async def test_a_refusal_of_all_is_passed_on() -> None:
 
 def test_the_verdict() -> None:
     assert verdict({"a": "204"}, False)[0] == 204
+    status, answer = verdict({"a": "204", "b": "202"}, False)
+    assert status == 202
+    told = {"erased": ["a", "b"], "pending": ["b"], "unreachable": []}
+    assert json.loads(answer.partition(b"\r\n\r\n")[2]) == told
+    assert verdict({"a": "202", "b": "unreachable"}, False)[0] == 200
     assert json.loads(verdict({"a": "204", "b": "unreachable"}, True)[1].partition(b"\r\n\r\n")[2])["erased"] == ["a"]
     for said in (
         {"a": "204", "b": "401"},

@@ -15,7 +15,7 @@ from npu_gr.admission.config import AdmissionConfig
 from npu_gr.admission.door import Door, Slot
 from npu_gr.core.errors import NotFound, NpuGrError
 from npu_gr.core.kinds import KINDS, RANK, A, Kind, Q
-from npu_gr.core.request import ModelInfo, VectorsInfo
+from npu_gr.core.request import ModelInfo, UserKey, VectorsInfo
 from npu_gr.metrics.registry import Metrics
 from npu_gr.metrics.slo import Objective
 from npu_gr.server.config import ServerConfig
@@ -52,6 +52,9 @@ class FakeService:
 
     def is_ready(self) -> tuple[bool, str]:
         return not self.why_not_ready, self.why_not_ready
+
+    def knows(self, user: UserKey) -> dict[str, bool]:
+        return {"histories": user.user == "known"}
 
     def effective_config(self) -> dict[str, Any]:
         return {}

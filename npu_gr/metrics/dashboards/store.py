@@ -103,4 +103,16 @@ def _bulkhead() -> list[Panel]:
             "bytes",
             {"free": f"min({of('store_disk_free_bytes')})"},
         ),
+        series(
+            "Erasures not at their end",
+            "Age of the oldest erasure whose bytes a file still holds. Nothing finds the user meanwhile.",
+            SECONDS,
+            {"{{place}}": f"max by (place) ({of('erasure_pending_seconds')})"},
+        ),
+        series(
+            "Erasures: removing of bytes",
+            "Runs a second: ok; held by a reader or by the file that is being written; failed.",
+            "ops",
+            {"{{place}} {{result}}": total("erasure_runs_total", "place, result")},
+        ),
     ]

@@ -7,6 +7,7 @@
     engine      the device's queue and passes
     keys        API keys
     store       the history store, and what stands in for it
+    erasures    bytes of erased users that are left
     process     event loop, limits, version, recorder
     reloads     whether the last reload took effect
 
@@ -24,6 +25,7 @@ from prometheus_client import CollectorRegistry
 from npu_gr.core.kinds import MATCH
 from npu_gr.metrics.registry.door import DoorMetrics
 from npu_gr.metrics.registry.engine import EngineMetrics
+from npu_gr.metrics.registry.erasures import ErasureMetrics
 from npu_gr.metrics.registry.families import Families
 from npu_gr.metrics.registry.jobs import GenerateMetrics, MatchMetrics, RankMetrics, RecommendMetrics, SignalMetrics
 from npu_gr.metrics.registry.keys import KeyMetrics
@@ -60,7 +62,8 @@ class Metrics:
         self.door = DoorMetrics(make)
         self.engine = EngineMetrics(make)
         self.keys = KeyMetrics(make)
-        self.store = StoreMetrics(make)
+        self.erasures = ErasureMetrics(make)
+        self.store = StoreMetrics(make, self.erasures)
         self.process = ProcessMetrics(make)
         self.reloads = ReloadMetrics(make)
 

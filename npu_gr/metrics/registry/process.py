@@ -29,7 +29,7 @@ class ProcessMetrics:
         self._ready = make.gauge("ready", "1 while new work is welcome.")
         self._build = Info("npu_gr_build", "What is running.", registry=make.registry)
         recorded = make.counter("recorded_total", "Requests offered to the recorder.", ("result",))
-        self._recorded = {result: recorded.labels(result) for result in ("written", "dropped", "failed")}
+        self._recorded = {result: recorded.labels(result) for result in ("written", "dropped", "failed", "erased")}
 
     def loop_lagged(self, seconds: float) -> None:
         """Record how late a timer fired."""
@@ -40,7 +40,7 @@ class ProcessMetrics:
         self._gc_s[generation].observe(seconds)
 
     def recorded(self, result: str, num: int) -> None:
-        """Count requests that the recorder has written, dropped or failed to write. From any thread."""
+        """Count requests that the recorder has written, dropped, failed to write, or erased. From any thread."""
         self._recorded[result].inc(num)
 
     def observe_ready(self, read: Callable[[], tuple[bool, str]]) -> None:

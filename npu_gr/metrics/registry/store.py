@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Protocol
 
 from npu_gr.core.errors import StoreFault
 from npu_gr.core.request import HistorySource
+from npu_gr.metrics.registry.erasures import ErasureMetrics
 from npu_gr.metrics.registry.families import LATENCY_S, Families
 
 OPERATIONS = ("append", "read", "erase")
@@ -52,6 +53,16 @@ class HealthFigures(Protocol):
         """Damaged places that the check at the start found; None = there was none."""
         ...
 
+    @property
+    def erased_at(self) -> float | None:
+        """Unix seconds of the oldest erasure that is not overwritten yet; None = all are."""
+        ...
+
+    @property
+    def overwrites(self) -> Mapping[str, int]:
+        """Runs that overwrite what was deleted, by their result."""
+        ...
+
 
 class StoreFigures(Protocol):
     """The figures that a guarded store has of itself."""
@@ -80,7 +91,8 @@ class StoreFigures(Protocol):
 class StoreMetrics:
     """Reported by the guard of the store, and by those who read histories."""
 
-    def __init__(self, make: Families) -> None:
+    def __init__(self, make: Families, erasures: ErasureMetrics) -> None:
+        self._erasures = erasures
         calls = make.counter("store_calls_total", "Calls of the history store by their end.", ("operation", "result"))
         self._calls = {(of, result): calls.labels(of, result) for of in OPERATIONS for result in RESULTS}
         took = make.histogram(
@@ -119,6 +131,7 @@ class StoreMetrics:
         self._free.set_function(_or_nan(lambda: store.health.free_bytes))
         self._size.set_function(_or_nan(lambda: store.health.disk_bytes))
         self._damaged.set_function(_or_nan(lambda: store.health.damaged))
+        self._erasures.observe("store", lambda: store.health.erased_at, lambda: store.health.overwrites)
 
 
 def _or_nan(read: Callable[[], int | None]) -> Callable[[], float]:

@@ -47,6 +47,7 @@ class Codec(Generic[B, Q, A]):
 
     body: type[B] | None  # the Struct that a body is decoded into; None: no body, `parse` gets `UrlParts`
     answer: type[msgspec.Struct] | None  # the Struct that `render` makes; None: an answer without content
+    begun: type[msgspec.Struct] | None = None  # the Struct of an answer with status 202: done, but not to the end
     parse: Callable[[B, ServerConfig], Q]
     render: Callable[[A, str, str], msgspec.Struct | None]
     read_headers: Callable[[Q, Mapping[str, str]], Q] | None = None  # what the HTTP headers add; None = nothing

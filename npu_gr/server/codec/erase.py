@@ -1,6 +1,11 @@
-"""The codec of erasures: DELETE /v1/users/{user_id}. The request is in the URL; the answer has no content."""
+"""The codec of erasures: DELETE /v1/users/{user_id}. The request is in the URL.
+
+204 without content says that nothing of the user is left; 202 names the places that still hold something of the user.
+"""
 
 from __future__ import annotations
+
+import msgspec
 
 from npu_gr.core.errors import Unprocessable
 from npu_gr.core.request import EraseAnswer, EraseRequest
@@ -18,18 +23,27 @@ def parse(parts: UrlParts, _config: ServerConfig) -> EraseRequest:
     return EraseRequest(user=parts.user)
 
 
-def render(_answer: EraseAnswer, _request_id: str, _media: str) -> None:
-    """Answer without content: the status says it all."""
+class EraseBody(msgspec.Struct, frozen=True, kw_only=True):
+    """An erasure that goes on: the store and the tiers have forgotten the user, and these places hold something yet."""
+
+    request_id: str
+    pending: list[str]  # store, recordings: the instance removes the bytes; vectors: made without the user next
+
+
+def render(answer: EraseAnswer, request_id: str, _media: str) -> EraseBody | None:
+    """Answer without content where nothing is left: the status says it all."""
+    return EraseBody(request_id=request_id, pending=list(answer.pending)) if answer.pending else None
 
 
 CODEC = Codec(
     body=None,
     answer=None,
+    begun=EraseBody,
     parse=parse,
     render=render,
     operation="eraseUser",
     parameters=(
         {"name": "tenant", "in": "query", "schema": {"type": "string", "maxLength": MAX_NAME}, "required": False},
     ),
-    done="Forgotten.",
+    done="Forgotten, and no byte is left.",
 )

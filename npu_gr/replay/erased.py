@@ -1,0 +1,163 @@
+"""The list of erased users beside recordings. Every reader leaves their records out, until they are removed.
+
+    {"salt": "..."}                     the first line
+    {"who": "...", "at": 1.7e9}         records of this user up to this time are erased
+
+A user is in the list as a salted hash of the names in the records, so that it can be read without the key of the
+recordings, and names nobody who is not known already. Whoever adds or drops a line holds a lock; a reader needs none.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import secrets
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+
+from npu_gr.core.errors import DataError
+from npu_gr.core.private import make_private, open_private
+from npu_gr.core.request import UserKey
+
+LIST = "erased.jsonl"
+_LOCK = ".erased.lock"  # held for as long as one small file takes
+_TRIES = 100
+_TRY_S = 0.05
+
+
+class _Salt(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    salt: str
+
+
+class _Line(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    who: str
+    at: float
+
+
+class ErasedUsers:
+    """A list as it was read. It does not change."""
+
+    def __init__(self, salt: str = "", until: Mapping[str, float] | None = None) -> None:
+        self._salt = bytes.fromhex(salt)
+        self.until: Mapping[str, float] = until or {}  # hash of a user -> unix seconds
+
+    def hides(self, names: UserKey, ts: float) -> bool:
+        """Whether a record with these names, of this time, is erased."""
+        if not self.until:
+            return False
+        return ts <= self.until.get(_who(self._salt, names), float("-inf"))
+
+
+def read(folder: Path) -> ErasedUsers:
+    """Read the list of a folder. A last line that was not written whole was not acknowledged, and is left out.
+
+    Raises:
+        DataError: it cannot be read, so nobody knows which records may be read.
+    """
+    path = folder / LIST
+    try:
+        *lines, _ = path.read_bytes().split(b"\n")
+    except FileNotFoundError:
+        return ErasedUsers()
+    except OSError as error:
+        raise DataError(f"{path}: {error.strerror}") from error
+    if not lines:
+        return ErasedUsers()
+    until: dict[str, float] = {}
+    try:
+        salt = msgspec.json.decode(lines[0], type=_Salt).salt
+        for text in lines[1:]:
+            line = msgspec.json.decode(text, type=_Line)
+            until[line.who] = max(line.at, until.get(line.who, line.at))
+        return ErasedUsers(salt, until)
+    except (msgspec.MsgspecError, ValueError) as error:
+        raise DataError(f"{path}: {error}; nobody knows whose records are erased") from error
+
+
+def add(folder: Path, names: Iterable[UserKey], at: float) -> None:
+    """Add a user under each of its names, durably.
+
+    Raises:
+        OSError: the disk refuses; the user may not be in the list. DataError: the list is damaged.
+    """
+    path = folder / LIST
+    with _locked(folder):
+        known = read(folder)
+        salt = known._salt
+        if not salt:
+            salt = secrets.token_bytes(16)
+            _replace(folder, salt.hex(), {})
+        lines = b"".join(msgspec.json.encode(_Line(_who(salt, one), at)) + b"\n" for one in names)
+        with path.open("r+b") as file:
+            whole = file.read().rfind(b"\n") + 1
+            file.truncate(whole)  # a line that was not written whole
+            file.seek(whole)
+            file.write(lines)
+            file.flush()
+            os.fsync(file.fileno())
+
+
+def drop(folder: Path, done: Mapping[str, float]) -> None:
+    """Drop users whose records are removed, unless they were erased again after this time.
+
+    Raises:
+        OSError, DataError: the list is as it was.
+    """
+    with _locked(folder):
+        known = read(folder)
+        left = {who: at for who, at in known.until.items() if at > done.get(who, float("-inf"))}
+        if left:
+            _replace(folder, known._salt.hex(), left)
+        else:
+            (folder / LIST).unlink(missing_ok=True)
+
+
+def _who(salt: bytes, names: UserKey) -> str:
+    parts = [part.encode("utf-8", "surrogatepass") for part in names]
+    return hashlib.blake2b(len(parts[0]).to_bytes(4, "big") + b"".join(parts), digest_size=16, key=salt).hexdigest()
+
+
+def _replace(folder: Path, salt: str, until: Mapping[str, float]) -> None:
+    beside = folder / f".{LIST}.tmp"
+    make_private(beside)
+    lines = [msgspec.json.encode(_Salt(salt)), *(msgspec.json.encode(_Line(who, at)) for who, at in until.items())]
+    with beside.open("wb") as file:
+        file.write(b"".join(line + b"\n" for line in lines))
+        file.flush()
+        os.fsync(file.fileno())
+    beside.replace(folder / LIST)
+    sync_folder(folder)
+
+
+def sync_folder(folder: Path) -> None:
+    """Make renames and removals in a folder durable."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _lock(handle: int, folder: Path) -> None:
+    for _ in range(_TRIES):
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            time.sleep(_TRY_S)
+    raise DataError(f"{folder / LIST}: another process has held it for {_TRIES * _TRY_S:g} s")
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    handle = open_private(folder / _LOCK)
+    try:
+        _lock(handle, folder)
+        yield
+    finally:
+        os.close(handle)
