@@ -29,6 +29,7 @@ scale", 2015) for the queue at the door.
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -42,6 +43,9 @@ from npu_gr.core.kinds import KINDS, Kind, Priority
 
 LEAST = 4  # requests that may be inside whatever the window is: it fills a pass, and lets a wrong objective serve
 MOST = 64  # requests of a kind inside: more do not make the device faster, but the event loop's turns longer
+MOST_SIGNALS = (
+    2  # inside, of the least important class: the event loop does one after the other, before a rank that comes
+)
 GUESS = 0.02  # of the objective: the pace of a kind that uses the device, until it is learnt
 HOST_GUESS_S = 0.0005  # the pace of the other kinds, until it is learnt: parsing and answering
 AIM = 0.95  # of the time that a request has: the rest is for writing the answer
@@ -126,12 +130,13 @@ class _Outside(AbstractContextManager[None]):
 class _Lane:
     """What the door knows of one kind."""
 
-    __slots__ = ("inside", "kind", "objective_s", "outside", "pace", "priority", "waiting")
+    __slots__ = ("inside", "kind", "most", "objective_s", "outside", "pace", "priority", "waiting")
 
     def __init__(self, kind: Kind[Any, Any], objective_s: float) -> None:
         self.kind = kind
         self.objective_s = objective_s
         self.priority = int(kind.priority)
+        self.most = MOST_SIGNALS if kind.priority is Priority.SIGNAL else math.inf  # inside
         self.pace = Pace(GUESS * objective_s if kind.uses_device else HOST_GUESS_S)
         self.inside = 0
         self.outside = 0
@@ -219,7 +224,8 @@ class Door:
 
     def window(self, kind: str) -> int:
         """How many requests of a kind may be inside where there are no others."""
-        return int(self._window(self._lanes[kind]))
+        lane = self._lanes[kind]
+        return int(min(self._window(lane), lane.most))
 
     # ---- arriving
 
@@ -318,7 +324,7 @@ class Door:
 
     def _has_room(self, lane: _Lane, lanes: list[_Lane]) -> bool:
         """Whether one more of a kind may come in beside those that matter as much, or more."""
-        if self._admitted >= self._config.max_inflight:
+        if self._admitted >= self._config.max_inflight or lane.inside >= lane.most:
             return False
         num_inside = 0
         used = 1 / self._window(lane)

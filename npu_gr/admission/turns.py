@@ -14,8 +14,7 @@ import itertools
 from collections.abc import Mapping
 from typing import Protocol
 
-MAX_TENANTS = 64  # with a queue of their own at a time; those that come beyond share one
-OTHERS = "\0others"  # the name of the queue that they share; no tenant can have it
+from npu_gr.core.shares import name_of
 
 
 class Waiting(Protocol):
@@ -24,7 +23,7 @@ class Waiting(Protocol):
     tenant: str
     wanted_at: float  # the instant at which its answer is due
     cost_s: float  # seconds of the instance that it will take
-    queue: str  # the tenant's name, or `OTHERS`
+    queue: str  # the tenant's name, or that which the tenants beyond `MAX_TENANTS` share
     is_gone: bool  # it is not waiting any more, and its place in the queue will be skipped
 
 
@@ -134,9 +133,7 @@ class Turns:
         return [tenant.heap[0][2] for tenant in self._tenants.values()]
 
     def _queue_of(self, tenant: str) -> str:
-        if tenant in self._tenants or len(self._tenants) < MAX_TENANTS:
-            return tenant
-        return OTHERS
+        return name_of(tenant, self.weights, self._tenants)
 
 
 def _virtual_s(tenant: _Tenant) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import torch
@@ -22,6 +22,12 @@ class Tiers(NamedTuple):
 
     pool: PrefixPool  # HBM
     dram: DramStore | None  # None = no second tier
+
+    def weigh(self, tenant_weights: Mapping[str, float]) -> None:
+        """Give tenants shares by other weights; all that are not named have 1."""
+        self.pool.shares.weights = tenant_weights
+        if self.dram is not None:
+            self.dram.shares.weights = tenant_weights
 
     def erase_user(self, user: UserKey) -> None:
         """Drop all entries of a user in both tiers."""
