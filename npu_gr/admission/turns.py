@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Mapping
+from collections.abc import KeysView, Mapping, Set
 from typing import Protocol
 
 from npu_gr.core.shares import name_of
@@ -101,11 +101,21 @@ class Turns:
         self.cost_s += waiting.cost_s
         self._waiting += 1
 
-    def head(self) -> Waiting | None:
-        """Say which request goes next; None = nothing waits."""
+    @property
+    def queues(self) -> KeysView[str]:
+        """The names of the queues in which something waits."""
+        return self._tenants.keys()
+
+    def head(self, over: Set[str] = frozenset()) -> Waiting | None:
+        """Say which request goes next; None = nothing waits.
+
+        Args:
+            over: queues that go behind the others.
+        """
         if not self._tenants:
             return None
-        return min(self._tenants.values(), key=_virtual_s).heap[0][2]
+        within = [tenant for name, tenant in self._tenants.items() if name not in over] if over else None
+        return min(within or self._tenants.values(), key=_virtual_s).heap[0][2]
 
     def take(self, waiting: Waiting) -> None:
         """Take the head out, because it is served: its tenant has had its turn."""

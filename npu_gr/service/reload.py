@@ -145,7 +145,9 @@ class Reload:
             self._versions.rankers.current.reconfigure(new.service)
         self._door.reconfigure(new.admission, new.slo.objective_s)
         self._brownout.reconfigure(new.brownout)
-        self._histories.reconfigure(new.service.known_prefix_bytes, new.service.cut_step_tokens)
+        self._histories.reconfigure(
+            new.service.known_prefix_bytes, new.service.cut_step_tokens, new.admission.tenant_weights
+        )
         self._settings.config = new
 
 
