@@ -81,13 +81,13 @@ class Producers(Generic[P]):
         Args:
             shares: each tenant's account in the pool, and how many producers at work are its share.
         """
-        over = (
+        over = [
             each
             for account, share in shares
             if len(of_it := self.at_work_of(account)) > share
-            for each in of_it
+            for each in reversed(of_it)  # of two that came at once, the later one
             if each.may_give_way
-        )
+        ]
         return max(over, key=lambda each: each.order.arrived_at or 0.0, default=None)
 
     def end(self, producer: Producer) -> None:
