@@ -61,7 +61,16 @@ class EntryState(Enum):
 class PrefixEntry(TierEntry):
     """One prefix in HBM."""
 
-    __slots__ = ("awaits_rank", "consumed", "evictable_number", "holding", "is_signalled", "state", "waits_since_at")
+    __slots__ = (
+        "awaits_rank",
+        "consumed",
+        "evictable_number",
+        "holding",
+        "is_judged",
+        "is_signalled",
+        "state",
+        "waits_since_at",
+    )
 
     def __init__(
         self, key: PrefixKey, num_tokens: int, runs: tuple[PageRun, ...], holding: _Holding, is_signalled: bool
@@ -73,6 +82,7 @@ class PrefixEntry(TierEntry):
         self.is_signalled = is_signalled  # for a rank to come, not for one that is there
         self.awaits_rank = True  # no rank has used it since it was reserved or renewed, and its time is not up
         self.waits_since_at = 0.0  # since when it has been published and awaited a rank; a renewal before is none
+        self.is_judged = False  # its rank is late: it counts as wasted
         self.evictable_number = 0  # of two evictable entries, the one with the smaller number has been so for longer
         if is_signalled:
             holding.awaiting_pages += self.num_pages
@@ -221,7 +231,6 @@ class PrefixPool(PageTier[PrefixEntry]):
 
     def _victim(self, taker: _Holding, ratios: dict[_Holding, float], *, within: bool) -> PrefixEntry:
         """Choose the entry that makes room: one that can be had, by the order in the text at the top."""
-        now_at = self._clock()
         found: list[tuple[int, float, int, PrefixEntry]] = []
         for number, other in enumerate(self.shares.accounts):
             if other is not taker and not self._over(other, ratios):
@@ -230,8 +239,7 @@ class PrefixPool(PageTier[PrefixEntry]):
                 is_last = within and len(ratios) > 1 and other is taker
                 found.append((3 if is_last else 1, entry.evictable_number, number, entry))
             if within and other is not taker and (entry := other.waiting.oldest()) is not None:
-                is_overdue = now_at - entry.waits_since_at > self.usual_wait_s
-                found.append((0 if is_overdue else 2, entry.waits_since_at, number, entry))
+                found.append((0 if self._is_overdue(entry) else 2, entry.waits_since_at, number, entry))
         return min(found)[-1]
 
     def reserve(self, key: PrefixKey, num_tokens: int, *, is_signalled: bool = False) -> PrefixEntry:
@@ -264,7 +272,7 @@ class PrefixPool(PageTier[PrefixEntry]):
         within = self._is_within(holding, need, ratios)
         while self._pages.num_free < need:
             victim = self._victim(holding, ratios, within=within)
-            self.drop(victim)
+            self._drop(victim)
             self.on_evict(victim)
         entry = PrefixEntry(key, num_tokens, self._pages.allocate(need), holding, is_signalled)
         self._reserved.add(entry)
@@ -317,6 +325,7 @@ class PrefixPool(PageTier[PrefixEntry]):
     def _wait(self, entry: PrefixEntry) -> None:
         """Let an entry begin to wait for a rank."""
         entry.waits_since_at = self._clock()
+        entry.is_judged = False
         if entry.is_signalled:
             self._unjudged.append((entry.waits_since_at, entry))
         self._expire_later(entry)
@@ -326,7 +335,7 @@ class PrefixPool(PageTier[PrefixEntry]):
         self._expiring[entry] = None
 
     def _is_overdue(self, entry: PrefixEntry) -> bool:
-        return self._clock() - entry.waits_since_at > self.usual_wait_s
+        return self._clock() - entry.waits_since_at >= self.usual_wait_s
 
     def abandon(self, entry: PrefixEntry) -> None:
         """Give the pages of an unfinished entry back. Nothing happens to an entry that was published."""
@@ -399,10 +408,10 @@ class PrefixPool(PageTier[PrefixEntry]):
     def _expire(self) -> None:
         """Make the entries evictable whose time is up, except those that are leased, and judge what nobody ranked."""
         now_at = self._clock()
-        while self._unjudged and now_at - self._unjudged[0][0] > self.usual_wait_s:
+        while self._unjudged and now_at - self._unjudged[0][0] >= self.usual_wait_s:
             waits_since_at, entry = self._unjudged.popleft()
-            is_published = entry.state is not EntryState.DROPPED
-            if is_published and entry.awaits_rank and entry.waits_since_at == waits_since_at:
+            if entry.awaits_rank and entry.waits_since_at == waits_since_at:
+                entry.is_judged = True
                 entry.holding.judge(is_ranked=False)
         while self._expiring and (entry := next(iter(self._expiring))).expires_at <= now_at:
             del self._expiring[entry]
@@ -411,7 +420,15 @@ class PrefixPool(PageTier[PrefixEntry]):
                 self._unleased(entry)
 
     def drop(self, entry: PrefixEntry) -> None:
-        """Make an entry unfindable. Its pages go back at once, or when its writer or its last reader is done."""
+        """Make an entry unfindable. Its pages go back at once, or when its writer or its last reader is done.
+
+        One that was signalled, and gives way to a longer one of its user before its rank came, counts as wasted.
+        """
+        if entry.state is EntryState.LIVE and entry.is_signalled and entry.awaits_rank and not entry.is_judged:
+            entry.holding.judge(is_ranked=False)
+        self._drop(entry)
+
+    def _drop(self, entry: PrefixEntry) -> None:
         before = entry.state
         if before is EntryState.DROPPED:
             return

@@ -356,12 +356,12 @@ def test_who_wastes_signals_may_have_fewer_that_wait_and_who_ranks_may_have_more
     prefixes.usual_wait_s = 1.0
 
     def waiting(tenant: str) -> int:
-        """Signals until it is refused, and all of them are forgotten again."""
+        """Signals until it is refused; none is published, and all of them are given up again."""
         entries: list[PrefixEntry] = []
         while prefixes.room(tenant, 4).num_pages:
-            entries.append(filled(prefixes, key(f"{clock.now_at} {len(entries)}", tenant=tenant), is_signalled=True))
+            entries.append(prefixes.reserve(key(str(len(entries)), tenant=tenant), 4, is_signalled=True))
         for entry in entries:
-            prefixes.drop(entry)
+            prefixes.abandon(entry)
         return len(entries)
 
     for tenant in "ve":
@@ -377,6 +377,16 @@ def test_who_wastes_signals_may_have_fewer_that_wait_and_who_ranks_may_have_more
         prefixes.renew(prefixes.find(UserKey("e", "u"), "v1", LAYOUT.layout_id)[0])
     assert waiting("e") == LEAST_CREDIT * 256
     assert waiting("v") > 250
+
+
+def test_a_prefix_that_is_extended_again_and_again_and_never_ranked_is_wasted() -> None:
+    prefixes, _ = pool(512)
+    filled(prefixes, key(tenant="v"))
+    for n in range(100):  # within no time: none of them is late
+        prefixes.drop(filled(prefixes, key(str(n), tenant="e"), is_signalled=True))  # as the extension's filler does
+    holding = prefixes.shares.asking("e")
+    assert holding.credit == LEAST_CREDIT
+    assert prefixes.shares.asking("v").credit == CREDIT
 
 
 def test_invented_tenants_cost_nothing_and_together_get_what_one_gets() -> None:
