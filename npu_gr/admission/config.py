@@ -15,4 +15,4 @@ class AdmissionConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     enabled: bool = True  # false = nothing waits at the door and nothing is refused there: for comparisons
     share: Annotated[float, msgspec.Meta(gt=0, le=1)] = 0.5  # of a kind's objective: so much of its work is inside
     max_inflight: Count = 512  # requests that hold memory inside at once, those that wait for the store included
-    tenant_weights: dict[str, Positive] = {}  # of the time that tenants get in turn under load; all others have 1
+    tenant_weights: dict[str, Positive] = {}  # of all that tenants share where it is scarce; all others have 1

@@ -9,7 +9,8 @@
 
     window     of each kind: `share` of its objective over its pace, so that whoever is inside delays nobody for long
     pace       seconds a request, learnt from departures (`pace.py`)
-    turns      classes one after the other by `Kind.priority`, tenants in turn within a class (`turns.py`)
+    turns      classes one after the other by `Kind.priority`, tenants in turn within a class (`turns.py`); whoever
+               holds more than its share of the places inside, or of the last slots, goes behind the other tenants
     in time    now + the work ahead + its own <= arrival + an aim x what it has: its objective, or the caller's budget
                if that is smaller. Whoever joins the queue is looked at again when its turn comes, and every TICK_S
 
@@ -29,8 +30,9 @@ scale", 2015) for the queue at the door.
 from __future__ import annotations
 
 import asyncio
+import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol, cast
 
@@ -39,9 +41,13 @@ from npu_gr.admission.pace import Pace
 from npu_gr.admission.turns import Turns
 from npu_gr.core.errors import Overloaded
 from npu_gr.core.kinds import KINDS, Kind, Priority
+from npu_gr.core.shares import name_of
 
 LEAST = 4  # requests that may be inside whatever the window is: it fills a pass, and lets a wrong objective serve
 MOST = 64  # requests of a kind inside: more do not make the device faster, but the event loop's turns longer
+MOST_SIGNALS = (
+    2  # inside, of the least important class: the event loop does one after the other, before a rank that comes
+)
 GUESS = 0.02  # of the objective: the pace of a kind that uses the device, until it is learnt
 HOST_GUESS_S = 0.0005  # the pace of the other kinds, until it is learnt: parsing and answering
 AIM = 0.95  # of the time that a request has: the rest is for writing the answer
@@ -83,11 +89,12 @@ class Ticket:
 class Slot:
     """The right to be served. Whoever got it calls `leave` when the answer is written, or when there is none."""
 
-    __slots__ = ("_door", "_lane", "arrived_at")
+    __slots__ = ("_door", "_lane", "_tenant", "arrived_at")
 
-    def __init__(self, door: Door, lane: _Lane, arrived_at: float) -> None:
+    def __init__(self, door: Door, lane: _Lane, tenant: _Tenant, arrived_at: float) -> None:
         self._door: Door | None = door
         self._lane = lane
+        self._tenant = tenant
         self.arrived_at = arrived_at  # of the request, on the clock of the door
 
     def __enter__(self) -> Slot:
@@ -99,39 +106,52 @@ class Slot:
     def leave(self) -> None:
         """Give the slot back. Calls after the first one do nothing."""
         if self._door is not None:
-            self._door._left(self._lane)
+            self._door._left(self._lane, self._tenant)
             self._door = None
 
     def outside(self) -> AbstractContextManager[None]:
         """Hold no place while the block waits for something else than this instance; come back without a queue."""
-        return nullcontext() if self._door is None else _Outside(self._door, self._lane)
+        return nullcontext() if self._door is None else _Outside(self._door, self._lane, self._tenant)
 
 
 class _Outside(AbstractContextManager[None]):
     """A block in which a request holds no place."""
 
-    __slots__ = ("_door", "_lane")
+    __slots__ = ("_door", "_lane", "_tenant")
 
-    def __init__(self, door: Door, lane: _Lane) -> None:
+    def __init__(self, door: Door, lane: _Lane, tenant: _Tenant) -> None:
         self._door = door
         self._lane = lane
+        self._tenant = tenant
 
     def __enter__(self) -> None:
-        self._door._stepped_out(self._lane)
+        self._door._stepped_out(self._lane, self._tenant)
 
     def __exit__(self, *_: object) -> None:
-        self._door._stepped_in(self._lane)
+        self._door._stepped_in(self._lane, self._tenant)
+
+
+class _Tenant:
+    """What one tenant holds."""
+
+    __slots__ = ("admitted", "inside", "name")
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.admitted = 0
+        self.inside = 0
 
 
 class _Lane:
     """What the door knows of one kind."""
 
-    __slots__ = ("inside", "kind", "objective_s", "outside", "pace", "priority", "waiting")
+    __slots__ = ("inside", "kind", "most", "objective_s", "outside", "pace", "priority", "waiting")
 
     def __init__(self, kind: Kind[Any, Any], objective_s: float) -> None:
         self.kind = kind
         self.objective_s = objective_s
         self.priority = int(kind.priority)
+        self.most = MOST_SIGNALS if kind.priority is Priority.SIGNAL else math.inf  # inside
         self.pace = Pace(GUESS * objective_s if kind.uses_device else HOST_GUESS_S)
         self.inside = 0
         self.outside = 0
@@ -171,6 +191,7 @@ class Door:
         ]
         self._departed_at = float("-inf")  # the last departure that left something to do
         self._admitted = 0
+        self._tenants: dict[str, _Tenant] = {}  # that hold a slot
         self._waiting = 0
         self._inside = 0
         self._inside_known_s: list[float | None] = []  # by priority; see `_inside_s`
@@ -219,7 +240,8 @@ class Door:
 
     def window(self, kind: str) -> int:
         """How many requests of a kind may be inside where there are no others."""
-        return int(self._window(self._lanes[kind]))
+        lane = self._lanes[kind]
+        return int(min(self._window(lane), lane.most))
 
     # ---- arriving
 
@@ -301,14 +323,20 @@ class Door:
 
     def _let_in(self, ticket: Ticket, lane: _Lane) -> None:
         ticket.is_gone = True
+        name = name_of(ticket.tenant, self._config.tenant_weights, self._tenants)
+        tenant = self._tenants.get(name)
+        if tenant is None:
+            tenant = self._tenants[name] = _Tenant(name)
+        tenant.admitted += 1
         self._admitted += 1
-        self._add(lane)
-        ticket.guest.let_in(Slot(self, lane, ticket.arrived_at))
+        self._add(lane, tenant)
+        ticket.guest.let_in(Slot(self, lane, tenant, ticket.arrived_at))
 
-    def _add(self, lane: _Lane) -> None:
+    def _add(self, lane: _Lane, tenant: _Tenant) -> None:
         if not self._inside:
             self._departed_at = float("-inf")  # what comes after a pause in work tells nothing of the pace
         self._inside += 1
+        tenant.inside += 1
         lane.inside += 1
         self._changed()
 
@@ -318,7 +346,7 @@ class Door:
 
     def _has_room(self, lane: _Lane, lanes: list[_Lane]) -> bool:
         """Whether one more of a kind may come in beside those that matter as much, or more."""
-        if self._admitted >= self._config.max_inflight:
+        if self._admitted >= self._config.max_inflight or lane.inside >= lane.most:
             return False
         num_inside = 0
         used = 1 / self._window(lane)
@@ -355,21 +383,26 @@ class Door:
 
     # ---- leaving
 
-    def _left(self, lane: _Lane) -> None:
+    def _left(self, lane: _Lane, tenant: _Tenant) -> None:
         now_at = self._clock()
         if self._departed_at > float("-inf"):
             lane.pace.observe(now_at - self._departed_at)
         lane.inside -= 1
         self._inside -= 1
         self._admitted -= 1
+        tenant.inside -= 1
+        tenant.admitted -= 1
+        if not tenant.admitted:
+            del self._tenants[tenant.name]
         self._changed()
         self._departed_at = now_at if self._inside else float("-inf")
         self._last = lane
         self._serve_next()
 
-    def _stepped_out(self, lane: _Lane) -> None:
+    def _stepped_out(self, lane: _Lane, tenant: _Tenant) -> None:
         lane.inside -= 1
         self._inside -= 1
+        tenant.inside -= 1
         lane.outside += 1
         self._changed()
         if self.waiting and not self._will_serve:
@@ -381,9 +414,9 @@ class Door:
         self._will_serve = False
         self._serve_next()
 
-    def _stepped_in(self, lane: _Lane) -> None:
+    def _stepped_in(self, lane: _Lane, tenant: _Tenant) -> None:
         lane.outside -= 1
-        self._add(lane)
+        self._add(lane, tenant)
 
     # ---- waiting
 
@@ -408,9 +441,25 @@ class Door:
 
     def _first(self) -> tuple[Ticket, Turns, list[_Lane]] | None:
         for turns, lanes in self._classes:
-            if (ticket := turns.head()) is not None:
+            over = self._over_their_share(turns) if len(turns.queues) > 1 else frozenset()
+            if (ticket := turns.head(over)) is not None:
                 return cast("Ticket", ticket), turns, lanes
         return None
+
+    def _over_their_share(self, turns: Turns) -> Set[str]:
+        """List the tenants that hold more than their share, by weight among those that hold something or wait.
+
+        Of the places inside; or of the slots, where the last one is about to go.
+        """
+        names = self._tenants.keys() | turns.queues
+        total = sum(turns.weights.get(name, 1.0) for name in names)
+        is_last = self._admitted + 1 >= self._config.max_inflight
+        over = set()
+        for name, tenant in self._tenants.items():
+            held, all_held = (tenant.admitted, self._admitted) if is_last else (tenant.inside, self._inside)
+            if held * total > turns.weights.get(name, 1.0) * all_held:
+                over.add(name)
+        return over
 
     def _is_idle(self) -> bool:
         return self._inside < self._least

@@ -11,11 +11,10 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Mapping
+from collections.abc import KeysView, Mapping, Set
 from typing import Protocol
 
-MAX_TENANTS = 64  # with a queue of their own at a time; those that come beyond share one
-OTHERS = "\0others"  # the name of the queue that they share; no tenant can have it
+from npu_gr.core.shares import name_of
 
 
 class Waiting(Protocol):
@@ -24,7 +23,7 @@ class Waiting(Protocol):
     tenant: str
     wanted_at: float  # the instant at which its answer is due
     cost_s: float  # seconds of the instance that it will take
-    queue: str  # the tenant's name, or `OTHERS`
+    queue: str  # the tenant's name, or that which the tenants beyond `MAX_TENANTS` share
     is_gone: bool  # it is not waiting any more, and its place in the queue will be skipped
 
 
@@ -102,11 +101,21 @@ class Turns:
         self.cost_s += waiting.cost_s
         self._waiting += 1
 
-    def head(self) -> Waiting | None:
-        """Say which request goes next; None = nothing waits."""
+    @property
+    def queues(self) -> KeysView[str]:
+        """The names of the queues in which something waits."""
+        return self._tenants.keys()
+
+    def head(self, over: Set[str] = frozenset()) -> Waiting | None:
+        """Say which request goes next; None = nothing waits.
+
+        Args:
+            over: queues that go behind the others.
+        """
         if not self._tenants:
             return None
-        return min(self._tenants.values(), key=_virtual_s).heap[0][2]
+        within = [tenant for name, tenant in self._tenants.items() if name not in over] if over else None
+        return min(within or self._tenants.values(), key=_virtual_s).heap[0][2]
 
     def take(self, waiting: Waiting) -> None:
         """Take the head out, because it is served: its tenant has had its turn."""
@@ -134,9 +143,7 @@ class Turns:
         return [tenant.heap[0][2] for tenant in self._tenants.values()]
 
     def _queue_of(self, tenant: str) -> str:
-        if tenant in self._tenants or len(self._tenants) < MAX_TENANTS:
-            return tenant
-        return OTHERS
+        return name_of(tenant, self.weights, self._tenants)
 
 
 def _virtual_s(tenant: _Tenant) -> float:

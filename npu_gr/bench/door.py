@@ -10,6 +10,7 @@ load, in the same process. "Best" is the better of that reference and of admissi
     poisson       1, 3 and 10 times the capacity; the worst second beside the mean
     pause         the process is stopped for 110 ms; when is it normal again
     fair          a tenant of 20/s beside another's hot clients
+    flood         a tenant that floods signals, beside one that signals and ranks: `door_flood.py`
     refusals      how much of a core they take: `door_costs.py`
     density       ranks a core at an equal P99, beside FastAPI and LitServe with the same model
 
@@ -28,6 +29,8 @@ from tempfile import TemporaryDirectory
 from npu_gr.bench import door_lines
 from npu_gr.bench.door_client import LoadStream, compiled, drive
 from npu_gr.bench.door_costs import HEAVY_CANDIDATES, Density, density, refusal_cost
+from npu_gr.bench.door_flood import OVERRIDES as FLOODED
+from npu_gr.bench.door_flood import run_flood
 from npu_gr.bench.door_loads import REFERENCE_CLIENTS, LoadRun, loads, run
 from npu_gr.bench.door_servers import (
     ADMISSION_OFF,
@@ -47,13 +50,14 @@ from npu_gr.core.errors import ConfigError
 from npu_gr.model.weights import load as load_checkpoint
 from npu_gr.service.config import load as load_config
 
-PARTS = ("closed", "bursts", "poisson", "pause", "fair", "refusals", "density")
+PARTS = ("closed", "bursts", "poisson", "pause", "fair", "flood", "refusals", "density")
 ON = "as configured"
 OFF = "admission off"
 MOST_LOAD_S = 8.0  # of loads that are not Poisson, also in the long form
 CAPACITY_S = 1.5
 DENSITY_S = 1.5
 CHECKED = 4  # bodies
+LEAST_FLOOD_S = 10.0  # so that a P99 has some ranks behind it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,6 +110,13 @@ def lines(options: DoorOptions) -> Iterator[Line]:
                 replace(traffic, num_candidates=HEAVY_CANDIDATES, num_users=8).bodies(model, "heavy", options.seed + 3),
             ),
         )
+        if "flood" in options.parts:
+            with our_server("flood", options.config, checkpoint, folder, (*options.overrides, *FLOODED)) as server:
+                yield from door_lines.of_flood(
+                    *run_flood(server, model, traffic, folder, max(options.seconds, LEAST_FLOOD_S), options.seed)
+                )
+        if set(options.parts) == {"flood"}:
+            return
         arms = {ON: (), OFF: ADMISSION_OFF, **options.ablations}
         servers = {}
         for name, overrides in arms.items():

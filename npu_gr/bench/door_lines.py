@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 
 from npu_gr.bench.door_costs import Density, RefusalCost
+from npu_gr.bench.door_flood import Flooded
 from npu_gr.bench.door_loads import REFERENCE_CLIENTS, LoadRun
 from npu_gr.bench.line import Line
 
@@ -16,6 +17,8 @@ WHOLE_BURST = 24  # ranks at once of which none may be refused
 BURST_SLACK = 0.01  # of what is due: lost by one stall of a shared machine
 NORMAL_S = 0.25  # after a pause or an overload
 SMALL_P99 = 1.3  # of quiet
+FLOOD_HITS = 0.95  # of quiet
+FLOOD_P99 = 1.2  # of quiet
 REFUSALS = 0.05  # of a core
 DENSITY = 1.3  # of the better peer
 
@@ -49,6 +52,38 @@ def of_loads(
         for name in ablations:
             yield _ablated(on, rows[name], name)
     yield from _fair([rows[on_name] for rows in runs if rows[on_name].load.group == "fair"])
+
+
+def of_flood(quiet: Flooded, beside: Flooded) -> Iterator[Line]:
+    """The lines of a tenant beside another that floods signals.
+
+    Args:
+        quiet: the tenant alone.
+        beside: and during the flood.
+    """
+    case = f"{beside.signals_per_s:.0f} signals/s of another tenant, {beside.num_ranks} ranks"
+    hits = _ratio(beside.hit_ratio, quiet.hit_ratio)
+    yield _line(
+        f"flood: prefixes found beside {case}",
+        beside.hit_ratio * 100,
+        "% of ranks",
+        "quiet",
+        quiet.hit_ratio * 100,
+        hits,
+        FLOOD_HITS,
+        hits >= FLOOD_HITS,
+    )
+    ratio = _ratio(beside.p99_ms, quiet.p99_ms)
+    yield _line(
+        f"flood: P99 beside {case}",
+        beside.p99_ms,
+        "ms",
+        "quiet",
+        quiet.p99_ms,
+        1 / ratio if ratio else math.inf,
+        1 / FLOOD_P99,
+        ratio <= FLOOD_P99,
+    )
 
 
 def of_refusals(cost: RefusalCost | None, runs: Sequence[LoadRun]) -> Line:

@@ -162,6 +162,7 @@ class Verdict(StrEnum):
     SKIP_FOOTPRINT = "skip_footprint"  # no bytes left to reserve
     SKIP_LOAD = "skip_load"  # too many pre-infers in flight
     SKIP_RATE = "skip_rate"  # more pre-infers a second than the instance sustains
+    SKIP_SHARE = "skip_share"  # its tenant has its share of bytes, pre-infers or their rate, and others want the rest
     SKIP_DISABLED = "skip_disabled"
 
 
@@ -196,6 +197,7 @@ class Reason(StrEnum):
     REJECTED_FOOTPRINT = "rejected_footprint"
     REJECTED_LOAD = "rejected_load"
     REJECTED_RATE = "rejected_rate"
+    REJECTED_SHARE = "rejected_share"
     JOIN_TIMEOUT = "join_timeout"
     RELOAD_SLOWER = "reload_slower"
     RELOAD_FAILED = "reload_failed"

@@ -153,27 +153,27 @@ class JobQueue:
             force: take it in even if the queue is full.
 
         Returns:
-            the youngest preemptible job, if it had to make room.
+            the last of the preemptible jobs, if it had to make room: that of the tenant with the most before it.
 
         Raises:
             Overloaded: the queue is full, and no job in it may be shed for this one.
         """
-        shed = None
-        if not force and self._waiting >= self._config.max_queue:
-            if job.preemptible or not self._preemptible:
-                raise Overloaded(
-                    f"{self._waiting} jobs wait for the device, the limit is {self._config.max_queue}",
-                    reason=Refusal.QUEUE,
-                )
-            shed = next(reversed(self._preemptible))
-            self.withdraw(shed)
-        job.submitted_at = now_at
-        job.is_waiting = True
         arrived_at = now_at if job.arrived_at is None else job.arrived_at
         if job.preemptible:  # behind every request, the oldest first, unless a request waits for it
             job.order_at = min(job.order_at, arrived_at + BEHIND_S)
         else:
             job.order_at = min(job.order_at, job.deadline_at, arrived_at + self._config.aging_s)
+        shed = None
+        if not force and self._waiting >= self._config.max_queue:
+            shed = max(reversed(self._preemptible), key=lambda each: each.order_at, default=None)
+            if shed is None or (job.preemptible and shed.order_at <= job.order_at):
+                raise Overloaded(
+                    f"{self._waiting} jobs wait for the device, the limit is {self._config.max_queue}",
+                    reason=Refusal.QUEUE,
+                )
+            self.withdraw(shed)
+        job.submitted_at = now_at
+        job.is_waiting = True
         self._push(job)
         self._waiting += 1
         if job.preemptible:

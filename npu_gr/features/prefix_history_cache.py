@@ -1,25 +1,42 @@
 """The cache of histories: those that callers may continue by a delta, and what was last read from the store.
 
 The former are found by their fingerprint; the newest of both kinds is the last known history of its user, which stands
-in where the store fails. When the bytes exceed the capacity, the least recently used history is evicted.
+in where the store fails. When the bytes exceed the capacity, the least recently used history is evicted, of the tenants
+that have more than their share (`core.shares`).
 """
 
 from __future__ import annotations
 
+import itertools
+import time
 from collections import OrderedDict
+from collections.abc import Callable, Mapping
 
 from npu_gr.core.request import Events, UserKey
+from npu_gr.core.shares import Account, Shares
 from npu_gr.features.base import StoredHistory
 
 STORED = ""  # in the place of a fingerprint: read from the store
 
 
+class _Holding(Account):
+    """What one tenant has of the cache, in bytes."""
+
+    __slots__ = ("used",)
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.used: OrderedDict[tuple[UserKey, str], int] = OrderedDict()  # the least recently used first; see `_use`
+
+
 class PrefixHistoryCache:
     """Holds at most `capacity_bytes` of events. Every operation is O(1) in the number of users."""
 
-    def __init__(self, capacity_bytes: int) -> None:
+    def __init__(self, capacity_bytes: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._capacity_bytes = capacity_bytes
-        self._events: OrderedDict[tuple[UserKey, str], Events] = OrderedDict()
+        self._shares: Shares[_Holding] = Shares(_Holding, clock)
+        self._numbers = itertools.count()
+        self._events: dict[tuple[UserKey, str], tuple[Events, _Holding]] = {}
         self._first_index: dict[UserKey, int] = {}  # of what was read from the store
         self._by_user: dict[UserKey, dict[str, None]] = {}  # user -> fingerprints, the newest last
         self.bytes_used = 0
@@ -34,7 +51,7 @@ class PrefixHistoryCache:
         """
         key = (user, fingerprint)
         if key in self._events:
-            self._events.move_to_end(key)
+            self._use(key)
             known = self._by_user[user]
             known[fingerprint] = known.pop(fingerprint)
             return
@@ -45,9 +62,9 @@ class PrefixHistoryCache:
         key = (user, STORED)
         if key in self._events:
             ends_at = stored.first_index + len(stored.events)
-            known = self._events[key]
+            known, _ = self._events[key]
             if self._first_index[user] + len(known) == ends_at and len(known) >= len(stored.events):
-                self._events.move_to_end(key)  # nothing new
+                self._use(key)  # nothing new
                 self._by_user[user][STORED] = self._by_user[user].pop(STORED)
                 return
             self._drop(key)
@@ -60,9 +77,8 @@ class PrefixHistoryCache:
         if user not in self._by_user:
             return None
         fingerprint = next(reversed(self._by_user[user]))
-        self._events.move_to_end((user, fingerprint))
         first_index = self._first_index[user] if fingerprint == STORED else 0
-        return StoredHistory(self._events[user, fingerprint], first_index)
+        return StoredHistory(self._use((user, fingerprint)), first_index)
 
     def knows(self, user: UserKey) -> bool:
         """Whether anything of the user is cached."""
@@ -71,16 +87,13 @@ class PrefixHistoryCache:
     def find(self, user: UserKey, fingerprint: str) -> Events | None:
         """The history with this fingerprint; None if it is not cached (any more)."""
         key = (user, fingerprint)
-        if key not in self._events:
-            return None
-        self._events.move_to_end(key)
-        return self._events[key]
+        return self._use(key) if key in self._events else None
 
-    def resize(self, capacity_bytes: int) -> None:
-        """Change the capacity, and evict what is over it."""
+    def resize(self, capacity_bytes: int, tenant_weights: Mapping[str, float]) -> None:
+        """Change the capacity and the weights of tenants (all others have 1), and evict what is over the capacity."""
         self._capacity_bytes = capacity_bytes
-        while self.bytes_used > self._capacity_bytes:
-            self._drop(next(iter(self._events)))
+        self._shares.weights = tenant_weights
+        self._evict()
 
     def forget(self, user: UserKey) -> None:
         """Drop everything of one user."""
@@ -92,16 +105,37 @@ class PrefixHistoryCache:
         if size > self._capacity_bytes:
             return
         # a copy: a slice would keep alive, uncounted, the longer history that it was cut from
-        self._events[key] = Events.make(events.items, events.actions, events.timestamps)
         user, fingerprint = key
+        holding = self._shares.asking(user.tenant)
+        self._events[key] = Events.make(events.items, events.actions, events.timestamps), holding
+        self._use(key)
         self._by_user.setdefault(user, {})[fingerprint] = None
+        holding.held += size
         self.bytes_used += size
+        self._evict()
+
+    def _use(self, key: tuple[UserKey, str]) -> Events:
+        """Make a history the most recently used; of two, the one with the smaller number was used less recently."""
+        events, holding = self._events[key]
+        holding.used[key] = next(self._numbers)
+        holding.used.move_to_end(key)
+        self._shares.asked(holding)
+        return events
+
+    def _evict(self) -> None:
+        """Drop the least recently used histories of the tenants over their share until the rest fits."""
         while self.bytes_used > self._capacity_bytes:
-            self._drop(next(iter(self._events)))
+            ratios = self._shares.ratios()
+            over = [one for one in self._shares.accounts if self._shares.is_over(one, ratios, self._capacity_bytes)]
+            oldest = (next(iter(holding.used.items())) for holding in over)  # all together are over: so one at least is
+            self._drop(min(oldest, key=lambda used: used[1])[0])
 
     def _drop(self, key: tuple[UserKey, str]) -> None:
         user, fingerprint = key
-        self.bytes_used -= _bytes(self._events.pop(key))
+        events, holding = self._events.pop(key)
+        del holding.used[key]
+        holding.held -= _bytes(events)
+        self.bytes_used -= _bytes(events)
         if fingerprint == STORED:
             self._first_index.pop(user, None)
         known = self._by_user[user]

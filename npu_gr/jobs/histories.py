@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from npu_gr.core.errors import BadRequest, StoreFailed, UnknownPrefix, Unprocessable
 from npu_gr.core.request import FROM_STORE, I64, Events, HistoryOrigin, HistoryRef, HistorySource, UserKey
 from npu_gr.features.base import FailurePolicy, HistoryStore, StoredHistory
@@ -36,9 +38,9 @@ class Histories:
         self._metrics = metrics
         self._num_erasures = 0  # begun or ended
 
-    def reconfigure(self, cache_bytes: int, cut_step_tokens: int) -> None:
+    def reconfigure(self, cache_bytes: int, cut_step_tokens: int, tenant_weights: Mapping[str, float]) -> None:
         """Apply other settings from now on; what is remembered stays as far as it fits."""
-        self.cache.resize(cache_bytes)
+        self.cache.resize(cache_bytes, tenant_weights)
         self._cut_step_tokens = cut_step_tokens
 
     async def read(self, user: UserKey, ref: HistoryRef, window_events: int) -> tuple[Events, int]:

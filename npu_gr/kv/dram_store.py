@@ -1,5 +1,7 @@
 """The DRAM tier: copies of used prefixes for users who come back. LRU with a TTL, under a byte limit.
 
+Tenants share the bytes by weight (`core.shares`): room is made from those over their share, and from the one that asks.
+
     reserve --commit--> complete --lease--> copied to HBM, and the TTL starts again
        |                   | TTL, LRU, drop
        +--abandon----------+---> pages go back, when the writer or the last reader is done
@@ -9,12 +11,14 @@ Invariants, held by tests/kv/test_dram_store.py:
   D1  every page is free or held by exactly one entry; the arena is the byte limit
   D2  an entry can be found only after its copy is complete
   D3  a leased entry is never evicted
-  D4  the epoch of a page changes each time the page is handed out, so a reader can detect that its pages were reused
+  D4  a copy of a tenant within its share is evicted for another copy of that tenant only
+  D5  the epoch of a page changes each time the page is handed out, so a reader can detect that its pages were reused
       during the copy
 """
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -24,6 +28,7 @@ import numpy as np
 
 from npu_gr.core.errors import PoolExhausted, StaleEntry
 from npu_gr.core.request import I64
+from npu_gr.core.shares import Account, Shares
 from npu_gr.kv.arena import KVArena
 from npu_gr.kv.keys import PrefixKey
 from npu_gr.kv.layout import PageRun
@@ -33,12 +38,30 @@ from npu_gr.kv.tier import PageTier, TierEntry
 class DramEntry(TierEntry):
     """One copy of a prefix."""
 
-    __slots__ = ("epoch", "is_dropped")
+    __slots__ = ("epoch", "holding", "is_dropped", "used_number")
 
-    def __init__(self, key: PrefixKey, num_tokens: int, runs: tuple[PageRun, ...], epoch: int) -> None:
-        super().__init__(key, num_tokens, runs)
+    def __init__(
+        self, key: PrefixKey, num_tokens: int, runs: tuple[PageRun, ...], epoch: int, holding: _Holding
+    ) -> None:
+        super().__init__(key, num_tokens, runs, holding)
+        self.holding = holding
+        self.used_number = 0  # of two entries, the one with the smaller number was used less recently
         self.epoch = epoch  # of all its pages, for as long as they are its own
         self.is_dropped = False  # it cannot be found any more
+
+
+class _Holding(Account):
+    """What one tenant has of the store, in pages."""
+
+    __slots__ = ("copies",)
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.copies: OrderedDict[PrefixKey, DramEntry] = OrderedDict()  # complete; least recently used first
+
+    def least_recent(self) -> DramEntry | None:
+        """The least recently used copy that is not leased; few are."""
+        return next((entry for entry in self.copies.values() if not entry.leases), None)
 
 
 class DramStore(PageTier[DramEntry]):
@@ -63,7 +86,9 @@ class DramStore(PageTier[DramEntry]):
         self._random = random.Random(seed)
         self._epochs = np.zeros(arena.num_pages, np.int64)  # of each page
         self._epoch = 0
-        self._complete: OrderedDict[PrefixKey, DramEntry] = OrderedDict()  # least recently used first
+        self._complete: dict[PrefixKey, DramEntry] = {}
+        self._numbers = itertools.count(1)
+        self.shares: Shares[_Holding] = Shares(_Holding, clock)
 
     @property
     def live_bytes(self) -> int:
@@ -79,30 +104,31 @@ class DramStore(PageTier[DramEntry]):
         The caller must end the reservation with `commit` or `abandon`, whatever happens.
 
         Raises:
-            PoolExhausted: all pages that are neither leased nor being written are too few; no more entries were
-                evicted than necessary.
+            PoolExhausted: all pages that this tenant may get, and that are neither leased nor being written, are too
+                few; no more entries were evicted than necessary.
         """
         need = self.arena.layout.pages(num_tokens)
         if need > self.arena.num_pages:
             raise PoolExhausted(f"need {need} pages, the DRAM tier has {self.arena.num_pages}")
-        leased: list[DramEntry] = []
-        while self._pages.num_free < need and self._complete:
-            _, oldest = self._complete.popitem(last=False)
-            if oldest.leases:
-                leased.append(oldest)
-                continue
-            self._users.remove(oldest)
-            oldest.is_dropped = True
-            self._give_back(oldest)
-        for entry in reversed(leased):  # few: at most the reloads in flight
-            self._complete[entry.key] = entry
-            self._complete.move_to_end(entry.key, last=False)
+        holding = self.shares.asking(key.user.tenant)
+        while self._pages.num_free < need and (victim := self._victim(holding)) is not None:
+            self.drop(victim)
         self._epoch += 1
-        entry = DramEntry(key, num_tokens, self._pages.allocate(need), self._epoch)
+        entry = DramEntry(key, num_tokens, self._pages.allocate(need), self._epoch, holding)
         for first, count in entry.runs:
             self._epochs[first : first + count] = self._epoch
         self._users.add(entry)
         return entry
+
+    def _victim(self, taker: _Holding) -> DramEntry | None:
+        """Choose the entry that makes room for a tenant: the least recently used of those over their share, or its own.
+
+        A tenant within its share gives up its own only if nobody is over his.
+        """
+        ratios = self.shares.ratios()
+        over = [one for one in self.shares.accounts if self.shares.is_over(one, ratios, self.arena.num_pages)]
+        heads = [entry for holding in over if (entry := holding.least_recent()) is not None]
+        return min(heads, key=lambda entry: entry.used_number, default=None) or taker.least_recent()
 
     def commit(self, entry: DramEntry, timestamps: I64) -> None:
         """Make a complete copy findable for its TTL. The pages of a copy that was dropped meanwhile go back.
@@ -137,6 +163,7 @@ class DramStore(PageTier[DramEntry]):
     @contextmanager
     def lease(self, entry: DramEntry) -> Iterator[DramEntry]:
         """Keep the entry's pages while the block copies them. Using an entry starts its TTL again."""
+        self.shares.asked(entry.holding)
         entry.leases += 1
         try:
             yield entry
@@ -166,6 +193,7 @@ class DramStore(PageTier[DramEntry]):
         if not entry.is_published:
             return  # the writer still calls `commit` or `abandon`
         del self._complete[entry.key]
+        del entry.holding.copies[entry.key]
         if not entry.leases:
             self._give_back(entry)
 
@@ -173,11 +201,13 @@ class DramStore(PageTier[DramEntry]):
         """Start the entry's TTL again, and make it the most recently used."""
         jitter = 1.0 + self._jitter_ratio * (2.0 * self._random.random() - 1.0)
         entry.expires_at = self._clock() + self._ttl_s * jitter
+        entry.used_number = next(self._numbers)
         self._complete[entry.key] = entry
-        self._complete.move_to_end(entry.key)
+        entry.holding.copies[entry.key] = entry
+        entry.holding.copies.move_to_end(entry.key)
 
     def check(self) -> None:
-        """Assert D1 and D2. For tests: it looks at every entry."""
+        """Assert D1 and D2, and that tenants hold what their entries do. For tests: it looks at every entry."""
         self._pages.check()
         pages = [p for e in self._complete.values() for first, n in e.runs for p in range(first, first + n)]
         assert len(pages) == len(set(pages))
@@ -186,3 +216,6 @@ class DramStore(PageTier[DramEntry]):
             assert entry.is_held
             assert entry.is_published
             self.verify(entry)
+            assert entry.holding.copies[entry.key] is entry
+        assert sum(len(holding.copies) for holding in self.shares.accounts) == len(self._complete)
+        assert sum(holding.held for holding in self.shares.accounts) <= self.arena.num_pages - self._pages.num_free

@@ -18,6 +18,7 @@ from functools import partial
 from typing import Generic, TypeVar
 
 from npu_gr.core.request import I64, UserKey
+from npu_gr.core.shares import Account
 from npu_gr.kv.arena import KVArena
 from npu_gr.kv.keys import ByUser, PrefixKey
 from npu_gr.kv.layout import PageRun
@@ -28,6 +29,7 @@ class TierEntry:
     """One prefix and the pages that it holds in one tier. `runs` are in token order."""
 
     __slots__ = (
+        "account",
         "expires_at",
         "is_erased",
         "is_held",
@@ -39,8 +41,9 @@ class TierEntry:
         "timestamps",
     )
 
-    def __init__(self, key: PrefixKey, num_tokens: int, runs: tuple[PageRun, ...]) -> None:
+    def __init__(self, key: PrefixKey, num_tokens: int, runs: tuple[PageRun, ...], account: Account) -> None:
         self.key = key
+        self.account = account  # of its tenant; it counts the pages
         self.num_tokens = num_tokens
         self.runs = runs
         self.num_pages = sum(run.num_pages for run in runs)
@@ -49,6 +52,7 @@ class TierEntry:
         self.expires_at = 0.0
         self.is_held = True  # it still has its pages
         self.is_erased = False  # its user asked to be forgotten
+        account.held += self.num_pages
 
     @property
     def is_published(self) -> bool:
@@ -118,6 +122,7 @@ class PageTier(ABC, Generic[E]):
 
     def _give_back(self, entry: E) -> None:
         entry.is_held = False
+        entry.account.held -= entry.num_pages
         free = partial(self._pages.free, entry.runs)
         if entry.is_erased:
             self.on_erased(entry.runs, free)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import torch
@@ -26,6 +26,12 @@ class Tiers(NamedTuple):
     def knows(self, user: UserKey) -> bool:
         """Whether a tier has entries of a user, those being written too."""
         return self.pool.knows(user) or (self.dram is not None and self.dram.knows(user))
+
+    def weigh(self, tenant_weights: Mapping[str, float]) -> None:
+        """Give tenants shares by other weights; all that are not named have 1."""
+        self.pool.shares.weights = tenant_weights
+        if self.dram is not None:
+            self.dram.shares.weights = tenant_weights
 
     def erase_user(self, user: UserKey) -> None:
         """Drop all entries of a user in both tiers."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Annotated
 
 import msgspec
@@ -32,6 +33,7 @@ class LiveSettings:
 
     relay: RelayConfig
     trigger: TriggerConfig
+    tenant_weights: Mapping[str, float] = field(default_factory=dict)  # of the shares of tenants; all others have 1
     brownout: Brownout = Brownout.NONE
 
     @property

@@ -117,7 +117,9 @@ class PrefixFinder(Generic[P]):
         """Start a reload, and wait for it."""
         deadline_at = self._clock() + self._settings.relay.t_life_s
         try:
-            producer = self._producers.reload(copy, JobOrder(time.order_at), time.left_s, deadline_at)
+            producer = self._producers.reload(
+                copy, JobOrder(time.order_at), time.left_s, deadline_at, is_signalled=False
+            )
         except ResourceError:
             return _miss(Reason.REJECTED_FOOTPRINT)
         found = await self._join(producer, time)

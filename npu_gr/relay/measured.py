@@ -9,25 +9,35 @@ Source: RelayGR (arXiv:2601.01712), sequence-aware trigger; `trigger.py` has the
 
 from __future__ import annotations
 
-from npu_gr.core.bucket import TokenBucket
+from collections.abc import Callable
+
 from npu_gr.engine.quantile import RunningQuantile
 from npu_gr.kv.prefix_pool import PrefixPool
 from npu_gr.relay.calibration import Calibration
 from npu_gr.relay.config import LiveSettings
+from npu_gr.relay.rate import TenantRates
 from npu_gr.relay.trigger import admitted_rate, live_limit
 
 
 class RelayMeasurements:
-    """Running quantiles and the token bucket that they feed."""
+    """Running quantiles and the token buckets that they feed."""
 
-    def __init__(self, settings: LiveSettings, pool: PrefixPool, calibration: Calibration | None) -> None:
+    def __init__(
+        self,
+        settings: LiveSettings,
+        pool: PrefixPool,
+        calibration: Calibration | None,
+        clock: Callable[[], float],
+    ) -> None:
         """Start from a calibration, or from guesses that the first samples replace.
 
         Args:
             settings: Q_m and its fraction, and T_life as a guess.
             pool: its bytes are the HBM budget.
             calibration: measured before; None = start from guesses. It also gives Q_m if the settings do not.
+            clock: of the buckets.
         """
+        self._clock = clock
         self._settings = settings
         self._pool = pool
         self._calibration = calibration
@@ -41,10 +51,11 @@ class RelayMeasurements:
         self.reconfigure()
 
     def reconfigure(self) -> None:
-        """Start a new bucket after the settings have changed. The quantiles stay."""
-        self._bucket = None
+        """Start new buckets after the settings have changed. The quantiles stay."""
+        self._rates = None
         if self._q_m_per_s is not None:
-            self._bucket = TokenBucket(self.q_inst_per_s, self._settings.trigger.burst_s)
+            self._rates = TenantRates(self.q_inst_per_s, self._settings.trigger.burst_s, self._clock)
+            self._rates.weigh(self._settings.tenant_weights)
 
     @property
     def _q_m_per_s(self) -> float | None:
@@ -62,9 +73,9 @@ class RelayMeasurements:
         return admitted_rate(l_max, self.t_life_p99_s.value, None if q_m is None else q_m * fraction)
 
     @property
-    def bucket(self) -> TokenBucket | None:
-        """The token bucket at the present Q_inst; None = no Q_m is known, so pre-infers have no rate limit."""
-        if self._bucket is not None:
-            self._bucket.rate_per_s = self.q_inst_per_s
-            self._bucket.burst = max(1.0, self._bucket.rate_per_s * self._settings.trigger.burst_s)
-        return self._bucket
+    def rates(self) -> TenantRates | None:
+        """The token buckets at the present Q_inst; None = no Q_m is known, so pre-infers have no rate limit."""
+        if self._rates is not None:
+            self._rates.rate_per_s = self.q_inst_per_s
+            self._rates.burst = self._rates.rate_per_s * self._settings.trigger.burst_s
+        return self._rates

@@ -51,6 +51,7 @@ class Producer:
     adoption: Adoption | None = None  # by the rank that stops it, or whose pass fills the entry
     encoded_tokens: int = 0  # that the pages held when its task stopped
     joiners: int = 0  # ranks that wait for it
+    gives_way: bool = False  # to another tenant: its task is cancelled, and ends with the chunk that runs
     ended: asyncio.Future[None] = field(init=False)  # done in state ENDED
 
     @property
@@ -67,7 +68,13 @@ class Producer:
     @property
     def is_at_work(self) -> bool:
         """Whether a task fills the entry, not only the pass of a rank."""
-        return self.task is not None and not self.task.done()
+        return self.task is not None and not self.task.done() and not self.gives_way
+
+    @property
+    def may_give_way(self) -> bool:
+        """Whether nobody needs it yet: it is a prefill that no rank waits for."""
+        is_running = self.kind is ProducerKind.PREFILL and self.state is ProducerState.RUNNING
+        return is_running and self.is_at_work and not self.joiners
 
 
 class Adoption:

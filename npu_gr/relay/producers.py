@@ -12,13 +12,14 @@ tests/relay/test_producers.py.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from functools import partial
 from typing import Generic
 
 from npu_gr.core.errors import ResourceError
 from npu_gr.core.request import UserKey, Verdict
+from npu_gr.core.shares import Account
 from npu_gr.engine.job import JobOrder
 from npu_gr.kv.dram_store import DramEntry
 from npu_gr.kv.keys import ByUser, PrefixKey
@@ -66,6 +67,35 @@ class Producers(Generic[P]):
         at_work = (producer for producer in self._by_key.values() if producer.is_at_work)
         return sum(kind is None or producer.kind is kind for producer in at_work)
 
+    def at_work_of(self, account: Account) -> list[Producer]:
+        """Return the producers at work for one tenant.
+
+        Args:
+            account: of the tenant, in the pool.
+        """
+        return [each for each in self._by_key.values() if each.entry.account is account and each.is_at_work]
+
+    def youngest_over(self, shares: Iterable[tuple[Account, int]]) -> Producer | None:
+        """Find the producer that should give way first, of a tenant that has more of them at work than its share.
+
+        Args:
+            shares: each tenant's account in the pool, and how many producers at work are its share.
+        """
+        over = [
+            each
+            for account, share in shares
+            if len(of_it := self.at_work_of(account)) > share
+            for each in reversed(of_it)  # of two that came at once, the later one
+            if each.may_give_way
+        ]
+        return max(over, key=lambda each: each.order.arrived_at or 0.0, default=None)
+
+    def end(self, producer: Producer) -> None:
+        """Let a producer give way: its prefix is not produced."""
+        assert producer.task is not None
+        producer.gives_way = True
+        producer.task.cancel()
+
     # ---- start
 
     def compute(
@@ -90,18 +120,20 @@ class Producers(Generic[P]):
         if base is not None:
             held.enter_context(self._pool.lease(base, consume=False))
         try:
-            entry = self._pool.reserve(key, len(tokens))
+            entry = self._pool.reserve(key, len(tokens), is_signalled=True)
         except ResourceError:
             held.close()
             if base is None:
                 raise
             base = None  # without its lease, its own pages may make the room
-            entry = self._pool.reserve(key, len(tokens))
+            entry = self._pool.reserve(key, len(tokens), is_signalled=True)
         fill = partial(self._filler.compute, tokens, base, deadline_at)
         self._run(self._add(Producer(entry, ProducerKind.PREFILL, fill, order)), held)
         return Verdict.PREINFER if base is None else Verdict.EXTEND
 
-    def reload(self, copy: DramEntry, order: JobOrder, patience_s: float, deadline_at: float) -> Producer:
+    def reload(
+        self, copy: DramEntry, order: JobOrder, patience_s: float, deadline_at: float, *, is_signalled: bool
+    ) -> Producer:
         """Copy a prefix back from DRAM. It gives up if no reload slot frees within `patience_s`.
 
         Args:
@@ -109,11 +141,12 @@ class Producers(Generic[P]):
             order: its place in the device queue.
             patience_s: how long it may wait for a reload slot.
             deadline_at: instant of the clock; a copy that has not begun by then is dropped.
+            is_signalled: for a rank to come, not for one that is there.
 
         Raises:
             ResourceError: there is no room.
         """
-        entry = self._pool.reserve(copy.key, copy.num_tokens)
+        entry = self._pool.reserve(copy.key, copy.num_tokens, is_signalled=is_signalled)
         fill = partial(self._filler.reload, copy, patience_s, deadline_at)
         producer = self._add(Producer(entry, ProducerKind.RELOAD, fill, order))
         self._run(producer, ExitStack())

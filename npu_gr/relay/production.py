@@ -15,7 +15,8 @@ from npu_gr.relay.inventory import Inventory
 from npu_gr.relay.measured import RelayMeasurements
 from npu_gr.relay.producer import Adoption
 from npu_gr.relay.producers import Producers
-from npu_gr.relay.trigger import Forecast, Headroom, decide
+from npu_gr.relay.slots import TenantSlots
+from npu_gr.relay.trigger import AtShare, Forecast, Headroom, decide
 
 
 class Production(Generic[P]):
@@ -61,7 +62,8 @@ class Production(Generic[P]):
         if not self._settings.produces:
             return Verdict.SKIP_DISABLED
         key = self._inventory.key(user, tokens)
-        if self._inventory.is_resident(key):
+        if (resident := self._pool.get(key)) is not None:
+            self._pool.renew(resident)
             return Verdict.ALREADY_RESIDENT
         if self._inventory.is_being_written(key):
             return Verdict.ALREADY_RUNNING
@@ -73,23 +75,30 @@ class Production(Generic[P]):
         if copy is not None and copy.num_tokens <= cached:
             copy = None
         if base is not None and copy is None and len(tokens) - cached < trigger.min_prefix_tokens:
+            self._pool.renew(base)
             return Verdict.ALREADY_RESIDENT  # the rank computes the few new tokens itself
         forecast = self._forecast(len(tokens), cached, num_candidates)
-        headroom = self._headroom(tokens)
-        verdict = decide(len(tokens), forecast, headroom, trigger, self._measured.bucket, now_at)
+        slots = TenantSlots.now(self._pool, self._producers, trigger.max_inflight, user.tenant)
+        headroom = self._headroom(tokens, user, slots)
+        verdict = decide(len(tokens), forecast, headroom, trigger, self._measured.rates, user.tenant)
         if verdict is not Verdict.PREINFER:
             return verdict
-        order = JobOrder(float("inf"), now_at)  # when the device has nothing better to do, until its rank waits
+        # when the device has nothing better to do, until its rank waits
+        order = JobOrder(float("inf"), slots.begins_at(now_at, forecast.full_s))
         t_life_s = self._settings.relay.t_life_s
         try:
             if copy is not None and self._inventory.reload_pays(copy, t_life_s):
                 if self._inventory.is_being_written(copy.key):
                     return Verdict.ALREADY_RUNNING
-                self._producers.reload(copy, order, t_life_s, now_at + t_life_s)
-                return Verdict.RELOAD
-            return self._producers.compute(key, tokens, order, base, now_at + self._useful_s(len(tokens)))
+                self._producers.reload(copy, order, t_life_s, now_at + t_life_s, is_signalled=True)
+                started = Verdict.RELOAD
+            else:
+                started = self._producers.compute(key, tokens, order, base, now_at + self._useful_s(len(tokens)))
         except ResourceError:
             return Verdict.SKIP_FOOTPRINT
+        if slots.gives_way is not None:
+            self._producers.end(slots.gives_way)
+        return started
 
     def keep(self, user: UserKey, tokens: P) -> Adoption | None:
         """Reserve an entry for the prefix that a full inference encodes anyway.
@@ -118,12 +127,15 @@ class Production(Generic[P]):
         pass_s = self._engine.cost.pass_s(num_tokens - cached_tokens, cached_tokens, num_candidates)
         return Forecast(self._engine.queue_s, pass_s, self._engine.residual_s)
 
-    def _headroom(self, tokens: P) -> Headroom:
+    def _headroom(self, tokens: P, user: UserKey, slots: TenantSlots) -> Headroom:
         needed_bytes = self._pool.arena.layout.bytes(len(tokens))
         if needed_bytes:
             self._measured.kv_p99_bytes.observe(needed_bytes)
+        room = self._pool.room(user.tenant, len(tokens))
+        rates = self._measured.rates
         return Headroom(
-            inflight=self._producers.in_flight(),
-            available_bytes=self._pool.free_bytes + self._pool.evictable_bytes,
+            inflight=slots.used,
+            available_bytes=room.num_pages * self._pool.arena.layout.page_bytes,
             needed_bytes=needed_bytes,
+            at_share=AtShare(slots.is_at_share, room.is_at_share, rates is not None and rates.is_shared()),
         )

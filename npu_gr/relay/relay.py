@@ -18,9 +18,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, asynccontextmanager, contextmanager, nullcontext
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Generic
 
 from npu_gr.core.request import Outcome, Reason, UserKey, Verdict
@@ -44,6 +45,8 @@ from npu_gr.relay.rank_time import RankTime
 from npu_gr.relay.signals import LastSignals
 from npu_gr.relay.spills import Spills
 from npu_gr.relay.trigger import TriggerConfig
+
+NO_WEIGHTS: Mapping[str, float] = MappingProxyType({})  # all tenants are equal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +73,7 @@ class Relay(Generic[P]):
         model_version: str,
         clock: Callable[[], float] = time.monotonic,
         calibration: Calibration | None = None,
+        tenant_weights: Mapping[str, float] = NO_WEIGHTS,
     ) -> None:
         """Take the erasures of the tiers over. Nothing runs yet.
 
@@ -81,14 +85,19 @@ class Relay(Generic[P]):
             model_version: part of every key.
             clock: of the event loop, and of the tiers.
             calibration: measured before; it replaces the first guesses, and gives Q_m if the settings do not.
+            tenant_weights: of the shares of tenants; all that are not named have 1.
         """
         self.tiers = tiers
         self._engine = engine
         self._clock = clock
-        self.settings = LiveSettings(config, trigger)  # in force now: gauges read it, the brown-out changes it
+        self.settings = LiveSettings(
+            config, trigger, tenant_weights
+        )  # in force now: gauges read it, the brown-out changes it
         self.on_error: Callable[[str], None] = lambda _where: None  # "prefill", "reload" or "spill" has failed
         self.on_first_use: Callable[[float], None] = lambda _waited_s: None  # of a prefix; seconds since publication
-        self.measured = RelayMeasurements(self.settings, tiers.pool, calibration)
+        self.measured = RelayMeasurements(self.settings, tiers.pool, calibration, clock)
+        self._learn_waits()
+        tiers.weigh(tenant_weights)
         self._background = BackgroundTasks(lambda where: self.on_error(where))
         self._overwrites = Overwrites(engine, tiers)
         self._filler = PrefixFiller(engine, tiers, config.max_reloads)
@@ -103,13 +112,18 @@ class Relay(Generic[P]):
 
     # ---- settings and gauges
 
-    def reconfigure(self, config: RelayConfig, trigger: TriggerConfig) -> None:
+    def reconfigure(
+        self, config: RelayConfig, trigger: TriggerConfig, tenant_weights: Mapping[str, float] = NO_WEIGHTS
+    ) -> None:
         """Apply other settings from now on. What is being produced, and what was measured, stays."""
         self.settings.relay = config
         self.settings.trigger = trigger
+        self.settings.tenant_weights = tenant_weights
+        self.tiers.weigh(tenant_weights)
         self._filler.reconfigure(config.max_reloads)
         self.measured.reconfigure()
         self.tiers.pool.t_life_s = config.t_life_s
+        self._learn_waits()
 
     @property
     def t_life_s(self) -> float:
@@ -174,6 +188,11 @@ class Relay(Generic[P]):
             waited_s = self._signals.rank_ended(user, self._clock())
             if waited_s is not None:
                 self.measured.t_life_p99_s.observe(waited_s)
+                self._learn_waits()
+
+    def _learn_waits(self) -> None:
+        """Tell the pool how long prefixes usually wait for their ranks."""
+        self.tiers.pool.usual_wait_s = min(self.t_life_s, self.measured.t_life_p99_s.value)
 
     def _granted(
         self, found: FoundPrefix, user: UserKey, tokens: P, rank_time: RankTime

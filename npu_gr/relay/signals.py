@@ -14,6 +14,7 @@ _REFUSALS = {
     Verdict.SKIP_FOOTPRINT: Reason.REJECTED_FOOTPRINT,
     Verdict.SKIP_LOAD: Reason.REJECTED_LOAD,
     Verdict.SKIP_RATE: Reason.REJECTED_RATE,
+    Verdict.SKIP_SHARE: Reason.REJECTED_SHARE,
     Verdict.SKIP_DISABLED: Reason.DISABLED,
 }
 

@@ -3,7 +3,10 @@
     at risk    queue_delay + T_full(n, c) + residual > B_rank - margin    only such ranks need a prefix
     load       pre-infers and reloads at once <= max_inflight
     footprint  the prefix fits into HBM                                   so live bytes <= r1 * M always
-    rate       Q_inst = min(L_max / T_life, q_m_fraction * Q_m)           a token bucket; L_max / T_life: Little's law
+    rate       Q_inst = min(L_max / T_life, q_m_fraction * Q_m)           token buckets; L_max / T_life: Little's law
+
+The last three are shared by the tenants (`core.shares`): where one of them is used up, those who have less than their
+share get some of it, and those who have it are told so.
 
     n, c    history tokens, candidates           B_rank  time budget of a rank, seconds
     T_full  seconds of a full inference          T_life  seconds from a signal to the end of its rank, P99
@@ -17,11 +20,10 @@ Source: RelayGR (arXiv:2601.01712), sequence-aware trigger; the symbols are the 
 from __future__ import annotations
 
 import math
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple, Protocol
 
 import msgspec
 
-from npu_gr.core.bucket import TokenBucket
 from npu_gr.core.request import Verdict
 from npu_gr.core.settings import Count, Positive, Seconds
 
@@ -40,12 +42,29 @@ class TriggerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     burst_s: Seconds = 0.5  # the bucket holds this many seconds of its rate
 
 
-class Headroom(NamedTuple):
-    """The load and the room of this instance."""
+class AtShare(NamedTuple):
+    """Of what the tenant has its share already, while others want the rest."""
 
-    inflight: int  # pre-infers and reloads at work
-    available_bytes: int  # of the HBM budget: free or evictable
+    inflight: bool = False
+    bytes: bool = False
+    rate: bool = False
+
+
+class Headroom(NamedTuple):
+    """The load and the room of this instance, as one tenant finds them."""
+
+    inflight: int  # pre-infers and reloads at work that need not give way to this one
+    available_bytes: int  # of the HBM budget: free, or it can be made free for this tenant
     needed_bytes: int  # of this prefix
+    at_share: AtShare = AtShare()
+
+
+class Bucket(Protocol):
+    """The pre-infers a second that a tenant may have."""
+
+    def take(self, tenant: str) -> bool:
+        """Take one, if there is one."""
+        ...
 
 
 class Forecast(NamedTuple):
@@ -88,10 +107,12 @@ def decide(
     forecast: Forecast,
     headroom: Headroom,
     config: TriggerConfig,
-    bucket: TokenBucket | None,
-    now_at: float,
+    bucket: Bucket | None,
+    tenant: str,
 ) -> Verdict:
     """Return PREINFER, or the first reason against it: risk, load, footprint, rate, in this order.
+
+    SKIP_SHARE stands for the last three where the tenant has its share.
 
     The bucket comes last, so that only a pre-infer that is admitted takes a token.
 
@@ -101,7 +122,7 @@ def decide(
         headroom: of this instance.
         config: thresholds.
         bucket: the rate limit; None = no limit.
-        now_at: the clock.
+        tenant: who signals.
     """
     if prefix_tokens < config.min_prefix_tokens:
         return Verdict.SKIP_NOT_AT_RISK
@@ -109,11 +130,11 @@ def decide(
     if budget_s is not None and not at_risk(forecast, budget_s, config.margin_s):
         return Verdict.SKIP_NOT_AT_RISK
     if headroom.inflight >= config.max_inflight:
-        return Verdict.SKIP_LOAD
+        return Verdict.SKIP_SHARE if headroom.at_share.inflight else Verdict.SKIP_LOAD
     if headroom.needed_bytes > headroom.available_bytes:
-        return Verdict.SKIP_FOOTPRINT
-    if bucket is not None and not bucket.take(now_at):
-        return Verdict.SKIP_RATE
+        return Verdict.SKIP_SHARE if headroom.at_share.bytes else Verdict.SKIP_FOOTPRINT
+    if bucket is not None and not bucket.take(tenant):
+        return Verdict.SKIP_SHARE if headroom.at_share.rate else Verdict.SKIP_RATE
     return Verdict.PREINFER
 
 

@@ -190,6 +190,7 @@ async def open_models(config: Config, backend: Backend, scheduler: Scheduler, me
 
 def _histories(config: Config, store: HistoryStore | None, metrics: Metrics) -> Histories:
     cache = PrefixHistoryCache(config.service.known_prefix_bytes)
+    cache.resize(config.service.known_prefix_bytes, config.admission.tenant_weights)
     return Histories(store, cache, config.service.cut_step_tokens, config.features.on_failure, metrics)
 
 

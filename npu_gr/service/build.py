@@ -137,7 +137,15 @@ async def open_ranking(
     def activate() -> Ranking:
         calibration = _calibration(config, model.version, backend)
         trigger = config.trigger_with_budget()
-        relay = Relay(config.relay, trigger, engine, tiers, model.version, calibration=calibration)
+        relay = Relay(
+            config.relay,
+            trigger,
+            engine,
+            tiers,
+            model.version,
+            calibration=calibration,
+            tenant_weights=config.admission.tenant_weights,
+        )
         observe_relay(metrics, RANK.name, engine, pool, dram, relay)
         return Ranking(config.service, model, vocabulary, engine, relay, metrics)
 
@@ -239,7 +247,14 @@ async def open_generation(
     await warm_up(section, engine, items)
 
     def activate() -> Generation:
-        relay = Relay(config.relay, config.trigger_with_budget(), engine, tiers, version)
+        relay = Relay(
+            config.relay,
+            config.trigger_with_budget(),
+            engine,
+            tiers,
+            version,
+            tenant_weights=config.admission.tenant_weights,
+        )
         observe_relay(metrics, GENERATE.name, engine, pool, dram, relay)
         return Generation(section, folder.name, version, engine, relay, items, metrics)
 

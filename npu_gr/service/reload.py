@@ -139,13 +139,15 @@ class Reload:
     def _reconfigure(self, new: Config) -> None:
         for kind, models in ((RANK, self._versions.rankers), (GENERATE, self._versions.generators)):
             if models is not None:
-                models.current.relay.reconfigure(new.relay, new.trigger_with_budget())
+                models.current.relay.reconfigure(new.relay, new.trigger_with_budget(), new.admission.tenant_weights)
                 models.current.engine.objective_s = new.slo.objective_s(kind.name)
         if self._versions.rankers is not None:
             self._versions.rankers.current.reconfigure(new.service)
         self._door.reconfigure(new.admission, new.slo.objective_s)
         self._brownout.reconfigure(new.brownout)
-        self._histories.reconfigure(new.service.known_prefix_bytes, new.service.cut_step_tokens)
+        self._histories.reconfigure(
+            new.service.known_prefix_bytes, new.service.cut_step_tokens, new.admission.tenant_weights
+        )
         self._settings.config = new
 
 

@@ -63,7 +63,14 @@ class SimulatedInstance:
         if trigger.rank_budget_s is None:
             trigger = msgspec.structs.replace(trigger, rank_budget_s=config.slo_s)
         self.relay: Relay[SimulatedPrefix] = Relay(
-            config.relay, trigger, self.engine, self.tiers, "simulated", clock, config.calibration
+            config.relay,
+            trigger,
+            self.engine,
+            self.tiers,
+            "simulated",
+            clock,
+            config.calibration,
+            config.admission.tenant_weights,
         )
         self._door = Door(
             config.admission,
@@ -113,12 +120,14 @@ class SimulatedInstance:
         """Decide on a pre-infer and start it, as `Service` does; None = refused."""
         began_at = self._loop.time()
         try:
-            slot = await self._door.enter(SIGNAL.name, "", began_at, self._config.budget_s)
+            slot = await self._door.enter(SIGNAL.name, request.tenant, began_at, self._config.budget_s)
         except Overloaded:
             return None
         with slot:
             await self._on_host(self._profile.signal_host_s)
-        verdict = self.relay.signal(UserKey("", request.user), self._prefix(request), request.num_candidates)
+        verdict = self.relay.signal(
+            UserKey(request.tenant, request.user), self._prefix(request), request.num_candidates
+        )
         self.num_produced += verdict in _PRODUCING
         return verdict
 
@@ -126,7 +135,7 @@ class SimulatedInstance:
         """Rank, as `Service` does; an error is a result."""
         began_at = self._loop.time()
         try:
-            with await self._door.enter(RANK.name, "", began_at, self._config.budget_s) as slot:
+            with await self._door.enter(RANK.name, request.tenant, began_at, self._config.budget_s) as slot:
                 await self._on_host(self._source.choice(self._profile.rank_host_s))
                 try:
                     async with asyncio.timeout_at(began_at + self._config.budget_s):
@@ -143,7 +152,7 @@ class SimulatedInstance:
         tokens = self._prefix(request)
         deadline_at = arrived_at + self._config.budget_s
         async with self.relay.lease(
-            UserKey("", request.user), tokens, request.num_candidates, deadline_at, slot.outside
+            UserKey(request.tenant, request.user), tokens, request.num_candidates, deadline_at, slot.outside
         ) as lease:
             cached = lease.cached.num_tokens if lease.cached else 0
             work = RankWork(len(tokens) - max(cached, lease.first_token), cached, request.num_candidates)

@@ -40,6 +40,7 @@ class TrafficRequest(NamedTuple):
     user: str
     num_tokens: int  # of the user's whole history
     num_candidates: int
+    tenant: str = ""
 
 
 class Zipf:

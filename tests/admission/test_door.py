@@ -94,6 +94,39 @@ def test_a_small_tenant_beside_a_hot_one_is_never_refused() -> None:
     assert max(small.latencies_s) < 0.8 * OBJECTIVE_S
 
 
+def test_a_tenant_with_slow_requests_holds_no_more_than_its_share_of_the_places_while_another_waits() -> None:
+    held = Held()
+    hot = []
+    while (guest := held.arrive(tenant="hot")).slot:
+        hot.append(guest)
+    small = [held.arrive(tenant="small") for _ in range(5)]
+    assert not any(waiting.refusals for waiting in (guest, *small))
+    for number in range(5):
+        held.wait(held.door.pace_s(RANK.name))  # so that the window stays as it is
+        hot.pop().leave()
+        assert small[number].slot  # the places go to the small one, which has less than half of them
+        assert not guest.slot or number == 4
+    hot.pop().leave()
+    assert guest.slot  # nobody else waits
+
+
+def test_the_last_slots_go_to_the_tenant_that_holds_fewer_of_them() -> None:
+    held = Held(max_inflight=8)
+    hung = [held.arrive(tenant="hot") for _ in range(4)]
+    for guest in hung:  # they wait for a store that does not answer
+        assert guest.slot is not None
+        guest.slot.outside().__enter__()
+    inside = [held.arrive(tenant="small") for _ in range(2)] + [held.arrive(tenant="hot") for _ in range(2)]
+    assert all(guest.slot for guest in inside)
+    hot = held.arrive(tenant="hot")
+    small = held.arrive(tenant="small")
+    inside[-1].leave()
+    assert small.slot
+    assert not hot.slot
+    inside[-2].leave()
+    assert hot.slot  # nobody else waits
+
+
 def test_a_pause_is_forgotten_within_a_quarter_of_a_second() -> None:
     async def work() -> list[int]:
         instance = Instance()

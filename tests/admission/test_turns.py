@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from npu_gr.admission.turns import MAX_TENANTS, Turns
+from npu_gr.admission.turns import Turns
+from npu_gr.core.shares import MAX_TENANTS
 
 
 @dataclass(eq=False)

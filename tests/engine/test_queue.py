@@ -121,6 +121,20 @@ def test_a_full_queue_sheds_the_youngest_preemptible_for_one_that_is_not() -> No
     assert len(q) == 4
 
 
+def test_the_jobs_of_one_tenant_do_not_fill_the_queue_for_another() -> None:
+    q = queue(max_queue=3)
+    flood = [
+        job(preemptible=True, shares=False, arrived_at=float(turn)) for turn in range(3)
+    ]  # turns of the tenant's own
+    for each in flood:
+        q.put(each, 0.0)
+    with pytest.raises(Overloaded):
+        q.put(job(preemptible=True, arrived_at=3.0), 0.0)
+    other = job(preemptible=True, shares=False, arrived_at=0.5)
+    assert q.put(other, 0.5) is flood[-1]
+    assert [q.take(0.5).jobs for _ in range(3)] == [[flood[0]], [other], [flood[1]]]
+
+
 def test_it_waits_for_company_only_while_the_slack_allows() -> None:
     q = queue(max_batch_wait_s=0.010, max_batch_requests=2)
     q.put(job(deadline_at=1.0, estimate_s=0.1), 0.0)

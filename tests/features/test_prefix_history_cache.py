@@ -6,8 +6,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from npu_gr.core.request import UserKey
+from npu_gr.core.shares import WANTS_S
 from npu_gr.features.prefix_history_cache import PrefixHistoryCache
 from tests.models import events
+
+USERS = [UserKey("t", "a"), UserKey("t", "b"), UserKey("other", "a")]
 
 
 def test_the_least_recently_used_goes_first() -> None:
@@ -37,21 +40,57 @@ def test_a_slice_does_not_keep_what_it_was_cut_from() -> None:
     assert all(row.base is None for row in (kept.items, kept.actions, kept.timestamps))
 
 
+def remembered(known: PrefixHistoryCache, tenant: str, count: int) -> int:
+    """How many of the users 0 to `count` of a tenant are known."""
+    return sum(UserKey(tenant, str(n)) in known._by_user for n in range(count))
+
+
+def test_a_tenant_that_brings_ever_new_histories_takes_none_of_another_within_its_share() -> None:
+    one = PrefixHistoryCache(10**9)
+    one.remember(UserKey("", "x"), "f", events(10))
+    known = PrefixHistoryCache(8 * one.bytes_used)
+    for n in range(20):
+        known.remember(UserKey("e", str(n)), "f", events(10))
+    assert remembered(known, "e", 20) == 8  # alone it may have all
+    for n in range(4):
+        known.remember(UserKey("v", str(n)), "f", events(10))
+    for n in range(20, 100):
+        known.remember(UserKey("e", str(n)), "f", events(10))
+    assert remembered(known, "v", 4) == remembered(known, "e", 100) == 4
+    known.resize(8 * one.bytes_used, {"v": 3.0})
+    for n in range(10):
+        known.remember(UserKey("v", str(n)), "f", events(10))
+    assert (remembered(known, "v", 10), remembered(known, "e", 100)) == (6, 2)
+
+
+def test_what_a_tenant_left_behind_goes_first() -> None:
+    now_at = 0.0
+    one = PrefixHistoryCache(10**9)
+    one.remember(UserKey("", "x"), "f", events(10))
+    known = PrefixHistoryCache(4 * one.bytes_used, lambda: now_at)
+    known.remember(UserKey("v", "0"), "f", events(10))
+    now_at = WANTS_S
+    for n in range(4):
+        known.remember(UserKey("e", str(n)), "f", events(10))
+    assert (remembered(known, "v", 1), remembered(known, "e", 4)) == (0, 4)
+
+
 @settings(deadline=None, derandomize=True)
 @given(
     steps=st.lists(
-        st.tuples(st.sampled_from("abc"), st.sampled_from("fgh"), st.integers(0, 60), st.booleans()), max_size=40
+        st.tuples(st.sampled_from(USERS), st.sampled_from("fgh"), st.integers(0, 60), st.booleans()), max_size=40
     )
 )
-def test_bytes_add_up(steps: list[tuple[str, str, int, bool]]) -> None:
+def test_bytes_add_up(steps: list[tuple[UserKey, str, int, bool]]) -> None:
     known = PrefixHistoryCache(4000)
     for user, fingerprint, size, forget in steps:
         if forget:
-            known.forget(UserKey("", user))
-            assert known.find(UserKey("", user), fingerprint) is None
+            known.forget(user)
+            assert known.find(user, fingerprint) is None
         else:
-            known.remember(UserKey("", user), fingerprint, events(size))
+            known.remember(user, fingerprint, events(size))
         assert 0 <= known.bytes_used <= 4000
-    for user in "abc":
-        known.forget(UserKey("", user))
+        assert known.bytes_used == sum(account.held for account in known._shares.accounts)
+    for user in USERS:
+        known.forget(user)
     assert known.bytes_used == 0

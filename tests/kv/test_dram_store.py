@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from npu_gr.core.errors import PoolExhausted, StaleEntry
 from npu_gr.core.request import UserKey
+from npu_gr.core.shares import WANTS_S
 from npu_gr.kv.arena import KVArena
 from npu_gr.kv.dram_store import DramEntry, DramStore
 from npu_gr.kv.layout import PageRun
@@ -24,8 +25,8 @@ def store(num_pages: int = 8, jitter: float = 0.0) -> tuple[DramStore, Clock]:
     return DramStore(arena, ttl_s=60.0, ttl_jitter_ratio=jitter, seed=0, clock=clock), clock
 
 
-def kept(dram: DramStore, user: str, num_tokens: int = 4) -> DramEntry:
-    entry = dram.reserve(key(user), num_tokens)
+def kept(dram: DramStore, user: str, num_tokens: int = 4, tenant: str = "") -> DramEntry:
+    entry = dram.reserve(key(user, tenant=tenant), num_tokens)
     dram.commit(entry, times(num_tokens))
     return entry
 
@@ -50,6 +51,35 @@ def test_the_least_recently_used_goes_first() -> None:
         pass
     kept(dram, "d")
     assert [user for user in "abcd" if dram.get(key(user))] == ["a", "c", "d"]
+
+
+def test_a_flood_of_copies_takes_none_of_a_tenant_within_its_share() -> None:
+    dram, clock = store(8)
+    for n in range(10):
+        kept(dram, str(n), tenant="e")
+    assert len(dram) == 8  # alone it may have all
+    mine = [kept(dram, str(n), tenant="v") for n in range(4)]
+    for n in range(10, 100):
+        kept(dram, str(n), tenant="e")
+    assert [dram.get(entry.key) for entry in mine] == mine
+    fifth = kept(dram, "4", tenant="v")  # it has its half: its own oldest goes
+    assert [dram.get(entry.key) for entry in mine] == [None, *mine[1:]]
+    assert dram.get(fifth.key) is fifth
+    clock.now_at = WANTS_S / 2
+    kept(dram, "more", tenant="e")
+    clock.now_at = WANTS_S - 1e-9
+    with dram.lease(fifth):  # a reload: it still wants its copies
+        pass
+    clock.now_at = WANTS_S + 1.0
+    for n in range(100, 110):
+        kept(dram, str(n), tenant="e")
+    assert dram.get(fifth.key) is fifth
+    clock.now_at = 2 * WANTS_S
+    for n in range(110, 120):
+        kept(dram, str(n), tenant="e")
+    assert len(dram) == 8
+    assert dram.get(fifth.key) is None  # and now it does not
+    dram.check()
 
 
 def test_a_leased_copy_stays() -> None:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import itertools
 
 import pytest
+import torch
 
 from npu_gr.core.request import Reason, UserKey
 from npu_gr.engine.job import JobOrder
-from npu_gr.kv.dram_store import DramEntry
+from npu_gr.kv.arena import KVArena
+from npu_gr.kv.dram_store import DramEntry, DramStore
 from npu_gr.kv.keys import PrefixKey
-from npu_gr.kv.layout import PageRun
-from npu_gr.kv.prefix_pool import PrefixEntry
+from npu_gr.kv.layout import KVLayout
+from npu_gr.kv.prefix_pool import PrefixEntry, PrefixPool
 from npu_gr.relay.find import (
     AdoptPrefill,
     ComputeAll,
@@ -26,7 +28,7 @@ from npu_gr.relay.find import (
 from npu_gr.relay.producer import Producer, ProducerKind, ProducerState
 from tests.relay.rig import tokens
 
-RUNS = (PageRun(0, 1),)
+LAYOUT = KVLayout(num_layers=1, num_heads=1, qk_dim=1, v_dim=1, page_tokens=4)
 HISTORY = tokens(100)
 
 
@@ -35,7 +37,14 @@ def key(num_tokens: int, seed: int = 0) -> PrefixKey:
 
 
 def resident(num_tokens: int, seed: int = 0) -> PrefixEntry:
-    return PrefixEntry(key(num_tokens, seed), num_tokens, RUNS)
+    pool = PrefixPool(KVArena(LAYOUT, 64, torch.device("cpu")), 64 * LAYOUT.page_bytes, 1.0, lambda: 0.0)
+    return pool.reserve(key(num_tokens, seed), num_tokens)
+
+
+def copied(num_tokens: int) -> DramEntry:
+    arena = KVArena(LAYOUT, 64, torch.device("cpu"))
+    store = DramStore(arena, ttl_s=1.0, ttl_jitter_ratio=0.0, seed=0, clock=lambda: 0.0)
+    return store.reserve(key(num_tokens), num_tokens)
 
 
 def producer(
@@ -52,7 +61,7 @@ def producer(
     return made
 
 
-ENTRY, COPY = resident(60), DramEntry(key(70), 70, RUNS, 1)
+ENTRY, COPY = resident(60), copied(70)
 
 
 def test_what_is_nearer_wins() -> None:

@@ -31,7 +31,7 @@ async def test_no_failure_reaches_the_caller(where: str, monkeypatch: pytest.Mon
         def broken(*_: object, **__: object) -> None:
             raise RuntimeError("planted")  # on the device thread: becomes a DeviceError
 
-        def exhausted(*_: object) -> None:
+        def exhausted(*_: object, **__: object) -> None:
             raise PoolExhausted("planted")
 
         assert b.dram is not None

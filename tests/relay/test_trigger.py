@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from npu_gr.core.bucket import TokenBucket
 from npu_gr.core.request import Verdict
 from npu_gr.relay.trigger import (
+    AtShare,
     Forecast,
     Headroom,
     TriggerConfig,
@@ -30,7 +31,17 @@ seconds = st.floats(0, 0.2)
 def verdict(
     tokens: int = 10, forecast: Forecast = LATE, room: Headroom = ROOMY, config: TriggerConfig = CONFIG
 ) -> Verdict:
-    return decide(tokens, forecast, room, config, None, 0.0)
+    return decide(tokens, forecast, room, config, None, "")
+
+
+class OneBucket:
+    """The same for all tenants."""
+
+    def __init__(self) -> None:
+        self.bucket = TokenBucket(1.0, 1.0)
+
+    def take(self, tenant: str) -> bool:
+        return self.bucket.take(0.0)
 
 
 def test_one_cause_each() -> None:
@@ -40,15 +51,24 @@ def test_one_cause_each() -> None:
     assert verdict(forecast=IN_TIME, config=TriggerConfig(min_prefix_tokens=10, policy="always")) is Verdict.PREINFER
     assert verdict(room=ROOMY._replace(inflight=2)) is Verdict.SKIP_LOAD
     assert verdict(room=ROOMY._replace(available_bytes=99)) is Verdict.SKIP_FOOTPRINT
-    empty = TokenBucket(1.0, 1.0)
-    assert empty.take(0.0)
-    assert decide(10, LATE, ROOMY, CONFIG, empty, 0.0) is Verdict.SKIP_RATE
+    empty = OneBucket()
+    assert empty.take("")
+    assert decide(10, LATE, ROOMY, CONFIG, empty, "") is Verdict.SKIP_RATE
+
+
+def test_who_has_its_share_of_what_is_used_up_is_told_so() -> None:
+    empty = OneBucket()
+    assert empty.take("")
+    whole = ROOMY._replace(at_share=AtShare(inflight=True, bytes=True, rate=True))
+    for room in (whole._replace(inflight=2), whole._replace(available_bytes=99), whole):
+        assert decide(10, LATE, room, CONFIG, empty, "") is Verdict.SKIP_SHARE
+    assert verdict(room=whole) is Verdict.PREINFER  # a share is no limit where nothing is used up
 
 
 def test_what_is_refused_for_another_reason_takes_nothing_from_the_rate() -> None:
-    bucket = TokenBucket(1.0, 1.0)
-    assert decide(10, LATE, ROOMY._replace(inflight=2), CONFIG, bucket, 0.0) is Verdict.SKIP_LOAD
-    assert decide(10, LATE, ROOMY, CONFIG, bucket, 0.0) is Verdict.PREINFER
+    bucket = OneBucket()
+    assert decide(10, LATE, ROOMY._replace(inflight=2), CONFIG, bucket, "") is Verdict.SKIP_LOAD
+    assert decide(10, LATE, ROOMY, CONFIG, bucket, "") is Verdict.PREINFER
 
 
 @given(tokens=st.integers(0, 30), inflight=st.integers(0, 4), free=st.integers(0, 50), need=st.integers(0, 50))
