@@ -6,14 +6,14 @@ import asyncio
 import time
 from typing import Any
 
-import msgspec
 from aiohttp import web
 
 from npu_gr.admission.door import Door, Slot
-from npu_gr.core.errors import NpuGrError, Unprocessable
+from npu_gr.core.errors import NpuGrError
 from npu_gr.core.kinds import A, Kind, Q
 from npu_gr.core.request import VectorsInfo
 from npu_gr.replay.recorder import RecordedRequest, Recorder, RecordOrder, RecordStatus, the
+from npu_gr.server.codec.media import JSON, decode
 from npu_gr.server.responses import json_response
 from npu_gr.server.service_protocol import CatalogueAdmin, PublishedAdmin, ServiceProtocol
 
@@ -86,10 +86,7 @@ def add_record_routes(app: web.Application, recorder: Recorder | None) -> None:
 
     async def switch_on(request: web.Request) -> web.Response:
         configured = the(recorder)
-        try:
-            order = msgspec.json.decode(await request.read() or b"{}", type=RecordOrder)
-        except (msgspec.MsgspecError, ValueError) as error:
-            raise Unprocessable(str(error)) from error
+        order = decode(await request.read() or b"{}", JSON, RecordOrder)
         configured.switch_on(order.sample_ratio, order.duration_s)
         return await answer()
 

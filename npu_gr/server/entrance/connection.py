@@ -29,6 +29,7 @@ from npu_gr.server.entrance.entrance import Entrance, State
 from npu_gr.server.entrance.framing import HEAD_END, MAX_HEAD_BYTES, Chunks, Head, granted_s, parse_head, tenant_of
 from npu_gr.server.problem import problem
 
+REFUSED_AT_ONCE = 32  # pipelined requests; then the loop goes round, so that others are read, too
 READ_AHEAD_BYTES = 65_536  # of pipelined requests behind the one that is served
 _LAST_DATA_RECV = 52  # offset of tcpi_last_data_recv in struct tcp_info of Linux: ms since data came
 _JIFFY_S = 0.004  # its step
@@ -39,6 +40,7 @@ class Connection(web.RequestHandler):
 
     __slots__ = (
         "_answering_since_at",
+        "_came_in_pieces",
         "_chunks",
         "_close_when_idle",
         "_closed_at",
@@ -57,11 +59,13 @@ class Connection(web.RequestHandler):
         "_was_paused",
         "_wire",
         "began_at",
+        "has_s",
         "is_paced",
         "refused_at",
         "served",
         "slot",
         "state",
+        "whole_at",
     )
 
     def __init__(self, manager: web.Server, entrance: Entrance, **kwargs: Any) -> None:
@@ -76,12 +80,15 @@ class Connection(web.RequestHandler):
         self._entrance = entrance
         self.state = State.IDLE
         self.began_at = 0.0  # when the first byte of the present request came; while idle, since when it is idle
+        self.whole_at = 0.0  # when its last byte came
+        self.has_s = 0.0  # what the caller granted, from then on
         self.served = 0  # requests that were answered
         self.slot: Slot | None = None  # of the request that is served
         self.refused_at = float("-inf")
         self.is_paced = True
         self._is_paused = False
         self._was_paused = False  # before the request that comes now
+        self._came_in_pieces = False  # the request did
         self._unread: bytes | bytearray = b""
         self._searched_bytes = 0  # of a head that is not whole yet, in vain
         self._head: Head | None = None
@@ -207,6 +214,7 @@ class Connection(web.RequestHandler):
 
     def _advance(self) -> None:
         """Go on with the bytes that are here, as long as they hold whole requests that are refused at once."""
+        num_refused = 0
         while self._unread and self.state in (State.IDLE, State.RECEIVING):
             if self._is_paused or self._force_close:
                 return
@@ -221,6 +229,7 @@ class Connection(web.RequestHandler):
                 self.end(answers.bad_request(str(error)))
                 return
             if num_bytes is None:
+                self._came_in_pieces = True
                 return
             request: bytes | bytearray = self._unread
             if len(request) == num_bytes:
@@ -229,6 +238,10 @@ class Connection(web.RequestHandler):
                 self._unread = request[num_bytes:]
                 request = request[:num_bytes]
             self._offer(request)
+            num_refused += 1
+            if num_refused == REFUSED_AT_ONCE and self._unread:
+                self._loop.call_soon(self._advance)
+                return
 
     def _framed(self) -> int | None:
         """How many bytes the request has; None = it is not whole yet, or it was refused for its size.
@@ -292,22 +305,30 @@ class Connection(web.RequestHandler):
         assert head is not None
         if head.closes:
             self._close_when_idle = True
+        config = self._entrance.config
+        if self._came_in_pieces:
+            self.whole_at = max(self.began_at, time.monotonic() - self._lay_in_kernel_s())
+        else:
+            self.whole_at = self.began_at
+        sent_s = self.whole_at - self.began_at
+        self.has_s = granted_s(head, config.default_budget_s, config.max_budget_s) - sent_s
+        if self.has_s < 0 < self.has_s + sent_s:
+            self._entrance.slow(self)
+            return
         if kind is None:
             self._feed(request)
             return
-        config = self._entrance.config
-        budget_s = granted_s(head, config.default_budget_s, config.max_budget_s)
         if self._was_paused:
             self._was_paused = False
             door = self._entrance.door
-            if door.is_late(kind.name, self.began_at, budget_s) and door.has_room(kind.name):
+            if door.is_late(kind.name, self.whole_at, self.has_s) and door.has_room(kind.name):
                 # it grew old because we did not read it: its caller is told, and may send a fresh one into the room
                 self._refuse(at_once=True)
                 return
         self.state = State.WAITING
         self._request = request
         tenant = tenant_of(request, head.num_bytes)
-        ticket = self._entrance.door.arrive(kind.name, tenant, self.began_at, budget_s, self)
+        ticket = self._entrance.door.arrive(kind.name, tenant, self.whole_at, self.has_s, self)
         if self.state is State.WAITING:
             self._ticket = ticket
 
@@ -331,7 +352,7 @@ class Connection(web.RequestHandler):
 
     def _refuse(self, *, at_once: bool) -> None:
         assert self._kind is not None
-        self._entrance.refused(self._kind)
+        self._entrance.refused(self._kind, self.has_s)
         if self.transport is not None:
             self.transport.write(answers.overloaded())
         read_at = self._read_at
@@ -383,6 +404,7 @@ class Connection(web.RequestHandler):
     def _become_idle(self) -> None:
         self.state = State.IDLE
         self.began_at = time.monotonic()
+        self._came_in_pieces = False
         self._searched_bytes = 0
         self._head = None
         self._chunks = None
