@@ -72,7 +72,7 @@ def _decoder(media: str, cls: Any) -> Any:
 
 def _reason(error: Exception) -> str:
     """Say why bytes are no text, without the bytes, which are a part of that error."""
-    return f"{error.reason} at byte {error.start}" if isinstance(error, UnicodeDecodeError) else cut(str(error), 200)
+    return f"{error.reason} at byte {error.start}" if isinstance(error, UnicodeDecodeError) else cut(str(error), 100)
 
 
 def _explain(message: str, cls: type[Any]) -> str:
@@ -88,5 +88,5 @@ def _explain(message: str, cls: type[Any]) -> str:
         name = cut(unknown[1])
         full = f"{path}.{name}" if path else name
         return f"unknown field {full}" + (f"; did you mean {near[0]}?" if near else "")
-    text = cut(text, 200)  # a choice that does not exist is quoted in it
+    text = cut(text, 100)  # a choice that does not exist is quoted in it
     return f"{path}: {text}" if path else text
