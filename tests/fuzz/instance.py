@@ -17,8 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from npu_gr.core.garbage import freeze_imports
+from npu_gr.matching.vectors import save
 from npu_gr.server.run import serve
 from npu_gr.service.app import instance
+from npu_gr.service.config import Config
 from tests.matching.vectors import make_vectors
 from tests.server.test_recommend_over_http import section
 from tests.serving import make_config, write_checkpoint
@@ -58,8 +60,6 @@ class Measured:
 
 
 def sections(folder: Path) -> dict[str, Any]:
-    from npu_gr.matching.vectors import save
-
     if not (folder / "checkpoint").exists():
         write_checkpoint(folder / "checkpoint")
         save(make_vectors(), folder / "vectors")
@@ -73,8 +73,7 @@ def sections(folder: Path) -> dict[str, Any]:
     }
 
 
-async def main(folder: Path) -> None:
-    config = make_config(folder, **sections(folder))
+async def main(config: Config) -> None:
     measured = Measured()
     loop = asyncio.get_running_loop()
     async with instance(config, lambda: config) as (app, service):
@@ -100,5 +99,6 @@ async def main(folder: Path) -> None:
 
 if __name__ == "__main__":
     logging.basicConfig(level=logging.WARNING)
-    freeze_imports()
-    asyncio.run(main(Path(sys.argv[1])))
+    made = make_config(Path(sys.argv[1]), **sections(Path(sys.argv[1])))
+    freeze_imports()  # what made the files, too, which an instance does not have
+    asyncio.run(main(made))

@@ -252,10 +252,11 @@ class Connection(web.RequestHandler):
         head = self._head
         if head is None:
             end = self._unread.find(HEAD_END, self._searched_bytes)
+            if (len(self._unread) if end < 0 else end) > MAX_HEAD_BYTES:
+                self._entrance.broken(431)
+                self.end(answers.HEAD_TOO_LARGE)
+                return None
             if end < 0:
-                if len(self._unread) > MAX_HEAD_BYTES:
-                    self._entrance.broken(431)
-                    self.end(answers.HEAD_TOO_LARGE)
                 self._searched_bytes = max(0, len(self._unread) - len(HEAD_END) + 1)
                 return None
             head = self._head = parse_head(self._unread, end + len(HEAD_END))
