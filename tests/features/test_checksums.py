@@ -400,6 +400,7 @@ async def test_redis_finds_damage_and_moves_what_an_older_version_wrote(tmp_path
             with pytest.raises(StoreFailed) as failed:  # nothing goes on behind them
                 await store.append(user(5), events(2))
             assert failed.value.fault is StoreFault.CORRUPT
+            await store.erase(user(5))
             await store.append(user(4), events(2), "k")
             [field] = await client.hkeys(name(4, "keys"))
             known = await client.hget(name(4, "keys"), field)
