@@ -10,7 +10,7 @@ from aiohttp import web
 from npu_gr.server.codec import bulk
 from npu_gr.server.codec.media import decode, skim
 from npu_gr.server.config import ServerConfig
-from npu_gr.server.turns import Turns
+from npu_gr.server.pieces import Pieces
 
 B = TypeVar("B")
 T = TypeVar("T")
@@ -26,7 +26,7 @@ class Reader:
             config: bounds the columns.
         """
         self._config = config
-        self._turns = Turns()
+        self._pieces = Pieces()
 
     async def read(
         self,
@@ -53,9 +53,9 @@ class Reader:
         body = await request.read()
         media = request.content_type
         if len(body) > loose_bytes:
-            await self._turns.mine(until_at)
-            with self._turns:
+            await self._pieces.turn(until_at)
+            with self._pieces:
                 bulk.check(skim(body, media, cls), len(body), cls, self._config, loose_bytes)
-        await self._turns.mine(until_at)
-        with self._turns:
+        await self._pieces.turn(until_at)
+        with self._pieces:
             return parse(decode(body, media, cls))

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from npu_gr.core.errors import DeadlineExceeded
-from npu_gr.server.turns import BURST_S, SHARE, Turns
+from npu_gr.server.pieces import BURST_S, SHARE, Pieces
 
 
 class Clock:
@@ -24,8 +24,8 @@ class Clock:
         self.now_at += seconds
         await asyncio.sleep(0)
 
-    def turns(self) -> Turns:
-        return Turns(self.read, self.read, self.sleep)
+    def pieces(self) -> Pieces:
+        return Pieces(self.read, self.read, self.sleep)
 
     def work(self, seconds: float) -> None:
         self.now_at += seconds
@@ -33,11 +33,11 @@ class Clock:
 
 async def test_pieces_take_half_of_the_time_in_the_long_run() -> None:
     clock = Clock()
-    mine = clock.turns()
+    pieces = clock.pieces()
     began_at = clock.now_at
     for _ in range(50):
-        await mine.mine()
-        with mine:
+        await pieces.turn()
+        with pieces:
             clock.work(0.02)
     took_s = clock.now_at - began_at
     assert took_s == pytest.approx(50 * 0.02 / SHARE - 0.02 - BURST_S)
@@ -45,24 +45,24 @@ async def test_pieces_take_half_of_the_time_in_the_long_run() -> None:
 
 async def test_short_pieces_among_other_work_never_wait() -> None:
     clock = Clock()
-    mine = clock.turns()
+    pieces = clock.pieces()
     for _ in range(1000):
         before_at = clock.now_at
-        await mine.mine()
+        await pieces.turn()
         assert clock.now_at == before_at
-        with mine:
+        with pieces:
             clock.work(0.0007)
         clock.work(0.0007)  # what else a request costs
 
 
 async def test_they_come_first_come_first_served() -> None:
     clock = Clock()
-    mine = clock.turns()
+    pieces = clock.pieces()
     order: list[int] = []
 
     async def piece(number: int) -> None:
-        await mine.mine()
-        with mine:
+        await pieces.turn()
+        with pieces:
             clock.work(0.02)
         order.append(number)
 
@@ -72,18 +72,18 @@ async def test_they_come_first_come_first_served() -> None:
 
 
 async def test_whoever_has_no_time_is_told_and_whoever_leaves_is_forgotten() -> None:
-    mine = Turns()
-    await mine.mine()
-    with mine:
+    pieces = Pieces()
+    await pieces.turn()
+    with pieces:
         began_s = time.thread_time()
         while time.thread_time() - began_s < 0.05:
             pass
-    waiting = asyncio.create_task(mine.mine())
+    waiting = asyncio.create_task(pieces.turn())
     await asyncio.sleep(0)
     waiting.cancel()
     with pytest.raises(asyncio.CancelledError):
         await waiting
     with pytest.raises(DeadlineExceeded, match="longer bodies"):
-        await mine.mine(time.monotonic() + 0.001)
+        await pieces.turn(time.monotonic() + 0.001)
     async with asyncio.timeout(10):
-        await mine.mine(time.monotonic() + 5.0)
+        await pieces.turn(time.monotonic() + 5.0)

@@ -17,8 +17,8 @@ SHARE = 0.5  # of the loop's time
 BURST_S = 0.01
 
 
-class Turns:
-    """`await turns.mine(...)`, then `with turns:` around the piece, without waiting for anything in between."""
+class Pieces:
+    """`await pieces.turn(...)`, then `with pieces:` around the piece, without waiting for anything in between."""
 
     def __init__(
         self,
@@ -40,7 +40,7 @@ class Turns:
         self._paid_at = float("-inf")  # when what the pieces took is made up for
         self._began_s = 0.0
 
-    async def mine(self, until_at: float = float("inf")) -> None:
+    async def turn(self, until_at: float = float("inf")) -> None:
         """Wait for the turn; cancelled waiters leave nothing behind.
 
         Args:
