@@ -251,7 +251,7 @@ class Door:
         Args:
             kind: its name.
             tenant: whose turn it takes.
-            arrived_at: when its first byte came, on the door's clock.
+            arrived_at: when its last byte came, on the door's clock.
             budget_s: what the caller grants, from then on.
             guest: is told which; maybe within this call.
 

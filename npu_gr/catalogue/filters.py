@@ -21,6 +21,7 @@ from npu_gr.catalogue.records import Column
 from npu_gr.catalogue.trie import Mask, Trie, owner, spread
 from npu_gr.core.errors import Unprocessable
 from npu_gr.core.request import I64
+from npu_gr.core.words import quoted
 
 # numpy's kind of a column -> the types that a value searched in it may have. Compared with type(), which tells True
 # from 1; isinstance does not.
@@ -141,11 +142,11 @@ def attribute_in(attributes: Mapping[str, Column], name: str, values: Sequence[b
         Unprocessable: no such attribute, or a value of another kind than the attribute's.
     """
     if name not in attributes:
-        raise Unprocessable(f"filter: no attribute {name!r}; there are {', '.join(attributes) or 'none'}")
+        raise Unprocessable(f"filter: no attribute {quoted(name)}; there are {', '.join(attributes) or 'none'}")
     column = attributes[name]
     for value in values:
         if type(value) not in _TYPES[column.dtype.kind]:
-            raise Unprocessable(f"filter: {value!r} is not of the kind of attribute {name!r}")
+            raise Unprocessable(f"filter: {quoted(value)} is not of the kind of attribute {quoted(name)}")
     found = np.zeros(len(column), np.bool_)
     for value in values:
         found |= column == value  # one pass a value, where np.isin would sort; a request names few values

@@ -25,6 +25,7 @@ import numpy.typing as npt
 from npu_gr.catalogue.trie import I32, Mask
 from npu_gr.core.errors import DataError
 from npu_gr.core.request import F32, I64
+from npu_gr.core.words import quoted
 from npu_gr.features.lines import read_lines
 
 Column = npt.NDArray[Any]  # bool, int64, float64 or str; text takes 4 bytes a letter of the longest value
@@ -128,7 +129,7 @@ def _difference(record: Record, first: Record) -> str:
     if record.attributes.keys() != first.attributes.keys():
         name = min(record.attributes.keys() ^ first.attributes.keys())
         has = "no" if name in first.attributes else "an"
-        return f"{has} attribute {name!r}, unlike the first record"
+        return f"{has} attribute {quoted(name)}, unlike the first record"
     return ""
 
 
@@ -140,12 +141,14 @@ def _json_column(name: str, values: list[bool | int | float | str], place: Place
         numbers = (int, float)
         kind = numbers if type(values[0]) in numbers else (type(values[0]),)
         row = next(row for row, value in enumerate(values) if type(value) not in kind)
-        raise DataError(f"{place(row)}: attribute {name!r} is {values[row]!r}, the first record has {values[0]!r}")
+        raise DataError(
+            f"{place(row)}: attribute {quoted(name)} is {quoted(values[row])}, the first record has {quoted(values[0])}"
+        )
     try:
         return np.array(values, {bool: np.bool_, int: np.int64, float: np.float64, str: np.str_}[types.pop()])
     except OverflowError as error:
         row = next(row for row, value in enumerate(values) if abs(int(value)) > _MAX_INT64)
-        raise DataError(f"{place(row)}: attribute {name!r} is {values[row]!r}, too large") from error
+        raise DataError(f"{place(row)}: attribute {quoted(name)} is {quoted(values[row])}, too large") from error
 
 
 def _read_xllm(path: Path) -> Items:

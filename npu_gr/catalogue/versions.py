@@ -27,6 +27,7 @@ from npu_gr.catalogue.trie import Codebooks, Mask, Trie
 from npu_gr.core.errors import CatalogueError
 from npu_gr.core.published import Published
 from npu_gr.core.request import F32, I64
+from npu_gr.core.words import cut, quoted
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -154,11 +155,11 @@ def add(snapshot: Snapshot, items: Items) -> Snapshot:
 def _check_columns(snapshot: Snapshot, items: Items) -> None:
     if (items.order is None) != (snapshot.order is None) or items.attributes.keys() != snapshot.attributes.keys():
         theirs = ", ".join(["order"] * (snapshot.order is not None) + sorted(snapshot.attributes)) or "none"
-        raise CatalogueError(f"columns {_columns(items)}, those of the catalogue are {theirs}")
+        raise CatalogueError(f"columns {cut(_columns(items))}, those of the catalogue are {theirs}")
     for name, column in items.attributes.items():
         was = snapshot.attributes[name].dtype
         if column.dtype.kind != was.kind and (column.dtype.kind, was.kind) != ("i", "f"):
-            raise CatalogueError(f"attribute {name!r} of type {column.dtype}, that of the catalogue is {was}")
+            raise CatalogueError(f"attribute {quoted(name)} of type {column.dtype}, that of the catalogue is {was}")
 
 
 def _restricted(snapshot: Snapshot, kept: Mask) -> Snapshot:

@@ -29,6 +29,7 @@ _HOW = "redis://, rediss:// or unix://, and what a password has of / ? # @ : per
 _OLD = -1  # records of an older version are there: move them, then ask again
 _OTHER = -2  # the idempotency key came with other events
 _BAD = -3  # the idempotency key's entry is damaged
+_CUT = -4  # the records are: their bytes are not whole ones, and what was appended would be read across them
 
 # KEYS: log, first, keys, order, events. ARGV: data, limit and size of a record in bytes,
 # then, with an idempotency key: the key, the digest of its events, seconds to keep it, most keys of a user.
@@ -36,6 +37,7 @@ _APPEND = """
 local log, first, keys, order = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
 if redis.call('EXISTS', KEYS[5]) == 1 then return -1 end
 local limit, record = tonumber(ARGV[2]), tonumber(ARGV[3])
+if redis.call('STRLEN', log) % record ~= 0 then return -4 end
 local key, digest, now, keep = ARGV[4], ARGV[5], 0, 0
 if key then
   local time = redis.call('TIME')
@@ -144,6 +146,8 @@ class RedisStore:
             raise Unprocessable("idempotency_key: it was used for other events")
         if kept == _BAD:
             raise damaged("a checksum is wrong")
+        if kept == _CUT:
+            raise damaged("its bytes are not whole records")
         return kept
 
     def _arguments(self, user: UserKey, events: Events) -> list[Any]:
@@ -156,7 +160,7 @@ class RedisStore:
                 await self._append(_keys(user), self._arguments(user, events), client=pipe)
             done = await self._run(pipe.execute())
         for (user, events), kept in zip(batch, done, strict=True):
-            if kept == _OLD:
+            if kept in (_OLD, _CUT):
                 await self.append(user, events)
 
     async def read(self, user: UserKey, last: int) -> StoredHistory:

@@ -26,6 +26,7 @@ from npu_gr.core.request import (
     Verdict,
 )
 from npu_gr.core.settings import Bytes, Count
+from npu_gr.core.words import quoted
 from npu_gr.engine.beam_search import SearchOptions
 from npu_gr.engine.generate_engine import GenerateEngine, GeneratePass, Prompt, make_prompt
 from npu_gr.jobs.base import Call
@@ -159,15 +160,14 @@ class Generation:
         self._metrics.generate.searched(width)
         with self.items.pin() as (snapshot, tables):
             if request.catalogue_version not in (None, snapshot.version):
-                raise NotFound(
-                    f"catalogue_version: {request.catalogue_version!r} is not served; {snapshot.version!r} is"
-                )
+                wanted = quoted(request.catalogue_version)
+                raise NotFound(f"catalogue_version: {wanted} is not served; {snapshot.version!r} is")
             prompt = await self._prompt(snapshot, item_ids)
             if not len(prompt):
                 raise ColdUser(f"history: none of its {len(item_ids)} items is in the catalogue")
             options = SearchOptions(width=width, normalise=request.normalise, temperature=request.temperature)
-            wanted = snapshot, request.allow_items, request.deny_items, request.attributes
-            allow = await asyncio.to_thread(self.items.filters.filter_for, *wanted)
+            filters = snapshot, request.allow_items, request.deny_items, request.attributes
+            allow = await asyncio.to_thread(self.items.filters.filter_for, *filters)
             async with self.relay.lease(request.user, prompt, width, call.deadline_at, call.slot.outside) as lease:
                 lease_s = time.monotonic() - began_at
                 if lease.first_token:

@@ -22,6 +22,7 @@ from npu_gr.core.kinds import MATCH
 from npu_gr.core.published import Published
 from npu_gr.core.request import I64, MatchAnswer, MatchRequest, UserKey, VectorsInfo
 from npu_gr.core.settings import Count
+from npu_gr.core.words import quoted
 from npu_gr.engine.job import NOTHING, Demand, JobResult
 from npu_gr.engine.scheduler import Scheduler
 from npu_gr.jobs.base import Call
@@ -196,7 +197,7 @@ class MatchJob:
         if request.num_items > self.config.max_items:
             raise Unprocessable(f"num_items: {request.num_items}, the limit is {self.config.max_items}")
         if request.vectors_version not in (None, vectors.version):
-            raise NotFound(f"vectors_version: {request.vectors_version!r} is not served; {vectors.version!r} is")
+            raise NotFound(f"vectors_version: {quoted(request.vectors_version)} is not served; {vectors.version!r} is")
         query = matcher.search_for(
             request.user,
             request.num_items,

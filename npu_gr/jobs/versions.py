@@ -16,6 +16,7 @@ from typing import Generic, TypeVar
 from npu_gr.core.errors import NotFound
 from npu_gr.core.published import Published
 from npu_gr.core.request import ModelInfo
+from npu_gr.core.words import quoted
 from npu_gr.jobs.generation import Generation
 from npu_gr.jobs.ranking import Ranking
 
@@ -66,7 +67,7 @@ class ModelVersions(Generic[V]):
             if version in (None, each.version):
                 return each
         names = " and ".join(repr(each.version) for each in served)
-        raise NotFound(f"model_version: {version!r} is not served; {names} {'is' if len(served) == 1 else 'are'}")
+        raise NotFound(f"model_version: {quoted(version)} is not served; {names} {'is' if len(served) == 1 else 'are'}")
 
     @property
     def is_retiring(self) -> bool:

@@ -40,17 +40,34 @@ class Objective:
         return self.latency_ratio if promise is Promise.LATENCY else self.availability_ratio
 
 
-def judge(status: int, took_s: float, threshold_s: float) -> Result | None:
+LEAST_SHARE = 0.5  # of the threshold: nothing is promised to a caller who grants less
+
+
+def is_promised(has_s: float, threshold_s: float) -> bool:
+    """Whether a request has the time that the promise is about.
+
+    Args:
+        has_s: what its caller grants, from when the request was whole.
+        threshold_s: an answer within it is in time.
+    """
+    return has_s >= LEAST_SHARE * threshold_s
+
+
+def judge(status: int, took_s: float, threshold_s: float, has_s: float = float("inf")) -> Result | None:
     """Count one request.
 
     Args:
         status: of its HTTP answer.
-        took_s: from the first byte to the answer.
+        took_s: from its last byte to the answer: how fast a caller sends is not our doing.
         threshold_s: an answer within it is in time.
+        has_s: what the caller grants, from its last byte on.
 
     Returns:
-        None where the caller is at fault (a 4xx other than 429): the objectives do not count it.
+        None where the caller is at fault (a 4xx other than 429, or a time that nothing is promised for): the objectives
+        do not count it.
     """
+    if status in (429, 504) and not is_promised(has_s, threshold_s):
+        return None
     if status == 429 or status >= 500:
         return Result.FAILED
     if status >= 400:

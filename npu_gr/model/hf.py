@@ -1,8 +1,9 @@
 """A Hugging Face checkpoint directory as it is: `config.json` and `model.safetensors`, read whole or sharded.
 
 Qwen3 and Qwen2 causal language models. A setting that would change the numbers and is not served is refused by its
-name; every other key of `config.json` is the trainer's business and passed over. Each tensor is read once, checked
-and copied into its place, so loading needs the model's memory and that of one tensor.
+name; every other key of `config.json` is the trainer's business and passed over. Every shape is compared before
+anything is allocated; then each tensor is read once, checked and copied into its place, so loading needs the model's
+memory and that of one tensor.
 """
 
 from __future__ import annotations
@@ -165,26 +166,52 @@ def load(folder: Path, dtype: torch.dtype = torch.float32) -> Decoder:
         CheckpointError: a file is missing or corrupt, a tensor is missing, not expected, of another shape or not
             finite, or the configuration is not served. The message names the file or the tensor.
     """
-    with torch.device("meta"):
-        model = Decoder(read_config(folder))
-    model.to(dtype).to_empty(device=torch.device("cpu"))
-    places = tensor_places(model)
+    config = read_config(folder)
     try:
-        missing = set(places)
+        model = _without_memory(config, folder)
+        model.to(dtype).to_empty(device=torch.device("cpu"))
+        places = tensor_places(model)
         for file, name, tensor in _tensors(folder):
-            if name == HEAD and model.config.tied_head:  # some save it all the same
+            if name == HEAD and config.tied_head:  # some save it all the same
                 places[HEAD] = torch.empty_like(model.embedding.weight)
-            elif name not in places:
-                raise CheckpointError(f"checkpoint {folder}: {file}: unexpected tensor {name}")
-            missing.discard(name)
-            _fill(places[name], tensor, f"checkpoint {folder}: {file}: {name}")
+            _fill(places[name], tensor[:], f"checkpoint {folder}: {file}: {name}")
     except OSError as error:
         raise CheckpointError(f"checkpoint {folder}: {error.strerror}: {error.filename}") from error
-    if missing:
-        raise CheckpointError(f"checkpoint {folder}: missing tensors: {_some(missing)}")
     if model.config.tied_head and HEAD in places and not torch.equal(places[HEAD], places[EMBEDDING]):
         raise CheckpointError(f"checkpoint {folder}: {HEAD} differs from {EMBEDDING}, but tie_word_embeddings is true")
     return model.eval().requires_grad_(False)
+
+
+def _without_memory(config: DecoderConfig, folder: Path) -> Decoder:
+    """Make the model of a configuration whose tensors the folder has: nothing is allocated for one that it has not.
+
+    Raises:
+        CheckpointError: a tensor is missing, not expected or of another shape, or no tensor can be so large.
+    """
+    found = [(file, name, tensor.get_shape()) for file, name, tensor in _tensors(folder)]
+    if config.num_layers > len(found):
+        raise CheckpointError(
+            f"checkpoint {folder}: num_hidden_layers: {config.num_layers}, and there are {len(found)} tensors"
+        )
+    try:
+        with torch.device("meta"):
+            model = Decoder(config)
+    except (RuntimeError, TypeError, OverflowError) as error:  # sizes that no tensor can have
+        raise CheckpointError(f"checkpoint {folder}: {CONFIG}: {str(error).partition(chr(10))[0]}") from error
+    places = tensor_places(model)
+    missing = set(places)
+    if config.tied_head:
+        places[HEAD] = places[EMBEDDING]
+    for file, name, shape in found:
+        what = f"checkpoint {folder}: {file}"
+        if name not in places:
+            raise CheckpointError(f"{what}: unexpected tensor {name}")
+        if shape != list(places[name].shape):
+            raise CheckpointError(f"{what}: {name}: shape {shape}, config.json asks for {list(places[name].shape)}")
+        missing.discard(name)
+    if missing:
+        raise CheckpointError(f"checkpoint {folder}: missing tensors: {_some(missing)}")
+    return model
 
 
 def save(model: Decoder, folder: Path) -> None:
@@ -264,8 +291,6 @@ def _fill(place: Tensor, tensor: Tensor, what: str) -> None:
     """Copy a tensor into its place, or say why not."""
     if tensor.dtype not in DTYPES:
         raise CheckpointError(f"{what}: dtype {tensor.dtype} is none of {', '.join(map(str, DTYPES))}")
-    if tensor.shape != place.shape:
-        raise CheckpointError(f"{what}: shape {list(tensor.shape)}, config.json asks for {list(place.shape)}")
     if not torch.isfinite(tensor).all():
         raise CheckpointError(f"{what}: NaN or infinity")
     place.copy_(tensor)
@@ -273,8 +298,8 @@ def _fill(place: Tensor, tensor: Tensor, what: str) -> None:
         raise CheckpointError(f"{what}: values up to {float(tensor.abs().max()):g} do not fit {place.dtype}")
 
 
-def _tensors(folder: Path) -> Iterator[tuple[str, str, Tensor]]:
-    """(file, name, tensor) of every tensor of the checkpoint.
+def _tensors(folder: Path) -> Iterator[tuple[str, str, Any]]:
+    """(file, name, slice) of every tensor of the checkpoint; `slice[:]` reads it.
 
     Raises:
         CheckpointError: a file is missing or corrupt, or the index does not fit its files.
@@ -291,7 +316,7 @@ def _tensors(folder: Path) -> Iterator[tuple[str, str, Tensor]]:
                 if index and (extra := {name for name in names if index.get(name) != file}):
                     raise CheckpointError(f"checkpoint {folder}: {file}: tensors not in {INDEX}: {_some(extra)}")
                 for name in sorted(names):
-                    yield file, name, opened.get_tensor(name)
+                    yield file, name, opened.get_slice(name)
         except SafetensorError as error:
             raise CheckpointError(f"checkpoint {folder}: {file}: corrupt: {error}") from error
 

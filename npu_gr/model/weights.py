@@ -16,6 +16,7 @@ import torch
 import xxhash
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from npu_gr.core.errors import CheckpointError
 from npu_gr.core.private import as_public_as
@@ -100,11 +101,10 @@ def load(folder: Path) -> Checkpoint:
     except (msgspec.MsgspecError, SafetensorError, ValueError) as error:
         raise CheckpointError(f"checkpoint {folder}: {error}") from error
     item_ids = tensors.pop(ITEM_IDS, None)
+    if misfit := _misfit(about.model, tensors):
+        raise CheckpointError(f"checkpoint {folder}: weights do not fit config.json: {misfit}")
     model = HSTU(about.model)
-    try:
-        model.cast(tensors["item.weight"].dtype).load_state_dict(tensors)
-    except (RuntimeError, KeyError) as error:
-        raise CheckpointError(f"checkpoint {folder}: weights do not fit config.json: {error}") from error
+    model.cast(tensors["item.weight"].dtype).load_state_dict(tensors)
     if item_ids is None or item_ids.shape != (about.model.num_items,):
         raise CheckpointError(f"checkpoint {folder}: {ITEM_IDS} must name all {about.model.num_items} items")
     ids: I64 = item_ids.numpy().astype(np.int64)
@@ -118,6 +118,30 @@ def load(folder: Path) -> Checkpoint:
         action_values=about.action_values,
         metrics=about.metrics,
     )
+
+
+def _misfit(config: HSTUConfig, tensors: dict[str, Tensor]) -> str:
+    """Say how the tensors differ from what the configuration asks for; empty = they do not.
+
+    The model is made without memory for that: a configuration may ask for more than there is.
+    """
+    if config.num_layers > len(tensors):
+        return f"num_layers: {config.num_layers}, and there are {len(tensors)} tensors"
+    try:
+        with torch.device("meta"):
+            wanted = HSTU(config).state_dict()
+    except (RuntimeError, TypeError, OverflowError) as error:  # sizes that no tensor can have
+        return str(error).partition("\n")[0]
+    if names := wanted.keys() ^ tensors.keys():
+        name = min(names)
+        return f"{'no' if name in wanted else 'unexpected'} tensor {name}"
+    for name, tensor in tensors.items():
+        want = wanted[name]
+        if tensor.shape != want.shape:
+            return f"{name}: shape {list(tensor.shape)}, config.json asks for {list(want.shape)}"
+        if tensor.is_floating_point() != want.is_floating_point():
+            return f"{name}: dtype {tensor.dtype}"
+    return ""
 
 
 def _read_manifest(path: Path) -> _Manifest:

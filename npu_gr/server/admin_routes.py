@@ -6,9 +6,15 @@ from dataclasses import asdict
 
 from aiohttp import web
 
-from npu_gr.server.codec.admin import CatalogueItemsBody, parse_catalogue_change, render_catalogue, render_vectors
-from npu_gr.server.codec.media import decode
+from npu_gr.server.codec.admin import (
+    CHANGE_BYTES,
+    CatalogueItemsBody,
+    parse_catalogue_change,
+    render_catalogue,
+    render_vectors,
+)
 from npu_gr.server.config import ServerConfig
+from npu_gr.server.reading import Reader
 from npu_gr.server.responses import json_response, struct_response
 from npu_gr.server.service_protocol import ServiceProtocol
 
@@ -32,9 +38,10 @@ class ModelRoutes:
 class CatalogueRoutes:
     """The catalogue of semantic IDs: 404 where the instance does not generate."""
 
-    def __init__(self, service: ServiceProtocol, config: ServerConfig) -> None:
+    def __init__(self, service: ServiceProtocol, config: ServerConfig, reader: Reader) -> None:
         self._service = service
         self._config = config
+        self._reader = reader
 
     def routes(self) -> list[web.RouteDef]:
         return [
@@ -48,8 +55,12 @@ class CatalogueRoutes:
         return struct_response(request, render_catalogue(self._service.catalogue.info()))
 
     async def _update(self, request: web.Request) -> web.Response:
-        body = decode(await request.read(), request.content_type, CatalogueItemsBody)
-        change = parse_catalogue_change(body, self._config)
+        change = await self._reader.read(
+            request,
+            CatalogueItemsBody,
+            lambda body: parse_catalogue_change(body, self._config),
+            loose_bytes=CHANGE_BYTES,
+        )
         return struct_response(request, render_catalogue(await self._service.catalogue.update(change)))
 
     async def _reload(self, request: web.Request) -> web.Response:

@@ -21,7 +21,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     backlog: Count = 4096  # connections that the kernel accepts before the event loop does
     max_connections: Count = 4096  # and as many as the limit of open files allows; idle ones make room for new ones
     max_receiving_bytes: Bytes = 268_435_456  # of bodies that arrive or wait; counted before they are read
-    max_body_bytes: Count = 8_388_608
+    max_body_bytes: Count = 4_194_304  # twice what the longest lists take; a larger one stops the event loop longer
     header_timeout_s: Seconds = 5.0  # for the headers of a request, and for the first byte of a connection
     body_timeout_s: Seconds = 10.0  # for the body; the request's own time budget holds too
     idle_timeout_s: Seconds = 75.0  # between two requests of a connection

@@ -16,10 +16,10 @@ from npu_gr.core.kinds import KINDS, A, Kind, Q
 from npu_gr.core.request import Answer, Outcome
 from npu_gr.server.codec import CODECS
 from npu_gr.server.codec.base import B, Codec, UrlParts
-from npu_gr.server.codec.media import decode
 from npu_gr.server.config import ServerConfig
 from npu_gr.server.headers import budget_s
 from npu_gr.server.middleware import ANSWER, ARRIVED_AT, ID, KEY, PARSED_AT, USER, slot_of
+from npu_gr.server.reading import Reader
 from npu_gr.server.responses import accepted_media, require_ready, struct_response
 from npu_gr.server.service_protocol import ServiceProtocol
 
@@ -32,7 +32,7 @@ _X_CACHE = {
 }
 
 
-def kind_routes(service: ServiceProtocol, config: ServerConfig, keys: KeyRing) -> list[web.RouteDef]:
+def kind_routes(service: ServiceProtocol, config: ServerConfig, reader: Reader, keys: KeyRing) -> list[web.RouteDef]:
     """Make the routes of all kinds, also of those that this instance is not configured for: the service refuses them.
 
     Raises:
@@ -42,7 +42,7 @@ def kind_routes(service: ServiceProtocol, config: ServerConfig, keys: KeyRing) -
         web.route(
             kind.method,
             _pattern(kind.path),
-            _handler(kind, CODECS[kind.name], service, config, keys),
+            _handler(kind, CODECS[kind.name], service, config, reader, keys),
             expect_handler=_continued,
         )
         for kind in KINDS.values()
@@ -78,22 +78,30 @@ def _pattern(path: str) -> str:
 
 
 def _handler(
-    kind: Kind[Q, A], codec: Codec[B, Q, A], service: ServiceProtocol, config: ServerConfig, keys: KeyRing
+    kind: Kind[Q, A],
+    codec: Codec[B, Q, A],
+    service: ServiceProtocol,
+    config: ServerConfig,
+    reader: Reader,
+    keys: KeyRing,
 ) -> Callable[[web.Request], Awaitable[web.Response]]:
     async def handle(request: web.Request) -> web.Response:
         if kind.needs_ready:
             require_ready(service)
-        body: Any  # B; mypy cannot know that B is UrlParts where there is no body
+
+        def parse(body: Any) -> Q:  # B; mypy cannot know that B is UrlParts where there is no body
+            body = _of_tenant(body, keys.tenant_of(request[KEY], body.user.tenant))
+            request[USER] = body.user
+            return codec.parse(body, config)
+
+        until_at = _until_at(request, config)
         if codec.body is None:
-            body = UrlParts(_path_variables(kind, request), request.query)
+            parsed = parse(UrlParts(_path_variables(kind, request), request.query))
         else:
-            body = decode(await request.read(), request.content_type, codec.body)
-        body = _of_tenant(body, keys.tenant_of(request[KEY], body.user.tenant))
-        request[USER] = body.user
-        parsed = codec.parse(body, config)
+            parsed = await reader.read(request, codec.body, parse, until_at=until_at)
         if codec.read_headers is not None:
             parsed = codec.read_headers(parsed, request.headers)
-        answer = await service.serve(kind, parsed, _left_s(request, config), slot_of(request))
+        answer = await service.serve(kind, parsed, _left_s(request, until_at), slot_of(request))
         request[ANSWER] = cast("Answer", answer)
         rendered = codec.render(answer, request[ID], accepted_media(request))
         if rendered is None:
@@ -115,19 +123,23 @@ def _of_tenant(body: Any, tenant: str) -> Any:
     return msgspec.structs.replace(body, tenant=tenant)
 
 
-def _left_s(request: web.Request, config: ServerConfig) -> float:
+def _until_at(request: web.Request, config: ServerConfig) -> float:
+    """Return the instant at which the caller gives up. Raises BadRequest or DeadlineExceeded as `budget_s` does."""
+    return request[ARRIVED_AT] + budget_s(request.headers, config.default_budget_s, config.max_budget_s)
+
+
+def _left_s(request: web.Request, until_at: float) -> float:
     """Return what is left of the caller's budget after reading the body, in seconds. Call it right before the service.
 
     Raises:
-        BadRequest: a header cannot be read. DeadlineExceeded: nothing is left.
+        DeadlineExceeded: nothing is left.
     """
     now_at = time.monotonic()
     request[PARSED_AT] = now_at
-    granted_s = budget_s(request.headers, config.default_budget_s, config.max_budget_s)
-    left_s = granted_s - (now_at - request[ARRIVED_AT])
-    if left_s <= 0:
-        raise DeadlineExceeded(f"reading the request took the whole budget of {granted_s * 1e3:.0f} ms")
-    return left_s
+    if now_at >= until_at:
+        granted_ms = (until_at - request[ARRIVED_AT]) * 1e3
+        raise DeadlineExceeded(f"reading the request took the whole budget of {granted_ms:.0f} ms")
+    return until_at - now_at
 
 
 def _add_headers(response: web.Response, answer: Answer) -> None:

@@ -30,7 +30,7 @@ from npu_gr.server.tracing import Tracing
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 ID = web.RequestKey("request_id", str)
-ARRIVED_AT = web.RequestKey("arrived_at", float)
+ARRIVED_AT = web.RequestKey("arrived_at", float)  # its first byte: what the caller grants counts from here
 KEY = web.RequestKey("key", Key)  # absent where the route needs none
 # set by the handler of the kinds, as far as it comes
 PARSED_AT = web.RequestKey("parsed_at", float)
@@ -63,7 +63,7 @@ def middleware(
 
     @web.middleware
     async def handle(request: web.Request, handler: Handler) -> web.StreamResponse:
-        arrived_at = _arrived_at(request)
+        arrived_at, whole_at, has_s = _came(request)
         request_id = headers.request_id(request.headers)
         request[ARRIVED_AT] = arrived_at
         request[ID] = request_id
@@ -98,14 +98,14 @@ def middleware(
                 method=request.method,
                 route=route,
                 status=status,
-                duration_s=time.monotonic() - arrived_at,
+                duration_s=time.monotonic() - whole_at,
                 failure=failure,
                 key=request[KEY].name if keys.has_keys and KEY in request else None,
                 user=request.get(USER),
                 answer=request.get(ANSWER),
             )
             stages_s = ended.answer.stages_s if ended.answer else {}
-            metrics.requests.done(ended.kind, route, status, ended.duration_s, stages_s, refusal=refusal)
+            metrics.requests.done(ended.kind, route, status, ended.duration_s, stages_s, refusal=refusal, has_s=has_s)
             access_log.write(ended)
             if span is not None:
                 tracing.end(span, stages_s, arrived_at, request.get(PARSED_AT), _span_attributes(ended))
@@ -189,9 +189,12 @@ def slot_of(request: web.Request) -> Slot | None:
     return request.protocol.slot if isinstance(request.protocol, Connection) else None
 
 
-def _arrived_at(request: web.Request) -> float:
-    """When the first byte of the request came: before it waited at the door."""
-    return request.protocol.began_at if isinstance(request.protocol, Connection) else time.monotonic()
+def _came(request: web.Request) -> tuple[float, float, float]:
+    """When the first byte of the request came, and its last; and what its caller granted from then on, in seconds."""
+    if isinstance(request.protocol, Connection):
+        return request.protocol.began_at, request.protocol.whole_at, request.protocol.has_s
+    now_at = time.monotonic()
+    return now_at, now_at, float("inf")
 
 
 def _route(request: web.Request) -> str:

@@ -21,6 +21,7 @@ from npu_gr.server.kind_routes import kind_routes
 from npu_gr.server.loop_lag import probe_loop_lag
 from npu_gr.server.middleware import middleware
 from npu_gr.server.observability_routes import ObservabilityRoutes
+from npu_gr.server.reading import Reader
 from npu_gr.server.service_protocol import ServiceProtocol
 from npu_gr.server.tracing import Tracing
 
@@ -47,10 +48,11 @@ def build_web_app(
     metrics.process.observe_ready(service.is_ready)
     around_all = middleware(service, metrics, keys, access_log, tracing or Tracing())
     app = web.Application(client_max_size=config.max_body_bytes, middlewares=[around_all])
-    app.add_routes(kind_routes(service, config, keys))
+    reader = Reader(config)
+    app.add_routes(kind_routes(service, config, reader, keys))
     for group in (
         ModelRoutes(service),
-        CatalogueRoutes(service, config),
+        CatalogueRoutes(service, config, reader),
         VectorsRoutes(service),
         HealthRoutes(service),
         ObservabilityRoutes(service, metrics, access_log),

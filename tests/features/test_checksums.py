@@ -395,6 +395,15 @@ async def test_redis_finds_damage_and_moves_what_an_older_version_wrote(tmp_path
             with pytest.raises(StoreFailed) as failed:
                 await store.read(user(3), 99)
             assert failed.value.fault is StoreFault.CORRUPT
+            await store.append(user(5), events(4))
+            await client.append(name(5, "log"), b"\1\2\3")
+            with pytest.raises(StoreFailed, match="whole records") as failed:
+                await store.read(user(5), 99)
+            assert failed.value.fault is StoreFault.CORRUPT
+            with pytest.raises(StoreFailed) as failed:  # nothing goes on behind them
+                await store.append(user(5), events(2))
+            assert failed.value.fault is StoreFault.CORRUPT
+            await store.erase(user(5))
             await store.append(user(4), events(2), "k")
             [field] = await client.hkeys(name(4, "keys"))
             known = await client.hget(name(4, "keys"), field)

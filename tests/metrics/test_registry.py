@@ -102,6 +102,8 @@ def test_a_request_counts_once_in_everything_that_counts_requests() -> None:
     ):
         metrics.requests.done("rank", "/v1/rank", status, took_s, {"queue": took_s / 2})
     metrics.requests.done("rank", "/v1/rank", 499, 0.3)
+    metrics.requests.done("rank", "/v1/rank", 504, 0.01, has_s=0.024)  # under half of 50 ms: nothing was promised
+    metrics.requests.done("rank", "/v1/rank", 429, 0.01, refusal=Refusal.RATE)
     metrics.requests.done(None, "/healthz", 200, 0.001)
 
     def results(result: str) -> float | None:
@@ -117,6 +119,8 @@ def test_a_request_counts_once_in_everything_that_counts_requests() -> None:
         AdmissionResult.UNAVAILABLE: 1,
         AdmissionResult.OUT_OF_TIME: 1,
         AdmissionResult.ABANDONED: 1,
+        AdmissionResult.IMPOSSIBLE: 1,
+        AdmissionResult.OVER_RATE: 1,
         AdmissionResult.INVALID: 1,
         AdmissionResult.BROKEN: 1,
     }
@@ -138,12 +142,14 @@ def test_a_storm_of_refusals_does_not_improve_the_latency() -> None:
     for status in (400, 422, 499, 500, 503, 504):
         metrics.requests.done("rank", "/v1/rank", status, 0.0002)
     metrics.requests.refused_at_door("rank", 500)
+    metrics.requests.refused_at_door("rank", 7, is_promised=False)
     assert buckets(registry) == before
-    for reason, num in ((Refusal.LATE, 1500), (Refusal.QUEUE, 1000), (Refusal.SHED, 1000)):
+    for reason, num in ((Refusal.LATE, 1507), (Refusal.QUEUE, 1000), (Refusal.SHED, 1000)):
         labels = {"kind": "rank", "reason": reason.value}
         assert registry.get_sample_value("npu_gr_refusals_total", labels) == num
-    refused = {"kind": "rank", "verdict": "overloaded"}
-    assert registry.get_sample_value("npu_gr_admissions_total", refused) == 3500
+    for verdict, num in (("overloaded", 3500), ("over_rate", 1000), ("impossible", 7)):
+        labels = {"kind": "rank", "verdict": verdict}
+        assert registry.get_sample_value("npu_gr_admissions_total", labels) == num
 
 
 def buckets(registry: CollectorRegistry) -> dict[str, float]:

@@ -25,6 +25,21 @@ def test_judge(status: int, took_s: float, result: Result | None) -> None:
     assert judge(status, took_s, 0.05) is result
 
 
+@pytest.mark.parametrize(
+    ("status", "has_s", "result"),
+    [
+        (504, 0.025, Result.FAILED),
+        (504, 0.0249, None),  # under half of what the promise is about
+        (429, 0.0, None),
+        (200, 1e-5, Result.GOOD),
+        (500, 1e-5, Result.FAILED),  # broken is broken, whatever the caller grants
+        (503, 1e-5, Result.FAILED),
+    ],
+)
+def test_nothing_is_promised_to_a_caller_who_grants_no_time(status: int, has_s: float, result: Result | None) -> None:
+    assert judge(status, 0.01, 0.05, has_s) is result
+
+
 def test_the_budget_by_hand() -> None:
     counts = Counts(good=985, slow=5, failed=10)
     assert counts.attainment(Promise.LATENCY) == pytest.approx(985 / 990)

@@ -163,6 +163,24 @@ def test_a_broken_config_is_refused(tmp_path: Path, text: str) -> None:
         hf.load(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ({"num_hidden_layers": 10**7}, "num_hidden_layers: 10000000, and there are"),
+        ({"vocab_size": 10**12}, r"shape .* config\.json asks for \[10{12}, "),
+        ({"vocab_size": 10**18, "hidden_size": 10**9}, "checkpoint"),
+        ({"intermediate_size": 10**13}, "config.json asks for"),
+    ],
+)
+def test_a_configuration_that_asks_for_too_much_is_refused_before_it_is_built(
+    tmp_path: Path, keys: dict[str, int], words: str
+) -> None:
+    saved(tmp_path, **QWEN3)
+    reconfigure(tmp_path, **keys)
+    with pytest.raises(CheckpointError, match=words):
+        hf.load(tmp_path)
+
+
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"No such file or directory: config\.json"):
         hf.load(tmp_path)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from npu_gr.core.errors import CheckpointError
-from npu_gr.model.weights import Checkpoint, load, save
+from npu_gr.model.weights import Checkpoint, digest, load, save
 from tests.models import Request, full, tiny_model
 
 
@@ -75,3 +78,41 @@ def test_an_unwritable_folder_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match="cannot be written"):
         saved(tmp_path / "file" / "under")
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"num_items": 10**12}, r"shape .* config\.json asks for \[1000000000000, "),
+        ({"num_items": 10**18, "dim": 10**9}, "do not fit"),
+        ({"num_items": 10**30}, "do not fit"),
+        ({"num_layers": 10**7}, "num_layers: 10000000, and there are"),
+        ({"num_layers": 4}, "no tensor layers.3"),
+        ({"tasks": [f"t{index}" for index in range(1000)]}, r"head\.2\.\w+: shape"),
+        ({"head_dim": 10**13}, r"head\.0\.\w+: shape"),
+        ({"max_history_tokens": 10**12, "positions": "start"}, "no tensor position"),
+    ],
+)
+def test_a_configuration_that_asks_for_too_much_is_refused_before_it_is_built(
+    tmp_path: Path, change: dict[str, Any], words: str
+) -> None:
+    """The model would take memory that there is not, or hours."""
+    saved(tmp_path)
+    manifest = tmp_path / "config.json"
+    keys = json.loads(manifest.read_text())
+    keys["model"] |= change
+    manifest.write_text(json.dumps(keys))
+    with pytest.raises(CheckpointError, match=words):
+        load(tmp_path)
+
+
+def test_weights_that_are_whole_numbers_are_refused(tmp_path: Path) -> None:
+    saved(tmp_path)
+    weights = tmp_path / "model.safetensors"
+    tensors = load_file(weights)
+    tensors["item.weight"] = tensors["item.weight"].to(torch.int32)
+    save_file(tensors, weights)
+    manifest = tmp_path / "config.json"
+    manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"version": digest(weights)}))
+    with pytest.raises(CheckpointError, match=r"item\.weight: dtype torch\.int32"):
+        load(tmp_path)

@@ -44,6 +44,12 @@ def one_nan(tensors: dict[str, Tensor]) -> None:
     floats(tensors)[3].view(-1)[0] = float("nan")
 
 
+def one_row_of_infinities(tensors: dict[str, Tensor]) -> None:
+    for name in ("item.weight", "model.embed_tokens.weight"):  # of a ranker, of a generator
+        if name in tensors:
+            tensors[name][7] = float("inf")
+
+
 def huge(tensors: dict[str, Tensor]) -> None:
     for tensor in floats(tensors):
         tensor.fill_(1e30)
@@ -65,6 +71,7 @@ def floats(tensors: dict[str, Tensor]) -> list[Tensor]:
 BROKEN = {
     zeros: "have the same score of",
     infinities: "are not finite, the first is inf",
+    one_row_of_infinities: "are not finite, the first is inf",
     one_nan: "are not finite, the first is nan",
     huge: "scores of",
     constant: "have the same score of",

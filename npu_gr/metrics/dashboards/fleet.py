@@ -100,7 +100,7 @@ def _latencies() -> list[Panel]:
     return [
         series(
             f"{kind.title} P99 by instance",
-            f"Answered {kind.plural} only: from the first byte to the answer.",
+            f"Answered {kind.plural} only: from the last byte to the answer.",
             SECONDS,
             {"{{instance}}": latency(0.99, kind, "instance")},
             width=6,

@@ -31,8 +31,9 @@ NOT_ANSWERED = (  # what the panel shows, in words, and its verdicts; refusals f
     ),
     (
         "faults of the caller",
-        "invalid: a 4xx that the caller has to mend. abandoned: the caller hung up.",
-        "invalid|abandoned",
+        "invalid: a 4xx that the caller has to mend. abandoned: the caller hung up. impossible: it granted less than"
+        " half of the objective. over_rate: its API key was over its rate.",
+        "invalid|abandoned|impossible|over_rate",
     ),
 )
 
@@ -43,7 +44,7 @@ def of_kind(kind: Kind[Any, Any]) -> str:
 
 
 def latency(share: float, kind: Kind[Any, Any], by: str = "") -> str:
-    """A quantile of the answered requests' time from the first byte to the answer; `by` = labels to keep apart."""
+    """A quantile of the answered requests' time from the last byte to the answer; `by` = labels to keep apart."""
     return quantile(share, "request_duration_seconds", by, of_kind(kind))
 
 
@@ -97,7 +98,7 @@ def over_time(kind: Kind[Any, Any]) -> list[Panel]:
     return [
         series(
             f"{title} latency",
-            f"Answered {plural} only: from the first byte to the answer, against the objective.",
+            f"Answered {plural} only: from the last byte to the answer, against the objective.",
             SECONDS,
             {
                 **{f"p{percent}": latency(percent / 100, kind) for percent in (50, 95, 99)},

@@ -38,7 +38,7 @@ def slo_overview(objectives: Sequence[Objective]) -> dict[str, Any]:
             ),
             series(
                 "P99 by kind",
-                "Answered requests only: from the first byte to the answer.",
+                "Answered requests only: from the last byte to the answer.",
                 SECONDS,
                 {"{{kind}}": quantile(0.99, "request_duration_seconds", "kind")},
             ),

@@ -20,7 +20,7 @@ from npu_gr.core.errors import Refusal
 from npu_gr.core.kinds import KINDS, Kind
 from npu_gr.core.request import Answer, LeasedAnswer, Outcome
 from npu_gr.metrics.registry.families import LATENCY_S, Families, children
-from npu_gr.metrics.slo import Counts, Objective, Promise, Result, Rolling, judge
+from npu_gr.metrics.slo import Counts, Objective, Promise, Result, Rolling, is_promised, judge
 from npu_gr.metrics.trace import exemplar
 
 DOOR = "door"  # the stage that HTTP adds: reading, parsing and writing
@@ -35,8 +35,10 @@ class AdmissionResult(StrEnum):
     OVERLOADED = "overloaded"  # 429: admission control or the device's queue refused it
     UNAVAILABLE = "unavailable"  # 503: starting, draining, or a dependency is down
     OUT_OF_TIME = "out_of_time"  # 504
+    IMPOSSIBLE = "impossible"  # 429 or 504, and its caller granted less time than anything is promised for
+    OVER_RATE = "over_rate"  # 429: its API key was over its rate
     ABANDONED = "abandoned"  # the caller hung up
-    INVALID = "invalid"  # another 4xx, or over the rate of its key: the caller's fault
+    INVALID = "invalid"  # another 4xx: the caller's fault
     BROKEN = "broken"  # another 5xx: ours
 
     @classmethod
@@ -81,7 +83,7 @@ class RequestMetrics:
         refusals = make.counter("refusals_total", "Requests refused for load (429), by reason.", ("kind", "reason"))
         self._refusals = {(kind, r): refusals.labels(kind, r.value) for kind in KINDS for r in Refusal}
         answered = make.histogram(
-            "request_duration_seconds", "Answered requests, from the first byte to the answer.", all_edges_s, ("kind",)
+            "request_duration_seconds", "Answered requests, from the last byte to the answer.", all_edges_s, ("kind",)
         )
         self._request_s = {kind: answered.labels(kind) for kind in KINDS}
         results = make.counter("slo_requests_total", "Requests as the objectives count them.", ("kind", "result"))
@@ -103,15 +105,6 @@ class RequestMetrics:
             if kind.leases_prefix
         }
         self._outcomes = {name: children(family) for name, family in self._outcome_families.items()}
-        self._door_refusals = {
-            name: (
-                self._requests(kind.path, 429),
-                self._admissions[name, AdmissionResult.OVERLOADED],
-                self._refusals[name, Refusal.LATE],
-                self._results[name, Result.FAILED],
-            )
-            for name, kind in KINDS.items()
-        }
         self._promise(make)
 
     def _durations(self, make: Families, kind: Kind[Any, Any]) -> Callable[[str], Histogram]:
@@ -152,6 +145,7 @@ class RequestMetrics:
         took_s: float,
         stages_s: Mapping[str, float] | None = None,
         refusal: Refusal | None = None,
+        has_s: float = float("inf"),
     ) -> Result | None:
         """Count an HTTP request that has ended.
 
@@ -159,9 +153,10 @@ class RequestMetrics:
             kind: a name of `KINDS`; None = a route that the table does not have.
             route: the path's pattern.
             status: of HTTP; 499 = the caller hung up.
-            took_s: from the first byte to the answer.
+            took_s: from the last byte to the answer.
             stages_s: of the answer; what they leave of `took_s` is the door's.
-            refusal: why it was refused for load.
+            refusal: why it was refused for load, or for its key's rate.
+            has_s: what the caller granted, from the last byte on.
 
         Returns:
             What it counts as for the objective; None = nothing.
@@ -169,8 +164,12 @@ class RequestMetrics:
         self._requests(route, status).inc()
         if kind is None:
             return None
-        is_callers = refusal is Refusal.RATE  # the caller sends more than was agreed; we fail nobody
-        admission = AdmissionResult.INVALID if is_callers else AdmissionResult.of(status)
+        threshold_s = self.objectives[kind].threshold_s
+        admission = AdmissionResult.of(status)
+        if refusal is Refusal.RATE:
+            admission = AdmissionResult.OVER_RATE
+        elif status in (429, 504) and not is_promised(has_s, threshold_s):
+            admission = AdmissionResult.IMPOSSIBLE
         self._admissions[kind, admission].inc()
         if admission is AdmissionResult.ADMITTED:
             self._request_s[kind].observe(took_s, exemplar())
@@ -178,22 +177,29 @@ class RequestMetrics:
             self._refusals[kind, refusal].inc()
         if stages_s:
             self._stage_s[kind, DOOR].observe(max(took_s - sum(stages_s.values()), 0.0))
-        result = None if status == ABANDONED or is_callers else judge(status, took_s, self.objectives[kind].threshold_s)
+        is_judged = admission not in (AdmissionResult.ABANDONED, AdmissionResult.OVER_RATE)
+        result = judge(status, took_s, threshold_s, has_s) if is_judged else None
         if result is not None:
             self._results[kind, result].inc()
             self.rolling[kind].add(self._clock(), result)
         return result
 
-    def refused_at_door(self, kind: str, num: int) -> None:
+    def refused_at_door(self, kind: str, num: int, *, is_promised: bool = True) -> None:
         """Count requests that were refused before they were parsed. They have no latency: nothing was answered.
 
         Args:
             kind: a name of `KINDS`.
             num: how many since the last call.
+            is_promised: whether their callers granted the time that the objective is about.
         """
-        for counter in self._door_refusals[kind]:
-            counter.inc(num)
-        self.rolling[kind].add(self._clock(), Result.FAILED, num)
+        self._requests(KINDS[kind].path, 429).inc(num)
+        self._refusals[kind, Refusal.LATE].inc(num)
+        if is_promised:
+            self._admissions[kind, AdmissionResult.OVERLOADED].inc(num)
+            self._results[kind, Result.FAILED].inc(num)
+            self.rolling[kind].add(self._clock(), Result.FAILED, num)
+        else:
+            self._admissions[kind, AdmissionResult.IMPOSSIBLE].inc(num)
 
     def broken(self, status: int) -> None:
         """Count a request that ended before its route was known: it was no HTTP, too slow, or too large."""

@@ -8,8 +8,11 @@ from typing import Annotated
 import msgspec
 
 from npu_gr.core.request import CatalogueChange, CatalogueInfo, NewItem, VectorsInfo
-from npu_gr.server.codec.fields import Column, Name, Value, optional_ids
+from npu_gr.server.codec.fields import MOST_NAMES, Column, Name, Value, optional_ids
 from npu_gr.server.config import ServerConfig
+
+MOST_ADDED = 10_000  # items of one change; more of them are published as a file, and reloaded
+CHANGE_BYTES = 262_144  # of a change beside its columns: 30 ms if all of it are entries of maps
 
 
 class NewItemBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False):
@@ -18,13 +21,13 @@ class NewItemBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     item_id: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
     sid: Annotated[list[Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]], msgspec.Meta(min_length=1, max_length=16)]
     order: float | None = None
-    attributes: dict[Name, Value] = {}
+    attributes: Annotated[dict[Name, Value], msgspec.Meta(max_length=MOST_NAMES)] = {}
 
 
 class CatalogueItemsBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Items to add, to withdraw and to restore, in this order; all of it or nothing."""
 
-    add: Annotated[list[NewItemBody], msgspec.Meta(max_length=100_000)] = []
+    add: Annotated[list[NewItemBody], msgspec.Meta(max_length=MOST_ADDED)] = []
     withdraw: Column | None = None
     restore: Column | None = None
 

@@ -33,7 +33,7 @@ class EventsBody(UserBody, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     events: History
     # in the place of the header: events that come with one key of a user are appended once
-    idempotency_key: Annotated[str, msgspec.Meta(pattern=f"^{_PRINTABLE}$")] | None = None
+    idempotency_key: Annotated[str, msgspec.Meta(pattern=f"^{_PRINTABLE}$", max_length=MAX_KEY)] | None = None
 
 
 class EventsOut(msgspec.Struct, frozen=True, kw_only=True):

@@ -17,17 +17,27 @@ from npu_gr.core.request import F32, I64, Events, HistoryRef, HistoryReport, Use
 from npu_gr.server.config import ServerConfig
 
 Int = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
-Column = Annotated[
-    list[Int] | bytes, msgspec.Meta(description="Integers, or raw little-endian int64 (base64 in JSON).")
-]
+
+
+def _a_column(what: str, dtype: str, limit: str) -> msgspec.Meta:
+    """Describe a column: its raw elements, and the setting of `server` that bounds it (`bulk.py` reads both)."""
+    name = np.dtype(dtype).name
+    text = f"{what}, or raw little-endian {name} (base64 in JSON). At most server.{limit}."
+    return msgspec.Meta(description=text, extra={"limit": limit, "element_bytes": np.dtype(dtype).itemsize})
+
+
+Column = Annotated[list[Int] | bytes, _a_column("Integers", "<i8", "max_history_events")]
 Actions = Annotated[
     list[Annotated[int, msgspec.Meta(ge=0, le=2**15 - 1)]] | bytes,
-    msgspec.Meta(description="Action ids, or raw little-endian int16 (base64 in JSON)."),
+    _a_column("Action ids", "<i2", "max_history_events"),
 ]
+Candidates = Annotated[list[Int] | bytes, _a_column("Item ids", "<i8", "max_candidates")]
 MAX_NAME = 128  # characters of a user id, a tenant, a version
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_NAME)]
 Tenant = Annotated[str, msgspec.Meta(max_length=MAX_NAME)]
-Value = bool | int | float | str
+Value = bool | int | float | Annotated[str, msgspec.Meta(max_length=1024)]
+Values = Annotated[list[Value], msgspec.Meta(min_length=1, max_length=1000)]  # any of them
+MOST_NAMES = 100  # of attributes of one item or one filter
 
 
 class History(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

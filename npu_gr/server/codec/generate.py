@@ -9,11 +9,12 @@ import msgspec
 from npu_gr.core.request import GenerateAnswer, GenerateRequest
 from npu_gr.server.codec.base import Codec
 from npu_gr.server.codec.fields import (
-    Column,
+    MOST_NAMES,
+    Candidates,
     HistoryBody,
     HistoryOut,
     Name,
-    Value,
+    Values,
     optional_ids,
     parse_history,
     render_column,
@@ -21,8 +22,6 @@ from npu_gr.server.codec.fields import (
 )
 from npu_gr.server.codec.media import MSGPACK
 from npu_gr.server.config import ServerConfig
-
-Values = Annotated[list[Value], msgspec.Meta(min_length=1, max_length=1000)]
 
 
 class GenerateBody(HistoryBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -32,10 +31,10 @@ class GenerateBody(HistoryBody, frozen=True, kw_only=True, forbid_unknown_fields
     beam_width: Annotated[int, msgspec.Meta(ge=1, le=1024)] | None = None  # absent: the service's
     normalise: Literal["vocabulary", "codebook", "valid"] = "vocabulary"
     temperature: Annotated[float, msgspec.Meta(ge=1e-3, le=1e3)] = 1.0
-    allow_items: Column | None = None  # absent: all
-    deny_items: Column | None = None
+    allow_items: Candidates | None = None  # absent: all
+    deny_items: Candidates | None = None
     # attribute of the catalogue -> values, of which an item has one
-    attributes: dict[Name, Values] = msgspec.field(default_factory=dict)
+    attributes: Annotated[dict[Name, Values], msgspec.Meta(max_length=MOST_NAMES)] = msgspec.field(default_factory=dict)
     catalogue_version: Name | None = None
 
 

@@ -8,7 +8,7 @@ import msgspec
 
 from npu_gr.core.request import HistoryRef, MatchAnswer, MatchRequest
 from npu_gr.server.codec.base import Codec
-from npu_gr.server.codec.fields import Column, History, Name, UserBody, optional_ids, parse_events, render_column
+from npu_gr.server.codec.fields import Candidates, History, Name, UserBody, optional_ids, parse_events, render_column
 from npu_gr.server.codec.media import MSGPACK
 from npu_gr.server.config import ServerConfig
 
@@ -19,8 +19,8 @@ class MatchBody(UserBody, frozen=True, kw_only=True, forbid_unknown_fields=True)
     history: History | None = None  # in the target domain; absent: from the history store, if there is one
     num_items: Annotated[int, msgspec.Meta(ge=1, le=100_000)] = 50
     exclude_seen: bool = True  # without the history, and what the user had when the vectors were trained
-    allow_items: Column | None = None  # absent: all
-    deny_items: Column | None = None
+    allow_items: Candidates | None = None  # absent: all
+    deny_items: Candidates | None = None
     vectors_version: Name | None = None
 
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from functools import cache
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import msgspec
 
 from npu_gr.core.errors import BadRequest, Unprocessable, UnsupportedMedia
+from npu_gr.core.words import MOST, cut, quoted
+from npu_gr.server.codec.bulk import skimmer
 from npu_gr.server.codec.fields import History
 
 S = TypeVar("S")
@@ -36,14 +38,14 @@ def decode(body: bytes, content_type: str, cls: type[S]) -> S:
         UnsupportedMedia: neither JSON nor msgpack. BadRequest: it cannot be parsed. Unprocessable: a field is
             unknown, missing, of the wrong type or out of range; the message has its path.
     """
-    check_type(content_type)
-    try:
-        decoded: S = _decoder(content_type, cast("Hashable", cls)).decode(body)
-    except msgspec.ValidationError as error:
-        raise Unprocessable(_explain(str(error), cls)) from error
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise BadRequest(f"body: {error}") from error
+    decoded: S = _decode(body, content_type, cls, cls)
     return decoded
+
+
+def skim(body: bytes, content_type: str, cls: Any) -> msgspec.Struct:
+    """Find the fields of a body without reading their values: the Struct of `skimmer(cls)`. Raises as `decode` does."""
+    skimmed: msgspec.Struct = _decode(body, content_type, skimmer(cls).struct, cls)
+    return skimmed
 
 
 def check_type(content_type: str) -> None:
@@ -53,7 +55,17 @@ def check_type(content_type: str) -> None:
         UnsupportedMedia: it is neither JSON nor msgpack.
     """
     if content_type not in _DECODERS:
-        raise UnsupportedMedia(f"Content-Type: {content_type[:64]!r} is neither {JSON} nor {MSGPACK}")
+        raise UnsupportedMedia(f"Content-Type: {quoted(content_type)} is neither {JSON} nor {MSGPACK}")
+
+
+def _decode(body: bytes, content_type: str, cls: Any, meant: Any) -> Any:
+    check_type(content_type)
+    try:
+        return _decoder(content_type, cls).decode(body)
+    except msgspec.ValidationError as error:
+        raise Unprocessable(_explain(str(error), meant)) from error
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise BadRequest(f"body: {_reason(error)}") from error
 
 
 def encode(answer: msgspec.Struct, media: str) -> bytes:
@@ -62,18 +74,28 @@ def encode(answer: msgspec.Struct, media: str) -> bytes:
 
 
 @cache
-def _decoder(media: str, cls: Hashable) -> Any:
+def _decoder(media: str, cls: Any) -> Any:
     """Compile the checks of a Struct once: that takes far longer than one use of them."""
     return _DECODERS[media](cls)
 
 
+def _reason(error: Exception) -> str:
+    """Say why bytes are no text, without the bytes, which are a part of that error."""
+    return f"{error.reason} at byte {error.start}" if isinstance(error, UnicodeDecodeError) else cut(str(error), 100)
+
+
 def _explain(message: str, cls: type[Any]) -> str:
-    """Put the path in front of msgspec's message, and suggest the nearest name for an unknown field."""
+    """Put the path in front of msgspec's message, and suggest the nearest name for an unknown field.
+
+    Names that a caller wrote are cut, and long ones have no nearest: to compare them takes their length squared.
+    """
     text, _, path = message.partition(" - at `$")
     path = path.rstrip("`").lstrip(".")
     if unknown := re.match(r"Object contains unknown field `(.+)`", text):
         names = [field.encode_name for field in msgspec.structs.fields(History if path else cls)]
-        near = difflib.get_close_matches(unknown[1], names, n=1)
-        full = f"{path}.{unknown[1]}" if path else unknown[1]
+        near = difflib.get_close_matches(unknown[1], names, n=1) if len(unknown[1]) < MOST else []
+        name = cut(unknown[1])
+        full = f"{path}.{name}" if path else name
         return f"unknown field {full}" + (f"; did you mean {near[0]}?" if near else "")
+    text = cut(text, 100)  # a choice that does not exist is quoted in it
     return f"{path}: {text}" if path else text

@@ -10,7 +10,7 @@ from npu_gr.core.errors import Unprocessable
 from npu_gr.core.request import RankAnswer, RankRequest
 from npu_gr.server.codec.base import Codec
 from npu_gr.server.codec.fields import (
-    Column,
+    Candidates,
     HistoryBody,
     HistoryOut,
     Int,
@@ -26,7 +26,7 @@ from npu_gr.server.config import ServerConfig
 class RankBody(HistoryBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Score candidates for a user."""
 
-    candidates: Column
+    candidates: Candidates
     timestamp: Int | None = None  # unix seconds the candidates are shown at; absent = now
     top_k: Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)] | None = None
 

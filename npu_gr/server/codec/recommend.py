@@ -10,7 +10,8 @@ import msgspec
 from npu_gr.core.request import RecommendAnswer, RecommendRequest
 from npu_gr.server.codec.base import Codec
 from npu_gr.server.codec.fields import (
-    Column,
+    MOST_NAMES,
+    Candidates,
     HistoryBody,
     HistoryOut,
     Int,
@@ -32,9 +33,9 @@ class RecommendBody(HistoryBody, frozen=True, kw_only=True, forbid_unknown_field
     num_items: Annotated[int, msgspec.Meta(ge=1, le=10_000)] = 10
     num_candidates: Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)] | None = None  # ranked at most, up to the config's
     exclude_seen: bool | None = None  # leave out the items of the history; absent: as configured
-    deny_items: Column | None = None
+    deny_items: Candidates | None = None
     timestamp: Int | None = None  # unix seconds the items are shown at; absent = now
-    context: Annotated[dict[Name, Value], msgspec.Meta(max_length=100)] = msgspec.field(
+    context: Annotated[dict[Name, Value], msgspec.Meta(max_length=MOST_NAMES)] = msgspec.field(
         default_factory=dict
     )  # for the service's hook
 

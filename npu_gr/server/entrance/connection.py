@@ -32,6 +32,7 @@ from npu_gr.server.entrance.framing import HEAD_END, MAX_HEAD_BYTES, Chunks, Hea
 from npu_gr.server.entrance.listener import Listener, State
 from npu_gr.server.problem import problem
 
+REFUSED_AT_ONCE = 32  # pipelined requests; then the loop goes round, so that others are read, too
 READ_AHEAD_BYTES = 65_536  # of pipelined requests behind the one that is served
 _LAST_DATA_RECV = 52  # offset of tcpi_last_data_recv in struct tcp_info of Linux: ms since data came
 _JIFFY_S = 0.004  # its step
@@ -42,6 +43,7 @@ class Connection(web.RequestHandler):
 
     __slots__ = (
         "_answering_since_at",
+        "_came_in_pieces",
         "_chunks",
         "_close_when_idle",
         "_closed_at",
@@ -61,6 +63,7 @@ class Connection(web.RequestHandler):
         "_was_paused",
         "_wire",
         "began_at",
+        "has_s",
         "is_trusted",
         "key",
         "listener",
@@ -68,6 +71,7 @@ class Connection(web.RequestHandler):
         "served",
         "slot",
         "state",
+        "whole_at",
     )
 
     def __init__(self, manager: web.Server, entrance: Entrance, listener: Listener, **kwargs: Any) -> None:
@@ -84,6 +88,8 @@ class Connection(web.RequestHandler):
         self.listener = listener
         self.state = State.IDLE
         self.began_at = 0.0  # when the first byte of the present request came; while idle, since when it is idle
+        self.whole_at = 0.0  # when its last byte came
+        self.has_s = 0.0  # what the caller granted, from then on
         self.served = 0  # requests that were answered
         self.slot: Slot | None = None  # of the request that is served
         self.key: Key | None = None  # of the present request; None = it needs none, or its head is not whole
@@ -91,6 +97,7 @@ class Connection(web.RequestHandler):
         self.is_trusted = False
         self._is_paused = False
         self._was_paused = False  # before the request that comes now
+        self._came_in_pieces = False  # the request did
         self._unread: bytes | bytearray = b""
         self._searched_bytes = 0  # of a head that is not whole yet, in vain
         self._head: Head | None = None
@@ -224,6 +231,7 @@ class Connection(web.RequestHandler):
 
     def _advance(self) -> None:
         """Go on with the bytes that are here, as long as they hold whole requests that are refused at once."""
+        num_refused = 0
         while self._unread and self.state in (State.IDLE, State.RECEIVING):
             if self._is_paused or self._force_close:
                 return
@@ -238,6 +246,7 @@ class Connection(web.RequestHandler):
                 self.end(answers.bad_request(str(error)))
                 return
             if num_bytes is None:
+                self._came_in_pieces = True
                 return
             request: bytes | bytearray = self._unread
             if len(request) == num_bytes:
@@ -246,6 +255,10 @@ class Connection(web.RequestHandler):
                 self._unread = request[num_bytes:]
                 request = request[:num_bytes]
             self._offer(request)
+            num_refused += 1
+            if num_refused == REFUSED_AT_ONCE and self._unread:
+                self._loop.call_soon(self._advance)
+                return
 
     def _framed(self) -> int | None:
         """How many bytes the request has; None = it is not whole yet, or it was refused for its key or its size.
@@ -256,10 +269,11 @@ class Connection(web.RequestHandler):
         head = self._head
         if head is None:
             end = self._unread.find(HEAD_END, self._searched_bytes)
+            if (len(self._unread) if end < 0 else end) > MAX_HEAD_BYTES:
+                self._entrance.broken(431)
+                self.end(answers.HEAD_TOO_LARGE)
+                return None
             if end < 0:
-                if len(self._unread) > MAX_HEAD_BYTES:
-                    self._entrance.broken(431)
-                    self.end(answers.HEAD_TOO_LARGE)
                 self._searched_bytes = max(0, len(self._unread) - len(HEAD_END) + 1)
                 return None
             head = self._head = parse_head(self._unread, end + len(HEAD_END))
@@ -342,17 +356,25 @@ class Connection(web.RequestHandler):
         assert head is not None
         if head.closes:
             self._close_when_idle = True
+        config = self._entrance.config
+        if self._came_in_pieces:
+            self.whole_at = max(self.began_at, time.monotonic() - self._lay_in_kernel_s())
+        else:
+            self.whole_at = self.began_at
+        sent_s = self.whole_at - self.began_at
+        self.has_s = granted_s(head, config.default_budget_s, config.max_budget_s) - sent_s
+        if self.has_s < 0 < self.has_s + sent_s:
+            self._entrance.slow(self)
+            return
         if not self._is_within_rate():
             return
         if kind is None:
             self._feed(request)
             return
-        config = self._entrance.config
-        budget_s = granted_s(head, config.default_budget_s, config.max_budget_s)
         if self._was_paused:
             self._was_paused = False
             door = self._entrance.door
-            if door.is_late(kind.name, self.began_at, budget_s) and door.has_room(kind.name):
+            if door.is_late(kind.name, self.whole_at, self.has_s) and door.has_room(kind.name):
                 # it grew old because we did not read it: its caller is told, and may send a fresh one into the room
                 self._refuse(at_once=True)
                 return
@@ -361,7 +383,7 @@ class Connection(web.RequestHandler):
         tenant = None if self.key is None else self.key.tenant
         if tenant is None:
             tenant = tenant_of(request, head.num_bytes)
-        ticket = self._entrance.door.arrive(kind.name, tenant, self.began_at, budget_s, self)
+        ticket = self._entrance.door.arrive(kind.name, tenant, self.whole_at, self.has_s, self)
         if self.state is State.WAITING:
             self._ticket = ticket
 
@@ -404,7 +426,7 @@ class Connection(web.RequestHandler):
 
     def _refuse(self, *, at_once: bool) -> None:
         assert self._kind is not None
-        self._entrance.refused(self._kind)
+        self._entrance.refused(self._kind, self.has_s)
         if self.transport is not None:
             self.transport.write(answers.overloaded())
         read_at = self._read_at
@@ -456,6 +478,7 @@ class Connection(web.RequestHandler):
     def _become_idle(self) -> None:
         self.state = State.IDLE
         self.began_at = time.monotonic()
+        self._came_in_pieces = False
         self._searched_bytes = 0
         self._head = None
         self._chunks = None

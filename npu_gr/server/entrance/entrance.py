@@ -7,6 +7,7 @@ import heapq
 import ipaddress
 import logging
 import time
+from collections import Counter
 from functools import partial
 from http import HTTPStatus
 from typing import Any
@@ -22,6 +23,7 @@ from npu_gr.core.kinds import KINDS, Kind
 from npu_gr.metrics.registry import Metrics
 from npu_gr.metrics.registry.door import Ended
 from npu_gr.metrics.registry.requests import ABANDONED
+from npu_gr.metrics.slo import is_promised
 from npu_gr.server.config import ServerConfig
 from npu_gr.server.entrance import answers
 from npu_gr.server.entrance.listener import Listener, State, Visitor, listeners
@@ -73,7 +75,7 @@ class Entrance:
         self._metrics = metrics
         self._connections: set[Visitor] = set()
         self._trusted = [ipaddress.ip_network(text) for text in config.trusted_proxies]
-        self._uncounted: dict[str, int] = {}  # refusals by kind that the metrics do not have yet
+        self._uncounted: Counter[tuple[str, bool]] = Counter()  # refusals that the metrics lack: (kind, is promised)
         self._refused: dict[str, int] = {}  # by kind, since the last line of the log
         door.on_room = self.pacer.release
         metrics.door.observe(
@@ -129,13 +131,19 @@ class Entrance:
 
     # ---- requests
 
-    def refused(self, kind: Kind[Any, Any]) -> None:
-        """Count a refusal at the door; the metrics have it before the next scrape."""
-        self._uncounted[kind.name] = self._uncounted.get(kind.name, 0) + 1
+    def refused(self, kind: Kind[Any, Any], has_s: float) -> None:
+        """Count a refusal at the door; the metrics have it before the next scrape.
+
+        Args:
+            kind: of the request.
+            has_s: what its caller granted, from its last byte on.
+        """
+        promised = is_promised(has_s, self._metrics.requests.objectives[kind.name].threshold_s)
+        self._uncounted[kind.name, promised] += 1
 
     def _count_refusals(self) -> None:
-        for kind, num in self._uncounted.items():
-            self._metrics.requests.refused_at_door(kind, num)
+        for (kind, promised), num in self._uncounted.items():
+            self._metrics.requests.refused_at_door(kind, num, is_promised=promised)
             self._refused[kind] = self._refused.get(kind, 0) + num
         self._uncounted.clear()
 
@@ -158,6 +166,12 @@ class Entrance:
     def broken(self, status: int) -> None:
         """Count a request that never became one."""
         self._metrics.requests.broken(status)
+
+    def slow(self, connection: Visitor, answer: bytes = answers.BODY_TOO_LATE) -> None:
+        """End a connection whose request did not come in its time."""
+        self._metrics.door.ended(Ended.SLOW)
+        self.broken(408)
+        connection.end(answer)
 
     # ---- in the background
 
@@ -184,9 +198,7 @@ class Entrance:
                 self._metrics.door.ended(Ended.UNREAD if connection.has_unread_answer else Ended.IDLE)
                 connection.abort()
             else:
-                self._metrics.door.ended(Ended.SLOW)
-                self.broken(408)
-                connection.end(answer)
+                self.slow(connection, answer)
 
 
 ENTRANCE = web.AppKey("entrance", Entrance)

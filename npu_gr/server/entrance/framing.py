@@ -15,6 +15,7 @@ from npu_gr.server.headers import BUDGET_HEADERS, budget_s
 MAX_HEAD_BYTES = 65_536  # request line and headers; aiohttp's own limit of one line is smaller
 HEAD_END = b"\r\n\r\n"
 MAX_DIGITS = 15  # of a Content-Length
+MAX_CHUNKS = 8192  # of a body, and lines of its trailer: what they cost does not depend on how little is in them
 _CHUNK_SIZE = re.compile(rb"[0-9a-fA-F]{1,10}")
 _BUDGETS = [(name, f"\r\n{name.lower()}:".encode()) for name in BUDGET_HEADERS]
 _AUTHORIZATION = b"\r\nauthorization:"
@@ -117,13 +118,18 @@ def field(lower: bytes, name: bytes) -> bytes | None:
 
 
 def granted_s(head: Head, default_s: float, max_s: float) -> float:
-    """Read what the caller grants, in seconds; the default where that cannot be read, which the handler will refuse."""
+    """Read what the caller grants, in seconds: 0 where nothing is left, which the handler will refuse.
+
+    The default where it cannot be read, which the handler will refuse, too.
+    """
     if b"timeout" not in head.lower:
         return min(default_s, max_s)
     given = {name: value.decode("latin-1") for name, mark in _BUDGETS if (value := field(head.lower, mark)) is not None}
     try:
         return budget_s(given, default_s, max_s)
-    except (BadRequest, DeadlineExceeded):
+    except DeadlineExceeded:
+        return 0.0
+    except BadRequest:
         return min(default_s, max_s)
 
 
@@ -167,6 +173,7 @@ class Chunks:
         """
         self._at = begins_at  # index of the next line: a chunk's size, or of the trailer
         self._in_trailer = False
+        self._num_lines = 0
 
     def end(self, data: bytes | bytearray) -> int | None:
         """Find the index after the last byte of the body; None = more of it must come.
@@ -175,7 +182,7 @@ class Chunks:
             data: the same bytes as before, and more.
 
         Raises:
-            BadRequest: a chunk's size cannot be read.
+            BadRequest: a chunk's size cannot be read, or there are too many.
         """
         while True:
             line_end = data.find(b"\r\n", self._at)
@@ -183,6 +190,9 @@ class Chunks:
                 if len(data) - self._at > MAX_HEAD_BYTES:
                     raise BadRequest("a chunk's size does not end")
                 return None
+            self._num_lines += 1
+            if self._num_lines > MAX_CHUNKS:
+                raise BadRequest(f"the body has over {MAX_CHUNKS:,} chunks")
             if self._in_trailer:
                 is_last = line_end == self._at
                 self._at = line_end + 2
@@ -197,6 +207,7 @@ class Chunks:
                 self._in_trailer = True
                 self._at = line_end + 2
             elif len(data) < line_end + 2 + num_bytes + 2:
+                self._num_lines -= 1  # it is read again
                 return None
             else:
                 self._at = line_end + 2 + num_bytes + 2

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from npu_gr.metrics.registry import Metrics
+from npu_gr.server.entrance.connection import REFUSED_AT_ONCE, Connection
 from npu_gr.server.entrance.entrance import ENTRANCE, Entrance
 from npu_gr.server.entrance.framing import MAX_HEAD_BYTES
 from tests.server.examples import EXAMPLES
@@ -192,6 +193,36 @@ async def test_a_request_begins_when_it_reaches_the_kernel(paused_s: float, stat
         assert (await raw.answer())[0] == status
 
 
+async def test_others_are_read_between_refusals_that_were_pipelined() -> None:
+    async with site(trusted_proxies=["127.0.0.0/8"]) as at:
+        raw = await at.connect()
+        raw.send(WHOLE)
+        await raw.answer()
+        (connection,) = at.entrance._connections
+        assert isinstance(connection, Connection)
+        at.service.door._lanes["rank"].pace.seconds = 1.0  # so nobody who comes while it is full can be in time
+        with await at.service.fill():
+            connection.data_received(WHOLE * 1000)  # as much as comes in one piece
+            assert at.count("admissions_total", kind="rank", verdict="overloaded") == REFUSED_AT_ONCE
+            for _ in range(1000):
+                assert (await raw.answer())[0] == 429
+
+
+async def test_a_request_begins_for_the_objective_when_it_is_whole() -> None:
+    async with site() as at:
+        raw = await at.connect()
+        raw.send(WHOLE[:-1])
+        await asyncio.sleep(0.5)
+        raw.send(WHOLE[-1:])
+        assert (await raw.answer())[0] == 200
+        (connection,) = at.entrance._connections
+        assert isinstance(connection, Connection)
+        assert connection.has_s <= 0.55  # of the second that a caller grants who says nothing
+        took_s = at.metrics.registry.get_sample_value("npu_gr_request_duration_seconds_sum", {"kind": "rank"})
+        assert took_s is not None
+        assert took_s < 0.5
+
+
 async def test_a_proxy_is_refused_and_never_paused() -> None:
     async with site(trusted_proxies=["127.0.0.0/8"]) as at:
         raw = await at.connect()
@@ -236,6 +267,9 @@ async def test_whoever_hangs_up_while_waiting_is_forgotten_and_counted() -> None
         (RANK + b"Transfer-Encoding: chunked\r\n\r\nzz\r\n", {}, 400, "chunk"),
         (RANK + b"Transfer-Encoding: chunked\r\nContent-Length: 3\r\n\r\n0\r\n\r\n", {}, 400, "exclude"),
         (b"GET / HTTP/1.1\r\nno header\r\n\r\n", {}, 400, ""),
+        (RANK + b"Transfer-Encoding: chunked\r\n\r\n" + b"1\r\n \r\n" * 8193, {}, 400, "8,192 chunks"),
+        (RANK + b"Transfer-Encoding: chunked\r\n\r\n0\r\n" + b"a: b\r\n" * 8193, {}, 400, "8,192 chunks"),
+        (WHOLE[:-1].replace(b"Host: x", b"X-Request-Timeout-Ms: 0.1"), {}, 408, "body"),
     ],
 )
 async def test_what_does_not_become_a_request_ends_in_words(

@@ -1,0 +1,104 @@
+"""A real instance in a process of its own, whose event loop measures itself: `python -m tests.fuzz.instance FOLDER`.
+
+It measures in seconds of CPU of the loop's thread, which neighbours on the machine do not disturb: what one callback
+takes is how long everybody else waits for it. The port comes on standard output; then each line on standard input is
+answered by a line of figures since the last one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import resource
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from npu_gr.core.garbage import freeze_imports
+from npu_gr.matching.vectors import save
+from npu_gr.server.run import serve
+from npu_gr.service.app import instance
+from npu_gr.service.config import Config
+from tests.matching.vectors import make_vectors
+from tests.server.test_recommend_over_http import section
+from tests.serving import make_config, write_checkpoint
+
+PATIENT = {f"{kind}_s": 5.0 for kind in ("signal", "rank", "generate", "match", "recommend", "events", "erase")}
+
+
+class Measured:
+    """The longest callback of the loop since it was last asked for."""
+
+    def __init__(self) -> None:
+        self.longest_s = 0.0
+        self.of = ""
+        real = asyncio.Handle._run
+
+        def run(handle: asyncio.Handle) -> None:
+            before_s = time.thread_time()
+            real(handle)
+            took_s = time.thread_time() - before_s
+            if took_s > self.longest_s:
+                self.longest_s = took_s
+                self.of = repr(handle)[:300]
+
+        asyncio.Handle._run = run  # type: ignore[method-assign, assignment]
+
+    def take(self) -> dict[str, Any]:
+        """Return the figures, and begin anew."""
+        page_bytes = resource.getpagesize()
+        taken = {
+            "longest_s": self.longest_s,
+            "of": self.of,
+            "resident_bytes": int(Path("/proc/self/statm").read_text().split()[1]) * page_bytes,
+            "num_tasks": len(asyncio.all_tasks()),
+        }
+        self.longest_s = 0.0
+        return taken
+
+
+def sections(folder: Path) -> dict[str, Any]:
+    if not (folder / "checkpoint").exists():
+        write_checkpoint(folder / "checkpoint")
+        save(make_vectors(), folder / "vectors")
+    return {
+        **section(folder),
+        "match": {"vectors": str(folder / "vectors")},
+        "record": {"folder": str(folder / "records")},
+        "slo": PATIENT,  # a busy machine: requests get through the door
+        "admission": {"max_inflight": 64},
+        "server": {"header_timeout_s": 2.0, "body_timeout_s": 2.0, "log_requests": "slow", "max_connections": 512},
+    }
+
+
+async def main(config: Config) -> None:
+    measured = Measured()
+    loop = asyncio.get_running_loop()
+    async with instance(config, lambda: config) as (app, service):
+
+        async def drain() -> None:
+            service.set_ready("draining")
+
+        def say(what: object) -> None:
+            sys.stdout.write(json.dumps(what) + "\n")
+            sys.stdout.flush()
+
+        def asked() -> None:
+            if sys.stdin.readline():
+                say(measured.take())
+
+        def listening(port: int, _admin_port: int) -> None:
+            measured.take()
+            say(port)
+            loop.add_reader(sys.stdin, asked)
+
+        await serve(app, config.server, on_drain=drain, on_listening=listening)
+
+
+if __name__ == "__main__":
+    logging.basicConfig(level=logging.WARNING)
+    made = make_config(Path(sys.argv[1]), **sections(Path(sys.argv[1])))
+    freeze_imports()  # what made the files, too, which an instance does not have
+    asyncio.run(main(made))
