@@ -17,7 +17,9 @@ from pathlib import Path
 
 from npu_gr.access.keys import ANYBODY, MIN_CHARACTERS, Key, parse_keys
 from npu_gr.core.bucket import TokenBucket
-from npu_gr.core.errors import ConfigError, Overloaded, Refusal, Unauthorized
+from npu_gr.core.errors import ConfigError, Forbidden, Overloaded, Refusal, Unauthorized
+from npu_gr.core.kinds import Scope
+from npu_gr.core.logs import SeldomLog
 
 log = logging.getLogger(__name__)
 
@@ -66,6 +68,7 @@ class KeyRing:
         self._buckets: dict[str, TokenBucket] = {}
         self.is_stale = False  # the file cannot be used; the keys are older than it
         self.on_refused: Callable[[KeyRefusal], None] = lambda _reason: None
+        self._refusals = SeldomLog(log)
         if path is not None:
             try:
                 self._use(path.read_bytes())
@@ -80,7 +83,8 @@ class KeyRing:
         return self._path is not None
 
     def __len__(self) -> int:
-        return len(self._keys)
+        now_at = self._wall_clock()
+        return sum(now_at < key.expires_at for key in self._keys.values())
 
     # ---- the file
 
@@ -165,13 +169,47 @@ class KeyRing:
         """
         bucket = self._buckets.get(key.name)
         if bucket is not None and not bucket.take(self._clock()):
-            self.on_refused(KeyRefusal.RATE)
+            self._refused(KeyRefusal.RATE, key)
             raise Overloaded(
                 f"the key {key.name!r} may send {bucket.rate_per_s:g} requests a second",
                 retry_after_s=1.0,
                 reason=Refusal.RATE,
             )
 
-    def _refusal(self, reason: KeyRefusal) -> Unauthorized:
+    def require(self, key: Key, scope: Scope) -> None:
+        """Check that a key allows something.
+
+        Raises:
+            Forbidden: it does not. `on_refused` was told.
+        """
+        try:
+            key.require(scope)
+        except Forbidden:
+            self._refused(KeyRefusal.SCOPE, key)
+            raise
+
+    def tenant_of(self, key: Key, named: str) -> str:
+        """Decide whose data a request is about.
+
+        Args:
+            key: of the caller.
+            named: the tenant that the request names; "" = none.
+
+        Raises:
+            Forbidden: it names another one than the key's. `on_refused` was told.
+        """
+        try:
+            return key.tenant_of(named)
+        except Forbidden:
+            self._refused(KeyRefusal.TENANT, key)
+            raise
+
+    def _refused(self, reason: KeyRefusal, key: Key | None = None) -> None:
         self.on_refused(reason)
+        whose = "" if key is None else f" {key.name!r}"
+        cause = f"a request was refused for its API key{whose}: {reason.value}"
+        self._refusals.warning(cause, cause)
+
+    def _refusal(self, reason: KeyRefusal) -> Unauthorized:
+        self._refused(reason)
         return Unauthorized("Authorization: needs `Bearer` and a valid API key")

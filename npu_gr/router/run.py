@@ -70,7 +70,7 @@ async def listening(config: RouterConfig, takes_over: bool = False) -> AsyncIter
 
 
 async def _serve_admin(router: Router, sockets: list[socket], stack: AsyncExitStack) -> web.AppRunner:
-    admin = web.AppRunner(build_admin_app(router), access_log=None)
+    admin = web.AppRunner(build_admin_app(router), access_log=None, auto_decompress=False)
     stack.push_async_callback(admin.cleanup)
     await admin.setup()
     for one in sockets:
