@@ -14,6 +14,7 @@ from npu_gr.access.throttle import BURST
 from npu_gr.core.kinds import Scope
 from npu_gr.core.settings import from_table
 from npu_gr.router.admin import build_admin_app
+from npu_gr.router.admin_runner import MAX_CONNECTIONS
 from npu_gr.router.config import RouterConfig
 from npu_gr.router.metrics import RouterMetrics
 from npu_gr.router.router import Router
@@ -110,3 +111,30 @@ async def test_nothing_that_is_sent_is_inflated(monkeypatch: pytest.MonkeyPatch)
         monkeypatch.setattr("aiohttp.http_parser.DeflateBuffer.feed_data", lambda *_: inflated.append(1))
         assert await ask(s, "POST", "/instances/{name}/drain", headers, bomb) == 200
         assert inflated == []
+
+
+async def connected(s: Site, num: int) -> list[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+    """Connections with half a head each."""
+    found = [await asyncio.open_connection("127.0.0.1", int(s.admin.rpartition(":")[2])) for _ in range(num)]
+    for _, writer in found:
+        writer.write(b"GET /status HT")
+        await writer.drain()
+    return found
+
+
+async def test_operators_are_answered_while_others_hold_connections() -> None:
+    async with site(1) as s:
+        held = await connected(s, 3 * MAX_CONNECTIONS)
+        assert await ask(s, "GET", "/status", {}) == 200
+        ended = [reader for reader, _ in held if reader.at_eof()]
+        assert ended == [reader for reader, _ in held[: len(ended)]], "the oldest first"
+        assert len(ended) > 2 * MAX_CONNECTIONS - 2
+        for _, writer in held:
+            writer.close()
+
+
+async def test_who_sends_no_whole_head_is_ended() -> None:
+    async with site(1, idle_s=0.1) as s:
+        ((reader, writer),) = await connected(s, 1)
+        assert await asyncio.wait_for(reader.read(), 5) == b""
+        writer.close()
