@@ -51,11 +51,8 @@ _ROUTES = {
 }
 _UNKNOWN = Route(Handling.UNKNOWN, needs_key=True, scope=None)
 _EXACT = {at: route for at, route in _ROUTES.items() if b"{" not in at[1]}
-# A parameter in a path stands for the rest of the path, whatever is in it. Of two that begin alike the longer is meant.
-_PREFIXES = sorted(
-    ((method, path.partition(b"{")[0], route) for (method, path), route in _ROUTES.items() if b"{" in path),
-    key=lambda one: -len(one[1]),
-)
+# A parameter in a path stands for the rest of the path, whatever is in it.
+_PREFIXES = [(method, path.partition(b"{")[0], route) for (method, path), route in _ROUTES.items() if b"{" in path]
 METHODS = tuple(dict.fromkeys((b"GET", b"POST", b"DELETE", *(method for method, _ in _ROUTES))))
 
 

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 
 import pytest
 
+from npu_gr.access.throttle import BURST
 from npu_gr.core.errors import ConfigError
 from npu_gr.core.settings import from_table
 from npu_gr.router.answers import Refused
 from npu_gr.router.config import LimitsConfig
 from npu_gr.router.kept import KeptBytes
 from npu_gr.router.request import RequestBody
+from tests.keys import write_keys
 from tests.router.fake import site
 from tests.router.test_proxy import post, raw
 
@@ -98,6 +101,45 @@ async def test_once_an_answer_has_begun_nothing_is_kept() -> None:
         assert exchange.body.pieces == []
         assert s.router.kept.num_bytes == 0
         writer.close()
+
+
+async def test_the_body_behind_a_refusal_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("npu_gr.access.throttle.HOLD_S", 30.0)
+    async with site(1, api_keys_file=write_keys(tmp_path / "keys.yaml")) as s:
+        for _ in range(int(BURST)):
+            s.router.access.throttle.hold_s()
+        body = b"%x\r\n%s\r\n" % (300_000, b"x" * 300_000)
+        _, writer = await asyncio.open_connection("127.0.0.1", s.port)
+        writer.write(_HEAD + b"Transfer-Encoding: chunked\r\n\r\n" + body)
+        await s.until(lambda: s.router.metrics.keys_refused.value())
+        (connection,) = s.router.connections._open
+        exchange = connection._exchanges[0]  # type: ignore[attr-defined]
+        await s.until(lambda: exchange.body.num_bytes == 300_000)
+        assert (exchange.body.pieces, s.router.kept.num_bytes) == ([], 0)
+        writer.close()
+
+
+async def test_a_connection_to_an_instance_that_has_not_read_the_body_is_not_kept() -> None:
+    ended = asyncio.Event()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while (head := await reader.readuntil(b"\r\n\r\n")).startswith(b"GET"):
+            writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n")
+        assert head.startswith(b"POST")
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok")
+        await ended.wait()
+        writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0, limit=1024)
+    row = {"name": "one", "host": "127.0.0.1", "port": server.sockets[0].getsockname()[1]}
+    async with server, site(0, discovery={"instances": [row]}) as s:
+        size = 8_000_000
+        reader, writer = await asyncio.open_connection("127.0.0.1", s.port)
+        writer.write(_HEAD + b"Content-Length: %d\r\n\r\n" % size + b"x" * size)
+        await reader.readuntil(b"ok")
+        assert s.router.members.instances["one"].pool.take() is None
+        writer.close()
+        ended.set()
 
 
 @pytest.mark.parametrize("path", [b"/healthz", b"/nowhere", b"/v1/users/u"])
