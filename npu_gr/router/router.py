@@ -26,7 +26,7 @@ from npu_gr.router.members import Choice, Members
 from npu_gr.router.metrics import RouterMetrics
 from npu_gr.router.request import ONCE, RequestHead
 from npu_gr.router.ring import Placement
-from npu_gr.router.routes import Handling
+from npu_gr.router.routes import READINESS, Handling
 from npu_gr.router.upstream import Upstream
 from npu_gr.router.watcher import Watcher
 
@@ -125,13 +125,13 @@ class Router:
         return await ask_all(self._http, instances, head.target.decode("latin-1"), head.fields(left_s), left_s)
 
     def own_answer(self, path: bytes, is_last: bool) -> bytes:
-        """The whole answer to /healthz or /readyz.
+        """The whole answer to a question about the router's health.
 
         Raises:
-            Unavailable: /readyz, and the router is not ready.
+            Unavailable: whether it is ready was asked, and it is not.
         """
         is_ready, why = self.is_ready()
-        if path == b"/readyz" and not is_ready:
+        if path in READINESS and not is_ready:
             raise Unavailable(why)
         return plain(200, b"{}", [b"Content-Type: application/json"], is_last)
 

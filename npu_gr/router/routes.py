@@ -1,7 +1,8 @@
 """Which requests the router knows, and how it treats each: derived from the tables of kinds and of rules.
 
 Every kind of `core/kinds.py` is routed as its entry there says. What else `access/rules.py` calls public, any instance
-can answer; written here is only what the router answers itself. Everything else gets 404.
+can answer; but what needs no key is health, and the router answers for itself, so that nobody without a key reaches an
+instance. Everything else gets 404.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import NamedTuple
 
-from npu_gr.access.rules import rules
+from npu_gr.access.rules import Rule, rules
 from npu_gr.core.kinds import KINDS, Routing, Scope
 
 
@@ -40,13 +41,16 @@ _BY_ROUTING = {
     Routing.EVERYWHERE: Handling.EVERYWHERE,
 }
 _KINDS = {(kind.method, kind.path): _BY_ROUTING[kind.routing] for kind in KINDS.values()}
-_OWN = {("GET", "/healthz"): Handling.OWN, ("GET", "/readyz"): Handling.OWN}
-_HANDLINGS = _KINDS | _OWN
+READINESS = frozenset((b"/readyz", b"/v2/health/ready"))  # of the router's own routes; the others say that it lives
+
+
+def _handling(at: tuple[str, str], rule: Rule) -> Handling:
+    return _KINDS.get(at) or (Handling.OWN if rule.scope is None else Handling.BY_LOAD)
+
+
 _ROUTES = {
-    (method.encode(), path.encode()): Route(
-        _HANDLINGS.get((method, path), Handling.BY_LOAD), rule.scope is not None, rule.scope
-    )
-    for (method, path), rule in rules().items()
+    (at[0].encode(), at[1].encode()): Route(_handling(at, rule), rule.scope is not None, rule.scope)
+    for at, rule in rules().items()
     if rule.is_public
 }
 _UNKNOWN = Route(Handling.UNKNOWN, needs_key=True, scope=None)

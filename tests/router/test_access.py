@@ -73,8 +73,16 @@ async def test_every_kind_needs_a_key_with_its_scope(tmp_path: Path) -> None:
             assert await asked(s, "GET", path, bearer("infer")) == 200
         assert await asked(s, "GET", "/debug/config", {}) == 401
         assert await asked(s, "GET", "/debug/config", bearer("admin")) == 404
+        num_seen = sum(len(fake.seen) for fake in s.fakes)
         for path in ("/healthz", "/readyz", "/v2/health/live", "/v2/health/ready"):
             assert await asked(s, "GET", path, {}) == 200
+        s.router.is_draining = True
+        assert [await asked(s, "GET", path, {}) for path in ("/readyz", "/v2/health/ready", "/healthz")] == [
+            503,
+            503,
+            200,
+        ]
+        assert sum(len(fake.seen) for fake in s.fakes) == num_seen, "no instance is asked without a key"
         refusals = s.router.metrics.keys_refused
         assert refusals.value(reason="missing") == len(KINDS) + 6
         assert refusals.value(reason="scope") == len(KINDS) * (len(Scope) - 1) + 5

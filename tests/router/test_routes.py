@@ -54,7 +54,7 @@ def test_the_label_values_are_those_that_dashboards_know() -> None:
         (b"GET", b"/v1/catalog", Handling.BY_LOAD),
         (b"GET", b"/openapi.json", Handling.BY_LOAD),
         (b"GET", b"/v2", Handling.BY_LOAD),
-        (b"GET", b"/v2/health/live", Handling.BY_LOAD),
+        (b"GET", b"/v2/health/live", Handling.OWN),
         (b"POST", b"/v2/health/live", Handling.UNKNOWN),
         (b"GET", b"/healthz", Handling.OWN),
         (b"GET", b"/readyz", Handling.OWN),
