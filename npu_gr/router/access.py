@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
+from urllib.parse import unquote_to_bytes
 
 from npu_gr.access.key_ring import KeyRing
 from npu_gr.access.keys import Key
 from npu_gr.access.throttle import Throttle
 from npu_gr.core.errors import BadRequest
-from npu_gr.core.kinds import Scope
+from npu_gr.core.kinds import ERASE, Scope
 from npu_gr.router.config import RouterConfig
 from npu_gr.router.metrics import RouterMetrics
 from npu_gr.router.request import RequestHead
-from npu_gr.router.routes import Route
+from npu_gr.router.routes import Handling, Route
 
+_ERASED_PREFIX = ERASE.path.partition("{")[0].encode()
 _MAX_NAME_BYTES = 512  # of a user or a tenant: instances take 128 characters
 
 
@@ -64,16 +66,27 @@ class Access:
             BadRequest: the name of a user or tenant is too long.
         """
         seen = head.seen
-        user = seen.get(self._user_header, b"")
-        tenant = seen.get(self._tenant_header, b"")
+        if route.handling is Handling.EVERYWHERE:
+            user, tenant = _named_in_target(head.target)
+        else:
+            user, tenant = seen.get(self._user_header, b""), seen.get(self._tenant_header, b"")
         if self.ring.has_keys and route.needs_key:
             key = self.key_of(seen.get(b"authorization"), route.scope)
             named = tenant.decode(errors="surrogateescape")
             tenant = self.ring.tenant_of(key, named).encode(errors="surrogateescape")
         if len(user) > _MAX_NAME_BYTES or len(tenant) > _MAX_NAME_BYTES:
-            names = f"{self._user_header.decode()}, {self._tenant_header.decode()}"
-            raise BadRequest(f"{names}: {max(len(user), len(tenant))} bytes, limit {_MAX_NAME_BYTES}")
+            raise BadRequest(f"user, tenant: {max(len(user), len(tenant))} bytes, limit {_MAX_NAME_BYTES}")
         head.user = placed_by(tenant, user) if user else b""
+
+
+def _named_in_target(target: bytes) -> tuple[bytes, bytes]:
+    """Return the user in the path of an erasure, and the tenant in its query."""
+    path, _, query = target.partition(b"?")
+    named: dict[bytes, bytes] = {}
+    for pair in query.replace(b"+", b" ").split(b"&"):
+        name, _, value = pair.partition(b"=")
+        named.setdefault(unquote_to_bytes(name), unquote_to_bytes(value))
+    return unquote_to_bytes(path[len(_ERASED_PREFIX) :]), named.get(b"tenant", b"")
 
 
 def placed_by(tenant: bytes, user: bytes) -> bytes:

@@ -244,6 +244,10 @@ class Members:
         while len(kept) > self._config.relay.max_remembered or next(iter(kept.values()))[1] <= now_at:
             del kept[next(iter(kept))]
 
+    def forget(self, user: bytes) -> None:
+        """Forget where the signal of an erased user went."""
+        self._signalled.pop(user, None)
+
     def _signalled_to(self, user: bytes, now_at: float) -> str | None:
         signalled = self._signalled.get(user)
         return signalled[0] if signalled is not None and now_at < signalled[1] else None

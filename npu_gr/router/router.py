@@ -119,10 +119,13 @@ class Router:
             raise
 
     async def erase(self, head: RequestHead, left_s: float) -> dict[str, str]:
-        """Send an erase request to every instance; `ask_all` says what is returned."""
+        """Send an erase request to every instance, and forget where the user was; `ask_all` says what is returned."""
         assert self._http is not None
         instances = [one.config for one in self.members.instances.values()]
-        return await ask_all(self._http, instances, head.target.decode("latin-1"), head.fields(left_s), left_s)
+        try:
+            return await ask_all(self._http, instances, head.target.decode("latin-1"), head.fields(left_s), left_s)
+        finally:
+            self.members.forget(head.user)
 
     def own_answer(self, path: bytes, is_last: bool) -> bytes:
         """The whole answer to a question about the router's health.

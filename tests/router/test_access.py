@@ -262,6 +262,25 @@ async def test_a_signal_of_one_tenant_moves_no_rank_of_another(tmp_path: Path) -
         assert await placed(s, user, "bank") == bank
 
 
+async def test_an_erasure_forgets_the_tenants_user_and_asks_for_no_other_tenant(tmp_path: Path) -> None:
+    keys = write_keys(tmp_path / "keys.yaml", entry("shop", tenant="shop"), entry("any"))
+    async with site(2, api_keys_file=keys) as s:
+        known = s.router.members._signalled
+        for path, who in (
+            ("a%2Fb", "shop"),
+            ("a%2fb?tenant=shop", "shop"),
+            ("a/b?x=1&%74enant=sh%6Fp&tenant=no", "any"),
+        ):
+            await s.post("signal", "a/b", **bearer("shop"))
+            await s.post("signal", "a/b", **bearer("any"))
+            assert set(known) == {b"shop\0a/b", b"a/b"}
+            assert await asked(s, "DELETE", f"/v1/users/{path}", bearer(who)) == 204
+            assert set(known) == {b"a/b"}
+        num_seen = sum(len(fake.seen) for fake in s.fakes)
+        assert await asked(s, "DELETE", "/v1/users/a?tenant=bank", bearer("shop")) == 403
+        assert sum(len(fake.seen) for fake in s.fakes) == num_seen
+
+
 async def test_names_are_bounded() -> None:
     async with site(1) as s:
         for headers in ({"X-User-Id": "u" * 513}, {"X-User-Id": "u", "X-Tenant-Id": "t" * 513}):
