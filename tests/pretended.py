@@ -36,7 +36,7 @@ async def main(folder: Path) -> dict[str, Any]:
     from npu_gr.metrics.rules import rules
     from npu_gr.replay.body import encode
     from npu_gr.replay.files import QueryLog
-    from npu_gr.router.routes import handling_of
+    from npu_gr.router.routes import route_of
     from npu_gr.service.config import SLOConfig
     from npu_gr.service.job_table import MAKERS
     from tests.serving import serving
@@ -71,7 +71,7 @@ async def main(folder: Path) -> dict[str, Any]:
         "documented": documented["summary"],
         "row": next(row["threshold_s"] for row in page["goodput"] if row["kind"] == SHOUT.name),
         "recorded": {"kind": logged.kind, "word": json.loads(encode(logged))["word"]},
-        "router": handling_of(b"POST", SHOUT.path.encode()).name,
+        "router": route_of(b"POST", SHOUT.path.encode()).handling.name,
         "alerts": sorted(name for name in alerts if name.endswith("FastBurn")),
         "has_panel": 'kind=\\"shout\\"' in json.dumps(dashboards(objectives)),
     }

@@ -48,6 +48,14 @@ ROUTER_CAUSES = (
         summary="The router {{ $labels.instance }} has nearly as many connections as it accepts, or refuses some.",
     ),
     Cause(
+        alert="NpuGrRouterKeysStale",
+        runbook="router-keys-stale",
+        expr=f"{_R}_api_keys_file_stale == 1",
+        wait="1m",
+        page=False,
+        summary="The router {{ $labels.instance }} cannot use its key file, so revoked keys may still be in force.",
+    ),
+    Cause(
         alert="NpuGrRouterInstanceOut",
         runbook="router-instance-out",
         expr=f"{_R}_instance_up == 0 unless {_R}_instance_gone == 1",  # that may be planned; NpuGrInstanceDown tells

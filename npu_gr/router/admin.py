@@ -1,7 +1,12 @@
-"""The operator's HTTP application, on its own address: metrics, the owner of a user, drains. Not the data path."""
+"""The operator's HTTP application, on its own address: metrics, the owner of a user, drains. Not the data path.
+
+What each route needs is in `access/rules.py`: with a key file, a key of that scope. A page of another site is never let
+in, and neither is a body that is not JSON.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import time
 import uuid
 from collections.abc import Awaitable, Callable
@@ -13,8 +18,11 @@ from prometheus_client import generate_latest
 from prometheus_client.aiohttp import make_aiohttp_handler
 
 from npu_gr import __version__
-from npu_gr.core.errors import BadRequest, NpuGrError
+from npu_gr.access.browsers import is_loopback_name, refuse_foreign_pages
+from npu_gr.access.rules import ROUTER_ADMIN
+from npu_gr.core.errors import BadRequest, NpuGrError, Unauthorized, UnsupportedMedia
 from npu_gr.metrics import status
+from npu_gr.router.access import Access, placed_by
 from npu_gr.router.instance import InstanceState
 from npu_gr.router.router import Router
 from npu_gr.server.codec.fields import UserBody
@@ -24,7 +32,7 @@ from npu_gr.server.problem import from_error
 
 def build_admin_app(router: Router) -> web.Application:
     """Build the application: status page, metrics, the owner of a user, drain and undrain, the configuration."""
-    app = web.Application(middlewares=[_errors_told])
+    app = web.Application(middlewares=[_guard(router.access)])
     scrape = make_aiohttp_handler(router.metrics.registry)
 
     async def metrics(request: web.Request) -> web.StreamResponse:
@@ -46,10 +54,10 @@ def build_admin_app(router: Router) -> web.Application:
         return _json({"epoch": router.members.ring.epoch, "instances": rows})
 
     async def owner(request: web.Request) -> web.Response:
-        user = request.query.get("user", "")
+        tenant, user = request.query.get("tenant", ""), request.query.get("user", "")
         if not user:
             raise web.HTTPBadRequest(text="user: missing")
-        order = list(router.members.ring.walk(user.encode()))
+        order = list(router.members.ring.walk(placed_by(tenant.encode(), user.encode())))
         return _json({"epoch": router.members.ring.epoch, "order": order[:8]})
 
     async def user(request: web.Request) -> web.Response:
@@ -57,7 +65,8 @@ def build_admin_app(router: Router) -> web.Application:
             body = msgspec.json.decode(await request.read(), type=UserBody)
         except (msgspec.MsgspecError, ValueError) as error:
             raise BadRequest(f"body: {error}") from error
-        return _json({"places": {"placements": router.members.knows(body.user_id.encode())}})
+        name = placed_by(body.tenant.encode(), body.user_id.encode())
+        return _json({"places": {"placements": router.members.knows(name)}})
 
     def named(request: web.Request) -> InstanceState:
         instance = router.members.instances.get(request.match_info["name"])
@@ -108,14 +117,51 @@ def build_admin_app(router: Router) -> web.Application:
     return app
 
 
-@web.middleware
-async def _errors_told(
-    request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
-) -> web.StreamResponse:
-    try:
-        return await handler(request)
-    except NpuGrError as error:
-        return from_error(error, uuid.uuid4().hex)
+def _guard(access: Access) -> Any:
+    """Make the middleware: who may ask, and how errors are told."""
+
+    @web.middleware
+    async def handle(
+        request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+    ) -> web.StreamResponse:
+        try:
+            _check(request, access)
+            return await handler(request)
+        except NpuGrError as error:
+            answer = from_error(error, uuid.uuid4().hex)
+            if isinstance(error, Unauthorized):
+                await asyncio.sleep(access.throttle.hold_s())
+                answer.force_close()
+            return answer
+
+    return handle
+
+
+def _check(request: web.Request, access: Access) -> None:
+    """Check that a request may be made.
+
+    Raises:
+        Forbidden: a page of another site sent it, or the key lacks the scope.
+        Unauthorized: it has no key.
+        Overloaded: the key is over its rate.
+        UnsupportedMedia: it has a body that is not JSON.
+    """
+    resource = request.match_info.route.resource
+    method = "GET" if request.method == "HEAD" else request.method
+    if resource is not None and (method, resource.canonical) == ("GET", "/healthz"):
+        return
+    here = request.transport.get_extra_info("sockname") if request.transport else None
+    refuse_foreign_pages(request.headers, is_loopback=here is not None and is_loopback_name(here[0]))
+    scope = ROUTER_ADMIN[method, resource.canonical] if resource is not None else None
+    if scope is not None or resource is None:
+        access.key_of(_authorization(request), scope)
+    if request.body_exists and request.content_type != "application/json":
+        raise UnsupportedMedia(f"Content-Type: {request.content_type[:64]!r}: a body must be application/json")
+
+
+def _authorization(request: web.Request) -> bytes | None:
+    """Return the header as it came; of several, the first."""
+    return next((value for name, value in request.raw_headers if name.lower() == b"authorization"), None)
 
 
 def _status(router: Router, started_at: float) -> status.StatusReport:

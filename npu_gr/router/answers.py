@@ -6,7 +6,7 @@ from http import HTTPStatus
 
 import msgspec
 
-from npu_gr.core.errors import NpuGrError, Overloaded
+from npu_gr.core.errors import NpuGrError, Overloaded, Unauthorized
 from npu_gr.router.routes import METHODS
 from npu_gr.router.upstream import AnswerHead
 
@@ -54,6 +54,8 @@ def problem(error: NpuGrError, request_id: bytes, is_last: bool) -> bytes:
         lines.append(b"Retry-After: %d" % max(1, round(error.retry_after_s)))
     elif error.status == 503:
         lines.append(b"Retry-After: 1")
+    elif isinstance(error, Unauthorized):
+        lines.append(b"WWW-Authenticate: Bearer")
     elif error.status == 405:
         lines.append(_ALLOW)
     return plain(error.status, msgspec.json.encode(detail), lines, is_last)

@@ -15,7 +15,7 @@ from npu_gr.router.request import RequestHead
 from npu_gr.router.router import Router
 
 _MAX_PIPELINED = 16
-_LINGER_S = 2.0  # after a rejected request: time for the client to read why
+_LINGER_S = 2.0  # after an answer that came before the whole request: time for the client to read it
 
 
 class ClientConnection(asyncio.Protocol):
@@ -29,13 +29,13 @@ class ClientConnection(asyncio.Protocol):
         self.is_held = False  # the client reads more slowly than it is written to
         self._router = router
         self._exchanges: deque[Exchange] = deque()
-        self._reader = RequestReader(router.config.limits, router.user_header, self._on_head)
+        self._reader = RequestReader(router.config.limits, router.once, self._on_head)
         self._alarm = Alarm(self._tick)
         self.wake = self._alarm.set
         self._transport: asyncio.Transport | None = None
         self._is_reading_paused = False
         self._idle_since_at = time.monotonic()
-        self._refused_at = 0.0  # 0: nothing was rejected
+        self._lingers_at = 0.0  # since when it is read only so that the client reads the last answer; 0: it is not
 
     # ---- what the transport calls
 
@@ -80,19 +80,20 @@ class ClientConnection(asyncio.Protocol):
     # ---- what the reader calls
 
     def _on_head(self, head: RequestHead) -> Exchange:
-        """A request's head is complete: queue the request."""
+        """A request's head is complete: queue the request, and decide whether it may be made."""
         exchange = Exchange(self._router, self, head)
         self._exchanges.append(exchange)
-        if head.seen.get(b"expect", b"").lower() == b"100-continue" and len(self._exchanges) == 1:
+        wants_body = exchange.admit()
+        if wants_body and head.seen.get(b"expect", b"").lower() == b"100-continue" and len(self._exchanges) == 1:
             self.write(CONTINUE)
         return exchange
 
     def _refuse(self, error: Refused) -> None:
         """Answer what is being read with an error when it is its turn, then close."""
-        self._refused_at = time.monotonic()
+        self._lingers_at = time.monotonic()
         head, exchange = self._reader.drop()
         if exchange is None:
-            exchange = Exchange(self._router, self, head or RequestHead(began_at=self._refused_at))
+            exchange = Exchange(self._router, self, head or RequestHead(began_at=self._lingers_at))
             self._exchanges.append(exchange)
         exchange.refuse(error)
         if self._exchanges and self._exchanges[0] is exchange:
@@ -113,9 +114,12 @@ class ClientConnection(asyncio.Protocol):
 
     def finished(self, is_last: bool) -> None:
         """The request in front is answered completely: close the connection, or go on with the next request."""
-        self._exchanges.popleft()
+        exchange = self._exchanges.popleft()
         if is_last:
-            self._reader.is_last = True
+            self._reader.drop()
+            if not exchange.body.is_whole:
+                self._lingers_at = time.monotonic()
+                self.pause(False)
             self.end()
             return
         self._idle_since_at = time.monotonic()
@@ -140,7 +144,7 @@ class ClientConnection(asyncio.Protocol):
             self._exchanges.popleft().cancel()
         if self._transport is None:
             return
-        if self._refused_at and self._transport.can_write_eof():
+        if self._lingers_at and self._transport.can_write_eof():
             self._transport.write_eof()  # closing now would reset the connection while the client still sends
         else:
             self._transport.close()
@@ -154,7 +158,7 @@ class ClientConnection(asyncio.Protocol):
         """End what takes too long; called once a second."""
         config = self._router.config
         head = self._reader.head
-        if self._refused_at and now_at - self._refused_at > _LINGER_S:
+        if self._lingers_at and now_at - self._lingers_at > _LINGER_S:
             self.abort()
         elif head is not None and now_at - head.began_at > config.header_timeout_s:
             self._refuse(Refused(408, f"headers: not complete after {config.header_timeout_s:g} s"))

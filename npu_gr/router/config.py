@@ -7,6 +7,7 @@ from typing import Annotated
 
 import msgspec
 
+from npu_gr.access.browsers import is_loopback_name
 from npu_gr.core.settings import Count, Seconds
 from npu_gr.router.ring import NAME
 
@@ -101,9 +102,16 @@ class LimitsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     instance_inflight: Count = 512  # at one instance; a rank over it goes to another one as a miss
     instance_idle: NoneOrMore = 256  # unused connections kept to one instance
     max_body_bytes: Count = 8_388_608
+    max_kept_bytes: Count = 134_217_728  # of all bodies that arrive or are kept; counted before they are read
     stream_over_bytes: Count = 262_144  # a smaller body is read whole first, so that a slow client holds no instance
     max_header_bytes: Annotated[int, msgspec.Meta(ge=256)] = 16_384
     max_headers: Count = 100
+
+    def __post_init__(self) -> None:
+        if self.max_kept_bytes < self.max_body_bytes:
+            raise ValueError(
+                f"max_kept_bytes: {self.max_kept_bytes} is less than max_body_bytes: {self.max_body_bytes}"
+            )
 
 
 class RetryConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -136,7 +144,10 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     port: ListenPort = 8090
     admin_host: str = "127.0.0.1"  # metrics, owners, drains: not for the public
     admin_port: ListenPort = 8091
+    api_keys_file: str | None = None  # the instances' own: the key that a caller sends is passed on to them
+    allow_unauthenticated: bool = False  # serve on public addresses without keys
     user_header: str = "x-user-id"
+    tenant_header: str = "x-tenant-id"  # names the tenant where the key is for every tenant
     default_budget_s: Seconds = 1.0  # for a request that names no time limit
     max_budget_s: Seconds = 30.0
     connect_timeout_s: Seconds = 0.25
@@ -152,7 +163,13 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     relay: PairConfig = PairConfig()
 
     def __post_init__(self) -> None:
-        if not re.fullmatch(r"[a-z0-9-]{1,64}", self.user_header):
-            raise ValueError(f"user_header: {self.user_header!r} is not a lower-case header name")
+        for field in ("user_header", "tenant_header"):
+            name = getattr(self, field)
+            if not re.fullmatch(r"[a-z0-9-]{1,64}", name):
+                raise ValueError(f"{field}: {name!r} is not a lower-case header name")
+        for field in ("host", "admin_host"):
+            name = getattr(self, field)
+            if not (is_loopback_name(name) or self.api_keys_file or self.allow_unauthenticated):
+                raise ValueError(f"{field}: {name} is not loopback: set api_keys_file, or allow_unauthenticated: true")
         if not self.health.path.startswith("/"):
             raise ValueError(f"health.path: {self.health.path!r} does not begin with /")

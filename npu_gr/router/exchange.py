@@ -13,6 +13,10 @@
           ▼                       ▼ answered here ▼  ▼                         ▼
        OVER ◄──────────────────────────────────────────────────────────────────┘
 
+A request that may not be made, for its key or its rate or because there is no room for its body, is known to be so when
+its head is complete. Nothing of its body is kept, and it is answered when it is its turn; an answer to one wrong key of
+too many waits a while.
+
 In every state the client may leave. In every state but QUEUED and OVER the deadline, which runs from the request's
 first byte, ends the request; in QUEUED it is answered with the error once it is its turn. A request counts as in
 flight in ERASING, AT_INSTANCE and ANSWERING.
@@ -31,7 +35,7 @@ import asyncio
 import time
 from enum import Enum, auto
 
-from npu_gr.core.errors import DeadlineExceeded, NpuGrError
+from npu_gr.core.errors import DeadlineExceeded, NpuGrError, Unauthorized
 from npu_gr.router.alarm import NEVER
 from npu_gr.router.answers import Refused, problem
 from npu_gr.router.attempt import Attempt, Downstream
@@ -40,7 +44,7 @@ from npu_gr.router.members import Choice
 from npu_gr.router.request import RequestBody, RequestHead
 from npu_gr.router.ring import Placement
 from npu_gr.router.router import Router
-from npu_gr.router.routes import Handling, handling_of
+from npu_gr.router.routes import Handling, route_of
 
 # Tuples of members, not comparisons with each: in Python 3.11 `Handling.FOLLOW` costs four times as much as a name.
 _AT_ONE_INSTANCE = (Handling.FOLLOW, Handling.SIGNAL, Handling.ONCE, Handling.BY_LOAD)
@@ -56,7 +60,7 @@ class Phase(Enum):
     """The state of a request; the module's docstring draws how it changes."""
 
     QUEUED = auto()  # earlier requests on its connection are not answered
-    WAITING = auto()  # for its body
+    WAITING = auto()  # for its body, or with an error that is held back
     AT_INSTANCE = auto()  # an attempt is being made
     ERASING = auto()  # at all instances
     ANSWERING = auto()  # the head of an instance's answer is passed on
@@ -76,6 +80,8 @@ class Exchange:
         "_error",
         "_hedge_at",
         "_hedge_s",
+        "_held_until_at",
+        "_route",
         "_router",
         "_tried",
         "body",
@@ -89,14 +95,16 @@ class Exchange:
     def __init__(self, router: Router, client: Downstream, head: RequestHead) -> None:
         self.phase = Phase.QUEUED
         self.head = head
-        self.body = RequestBody()
+        self.body = RequestBody(router.kept)
         self.client = client
-        self.handling = handling_of(head.method, head.path)
+        self._route = route_of(head.method, head.path)
+        self.handling = self._route.handling
         self._router = router
         self._tried: list[str] = []  # names of instances
         self._attempts: list[Attempt] = []  # that are being made
         self._erasing: asyncio.Task[None] | None = None
         self._error: NpuGrError | None = None  # what the request will be answered with
+        self._held_until_at = 0.0  # no error is told before
         self._hedge_at = NEVER  # when the first answer is late
         self._hedge_s = 0.0  # after so many seconds
         config = router.config
@@ -115,16 +123,43 @@ class Exchange:
 
     # ---- from the client
 
+    def admit(self) -> bool:
+        """Check the key, and count the bytes of the body before any of them is read.
+
+        Returns:
+            Whether the body is wanted.
+        """
+        router = self._router
+        try:
+            router.access.admit(self.head, self._route)
+            if self._error is None and self.handling in _AT_ONE_INSTANCE:
+                self.body.expect(int(self.head.seen.get(b"content-length", b"0")))
+                return True
+        except NpuGrError as error:
+            self._error = error
+            if isinstance(error, Unauthorized):
+                self.head.keeps_alive = False
+                self._held_until_at = time.monotonic() + router.access.throttle.hold_s()
+            elif isinstance(error, Refused):
+                router.metrics.refused.add(self.handling, error.title)
+        self.body.close()
+        return False
+
     def push(self) -> None:
         """Do what can be done: it is the request's turn, or more of its body has come."""
         phase = self.phase
         if phase is Phase.OVER:
             return
         if self._error is not None:
-            self.fail(self._error)
+            if time.monotonic() < self._held_until_at:
+                self.phase = Phase.WAITING
+                self.client.wake(self._held_until_at)
+            else:
+                self.fail(self._error)
         elif phase in _NOT_STARTED:
             self.phase = Phase.WAITING
-            if self.body.is_whole or self.body.num_bytes > self._router.config.limits.stream_over_bytes:
+            is_enough = self.body.is_whole or self.body.num_bytes > self._router.config.limits.stream_over_bytes
+            if is_enough or self.handling not in _AT_ONE_INSTANCE:
                 self._start()
         elif phase is Phase.AT_INSTANCE:
             for attempt in self._attempts:
@@ -241,6 +276,7 @@ class Exchange:
         """Pass this attempt's answer on and drop the other one: from now on an error can only cut the connection."""
         self.phase = Phase.ANSWERING
         self._hedge_at = NEVER
+        self.body.close()
         if len(self._tried) > 1:
             for other in self._attempts:
                 if other is not attempt:
@@ -275,6 +311,10 @@ class Exchange:
             The next instant at which something will be, of the monotonic clock.
         """
         if self.phase is Phase.OVER:
+            return NEVER
+        if self._error is not None:
+            if self.phase is Phase.WAITING:
+                self.push()
             return NEVER
         if now_at >= self.deadline_at:
             self._deadline_passed()

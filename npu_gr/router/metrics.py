@@ -141,6 +141,7 @@ class RouterMetrics:
         self.retries = counter("retries", "Requests sent to a second instance, by reason; late = a hedge", "why")
         self.hedges = counter("hedges", "Requests that had a second try beside the first, by which answered", "winner")
         self.refused = counter("refused", "Requests that never reached an instance", "kind", "why")
+        self.keys_refused = counter("api_keys_refused", "Requests refused for their API key, operators' too", "reason")
         self.cancelled = counter("cancelled", "Requests whose client left", "kind")
         self.refused_connections = counter("refused_connections", "Connections over limits.max_connections")
         self.up = InstanceGauge("instance_up", "1 = gets requests of its users", registry)
@@ -160,6 +161,10 @@ class RouterMetrics:
         ReadCounter(
             registry, "npu_gr_router_log_lines_dropped", "Log lines that nobody took", "stream", num_lines_dropped
         )
+        self.keys = gauge("api_keys", "API keys in force; expired ones are not")
+        self.keys_stale = gauge("api_keys_file_stale", "1 = the key file cannot be used: older keys hold")
+        self.kept_bytes = gauge("kept_bytes", "Bytes of bodies that arrive or are kept")
+        self.max_kept_bytes = gauge("max_kept_bytes", "limits.max_kept_bytes")
         self.connections = gauge("connections", "Connections of clients")
         self.max_connections = gauge("max_connections", "limits.max_connections")
         self.in_flight = gauge("in_flight", "Requests in the router")

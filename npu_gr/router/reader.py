@@ -14,17 +14,19 @@ import httptools
 from npu_gr.router.answers import Refused
 from npu_gr.router.config import LimitsConfig
 from npu_gr.router.exchange import Exchange
-from npu_gr.router.request import NOT_PASSED_ON, ONCE, PARTS, RequestHead, too_many_headers
+from npu_gr.router.request import NOT_PASSED_ON, PARTS, RequestHead, too_many_headers
 
 
 class RequestReader:
     """The parser of one connection: it is in a head, in a body, or between two requests."""
 
-    def __init__(self, limits: LimitsConfig, user_header: bytes, on_head: Callable[[RequestHead], Exchange]) -> None:
+    def __init__(
+        self, limits: LimitsConfig, once: frozenset[bytes], on_head: Callable[[RequestHead], Exchange]
+    ) -> None:
         self.is_last = False  # nothing is read after the request that is being read
         self.head: RequestHead | None = None  # that is being read
         self._limits = limits
-        self._once = ONCE | {user_header}
+        self._once = once
         self._max_parts = PARTS * limits.max_headers
         self._on_head = on_head
         self._exchange: Exchange | None = None  # whose body is being read
@@ -106,10 +108,10 @@ class RequestReader:
         head.method = self._parser.get_method()
         head.is_http11 = self._parser.get_http_version() == "1.1"
         head.keeps_alive = head.is_http11 and self._parser.should_keep_alive()
-        head.check(self._limits)
+        head.check(self._limits, self._once)
+        self._exchange = self._on_head(head)
         if not head.keeps_alive:
             self.is_last = True
-        self._exchange = self._on_head(head)
 
     def on_body(self, body: bytes) -> None:
         assert self._exchange is not None

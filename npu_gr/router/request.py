@@ -11,6 +11,7 @@ from itertools import count
 
 from npu_gr.router.answers import Refused
 from npu_gr.router.config import LimitsConfig
+from npu_gr.router.kept import KeptBytes
 from npu_gr.router.routes import METHODS
 from npu_gr.server.headers import budget_s
 
@@ -38,8 +39,11 @@ _OURS = frozenset(  # the router writes them itself
     )
 )
 NOT_PASSED_ON = _HOP_BY_HOP | _OURS
-ONCE = frozenset((b"host", b"content-length", b"x-npugr-placement", b"x-npugr-service", b"x-request-id"))
+ONCE = frozenset(  # read by the router, or by an instance as the first of several: nothing may be in them twice
+    (b"host", b"content-length", b"authorization", b"x-npugr-placement", b"x-npugr-service", b"x-request-id")
+)
 _LAST_CHUNK = b"0\r\n\r\n"
+_SMALL_BYTES = 512  # a smaller piece of a body is joined to the one before: each costs 50 bytes beside what is in it
 PARTS = 4  # of a header in `RequestHead.lines`
 _ID_PREFIX = os.urandom(10).hex().encode()  # of this process; with the count an ID is as unique as a random one
 _ids = count()
@@ -64,6 +68,7 @@ class RequestHead:
         "path",
         "seen",
         "target",
+        "user",
     )
 
     def __init__(self, began_at: float) -> None:
@@ -76,6 +81,7 @@ class RequestHead:
         self.num_bytes = 0  # of the headers, with their line ends
         self.lines: list[bytes] = []  # headers to be passed on: name, colon, value, line end, name, ...
         self.seen: dict[bytes, bytes] = {}  # lower-case name -> value, all of them
+        self.user = b""  # tenant and user, as requests are placed by them; once the request is admitted
         self._request_id = b""
 
     @property
@@ -85,8 +91,12 @@ class RequestHead:
             self._request_id = self.seen.get(b"x-request-id") or b"%s%012x" % (_ID_PREFIX, next(_ids))
         return self._request_id
 
-    def check(self, limits: LimitsConfig) -> None:
+    def check(self, limits: LimitsConfig, never_dropped: frozenset[bytes]) -> None:
         """Complete the head: check it, and drop the headers that `Connection` names.
+
+        Args:
+            limits: of the router.
+            never_dropped: lower-case names of headers that are passed on whatever `Connection` says.
 
         Raises:
             Refused: the request cannot be routed, or is over a limit.
@@ -105,7 +115,7 @@ class RequestHead:
             raise Refused(413, f"body: {length} bytes, limit {limits.max_body_bytes}")
         if b"connection" in self.seen:
             named = {name.strip() for name in self.seen[b"connection"].lower().split(b",")}
-            named -= {b"", b"close", b"keep-alive"}
+            named -= {b"", b"close", b"keep-alive", *never_dropped}
             if named:
                 kept = [pair for pair in self._pairs() if pair[0].lower() not in named]
                 self.lines = [part for name, value in kept for part in (name, b": ", value, b"\r\n")]
@@ -156,28 +166,57 @@ class RequestHead:
 class RequestBody:
     """The part of the body that has arrived, kept for as long as the request may have to be sent again."""
 
-    __slots__ = ("_is_closed", "_num_sent", "is_chunked", "is_sent", "is_whole", "num_bytes", "pieces")
+    __slots__ = (
+        "_is_closed",
+        "_kept",
+        "_num_counted",
+        "_num_sent",
+        "is_chunked",
+        "is_sent",
+        "is_whole",
+        "num_bytes",
+        "pieces",
+    )
 
-    def __init__(self) -> None:
+    def __init__(self, kept: KeptBytes) -> None:
         self.pieces: list[bytes] = []
         self.num_bytes = 0  # that have arrived
         self.is_whole = False  # all of it has arrived
         self.is_chunked = False  # it is sent in chunks, as it was not whole when sending it began
         self.is_sent = False  # all of it is sent, with its end
+        self._kept = kept
+        self._num_counted = 0  # bytes of `kept` that are for this body
         self._num_sent = 0  # pieces
         self._is_closed = False
+
+    def expect(self, num_bytes: int) -> None:
+        """Count the bytes that the head announces.
+
+        Raises:
+            Refused: there is no room for them.
+        """
+        self._kept.take(num_bytes)
+        self._num_counted = num_bytes
 
     def add(self, piece: bytes, max_bytes: int) -> None:
         """Add a piece.
 
         Raises:
-            Refused: the body is over its limit; the piece is not kept.
+            Refused: the body is over its limit, or there is no room for the piece; it is not kept.
         """
         self.num_bytes += len(piece)
         if self.num_bytes > max_bytes:
             raise Refused(413, f"body: over the limit of {max_bytes} bytes")
-        if not self._is_closed:
-            self.pieces.append(piece)
+        if self._is_closed:
+            return
+        if self.num_bytes > self._num_counted:  # it came without a length
+            self._kept.take(self.num_bytes - self._num_counted)
+            self._num_counted = self.num_bytes
+        pieces = self.pieces
+        if len(piece) < _SMALL_BYTES and len(pieces) > self._num_sent and len(pieces[-1]) < _SMALL_BYTES:
+            pieces[-1] += piece
+        else:
+            pieces.append(piece)
 
     def rewind(self) -> None:
         """Begin to send the body to another instance."""
@@ -207,6 +246,8 @@ class RequestBody:
         return frame + _LAST_CHUNK if self.is_whole else frame
 
     def close(self) -> None:
-        """Drop the body: the request is over, and pieces that still arrive are only counted."""
+        """Drop the body: nobody needs it any more. What still arrives of it is not kept."""
         self._is_closed = True
         self.pieces.clear()
+        self._kept.give_back(self._num_counted)
+        self._num_counted = 0

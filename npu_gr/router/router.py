@@ -10,22 +10,23 @@ import socket
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from urllib.parse import unquote_to_bytes
 
 import aiohttp
 
 from npu_gr.core.errors import BadRequest, Overloaded, Unavailable
+from npu_gr.router.access import Access
 from npu_gr.router.again import AnswerTimes, RetryBudget
 from npu_gr.router.answers import plain
 from npu_gr.router.config import RouterConfig
 from npu_gr.router.connections import Connections
 from npu_gr.router.erase import ask_all
 from npu_gr.router.instance import Check, InstanceState
+from npu_gr.router.kept import KeptBytes
 from npu_gr.router.members import Choice, Members
 from npu_gr.router.metrics import RouterMetrics
-from npu_gr.router.request import RequestHead
+from npu_gr.router.request import ONCE, RequestHead
 from npu_gr.router.ring import Placement
-from npu_gr.router.routes import Handling
+from npu_gr.router.routes import READINESS, Handling
 from npu_gr.router.upstream import Upstream
 from npu_gr.router.watcher import Watcher
 
@@ -38,7 +39,9 @@ class Router:
     def __init__(self, config: RouterConfig, metrics: RouterMetrics) -> None:
         self.config = config
         self.metrics = metrics
-        self.user_header = config.user_header.encode()
+        self.access = Access(config, metrics)
+        self.once = ONCE | {config.user_header.encode(), config.tenant_header.encode()}  # headers
+        self.kept = KeptBytes(config.limits.max_kept_bytes)
         self.members = Members(config)
         self.members.observe(lambda name, why: metrics.opened.add(name, why))
         self.connections = Connections(config.limits.max_connections)
@@ -68,7 +71,7 @@ class Router:
         """Choose the instance for a request.
 
         Args:
-            head: its headers name the user, the signal's placement and the service.
+            head: admitted; its headers name the signal's placement and the service.
             handling: SIGNAL, FOLLOW, ONCE or BY_LOAD.
             tried: names of instances that have failed the request.
             is_overflow: the last of them refused it for load.
@@ -87,7 +90,7 @@ class Router:
             return self.members.for_overflow(now_at, tried), None
         if handling is Handling.BY_LOAD or (handling is Handling.FOLLOW and seen.get(b"x-npugr-service") == b"normal"):
             return self.members.for_any(now_at, tried), None
-        user = seen.get(self.user_header)
+        user = head.user
         if not user:
             raise BadRequest(f"{self.config.user_header}: missing; requests are routed by this header")
         if handling is Handling.SIGNAL:
@@ -98,7 +101,7 @@ class Router:
 
     def signalled(self, head: RequestHead, placement: Placement) -> None:
         """Let the ranks of a user follow the signal that was answered, whatever other one was sent."""
-        self.members.remember(head.seen[self.user_header], placement.instance, time.monotonic())
+        self.members.remember(head.user, placement.instance, time.monotonic())
 
     async def connect(self, instance: InstanceState) -> Upstream:
         """Open a new connection to an instance.
@@ -116,25 +119,22 @@ class Router:
             raise
 
     async def erase(self, head: RequestHead, left_s: float) -> dict[str, str]:
-        """Send an erase request to every instance, and forget where the user was; `ask_all` says what is returned.
-
-        The user is the one that the path names: the user header of other requests holds the same text.
-        """
+        """Send an erase request to every instance, and forget where the user was; `ask_all` says what is returned."""
         assert self._http is not None
         instances = [one.config for one in self.members.instances.values()]
         try:
             return await ask_all(self._http, instances, head.target.decode("latin-1"), head.fields(left_s), left_s)
         finally:
-            self.members.forget(unquote_to_bytes(head.path.partition(b"/v1/users/")[2]))
+            self.members.forget(head.user)
 
     def own_answer(self, path: bytes, is_last: bool) -> bytes:
-        """The whole answer to /healthz or /readyz.
+        """The whole answer to a question about the router's health.
 
         Raises:
-            Unavailable: /readyz, and the router is not ready.
+            Unavailable: whether it is ready was asked, and it is not.
         """
         is_ready, why = self.is_ready()
-        if path == b"/readyz" and not is_ready:
+        if path in READINESS and not is_ready:
             raise Unavailable(why)
         return plain(200, b"{}", [b"Content-Type: application/json"], is_last)
 
@@ -208,7 +208,9 @@ class Router:
             self._http = http
             await self._watcher.discover()
             await self._watcher.check(http)
-            work = (self._watcher.keep_discovering(), self._watcher.keep_checking(http), self._keep_sweeping())
+            work = [self._watcher.keep_discovering(), self._watcher.keep_checking(http), self._keep_sweeping()]
+            if self.access.ring.has_keys:
+                work.append(self.access.ring.follow())
             tasks = [asyncio.create_task(one) for one in work]
             try:
                 yield
@@ -238,5 +240,9 @@ class Router:
             self.metrics.instance_in_flight.set(name, one.in_flight)
         self.metrics.in_flight.set(self.in_flight)
         self.metrics.panic.set(self.members.trust(now_at).is_panic)
+        self.metrics.keys.set(len(self.access.ring))
+        self.metrics.keys_stale.set(self.access.ring.is_stale)
+        self.metrics.kept_bytes.set(self.kept.num_bytes)
+        self.metrics.max_kept_bytes.set(self.config.limits.max_kept_bytes)
         self.metrics.connections.set(len(self.connections))
         self.metrics.max_connections.set(self.config.limits.max_connections)

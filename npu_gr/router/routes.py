@@ -1,14 +1,17 @@
-"""Which requests the router knows, and how it treats each: derived from the table of kinds.
+"""Which requests the router knows, and how it treats each: derived from the tables of kinds and of rules.
 
-Every kind of `core/kinds.py` is routed as its entry there says. Written here are only the paths that are no kind:
-what any instance can answer, and what the router answers itself. Everything else gets 404.
+Every kind of `core/kinds.py` is routed as its entry there says. What else `access/rules.py` calls public, any instance
+can answer; but what needs no key is health, and the router answers for itself, so that nobody without a key reaches an
+instance. Everything else gets 404.
 """
 
 from __future__ import annotations
 
 from enum import StrEnum
+from typing import NamedTuple
 
-from npu_gr.core.kinds import KINDS, Routing
+from npu_gr.access.rules import Rule, rules
+from npu_gr.core.kinds import KINDS, Routing, Scope
 
 
 class Handling(StrEnum):
@@ -23,6 +26,14 @@ class Handling(StrEnum):
     UNKNOWN = "none"  # not routed: 404
 
 
+class Route(NamedTuple):
+    """How the router treats one kind of request."""
+
+    handling: Handling
+    needs_key: bool
+    scope: Scope | None  # that the key must have; None = any key will do
+
+
 _BY_ROUTING = {
     Routing.SIGNAL: Handling.SIGNAL,
     Routing.FOLLOW: Handling.FOLLOW,
@@ -30,29 +41,31 @@ _BY_ROUTING = {
     Routing.EVERYWHERE: Handling.EVERYWHERE,
 }
 _KINDS = {(kind.method, kind.path): _BY_ROUTING[kind.routing] for kind in KINDS.values()}
-_OTHERS = {
-    ("GET", "/v1/models"): Handling.BY_LOAD,
-    ("GET", "/v1/catalog"): Handling.BY_LOAD,
-    ("GET", "/openapi.json"): Handling.BY_LOAD,
-    ("GET", "/v2{rest}"): Handling.BY_LOAD,  # the open inference protocol's health and metadata
-    ("GET", "/healthz"): Handling.OWN,
-    ("GET", "/readyz"): Handling.OWN,
+READINESS = frozenset((b"/readyz", b"/v2/health/ready"))  # of the router's own routes; the others say that it lives
+
+
+def _handling(at: tuple[str, str], rule: Rule) -> Handling:
+    return _KINDS.get(at) or (Handling.OWN if rule.scope is None else Handling.BY_LOAD)
+
+
+_ROUTES = {
+    (at[0].encode(), at[1].encode()): Route(_handling(at, rule), rule.scope is not None, rule.scope)
+    for at, rule in rules().items()
+    if rule.is_public
 }
-_ROUTES = {(method.encode(), path.encode()): handling for (method, path), handling in (_OTHERS | _KINDS).items()}
-_EXACT = {route: handling for route, handling in _ROUTES.items() if b"{" not in route[1]}
+_UNKNOWN = Route(Handling.UNKNOWN, needs_key=True, scope=None)
+_EXACT = {at: route for at, route in _ROUTES.items() if b"{" not in at[1]}
 # A parameter in a path stands for the rest of the path, whatever is in it.
-_PREFIXES = [
-    (method, path.partition(b"{")[0], handling) for (method, path), handling in _ROUTES.items() if b"{" in path
-]
+_PREFIXES = [(method, path.partition(b"{")[0], route) for (method, path), route in _ROUTES.items() if b"{" in path]
 METHODS = tuple(dict.fromkeys((b"GET", b"POST", b"DELETE", *(method for method, _ in _ROUTES))))
 
 
-def handling_of(method: bytes, path: bytes) -> Handling:
+def route_of(method: bytes, path: bytes) -> Route:
     """Find how a request is treated; `path` is without its query."""
-    handling = _EXACT.get((method, path))
-    if handling is not None:
-        return handling
+    route = _EXACT.get((method, path))
+    if route is not None:
+        return route
     for other, prefix, prefixed in _PREFIXES:
         if method == other and path.startswith(prefix):
             return prefixed
-    return Handling.UNKNOWN
+    return _UNKNOWN

@@ -13,6 +13,7 @@ from aiohttp import web
 from prometheus_client import CollectorRegistry
 
 from npu_gr.router.admin import build_admin_app
+from npu_gr.router.admin_runner import AdminRunner
 from npu_gr.router.client import ClientConnection
 from npu_gr.router.config import RouterConfig
 from npu_gr.router.handover import BACKLOG, Taken, ask, bind, offering
@@ -70,7 +71,7 @@ async def listening(config: RouterConfig, takes_over: bool = False) -> AsyncIter
 
 
 async def _serve_admin(router: Router, sockets: list[socket], stack: AsyncExitStack) -> web.AppRunner:
-    admin = web.AppRunner(build_admin_app(router), access_log=None)
+    admin = AdminRunner(build_admin_app(router), router.config.idle_s)
     stack.push_async_callback(admin.cleanup)
     await admin.setup()
     for one in sockets:

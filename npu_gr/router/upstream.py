@@ -170,11 +170,13 @@ class Upstream(asyncio.Protocol):
         """Keep the connection for the next request if that is safe, otherwise close it.
 
         Args:
-            is_in_step: the request was sent completely, so the next bytes that are sent begin another one.
+            is_in_step: the request was sent completely, so the next bytes that are sent begin another one. What of it
+                the instance has not read would stay in memory.
         """
         if self.is_closed:
             return
-        if not (is_in_step and self._reader.is_reusable):
+        is_flushed = self._transport is not None and not self._transport.get_write_buffer_size()
+        if not (is_in_step and is_flushed and self._reader.is_reusable):
             self.close()
             return
         self.pause(False)

@@ -204,6 +204,7 @@ OUT = 'npu_gr_router_instance_up{instance="r",backend="gr-1"}'
 GONE = 'npu_gr_router_instance_gone{instance="r",backend="gr-1"}'
 ROUTER_UP = 'up{instance="r",job="npu_gr_router"}'
 FULL = 'npu_gr_router_refused_connections_total{instance="r"}'
+STALE = 'npu_gr_router_api_keys_file_stale{instance="r"}'
 OPEN, MOST = 'npu_gr_router_connections{instance="r"}', 'npu_gr_router_max_connections{instance="r"}'
 
 
@@ -232,6 +233,7 @@ CAUSES += [
     *one("NpuGrRouterErrors", routed("rank", 97, 3), routed("rank", 995, 5), 15, **ROUTER),
     *one("NpuGrRouterConnectionsFull", {FULL: "0 0 3 3 3"}, {FULL: "3x5", OPEN: "80x5", MOST: "100x5"}, 4, **ROUTER),
     Case({OPEN: "95x5", MOST: "100x5"}, 4, {"NpuGrRouterConnectionsFull": ROUTER}, []),
+    *one("NpuGrRouterKeysStale", {STALE: "1x5"}, {STALE: "0 1 0 1 0 1"}, 4, **ROUTER),
     *one("NpuGrRouterInstanceOut", {OUT: "0x5"}, {OUT: "0 1 0 1 0 1"}, 4, instance="r", backend="gr-1"),
     Case({OUT: "0x5", GONE: "1x5"}, 4, {}, ["NpuGrRouterInstanceOut"]),
     *one(

@@ -20,6 +20,7 @@ from npu_gr.core.settings import from_table
 from npu_gr.router.config import RouterConfig
 from npu_gr.router.handover import ask
 from npu_gr.router.run import listening
+from tests.keys import bearer, entry, write_keys
 from tests.router.chaos import Process, free_port
 from tests.router.fake import Fake, site, table
 
@@ -84,6 +85,24 @@ async def test_another_port_in_the_new_configuration_is_bound_anew() -> None:
         config = same_ports(s.port, f"http://127.0.0.1:{other}", s.fakes)
         async with listening(config, takes_over=True) as (_, port, admin_port):
             assert (port, admin_port) == (s.port, other)
+
+
+async def test_the_new_router_reads_the_key_file_itself(tmp_path: Path) -> None:
+    path = tmp_path / "keys.yaml"
+    async with site(1, api_keys_file=write_keys(path, entry("old"))) as s:
+        other = tmp_path / "other.yaml"
+        settings = table(s.fakes, port=s.port, admin_port=int(s.admin.rpartition(":")[2]))
+        config = from_table({**settings, "api_keys_file": str(other)}, RouterConfig)
+        with pytest.raises(ConfigError, match="No such file"):
+            async with listening(config, takes_over=True):
+                pass
+        assert (await s.post("rank", Connection="close", **bearer("old")))[0] == 200, "the old one goes on"
+        write_keys(other, entry("new"))
+        async with listening(config, takes_over=True):
+            await s.router.taken_over.wait()
+            assert (await s.post("rank", Connection="close", **bearer("new")))[0] == 200
+            assert (await s.post("rank", Connection="close", **bearer("old")))[0] == 401
+            assert (await s.post("rank", Connection="close"))[0] == 401
 
 
 async def test_who_is_another_user_gets_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

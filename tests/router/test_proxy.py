@@ -111,6 +111,18 @@ async def test_what_is_passed_on_and_what_is_not() -> None:
         assert "Keep-Alive" not in seen
 
 
+async def test_connection_cannot_drop_what_a_request_needs() -> None:
+    async with site(1) as s:
+        named = b"Connection: close, host, Content-Length, authorization, x-user-id, x-request-id, X-Tenant-Id, x-a"
+        lines = (b"X-Request-Id: i", b"Authorization: Bearer k", b"X-Tenant-Id: t", b"X-A: b", b"Content-Length: 1")
+        request = b"\r\n".join((b"POST /v1/rank HTTP/1.1", b"Host: a", b"X-User-Id: u", named, *lines)) + b"\r\n\r\na"
+        assert (await raw(s.port, request)).startswith(b"HTTP/1.1 200 ")
+        seen = s.fakes[0].seen[0].headers
+        assert [seen[name] for name in ("Host", "X-User-Id", "X-Request-Id", "X-Tenant-Id")] == ["a", "u", "i", "t"]
+        assert (seen["Authorization"], s.fakes[0].bodies) == ("Bearer k", [b"a"])
+        assert "X-A" not in seen
+
+
 REFUSED = [
     (b"GET /v1/models HTTP/1.1\r\n\r\n", 400),  # no host
     (post(b"Content-Length: 3", b"Transfer-Encoding: chunked", body=b"0\r\n\r\n"), 400),

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from npu_gr.core.kinds import KINDS, Kind, Routing
-from npu_gr.router.routes import METHODS, Handling, handling_of
+from npu_gr.router.routes import METHODS, Handling, route_of
 from tests.router.fake import site
 
 HANDLINGS = {
@@ -28,10 +28,10 @@ def target(kind: Kind[Any, Any]) -> str:
 
 @pytest.mark.parametrize("kind", KINDS.values(), ids=list(KINDS))
 async def test_every_kind_is_routed_as_the_table_says(kind: Kind[Any, Any]) -> None:
-    assert handling_of(kind.method.encode(), target(kind).encode()) is HANDLINGS[kind.routing]
+    assert route_of(kind.method.encode(), target(kind).encode()).handling is HANDLINGS[kind.routing]
     assert kind.method.encode() in METHODS
     other = "GET" if kind.method == "POST" else "POST"
-    assert handling_of(other.encode(), target(kind).encode()) is Handling.UNKNOWN
+    assert route_of(other.encode(), target(kind).encode()).handling is Handling.UNKNOWN
     async with site(2) as s:
         async with s.http.request(kind.method, s.url + target(kind), headers={"X-User-Id": "u"}) as answer:
             assert answer.status < 300
@@ -54,7 +54,7 @@ def test_the_label_values_are_those_that_dashboards_know() -> None:
         (b"GET", b"/v1/catalog", Handling.BY_LOAD),
         (b"GET", b"/openapi.json", Handling.BY_LOAD),
         (b"GET", b"/v2", Handling.BY_LOAD),
-        (b"GET", b"/v2/health/live", Handling.BY_LOAD),
+        (b"GET", b"/v2/health/live", Handling.OWN),
         (b"POST", b"/v2/health/live", Handling.UNKNOWN),
         (b"GET", b"/healthz", Handling.OWN),
         (b"GET", b"/readyz", Handling.OWN),
@@ -66,7 +66,7 @@ def test_the_label_values_are_those_that_dashboards_know() -> None:
     ],
 )
 def test_other_paths(method: bytes, path: bytes, handling: Handling) -> None:
-    assert handling_of(method, path) is handling
+    assert route_of(method, path).handling is handling
 
 
 _PRETENDED = """
@@ -79,7 +79,7 @@ for routing in Routing:
     register(replace(RANK, name=f"pretended-{routing}", method="PATCH", path=path, routing=routing))
 register(replace(RANK, name="pretended", path="/v1/pretended/{user_id}/of"))
 
-from npu_gr.router.routes import handling_of
+from npu_gr.router.routes import route_of
 from tests.router.fake import site
 
 async def main():
@@ -91,7 +91,7 @@ async def main():
             print("patch", answer.status)
 
 for routing in Routing:
-    print(routing, handling_of(b"PATCH", b"/v1/pretended/" + routing.encode()))
+    print(routing, route_of(b"PATCH", b"/v1/pretended/" + routing.encode()).handling)
 asyncio.run(main())
 """
 

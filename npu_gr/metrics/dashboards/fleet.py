@@ -227,6 +227,21 @@ def _router() -> list[Panel]:
             },
         ),
         series(
+            "Refused for their key",
+            "Requests of callers and operators, by what was wrong with the API key.",
+            "reqps",
+            {"{{reason}}": _routed("api_keys_refused_total", "reason")},
+        ),
+        series(
+            "Bodies in the router",
+            "Bytes that arrive, or are kept for a second try.",
+            "bytes",
+            {
+                "bodies": "sum(npu_gr_router_kept_bytes)",
+                "at most": "sum(npu_gr_router_max_kept_bytes)",
+            },
+        ),
+        series(
             "In the router",
             "Connections of clients, and requests in flight.",
             "short",

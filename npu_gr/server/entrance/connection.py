@@ -304,7 +304,7 @@ class Connection(web.RequestHandler):
                 entrance.keys.require(self.key, self._kind.scope)
         except Unauthorized as error:
             entrance.denied(self._kind, error.status, time.monotonic() - self.began_at)
-            self._end_late(answers.UNAUTHORIZED, entrance.hold_s())
+            self._end_late(answers.UNAUTHORIZED, entrance.wrong_keys.hold_s())
             return False
         except Forbidden as error:
             entrance.denied(self._kind, error.status, time.monotonic() - self.began_at)

@@ -16,8 +16,8 @@ from aiohttp import web
 
 from npu_gr.access.key_ring import KeyRing
 from npu_gr.access.rules import rules
+from npu_gr.access.throttle import Throttle
 from npu_gr.admission.door import Door
-from npu_gr.core.bucket import TokenBucket
 from npu_gr.core.errors import Refusal
 from npu_gr.core.kinds import KINDS, Kind
 from npu_gr.metrics.registry import Metrics
@@ -33,9 +33,6 @@ log = logging.getLogger(__name__)
 
 
 SWEEP_S = 0.25  # between two looks for connections whose time is over
-WRONG_KEYS_PER_S = 10.0  # that are refused at once, in the whole process
-WRONG_KEYS_BURST = 20.0  # of them that may come together
-HOLD_S = 1.0  # by which the 401 is late for all others
 
 
 class Entrance:
@@ -66,7 +63,7 @@ class Entrance:
         self.pacer = Pacer(time.monotonic, lambda at, wake: loop.call_at(at, wake), lambda: door.waiting)
         # of callers over the rate of their key: no free place ends their pause
         self.rate_pacer = Pacer(time.monotonic, lambda at, wake: loop.call_at(at, wake), lambda: 0)
-        self._wrong_keys = TokenBucket(WRONG_KEYS_PER_S, WRONG_KEYS_BURST)
+        self.wrong_keys = Throttle()
         self.listeners = listeners(config)
         public = self.listeners[0]
         self.everything = Listener(  # for sockets that somebody else opens
@@ -150,10 +147,6 @@ class Entrance:
     def abandoned(self, kind: Kind[Any, Any], after_s: float) -> None:
         """Count a request whose caller hung up while it waited at the door."""
         self._metrics.requests.done(kind.name, kind.path, ABANDONED, after_s)
-
-    def hold_s(self) -> float:
-        """Count a wrong key; returns by how many seconds its 401 must be late, because there were too many."""
-        return 0.0 if self._wrong_keys.take(time.monotonic()) else HOLD_S
 
     def denied(self, kind: Kind[Any, Any] | None, status: int, after_s: float) -> None:
         """Count a request that was refused for its key before it was parsed."""

@@ -10,10 +10,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from npu_gr.access import throttle
 from npu_gr.access.keys import hash_of
+from npu_gr.access.throttle import BURST
 from npu_gr.core.kinds import Scope
-from npu_gr.server.entrance import entrance as entrance_module
-from npu_gr.server.entrance.entrance import WRONG_KEYS_BURST
 from tests.keys import entry, secret, write_keys
 from tests.server.entrance.test_connection import RANK, Raw, Site, site
 from tests.server.examples import EXAMPLES
@@ -267,9 +267,9 @@ async def wrong(at: Site, num: int) -> list[Raw]:
 async def test_many_wrong_keys_wait_for_their_401_and_right_ones_do_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(entrance_module, "WRONG_KEYS_PER_S", 1e-9)
-    monkeypatch.setattr(entrance_module, "HOLD_S", 3600.0)
-    num = int(WRONG_KEYS_BURST) + 10
+    monkeypatch.setattr(throttle, "RATE_PER_S", 1e-9)
+    monkeypatch.setattr(throttle, "HOLD_S", 3600.0)
+    num = int(BURST) + 10
     async with site(api_keys_file=write_keys(tmp_path / "keys")) as at:
         raws = await wrong(at, num)
         for raw in raws[:-10]:
@@ -283,9 +283,9 @@ async def test_many_wrong_keys_wait_for_their_401_and_right_ones_do_not(
 
 
 async def test_a_401_that_is_held_back_comes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(entrance_module, "WRONG_KEYS_BURST", 1.0)
-    monkeypatch.setattr(entrance_module, "WRONG_KEYS_PER_S", 1e-9)
-    monkeypatch.setattr(entrance_module, "HOLD_S", 0.05)
+    monkeypatch.setattr(throttle, "BURST", 1.0)
+    monkeypatch.setattr(throttle, "RATE_PER_S", 1e-9)
+    monkeypatch.setattr(throttle, "HOLD_S", 0.05)
     async with site(api_keys_file=write_keys(tmp_path / "keys")) as at:
         for raw in await wrong(at, 4):
             await closed(raw, 401)
@@ -293,9 +293,9 @@ async def test_a_401_that_is_held_back_comes(tmp_path: Path, monkeypatch: pytest
 
 
 async def test_whoever_waits_for_a_401_keeps_no_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(entrance_module, "WRONG_KEYS_BURST", 1.0)
-    monkeypatch.setattr(entrance_module, "WRONG_KEYS_PER_S", 1e-9)
-    monkeypatch.setattr(entrance_module, "HOLD_S", 3600.0)
+    monkeypatch.setattr(throttle, "BURST", 1.0)
+    monkeypatch.setattr(throttle, "RATE_PER_S", 1e-9)
+    monkeypatch.setattr(throttle, "HOLD_S", 3600.0)
     async with site(api_keys_file=write_keys(tmp_path / "keys")) as at:
         at.entrance.everything.max_connections = 6
         silent, idle = await at.connect(), await at.connect()
@@ -312,9 +312,9 @@ async def test_whoever_waits_for_a_401_keeps_no_place(tmp_path: Path, monkeypatc
 
 
 async def test_shutdown_waits_for_nobody_with_a_wrong_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(entrance_module, "WRONG_KEYS_BURST", 1.0)
-    monkeypatch.setattr(entrance_module, "WRONG_KEYS_PER_S", 1e-9)
-    monkeypatch.setattr(entrance_module, "HOLD_S", 3600.0)
+    monkeypatch.setattr(throttle, "BURST", 1.0)
+    monkeypatch.setattr(throttle, "RATE_PER_S", 1e-9)
+    monkeypatch.setattr(throttle, "HOLD_S", 3600.0)
     async with site(api_keys_file=write_keys(tmp_path / "keys")) as at:
         raws = await wrong(at, 3)
         async with asyncio.timeout(4):  # shutdown_timeout of the server under test is 5 s
