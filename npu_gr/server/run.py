@@ -14,6 +14,7 @@ from aiohttp import web
 from npu_gr.core.errors import ConfigError
 from npu_gr.server.config import ServerConfig
 from npu_gr.server.entrance.runner import DoorRunner
+from npu_gr.server.entrance.site import TLS, site_of
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +45,8 @@ async def serve(
     runner = DoorRunner(app, shutdown_timeout=config.shutdown_timeout_s)
     await runner.setup()
     try:
-        site = web.TCPSite(runner, config.host, config.port, backlog=config.backlog)
+        tls = app.get(TLS)
+        site = site_of(runner, config.host, config.port, config, None if tls is None else tls.public)
         try:
             await site.start()
         except OSError as error:
@@ -52,7 +54,7 @@ async def serve(
                 f"server.host, server.port: cannot listen on {config.host}:{config.port}: {error}"
             ) from error
         port = runner.addresses[0][1]
-        log.info("listening on %s:%d", config.host, port)
+        log.info("listening on %s:%d%s", config.host, port, "" if tls is None else ", TLS")
         on_listening(port)
         if ready is not None:
             ready.set()

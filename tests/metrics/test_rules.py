@@ -74,6 +74,7 @@ ERRORS = 'npu_gr_relay_errors_total{instance="a",where="reload"}'
 FAILURES = 'npu_gr_selfcheck_failures_total{instance="a"}'
 AGE = 'npu_gr_catalogue_age_seconds{instance="a"}'
 RELOAD = 'npu_gr_last_reload_successful{instance="a",what="configuration"}'
+EXPIRES = 'npu_gr_tls_certificate_expires_at_seconds{instance="a",of="server"}'
 BREAKER = 'npu_gr_store_breaker_open{instance="a",store="%s",lane="writes"}'
 CALLS = 'npu_gr_store_calls_total{instance="a",operation="%s",result="%s"}'
 DEGRADED = 'npu_gr_history_degraded_total{instance="a",source="last_known",fault="store_slow"}'
@@ -186,6 +187,8 @@ CAUSES: list[Case] = [
     *one("NpuGrEventLoopBlocked", of_router(froze(1)), of_router(froze(0)), 25, **INSTANCE),
     *one("NpuGrLogLinesDropped", dropped(1), dropped(0), 25, **STDOUT),
     *one("NpuGrLogLinesDropped", of_router(dropped(1)), of_router(dropped(0)), 25, **STDOUT),
+    # Prometheus' tests begin in 1970
+    *one("NpuGrCertificateExpires", {EXPIRES: "1209000x70"}, {EXPIRES: "1300000x70"}, 65, instance="a", of="server"),
     *one("NpuGrCatalogueOld", {AGE: "700000x70"}, {AGE: "600000x70"}, 65, **INSTANCE),
 ]
 
@@ -260,6 +263,7 @@ def as_test(case: Case) -> dict[str, Any]:
                         .replace("{{ $labels.where }}", "reload")
                         .replace("{{ $labels.what }}", "configuration")
                         .replace("{{ $labels.lane }}", "writes")
+                        .replace("{{ $labels.of }}", "server")
                         .replace("{{ $labels.stream }}", "stdout")
                         for name, text in ALERTS[alert]["annotations"].items()
                     },

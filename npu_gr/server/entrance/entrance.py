@@ -58,10 +58,6 @@ class Visitor(Paced, Protocol):
         """Write an answer and close."""
         ...
 
-    def force_close(self) -> None:
-        """Close as soon as what was written has left."""
-        ...
-
     def abort(self) -> None:
         """Close at once, whatever has not left."""
         ...
@@ -122,10 +118,14 @@ class Entrance:
             # several at once: to look at all of them for each new connection would be what an attacker wants
             for old in heapq.nsmallest(1 + len(idle) // 64, idle, key=lambda c: (c.served > 0, c.began_at)):
                 self._metrics.door.ended(Ended.EVICTED)
-                old.force_close()
-        else:
+                old.abort()  # it has nothing to read; over TLS a farewell would wait for its caller
+        elif connection.transport is not None:  # else it is told after the handshake
             self._metrics.door.ended(Ended.REFUSED)
             connection.end(answers.TOO_MANY_CONNECTIONS)
+
+    def not_secured(self) -> None:
+        """Count a connection whose TLS handshake came to nothing."""
+        self._metrics.door.ended(Ended.HANDSHAKE)
 
     def closed(self, connection: Visitor) -> None:
         """Forget a connection."""
