@@ -100,11 +100,13 @@ def bundle(url: str, out: Path, api_key: str | None) -> None:
     import urllib.request
     from urllib.error import URLError
 
+    from npu_gr.access.calling import calling_context
+
     headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
     asked = urllib.request.Request(f"{url.rstrip('/')}/debug/bundle", headers=headers)
     part = out.with_name(f"{out.name}.part")
     try:
-        with urllib.request.urlopen(asked, timeout=60) as answer, part.open("wb") as file:
+        with urllib.request.urlopen(asked, timeout=60, context=calling_context()) as answer, part.open("wb") as file:
             shutil.copyfileobj(answer, file)
         part.replace(out)
     except (URLError, OSError, ValueError) as error:

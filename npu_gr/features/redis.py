@@ -14,6 +14,7 @@ append that was not answered in time may have happened.
 from __future__ import annotations
 
 import base64
+import logging
 from collections.abc import Awaitable
 from typing import TYPE_CHECKING, Any
 
@@ -21,9 +22,12 @@ from npu_gr.core.errors import ConfigError, StoreFailed, StoreFault, Unprocessab
 from npu_gr.core.request import Events, UserKey
 from npu_gr.features.base import EVENT, HistoryConfig, IdempotencyKey, StoredHistory, StoreHealth, key_bytes, unpack
 from npu_gr.features.checksum import CHECKED, damaged, pack_checked, unpack_checked
+from npu_gr.features.redis_tls import is_in_clear, tls_options
 
 if TYPE_CHECKING:
     from redis.asyncio import Redis
+
+log = logging.getLogger(__name__)
 
 _OLD = -1  # records of an older version are there: move them, then ask again
 _OTHER = -2  # the idempotency key came with other events
@@ -118,10 +122,13 @@ class RedisStore:
                 socket_timeout=config.timeout_s,
                 socket_connect_timeout=config.timeout_s,
                 retry=Retry(NoBackoff(), 0),
+                **tls_options(config.url, config.tls),
                 **_unnamed(),
             )
         except ValueError as error:
             raise ConfigError(f"features.url: {error}") from error
+        if is_in_clear(config.url):
+            log.warning("features.url: histories cross the network in clear; use rediss://")
         store = cls(Redis.from_pool(pool), config)
         try:
             await store._run(store._client.ping())
