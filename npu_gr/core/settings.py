@@ -80,7 +80,7 @@ def parse(text: str, cls: type[S], where: str) -> S:
 
 def _table(text: str, where: str) -> dict[str, Any]:
     try:
-        table = yaml.load(text, _StrictLoader)
+        table = yaml.load(text, _StrictLoader)  # it is a SafeLoader  # noqa: S506  # nosec B506
     except (yaml.YAMLError, RecursionError, TypeError) as error:  # too deep; a key that is a list
         raise ConfigError(f"{where}: not YAML that we read: {error}") from error
     if not isinstance(table, dict):

@@ -53,7 +53,7 @@ class HistoryConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     check_s: Annotated[float, msgspec.Meta(ge=0)] = 1.0  # embedded: how long the start looks for damage; 0 = not
 
     def __post_init__(self) -> None:
-        if self.tls is not None and not self.url.startswith("rediss://"):
+        if self.tls is not None and not str(self.url).startswith("rediss://"):
             raise ValueError("tls: needs a url that begins with rediss://")
 
 

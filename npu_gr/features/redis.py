@@ -22,7 +22,7 @@ from npu_gr.core.errors import ConfigError, StoreFailed, StoreFault, Unprocessab
 from npu_gr.core.request import Events, UserKey
 from npu_gr.features.base import EVENT, HistoryConfig, IdempotencyKey, StoredHistory, StoreHealth, key_bytes, unpack
 from npu_gr.features.checksum import CHECKED, damaged, pack_checked, unpack_checked
-from npu_gr.features.redis_tls import is_in_clear, tls_options
+from npu_gr.features.redis_tls import is_in_clear, tls_options, tls_trouble
 
 if TYPE_CHECKING:
     from redis.asyncio import Redis
@@ -122,19 +122,19 @@ class RedisStore:
                 socket_timeout=config.timeout_s,
                 socket_connect_timeout=config.timeout_s,
                 retry=Retry(NoBackoff(), 0),
-                **tls_options(config.url, config.tls),
+                **tls_options(str(config.url), config.tls),
                 **_unnamed(),
             )
         except ValueError as error:
             raise ConfigError(f"features.url: {error}") from error
-        if is_in_clear(config.url):
+        if is_in_clear(str(config.url)):
             log.warning("features.url: histories cross the network in clear; use rediss://")
         store = cls(Redis.from_pool(pool), config)
         try:
             await store._run(store._client.ping())
         except StoreFailed as error:
             await store.close()
-            raise ConfigError(f"features.url: no answer from Redis: {error.__cause__}") from error
+            raise ConfigError(f"features.url: no answer from Redis: {error}: {error.__cause__}") from error
         return store
 
     async def append(self, user: UserKey, events: Events, key: str | None = None) -> int:
@@ -194,7 +194,7 @@ class RedisStore:
         except (RedisError, OSError) as error:
             name = type(error).__name__
             # the server answered: say what; else the text may hold the address and its password
-            text = f"{name}: {error}" if isinstance(error, ResponseError) else name
+            text = f"{name}: {error}" if isinstance(error, ResponseError) else name + tls_trouble(error)
             full = isinstance(error, OutOfMemoryError) or "OOM" in str(error) or "MISCONF" in str(error)
             fault = StoreFault.DISK_FULL if full else StoreFault.UNAVAILABLE
             raise StoreFailed(f"the history store does not answer: {text}", fault) from error

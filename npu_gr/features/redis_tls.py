@@ -42,3 +42,13 @@ def is_in_clear(url: str) -> bool:
         return not ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host != "localhost"
+
+
+def tls_trouble(error: BaseException) -> str:
+    """Return what TLS says in an error of a connection, or nothing; it names no address and no password."""
+    seen: BaseException | None = error
+    while seen is not None:
+        if isinstance(seen, ssl.SSLError):
+            return f" ({seen.reason or type(seen).__name__})"
+        seen = seen.__cause__ or seen.__context__
+    return ""

@@ -89,13 +89,13 @@ async def test_a_stranger_on_either_side_is_refused(authority: Authority, port: 
         {"certificate": own.certificate, "key": own.key},  # the system does not know this authority
     ]
     for files in wrong:
-        with pytest.raises(ConfigError, match=r"features\.url: no answer from Redis"):
+        with pytest.raises(ConfigError, match=r"features\.url: no answer from "):
             await open_store(config(port, **files))
 
 
 async def test_another_servers_certificate_is_refused(authority: Authority, tmp_path: Path) -> None:
     pair = authority.issue("elsewhere.example")
-    refused = pytest.raises(ConfigError, match=r"no answer from Redis.*CERTIFICATE_VERIFY_FAILED")
+    refused = pytest.raises(ConfigError, match=r"no answer from .*CERTIFICATE_VERIFY_FAILED")
     with redis_tls(tmp_path, pair, authority.ca, asks=False) as port, refused:
         await open_store(config(port, ca=authority.ca))
 
