@@ -38,7 +38,7 @@ class ServerTlsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     certificate: str  # PEM file: the certificate, then the intermediate ones
     key: str  # PEM file, without a password
     client_ca: str | None = None  # PEM file; callers need a certificate that one of these authorities signed
-    min_version: Literal["1.2", "1.3"] = "1.2"
+    min_version: Literal["1.2", "1.3"] = "1.2"  # with client_ca always 1.3
 
 
 class ClientTlsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -157,8 +157,8 @@ class ServerTls(FollowedContext):
         files = (config.certificate, config.key, config.client_ca)
         super().__init__(where, files, lambda: _server_context(config))
         self.public = _server_context(config)  # asks callers for a certificate where `client_ca` says so
-        self.admin = _server_context(config)  # never does: kubelets and Prometheus have keys at most
-        self.admin.verify_mode = ssl.CERT_NONE
+        # never does: kubelets and Prometheus have keys at most
+        self.admin = _server_context(msgspec.structs.replace(config, client_ca=None))
         # OpenSSL asks before it chooses the certificate, also where the caller names no server. What is swapped is the
         # certificate and the authorities; whether a caller needs one stays with the connection.
         self.public.sni_callback = self.admin.sni_callback = self._swap
@@ -184,7 +184,8 @@ class ClientTls(FollowedContext):
 
 def _server_context(config: ServerTlsConfig) -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.minimum_version = ssl.TLSVersion.TLSv1_3 if config.min_version == "1.3" else ssl.TLSVersion.TLSv1_2
+    needs_newest = config.min_version == "1.3" or config.client_ca is not None
+    context.minimum_version = ssl.TLSVersion.TLSv1_3 if needs_newest else ssl.TLSVersion.TLSv1_2
     context.set_ciphers(CIPHERS)
     context.options |= ssl.OP_NO_RENEGOTIATION
     context.load_cert_chain(config.certificate, config.key, password="")  # or OpenSSL asks the terminal for one
@@ -192,8 +193,8 @@ def _server_context(config: ServerTlsConfig) -> ssl.SSLContext:
     if config.client_ca is not None:
         context.verify_mode = ssl.CERT_REQUIRED
         context.load_verify_locations(config.client_ca)
-        # a resumed session is not verified again: an authority that was taken out of the file would live on in tickets
-        context.options |= ssl.OP_NO_TICKET
+        # A resumed session is not verified again: an authority that was taken out of the file would live on in it. TLS
+        # 1.3 without tickets has none; those of TLS 1.2 have a cache as well, which Python cannot switch off.
         context.num_tickets = 0
     return context
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import socket
 import ssl
 import subprocess
 import time
@@ -168,6 +169,33 @@ async def test_callers_need_a_certificate_of_the_authority_in_force(authority: A
         await echoed(port, stranger)
         with pytest.raises(OSError):  # noqa: PT011
             await echoed(port, friend)
+
+
+async def test_no_session_outlives_the_authority_that_let_it_in(authority: Authority) -> None:
+    client = authority.client(authority.issue("router"))
+    pair = authority.issue("127.0.0.1")
+    asking = server_tls(pair, client_ca=str(authority.ca))
+
+    def is_reused(port: int) -> list[bool]:
+        found, session = [], None
+        for _ in range(2):
+            with (
+                socket.create_connection(("127.0.0.1", port)) as plain,
+                client.wrap_socket(plain, server_hostname="127.0.0.1", session=session) as secured,
+            ):
+                secured.sendall(b"hello")
+                assert secured.recv(5) == b"hello"
+                found.append(secured.session_reused is True)
+                session = secured.session
+        return found
+
+    async with listening(asking.public) as (_, port), listening(server_tls(pair).public) as (_, open_port):
+        assert await asyncio.to_thread(is_reused, port) == [False, False]
+        assert await asyncio.to_thread(is_reused, open_port) == [False, True], "nobody is verified there"
+        client.maximum_version = ssl.TLSVersion.TLSv1_2
+        assert await asyncio.to_thread(is_reused, open_port) == [False, True]
+        with pytest.raises(OSError):  # noqa: PT011
+            await asyncio.to_thread(is_reused, port)
 
 
 async def test_the_certificate_in_force_of_a_client_is_shown(authority: Authority, tmp_path: Path) -> None:

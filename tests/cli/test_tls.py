@@ -47,20 +47,8 @@ async def test_a_replay_in_two_processes(authority: Authority, instance: Running
     log = tmp_path / "log.jsonl"
     lines = ({"ts": 0.01 * i, "kind": "rank", "user_id": f"u{i}", "candidates": [1, 2]} for i in range(20))
     log.write_text("".join(json.dumps(one) + "\n" for one in lines))
-    words = (
-        "replay",
-        str(log),
-        "--url",
-        instance.url,
-        "--no-signals",
-        "--processes",
-        "2",
-        "--closed",
-        "1",
-        "--timeout-ms",
-        "20000",
-    )
-    code, text = await run(*files(authority), *words)
+    words = ("replay", str(log), "--url", instance.url, "--no-signals", "--closed", "1", "--timeout-ms", "20000")
+    code, text = await run(*files(authority), *words, "--processes", "2")
     assert code == 0, text
     assert instance.entrance.door.admitted == 0
     answered = [instance.count("requests_total", route="/v1/rank", code=code) or 0 for code in ("200", "429")]

@@ -193,6 +193,22 @@ async def test_clients_that_retry_at_once_are_paused_and_read_when_there_is_room
         assert len(at.entrance.pacer) == 0
 
 
+async def test_what_a_paused_connection_sends_stays_with_its_sender() -> None:
+    async with site() as at:
+        raw = await at.connect()
+        raw.send(WHOLE)
+        await raw.answer()
+        (connection,) = at.entrance._connections
+        connection.pause()  # type: ignore[attr-defined]
+        raw.send(b" " * 8_000_000)
+        kept = [-1, -1, -1, -2]
+        while len(set(kept[-4:])) > 1:  # until nothing moves
+            await asyncio.sleep(0.05)
+            kept.append(raw.writer.transport.get_write_buffer_size())
+        wire = connection._wire  # type: ignore[attr-defined]
+        assert at.tls is None or wire.get_read_buffer_size() < 200_000
+
+
 async def test_requests_that_were_pipelined_wait_with_their_paused_connection() -> None:
     async with site() as at:
         raw = await at.connect()
