@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 CODE := npu_gr tests ops setup.py dashboards .ci/check_files
 WORDS := $(CODE) docs README.md CHANGELOG.md CONTRIBUTING.md SECURITY.md configs deploy Makefile pyproject.toml .ci .github
 
-.PHONY: demo test lint format ruff types words native files bench monitor acceptance-npu kernels clean
+.PHONY: demo test lint format ruff types words native files security lock sbom bench monitor acceptance-npu kernels clean
 
 demo: $(VENV)/installed
 	$(BIN)/npu-gr --log-level WARNING demo
@@ -18,7 +18,7 @@ test: $(VENV)/installed
 	$(BIN)/python -m pytest -q tests/chaos || $(BIN)/python -m pytest -q --last-failed tests/chaos
 
 # everything that needs no run of the code; each part is a target of its own, and a hook of .pre-commit-config.yaml
-lint: ruff types words native files
+lint: ruff types words native files security
 
 ruff: $(VENV)/installed
 	$(BIN)/ruff check $(CODE)
@@ -39,6 +39,25 @@ native: $(VENV)/installed
 
 files: $(VENV)/installed
 	$(BIN)/python .ci/check_files
+
+# ruff's S rules again, by the tool that they come from; what is minor there is in ruff's alone
+security: $(VENV)/installed
+	$(BIN)/bandit -q -ll -c pyproject.toml -r npu_gr ops setup.py
+
+# The image's dependencies with the hashes of their files; needs the package index. torch is the base image's: it is another
+# one for each device. Afterwards, with the network: pip-audit -r deploy/requirements.lock --disable-pip
+lock: $(VENV)/installed
+	$(LOCK) --override deploy/without-torch.txt --extra redis --extra zstd --extra otel pyproject.toml \
+	  --output-file deploy/requirements.lock
+	$(LOCK) deploy/requirements-build.in --output-file deploy/requirements-build.lock
+LOCK = $(BIN)/uv pip compile --quiet --upgrade --generate-hashes --no-emit-index-url --custom-compile-command "make lock" \
+  --python-version 3.11 --python-platform linux --only-binary :all:
+
+# what is in the image, as CycloneDX: build/sbom.json
+sbom: $(VENV)/installed
+	mkdir -p build
+	$(BIN)/cyclonedx-py requirements --pyproject pyproject.toml --output-reproducible --output-file build/sbom.json \
+	  deploy/requirements.lock
 
 # what a machine can mend of the above
 format: $(VENV)/installed

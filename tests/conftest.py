@@ -2,4 +2,14 @@
 
 import os
 
+import pytest
+
+from tests.certificates import Authority
+
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+@pytest.fixture(scope="session")
+def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
+    """Who signs the certificates of tests."""
+    return Authority(tmp_path_factory.mktemp("authority"))

@@ -32,7 +32,8 @@ def main(path: str, prometheus: str, out: str, minutes: str = "15") -> None:
     for panel in board["panels"]:
         for target in panel.get("targets", ()):
             query = {"query": expand(target["expr"], step), "start": start, "end": end, "step": step}
-            with urllib.request.urlopen(f"{prometheus}/api/v1/query_range?{urllib.parse.urlencode(query)}") as answer:
+            url = f"{prometheus}/api/v1/query_range?{urllib.parse.urlencode(query)}"
+            with urllib.request.urlopen(url) as answer:  # noqa: S310  (whoever runs it names Prometheus)
                 found = json.load(answer)["data"]["result"]
             panels.setdefault(panel["id"], []).extend(
                 {

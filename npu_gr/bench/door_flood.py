@@ -85,7 +85,7 @@ async def _visit(port: int, bodies: Sequence[dict[str, Any]], seconds: float, se
     latencies_s: list[float] = []
 
     async def visitor(session: aiohttp.ClientSession, number: int, body: dict[str, Any]) -> None:
-        source = random.Random(f"{seed} {number}")
+        source = random.Random(f"{seed} {number}")  # noqa: S311  (a load, with its seed)
         await asyncio.sleep(PAUSE_S * source.random())
         while loop.time() < ends_at:
             _lengthen(body["history"])

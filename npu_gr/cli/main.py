@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import Any
 
@@ -13,6 +14,7 @@ from npu_gr.cli.data import load
 from npu_gr.cli.erase_check import erase_check
 from npu_gr.cli.fleet import fleet
 from npu_gr.cli.keys import keys
+from npu_gr.cli.options import CALLING_TLS
 from npu_gr.cli.replay import record, replay
 from npu_gr.cli.serve import check_config, route, serve
 from npu_gr.cli.simulate import simulate
@@ -39,8 +41,10 @@ class _Group(click.Group):
 @click.group(cls=_Group)
 @click.version_option(__version__)
 @click.option("--log-level", default="INFO", type=click.Choice(["DEBUG", "INFO", "WARNING", "ERROR"]))
-def main(log_level: str) -> None:
+@CALLING_TLS
+def main(log_level: str, **calling: str | None) -> None:
     """Generative recommendation under a P99 deadline."""
+    os.environ.update({name.upper(): value for name, value in calling.items() if value is not None})
     set_up_process()  # before torch loads
     set_up_logs(log_level)
 

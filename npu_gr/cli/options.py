@@ -25,9 +25,21 @@ CONFIG = click.option("--config", "config_path", required=True, type=FILE, help=
 SET = click.option(
     "--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override one setting, e.g. kv.hbm_bytes=1000000."
 )
+_CALLING_TLS = (
+    ("--ca", "NPU_GR_CA", "PEM: whom calls to https and rediss trust; by default whom the system trusts."),
+    ("--cert", "NPU_GR_CERT", "PEM: the certificate that they show."),
+    ("--cert-key", "NPU_GR_CERT_KEY", "PEM: its key."),
+)
 VALUE_COLUMN = click.option(
     "--value-column", default="rating", show_default=True, help="Column with the action's value."
 )
+
+
+def CALLING_TLS(command: Callable[..., None]) -> Callable[..., None]:  # noqa: N802  (an option, as the others are)
+    """Add the options of commands that call an instance at https; `npu_gr.access.calling` reads them."""
+    for name, variable, text in reversed(_CALLING_TLS):
+        command = click.option(name, variable.lower(), type=click.Path(), help=f"{text} Also from {variable}.")(command)
+    return command
 
 
 class RunByDefault(click.Group):

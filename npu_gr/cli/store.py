@@ -29,11 +29,15 @@ def check_store(where: str, verbose: bool) -> None:
 
     Exit code: 0 = no damage, 1 = damage, 2 = cannot be read at all. Users are named by a hash, or with --verbose.
     """
+    from npu_gr.access.calling import calling_files
+    from npu_gr.features.base import RedisTlsConfig
     from npu_gr.features.embedded_check import check
     from npu_gr.features.redis_check import check_redis
 
     is_url = where.startswith(("redis://", "rediss://", "unix://"))
-    found: Found = run_async(lambda: check_redis(where)) if is_url else check(Path(where))
+    files = calling_files()
+    tls = RedisTlsConfig(ca=files.ca, certificate=files.certificate, key=files.key)
+    found: Found = run_async(lambda: check_redis(where, tls)) if is_url else check(Path(where))
     click.echo(
         f"{found.num_entries} entries: {found.num_users} users are whole, with {found.num_events} events; "
         f"{found.num_unchecked} entries are older than the checksums"

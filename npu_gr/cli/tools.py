@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 
 from npu_gr.cli.options import API_KEY, AS_JSON, CONFIG, FILE, SET, THREAD_COUNT, load_config, run_async
-from npu_gr.core.errors import Unavailable
+from npu_gr.core.errors import ConfigError, Unavailable
 
 DEMO_CONFIG = click.option("--config", "config_path", default="configs/cpu.yaml", show_default=True, type=FILE)
 DEMO_FOLDER = click.option("--folder", default=".demo", show_default=True, type=FILE, help="For everything it makes.")
@@ -100,11 +100,16 @@ def bundle(url: str, out: Path, api_key: str | None) -> None:
     import urllib.request
     from urllib.error import URLError
 
+    from npu_gr.access.calling import calling_context
+
     headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
-    asked = urllib.request.Request(f"{url.rstrip('/')}/debug/bundle", headers=headers)
+    if not url.startswith(("http://", "https://")):
+        raise ConfigError(f"--url: {url}: expected http://host:port or https://host")
+    asked = urllib.request.Request(f"{url.rstrip('/')}/debug/bundle", headers=headers)  # noqa: S310  (checked above)
     part = out.with_name(f"{out.name}.part")
     try:
-        with urllib.request.urlopen(asked, timeout=60) as answer, part.open("wb") as file:
+        opened = urllib.request.urlopen(asked, timeout=60, context=calling_context())  # noqa: S310  # nosec B310
+        with opened as answer, part.open("wb") as file:
             shutil.copyfileobj(answer, file)
         part.replace(out)
     except (URLError, OSError, ValueError) as error:

@@ -87,7 +87,7 @@ def parse(text: str, cls: type[S], where: str) -> S:
 
 def _table(text: str, where: str) -> dict[str, Any]:
     try:
-        table = yaml.load(text, _StrictLoader)
+        table = yaml.load(text, _StrictLoader)  # it is a SafeLoader  # noqa: S506  # nosec B506
     except (yaml.YAMLError, *_OF_VALUES) as error:
         raise ConfigError(redacted(f"{where}: not YAML that we read: {error}")) from None  # it quotes the line
     if not isinstance(table, dict):

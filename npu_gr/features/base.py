@@ -21,12 +21,25 @@ MAX_EVENTS = 8_388_608  # of a user; keeps a user under the 512 MiB that Redis a
 FailurePolicy = Literal["fail", "last_known", "nothing"]
 
 
+class RedisTlsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Whom a `rediss://` connection believes, and the certificate that it shows."""
+
+    ca: str | None = None  # PEM file; None = the authorities that the system trusts
+    certificate: str | None = None  # PEM file; Redis asks for one unless tls-auth-clients is no
+    key: str | None = None  # PEM file, without a password
+
+    def __post_init__(self) -> None:
+        if (self.certificate is None) != (self.key is None):
+            raise ValueError("certificate, key: give both or neither")
+
+
 class HistoryConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Where behaviours are kept."""
 
     kind: Literal["embedded", "redis", "none"] = "embedded"
     path: str = "history.db"  # embedded: the file; its folder is made
-    url: SecretUrl = SecretUrl("redis://127.0.0.1:6379/0")  # redis
+    url: SecretUrl = SecretUrl("redis://127.0.0.1:6379/0")  # redis; rediss:// is over TLS
+    tls: RedisTlsConfig | None = None  # of rediss://
     max_events_per_user: Annotated[int, msgspec.Meta(ge=1, le=MAX_EVENTS)] = 65_536  # older ones are given up
     timeout_s: Seconds = 1.0  # of an append or erasure; redis: also to connect, and to be answered
     read_timeout_s: Seconds = 0.025  # of one read: a small share of the objectives of those who wait for it
@@ -40,6 +53,10 @@ class HistoryConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     idempotency_s: Seconds = 86_400.0  # how long an append's idempotency key is remembered
     max_idempotency_keys: Count = 256  # of a user; then the oldest is forgotten
     check_s: Annotated[float, msgspec.Meta(ge=0)] = 1.0  # embedded: how long the start looks for damage; 0 = not
+
+    def __post_init__(self) -> None:
+        if self.tls is not None and not str(self.url).startswith("rediss://"):
+            raise ValueError("tls: needs a url that begins with rediss://")
 
 
 class StoredHistory(NamedTuple):

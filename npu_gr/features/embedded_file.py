@@ -168,7 +168,7 @@ def read(db: sqlite3.Connection, key: bytes, last: int) -> StoredHistory:
 def erase(db: sqlite3.Connection, key: bytes) -> None:
     """Delete all rows of a user."""
     for table in ("chunks", "users", "keys"):
-        db.execute(f"DELETE FROM {table} WHERE user = ?", (key,))
+        db.execute(f"DELETE FROM {table} WHERE user = ?", (key,))  # three names above  # noqa: S608
 
 
 def _extent(db: sqlite3.Connection, key: bytes) -> tuple[int, int] | None:

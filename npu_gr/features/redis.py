@@ -14,6 +14,7 @@ append that was not answered in time may have happened.
 from __future__ import annotations
 
 import base64
+import logging
 from collections.abc import Awaitable
 from typing import TYPE_CHECKING, Any
 
@@ -21,9 +22,12 @@ from npu_gr.core.errors import ConfigError, StoreFailed, StoreFault, Unprocessab
 from npu_gr.core.request import Events, UserKey
 from npu_gr.features.base import EVENT, HistoryConfig, IdempotencyKey, StoredHistory, StoreHealth, key_bytes, unpack
 from npu_gr.features.checksum import CHECKED, damaged, pack_checked, unpack_checked
+from npu_gr.features.redis_tls import is_in_clear, tls_options, tls_trouble
 
 if TYPE_CHECKING:
     from redis.asyncio import Redis
+
+log = logging.getLogger(__name__)
 
 _HOW = "redis://, rediss:// or unix://, and what a password has of / ? # @ : percent-encoded"
 _OLD = -1  # records of an older version are there: move them, then ask again
@@ -121,10 +125,13 @@ class RedisStore:
                 socket_timeout=config.timeout_s,
                 socket_connect_timeout=config.timeout_s,
                 retry=Retry(NoBackoff(), 0),
+                **tls_options(str(config.url), config.tls),
                 **_unnamed(),
             )
         except ValueError:  # its text may hold a piece of the password
             raise ConfigError(f"features.url: {config.url} is no address of a Redis: {_HOW}") from None
+        if is_in_clear(str(config.url)):
+            log.warning("features.url: histories cross the network in clear; use rediss://")
         store = cls(Redis.from_pool(pool), config)
         try:
             await store._run(store._client.ping())
@@ -197,7 +204,7 @@ class RedisStore:
         except (RedisError, OSError) as error:
             name = type(error).__name__
             # the server answered: say what; else the text may hold the address and its password
-            text = f"{name}: {error}" if isinstance(error, ResponseError) else name
+            text = f"{name}: {error}" if isinstance(error, ResponseError) else name + tls_trouble(error)
             full = isinstance(error, OutOfMemoryError) or "OOM" in str(error) or "MISCONF" in str(error)
             fault = StoreFault.DISK_FULL if full else StoreFault.UNAVAILABLE
             raise StoreFailed(f"the history store does not answer: {text}", fault) from error

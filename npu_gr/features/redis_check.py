@@ -6,15 +6,20 @@ import base64
 import binascii
 
 from npu_gr.core.errors import ConfigError
-from npu_gr.features.base import EVENT
+from npu_gr.features.base import EVENT, RedisTlsConfig
 from npu_gr.features.checksum import CHECKED, count_bad
 from npu_gr.features.damage import Found
+from npu_gr.features.redis_tls import tls_options
 
 _READ_BYTES = 1 << 20  # at once, so that a long history does not hold the server up
 
 
-async def check_redis(url: str) -> Found:
+async def check_redis(url: str, tls: RedisTlsConfig | None = None) -> Found:
     """Read every user's records, and compare each with its checksum. Users that change meanwhile are read as they are.
+
+    Args:
+        url: of the server.
+        tls: of a `rediss://` one.
 
     Raises:
         ConfigError: the package is missing, or nobody answers.
@@ -26,7 +31,7 @@ async def check_redis(url: str) -> Found:
         raise ConfigError("redis:// needs pip install 'npu_gr[redis]'") from error
     found = Found()
     try:
-        async with from_url(url) as client:
+        async with from_url(url, **tls_options(url, tls)) as client:
             async for name in client.scan_iter("npu_gr:{*}:log", count=1000):
                 key = _user_key(name)
                 if key is None:

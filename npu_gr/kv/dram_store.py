@@ -83,7 +83,7 @@ class DramStore(PageTier[DramEntry]):
         super().__init__(arena, arena.num_pages, clock)
         self._ttl_s = ttl_s
         self._jitter_ratio = ttl_jitter_ratio
-        self._random = random.Random(seed)
+        self._random = random.Random(seed)  # noqa: S311  (jitter)
         self._epochs = np.zeros(arena.num_pages, np.int64)  # of each page
         self._epoch = 0
         self._complete: dict[PrefixKey, DramEntry] = {}

@@ -229,6 +229,14 @@ CAUSES = (
         summary="{{ $labels.instance }} has no API key in force, so it refuses every request.",
     ),
     Cause(
+        alert="NpuGrCertificateExpires",
+        runbook="certificate-expires",
+        expr="npu_gr_tls_certificate_expires_at_seconds - time() < 14 * 86400",
+        wait="15m",
+        page=False,
+        summary="The {{ $labels.of }} certificate of {{ $labels.instance }} expires within 14 days.",
+    ),
+    Cause(
         alert="NpuGrCatalogueOld",
         runbook="catalogue-old",
         expr="npu_gr_catalogue_age_seconds > 7 * 86400",

@@ -27,6 +27,7 @@ from urllib.parse import quote
 import aiohttp
 import msgspec
 
+from npu_gr.access.calling import calling_context
 from npu_gr.core.kinds import SIGNAL, Routing
 from npu_gr.core.request import UserKey
 from npu_gr.replay.body import HistoryMode, SentHistories, encode
@@ -72,7 +73,7 @@ async def play(
     if options.api_key:
         headers["Authorization"] = f"Bearer {options.api_key}"
     base_url = options.url.rstrip("/") + "/"  # a router may live under a path
-    connector = aiohttp.TCPConnector(limit=0)
+    connector = aiohttp.TCPConnector(limit=0, ssl=calling_context())
     async with aiohttp.ClientSession(base_url, connector=connector, headers=headers) as http, Timer() as timer:
         player = _Player(http, options, on_sample)
         batches = _ahead(actions, player.body)

@@ -82,7 +82,7 @@ class Purger:
         command = [sys.executable, "-P", "-m", "npu_gr.replay.purge", str(self._folder)]
         paths = os.pathsep.join(path for path in sys.path if path)
         try:
-            process = subprocess.Popen(
+            process = subprocess.Popen(  # noqa: S603  (ourselves, with our own paths)
                 command,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,

@@ -9,6 +9,7 @@ import time
 import aiohttp
 from prometheus_client.parser import text_string_to_metric_families
 
+from npu_gr.access.calling import calling_context
 from npu_gr.replay.report import TierSample
 
 PERIOD_S = 1.0
@@ -44,7 +45,10 @@ async def watch_tiers(url: str | None, api_key: str | None, found: list[TierSamp
     began_at = time.monotonic()
     period_s = PERIOD_S
     timeout = aiohttp.ClientTimeout(total=TIMEOUT_S)
-    async with aiohttp.ClientSession(url.rstrip("/") + "/", headers=headers, timeout=timeout) as http:
+    connector = aiohttp.TCPConnector(ssl=calling_context())
+    async with aiohttp.ClientSession(
+        url.rstrip("/") + "/", headers=headers, timeout=timeout, connector=connector
+    ) as http:
         while True:
             taken_at = time.monotonic() - began_at
             # a service that is overloaded now may answer the next time

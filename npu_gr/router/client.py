@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
+from collections.abc import Callable
 from typing import cast
 
+from npu_gr.access.tls_listener import bound_read_ahead
 from npu_gr.router.alarm import NEVER, Alarm
 from npu_gr.router.answers import CONTINUE, Refused
 from npu_gr.router.exchange import Exchange
@@ -33,15 +35,31 @@ class ClientConnection(asyncio.Protocol):
         self._alarm = Alarm(self._tick)
         self.wake = self._alarm.set
         self._transport: asyncio.Transport | None = None
+        self._abort_handshake: Callable[[], object] | None = None
         self._is_reading_paused = False
         self._idle_since_at = time.monotonic()
         self._lingers_at = 0.0  # since when it is read only so that the client reads the last answer; 0: it is not
+
+    # ---- what the listener calls while TLS shakes hands
+
+    def accepted(self, abort: Callable[[], object]) -> None:
+        """Count the connection already; over the limit it ends here, because there is no way yet to say why."""
+        self._abort_handshake = abort
+        if not self._router.connections.add(self):
+            self._router.metrics.refused_connections.add()
+            abort()
+
+    def not_secured(self) -> None:
+        """Forget the connection."""
+        self._router.connections.remove(self)
 
     # ---- what the transport calls
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Accept the connection, or answer 503 if there are too many."""
         self._transport = cast(asyncio.Transport, transport)  # uvloop's is no subclass
+        self._abort_handshake = None
+        bound_read_ahead(transport)
         if not self._router.connections.add(self):
             self._router.metrics.refused_connections.add()
             self._refuse(Refused(503, "the router is at its limit of connections"))
@@ -143,6 +161,8 @@ class ClientConnection(asyncio.Protocol):
         while self._exchanges:
             self._exchanges.popleft().cancel()
         if self._transport is None:
+            if self._abort_handshake is not None:
+                self._abort_handshake()
             return
         if self._lingers_at and self._transport.can_write_eof():
             self._transport.write_eof()  # closing now would reset the connection while the client still sends

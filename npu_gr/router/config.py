@@ -8,6 +8,7 @@ from typing import Annotated
 import msgspec
 
 from npu_gr.access.browsers import is_loopback_name
+from npu_gr.access.tls import ClientTlsConfig, ServerTlsConfig
 from npu_gr.core.settings import Count, Seconds
 from npu_gr.router.ring import NAME
 
@@ -28,11 +29,6 @@ class InstanceConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     weight: Annotated[float, msgspec.Meta(gt=0, le=100)] = 1.0
     special: bool = True  # takes signals and their ranks, by user
     normal: bool = True  # takes what needs no prefix KV, by load
-
-    @property
-    def url(self) -> str:
-        """Scheme, host and port; an IPv6 address is in brackets."""
-        return f"http://[{self.host}]:{self.port}" if ":" in self.host else f"http://{self.host}:{self.port}"
 
 
 class DNSConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -161,6 +157,8 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     limits: LimitsConfig = LimitsConfig()
     retry: RetryConfig = RetryConfig()
     relay: PairConfig = PairConfig()
+    tls: ServerTlsConfig | None = None  # certificate and key of the addresses; None = in clear
+    instances_tls: ClientTlsConfig | None = None  # None = the instances are asked in clear
 
     def __post_init__(self) -> None:
         for field in ("user_header", "tenant_header"):

@@ -17,6 +17,7 @@ from yarl import URL
 from npu_gr.core.errors import Unavailable
 from npu_gr.router.answers import Refused, plain
 from npu_gr.router.config import InstanceConfig
+from npu_gr.router.hop import Hop
 
 _ERASED = ("204", "202")  # 202: files of the instance still hold bytes of the user, and it overwrites them
 _UNREACHABLE = "unreachable"
@@ -24,6 +25,7 @@ _UNREACHABLE = "unreachable"
 
 async def ask_all(
     http: aiohttp.ClientSession,
+    hop: Hop,
     instances: list[InstanceConfig],
     target: str,
     headers: Mapping[str, str],
@@ -33,6 +35,7 @@ async def ask_all(
 
     Args:
         http: sends the requests.
+        hop: the way to the instances.
         instances: all of them get the request at the same time.
         target: path and query.
         headers: the same for every instance.
@@ -44,12 +47,14 @@ async def ask_all(
     timeout = aiohttp.ClientTimeout(total=timeout_s)
 
     async def send(one: InstanceConfig) -> str:
-        url = URL(f"{one.url}{target}", encoded=True)
+        url = URL(f"{hop.url(one)}{target}", encoded=True)
         try:
-            async with http.delete(url, headers=headers, timeout=timeout) as answer:
+            async with http.delete(url, headers=headers, timeout=timeout, **hop.options(one)) as answer:
                 return str(answer.status)
         except TimeoutError:
             return "no answer in time"
+        except aiohttp.ClientSSLError:  # somebody listens there
+            return "TLS failed"
         except aiohttp.ClientConnectorError:
             return _UNREACHABLE
         except aiohttp.ClientError:

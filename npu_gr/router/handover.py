@@ -28,6 +28,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
 from npu_gr.core.errors import ConfigError
+from npu_gr.core.sockets import listening_sockets
 from npu_gr.core.tasks import running
 
 log = logging.getLogger(__name__)
@@ -49,20 +50,11 @@ async def bind(field: str, host: str, port: int) -> list[socket.socket]:
     Raises:
         ConfigError: an address cannot be bound.
     """
-    loop = asyncio.get_running_loop()
-    bound: list[socket.socket] = []
     try:
-        found = await loop.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        for family, address in dict.fromkeys((one[0], one[4][:2]) for one in found):
-            bound.append(socket.create_server(address, family=family, backlog=BACKLOG))
+        return await listening_sockets(host, port, BACKLOG)
     except OSError as error:
-        for one in bound:
-            one.close()
         hint = "; --take-over takes it over from a router" if error.errno == errno.EADDRINUSE else ""
         raise ConfigError(f"{field}: cannot listen on {host}:{port}: {error}{hint}") from error
-    for one in bound:
-        one.setblocking(False)
-    return bound
 
 
 class Taken:

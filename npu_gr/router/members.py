@@ -54,7 +54,7 @@ class Members:
 
     def __init__(self, config: RouterConfig, seed: int = 0) -> None:
         self._config = config
-        self._random = random.Random(seed)
+        self._random = random.Random(seed)  # noqa: S311  (load)
         self.instances: dict[str, InstanceState] = {}
         self.ring = Ring(())
         self._signalled: dict[bytes, tuple[str, float]] = {}  # user -> (instance, expires_at), oldest first

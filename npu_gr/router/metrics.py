@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily
@@ -165,6 +165,12 @@ class RouterMetrics:
         self.keys_stale = gauge("api_keys_file_stale", "1 = the key file cannot be used: older keys hold")
         self.kept_bytes = gauge("kept_bytes", "Bytes of bodies that arrive or are kept")
         self.max_kept_bytes = gauge("max_kept_bytes", "limits.max_kept_bytes")
+        self._expires_at = Gauge(
+            "npu_gr_tls_certificate_expires_at_seconds",
+            "When a certificate in force expires, in unix seconds",
+            ("of",),
+            registry=registry,
+        )
         self.connections = gauge("connections", "Connections of clients")
         self.max_connections = gauge("max_connections", "limits.max_connections")
         self.in_flight = gauge("in_flight", "Requests in the router")
@@ -180,6 +186,10 @@ class RouterMetrics:
         self.instance_s = RouterTimes(
             "instance_duration_seconds", "From sending to the answer's head, by instance", "backend", registry
         )
+
+    def observe_certificate(self, of: str, read: Callable[[], float]) -> None:
+        """Export when a certificate in force expires, read at each scrape: the files are followed."""
+        self._expires_at.labels(of).set_function(read)
 
     def placed_at(self, instance: str) -> int:
         """Count the requests that were sent to an instance since the start."""

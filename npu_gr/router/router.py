@@ -13,6 +13,7 @@ from contextlib import asynccontextmanager
 
 import aiohttp
 
+from npu_gr.access.tls import following
 from npu_gr.core.errors import BadRequest, Overloaded, Unavailable
 from npu_gr.router.access import Access
 from npu_gr.router.again import AnswerTimes, RetryBudget
@@ -20,6 +21,7 @@ from npu_gr.router.answers import plain
 from npu_gr.router.config import RouterConfig
 from npu_gr.router.connections import Connections
 from npu_gr.router.erase import ask_all
+from npu_gr.router.hop import Hop
 from npu_gr.router.instance import Check, InstanceState
 from npu_gr.router.kept import KeptBytes
 from npu_gr.router.members import Choice, Members
@@ -50,7 +52,10 @@ class Router:
         self.in_flight = 0
         self.is_draining = False
         self.taken_over = asyncio.Event()  # another router has this one's listening sockets
-        self._watcher = Watcher(config, self.members, metrics)
+        self.hop = Hop(config)
+        self._watcher = Watcher(config, self.members, metrics, self.hop)
+        if self.hop.tls is not None:
+            metrics.observe_certificate("client", self.hop.tls.expiry)
         self._http: aiohttp.ClientSession | None = None  # while running
 
     # ---- a request's course
@@ -111,7 +116,8 @@ class Router:
         """
         config = instance.config
         try:
-            return await instance.pool.connect(config.host, config.port, self.config.connect_timeout_s)
+            options = self.hop.options(config)
+            return await instance.pool.connect(config.host, config.port, self.config.connect_timeout_s, options)
         except OSError as error:
             is_gone = isinstance(error, (ConnectionRefusedError, socket.gaierror))
             instance.checked(Check.GONE if is_gone else Check.FAILED, time.monotonic())
@@ -122,8 +128,9 @@ class Router:
         """Send an erase request to every instance, and forget where the user was; `ask_all` says what is returned."""
         assert self._http is not None
         instances = [one.config for one in self.members.instances.values()]
+        target = head.target.decode("latin-1")
         try:
-            return await ask_all(self._http, instances, head.target.decode("latin-1"), head.fields(left_s), left_s)
+            return await ask_all(self._http, self.hop, instances, target, head.fields(left_s), left_s)
         finally:
             self.members.forget(head.user)
 
@@ -204,7 +211,8 @@ class Router:
             ConfigError: the instances cannot be found.
         """
         timeout = aiohttp.ClientTimeout(total=self.config.health.timeout_s)
-        async with aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0)) as http:
+        connector = aiohttp.TCPConnector(limit=0)
+        async with following(self.hop.tls), aiohttp.ClientSession(timeout=timeout, connector=connector) as http:
             self._http = http
             await self._watcher.discover()
             await self._watcher.check(http)

@@ -5,13 +5,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from socket import socket
+from ssl import SSLContext
 
-from aiohttp import web
 from prometheus_client import CollectorRegistry
 
+from npu_gr.access.browsers import is_loopback_name
+from npu_gr.access.tls import ServerTls, following
+from npu_gr.access.tls_listener import TlsListener
 from npu_gr.router.admin import build_admin_app
 from npu_gr.router.admin_runner import AdminRunner
 from npu_gr.router.client import ClientConnection
@@ -37,26 +40,34 @@ async def listening(config: RouterConfig, takes_over: bool = False) -> AsyncIter
         The router, its port and its admin port. Its `taken_over` tells that another router serves in its place.
 
     Raises:
-        ConfigError: the instances cannot be found, an address cannot be bound, or nothing is handed over.
+        ConfigError: the instances cannot be found, a certificate cannot be used, an address cannot be bound, or
+            nothing is handed over.
     """
     router = Router(config, RouterMetrics(CollectorRegistry()))
+    tls = None if config.tls is None else ServerTls(config.tls, "tls")
+    if tls is not None:
+        router.metrics.observe_certificate("server", tls.expiry)
     lag = probe_loop_lag(router.metrics.loop_lag_s.observe, router.metrics.loop_freezes.inc)
-    async with router.running(), lag, AsyncExitStack() as stack:
+    async with router.running(), lag, following(tls), AsyncExitStack() as stack:
         taken = await ask(config.host, config.port) if takes_over else Taken({}, None)
         stack.callback(taken.close)
         admins = taken.take("admin", config.admin_port)
         admins = admins or await bind("admin_host, admin_port", config.admin_host, config.admin_port)
-        admin = await _serve_admin(router, admins, stack)
+        admin = AdminRunner(build_admin_app(router), config.idle_s)
+        stack.push_async_callback(admin.cleanup)
+        await admin.setup()
+        assert admin.server is not None
+        admin_tls = None if tls is None or is_loopback_name(config.admin_host) else tls.admin
+        admin_servers = await _listen(admin.server, admins, config, admin_tls, stack)
         sockets = taken.take("requests", config.port) or await bind("host, port", config.host, config.port)
         port: int = sockets[0].getsockname()[1]
         admin_port: int = admins[0].getsockname()[1]
-        servers = await _serve_requests(router, sockets)
+        public_tls = None if tls is None else tls.public
+        servers = await _listen(lambda: ClientConnection(router), sockets, config, public_tls, stack)
 
         async def go() -> None:
-            for server in servers:
+            for server in (*servers, *admin_servers):
                 server.close()
-            for site in list(admin.sites):
-                await site.stop()
             router.taken_over.set()
 
         try:
@@ -70,18 +81,29 @@ async def listening(config: RouterConfig, takes_over: bool = False) -> AsyncIter
             await router.connections.close(config.shutdown_timeout_s)
 
 
-async def _serve_admin(router: Router, sockets: list[socket], stack: AsyncExitStack) -> web.AppRunner:
-    admin = AdminRunner(build_admin_app(router), router.config.idle_s)
-    stack.push_async_callback(admin.cleanup)
-    await admin.setup()
-    for one in sockets:
-        await web.SockSite(admin, one).start()
-    return admin
-
-
-async def _serve_requests(router: Router, sockets: list[socket]) -> list[asyncio.Server]:
+async def _listen(
+    factory: Callable[[], asyncio.BaseProtocol],
+    sockets: list[socket],
+    config: RouterConfig,
+    tls: SSLContext | None,
+    stack: AsyncExitStack,
+) -> Sequence[asyncio.Server | TlsListener]:
+    if tls is not None:
+        listener = TlsListener(
+            factory,
+            sockets,
+            tls,
+            handshake_timeout_s=config.header_timeout_s,
+            shutdown_timeout_s=config.header_timeout_s,
+            max_handshakes=config.limits.max_connections,
+        )
+        stack.push_async_callback(listener.end)
+        return [listener]
     loop = asyncio.get_running_loop()
-    return [await loop.create_server(lambda: ClientConnection(router), sock=one, backlog=BACKLOG) for one in sockets]
+    servers = [await loop.create_server(factory, sock=one, backlog=BACKLOG) for one in sockets]
+    for server in servers:
+        stack.callback(server.close)
+    return servers
 
 
 async def run(

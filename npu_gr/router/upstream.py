@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 import httptools
 
+from npu_gr.access.tls_listener import bound_read_ahead
 from npu_gr.server.headers import NOT_TAKEN
 
 # Statuses whose answers have no body, whatever their headers say.
@@ -194,6 +195,7 @@ class Upstream(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Keep the transport."""
+        bound_read_ahead(transport)
         self._transport = cast(asyncio.Transport, transport)  # uvloop's is no subclass
 
     def data_received(self, data: bytes) -> None:
@@ -254,15 +256,20 @@ class UpstreamPool:
                 return upstream
         return None
 
-    async def connect(self, host: str, port: int, timeout_s: float) -> Upstream:
+    async def connect(self, host: str, port: int, timeout_s: float, options: dict[str, Any]) -> Upstream:
         """Open a new connection, which is not idle.
+
+        Args:
+            host, port: of the instance.
+            timeout_s: for the connection, TLS included.
+            options: of `Hop`.
 
         Raises:
             OSError: nobody listens, or (TimeoutError) there was no connection in time.
         """
         loop = asyncio.get_running_loop()
         async with asyncio.timeout(timeout_s):
-            _, upstream = await loop.create_connection(lambda: Upstream(self), host, port)
+            _, upstream = await loop.create_connection(lambda: Upstream(self), host, port, **options)
         return upstream
 
     def keep(self, upstream: Upstream) -> None:

@@ -11,6 +11,7 @@ import aiohttp
 from npu_gr.core.errors import ConfigError
 from npu_gr.router.config import InstanceConfig, RouterConfig
 from npu_gr.router.discovery import find
+from npu_gr.router.hop import Hop
 from npu_gr.router.instance import Check, InstanceState
 from npu_gr.router.members import Members, ring_of
 from npu_gr.router.metrics import RouterMetrics
@@ -22,8 +23,10 @@ _SETTLE_S = 0.02  # between a failed request and the check that it causes: when 
 class Watcher:
     """Discovery and health checks of one router."""
 
-    def __init__(self, config: RouterConfig, members: Members, metrics: RouterMetrics) -> None:
+    def __init__(self, config: RouterConfig, members: Members, metrics: RouterMetrics, hop: Hop) -> None:
         self._config = config
+        self._hop = hop
+        self._untrusted: dict[str, str] = {}  # instance -> why TLS to it failed last; one line in the log for each
         self._members = members
         self._metrics = metrics
         self._listed: list[InstanceConfig] | None = None  # as they were read last
@@ -80,11 +83,18 @@ class Watcher:
             await self.check(http)
 
     async def _check_one(self, http: aiohttp.ClientSession, instance: InstanceState) -> Check:
+        url = f"{self._hop.url(instance.config)}{self._config.health.path}"
         try:
-            async with http.get(f"{instance.config.url}{self._config.health.path}") as answer:
+            async with http.get(url, **self._hop.options(instance.config)) as answer:
+                self._untrusted.pop(instance.name, None)
                 return Check.READY if answer.status == 200 else Check.UNREADY
         except aiohttp.ClientConnectorDNSError:
             return Check.GONE
+        except aiohttp.ClientSSLError as error:
+            if self._untrusted.get(instance.name) != str(error):
+                log.error("instance %s: TLS failed: %s", instance.name, error)
+                self._untrusted[instance.name] = str(error)
+            return Check.FAILED
         except aiohttp.ClientConnectorError as error:
             return Check.GONE if isinstance(error.os_error, ConnectionRefusedError) else Check.FAILED
         except (aiohttp.ClientError, OSError):  # TimeoutError is an OSError

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
+from npu_gr.access.tls import ServerTlsConfig
 from npu_gr.core.secret import SecretUrl
 from npu_gr.core.settings import Bytes, Count, Seconds
 
@@ -40,6 +41,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     trace_sample_ratio: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.01  # of requests without a traceparent
     api_keys_file: str | None = None  # as `npu-gr keys` writes it; None = callers need no key
     allow_unauthenticated: bool = False  # serve on a public address without keys
+    tls: ServerTlsConfig | None = None  # certificate and key of the addresses; None = in clear
 
     def __post_init__(self) -> None:
         for text in self.trusted_proxies:

@@ -45,7 +45,7 @@ def from_error(error: BaseException, request_id: str) -> web.Response:
         if isinstance(error, Overloaded):
             answer.headers["Retry-After"] = f"{max(1, round(error.retry_after_s))}"
             if error.reason is not Refusal.RATE:  # a rate does not end in milliseconds
-                answer.headers[RETRY_AFTER_MS] = f"{random.choice(RETRY_MS)}"
+                answer.headers[RETRY_AFTER_MS] = f"{random.choice(RETRY_MS)}"  # noqa: S311  (spread)
         elif error.status == 503:
             answer.headers["Retry-After"] = "1"
             if isinstance(error, NotTaken):

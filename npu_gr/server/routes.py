@@ -8,6 +8,7 @@ from pathlib import Path
 from aiohttp import web
 
 from npu_gr.access.key_ring import KeyRefusal, KeyRing
+from npu_gr.access.tls import ServerTls, following
 from npu_gr.core.tasks import running
 from npu_gr.metrics.pauses import noted_pauses
 from npu_gr.metrics.registry import Metrics
@@ -16,6 +17,7 @@ from npu_gr.server.admin_routes import CatalogueRoutes, ModelRoutes, VectorsRout
 from npu_gr.server.config import ServerConfig
 from npu_gr.server.debug.user import UserRoutes
 from npu_gr.server.entrance.entrance import ENTRANCE, Entrance
+from npu_gr.server.entrance.tls_site import TLS
 from npu_gr.server.health_routes import HealthRoutes
 from npu_gr.server.kind_routes import kind_routes
 from npu_gr.server.loop_lag import probe_loop_lag
@@ -38,11 +40,12 @@ def build_web_app(
         tracing: None = trace ids, but no spans.
 
     Raises:
-        ConfigError: the key file cannot be used.
+        ConfigError: the key file or the certificate cannot be used.
     """
     keys = KeyRing(Path(config.api_keys_file) if config.api_keys_file else None)
     keys.on_refused = metrics.keys.refused
     metrics.keys.observe(KeyRefusal, lambda: len(keys), lambda: keys.is_stale)
+    tls = None if config.tls is None else ServerTls(config.tls, "server.tls")
     access_log = AccessLog(config)
     entrance = Entrance(config, service.door, metrics, keys)
     metrics.process.observe_ready(service.is_ready)
@@ -60,13 +63,17 @@ def build_web_app(
     ):
         app.add_routes(group.routes())
 
+    process = metrics.process
+
     async def background(_: web.Application) -> AsyncIterator[None]:
-        process = metrics.process
         with noted_pauses(process.gc_paused) as drain:
             lag = probe_loop_lag(process.loop_lagged, process.loop_froze, drain)
-            async with lag, running(keys.follow()), running(entrance.watch()):
+            async with lag, running(keys.follow()), running(entrance.watch()), following(tls):
                 yield
 
     app.cleanup_ctx.append(background)
     app[ENTRANCE] = entrance
+    if tls is not None:
+        app[TLS] = tls
+        process.observe_certificate("server", tls.expiry)
     return app

@@ -11,11 +11,13 @@ from typing import Any
 
 from aiohttp import web
 
+from npu_gr.access.tls import ServerTls
 from npu_gr.core.errors import ConfigError
-from npu_gr.server.config import ServerConfig
+from npu_gr.server.config import ServerConfig, is_loopback
 from npu_gr.server.entrance.entrance import ENTRANCE
 from npu_gr.server.entrance.listener import Listener
 from npu_gr.server.entrance.runner import DoorRunner
+from npu_gr.server.entrance.tls_site import TLS
 
 log = logging.getLogger(__name__)
 
@@ -46,7 +48,7 @@ async def serve(
     runner = DoorRunner(app, shutdown_timeout=config.shutdown_timeout_s)
     await runner.setup()
     try:
-        ports = [await _listen(runner, listener, config.backlog) for listener in app[ENTRANCE].listeners]
+        ports = [await _listen(runner, listener, config, app.get(TLS)) for listener in app[ENTRANCE].listeners]
         on_listening(ports[0], ports[-1])
         if ready is not None:
             ready.set()
@@ -61,15 +63,21 @@ async def serve(
     log.info("stopped")
 
 
-async def _listen(runner: DoorRunner, listener: Listener, backlog: int) -> int:
+async def _listen(runner: DoorRunner, listener: Listener, config: ServerConfig, tls: ServerTls | None) -> int:
     field = "" if listener.is_public else "admin_"
+    context = None
+    if tls is not None and listener.is_public:
+        context = tls.public
+    elif tls is not None and not is_loopback(listener.host):
+        context = tls.admin
     try:
-        port = await runner.listen(listener, backlog)
+        port = await runner.listen(listener, config, context)
     except OSError as error:
         raise ConfigError(
             f"server.{field}host, server.{field}port: cannot listen on {listener.host}:{listener.port}: {error}"
         ) from error
-    log.info("%slistening on %s:%d", "" if listener.is_public else "admin ", listener.host, port)
+    what = "" if listener.is_public else "admin "
+    log.info("%slistening on %s:%d%s", what, listener.host, port, "" if context is None else ", TLS")
     return port
 
 

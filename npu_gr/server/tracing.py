@@ -40,7 +40,7 @@ class Tracing:
         trace = begin(traceparent)
         if self._tracer is None:
             return trace, None
-        if not (trace.is_sampled if trace.parent_id else random.random() < self._sample_ratio):
+        if not (trace.is_sampled if trace.parent_id else random.random() < self._sample_ratio):  # noqa: S311  (a sample)
             return trace, None
         span = _server_span(self._tracer, name, trace)
         ids = span.get_span_context()

@@ -110,7 +110,7 @@ class Fleet:
         self.members = members(config)
         names = list(self.members.instances)
         kept = min(config.sampled_instances or len(names), len(names))
-        chosen = random.Random(config.seed).sample(names, kept)
+        chosen = random.Random(config.seed).sample(names, kept)  # noqa: S311  (a sample)
         self.instances = {name: SimulatedInstance(config, profile, name) for name in sorted(chosen)}
         self._is_sampled = kept < len(names)
         self._tasks: set[asyncio.Task[None]] = set()

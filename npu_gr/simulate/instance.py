@@ -46,7 +46,7 @@ class SimulatedInstance:
         self._config = config
         self._profile = profile
         self._loop = asyncio.get_running_loop()
-        self._source = random.Random(f"{config.seed} {name}")
+        self._source = random.Random(f"{config.seed} {name}")  # noqa: S311  (simulated)
         clock = self._loop.time
         times = PassTimes(profile, self._source)
         self.scheduler = VirtualScheduler(config.scheduler, times)

@@ -133,7 +133,7 @@ def _rows(path: Path, user: UserKey) -> Searched:
     try:
         with closing(sqlite3.connect(f"{path.absolute().as_uri()}?{options}", uri=True, isolation_level=None)) as db:
             for table in ("users", "chunks", "keys"):
-                sql = f"SELECT count(*) FROM {table} WHERE user = ?"  # the names are those above
+                sql = f"SELECT count(*) FROM {table} WHERE user = ?"  # noqa: S608  (the names are those above)
                 num += db.execute(sql, (key_bytes(user),)).fetchone()[0]
     except sqlite3.Error as error:
         return Searched(place="store", what=f"rows of {path}", verdict="not searched", note=str(error))

@@ -24,6 +24,7 @@ import numpy as np
 import numpy.typing as npt
 from rich.table import Table
 
+from npu_gr.access.calling import calling_context
 from npu_gr.core.errors import Unavailable
 from npu_gr.features.interactions import Interactions
 from npu_gr.train.metrics import hit_ratio, ndcg
@@ -231,7 +232,7 @@ class EvaluationClient:
         self._url = base_url
 
     async def __aenter__(self) -> EvaluationClient:
-        self._http = aiohttp.ClientSession(self._url)
+        self._http = aiohttp.ClientSession(self._url, connector=aiohttp.TCPConnector(ssl=calling_context()))
         return self
 
     async def __aexit__(self, *_error: object) -> None:

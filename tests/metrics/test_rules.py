@@ -76,6 +76,7 @@ AGE = 'npu_gr_catalogue_age_seconds{instance="a"}'
 STALE, KEYS = 'npu_gr_api_keys_file_stale{instance="a"}', 'npu_gr_api_keys{instance="a"}'
 WRONG = 'npu_gr_api_keys_refused_total{instance="a",reason="unknown"}'
 RELOAD = 'npu_gr_last_reload_successful{instance="a",what="configuration"}'
+EXPIRES = 'npu_gr_tls_certificate_expires_at_seconds{instance="a",of="server"}'
 BREAKER = 'npu_gr_store_breaker_open{instance="a",store="%s",lane="writes"}'
 CALLS = 'npu_gr_store_calls_total{instance="a",operation="%s",result="%s"}'
 DEGRADED = 'npu_gr_history_degraded_total{instance="a",source="last_known",fault="store_slow"}'
@@ -193,6 +194,8 @@ CAUSES: list[Case] = [
     *one("NpuGrApiKeysFileStale", {STALE: "1x9"}, {STALE: "0 1 0 0 0 0 0 0 0 0"}, 8, **INSTANCE),
     *one("NpuGrNoApiKeys", {KEYS: "0x20", WRONG: "0+9x20"}, {KEYS: "0x20", WRONG: "0x20"}, 15, **INSTANCE),
     Case({KEYS: "1x20", WRONG: "0+9x20"}, 15, {}, ["NpuGrNoApiKeys"]),
+    # Prometheus' tests begin in 1970
+    *one("NpuGrCertificateExpires", {EXPIRES: "1209000x70"}, {EXPIRES: "1300000x70"}, 65, instance="a", of="server"),
     *one("NpuGrCatalogueOld", {AGE: "700000x70"}, {AGE: "600000x70"}, 65, **INSTANCE),
 ]
 
@@ -269,6 +272,7 @@ def as_test(case: Case) -> dict[str, Any]:
                         .replace("{{ $labels.where }}", "reload")
                         .replace("{{ $labels.what }}", "configuration")
                         .replace("{{ $labels.lane }}", "writes")
+                        .replace("{{ $labels.of }}", "server")
                         .replace("{{ $labels.stream }}", "stdout")
                         for name, text in ALERTS[alert]["annotations"].items()
                     },

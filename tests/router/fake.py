@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ssl
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
@@ -34,13 +35,13 @@ class Fake:
         self.num_checks = 0
         self._runner: web.AppRunner | None = None
 
-    async def start(self) -> None:
+    async def start(self, tls: ssl.SSLContext | None = None) -> None:
         app = web.Application(client_max_size=1 << 26)
         app.router.add_get("/readyz", self._ready)
         app.router.add_route("*", "/{path:.*}", self._answer)
         self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=0.1)
         await self._runner.setup()
-        await web.TCPSite(self._runner, "127.0.0.1", self.port).start()
+        await web.TCPSite(self._runner, "127.0.0.1", self.port, ssl_context=tls).start()
         self.port = self._runner.addresses[0][1]
 
     async def stop(self) -> None:
@@ -87,13 +88,22 @@ class Fake:
 class Site:
     """Fake instances, the router in front of them, and an HTTP client."""
 
-    def __init__(self, fakes: list[Fake], router: Router, port: int, admin: str, http: aiohttp.ClientSession) -> None:
+    def __init__(
+        self,
+        fakes: list[Fake],
+        router: Router,
+        port: int,
+        admin: str,
+        http: aiohttp.ClientSession,
+        trusts: ssl.SSLContext | None,
+    ) -> None:
         self.fakes = fakes
         self.router = router
         self.port = port
         self.admin = admin
         self.http = http
-        self.url = f"http://127.0.0.1:{port}"
+        self.trusts = trusts
+        self.url = f"{'http' if trusts is None else 'https'}://127.0.0.1:{port}"
 
     async def post(self, path: str, user: str | None = "u", **headers: str) -> tuple[int, dict[str, Any], Any]:
         given = {name.replace("_", "-"): value for name, value in headers.items()}
@@ -132,13 +142,24 @@ def table(fakes: list[Fake], **sections: Any) -> dict[str, Any]:
 
 
 @asynccontextmanager
-async def site(num: int = 3, **sections: Any) -> AsyncIterator[Site]:
+async def site(
+    num: int = 3, instances: ssl.SSLContext | None = None, trusts: ssl.SSLContext | None = None, **sections: Any
+) -> AsyncIterator[Site]:
+    """Fakes behind a router.
+
+    Args:
+        num: of fakes.
+        instances: what the fakes listen with; None = in clear.
+        trusts: of the client of a router with a section `tls`.
+        sections: of the router's configuration.
+    """
     async with AsyncExitStack() as stack:
         fakes = [Fake(f"i{i}") for i in range(num)]
         for fake in fakes:
-            await fake.start()
+            await fake.start(instances)
             stack.push_async_callback(fake.stop)
         config = from_table(table(fakes, **sections), RouterConfig)
         router, port, admin_port = await stack.enter_async_context(listening(config))
-        http = await stack.enter_async_context(aiohttp.ClientSession())
-        yield Site(fakes, router, port, f"http://127.0.0.1:{admin_port}", http)
+        connector = aiohttp.TCPConnector(ssl=trusts or True)
+        http = await stack.enter_async_context(aiohttp.ClientSession(connector=connector))
+        yield Site(fakes, router, port, f"http://127.0.0.1:{admin_port}", http, trusts)

@@ -21,6 +21,7 @@ class Ended(StrEnum):
     UNREAD = auto()  # the caller did not read its answer
     EVICTED = auto()  # it was idle, and a new one needed the place
     REFUSED = auto()  # it was new, and there was no place
+    HANDSHAKE = auto()  # TLS came to nothing: another protocol, no certificate that we trust, too slow
 
 
 class ObservedDoor(Protocol):

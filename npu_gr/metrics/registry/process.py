@@ -26,6 +26,9 @@ class ProcessMetrics:
         pauses = make.histogram("gc_pause_seconds", "Pauses of the garbage collector.", LAG_S, ("generation",))
         self._gc_s = [pauses.labels(str(generation)) for generation in range(3)]
         self._limits = make.gauge("limit", "Effective limits: requests, jobs, rows, tokens, bytes, seconds.", ("name",))
+        self._expires_at = make.gauge(
+            "tls_certificate_expires_at_seconds", "When a certificate in force expires, in unix seconds.", ("of",)
+        )
         self._ready = make.gauge("ready", "1 while new work is welcome.")
         self._build = Info("npu_gr_build", "What is running.", registry=make.registry)
         recorded = make.counter("recorded_total", "Requests offered to the recorder.", ("result",))
@@ -46,6 +49,10 @@ class ProcessMetrics:
     def observe_ready(self, read: Callable[[], tuple[bool, str]]) -> None:
         """Export whether new work is welcome, read at each scrape."""
         self._ready.set_function(lambda: read()[0])
+
+    def observe_certificate(self, of: str, read: Callable[[], float]) -> None:
+        """Export when a certificate in force expires, read at each scrape: the files are followed."""
+        self._expires_at.labels(of).set_function(read)
 
     def observe_limits(self, named: Mapping[str, Callable[[], float]]) -> None:
         """Export the limits in force, read at each scrape: a reload may change them."""

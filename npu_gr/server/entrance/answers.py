@@ -93,4 +93,4 @@ def over_rate(detail: str) -> bytes:
 
 def overloaded() -> bytes:
     """Refuse a request for load."""
-    return random.choice(_OVERLOADED)
+    return random.choice(_OVERLOADED)  # noqa: S311  (spread)

@@ -14,15 +14,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import socket
 import sys
+import termios
 import time
+from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any, cast
 
 from aiohttp import web
 
 from npu_gr.access.keys import Key
+from npu_gr.access.tls_listener import bound_read_ahead
 from npu_gr.admission.door import Slot, Ticket
 from npu_gr.core.errors import BadRequest, Forbidden, Overloaded, Unauthorized
 from npu_gr.core.kinds import Kind
@@ -42,6 +46,7 @@ class Connection(web.RequestHandler):
     """The protocol object of one connection."""
 
     __slots__ = (
+        "_abort_handshake",
         "_answering_since_at",
         "_came_in_pieces",
         "_chunks",
@@ -111,14 +116,29 @@ class Connection(web.RequestHandler):
         self._idle: asyncio.Future[None] | None = None
         self._answering_since_at: float | None = None
         self._closed_at: float | None = None
+        self._abort_handshake: Callable[[], object] | None = None  # while TLS shakes hands
         self._wire: asyncio.Transport | None = None  # the transport, also after aiohttp has let go of it
         self._read_at = 0.0  # when the first byte of the present request was read
         self._socket: socket.socket | None = None  # of the transport; None = no TCP of Linux
 
     # ---- the connection
 
+    def accepted(self, abort: Callable[[], object]) -> None:
+        """TLS shakes hands: the connection counts already, and has as long as for the head of a request."""
+        self.began_at = time.monotonic()
+        self._abort_handshake = abort
+        self._entrance.opened(self)
+
+    def not_secured(self) -> None:
+        """The handshake came to nothing; if it was aborted, the entrance knows why."""
+        if self._abort_handshake is not None:
+            self._entrance.not_secured()
+        self._entrance.closed(self)
+
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
+        self._abort_handshake = None
+        bound_read_ahead(transport)
         self.began_at = time.monotonic()
         self._wire = cast("asyncio.Transport", transport)
         self._socket = _same_socket(transport.get_extra_info("socket"))
@@ -180,17 +200,22 @@ class Connection(web.RequestHandler):
         """Close at once, whatever has not left."""
         if self._wire is not None:
             self._wire.abort()
+        elif self._abort_handshake is not None:
+            self._abort_handshake()
+            self._abort_handshake = None
 
     def end(self, answer: bytes) -> None:
         """Write an answer and close."""
         if self.transport is not None:
             self.transport.write(answer)
+        self._unread = b""
+        self._release()  # now: over TLS the farewell of a caller may never come
         self.force_close()
 
     @property
     def has_unread_answer(self) -> bool:
         """Whether an answer was written that its caller has not read."""
-        return self._closed_at is not None or self._answering_since_at is not None
+        return self._closed_at is not None or self._answering_since_at is not None or self._is_unsent()
 
     def limit_at(self) -> tuple[float, bytes | None]:
         """Say until when the connection may be as it is, and with which answer it ends then."""
@@ -199,6 +224,8 @@ class Connection(web.RequestHandler):
             return self._closed_at + config.write_timeout_s, None
         if self.state is State.IDLE:
             since_s = config.idle_timeout_s if self.served else config.header_timeout_s
+            if self.served and self._is_unsent():
+                since_s = min(since_s, config.write_timeout_s)
             return self.began_at + since_s, None
         if self.state is State.RECEIVING:
             if self._head is None:
@@ -210,13 +237,19 @@ class Connection(web.RequestHandler):
             return self._answering_since_at + config.write_timeout_s, None
         return float("inf"), None
 
+    def _is_unsent(self) -> bool:
+        """Whether the last answer is still here although it counts as written: TLS takes in whole answers at once."""
+        if self._wire is None or self._socket is None or self._wire.get_extra_info("sslcontext") is None:
+            return False
+        return any(fcntl.ioctl(self._socket, termios.TIOCOUTQ, bytes(4)))  # bytes that the kernel has not got rid of
+
     # ---- a request
 
     def data_received(self, data: bytes) -> None:
         if not data:  # aiohttp goes on with what its parser holds
             super().data_received(data)
             return
-        if self.state is State.HELD:
+        if self.state is State.HELD or self._force_close:  # TLS reads on until its caller has said farewell
             return
         if not self._unread:
             self._unread = data
@@ -489,7 +522,7 @@ class Connection(web.RequestHandler):
             self.slot.leave()
             self.slot = None
         if self._close_when_idle and self.transport is not None and not self._unread:
-            self._loop.call_soon(super().close)
+            self._loop.call_soon(self.force_close)  # aiohttp's `close` leaves a connection open that it has not served
         elif self._unread and not self._is_paused:
             self._resume_transport_reading()
         if self._idle is not None and not self._idle.done():

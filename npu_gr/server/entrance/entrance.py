@@ -107,10 +107,14 @@ class Entrance:
             # several at once: to look at all of them for each new connection would be what an attacker wants
             for old in heapq.nsmallest(1 + len(idle) // 64, idle, key=_last_to_go):
                 self._metrics.door.ended(Ended.EVICTED)
-                old.force_close()
-        else:
+                old.abort()  # it has nothing to read; over TLS a farewell would wait for its caller
+        elif connection.transport is not None:  # else it is told after the handshake
             self._metrics.door.ended(Ended.REFUSED)
             connection.end(answers.TOO_MANY_CONNECTIONS)
+
+    def not_secured(self) -> None:
+        """Count a connection whose TLS handshake came to nothing."""
+        self._metrics.door.ended(Ended.HANDSHAKE)
 
     def closed(self, connection: Visitor) -> None:
         """Forget a connection."""

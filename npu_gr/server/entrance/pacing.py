@@ -80,7 +80,7 @@ class Pacer:
         if not retried:
             return
         pause_s = min((len(self._paused) + self._num_waiting() + 1) / self.refusals_per_s, MOST_S)
-        resume_at = now_at + pause_s * random.uniform(1 - SPREAD, 1 + SPREAD)
+        resume_at = now_at + pause_s * random.uniform(1 - SPREAD, 1 + SPREAD)  # noqa: S311  (spread)
         number = self._paused[connection] = next(self._numbers)
         heapq.heappush(self._heap, (resume_at, number, connection))
         connection.pause()

@@ -5,13 +5,16 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from functools import partial
+from ssl import SSLContext
 from typing import Any
 
 from aiohttp import web
 
+from npu_gr.server.config import ServerConfig
 from npu_gr.server.entrance.connection import Connection
 from npu_gr.server.entrance.entrance import ENTRANCE, Entrance
 from npu_gr.server.entrance.listener import Listener
+from npu_gr.server.entrance.tls_site import TlsSite
 
 _FOREVER_S = 86_400.0 * 365  # aiohttp's own keep-alive timer is not used: the entrance knows what a connection is doing
 
@@ -27,19 +30,24 @@ class DoorRunner(web.AppRunner):
         made = await super()._make_server()
         return _Server(made, self._entrance)
 
-    async def listen(self, listener: Listener, backlog: int) -> int:
+    async def listen(self, listener: Listener, config: ServerConfig, tls: SSLContext | None) -> int:
         """Listen at an address; returns its port.
 
         Args:
             listener: names it, and says what it serves.
-            backlog: connections that the kernel accepts before the event loop does.
+            config: limits of connections.
+            tls: None = in clear.
 
         Raises:
             OSError: the address cannot be bound.
         """
-        site = _Site(self, self._maker(listener), listener, backlog)
+        make = self._maker(listener)
+        site = (
+            _Site(self, make, listener, config.backlog) if tls is None else TlsSite(self, make, listener, config, tls)
+        )
         await site.start()
-        return site.port
+        port: int = self.addresses[-1][1]
+        return port
 
     async def listen_at(self, listener: Listener, path: str) -> None:
         """Listen at a Unix socket."""
@@ -63,10 +71,9 @@ class _Site(web.TCPSite):
     async def start(self) -> None:
         await web.BaseSite.start(self)
         server = await asyncio.get_running_loop().create_server(
-            self._make, self._host, self._port, ssl=self._ssl_context, backlog=self._backlog
+            self._make, self._host, self._port, backlog=self._backlog
         )
         self._server = server
-        self._bound_port = server.sockets[0].getsockname()[1]
 
 
 class _UnixSite(web.UnixSite):

@@ -6,19 +6,23 @@ import asyncio
 import contextlib
 import dataclasses
 import json
+import ssl
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from typing import Any
 
 import numpy as np
 import pytest
 
+from npu_gr.access.tls import ServerTlsConfig
 from npu_gr.metrics.registry import Metrics
 from npu_gr.server.entrance.connection import REFUSED_AT_ONCE, Connection
 from npu_gr.server.entrance.entrance import ENTRANCE, Entrance
 from npu_gr.server.entrance.framing import MAX_HEAD_BYTES
+from npu_gr.server.entrance.tls_site import TLS
+from tests.certificates import Authority
 from tests.server.examples import EXAMPLES
 from tests.server.fake import FakeService, serving_fake
 from tests.serving import until
@@ -62,9 +66,18 @@ class Site:
         self.metrics = metrics
         self.entrance: Entrance = client.server.app[ENTRANCE]
         self.raws: list[Raw] = []
+        self.port: int = client.port
+        self.tls: ssl.SSLContext | None = None
+
+    async def listen_over_tls(self, authority: Authority) -> None:
+        app = self.client.server.app
+        runner = self.client.server.runner
+        self.entrance.everything.host = "127.0.0.1"
+        self.port = await runner.listen(self.entrance.everything, self.entrance.config, app[TLS].public)
+        self.tls = authority.client()
 
     async def connect(self) -> Raw:
-        self.raws.append(Raw(*await asyncio.open_connection("127.0.0.1", self.client.port)))
+        self.raws.append(Raw(*await asyncio.open_connection("127.0.0.1", self.port, ssl=self.tls)))
         return self.raws[-1]
 
     def count(self, name: str, **labels: str) -> float | None:
@@ -72,11 +85,28 @@ class Site:
         return self.metrics.registry.get_sample_value(f"npu_gr_{name}", labels)
 
 
+OVER_TLS: list[Authority] = []  # while a test runs over TLS, its authority
+
+
+@pytest.fixture(params=["clear", "tls"], autouse=True)
+def over(request: pytest.FixtureRequest, authority: Authority) -> Iterator[None]:
+    """Every test runs in clear and over TLS."""
+    if request.param == "tls":
+        OVER_TLS.append(authority)
+    yield
+    OVER_TLS.clear()
+
+
 @asynccontextmanager
 async def site(**settings: Any) -> AsyncIterator[Site]:
+    if OVER_TLS:
+        pair = OVER_TLS[0].issue("127.0.0.1")
+        settings["tls"] = ServerTlsConfig(certificate=str(pair.certificate), key=str(pair.key))
     service = FakeService({name: example.answer for name, example in EXAMPLES.items()})
     async with serving_fake(service, **settings) as (client, metrics):
         at = Site(client, service, metrics)
+        if OVER_TLS:
+            await at.listen_over_tls(OVER_TLS[0])
         try:
             yield at
         finally:
@@ -162,6 +192,22 @@ async def test_clients_that_retry_at_once_are_paused_and_read_when_there_is_room
         for raw in raws:
             assert (await raw.answer())[0] in (200, 429)
         assert len(at.entrance.pacer) == 0
+
+
+async def test_what_a_paused_connection_sends_stays_with_its_sender() -> None:
+    async with site() as at:
+        raw = await at.connect()
+        raw.send(WHOLE)
+        await raw.answer()
+        (connection,) = at.entrance._connections
+        connection.pause()
+        raw.send(b" " * 8_000_000)
+        kept = [-1, -1, -1, -2]
+        while len(set(kept[-4:])) > 1:  # until nothing moves
+            await asyncio.sleep(0.05)
+            kept.append(raw.writer.transport.get_write_buffer_size())
+        wire = connection._wire  # type: ignore[attr-defined]
+        assert at.tls is None or wire.get_read_buffer_size() < 200_000
 
 
 async def test_requests_that_were_pipelined_wait_with_their_paused_connection() -> None:
@@ -282,8 +328,8 @@ async def test_what_does_not_become_a_request_ends_in_words(
         assert got == status
         assert detail in body.decode()
         assert headers["connection"] == "close"
-        assert await raw.is_closed()
         assert at.entrance.receiving_bytes == 0
+        assert await raw.is_closed()
         assert not at.service.served
         assert at.count("requests_total", route="none", code=str(status)) == 1
 

@@ -1,0 +1,85 @@
+"""Commands that call an instance do so over TLS, with mutual TLS too, and trust nobody whom they were not told to."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from npu_gr.access.calling import VARIABLES, calling_context
+from npu_gr.core.errors import ConfigError
+from tests.certificates import Authority
+from tests.server.test_tls import Running, serving_tls
+
+
+@pytest.fixture
+async def instance(authority: Authority) -> AsyncIterator[Running]:
+    async with serving_tls(authority, authority.ca) as one:
+        yield one
+
+
+async def run(*words: str) -> tuple[int, str]:
+    """Run a command; returns its exit code and what it wrote."""
+    environment = {name: value for name, value in os.environ.items() if name not in VARIABLES}
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "npu_gr", *words),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+        env=environment,
+    )
+    async with asyncio.timeout(120):
+        written, _ = await process.communicate()
+    assert process.returncode is not None
+    return process.returncode, written.decode()
+
+
+def files(authority: Authority) -> Sequence[str]:
+    own = authority.issue("operator")
+    return ("--ca", str(authority.ca), "--cert", str(own.certificate), "--cert-key", str(own.key))
+
+
+async def test_a_replay_in_two_processes(authority: Authority, instance: Running, tmp_path: Path) -> None:
+    log = tmp_path / "log.jsonl"
+    lines = ({"ts": 0.01 * i, "kind": "rank", "user_id": f"u{i}", "candidates": [1, 2]} for i in range(20))
+    log.write_text("".join(json.dumps(one) + "\n" for one in lines))
+    words = ("replay", str(log), "--url", instance.url, "--no-signals", "--closed", "1", "--timeout-ms", "20000")
+    code, text = await run(*files(authority), *words, "--processes", "2")
+    assert code == 0, text
+    assert instance.entrance.door.admitted == 0
+    answered = [instance.count("requests_total", route="/v1/rank", code=code) or 0 for code in ("200", "429")]
+    assert sum(answered) == 20, text  # on a busy machine some are refused
+    assert answered[0] > 0, text
+
+
+async def test_a_bundle(authority: Authority, instance: Running, tmp_path: Path) -> None:
+    out = tmp_path / "bundle.tar.gz"
+    words = ("bundle", "--url", instance.url, "--out", str(out))
+    code, text = await run(*files(authority), *words)
+    assert code == 0, text
+    assert out.stat().st_size > 0
+    out.unlink()
+    for told in ((), files(authority)[:2]):  # trusts nobody; shows nothing
+        code, text = await run(*told, *words)
+        assert code == 2
+        assert "no bundle from" in text
+    assert not out.exists()
+
+
+def test_files_that_cannot_be_used_are_refused(
+    authority: Authority, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for name in VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    calling_context()
+    monkeypatch.setenv("NPU_GR_CA", str(tmp_path / "none"))
+    with pytest.raises(ConfigError, match=r"--ca, .*none: not usable for TLS: No such file"):
+        calling_context()
+    monkeypatch.setenv("NPU_GR_CA", "")
+    monkeypatch.setenv("NPU_GR_CERT", str(authority.ca))
+    with pytest.raises(ConfigError, match=r"NPU_GR_CERT_KEY\): certificate, key: give both or neither"):
+        calling_context()

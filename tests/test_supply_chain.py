@@ -1,0 +1,87 @@
+"""What the image installs is known by hash, is what pyproject.toml asks for, and can be listed."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from packaging.version import Version
+
+ROOT = Path(__file__).parent.parent
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+EXTRAS = ("redis", "zstd", "otel")  # of the image, as in the Makefile
+LOCKS = [ROOT / "deploy" / name for name in ("requirements.lock", "requirements-build.lock")]
+
+
+def locked(path: Path) -> dict[str, tuple[Version, list[str]]]:
+    """Name -> version and hashes."""
+    found = {}
+    lines = [line for line in path.read_text().splitlines() if line and not line.lstrip().startswith("#")]
+    for entry in re.split(r"\n(?=\S)", "\n".join(lines)):
+        match = re.match(r"([a-z0-9-]+)==(\S+) \\\n", entry)
+        assert match is not None, entry
+        found[match[1]] = (Version(match[2]), re.findall(r"--hash=sha256:([0-9a-f]{64})(?:\s|$)", entry))
+    return found
+
+
+@pytest.mark.parametrize("path", LOCKS, ids=lambda path: path.name)
+def test_every_entry_has_hashes_and_nothing_else(path: Path) -> None:
+    for name, (_, hashes) in locked(path).items():
+        assert hashes, name
+        assert len(hashes) == len(set(hashes)), name
+    assert not re.search(r"://|file:|--index|--find-links|-e ", path.read_text())
+
+
+def test_the_lock_has_what_the_project_asks_for() -> None:
+    asked = [*PROJECT["dependencies"], *(one for extra in EXTRAS for one in PROJECT["optional-dependencies"][extra])]
+    found = locked(LOCKS[0])
+    for text in asked:
+        requirement = Requirement(text)
+        if requirement.name == "torch":  # the base image's
+            continue
+        version, _ = found[canonicalize_name(requirement.name)]
+        assert requirement.specifier.contains(version), text
+    assert not [name for name in found if re.match("torch|nvidia|triton", name)]
+
+
+def test_versions_with_published_holes_are_refused() -> None:
+    floors = {Requirement(text).name: Requirement(text).specifier for text in PROJECT["dependencies"]}
+    for name, bad in (("aiohttp", "3.13.3"), ("orjson", "3.11.5"), ("torch", "2.5.1")):
+        assert not floors[name].contains(bad), name
+
+
+def test_the_image_is_made_of_the_lock_and_runs_as_nobody() -> None:
+    text = (ROOT / "deploy" / "Dockerfile").read_text()
+    build, last = re.split(r"(?m)^FROM ", text)[1:]
+    installs = re.findall(r"pip install [^\n]+", build)
+    assert len(installs) == 3
+    for one in installs:
+        assert "--require-hashes" in one or "--no-index" in one
+    assert not re.search(r"pip install|apt-get|g\+\+", last)
+    assert re.search(r"(?m)^USER 10001:10001$", last)
+    assert "Not built here" in text
+    copied = {word for line in re.findall(r"(?m)^COPY (?!--from)(.+) \S+$", text) for word in line.split()}
+    assert all((ROOT / name).exists() for name in copied)
+    kept = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
+    for name in copied:
+        assert any(Path(name).match(one) or name.startswith(f"{one}/") for one in kept), name
+
+
+def test_the_list_of_the_image_is_made_from_the_lock(tmp_path: Path) -> None:
+    if shutil.which("cyclonedx-py", path=str(Path(sys.executable).parent)) is None:
+        pytest.skip("needs cyclonedx-bom (in the extra dev)")
+    out = tmp_path / "sbom.json"
+    command = [str(Path(sys.executable).parent / "cyclonedx-py"), "requirements", "--output-reproducible"]
+    subprocess.run([*command, "--output-file", out, LOCKS[0]], check=True, capture_output=True, timeout=120)
+    made = json.loads(out.read_text())
+    assert made["bomFormat"] == "CycloneDX"
+    listed = {one["name"]: one["version"] for one in made["components"]}
+    assert listed == {name: str(version) for name, (version, _) in locked(LOCKS[0]).items()}
