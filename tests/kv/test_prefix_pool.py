@@ -389,6 +389,21 @@ def test_a_prefix_that_is_extended_again_and_again_and_never_ranked_is_wasted() 
     assert prefixes.shares.asking("v").credit == CREDIT
 
 
+def test_the_instance_s_own_work_takes_what_no_rank_waits_for_and_no_tenant_s_share() -> None:
+    prefixes, _ = pool(4)
+    entries = [filled(prefixes, key(str(n), tenant="e"), is_signalled=True) for n in range(4)]
+    own = key()
+    with pytest.raises(PoolExhausted):
+        prefixes.reserve(own, 4, is_own=True)
+    with prefixes.lease(entries[1], consume=True):
+        pass
+    lent = prefixes.reserve(own, 4, is_own=True)  # of a tenant that is not over its share: nobody else wants any
+    assert prefixes.get(entries[1].key) is None
+    assert not prefixes.room("e", 4).is_at_share
+    prefixes.abandon(lent)
+    prefixes.check()
+
+
 def test_invented_tenants_cost_nothing_and_together_get_what_one_gets() -> None:
     prefixes, _ = pool(4 * MAX_TENANTS)
     prefixes.shares.weights = {"v": float(MAX_TENANTS)}
