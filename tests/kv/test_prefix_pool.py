@@ -340,6 +340,19 @@ def test_a_tenant_within_its_share_takes_what_was_signalled_and_never_ranked_fir
     prefixes.check()
 
 
+@pytest.mark.parametrize("asks", ["e", "w"])
+def test_nobody_takes_what_a_tenant_within_its_share_has_left_to_read(asks: str) -> None:
+    prefixes, _ = pool(8)
+    gone: list[PrefixEntry] = []
+    prefixes.on_evict = gone.append
+    for tenant, count in (("v", 2), ("e", 6)):  # all ranked; those of v are the oldest
+        for n in range(count):
+            with prefixes.lease(filled(prefixes, key(str(n), tenant=tenant)), consume=True):
+                pass
+    filled(prefixes, key("new", tenant=asks))
+    assert [entry.key for entry in gone] == [key("0", tenant="e")]
+
+
 def test_a_tenant_alone_may_have_everything_and_again_once_the_others_have_gone() -> None:
     prefixes, clock = pool(4)
     filled(prefixes, key("v", tenant="v"))
