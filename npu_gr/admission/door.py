@@ -41,13 +41,11 @@ from npu_gr.admission.pace import Pace
 from npu_gr.admission.turns import Turns
 from npu_gr.core.errors import Overloaded
 from npu_gr.core.kinds import KINDS, Kind, Priority
-from npu_gr.core.shares import name_of
+from npu_gr.core.shares import WANTS_S, name_of
 
 LEAST = 4  # requests that may be inside whatever the window is: it fills a pass, and lets a wrong objective serve
 MOST = 64  # requests of a kind inside: more do not make the device faster, but the event loop's turns longer
-MOST_SIGNALS = (
-    2  # inside, of the least important class: the event loop does one after the other, before a rank that comes
-)
+MOST_SIGNALS = 2  # inside where tenants share: the loop does all that are inside before a rank that comes
 GUESS = 0.02  # of the objective: the pace of a kind that uses the device, until it is learnt
 HOST_GUESS_S = 0.0005  # the pace of the other kinds, until it is learnt: parsing and answering
 AIM = 0.95  # of the time that a request has: the rest is for writing the answer
@@ -151,7 +149,7 @@ class _Lane:
         self.kind = kind
         self.objective_s = objective_s
         self.priority = int(kind.priority)
-        self.most = MOST_SIGNALS if kind.priority is Priority.SIGNAL else math.inf  # inside
+        self.most = MOST_SIGNALS if kind.priority is Priority.SIGNAL else math.inf  # inside, where tenants share
         self.pace = Pace(GUESS * objective_s if kind.uses_device else HOST_GUESS_S)
         self.inside = 0
         self.outside = 0
@@ -192,6 +190,8 @@ class Door:
         self._departed_at = float("-inf")  # the last departure that left something to do
         self._admitted = 0
         self._tenants: dict[str, _Tenant] = {}  # that hold a slot
+        self._tenant_before: str | None = None  # of the last arrival
+        self._mixed_at = float("-inf")  # when the tenant of an arrival was another than that of the one before
         self._waiting = 0
         self._inside = 0
         self._inside_known_s: list[float | None] = []  # by priority; see `_inside_s`
@@ -240,8 +240,7 @@ class Door:
 
     def window(self, kind: str) -> int:
         """How many requests of a kind may be inside where there are no others."""
-        lane = self._lanes[kind]
-        return int(min(self._window(lane), lane.most))
+        return int(self._window(self._lanes[kind]))
 
     # ---- arriving
 
@@ -258,6 +257,10 @@ class Door:
         Returns:
             what `cancel` takes; None = it was refused.
         """
+        if tenant != self._tenant_before:
+            if self._tenant_before is not None:
+                self._mixed_at = self._clock()
+            self._tenant_before = tenant
         lane = self._lanes[kind]
         turns, lanes = self._classes[lane.priority]
         has_s = min(lane.objective_s, budget_s)
@@ -346,7 +349,9 @@ class Door:
 
     def _has_room(self, lane: _Lane, lanes: list[_Lane]) -> bool:
         """Whether one more of a kind may come in beside those that matter as much, or more."""
-        if self._admitted >= self._config.max_inflight or lane.inside >= lane.most:
+        if self._admitted >= self._config.max_inflight:
+            return False
+        if lane.inside >= lane.most and self._clock() - self._mixed_at < WANTS_S:
             return False
         num_inside = 0
         used = 1 / self._window(lane)

@@ -91,9 +91,9 @@ def drawn(reuse: float, rig: Rig, rate_per_s: float, count: int, seed: int) -> l
     visits = []
     for number in range(count):
         events = rig.user(random)  # drawn even if it is not used, so that every arm sees the same histories
-        user = UserKey("new", f"{seed}-{number}")
+        user = UserKey("", f"new {seed}-{number}")
         if coins[number] < reuse:
-            user = UserKey("back", str(returning[number]))
+            user = UserKey("", f"back {returning[number]}")
             events = rig.returning
         visits.append(RigVisit(float(arrivals[number]), user, events))
     return visits
@@ -119,7 +119,7 @@ def of_trace(sessions: Sequence[int], rig: Rig, rate_per_s: float, count: int, s
     for session, arrives_at in zip(sessions[start : start + count], arrivals.tolist(), strict=True):
         is_back = session in recent
         events = rig.returning if is_back else rig.user(np.random.default_rng([seed, session + 2**32]))
-        visits.append(RigVisit(arrives_at, UserKey("back" if is_back else "new", str(session)), events))
+        visits.append(RigVisit(arrives_at, UserKey("", f"{'back' if is_back else 'new'} {session}"), events))
     return visits
 
 
@@ -138,7 +138,7 @@ def mixed(rig: Rig, rate_per_s: float, count: int, seed: int) -> list[RigVisit]:
         is_long = random.random() < LONG_SHARE
         is_ranked = random.random() >= GONE
         events = rig.user(random, 1.0 if is_long else SHORT)
-        visits.append(RigVisit(arrives_at, UserKey("new", f"{seed}-{number}"), events, is_ranked))
+        visits.append(RigVisit(arrives_at, UserKey("", f"new {seed}-{number}"), events, is_ranked))
     return visits
 
 

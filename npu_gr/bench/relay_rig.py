@@ -204,7 +204,7 @@ class ServedArm:
     async def encode_returning(self) -> DramEntry:
         """Compute once the prefix that `returns` copies. The caller must lease it."""
         tokens = self.rig.tokens(self.rig.returning[:-NEW_TOKENS])
-        user = UserKey("back", "the first of them")
+        user = UserKey("", "back, the first of them")
         await self.rank(user, tokens, time.monotonic() + 600)  # a full inference keeps its prefix, which then spills
         await self.relay.settled()
         self.pool.erase_user(user)
@@ -254,7 +254,9 @@ class ServedArm:
             goal_s: the run ends once 99 of 100 cannot take at most so long any more.
             lead_s: from a signal to its rank; None = `LEAD`.
         """
-        back = {visit.user for visit in visits if visit.user.tenant == "back"} if self.arm.dram else set[UserKey]()
+        back = (
+            {visit.user for visit in visits if visit.user.user.startswith("back")} if self.arm.dram else set[UserKey]()
+        )
         for user in back:
             self.returns(user)
         histories = [self.rig.tokens(v.events[len(v.events) - int(len(v.events) * self.arm.keep) :]) for v in visits]

@@ -11,6 +11,7 @@ share one. So invented tenants cost no memory, and together they get what one te
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, ValuesView
+from functools import cached_property
 from typing import Generic, TypeVar
 
 MAX_TENANTS = 64  # that have an account at a time; those beyond share one, if they have no weight by name
@@ -57,6 +58,11 @@ class Shares(Generic[A]):
         self._make = make
         self._clock = clock
         self._accounts: dict[str, A] = {}
+
+    @cached_property
+    def nobody(self) -> A:
+        """The account of the instance's own work: it has no share, and no tenant's share is smaller for it."""
+        return self._make("")
 
     @property
     def accounts(self) -> ValuesView[A]:

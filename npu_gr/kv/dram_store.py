@@ -98,10 +98,15 @@ class DramStore(PageTier[DramEntry]):
     def __len__(self) -> int:
         return len(self._complete)
 
-    def reserve(self, key: PrefixKey, num_tokens: int) -> DramEntry:
+    def reserve(self, key: PrefixKey, num_tokens: int, *, is_own: bool = False) -> DramEntry:
         """Take pages for a copy; least recently used entries make room. It is invisible until `commit`.
 
         The caller must end the reservation with `commit` or `abandon`, whatever happens.
+
+        Args:
+            key: of the prefix.
+            num_tokens: its length.
+            is_own: work of the instance itself; it takes from any tenant.
 
         Raises:
             PoolExhausted: all pages that this tenant may get, and that are neither leased nor being written, are too
@@ -110,7 +115,7 @@ class DramStore(PageTier[DramEntry]):
         need = self.arena.layout.pages(num_tokens)
         if need > self.arena.num_pages:
             raise PoolExhausted(f"need {need} pages, the DRAM tier has {self.arena.num_pages}")
-        holding = self.shares.asking(key.user.tenant)
+        holding = self.shares.nobody if is_own else self.shares.asking(key.user.tenant)
         while self._pages.num_free < need and (victim := self._victim(holding)) is not None:
             self.drop(victim)
         self._epoch += 1
@@ -126,7 +131,9 @@ class DramStore(PageTier[DramEntry]):
         A tenant within its share gives up its own only if nobody is over his.
         """
         ratios = self.shares.ratios()
-        over = [one for one in self.shares.accounts if self.shares.is_over(one, ratios, self.arena.num_pages)]
+        is_nobody = taker is self.shares.nobody
+        num_pages = self.arena.num_pages
+        over = [one for one in self.shares.accounts if is_nobody or self.shares.is_over(one, ratios, num_pages)]
         heads = [entry for holding in over if (entry := holding.least_recent()) is not None]
         return min(heads, key=lambda entry: entry.used_number, default=None) or taker.least_recent()
 

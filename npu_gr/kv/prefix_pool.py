@@ -205,7 +205,7 @@ class PrefixPool(PageTier[PrefixEntry]):
     def _room(self, holding: _Holding, need: int, *, is_signalled: bool) -> Room:
         ratios = self.shares.ratios()
         is_shared = len(ratios) > 1
-        share = ratios[holding] * self._pages.num_pages
+        share = ratios.get(holding, 0.0) * self._pages.num_pages
         awaiting = holding.awaiting_pages
         if is_signalled and is_shared and awaiting and awaiting + need > share * holding.credit:
             return Room(0, is_at_share=True)
@@ -217,6 +217,8 @@ class PrefixPool(PageTier[PrefixEntry]):
 
     def _is_within(self, holding: _Holding, need: int, ratios: dict[_Holding, float]) -> bool:
         """Whether a tenant stays within its share with so many pages more; its first prefix always is."""
+        if holding is self.shares.nobody:
+            return False
         return not holding.held or holding.held + need <= ratios[holding] * self._pages.num_pages
 
     def _over(self, other: _Holding, ratios: dict[_Holding, float]) -> int:
@@ -224,7 +226,7 @@ class PrefixPool(PageTier[PrefixEntry]):
         return max(0, math.ceil(other.held - ratios.get(other, 0.0) * self._pages.num_pages))
 
     def _obtainable(self, other: _Holding, taker: _Holding, ratios: dict[_Holding, float], *, within: bool) -> int:
-        if other is taker:
+        if other is taker or taker is self.shares.nobody:
             return other.evictable.num_pages
         over = self._over(other, ratios)
         return min(over, other.evictable.num_pages + (other.waiting.num_pages if within else 0))
@@ -233,7 +235,7 @@ class PrefixPool(PageTier[PrefixEntry]):
         """Choose the entry that makes room: one that can be had, by the order in the text at the top."""
         found: list[tuple[int, float, int, PrefixEntry]] = []
         for number, other in enumerate(self.shares.accounts):
-            if other is not taker and not self._over(other, ratios):
+            if other is not taker and taker is not self.shares.nobody and not self._over(other, ratios):
                 continue
             if (entry := other.evictable.oldest()) is not None:
                 is_last = within and len(ratios) > 1 and other is taker
@@ -242,7 +244,9 @@ class PrefixPool(PageTier[PrefixEntry]):
                 found.append((0 if self._is_overdue(entry) else 2, entry.waits_since_at, number, entry))
         return min(found)[-1]
 
-    def reserve(self, key: PrefixKey, num_tokens: int, *, is_signalled: bool = False) -> PrefixEntry:
+    def reserve(
+        self, key: PrefixKey, num_tokens: int, *, is_signalled: bool = False, is_own: bool = False
+    ) -> PrefixEntry:
         """Take pages for a prefix that is about to be computed or copied. It is invisible until `publish`.
 
         The caller must end the reservation with `publish` or `abandon`, whatever happens.
@@ -251,6 +255,7 @@ class PrefixPool(PageTier[PrefixEntry]):
             key: no other reservation may have it.
             num_tokens: length of the prefix.
             is_signalled: for a rank to come, not for one that is there.
+            is_own: work of the instance itself; it takes what no rank waits for, of any tenant.
 
         Raises:
             PoolExhausted: there is no such room for this tenant; nothing was evicted.
@@ -258,7 +263,7 @@ class PrefixPool(PageTier[PrefixEntry]):
         assert key not in self._reserved, "one producer a key"
         need = self.arena.layout.pages(num_tokens)
         self._expire()
-        holding = self.shares.asking(key.user.tenant)
+        holding = self.shares.nobody if is_own else self.shares.asking(key.user.tenant)
         room = self._room(holding, need, is_signalled=is_signalled)
         if need > room.num_pages:
             raise PoolExhausted(

@@ -90,7 +90,7 @@ class PageTier(ABC, Generic[E]):
         """Count the entries that can be found."""
 
     @abstractmethod
-    def reserve(self, key: PrefixKey, num_tokens: int) -> E:
+    def reserve(self, key: PrefixKey, num_tokens: int, *, is_own: bool = False) -> E:
         """Take pages for a prefix that is about to be written. It cannot be found yet."""
 
     @abstractmethod

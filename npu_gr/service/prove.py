@@ -100,7 +100,7 @@ async def _reserved(tier: PrefixPool | DramStore, key: PrefixKey, num_tokens: in
     give_up_at = time.monotonic() + RESERVE_S
     while True:
         try:
-            return tier.reserve(key, num_tokens)
+            return tier.reserve(key, num_tokens, is_own=True)
         except PoolExhausted:
             if time.monotonic() > give_up_at:
                 raise

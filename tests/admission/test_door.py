@@ -14,6 +14,7 @@ from npu_gr.admission.config import AdmissionConfig
 from npu_gr.admission.door import LEAST, Door, Slot
 from npu_gr.core.errors import Overloaded
 from npu_gr.core.kinds import EVENTS, GENERATE, KINDS, RANK, SIGNAL
+from npu_gr.core.shares import WANTS_S
 from tests.admission.rig import OBJECTIVE_S, Instance, Seen, virtually
 
 RETRY_S = 0.02
@@ -108,6 +109,20 @@ def test_a_tenant_with_slow_requests_holds_no_more_than_its_share_of_the_places_
         assert not guest.slot or number == 4
     hot.pop().leave()
     assert guest.slot  # nobody else waits
+
+
+def test_signals_of_several_tenants_are_let_in_two_at_a_time_and_those_of_one_alone_as_they_fit() -> None:
+    held = Held()
+    alone = [held.arrive(SIGNAL.name, "e") for _ in range(10)]
+    assert all(guest.slot for guest in alone)
+    held.arrive(tenant="v").leave()
+    late = held.arrive(SIGNAL.name, "e")
+    for guest in alone[:9]:
+        assert not late.slot
+        guest.leave()
+    assert late.slot
+    held.wait(WANTS_S)
+    assert all(held.arrive(SIGNAL.name, "e").slot for _ in range(8))  # the other has gone
 
 
 def test_the_last_slots_go_to_the_tenant_that_holds_fewer_of_them() -> None:

@@ -340,6 +340,19 @@ def test_a_tenant_within_its_share_takes_what_was_signalled_and_never_ranked_fir
     prefixes.check()
 
 
+@pytest.mark.parametrize("asks", ["e", "w"])
+def test_nobody_takes_what_a_tenant_within_its_share_has_left_to_read(asks: str) -> None:
+    prefixes, _ = pool(8)
+    gone: list[PrefixEntry] = []
+    prefixes.on_evict = gone.append
+    for tenant, count in (("v", 2), ("e", 6)):  # all ranked; those of v are the oldest
+        for n in range(count):
+            with prefixes.lease(filled(prefixes, key(str(n), tenant=tenant)), consume=True):
+                pass
+    filled(prefixes, key("new", tenant=asks))
+    assert [entry.key for entry in gone] == [key("0", tenant="e")]
+
+
 def test_a_tenant_alone_may_have_everything_and_again_once_the_others_have_gone() -> None:
     prefixes, clock = pool(4)
     filled(prefixes, key("v", tenant="v"))
@@ -387,6 +400,21 @@ def test_a_prefix_that_is_extended_again_and_again_and_never_ranked_is_wasted() 
     holding = prefixes.shares.asking("e")
     assert holding.credit == LEAST_CREDIT
     assert prefixes.shares.asking("v").credit == CREDIT
+
+
+def test_the_instance_s_own_work_takes_what_no_rank_waits_for_and_no_tenant_s_share() -> None:
+    prefixes, _ = pool(4)
+    entries = [filled(prefixes, key(str(n), tenant="e"), is_signalled=True) for n in range(4)]
+    own = key()
+    with pytest.raises(PoolExhausted):
+        prefixes.reserve(own, 4, is_own=True)
+    with prefixes.lease(entries[1], consume=True):
+        pass
+    lent = prefixes.reserve(own, 4, is_own=True)  # of a tenant that is not over its share: nobody else wants any
+    assert prefixes.get(entries[1].key) is None
+    assert not prefixes.room("e", 4).is_at_share
+    prefixes.abandon(lent)
+    prefixes.check()
 
 
 def test_invented_tenants_cost_nothing_and_together_get_what_one_gets() -> None:
