@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import NoReturn
 
 import click
 
@@ -52,8 +53,20 @@ def calibrate(
 @AS_JSON
 @click.option("--backend", default=None, help="The backend that must work; by default whatever is there.")
 @click.option("--acceptance", is_flag=True, help="Then compare ranks and generates with the CPU's, and time them.")
-def doctor(as_json: bool, backend: str | None, acceptance: bool) -> None:
+@click.option("--security", is_flag=True, help="Say instead what CONFIG leaves open, and to whom.")
+@click.option("--config", "config_path", type=FILE, help="For --security: of an instance, or of a router.")
+@SET
+def doctor(
+    as_json: bool,
+    backend: str | None,
+    acceptance: bool,
+    security: bool,
+    config_path: Path | None,
+    overrides: tuple[str, ...],
+) -> None:
     """Say which of our ops work on this machine, and what to do about those that do not. Exit code 0 or 1."""
+    if security:
+        _doctor_security(as_json, config_path, overrides)
     from npu_gr.tools.acceptance import accept, latencies
     from npu_gr.tools.doctor import examine, is_well, table
 
@@ -74,6 +87,19 @@ def doctor(as_json: bool, backend: str | None, acceptance: bool) -> None:
         for time in times:
             click.echo(f"{time.name:32} {time.p50_ms:9.3f} ms p50 {time.p90_ms:9.3f} ms p90")
     sys.exit(not is_well(checks))
+
+
+def _doctor_security(as_json: bool, config_path: Path | None, overrides: tuple[str, ...]) -> NoReturn:
+    from npu_gr.tools.doctor_security import examine, is_closed, table
+
+    if config_path is None:
+        raise click.UsageError("--security needs --config")
+    found = examine(config_path, overrides)
+    if as_json:
+        click.echo(json.dumps({"ok": is_closed(found), "ways_in": [way._asdict() for way in found]}))
+    else:
+        click.echo(table(found))
+    sys.exit(not is_closed(found))
 
 
 @click.command()

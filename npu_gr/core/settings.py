@@ -59,16 +59,25 @@ def load(path: Path, cls: type[S], overrides: Sequence[str] = ()) -> S:
     Raises:
         ConfigError: names the file, the field and the limit or the nearest known key.
     """
+    table = read_table(path)
+    for text in overrides:
+        _apply(table, text)
+    return from_table(table, cls, f"config {path}")
+
+
+def read_table(path: Path) -> dict[str, Any]:
+    """Read a settings file without checking what is in it.
+
+    Raises:
+        ConfigError: it cannot be read, or is no YAML mapping.
+    """
     where = f"config {path}"
     try:
-        table = _table(path.read_text(), where)
+        return _table(path.read_text(), where)
     except OSError as error:
         raise ConfigError(f"{where}: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"{where}: not YAML: {error}") from error
-    for text in overrides:
-        _apply(table, text)
-    return from_table(table, cls, where)
 
 
 def parse(text: str, cls: type[S], where: str) -> S:

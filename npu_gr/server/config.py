@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
+from npu_gr.access.browsers import is_loopback_name
 from npu_gr.access.tls import ServerTlsConfig
 from npu_gr.core.secret import SecretUrl
 from npu_gr.core.settings import Bytes, Count, Seconds
@@ -50,20 +51,10 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             except ValueError as error:
                 raise ValueError(f"trusted_proxies: {error}") from error
         for field, host in (("host", self.host), ("admin_host", self.admin_host)):
-            if not (is_loopback(host) or self.api_keys_file or self.allow_unauthenticated):
+            if not (is_loopback_name(host) or self.api_keys_file or self.allow_unauthenticated):
                 raise ValueError(f"{field}: {host} is not loopback: set api_keys_file, or allow_unauthenticated: true")
 
     @property
     def has_one_address(self) -> bool:
         """Whether callers and operators share an address: that is chosen by naming the same one twice."""
         return self.port != 0 and (self.admin_host, self.admin_port) == (self.host, self.port)
-
-
-def is_loopback(host: str) -> bool:
-    """Whether an address to listen on can be reached from this machine alone."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False

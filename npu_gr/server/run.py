@@ -11,9 +11,10 @@ from typing import Any
 
 from aiohttp import web
 
+from npu_gr.access.browsers import is_loopback_name
 from npu_gr.access.tls import ServerTls
 from npu_gr.core.errors import ConfigError
-from npu_gr.server.config import ServerConfig, is_loopback
+from npu_gr.server.config import ServerConfig
 from npu_gr.server.entrance.entrance import ENTRANCE
 from npu_gr.server.entrance.listener import Listener
 from npu_gr.server.entrance.runner import DoorRunner
@@ -68,7 +69,7 @@ async def _listen(runner: DoorRunner, listener: Listener, config: ServerConfig, 
     context = None
     if tls is not None and listener.is_public:
         context = tls.public
-    elif tls is not None and not is_loopback(listener.host):
+    elif tls is not None and not is_loopback_name(listener.host):
         context = tls.admin
     try:
         port = await runner.listen(listener, config, context)

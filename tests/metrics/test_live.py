@@ -21,6 +21,7 @@ import yaml
 
 from npu_gr.core.kinds import KINDS
 from npu_gr.tools.monitor import prometheus
+from tests.certificates import Authority
 from tests.matching.vectors import KNOWN
 from tests.metrics.test_dashboards import IDS, PANELS, ROUTER, expressions, plain
 from tests.metrics.test_rules import RULES, promtool
@@ -96,7 +97,7 @@ async def figures(http: aiohttp.ClientSession, url: str, expr: str, instant: flo
     return [float(sample["value"][1]) for sample in result]
 
 
-async def test_every_expression_returns_figures(tmp_path: Path) -> None:
+async def test_every_expression_returns_figures(tmp_path: Path, authority: Authority) -> None:
     if shutil.which("prometheus") is None:
         pytest.skip("needs prometheus (Debian: prometheus)")
     sections: dict[str, Any] = {
@@ -106,6 +107,8 @@ async def test_every_expression_returns_figures(tmp_path: Path) -> None:
     }
     sections["recommend"] = {"sources": {"generate": 20}}
     sections["match"] = match_section(tmp_path)
+    pair = authority.issue("127.0.0.1")
+    sections["server"] = {"tls": {"certificate": str(pair.certificate), "key": str(pair.key)}}
     async with serving(tmp_path, watched=False, **sections) as (client, _):
         target = str(client.make_url("")).removeprefix("http://").rstrip("/")
         (tmp_path / "rules.yml").write_text(yaml.safe_dump(RULES))

@@ -273,6 +273,7 @@ def as_test(case: Case) -> dict[str, Any]:
                         .replace("{{ $labels.what }}", "configuration")
                         .replace("{{ $labels.lane }}", "writes")
                         .replace("{{ $labels.of }}", "server")
+                        .replace("{{ $labels.place }}", "store")
                         .replace("{{ $labels.stream }}", "stdout")
                         for name, text in ALERTS[alert]["annotations"].items()
                     },

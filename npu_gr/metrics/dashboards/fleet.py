@@ -73,6 +73,12 @@ def _instances() -> list[Panel]:
             "reqps",
             {"{{reason}}": total("api_keys_refused_total", "reason")},
         ),
+        series(
+            "Certificates",
+            "Time until the certificate in force expires; new ones are followed without a restart.",
+            "s",
+            {"{{instance}} {{of}}": f"{of('tls_certificate_expires_at_seconds')} - time()"},
+        ),
         table("What runs", "Version, model and device of each instance.", of("build_info"), width=24),
         series(
             "Requests by instance",

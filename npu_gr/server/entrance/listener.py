@@ -12,8 +12,9 @@ import resource
 from enum import StrEnum, auto
 from typing import Protocol
 
+from npu_gr.access.browsers import is_loopback_name
 from npu_gr.access.rules import rules
-from npu_gr.server.config import ServerConfig, is_loopback
+from npu_gr.server.config import ServerConfig
 from npu_gr.server.entrance.pacing import Paced
 
 log = logging.getLogger(__name__)
@@ -135,7 +136,7 @@ def listeners(config: ServerConfig) -> list[Listener]:
         config.port,
         is_admin=config.has_one_address,
         # another site's page has no key, so keys are enough here: the names of balancers are not known
-        refuses_foreign_hosts=is_loopback(config.host) and not config.api_keys_file,
+        refuses_foreign_hosts=is_loopback_name(config.host) and not config.api_keys_file,
         max_connections=max_connections,
         max_receiving_bytes=max_bytes,
     )
@@ -145,7 +146,7 @@ def listeners(config: ServerConfig) -> list[Listener]:
         config.admin_host,
         config.admin_port,
         is_public=False,
-        refuses_foreign_hosts=is_loopback(config.admin_host),
+        refuses_foreign_hosts=is_loopback_name(config.admin_host),
         max_connections=ADMIN_CONNECTIONS,
         max_receiving_bytes=min(max_bytes, ADMIN_BODIES * config.max_body_bytes),
     )

@@ -1,0 +1,161 @@
+"""`npu-gr doctor --security` names every way in of a configuration, who can use it, and what closes it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from click.testing import CliRunner
+
+from npu_gr.cli.main import main
+from npu_gr.core.kinds import Scope
+from npu_gr.tools.doctor_security import Openness, WayIn, examine, is_closed, table
+from tests.keys import entry, write_keys
+
+TLS = {"certificate": "tls.crt", "key": "tls.key", "client_ca": "ca.crt"}
+
+
+def instance(folder: Path, **sections: Any) -> list[WayIn]:
+    given = {"checkpoint": "model", "features": {"kind": "none"}, **sections}
+    path = folder / "instance.yaml"
+    path.write_text(yaml.safe_dump(given))
+    return examine(path)
+
+
+def router(folder: Path, **settings: Any) -> list[WayIn]:
+    path = folder / "router.yaml"
+    discovery = {"instances": [{"name": "a", "host": settings.pop("to", "127.0.0.1"), "port": 8080}]}
+    path.write_text(yaml.safe_dump({"discovery": discovery, **settings}))
+    return examine(path)
+
+
+def of(found: list[WayIn], begin: str) -> WayIn:
+    (one,) = [way for way in found if way.what.startswith(begin)]
+    return one
+
+
+@pytest.mark.parametrize("name", ["cpu.yaml", "router.yaml"])
+def test_what_ships_is_open_to_this_machine_alone(name: str) -> None:
+    found = examine(Path("configs") / name)
+    assert {way.openness for way in found} <= {Openness.LOCAL, Openness.CLOSED}
+    assert any("whoever is on this machine, with no key" in way.whom for way in found)
+
+
+def test_an_address_without_keys_is_open(tmp_path: Path) -> None:
+    found = instance(tmp_path, server={"host": "0.0.0.0", "allow_unauthenticated": True})
+    assert of(found, "server 0.0.0.0:8080")[1:3] == (Openness.OPEN, "whoever reaches it, with no key")
+    assert of(found, "server.admin 127.0.0.1:8081").openness is Openness.LOCAL
+    assert not is_closed(found)
+
+
+def test_keys_in_clear_are_open_and_over_tls_closed(tmp_path: Path) -> None:
+    server = {"host": "0.0.0.0", "admin_host": "10.0.0.7", "api_keys_file": write_keys(tmp_path / "keys")}
+    (tmp_path / "keys").chmod(0o600)
+    clear = instance(tmp_path, server=server)
+    assert "who listens on the way" in of(clear, "server 0").whom
+    found = instance(tmp_path, server={**server, "tls": TLS})
+    assert of(found, "server 0")[1:3] == (
+        Openness.CLOSED,
+        "whoever has a key with the scope of the route (erase, infer, ingest) and a certificate",
+    )
+    assert of(found, "server.admin 10")[1:3] == (
+        Openness.CLOSED,
+        "whoever has a key with the scope of the route (admin, observe)",
+    )
+
+
+def test_one_address_for_both_is_open(tmp_path: Path) -> None:
+    keys = write_keys(tmp_path / "keys", entry("ops", scopes=[Scope.ADMIN]))
+    server = {"host": "10.0.0.1", "admin_host": "10.0.0.1", "port": 8080, "admin_port": 8080, "api_keys_file": keys}
+    found = instance(tmp_path, server={**server, "tls": TLS})
+    assert "(admin, erase, infer, ingest, observe)" in of(found, "server 10").whom
+    assert of(found, "server.admin_port").openness is Openness.OPEN
+
+
+def test_each_key_says_what_it_may(tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    write_keys(
+        path,
+        entry("everything"),
+        entry("ranking", tenant="shop", scopes=[Scope.INFER, Scope.INGEST]),
+    )
+    path.chmod(0o620)
+    found = instance(tmp_path, server={"api_keys_file": str(path)})
+    assert of(found, "key everything").openness is Openness.OPEN
+    assert of(found, "key ranking")[1:3] == (Openness.CLOSED, "infer, ingest for the tenant 'shop'; ends never")
+    assert "others can add keys: its mode is 620" in of(found, "api_keys_file").whom
+    path.unlink()
+    assert of(instance(tmp_path, server={"api_keys_file": str(path)}), "api_keys_file").openness is Openness.OPEN
+
+
+def test_every_caller_as_a_proxy_is_open(tmp_path: Path) -> None:
+    found = instance(tmp_path, server={"trusted_proxies": ["10.1.0.0/16", "0.0.0.0/0"]})
+    assert of(found, "server.trusted_proxies 0.0.0.0/0").openness is Openness.OPEN
+    assert not any("10.1" in way.what for way in found)
+
+
+@pytest.mark.parametrize(
+    ("url", "openness"),
+    [
+        ("redis://127.0.0.1:6379/0", {Openness.LOCAL}),
+        ("unix:///run/redis.sock", {Openness.LOCAL}),
+        ("rediss://:hidden@db:6379/0", {Openness.CLOSED}),
+        ("redis://:hidden@db:6379/0", {Openness.OPEN}),
+        ("rediss://db:6379/0", {Openness.CLOSED, Openness.OPEN}),  # no password
+    ],
+)
+def test_redis(tmp_path: Path, url: str, openness: set[Openness]) -> None:
+    found = instance(tmp_path, features={"kind": "redis", "url": url})
+    assert {way.openness for way in found if way.what.startswith("features.url")} == openness
+    assert "hidden" not in table(found)
+
+
+def test_files_that_others_can_read_are_open(tmp_path: Path) -> None:
+    store, folder = tmp_path / "history.db", tmp_path / "traffic"
+    folder.mkdir()
+    for path, mode in ((store, 0o644), (folder / "traffic-1.jsonl", 0o600)):
+        path.touch()
+        path.chmod(mode)
+    found = instance(
+        tmp_path,
+        features={"path": str(store)},
+        record={"folder": str(folder), "users": "clear"},
+        server={"otlp_endpoint": "http://me:hidden@collector:4318/v1/traces"},
+    )
+    assert of(found, f"features.path {store}")[1:] == (
+        Openness.OPEN,
+        "other users can read it: its mode is 644",
+        f"chmod 600 {store}",
+    )
+    assert of(found, f"record.folder {folder}/traffic-1").openness is Openness.CLOSED
+    assert "recordings name users in clear" in table(found)
+    assert of(found, "server.otlp_endpoint").openness is Openness.OPEN
+    assert "hidden" not in table(found)
+
+
+def test_a_router(tmp_path: Path) -> None:
+    keys = write_keys(tmp_path / "keys", entry("ops", scopes=[Scope.ADMIN]))
+    found = router(tmp_path, to="gr-0", host="0.0.0.0", api_keys_file=keys, tls=TLS)
+    assert of(found, "router 0").openness is Openness.CLOSED
+    assert of(found, "instances gr-0").openness is Openness.OPEN
+    pair = {name: TLS[name] for name in ("certificate", "key")}
+    found = router(tmp_path, to="gr-0", host="0.0.0.0", api_keys_file=keys, tls=TLS, instances_tls=pair)
+    assert of(found, "instances gr-0")[1:3] == (Openness.CLOSED, "encrypted; the router shows a certificate")
+
+
+def test_the_command_fails_where_something_is_open(tmp_path: Path) -> None:
+    run = CliRunner().invoke
+    instance(tmp_path)
+    path = str(tmp_path / "instance.yaml")
+    done = run(main, ["doctor", "--security", "--config", path])
+    assert (done.exit_code, done.output.split()[0]) == (0, "local")
+    given = ["doctor", "--security", "--json", "--config", path]
+    done = run(main, [*given, "--set", "server.host=0.0.0.0", "--set", "server.allow_unauthenticated=true"])
+    assert done.exit_code == 1
+    told = json.loads(done.output)
+    assert told["ok"] is False
+    assert {way["openness"] for way in told["ways_in"]} == {"open", "local"}
+    assert run(main, ["doctor", "--security"]).exit_code == 2
