@@ -12,7 +12,10 @@ import ssl
 from npu_gr.access.tls import ClientTlsConfig, client_context
 from npu_gr.core.errors import ConfigError
 
-CA, CERTIFICATE, KEY = VARIABLES = ("NPU_GR_CA", "NPU_GR_CERT", "NPU_GR_CERT_KEY")
+CA = "NPU_GR_CA"
+CERTIFICATE = "NPU_GR_CERT"
+KEY = "NPU_GR_CERT_KEY"
+VARIABLES = (CA, CERTIFICATE, KEY)
 
 
 def calling_files() -> ClientTlsConfig:

@@ -47,7 +47,8 @@ def expires_at(der: bytes) -> float:
 def _first(data: bytes) -> _Element:
     if len(data) < 2:
         raise ValueError("a certificate that ends too early")
-    tag, size, begin = data[0], data[1], 2
+    tag, size = data[0], data[1]
+    begin = 2
     if size & 0x80:  # the length itself has so many bytes
         begin += size & 0x7F
         size = int.from_bytes(data[2:begin])

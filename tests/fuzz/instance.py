@@ -23,7 +23,7 @@ from npu_gr.service.app import instance
 from npu_gr.service.config import Config
 from tests.matching.vectors import make_vectors
 from tests.server.test_recommend_over_http import section
-from tests.serving import make_config, write_checkpoint
+from tests.serving import FIRST_ID, make_config, write_checkpoint
 
 PATIENT = {f"{kind}_s": 5.0 for kind in ("signal", "rank", "generate", "match", "recommend", "events", "erase")}
 
@@ -63,8 +63,11 @@ def sections(folder: Path) -> dict[str, Any]:
     if not (folder / "checkpoint").exists():
         write_checkpoint(folder / "checkpoint")
         save(make_vectors(), folder / "vectors")
+        (folder / "popular.txt").write_text(f"{FIRST_ID}\n{FIRST_ID + 1}\n")
+    given = section(folder)
     return {
-        **section(folder),
+        **given,
+        "recommend": {**given["recommend"], "popular": str(folder / "popular.txt")},  # else a slow retrieval is 503
         "match": {"vectors": str(folder / "vectors")},
         "record": {"folder": str(folder / "records")},
         "slo": PATIENT,  # a busy machine: requests get through the door

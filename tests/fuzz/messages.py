@@ -285,7 +285,7 @@ class Maker:
 
 
 def _head(method: bytes, path: bytes, headers: dict[bytes, bytes]) -> bytes:
-    lines = [b"%s %s HTTP/1.1" % (method, path), b"Host: x", *(b"%s: %s" % pair for pair in headers.items())]
+    lines = [b"%s %s HTTP/1.1" % (method, path), b"Host: localhost", *(b"%s: %s" % pair for pair in headers.items())]
     return b"\r\n".join(lines) + b"\r\n\r\n"
 
 
@@ -416,9 +416,9 @@ def bombs() -> dict[str, bytes]:
         "an extension of a chunk": _head(b"POST", b"/v1/rank", chunk_head) + b"1;" + b"a" * SIZE + b"\r\n",
         "headers": _head(b"POST", b"/v1/rank", {b"X%d" % n: b"" for n in range(6000)}),
         "a request line": b"GET /" + b"a" * SIZE,
-        "requests without a body": b"POST /v1/rank HTTP/1.1\r\nHost: x\r\nContent-Length: 0\r\n\r\n" * 20_000,
-        "requests for health": b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n" * 10_000,
-        "requests that nobody knows": b"GET /x HTTP/1.1\r\nHost: x\r\n\r\n" * 10_000,
+        "requests without a body": b"POST /v1/rank HTTP/1.1\r\nHost: localhost\r\nContent-Length: 0\r\n\r\n" * 20_000,
+        "requests for health": b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n" * 10_000,
+        "requests that nobody knows": b"GET /x HTTP/1.1\r\nHost: localhost\r\n\r\n" * 10_000,
         "line ends": b"\r\n" * (SIZE // 2),
         "a query": _head(b"DELETE", b"/v1/users/u?" + b"&".join(b"a%d=1" % n for n in range(900)), {}),
     }

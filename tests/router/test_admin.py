@@ -22,6 +22,7 @@ from tests.keys import bearer, entry, write_keys
 from tests.router.fake import Site, site
 from tests.router.test_access import INSTANCES
 
+BODIES = {"/user": b'{"user_id": "u"}'}  # of routes that need one
 FOREIGN = [
     {"Origin": "https://evil.example"},
     {"Origin": "null"},
@@ -82,12 +83,15 @@ async def test_each_route_needs_its_scope(tmp_path: Path) -> None:
             if scope is not None:
                 for other in set(Scope) - {scope}:
                     assert await ask(s, method, path, bearer(other.value)) == 403, path
-                assert await ask(s, method, path, bearer(scope.value)) == 200, path
+                headers = bearer(scope.value)
+                if path in BODIES:
+                    headers |= {"Content-Type": "application/json"}
+                assert await ask(s, method, path, headers, BODIES.get(path)) == 200, path
         assert await ask(s, "GET", "/nowhere", {}) == 401
         assert await ask(s, "GET", "/nowhere", bearer("infer")) == 404
         assert await ask(s, "HEAD", "/config", bearer("observe")) == 403
         assert await ask(s, "POST", "/instances/nobody/drain", bearer("admin")) == 404
-        assert s.router.metrics.keys_refused.value(reason="missing") == 11
+        assert s.router.metrics.keys_refused.value(reason="missing") == 12
 
 
 async def test_wrong_keys_wait_here_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -42,7 +42,7 @@ async def test_the_router_forgets_where_the_user_was() -> None:
         assert await knows(s)
         await erase(s)
         assert not await knows(s)
-        async with s.http.post(f"{s.admin}/user", data=b"[") as answer:
+        async with s.http.post(f"{s.admin}/user", data=b"[", headers={"Content-Type": "application/json"}) as answer:
             assert answer.status == 400
 
 

@@ -151,7 +151,8 @@ async def test_after_the_answer_the_process_knows_nobody(tmp_path: Path) -> None
 
 
 async def test_vectors_that_were_trained_with_the_user_are_named(tmp_path: Path) -> None:
-    save(make_vectors(), tmp_path / "vectors")
+    users = [UserKey(tenant, KNOWN) for tenant in ("t", "other", "")]
+    save(make_vectors(user_keys=users), tmp_path / "vectors")
     async with serving(tmp_path, match={"vectors": str(tmp_path / "vectors")}) as (client, _):
         assert await erase(client, KNOWN) == (202, ["vectors"])
         assert await erase(client) == (204, [])

@@ -119,7 +119,7 @@ async def test_vectors(tmp_path: Path) -> None:
 
 
 async def test_recordings(tmp_path: Path) -> None:
-    record = {"folder": str(tmp_path / "traffic"), "enabled": True, "suffix": ".jsonl"}
+    record = {"folder": str(tmp_path / "traffic"), "enabled": True, "suffix": ".jsonl", "users": "clear"}
     async with two(tmp_path, record=record) as (a, b, _):
         await a.post("rank", history=HISTORY)
         await b.post("rank", history=HISTORY)

@@ -32,12 +32,13 @@ from tests.serving import until
 class Running:
     """A server in this process."""
 
-    def __init__(self, port: int, pair: Pair, entrance: Entrance, metrics: Metrics) -> None:
+    def __init__(self, port: int, admin_port: int, pair: Pair, entrance: Entrance, metrics: Metrics) -> None:
         self.port = port
         self.pair = pair
         self.entrance = entrance
         self.metrics = metrics
         self.url = f"https://127.0.0.1:{port}"
+        self.admin_url = f"https://127.0.0.1:{admin_port}"
 
     def count(self, name: str, **labels: str) -> float | None:
         self.metrics.refresh()
@@ -53,17 +54,18 @@ async def serving_tls(authority: Authority, client_ca: Path | None = None, **set
     config = ServerConfig(port=0, admin_port=0, drain_grace_s=0.01, shutdown_timeout_s=5.0, tls=tls, **settings)
     metrics = metrics_of_all_kinds()
     app = build_web_app(FakeService({name: one.answer for name, one in EXAMPLES.items()}), config, metrics)
-    port = asyncio.get_running_loop().create_future()
+    ports = asyncio.get_running_loop().create_future()
 
     async def on_drain() -> None:
         pass
 
     serving = asyncio.create_task(
-        serve(app, config, on_drain=on_drain, on_listening=lambda one, _: port.set_result(one))
+        serve(app, config, on_drain=on_drain, on_listening=lambda *both: ports.set_result(both))
     )
     try:
-        await asyncio.wait((serving, port), return_when=asyncio.FIRST_COMPLETED)
-        yield Running(await port, pair, app[ENTRANCE], metrics)
+        await asyncio.wait((serving, ports), return_when=asyncio.FIRST_COMPLETED)
+        port, admin_port = await ports
+        yield Running(port, admin_port, pair, app[ENTRANCE], metrics)
     finally:
         if not serving.done():
             os.kill(os.getpid(), signal.SIGTERM)
