@@ -37,9 +37,10 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol, cast
 
 from npu_gr.admission.config import AdmissionConfig
+from npu_gr.admission.earned import EarnedSignals
 from npu_gr.admission.pace import Pace
 from npu_gr.admission.turns import Turns
-from npu_gr.core.errors import Overloaded
+from npu_gr.core.errors import Overloaded, Refusal
 from npu_gr.core.kinds import KINDS, Kind, Priority
 from npu_gr.core.shares import WANTS_S, name_of
 
@@ -52,6 +53,10 @@ AIM = 0.95  # of the time that a request has: the rest is for writing the answer
 AIM_BURST = 1.15  # what may join a queue that just began: the pace may be wrong by that much, and is learnt meanwhile
 AIM_STANDING = 0.75  # what may join one that has stood for STANDING_S, so that not everybody served is nearly late
 STANDING_S = 0.1  # CoDel's interval
+WHY = {
+    Refusal.LATE: "it would not be answered in time: the instance is busy",
+    Refusal.SHARE: "the tenant signals far more than it ranks, and others share the instance",
+}
 TICK_S = 0.004  # between two looks for requests whose turn will come too late
 
 
@@ -62,8 +67,8 @@ class Guest(Protocol):
         """The request may be served; it holds the slot until it leaves."""
         ...
 
-    def refuse(self) -> None:
-        """The request could not be answered in time."""
+    def refuse(self, reason: Refusal) -> None:
+        """The request could not be answered in time, or its tenant may not signal any more for now (`SHARE`)."""
         ...
 
 
@@ -192,6 +197,7 @@ class Door:
         self._tenants: dict[str, _Tenant] = {}  # that hold a slot
         self._tenant_before: str | None = None  # of the last arrival
         self._mixed_at = float("-inf")  # when the tenant of an arrival was another than that of the one before
+        self._earned = EarnedSignals(clock)
         self._waiting = 0
         self._inside = 0
         self._inside_known_s: list[float | None] = []  # by priority; see `_inside_s`
@@ -264,6 +270,9 @@ class Door:
         lane = self._lanes[kind]
         turns, lanes = self._classes[lane.priority]
         has_s = min(lane.objective_s, budget_s)
+        if lane.priority == Priority.SIGNAL and self._is_shared() and not self._earned.take(tenant, lane.pace.seconds):
+            guest.refuse(Refusal.SHARE)
+            return None
         if not self._config.enabled or (self._nobody_before(lane) and self._has_room(lane, lanes)):
             ticket = Ticket(kind, tenant, arrived_at, has_s, guest)
             self._let_in(ticket, lane)
@@ -273,7 +282,7 @@ class Door:
         done_at = now_at + self._ahead_s(lane, turns, tenant, arrived_at + has_s) + cost_s
         stands = self._standing_since_at is not None and now_at - self._standing_since_at > STANDING_S
         if done_at > arrived_at + (AIM_STANDING if stands else AIM_BURST) * has_s:
-            guest.refuse()
+            guest.refuse(Refusal.LATE)
             return None
         ticket = Ticket(kind, tenant, arrived_at, has_s, guest)
         ticket.cost_s = cost_s
@@ -332,6 +341,8 @@ class Door:
             tenant = self._tenants[name] = _Tenant(name)
         tenant.admitted += 1
         self._admitted += 1
+        if lane.kind.uses_device and self._is_shared():
+            self._earned.earn(ticket.tenant)
         self._add(lane, tenant)
         ticket.guest.let_in(Slot(self, lane, tenant, ticket.arrived_at))
 
@@ -351,7 +362,7 @@ class Door:
         """Whether one more of a kind may come in beside those that matter as much, or more."""
         if self._admitted >= self._config.max_inflight:
             return False
-        if lane.inside >= lane.most and self._clock() - self._mixed_at < WANTS_S:
+        if lane.inside >= lane.most and self._is_shared():
             return False
         num_inside = 0
         used = 1 / self._window(lane)
@@ -360,6 +371,10 @@ class Door:
                 num_inside += other.inside
                 used += other.inside / self._window(other)
         return num_inside < self._least or used <= 1.0 + 1e-9
+
+    def _is_shared(self) -> bool:
+        """Whether several tenants have asked of late."""
+        return self._config.enabled and self._clock() - self._mixed_at < WANTS_S
 
     def _nobody_before(self, lane: _Lane) -> bool:
         return not self._waiting or not any(len(turns) for turns, _ in self._classes[: lane.priority + 1])
@@ -433,7 +448,7 @@ class Door:
             has_room = self._has_room(lane, lanes)
             if self._is_late(ticket, lane) and not (has_room and self._is_idle()):
                 self._drop(ticket)
-                ticket.guest.refuse()
+                ticket.guest.refuse(Refusal.LATE)
             elif has_room:
                 lane.waiting -= 1
                 self._waiting -= 1
@@ -489,7 +504,7 @@ class Door:
             while late := [ticket for ticket in self._heads(turns) if self._is_late(ticket, self._lanes[ticket.kind])]:
                 for ticket in late:
                     self._drop(ticket)
-                    ticket.guest.refuse()
+                    ticket.guest.refuse(Refusal.LATE)
         self._serve_next()
         if self.waiting:
             self._tick_later()
@@ -519,6 +534,6 @@ class _Awaiting:
         else:
             self.slot.set_result(slot)
 
-    def refuse(self) -> None:
+    def refuse(self, reason: Refusal) -> None:
         if not self.slot.done():
-            self.slot.set_exception(Overloaded("it would not be answered in time: the instance is busy"))
+            self.slot.set_exception(Overloaded(WHY[reason], reason=reason))

@@ -132,6 +132,7 @@ class Refusal(StrEnum):
     LATE = "late"  # it could not be answered within its objective or its budget
     QUEUE = "queue"  # the device's queue is full
     RATE = "rate"  # its API key has a rate, and was over it
+    SHARE = "share"  # its tenant signals far more than it ranks, and others share the instance
     SHED = "shed"  # it left the device's queue to make room for a more important job
 
 

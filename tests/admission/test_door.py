@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from npu_gr.admission.config import AdmissionConfig
 from npu_gr.admission.door import LEAST, Door, Slot
-from npu_gr.core.errors import Overloaded
+from npu_gr.core.errors import Overloaded, Refusal
 from npu_gr.core.kinds import EVENTS, GENERATE, KINDS, RANK, SIGNAL
 from npu_gr.core.shares import WANTS_S
 from tests.admission.rig import OBJECTIVE_S, Instance, Seen, virtually
@@ -234,8 +234,9 @@ class Guest:
         assert self.slot is None
         self.slot = slot
 
-    def refuse(self) -> None:
+    def refuse(self, reason: Refusal) -> None:
         self.refusals += 1
+        self.reason = reason
 
     def leave(self) -> None:
         assert self.slot is not None
@@ -411,3 +412,29 @@ def test_every_ticket_ends_once_and_the_counts_agree(steps: list[tuple[str, str,
         if guest.slot:
             guest.leave()
     assert held.door.admitted == 0
+
+
+def test_a_tenant_that_only_signals_is_refused_where_others_share_the_instance() -> None:
+    async def work() -> tuple[Guest, Guest, Guest]:
+        clock = asyncio.get_running_loop().time
+        door = Door(AdmissionConfig(), lambda _kind: OBJECTIVE_S, clock=clock)
+
+        def signal(tenant: str) -> Guest:
+            guest = Guest()
+            door.arrive(SIGNAL.name, tenant, clock(), 1.0, guest)
+            if guest.slot is not None:
+                guest.leave()
+            return guest
+
+        alone = [signal("flood") for _ in range(1000)]  # nobody else is there: it may
+        beside, follows = [], []
+        for _ in range(1000):
+            with await door.enter(RANK.name, "shop", clock(), 1.0):
+                pass
+            beside.append(signal("flood"))
+            follows.append(signal("shop"))
+        return alone[-1], beside[-1], follows[-1]
+
+    alone, beside, follows = virtually(work)
+    assert (alone.refusals, beside.refusals, follows.refusals) == (0, 1, 0)
+    assert beside.reason is Refusal.SHARE

@@ -36,7 +36,7 @@ class AdmissionResult(StrEnum):
     UNAVAILABLE = "unavailable"  # 503: starting, draining, or a dependency is down
     OUT_OF_TIME = "out_of_time"  # 504
     IMPOSSIBLE = "impossible"  # 429 or 504, and its caller granted less time than anything is promised for
-    OVER_RATE = "over_rate"  # 429: its API key was over its rate
+    OVER_RATE = "over_rate"  # 429: its API key was over its rate, or its tenant over the signals that it had earned
     ABANDONED = "abandoned"  # the caller hung up
     INVALID = "invalid"  # another 4xx: the caller's fault
     BROKEN = "broken"  # another 5xx: ours
@@ -49,6 +49,7 @@ class AdmissionResult(StrEnum):
         return _RESULTS.get(status, cls.INVALID if status < 500 else cls.BROKEN)
 
 
+_CALLERS = (Refusal.RATE, Refusal.SHARE)  # the caller sends more than is its due, so nobody failed it
 _RESULTS = {
     429: AdmissionResult.OVERLOADED,
     ABANDONED: AdmissionResult.ABANDONED,
@@ -166,7 +167,7 @@ class RequestMetrics:
             return None
         threshold_s = self.objectives[kind].threshold_s
         admission = AdmissionResult.of(status)
-        if refusal is Refusal.RATE:
+        if refusal in _CALLERS:
             admission = AdmissionResult.OVER_RATE
         elif status in (429, 504) and not is_promised(has_s, threshold_s):
             admission = AdmissionResult.IMPOSSIBLE
@@ -184,17 +185,20 @@ class RequestMetrics:
             self.rolling[kind].add(self._clock(), result)
         return result
 
-    def refused_at_door(self, kind: str, num: int, *, is_promised: bool = True) -> None:
+    def refused_at_door(self, kind: str, num: int, reason: Refusal = Refusal.LATE, *, is_promised: bool = True) -> None:
         """Count requests that were refused before they were parsed. They have no latency: nothing was answered.
 
         Args:
             kind: a name of `KINDS`.
             num: how many since the last call.
+            reason: the door's.
             is_promised: whether their callers granted the time that the objective is about.
         """
         self._requests(KINDS[kind].path, 429).inc(num)
-        self._refusals[kind, Refusal.LATE].inc(num)
-        if is_promised:
+        self._refusals[kind, reason].inc(num)
+        if reason in _CALLERS:
+            self._admissions[kind, AdmissionResult.OVER_RATE].inc(num)
+        elif is_promised:
             self._admissions[kind, AdmissionResult.OVERLOADED].inc(num)
             self._results[kind, Result.FAILED].inc(num)
             self.rolling[kind].add(self._clock(), Result.FAILED, num)

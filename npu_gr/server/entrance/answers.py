@@ -7,7 +7,8 @@ from http import HTTPStatus
 
 import msgspec
 
-from npu_gr.core.errors import Forbidden, Overloaded, Unauthorized
+from npu_gr.admission.door import WHY
+from npu_gr.core.errors import Forbidden, Overloaded, Refusal, Unauthorized
 from npu_gr.server.entrance.framing import MAX_HEAD_BYTES
 from npu_gr.server.headers import RETRY_AFTER_MS, RETRY_MS
 
@@ -24,16 +25,13 @@ def _answer(status: HTTPStatus, title: str, detail: str, *headers: str) -> bytes
 
 
 _CLOSE = "Connection: close"
-_OVERLOADED = [
-    _answer(
-        HTTPStatus.TOO_MANY_REQUESTS,
-        "overloaded",
-        "it would not be answered in time: the instance is busy",
-        "Retry-After: 1",
-        f"{RETRY_AFTER_MS}: {ms}",
-    )
-    for ms in RETRY_MS
-]
+_OVERLOADED = {
+    reason: [
+        _answer(HTTPStatus.TOO_MANY_REQUESTS, Overloaded.title, detail, "Retry-After: 1", f"{RETRY_AFTER_MS}: {ms}")
+        for ms in RETRY_MS
+    ]
+    for reason, detail in WHY.items()
+}
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 UNAUTHORIZED = _answer(
     HTTPStatus.UNAUTHORIZED,
@@ -91,6 +89,6 @@ def over_rate(detail: str) -> bytes:
     return _answer(HTTPStatus.TOO_MANY_REQUESTS, Overloaded.title, detail, "Retry-After: 1")
 
 
-def overloaded() -> bytes:
-    """Refuse a request for load."""
-    return random.choice(_OVERLOADED)  # noqa: S311  (spread)
+def overloaded(reason: Refusal) -> bytes:
+    """Refuse a request for load, for one of the reasons of the door."""
+    return random.choice(_OVERLOADED[reason])  # noqa: S311  (spread)

@@ -28,7 +28,7 @@ from aiohttp import web
 from npu_gr.access.keys import Key
 from npu_gr.access.tls_listener import bound_read_ahead
 from npu_gr.admission.door import Slot, Ticket
-from npu_gr.core.errors import BadRequest, Forbidden, Overloaded, Unauthorized
+from npu_gr.core.errors import BadRequest, Forbidden, Overloaded, Refusal, Unauthorized
 from npu_gr.core.kinds import Kind
 from npu_gr.server.entrance import answers
 from npu_gr.server.entrance.entrance import Entrance
@@ -409,7 +409,7 @@ class Connection(web.RequestHandler):
             door = self._entrance.door
             if door.is_late(kind.name, self.whole_at, self.has_s) and door.has_room(kind.name):
                 # it grew old because we did not read it: its caller is told, and may send a fresh one into the room
-                self._refuse(at_once=True)
+                self._refuse(Refusal.LATE, at_once=True)
                 return
         self.state = State.WAITING
         self._request = request
@@ -446,22 +446,22 @@ class Connection(web.RequestHandler):
         request, self._request = self._request, b""
         self._feed(request)
 
-    def refuse(self) -> None:
+    def refuse(self, reason: Refusal) -> None:
         """Answer 429, and go on with the next request."""
         was_waiting = self._ticket is not None
         self._ticket = None
         self._request = b""
         if not self.is_trusted:
             self._entrance.pacer.refused(self, self.began_at)
-        self._refuse(at_once=not was_waiting)
+        self._refuse(reason, at_once=not was_waiting)
         if was_waiting and self._unread:
             self._loop.call_soon(self._advance)
 
-    def _refuse(self, *, at_once: bool) -> None:
+    def _refuse(self, reason: Refusal, *, at_once: bool) -> None:
         assert self._kind is not None
-        self._entrance.refused(self._kind, self.has_s)
+        self._entrance.refused(self._kind, self.has_s, reason)
         if self.transport is not None:
-            self.transport.write(answers.overloaded())
+            self.transport.write(answers.overloaded(reason))
         read_at = self._read_at
         self._become_idle()
         if at_once:

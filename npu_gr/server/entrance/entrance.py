@@ -72,7 +72,7 @@ class Entrance:
         self._metrics = metrics
         self._connections: set[Visitor] = set()
         self._trusted = [ipaddress.ip_network(text) for text in config.trusted_proxies]
-        self._uncounted: Counter[tuple[str, bool]] = Counter()  # refusals that the metrics lack: (kind, is promised)
+        self._uncounted: Counter[tuple[str, bool, Refusal]] = Counter()  # refusals that the metrics lack; is promised
         self._refused: dict[str, int] = {}  # by kind, since the last line of the log
         door.on_room = self.pacer.release
         metrics.door.observe(
@@ -132,19 +132,20 @@ class Entrance:
 
     # ---- requests
 
-    def refused(self, kind: Kind[Any, Any], has_s: float) -> None:
+    def refused(self, kind: Kind[Any, Any], has_s: float, reason: Refusal) -> None:
         """Count a refusal at the door; the metrics have it before the next scrape.
 
         Args:
             kind: of the request.
             has_s: what its caller granted, from its last byte on.
+            reason: the door's.
         """
         promised = is_promised(has_s, self._metrics.requests.objectives[kind.name].threshold_s)
-        self._uncounted[kind.name, promised] += 1
+        self._uncounted[kind.name, promised, reason] += 1
 
     def _count_refusals(self) -> None:
-        for (kind, promised), num in self._uncounted.items():
-            self._metrics.requests.refused_at_door(kind, num, is_promised=promised)
+        for (kind, promised, reason), num in self._uncounted.items():
+            self._metrics.requests.refused_at_door(kind, num, reason, is_promised=promised)
             self._refused[kind] = self._refused.get(kind, 0) + num
         self._uncounted.clear()
 
