@@ -29,6 +29,9 @@ from tests.serving import FIRST_ID, make_config, serving, write_checkpoint
 USERS, LENGTH = 6, 70
 
 
+PATIENT = {"X-Request-Timeout-Ms": "20000"}  # a busy machine
+
+
 @dataclass
 class File:
     """Stands for the configuration file: what a reload reads."""
@@ -47,7 +50,11 @@ class File:
         return version
 
     def use(self, name: str, **sections: Any) -> None:
-        self.sections = {"relay": {"t_life_s": 0.5}} | sections | {"checkpoint": str(self.folder / name)}
+        self.sections = (
+            {"relay": {"t_life_s": 0.5}, "slo": {"rank_s": 5.0, "signal_s": 5.0}}
+            | sections
+            | {"checkpoint": str(self.folder / name)}
+        )
 
 
 def history(request: Request) -> dict[str, list[int]]:
@@ -72,7 +79,7 @@ class Traffic:
         self.named = 0
 
     async def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
-        async with self.client.post(path, json=body) as response:
+        async with self.client.post(path, json=body, headers=PATIENT) as response:
             answer: dict[str, Any] = await response.json(content_type=None)
             assert response.status in (200, 202), answer
             return answer
