@@ -50,11 +50,7 @@ class File:
         return version
 
     def use(self, name: str, **sections: Any) -> None:
-        self.sections = (
-            {"relay": {"t_life_s": 0.5}, "slo": {"rank_s": 5.0, "signal_s": 5.0}}
-            | sections
-            | {"checkpoint": str(self.folder / name)}
-        )
+        self.sections = {"relay": {"t_life_s": 0.5}} | sections | {"checkpoint": str(self.folder / name)}
 
 
 def history(request: Request) -> dict[str, list[int]]:
@@ -126,7 +122,8 @@ async def gone(client: TestClient[Any, Any]) -> list[dict[str, Any]]:
 async def test_no_request_fails_and_every_answer_is_of_the_version_it_names(tmp_path: Path) -> None:
     file = File(tmp_path)
     old, new = file.add("old", 1), file.add("new", 2)
-    file.use("old")
+    slo = {"rank_s": 5.0, "signal_s": 5.0}  # nobody is refused
+    file.use("old", slo=slo)
     async with serving(tmp_path, read=file.read, **file.sections) as (client, service):
         traffic = Traffic(client, {old: 1, new: 2})
         stop = asyncio.Event()
@@ -134,7 +131,7 @@ async def test_no_request_fails_and_every_answer_is_of_the_version_it_names(tmp_
         engine, pool = weakref.ref(service.versions.ranker().engine), service.versions.ranker().relay.tiers[0]
         await traffic.pair(1)
         await asyncio.sleep(0.2)
-        file.use("new")
+        file.use("new", slo=slo)
         async with client.post("/v1/models/reload") as response:
             assert response.status == 200
             models = (await response.json())["models"]
