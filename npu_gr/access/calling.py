@@ -1,4 +1,4 @@
-"""TLS of our own commands when they call an instance: whom they trust, and the certificate that they show.
+"""Our own commands as callers: whom they trust over TLS, the certificate and the key that they show.
 
 `npu-gr --ca FILE --cert FILE --cert-key FILE ...` writes its options into the environment, where the processes that a
 replay starts find them as well.
@@ -29,6 +29,11 @@ def calling_files() -> ClientTlsConfig:
         return ClientTlsConfig(ca=ca, certificate=certificate, key=key)
     except ValueError as error:
         raise ConfigError(f"--cert, --cert-key ({CERTIFICATE}, {KEY}): {error}") from error
+
+
+def calling_headers(api_key: str | None) -> dict[str, str]:
+    """Return the header that shows a key; None = there is none."""
+    return {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
 
 
 def calling_context() -> ssl.SSLContext:

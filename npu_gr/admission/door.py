@@ -13,6 +13,7 @@
                holds more than its share of the places inside, or of the last slots, goes behind the other tenants
     in time    now + the work ahead + its own <= arrival + an aim x what it has: its objective, or the caller's budget
                if that is smaller. Whoever joins the queue is looked at again when its turn comes, and every TICK_S
+    earned     where tenants share the instance, a tenant may signal about as often as it ranks (`earned.py`)
 
 A request that finds the window open comes in without being asked whether it will be in time: an instance that is
 nearly idle refuses nobody, whatever its estimates say. A request of an important class does not see the window of the

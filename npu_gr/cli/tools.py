@@ -90,7 +90,8 @@ def doctor(
 
 
 def _doctor_security(as_json: bool, config_path: Path | None, overrides: tuple[str, ...]) -> NoReturn:
-    from npu_gr.tools.doctor_security import examine, is_closed, table
+    from npu_gr.tools.doctor import table
+    from npu_gr.tools.doctor_security import examine, is_closed
 
     if config_path is None:
         raise click.UsageError("--security needs --config")
@@ -126,9 +127,9 @@ def bundle(url: str, out: Path, api_key: str | None) -> None:
     import urllib.request
     from urllib.error import URLError
 
-    from npu_gr.access.calling import calling_context
+    from npu_gr.access.calling import calling_context, calling_headers
 
-    headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
+    headers = calling_headers(api_key)
     if not url.startswith(("http://", "https://")):
         raise ConfigError(f"--url: {url}: expected http://host:port or https://host")
     asked = urllib.request.Request(f"{url.rstrip('/')}/debug/bundle", headers=headers)  # noqa: S310  (checked above)
@@ -149,8 +150,9 @@ def bundle(url: str, out: Path, api_key: str | None) -> None:
 @click.option("--admin-url", default="http://127.0.0.1:8081", show_default=True, help="Its admin address.")
 @click.argument("log", required=False, type=FILE)
 @click.option("--users", type=click.IntRange(1), help="Ask for so many users only, drawn at random.")
+@API_KEY
 @AS_JSON
-def judge(url: str, admin_url: str, log: Path | None, users: int | None, as_json: bool) -> None:
+def judge(url: str, admin_url: str, log: Path | None, users: int | None, api_key: str | None, as_json: bool) -> None:
     """Evaluate a running service: ask for the last event of each user of LOG, of the cascade and of each stage alone.
 
     Its models must not have seen those events (split leave-one-out). Without LOG: MovieLens-100K.
@@ -165,7 +167,8 @@ def judge(url: str, admin_url: str, log: Path | None, users: int | None, as_json
     async def work() -> None:
         events = read_interactions(log or movielens_100k())
         known = to_train_on(events.users, events.timestamps, "leave-one-out")
-        found = await evaluate(url, admin_url, next_events(events, known, users), np.unique(events.items).tolist())
+        cases = next_events(events, known, users)
+        found = await evaluate(url, admin_url, cases, np.unique(events.items).tolist(), api_key=api_key)
         click.echo(json.dumps(found.as_dict())) if as_json else Console().print(found.table())
 
     run_async(work)

@@ -27,7 +27,7 @@ from urllib.parse import quote
 import aiohttp
 import msgspec
 
-from npu_gr.access.calling import calling_context
+from npu_gr.access.calling import calling_context, calling_headers
 from npu_gr.core.kinds import SIGNAL, Routing
 from npu_gr.core.request import UserKey
 from npu_gr.replay.body import HistoryMode, SentHistories, encode
@@ -69,9 +69,7 @@ async def play(
 
     Cancelling it stops sending and waits for nothing more.
     """
-    headers = {"Content-Type": "application/json"}
-    if options.api_key:
-        headers["Authorization"] = f"Bearer {options.api_key}"
+    headers = {"Content-Type": "application/json", **calling_headers(options.api_key)}
     base_url = options.url.rstrip("/") + "/"  # a router may live under a path
     connector = aiohttp.TCPConnector(limit=0, ssl=calling_context())
     async with aiohttp.ClientSession(base_url, connector=connector, headers=headers) as http, Timer() as timer:

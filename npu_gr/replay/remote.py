@@ -8,7 +8,7 @@ from typing import Any
 
 import aiohttp
 
-from npu_gr.access.calling import calling_context
+from npu_gr.access.calling import calling_context, calling_headers
 from npu_gr.core.errors import Unavailable
 
 PERIOD_S = 5.0  # from one status to the next
@@ -66,7 +66,7 @@ async def record_for(
 
 
 def _session(url: str, api_key: str | None) -> aiohttp.ClientSession:
-    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    headers = calling_headers(api_key)
     timeout = aiohttp.ClientTimeout(total=10)
     connector = aiohttp.TCPConnector(ssl=calling_context())
     return aiohttp.ClientSession(url.rstrip("/") + "/", headers=headers, timeout=timeout, connector=connector)

@@ -9,7 +9,7 @@ import time
 import aiohttp
 from prometheus_client.parser import text_string_to_metric_families
 
-from npu_gr.access.calling import calling_context
+from npu_gr.access.calling import calling_context, calling_headers
 from npu_gr.replay.report import TierSample
 
 PERIOD_S = 1.0
@@ -41,7 +41,7 @@ async def watch_tiers(url: str | None, api_key: str | None, found: list[TierSamp
     """
     if url is None:
         return
-    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    headers = calling_headers(api_key)
     began_at = time.monotonic()
     period_s = PERIOD_S
     timeout = aiohttp.ClientTimeout(total=TIMEOUT_S)

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import os
 import platform
+from collections.abc import Sequence
+from enum import StrEnum
 
 import torch
 
@@ -43,12 +45,16 @@ def is_well(findings: list[Finding]) -> bool:
     return all(each.state is not FindingState.BROKEN for each in findings)
 
 
-def table(findings: list[Finding]) -> str:
-    """Format findings for people: a line each, and under a piece that is not well what to do about it."""
-    width = max(len(each.name) for each in findings)
+def table(findings: Sequence[tuple[str, StrEnum, str, str]]) -> str:
+    """Format findings for people: a line each, and under one that is not well what to do about it.
+
+    Args:
+        findings: name, state, what was found, remedy or "".
+    """
+    width = max(len(name) for name, *_ in findings)
     lines = []
-    for each in findings:
-        lines.append(f"{each.state.value:8}{each.name:{width}}  {each.found}")
-        if each.remedy:
-            lines.append(f"{'':8}{'':{width}}  -> {each.remedy}")
+    for name, state, found, remedy in findings:
+        lines.append(f"{state.value:8}{name:{width}}  {found}")
+        if remedy:
+            lines.append(f"{'':8}{'':{width}}  -> {remedy}")
     return "\n".join(lines)

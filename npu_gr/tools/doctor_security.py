@@ -117,17 +117,6 @@ def is_closed(found: list[WayIn]) -> bool:
     return all(each.openness is not Openness.OPEN for each in found)
 
 
-def table(found: list[WayIn]) -> str:
-    """Format ways in for people: a line each, and under an open one what to do about it."""
-    width = max(len(each.what) for each in found)
-    lines = []
-    for each in found:
-        lines.append(f"{each.openness.value:8}{each.what:{width}}  {each.whom}")
-        if each.remedy:
-            lines.append(f"{'':8}{'':{width}}  -> {each.remedy}")
-    return "\n".join(lines)
-
-
 # ---- addresses
 
 

@@ -20,6 +20,7 @@ from typing import Any, Literal
 import aiohttp
 import msgspec
 
+from npu_gr.access.calling import calling_context, calling_headers
 from npu_gr.core.errors import ConfigError, DataError, NpuGrError
 from npu_gr.core.request import UserKey
 from npu_gr.features.base import HistoryConfig, key_bytes
@@ -98,7 +99,7 @@ async def search_memory(
         api_key: with the scope admin; None = none is needed.
     """
     body = {"user_id": user.user, "tenant": user.tenant}
-    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    headers = calling_headers(api_key)
 
     async def ask(http: aiohttp.ClientSession, url: str) -> Searched:
         try:
@@ -111,7 +112,11 @@ async def search_memory(
         return _found("memory", url, ", ".join(name for name, is_known in places.items() if is_known))
 
     urls = [f"{url.rstrip('/')}/debug/user" for url in instances] + [f"{url.rstrip('/')}/user" for url in routers]
-    async with aiohttp.ClientSession(headers=headers, timeout=aiohttp.ClientTimeout(total=_TIMEOUT_S)) as http:
+    async with aiohttp.ClientSession(
+        headers=headers,
+        timeout=aiohttp.ClientTimeout(total=_TIMEOUT_S),
+        connector=aiohttp.TCPConnector(ssl=calling_context()),
+    ) as http:
         return list(await asyncio.gather(*(ask(http, url) for url in urls)))
 
 

@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 from rich.table import Table
 
-from npu_gr.access.calling import calling_context
+from npu_gr.access.calling import calling_context, calling_headers
 from npu_gr.core.errors import Unavailable
 from npu_gr.features.interactions import Interactions
 from npu_gr.train.metrics import hit_ratio, ndcg
@@ -150,6 +150,7 @@ async def evaluate(
     cases: Sequence[NextEventCase],
     catalogue: Sequence[int],
     done: Callable[[int, int], None] = lambda *_: None,
+    api_key: str | None = None,
 ) -> ServiceEvaluation:
     """Ask a service for every case in every way.
 
@@ -159,15 +160,16 @@ async def evaluate(
         cases: at least one.
         catalogue: items that the rank alone chooses from.
         done: called with (cases so far, in all).
+        api_key: for every tenant, with the scopes infer and admin; None = none is needed.
 
     Raises:
         Unavailable: the service refused a request.
     """
     retrieved: list[bool] = []
     outcomes: dict[str, int] = {}
-    async with EvaluationClient(base_url) as client:
+    async with EvaluationClient(base_url, api_key) as client, EvaluationClient(admin_url, api_key) as admin:
         actions = await client.actions()
-        section = await cascade_of(admin_url)
+        section = await admin.cascade()
         sources: dict[str, int] = section["sources"]
         ranks: dict[str, list[float]] = {way: [] for way in (*sources, "rank", "recommend")}
         seconds: dict[str, list[float]] = {way: [] for way in ranks}
@@ -210,29 +212,25 @@ async def evaluate(
     )
 
 
-async def cascade_of(admin_url: str) -> dict[str, Any]:
-    """Read the configuration of a service's cascade.
-
-    Raises:
-        Unavailable: it has none, or does not say.
-    """
-    async with aiohttp.request("GET", f"{admin_url.rstrip('/')}/debug/config") as response:
-        if response.status != 200:
-            raise Unavailable(f"{admin_url}/debug/config: {response.status}: is that the admin address?")
-        section: dict[str, Any] = (await response.json()).get("recommend") or {}
-    if not section:
-        raise Unavailable("the service has no cascade: its configuration needs section recommend")
-    return section
-
-
 class EvaluationClient:
     """Posts JSON to a service: `async with`."""
 
-    def __init__(self, base_url: str) -> None:
+    def __init__(self, base_url: str, api_key: str | None = None) -> None:
+        """Connect to nobody yet.
+
+        Args:
+            base_url: of the address, public or of operators.
+            api_key: that is shown; None = there is none.
+        """
         self._url = base_url
+        self._headers = calling_headers(api_key)
 
     async def __aenter__(self) -> EvaluationClient:
-        self._http = aiohttp.ClientSession(self._url, connector=aiohttp.TCPConnector(ssl=calling_context()))
+        self._http = aiohttp.ClientSession(
+            self._url.rstrip("/") + "/",
+            headers=self._headers,
+            connector=aiohttp.TCPConnector(ssl=calling_context()),
+        )
         return self
 
     async def __aexit__(self, *_error: object) -> None:
@@ -240,9 +238,26 @@ class EvaluationClient:
 
     async def actions(self) -> dict[str, int]:
         """Action ids of the service's ranker by name."""
-        async with self._http.get("/v1/models") as response:
-            models = (await response.json())["models"]
+        async with self._http.get("v1/models") as response:
+            answer = await response.json()
+            if response.status != 200:
+                raise Unavailable(f"{self._url}/v1/models: {response.status}: {answer.get('detail')}")
+            models = answer["models"]
         return {name: index for index, name in enumerate(models[0]["actions"])}
+
+    async def cascade(self) -> dict[str, Any]:
+        """Return the section `recommend` of the configuration, which the admin address shows.
+
+        Raises:
+            Unavailable: it has none, or does not say.
+        """
+        async with self._http.get("debug/config") as response:
+            if response.status != 200:
+                raise Unavailable(f"{self._url}/debug/config: {response.status}: is that the admin address?")
+            section: dict[str, Any] = (await response.json()).get("recommend") or {}
+        if not section:
+            raise Unavailable("the service has no cascade: its configuration needs section recommend")
+        return section
 
     async def post(self, path: str, body: dict[str, Any]) -> tuple[dict[str, Any], float]:
         """Send one request; if the service refuses it for load, wait as long as it says and send it again.
@@ -257,7 +272,7 @@ class EvaluationClient:
         give_up_at = time.perf_counter() + PATIENCE_S
         while True:
             began_at = time.perf_counter()
-            async with self._http.post(path, json=body, headers=headers) as response:
+            async with self._http.post(path.lstrip("/"), json=body, headers=headers) as response:
                 answer: dict[str, Any] = await response.json(content_type=None)
                 if response.status == 200:
                     return answer, time.perf_counter() - began_at

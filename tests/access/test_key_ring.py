@@ -11,6 +11,7 @@ from npu_gr.access.key_ring import KeyRefusal, KeyRing
 from npu_gr.access.keys import ANYBODY, KeyEntry, KeyFile, hash_of, written
 from npu_gr.core.errors import ConfigError, Forbidden, Overloaded, Unauthorized
 from npu_gr.core.kinds import Scope
+from tests.clock import Clock
 
 SECRET = b"a-key-of-more-than-24-characters"
 OTHER = b"another-key-of-more-than-24-characters"
@@ -22,14 +23,6 @@ def entry(secret: bytes = SECRET, name: str = "one", **fields: object) -> KeyEnt
 
 def write(path: Path, *entries: KeyEntry) -> None:
     path.write_text(written(KeyFile(keys=list(entries))))
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now_at = 1000.0
-
-    def __call__(self) -> float:
-        return self.now_at
 
 
 def test_without_a_file_everybody_may_do_everything() -> None:
@@ -65,7 +58,7 @@ def test_what_is_no_key(tmp_path: Path, header: bytes | None, reason: KeyRefusal
 
 
 def test_a_key_expires(tmp_path: Path) -> None:
-    clock = Clock()
+    clock = Clock(1000.0)
     path = tmp_path / "keys"
     path.write_text(written(KeyFile(keys=[entry()])).replace("  scopes", "  expires: '1970-01-01T00:20:00Z'\n  scopes"))
     ring = KeyRing(path, wall_clock=clock)
@@ -76,7 +69,7 @@ def test_a_key_expires(tmp_path: Path) -> None:
 
 
 def test_a_rate_is_a_key_s_own(tmp_path: Path) -> None:
-    clock = Clock()
+    clock = Clock(1000.0)
     write(tmp_path / "keys", entry(rate_per_s=2.0), entry(OTHER, "free"))
     ring = KeyRing(tmp_path / "keys", clock=clock)
     key, free = ring.find(b"Bearer " + SECRET), ring.find(b"Bearer " + OTHER)
@@ -180,7 +173,7 @@ def test_what_a_key_does_not_allow_is_told(tmp_path: Path) -> None:
 
 
 def test_an_expired_key_does_not_count(tmp_path: Path) -> None:
-    clock = Clock()
+    clock = Clock(1000.0)
     end = "expires: '1970-01-01T00:20:00Z'"
     (tmp_path / "keys").write_text(written(KeyFile(keys=[entry()])).replace("  scopes", f"  {end}\n  scopes"))
     ring = KeyRing(tmp_path / "keys", wall_clock=clock)

@@ -92,7 +92,7 @@ def test_a_small_tenant_beside_a_hot_one_is_never_refused() -> None:
     hot, small = virtually(work)
     assert hot.counts["refused"] > 100
     assert small.counts == {"in_time": 55}
-    assert max(small.latencies_s) < 0.8 * OBJECTIVE_S
+    assert max(small.latencies_s) < 0.6 * OBJECTIVE_S
 
 
 def test_a_tenant_with_slow_requests_holds_no_more_than_its_share_of_the_places_while_another_waits() -> None:

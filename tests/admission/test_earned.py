@@ -6,16 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from npu_gr.admission.earned import MOST, SHARE, SIGNALS, EarnedSignals
+from tests.clock import Clock
 
 PACE_S = 0.001
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now_at = 0.0
-
-    def __call__(self) -> float:
-        return self.now_at
 
 
 def test_a_tenant_that_ranks_as_often_as_it_signals_is_never_refused() -> None:

@@ -5,13 +5,7 @@ from __future__ import annotations
 import pytest
 
 from npu_gr.core.shares import MAX_TENANTS, OTHERS, WANTS_S, Account, Shares
-
-
-class Clock:
-    now_at = 0.0
-
-    def __call__(self) -> float:
-        return self.now_at
+from tests.clock import Clock
 
 
 def shares() -> tuple[Shares[Account], Clock]:

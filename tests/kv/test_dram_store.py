@@ -16,7 +16,8 @@ from npu_gr.core.shares import WANTS_S
 from npu_gr.kv.arena import KVArena
 from npu_gr.kv.dram_store import DramEntry, DramStore
 from npu_gr.kv.layout import PageRun
-from tests.kv.test_prefix_pool import LAYOUT, Clock, key, times
+from tests.clock import Clock
+from tests.kv.test_prefix_pool import LAYOUT, key, times
 
 
 def store(num_pages: int = 8, jitter: float = 0.0) -> tuple[DramStore, Clock]:

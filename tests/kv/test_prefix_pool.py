@@ -20,16 +20,10 @@ from npu_gr.kv.arena import KVArena
 from npu_gr.kv.keys import PrefixKey
 from npu_gr.kv.layout import KVLayout, PageRun
 from npu_gr.kv.prefix_pool import CREDIT, LEAST_CREDIT, EntryState, PrefixEntry, PrefixPool
+from tests.clock import Clock
 
 LAYOUT = KVLayout(num_layers=1, num_heads=1, qk_dim=1, v_dim=1, page_tokens=4)
 T_LIFE_S = 10.0
-
-
-class Clock:
-    now_at = 0.0
-
-    def __call__(self) -> float:
-        return self.now_at
 
 
 def pool(num_pages: int = 12) -> tuple[PrefixPool, Clock]:

@@ -8,13 +8,7 @@ from hypothesis import strategies as st
 
 from npu_gr.core.shares import MAX_TENANTS, WANTS_S
 from npu_gr.relay.rate import TenantRates
-
-
-class Clock:
-    now_at = 0.0
-
-    def __call__(self) -> float:
-        return self.now_at
+from tests.clock import Clock
 
 
 def taken(rates: TenantRates, clock: Clock, seconds: float, every_s: dict[str, float]) -> dict[str, tuple[int, int]]:

@@ -15,6 +15,7 @@ from rich.console import Console
 from npu_gr.core.errors import Unavailable
 from npu_gr.features.interactions import Interactions
 from npu_gr.tools.evaluate_service import EvaluationClient, evaluate, next_events
+from tests.keys import secret, write_keys
 from tests.server.test_recommend_over_http import NUM_ITEMS, section
 from tests.serving import FIRST_ID, serving
 
@@ -66,6 +67,13 @@ async def test_it_counts_what_the_service_answers(tmp_path: Path, monkeypatch: p
         with (tmp_path / "out").open("w") as out:
             Console(file=out, width=120).print(found.table())
         assert "recommend: both" in (tmp_path / "out").read_text()
+    server = {"api_keys_file": write_keys(tmp_path / "keys")}
+    async with serving(tmp_path, watched=False, **sections, server=server) as (client, _):
+        url = str(client.make_url("/"))
+        with pytest.raises(Unavailable, match="/v1/models: 401"):
+            await evaluate(url, url, cases[:1], [FIRST_ID])
+        keyed = await evaluate(url, url, cases[:1], range(FIRST_ID, FIRST_ID + NUM_ITEMS), api_key=secret("all"))
+        assert len(keyed.ranks["recommend"]) == 1
     async with serving(tmp_path, watched=False) as (client, _):
         with pytest.raises(Unavailable, match="404: is that the admin address"):
             await evaluate(str(client.make_url("/")), str(client.make_url("/v1")), cases, [FIRST_ID])
