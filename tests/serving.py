@@ -16,6 +16,7 @@ from aiohttp.test_utils import TestClient, TestServer
 from aiohttp.web import BaseRunner
 from blockbuster import blockbuster_ctx
 
+from npu_gr.core.kinds import KINDS
 from npu_gr.core.request import Events
 from npu_gr.model.weights import Checkpoint, save
 from npu_gr.relay.relay import Relay
@@ -40,7 +41,8 @@ def make_config(folder: Path, **sections: Any) -> Config:
         "kv": {"hbm_bytes": 8_000_000, "dram_bytes": 8_000_000},
         "features": {"path": str(folder / "history.db"), "read_timeout_s": 5.0, "timeout_s": 10.0},  # a busy machine
         "trigger": {"min_prefix_tokens": 4, "policy": "always"},
-        "server": {"port": 0, "admin_port": 0, "drain_grace_s": 0.1},
+        "server": {"port": 0, "admin_port": 0, "drain_grace_s": 0.1, "default_budget_s": 10.0},
+        "slo": {f"{kind}_s": 5.0 for kind in KINDS},  # nobody is refused because another test has the processor
     }
     for name, section in sections.items():
         table[name] = {**table[name], **section} if isinstance(section, dict) and name in table else section

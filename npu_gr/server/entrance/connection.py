@@ -396,7 +396,7 @@ class Connection(web.RequestHandler):
             self.whole_at = self.began_at
         sent_s = self.whole_at - self.began_at
         self.has_s = granted_s(head, config.default_budget_s, config.max_budget_s) - sent_s
-        if self.has_s < 0 < self.has_s + sent_s:
+        if kind is not None and self.has_s < 0 < self.has_s + sent_s:
             self._entrance.slow(self)
             return
         if not self._is_within_rate():

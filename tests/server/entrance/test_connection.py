@@ -345,6 +345,18 @@ async def test_idle_connections_end(sent: bytes) -> None:
         assert at.count("connections_ended_total", reason="idle") == 1
 
 
+async def test_a_body_that_is_no_kinds_has_the_time_of_bodies_not_a_requests_budget() -> None:
+    """An upload of a catalogue may take longer than a rank would wait."""
+    async with site(default_budget_s=0.05) as at:
+        body = b'{"withdraw": [1]}'
+        raw = await at.connect()
+        raw.send(b"POST /v1/catalog/items HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n")
+        raw.send(b"Content-Length: %d\r\n\r\n" % len(body) + body[:-1])
+        await asyncio.sleep(0.2)
+        raw.send(body[-1:])
+        assert (await raw.answer())[0] == 404  # it was read: the pretended instance has no catalogue
+
+
 async def test_a_slow_body_costs_the_caller_its_own_connection_only() -> None:
     async with site(default_budget_s=0.2, max_receiving_bytes=100_000) as at:
         slow = [await at.connect() for _ in range(50)]
