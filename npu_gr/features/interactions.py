@@ -34,13 +34,19 @@ class Interactions:
     values: npt.NDArray[np.float64]  # [n] what the user did, e.g. a rating
     timestamps: I64  # [n] unix seconds
     user_names: list[str]
+    action_names: tuple[str, ...] = ()  # value v is action_names[int(v)]; none = a value is a number, as a rating is
 
     def __len__(self) -> int:
         return len(self.users)
 
     def __getitem__(self, part: npt.NDArray[Any] | slice) -> Interactions:
         return Interactions(
-            self.users[part], self.items[part], self.values[part], self.timestamps[part], self.user_names
+            self.users[part],
+            self.items[part],
+            self.values[part],
+            self.timestamps[part],
+            self.user_names,
+            self.action_names,
         )
 
 

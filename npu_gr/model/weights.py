@@ -36,6 +36,7 @@ class Checkpoint:
     name: str
     version: str = ""  # digest of the weights; made when saved
     action_values: tuple[float, ...] = ()  # value in an interaction log of each action, where it has one
+    action_names: tuple[str, ...] = ()  # what the company calls each action; none = its value is its name
     metrics: dict[str, float] = field(default_factory=dict)  # what training measured
 
 
@@ -45,6 +46,7 @@ class _Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     version: str
     model: HSTUConfig
     action_values: tuple[float, ...] = ()
+    action_names: tuple[str, ...] = ()
     metrics: dict[str, float] = {}
 
 
@@ -71,6 +73,7 @@ def save(checkpoint: Checkpoint, folder: Path) -> str:
             version=version,
             model=checkpoint.model.config,
             action_values=checkpoint.action_values,
+            action_names=checkpoint.action_names,
             metrics=checkpoint.metrics,
         )
         text = msgspec.json.encode(msgspec.to_builtins(about) | {"model": write_keys(about.model)})
@@ -116,6 +119,7 @@ def load(folder: Path) -> Checkpoint:
         name=about.name,
         version=about.version,
         action_values=about.action_values,
+        action_names=about.action_names or tuple(f"{value:g}" for value in about.action_values),
         metrics=about.metrics,
     )
 

@@ -54,6 +54,7 @@ class InteractionLog:
     num_trained: I64  # [u] events of each user that are trained on: the oldest
     item_ids: I64  # [num_items] external id of each row, ascending
     action_values: tuple[float, ...]  # value of each action, e.g. a rating; ascending
+    action_names: tuple[str, ...] = ()  # name of each action; none = its value is its name
 
     @property
     def num_users(self) -> int:
@@ -120,6 +121,9 @@ def build_log(interactions: Interactions, features: Sequence[ItemValues], split:
         num_trained=np.zeros(num_users, np.int64),
         item_ids=ids,
         action_values=tuple(action_values.tolist()),
+        action_names=tuple(interactions.action_names[int(value)] for value in action_values.tolist())
+        if interactions.action_names
+        else (),
     )
     return _split(log, np.ones(len(log.items), np.bool_), split)
 
@@ -165,6 +169,7 @@ def _split(log: InteractionLog, kept: Bools, split: Split) -> InteractionLog:
         num_trained=num_trained,
         item_ids=log.item_ids,
         action_values=log.action_values,
+        action_names=log.action_names,
     )
 
 

@@ -132,6 +132,7 @@ def train_rank(
         item_ids=log.item_ids,
         name=options.name,
         action_values=log.action_values,
+        action_names=log.action_names,
         metrics={name: value for name, value in figures.items() if "/" not in name},
     )
     return checkpoint, evaluation

@@ -1,0 +1,152 @@
+"""`ItemNames`: what the company calls each item, and the title that a person reads. A file beside every checkpoint.
+
+An id below 2^62 is its own name (`core/names.py`), so an entry is needed only for hashed ids and for titles.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+from safetensors import SafetensorError
+from safetensors.numpy import load_file, save
+
+from npu_gr.core.errors import DataError
+from npu_gr.core.names import FIRST_HASHED, item_ids
+from npu_gr.core.request import I64
+
+FILE = "names.safetensors"
+
+
+class _Texts:
+    """Texts in one piece of memory: ten million of them are no ten million objects."""
+
+    __slots__ = ("_ends", "_raw")
+
+    def __init__(self, raw: npt.NDArray[np.uint8], ends: I64) -> None:
+        self._raw = raw  # UTF-8 of all of them
+        self._ends = ends  # [n + 1] text i is raw[ends[i] : ends[i + 1]]
+
+    @classmethod
+    def of(cls, texts: Sequence[str]) -> _Texts:
+        raw = [text.encode() for text in texts]
+        ends = np.cumsum([0, *map(len, raw)], dtype=np.int64)
+        return cls(np.frombuffer(b"".join(raw), np.uint8), ends)
+
+    def __getitem__(self, place: int) -> str:
+        return self._raw[self._ends[place] : self._ends[place + 1]].tobytes().decode()
+
+    def tensors(self, what: str) -> dict[str, npt.NDArray[np.generic]]:
+        return {f"{what}s": self._raw, f"{what}_ends": self._ends}
+
+    @classmethod
+    def read(cls, tensors: dict[str, npt.NDArray[np.generic]], what: str, count: int) -> _Texts:
+        raw, ends = tensors[f"{what}s"], tensors[f"{what}_ends"]
+        if ends.shape != (count + 1,) or raw.dtype != np.uint8 or ends.dtype != np.int64:
+            raise ValueError(f"{what}s do not fit the ids")
+        if ends[0] != 0 or ends[-1] != len(raw) or (np.diff(ends) < 0).any():
+            raise ValueError(f"{what}_ends must ascend from 0 to the end")
+        return cls(raw.astype(np.uint8, copy=False), ends.astype(np.int64, copy=False))
+
+
+class ItemNames:
+    """Names and titles of items by id. Never changed in place. n = items."""
+
+    __slots__ = ("_names", "_titles", "ids")
+
+    def __init__(self, ids: I64, names: _Texts, titles: _Texts) -> None:
+        """Keep them: int64 [n] ascending, distinct; n texts each. `make` and `load` check that."""
+        self.ids = ids
+        self._names = names
+        self._titles = titles
+
+    @classmethod
+    def make(cls, names: Sequence[str], titles: Sequence[str] = ()) -> ItemNames:
+        """Make the table.
+
+        Args:
+            names: each item once, as the company calls it.
+            titles: of each, "" where it has none; none at all = nothing has one.
+
+        Raises:
+            DataError: a name is no item, stands twice, or shares its id with another one.
+        """
+        try:
+            ids = item_ids(names)
+        except ValueError as error:
+            raise DataError(f"item names: {error}") from error
+        order = np.argsort(ids, kind="stable")
+        ids = ids[order]
+        if twice := np.flatnonzero(np.diff(ids) == 0).tolist():
+            first, second = names[order[twice[0]]], names[order[twice[0] + 1]]
+            if first == second:
+                raise DataError(f"item names: {first!r} stands there twice")
+            raise DataError(f"item names: {first!r} and {second!r} have the same id; rename one of them")
+        titles = titles or [""] * len(names)
+        return cls(ids, _Texts.of([names[place] for place in order]), _Texts.of([titles[place] for place in order]))
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def names(self, ids: I64) -> list[str | int]:
+        """Name each id: [n] -> n texts; an id without an entry is its own name."""
+        return [
+            int(one) if at < 0 else self._plain(at) for one, at in zip(ids.tolist(), self._places(ids), strict=True)
+        ]
+
+    def titles(self, ids: I64) -> list[str | None]:
+        """Return the title of each id: [n] -> n texts, None where it has none."""
+        return [None if at < 0 else self._titles[at] or None for at in self._places(ids)]
+
+    def _plain(self, at: int) -> str | int:
+        name = self._names[at]
+        return int(name) if self.ids[at] < FIRST_HASHED else name
+
+    def _places(self, ids: I64) -> list[int]:
+        if not len(self.ids):
+            return [-1] * len(ids)
+        at = np.searchsorted(self.ids, ids).clip(max=len(self.ids) - 1)
+        places: list[int] = np.where(self.ids[at] == ids, at, -1).tolist()
+        return places
+
+    def save(self, folder: Path) -> None:
+        """Write `FILE` into a folder.
+
+        Raises:
+            DataError: it cannot be written.
+        """
+        tensors = {"ids": self.ids, **self._names.tensors("name"), **self._titles.tensors("title")}
+        aside = folder / f"{FILE}.tmp"
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            aside.write_bytes(save(tensors))
+            os.replace(aside, folder / FILE)
+        except (OSError, SafetensorError) as error:
+            raise DataError(f"{folder / FILE}: cannot be written: {error}") from error
+
+    @classmethod
+    def load(cls, folder: Path) -> ItemNames | None:
+        """Read `FILE` of a folder; None = there is none.
+
+        Raises:
+            DataError: it is broken.
+        """
+        path = folder / FILE
+        try:
+            tensors = load_file(path)
+            ids = tensors["ids"]
+            found = cls(ids, _Texts.read(tensors, "name", len(ids)), _Texts.read(tensors, "title", len(ids)))
+        except FileNotFoundError:
+            return None
+        except (OSError, SafetensorError, KeyError, ValueError) as error:
+            raise DataError(f"{path}: {error}") from error
+        if ids.dtype != np.int64 or ids.ndim != 1 or (np.diff(ids) <= 0).any() or (ids < 0).any():
+            raise DataError(f"{path}: ids must be int64, ascending and not negative")
+        return found
+
+
+EMPTY = ItemNames.make([])
+"""Nothing has a name but its id."""

@@ -1,0 +1,67 @@
+"""The table of names and titles: what went in comes out, and nothing that is broken is read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.numpy import save_file
+
+from npu_gr.catalogue import item_names
+from npu_gr.catalogue.item_names import EMPTY, FILE, ItemNames
+from npu_gr.core.errors import DataError
+from npu_gr.core.names import item_ids
+
+TEXT = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=12)
+
+
+@given(st.lists(st.tuples(TEXT, TEXT), unique_by=lambda pair: pair[0], max_size=30))
+def test_what_went_in_comes_out(tmp_path_factory: pytest.TempPathFactory, pairs: list[tuple[str, str]]) -> None:
+    folder = tmp_path_factory.mktemp("names")
+    ItemNames.make([name for name, _ in pairs], [title for _, title in pairs]).save(folder)
+    table = ItemNames.load(folder)
+    assert table is not None
+    ids = item_ids([name for name, _ in pairs])
+    assert list(map(str, table.names(ids))) == [name for name, _ in pairs]
+    assert table.titles(ids) == [title for _, title in pairs]
+
+
+def test_a_number_is_named_as_a_number_and_what_is_unknown_by_its_id() -> None:
+    table = ItemNames.make(["7", "SKU-1"], ["Seven", ""])
+    ids = np.array([7, *item_ids(["SKU-1", "SKU-2"]), 8])
+    assert table.names(ids) == [7, "SKU-1", int(ids[2]), 8]
+    assert table.titles(ids) == ["Seven", None, None, None]
+    assert EMPTY.names(ids) == ids.tolist()
+
+
+def test_no_name_twice() -> None:
+    with pytest.raises(DataError, match="'a' stands there twice"):
+        ItemNames.make(["a", "b", "a"])
+
+
+def test_two_names_of_one_id_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(item_names, "item_ids", lambda names: np.zeros(len(names), np.int64))
+    with pytest.raises(DataError, match="'a' and 'b' have the same id"):
+        ItemNames.make(["a", "b"])
+
+
+def test_no_file_is_no_table(tmp_path: Path) -> None:
+    assert ItemNames.load(tmp_path) is None
+
+
+@pytest.mark.parametrize("broken", ["cut", "descending", "ends"])
+def test_a_broken_file_is_refused(tmp_path: Path, broken: str) -> None:
+    ItemNames.make(["a", "b"], ["A", "B"]).save(tmp_path)
+    path = tmp_path / FILE
+    if broken == "cut":
+        path.write_bytes(path.read_bytes()[:-1])
+    else:
+        texts = np.frombuffer(b"ab", np.uint8)
+        ends = np.array([0, 1, 2] if broken == "descending" else [0, 9, 2])
+        ids = np.array([5, 4] if broken == "descending" else [4, 5])
+        save_file({"ids": ids, "names": texts, "name_ends": ends, "titles": texts, "title_ends": ends}, path)
+    with pytest.raises(DataError, match=FILE):
+        ItemNames.load(tmp_path)
