@@ -57,6 +57,12 @@ def _generate_presets() -> Presets:
     return {"movielens": MOVIELENS, "beauty": BEAUTY}
 
 
+def _retrieve_presets() -> Presets:
+    from npu_gr.train.retrieve.train import RetrieveOptions
+
+    return {"retrieve": RetrieveOptions()}
+
+
 def _match_presets() -> Presets:
     from npu_gr.train.match.options import MatchOptions
 
@@ -163,6 +169,45 @@ def train_generate(
     click.echo(trained.report.text())
     EMPTY.save(out)
     click.echo(how_to_serve(publish(trained, features, options, out), trained))
+
+
+@train.command("retrieve", epilog=LISTED)
+@click.argument("log", type=FILE)
+@click.option("--out", required=True, type=FILE, help="Folder of the vectors.")
+@_override(_retrieve_presets)
+@click.option("--tenant", default="", show_default=True, help="Of all users in the log.")
+@VALUE_COLUMN
+@THREADS
+def train_retrieve(
+    log: Path, out: Path, overrides: tuple[str, ...], tenant: str, value_column: str, threads: int
+) -> None:
+    """Make retrieval vectors for /v1/match of one LOG, and print their figures beside the baselines'.
+
+    An item's vector says what leads to it; a user's says what the newest events lead to. `train match` is for two logs
+    of users in common.
+    """
+    import torch
+    from rich.console import Console
+
+    from npu_gr.catalogue.item_names import EMPTY
+    from npu_gr.core.settings import override
+    from npu_gr.features.interactions import read_interactions
+    from npu_gr.matching.vectors import save
+    from npu_gr.train.next_command import how_to_match
+    from npu_gr.train.progress import training_progress
+    from npu_gr.train.retrieve.train import RetrieveOptions, train_retriever
+
+    torch.set_num_threads(threads)
+    options = override(RetrieveOptions(), overrides)
+    interactions = read_interactions(log, value_column=value_column)
+    console = Console()
+    with training_progress(console) as show:
+        trained = train_retriever(interactions, options, show, tenant)
+    console.print(trained.report.table())
+    click.echo(trained.report.text())
+    EMPTY.save(out)
+    click.echo(f"vectors {save(trained.vectors, out)} in {out}")
+    click.echo(how_to_match(out, interactions.user_names[0]))
 
 
 @train.command("match", epilog=LISTED)
