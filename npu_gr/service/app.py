@@ -40,6 +40,7 @@ from npu_gr.service.admin import CatalogueOfGenerator, VectorsOfMatch
 from npu_gr.service.build import open_generation, open_ranking
 from npu_gr.service.config import Config, InForce
 from npu_gr.service.job_table import Shared, build_jobs
+from npu_gr.service.naming import ServedNames
 from npu_gr.service.reload import Reload
 from npu_gr.service.service import Parts, Service
 
@@ -99,6 +100,7 @@ async def instance(
                 histories=shared.histories,
                 catalogue=CatalogueOfGenerator(versions, metrics.reloads),
                 vectors=VectorsOfMatch(shared.vectors, metrics.reloads),
+                names=ServedNames(settings, versions, shared.vectors),
                 metrics=metrics,
             )
         )

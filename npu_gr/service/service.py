@@ -35,6 +35,7 @@ from npu_gr.jobs.versions import Versions
 from npu_gr.metrics.registry import Metrics
 from npu_gr.service.admin import CatalogueOfGenerator, VectorsOfMatch
 from npu_gr.service.config import InForce, to_table
+from npu_gr.service.naming import ServedNames
 
 MAX_FAILURES = 3  # device failures in a row that make the instance unready
 
@@ -52,6 +53,7 @@ class Parts:
     histories: Histories
     catalogue: CatalogueOfGenerator
     vectors: VectorsOfMatch
+    names: ServedNames
     metrics: Metrics
 
 
@@ -124,6 +126,11 @@ class Service:
             level = self.parts.brownout.observe(pressure, time.monotonic())
             for model in self.versions.current():
                 model.relay.settings.brownout = level
+
+    @property
+    def names(self) -> ServedNames:
+        """Names of actions and items."""
+        return self.parts.names
 
     # ---- administration
 

@@ -25,7 +25,7 @@ from npu_gr.model.weights import Checkpoint, save
 from npu_gr.service.app import run
 from npu_gr.service.config import Config
 from tests.models import Request, full, tiny_model
-from tests.serving import FIRST_ID, make_config, serving, write_checkpoint
+from tests.serving import FIRST_ACTION, FIRST_ID, make_config, serving, write_checkpoint
 
 USERS, LENGTH = 6, 70
 
@@ -46,7 +46,9 @@ class File:
     def add(self, name: str, seed: int, **changes: object) -> str:
         model = tiny_model(seed=seed, **changes)  # type: ignore[arg-type]
         ids = np.arange(model.config.num_items, dtype=np.int64) + FIRST_ID
-        version = save(Checkpoint(model=model, item_ids=ids, name=name), self.folder / name)
+        version = save(
+            Checkpoint(model=model, item_ids=ids, name=name, action_values=(1.0, 2.0, 3.0)), self.folder / name
+        )
         self.use(name)
         return version
 
@@ -57,7 +59,7 @@ class File:
 def history(request: Request) -> dict[str, list[int]]:
     return {
         "items": (request.items + FIRST_ID).tolist(),
-        "actions": request.actions.tolist(),
+        "actions": (request.actions + FIRST_ACTION).tolist(),
         "timestamps": request.times.tolist(),
     }
 
