@@ -10,7 +10,7 @@ import click
 from npu_gr.cli.options import FILE
 
 if TYPE_CHECKING:
-    from npu_gr.dataset.build import Prepared
+    from npu_gr.dataset.build import PreparedDataset
 
 
 def _columns(_context: click.Context, _option: click.Parameter, names: str | None) -> tuple[str, ...] | None:
@@ -33,9 +33,7 @@ def _columns(_context: click.Context, _option: click.Parameter, names: str | Non
 @click.option("--features", callback=_columns, metavar="COLUMNS", help="Its features, comma-separated; else all.")
 @click.option("--format", type=click.Choice(("csv", "tsv", "parquet", "jsonl", "json", "atomic")), help="Of LOG.")
 @click.option("--columns", callback=_columns, metavar="COLUMNS", help="Of a CSV or TSV without a header.")
-@click.option(
-    "--time-unit", type=click.Choice(("s", "ms", "us", "ns", "iso")), help="Recognised otherwise."
-)
+@click.option("--time-unit", type=click.Choice(("s", "ms", "us", "ns", "iso")), help="Recognised otherwise.")
 @click.option("--time-format", default="", metavar="FORMAT", help="As strptime has it, e.g. '%d.%m.%Y %H:%M'.")
 @click.option("--no-time", is_flag=True, help="No column says when; rows are in time order.")
 @click.option("--buckets", default=10, show_default=True, type=click.IntRange(2, 100), help="Of a continuous value.")
@@ -76,8 +74,8 @@ def prepare(
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
-    from npu_gr.dataset.build import PrepareOptions
     from npu_gr.dataset.build import prepare as work
+    from npu_gr.dataset.options import PrepareOptions
 
     options = PrepareOptions(
         user=user,
@@ -111,7 +109,7 @@ def prepare(
     _print(prepared, out)
 
 
-def _print(prepared: Prepared, out: Path) -> None:
+def _print(prepared: PreparedDataset, out: Path) -> None:
     from npu_gr.dataset.summary import summary
 
     click.echo(summary(prepared.manifest, out))

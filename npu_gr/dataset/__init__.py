@@ -9,13 +9,14 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from npu_gr.dataset.build import Prepared, PrepareOptions, prepare
+    from npu_gr.dataset.build import PreparedDataset, prepare
     from npu_gr.dataset.files import Dataset, read_dataset
     from npu_gr.dataset.log import read_log
+    from npu_gr.dataset.options import PrepareOptions
 
-__all__ = ["Dataset", "PrepareOptions", "Prepared", "prepare", "read_dataset", "read_log"]
+__all__ = ["Dataset", "PrepareOptions", "PreparedDataset", "prepare", "read_dataset", "read_log"]
 
-_HOMES = {"Dataset": "files", "read_dataset": "files", "read_log": "log"}
+_HOMES = {"Dataset": "files", "read_dataset": "files", "read_log": "log", "PrepareOptions": "options"}
 
 
 def __getattr__(name: str) -> Any:

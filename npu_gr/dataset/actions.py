@@ -12,6 +12,7 @@ order (and buckets keep their edges), and new actions come at its end.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 import numpy as np
@@ -19,10 +20,13 @@ import numpy.typing as npt
 
 from npu_gr.core.errors import DataError
 from npu_gr.core.request import I64
+from npu_gr.core.words import quoted
+from npu_gr.dataset.spill import Rows
 
 MAX_RATINGS = 20
 ONE = "event"
 SAMPLE = 200_000  # values that quantiles are taken from
+_NONE = np.empty(0, np.int64)
 F64 = npt.NDArray[np.float64]
 
 
@@ -35,12 +39,33 @@ class ActionKind(StrEnum):
     ONE = "event"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OldActions:
+    """The actions of the dataset that a new one takes the place of."""
+
+    folder: str = ""
+    kind: str = ""  # "" = there is no such dataset
+    names: list[str] = field(default_factory=list)
+    edges: list[float] = field(default_factory=list)
+
+    def check(self, kind: ActionKind) -> None:
+        """Check that new actions are of the same kind.
+
+        Raises:
+            DataError: they are not, so the old ones could not keep their places.
+        """
+        if self.kind not in ("", kind):
+            raise DataError(
+                f"{self.folder}: holds a dataset whose actions are of the kind {self.kind}, and these would be {kind}: "
+                "histories and models of it would mean something else; choose another --out, or delete the folder"
+            )
+
+
 class ValueSample:
     """Distinct values while they are few, and a uniform sample of all: memory does not grow with the rows."""
 
     def __init__(self, seed: int = 0) -> None:
         self.distinct: set[float] = set()
-        self.has_fraction = False
         self._kept = np.empty(SAMPLE)
         self._seen = 0
         self._random = np.random.default_rng(seed)
@@ -53,9 +78,8 @@ class ValueSample:
         self._kept[self._seen : self._seen + len(free)] = free
         rest = values[len(free) :]
         # Vitter's algorithm R: value number k replaces a kept one with a chance of SAMPLE / k.
-        places = (
-            self._random.random(len(rest)) * np.arange(self._seen + len(free) + 1, self._seen + len(values) + 1)
-        ).astype(np.int64)
+        numbers = np.arange(self._seen + len(free), self._seen + len(values)) + 1
+        places = (self._random.random(len(rest)) * numbers).astype(np.int64)
         is_kept = places < SAMPLE
         self._kept[places[is_kept]] = rest[is_kept]
         self._seen += len(values)
@@ -89,19 +113,98 @@ def bucket_of(values: F64, edges: Sequence[float]) -> I64:
     return np.searchsorted(np.array(edges), values, side="left")
 
 
-def in_order(names: Sequence[str], old: Sequence[str]) -> list[str]:
-    """Order event types: those of the dataset before it as they were, then new ones by the alphabet."""
-    return [*old, *sorted(set(names) - set(old))]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Actions:
+    """The actions of a dataset, and how a row's action is found."""
+
+    kind: ActionKind
+    names: list[str]
+    edges: list[float]  # of buckets
+    places: I64  # of event types: code of a row -> place in names
+    notes: list[str]  # what a person should know
+
+    def of(self, rows: Rows) -> I64:
+        """Find the action of each row: [n] -> int64 [n], places in `names`."""
+        match self.kind:
+            case ActionKind.EVENTS:
+                found: I64 = self.places[rows["action"]]
+                return found
+            case ActionKind.RATINGS:
+                return np.searchsorted(np.array([float(name) for name in self.names]), rows["value"])
+            case ActionKind.BUCKETS:
+                return bucket_of(rows["value"], self.edges)
+            case ActionKind.ONE:
+                return np.zeros(len(rows), np.int64)
 
 
-def check_kind(kind: ActionKind, old: str, folder: str) -> None:
-    """Check that a dataset that is prepared again is made of the same sort of actions.
+def of_events(events: Sequence[str], old: OldActions) -> Actions:
+    """Make actions of event types: those of the dataset before as they were, then new ones by the alphabet.
+
+    Args:
+        events: names by the code that rows have.
+        old: of the dataset before.
 
     Raises:
-        DataError: it is not, so its actions could not keep their places.
+        DataError: its actions were of another kind.
     """
-    if old and old != kind:
-        raise DataError(
-            f"{folder}: holds a dataset whose actions are {old}, and these would be {kind}: histories and models of it "
-            "would mean something else; choose another --out, or delete the folder"
-        )
+    old.check(ActionKind.EVENTS)
+    names = [*old.names, *sorted(set(events) - set(old.names))]
+    place = {name: at for at, name in enumerate(names)}
+    places = np.array([place[name] for name in events], np.int64)
+    return Actions(kind=ActionKind.EVENTS, names=names, edges=[], places=places, notes=_new(names, old))
+
+
+def of_values(column: str, values: ValueSample, num_buckets: int, old: OldActions) -> Actions:
+    """Make actions of numbers: ratings if they are few, else ranges; one action if the number is always the same.
+
+    Args:
+        column: its name, for messages and names of ranges.
+        values: of all rows.
+        num_buckets: ranges of continuous values.
+        old: of the dataset before.
+
+    Raises:
+        DataError: its actions were of another kind.
+    """
+    if values.is_few and len(values.distinct) == 1 and old.kind in ("", ActionKind.ONE):
+        only = f"{quoted(column)} is {next(iter(values.distinct)):g} in every row and says nothing; it is left out"
+        return one_action(old, [only])
+    if values.is_few and old.kind != ActionKind.BUCKETS:
+        old.check(ActionKind.RATINGS)
+        known = {float(name) for name in old.names}
+        names = [_plain(value) for value in sorted(known | values.distinct)]
+        notes = _new([*old.names, *(name for name in names if name not in old.names)], old)
+        if names[: len(old.names)] != old.names:
+            notes.append(
+                "warning: ratings that are new stand between those of the dataset before; a service refuses to reload "
+                "a model of it. Prepare into a new folder, and load the histories anew"
+            )
+        return Actions(kind=ActionKind.RATINGS, names=names, edges=[], places=_NONE, notes=notes)
+    old.check(ActionKind.BUCKETS)
+    edges = old.edges or values.edges(num_buckets)
+    names = old.names or bucket_names(column, edges)
+    kept = "edges kept from the dataset before" if old.edges else "equally many rows in each"
+    note = (
+        f"warning: {quoted(column)} is continuous (over {MAX_RATINGS} distinct values): {len(names)} ranges are the "
+        f"actions ({kept}); --buckets N makes others, --value none takes none"
+    )
+    return Actions(kind=ActionKind.BUCKETS, names=names, edges=edges, places=_NONE, notes=[note])
+
+
+def one_action(old: OldActions, notes: Sequence[str] = ()) -> Actions:
+    """Make the only action of a log that says who met what, and no more.
+
+    Raises:
+        DataError: the dataset before had actions of another kind.
+    """
+    old.check(ActionKind.ONE)
+    return Actions(kind=ActionKind.ONE, names=[ONE], edges=[], places=_NONE, notes=list(notes))
+
+
+def _plain(value: float) -> str:
+    return short if float(short := f"{value:g}") == value else repr(value)
+
+
+def _new(names: Sequence[str], old: OldActions) -> list[str]:
+    new = names[len(old.names) :]
+    return [f"actions that are new: {', '.join(new)}"] if old.names and new else []

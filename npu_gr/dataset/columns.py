@@ -58,7 +58,7 @@ _IS_A = {
 }
 
 
-class Kind(StrEnum):
+class CellKind(StrEnum):
     """What the cells of a column are."""
 
     EMPTY = "empty"
@@ -93,30 +93,30 @@ class LogColumns:
         return list(dict.fromkeys(one.name for one in taken if one is not None))
 
 
-def kind_of(array: Any) -> Kind:
+def kind_of(array: Any) -> CellKind:
     """Find out what cells are: of texts, what most of them look like."""
     if pa.types.is_dictionary(array.type):
         array = array.dictionary_decode()
     kind = array.type
     if array.null_count == len(array):
-        return Kind.EMPTY
+        return CellKind.EMPTY
     if pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
-        return Kind.LIST
+        return CellKind.LIST
     if pa.types.is_integer(kind):
-        return Kind.INTEGER
+        return CellKind.INTEGER
     if pa.types.is_floating(kind) or pa.types.is_decimal(kind):
         texts = pc.drop_null(as_text(array))
-        return Kind.INTEGER if len(texts) and _share(texts, _INTEGER) >= _MOST else Kind.NUMBER
+        return CellKind.INTEGER if len(texts) and _share(texts, _INTEGER) >= _MOST else CellKind.NUMBER
     if pa.types.is_temporal(kind):
-        return Kind.TIME
+        return CellKind.TIME
     if not is_text(array):
-        return Kind.TEXT
+        return CellKind.TEXT
     texts = without_point(pc.drop_null(array))
     if _share(texts, _INTEGER) >= _MOST:
-        return Kind.INTEGER
+        return CellKind.INTEGER
     if _share(texts, NUMBER) >= _MOST:
-        return Kind.NUMBER
-    return Kind.TIME if _share(texts, _DATED) >= _MOST else Kind.TEXT
+        return CellKind.NUMBER
+    return CellKind.TIME if _share(texts, _DATED) >= _MOST else CellKind.TEXT
 
 
 def choose_log_columns(
@@ -181,7 +181,7 @@ def choose_item_columns(
 def _required(
     role: str,
     columns: Mapping[str, Any],
-    kinds: Mapping[str, Kind],
+    kinds: Mapping[str, CellKind],
     told: Mapping[str, str],
     source: str,
     option: str = "",
@@ -203,7 +203,7 @@ def _required(
 def _optional(
     role: str,
     columns: Mapping[str, Any],
-    kinds: Mapping[str, Kind],
+    kinds: Mapping[str, CellKind],
     told: Mapping[str, str],
     source: str,
     taken: set[str],
@@ -220,7 +220,7 @@ def _optional(
     return Column(found[0], "its name") if found else None
 
 
-def _time(columns: Mapping[str, Any], kinds: Mapping[str, Kind], told: Mapping[str, str], source: str) -> Column:
+def _time(columns: Mapping[str, Any], kinds: Mapping[str, CellKind], told: Mapping[str, str], source: str) -> Column:
     if "time" in told:
         return _told(told["time"], columns, source, "--time")
     found = _candidates("time", kinds)
@@ -228,7 +228,7 @@ def _time(columns: Mapping[str, Any], kinds: Mapping[str, Kind], told: Mapping[s
         return Column(found[0], "its name")
     if found:
         raise _ambiguous("time", found, source, "--time")
-    typed = [name for name, kind in kinds.items() if kind is Kind.TIME]
+    typed = [name for name, kind in kinds.items() if kind is CellKind.TIME]
     if len(typed) == 1:
         return Column(typed[0], "the only column of times")
     if typed:
@@ -245,7 +245,7 @@ def _told(name: str, columns: Mapping[str, Any], source: str, option: str) -> Co
     return Column(name, f"{option} says so")
 
 
-def _candidates(role: str, kinds: Mapping[str, Kind]) -> list[str]:
+def _candidates(role: str, kinds: Mapping[str, CellKind]) -> list[str]:
     """Columns whose name and kind fit a role: those with a strong name, or else those with a weak one."""
     for names in _NAMES[role]:
         known = set(names.split())
@@ -254,18 +254,18 @@ def _candidates(role: str, kinds: Mapping[str, Kind]) -> list[str]:
     return []
 
 
-def _fits(role: str, kind: Kind) -> bool:
+def _fits(role: str, kind: CellKind) -> bool:
     match role:
         case "user" | "item":
-            return kind in (Kind.TEXT, Kind.INTEGER)
+            return kind in (CellKind.TEXT, CellKind.INTEGER)
         case "time":
-            return kind in (Kind.TEXT, Kind.INTEGER, Kind.NUMBER, Kind.TIME)
+            return kind in (CellKind.TEXT, CellKind.INTEGER, CellKind.NUMBER, CellKind.TIME)
         case "event":
-            return kind in (Kind.TEXT, Kind.INTEGER)
+            return kind in (CellKind.TEXT, CellKind.INTEGER)
         case "value":
-            return kind in (Kind.INTEGER, Kind.NUMBER)
+            return kind in (CellKind.INTEGER, CellKind.NUMBER)
         case _:
-            return kind not in (Kind.EMPTY, Kind.LIST)
+            return kind not in (CellKind.EMPTY, CellKind.LIST)
 
 
 def _plain(name: str) -> str:

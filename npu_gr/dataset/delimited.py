@@ -21,8 +21,8 @@ from npu_gr.core.request import I64
 from npu_gr.core.words import quoted
 from npu_gr.dataset.arrow import pa, pa_csv, pc
 from npu_gr.dataset.blocks import Block, Lines, read_blocks
-from npu_gr.dataset.rejects import OnReject, Reason
-from npu_gr.dataset.source import Batch, OnProgress, ignore_progress, ignore_reject
+from npu_gr.dataset.rejects import OnReject, RejectReason
+from npu_gr.dataset.source import OnProgress, RowBatch, ignore_progress, ignore_reject
 
 MAX_ROW_LINES = 100  # lines over which one quoted cell may go
 _DELIMITERS = ",;\t|"
@@ -71,7 +71,7 @@ class DelimitedSource:
         shown = "tabs" if self._delimiter == "\t" else repr(self._delimiter)
         self.format = "RecBole atomic file" if self.types else f"cells separated by {shown}"
 
-    def sample(self) -> Batch:
+    def sample(self) -> RowBatch:
         """Read the first block."""
         for batch in self.batches(self._columns, ignore_reject, ignore_progress):
             if len(batch.numbers):
@@ -81,7 +81,7 @@ class DelimitedSource:
             "--columns a,b,... names the columns of a file without a header"
         )
 
-    def batches(self, columns: Sequence[str], on_reject: OnReject, on_progress: OnProgress) -> Iterator[Batch]:
+    def batches(self, columns: Sequence[str], on_reject: OnReject, on_progress: OnProgress) -> Iterator[RowBatch]:
         """Read all rows."""
         for block in read_blocks(self._path, on_progress, has_quotes=bool(self._quote)):
             if block.first == 1 and self._has_header:
@@ -89,14 +89,14 @@ class DelimitedSource:
             if block.data.strip():
                 yield self._batch(block, columns, on_reject)
 
-    def _batch(self, block: Block, columns: Sequence[str], on_reject: OnReject) -> Batch:
+    def _batch(self, block: Block, columns: Sequence[str], on_reject: OnReject) -> RowBatch:
         lines = Lines(block)
         read = self._at_once(block, columns, lines)
         if read is None:
             read = self._line_by_line(block.first, lines, columns, on_reject)
         else:
             for number in read[2]:
-                on_reject(number, Reason.CELLS, lines.text(number))
+                on_reject(number, RejectReason.CELLS, lines.text(number))
         numbers, table, _ = read
         arrays = {}
         is_bad = np.zeros(len(numbers), np.bool_)
@@ -105,11 +105,11 @@ class DelimitedSource:
             is_bad[bad] = True
         if is_bad.any():
             for number in numbers[is_bad].tolist():
-                on_reject(number, Reason.NOT_UTF8, lines.text(number))
+                on_reject(number, RejectReason.NOT_UTF8, lines.text(number))
             keep = pa.array(~is_bad)
             numbers = numbers[~is_bad]
             arrays = {name: array.filter(keep) for name, array in arrays.items()}
-        return Batch(numbers=numbers, columns=arrays, text=lambda row: lines.text(int(numbers[row])))
+        return RowBatch(numbers=numbers, columns=arrays, text=lambda row: lines.text(int(numbers[row])))
 
     def _at_once(
         self, block: Block, columns: Sequence[str], lines: Lines
@@ -170,15 +170,15 @@ class DelimitedSource:
             try:
                 row, num_more = self._row(line, lines.all()[number - first + 1 : number - first + 1 + MAX_ROW_LINES])
             except UnicodeDecodeError:
-                on_reject(number, Reason.NOT_UTF8, lines.text(number))
+                on_reject(number, RejectReason.NOT_UTF8, lines.text(number))
                 continue
             except csv.Error:
-                on_reject(number, Reason.QUOTE, lines.text(number))
+                on_reject(number, RejectReason.QUOTE, lines.text(number))
                 continue
             for _ in islice(rest, num_more):
                 pass
             if len(row) != len(self._columns):
-                on_reject(number, Reason.CELLS, lines.text(number))
+                on_reject(number, RejectReason.CELLS, lines.text(number))
                 continue
             numbers.append(number)
             for column, at in zip(cells, where, strict=True):

@@ -22,10 +22,10 @@ from npu_gr.core.names import MAX_NAME_BYTES
 from npu_gr.core.words import quoted
 from npu_gr.dataset.actions import bucket_names, bucket_of
 from npu_gr.dataset.arrow import as_text, pa, pc
-from npu_gr.dataset.columns import Column, Kind, choose_item_columns, kind_of
+from npu_gr.dataset.columns import CellKind, Column, choose_item_columns, kind_of
 from npu_gr.dataset.names import MISSING, has_point, texts_of, too_long
-from npu_gr.dataset.rejects import OnReject, Reason
-from npu_gr.dataset.source import Batch, OnProgress, Source
+from npu_gr.dataset.rejects import OnReject, RejectReason
+from npu_gr.dataset.source import OnProgress, RowBatch, Source
 
 MAX_VALUES = 1000  # distinct ones of a feature
 MAX_VALUE_CHARS = 64  # longer texts are descriptions
@@ -114,12 +114,12 @@ def read_items(
     return table
 
 
-def _names(batch: Batch, key: str, with_point: bool, on_reject: OnReject) -> Iterator[tuple[int, str]]:
+def _names(batch: RowBatch, key: str, with_point: bool, on_reject: OnReject) -> Iterator[tuple[int, str]]:
     encoded, is_missing = texts_of(batch.columns[key], with_point=with_point)
     is_long = too_long(encoded, MAX_NAME_BYTES, in_bytes=True)
     for row, name in enumerate(encoded.to_pylist()):
         if is_missing[row] or is_long[row]:
-            reason = Reason.NO_ITEM if is_missing[row] else Reason.LONG_ITEM
+            reason = RejectReason.NO_ITEM if is_missing[row] else RejectReason.LONG_ITEM
             on_reject(int(batch.numbers[row]), reason, batch.text(row))
         else:
             yield row, name
@@ -133,11 +133,11 @@ def _kind(name: str, array: Any, source: Source) -> str:
     if declared == "token":
         return "text"
     kind = kind_of(array)
-    if kind is Kind.LIST:
+    if kind is CellKind.LIST:
         return "list"
-    if kind in (Kind.NUMBER, Kind.INTEGER) and not name.lower().endswith("id"):
+    if kind in (CellKind.NUMBER, CellKind.INTEGER) and not name.lower().endswith("id"):
         return "number"
-    if kind is Kind.TEXT:
+    if kind is CellKind.TEXT:
         texts = pc.drop_null(as_text(array))
         if pc.any(pc.match_substring(texts, "|")).as_py():
             return "bars"

@@ -18,13 +18,15 @@ import orjson
 from npu_gr.core.errors import DataError
 from npu_gr.dataset.arrow import pa
 from npu_gr.dataset.blocks import Block, Lines, read_blocks, read_chunks
-from npu_gr.dataset.rejects import OnReject, Reason
-from npu_gr.dataset.source import Batch, OnProgress, ignore_progress, ignore_reject
+from npu_gr.dataset.rejects import OnReject, RejectReason
+from npu_gr.dataset.source import OnProgress, RowBatch, ignore_progress, ignore_reject
 
 SAMPLE_ROWS = 10_000
 BATCH_EVENTS = 50_000  # of a nested file
 _WHOLE = 2**53  # floats beyond it are no longer exact as whole numbers
-USER, ITEM, PLACE = "user_id", "item_id", "place"  # columns of a nested file
+USER = "user_id"  # columns of a nested file
+ITEM = "item_id"
+PLACE = "place"
 
 
 class JsonLinesSource:
@@ -38,7 +40,7 @@ class JsonLinesSource:
         self.types: dict[str, str] = {}
         self._path = path
 
-    def sample(self) -> Batch:
+    def sample(self) -> RowBatch:
         """Read the first rows; columns are all that these have."""
         rows: list[tuple[int, dict[str, Any]]] = []
         lines: dict[int, bytes] = {}
@@ -55,11 +57,11 @@ class JsonLinesSource:
         names = list(dict.fromkeys(chain.from_iterable(row for _, row in rows)))
         numbers = np.array([number for number, _ in rows], np.int64)
         columns = {name: column([row.get(name) for _, row in rows]) for name in names}
-        return Batch(
+        return RowBatch(
             numbers=numbers, columns=columns, text=lambda row: lines[int(numbers[row])].decode(errors="replace")
         )
 
-    def batches(self, columns: Sequence[str], on_reject: OnReject, on_progress: OnProgress) -> Iterator[Batch]:
+    def batches(self, columns: Sequence[str], on_reject: OnReject, on_progress: OnProgress) -> Iterator[RowBatch]:
         """Read all rows; one without a column has null there."""
         getters = [_getter(name) for name in columns]
         for block in read_blocks(self._path, on_progress):
@@ -69,7 +71,7 @@ class JsonLinesSource:
                 numbers.append(number)
                 for cell, get in zip(cells, getters, strict=True):
                     cell.append(get(row))
-            yield Batch(
+            yield RowBatch(
                 numbers=np.array(numbers, np.int64),
                 columns={name: column(cell) for name, cell in zip(columns, cells, strict=True)},
                 text=partial(_line, Lines(block), numbers),
@@ -91,7 +93,7 @@ class JsonListSource:
             raise DataError(f"{path}: {error}") from error
         self._rows: list[Any] = rows
 
-    def sample(self) -> Batch:
+    def sample(self) -> RowBatch:
         """Read the first rows; columns are all that these have."""
         rows = [_flat(row) for row in self._rows[:SAMPLE_ROWS] if isinstance(row, dict)]
         names = list(dict.fromkeys(chain.from_iterable(rows)))
@@ -99,7 +101,7 @@ class JsonListSource:
             raise DataError(f"{self.name}: not a list of JSON objects")
         return next(self.batches(names, ignore_reject, ignore_progress))
 
-    def batches(self, columns: Sequence[str], on_reject: OnReject, on_progress: OnProgress) -> Iterator[Batch]:
+    def batches(self, columns: Sequence[str], on_reject: OnReject, on_progress: OnProgress) -> Iterator[RowBatch]:
         """Hand out all rows."""
         getters = [_getter(name) for name in columns]
         for start in range(0, len(self._rows), SAMPLE_ROWS):
@@ -110,9 +112,9 @@ class JsonListSource:
                     numbers.append(number)
                     good.append(row)
                 else:
-                    on_reject(number, Reason.NOT_JSON, _dumped(row))
+                    on_reject(number, RejectReason.NOT_JSON, _dumped(row))
             on_progress(min(1.0, (start + SAMPLE_ROWS) / len(self._rows)))
-            yield Batch(
+            yield RowBatch(
                 numbers=np.array(numbers, np.int64),
                 columns={name: column([get(row) for row in good]) for name, get in zip(columns, getters, strict=True)},
                 text=partial(_row, good),
@@ -132,35 +134,36 @@ class NestedSource:
         self.types: dict[str, str] = {}
         self._path = path
 
-    def sample(self) -> Batch:
+    def sample(self) -> RowBatch:
         """Read the first users."""
         for batch in self.batches((USER, ITEM, PLACE), ignore_reject, ignore_progress):
             if len(batch.numbers):
                 return batch
         raise DataError(f"{self.name}: no user has an item")
 
-    def batches(self, columns: Sequence[str], on_reject: OnReject, on_progress: OnProgress) -> Iterator[Batch]:
+    def batches(self, columns: Sequence[str], on_reject: OnReject, on_progress: OnProgress) -> Iterator[RowBatch]:
         """Read the users, some at a time."""
-        number = 1
-        users: list[str] = []
-        items: list[Any] = []
-        places: list[int] = []
-        for user, theirs in self._members(on_progress):
-            users += [user] * len(theirs)
-            items += theirs
-            places += range(len(theirs))
-            if len(items) >= BATCH_EVENTS:
-                yield self._batch(number, users, items, places)
-                number += len(items)
-                users, items, places = [], [], []
-        if items:
-            yield self._batch(number, users, items, places)
+        first = 1
+        rows: list[tuple[str, Any, int]] = []
+        for user, items in self._members(on_progress):
+            rows += [(user, item, place) for place, item in enumerate(items)]
+            if len(rows) >= BATCH_EVENTS:
+                yield self._batch(first, rows)
+                first += len(rows)
+                rows = []
+        if rows:
+            yield self._batch(first, rows)
 
-    def _batch(self, first: int, users: list[str], items: list[Any], places: list[int]) -> Batch:
-        return Batch(
-            numbers=np.arange(first, first + len(items)),
-            columns={USER: pa.array(users, pa.string()), ITEM: column(items), PLACE: pa.array(places, pa.int64())},
-            text=lambda row: _dumped([users[row], items[row]]),
+    def _batch(self, first: int, rows: list[tuple[str, Any, int]]) -> RowBatch:
+        users, items, places = zip(*rows, strict=True)
+        return RowBatch(
+            numbers=np.arange(first, first + len(rows)),
+            columns={
+                USER: pa.array(users, pa.string()),
+                ITEM: column(list(items)),
+                PLACE: pa.array(places, pa.int64()),
+            },
+            text=partial(_row, rows),
         )
 
     def _members(self, on_progress: OnProgress) -> Iterator[tuple[str, list[Any]]]:
@@ -233,7 +236,7 @@ def _objects(block: Block, on_reject: OnReject) -> Iterator[tuple[int, bytes, di
         if isinstance(row, dict):
             yield number, line, row
         else:
-            on_reject(number, Reason.NOT_JSON, line.decode(errors="replace"))
+            on_reject(number, RejectReason.NOT_JSON, line.decode(errors="replace"))
 
 
 def _is_row(line: bytes) -> bool:

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from npu_gr.core.names import MAX_NAME_BYTES, item_id
 from npu_gr.core.request import I64
 from npu_gr.dataset.arrow import as_text, is_text, pa, pc, without_point
-from npu_gr.dataset.rejects import Reason
+from npu_gr.dataset.rejects import RejectReason
 
 MAX_USER_CHARS = 128  # the limit of a user id on the wire
 MAX_EVENT_CHARS = 64
@@ -85,7 +85,7 @@ class Codes:
         return list(self._codes)
 
 
-class Items:
+class LoggedItems:
     """Names of items and their ids, in the order in which they came."""
 
     def __init__(self) -> None:
@@ -109,6 +109,6 @@ class Items:
         return list(self._ids)
 
 
-USER_LIMIT = (Reason.LONG_USER, MAX_USER_CHARS, False)
-ITEM_LIMIT = (Reason.LONG_ITEM, MAX_NAME_BYTES, True)
-EVENT_LIMIT = (Reason.LONG_EVENT, MAX_EVENT_CHARS, False)
+USER_LIMIT = (RejectReason.LONG_USER, MAX_USER_CHARS, False)
+ITEM_LIMIT = (RejectReason.LONG_ITEM, MAX_NAME_BYTES, True)
+EVENT_LIMIT = (RejectReason.LONG_EVENT, MAX_EVENT_CHARS, False)

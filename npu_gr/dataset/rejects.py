@@ -12,7 +12,7 @@ MAX_WRITTEN = 10_000  # rows in the file; all are counted
 MAX_ROW_CHARS = 500  # of a row in the file
 
 
-class Reason(StrEnum):
+class RejectReason(StrEnum):
     """Why a row cannot be used; in the manifest, the table and the file."""
 
     CELLS = "wrong number of cells"
@@ -34,10 +34,10 @@ class Reason(StrEnum):
     NO_NUMBER = "value: not a number"
 
 
-CODES = {reason: code for code, reason in enumerate(Reason, 1)}
+CODES = {reason: code for code, reason in enumerate(RejectReason, 1)}
 """A reason in an array of int8; 0 = the row can be used."""
 
-OnReject = Callable[[int, Reason, str], None]
+OnReject = Callable[[int, RejectReason, str], None]
 """Called with the line (or row) number of a row, counted from 1, the reason, and the row as text."""
 
 
@@ -55,10 +55,10 @@ class Rejects:
         self._file = file
         self._name = name
         self._place = place
-        self.counts: Counter[Reason] = Counter()
-        self.first: dict[Reason, int] = {}  # number of the first row with each reason
+        self.counts: Counter[RejectReason] = Counter()
+        self.first: dict[RejectReason, int] = {}  # number of the first row with each reason
 
-    def add(self, number: int, reason: Reason, row: str) -> None:
+    def add(self, number: int, reason: RejectReason, row: str) -> None:
         """Count one row."""
         self.counts[reason] += 1
         self.first.setdefault(reason, number)

@@ -14,7 +14,7 @@ OnProgress = Callable[[float], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Batch:
+class RowBatch:
     """Some rows. n = number of rows."""
 
     numbers: I64  # [n] line or row of each, counted from 1
@@ -27,10 +27,10 @@ class Source(Protocol):
 
     name: str  # in messages: its path, or "the frame"
     format: str  # for a person: "CSV, cells separated by ','"
-    place: str  # what `Batch.numbers` count: "line" or "row"
+    place: str  # what `RowBatch.numbers` count: "line" or "row"
     types: dict[str, str]  # types of columns that the header declares, as atomic files do
 
-    def sample(self) -> Batch:
+    def sample(self) -> RowBatch:
         """Read the first rows, with all columns.
 
         Raises:
@@ -38,7 +38,7 @@ class Source(Protocol):
         """
         ...
 
-    def batches(self, columns: Sequence[str], on_reject: OnReject, on_progress: OnProgress) -> Iterator[Batch]:
+    def batches(self, columns: Sequence[str], on_reject: OnReject, on_progress: OnProgress) -> Iterator[RowBatch]:
         """Read all rows, only some columns.
 
         Raises:

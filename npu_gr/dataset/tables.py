@@ -13,7 +13,7 @@ import orjson
 from npu_gr.core.errors import DataError
 from npu_gr.dataset.arrow import pa, pq
 from npu_gr.dataset.rejects import OnReject
-from npu_gr.dataset.source import Batch, OnProgress, ignore_progress, ignore_reject
+from npu_gr.dataset.source import OnProgress, RowBatch, ignore_progress, ignore_reject
 
 BATCH_ROWS = 1 << 16
 
@@ -44,14 +44,14 @@ class ParquetSource:
         self._path = path
         self._columns = [leaf for field in self._file().schema_arrow for leaf in _leaves(field)]
 
-    def sample(self) -> Batch:
+    def sample(self) -> RowBatch:
         """Read the first rows."""
         for batch in self.batches(self._columns, ignore_reject, ignore_progress):
             if len(batch.numbers):
                 return batch
         raise DataError(f"{self.name}: no row")
 
-    def batches(self, columns: Sequence[str], on_reject: OnReject, on_progress: OnProgress) -> Iterator[Batch]:
+    def batches(self, columns: Sequence[str], on_reject: OnReject, on_progress: OnProgress) -> Iterator[RowBatch]:
         """Read all rows."""
         number = 1
         with self._file() as file:
@@ -82,7 +82,7 @@ class FrameSource:
         self.types: dict[str, str] = {}
         self._frame = frame
 
-    def sample(self) -> Batch:
+    def sample(self) -> RowBatch:
         """Take the first rows."""
         stream = self._stream()
         columns = [leaf for field in stream.schema for leaf in _leaves(field)]
@@ -91,7 +91,7 @@ class FrameSource:
                 return _batch(1, batch.slice(0, BATCH_ROWS), columns)
         raise DataError("the frame has no row")
 
-    def batches(self, columns: Sequence[str], on_reject: OnReject, on_progress: OnProgress) -> Iterator[Batch]:
+    def batches(self, columns: Sequence[str], on_reject: OnReject, on_progress: OnProgress) -> Iterator[RowBatch]:
         """Take all rows."""
         number = 1
         for whole in self._stream():
@@ -112,13 +112,13 @@ def _leaves(field: Any, prefix: str = "") -> Iterator[str]:
         yield name
 
 
-def _batch(first: int, batch: Any, columns: Sequence[str]) -> Batch:
+def _batch(first: int, batch: Any, columns: Sequence[str]) -> RowBatch:
     table = pa.Table.from_batches([batch])
     while any(pa.types.is_struct(field.type) for field in table.schema):
         table = table.flatten()
     table = table.select(list(columns)).combine_chunks()
     arrays = {name: _one(table[name]) for name in columns}
-    return Batch(
+    return RowBatch(
         numbers=np.arange(first, first + batch.num_rows),
         columns=arrays,
         text=lambda row: orjson.dumps(

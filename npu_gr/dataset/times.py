@@ -19,7 +19,7 @@ import numpy.typing as npt
 from npu_gr.core.errors import DataError
 from npu_gr.core.request import I64
 from npu_gr.dataset.arrow import NUMBER, is_text, pa, pc
-from npu_gr.dataset.rejects import CODES, Reason
+from npu_gr.dataset.rejects import CODES, RejectReason
 
 US_PER_S = 1_000_000
 _ORDER_S = 10_000_000  # numbers below it are rather places in an order than seconds since 1970
@@ -75,7 +75,7 @@ class TimeKind:
         if self.is_guess:
             size = np.where(whole.valid, np.abs(whole.values), np.abs(broken.values))
             is_other = is_number & (size >= _ORDER_S) & (_unit_of(size) != list(UNITS).index(self.unit))
-            times.reasons[is_other] = CODES[Reason.OTHER_UNIT]
+            times.reasons[is_other] = CODES[RejectReason.OTHER_UNIT]
             times.us[is_other] = 0
         return times
 
@@ -84,10 +84,10 @@ class TimeKind:
         us = _values(found, np.int64)
         is_missing = pc.is_null(array, nan_is_null=pa.types.is_floating(array.type)).to_numpy(zero_copy_only=False)
         reasons = np.zeros(len(array), np.int8)
-        reasons[~us.valid] = CODES[Reason.UNREADABLE_TIME]
-        reasons[is_missing] = CODES[Reason.NO_TIME]
-        reasons[us.valid & (us.values < self.least_us)] = CODES[Reason.EARLY]
-        reasons[us.valid & (us.values >= LAST_US)] = CODES[Reason.LATE]
+        reasons[~us.valid] = CODES[RejectReason.UNREADABLE_TIME]
+        reasons[is_missing] = CODES[RejectReason.NO_TIME]
+        reasons[us.valid & (us.values < self.least_us)] = CODES[RejectReason.EARLY]
+        reasons[us.valid & (us.values >= LAST_US)] = CODES[RejectReason.LATE]
         return Times(np.where(reasons, 0, us.values), reasons)
 
 
