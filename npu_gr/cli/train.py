@@ -43,7 +43,8 @@ def train_rank(
     from rich.console import Console
 
     from npu_gr.core.settings import override
-    from npu_gr.features.interactions import read_interactions, read_item_features
+    from npu_gr.dataset.log import read_log
+    from npu_gr.features.interactions import read_item_features
     from npu_gr.model.weights import save
     from npu_gr.tools.demo import training_progress
     from npu_gr.train.rank.train import DEMO, LONG
@@ -54,7 +55,7 @@ def train_rank(
     features = read_item_features(items, _columns(item_features)) if items else []
     console = Console()
     with training_progress(console) as show:
-        checkpoint, evaluation = work(read_interactions(log, value_column=value_column), features, options, show)
+        checkpoint, evaluation = work(read_log(log, value_column=value_column), features, options, show)
     console.print(evaluation.table())
     click.echo(f"checkpoint {save(checkpoint, out)} in {out}")
 
@@ -88,14 +89,15 @@ def train_generate(
     from rich.console import Console
 
     from npu_gr.core.settings import override
-    from npu_gr.features.interactions import movielens_100k, read_interactions, read_item_features
+    from npu_gr.dataset.log import read_log
+    from npu_gr.features.interactions import movielens_100k, read_item_features
     from npu_gr.tools.demo import training_progress
     from npu_gr.train.generate.publish import how_to_serve, prepare, publish
     from npu_gr.train.generate.train import BEAUTY, MOVIELENS, train_generator
 
     torch.set_num_threads(threads)
     options = override({"movielens": MOVIELENS, "beauty": BEAUTY}[preset], overrides)
-    interactions = read_interactions(log or movielens_100k(), value_column=value_column)
+    interactions = read_log(log or movielens_100k(), value_column=value_column)
     features = read_item_features(items, _columns(item_features)) if items else []
     prepare(out)
     console = Console()
