@@ -19,6 +19,24 @@ def train() -> None:
     """Train a model from interaction logs."""
 
 
+@train.command("all")
+@click.argument("data", type=FILE)
+@click.option("--out", required=True, type=FILE, help="Folder of the site.")
+@OVERRIDE
+@THREADS
+def train_all(data: Path, out: Path, overrides: tuple[str, ...], threads: int) -> None:
+    """Train every model from DATA, which npu-gr prepare wrote, into a folder that npu-gr serve starts from.
+
+    Models are trained side by side. What was made from the same data and options before is not made again, so after an
+    interruption the same command goes on; until it ends, what was served stays.
+    """
+    from rich.console import Console
+
+    from npu_gr.train.site.make import train_site
+
+    train_site(data, out, overrides, threads, Console(width=max(110, Console().width)))
+
+
 @train.command("rank")
 @click.argument("log", type=FILE)
 @click.option("--out", required=True, type=FILE, help="Folder of the checkpoint.")
