@@ -33,9 +33,7 @@ def _columns(_context: click.Context, _option: click.Parameter, names: str | Non
 @click.option("--features", callback=_columns, metavar="COLUMNS", help="Its features, comma-separated; else all.")
 @click.option("--format", type=click.Choice(("csv", "tsv", "parquet", "jsonl", "json", "atomic")), help="Of LOG.")
 @click.option("--columns", callback=_columns, metavar="COLUMNS", help="Of a CSV or TSV without a header.")
-@click.option(
-    "--time-unit", type=click.Choice(("s", "ms", "us", "ns", "iso")), help="Recognised otherwise."
-)
+@click.option("--time-unit", type=click.Choice(("s", "ms", "us", "ns", "iso")), help="Recognised otherwise.")
 @click.option("--time-format", default="", metavar="FORMAT", help="As strptime has it, e.g. '%d.%m.%Y %H:%M'.")
 @click.option("--no-time", is_flag=True, help="No column says when; rows are in time order.")
 @click.option("--buckets", default=10, show_default=True, type=click.IntRange(2, 100), help="Of a continuous value.")

@@ -20,13 +20,14 @@ from typing import Any
 import numpy as np
 import yaml
 
+from npu_gr.catalogue.item_names import EMPTY, ItemNames
 from npu_gr.core.errors import DataError
 from npu_gr.features.interactions import ItemValues
 from npu_gr.model import hf
 from npu_gr.train.generate.train import GenerateOptions, TrainedGenerator
+from npu_gr.train.next_command import CONFIGURATION, example, next_command
 
 CATALOGUE = "items.jsonl"
-CONFIGURATION = "serve.yaml"
 REPORT = "report.json"
 FILES = (hf.WEIGHTS, hf.CONFIG, CATALOGUE, REPORT, CONFIGURATION)  # in the order of their renaming
 MAX_CUT_ITEMS = 8  # most items by which a prompt is shorter than it could be, see `catalogue/tokens.py`
@@ -114,22 +115,14 @@ def section(code_count: Sequence[int], options: GenerateOptions, folder: Path) -
     }
 
 
-def how_to_serve(table: dict[str, Any], trained: TrainedGenerator) -> str:
+def how_to_serve(table: dict[str, Any], trained: TrainedGenerator, names: ItemNames = EMPTY) -> str:
     """Explain how to serve the generator: the configuration, the command, and a request to try."""
-    log = trained.log
-    user = int(np.argmax(np.minimum(np.diff(log.starts), 10)))  # the first with ten events, or with the most
-    history = log.item_ids[log.items[log.starts[user] : log.starts[user] + 10]].tolist()
-    body = {
-        "user_id": "me",
-        "num_items": 10,
-        "history": {"items": history, "actions": [0] * len(history), "timestamps": list(range(len(history)))},
-    }
+    body = {"user_id": "me", "num_items": 10, "history": example(trained.log, names).history}
     return f"""
 {yaml.safe_dump({"generate": table["generate"]}, sort_keys=False)}
 To serve it beside a ranker, add this section to the ranker's configuration. To serve it alone:
 
-npu-gr serve --config {Path(table["generate"]["checkpoint"]) / CONFIGURATION} &
-curl -s localhost:8080/v1/generate -H 'content-type: application/json' -d '{json.dumps(body)}'"""
+{next_command(Path(table["generate"]["checkpoint"]), "/v1/generate", body)}"""
 
 
 def catalogue_lines(trained: TrainedGenerator, features: Sequence[ItemValues]) -> list[str]:

@@ -28,7 +28,7 @@ from npu_gr.features.store import open_store
 from npu_gr.model.weights import load as load_checkpoint
 from npu_gr.service.config import Config, load
 from npu_gr.train.progress import training_progress
-from npu_gr.train.site.configuration import SERVE, configuration
+from npu_gr.train.site.configuration import EVALUATED, SERVE, configuration
 from npu_gr.train.site.examples import curl, examples, known_user
 from npu_gr.train.site.folder import REPORT, SiteFolder, digest, digest_of_files
 from npu_gr.train.site.options import SiteOptions, options_for
@@ -70,6 +70,8 @@ def train_site(data: Path, site: Path, overrides: Sequence[str], num_threads: in
     events = asyncio.run(_fill(load(site / SERVE), data, dataset, site))
     console.print(f"{events} events in the history store")
     console.print(report.table())
+    for warning in report.warnings():
+        console.print(warning, style="yellow", soft_wrap=True)
     found = examples(dataset.interactions(), dataset.names)
     console.print(f"made in {(time.perf_counter() - began_at) / 60:.1f} minutes; {site / README} has more calls")
     console.print(f"serve with: npu-gr serve --config {site / SERVE}", soft_wrap=True)
@@ -135,7 +137,9 @@ def _finish(
     served = folder.report()
     log = dataset.interactions()
     serve = configuration(site, data, options).encode()
-    load(folder.write(SERVE, serve))  # a configuration that cannot be read never gets into service
+    evaluated = configuration(site, data, options, is_evaluated=True).encode()
+    for name, text in ((SERVE, serve), (EVALUATED, evaluated)):
+        load(folder.write(name, text))  # a configuration that cannot be read never gets into service
     folder.write(POPULAR, _popular(dataset, options.num_popular).encode())
     was_written = served.written.get(SERVE) if served else None
     is_changed = _is_changed(site / SERVE, was_written)
@@ -154,7 +158,7 @@ def _finish(
     folder.write(README, readme(site, report, examples(log, dataset.names)).encode())
     folder.write(REPORT, msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n")
     made = [name for name in PARTS if (folder.staged / name).exists()]
-    folder.put_in_place([*made, POPULAR, NEW_SERVE if is_changed else SERVE, README, REPORT])
+    folder.put_in_place([*made, POPULAR, NEW_SERVE if is_changed else SERVE, EVALUATED, README, REPORT])
     return report
 
 

@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
 
 import msgspec
 
 from npu_gr.dataset.files import Dataset, read_dataset
+from npu_gr.features.interactions import ItemValues
 from npu_gr.model.hf import version
-from npu_gr.model.weights import save
-from npu_gr.train.generate.publish import CONFIGURATION, publish
-from npu_gr.train.generate.train import train_generator
+from npu_gr.model.weights import Checkpoint, save
+from npu_gr.train.data import TESTED, Split
+from npu_gr.train.generate.publish import publish
+from npu_gr.train.generate.train import SPLIT, TrainedGenerator, train_generator
+from npu_gr.train.next_command import CONFIGURATION
 from npu_gr.train.rank.train import train_rank
 from npu_gr.train.site.options import SiteOptions
-from npu_gr.train.site.report import Figure, PartReport, generator_figures, ranker_figures
+from npu_gr.train.site.report import Figure, PartReport, generator_figures, ranker_figures, warning_of
 from npu_gr.train.steps import TrainingProgress
 
+EVALUATED = "evaluated"  # in a model's folder: the model that was evaluated
 PartName = Literal["ranker", "generator", "vectors"]
 Show = Callable[[TrainingProgress], None]
 
@@ -27,6 +31,7 @@ class _Trained(NamedTuple):
     version: str
     measured_on: str
     figures: tuple[Figure, ...]
+    warning: str
 
 
 class Part(NamedTuple):
@@ -63,22 +68,43 @@ def train_part(
         num_events=len(dataset.interactions()),
         took_s=time.perf_counter() - began_at,
         figures=trained.figures,
+        warning=trained.warning,
     )
 
 
 def _ranker(dataset: Dataset, options: SiteOptions, folder: Path, show: Show) -> _Trained:
-    checkpoint, found = train_rank(dataset.interactions(), dataset.item_features(), options.rank, show)
-    measured_on = f"{found.num_judged} later events and {found.num_next} next items; split {found.split}"
-    return _Trained(save(checkpoint, folder), measured_on, ranker_figures(found))
+    def keep(checkpoint: Checkpoint) -> None:
+        dataset.names.save(folder / EVALUATED)
+        save(checkpoint, folder / EVALUATED)
+
+    checkpoint, found = train_rank(dataset.interactions(), dataset.item_features(), options.rank, show, keep)
+    what = f"AUC of {found.num_judged:,} later events, HR and NDCG of the next item of {found.num_next:,} users"
+    measured_on = _stands(found.split, found.num_trained, what)
+    return _Trained(save(checkpoint, folder), measured_on, ranker_figures(found), warning_of(found.comparison()))
 
 
 def _generator(dataset: Dataset, options: SiteOptions, folder: Path, show: Show) -> _Trained:
     features = dataset.item_features()
-    trained = train_generator(dataset.interactions(), features, options.generate, None, show)
+
+    def keep(trained: TrainedGenerator) -> None:
+        dataset.names.save(folder / EVALUATED)
+        _publish(trained, features, options, folder / EVALUATED)
+
+    trained = train_generator(dataset.interactions(), features, options.generate, None, show, keep)
+    _publish(trained, features, options, folder)
+    report = trained.report
+    what = f"of {report.generator.num_users:,} users"
+    measured_on = _stands(SPLIT, report.num_trained, what)
+    return _Trained(version(folder), measured_on, generator_figures(report), warning_of(report.comparison()))
+
+
+def _publish(trained: TrainedGenerator, features: Sequence[ItemValues], options: SiteOptions, folder: Path) -> None:
     publish(trained, features, options.generate, folder)
     (folder / CONFIGURATION).unlink()  # the site has one that serves all models
-    measured_on = f"the last event of {trained.report.generator.num_users} users"
-    return _Trained(version(folder), measured_on, generator_figures(trained.report))
+
+
+def _stands(split: Split, num_trained: int, what: str) -> str:
+    return f"{TESTED[split]}, {what}; trained on {num_trained:,} older events"
 
 
 PARTS: dict[PartName, Part] = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from npu_gr.train.site.configuration import SERVE
+from npu_gr.train.site.configuration import EVALUATED, SERVE
 from npu_gr.train.site.examples import COLD_USER, NEW_ITEM, Examples, curl, known_user, recommend, with_new_item
 from npu_gr.train.site.report import SiteReport
 
@@ -23,6 +23,7 @@ def readme(site: Path, report: SiteReport, found: Examples) -> str:
         for row in part.figures
     ]
     events = {"items": [found.items[-1]], "actions": [found.actions[-1]], "timestamps": [found.timestamp - 1]}
+    warnings = [text for warning in report.warnings() for text in ("", warning)]
     as_of = "" if found.asked_at is None else " (`timestamp` asks as of the end of the log; without it: as of now)"
     return f"""# A recommender of {report.num_events:,} events
 
@@ -70,9 +71,10 @@ and the answer says how many items were unknown.
 
 | model | figure | value | strongest baseline | measured on |
 |---|---|---|---|---|
-{chr(10).join(rows)}
+{chr(10).join([*rows, *warnings])}
 
-Each model was first trained without the events that it was asked for, and these figures are of that one.
+Each model was first trained without the events that it was asked for, and these figures are of that one:
+`npu-gr serve --config {site / EVALUATED}` serves it.
 Then it was trained again on all {report.num_events:,} events, the newest included, and that one is served.
 
 ## What is here

@@ -9,6 +9,7 @@ import msgspec
 from rich.table import Table
 
 from npu_gr.train.generate.retrieval import RetrievalFigures, RetrievalReport
+from npu_gr.train.paired import Comparison
 from npu_gr.train.rank.evaluate import Evaluation, RankingFigures
 
 F = TypeVar("F", RankingFigures, RetrievalFigures)
@@ -32,6 +33,7 @@ class PartReport(msgspec.Struct, frozen=True, kw_only=True):
     num_events: int  # that the served model was trained on
     took_s: float
     figures: tuple[Figure, ...]
+    warning: str = ""  # that it is no better than the strongest baseline
 
 
 class SiteReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -55,6 +57,8 @@ class SiteReport(msgspec.Struct, frozen=True, kw_only=True):
             "measured on",
             title=f"{self.num_events} events of {self.num_users} users with {self.num_items} items",
             caption="evaluated first; then each model was trained again on all events, and that one is served",
+            title_justify="left",
+            caption_justify="left",
         )
         for name, part in self.parts.items():
             for index, row in enumerate(part.figures):
@@ -68,10 +72,24 @@ class SiteReport(msgspec.Struct, frozen=True, kw_only=True):
                 )
         return table
 
+    def warnings(self) -> list[str]:
+        """Name the models that are not shown to be better than a baseline."""
+        return [part.warning for part in self.parts.values() if part.warning]
+
+
+def warning_of(comparison: Comparison | None) -> str:
+    """Say that a model is no better than the strongest baseline; empty = it is better, or there is none."""
+    if comparison is None or comparison.is_better:
+        return ""
+    return (
+        f"WARNING: the {comparison.model} is not shown to be better than {comparison.baseline} at the next item. "
+        "More events, more epochs or other settings may help."
+    )
+
 
 def ranker_figures(found: Evaluation) -> tuple[Figure, ...]:
     """Compare a ranker with the baselines."""
-    names = {"auc": "AUC of liking", "hr_at_10_unseen": "HR@10 unseen", "ndcg_at_10_unseen": "NDCG@10 unseen"}
+    names = {"auc": f"AUC {found.auc_task}", "hr_at_10_unseen": "HR@10 unseen", "ndcg_at_10_unseen": "NDCG@10 unseen"}
     return _compared(found.ranker, found.baselines, names)
 
 

@@ -40,7 +40,13 @@ class Trainings:
             write_checkpoint(folder)
             (folder / "number").write_text(str(len(self.trained)))
             report = PartReport(
-                made_from=made_from, version="v", measured_on="days", num_events=4, took_s=1.0, figures=FIGURES
+                made_from=made_from,
+                version="v",
+                measured_on="days",
+                num_events=4,
+                took_s=1.0,
+                figures=FIGURES,
+                warning="WARNING: no better" if name == "ranker" else "",
             )
             done(name, report)
 
@@ -92,6 +98,11 @@ def test_a_site_is_whole(tmp_path: Path, trainings: Trainings) -> None:
     assert "| ranker | HR@10 unseen | 0.2000 | 0.1000 Markov counts | days |" in page
     assert "37 events in the history store" in said
     assert "0.1000 Markov counts" in said
+    assert said.count("WARNING: no better") == page.count("WARNING: no better") == 1
+    evaluated = load(site / "evaluated.yaml")
+    assert evaluated.checkpoint == str(site / "ranker" / "evaluated")
+    assert evaluated.generate is not None
+    assert evaluated.generate.catalogue == str(site / "generator" / "evaluated" / "items.jsonl")
     assert said.rstrip().splitlines()[-1].startswith("curl -s localhost:8080/v1/recommend ")
     assert f"serve with: npu-gr serve --config {site / 'serve.yaml'}" in said
 
