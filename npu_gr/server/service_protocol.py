@@ -23,7 +23,7 @@ class PublishedAdmin(Protocol[I_co]):
         """Read the file again and serve it; requests in progress keep their version. Raises Unprocessable."""
         ...
 
-    def rollback(self) -> I_co:
+    async def rollback(self) -> I_co:
         """Serve the version before. Raises Unprocessable where none is kept."""
         ...
 
