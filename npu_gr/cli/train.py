@@ -63,6 +63,12 @@ def _retrieve_presets() -> Presets:
     return {"retrieve": RetrieveOptions()}
 
 
+def _site_presets() -> Presets:
+    from npu_gr.train.site.options import SiteOptions
+
+    return {"site": SiteOptions()}
+
+
 def _match_presets() -> Presets:
     from npu_gr.train.match.options import MatchOptions
 
@@ -72,6 +78,24 @@ def _match_presets() -> Presets:
 @click.group()
 def train() -> None:
     """Train a model from interaction logs."""
+
+
+@train.command("all", epilog=LISTED)
+@click.argument("data", type=FILE)
+@click.option("--out", required=True, type=FILE, help="Folder of the site.")
+@_override(_site_presets)
+@THREADS
+def train_all(data: Path, out: Path, overrides: tuple[str, ...], threads: int) -> None:
+    """Train every model from DATA, which npu-gr prepare wrote, into a folder that npu-gr serve starts from.
+
+    Models are trained side by side. What was made from the same data and options before is not made again, so after an
+    interruption the same command goes on; until it ends, what was served stays.
+    """
+    from rich.console import Console
+
+    from npu_gr.train.site.make import train_site
+
+    train_site(data, out, overrides, threads, Console(width=max(110, Console().width)))
 
 
 @train.command("rank", epilog=LISTED)
@@ -99,7 +123,8 @@ def train_rank(
 
     from npu_gr.catalogue.item_names import EMPTY
     from npu_gr.core.settings import override
-    from npu_gr.features.interactions import read_interactions, read_item_features
+    from npu_gr.dataset.log import read_log
+    from npu_gr.features.interactions import read_item_features
     from npu_gr.train.data import build_log
     from npu_gr.train.next_command import example, next_command
     from npu_gr.train.progress import training_progress
@@ -111,7 +136,7 @@ def train_rank(
     options = override({"demo": DEMO, "long": LONG}[preset], overrides)
     features = read_item_features(items, _columns(item_features)) if items else []
     console = Console()
-    interactions = read_interactions(log, value_column=value_column)
+    interactions = read_log(log, value_column=value_column)
     with training_progress(console) as show:
         checkpoint, evaluation = work(interactions, features, options, show)
     console.print(evaluation.table())
@@ -152,14 +177,15 @@ def train_generate(
 
     from npu_gr.catalogue.item_names import EMPTY
     from npu_gr.core.settings import override
-    from npu_gr.features.interactions import movielens_100k, read_interactions, read_item_features
+    from npu_gr.dataset.log import read_log
+    from npu_gr.features.interactions import movielens_100k, read_item_features
     from npu_gr.train.generate.publish import how_to_serve, prepare, publish
     from npu_gr.train.generate.train import BEAUTY, MOVIELENS, train_generator
     from npu_gr.train.progress import training_progress
 
     torch.set_num_threads(threads)
     options = override({"movielens": MOVIELENS, "beauty": BEAUTY}[preset], overrides)
-    interactions = read_interactions(log or movielens_100k(), value_column=value_column)
+    interactions = read_log(log or movielens_100k(), value_column=value_column)
     features = read_item_features(items, _columns(item_features)) if items else []
     prepare(out)
     console = Console()

@@ -34,7 +34,7 @@ from npu_gr.train.metrics import F64
 Bools = npt.NDArray[np.bool_]
 Split = Literal["user-time", "time", "leave-one-out"]
 TEST_RATIO = 0.2  # share of the events that the two time splits keep for the test
-_TESTED: dict[Split, str] = {
+TESTED: dict[Split, str] = {
     "user-time": "the newest fifth of each user's events",
     "time": "the newest fifth of the log",
     "leave-one-out": "the last event of each user",
@@ -49,7 +49,7 @@ def what_stands(split: Split, num_trained: int, num_served: int) -> str:
         num_trained: events that the evaluated model was trained on.
         num_served: the same of the served one; equal = they are one model.
     """
-    evaluated = f"evaluated on {_TESTED[split]} by a model of {num_trained:,} events; served: "
+    evaluated = f"evaluated on {TESTED[split]} by a model of {num_trained:,} events; served: "
     return evaluated + ("that model" if num_served == num_trained else f"refitted on all {num_served:,}")
 
 

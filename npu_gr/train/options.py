@@ -19,25 +19,36 @@ Decay = Annotated[float, Meta(ge=0.0, lt=1.0)]  # of a moving average; 0 = no av
 
 
 def list_options(presets: Mapping[str, msgspec.Struct]) -> str:
-    """List every option with its default, what it may be, and its meaning.
+    """List every option with its default, what it may be, and its meaning; options in a section as `section.key`.
 
     Args:
         presets: of one kind of options, by name; the first one has the defaults.
     """
+    default = next(iter(presets))
     tables = {name: to_table(preset) for name, preset in presets.items()}
+    return "\n".join(
+        [f"--set KEY=VALUE, with the values of the preset {default}:", *_option_lines(type(presets[default]), tables)]
+    )
+
+
+def _option_lines(options: type[msgspec.Struct], tables: dict[str, Any], section: str = "") -> list[str]:
     default, *others = tables
-    options = type(presets[default])
     hints = get_type_hints(options, include_extras=True)
     lines = []
     for field in msgspec.structs.fields(options):
         key = field.encode_name
-        shown = f"{key}={_yaml(tables[default][key])}"
+        kind = hints[field.name]
+        if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
+            inner = {name: table[key] for name, table in tables.items()}
+            lines += _option_lines(kind, inner, f"{section}{key}.")
+            continue
+        shown = f"{section}{key}={_yaml(tables[default][key])}"
         differing = [
             f"{name}: {_yaml(tables[name][key])}" for name in others if tables[name][key] != tables[default][key]
         ]
-        words = [description(hints[field.name]), *differing]
-        lines.append(f"  {shown:<32} {'; '.join(word for word in words if word)}")
-    return "\n".join([f"--set KEY=VALUE, with the values of the preset {default}:", *lines])
+        words = [description(kind), *differing]
+        lines.append(f"  {shown:<32} {'; '.join(word for word in words if word)}".rstrip())
+    return lines
 
 
 def description(kind: Any) -> str:

@@ -91,16 +91,27 @@ def configuration(trained: TrainedGenerator, options: GenerateOptions, folder: P
         A table for `npu_gr/service/config.py`.
     """
     return {
-        "generate": {
-            "checkpoint": str(folder),
-            "catalogue": str(folder / CATALOGUE),
-            "codes": list(trained.codes.code_count),
-            "max_beams": max(512, options.beam_width),
-            "beam_width": options.beam_width,
-            "max_prompt_tokens": options.history_items * len(trained.codes.code_count),
-            "cut_step_items": min(MAX_CUT_ITEMS, options.history_items),
-        },
+        "generate": section(trained.codes.code_count, options, folder),
         "features": {"path": str(folder / "history.db")},
+    }
+
+
+def section(code_count: Sequence[int], options: GenerateOptions, folder: Path) -> dict[str, Any]:
+    """Make the section `generate` of an instance's configuration.
+
+    Args:
+        code_count: codes of each level.
+        options: that the generator was trained with; they set the prompt's length and the beam width.
+        folder: that it will be served from.
+    """
+    return {
+        "checkpoint": str(folder),
+        "catalogue": str(folder / CATALOGUE),
+        "codes": list(code_count),
+        "max_beams": max(512, options.beam_width),
+        "beam_width": options.beam_width,
+        "max_prompt_tokens": options.history_items * len(code_count),
+        "cut_step_items": min(MAX_CUT_ITEMS, options.history_items),
     }
 
 

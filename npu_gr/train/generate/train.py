@@ -104,6 +104,7 @@ def train_generator(
     options: GenerateOptions,
     codes_path: Path | None = None,
     progress: Callable[[TrainingProgress], None] = lambda _: None,
+    evaluated: Callable[[TrainedGenerator], None] = lambda _: None,
 ) -> TrainedGenerator:
     """Make item codes, train a decoder over them, evaluate it beside the baselines, and refit it on all events.
 
@@ -113,6 +114,7 @@ def train_generator(
         options: the model and its training.
         codes_path: file of ready-made codes, which replace those that `code_count` would make; None: make them.
         progress: called after every step of training and every user of the test, in this thread.
+        evaluated: called with the evaluated generator, before the refit.
 
     Raises:
         DataError: the log is too small, the codes do not fit it, or the loss is not finite.
@@ -139,8 +141,10 @@ def train_generator(
         baselines=tuple(baseline_figures(log, targets, baseline) for baseline in fitted),
         published=published(log),
     )
+    found = TrainedGenerator(model, log, codes, report)
+    evaluated(found)
     if not options.refit:
-        return TrainedGenerator(model, log, codes, report)
+        return found
     whole = log.all_trained()
     codes = _codes(whole, features, options, codes_path)
     model = _new_model(codes, options)

@@ -115,6 +115,7 @@ def train_rank(
     item_features: Sequence[ItemValues],
     options: TrainOptions,
     progress: Callable[[TrainingProgress], None] = lambda _: None,
+    evaluated: Callable[[Checkpoint], None] = lambda _: None,
 ) -> tuple[Checkpoint, Evaluation]:
     """Train a ranker, evaluate it beside the baselines, and refit it on all events.
 
@@ -123,6 +124,7 @@ def train_rank(
         item_features: side features of items; they help most for items with few events.
         options: the model and its training.
         progress: called after every step of training and every user of the evaluation, in this thread.
+        evaluated: called with the evaluated ranker, before the refit.
 
     Returns:
         The checkpoint, with the evaluated ranker's figures as its metrics, and the figures of all models.
@@ -148,13 +150,16 @@ def train_rank(
     num_served = len(whole.items) if options.refit else int(log.trained.sum())
     evaluation = _evaluate(model, log, chosen, num_served, options, progress)
     checkpoint = Checkpoint(
-        model=fitted(whole.all_trained(), "ranker: refit") if options.refit else model,
+        model=model,
         item_ids=log.item_ids,
         name=options.name,
         action_values=log.action_values,
         action_names=log.action_names,
         metrics={name: value for name, value in evaluation.as_dict().items() if "/" not in name},
     )
+    evaluated(checkpoint)
+    if options.refit:
+        checkpoint = replace(checkpoint, model=fitted(whole.all_trained(), "ranker: refit"))
     return checkpoint, evaluation
 
 
