@@ -1,6 +1,6 @@
 """`npu-gr train all`: from a dataset to a folder that an instance serves.
 
-    dataset -> generator | ranker, side by side -> popular.txt, serve.yaml, README.md, report.json
+    dataset -> generator | ranker | vectors, side by side -> popular.txt, serve.yaml, README.md, report.json
             -> everything into its place at once -> the history store
 
 What an earlier or an interrupted run made from the same dataset and the same options is not made again.
@@ -173,10 +173,11 @@ def _is_changed(path: Path, was_written: str | None) -> bool:
 
 
 def _popular(dataset: Dataset, num_popular: int) -> str:
-    """List the names of the most popular items, one a line; of equals the smaller id."""
+    """List the names of the most popular items, one a line; of equals the smaller id first."""
     items, counts = np.unique(dataset.interactions().items, return_counts=True)
     best = items[np.argsort(-counts, kind="stable")][:num_popular]
-    return "".join(f"{name}\n" for name in dataset.names.names(best))
+    names = [str(name) for name in dataset.names.names(best)]
+    return "".join(f"{name}\n" for name in names if name.strip().splitlines() == [name])  # else it is no line
 
 
 async def _fill(config: Config, data: Path, dataset: Dataset, site: Path) -> int:

@@ -83,10 +83,12 @@ Then it was trained again on all {report.num_events:,} events, the newest includ
 |---|---|
 | `ranker/` | scores candidates by the user's history (HSTU) |
 | `generator/` | finds candidates by semantic IDs |
+| `vectors/` | finds candidates by vectors |
 | `popular.txt` | the most popular items, best first |
 | `history.db` | the history store: what the users did |
 | `serve.yaml` | the configuration; each line says what it means |
+| `evaluated.yaml` | the same over the evaluated models, which lie in `evaluated` of each folder |
 | `report.json` | the figures above, and what every model was made from |
 
-The history store holds data of users: whoever may not read the log may not read this folder.
+The history store and the vectors hold data of users: whoever may not read the log may not read this folder.
 """

@@ -134,12 +134,12 @@ def test_a_failure_leaves_the_old_site_and_what_was_finished(tmp_path: Path, tra
 
     trainings.before = fail
     with pytest.raises(DataError, match="no disk"):
-        run(tmp_path, "rank.seed=1", "generate.seed=1")
+        run(tmp_path, "rank.seed=1", "generate.seed=1", "retrieve.seed=1")
     now = {path: path.read_bytes() for path in old if path.exists()}
     assert now == old
     trainings.before = lambda _: None
     trainings.trained.clear()
-    run(tmp_path, "rank.seed=1", "generate.seed=1")
+    run(tmp_path, "rank.seed=1", "generate.seed=1", "retrieve.seed=1")
     assert last in trainings.trained
     assert "generator" not in trainings.trained  # the failed run had finished it
 
