@@ -16,6 +16,7 @@ NONE = "none"  # told instead of a name: the log has no such column
 _INTEGER = r"^\s*[+-]?\d+\s*$"
 _DATED = r"^\s*\d{4}-\d{2}-\d{2}([T ]|\s*$)"
 _MOST = 0.9  # share of the cells that must fit: the others may be garbage
+_MOST_ONE = 0.5  # share of lists of one cell among lists that stand for their cells
 MAX_EVENT_TYPES = 100
 
 # Names without anything but letters and digits. Of a line, each before the semicolon comes before all after it.
@@ -101,7 +102,8 @@ def kind_of(array: Any) -> CellKind:
     if array.null_count == len(array):
         return CellKind.EMPTY
     if pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
-        return CellKind.LIST
+        is_one = pc.equal(pc.list_value_length(array), 1)
+        return kind_of(pc.list_flatten(array.filter(is_one))) if pc.mean(is_one).as_py() > _MOST_ONE else CellKind.LIST
     if pa.types.is_integer(kind):
         return CellKind.INTEGER
     if pa.types.is_floating(kind) or pa.types.is_decimal(kind):
@@ -257,9 +259,9 @@ def _candidates(role: str, kinds: Mapping[str, CellKind]) -> list[str]:
 def _fits(role: str, kind: CellKind) -> bool:
     match role:
         case "user" | "item":
-            return kind in (CellKind.TEXT, CellKind.INTEGER)
+            return kind in (CellKind.EMPTY, CellKind.TEXT, CellKind.INTEGER)
         case "time":
-            return kind in (CellKind.TEXT, CellKind.INTEGER, CellKind.NUMBER, CellKind.TIME)
+            return kind in (CellKind.EMPTY, CellKind.TEXT, CellKind.INTEGER, CellKind.NUMBER, CellKind.TIME)
         case "event":
             return kind in (CellKind.TEXT, CellKind.INTEGER)
         case "value":
