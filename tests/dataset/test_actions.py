@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from npu_gr.core.errors import DataError
@@ -82,6 +82,7 @@ def test_edges_are_kept(tmp_path: Path) -> None:
     assert (again["edges"], again["events"]) == (first["edges"], [1, 0, 0, 1])
 
 
+@settings(deadline=None)
 @given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=200), st.integers(2, 12))
 def test_every_value_has_a_range_with_a_name_of_its_own(values: list[float], num_buckets: int) -> None:
     edges = sample(values).edges(num_buckets)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from npu_gr.core.errors import DataError
@@ -189,6 +189,7 @@ def test_an_event_column_of_very_many_kinds_is_refused(tmp_path: Path) -> None:
         prepare(tmp_path / "log.csv", tmp_path / "data", PrepareOptions(event="event"))
 
 
+@settings(deadline=None)
 @given(content=st.binary(max_size=200))
 def test_any_bytes_are_a_log_or_are_refused(content: bytes, tmp_path_factory: pytest.TempPathFactory) -> None:
     """Each line is a row, a part of one, or rejected: none is lost."""
