@@ -28,7 +28,7 @@ from npu_gr.core.process import set_up_process
 
 
 class _Group(click.Group):
-    """Turns an error of ours into one line and exit code 2."""
+    """Turns an error of ours, and a part that is not installed, into one line and exit code 2."""
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
@@ -36,6 +36,12 @@ class _Group(click.Group):
         except NpuGrError as error:
             close_logs()  # what was logged before the error stands before it
             click.echo(f"npu-gr: {error}", err=True)
+            sys.exit(2)
+        except ModuleNotFoundError as error:
+            if (error.name or "").partition(".")[0] != "torch":
+                raise
+            close_logs()
+            click.echo(f"npu-gr: {ctx.invoked_subcommand} needs torch: pip install 'npu_gr[serve]'", err=True)
             sys.exit(2)
 
 
