@@ -75,6 +75,7 @@ class HistoryOrigin(NamedTuple):
 
     source: HistorySource
     fault: StoreFault | None = None
+    sorted_events: int = 0  # of a request: how many stood later than newer ones; they were sorted
 
     @property
     def is_degraded(self) -> bool:
@@ -110,7 +111,7 @@ class Events:
             join((self.items, newer.items)),
             join((self.actions, newer.actions)),
             join((self.timestamps, newer.timestamps)),
-            self.origin,
+            newer.origin,
         )
 
     def coming_from(self, origin: HistoryOrigin) -> Events:
@@ -243,9 +244,10 @@ class HistoryReport:
 
     def log_fields(self) -> dict[str, Any]:
         """Return what the access log says of the history: its length, and how it was degraded."""
-        source, fault = self.origin
+        source, fault, sorted_events = self.origin
         return {
             "history_tokens": self.num_tokens,
+            "sorted_events": sorted_events or None,
             "history_source": source.value if fault else None,
             "history_fault": fault.value if fault else None,
         }
@@ -520,6 +522,7 @@ class EventsAnswer:
     """The number of behaviours in the history store."""
 
     num_events: int  # of the user
+    sorted_events: int = 0  # of the request: how many stood later than newer ones
     stages_s: dict[str, float] = field(default_factory=dict)
 
     @property
@@ -527,7 +530,7 @@ class EventsAnswer:
         return ""
 
     def log_fields(self) -> dict[str, Any]:
-        return {"num_events": self.num_events}
+        return {"num_events": self.num_events, "sorted_events": self.sorted_events or None}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,6 +16,7 @@ import msgspec
 import numpy as np
 
 from npu_gr.catalogue.filters import Filter
+from npu_gr.catalogue.item_names import EMPTY, ItemNames
 from npu_gr.catalogue.versions import Snapshot
 from npu_gr.core.errors import ColdUser, NotFound, Unprocessable
 from npu_gr.core.request import (
@@ -80,6 +81,7 @@ class Generation:
         relay: Relay[Prompt],
         items: ServedCatalogue,
         metrics: Metrics,
+        names: ItemNames = EMPTY,
     ) -> None:
         """Serve one checkpoint.
 
@@ -90,8 +92,10 @@ class Generation:
             relay: keeps the KV of its prompts.
             items: the catalogue that it generates from.
             metrics: where it counts.
+            names: of its items.
         """
         self.config = config
+        self.names = names  # replaced where a reload finds others beside the same weights
         self.name = name
         self.version = version
         self.engine = engine

@@ -28,7 +28,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
-from npu_gr.admission.deadline import deadline
+from npu_gr.admission.deadline import Deadline
 from npu_gr.catalogue.items import UNKNOWN
 from npu_gr.catalogue.tokens import Tokens
 from npu_gr.core.errors import ColdUser, DeadlineExceeded, NpuGrError, Overloaded, RequestError, Unavailable
@@ -281,7 +281,7 @@ class _Run:
         result = StageResult.OK
         items = np.empty(0, np.int64)
         try:
-            async with deadline(self._deadlines.retrieve_at - began_at):
+            async with Deadline(self._deadlines.retrieve_at - began_at):
                 items = await source.ask(asked)
             result = StageResult.OK if len(items) else StageResult.EMPTY
         except ColdUser:
@@ -324,7 +324,7 @@ class _Run:
         began_at = time.monotonic()
         context = HookContext(self._request.user, self._events, self._request.context, self._shown_at)
         try:
-            async with deadline(min(self._deadlines.hook_at - began_at, config.hook_budget_s)):
+            async with Deadline(min(self._deadlines.hook_at - began_at, config.hook_budget_s)):
                 if inspect.iscoroutinefunction(hook):
                     returned = await hook(items.copy(), context)
                 else:
@@ -354,7 +354,7 @@ class _Run:
             return None
         request = RankRequest(user=self._request.user, candidates=items, history=HistoryRef(), timestamp=self._shown_at)
         try:
-            async with deadline(self._deadlines.rank_at - began_at) as deadline_at:
+            async with Deadline(self._deadlines.rank_at - began_at) as deadline_at:
                 # the rank's objective counts from its own stage: counted from the cascade's arrival it would be over
                 # before retrieval is done, and every cascade would overtake every rank
                 ranked = await self._ranking.rank(request, self._tokens, Call(began_at, deadline_at))

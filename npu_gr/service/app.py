@@ -41,6 +41,7 @@ from npu_gr.service.admin import CatalogueOfGenerator, VectorsOfMatch
 from npu_gr.service.build import open_generation, open_ranking
 from npu_gr.service.config import Config, InForce
 from npu_gr.service.job_table import Shared, build_jobs, coverage_rule
+from npu_gr.service.naming import ServedNames
 from npu_gr.service.reload import Reload
 from npu_gr.service.service import Parts, Service
 
@@ -103,6 +104,7 @@ async def instance(
                 histories=shared.histories,
                 catalogue=CatalogueOfGenerator(versions, coverage, metrics.reloads),
                 vectors=VectorsOfMatch(shared.vectors, coverage, metrics.reloads),
+                names=ServedNames(settings, versions, shared.vectors),
                 metrics=metrics,
             )
         )

@@ -106,7 +106,7 @@ class Maker:
         num = draw.choice((0, 1, 3, 30, 200))
         history = {
             "items": [FIRST_ID + draw.randrange(300) for _ in range(num)],
-            "actions": [draw.randrange(3) for _ in range(num)],
+            "actions": [draw.choice((1, 2, "3")) for _ in range(num)],
             "timestamps": sorted(draw.randrange(2**31) for _ in range(num)),
         }
         if draw.random() < 0.3:

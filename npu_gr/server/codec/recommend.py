@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from npu_gr.core.request import RecommendAnswer, RecommendRequest
-from npu_gr.server.codec.base import Codec
+from npu_gr.server.codec.base import Codec, Shown
 from npu_gr.server.codec.fields import (
     MOST_NAMES,
     Candidates,
@@ -17,13 +17,15 @@ from npu_gr.server.codec.fields import (
     Int,
     Name,
     Value,
-    optional_ids,
+    optional_items,
     parse_history,
-    render_column,
     render_history,
+    render_items,
     render_scores,
+    shown_at,
 )
 from npu_gr.server.codec.media import MSGPACK
+from npu_gr.server.codec.naming import Names
 from npu_gr.server.config import ServerConfig
 
 
@@ -60,7 +62,7 @@ class RecommendOut(msgspec.Struct, frozen=True, kw_only=True):
     verdict: str
     outcome: str | None  # of the rank; null: it failed or knew no item, the items are in the order of the retrieval
     reason: str
-    items: list[int] | bytes
+    items: list[str | int] | bytes
     scores: list[float | None] | bytes
     origins: list[str]  # the source of each item
     num_candidates: int  # that were ranked
@@ -72,24 +74,24 @@ class RecommendOut(msgspec.Struct, frozen=True, kw_only=True):
     stages_s: dict[str, float]
 
 
-def parse(body: RecommendBody, config: ServerConfig) -> RecommendRequest:
-    """Make a request of a body. Raises TooLarge or Unprocessable where a field is over its limit."""
-    denied = optional_ids(body.deny_items, "deny_items", config.max_candidates)
+def parse(body: RecommendBody, config: ServerConfig, names: Names) -> RecommendRequest:
+    """Make a request of a body. Raises TooLarge, Unprocessable or NotFound, as `parse_events` does."""
+    denied = optional_items(body.deny_items, "deny_items", config.max_candidates)
     return RecommendRequest(
         user=body.user,
-        history=parse_history(body, config),
+        history=parse_history(body, config, names, body.model_version),
         num_items=body.num_items,
         num_candidates=body.num_candidates,
         exclude_seen=body.exclude_seen,
         unknown_items=body.unknown_items,
         deny_items=denied,
-        timestamp=body.timestamp,
+        timestamp=shown_at(body.timestamp),
         context=body.context,
         model_version=body.model_version,
     )
 
 
-def render(answer: RecommendAnswer, request_id: str, media: str) -> RecommendOut:
+def render(answer: RecommendAnswer, request_id: str, media: str, shown: Shown) -> RecommendOut:
     """Write the answer of a recommend; in msgpack items are raw int64 and scores float32 (NaN = not ranked)."""
     is_raw = media == MSGPACK
     return RecommendOut(
@@ -98,7 +100,7 @@ def render(answer: RecommendAnswer, request_id: str, media: str) -> RecommendOut
         verdict=answer.verdict.value,
         outcome=answer.outcome.value if answer.outcome else None,
         reason=answer.reason.value,
-        items=render_column(answer.item_ids, "<i8", is_raw),
+        items=render_items(answer.item_ids, shown.names, is_raw),
         scores=render_scores(answer.scores, is_raw),
         origins=list(answer.origins),
         num_candidates=answer.num_candidates,
