@@ -27,6 +27,7 @@ from npu_gr.core.words import quoted
 from npu_gr.engine.job import NOTHING, Demand, JobResult
 from npu_gr.engine.scheduler import Scheduler
 from npu_gr.jobs.base import Call
+from npu_gr.jobs.coverage import Before, anything
 from npu_gr.jobs.histories import Histories
 from npu_gr.matching.index import IndexName
 from npu_gr.matching.matcher import MatchedItems, Matcher, MatchQuery
@@ -89,14 +90,16 @@ class ServedVectors:
         """The version in service."""
         return self._versions.current
 
-    async def reload(self) -> VectorsInfo:
+    async def reload(self, before: Before = anything) -> VectorsInfo:
         """Read the folder again and serve what is there; requests in progress keep their version.
 
         Raises:
             DataError: names the file and the reason; the version served before still is.
+            What `before` raises; the same.
         """
         async with self._reloading:
             read = await asyncio.to_thread(self._read)
+            await before(lambda: read.matcher.vectors.item_ids)
             if self._versions.is_empty or read.matcher.vectors.version != self.current.matcher.vectors.version:
                 self._versions.publish(read)
             else:
@@ -111,6 +114,10 @@ class ServedVectors:
         """
         self._versions.rollback()
         return self.info()
+
+    def item_ids(self) -> I64:
+        """List the items that can be found, in ascending order. Any thread."""
+        return self.current.matcher.vectors.item_ids
 
     def knows(self, user: UserKey) -> bool:
         """Whether a version that is kept was trained with the user."""

@@ -77,9 +77,15 @@ def kv_layout(shape: HSTUConfig, config: Config, checkpoint: Checkpoint, backend
 
 @dataclass(frozen=True, slots=True)
 class Prepared(Generic[M]):
-    """A model that is ready to serve. `activate` makes it take over its pages and returns it; that cannot fail."""
+    """A model that is ready to serve. `activate` makes it take over its pages and returns it; that cannot fail.
+
+    A field that is None is as it is in service.
+    """
 
     activate: Callable[[], M]
+    actions: tuple[str, ...] | None = None  # names, of a ranker
+    vocabulary: ItemVocabulary | None = None  # of a ranker
+    items: ServedCatalogue | None = None  # that a generator finds
 
 
 async def open_ranking(
@@ -151,7 +157,7 @@ async def open_ranking(
         observe_relay(metrics, RANK.name, engine, pool, dram, relay)
         return Ranking(config.service, model, vocabulary, engine, relay, metrics, names)
 
-    return Prepared(activate)
+    return Prepared(activate, actions=model.actions, vocabulary=vocabulary)
 
 
 def _names(folder: str | None) -> ItemNames:
@@ -280,7 +286,7 @@ async def open_generation(
         observe_relay(metrics, GENERATE.name, engine, pool, dram, relay)
         return Generation(section, folder.name, version, engine, relay, items, metrics, names)
 
-    return Prepared(activate)
+    return Prepared(activate, items=items)
 
 
 def _decoder(config: Config, section: GenerateConfig, backend: Backend) -> Decoder:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -130,12 +131,12 @@ def load(path: Path, overrides: Sequence[str] = ()) -> Config:
 
     Args:
         path: YAML.
-        overrides: `section.key=value`, later ones win.
+        overrides: `section.key=value`, later ones win; they win over the environment, and that over the file.
 
     Raises:
         ConfigError: names the file, the field and the limit.
     """
-    config = settings.load(path, Config, overrides)
+    config = settings.load(path, Config, overrides, os.environ)
     if config.calibration is None and beside(path).exists():
         return msgspec.structs.replace(config, calibration=settings.load(beside(path), Calibration))
     return config

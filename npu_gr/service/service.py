@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from npu_gr.admission.brownout import OBSERVE_S, BrownoutControl
-from npu_gr.admission.deadline import deadline
+from npu_gr.admission.deadline import Deadline
 from npu_gr.admission.door import Door, Slot
 from npu_gr.core.errors import ConfigError, NotFound, Unprocessable
 from npu_gr.core.kinds import A, Kind, Q
@@ -97,7 +97,7 @@ class Service:
         if kind.must_finish:
             answer = await job.run(request, Call(arrived_at, deadline_at=float("inf")))
         else:
-            async with deadline(budget_s) as deadline_at:
+            async with Deadline(budget_s) as deadline_at:
                 if slot is not None:
                     answer = await job.run(request, Call(arrived_at, deadline_at, slot))
                 else:

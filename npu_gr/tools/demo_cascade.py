@@ -17,8 +17,9 @@ from npu_gr.core.names import answered_ids
 from npu_gr.features.interactions import Interactions, read_item_features
 from npu_gr.tools.evaluate_service import EvaluationClient, NextEventCase, evaluate, next_events
 from npu_gr.train.data import to_train_on
-from npu_gr.train.generate.publish import CONFIGURATION, publish
+from npu_gr.train.generate.publish import publish
 from npu_gr.train.generate.train import MOVIELENS, train_generator
+from npu_gr.train.next_command import CONFIGURATION
 from npu_gr.train.steps import TrainingProgress
 
 GENERATOR = msgspec.structs.replace(MOVIELENS, epochs=12, validate_every=12, validation_users=100, test_users=100)

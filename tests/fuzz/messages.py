@@ -120,8 +120,10 @@ class Maker:
             body |= draw.choice(({}, {"top_k": 3}, {"timestamp": 1_700_000_000}, {"model_version": "x"}))
         elif name == "generate":
             body |= draw.choice(({}, {"num_items": 5}, {"attributes": {"kind": ["a", "b"]}}, {"temperature": 0.5}))
+            body |= draw.choice(({}, {"exclude_seen": False}))
         elif name == "recommend":
             body |= draw.choice(({}, {"num_items": 5}, {"context": {"page": "home"}}, {"deny_items": [FIRST_ID]}))
+            body |= draw.choice(({}, {"unknown_items": "drop"}))
         elif name == "match":
             body |= draw.choice(({}, {"num_items": 5}, {"exclude_seen": False}))
         return body

@@ -213,7 +213,7 @@ FORWARDS = {"items": [NAMES[2], NAMES[5], NAMES[1]], "actions": ["cart", 4.5, "v
 
 
 async def test_rows_that_run_backwards_are_refused_or_sorted_and_counted(folder: Path) -> None:
-    asked = {"user_id": "u", "candidates": [0, 3], "timestamp": 99}
+    asked: dict[str, Any] = {"user_id": "u", "candidates": [0, 3], "timestamp": 99}
     async with serving(folder, relay={"enabled": False}) as (client, service):
         refused = await post(client, "/v1/rank", 422, **asked, history=BACKWARDS)
         assert refused["detail"].startswith(

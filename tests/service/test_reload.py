@@ -19,6 +19,7 @@ import pytest
 from aiohttp.test_utils import TestClient
 
 from npu_gr.core.errors import DeviceError, Overloaded
+from npu_gr.core.kinds import RANK
 from npu_gr.engine.job import JobOrder
 from npu_gr.model.weights import Checkpoint, save
 from npu_gr.service.app import run
@@ -216,7 +217,7 @@ async def test_a_reload_ends_while_the_device_is_full(tmp_path: Path) -> None:
     """The jobs that prove the new model wait as a request does, not until they are too old to wait any longer."""
     file = File(tmp_path)
     new, _ = file.add("new", 2), file.add("old", 1)
-    sections = {"scheduler": {"aging_s": 30.0}}
+    sections = {"scheduler": {"aging_s": 30.0}, "slo": {"rank_s": RANK.objective_s}}  # the jobs wait so long each
     file.use("old", **sections)
     async with serving(tmp_path, read=file.read, **file.sections) as (client, service):
 

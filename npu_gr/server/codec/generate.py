@@ -25,8 +25,8 @@ from npu_gr.server.codec.fields import (
     render_items,
 )
 from npu_gr.server.codec.media import MSGPACK
+from npu_gr.server.codec.naming import Names
 from npu_gr.server.config import ServerConfig
-from npu_gr.server.service_protocol import Names
 
 
 class GenerateBody(HistoryBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -36,6 +36,7 @@ class GenerateBody(HistoryBody, frozen=True, kw_only=True, forbid_unknown_fields
     beam_width: Annotated[int, msgspec.Meta(ge=1, le=1024)] | None = None  # absent: the service's
     normalise: Literal["vocabulary", "codebook", "valid"] = "vocabulary"
     temperature: Annotated[float, msgspec.Meta(ge=1e-3, le=1e3)] = 1.0
+    exclude_seen: bool | None = None  # leave out the items of the history; absent: as configured
     allow_items: Candidates | None = None  # absent: all
     deny_items: Candidates | None = None
     # attribute of the catalogue -> values, of which an item has one
@@ -73,6 +74,7 @@ def parse(body: GenerateBody, config: ServerConfig, names: Names) -> GenerateReq
         beam_width=body.beam_width,
         normalise=body.normalise,
         temperature=body.temperature,
+        exclude_seen=body.exclude_seen,
         allow_items=optional_items(body.allow_items, "allow_items", config.max_candidates),
         deny_items=optional_items(body.deny_items, "deny_items", config.max_candidates),
         attributes={name: tuple(values) for name, values in body.attributes.items()},

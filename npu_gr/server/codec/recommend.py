@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -28,8 +28,8 @@ from npu_gr.server.codec.fields import (
     shown_at,
 )
 from npu_gr.server.codec.media import MSGPACK
+from npu_gr.server.codec.naming import Names
 from npu_gr.server.config import ServerConfig
-from npu_gr.server.service_protocol import Names
 
 
 class RecommendBody(HistoryBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -38,6 +38,8 @@ class RecommendBody(HistoryBody, frozen=True, kw_only=True, forbid_unknown_field
     num_items: Annotated[int, msgspec.Meta(ge=1, le=10_000)] = 10
     num_candidates: Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)] | None = None  # ranked at most, up to the config's
     exclude_seen: bool | None = None  # leave out the items of the history; absent: as configured
+    # last: items that the ranker does not know come after all others, without a score; drop: not; absent: as configured
+    unknown_items: Literal["last", "drop"] | None = None
     deny_items: Candidates | None = None
     timestamp: Int | None = None  # unix seconds the items are shown at; absent = now
     fields: ItemFields = msgspec.field(default_factory=list)  # title: adds `titles`
@@ -62,13 +64,14 @@ class RecommendOut(msgspec.Struct, frozen=True, kw_only=True):
     request_id: str
     model_version: str
     verdict: str
-    outcome: str | None  # of the rank; null: it failed, the items are in the order of the retrieval
+    outcome: str | None  # of the rank; null: it failed or knew no item, the items are in the order of the retrieval
     reason: str
     items: list[str | int] | bytes
     titles: Titles = msgspec.UNSET
     scores: list[float | None] | bytes
     origins: list[str]  # the source of each item
-    num_candidates: int
+    num_candidates: int  # that were ranked
+    num_unknown: int  # that were found too, and that the ranker does not know: the last ones, or dropped
     degraded: list[str]  # stages that did not do their part
     stages: list[StageOut]
     prefix_tokens: int
@@ -86,6 +89,7 @@ def parse(body: RecommendBody, config: ServerConfig, names: Names) -> RecommendR
         num_items=body.num_items,
         num_candidates=body.num_candidates,
         exclude_seen=body.exclude_seen,
+        unknown_items=body.unknown_items,
         deny_items=denied,
         timestamp=shown_at(body.timestamp),
         context=body.context,
@@ -107,6 +111,7 @@ def render(answer: RecommendAnswer, request_id: str, media: str, shown: Shown) -
         scores=render_scores(answer.scores, is_raw),
         origins=list(answer.origins),
         num_candidates=answer.num_candidates,
+        num_unknown=answer.num_unknown,
         degraded=list(answer.degraded),
         stages=[StageOut(**asdict(report)) for report in answer.stages],
         prefix_tokens=answer.prefix_tokens,
