@@ -150,7 +150,7 @@ async def run(made: MadeDemo, console: Console, limit: int | None = None) -> Rep
     some = min(WITHOUT_RELAY, limit or WITHOUT_RELAY)
     async with served(prepared.instance, "relay.enabled=false") as url:
         without = await replay(prepared.records, options(prepared, url, some))
-    await fill(prepared)
+    await refill(prepared)
     async with served(prepared.instance) as url:
         found = await replay(prepared.records, options(prepared, url, limit))
         console.print(found.render())
@@ -158,6 +158,7 @@ async def run(made: MadeDemo, console: Console, limit: int | None = None) -> Rep
         console.print(evaluation.table())
     ports = [f"server.port={free_port()}", f"server.admin_port={free_port()}"]
     instance = Instance(made.folder / "serve.yaml", ports, made.folder / "service.log")
+    await fill(instance.config, made.log)
     console.print(f"$ npu-gr serve --config {instance.config_path}", soft_wrap=True)
     async with served(instance) as url:
         await demo_cascade.show(url, made.log, made.dataset.names, console)
@@ -196,25 +197,30 @@ async def prepare_traffic(made: MadeDemo, console: Console, port: int, admin_por
     ]
     instance = Instance(made.folder / "evaluated.yaml", overrides, made.folder / "service.log")
     prepared = PreparedDemo(made, instance, records, made.log[trained])
-    await fill(prepared)
+    await refill(prepared)
     users = len({record.user_id for record in records})
     console.print(f"replaying {sum(record.kind == RANK.name for record in records)} ranks of {users} users")
     return prepared
 
 
-async def fill(prepared: PreparedDemo) -> None:
-    """Put the events before the traffic into a fresh history store: earlier traffic has changed the old one."""
-    config = prepared.instance.config
-    await asyncio.to_thread(_forget, Path(config.features.path))
+async def fill(config: Config, events: Interactions) -> None:
+    """Load events into the history store of a configuration."""
     store = await open_store(config.features)
     if store is None:
         raise ConfigError("features.kind: the demo needs a history store")
     checkpoint = load_checkpoint(Path(str(config.checkpoint)))
     actions = {value: index for index, value in enumerate(checkpoint.action_values)}
     try:
-        await load_interactions(store, prepared.history, actions)
+        await load_interactions(store, events, actions)
     finally:
         await store.close()
+
+
+async def refill(prepared: PreparedDemo) -> None:
+    """Put the events before the traffic into a fresh history store: earlier traffic has changed the old one."""
+    config = prepared.instance.config
+    await asyncio.to_thread(_forget, Path(config.features.path))
+    await fill(config, prepared.history)
 
 
 @asynccontextmanager

@@ -9,7 +9,7 @@ from npu_gr.features.interactions import Interactions
 from npu_gr.replay.report import Report
 from npu_gr.replay.tally import HITS
 from npu_gr.tools.evaluate_service import ServiceEvaluation
-from npu_gr.train.site.examples import curl, examples, known_user
+from npu_gr.train.site.examples import curl, examples, known_user, serve
 from npu_gr.train.site.report import SiteReport
 
 
@@ -51,7 +51,7 @@ def sum_up(
         f"quality   HR@10 of the last event of {len(evaluation.ranks['rank'])} users: recommend "
         f"{ways['recommend']['hr_at_10']:.3f}; {others} (evaluated models, which had not seen it)",
         f"left      {folder}: models of all events, {folder / 'serve.yaml'}; {folder / 'report.html'} has the plots",
-        f"serve     npu-gr serve --config {folder / 'serve.yaml'}",
+        f"serve     {serve(folder / 'serve.yaml')}",
         f"ask       {curl('/v1/recommend', known_user(examples(log, names)))}",
         f"more      {folder / 'README.md'} has calls for a new user and a new item",
     ]

@@ -19,6 +19,7 @@ import pytest
 from click.testing import CliRunner
 
 from npu_gr.cli.main import main
+from npu_gr.core.kinds import KINDS
 from npu_gr.train.site.examples import NEW_ITEM
 from tests.cli.test_main import free_port, is_ready
 from tests.cli.test_processes import until
@@ -85,8 +86,11 @@ def command(*arguments: object) -> str:
 def served(site: Path) -> Iterator[int]:
     """Run `npu-gr serve --config site/serve.yaml`; yields the port."""
     port = free_port()
-    ports = ["--set", f"server.port={port}", "--set", f"server.admin_port={free_port()}"]
-    line = [sys.executable, "-m", "npu_gr", "serve", "--config", str(site / "serve.yaml"), *ports]
+    settings = [f"server.port={port}", f"server.admin_port={free_port()}", "server.drain_grace_s=0.1"]
+    settings += ["features.read_timeout_s=5.0", "features.timeout_s=10.0"]  # a busy machine
+    settings += [f"slo.{kind}_s=5.0" for kind in KINDS]
+    line = [sys.executable, "-m", "npu_gr", "serve", "--config", str(site / "serve.yaml")]
+    line += [word for setting in settings for word in ("--set", setting)]
     with (site / "log").open("wb") as log, subprocess.Popen(line, stdout=log, stderr=log) as process:
         try:
             until(lambda: is_ready(port) or process.poll() is not None)

@@ -85,7 +85,7 @@ def warning_of(comparison: Comparison | None) -> str:
     if comparison is None or comparison.is_better:
         return ""
     return (
-        f"WARNING: the {comparison.model} is not shown to be better than {comparison.baseline} at the next item. "
+        f"WARNING: {comparison.model}: not shown to be better than {comparison.baseline} at the next item. "
         "More events, more epochs or other settings may help."
     )
 

@@ -96,15 +96,15 @@ def test_a_site_is_whole(tmp_path: Path, trainings: Trainings) -> None:
     page = (site / "README.md").read_text()
     assert f"npu-gr serve --config {site / 'serve.yaml'}" in page
     assert "| ranker | HR@10 unseen | 0.2000 | 0.1000 Markov counts | days |" in page
-    assert "37 events in the history store" in said
     assert "0.1000 Markov counts" in said
     assert said.count("WARNING: no better") == page.count("WARNING: no better") == 1
     evaluated = load(site / "evaluated.yaml")
     assert evaluated.checkpoint == str(site / "ranker" / "evaluated")
     assert evaluated.generate is not None
     assert evaluated.generate.catalogue == str(site / "generator" / "evaluated" / "items.jsonl")
-    assert said.rstrip().splitlines()[-1].startswith("curl -s localhost:8080/v1/recommend ")
-    assert f"serve with: npu-gr serve --config {site / 'serve.yaml'}" in said
+    serve, curl, _ = make.next_commands(site / "data", site).splitlines()
+    assert serve == f"serve with: npu-gr serve --config {site / 'serve.yaml'}"
+    assert curl.startswith("curl -s localhost:8080/v1/recommend ")
 
 
 def test_what_is_made_of_the_same_is_not_made_again(tmp_path: Path, trainings: Trainings) -> None:
