@@ -15,6 +15,7 @@ from npu_gr.cli.erase_check import erase_check
 from npu_gr.cli.fleet import fleet
 from npu_gr.cli.keys import keys
 from npu_gr.cli.options import CALLING_TLS
+from npu_gr.cli.prepare import prepare
 from npu_gr.cli.replay import record, replay
 from npu_gr.cli.serve import check_config, route, serve
 from npu_gr.cli.simulate import simulate
@@ -57,7 +58,7 @@ def main(log_level: str, **calling: str | None) -> None:
 
 for _command in (
     *(serve, route, check_config, keys, fleet),
-    *(train, load, store, replay, record, erase_check),
+    *(prepare, train, load, store, replay, record, erase_check),
     *(simulate, bench, calibrate, doctor),
     *(dashboards, bundle, judge, demo, monitor),
 ):
