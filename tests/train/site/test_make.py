@@ -15,8 +15,9 @@ from rich.console import Console
 from npu_gr.core.errors import ConfigError, DataError
 from npu_gr.dataset.build import prepare
 from npu_gr.service.config import load
+from npu_gr.train.options import list_options
 from npu_gr.train.site import make
-from npu_gr.train.site.options import options_for
+from npu_gr.train.site.options import SiteOptions, options_for
 from npu_gr.train.site.parts import PARTS
 from npu_gr.train.site.report import Figure, PartReport
 from npu_gr.train.site.side_by_side import Job
@@ -189,3 +190,12 @@ def test_what_is_wrong_is_said_before_anything_is_trained(tmp_path: Path, traini
 @pytest.mark.parametrize(("num_items", "codes"), [(1682, (64, 64)), (2049, (128, 128)), (10**6, (256, 256, 256))])
 def test_there_are_enough_semantic_ids(num_items: int, codes: tuple[int, ...]) -> None:
     assert options_for(num_items).generate.code_count == codes
+
+
+def test_options_of_every_model_are_listed_in_their_sections() -> None:
+    lines = [line.split() for line in list_options({"site": SiteOptions()}).splitlines()]
+    keys = {words[0].partition("=")[0]: words[1:] for words in lines[1:]}
+    for section in ("rank", "generate", "retrieve"):
+        assert keys[f"{section}.seed"]
+        assert section not in keys
+    assert keys["num_popular"][:3] == ["most", "popular", "items,"]
