@@ -13,7 +13,8 @@ from npu_gr.train.generate.train import MOVIELENS, GenerateOptions
 from npu_gr.train.rank.train import DEMO, TrainOptions
 from npu_gr.train.retrieve.train import RetrieveOptions
 
-GENERATOR = msgspec.structs.replace(MOVIELENS, test_users=1000)
+GENERATOR = msgspec.structs.replace(MOVIELENS, epochs=20, validation_users=500, test_users=1000)
+"""Trained in about the time of the ranker, beside which it is trained; `train generate` takes more."""
 CODE_COUNTS = ((64, 64), (128, 128), (256, 256), (256, 256, 256), (1024, 1024, 1024))
 ROOM = 2  # semantic IDs an item: with fewer, similar items lose their codes to each other
 
