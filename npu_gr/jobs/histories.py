@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
-from npu_gr.core.errors import BadRequest, StoreFailed, UnknownPrefix, Unprocessable
-from npu_gr.core.request import FROM_STORE, I64, Events, HistoryOrigin, HistoryRef, HistorySource, UserKey
+from npu_gr.core.errors import BadRequest, NpuGrError, StoreFailed, UnknownPrefix, Unprocessable
+from npu_gr.core.request import (
+    FROM_STORE,
+    I64,
+    Events,
+    HistoryOrigin,
+    HistoryRef,
+    HistorySource,
+    Mode,
+    UserKey,
+    Write,
+    Written,
+)
 from npu_gr.features.base import FailurePolicy, HistoryStore, StoredHistory
 from npu_gr.features.prefix_history_cache import PrefixHistoryCache
 from npu_gr.metrics.registry import Metrics
@@ -134,6 +145,26 @@ class Histories:
         if self.store is None:
             raise Unprocessable("events: this instance has no history store (features.kind is none)")
         return await self.store.append(user, events, key)
+
+    async def write_many(self, batch: Sequence[Write]) -> Sequence[Written | NpuGrError]:
+        """Write behaviours of many users durably; each fails alone.
+
+        Raises:
+            Unprocessable: there is no store. StoreFailed: it has written nobody.
+        """
+        if self.store is None:
+            raise Unprocessable("events: this instance has no history store (features.kind is none)")
+        if not batch:
+            return []
+        changed = {one.user for one in batch if one.mode is not Mode.APPEND}
+        try:
+            results = await self.store.write_many(batch)
+            pairs = zip(batch, results, strict=True)
+            changed &= {one.user for one, done in pairs if isinstance(done, Written) and done.num_added}
+            return results
+        finally:
+            for user in changed:  # what is remembered of them may have been replaced
+                self.cache.forget(user)
 
     def knows(self, user: UserKey) -> bool:
         """Whether this process remembers behaviours of the user. The store is not asked."""

@@ -125,7 +125,7 @@ async def open_ranking(
         name=checkpoint.name,
         version=checkpoint.version,
         tasks=shape.tasks,
-        actions=shape.actions,
+        actions=checkpoint.action_names or shape.actions,
         num_items=shape.num_items,
         max_history_tokens=shape.max_history_tokens,
         device=backend.name,
