@@ -16,7 +16,7 @@ from typing import Annotated
 import msgspec
 
 from npu_gr.core.request import Brownout
-from npu_gr.core.settings import Positive
+from npu_gr.core.settings import Positive, Seconds
 
 OBSERVE_S = 0.05  # between two looks at the load
 
@@ -27,8 +27,8 @@ class BrownoutConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     enabled: bool = True
     high: Positive = 0.4  # pressure: objectives' worth of work that waits; the door lets 0.75 wait at most
     low: Positive = 0.1
-    rise_s: Positive = 0.25
-    fall_s: Positive = 2.0
+    rise_s: Seconds = 0.25
+    fall_s: Seconds = 2.0
     most: Annotated[int, msgspec.Meta(ge=0, le=3)] = 3  # 1 no DRAM, 2 no relay, 3 truncated ranks
 
     def __post_init__(self) -> None:

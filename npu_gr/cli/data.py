@@ -46,12 +46,12 @@ def load(
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     from npu_gr.core.request import Mode
-    from npu_gr.features.interactions import read_interactions
+    from npu_gr.dataset.log import read_log
     from npu_gr.features.load import load_interactions
     from npu_gr.tools.ingest import open_target
 
     config = None if config_path is None else load_config(config_path, overrides)
-    interactions = read_interactions(log, value_column=value_column)
+    interactions = read_log(log, value_column=value_column)
     mode = Mode.REPLACE if replace else Mode.MERGE
 
     async def work(stack: ExitStack) -> Loaded:

@@ -20,12 +20,11 @@ def _add_balancer(name: str, about: str) -> None:
     @CONFIG
     @SET
     def command(config_path: Path, overrides: tuple[str, ...]) -> None:
-        from npu_gr.core.settings import load
         from npu_gr.fleet.balancers import BALANCERS
-        from npu_gr.router.config import RouterConfig
+        from npu_gr.router.config import load
         from npu_gr.router.discovery import find
 
-        config = load(config_path, RouterConfig, overrides)
+        config = load(config_path, overrides)
         click.echo(BALANCERS[name](config, asyncio.run(find(config.discovery))), nl=False)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -31,24 +32,35 @@ def serve(config_path: Path, overrides: tuple[str, ...]) -> None:
 @click.option("--take-over", is_flag=True, help="Take the port over from the router that has it, without a gap.")
 def route(config_path: Path, overrides: tuple[str, ...], take_over: bool) -> None:
     """Start the affinity router in front of many instances. SIGTERM drains and stops it, SIGUSR1 logs stacks."""
-    from npu_gr.core.settings import load
-    from npu_gr.router.config import RouterConfig
+    from npu_gr.router.config import load
     from npu_gr.router.run import run
 
-    config = load(config_path, RouterConfig, overrides)
+    config = load(config_path, overrides)
     _serve(lambda: run(config, takes_over=take_over))
 
 
 @click.command("check-config")
 @CONFIG
 @SET
-def check_config(config_path: Path, overrides: tuple[str, ...]) -> None:
-    """Validate an instance's configuration and print it whole, defaults included."""
-    import yaml
+@click.option("--syntax-only", is_flag=True, help="Open nothing that it names: for machines without the files.")
+def check_config(config_path: Path, overrides: tuple[str, ...], syntax_only: bool) -> None:
+    """Check the configuration of an instance or a router, and everything that it names.
 
-    from npu_gr.service.config import to_table
+    Prints it whole, defaults included, and where each other value came from; then, on standard error, what was found.
+    Exit code 0, or 1: a start would refuse something that it names, or 2: the configuration itself is wrong.
+    """
+    from npu_gr.tools.check_config import examine, is_well, read, shown
+    from npu_gr.tools.doctor import table
 
-    click.echo(yaml.safe_dump(to_table(load_config(config_path, overrides)), sort_keys=False), nl=False)
+    config = read(config_path, overrides)
+    click.echo(shown(config, config_path, overrides), nl=False)
+    if syntax_only:
+        return
+    found = examine(config)
+    click.echo(table(found), err=True)
+    if not is_well(found):
+        click.echo(f"relative paths begin at {Path.cwd()}", err=True)
+        sys.exit(1)
 
 
 def _serve(work: Callable[[], Any]) -> None:

@@ -1,32 +1,42 @@
 """YAML -> a frozen, typed, validated msgspec Struct; errors name the file, the field and the limit.
 
-Nothing is converted: `1e-5` is a string in YAML (write `1.0e-5`), a repeated key and an unknown key are errors.
+A value comes from the file, from a variable of the environment, or from `--set`; the later one wins. Sizes and times
+may have a unit (`1GiB`, `50ms`), and inside are plain numbers. A repeated key and an unknown key are errors.
 """
 
 from __future__ import annotations
 
-import difflib
-import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import NoneType, UnionType
-from typing import Annotated, Any, TypeVar, get_args
+from typing import Annotated, Any, NamedTuple, TypeVar
 
 import msgspec
 import yaml
 
+from npu_gr.core import environment
 from npu_gr.core.errors import ConfigError
 from npu_gr.core.redact import redacted
 from npu_gr.core.secret import Secret
+from npu_gr.core.setting_types import explain, plain
+from npu_gr.core.units import IN_BYTES, IN_SECONDS
 
 S = TypeVar("S", bound=msgspec.Struct)
 
 # Bounds that many sections share; a setting with another bound writes it out.
 Count = Annotated[int, msgspec.Meta(ge=1)]
-Bytes = Annotated[int, msgspec.Meta(ge=0)]
-Seconds = Annotated[float, msgspec.Meta(gt=0)]
+Bytes = Annotated[int, msgspec.Meta(ge=0, extra_json_schema=IN_BYTES)]
+SomeBytes = Annotated[int, msgspec.Meta(ge=1, extra_json_schema=IN_BYTES)]
+Seconds = Annotated[float, msgspec.Meta(gt=0, extra_json_schema=IN_SECONDS)]
+SecondsOrZero = Annotated[float, msgspec.Meta(ge=0, extra_json_schema=IN_SECONDS)]
 Positive = Annotated[float, msgspec.Meta(gt=0)]
 Ratio = Annotated[float, msgspec.Meta(gt=0, lt=1)]
+
+
+class Gathered(NamedTuple):
+    """The values that a process is started with, before they are validated."""
+
+    table: dict[str, Any]
+    origins: dict[str, str]  # where each value came from, by path: the file, a variable, `--set`
 
 
 # What PyYAML raises for a value that is not of the type that it looks like or claims: too deep, a key that is a list,
@@ -48,21 +58,37 @@ class _StrictLoader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-def load(path: Path, cls: type[S], overrides: Sequence[str] = ()) -> S:
+def load(path: Path, cls: type[S], overrides: Sequence[str] = (), variables: Mapping[str, str] | None = None) -> S:
     """Read a settings file.
 
     Args:
         path: YAML.
         cls: what it holds.
         overrides: `section.key=value` with a YAML value, later ones win.
+        variables: of the environment, which win over the file (`npu_gr.core.environment`); None = none.
 
     Raises:
         ConfigError: names the file, the field and the limit or the nearest known key.
     """
+    return from_table(gather(path, cls, overrides, variables).table, cls, f"config {path}")
+
+
+def gather(
+    path: Path, cls: type[msgspec.Struct], overrides: Sequence[str] = (), variables: Mapping[str, str] | None = None
+) -> Gathered:
+    """Read what `load` reads, and say where each value came from.
+
+    Raises:
+        ConfigError: as `load`, but for what only validation finds.
+    """
     table = read_table(path)
-    for text in overrides:
-        _apply(table, text)
-    return from_table(table, cls, f"config {path}")
+    origins = dict.fromkeys(_leaves(table), str(path))
+    given = [(one.path, one.value, one.name) for one in environment.read(variables or {}, cls)]
+    given += [(*_parted(text), "--set") for text in overrides]
+    for name, value, origin in given:
+        _put(table, name, _yaml(value, name, origin), origin)
+        origins |= dict.fromkeys(_leaves(_at(table, name), name), origin)
+    return Gathered(table, origins)
 
 
 def read_table(path: Path) -> dict[str, Any]:
@@ -105,11 +131,15 @@ def _table(text: str, where: str) -> dict[str, Any]:
 
 
 def from_table(table: dict[str, Any], cls: type[S], where: str = "config") -> S:
-    """Validate what YAML gave."""
+    """Validate what YAML gave.
+
+    Raises:
+        ConfigError: names the field and the limit or the nearest known key.
+    """
     try:
-        return msgspec.convert(table, cls, dec_hook=_decoded)
+        return msgspec.convert(plain(table, cls), cls, dec_hook=_decoded)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"{where}: {_explain(str(error), cls)}") from error
+        raise ConfigError(f"{where}: {explain(str(error), table, cls)}") from error
 
 
 def override(preset: S, overrides: Sequence[str]) -> S:
@@ -124,7 +154,8 @@ def override(preset: S, overrides: Sequence[str]) -> S:
     """
     table = to_table(preset)
     for text in overrides:
-        _apply(table, text)
+        name, value = _parted(text)
+        _put(table, name, _yaml(value, name, "--set"), "--set")
     return from_table(table, type(preset), "--set")
 
 
@@ -146,40 +177,41 @@ def _encoded(value: object) -> str:
     raise NotImplementedError(f"{type(value).__name__} is no type of a setting")
 
 
-def _apply(table: dict[str, Any], text: str) -> None:
+def _parted(text: str) -> tuple[str, str]:
     name, equals, value = text.partition("=")
     if not equals:
         raise ConfigError(redacted(f"--set {text}: expected section.key=value"))
+    return name, value
+
+
+def _yaml(text: str, name: str, origin: str) -> Any:
+    try:
+        return yaml.load(text, _StrictLoader)  # it is a SafeLoader  # noqa: S506  # nosec B506
+    except (yaml.YAMLError, *_OF_VALUES):
+        raise ConfigError(f"{origin} {name}: the value is not YAML") from None
+
+
+def _put(table: dict[str, Any], name: str, value: Any, origin: str) -> None:
     *sections, key = name.split(".")
     for section in sections:
-        table = table.setdefault(section, {})
-        if not isinstance(table, dict):
-            raise ConfigError(f"--set {name}: {section} is not a section")
-    try:
-        table[key] = yaml.safe_load(value)
-    except yaml.YAMLError:
-        raise ConfigError(f"--set {name}: the value is not YAML") from None
+        inner = table.setdefault(section, {})
+        if inner is None:  # `section:` without a line, or a section that may be absent
+            inner = table[section] = {}
+        if not isinstance(inner, dict):
+            raise ConfigError(f"{origin} {name}: {section} is not a section")
+        table = inner
+    table[key] = value
 
 
-def _explain(message: str, cls: type[msgspec.Struct]) -> str:
-    """Msgspec's message with the path in front and, for an unknown key, the nearest known one."""
-    text, _, path = message.partition(" - at `$")
-    path = path.rstrip("`").lstrip(".")
-    if unknown := re.match(r"Object contains unknown field `(.+)`", text):
-        key = unknown.group(1)
-        near = difflib.get_close_matches(key, _keys(path, cls), n=1)
-        full = f"{path}.{key}" if path else key
-        return f"unknown key {full}" + (f"; did you mean {near[0]}?" if near else "")
-    return f"{path}: {text}" if path else text
+def _at(table: dict[str, Any], name: str) -> Any:
+    value: Any = table
+    for key in name.split("."):
+        value = value[key]
+    return value
 
 
-def _keys(path: str, cls: type[msgspec.Struct]) -> list[str]:
-    kind: Any = cls
-    for part in filter(None, path.split(".")):
-        name, _, element = part.partition("[")
-        kind = next(f.type for f in msgspec.structs.fields(kind) if f.encode_name == name)
-        if isinstance(kind, UnionType):  # a section that may be absent
-            kind = next(one for one in get_args(kind) if one is not NoneType)
-        if element:
-            kind = get_args(kind)[0]
-    return [f.encode_name for f in msgspec.structs.fields(kind)]
+def _leaves(value: Any, at: str = "") -> list[str]:
+    """Paths of all values that are no sections."""
+    if not isinstance(value, dict):
+        return [at]
+    return [leaf for key, inner in value.items() for leaf in _leaves(inner, f"{at}.{key}" if at else str(key))]

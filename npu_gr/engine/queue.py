@@ -27,7 +27,7 @@ from typing import Annotated, NamedTuple
 import msgspec
 
 from npu_gr.core.errors import Overloaded, Refusal
-from npu_gr.core.settings import Count, Seconds
+from npu_gr.core.settings import Count, Seconds, SecondsOrZero
 from npu_gr.engine.cost import SlowdownEwma
 from npu_gr.engine.job import Demand, Job
 
@@ -46,7 +46,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     max_batch_tokens: Count = 4096  # history and prompt tokens computed in one pass
     max_batch_rows: Count = 4096  # candidates and beams in one pass
     max_batch_logits: Count = 1 << 25  # beams x vocabulary of a generate; a rank's are few
-    max_batch_wait_s: Annotated[float, msgspec.Meta(ge=0)] = 0.0  # for more of a kind, if the deadline leaves it
+    max_batch_wait_s: SecondsOrZero = 0.0  # for more of a kind, if the deadline leaves it
     aging_s: Seconds = 2.0  # a job this old goes before every job that came later
     prefill_chunk_tokens: Annotated[int, msgspec.Meta(ge=64)] = 512  # the longest that a pre-infer delays a rank
 

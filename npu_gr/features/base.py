@@ -14,7 +14,7 @@ import numpy as np
 from npu_gr.core.errors import StoreFailed, StoreFault, Unprocessable
 from npu_gr.core.request import Events, UserKey, Write, Written
 from npu_gr.core.secret import SecretUrl
-from npu_gr.core.settings import Count, Seconds
+from npu_gr.core.settings import Count, Seconds, SecondsOrZero
 
 EVENT = np.dtype([("item", "<i8"), ("action", "<i2"), ("timestamp", "<i8")])  # packed: 18 bytes
 
@@ -54,7 +54,7 @@ class HistoryConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     on_failure: FailurePolicy = "last_known"
     idempotency_s: Seconds = 86_400.0  # how long an append's idempotency key is remembered
     max_idempotency_keys: Count = 256  # of a user; then the oldest is forgotten
-    check_s: Annotated[float, msgspec.Meta(ge=0)] = 1.0  # embedded: how long the start looks for damage; 0 = not
+    check_s: SecondsOrZero = 1.0  # embedded: how long the start looks for damage; 0 = not
 
     def __post_init__(self) -> None:
         if self.tls is not None and not str(self.url).startswith("rediss://"):

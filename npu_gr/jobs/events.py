@@ -20,11 +20,16 @@ class EventsJob:
 
     async def run(self, request: EventsRequest, call: Call) -> EventsAnswer:
         """Append, and answer once the store has acknowledged."""
+        events = request.events
         if self._histories.store is not None:
-            check_actions(self._versions, request.events)
+            check_actions(self._versions, events)
         with call.slot.outside():
-            num_events = await self._histories.append(request.user, request.events, request.idempotency_key)
-        return EventsAnswer(num_events=num_events, stages_s={"store": time.monotonic() - call.arrived_at})
+            num_events = await self._histories.append(request.user, events, request.idempotency_key)
+        return EventsAnswer(
+            num_events=num_events,
+            sorted_events=events.origin.sorted_events,
+            stages_s={"store": time.monotonic() - call.arrived_at},
+        )
 
     async def stop(self) -> None:
         """Do nothing: the store is not the job's."""
@@ -40,4 +45,4 @@ def check_actions(versions: Versions, events: Events) -> None:
         return
     last = len(versions.rankers.current.model.actions) - 1
     if not 0 <= int(events.actions.min()) <= int(events.actions.max()) <= last:
-        raise Unprocessable(f"events.actions: must be 0..{last}")
+        raise Unprocessable(f"events.actions: an index is over {last}, the last of the model's actions")

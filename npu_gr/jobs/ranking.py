@@ -16,9 +16,11 @@ from typing import Annotated, Any
 import msgspec
 import numpy as np
 
+from npu_gr.catalogue.item_names import EMPTY, ItemNames
 from npu_gr.catalogue.items import UNKNOWN, ItemVocabulary
 from npu_gr.catalogue.tokens import Tokens, tokenize
 from npu_gr.core.errors import DeviceError, NpuGrError, Unprocessable
+from npu_gr.core.names import ActionNames
 from npu_gr.core.request import F32, I64, Events, ModelInfo, Outcome, RankAnswer, RankRequest, Reason, UserKey, Verdict
 from npu_gr.core.settings import Count, Positive
 from npu_gr.engine.rank_engine import RankEngine, RankPass, RankScores
@@ -55,6 +57,7 @@ class Ranking:
         engine: RankEngine,
         relay: Relay[Tokens],
         metrics: Metrics,
+        names: ItemNames = EMPTY,
     ) -> None:
         """Serve one checkpoint.
 
@@ -65,9 +68,12 @@ class Ranking:
             engine: runs its passes.
             relay: keeps its prefixes.
             metrics: where it counts.
+            names: of its items.
         """
         self._config = config
         self.model = model
+        self.actions = ActionNames(model.actions)
+        self.names = names  # replaced where a reload finds others beside the same weights
         self.vocabulary = vocabulary
         self.engine = engine
         self.relay = relay

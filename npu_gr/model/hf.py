@@ -182,6 +182,18 @@ def load(folder: Path, dtype: torch.dtype = torch.float32) -> Decoder:
     return model.eval().requires_grad_(False)
 
 
+def examine(folder: Path) -> DecoderConfig:
+    """Look at a checkpoint without its memory: whether every tensor is there, and of the shape that it must have.
+
+    Raises:
+        CheckpointError: as `load`, but for values that are not finite.
+    """
+    try:
+        return _without_memory(read_config(folder), folder).config
+    except OSError as error:
+        raise CheckpointError(f"checkpoint {folder}: {error.strerror}: {error.filename}") from error
+
+
 def _without_memory(config: DecoderConfig, folder: Path) -> Decoder:
     """Make the model of a configuration whose tensors the folder has: nothing is allocated for one that it has not.
 

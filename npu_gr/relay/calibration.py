@@ -6,7 +6,7 @@ from pathlib import Path
 
 import msgspec
 
-from npu_gr.core.settings import Count, Positive
+from npu_gr.core.settings import Count, Positive, Seconds, SomeBytes
 from npu_gr.engine.cost import CostModel
 
 
@@ -17,9 +17,9 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     device: str  # its name and kernels
     cost: CostModel  # seconds
     copy_bytes_per_s: Positive  # from DRAM to HBM
-    kv_token_bytes: Count  # keys and values of one token, all layers
+    kv_token_bytes: SomeBytes  # keys and values of one token, all layers
     kv_p99_tokens: Count  # P99 of the length of a prefix
-    t_life_s: Positive  # T_life: P99 of the time from a signal to the end of its rank
+    t_life_s: Seconds  # T_life: P99 of the time from a signal to the end of its rank
     q_m_per_s: Positive  # Q_m: pre-infers of kv_p99_tokens tokens a second, on a device that does nothing else
 
 

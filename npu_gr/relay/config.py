@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated
 
 import msgspec
 
 from npu_gr.core.request import Brownout
-from npu_gr.core.settings import Count, Seconds
+from npu_gr.core.settings import Count, Seconds, SecondsOrZero
 from npu_gr.relay.trigger import TriggerConfig
 
 
@@ -20,7 +19,7 @@ class RelayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     t_life_s: Seconds = 10.0  # how long a prefix waits for its rank
     keep_full: bool = True  # a full inference publishes the prefix that it computed anyway, if there is room
     degrade: bool = True  # truncate a history whose full inference would miss the deadline
-    margin_s: Annotated[float, msgspec.Meta(ge=0)] = 0.002  # kept back for what follows the device
+    margin_s: SecondsOrZero = 0.002  # kept back for what follows the device
     max_reloads: Count = 2  # copies from DRAM at once
     max_joiners: Count = 64  # ranks that wait for one producer; a limit against bots
     brownout_tokens: Count = 512  # that a rank without prefix reads when the brown-out truncates

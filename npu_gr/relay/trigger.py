@@ -25,7 +25,7 @@ from typing import Annotated, Literal, NamedTuple, Protocol
 import msgspec
 
 from npu_gr.core.request import Verdict
-from npu_gr.core.settings import Count, Positive, Seconds
+from npu_gr.core.settings import Count, Positive, Seconds, SecondsOrZero
 
 
 class TriggerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -35,7 +35,7 @@ class TriggerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     min_prefix_tokens: Count = 64  # shorter prefixes are never produced
     max_inflight: Count = 8  # pre-infers and reloads at once
     rank_budget_s: Seconds | None = None  # B_rank; None = slo.rank_s
-    margin_s: Annotated[float, msgspec.Meta(ge=0)] = 0.005  # part of B_rank for everything but queue and device
+    margin_s: SecondsOrZero = 0.005  # part of B_rank for everything but queue and device
     num_candidates: Annotated[int, msgspec.Meta(ge=0)] = 200  # c, for a signal that does not say
     q_m_per_s: Positive | None = None  # Q_m, measured by `npu-gr calibrate`; None = no limit on the rate
     q_m_fraction: Annotated[float, msgspec.Meta(gt=0, le=1)] = 0.8  # share of Q_m that pre-infers may take

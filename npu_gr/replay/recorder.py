@@ -34,7 +34,7 @@ from npu_gr.core.errors import ConfigError, DataError, NotFound, Unavailable
 from npu_gr.core.kinds import KINDS, Scored
 from npu_gr.core.private import warn_if_shared
 from npu_gr.core.request import Answer, Events, EventsRequest, HistoryRef, Request, UserKey
-from npu_gr.core.settings import Count, Seconds
+from npu_gr.core.settings import Count, Seconds, SomeBytes
 from npu_gr.replay import erased
 from npu_gr.replay.digests import digest, raw
 from npu_gr.replay.fields import ANSWER_FIELDS, REQUEST_FIELDS, UNRANKED
@@ -63,8 +63,8 @@ class RecordConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     hash_key_file: str | None = None  # holds the key; absent: `hash-key` in the folder, which is made
     scores: bool = False  # scores too, not only their digest
     suffix: Literal[".jsonl", ".jsonl.gz", ".jsonl.zst"] = ".jsonl.gz"
-    max_queue_bytes: Count = 67_108_864  # that wait for the disk; more is dropped
-    max_file_bytes: Count = 268_435_456  # then the next file begins
+    max_queue_bytes: SomeBytes = 67_108_864  # that wait for the disk; more is dropped
+    max_file_bytes: SomeBytes = 268_435_456  # then the next file begins
     max_file_s: Seconds = 3600.0
     max_files: Count = 24  # then the oldest is deleted
 

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import re
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated
 
 import msgspec
 
 from npu_gr.access.browsers import is_loopback_name
 from npu_gr.access.tls import ClientTlsConfig, ServerTlsConfig
-from npu_gr.core.settings import Count, Seconds
+from npu_gr.core import settings
+from npu_gr.core.settings import Count, Seconds, SecondsOrZero, SomeBytes
+from npu_gr.core.units import IN_BYTES
 from npu_gr.router.ring import NAME
 
 NoneOrMore = Annotated[int, msgspec.Meta(ge=0)]
@@ -79,13 +84,13 @@ class BreakerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """The circuit breaker of every instance: when it opens although the health checks pass, and how it closes."""
 
     failures: Count = 5  # in a row: no connection, no answer in time, 502, 503 or 504
-    min_timeout_s: NoneOrSome = 0.1  # a timeout after a shorter wait is no failure: the caller was impatient
+    min_timeout_s: SecondsOrZero = 0.1  # a timeout after a shorter wait is no failure: the caller was impatient
     slow_ratio: Annotated[float, msgspec.Meta(ge=1)] = 5.0  # median answer time over that of the others
     slow_intervals: Count = 2  # health intervals in a row in which it is that slow
     slow_min_requests: Count = 5  # in each of them
     open_s: Seconds = 2.0  # out for this long, doubled each time it fails again while it returns
     max_open_s: Seconds = 60.0
-    return_s: NoneOrSome = 5.0  # its users come back over this time, not at once
+    return_s: SecondsOrZero = 5.0  # its users come back over this time, not at once
     return_share: Share = 0.1  # the share of its users that come back first
     max_open_ratio: ShareOrNone = 0.5  # at most this share of the instances is out at the same time
 
@@ -97,10 +102,10 @@ class LimitsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     max_inflight: Count = 4096  # requests in the router
     instance_inflight: Count = 512  # at one instance; a rank over it goes to another one as a miss
     instance_idle: NoneOrMore = 256  # unused connections kept to one instance
-    max_body_bytes: Count = 8_388_608
-    max_kept_bytes: Count = 134_217_728  # of all bodies that arrive or are kept; counted before they are read
-    stream_over_bytes: Count = 262_144  # a smaller body is read whole first, so that a slow client holds no instance
-    max_header_bytes: Annotated[int, msgspec.Meta(ge=256)] = 16_384
+    max_body_bytes: SomeBytes = 8_388_608
+    max_kept_bytes: SomeBytes = 134_217_728  # of all bodies that arrive or are kept; counted before they are read
+    stream_over_bytes: SomeBytes = 262_144  # a smaller body is read whole first: a slow client holds no instance
+    max_header_bytes: Annotated[int, msgspec.Meta(ge=256, extra_json_schema=IN_BYTES)] = 16_384
     max_headers: Count = 100
 
     def __post_init__(self) -> None:
@@ -121,7 +126,7 @@ class RetryConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     burst: NoneOrSome = 100.0  # that may be saved up; the last half is not for hedges
     hedge_ratio: Share = 0.2  # share of the time budget after which an answer is late; 1 = no hedges
     hedge_factor: Annotated[float, msgspec.Meta(ge=1)] = 4.0  # late is also this many times the P99 of the last answers
-    hedge_min_s: NoneOrSome = 0.02  # but an answer is never late before this time
+    hedge_min_s: SecondsOrZero = 0.02  # but an answer is never late before this time
 
 
 class PairConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -150,7 +155,7 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     header_timeout_s: Seconds = 10.0  # from a request's first byte to the end of its headers
     idle_s: Seconds = 75.0  # a client's connection without a request is closed after this time
     instance_idle_s: Seconds = 15.0  # the same for a connection to an instance; less than the instance's keep-alive
-    drain_grace_s: NoneOrSome = 3.0  # after SIGTERM: how long the router is unready and still serves
+    drain_grace_s: SecondsOrZero = 3.0  # after SIGTERM: how long the router is unready and still serves
     shutdown_timeout_s: Seconds = 10.0  # after the grace: how long it waits for requests in flight
     health: HealthConfig = HealthConfig()
     breaker: BreakerConfig = BreakerConfig()
@@ -171,3 +176,16 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                 raise ValueError(f"{field}: {name} is not loopback: set api_keys_file, or allow_unauthenticated: true")
         if not self.health.path.startswith("/"):
             raise ValueError(f"health.path: {self.health.path!r} does not begin with /")
+
+
+def load(path: Path, overrides: Sequence[str] = ()) -> RouterConfig:
+    """Read a router's configuration file.
+
+    Args:
+        path: YAML.
+        overrides: `section.key=value`, later ones win; they win over the environment, and that over the file.
+
+    Raises:
+        ConfigError: names the file, the field and the limit.
+    """
+    return settings.load(path, RouterConfig, overrides, os.environ)

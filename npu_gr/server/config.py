@@ -10,7 +10,7 @@ import msgspec
 from npu_gr.access.browsers import is_loopback_name
 from npu_gr.access.tls import ServerTlsConfig
 from npu_gr.core.secret import SecretUrl
-from npu_gr.core.settings import Bytes, Count, Seconds
+from npu_gr.core.settings import Bytes, Count, Seconds, SecondsOrZero, SomeBytes
 
 
 class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -23,7 +23,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     backlog: Count = 4096  # connections that the kernel accepts before the event loop does
     max_connections: Count = 4096  # and as many as the limit of open files allows; idle ones make room for new ones
     max_receiving_bytes: Bytes = 268_435_456  # of bodies that arrive or wait; counted before they are read
-    max_body_bytes: Count = 4_194_304  # twice what the longest lists take; a larger one stops the event loop longer
+    max_body_bytes: SomeBytes = 4_194_304  # twice what the longest lists take; a larger one stops the event loop longer
     header_timeout_s: Seconds = 5.0  # for the headers of a request, and for the first byte of a connection
     body_timeout_s: Seconds = 10.0  # for the body; the request's own time budget holds too
     idle_timeout_s: Seconds = 75.0  # between two requests of a connection
@@ -33,7 +33,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     max_history_events: Count = 65_536  # of one request; the model may read fewer of them
     default_budget_s: Seconds = 1.0  # for a request that names no time limit
     max_budget_s: Seconds = 30.0
-    drain_grace_s: Annotated[float, msgspec.Meta(ge=0)] = 3.0  # unready, but serving: two health checks or more
+    drain_grace_s: SecondsOrZero = 3.0  # unready, but serving: two health checks or more
     shutdown_timeout_s: Seconds = 10.0  # after the grace: for requests in flight
     slow_request_s: Seconds = 0.5  # slower requests are logged as warnings, as failed ones are
     log_requests: Literal["all", "slow"] = "all"  # which requests get a line in the access log

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -34,6 +35,8 @@ class ServiceConfig(RankingConfig, frozen=True, kw_only=True, forbid_unknown_fie
     """What is remembered of requests, and what a ranker accepts."""
 
     known_prefix_bytes: Bytes = 268_435_456  # histories remembered for deltas
+    # of a request whose rows run backwards in time: refuse, or sort by time and count the late ones in the answer
+    unsorted_history: Literal["refuse", "sort"] = "refuse"
 
 
 class _Ratios(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -128,12 +131,12 @@ def load(path: Path, overrides: Sequence[str] = ()) -> Config:
 
     Args:
         path: YAML.
-        overrides: `section.key=value`, later ones win.
+        overrides: `section.key=value`, later ones win; they win over the environment, and that over the file.
 
     Raises:
         ConfigError: names the file, the field and the limit.
     """
-    config = settings.load(path, Config, overrides)
+    config = settings.load(path, Config, overrides, os.environ)
     if config.calibration is None and beside(path).exists():
         return msgspec.structs.replace(config, calibration=settings.load(beside(path), Calibration))
     return config

@@ -10,7 +10,8 @@ import yaml
 
 from npu_gr.admission.brownout import BrownoutConfig
 from npu_gr.admission.config import AdmissionConfig
-from npu_gr.core.settings import Count, Positive, Ratio
+from npu_gr.core.settings import Count, Positive, Ratio, Seconds, SecondsOrZero
+from npu_gr.core.units import IN_BYTES
 from npu_gr.engine.cost import CostModel
 from npu_gr.engine.queue import SchedulerConfig
 from npu_gr.kv.config import KVConfig
@@ -29,7 +30,7 @@ class Lateness(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     Passes are classed by their length, since an interruption may hold up a short pass for many times its length.
     """
 
-    up_to_s: Positive = 1e9  # for passes that should take at most this long; the last class has the longer ones too
+    up_to_s: Seconds = 1e9  # for passes that should take at most this long; the last class has the longer ones too
     ratios: Values = msgspec.field(default_factory=lambda: [0.0])  # 0.1 = a tenth longer; may be negative
 
 
@@ -39,17 +40,17 @@ class DeviceProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     The first five fields are the cost model of `engine.cost`: T(n, c) = a0 + a1 n + a2 n^2 + c (b0 + b1 n).
     """
 
-    a0_s: NotNegative
-    a1_s: NotNegative
-    a2_s: NotNegative = 0.0
-    b0_s: NotNegative = 0.0
-    b1_s: NotNegative = 0.0
+    a0_s: SecondsOrZero
+    a1_s: SecondsOrZero
+    a2_s: SecondsOrZero = 0.0
+    b0_s: SecondsOrZero = 0.0
+    b1_s: SecondsOrZero = 0.0
     late: Annotated[list[Lateness], msgspec.Meta(min_length=1)] = msgspec.field(default_factory=lambda: [Lateness()])
-    signal_host_s: NotNegative = 0.0  # on the event loop of the instance, one request after the other
+    signal_host_s: SecondsOrZero = 0.0  # on the event loop of the instance, one request after the other
     rank_host_s: Values = msgspec.field(default_factory=lambda: [0.0])
     copy_bytes_per_s: Positive = 1e10  # between HBM and DRAM
-    copy_host_s: NotNegative = 0.0  # a copy's fixed part
-    kv_token_bytes: Annotated[int, msgspec.Meta(ge=2)]  # keys and values of one token, all layers
+    copy_host_s: SecondsOrZero = 0.0  # a copy's fixed part
+    kv_token_bytes: Annotated[int, msgspec.Meta(ge=2, extra_json_schema=IN_BYTES)]  # of one token, all layers
     max_history_tokens: Count = 16_384  # of a longer history the oldest events are left out, in steps as below
     cut_step_tokens: Count = 256
 
@@ -82,7 +83,7 @@ class UsersConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     history_tokens: Lognormal
     growth_tokens: Annotated[int, msgspec.Meta(ge=0)] = 0  # behaviours between two requests of a user
     candidates: Count = 200
-    lead_s: NotNegative = 0.05  # from signal to rank, median
+    lead_s: SecondsOrZero = 0.05  # from signal to rank, median
     lead_sigma: NotNegative = 0.0  # log-normal spread of the lead
     dropout_ratio: Share = 0.0  # share of the signals whose rank never comes
 
@@ -97,13 +98,13 @@ class SimulateConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     device: DeviceProfile | str  # or the path of a profile
     users: UsersConfig | str | None = None  # or a path; None = a query log brings the traffic
     qps: Positive = 100.0  # ranks a second of the whole fleet
-    duration_s: Positive = 60.0
-    warmup_s: NotNegative = 10.0  # at the start, not counted
+    duration_s: Seconds = 60.0
+    warmup_s: SecondsOrZero = 10.0  # at the start, not counted
     instances: Annotated[int, msgspec.Meta(ge=1, le=1000)] = 1
     sampled_instances: Count | None = None  # simulate only so many of them, with their users; None = all
     load_factor: NotNegative = 0.0  # of the router: 0 = strict, 1.25 = an instance spills beyond 1.25 x its fair share
-    slo_s: Positive = 0.05
-    budget_s: Positive = 1.0  # a rank is cancelled after so long
+    slo_s: Seconds = 0.05
+    budget_s: Seconds = 1.0  # a rank is cancelled after so long
     target_ratio: Ratio = 0.99  # share of ranks within the SLO that the capacity search demands
     seed: Annotated[int, msgspec.Meta(ge=0)] = 0
     calibration: Calibration | None = None  # `--calibration` reads it, and puts its costs into `device`

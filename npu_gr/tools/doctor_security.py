@@ -24,6 +24,7 @@ from npu_gr.core import settings
 from npu_gr.core.errors import ConfigError
 from npu_gr.core.kinds import Scope
 from npu_gr.core.secret import SecretUrl
+from npu_gr.router import config as router_config
 from npu_gr.router.config import RouterConfig
 from npu_gr.service.config import Config, load
 
@@ -58,7 +59,7 @@ def examine(path: Path, overrides: Sequence[str] = ()) -> list[WayIn]:
         ConfigError: it is neither.
     """
     if "discovery" in settings.read_table(path):
-        return examine_router(settings.load(path, RouterConfig, overrides))
+        return examine_router(router_config.load(path, overrides))
     return examine_instance(load(path, overrides))
 
 

@@ -37,12 +37,12 @@ def test_an_entry_and_back() -> None:
     [
         ("ranking", "a key", r"f: keys\[0\]\.name: .*matching regex"),
         ("sha256: ", "sha256: x", r"f: keys\[0\]\.sha256"),
-        ("[infer, ingest]", "[infers]", r"f: keys\[0\]\.scopes\[0\]: Invalid enum value 'infers'"),
+        ("[infer, ingest]", "[infers]", r"f: keys\[0\]\.scopes\[0\]: 'infers' is none of .*; did you mean infer\?"),
         ("[infer, ingest]", "[]", r"f: keys\[0\]\.scopes"),
         ("500.0", "0.0", r"f: keys\[0\]\.rate_per_s: .*> 0"),
         ("00Z'", "00'", r"f: keys\[0\]: expires: 2027-01-31T00:00:00 has no time zone"),
         ("2027-01-31T00:00:00Z", "9999-12-31T23:00:00-14:00", r"f: keys\[0\]: expires: .*9998"),
-        ("  tenant: shop\n", "", r"f: keys\[0\]: .*missing required field `tenant`"),
+        ("  tenant: shop\n", "", r"f: keys\[0\]: tenant is missing"),
         ("tenant", "tennant", r"f: unknown key keys\[0\]\.tennant; did you mean tenant\?"),
     ],
 )

@@ -143,9 +143,21 @@ def test_what_stops_a_start(tmp_path: Path) -> None:
 
 
 def test_check_config_prints_everything(tmp_path: Path) -> None:
-    done = run("check-config", "--config", str(write(tmp_path)), "--set", "kv.hbm_bytes=77")
-    assert done.returncode == 0
+    words = ("check-config", "--config", str(write(tmp_path)), "--set", "kv.hbm_bytes=77")
+    done = run(*words, "--syntax-only")
+    assert (done.returncode, done.stderr) == (0, "")
     assert yaml.safe_load(done.stdout)["kv"]["hbm_bytes"] == 77
+    assert "  hbm_bytes: 77  # --set" in done.stdout.splitlines()
+    done = run(*words)  # there is no checkpoint
+    assert done.returncode == 1
+    assert "broken  checkpoint" in done.stderr
+    write_checkpoint(tmp_path / "checkpoint")
+    done = run(*words)
+    assert done.returncode == 0, done.stderr
+    assert "ok      checkpoint" in done.stderr
+    done = run(*words, "--set", "backend=gpu")
+    assert done.returncode == 2
+    assert "'gpu' is none of cpu, cuda, npu, reference" in done.stderr
 
 
 def test_bulk_load(tmp_path: Path) -> None:

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import pytest
+from msgspec.inspect import FloatType, IntType
 
 from npu_gr.core import settings
 from npu_gr.core.errors import ConfigError
+from npu_gr.core.setting_types import options, settings_of, unit_of
 from npu_gr.router.config import RouterConfig
-from npu_gr.service.config import from_table, load, to_table
+from npu_gr.router.config import load as load_router
+from npu_gr.service.config import Config, from_table, load, to_table
+from npu_gr.simulate.config import SimulateConfig
 
 SHIPPED = Path(__file__).parents[2] / "configs"
 
@@ -55,10 +60,22 @@ def test_the_cpu_file_documents_every_section() -> None:
     [
         ("checkpoint: x\nsrever: {}", "unknown key srever; did you mean server?"),
         ("checkpoint: x\nkv: {hbm_byte: 1}", r"unknown key kv\.hbm_byte; did you mean hbm_bytes?"),
-        ("checkpoint: x\nkv: {hbm_bytes: 1e9}", r"kv\.hbm_bytes: Expected `int`, got `str`"),
-        ("checkpoint: x\nserver: {port: 70000}", r"server\.port: Expected `int` <= 65535"),
-        ("checkpoint: x\nrelay: {t_life_s: 0}", r"relay\.t_life_s: Expected `float` > 0"),
-        ("checkpoint: x\nbackend: gpu", "backend: Invalid enum value 'gpu'"),
+        (
+            "checkpoint: x\nkv: {hbm_bytes: 1GX}",
+            r"kv\.hbm_bytes: expected a whole number of bytes \(1GiB, .*'1GX'",
+        ),
+        ("checkpoint: x\nserver: {port: 70000}", r"server\.port: the number 70000 is out of range: .*<= 65535"),
+        ("checkpoint: x\nrelay: {t_life_s: 0}", r"relay\.t_life_s: the number 0 is out of range: .* > 0"),
+        ("checkpoint: x\nbackend: gpu", "backend: 'gpu' is none of cpu, cuda, npu, reference"),
+        ("checkpoint: x\nkv: {page_tokens: 100}", "page_tokens: the number 100 is none of 32, 64, 128, 256"),
+        ("checkpoint: x\nkv: [1]", "kv: expected a section .*got a list"),
+        ("checkpoint: x\nserver: {trusted_proxies: 10.0.0.1}", r"trusted_proxies: expected a list, \[a text, \.\.\.\]"),
+        ("checkpoint: 12", "checkpoint: expected a text or null, got the number 12; write it in quotes"),
+        ("checkpoint: x\nfeatures: {kind: redi}", "'redi' is none of embedded, none, redis; did you mean redis?"),
+        ("checkpoint: x\nadmission: {tenant_weights: {1: 2}}", "tenant_weights: every key must be a text"),
+        ("checkpoint: x\nadmission: {tenant_weights: {a: -1}}", r"tenant_weights\[\.\.\.\]: expected a number, > 0"),
+        ("checkpoint: x\ngenerate: {}", "generate: checkpoint is missing"),
+        ("checkpoint: x\nserver: {tls: {certificate: a, key: b, min_version: 1.3}}", "1.3; write it in quotes"),
         ("checkpoint: x\ncheckpoint: y", "line 2: key 'checkpoint' is given twice"),
         ("backend: cpu", "set `checkpoint` .ranker. or a `generate:` section"),
         ("checkpoint: x\nserver: {host: 0.0.0.0}", "server: host: 0.0.0.0 is not loopback: set api_keys_file"),
@@ -84,6 +101,36 @@ def test_overrides(tmp_path: Path) -> None:
     for override in ("kv.hbm=1", "kv", "checkpoint.x=1"):
         with pytest.raises(ConfigError):
             load(path, [override])
+
+
+@pytest.mark.parametrize("cls", [Config, RouterConfig, SimulateConfig])
+def test_what_is_named_after_a_unit_takes_it(cls: type[msgspec.Struct]) -> None:
+    endings = {"_bytes": "bytes", "_s": "seconds"}
+    for path, setting in settings_of(cls).items():
+        kinds = {type(kind) for kind in options(setting.field.type)}
+        if kinds & {IntType, FloatType} and not path.endswith("_per_s"):
+            named = next((unit for end, unit in endings.items() if path.endswith(end)), None)
+            unit = unit_of(setting.field.type)
+            assert (unit.noun if unit else None) == named, path
+
+
+def test_the_environment_is_between_file_and_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NPU_GR_KV__HBM_BYTES", "1GiB")
+    monkeypatch.setenv("NPU_GR_SERVER__PORT", "9000")
+    path = write(tmp_path, "checkpoint: x\nkv: {hbm_bytes: 5}")
+    config = load(path, ["server.port=9001"])
+    assert (config.kv.hbm_bytes, config.server.port) == (2**30, 9001)
+    assert to_table(config)["kv"]["hbm_bytes"] == 2**30  # plain, where it is shown
+    monkeypatch.setenv("NPU_GR_SERVER__PROT", "1")
+    with pytest.raises(ConfigError, match="did you mean NPU_GR_SERVER__PORT"):
+        load(path)
+
+
+def test_the_routers_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NPU_GR_HEALTH__INTERVAL_S", "250ms")
+    monkeypatch.setenv("NPU_GR_PORT", "0")
+    config = load_router(SHIPPED / "router.yaml")
+    assert (config.health.interval_s, config.port) == (0.25, 0)
 
 
 def test_a_public_address_needs_keys_or_a_word(tmp_path: Path) -> None:

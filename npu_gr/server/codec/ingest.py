@@ -12,9 +12,10 @@ import msgspec
 
 from npu_gr.core.errors import NpuGrError, RequestError
 from npu_gr.core.request import IngestAnswer, IngestRequest, Mode, UserKey, Write, Written
-from npu_gr.server.codec.base import Codec
+from npu_gr.server.codec.base import Codec, Shown
 from npu_gr.server.codec.events import Key
-from npu_gr.server.codec.fields import History, Name, Tenant, parse_events
+from npu_gr.server.codec.fields import History, Tenant, UserId, parse_events
+from npu_gr.server.codec.naming import Names
 from npu_gr.server.config import ServerConfig
 
 MOST_USERS = 1000  # of a call
@@ -24,7 +25,7 @@ INGEST_BYTES = 262_144  # of a call: decoding it stops the event loop for some 1
 class UserEvents(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """New behaviours of one of the users."""
 
-    user_id: Name
+    user_id: UserId
     events: History
     idempotency_key: Key | None = None  # events that come with one key of a user are appended once
 
@@ -68,20 +69,20 @@ class IngestOut(msgspec.Struct, frozen=True, kw_only=True):
     users: list[UserWritten]
 
 
-def parse(body: IngestBody, config: ServerConfig) -> IngestRequest:
+def parse(body: IngestBody, config: ServerConfig, names: Names) -> IngestRequest:
     """Make a request of a body; what cannot be read of a user is kept as its error."""
 
     def write(one: UserEvents) -> Write | RequestError:
         try:
-            events = parse_events(one.events, "events", config.max_history_events)
+            events = parse_events(one.events, "events", config.max_history_events, names)
         except RequestError as error:
             return error
-        return Write(UserKey(body.tenant, one.user_id), events, body.mode, one.idempotency_key)
+        return Write(UserKey(body.tenant, str(one.user_id)), events, body.mode, one.idempotency_key)
 
     return IngestRequest(tenant=body.tenant, writes=tuple(write(one) for one in body.users))
 
 
-def render(answer: IngestAnswer, request_id: str, _media: str) -> IngestOut:
+def render(answer: IngestAnswer, request_id: str, _media: str, _shown: Shown) -> IngestOut:
     """Write what became of the users."""
 
     def out(one: Written | NpuGrError) -> UserWritten:

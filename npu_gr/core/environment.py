@@ -1,0 +1,75 @@
+"""Settings from variables of the environment: `NPU_GR_SERVER__PORT=9000` is `server.port: 9000`.
+
+A section, two underscores, a key; the value is YAML. A key outside of sections stands alone: `NPU_GR_BACKEND=npu`.
+
+Which variables are settings:
+  two underscores, or the exact name of a key outside of sections     one; unknown = an error with the nearest name
+  anything else that begins with NPU_GR_                              none: NPU_GR_API_KEY, what Kubernetes writes for a
+                                                                      Service named npu-gr-..., or another program's; a
+                                                                      name that is nearly one of ours is a warning
+"""
+
+from __future__ import annotations
+
+import difflib
+import logging
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import msgspec
+
+from npu_gr.core.errors import ConfigError
+from npu_gr.core.setting_types import settings_of
+
+log = logging.getLogger(__name__)
+
+PREFIX = "NPU_GR_"
+BETWEEN = "__"
+OTHERS = ("NPU_GR_API_KEY", "NPU_GR_CA", "NPU_GR_CERT", "NPU_GR_CERT_KEY")  # of commands that call an instance
+_OF_KUBERNETES = ("tcp://", "udp://", "sctp://")  # NPU_GR_PORT, where there is a Service named npu-gr
+
+
+class Variable(NamedTuple):
+    """A setting that the environment gives."""
+
+    name: str
+    path: str  # section.key
+    value: str  # YAML
+
+
+def variable(path: str) -> str:
+    """Return the name of a setting's variable."""
+    return PREFIX + path.replace(".", BETWEEN).upper()
+
+
+def read(variables: Mapping[str, str], cls: type[msgspec.Struct]) -> list[Variable]:
+    """Find the settings in an environment: outer ones first, because a whole section may be given as YAML.
+
+    Args:
+        variables: by name.
+        cls: what may be set.
+
+    Raises:
+        ConfigError: a name is that of a setting, and there is no such setting. It names the nearest.
+    """
+    known = {variable(path): path for path, setting in settings_of(cls).items() if not setting.in_list}
+    found = []
+    for name, value in variables.items():
+        if not name.startswith(PREFIX):
+            continue
+        if name in known:
+            if not value.startswith(_OF_KUBERNETES):
+                found.append(Variable(name, known[name], value))
+        elif BETWEEN in name.removeprefix(PREFIX).strip("_"):
+            near = difflib.get_close_matches(name, known, n=1)
+            raise ConfigError(f"environment: {name} is no setting" + (f"; did you mean {near[0]}?" if near else ""))
+        elif name not in OTHERS and (meant := _meant(name, list(known))):
+            log.warning("environment: %s is no setting, and is ignored; %s is one", name, meant)
+    return sorted(found, key=lambda one: one.path.count("."))
+
+
+def _meant(name: str, known: list[str]) -> str | None:
+    """The setting of which a name without two underscores is nearly the name."""
+    single = {one.replace(BETWEEN, "_"): one for one in known}
+    near = difflib.get_close_matches(name, single, n=1, cutoff=0.9)
+    return single[near[0]] if near else None

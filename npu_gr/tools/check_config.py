@@ -1,0 +1,278 @@
+"""Check a configuration and everything that it names, without starting anything: `npu-gr check-config`.
+
+Models, catalogue, vectors, keys and certificates are read as a start reads them; a hook is imported. Nothing is
+kept, no other process is called, and no device is opened: `npu-gr doctor --backend NAME` does that.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import socket
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from enum import StrEnum
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+
+from npu_gr.access.keys import read_keys
+from npu_gr.access.tls import ClientTls, ClientTlsConfig, ServerTls, ServerTlsConfig
+from npu_gr.catalogue.records import read_items
+from npu_gr.catalogue.trie import Codebooks
+from npu_gr.catalogue.versions import make_snapshot
+from npu_gr.core import settings
+from npu_gr.core.errors import ConfigError, NpuGrError
+from npu_gr.features.base import HistoryConfig
+from npu_gr.jobs.generation import GenerateConfig
+from npu_gr.jobs.hook import load_hook
+from npu_gr.jobs.match import MatchConfig
+from npu_gr.jobs.sources import read_popular
+from npu_gr.matching import vectors
+from npu_gr.model import hf, weights
+from npu_gr.relay.calibration import beside
+from npu_gr.replay.identity import read_key
+from npu_gr.router.config import RouterConfig
+from npu_gr.router.config import load as load_router
+from npu_gr.router.discovery import InstancesFile
+from npu_gr.server.access_log import read_key_file
+from npu_gr.service.config import Config, load
+
+SQLITE = b"SQLite format 3\0"
+
+
+class State(StrEnum):
+    """What was found, as the report prints it."""
+
+    OK = "ok"
+    NOTE = "note"  # not wrong by itself, and worth knowing
+    BROKEN = "broken"  # a start would refuse it
+
+
+class Found(NamedTuple):
+    """One thing that a configuration names."""
+
+    key: str
+    state: State
+    words: str
+    remedy: str = ""
+
+
+def read(path: Path, overrides: Sequence[str] = ()) -> Config | RouterConfig:
+    """Read a configuration: a router's, if it says where instances are, or an instance's.
+
+    Raises:
+        ConfigError: names the file, the field and the limit.
+    """
+    if "discovery" in settings.read_table(path):
+        return load_router(path, overrides)
+    return load(path, overrides)
+
+
+def shown(config: Config | RouterConfig, path: Path, overrides: Sequence[str] = ()) -> str:
+    """Write a configuration whole, as YAML: behind each value that is no default stands where it came from.
+
+    Args:
+        config: what `read` gave.
+        path, overrides: of which.
+    """
+    table = settings.to_table(config)
+    origins = settings.gather(path, type(config), overrides, os.environ).origins
+    if table.get("calibration") and "calibration" not in {one.partition(".")[0] for one in origins}:
+        origins |= {f"calibration.{key}": str(beside(path)) for key in table["calibration"]}
+    return "".join(_lines(table, origins, "", ""))
+
+
+def _lines(table: dict[str, Any], origins: dict[str, str], at: str, indent: str) -> Iterator[str]:
+    for key, value in table.items():
+        path = f"{at}{key}"
+        origin = origins.get(path) or next((where for one, where in origins.items() if one.startswith(f"{path}.")), "")
+        if isinstance(value, dict) and value and path not in origins:
+            yield f"{indent}{key}:\n"
+            yield from _lines(value, origins, f"{path}.", f"{indent}  ")
+            continue
+        first, *others = yaml.safe_dump({key: value}, sort_keys=False, width=float("inf")).splitlines()
+        yield f"{indent}{first}{f'  # {origin}' if origin else ''}\n"
+        yield from (f"{indent}{line}\n" for line in others)
+
+
+def examine(config: Config | RouterConfig) -> list[Found]:
+    """Open everything that a configuration names."""
+    return list(_of_router(config) if isinstance(config, RouterConfig) else _of_instance(config))
+
+
+def is_well(found: list[Found]) -> bool:
+    """Whether a start would take all of it."""
+    return all(one.state is not State.BROKEN for one in found)
+
+
+def _of_instance(config: Config) -> Iterator[Found]:
+    if config.checkpoint is not None:
+        folder = Path(config.checkpoint)
+        yield _tried("checkpoint", lambda: _ranker(folder))
+    if config.generate is not None:
+        yield from _generator(config.generate)
+    if config.match is not None:
+        yield from _vectors(config.match)
+    if (recommend := config.recommend) is not None:
+        if recommend.hook is not None:
+            hook = recommend.hook
+            yield _tried("recommend.hook", lambda: load_hook(hook), hook)
+        if recommend.popular is not None:
+            popular = recommend.popular
+            yield _tried("recommend.popular", lambda: f"{popular}: {len(read_popular(popular))} items")
+    yield from _history(config.features)
+    if (record := config.record) is not None:
+        yield _tried("record.folder", lambda: _writable(Path(record.folder)))
+        if record.hash_key_file is not None:
+            key = Path(record.hash_key_file)
+            yield _tried("record.hash_key_file", lambda: read_key(key), str(key))
+        if record.suffix.endswith(".zst"):
+            yield from _extra("record.suffix", "zstandard", "zstd")
+    server = config.server
+    yield from _keys("server.api_keys_file", server.api_keys_file)
+    if server.log_user_key_file is not None:
+        user_key = server.log_user_key_file
+        yield _tried("server.log_user_key_file", lambda: read_key_file(user_key), user_key)
+    if server.otlp_endpoint is not None:
+        yield from _extra("server.otlp_endpoint", "opentelemetry.sdk", "otel")
+    yield from _server_tls("server.tls", server.tls)
+    yield from _port("server.port", server.host, server.port)
+    if not server.has_one_address:
+        yield from _port("server.admin_port", server.admin_host, server.admin_port)
+
+
+def _of_router(config: RouterConfig) -> Iterator[Found]:
+    if config.discovery.file is not None:
+        path = Path(config.discovery.file)
+        yield _tried("discovery.file", lambda: f"{path}: {len(settings.load(path, InstancesFile).instances)} instances")
+    yield from _keys("api_keys_file", config.api_keys_file)
+    yield from _server_tls("tls", config.tls)
+    if config.instances_tls is not None:
+        yield _client_tls("instances_tls", config.instances_tls)
+    yield from _port("port", config.host, config.port)
+    yield from _port("admin_port", config.admin_host, config.admin_port)
+
+
+def _tried(key: str, work: Callable[[], object], words: str | None = None) -> Found:
+    """Do a piece of work for a key.
+
+    Args:
+        key: of the configuration.
+        work: returns what to say, unless `words` does; an error says why a start would refuse the key's value.
+        words: what to say.
+    """
+    try:
+        done = work()
+        return Found(key, State.OK, str(done) if words is None else words)
+    except NpuGrError as error:
+        return Found(key, State.BROKEN, str(error).removeprefix(f"{key}: "))
+    except OSError as error:
+        return Found(key, State.BROKEN, f"{error.filename}: {error.strerror}")
+
+
+def _ranker(folder: Path) -> str:
+    found = weights.load(folder)
+    return f"{folder}: {found.name}, version {found.version}, {len(found.item_ids)} items"
+
+
+def _generator(section: GenerateConfig) -> Iterator[Found]:
+    folder = Path(section.checkpoint)
+
+    def model() -> str:
+        decoder = hf.examine(folder)
+        last_token = section.first_token + sum(section.codes) - 1
+        if last_token >= decoder.vocab_size:
+            raise ConfigError(f"{folder} has {decoder.vocab_size} tokens, generate.codes needs token {last_token}")
+        return f"{folder}: version {hf.version(folder)}, {decoder.vocab_size} tokens"
+
+    def catalogue() -> str:
+        items = read_items(Path(section.catalogue))
+        make_snapshot(items, Codebooks.stacked(section.codes, section.first_token))
+        return f"{section.catalogue}: {len(items)} items"
+
+    yield _tried("generate.checkpoint", model)
+    yield _tried("generate.catalogue", catalogue)
+
+
+def _vectors(section: MatchConfig) -> Iterator[Found]:
+    def folder() -> str:
+        found = vectors.load(Path(section.vectors))
+        return f"{section.vectors}: version {found.version}, {len(found.item_ids)} items"
+
+    yield _tried("match.vectors", folder)
+    if section.index == "hnsw":
+        yield from _extra("match.index", "faiss", "faiss")
+
+
+def _history(section: HistoryConfig) -> Iterator[Found]:
+    if section.kind == "embedded":
+        yield _tried("features.path", lambda: _store(Path(section.path)))
+    elif section.kind == "redis":
+        yield from _extra("features.kind", "redis", "redis")
+        yield Found("features.url", State.NOTE, f"{section.url} was not called")
+        if section.tls is not None:
+            ca, certificate, key = section.tls.ca, section.tls.certificate, section.tls.key
+            yield _client_tls("features.tls", ClientTlsConfig(ca=ca, certificate=certificate, key=key))
+
+
+def _store(path: Path) -> str:
+    if not path.exists():
+        return f"{_writable(path.parent)}; {path.name} will be made"
+    with path.open("rb") as file:
+        if file.read(len(SQLITE)) not in (b"", SQLITE):
+            raise ConfigError(f"{path} is no SQLite file")
+    if not os.access(path, os.W_OK):
+        raise ConfigError(f"{path} cannot be written")
+    _writable(path.parent)  # its log lies beside it
+    return str(path)
+
+
+def _writable(folder: Path) -> str:
+    there = folder.absolute()
+    while not there.exists():
+        there = there.parent
+    if not there.is_dir():
+        raise ConfigError(f"{there} is no folder")
+    try:
+        with tempfile.TemporaryFile(dir=there):  # has no name, so nothing is left of it
+            return str(folder)
+    except OSError as error:
+        raise ConfigError(f"{there} cannot be written: {error.strerror}") from error
+
+
+def _keys(key: str, path: str | None) -> Iterator[Found]:
+    if path is not None:
+        yield _tried(key, lambda: f"{path}: {len(read_keys(Path(path)).keys)} keys")
+
+
+def _server_tls(key: str, section: ServerTlsConfig | None) -> Iterator[Found]:
+    if section is not None:
+        yield _tried(key, lambda: ServerTls(section, key), section.certificate)
+
+
+def _client_tls(key: str, section: ClientTlsConfig) -> Found:
+    return _tried(key, lambda: ClientTls(section, key), section.ca or "the authorities of the system")
+
+
+def _extra(key: str, module: str, extra: str) -> Iterator[Found]:
+    """What a value of a key needs installed; nothing is said where it is."""
+    with suppress(ModuleNotFoundError):
+        if importlib.util.find_spec(module) is not None:
+            return
+    yield Found(key, State.BROKEN, f"needs {module}, which is not installed", f"pip install 'npu_gr[{extra}]'")
+
+
+def _port(key: str, host: str, port: int) -> Iterator[Found]:
+    """Whether an address can be had. One in use is no fault: it may be this very configuration's, which serves."""
+    try:
+        found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        socket.create_server(found[0][4][:2], family=found[0][0]).close()
+    except socket.gaierror as error:
+        yield Found(key, State.BROKEN, f"{host}: {error.strerror}")
+    except OSError as error:
+        yield Found(key, State.NOTE, f"{host}:{port}: {error.strerror}")
+    else:
+        yield Found(key, State.OK, f"{host}:{port}" if port else f"{host}, any free one")
