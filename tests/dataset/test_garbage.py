@@ -37,6 +37,7 @@ def rejected(folder: Path) -> list[tuple[int, str]]:
         (b"u,i,1700000000,x,more", RejectReason.CELLS),
         (b'u,"i,1700000000,x', RejectReason.QUOTE),
         (b'u,"i,1700000000,x\nu,i,1700000001,x\nu,i,1700000002,"x', RejectReason.QUOTE),
+        (b'u,"i,1700000000,x\nv",1', RejectReason.QUOTE),
         (b"\xffu,i,1700000000,x", RejectReason.NOT_UTF8),
         (b",i,1700000000,x", RejectReason.NO_USER),
         (b"NULL,i,1700000000,x", RejectReason.NO_USER),
