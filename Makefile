@@ -13,9 +13,11 @@ demo: $(VENV)/installed
 	$(BIN)/npu-gr --log-level WARNING demo
 
 test: $(VENV)/installed
-	$(BIN)/python -m pytest -q -n 2 --ignore tests/chaos
-	@# alone, because what these scenes measure would be the other tests; once more for those that a busy machine failed
-	$(BIN)/python -m pytest -q tests/chaos || $(BIN)/python -m pytest -q --last-failed tests/chaos
+	@# what fails is asked once more, alone: these tests start processes, and wait for the processor beside each other
+	$(BIN)/python -m pytest -q -n 2 --ignore tests/chaos || $(AGAIN) --ignore tests/chaos
+	@# alone, because what these scenes measure would be the other tests
+	$(BIN)/python -m pytest -q tests/chaos || $(AGAIN) tests/chaos
+AGAIN = $(BIN)/python -m pytest -q --last-failed --last-failed-no-failures none
 
 # everything that needs no run of the code; each part is a target of its own, and a hook of .pre-commit-config.yaml
 lint: ruff types words native files security
@@ -44,11 +46,10 @@ files: $(VENV)/installed
 security: $(VENV)/installed
 	$(BIN)/bandit -q -ll -c pyproject.toml -r npu_gr ops setup.py
 
-# The image's dependencies with the hashes of their files; needs the package index. torch is the base image's: it is another
-# one for each device. Afterwards, with the network: pip-audit -r deploy/requirements.lock --disable-pip
+# The image's dependencies with the hashes of their files; needs the package index. Without the extra serve: torch is the base
+# image's, another one for each device. Afterwards, with the network: pip-audit -r deploy/requirements.lock --disable-pip
 lock: $(VENV)/installed
-	$(LOCK) --override deploy/without-torch.txt --extra redis --extra zstd --extra otel pyproject.toml \
-	  --output-file deploy/requirements.lock
+	$(LOCK) --extra redis --extra zstd --extra otel pyproject.toml --output-file deploy/requirements.lock
 	$(LOCK) deploy/requirements-build.in --output-file deploy/requirements-build.lock
 LOCK = $(BIN)/uv pip compile --quiet --upgrade --generate-hashes --no-emit-index-url --custom-compile-command "make lock" \
   --python-version 3.11 --python-platform linux --only-binary :all:

@@ -27,6 +27,7 @@ from npu_gr.service.service import Service
 from tests.models import tiny_model
 
 FIRST_ID = 1000  # external ids are rows + this
+FIRST_ACTION = 1  # names of actions are indices + this
 
 
 def write_checkpoint(folder: Path, **changes: object) -> str:
@@ -72,7 +73,7 @@ async def serving(
 def columns(history: Events) -> dict[str, list[int]]:
     return {
         "items": (history.items + FIRST_ID).tolist(),
-        "actions": history.actions.tolist(),
+        "actions": (history.actions + FIRST_ACTION).tolist(),
         "timestamps": history.timestamps.tolist(),
     }
 

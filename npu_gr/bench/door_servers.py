@@ -100,7 +100,7 @@ def make_checkpoint(folder: Path, num_layers: int, max_history_tokens: int, seed
     torch.manual_seed(seed)
     shape = HSTUConfig(
         num_items=NUM_ITEMS,
-        actions=tuple(f"rating-{value}" for value in range(1, 6)),
+        actions=tuple(map(str, range(5))),  # a name is its index: the other servers read indices
         tasks=("click", "like"),
         num_layers=num_layers,
         max_history_tokens=max_history_tokens,

@@ -9,14 +9,15 @@ from __future__ import annotations
 import base64
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from npu_gr.bench.line import Line, percentiles, timed_in_turn
-from npu_gr.core.request import RankRequest
+from npu_gr.core.names import ActionNames
+from npu_gr.core.request import I64, RankRequest
 from npu_gr.server.codec.media import JSON, MSGPACK, decode
 from npu_gr.server.codec.rank import RankBody, parse
 from npu_gr.server.config import ServerConfig
@@ -24,6 +25,26 @@ from npu_gr.server.config import ServerConfig
 LENGTHS = (1024, 16_384)  # events of a history
 CANDIDATES = 500
 RAW_16K_MS = 0.2  # target: 16 k tokens as raw msgpack take at most this
+
+
+class _Names:
+    """Actions whose names are their indices; items are named by their ids."""
+
+    unsorted_history: Literal["refuse", "sort"] = "refuse"
+
+    def actions(self, _version: str | None) -> ActionNames:
+        return _ACTIONS
+
+    def items(self, ids: I64) -> list[str | int]:
+        names: list[str | int] = ids.tolist()
+        return names
+
+    def titles(self, ids: I64) -> list[str | None]:
+        return [None] * len(ids)
+
+
+_ACTIONS = ActionNames(["0", "1", "2", "3", "4"])
+_NAMES = _Names()
 
 
 def bodies(num_tokens: int, seed: int) -> dict[str, tuple[bytes, str]]:
@@ -66,7 +87,7 @@ def lines(seed: int, budget_s: float) -> Iterator[Line]:
         (lists, media) = forms.pop("JSON lists")
 
         def read(body: bytes, media: str) -> RankRequest:
-            return parse(decode(body, media, RankBody), config)
+            return parse(decode(body, media, RankBody), config, _NAMES)
 
         want = read(lists, media)
         for name, (body, kind) in forms.items():

@@ -8,14 +8,16 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from weakref import WeakValueDictionary
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
 from safetensors import SafetensorError
-from safetensors.numpy import load_file, save
+from safetensors.numpy import load, save
 
 from npu_gr.core.errors import DataError
-from npu_gr.core.names import FIRST_HASHED, item_ids
+from npu_gr.core.names import is_hashed, item_ids
 from npu_gr.core.request import I64
 
 FILE = "names.safetensors"
@@ -36,8 +38,14 @@ class _Texts:
         ends = np.cumsum([0, *map(len, raw)], dtype=np.int64)
         return cls(np.frombuffer(b"".join(raw), np.uint8), ends)
 
-    def __getitem__(self, place: int) -> str:
-        return self._raw[self._ends[place] : self._ends[place + 1]].tobytes().decode()
+    def take(self, places: I64) -> list[str]:
+        raw = self._raw.data
+        spans = zip(self._ends[places].tolist(), self._ends[places + 1].tolist(), strict=True)
+        return [str(raw[start:end], "utf-8") for start, end in spans]
+
+    @property
+    def num_bytes(self) -> int:
+        return self._raw.nbytes + self._ends.nbytes
 
     def tensors(self, what: str) -> dict[str, npt.NDArray[np.generic]]:
         return {f"{what}s": self._raw, f"{what}_ends": self._ends}
@@ -55,7 +63,7 @@ class _Texts:
 class ItemNames:
     """Names and titles of items by id. Never changed in place. n = items."""
 
-    __slots__ = ("_names", "_titles", "ids")
+    __slots__ = ("__weakref__", "_names", "_titles", "ids")
 
     def __init__(self, ids: I64, names: _Texts, titles: _Texts) -> None:
         """Keep them: int64 [n] ascending, distinct; n texts each. `make` and `load` check that."""
@@ -93,24 +101,31 @@ class ItemNames:
 
     def names(self, ids: I64) -> list[str | int]:
         """Name each id: [n] -> n texts; an id without an entry is its own name."""
-        return [
-            int(one) if at < 0 else self._plain(at) for one, at in zip(ids.tolist(), self._places(ids), strict=True)
-        ]
+        return names_of([self], ids)
 
     def titles(self, ids: I64) -> list[str | None]:
         """Return the title of each id: [n] -> n texts, None where it has none."""
-        return [None if at < 0 else self._titles[at] or None for at in self._places(ids)]
+        return titles_of([self], ids)
 
-    def _plain(self, at: int) -> str | int:
-        name = self._names[at]
-        return int(name) if self.ids[at] < FIRST_HASHED else name
+    @property
+    def num_bytes(self) -> int:
+        """Bytes in memory."""
+        return self.ids.nbytes + self._names.num_bytes + self._titles.num_bytes
 
-    def _places(self, ids: I64) -> list[int]:
+    def find(self, ids: I64) -> I64:
+        """Find the entry of each id, -1 where there is none: [n] -> [n]."""
         if not len(self.ids):
-            return [-1] * len(ids)
+            return np.full(len(ids), -1)
         at = np.searchsorted(self.ids, ids).clip(max=len(self.ids) - 1)
-        places: list[int] = np.where(self.ids[at] == ids, at, -1).tolist()
-        return places
+        return np.where(self.ids[at] == ids, at, -1)
+
+    def names_at(self, entries: I64) -> list[str]:
+        """Return the names of entries that `find` found."""
+        return self._names.take(entries)
+
+    def titles_at(self, entries: I64) -> list[str]:
+        """Return the titles of entries that `find` found, "" where one has none."""
+        return self._titles.take(entries)
 
     def save(self, folder: Path) -> None:
         """Write `FILE` into a folder.
@@ -129,14 +144,18 @@ class ItemNames:
 
     @classmethod
     def load(cls, folder: Path) -> ItemNames | None:
-        """Read `FILE` of a folder; None = there is none.
+        """Read `FILE` of a folder; None = there is none. A table that is in memory already is not made again.
 
         Raises:
             DataError: it is broken.
         """
         path = folder / FILE
         try:
-            tensors = load_file(path)
+            raw = path.read_bytes()
+            digest = xxhash.xxh3_128_hexdigest(raw)
+            if (known := _in_memory.get(digest)) is not None:
+                return known
+            tensors = load(raw)
             ids = tensors["ids"]
             found = cls(ids, _Texts.read(tensors, "name", len(ids)), _Texts.read(tensors, "title", len(ids)))
         except FileNotFoundError:
@@ -145,8 +164,38 @@ class ItemNames:
             raise DataError(f"{path}: {error}") from error
         if ids.dtype != np.int64 or ids.ndim != 1 or (np.diff(ids) <= 0).any() or (ids < 0).any():
             raise DataError(f"{path}: ids must be int64, ascending and not negative")
+        _in_memory[digest] = found
         return found
 
+
+def names_of(tables: Sequence[ItemNames], ids: I64) -> list[str | int]:
+    """Name each id by the first table that has it: [n] -> n names; an id that none has is its own name."""
+    names: list[str | int] = ids.tolist()
+    left = np.flatnonzero(is_hashed(ids))  # a plain number is its own name, whatever the tables have
+    for table in tables:
+        entries = table.find(ids[left])
+        known = entries >= 0
+        for place, name in zip(left[known].tolist(), table.names_at(entries[known]), strict=True):
+            names[place] = name
+        left = left[~known]
+    return names
+
+
+def titles_of(tables: Sequence[ItemNames], ids: I64) -> list[str | None]:
+    """Return the title of each id by the first table that has one: [n] -> n titles, None where none has."""
+    titles: list[str | None] = [None] * len(ids)
+    left = np.arange(len(ids))
+    for table in tables:
+        entries = table.find(ids[left])
+        known = np.flatnonzero(entries >= 0)
+        for place, title in zip(left[known].tolist(), table.titles_at(entries[known]), strict=True):
+            titles[place] = title or None
+        left = left[[titles[place] is None for place in left.tolist()]]
+    return titles
+
+
+_in_memory: WeakValueDictionary[str, ItemNames] = WeakValueDictionary()
+"""By the digest of their files: ranker, generator and vectors of one data set bring the same table three times."""
 
 EMPTY = ItemNames.make([])
 """Nothing has a name but its id."""

@@ -97,7 +97,7 @@ def tokenize(
     """
     if len(events) and (int(events.actions.min()) < 0 or int(events.actions.max()) >= num_actions):
         worst = int(events.actions.max()) if int(events.actions.min()) >= 0 else int(events.actions.min())
-        raise Unprocessable(f"history.actions: {worst} is not an action of the model, which has 0..{num_actions - 1}")
+        raise Unprocessable(f"history.actions: {worst} is no index of an action, they are 0..{num_actions - 1}")
     cut = window_start(first_index, len(events), max_tokens, cut_step_tokens)
     events = events[cut:]
     rows = vocabulary.rows(events.items)

@@ -21,7 +21,7 @@ def load(config_path: Path, overrides: tuple[str, ...], log: Path, tenant: str, 
 
     The checkpoint that the configuration names says which action each value is.
     """
-    from npu_gr.features.interactions import read_interactions
+    from npu_gr.dataset.log import read_log
     from npu_gr.features.load import load_interactions
     from npu_gr.features.store import open_store
     from npu_gr.model.weights import load as load_checkpoint
@@ -30,7 +30,7 @@ def load(config_path: Path, overrides: tuple[str, ...], log: Path, tenant: str, 
     if config.checkpoint is None:
         raise click.UsageError("checkpoint: the configuration names none, so the actions have no values")
     values = load_checkpoint(Path(config.checkpoint)).action_values
-    interactions = read_interactions(log, value_column=value_column)
+    interactions = read_log(log, value_column=value_column)
     action_ids = {value: index for index, value in enumerate(values)}
 
     async def work() -> int:

@@ -17,6 +17,7 @@ from npu_gr.cli.fleet import fleet
 from npu_gr.cli.init import build_ops, init
 from npu_gr.cli.keys import keys
 from npu_gr.cli.options import CALLING_TLS
+from npu_gr.cli.prepare import prepare
 from npu_gr.cli.replay import record, replay
 from npu_gr.cli.serve import check_config, route, serve
 from npu_gr.cli.simulate import simulate
@@ -29,7 +30,7 @@ from npu_gr.core.process import set_up_process
 
 
 class _Group(click.Group):
-    """Turns an error of ours into one line and exit code 2."""
+    """Turns an error of ours, and a part that is not installed, into one line and exit code 2."""
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
@@ -37,6 +38,12 @@ class _Group(click.Group):
         except NpuGrError as error:
             close_logs()  # what was logged before the error stands before it
             click.echo(f"npu-gr: {error}", err=True)
+            sys.exit(2)
+        except ModuleNotFoundError as error:
+            if (error.name or "").partition(".")[0] != "torch":
+                raise
+            close_logs()
+            click.echo(f"npu-gr: {ctx.invoked_subcommand} needs torch: pip install 'npu_gr[serve]'", err=True)
             sys.exit(2)
 
 
@@ -52,7 +59,7 @@ def main(log_level: str, **calling: str | None) -> None:
 
 
 for _command in (
-    *(init, serve, route, check_config, config, keys, fleet),
+    *(prepare, init, serve, route, check_config, config, keys, fleet),
     *(train, load, store, replay, record, erase_check),
     *(simulate, bench, calibrate, doctor, build_ops),
     *(dashboards, bundle, judge, demo, monitor),

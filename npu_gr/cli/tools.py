@@ -169,12 +169,13 @@ def judge(url: str, admin_url: str, log: Path | None, users: int | None, api_key
     import numpy as np
     from rich.console import Console
 
-    from npu_gr.features.interactions import movielens_100k, read_interactions
+    from npu_gr.dataset.log import read_log
+    from npu_gr.features.interactions import movielens_100k
     from npu_gr.tools.evaluate_service import evaluate, next_events
     from npu_gr.train.data import to_train_on
 
     async def work() -> None:
-        events = read_interactions(log or movielens_100k())
+        events = read_log(log or movielens_100k())
         known = to_train_on(events.users, events.timestamps, "leave-one-out")
         cases = next_events(events, known, users)
         found = await evaluate(url, admin_url, cases, np.unique(events.items).tolist(), api_key=api_key)

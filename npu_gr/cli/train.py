@@ -2,16 +2,71 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from npu_gr.cli.options import FILE, THREAD_COUNT, VALUE_COLUMN
 
-OVERRIDE = click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override one training option.")
+if TYPE_CHECKING:
+    import msgspec
+
+    Presets = Mapping[str, msgspec.Struct]
+
+LISTED = "Options of the training, with their defaults: --set help"
 ITEMS = click.option("--items", type=FILE, help="RecBole .item file with side features.")
 ITEM_FEATURES = click.option("--item-features", default="", help="Its columns, comma-separated.")
 THREADS = click.option("--threads", default=2, show_default=True, type=THREAD_COUNT)
+
+
+def _override(
+    presets: Callable[[], Mapping[str, msgspec.Struct]],
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Add `--set KEY=VALUE`; `--set help` lists the keys, whatever else the command lacks."""
+
+    def show(context: click.Context, _: click.Parameter, given: tuple[str, ...]) -> tuple[str, ...]:
+        if "help" in given:
+            from npu_gr.train.options import list_options
+
+            click.echo(list_options(presets()))
+            context.exit()
+        return given
+
+    return click.option(
+        "--set",
+        "overrides",
+        multiple=True,
+        metavar="KEY=VALUE",
+        is_eager=True,
+        callback=show,
+        help="Override one training option; `--set help` lists them.",
+    )
+
+
+def _rank_presets() -> Presets:
+    from npu_gr.train.rank.train import DEMO, LONG
+
+    return {"demo": DEMO, "long": LONG}
+
+
+def _generate_presets() -> Presets:
+    from npu_gr.train.generate.train import BEAUTY, MOVIELENS
+
+    return {"movielens": MOVIELENS, "beauty": BEAUTY}
+
+
+def _site_presets() -> Mapping[str, msgspec.Struct]:
+    from npu_gr.train.site.options import SiteOptions
+
+    return {"site": SiteOptions()}
+
+
+def _match_presets() -> Presets:
+    from npu_gr.train.match.options import MatchOptions
+
+    return {"sccdr": MatchOptions()}
 
 
 @click.group()
@@ -19,13 +74,31 @@ def train() -> None:
     """Train a model from interaction logs."""
 
 
-@train.command("rank")
+@train.command("all", epilog=LISTED)
+@click.argument("data", type=FILE)
+@click.option("--out", required=True, type=FILE, help="Folder of the site.")
+@_override(_site_presets)
+@THREADS
+def train_all(data: Path, out: Path, overrides: tuple[str, ...], threads: int) -> None:
+    """Train every model from DATA, which npu-gr prepare wrote, into a folder that npu-gr serve starts from.
+
+    Models are trained side by side. What was made from the same data and options before is not made again, so after an
+    interruption the same command goes on; until it ends, what was served stays.
+    """
+    from rich.console import Console
+
+    from npu_gr.train.site.make import train_site
+
+    train_site(data, out, overrides, threads, Console(width=max(110, Console().width)))
+
+
+@train.command("rank", epilog=LISTED)
 @click.argument("log", type=FILE)
 @click.option("--out", required=True, type=FILE, help="Folder of the checkpoint.")
 @ITEMS
 @ITEM_FEATURES
 @click.option("--preset", default="demo", show_default=True, type=click.Choice(["demo", "long"]))
-@OVERRIDE
+@_override(_rank_presets)
 @VALUE_COLUMN
 @THREADS
 def train_rank(
@@ -42,10 +115,14 @@ def train_rank(
     import torch
     from rich.console import Console
 
+    from npu_gr.catalogue.item_names import EMPTY
     from npu_gr.core.settings import override
-    from npu_gr.features.interactions import read_interactions, read_item_features
-    from npu_gr.model.weights import save
-    from npu_gr.tools.demo import training_progress
+    from npu_gr.dataset.log import read_log
+    from npu_gr.features.interactions import read_item_features
+    from npu_gr.train.data import build_log
+    from npu_gr.train.next_command import example, next_command
+    from npu_gr.train.progress import training_progress
+    from npu_gr.train.rank.publish import publish
     from npu_gr.train.rank.train import DEMO, LONG
     from npu_gr.train.rank.train import train_rank as work
 
@@ -53,20 +130,25 @@ def train_rank(
     options = override({"demo": DEMO, "long": LONG}[preset], overrides)
     features = read_item_features(items, _columns(item_features)) if items else []
     console = Console()
+    interactions = read_log(log, value_column=value_column)
     with training_progress(console) as show:
-        checkpoint, evaluation = work(read_interactions(log, value_column=value_column), features, options, show)
+        checkpoint, evaluation = work(interactions, features, options, show)
     console.print(evaluation.table())
-    click.echo(f"checkpoint {save(checkpoint, out)} in {out}")
+    click.echo(evaluation.text())
+    click.echo(f"checkpoint {publish(checkpoint, EMPTY, out)} in {out}")
+    found = example(build_log(interactions, features, options.split), EMPTY)
+    body = {"user_id": "me", "candidates": found.others, "history": found.history}
+    click.echo(next_command(out, "/v1/rank", body))
 
 
-@train.command("generate")
+@train.command("generate", epilog=LISTED)
 @click.argument("log", required=False, type=FILE)
 @click.option("--out", required=True, type=FILE, help="Folder that the service starts from.")
 @click.option("--codes", type=FILE, help='Ready-made: a catalogue, or JSON {"item": [code, ...]}.')
 @ITEMS
 @ITEM_FEATURES
 @click.option("--preset", default="movielens", show_default=True, type=click.Choice(["movielens", "beauty"]))
-@OVERRIDE
+@_override(_generate_presets)
 @VALUE_COLUMN
 @THREADS
 def train_generate(
@@ -87,31 +169,35 @@ def train_generate(
     import torch
     from rich.console import Console
 
+    from npu_gr.catalogue.item_names import EMPTY
     from npu_gr.core.settings import override
-    from npu_gr.features.interactions import movielens_100k, read_interactions, read_item_features
-    from npu_gr.tools.demo import training_progress
+    from npu_gr.dataset.log import read_log
+    from npu_gr.features.interactions import movielens_100k, read_item_features
     from npu_gr.train.generate.publish import how_to_serve, prepare, publish
     from npu_gr.train.generate.train import BEAUTY, MOVIELENS, train_generator
+    from npu_gr.train.progress import training_progress
 
     torch.set_num_threads(threads)
     options = override({"movielens": MOVIELENS, "beauty": BEAUTY}[preset], overrides)
-    interactions = read_interactions(log or movielens_100k(), value_column=value_column)
+    interactions = read_log(log or movielens_100k(), value_column=value_column)
     features = read_item_features(items, _columns(item_features)) if items else []
     prepare(out)
     console = Console()
     with training_progress(console) as show:
         trained = train_generator(interactions, features, options, codes, show)
     console.print(trained.report.table())
+    click.echo(trained.report.text())
+    EMPTY.save(out)
     click.echo(how_to_serve(publish(trained, features, options, out), trained))
 
 
-@train.command("match")
+@train.command("match", epilog=LISTED)
 @click.argument("source", type=FILE)
 @click.argument("target", type=FILE)
 @click.option("--test", type=FILE, help="Test edges of the target; without it, one edge of each user is held out.")
 @click.option("--out", required=True, type=FILE, help="Folder of the vectors, or of an ablation's records.")
 @click.option("--preset", default="sccdr", show_default=True, help="sccdr, or another arm of the ablation by name.")
-@OVERRIDE
+@_override(_match_presets)
 @click.option("--density", "densities", multiple=True, type=float, help="Share of the target's edges; repeatable.")
 @click.option("--num-validation", default=2000, show_default=True, help="Validate on at most so many users.")
 @click.option("--ablate", "is_ablation", is_flag=True, help="Run every arm, seed and density, and write the table.")

@@ -18,8 +18,10 @@ NpuGrError
 ├── Overloaded             admission said no; retry elsewhere or later                (429)
 ├── Unavailable            starting, draining, or the history store is down           (503)
 │   ├── NotTaken           an Unavailable: nothing was begun, another instance may    (503)
-│   └── StoreFailed        an Unavailable: the history store did not do its part      (503)
+│   ├── StoreFailed        an Unavailable: the history store did not do its part      (503)
+│   └── Unreachable        an Unavailable, at a caller: nobody answered, or half an answer came
 ├── DeadlineExceeded       the budget ran out before the work did                     (504)
+├── BadAnswer              at a caller: what answered is no service of ours
 └── ResourceError
     ├── PoolExhausted      no pages: rank without prefix KV       (never leaves the process)
     ├── StaleEntry         a DRAM copy was overwritten: recompute (never leaves the process)
@@ -36,6 +38,10 @@ class NpuGrError(Exception):
 
     status = 500
     title = "internal error"
+    # of an error that a service answered, at its caller; None where it was raised in this process
+    field: str | None = None  # of the request, that the message begins with
+    request_id: str | None = None  # under which the service's log has it
+    retry_after_s: float | None = None  # that the service asks to wait
 
 
 class ConfigError(NpuGrError):
@@ -141,6 +147,7 @@ class Overloaded(NpuGrError):
 
     status = 429
     title = "overloaded"
+    retry_after_s: float
 
     def __init__(self, message: str, retry_after_s: float = 1.0, reason: Refusal = Refusal.LATE) -> None:
         super().__init__(message)
@@ -157,6 +164,10 @@ class Unavailable(NpuGrError):
 
 class NotTaken(Unavailable):
     """This instance starts, drains or has failed. It has not begun the request, so another one may take it."""
+
+
+class Unreachable(Unavailable):
+    """Nobody answered at the address, or the answer broke off: the caller cannot know whether the work was done."""
 
 
 class StoreFault(StrEnum):
@@ -182,6 +193,12 @@ class DeadlineExceeded(NpuGrError):
 
     status = 504
     title = "deadline exceeded"
+
+
+class BadAnswer(NpuGrError):
+    """An answer that no service of ours gives, as that of a proxy or of another version."""
+
+    title = "bad answer"
 
 
 class ResourceError(NpuGrError):

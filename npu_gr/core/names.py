@@ -1,4 +1,6 @@
-"""Names of items: the int64 id of what a company calls `"SKU-0042-C"`, or 42.
+"""Names of items and of actions.
+
+The int64 id of an item that a company calls `"SKU-0042-C"`, or 42:
 
     "SKU-0042-C"   2^62 + the lower 62 bits of xxh3-64 of the UTF-8 text
     42, "42"       42: a whole number in its plain spelling is its own id
@@ -7,18 +9,24 @@ The id is a function of the name alone. So no process keeps a table to read name
 the histories of its predecessor, and two models of different data agree. Only answers need a table
 (`catalogue/item_names.py`), for a hash cannot be read backwards. Two of ten million names share an id with a chance of
 1 to 100,000; whoever makes a table refuses such a pair.
+
+The index of an action, which models and stores hold, is its place among the names of the model's actions.
 """
 
 from __future__ import annotations
 
+import math
 import re
+from array import array
 from collections.abc import Sequence
+from typing import Any, NoReturn
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from npu_gr.core.request import I64
+from npu_gr.core.request import I16, I64
+from npu_gr.core.words import cut
 
 FIRST_HASHED = 2**62  # ids below are the numbers that names are
 MAX_NAME_BYTES = 512  # of a name of an item, as UTF-8
@@ -44,21 +52,110 @@ def item_id(name: str | int) -> int:
 
 
 def item_ids(names: Sequence[str | int]) -> I64:
-    """Return the ids of names: [n] -> int64 [n].
+    """Return the ids of names: [n] -> int64 [n]. A list of plain numbers costs no more than making an array of it.
 
     Raises:
         ValueError: as `item_id`, with the place of the name.
     """
-    ids = np.empty(len(names), np.int64)
+    try:
+        return _of_numbers(names)
+    except TypeError:  # not numbers alone
+        pass
+    except (OverflowError, ValueError):
+        _raise_first(names)
+    try:
+        is_text = np.fromiter((isinstance(name, str) for name in names), np.bool_, len(names))
+        ids = np.empty(len(names), np.int64)
+        ids[is_text] = _of_texts([name for name in names if isinstance(name, str)])
+        ids[~is_text] = _of_numbers([name for name in names if not isinstance(name, str)])
+    except (OverflowError, ValueError):
+        _raise_first(names)
+    return ids
+
+
+def answered_ids(names: Sequence[str | int]) -> I64:
+    """Return the ids of items that a service answered: as `item_ids`, but where it knew no name it answered the id."""
+    ids = np.fromiter((name if isinstance(name, int) else 0 for name in names), np.int64, len(names))
+    texts = [place for place, name in enumerate(names) if isinstance(name, str)]
+    ids[texts] = _of_texts([str(names[place]) for place in texts])
+    return ids
+
+
+def _of_numbers(names: Sequence[Any]) -> I64:
+    ids = np.frombuffer(array("q", names), np.int64)
+    if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < FIRST_HASHED:
+        raise ValueError("a number is out of range")
+    return ids
+
+
+def _of_texts(names: list[str]) -> I64:
+    """Do for many names what `item_id` does for one."""
+    raw = [name.encode() for name in names]
+    if not 0 < min(map(len, raw), default=1) <= max(map(len, raw), default=1) <= MAX_NAME_BYTES:
+        raise ValueError("a name is empty or too long")
+    digests = np.fromiter(map(xxhash.xxh3_64_intdigest, raw), np.uint64, len(raw))
+    ids = ((digests & np.uint64(FIRST_HASHED - 1)) | np.uint64(FIRST_HASHED)).astype(np.int64)
+    numbers = {
+        place: number
+        for place, one in enumerate(raw)
+        if one.isdigit() and _NUMBER.fullmatch(names[place]) and (number := int(one)) < FIRST_HASHED
+    }
+    ids[list(numbers)] = list(numbers.values())
+    return ids
+
+
+def _raise_first(names: Sequence[str | int]) -> NoReturn:
+    """Raise the error of the first name that is no item."""
     for place, name in enumerate(names):
         try:
-            ids[place] = item_id(name)
+            item_id(name)
         except ValueError as error:
             raise ValueError(f"index {place}: {error}") from None
-    return ids
+    raise AssertionError("one of them is no item")
 
 
 def is_hashed(ids: I64) -> npt.NDArray[np.bool_]:
     """Whether only a table knows the name of each id: int64 [n] -> bool [n]."""
     hashed: npt.NDArray[np.bool_] = ids >= FIRST_HASHED
     return hashed
+
+
+class ActionNames:
+    """The actions of a model by name. A number stands for the name that is its plain text: 5 for "5", 4.5 for "4.5"."""
+
+    __slots__ = ("_indices", "names")
+
+    def __init__(self, names: Sequence[str]) -> None:
+        """Keep the names, distinct, in the order of the model's actions."""
+        self.names = tuple(names)
+        self._indices: dict[str | float, int] = {name: index for index, name in enumerate(names)}
+        for index, name in enumerate(names):
+            if (number := _number(name)) is not None:
+                self._indices[number] = index
+
+    def indices(self, names: Sequence[str | float]) -> I16:
+        """Return the index of each action: [n] -> int16 [n].
+
+        Raises:
+            ValueError: the model lacks one; the message has its place, and the names that there are.
+        """
+        try:
+            return np.fromiter(map(self._indices.__getitem__, names), np.int16, len(names))
+        except KeyError as error:
+            lacking = error.args[0]
+            there_are = cut(", ".join(self.names), _MOST_LISTED)
+            said = f'"{cut(lacking)}"' if isinstance(lacking, str) else str(lacking)
+            at = list(names).index(lacking)
+            raise ValueError(f"{said} at index {at} is no action of the model; it has {there_are}") from None
+
+
+_MOST_LISTED = 200  # characters of the actions that an error lists
+
+
+def _number(name: str) -> float | None:
+    """Return the number whose plain text a name is; None = it is none's."""
+    try:
+        number = float(name)
+    except ValueError:
+        return None
+    return number if math.isfinite(number) and f"{number:g}" == name else None

@@ -75,6 +75,7 @@ class HistoryOrigin(NamedTuple):
 
     source: HistorySource
     fault: StoreFault | None = None
+    sorted_events: int = 0  # of a request: how many stood later than newer ones; they were sorted
 
     @property
     def is_degraded(self) -> bool:
@@ -110,7 +111,7 @@ class Events:
             join((self.items, newer.items)),
             join((self.actions, newer.actions)),
             join((self.timestamps, newer.timestamps)),
-            self.origin,
+            newer.origin,
         )
 
     def coming_from(self, origin: HistoryOrigin) -> Events:
@@ -243,9 +244,10 @@ class HistoryReport:
 
     def log_fields(self) -> dict[str, Any]:
         """Return what the access log says of the history: its length, and how it was degraded."""
-        source, fault = self.origin
+        source, fault, sorted_events = self.origin
         return {
             "history_tokens": self.num_tokens,
+            "sorted_events": sorted_events or None,
             "history_source": source.value if fault else None,
             "history_fault": fault.value if fault else None,
         }
@@ -314,6 +316,7 @@ class GenerateRequest:
     beam_width: int | None = None  # None = the config's, or num_items if that is more
     normalise: Literal["vocabulary", "codebook", "valid"] = "vocabulary"
     temperature: float = 1.0
+    exclude_seen: bool | None = None  # leave out the items of the history; None = the config's
     allow_items: I64 | None = None  # [n] external ids; None = all
     deny_items: I64 | None = None
     attributes: dict[str, tuple[bool | int | float | str, ...]] = field(default_factory=dict)  # name -> allowed values
@@ -359,6 +362,7 @@ class StageResult(StrEnum):
     OK = "ok"
     EMPTY = "empty"  # it ran and found nothing
     COLD = "cold"  # the source knows nothing of the user
+    PARTIAL = "partial"  # the rank: the answer has items without a score, or lacks some, because it does not know them
     OVERLOADED = "overloaded"
     OUT_OF_TIME = "out_of_time"
     FAILED = "failed"
@@ -384,6 +388,7 @@ class RecommendRequest:
     num_items: int
     num_candidates: int | None = None  # ranked at most; None = the config's
     exclude_seen: bool | None = None  # leave out the items of the history; None = the config's
+    unknown_items: Literal["last", "drop"] | None = None  # that the ranker does not know; None = the config's
     deny_items: I64 | None = None  # [n] external ids
     timestamp: int | None = None  # unix seconds the items are shown at; None = now
     context: dict[str, bool | int | float | str] = field(default_factory=dict)  # for the hook: page, country, ...
@@ -396,7 +401,7 @@ class RecommendAnswer:
 
     model_version: str  # of the ranker
     verdict: Verdict  # of the signal that went out before the retrieval
-    outcome: Outcome | None  # of the rank; None = it failed, and the items are in the order of the retrieval
+    outcome: Outcome | None  # of the rank; None = it failed or knew no item, and the retrieval's order stands
     reason: Reason
     item_ids: I64  # [n]
     scores: F32  # [n] logits of the ranker's first task; NaN = not ranked, or unknown to the ranker
@@ -404,8 +409,14 @@ class RecommendAnswer:
     num_candidates: int  # that were ranked, or would have been
     stages: tuple[StageReport, ...]
     history: HistoryReport
+    unknown: Mapping[str, int] = field(default_factory=dict)  # source -> its items that the ranker does not know
     prefix_tokens: int = 0  # read from cached KV by the rank
     stages_s: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def num_unknown(self) -> int:
+        """Items that were found and that the ranker does not know: the last ones, or dropped."""
+        return sum(self.unknown.values())
 
     @property
     def degraded(self) -> tuple[str, ...]:
@@ -428,6 +439,7 @@ class RecommendAnswer:
             "prefix_tokens": self.prefix_tokens,
             "num_items": len(self.item_ids),
             "num_candidates": self.num_candidates,
+            "num_unknown": self.num_unknown or None,
             "degraded": degraded or None,
         }
 
@@ -510,6 +522,7 @@ class EventsAnswer:
     """The number of behaviours in the history store."""
 
     num_events: int  # of the user
+    sorted_events: int = 0  # of the request: how many stood later than newer ones
     stages_s: dict[str, float] = field(default_factory=dict)
 
     @property
@@ -517,7 +530,7 @@ class EventsAnswer:
         return ""
 
     def log_fields(self) -> dict[str, Any]:
-        return {"num_events": self.num_events}
+        return {"num_events": self.num_events, "sorted_events": self.sorted_events or None}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,6 +20,8 @@ from npu_gr.engine.queue import JobQueue, SchedulerConfig
 
 log = logging.getLogger(__name__)
 
+_Ended = tuple[Job, JobResult[Any] | NpuGrError]
+
 
 class DeviceThreads:
     """`config.streams` threads over one queue. A job's `tag` is the asyncio future that gets its result."""
@@ -68,8 +70,7 @@ class DeviceThreads:
                 await asyncio.to_thread(thread.join)
         with self._changed:
             left = self._queue.drain()
-        for job in left:
-            self._deliver(job, Unavailable("the instance is stopping"))
+        self._deliver([(job, Unavailable("the instance is stopping")) for job in left])
 
     def submit(self, job: Job, *, force: bool = False) -> asyncio.Future[JobResult[Any]]:
         """Queue a job. Call it on the event loop.
@@ -90,7 +91,7 @@ class DeviceThreads:
             shed = self._queue.put(job, time.monotonic(), force=force)
             self._changed.notify()
         if shed is not None:
-            self._deliver(shed, Overloaded("dropped to make room for a request", reason=Refusal.SHED))
+            self._deliver([(shed, Overloaded("dropped to make room for a request", reason=Refusal.SHED))])
         return future
 
     def withdraw(self, job: Job) -> bool:
@@ -101,7 +102,7 @@ class DeviceThreads:
     def cancel_at_step(self, job: Job) -> None:
         """End a job after the step that runs; at once, with what has run, if it waits."""
         if self.withdraw(job):
-            self._deliver(job, JobResult(None, 0.0, 0.0, steps=job.ran))
+            self._deliver([(job, JobResult(None, 0.0, 0.0, steps=job.ran))])
 
     def hasten(self, job: Job, order_at: float) -> None:
         """Move a job forward in the queue."""
@@ -142,8 +143,8 @@ class DeviceThreads:
         with self._changed:
             while not self._stopping:
                 taken = self._queue.take(time.monotonic())
-                for job in taken.expired:
-                    self._deliver(job, DeadlineExceeded("the deadline passed while waiting for the device"))
+                late = "the deadline passed while waiting for the device"
+                self._deliver([(job, DeadlineExceeded(late)) for job in taken.expired])
                 if taken.jobs:
                     return taken.jobs
                 self._changed.wait(taken.wait_s)
@@ -158,9 +159,10 @@ class DeviceThreads:
         self._pass_ends_at[stream] = 0.0
         self._queue.slowdown.observe(expected_s, took_s)
         self._on_pass(jobs, took_s)
+        ended: list[_Ended] = []
         for job, result in zip(jobs, results, strict=True):
             if isinstance(result, NpuGrError):
-                self._deliver(job, result)
+                ended.append((job, result))
                 continue
             queue_s = began_at - job.submitted_at
             with self._changed:
@@ -168,7 +170,8 @@ class DeviceThreads:
                 if has_next:
                     self._changed.notify()
             if not has_next:
-                self._deliver(job, JobResult(result, queue_s, took_s, len(jobs), job.ran))
+                ended.append((job, JobResult(result, queue_s, took_s, len(jobs), job.ran)))
+        self._deliver(ended)
 
     def _attempt(self, jobs: list[Job]) -> list[Any]:
         """Run a pass. Returns a result or an error for each job.
@@ -190,19 +193,25 @@ class DeviceThreads:
             return results
         return [result for job in jobs for result in self._attempt([job])]
 
-    def _deliver(self, job: Job, result: JobResult[Any] | NpuGrError) -> None:
-        future = job.tag
-
-        def finish() -> None:
-            if future.done():
-                return
-            if isinstance(result, NpuGrError):
-                future.set_exception(result)
-            else:
-                future.set_result(result)
-
+    def _deliver(self, ended: list[_Ended]) -> None:
+        """Hand the ends of jobs to the event loop: all of a pass in one wake-up, which costs more than they do."""
+        if not ended:
+            return
         assert self._loop is not None
         try:
-            self._loop.call_soon_threadsafe(finish)
+            self._loop.call_soon_threadsafe(_finish, ended)
         except RuntimeError:  # the loop is closed: the process is ending, and nobody waits for the result
             log.debug("a result came after the event loop closed")
+
+
+def _finish(ended: list[_Ended]) -> None:
+    for job, result in ended:
+        future: asyncio.Future[Any] = job.tag
+        job.has_ended = True
+        if future.done():  # its submitter was cancelled, and may wait until the device has let go of the job
+            if job.let_go is not None:
+                job.let_go.set_result(None)
+        elif isinstance(result, NpuGrError):
+            future.set_exception(result)
+        else:
+            future.set_result(result)

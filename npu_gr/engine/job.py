@@ -62,6 +62,8 @@ class Job:
     submitted_at: float = 0.0
     is_waiting: bool = field(default=False, init=False)
     tag: Any = None  # the submitter's
+    has_ended: bool = field(default=False, init=False)  # set on the event loop: the device has let go of it
+    let_go: Any = None  # a future of a submitter that was cancelled before that
 
 
 @dataclass(frozen=True, slots=True)

@@ -236,12 +236,13 @@ class Scheduler:
     async def _submit(self, job: Job) -> JobResult[Any]:
         future = self._threads.submit(job)
         try:
-            return await asyncio.shield(future)
+            return await future
         except asyncio.CancelledError:
-            if not self._threads.withdraw(job):
-                await _ended(future)
-            if future.done() and not future.cancelled():
+            if not future.cancelled():  # it ended in the same turn of the event loop
                 future.exception()  # marks it as retrieved: nobody else will read it
+            elif not self._threads.withdraw(job) and not job.has_ended:
+                job.let_go = asyncio.get_running_loop().create_future()
+                await _ended(job.let_go)
             raise
 
     def _pass_ended(self, jobs: list[Job], took_s: float) -> None:

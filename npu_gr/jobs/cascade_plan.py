@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 import msgspec
 import numpy as np
@@ -22,7 +22,11 @@ class RecommendConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     max_candidates: Count = 200  # M: at most this many are ranked
     exclude_seen: bool = True  # leave out the items of the history
     hook: str | None = None  # "package.module:function", see `Hook`; None = none
-    popular: str | None = None  # file of item ids, one a line, best first: they fill up a short retrieval
+    popular: str | None = None  # file of item names, one a line, best first: they fill up a short retrieval
+    # items that the ranker does not know, new ones mostly: last = after all others, without a score; drop = not at all
+    unknown_items: Literal["last", "drop"] = "last"
+    # share of each source's items that the ranker must know, or the instance does not start; see `coverage.py`
+    min_coverage: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.9
     order: Literal["rank", "fused"] = "rank"  # fused: by the places in retrieval and rank together, see `by_both`
     rank_share: Ratio = 0.5  # share of the time that the rank may keep at most
     rank_least_s: Seconds = 0.02  # the rank keeps this much if the share allows, even if the cost model says less

@@ -24,10 +24,14 @@ class EventsJob:
         if self._versions.rankers is not None and len(events) and self._histories.store is not None:
             last = len(self._versions.rankers.current.model.actions) - 1
             if not 0 <= int(events.actions.min()) <= int(events.actions.max()) <= last:
-                raise Unprocessable(f"events.actions: must be 0..{last}")
+                raise Unprocessable(f"events.actions: an index is over {last}, the last of the model's actions")
         with call.slot.outside():
             num_events = await self._histories.append(request.user, events, request.idempotency_key)
-        return EventsAnswer(num_events=num_events, stages_s={"store": time.monotonic() - call.arrived_at})
+        return EventsAnswer(
+            num_events=num_events,
+            sorted_events=events.origin.sorted_events,
+            stages_s={"store": time.monotonic() - call.arrived_at},
+        )
 
     async def stop(self) -> None:
         """Do nothing: the store is not the job's."""

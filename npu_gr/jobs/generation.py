@@ -13,7 +13,10 @@ import time
 from typing import Annotated
 
 import msgspec
+import numpy as np
 
+from npu_gr.catalogue.filters import Filter
+from npu_gr.catalogue.item_names import EMPTY, ItemNames
 from npu_gr.catalogue.versions import Snapshot
 from npu_gr.core.errors import ColdUser, NotFound, Unprocessable
 from npu_gr.core.request import (
@@ -45,6 +48,7 @@ class GenerateConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     first_token: Annotated[int, msgspec.Meta(ge=0)] = 0  # token of level 1, code 0; the other levels follow
     max_beams: Annotated[int, msgspec.Meta(ge=1, le=1024)] = 512
     beam_width: Count = 128  # for a request that names none
+    exclude_seen: bool = True  # leave out the items of the history, unless a request says otherwise
     max_prompt_tokens: Count = 1024  # of a longer history the prompt holds the newest items
     cut_step_items: Count = 32  # the prompt's start moves in steps of this many items
     hbm_bytes: Bytes = 268_435_456
@@ -77,6 +81,7 @@ class Generation:
         relay: Relay[Prompt],
         items: ServedCatalogue,
         metrics: Metrics,
+        names: ItemNames = EMPTY,
     ) -> None:
         """Serve one checkpoint.
 
@@ -87,8 +92,10 @@ class Generation:
             relay: keeps the KV of its prompts.
             items: the catalogue that it generates from.
             metrics: where it counts.
+            names: of its items.
         """
         self.config = config
+        self.names = names  # replaced where a reload finds others beside the same weights
         self.name = name
         self.version = version
         self.engine = engine
@@ -136,6 +143,14 @@ class Generation:
             make_prompt, snapshot.trie, item_ids, self._max_prompt_tokens, self.config.cut_step_items
         )
 
+    def _filter(self, snapshot: Snapshot, request: GenerateRequest, item_ids: I64) -> Filter | None:
+        """Make the filter of a request, in a thread: a long history takes milliseconds; None = every item passes."""
+        denied = [] if request.deny_items is None else [request.deny_items]
+        if self.config.exclude_seen if request.exclude_seen is None else request.exclude_seen:
+            denied.append(item_ids)
+        deny = np.concatenate(denied) if denied else None
+        return self.items.filters.filter_for(snapshot, request.allow_items, deny, request.attributes)
+
     async def generate(
         self, request: GenerateRequest, item_ids: I64, fingerprint: str, call: Call, history_s: float = 0.0
     ) -> GenerateAnswer:
@@ -166,8 +181,7 @@ class Generation:
             if not len(prompt):
                 raise ColdUser(f"history: none of its {len(item_ids)} items is in the catalogue")
             options = SearchOptions(width=width, normalise=request.normalise, temperature=request.temperature)
-            filters = snapshot, request.allow_items, request.deny_items, request.attributes
-            allow = await asyncio.to_thread(self.items.filters.filter_for, *filters)
+            allow = await asyncio.to_thread(self._filter, snapshot, request, item_ids)
             async with self.relay.lease(request.user, prompt, width, call.deadline_at, call.slot.outside) as lease:
                 lease_s = time.monotonic() - began_at
                 if lease.first_token:

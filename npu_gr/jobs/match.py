@@ -17,6 +17,7 @@ import msgspec
 import numpy as np
 
 from npu_gr.backend.base import Backend
+from npu_gr.catalogue.item_names import EMPTY, ItemNames
 from npu_gr.core.errors import ConfigError, DataError, NotFound, Unprocessable
 from npu_gr.core.kinds import MATCH
 from npu_gr.core.published import Published
@@ -26,6 +27,7 @@ from npu_gr.core.words import quoted
 from npu_gr.engine.job import NOTHING, Demand, JobResult
 from npu_gr.engine.scheduler import Scheduler
 from npu_gr.jobs.base import Call
+from npu_gr.jobs.coverage import Before, anything
 from npu_gr.jobs.histories import Histories
 from npu_gr.matching.index import IndexName
 from npu_gr.matching.matcher import MatchedItems, Matcher, MatchQuery
@@ -59,8 +61,9 @@ class MatchWork(NamedTuple):
 class MatchVersion:
     """One version of the vectors. Matches of two versions never share a pass, because `run` differs."""
 
-    def __init__(self, matcher: Matcher) -> None:
+    def __init__(self, matcher: Matcher, names: ItemNames) -> None:
         self.matcher = matcher
+        self.names = names  # of the items; replaced where a reload finds others beside the same vectors
 
     def run(self, works: Sequence[MatchWork]) -> Sequence[MatchedItems]:
         """Search for all matches of a pass, on a device thread."""
@@ -87,16 +90,20 @@ class ServedVectors:
         """The version in service."""
         return self._versions.current
 
-    async def reload(self) -> VectorsInfo:
+    async def reload(self, before: Before = anything) -> VectorsInfo:
         """Read the folder again and serve what is there; requests in progress keep their version.
 
         Raises:
             DataError: names the file and the reason; the version served before still is.
+            What `before` raises; the same.
         """
         async with self._reloading:
-            matcher = await asyncio.to_thread(self._read)
-            if self._versions.is_empty or matcher.vectors.version != self.current.matcher.vectors.version:
-                self._versions.publish(MatchVersion(matcher))
+            read = await asyncio.to_thread(self._read)
+            await before(lambda: read.matcher.vectors.item_ids)
+            if self._versions.is_empty or read.matcher.vectors.version != self.current.matcher.vectors.version:
+                self._versions.publish(read)
+            else:
+                self.current.names = read.names
         return self.info()
 
     def rollback(self) -> VectorsInfo:
@@ -108,11 +115,18 @@ class ServedVectors:
         self._versions.rollback()
         return self.info()
 
+    def item_ids(self) -> I64:
+        """List the items that can be found, in ascending order. Any thread."""
+        return self.current.matcher.vectors.item_ids
+
     def knows(self, user: UserKey) -> bool:
         """Whether a version that is kept was trained with the user."""
+        return any(version.matcher.knows(user) for version in self.kept())
+
+    def kept(self) -> list[MatchVersion]:
+        """List the version in service, and the one before it if there is one."""
         now = self._versions.now
-        kept = [now.current] + ([now.previous] if now.previous else [])
-        return any(version.matcher.knows(user) for version in kept)
+        return [now.current] + ([now.previous] if now.previous else [])
 
     def info(self) -> VectorsInfo:
         """Describe the version in service."""
@@ -127,8 +141,10 @@ class ServedVectors:
             previous=now.previous.matcher.vectors.version if now.previous else None,
         )
 
-    def _read(self) -> Matcher:
-        return Matcher(load(Path(self._config.vectors)), self._config.index, self._backend)
+    def _read(self) -> MatchVersion:
+        folder = Path(self._config.vectors)
+        matcher = Matcher(load(folder), self._config.index, self._backend)
+        return MatchVersion(matcher, ItemNames.load(folder) or EMPTY)
 
 
 class MatchJob:

@@ -11,14 +11,16 @@ import asyncio
 import logging
 import time
 from collections.abc import Coroutine
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 import numpy as np
 
+from npu_gr.catalogue.item_names import EMPTY, ItemNames
 from npu_gr.catalogue.items import UNKNOWN, ItemVocabulary
 from npu_gr.catalogue.tokens import Tokens, tokenize
 from npu_gr.core.errors import DeviceError, NpuGrError, Unprocessable
+from npu_gr.core.names import ActionNames
 from npu_gr.core.request import F32, I64, Events, ModelInfo, Outcome, RankAnswer, RankRequest, Reason, UserKey, Verdict
 from npu_gr.core.settings import Count, Positive
 from npu_gr.engine.rank_engine import RankEngine, RankPass, RankScores
@@ -35,13 +37,9 @@ class RankingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     max_history_tokens: Count | None = None  # None = the model's own limit
     cut_step_tokens: Count = 256  # the window's start moves in steps of this
-    unknown_items: str = "ignore"  # ignore (and count) | refuse
+    unknown_items: Literal["ignore", "refuse"] = "ignore"  # ignore: and count
     selfcheck_ratio: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.001  # share of cached ranks scored again, cold
     selfcheck_max_drift: Positive = 1e-3  # of the logits' standard deviation
-
-    def __post_init__(self) -> None:
-        if self.unknown_items not in ("ignore", "refuse"):
-            raise ValueError(f"unknown_items: {self.unknown_items!r} is neither 'ignore' nor 'refuse'")
 
 
 class Ranking:
@@ -55,6 +53,7 @@ class Ranking:
         engine: RankEngine,
         relay: Relay[Tokens],
         metrics: Metrics,
+        names: ItemNames = EMPTY,
     ) -> None:
         """Serve one checkpoint.
 
@@ -65,9 +64,12 @@ class Ranking:
             engine: runs its passes.
             relay: keeps its prefixes.
             metrics: where it counts.
+            names: of its items.
         """
         self._config = config
         self.model = model
+        self.actions = ActionNames(model.actions)
+        self.names = names  # replaced where a reload finds others beside the same weights
         self.vocabulary = vocabulary
         self.engine = engine
         self.relay = relay

@@ -2,7 +2,7 @@
 
     signal    the ranker prefills the user's prefix while the stages before the rank run
     retrieve  sources side by side -> merged in turns, each item once -> seen and denied items out
-    hook      business rules; then the first M candidates go on
+    hook      business rules; then the first M candidates go on, those that the ranker does not know behind the others
     rank      reads that prefix and orders the M; the best are answered
 
 One deadline covers all stages: the rank keeps what the cost model says it takes, the hook has its budget, the sources
@@ -13,6 +13,7 @@ Invariants:
   C1  no item twice, none that was denied or (if so configured) seen, at most M are ranked; only the hook may add items
   C2  now <= end of retrieval <= end of the hook <= end of the rank <= deadline
   C3  with nothing failing and no hook, the items are those of generate (and match) and rank called by hand
+  C4  an item that the ranker does not know follows all that it knows, and is counted; `unknown_items: drop` has none
 """
 
 from __future__ import annotations
@@ -21,12 +22,14 @@ import asyncio
 import inspect
 import logging
 import time
+from collections import Counter
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
-from npu_gr.admission.deadline import deadline
+from npu_gr.admission.deadline import Deadline
+from npu_gr.catalogue.items import UNKNOWN
 from npu_gr.catalogue.tokens import Tokens
 from npu_gr.core.errors import ColdUser, DeadlineExceeded, NpuGrError, Overloaded, RequestError, Unavailable
 from npu_gr.core.kinds import RANK, SIGNAL
@@ -49,12 +52,13 @@ from npu_gr.jobs.cascade_plan import RecommendConfig, best_first, by_both, in_tu
 from npu_gr.jobs.histories import Histories
 from npu_gr.jobs.hook import HookContext, as_items, load_hook
 from npu_gr.jobs.ranking import Ranking
-from npu_gr.jobs.sources import SizedSource, SourceRequest, read_popular
+from npu_gr.jobs.sources import POPULAR, SizedSource, SourceRequest, read_popular
 from npu_gr.jobs.versions import Versions
 from npu_gr.metrics.registry import Metrics
 
 log = logging.getLogger(__name__)
 
+HOOK = "hook"  # the source of an item that the hook added
 HOOK_THREADS = 4
 
 
@@ -181,29 +185,36 @@ class _Run:
         self._deadlines = split(self.began_at, deadline_at, rank_s, config)
         self._shown_at = int(time.time()) if request.timestamp is None else request.timestamp
         self._exclude_seen = config.exclude_seen if request.exclude_seen is None else request.exclude_seen
+        self._drops_unknown = (request.unknown_items or config.unknown_items) == "drop"
         denied = [np.empty(0, np.int64) if request.deny_items is None else request.deny_items]
-        self._denied: I64 = np.unique(np.concatenate([*denied, *([events.items] if self._exclude_seen else [])]))
+        # ascending; not np.unique, which takes five times as long for the thousands of items of a history
+        self._denied: I64 = np.sort(np.concatenate([*denied, *([events.items] if self._exclude_seen else [])]))
+        self._unknown: Counter[str] = Counter()  # source -> items that the ranker does not know
         self._reports: list[StageReport] = []
 
     async def answer(self, verdict: Verdict, history_s: float) -> RecommendAnswer:
         """Run the stages one after the other."""
         origins = await self._retrieve()
         retrieved_at = time.monotonic()
-        items = (await self._hooked(np.fromiter(origins, np.int64)))[: self.max_candidates]
+        known, unknown = self._parted(await self._hooked(np.fromiter(origins, np.int64)), origins)
+        known, unknown = known[: self.max_candidates], unknown[: max(0, self.max_candidates - len(known))]
         prepared_at = time.monotonic()
-        ranked = await self._rank(items) if len(items) else None
-        scores = next(iter(ranked.scores.values())) if ranked else np.full(len(items), np.nan, np.float32)
+        ranked = await self._rank(known) if len(known) or self._unknown else None
+        scores = next(iter(ranked.scores.values())) if ranked else np.full(len(known), np.nan, np.float32)
         ordered = by_both if ranked and self._cascade.config.order == "fused" else best_first
-        best = ordered(scores)[: self._request.num_items]
+        order = ordered(scores)
+        items = np.concatenate([known[order], unknown])[: self._request.num_items]
+        scores = np.concatenate([scores[order], np.full(len(unknown), np.nan, np.float32)])[: len(items)]
         return RecommendAnswer(
             model_version=self._ranking.version,
             verdict=verdict,
             outcome=ranked.outcome if ranked else None,
             reason=ranked.reason if ranked else Reason.NONE,
-            item_ids=items[best],
-            scores=scores[best],
-            origins=tuple(origins.get(item, "hook") for item in items[best].tolist()),
-            num_candidates=len(items),
+            item_ids=items,
+            scores=scores,
+            origins=tuple(origins.get(item, HOOK) for item in items.tolist()),
+            num_candidates=len(known),
+            unknown=dict(self._unknown),
             stages=tuple(self._reports),
             history=self._tokens.report,
             prefix_tokens=ranked.prefix_tokens if ranked else 0,
@@ -228,6 +239,9 @@ class _Run:
                 raise error
         items, row = in_turns([self._allowed(one) for one in found if not isinstance(one, RequestError)])
         origins = {item: names[index] for item, index in zip(items.tolist(), row.tolist(), strict=True)}
+        if self._drops_unknown:  # now, so that popular items fill up what is short
+            known, _ = self._parted(items, origins)
+            origins = {item: origins[item] for item in known.tolist()}
         if len(origins) < min(self._request.num_items, self.max_candidates):
             self._fill_up(origins)
         return origins
@@ -242,9 +256,11 @@ class _Run:
             return
         most = self.max_candidates + len(self._denied)
         items = self._allowed(popular[:most])
+        if self._drops_unknown:
+            items, _ = self._parted(items, dict.fromkeys(items.tolist(), POPULAR))
         for item in items.tolist():
-            origins.setdefault(item, "popular")
-        self._report("popular", StageResult.OK if len(items) else StageResult.EMPTY, began_at, len(items))
+            origins.setdefault(item, POPULAR)
+        self._report(POPULAR, StageResult.OK if len(items) else StageResult.EMPTY, began_at, len(items))
 
     def _broken(self) -> str:
         """Name the sources that failed; to find nothing is no failure."""
@@ -265,7 +281,7 @@ class _Run:
         result = StageResult.OK
         items = np.empty(0, np.int64)
         try:
-            async with deadline(self._deadlines.retrieve_at - began_at):
+            async with Deadline(self._deadlines.retrieve_at - began_at):
                 items = await source.ask(asked)
             result = StageResult.OK if len(items) else StageResult.EMPTY
         except ColdUser:
@@ -278,8 +294,24 @@ class _Run:
         return items
 
     def _allowed(self, items: I64) -> I64:
-        allowed: I64 = items[~np.isin(items, self._denied)]
+        if not len(self._denied):
+            return items
+        at = np.searchsorted(self._denied, items).clip(max=len(self._denied) - 1)
+        allowed: I64 = items[self._denied[at] != items]
         return allowed
+
+    # ---- items that the ranker does not know
+
+    def _parted(self, items: I64, origins: Mapping[int, str]) -> tuple[I64, I64]:
+        """Part the items that the ranker knows from those that it does not, and count these by their sources.
+
+        Returns:
+            Known and unknown items, each in the given order; no unknown ones if they are to be dropped.
+        """
+        rows = self._ranking.vocabulary.rows(items)
+        unknown = items[rows == UNKNOWN]
+        self._unknown.update(origins.get(item, HOOK) for item in unknown.tolist())
+        return items[rows != UNKNOWN], unknown[:0] if self._drops_unknown else unknown
 
     # ---- pre-processing
 
@@ -292,7 +324,7 @@ class _Run:
         began_at = time.monotonic()
         context = HookContext(self._request.user, self._events, self._request.context, self._shown_at)
         try:
-            async with deadline(min(self._deadlines.hook_at - began_at, config.hook_budget_s)):
+            async with Deadline(min(self._deadlines.hook_at - began_at, config.hook_budget_s)):
                 if inspect.iscoroutinefunction(hook):
                     returned = await hook(items.copy(), context)
                 else:
@@ -310,11 +342,19 @@ class _Run:
     # ---- rank
 
     async def _rank(self, items: I64) -> RankAnswer | None:
-        """Score the candidates; None = the rank failed, and the configuration answers without it."""
+        """Score the candidates, all of which the ranker knows.
+
+        Returns:
+            None = there is none, or the rank failed and the configuration answers without it.
+        """
         began_at = time.monotonic()
+        is_partial = bool(self._unknown) and len(items) < min(self._request.num_items, self.max_candidates)
+        if not len(items):
+            self._report("rank", StageResult.PARTIAL, began_at, 0)
+            return None
         request = RankRequest(user=self._request.user, candidates=items, history=HistoryRef(), timestamp=self._shown_at)
         try:
-            async with deadline(self._deadlines.rank_at - began_at) as deadline_at:
+            async with Deadline(self._deadlines.rank_at - began_at) as deadline_at:
                 # the rank's objective counts from its own stage: counted from the cascade's arrival it would be over
                 # before retrieval is done, and every cascade would overtake every rank
                 ranked = await self._ranking.rank(request, self._tokens, Call(began_at, deadline_at))
@@ -325,7 +365,7 @@ class _Run:
             return None
         self._cascade.metrics.rank.answered(ranked)
         self._cascade.metrics.requests.answered(RANK, ranked, time.monotonic() - began_at)
-        self._report("rank", StageResult.OK, began_at, len(items))
+        self._report("rank", StageResult.PARTIAL if is_partial else StageResult.OK, began_at, len(items))
         return ranked
 
     def _report(self, stage: str, result: StageResult, began_at: float, num_items: int) -> None:

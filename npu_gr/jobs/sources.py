@@ -11,6 +11,7 @@ import numpy as np
 
 from npu_gr.core.errors import ConfigError
 from npu_gr.core.kinds import GENERATE, MATCH
+from npu_gr.core.names import item_id
 from npu_gr.core.request import I64, Events, GenerateRequest, HistoryRef, MatchRequest, UserKey
 from npu_gr.jobs.base import Call
 from npu_gr.jobs.cascade_plan import in_turns
@@ -30,6 +31,8 @@ class SourceRequest(NamedTuple):
     call: Call
 
 
+POPULAR = "popular"  # the list of popular items, among the names of sources
+
 Source = Callable[[SourceRequest], Awaitable[I64]]
 """Answers items, best first. Raises ColdUser if it knows nothing of the user, NpuGrError if it failed."""
 
@@ -47,7 +50,11 @@ def from_generation(versions: Versions, metrics: Metrics) -> Source:
     async def retrieve(asked: SourceRequest) -> I64:
         began_at = time.monotonic()
         request = GenerateRequest(
-            user=asked.user, history=HistoryRef(), num_items=asked.num_items, deny_items=asked.denied
+            user=asked.user,
+            history=HistoryRef(),
+            num_items=asked.num_items,
+            exclude_seen=False,  # what was seen is among the denied items
+            deny_items=asked.denied,
         )
         generation = versions.generator()
         with generation.use:
@@ -80,17 +87,25 @@ def from_match(job: MatchJob, metrics: Metrics) -> Source:
 
 
 def read_popular(path: str | None) -> I64:
-    """Read the item ids of a file, one a line; no path gives no items.
+    """Read the items that a file names, one a line, best first, as the company calls them; no path gives no items.
 
     Raises:
-        ConfigError: the file cannot be read, or is empty.
+        ConfigError: the file cannot be read, a line is no name of an item, or there is none.
     """
     if path is None:
         return np.empty(0, np.int64)
     try:
-        items = np.array([int(line) for line in Path(path).read_text().split()], np.int64)
-    except (OSError, ValueError, OverflowError) as error:
+        lines = Path(path).read_text("utf-8-sig").splitlines()
+        items = np.array([_named(line, number) for number, line in enumerate(lines, 1) if line.strip()], np.int64)
+    except (OSError, ValueError) as error:
         raise ConfigError(f"recommend.popular: {path}: {error}") from error
     if not len(items):
         raise ConfigError(f"recommend.popular: {path} holds no item")
     return in_turns([items])[0]
+
+
+def _named(line: str, number: int) -> int:
+    try:
+        return item_id(line.strip())
+    except ValueError as error:
+        raise ValueError(f"line {number}: {error}") from None

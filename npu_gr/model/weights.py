@@ -113,13 +113,16 @@ def load(folder: Path) -> Checkpoint:
     ids: I64 = item_ids.numpy().astype(np.int64)
     if len(np.unique(ids)) != len(ids) or (ids < 0).any():
         raise CheckpointError(f"checkpoint {folder}: {ITEM_IDS} must be distinct and not negative")
+    names = about.action_names or tuple(f"{value:g}" for value in about.action_values)
+    if names and (len(names) != len(about.model.actions) or len(set(names)) != len(names)):
+        raise CheckpointError(f"checkpoint {folder}: action_names: one for each of {len(about.model.actions)} actions")
     return Checkpoint(
         model=model.eval(),
         item_ids=ids,
         name=about.name,
         version=about.version,
         action_values=about.action_values,
-        action_names=about.action_names or tuple(f"{value:g}" for value in about.action_values),
+        action_names=names,
         metrics=about.metrics,
     )
 

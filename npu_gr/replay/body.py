@@ -9,7 +9,7 @@ import msgspec
 
 from npu_gr.core.request import Events, UserKey
 from npu_gr.replay.fields import REQUEST_FIELDS
-from npu_gr.replay.log import OPTIONS, RECORDED, LoggedHistory, QueryRecord
+from npu_gr.replay.log import OPTIONS, RECORDED, LoggedHistory, QueryRecord, column
 from npu_gr.replay.plan import user_of
 
 MAX_USERS = 200_000  # of whom a client remembers the newest prefix
@@ -19,17 +19,23 @@ HistoryMode = Literal["logged", "whole", "delta"]
 
 
 def encode(record: QueryRecord) -> bytes:
-    """The record's request body, JSON."""
+    """The record's request body, JSON. Columns are raw: a record has ids and indices, a list would be read as names."""
     body: dict[str, object] = {"user_id": record.user_id}
     if record.tenant:
         body["tenant"] = record.tenant
-    body |= {name: getattr(record, name) for name in REQUEST_FIELDS[record.kind]}
+    body |= {name: _raw(getattr(record, name)) for name in REQUEST_FIELDS[record.kind]}
     if "num_candidates" in body:  # a signal that the plan made from a rank has the candidates themselves
         body["num_candidates"] = record.num_candidates or len(record.candidate_ids()) or None
     options = getattr(record, record.kind) if record.kind in OPTIONS else None
     if options is not None:
-        body |= msgspec.structs.asdict(options)
+        body |= {name: _raw(value) for name, value in msgspec.structs.asdict(options).items()}
     return msgspec.json.encode({name: value for name, value in body.items() if value is not None})
+
+
+def _raw(value: object) -> object:
+    if isinstance(value, LoggedHistory):
+        return LoggedHistory.of(value.events())
+    return column(value).tobytes() if isinstance(value, list) else value
 
 
 class _KnownPrefix(NamedTuple):

@@ -63,7 +63,9 @@ def _run(run: Report, anchor: str) -> str:
         ("Bytes of the memory tiers", _tiers(run)),
     )
     figures = "".join(figure(title, plot) for title, plot in plots)
-    warning = '<p class="warn">The generator was late: these latencies are partly its own.</p>' if run.was_late else ""
+    warning = (
+        '<p class="warn">The load generator was late: these latencies are partly its own.</p>' if run.was_late else ""
+    )
     cut = '<p class="warn">Interrupted: only what was answered before counts.</p>' if run.interrupted else ""
     columns = ("ms from the due time", "count", *(f"P{p:g}" for p in PERCENTILES))
     latencies = table(

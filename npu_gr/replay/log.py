@@ -81,6 +81,7 @@ class LoggedGenerate(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     beam_width: int | None = None
     normalise: Literal["vocabulary", "codebook", "valid"] = "vocabulary"
     temperature: float = 1.0
+    exclude_seen: bool | None = None
     allow_items: Column | None = None
     deny_items: Column | None = None
     attributes: dict[str, list[bool | int | float | str]] = {}
@@ -101,6 +102,7 @@ class LoggedRecommend(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     num_items: int = 10
     num_candidates: int | None = None
     exclude_seen: bool | None = None
+    unknown_items: Literal["last", "drop"] | None = None
     deny_items: Column | None = None
     context: dict[str, bool | int | float | str] = {}
 

@@ -20,7 +20,7 @@ from npu_gr.replay.sample import Sample
 from npu_gr.replay.tally import HITS, Tally
 
 PERCENTILES = (50, 95, 99, 99.9)
-LATE_S = 0.005  # a p99 send-lag over this says that the generator, not the service, was slow
+LATE_S = 0.005  # a p99 send-lag over this says that the load generator, not the service, was slow
 CDF_POINTS = 200
 
 
@@ -131,7 +131,7 @@ class Report:
         for name, counts in (("not a hit because", self.reasons), ("errors", self.errors)):
             summary.add_row(name, ", ".join(f"{key} {count}" for key, count in counts.items()) or "none")
         summary.add_row("stages, P50 ms", ", ".join(f"{k} {v:.2f}" for k, v in self.stages_p50_ms.items()))
-        late = "  THE GENERATOR WAS LATE" if self.was_late else ""
+        late = "  THE LOAD GENERATOR WAS LATE" if self.was_late else ""
         summary.add_row("send-lag ms", ", ".join(f"{k} {v:.2f}" for k, v in self.lag_ms.items()) + late)
         for task, value in self.auc.items():
             summary.add_row(f"AUC {task}", f"{value:.4f}")

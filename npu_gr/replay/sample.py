@@ -8,6 +8,7 @@ from typing import Any, NotRequired, TypedDict
 import msgspec
 
 from npu_gr.core.kinds import Kind, Scored
+from npu_gr.core.names import answered_ids
 from npu_gr.replay.fields import ANSWER_FIELDS, UNRANKED
 from npu_gr.replay.log import RECORDED, QueryRecord
 
@@ -28,7 +29,7 @@ class ReplayedAnswer(TypedDict):
     stages_s: dict[str, float]
     prefix_tokens: int
     history: AnsweredHistory
-    items: NotRequired[list[int]]  # that the answer chose
+    items: NotRequired[list[int]]  # ids of those that the answer chose
     model_version: NotRequired[str]  # or that of the vectors
 
 
@@ -57,7 +58,7 @@ def _wire_type(name: str, kind: Kind[Any, Any]) -> Any:
     row = list[float | None]
     fields: list[Any] = [("scores", dict[str, row] if kind.scored is Scored.CANDIDATES else row)]
     if kind.scored is Scored.ITEMS:
-        fields.append(("items", list[int]))
+        fields.append(("items", list[str | int]))
     if has.outcome is not None:
         fields.append((has.outcome, str | None if has.has_null_outcome else str))
     parts = (("reason", str), ("stages_s", dict[str, float]), ("prefix_tokens", int), ("history", AnsweredHistory))
@@ -109,7 +110,7 @@ def read_answer(record: QueryRecord, content: bytes) -> tuple[ReplayedAnswer | N
     if has.version is not None:
         answer["model_version"] = getattr(body, has.version)
     if hasattr(body, "items"):
-        answer["items"] = body.items
+        answer["items"] = answered_ids(body.items).tolist()
         return answer, history.get("fingerprint", "")
     num = len(record.candidate_ids())
     if any(len(scores) != num for scores in answer["scores"].values()):

@@ -133,7 +133,8 @@ async def search(play: Play, options: ReplayOptions, within: RateSearchOptions, 
         if stop.is_set():
             return Study(runs=runs, highest_per_s=best, ended="interrupted")
         if report.was_late:
-            return Study(runs=runs, highest_per_s=best, ended=f"the generator was late at {rate:.3g}/s: more processes")
+            ended = f"the load generator was late at {rate:.3g}/s: give it more --processes"
+            return Study(runs=runs, highest_per_s=best, ended=ended)
         if report.attainment_ratio >= within.target_ratio:
             best = rate
         else:

@@ -65,7 +65,7 @@ def build_admin_app(router: Router) -> web.Application:
             body = msgspec.json.decode(await request.read(), type=UserBody)
         except (msgspec.MsgspecError, ValueError) as error:
             raise BadRequest(f"body: {error}") from error
-        name = placed_by(body.tenant.encode(), body.user_id.encode())
+        name = placed_by(body.user.tenant.encode(), body.user.user.encode())
         return _json({"places": {"placements": router.members.knows(name)}})
 
     def named(request: web.Request) -> InstanceState:

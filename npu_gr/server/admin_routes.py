@@ -67,7 +67,7 @@ class CatalogueRoutes:
         return struct_response(request, render_catalogue(await self._service.catalogue.reload()))
 
     async def _rollback(self, request: web.Request) -> web.Response:
-        return struct_response(request, render_catalogue(self._service.catalogue.rollback()))
+        return struct_response(request, render_catalogue(await self._service.catalogue.rollback()))
 
 
 class VectorsRoutes:
@@ -90,4 +90,4 @@ class VectorsRoutes:
         return struct_response(request, render_vectors(await self._service.vectors.reload()))
 
     async def _rollback(self, request: web.Request) -> web.Response:
-        return struct_response(request, render_vectors(self._service.vectors.rollback()))
+        return struct_response(request, render_vectors(await self._service.vectors.rollback()))

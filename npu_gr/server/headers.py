@@ -15,7 +15,8 @@ NOT_TAKEN = "X-NpuGr-Not-Taken"  # on a 503: the instance began nothing, so the 
 _VALID_ID = re.compile(r"[!-~]{1,128}")
 _GRPC_UNITS_S = {"H": 3600.0, "M": 60.0, "S": 1.0, "m": 1e-3, "u": 1e-6, "n": 1e-9}
 _GRPC_TIMEOUT = re.compile(r"(\d{1,8})([HMSmun])")
-_MS_HEADERS = ("X-Request-Timeout-Ms", "x-envoy-expected-rq-timeout-ms")
+TIMEOUT_MS = "X-Request-Timeout-Ms"
+_MS_HEADERS = (TIMEOUT_MS, "x-envoy-expected-rq-timeout-ms")
 BUDGET_HEADERS = (*_MS_HEADERS, "grpc-timeout")
 
 

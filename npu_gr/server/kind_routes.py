@@ -15,7 +15,7 @@ from npu_gr.core.errors import BadRequest, DeadlineExceeded
 from npu_gr.core.kinds import KINDS, A, Kind, Q
 from npu_gr.core.request import Answer, Outcome
 from npu_gr.server.codec import CODECS
-from npu_gr.server.codec.base import B, Codec, UrlParts
+from npu_gr.server.codec.base import B, Codec, Shown, UrlParts
 from npu_gr.server.config import ServerConfig
 from npu_gr.server.headers import budget_s
 from npu_gr.server.middleware import ANSWER, ARRIVED_AT, ID, KEY, PARSED_AT, USER, slot_of
@@ -92,7 +92,7 @@ def _handler(
         def parse(body: Any) -> Q:  # B; mypy cannot know that B is UrlParts where there is no body
             body = _of_tenant(body, keys.tenant_of(request[KEY], body.user.tenant))
             request[USER] = body.user
-            return codec.parse(body, config)
+            return codec.parse(body, config, service.names)
 
         until_at = _until_at(request, config)
         if codec.body is None:
@@ -103,7 +103,7 @@ def _handler(
             parsed = codec.read_headers(parsed, request.headers)
         answer = await service.serve(kind, parsed, _left_s(request, until_at), slot_of(request))
         request[ANSWER] = cast("Answer", answer)
-        rendered = codec.render(answer, request[ID], accepted_media(request))
+        rendered = codec.render(answer, request[ID], accepted_media(request), Shown(service.names))
         if rendered is None:
             response = web.Response(status=kind.status)
         else:

@@ -29,6 +29,7 @@ class RecordingService:
         self.is_ready = service.is_ready
         self.effective_config = service.effective_config
         self.knows = service.knows
+        self.names = service.names
         self.reload_models = service.reload_models
 
     @property

@@ -7,6 +7,7 @@ from typing import Any, Protocol, TypeVar
 from npu_gr.admission.door import Door, Slot
 from npu_gr.core.kinds import A, Kind, Q
 from npu_gr.core.request import CatalogueChange, CatalogueInfo, ModelInfo, UserKey, VectorsInfo
+from npu_gr.server.codec.naming import Names
 
 I_co = TypeVar("I_co", covariant=True)
 
@@ -22,7 +23,7 @@ class PublishedAdmin(Protocol[I_co]):
         """Read the file again and serve it; requests in progress keep their version. Raises Unprocessable."""
         ...
 
-    def rollback(self) -> I_co:
+    async def rollback(self) -> I_co:
         """Serve the version before. Raises Unprocessable where none is kept."""
         ...
 
@@ -55,6 +56,11 @@ class ServiceProtocol(Protocol):
 
     def knows(self, user: UserKey) -> dict[str, bool]:
         """Say of each memory of this process whether the user can be found in it."""
+        ...
+
+    @property
+    def names(self) -> Names:
+        """Names of actions and items."""
         ...
 
     @property

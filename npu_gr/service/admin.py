@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from npu_gr.core.errors import DataError, NotFound, Unprocessable
+from npu_gr.core.errors import ConfigError, DataError, NotFound, Unprocessable
+from npu_gr.core.kinds import GENERATE, MATCH
 from npu_gr.core.request import CatalogueChange, CatalogueInfo, UserKey, VectorsInfo
+from npu_gr.jobs.coverage import CoverageRule
 from npu_gr.jobs.match import ServedVectors
 from npu_gr.jobs.served_catalogue import ServedCatalogue
 from npu_gr.jobs.versions import Versions
@@ -20,8 +22,9 @@ class CatalogueOfGenerator:
     be served; the version served before still is.
     """
 
-    def __init__(self, versions: Versions, metrics: ReloadMetrics) -> None:
+    def __init__(self, versions: Versions, coverage: CoverageRule, metrics: ReloadMetrics) -> None:
         self._versions = versions
+        self._coverage = coverage
         self._metrics = metrics
 
     @property
@@ -40,24 +43,30 @@ class CatalogueOfGenerator:
         """Read the file again and serve it; requests in progress keep their version."""
         items = self._items
         with _unprocessable("catalogue"), self._metrics.attempt(Reloaded.CATALOGUE):
-            return await items.reload()
+            async with self._coverage.replacing(GENERATE.name) as before:
+                return await items.reload(before)
 
     async def update(self, change: CatalogueChange) -> CatalogueInfo:
         """Add, withdraw and restore items of the version in service."""
         with _unprocessable("catalogue"):
-            return await self._items.update(change)
+            async with self._coverage.replacing(GENERATE.name, is_limited=False) as before:
+                return await self._items.update(change, before)
 
-    def rollback(self) -> CatalogueInfo:
+    async def rollback(self) -> CatalogueInfo:
         """Serve the version before."""
         with _unprocessable("catalogue"):
-            return self._items.rollback()
+            async with self._coverage.replacing(GENERATE.name, is_limited=False) as before:
+                info = self._items.rollback()
+                await before(self._items.item_ids)
+                return info
 
 
 class VectorsOfMatch:
     """The vectors in service; errors as for `CatalogueOfGenerator`, where the instance does not match."""
 
-    def __init__(self, vectors: ServedVectors | None, metrics: ReloadMetrics) -> None:
+    def __init__(self, vectors: ServedVectors | None, coverage: CoverageRule, metrics: ReloadMetrics) -> None:
         self._maybe = vectors
+        self._coverage = coverage
         self._metrics = metrics
 
     @property
@@ -78,17 +87,21 @@ class VectorsOfMatch:
         """Read the folder again and serve it; requests in progress keep their version."""
         vectors = self._vectors
         with _unprocessable("vectors"), self._metrics.attempt(Reloaded.VECTORS):
-            return await vectors.reload()
+            async with self._coverage.replacing(MATCH.name) as before:
+                return await vectors.reload(before)
 
-    def rollback(self) -> VectorsInfo:
+    async def rollback(self) -> VectorsInfo:
         """Serve the version before."""
         with _unprocessable("vectors"):
-            return self._vectors.rollback()
+            async with self._coverage.replacing(MATCH.name, is_limited=False) as before:
+                info = self._vectors.rollback()
+                await before(self._vectors.item_ids)
+                return info
 
 
 @contextmanager
 def _unprocessable(name: str) -> Iterator[None]:
     try:
         yield
-    except DataError as error:
+    except (DataError, ConfigError) as error:
         raise Unprocessable(f"{name}: {error}") from error

@@ -39,7 +39,8 @@ from npu_gr.server.tracing import spans
 from npu_gr.service.admin import CatalogueOfGenerator, VectorsOfMatch
 from npu_gr.service.build import open_generation, open_ranking
 from npu_gr.service.config import Config, InForce
-from npu_gr.service.job_table import Shared, build_jobs
+from npu_gr.service.job_table import Shared, build_jobs, coverage_rule
+from npu_gr.service.naming import ServedNames
 from npu_gr.service.reload import Reload
 from npu_gr.service.service import Parts, Service
 
@@ -82,6 +83,8 @@ async def instance(
             metrics=metrics,
         )
         jobs = await build_jobs(shared)
+        coverage = coverage_rule(shared, jobs)
+        await coverage.start()
         door = Door(
             config.admission,
             config.slo.objective_s,
@@ -97,8 +100,9 @@ async def instance(
                 jobs=jobs,
                 versions=versions,
                 histories=shared.histories,
-                catalogue=CatalogueOfGenerator(versions, metrics.reloads),
-                vectors=VectorsOfMatch(shared.vectors, metrics.reloads),
+                catalogue=CatalogueOfGenerator(versions, coverage, metrics.reloads),
+                vectors=VectorsOfMatch(shared.vectors, coverage, metrics.reloads),
+                names=ServedNames(settings, versions, shared.vectors),
                 metrics=metrics,
             )
         )
@@ -111,6 +115,7 @@ async def instance(
                 door=door,
                 brownout=brownout,
                 histories=shared.histories,
+                coverage=coverage,
                 read=read,
                 open_ranking=lambda new, old: open_ranking(new, backend, scheduler, metrics, old),
                 open_generation=lambda new, old: open_generation(new, backend, scheduler, metrics, old),

@@ -19,6 +19,7 @@ import msgspec
 import torch
 
 from npu_gr.backend.base import Backend
+from npu_gr.catalogue.item_names import EMPTY, ItemNames
 from npu_gr.catalogue.items import ItemVocabulary
 from npu_gr.core.errors import ConfigError, DataError
 from npu_gr.core.kinds import GENERATE, RANK
@@ -76,9 +77,15 @@ def kv_layout(shape: HSTUConfig, config: Config, checkpoint: Checkpoint, backend
 
 @dataclass(frozen=True, slots=True)
 class Prepared(Generic[M]):
-    """A model that is ready to serve. `activate` makes it take over its pages and returns it; that cannot fail."""
+    """A model that is ready to serve. `activate` makes it take over its pages and returns it; that cannot fail.
+
+    A field that is None is as it is in service.
+    """
 
     activate: Callable[[], M]
+    actions: tuple[str, ...] | None = None  # names, of a ranker
+    vocabulary: ItemVocabulary | None = None  # of a ranker
+    items: ServedCatalogue | None = None  # that a generator finds
 
 
 async def open_ranking(
@@ -94,8 +101,9 @@ async def open_ranking(
         ConfigError: it cannot be served as configured. DeviceError: it failed the parity self-test.
     """
     checkpoint = await asyncio.to_thread(_placed, config, backend)
+    names = await asyncio.to_thread(_names, config.checkpoint)
     if beside is not None and checkpoint.version == beside.version:
-        return Prepared(lambda: beside)
+        return _renamed(beside, names)
     shape = checkpoint.model.config
     layout = kv_layout(shape, config, checkpoint, backend)
     if beside is None:
@@ -125,7 +133,7 @@ async def open_ranking(
         name=checkpoint.name,
         version=checkpoint.version,
         tasks=shape.tasks,
-        actions=shape.actions,
+        actions=checkpoint.action_names or shape.actions,
         num_items=shape.num_items,
         max_history_tokens=shape.max_history_tokens,
         device=backend.name,
@@ -147,7 +155,26 @@ async def open_ranking(
             tenant_weights=config.admission.tenant_weights,
         )
         observe_relay(metrics, RANK.name, engine, pool, dram, relay)
-        return Ranking(config.service, model, vocabulary, engine, relay, metrics)
+        return Ranking(config.service, model, vocabulary, engine, relay, metrics, names)
+
+    return Prepared(activate, actions=model.actions, vocabulary=vocabulary)
+
+
+def _names(folder: str | None) -> ItemNames:
+    """Read the names of items beside a checkpoint."""
+    assert folder is not None
+    try:
+        return ItemNames.load(Path(folder)) or EMPTY
+    except DataError as error:
+        raise ConfigError(str(error)) from error
+
+
+def _renamed(model: M, names: ItemNames) -> Prepared[M]:
+    """Prepare a model that serves already: only the names beside it may be others."""
+
+    def activate() -> M:
+        model.names = names
+        return model
 
     return Prepared(activate)
 
@@ -199,8 +226,9 @@ async def open_generation(
     assert section is not None
     folder = Path(section.checkpoint)
     version = await asyncio.to_thread(hf.version, folder)
+    names = await asyncio.to_thread(_names, section.checkpoint)
     if beside is not None and (version, section) == (beside.version, beside.config):
-        return Prepared(lambda: beside)
+        return _renamed(beside, names)
     decoder = await asyncio.to_thread(_decoder, config, section, backend)
     layout = layout_of(decoder, config.kv.page_tokens)
     if beside is None:
@@ -256,9 +284,9 @@ async def open_generation(
             tenant_weights=config.admission.tenant_weights,
         )
         observe_relay(metrics, GENERATE.name, engine, pool, dram, relay)
-        return Generation(section, folder.name, version, engine, relay, items, metrics)
+        return Generation(section, folder.name, version, engine, relay, items, metrics, names)
 
-    return Prepared(activate)
+    return Prepared(activate, items=items)
 
 
 def _decoder(config: Config, section: GenerateConfig, backend: Backend) -> Decoder:

@@ -35,6 +35,8 @@ class ServiceConfig(RankingConfig, frozen=True, kw_only=True, forbid_unknown_fie
     """What is remembered of requests, and what a ranker accepts."""
 
     known_prefix_bytes: Bytes = 268_435_456  # histories remembered for deltas
+    # of a request whose rows run backwards in time: refuse, or sort by time and count the late ones in the answer
+    unsorted_history: Literal["refuse", "sort"] = "refuse"
 
 
 class _Ratios(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

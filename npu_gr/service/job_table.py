@@ -9,6 +9,7 @@ from typing import Any
 from npu_gr.core.kinds import ERASE, EVENTS, GENERATE, KINDS, MATCH, RANK, RECOMMEND, SIGNAL
 from npu_gr.engine.scheduler import Scheduler
 from npu_gr.jobs.base import KindJob
+from npu_gr.jobs.coverage import CoverageRule, Items
 from npu_gr.jobs.erase import EraseJob
 from npu_gr.jobs.events import EventsJob
 from npu_gr.jobs.generate import GenerateJob
@@ -17,7 +18,7 @@ from npu_gr.jobs.match import MatchJob, ServedVectors
 from npu_gr.jobs.rank import RankJob
 from npu_gr.jobs.recommend import Cascade, RecommendJob
 from npu_gr.jobs.signal import SignalJob
-from npu_gr.jobs.sources import SizedSource, from_generation, from_match
+from npu_gr.jobs.sources import POPULAR, SizedSource, from_generation, from_match
 from npu_gr.jobs.versions import Versions
 from npu_gr.metrics.registry import Metrics
 from npu_gr.service.config import InForce
@@ -96,6 +97,28 @@ MAKERS: dict[str, Maker] = {
     EVENTS.name: _events,
     ERASE.name: _erase,
 }
+
+
+def coverage_rule(shared: Shared, jobs: Mapping[str, AnyJob]) -> CoverageRule:
+    """Make the rule about what the ranker must know of the cascade's sources; without a cascade there are none."""
+    job = jobs.get(RECOMMEND.name)
+    if not isinstance(job, RecommendJob):
+        return CoverageRule(0.0, lambda: shared.versions.ranker().vocabulary, {}, (), lambda *_: None)
+    cascade = job.cascade
+    items: dict[str, Items] = {}
+    if GENERATE.name in cascade.sources:
+        items[GENERATE.name] = lambda: shared.versions.generator().items.item_ids()
+    if MATCH.name in cascade.sources and shared.vectors is not None:
+        items[MATCH.name] = shared.vectors.item_ids
+    if len(cascade.popular):
+        items[POPULAR] = lambda: cascade.popular
+    return CoverageRule(
+        cascade.config.min_coverage,
+        lambda: shared.versions.ranker().vocabulary,
+        items,
+        list(cascade.sources),
+        shared.metrics.recommend.covers,
+    )
 
 
 async def build_jobs(shared: Shared) -> dict[str, AnyJob]:

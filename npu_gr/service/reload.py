@@ -1,6 +1,7 @@
 """Read the configuration file again while the instance serves: all of it takes effect, or nothing does.
 
-    checkpoint      another version is loaded, proven and warmed up beside the old one, which drains
+    checkpoint      another version is loaded, proven and warmed up beside the old one, which drains; its actions must
+                    begin with those of the old one, and it must know the items of the cascade's sources (`coverage.py`)
     generate        another version is loaded and warmed up beside the old one, which drains; memory sizes and the
                     number of levels cannot change
     slo, admission, service, relay, trigger, brownout    in force from the next request on
@@ -15,12 +16,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 
 from npu_gr.admission.brownout import BrownoutControl
 from npu_gr.admission.door import Door
 from npu_gr.core.errors import ConfigError, NpuGrError, Unavailable
 from npu_gr.core.kinds import GENERATE, RANK
+from npu_gr.core.words import cut
+from npu_gr.jobs.coverage import CoverageRule
 from npu_gr.jobs.generation import Generation
 from npu_gr.jobs.histories import Histories
 from npu_gr.jobs.ranking import Ranking
@@ -64,6 +67,21 @@ def check_changeable(old: Config, new: Config) -> None:
         )
 
 
+def check_actions(old: Sequence[str], new: Sequence[str]) -> None:
+    """Check that every action of `old` has the same index in `new`: histories hold indices.
+
+    Raises:
+        ConfigError: names the first that differs.
+    """
+    for index, name in enumerate(old):
+        if index >= len(new) or new[index] != name:
+            is_now = f"it is {cut(new[index])!r}" if index < len(new) else f"there are only {len(new)}"
+            raise ConfigError(
+                f"checkpoint: action {index} is {cut(name)!r} in the version that serves, and here {is_now}; histories "
+                "hold these numbers, so actions may only be added at the end: train on a dataset that keeps the order"
+            )
+
+
 class Reload:
     """Call it to bring an instance to what its file says now. A second call waits for the first."""
 
@@ -75,6 +93,7 @@ class Reload:
         door: Door,
         brownout: BrownoutControl,
         histories: Histories,
+        coverage: CoverageRule,
         read: Callable[[], Config],
         open_ranking: Callable[[Config, Ranking], Awaitable[Prepared[Ranking]]],
         open_generation: Callable[[Config, Generation], Awaitable[Prepared[Generation]]],
@@ -85,6 +104,7 @@ class Reload:
         Args:
             settings: in force; replaced when a reload succeeds.
             versions, door, brownout, histories: what is reconfigured.
+            coverage: of the cascade's sources.
             read: reads the configuration again from where the first one came; called in a thread.
             open_ranking, open_generation: prepare a model of the new configuration beside the one that serves. Its
                 `activate` takes over the pages, and returns the serving model itself if the version is the same.
@@ -95,6 +115,7 @@ class Reload:
         self._door = door
         self._brownout = brownout
         self._histories = histories
+        self._coverage = coverage
         self._read = read
         self._open_ranking = open_ranking
         self._open_generation = open_generation
@@ -126,14 +147,22 @@ class Reload:
         ranking = generation = None
         if versions.rankers is not None:
             ranking = await self._open_ranking(new, versions.rankers.current)
+            if ranking.actions is not None:
+                check_actions(versions.rankers.current.model.actions, ranking.actions)
         if versions.generators is not None:
             generation = await self._open_generation(new, versions.generators.current)
-        # From here on nothing fails and nothing waits: a model that takes over pages must serve at once.
-        if versions.rankers is not None and ranking is not None:
-            _replace(versions.rankers, ranking)
-        if versions.generators is not None and generation is not None:
-            _replace(versions.generators, generation)
-        self._reconfigure(new)
+        async with self._coverage.changing:
+            measured = await self._coverage.check(
+                ranking.vocabulary if ranking is not None else None,
+                {GENERATE.name: generation.items.item_ids} if generation is not None and generation.items else {},
+            )
+            # From here on nothing fails and nothing waits: a model that takes over pages must serve at once.
+            if versions.rankers is not None and ranking is not None:
+                _replace(versions.rankers, ranking)
+            if versions.generators is not None and generation is not None:
+                _replace(versions.generators, generation)
+            self._coverage.accept(measured)
+            self._reconfigure(new)
         log.info("reloaded: %s", ", ".join(f"{m.name} {m.version}" for m in versions.models() if not m.is_draining))
 
     def _reconfigure(self, new: Config) -> None:

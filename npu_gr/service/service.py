@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from npu_gr.admission.brownout import OBSERVE_S, BrownoutControl
-from npu_gr.admission.deadline import deadline
+from npu_gr.admission.deadline import Deadline
 from npu_gr.admission.door import Door, Slot
 from npu_gr.core.errors import ConfigError, NotFound, Unprocessable
 from npu_gr.core.kinds import A, Kind, Q
@@ -35,6 +35,7 @@ from npu_gr.jobs.versions import Versions
 from npu_gr.metrics.registry import Metrics
 from npu_gr.service.admin import CatalogueOfGenerator, VectorsOfMatch
 from npu_gr.service.config import InForce, to_table
+from npu_gr.service.naming import ServedNames
 
 MAX_FAILURES = 3  # device failures in a row that make the instance unready
 
@@ -52,6 +53,7 @@ class Parts:
     histories: Histories
     catalogue: CatalogueOfGenerator
     vectors: VectorsOfMatch
+    names: ServedNames
     metrics: Metrics
 
 
@@ -95,7 +97,7 @@ class Service:
         if kind.must_finish:
             answer = await job.run(request, Call(arrived_at, deadline_at=float("inf")))
         else:
-            async with deadline(budget_s) as deadline_at:
+            async with Deadline(budget_s) as deadline_at:
                 if slot is not None:
                     answer = await job.run(request, Call(arrived_at, deadline_at, slot))
                 else:
@@ -124,6 +126,11 @@ class Service:
             level = self.parts.brownout.observe(pressure, time.monotonic())
             for model in self.versions.current():
                 model.relay.settings.brownout = level
+
+    @property
+    def names(self) -> ServedNames:
+        """Names of actions and items."""
+        return self.parts.names
 
     # ---- administration
 

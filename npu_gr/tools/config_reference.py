@@ -19,6 +19,7 @@ from npu_gr.tools.config_schema import first_lines, plain_default
 from npu_gr.train.generate.train import GenerateOptions
 from npu_gr.train.match.options import MatchOptions
 from npu_gr.train.rank.train import TrainOptions
+from npu_gr.train.site.options import SiteOptions
 
 _HEAD = """# Configuration
 
@@ -50,6 +51,7 @@ _PROCESSES = {
     ),
 }
 _TRAINERS: dict[str, type[msgspec.Struct]] = {
+    "all": SiteOptions,
     "rank": TrainOptions,
     "generate": GenerateOptions,
     "match": MatchOptions,
@@ -82,9 +84,12 @@ def _processes() -> Iterator[str]:
 def _trainers() -> Iterator[str]:
     yield "## Training\n"
     for name, cls in _TRAINERS.items():
-        words = {path: _description(setting.field.type) for path, setting in settings_of(cls).items()}
+        own = {path: one for path, one in settings_of(cls).items() if path.partition(".")[0] not in _TRAINERS}
+        words = {path: _description(setting.field.type) for path, setting in own.items()}
         yield f"### `npu-gr train {name} --set KEY=VALUE`\n"
-        yield from _table(settings_of(cls).values(), words)
+        if name == "all":
+            yield "And `rank.KEY`, `generate.KEY`: the options of the two models, as below.\n"
+        yield from _table(own.values(), words)
 
 
 def _about(section: Setting, words: dict[str, str]) -> str:

@@ -15,14 +15,14 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import aiohttp
+import msgspec
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from npu_gr.core.errors import CheckpointError, ConfigError, Unavailable
 from npu_gr.core.kinds import RANK
@@ -40,8 +40,8 @@ from npu_gr.replay.run import replay
 from npu_gr.service.config import Config, load
 from npu_gr.tools import demo_cascade
 from npu_gr.train.data import to_train_on
+from npu_gr.train.progress import training_progress
 from npu_gr.train.rank.train import DEMO, train_rank
-from npu_gr.train.steps import TrainingProgress
 
 SLICE = 20  # held-out events of a request
 CANDIDATES = 100  # of a rank
@@ -177,26 +177,11 @@ def _checkpoint(folder: Path, log: Interactions, features: list[ItemValues], con
         console.print(f"reusing the ranker {checkpoint.version} in {folder}")
         return checkpoint
     with training_progress(console) as show:
-        checkpoint, evaluation = train_rank(log, features, DEMO, show)
+        unseen_traffic = msgspec.structs.replace(DEMO, refit=False)  # the newest fifth is the demo's traffic
+        checkpoint, evaluation = train_rank(log, features, unseen_traffic, show)
     console.print(evaluation.table())
     save(checkpoint, folder)
     return load_checkpoint(folder)
-
-
-@contextmanager
-def training_progress(console: Console) -> Iterator[Callable[[TrainingProgress], None]]:
-    """Show a progress bar for each stage of a training; yields what to call with its progress."""
-    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[loss]}"), TimeElapsedColumn())
-    with Progress(*columns, console=console) as bar:
-        tasks: dict[str, TaskID] = {}
-
-        def show(step: TrainingProgress) -> None:
-            if step.stage not in tasks:
-                tasks[step.stage] = bar.add_task(step.stage, total=step.total, loss="")
-            loss = "" if step.loss != step.loss else f"loss {step.loss:.4f}"
-            bar.update(tasks[step.stage], completed=step.done, loss=loss)
-
-        yield show
 
 
 def _forget(folder: Path) -> None:

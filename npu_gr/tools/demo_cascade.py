@@ -13,11 +13,13 @@ import yaml
 from rich.console import Console
 from rich.table import Table
 
+from npu_gr.core.names import answered_ids
 from npu_gr.features.interactions import Interactions, read_item_features
 from npu_gr.tools.evaluate_service import EvaluationClient, NextEventCase, evaluate, next_events
 from npu_gr.train.data import to_train_on
-from npu_gr.train.generate.publish import CONFIGURATION, publish
+from npu_gr.train.generate.publish import publish
 from npu_gr.train.generate.train import MOVIELENS, train_generator
+from npu_gr.train.next_command import CONFIGURATION
 from npu_gr.train.steps import TrainingProgress
 
 GENERATOR = msgspec.structs.replace(MOVIELENS, epochs=12, validate_every=12, validation_users=100, test_users=100)
@@ -74,9 +76,8 @@ async def show(url: str, admin_url: str, log: Interactions, source: Path, consol
     cases = next_events(log, known, EVALUATED_USERS)
     titles = _titles(source)
     async with EvaluationClient(url) as client:
-        actions = await client.actions()
         for case in cases[:SHOWN_USERS]:
-            body = case.body(actions, "shown") | {"num_items": SHOWN_ITEMS, "timestamp": case.happened_at}
+            body = case.body("shown") | {"num_items": SHOWN_ITEMS, "timestamp": case.happened_at}
             answer, _ = await client.post("/v1/recommend", body)
             console.print(_user_table(case, answer, titles))
     evaluation = await evaluate(url, admin_url, cases, np.unique(log.items).tolist())
@@ -95,7 +96,8 @@ def _user_table(case: NextEventCase, answer: dict[str, Any], titles: dict[int, s
     newest = zip(case.items[-SHOWN_ITEMS:], case.values[-SHOWN_ITEMS:], strict=True)
     watched = [f"{titles.get(item, item)} ({value:g})" for item, value in newest]
     offered = [
-        titles.get(item, str(item)) + (" <- watched next" if item == case.target else "") for item in answer["items"]
+        titles.get(item, str(item)) + (" <- watched next" if item == case.target else "")
+        for item in answered_ids(answer["items"]).tolist()
     ]
     table = Table("watched last (stars)", "recommended", title=f"user {case.user}, {len(case.items)} films before")
     for left, right in zip(reversed(watched), offered, strict=False):

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from base64 import b64encode
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +27,7 @@ from rich.table import Table
 
 from npu_gr.access.calling import calling_context, calling_headers
 from npu_gr.core.errors import Unavailable
+from npu_gr.core.names import answered_ids
 from npu_gr.features.interactions import Interactions
 from npu_gr.train.metrics import hit_ratio, ndcg
 
@@ -41,25 +43,25 @@ class NextEventCase:
     """A user's history, oldest first, and the event that came next."""
 
     user: str
-    items: list[int]
+    items: list[int]  # ids
     values: list[float]
+    actions: list[str | float]  # names
     timestamps: list[int]  # unix seconds
     target: int  # the item of the next event
     happened_at: int  # unix seconds of the next event
 
-    def body(self, actions: dict[str, int], tenant: str) -> dict[str, Any]:
+    def body(self, tenant: str) -> dict[str, Any]:
         """The part of a request body that every route reads: the user and the history.
 
         Args:
-            actions: name of an action of the service's ranker -> its id.
             tenant: a tenant of its own keeps the requests of one way from warming the cache of another.
         """
         return {
             "user_id": self.user,
             "tenant": tenant,
             "history": {
-                "items": self.items,
-                "actions": [actions[f"{value:g}"] for value in self.values],
+                "items": _raw(self.items),
+                "actions": self.actions,
                 "timestamps": self.timestamps,
             },
         }
@@ -84,6 +86,10 @@ def next_events(log: Interactions, known: npt.NDArray[np.bool_], num_users: int 
                     user=name,
                     items=own.items[:at].tolist(),
                     values=own.values[:at].tolist(),
+                    actions=[
+                        log.action_names[int(value)] if log.action_names else value
+                        for value in own.values[:at].tolist()
+                    ],
                     timestamps=own.timestamps[:at].tolist(),
                     target=int(own.items[at]),
                     happened_at=int(own.timestamps[at]),
@@ -93,6 +99,11 @@ def next_events(log: Interactions, known: npt.NDArray[np.bool_], num_users: int 
         return cases
     chosen = np.random.default_rng(0).choice(len(cases), num_users, replace=False)
     return [cases[index] for index in sorted(chosen.tolist())]
+
+
+def _names(values: npt.NDArray[np.float64], names: Sequence[str]) -> list[str | float]:
+    """Name the action of each value; a value of a log without names stands for its own."""
+    return [names[int(value)] if names else value for value in values.tolist()]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,7 +179,6 @@ async def evaluate(
     retrieved: list[bool] = []
     outcomes: dict[str, int] = {}
     async with EvaluationClient(base_url, api_key) as client, EvaluationClient(admin_url, api_key) as admin:
-        actions = await client.actions()
         section = await admin.cascade()
         sources: dict[str, int] = section["sources"]
         ranks: dict[str, list[float]] = {way: [] for way in (*sources, "rank", "recommend")}
@@ -181,16 +191,16 @@ async def evaluate(
                 unseen = [item for item in catalogue if item not in seen]
                 asked: dict[str, dict[str, Any]] = {
                     "recommend": {"timestamp": case.happened_at, "num_items": TOP, "exclude_seen": True},
-                    **{way: {"num_items": size, "deny_items": case.items} for way, size in sources.items()},
-                    "rank": {"timestamp": case.happened_at, "candidates": unseen, "top_k": TOP},
+                    **{way: {"num_items": size, "deny_items": _raw(case.items)} for way, size in sources.items()},
+                    "rank": {"timestamp": case.happened_at, "candidates": _raw(unseen), "top_k": TOP},
                 }
                 was_retrieved = False
                 for way, of_way in asked.items():
                     # each way in a tenant of its own, so that none warms the cache of the next
-                    request = case.body(actions, f"judge-{way}") | of_way
+                    request = case.body(f"judge-{way}") | of_way
                     answer, took_s = await client.post(f"/v1/{way}", request)
                     seconds[way].append(took_s)
-                    items = answer["top"] if way == "rank" else answer["items"]
+                    items = answered_ids(answer["top"] if way == "rank" else answer["items"]).tolist()
                     ranks[way].append(items.index(case.target) if case.target in items else MISSED)
                     was_retrieved |= way in sources and case.target in items
                     if way == "recommend":
@@ -210,6 +220,11 @@ async def evaluate(
         retrieved=float(np.mean(retrieved)),
         outcomes=dict(sorted(outcomes.items())),
     )
+
+
+def _raw(items: Sequence[int]) -> str:
+    """Write ids as a raw column: a list would be read as names."""
+    return b64encode(np.array(items, "<i8").tobytes()).decode()
 
 
 class EvaluationClient:
@@ -235,15 +250,6 @@ class EvaluationClient:
 
     async def __aexit__(self, *_error: object) -> None:
         await self._http.close()
-
-    async def actions(self) -> dict[str, int]:
-        """Action ids of the service's ranker by name."""
-        async with self._http.get("v1/models") as response:
-            answer = await response.json()
-            if response.status != 200:
-                raise Unavailable(f"{self._url}/v1/models: {response.status}: {answer.get('detail')}")
-            models = answer["models"]
-        return {name: index for index, name in enumerate(models[0]["actions"])}
 
     async def cascade(self) -> dict[str, Any]:
         """Return the section `recommend` of the configuration, which the admin address shows.

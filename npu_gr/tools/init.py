@@ -144,9 +144,11 @@ def _of_nothing(folder: Path) -> str:
 
 def _readme(folder: Path, has_models: bool) -> str:
     serve = folder / CONFIGURATION
-    train = f"""Train a ranker, from RecBole atomic files, JSONL or a dataset of `npu-gr prepare`:
+    train = f"""Make a dataset of your log, and train a ranker on it (`npu-gr train all` trains every model of a
+cascade, and writes a configuration of its own):
 
-    npu-gr train rank LOG --out {folder / "checkpoint"}
+    npu-gr prepare LOG --out {folder / "data"}
+    npu-gr train rank {folder / "data"} --out {folder / "checkpoint"}
 
 """
     return f"""# An npu_gr instance
@@ -154,7 +156,7 @@ def _readme(folder: Path, has_models: bool) -> str:
 {"" if has_models else train}Check the configuration and what it names, fill the history store, serve:
 
     npu-gr check-config --config {serve}
-    npu-gr load LOG --config {serve}
+    npu-gr load {"LOG" if has_models else folder / "data"} --config {serve}
     npu-gr serve --config {serve}
 
 Then http://127.0.0.1:8081/ shows how it does, and http://127.0.0.1:8080/openapi.json says what may be asked.

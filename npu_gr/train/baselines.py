@@ -115,8 +115,8 @@ class MatrixFactorisation:
         values = log.values[log.trained]
         self._mean = float(values.mean())
         self._ridge = np.diag([self.ridge_bias, *[self.ridge] * self.num_factors])
-        by_user = [np.flatnonzero(users == user) for user in range(log.num_users)]
-        by_item = [np.flatnonzero(items == item) for item in range(log.num_items)]
+        by_user = _events_of_each(users, log.num_users)
+        by_item = _events_of_each(items, log.num_items)
         random = np.random.default_rng(seed)
         self._items = random.normal(0, 0.1, (log.num_items, 1 + self.num_factors))  # bias, then factors
         self._items[:, 0] = 0
@@ -160,3 +160,9 @@ class MatrixFactorisation:
         part = slice(log.starts[user], log.starts[user] + log.num_trained[user])
         row = self._fold_in(log.items[part], log.values[part])[-1]
         return self._predict(row, self._items)
+
+
+def _events_of_each(owners: I64, count: int) -> list[I64]:
+    """List the events of each of `count` owners, in the log's order."""
+    order = np.argsort(owners, kind="stable")
+    return np.split(order, np.searchsorted(owners[order], np.arange(1, count)))

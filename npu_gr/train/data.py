@@ -17,7 +17,7 @@ A user's events after the trained ones are tested (AUC); the first of them is th
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Literal, NamedTuple
 
@@ -34,6 +34,23 @@ from npu_gr.train.metrics import F64
 Bools = npt.NDArray[np.bool_]
 Split = Literal["user-time", "time", "leave-one-out"]
 TEST_RATIO = 0.2  # share of the events that the two time splits keep for the test
+TESTED: dict[Split, str] = {
+    "user-time": "the newest fifth of each user's events",
+    "time": "the newest fifth of the log",
+    "leave-one-out": "the last event of each user",
+}
+
+
+def what_stands(split: Split, num_trained: int, num_served: int) -> str:
+    """Say on what the figures stand, and on what the model stands that is served.
+
+    Args:
+        split: of the evaluation.
+        num_trained: events that the evaluated model was trained on.
+        num_served: the same of the served one; equal = they are one model.
+    """
+    evaluated = f"evaluated on {TESTED[split]} by a model of {num_trained:,} events; served: "
+    return evaluated + ("that model" if num_served == num_trained else f"refitted on all {num_served:,}")
 
 
 class NextItem(NamedTuple):
@@ -54,7 +71,7 @@ class InteractionLog:
     num_trained: I64  # [u] events of each user that are trained on: the oldest
     item_ids: I64  # [num_items] external id of each row, ascending
     action_values: tuple[float, ...]  # value of each action, e.g. a rating; ascending
-    action_names: tuple[str, ...] = ()  # name of each action; none = its value is its name
+    action_names: tuple[str, ...] = ()  # name of each action, which has no order; none = its value is its name
 
     @property
     def num_users(self) -> int:
@@ -97,6 +114,10 @@ class InteractionLog:
         """
         return _split(self, self.trained, split)
 
+    def all_trained(self) -> InteractionLog:
+        """Train on every event: nothing is left to test on."""
+        return replace(self, num_trained=np.diff(self.starts))
+
 
 def build_log(interactions: Interactions, features: Sequence[ItemValues], split: Split) -> InteractionLog:
     """Translate interactions into the model's terms. Item rows are the sorted ids of items with events or features.
@@ -111,7 +132,11 @@ def build_log(interactions: Interactions, features: Sequence[ItemValues], split:
     """
     ids = np.unique(np.concatenate([interactions.items, *(np.fromiter(f.of_item, np.int64) for f in features)]))
     order = np.argsort(interactions.users, kind="stable")  # stable: each user's events stay in time order
-    action_values, actions = np.unique(interactions.values, return_inverse=True)
+    if interactions.action_names:  # an index means the same in every model of the data set, whatever this log lacks
+        action_values = np.arange(len(interactions.action_names), dtype=np.float64)
+        actions = interactions.values.astype(np.int64)
+    else:
+        action_values, actions = np.unique(interactions.values, return_inverse=True)
     num_users = len(interactions.user_names)
     log = InteractionLog(
         items=np.searchsorted(ids, interactions.items[order]),
@@ -121,9 +146,7 @@ def build_log(interactions: Interactions, features: Sequence[ItemValues], split:
         num_trained=np.zeros(num_users, np.int64),
         item_ids=ids,
         action_values=tuple(action_values.tolist()),
-        action_names=tuple(interactions.action_names[int(value)] for value in action_values.tolist())
-        if interactions.action_names
-        else (),
+        action_names=interactions.action_names,
     )
     return _split(log, np.ones(len(log.items), np.bool_), split)
 

@@ -42,19 +42,29 @@ def rank_of(scores: npt.NDArray[np.floating], target: int) -> float:
     return float((scores > own).sum() + ((scores == own).sum() - 1) / 2)
 
 
+def hits(ranks: F64, k: int) -> F64:
+    """Whether each target is among the best k, 1 or 0. `ranks` count from 0."""
+    return (ranks < k).astype(np.float64)
+
+
 def hit_ratio(ranks: F64, k: int) -> float:
     """Compute HIT@k = HR@k: the share of targets among the best k. `ranks` count from 0."""
-    return float((ranks < k).mean())
+    return float(hits(ranks, k).mean())
+
+
+def ndcg_of_each(ranks: F64, k: int) -> F64:
+    """Compute NDCG@k of each target, which is the only relevant item: 1 / log2(rank + 2), or 0 beyond the best k."""
+    return np.where(ranks < k, 1 / np.log2(ranks + 2), 0.0)
 
 
 def ndcg(ranks: F64, k: int) -> float:
-    """Compute NDCG@k of one relevant item each: the mean of 1 / log2(rank + 2), or 0 beyond the best k."""
-    return float(np.where(ranks < k, 1 / np.log2(ranks + 2), 0).mean())
+    """Compute NDCG@k of one relevant item each: the mean over the targets."""
+    return float(ndcg_of_each(ranks, k).mean())
 
 
 def known(figures: Mapping[str, V]) -> dict[str, V]:
-    """Leave out the figures that are NaN, which JSON lacks."""
-    return {name: value for name, value in figures.items() if value == value}
+    """Keep the figures that JSON has: no ranks of users, and no NaN."""
+    return {name: value for name, value in figures.items() if name != "ranks" and value == value}
 
 
 def cells(figures: Iterable[float]) -> list[str]:

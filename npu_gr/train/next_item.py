@@ -16,11 +16,22 @@ from npu_gr.train.data import InteractionLog, NextItem
 from npu_gr.train.metrics import F64, rank_of
 
 
+def sample_targets(targets: Sequence[NextItem], num_users: int, seed: int) -> Sequence[NextItem]:
+    """Draw at most so many of the targets at random; keep their order."""
+    if len(targets) <= num_users:
+        return targets
+    chosen = np.random.default_rng(seed).choice(len(targets), num_users, replace=False)
+    return [targets[index] for index in sorted(chosen.tolist())]
+
+
 class NextItemRanks(NamedTuple):
     """Rank of each next item, from 0; ties count half. n = users."""
 
     overall: F64  # [n] among all items
     unseen: F64  # [n] among the items that are not in the user's history
+
+
+NO_RANKS = NextItemRanks(np.empty(0), np.empty(0))
 
 
 def rank_next_items(log: InteractionLog, targets: Sequence[NextItem], scores: Iterable[F64]) -> NextItemRanks:

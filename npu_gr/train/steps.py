@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Generic, Literal, NamedTuple, Protocol, TypeVar, cast
+from typing import Generic, NamedTuple, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +24,7 @@ M = TypeVar("M", bound=nn.Module)
 class TrainingProgress(NamedTuple):
     """How far a training is."""
 
-    stage: Literal["train", "evaluate"]
+    stage: str  # the model and what is done with it: "ranker: train", "ranker: evaluate", "ranker: refit"
     done: float  # epochs, or users
     total: float
     loss: float = float("nan")  # mean of the last batches
@@ -69,6 +69,7 @@ class EpochTrainer(Generic[M]):
         *,
         table: Tensor,
         table_weight_decay: float,
+        stage: str,
         auxiliary: Sequence[nn.Parameter] = (),
         progress: Callable[[TrainingProgress], None] = lambda _: None,
     ) -> None:
@@ -79,11 +80,13 @@ class EpochTrainer(Generic[M]):
             options: of the steps.
             table: the model's embedding table, which has a weight decay of its own.
             table_weight_decay: of `table`. Vectors (biases, norms) have none.
+            stage: names the training in its progress.
             auxiliary: parameters that are trained along and not averaged.
             progress: called after every step.
         """
         self._model = model
         self._options = options
+        self._stage = stage
         self._progress = progress
         self._parameters = [*model.parameters(), *auxiliary]
         matrices = [p for p in self._parameters if p.ndim > 1 and p is not table]
@@ -132,7 +135,7 @@ class EpochTrainer(Generic[M]):
             if not math.isfinite(loss.item()):
                 raise DataError(f"the loss is {loss.item()} in epoch {done:.2f}: try a lower learning_rate")
             mean_loss = sum(self._recent_losses) / len(self._recent_losses)
-            self._progress(TrainingProgress("train", done, options.epochs, mean_loss))
+            self._progress(TrainingProgress(self._stage, done, options.epochs, mean_loss))
 
 
 class EarlyStopping:

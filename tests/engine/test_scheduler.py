@@ -177,6 +177,18 @@ async def test_an_expired_or_cancelled_job_costs_nothing() -> None:
     assert device.batches == [["kept"]]
 
 
+async def test_a_job_that_ends_in_the_turn_of_its_cancellation_is_not_waited_for() -> None:
+    """The future is cancelled at once, its submitter goes on a turn later; the end of the job may come between."""
+    async with running() as (scheduler, device):
+        for _ in range(50):
+            job = asyncio.create_task(scheduler.batch(Work("x"), device.run, FAR))
+            await asyncio.sleep(0)
+            time.sleep(0.002)  # the end of the job waits for the loop  # noqa: ASYNC251
+            job.cancel()
+            async with asyncio.timeout(10):
+                await asyncio.wait({job})
+
+
 async def test_a_full_queue_refuses() -> None:
     async with running(max_queue=2) as (scheduler, device), held(scheduler):
         waiting = [asyncio.create_task(scheduler.batch(Work("x"), device.run, FAR)) for _ in range(2)]

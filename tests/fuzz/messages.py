@@ -106,7 +106,7 @@ class Maker:
         num = draw.choice((0, 1, 3, 30, 200))
         history = {
             "items": [FIRST_ID + draw.randrange(300) for _ in range(num)],
-            "actions": [draw.randrange(3) for _ in range(num)],
+            "actions": [draw.choice((1, 2, "3")) for _ in range(num)],
             "timestamps": sorted(draw.randrange(2**31) for _ in range(num)),
         }
         if draw.random() < 0.3:
@@ -120,8 +120,10 @@ class Maker:
             body |= draw.choice(({}, {"top_k": 3}, {"timestamp": 1_700_000_000}, {"model_version": "x"}))
         elif name == "generate":
             body |= draw.choice(({}, {"num_items": 5}, {"attributes": {"kind": ["a", "b"]}}, {"temperature": 0.5}))
+            body |= draw.choice(({}, {"exclude_seen": False}))
         elif name == "recommend":
             body |= draw.choice(({}, {"num_items": 5}, {"context": {"page": "home"}}, {"deny_items": [FIRST_ID]}))
+            body |= draw.choice(({}, {"unknown_items": "drop"}))
         elif name == "match":
             body |= draw.choice(({}, {"num_items": 5}, {"exclude_seen": False}))
         return body

@@ -105,7 +105,7 @@ async def test_every_expression_returns_figures(tmp_path: Path, authority: Autho
         "service": {"selfcheck_ratio": 0.2},
         "kv": {"hbm_bytes": 300_000},
     }
-    sections["recommend"] = {"sources": {"generate": 20}}
+    sections["recommend"] = {"sources": {"generate": 20}, "min_coverage": 0}  # the ranker knows none of them
     sections["match"] = match_section(tmp_path)
     pair = authority.issue("127.0.0.1")
     sections["server"] = {"tls": {"certificate": str(pair.certificate), "key": str(pair.key)}}

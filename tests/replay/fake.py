@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
+from base64 import b64decode
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
@@ -28,9 +30,23 @@ def ranked(body: dict[str, Any], **values: Any) -> web.Response:
     return web.json_response(answer | values)
 
 
+def plain(body: dict[str, Any]) -> dict[str, Any]:
+    """The body with its raw columns as lists."""
+    for name in body.keys() & {"history", "events"}:
+        body[name] = {key: _read(value, "<i2" if key == "actions" else "<i8") for key, value in body[name].items()}
+    for name in body.keys() & {"candidates", "allow_items", "deny_items"}:
+        body[name] = _read(body[name])
+    return body
+
+
+def _read(raw: str, dtype: str = "<i8") -> list[int]:
+    numbers: list[int] = np.frombuffer(b64decode(raw), dtype).tolist()
+    return numbers
+
+
 @dataclass
 class Fake:
-    """Every request that came, in the order of coming and of going."""
+    """Every request that came, with its columns as lists, in the order of coming and of going."""
 
     script: Script
     url: str = ""
@@ -41,7 +57,7 @@ class Fake:
 
     async def handle(self, request: web.Request) -> web.Response:
         """One request."""
-        kind, body = request.match_info["kind"], await request.json()
+        kind, body = request.match_info["kind"], plain(await request.json())
         self.came.append((kind, body))
         self.came_at.append(time.monotonic())
         self.headers.append(dict(request.headers))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from npu_gr.replay.options import ReplayOptions
 from npu_gr.replay.report import Report
 from npu_gr.replay.run import replay
 from tests.models import events
-from tests.serving import FIRST_ID, columns, serving
+from tests.serving import FIRST_ID, serving
 
 USERS, VISITS = 10, 3
 COLD = {"relay": {"enabled": False}}
@@ -26,7 +27,7 @@ DRAM = {"relay": {"t_life_s": 60.0}, "kv": {"hbm_bytes": 1_400_000}}  # room for
 def log() -> list[QueryRecord]:
     """Users who come back, each time with some more behaviours."""
     random = np.random.default_rng(0)
-    histories = [columns(events(1100, seed=user)) for user in range(USERS)]
+    histories = [events(1100, seed=user) for user in range(USERS)]
     records: list[QueryRecord] = []
     for visit in range(VISITS):
         for user, history in enumerate(histories):
@@ -36,7 +37,7 @@ def log() -> list[QueryRecord]:
                     ts=len(records) * 0.01,
                     kind="rank",
                     user_id=f"u{user}",
-                    history=LoggedHistory(**{name: column[:length] for name, column in history.items()}),
+                    history=LoggedHistory.of(replace(history, items=history.items + FIRST_ID)[:length]),
                     candidates=(random.choice(40, 12, replace=False) + FIRST_ID).tolist(),
                     timestamp=2_000_000_000,
                 )

@@ -103,7 +103,7 @@ async def test_matches_are_recorded_and_a_replay_is_answered_the_same(tmp_path: 
         "record": {"folder": str(tmp_path / "traffic"), "enabled": True, "suffix": ".jsonl", "users": "clear"}
     }
     match = {"vectors": str(tmp_path / "vectors")}
-    new = {"items": [102, 108], "actions": [0, 0], "timestamps": [1, 2]}  # a stranger's
+    new = {"items": [102, 108], "actions": [1, 1], "timestamps": [1, 2]}  # a stranger's
     async with serving(tmp_path, match=match, **sections) as (client, _):
         asked: list[dict[str, Any]] = [
             {"user_id": KNOWN, "num_items": 4, "deny_items": [100, 104], "exclude_seen": False},

@@ -93,4 +93,4 @@ def test_it_is_valid_json_and_a_table_even_of_nothing() -> None:
 def test_the_table_warns_of_a_late_generator() -> None:
     text = io.StringIO()
     Console(file=text, width=200).print(report([sample(lag_s=0.02)], 0.1, {}).render())
-    assert "GENERATOR WAS LATE" in text.getvalue()
+    assert "THE LOAD GENERATOR WAS LATE" in text.getvalue()

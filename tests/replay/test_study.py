@@ -57,7 +57,7 @@ async def test_a_search_that_meets_an_end_says_so() -> None:
     low = await found(Pretended(1.0), 10.0, 50.0)
     assert (low.highest_per_s, "low end" in low.ended) == (None, True)
     late = await found(Pretended(1e9, late_from=40.0), 10.0, 1000.0)
-    assert (late.highest_per_s, "generator was late" in late.ended) == (20.0, True)
+    assert (late.highest_per_s, "the load generator was late" in late.ended) == (20.0, True)
 
 
 async def test_a_log_that_runs_dry_is_begun_anew() -> None:

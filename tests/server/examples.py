@@ -27,7 +27,7 @@ from npu_gr.core.request import (
 
 USER = UserKey("t", "somebody")
 NAMED = {"user_id": USER.user, "tenant": USER.tenant}
-HISTORY = {"items": [7, 8], "actions": [0, 1], "timestamps": [100, 200]}
+HISTORY = {"items": [7, 8], "actions": ["1", 2], "timestamps": [100, 200]}
 REPORT = HistoryReport(fingerprint="f" * 32, num_tokens=2, cut_tokens=1, unknown_items=3)
 
 

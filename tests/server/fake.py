@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import ExitStack, asynccontextmanager
-from typing import Any
+from typing import Any, Literal
 
 from aiohttp.test_utils import TestClient
 from prometheus_client import CollectorRegistry
@@ -15,7 +15,8 @@ from npu_gr.admission.config import AdmissionConfig
 from npu_gr.admission.door import Door, Slot
 from npu_gr.core.errors import NotFound, NpuGrError
 from npu_gr.core.kinds import KINDS, RANK, A, Kind, Q
-from npu_gr.core.request import ModelInfo, UserKey, VectorsInfo
+from npu_gr.core.names import ActionNames
+from npu_gr.core.request import I64, ModelInfo, UserKey, VectorsInfo
 from npu_gr.metrics.registry import Metrics
 from npu_gr.metrics.slo import Objective
 from npu_gr.server.config import ServerConfig
@@ -29,12 +30,28 @@ MODEL = ModelInfo(
     name="fake",
     version="1",
     tasks=("click",),
-    actions=("view",),
+    actions=("1", "2"),
     num_items=1,
     max_history_tokens=1,
     device="none",
     dtype="float32",
 )
+
+
+class FakeNames:
+    """An item is named by its id; a title has the items below ten."""
+
+    unsorted_history: Literal["refuse", "sort"] = "refuse"
+
+    def actions(self, version: str | None) -> ActionNames:
+        return ActionNames(MODEL.actions)
+
+    def items(self, ids: I64) -> list[str | int]:
+        names: list[str | int] = ids.tolist()
+        return names
+
+    def titles(self, ids: I64) -> list[str | None]:
+        return [f"title of {one}" if one < 10 else None for one in ids.tolist()]
 
 
 class FakeService:
@@ -45,6 +62,7 @@ class FakeService:
         self.served: list[tuple[str, Any, float]] = []  # (name of the kind, request, budget_s)
         self.door = Door(AdmissionConfig(max_inflight=MAX_INFLIGHT), lambda kind: KINDS[kind].objective_s)
         self.why_not_ready = ""
+        self.names = FakeNames()
         self.waits: asyncio.Event | None = None  # set as soon as a request waits, which it then does for ever
 
     def models(self) -> list[ModelInfo]:

@@ -65,10 +65,10 @@ def register_shout() -> None:
     from npu_gr.server.codec.base import Codec
     from npu_gr.server.config import ServerConfig
 
-    def parse(body: Any, _config: ServerConfig) -> ShoutRequest:
+    def parse(body: Any, _config: ServerConfig, _names: object) -> ShoutRequest:
         return ShoutRequest(user=body.user, word=body.word)
 
-    def render(answer: ShoutAnswer, request_id: str, _media: str) -> msgspec.Struct:
+    def render(answer: ShoutAnswer, request_id: str, _media: str, _shown: object) -> msgspec.Struct:
         shown: msgspec.Struct = out(request_id=request_id, echo=answer.echo, stages_s=answer.stages_s)
         return shown
 

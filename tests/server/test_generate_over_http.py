@@ -242,7 +242,7 @@ async def test_an_instance_may_only_generate(tmp_path: Path) -> None:
         ({"allow_items": "AAAA"}, 422, "allow_items: 3 bytes are not whole"),
         ({"beam_widht": 5}, 422, "unknown field beam_widht; did you mean beam_width?"),
         ({"model_version": "x"}, 404, "model_version: 'x' is not served"),
-        ({"history": {"items": [900], "actions": [0], "timestamps": [0]}}, 422, "history: none of its 1 items"),
+        ({"history": {"items": [900], "actions": [1], "timestamps": [0]}}, 422, "history: none of its 1 items"),
     ],
     ids=str,
 )

@@ -38,6 +38,13 @@ def b64(values: object, dtype: str) -> str:
     return base64.b64encode(np.array(values, dtype).tobytes()).decode()
 
 
+def one(**changes: object) -> dict[str, Any]:
+    return {"history": {"items": [1], "actions": [1], "timestamps": [1]} | changes}
+
+
+BACKWARDS = {"items": [1, 2, 3], "actions": [1, 1, 1], "timestamps": [5, 7, 5]}
+
+
 @pytest.mark.parametrize(
     ("change", "status", "detail"),
     [
@@ -46,19 +53,43 @@ def b64(values: object, dtype: str) -> str:
         ({"candidates": b64(range(100_000), "<i8")}, 413, "candidates: 100000 entries, the limit is 10000"),
         ({"candidates": b64([1, -2], "<i8")}, 422, "candidates: -2 at index 1 is negative"),
         ({"candidates": "AAAA"}, 422, "candidates: 3 bytes are not whole little-endian int64 values"),
-        ({"candidates": [1.5]}, 422, "candidates[0]: Expected `int`, got `float`"),
-        ({"candidates": ["1"]}, 422, "candidates[0]: Expected `int`, got `str`"),
+        ({"candidates": [1.5]}, 422, "candidates[0]: Expected `int | str`, got `float`"),
+        ({"candidates": [True]}, 422, "candidates[0]: Expected `int | str`, got `bool`"),
+        ({"candidates": [""]}, 422, "candidates[0]: Expected `str` of length >= 1"),
+        ({"candidates": ["é" * 257]}, 422, "candidates: index 0: a name of 514 bytes is no item"),
         ({"candidates": [-1]}, 422, "candidates[0]: Expected `int` >= 0"),
-        ({"candidates": [2**63]}, 422, "candidates[0]: "),
+        ({"candidates": [2**62]}, 422, "candidates[0]: Expected `int` <= 4611686018427387903"),
         ({"candidats": [1]}, 422, "unknown field candidats; did you mean candidates?"),
         ({"user_id": ""}, 422, "user_id: Expected `str` of length >= 1"),
         ({"user_id": "x" * 129}, 422, "user_id: Expected `str` of length <= 128"),
-        ({"user_id": 7}, 422, "user_id: Expected `str`, got `int`"),
+        ({"user_id": 7.5}, 422, "user_id: Expected `int | str`, got `float`"),
+        ({"user_id": True}, 422, "user_id: Expected `int | str`, got `bool`"),
         ({"top_k": 0}, 422, "top_k: Expected `int` >= 1"),
         ({"timestamp": -1}, 422, "timestamp: Expected `int` >= 0"),
         ({"history": {**HISTORY, "items": [1]}}, 422, "history: items, actions and timestamps have 1, 5 and 5 entries"),
         ({"history": {**HISTORY, "itmes": [1]}}, 422, "unknown field history.itmes; did you mean items?"),
-        ({"history": {"items": [1], "actions": [3], "timestamps": [1]}}, 422, "history.actions: 3 is not an action"),
+        (one(actions=["buy"]), 422, 'history.actions: "buy" at index 0 is no action of the model; it has 1, 2, 3'),
+        (one(actions=[0]), 422, "history.actions: 0 at index 0 is no action of the model; it has 1, 2, 3"),
+        (one(actions=[True]), 422, "history.actions[0]: Expected `int | float | str`, got `bool`"),
+        (one(actions=b64([3], "<i2")), 422, "history.actions: 3 is no index of an action, they are 0..2"),
+        (one(actions=b64([-1], "<i2")), 422, "history.actions: -1 at index 0 is negative"),
+        (
+            one(timestamps=[10**11 + 1]),
+            422,
+            f"history.timestamps: {10**11 + 1} at index 0 looks like milliseconds: divide",
+        ),
+        (
+            one(timestamps=b64([10**15], "<i8")),
+            422,
+            "history.timestamps: 1000000000000000 at index 0 looks like",
+        ),
+        ({"timestamp": 1_700_000_000_000}, 422, "timestamp: 1700000000000 looks like milliseconds: divide by 1000"),
+        ({"timestamp": 2**63 - 1}, 422, "timestamp: 9223372036854775807 looks like nanoseconds"),
+        (
+            {"history": BACKWARDS},
+            422,
+            "history.timestamps: 5 at index 2 is before 7: send the oldest",
+        ),
         ({"history": {"items": [1]}}, 422, "history: Object missing required field `actions`"),
         ({"history": {k: [1] * 70_000 for k in HISTORY}}, 413, "history.items: 70000 entries, the limit is 65536"),
         ({"model_version": "nope"}, 404, "model_version: 'nope' is not served"),
@@ -239,11 +270,12 @@ def test_raw_columns_are_read_in_place() -> None:
     from npu_gr.server.codec.media import MSGPACK, decode
     from npu_gr.server.codec.rank import RankBody, parse
     from npu_gr.server.config import ServerConfig
+    from tests.server.fake import FakeNames
 
     n = 16_384
     raw = {"items": bytes(8 * n), "actions": bytes(2 * n), "timestamps": bytes(8 * n)}
     body = msgspec.msgpack.encode({"user_id": "u", "candidates": bytes(800), "history": raw})
-    request = parse(decode(body, MSGPACK, RankBody), ServerConfig())
+    request = parse(decode(body, MSGPACK, RankBody), ServerConfig(), FakeNames())
     assert request.history.events is not None
     for column in (request.history.events.items, request.history.events.actions, request.history.events.timestamps):
         assert len(column) == n

@@ -29,13 +29,13 @@ from npu_gr.server.codec import CODECS
 from npu_gr.server.openapi import document
 from tests.keys import write_keys
 from tests.server.examples import EXAMPLES, USER
-from tests.server.fake import FakeService, serving_fake
+from tests.server.fake import FakeNames, FakeService, serving_fake
 from tests.server.test_generate_over_http import section
 from tests.serving import serving
 
 ROOT = Path(__file__).parents[2]
 FIXED = ["time_s", "request_id", "trace_id", "span_id", "method", "route", "status", "duration_s"]
-DTYPES = {"actions": "<i2", "scores": "<f4", "sids": "<i4"}  # of raw columns; the others are int64
+DTYPES = {"scores": "<f4", "sids": "<i4"}  # of raw columns; the others are int64
 BODIED = [name for name in KINDS if EXAMPLES[name].body is not None]
 each_kind = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 each_kind_with_body = pytest.mark.parametrize("kind", [KINDS[name] for name in BODIED], ids=BODIED)
@@ -61,9 +61,11 @@ def send(client: TestClient[Any, Any], kind: Kind[Any, Any], **headers: str) -> 
 
 
 def raw(body: Any, name: str = "") -> Any:
-    """The body with every list of integers as raw little-endian bytes."""
+    """The body with every list as raw little-endian bytes: of actions, which are names, the indices."""
     if isinstance(body, dict):
         return {key: raw(value, key) for key, value in body.items()}
+    if name == "actions":
+        return FakeNames().actions(None).indices(body).tobytes()
     return np.array(body, DTYPES.get(name, "<i8")).tobytes() if isinstance(body, list) else body
 
 

@@ -95,7 +95,7 @@ async def test_a_new_user_is_served_from_the_request_or_from_the_store(
     folder = tmp_path / "vectors"
     save(make_vectors(folding=make_folding()), folder)
     items = [FIRST_ID + 2 * row for row in (3, 9)]
-    history = {"items": items, "actions": [0, 0], "timestamps": [1, 2]}
+    history = {"items": items, "actions": [1, 1], "timestamps": [1, 2]}
     async with serving(tmp_path, match=section(tmp_path)) as (client, _):
         sent = await match(client, user_id="stranger", history=history, num_items=5)
         assert sent["basis"] == "folded"

@@ -18,7 +18,7 @@ from npu_gr.server.codec.base import UrlParts
 from npu_gr.server.config import ServerConfig
 from npu_gr.server.recording import RecordingService
 from tests.server.examples import EXAMPLES, USER
-from tests.server.fake import FakeService
+from tests.server.fake import FakeNames, FakeService
 
 each_kind = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 
@@ -38,8 +38,8 @@ def request_of(kind: Kind[Any, Any]) -> Any:
     codec = CODECS[kind.name]
     body = EXAMPLES[kind.name].body
     if codec.body is None:
-        return codec.parse(UrlParts({"user_id": USER.user}, {"tenant": USER.tenant}), ServerConfig())
-    return codec.parse(msgspec.convert(body, codec.body), ServerConfig())
+        return codec.parse(UrlParts({"user_id": USER.user}, {"tenant": USER.tenant}), ServerConfig(), FakeNames())
+    return codec.parse(msgspec.convert(body, codec.body), ServerConfig(), FakeNames())
 
 
 @each_kind

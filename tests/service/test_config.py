@@ -56,7 +56,7 @@ def test_what_ships_loads(path: Path) -> None:
         ("checkpoint: x\ncheckpoint: y", "line 2: key 'checkpoint' is given twice"),
         ("backend: cpu", "set `checkpoint` .ranker. or a `generate:` section"),
         ("checkpoint: x\nserver: {host: 0.0.0.0}", "server: host: 0.0.0.0 is not loopback: set api_keys_file"),
-        ("checkpoint: x\nservice: {unknown_items: drop}", "neither 'ignore' nor 'refuse'"),
+        ("checkpoint: x\nservice: {unknown_items: drop}", "unknown_items: 'drop' is none of ignore, refuse"),
         ("[1, 2]", "got list"),
         ("a: [", "not YAML"),
     ],

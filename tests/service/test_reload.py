@@ -19,12 +19,13 @@ import pytest
 from aiohttp.test_utils import TestClient
 
 from npu_gr.core.errors import DeviceError, Overloaded
+from npu_gr.core.kinds import RANK
 from npu_gr.engine.job import JobOrder
 from npu_gr.model.weights import Checkpoint, save
 from npu_gr.service.app import run
 from npu_gr.service.config import Config
 from tests.models import Request, full, tiny_model
-from tests.serving import FIRST_ID, make_config, serving, write_checkpoint
+from tests.serving import FIRST_ACTION, FIRST_ID, make_config, serving, write_checkpoint
 
 USERS, LENGTH = 6, 70
 
@@ -45,7 +46,9 @@ class File:
     def add(self, name: str, seed: int, **changes: object) -> str:
         model = tiny_model(seed=seed, **changes)  # type: ignore[arg-type]
         ids = np.arange(model.config.num_items, dtype=np.int64) + FIRST_ID
-        version = save(Checkpoint(model=model, item_ids=ids, name=name), self.folder / name)
+        version = save(
+            Checkpoint(model=model, item_ids=ids, name=name, action_values=(1.0, 2.0, 3.0)), self.folder / name
+        )
         self.use(name)
         return version
 
@@ -56,7 +59,7 @@ class File:
 def history(request: Request) -> dict[str, list[int]]:
     return {
         "items": (request.items + FIRST_ID).tolist(),
-        "actions": request.actions.tolist(),
+        "actions": (request.actions + FIRST_ACTION).tolist(),
         "timestamps": request.times.tolist(),
     }
 
@@ -214,7 +217,7 @@ async def test_a_reload_ends_while_the_device_is_full(tmp_path: Path) -> None:
     """The jobs that prove the new model wait as a request does, not until they are too old to wait any longer."""
     file = File(tmp_path)
     new, _ = file.add("new", 2), file.add("old", 1)
-    sections = {"scheduler": {"aging_s": 30.0}}
+    sections = {"scheduler": {"aging_s": 30.0}, "slo": {"rank_s": RANK.objective_s}}  # the jobs wait so long each
     file.use("old", **sections)
     async with serving(tmp_path, read=file.read, **file.sections) as (client, service):
 

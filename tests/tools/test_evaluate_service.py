@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -41,10 +41,8 @@ def test_a_case_is_the_first_event_that_is_not_known() -> None:
     assert len(next_events(events, known, 2)) == 2
 
 
-async def test_it_counts_what_the_service_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_it_counts_what_the_service_answers(tmp_path: Path) -> None:
     sections = section(tmp_path)
-    # the actions of the tests' ranker have names of their own: those of a trained one are its values
-    monkeypatch.setattr("npu_gr.tools.evaluate_service.NextEventCase.body", _with_action_one)
     events = log()
     known = np.arange(6 * 12) < 6 * 11
     cases = next_events(events, known)
@@ -56,7 +54,7 @@ async def test_it_counts_what_the_service_answers(tmp_path: Path, monkeypatch: p
         )
         want = []
         for case in cases:
-            body = _with_action_one(case, {}, "by-hand") | {"num_items": 10, "timestamp": case.happened_at}
+            body = case.body("by-hand") | {"num_items": 10, "timestamp": case.happened_at}
             async with client.post("/v1/recommend", json=body) as response:
                 items = (await response.json())["items"]
             want.append(items.index(case.target) if case.target in items else float("inf"))
@@ -70,7 +68,7 @@ async def test_it_counts_what_the_service_answers(tmp_path: Path, monkeypatch: p
     server = {"api_keys_file": write_keys(tmp_path / "keys")}
     async with serving(tmp_path, watched=False, **sections, server=server) as (client, _):
         url = str(client.make_url("/"))
-        with pytest.raises(Unavailable, match="/v1/models: 401"):
+        with pytest.raises(Unavailable, match="/debug/config: 401"):
             await evaluate(url, url, cases[:1], [FIRST_ID])
         keyed = await evaluate(url, url, cases[:1], range(FIRST_ID, FIRST_ID + NUM_ITEMS), api_key=secret("all"))
         assert len(keyed.ranks["recommend"]) == 1
@@ -81,9 +79,12 @@ async def test_it_counts_what_the_service_answers(tmp_path: Path, monkeypatch: p
             await evaluate(str(client.make_url("/")), str(client.make_url("/")), cases, [FIRST_ID])
 
 
-def _with_action_one(case: Any, _actions: dict[str, int], tenant: str) -> dict[str, Any]:
-    columns = {"items": case.items, "actions": [1] * len(case.items), "timestamps": case.timestamps}
-    return {"user_id": case.user, "tenant": tenant, "history": columns}
+def test_a_case_names_its_actions() -> None:
+    events = log()
+    known = np.arange(len(events)) < 6 * 11
+    stars, named = (next_events(each, known, 1)[0] for each in (events, replace(events, action_names=("view", "buy"))))
+    assert stars.body("t")["history"]["actions"] == [1.0] * 11
+    assert named.body("t")["history"]["actions"] == ["buy"] * 11
 
 
 async def test_a_request_that_is_refused_for_load_is_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:

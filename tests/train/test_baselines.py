@@ -20,8 +20,8 @@ def log() -> InteractionLog:
 
 def test_markov_finds_the_planted_rule_and_popularity_does_not(log: InteractionLog) -> None:
     likes = log.values >= 4
-    assert evaluate_baseline(log, Markov(log), likes).hr_at_10 > 0.9
-    assert evaluate_baseline(log, Popularity(log), likes).hr_at_10 < 0.6
+    assert evaluate_baseline(log, Markov(log), likes, log.next_items()).hr_at_10 > 0.9
+    assert evaluate_baseline(log, Popularity(log), likes, log.next_items()).hr_at_10 < 0.6
 
 
 def test_markov_counts_pairs_of_one_user(log: InteractionLog) -> None:
@@ -36,7 +36,7 @@ def test_markov_counts_pairs_of_one_user(log: InteractionLog) -> None:
 
 @pytest.mark.parametrize("kind", [Means, MatrixFactorisation])
 def test_generous_users_are_recognised(kind: type[Means | MatrixFactorisation], log: InteractionLog) -> None:
-    assert evaluate_baseline(log, kind(log), log.values >= 4).auc > 0.85
+    assert evaluate_baseline(log, kind(log), log.values >= 4, log.next_items()).auc > 0.85
 
 
 @pytest.mark.parametrize("kind", [Means, MatrixFactorisation])

@@ -100,6 +100,19 @@ def _cascade() -> list[Panel]:
                 "degraded": total("recommend_duration_seconds_count", "", 'degraded="true"'),
             },
         ),
+        series(
+            "Items that the ranker does not know",
+            "Found for recommends by that source; placed last without a score, or dropped.",
+            "ops",
+            {"{{source}}": total("recommend_unknown_items_total", "source")},
+        ),
+        series(
+            "Share of a source's items that the ranker knows",
+            "Under recommend.min_coverage the instance would not start.",
+            "percentunit",
+            {"{{instance}} {{source}}": of("catalogue_coverage_ratio")},
+            top=1.0,
+        ),
     ]
 
 

@@ -145,14 +145,30 @@ class RecommendMetrics:
             )
         )
         self._recommended = make.counter("recommended_items_total", "Items that recommend answered.")
+        self._unknown = children(
+            make.counter(
+                "recommend_unknown_items_total",
+                "Items found for recommends that the ranker does not know: placed last, or dropped.",
+                ("source",),
+            )
+        )
+        self._coverage = children(
+            make.gauge("catalogue_coverage_ratio", "Share of a source's items that the ranker knows.", ("source",))
+        )
 
     def answered(self, answer: RecommendAnswer) -> None:
         """Count a cascade's items and stages. Its signal, generates, matches and ranks are counted as such."""
         for report in answer.stages:
             self._stages(report.stage, report.result.value).inc()
-            if report.result in (StageResult.OK, StageResult.EMPTY):
+            if report.result in (StageResult.OK, StageResult.EMPTY, StageResult.PARTIAL):
                 self._stage_s(report.stage).observe(report.took_s)
         self._recommended.inc(len(answer.item_ids))
+        for source, count in answer.unknown.items():
+            self._unknown(source).inc(count)
+
+    def covers(self, source: str, ratio: float) -> None:
+        """Record which share of a source's items the ranker knows."""
+        self._coverage(source).set(ratio)
 
 
 def _element(read: Callable[[], tuple[int, ...]], place: int) -> float:

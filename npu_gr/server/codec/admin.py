@@ -8,7 +8,7 @@ from typing import Annotated
 import msgspec
 
 from npu_gr.core.request import CatalogueChange, CatalogueInfo, NewItem, VectorsInfo
-from npu_gr.server.codec.fields import MOST_NAMES, Column, Name, Value, optional_ids
+from npu_gr.server.codec.fields import MOST_NAMES, Items, Name, Value, optional_items
 from npu_gr.server.config import ServerConfig
 
 MOST_ADDED = 10_000  # items of one change; more of them are published as a file, and reloaded
@@ -28,8 +28,8 @@ class CatalogueItemsBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
     """Items to add, to withdraw and to restore, in this order; all of it or nothing."""
 
     add: Annotated[list[NewItemBody], msgspec.Meta(max_length=MOST_ADDED)] = []
-    withdraw: Column | None = None
-    restore: Column | None = None
+    withdraw: Items | None = None
+    restore: Items | None = None
 
 
 class CatalogueOut(msgspec.Struct, frozen=True, kw_only=True):
@@ -64,8 +64,8 @@ def parse_catalogue_change(body: CatalogueItemsBody, config: ServerConfig) -> Ca
             NewItem(item_id=new.item_id, sid=tuple(new.sid), order=new.order, attributes=new.attributes)
             for new in body.add
         ),
-        withdraw=optional_ids(body.withdraw, "withdraw", config.max_history_events),
-        restore=optional_ids(body.restore, "restore", config.max_history_events),
+        withdraw=optional_items(body.withdraw, "withdraw", config.max_history_events),
+        restore=optional_items(body.restore, "restore", config.max_history_events),
     )
 
 

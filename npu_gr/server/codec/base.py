@@ -10,6 +10,7 @@ import msgspec
 
 from npu_gr.core.kinds import A, Q
 from npu_gr.core.request import UserKey
+from npu_gr.server.codec.naming import Names
 from npu_gr.server.config import ServerConfig
 
 
@@ -37,19 +38,27 @@ class UrlParts(NamedTuple):
         return UserKey(self.query.get("tenant", ""), self.path["user_id"])
 
 
+class Shown(NamedTuple):
+    """What an answer says of its items."""
+
+    names: Names
+    fields: tuple[str, ...] = ()  # of `SHOWN_FIELDS`
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Codec(Generic[B, Q, A]):
     """One kind of request on the wire. B = body, Q = request, A = answer of the service.
 
-    `parse` raises TooLarge or Unprocessable, with the field and the limit; `read_headers` raises BadRequest. `render`
-    gets the answer, the request's id and the media type: msgpack carries raw columns where JSON has lists.
+    `parse` gets the names of the versions in service, and raises TooLarge or Unprocessable, with the field and the
+    limit; `read_headers` raises BadRequest. `render` gets the answer, the request's id, the media type and what is
+    shown of items: msgpack carries raw columns where JSON has lists.
     """
 
     body: type[B] | None  # the Struct that a body is decoded into; None: no body, `parse` gets `UrlParts`
     answer: type[msgspec.Struct] | None  # the Struct that `render` makes; None: an answer without content
     begun: type[msgspec.Struct] | None = None  # the Struct of an answer with status 202: done, but not to the end
-    parse: Callable[[B, ServerConfig], Q]
-    render: Callable[[A, str, str], msgspec.Struct | None]
+    parse: Callable[[B, ServerConfig, Names], Q]
+    render: Callable[[A, str, str, Shown], msgspec.Struct | None]
     read_headers: Callable[[Q, Mapping[str, str]], Q] | None = None  # what the HTTP headers add; None = nothing
     operation: str | None = None  # OpenAPI's operationId; None = the kind's name
     parameters: tuple[dict[str, Any], ...] = ()  # OpenAPI's, beside those of the path and the time limit

@@ -9,12 +9,13 @@ import msgspec
 
 from npu_gr.core.errors import Unprocessable
 from npu_gr.core.request import EraseAnswer, EraseRequest
-from npu_gr.server.codec.base import Codec, UrlParts
+from npu_gr.server.codec.base import Codec, Shown, UrlParts
 from npu_gr.server.codec.fields import MAX_NAME
+from npu_gr.server.codec.naming import Names
 from npu_gr.server.config import ServerConfig
 
 
-def parse(parts: UrlParts, _config: ServerConfig) -> EraseRequest:
+def parse(parts: UrlParts, _config: ServerConfig, _names: Names) -> EraseRequest:
     """Make a request of the URL. Raises Unprocessable where a name is too long."""
     tenant, user = parts.user
     for name, text in (("user_id", user), ("tenant", tenant)):
@@ -30,7 +31,7 @@ class EraseBody(msgspec.Struct, frozen=True, kw_only=True):
     pending: list[str]  # store, recordings: the instance removes the bytes; vectors: made without the user next
 
 
-def render(answer: EraseAnswer, request_id: str, _media: str) -> EraseBody | None:
+def render(answer: EraseAnswer, request_id: str, _media: str, _shown: Shown) -> EraseBody | None:
     """Answer without content where nothing is left: the status says it all."""
     return EraseBody(request_id=request_id, pending=list(answer.pending)) if answer.pending else None
 

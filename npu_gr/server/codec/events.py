@@ -11,8 +11,9 @@ import msgspec
 
 from npu_gr.core.errors import BadRequest
 from npu_gr.core.request import EventsAnswer, EventsRequest
-from npu_gr.server.codec.base import Codec
+from npu_gr.server.codec.base import Codec, Shown
 from npu_gr.server.codec.fields import History, UserBody, parse_events
+from npu_gr.server.codec.naming import Names
 from npu_gr.server.config import ServerConfig
 
 IDEMPOTENCY_KEY = "Idempotency-Key"
@@ -41,13 +42,14 @@ class EventsOut(msgspec.Struct, frozen=True, kw_only=True):
 
     request_id: str
     num_events: int
+    sorted_events: int  # of these, stood later than newer ones, and were sorted (`service.unsorted_history`)
 
 
-def parse(body: EventsBody, config: ServerConfig) -> EventsRequest:
-    """Make a request of a body. Raises TooLarge or Unprocessable where a field is over its limit."""
+def parse(body: EventsBody, config: ServerConfig, names: Names) -> EventsRequest:
+    """Make a request of a body. Raises TooLarge or Unprocessable, as `parse_events` does."""
     return EventsRequest(
         user=body.user,
-        events=parse_events(body.events, "events", config.max_history_events),
+        events=parse_events(body.events, "events", config.max_history_events, names),
         idempotency_key=body.idempotency_key,
     )
 
@@ -64,9 +66,9 @@ def read_headers(request: EventsRequest, headers: Mapping[str, str]) -> EventsRe
     return replace(request, idempotency_key=key)
 
 
-def render(answer: EventsAnswer, request_id: str, _media: str) -> EventsOut:
+def render(answer: EventsAnswer, request_id: str, _media: str, _shown: Shown) -> EventsOut:
     """Write how many events the store keeps."""
-    return EventsOut(request_id=request_id, num_events=answer.num_events)
+    return EventsOut(request_id=request_id, num_events=answer.num_events, sorted_events=answer.sorted_events)
 
 
 CODEC = Codec(

@@ -1,37 +1,64 @@
 """Parts that the bodies and answers of several kinds share: columns, names, histories.
 
-A column of integers may be a list, or raw little-endian bytes: base64 in JSON, `bin` in msgpack. Raw columns are
-read without making a Python object an element. items, timestamps, candidates: int64; actions: int16.
+A column may be a list, or raw little-endian bytes: base64 in JSON, `bin` in msgpack. A list of items or actions holds
+names (`core/names.py`), raw bytes hold int64 ids of items and int16 indices of actions. Raw columns are read without
+making a Python object an element.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Annotated, Any, Literal
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from npu_gr.core.errors import TooLarge, Unprocessable
-from npu_gr.core.request import F32, I64, Events, HistoryRef, HistoryReport, UserKey
+from npu_gr.core.names import FIRST_HASHED, MAX_NAME_BYTES, item_ids
+from npu_gr.core.request import (
+    F32,
+    I16,
+    I64,
+    Events,
+    HistoryOrigin,
+    HistoryRef,
+    HistoryReport,
+    HistorySource,
+    UserKey,
+)
+from npu_gr.core.words import cut
+from npu_gr.server.codec.naming import Names
 from npu_gr.server.config import ServerConfig
 
 Int = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+Item = (  # a name of an item
+    Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_NAME_BYTES)]
+    | Annotated[int, msgspec.Meta(ge=0, le=FIRST_HASHED - 1)]
+)
+Action = (
+    Annotated[str, msgspec.Meta(max_length=MAX_NAME_BYTES)]
+    | Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
+    | float
+)
 
 
-def _a_column(what: str, dtype: str, limit: str) -> msgspec.Meta:
+def _a_column(what: str, raw: str, dtype: str, limit: str) -> msgspec.Meta:
     """Describe a column: its raw elements, and the setting of `server` that bounds it (`bulk.py` reads both)."""
     name = np.dtype(dtype).name
-    text = f"{what}, or raw little-endian {name} (base64 in JSON). At most server.{limit}."
+    text = f"{what}, or {raw} as raw little-endian {name} (base64 in JSON). At most server.{limit}."
     return msgspec.Meta(description=text, extra={"limit": limit, "element_bytes": np.dtype(dtype).itemsize})
 
 
-Column = Annotated[list[Int] | bytes, _a_column("Integers", "<i8", "max_history_events")]
+Items = Annotated[list[Item] | bytes, _a_column("Names of items", "ids", "<i8", "max_history_events")]
 Actions = Annotated[
-    list[Annotated[int, msgspec.Meta(ge=0, le=2**15 - 1)]] | bytes,
-    _a_column("Action ids", "<i2", "max_history_events"),
+    list[Action] | bytes,
+    _a_column("Names of actions", "indices in the model's list of actions", "<i2", "max_history_events"),
 ]
-Candidates = Annotated[list[Int] | bytes, _a_column("Item ids", "<i8", "max_candidates")]
+Times = Annotated[list[Int] | bytes, _a_column("Unix seconds", "the same", "<i8", "max_history_events")]
+Candidates = Annotated[list[Item] | bytes, _a_column("Names of items", "ids", "<i8", "max_candidates")]
+LAST_S = 10**11  # unix seconds (the year 5138): a larger number counts something shorter
 MAX_NAME = 128  # characters of a user id, a tenant, a version
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_NAME)]
 Tenant = Annotated[str, msgspec.Meta(max_length=MAX_NAME)]
@@ -43,21 +70,21 @@ MOST_NAMES = 100  # of attributes of one item or one filter
 class History(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Behaviours, oldest first, as columns of the same length."""
 
-    items: Column
+    items: Items
     actions: Actions
-    timestamps: Column  # unix seconds
+    timestamps: Times
 
 
 class UserBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A body that names its user."""
 
-    user_id: Name
+    user_id: Name | Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]  # a number is its text
     tenant: Tenant = ""
 
     @property
     def user(self) -> UserKey:
         """The user within the tenant."""
-        return UserKey(self.tenant, self.user_id)
+        return UserKey(self.tenant, str(self.user_id))
 
 
 class HistoryBody(UserBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -69,7 +96,10 @@ class HistoryBody(UserBody, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class HistoryOut(msgspec.Struct, frozen=True, kw_only=True):
-    """How the model read the behaviours: tokens used, tokens cut, items that the catalogue lacks, their source."""
+    """How the model read the behaviours: tokens used, tokens cut, items that the catalogue lacks, their source.
+
+    `sorted_events` of them stood later than newer ones, and were sorted (`service.unsorted_history`).
+    """
 
     fingerprint: str
     num_tokens: int
@@ -77,23 +107,80 @@ class HistoryOut(msgspec.Struct, frozen=True, kw_only=True):
     unknown_items: int
     source: str  # request | store | last_known | nothing; the last two: the history store failed
     fault: str  # of the history store: store_unavailable | store_slow | ...; "" = none
+    sorted_events: int
 
 
 # ---- reading
 
 
-def column(values: list[int] | bytes, field: str, dtype: str, limit: int) -> npt.NDArray[Any]:
-    """Make an array of a list or of raw bytes. Raw bytes are read in place, without a copy.
+def optional_items(values: list[str | int] | bytes | None, field: str, limit: int) -> I64 | None:
+    """Read a column of items that may be absent. Raises as `parse_items` does."""
+    return None if values is None else parse_items(values, field, limit)
+
+
+def parse_items(values: list[str | int] | bytes, field: str, limit: int) -> I64:
+    """Read a column of items.
 
     Args:
-        values: the column as it was decoded; a list has been checked for its range.
+        values: names, or raw ids.
         field: its name in messages.
-        dtype: of the array and of the raw bytes: `<i8` or `<i2`.
         limit: elements at most.
 
     Raises:
-        TooLarge: more than `limit` elements. Unprocessable: a part of an element is left over, or one is negative.
+        TooLarge: more than `limit` elements. Unprocessable: raw bytes that are no ids, or a name that is no item's.
     """
+    ids: I64 = _column(values, field, "<i8", limit, item_ids)
+    return ids
+
+
+def shown_at(timestamp: int | None) -> int | None:
+    """Check the instant that items are shown at. Raises Unprocessable where it is not in seconds."""
+    if timestamp is not None and timestamp > LAST_S:
+        raise Unprocessable(f"timestamp: {timestamp} {_unit(timestamp)}")
+    return timestamp
+
+
+def parse_events(history: History, field: str, limit: int, names: Names, version: str | None = None) -> Events:
+    """Make arrays of the three columns of a history.
+
+    Args:
+        history: as it was decoded.
+        field: its name in messages.
+        limit: events at most.
+        names: of actions, and what becomes of rows that run backwards.
+        version: of the ranker whose actions these are; None = the current one.
+
+    Raises:
+        TooLarge, Unprocessable: as `parse_items` does; Unprocessable also where an action is none of the model's, a
+            timestamp is not in seconds, rows run backwards, or the columns differ in length.
+        NotFound: the version is not served.
+    """
+    ids = parse_items(history.items, f"{field}.items", limit)
+    known = names.actions(version)
+    read = _indices if known is None else known.indices
+    actions: I16 = _column(history.actions, f"{field}.actions", "<i2", limit, read)
+    times: I64 = _column(history.timestamps, f"{field}.timestamps", "<i8", limit, partial(np.array, dtype=np.int64))
+    if not len(ids) == len(actions) == len(times):
+        raise Unprocessable(
+            f"{field}: items, actions and timestamps have {len(ids)}, {len(actions)} and {len(times)} entries"
+        )
+    if len(times) and (last := int(times.max())) > LAST_S:
+        raise Unprocessable(f"{field}.timestamps: {last} at index {int(times.argmax())} {_unit(last)}")
+    return _oldest_first(Events(ids, actions, times), field, names.unsorted_history)
+
+
+def parse_history(body: HistoryBody, config: ServerConfig, names: Names, version: str | None = None) -> HistoryRef:
+    """Read where a request's behaviours come from. Raises as `parse_events` does."""
+    if body.history is None:
+        return HistoryRef(base=body.base)
+    events = parse_events(body.history, "history", config.max_history_events, names, version)
+    return HistoryRef(events=events, base=body.base)
+
+
+def _column(
+    values: list[Any] | bytes, field: str, dtype: str, limit: int, read: Callable[[list[Any]], npt.NDArray[Any]]
+) -> npt.NDArray[Any]:
+    """Make an array of a list by `read`, or of raw bytes, which are read in place, without a copy."""
     dt = np.dtype(dtype)
     if isinstance(values, bytes):
         if len(values) % dt.itemsize:
@@ -104,44 +191,49 @@ def column(values: list[int] | bytes, field: str, dtype: str, limit: int) -> npt
     if count > limit:
         raise TooLarge(f"{field}: {count} entries, the limit is {limit}")
     if not isinstance(values, bytes):
-        return np.array(values, dt)
+        try:
+            return read(values)
+        except ValueError as error:
+            raise Unprocessable(f"{field}: {error}") from None
     array = np.frombuffer(values, dt)
     if count and int(array.min()) < 0:
         raise Unprocessable(f"{field}: {int(array.min())} at index {int(array.argmin())} is negative")
     return array
 
 
-def optional_ids(values: list[int] | bytes | None, field: str, limit: int) -> I64 | None:
-    """Read a column of item ids that may be absent. Raises as `column` does."""
-    return None if values is None else column(values, field, "<i8", limit)
+def _indices(actions: Sequence[str | float]) -> I16:
+    """Take actions for indices where no ranker gives them names."""
+    for place, action in enumerate(actions):
+        text = action if isinstance(action, str) else f"{action:g}"
+        if not (text.isascii() and text.isdecimal() and int(text[:6]) < 2**15):
+            raise ValueError(f"{cut(text)} at index {place}: no ranker names actions here; send 0 to {2**15 - 1}")
+    return np.array(actions, np.int16)
 
 
-def parse_events(history: History, field: str, limit: int) -> Events:
-    """Make arrays of the three columns of a history.
+def _unit(timestamp: int) -> str:
+    """Say what a time that is too large for seconds looks like, and the remedy."""
+    for divisor, unit in ((10**3, "milliseconds"), (10**6, "microseconds"), (10**9, "nanoseconds")):
+        if timestamp <= LAST_S * divisor:
+            return f"looks like {unit}: divide by {divisor} for unix seconds"
+    return "is no unix time in seconds"
 
-    Args:
-        history: as it was decoded.
-        field: its name in messages.
-        limit: events at most.
 
-    Raises:
-        TooLarge, Unprocessable: as `column` does; Unprocessable also where the columns differ in length.
-    """
-    items = column(history.items, f"{field}.items", "<i8", limit)
-    actions = column(history.actions, f"{field}.actions", "<i2", limit)
-    timestamps = column(history.timestamps, f"{field}.timestamps", "<i8", limit)
-    if not len(items) == len(actions) == len(timestamps):
+def _oldest_first(events: Events, field: str, policy: Literal["refuse", "sort"]) -> Events:
+    """Refuse or sort events that run backwards; of equal times the order stays."""
+    times = events.timestamps
+    earlier = times[1:] < times[:-1]
+    if not earlier.any():
+        return events
+    if policy == "refuse":
+        at = int(earlier.argmax()) + 1
         raise Unprocessable(
-            f"{field}: items, actions and timestamps have {len(items)}, {len(actions)} and {len(timestamps)} entries"
+            f"{field}.timestamps: {times[at]} at index {at} is before {times[at - 1]}: send the oldest event first, "
+            "or set service.unsorted_history: sort"
         )
-    return Events(items, actions, timestamps)
-
-
-def parse_history(body: HistoryBody, config: ServerConfig) -> HistoryRef:
-    """Read where a request's behaviours come from. Raises as `parse_events` does."""
-    if body.history is None:
-        return HistoryRef(base=body.base)
-    return HistoryRef(events=parse_events(body.history, "history", config.max_history_events), base=body.base)
+    late = int(np.count_nonzero(times < np.maximum.accumulate(times)))
+    order = np.argsort(times, kind="stable")
+    origin = HistoryOrigin(HistorySource.REQUEST, sorted_events=late)
+    return Events(events.items[order], events.actions[order], times[order], origin)
 
 
 # ---- writing
@@ -156,7 +248,13 @@ def render_history(report: HistoryReport) -> HistoryOut:
         unknown_items=report.unknown_items,
         source=report.origin.source.value,
         fault=report.origin.fault or "",
+        sorted_events=report.origin.sorted_events,
     )
+
+
+def render_items(ids: I64, names: Names, is_raw: bool) -> list[str | int] | bytes:
+    """Write items as raw ids if `is_raw`, or else by their names."""
+    return ids.astype("<i8", copy=False).tobytes() if is_raw else names.items(ids)
 
 
 def render_column(values: npt.NDArray[Any], dtype: str, is_raw: bool) -> Any:

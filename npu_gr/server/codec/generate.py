@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from npu_gr.core.request import GenerateAnswer, GenerateRequest
-from npu_gr.server.codec.base import Codec
+from npu_gr.server.codec.base import Codec, Shown
 from npu_gr.server.codec.fields import (
     MOST_NAMES,
     Candidates,
@@ -15,12 +15,14 @@ from npu_gr.server.codec.fields import (
     HistoryOut,
     Name,
     Values,
-    optional_ids,
+    optional_items,
     parse_history,
     render_column,
     render_history,
+    render_items,
 )
 from npu_gr.server.codec.media import MSGPACK
+from npu_gr.server.codec.naming import Names
 from npu_gr.server.config import ServerConfig
 
 
@@ -31,6 +33,7 @@ class GenerateBody(HistoryBody, frozen=True, kw_only=True, forbid_unknown_fields
     beam_width: Annotated[int, msgspec.Meta(ge=1, le=1024)] | None = None  # absent: the service's
     normalise: Literal["vocabulary", "codebook", "valid"] = "vocabulary"
     temperature: Annotated[float, msgspec.Meta(ge=1e-3, le=1e3)] = 1.0
+    exclude_seen: bool | None = None  # leave out the items of the history; absent: as configured
     allow_items: Candidates | None = None  # absent: all
     deny_items: Candidates | None = None
     # attribute of the catalogue -> values, of which an item has one
@@ -47,7 +50,7 @@ class GenerateOut(msgspec.Struct, frozen=True, kw_only=True):
     outcome: str
     reason: str
     status: str
-    items: list[int] | bytes
+    items: list[str | int] | bytes
     sids: list[int] | bytes
     num_levels: int
     scores: list[float] | bytes
@@ -56,24 +59,25 @@ class GenerateOut(msgspec.Struct, frozen=True, kw_only=True):
     stages_s: dict[str, float]
 
 
-def parse(body: GenerateBody, config: ServerConfig) -> GenerateRequest:
-    """Make a request of a body. Raises TooLarge or Unprocessable where a field is over its limit."""
+def parse(body: GenerateBody, config: ServerConfig, names: Names) -> GenerateRequest:
+    """Make a request of a body. Raises TooLarge or Unprocessable, as `parse_events` does."""
     return GenerateRequest(
         user=body.user,
-        history=parse_history(body, config),
+        history=parse_history(body, config, names),
         num_items=body.num_items,
         beam_width=body.beam_width,
         normalise=body.normalise,
         temperature=body.temperature,
-        allow_items=optional_ids(body.allow_items, "allow_items", config.max_candidates),
-        deny_items=optional_ids(body.deny_items, "deny_items", config.max_candidates),
+        exclude_seen=body.exclude_seen,
+        allow_items=optional_items(body.allow_items, "allow_items", config.max_candidates),
+        deny_items=optional_items(body.deny_items, "deny_items", config.max_candidates),
         attributes={name: tuple(values) for name, values in body.attributes.items()},
         catalogue_version=body.catalogue_version,
         model_version=body.model_version,
     )
 
 
-def render(answer: GenerateAnswer, request_id: str, media: str) -> GenerateOut:
+def render(answer: GenerateAnswer, request_id: str, media: str, shown: Shown) -> GenerateOut:
     """Write the answer of a generate; in msgpack items are raw int64, sids int32, scores float32, little-endian."""
     is_raw = media == MSGPACK
     return GenerateOut(
@@ -83,7 +87,7 @@ def render(answer: GenerateAnswer, request_id: str, media: str) -> GenerateOut:
         outcome=answer.outcome.value,
         reason=answer.reason.value,
         status=answer.status,
-        items=render_column(answer.item_ids, "<i8", is_raw),
+        items=render_items(answer.item_ids, shown.names, is_raw),
         sids=render_column(answer.sids, "<i4", is_raw),
         num_levels=answer.sids.shape[1],
         scores=render_column(answer.scores, "<f4", is_raw),

@@ -7,9 +7,19 @@ from typing import Annotated
 import msgspec
 
 from npu_gr.core.request import HistoryRef, MatchAnswer, MatchRequest
-from npu_gr.server.codec.base import Codec
-from npu_gr.server.codec.fields import Candidates, History, Name, UserBody, optional_ids, parse_events, render_column
+from npu_gr.server.codec.base import Codec, Shown
+from npu_gr.server.codec.fields import (
+    Candidates,
+    History,
+    Name,
+    UserBody,
+    optional_items,
+    parse_events,
+    render_column,
+    render_items,
+)
 from npu_gr.server.codec.media import MSGPACK
+from npu_gr.server.codec.naming import Names
 from npu_gr.server.config import ServerConfig
 
 
@@ -31,26 +41,26 @@ class MatchOut(msgspec.Struct, frozen=True, kw_only=True):
     vectors_version: str
     basis: str  # target | folded | source | popularity; scores are comparable within one
     status: str  # complete | exhausted: fewer than asked
-    items: list[int] | bytes
+    items: list[str | int] | bytes
     scores: list[float] | bytes
     stages_s: dict[str, float]
 
 
-def parse(body: MatchBody, config: ServerConfig) -> MatchRequest:
-    """Make a request of a body. Raises TooLarge or Unprocessable where a field is over its limit."""
-    history = None if body.history is None else parse_events(body.history, "history", config.max_history_events)
+def parse(body: MatchBody, config: ServerConfig, names: Names) -> MatchRequest:
+    """Make a request of a body. Raises TooLarge or Unprocessable, as `parse_events` does."""
+    history = None if body.history is None else parse_events(body.history, "history", config.max_history_events, names)
     return MatchRequest(
         user=body.user,
         history=HistoryRef(events=history),
         num_items=body.num_items,
         exclude_seen=body.exclude_seen,
-        allow_items=optional_ids(body.allow_items, "allow_items", config.max_candidates),
-        deny_items=optional_ids(body.deny_items, "deny_items", config.max_candidates),
+        allow_items=optional_items(body.allow_items, "allow_items", config.max_candidates),
+        deny_items=optional_items(body.deny_items, "deny_items", config.max_candidates),
         vectors_version=body.vectors_version,
     )
 
 
-def render(answer: MatchAnswer, request_id: str, media: str) -> MatchOut:
+def render(answer: MatchAnswer, request_id: str, media: str, shown: Shown) -> MatchOut:
     """Write the answer of a match; in msgpack items are raw int64, scores float32, little-endian."""
     is_raw = media == MSGPACK
     return MatchOut(
@@ -58,7 +68,7 @@ def render(answer: MatchAnswer, request_id: str, media: str) -> MatchOut:
         vectors_version=answer.vectors_version,
         basis=answer.basis.value,
         status=answer.status,
-        items=render_column(answer.item_ids, "<i8", is_raw),
+        items=render_items(answer.item_ids, shown.names, is_raw),
         scores=render_column(answer.scores, "<f4", is_raw),
         stages_s=answer.stages_s,
     )

@@ -8,18 +8,20 @@ import msgspec
 
 from npu_gr.core.errors import Unprocessable
 from npu_gr.core.request import RankAnswer, RankRequest
-from npu_gr.server.codec.base import Codec
+from npu_gr.server.codec.base import Codec, Shown
 from npu_gr.server.codec.fields import (
     Candidates,
     HistoryBody,
     HistoryOut,
     Int,
-    column,
     parse_history,
+    parse_items,
     render_history,
     render_scores,
+    shown_at,
 )
 from npu_gr.server.codec.media import MSGPACK
+from npu_gr.server.codec.naming import Names
 from npu_gr.server.config import ServerConfig
 
 
@@ -39,29 +41,29 @@ class RankOut(msgspec.Struct, frozen=True, kw_only=True):
     outcome: str
     reason: str
     scores: dict[str, list[float | None] | bytes]
-    top: list[int] | None
+    top: list[str | int] | None
     prefix_tokens: int
     unknown_candidates: int
     history: HistoryOut
     stages_s: dict[str, float]
 
 
-def parse(body: RankBody, config: ServerConfig) -> RankRequest:
-    """Make a request of a body. Raises TooLarge or Unprocessable where a field is over its limit."""
-    candidates = column(body.candidates, "candidates", "<i8", config.max_candidates)
+def parse(body: RankBody, config: ServerConfig, names: Names) -> RankRequest:
+    """Make a request of a body. Raises TooLarge, Unprocessable or NotFound, as `parse_events` does."""
+    candidates = parse_items(body.candidates, "candidates", config.max_candidates)
     if not len(candidates):
         raise Unprocessable("candidates: needs at least one")
     return RankRequest(
         user=body.user,
         candidates=candidates,
-        history=parse_history(body, config),
-        timestamp=body.timestamp,
+        history=parse_history(body, config, names, body.model_version),
+        timestamp=shown_at(body.timestamp),
         top_k=body.top_k,
         model_version=body.model_version,
     )
 
 
-def render(answer: RankAnswer, request_id: str, media: str) -> RankOut:
+def render(answer: RankAnswer, request_id: str, media: str, shown: Shown) -> RankOut:
     """Write the answer of a rank; in msgpack the scores are raw little-endian float32, NaN where unknown."""
     is_raw = media == MSGPACK
     return RankOut(
@@ -70,12 +72,18 @@ def render(answer: RankAnswer, request_id: str, media: str) -> RankOut:
         outcome=answer.outcome.value,
         reason=answer.reason.value,
         scores={task: render_scores(values, is_raw) for task, values in answer.scores.items()},
-        top=None if answer.top is None else answer.top.tolist(),
+        top=_top(answer, shown.names, is_raw),
         prefix_tokens=answer.prefix_tokens,
         unknown_candidates=answer.unknown_candidates,
         history=render_history(answer.history),
         stages_s=answer.stages_s,
     )
+
+
+def _top(answer: RankAnswer, names: Names, is_raw: bool) -> list[str | int] | None:
+    if answer.top is None:
+        return None
+    return answer.top.tolist() if is_raw else names.items(answer.top)
 
 
 CODEC = Codec(body=RankBody, answer=RankOut, parse=parse, render=render)

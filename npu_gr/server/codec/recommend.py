@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 
 from npu_gr.core.request import RecommendAnswer, RecommendRequest
-from npu_gr.server.codec.base import Codec
+from npu_gr.server.codec.base import Codec, Shown
 from npu_gr.server.codec.fields import (
     MOST_NAMES,
     Candidates,
@@ -17,13 +17,15 @@ from npu_gr.server.codec.fields import (
     Int,
     Name,
     Value,
-    optional_ids,
+    optional_items,
     parse_history,
-    render_column,
     render_history,
+    render_items,
     render_scores,
+    shown_at,
 )
 from npu_gr.server.codec.media import MSGPACK
+from npu_gr.server.codec.naming import Names
 from npu_gr.server.config import ServerConfig
 
 
@@ -33,6 +35,8 @@ class RecommendBody(HistoryBody, frozen=True, kw_only=True, forbid_unknown_field
     num_items: Annotated[int, msgspec.Meta(ge=1, le=10_000)] = 10
     num_candidates: Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)] | None = None  # ranked at most, up to the config's
     exclude_seen: bool | None = None  # leave out the items of the history; absent: as configured
+    # last: items that the ranker does not know come after all others, without a score; drop: not; absent: as configured
+    unknown_items: Literal["last", "drop"] | None = None
     deny_items: Candidates | None = None
     timestamp: Int | None = None  # unix seconds the items are shown at; absent = now
     context: Annotated[dict[Name, Value], msgspec.Meta(max_length=MOST_NAMES)] = msgspec.field(
@@ -56,12 +60,13 @@ class RecommendOut(msgspec.Struct, frozen=True, kw_only=True):
     request_id: str
     model_version: str
     verdict: str
-    outcome: str | None  # of the rank; null: it failed, the items are in the order of the retrieval
+    outcome: str | None  # of the rank; null: it failed or knew no item, the items are in the order of the retrieval
     reason: str
-    items: list[int] | bytes
+    items: list[str | int] | bytes
     scores: list[float | None] | bytes
     origins: list[str]  # the source of each item
-    num_candidates: int
+    num_candidates: int  # that were ranked
+    num_unknown: int  # that were found too, and that the ranker does not know: the last ones, or dropped
     degraded: list[str]  # stages that did not do their part
     stages: list[StageOut]
     prefix_tokens: int
@@ -69,23 +74,24 @@ class RecommendOut(msgspec.Struct, frozen=True, kw_only=True):
     stages_s: dict[str, float]
 
 
-def parse(body: RecommendBody, config: ServerConfig) -> RecommendRequest:
-    """Make a request of a body. Raises TooLarge or Unprocessable where a field is over its limit."""
-    denied = optional_ids(body.deny_items, "deny_items", config.max_candidates)
+def parse(body: RecommendBody, config: ServerConfig, names: Names) -> RecommendRequest:
+    """Make a request of a body. Raises TooLarge, Unprocessable or NotFound, as `parse_events` does."""
+    denied = optional_items(body.deny_items, "deny_items", config.max_candidates)
     return RecommendRequest(
         user=body.user,
-        history=parse_history(body, config),
+        history=parse_history(body, config, names, body.model_version),
         num_items=body.num_items,
         num_candidates=body.num_candidates,
         exclude_seen=body.exclude_seen,
+        unknown_items=body.unknown_items,
         deny_items=denied,
-        timestamp=body.timestamp,
+        timestamp=shown_at(body.timestamp),
         context=body.context,
         model_version=body.model_version,
     )
 
 
-def render(answer: RecommendAnswer, request_id: str, media: str) -> RecommendOut:
+def render(answer: RecommendAnswer, request_id: str, media: str, shown: Shown) -> RecommendOut:
     """Write the answer of a recommend; in msgpack items are raw int64 and scores float32 (NaN = not ranked)."""
     is_raw = media == MSGPACK
     return RecommendOut(
@@ -94,10 +100,11 @@ def render(answer: RecommendAnswer, request_id: str, media: str) -> RecommendOut
         verdict=answer.verdict.value,
         outcome=answer.outcome.value if answer.outcome else None,
         reason=answer.reason.value,
-        items=render_column(answer.item_ids, "<i8", is_raw),
+        items=render_items(answer.item_ids, shown.names, is_raw),
         scores=render_scores(answer.scores, is_raw),
         origins=list(answer.origins),
         num_candidates=answer.num_candidates,
+        num_unknown=answer.num_unknown,
         degraded=list(answer.degraded),
         stages=[StageOut(**asdict(report)) for report in answer.stages],
         prefix_tokens=answer.prefix_tokens,

@@ -7,8 +7,9 @@ from typing import Annotated
 import msgspec
 
 from npu_gr.core.request import SignalAnswer, SignalRequest
-from npu_gr.server.codec.base import Codec
+from npu_gr.server.codec.base import Codec, Shown
 from npu_gr.server.codec.fields import HistoryBody, HistoryOut, parse_history, render_history
+from npu_gr.server.codec.naming import Names
 from npu_gr.server.config import ServerConfig
 
 
@@ -29,17 +30,17 @@ class SignalOut(msgspec.Struct, frozen=True, kw_only=True):
     generate_verdict: str | None
 
 
-def parse(body: SignalBody, config: ServerConfig) -> SignalRequest:
-    """Make a request of a body. Raises TooLarge or Unprocessable where a field is over its limit."""
+def parse(body: SignalBody, config: ServerConfig, names: Names) -> SignalRequest:
+    """Make a request of a body. Raises TooLarge, Unprocessable or NotFound, as `parse_events` does."""
     return SignalRequest(
         user=body.user,
-        history=parse_history(body, config),
+        history=parse_history(body, config, names, body.model_version),
         num_candidates=body.num_candidates,
         model_version=body.model_version,
     )
 
 
-def render(answer: SignalAnswer, request_id: str, _media: str) -> SignalOut:
+def render(answer: SignalAnswer, request_id: str, _media: str, _shown: Shown) -> SignalOut:
     """Write the answer of a signal."""
     return SignalOut(
         request_id=request_id,

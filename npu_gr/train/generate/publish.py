@@ -20,13 +20,15 @@ from typing import Any
 import numpy as np
 import yaml
 
+from npu_gr.catalogue.item_names import EMPTY, ItemNames
+from npu_gr.core import shipped
 from npu_gr.core.errors import DataError
 from npu_gr.features.interactions import ItemValues
 from npu_gr.model import hf
 from npu_gr.train.generate.train import GenerateOptions, TrainedGenerator
+from npu_gr.train.next_command import CONFIGURATION, example, next_command
 
 CATALOGUE = "items.jsonl"
-CONFIGURATION = "serve.yaml"
 REPORT = "report.json"
 FILES = (hf.WEIGHTS, hf.CONFIG, CATALOGUE, REPORT, CONFIGURATION)  # in the order of their renaming
 MAX_CUT_ITEMS = 8  # most items by which a prompt is shorter than it could be, see `catalogue/tokens.py`
@@ -70,7 +72,7 @@ def publish(
             hf.save(trained.model, new)
             (new / CATALOGUE).write_text("".join(catalogue_lines(trained, features)))
             (new / REPORT).write_text(json.dumps(trained.report.as_dict(), indent=2) + "\n")
-            (new / CONFIGURATION).write_text(yaml.safe_dump(table, sort_keys=False))
+            (new / CONFIGURATION).write_text(shipped.schema_line() + yaml.safe_dump(table, sort_keys=False))
             for name in FILES:
                 os.replace(new / name, folder / name)
     except OSError as error:
@@ -90,35 +92,38 @@ def configuration(trained: TrainedGenerator, options: GenerateOptions, folder: P
         A table for `npu_gr/service/config.py`.
     """
     return {
-        "generate": {
-            "checkpoint": str(folder),
-            "catalogue": str(folder / CATALOGUE),
-            "codes": list(trained.codes.code_count),
-            "max_beams": max(512, options.beam_width),
-            "beam_width": options.beam_width,
-            "max_prompt_tokens": options.history_items * len(trained.codes.code_count),
-            "cut_step_items": min(MAX_CUT_ITEMS, options.history_items),
-        },
+        "generate": section(trained.codes.code_count, options, folder),
         "features": {"path": str(folder / "history.db")},
     }
 
 
-def how_to_serve(table: dict[str, Any], trained: TrainedGenerator) -> str:
-    """Explain how to serve the generator: the configuration, the command, and a request to try."""
-    log = trained.log
-    user = int(np.argmax(np.minimum(np.diff(log.starts), 10)))  # the first with ten events, or with the most
-    history = log.item_ids[log.items[log.starts[user] : log.starts[user] + 10]].tolist()
-    body = {
-        "user_id": "me",
-        "num_items": 10,
-        "history": {"items": history, "actions": [0] * len(history), "timestamps": list(range(len(history)))},
+def section(code_count: Sequence[int], options: GenerateOptions, folder: Path) -> dict[str, Any]:
+    """Make the section `generate` of an instance's configuration.
+
+    Args:
+        code_count: codes of each level.
+        options: that the generator was trained with; they set the prompt's length and the beam width.
+        folder: that it will be served from.
+    """
+    return {
+        "checkpoint": str(folder),
+        "catalogue": str(folder / CATALOGUE),
+        "codes": list(code_count),
+        "max_beams": max(512, options.beam_width),
+        "beam_width": options.beam_width,
+        "max_prompt_tokens": options.history_items * len(code_count),
+        "cut_step_items": min(MAX_CUT_ITEMS, options.history_items),
     }
+
+
+def how_to_serve(table: dict[str, Any], trained: TrainedGenerator, names: ItemNames = EMPTY) -> str:
+    """Explain how to serve the generator: the configuration, the command, and a request to try."""
+    body = {"user_id": "me", "num_items": 10, "history": example(trained.log, names).history}
     return f"""
 {yaml.safe_dump({"generate": table["generate"]}, sort_keys=False)}
 To serve it beside a ranker, add this section to the ranker's configuration. To serve it alone:
 
-npu-gr serve --config {Path(table["generate"]["checkpoint"]) / CONFIGURATION} &
-curl -s localhost:8080/v1/generate -H 'content-type: application/json' -d '{json.dumps(body)}'"""
+{next_command(Path(table["generate"]["checkpoint"]), "/v1/generate", body)}"""
 
 
 def catalogue_lines(trained: TrainedGenerator, features: Sequence[ItemValues]) -> list[str]:

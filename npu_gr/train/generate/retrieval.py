@@ -8,7 +8,7 @@ them does. If the beams do not contain the next item, the generator has missed i
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -25,10 +25,11 @@ from npu_gr.kv.arena import KVArena
 from npu_gr.kv.layout import PageRun
 from npu_gr.model.decoder import Decoder
 from npu_gr.train.baselines import Baseline
-from npu_gr.train.data import InteractionLog, NextItem
+from npu_gr.train.data import InteractionLog, NextItem, what_stands
 from npu_gr.train.generate.codes import ItemCodes
 from npu_gr.train.metrics import F64, NAN, cells, hit_ratio, known, ndcg
-from npu_gr.train.next_item import rank_next_items
+from npu_gr.train.next_item import NO_RANKS, NextItemRanks, rank_next_items
+from npu_gr.train.paired import Comparison, compare
 
 MISSED = float("inf")  # rank of an item that no beam has found
 DECODER = "semantic-ID decoder"
@@ -46,30 +47,30 @@ class RetrievalFigures:
     hr_at_10_unseen: float = NAN
     ndcg_at_10_unseen: float = NAN
     invalid_ratio: float = NAN  # share of the answered items that the catalogue lacks
+    ranks: NextItemRanks = field(default=NO_RANKS, repr=False, compare=False)  # behind the figures
 
     @classmethod
-    def from_ranks(
-        cls, ranks: F64, unseen: F64 | None = None, model: str = DECODER, invalid_ratio: float = NAN
-    ) -> RetrievalFigures:
+    def from_ranks(cls, ranks: NextItemRanks, model: str = DECODER, invalid_ratio: float = NAN) -> RetrievalFigures:
         """Compute the figures of a model.
 
         Args:
-            ranks: [n] rank of each user's next item among all items, from 0; `MISSED` = it was not found.
-            unseen: [n] the same among the items that are not in the history; None = not measured.
+            ranks: of each user's next item; `MISSED` = it was not found, and no `unseen` ones = not measured.
             model: name.
             invalid_ratio: share of the answered items that the catalogue lacks.
         """
-        if not len(ranks):
+        overall, unseen = ranks
+        if not len(overall):
             return cls(model=model, num_users=0, hr_at_10=NAN, ndcg_at_10=NAN, hr_at_50=NAN)
         return cls(
             model=model,
-            num_users=len(ranks),
-            hr_at_10=hit_ratio(ranks, 10),
-            ndcg_at_10=ndcg(ranks, 10),
-            hr_at_50=hit_ratio(ranks, 50),
-            hr_at_10_unseen=NAN if unseen is None else hit_ratio(unseen, 10),
-            ndcg_at_10_unseen=NAN if unseen is None else ndcg(unseen, 10),
+            num_users=len(overall),
+            hr_at_10=hit_ratio(overall, 10),
+            ndcg_at_10=ndcg(overall, 10),
+            hr_at_50=hit_ratio(overall, 50),
+            hr_at_10_unseen=hit_ratio(unseen, 10) if len(unseen) else NAN,
+            ndcg_at_10_unseen=ndcg(unseen, 10) if len(unseen) else NAN,
             invalid_ratio=invalid_ratio,
+            ranks=ranks,
         )
 
     @property
@@ -82,7 +83,8 @@ class RetrievalFigures:
 class RetrievalReport:
     """The generator's figures and those to compare them with."""
 
-    num_trained: int  # events that the generator was trained on
+    num_trained: int  # events that the evaluated generator was trained on
+    num_served: int  # the same of the served one
     generator: RetrievalFigures
     validation: RetrievalFigures  # on some users' last event but one; the weights were chosen by them
     baselines: tuple[RetrievalFigures, ...]  # measured in this run
@@ -90,21 +92,33 @@ class RetrievalReport:
 
     def as_dict(self) -> dict[str, Any]:
         """Turn the report into plain types for JSON; leave out figures that a model does not have."""
+        comparison = self.comparison()
         return {
             "num_trained": self.num_trained,
+            "num_served": self.num_served,
             "test": known(asdict(self.generator)),
             "validation": known(asdict(self.validation)),
             "baselines": [known(asdict(row)) for row in self.baselines],
             "published": [known(asdict(row)) for row in self.published],
+            "comparison": None if comparison is None else comparison.as_dict(),
         }
+
+    def comparison(self) -> Comparison | None:
+        """Compare the generator with the strongest baseline; None = there is no user to compare on."""
+        return compare(self.generator.model, self.generator.ranks, {row.model: row.ranks for row in self.baselines})
+
+    def text(self) -> str:
+        """Say in words how the generator stands beside the strongest baseline."""
+        comparison = self.comparison()
+        return "no user has a next item to compare on" if comparison is None else comparison.text()
 
     def table(self) -> Table:
         """Lay the figures out for a terminal."""
         table = Table(
             "model",
             *("HR@10", "NDCG@10", "HR@50", "HR@10 unseen", "NDCG@10 unseen", "invalid"),
-            title=f"leave-one-out, whole catalogue: {self.num_trained} events trained on",
-            caption=f"the last event of {self.generator.num_users} users; 95 % interval of the decoder's HR@10: "
+            title=what_stands("leave-one-out", self.num_trained, self.num_served),
+            caption=f"whole catalogue, {self.generator.num_users} users; 95 % interval of the decoder's HR@10: "
             f"+-{self.generator.interval:.4f}; on the validation: HR@10 {self.validation.hr_at_10:.4f}, "
             f"NDCG@10 {self.validation.ndcg_at_10:.4f}",
         )
@@ -172,7 +186,8 @@ class GeneratorJudge:
                 num_answered += len(found.item_ids)
             done(index + 1, len(targets))
         invalid_ratio = num_invalid / max(num_answered, 1)
-        return RetrievalFigures.from_ranks(ranks, ranks_unseen if unseen else None, invalid_ratio=invalid_ratio)
+        found_ranks = NextItemRanks(ranks, ranks_unseen if unseen else np.empty(0))
+        return RetrievalFigures.from_ranks(found_ranks, invalid_ratio=invalid_ratio)
 
     def _without(self, history: I64, target: int) -> Filter:
         """Allow all items but those of the history; the target stays allowed, even if the user had it before."""
@@ -188,7 +203,7 @@ def baseline_figures(log: InteractionLog, targets: Sequence[NextItem], baseline:
         baseline: fitted to the log.
     """
     ranks = rank_next_items(log, targets, (baseline.next_items(log, user) for user, _ in targets))
-    return RetrievalFigures.from_ranks(ranks.overall, ranks.unseen, baseline.name)
+    return RetrievalFigures.from_ranks(ranks, baseline.name)
 
 
 def _figures(model: str, num_users: int, hr_at_10: float, ndcg_at_10: float, hr_at_50: float = NAN) -> RetrievalFigures:

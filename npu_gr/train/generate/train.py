@@ -7,14 +7,15 @@ it, over the whole vocabulary, as it does when it serves. The log is split leave
                        trained on      validation     test
 
 The validation chooses among the states of the training. Neither the validation nor the test is trained on, and the item
-codes do not depend on them.
+codes do not depend on them. Then the generator is refitted: codes and decoder are made anew of all events, with the
+same settings and as many epochs as the best state had. What is measured is the generator of the older events.
 
 Deterministic: the same log, options and number of threads give the same bits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
@@ -31,7 +32,7 @@ from npu_gr.core.settings import Count, Positive
 from npu_gr.features.interactions import Interactions, ItemValues
 from npu_gr.model.decoder import Decoder, DecoderConfig
 from npu_gr.train.baselines import Baseline, Markov, Popularity
-from npu_gr.train.data import Batch, InteractionLog, NextItem, Split, batches, build_log, windows
+from npu_gr.train.data import Batch, InteractionLog, Split, batches, build_log, windows
 from npu_gr.train.generate.causal import encode, next_logits, start
 from npu_gr.train.generate.codes import ItemCodes, item_vectors, read_codes, residual_codes
 from npu_gr.train.generate.retrieval import (
@@ -41,6 +42,7 @@ from npu_gr.train.generate.retrieval import (
     baseline_figures,
     published,
 )
+from npu_gr.train.next_item import NO_RANKS, sample_targets
 from npu_gr.train.options import Decay, DropoutRatio, Seed, Share, Weight
 from npu_gr.train.steps import EarlyStopping, EpochTrainer, TrainingProgress
 
@@ -50,28 +52,31 @@ SPLIT: Split = "leave-one-out"
 class GenerateOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Everything that decides the result but the log, ready-made codes and the number of threads."""
 
-    seed: Seed = 0
+    seed: Annotated[Seed, Meta(description="of everything that is drawn: codes, weights, batches, test users")] = 0
 
     code_count: Annotated[tuple[Count, ...], Meta(min_length=1, description="codes of each level")] = (64, 64)
     vector_dim: Annotated[Count, Meta(description="most dimensions of the neighbours' part of an item vector")] = 64
     company_window: Annotated[Count, Meta(description="items at most so many events apart are neighbours")] = 5
 
-    dim: Count = 64
-    num_layers: Count = 2
-    num_heads: Count = 2
-    num_kv_heads: Count = 2
-    head_dim: Count = 32
-    mlp_dim: Count = 128
+    dim: Annotated[Count, Meta(description="width of a token")] = 64
+    num_layers: Annotated[Count, Meta(description="decoder layers")] = 2
+    num_heads: Annotated[Count, Meta(description="attention heads")] = 2
+    num_kv_heads: Annotated[Count, Meta(description="heads of keys and values, which attention heads share")] = 2
+    head_dim: Annotated[Count, Meta(description="width of a head")] = 32
+    mlp_dim: Annotated[Count, Meta(description="hidden width of the MLP")] = 128
     history_items: Annotated[Count, Meta(description="newest items of a history that the model reads")] = 50
 
-    epochs: Count = 30
+    epochs: Annotated[Count, Meta(description="most passes over the log")] = 30
     batch_tokens: Annotated[Count, Meta(description="tokens of one step, padding included")] = 2048
-    learning_rate: Positive = 3e-3
+    learning_rate: Annotated[Positive, Meta(description="highest rate, at the end of the warm-up")] = 3e-3
     warm_up_ratio: Annotated[Share, Meta(description="share of the steps with a rising learning rate")] = 0.05
-    weight_decay: Weight = 0.1
+    weight_decay: Annotated[Weight, Meta(description="of matrices")] = 0.1
     code_weight_decay: Annotated[Weight, Meta(description="weight decay of the codes' embeddings")] = 0.0
-    dropout: DropoutRatio = 0.2
+    dropout: Annotated[DropoutRatio, Meta(description="share of embeddings and updates that are dropped")] = 0.2
     average_decay: Annotated[Decay, Meta(description="of the moving average of the weights, which is served")] = 0.995
+    refit: Annotated[
+        bool, Meta(description="after the evaluation, train the served model anew on all events, the newest included")
+    ] = True
 
     beam_width: Annotated[int, Meta(ge=50, le=1024, description="beams of the validation and the test")] = 50
     validate_every: Annotated[Count, Meta(description="epochs between two validations")] = 5
@@ -85,12 +90,12 @@ BEAUTY = GenerateOptions(history_items=20)
 
 
 class TrainedGenerator(NamedTuple):
-    """A generator, the items that it generates, and its figures."""
+    """A generator, the items that it generates, and the figures."""
 
     model: Decoder
-    log: InteractionLog
+    log: InteractionLog  # whose trained events the model and the codes were made of
     codes: ItemCodes
-    report: RetrievalReport
+    report: RetrievalReport  # of the evaluated generator, which has the model's settings
 
 
 def train_generator(
@@ -99,8 +104,9 @@ def train_generator(
     options: GenerateOptions,
     codes_path: Path | None = None,
     progress: Callable[[TrainingProgress], None] = lambda _: None,
+    evaluated: Callable[[TrainedGenerator], None] = lambda _: None,
 ) -> TrainedGenerator:
-    """Make item codes, train a decoder over them, and evaluate it beside the baselines.
+    """Make item codes, train a decoder over them, evaluate it beside the baselines, and refit it on all events.
 
     Args:
         interactions: the whole log.
@@ -108,6 +114,7 @@ def train_generator(
         options: the model and its training.
         codes_path: file of ready-made codes, which replace those that `code_count` would make; None: make them.
         progress: called after every step of training and every user of the test, in this thread.
+        evaluated: called with the evaluated generator, before the refit.
 
     Raises:
         DataError: the log is too small, the codes do not fit it, or the loss is not finite.
@@ -118,22 +125,31 @@ def train_generator(
     codes = _codes(trained, features, options, codes_path)
     model = _new_model(codes, options)
     judge = GeneratorJudge(codes, log.item_ids, options.history_items, options.beam_width)
-    validation = _fit(model, trained, codes, judge, options, progress)
-    targets = _sample(log.next_items(), options.test_users, options.seed)
+    epochs, validation = _fit(model, trained, codes, judge, options, progress)
+    targets = sample_targets(log.next_items(), options.test_users, options.seed)
 
     def show(done: int, total: int) -> None:
-        progress(TrainingProgress("evaluate", done, total))
+        progress(TrainingProgress("generator: evaluate", done, total))
 
     test = judge.judge(model, log, targets, show, unseen=True)
     fitted: list[Baseline] = [Popularity(log), Markov(log)]
     report = RetrievalReport(
         num_trained=int(trained.trained.sum()),
+        num_served=len(log.items) if options.refit else int(trained.trained.sum()),
         generator=test,
         validation=validation,
         baselines=tuple(baseline_figures(log, targets, baseline) for baseline in fitted),
         published=published(log),
     )
-    return TrainedGenerator(model, log, codes, report)
+    found = TrainedGenerator(model, log, codes, report)
+    evaluated(found)
+    if not options.refit:
+        return found
+    whole = log.all_trained()
+    codes = _codes(whole, features, options, codes_path)
+    model = _new_model(codes, options)
+    _refit(model, whole, codes, epochs, options, progress)
+    return TrainedGenerator(model, whole, codes, report)
 
 
 def _codes(
@@ -177,49 +193,72 @@ def _fit(
     judge: GeneratorJudge,
     options: GenerateOptions,
     progress: Callable[[TrainingProgress], None],
-) -> RetrievalFigures:
+) -> tuple[int, RetrievalFigures]:
     """Train the model in place: it ends with the moving average that was best on the validation.
 
     Returns:
-        The figures of the best validation.
+        The epochs of the best validation, and its figures.
     """
+    targets = sample_targets(log.next_items(), options.validation_users, options.seed)
+    stopping = EarlyStopping(options.patience)
+    best = RetrievalFigures.from_ranks(NO_RANKS)
+    best_epochs = options.epochs
+    best_state = model.state_dict()
+    for epoch, averaged in _epochs(model, log, codes, options, "generator: train", progress):
+        if (epoch + 1) % options.validate_every and epoch + 1 < options.epochs:
+            continue
+        figures = judge.judge(averaged, log, targets)
+        if stopping.is_best(figures.ndcg_at_10):
+            best = figures
+            best_epochs = epoch + 1
+            best_state = {name: tensor.clone() for name, tensor in averaged.state_dict().items()}
+        if stopping.is_over:
+            break
+    model.load_state_dict(best_state)
+    model.eval().requires_grad_(False)
+    return best_epochs, best
+
+
+def _refit(
+    model: Decoder,
+    log: InteractionLog,
+    codes: ItemCodes,
+    epochs: int,
+    options: GenerateOptions,
+    progress: Callable[[TrainingProgress], None],
+) -> None:
+    """Train the model in place for so many epochs, at the learning rates that the evaluated one had in them."""
+    steps = _epochs(model, log, codes, options, "generator: refit", progress)
+    averaged = next(averaged for epoch, averaged in steps if epoch + 1 == epochs)
+    model.load_state_dict(averaged.state_dict())
+    model.eval().requires_grad_(False)
+
+
+def _epochs(
+    model: Decoder,
+    log: InteractionLog,
+    codes: ItemCodes,
+    options: GenerateOptions,
+    stage: str,
+    progress: Callable[[TrainingProgress], None],
+) -> Iterator[tuple[int, Decoder]]:
+    """Train the model in place. After every epoch hand out its number, from 0, and the moving average of the model."""
     torch.manual_seed(options.seed)
     random = np.random.default_rng(options.seed)
-    targets = _sample(log.next_items(), options.validation_users, options.seed)
     tokens = torch.from_numpy(codes.sids + np.array(Codebooks.stacked(codes.code_count).vocab_base, np.int64))
     trainer = EpochTrainer(
         model,
         options,
         table=model.embedding.weight,
         table_weight_decay=options.code_weight_decay,
+        stage=stage,
         progress=progress,
     )
-    stopping = EarlyStopping(options.patience)
-    best = RetrievalFigures.from_ranks(np.empty(0))
-    best_state = model.state_dict()
     for epoch in range(options.epochs):
         cut = windows(log, options.history_items + 1, random)
         parts = list(batches(log, cut, max(1, options.batch_tokens // len(codes.code_count)), random))
         trainer.run_epoch(epoch, parts, lambda batch: _loss(model, tokens, batch, options.dropout))
-        if (epoch + 1) % options.validate_every and epoch + 1 < options.epochs:
-            continue
-        figures = judge.judge(trainer.averaged, log, targets)
-        if stopping.is_best(figures.ndcg_at_10):
-            best = figures
-            best_state = {name: tensor.clone() for name, tensor in trainer.averaged.state_dict().items()}
-        if stopping.is_over:
-            break
-    model.load_state_dict(best_state)
-    model.eval().requires_grad_(False)
-    return best
-
-
-def _sample(targets: Sequence[NextItem], num_users: int, seed: int) -> Sequence[NextItem]:
-    """Draw at most so many of the targets at random; keep their order."""
-    if len(targets) <= num_users:
-        return targets
-    chosen = np.random.default_rng(seed).choice(len(targets), num_users, replace=False)
-    return [targets[index] for index in sorted(chosen.tolist())]
+        yield epoch, trainer.averaged
 
 
 def _loss(model: Decoder, tokens: Tensor, batch: Batch, dropout_ratio: float) -> Tensor:

@@ -23,9 +23,9 @@ from npu_gr.core.errors import DataError
 from npu_gr.train.match.domains import Domains, MatchData, split
 from npu_gr.train.match.evaluate import Judge
 from npu_gr.train.match.options import MatchOptions
-from npu_gr.train.match.paired import REPLICATES, Difference, difference
 from npu_gr.train.match.train import StageProgress, TrainedVectors, Trainer
 from npu_gr.train.metrics import F64, hit_ratio, ndcg
+from npu_gr.train.paired import REPLICATES, Difference, difference
 
 POPULARITY = "popularity"  # the arm that trains nothing
 _PLAIN = {"stop_gradient": False, "curriculum": False}

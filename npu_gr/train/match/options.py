@@ -16,7 +16,7 @@ Domain = Literal["source", "target"]
 class MatchOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Options of a training; every ingredient of SCCDR can be switched off."""
 
-    seed: Seed = 0
+    seed: Annotated[Seed, Meta(description="of everything that is drawn")] = 0
 
     schedule: Annotated[
         Literal["target-only", "mixed", "separated"],
@@ -31,19 +31,21 @@ class MatchOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     stop_gradient: Annotated[bool, Meta(description="inter-domain losses do not move the source")] = True
     curriculum: Annotated[bool, Meta(description="negatives from easy to hard, by Katz centrality")] = True
 
-    encoder: Literal["sage", "lightgcn"] = "sage"
+    encoder: Annotated[Literal["sage", "lightgcn"], Meta(description="of the graph")] = "sage"
     norm: Annotated[
         Literal["symmetric", "mean"],
         Meta(description="weights of the neighbours; mean, as in GraphSAGE's paper, forgets how popular an item is"),
     ] = "symmetric"
-    activation: Literal["none", "tanh", "leaky_relu"] = "none"
-    projector: Literal["none", "linear", "mlp"] = "linear"
-    dim: Count = 64
-    num_layers: Count = 2
+    activation: Annotated[
+        Literal["none", "tanh", "leaky_relu"], Meta(description="after each matrix of the encoder")
+    ] = "none"
+    projector: Annotated[Literal["none", "linear", "mlp"], Meta(description="between the domains' vectors")] = "linear"
+    dim: Annotated[Count, Meta(description="width of a vector")] = 64
+    num_layers: Annotated[Count, Meta(description="hops in the graph")] = 2
 
-    source_steps: Count = 120
-    target_steps: Count = 120
-    inter_steps: Count = 120
+    source_steps: Annotated[Count, Meta(description="most steps of the source's stage")] = 120
+    target_steps: Annotated[Count, Meta(description="most steps of the target's stage")] = 120
+    inter_steps: Annotated[Count, Meta(description="most steps of the inter-domain stage")] = 120
     evaluate_every: Annotated[Count, Meta(description="steps between two validations")] = 10
     patience: Annotated[int, Meta(ge=0, description="validations without a best one that end a stage; 0: none do")] = 4
     batch_edges: Annotated[Count, Meta(description="edges of each domain in a step")] = 8192

@@ -9,7 +9,7 @@ Protocol:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -19,12 +19,14 @@ from rich.table import Table
 from npu_gr.backend.cpu.backend import CPUBackend
 from npu_gr.model.hstu import HSTU, Segment
 from npu_gr.train.baselines import Baseline
-from npu_gr.train.data import InteractionLog, NextItem, Split, Window, batches
+from npu_gr.train.data import InteractionLog, NextItem, Split, Window, batches, what_stands
 from npu_gr.train.metrics import F64, NAN, auc, cells, hit_ratio, known, ndcg
-from npu_gr.train.next_item import rank_next_items
+from npu_gr.train.next_item import NO_RANKS, NextItemRanks, rank_next_items
+from npu_gr.train.paired import Comparison, compare
 from npu_gr.train.rank.forward import HistoryBatch, Moments, encode
 
 K = 10
+RANKER = "HSTU ranker"
 BATCH_TOKENS = 2048
 
 
@@ -38,6 +40,7 @@ class RankingFigures:
     ndcg_at_10: float
     hr_at_10_unseen: float
     ndcg_at_10_unseen: float
+    ranks: NextItemRanks = field(default=NO_RANKS, repr=False, compare=False)  # behind HR and NDCG
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,28 +49,41 @@ class Evaluation:
 
     split: Split
     num_trained: int  # events that the models were trained on
+    num_served: int  # events that the served ranker was trained on
     num_judged: int  # events behind the AUC
     num_next: int  # users behind HR and NDCG
+    tasks: str  # why the ranker has these tasks
+    auc_task: str  # the task that AUC is of; "" = none
     ranker: RankingFigures
     baselines: tuple[RankingFigures, ...]
 
     def as_dict(self) -> dict[str, float]:
         """Name the ranker's figures by themselves, each baseline's as `<model>/<figure>`; leave out those of NaN."""
-        figures = {name: float(getattr(self, name)) for name in ("num_trained", "num_judged", "num_next")}
+        counts = ("num_trained", "num_served", "num_judged", "num_next")
+        figures = {name: float(getattr(self, name)) for name in counts}
         for prefix, row in [("", self.ranker), *((f"{row.model}/", row) for row in self.baselines)]:
             figures |= {f"{prefix}{name}": value for name, value in known(asdict(row)).items() if name != "model"}
         return figures
+
+    def comparison(self) -> Comparison | None:
+        """Compare the ranker with the strongest baseline of the next item; None = no task scores it."""
+        return compare(self.ranker.model, self.ranker.ranks, {row.model: row.ranks for row in self.baselines})
+
+    def text(self) -> str:
+        """Say in words why the ranker has its tasks, and how it stands beside the strongest baseline."""
+        comparison = self.comparison()
+        return f"tasks: {self.tasks}" + ("" if comparison is None else f"\n{comparison.text()}")
 
     def table(self) -> Table:
         """Lay the figures out for a terminal."""
         table = Table(
             "model",
-            "AUC",
+            f"AUC {self.auc_task}".strip(),
             f"HR@{K}",
             f"NDCG@{K}",
             f"HR@{K} unseen",
             f"NDCG@{K} unseen",
-            title=f"split {self.split}: {self.num_trained} events trained on",
+            title=what_stands(self.split, self.num_trained, self.num_served),
             caption=f"AUC over {self.num_judged} later events; HR and NDCG over {self.num_next} next items",
         )
         for row in (*self.baselines, self.ranker):
@@ -76,17 +92,19 @@ class Evaluation:
         return table
 
 
-def evaluate_baseline(log: InteractionLog, baseline: Baseline, likes: npt.NDArray[np.bool_]) -> RankingFigures:
+def evaluate_baseline(
+    log: InteractionLog, baseline: Baseline, likes: npt.NDArray[np.bool_], targets: Sequence[NextItem]
+) -> RankingFigures:
     """Evaluate a baseline.
 
     Args:
         log: tested on its events after the trained ones.
         baseline: fitted to the log.
         likes: [n] label of every event of the log.
+        targets: the next items to rank.
     """
     liking = baseline.liking(log)
     area = NAN if liking is None else auc(liking[~log.trained], likes[~log.trained])
-    targets = log.next_items()
     return _figures(baseline.name, area, log, targets, (baseline.next_items(log, user) for user, _ in targets))
 
 
@@ -94,6 +112,7 @@ def evaluate_ranker(
     log: InteractionLog,
     model: HSTU,
     likes: npt.NDArray[np.bool_],
+    targets: Sequence[NextItem],
     *,
     click_task: int | None,
     like_task: int | None,
@@ -105,15 +124,15 @@ def evaluate_ranker(
         log: tested on its events after the trained ones.
         model: in evaluation mode.
         likes: [n] label of every event of the log.
+        targets: the next items to rank.
         click_task: the task that scores the next item; None = the model has none, and no HR and NDCG.
         like_task: the task that predicts `likes`; None = the model has none, and no AUC.
         done: called with (users so far, users in all) after every user's next item.
     """
     area = NAN if like_task is None else auc(judged_logits(log, model, like_task), likes[~log.trained])
     if click_task is None:
-        return _figures("HSTU ranker", area, log, [], [])
-    targets = log.next_items()
-    return _figures("HSTU ranker", area, log, targets, _catalogue_logits(log, model, click_task, targets, done))
+        return _figures(RANKER, area, log, [], [])
+    return _figures(RANKER, area, log, targets, _catalogue_logits(log, model, click_task, targets, done))
 
 
 @torch.inference_mode()
@@ -178,4 +197,5 @@ def _figures(
         ndcg_at_10=ndcg(ranks.overall, K) if targets else NAN,
         hr_at_10_unseen=hit_ratio(ranks.unseen, K) if targets else NAN,
         ndcg_at_10_unseen=ndcg(ranks.unseen, K) if targets else NAN,
+        ranks=ranks,
     )

@@ -14,15 +14,16 @@ from npu_gr.server.codec import CODECS, bulk
 from npu_gr.server.codec.admin import CHANGE_BYTES, CatalogueItemsBody
 from npu_gr.server.codec.media import JSON, MSGPACK, decode, skim
 from npu_gr.server.config import ServerConfig
+from tests.server.fake import FakeNames
 
 CONFIG = ServerConfig()
 RANK: Any = CODECS["rank"].body
 GENERATE: Any = CODECS["generate"].body
 RECOMMEND: Any = CODECS["recommend"].body
 LONG = {
-    "items": [2**62] * CONFIG.max_history_events,
-    "actions": [2**15 - 1] * CONFIG.max_history_events,
-    "timestamps": [2**40] * CONFIG.max_history_events,
+    "items": [2**62 - 1] * CONFIG.max_history_events,
+    "actions": ["a" * 16] * CONFIG.max_history_events,
+    "timestamps": [10**11] * CONFIG.max_history_events,
 }
 
 
@@ -45,7 +46,7 @@ def raw(num: int, width: int) -> str:
 @pytest.mark.parametrize("media", [JSON, MSGPACK])
 def test_the_longest_body_that_is_valid_passes(media: str) -> None:
     texts = {f"{index:0128}": "x" for index in range(100)}
-    body = {"user_id": "u" * 128, "history": LONG, "num_items": 5, "deny_items": [2**62] * CONFIG.max_candidates}
+    body = {"user_id": "u" * 128, "history": LONG, "num_items": 5, "deny_items": [2**62 - 1] * CONFIG.max_candidates}
     for cls, more in ((RECOMMEND, {"context": texts}), (GENERATE, {"attributes": {"a": ["x" * 32] * 1000}})):
         ((_, sent),) = (pair for pair in written(body | more) if pair[0] == media)
         checked(sent, media, cls)
@@ -75,7 +76,7 @@ def test_a_list_over_its_limit_is_refused_in_the_words_of_the_later_check(num: i
         with pytest.raises(TooLarge) as early:
             checked(sent, media, RANK)
         with pytest.raises(TooLarge) as late:
-            CODECS["rank"].parse(decode(sent, media, RANK), CONFIG)
+            CODECS["rank"].parse(decode(sent, media, RANK), CONFIG, FakeNames())
         assert str(early.value) == str(late.value)
 
 

@@ -143,7 +143,7 @@ def test_the_command_trains_prints_and_writes(tmp_path: Path, capsys: pytest.Cap
     text = capsys.readouterr().out
     assert "popularity" in text
     assert "generate:" in text
-    assert {path.name for path in (tmp_path / "out").iterdir()} == set(FILES)
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {*FILES, "names.safetensors"}
     with pytest.raises(SystemExit):
         main(["train", "generate", *arguments, "--set", "epoch=1"], standalone_mode=False)
     assert "unknown key epoch; did you mean epochs?" in capsys.readouterr().err

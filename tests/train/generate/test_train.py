@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import itertools
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -17,10 +19,11 @@ from rich.console import Console
 from npu_gr.core.errors import ConfigError, DataError
 from npu_gr.model.decoder import Decoder
 from npu_gr.train.baselines import Markov, Popularity
-from npu_gr.train.data import Window, batches, build_log
+from npu_gr.train.data import NextItem, Window, batches, build_log
 from npu_gr.train.generate.causal import encode, next_logits
 from npu_gr.train.generate.retrieval import GeneratorJudge, RetrievalFigures, baseline_figures
 from npu_gr.train.generate.train import GenerateOptions, TrainedGenerator, _loss, train_generator
+from npu_gr.train.next_item import NO_RANKS, NextItemRanks
 from npu_gr.train.rank.evaluate import evaluate_baseline
 from npu_gr.train.steps import TrainingProgress
 from tests.train.synthetic import NUM_ITEMS, planted
@@ -40,6 +43,7 @@ TINY = GenerateOptions(
     average_decay=0.9,
     validate_every=5,
     validation_users=40,
+    refit=False,
 )
 ONE = msgspec.structs.replace(TINY, epochs=1)
 
@@ -76,9 +80,8 @@ def test_the_search_ranks_as_brute_force_over_the_catalogue(trained: TrainedGene
         ranks_unseen.append(sum(better[item] for item in range(NUM_ITEMS) if item not in history))
     judge = GeneratorJudge(codes, log.item_ids, TINY.history_items, 50)
     found = judge.judge(model, log, log.next_items(), unseen=True)
-    assert found == RetrievalFigures.from_ranks(
-        np.array(ranks, float), np.array(ranks_unseen, float), invalid_ratio=0.0
-    )
+    found_ranks = NextItemRanks(np.array(ranks, float), np.array(ranks_unseen, float))
+    assert found == RetrievalFigures.from_ranks(found_ranks, invalid_ratio=0.0)
     assert found == trained.report.generator
     assert found.hr_at_10 == np.mean([rank < 10 for rank in ranks])
     assert math.isclose(found.ndcg_at_10, np.mean([rank < 10 and 1 / math.log2(rank + 2) for rank in ranks]))
@@ -109,10 +112,10 @@ def test_the_loss_is_the_mean_over_codes_of_real_items(trained: TrainedGenerator
 
 
 def test_an_item_outside_the_beams_is_missed_and_no_users_have_no_figures() -> None:
-    figures = RetrievalFigures.from_ranks(np.array([0, 9, 10, 49, 50, np.inf]))
+    figures = RetrievalFigures.from_ranks(NextItemRanks(np.array([0, 9, 10, 49, 50, np.inf]), np.empty(0)))
     assert (figures.hr_at_10, figures.hr_at_50, figures.num_users) == (2 / 6, 4 / 6, 6)
     assert math.isclose(figures.interval, 1.96 * math.sqrt(1 / 3 * 2 / 3 / 6))
-    assert math.isnan(RetrievalFigures.from_ranks(np.empty(0)).hr_at_10)
+    assert math.isnan(RetrievalFigures.from_ranks(NO_RANKS).hr_at_10)
 
 
 def test_the_baselines_have_the_figures_of_the_rankers_protocol() -> None:
@@ -120,7 +123,7 @@ def test_the_baselines_have_the_figures_of_the_rankers_protocol() -> None:
     for baseline in (Popularity(log), Markov(log)):
         mine, theirs = (
             baseline_figures(log, log.next_items(), baseline),
-            evaluate_baseline(log, baseline, log.values >= 4),
+            evaluate_baseline(log, baseline, log.values >= 4, log.next_items()),
         )
         for name in ("hr_at_10", "ndcg_at_10", "hr_at_10_unseen", "ndcg_at_10_unseen"):
             assert getattr(mine, name) == getattr(theirs, name)
@@ -172,6 +175,53 @@ def test_the_best_state_on_the_validation_is_kept_and_patience_ends_the_training
     assert max(step.done for step in seen) < 4
 
 
+def test_the_served_generator_is_refitted_on_all_events_for_the_epochs_of_the_best_validation(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nothing is random but the seed, so a training of that many epochs on all events is the refitted model."""
+    real = GeneratorJudge.judge
+    scores = itertools.chain([0.1, 0.3], itertools.repeat(0.0))
+
+    def judge(self: GeneratorJudge, *given: Any, **options: Any) -> RetrievalFigures:
+        found = real(self, *given, **options)
+        return found if options.get("unseen") else dataclasses.replace(found, ndcg_at_10=next(scores))
+
+    monkeypatch.setattr(GeneratorJudge, "judge", judge)
+    options = msgspec.structs.replace(ONE, epochs=4, validate_every=1, dropout=0.1)
+    seen: list[TrainingProgress] = []
+    evaluated = train_generator(planted(), [], options)
+    scores = itertools.chain([0.1, 0.3], itertools.repeat(0.0))
+    served = train_generator(planted(), [], msgspec.structs.replace(options, refit=True), progress=seen.append)
+    assert served.report.generator == evaluated.report.generator
+    assert (served.report.num_trained, served.report.num_served) == (60 * 28, 60 * 30)
+    assert evaluated.report.num_served == 60 * 28
+    assert served.log.num_trained.tolist() == [30] * 60
+    stages = ["generator: train", "generator: evaluate", "generator: refit"]
+    assert list(dict.fromkeys(step.stage for step in seen)) == stages
+    assert 1 < max(step.done for step in seen if step.stage == stages[2]) < 2
+    assert not torch.equal(served.model.embedding.weight, evaluated.model.embedding.weight)
+    scores = itertools.chain([0.1, 0.3], itertools.repeat(0.0))
+    again = train_generator(planted(), [], msgspec.structs.replace(options, refit=True))
+    assert all(torch.equal(a, b) for a, b in zip(served.model.parameters(), again.model.parameters(), strict=True))
+
+
+def test_an_item_of_the_newest_events_alone_is_generated_after_the_refit() -> None:
+    """Every user's last item is one that no earlier event has: only the refitted generator can expect it."""
+    events = planted()
+    last = len(events) - 1 - np.unique(events.users[::-1], return_index=True)[1]
+    items = events.items.copy()
+    items[last] = 990
+    events = dataclasses.replace(events, items=items)
+    places = []
+    for refit in (False, True):
+        found = train_generator(events, [], msgspec.structs.replace(TINY, refit=refit))
+        log = found.log if refit else build_log(events, [], "leave-one-out")
+        ends = [NextItem(user, int(log.starts[user + 1]) - 1) for user in range(log.num_users)]
+        judge = GeneratorJudge(found.codes, log.item_ids, TINY.history_items, 50)
+        places.append(judge.judge(found.model, log, ends).hr_at_10)
+    assert places[1] > places[0] + 0.3
+
+
 def test_some_users_stand_for_all_where_a_test_would_take_too_long() -> None:
     report = train_generator(planted(), [], msgspec.structs.replace(ONE, test_users=7)).report
     assert [row.num_users for row in (report.generator, *report.baselines)] == [7, 7, 7]
@@ -180,9 +230,9 @@ def test_some_users_stand_for_all_where_a_test_would_take_too_long() -> None:
 def test_progress_runs_through_training_and_test() -> None:
     seen: list[TrainingProgress] = []
     train_generator(planted(), [], ONE, progress=seen.append)
-    assert {step.stage for step in seen} == {"train", "evaluate"}
+    assert {step.stage for step in seen} == {"generator: train", "generator: evaluate"}
     assert seen[-1].done == seen[-1].total == 60
-    assert all(math.isfinite(step.loss) for step in seen if step.stage == "train")
+    assert all(math.isfinite(step.loss) for step in seen if step.stage == "generator: train")
 
 
 def test_ready_made_codes_are_used(tmp_path: Path) -> None:

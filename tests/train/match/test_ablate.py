@@ -13,7 +13,7 @@ from npu_gr.cli.main import main
 from npu_gr.core.errors import DataError
 from npu_gr.matching.vectors import load
 from npu_gr.train.match.ablate import ARMS, POPULARITY, Plan, ablate, markdown, plot, read_runs
-from npu_gr.train.match.paired import difference
+from npu_gr.train.paired import difference
 from tests.train.match.synthetic import domains, quick, write
 
 SHORT = quick(source_steps=4, target_steps=4, inter_steps=4, evaluate_every=4)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import math
 from pathlib import Path
@@ -13,12 +14,13 @@ import torch
 from rich.console import Console
 
 from npu_gr.core.errors import DataError
-from npu_gr.features.interactions import ItemValues
+from npu_gr.features.interactions import Interactions, ItemValues
 from npu_gr.model.hstu import Segment
 from npu_gr.model.weights import load, save
 from npu_gr.train.data import Batch, build_log
 from npu_gr.train.rank.evaluate import judged_logits
-from npu_gr.train.rank.train import Task, TrainOptions, _negatives, train_rank
+from npu_gr.train.rank.tasks import Task
+from npu_gr.train.rank.train import TrainOptions, _negatives, train_rank
 from npu_gr.train.steps import TrainingProgress
 from tests.models import CPU
 from tests.train.synthetic import NUM_ITEMS, planted
@@ -33,6 +35,7 @@ TINY = TrainOptions(
     window_tokens=16,
     batch_tokens=256,
     num_negatives=8,
+    refit=False,
 )
 GENRES = [ItemValues("genre", ["a", "b"], {item * 10: [item % 2] for item in range(NUM_ITEMS)})]
 
@@ -68,8 +71,60 @@ def test_the_checkpoint_says_what_it_is_and_can_be_served(tmp_path: Path) -> Non
     assert isinstance(feature_ids, torch.Tensor)
     assert feature_ids[:, 0].tolist() == [item % 2 for item in range(NUM_ITEMS)]
     assert loaded.metrics["auc"] == found.ranker.auc
-    assert {progress.stage for progress in seen} == {"train", "evaluate"}
+    assert {progress.stage for progress in seen} == {"ranker: train", "ranker: evaluate"}
     assert seen[-1].done == seen[-1].total == found.num_next
+
+
+def newest_item(log: Interactions) -> Interactions:
+    """Let every user's last event have an item that no earlier event has."""
+    last = len(log) - 1 - np.unique(log.users[::-1], return_index=True)[1]
+    items = log.items.copy()
+    items[last] = 990
+    return dataclasses.replace(log, items=items)
+
+
+def test_the_served_ranker_is_refitted_on_all_events_and_the_figures_are_of_the_evaluated_one() -> None:
+    events = newest_item(planted())
+    seen: list[TrainingProgress] = []
+    evaluated, want = train_rank(events, [], TINY)
+    served, found = train_rank(events, [], msgspec.structs.replace(TINY, refit=True), seen.append)
+    assert found.ranker == want.ranker
+    assert found.baselines == want.baselines
+    assert (found.num_trained, found.num_served) == (60 * 29, 60 * 30)
+    assert (want.num_trained, want.num_served) == (60 * 29, 60 * 29)
+    assert served.metrics == evaluated.metrics | {"num_served": 1800.0}
+    assert list(dict.fromkeys(step.stage for step in seen)) == ["ranker: train", "ranker: evaluate", "ranker: refit"]
+    # An item that only the newest events have: its row has been an event's own item in the refit alone.
+    row = served.item_ids.tolist().index(990)
+    history = Segment(
+        items=torch.tensor([0]),
+        actions=torch.tensor([0]),
+        times=torch.tensor([1_600_000_000]),
+        candidates=torch.tensor([row]),
+        candidate_time=1_600_100_000,
+    )
+    before, after = (checkpoint.model(CPU, [history])[0][0, 0].item() for checkpoint in (evaluated, served))
+    assert after > before
+    said = found.table().title
+    assert said == "evaluated on the last event of each user by a model of 1,740 events; served: refitted on all 1,800"
+
+
+def test_a_refit_repeats_bit_for_bit() -> None:
+    options = msgspec.structs.replace(TINY, refit=True)
+    one, other = (train_rank(planted(), GENRES, options)[0].model.state_dict() for _ in range(2))
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_a_validation_refits_on_the_test_part_too() -> None:
+    options = msgspec.structs.replace(TINY, refit=True, evaluate_on="validation")
+    _, found = train_rank(planted(), [], options)
+    assert (found.num_trained, found.num_served) == (60 * 28, 60 * 30)
+
+
+def test_some_users_stand_for_all_where_ranking_the_catalogue_would_take_too_long() -> None:
+    _, found = train_rank(planted(), [], msgspec.structs.replace(TINY, test_users=7))
+    assert found.num_next == 7
+    assert len(found.ranker.ranks.overall) == len(found.baselines[0].ranks.unseen) == 7
 
 
 def test_judged_logits_are_what_the_server_answers_even_for_over_long_histories() -> None:
@@ -103,7 +158,7 @@ def test_one_task_alone_leaves_the_other_figures_out() -> None:
 
 def test_a_task_with_one_class_is_refused() -> None:
     options = msgspec.structs.replace(TINY, tasks=(Task(name="like", at_least=0.0),))
-    with pytest.raises(DataError, match=r"task like: at_least 0.* gives every trained event the same label"):
+    with pytest.raises(DataError, match=r"like: at_least 0.* gives every trained event the same label, yes.*--set"):
         train_rank(planted(), [], options)
 
 

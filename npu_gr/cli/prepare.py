@@ -1,0 +1,116 @@
+"""npu-gr prepare: a company's log into a dataset."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from npu_gr.cli.options import FILE
+
+if TYPE_CHECKING:
+    from npu_gr.dataset.build import PreparedDataset
+
+
+def _columns(_context: click.Context, _option: click.Parameter, names: str | None) -> tuple[str, ...] | None:
+    return None if names is None else tuple(name.strip() for name in names.split(",") if name.strip())
+
+
+@click.command(short_help="Make a dataset of a company's log.")
+@click.argument("log", type=FILE)
+@click.option(
+    "--out", required=True, type=FILE, help="Folder of the dataset; one that is there is replaced at the end."
+)
+@click.option("--user", default="", metavar="COLUMN", help="Who did it; guessed by its name.")
+@click.option("--item", default="", metavar="COLUMN", help="With which item; guessed by its name.")
+@click.option("--time", default="", metavar="COLUMN", help="When; guessed by its name, or by its type.")
+@click.option("--event", default="", metavar="COLUMN", help="What was done (view, purchase); guessed, or `none`.")
+@click.option("--value", default="", metavar="COLUMN", help="How much (rating, dwell time); guessed, or `none`.")
+@click.option("--items", type=FILE, help="File with titles and features of items, in any of the formats.")
+@click.option("--items-key", default="", metavar="COLUMN", help="Its column with the item; guessed.")
+@click.option("--title", default="", metavar="COLUMN", help="Its column with the title; guessed, or `none`.")
+@click.option("--features", callback=_columns, metavar="COLUMNS", help="Its features, comma-separated; else all.")
+@click.option("--format", type=click.Choice(("csv", "tsv", "parquet", "jsonl", "json", "atomic")), help="Of LOG.")
+@click.option("--columns", callback=_columns, metavar="COLUMNS", help="Of a CSV or TSV without a header.")
+@click.option("--time-unit", type=click.Choice(("s", "ms", "us", "ns", "iso")), help="Recognised otherwise.")
+@click.option("--time-format", default="", metavar="FORMAT", help="As strptime has it, e.g. '%d.%m.%Y %H:%M'.")
+@click.option("--no-time", is_flag=True, help="No column says when; rows are in time order.")
+@click.option("--buckets", default=10, show_default=True, type=click.IntRange(2, 100), help="Of a continuous value.")
+@click.option("--keep-duplicates", is_flag=True, help="Keep rows that are equal in everything.")
+@click.option(
+    "--max-rejected",
+    default=0.5,
+    show_default=True,
+    type=click.FloatRange(0, 1),
+    help="Most rows that may be unusable.",
+)
+def prepare(
+    log: Path,
+    out: Path,
+    user: str,
+    item: str,
+    time: str,
+    event: str,
+    value: str,
+    items: Path | None,
+    items_key: str,
+    title: str,
+    features: tuple[str, ...] | None,
+    format: str | None,  # noqa: A002  (the name of the option)
+    columns: tuple[str, ...] | None,
+    time_unit: str | None,
+    time_format: str,
+    no_time: bool,
+    buckets: int,
+    keep_duplicates: bool,
+    max_rejected: float,
+) -> None:
+    """Make a dataset of a LOG of events, for `train all` and `load`.
+
+    LOG is CSV, TSV, Parquet, JSON (lines, a list, or {"user": [item, ...]}) or a RecBole atomic file, also packed
+    (.gz, .zst, .bz2). Columns and times are guessed, and what was guessed is printed.
+    """
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn, TimeElapsedColumn
+
+    from npu_gr.dataset.build import prepare as work
+    from npu_gr.dataset.options import PrepareOptions
+
+    options = PrepareOptions(
+        user=user,
+        item=item,
+        time=time,
+        event=event,
+        value=value,
+        title=title,
+        items_key=items_key,
+        features=features,
+        columns=columns or (),
+        format=format or "",
+        has_time=not no_time,
+        time_unit=time_unit or "",
+        time_format=time_format,
+        num_buckets=buckets,
+        keep_duplicates=keep_duplicates,
+        max_rejected_ratio=max_rejected,
+    )
+    console = Console(stderr=True)
+    bar_columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
+    with Progress(*bar_columns, console=console, transient=True) as bars:
+        tasks: dict[str, TaskID] = {}
+
+        def show(stage: str, ratio: float) -> None:
+            if stage not in tasks:
+                tasks[stage] = bars.add_task(stage, total=1.0)
+            bars.update(tasks[stage], completed=ratio)
+
+        prepared = work(log, out, options, items=items, on_stage=show)
+    _print(prepared, out)
+
+
+def _print(prepared: PreparedDataset, out: Path) -> None:
+    from npu_gr.dataset.summary import summary
+
+    click.echo(summary(prepared.manifest, out))
+    click.echo(f"\nnext: npu-gr train all {out} --out {out.parent}")

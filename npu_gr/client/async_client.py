@@ -1,0 +1,378 @@
+"""`AsyncClient`: what a service does, as coroutines of a program that calls it."""
+
+from __future__ import annotations
+
+import math
+import os
+import uuid
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, Self
+from urllib.parse import quote
+
+import msgspec
+
+from npu_gr.access.calling import calling_files
+from npu_gr.access.tls import ClientTlsConfig
+from npu_gr.client.answers import Found, Ranked, found, ranked, read
+from npu_gr.client.columns import History, Name, Names, Time, ids_of, item_column, listed, second
+from npu_gr.client.connection import AGAIN, ApiKey, Call, Connection
+from npu_gr.client.relay import AsyncRelay
+from npu_gr.core.errors import Unavailable, Unprocessable, Unreachable
+from npu_gr.core.kinds import ERASE, EVENTS, GENERATE, MATCH, RANK, RECOMMEND, SIGNAL
+from npu_gr.core.request import ModelInfo
+from npu_gr.server.codec.erase import EraseBody
+from npu_gr.server.codec.events import IDEMPOTENCY_KEY, EventsBody, EventsOut
+from npu_gr.server.codec.generate import GenerateBody, GenerateOut
+from npu_gr.server.codec.match import MatchBody, MatchOut
+from npu_gr.server.codec.media import JSON, MSGPACK
+from npu_gr.server.codec.rank import RankBody
+from npu_gr.server.codec.recommend import RecommendBody, RecommendOut
+from npu_gr.server.codec.signal import SignalBody, SignalOut
+
+API_KEY = "NPU_GR_API_KEY"
+_SIGNAL_AGAIN = AGAIN - {429}  # an optimisation: who is refused it does without
+
+
+class _Models(msgspec.Struct, frozen=True):
+    models: tuple[ModelInfo, ...]
+
+
+class AsyncClient:
+    """Calls one service: `async with AsyncClient("http://...") as client`. Belongs to the event loop that opens it.
+
+    Every method takes `timeout_s`, for all of the call with its retries; None = the client's. Every method raises
+    the errors of `npu_gr.core.errors`: RequestError and what is below it (the caller's fault; `error.field` names the
+    field), Overloaded (`error.retry_after_s`), Unavailable and Unreachable, DeadlineExceeded, BadAnswer.
+
+    `tenant` is only for a key of every tenant, or a service without keys; None = the client's.
+    """
+
+    def __init__(
+        self,
+        base_url: str = "http://127.0.0.1:8080",
+        *,
+        api_key: str | None = None,
+        api_key_file: Path | None = None,
+        tls: ClientTlsConfig | None = None,
+        tenant: str = "",
+        timeout_s: float = 1.0,
+        max_connections: int = 100,
+        max_attempts: int = 3,
+    ) -> None:
+        """Read the files; connect to nobody yet.
+
+        Args:
+            base_url: of an instance, a router or a gateway.
+            api_key: that calls show. Without it and without a file: of the environment, NPU_GR_API_KEY.
+            api_key_file: holds the key, and is read again when the key is refused.
+            tls: for https. None = what NPU_GR_CA, NPU_GR_CERT and NPU_GR_CERT_KEY name, or whom the system trusts.
+            tenant: of all users, where the key does not say it.
+            timeout_s: of a call.
+            max_connections: at once.
+            max_attempts: of a call.
+
+        Raises:
+            ConfigError: names what cannot be used.
+        """
+        if api_key is None and api_key_file is None:
+            api_key = os.environ.get(API_KEY) or None
+        self.tenant = tenant
+        self.timeout_s = _checked_timeout(timeout_s)
+        self._connection = Connection(
+            base_url, ApiKey(api_key, api_key_file), tls or calling_files(), max_connections, max_attempts
+        )
+
+    async def __aenter__(self) -> Self:
+        await self._connection.open()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._connection.close()
+
+    async def rank(
+        self,
+        user: Name,
+        candidates: Names,
+        *,
+        history: History | None = None,
+        base: str | None = None,
+        timestamp: Time | None = None,
+        top_k: int | None = None,
+        model_version: str | None = None,
+        tenant: str | None = None,
+        timeout_s: float | None = None,
+    ) -> Ranked:
+        """Score candidates for a user.
+
+        Args:
+            user: as the company knows the user.
+            candidates: [c] items.
+            history: the user's behaviours; None = the history store has them.
+            base: the fingerprint of an earlier answer, which `history` continues.
+            timestamp: when the candidates are shown; None = now.
+            top_k: answer the best so many, too.
+            model_version: None = the current one.
+        """
+        names = listed(candidates, "candidates")
+        ids = ids_of(candidates, "candidates")
+        body = RankBody(
+            **self._user(user, tenant),
+            candidates=item_column(ids, "candidates"),
+            history=_history(history),
+            base=base,
+            timestamp=None if timestamp is None else second(timestamp, "timestamp"),
+            top_k=top_k,
+            model_version=model_version,
+        )
+        return ranked(await self._connection.send(_call(RANK.path, body, MSGPACK), self._time(timeout_s)), names, ids)
+
+    async def generate(
+        self,
+        user: Name,
+        *,
+        history: History | None = None,
+        base: str | None = None,
+        num_items: int = 50,
+        beam_width: int | None = None,
+        normalise: Literal["vocabulary", "codebook", "valid"] = "vocabulary",
+        temperature: float = 1.0,
+        allow_items: Names | None = None,
+        deny_items: Names | None = None,
+        attributes: Mapping[str, Sequence[bool | int | float | str]] | None = None,
+        catalogue_version: str | None = None,
+        model_version: str | None = None,
+        tenant: str | None = None,
+        timeout_s: float | None = None,
+    ) -> Found[GenerateOut]:
+        """Find the best items after a history, by semantic-ID beam search.
+
+        Args:
+            user, history, base, model_version: as of `rank`.
+            num_items: at most.
+            beam_width, normalise, temperature: of the search; scores are log-probabilities.
+            allow_items: only these; None = all.
+            deny_items: none of these.
+            attributes: name -> values of which an item has one.
+            catalogue_version: None = the current one.
+        """
+        body = GenerateBody(
+            **self._user(user, tenant),
+            history=_history(history),
+            base=base,
+            num_items=num_items,
+            beam_width=beam_width,
+            normalise=normalise,
+            temperature=temperature,
+            allow_items=_optional_items(allow_items, "allow_items"),
+            deny_items=_optional_items(deny_items, "deny_items"),
+            attributes={name: list(values) for name, values in (attributes or {}).items()},
+            catalogue_version=catalogue_version,
+            model_version=model_version,
+        )
+        return found(await self._connection.send(_call(GENERATE.path, body), self._time(timeout_s)), GenerateOut)
+
+    async def match(
+        self,
+        user: Name,
+        *,
+        history: History | None = None,
+        num_items: int = 50,
+        exclude_seen: bool = True,
+        allow_items: Names | None = None,
+        deny_items: Names | None = None,
+        vectors_version: str | None = None,
+        tenant: str | None = None,
+        timeout_s: float | None = None,
+    ) -> Found[MatchOut]:
+        """Find the best items for a user, by vectors.
+
+        Args:
+            user, allow_items, deny_items: as of `generate`.
+            history: in the target domain; None = the history store has it.
+            num_items: at most.
+            exclude_seen: leave out the items of the history, and of the training data.
+            vectors_version: None = the current one.
+        """
+        body = MatchBody(
+            **self._user(user, tenant),
+            history=_history(history),
+            num_items=num_items,
+            exclude_seen=exclude_seen,
+            allow_items=_optional_items(allow_items, "allow_items"),
+            deny_items=_optional_items(deny_items, "deny_items"),
+            vectors_version=vectors_version,
+        )
+        return found(await self._connection.send(_call(MATCH.path, body), self._time(timeout_s)), MatchOut)
+
+    async def recommend(
+        self,
+        user: Name,
+        *,
+        history: History | None = None,
+        base: str | None = None,
+        num_items: int = 10,
+        num_candidates: int | None = None,
+        exclude_seen: bool | None = None,
+        deny_items: Names | None = None,
+        timestamp: Time | None = None,
+        context: Mapping[str, bool | int | float | str] | None = None,
+        model_version: str | None = None,
+        tenant: str | None = None,
+        timeout_s: float | None = None,
+    ) -> Found[RecommendOut]:
+        """Find what to show a user: retrieval and rank in one.
+
+        Args:
+            user, history, base, timestamp, model_version: as of `rank`.
+            num_items: at most.
+            num_candidates: ranked at most; None = as the service is configured.
+            exclude_seen: leave out the items of the history; None = as the service is configured.
+            deny_items: none of these.
+            context: for the service's hook.
+        """
+        body = RecommendBody(
+            **self._user(user, tenant),
+            history=_history(history),
+            base=base,
+            num_items=num_items,
+            num_candidates=num_candidates,
+            exclude_seen=exclude_seen,
+            deny_items=_optional_items(deny_items, "deny_items"),
+            timestamp=None if timestamp is None else second(timestamp, "timestamp"),
+            context=dict(context or {}),
+            model_version=model_version,
+        )
+        return found(await self._connection.send(_call(RECOMMEND.path, body), self._time(timeout_s)), RecommendOut)
+
+    async def signal(
+        self,
+        user: Name,
+        *,
+        history: History | None = None,
+        base: str | None = None,
+        num_candidates: int | None = None,
+        model_version: str | None = None,
+        tenant: str | None = None,
+        timeout_s: float | None = None,
+    ) -> SignalOut:
+        """Say that a rank for the user will come. `relay` does this, and ranks.
+
+        Args:
+            user, history, base, model_version: as of `rank`.
+            num_candidates: of that rank; None = as the service is configured.
+        """
+        body = SignalBody(
+            **self._user(user, tenant),
+            history=_history(history),
+            base=base,
+            num_candidates=num_candidates,
+            model_version=model_version,
+        )
+        call = _call(SIGNAL.path, body, again=_SIGNAL_AGAIN)
+        return read(await self._connection.send(call, self._time(timeout_s)), SignalOut)
+
+    def relay(
+        self,
+        user: Name,
+        *,
+        history: History | None = None,
+        num_candidates: int | None = None,
+        model_version: str | None = None,
+        tenant: str | None = None,
+        timeout_s: float | None = None,
+    ) -> AsyncRelay:
+        """Signal at once, and rank when retrieval is done: `async with client.relay(user) as relay`.
+
+        Args:
+            user, history, num_candidates, model_version: as of `signal`.
+            timeout_s: of the signal.
+        """
+        return AsyncRelay(self, user, history, num_candidates, model_version, tenant, timeout_s)
+
+    async def events(
+        self,
+        user: Name,
+        events: History,
+        *,
+        idempotency_key: str | None = None,
+        tenant: str | None = None,
+        timeout_s: float | None = None,
+    ) -> EventsOut:
+        """Append behaviours of one user to the history store; they are durable when this returns.
+
+        Args:
+            user: as the company knows the user.
+            events: oldest first.
+            idempotency_key: events that come with one key of a user are appended once; None = a key of this call,
+                so that its own retries append once.
+        """
+        body = EventsBody(**self._user(user, tenant), events=events.on_the_wire("events"))
+        key = {IDEMPOTENCY_KEY: uuid.uuid4().hex if idempotency_key is None else idempotency_key}
+        return read(
+            await self._connection.send(_call(EVENTS.path, body, headers=key), self._time(timeout_s)), EventsOut
+        )
+
+    async def erase(self, user: Name, *, tenant: str | None = None, timeout_s: float | None = None) -> tuple[str, ...]:
+        """Forget a user.
+
+        Returns:
+            Places that still hold something of the user for a while; mostly none.
+        """
+        tenant = self.tenant if tenant is None else tenant
+        # a user called ".." must not become a step in the path
+        path = ERASE.path.replace("{user_id}", quote(str(user), safe="").replace(".", "%2E"))
+        query = f"?tenant={quote(tenant, safe='')}" if tenant else ""
+        reply = await self._connection.send(Call(method=ERASE.method, path=path + query), self._time(timeout_s))
+        return tuple(read(reply, EraseBody).pending) if reply.status == 202 else ()
+
+    async def models(self, *, timeout_s: float | None = None) -> tuple[ModelInfo, ...]:
+        """List the models in service, and those that drain."""
+        reply = await self._connection.send(Call(method="GET", path="/v1/models"), self._time(timeout_s))
+        return read(reply, _Models).models
+
+    async def is_ready(self, *, timeout_s: float | None = None) -> bool:
+        """Whether the service takes requests now. Raises Unreachable where there is none."""
+        call = Call(method="GET", path="/readyz", again=frozenset())
+        try:
+            await self._connection.send(call, self._time(timeout_s))
+        except Unavailable as error:
+            if isinstance(error, Unreachable):
+                raise
+            return False
+        return True
+
+    def _user(self, user: Name, tenant: str | None) -> dict[str, Any]:
+        return {"user_id": str(user), "tenant": self.tenant if tenant is None else tenant}
+
+    def _time(self, timeout_s: float | None) -> float:
+        return self.timeout_s if timeout_s is None else _checked_timeout(timeout_s)
+
+
+def _checked_timeout(timeout_s: float) -> float:
+    if not 0 < timeout_s < math.inf:
+        raise Unprocessable(f"timeout_s: {timeout_s}: a finite time over 0")
+    return timeout_s
+
+
+def _history(history: History | None) -> Any:
+    return None if history is None else history.on_the_wire("history")
+
+
+def _optional_items(names: Names | None, field: str) -> bytes | None:
+    return None if names is None else item_column(names, field)
+
+
+def _call(
+    path: str,
+    body: msgspec.Struct,
+    accept: str = JSON,
+    headers: Mapping[str, str] | None = None,
+    again: frozenset[int] = AGAIN,
+) -> Call:
+    """Encode a body; what was not given stays out of it, so that an older service knows every field."""
+    given = {name: value for name, value in msgspec.structs.asdict(body).items() if value not in (None, "", {}, [])}
+    content = msgspec.msgpack.encode(given)
+    return Call(
+        path=path, body=content, accept=accept, headers={"Content-Type": MSGPACK, **(headers or {})}, again=again
+    )

@@ -1,0 +1,243 @@
+"""Calls of one service over HTTP: connections, the API key, attempts and their deadline.
+
+    again       what is safe to send twice, and every call of ours is: reads; erasures; events, by their idempotency key
+    in all      at most `max_attempts`, and within the call's own `timeout_s`; nothing is begun that could not end in it
+    back-off    what Retry-After says, or else a random time that doubles; over the client, one retry in five calls
+
+aiohttp does the rest: pooled connections that are kept open, and cancellation that closes the one in use.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import uuid
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+import aiohttp
+from yarl import URL
+
+from npu_gr.access.calling import calling_headers
+from npu_gr.access.tls import ClientTls, ClientTlsConfig, following
+from npu_gr.client.failures import from_answer
+from npu_gr.core.errors import (
+    BadAnswer,
+    ConfigError,
+    DeadlineExceeded,
+    NpuGrError,
+    Unauthorized,
+    Unreachable,
+)
+from npu_gr.core.words import cut
+from npu_gr.server.codec.media import JSON
+from npu_gr.server.headers import REQUEST_ID, TIMEOUT_MS
+
+MAX_ANSWER_BYTES = 67_108_864  # longer ones are no service's of ours
+BACK_OFF_S = 0.05  # the first wait is at most this long
+IDLE_S = 30.0  # connections are closed after it; a service waits longer
+RETRIES_PER_CALL = 0.2  # in the long run, so that callers do not keep down what is overloaded
+RETRIES_AT_ONCE = 10.0
+AGAIN = frozenset({408, 429, 502, 503})  # statuses after which the same call may be answered
+
+
+class ApiKey:
+    """The key that calls show: a text, or the content of a file."""
+
+    def __init__(self, text: str | None, file: Path | None) -> None:
+        """Read the key.
+
+        Raises:
+            ConfigError: the file cannot be read, or what is given is no key, or both are given.
+        """
+        if text is not None and file is not None:
+            raise ConfigError("api_key, api_key_file: give one of them")
+        self._file = file
+        self.text = None if text is None and file is None else self._checked(self._read() if text is None else text)
+
+    def differs_from(self, refused: str | None) -> bool:
+        """Read the file again. Returns whether it has another key than the refused one; an unreadable file has none."""
+        try:
+            self.text = self._checked(self._read())
+        except ConfigError:
+            return False
+        return self.text != refused
+
+    @property
+    def is_of_file(self) -> bool:
+        """Whether it may change."""
+        return self._file is not None
+
+    def _read(self) -> str:
+        assert self._file is not None
+        try:
+            return self._file.read_text(errors="replace").strip()
+        except OSError as error:
+            raise ConfigError(f"api_key_file: {self._file}: {error.strerror}") from error
+
+    def _checked(self, text: str) -> str:
+        if not (text and text.isascii() and text.isprintable()):
+            raise ConfigError(f"{'api_key' if self._file is None else f'api_key_file: {self._file}'}: holds no key")
+        return text
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """One request, which is sent once or more often."""
+
+    method: str = "POST"
+    path: str  # with its query, encoded
+    body: bytes | None = None  # msgpack
+    accept: str = JSON
+    headers: dict[str, str] = field(default_factory=dict)
+    again: frozenset[int] = AGAIN  # statuses after which it is sent again; it always is after a broken connection
+
+
+class Reply(NamedTuple):
+    """A good answer."""
+
+    status: int
+    media: str
+    body: bytes
+
+
+class Connection:
+    """The connections to one address. Belongs to one event loop, from `open` to `close`."""
+
+    def __init__(
+        self, base_url: str, key: ApiKey, tls: ClientTlsConfig, max_connections: int, max_attempts: int
+    ) -> None:
+        """Connect to nobody yet.
+
+        Args:
+            base_url: http or https, a host, and perhaps a path that a gateway wants.
+            key: shown by every call.
+            tls: for https; its files are followed.
+            max_connections: at once; calls over it wait within their deadline.
+            max_attempts: of a call.
+
+        Raises:
+            ConfigError: the address is none, a number is below 1, or a file cannot be used.
+        """
+        try:
+            url = URL(base_url)
+        except ValueError as error:
+            raise ConfigError(f"base_url: {error}") from error
+        if url.scheme not in ("http", "https") or not url.host or url.query_string or url.user is not None:
+            raise ConfigError("base_url: expected http://host:port or https://host, without a user or a query")
+        for name, number in (("max_connections", max_connections), ("max_attempts", max_attempts)):
+            if number < 1:
+                raise ConfigError(f"{name}: {number}: at least 1")
+        self.url = base_url.rstrip("/")
+        self._key = key
+        self._max_connections = max_connections
+        self._max_attempts = max_attempts
+        self._tls = ClientTls(tls, "tls") if url.scheme == "https" else None
+        self._retries = RETRIES_AT_ONCE  # left
+        self._stack = AsyncExitStack()
+        self._http: aiohttp.ClientSession | None = None
+
+    async def open(self) -> None:
+        """Begin to follow the files of TLS; connections are made by calls."""
+        connector = aiohttp.TCPConnector(limit=self._max_connections, keepalive_timeout=IDLE_S)
+        self._http = await self._stack.enter_async_context(
+            aiohttp.ClientSession(
+                connector=connector,
+                timeout=aiohttp.ClientTimeout(total=None, connect=None, sock_read=None, sock_connect=None),
+                cookie_jar=aiohttp.DummyCookieJar(),
+                auto_decompress=False,  # nothing of ours is compressed, and a bomb stays small
+                headers={"Accept-Encoding": "identity", "User-Agent": "npu_gr"},
+            )
+        )
+        await self._stack.enter_async_context(following(self._tls))
+
+    async def close(self) -> None:
+        """Close every connection. Calls in flight fail."""
+        self._http = None
+        await self._stack.aclose()
+
+    async def send(self, call: Call, timeout_s: float) -> Reply:
+        """Send a call until it is answered, or not again.
+
+        Args:
+            call: safe to send twice.
+            timeout_s: for all of it.
+
+        Raises:
+            NpuGrError: what the service answered last. Unreachable: nobody answered. BadAnswer: somebody else did.
+            DeadlineExceeded: the time is over, here or at the service.
+        """
+        loop = asyncio.get_running_loop()
+        until_at = loop.time() + timeout_s
+        headers = {REQUEST_ID: uuid.uuid4().hex, "Accept": call.accept, **call.headers}
+        self._retries = min(RETRIES_AT_ONCE, self._retries + RETRIES_PER_CALL)
+        failure: NpuGrError | None = None
+        attempt = 0
+        try:
+            async with asyncio.timeout_at(until_at):
+                while True:
+                    attempt += 1
+                    key = self._key.text
+                    try:
+                        return await self._attempt(call, {**headers, **calling_headers(key)}, until_at - loop.time())
+                    except NpuGrError as error:
+                        failure = error
+                    if not await self._is_worth_another(call, failure, attempt, key):
+                        raise failure
+                    # S311: spread, so that callers who were refused together do not come back together
+                    spread_s = random.uniform(0, BACK_OFF_S * 2 ** (attempt - 1))  # noqa: S311
+                    wait_s = max(failure.retry_after_s or 0.0, spread_s)
+                    if loop.time() + wait_s >= until_at:
+                        raise failure
+                    await asyncio.sleep(wait_s)
+        except TimeoutError:
+            before = "" if failure is None else f"; before that: {failure}"
+            raise DeadlineExceeded(f"{self.url}{call.path}: no answer within {timeout_s:g} s{before}") from failure
+
+    async def _is_worth_another(self, call: Call, failure: NpuGrError, attempt: int, key: str | None) -> bool:
+        if isinstance(failure, Unauthorized):
+            return attempt == 1 and self._key.is_of_file and await asyncio.to_thread(self._key.differs_from, key)
+        may_again = isinstance(failure, Unreachable) or failure.status in call.again
+        if not may_again or attempt >= self._max_attempts or self._retries < 1:
+            return False
+        self._retries -= 1
+        return True
+
+    async def _attempt(self, call: Call, headers: dict[str, str], left_s: float) -> Reply:
+        if self._http is None:
+            raise RuntimeError("the client is not open: use it within `async with`")
+        if left_s <= 0:
+            raise TimeoutError
+        try:
+            async with self._http.request(
+                call.method,
+                URL(self.url + call.path, encoded=True),
+                data=call.body,
+                headers={**headers, TIMEOUT_MS: f"{left_s * 1e3:.3f}"},
+                allow_redirects=False,  # a key is for this address
+                ssl=True if self._tls is None else self._tls.context,
+                server_hostname=None if self._tls is None else self._tls.server_name,
+            ) as response:
+                body = await _read(response)
+                status, media = response.status, response.content_type
+                answered = response.headers
+        except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError) as error:
+            raise Unreachable(f"{self.url}: {str(error) or type(error).__name__}") from error
+        except aiohttp.ClientError as error:
+            raise BadAnswer(f"{self.url}{call.path}: {str(error) or type(error).__name__}") from error
+        if 200 <= status < 300:
+            return Reply(status, media, body)
+        if status < 400:
+            raise BadAnswer(f"{self.url}{call.path}: the answer was {status}, to {cut(answered.get('Location', ''))!r}")
+        raise from_answer(status, answered, body)
+
+
+async def _read(response: aiohttp.ClientResponse) -> bytes:
+    body = bytearray()
+    async for piece in response.content.iter_any():
+        body += piece
+        if len(body) > MAX_ANSWER_BYTES:
+            raise BadAnswer(f"{response.url.path}: over {MAX_ANSWER_BYTES} bytes")
+    return bytes(body)

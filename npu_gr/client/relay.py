@@ -1,0 +1,143 @@
+"""Signal ahead: say at once that a rank will come, and rank against the same history when retrieval is done.
+
+the signal has answered   the rank names its fingerprint as the base, and sends no history again
+it has not, or it failed  the rank sends the history whole; nothing waits for a signal, and none fails a rank
+the base is not known     (another instance, or forgotten) the same
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Protocol, Self
+
+from npu_gr.client.answers import Ranked
+from npu_gr.client.columns import History, Name, Names, Time
+from npu_gr.core.errors import NpuGrError, UnknownPrefix
+from npu_gr.server.codec.signal import SignalOut
+
+log = logging.getLogger(__name__)
+
+
+class Caller(Protocol):
+    """What a relay needs of a client."""
+
+    timeout_s: float
+
+    async def signal(
+        self,
+        user: Name,
+        *,
+        history: History | None,
+        num_candidates: int | None,
+        model_version: str | None,
+        tenant: str | None,
+        timeout_s: float | None,
+    ) -> SignalOut:
+        """Say that a rank will come."""
+        ...
+
+    async def rank(
+        self,
+        user: Name,
+        candidates: Names,
+        *,
+        history: History | None,
+        base: str | None,
+        timestamp: Time | None,
+        top_k: int | None,
+        model_version: str | None,
+        tenant: str | None,
+        timeout_s: float | None,
+    ) -> Ranked:
+        """Score candidates."""
+        ...
+
+
+class AsyncRelay:
+    """One user's signal and ranks: `async with client.relay(user) as relay`."""
+
+    def __init__(
+        self,
+        client: Caller,
+        user: Name,
+        history: History | None,
+        num_candidates: int | None,
+        model_version: str | None,
+        tenant: str | None,
+        timeout_s: float | None,
+    ) -> None:
+        """Send nothing yet; the arguments are those of `AsyncClient.relay`."""
+        self.signalled: SignalOut | None = None  # the answer of the signal; None = there is none yet, or it failed
+        self.failure: NpuGrError | None = None  # of the signal
+        self._client = client
+        self._user = user
+        self._history = history
+        self._num_candidates = num_candidates
+        self._model_version = model_version
+        self._tenant = tenant
+        self._timeout_s = timeout_s
+        self._signal: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> Self:
+        self._signal = asyncio.create_task(self._send_signal())
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        assert self._signal is not None
+        self._signal.cancel()  # nobody ranks any more
+        await asyncio.gather(self._signal, return_exceptions=True)
+
+    async def rank(
+        self,
+        candidates: Names,
+        *,
+        timestamp: Time | None = None,
+        top_k: int | None = None,
+        timeout_s: float | None = None,
+    ) -> Ranked:
+        """Score candidates against the history of the signal, as `AsyncClient.rank` does."""
+        loop = asyncio.get_running_loop()
+        left_s = self._client.timeout_s if timeout_s is None else timeout_s
+        until_at = loop.time() + left_s
+        if self.signalled is not None:
+            try:
+                return await self._rank(candidates, None, self.signalled.history.fingerprint, timestamp, top_k, left_s)
+            except UnknownPrefix:
+                left_s = max(until_at - loop.time(), 1e-3)
+        return await self._rank(candidates, self._history, None, timestamp, top_k, left_s)
+
+    async def _rank(
+        self,
+        candidates: Names,
+        history: History | None,
+        base: str | None,
+        timestamp: Time | None,
+        top_k: int | None,
+        timeout_s: float,
+    ) -> Ranked:
+        return await self._client.rank(
+            self._user,
+            candidates,
+            history=history,
+            base=base,
+            timestamp=timestamp,
+            top_k=top_k,
+            model_version=self._model_version,
+            tenant=self._tenant,
+            timeout_s=timeout_s,
+        )
+
+    async def _send_signal(self) -> None:
+        try:
+            self.signalled = await self._client.signal(
+                self._user,
+                history=self._history,
+                num_candidates=self._num_candidates,
+                model_version=self._model_version,
+                tenant=self._tenant,
+                timeout_s=self._timeout_s,
+            )
+        except NpuGrError as error:
+            self.failure = error
+            log.debug("a signal failed; its ranks do without: %s", error)

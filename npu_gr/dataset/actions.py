@@ -1,0 +1,210 @@
+"""What a user did, as few named actions: event types, ratings, or ranges of a continuous value.
+
+    events   a column of event types: each is an action, in alphabetical order
+    ratings  at most `MAX_RATINGS` distinct numbers: each is an action, ascending
+    buckets  more distinct numbers, such as dwell times: ranges with equally many rows ("dwell<=3.2")
+    event    neither: every row is the action "event"
+
+Models and histories hold the place of an action in the list. So the list of a dataset that is prepared again keeps its
+order (and buckets keep their edges), and new actions come at its end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+import numpy as np
+import numpy.typing as npt
+
+from npu_gr.core.errors import DataError
+from npu_gr.core.request import I64
+from npu_gr.core.words import quoted
+from npu_gr.dataset.spill import Rows
+
+MAX_RATINGS = 20
+ONE = "event"
+SAMPLE = 200_000  # values that quantiles are taken from
+_NONE = np.empty(0, np.int64)
+F64 = npt.NDArray[np.float64]
+
+
+class ActionKind(StrEnum):
+    """What the actions of a dataset are made of; in the manifest."""
+
+    EVENTS = "events"
+    RATINGS = "ratings"
+    BUCKETS = "buckets"
+    ONE = "event"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OldActions:
+    """The actions of the dataset that a new one takes the place of."""
+
+    folder: str = ""
+    kind: str = ""  # "" = there is no such dataset
+    names: list[str] = field(default_factory=list)
+    edges: list[float] = field(default_factory=list)
+
+    def check(self, kind: ActionKind) -> None:
+        """Check that new actions are of the same kind.
+
+        Raises:
+            DataError: they are not, so the old ones could not keep their places.
+        """
+        if self.kind not in ("", kind):
+            raise DataError(
+                f"{self.folder}: holds a dataset whose actions are of the kind {self.kind}, and these would be {kind}: "
+                "histories and models of it would mean something else; choose another --out, or delete the folder"
+            )
+
+
+class ValueSample:
+    """Distinct values while they are few, and a uniform sample of all: memory does not grow with the rows."""
+
+    def __init__(self, seed: int = 0) -> None:
+        self.distinct: set[float] = set()
+        self._kept = np.empty(SAMPLE)
+        self._seen = 0
+        self._random = np.random.default_rng(seed)
+
+    def add(self, values: F64) -> None:
+        """Take the values of some rows: float64 [n], finite."""
+        if len(self.distinct) <= MAX_RATINGS:
+            self.distinct.update(np.unique(values).tolist())
+        free = values[: max(0, SAMPLE - self._seen)]
+        self._kept[self._seen : self._seen + len(free)] = free
+        rest = values[len(free) :]
+        # Vitter's algorithm R: value number k replaces a kept one with a chance of SAMPLE / k.
+        numbers = np.arange(self._seen + len(free), self._seen + len(values)) + 1
+        places = (self._random.random(len(rest)) * numbers).astype(np.int64)
+        is_kept = places < SAMPLE
+        self._kept[places[is_kept]] = rest[is_kept]
+        self._seen += len(values)
+
+    @property
+    def is_few(self) -> bool:
+        """Whether the distinct values are so few that each is an action."""
+        return len(self.distinct) <= MAX_RATINGS
+
+    def edges(self, num_buckets: int) -> list[float]:
+        """Upper edges of the buckets but the last: ascending, each the largest value of its bucket."""
+        kept = np.sort(self._kept[: self._seen])
+        at = np.ceil(np.arange(1, num_buckets) * len(kept) / num_buckets).astype(np.int64) - 1
+        edges = np.unique(kept[at.clip(min=0)])
+        return [edge for edge in edges.tolist() if edge < kept[-1]]
+
+
+def bucket_names(column: str, edges: Sequence[float]) -> list[str]:
+    """Name buckets by their upper edges; the last one has none."""
+    for digits in range(3, 18):
+        texts = [f"{edge:.{digits}g}" for edge in edges]
+        if len(set(texts)) == len(texts):
+            break
+    else:
+        texts = [repr(edge) for edge in edges]
+    return [f"{column}<={text}" for text in texts] + [f"{column}>{texts[-1]}" if texts else column]
+
+
+def bucket_of(values: F64, edges: Sequence[float]) -> I64:
+    """Find the bucket of each value: float64 [n] -> int64 [n]."""
+    return np.searchsorted(np.array(edges), values, side="left")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Actions:
+    """The actions of a dataset, and how a row's action is found."""
+
+    kind: ActionKind
+    names: list[str]
+    edges: list[float]  # of buckets
+    places: I64  # of event types: code of a row -> place in names
+    notes: list[str]  # what a person should know
+
+    def of(self, rows: Rows) -> I64:
+        """Find the action of each row: [n] -> int64 [n], places in `names`."""
+        match self.kind:
+            case ActionKind.EVENTS:
+                found: I64 = self.places[rows["action"]]
+                return found
+            case ActionKind.RATINGS:
+                return np.searchsorted(np.array([float(name) for name in self.names]), rows["value"])
+            case ActionKind.BUCKETS:
+                return bucket_of(rows["value"], self.edges)
+            case ActionKind.ONE:
+                return np.zeros(len(rows), np.int64)
+
+
+def of_events(events: Sequence[str], old: OldActions) -> Actions:
+    """Make actions of event types: those of the dataset before as they were, then new ones by the alphabet.
+
+    Args:
+        events: names by the code that rows have.
+        old: of the dataset before.
+
+    Raises:
+        DataError: its actions were of another kind.
+    """
+    old.check(ActionKind.EVENTS)
+    names = [*old.names, *sorted(set(events) - set(old.names))]
+    place = {name: at for at, name in enumerate(names)}
+    places = np.array([place[name] for name in events], np.int64)
+    return Actions(kind=ActionKind.EVENTS, names=names, edges=[], places=places, notes=_new(names, old))
+
+
+def of_values(column: str, values: ValueSample, num_buckets: int, old: OldActions) -> Actions:
+    """Make actions of numbers: ratings if they are few, else ranges; one action if the number is always the same.
+
+    Args:
+        column: its name, for messages and names of ranges.
+        values: of all rows.
+        num_buckets: ranges of continuous values.
+        old: of the dataset before.
+
+    Raises:
+        DataError: its actions were of another kind.
+    """
+    if values.is_few and len(values.distinct) == 1 and old.kind in ("", ActionKind.ONE):
+        only = f"{quoted(column)} is {next(iter(values.distinct)):g} in every row and says nothing; it is left out"
+        return one_action(old, [only])
+    if values.is_few and old.kind != ActionKind.BUCKETS:
+        old.check(ActionKind.RATINGS)
+        known = {float(name) for name in old.names}
+        names = [_plain(value) for value in sorted(known | values.distinct)]
+        notes = _new([*old.names, *(name for name in names if name not in old.names)], old)
+        if names[: len(old.names)] != old.names:
+            notes.append(
+                "warning: ratings that are new stand between those of the dataset before; a service refuses to reload "
+                "a model of it. Prepare into a new folder, and load the histories anew"
+            )
+        return Actions(kind=ActionKind.RATINGS, names=names, edges=[], places=_NONE, notes=notes)
+    old.check(ActionKind.BUCKETS)
+    edges = old.edges or values.edges(num_buckets)
+    names = old.names or bucket_names(column, edges)
+    kept = "edges kept from the dataset before" if old.edges else "equally many rows in each"
+    note = (
+        f"warning: {quoted(column)} is continuous (over {MAX_RATINGS} distinct values): {len(names)} ranges are the "
+        f"actions ({kept}); --buckets N makes others, --value none takes none"
+    )
+    return Actions(kind=ActionKind.BUCKETS, names=names, edges=edges, places=_NONE, notes=[note])
+
+
+def one_action(old: OldActions, notes: Sequence[str] = ()) -> Actions:
+    """Make the only action of a log that says who met what, and no more.
+
+    Raises:
+        DataError: the dataset before had actions of another kind.
+    """
+    old.check(ActionKind.ONE)
+    return Actions(kind=ActionKind.ONE, names=[ONE], edges=[], places=_NONE, notes=list(notes))
+
+
+def _plain(value: float) -> str:
+    return short if float(short := f"{value:g}") == value else repr(value)
+
+
+def _new(names: Sequence[str], old: OldActions) -> list[str]:
+    new = names[len(old.names) :]
+    return [f"actions that are new: {', '.join(new)}"] if old.names and new else []

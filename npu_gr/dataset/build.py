@@ -1,0 +1,218 @@
+"""Make a dataset of a company's log: `npu-gr prepare`, and `npu_gr.dataset.prepare` in Python.
+
+    read     batch by batch: names to codes, times to microseconds; rows go to disk, parted by user
+    sort     part by part: by time, without exact duplicates, into events.parquet
+    publish  the finished folder takes the place of `out`
+
+Memory does not grow with the rows, only with users and items. Disk: 32 bytes a row beside `out` until the end.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from npu_gr import __version__
+from npu_gr.core.errors import DataError
+from npu_gr.core.private import make_private
+from npu_gr.dataset.actions import Actions, OldActions, of_events, of_values, one_action
+from npu_gr.dataset.aside import written_aside
+from npu_gr.dataset.files import (
+    EVENTS,
+    FORMAT,
+    ITEMS,
+    KIND,
+    MANIFEST,
+    REJECTED,
+    USERS,
+    Dataset,
+    is_dataset,
+    read_dataset,
+)
+from npu_gr.dataset.items import ItemTable, read_items
+from npu_gr.dataset.options import PrepareOptions
+from npu_gr.dataset.rejects import Rejects
+from npu_gr.dataset.rows import RowReader
+from npu_gr.dataset.source import Source
+from npu_gr.dataset.sources import open_source
+from npu_gr.dataset.spill import Spill
+from npu_gr.dataset.tables import ArrowStream
+from npu_gr.dataset.write import EventCounts, ItemCounts, write_events, write_items, write_users
+
+FILES = (MANIFEST, EVENTS, USERS, ITEMS, REJECTED)
+OnStage = Callable[[str, float], None]
+"""Called with what is being done, and the share of it that is done."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PreparedDataset:
+    """What `prepare` made."""
+
+    dataset: Dataset
+    num_rejected: int  # rows of the log and of the items' file
+
+    @property
+    def manifest(self) -> dict[str, Any]:
+        """The manifest, as the folder has it; its `notes` say what a person should know."""
+        return dict(self.dataset.manifest)
+
+
+def ignore_stage(stage: str, ratio: float) -> None:
+    """Take a progress and do nothing."""
+
+
+def prepare(
+    log: Path | str | ArrowStream,
+    out: Path | str,
+    options: PrepareOptions | None = None,
+    *,
+    items: Path | str | ArrowStream | None = None,
+    on_stage: OnStage = ignore_stage,
+) -> PreparedDataset:
+    """Make a dataset.
+
+    Args:
+        log: a file (CSV, TSV, Parquet, JSON, RecBole's atomic files, also packed), or a frame of pandas or polars.
+        out: folder of the dataset. One that is there is replaced at the end, and its actions keep their places.
+        options: what is told rather than guessed.
+        items: a file or frame with titles and features of items.
+        on_stage: called with the progress.
+
+    Raises:
+        DataError: the log cannot be read or understood; the message names the row or the option. What stood in `out`
+            before still does.
+    """
+    out = Path(out)
+    options = options or PrepareOptions()
+    source = open_source(log, options.format, options.columns)
+    item_source = open_source(items) if items is not None else None
+    with written_aside(out, is_dataset, FILES) as folder:
+        old = OldActions()
+        if is_dataset(out):
+            before = read_dataset(out).manifest["actions"]
+            old = OldActions(folder=str(out), kind=before["kind"], names=before["names"], edges=before["edges"])
+        make_private(folder / REJECTED)
+        with (folder / REJECTED).open("w", encoding="utf-8") as rejected:
+            build = _Build(source, item_source, options, rejected)
+            manifest = build.run(folder, old, on_stage)
+        text = json.dumps(manifest, indent=2, ensure_ascii=False) + "\n"
+        (folder / MANIFEST).write_text(text, encoding="utf-8")
+    return PreparedDataset(dataset=read_dataset(out), num_rejected=build.num_rejected)
+
+
+class _Build:
+    """One run: the columns of the log are chosen when it is made, `run` does the rest."""
+
+    def __init__(self, source: Source, item_source: Source | None, options: PrepareOptions, rejected: IO[str]) -> None:
+        self._source = source
+        self._item_source = item_source
+        self._options = options
+        self._rejects = Rejects(rejected, source.name, source.place)
+        self._item_rejects = Rejects(rejected, item_source.name, item_source.place) if item_source else None
+        self._reader = RowReader(source, options)
+
+    @property
+    def num_rejected(self) -> int:
+        """Rows of the log and of the items' file that could not be used."""
+        return self._rejects.total + (self._item_rejects.total if self._item_rejects else 0)
+
+    def run(self, folder: Path, old: OldActions, on_stage: OnStage) -> dict[str, Any]:
+        """Write all files but the manifest, which is returned."""
+        table = self._read_items(on_stage)  # first, because it is the shorter one: an error in it comes early
+        spill = Spill(folder / "spill")
+        try:
+            for batch in self._source.batches(
+                self._reader.columns.names(), self._rejects.add, lambda ratio: on_stage("reading", ratio)
+            ):
+                if len(batch.numbers):
+                    spill.add(self._reader.read(batch, self._rejects))
+        finally:
+            spill.close()
+        self._check_rejected()
+        actions = self._actions(old)
+        counts = write_events(
+            folder,
+            spill.parts(),
+            actions,
+            keep_duplicates=self._options.keep_duplicates,
+            num_rows=self._reader.num_rows,
+            show=lambda ratio: on_stage("sorting", ratio),
+        )
+        write_users(folder, self._reader.users.names())
+        items = write_items(folder, self._reader.items, table)
+        return self._manifest(actions, table, counts, items)
+
+    def _read_items(self, on_stage: OnStage) -> ItemTable | None:
+        if self._item_source is None or self._item_rejects is None:
+            return None
+        options = self._options
+        told = {role: name for role, name in (("item", options.items_key), ("title", options.title)) if name}
+        return read_items(
+            self._item_source,
+            told,
+            self._reader.columns.item.name,
+            options.features,
+            self._item_rejects.add,
+            lambda ratio: on_stage("items", ratio),
+        )
+
+    def _check_rejected(self) -> None:
+        rejects = self._rejects
+        num_rows = self._reader.num_rows
+        if not num_rows:
+            raise DataError(f"{self._source.name}: no row can be used: {rejects.words() or 'there is none'}")
+        ratio = rejects.total / (rejects.total + num_rows)
+        most = self._options.max_rejected_ratio
+        if ratio > most:
+            raise DataError(
+                f"{self._source.name}: {ratio:.0%} of the rows cannot be used, over {most:.0%}: {rejects.words()}; "
+                f"name the right columns, or allow it: --max-rejected {min(1.0, ratio + 0.01):.2f}"
+            )
+
+    def _actions(self, old: OldActions) -> Actions:
+        reader = self._reader
+        if reader.columns.event is not None:
+            return of_events(reader.events.names(), old)
+        if reader.columns.value is not None:
+            return of_values(reader.columns.value.name, reader.values, self._options.num_buckets, old)
+        return one_action(old)
+
+    def _manifest(
+        self, actions: Actions, table: ItemTable | None, counts: EventCounts, items: ItemCounts
+    ) -> dict[str, Any]:
+        columns = self._reader.columns
+        taken = {
+            "user": columns.user,
+            "item": columns.item,
+            "time": columns.time,
+            "event": columns.event,
+            "value": columns.value,
+            "items: item": table.key if table else None,
+            "items: title": table.title if table else None,
+        }
+        time_kind = self._reader.time_kind
+        of_action = counts.of_action
+        return {
+            "kind": KIND,
+            "format": FORMAT,
+            "made_by": f"npu_gr {__version__}",
+            "log": {"name": self._source.name, "format": self._source.format},
+            "columns": {role: {"name": one.name, "why": one.why} for role, one in taken.items() if one is not None},
+            "times": time_kind.words if time_kind else "none: the place of a row in the log is its time",
+            "first_time": counts.first_time,
+            "last_time": counts.last_time,
+            "actions": {"kind": actions.kind, "names": actions.names, "edges": actions.edges, "events": of_action},
+            "events": sum(of_action),
+            "digest": counts.digest,
+            "users": len(self._reader.users),
+            "items": items._asdict(),
+            "features": [{"name": one.column, "kind": one.kind} for one in (table.features if table else ())],
+            "left_out": table.left_out if table else {},
+            "duplicates": {"rows": counts.num_duplicates, "kept": self._options.keep_duplicates},
+            "rejected": self._rejects.as_dict(),
+            "rejected_items": self._item_rejects.as_dict() if self._item_rejects else {},
+            "notes": actions.notes,
+        }

@@ -1,0 +1,287 @@
+"""Which column of a log is what: guessed by name and by type, or told. Two that fit are a question, never a choice."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from npu_gr.core.errors import DataError
+from npu_gr.core.words import quoted
+from npu_gr.dataset.arrow import NUMBER, as_text, is_text, pa, pc, without_point
+
+NONE = "none"  # told instead of a name: the log has no such column
+_INTEGER = r"^\s*[+-]?\d+\s*$"
+_DATED = r"^\s*\d{4}-\d{2}-\d{2}([T ]|\s*$)"
+_MOST = 0.9  # share of the cells that must fit: the others may be garbage
+MAX_EVENT_TYPES = 100
+
+# Names without anything but letters and digits. Of a line, each before the semicolon comes before all after it.
+_NAMES: dict[str, tuple[str, str]] = {
+    "user": (
+        "userid user uid customerid customer customerno customernumber visitorid visitor memberid member accountid "
+        "clientid client reviewerid buyerid subscriberid shopperid profileid userpseudoid userkey useruuid personid",
+        "anonymousid fullvisitorid cookieid deviceid sessionid session",
+    ),
+    "item": (
+        "itemid item iid sku skuid productid product asin articleid article movieid contentid trackid songid videoid "
+        "bookid isbn listingid offerid newsid postid adid documentid docid stockcode productcode productsku itemsku "
+        "recipeid gameid filmid businessid",
+        "parentasin productkey itemkey variantid",
+    ),
+    "time": (
+        "timestamp time ts eventtime eventtimestamp createdat datetime occurredat unixreviewtime timestampms "
+        "timestampus timestampns timems eventts eventtimems",
+        "date eventdate receivedat sentat updatedat invoicedate tdat orderdate purchasedate reviewtime day",
+    ),
+    "event": (
+        "event eventtype eventname action actiontype behavior behaviour behaviortype behaviourtype interaction "
+        "interactiontype activity",
+        "type verb",
+    ),
+    "value": (
+        "rating ratings stars score overall value dwelltime dwell dwells dwellms dwellseconds watchtime watchratio "
+        "playtime listeningtime engagement",
+        "duration preference label",
+    ),
+    "title": ("title name productname movietitle itemname producttitle itemtitle displayname", "label headline"),
+}
+_IS_A = {
+    "user": "who did it",
+    "item": "with which item",
+    "time": "when",
+    "event": "what was done",
+    "value": "how much",
+    "title": "what a person calls it",
+}
+
+
+class CellKind(StrEnum):
+    """What the cells of a column are."""
+
+    EMPTY = "empty"
+    TEXT = "text"
+    INTEGER = "whole numbers"
+    NUMBER = "numbers"
+    TIME = "times"
+    LIST = "lists"
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A column that was taken."""
+
+    name: str
+    why: str  # for a person
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogColumns:
+    """The columns of a log that count."""
+
+    user: Column
+    item: Column
+    time: Column | None  # None: the place of a row is its time
+    event: Column | None
+    value: Column | None  # never beside an event
+
+    def names(self) -> list[str]:
+        """Names of those that are there."""
+        taken = (self.user, self.item, self.time, self.event, self.value)
+        return list(dict.fromkeys(one.name for one in taken if one is not None))
+
+
+def kind_of(array: Any) -> CellKind:
+    """Find out what cells are: of texts, what most of them look like."""
+    if pa.types.is_dictionary(array.type):
+        array = array.dictionary_decode()
+    kind = array.type
+    if array.null_count == len(array):
+        return CellKind.EMPTY
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
+        return CellKind.LIST
+    if pa.types.is_integer(kind):
+        return CellKind.INTEGER
+    if pa.types.is_floating(kind) or pa.types.is_decimal(kind):
+        texts = pc.drop_null(as_text(array))
+        return CellKind.INTEGER if len(texts) and _share(texts, _INTEGER) >= _MOST else CellKind.NUMBER
+    if pa.types.is_temporal(kind):
+        return CellKind.TIME
+    if not is_text(array):
+        return CellKind.TEXT
+    texts = without_point(pc.drop_null(array))
+    if _share(texts, _INTEGER) >= _MOST:
+        return CellKind.INTEGER
+    if _share(texts, NUMBER) >= _MOST:
+        return CellKind.NUMBER
+    return CellKind.TIME if _share(texts, _DATED) >= _MOST else CellKind.TEXT
+
+
+def choose_log_columns(
+    columns: Mapping[str, Any], told: Mapping[str, str], *, has_time: bool = True, source: str
+) -> LogColumns:
+    """Choose the columns of a log.
+
+    Args:
+        columns: the first cells of all columns.
+        told: role ("user", "item", "time", "event", "value") -> name, or NONE; roles that are missing are guessed.
+        has_time: False: rows are in time order, and no column says when.
+        source: for messages.
+
+    Raises:
+        DataError: nothing fits a role that must be there, or more than one column does; it names them and the option.
+    """
+    kinds = {name: kind_of(array) for name, array in columns.items()}
+    user = _required("user", columns, kinds, told, source)
+    item = _required("item", columns, kinds, told, source)
+    if user.name == item.name:
+        raise DataError(f"{source}: {quoted(user.name)} is both user and item; --user or --item names another column")
+    time = _time(columns, kinds, told, source) if has_time else None
+    taken = {one.name for one in (user, item, time) if one is not None}
+    event = _optional("event", columns, kinds, told, source, taken)
+    if event is not None and told.get("value", NONE) != NONE:
+        raise DataError(
+            f"{source}: an event has one action: --event {event.name} and --value {told['value']} exclude each other; "
+            f"--event {NONE} or --value {NONE}"
+        )
+    if event is not None and "event" not in told and "value" not in told:
+        rival = _optional("value", columns, kinds, told, source, taken)
+        why = f"{event.why}; {quoted(rival.name)} is left out (--event {NONE} takes it)" if rival else event.why
+        event = Column(event.name, why)
+    value = None if event is not None else _optional("value", columns, kinds, told, source, taken)
+    return LogColumns(user=user, item=item, time=time, event=event, value=value)
+
+
+def choose_item_columns(
+    columns: Mapping[str, Any], told: Mapping[str, str], log_item: str, source: str
+) -> tuple[Column, Column | None]:
+    """Choose the item and the title of a file of items.
+
+    Args:
+        columns: the first cells of all columns.
+        told: "item" and "title" -> name, or NONE; roles that are missing are guessed.
+        log_item: name of the log's column of items: the same name is taken first.
+        source: for messages.
+
+    Raises:
+        DataError: as `choose_log_columns`.
+    """
+    kinds = {name: kind_of(array) for name, array in columns.items()}
+    if "item" not in told and log_item in columns:
+        item = Column(log_item, "the log has it under this name")
+    elif "item" not in told and not _candidates("item", kinds) and "id" in map(_plain, columns):
+        item = Column(next(name for name in columns if _plain(name) == "id"), "its name")
+    else:
+        item = _required("item", columns, kinds, told, source, option="--items-key")
+    return item, _optional("title", columns, kinds, told, source, {item.name})
+
+
+def _required(
+    role: str,
+    columns: Mapping[str, Any],
+    kinds: Mapping[str, CellKind],
+    told: Mapping[str, str],
+    source: str,
+    option: str = "",
+) -> Column:
+    option = option or f"--{role}"
+    if role in told:
+        return _told(told[role], columns, source, option)
+    found = _candidates(role, kinds)
+    if len(found) == 1:
+        return Column(found[0], "its name")
+    if found:
+        raise _ambiguous(role, found, source, option)
+    raise DataError(
+        f"{source}: no column looks like the {role} ({_IS_A[role]}); {option} NAME says which: {_listed(columns)}. "
+        "Has the file no header? --columns a,b,... names the columns"
+    )
+
+
+def _optional(
+    role: str,
+    columns: Mapping[str, Any],
+    kinds: Mapping[str, CellKind],
+    told: Mapping[str, str],
+    source: str,
+    taken: set[str],
+) -> Column | None:
+    if told.get(role) == NONE:
+        return None
+    if role in told:
+        return _told(told[role], columns, source, f"--{role}")
+    found = [name for name in _candidates(role, kinds) if name not in taken]
+    if role == "event":
+        found = [name for name in found if pc.count_distinct(as_text(columns[name])).as_py() <= MAX_EVENT_TYPES]
+    if len(found) > 1:
+        raise _ambiguous(role, found, source, f"--{role}", f", or --{role} {NONE}")
+    return Column(found[0], "its name") if found else None
+
+
+def _time(columns: Mapping[str, Any], kinds: Mapping[str, CellKind], told: Mapping[str, str], source: str) -> Column:
+    if "time" in told:
+        return _told(told["time"], columns, source, "--time")
+    found = _candidates("time", kinds)
+    if len(found) == 1:
+        return Column(found[0], "its name")
+    if found:
+        raise _ambiguous("time", found, source, "--time")
+    typed = [name for name, kind in kinds.items() if kind is CellKind.TIME]
+    if len(typed) == 1:
+        return Column(typed[0], "the only column of times")
+    if typed:
+        raise _ambiguous("time", typed, source, "--time")
+    raise DataError(
+        f"{source}: no column looks like the time (when); --time NAME says which: {_listed(columns)}. "
+        "--no-time if there is none and the rows are in time order"
+    )
+
+
+def _told(name: str, columns: Mapping[str, Any], source: str, option: str) -> Column:
+    if name not in columns:
+        raise DataError(f"{source}: {option} {name}: there is no such column; there are {_listed(columns)}")
+    return Column(name, f"{option} says so")
+
+
+def _candidates(role: str, kinds: Mapping[str, CellKind]) -> list[str]:
+    """Columns whose name and kind fit a role: those with a strong name, or else those with a weak one."""
+    for names in _NAMES[role]:
+        known = set(names.split())
+        if found := [name for name, kind in kinds.items() if _plain(name) in known and _fits(role, kind)]:
+            return found
+    return []
+
+
+def _fits(role: str, kind: CellKind) -> bool:
+    match role:
+        case "user" | "item":
+            return kind in (CellKind.TEXT, CellKind.INTEGER)
+        case "time":
+            return kind in (CellKind.TEXT, CellKind.INTEGER, CellKind.NUMBER, CellKind.TIME)
+        case "event":
+            return kind in (CellKind.TEXT, CellKind.INTEGER)
+        case "value":
+            return kind in (CellKind.INTEGER, CellKind.NUMBER)
+        case _:
+            return kind not in (CellKind.EMPTY, CellKind.LIST)
+
+
+def _plain(name: str) -> str:
+    """The last part of a dotted name, letters and digits only."""
+    return re.sub(r"[^a-z0-9]", "", name.lower().rpartition(".")[2])
+
+
+def _share(texts: Any, pattern: str) -> float:
+    return float(pc.sum(pc.match_substring_regex(texts, pattern)).as_py() or 0) / max(len(texts), 1)
+
+
+def _ambiguous(role: str, names: Sequence[str], source: str, option: str, rest: str = "") -> DataError:
+    choice = " or ".join(f"{option} {name}" for name in names)
+    return DataError(f"{source}: {len(names)} columns could be the {role} ({_IS_A[role]}): {choice}{rest}")
+
+
+def _listed(columns: Mapping[str, Any]) -> str:
+    names = [quoted(name) for name in columns]
+    return ", ".join(names[:30]) + (f" and {len(names) - 30} more" if len(names) > 30 else "")

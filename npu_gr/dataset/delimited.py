@@ -1,0 +1,229 @@
+"""CSV, TSV and RecBole's atomic files. Every cell is read as text; its meaning is found out later.
+
+pyarrow reads a block at a time. A block whose rows are not its lines (a quote stands alone, a cell has a newline) is
+read again line by line, so that one broken row never takes its neighbours with it.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import re
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from npu_gr.core.errors import DataError
+from npu_gr.core.request import I64
+from npu_gr.core.words import quoted
+from npu_gr.dataset.arrow import pa, pa_csv, pc
+from npu_gr.dataset.blocks import Block, Lines, read_blocks
+from npu_gr.dataset.rejects import OnReject, RejectReason
+from npu_gr.dataset.source import OnProgress, RowBatch, ignore_progress, ignore_reject
+
+MAX_ROW_LINES = 100  # lines over which one quoted cell may go
+_DELIMITERS = ",;\t|"
+_ATOMIC = re.compile(r"(.+):(token|token_seq|float|float_seq)")
+
+
+class DelimitedSource:
+    """A file of rows of cells; its first line names the columns."""
+
+    place = "line"
+
+    def __init__(self, path: Path, delimiter: str = "", columns: Sequence[str] = ()) -> None:
+        """Read the header.
+
+        Args:
+            path: of the file.
+            delimiter: between cells; "" = what the first line has most of.
+            columns: names of the columns of a file without a header.
+
+        Raises:
+            DataError: the file is empty, or its header names a column twice.
+        """
+        self.name = str(path)
+        self._path = path
+        first = next(iter(read_blocks(path, ignore_progress)), Block(1, b"")).data.partition(b"\n")[0]
+        try:
+            line = first.decode().rstrip("\r")
+        except UnicodeDecodeError as error:
+            raise DataError(f"{path}, line 1: not UTF-8; iconv converts it") from error
+        if not line.strip():
+            raise DataError(f"{path}: the first line is empty; it must name the columns")
+        self._delimiter = delimiter or max(_DELIMITERS, key=line.count)
+        cells = [cell.strip() for cell in _parse(line, self._delimiter, '"')]
+        atomic = [_ATOMIC.fullmatch(cell) for cell in cells]
+        self.types = {found[1]: found[2] for found in atomic if found} if all(atomic) and not columns else {}
+        self._quote = "" if self.types else '"'
+        self._columns = list(columns) or list(self.types) or cells
+        self._has_header = not columns
+        if len(self._columns) != len(cells):
+            raise DataError(
+                f"{path}, line 1: {len(cells)} cells, but {len(self._columns)} names: {', '.join(self._columns)}"
+            )
+        if len(set(self._columns)) != len(cells):
+            twice = next(name for name in self._columns if self._columns.count(name) > 1)
+            raise DataError(f"{path}, line 1: the column {quoted(twice)} stands there twice; rename one of them")
+        shown = "tabs" if self._delimiter == "\t" else repr(self._delimiter)
+        self.format = "RecBole atomic file" if self.types else f"cells separated by {shown}"
+
+    def sample(self) -> RowBatch:
+        """Read the first block."""
+        for batch in self.batches(self._columns, ignore_reject, ignore_progress):
+            if len(batch.numbers):
+                return batch
+        raise DataError(
+            f"{self.name}: no row has the {len(self._columns)} cells of the first line ({self.format}); "
+            "--columns a,b,... names the columns of a file without a header"
+        )
+
+    def batches(self, columns: Sequence[str], on_reject: OnReject, on_progress: OnProgress) -> Iterator[RowBatch]:
+        """Read all rows."""
+        for block in read_blocks(self._path, on_progress, has_quotes=bool(self._quote)):
+            if block.first == 1 and self._has_header:
+                block = Block(2, block.data.partition(b"\n")[2])
+            if block.data.strip():
+                yield self._batch(block, columns, on_reject)
+
+    def _batch(self, block: Block, columns: Sequence[str], on_reject: OnReject) -> RowBatch:
+        lines = Lines(block)
+        read = self._at_once(block, columns, lines)
+        if read is None:
+            read = self._line_by_line(block.first, lines, columns, on_reject)
+        else:
+            for number in read[2]:
+                on_reject(number, RejectReason.CELLS, lines.text(number))
+        numbers, table, _ = read
+        arrays = {}
+        is_bad = np.zeros(len(numbers), np.bool_)
+        for name in columns:
+            arrays[name], bad = _decoded(table[name])
+            is_bad[bad] = True
+        if is_bad.any():
+            for number in numbers[is_bad].tolist():
+                on_reject(number, RejectReason.NOT_UTF8, lines.text(number))
+            keep = pa.array(~is_bad)
+            numbers = numbers[~is_bad]
+            arrays = {name: array.filter(keep) for name, array in arrays.items()}
+        return RowBatch(numbers=numbers, columns=arrays, text=lambda row: lines.text(int(numbers[row])))
+
+    def _at_once(
+        self, block: Block, columns: Sequence[str], lines: Lines
+    ) -> tuple[I64, dict[str, Any], list[int]] | None:
+        """Read a block whose rows are its lines: their numbers, cells, and the numbers of rows to reject."""
+        bad: list[int] = []
+
+        def skip(row: Any) -> str:
+            bad.append(row.number)
+            return "skip"
+
+        try:
+            table = pa_csv.read_csv(
+                pa.py_buffer(block.data),
+                pa_csv.ReadOptions(
+                    column_names=self._columns, use_threads=False, block_size=max(len(block.data) + 1, 1 << 10)
+                ),
+                pa_csv.ParseOptions(
+                    delimiter=self._delimiter,
+                    quote_char=self._quote or False,
+                    newlines_in_values=bool(self._quote),
+                    invalid_row_handler=skip,
+                ),
+                pa_csv.ConvertOptions(
+                    column_types=dict.fromkeys(columns, pa.binary()),
+                    include_columns=list(columns),
+                    null_values=[""],
+                    strings_can_be_null=True,
+                    check_utf8=False,
+                ),
+            )
+        except pa.ArrowInvalid:
+            return None
+        num_rows = table.num_rows + len(bad)
+        num_lines = block.data.count(b"\n") + (not block.data.endswith(b"\n"))
+        if num_rows == num_lines:
+            rows = np.arange(num_lines)
+        else:
+            rows = np.array([at for at, line in enumerate(lines.all()) if line.rstrip(b"\r")], np.int64)
+            if len(rows) != num_rows:
+                return None
+        bad_rows = np.array(bad, np.int64) - 1
+        good = np.delete(rows, bad_rows)
+        cells = {name: table[name].combine_chunks() for name in columns}
+        return good + block.first, cells, (rows[bad_rows] + block.first).tolist()
+
+    def _line_by_line(
+        self, first: int, lines: Lines, columns: Sequence[str], on_reject: OnReject
+    ) -> tuple[I64, dict[str, Any], list[int]]:
+        """Read a block with stray quotes, or with newlines in cells. Rejected rows are reported at once."""
+        where = [self._columns.index(name) for name in columns]
+        numbers = []
+        cells: list[list[str | None]] = [[] for _ in columns]
+        rest = iter(enumerate(lines.all(), first))
+        for number, line in rest:
+            if not line.rstrip(b"\r"):
+                continue
+            try:
+                row, num_more = self._row(line, lines.all()[number - first + 1 : number - first + 1 + MAX_ROW_LINES])
+            except UnicodeDecodeError:
+                on_reject(number, RejectReason.NOT_UTF8, lines.text(number))
+                continue
+            except csv.Error:
+                on_reject(number, RejectReason.QUOTE, lines.text(number))
+                continue
+            for _ in islice(rest, num_more):
+                pass
+            if len(row) != len(self._columns):
+                on_reject(number, RejectReason.CELLS, lines.text(number))
+                continue
+            numbers.append(number)
+            for column, at in zip(cells, where, strict=True):
+                column.append(row[at] or None)
+        arrays = {name: pa.array(column, pa.string()) for name, column in zip(columns, cells, strict=True)}
+        return np.array(numbers, np.int64), arrays, []
+
+    def _row(self, line: bytes, following: Sequence[bytes]) -> tuple[list[str], int]:
+        """Parse a row, which may go on over following lines if a quote is open: its cells, and how many lines more.
+
+        Raises:
+            UnicodeDecodeError, csv.Error: the line is no row, and no beginning of one.
+        """
+        text = line.decode().rstrip("\r")
+        if not self._quote or text.count('"') % 2 == 0:
+            return _parse(text, self._delimiter, self._quote), 0
+        for num_more, more in enumerate(following, 1):
+            text += "\n" + more.decode().rstrip("\r")
+            if more.count(b'"') % 2:
+                row = _parse(text, self._delimiter, self._quote)
+                if len(row) == len(self._columns):
+                    return row, num_more
+                break
+        raise csv.Error("a quote is not closed")
+
+
+def _parse(text: str, delimiter: str, quote: str) -> list[str]:
+    if not quote:
+        return text.split(delimiter)
+    return next(csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, quotechar=quote), [])
+
+
+def _decoded(array: Any) -> tuple[Any, list[int]]:
+    """Read bytes as UTF-8: strings, null where they are not UTF-8, and the places of those."""
+    if array.type == pa.string():
+        return array, []
+    try:
+        return pc.cast(array, pa.string()), []
+    except pa.ArrowInvalid:
+        texts: list[str | None] = []
+        bad = []
+        for at, raw in enumerate(array.to_pylist()):
+            try:
+                texts.append(None if raw is None else raw.decode())
+            except UnicodeDecodeError:
+                texts.append(None)
+                bad.append(at)
+        return pa.array(texts, pa.string()), bad

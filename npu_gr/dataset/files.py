@@ -1,0 +1,141 @@
+"""The folder of a dataset: what it holds, and how it is read.
+
+    manifest.json    what was taken and why, the actions, counts; `"kind": "npu_gr dataset"` says what the folder is
+    events.parquet   user int32 (row of users.parquet), item int64, action int16, value float64 of ratings and ranges,
+                     time int64 (unix seconds); by user, oldest first
+    users.parquet    name
+    items.parquet    id int64, name, title, and `feature.X` of each feature X: a text, or a list of texts
+    rejected.jsonl   the first rows that could not be used, each with its reason
+
+events, users and rejected hold data of users: only their owner may read them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from npu_gr.catalogue.item_names import ItemNames
+from npu_gr.core.errors import DataError
+from npu_gr.dataset.actions import ActionKind
+from npu_gr.dataset.arrow import pa, pc, pq
+from npu_gr.features.interactions import Interactions, ItemValues
+
+KIND = "npu_gr dataset"
+FORMAT = 1
+MANIFEST = "manifest.json"
+EVENTS = "events.parquet"
+USERS = "users.parquet"
+ITEMS = "items.parquet"
+REJECTED = "rejected.jsonl"
+FEATURE = "feature."  # begins the name of a feature's column
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dataset:
+    """A dataset, whose parts are read when they are asked for."""
+
+    folder: Path
+    manifest: Mapping[str, Any]
+
+    @property
+    def action_names(self) -> tuple[str, ...]:
+        """Names of the actions by index; of ratings, the numbers."""
+        return tuple(self.manifest["actions"]["names"])
+
+    def interactions(self) -> Interactions:
+        """Read all events, in time order (of equal times: by user, then as the log has them).
+
+        A value is the index of the event's action; or the rating itself, where ratings are the actions.
+
+        Raises:
+            DataError: a file is missing or damaged.
+        """
+        is_rated = self.manifest["actions"]["kind"] == ActionKind.RATINGS
+        columns = ["user", "item", "value" if is_rated else "action", "time"]
+        table = self._read(EVENTS, columns)
+        users, items, values, times = (table[name].to_numpy() for name in columns)
+        order = np.argsort(times, kind="stable")
+        names = self._read(USERS, ["name"])["name"].to_pylist()
+        if len(users) and not 0 <= users.min() <= users.max() < len(names):
+            raise DataError(f"{self.folder / EVENTS}: a user is not in {USERS}")
+        return Interactions(
+            users[order],
+            items[order],
+            values[order].astype(np.float64),
+            times[order],
+            names,
+            () if is_rated else self.action_names,
+        )
+
+    def item_features(self) -> list[ItemValues]:
+        """Read the features of items.
+
+        Raises:
+            DataError: a file is missing or damaged.
+        """
+        columns = {one["name"]: FEATURE + one["name"] for one in self.manifest["features"]}
+        table = self._read(ITEMS, ["id", *columns.values()])
+        ids = table["id"].to_pylist()
+        return [_values(name, ids, table[column].combine_chunks()) for name, column in columns.items()]
+
+    @cached_property
+    def names(self) -> ItemNames:
+        """Names and titles of all items, of the log and of the items' file.
+
+        Raises:
+            DataError: a file is missing or damaged.
+        """
+        table = self._read(ITEMS, ["name", "title"])
+        return ItemNames.make(table["name"].to_pylist(), table["title"].to_pylist())
+
+    def _read(self, name: str, columns: list[str]) -> Any:
+        path = self.folder / name
+        try:
+            return pq.read_table(path, columns=columns)
+        except (pa.ArrowException, OSError) as error:
+            raise DataError(f"{path}: {error}; npu-gr prepare makes it anew") from error
+
+
+def is_dataset(folder: Path) -> bool:
+    """Whether a folder says that it is a dataset."""
+    try:
+        return bool(json.loads((folder / MANIFEST).read_bytes()).get("kind") == KIND)
+    except (OSError, ValueError, AttributeError):
+        return False
+
+
+def read_dataset(folder: Path | str) -> Dataset:
+    """Open a dataset.
+
+    Raises:
+        DataError: the folder is none; the message has the command that makes it.
+    """
+    folder = Path(folder)
+    if not is_dataset(folder):
+        raise DataError(f"{folder}: no dataset; npu-gr prepare LOG --out {folder} makes one")
+    manifest = json.loads((folder / MANIFEST).read_bytes())
+    if manifest["format"] != FORMAT:
+        raise DataError(
+            f"{folder}: a dataset of format {manifest['format']}, this version reads {FORMAT}; prepare it anew"
+        )
+    return Dataset(folder=folder, manifest=manifest)
+
+
+def _values(name: str, ids: list[int], column: Any) -> ItemValues:
+    """Read one feature: a column of texts or of lists of texts, null or empty where an item has no value."""
+    if pa.types.is_list(column.type):
+        encoded = pc.list_flatten(column).dictionary_encode()
+        counts = pc.fill_null(pc.list_value_length(column), 0).to_numpy()
+        places = np.split(encoded.indices.to_numpy(), np.cumsum(counts)[:-1])
+        of_item = {item: found.tolist() for item, found in zip(ids, places, strict=True)}
+    else:
+        encoded = column if pa.types.is_dictionary(column.type) else column.dictionary_encode()
+        of_item = {item: [] if at is None else [at] for item, at in zip(ids, encoded.indices.to_pylist(), strict=True)}
+    return ItemValues(name, encoded.dictionary.to_pylist(), of_item)

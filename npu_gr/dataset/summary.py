@@ -1,0 +1,65 @@
+"""What `prepare` found, in words for whoever ran it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from npu_gr.core.words import cut, quoted
+from npu_gr.dataset.files import REJECTED
+from npu_gr.dataset.rejects import MAX_WRITTEN
+
+MAX_ACTIONS = 20  # named one by one
+
+
+def summary(manifest: Mapping[str, Any], out: Path) -> str:
+    """Say what was taken and why, and what was left out."""
+    return "\n".join(_lines(manifest, out))
+
+
+def _lines(manifest: Mapping[str, Any], out: Path) -> Iterator[str]:
+    yield f"{manifest['log']['name']}: {manifest['log']['format']}"
+    for role, column in manifest["columns"].items():
+        yield f"  {role:18} {quoted(column['name'])} ({column['why']})"
+    yield f"  {'times':18} {manifest['times']}, {_day(manifest['first_time'])} to {_day(manifest['last_time'])}"
+    actions = manifest["actions"]
+    yield f"  {'actions':18} {', '.join(_actions(actions['names'], actions['events']))}"
+    for feature in manifest["features"]:
+        yield f"  {'feature':18} {quoted(feature['name'])} ({feature['kind']})"
+    for name, why in manifest["left_out"].items():
+        yield f"  {'no feature':18} {quoted(name)}: {why}"
+    items = manifest["items"]
+    yield f"{manifest['events']:,} events, {manifest['users']:,} users, {items['with_events']:,} items"
+    if items["all"] > items["with_events"] or items["without_row"] or items["with_title"]:
+        yield (
+            f"items' file: {items['with_title']:,} titles; {items['without_row']:,} items of the log are not in it, "
+            f"{items['without_events']:,} in it have no event"
+        )
+    if num := manifest["duplicates"]["rows"]:
+        what = "kept" if manifest["duplicates"]["kept"] else "left out (--keep-duplicates keeps them)"
+        yield f"{num:,} rows repeat another one in user, item, time and action: {what}"
+    yield from _rejected("rows", manifest["rejected"])
+    yield from _rejected("rows of the items' file", manifest["rejected_items"])
+    if manifest["rejected"] or manifest["rejected_items"]:
+        yield f"  the first {MAX_WRITTEN:,} of them: {out / REJECTED}"
+    yield from manifest["notes"]
+
+
+def _actions(names: list[str], events: list[int]) -> Iterator[str]:
+    for name, count in list(zip(names, events, strict=True))[:MAX_ACTIONS]:
+        yield f"{cut(name, 32)} ({count:,})"
+    if len(names) > MAX_ACTIONS:
+        yield f"and {len(names) - MAX_ACTIONS} more"
+
+
+def _rejected(what: str, reasons: Mapping[str, Mapping[str, int]]) -> Iterator[str]:
+    if reasons:
+        yield f"{sum(one['rows'] for one in reasons.values()):,} {what} cannot be used:"
+    for reason, one in reasons.items():
+        yield f"  {one['rows']:>9,}  {reason} (first: {one['first']:,})"
+
+
+def _day(time: int) -> str:
+    return f"{datetime.fromtimestamp(time, UTC):%Y-%m-%d}"

@@ -1,0 +1,71 @@
+"""What to do with a trained model: a configuration that serves it, the command, and a request with real items."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import yaml
+
+from npu_gr.catalogue.item_names import EMPTY, ItemNames
+from npu_gr.core import shipped
+from npu_gr.core.errors import DataError
+from npu_gr.train.data import InteractionLog
+
+CONFIGURATION = "serve.yaml"
+NUM_EVENTS = 10  # most of the example's history
+
+
+class Example(NamedTuple):
+    """A real history, as a request has it, and other items that may follow it."""
+
+    history: dict[str, list[Any]]
+    others: list[str | int]
+
+
+def example(log: InteractionLog, names: ItemNames = EMPTY) -> Example:
+    """Choose the first user with ten events, or the one with the most, and the most used items that the user lacks."""
+    user = int(np.argmax(np.minimum(np.diff(log.starts), NUM_EVENTS)))
+    part = slice(int(log.starts[user]), min(int(log.starts[user + 1]), int(log.starts[user]) + NUM_EVENTS))
+    action_names = log.action_names or tuple(f"{value:g}" for value in log.action_values)
+    uses = np.bincount(log.items, minlength=log.num_items)
+    uses[log.items[part]] = -1
+    return Example(
+        history={
+            "items": names.names(log.item_ids[log.items[part]]),
+            "actions": [action_names[action] for action in log.actions[part].tolist()],
+            "timestamps": log.times[part].tolist(),
+        },
+        others=names.names(log.item_ids[np.argsort(-uses, kind="stable")[:5]]),
+    )
+
+
+def write_configuration(table: dict[str, Any], folder: Path) -> None:
+    """Write a configuration into a folder.
+
+    Raises:
+        DataError: the folder cannot be written.
+    """
+    aside = folder / f"{CONFIGURATION}.tmp"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        aside.write_text(shipped.schema_line() + yaml.safe_dump(table, sort_keys=False))
+        aside.replace(folder / CONFIGURATION)
+    except OSError as error:
+        raise DataError(f"{folder / CONFIGURATION}: cannot be written: {error.strerror}") from error
+
+
+def next_command(folder: Path, path: str, body: dict[str, Any]) -> str:
+    """Say how to serve a folder that has a configuration, and how to ask it.
+
+    Args:
+        folder: of the model and its configuration.
+        path: of the request, e.g. /v1/rank.
+        body: of the request.
+    """
+    text = json.dumps(body).replace("'", "'\\''")  # it stands in quotes of the shell
+    return f"""Serve it, and ask it:
+npu-gr serve --config {folder / CONFIGURATION} &
+curl -s localhost:8080{path} -H 'content-type: application/json' -d '{text}'"""

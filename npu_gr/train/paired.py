@@ -1,0 +1,126 @@
+"""Compare two models on the same users and seeds: mean difference, interval and p value by a paired bootstrap."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from npu_gr.train.metrics import F64, hit_ratio, hits, ndcg, ndcg_of_each
+from npu_gr.train.next_item import NextItemRanks
+
+REPLICATES = 10_000
+K = 10
+_BLOCK = 250  # replicates at a time
+
+
+class Difference(NamedTuple):
+    """The difference of two means; `low` .. `high` is its 95 % interval."""
+
+    mean: float
+    low: float
+    high: float
+    p: float  # two-sided; at least 1 / REPLICATES
+
+
+def difference(ours: npt.NDArray[Any], theirs: npt.NDArray[Any], seed: int = 0) -> Difference:
+    """Compare ours with theirs. Every replicate resamples seeds and users, so the interval holds the noise of both.
+
+    Args:
+        ours: [seeds, users] a metric of each user under each seed.
+        theirs: the same metric, with the same seeds and users in the same order.
+        seed: of the bootstrap.
+
+    Returns:
+        Ours less theirs.
+    """
+    gap = np.asarray(ours, np.float64) - np.asarray(theirs, np.float64)
+    num_seeds, num_users = gap.shape
+    random = np.random.default_rng(seed)
+    means = np.empty(REPLICATES)
+    for start in range(0, REPLICATES, _BLOCK):
+        users = random.multinomial(num_users, np.full(num_users, 1 / num_users), _BLOCK)
+        seeds = random.multinomial(num_seeds, np.full(num_seeds, 1 / num_seeds), _BLOCK)
+        means[start : start + _BLOCK] = ((users @ gap.T) * seeds).sum(1) / (num_users * num_seeds)
+    return _difference(float(gap.mean()), means)
+
+
+def difference_of_users(ours: F64, theirs: F64, seed: int = 0) -> Difference:
+    """Compare one training of each model. Every replicate resamples users.
+
+    Users with the same gap are drawn together, so a million users cost what a thousand do.
+
+    Args:
+        ours: [users] a metric of each user, which takes few distinct values.
+        theirs: the same metric of the same users.
+        seed: of the bootstrap.
+
+    Returns:
+        Ours less theirs.
+    """
+    gaps, counts = np.unique(ours - theirs, return_counts=True)
+    drawn = np.random.default_rng(seed).multinomial(len(ours), counts / len(ours), REPLICATES)
+    return _difference(float((ours - theirs).mean()), drawn @ gaps / len(ours))
+
+
+def _difference(mean: float, means: F64) -> Difference:
+    low, high = np.quantile(means, [0.025, 0.975])
+    p = 2 * min((means <= 0).mean(), (means >= 0).mean())
+    return Difference(mean, float(low), float(high), float(min(1.0, max(p, 1 / REPLICATES))))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """A model beside the strongest baseline, on the same next items."""
+
+    model: str
+    baseline: str  # the one with the highest HR@10 unseen; of equals the one with the highest NDCG@10 unseen
+    differences: dict[str, Difference]  # figure -> the model's less the baseline's
+    is_better: bool  # beyond the interval by a figure of unseen items, which recommendations are; worse by none
+
+    def text(self) -> str:
+        """Say in words how the model stands."""
+        figures = "\n".join(
+            f"  {name:<15} {found.mean:+.4f}  (95 %: {found.low:+.4f} .. {found.high:+.4f})"
+            for name, found in self.differences.items()
+        )
+        text = f"{self.model} less {self.baseline}, the strongest baseline, by user:\n{figures}"
+        if self.is_better:
+            return text
+        return (
+            f"{text}\nWARNING: {self.model} is not shown to be better than {self.baseline} on this log. More events, "
+            "more epochs or other settings may help; until then the baseline's items are as good."
+        )
+
+    def as_dict(self) -> dict[str, object]:
+        """Turn it into plain types for JSON."""
+        differences = {name: found._asdict() for name, found in self.differences.items()}
+        return {"model": self.model, "baseline": self.baseline, "is_better": self.is_better, "differences": differences}
+
+
+def compare(model: str, ranks: NextItemRanks, baselines: Mapping[str, NextItemRanks]) -> Comparison | None:
+    """Compare a model with the strongest baseline; None = there is no user or no baseline.
+
+    Args:
+        model: its name.
+        ranks: of each user's next item.
+        baselines: name -> ranks of the same users.
+    """
+    if not len(ranks.unseen) or not baselines:
+        return None
+    best = max(baselines, key=lambda name: (hit_ratio(baselines[name].unseen, K), ndcg(baselines[name].unseen, K)))
+    differences = {
+        f"{name}@{K}{suffix}": difference_of_users(figure(ours, K), figure(theirs, K))
+        for suffix, ours, theirs in zip((" unseen", ""), reversed(ranks), reversed(baselines[best]), strict=True)
+        for name, figure in (("HR", hits), ("NDCG", ndcg_of_each))
+    }
+    unseen = [differences[f"{name}@{K} unseen"] for name in ("HR", "NDCG")]
+    return Comparison(
+        model=model,
+        baseline=best,
+        differences=differences,
+        is_better=any(found.low > 0 for found in unseen) and all(found.high > 0 for found in unseen),
+    )

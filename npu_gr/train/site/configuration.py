@@ -1,0 +1,105 @@
+"""`serve.yaml` of a site: one instance that ranks, generates, matches and recommends, each line with its meaning."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import yaml
+
+from npu_gr.core import shipped
+from npu_gr.service.config import SLOConfig
+from npu_gr.train.generate.publish import section
+from npu_gr.train.site.options import SiteOptions
+
+SERVE = "serve.yaml"
+EVALUATED = "evaluated.yaml"
+_MEANING = {
+    "checkpoint": "folder of the decoder, a Hugging Face checkpoint",
+    "catalogue": "items and their semantic IDs",
+    "codes": "codes of each level of a semantic ID",
+    "max_beams": "widest beam that a request may ask for",
+    "beam_width": "beam of a request that names none",
+    "max_prompt_tokens": "a longer history is cut to its newest items",
+    "cut_step_items": "the start of a cut history moves in steps of this many items",
+}
+_EVALUATED = (
+    "# The models that were evaluated, not those that serve: they have not seen the newest events, so the figures of",
+    "# README.md are theirs, and what is held out can be replayed and judged.",
+)
+_COLUMN = 34  # at which comments begin
+
+
+def configuration(site: Path, dataset: Path, options: SiteOptions, *, is_evaluated: bool = False) -> str:
+    """Write the configuration of a site.
+
+    Args:
+        site: folder, as the command that serves it will name it.
+        dataset: that it was made from.
+        options: of the cascade and of the generator.
+        is_evaluated: serve the models that were evaluated, which have not seen the newest events.
+    """
+    own = Path("evaluated") if is_evaluated else Path()
+    generate = section(options.generate.code_count, options.generate, site / "generator" / own)
+    objectives = SLOConfig()
+    slo = {name: getattr(objectives, name) for name in objectives.__struct_fields__}
+    sources = {"generate": options.num_generated}
+    lines = [
+        shipped.schema_line().rstrip(),
+        f"# Made by: npu-gr train all {dataset} --out {site}",
+        *(_EVALUATED if is_evaluated else ()),
+        f"# Serve it: npu-gr serve --config {site / (EVALUATED if is_evaluated else SERVE)}",
+        "# Paths are relative to the folder in which npu-gr starts; npu-gr config reference lists every key.",
+        "",
+        _line("checkpoint", str(site / "ranker" / own), "folder of the ranker"),
+        _line("backend", "cpu", "cpu | cuda | npu | reference; if it cannot load, npu-gr does not start"),
+        _line("threads", 1, "intra-op threads of a device thread; more of them take CPU time from the event loop"),
+        "",
+        "slo:",
+        *(_line(f"  {name}", value, _objective(name)) for name, value in slo.items()),
+        "",
+        "server:",
+        _line("  host", "127.0.0.1", "serves callers; anything but loopback needs api_keys_file"),
+        _line("  port", 8080, "0 = any free one"),
+        _line("  admin_port", 8081, "of the admin address: status page, /metrics, reload"),
+        "",
+        "trigger:",
+        _line("  policy", "always", "always: whatever fits | at_risk: pre-infer only what would make the rank late"),
+        _line("  min_prefix_tokens", 16, "shorter histories are not worth a pre-infer"),
+        "",
+        "kv:",
+        _line("  hbm_bytes", 268_435_456, "device memory for histories' KV; on a CPU it is ordinary memory"),
+        _line("  dram_bytes", 268_435_456, "host memory behind it, for users who come back"),
+        "",
+        "features:",
+        _line("  kind", "embedded", "the history store: embedded | redis | none"),
+        _line("  path", str(site / "history.db"), "its file; `npu-gr load` fills it, POST /v1/events appends to it"),
+        "",
+        "generate:                         # POST /v1/generate: retrieval by semantic IDs",
+        *(_line(f"  {name}", value, _MEANING[name]) for name, value in generate.items()),
+        "",
+        "recommend:                        # POST /v1/recommend: the cascade in one call",
+        _line("  sources", sources, "items asked of each source"),
+        _line("  max_candidates", options.max_candidates, "ranked at most"),
+        _line("  order", "fused", "rank: by the ranker alone | fused: by the places in retrieval and rank together"),
+    ]
+    if not is_evaluated:  # what is popular is counted over all events
+        popular = str(site / "popular.txt")
+        lines.append(_line("  popular", popular, "fills up a short retrieval: users of whom nothing is known"))
+    return "\n".join(lines) + "\n"
+
+
+def _objective(name: str) -> str:
+    kind, _, unit = name.rpartition("_")
+    if unit == "s":
+        return f"seconds within which a request of kind {kind} should be answered"
+    what = {"latency": "answered requests that must be in time", "availability": "requests that must be answered"}
+    return f"share of the {what[kind]}"
+
+
+def _line(key: str, value: object, meaning: str) -> str:
+    text = yaml.safe_dump([value], default_flow_style=True, width=10**9).strip()[1:-1]
+    return (
+        f"{f'{key}: {text}':<{_COLUMN}}# {meaning}"
+        if len(key) + len(text) < _COLUMN - 3
+        else f"{key}: {text}  # {meaning}"
+    )

@@ -1,0 +1,197 @@
+"""`npu-gr train all`: from a dataset to a folder that an instance serves.
+
+    dataset -> generator | ranker, side by side -> popular.txt, serve.yaml, README.md, report.json
+            -> everything into its place at once -> the history store
+
+What an earlier or an interrupted run made from the same dataset and the same options is not made again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+
+import msgspec
+import numpy as np
+from rich.console import Console
+
+from npu_gr import __version__
+from npu_gr.core.errors import ConfigError, DataError, NpuGrError
+from npu_gr.core.settings import override
+from npu_gr.dataset.files import Dataset, read_dataset
+from npu_gr.features.load import load_interactions
+from npu_gr.features.store import open_store
+from npu_gr.model.weights import load as load_checkpoint
+from npu_gr.service.config import Config, load
+from npu_gr.train.progress import training_progress
+from npu_gr.train.site.configuration import EVALUATED, SERVE, configuration
+from npu_gr.train.site.examples import curl, examples, known_user
+from npu_gr.train.site.folder import REPORT, SiteFolder, digest, digest_of_files
+from npu_gr.train.site.options import SiteOptions, options_for
+from npu_gr.train.site.parts import PARTS, PartName, train_part
+from npu_gr.train.site.readme import readme
+from npu_gr.train.site.report import PartReport, SiteReport
+from npu_gr.train.site.side_by_side import Job, side_by_side
+
+NEW_SERVE = "serve.new.yaml"  # beside one that somebody has changed
+POPULAR = "popular.txt"
+README = "README.md"
+
+
+def train_site(data: Path, site: Path, overrides: Sequence[str], num_threads: int, console: Console) -> SiteReport:
+    """Train every model of a site, write its folder, and fill its history store.
+
+    Args:
+        data: folder of a dataset.
+        site: folder to write.
+        overrides: `section.key=value` of `SiteOptions`.
+        num_threads: of all trainings together.
+        console: shows progress and figures.
+
+    Raises:
+        ConfigError: an option is wrong, or another process makes this site.
+        DataError: the dataset cannot be read or trained on, or the folder cannot be written. What was served stays.
+    """
+    began_at = time.perf_counter()
+    dataset = read_dataset(data)
+    options = override(options_for(len(dataset.names)), overrides)
+    with SiteFolder.opened(site) as folder:
+        made_from = _digests(data, options)
+        parts = _train(folder, data, options, made_from, num_threads, console)
+        if made_from != _digests(data, options):
+            for name in PARTS:
+                folder.discard(name)
+            raise DataError(f"{data}: was changed while it was trained on; run the command again")
+        report = _finish(folder, data, dataset, options, parts, console)
+    events = asyncio.run(_fill(load(site / SERVE), data, dataset, site))
+    console.print(f"{events} events in the history store")
+    console.print(report.table())
+    for warning in report.warnings():
+        console.print(warning, style="yellow", soft_wrap=True)
+    found = examples(dataset.interactions(), dataset.names)
+    console.print(f"made in {(time.perf_counter() - began_at) / 60:.1f} minutes; {site / README} has more calls")
+    console.print(f"serve with: npu-gr serve --config {site / SERVE}", soft_wrap=True)
+    console.print(curl("/v1/recommend", known_user(found)), soft_wrap=True, markup=False, highlight=False)
+    return report
+
+
+def _digests(data: Path, options: SiteOptions) -> dict[PartName, str]:
+    """Digest everything that decides each model."""
+    events = digest_of_files(data, "*.parquet")
+    return {
+        name: digest(__version__, events, msgspec.json.encode(part.options(options)).decode())
+        for name, part in PARTS.items()
+    }
+
+
+def _train(
+    folder: SiteFolder,
+    data: Path,
+    options: SiteOptions,
+    made_from: dict[PartName, str],
+    num_threads: int,
+    console: Console,
+) -> dict[PartName, PartReport]:
+    """Train what is not there yet."""
+    served = folder.report()
+    parts: dict[PartName, PartReport] = {}
+    jobs: list[Job[PartReport]] = []
+    for name in PARTS:
+        staged = folder.finished(name)
+        live = served.parts.get(name) if served and (folder.place / name).is_dir() else None
+        if live is not None and live.made_from == made_from[name]:
+            folder.discard(name)
+            parts[name] = live
+        elif staged is not None and staged.made_from == made_from[name]:
+            parts[name] = staged
+        else:
+            work = partial(train_part, name, data, options, folder.begin(name), made_from[name])
+            jobs.append(Job(name, work))
+            continue
+        console.print(f"{name}: reusing version {parts[name].version}, made from the same dataset and options")
+
+    def done(name: str, report: PartReport) -> None:
+        folder.finish(name, report)
+        parts[name] = report  # type: ignore[index]
+        console.print(f"{name}: version {report.version}, in {report.took_s:.0f} s")
+
+    with training_progress(console) as show:
+        side_by_side(jobs, num_threads, show, done)
+    return {name: parts[name] for name in PARTS}
+
+
+def _finish(
+    folder: SiteFolder,
+    data: Path,
+    dataset: Dataset,
+    options: SiteOptions,
+    parts: dict[PartName, PartReport],
+    console: Console,
+) -> SiteReport:
+    """Write everything but the models, and put all of it into its place."""
+    site = folder.place
+    served = folder.report()
+    log = dataset.interactions()
+    serve = configuration(site, data, options).encode()
+    evaluated = configuration(site, data, options, is_evaluated=True).encode()
+    for name, text in ((SERVE, serve), (EVALUATED, evaluated)):
+        load(folder.write(name, text))  # a configuration that cannot be read never gets into service
+    folder.write(POPULAR, _popular(dataset, options.num_popular).encode())
+    was_written = served.written.get(SERVE) if served else None
+    is_changed = _is_changed(site / SERVE, was_written)
+    if is_changed:
+        (folder.staged / SERVE).rename(folder.staged / NEW_SERVE)
+        console.print(f"{site / SERVE} was changed by somebody and stays; the new one is {site / NEW_SERVE}")
+    report = SiteReport(
+        made_at=datetime.now(UTC).isoformat(timespec="seconds"),
+        dataset=str(data),
+        num_events=len(log),
+        num_users=len(log.user_names),
+        num_items=len(dataset.names),
+        parts={str(name): part for name, part in parts.items()},
+        written={SERVE: was_written or "" if is_changed else digest(serve.decode())},
+    )
+    folder.write(README, readme(site, report, examples(log, dataset.names)).encode())
+    folder.write(REPORT, msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n")
+    made = [name for name in PARTS if (folder.staged / name).exists()]
+    folder.put_in_place([*made, POPULAR, NEW_SERVE if is_changed else SERVE, EVALUATED, README, REPORT])
+    return report
+
+
+def _is_changed(path: Path, was_written: str | None) -> bool:
+    """Whether a file is there that is not what an earlier run wrote."""
+    try:
+        return digest(path.read_text()) != was_written
+    except FileNotFoundError:
+        return False
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{path}: {error}") from error
+
+
+def _popular(dataset: Dataset, num_popular: int) -> str:
+    """List the names of the most popular items, one a line; of equals the smaller id."""
+    items, counts = np.unique(dataset.interactions().items, return_counts=True)
+    best = items[np.argsort(-counts, kind="stable")][:num_popular]
+    return "".join(f"{name}\n" for name in dataset.names.names(best))
+
+
+async def _fill(config: Config, data: Path, dataset: Dataset, site: Path) -> int:
+    """Load the dataset into the history store that the site's configuration names."""
+    again = f"the site is made; fill its history store by: npu-gr load {data} --config {site / SERVE}"
+    try:
+        store = await open_store(config.features)
+        if store is None:
+            return 0
+        try:
+            assert config.checkpoint is not None
+            values = load_checkpoint(Path(config.checkpoint)).action_values
+            actions = {value: index for index, value in enumerate(values)}
+            return await load_interactions(store, dataset.interactions(), actions)
+        finally:
+            await store.close()
+    except NpuGrError as error:
+        raise ConfigError(f"{error}; {again}") from error

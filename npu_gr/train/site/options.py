@@ -1,0 +1,34 @@
+"""What `npu-gr train all --set KEY=VALUE` may say: the options of every model, and those of the cascade over them."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from npu_gr.core.settings import Count
+from npu_gr.train.generate.train import MOVIELENS, GenerateOptions
+from npu_gr.train.rank.train import DEMO, TrainOptions
+
+GENERATOR = msgspec.structs.replace(MOVIELENS, test_users=1000)
+CODE_COUNTS = ((64, 64), (128, 128), (256, 256), (256, 256, 256), (1024, 1024, 1024))
+ROOM = 2  # semantic IDs an item: with fewer, similar items lose their codes to each other
+
+
+class SiteOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Everything that decides a site but the dataset and the number of threads."""
+
+    rank: TrainOptions = DEMO
+    generate: GenerateOptions = GENERATOR
+    num_generated: Annotated[Count, Meta(description="items that a recommend asks of the generator")] = 100
+    max_candidates: Annotated[Count, Meta(description="most items that a recommend ranks")] = 200
+    num_popular: Annotated[Count, Meta(description="most popular items, for users of whom nothing is known")] = 200
+
+
+def options_for(num_items: int) -> SiteOptions:
+    """Choose the options for a catalogue of this size; `--set` replaces them."""
+    fits = [codes for codes in CODE_COUNTS if prod(codes) >= ROOM * num_items]
+    codes = fits[0] if fits else CODE_COUNTS[-1]
+    return SiteOptions(generate=msgspec.structs.replace(GENERATOR, code_count=codes))

@@ -1,0 +1,114 @@
+"""The models of a site: each is trained from a dataset into a folder, in whatever process that is."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import msgspec
+
+from npu_gr.dataset.files import Dataset, read_dataset
+from npu_gr.features.interactions import ItemValues
+from npu_gr.model.hf import version
+from npu_gr.model.weights import Checkpoint, save
+from npu_gr.train.data import TESTED, Split
+from npu_gr.train.generate.publish import publish
+from npu_gr.train.generate.train import SPLIT, TrainedGenerator, train_generator
+from npu_gr.train.next_command import CONFIGURATION
+from npu_gr.train.rank.train import train_rank
+from npu_gr.train.site.options import SiteOptions
+from npu_gr.train.site.report import Figure, PartReport, generator_figures, ranker_figures, warning_of
+from npu_gr.train.steps import TrainingProgress
+
+EVALUATED = "evaluated"  # in a model's folder: the model that was evaluated
+PartName = Literal["ranker", "generator", "vectors"]
+Show = Callable[[TrainingProgress], None]
+
+
+class _Trained(NamedTuple):
+    version: str
+    measured_on: str
+    figures: tuple[Figure, ...]
+    warning: str
+
+
+class Part(NamedTuple):
+    """One model of a site."""
+
+    options: Callable[[SiteOptions], msgspec.Struct]  # those that decide it
+    train: Callable[[Dataset, SiteOptions, Path, Show], _Trained]  # into a folder
+
+
+def train_part(
+    name: PartName, data: Path, options: SiteOptions, folder: Path, made_from: str, show: Show
+) -> PartReport:
+    """Train one model of a site.
+
+    Args:
+        name: of the model.
+        data: folder of the dataset.
+        options: of the site.
+        folder: to write into.
+        made_from: digest of what decides the result.
+        show: called with the progress.
+
+    Raises:
+        DataError, ConfigError: as the model's training.
+    """
+    began_at = time.perf_counter()
+    dataset = read_dataset(data)
+    dataset.names.save(folder)  # first, because a version is one of the whole folder
+    trained = PARTS[name].train(dataset, options, folder, show)
+    return PartReport(
+        made_from=made_from,
+        version=trained.version,
+        measured_on=trained.measured_on,
+        num_events=len(dataset.interactions()),
+        took_s=time.perf_counter() - began_at,
+        figures=trained.figures,
+        warning=trained.warning,
+    )
+
+
+def _ranker(dataset: Dataset, options: SiteOptions, folder: Path, show: Show) -> _Trained:
+    def keep(checkpoint: Checkpoint) -> None:
+        dataset.names.save(folder / EVALUATED)
+        save(checkpoint, folder / EVALUATED)
+
+    checkpoint, found = train_rank(dataset.interactions(), dataset.item_features(), options.rank, show, keep)
+    what = f"AUC of {found.num_judged:,} later events, HR and NDCG of the next item of {found.num_next:,} users"
+    measured_on = _stands(found.split, found.num_trained, what)
+    return _Trained(save(checkpoint, folder), measured_on, ranker_figures(found), warning_of(found.comparison()))
+
+
+def _generator(dataset: Dataset, options: SiteOptions, folder: Path, show: Show) -> _Trained:
+    features = dataset.item_features()
+
+    def keep(trained: TrainedGenerator) -> None:
+        dataset.names.save(folder / EVALUATED)
+        _publish(trained, features, options, folder / EVALUATED)
+
+    trained = train_generator(dataset.interactions(), features, options.generate, None, show, keep)
+    _publish(trained, features, options, folder)
+    report = trained.report
+    what = f"of {report.generator.num_users:,} users"
+    measured_on = _stands(SPLIT, report.num_trained, what)
+    return _Trained(version(folder), measured_on, generator_figures(report), warning_of(report.comparison()))
+
+
+def _publish(trained: TrainedGenerator, features: Sequence[ItemValues], options: SiteOptions, folder: Path) -> None:
+    publish(trained, features, options.generate, folder)
+    (folder / CONFIGURATION).unlink()  # the site has one that serves all models
+
+
+def _stands(split: Split, num_trained: int, what: str) -> str:
+    return f"{TESTED[split]}, {what}; trained on {num_trained:,} older events"
+
+
+PARTS: dict[PartName, Part] = {
+    "generator": Part(lambda options: options.generate, _generator),
+    "ranker": Part(lambda options: options.rank, _ranker),
+}
+"""The longest training first."""

@@ -1,0 +1,112 @@
+"""What `npu-gr train all` says of a site: each model beside the strongest baseline, and what the figures stand on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeVar
+
+import msgspec
+from rich.table import Table
+
+from npu_gr.train.generate.retrieval import RetrievalFigures, RetrievalReport
+from npu_gr.train.paired import Comparison
+from npu_gr.train.rank.evaluate import Evaluation, RankingFigures
+
+F = TypeVar("F", RankingFigures, RetrievalFigures)
+
+
+class Figure(msgspec.Struct, frozen=True, kw_only=True):
+    """One figure of a model, and the same figure of the baseline that is best at it."""
+
+    name: str
+    value: float
+    baseline: str
+    baseline_value: float
+
+
+class PartReport(msgspec.Struct, frozen=True, kw_only=True):
+    """How one model was trained, and how good it is."""
+
+    made_from: str  # digest of the dataset and of the options that matter for it
+    version: str  # of the weights
+    measured_on: str  # in words: what the evaluated model was trained on, and what it was asked
+    num_events: int  # that the served model was trained on
+    took_s: float
+    figures: tuple[Figure, ...]
+    warning: str = ""  # that it is no better than the strongest baseline
+
+
+class SiteReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What a site was made from, and how good it is."""
+
+    made_at: str  # UTC
+    dataset: str  # folder
+    num_events: int
+    num_users: int
+    num_items: int
+    parts: dict[str, PartReport]  # by the name of the folder
+    written: dict[str, str] = {}  # file that people may edit -> digest of what was written
+
+    def table(self) -> Table:
+        """Lay the figures out for a terminal."""
+        table = Table(
+            "model",
+            "figure",
+            "value",
+            "strongest baseline",
+            "measured on",
+            title=f"{self.num_events} events of {self.num_users} users with {self.num_items} items",
+            caption="evaluated first; then each model was trained again on all events, and that one is served",
+            title_justify="left",
+            caption_justify="left",
+        )
+        for name, part in self.parts.items():
+            for index, row in enumerate(part.figures):
+                table.add_row(
+                    "" if index else name,
+                    row.name,
+                    f"{row.value:.4f}",
+                    f"{row.baseline_value:.4f} {row.baseline}",
+                    "" if index else part.measured_on,
+                    end_section=index == len(part.figures) - 1,
+                )
+        return table
+
+    def warnings(self) -> list[str]:
+        """Name the models that are not shown to be better than a baseline."""
+        return [part.warning for part in self.parts.values() if part.warning]
+
+
+def warning_of(comparison: Comparison | None) -> str:
+    """Say that a model is no better than the strongest baseline; empty = it is better, or there is none."""
+    if comparison is None or comparison.is_better:
+        return ""
+    return (
+        f"WARNING: the {comparison.model} is not shown to be better than {comparison.baseline} at the next item. "
+        "More events, more epochs or other settings may help."
+    )
+
+
+def ranker_figures(found: Evaluation) -> tuple[Figure, ...]:
+    """Compare a ranker with the baselines."""
+    names = {"auc": f"AUC {found.auc_task}", "hr_at_10_unseen": "HR@10 unseen", "ndcg_at_10_unseen": "NDCG@10 unseen"}
+    return _compared(found.ranker, found.baselines, names)
+
+
+def generator_figures(found: RetrievalReport) -> tuple[Figure, ...]:
+    """Compare a generator with the baselines."""
+    names = {"hr_at_10_unseen": "HR@10 unseen", "ndcg_at_10_unseen": "NDCG@10 unseen"}
+    return _compared(found.generator, found.baselines, names)
+
+
+def _compared(own: F, baselines: Sequence[F], names: dict[str, str]) -> tuple[Figure, ...]:
+    """Compare figures with those of the best baseline; leave out what one of the two does not have."""
+    rows = []
+    for field, name in names.items():
+        value = getattr(own, field)
+        others = [row for row in baselines if getattr(row, field) == getattr(row, field)]
+        if value != value or not others:
+            continue
+        best = max(others, key=lambda row: float(getattr(row, field)))
+        rows.append(Figure(name=name, value=value, baseline=best.model, baseline_value=getattr(best, field)))
+    return tuple(rows)

@@ -1,0 +1,127 @@
+"""Run trainings side by side, each in a process of its own: a small model's training cannot use two cores well.
+
+A child that lost its parent ends at its next step, because nobody reads its progress.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import signal
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from typing import Any, Generic, NamedTuple, TypeVar
+
+from npu_gr.core.errors import DataError, NpuGrError
+from npu_gr.core.process import set_up_process
+from npu_gr.train.steps import TrainingProgress
+
+R = TypeVar("R")
+
+Show = Callable[[TrainingProgress], None]
+
+
+class Job(NamedTuple, Generic[R]):
+    """One training. It can be pickled."""
+
+    name: str
+    work: Callable[[Show], R]  # gets what to call with its progress
+
+
+class _Done(NamedTuple, Generic[R]):
+    result: R
+
+
+@dataclass(slots=True)
+class _Child(Generic[R]):
+    name: str
+    process: BaseProcess
+    pipe: Connection
+    results: list[R] = field(default_factory=list)
+
+
+def side_by_side(
+    jobs: Sequence[Job[R]], num_threads: int, show: Show, done: Callable[[str, R], None] = lambda *_: None
+) -> None:
+    """Run all jobs, as many at once as there are threads to share.
+
+    Args:
+        jobs: they begin in this order; put the longest first.
+        num_threads: of all that run at once together.
+        show: called with the progress of each, here.
+        done: called with the name and the result of each that has ended, here.
+
+    Raises:
+        NpuGrError: the first that a job raised. The others were stopped.
+        DataError: a process ended without a result.
+    """
+    waiting = list(jobs)
+    at_once = max(1, min(len(jobs), num_threads))
+    running: dict[Connection, _Child[R]] = {}
+    try:
+        while waiting or running:
+            while waiting and len(running) < at_once:
+                child = _started(waiting.pop(0), max(1, num_threads // at_once))
+                running[child.pipe] = child
+            for pipe in wait(list(running)):
+                child = running[pipe]  # type: ignore[index]
+                if not _told(child, show):
+                    del running[child.pipe]
+                    done(child.name, _result(child))
+    finally:
+        for child in running.values():
+            child.process.terminate()
+        for child in running.values():
+            child.process.join()
+
+
+def _started(job: Job[R], num_threads: int) -> _Child[R]:
+    context = multiprocessing.get_context("spawn")  # torch has threads, which a fork does not survive
+    here, there = context.Pipe(duplex=False)
+    process = context.Process(target=_main, args=(job.work, num_threads, there), name=job.name, daemon=True)
+    process.start()
+    there.close()
+    return _Child(job.name, process, here)
+
+
+def _told(child: _Child[R], show: Show) -> bool:
+    """Take one message of a child; False = it has said everything.
+
+    Raises:
+        NpuGrError: that the child raised.
+    """
+    try:
+        message: Any = child.pipe.recv()
+    except EOFError:
+        return False
+    if isinstance(message, NpuGrError):
+        raise message
+    if isinstance(message, _Done):
+        child.results.append(message.result)
+    else:
+        show(message)
+    return True
+
+
+def _result(child: _Child[R]) -> R:
+    child.process.join()
+    if not child.results:
+        code = child.process.exitcode
+        why = "was killed; is there enough memory?" if code == -signal.SIGKILL else f"ended with code {code}"
+        raise DataError(f"{child.name}: the process of the training {why}")
+    return child.results[0]
+
+
+def _main(work: Callable[[Show], R], num_threads: int, pipe: Connection) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C reaches the parent too, which ends this process
+    set_up_process()
+    import torch
+
+    torch.set_num_threads(num_threads)
+    try:
+        pipe.send(_Done(work(pipe.send)))
+    except NpuGrError as error:
+        pipe.send(error)
+    except BrokenPipeError:
+        pass  # the parent is gone

@@ -1,0 +1,82 @@
+"""A log becomes a dataset: whatever its format, with names of users, items and actions, in time order."""
+
+from __future__ import annotations
+
+import gzip
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import zstandard
+
+from npu_gr.core.names import item_id
+from npu_gr.dataset import PrepareOptions, prepare, read_dataset, read_log
+from tests.dataset.logs import EVENTS, WRITERS, table, write_csv
+
+
+def named(folder: Path) -> list[tuple[str, str, int, str]]:
+    """The events of a dataset in its own order, as a company names them."""
+    dataset = read_dataset(folder)
+    log = dataset.interactions()
+    return [
+        (log.user_names[user], str(item), time, log.action_names[int(value)])
+        for user, item, time, value in zip(
+            log.users.tolist(),
+            dataset.names.names(log.items),
+            log.timestamps.tolist(),
+            log.values.tolist(),
+            strict=True,
+        )
+    ]
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_every_format_says_the_same(name: str, tmp_path: Path) -> None:
+    log = WRITERS[name](tmp_path / name, EVENTS)
+    prepared = prepare(log, tmp_path / "data")
+    assert named(tmp_path / "data") == [tuple(EVENTS[at]) for at in (0, 4, 1, 2, 3)]
+    assert prepared.manifest["actions"] == {
+        "kind": "events",
+        "names": ["cart", "purchase", "view"],
+        "edges": [],
+        "events": [1, 1, 3],
+    }
+    assert (prepared.manifest["events"], prepared.manifest["users"], prepared.num_rejected) == (5, 2, 0)
+
+
+def test_items_have_the_ids_of_their_names(tmp_path: Path) -> None:
+    prepare(write_csv(tmp_path / "log.csv", EVENTS), tmp_path / "data")
+    log = read_log(tmp_path / "data")
+    assert set(log.items.tolist()) == {item_id("SKU-000242-C"), item_id("SKU-000007-A")}
+
+
+@pytest.mark.parametrize("suffix", [".gz", ".zst"])
+def test_packed_files_are_unpacked(suffix: str, tmp_path: Path) -> None:
+    plain = write_csv(tmp_path / "log.csv", EVENTS).read_bytes()
+    packed = tmp_path / f"log.csv{suffix}"
+    packed.write_bytes(gzip.compress(plain) if suffix == ".gz" else zstandard.ZstdCompressor().compress(plain))
+    prepare(packed, tmp_path / "data")
+    assert len(named(tmp_path / "data")) == 5
+
+
+def test_a_frame_is_a_log(tmp_path: Path) -> None:
+    prepare(table(EVENTS), tmp_path / "data")
+    assert len(named(tmp_path / "data")) == 5
+
+
+def test_the_files_of_users_are_private(tmp_path: Path) -> None:
+    prepare(write_csv(tmp_path / "log.csv", EVENTS), tmp_path / "data")
+    modes = {path.name: path.stat().st_mode & 0o777 for path in (tmp_path / "data").iterdir()}
+    assert modes["events.parquet"] == modes["users.parquet"] == modes["rejected.jsonl"] == 0o600
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["data", "log.csv"]
+
+
+def test_events_are_stored_by_user_and_time(tmp_path: Path) -> None:
+    prepare(write_csv(tmp_path / "log.csv", EVENTS), tmp_path / "data", PrepareOptions())
+    events = pq.read_table(tmp_path / "data/events.parquet")
+    assert events.schema.equals(
+        pa.schema([("user", pa.int32()), ("item", pa.int64()), ("action", pa.int16()), ("time", pa.int64())])
+    )
+    pairs = list(zip(events["user"].to_pylist(), events["time"].to_pylist(), strict=True))
+    assert pairs == sorted(pairs)

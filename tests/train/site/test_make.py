@@ -1,0 +1,191 @@
+"""`train all` makes what is not made yet, keeps what somebody changed, and leaves the old site where it fails."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from rich.console import Console
+
+from npu_gr.core.errors import ConfigError, DataError
+from npu_gr.dataset.build import prepare
+from npu_gr.service.config import load
+from npu_gr.train.site import make
+from npu_gr.train.site.options import options_for
+from npu_gr.train.site.parts import PARTS
+from npu_gr.train.site.report import Figure, PartReport
+from npu_gr.train.site.side_by_side import Job
+from tests.serving import write_checkpoint
+
+FIGURES = (Figure(name="HR@10 unseen", value=0.2, baseline="Markov counts", baseline_value=0.1),)
+
+
+class Trainings:
+    """In the place of real trainings: writes a folder, and counts."""
+
+    def __init__(self) -> None:
+        self.trained: list[str] = []
+        self.before: Callable[[str], None] = lambda _: None  # may fail
+
+    def side_by_side(self, jobs: Sequence[Job[Any]], _threads: int, _show: Any, done: Any) -> None:
+        for job in jobs:
+            self.before(job.name)
+            name, _, _, folder, made_from = job.work.args  # type: ignore[attr-defined]
+            self.trained.append(name)
+            write_checkpoint(folder)
+            (folder / "number").write_text(str(len(self.trained)))
+            report = PartReport(
+                made_from=made_from,
+                version="v",
+                measured_on="days",
+                num_events=4,
+                took_s=1.0,
+                figures=FIGURES,
+                warning="WARNING: no better" if name == "ranker" else "",
+            )
+            done(name, report)
+
+
+@pytest.fixture
+def trainings(monkeypatch: pytest.MonkeyPatch) -> Trainings:
+    found = Trainings()
+    monkeypatch.setattr(make, "side_by_side", found.side_by_side)
+    return found
+
+
+def dataset(folder: Path, num_users: int = 4) -> Path:
+    lines = ["user,item,rating,time"]
+    lines += [
+        f"u'{user},B0{item},{1 + (user + item) % 3},17000000{user}{item}"
+        for user in range(num_users)
+        for item in range(9)
+    ]
+    log = folder / "log.csv"
+    log.write_text("\n".join([*lines, "u'0,B00,1,1700000999"]) + "\n")
+    prepare(log, folder / "site" / "data")
+    return folder / "site" / "data"
+
+
+def run(folder: Path, *overrides: str) -> str:
+    text = io.StringIO()
+    make.train_site(folder / "site" / "data", folder / "site", overrides, 2, Console(file=text, width=200))
+    return text.getvalue()
+
+
+def test_a_site_is_whole(tmp_path: Path, trainings: Trainings) -> None:
+    dataset(tmp_path)
+    said = run(tmp_path)
+    site = tmp_path / "site"
+    assert trainings.trained == [*PARTS]
+    config = load(site / "serve.yaml")
+    assert config.checkpoint == str(site / "ranker")
+    assert config.generate is not None
+    assert config.generate.checkpoint == str(site / "generator")
+    assert config.recommend is not None
+    assert config.recommend.popular == str(site / "popular.txt")
+    for line in (site / "serve.yaml").read_text().splitlines():
+        assert not line or line.startswith("#") or line.endswith(":") or "  # " in line or " # " in line
+    assert (site / "popular.txt").read_text().splitlines()[0] == "B00"
+    report = json.loads((site / "report.json").read_text())
+    assert (report["num_events"], report["num_users"], report["num_items"]) == (37, 4, 9)
+    page = (site / "README.md").read_text()
+    assert f"npu-gr serve --config {site / 'serve.yaml'}" in page
+    assert "| ranker | HR@10 unseen | 0.2000 | 0.1000 Markov counts | days |" in page
+    assert "37 events in the history store" in said
+    assert "0.1000 Markov counts" in said
+    assert said.count("WARNING: no better") == page.count("WARNING: no better") == 1
+    evaluated = load(site / "evaluated.yaml")
+    assert evaluated.checkpoint == str(site / "ranker" / "evaluated")
+    assert evaluated.generate is not None
+    assert evaluated.generate.catalogue == str(site / "generator" / "evaluated" / "items.jsonl")
+    assert said.rstrip().splitlines()[-1].startswith("curl -s localhost:8080/v1/recommend ")
+    assert f"serve with: npu-gr serve --config {site / 'serve.yaml'}" in said
+
+
+def test_what_is_made_of_the_same_is_not_made_again(tmp_path: Path, trainings: Trainings) -> None:
+    dataset(tmp_path)
+    run(tmp_path)
+    assert "ranker: reusing version v" in run(tmp_path)
+    assert len(trainings.trained) == len(PARTS)
+    run(tmp_path, "rank.epochs=3")
+    assert trainings.trained[len(PARTS) :] == ["ranker"]
+    run(tmp_path, "rank.epochs=3", "max_candidates=50")
+    assert len(trainings.trained) == len(PARTS) + 1
+    assert load(tmp_path / "site" / "serve.yaml").recommend.max_candidates == 50  # type: ignore[union-attr]
+    dataset(tmp_path, 5)
+    run(tmp_path, "rank.epochs=3")
+    assert len(trainings.trained) == 2 * len(PARTS) + 1
+
+
+def test_a_failure_leaves_the_old_site_and_what_was_finished(tmp_path: Path, trainings: Trainings) -> None:
+    dataset(tmp_path)
+    run(tmp_path)
+    old = {path: path.read_bytes() for path in (tmp_path / "site").rglob("*") if path.is_file()}
+    last = [*PARTS][-1]
+
+    def fail(name: str) -> None:
+        if name == last:
+            raise DataError("no disk")
+
+    trainings.before = fail
+    with pytest.raises(DataError, match="no disk"):
+        run(tmp_path, "rank.seed=1", "generate.seed=1")
+    now = {path: path.read_bytes() for path in old if path.exists()}
+    assert now == old
+    trainings.before = lambda _: None
+    trainings.trained.clear()
+    run(tmp_path, "rank.seed=1", "generate.seed=1")
+    assert last in trainings.trained
+    assert "generator" not in trainings.trained  # the failed run had finished it
+
+
+def test_a_configuration_that_somebody_changed_stays(tmp_path: Path, trainings: Trainings) -> None:
+    dataset(tmp_path)
+    run(tmp_path)
+    serve = tmp_path / "site" / "serve.yaml"
+    changed = serve.read_text().replace("port: 8080", "port: 9090")
+    serve.write_text(changed)
+    for _ in range(2):
+        assert "was changed by somebody and stays" in run(tmp_path, "max_candidates=50")
+        assert serve.read_text() == changed
+    assert yaml.safe_load((tmp_path / "site" / "serve.new.yaml").read_text())["recommend"]["max_candidates"] == 50
+    serve.unlink()
+    run(tmp_path)
+    assert load(serve).server.port == 8080
+
+
+def test_a_dataset_that_changes_meanwhile_is_refused(tmp_path: Path, trainings: Trainings) -> None:
+    dataset(tmp_path)
+    sizes = iter([5, 6, 7])
+
+    def change(_: str) -> None:
+        dataset(tmp_path, next(sizes))
+
+    trainings.before = change
+    with pytest.raises(DataError, match="was changed while it was trained on"):
+        run(tmp_path)
+    assert not (tmp_path / "site" / "serve.yaml").exists()
+    trainings.before = lambda _: None
+    trainings.trained.clear()
+    dataset(tmp_path)  # as the first run found it; but who knows what its models were trained on
+    run(tmp_path)
+    assert trainings.trained == [*PARTS]
+
+
+def test_what_is_wrong_is_said_before_anything_is_trained(tmp_path: Path, trainings: Trainings) -> None:
+    with pytest.raises(DataError, match="no dataset; npu-gr prepare LOG --out"):
+        run(tmp_path)
+    dataset(tmp_path)
+    with pytest.raises(ConfigError, match=r"unknown key rank.epoch; did you mean epochs\?"):
+        run(tmp_path, "rank.epoch=3")
+    assert trainings.trained == []
+
+
+@pytest.mark.parametrize(("num_items", "codes"), [(1682, (64, 64)), (2049, (128, 128)), (10**6, (256, 256, 256))])
+def test_there_are_enough_semantic_ids(num_items: int, codes: tuple[int, ...]) -> None:
+    assert options_for(num_items).generate.code_count == codes

@@ -1,0 +1,84 @@
+"""Trainings run side by side; one that fails or dies ends all of them, in words."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from npu_gr.core.errors import DataError
+from npu_gr.train.site.side_by_side import Job, Show, side_by_side
+from npu_gr.train.steps import TrainingProgress
+
+MANY = 10**6
+
+
+def count(name: str, num_steps: int, folder: Path, show: Show) -> tuple[str, int]:
+    (folder / name).write_text(str(os.getpid()))
+    for step in range(num_steps):
+        show(TrainingProgress("train", step + 1, num_steps))
+        if num_steps == MANY:
+            time.sleep(0.001)
+    return name, os.getpid()
+
+
+def fail(show: Show) -> tuple[str, int]:
+    raise DataError("no events")
+
+
+def die(show: Show) -> tuple[str, int]:
+    os.kill(os.getpid(), signal.SIGKILL)
+    raise AssertionError
+
+
+def test_every_job_is_shown_and_done(tmp_path: Path) -> None:
+    shown: list[TrainingProgress] = []
+    done: dict[str, tuple[str, int]] = {}
+    jobs = [Job(name, partial(count, name, 3, tmp_path)) for name in ("a", "b", "c")]
+    side_by_side(jobs, 2, shown.append, lambda name, result: done.update({name: result}))
+    assert {name: result[0] for name, result in done.items()} == {"a": "a", "b": "b", "c": "c"}
+    assert len({result[1] for result in done.values()} | {os.getpid()}) == 4  # each in a process of its own
+    assert sorted(step.stage for step in shown) == ["train"] * 9
+
+
+@pytest.mark.parametrize(("bad", "message"), [(fail, "no events"), (die, "bad: .* was killed; is there enough memory")])
+def test_one_that_ends_badly_ends_all(tmp_path: Path, bad: object, message: str) -> None:
+    jobs = [Job("endless", partial(count, "endless", MANY, tmp_path)), Job("bad", bad)]  # type: ignore[arg-type]
+    with pytest.raises(DataError, match=message):
+        side_by_side(jobs, 2, lambda _: None)
+    if (tmp_path / "endless").exists():
+        assert is_gone(int((tmp_path / "endless").read_text()))
+
+
+def test_without_its_parent_a_training_ends(tmp_path: Path) -> None:
+    parent = os.fork()
+    if not parent:
+        side_by_side([Job("endless", partial(count, "endless", MANY, tmp_path))], 1, lambda _: None)
+        os._exit(1)
+    pid = int(until_written(tmp_path / "endless"))
+    os.kill(parent, signal.SIGKILL)
+    os.waitpid(parent, 0)
+    ends_at = time.monotonic() + 30
+    while not is_gone(pid):
+        assert time.monotonic() < ends_at
+        time.sleep(0.01)
+
+
+def until_written(path: Path) -> str:
+    ends_at = time.monotonic() + 60
+    while not (path.exists() and path.read_text()):
+        assert time.monotonic() < ends_at
+        time.sleep(0.01)
+    return path.read_text()
+
+
+def is_gone(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return True
+    return state == "Z"  # its parent has not asked for it yet
