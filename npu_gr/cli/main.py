@@ -16,6 +16,7 @@ from npu_gr.cli.erase_check import erase_check
 from npu_gr.cli.fleet import fleet
 from npu_gr.cli.init import build_ops, init
 from npu_gr.cli.keys import keys
+from npu_gr.cli.one_line import describe
 from npu_gr.cli.options import CALLING_TLS
 from npu_gr.cli.prepare import prepare
 from npu_gr.cli.replay import record, replay
@@ -65,3 +66,4 @@ for _command in (
     *(dashboards, bundle, judge, demo, monitor),
 ):
     main.add_command(_command)
+describe(main)
