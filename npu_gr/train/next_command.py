@@ -10,6 +10,7 @@ import numpy as np
 import yaml
 
 from npu_gr.catalogue.item_names import EMPTY, ItemNames
+from npu_gr.core import shipped
 from npu_gr.core.errors import DataError
 from npu_gr.train.data import InteractionLog
 
@@ -50,7 +51,7 @@ def write_configuration(table: dict[str, Any], folder: Path) -> None:
     aside = folder / f"{CONFIGURATION}.tmp"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        aside.write_text(yaml.safe_dump(table, sort_keys=False))
+        aside.write_text(shipped.schema_line() + yaml.safe_dump(table, sort_keys=False))
         aside.replace(folder / CONFIGURATION)
     except OSError as error:
         raise DataError(f"{folder / CONFIGURATION}: cannot be written: {error.strerror}") from error

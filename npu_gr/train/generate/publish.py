@@ -21,6 +21,7 @@ import numpy as np
 import yaml
 
 from npu_gr.catalogue.item_names import EMPTY, ItemNames
+from npu_gr.core import shipped
 from npu_gr.core.errors import DataError
 from npu_gr.features.interactions import ItemValues
 from npu_gr.model import hf
@@ -71,7 +72,7 @@ def publish(
             hf.save(trained.model, new)
             (new / CATALOGUE).write_text("".join(catalogue_lines(trained, features)))
             (new / REPORT).write_text(json.dumps(trained.report.as_dict(), indent=2) + "\n")
-            (new / CONFIGURATION).write_text(yaml.safe_dump(table, sort_keys=False))
+            (new / CONFIGURATION).write_text(shipped.schema_line() + yaml.safe_dump(table, sort_keys=False))
             for name in FILES:
                 os.replace(new / name, folder / name)
     except OSError as error:
