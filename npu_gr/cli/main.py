@@ -10,6 +10,7 @@ import click
 
 from npu_gr import __version__
 from npu_gr.cli.bench import bench
+from npu_gr.cli.consume import consume
 from npu_gr.cli.data import load
 from npu_gr.cli.erase_check import erase_check
 from npu_gr.cli.fleet import fleet
@@ -58,7 +59,7 @@ def main(log_level: str, **calling: str | None) -> None:
 
 for _command in (
     *(serve, route, check_config, keys, fleet),
-    *(prepare, train, load, store, replay, record, erase_check),
+    *(prepare, train, load, consume, store, replay, record, erase_check),
     *(simulate, bench, calibrate, doctor),
     *(dashboards, bundle, judge, demo, monitor),
 ):
