@@ -11,6 +11,7 @@ import click
 from npu_gr import __version__
 from npu_gr.cli.bench import bench
 from npu_gr.cli.config import config
+from npu_gr.cli.consume import consume
 from npu_gr.cli.data import load
 from npu_gr.cli.erase_check import erase_check
 from npu_gr.cli.fleet import fleet
@@ -61,7 +62,7 @@ def main(log_level: str, **calling: str | None) -> None:
 
 for _command in (
     *(prepare, init, serve, route, check_config, config, keys, fleet),
-    *(train, load, store, replay, record, erase_check),
+    *(train, load, consume, store, replay, record, erase_check),
     *(simulate, bench, calibrate, doctor, build_ops),
     *(dashboards, bundle, judge, demo, monitor),
 ):

@@ -229,7 +229,8 @@ def _calls(batch: list[Write]) -> Iterator[tuple[list[int], list[Write]]]:
             size = USER_BYTES + EVENT_BYTES * len(piece.events)
             if writes and (size > room or len(writes) == MOST_USERS or piece.mode is not writes[-1].mode):
                 yield places, writes
-                places, writes, room = [], [], most
+                places, writes = [], []
+                room = most
             places.append(place)
             writes.append(piece)
             room -= size

@@ -44,7 +44,7 @@ class IngestBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         return UserKey(self.tenant, "")
 
 
-class Failure(msgspec.Struct, frozen=True, kw_only=True):
+class UserFailure(msgspec.Struct, frozen=True, kw_only=True):
     """Why nothing was written, as the problem details of a single call say it."""
 
     status: int
@@ -57,7 +57,7 @@ class UserWritten(msgspec.Struct, frozen=True, kw_only=True):
 
     num_events: int | None = None
     num_added: int = 0
-    error: Failure | None = None
+    error: UserFailure | None = None
 
 
 class IngestOut(msgspec.Struct, frozen=True, kw_only=True):
@@ -88,7 +88,7 @@ def render(answer: IngestAnswer, request_id: str, _media: str, _shown: Shown) ->
     def out(one: Written | NpuGrError) -> UserWritten:
         if isinstance(one, Written):
             return UserWritten(num_events=one.num_events, num_added=one.num_added)
-        return UserWritten(error=Failure(status=one.status, title=one.title, detail=str(one)))
+        return UserWritten(error=UserFailure(status=one.status, title=one.title, detail=str(one)))
 
     return IngestOut(
         request_id=request_id,
