@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from npu_gr.admission.door import Door, Slot
 from npu_gr.core.kinds import A, Kind, Q
-from npu_gr.core.names import ActionNames
-from npu_gr.core.request import I64, CatalogueChange, CatalogueInfo, ModelInfo, UserKey, VectorsInfo
+from npu_gr.core.request import CatalogueChange, CatalogueInfo, ModelInfo, UserKey, VectorsInfo
+from npu_gr.server.codec.naming import Names
 
 I_co = TypeVar("I_co", covariant=True)
 
@@ -33,34 +33,6 @@ class CatalogueAdmin(PublishedAdmin[CatalogueInfo], Protocol):
 
     async def update(self, change: CatalogueChange) -> CatalogueInfo:
         """Add, withdraw and restore items of the version that is served. Raises Unprocessable."""
-        ...
-
-
-class Names(Protocol):
-    """What callers call actions and items, by the versions in service."""
-
-    @property
-    def unsorted_history(self) -> Literal["refuse", "sort"]:
-        """What becomes of a history whose rows run backwards in time."""
-        ...
-
-    def actions(self, version: str | None) -> ActionNames | None:
-        """Return the actions of a version of the ranker; None = this instance has no ranker.
-
-        Args:
-            version: None = the current one.
-
-        Raises:
-            NotFound: the version is not served.
-        """
-        ...
-
-    def items(self, ids: I64) -> list[str | int]:
-        """Name each item: [n] -> n names; an item that no table knows is named by its id."""
-        ...
-
-    def titles(self, ids: I64) -> list[str | None]:
-        """Return the title of each item: [n] -> n titles, None where it has none."""
         ...
 
 

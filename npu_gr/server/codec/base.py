@@ -10,8 +10,8 @@ import msgspec
 
 from npu_gr.core.kinds import A, Q
 from npu_gr.core.request import UserKey
+from npu_gr.server.codec.naming import Names
 from npu_gr.server.config import ServerConfig
-from npu_gr.server.service_protocol import Names
 
 
 class NamesUser(Protocol):

@@ -11,8 +11,8 @@ from npu_gr.core.errors import Unprocessable
 from npu_gr.core.request import EraseAnswer, EraseRequest
 from npu_gr.server.codec.base import Codec, Shown, UrlParts
 from npu_gr.server.codec.fields import MAX_NAME
+from npu_gr.server.codec.naming import Names
 from npu_gr.server.config import ServerConfig
-from npu_gr.server.service_protocol import Names
 
 
 def parse(parts: UrlParts, _config: ServerConfig, _names: Names) -> EraseRequest:

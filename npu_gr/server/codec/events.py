@@ -13,8 +13,8 @@ from npu_gr.core.errors import BadRequest
 from npu_gr.core.request import EventsAnswer, EventsRequest
 from npu_gr.server.codec.base import Codec, Shown
 from npu_gr.server.codec.fields import History, UserBody, parse_events
+from npu_gr.server.codec.naming import Names
 from npu_gr.server.config import ServerConfig
-from npu_gr.server.service_protocol import Names
 
 IDEMPOTENCY_KEY = "Idempotency-Key"
 MAX_KEY = 128  # characters

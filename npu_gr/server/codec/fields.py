@@ -29,8 +29,8 @@ from npu_gr.core.request import (
     UserKey,
 )
 from npu_gr.core.words import cut
+from npu_gr.server.codec.naming import Names
 from npu_gr.server.config import ServerConfig
-from npu_gr.server.service_protocol import Names
 
 Int = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 Item = (  # a name of an item

@@ -22,8 +22,8 @@ from npu_gr.server.codec.fields import (
     render_items,
 )
 from npu_gr.server.codec.media import MSGPACK
+from npu_gr.server.codec.naming import Names
 from npu_gr.server.config import ServerConfig
-from npu_gr.server.service_protocol import Names
 
 
 class GenerateBody(HistoryBody, frozen=True, kw_only=True, forbid_unknown_fields=True):

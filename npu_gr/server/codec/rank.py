@@ -21,8 +21,8 @@ from npu_gr.server.codec.fields import (
     shown_at,
 )
 from npu_gr.server.codec.media import MSGPACK
+from npu_gr.server.codec.naming import Names
 from npu_gr.server.config import ServerConfig
-from npu_gr.server.service_protocol import Names
 
 
 class RankBody(HistoryBody, frozen=True, kw_only=True, forbid_unknown_fields=True):

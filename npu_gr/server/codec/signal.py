@@ -9,8 +9,8 @@ import msgspec
 from npu_gr.core.request import SignalAnswer, SignalRequest
 from npu_gr.server.codec.base import Codec, Shown
 from npu_gr.server.codec.fields import HistoryBody, HistoryOut, parse_history, render_history
+from npu_gr.server.codec.naming import Names
 from npu_gr.server.config import ServerConfig
-from npu_gr.server.service_protocol import Names
 
 
 class SignalBody(HistoryBody, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -1,0 +1,36 @@
+"""`Names`: what codecs ask the service of the names of actions and items."""
+
+from __future__ import annotations
+
+from typing import Literal, Protocol
+
+from npu_gr.core.names import ActionNames
+from npu_gr.core.request import I64
+
+
+class Names(Protocol):
+    """What callers call actions and items, by the versions in service."""
+
+    @property
+    def unsorted_history(self) -> Literal["refuse", "sort"]:
+        """What becomes of a history whose rows run backwards in time."""
+        ...
+
+    def actions(self, version: str | None) -> ActionNames | None:
+        """Return the actions of a version of the ranker; None = this instance has no ranker.
+
+        Args:
+            version: None = the current one.
+
+        Raises:
+            NotFound: the version is not served.
+        """
+        ...
+
+    def items(self, ids: I64) -> list[str | int]:
+        """Name each item: [n] -> n names; an item that no table knows is named by its id."""
+        ...
+
+    def titles(self, ids: I64) -> list[str | None]:
+        """Return the title of each item: [n] -> n titles, None where it has none."""
+        ...
