@@ -13,6 +13,9 @@ from npu_gr.cli.options import FILE, THREAD_COUNT, VALUE_COLUMN
 if TYPE_CHECKING:
     import msgspec
 
+    from npu_gr.train.generate.train import GenerateOptions
+    from npu_gr.train.rank.train import TrainOptions
+
     Presets = Mapping[str, msgspec.Struct]
 
 LISTED = "Options of the training, with their defaults: --set help"
@@ -45,16 +48,16 @@ def _override(
     )
 
 
-def _rank_presets() -> Presets:
-    from npu_gr.train.rank.train import DEMO, LONG
+def _rank_presets() -> Mapping[str, TrainOptions]:
+    from npu_gr.train.rank.train import DEMO, LONG, QUICK
 
-    return {"demo": DEMO, "long": LONG}
+    return {"demo": DEMO, "quick": QUICK, "long": LONG}
 
 
-def _generate_presets() -> Presets:
-    from npu_gr.train.generate.train import BEAUTY, MOVIELENS
+def _generate_presets() -> Mapping[str, GenerateOptions]:
+    from npu_gr.train.generate.train import BEAUTY, MOVIELENS, QUICK
 
-    return {"movielens": MOVIELENS, "beauty": BEAUTY}
+    return {"movielens": MOVIELENS, "quick": QUICK, "beauty": BEAUTY}
 
 
 def _retrieve_presets() -> Presets:
@@ -103,7 +106,7 @@ def train_all(data: Path, out: Path, overrides: tuple[str, ...], threads: int) -
 @click.option("--out", required=True, type=FILE, help="Folder of the checkpoint.")
 @ITEMS
 @ITEM_FEATURES
-@click.option("--preset", default="demo", show_default=True, type=click.Choice(["demo", "long"]))
+@click.option("--preset", default="demo", show_default=True, type=click.Choice(["demo", "quick", "long"]))
 @_override(_rank_presets)
 @VALUE_COLUMN
 @THREADS
@@ -129,12 +132,11 @@ def train_rank(
     from npu_gr.train.next_command import example, next_command
     from npu_gr.train.progress import training_progress
     from npu_gr.train.rank.publish import publish
-    from npu_gr.train.rank.train import DEMO, LONG
     from npu_gr.train.rank.train import train_rank as work
     from npu_gr.train.source import read_training_data
 
     torch.set_num_threads(threads)
-    options = override({"demo": DEMO, "long": LONG}[preset], overrides)
+    options = override(_rank_presets()[preset], overrides)
     data = read_training_data(log, value_column=value_column, items=items, columns=_columns(item_features))
     console = Console()
     with training_progress(console) as show:
@@ -153,7 +155,7 @@ def train_rank(
 @click.option("--codes", type=FILE, help='Ready-made: a catalogue, or JSON {"item": [code, ...]}.')
 @ITEMS
 @ITEM_FEATURES
-@click.option("--preset", default="movielens", show_default=True, type=click.Choice(["movielens", "beauty"]))
+@click.option("--preset", default="movielens", show_default=True, type=click.Choice(["movielens", "quick", "beauty"]))
 @_override(_generate_presets)
 @VALUE_COLUMN
 @THREADS
@@ -179,12 +181,12 @@ def train_generate(
     from npu_gr.core.settings import override
     from npu_gr.features.interactions import movielens_100k
     from npu_gr.train.generate.publish import how_to_serve, prepare, publish
-    from npu_gr.train.generate.train import BEAUTY, MOVIELENS, train_generator
+    from npu_gr.train.generate.train import train_generator
     from npu_gr.train.progress import training_progress
     from npu_gr.train.source import read_training_data
 
     torch.set_num_threads(threads)
-    options = override({"movielens": MOVIELENS, "beauty": BEAUTY}[preset], overrides)
+    options = override(_generate_presets()[preset], overrides)
     source = log or movielens_100k()
     data = read_training_data(source, value_column=value_column, items=items, columns=_columns(item_features))
     prepare(out)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
+import io
 import json
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+from aiohttp.test_utils import TestClient, TestServer
 
 from npu_gr.catalogue.item_names import ItemNames
 from npu_gr.catalogue.records import read_items
@@ -16,6 +20,7 @@ from npu_gr.core.errors import ConfigError
 from npu_gr.core.names import item_id
 from npu_gr.matching.vectors import load as load_vectors
 from npu_gr.model.weights import load as load_ranker
+from npu_gr.service.app import instance
 from npu_gr.service.config import load as load_config
 from npu_gr.train.source import read_training_data
 
@@ -31,6 +36,7 @@ GENERATOR = [
     "code_count=[5, 5]",
     "vector_dim=8",
 ]
+RETRIEVER = ["dim=4", "windows=[2]"]
 
 
 @pytest.fixture(scope="module")
@@ -62,52 +68,84 @@ def run(*arguments: str | Path, options: list[str]) -> None:
     main(["train", *map(str, arguments), *words, "--threads", "1"], standalone_mode=False)
 
 
-def names_are_beside(folder: Path) -> None:
-    names = ItemNames.load(folder)
-    assert names is not None
-    ids = np.array([item_id(ITEMS[3])])
-    assert names.names(ids) == [ITEMS[3]]
-    assert names.titles(ids) == [f"Shirt {ITEMS[3]}"]
+class Trained(NamedTuple):
+    """A model of the company, and what the command said at its end."""
+
+    folder: Path
+    text: str
+    body: dict[str, Any]  # of the request that the words hold
 
 
-def body_of(text: str) -> dict[str, object]:
-    found: dict[str, object] = json.loads(text[text.index(" -d '") + 5 : text.rindex("'")])
+@pytest.fixture(scope="module")
+def trained(data: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Trained]:
+    """Each command's result on the company's dataset."""
+    home = tmp_path_factory.mktemp("models")
+    found = {}
+    for command, options in {"rank": RANKER, "generate": GENERATOR, "retrieve": RETRIEVER}.items():
+        out = io.StringIO()
+        with contextlib.redirect_stdout(out):
+            run(command, data, "--out", home / command, options=options)
+        text = out.getvalue()
+        body = json.loads(text[text.index(" -d '") + 5 : text.rindex("'")])
+        found[command] = Trained(home / command, text, body)
     return found
 
 
-def test_rank(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run("rank", data, "--out", tmp_path / "r", options=RANKER)
-    text = capsys.readouterr().out
-    checkpoint = load_ranker(tmp_path / "r")
+def test_names_and_titles_lie_beside_every_model(trained: dict[str, Trained]) -> None:
+    for model in trained.values():
+        names = ItemNames.load(model.folder)
+        assert names is not None
+        ids = np.array([item_id(ITEMS[3])])
+        assert names.names(ids) == [ITEMS[3]]
+        assert names.titles(ids) == [f"Shirt {ITEMS[3]}"]
+
+
+def test_the_ranker_has_the_companys_events_and_features(trained: dict[str, Trained]) -> None:
+    folder, text, body = trained["rank"]
+    checkpoint = load_ranker(folder)
     assert set(checkpoint.action_names) == {"view", "purchase"}
     assert checkpoint.model.config.tasks == ("click", "purchase")
     assert [feature.name for feature in checkpoint.model.config.item_features] == ["color"]
     assert checkpoint.metrics["num_served"] == 120
-    names_are_beside(tmp_path / "r")
     assert "the most frequent, 'view'" in text
-    assert "less" in text
-    assert f"npu-gr serve --config {tmp_path}/r/serve.yaml &" in text
-    body = body_of(text)
-    assert set(body["candidates"]) <= set(ITEMS)  # type: ignore[call-overload]
-    assert set(body["history"]["actions"]) <= {"view", "purchase"}  # type: ignore[index]
-    assert load_config(tmp_path / "r" / "serve.yaml").checkpoint == str(tmp_path / "r")
+    assert f"npu-gr serve --config {folder}/serve.yaml &" in text
+    assert set(body["candidates"]) <= set(ITEMS)
+    assert set(body["history"]["actions"]) <= {"view", "purchase"}
 
 
-def test_generate(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run("generate", data, "--out", tmp_path / "g", options=GENERATOR)
-    names_are_beside(tmp_path / "g")
-    items = read_items(tmp_path / "g" / "items.jsonl")
+def test_the_generators_catalogue_has_ids_of_names(trained: dict[str, Trained]) -> None:
+    folder, _, body = trained["generate"]
+    items = read_items(folder / "items.jsonl")
     assert set(items.item_ids.tolist()) == {item_id(item) for item in ITEMS}
     assert items.attributes.keys() == {"color"}
-    assert set(body_of(capsys.readouterr().out)["history"]["items"]) <= set(ITEMS)  # type: ignore[index]
+    assert set(body["history"]["items"]) <= set(ITEMS)
 
 
-def test_retrieve(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run("retrieve", data, "--out", tmp_path / "v", "--tenant", "acme", options=["dim=4", "windows=[2]"])
-    names_are_beside(tmp_path / "v")
-    vectors = load_vectors(tmp_path / "v")
-    assert {(key.tenant, key.user) for key in vectors.user_keys} == {("acme", f"user-{user:04}") for user in range(12)}
-    assert str(body_of(capsys.readouterr().out)["user_id"]).startswith("user-00")
+def test_the_vectors_know_the_companys_users(trained: dict[str, Trained]) -> None:
+    vectors = load_vectors(trained["retrieve"].folder)
+    assert {(key.tenant, key.user) for key in vectors.user_keys} == {("", f"user-{user:04}") for user in range(12)}
+
+
+async def test_the_commands_that_are_printed_work(trained: dict[str, Trained]) -> None:
+    """Each folder is served as the words say, and answers the request that they hold."""
+    small = ["server.port=0", "server.admin_port=0", "server.drain_grace_s=0.1"]
+    vectors = f"match.vectors={trained['retrieve'].folder}"
+    for command, words, paths in (
+        ("rank", [vectors], {"rank": "/v1/rank", "retrieve": "/v1/match"}),
+        ("generate", [], {"generate": "/v1/generate"}),
+    ):
+        config = load_config(trained[command].folder / "serve.yaml", [*small, *words])
+        async with instance(config) as (app, _), TestClient(TestServer(app)) as client:
+            for asked, path in paths.items():
+                body = trained[asked].body
+                async with client.post(path, json=body, headers={"X-Request-Timeout-Ms": "30000"}) as response:
+                    assert response.status == 200, await response.text()
+                    answer = await response.json()
+                items = answer["items"] if "items" in answer else body["candidates"]
+                assert items
+                assert set(items) <= set(ITEMS)
+                assert answer.get("history", {}).get("unknown_items", 0) == 0
+                assert answer.get("basis", "target") == "target"
 
 
 @pytest.mark.parametrize("command", ["rank", "generate", "retrieve", "match"])
