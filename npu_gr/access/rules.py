@@ -37,6 +37,7 @@ _OTHERS: dict[tuple[str, str], Rule] = {
     ("GET", "/v2/models/{model}/versions/{version}/ready"): _READ,
     ("GET", "/openapi.json"): _READ,
     ("GET", "/v1/models"): _READ,
+    ("GET", "/v1/items"): _READ,
     ("GET", "/v1/catalog"): _READ,
     ("GET", "/v1/match/vectors"): _READ,
     ("GET", "/"): Rule(scope=None, is_public=False, is_admin=True),  # a page without data: it asks for them with a key

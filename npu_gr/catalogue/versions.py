@@ -12,15 +12,16 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import xxhash
 
 from npu_gr.catalogue.build import build_trie
 from npu_gr.catalogue.filters import Filter, allow_all, allow_mask, deny_items
+from npu_gr.catalogue.item_names import EMPTY, ItemNames
 from npu_gr.catalogue.merge import insert, restrict
 from npu_gr.catalogue.records import Column, Items
 from npu_gr.catalogue.trie import Codebooks, Mask, Trie
@@ -38,6 +39,7 @@ class Snapshot:
     order: F32 | None  # [N] order scores, by place in `trie.leaf_item`
     attributes: dict[str, Column]  # by name, [N] by place in `trie.leaf_item`
     content: str  # digest of the fields above
+    names: ItemNames = EMPTY  # of items that came by text or with a title; no part of the digests
     available: Filter | None = None  # allows all but the withdrawn items; None: nothing is withdrawn
     version: str  # digest of `content` and of the withdrawn items; `content` itself if there are none
 
@@ -152,6 +154,19 @@ def add(snapshot: Snapshot, items: Items) -> Snapshot:
     return _snapshot(merged, order, attributes)
 
 
+def name(snapshot: Snapshot, names: Sequence[str], titles: Sequence[str]) -> Snapshot:
+    """Name items of the version; names of items that it lacks are forgotten.
+
+    Raises:
+        DataError: an item is named twice, or two names have one id.
+    """
+    added = ItemNames.make(names, titles)
+    kept = snapshot.names.ids[(snapshot.trie.places(snapshot.names.ids) >= 0) & (added.find(snapshot.names.ids) < 0)]
+    entries = snapshot.names.find(kept)
+    table = ItemNames.make([*snapshot.names.names_at(entries), *names], [*snapshot.names.titles_at(entries), *titles])
+    return replace(snapshot, names=table)
+
+
 def _check_columns(snapshot: Snapshot, items: Items) -> None:
     if (items.order is None) != (snapshot.order is None) or items.attributes.keys() != snapshot.attributes.keys():
         theirs = ", ".join(["order"] * (snapshot.order is not None) + sorted(snapshot.attributes)) or "none"
@@ -261,11 +276,8 @@ def _places(snapshot: Snapshot, item_ids: I64) -> I64:
 def _with_available(snapshot: Snapshot, available: Filter) -> Snapshot:
     everything = bool(available.allowed.all())
     digest = xxhash.xxh3_128(snapshot.content.encode() + available.allowed.tobytes()).hexdigest()
-    return Snapshot(
-        trie=snapshot.trie,
-        order=snapshot.order,
-        attributes=snapshot.attributes,
-        content=snapshot.content,
+    return replace(
+        snapshot,
         available=None if everything else available,
         version=snapshot.content if everything else digest,
     )

@@ -449,6 +449,8 @@ class NewItem:
     """An item to add to the catalogue."""
 
     item_id: int
+    name: str = ""  # that the id was made of; "" = the id itself
+    title: str = ""
     sid: tuple[int, ...]
     order: float | None = None
     attributes: dict[str, bool | int | float | str] = field(default_factory=dict)

@@ -8,14 +8,16 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from npu_gr.catalogue.filter_cache import FilterCache
+from npu_gr.catalogue.item_names import EMPTY, ItemNames
 from npu_gr.catalogue.records import Record, as_items, read_items
 from npu_gr.catalogue.trie import Codebooks
-from npu_gr.catalogue.versions import Catalogue, Snapshot, add, make_snapshot, restore, withdraw
+from npu_gr.catalogue.versions import Catalogue, Snapshot, add, make_snapshot, name, restore, withdraw
 from npu_gr.core.errors import CatalogueError
 from npu_gr.core.request import I64, CatalogueChange, CatalogueInfo
 from npu_gr.engine.beam_search import Tables
@@ -52,6 +54,7 @@ class ServedCatalogue:
         self._scheduler = scheduler
         self._device = device
         self._catalogue = Catalogue()
+        self._names = EMPTY
         self.filters = FilterCache(filter_cache_bytes)
         self._tables: dict[str, Tables] = {}  # content -> tables, of the version in service and of the one kept
         self._publishing = asyncio.Lock()
@@ -62,14 +65,22 @@ class ServedCatalogue:
         with self._catalogue.pin() as snapshot:
             yield snapshot, self._tables[snapshot.content]
 
+    def tables(self) -> list[ItemNames]:
+        """List the names of items that the changes of this version brought, and those beside its file."""
+        with self._catalogue.pin() as snapshot:
+            return [snapshot.names, self._names]
+
     async def reload(self, before: Before = anything) -> CatalogueInfo:
-        """Read the file again and serve it; requests in progress keep their version.
+        """Read the file again, and the names beside it, and serve it; requests in progress keep their version.
 
         Raises:
             DataError: names the file, the record and the reason; the version served before still is.
             What `before` raises; the same.
         """
-        return await self._publish(self._read, before)
+        names = await asyncio.to_thread(ItemNames.load, self._path.parent) or EMPTY
+        info = await self._publish(self._read, before)
+        self._names = names
+        return info
 
     async def update(self, change: CatalogueChange, before: Before = anything) -> CatalogueInfo:
         """Serve a version with items added, withdrawn and restored. The file does not change, so a reload undoes this.
@@ -83,7 +94,11 @@ class ServedCatalogue:
             with self._catalogue.pin() as snapshot:
                 if change.add:
                     records = [Record(new.item_id, list(new.sid), new.order, new.attributes) for new in change.add]
+                    names = snapshot.names
                     snapshot = add(snapshot, as_items(records, lambda row: f"record {row + 1}"))
+                    named = [new for new in change.add if new.name or new.title]
+                    texts = [new.name or str(new.item_id) for new in named]
+                    snapshot = name(replace(snapshot, names=names), texts, [new.title for new in named])
                 if change.withdraw is not None:
                     snapshot = withdraw(snapshot, change.withdraw)
                 return snapshot if change.restore is None else restore(snapshot, change.restore)

@@ -86,13 +86,16 @@ def _handler(
     keys: KeyRing,
 ) -> Callable[[web.Request], Awaitable[web.Response]]:
     async def handle(request: web.Request) -> web.Response:
+        shown = Shown(service.names)
         if kind.needs_ready:
             require_ready(service)
 
         def parse(body: Any) -> Q:  # B; mypy cannot know that B is UrlParts where there is no body
+            nonlocal shown
+            shown = Shown(service.names, tuple(getattr(body, "fields", ())))
             body = _of_tenant(body, keys.tenant_of(request[KEY], body.user.tenant))
             request[USER] = body.user
-            return codec.parse(body, config, service.names)
+            return codec.parse(body, config, shown.names)
 
         until_at = _until_at(request, config)
         if codec.body is None:
@@ -103,7 +106,7 @@ def _handler(
             parsed = codec.read_headers(parsed, request.headers)
         answer = await service.serve(kind, parsed, _left_s(request, until_at), slot_of(request))
         request[ANSWER] = cast("Answer", answer)
-        rendered = codec.render(answer, request[ID], accepted_media(request), Shown(service.names))
+        rendered = codec.render(answer, request[ID], accepted_media(request), shown)
         if rendered is None:
             response = web.Response(status=kind.status)
         else:

@@ -18,6 +18,7 @@ from npu_gr.server.codec.fields import UserBody
 from npu_gr.server.codec.media import JSON, MSGPACK
 from npu_gr.server.debug.profile import MAX_S, MIN_S
 from npu_gr.server.debug.routes import DEFAULT_S
+from npu_gr.server.item_routes import MOST_ITEMS, ItemOut
 from npu_gr.server.problem import Problem
 
 _Json = dict[str, Any]
@@ -80,10 +81,13 @@ class _Schemas:
     def __init__(self) -> None:
         codecs = [CODECS[name] for name in KINDS]
         structs = [struct for codec in codecs for struct in (codec.body, codec.answer, codec.begun) if struct]
-        structs += [CatalogueItemsBody, UserBody, CatalogueOut, VectorsOut, Problem, RecordOrder, RecordStatus]
+        structs += [CatalogueItemsBody, UserBody, CatalogueOut, VectorsOut, ItemOut, Problem, RecordOrder, RecordStatus]
         refs, components = msgspec.json.schema_components(structs, ref_template="#/components/schemas/{name}")
         self.components = components
         self._refs = dict(zip(structs, refs, strict=True))
+
+    def ref(self, struct: type[msgspec.Struct]) -> _Json:
+        return self._refs[struct]
 
     def json(self, struct: type[msgspec.Struct]) -> _Json:
         return {JSON: {"schema": self._refs[struct]}}
@@ -165,8 +169,25 @@ def _admin_paths(schemas: _Schemas) -> _Json:
             **schemas.errors(*_ERRORS),
         },
     }
+    items = {
+        "operationId": "items",
+        "summary": "The id, the name and the title of items.",
+        "parameters": [
+            _query("ids", "Raw ids, comma-separated."),
+            _query("names", "Names, comma-separated."),
+            _query("name", "One name, which may hold commas."),
+        ],
+        "responses": {
+            "200": {
+                "description": f"Ids first, then names, as they were asked for; at most {MOST_ITEMS}.",
+                "content": {JSON: {"schema": {"type": "array", "items": schemas.ref(ItemOut)}}},
+            },
+            **schemas.errors("401", "413", "422"),
+        },
+    }
     reload_catalogue = versions(CatalogueOut, "reloadCatalogue", "Read the catalogue anew and serve it.", "422")
     return {
+        "/v1/items": {"get": items},
         "/v1/models": schemas.get("models", "What is being served, and what still drains.", "401"),
         "/v1/models/reload": {"post": reload_models},
         "/v1/catalog": {"get": versions(CatalogueOut, "catalogue", "The catalogue that is served.")},
@@ -249,6 +270,12 @@ def _observability_paths(schemas: _Schemas) -> _Json:
         "/debug/config": get("config", "The configuration in force.", "401"),
         "/openapi.json": get("openapi", "This document.", "401"),
     }
+
+
+def _query(name: str, description: str) -> _Json:
+    """Describe a parameter of the URL that may be given more than once."""
+    many = {"type": "array", "items": {"type": "string"}}
+    return {"name": name, "in": "query", "required": False, "description": description, "schema": many}
 
 
 def _path_parameters(*names: str) -> list[_Json]:

@@ -19,6 +19,7 @@ from npu_gr.server.debug.user import UserRoutes
 from npu_gr.server.entrance.entrance import ENTRANCE, Entrance
 from npu_gr.server.entrance.tls_site import TLS
 from npu_gr.server.health_routes import HealthRoutes
+from npu_gr.server.item_routes import ItemRoutes
 from npu_gr.server.kind_routes import kind_routes
 from npu_gr.server.loop_lag import probe_loop_lag
 from npu_gr.server.middleware import middleware
@@ -55,6 +56,7 @@ def build_web_app(
     app.add_routes(kind_routes(service, config, reader, keys))
     for group in (
         ModelRoutes(service),
+        ItemRoutes(service),
         CatalogueRoutes(service, config, reader),
         VectorsRoutes(service),
         HealthRoutes(service),

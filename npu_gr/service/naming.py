@@ -50,7 +50,9 @@ class ServedNames:
         return titles_of(self._tables(), ids)
 
     def _tables(self) -> list[ItemNames]:
-        """List each table once, those of the current versions first."""
-        models = [*self._versions.current(), *self._versions.all()]
+        """List each table once: of the catalogue, of the versions in service, of those before them."""
+        tables = [] if self._versions.generators is None else self._versions.generators.current.items.tables()
         vectors = [] if self._vectors is None else self._vectors.kept()
-        return list(dict.fromkeys(version.names for version in (*models, *vectors) if len(version.names)))
+        serving, all_versions = self._versions.current(), self._versions.all()
+        tables += [version.names for version in (*serving, *vectors, *all_versions)]
+        return list(dict.fromkeys(table for table in tables if len(table)))

@@ -7,10 +7,13 @@ from typing import Annotated
 
 import msgspec
 
+from npu_gr.core.errors import Unprocessable
+from npu_gr.core.names import FIRST_HASHED, item_id
 from npu_gr.core.request import CatalogueChange, CatalogueInfo, NewItem, VectorsInfo
-from npu_gr.server.codec.fields import MOST_NAMES, Items, Name, Value, optional_items
+from npu_gr.server.codec.fields import MOST_NAMES, Item, Items, Name, Value, optional_items
 from npu_gr.server.config import ServerConfig
 
+MAX_TITLE = 1024  # characters
 MOST_ADDED = 10_000  # items of one change; more of them are published as a file, and reloaded
 CHANGE_BYTES = 262_144  # of a change beside its columns: 30 ms if all of it are entries of maps
 
@@ -18,7 +21,8 @@ CHANGE_BYTES = 262_144  # of a change beside its columns: 30 ms if all of it are
 class NewItemBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False):
     """An item for the catalogue, as in its file: order score and attributes if the others have them."""
 
-    item_id: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+    item_id: Item  # its name
+    title: Annotated[str, msgspec.Meta(max_length=MAX_TITLE)] = ""
     sid: Annotated[list[Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]], msgspec.Meta(min_length=1, max_length=16)]
     order: float | None = None
     attributes: Annotated[dict[Name, Value], msgspec.Meta(max_length=MOST_NAMES)] = {}
@@ -60,12 +64,24 @@ def parse_catalogue_change(body: CatalogueItemsBody, config: ServerConfig) -> Ca
         TooLarge, Unprocessable: names the field and the limit.
     """
     return CatalogueChange(
-        add=tuple(
-            NewItem(item_id=new.item_id, sid=tuple(new.sid), order=new.order, attributes=new.attributes)
-            for new in body.add
-        ),
+        add=tuple(_new_item(place, new) for place, new in enumerate(body.add)),
         withdraw=optional_items(body.withdraw, "withdraw", config.max_history_events),
         restore=optional_items(body.restore, "restore", config.max_history_events),
+    )
+
+
+def _new_item(place: int, new: NewItemBody) -> NewItem:
+    try:
+        found = item_id(new.item_id)
+    except ValueError as error:
+        raise Unprocessable(f"add[{place}].item_id: {error}") from None
+    return NewItem(
+        item_id=found,
+        name=str(new.item_id) if found >= FIRST_HASHED else "",
+        title=new.title,
+        sid=tuple(new.sid),
+        order=new.order,
+        attributes=new.attributes,
     )
 
 

@@ -9,7 +9,7 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 import msgspec
 
 from npu_gr.core.kinds import A, Q
-from npu_gr.core.request import UserKey
+from npu_gr.core.request import I64, UserKey
 from npu_gr.server.codec.naming import Names
 from npu_gr.server.config import ServerConfig
 
@@ -42,7 +42,11 @@ class Shown(NamedTuple):
     """What an answer says of its items."""
 
     names: Names
-    fields: tuple[str, ...] = ()  # of `SHOWN_FIELDS`
+    fields: tuple[str, ...] = ()  # of `ITEM_FIELDS` in `codec/fields.py`
+
+    def titles(self, ids: I64 | None) -> list[str | None] | msgspec.UnsetType:
+        """Return the titles of items where the request asks for them; null = one has none."""
+        return self.names.titles(ids) if ids is not None and "title" in self.fields else msgspec.UNSET
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -28,7 +28,7 @@ from npu_gr.core.request import (
     HistorySource,
     UserKey,
 )
-from npu_gr.core.words import cut
+from npu_gr.core.words import cut, quoted
 from npu_gr.server.codec.naming import Names
 from npu_gr.server.config import ServerConfig
 
@@ -65,6 +65,9 @@ Tenant = Annotated[str, msgspec.Meta(max_length=MAX_NAME)]
 Value = bool | int | float | Annotated[str, msgspec.Meta(max_length=1024)]
 Values = Annotated[list[Value], msgspec.Meta(min_length=1, max_length=1000)]  # any of them
 MOST_NAMES = 100  # of attributes of one item or one filter
+ITEM_FIELDS = ("title",)  # what an answer can say of its items beside their names
+ItemFields = Annotated[list[Name], msgspec.Meta(max_length=16)]
+Titles = list[str | None] | msgspec.UnsetType  # of each item; absent: the request did not ask for them
 
 
 class History(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -131,6 +134,13 @@ def parse_items(values: list[str | int] | bytes, field: str, limit: int) -> I64:
     """
     ids: I64 = _column(values, field, "<i8", limit, item_ids)
     return ids
+
+
+def check_item_fields(fields: list[str]) -> None:
+    """Check what an answer is to say of its items. Raises Unprocessable where that is none of `ITEM_FIELDS`."""
+    for field in fields:
+        if field not in ITEM_FIELDS:
+            raise Unprocessable(f"fields: {quoted(field)} is none; there is {', '.join(ITEM_FIELDS)}")
 
 
 def shown_at(timestamp: int | None) -> int | None:

@@ -13,8 +13,11 @@ from npu_gr.server.codec.fields import (
     Candidates,
     HistoryBody,
     HistoryOut,
+    ItemFields,
     Name,
+    Titles,
     Values,
+    check_item_fields,
     optional_items,
     parse_history,
     render_column,
@@ -39,6 +42,7 @@ class GenerateBody(HistoryBody, frozen=True, kw_only=True, forbid_unknown_fields
     # attribute of the catalogue -> values, of which an item has one
     attributes: Annotated[dict[Name, Values], msgspec.Meta(max_length=MOST_NAMES)] = msgspec.field(default_factory=dict)
     catalogue_version: Name | None = None
+    fields: ItemFields = msgspec.field(default_factory=list)  # title: adds `titles`
 
 
 class GenerateOut(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,6 +55,7 @@ class GenerateOut(msgspec.Struct, frozen=True, kw_only=True):
     reason: str
     status: str
     items: list[str | int] | bytes
+    titles: Titles = msgspec.UNSET
     sids: list[int] | bytes
     num_levels: int
     scores: list[float] | bytes
@@ -61,6 +66,7 @@ class GenerateOut(msgspec.Struct, frozen=True, kw_only=True):
 
 def parse(body: GenerateBody, config: ServerConfig, names: Names) -> GenerateRequest:
     """Make a request of a body. Raises TooLarge or Unprocessable, as `parse_events` does."""
+    check_item_fields(body.fields)
     return GenerateRequest(
         user=body.user,
         history=parse_history(body, config, names),
@@ -88,6 +94,7 @@ def render(answer: GenerateAnswer, request_id: str, media: str, shown: Shown) ->
         reason=answer.reason.value,
         status=answer.status,
         items=render_items(answer.item_ids, shown.names, is_raw),
+        titles=shown.titles(answer.item_ids),
         sids=render_column(answer.sids, "<i4", is_raw),
         num_levels=answer.sids.shape[1],
         scores=render_column(answer.scores, "<f4", is_raw),

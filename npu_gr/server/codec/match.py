@@ -11,8 +11,11 @@ from npu_gr.server.codec.base import Codec, Shown
 from npu_gr.server.codec.fields import (
     Candidates,
     History,
+    ItemFields,
     Name,
+    Titles,
     UserBody,
+    check_item_fields,
     optional_items,
     parse_events,
     render_column,
@@ -32,6 +35,7 @@ class MatchBody(UserBody, frozen=True, kw_only=True, forbid_unknown_fields=True)
     allow_items: Candidates | None = None  # absent: all
     deny_items: Candidates | None = None
     vectors_version: Name | None = None
+    fields: ItemFields = msgspec.field(default_factory=list)  # title: adds `titles`
 
 
 class MatchOut(msgspec.Struct, frozen=True, kw_only=True):
@@ -42,12 +46,14 @@ class MatchOut(msgspec.Struct, frozen=True, kw_only=True):
     basis: str  # target | folded | source | popularity; scores are comparable within one
     status: str  # complete | exhausted: fewer than asked
     items: list[str | int] | bytes
+    titles: Titles = msgspec.UNSET
     scores: list[float] | bytes
     stages_s: dict[str, float]
 
 
 def parse(body: MatchBody, config: ServerConfig, names: Names) -> MatchRequest:
     """Make a request of a body. Raises TooLarge or Unprocessable, as `parse_events` does."""
+    check_item_fields(body.fields)
     history = None if body.history is None else parse_events(body.history, "history", config.max_history_events, names)
     return MatchRequest(
         user=body.user,
@@ -69,6 +75,7 @@ def render(answer: MatchAnswer, request_id: str, media: str, shown: Shown) -> Ma
         basis=answer.basis.value,
         status=answer.status,
         items=render_items(answer.item_ids, shown.names, is_raw),
+        titles=shown.titles(answer.item_ids),
         scores=render_column(answer.scores, "<f4", is_raw),
         stages_s=answer.stages_s,
     )

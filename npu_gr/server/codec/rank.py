@@ -14,6 +14,9 @@ from npu_gr.server.codec.fields import (
     HistoryBody,
     HistoryOut,
     Int,
+    ItemFields,
+    Titles,
+    check_item_fields,
     parse_history,
     parse_items,
     render_history,
@@ -31,6 +34,7 @@ class RankBody(HistoryBody, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     candidates: Candidates
     timestamp: Int | None = None  # unix seconds the candidates are shown at; absent = now
     top_k: Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)] | None = None
+    fields: ItemFields = msgspec.field(default_factory=list)  # title: adds `titles` of `top`
 
 
 class RankOut(msgspec.Struct, frozen=True, kw_only=True):
@@ -42,6 +46,7 @@ class RankOut(msgspec.Struct, frozen=True, kw_only=True):
     reason: str
     scores: dict[str, list[float | None] | bytes]
     top: list[str | int] | None
+    titles: Titles = msgspec.UNSET
     prefix_tokens: int
     unknown_candidates: int
     history: HistoryOut
@@ -50,6 +55,7 @@ class RankOut(msgspec.Struct, frozen=True, kw_only=True):
 
 def parse(body: RankBody, config: ServerConfig, names: Names) -> RankRequest:
     """Make a request of a body. Raises TooLarge, Unprocessable or NotFound, as `parse_events` does."""
+    check_item_fields(body.fields)
     candidates = parse_items(body.candidates, "candidates", config.max_candidates)
     if not len(candidates):
         raise Unprocessable("candidates: needs at least one")
@@ -73,6 +79,7 @@ def render(answer: RankAnswer, request_id: str, media: str, shown: Shown) -> Ran
         reason=answer.reason.value,
         scores={task: render_scores(values, is_raw) for task, values in answer.scores.items()},
         top=_top(answer, shown.names, is_raw),
+        titles=shown.titles(answer.top),
         prefix_tokens=answer.prefix_tokens,
         unknown_candidates=answer.unknown_candidates,
         history=render_history(answer.history),

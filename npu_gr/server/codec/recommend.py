@@ -15,8 +15,11 @@ from npu_gr.server.codec.fields import (
     HistoryBody,
     HistoryOut,
     Int,
+    ItemFields,
     Name,
+    Titles,
     Value,
+    check_item_fields,
     optional_items,
     parse_history,
     render_history,
@@ -39,6 +42,7 @@ class RecommendBody(HistoryBody, frozen=True, kw_only=True, forbid_unknown_field
     unknown_items: Literal["last", "drop"] | None = None
     deny_items: Candidates | None = None
     timestamp: Int | None = None  # unix seconds the items are shown at; absent = now
+    fields: ItemFields = msgspec.field(default_factory=list)  # title: adds `titles`
     context: Annotated[dict[Name, Value], msgspec.Meta(max_length=MOST_NAMES)] = msgspec.field(
         default_factory=dict
     )  # for the service's hook
@@ -63,6 +67,7 @@ class RecommendOut(msgspec.Struct, frozen=True, kw_only=True):
     outcome: str | None  # of the rank; null: it failed or knew no item, the items are in the order of the retrieval
     reason: str
     items: list[str | int] | bytes
+    titles: Titles = msgspec.UNSET
     scores: list[float | None] | bytes
     origins: list[str]  # the source of each item
     num_candidates: int  # that were ranked
@@ -76,6 +81,7 @@ class RecommendOut(msgspec.Struct, frozen=True, kw_only=True):
 
 def parse(body: RecommendBody, config: ServerConfig, names: Names) -> RecommendRequest:
     """Make a request of a body. Raises TooLarge, Unprocessable or NotFound, as `parse_events` does."""
+    check_item_fields(body.fields)
     denied = optional_items(body.deny_items, "deny_items", config.max_candidates)
     return RecommendRequest(
         user=body.user,
@@ -101,6 +107,7 @@ def render(answer: RecommendAnswer, request_id: str, media: str, shown: Shown) -
         outcome=answer.outcome.value if answer.outcome else None,
         reason=answer.reason.value,
         items=render_items(answer.item_ids, shown.names, is_raw),
+        titles=shown.titles(answer.item_ids),
         scores=render_scores(answer.scores, is_raw),
         origins=list(answer.origins),
         num_candidates=answer.num_candidates,
