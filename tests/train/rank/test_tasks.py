@@ -107,7 +107,7 @@ def test_what_does_not_suit_is_refused_with_the_remedy() -> None:
 def test_tasks_of_the_command_line_are_read_and_a_misspelled_key_is_told() -> None:
     told = override(TINY, ["tasks=[{name: click}, {name: buy, actions: [purchase]}]"])
     assert told.tasks == (CLICK, Task(name="buy", actions=("purchase",)))
-    with pytest.raises(ConfigError, match=r"tasks\[0\]\.atleast; did you mean at_least\?"):
-        override(TINY, ["tasks=[{name: like, atleast: 4}]"])
+    with pytest.raises(ConfigError, match=r"tasks\[0\]\.at_leas; did you mean at_least\?"):
+        override(TINY, ["tasks=[{name: like, at_leas: 4}]"])
     with pytest.raises(ConfigError, match="task buy: has at_least or actions, not both"):
         override(TINY, ["tasks=[{name: buy, at_least: 1, actions: [a]}]"])
