@@ -65,7 +65,28 @@ def next_command(folder: Path, path: str, body: dict[str, Any]) -> str:
         path: of the request, e.g. /v1/rank.
         body: of the request.
     """
-    text = json.dumps(body).replace("'", "'\\''")  # it stands in quotes of the shell
     return f"""Serve it, and ask it:
 npu-gr serve --config {folder / CONFIGURATION} &
-curl -s localhost:8080{path} -H 'content-type: application/json' -d '{text}'"""
+{_curl(path, body)}"""
+
+
+def how_to_match(folder: Path, user: str) -> str:
+    """Say how to serve vectors beside a model, and how to ask for a user's items.
+
+    Args:
+        folder: of the vectors.
+        user: one that the vectors know.
+    """
+    section = yaml.safe_dump({"match": {"vectors": str(folder)}}, sort_keys=False)
+    return f"""
+{section}
+Add this section to the configuration of a ranker or a generator, for an instance that matches does one of both; or say
+it as the instance starts, e.g. on the folder of `npu-gr train rank`:
+
+npu-gr serve --config ranker/{CONFIGURATION} --set match.vectors={folder} &
+{_curl("/v1/match", {"user_id": user, "num_items": 10})}"""
+
+
+def _curl(path: str, body: dict[str, Any]) -> str:
+    text = json.dumps(body).replace("'", "'\\''")  # it stands in quotes of the shell
+    return f"curl -s localhost:8080{path} -H 'content-type: application/json' -d '{text}'"
