@@ -97,7 +97,7 @@ def prepare(
     )
     console = Console(stderr=True)
     bar_columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
-    with Progress(*bar_columns, console=console, transient=True) as bars:
+    with Progress(*bar_columns, console=console, transient=True, disable=not console.is_terminal) as bars:
         tasks: dict[str, TaskID] = {}
 
         def show(stage: str, ratio: float) -> None:

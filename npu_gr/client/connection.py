@@ -198,7 +198,7 @@ class Connection:
 
     async def _is_worth_another(self, call: Call, failure: NpuGrError, attempt: int, key: str | None) -> bool:
         if isinstance(failure, Unauthorized):
-            return attempt == 1 and self._key.is_of_file and await asyncio.to_thread(self._key.differs_from, key)
+            return self._key.is_of_file and await asyncio.to_thread(self._key.differs_from, key)
         may_again = isinstance(failure, Unreachable) or failure.status in call.again
         if not may_again or attempt >= self._max_attempts or self._retries < 1:
             return False

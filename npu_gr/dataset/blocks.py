@@ -11,6 +11,8 @@ from npu_gr.dataset.arrow import pa
 from npu_gr.dataset.source import OnProgress
 
 BLOCK_BYTES = 4 << 20
+MAX_ROW_BYTES = 1 << 20  # of a row whose cells have newlines; a quote that is open for longer is a stray one
+MAX_ROW_LINES = 100  # over which the cells of a row may go
 MAX_LINE_BYTES = 64 << 20
 _PACKED = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2"}
 _UTF8_MARK = b"\xef\xbb\xbf"
@@ -80,8 +82,8 @@ def read_blocks(path: Path, on_progress: OnProgress, *, has_quotes: bool = False
     for chunk in read_chunks(path, on_progress):
         data = rest + chunk
         cut = data.rfind(b"\n") + 1
-        if has_quotes and cut and data.count(b'"', 0, cut) % 2:
-            cut = data.rfind(b"\n", 0, data.rfind(b'"', 0, cut)) + 1 or cut
+        if has_quotes and cut:
+            cut = _outside_quotes(data, cut) or (cut if len(data) > BLOCK_BYTES + MAX_ROW_BYTES else 0)
         if not cut and len(data) > MAX_LINE_BYTES:
             raise DataError(f"{path}, line {first}: over {MAX_LINE_BYTES >> 20} MiB, so this is no log of lines")
         rest = data[cut:]
@@ -90,3 +92,15 @@ def read_blocks(path: Path, on_progress: OnProgress, *, has_quotes: bool = False
             first += data.count(b"\n", 0, cut)
     if rest:
         yield Block(first, rest)
+
+
+def _outside_quotes(data: bytes, cut: int) -> int:
+    """Find the last end of a line, at `cut` or before it, that no quote spans; 0 if there is none near."""
+    is_inside = data.count(b'"', 0, cut) % 2
+    steps = 0
+    while is_inside and cut and steps < MAX_ROW_LINES:
+        start = data.rfind(b"\n", 0, data.rfind(b'"', 0, cut)) + 1
+        is_inside ^= data.count(b'"', start, cut) % 2
+        cut = start
+        steps += 1
+    return 0 if is_inside else cut

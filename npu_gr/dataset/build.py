@@ -19,6 +19,7 @@ from npu_gr import __version__
 from npu_gr.core.errors import DataError
 from npu_gr.core.private import make_private
 from npu_gr.dataset.actions import Actions, OldActions, of_events, of_values, one_action
+from npu_gr.dataset.arrow import pa
 from npu_gr.dataset.aside import written_aside
 from npu_gr.dataset.files import (
     EVENTS,
@@ -96,8 +97,11 @@ def prepare(
             old = OldActions(folder=str(out), kind=before["kind"], names=before["names"], edges=before["edges"])
         make_private(folder / REJECTED)
         with (folder / REJECTED).open("w", encoding="utf-8") as rejected:
-            build = _Build(source, item_source, options, rejected)
-            manifest = build.run(folder, old, on_stage)
+            try:
+                build = _Build(source, item_source, options, rejected)
+                manifest = build.run(folder, old, on_stage)
+            except pa.ArrowException as error:  # a type that no column of a log has
+                raise DataError(f"{source.name}: {error}; --user, --item, --time ... name other columns") from error
         text = json.dumps(manifest, indent=2, ensure_ascii=False) + "\n"
         (folder / MANIFEST).write_text(text, encoding="utf-8")
     return PreparedDataset(dataset=read_dataset(out), num_rejected=build.num_rejected)

@@ -10,12 +10,13 @@ from typing import Any
 
 from npu_gr.core.errors import DataError
 from npu_gr.core.words import quoted
-from npu_gr.dataset.arrow import NUMBER, as_text, is_text, pa, pc, without_point
+from npu_gr.dataset.arrow import NUMBER, as_text, is_instant, is_text, pa, pc, without_point
 
 NONE = "none"  # told instead of a name: the log has no such column
 _INTEGER = r"^\s*[+-]?\d+\s*$"
 _DATED = r"^\s*\d{4}-\d{2}-\d{2}([T ]|\s*$)"
 _MOST = 0.9  # share of the cells that must fit: the others may be garbage
+_MOST_ONE = 0.5  # share of lists of one cell among lists that stand for their cells
 MAX_EVENT_TYPES = 100
 
 # Names without anything but letters and digits. Of a line, each before the semicolon comes before all after it.
@@ -95,19 +96,20 @@ class LogColumns:
 
 def kind_of(array: Any) -> CellKind:
     """Find out what cells are: of texts, what most of them look like."""
-    if pa.types.is_dictionary(array.type):
-        array = array.dictionary_decode()
     kind = array.type
     if array.null_count == len(array):
         return CellKind.EMPTY
-    if pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
-        return CellKind.LIST
+    if pa.types.is_list(kind):
+        is_one = pc.equal(pc.list_value_length(array), 1)
+        if pa.types.is_nested(kind.value_type) or pc.mean(is_one).as_py() <= _MOST_ONE:
+            return CellKind.LIST
+        return kind_of(pc.list_flatten(array.filter(is_one)))
     if pa.types.is_integer(kind):
         return CellKind.INTEGER
     if pa.types.is_floating(kind) or pa.types.is_decimal(kind):
         texts = pc.drop_null(as_text(array))
         return CellKind.INTEGER if len(texts) and _share(texts, _INTEGER) >= _MOST else CellKind.NUMBER
-    if pa.types.is_temporal(kind):
+    if is_instant(array):
         return CellKind.TIME
     if not is_text(array):
         return CellKind.TEXT
@@ -257,9 +259,9 @@ def _candidates(role: str, kinds: Mapping[str, CellKind]) -> list[str]:
 def _fits(role: str, kind: CellKind) -> bool:
     match role:
         case "user" | "item":
-            return kind in (CellKind.TEXT, CellKind.INTEGER)
+            return kind in (CellKind.EMPTY, CellKind.TEXT, CellKind.INTEGER)
         case "time":
-            return kind in (CellKind.TEXT, CellKind.INTEGER, CellKind.NUMBER, CellKind.TIME)
+            return kind in (CellKind.EMPTY, CellKind.TEXT, CellKind.INTEGER, CellKind.NUMBER, CellKind.TIME)
         case "event":
             return kind in (CellKind.TEXT, CellKind.INTEGER)
         case "value":

@@ -1,7 +1,7 @@
 """CSV, TSV and RecBole's atomic files. Every cell is read as text; its meaning is found out later.
 
-pyarrow reads a block at a time. A block whose rows are not its lines (a quote stands alone, a cell has a newline) is
-read again line by line, so that one broken row never takes its neighbours with it.
+pyarrow reads a block at a time. A block whose rows are not its lines (a quote stands alone, a cell has a newline) or
+that is not UTF-8 is read again line by line, so that one broken row never takes its neighbours with it.
 """
 
 from __future__ import annotations
@@ -19,12 +19,11 @@ import numpy as np
 from npu_gr.core.errors import DataError
 from npu_gr.core.request import I64
 from npu_gr.core.words import quoted
-from npu_gr.dataset.arrow import pa, pa_csv, pc
-from npu_gr.dataset.blocks import Block, Lines, read_blocks
+from npu_gr.dataset.arrow import pa, pa_csv
+from npu_gr.dataset.blocks import MAX_ROW_LINES, Block, Lines, read_blocks
 from npu_gr.dataset.rejects import OnReject, RejectReason
 from npu_gr.dataset.source import OnProgress, RowBatch, ignore_progress, ignore_reject
 
-MAX_ROW_LINES = 100  # lines over which one quoted cell may go
 _DELIMITERS = ",;\t|"
 _ATOMIC = re.compile(r"(.+):(token|token_seq|float|float_seq)")
 
@@ -55,7 +54,10 @@ class DelimitedSource:
         if not line.strip():
             raise DataError(f"{path}: the first line is empty; it must name the columns")
         self._delimiter = delimiter or max(_DELIMITERS, key=line.count)
-        cells = [cell.strip() for cell in _parse(line, self._delimiter, '"')]
+        try:
+            cells = [cell.strip() for cell in _parse(line, self._delimiter, '"')]
+        except csv.Error as error:
+            raise DataError(f"{path}, line 1: {error}; it must name the columns") from error
         atomic = [_ATOMIC.fullmatch(cell) for cell in cells]
         self.types = {found[1]: found[2] for found in atomic if found} if all(atomic) and not columns else {}
         self._quote = "" if self.types else '"'
@@ -86,35 +88,22 @@ class DelimitedSource:
         for block in read_blocks(self._path, on_progress, has_quotes=bool(self._quote)):
             if block.first == 1 and self._has_header:
                 block = Block(2, block.data.partition(b"\n")[2])
-            if block.data.strip():
+            if block.data.strip(b"\r\n"):
                 yield self._batch(block, columns, on_reject)
 
     def _batch(self, block: Block, columns: Sequence[str], on_reject: OnReject) -> RowBatch:
         lines = Lines(block)
-        read = self._at_once(block, columns, lines)
-        if read is None:
-            read = self._line_by_line(block.first, lines, columns, on_reject)
-        else:
-            for number in read[2]:
-                on_reject(number, RejectReason.CELLS, lines.text(number))
-        numbers, table, _ = read
-        arrays = {}
-        is_bad = np.zeros(len(numbers), np.bool_)
-        for name in columns:
-            arrays[name], bad = _decoded(table[name])
-            is_bad[bad] = True
-        if is_bad.any():
-            for number in numbers[is_bad].tolist():
-                on_reject(number, RejectReason.NOT_UTF8, lines.text(number))
-            keep = pa.array(~is_bad)
-            numbers = numbers[~is_bad]
-            arrays = {name: array.filter(keep) for name, array in arrays.items()}
-        return RowBatch(numbers=numbers, columns=arrays, text=lambda row: lines.text(int(numbers[row])))
+        read = self._at_once(block, columns, lines, on_reject)
+        numbers, cells = read or self._line_by_line(block.first, lines, columns, on_reject)
+        return RowBatch(numbers=numbers, columns=cells, text=lambda row: lines.text(int(numbers[row])))
 
     def _at_once(
-        self, block: Block, columns: Sequence[str], lines: Lines
-    ) -> tuple[I64, dict[str, Any], list[int]] | None:
-        """Read a block whose rows are its lines: their numbers, cells, and the numbers of rows to reject."""
+        self, block: Block, columns: Sequence[str], lines: Lines, on_reject: OnReject
+    ) -> tuple[I64, dict[str, Any]] | None:
+        """Read a block whose rows are its lines: numbers of the good ones, and their cells.
+
+        Returns None for other blocks, and for those that are not UTF-8: pyarrow would not call `skip`.
+        """
         bad: list[int] = []
 
         def skip(row: Any) -> str:
@@ -122,6 +111,7 @@ class DelimitedSource:
             return "skip"
 
         try:
+            block.data.decode()
             table = pa_csv.read_csv(
                 pa.py_buffer(block.data),
                 pa_csv.ReadOptions(
@@ -134,14 +124,14 @@ class DelimitedSource:
                     invalid_row_handler=skip,
                 ),
                 pa_csv.ConvertOptions(
-                    column_types=dict.fromkeys(columns, pa.binary()),
+                    column_types=dict.fromkeys(columns, pa.string()),
                     include_columns=list(columns),
                     null_values=[""],
                     strings_can_be_null=True,
                     check_utf8=False,
                 ),
             )
-        except pa.ArrowInvalid:
+        except (UnicodeDecodeError, pa.ArrowInvalid):
             return None
         num_rows = table.num_rows + len(bad)
         num_lines = block.data.count(b"\n") + (not block.data.endswith(b"\n"))
@@ -154,12 +144,14 @@ class DelimitedSource:
         bad_rows = np.array(bad, np.int64) - 1
         good = np.delete(rows, bad_rows)
         cells = {name: table[name].combine_chunks() for name in columns}
-        return good + block.first, cells, (rows[bad_rows] + block.first).tolist()
+        for number in (rows[bad_rows] + block.first).tolist():
+            on_reject(number, RejectReason.CELLS, lines.text(number))
+        return good + block.first, cells
 
     def _line_by_line(
         self, first: int, lines: Lines, columns: Sequence[str], on_reject: OnReject
-    ) -> tuple[I64, dict[str, Any], list[int]]:
-        """Read a block with stray quotes, or with newlines in cells. Rejected rows are reported at once."""
+    ) -> tuple[I64, dict[str, Any]]:
+        """Read a block with stray quotes or bytes, or with newlines in cells."""
         where = [self._columns.index(name) for name in columns]
         numbers = []
         cells: list[list[str | None]] = [[] for _ in columns]
@@ -169,7 +161,7 @@ class DelimitedSource:
                 continue
             try:
                 row, num_more = self._row(line, lines.all()[number - first + 1 : number - first + 1 + MAX_ROW_LINES])
-            except UnicodeDecodeError:
+            except UnicodeError:
                 on_reject(number, RejectReason.NOT_UTF8, lines.text(number))
                 continue
             except csv.Error:
@@ -184,20 +176,21 @@ class DelimitedSource:
             for column, at in zip(cells, where, strict=True):
                 column.append(row[at] or None)
         arrays = {name: pa.array(column, pa.string()) for name, column in zip(columns, cells, strict=True)}
-        return np.array(numbers, np.int64), arrays, []
+        return np.array(numbers, np.int64), arrays
 
     def _row(self, line: bytes, following: Sequence[bytes]) -> tuple[list[str], int]:
         """Parse a row, which may go on over following lines if a quote is open: its cells, and how many lines more.
 
         Raises:
-            UnicodeDecodeError, csv.Error: the line is no row, and no beginning of one.
+            UnicodeError, csv.Error: the line is no row, and no beginning of one.
         """
         text = line.decode().rstrip("\r")
-        if not self._quote or text.count('"') % 2 == 0:
+        if not _is_open(text, self._delimiter, self._quote):
             return _parse(text, self._delimiter, self._quote), 0
         for num_more, more in enumerate(following, 1):
-            text += "\n" + more.decode().rstrip("\r")
-            if more.count(b'"') % 2:
+            text += "\n" + more.decode(errors="surrogateescape").rstrip("\r")
+            if b'"' in more and not _is_open(text, self._delimiter, self._quote):
+                text.encode()  # raises where a line was not UTF-8
                 row = _parse(text, self._delimiter, self._quote)
                 if len(row) == len(self._columns):
                     return row, num_more
@@ -205,25 +198,33 @@ class DelimitedSource:
         raise csv.Error("a quote is not closed")
 
 
+def _is_open(text: str, delimiter: str, quote: str) -> bool:
+    """Whether a quote is open at the end of a text.
+
+    Raises:
+        csv.Error: a quote is closed where no cell ends.
+    """
+    if not quote:
+        return False
+    try:
+        _parse(text, delimiter, quote)
+    except csv.Error as error:
+        if "unexpected end of data" not in str(error):
+            raise
+        return True
+    return False
+
+
 def _parse(text: str, delimiter: str, quote: str) -> list[str]:
+    """Part a row into its cells.
+
+    Raises:
+        csv.Error: quotes are not where they may be.
+    """
     if not quote:
         return text.split(delimiter)
-    return next(csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, quotechar=quote), [])
-
-
-def _decoded(array: Any) -> tuple[Any, list[int]]:
-    """Read bytes as UTF-8: strings, null where they are not UTF-8, and the places of those."""
-    if array.type == pa.string():
-        return array, []
-    try:
-        return pc.cast(array, pa.string()), []
-    except pa.ArrowInvalid:
-        texts: list[str | None] = []
-        bad = []
-        for at, raw in enumerate(array.to_pylist()):
-            try:
-                texts.append(None if raw is None else raw.decode())
-            except UnicodeDecodeError:
-                texts.append(None)
-                bad.append(at)
-        return pa.array(texts, pa.string()), bad
+    reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, quotechar=quote, strict=True)
+    cells = next(reader, [])
+    if next(reader, None) is not None:
+        raise csv.Error("more than a row")
+    return cells

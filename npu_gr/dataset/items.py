@@ -13,15 +13,18 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from datetime import date
+from decimal import Decimal
 from typing import Any
 
 import numpy as np
+import orjson
 
 from npu_gr.core.errors import DataError
 from npu_gr.core.names import MAX_NAME_BYTES
 from npu_gr.core.words import quoted
 from npu_gr.dataset.actions import bucket_names, bucket_of
-from npu_gr.dataset.arrow import as_text, pa, pc
+from npu_gr.dataset.arrow import as_text, is_text, pa, pc
 from npu_gr.dataset.columns import CellKind, Column, choose_item_columns, kind_of
 from npu_gr.dataset.names import MISSING, has_point, texts_of, too_long
 from npu_gr.dataset.rejects import OnReject, RejectReason
@@ -132,15 +135,13 @@ def _kind(name: str, array: Any, source: Source) -> str:
         return "blanks"
     if declared == "token":
         return "text"
-    kind = kind_of(array)
-    if kind is CellKind.LIST:
+    if pa.types.is_list(array.type):
         return "list"
+    kind = kind_of(array)
     if kind in (CellKind.NUMBER, CellKind.INTEGER) and not name.lower().endswith("id"):
         return "number"
-    if kind is CellKind.TEXT:
-        texts = pc.drop_null(as_text(array))
-        if pc.any(pc.match_substring(texts, "|")).as_py():
-            return "bars"
+    if is_text(array) and pc.any(pc.match_substring(array, "|")).as_py():
+        return "bars"
     return "text"
 
 
@@ -211,5 +212,7 @@ def _plain(cell: Any) -> str:
         return cell
     if isinstance(cell, list):
         return " ".join(map(_plain, cell))
-    text: str = as_text(pa.array([cell]))[0].as_py() or ""
-    return text
+    if isinstance(cell, bool | int | float | Decimal | date):
+        text: str = as_text(pa.array([cell]))[0].as_py() or ""
+        return text
+    return orjson.dumps(cell, default=str).decode()

@@ -1,6 +1,6 @@
 """Names of users, items and events on their way through a log: text to code, each distinct text once.
 
-Memory: about 200 bytes a user, and 250 an item, of names of 36 characters (tests/dataset/test_memory.py).
+Memory: about 220 bytes a user whose name has 36 characters, and 400 an item whose name has 12, until all is written.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def texts_of(array: Any, *, with_point: bool = False) -> tuple[Any, npt.NDArray[
     Returns:
         A dictionary-encoded array of strings, null where a name is missing; and bool [n]: whether it is missing.
     """
-    if pa.types.is_list(array.type) or pa.types.is_large_list(array.type) or pa.types.is_fixed_size_list(array.type):
+    if pa.types.is_list(array.type):
         array = pa.array([cell[0] if cell is not None and len(cell) == 1 else None for cell in array.to_pylist()])
     text = as_text(array)
     if with_point:

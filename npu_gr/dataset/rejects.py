@@ -63,7 +63,7 @@ class Rejects:
         self.counts[reason] += 1
         self.first.setdefault(reason, number)
         if self.total <= MAX_WRITTEN:
-            record = {"file": self._name, self._place: number, "reason": reason.value, "row": row[:MAX_ROW_CHARS]}
+            record = {"file": self._name, self._place: number, "reason": reason.value, "text": row[:MAX_ROW_CHARS]}
             self._file.write(json.dumps(record) + "\n")
 
     @property

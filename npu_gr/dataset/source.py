@@ -18,7 +18,7 @@ class RowBatch:
     """Some rows. n = number of rows."""
 
     numbers: I64  # [n] line or row of each, counted from 1
-    columns: dict[str, Any]  # name -> pyarrow array [n]; text as strings, missing cells as null
+    columns: dict[str, Any]  # name -> plain pyarrow array [n] (arrow.py); missing cells are null
     text: Callable[[int], str]  # row i as its file has it, for a person
 
 

@@ -22,14 +22,14 @@ def summary(manifest: Mapping[str, Any], out: Path) -> str:
 def _lines(manifest: Mapping[str, Any], out: Path) -> Iterator[str]:
     yield f"{manifest['log']['name']}: {manifest['log']['format']}"
     for role, column in manifest["columns"].items():
-        yield f"  {role:18} {quoted(column['name'])} ({column['why']})"
-    yield f"  {'times':18} {manifest['times']}, {_day(manifest['first_time'])} to {_day(manifest['last_time'])}"
+        yield f"  {role:14} {quoted(column['name'])} ({column['why']})"
+    yield f"  {'times':14} {manifest['times']}, {_day(manifest['first_time'])} to {_day(manifest['last_time'])}"
     actions = manifest["actions"]
-    yield f"  {'actions':18} {', '.join(_actions(actions['names'], actions['events']))}"
+    yield f"  {'actions':14} {', '.join(_actions(actions['names'], actions['events']))}"
     for feature in manifest["features"]:
-        yield f"  {'feature':18} {quoted(feature['name'])} ({feature['kind']})"
+        yield f"  {'feature':14} {quoted(feature['name'])} ({feature['kind']})"
     for name, why in manifest["left_out"].items():
-        yield f"  {'no feature':18} {quoted(name)}: {why}"
+        yield f"  {'no feature':14} {quoted(name)}: {why}"
     items = manifest["items"]
     yield f"{manifest['events']:,} events, {manifest['users']:,} users, {items['with_events']:,} items"
     if items["all"] > items["with_events"] or items["without_row"] or items["with_title"]:

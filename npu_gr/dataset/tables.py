@@ -11,7 +11,7 @@ import numpy as np
 import orjson
 
 from npu_gr.core.errors import DataError
-from npu_gr.dataset.arrow import pa, pq
+from npu_gr.dataset.arrow import pa, plain, pq
 from npu_gr.dataset.rejects import OnReject
 from npu_gr.dataset.source import OnProgress, RowBatch, ignore_progress, ignore_reject
 
@@ -116,8 +116,7 @@ def _batch(first: int, batch: Any, columns: Sequence[str]) -> RowBatch:
     table = pa.Table.from_batches([batch])
     while any(pa.types.is_struct(field.type) for field in table.schema):
         table = table.flatten()
-    table = table.select(list(columns)).combine_chunks()
-    arrays = {name: _one(table[name]) for name in columns}
+    arrays = {name: plain(table[name].combine_chunks()) for name in columns}
     return RowBatch(
         numbers=np.arange(first, first + batch.num_rows),
         columns=arrays,
@@ -125,7 +124,3 @@ def _batch(first: int, batch: Any, columns: Sequence[str]) -> RowBatch:
             {name: array[row].as_py() for name, array in arrays.items()}, default=str, option=orjson.OPT_NON_STR_KEYS
         ).decode(),
     )
-
-
-def _one(chunked: Any) -> Any:
-    return chunked.chunk(0) if chunked.num_chunks == 1 else chunked.combine_chunks()

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from npu_gr.core.errors import DataError
 from npu_gr.core.request import I64
-from npu_gr.dataset.arrow import NUMBER, is_text, pa, pc
+from npu_gr.dataset.arrow import NUMBER, is_instant, is_text, pa, pc
 from npu_gr.dataset.rejects import CODES, RejectReason
 
 US_PER_S = 1_000_000
@@ -54,9 +54,7 @@ class TimeKind:
 
     def read(self, array: Any) -> Times:
         """Read the times of some rows."""
-        if pa.types.is_dictionary(array.type):
-            array = array.dictionary_decode()
-        if pa.types.is_temporal(array.type) and not pa.types.is_time(array.type):
+        if is_instant(array):
             zone = array.type.tz if _has_zone(array) else None
             found = pc.cast(pc.cast(array, pa.timestamp("us", zone), safe=False), pa.int64())
         elif self.pattern:
@@ -103,9 +101,7 @@ def recognise(array: Any, name: str, unit: str = "", pattern: str = "") -> TimeK
     Raises:
         DataError: nothing of it looks like a time; the message has the option that helps.
     """
-    if pa.types.is_dictionary(array.type):
-        array = array.dictionary_decode()
-    if pa.types.is_temporal(array.type) and not pa.types.is_time(array.type):
+    if is_instant(array):
         zone = array.type.tz if _has_zone(array) else None
         return TimeKind(unit=ISO, words=f"{array.type}" + ("" if zone else ", UTC assumed"))
     if pattern:

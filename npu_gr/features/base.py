@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Literal, NamedTuple, Protocol
 
@@ -120,6 +121,21 @@ class HistoryStore(Protocol):
 
     async def read(self, user: UserKey, last: int) -> StoredHistory:
         """The newest `last` >= 0 events, oldest first; none for an unknown user."""
+        ...
+
+    async def actions(self) -> tuple[str, ...]:
+        """The names of the actions whose numbers are kept; none = no event was written under a name yet."""
+        ...
+
+    async def name_actions(self, names: Sequence[str]) -> tuple[str, ...]:
+        """Remember what the numbers of actions mean; durable when it returns.
+
+        Args:
+            names: by number. They take the place of those that are remembered if they begin with them.
+
+        Returns:
+            The names that are remembered then: other ones if `names` do not begin with them.
+        """
         ...
 
     async def erase(self, user: UserKey) -> bool:

@@ -29,6 +29,7 @@ from npu_gr.features import embedded_file as file
 from npu_gr.features.base import HistoryConfig, IdempotencyKey, StoredHistory, StoreHealth, key_bytes
 from npu_gr.features.embedded_check import quick_check
 from npu_gr.features.embedded_overwrite import MAX_LOG_BYTES, RowOverwrites
+from npu_gr.features.named_actions import read_names, write_names
 
 log = logging.getLogger(__name__)
 
@@ -120,6 +121,12 @@ class EmbeddedStore:
             return await loop.run_in_executor(self._readers, self._read, key_bytes(user), last)
         except sqlite3.Error as error:
             raise file.failed("read", error) from error
+
+    async def actions(self) -> tuple[str, ...]:
+        return tuple(await self._submit(read_names))
+
+    async def name_actions(self, names: Sequence[str]) -> tuple[str, ...]:
+        return tuple(await self._submit(lambda db: write_names(db, names)))
 
     async def erase(self, user: UserKey) -> bool:
         key = key_bytes(user)

@@ -24,6 +24,7 @@ from npu_gr.features.base import EVENT, MAX_EVENTS, unpack
 from npu_gr.features.damage import Found
 from npu_gr.features.embedded_file import CHUNK
 from npu_gr.features.embedded_overwrite import RowOverwrites
+from npu_gr.features.named_actions import read_names, write_names
 
 log = logging.getLogger(__name__)
 
@@ -210,6 +211,8 @@ def _save(old: sqlite3.Connection, new: sqlite3.Connection) -> Repaired:
         except StoreFailed:
             done.bad_users.add(key)
     new.execute("BEGIN IMMEDIATE")
+    with suppress(sqlite3.Error, StoreFailed):  # damaged, or an older version's file: the next append names them again
+        write_names(new, read_names(old))
     for key, chunks in walk.chunks():
         first, total = extents.pop(key, (0, -1))
         good = _good(key, chunks, total)

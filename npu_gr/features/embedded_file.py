@@ -3,6 +3,7 @@
     users    user -> first, total: events [0, first) were given up, [first, total) are kept
     chunks   user, chunk -> `CHUNK` events; the last chunk may be shorter
     keys     user, idempotency key -> what the append that brought it was, and what it answered
+    actions  number -> name of an action, see `named_actions`
 
 Each row has the checksum of its fields, which is checked whenever the row is read. Rows of schema 0 have none until
 they are written again.
@@ -20,6 +21,7 @@ from typing import IO, NamedTuple
 from npu_gr.core.errors import ConfigError, StoreFailed, StoreFault, Unprocessable
 from npu_gr.core.private import open_private
 from npu_gr.core.request import Events
+from npu_gr.features import named_actions
 from npu_gr.features.base import EVENT, IdempotencyKey, StoredHistory, pack, unpack
 from npu_gr.features.checksum import check_row, damaged, row_sum
 
@@ -95,6 +97,7 @@ def prepare(db: sqlite3.Connection) -> None:
         for statement in filter(str.strip, _TABLES.split(";")):
             db.execute(statement)
         db.execute(f"PRAGMA user_version = {SCHEMA}")
+    db.execute(named_actions.TABLE)  # older versions do without it
     db.execute("COMMIT")
 
 

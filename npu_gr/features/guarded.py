@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Protocol, TypeVar
 
 from npu_gr.core.errors import RequestError, StoreFailed, StoreFault
@@ -251,6 +251,12 @@ class GuardedStore:
 
     async def read(self, user: UserKey, last: int) -> StoredHistory:
         return await self.reads.call("read", lambda: self._store.read(user, last))
+
+    async def actions(self) -> tuple[str, ...]:
+        return await self.reads.call("read", lambda: self._store.actions())
+
+    async def name_actions(self, names: Sequence[str]) -> tuple[str, ...]:
+        return await self.writes.call("append", lambda: self._store.name_actions(names))
 
     async def erase(self, user: UserKey) -> bool:
         return await self.writes.call("erase", lambda: self._store.erase(user))

@@ -4,6 +4,7 @@
     npu_gr:{user}:first   events given up before them
     npu_gr:{user}:keys    idempotency key -> digest of its events, its answer, and a checksum of both
     npu_gr:{user}:order   idempotency keys by their time
+    npu_gr:actions        names of the actions by number, see `named_actions`
     npu_gr:{user}:events  records without checksums, of an older version: moved to `log` when they are first met
 
 An append is one script, and so is a read: an append is atomic, and a read sees one state. Durability is the server's
@@ -15,11 +16,12 @@ from __future__ import annotations
 
 import base64
 import logging
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from npu_gr.core.errors import ConfigError, StoreFailed, StoreFault, Unprocessable
 from npu_gr.core.request import Events, UserKey
+from npu_gr.features import named_actions
 from npu_gr.features.base import EVENT, HistoryConfig, IdempotencyKey, StoredHistory, StoreHealth, key_bytes, unpack
 from npu_gr.features.checksum import CHECKED, damaged, pack_checked, unpack_checked
 from npu_gr.features.redis_tls import is_in_clear, tls_options, tls_trouble
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _HOW = "redis://, rediss:// or unix://, and what a password has of / ? # @ : percent-encoded"
+_ACTIONS = "npu_gr:actions"
 _OLD = -1  # records of an older version are there: move them, then ask again
 _OTHER = -2  # the idempotency key came with other events
 _BAD = -3  # the idempotency key's entry is damaged
@@ -102,6 +105,7 @@ class RedisStore:
         self._append = client.register_script(_APPEND)
         self._read = client.register_script(_READ)
         self._move = client.register_script(_MOVE)
+        self._name = client.register_script(named_actions.WRITE)
         self.health = StoreHealth()
 
     @classmethod
@@ -177,6 +181,13 @@ class RedisStore:
         first, data = answer
         return StoredHistory(unpack_checked(key_bytes(user), data), int(first))
 
+    async def actions(self) -> tuple[str, ...]:
+        return _texts(await self._run(self._client.lrange(_ACTIONS, 0, -1)))
+
+    async def name_actions(self, names: Sequence[str]) -> tuple[str, ...]:
+        raw = [name.encode("utf-8", "surrogatepass") for name in names]
+        return _texts(await self._run(self._name([_ACTIONS], raw)))
+
     async def erase(self, user: UserKey) -> bool:
         await self._run(self._client.unlink(*_keys(user)))
         return True  # there is no file of ours; what the server's own files keep until it rewrites them is its matter
@@ -217,6 +228,10 @@ def _unnamed() -> dict[str, Any]:
     except ImportError:
         return {}
     return {"driver_info": None}
+
+
+def _texts(raw: list[bytes]) -> tuple[str, ...]:
+    return tuple(name.decode("utf-8", "surrogatepass") for name in raw)
 
 
 def _keys(user: UserKey) -> list[str]:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 
-from npu_gr.core.errors import BadRequest, StoreFailed, UnknownPrefix, Unprocessable
+from npu_gr.core.errors import BadRequest, StoreFailed, Unavailable, UnknownPrefix, Unprocessable
 from npu_gr.core.request import FROM_STORE, I64, Events, HistoryOrigin, HistoryRef, HistorySource, UserKey
 from npu_gr.features.base import FailurePolicy, HistoryStore, StoredHistory
+from npu_gr.features.named_actions import difference
 from npu_gr.features.prefix_history_cache import PrefixHistoryCache
 from npu_gr.metrics.registry import Metrics
 
@@ -21,6 +22,7 @@ class Histories:
         cut_step_tokens: int,
         on_failure: FailurePolicy,
         metrics: Metrics,
+        action_names: Callable[[], Sequence[str]] = tuple,
     ) -> None:
         """Read nothing yet.
 
@@ -30,12 +32,15 @@ class Histories:
             cut_step_tokens: a window's start moves in steps of this, so this many events are read before it.
             on_failure: what a request gets whose history cannot be read.
             metrics: where degraded reads are counted.
+            action_names: of the ranker in service; none = nobody says what the numbers of actions mean.
         """
         self.store = store
         self.cache = cache
         self._cut_step_tokens = cut_step_tokens
         self._on_failure = on_failure
         self._metrics = metrics
+        self._action_names = action_names
+        self._num_named = 0  # actions that the store is known to have under our names
         self._num_erasures = 0  # begun or ended
 
     def reconfigure(self, cache_bytes: int, cut_step_tokens: int, tenant_weights: Mapping[str, float]) -> None:
@@ -129,11 +134,27 @@ class Histories:
 
         Raises:
             Unprocessable: there is no store, or the key was used for other events.
+            Unavailable: the store was filled with other actions.
             StoreFailed: the store failed, or did not answer in time; then the events may be stored, or will be.
         """
         if self.store is None:
             raise Unprocessable("events: this instance has no history store (features.kind is none)")
+        await self._name_actions(self.store, int(events.actions.max(initial=-1)))
         return await self.store.append(user, events, key)
+
+    async def _name_actions(self, store: HistoryStore, last: int) -> None:
+        """Let the store remember what the numbers up to `last` mean, before an event uses them.
+
+        Raises:
+            Unavailable: they mean something else there. StoreFailed: the store failed.
+        """
+        names = self._action_names()[: last + 1]
+        if len(names) <= self._num_named:
+            return
+        kept = await store.name_actions(names)
+        if told := difference(kept[: len(names)], names):
+            raise Unavailable(f"the history store was filled with other actions: {told}")
+        self._num_named = len(names)
 
     def knows(self, user: UserKey) -> bool:
         """Whether this process remembers behaviours of the user. The store is not asked."""

@@ -19,11 +19,12 @@ from npu_gr.admission.brownout import BrownoutControl
 from npu_gr.admission.door import Door
 from npu_gr.backend.base import Backend
 from npu_gr.backend.choose import choose
-from npu_gr.core.errors import NpuGrError
+from npu_gr.core.errors import ConfigError, NpuGrError, StoreFailed
 from npu_gr.core.tasks import running
 from npu_gr.engine.scheduler import Scheduler
 from npu_gr.features.base import HistoryStore
 from npu_gr.features.guarded import GuardedStore
+from npu_gr.features.named_actions import difference
 from npu_gr.features.prefix_history_cache import PrefixHistoryCache
 from npu_gr.features.store import open_store
 from npu_gr.jobs.histories import Histories
@@ -73,11 +74,12 @@ async def instance(
         if (opened := await open_store(config.features)) is not None:
             store = GuardedStore(opened, config.features, metrics.store)
             stack.push_async_callback(store.close)
+            await check_store(opened, versions, config)
             metrics.store.observe(store)
         shared = Shared(
             settings=settings,
             versions=versions,
-            histories=_histories(config, store, metrics),
+            histories=_histories(config, store, versions, metrics),
             vectors=None if config.match is None else ServedVectors(config.match, backend),
             scheduler=scheduler,
             metrics=metrics,
@@ -193,10 +195,38 @@ async def open_models(config: Config, backend: Backend, scheduler: Scheduler, me
     return versions
 
 
-def _histories(config: Config, store: HistoryStore | None, metrics: Metrics) -> Histories:
+async def check_store(store: HistoryStore, versions: Versions, config: Config) -> None:
+    """Check that the numbers of actions in the store are those of the ranker; what cannot be read is not compared.
+
+    Raises:
+        ConfigError: they are not.
+    """
+    if versions.rankers is None:
+        return
+    try:
+        kept = await store.actions()
+    except StoreFailed as error:
+        log.error("the actions of the history store are not compared with the ranker's: %s", error)
+        return
+    if told := difference(kept, versions.ranker().model.actions):
+        raise ConfigError(
+            f"features: the history store was filled with other actions than {config.checkpoint} has: {told}; "
+            "name a checkpoint whose actions begin with those of the store, or another store (features.path, "
+            "features.url) and load the log into it"
+        )
+
+
+def _histories(config: Config, store: HistoryStore | None, versions: Versions, metrics: Metrics) -> Histories:
     cache = PrefixHistoryCache(config.service.known_prefix_bytes)
     cache.resize(config.service.known_prefix_bytes, config.admission.tenant_weights)
-    return Histories(store, cache, config.service.cut_step_tokens, config.features.on_failure, metrics)
+    return Histories(
+        store,
+        cache,
+        config.service.cut_step_tokens,
+        config.features.on_failure,
+        metrics,
+        lambda: () if versions.rankers is None else versions.rankers.current.model.actions,
+    )
 
 
 def observe(metrics: Metrics, settings: InForce, scheduler: Scheduler, service: Service) -> None:

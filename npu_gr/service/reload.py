@@ -22,7 +22,7 @@ from npu_gr.admission.brownout import BrownoutControl
 from npu_gr.admission.door import Door
 from npu_gr.core.errors import ConfigError, NpuGrError, Unavailable
 from npu_gr.core.kinds import GENERATE, RANK
-from npu_gr.core.words import cut
+from npu_gr.features.named_actions import difference
 from npu_gr.jobs.coverage import CoverageRule
 from npu_gr.jobs.generation import Generation
 from npu_gr.jobs.histories import Histories
@@ -73,13 +73,11 @@ def check_actions(old: Sequence[str], new: Sequence[str]) -> None:
     Raises:
         ConfigError: names the first that differs.
     """
-    for index, name in enumerate(old):
-        if index >= len(new) or new[index] != name:
-            is_now = f"it is {cut(new[index])!r}" if index < len(new) else f"there are only {len(new)}"
-            raise ConfigError(
-                f"checkpoint: action {index} is {cut(name)!r} in the version that serves, and here {is_now}; histories "
-                "hold these numbers, so actions may only be added at the end: train on a dataset that keeps the order"
-            )
+    if told := difference(old, new):
+        raise ConfigError(
+            f"checkpoint: the version that serves has other actions: {told}; histories hold these numbers, so actions "
+            "may only be added at the end: train on a dataset that keeps their order"
+        )
 
 
 class Reload:

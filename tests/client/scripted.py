@@ -16,6 +16,7 @@ HISTORY = {
     "unknown_items": 0,
     "source": "request",
     "fault": "",
+    "sorted_events": 0,
 }
 RANKED = {
     "request_id": "r",

@@ -369,6 +369,23 @@ async def test_tls_with_a_certificate_of_its_own(authority: Authority, tmp_path:
     assert len(service.asked) == 1
 
 
+async def test_a_broken_connection_makes_nobody_unready() -> None:
+    async with (
+        scripted(Answer(b"", closes=True), answer({"ready": True}), problem(503, "it starts")) as service,
+        AsyncClient(service.url, timeout_s=LONG_S) as client,
+    ):
+        assert await client.is_ready()
+        assert not await client.is_ready()
+    assert len(service.asked) == 3
+
+
+async def test_a_user_is_no_step_in_a_path() -> None:
+    gone = Answer(b"HTTP/1.1 204 No Content\r\n\r\n")
+    async with scripted(gone) as service, AsyncClient(service.url, tenant="a&b", timeout_s=LONG_S) as client:
+        await client.erase("../models")
+    assert service.asked[0].path == "/v1/users/%2E%2E%2Fmodels?tenant=a%26b"
+
+
 async def test_a_path_of_a_gateway_is_kept() -> None:
     async with scripted(GOOD) as service, AsyncClient(f"{service.url}/gateway/", timeout_s=LONG_S) as client:
         await client.rank("u", [1, 2])

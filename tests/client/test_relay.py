@@ -120,9 +120,10 @@ async def test_the_ranks_own_failures_are_raised() -> None:
 async def test_an_error_of_the_body_ends_the_signal() -> None:
     async with scripted(HANG) as service, AsyncClient(service.url, timeout_s=LONG_S) as client:
         with pytest.raises(ZeroDivisionError):  # noqa: PT012  (the block is what is tested)
-            async with client.relay("u"):
+            async with client.relay("u") as relay:
                 await until(lambda: len(service.asked) == 1)
                 raise ZeroDivisionError
+        assert relay.failure is None, "it was not waited for"
         await until(lambda: service.num_left == 1)
 
 

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import sqlite3
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -68,6 +69,12 @@ class Scripted:
     async def read(self, user: UserKey, last: int) -> StoredHistory:
         await self._do()
         return StoredHistory(events(3), 0)
+
+    async def actions(self) -> tuple[str, ...]:
+        raise NotImplementedError
+
+    async def name_actions(self, names: Sequence[str]) -> tuple[str, ...]:
+        raise NotImplementedError
 
     async def erase(self, user: UserKey) -> bool:
         await self._do()

@@ -186,7 +186,7 @@ async def test_a_reload_brings_other_names_beside_the_same_weights(folder: Path)
 async def test_a_new_item_is_answered_by_its_name_and_withdrawn_by_it(folder: Path) -> None:
     name = 'NEW, "one"'
     asked: dict[str, Any] = {"user_id": "u", "num_items": 2, "fields": ["title"], "allow_items": [name, 3]}
-    asked["history"] = {"items": [3, 10, 17], "actions": ["view"] * 3, "timestamps": [1, 2, 3]}
+    asked["history"] = {"items": [5, 10, 17], "actions": ["view"] * 3, "timestamps": [1, 2, 3]}
     async with serving(folder, generate=section(folder)) as (client, _):
         before = await post(client, "/v1/generate", **asked)
         assert (before["items"], before["titles"]) == ([3], [None])

@@ -5,10 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
+from aiohttp.test_utils import TestClient
 
-from npu_gr.core.errors import ConfigError
+from npu_gr.core.errors import ConfigError, Unavailable
+from npu_gr.core.request import Events, UserKey
 from npu_gr.model.weights import Checkpoint, save
 from npu_gr.service.reload import check_actions
 from tests.models import tiny_model
@@ -37,9 +40,9 @@ async def test_actions_grow_at_their_end_and_nowhere_else(tmp_path: Path) -> Non
                 return str(answer.get("detail"))
 
         assert (await reload("other", 422)).startswith(
-            "reload: checkpoint: action 1 is 'cart' in the version that serves, and here it is 'buy'; histories hold"
+            "reload: checkpoint: the version that serves has other actions: action 1 is 'cart' there, and 'buy' here"
         )
-        assert "action 2 is 'buy' in the version that serves, and here there are only 2" in await reload("fewer", 422)
+        assert "action 2 is 'buy' there, and here there are only 2" in await reload("fewer", 422)
         assert service.versions.ranker().version == old
         assert not service.versions.is_draining
         await reload("more", 200)
@@ -60,7 +63,63 @@ async def test_actions_grow_at_their_end_and_nowhere_else(tmp_path: Path) -> Non
 )
 def test_the_new_ones_begin_with_the_old_ones(old: str, new: str, is_refused: bool) -> None:
     if is_refused:
-        with pytest.raises(ConfigError, match=r"checkpoint: action \d is '.' in the version that serves"):
+        with pytest.raises(ConfigError, match=r"has other actions: action \d is '.' there, and "):
             check_actions(old, new)
     else:
         check_actions(old, new)
+
+
+async def test_a_start_on_a_store_of_other_actions_is_refused(tmp_path: Path) -> None:
+    for seed, name, actions in ((1, "old", "abc"), (2, "other", "acb"), (3, "fewer", "a"), (4, "more", "abcd")):
+        write_ranker(tmp_path / name, seed, *actions)
+
+    def use(name: str) -> dict[str, Any]:
+        return {"checkpoint": str(tmp_path / name)}
+
+    async def append(client: TestClient[Any, Any], *numbers: int) -> None:
+        raw = {
+            "items": np.full(len(numbers), FIRST_ID, "<i8").tobytes(),
+            "actions": np.array(numbers, "<i2").tobytes(),
+            "timestamps": np.arange(len(numbers), dtype="<i8").tobytes(),
+        }
+        body = msgspec.msgpack.encode({"user_id": "u", "events": raw})
+        headers = {"Content-Type": "application/msgpack"}
+        async with client.post("/v1/events", data=body, headers=headers) as response:
+            assert response.status == 200, await response.text()
+
+    async with serving(tmp_path, **use("old")):
+        pass
+    async with serving(tmp_path, **use("other")):  # nothing was written: nothing is contradicted
+        pass
+    async with serving(tmp_path, **use("old")) as (client, _):
+        await append(client, 0)
+    async with serving(tmp_path, **use("other")):  # all that was written is the action 0
+        pass
+    async with serving(tmp_path, **use("more")) as (client, _):
+        await append(client, 1, 0)
+        await append(client, 2)
+    for name, told in (
+        ("other", "action 1 is 'b' there, and 'c' here"),
+        ("fewer", "action 1 is 'b' there, and here there are only 1"),
+    ):
+        with pytest.raises(ConfigError) as error:
+            async with serving(tmp_path, **use(name)):
+                pass
+        assert str(error.value).startswith("features: the history store was filled with other actions than ")
+        assert told in str(error.value)
+        assert "another store (features.path" in str(error.value)
+    async with serving(tmp_path, **use("old")) as (client, _):
+        await append(client, 2)
+
+
+async def test_an_append_under_other_names_is_refused(tmp_path: Path) -> None:
+    """Two instances began on one empty store; the first append decides."""
+    write_ranker(tmp_path / "ranker", 1, "view", "buy")
+    async with serving(tmp_path, checkpoint=str(tmp_path / "ranker")) as (_, service):
+        store = service.parts.histories.store
+        assert store is not None
+        assert await store.name_actions(["view", "cart"]) == ("view", "cart")
+        with pytest.raises(Unavailable, match="filled with other actions: action 1 is 'cart' there, and 'buy' here"):
+            await service.parts.histories.append(UserKey("", "u"), Events.make([FIRST_ID], [1], [0]))
+        await service.parts.histories.append(UserKey("", "u"), Events.make([FIRST_ID], [0], [0]))
+        assert await store.actions() == ("view", "cart")

@@ -1,0 +1,211 @@
+"""A row that cannot be used is counted by its reason and written to a file, and never takes another one with it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from npu_gr.core.errors import DataError
+from npu_gr.dataset import PrepareOptions, blocks, prepare, read_log, rejects
+from npu_gr.dataset.delimited import DelimitedSource
+from npu_gr.dataset.rejects import RejectReason
+
+HEAD = b"user_id,item_id,ts,note\n"
+GOOD = b"u,i,1700000000,x\n"
+
+
+def lenient() -> PrepareOptions:
+    return PrepareOptions(max_rejected_ratio=1)
+
+
+def rejected(folder: Path) -> list[tuple[int, str]]:
+    lines = [json.loads(line) for line in (folder / "rejected.jsonl").read_text().splitlines()]
+    return [(line.get("line", line.get("row")), line["reason"]) for line in lines]
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        (b"u,i,1700000000", RejectReason.CELLS),
+        (b"garbage", RejectReason.CELLS),
+        (b"u,i,1700000000,x,more", RejectReason.CELLS),
+        (b'u,"i,1700000000,x', RejectReason.QUOTE),
+        (b'u,"i,1700000000,x\nu,i,1700000001,x\nu,i,1700000002,"x', RejectReason.QUOTE),
+        (b"\xffu,i,1700000000,x", RejectReason.NOT_UTF8),
+        (b",i,1700000000,x", RejectReason.NO_USER),
+        (b"NULL,i,1700000000,x", RejectReason.NO_USER),
+        (b"u,,1700000000,x", RejectReason.NO_ITEM),
+        (b"u,\\N,1700000000,x", RejectReason.NO_ITEM),
+        (b"u,i,,x", RejectReason.NO_TIME),
+        (b"u,i,soon,x", RejectReason.UNREADABLE_TIME),
+        (b"u,i,1700000000000,x", RejectReason.OTHER_UNIT),
+        (b"u,i,0,x", RejectReason.EARLY),
+        (b"u,i,99999999999,x", RejectReason.LATE),
+        (b"u" * 129 + b",i,1700000000,x", RejectReason.LONG_USER),
+        (b"u," + "é".encode() * 257 + b",1700000000,x", RejectReason.LONG_ITEM),
+    ],
+    ids=str,
+)
+def test_a_broken_row_is_named_by_its_line(row: bytes, reason: RejectReason, tmp_path: Path) -> None:
+    log = tmp_path / "log.csv"
+    log.write_bytes(HEAD + GOOD + row + b"\n" + b"v,j,1700000009,y\n" * 1 + b"\n" + b"broken\n" + b"w,k,1700000008,z")
+    prepared = prepare(log, tmp_path / "data", PrepareOptions(max_rejected_ratio=0.9))
+    assert prepared.num_rejected == sum(one["rows"] for one in prepared.manifest["rejected"].values())
+    assert (3, reason.value) in rejected(tmp_path / "data")
+    last = 3 + row.count(b"\n") + 3
+    assert (last, RejectReason.CELLS.value) in rejected(tmp_path / "data")
+    assert {"u", "v", "w"} <= set(read_log(tmp_path / "data").user_names)
+
+
+def test_a_stray_quote_never_takes_its_neighbours(tmp_path: Path) -> None:
+    log = tmp_path / "log.csv"
+    rows = [f"u{at},i{at},{1_700_000_000 + at},x" for at in range(500)]
+    for at in (100, 200):
+        rows[at] = f'u{at},"i{at},{1_700_000_000 + at},x'
+    log.write_bytes(HEAD + "\n".join(rows).encode())
+    assert prepare(log, tmp_path / "data").manifest["events"] == 498
+    assert rejected(tmp_path / "data") == [(102, RejectReason.QUOTE), (202, RejectReason.QUOTE)]
+
+
+def test_cells_with_newlines_and_separators_are_one_cell(tmp_path: Path) -> None:
+    log = tmp_path / "log.csv"
+    log.write_bytes(HEAD + b'u,"a,b",1700000000,"two\nlines, ""quoted"""\r\nu,"say ""hi""",1700000001,\r\n')
+    dataset = prepare(log, tmp_path / "data").dataset
+    assert dataset.names.names(dataset.interactions().items) == ["a,b", 'say "hi"']
+
+
+@pytest.mark.parametrize("num_bytes", [16, 40, 90])
+def test_blocks_end_anywhere(num_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blocks, "BLOCK_BYTES", num_bytes)
+    rows = [f'u{at},"i\n{at}",{1_700_000_000 + at},"a, ""b"""' for at in range(40)]
+    rows[7] = "bad"
+    (tmp_path / "log.csv").write_text("\ufeff" + HEAD.decode() + "\n".join(rows), encoding="utf-8")
+    dataset = prepare(tmp_path / "log.csv", tmp_path / "data").dataset
+    assert dataset.names.names(dataset.interactions().items) == [f"i\n{at}" for at in range(40) if at != 7]
+    assert rejected(tmp_path / "data") == [(2 + 7 * 2, RejectReason.CELLS)]
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        (b"{", RejectReason.NOT_JSON),
+        (b"[1, 2]", RejectReason.NOT_JSON),
+        (b"[" * 100_000, RejectReason.NOT_JSON),
+        (b'{"user_id": "\xff", "item_id": 7, "ts": 1700000000}', RejectReason.NOT_JSON),
+        (b'{"user_id": NaN, "item_id": 7, "ts": 1700000000}', RejectReason.NOT_JSON),
+        (b'{"item_id": 7, "ts": 1700000000}', RejectReason.NO_USER),
+        (b'{"user_id": null, "item_id": 7, "ts": 1700000000}', RejectReason.NO_USER),
+        (b'{"user_id": "u", "item_id": [1, 2], "ts": 1700000000}', RejectReason.NO_ITEM),
+        (b'{"user_id": "u", "item_id": 7, "ts": true}', RejectReason.UNREADABLE_TIME),
+    ],
+)
+def test_a_broken_json_line_is_named(line: bytes, reason: RejectReason, tmp_path: Path) -> None:
+    good = b'{"user_id": 7, "item_id": 42.0, "ts": 1700000000}\n'
+    (tmp_path / "log.jsonl").write_bytes(good + b"\n" + line + b"\n" + good.replace(b"7", b"8"))
+    prepared = prepare(tmp_path / "log.jsonl", tmp_path / "data", lenient())
+    assert rejected(tmp_path / "data") == [(3, reason)]
+    assert prepared.dataset.interactions().user_names == ["7", "8"]
+    assert set(prepared.dataset.interactions().items.tolist()) == {42}
+
+
+def test_rows_of_a_table_are_named(tmp_path: Path) -> None:
+    table = pa.table({"user_id": ["u", None, "w"], "item_id": [1.0, 2.0, None], "ts": [1_700_000_000] * 3})
+    prepare(table, tmp_path / "data", lenient())
+    assert rejected(tmp_path / "data") == [(2, RejectReason.NO_USER), (3, RejectReason.NO_ITEM)]
+
+
+def test_a_log_that_is_mostly_garbage_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "log.csv").write_bytes(HEAD + GOOD + b"u,,1700000000,x\n" * 2)
+    with pytest.raises(
+        DataError, match=r"67% of the rows cannot be used.*2 x no item \(first: line 3\).*--max-rejected"
+    ):
+        prepare(tmp_path / "log.csv", tmp_path / "data")
+    assert not (tmp_path / "data").exists()
+    assert prepare(tmp_path / "log.csv", tmp_path / "data", lenient()).manifest["events"] == 1
+    (tmp_path / "log.csv").write_bytes(HEAD + b"u,,1700000000,x\n")
+    with pytest.raises(DataError, match=r"no row can be used: 1 x no item \(first: line 2\)"):
+        prepare(tmp_path / "log.csv", tmp_path / "data", lenient())
+
+
+def test_the_file_of_rejected_rows_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rejects, "MAX_WRITTEN", 3)
+    (tmp_path / "log.csv").write_bytes(HEAD + GOOD + b"x" * 10_000 + b"\n" + b"bad\n" * 99)
+    prepared = prepare(tmp_path / "log.csv", tmp_path / "data", lenient())
+    assert prepared.num_rejected == 100
+    lines = (tmp_path / "data/rejected.jsonl").read_text().splitlines()
+    assert len(lines) == 3
+    assert max(map(len, lines)) < 700
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "reason"),
+    [
+        ("x.csv", b"", "the first line is empty"),
+        ("x.csv", HEAD, "no row has the 4 cells"),
+        ("x.csv", HEAD + b"a\n", "no row has the 4 cells of the first line.*--columns"),
+        ("x.csv", b"u1,i1,1700000000\nu2,i2,1700000001\n", "no column looks like the user.*--columns a,b"),
+        ("x.csv", b"user_id,user_id\n", "the column 'user_id' stands there twice"),
+        ("x.csv", "user_id,item_id,ts\n".encode("utf-16"), "UTF-16, not UTF-8; iconv"),
+        ("x.csv", b"\xe9tat,b\n1,2\n", "not UTF-8; iconv"),
+        ("x.csv.gz", b"plain", "x.csv.gz: "),
+        ("x.parquet", b"plain", "x.parquet: "),
+        ("x.json", b"7", "neither JSON objects"),
+        ("x.json", b'{"u": [1, [2]]}', r'not \{"user": \[item'),
+        ("x.json", b'{"u": [1', r'not \{"user": \[item'),
+        ("x.json", b"[1, 2]", "not a list of JSON objects"),
+        ("x.json", b"[{", "x.json: "),
+        ("x.jsonl", b"no\n", "no line is a JSON object"),
+        ("x.xlsx", b"", "the suffix says no format; name it: --format csv"),
+    ],
+    ids=str,
+)
+def test_a_file_that_is_no_log_says_why(name: str, content: bytes, reason: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError, match=reason):
+        prepare(tmp_path / name, tmp_path / "data")
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+
+
+def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"none\.csv: no such file"):
+        prepare(tmp_path / "none.csv", tmp_path / "data")
+    with pytest.raises(DataError, match="a folder; give a file"):
+        prepare(tmp_path, tmp_path / "data")
+    nothing: Any = [1, 2]
+    with pytest.raises(DataError, match="a list is no log"):
+        prepare(nothing, tmp_path / "data")
+
+
+def test_an_event_column_of_very_many_kinds_is_refused(tmp_path: Path) -> None:
+    rows = "".join(f"u,i,1700000000,e{at}\n" for at in range(101))
+    (tmp_path / "log.csv").write_text("user_id,item_id,ts,event\n" + rows)
+    with pytest.raises(DataError, match=r"'event' has over 100 distinct values.*--event none"):
+        prepare(tmp_path / "log.csv", tmp_path / "data", PrepareOptions(event="event"))
+
+
+@settings(deadline=None)
+@given(content=st.binary(max_size=200))
+def test_any_bytes_are_a_log_or_are_refused(content: bytes, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Each line is a row, a part of one, or rejected: none is lost."""
+    path = tmp_path_factory.mktemp("x") / "log.csv"
+    path.write_bytes(b"user_id,item_id\n" + content)
+    seen: list[int] = []
+    source = DelimitedSource(path)
+
+    def on_reject(number: int, _reason: RejectReason, _row: str) -> None:
+        seen.append(number)
+
+    for batch in source.batches(["user_id", "item_id"], on_reject, lambda _: None):
+        seen += batch.numbers.tolist()
+        [batch.text(row) for row in range(len(batch.numbers))]
+    assert len(set(seen)) == len(seen)
+    assert set(seen) <= set(range(2, content.count(b"\n") + 3))
+    if b'"' not in content:
+        rest = content.split(b"\n")
+        assert sorted(seen) == [at for at, line in enumerate(rest, 2) if line.rstrip(b"\r")]

@@ -1,0 +1,134 @@
+"""A file of items brings titles, and its other columns as categories; what says nothing is left out and named."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+
+from npu_gr.catalogue.item_names import ItemNames
+from npu_gr.core.errors import DataError
+from npu_gr.core.names import item_id
+from npu_gr.dataset import PreparedDataset, PrepareOptions, prepare
+from npu_gr.dataset.summary import summary
+from tests.dataset.logs import EVENTS, table
+
+A, B = "SKU-000007-A", "SKU-000242-C"
+
+
+def with_items(tmp_path: Path, items: Any, options: PrepareOptions | None = None) -> PreparedDataset:
+    return prepare(table(EVENTS), tmp_path / "data", options, items=items)
+
+
+def features(prepared: PreparedDataset) -> dict[str, dict[int, list[str]]]:
+    return {
+        one.name: {item: [one.values[at] for at in places] for item, places in one.of_item.items()}
+        for one in prepared.dataset.item_features()
+    }
+
+
+def test_titles_and_counts(tmp_path: Path) -> None:
+    (tmp_path / "items.csv").write_text(f'item_id,product_name\n{A},"Lamp, green"\nSKU-9,Nobody buys it\n,none\n')
+    prepared = with_items(tmp_path, tmp_path / "items.csv")
+    names = prepared.dataset.names
+    assert names.titles(ItemNames.make([A, B, "SKU-9"]).ids) == [
+        {A: "Lamp, green", B: None, "SKU-9": "Nobody buys it"}[str(name)]
+        for name in ItemNames.make([A, B, "SKU-9"]).names(ItemNames.make([A, B, "SKU-9"]).ids)
+    ]
+    assert prepared.manifest["items"] == {
+        "all": 3,
+        "with_events": 2,
+        "with_title": 2,
+        "without_row": 1,
+        "without_events": 1,
+    }
+    assert prepared.manifest["rejected_items"] == {"no item": {"rows": 1, "first": 4}}
+    assert "1 items of the log are not in it, 1 in it have no event" in summary(prepared.manifest, tmp_path / "data")
+
+
+def test_columns_become_features_by_what_they_hold(tmp_path: Path) -> None:
+    rows = [
+        {
+            "item_id": f"i{at}",
+            "name": f"Thing {at}",
+            "brand": f"b{at % 3}",
+            "genres": ["x", f"y{at % 2}"] if at else None,
+            "tags": "red|big" if at % 2 else "red",
+            "price": at * 1.5 if at else None,
+            "year": 1990 + at % 5,
+            "seller_id": at % 7,
+            "sku2": f"own{at}",
+            "empty": None,
+            "same": "all",
+            "nested": {"colour": f"c{at % 2}"},
+        }
+        for at in range(60)
+    ]
+    (tmp_path / "items.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    prepared = with_items(tmp_path, tmp_path / "items.jsonl")
+    found = features(prepared)
+    one, none = item_id("i1"), item_id("i0")
+    assert found["brand"][one] == ["b1"]
+    assert sorted(found["genres"][one]) == ["x", "y1"]
+    assert found["genres"][none] == found["price"][none] == []
+    assert found["tags"][one] == ["red", "big"]
+    assert found["year"][one] == ["1991"]
+    assert found["seller_id"][one] == ["1"]
+    assert found["nested.colour"][one] == ["c1"]
+    assert len({values[0] for values in found["price"].values() if values}) == 10
+    assert found["price"][one] == ["price<=9"]
+    assert prepared.manifest["left_out"] == {
+        "sku2": "60 distinct values for 60 items: nearly a name of each",
+        "empty": "empty",
+        "same": "the same for all items: 'all'",
+    }
+    assert item_id(A) in found["brand"]  # an item of the log that the file lacks has no value
+    assert found["brand"][item_id(A)] == []
+
+
+def test_the_same_features_from_a_table(tmp_path: Path) -> None:
+    items = pa.table(
+        {"item_id": [A, B], "title": ["a", "b"], "genres": [["x", "y"], []], "stock": pa.array([1, None], pa.int32())}
+    )
+    found = features(with_items(tmp_path, items))
+    assert found == {
+        "genres": {item_id(A): ["x", "y"], item_id(B): []},
+        "stock": {item_id(A): ["1"], item_id(B): []},
+    }
+
+
+def test_features_are_told(tmp_path: Path) -> None:
+    items = pa.table({"item_id": [A, B], "brand": ["x", "y"], "shade": ["r", "g"], "text": ["t" * 99, "u"]})
+    assert set(features(with_items(tmp_path, items, PrepareOptions(features=("shade",))))) == {"shade"}
+    assert features(with_items(tmp_path, items, PrepareOptions(features=()))) == {}
+    with pytest.raises(DataError, match="--features size: there is no such column; there are brand, shade, text"):
+        with_items(tmp_path, items, PrepareOptions(features=("size",)))
+    with pytest.raises(DataError, match="--features text: a value has over 64 characters"):
+        with_items(tmp_path, items, PrepareOptions(features=("text",)))
+
+
+def test_an_item_that_is_listed_twice_is_what_its_last_row_says(tmp_path: Path) -> None:
+    items = pa.table({"item_id": [A, B, A], "title": ["old", "b", "new"], "brand": ["x", "y", "z"]})
+    prepared = with_items(tmp_path, items)
+    assert prepared.dataset.names.titles(ItemNames.make([A]).ids) == ["new"]
+    assert features(prepared)["brand"][item_id(A)] == ["z"]
+
+
+def test_ids_with_a_point_are_the_integers_that_they_were(tmp_path: Path) -> None:
+    """What pandas writes of a column of integers with gaps, in the log and in the items' file."""
+    (tmp_path / "log.csv").write_text("user_id,item_id,ts\n7.0,42.0,1700000000\n8.0,,1700000000\n8.0,43.0,1700000000\n")
+    (tmp_path / "items.csv").write_text("item_id,title\n42.0,a\n43.0,b\n")
+    prepared = prepare(tmp_path / "log.csv", tmp_path / "data", items=tmp_path / "items.csv")
+    assert prepared.dataset.names.ids.tolist() == [42, 43]
+    assert prepared.dataset.interactions().user_names == ["7", "8"]
+    assert prepared.manifest["items"]["without_row"] == 0
+
+
+def test_two_names_with_one_id_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("npu_gr.core.names.xxhash.xxh3_64_intdigest", lambda _raw: 7)
+    with pytest.raises(DataError, match=f"'{B}' and '{A}' have the same id; rename one of them"):
+        prepare(table(EVENTS), tmp_path / "data")
+    assert not (tmp_path / "data").exists()

@@ -1,0 +1,55 @@
+"""What docs/own-data.md shows is what happens: its files, its commands, its Python, and what is printed."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow.csv
+import pytest
+from click.testing import CliRunner
+
+from npu_gr.cli.main import main
+
+PAGE = (Path(__file__).parents[2] / "docs/own-data.md").read_text()
+
+
+def blocks(language: str) -> Iterator[str]:
+    fenced = re.findall(r"^```(\w*)\n(.*?)^```$", PAGE, re.M | re.S)
+    yield from (text for of, text in fenced if of == language)
+
+
+@pytest.fixture
+def shop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with the files that the page shows, to stand in."""
+    events, items = blocks("csv")
+    (tmp_path / "events.csv").write_text(events)
+    (tmp_path / "items.csv").write_text(items)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_the_command_prints_what_the_page_shows(shop: Path) -> None:
+    (command,) = (block.split() for block in blocks(""))
+    (shown,) = blocks("text")
+    done = CliRunner().invoke(main, command[1:], catch_exceptions=False)
+    assert (done.exit_code, done.output) == (0, shown)
+
+
+def test_the_python_runs(shop: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    names: dict[str, Any] = {
+        "frame": pyarrow.csv.read_csv(shop / "events.csv"),
+        "items_frame": pyarrow.csv.read_csv(shop / "items.csv"),
+    }
+    for block in blocks("python"):
+        exec(block, names)  # noqa: S102  (a page of ours)
+    said = capsys.readouterr().out.splitlines()
+    assert said[0] == "4 ('purchase', 'view')"
+    assert said[1] == "4 ('purchase', 'view') ['Reading lamp, green', 'Desk', 'Desk']"
+
+
+def test_the_options_of_the_page_are_there() -> None:
+    known = {name for parameter in main.commands["prepare"].params for name in parameter.opts}
+    assert set(re.findall(r"`(--[a-z-]+)", PAGE)) <= known

@@ -1,0 +1,125 @@
+"""The same log makes the same dataset, whatever its format is, and however its rows are packed and parted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from npu_gr.dataset import PrepareOptions, prepare
+from npu_gr.dataset.names import MISSING
+from npu_gr.dataset.spill import ROW, Spill
+from tests.dataset.logs import WRITERS, Event, table
+
+NAMES = st.text(
+    st.characters(codec="utf-8", exclude_categories=["Cs", "Cc", "Zl", "Zp"]), min_size=1, max_size=12
+).filter(lambda name: name not in MISSING and '"' not in name and "\t" not in name and not name.endswith(".0"))
+ROWS = st.lists(
+    st.builds(
+        Event, user=NAMES, item=NAMES, time=st.integers(1_600_000_000, 1_600_000_050), event=st.sampled_from("abc")
+    ),
+    min_size=1,
+    max_size=30,
+)
+
+
+def content(folder: Path) -> tuple[Any, ...]:
+    dataset = prepare(next(folder.iterdir()), folder / "data", PrepareOptions(event="event_type")).dataset
+    log = dataset.interactions()
+    return (
+        log.users.tolist(),
+        log.items.tolist(),
+        log.values.tolist(),
+        log.timestamps.tolist(),
+        log.user_names,
+        dataset.names.names(dataset.names.ids),
+        dataset.action_names,
+        dataset.manifest["duplicates"],
+        dataset.manifest["digest"],
+    )
+
+
+@settings(max_examples=10, deadline=None)
+@given(events=ROWS)
+def test_a_format_changes_nothing(events: list[Event], tmp_path_factory: pytest.TempPathFactory) -> None:
+    found = []
+    for name, write in WRITERS.items():
+        folder = tmp_path_factory.mktemp("x")
+        write(folder / name, events)
+        found.append(content(folder))
+    assert all(one == found[0] for one in found[1:])
+    frame = prepare(table(events), tmp_path_factory.mktemp("x") / "data", PrepareOptions(event="event_type"))
+    assert frame.manifest["digest"] == found[0][-1]
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    users=st.lists(st.integers(0, 300), min_size=1, max_size=300),
+    most=st.integers(1, 20),
+    chunk=st.integers(1, 100),
+)
+def test_parts_are_sorted_and_whole(
+    users: list[int], most: int, chunk: int, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """However many rows a part may have: users together, times rising, and equal times in file order."""
+    rows = pa.array(users).to_numpy()
+    written = [0] * len(users)
+    table = _rows(rows, written)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("npu_gr.dataset.spill.MAX_ROWS", most)
+        patch.setattr("npu_gr.dataset.spill.NUM_PARTS", 4)
+        spill = Spill(tmp_path_factory.mktemp("x") / "spill")
+        for at in range(0, len(table), chunk):
+            spill.add(table[at : at + chunk])
+        found = [tuple(row) for row in _all(spill)]
+    assert len(found) == len(users)
+    seen: list[int] = []
+    for user, _, place, time, _ in found:
+        if user not in seen:
+            seen.append(user)
+        assert seen[-1] == user  # a user's rows stand together
+        assert time == place % 3
+    for user in set(users):
+        times = [(time, place) for who, _, place, time, _ in found if who == user]
+        assert times == sorted(times)
+    assert not spill._folder.exists()
+
+
+def _rows(users: Any, written: list[int]) -> Any:
+    import numpy as np
+
+    table = np.zeros(len(users), ROW)
+    table["user"] = users
+    table["item"] = np.arange(len(users))
+    table["time_us"] = np.arange(len(users)) % 3
+    table["action"] = written
+    return table
+
+
+def _all(spill: Spill) -> Iterator[Any]:
+    for part in spill.parts():
+        yield from part.tolist()
+
+
+def test_pandas_and_polars_say_the_same(tmp_path: Path) -> None:
+    """Frames of the two libraries, where they are installed."""
+    pandas = pytest.importorskip("pandas", reason="pandas is not installed")
+    polars = pytest.importorskip("polars", reason="polars is not installed")
+    events = [Event("ann", "SKU-1", 1_700_000_000, "view"), Event("bob", "42", 1_700_000_060, "buy")]
+    rows = [dict(zip(("user_id", "item_id", "timestamp", "event_type"), event, strict=True)) for event in events]
+    digests = {
+        prepare(frame, tmp_path / name).manifest["digest"]
+        for name, frame in {
+            "arrow": table(events),
+            "pandas": pandas.DataFrame(rows),
+            "categories": pandas.DataFrame(rows).astype({"user_id": "category", "event_type": "category"}),
+            "times": pandas.DataFrame(rows).assign(timestamp=lambda it: pandas.to_datetime(it.timestamp, unit="s")),
+            "polars": polars.DataFrame(rows),
+        }.items()
+    }
+    assert len(digests) == 1
