@@ -113,6 +113,10 @@ class Maker:
             body["tenant"] = draw.choice(("", "t", "another"))
         if name == "events":
             return body | {"events": history}
+        if name == "ingest":
+            users = [{"user_id": f"u{draw.randrange(50)}", "events": history} for _ in range(draw.choice((1, 2, 20)))]
+            mode = draw.choice(({}, {"mode": "merge"}, {"mode": "replace"}, {"mode": "x"}))
+            return {"users": users} | {name: body[name] for name in ("tenant",) if name in body} | mode
         if draw.random() < 0.8:
             body["history"] = history
         if name == "rank":
