@@ -29,7 +29,7 @@ def example(log: InteractionLog, names: ItemNames = EMPTY) -> Example:
     """Choose the first user with ten events, or the one with the most, and the most used items that the user lacks."""
     user = int(np.argmax(np.minimum(np.diff(log.starts), NUM_EVENTS)))
     part = slice(int(log.starts[user]), min(int(log.starts[user + 1]), int(log.starts[user]) + NUM_EVENTS))
-    action_names = log.action_names or tuple(f"{value:g}" for value in log.action_values)
+    action_names = names_of_actions(log)
     uses = np.bincount(log.items, minlength=log.num_items)
     uses[log.items[part]] = -1
     return Example(
@@ -40,6 +40,11 @@ def example(log: InteractionLog, names: ItemNames = EMPTY) -> Example:
         },
         others=names.names(log.item_ids[np.argsort(-uses, kind="stable")[:5]]),
     )
+
+
+def names_of_actions(log: InteractionLog) -> tuple[str, ...]:
+    """Name each action as callers do: a rating by its plain text."""
+    return log.action_names or tuple(f"{value:g}" for value in log.action_values)
 
 
 def write_configuration(table: dict[str, Any], folder: Path) -> None:

@@ -215,11 +215,11 @@ def _column(
 
 
 def _indices(actions: Sequence[str | float]) -> I16:
-    """Take actions for indices where no ranker gives them names."""
+    """Take actions for indices where no model names them."""
     for place, action in enumerate(actions):
         text = action if isinstance(action, str) else f"{action:g}"
         if not (text.isascii() and text.isdecimal() and int(text[:6]) < 2**15):
-            raise ValueError(f"{cut(text)} at index {place}: no ranker names actions here; send 0 to {2**15 - 1}")
+            raise ValueError(f"{cut(text)} at index {place}: no model names actions here; send 0 to {2**15 - 1}")
     return np.array(actions, np.int16)
 
 
