@@ -9,10 +9,11 @@ from typing import Generic, NamedTuple, TypeVar
 import msgspec
 import numpy as np
 
+from npu_gr.client.channel import Reply
 from npu_gr.client.columns import Name
-from npu_gr.client.connection import Reply
 from npu_gr.core.errors import BadAnswer
 from npu_gr.core.request import F32, I64
+from npu_gr.server.codec.fields import Titles
 from npu_gr.server.codec.generate import GenerateOut
 from npu_gr.server.codec.match import MatchOut
 from npu_gr.server.codec.media import JSON, MSGPACK
@@ -47,7 +48,7 @@ class Ranked:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Found(Generic[Out]):
+class FoundItems(Generic[Out]):
     """Items, best first, and how they came to be. It is a sequence of `Item`."""
 
     names: list[Name]  # [n] as the company knows them
@@ -94,15 +95,18 @@ def ranked(reply: Reply, names: list[Name], ids: I64) -> Ranked:
     places: dict[str | int, int] = {}  # by id: raw candidates are answered as they were sent
     for place, one in enumerate(ids.tolist()):
         places.setdefault(one, place)
+    best = answer.top or []
+    titles = _titles(answer.titles, len(best))
     first = next(iter(scores.values()))
     try:
-        top = [Item(names[place], float(first[place])) for place in map(places.__getitem__, answer.top or ())]
+        found = [places[one] for one in best]
     except KeyError as error:
         raise BadAnswer(f"the answer's top has {error}, which was no candidate") from None
+    top = [Item(names[place], float(first[place]), title) for place, title in zip(found, titles, strict=True)]
     return Ranked(names=names, scores=scores, top=top, answer=answer)
 
 
-def found(reply: Reply, cls: type[Out]) -> Found[Out]:
+def found(reply: Reply, cls: type[Out]) -> FoundItems[Out]:
     """Read the answer of a kind that chooses items, as JSON: it has their names.
 
     Raises:
@@ -114,7 +118,16 @@ def found(reply: Reply, cls: type[Out]) -> Found[Out]:
     scores = _floats(answer.scores)
     if len(scores) != len(answer.items):
         raise BadAnswer(f"the answer has {len(answer.items)} items and {len(scores)} scores")
-    return Found(names=list(answer.items), scores=scores, titles=[None] * len(scores), answer=answer)
+    titles = _titles(answer.titles, len(scores))
+    return FoundItems(names=list(answer.items), scores=scores, titles=titles, answer=answer)
+
+
+def _titles(titles: Titles, num_items: int) -> list[str | None]:
+    if isinstance(titles, msgspec.UnsetType):
+        return [None] * num_items
+    if len(titles) != num_items:
+        raise BadAnswer(f"the answer has {num_items} items and {len(titles)} titles")
+    return titles
 
 
 def _floats(column: list[float | None] | list[float] | bytes) -> F32:

@@ -2,28 +2,30 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import os
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, TypeVar
 from urllib.parse import quote
 
 import msgspec
 
 from npu_gr.access.calling import calling_files
 from npu_gr.access.tls import ClientTlsConfig
-from npu_gr.client.answers import Found, Ranked, found, ranked, read
-from npu_gr.client.columns import History, Name, Names, Time, ids_of, item_column, listed, second
-from npu_gr.client.connection import AGAIN, ApiKey, Call, Connection
-from npu_gr.client.relay import AsyncRelay
+from npu_gr.client.answers import FoundItems, Ranked, found, ranked, read
+from npu_gr.client.channel import AGAIN, ApiKey, Channel, Reply, SafeCall
+from npu_gr.client.columns import Behaviours, Name, Names, Time, ids_of, item_column, listed, second
+from npu_gr.client.relay import AsyncRelayCall
 from npu_gr.core.errors import Unavailable, Unprocessable, Unreachable
 from npu_gr.core.kinds import ERASE, EVENTS, GENERATE, MATCH, RANK, RECOMMEND, SIGNAL
-from npu_gr.core.request import ModelInfo
+from npu_gr.core.request import I64, ModelInfo
 from npu_gr.server.codec.erase import EraseBody
 from npu_gr.server.codec.events import IDEMPOTENCY_KEY, EventsBody, EventsOut
 from npu_gr.server.codec.generate import GenerateBody, GenerateOut
+from npu_gr.server.codec.items import MOST_ITEMS, ItemOut
 from npu_gr.server.codec.match import MatchBody, MatchOut
 from npu_gr.server.codec.media import JSON, MSGPACK
 from npu_gr.server.codec.rank import RankBody
@@ -31,6 +33,9 @@ from npu_gr.server.codec.recommend import RecommendBody, RecommendOut
 from npu_gr.server.codec.signal import SignalBody, SignalOut
 
 API_KEY = "NPU_GR_API_KEY"
+MAX_QUERY = 6_000  # characters; a proxy may take 8,192 for the whole line
+_LEAST_S = 1e-3  # for the next of several requests of a call, whose time is over
+L = TypeVar("L", str, bytes)
 _SIGNAL_AGAIN = AGAIN - {429}  # an optimisation: who is refused it does without
 
 
@@ -79,26 +84,27 @@ class AsyncClient:
             api_key = os.environ.get(API_KEY) or None
         self.tenant = tenant
         self.timeout_s = _checked_timeout(timeout_s)
-        self._connection = Connection(
+        self._channel = Channel(
             base_url, ApiKey(api_key, api_key_file), tls or calling_files(), max_connections, max_attempts
         )
 
     async def __aenter__(self) -> Self:
-        await self._connection.open()
+        await self._channel.open()
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await self._connection.close()
+        await self._channel.close()
 
     async def rank(
         self,
         user: Name,
         candidates: Names,
         *,
-        history: History | None = None,
+        history: Behaviours | None = None,
         base: str | None = None,
         timestamp: Time | None = None,
         top_k: int | None = None,
+        fields: Sequence[str] = (),
         model_version: str | None = None,
         tenant: str | None = None,
         timeout_s: float | None = None,
@@ -112,6 +118,7 @@ class AsyncClient:
             base: the fingerprint of an earlier answer, which `history` continues.
             timestamp: when the candidates are shown; None = now.
             top_k: answer the best so many, too.
+            fields: what to say of them beside their names: "title".
             model_version: None = the current one.
         """
         names = listed(candidates, "candidates")
@@ -123,15 +130,16 @@ class AsyncClient:
             base=base,
             timestamp=None if timestamp is None else second(timestamp, "timestamp"),
             top_k=top_k,
+            fields=list(fields),
             model_version=model_version,
         )
-        return ranked(await self._connection.send(_call(RANK.path, body, MSGPACK), self._time(timeout_s)), names, ids)
+        return ranked(await self._channel.send(_call(RANK.path, body, MSGPACK), self._time(timeout_s)), names, ids)
 
     async def generate(
         self,
         user: Name,
         *,
-        history: History | None = None,
+        history: Behaviours | None = None,
         base: str | None = None,
         num_items: int = 50,
         beam_width: int | None = None,
@@ -141,14 +149,15 @@ class AsyncClient:
         deny_items: Names | None = None,
         attributes: Mapping[str, Sequence[bool | int | float | str]] | None = None,
         catalogue_version: str | None = None,
+        fields: Sequence[str] = (),
         model_version: str | None = None,
         tenant: str | None = None,
         timeout_s: float | None = None,
-    ) -> Found[GenerateOut]:
+    ) -> FoundItems[GenerateOut]:
         """Find the best items after a history, by semantic-ID beam search.
 
         Args:
-            user, history, base, model_version: as of `rank`.
+            user, history, base, fields, model_version: as of `rank`.
             num_items: at most.
             beam_width, normalise, temperature: of the search; scores are log-probabilities.
             allow_items: only these; None = all.
@@ -168,27 +177,29 @@ class AsyncClient:
             deny_items=_optional_items(deny_items, "deny_items"),
             attributes={name: list(values) for name, values in (attributes or {}).items()},
             catalogue_version=catalogue_version,
+            fields=list(fields),
             model_version=model_version,
         )
-        return found(await self._connection.send(_call(GENERATE.path, body), self._time(timeout_s)), GenerateOut)
+        return found(await self._channel.send(_call(GENERATE.path, body), self._time(timeout_s)), GenerateOut)
 
     async def match(
         self,
         user: Name,
         *,
-        history: History | None = None,
+        history: Behaviours | None = None,
         num_items: int = 50,
         exclude_seen: bool = True,
         allow_items: Names | None = None,
         deny_items: Names | None = None,
         vectors_version: str | None = None,
+        fields: Sequence[str] = (),
         tenant: str | None = None,
         timeout_s: float | None = None,
-    ) -> Found[MatchOut]:
+    ) -> FoundItems[MatchOut]:
         """Find the best items for a user, by vectors.
 
         Args:
-            user, allow_items, deny_items: as of `generate`.
+            user, allow_items, deny_items, fields: as of `generate`.
             history: in the target domain; None = the history store has it.
             num_items: at most.
             exclude_seen: leave out the items of the history, and of the training data.
@@ -202,14 +213,15 @@ class AsyncClient:
             allow_items=_optional_items(allow_items, "allow_items"),
             deny_items=_optional_items(deny_items, "deny_items"),
             vectors_version=vectors_version,
+            fields=list(fields),
         )
-        return found(await self._connection.send(_call(MATCH.path, body), self._time(timeout_s)), MatchOut)
+        return found(await self._channel.send(_call(MATCH.path, body), self._time(timeout_s)), MatchOut)
 
     async def recommend(
         self,
         user: Name,
         *,
-        history: History | None = None,
+        history: Behaviours | None = None,
         base: str | None = None,
         num_items: int = 10,
         num_candidates: int | None = None,
@@ -217,14 +229,15 @@ class AsyncClient:
         deny_items: Names | None = None,
         timestamp: Time | None = None,
         context: Mapping[str, bool | int | float | str] | None = None,
+        fields: Sequence[str] = (),
         model_version: str | None = None,
         tenant: str | None = None,
         timeout_s: float | None = None,
-    ) -> Found[RecommendOut]:
+    ) -> FoundItems[RecommendOut]:
         """Find what to show a user: retrieval and rank in one.
 
         Args:
-            user, history, base, timestamp, model_version: as of `rank`.
+            user, history, base, timestamp, fields, model_version: as of `rank`.
             num_items: at most.
             num_candidates: ranked at most; None = as the service is configured.
             exclude_seen: leave out the items of the history; None = as the service is configured.
@@ -241,15 +254,16 @@ class AsyncClient:
             deny_items=_optional_items(deny_items, "deny_items"),
             timestamp=None if timestamp is None else second(timestamp, "timestamp"),
             context=dict(context or {}),
+            fields=list(fields),
             model_version=model_version,
         )
-        return found(await self._connection.send(_call(RECOMMEND.path, body), self._time(timeout_s)), RecommendOut)
+        return found(await self._channel.send(_call(RECOMMEND.path, body), self._time(timeout_s)), RecommendOut)
 
     async def signal(
         self,
         user: Name,
         *,
-        history: History | None = None,
+        history: Behaviours | None = None,
         base: str | None = None,
         num_candidates: int | None = None,
         model_version: str | None = None,
@@ -270,30 +284,30 @@ class AsyncClient:
             model_version=model_version,
         )
         call = _call(SIGNAL.path, body, again=_SIGNAL_AGAIN)
-        return read(await self._connection.send(call, self._time(timeout_s)), SignalOut)
+        return read(await self._channel.send(call, self._time(timeout_s)), SignalOut)
 
     def relay(
         self,
         user: Name,
         *,
-        history: History | None = None,
+        history: Behaviours | None = None,
         num_candidates: int | None = None,
         model_version: str | None = None,
         tenant: str | None = None,
         timeout_s: float | None = None,
-    ) -> AsyncRelay:
+    ) -> AsyncRelayCall:
         """Signal at once, and rank when retrieval is done: `async with client.relay(user) as relay`.
 
         Args:
             user, history, num_candidates, model_version: as of `signal`.
             timeout_s: of the signal.
         """
-        return AsyncRelay(self, user, history, num_candidates, model_version, tenant, timeout_s)
+        return AsyncRelayCall(self, user, history, num_candidates, model_version, tenant, timeout_s)
 
     async def events(
         self,
         user: Name,
-        events: History,
+        events: Behaviours,
         *,
         idempotency_key: str | None = None,
         tenant: str | None = None,
@@ -309,9 +323,7 @@ class AsyncClient:
         """
         body = EventsBody(**self._user(user, tenant), events=events.on_the_wire("events"))
         key = {IDEMPOTENCY_KEY: uuid.uuid4().hex if idempotency_key is None else idempotency_key}
-        return read(
-            await self._connection.send(_call(EVENTS.path, body, headers=key), self._time(timeout_s)), EventsOut
-        )
+        return read(await self._channel.send(_call(EVENTS.path, body, headers=key), self._time(timeout_s)), EventsOut)
 
     async def erase(self, user: Name, *, tenant: str | None = None, timeout_s: float | None = None) -> tuple[str, ...]:
         """Forget a user.
@@ -323,24 +335,48 @@ class AsyncClient:
         # a user called ".." must not become a step in the path
         path = ERASE.path.replace("{user_id}", quote(str(user), safe="").replace(".", "%2E"))
         query = f"?tenant={quote(tenant, safe='')}" if tenant else ""
-        reply = await self._connection.send(Call(method=ERASE.method, path=path + query), self._time(timeout_s))
+        reply = await self._channel.send(SafeCall(method=ERASE.method, path=path + query), self._time(timeout_s))
         return tuple(read(reply, EraseBody).pending) if reply.status == 202 else ()
+
+    async def items(
+        self, names: Names = (), *, ids: Sequence[int] | I64 = (), timeout_s: float | None = None
+    ) -> list[ItemOut]:
+        """Ask for the ids, names and titles of items, by ids or by names.
+
+        Args:
+            names: as the company writes them.
+            ids: as raw columns have them.
+
+        Returns:
+            Of each id, then of each name.
+        """
+        asked = [f"ids={one}" for one in ids] + [f"name={quote(str(one), safe='')}" for one in listed(names, "names")]
+        until_at = asyncio.get_running_loop().time() + self._time(timeout_s)
+        found: list[ItemOut] = []
+        for part in _parts(asked, MOST_ITEMS, MAX_QUERY):
+            call = SafeCall(method="GET", path=f"/v1/items?{'&'.join(part)}")
+            found += read(await self._send_until(call, until_at), list[ItemOut])
+        return found
 
     async def models(self, *, timeout_s: float | None = None) -> tuple[ModelInfo, ...]:
         """List the models in service, and those that drain."""
-        reply = await self._connection.send(Call(method="GET", path="/v1/models"), self._time(timeout_s))
+        reply = await self._channel.send(SafeCall(method="GET", path="/v1/models"), self._time(timeout_s))
         return read(reply, _Models).models
 
     async def is_ready(self, *, timeout_s: float | None = None) -> bool:
         """Whether the service takes requests now. Raises Unreachable where there is none."""
-        call = Call(method="GET", path="/readyz", again=frozenset())
+        call = SafeCall(method="GET", path="/readyz", again=frozenset())
         try:
-            await self._connection.send(call, self._time(timeout_s))
+            await self._channel.send(call, self._time(timeout_s))
         except Unavailable as error:
             if isinstance(error, Unreachable):
                 raise
             return False
         return True
+
+    async def _send_until(self, call: SafeCall, until_at: float) -> Reply:
+        """Send one of several requests of a call, whose deadline is an instant of the loop's clock."""
+        return await self._channel.send(call, max(until_at - asyncio.get_running_loop().time(), _LEAST_S))
 
     def _user(self, user: Name, tenant: str | None) -> dict[str, Any]:
         return {"user_id": str(user), "tenant": self.tenant if tenant is None else tenant}
@@ -349,13 +385,27 @@ class AsyncClient:
         return self.timeout_s if timeout_s is None else _checked_timeout(timeout_s)
 
 
+def _parts(pieces: Sequence[L], most: int, most_long: int) -> Iterator[list[L]]:
+    """Cut pieces into parts: of so many pieces, and so long together, at most; a longer piece is alone."""
+    part: list[L] = []
+    length = 0
+    for one in pieces:
+        if len(part) == most or (part and length + len(one) >= most_long):
+            yield part
+            part, length = [], 0
+        part.append(one)
+        length += len(one) + 1
+    if part:
+        yield part
+
+
 def _checked_timeout(timeout_s: float) -> float:
     if not 0 < timeout_s < math.inf:
         raise Unprocessable(f"timeout_s: {timeout_s}: a finite time over 0")
     return timeout_s
 
 
-def _history(history: History | None) -> Any:
+def _history(history: Behaviours | None) -> Any:
     return None if history is None else history.on_the_wire("history")
 
 
@@ -369,10 +419,13 @@ def _call(
     accept: str = JSON,
     headers: Mapping[str, str] | None = None,
     again: frozenset[int] = AGAIN,
-) -> Call:
-    """Encode a body; what was not given stays out of it, so that an older service knows every field."""
-    given = {name: value for name, value in msgspec.structs.asdict(body).items() if value not in (None, "", {}, [])}
-    content = msgspec.msgpack.encode(given)
-    return Call(
+) -> SafeCall:
+    content = msgspec.msgpack.encode(_given(body))
+    return SafeCall(
         path=path, body=content, accept=accept, headers={"Content-Type": MSGPACK, **(headers or {})}, again=again
     )
+
+
+def _given(body: msgspec.Struct) -> dict[str, Any]:
+    """Leave out what was not given, so that an older service knows every field."""
+    return {name: value for name, value in msgspec.structs.asdict(body).items() if value not in (None, "", {}, [])}

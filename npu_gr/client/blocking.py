@@ -18,8 +18,8 @@ from typing import Any, Concatenate, ParamSpec, Protocol, Self, TypeVar
 
 from npu_gr.access.tls import ClientTlsConfig
 from npu_gr.client.async_client import AsyncClient
-from npu_gr.client.columns import History, Name
-from npu_gr.client.relay import AsyncRelay
+from npu_gr.client.columns import Behaviours, Name
+from npu_gr.client.relay import AsyncRelayCall
 from npu_gr.core.errors import NpuGrError
 from npu_gr.server.codec.signal import SignalOut
 
@@ -162,6 +162,7 @@ class Client:
     signal = waiting(AsyncClient.signal)
     events = waiting(AsyncClient.events)
     erase = waiting(AsyncClient.erase)
+    items = waiting(AsyncClient.items)
     models = waiting(AsyncClient.models)
     is_ready = waiting(AsyncClient.is_ready)
 
@@ -169,14 +170,14 @@ class Client:
         self,
         user: Name,
         *,
-        history: History | None = None,
+        history: Behaviours | None = None,
         num_candidates: int | None = None,
         model_version: str | None = None,
         tenant: str | None = None,
         timeout_s: float | None = None,
-    ) -> Relay:
+    ) -> RelayCall:
         """Signal at once, and rank when retrieval is done: `with client.relay(user) as relay`; see `AsyncClient`."""
-        return Relay(
+        return RelayCall(
             self._loop,
             self._inner.relay(
                 user,
@@ -189,10 +190,10 @@ class Client:
         )
 
 
-class Relay:
-    """One user's signal and ranks, as `AsyncRelay`."""
+class RelayCall:
+    """One user's signal and ranks, as `AsyncRelayCall`."""
 
-    def __init__(self, loop: Loop, inner: AsyncRelay) -> None:
+    def __init__(self, loop: Loop, inner: AsyncRelayCall) -> None:
         self._loop = loop
         self._inner = inner
 
@@ -213,4 +214,4 @@ class Relay:
     def __exit__(self, *_: object) -> None:
         self._loop.run(self._inner.__aexit__())
 
-    rank = waiting(AsyncRelay.rank)
+    rank = waiting(AsyncRelayCall.rank)

@@ -31,7 +31,7 @@ _TIME = "unix seconds, or a datetime with a zone"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class History:
+class Behaviours:
     """Behaviours of a user, oldest first, as columns of one length, with the names that the company has for them."""
 
     items: Names  # "SKU-0042-C" or 42; an array of int64 may hold ids

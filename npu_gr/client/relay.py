@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Sequence
 from typing import Protocol, Self
 
 from npu_gr.client.answers import Ranked
-from npu_gr.client.columns import History, Name, Names, Time
+from npu_gr.client.columns import Behaviours, Name, Names, Time
 from npu_gr.core.errors import NpuGrError, UnknownPrefix
 from npu_gr.server.codec.signal import SignalOut
 
@@ -28,7 +29,7 @@ class Caller(Protocol):
         self,
         user: Name,
         *,
-        history: History | None,
+        history: Behaviours | None,
         num_candidates: int | None,
         model_version: str | None,
         tenant: str | None,
@@ -42,10 +43,11 @@ class Caller(Protocol):
         user: Name,
         candidates: Names,
         *,
-        history: History | None,
+        history: Behaviours | None,
         base: str | None,
         timestamp: Time | None,
         top_k: int | None,
+        fields: Sequence[str],
         model_version: str | None,
         tenant: str | None,
         timeout_s: float | None,
@@ -54,14 +56,14 @@ class Caller(Protocol):
         ...
 
 
-class AsyncRelay:
+class AsyncRelayCall:
     """One user's signal and ranks: `async with client.relay(user) as relay`."""
 
     def __init__(
         self,
         client: Caller,
         user: Name,
-        history: History | None,
+        history: Behaviours | None,
         num_candidates: int | None,
         model_version: str | None,
         tenant: str | None,
@@ -94,6 +96,7 @@ class AsyncRelay:
         *,
         timestamp: Time | None = None,
         top_k: int | None = None,
+        fields: Sequence[str] = (),
         timeout_s: float | None = None,
     ) -> Ranked:
         """Score candidates against the history of the signal, as `AsyncClient.rank` does."""
@@ -102,18 +105,20 @@ class AsyncRelay:
         until_at = loop.time() + left_s
         if self.signalled is not None:
             try:
-                return await self._rank(candidates, None, self.signalled.history.fingerprint, timestamp, top_k, left_s)
+                base = self.signalled.history.fingerprint
+                return await self._rank(candidates, None, base, timestamp, top_k, fields, left_s)
             except UnknownPrefix:
                 left_s = max(until_at - loop.time(), 1e-3)
-        return await self._rank(candidates, self._history, None, timestamp, top_k, left_s)
+        return await self._rank(candidates, self._history, None, timestamp, top_k, fields, left_s)
 
     async def _rank(
         self,
         candidates: Names,
-        history: History | None,
+        history: Behaviours | None,
         base: str | None,
         timestamp: Time | None,
         top_k: int | None,
+        fields: Sequence[str],
         timeout_s: float,
     ) -> Ranked:
         return await self._client.rank(
@@ -123,6 +128,7 @@ class AsyncRelay:
             base=base,
             timestamp=timestamp,
             top_k=top_k,
+            fields=fields,
             model_version=self._model_version,
             tenant=self._tenant,
             timeout_s=timeout_s,

@@ -35,7 +35,7 @@ class ClientJob:
     keep_scores: bool = True
 
 
-class Client:
+class ReplayClient:
     """Does its job once; everything it has found so far can be read at any time."""
 
     def __init__(self, job: ClientJob) -> None:
@@ -124,7 +124,7 @@ def work(pipe: Connection, job: ClientJob) -> None:
 
 async def _work(pipe: Connection, job: ClientJob) -> None:
     loop = asyncio.get_running_loop()
-    client = Client(job)
+    client = ReplayClient(job)
     pipe.send(("ready", None))
     playing = asyncio.create_task(client.run(await asyncio.to_thread(pipe.recv)))
     loop.add_reader(pipe.fileno(), playing.cancel)  # any message, and the parent's end too

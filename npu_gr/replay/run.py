@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from npu_gr.core.errors import ConfigError, DataError, Unavailable
-from npu_gr.replay.client import TELL_S, Client, ClientJob, start_in, work
+from npu_gr.replay.client import TELL_S, ClientJob, ReplayClient, start_in, work
 from npu_gr.replay.log import QueryRecord
 from npu_gr.replay.options import ReplayOptions
 from npu_gr.replay.report import Report, TierSample, summarise
@@ -111,7 +111,7 @@ async def replay_from(
 
 
 async def _here(job: ClientJob, stop: asyncio.Event, show: Show) -> RunResult:
-    client = Client(job)
+    client = ReplayClient(job)
     playing = asyncio.create_task(client.run())
     stopping = asyncio.create_task(stop.wait())
     try:

@@ -2,25 +2,15 @@
 
 from __future__ import annotations
 
-import msgspec
 import numpy as np
 from aiohttp import web
 
 from npu_gr.core.errors import TooLarge, Unprocessable
 from npu_gr.core.names import FIRST_HASHED, item_ids
 from npu_gr.core.words import quoted
+from npu_gr.server.codec.items import MOST_ITEMS, ItemOut
 from npu_gr.server.responses import json_response
 from npu_gr.server.service_protocol import ServiceProtocol
-
-MOST_ITEMS = 1000  # of one request
-
-
-class ItemOut(msgspec.Struct, frozen=True, kw_only=True):
-    """An item: raw columns hold its id, lists its name. null: no table that is served knows it."""
-
-    id: int
-    name: str | int | None
-    title: str | None
 
 
 class ItemRoutes:

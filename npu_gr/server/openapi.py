@@ -15,10 +15,10 @@ from npu_gr.server.codec import CODECS
 from npu_gr.server.codec.admin import CatalogueItemsBody, CatalogueOut, VectorsOut
 from npu_gr.server.codec.base import Codec
 from npu_gr.server.codec.fields import UserBody
+from npu_gr.server.codec.items import MOST_ITEMS, ItemOut
 from npu_gr.server.codec.media import JSON, MSGPACK
 from npu_gr.server.debug.profile import MAX_S, MIN_S
 from npu_gr.server.debug.routes import DEFAULT_S
-from npu_gr.server.item_routes import MOST_ITEMS, ItemOut
 from npu_gr.server.problem import Problem
 
 _Json = dict[str, Any]

@@ -209,9 +209,8 @@ async def fill(config: Config, events: Interactions) -> None:
     if store is None:
         raise ConfigError("features.kind: the demo needs a history store")
     checkpoint = load_checkpoint(Path(str(config.checkpoint)))
-    actions = {value: index for index, value in enumerate(checkpoint.action_values)}
     try:
-        await load_interactions(store, events, actions)
+        await load_interactions(store, events, checkpoint.action_names)
     finally:
         await store.close()
 

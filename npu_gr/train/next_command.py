@@ -10,6 +10,7 @@ import numpy as np
 import yaml
 
 from npu_gr.catalogue.item_names import EMPTY, ItemNames
+from npu_gr.core import shipped
 from npu_gr.core.errors import DataError
 from npu_gr.train.data import InteractionLog
 
@@ -28,7 +29,7 @@ def example(log: InteractionLog, names: ItemNames = EMPTY) -> Example:
     """Choose the first user with ten events, or the one with the most, and the most used items that the user lacks."""
     user = int(np.argmax(np.minimum(np.diff(log.starts), NUM_EVENTS)))
     part = slice(int(log.starts[user]), min(int(log.starts[user + 1]), int(log.starts[user]) + NUM_EVENTS))
-    action_names = log.action_names or tuple(f"{value:g}" for value in log.action_values)
+    action_names = names_of_actions(log)
     uses = np.bincount(log.items, minlength=log.num_items)
     uses[log.items[part]] = -1
     return Example(
@@ -41,6 +42,11 @@ def example(log: InteractionLog, names: ItemNames = EMPTY) -> Example:
     )
 
 
+def names_of_actions(log: InteractionLog) -> tuple[str, ...]:
+    """Name each action as callers do: a rating by its plain text."""
+    return log.action_names or tuple(f"{value:g}" for value in log.action_values)
+
+
 def write_configuration(table: dict[str, Any], folder: Path) -> None:
     """Write a configuration into a folder.
 
@@ -50,7 +56,7 @@ def write_configuration(table: dict[str, Any], folder: Path) -> None:
     aside = folder / f"{CONFIGURATION}.tmp"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        aside.write_text(yaml.safe_dump(table, sort_keys=False))
+        aside.write_text(shipped.schema_line() + yaml.safe_dump(table, sort_keys=False))
         aside.replace(folder / CONFIGURATION)
     except OSError as error:
         raise DataError(f"{folder / CONFIGURATION}: cannot be written: {error.strerror}") from error

@@ -16,7 +16,7 @@ from typing import Any, assert_type
 
 import pytest
 
-from npu_gr.client import AsyncClient, AsyncRelay, Client, Ranked, Relay
+from npu_gr.client import AsyncClient, AsyncRelayCall, Client, Ranked, RelayCall
 from npu_gr.core.errors import DeadlineExceeded, Overloaded
 from npu_gr.core.request import ModelInfo
 from tests.client.scripted import HANG, RANKED, Answer, answer, problem, scripted
@@ -157,7 +157,7 @@ client.close()
     assert done.stdout == "7\n", done.stderr
 
 
-@pytest.mark.parametrize(("waits", "inner"), [(Client, AsyncClient), (Relay, AsyncRelay)])
+@pytest.mark.parametrize(("waits", "inner"), [(Client, AsyncClient), (RelayCall, AsyncRelayCall)])
 def test_both_clients_do_the_same(waits: Any, inner: Any) -> None:
     """Every public coroutine of the one has its method in the other, with the same arguments and words."""
     for name, method in inspect.getmembers(inner, inspect.iscoroutinefunction):
@@ -176,7 +176,7 @@ def typed_use(client: Client) -> None:
     assert_type(client.rank("u", [1], top_k=3), Ranked)
     assert_type(client.models(timeout_s=1.0), tuple[ModelInfo, ...])
     with client.relay("u") as relay:
-        assert_type(relay, Relay)
+        assert_type(relay, RelayCall)
         assert_type(relay.rank([1]), Ranked)
     client.rank("u")  # type: ignore[call-arg]
     client.rank("u", [1], tpo_k=3)  # type: ignore[call-arg]

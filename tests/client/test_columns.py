@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from npu_gr.client import History
+from npu_gr.client import Behaviours
 from npu_gr.client.columns import ids_of, listed, seconds
 from npu_gr.core.errors import Unprocessable
 from npu_gr.core.names import FIRST_HASHED, item_id
@@ -37,7 +37,7 @@ def test_items(names: Any, ids: list[int]) -> None:
     assert found.dtype == np.int64
     assert found.tolist() == ids
     assert [item_id(name) if type(name) is str else name for name in listed(names, "items")] == ids
-    assert History(names, [], []).on_the_wire("h").items == np.array(ids, "<i8").tobytes()
+    assert Behaviours(names, [], []).on_the_wire("h").items == np.array(ids, "<i8").tobytes()
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ def test_what_is_no_item(names: Any, message: str) -> None:
     ],
 )
 def test_actions_are_names(actions: Any, names: list[str | int]) -> None:
-    column = History([], actions, []).on_the_wire("h").actions
+    column = Behaviours([], actions, []).on_the_wire("h").actions
     assert column == names
     assert [type(one) for one in column] == [type(one) for one in names]
 
@@ -84,7 +84,7 @@ def test_actions_are_names(actions: Any, names: list[str | int]) -> None:
 @pytest.mark.parametrize("actions", ["view", [None], [True], [b"view"], np.array([["view"]])])
 def test_what_is_no_action(actions: Any) -> None:
     with pytest.raises(Unprocessable, match=r"^h\.actions: "):
-        History([], actions, []).on_the_wire("h")
+        Behaviours([], actions, []).on_the_wire("h")
 
 
 NOON = datetime(2026, 11, 22, 12, tzinfo=UTC)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from aiohttp.test_utils import TestClient
 
-from npu_gr.client import AsyncClient, Client, History
+from npu_gr.client import AsyncClient, Behaviours, Client
 from npu_gr.core.errors import (
     DeadlineExceeded,
     Forbidden,
@@ -38,8 +38,8 @@ def address(client: TestClient[Any, Any]) -> str:
     return str(client.make_url("/"))
 
 
-def behaviours(num: int, seed: int = 0) -> History:
-    return History(**columns(events(num, seed)))
+def behaviours(num: int, seed: int = 0) -> Behaviours:
+    return Behaviours(**columns(events(num, seed)))
 
 
 @pytest.fixture

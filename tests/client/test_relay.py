@@ -8,14 +8,14 @@ from typing import Any
 import msgspec
 import pytest
 
-from npu_gr.client import AsyncClient, Client, History
+from npu_gr.client import AsyncClient, Behaviours, Client
 from npu_gr.core.errors import DeadlineExceeded, Unprocessable
 from tests.client.scripted import HANG, RANKED, SIGNALLED, Answer, Asked, answer, problem, scripted
 from tests.serving import until
 
 GOOD = answer(RANKED)
 SIGNALLED_SOON = answer(SIGNALLED, 202)
-SEEN = History(["a", "b"], ["view", "view"], [1_700_000_000, 1_700_000_001])
+SEEN = Behaviours(["a", "b"], ["view", "view"], [1_700_000_000, 1_700_000_001])
 LONG_S = 30.0
 
 
@@ -107,11 +107,11 @@ async def test_a_history_of_the_store_needs_none() -> None:
 
 async def test_the_ranks_own_failures_are_raised() -> None:
     async with scripted(SIGNALLED_SOON, HANG) as service, AsyncClient(service.url, timeout_s=LONG_S) as client:
-        async with client.relay("u", history=History(["a"], [], [])) as relay:
+        async with client.relay("u", history=Behaviours(["a"], [], [])) as relay:
             await until(lambda: relay.signalled is not None)
             with pytest.raises(DeadlineExceeded):
                 await relay.rank(["c"], timeout_s=0.1)
-        bad = History([""], ["view"], [1])
+        bad = Behaviours([""], ["view"], [1])
         async with client.relay("u", history=bad) as relay:
             with pytest.raises(Unprocessable, match=r"history\.items: index 0"):
                 await relay.rank(["c"])

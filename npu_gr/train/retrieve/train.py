@@ -34,7 +34,7 @@ from npu_gr.train.generate.retrieval import RetrievalFigures, baseline_figures
 from npu_gr.train.metrics import F64, cells, known, ndcg
 from npu_gr.train.next_item import rank_next_items, sample_targets
 from npu_gr.train.options import Seed
-from npu_gr.train.paired import Comparison, compare
+from npu_gr.train.paired import BaselineComparison, compare
 from npu_gr.train.retrieve.transitions import Factors, Settings, factorise, transitions
 from npu_gr.train.steps import TrainingProgress
 
@@ -80,7 +80,7 @@ class RetrieveReport:
     vectors: RetrievalFigures
     baselines: tuple[RetrievalFigures, ...]
 
-    def comparison(self) -> Comparison | None:
+    def comparison(self) -> BaselineComparison | None:
         """Compare the vectors with the strongest baseline; None = there is no user to compare on."""
         return compare(self.vectors.model, self.vectors.ranks, {row.model: row.ranks for row in self.baselines})
 

@@ -84,7 +84,7 @@ class ApiKey:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Call:
+class SafeCall:
     """One request, which is sent once or more often."""
 
     method: str = "POST"
@@ -103,7 +103,7 @@ class Reply(NamedTuple):
     body: bytes
 
 
-class Connection:
+class Channel:
     """The connections to one address. Belongs to one event loop, from `open` to `close`."""
 
     def __init__(
@@ -158,7 +158,7 @@ class Connection:
         self._http = None
         await self._stack.aclose()
 
-    async def send(self, call: Call, timeout_s: float) -> Reply:
+    async def send(self, call: SafeCall, timeout_s: float) -> Reply:
         """Send a call until it is answered, or not again.
 
         Args:
@@ -196,7 +196,7 @@ class Connection:
             before = "" if failure is None else f"; before that: {failure}"
             raise DeadlineExceeded(f"{self.url}{call.path}: no answer within {timeout_s:g} s{before}") from failure
 
-    async def _is_worth_another(self, call: Call, failure: NpuGrError, attempt: int, key: str | None) -> bool:
+    async def _is_worth_another(self, call: SafeCall, failure: NpuGrError, attempt: int, key: str | None) -> bool:
         if isinstance(failure, Unauthorized):
             return self._key.is_of_file and await asyncio.to_thread(self._key.differs_from, key)
         may_again = isinstance(failure, Unreachable) or failure.status in call.again
@@ -205,7 +205,7 @@ class Connection:
         self._retries -= 1
         return True
 
-    async def _attempt(self, call: Call, headers: dict[str, str], left_s: float) -> Reply:
+    async def _attempt(self, call: SafeCall, headers: dict[str, str], left_s: float) -> Reply:
         if self._http is None:
             raise RuntimeError("the client is not open: use it within `async with`")
         if left_s <= 0:

@@ -10,8 +10,7 @@ import msgspec
 import pytest
 
 from npu_gr.access.tls import ClientTlsConfig
-from npu_gr.client import AsyncClient, History
-from npu_gr.client import connection as of_connections
+from npu_gr.client import AsyncClient, Behaviours, channel
 from npu_gr.core.errors import (
     BadAnswer,
     BadRequest,
@@ -35,7 +34,7 @@ from tests.client.scripted import HANG, RANKED, SIGNALLED, Answer, answer, probl
 from tests.serving import until
 
 GOOD = answer(RANKED)
-SECOND = History([1], ["view"], [1_700_000_000])
+SECOND = Behaviours([1], ["view"], [1_700_000_000])
 LONG_S = 30.0  # no test waits for it
 
 
@@ -200,7 +199,7 @@ async def test_an_answer_of_somebody_else_is_refused_in_words(bad: Answer) -> No
 
 
 async def test_an_endless_answer_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(of_connections, "MAX_ANSWER_BYTES", 10_000)
+    monkeypatch.setattr(channel, "MAX_ANSWER_BYTES", 10_000)
     async with (
         scripted(answer(b" " * 20_000)) as service,
         AsyncClient(service.url, timeout_s=LONG_S) as client,
@@ -217,8 +216,8 @@ async def test_retries_are_one_in_five_calls_in_the_long_run() -> None:
         for _ in range(60):
             with pytest.raises(Unavailable):
                 await client.rank("u", [1])
-    first = int(of_connections.RETRIES_AT_ONCE)
-    assert 60 + first <= len(service.asked) <= 60 + first + 60 * of_connections.RETRIES_PER_CALL + 1
+    first = int(channel.RETRIES_AT_ONCE)
+    assert 60 + first <= len(service.asked) <= 60 + first + 60 * channel.RETRIES_PER_CALL + 1
 
 
 async def test_events_are_sent_again_under_one_key() -> None:

@@ -1,0 +1,39 @@
+"""An instance of a company with names of its own: a ranker, a retrieval by vectors, a cascade over both, titles."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from npu_gr.catalogue.item_names import ItemNames
+from npu_gr.core.names import item_ids
+from npu_gr.matching.vectors import save as save_vectors
+from npu_gr.model.weights import Checkpoint, save
+from npu_gr.service.service import Service
+from tests.matching.vectors import make_vectors
+from tests.models import tiny_model
+from tests.serving import serving
+
+ACTIONS = ("view", "cart", "purchase")
+NAMES = [str(row) if row % 3 == 0 else f"SKU-{row:04d}-{'ABC'[row % 3]}" for row in range(300)]
+TITLES = {name: f"Thing no. {row}" if row % 2 == 0 else "" for row, name in enumerate(NAMES)}
+NUM_MATCHED = 60
+
+
+@asynccontextmanager
+async def shop(folder: Path) -> AsyncIterator[tuple[str, Service]]:
+    checkpoint = Checkpoint(model=tiny_model(), item_ids=item_ids(NAMES), name="tiny", action_names=ACTIONS)
+    save(checkpoint, folder / "checkpoint")
+    ItemNames.make(NAMES, list(TITLES.values())).save(folder / "checkpoint")
+    save_vectors(make_vectors(NUM_MATCHED, item_ids=np.sort(item_ids(NAMES[:NUM_MATCHED]))), folder / "vectors")
+    (folder / "popular.txt").write_text("".join(f"{name}\n" for name in NAMES[100:140]))
+    sections: dict[str, Any] = {
+        "match": {"vectors": str(folder / "vectors")},
+        "recommend": {"sources": {"match": 20}, "popular": str(folder / "popular.txt")},
+    }
+    async with serving(folder, **sections) as (http, service):
+        yield str(http.make_url("/")), service
