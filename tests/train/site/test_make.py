@@ -17,7 +17,7 @@ from npu_gr.dataset.build import prepare
 from npu_gr.service.config import load
 from npu_gr.train.options import list_options
 from npu_gr.train.site import make
-from npu_gr.train.site.options import SiteOptions, options_for
+from npu_gr.train.site.options import PRESETS, options_for
 from npu_gr.train.site.parts import PARTS
 from npu_gr.train.site.report import Figure, PartReport
 from npu_gr.train.site.side_by_side import Job
@@ -193,7 +193,7 @@ def test_there_are_enough_semantic_ids(num_items: int, codes: tuple[int, ...]) -
 
 
 def test_options_of_every_model_are_listed_in_their_sections() -> None:
-    lines = [line.split() for line in list_options({"site": SiteOptions()}).splitlines()]
+    lines = [line.split() for line in list_options(PRESETS).splitlines()]
     keys = {words[0].partition("=")[0]: words[1:] for words in lines[1:]}
     for section in ("rank", "generate", "retrieve"):
         assert keys[f"{section}.seed"]
