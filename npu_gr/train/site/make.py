@@ -30,7 +30,7 @@ from npu_gr.train.site.options import FULL, SiteOptions, options_for
 from npu_gr.train.site.parts import PARTS, PartName, train_part
 from npu_gr.train.site.readme import readme
 from npu_gr.train.site.report import PartReport, SiteReport
-from npu_gr.train.site.side_by_side import Job, side_by_side
+from npu_gr.train.site.side_by_side import Training, side_by_side
 
 NEW_SERVE = "serve.new.yaml"  # beside one that somebody has changed
 POPULAR = "popular.txt"
@@ -104,7 +104,7 @@ def _train(
     """Train what is not there yet."""
     served = folder.report()
     parts: dict[PartName, PartReport] = {}
-    jobs: list[Job[PartReport]] = []
+    trainings: list[Training[PartReport]] = []
     for name in PARTS:
         staged = folder.finished(name)
         live = served.parts.get(name) if served and (folder.place / name).is_dir() else None
@@ -115,7 +115,7 @@ def _train(
             parts[name] = staged
         else:
             work = partial(train_part, name, data, options, folder.begin(name), made_from[name])
-            jobs.append(Job(name, work))
+            trainings.append(Training(name, work))
             continue
         console.print(f"{name}: reusing version {parts[name].version}, made from the same dataset and options")
 
@@ -125,7 +125,7 @@ def _train(
         console.print(f"{name}: version {report.version}, in {report.took_s:.0f} s")
 
     with training_progress(console) as show:
-        side_by_side(jobs, num_threads, show, done)
+        side_by_side(trainings, num_threads, show, done)
     return {name: parts[name] for name in PARTS}
 
 

@@ -20,7 +20,7 @@ from npu_gr.train.site import make
 from npu_gr.train.site.options import PRESETS, options_for
 from npu_gr.train.site.parts import PARTS
 from npu_gr.train.site.report import Figure, PartReport
-from npu_gr.train.site.side_by_side import Job
+from npu_gr.train.site.side_by_side import Training
 from tests.serving import write_checkpoint
 
 FIGURES = (Figure(name="HR@10 unseen", value=0.2, baseline="Markov counts", baseline_value=0.1),)
@@ -33,7 +33,7 @@ class Trainings:
         self.trained: list[str] = []
         self.before: Callable[[str], None] = lambda _: None  # may fail
 
-    def side_by_side(self, jobs: Sequence[Job[Any]], _threads: int, _show: Any, done: Any) -> None:
+    def side_by_side(self, jobs: Sequence[Training[Any]], _threads: int, _show: Any, done: Any) -> None:
         for job in jobs:
             self.before(job.name)
             name, _, _, folder, made_from = job.work.args  # type: ignore[attr-defined]
