@@ -1,28 +1,24 @@
-"""Builds the CPU kernels beside the package: nothing but a C++ compiler is needed, and without one it is left out."""
+"""Builds the CPU kernels beside the package, and puts copies of what ships beside the code into a wheel.
 
+The kernels need nothing but a C++ compiler; without one they are left out, and `npu-gr build-ops --cpu` makes them.
+"""
+
+import shutil
 from glob import glob
+from pathlib import Path
 
 from setuptools import Extension, setup
+from setuptools.command.build_py import build_py
 
-FLAGS = [
-    "-std=c++17",
-    "-O3",
-    "-g0",
-    "-ffp-contract=fast",  # not -ffast-math: a logit of -inf means something
-    "-fno-math-errno",
-    "-fno-trapping-math",
-    "-fno-exceptions",
-    "-fno-rtti",
-    "-fvisibility=hidden",
-    "-Wall",
-    "-Wextra",
-    "-Wno-psabi",
-]
-SOURCES = ["dispatch", "isa_generic", "isa_avx2", "isa_avx512", "isa_avx512_bf16"]
+# -ffp-contract=fast and not -ffast-math: a logit of -inf means something
+FLAGS = Path("ops/cpu/flags.txt").read_text().split()
+COPIES = Path("npu_gr/_data")  # where `npu_gr.core.shipped` looks
+SHIPPED = ("configs", "dashboards", "docs/runbooks", "deploy", "ops/ascendc", "ops/cpu")
+LEFT_OUT = shutil.ignore_patterns("__pycache__", "preview", "mutate.py", "*.so")
 
 kernels = Extension(
     "npu_gr.backend.cpu._native",  # loaded by ctypes, never imported: it knows neither Python nor torch
-    sources=[f"ops/cpu/{name}.cpp" for name in SOURCES],
+    sources=sorted(glob("ops/cpu/*.cpp")),
     depends=sorted(glob("ops/cpu/*.h")),
     extra_compile_args=FLAGS,
     extra_link_args=["-static-libgcc", "-static-libstdc++"],
@@ -30,4 +26,19 @@ kernels = Extension(
     optional=True,
     py_limited_api=True,
 )
-setup(ext_modules=[kernels], options={"bdist_wheel": {"py_limited_api": "cp311"}})
+
+
+class WithCopies(build_py):  # type: ignore[misc]  # setuptools has no types
+    """Copies what ships beside the code; an editable installation has the repository itself."""
+
+    def run(self) -> None:
+        super().run()
+        if self.editable_mode:
+            return
+        copies = Path(self.build_lib) / COPIES
+        shutil.rmtree(copies, ignore_errors=True)  # of an earlier build
+        for name in SHIPPED:
+            shutil.copytree(name, copies / name, ignore=LEFT_OUT)
+
+
+setup(ext_modules=[kernels], cmdclass={"build_py": WithCopies}, options={"bdist_wheel": {"py_limited_api": "cp311"}})

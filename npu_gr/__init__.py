@@ -11,7 +11,7 @@ __version__ = "0.1.0"  # the only place: pyproject.toml reads it from here, with
 
 if TYPE_CHECKING:  # the same names once more, for type checkers: tests/test_public_api.py compares the two lists
     from npu_gr.core import errors
-    from npu_gr.core.kinds import ERASE, EVENTS, GENERATE, KINDS, MATCH, RANK, RECOMMEND, SIGNAL, Kind
+    from npu_gr.core.kinds import ERASE, EVENTS, GENERATE, INGEST, KINDS, MATCH, RANK, RECOMMEND, SIGNAL, Kind
     from npu_gr.core.request import (
         Basis,
         CatalogueChange,
@@ -25,8 +25,11 @@ if TYPE_CHECKING:  # the same names once more, for type checkers: tests/test_pub
         GenerateRequest,
         HistoryRef,
         HistoryReport,
+        IngestAnswer,
+        IngestRequest,
         MatchAnswer,
         MatchRequest,
+        Mode,
         ModelInfo,
         NewItem,
         Outcome,
@@ -42,6 +45,8 @@ if TYPE_CHECKING:  # the same names once more, for type checkers: tests/test_pub
         UserKey,
         VectorsInfo,
         Verdict,
+        Write,
+        Written,
     )
     from npu_gr.service.app import instance
     from npu_gr.service.config import Config, load
@@ -51,6 +56,7 @@ __all__ = [
     "ERASE",
     "EVENTS",
     "GENERATE",
+    "INGEST",
     "KINDS",
     "MATCH",
     "RANK",
@@ -69,9 +75,12 @@ __all__ = [
     "GenerateRequest",
     "HistoryRef",
     "HistoryReport",
+    "IngestAnswer",
+    "IngestRequest",
     "Kind",
     "MatchAnswer",
     "MatchRequest",
+    "Mode",
     "ModelInfo",
     "NewItem",
     "Outcome",
@@ -88,13 +97,18 @@ __all__ = [
     "UserKey",
     "VectorsInfo",
     "Verdict",
+    "Write",
+    "Written",
     "errors",
     "instance",
     "load",
 ]
 
 _HOMES = {
-    "npu_gr.core.kinds": ("ERASE", "EVENTS", "GENERATE", "KINDS", "MATCH", "RANK", "RECOMMEND", "SIGNAL", "Kind"),
+    "npu_gr.core.kinds": (
+        *("ERASE", "EVENTS", "GENERATE", "INGEST", "MATCH", "RANK", "RECOMMEND", "SIGNAL"),
+        *("KINDS", "Kind"),
+    ),
     "npu_gr.service.app": ("instance",),
     "npu_gr.service.config": ("Config", "load"),
     "npu_gr.service.service": ("Service",),

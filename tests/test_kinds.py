@@ -43,6 +43,7 @@ BODIES: dict[str, dict[str, Any] | None] = {  # by kind; None = it has no body
     "match": {"user_id": KNOWN, "num_items": 5},
     "recommend": {"user_id": "u", "history": HISTORY, "num_items": 5},
     "events": {"user_id": "u", "events": HISTORY},
+    "ingest": {"users": [{"user_id": "u", "events": HISTORY}, {"user_id": "v", "events": HISTORY}]},
     "erase": None,
 }
 OBJECTIVES_S = {f"{name}_s": 7.25 + place for place, name in enumerate(KINDS)}  # no default edge, never missed

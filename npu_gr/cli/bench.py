@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from npu_gr.cli.options import FILE, SET, THREAD_COUNT
+from npu_gr.core import shipped
 
 if TYPE_CHECKING:
     from npu_gr.bench.line import Line
@@ -212,7 +213,12 @@ def bench_relay(
 @AS_JSON_LINES
 @SEED
 @click.option(
-    "--config", type=FILE, default="configs/cpu.yaml", show_default=True, help="Of the instance, as it ships."
+    "--config",
+    type=FILE,
+    default="configs/cpu.yaml",
+    show_default=True,
+    callback=lambda _context, _option, path: shipped.found(path),
+    help="Of the instance, as it ships.",
 )
 @click.option(
     "--checkpoint", type=FILE, help="By default the demo's, if it is there; else an untrained model of its shape."

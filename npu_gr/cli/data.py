@@ -3,43 +3,74 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import ExitStack
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
-from npu_gr.cli.options import CONFIG, FILE, SET, VALUE_COLUMN, load_config
+from npu_gr.cli.options import API_KEY, FILE, SET, VALUE_COLUMN, load_config
+
+if TYPE_CHECKING:
+    from npu_gr.features.load import Loaded
+
+PATIENCE_S = 60.0  # for a service that has no room, or restarts
 
 
 @click.command()
-@CONFIG
+@click.option("--config", "config_path", type=FILE, help="YAML configuration: whose store is filled.")
+@click.option("--url", help="Load through the service at this address instead.")
 @SET
 @click.argument("log", type=FILE)
 @click.option("--tenant", default="", show_default=True, help="Of all users in the log.")
+@click.option("--replace", is_flag=True, help="Each user of the log gets exactly the log's events; others stay.")
 @VALUE_COLUMN
-def load(config_path: Path, overrides: tuple[str, ...], log: Path, tenant: str, value_column: str) -> None:
-    """Bulk-load an interaction LOG (.inter or .jsonl) into the history store.
+@API_KEY
+def load(
+    config_path: Path | None,
+    url: str | None,
+    overrides: tuple[str, ...],
+    log: Path,
+    tenant: str,
+    replace: bool,
+    value_column: str,
+    api_key: str | None,
+) -> None:
+    """Load an interaction LOG into the history store: what is there already is not added again.
 
-    The checkpoint that the configuration names says which action each value is.
+    LOG is a file (.inter, .jsonl, .json), or a folder of npu-gr prepare. The model says which actions there are. If a
+    service has the embedded store, the events go through it, at the address of the configuration. What ends in the
+    middle is completed by the same command.
     """
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    from npu_gr.core.request import Mode
     from npu_gr.dataset.log import read_log
     from npu_gr.features.load import load_interactions
-    from npu_gr.features.store import open_store
-    from npu_gr.model.weights import load as load_checkpoint
+    from npu_gr.tools.ingest import open_target
 
-    config = load_config(config_path, overrides)
-    if config.checkpoint is None:
-        raise click.UsageError("checkpoint: the configuration names none, so the actions have no values")
-    values = load_checkpoint(Path(config.checkpoint)).action_values
+    config = None if config_path is None else load_config(config_path, overrides)
     interactions = read_log(log, value_column=value_column)
-    action_ids = {value: index for index, value in enumerate(values)}
+    mode = Mode.REPLACE if replace else Mode.MERGE
 
-    async def work() -> int:
-        store = await open_store(config.features)
-        if store is None:
-            raise click.UsageError("features.kind is none: there is no store to load into")
-        try:
-            return await load_interactions(store, interactions, action_ids, tenant)
-        finally:
-            await store.close()
+    async def work(stack: ExitStack) -> Loaded:
+        async with open_target(config, url, api_key, PATIENCE_S) as target:
+            click.echo(f"loading into {target.about}", err=True)
+            columns = (TextColumn("events"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+            console = Console(stderr=True)
+            bars = stack.enter_context(Progress(*columns, console=console, disable=not console.is_terminal))
+            task = bars.add_task("", total=len(interactions))
+            return await load_interactions(
+                target.store,
+                interactions,
+                target.action_names,
+                tenant,
+                mode,
+                lambda num_events: bars.advance(task, num_events),
+            )
 
-    click.echo(f"{asyncio.run(work())} events loaded")
+    with ExitStack() as stack:
+        done = asyncio.run(work(stack))
+    told = f"{done.num_replaced} replaced" if replace else f"{done.num_known} events were already there"
+    click.echo(f"{done.num_users} users: {done.num_added} events added, {told}")

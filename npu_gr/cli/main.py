@@ -10,10 +10,14 @@ import click
 
 from npu_gr import __version__
 from npu_gr.cli.bench import bench
+from npu_gr.cli.config import config
+from npu_gr.cli.consume import consume
 from npu_gr.cli.data import load
 from npu_gr.cli.erase_check import erase_check
 from npu_gr.cli.fleet import fleet
+from npu_gr.cli.init import build_ops, init
 from npu_gr.cli.keys import keys
+from npu_gr.cli.one_line import describe
 from npu_gr.cli.options import CALLING_TLS
 from npu_gr.cli.prepare import prepare
 from npu_gr.cli.replay import record, replay
@@ -57,9 +61,10 @@ def main(log_level: str, **calling: str | None) -> None:
 
 
 for _command in (
-    *(serve, route, check_config, keys, fleet),
-    *(prepare, train, load, store, replay, record, erase_check),
-    *(simulate, bench, calibrate, doctor),
+    *(prepare, init, serve, route, check_config, config, keys, fleet),
+    *(train, load, consume, store, replay, record, erase_check),
+    *(simulate, bench, calibrate, doctor, build_ops),
     *(dashboards, bundle, judge, demo, monitor),
 ):
     main.add_command(_command)
+describe(main)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from npu_gr.cli.options import API_KEY, FILE, VALUE_COLUMN, RunByDefault, run_async
+from npu_gr.cli.options import API_KEY, AS_JSON, FILE, VALUE_COLUMN, RunByDefault, run_async
 from npu_gr.core.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -194,7 +194,7 @@ def _progress() -> Iterator[Any]:
     "--max-drift", type=float, help="Exit 1 if a score differs by more, in standard deviations of its request."
 )
 @click.option("--max-p99-ratio", type=float, help="Exit 1 if P99 of B / A is surely (95 %) over this.")
-@click.option("--json", "as_json", is_flag=True)
+@AS_JSON
 def compare_command(
     a: Path, b: Path, slo_ms: float, seed: int, max_drift: float | None, max_p99_ratio: float | None, as_json: bool
 ) -> None:

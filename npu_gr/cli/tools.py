@@ -10,9 +10,18 @@ from typing import NoReturn
 import click
 
 from npu_gr.cli.options import API_KEY, AS_JSON, CONFIG, FILE, SET, THREAD_COUNT, load_config, run_async
+from npu_gr.core import shipped
 from npu_gr.core.errors import ConfigError, Unavailable
 
-DEMO_CONFIG = click.option("--config", "config_path", default="configs/cpu.yaml", show_default=True, type=FILE)
+DEMO_CONFIG = click.option(
+    "--config",
+    "config_path",
+    default="configs/cpu.yaml",
+    show_default=True,
+    type=FILE,
+    callback=lambda _context, _option, path: shipped.found(path),
+    help="Of the service; the default is the file that ships.",
+)
 DEMO_FOLDER = click.option("--folder", default=".demo", show_default=True, type=FILE, help="For everything it makes.")
 DEMO_THREADS = click.option("--threads", default=2, show_default=True, type=THREAD_COUNT, help="For training.")
 PORT = click.IntRange(1, 65535)

@@ -13,6 +13,9 @@ from npu_gr.cli.options import FILE, THREAD_COUNT, VALUE_COLUMN
 if TYPE_CHECKING:
     import msgspec
 
+    from npu_gr.train.generate.train import GenerateOptions
+    from npu_gr.train.rank.train import TrainOptions
+
     Presets = Mapping[str, msgspec.Struct]
 
 LISTED = "Options of the training, with their defaults: --set help"
@@ -45,19 +48,25 @@ def _override(
     )
 
 
-def _rank_presets() -> Presets:
-    from npu_gr.train.rank.train import DEMO, LONG
+def _rank_presets() -> Mapping[str, TrainOptions]:
+    from npu_gr.train.rank.train import DEMO, LONG, QUICK
 
-    return {"demo": DEMO, "long": LONG}
-
-
-def _generate_presets() -> Presets:
-    from npu_gr.train.generate.train import BEAUTY, MOVIELENS
-
-    return {"movielens": MOVIELENS, "beauty": BEAUTY}
+    return {"demo": DEMO, "quick": QUICK, "long": LONG}
 
 
-def _site_presets() -> Mapping[str, msgspec.Struct]:
+def _generate_presets() -> Mapping[str, GenerateOptions]:
+    from npu_gr.train.generate.train import BEAUTY, MOVIELENS, QUICK
+
+    return {"movielens": MOVIELENS, "quick": QUICK, "beauty": BEAUTY}
+
+
+def _retrieve_presets() -> Presets:
+    from npu_gr.train.retrieve.train import RetrieveOptions
+
+    return {"retrieve": RetrieveOptions()}
+
+
+def _site_presets() -> Presets:
     from npu_gr.train.site.options import SiteOptions
 
     return {"site": SiteOptions()}
@@ -97,7 +106,7 @@ def train_all(data: Path, out: Path, overrides: tuple[str, ...], threads: int) -
 @click.option("--out", required=True, type=FILE, help="Folder of the checkpoint.")
 @ITEMS
 @ITEM_FEATURES
-@click.option("--preset", default="demo", show_default=True, type=click.Choice(["demo", "long"]))
+@click.option("--preset", default="demo", show_default=True, type=click.Choice(["demo", "quick", "long"]))
 @_override(_rank_presets)
 @VALUE_COLUMN
 @THREADS
@@ -111,32 +120,31 @@ def train_rank(
     value_column: str,
     threads: int,
 ) -> None:
-    """Train an HSTU ranker on an interaction LOG (.inter or .jsonl), and print its figures beside the baselines'."""
+    """Train an HSTU ranker on a LOG, and print its figures beside the baselines'.
+
+    LOG is the folder of a dataset, which npu-gr prepare made of any log, or a file: .inter or .jsonl.
+    """
     import torch
     from rich.console import Console
 
-    from npu_gr.catalogue.item_names import EMPTY
     from npu_gr.core.settings import override
-    from npu_gr.dataset.log import read_log
-    from npu_gr.features.interactions import read_item_features
     from npu_gr.train.data import build_log
     from npu_gr.train.next_command import example, next_command
     from npu_gr.train.progress import training_progress
     from npu_gr.train.rank.publish import publish
-    from npu_gr.train.rank.train import DEMO, LONG
     from npu_gr.train.rank.train import train_rank as work
+    from npu_gr.train.source import read_training_data
 
     torch.set_num_threads(threads)
-    options = override({"demo": DEMO, "long": LONG}[preset], overrides)
-    features = read_item_features(items, _columns(item_features)) if items else []
+    options = override(_rank_presets()[preset], overrides)
+    data = read_training_data(log, value_column=value_column, items=items, columns=_columns(item_features))
     console = Console()
-    interactions = read_log(log, value_column=value_column)
     with training_progress(console) as show:
-        checkpoint, evaluation = work(interactions, features, options, show)
+        checkpoint, evaluation = work(data.interactions, data.features, options, show)
     console.print(evaluation.table())
     click.echo(evaluation.text())
-    click.echo(f"checkpoint {publish(checkpoint, EMPTY, out)} in {out}")
-    found = example(build_log(interactions, features, options.split), EMPTY)
+    click.echo(f"checkpoint {publish(checkpoint, data.names, out)} in {out}")
+    found = example(build_log(data.interactions, data.features, options.split), data.names)
     body = {"user_id": "me", "candidates": found.others, "history": found.history}
     click.echo(next_command(out, "/v1/rank", body))
 
@@ -147,7 +155,7 @@ def train_rank(
 @click.option("--codes", type=FILE, help='Ready-made: a catalogue, or JSON {"item": [code, ...]}.')
 @ITEMS
 @ITEM_FEATURES
-@click.option("--preset", default="movielens", show_default=True, type=click.Choice(["movielens", "beauty"]))
+@click.option("--preset", default="movielens", show_default=True, type=click.Choice(["movielens", "quick", "beauty"]))
 @_override(_generate_presets)
 @VALUE_COLUMN
 @THREADS
@@ -164,31 +172,70 @@ def train_generate(
 ) -> None:
     """Train a semantic-ID generator on an interaction LOG, and print its figures beside the baselines'.
 
-    LOG is .inter, .jsonl, or .json {"user": [item, ...]}. Without it: MovieLens-100K of the package recbole.
+    LOG is the folder of a dataset, which npu-gr prepare made of any log, or a file: .inter, .jsonl, or .json
+    {"user": [item, ...]}. Without it: MovieLens-100K of the package recbole.
     """
     import torch
     from rich.console import Console
 
-    from npu_gr.catalogue.item_names import EMPTY
     from npu_gr.core.settings import override
-    from npu_gr.dataset.log import read_log
-    from npu_gr.features.interactions import movielens_100k, read_item_features
+    from npu_gr.features.interactions import movielens_100k
     from npu_gr.train.generate.publish import how_to_serve, prepare, publish
-    from npu_gr.train.generate.train import BEAUTY, MOVIELENS, train_generator
+    from npu_gr.train.generate.train import train_generator
     from npu_gr.train.progress import training_progress
+    from npu_gr.train.source import read_training_data
 
     torch.set_num_threads(threads)
-    options = override({"movielens": MOVIELENS, "beauty": BEAUTY}[preset], overrides)
-    interactions = read_log(log or movielens_100k(), value_column=value_column)
-    features = read_item_features(items, _columns(item_features)) if items else []
+    options = override(_generate_presets()[preset], overrides)
+    source = log or movielens_100k()
+    data = read_training_data(source, value_column=value_column, items=items, columns=_columns(item_features))
     prepare(out)
     console = Console()
     with training_progress(console) as show:
-        trained = train_generator(interactions, features, options, codes, show)
+        trained = train_generator(data.interactions, data.features, options, codes, show)
     console.print(trained.report.table())
     click.echo(trained.report.text())
-    EMPTY.save(out)
-    click.echo(how_to_serve(publish(trained, features, options, out), trained))
+    data.names.save(out)
+    click.echo(how_to_serve(publish(trained, data.features, options, out), trained, data.names))
+
+
+@train.command("retrieve", epilog=LISTED)
+@click.argument("log", type=FILE)
+@click.option("--out", required=True, type=FILE, help="Folder of the vectors.")
+@_override(_retrieve_presets)
+@click.option("--tenant", default="", show_default=True, help="Of all users in the log.")
+@VALUE_COLUMN
+@THREADS
+def train_retrieve(
+    log: Path, out: Path, overrides: tuple[str, ...], tenant: str, value_column: str, threads: int
+) -> None:
+    """Make retrieval vectors for /v1/match of one LOG, and print their figures beside the baselines'.
+
+    LOG is the folder of a dataset, which npu-gr prepare made of any log, or a file: .inter, .jsonl or .json.
+    An item's vector says what leads to it; a user's says what the newest events lead to. `train match` is for two logs
+    of users in common.
+    """
+    import torch
+    from rich.console import Console
+
+    from npu_gr.core.settings import override
+    from npu_gr.matching.vectors import save
+    from npu_gr.train.next_command import how_to_match
+    from npu_gr.train.progress import training_progress
+    from npu_gr.train.retrieve.train import RetrieveOptions, train_retriever
+    from npu_gr.train.source import read_training_data
+
+    torch.set_num_threads(threads)
+    options = override(RetrieveOptions(), overrides)
+    data = read_training_data(log, value_column=value_column)
+    console = Console()
+    with training_progress(console) as show:
+        trained = train_retriever(data.interactions, options, show, tenant)
+    console.print(trained.report.table())
+    click.echo(trained.report.text())
+    data.names.save(out)
+    click.echo(f"vectors {save(trained.vectors, out)} in {out}")
+    click.echo(how_to_match(out, data.interactions.user_names[0]))
 
 
 @train.command("match", epilog=LISTED)

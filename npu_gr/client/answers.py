@@ -92,7 +92,7 @@ def ranked(reply: Reply, names: list[Name], ids: I64) -> Ranked:
     scores = {task: _floats(column) for task, column in answer.scores.items()}
     if any(len(column) != len(names) for column in scores.values()):
         raise BadAnswer(f"the answer has not one score for each of {len(names)} candidates")
-    places: dict[int, int] = {}
+    places: dict[str | int, int] = {}  # by id: raw candidates are answered as they were sent
     for place, one in enumerate(ids.tolist()):
         places.setdefault(one, place)
     best = answer.top or []

@@ -3,6 +3,7 @@
 NpuGrError
 ├── ConfigError            bad YAML, checkpoint or path; the process must not start   (exit 2)
 ├── CheckpointError        a ConfigError about the model's files
+├── StoreInUse             a ConfigError: another process has the embedded history store
 ├── DataError              a file of interactions or a query log cannot be read       (exit 2)
 │   └── CatalogueError       a DataError: the records do not make a catalogue of semantic IDs
 ├── RequestError           the caller's fault
@@ -54,6 +55,10 @@ class CheckpointError(ConfigError):
     """The model's files are missing, corrupt, or do not fit their own configuration."""
 
     title = "bad checkpoint"
+
+
+class StoreInUse(ConfigError):
+    """Another process has the embedded history store, and a file has one owner."""
 
 
 class DataError(NpuGrError):

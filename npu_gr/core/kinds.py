@@ -20,6 +20,8 @@ from npu_gr.core.request import (
     EventsRequest,
     GenerateAnswer,
     GenerateRequest,
+    IngestAnswer,
+    IngestRequest,
     MatchAnswer,
     MatchRequest,
     Outcome,
@@ -48,7 +50,7 @@ class Scope(StrEnum):
     """What an API key may be allowed to do."""
 
     INFER = "infer"  # signals, ranks, generates, matches, recommends
-    INGEST = "ingest"  # events
+    INGEST = "ingest"  # events, of one user and in bulk
     ERASE = "erase"  # forget users
     OBSERVE = "observe"  # metrics, status, models
     ADMIN = "admin"  # reload, roll back, change the catalogue, record, profile
@@ -60,6 +62,7 @@ class Routing(StrEnum):
     SIGNAL = "signal"  # by user; chooses the instance; sent again only if no instance has begun it
     FOLLOW = "follow"  # by user, to the instance that the signal chose; sent again if the first instance fails
     ONCE = "once"  # by user; it changes something, so it is sent once
+    BY_LOAD = "by_load"  # about many users: to an instance with little load, and sent once
     EVERYWHERE = "everywhere"  # to every instance
 
 
@@ -212,6 +215,22 @@ EVENTS: Kind[EventsRequest, EventsAnswer] = Kind(
     uses_device=False,
     stages=("store",),
 )
+INGEST: Kind[IngestRequest, IngestAnswer] = Kind(
+    name="ingest",
+    plural="ingests",
+    summary="Append behaviours of many users.",
+    path="/v1/events/bulk",
+    request=IngestRequest,
+    answer=IngestAnswer,
+    objective_s=1.0,
+    wakes_somebody=False,  # who sends in bulk sends again
+    priority=Priority.SIGNAL,
+    scope=Scope.INGEST,
+    routing=Routing.BY_LOAD,
+    uses_device=False,
+    is_recorded=False,  # a record is about one user, so that it can be hidden when that user is erased
+    stages=("store",),
+)
 ERASE: Kind[EraseRequest, EraseAnswer] = Kind(
     name="erase",
     plural="erasures",
@@ -232,7 +251,7 @@ ERASE: Kind[EraseRequest, EraseAnswer] = Kind(
 )
 
 KINDS: dict[str, Kind[Any, Any]] = {
-    kind.name: kind for kind in (SIGNAL, RANK, GENERATE, MATCH, RECOMMEND, EVENTS, ERASE)
+    kind.name: kind for kind in (SIGNAL, RANK, GENERATE, MATCH, RECOMMEND, EVENTS, INGEST, ERASE)
 }
 
 

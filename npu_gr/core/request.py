@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from npu_gr.core.errors import StoreFault
+from npu_gr.core.errors import NpuGrError, RequestError, StoreFault
 
 I64 = npt.NDArray[np.int64]
 I16 = npt.NDArray[np.int16]
@@ -533,6 +533,68 @@ class EventsAnswer:
 
     def log_fields(self) -> dict[str, Any]:
         return {"num_events": self.num_events, "sorted_events": self.sorted_events or None}
+
+
+class Mode(StrEnum):
+    """What a write does with the behaviours that the store has of the user."""
+
+    APPEND = "append"  # the new ones come behind them
+    MERGE = "merge"  # only those that are not there are added, in time order: a second time changes nothing
+    REPLACE = "replace"  # the new ones come in their place
+
+
+class Write(NamedTuple):
+    """Behaviours of one user for the history store."""
+
+    user: UserKey
+    events: Events
+    mode: Mode = Mode.APPEND
+    key: str | None = None  # idempotency key of an append
+
+
+class Written(NamedTuple):
+    """What a write did."""
+
+    num_events: int  # that the store now keeps of the user
+    num_added: int  # of those that came
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class IngestRequest:
+    """Write behaviours of many users of one tenant, durably."""
+
+    tenant: str
+    writes: tuple[Write | RequestError, ...]  # as they came; an error in the place of what cannot be read
+
+    @property
+    def user(self) -> UserKey:
+        """Nobody: the request is about many."""
+        return UserKey(self.tenant, "")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class IngestAnswer:
+    """What became of each user."""
+
+    results: tuple[Written | NpuGrError, ...]  # in the order of the request
+    stages_s: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def num_added(self) -> int:
+        """Behaviours that the store gained."""
+        return sum(one.num_added for one in self.results if isinstance(one, Written))
+
+    @property
+    def num_failed(self) -> int:
+        """Users of whom nothing was written."""
+        return sum(isinstance(one, NpuGrError) for one in self.results)
+
+    @property
+    def label_value(self) -> str:
+        return ""
+
+    def log_fields(self) -> dict[str, Any]:
+        return {"num_users": len(self.results), "num_failed": self.num_failed or None, "num_added": self.num_added}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -28,7 +28,7 @@ def written_aside(out: Path, is_ours: Callable[[Path], bool], files: tuple[str, 
     Raises:
         DataError: `out` holds something else, another process writes it, or it cannot be written; it stays as it is.
     """
-    out = Path(os.path.abspath(out))
+    out = out.resolve()  # of a link, the folder that it leads to
     new, old = (out.with_name(f".{out.name}.{word}") for word in ("new", "old"))
     try:
         out.parent.mkdir(parents=True, exist_ok=True)

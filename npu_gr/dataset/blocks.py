@@ -95,7 +95,7 @@ def read_blocks(path: Path, on_progress: OnProgress, *, has_quotes: bool = False
 
 
 def _outside_quotes(data: bytes, cut: int) -> int:
-    """Find the last end of a line, at `cut` or before it, that no quote spans; 0 if there is none near."""
+    """Find the last end of a line that no quote spans: `cut`, or a bounded way before it; 0 = there is none."""
     is_inside = data.count(b'"', 0, cut) % 2
     steps = 0
     while is_inside and cut and steps < MAX_ROW_LINES:
@@ -103,4 +103,4 @@ def _outside_quotes(data: bytes, cut: int) -> int:
         is_inside ^= data.count(b'"', start, cut) % 2
         cut = start
         steps += 1
-    return 0 if is_inside else cut
+    return cut

@@ -13,7 +13,7 @@ from npu_gr.core.words import quoted
 from npu_gr.dataset.arrow import NUMBER, as_text, is_instant, is_text, pa, pc, without_point
 
 NONE = "none"  # told instead of a name: the log has no such column
-_INTEGER = r"^\s*[+-]?\d+\s*$"
+_INTEGER = r"^\s*[+-]?(\d+|\d(\.\d+)?[eE]\+\d+)\s*$"  # a tool may have rounded it
 _DATED = r"^\s*\d{4}-\d{2}-\d{2}([T ]|\s*$)"
 _MOST = 0.9  # share of the cells that must fit: the others may be garbage
 _MOST_ONE = 0.5  # share of lists of one cell among lists that stand for their cells

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,8 @@ from npu_gr.dataset.rejects import OnReject, RejectReason
 from npu_gr.dataset.source import OnProgress, RowBatch, ignore_progress, ignore_reject
 
 SAMPLE_ROWS = 10_000
+MAX_COLUMNS = 1000  # of the first rows; keys that are ids of something are no columns
+MAX_DEPTH = 8  # of objects in objects that are looked into
 BATCH_EVENTS = 50_000  # of a nested file
 _WHOLE = 2**53  # floats beyond it are no longer exact as whole numbers
 USER = "user_id"  # columns of a nested file
@@ -54,7 +56,7 @@ class JsonLinesSource:
                 break
         if not rows:
             raise DataError(f"{self.name}: no line is a JSON object")
-        names = list(dict.fromkeys(chain.from_iterable(row for _, row in rows)))
+        names = _column_names(row for _, row in rows)
         numbers = np.array([number for number, _ in rows], np.int64)
         columns = {name: column([row.get(name) for _, row in rows]) for name in names}
         return RowBatch(
@@ -96,7 +98,7 @@ class JsonListSource:
     def sample(self) -> RowBatch:
         """Read the first rows; columns are all that these have."""
         rows = [_flat(row) for row in self._rows[:SAMPLE_ROWS] if isinstance(row, dict)]
-        names = list(dict.fromkeys(chain.from_iterable(rows)))
+        names = _column_names(rows)
         if not names:
             raise DataError(f"{self.name}: not a list of JSON objects")
         return next(self.batches(names, ignore_reject, ignore_progress))
@@ -206,7 +208,8 @@ def open_json(path: Path) -> JsonLinesSource | JsonListSource | NestedSource:
 
 
 def column(cells: list[Any]) -> Any:
-    """Make an array of JSON values: strings, or lists of strings as soon as one cell is a list."""
+    """Make an array of JSON values: strings, or lists of strings as soon as one is a list. An object is no value."""
+    cells = [None if type(cell) is dict else cell for cell in cells]
     if any(type(cell) is list for cell in cells):
         lists = [None if cell is None else _texts(cell if type(cell) is list else [cell]) for cell in cells]
         return pa.array(lists, pa.list_(pa.string()))
@@ -248,11 +251,15 @@ def _is_row(line: bytes) -> bool:
     return isinstance(row, dict) and not all(isinstance(value, list) for value in row.values())
 
 
-def _flat(row: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+def _column_names(rows: Iterable[dict[str, Any]]) -> list[str]:
+    return list(islice(dict.fromkeys(chain.from_iterable(rows)), MAX_COLUMNS))
+
+
+def _flat(row: dict[str, Any], prefix: str = "", depth: int = 1) -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for name, value in row.items():
-        if isinstance(value, dict):
-            flat |= _flat(value, f"{prefix}{name}.")
+        if isinstance(value, dict) and depth < MAX_DEPTH:
+            flat |= _flat(value, f"{prefix}{name}.", depth + 1)
         else:
             flat[f"{prefix}{name}"] = value
     return flat

@@ -52,10 +52,7 @@ def codes_of(encoded: Any, code: Callable[[str], int]) -> I64:
 def too_long(encoded: Any, limit: int, *, in_bytes: bool = False) -> npt.NDArray[np.bool_]:
     """Whether each name is longer than a limit, in characters or bytes of UTF-8: [n] -> bool [n]."""
     measure = pc.binary_length if in_bytes else pc.utf8_length
-    is_long = np.append(pc.greater(measure(encoded.dictionary), limit).to_numpy(zero_copy_only=False), [False])
-    places = pc.fill_null(encoded.indices, len(is_long) - 1).to_numpy(zero_copy_only=False)
-    found: npt.NDArray[np.bool_] = is_long[places]
-    return found
+    return _of_rows(encoded, pc.greater(measure(encoded.dictionary), limit).to_numpy(zero_copy_only=False))
 
 
 def has_point(array: Any) -> bool:
@@ -65,6 +62,19 @@ def has_point(array: Any) -> bool:
     texts = pc.drop_null(array)
     is_whole = pc.match_substring_regex(texts, r"^\s*(-?\d+\.0*|nan|NaN|NULL|)\s*$")
     return bool(len(texts)) and bool(pc.all(is_whole).as_py())
+
+
+def is_rounded(encoded: Any) -> npt.NDArray[np.bool_]:
+    """Whether a tool made a number of each name and lost its last digits, as spreadsheets do: [n] -> bool [n]."""
+    found = pc.match_substring_regex(encoded.dictionary, r"^\d(\.\d+)?[eE]\+\d+$")
+    return _of_rows(encoded, found.to_numpy(zero_copy_only=False))
+
+
+def _of_rows(encoded: Any, of_name: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
+    """Spread what is known of each distinct name over the rows; False where there is none."""
+    places = pc.fill_null(encoded.indices, len(of_name)).to_numpy(zero_copy_only=False)
+    found: npt.NDArray[np.bool_] = np.append(of_name, [False])[places]
+    return found
 
 
 class Codes:

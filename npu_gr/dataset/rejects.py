@@ -27,6 +27,7 @@ class RejectReason(StrEnum):
     LONG_USER = "user: over 128 characters"
     LONG_ITEM = "item: over 512 bytes"
     LONG_EVENT = "event: over 64 characters"
+    ROUNDED = "a name that a tool took for a number and rounded, as 1.2E+12"
     UNREADABLE_TIME = "time: unreadable"
     OTHER_UNIT = "time: another unit than most rows"
     EARLY = "time: before 1970, or 0"

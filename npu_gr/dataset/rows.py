@@ -22,6 +22,7 @@ from npu_gr.dataset.names import (
     LoggedItems,
     codes_of,
     has_point,
+    is_rounded,
     texts_of,
     too_long,
 )
@@ -105,6 +106,8 @@ class RowReader:
         reason, most, in_bytes = limit
         reasons[too_long(encoded, most, in_bytes=in_bytes)] = CODES[reason]
         reasons[is_missing] = CODES[missing]
+        if column is not self.columns.event:
+            reasons[is_rounded(encoded)] = CODES[RejectReason.ROUNDED]
         return encoded
 
     def _check_events(self) -> None:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Literal, NamedTuple, Protocol
 
 import msgspec
 import numpy as np
 
-from npu_gr.core.request import Events, UserKey
+from npu_gr.core.errors import StoreFailed, StoreFault, Unprocessable
+from npu_gr.core.request import Events, UserKey, Write, Written
 from npu_gr.core.secret import SecretUrl
 from npu_gr.core.settings import Count, Seconds, SecondsOrZero
 
@@ -115,8 +116,15 @@ class HistoryStore(Protocol):
         """
         ...
 
-    async def append_many(self, batch: list[tuple[UserKey, Events]]) -> None:
-        """Append for many users at once; durable when it returns. If it fails, each user has all or nothing."""
+    async def write_many(self, batch: Sequence[Write]) -> list[Written | StoreFailed | Unprocessable]:
+        """Do many writes at once, those of one user in the given order; durable when it returns.
+
+        Returns:
+            What each write did, or why it did nothing: a write that fails does nothing, and the others are done.
+
+        Raises:
+            StoreFailed: no write was done, and none because of its own user.
+        """
         ...
 
     async def read(self, user: UserKey, last: int) -> StoredHistory:
@@ -165,6 +173,15 @@ def unpack(data: bytes) -> Events:
     """Events from EVENT records."""
     records = np.frombuffer(data, EVENT)
     return Events.make(records["item"], records["action"], records["timestamp"])
+
+
+def checked(results: Iterable[Written | StoreFailed | Unprocessable]) -> list[Written | StoreFailed | Unprocessable]:
+    """Return the results of `write_many`, or raise what it raises."""
+    made = list(results)
+    failures = [one for one in made if isinstance(one, StoreFailed) and one.fault is not StoreFault.CORRUPT]
+    if failures and len(failures) == len(made):
+        raise failures[0]
+    return made
 
 
 def key_bytes(user: UserKey) -> bytes:

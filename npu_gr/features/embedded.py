@@ -22,11 +22,11 @@ from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from npu_gr.core.errors import ConfigError, StoreFailed
+from npu_gr.core.errors import ConfigError, StoreFailed, Unprocessable
 from npu_gr.core.private import warn_if_shared
-from npu_gr.core.request import Events, UserKey
+from npu_gr.core.request import Events, Mode, UserKey, Write, Written
 from npu_gr.features import embedded_file as file
-from npu_gr.features.base import HistoryConfig, IdempotencyKey, StoredHistory, StoreHealth, key_bytes
+from npu_gr.features.base import HistoryConfig, StoredHistory, StoreHealth, checked, key_bytes
 from npu_gr.features.embedded_check import quick_check
 from npu_gr.features.embedded_overwrite import MAX_LOG_BYTES, RowOverwrites
 from npu_gr.features.named_actions import read_names, write_names
@@ -50,7 +50,7 @@ class _Undone(NamedTuple):
 
 
 class EmbeddedStore:
-    """A `HistoryStore` in one file. A second process that opens it gets a ConfigError."""
+    """A `HistoryStore` in one file. A second process that opens it gets StoreInUse."""
 
     def __init__(self, config: HistoryConfig, wall_clock: Callable[[], float] = time.time) -> None:
         """Open or make the file, bring its schema up to date, and look for damage.
@@ -60,7 +60,7 @@ class EmbeddedStore:
             wall_clock: unix seconds; idempotency keys expire by it.
 
         Raises:
-            ConfigError: the file cannot be used.
+            StoreInUse: another process has the file. ConfigError: it cannot be used.
         """
         self._path = Path(config.path)
         self._config = config
@@ -95,23 +95,23 @@ class EmbeddedStore:
         self._is_closed = False
 
     async def append(self, user: UserKey, events: Events, key: str | None = None) -> int:
-        user_key = key_bytes(user)
-        max_events = self._config.max_events_per_user
-        if key is None:
-            return int(await self._submit(lambda db: file.append(db, user_key, events, max_events)))
-        once = IdempotencyKey.make(key, events)
+        return (await self._write_one(Write(user, events, Mode.APPEND, key))).num_events
+
+    async def write_many(self, batch: Sequence[Write]) -> list[Written | StoreFailed | Unprocessable]:
+        """Do the writes as jobs of their own, which share transactions."""
+        done = await asyncio.gather(*(self._write_one(one) for one in batch), return_exceptions=True)
+        results: list[Written | StoreFailed | Unprocessable] = []
+        for one in done:
+            if isinstance(one, BaseException) and not isinstance(one, StoreFailed | Unprocessable):
+                raise one
+            results.append(one)
+        return checked(results)
+
+    async def _write_one(self, one: Write) -> Written:
         limits = file.KeyLimits(int(self._wall_clock()), self._config.idempotency_s, self._config.max_idempotency_keys)
-        return int(await self._submit(lambda db: file.append_once(db, user_key, events, once, max_events, limits)))
-
-    async def append_many(self, batch: list[tuple[UserKey, Events]]) -> None:
-        """Append the whole batch, or nothing of it."""
-        keyed = [(key_bytes(user), events) for user, events in batch]
-
-        def work(db: sqlite3.Connection) -> None:
-            for key, events in keyed:
-                file.append(db, key, events, self._config.max_events_per_user)
-
-        await self._submit(work)
+        max_events = self._config.max_events_per_user
+        written: Written = await self._submit(lambda db: file.write(db, one, max_events, limits))
+        return written
 
     async def read(self, user: UserKey, last: int) -> StoredHistory:
         if self._is_closed:

@@ -18,12 +18,13 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import IO, NamedTuple
 
-from npu_gr.core.errors import ConfigError, StoreFailed, StoreFault, Unprocessable
+from npu_gr.core.errors import ConfigError, StoreFailed, StoreFault, StoreInUse, Unprocessable
 from npu_gr.core.private import open_private
-from npu_gr.core.request import Events
+from npu_gr.core.request import Events, Mode, Write, Written
 from npu_gr.features import named_actions
-from npu_gr.features.base import EVENT, IdempotencyKey, StoredHistory, pack, unpack
+from npu_gr.features.base import EVENT, IdempotencyKey, StoredHistory, key_bytes, pack, unpack
 from npu_gr.features.checksum import check_row, damaged, row_sum
+from npu_gr.features.merge import merge
 
 CHUNK = 256  # events
 SCHEMA = 1  # 0: rows without checksums, no keys
@@ -52,7 +53,7 @@ def lock(path: Path) -> IO[str]:
     """Open the store's lock file. Closing it, or the end of the process, releases the store.
 
     Raises:
-        ConfigError: another process has the store, or the folder cannot be used.
+        StoreInUse: another process has the store. ConfigError: the folder cannot be used.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -63,7 +64,7 @@ def lock(path: Path) -> IO[str]:
             held.close()
             raise
     except BlockingIOError as error:
-        raise ConfigError(f"features.path: {path} is in use by another process") from error
+        raise StoreInUse(f"features.path: {path} is in use by another process") from error
     except OSError as error:
         raise ConfigError(f"features.path: {path} cannot be used: {error.strerror}") from error
     return held
@@ -144,6 +145,27 @@ def append(db: sqlite3.Connection, key: bytes, events: Events, max_events: int) 
     extent = (key, first, total, row_sum(key, first, total))
     db.execute("INSERT OR REPLACE INTO users (user, first, total, sum) VALUES (?, ?, ?, ?)", extent)
     return total - first
+
+
+def replace(db: sqlite3.Connection, key: bytes, events: Events, max_events: int) -> int:
+    """Put the newest `max_events` in the place of all that is kept, which may be damaged; return how many they are.
+
+    The history counts from 0 again. Idempotency keys stay: an append that is sent again is still known.
+    """
+    for table in ("chunks", "users"):
+        db.execute(f"DELETE FROM {table} WHERE user = ?", (key,))  # two names above  # noqa: S608
+    return append(db, key, events[-max_events:], max_events)
+
+
+def merge_into(db: sqlite3.Connection, key: bytes, events: Events, max_events: int) -> Written:
+    """Merge events into what is kept. Raises StoreFailed if that is damaged."""
+    stored = read(db, key, max_events).events
+    merged = merge(stored, events, max_events)
+    if not merged.num_added:
+        return Written(len(stored), 0)
+    if merged.is_append:
+        return Written(append(db, key, merged.events[-merged.num_added :], max_events), merged.num_added)
+    return Written(replace(db, key, merged.events, max_events), merged.num_added)
 
 
 def read(db: sqlite3.Connection, key: bytes, last: int) -> StoredHistory:
@@ -251,7 +273,7 @@ def remember(db: sqlite3.Connection, user: bytes, key: IdempotencyKey, num_event
 
 def append_once(
     db: sqlite3.Connection, user: bytes, events: Events, key: IdempotencyKey, max_events: int, limits: KeyLimits
-) -> int:
+) -> Written:
     """Append, unless an append with this key was made.
 
     Args:
@@ -263,11 +285,31 @@ def append_once(
         limits: of the keys.
 
     Returns:
-        What the append with this key answers, the first time and every time.
+        What the append with this key answers, the first time and every time; but later times add nothing.
     """
     known = applied(db, user, key, limits)
     if known is not None:
-        return known
+        return Written(known, 0)
     kept = append(db, user, events, max_events)
     remember(db, user, key, kept, limits)
-    return kept
+    return Written(kept, len(events))
+
+
+def write(db: sqlite3.Connection, one: Write, max_events: int, limits: KeyLimits) -> Written:
+    """Do one write of any mode.
+
+    Raises:
+        StoreFailed: rows that it needs are damaged. Unprocessable: its key came with other events.
+    """
+    user = key_bytes(one.user)
+    match one.mode:
+        case Mode.MERGE:
+            return merge_into(db, user, one.events, max_events)
+        case Mode.REPLACE:
+            kept = replace(db, user, one.events, max_events)
+            return Written(kept, kept)
+        case Mode.APPEND if one.key is None:
+            return Written(append(db, user, one.events, max_events), len(one.events))
+        case Mode.APPEND:
+            key = IdempotencyKey.make(one.key, one.events)
+            return append_once(db, user, one.events, key, max_events, limits)

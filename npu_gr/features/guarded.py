@@ -17,8 +17,8 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Protocol, TypeVar
 
-from npu_gr.core.errors import RequestError, StoreFailed, StoreFault
-from npu_gr.core.request import Events, UserKey
+from npu_gr.core.errors import RequestError, StoreFailed, StoreFault, Unprocessable
+from npu_gr.core.request import Events, UserKey, Write, Written
 from npu_gr.features.base import HistoryConfig, HistoryStore, StoredHistory, StoreHealth
 from npu_gr.features.breaker import StoreBreaker
 
@@ -246,8 +246,8 @@ class GuardedStore:
     async def append(self, user: UserKey, events: Events, key: str | None = None) -> int:
         return await self.writes.call("append", lambda: self._store.append(user, events, key))
 
-    async def append_many(self, batch: list[tuple[UserKey, Events]]) -> None:
-        await self.writes.call("append", lambda: self._store.append_many(batch))
+    async def write_many(self, batch: Sequence[Write]) -> list[Written | StoreFailed | Unprocessable]:
+        return await self.writes.call("append", lambda: self._store.write_many(batch))
 
     async def read(self, user: UserKey, last: int) -> StoredHistory:
         return await self.reads.call("read", lambda: self._store.read(user, last))

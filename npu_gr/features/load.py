@@ -1,56 +1,114 @@
-"""Bulk load of an interaction log into a history store."""
+"""Bulk load of an interaction log into a history store: a second load of the same log changes nothing."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
-from npu_gr.core.errors import DataError
-from npu_gr.core.request import Events, UserKey
-from npu_gr.features.base import HistoryStore
+from npu_gr.core.errors import DataError, NpuGrError, StoreFailed
+from npu_gr.core.request import I16, Events, Mode, UserKey, Write, Written
+from npu_gr.core.words import cut
 from npu_gr.features.interactions import Interactions
 
 BATCH_USERS = 256
+NAMED = 20  # actions in a message
+
+
+class WritesMany(Protocol):
+    """Where a log is loaded into: a history store, or a service that has one."""
+
+    async def write_many(self, batch: list[Write]) -> Sequence[Written | NpuGrError]:
+        """Do the writes; see `HistoryStore.write_many`."""
+        ...
+
+
+@dataclass(slots=True)
+class Loaded:
+    """What a load did."""
+
+    num_users: int = 0
+    num_added: int = 0  # events
+    num_known: int = 0  # events that were there, or are older than all that the store keeps of a full user
+    num_replaced: int = 0  # users whose history was put in the place of another
 
 
 async def load_interactions(
-    store: HistoryStore,
+    store: WritesMany,
     interactions: Interactions,
-    action_ids: Mapping[float, int],
+    action_names: Sequence[str],
     tenant: str = "",
+    mode: Mode = Mode.MERGE,
     progress: Callable[[int], None] | None = None,
-) -> int:
-    """Append every user's events in time order, and return the number of events.
+) -> Loaded:
+    """Write every user's events in time order. What ends in the middle is completed by a second load.
 
     Args:
-        store: where to append.
+        store: where to write.
         interactions: in time order.
-        action_ids: value in the log -> the model's action.
+        action_names: of the model; the place of a name is the action in the store.
         tenant: of all these users.
-        progress: called with the number of events of each committed batch.
+        mode: MERGE adds what the store lacks. REPLACE puts the log's events in the place of all that it has of a user.
+        progress: called with the number of events of each batch that is written.
 
     Raises:
-        DataError: a value has no action; nothing was loaded.
+        DataError: an action of the log is none of the model's; nothing was loaded.
+        StoreFailed: some users could not be written; all others of their batch were.
     """
-    values, codes = np.unique(interactions.values, return_inverse=True)
-    unknown = [value for value in values.tolist() if value not in action_ids]
-    if unknown:
-        raise DataError(f"action value {unknown[0]!r} is not one of the model's: {sorted(action_ids)}")
-    actions = np.array([action_ids[value] for value in values.tolist()], np.int16)[codes]
+    actions = _actions(interactions, action_names)
+    loaded = Loaded()
+    for batch in _batches(interactions, actions, tenant, mode):
+        results = await store.write_many(batch)
+        failures = [one for one in results if isinstance(one, NpuGrError)]
+        if failures:
+            raise StoreFailed(
+                f"{len(failures)} of {len(batch)} users could not be written: {failures[0]}; "
+                f"{loaded.num_users} users before them are loaded: load again to complete it, nothing is doubled"
+            )
+        size = sum(len(one.events) for one in batch)
+        added = sum(one.num_added for one in results if isinstance(one, Written))
+        loaded.num_users += len(batch)
+        loaded.num_added += added
+        loaded.num_known += size - added
+        loaded.num_replaced += len(batch) if mode is Mode.REPLACE else 0
+        if progress is not None:
+            progress(size)
+    return loaded
+
+
+def _batches(interactions: Interactions, actions: I16, tenant: str, mode: Mode) -> Iterator[list[Write]]:
     order = np.argsort(interactions.users, kind="stable")
     users, starts = np.unique(interactions.users[order], return_index=True)
-    parts = np.split(order, starts[1:])
-    batch: list[tuple[UserKey, Events]] = []
-    total = 0
-    for index, (user, part) in enumerate(zip(users.tolist(), parts, strict=True), 1):
+    ends = [*starts[1:].tolist(), len(order)]
+    batch: list[Write] = []
+    for user, start, end in zip(users.tolist(), starts.tolist(), ends, strict=True):
+        part = order[start:end]
         events = Events.make(interactions.items[part], actions[part], interactions.timestamps[part])
-        batch.append((UserKey(tenant, interactions.user_names[user]), events))
-        if len(batch) == BATCH_USERS or index == len(users):
-            await store.append_many(batch)
-            size = sum(len(events) for _, events in batch)
-            total += size
-            if progress is not None:
-                progress(size)
+        batch.append(Write(UserKey(tenant, interactions.user_names[user]), events, mode))
+        if len(batch) == BATCH_USERS:
+            yield batch
             batch = []
-    return total
+    if batch:
+        yield batch
+
+
+def _actions(interactions: Interactions, names: Sequence[str]) -> I16:
+    """The model's action of each event: by the name of the log's action, or by the text of its value."""
+    values, codes = np.unique(interactions.values, return_inverse=True)
+    known = interactions.action_names
+    wanted = [known[int(value)] if known else f"{value:g}" for value in values.tolist()]
+    places = {name: place for place, name in enumerate(names)}
+    unknown = [name for name in wanted if name not in places]
+    if unknown:
+        raise DataError(
+            f"actions of the log that the model lacks: {_listed(unknown)}; the model has: {_listed(names)}; "
+            f"the log has: {_listed(wanted)}"
+        )
+    return np.array([places[name] for name in wanted], np.int16)[codes]
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+    return ", ".join(repr(cut(name)) for name in names[:NAMED]) + more

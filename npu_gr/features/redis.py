@@ -7,23 +7,37 @@
     npu_gr:actions        names of the actions by number, see `named_actions`
     npu_gr:{user}:events  records without checksums, of an older version: moved to `log` when they are first met
 
-An append is one script, and so is a read: an append is atomic, and a read sees one state. Durability is the server's
+An append is one script, and so is a read: an append is atomic, and a read sees one state. A merge reads, and writes
+unless somebody else wrote meanwhile. Durability is the server's
 own (`appendonly yes`); an append is acknowledged when the server has answered it. No command is sent twice, because an
 append that was not answered in time may have happened.
 """
 
 from __future__ import annotations
 
+import asyncio
 import base64
+import hashlib
 import logging
+from collections import defaultdict
 from collections.abc import Awaitable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from npu_gr.core.errors import ConfigError, StoreFailed, StoreFault, Unprocessable
-from npu_gr.core.request import Events, UserKey
+from npu_gr.core.request import Events, Mode, UserKey, Write, Written
 from npu_gr.features import named_actions
-from npu_gr.features.base import EVENT, HistoryConfig, IdempotencyKey, StoredHistory, StoreHealth, key_bytes, unpack
+from npu_gr.features.base import (
+    EVENT,
+    HistoryConfig,
+    IdempotencyKey,
+    StoredHistory,
+    StoreHealth,
+    checked,
+    key_bytes,
+    unpack,
+)
 from npu_gr.features.checksum import CHECKED, damaged, pack_checked, unpack_checked
+from npu_gr.features.merge import merge
 from npu_gr.features.redis_tls import is_in_clear, tls_options, tls_trouble
 
 if TYPE_CHECKING:
@@ -37,6 +51,8 @@ _OLD = -1  # records of an older version are there: move them, then ask again
 _OTHER = -2  # the idempotency key came with other events
 _BAD = -3  # the idempotency key's entry is damaged
 _CUT = -4  # the records are: their bytes are not whole ones, and what was appended would be read across them
+_CHANGED = -5  # somebody else wrote meanwhile: read again
+_ALL = 2**53  # bytes: more than a value has
 
 # KEYS: log, first, keys, order, events. ARGV: data, limit and size of a record in bytes,
 # then, with an idempotency key: the key, the digest of its events, seconds to keep it, most keys of a user.
@@ -55,7 +71,7 @@ if key then
   if known and at + keep > now then
     if redis.sha1hex(key .. string.sub(known, 41)) ~= string.sub(known, 1, 40) then return -3 end
     if string.sub(known, 41, 40 + #digest) ~= digest then return -2 end
-    return tonumber(string.sub(known, 41 + #digest))
+    return {tonumber(string.sub(known, 41 + #digest)), 0}
   end
 end
 local size = redis.call('APPEND', log, ARGV[1])
@@ -78,13 +94,24 @@ if key then
   redis.call('EXPIRE', keys, ARGV[6])
   redis.call('EXPIRE', order, ARGV[6])
 end
-return kept
+return {kept, 1}
 """
 _READ = """
 if redis.call('EXISTS', KEYS[5]) == 1 then return -1 end
 local size, want = redis.call('STRLEN', KEYS[1]), tonumber(ARGV[1])
 local from = math.max(0, size - want)
 return {tonumber(redis.call('GET', KEYS[2]) or 0) + from / ARGV[2], redis.call('GETRANGE', KEYS[1], from, -1)}
+"""
+# ARGV: new records, events given up before them, and the SHA-1 of the records that they replace ("" = any)
+_PUT = """
+if ARGV[3] ~= '' then
+  if redis.call('EXISTS', KEYS[5]) == 1 then return -1 end
+  if redis.sha1hex(redis.call('GET', KEYS[1]) or '') ~= ARGV[3] then return -5 end
+end
+redis.call('SET', KEYS[1], ARGV[1])
+redis.call('SET', KEYS[2], ARGV[2])
+redis.call('DEL', KEYS[5])
+return 1
 """
 # ARGV: the same records with checksums, and how many bytes they were without
 _MOVE = """
@@ -104,6 +131,7 @@ class RedisStore:
         self._max_events = config.max_events_per_user
         self._append = client.register_script(_APPEND)
         self._read = client.register_script(_READ)
+        self._put = client.register_script(_PUT)
         self._move = client.register_script(_MOVE)
         self._name = client.register_script(named_actions.WRITE)
         self.health = StoreHealth()
@@ -145,34 +173,76 @@ class RedisStore:
         return store
 
     async def append(self, user: UserKey, events: Events, key: str | None = None) -> int:
-        once: list[Any] = []
-        if key is not None:
-            made = IdempotencyKey.make(key, events)
+        return (await self._write(Write(user, events, Mode.APPEND, key))).num_events
+
+    async def write_many(self, batch: Sequence[Write]) -> list[Written | StoreFailed | Unprocessable]:
+        """Do the writes of one user one after the other, and those of different users at once."""
+        turns: defaultdict[UserKey, list[int]] = defaultdict(list)
+        for place, one in enumerate(batch):
+            turns[one.user].append(place)
+        results: dict[int, Written | StoreFailed | Unprocessable] = {}
+        free = asyncio.Semaphore(self._config.max_calls)  # connections that a batch takes
+
+        async def work(places: list[int]) -> None:
+            for place in places:
+                async with free:
+                    try:
+                        results[place] = await self._write(batch[place])
+                    except (StoreFailed, Unprocessable) as error:
+                        results[place] = error
+
+        await asyncio.gather(*(work(places) for places in turns.values()))
+        return checked(results[place] for place in range(len(batch)))
+
+    async def _write(self, one: Write) -> Written:
+        match one.mode:
+            case Mode.APPEND:
+                return await self._append_once(one)
+            case Mode.REPLACE:
+                events = one.events[-self._max_events :]
+                await self._run(self._put(_keys(one.user), [pack_checked(key_bytes(one.user), events), 0, ""]))
+                return Written(len(events), len(events))
+            case Mode.MERGE:
+                while (written := await self._merge(one)) is None:
+                    pass
+                return written
+
+    async def _append_once(self, one: Write) -> Written:
+        data = pack_checked(key_bytes(one.user), one.events)
+        arguments: list[Any] = [data, self._max_events * CHECKED.itemsize, CHECKED.itemsize]
+        if one.key is not None:
+            made = IdempotencyKey.make(one.key, one.events)
             keep_s = max(1, round(self._config.idempotency_s))
-            once = [made.key, made.events, keep_s, self._config.max_idempotency_keys]
-        arguments = [*self._arguments(user, events), *once]
-        while (kept := int(await self._run(self._append(_keys(user), arguments)))) == _OLD:
-            await self._move_old(user)
-        if kept == _OTHER:
+            arguments += [made.key, made.events, keep_s, self._config.max_idempotency_keys]
+        while (done := await self._run(self._append(_keys(one.user), arguments))) == _OLD:
+            await self._move_old(one.user)
+        if done == _OTHER:
             raise Unprocessable("idempotency_key: it was used for other events")
-        if kept == _BAD:
+        if done == _BAD:
             raise damaged("a checksum is wrong")
-        if kept == _CUT:
+        if done == _CUT:
             raise damaged("its bytes are not whole records")
-        return kept
+        kept, is_new = done
+        return Written(int(kept), len(one.events) if is_new else 0)
 
-    def _arguments(self, user: UserKey, events: Events) -> list[Any]:
-        data = pack_checked(key_bytes(user), events)
-        return [data, self._max_events * CHECKED.itemsize, CHECKED.itemsize]
-
-    async def append_many(self, batch: list[tuple[UserKey, Events]]) -> None:
-        async with self._client.pipeline(transaction=False) as pipe:
-            for user, events in batch:
-                await self._append(_keys(user), self._arguments(user, events), client=pipe)
-            done = await self._run(pipe.execute())
-        for (user, events), kept in zip(batch, done, strict=True):
-            if kept in (_OLD, _CUT):
-                await self.append(user, events)
+    async def _merge(self, one: Write) -> Written | None:
+        """Merge events into what is there; None = somebody else wrote meanwhile, and nothing was done."""
+        keys = _keys(one.user)
+        while (answer := await self._run(self._read(keys, [_ALL, CHECKED.itemsize]))) == _OLD:
+            await self._move_old(one.user)
+        first, data = int(answer[0]), answer[1]
+        all_stored = unpack_checked(key_bytes(one.user), data)
+        stored = all_stored[-self._max_events :]
+        merged = merge(stored, one.events, self._max_events)
+        if not merged.num_added:
+            return Written(len(stored), 0)
+        # a history that is written anew counts from 0
+        given_up = first + len(all_stored) + merged.num_added - len(merged.events) if merged.is_append else 0
+        digest = hashlib.sha1(data, usedforsecurity=False).hexdigest()
+        records = pack_checked(key_bytes(one.user), merged.events)
+        if await self._run(self._put(keys, [records, given_up, digest])) in (_CHANGED, _OLD):
+            return None
+        return Written(len(merged.events), merged.num_added)
 
     async def read(self, user: UserKey, last: int) -> StoredHistory:
         want = min(last, self._max_events) * CHECKED.itemsize

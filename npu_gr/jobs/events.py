@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from npu_gr.core.errors import Unprocessable
-from npu_gr.core.request import EventsAnswer, EventsRequest
+from npu_gr.core.request import Events, EventsAnswer, EventsRequest
 from npu_gr.jobs.base import Call
 from npu_gr.jobs.histories import Histories
 from npu_gr.jobs.versions import Versions
@@ -21,10 +21,8 @@ class EventsJob:
     async def run(self, request: EventsRequest, call: Call) -> EventsAnswer:
         """Append, and answer once the store has acknowledged."""
         events = request.events
-        if self._versions.rankers is not None and len(events) and self._histories.store is not None:
-            last = len(self._versions.rankers.current.model.actions) - 1
-            if not 0 <= int(events.actions.min()) <= int(events.actions.max()) <= last:
-                raise Unprocessable(f"events.actions: an index is over {last}, the last of the model's actions")
+        if self._histories.store is not None:
+            check_actions(self._versions, events)
         with call.slot.outside():
             num_events = await self._histories.append(request.user, events, request.idempotency_key)
         return EventsAnswer(
@@ -35,3 +33,16 @@ class EventsJob:
 
     async def stop(self) -> None:
         """Do nothing: the store is not the job's."""
+
+
+def check_actions(versions: Versions, events: Events) -> None:
+    """Check that the ranker, if there is one, knows the actions.
+
+    Raises:
+        Unprocessable: it does not.
+    """
+    if versions.rankers is None or not len(events):
+        return
+    last = len(versions.rankers.current.model.actions) - 1
+    if not 0 <= int(events.actions.min()) <= int(events.actions.max()) <= last:
+        raise Unprocessable(f"events.actions: an index is over {last}, the last of the model's actions")

@@ -19,6 +19,7 @@ from npu_gr.catalogue.filters import Filter
 from npu_gr.catalogue.item_names import EMPTY, ItemNames
 from npu_gr.catalogue.versions import Snapshot
 from npu_gr.core.errors import ColdUser, NotFound, Unprocessable
+from npu_gr.core.names import ActionNames
 from npu_gr.core.request import (
     I64,
     GenerateAnswer,
@@ -82,6 +83,7 @@ class Generation:
         items: ServedCatalogue,
         metrics: Metrics,
         names: ItemNames = EMPTY,
+        actions: ActionNames | None = None,
     ) -> None:
         """Serve one checkpoint.
 
@@ -93,8 +95,10 @@ class Generation:
             items: the catalogue that it generates from.
             metrics: where it counts.
             names: of its items.
+            actions: of the histories that it was trained with; None = not known. It does not read them.
         """
         self.config = config
+        self.actions = actions
         self.names = names  # replaced where a reload finds others beside the same weights
         self.name = name
         self.version = version
@@ -117,7 +121,7 @@ class Generation:
             name=self.name,
             version=self.version,
             tasks=("generate",),
-            actions=(),
+            actions=self.actions.names if self.actions else (),
             num_items=self.items.info().num_items,
             max_history_tokens=self._max_prompt_tokens,
             device=self.engine.backend.name,

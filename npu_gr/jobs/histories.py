@@ -4,8 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from npu_gr.core.errors import BadRequest, StoreFailed, Unavailable, UnknownPrefix, Unprocessable
-from npu_gr.core.request import FROM_STORE, I64, Events, HistoryOrigin, HistoryRef, HistorySource, UserKey
+from npu_gr.core.errors import BadRequest, NpuGrError, StoreFailed, Unavailable, UnknownPrefix, Unprocessable
+from npu_gr.core.request import (
+    FROM_STORE,
+    I64,
+    Events,
+    HistoryOrigin,
+    HistoryRef,
+    HistorySource,
+    Mode,
+    UserKey,
+    Write,
+    Written,
+)
 from npu_gr.features.base import FailurePolicy, HistoryStore, StoredHistory
 from npu_gr.features.named_actions import difference
 from npu_gr.features.prefix_history_cache import PrefixHistoryCache
@@ -141,6 +152,28 @@ class Histories:
             raise Unprocessable("events: this instance has no history store (features.kind is none)")
         await self._name_actions(self.store, int(events.actions.max(initial=-1)))
         return await self.store.append(user, events, key)
+
+    async def write_many(self, batch: Sequence[Write]) -> Sequence[Written | NpuGrError]:
+        """Write behaviours of many users durably; each fails alone.
+
+        Raises:
+            Unprocessable: there is no store. Unavailable: it was filled with other actions.
+            StoreFailed: it has written nobody.
+        """
+        if self.store is None:
+            raise Unprocessable("events: this instance has no history store (features.kind is none)")
+        if not batch:
+            return []
+        await self._name_actions(self.store, max(int(one.events.actions.max(initial=-1)) for one in batch))
+        changed = {one.user for one in batch if one.mode is not Mode.APPEND}
+        try:
+            results = await self.store.write_many(batch)
+            pairs = zip(batch, results, strict=True)
+            changed &= {one.user for one, done in pairs if isinstance(done, Written) and done.num_added}
+            return results
+        finally:
+            for user in changed:  # what is remembered of them may have been replaced
+                self.cache.forget(user)
 
     async def _name_actions(self, store: HistoryStore, last: int) -> None:
         """Let the store remember what the numbers up to `last` mean, before an event uses them.

@@ -11,7 +11,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Coroutine
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 import numpy as np
@@ -37,13 +37,9 @@ class RankingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     max_history_tokens: Count | None = None  # None = the model's own limit
     cut_step_tokens: Count = 256  # the window's start moves in steps of this
-    unknown_items: str = "ignore"  # ignore (and count) | refuse
+    unknown_items: Literal["ignore", "refuse"] = "ignore"  # ignore: and count
     selfcheck_ratio: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.001  # share of cached ranks scored again, cold
     selfcheck_max_drift: Positive = 1e-3  # of the logits' standard deviation
-
-    def __post_init__(self) -> None:
-        if self.unknown_items not in ("ignore", "refuse"):
-            raise ValueError(f"unknown_items: {self.unknown_items!r} is neither 'ignore' nor 'refuse'")
 
 
 class Ranking:

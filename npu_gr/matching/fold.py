@@ -1,8 +1,10 @@
-"""Compute the vector of a user whose target history is newer than the training: run the encoder on one more node.
+"""Compute the vector of a user whose history is newer than the training: run the encoder on one more node.
 
 The neighbours of the new node are the items of the history, with the states that they have in the trained graph; no
 other node changes. A user of the training, with the items of the training, gets the trained vector. Items without an
 edge in the trained graph have learnt nothing, and are left out.
+
+A `decay` weighs the neighbours by their place in the history: the newest has the most.
 """
 
 from __future__ import annotations
@@ -23,12 +25,13 @@ LEAK = 0.2  # slope of leaky_relu below zero
 class Folding:
     """The parts of an encoder that fold a user in. L = layers, U = users, I = items, d = dimension."""
 
-    users: F32  # [U, d] the embedding table
+    users: F32 | None  # [U, d] the embedding table; None: every user starts at zero
     states: F32  # [L, I, d] the items' vectors before each layer
     matrices: F32 | None  # [L, 2 d, d], applied to own state || neighbours; None: LightGCN, which has none
     degrees: I64  # [I] edges of each item in the trained graph
     norm: Norm
     activation: Activation
+    decay: float | None = None  # factor of a neighbour's weight with each newer event; None: order does not matter
 
     def trained(self, items: I64) -> I64:
         """Select the item rows that have an edge in the trained graph."""
@@ -39,20 +42,27 @@ class Folding:
 
         Args:
             user: row; -1: a user who was not in the training, and starts at zero.
-            items: distinct rows of `trained` items, at least one.
+            items: rows of `trained` items, at least one: distinct ones, or with a decay the events, oldest first.
 
         Returns:
             float32 [d].
         """
-        by_item = np.ones(len(items)) if self.norm == "mean" else (len(items) / self.degrees[items]) ** 0.5
-        weights = (by_item / len(items)).astype(np.float32)
-        own: F32 = self.users[user] if user >= 0 else np.zeros(self.users.shape[1], np.float32)
+        weights = self._weights(items)
+        dim = self.states.shape[2]
+        own: F32 = self.users[user] if self.users is not None and user >= 0 else np.zeros(dim, np.float32)
         total = own
         for layer, states in enumerate(self.states):
             near = weights @ states[items]
             own = near if self.matrices is None else self._activated(np.concatenate((own, near)) @ self.matrices[layer])
             total = total + own
         return total / np.float32(len(self.states) + 1)
+
+    def _weights(self, items: I64) -> F32:
+        if self.decay is not None:
+            by_age = self.decay ** np.arange(len(items) - 1, -1, -1.0)
+            return np.asarray(by_age / by_age.sum(), np.float32)
+        by_item = np.ones(len(items)) if self.norm == "mean" else (len(items) / self.degrees[items]) ** 0.5
+        return np.asarray(by_item / len(items), np.float32)
 
     def _activated(self, x: F32) -> F32:
         match self.activation:

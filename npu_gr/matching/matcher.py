@@ -33,7 +33,7 @@ class MatchQuery:
     k: int  # most items to find
     hidden: I64  # item rows that must not be found
     allowed: I64 | None = None  # the only item rows that may be found; None: all
-    history: I64 | None = None  # item rows that the vector is computed from if the basis is FOLDED, else None
+    history: I64 | None = None  # rows that the vector is computed from, as `Folding.vector` takes them; FOLDED only
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -68,10 +68,15 @@ class Matcher:
 
     def rows(self, item_ids: I64) -> I64:
         """Look up the rows of the known ids, ascending and distinct."""
+        return np.unique(self._events(item_ids))
+
+    def _events(self, item_ids: I64) -> I64:
+        """Look up the rows of the known ids, in their order."""
         known = self.vectors.item_ids
         places = np.searchsorted(known, item_ids)
         places[places == len(known)] = 0
-        return np.unique(places[known[places] == item_ids])
+        rows: I64 = places[known[places] == item_ids]
+        return rows
 
     def knows(self, user: UserKey) -> bool:
         """Whether the vectors have a row of the user."""
@@ -94,27 +99,35 @@ class Matcher:
             exclude_seen: leave out the items of the training and of `history`.
             allow_items: the only item ids that may be found; None: all.
             deny_items: item ids that must not be found; None: none.
-            history: the user's item ids, in any order; those that the training saw too may be left out.
+            history: the user's item ids, oldest first; those that the training saw too may be left out.
         """
         row = self._rows.get(user, -1)
-        trained_on = self._trained_on(row)
-        history = np.union1d(trained_on, self.rows(history))
+        events = self._events(history)
+        trained_events = self._trained_on(row)
+        trained_on = np.unique(trained_events)
+        history = np.union1d(trained_on, events)
         hidden = history if exclude_seen else _NO_ITEMS
         if deny_items is not None:
             hidden = np.union1d(hidden, self.rows(deny_items))
         allowed = None if allow_items is None else self.rows(allow_items)
-        if (folding := self.vectors.folding) is not None and len(history) > len(trained_on):
+        folding = self.vectors.folding
+        if folding is not None and folding.decay is not None and len(events):
+            earlier = trained_events[~np.isin(trained_events, events)]
+            learnt = folding.trained(np.concatenate([earlier, events]))
+            if len(learnt) and not np.array_equal(learnt, trained_events):
+                return MatchQuery(Basis.FOLDED, row, k, hidden, allowed, learnt)
+        elif folding is not None and len(history) > len(trained_on):
             learnt = folding.trained(history)
             if len(np.setdiff1d(learnt, trained_on, assume_unique=True)):
                 return MatchQuery(Basis.FOLDED, row, k, hidden, allowed, learnt)
         return MatchQuery(self._trained_basis(row), row, k, hidden, allowed)
 
     def _trained_on(self, row: int) -> I64:
-        """List the item rows that the training saw of a user, ascending and distinct; row -1: none."""
+        """List the item rows that the training saw of a user, in its order; row -1: none."""
         if row < 0:
             return _NO_ITEMS
         vectors = self.vectors
-        return np.unique(vectors.seen_items[slice(*vectors.seen_starts[row : row + 2])].astype(np.int64))
+        return vectors.seen_items[slice(*vectors.seen_starts[row : row + 2])].astype(np.int64)
 
     def _trained_basis(self, row: int) -> Basis:
         """Choose the basis of a user whose history has nothing new."""

@@ -10,7 +10,7 @@ import os
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
@@ -41,7 +41,7 @@ class Vectors:
     bridge_items: F32 | None  # [I, d] the items, projected for source vectors; None: no bridge was trained
     popularity: I64  # [I] target edges of each item
     seen_starts: I64  # [U + 1] user u has had seen_items[seen_starts[u] : seen_starts[u + 1]]
-    seen_items: npt.NDArray[np.int32]  # [target edges] item rows, by user
+    seen_items: npt.NDArray[np.int32]  # [target edges] item rows, by user; where a folding decays, oldest event first
     figures: dict[str, float]  # metrics that the training measured, by name
     folding: Folding | None = None  # computes vectors of new histories; None: users stay as they were trained
     version: str = ""  # set by `save`
@@ -50,6 +50,7 @@ class Vectors:
 class _FoldingKind(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     norm: Norm
     activation: Activation
+    decay: Annotated[float, msgspec.Meta(gt=0, le=1)] | None = None
 
 
 class _Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -95,8 +96,9 @@ def save(vectors: Vectors, folder: Path) -> str:
     kind = None
     fold = vectors.folding
     if fold is not None:
-        kind = _FoldingKind(norm=fold.norm, activation=fold.activation)
-        tensors |= {"fold.users": fold.users, "fold.states": fold.states, "fold.degrees": fold.degrees}
+        kind = _FoldingKind(norm=fold.norm, activation=fold.activation, decay=fold.decay)
+        tensors |= {"fold.states": fold.states, "fold.degrees": fold.degrees}
+        tensors |= {} if fold.users is None else {"fold.users": fold.users}
         tensors |= {} if fold.matrices is None else {"fold.matrices": fold.matrices}
     tensors = {name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()}
     path = folder / "vectors.safetensors"
@@ -203,12 +205,13 @@ def _folding(kind: _FoldingKind | None, tensors: dict[str, npt.NDArray[Any]]) ->
     if kind is None:
         return None
     return Folding(
-        users=tensors["fold.users"],
+        users=tensors.get("fold.users"),
         states=tensors["fold.states"],
         matrices=tensors.get("fold.matrices"),
         degrees=tensors["fold.degrees"],
         norm=kind.norm,
         activation=kind.activation,
+        decay=kind.decay,
     )
 
 

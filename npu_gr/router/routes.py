@@ -38,6 +38,7 @@ _BY_ROUTING = {
     Routing.SIGNAL: Handling.SIGNAL,
     Routing.FOLLOW: Handling.FOLLOW,
     Routing.ONCE: Handling.ONCE,
+    Routing.BY_LOAD: Handling.BY_LOAD,
     Routing.EVERYWHERE: Handling.EVERYWHERE,
 }
 _KINDS = {(kind.method, kind.path): _BY_ROUTING[kind.routing] for kind in KINDS.values()}

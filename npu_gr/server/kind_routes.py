@@ -101,7 +101,7 @@ def _handler(
         if codec.body is None:
             parsed = parse(UrlParts(_path_variables(kind, request), request.query))
         else:
-            parsed = await reader.read(request, codec.body, parse, until_at=until_at)
+            parsed = await reader.read(request, codec.body, parse, loose_bytes=codec.loose_bytes, until_at=until_at)
         if codec.read_headers is not None:
             parsed = codec.read_headers(parsed, request.headers)
         answer = await service.serve(kind, parsed, _left_s(request, until_at), slot_of(request))

@@ -19,10 +19,12 @@ import msgspec
 import torch
 
 from npu_gr.backend.base import Backend
+from npu_gr.catalogue import action_names
 from npu_gr.catalogue.item_names import EMPTY, ItemNames
 from npu_gr.catalogue.items import ItemVocabulary
 from npu_gr.core.errors import ConfigError, DataError
 from npu_gr.core.kinds import GENERATE, RANK
+from npu_gr.core.names import ActionNames
 from npu_gr.core.request import ModelInfo
 from npu_gr.engine.generate_engine import GenerateEngine, Generator, layout_of
 from npu_gr.engine.job import JobResult
@@ -169,6 +171,14 @@ def _names(folder: str | None) -> ItemNames:
         raise ConfigError(str(error)) from error
 
 
+def _actions(folder: Path) -> ActionNames | None:
+    """Read the names of actions beside a generator."""
+    try:
+        return action_names.load(folder)
+    except DataError as error:
+        raise ConfigError(str(error)) from error
+
+
 def _renamed(model: M, names: ItemNames) -> Prepared[M]:
     """Prepare a model that serves already: only the names beside it may be others."""
 
@@ -227,6 +237,7 @@ async def open_generation(
     folder = Path(section.checkpoint)
     version = await asyncio.to_thread(hf.version, folder)
     names = await asyncio.to_thread(_names, section.checkpoint)
+    actions = await asyncio.to_thread(_actions, folder)
     if beside is not None and (version, section) == (beside.version, beside.config):
         return _renamed(beside, names)
     decoder = await asyncio.to_thread(_decoder, config, section, backend)
@@ -284,7 +295,7 @@ async def open_generation(
             tenant_weights=config.admission.tenant_weights,
         )
         observe_relay(metrics, GENERATE.name, engine, pool, dram, relay)
-        return Generation(section, folder.name, version, engine, relay, items, metrics, names)
+        return Generation(section, folder.name, version, engine, relay, items, metrics, names, actions)
 
     return Prepared(activate, items=items)
 

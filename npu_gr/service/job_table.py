@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from npu_gr.core.kinds import ERASE, EVENTS, GENERATE, KINDS, MATCH, RANK, RECOMMEND, SIGNAL
+from npu_gr.core.kinds import ERASE, EVENTS, GENERATE, INGEST, KINDS, MATCH, RANK, RECOMMEND, SIGNAL
 from npu_gr.engine.scheduler import Scheduler
 from npu_gr.jobs.base import KindJob
 from npu_gr.jobs.coverage import CoverageRule, Items
@@ -14,6 +14,7 @@ from npu_gr.jobs.erase import EraseJob
 from npu_gr.jobs.events import EventsJob
 from npu_gr.jobs.generate import GenerateJob
 from npu_gr.jobs.histories import Histories
+from npu_gr.jobs.ingest import IngestJob
 from npu_gr.jobs.match import MatchJob, ServedVectors
 from npu_gr.jobs.rank import RankJob
 from npu_gr.jobs.recommend import Cascade, RecommendJob
@@ -84,6 +85,10 @@ async def _events(shared: Shared, _: Mapping[str, AnyJob]) -> EventsJob:
     return EventsJob(shared.versions, shared.histories)
 
 
+async def _ingest(shared: Shared, _: Mapping[str, AnyJob]) -> IngestJob:
+    return IngestJob(shared.versions, shared.histories)
+
+
 async def _erase(shared: Shared, _: Mapping[str, AnyJob]) -> EraseJob:
     return EraseJob(shared.versions, shared.histories, shared.vectors)
 
@@ -95,6 +100,7 @@ MAKERS: dict[str, Maker] = {
     MATCH.name: _match,
     RECOMMEND.name: _recommend,
     EVENTS.name: _events,
+    INGEST.name: _ingest,
     ERASE.name: _erase,
 }
 

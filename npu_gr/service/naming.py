@@ -33,13 +33,14 @@ class ServedNames:
         return self._settings.config.service.unsorted_history
 
     def actions(self, version: str | None) -> ActionNames | None:
-        """Return the actions of a version of the ranker; None = this instance has no ranker.
+        """Return the actions of a version of the ranker, or without one the generator's; None = they have no names.
 
         Raises:
             NotFound: the version is not served.
         """
-        rankers = self._versions.rankers
-        return None if rankers is None else rankers.find(version).actions
+        if self._versions.rankers is not None:
+            return self._versions.rankers.find(version).actions
+        return self._versions.generator().actions
 
     def items(self, ids: I64) -> list[str | int]:
         """Name each item: [n] -> n names; an item that no table knows is named by its id."""

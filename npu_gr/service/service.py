@@ -8,6 +8,7 @@
     match      history -> the user's vector -> one pass over the items for many requests     jobs/match.py
     recommend  history -> signal -> sources -> hook -> rank                                  jobs/recommend.py
     events     append to the history store                                                   jobs/events.py
+    ingest     write the events of many users, each of whom fails alone                      jobs/ingest.py
     erase      history store, known prefixes, every memory tier                              jobs/erase.py
 
 `core/kinds.py` lists the kinds. An instance serves those whose section its configuration has. Slot, deadline and lease

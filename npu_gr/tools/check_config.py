@@ -43,7 +43,7 @@ from npu_gr.service.config import Config, load
 SQLITE = b"SQLite format 3\0"
 
 
-class State(StrEnum):
+class OpenedState(StrEnum):
     """What was found, as the report prints it."""
 
     OK = "ok"
@@ -51,11 +51,11 @@ class State(StrEnum):
     BROKEN = "broken"  # a start would refuse it
 
 
-class Found(NamedTuple):
+class Opened(NamedTuple):
     """One thing that a configuration names."""
 
     key: str
-    state: State
+    state: OpenedState
     words: str
     remedy: str = ""
 
@@ -98,17 +98,17 @@ def _lines(table: dict[str, Any], origins: dict[str, str], at: str, indent: str)
         yield from (f"{indent}{line}\n" for line in others)
 
 
-def examine(config: Config | RouterConfig) -> list[Found]:
+def examine(config: Config | RouterConfig) -> list[Opened]:
     """Open everything that a configuration names."""
     return list(_of_router(config) if isinstance(config, RouterConfig) else _of_instance(config))
 
 
-def is_well(found: list[Found]) -> bool:
+def is_well(found: list[Opened]) -> bool:
     """Whether a start would take all of it."""
-    return all(one.state is not State.BROKEN for one in found)
+    return all(one.state is not OpenedState.BROKEN for one in found)
 
 
-def _of_instance(config: Config) -> Iterator[Found]:
+def _of_instance(config: Config) -> Iterator[Opened]:
     if config.checkpoint is not None:
         folder = Path(config.checkpoint)
         yield _tried("checkpoint", lambda: _ranker(folder))
@@ -144,7 +144,7 @@ def _of_instance(config: Config) -> Iterator[Found]:
         yield from _port("server.admin_port", server.admin_host, server.admin_port)
 
 
-def _of_router(config: RouterConfig) -> Iterator[Found]:
+def _of_router(config: RouterConfig) -> Iterator[Opened]:
     if config.discovery.file is not None:
         path = Path(config.discovery.file)
         yield _tried("discovery.file", lambda: f"{path}: {len(settings.load(path, InstancesFile).instances)} instances")
@@ -156,7 +156,7 @@ def _of_router(config: RouterConfig) -> Iterator[Found]:
     yield from _port("admin_port", config.admin_host, config.admin_port)
 
 
-def _tried(key: str, work: Callable[[], object], words: str | None = None) -> Found:
+def _tried(key: str, work: Callable[[], object], words: str | None = None) -> Opened:
     """Do a piece of work for a key.
 
     Args:
@@ -166,11 +166,11 @@ def _tried(key: str, work: Callable[[], object], words: str | None = None) -> Fo
     """
     try:
         done = work()
-        return Found(key, State.OK, str(done) if words is None else words)
+        return Opened(key, OpenedState.OK, str(done) if words is None else words)
     except NpuGrError as error:
-        return Found(key, State.BROKEN, str(error).removeprefix(f"{key}: "))
+        return Opened(key, OpenedState.BROKEN, str(error).removeprefix(f"{key}: "))
     except OSError as error:
-        return Found(key, State.BROKEN, f"{error.filename}: {error.strerror}")
+        return Opened(key, OpenedState.BROKEN, f"{error.filename}: {error.strerror}")
 
 
 def _ranker(folder: Path) -> str:
@@ -178,7 +178,7 @@ def _ranker(folder: Path) -> str:
     return f"{folder}: {found.name}, version {found.version}, {len(found.item_ids)} items"
 
 
-def _generator(section: GenerateConfig) -> Iterator[Found]:
+def _generator(section: GenerateConfig) -> Iterator[Opened]:
     folder = Path(section.checkpoint)
 
     def model() -> str:
@@ -197,7 +197,7 @@ def _generator(section: GenerateConfig) -> Iterator[Found]:
     yield _tried("generate.catalogue", catalogue)
 
 
-def _vectors(section: MatchConfig) -> Iterator[Found]:
+def _vectors(section: MatchConfig) -> Iterator[Opened]:
     def folder() -> str:
         found = vectors.load(Path(section.vectors))
         return f"{section.vectors}: version {found.version}, {len(found.item_ids)} items"
@@ -207,15 +207,15 @@ def _vectors(section: MatchConfig) -> Iterator[Found]:
         yield from _extra("match.index", "faiss", "faiss")
 
 
-def _history(section: HistoryConfig) -> Iterator[Found]:
+def _history(section: HistoryConfig) -> Iterator[Opened]:
     if section.kind == "embedded":
         yield _tried("features.path", lambda: _store(Path(section.path)))
     elif section.kind == "redis":
         yield from _extra("features.kind", "redis", "redis")
-        yield Found("features.url", State.NOTE, f"{section.url} was not called")
+        yield Opened("features.url", OpenedState.NOTE, f"{section.url} was not called")
         if section.tls is not None:
-            ca, certificate, key = section.tls.ca, section.tls.certificate, section.tls.key
-            yield _client_tls("features.tls", ClientTlsConfig(ca=ca, certificate=certificate, key=key))
+            named = {key: getattr(section.tls, key) for key in ("ca", "certificate", "key")}
+            yield _client_tls("features.tls", ClientTlsConfig(**named))
 
 
 def _store(path: Path) -> str:
@@ -243,36 +243,36 @@ def _writable(folder: Path) -> str:
         raise ConfigError(f"{there} cannot be written: {error.strerror}") from error
 
 
-def _keys(key: str, path: str | None) -> Iterator[Found]:
+def _keys(key: str, path: str | None) -> Iterator[Opened]:
     if path is not None:
         yield _tried(key, lambda: f"{path}: {len(read_keys(Path(path)).keys)} keys")
 
 
-def _server_tls(key: str, section: ServerTlsConfig | None) -> Iterator[Found]:
+def _server_tls(key: str, section: ServerTlsConfig | None) -> Iterator[Opened]:
     if section is not None:
         yield _tried(key, lambda: ServerTls(section, key), section.certificate)
 
 
-def _client_tls(key: str, section: ClientTlsConfig) -> Found:
+def _client_tls(key: str, section: ClientTlsConfig) -> Opened:
     return _tried(key, lambda: ClientTls(section, key), section.ca or "the authorities of the system")
 
 
-def _extra(key: str, module: str, extra: str) -> Iterator[Found]:
+def _extra(key: str, module: str, extra: str) -> Iterator[Opened]:
     """What a value of a key needs installed; nothing is said where it is."""
     with suppress(ModuleNotFoundError):
         if importlib.util.find_spec(module) is not None:
             return
-    yield Found(key, State.BROKEN, f"needs {module}, which is not installed", f"pip install 'npu_gr[{extra}]'")
+    yield Opened(key, OpenedState.BROKEN, f"needs {module}, which is not installed", f"pip install 'npu_gr[{extra}]'")
 
 
-def _port(key: str, host: str, port: int) -> Iterator[Found]:
+def _port(key: str, host: str, port: int) -> Iterator[Opened]:
     """Whether an address can be had. One in use is no fault: it may be this very configuration's, which serves."""
     try:
         found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         socket.create_server(found[0][4][:2], family=found[0][0]).close()
     except socket.gaierror as error:
-        yield Found(key, State.BROKEN, f"{host}: {error.strerror}")
+        yield Opened(key, OpenedState.BROKEN, f"{host}: {error.strerror}")
     except OSError as error:
-        yield Found(key, State.NOTE, f"{host}:{port}: {error.strerror}")
+        yield Opened(key, OpenedState.NOTE, f"{host}:{port}: {error.strerror}")
     else:
-        yield Found(key, State.OK, f"{host}:{port}" if port else f"{host}, any free one")
+        yield Opened(key, OpenedState.OK, f"{host}:{port}" if port else f"{host}, any free one")

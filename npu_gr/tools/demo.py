@@ -196,10 +196,9 @@ async def _fill(config: Config, history: Interactions, checkpoint: Checkpoint, c
     if store is None:
         raise ConfigError("features.kind: the demo needs a history store")
     try:
-        actions = {value: index for index, value in enumerate(checkpoint.action_values)}
         began_at = time.perf_counter()
-        total = await load_interactions(store, history, actions)
-        console.print(f"{total} earlier events loaded in {time.perf_counter() - began_at:.1f} s")
+        loaded = await load_interactions(store, history, checkpoint.action_names)
+        console.print(f"{loaded.num_added} earlier events loaded in {time.perf_counter() - began_at:.1f} s")
     finally:
         await store.close()
 

@@ -10,6 +10,7 @@ import numpy as np
 import yaml
 
 from npu_gr.catalogue.item_names import EMPTY, ItemNames
+from npu_gr.core import shipped
 from npu_gr.core.errors import DataError
 from npu_gr.train.data import InteractionLog
 
@@ -28,7 +29,7 @@ def example(log: InteractionLog, names: ItemNames = EMPTY) -> Example:
     """Choose the first user with ten events, or the one with the most, and the most used items that the user lacks."""
     user = int(np.argmax(np.minimum(np.diff(log.starts), NUM_EVENTS)))
     part = slice(int(log.starts[user]), min(int(log.starts[user + 1]), int(log.starts[user]) + NUM_EVENTS))
-    action_names = log.action_names or tuple(f"{value:g}" for value in log.action_values)
+    action_names = names_of_actions(log)
     uses = np.bincount(log.items, minlength=log.num_items)
     uses[log.items[part]] = -1
     return Example(
@@ -41,6 +42,11 @@ def example(log: InteractionLog, names: ItemNames = EMPTY) -> Example:
     )
 
 
+def names_of_actions(log: InteractionLog) -> tuple[str, ...]:
+    """Name each action as callers do: a rating by its plain text."""
+    return log.action_names or tuple(f"{value:g}" for value in log.action_values)
+
+
 def write_configuration(table: dict[str, Any], folder: Path) -> None:
     """Write a configuration into a folder.
 
@@ -50,7 +56,7 @@ def write_configuration(table: dict[str, Any], folder: Path) -> None:
     aside = folder / f"{CONFIGURATION}.tmp"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        aside.write_text(yaml.safe_dump(table, sort_keys=False))
+        aside.write_text(shipped.schema_line() + yaml.safe_dump(table, sort_keys=False))
         aside.replace(folder / CONFIGURATION)
     except OSError as error:
         raise DataError(f"{folder / CONFIGURATION}: cannot be written: {error.strerror}") from error
@@ -64,7 +70,28 @@ def next_command(folder: Path, path: str, body: dict[str, Any]) -> str:
         path: of the request, e.g. /v1/rank.
         body: of the request.
     """
-    text = json.dumps(body).replace("'", "'\\''")  # it stands in quotes of the shell
     return f"""Serve it, and ask it:
 npu-gr serve --config {folder / CONFIGURATION} &
-curl -s localhost:8080{path} -H 'content-type: application/json' -d '{text}'"""
+{_curl(path, body)}"""
+
+
+def how_to_match(folder: Path, user: str) -> str:
+    """Say how to serve vectors beside a model, and how to ask for a user's items.
+
+    Args:
+        folder: of the vectors.
+        user: one that the vectors know.
+    """
+    section = yaml.safe_dump({"match": {"vectors": str(folder)}}, sort_keys=False)
+    return f"""
+{section}
+Add this section to the configuration of a ranker or a generator, for an instance that matches does one of both; or say
+it as the instance starts, e.g. on the folder of `npu-gr train rank`:
+
+npu-gr serve --config ranker/{CONFIGURATION} --set match.vectors={folder} &
+{_curl("/v1/match", {"user_id": user, "num_items": 10})}"""
+
+
+def _curl(path: str, body: dict[str, Any]) -> str:
+    text = json.dumps(body).replace("'", "'\\''")  # it stands in quotes of the shell
+    return f"curl -s localhost:8080{path} -H 'content-type: application/json' -d '{text}'"

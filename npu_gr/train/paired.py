@@ -73,7 +73,7 @@ def _difference(mean: float, means: F64) -> Difference:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Comparison:
+class BaselineComparison:
     """A model beside the strongest baseline, on the same next items."""
 
     model: str
@@ -101,7 +101,7 @@ class Comparison:
         return {"model": self.model, "baseline": self.baseline, "is_better": self.is_better, "differences": differences}
 
 
-def compare(model: str, ranks: NextItemRanks, baselines: Mapping[str, NextItemRanks]) -> Comparison | None:
+def compare(model: str, ranks: NextItemRanks, baselines: Mapping[str, NextItemRanks]) -> BaselineComparison | None:
     """Compare a model with the strongest baseline; None = there is no user or no baseline.
 
     Args:
@@ -118,7 +118,7 @@ def compare(model: str, ranks: NextItemRanks, baselines: Mapping[str, NextItemRa
         for name, figure in (("HR", hits), ("NDCG", ndcg_of_each))
     }
     unseen = [differences[f"{name}@{K} unseen"] for name in ("HR", "NDCG")]
-    return Comparison(
+    return BaselineComparison(
         model=model,
         baseline=best,
         differences=differences,

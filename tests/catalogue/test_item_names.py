@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
 from npu_gr.catalogue import item_names
-from npu_gr.catalogue.item_names import EMPTY, FILE, ItemNames
+from npu_gr.catalogue.item_names import EMPTY, FILE, ItemNames, names_of, titles_of
 from npu_gr.core.errors import DataError
 from npu_gr.core.names import item_ids
 
@@ -65,3 +65,20 @@ def test_a_broken_file_is_refused(tmp_path: Path, broken: str) -> None:
         save_file({"ids": ids, "names": texts, "name_ends": ends, "titles": texts, "title_ends": ends}, path)
     with pytest.raises(DataError, match=FILE):
         ItemNames.load(tmp_path)
+
+
+def test_tables_are_asked_in_turn_and_a_title_comes_from_the_first_that_has_one() -> None:
+    first, second = ItemNames.make(["SKU-1", "7"], ["", "Seven"]), ItemNames.make(["SKU-1", "SKU-2"], ["One", "Two"])
+    ids = item_ids(["SKU-2", 7, "SKU-1", "SKU-3", 8])
+    assert names_of([first, second], ids) == ["SKU-2", 7, "SKU-1", int(ids[3]), 8]
+    assert titles_of([first, second], ids) == ["Two", "Seven", "One", None, None]
+    assert names_of([], ids) == ids.tolist()
+
+
+def test_the_same_file_is_in_memory_once(tmp_path: Path) -> None:
+    for folder in ("ranker", "generator"):
+        ItemNames.make(["a"], ["A"]).save(tmp_path / folder)
+    loaded = ItemNames.load(tmp_path / "ranker")
+    assert loaded is ItemNames.load(tmp_path / "generator")
+    ItemNames.make(["a"], ["B"]).save(tmp_path / "generator")
+    assert loaded is not ItemNames.load(tmp_path / "generator")

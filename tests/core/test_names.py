@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from npu_gr.core.names import FIRST_HASHED, MAX_NAME_BYTES, is_hashed, item_id, item_ids
+from npu_gr.core.names import FIRST_HASHED, MAX_NAME_BYTES, ActionNames, answered_ids, is_hashed, item_id, item_ids
 
 
 def test_a_plain_number_is_its_own_id_as_text_too() -> None:
@@ -44,3 +44,61 @@ def test_what_is_no_name_is_refused(name: str | int, why: str) -> None:
 
 def test_which_ids_need_a_table() -> None:
     assert is_hashed(item_ids([3, "three"])).tolist() == [False, True]
+
+
+SPELLINGS = st.one_of(
+    st.integers(0, FIRST_HASHED - 1),
+    st.integers(0, 10**20).map(str).filter(lambda text: int(text) < 2**70),
+    st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=20),
+    st.sampled_from(["007", "٣", "a\0b", '"', ",", "1e5", "+1", " 1", str(FIRST_HASHED - 1), str(FIRST_HASHED)]),
+)
+
+
+@given(st.lists(SPELLINGS, max_size=30))
+def test_many_at_once_are_as_one_by_one(names: list[str | int]) -> None:
+    want = [item_id(name) for name in names]
+    assert item_ids(names).tolist() == want
+    assert answered_ids(names).tolist() == want
+
+
+@pytest.mark.parametrize(
+    ("names", "error"),
+    [
+        ([1, -1], "index 1: -1 is no item"),
+        ([2**62], "index 0: 4611686018427387904 is no item: a number is 0 to 2"),
+        (["a", 2**70], "index 1: 1180591620717411303424 is no item"),
+        (["a", ""], "index 1: a name of 0 bytes is no item: it has 1 to 512"),
+        (["é" * 257, 1], "index 0: a name of 514 bytes is no item"),
+        (["a", "\ud800"], "index 1: .* surrogates not allowed"),
+    ],
+)
+def test_the_first_name_that_is_no_items_is_told(names: list[str | int], error: str) -> None:
+    with pytest.raises(ValueError, match=error):
+        item_ids(names)
+
+
+def test_an_id_that_was_answered_without_a_name_is_itself() -> None:
+    assert answered_ids([2**62 + 5, "a", 7]).tolist() == [2**62 + 5, item_id("a"), 7]
+
+
+def test_a_number_stands_for_the_action_of_its_plain_text() -> None:
+    actions = ActionNames(["view", "5", "4.5", "1e+06", "007", "nan"])
+    assert actions.indices(["view", 5, "5", 5.0, 4.5, "4.5", 1_000_000, 1e6, "007", "nan"]).tolist() == [
+        *(0, 1, 1, 1, 2, 2, 3, 3, 4, 5),
+    ]
+    assert actions.indices([]).dtype == np.int16
+
+
+@pytest.mark.parametrize(
+    ("action", "said"), [("buy", '"buy"'), (7, "7"), (float("nan"), "nan"), ("5.0", '"5.0"'), (4.25, "4.25")]
+)
+def test_an_action_that_the_model_lacks_is_told_with_those_that_it_has(action: str | float, said: str) -> None:
+    actions = ActionNames(["view", "cart", "5"])
+    with pytest.raises(ValueError, match=f"^{said} at index 1 is no action of the model; it has view, cart, 5$"):
+        actions.indices(["view", action])
+
+
+def test_an_error_about_an_action_is_short() -> None:
+    with pytest.raises(ValueError, match="no action") as refused:
+        ActionNames([f"action {number}" for number in range(1000)]).indices(["x" * 500])
+    assert len(str(refused.value)) < 400

@@ -126,3 +126,11 @@ def test_a_folder_of_something_else_is_never_replaced(log: Path, out: Path, tmp_
 def test_an_empty_folder_is_filled(log: Path, tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     assert prepare(log, tmp_path / "data").manifest["events"] == 5
+
+
+def test_a_link_goes_on_leading_to_the_dataset(log: Path, out: Path, tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(out)
+    prepare(log, tmp_path / "link")
+    assert (tmp_path / "link").is_symlink()
+    assert [path.name for path in out.parent.iterdir()] == ["data"]
+    assert read_dataset(tmp_path / "link").manifest["events"] == 5

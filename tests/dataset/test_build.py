@@ -80,3 +80,21 @@ def test_events_are_stored_by_user_and_time(tmp_path: Path) -> None:
     )
     pairs = list(zip(events["user"].to_pylist(), events["time"].to_pylist(), strict=True))
     assert pairs == sorted(pairs)
+
+
+def test_rows_that_repeat_another_one_in_everything_are_left_out(tmp_path: Path) -> None:
+    """To the microsecond: two clicks of one second are two."""
+    rows = ["a,x,1700000000.25,view", "a,x,1700000000.75,view", "a,y,1700000000.25,view", "a,x,1700000000.25,buy"]
+    (tmp_path / "log.csv").write_text("\n".join(["user_id,item_id,ts,event", *rows, rows[1], rows[0], rows[0]]))
+    manifest = prepare(tmp_path / "log.csv", tmp_path / "data").manifest
+    assert (manifest["events"], manifest["duplicates"]) == (4, {"rows": 3, "kept": False})
+    assert [item for _, item, _, _ in named(tmp_path / "data")] == ["x", "y", "x", "x"]
+    kept = prepare(tmp_path / "log.csv", tmp_path / "data", PrepareOptions(keep_duplicates=True)).manifest
+    assert (kept["events"], kept["duplicates"]) == (7, {"rows": 3, "kept": True})
+
+
+def test_events_of_a_second_keep_the_order_of_the_log(tmp_path: Path) -> None:
+    rows = "".join(f"a,i{at},1700000000\n" for at in (5, 3, 9, 1))
+    (tmp_path / "log.csv").write_text("user_id,item_id,ts\n" + rows)
+    prepare(tmp_path / "log.csv", tmp_path / "data")
+    assert [item for _, item, _, _ in named(tmp_path / "data")] == ["i5", "i3", "i9", "i1"]

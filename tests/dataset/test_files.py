@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -58,3 +60,19 @@ def test_a_log_is_a_dataset_or_a_file(folder: Path, tmp_path: Path) -> None:
     assert len(read_log(tmp_path / "ratings.inter")) == 1
     with pytest.raises(DataError, match="no column 'rating'"):
         read_log(write_atomic(tmp_path / "log.inter", EVENTS))
+
+
+def test_without_pyarrow_the_message_has_the_command(tmp_path: Path) -> None:
+    """A log that needs no preparation is read all the same."""
+    (tmp_path / "x.inter").write_text("user_id:token\titem_id:token\trating:float\ttimestamp:float\nu\t7\t4\t9\n")
+    code = (
+        "import sys; sys.modules['pyarrow'] = None\n"
+        "from pathlib import Path\n"
+        "from npu_gr.dataset import read_log\n"
+        f"print(len(read_log(Path({str(tmp_path / 'x.inter')!r}))))\n"
+        "from npu_gr.cli.main import main\n"
+        f"main(['prepare', 'x.csv', '--out', {str(tmp_path / 'data')!r}])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (2, "1\n")
+    assert done.stderr.endswith("npu-gr: datasets need pip install 'npu_gr[parquet]'\n")

@@ -37,10 +37,12 @@ def rejected(folder: Path) -> list[tuple[int, str]]:
         (b"u,i,1700000000,x,more", RejectReason.CELLS),
         (b'u,"i,1700000000,x', RejectReason.QUOTE),
         (b'u,"i,1700000000,x\nu,i,1700000001,x\nu,i,1700000002,"x', RejectReason.QUOTE),
+        (b'u,"i,1700000000,x\nv",1', RejectReason.QUOTE),
         (b"\xffu,i,1700000000,x", RejectReason.NOT_UTF8),
         (b",i,1700000000,x", RejectReason.NO_USER),
         (b"NULL,i,1700000000,x", RejectReason.NO_USER),
         (b"u,,1700000000,x", RejectReason.NO_ITEM),
+        (b"u,4.00638E+12,1700000000,x", RejectReason.ROUNDED),
         (b"u,\\N,1700000000,x", RejectReason.NO_ITEM),
         (b"u,i,,x", RejectReason.NO_TIME),
         (b"u,i,soon,x", RejectReason.UNREADABLE_TIME),
@@ -101,6 +103,8 @@ def test_blocks_end_anywhere(num_bytes: int, tmp_path: Path, monkeypatch: pytest
         (b'{"user_id": NaN, "item_id": 7, "ts": 1700000000}', RejectReason.NOT_JSON),
         (b'{"item_id": 7, "ts": 1700000000}', RejectReason.NO_USER),
         (b'{"user_id": null, "item_id": 7, "ts": 1700000000}', RejectReason.NO_USER),
+        (b'{"user_id": 36893488147419103232, "item_id": 7, "ts": 1700000000}', RejectReason.ROUNDED),
+        (b'{"user_id": "u", "item_id": {"id": 7}, "ts": 1700000000}', RejectReason.NO_ITEM),
         (b'{"user_id": "u", "item_id": [1, 2], "ts": 1700000000}', RejectReason.NO_ITEM),
         (b'{"user_id": "u", "item_id": 7, "ts": true}', RejectReason.UNREADABLE_TIME),
     ],
@@ -112,6 +116,17 @@ def test_a_broken_json_line_is_named(line: bytes, reason: RejectReason, tmp_path
     assert rejected(tmp_path / "data") == [(3, reason)]
     assert prepared.dataset.interactions().user_names == ["7", "8"]
     assert set(prepared.dataset.interactions().items.tolist()) == {42}
+
+
+def test_objects_in_objects_have_an_end(tmp_path: Path) -> None:
+    """Neither a thousand objects in each other nor a key for each row is a reason to fail."""
+    row = b'{"u": {"user_id": 7}, "item_id": 1, "ts": 1700000000, "x": %b}\n'
+    deep = b'{"x":' * 900 + b"1" + b"}" * 900
+    wide = b"".join(row % b'{"k%d": 1}' % at for at in range(3000))
+    (tmp_path / "log.jsonl").write_bytes(wide + row % deep)
+    prepared = prepare(tmp_path / "log.jsonl", tmp_path / "data", PrepareOptions(keep_duplicates=True))
+    assert (prepared.manifest["events"], prepared.num_rejected) == (3001, 0)
+    assert prepared.manifest["columns"]["user"]["name"] == "u.user_id"
 
 
 def test_rows_of_a_table_are_named(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from click.testing import CliRunner
 
 from npu_gr.cli.main import main
 from npu_gr.core.errors import ConfigError, StoreFailed, StoreFault
-from npu_gr.core.request import Events, UserKey
+from npu_gr.core.request import Events, UserKey, Write
 from npu_gr.core.secret import SecretUrl
 from npu_gr.features.base import EVENT, HistoryConfig, key_bytes, pack
 from npu_gr.features.checksum import CHECKED, pack_checked, unpack_checked
@@ -50,7 +50,7 @@ def config(path: Path) -> HistoryConfig:
 def fill(path: Path) -> None:
     async def work() -> None:
         store = EmbeddedStore(config(path))
-        await store.append_many([(user(n), events(length(n), seed=n)) for n in range(NUM_USERS)])
+        await store.write_many([Write(user(n), events(length(n), seed=n)) for n in range(NUM_USERS)])
         await store.append(user(0), events(5, seed=99), "a key")
         await store.close()
 
@@ -388,7 +388,7 @@ async def test_redis_finds_damage_and_moves_what_an_older_version_wrote(tmp_path
             assert equal(read, events(30) + events(3, seed=1))
             assert not await client.exists(name(1, "events"))
             await client.set(name(2, "events"), pack(events(30)))
-            await store.append_many([(user(2), events(2, seed=1)), (user(3), events(2))])
+            await store.write_many([Write(user(2), events(2, seed=1)), Write(user(3), events(2))])
             assert equal((await store.read(user(2), 99)).events, events(30) + events(2, seed=1))
 
             await client.setrange(name(3, "log"), 5, b"\xff")

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from npu_gr.core.errors import StoreFailed, StoreFault, Unprocessable
-from npu_gr.core.request import Events, UserKey
+from npu_gr.core.request import Events, UserKey, Write, Written
 from npu_gr.core.secret import SecretUrl
 from npu_gr.features.base import HistoryConfig, StoredHistory, StoreHealth
 from npu_gr.features.guarded import GuardedStore
@@ -63,8 +63,9 @@ class Scripted:
         await self._do()
         return 1
 
-    async def append_many(self, batch: list[tuple[UserKey, Events]]) -> None:
+    async def write_many(self, batch: Sequence[Write]) -> list[Written | StoreFailed | Unprocessable]:
         await self._do()
+        return [Written(1, 1)] * len(batch)
 
     async def read(self, user: UserKey, last: int) -> StoredHistory:
         await self._do()

@@ -114,9 +114,9 @@ async def test_bulk_load(tmp_path: Path) -> None:
     log = read_interactions(atomic(tmp_path, "u\t7\t4\t30", "v\t8\t3\t10", "u\t9\t3\t20"))
     store = await open_store(HistoryConfig(path=str(tmp_path / "h.db")))
     assert store is not None
-    with pytest.raises(DataError, match=r"action value 4\.0 is not one"):
-        await load_interactions(store, log, {3.0: 0})
-    assert await load_interactions(store, log, {3.0: 0, 4.0: 1}, "t") == 3
+    with pytest.raises(DataError, match=r"lacks: '4'; the model has: '3'; the log has: '3', '4'"):
+        await load_interactions(store, log, ["3"])
+    assert (await load_interactions(store, log, ["3", "4"], "t")).num_added == 3
     read = (await store.read(UserKey("t", "u"), 9)).events
     assert (read.items.tolist(), read.actions.tolist(), read.timestamps.tolist()) == ([9, 7], [0, 1], [20, 30])
     await store.close()

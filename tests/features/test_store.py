@@ -9,7 +9,6 @@ import signal
 import sqlite3
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import msgspec
@@ -17,43 +16,15 @@ import numpy as np
 import pytest
 
 from npu_gr.core.errors import ConfigError, StoreFailed, StoreFault, Unavailable, Unprocessable
-from npu_gr.core.request import Events, UserKey
+from npu_gr.core.request import Events, UserKey, Write
 from npu_gr.core.secret import SecretUrl
 from npu_gr.features import embedded_file
 from npu_gr.features.base import HistoryConfig, HistoryStore, key_bytes
 from npu_gr.features.embedded import EmbeddedStore
 from npu_gr.features.store import open_store
-from tests.features.redis_server import redis_path
 from tests.models import events
 
 USER = UserKey("t", "u")
-
-
-@pytest.fixture(scope="session")
-def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with redis_path(tmp_path_factory.mktemp("redis")) as path:
-        yield f"unix://{path}"
-
-
-@pytest.fixture(params=["embedded", "redis"])
-async def config(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[HistoryConfig]:
-    if request.param == "embedded":
-        yield HistoryConfig(kind="embedded", path=str(tmp_path / "deep" / "h.db"), max_events_per_user=1000)
-        return
-    import redis.asyncio as redis
-
-    url = request.getfixturevalue("redis_url")
-    async with redis.from_url(url) as client:
-        await client.flushall()
-    yield HistoryConfig(kind="redis", url=SecretUrl(url), max_events_per_user=1000, timeout_s=30.0)
-
-
-@pytest.fixture
-async def store(config: HistoryConfig) -> AsyncIterator[HistoryStore]:
-    opened = await open_store(config)
-    assert opened is not None
-    yield opened
-    await opened.close()
 
 
 def equal(a: Events, b: Events) -> bool:
@@ -102,7 +73,7 @@ async def test_users_do_not_mix(store: HistoryStore) -> None:
 
 async def test_erasing(store: HistoryStore) -> None:
     other = UserKey("t", "v")
-    await store.append_many([(USER, events(300)), (other, events(5, seed=1))])
+    await store.write_many([Write(USER, events(300)), Write(other, events(5, seed=1))])
     await store.erase(USER)
     assert len((await store.read(USER, 999)).events) == 0
     assert equal((await store.read(other, 999)).events, events(5, seed=1))

@@ -113,6 +113,10 @@ class Maker:
             body["tenant"] = draw.choice(("", "t", "another"))
         if name == "events":
             return body | {"events": history}
+        if name == "ingest":
+            users = [{"user_id": f"u{draw.randrange(50)}", "events": history} for _ in range(draw.choice((1, 2, 20)))]
+            mode = draw.choice(({}, {"mode": "merge"}, {"mode": "replace"}, {"mode": "x"}))
+            return {"users": users} | {name: body[name] for name in ("tenant",) if name in body} | mode
         if draw.random() < 0.8:
             body["history"] = history
         if name == "rank":
@@ -344,6 +348,17 @@ def bombs() -> dict[str, bytes]:
         "candidates": _json("/v1/rank", user + b'"candidates":[' + _same(b"1") + b"]}"),
         "long candidates": _json("/v1/rank", user + b'"candidates":[' + _same(hour) + b"]}"),
         "candidates with spaces": _json("/v1/rank", user + b'"candidates":[' + _same(b" 1 ") + b"]}"),
+        "names": _json("/v1/rank", user + b'"candidates":[' + _same(b'"a,\\",b"') + b"]}"),
+        "empty names": _json("/v1/rank", user + b'"candidates":[' + _same(b'""') + b"]}"),
+        "a name of escapes": _json("/v1/rank", user + b'"candidates":["' + b'\\"' * (SIZE // 2) + b'"]}'),
+        "the longest valid names": _json(
+            "/v1/rank",
+            user
+            + b'"candidates":[1],'
+            + lists
+            % (_same(b'"SKU,%030d"' % 7, size=2_400_000), _same(b'"1"', size=260_000), _same(hour, size=700_000))
+            + b"}",
+        ),
         "a candidate of many digits": _json("/v1/rank", user + b'"candidates":[' + b"9" * SIZE + b"]}"),
         "a fraction of many digits": _json("/v1/generate", user + b'"temperature":0.' + b"9" * SIZE + b"}"),
         "the longest valid rank": _json(

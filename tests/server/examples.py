@@ -7,12 +7,14 @@ from typing import Any
 
 import numpy as np
 
+from npu_gr.core.errors import Unprocessable
 from npu_gr.core.request import (
     Basis,
     EraseAnswer,
     EventsAnswer,
     GenerateAnswer,
     HistoryReport,
+    IngestAnswer,
     MatchAnswer,
     Outcome,
     RankAnswer,
@@ -23,6 +25,7 @@ from npu_gr.core.request import (
     StageResult,
     UserKey,
     Verdict,
+    Written,
 )
 
 USER = UserKey("t", "somebody")
@@ -40,6 +43,7 @@ class Example:
     answer: Any
     log: dict[str, Any]
     x_cache: str | None = None
+    user: UserKey = USER
 
 
 EXAMPLES: dict[str, Example] = {
@@ -162,6 +166,13 @@ EXAMPLES: dict[str, Example] = {
         body={**NAMED, "events": HISTORY},
         answer=EventsAnswer(num_events=2, stages_s={"store": 0.003}),
         log={"num_events": 2, "stages_s": {"store": 0.003}},
+    ),
+    "ingest": Example(
+        path="/v1/events/bulk",
+        body={"tenant": USER.tenant, "users": [{"user_id": USER.user, "events": HISTORY}] * 2},
+        answer=IngestAnswer(results=(Written(2, 2), Unprocessable("events: no")), stages_s={"store": 0.003}),
+        log={"num_users": 2, "num_failed": 1, "num_added": 2, "stages_s": {"store": 0.003}},
+        user=UserKey(USER.tenant, ""),
     ),
     "erase": Example(
         path=f"/v1/users/{USER.user}?tenant={USER.tenant}",

@@ -28,7 +28,7 @@ from npu_gr.metrics.registry import Metrics
 from npu_gr.server.codec import CODECS
 from npu_gr.server.openapi import document
 from tests.keys import write_keys
-from tests.server.examples import EXAMPLES, USER
+from tests.server.examples import EXAMPLES
 from tests.server.fake import FakeNames, FakeService, serving_fake
 from tests.server.test_generate_over_http import section
 from tests.serving import serving
@@ -64,6 +64,8 @@ def raw(body: Any, name: str = "") -> Any:
     """The body with every list as raw little-endian bytes: of actions, which are names, the indices."""
     if isinstance(body, dict):
         return {key: raw(value, key) for key, value in body.items()}
+    if isinstance(body, list) and body and isinstance(body[0], dict):
+        return [raw(value) for value in body]
     if name == "actions":
         return FakeNames().actions(None).indices(body).tobytes()
     return np.array(body, DTYPES.get(name, "<i8")).tobytes() if isinstance(body, list) else body
@@ -83,6 +85,8 @@ def columns_of(request: Any) -> list[list[int]]:
     """Every array of a request, in the order of its fields."""
     if isinstance(request, np.ndarray):
         return [request.tolist()]
+    if isinstance(request, tuple):
+        return [column for part in request for column in columns_of(part)]
     if not dataclasses.is_dataclass(request):
         return []
     return [column for field in dataclasses.fields(request) for column in columns_of(getattr(request, field.name))]
@@ -107,7 +111,7 @@ async def test_a_good_request(kind: Kind[Any, Any], tmp_path: Path, caplog: pyte
                 assert timed == list(example.log["stages_s"])
             status = await (await client.get("/debug/status")).json()
     ((name, request, budget_s),) = service.served
-    assert (name, request.user, type(request)) == (kind.name, USER, kind.request)
+    assert (name, request.user, type(request)) == (kind.name, example.user, kind.request)
     assert 0.5 < budget_s <= 1.0
 
     line = lines(caplog)[0]

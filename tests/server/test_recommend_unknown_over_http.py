@@ -23,14 +23,21 @@ from tests.models import tiny_model
 from tests.serving import make_config, serving
 
 HERE = "tests.server.test_recommend_unknown_over_http"
+NAMES = {item_id(name): name for name in [f"{kind}-{number:04}" for kind in ("SKU", "NEW") for number in range(100)]}
 KNOWN = [item_id(f"SKU-{number:04}") for number in range(100)]  # to the ranker
 NEW = [item_id(f"NEW-{number:04}") for number in range(8)]
 PATIENT = {"X-Request-Timeout-Ms": "30000"}
 Client = Any
 
 
-def history(items: list[int]) -> dict[str, list[int]]:
-    return {"items": items, "actions": [1] * len(items), "timestamps": [1_600_000_000 + at for at in range(len(items))]}
+def named(items: list[int]) -> list[int | str]:
+    """Items as a company calls them."""
+    return [NAMES.get(item, item) for item in items]
+
+
+def history(items: list[int]) -> dict[str, Any]:
+    at_s = [1_600_000_000 + place for place in range(len(items))]
+    return {"items": named(items), "actions": [1] * len(items), "timestamps": at_s}
 
 
 SEEN = KNOWN[:6]
@@ -166,7 +173,7 @@ async def test_popular_items_take_the_place_of_dropped_ones(folder: Path) -> Non
         assert None not in answer["scores"]
         assert set(answer["origins"]) == {"generate", "popular"}
         assert not set(answer["items"]) & {*SEEN, *NEW}
-        denied = await recommend(client, num_items=12, deny_items=KNOWN[10:50])
+        denied = await recommend(client, num_items=12, deny_items=named(KNOWN[10:50]))
         assert not set(denied["items"]) & {*SEEN, *NEW, *KNOWN[10:50]}
         assert "popular" in denied["origins"]
 
@@ -270,7 +277,7 @@ async def test_a_catalogue_of_strangers_is_refused_and_single_items_are_not(fold
         assert service.catalogue.info().version == served
         assert await coverage(client) == {"generate": 1.0}
         new = [{"item_id": item, "sid": [0, 0, number]} for number, item in enumerate(NEW)]
-        await post(client, "/v1/catalog/items", add=new, withdraw=KNOWN[20:])
+        await post(client, "/v1/catalog/items", add=new, withdraw=named(KNOWN[20:]))
         assert (await coverage(client))["generate"] == pytest.approx(20 / 28)
         await post(client, "/v1/catalog/rollback")
         assert await coverage(client) == {"generate": 1.0}

@@ -13,7 +13,7 @@ from npu_gr.core import settings
 from npu_gr.relay.calibration import beside
 from npu_gr.router.config import RouterConfig
 from npu_gr.service.config import Config
-from npu_gr.tools.check_config import Found, State, examine, is_well, read, shown
+from npu_gr.tools.check_config import Opened, OpenedState, examine, is_well, read, shown
 from tests.certificates import Authority
 from tests.decoders import SIZES, hf_model
 from tests.keys import entry, write_keys
@@ -22,12 +22,12 @@ from tests.serving import make_config, write_checkpoint
 ROUTER = {"discovery": {"instances": [{"name": "a", "host": "h", "port": 1}]}, "port": 0, "admin_port": 0}
 
 
-def examined(folder: Path, **sections: object) -> dict[str, Found]:
+def examined(folder: Path, **sections: object) -> dict[str, Opened]:
     config = make_config(folder, **sections)
     return {one.key: one for one in examine(config)}
 
 
-def examined_router(**table: object) -> dict[str, Found]:
+def examined_router(**table: object) -> dict[str, Opened]:
     return {one.key: one for one in examine(settings.from_table(ROUTER | table, RouterConfig))}
 
 
@@ -78,7 +78,7 @@ def test_what_a_start_takes_is_well(tmp_path: Path, checkpoint: Path, authority:
 )
 def test_what_a_start_refuses_is_told(tmp_path: Path, sections: dict[str, Any], key: str, words: str) -> None:
     found = examined(tmp_path, **sections)
-    assert found[key].state is State.BROKEN
+    assert found[key].state is OpenedState.BROKEN
     assert words in found[key].words
 
 
@@ -98,14 +98,14 @@ def test_a_generator_its_catalogue_and_its_codes(tmp_path: Path, checkpoint: Pat
     vocab_size = SIZES["vocab_size"]
     (tmp_path / "c.jsonl").write_text('{"item_id": 1, "sid": [0, 1]}\n{"item_id": 2, "sid": [3, 3]}\n')
     found = examined(tmp_path, **generating(tmp_path))
-    assert found["generate.checkpoint"].state is State.OK, found
+    assert found["generate.checkpoint"].state is OpenedState.OK, found
     assert found["generate.catalogue"].words.endswith("2 items")
     found = examined(tmp_path, **generating(tmp_path, codes=[4, 2]))
-    assert found["generate.catalogue"].state is State.BROKEN
+    assert found["generate.catalogue"].state is OpenedState.BROKEN
     found = examined(tmp_path, **generating(tmp_path, codes=[4, vocab_size]))
     assert f"needs token {vocab_size + 3}" in found["generate.checkpoint"].words
     (tmp_path / "sid" / "model.safetensors").unlink()
-    assert examined(tmp_path, **generating(tmp_path))["generate.checkpoint"].state is State.BROKEN
+    assert examined(tmp_path, **generating(tmp_path))["generate.checkpoint"].state is OpenedState.BROKEN
 
 
 def test_a_hook_and_popular_items(tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,28 +113,28 @@ def test_a_hook_and_popular_items(tmp_path: Path, checkpoint: Path, monkeypatch:
     (tmp_path / "popular").write_text("5\n6\n")
     monkeypatch.syspath_prepend(tmp_path)
 
-    def hooked(hook: str, popular: str) -> dict[str, Found]:
+    def hooked(hook: str, popular: str) -> dict[str, Opened]:
         recommend = {"hook": hook, "popular": str(tmp_path / popular)}
         return examined(tmp_path, **generating(tmp_path), recommend=recommend)
 
     found = hooked("my_rules:apply", "popular")
-    assert (found["recommend.hook"].state, found["recommend.popular"].state) == (State.OK, State.OK)
+    assert (found["recommend.hook"].state, found["recommend.popular"].state) == (OpenedState.OK, OpenedState.OK)
     assert found["recommend.popular"].words.endswith("2 items")
     found = hooked("my_rules:one", "none")
-    assert (found["recommend.hook"].state, found["recommend.popular"].state) == (State.BROKEN, State.BROKEN)
+    assert (found["recommend.hook"].state, found["recommend.popular"].state) == (OpenedState.BROKEN, OpenedState.BROKEN)
     assert "No module" in hooked("my_rulez:apply", "popular")["recommend.hook"].words
 
 
 def test_a_port_in_use_is_a_note(tmp_path: Path, checkpoint: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         found = examined(tmp_path, server={"port": taken.getsockname()[1]})
-    assert found["server.port"].state is State.NOTE
+    assert found["server.port"].state is OpenedState.NOTE
     assert is_well(list(found.values()))
 
 
 def test_redis_is_not_called_and_its_password_not_shown(tmp_path: Path, checkpoint: Path) -> None:
     found = examined(tmp_path, features={"kind": "redis", "url": "redis://:s3cret@10.255.255.1:6379/0"})
-    assert found["features.url"].state is State.NOTE
+    assert found["features.url"].state is OpenedState.NOTE
     assert "s3cret" not in str(found)
 
 
@@ -151,7 +151,7 @@ def test_a_router(tmp_path: Path, authority: Authority) -> None:
         tls={"certificate": "/nowhere", "key": "/nowhere"},
     )
     keys = ("discovery.file", "api_keys_file", "tls", "instances_tls")
-    assert [found[key].state for key in keys] == [State.BROKEN] * 4
+    assert [found[key].state for key in keys] == [OpenedState.BROKEN] * 4
     assert "port is missing" in found["discovery.file"].words
 
 

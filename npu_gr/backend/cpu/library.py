@@ -18,7 +18,7 @@ ABI = 5  # NPU_GR_ABI of ops/cpu/kernels.h
 ISAS = ("avx512_bf16", "avx512", "avx2", "generic", "neon")  # best first; generic on x86-64, neon on aarch64
 ELEMENT = {torch.float32: 0, torch.bfloat16: 1}  # what a kernel's buffers may hold: enum Element
 
-_LIBRARY = Path(__file__).with_name("_native.abi3.so")
+LIBRARY = Path(__file__).with_name("_native.abi3.so")
 
 
 class TopkJob(ctypes.Structure):
@@ -141,7 +141,7 @@ class Native:
 
 
 @cache
-def load(isa: str = "", library: Path = _LIBRARY) -> Native:
+def load(isa: str = "", library: Path = LIBRARY) -> Native:
     """Load the kernels.
 
     Args:

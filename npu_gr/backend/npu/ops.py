@@ -218,9 +218,12 @@ def variant(soc: str) -> str:
     raise ConfigError(f"no native ops for {soc}: 910B and A3 (910_93) have them, others run the torch composition")
 
 
+LIBRARIES = Path(__file__).parent / "lib"  # where build.sh puts what it builds
+
+
 def library_path(soc: str, folder: Path | None = None) -> Path:
     """Return the path at which build.sh puts the library of a SoC: in `lib` beside this file, or in `folder`."""
-    return (folder or Path(__file__).parent / "lib") / f"libnpu_gr_ascend_{variant(soc)}.so"
+    return (folder or LIBRARIES) / f"libnpu_gr_ascend_{variant(soc)}.so"
 
 
 def load_library(path: Path) -> None:

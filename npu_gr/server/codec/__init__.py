@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from npu_gr.core.kinds import ERASE, EVENTS, GENERATE, MATCH, RANK, RECOMMEND, SIGNAL
-from npu_gr.server.codec import erase, events, generate, match, rank, recommend, signal
+from npu_gr.core.kinds import ERASE, EVENTS, GENERATE, INGEST, MATCH, RANK, RECOMMEND, SIGNAL
+from npu_gr.server.codec import erase, events, generate, ingest, match, rank, recommend, signal
 from npu_gr.server.codec.base import Codec
 
 CODECS: dict[str, Codec[Any, Any, Any]] = {  # name of the kind -> its codec
@@ -15,5 +15,6 @@ CODECS: dict[str, Codec[Any, Any, Any]] = {  # name of the kind -> its codec
     MATCH.name: match.CODEC,
     RECOMMEND.name: recommend.CODEC,
     EVENTS.name: events.CODEC,
+    INGEST.name: ingest.CODEC,
     ERASE.name: erase.CODEC,
 }

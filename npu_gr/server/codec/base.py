@@ -10,6 +10,7 @@ import msgspec
 
 from npu_gr.core.kinds import A, Q
 from npu_gr.core.request import I64, UserKey
+from npu_gr.server.codec import bulk
 from npu_gr.server.codec.naming import Names
 from npu_gr.server.config import ServerConfig
 
@@ -63,6 +64,7 @@ class Codec(Generic[B, Q, A]):
     begun: type[msgspec.Struct] | None = None  # the Struct of an answer with status 202: done, but not to the end
     parse: Callable[[B, ServerConfig, Names], Q]
     render: Callable[[A, str, str, Shown], msgspec.Struct | None]
+    loose_bytes: int = bulk.LOOSE_BYTES  # that a body may have beside its columns
     read_headers: Callable[[Q, Mapping[str, str]], Q] | None = None  # what the HTTP headers add; None = nothing
     operation: str | None = None  # OpenAPI's operationId; None = the kind's name
     parameters: tuple[dict[str, Any], ...] = ()  # OpenAPI's, beside those of the path and the time limit

@@ -19,6 +19,7 @@ from npu_gr.server.config import ServerConfig
 IDEMPOTENCY_KEY = "Idempotency-Key"
 MAX_KEY = 128  # characters
 _PRINTABLE = rf"[ -~]{{1,{MAX_KEY}}}"
+Key = Annotated[str, msgspec.Meta(pattern=f"^{_PRINTABLE}$", max_length=MAX_KEY)]
 _KEY_SCHEMA = {"type": "string", "minLength": 1, "maxLength": MAX_KEY, "pattern": "^[ -~]+$"}
 _PARAMETER = {
     "name": IDEMPOTENCY_KEY,
@@ -34,7 +35,7 @@ class EventsBody(UserBody, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     events: History
     # in the place of the header: events that come with one key of a user are appended once
-    idempotency_key: Annotated[str, msgspec.Meta(pattern=f"^{_PRINTABLE}$", max_length=MAX_KEY)] | None = None
+    idempotency_key: Key | None = None
 
 
 class EventsOut(msgspec.Struct, frozen=True, kw_only=True):

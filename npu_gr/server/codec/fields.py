@@ -70,6 +70,9 @@ ItemFields = Annotated[list[Name], msgspec.Meta(max_length=16)]
 Titles = list[str | None] | msgspec.UnsetType  # of each item; absent: the request did not ask for them
 
 
+UserId = Name | Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]  # a number is its text
+
+
 class History(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Behaviours, oldest first, as columns of the same length."""
 
@@ -81,7 +84,7 @@ class History(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 class UserBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A body that names its user."""
 
-    user_id: Name | Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]  # a number is its text
+    user_id: UserId
     tenant: Tenant = ""
 
     @property
@@ -212,11 +215,11 @@ def _column(
 
 
 def _indices(actions: Sequence[str | float]) -> I16:
-    """Take actions for indices where no ranker gives them names."""
+    """Take actions for indices where no model names them."""
     for place, action in enumerate(actions):
         text = action if isinstance(action, str) else f"{action:g}"
         if not (text.isascii() and text.isdecimal() and int(text[:6]) < 2**15):
-            raise ValueError(f"{cut(text)} at index {place}: no ranker names actions here; send 0 to {2**15 - 1}")
+            raise ValueError(f"{cut(text)} at index {place}: no model names actions here; send 0 to {2**15 - 1}")
     return np.array(actions, np.int16)
 
 

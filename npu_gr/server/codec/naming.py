@@ -17,7 +17,7 @@ class Names(Protocol):
         ...
 
     def actions(self, version: str | None) -> ActionNames | None:
-        """Return the actions of a version of the ranker; None = this instance has no ranker.
+        """Return the actions of a version of the ranker; None = actions have no names here.
 
         Args:
             version: None = the current one.

@@ -20,16 +20,18 @@ from typing import Any
 import numpy as np
 import yaml
 
+from npu_gr.catalogue import action_names
 from npu_gr.catalogue.item_names import EMPTY, ItemNames
+from npu_gr.core import shipped
 from npu_gr.core.errors import DataError
 from npu_gr.features.interactions import ItemValues
 from npu_gr.model import hf
 from npu_gr.train.generate.train import GenerateOptions, TrainedGenerator
-from npu_gr.train.next_command import CONFIGURATION, example, next_command
+from npu_gr.train.next_command import CONFIGURATION, example, names_of_actions, next_command
 
 CATALOGUE = "items.jsonl"
 REPORT = "report.json"
-FILES = (hf.WEIGHTS, hf.CONFIG, CATALOGUE, REPORT, CONFIGURATION)  # in the order of their renaming
+FILES = (hf.WEIGHTS, hf.CONFIG, action_names.FILE, CATALOGUE, REPORT, CONFIGURATION)  # in the order of their renaming
 MAX_CUT_ITEMS = 8  # most items by which a prompt is shorter than it could be, see `catalogue/tokens.py`
 
 
@@ -69,9 +71,10 @@ def publish(
         with tempfile.TemporaryDirectory(prefix=".new-", dir=folder) as aside:
             new = Path(aside)
             hf.save(trained.model, new)
+            (new / action_names.FILE).write_text(json.dumps(names_of_actions(trained.log)))
             (new / CATALOGUE).write_text("".join(catalogue_lines(trained, features)))
             (new / REPORT).write_text(json.dumps(trained.report.as_dict(), indent=2) + "\n")
-            (new / CONFIGURATION).write_text(yaml.safe_dump(table, sort_keys=False))
+            (new / CONFIGURATION).write_text(shipped.schema_line() + yaml.safe_dump(table, sort_keys=False))
             for name in FILES:
                 os.replace(new / name, folder / name)
     except OSError as error:
@@ -117,7 +120,9 @@ def section(code_count: Sequence[int], options: GenerateOptions, folder: Path) -
 
 def how_to_serve(table: dict[str, Any], trained: TrainedGenerator, names: ItemNames = EMPTY) -> str:
     """Explain how to serve the generator: the configuration, the command, and a request to try."""
-    body = {"user_id": "me", "num_items": 10, "history": example(trained.log, names).history}
+    history = example(trained.log, names).history
+    history["actions"] = [0] * len(history["items"])  # it reads none, and without a ranker they have no names
+    body = {"user_id": "me", "num_items": 10, "history": history}
     return f"""
 {yaml.safe_dump({"generate": table["generate"]}, sort_keys=False)}
 To serve it beside a ranker, add this section to the ranker's configuration. To serve it alone:

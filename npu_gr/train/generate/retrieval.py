@@ -29,7 +29,7 @@ from npu_gr.train.data import InteractionLog, NextItem, what_stands
 from npu_gr.train.generate.codes import ItemCodes
 from npu_gr.train.metrics import F64, NAN, cells, hit_ratio, known, ndcg
 from npu_gr.train.next_item import NO_RANKS, NextItemRanks, rank_next_items
-from npu_gr.train.paired import Comparison, compare
+from npu_gr.train.paired import BaselineComparison, compare
 
 MISSED = float("inf")  # rank of an item that no beam has found
 DECODER = "semantic-ID decoder"
@@ -103,7 +103,7 @@ class RetrievalReport:
             "comparison": None if comparison is None else comparison.as_dict(),
         }
 
-    def comparison(self) -> Comparison | None:
+    def comparison(self) -> BaselineComparison | None:
         """Compare the generator with the strongest baseline; None = there is no user to compare on."""
         return compare(self.generator.model, self.generator.ranks, {row.model: row.ranks for row in self.baselines})
 

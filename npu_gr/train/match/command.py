@@ -20,6 +20,7 @@ from npu_gr.train.match.options import MatchOptions
 from npu_gr.train.match.progress import bars
 from npu_gr.train.match.train import Trainer
 from npu_gr.train.metrics import hit_ratio, ndcg
+from npu_gr.train.next_command import how_to_match
 
 SAVE_EVERY_S = 20.0  # between two saves of the state; each copies all weights
 
@@ -71,6 +72,8 @@ def run_training(
     version = save(export(domains, data, trained, figures), folder)
     state.unlink(missing_ok=True)
     console.print(f"vectors {version} in {folder}")
+    user = domains.users[int(data.target.users[0])].user
+    console.print(how_to_match(folder, user), soft_wrap=True, markup=False, highlight=False)
 
 
 def run_ablation(

@@ -22,7 +22,7 @@ from npu_gr.train.baselines import Baseline
 from npu_gr.train.data import InteractionLog, NextItem, Split, Window, batches, what_stands
 from npu_gr.train.metrics import F64, NAN, auc, cells, hit_ratio, known, ndcg
 from npu_gr.train.next_item import NO_RANKS, NextItemRanks, rank_next_items
-from npu_gr.train.paired import Comparison, compare
+from npu_gr.train.paired import BaselineComparison, compare
 from npu_gr.train.rank.forward import HistoryBatch, Moments, encode
 
 K = 10
@@ -65,7 +65,7 @@ class Evaluation:
             figures |= {f"{prefix}{name}": value for name, value in known(asdict(row)).items() if name != "model"}
         return figures
 
-    def comparison(self) -> Comparison | None:
+    def comparison(self) -> BaselineComparison | None:
         """Compare the ranker with the strongest baseline of the next item; None = no task scores it."""
         return compare(self.ranker.model, self.ranker.ranks, {row.model: row.ranks for row in self.baselines})
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import yaml
 
+from npu_gr.core import shipped
 from npu_gr.service.config import SLOConfig
 from npu_gr.train.generate.publish import section
 from npu_gr.train.site.options import SiteOptions
@@ -43,6 +44,7 @@ def configuration(site: Path, dataset: Path, options: SiteOptions, *, is_evaluat
     slo = {name: getattr(objectives, name) for name in objectives.__struct_fields__}
     sources = {"generate": options.num_generated}
     lines = [
+        shipped.schema_line().rstrip(),
         f"# Made by: npu-gr train all {dataset} --out {site}",
         *(_EVALUATED if is_evaluated else ()),
         f"# Serve it: npu-gr serve --config {site / (EVALUATED if is_evaluated else SERVE)}",

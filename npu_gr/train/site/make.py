@@ -188,9 +188,8 @@ async def _fill(config: Config, data: Path, dataset: Dataset, site: Path) -> int
             return 0
         try:
             assert config.checkpoint is not None
-            values = load_checkpoint(Path(config.checkpoint)).action_values
-            actions = {value: index for index, value in enumerate(values)}
-            return await load_interactions(store, dataset.interactions(), actions)
+            names = load_checkpoint(Path(config.checkpoint)).action_names
+            return (await load_interactions(store, dataset.interactions(), names)).num_added
         finally:
             await store.close()
     except NpuGrError as error:

@@ -9,7 +9,7 @@ import msgspec
 from rich.table import Table
 
 from npu_gr.train.generate.retrieval import RetrievalFigures, RetrievalReport
-from npu_gr.train.paired import Comparison
+from npu_gr.train.paired import BaselineComparison
 from npu_gr.train.rank.evaluate import Evaluation, RankingFigures
 
 F = TypeVar("F", RankingFigures, RetrievalFigures)
@@ -77,7 +77,7 @@ class SiteReport(msgspec.Struct, frozen=True, kw_only=True):
         return [part.warning for part in self.parts.values() if part.warning]
 
 
-def warning_of(comparison: Comparison | None) -> str:
+def warning_of(comparison: BaselineComparison | None) -> str:
     """Say that a model is no better than the strongest baseline; empty = it is better, or there is none."""
     if comparison is None or comparison.is_better:
         return ""

@@ -8,6 +8,8 @@ from typing import Any
 
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from npu_gr.core.errors import NpuGrError, TooLarge, Unprocessable
 from npu_gr.server.codec import CODECS, bulk
@@ -133,3 +135,18 @@ def test_a_change_of_the_catalogue_is_bounded() -> None:
     for media, sent in written(body):
         with pytest.raises((TooLarge, Unprocessable), match="beside its columns"):
             checked(sent, media, CatalogueItemsBody, CHANGE_BYTES)
+
+
+ODD = ["a,b", 'q"', "\\", '\\"', "\\\\", ",", '","', '",', " ", "é,\u2028", "\n,", 7, "[", "]"]
+
+
+@given(st.lists(st.sampled_from(ODD), min_size=1, max_size=8))
+def test_commas_within_names_are_not_counted(names: list[str | int]) -> None:
+    """The exact number passes, one more is refused, in both spellings of a text that is not ASCII."""
+    for sent in (json.dumps(names), json.dumps(names, ensure_ascii=False)):
+        body = b'{"user_id":"u","candidates":%s}' % sent.encode()
+        bulk.check(skim(body, JSON, RANK), len(body), RANK, ServerConfig(max_candidates=len(names)), bulk.LOOSE_BYTES)
+        if len(names) > 1:
+            few = ServerConfig(max_candidates=len(names) - 1)
+            with pytest.raises(TooLarge, match=f"candidates: {len(names)} entries"):
+                bulk.check(skim(body, JSON, RANK), len(body), RANK, few, bulk.LOOSE_BYTES)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from npu_gr.core.errors import ConfigError, DataError
+from npu_gr.core.settings import override
 from npu_gr.features.interactions import Interactions
 from npu_gr.train.data import build_log
 from npu_gr.train.rank.tasks import CLICK, LIKE, Task, choose_tasks, make_labels
@@ -101,3 +102,12 @@ def test_what_does_not_suit_is_refused_with_the_remedy() -> None:
     dwell = dataclasses.replace(planted(), values=np.arange(1800) / 7)
     with pytest.raises(DataError, match=r"1800 distinct values of actions, the limit is 100: .*npu-gr prepare"):
         train_rank(dwell, [], msgspec.structs.replace(TINY, tasks=(CLICK,)))
+
+
+def test_tasks_of_the_command_line_are_read_and_a_misspelled_key_is_told() -> None:
+    told = override(TINY, ["tasks=[{name: click}, {name: buy, actions: [purchase]}]"])
+    assert told.tasks == (CLICK, Task(name="buy", actions=("purchase",)))
+    with pytest.raises(ConfigError, match=r"tasks\[0\]\.at_leas; did you mean at_least\?"):
+        override(TINY, ["tasks=[{name: like, at_leas: 4}]"])
+    with pytest.raises(ConfigError, match="task buy: has at_least or actions, not both"):
+        override(TINY, ["tasks=[{name: buy, at_least: 1, actions: [a]}]"])

@@ -1,0 +1,91 @@
+"""Build the native kernels of the CPU or of an Ascend NPU from the sources that ship: `npu-gr build-ops`."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from npu_gr.backend.cpu import library as cpu_library
+from npu_gr.backend.npu import ops as npu_ops
+from npu_gr.core import shipped
+from npu_gr.core.errors import ConfigError
+
+COMPILERS = ("c++", "g++", "clang++")
+
+
+def build_cpu(out: Path | None = None) -> Path:
+    """Compile the CPU kernels with the machine's C++ compiler.
+
+    Args:
+        out: folder of the library; None: where the backend looks for it.
+
+    Returns:
+        The path of the library.
+
+    Raises:
+        ConfigError: there is no compiler, or it refuses; the message has its words.
+    """
+    compiler = os.environ.get("CXX") or next(filter(None, map(shutil.which, COMPILERS)), None)
+    if compiler is None:
+        raise ConfigError("no C++ compiler: CXX is not set, and none of c++, g++, clang++ is in PATH")
+    sources = shipped.path("ops/cpu")
+    target = (out or cpu_library.LIBRARY.parent) / cpu_library.LIBRARY.name
+    flags = (sources / "flags.txt").read_text().split()
+    files = sorted(str(path) for path in sources.glob("*.cpp"))
+    made = target.with_suffix(".tmp")
+    _make_folder(target.parent)
+    command = [compiler, *flags, "-shared", "-fPIC", "-static-libgcc", "-static-libstdc++", *files, "-o", str(made)]
+    try:
+        _run(command, "the compiler")
+        made.replace(target)  # a library that a process has loaded stays whole
+    finally:
+        made.unlink(missing_ok=True)
+    return target
+
+
+def build_ascend(out: Path | None = None, soc: str | None = None) -> Path:
+    """Run `ops/ascendc/build.sh`, on a machine with CANN and torch_npu.
+
+    Args:
+        out: folder of the library; None: where the backend looks for it.
+        soc: the chip, e.g. ascend910b1; None: what SOC_VERSION says.
+
+    Returns:
+        The folder.
+
+    Raises:
+        ConfigError: something is missing, or the build failed; the message has its words.
+    """
+    folder = out or npu_ops.LIBRARIES
+    _make_folder(folder)
+    with tempfile.TemporaryDirectory(prefix="npu_gr-ops-") as aside:  # an installation may not be written into
+        sources = Path(aside) / "ops" / "ascendc"
+        shutil.copytree(shipped.path("ops/ascendc"), sources)
+        variables = {"PYTHON": sys.executable, **os.environ}
+        if soc is not None:
+            variables["SOC_VERSION"] = soc
+        _run(["bash", str(sources / "build.sh"), str(folder.absolute())], "build.sh", variables)
+    return folder
+
+
+def _make_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise ConfigError(f"--out: {folder} cannot be written: {error.strerror}") from error
+
+
+def _run(command: Sequence[str], name: str, variables: dict[str, str] | None = None) -> None:
+    try:
+        done = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)  # noqa: S603
+    except OSError as error:
+        raise ConfigError(f"{command[0]}: {error.strerror}") from error
+    if done.returncode:
+        said = (done.stderr or done.stdout).strip()
+        raise ConfigError(f"{name} ended with {done.returncode}: {said[-4000:]}")

@@ -1,0 +1,255 @@
+"""Train the retrieval vectors of one log: choose on the validation, evaluate on the test, refit on all events.
+
+    events of a user   0 1 2 ... n-3 | n-2          | n-1
+                       trained on      validation     test
+
+The settings with the best NDCG@10 on the validation are evaluated on the test, after a training on everything before
+it. The served vectors are made anew of all events with the same settings. Unseen items count: a match leaves out what
+the user has had, unless it is asked not to.
+
+Deterministic: the same log, options and number of threads give the same bits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from itertools import product
+from typing import Annotated, Any, NamedTuple
+
+import msgspec
+import numpy as np
+from msgspec import Meta
+from rich.table import Table
+
+from npu_gr.core.request import F32, UserKey
+from npu_gr.core.settings import Count
+from npu_gr.features.interactions import Interactions
+from npu_gr.matching.fold import Folding
+from npu_gr.matching.vectors import Vectors
+from npu_gr.train.baselines import Baseline, Markov, Popularity
+from npu_gr.train.data import InteractionLog, NextItem, Split, build_log, what_stands
+from npu_gr.train.generate.retrieval import RetrievalFigures, baseline_figures
+from npu_gr.train.metrics import F64, cells, known, ndcg
+from npu_gr.train.next_item import rank_next_items, sample_targets
+from npu_gr.train.options import Seed
+from npu_gr.train.paired import BaselineComparison, compare
+from npu_gr.train.retrieve.transitions import Factors, Settings, factorise, transitions
+from npu_gr.train.steps import TrainingProgress
+
+SPLIT: Split = "leave-one-out"
+NAME = "transition vectors"
+_Decay = Annotated[float, Meta(gt=0.0, le=1.0)]
+_Weight = Annotated[float, Meta(gt=0.0)]
+
+
+class RetrieveOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Everything that decides the vectors but the log and the number of threads. Of a list the validation chooses."""
+
+    seed: Annotated[Seed, Meta(description="of the factorisation and of the drawn users")] = 0
+    dim: Annotated[Count, Meta(description="singular values of the transitions; a vector has one dimension more")] = 64
+    windows: Annotated[
+        tuple[Count, ...], Meta(min_length=1, description="an item leads to so many events after it")
+    ] = (5, 20)
+    powers: Annotated[
+        tuple[_Weight, ...], Meta(min_length=1, description="of an item's uses, which divide what leads to it")
+    ] = (0.3, 0.5)
+    decays: Annotated[
+        tuple[_Decay, ...], Meta(min_length=1, description="of an event's weight in its user's vector, by newer event")
+    ] = (0.6, 0.8, 0.9)
+    priors: Annotated[tuple[_Weight, ...], Meta(min_length=1, description="weight of an item's popularity")] = (
+        0.01,
+        0.1,
+    )
+    validation_users: Annotated[Count, Meta(description="most users of the validation, drawn at random")] = 1000
+    test_users: Annotated[Count, Meta(description="most users of the test, drawn at random")] = 10_000
+    refit: Annotated[
+        bool, Meta(description="after the evaluation, make the served vectors anew of all events, the newest included")
+    ] = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RetrieveReport:
+    """What was chosen, and the figures of it beside the baselines'."""
+
+    settings: Settings
+    num_trained: int  # events behind the evaluated vectors
+    num_served: int  # events behind the served ones
+    validation_ndcg: float  # NDCG@10 of unseen items
+    vectors: RetrievalFigures
+    baselines: tuple[RetrievalFigures, ...]
+
+    def comparison(self) -> BaselineComparison | None:
+        """Compare the vectors with the strongest baseline; None = there is no user to compare on."""
+        return compare(self.vectors.model, self.vectors.ranks, {row.model: row.ranks for row in self.baselines})
+
+    def as_dict(self) -> dict[str, Any]:
+        """Turn the report into plain types for JSON."""
+        comparison = self.comparison()
+        return {
+            "settings": self.settings._asdict(),
+            "num_trained": self.num_trained,
+            "num_served": self.num_served,
+            "validation_ndcg_at_10_unseen": self.validation_ndcg,
+            "test": known(asdict(self.vectors)),
+            "baselines": [known(asdict(row)) for row in self.baselines],
+            "comparison": None if comparison is None else comparison.as_dict(),
+        }
+
+    def text(self) -> str:
+        """Say in words what was chosen, and how it stands beside the strongest baseline."""
+        comparison = self.comparison()
+        chosen = ", ".join(f"{name} {value:g}" for name, value in self.settings._asdict().items())
+        return f"chosen on the validation: {chosen}" + ("" if comparison is None else f"\n{comparison.text()}")
+
+    def table(self) -> Table:
+        """Lay the figures out for a terminal."""
+        table = Table(
+            "model",
+            *("HR@10", "NDCG@10", "HR@50", "HR@10 unseen", "NDCG@10 unseen"),
+            title=what_stands(SPLIT, self.num_trained, self.num_served),
+            caption=f"whole catalogue, {self.vectors.num_users} users",
+        )
+        for row in (*self.baselines, self.vectors):
+            unseen = (row.hr_at_10_unseen, row.ndcg_at_10_unseen)
+            table.add_row(row.model, *cells((row.hr_at_10, row.ndcg_at_10, row.hr_at_50, *unseen)))
+        return table
+
+
+class TrainedRetriever(NamedTuple):
+    """Vectors to serve, and the figures of the evaluated ones."""
+
+    vectors: Vectors
+    report: RetrieveReport
+
+
+class _Model(NamedTuple):
+    items: F32  # [I, d + 1] what leads to each item, and its popularity
+    folding: Folding
+
+
+def train_retriever(
+    interactions: Interactions,
+    options: RetrieveOptions,
+    progress: Callable[[TrainingProgress], None] = lambda _: None,
+    tenant: str = "",
+) -> TrainedRetriever:
+    """Make the vectors of a log, evaluate them beside the baselines, and refit them on all events.
+
+    Args:
+        interactions: the whole log.
+        options: of the vectors.
+        progress: called after every step, in this thread.
+        tenant: of all users.
+
+    Raises:
+        DataError: the log is too small.
+    """
+    log = build_log(interactions, [], SPLIT)
+    settings, validation_ndcg = _choose(log.only_trained(SPLIT), options, progress)
+    model = _model(log, settings, options)
+    targets = sample_targets(log.next_items(), options.test_users, options.seed)
+    told = _telling(_scores(log, model, targets), "vectors: evaluate", len(targets), progress)
+    fitted: list[Baseline] = [Popularity(log), Markov(log)]
+    report = RetrieveReport(
+        settings=settings,
+        num_trained=int(log.trained.sum()),
+        num_served=len(log.items) if options.refit else int(log.trained.sum()),
+        validation_ndcg=validation_ndcg,
+        vectors=RetrievalFigures.from_ranks(rank_next_items(log, targets, told), NAME),
+        baselines=tuple(baseline_figures(log, targets, baseline) for baseline in fitted),
+    )
+    if options.refit:
+        log = log.all_trained()
+        model = _model(log, settings, options)
+        progress(TrainingProgress("vectors: refit", 1, 1))
+    users = [UserKey(tenant, name) for name in interactions.user_names]
+    return TrainedRetriever(_vectors(log, model, users, report), report)
+
+
+def _choose(
+    log: InteractionLog, options: RetrieveOptions, progress: Callable[[TrainingProgress], None]
+) -> tuple[Settings, float]:
+    """Choose the settings with the best NDCG@10 of unseen items; of equals the first."""
+    targets = sample_targets(log.next_items(), options.validation_users, options.seed)
+    found: list[tuple[Settings, float]] = []
+    grid = [len(options.windows), len(options.powers), len(options.decays), len(options.priors)]
+    for window in options.windows:
+        counted = transitions(log, window)
+        for power in options.powers:
+            factors = factorise(log, counted, power, options.dim, options.seed)
+            for decay, prior in product(options.decays, options.priors):
+                settings = Settings(window, power, decay, prior)
+                ranks = rank_next_items(log, targets, _scores(log, _joined(log, factors, settings), targets))
+                found.append((settings, ndcg(ranks.unseen, 10) if targets else 0.0))
+                progress(TrainingProgress("vectors: choose", len(found), math.prod(grid)))
+    return max(found, key=lambda one: one[1])
+
+
+def _model(log: InteractionLog, settings: Settings, options: RetrieveOptions) -> _Model:
+    factors = factorise(log, transitions(log, settings.window), settings.power, options.dim, options.seed)
+    return _joined(log, factors, settings)
+
+
+def _joined(log: InteractionLog, factors: Factors, settings: Settings) -> _Model:
+    """Join factors and popularity: a user's vector ends with a constant, an item's with its prior."""
+    states = np.concatenate([factors.leads, np.ones((log.num_items, 1), np.float32)], axis=1)
+    prior = np.float32(settings.prior) * factors.popularity[:, None]
+    return _Model(
+        items=np.concatenate([factors.comes, prior], axis=1),
+        folding=Folding(
+            users=None,
+            states=states[None],
+            matrices=None,
+            degrees=np.bincount(log.items[log.trained], minlength=log.num_items),
+            norm="mean",
+            activation="none",
+            decay=settings.decay,
+        ),
+    )
+
+
+def _user_vector(log: InteractionLog, model: _Model, user: int) -> F32:
+    """Compute the vector of a user's trained events, as a request with them gets it."""
+    start = int(log.starts[user])
+    return model.folding.vector(-1, log.items[start : start + int(log.num_trained[user])])
+
+
+def _scores(log: InteractionLog, model: _Model, targets: Sequence[NextItem]) -> Iterator[F64]:
+    """Score all items for each target: float64 [num_items] of float32 inner products, as they are served."""
+    for user, _ in targets:
+        yield (model.items @ _user_vector(log, model, user)).astype(np.float64)
+
+
+def _telling(
+    rows: Iterable[F64], stage: str, total: int, progress: Callable[[TrainingProgress], None]
+) -> Iterator[F64]:
+    for done, row in enumerate(rows, 1):
+        yield row
+        progress(TrainingProgress(stage, done, total))
+
+
+def _vectors(log: InteractionLog, model: _Model, users: list[UserKey], report: RetrieveReport) -> Vectors:
+    trained = log.trained
+    has_any = log.num_trained > 0
+    table = np.zeros((log.num_users, model.items.shape[1]), np.float32)
+    for user in np.flatnonzero(has_any).tolist():
+        table[user] = _user_vector(log, model, user)
+    figures = {f"{name}_unseen": getattr(report.vectors, f"{name}_unseen") for name in ("hr_at_10", "ndcg_at_10")}
+    counts = {"num_trained": float(report.num_trained), "num_served": float(report.num_served)}
+    return Vectors(
+        user_keys=users,
+        item_ids=log.item_ids,
+        users=table,
+        items=model.items,
+        in_target=has_any,
+        in_source=np.zeros(log.num_users, np.bool_),
+        source_users=None,
+        bridge_items=None,
+        popularity=np.bincount(log.items[trained], minlength=log.num_items),
+        seen_starts=np.concatenate([[0], np.cumsum(log.num_trained)]),
+        seen_items=log.items[trained].astype(np.int32),
+        figures=known(figures | counts),
+        folding=model.folding,
+    )

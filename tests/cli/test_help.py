@@ -1,0 +1,46 @@
+"""The help of every group says of each command in one whole line what it does, and every option's help is there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import click
+import pytest
+from click.testing import CliRunner
+
+from npu_gr.cli.main import main
+from npu_gr.cli.one_line import LINES
+
+
+def commands(group: click.Group, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], click.Command]]:
+    yield path, group
+    for name, command in group.commands.items():
+        if isinstance(command, click.Group):
+            yield from commands(command, (*path, name))
+        else:
+            yield (*path, name), command
+
+
+ALL = dict(commands(main))
+
+
+@pytest.mark.parametrize("path", [path for path, one in ALL.items() if isinstance(one, click.Group)], ids=" ".join)
+def test_no_line_of_a_groups_help_is_cut(path: tuple[str, ...]) -> None:
+    done = CliRunner().invoke(main, [*path, "--help"], terminal_width=80)
+    assert done.exit_code == 0, done.output
+    listed = done.output.partition("Commands:\n")[2].splitlines()
+    group = ALL[path]
+    assert isinstance(group, click.Group)
+    assert len(listed) == len(group.commands)  # a line each
+    assert [line for line in listed if line.endswith("...")] == []
+
+
+def test_json_is_explained_everywhere() -> None:
+    options = [(path, one) for path, command in ALL.items() for one in command.params if "--json" in one.opts]
+    assert len(options) > 5
+    assert [path for path, one in options if not isinstance(one, click.Option) or not one.help] == []
+
+
+def test_every_line_of_the_table_is_a_commands() -> None:
+    known = {" ".join(path) for path in ALL}
+    assert [path for path in LINES if path not in known] == []

@@ -1,0 +1,174 @@
+"""Each training takes a dataset as it is, writes what items are called beside its model, and says what comes next."""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import io
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+from aiohttp.test_utils import TestClient, TestServer
+
+from npu_gr.catalogue.item_names import ItemNames
+from npu_gr.catalogue.records import read_items
+from npu_gr.cli.main import main
+from npu_gr.core.errors import ConfigError
+from npu_gr.core.names import item_id
+from npu_gr.matching.vectors import load as load_vectors
+from npu_gr.model.weights import load as load_ranker
+from npu_gr.service.app import instance
+from npu_gr.service.config import load as load_config
+from npu_gr.train.source import read_training_data
+
+ITEMS = [f"SKU-{number:03}" for number in range(20)]
+TINY = ["epochs=1", "dim=16", "num_heads=1"]
+RANKER = [*TINY, "qk_dim=8", "v_dim=8", "head_dim=16", "num_negatives=4"]
+GENERATOR = [
+    *TINY,
+    "num_kv_heads=1",
+    "head_dim=8",
+    "mlp_dim=16",
+    "history_items=6",
+    "code_count=[5, 5]",
+    "vector_dim=8",
+]
+RETRIEVER = ["dim=4", "windows=[2]"]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The dataset of a small company: users by name, SKUs, event types, titles."""
+    folder = tmp_path_factory.mktemp("company")
+    random = np.random.default_rng(0)
+    with (folder / "events.csv").open("w", newline="") as file:
+        out = csv.writer(file)
+        out.writerow(["user_id", "sku", "timestamp", "event_type"])
+        for user in range(12):
+            start = int(random.integers(20))
+            for place in range(10):
+                event = "purchase" if random.random() < 0.3 else "view"
+                out.writerow(
+                    [f"user-{user:04}", ITEMS[(start + place) % 20], 1_700_000_000 + user + 3600 * place, event]
+                )
+    with (folder / "items.csv").open("w", newline="") as file:
+        out = csv.writer(file)
+        out.writerow(["sku", "title", "color"])
+        out.writerows([item, f"Shirt {item}", "red" if place % 2 else "blue"] for place, item in enumerate(ITEMS))
+    arguments = [str(folder / "events.csv"), "--items", str(folder / "items.csv"), "--out", str(folder / "data")]
+    main(["prepare", *arguments], standalone_mode=False)
+    return folder / "data"
+
+
+def run(*arguments: str | Path, options: list[str]) -> None:
+    words = [word for option in options for word in ("--set", option)]
+    main(["train", *map(str, arguments), *words, "--threads", "1"], standalone_mode=False)
+
+
+class Trained(NamedTuple):
+    """A model of the company, and what the command said at its end."""
+
+    folder: Path
+    text: str
+    body: dict[str, Any]  # of the request that the words hold
+
+
+@pytest.fixture(scope="module")
+def trained(data: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Trained]:
+    """Each command's result on the company's dataset."""
+    home = tmp_path_factory.mktemp("models")
+    found = {}
+    for command, options in {"rank": RANKER, "generate": GENERATOR, "retrieve": RETRIEVER}.items():
+        out = io.StringIO()
+        with contextlib.redirect_stdout(out):
+            run(command, data, "--out", home / command, options=options)
+        text = out.getvalue()
+        body = json.loads(text[text.index(" -d '") + 5 : text.rindex("'")])
+        found[command] = Trained(home / command, text, body)
+    return found
+
+
+def test_names_and_titles_lie_beside_every_model(trained: dict[str, Trained]) -> None:
+    for model in trained.values():
+        names = ItemNames.load(model.folder)
+        assert names is not None
+        ids = np.array([item_id(ITEMS[3])])
+        assert names.names(ids) == [ITEMS[3]]
+        assert names.titles(ids) == [f"Shirt {ITEMS[3]}"]
+
+
+def test_the_ranker_has_the_companys_events_and_features(trained: dict[str, Trained]) -> None:
+    folder, text, body = trained["rank"]
+    checkpoint = load_ranker(folder)
+    assert set(checkpoint.action_names) == {"view", "purchase"}
+    assert checkpoint.model.config.tasks == ("click", "purchase")
+    assert [feature.name for feature in checkpoint.model.config.item_features] == ["color"]
+    assert checkpoint.metrics["num_served"] == 120
+    assert "the most frequent, 'view'" in text
+    assert f"npu-gr serve --config {folder}/serve.yaml &" in text
+    assert set(body["candidates"]) <= set(ITEMS)
+    assert set(body["history"]["actions"]) <= {"view", "purchase"}
+
+
+def test_the_generators_catalogue_has_ids_of_names(trained: dict[str, Trained]) -> None:
+    folder, _, body = trained["generate"]
+    items = read_items(folder / "items.jsonl")
+    assert set(items.item_ids.tolist()) == {item_id(item) for item in ITEMS}
+    assert items.attributes.keys() == {"color"}
+    assert set(body["history"]["items"]) <= set(ITEMS)
+
+
+def test_the_vectors_know_the_companys_users(trained: dict[str, Trained]) -> None:
+    vectors = load_vectors(trained["retrieve"].folder)
+    assert {(key.tenant, key.user) for key in vectors.user_keys} == {("", f"user-{user:04}") for user in range(12)}
+
+
+async def test_the_commands_that_are_printed_work(trained: dict[str, Trained]) -> None:
+    """Each folder is served as the words say, and answers the request that they hold."""
+    small = ["server.port=0", "server.admin_port=0", "server.drain_grace_s=0.1"]
+    vectors = f"match.vectors={trained['retrieve'].folder}"
+    for command, words, paths in (
+        ("rank", [vectors], {"rank": "/v1/rank", "retrieve": "/v1/match"}),
+        ("generate", [], {"generate": "/v1/generate"}),
+    ):
+        config = load_config(trained[command].folder / "serve.yaml", [*small, *words])
+        async with instance(config) as (app, _), TestClient(TestServer(app)) as client:
+            for asked, path in paths.items():
+                body = trained[asked].body
+                async with client.post(path, json=body, headers={"X-Request-Timeout-Ms": "30000"}) as response:
+                    assert response.status == 200, await response.text()
+                    answer = await response.json()
+                items = answer["items"] if "items" in answer else body["candidates"]
+                assert items
+                assert set(items) <= set(ITEMS)
+                assert answer.get("history", {}).get("unknown_items", 0) == 0
+                assert answer.get("basis", "target") == "target"
+
+
+@pytest.mark.parametrize("command", ["rank", "generate", "retrieve", "match"])
+def test_the_keys_of_set_are_listed_whatever_else_is_missing(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["train", command, "--set", "help"], standalone_mode=False)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("--set KEY=VALUE")
+    assert any(line.startswith("  seed=0 ") for line in lines)
+    assert all(len(line.split(maxsplit=1)) == 2 for line in lines)  # every key has a description
+
+
+def test_a_key_that_is_none_is_refused_with_the_nearest(
+    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for command in ("rank", "generate"):
+        with pytest.raises(SystemExit):
+            run(command, data, "--out", tmp_path, options=["epoch=3"])
+        assert "unknown key epoch; did you mean epochs?" in capsys.readouterr().err
+
+
+def test_the_features_of_a_dataset_are_chosen_by_name(data: Path, tmp_path: Path) -> None:
+    assert [feature.name for feature in read_training_data(data, columns=["color"]).features] == ["color"]
+    with pytest.raises(ConfigError, match="has no 'size'; there are color"):
+        read_training_data(data, columns=["size"])
+    with pytest.raises(ConfigError, match="--items: the dataset"):
+        read_training_data(data, items=tmp_path / "items.item")

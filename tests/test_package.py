@@ -1,0 +1,116 @@
+"""An installed wheel has what its commands need, outside of any clone."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from npu_gr.core import shipped
+from tests.sources import ROOT, files
+
+Run = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Built from a copy of the sources, without the kernels: a compiler takes a minute."""
+    folder = tmp_path_factory.mktemp("sources")
+    for path in files():
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / path, folder / path)
+    out = tmp_path_factory.mktemp("wheel")
+    words = [
+        "wheel",
+        "--no-build-isolation",
+        "--no-deps",
+        "--no-index",
+        "--quiet",
+        "--wheel-dir",
+        str(out),
+        str(folder),
+    ]
+    none = shutil.which("false") or "false"
+    subprocess.run([sys.executable, "-m", "pip", *words], check=True, env={**os.environ, "CC": none, "CXX": none})
+    return next(out.glob("*.whl"))
+
+
+@pytest.fixture(scope="module")
+def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Runs `npu-gr` of the installed wheel, from a folder of nobody's."""
+    target, elsewhere = tmp_path_factory.mktemp("target"), tmp_path_factory.mktemp("elsewhere")
+    words = ["install", "--no-deps", "--no-index", "--quiet", "--target", str(target), str(wheel)]
+    subprocess.run([sys.executable, "-m", "pip", *words], check=True)
+
+    def run(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, *(words if words[0] == "-c" else ("-m", "npu_gr", *words))]
+        environ = {**os.environ, "PYTHONPATH": str(target), **variables}
+        return subprocess.run(command, cwd=elsewhere, env=environ, capture_output=True, text=True, timeout=120)
+
+    return run
+
+
+def test_the_wheel_has_what_ships(wheel: Path) -> None:
+    names = set(zipfile.ZipFile(wheel).namelist())
+    for room in ("configs", "dashboards", "docs/runbooks", "deploy", "ops/ascendc", "ops/cpu"):
+        ours = [path for path in files() if path.is_relative_to(room)]
+        assert ours
+        for path in ours:
+            left_out = "preview" in path.parts or path.name == "mutate.py"
+            assert (f"npu_gr/_data/{path}" in names) is not left_out, path
+
+
+def test_init_writes_a_configuration_that_is_right(installed: Run, tmp_path: Path) -> None:
+    done = installed("init", str(tmp_path / "site"))
+    assert done.returncode == 0, done.stderr
+    serve = tmp_path / "site" / "serve.yaml"
+    done = installed("check-config", "--config", str(serve), "--syntax-only")
+    assert done.returncode == 0, done.stderr
+    line = serve.read_text().partition("\n")[0]
+    assert Path(line.partition("$schema=file://")[2]).is_file()
+    assert "/target" in line  # the installation's own
+    done = installed("init", str(tmp_path / "site"))
+    assert done.returncode == 2
+    assert "there already; --force replaces it" in done.stderr
+
+
+def test_its_schema_and_reference_are_those_of_the_clone(installed: Run) -> None:
+    assert installed("config", "schema").stdout == (ROOT / "configs/schema.json").read_text()
+    assert installed("config", "reference").stdout == (ROOT / "docs/configuration.md").read_text()
+
+
+def test_dashboards_and_the_configuration_of_the_demo_are_found(installed: Run, tmp_path: Path) -> None:
+    done = installed("dashboards", "--out", str(tmp_path / "boards"))
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "boards" / "slo.json").exists()
+    for command in ("demo", "monitor"):
+        code = f"print(main.commands[{command!r}].make_context('', []).params['config_path'].read_text())"
+        done = installed("-c", f"from npu_gr.cli.main import main; {code}")
+        assert done.stdout.strip() == (ROOT / "configs/cpu.yaml").read_text().strip(), done.stderr
+
+
+def test_the_ops_of_an_npu_are_built_from_it(installed: Run, tmp_path: Path) -> None:
+    out = ("--out", str(tmp_path / "lib"))
+    assert "--ascend" in installed("build-ops", "--help").stdout
+    done = installed("build-ops", "--ascend", *out, SOC_VERSION="", ASCEND_HOME_PATH="")
+    assert done.returncode == 2
+    assert "SOC_VERSION is not set" in done.stderr
+    done = installed("build-ops", "--ascend", *out, "--soc", "ascend910b1", ASCEND_HOME_PATH="")
+    assert "source CANN's set_env.sh first" in done.stderr
+    done = installed("build-ops", "--ascend", *out, "--soc", "ascend310p3")
+    assert "no native ops there" in done.stderr
+    done = installed("build-ops", "--cpu", *out, CXX="/nowhere/c++")
+    assert "/nowhere/c++: No such file" in done.stderr
+    assert list((tmp_path / "lib").iterdir()) == []
+    assert installed("build-ops").returncode == 2
+
+
+def test_in_a_clone_the_repository_itself_is_found() -> None:
+    assert shipped.path("configs/cpu.yaml") == ROOT / "configs/cpu.yaml"
+    assert shipped.found(Path("configs/none.yaml")) == Path("configs/none.yaml")

@@ -1,0 +1,90 @@
+"""A message is read as an event, by guessed or told fields and any usual time; or the text says why it is none."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from npu_gr.core.names import item_id
+from npu_gr.tools.consume.message import Event, Fields, Poison, read_event, seconds
+
+ACTIONS = {"view": 0, "purchase": 1, "4.5": 2}
+
+
+def action_of(name: str | None) -> int:
+    if name not in ACTIONS:
+        raise Poison(f"event: {name}")
+    return ACTIONS[name]
+
+
+def read(table: Any, fields: Fields | None = None) -> Event:
+    value = table if isinstance(table, bytes | None) else json.dumps(table).encode()
+    return read_event(value, 1_600_000_123_456, fields or Fields(), action_of)
+
+
+@pytest.mark.parametrize(
+    "table",
+    [
+        {"user_id": "u", "item_id": "SKU-1", "event": "purchase", "timestamp": 1_600_000_000},
+        {"userId": "u", "sku": "SKU-1", "eventType": "purchase", "ts": 1_600_000_000_999},
+        {"User": "u", "Product ID": "SKU-1", "action": "purchase", "created_at": "2020-09-13T12:26:40Z", "more": [{}]},
+    ],
+)
+def test_fields_are_guessed(table: dict[str, Any]) -> None:
+    assert read(table) == Event("u", item_id("SKU-1"), 1, 1_600_000_000)
+
+
+def test_fields_are_told() -> None:
+    table = {"user_id": "wrong", "p": {"who": 7, "what": 42}, "kind": "view", "at.utc": "2020-09-13 14:26:40+02:00"}
+    fields = Fields(user="p.who", item="p.what", event="kind", time="at.utc")
+    assert read(table, fields) == Event("7", 42, 0, 1_600_000_000)
+
+
+def test_numbers_are_events_and_the_broker_knows_the_time() -> None:
+    assert read({"user": "u", "item": "1", "rating": 4.5}) == Event("u", 1, 2, 1_600_000_123)
+
+
+@pytest.mark.parametrize(
+    "time",
+    [
+        *(1.6e9, 1_600_000_000_500, 1_600_000_000_500_000, 1_600_000_000_500_000_000, "1600000000", "1600000000.7"),
+        *("2020-09-13T12:26:40", "2020-09-13T12:26:40.5+00:00", " 2020-09-13 12:26:40Z "),
+    ],
+)
+def test_times(time: object) -> None:
+    assert seconds(time) == 1_600_000_000
+
+
+@pytest.mark.parametrize(
+    ("table", "reason"),
+    [
+        (None, "no value"),
+        (b"\xff", "no JSON"),
+        (b"[1]", "not a JSON object"),
+        (b"[" * 5000, "no JSON"),
+        ({"item": "a", "event": "view"}, "no user"),
+        ({"user": "", "item": "a", "event": "view"}, "user: 0 characters"),
+        ({"user": "u" * 129, "item": "a", "event": "view"}, "user: 129 characters"),
+        ({"user": ["u"], "item": "a", "event": "view"}, "is no user"),
+        ({"user": "u", "event": "view"}, "no item"),
+        ({"user": "u", "item": 1.5, "event": "view"}, "is no item"),
+        ({"user": "u", "item": -1, "event": "view"}, "item: "),
+        ({"user": "u", "item": "x" * 600, "event": "view"}, "item: "),
+        ({"user": "u", "item": "a", "event": "nap"}, "event: nap"),
+        ({"user": "u", "item": "a", "event": {}}, "is no event"),
+        ({"user": "u", "item": "a", "event": "view", "time": "noon"}, "neither a number nor ISO"),
+        ({"user": "u", "item": "a", "event": "view", "time": True}, "is no time"),
+        ({"user": "u", "item": "a", "event": "view", "time": -5}, "not between"),
+        ({"user": "u", "item": "a", "event": "view", "time": 1e30}, "too large"),
+    ],
+)
+def test_what_is_no_event_says_why(table: Any, reason: str) -> None:
+    with pytest.raises(Poison, match=reason):
+        read(table)
+
+
+def test_a_time_that_was_told_must_be_there() -> None:
+    with pytest.raises(Poison, match="no at"):
+        read({"user": "u", "item": "a", "event": "view"}, Fields(time="at"))
