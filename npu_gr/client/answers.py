@@ -99,7 +99,7 @@ def ranked(reply: Reply, names: list[Name], ids: I64) -> Ranked:
     titles = _titles(answer.titles, len(best))
     first = next(iter(scores.values()))
     try:
-        found = [places[one] for one in best]  # type: ignore[index]  # ids, in msgpack
+        found = [places[one] for one in best]
     except KeyError as error:
         raise BadAnswer(f"the answer's top has {error}, which was no candidate") from None
     top = [Item(names[place], float(first[place]), title) for place, title in zip(found, titles, strict=True)]
