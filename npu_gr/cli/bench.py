@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from npu_gr.bench.line import Line
 
 
-DEMO_CHECKPOINT = Path(".demo/checkpoint")  # where `npu-gr demo` leaves it
+DEMO_CHECKPOINT = Path(".demo/ranker")  # where `npu-gr demo` leaves it
 
 AS_JSON_LINES = click.option("--json", "as_json", is_flag=True, help="Print one JSON object a line.")
 BACKEND = click.option("--backend", default="cpu", show_default=True, help="As in a configuration.")

@@ -5,25 +5,21 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import click
 
 from npu_gr.cli.options import API_KEY, AS_JSON, CONFIG, FILE, SET, THREAD_COUNT, load_config, run_async
-from npu_gr.core import shipped
 from npu_gr.core.errors import ConfigError, Unavailable
 
-DEMO_CONFIG = click.option(
-    "--config",
-    "config_path",
-    default="configs/cpu.yaml",
-    show_default=True,
-    type=FILE,
-    callback=lambda _context, _option, path: shipped.found(path),
-    help="Of the service; the default is the file that ships.",
-)
+if TYPE_CHECKING:
+    from rich.console import Console
+
 DEMO_FOLDER = click.option("--folder", default=".demo", show_default=True, type=FILE, help="For everything it makes.")
 DEMO_THREADS = click.option("--threads", default=2, show_default=True, type=THREAD_COUNT, help="For training.")
+DEMO_SET = click.option(
+    "--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override one training option, as train all does."
+)
 PORT = click.IntRange(1, 65535)
 
 
@@ -185,34 +181,41 @@ def judge(url: str, admin_url: str, log: Path | None, users: int | None, api_key
 
 
 @click.command()
-@DEMO_CONFIG
 @DEMO_FOLDER
 @DEMO_THREADS
+@DEMO_SET
 @click.option("--limit", type=click.IntRange(1), help="Replay only so many records.")
-def demo(config_path: Path, folder: Path, threads: int, limit: int | None) -> None:
-    """Train a ranker on MovieLens-100K, serve it, replay the real users' held-out traffic, and report."""
-    import torch
-    from rich.console import Console
+def demo(folder: Path, threads: int, overrides: tuple[str, ...], limit: int | None) -> None:
+    """Run prepare, train all and serve on MovieLens-100K, replay the users' held-out traffic, and recommend films."""
+    from npu_gr.tools.demo import make, run
 
-    from npu_gr.tools.demo import run
-
-    torch.set_num_threads(threads)
-    run_async(lambda: run(config_path, folder, Console(), limit))
+    console = _wide_console()
+    made = make(folder, console, overrides, threads)
+    run_async(lambda: run(made, console, limit))
 
 
 @click.command()
-@DEMO_CONFIG
 @DEMO_FOLDER
 @click.option("--port", default=8080, show_default=True, type=PORT)
 @click.option("--admin-port", default=8081, show_default=True, type=PORT)
 @click.option("--prometheus-port", default=9090, show_default=True, type=PORT)
 @DEMO_THREADS
-def monitor(config_path: Path, folder: Path, port: int, admin_port: int, prometheus_port: int, threads: int) -> None:
-    """Serve the demo's model under replay until Ctrl-C, beside a Prometheus and with dashboards to open."""
-    import torch
+@DEMO_SET
+def monitor(
+    folder: Path, port: int, admin_port: int, prometheus_port: int, threads: int, overrides: tuple[str, ...]
+) -> None:
+    """Serve the demo's models under replay until Ctrl-C, beside a Prometheus and with dashboards to open."""
+    from npu_gr.tools.demo import make
+    from npu_gr.tools.monitor import check_prometheus, run
+
+    check_prometheus()  # before anything is trained
+    console = _wide_console()
+    made = make(folder.resolve(), console, overrides, threads)
+    run_async(lambda: run(made, console, port, admin_port, prometheus_port))
+
+
+def _wide_console() -> Console:
+    """A console for tables, which are not squeezed where the width is unknown."""
     from rich.console import Console
 
-    from npu_gr.tools.monitor import run
-
-    torch.set_num_threads(threads)
-    run_async(lambda: run(config_path, folder.resolve(), Console(), port, admin_port, prometheus_port))
+    return Console(width=max(110, Console().width))

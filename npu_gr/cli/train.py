@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from npu_gr.cli.data import load
 from npu_gr.cli.options import FILE, THREAD_COUNT, VALUE_COLUMN
 
 if TYPE_CHECKING:
@@ -88,17 +89,26 @@ def train() -> None:
 @click.option("--out", required=True, type=FILE, help="Folder of the site.")
 @_override(_site_presets)
 @THREADS
-def train_all(data: Path, out: Path, overrides: tuple[str, ...], threads: int) -> None:
+@click.pass_context
+def train_all(context: click.Context, data: Path, out: Path, overrides: tuple[str, ...], threads: int) -> None:
     """Train every model from DATA, which npu-gr prepare wrote, into a folder that npu-gr serve starts from.
 
     Models are trained side by side. What was made from the same data and options before is not made again, so after an
-    interruption the same command goes on; until it ends, what was served stays.
+    interruption the same command goes on; until it ends, what was served stays. At the end DATA is loaded into the
+    history store, as npu-gr load does.
     """
     from rich.console import Console
 
-    from npu_gr.train.site.make import train_site
+    from npu_gr.train.site.configuration import SERVE
+    from npu_gr.train.site.make import next_commands, train_site
 
-    train_site(data, out, overrides, threads, Console(width=max(110, Console().width)))
+    try:
+        train_site(data, out, overrides, threads, Console(width=max(110, Console().width)))
+    except KeyboardInterrupt:
+        click.echo("\nwhat is finished is kept, and the same command goes on; what was served stays", err=True)
+        raise
+    context.invoke(load, config_path=out / SERVE, log=data)
+    click.echo(next_commands(data, out))
 
 
 @train.command("rank", epilog=LISTED)

@@ -1,10 +1,21 @@
-"""`npu-gr demo`: the whole path on real users of MovieLens-100K, from the log to served scores.
+"""`npu-gr demo`: the three commands on real users of MovieLens-100K, and what they are worth under traffic.
 
-The oldest 80 % of each user's events train the ranker and fill the history store. The rest is the traffic, in slices of
-at most `SLICE` events of a user: one rank request mixes the items of a slice with items drawn from the catalogue; after
-its answer the events of the slice are sent. MovieLens' own stamps are poor arrivals (half of the ratings share the
-previous rating's second), so arrivals are Poisson; order, users, histories and labels are real. At the end comes the
-cascade: a generator that was trained on the same events retrieves, the ranker ranks, and films are shown by title.
+    npu-gr prepare ml-100k.inter --items ml-100k.item --out .demo/data
+    npu-gr train all .demo/data --out .demo
+    npu-gr serve --config .demo/serve.yaml
+
+Training makes two models of each kind (`npu_gr/train/site/make.py`): one that has not seen the newest events, to be
+measured, and one of all events, to be served. So the demo serves twice:
+
+    .demo/evaluated.yaml  the newest fifth of each user's events is replayed as traffic, in slices of at most `SLICE`:
+                          one rank mixes the items of a slice with items drawn from the catalogue; after its answer
+                          the slice's events are sent. Then the cascade is asked for the last event of some users. No
+                          model has seen what it is asked for: the ranker has the oldest four fifths, retrieval all
+                          but the last two
+    .demo/serve.yaml      films by title for a few users: what the third command answers
+
+MovieLens' own stamps are poor arrivals (half of the ratings share the previous rating's second), so arrivals are
+Poisson; order, users, histories and labels are real.
 """
 
 from __future__ import annotations
@@ -15,136 +26,219 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import aiohttp
-import msgspec
 from rich.console import Console
 
-from npu_gr.core.errors import CheckpointError, ConfigError, Unavailable
+from npu_gr.core.errors import ConfigError, Unavailable
 from npu_gr.core.kinds import RANK
-from npu_gr.features.interactions import Interactions, ItemValues, movielens_100k, read_interactions, read_item_features
+from npu_gr.dataset.build import prepare
+from npu_gr.dataset.files import Dataset, is_dataset, read_dataset
+from npu_gr.dataset.summary import summary
+from npu_gr.features.interactions import Interactions, movielens_100k
 from npu_gr.features.load import load_interactions
 from npu_gr.features.store import open_store
-from npu_gr.model.weights import Checkpoint, save
 from npu_gr.model.weights import load as load_checkpoint
 from npu_gr.replay.convert import ModelVocabulary, from_ratings
 from npu_gr.replay.files import write
+from npu_gr.replay.html import page
 from npu_gr.replay.log import QueryRecord
 from npu_gr.replay.options import ReplayOptions
 from npu_gr.replay.report import Report
 from npu_gr.replay.run import replay
+from npu_gr.replay.study import Study
 from npu_gr.service.config import Config, load
 from npu_gr.tools import demo_cascade
+from npu_gr.tools.demo_summary import sum_up
 from npu_gr.train.data import to_train_on
-from npu_gr.train.progress import training_progress
-from npu_gr.train.rank.train import DEMO, train_rank
+from npu_gr.train.rank.train import DEMO
+from npu_gr.train.site.make import train_site
+from npu_gr.train.site.report import SiteReport
 
 SLICE = 20  # held-out events of a request
 CANDIDATES = 100  # of a rank
-FEATURES = ("class", "release_year")
 RATE_PER_S = 30.0
 SIGNAL_LEAD_S = 0.05
 HBM_BYTES = 8_388_608  # only a few dozen users fit, so that the DRAM tier has work to do
+WITHOUT_RELAY = 600  # records that are replayed without the relay too, for comparison
 START_TIMEOUT_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
+class MadeDemo:
+    """The site on disk, and the events behind it."""
+
+    folder: Path
+    dataset: Dataset
+    log: Interactions
+    site: SiteReport
+
+
+@dataclass(frozen=True, slots=True)
 class PreparedDemo:
-    """Everything to serve the demo's model and send it the held-out traffic."""
+    """Everything to serve the evaluated models and send them the held-out traffic."""
+
+    made: MadeDemo
+    instance: Instance
+    records: list[QueryRecord]
+    history: Interactions  # the events before the traffic
+
+
+@dataclass(frozen=True, slots=True)
+class Instance:
+    """One service: what it is started with, and where its log goes."""
 
     config_path: Path
-    overrides: list[str]
-    config: Config
-    records: list[QueryRecord]
-    folder: Path
-    log: Interactions
-    source: Path
+    overrides: Sequence[str]
+    log: Path
+
+    @property
+    def config(self) -> Config:
+        """What it is started with, read."""
+        return load(self.config_path, self.overrides)
+
+    @property
+    def admin_url(self) -> str:
+        """Its admin address."""
+        server = self.config.server
+        return f"http://{server.admin_host}:{server.admin_port}"
 
 
-async def run(config_path: Path, folder: Path, console: Console, limit: int | None = None) -> Report:
-    """Train or reuse the models, load the store, serve, replay, report and stop.
+def make(folder: Path, console: Console, overrides: Sequence[str], num_threads: int) -> MadeDemo:
+    """Run the first two commands; what they have made before is reused.
 
     Args:
-        config_path: of the service.
-        folder: for everything that the demo makes; what is there is reused.
+        folder: of the site.
+        console: to print on.
+        overrides: of training options, as `train all --set` has them.
+        num_threads: for training.
+
+    Raises:
+        ConfigError, DataError: says what the demo needs and does not find.
+    """
+    source = movielens_100k()
+    items = source.with_suffix(".item")
+    data = folder / "data"
+    console.print(f"$ npu-gr prepare {source} --items {items} --out {data}", soft_wrap=True)
+    if is_dataset(data):
+        console.print(f"reusing {data}")
+    else:
+        console.print(summary(prepare(source, data, items=items).manifest, data), markup=False, highlight=False)
+    console.print(f"$ npu-gr train all {data} --out {folder}", soft_wrap=True)
+    site = train_site(data, folder, overrides, num_threads, console)
+    dataset = read_dataset(data)
+    return MadeDemo(folder, dataset, dataset.interactions(), site)
+
+
+async def run(made: MadeDemo, console: Console, limit: int | None = None) -> Report:
+    """Measure the evaluated models under traffic, show what the served ones recommend, and sum up.
+
+    Args:
+        made: the site.
         console: to print on.
         limit: replay only so many records; None = all.
 
     Raises:
-        ConfigError, DataError: says what the demo needs and does not find.
-        Unavailable: the service did not start, or did not stop cleanly.
+        ConfigError, DataError: as `prepare_traffic`.
+        Unavailable: a service did not start, or did not stop cleanly.
     """
-    prepared = await prepare(config_path, folder, console, _free_port(), _free_port())
-    async with served(prepared) as url:
+    prepared = await prepare_traffic(made, console, free_port(), free_port())
+    some = min(WITHOUT_RELAY, limit or WITHOUT_RELAY)
+    async with served(prepared.instance, "relay.enabled=false") as url:
+        without = await replay(prepared.records, options(prepared, url, some))
+    await refill(prepared)
+    async with served(prepared.instance) as url:
         found = await replay(prepared.records, options(prepared, url, limit))
         console.print(found.render())
-        cascade = await demo_cascade.show(url, admin_url(prepared), prepared.log, prepared.source, console)
-    (folder / "report.json").write_text(json.dumps(found.as_dict() | {"cascade": cascade}, indent=2) + "\n")
+        evaluation = await demo_cascade.evaluated(url, prepared.instance.admin_url, made.log)
+        console.print(evaluation.table())
+    ports = [f"server.port={free_port()}", f"server.admin_port={free_port()}"]
+    instance = Instance(made.folder / "serve.yaml", ports, made.folder / "service.log")
+    await fill(instance.config, made.log)
+    console.print(f"$ npu-gr serve --config {instance.config_path}", soft_wrap=True)
+    async with served(instance) as url:
+        await demo_cascade.show(url, made.log, made.dataset.names, console)
+    table = found.as_dict() | {"without_relay": without.as_dict(), "cascade": evaluation.as_dict()}
+    (made.folder / "replay.json").write_text(json.dumps(table, indent=2) + "\n")
+    (made.folder / "report.html").write_text(page(Study(runs=[found]), "npu-gr demo: MovieLens-100K"))
+    names = made.dataset.names
+    latency_ratio = prepared.instance.config.slo.latency_ratio
+    for line in sum_up(made.folder, made.site, found, without, evaluation, made.log, names, latency_ratio):
+        console.print(line, soft_wrap=True, markup=False, highlight=False)
     return found
 
 
-async def prepare(config_path: Path, folder: Path, console: Console, port: int, admin_port: int) -> PreparedDemo:
-    """Train or reuse the models, and fill a fresh history store.
+async def prepare_traffic(made: MadeDemo, console: Console, port: int, admin_port: int) -> PreparedDemo:
+    """Make the traffic of the held-out events, and fill a fresh history store with the events before it.
 
     Args:
-        config_path: of the service.
-        folder: for everything that the demo makes.
+        made: the site.
         console: to print on.
         port: of the service.
         admin_port: of its admin address.
 
     Raises:
-        ConfigError, DataError: as `run`.
+        ConfigError, DataError: the site cannot be served.
     """
-    source = movielens_100k()
-    log = read_interactions(source)
-    checkpoint = _checkpoint(
-        folder / "checkpoint", log, read_item_features(source.with_suffix(".item"), FEATURES), console
-    )
-    trained = to_train_on(log.users, log.timestamps, DEMO.split)
-    history = log[trained]
-    heldout = log[~trained]
-    with training_progress(console) as progress:
-        cascade = demo_cascade.prepare(folder, history, console, progress)
-    await asyncio.to_thread(_forget, folder)
+    trained = to_train_on(made.log.users, made.log.timestamps, DEMO.split)
+    checkpoint = load_checkpoint(made.folder / "ranker" / "evaluated")
     vocabulary = ModelVocabulary(item_ids=checkpoint.item_ids, action_values=checkpoint.action_values)
-    records = from_ratings(heldout, vocabulary, slice_events=SLICE, num_candidates=CANDIDATES)
-    write(folder / "traffic.jsonl.gz", records)
+    records = from_ratings(made.log[~trained], vocabulary, slice_events=SLICE, num_candidates=CANDIDATES)
+    write(made.folder / "traffic.jsonl.gz", records)
     overrides = [
-        f"checkpoint={folder / 'checkpoint'}",
-        f"features.path={folder / 'history.db'}",
+        f"features.path={made.folder / 'replayed.db'}",
         f"server.port={port}",
         f"server.admin_port={admin_port}",
         f"kv.hbm_bytes={HBM_BYTES}",
-        *cascade,
     ]
-    config = load(config_path, overrides)
-    await _fill(config, history, checkpoint, console)
-    console.print(
-        f"replaying {sum(r.kind == RANK.name for r in records)} ranks of {len({r.user_id for r in records})} users"
-    )
-    return PreparedDemo(config_path, overrides, config, records, folder, log, source)
+    instance = Instance(made.folder / "evaluated.yaml", overrides, made.folder / "service.log")
+    prepared = PreparedDemo(made, instance, records, made.log[trained])
+    await refill(prepared)
+    users = len({record.user_id for record in records})
+    console.print(f"replaying {sum(record.kind == RANK.name for record in records)} ranks of {users} users")
+    return prepared
+
+
+async def fill(config: Config, events: Interactions) -> None:
+    """Load events into the history store of a configuration."""
+    store = await open_store(config.features)
+    if store is None:
+        raise ConfigError("features.kind: the demo needs a history store")
+    checkpoint = load_checkpoint(Path(str(config.checkpoint)))
+    try:
+        await load_interactions(store, events, checkpoint.action_names)
+    finally:
+        await store.close()
+
+
+async def refill(prepared: PreparedDemo) -> None:
+    """Put the events before the traffic into a fresh history store: earlier traffic has changed the old one."""
+    config = prepared.instance.config
+    await asyncio.to_thread(_forget, Path(config.features.path))
+    await fill(config, prepared.history)
 
 
 @asynccontextmanager
-async def served(prepared: PreparedDemo) -> AsyncIterator[str]:
-    """Run the service in a process of its own; yields its URL. At the end of the block it drains and stops."""
-    config = prepared.config
-    process = await _serve(prepared.config_path, prepared.overrides, config, prepared.folder / "service.log")
+async def served(instance: Instance, *more: str) -> AsyncIterator[str]:
+    """Run a service in a process of its own; yields its URL. At the end of the block it drains and stops.
+
+    Args:
+        instance: to start.
+        more: further overrides.
+
+    Raises:
+        Unavailable: it did not start, or did not stop cleanly.
+    """
+    config = instance.config
+    process = await _serve(instance, more)
     try:
         yield f"http://{config.server.host}:{config.server.port}"
     finally:
         await _stop(process)
-
-
-def admin_url(prepared: PreparedDemo) -> str:
-    """The admin address of the service."""
-    server = prepared.config.server
-    return f"http://{server.admin_host}:{server.admin_port}"
 
 
 def options(prepared: PreparedDemo, url: str, limit: int | None = None, seed: int = 0) -> ReplayOptions:
@@ -158,58 +252,36 @@ def options(prepared: PreparedDemo, url: str, limit: int | None = None, seed: in
     """
     return ReplayOptions(
         base_url=url,
-        admin_url=admin_url(prepared),
+        admin_url=prepared.instance.admin_url,
         rate=RATE_PER_S,
         signal_lead_s=SIGNAL_LEAD_S,
-        slo_s=prepared.config.slo.objective_s("rank"),
+        slo_s=prepared.instance.config.slo.objective_s("rank"),
         limit=limit,
         seed=seed,
     )
 
 
-def _checkpoint(folder: Path, log: Interactions, features: list[ItemValues], console: Console) -> Checkpoint:
-    """Load the ranker from the folder; if there is none, train it and save it there."""
-    try:
-        checkpoint = load_checkpoint(folder)
-    except CheckpointError:
-        pass
-    else:
-        console.print(f"reusing the ranker {checkpoint.version} in {folder}")
-        return checkpoint
-    with training_progress(console) as show:
-        unseen_traffic = msgspec.structs.replace(DEMO, refit=False)  # the newest fifth is the demo's traffic
-        checkpoint, evaluation = train_rank(log, features, unseen_traffic, show)
-    console.print(evaluation.table())
-    save(checkpoint, folder)
-    return load_checkpoint(folder)
+def free_port() -> int:
+    """Find a port that nobody uses at this moment."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
 
 
-def _forget(folder: Path) -> None:
-    """Delete the history store of an earlier run, which that run's traffic has changed."""
-    for old in folder.glob("history.db*"):
+def _forget(store: Path) -> None:
+    for old in store.parent.glob(f"{store.name}*"):
         old.unlink()
 
 
-async def _fill(config: Config, history: Interactions, checkpoint: Checkpoint, console: Console) -> None:
-    """Fill a fresh history store with the events before the traffic."""
-    store = await open_store(config.features)
-    if store is None:
-        raise ConfigError("features.kind: the demo needs a history store")
-    try:
-        began_at = time.perf_counter()
-        loaded = await load_interactions(store, history, checkpoint.action_names)
-        console.print(f"{loaded.num_added} earlier events loaded in {time.perf_counter() - began_at:.1f} s")
-    finally:
-        await store.close()
-
-
-async def _serve(config_path: Path, overrides: list[str], config: Config, log: Path) -> asyncio.subprocess.Process:
+async def _serve(instance: Instance, more: Sequence[str]) -> asyncio.subprocess.Process:
     """Start the service in a process of its own, and wait until it is ready."""
-    settings = [word for override in overrides for word in ("--set", override)]
-    command = [sys.executable, "-m", "npu_gr", "serve", "--config", str(config_path), *settings]
-    with await asyncio.to_thread(log.open, "wb") as file:
+    settings = [word for override in (*instance.overrides, *more) for word in ("--set", override)]
+    command = [sys.executable, "-m", "npu_gr", "serve", "--config", str(instance.config_path), *settings]
+    with await asyncio.to_thread(instance.log.open, "wb") as file:
         process = await asyncio.create_subprocess_exec(*command, stdout=file, stderr=file)
-    url = f"http://{config.server.host}:{config.server.port}/readyz"
+    server = instance.config.server
+    url = f"http://{server.host}:{server.port}/readyz"
     ends_at = time.monotonic() + START_TIMEOUT_S
     async with aiohttp.ClientSession() as http:
         while time.monotonic() < ends_at and process.returncode is None:
@@ -221,7 +293,7 @@ async def _serve(config_path: Path, overrides: list[str], config: Config, log: P
                 pass
             await asyncio.sleep(0.1)
     await _end(process)
-    raise Unavailable(f"the service did not start; its log: {log}")
+    raise Unavailable(f"the service did not start; its log: {instance.log}")
 
 
 async def _stop(process: asyncio.subprocess.Process) -> None:
@@ -241,10 +313,3 @@ async def _end(process: asyncio.subprocess.Process) -> None:
     if process.returncode is None:
         process.kill()
     await process.wait()
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port

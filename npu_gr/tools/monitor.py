@@ -32,14 +32,11 @@ _HOW_TO_GRAFANA = """Grafana      is a program of its own; with Docker, then htt
   or import the JSON files into a Grafana of yours"""
 
 
-async def run(
-    config_path: Path, folder: Path, console: Console, port: int, admin_port: int, prometheus_port: int
-) -> None:
+async def run(made: demo.MadeDemo, console: Console, port: int, admin_port: int, prometheus_port: int) -> None:
     """Serve, scrape, and replay the traffic over and over, until Ctrl-C.
 
     Args:
-        config_path: of the service.
-        folder: for everything it makes; absolute.
+        made: the demo's site; its folder is absolute.
         console: to print on.
         port: of the service.
         admin_port: of its admin address.
@@ -48,12 +45,12 @@ async def run(
     Raises:
         ConfigError, DataError, Unavailable: as `demo.run`; also if there is no Prometheus.
     """
-    prepared = await demo.prepare(config_path, folder, console, port, admin_port)
-    boards = folder / "monitor"
-    await asyncio.to_thread(write, boards, prepared.config.slo.objectives())
-    admin_url = demo.admin_url(prepared)
+    prepared = await demo.prepare_traffic(made, console, port, admin_port)
+    boards = made.folder / "monitor"
+    await asyncio.to_thread(write, boards, prepared.instance.config.slo.objectives())
+    admin_url = prepared.instance.admin_url
     async with (
-        demo.served(prepared) as url,
+        demo.served(prepared.instance) as url,
         prometheus(boards, urlsplit(admin_url).netloc, prometheus_port) as prometheus_url,
     ):
         await asyncio.to_thread(_provision_grafana, boards, prometheus_url)
@@ -72,6 +69,16 @@ async def run(
                 records = [record for record in prepared.records if record.kind != EVENTS.name]  # the store has them
 
 
+def check_prometheus() -> None:
+    """Look for the program.
+
+    Raises:
+        ConfigError: it is not installed.
+    """
+    if shutil.which("prometheus") is None:
+        raise ConfigError("monitor: needs the program prometheus (Debian: apt-get install prometheus)")
+
+
 @contextlib.asynccontextmanager
 async def prometheus(
     folder: Path, target: str, port: int, scrape_s: float = SCRAPE_S, evaluate_s: float = EVALUATE_S
@@ -88,8 +95,7 @@ async def prometheus(
     Raises:
         ConfigError: the program is not installed. Unavailable: it did not start.
     """
-    if shutil.which("prometheus") is None:
-        raise ConfigError("monitor: needs the program prometheus (Debian: apt-get install prometheus)")
+    check_prometheus()
     every = {name: f"{round(s * 1e3)}ms" for name, s in (("scrape", scrape_s), ("evaluation", evaluate_s))}
     config = {
         "global": {

@@ -134,6 +134,7 @@ def train_retriever(
     options: RetrieveOptions,
     progress: Callable[[TrainingProgress], None] = lambda _: None,
     tenant: str = "",
+    evaluated: Callable[[TrainedRetriever], None] = lambda _: None,
 ) -> TrainedRetriever:
     """Make the vectors of a log, evaluate them beside the baselines, and refit them on all events.
 
@@ -142,6 +143,7 @@ def train_retriever(
         options: of the vectors.
         progress: called after every step, in this thread.
         tenant: of all users.
+        evaluated: called with the evaluated vectors, before the refit.
 
     Raises:
         DataError: the log is too small.
@@ -160,12 +162,15 @@ def train_retriever(
         vectors=RetrievalFigures.from_ranks(rank_next_items(log, targets, told), NAME),
         baselines=tuple(baseline_figures(log, targets, baseline) for baseline in fitted),
     )
-    if options.refit:
-        log = log.all_trained()
-        model = _model(log, settings, options)
-        progress(TrainingProgress("vectors: refit", 1, 1))
     users = [UserKey(tenant, name) for name in interactions.user_names]
-    return TrainedRetriever(_vectors(log, model, users, report), report)
+    found = TrainedRetriever(_vectors(log, model, users, report), report)
+    evaluated(found)
+    if not options.refit:
+        return found
+    whole = log.all_trained()
+    refitted = _vectors(whole, _model(whole, settings, options), users, report)
+    progress(TrainingProgress("vectors: refit", 1, 1))
+    return TrainedRetriever(refitted, report)
 
 
 def _choose(

@@ -42,7 +42,7 @@ def configuration(site: Path, dataset: Path, options: SiteOptions, *, is_evaluat
     generate = section(options.generate.code_count, options.generate, site / "generator" / own)
     objectives = SLOConfig()
     slo = {name: getattr(objectives, name) for name in objectives.__struct_fields__}
-    sources = {"generate": options.num_generated}
+    sources = {"generate": options.num_generated, "match": options.num_matched}
     lines = [
         shipped.schema_line().rstrip(),
         f"# Made by: npu-gr train all {dataset} --out {site}",
@@ -76,6 +76,9 @@ def configuration(site: Path, dataset: Path, options: SiteOptions, *, is_evaluat
         "",
         "generate:                         # POST /v1/generate: retrieval by semantic IDs",
         *(_line(f"  {name}", value, _MEANING[name]) for name, value in generate.items()),
+        "",
+        "match:                            # POST /v1/match: retrieval by vectors",
+        _line("  vectors", str(site / "vectors" / own), "folder of the vectors"),
         "",
         "recommend:                        # POST /v1/recommend: the cascade in one call",
         _line("  sources", sources, "items asked of each source"),

@@ -79,9 +79,16 @@ class SiteFolder:
             return None
 
     def begin(self, name: str) -> Path:
-        """Return an empty folder to make a model in."""
-        self._discard(name)
-        (self.staged / name).mkdir()
+        """Make an empty folder to make a model in.
+
+        Raises:
+            DataError: it cannot be made.
+        """
+        self.discard(name)
+        try:
+            (self.staged / name).mkdir()
+        except OSError as error:
+            raise DataError(f"{self.staged / name}: cannot be made: {error.strerror}") from error
         return self.staged / name
 
     def finish(self, name: str, report: PartReport) -> None:
@@ -89,8 +96,9 @@ class SiteFolder:
         self.write(f"{name}.json", msgspec.json.encode(report))
 
     def discard(self, name: str) -> None:
-        """Drop what was made of a model."""
-        self._discard(name)
+        """Drop what was made of a model; the note that it is finished first."""
+        (self.staged / f"{name}.json").unlink(missing_ok=True)
+        shutil.rmtree(self.staged / name, ignore_errors=True)
 
     def write(self, name: str, content: bytes) -> Path:
         """Write a file aside.
@@ -136,10 +144,6 @@ class SiteFolder:
             shutil.rmtree(replaced, ignore_errors=True)
         except OSError as error:
             raise DataError(f"{self.place}: cannot be written: {error}") from error
-
-    def _discard(self, name: str) -> None:
-        shutil.rmtree(self.staged / name, ignore_errors=True)
-        (self.staged / f"{name}.json").unlink(missing_ok=True)
 
 
 def digest(*texts: str) -> str:

@@ -1,15 +1,13 @@
 """`npu-gr train all`: from a dataset to a folder that an instance serves.
 
-    dataset -> generator | ranker, side by side -> popular.txt, serve.yaml, README.md, report.json
-            -> everything into its place at once -> the history store
+    dataset -> generator | ranker | vectors, side by side -> popular.txt, serve.yaml, README.md, report.json
+            -> everything into its place at once
 
 What an earlier or an interrupted run made from the same dataset and the same options is not made again.
 """
 
 from __future__ import annotations
 
-import asyncio
-import time
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from functools import partial
@@ -20,16 +18,13 @@ import numpy as np
 from rich.console import Console
 
 from npu_gr import __version__
-from npu_gr.core.errors import ConfigError, DataError, NpuGrError
+from npu_gr.core.errors import DataError
 from npu_gr.core.settings import override
 from npu_gr.dataset.files import Dataset, read_dataset
-from npu_gr.features.load import load_interactions
-from npu_gr.features.store import open_store
-from npu_gr.model.weights import load as load_checkpoint
-from npu_gr.service.config import Config, load
+from npu_gr.service.config import load
 from npu_gr.train.progress import training_progress
 from npu_gr.train.site.configuration import EVALUATED, SERVE, configuration
-from npu_gr.train.site.examples import curl, examples, known_user
+from npu_gr.train.site.examples import curl, examples, known_user, serve
 from npu_gr.train.site.folder import REPORT, SiteFolder, digest, digest_of_files
 from npu_gr.train.site.options import SiteOptions, options_for
 from npu_gr.train.site.parts import PARTS, PartName, train_part
@@ -43,7 +38,7 @@ README = "README.md"
 
 
 def train_site(data: Path, site: Path, overrides: Sequence[str], num_threads: int, console: Console) -> SiteReport:
-    """Train every model of a site, write its folder, and fill its history store.
+    """Train every model of a site, and write its folder. The history store stays as it is.
 
     Args:
         data: folder of a dataset.
@@ -56,7 +51,6 @@ def train_site(data: Path, site: Path, overrides: Sequence[str], num_threads: in
         ConfigError: an option is wrong, or another process makes this site.
         DataError: the dataset cannot be read or trained on, or the folder cannot be written. What was served stays.
     """
-    began_at = time.perf_counter()
     dataset = read_dataset(data)
     options = override(options_for(len(dataset.names)), overrides)
     with SiteFolder.opened(site) as folder:
@@ -67,16 +61,19 @@ def train_site(data: Path, site: Path, overrides: Sequence[str], num_threads: in
                 folder.discard(name)
             raise DataError(f"{data}: was changed while it was trained on; run the command again")
         report = _finish(folder, data, dataset, options, parts, console)
-    events = asyncio.run(_fill(load(site / SERVE), data, dataset, site))
-    console.print(f"{events} events in the history store")
     console.print(report.table())
     for warning in report.warnings():
         console.print(warning, style="yellow", soft_wrap=True)
-    found = examples(dataset.interactions(), dataset.names)
-    console.print(f"made in {(time.perf_counter() - began_at) / 60:.1f} minutes; {site / README} has more calls")
-    console.print(f"serve with: npu-gr serve --config {site / SERVE}", soft_wrap=True)
-    console.print(curl("/v1/recommend", known_user(found)), soft_wrap=True, markup=False, highlight=False)
     return report
+
+
+def next_commands(data: Path, site: Path) -> str:
+    """Say how to serve a site, and how to ask it for a user of its dataset."""
+    dataset = read_dataset(data)
+    found = examples(dataset.interactions(), dataset.names)
+    return f"""serve with: {serve(site / SERVE)}
+{curl("/v1/recommend", known_user(found))}
+{site / README} has more calls"""
 
 
 def _digests(data: Path, options: SiteOptions) -> dict[PartName, str]:
@@ -136,9 +133,9 @@ def _finish(
     site = folder.place
     served = folder.report()
     log = dataset.interactions()
-    serve = configuration(site, data, options).encode()
+    configured = configuration(site, data, options).encode()
     evaluated = configuration(site, data, options, is_evaluated=True).encode()
-    for name, text in ((SERVE, serve), (EVALUATED, evaluated)):
+    for name, text in ((SERVE, configured), (EVALUATED, evaluated)):
         load(folder.write(name, text))  # a configuration that cannot be read never gets into service
     folder.write(POPULAR, _popular(dataset, options.num_popular).encode())
     was_written = served.written.get(SERVE) if served else None
@@ -153,7 +150,7 @@ def _finish(
         num_users=len(log.user_names),
         num_items=len(dataset.names),
         parts={str(name): part for name, part in parts.items()},
-        written={SERVE: was_written or "" if is_changed else digest(serve.decode())},
+        written={SERVE: was_written or "" if is_changed else digest(configured.decode())},
     )
     folder.write(README, readme(site, report, examples(log, dataset.names)).encode())
     folder.write(REPORT, msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n")
@@ -173,24 +170,8 @@ def _is_changed(path: Path, was_written: str | None) -> bool:
 
 
 def _popular(dataset: Dataset, num_popular: int) -> str:
-    """List the names of the most popular items, one a line; of equals the smaller id."""
+    """List the names of the most popular items, one a line; of equals the smaller id first."""
     items, counts = np.unique(dataset.interactions().items, return_counts=True)
     best = items[np.argsort(-counts, kind="stable")][:num_popular]
-    return "".join(f"{name}\n" for name in dataset.names.names(best))
-
-
-async def _fill(config: Config, data: Path, dataset: Dataset, site: Path) -> int:
-    """Load the dataset into the history store that the site's configuration names."""
-    again = f"the site is made; fill its history store by: npu-gr load {data} --config {site / SERVE}"
-    try:
-        store = await open_store(config.features)
-        if store is None:
-            return 0
-        try:
-            assert config.checkpoint is not None
-            names = load_checkpoint(Path(config.checkpoint)).action_names
-            return (await load_interactions(store, dataset.interactions(), names)).num_added
-        finally:
-            await store.close()
-    except NpuGrError as error:
-        raise ConfigError(f"{error}; {again}") from error
+    names = [str(name) for name in dataset.names.names(best)]
+    return "".join(f"{name}\n" for name in names if name.strip().splitlines() == [name])  # else it is no line

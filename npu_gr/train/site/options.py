@@ -11,6 +11,7 @@ from msgspec import Meta
 from npu_gr.core.settings import Count
 from npu_gr.train.generate.train import MOVIELENS, GenerateOptions
 from npu_gr.train.rank.train import DEMO, TrainOptions
+from npu_gr.train.retrieve.train import RetrieveOptions
 
 GENERATOR = msgspec.structs.replace(MOVIELENS, test_users=1000)
 CODE_COUNTS = ((64, 64), (128, 128), (256, 256), (256, 256, 256), (1024, 1024, 1024))
@@ -22,7 +23,9 @@ class SiteOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     rank: TrainOptions = DEMO
     generate: GenerateOptions = GENERATOR
+    retrieve: RetrieveOptions = RetrieveOptions(test_users=1000)
     num_generated: Annotated[Count, Meta(description="items that a recommend asks of the generator")] = 100
+    num_matched: Annotated[Count, Meta(description="and of the retrieval vectors")] = 100
     max_candidates: Annotated[Count, Meta(description="most items that a recommend ranks")] = 200
     num_popular: Annotated[Count, Meta(description="most popular items, for users of whom nothing is known")] = 200
 

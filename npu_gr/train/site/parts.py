@@ -11,6 +11,7 @@ import msgspec
 
 from npu_gr.dataset.files import Dataset, read_dataset
 from npu_gr.features.interactions import ItemValues
+from npu_gr.matching.vectors import save as save_vectors
 from npu_gr.model.hf import version
 from npu_gr.model.weights import Checkpoint, save
 from npu_gr.train.data import TESTED, Split
@@ -18,8 +19,16 @@ from npu_gr.train.generate.publish import publish
 from npu_gr.train.generate.train import SPLIT, TrainedGenerator, train_generator
 from npu_gr.train.next_command import CONFIGURATION
 from npu_gr.train.rank.train import train_rank
+from npu_gr.train.retrieve.train import TrainedRetriever, train_retriever
 from npu_gr.train.site.options import SiteOptions
-from npu_gr.train.site.report import Figure, PartReport, generator_figures, ranker_figures, warning_of
+from npu_gr.train.site.report import (
+    Figure,
+    PartReport,
+    generator_figures,
+    ranker_figures,
+    vectors_figures,
+    warning_of,
+)
 from npu_gr.train.steps import TrainingProgress
 
 EVALUATED = "evaluated"  # in a model's folder: the model that was evaluated
@@ -98,6 +107,18 @@ def _generator(dataset: Dataset, options: SiteOptions, folder: Path, show: Show)
     return _Trained(version(folder), measured_on, generator_figures(report), warning_of(report.comparison()))
 
 
+def _vectors(dataset: Dataset, options: SiteOptions, folder: Path, show: Show) -> _Trained:
+    def keep(trained: TrainedRetriever) -> None:
+        dataset.names.save(folder / EVALUATED)
+        save_vectors(trained.vectors, folder / EVALUATED)
+
+    trained = train_retriever(dataset.interactions(), options.retrieve, show, evaluated=keep)
+    report = trained.report
+    measured_on = _stands(SPLIT, report.num_trained, f"of {report.vectors.num_users:,} users")
+    made = save_vectors(trained.vectors, folder)
+    return _Trained(made, measured_on, vectors_figures(report), warning_of(report.comparison()))
+
+
 def _publish(trained: TrainedGenerator, features: Sequence[ItemValues], options: SiteOptions, folder: Path) -> None:
     publish(trained, features, options.generate, folder)
     (folder / CONFIGURATION).unlink()  # the site has one that serves all models
@@ -110,5 +131,6 @@ def _stands(split: Split, num_trained: int, what: str) -> str:
 PARTS: dict[PartName, Part] = {
     "generator": Part(lambda options: options.generate, _generator),
     "ranker": Part(lambda options: options.rank, _ranker),
+    "vectors": Part(lambda options: options.retrieve, _vectors),
 }
 """The longest training first."""

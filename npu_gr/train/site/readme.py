@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from npu_gr.train.site.configuration import EVALUATED, SERVE
-from npu_gr.train.site.examples import COLD_USER, NEW_ITEM, Examples, curl, known_user, recommend, with_new_item
+from npu_gr.train.site.examples import COLD_USER, NEW_ITEM, Examples, curl, known_user, recommend, serve, with_new_item
 from npu_gr.train.site.report import SiteReport
 
 
@@ -33,7 +33,7 @@ Made {report.made_at} by `npu-gr train all {report.dataset} --out {site}` from {
 ## Serve it
 
 ```
-npu-gr serve --config {site / SERVE}
+{serve(site / SERVE)}
 ```
 
 In the folder in which it was made: the paths in `serve.yaml` are relative to it. What is changed in `serve.yaml` stays
@@ -74,7 +74,7 @@ and the answer says how many items were unknown.
 {chr(10).join([*rows, *warnings])}
 
 Each model was first trained without the events that it was asked for, and these figures are of that one:
-`npu-gr serve --config {site / EVALUATED}` serves it.
+`{serve(site / EVALUATED)}` serves it.
 Then it was trained again on all {report.num_events:,} events, the newest included, and that one is served.
 
 ## What is here
@@ -83,10 +83,12 @@ Then it was trained again on all {report.num_events:,} events, the newest includ
 |---|---|
 | `ranker/` | scores candidates by the user's history (HSTU) |
 | `generator/` | finds candidates by semantic IDs |
+| `vectors/` | finds candidates by vectors |
 | `popular.txt` | the most popular items, best first |
 | `history.db` | the history store: what the users did |
 | `serve.yaml` | the configuration; each line says what it means |
+| `evaluated.yaml` | the same over the evaluated models, which lie in `evaluated` of each folder |
 | `report.json` | the figures above, and what every model was made from |
 
-The history store holds data of users: whoever may not read the log may not read this folder.
+The history store and the vectors hold data of users: whoever may not read the log may not read this folder.
 """

@@ -11,6 +11,9 @@ from rich.table import Table
 from npu_gr.train.generate.retrieval import RetrievalFigures, RetrievalReport
 from npu_gr.train.paired import BaselineComparison
 from npu_gr.train.rank.evaluate import Evaluation, RankingFigures
+from npu_gr.train.retrieve.train import RetrieveReport
+
+_NEXT_ITEM = {"hr_at_10_unseen": "HR@10 unseen", "ndcg_at_10_unseen": "NDCG@10 unseen"}
 
 F = TypeVar("F", RankingFigures, RetrievalFigures)
 
@@ -82,21 +85,24 @@ def warning_of(comparison: BaselineComparison | None) -> str:
     if comparison is None or comparison.is_better:
         return ""
     return (
-        f"WARNING: the {comparison.model} is not shown to be better than {comparison.baseline} at the next item. "
+        f"WARNING: {comparison.model}: not shown to be better than {comparison.baseline} at the next item. "
         "More events, more epochs or other settings may help."
     )
 
 
 def ranker_figures(found: Evaluation) -> tuple[Figure, ...]:
     """Compare a ranker with the baselines."""
-    names = {"auc": f"AUC {found.auc_task}", "hr_at_10_unseen": "HR@10 unseen", "ndcg_at_10_unseen": "NDCG@10 unseen"}
-    return _compared(found.ranker, found.baselines, names)
+    return _compared(found.ranker, found.baselines, {"auc": f"AUC {found.auc_task}", **_NEXT_ITEM})
 
 
 def generator_figures(found: RetrievalReport) -> tuple[Figure, ...]:
     """Compare a generator with the baselines."""
-    names = {"hr_at_10_unseen": "HR@10 unseen", "ndcg_at_10_unseen": "NDCG@10 unseen"}
-    return _compared(found.generator, found.baselines, names)
+    return _compared(found.generator, found.baselines, _NEXT_ITEM)
+
+
+def vectors_figures(found: RetrieveReport) -> tuple[Figure, ...]:
+    """Compare retrieval vectors with the baselines."""
+    return _compared(found.vectors, found.baselines, _NEXT_ITEM)
 
 
 def _compared(own: F, baselines: Sequence[F], names: dict[str, str]) -> tuple[Figure, ...]:

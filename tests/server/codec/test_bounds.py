@@ -46,7 +46,8 @@ def unbounded(kind: inspect.Type, at: str, limit: str | None = None) -> Iterator
         if kind.max_length is None and limit is None:
             yield at
     else:
-        known = inspect.IntType | inspect.FloatType | inspect.BoolType | inspect.NoneType | inspect.LiteralType
+        of_choices = inspect.LiteralType | inspect.EnumType
+        known = inspect.IntType | inspect.FloatType | inspect.BoolType | inspect.NoneType | of_choices
         assert isinstance(kind, known), f"{at}: {kind} is new here: does it have a bound?"
 
 

@@ -15,8 +15,9 @@ from rich.console import Console
 from npu_gr.core.errors import ConfigError, DataError
 from npu_gr.dataset.build import prepare
 from npu_gr.service.config import load
+from npu_gr.train.options import list_options
 from npu_gr.train.site import make
-from npu_gr.train.site.options import options_for
+from npu_gr.train.site.options import SiteOptions, options_for
 from npu_gr.train.site.parts import PARTS
 from npu_gr.train.site.report import Figure, PartReport
 from npu_gr.train.site.side_by_side import Job
@@ -96,15 +97,15 @@ def test_a_site_is_whole(tmp_path: Path, trainings: Trainings) -> None:
     page = (site / "README.md").read_text()
     assert f"npu-gr serve --config {site / 'serve.yaml'}" in page
     assert "| ranker | HR@10 unseen | 0.2000 | 0.1000 Markov counts | days |" in page
-    assert "37 events in the history store" in said
     assert "0.1000 Markov counts" in said
     assert said.count("WARNING: no better") == page.count("WARNING: no better") == 1
     evaluated = load(site / "evaluated.yaml")
     assert evaluated.checkpoint == str(site / "ranker" / "evaluated")
     assert evaluated.generate is not None
     assert evaluated.generate.catalogue == str(site / "generator" / "evaluated" / "items.jsonl")
-    assert said.rstrip().splitlines()[-1].startswith("curl -s localhost:8080/v1/recommend ")
-    assert f"serve with: npu-gr serve --config {site / 'serve.yaml'}" in said
+    serve, curl, _ = make.next_commands(site / "data", site).splitlines()
+    assert serve == f"serve with: npu-gr serve --config {site / 'serve.yaml'}"
+    assert curl.startswith("curl -s localhost:8080/v1/recommend ")
 
 
 def test_what_is_made_of_the_same_is_not_made_again(tmp_path: Path, trainings: Trainings) -> None:
@@ -134,12 +135,12 @@ def test_a_failure_leaves_the_old_site_and_what_was_finished(tmp_path: Path, tra
 
     trainings.before = fail
     with pytest.raises(DataError, match="no disk"):
-        run(tmp_path, "rank.seed=1", "generate.seed=1")
+        run(tmp_path, "rank.seed=1", "generate.seed=1", "retrieve.seed=1")
     now = {path: path.read_bytes() for path in old if path.exists()}
     assert now == old
     trainings.before = lambda _: None
     trainings.trained.clear()
-    run(tmp_path, "rank.seed=1", "generate.seed=1")
+    run(tmp_path, "rank.seed=1", "generate.seed=1", "retrieve.seed=1")
     assert last in trainings.trained
     assert "generator" not in trainings.trained  # the failed run had finished it
 
@@ -189,3 +190,12 @@ def test_what_is_wrong_is_said_before_anything_is_trained(tmp_path: Path, traini
 @pytest.mark.parametrize(("num_items", "codes"), [(1682, (64, 64)), (2049, (128, 128)), (10**6, (256, 256, 256))])
 def test_there_are_enough_semantic_ids(num_items: int, codes: tuple[int, ...]) -> None:
     assert options_for(num_items).generate.code_count == codes
+
+
+def test_options_of_every_model_are_listed_in_their_sections() -> None:
+    lines = [line.split() for line in list_options({"site": SiteOptions()}).splitlines()]
+    keys = {words[0].partition("=")[0]: words[1:] for words in lines[1:]}
+    for section in ("rank", "generate", "retrieve"):
+        assert keys[f"{section}.seed"]
+        assert section not in keys
+    assert keys["num_popular"][:3] == ["most", "popular", "items,"]
