@@ -24,6 +24,7 @@ from npu_gr.core.kinds import ERASE, EVENTS, GENERATE, INGEST, MATCH, RANK, RECO
 from npu_gr.core.request import I64, ModelInfo
 from npu_gr.server.codec.erase import EraseBody
 from npu_gr.server.codec.events import IDEMPOTENCY_KEY, EventsBody, EventsOut
+from npu_gr.server.codec.fields import UserBody
 from npu_gr.server.codec.generate import GenerateBody, GenerateOut
 from npu_gr.server.codec.ingest import INGEST_BYTES, MOST_USERS, IngestOut, UserEvents, UserWritten
 from npu_gr.server.codec.items import MOST_ITEMS, ItemOut
@@ -34,8 +35,10 @@ from npu_gr.server.codec.recommend import RecommendBody, RecommendOut
 from npu_gr.server.codec.signal import SignalBody, SignalOut
 
 API_KEY = "NPU_GR_API_KEY"
+USER_HEADER, TENANT_HEADER = "X-User-Id", "X-Tenant-Id"  # by which routers and balancers place a request
 MAX_USERS_BYTES = INGEST_BYTES - 1_024  # of an ingest, beside its tenant and mode
 MAX_QUERY = 6_000  # characters; a proxy may take 8,192 for the whole line
+MAX_HEADER = 512  # characters of the name of a user or a tenant
 _LEAST_S = 1e-3  # for the next of several requests of a call, whose time is over
 L = TypeVar("L", str, bytes)
 _SIGNAL_AGAIN = AGAIN - {429}  # an optimisation: who is refused it does without
@@ -461,15 +464,21 @@ def _optional_items(names: Names | None, field: str) -> bytes | None:
 
 def _call(
     path: str,
-    body: msgspec.Struct,
+    body: UserBody,
     accept: str = JSON,
     headers: Mapping[str, str] | None = None,
     again: frozenset[int] = AGAIN,
 ) -> SafeCall:
+    of_user = {"Content-Type": MSGPACK, USER_HEADER: _as_header(str(body.user_id))}
+    if body.tenant:
+        of_user[TENANT_HEADER] = _as_header(body.tenant)
     content = msgspec.msgpack.encode(_given(body))
-    return SafeCall(
-        path=path, body=content, accept=accept, headers={"Content-Type": MSGPACK, **(headers or {})}, again=again
-    )
+    return SafeCall(path=path, body=content, accept=accept, headers={**of_user, **(headers or {})}, again=again)
+
+
+def _as_header(name: str) -> str:
+    """Write a name for placing: routers take so many bytes, and the beginning of a longer one places as well."""
+    return quote(name, safe="")[:MAX_HEADER]
 
 
 def _given(body: msgspec.Struct) -> dict[str, Any]:
