@@ -61,7 +61,7 @@ def test_commands_answer(bare: Path, tmp_path: Path, words: Sequence[str]) -> No
 
 
 def test_the_client_is_imported(bare: Path, tmp_path: Path) -> None:
-    code = "from npu_gr.client import AsyncClient, Client, History; import npu_gr; print(npu_gr.RANK.path)"
+    code = "from npu_gr.client import AsyncClient, Behaviours, Client; import npu_gr; print(npu_gr.RANK.path)"
     assert run(bare / "python", "-W", "error", "-c", code, cwd=tmp_path) == "/v1/rank\n"
 
 

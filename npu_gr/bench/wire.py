@@ -1,7 +1,8 @@
-"""`npu-gr bench wire`: read a rank's body with raw columns, against one with lists of JSON numbers.
+"""`npu-gr bench wire`: read a rank's body with raw columns, against one with lists of JSON numbers, or of texts.
 
-Measures the CPU time from the received bytes to the request that the service gets: parse, validate, make the arrays.
-The floor is one copy of the body.
+The body with texts is also read as `npu_gr.client` sends it: raw ids, names of actions. Measures the CPU time from the
+received bytes to the request that the service gets: parse, validate, make the arrays. The floor is one copy of the
+body.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import base64
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import product
 from typing import Any, Literal
 
 import msgspec
@@ -16,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from npu_gr.bench.line import Line, percentiles, timed_in_turn
+from npu_gr.client.columns import Behaviours, item_column
 from npu_gr.core.names import ActionNames
 from npu_gr.core.request import I64, RankRequest
 from npu_gr.server.codec.media import JSON, MSGPACK, decode
@@ -71,6 +74,25 @@ def bodies(num_tokens: int, seed: int) -> dict[str, tuple[bytes, str]]:
     }
 
 
+def texts(num_tokens: int, seed: int) -> dict[str, tuple[bytes, str]]:
+    """Make the same request with texts as names: name of the form -> (body, media type)."""
+    random = np.random.default_rng(seed)
+    items, candidates = (
+        [f"SKU-{item:09d}-C" for item in random.integers(0, 10**9, num)] for num in (num_tokens, CANDIDATES)
+    )
+    actions = [str(action) for action in random.integers(0, 5, num_tokens)]
+    times = (1_700_000_000 + np.cumsum(random.integers(0, 10_000, num_tokens))).tolist()
+    lists = {"items": items, "actions": actions, "timestamps": times}
+    ours = Behaviours(items, actions, times).on_the_wire("history")
+    return {
+        "JSON lists": (msgspec.json.encode({"user_id": "u", "candidates": candidates, "history": lists}), JSON),
+        "client": (
+            msgspec.msgpack.encode({"user_id": "u", "candidates": item_column(candidates, "c"), "history": ours}),
+            MSGPACK,
+        ),
+    }
+
+
 def lines(seed: int, budget_s: float) -> Iterator[Line]:
     """Measure every form at every length, one line each.
 
@@ -82,8 +104,8 @@ def lines(seed: int, budget_s: float) -> Iterator[Line]:
         AssertionError: a form is read as another request than the lists are; nothing was timed then.
     """
     config = ServerConfig()
-    for num_tokens in LENGTHS:
-        forms = bodies(num_tokens, seed)
+    for num_tokens, make in product(LENGTHS, (bodies, texts)):
+        forms = make(num_tokens, seed)
         (lists, media) = forms.pop("JSON lists")
 
         def read(body: bytes, media: str) -> RankRequest:
@@ -105,7 +127,7 @@ def lines(seed: int, budget_s: float) -> Iterator[Line]:
             baseline_ms = percentiles(slow)[0] * 1e3
             ours_ms, p10, p90 = (s * 1e3 for s in percentiles(ours))
             floor_ms = percentiles(copy)[0] * 1e3
-            target = baseline_ms / RAW_16K_MS if kind == MSGPACK and num_tokens == max(LENGTHS) else None
+            target = baseline_ms / RAW_16K_MS if name == "msgpack raw" and num_tokens == max(LENGTHS) else None
             yield Line(
                 bench="wire",
                 case=f"L={num_tokens} M={CANDIDATES} {name}",

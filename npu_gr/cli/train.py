@@ -224,7 +224,7 @@ def train_generate(
 def train_retrieve(
     log: Path, out: Path, overrides: tuple[str, ...], tenant: str, value_column: str, threads: int
 ) -> None:
-    """Make retrieval vectors for /v1/match of one LOG, and print their figures beside the baselines'.
+    """Make vectors for /v1/match of one LOG, and print their figures.
 
     LOG is the folder of a dataset, which npu-gr prepare made of any log, or a file: .inter, .jsonl or .json.
     An item's vector says what leads to it; a user's says what the newest events lead to. `train match` is for two logs

@@ -19,12 +19,14 @@ from npu_gr.client.answers import FoundItems, Ranked, found, ranked, read
 from npu_gr.client.channel import AGAIN, ApiKey, Channel, Reply, SafeCall
 from npu_gr.client.columns import Behaviours, Name, Names, Time, ids_of, item_column, listed, second
 from npu_gr.client.relay import AsyncRelayCall
-from npu_gr.core.errors import Unavailable, Unprocessable, Unreachable
-from npu_gr.core.kinds import ERASE, EVENTS, GENERATE, MATCH, RANK, RECOMMEND, SIGNAL
+from npu_gr.core.errors import BadAnswer, TooLarge, Unavailable, Unprocessable, Unreachable
+from npu_gr.core.kinds import ERASE, EVENTS, GENERATE, INGEST, MATCH, RANK, RECOMMEND, SIGNAL
 from npu_gr.core.request import I64, ModelInfo
 from npu_gr.server.codec.erase import EraseBody
 from npu_gr.server.codec.events import IDEMPOTENCY_KEY, EventsBody, EventsOut
+from npu_gr.server.codec.fields import UserBody
 from npu_gr.server.codec.generate import GenerateBody, GenerateOut
+from npu_gr.server.codec.ingest import INGEST_BYTES, MOST_USERS, IngestOut, UserEvents, UserWritten
 from npu_gr.server.codec.items import MOST_ITEMS, ItemOut
 from npu_gr.server.codec.match import MatchBody, MatchOut
 from npu_gr.server.codec.media import JSON, MSGPACK
@@ -33,7 +35,10 @@ from npu_gr.server.codec.recommend import RecommendBody, RecommendOut
 from npu_gr.server.codec.signal import SignalBody, SignalOut
 
 API_KEY = "NPU_GR_API_KEY"
+USER_HEADER, TENANT_HEADER = "X-User-Id", "X-Tenant-Id"  # by which routers and balancers place a request
+MAX_USERS_BYTES = INGEST_BYTES - 1_024  # of an ingest, beside its tenant and mode
 MAX_QUERY = 6_000  # characters; a proxy may take 8,192 for the whole line
+MAX_HEADER = 512  # characters of the name of a user or a tenant
 _LEAST_S = 1e-3  # for the next of several requests of a call, whose time is over
 L = TypeVar("L", str, bytes)
 _SIGNAL_AGAIN = AGAIN - {429}  # an optimisation: who is refused it does without
@@ -325,6 +330,50 @@ class AsyncClient:
         key = {IDEMPOTENCY_KEY: uuid.uuid4().hex if idempotency_key is None else idempotency_key}
         return read(await self._channel.send(_call(EVENTS.path, body, headers=key), self._time(timeout_s)), EventsOut)
 
+    async def ingest(
+        self,
+        events: Mapping[Name, Behaviours],
+        *,
+        mode: Literal["append", "merge", "replace"] = "append",
+        idempotency_key: str | None = None,
+        tenant: str | None = None,
+        timeout_s: float | None = None,
+    ) -> dict[Name, UserWritten]:
+        """Write behaviours of many users, in as few requests as they fit in.
+
+        Args:
+            events: user -> events, oldest first.
+            mode: append them; merge: add only those that are not there, in time order; replace all that is there.
+            idempotency_key: for append, as of `events`. With one, the same call may be made again after it failed.
+
+        Returns:
+            User -> how many events the store keeps now, or why nothing was written.
+
+        Raises:
+            TooLarge: the events of one user do not fit into a request; nothing was sent.
+        """
+        if mode == "append" and idempotency_key is None:
+            idempotency_key = uuid.uuid4().hex
+        users = []
+        for place, (user, columns) in enumerate(events.items()):
+            one = UserEvents(user_id=str(user), events=columns.on_the_wire("events"), idempotency_key=idempotency_key)
+            users.append(msgspec.msgpack.encode(_given(one)))
+            if len(users[-1]) > MAX_USERS_BYTES:
+                raise TooLarge(
+                    f"events: index {place}: {len(users[-1])} bytes of one user, a request takes {MAX_USERS_BYTES}; "
+                    "send them in parts, or by `events`"
+                )
+        about = {"tenant": self.tenant if tenant is None else tenant, "mode": mode}
+        until_at = asyncio.get_running_loop().time() + self._time(timeout_s)
+        results: list[UserWritten] = []
+        for part in _parts(users, MOST_USERS, MAX_USERS_BYTES):
+            body = msgspec.msgpack.encode({**about, "users": [msgspec.Raw(one) for one in part]})
+            call = SafeCall(path=INGEST.path, body=body, headers={"Content-Type": MSGPACK})
+            results += read(await self._send_until(call, until_at), IngestOut).users
+        if len(results) != len(events):
+            raise BadAnswer(f"the answers tell of {len(results)} users of {len(events)}")
+        return dict(zip(events, results, strict=True))
+
     async def erase(self, user: Name, *, tenant: str | None = None, timeout_s: float | None = None) -> tuple[str, ...]:
         """Forget a user.
 
@@ -415,15 +464,21 @@ def _optional_items(names: Names | None, field: str) -> bytes | None:
 
 def _call(
     path: str,
-    body: msgspec.Struct,
+    body: UserBody,
     accept: str = JSON,
     headers: Mapping[str, str] | None = None,
     again: frozenset[int] = AGAIN,
 ) -> SafeCall:
+    of_user = {"Content-Type": MSGPACK, USER_HEADER: _as_header(str(body.user_id))}
+    if body.tenant:
+        of_user[TENANT_HEADER] = _as_header(body.tenant)
     content = msgspec.msgpack.encode(_given(body))
-    return SafeCall(
-        path=path, body=content, accept=accept, headers={"Content-Type": MSGPACK, **(headers or {})}, again=again
-    )
+    return SafeCall(path=path, body=content, accept=accept, headers={**of_user, **(headers or {})}, again=again)
+
+
+def _as_header(name: str) -> str:
+    """Write a name for placing: routers take so many bytes, and the beginning of a longer one places as well."""
+    return quote(name, safe="")[:MAX_HEADER]
 
 
 def _given(body: msgspec.Struct) -> dict[str, Any]:

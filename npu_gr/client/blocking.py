@@ -161,6 +161,7 @@ class Client:
     recommend = waiting(AsyncClient.recommend)
     signal = waiting(AsyncClient.signal)
     events = waiting(AsyncClient.events)
+    ingest = waiting(AsyncClient.ingest)
     erase = waiting(AsyncClient.erase)
     items = waiting(AsyncClient.items)
     models = waiting(AsyncClient.models)

@@ -40,7 +40,7 @@ BACK_OFF_S = 0.05  # the first wait is at most this long
 IDLE_S = 30.0  # connections are closed after it; a service waits longer
 RETRIES_PER_CALL = 0.2  # in the long run, so that callers do not keep down what is overloaded
 RETRIES_AT_ONCE = 10.0
-AGAIN = frozenset({408, 429, 502, 503})  # statuses after which the same call may be answered
+AGAIN = frozenset({408, 429, 502, 503})  # statuses after which the same call may be answered; 503: Unreachable, too
 
 
 class ApiKey:
@@ -92,7 +92,7 @@ class SafeCall:
     body: bytes | None = None  # msgpack
     accept: str = JSON
     headers: dict[str, str] = field(default_factory=dict)
-    again: frozenset[int] = AGAIN  # statuses after which it is sent again; it always is after a broken connection
+    again: frozenset[int] = AGAIN  # statuses after which it is sent again
 
 
 class Reply(NamedTuple):
@@ -199,8 +199,7 @@ class Channel:
     async def _is_worth_another(self, call: SafeCall, failure: NpuGrError, attempt: int, key: str | None) -> bool:
         if isinstance(failure, Unauthorized):
             return self._key.is_of_file and await asyncio.to_thread(self._key.differs_from, key)
-        may_again = isinstance(failure, Unreachable) or failure.status in call.again
-        if not may_again or attempt >= self._max_attempts or self._retries < 1:
+        if failure.status not in call.again or attempt >= self._max_attempts or self._retries < 1:
             return False
         self._retries -= 1
         return True

@@ -242,6 +242,8 @@ async def test_what_was_not_given_is_not_sent() -> None:
     assert one.headers["content-type"] == "application/msgpack"
     assert one.headers["accept"] == "application/msgpack"
     assert one.headers["accept-encoding"] == "identity"
+    assert one.headers["x-user-id"] == "7"
+    assert "x-tenant-id" not in one.headers
 
 
 async def test_connections_are_kept() -> None:

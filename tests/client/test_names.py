@@ -12,7 +12,7 @@ import pytest
 
 from npu_gr.client import AsyncClient, Behaviours, Ranked
 from npu_gr.client.columns import Names
-from npu_gr.core.errors import NotFound, Unprocessable
+from npu_gr.core.errors import NotFound, TooLarge, Unprocessable
 from npu_gr.core.names import item_ids
 from tests.client.shop import ACTIONS, NAMES, TITLES, shop
 
@@ -98,6 +98,40 @@ async def test_items_are_told_by_id_and_by_name(client: AsyncClient) -> None:
     assert [one.id for one in await client.items(many)] == item_ids(many).tolist()
     with pytest.raises(Unprocessable, match="ids"):
         await client.items(ids=[-1])
+
+
+def one_event(row: int, action: str = "view") -> Behaviours:
+    return Behaviours([NAMES[row]], [action], [AT_S + row])
+
+
+async def test_many_users_are_written_in_one_call(client: AsyncClient) -> None:
+    many: dict[str | int, Behaviours] = {f"user {number}": one_event(number % 50) for number in range(1500)}
+    written = await client.ingest(many | {7: one_event(3), "bad": one_event(3, "bought")}, idempotency_key="k")
+    assert list(written) == [*many, 7, "bad"]
+    assert {one.num_events for user, one in written.items() if user != "bad"} == {1}
+    failure = written["bad"].error
+    assert failure is not None
+    assert (failure.status, written["bad"].num_events) == (422, None)
+    assert '"bought"' in failure.detail
+    again = await client.ingest(many, idempotency_key="k")
+    assert {one.num_events for one in again.values()} == {1}, "the key has been there"
+    assert (await client.ingest({7: one_event(4)}))[7].num_events == 2
+    assert (await client.ingest({7: one_event(4)}))[7].num_events == 3, "a call of its own"
+    assert (await client.ingest({7: one_event(4)}, mode="merge"))[7].num_added == 0
+    assert (await client.ingest({7: one_event(4)}, mode="replace"))[7].num_events == 1
+    assert (await client.rank(7, CANDIDATES)).answer.history.num_tokens == 1
+    assert await client.ingest({}) == {}
+
+
+async def test_long_histories_go_in_several_requests(client: AsyncClient) -> None:
+    def history(num: int) -> Behaviours:
+        return Behaviours([NAMES[1]] * num, ["view"] * num, range(AT_S, AT_S + num))
+
+    written = await client.ingest({f"user {number}": history(2000) for number in range(12)})
+    assert [one.num_events for one in written.values()] == [2000] * 12
+    with pytest.raises(TooLarge, match=r"index 1: .* bytes of one user"):
+        await client.ingest({"first": history(1), "second": history(20_000)})
+    assert (await client.events("first", history(1))).num_events == 1, "nothing was sent"
 
 
 async def test_an_action_that_the_model_lacks_is_named_with_those_that_it_has(client: AsyncClient) -> None:
