@@ -68,9 +68,9 @@ def _retrieve_presets() -> Presets:
 
 
 def _site_presets() -> Presets:
-    from npu_gr.train.site.options import SiteOptions
+    from npu_gr.train.site.options import PRESETS
 
-    return {"site": SiteOptions()}
+    return PRESETS
 
 
 def _match_presets() -> Presets:
@@ -87,10 +87,13 @@ def train() -> None:
 @train.command("all", epilog=LISTED)
 @click.argument("data", type=FILE)
 @click.option("--out", required=True, type=FILE, help="Folder of the site.")
+@click.option("--preset", default="full", show_default=True, type=click.Choice(["full", "quick"]))
 @_override(_site_presets)
 @THREADS
 @click.pass_context
-def train_all(context: click.Context, data: Path, out: Path, overrides: tuple[str, ...], threads: int) -> None:
+def train_all(
+    context: click.Context, data: Path, out: Path, preset: str, overrides: tuple[str, ...], threads: int
+) -> None:
     """Train every model from DATA, which npu-gr prepare wrote, into a folder that npu-gr serve starts from.
 
     Models are trained side by side. What was made from the same data and options before is not made again, so after an
@@ -101,9 +104,11 @@ def train_all(context: click.Context, data: Path, out: Path, overrides: tuple[st
 
     from npu_gr.train.site.configuration import SERVE
     from npu_gr.train.site.make import next_commands, train_site
+    from npu_gr.train.site.options import PRESETS
 
+    console = Console(width=max(110, Console().width))
     try:
-        train_site(data, out, overrides, threads, Console(width=max(110, Console().width)))
+        train_site(data, out, overrides, threads, console, PRESETS[preset])
     except KeyboardInterrupt:
         click.echo("\nwhat is finished is kept, and the same command goes on; what was served stays", err=True)
         raise

@@ -127,7 +127,9 @@ def make(folder: Path, console: Console, overrides: Sequence[str], num_threads: 
     if is_dataset(data):
         console.print(f"reusing {data}")
     else:
-        console.print(summary(prepare(source, data, items=items).manifest, data), markup=False, highlight=False)
+        console.print(
+            summary(prepare(source, data, items=items).manifest, data), soft_wrap=True, markup=False, highlight=False
+        )
     console.print(f"$ npu-gr train all {data} --out {folder}", soft_wrap=True)
     site = train_site(data, folder, overrides, num_threads, console)
     dataset = read_dataset(data)

@@ -32,9 +32,9 @@ def found(num_within: int, **more: object) -> Report:
     )
 
 
-def lines(measured: Report) -> list[str]:
+def lines(measured: Report, recommended: float = 2.0) -> list[str]:
     site = SiteReport(made_at="", dataset="d", num_events=6, num_users=1, num_items=6, parts={})
-    ranks = {"generate": [0.0, 30.0], "rank": [3.0, 4.0], "recommend": [1.0, 2.0]}
+    ranks = {"generate": [0.0, 30.0], "rank": [3.0, 4.0], "recommend": [1.0, recommended]}
     evaluation = ServiceEvaluation(
         ranks=ranks,
         seconds={way: [0.01, 0.02] for way in ranks},
@@ -50,6 +50,7 @@ def lines(measured: Report) -> list[str]:
 def test_the_summary_is_short_and_says_what_to_type() -> None:
     text = lines(found(99))
     assert len(text) <= 12
+    assert not any("more hits" in line for line in text)
     whole = "\n".join(text)
     assert "99.0% of 100 ranks within 50 ms; objective 99%: kept" in whole
     assert "P50 5.4 ms, P99 36.0 ms; without the relay" in whole
@@ -68,3 +69,7 @@ def test_a_missed_objective_is_called_so(num_within: int, verdict: str) -> None:
 def test_a_late_load_generator_is_called_so() -> None:
     late = found(99, lag_ms={"p99": 20.0})
     assert any("the load generator was late" in line for line in lines(late))
+
+
+def test_a_cascade_that_one_stage_beats_is_called_so() -> None:
+    assert any("rank alone has more hits" in line for line in lines(found(99), recommended=30.0))

@@ -156,6 +156,10 @@ def test_three_commands_from_a_log_to_recommendations(tmp_path: Path, make_log: 
     tiny = [word for option in TINY for word in ("--set", option)]
     said = command("train", "all", site / "data", "--out", site, *tiny)
     assert f"npu-gr serve --config {site / 'serve.yaml'}" in said
+    if make_log is company_csv:
+        again = command("train", "all", site / "data", "--out", site, *tiny)
+        assert again.count("reusing version") == 3
+        assert "0 events added" in again
     with items.open(newline="") as file:
         titles = {row[1] for row in csv.reader(file, delimiter="\t" if items.suffix == ".item" else ",")}
     check_answers(site, titles)

@@ -26,18 +26,25 @@ from npu_gr.train.progress import training_progress
 from npu_gr.train.site.configuration import EVALUATED, SERVE, configuration
 from npu_gr.train.site.examples import curl, examples, known_user, serve
 from npu_gr.train.site.folder import REPORT, SiteFolder, digest, digest_of_files
-from npu_gr.train.site.options import SiteOptions, options_for
+from npu_gr.train.site.options import FULL, SiteOptions, options_for
 from npu_gr.train.site.parts import PARTS, PartName, train_part
 from npu_gr.train.site.readme import readme
 from npu_gr.train.site.report import PartReport, SiteReport
-from npu_gr.train.site.side_by_side import Job, side_by_side
+from npu_gr.train.site.side_by_side import Training, side_by_side
 
 NEW_SERVE = "serve.new.yaml"  # beside one that somebody has changed
 POPULAR = "popular.txt"
 README = "README.md"
 
 
-def train_site(data: Path, site: Path, overrides: Sequence[str], num_threads: int, console: Console) -> SiteReport:
+def train_site(
+    data: Path,
+    site: Path,
+    overrides: Sequence[str],
+    num_threads: int,
+    console: Console,
+    preset: SiteOptions = FULL,
+) -> SiteReport:
     """Train every model of a site, and write its folder. The history store stays as it is.
 
     Args:
@@ -46,13 +53,14 @@ def train_site(data: Path, site: Path, overrides: Sequence[str], num_threads: in
         overrides: `section.key=value` of `SiteOptions`.
         num_threads: of all trainings together.
         console: shows progress and figures.
+        preset: whose other values stay.
 
     Raises:
         ConfigError: an option is wrong, or another process makes this site.
         DataError: the dataset cannot be read or trained on, or the folder cannot be written. What was served stays.
     """
     dataset = read_dataset(data)
-    options = override(options_for(len(dataset.names)), overrides)
+    options = override(options_for(len(dataset.names), preset), overrides)
     with SiteFolder.opened(site) as folder:
         made_from = _digests(data, options)
         parts = _train(folder, data, options, made_from, num_threads, console)
@@ -96,7 +104,7 @@ def _train(
     """Train what is not there yet."""
     served = folder.report()
     parts: dict[PartName, PartReport] = {}
-    jobs: list[Job[PartReport]] = []
+    trainings: list[Training[PartReport]] = []
     for name in PARTS:
         staged = folder.finished(name)
         live = served.parts.get(name) if served and (folder.place / name).is_dir() else None
@@ -107,7 +115,7 @@ def _train(
             parts[name] = staged
         else:
             work = partial(train_part, name, data, options, folder.begin(name), made_from[name])
-            jobs.append(Job(name, work))
+            trainings.append(Training(name, work))
             continue
         console.print(f"{name}: reusing version {parts[name].version}, made from the same dataset and options")
 
@@ -117,7 +125,7 @@ def _train(
         console.print(f"{name}: version {report.version}, in {report.took_s:.0f} s")
 
     with training_progress(console) as show:
-        side_by_side(jobs, num_threads, show, done)
+        side_by_side(trainings, num_threads, show, done)
     return {name: parts[name] for name in PARTS}
 
 

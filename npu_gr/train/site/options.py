@@ -9,11 +9,12 @@ import msgspec
 from msgspec import Meta
 
 from npu_gr.core.settings import Count
-from npu_gr.train.generate.train import MOVIELENS, GenerateOptions
-from npu_gr.train.rank.train import DEMO, TrainOptions
+from npu_gr.train.generate import train as generating
+from npu_gr.train.rank import train as ranking
 from npu_gr.train.retrieve.train import RetrieveOptions
 
-GENERATOR = msgspec.structs.replace(MOVIELENS, test_users=1000)
+GENERATOR = msgspec.structs.replace(generating.MOVIELENS, epochs=20, validation_users=500, test_users=1000)
+"""Trained in about the time of the ranker, beside which it is trained; `train generate` takes more."""
 CODE_COUNTS = ((64, 64), (128, 128), (256, 256), (256, 256, 256), (1024, 1024, 1024))
 ROOM = 2  # semantic IDs an item: with fewer, similar items lose their codes to each other
 
@@ -21,8 +22,8 @@ ROOM = 2  # semantic IDs an item: with fewer, similar items lose their codes to 
 class SiteOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Everything that decides a site but the dataset and the number of threads."""
 
-    rank: TrainOptions = DEMO
-    generate: GenerateOptions = GENERATOR
+    rank: ranking.TrainOptions = ranking.DEMO
+    generate: generating.GenerateOptions = GENERATOR
     retrieve: RetrieveOptions = RetrieveOptions(test_users=1000)
     num_generated: Annotated[Count, Meta(description="items that a recommend asks of the generator")] = 100
     num_matched: Annotated[Count, Meta(description="and of the retrieval vectors")] = 100
@@ -30,8 +31,14 @@ class SiteOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     num_popular: Annotated[Count, Meta(description="most popular items, for users of whom nothing is known")] = 200
 
 
-def options_for(num_items: int) -> SiteOptions:
-    """Choose the options for a catalogue of this size; `--set` replaces them."""
+FULL = SiteOptions()
+QUICK = SiteOptions(rank=ranking.QUICK, generate=generating.QUICK)
+"""For a first look: half of the time."""
+PRESETS = {"full": FULL, "quick": QUICK}
+
+
+def options_for(num_items: int, preset: SiteOptions = FULL) -> SiteOptions:
+    """Fit a preset to a catalogue of this size; `--set` replaces what it chooses."""
     fits = [codes for codes in CODE_COUNTS if prod(codes) >= ROOM * num_items]
     codes = fits[0] if fits else CODE_COUNTS[-1]
-    return SiteOptions(generate=msgspec.structs.replace(GENERATOR, code_count=codes))
+    return msgspec.structs.replace(preset, generate=msgspec.structs.replace(preset.generate, code_count=codes))

@@ -22,7 +22,7 @@ R = TypeVar("R")
 Show = Callable[[TrainingProgress], None]
 
 
-class Job(NamedTuple, Generic[R]):
+class Training(NamedTuple, Generic[R]):
     """One training. It can be pickled."""
 
     name: str
@@ -42,22 +42,22 @@ class _Child(Generic[R]):
 
 
 def side_by_side(
-    jobs: Sequence[Job[R]], num_threads: int, show: Show, done: Callable[[str, R], None] = lambda *_: None
+    trainings: Sequence[Training[R]], num_threads: int, show: Show, done: Callable[[str, R], None] = lambda *_: None
 ) -> None:
-    """Run all jobs, as many at once as there are threads to share.
+    """Run all trainings, as many at once as there are threads to share.
 
     Args:
-        jobs: they begin in this order; put the longest first.
+        trainings: they begin in this order; put the longest first.
         num_threads: of all that run at once together.
         show: called with the progress of each, here.
         done: called with the name and the result of each that has ended, here.
 
     Raises:
-        NpuGrError: the first that a job raised. The others were stopped.
+        NpuGrError: the first that a training raised. The others were stopped.
         DataError: a process ended without a result.
     """
-    waiting = list(jobs)
-    at_once = max(1, min(len(jobs), num_threads))
+    waiting = list(trainings)
+    at_once = max(1, min(len(trainings), num_threads))
     running: dict[Connection, _Child[R]] = {}
     try:
         while waiting or running:
@@ -76,13 +76,13 @@ def side_by_side(
             child.process.join()
 
 
-def _started(job: Job[R], num_threads: int) -> _Child[R]:
+def _started(training: Training[R], num_threads: int) -> _Child[R]:
     context = multiprocessing.get_context("spawn")  # torch has threads, which a fork does not survive
     here, there = context.Pipe(duplex=False)
-    process = context.Process(target=_main, args=(job.work, num_threads, there), name=job.name, daemon=True)
+    process = context.Process(target=_main, args=(training.work, num_threads, there), name=training.name, daemon=True)
     process.start()
     there.close()
-    return _Child(job.name, process, here)
+    return _Child(training.name, process, here)
 
 
 def _told(child: _Child[R], show: Show) -> bool:

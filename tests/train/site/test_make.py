@@ -17,10 +17,10 @@ from npu_gr.dataset.build import prepare
 from npu_gr.service.config import load
 from npu_gr.train.options import list_options
 from npu_gr.train.site import make
-from npu_gr.train.site.options import SiteOptions, options_for
+from npu_gr.train.site.options import PRESETS, options_for
 from npu_gr.train.site.parts import PARTS
 from npu_gr.train.site.report import Figure, PartReport
-from npu_gr.train.site.side_by_side import Job
+from npu_gr.train.site.side_by_side import Training
 from tests.serving import write_checkpoint
 
 FIGURES = (Figure(name="HR@10 unseen", value=0.2, baseline="Markov counts", baseline_value=0.1),)
@@ -33,7 +33,7 @@ class Trainings:
         self.trained: list[str] = []
         self.before: Callable[[str], None] = lambda _: None  # may fail
 
-    def side_by_side(self, jobs: Sequence[Job[Any]], _threads: int, _show: Any, done: Any) -> None:
+    def side_by_side(self, jobs: Sequence[Training[Any]], _threads: int, _show: Any, done: Any) -> None:
         for job in jobs:
             self.before(job.name)
             name, _, _, folder, made_from = job.work.args  # type: ignore[attr-defined]
@@ -193,7 +193,7 @@ def test_there_are_enough_semantic_ids(num_items: int, codes: tuple[int, ...]) -
 
 
 def test_options_of_every_model_are_listed_in_their_sections() -> None:
-    lines = [line.split() for line in list_options({"site": SiteOptions()}).splitlines()]
+    lines = [line.split() for line in list_options(PRESETS).splitlines()]
     keys = {words[0].partition("=")[0]: words[1:] for words in lines[1:]}
     for section in ("rank", "generate", "retrieve"):
         assert keys[f"{section}.seed"]

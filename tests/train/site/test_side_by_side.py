@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from npu_gr.core.errors import DataError
-from npu_gr.train.site.side_by_side import Job, Show, side_by_side
+from npu_gr.train.site.side_by_side import Show, Training, side_by_side
 from npu_gr.train.steps import TrainingProgress
 
 MANY = 10**6
@@ -38,7 +38,7 @@ def die(show: Show) -> tuple[str, int]:
 def test_every_job_is_shown_and_done(tmp_path: Path) -> None:
     shown: list[TrainingProgress] = []
     done: dict[str, tuple[str, int]] = {}
-    jobs = [Job(name, partial(count, name, 3, tmp_path)) for name in ("a", "b", "c")]
+    jobs = [Training(name, partial(count, name, 3, tmp_path)) for name in ("a", "b", "c")]
     side_by_side(jobs, 2, shown.append, lambda name, result: done.update({name: result}))
     assert {name: result[0] for name, result in done.items()} == {"a": "a", "b": "b", "c": "c"}
     assert len({result[1] for result in done.values()} | {os.getpid()}) == 4  # each in a process of its own
@@ -47,7 +47,7 @@ def test_every_job_is_shown_and_done(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("bad", "message"), [(fail, "no events"), (die, "bad: .* was killed; is there enough memory")])
 def test_one_that_ends_badly_ends_all(tmp_path: Path, bad: object, message: str) -> None:
-    jobs = [Job("endless", partial(count, "endless", MANY, tmp_path)), Job("bad", bad)]  # type: ignore[arg-type]
+    jobs = [Training("endless", partial(count, "endless", MANY, tmp_path)), Training("bad", bad)]  # type: ignore[arg-type]
     with pytest.raises(DataError, match=message):
         side_by_side(jobs, 2, lambda _: None)
     if (tmp_path / "endless").exists():
@@ -57,7 +57,7 @@ def test_one_that_ends_badly_ends_all(tmp_path: Path, bad: object, message: str)
 def test_without_its_parent_a_training_ends(tmp_path: Path) -> None:
     parent = os.fork()
     if not parent:
-        side_by_side([Job("endless", partial(count, "endless", MANY, tmp_path))], 1, lambda _: None)
+        side_by_side([Training("endless", partial(count, "endless", MANY, tmp_path))], 1, lambda _: None)
         os._exit(1)
     pid = int(until_written(tmp_path / "endless"))
     os.kill(parent, signal.SIGKILL)
