@@ -9,6 +9,7 @@ from typing import Any
 
 import pyarrow.csv
 import pytest
+from click import Group
 from click.testing import CliRunner
 
 from npu_gr.cli.main import main
@@ -32,7 +33,7 @@ def shop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_the_command_prints_what_the_page_shows(shop: Path) -> None:
-    (command,) = (block.split() for block in blocks(""))
+    command = next(blocks("")).split()
     (shown,) = blocks("text")
     done = CliRunner().invoke(main, command[1:], catch_exceptions=False)
     assert (done.exit_code, done.output) == (0, shown)
@@ -51,5 +52,8 @@ def test_the_python_runs(shop: Path, capsys: pytest.CaptureFixture[str]) -> None
 
 
 def test_the_options_of_the_page_are_there() -> None:
-    known = {name for parameter in main.commands["prepare"].params for name in parameter.opts}
+    trainings = main.commands["train"]
+    assert isinstance(trainings, Group)
+    commands = main.commands["prepare"], trainings.commands["all"]
+    known = {name for command in commands for parameter in command.params for name in parameter.opts}
     assert set(re.findall(r"`(--[a-z-]+)", PAGE)) <= known

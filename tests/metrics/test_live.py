@@ -63,6 +63,9 @@ async def load(url: str) -> None:
             stored = {"user_id": f"u{seed}", "events": columns(events(2, seed=seed))}
             async with http.post(f"{url}/v1/events", json=stored) as answer:
                 assert answer.status == 200
+            many = {"users": [{"user_id": f"v{seed}", "events": columns(events(2, seed=seed))}]}
+            async with http.post(f"{url}/v1/events/bulk", json=many) as answer:
+                assert answer.status == 200
             async with http.post(f"{url}/v1/match", json={"user_id": KNOWN, "num_items": 3}) as answer:
                 assert answer.status == 200
             if turn % 5 == 0:

@@ -61,7 +61,7 @@ def test_a_ranker_alone_and_a_generator_alone(tmp_path: Path) -> None:
 
 def test_without_models_every_key_is_there(tmp_path: Path) -> None:
     path, readme = init(tmp_path / "site")
-    assert load(path).checkpoint == f"{tmp_path}/site/checkpoint"
+    assert load(path).checkpoint == f"{tmp_path}/site/ranker"
     assert "# generate:" in path.read_text()
     assert "npu-gr train rank" in readme.read_text()
 

@@ -121,7 +121,6 @@ def section(code_count: Sequence[int], options: GenerateOptions, folder: Path) -
 def how_to_serve(table: dict[str, Any], trained: TrainedGenerator, names: ItemNames = EMPTY) -> str:
     """Explain how to serve the generator: the configuration, the command, and a request to try."""
     history = example(trained.log, names).history
-    history["actions"] = [0] * len(history["items"])  # it reads none, and without a ranker they have no names
     body = {"user_id": "me", "num_items": 10, "history": history}
     return f"""
 {yaml.safe_dump({"generate": table["generate"]}, sort_keys=False)}
