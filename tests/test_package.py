@@ -85,14 +85,13 @@ def test_its_schema_and_reference_are_those_of_the_clone(installed: Run) -> None
     assert installed("config", "reference").stdout == (ROOT / "docs/configuration.md").read_text()
 
 
-def test_dashboards_and_the_configuration_of_the_demo_are_found(installed: Run, tmp_path: Path) -> None:
+def test_dashboards_and_configurations_are_found(installed: Run, tmp_path: Path) -> None:
     done = installed("dashboards", "--out", str(tmp_path / "boards"))
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "boards" / "slo.json").exists()
-    for command in ("demo", "monitor"):
-        code = f"print(main.commands[{command!r}].make_context('', []).params['config_path'].read_text())"
-        done = installed("-c", f"from npu_gr.cli.main import main; {code}")
-        assert done.stdout.strip() == (ROOT / "configs/cpu.yaml").read_text().strip(), done.stderr
+    code = "from npu_gr.core import shipped; print(shipped.found(shipped.Path('configs/cpu.yaml')).read_text())"
+    done = installed("-c", code)
+    assert done.stdout.strip() == (ROOT / "configs/cpu.yaml").read_text().strip(), done.stderr
 
 
 def test_the_ops_of_an_npu_are_built_from_it(installed: Run, tmp_path: Path) -> None:

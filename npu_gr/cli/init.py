@@ -27,7 +27,7 @@ def init(folder: Path, models: tuple[Path, ...], force: bool) -> None:
 
 @click.command("build-ops", short_help="Build the native kernels of a CPU or an Ascend NPU.")
 @click.option("--cpu", "device", flag_value="cpu", help="With g++ or clang++, where pip install found no compiler.")
-@click.option("--ascend", "device", flag_value="ascend", help="On a machine with CANN and torch_npu.")
+@click.option("--ascend", "device", flag_value="ascend", help="On a machine with CANN.")
 @click.option("--soc", help="The chip, e.g. ascend910b1; also from SOC_VERSION. npu-smi info names it.")
 @click.option("--out", type=FILE, help="Folder of the library; by default where the backend looks for it.")
 def build_ops(device: str | None, soc: str | None, out: Path | None) -> None:

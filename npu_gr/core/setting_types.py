@@ -150,7 +150,7 @@ def _refused_key(text: str, path: str, table: Any, cls: type[msgspec.Struct]) ->
 
 def near(word: str, known: list[str]) -> str:
     """Return `; did you mean ...?`, or nothing if nothing is near."""
-    found = difflib.get_close_matches(word, known, n=1, cutoff=0.7)
+    found = difflib.get_close_matches(word, known, n=1)
     return f"; did you mean {found[0]}?" if found else ""
 
 

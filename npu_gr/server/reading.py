@@ -42,7 +42,7 @@ class Reader:
         Args:
             request: whose body has come.
             cls: the Struct to read.
-            parse: what to make of it; as cheap as decoding.
+            parse: what to make of it; as cheap as decoding. Of a long body it is a piece of its own.
             loose_bytes: of the body beside its columns.
             until_at: instant of `time.monotonic` at which the caller gives up.
 
@@ -52,10 +52,16 @@ class Reader:
         """
         body = await request.read()
         media = request.content_type
-        if len(body) > loose_bytes:
+        if len(body) <= loose_bytes:
             await self._pieces.turn(until_at)
             with self._pieces:
-                bulk.check(skim(body, media, cls), len(body), cls, self._config, loose_bytes)
+                return parse(decode(body, media, cls))
         await self._pieces.turn(until_at)
         with self._pieces:
-            return parse(decode(body, media, cls))
+            bulk.check(skim(body, media, cls), len(body), cls, self._config, loose_bytes)
+        await self._pieces.turn(until_at)
+        with self._pieces:
+            decoded = decode(body, media, cls)
+        await self._pieces.turn(until_at)
+        with self._pieces:
+            return parse(decoded)

@@ -49,7 +49,7 @@ def build_cpu(out: Path | None = None) -> Path:
 
 
 def build_ascend(out: Path | None = None, soc: str | None = None) -> Path:
-    """Run `ops/ascendc/build.sh`, on a machine with CANN and torch_npu.
+    """Run `ops/ascendc/build.sh`, on a machine with CANN and its torch.
 
     Args:
         out: folder of the library; None: where the backend looks for it.

@@ -276,7 +276,7 @@ async def test_a_catalogue_of_strangers_is_refused_and_single_items_are_not(fold
         )
         assert service.catalogue.info().version == served
         assert await coverage(client) == {"generate": 1.0}
-        new = [{"item_id": item, "sid": [0, 0, number]} for number, item in enumerate(NEW)]
+        new = [{"item_id": name, "sid": [0, 0, number]} for number, name in enumerate(named(NEW))]
         await post(client, "/v1/catalog/items", add=new, withdraw=named(KNOWN[20:]))
         assert (await coverage(client))["generate"] == pytest.approx(20 / 28)
         await post(client, "/v1/catalog/rollback")

@@ -100,7 +100,7 @@ def test_the_command_trains_exports_and_ablates(tmp_path: Path) -> None:
     ("words", "says"),
     [
         (["--set", "tua=1"], "unknown key tua; did you mean tau?"),
-        (["--set", "tau=0"], "> 0.0"),
+        (["--set", "tau=0"], "> 0"),
         (["--preset", "best"], "'best' is none of sccdr, target-only"),
         (["--density", "1.5"], "1.5 is not in"),
     ],
