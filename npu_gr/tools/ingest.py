@@ -206,7 +206,7 @@ async def open_target(
 
 def url_of(server: ServerConfig) -> str:
     """The public address of an instance, as a process on the same machine calls it."""
-    host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(server.host, server.host)  # noqa: S104  (it is replaced)
+    host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(server.host, server.host)  # it is replaced  # noqa: S104  # nosec B104
     return f"{'http' if server.tls is None else 'https'}://{host}:{server.port}"
 
 
