@@ -48,6 +48,7 @@ from npu_gr.bench.door_servers import (
 from npu_gr.bench.line import Line
 from npu_gr.core.errors import ConfigError
 from npu_gr.model.weights import load as load_checkpoint
+from npu_gr.model.weights import save
 from npu_gr.service.config import load as load_config
 
 PARTS = ("closed", "bursts", "poisson", "pause", "fair", "flood", "refusals", "density")
@@ -154,9 +155,13 @@ def parse_ablations(texts: Sequence[str]) -> dict[str, tuple[str, ...]]:
 
 
 def _checkpoint(options: DoorOptions, folder: Path) -> Path:
-    if options.checkpoint is not None:
-        return options.checkpoint.absolute()
-    make_checkpoint(folder / "checkpoint", options.num_layers, options.max_history_tokens, options.seed)
+    """Put the model into the folder. Its actions are named by their indices, which the other servers read."""
+    if options.checkpoint is None:
+        make_checkpoint(folder / "checkpoint", options.num_layers, options.max_history_tokens, options.seed)
+    else:
+        given = load_checkpoint(options.checkpoint)
+        indices = tuple(map(str, range(len(given.model.config.actions))))
+        save(replace(given, action_names=indices), folder / "checkpoint")
     return folder / "checkpoint"
 
 
