@@ -6,7 +6,7 @@ The whole text takes milliseconds. Made in one piece, it would delay every reque
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from prometheus_client import Metric
 from prometheus_client.exposition import choose_encoder
@@ -27,15 +27,18 @@ class _OneFamily(Collector):
         return [self._family]
 
 
-async def expose(metrics: Metrics, accept: str) -> tuple[bytes, str]:
+async def expose(metrics: Metrics, accept: str, names: Sequence[str] = ()) -> tuple[bytes, str]:
     """Make the text and its content type.
 
     Args:
         metrics: of this instance.
         accept: the `Accept` header; a caller that accepts OpenMetrics gets it, with exemplars.
+        names: of samples: only the families that have them. None at all = every family.
     """
     encode, content_type = choose_encoder(accept)
     metrics.refresh()
+    if names:
+        return encode(metrics.registry.restricted_registry(names)), content_type
     parts = []
     for family in metrics.registry.collect():
         parts.append(encode(_OneFamily(family)).removesuffix(_EOF))

@@ -56,7 +56,7 @@ async def watch_tiers(url: str | None, api_key: str | None, found: list[TierSamp
             taken_at = time.monotonic() - began_at
             # a service that is overloaded now may answer the next time
             with contextlib.suppress(TimeoutError, aiohttp.ClientError):
-                async with http.get("metrics") as answer:
+                async with http.get("metrics", params={"name[]": METRIC}) as answer:
                     try:
                         tiers = tier_bytes(await answer.text()) if answer.ok else {}
                     except ValueError:

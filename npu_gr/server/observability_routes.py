@@ -52,7 +52,9 @@ class ObservabilityRoutes:
         return status(self._service, self._metrics, self._access_log, uptime_s)
 
     async def _expose_metrics(self, request: web.Request) -> web.Response:
-        body, content_type = await expose(self._metrics, request.headers.get("Accept", ""))
+        body, content_type = await expose(
+            self._metrics, request.headers.get("Accept", ""), request.query.getall("name[]", [])
+        )
         # compress in a thread: zlib takes milliseconds for a hundred kilobytes
         response = web.Response(body=body, headers={"Content-Type": content_type}, zlib_executor_size=0)
         response.enable_compression()

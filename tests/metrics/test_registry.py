@@ -252,3 +252,13 @@ def test_a_gauge_reads_what_is_in_force() -> None:
     assert registry.get_sample_value("npu_gr_limit", {"name": "inflight_requests"}) == 512
     limit = 7
     assert registry.get_sample_value("npu_gr_limit", {"name": "inflight_requests"}) == 7
+
+
+async def test_one_metric_may_be_asked_for_alone() -> None:
+    metrics, _ = made()
+    text, _ = await expose(metrics, "", ["npu_gr_event_loop_freezes_total"])
+    assert {line.split()[2] for line in text.decode().splitlines() if line.startswith("# TYPE")} == {
+        "npu_gr_event_loop_freezes_total"
+    }
+    nothing, _ = await expose(metrics, "", ["nothing_of_ours"])
+    assert nothing == b""
