@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tarfile
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -19,12 +20,18 @@ Run = Callable[..., subprocess.CompletedProcess[str]]
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Built from a copy of the sources, without the kernels: a compiler takes a minute."""
+def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the repository's files."""
     folder = tmp_path_factory.mktemp("sources")
     for path in files():
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / path, folder / path)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def wheel(sources: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Built without the kernels: a compiler takes a minute."""
     out = tmp_path_factory.mktemp("wheel")
     words = [
         "wheel",
@@ -34,7 +41,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "--quiet",
         "--wheel-dir",
         str(out),
-        str(folder),
+        str(sources),
     ]
     none = shutil.which("false") or "false"
     subprocess.run([sys.executable, "-m", "pip", *words], check=True, env={**os.environ, "CC": none, "CXX": none})
@@ -64,6 +71,17 @@ def test_the_wheel_has_what_ships(wheel: Path) -> None:
         for path in ours:
             left_out = "preview" in path.parts or path.name == "mutate.py"
             assert (f"npu_gr/_data/{path}" in names) is not left_out, path
+
+
+def test_the_sdist_has_what_ships(sources: Path, tmp_path: Path) -> None:
+    code = f"from setuptools import build_meta; print(build_meta.build_sdist({str(tmp_path)!r}))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=sources, check=True, capture_output=True, text=True)
+    with tarfile.open(tmp_path / done.stdout.splitlines()[-1]) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    for room in ("npu_gr", "configs", "dashboards", "docs/runbooks", "deploy", "ops/ascendc", "ops/cpu"):
+        ours = {str(path) for path in files() if path.is_relative_to(room) and "preview" not in path.parts}
+        assert ours
+        assert not ours - names
 
 
 def test_init_writes_a_configuration_that_is_right(installed: Run, tmp_path: Path) -> None:
