@@ -254,7 +254,8 @@ class _Run:
             if not origins and (broken := self._broken()):
                 raise Unavailable(f"retrieval: {broken}, and no list of popular items is configured")
             return
-        most = self.max_candidates + len(self._denied)
+        # whoever drops what the ranker lacks may need the whole list: its best items may be the new ones
+        most = len(popular) if self._drops_unknown else self.max_candidates + len(self._denied)
         items = self._allowed(popular[:most])
         if self._drops_unknown:
             items, _ = self._parted(items, dict.fromkeys(items.tolist(), POPULAR))

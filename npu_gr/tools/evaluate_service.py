@@ -86,10 +86,7 @@ def next_events(log: Interactions, known: npt.NDArray[np.bool_], num_users: int 
                     user=name,
                     items=own.items[:at].tolist(),
                     values=own.values[:at].tolist(),
-                    actions=[
-                        log.action_names[int(value)] if log.action_names else value
-                        for value in own.values[:at].tolist()
-                    ],
+                    actions=_names(own.values[:at], log.action_names),
                     timestamps=own.timestamps[:at].tolist(),
                     target=int(own.items[at]),
                     happened_at=int(own.timestamps[at]),

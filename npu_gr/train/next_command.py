@@ -31,14 +31,15 @@ def example(log: InteractionLog, names: ItemNames = EMPTY) -> Example:
     part = slice(int(log.starts[user]), min(int(log.starts[user + 1]), int(log.starts[user]) + NUM_EVENTS))
     action_names = names_of_actions(log)
     uses = np.bincount(log.items, minlength=log.num_items)
-    uses[log.items[part]] = -1
+    uses[log.items[log.starts[user] : log.starts[user + 1]]] = -1
+    best = np.argsort(-uses, kind="stable")[:5]
     return Example(
         history={
             "items": names.names(log.item_ids[log.items[part]]),
             "actions": [action_names[action] for action in log.actions[part].tolist()],
             "timestamps": log.times[part].tolist(),
         },
-        others=names.names(log.item_ids[np.argsort(-uses, kind="stable")[:5]]),
+        others=names.names(log.item_ids[best[uses[best] >= 0]] if (uses >= 0).any() else log.item_ids[best]),
     )
 
 

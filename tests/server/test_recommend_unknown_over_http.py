@@ -176,6 +176,8 @@ async def test_popular_items_take_the_place_of_dropped_ones(folder: Path) -> Non
         denied = await recommend(client, num_items=12, deny_items=named(KNOWN[10:50]))
         assert not set(denied["items"]) & {*SEEN, *NEW, *KNOWN[10:50]}
         assert "popular" in denied["origins"]
+        best = await recommend(client, num_items=8, num_candidates=8, deny_items=named(KNOWN[:16]))
+        assert len(best["items"]) == 8  # although the eight most popular ones are unknown
 
 
 def adds_unknown(items: I64, shown: HookContext) -> list[int]:

@@ -89,10 +89,11 @@ def choose_tasks(log: InteractionLog) -> ChosenTasks:
     values = log.values[log.trained]
     if values.min() < 4.0 <= values.max() <= STARS:
         return ChosenTasks((CLICK, LIKE), "the next item, and a rating of at least 4")
-    at_least = float(max(np.quantile(values, 0.5, method="lower"), log.action_values[used[1]]))
+    median, second = float(np.quantile(values, 0.5, method="lower")), float(log.action_values[used[1]])
+    at_least, what = (median, "median") if median >= second else (second, "lowest but one")
     return ChosenTasks(
         (CLICK, Task(name=LIKE.name, at_least=at_least)),
-        f"the next item, and a value of at least {at_least:g}, which is the median of {values.min():g} .. "
+        f"the next item, and a value of at least {at_least:g}, which is the {what} of {values.min():g} .. "
         f"{values.max():g}",
     )
 

@@ -90,7 +90,7 @@ def factorise(log: InteractionLog, counted: Tensor, power: float, dim: int, seed
     roots = values[:dim].sqrt()
     strongest = np.zeros(log.num_items)
     np.maximum.at(strongest, source, weights)
-    strong = (strongest * uses).sum() / uses.sum()
+    strong = (strongest * uses).sum() / uses.sum() or 1.0  # nothing follows anything: there is popularity alone
     return Factors(
         leads=(left[:, :dim] * roots).numpy(),
         comes=(right[:, :dim] * roots).numpy(),

@@ -87,8 +87,10 @@ def next_commands(data: Path, site: Path) -> str:
 def _digests(data: Path, options: SiteOptions) -> dict[PartName, str]:
     """Digest everything that decides each model."""
     events = digest_of_files(data, "*.parquet")
+    actions = read_dataset(data).manifest["actions"]  # the events have their numbers only
+    names = msgspec.json.encode([actions["kind"], actions["names"]]).decode()
     return {
-        name: digest(__version__, events, msgspec.json.encode(part.options(options)).decode())
+        name: digest(__version__, events, names, msgspec.json.encode(part.options(options)).decode())
         for name, part in PARTS.items()
     }
 

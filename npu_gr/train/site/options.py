@@ -30,6 +30,13 @@ class SiteOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     max_candidates: Annotated[Count, Meta(description="most items that a recommend ranks")] = 200
     num_popular: Annotated[Count, Meta(description="most popular items, for users of whom nothing is known")] = 200
 
+    def __post_init__(self) -> None:
+        for section in ("rank", "generate", "retrieve"):
+            if not getattr(self, section).refit:
+                raise ValueError(f"{section}.refit: a site serves models of all events, and keeps the evaluated ones")
+        if self.rank.evaluate_on != "test":
+            raise ValueError("rank.evaluate_on: a site shows figures of the test; npu-gr train rank tries settings")
+
 
 FULL = SiteOptions()
 QUICK = SiteOptions(rank=ranking.QUICK, generate=generating.QUICK)

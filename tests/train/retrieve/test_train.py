@@ -19,7 +19,7 @@ from npu_gr.matching.vectors import load, save
 from npu_gr.train.data import build_log
 from npu_gr.train.next_item import rank_next_items
 from npu_gr.train.retrieve.train import RetrieveOptions, TrainedRetriever, train_retriever
-from npu_gr.train.retrieve.transitions import transitions
+from npu_gr.train.retrieve.transitions import factorise, transitions
 from npu_gr.train.steps import TrainingProgress
 from tests.train.synthetic import NUM_ITEMS, planted
 
@@ -155,7 +155,7 @@ def test_the_command_writes_a_folder_that_a_service_starts_from(
 
 
 def test_short_histories_without_transitions_still_rank_by_popularity() -> None:
-    """Each of these users has two events, so nothing follows anything in what is trained on."""
+    """Each of these users has two trained events, and one where a setting is chosen: there nothing follows anything."""
     users = np.repeat(np.arange(50, dtype=np.int32), 3)
     items = np.tile([0, 1, 2], 50)
     items[::3] = np.arange(50) % 7 * 10
@@ -164,3 +164,11 @@ def test_short_histories_without_transitions_still_rank_by_popularity() -> None:
     vectors = trained.vectors
     assert np.isfinite(vectors.items).all()
     assert (np.diff(vectors.items[:, -1][np.argsort(vectors.popularity, kind="stable")]) >= 0).all()
+    chosen_on = build_log(log, [], "leave-one-out").only_trained("leave-one-out")
+    assert chosen_on.num_trained.max() == 1
+    counted = transitions(chosen_on, 3)
+    assert counted.values().numel() == 0
+    popularity = factorise(chosen_on, counted, 0.3, 20, 0).popularity
+    uses = np.bincount(chosen_on.items[chosen_on.trained], minlength=chosen_on.num_items)
+    assert popularity.argmax() == uses.argmax()
+    assert popularity.max() > 0

@@ -78,6 +78,30 @@ def run(folder: Path, *overrides: str) -> str:
     return text.getvalue()
 
 
+def test_an_action_of_another_name_is_another_model(tmp_path: Path, trainings: Trainings) -> None:
+    """The files of events hold the numbers of actions, not their names."""
+    for name in ("buy", "purchase"):
+        log = tmp_path / name / "log.csv"
+        log.parent.mkdir()
+        rows = [
+            f"u{user},B{item},{name if item % 2 else 'view'},17000000{user}{item}"
+            for user in "123"
+            for item in range(9)
+        ]
+        log.write_text("\n".join(["user,item,event,time", *rows]) + "\n")
+        prepare(log, tmp_path / name / "data")
+        make.train_site(tmp_path / name / "data", tmp_path / "site", (), 2, Console(file=io.StringIO()))
+    assert trainings.trained == [*PARTS, *PARTS]
+
+
+@pytest.mark.parametrize("wrong", ["rank.refit=false", "retrieve.refit=false", "rank.evaluate_on=validation"])
+def test_a_site_is_evaluated_and_refitted(tmp_path: Path, trainings: Trainings, wrong: str) -> None:
+    dataset(tmp_path)
+    with pytest.raises(ConfigError, match=wrong.partition("=")[0]):
+        run(tmp_path, wrong)
+    assert not trainings.trained
+
+
 def test_a_site_is_whole(tmp_path: Path, trainings: Trainings) -> None:
     dataset(tmp_path)
     said = run(tmp_path)

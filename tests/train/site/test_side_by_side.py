@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -26,11 +27,13 @@ def count(name: str, num_steps: int, folder: Path, show: Show) -> tuple[str, int
     return name, os.getpid()
 
 
-def fail(show: Show) -> tuple[str, int]:
+def fail(folder: Path, show: Show) -> tuple[str, int]:
+    until_written(folder / "endless")
     raise DataError("no events")
 
 
-def die(show: Show) -> tuple[str, int]:
+def die(folder: Path, show: Show) -> tuple[str, int]:
+    until_written(folder / "endless")
     os.kill(os.getpid(), signal.SIGKILL)
     raise AssertionError
 
@@ -46,12 +49,11 @@ def test_every_job_is_shown_and_done(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("bad", "message"), [(fail, "no events"), (die, "bad: .* was killed; is there enough memory")])
-def test_one_that_ends_badly_ends_all(tmp_path: Path, bad: object, message: str) -> None:
-    jobs = [Training("endless", partial(count, "endless", MANY, tmp_path)), Training("bad", bad)]  # type: ignore[arg-type]
+def test_one_that_ends_badly_ends_all(tmp_path: Path, bad: Callable[..., tuple[str, int]], message: str) -> None:
+    jobs = [Training("endless", partial(count, "endless", MANY, tmp_path)), Training("bad", partial(bad, tmp_path))]
     with pytest.raises(DataError, match=message):
         side_by_side(jobs, 2, lambda _: None)
-    if (tmp_path / "endless").exists():
-        assert is_gone(int((tmp_path / "endless").read_text()))
+    assert is_gone(int((tmp_path / "endless").read_text()))
 
 
 def test_without_its_parent_a_training_ends(tmp_path: Path) -> None:
