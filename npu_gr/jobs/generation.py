@@ -43,7 +43,7 @@ from npu_gr.relay.relay import Relay
 class GenerateConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Which model generates, from which catalogue, and how wide it searches."""
 
-    checkpoint: str  # Hugging Face folder of a Qwen3 or Qwen2 model
+    checkpoint: str  # Hugging Face folder: Qwen3 (MoE too), Qwen2, Llama or Mistral
     catalogue: str  # .jsonl, .parquet or .bin: items and their semantic IDs
     codes: tuple[Count, ...]  # number of codes of each level of a semantic ID
     first_token: Annotated[int, msgspec.Meta(ge=0)] = 0  # token of level 1, code 0; the other levels follow
