@@ -112,8 +112,8 @@ class Generation:
 
     @property
     def max_events(self) -> int:
-        """Newest behaviours that the prompt has room for."""
-        return self._max_prompt_tokens // len(self.config.codes)
+        """Newest behaviours among which the prompt's items are looked for: some are not in the catalogue."""
+        return LOOKED_AT * (self._max_prompt_tokens // len(self.config.codes))
 
     @property
     def model(self) -> ModelInfo:
@@ -147,10 +147,10 @@ class Generation:
         return await asyncio.to_thread(
             make_prompt,
             snapshot.trie,
-            history.events.items,
+            history.newest.events.items,
             self._max_prompt_tokens,
             self.config.cut_step_items,
-            history.first_index,
+            history.newest.first_index,
         )
 
     def _filter(self, snapshot: Snapshot, request: GenerateRequest, item_ids: I64) -> Filter | None:
@@ -188,7 +188,7 @@ class Generation:
                 raise NotFound(f"catalogue_version: {wanted} is not served; {snapshot.version!r} is")
             prompt = await self._prompt(snapshot, history)
             if not len(prompt):
-                raise ColdUser(f"history: none of its {len(history.events)} items is in the catalogue")
+                raise ColdUser(f"history: none of the newest {len(history.newest.events)} items is in the catalogue")
             options = SearchOptions(width=width, normalise=request.normalise, temperature=request.temperature)
             allow = await asyncio.to_thread(self._filter, snapshot, request, history.events.items)
             async with self.relay.lease(request.user, prompt, width, call.deadline_at, call.slot.outside) as lease:
@@ -227,6 +227,7 @@ class Generation:
         )
 
 
+LOOKED_AT = 4  # events for each item that a prompt has room for
 WARM_UP_TOKENS = (48, 240, 960)
 WARM_UP_BEAMS = (16, 128)
 

@@ -15,6 +15,7 @@ from npu_gr.replay.log import LoggedHistory, QueryRecord
 from npu_gr.replay.options import ReplayOptions
 from npu_gr.replay.report import Report
 from npu_gr.replay.run import replay
+from npu_gr.server.codec.base import Shown
 from tests.models import events
 from tests.serving import FIRST_ID, serving
 
@@ -55,9 +56,11 @@ async def run(folder: Path, name: str, sections: dict[str, Any], **options: Any)
         )  # on a busy machine a reload may not seem to pay
         serve = service.serve
 
-        async def spilled(kind: Kind[Q, A], request: Q, budget_s: float, slot: Slot | None = None) -> A:
+        async def spilled(
+            kind: Kind[Q, A], request: Q, budget_s: float, slot: Slot | None = None, shown: Shown | None = None
+        ) -> A:
             """Wait until spills are in DRAM before the next request comes: a busy machine gives them no time."""
-            answer = await serve(kind, request, budget_s, slot)
+            answer = await serve(kind, request, budget_s, slot, shown)
             await service.versions.ranker().relay.settled()
             return answer
 
