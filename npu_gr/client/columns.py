@@ -110,8 +110,12 @@ def second(moment: Time, field: str) -> int:
 
 def seconds(times: Times, field: str) -> I64:
     """Return times as whole unix seconds, rounded down: [n] -> int64 [n]. Raises Unprocessable, with the field."""
-    found = times if isinstance(times, np.ndarray) else np.array(list(times), None if len(times) else np.int64)
-    _flat(found, field)
+    try:
+        found = times if isinstance(times, np.ndarray) else np.array(list(times))
+    except ValueError as error:
+        raise Unprocessable(f"{field}: a list within the list, where a column has times alone") from error
+    if not _flat(found, field).size:
+        return np.empty(0, np.int64)
     match found.dtype.kind:
         case "i":
             return found.astype(np.int64, copy=False)
