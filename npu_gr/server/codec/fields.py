@@ -28,7 +28,7 @@ from npu_gr.core.request import (
     HistorySource,
     UserKey,
 )
-from npu_gr.core.words import cut, quoted
+from npu_gr.core.words import quoted
 from npu_gr.server.codec.naming import Names
 from npu_gr.server.config import ServerConfig
 
@@ -217,10 +217,11 @@ def _column(
 def _indices(actions: Sequence[str | float]) -> I16:
     """Take actions for indices where no model names them."""
     for place, action in enumerate(actions):
-        text = action if isinstance(action, str) else f"{action:g}"
-        if not (text.isascii() and text.isdecimal() and int(text[:6]) < 2**15):
-            raise ValueError(f"{cut(text)} at index {place}: no model names actions here; send 0 to {2**15 - 1}")
-    return np.array(actions, np.int16)
+        is_digits = isinstance(action, str) and action.isascii() and action.isdecimal() and len(action) <= 5
+        number = float(action) if is_digits or not isinstance(action, str) else -1.0
+        if not (0 <= number < 2**15 and number.is_integer()):
+            raise ValueError(f"{quoted(action)} at index {place}: no model names actions here; send 0 to {2**15 - 1}")
+    return np.array(actions, np.float64).astype(np.int16)
 
 
 def _unit(timestamp: int) -> str:
