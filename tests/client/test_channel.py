@@ -133,7 +133,7 @@ async def test_a_rank_without_scores_is_no_answer() -> None:
         ("top_k: must be 1 or more", "top_k"),
         ("users[0].events.items: 7 is none", "users[0].events.items"),
         ("attributes[...][2]: too long", "attributes[...][2]"),
-        ("unknown field users[0].evnts; did you mean events?", "users[0].evnts"),
+        ("unknown field users[0].eventz; did you mean events?", "users[0].eventz"),
         ("the queue is full", None),
     ],
 )

@@ -81,7 +81,7 @@ def test_what_is_no_index_is_refused_in_words(action: Any) -> None:
         ),
         (INGEST, {"usrs": []}, r"^unknown field usrs; did you mean users\?$"),
         (RECOMMEND, {"history": {"itms": 1}}, r"^unknown field history\.itms; did you mean items\?$"),
-        (CatalogueItemsBody, {"add": [{"titel": "a"}]}, r"^unknown field add\[0\]\.titel; did you mean title\?$"),
+        (CatalogueItemsBody, {"add": [{"titlex": "a"}]}, r"^unknown field add\[0\]\.titlex; did you mean title\?$"),
     ],
 )
 def test_an_unknown_field_is_told_of_by_the_names_of_its_place(cls: Any, body: Any, message: str) -> None:
