@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import orjson
 
-from npu_gr.core.names import item_id
+from npu_gr.core.names import item_id, value_name
 from npu_gr.core.words import quoted
 from npu_gr.server.codec.fields import LAST_S, MAX_NAME
 
@@ -143,7 +143,7 @@ def _event(cell: object) -> str | None:
         return cell
     if isinstance(cell, bool) or not isinstance(cell, int | float):
         raise Poison(f"event: {quoted(cell)} is no event")
-    return f"{cell:g}"
+    return value_name(cell)
 
 
 def _at(table: Mapping[str, Any], path: str) -> Any:

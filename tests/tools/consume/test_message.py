@@ -85,6 +85,18 @@ def test_what_is_no_event_says_why(table: Any, reason: str) -> None:
         read(table)
 
 
+@pytest.mark.parametrize("number", [1234567, 1234567.0, 1234568.5])
+def test_numbers_keep_their_digits(number: float) -> None:
+    asked: list[str | None] = []
+
+    def note(name: str | None) -> int:
+        asked.append(name)
+        return 0
+
+    read_event(json.dumps({"user": "u", "item": 1, "event": number}).encode(), 5, Fields(), note)
+    assert asked == [str(number).removesuffix(".0")]
+
+
 @pytest.mark.parametrize("came_ms", [None, -1])
 def test_a_broker_that_knows_no_time_tells_none(came_ms: int | None) -> None:
     value = b'{"user": "u", "item": "a", "event": "view"}'
