@@ -17,6 +17,7 @@ from npu_gr.core.request import (
     Write,
     Written,
 )
+from npu_gr.core.time_order import OnUnsorted, oldest_first
 from npu_gr.features.base import FailurePolicy, HistoryStore, StoredHistory
 from npu_gr.features.named_actions import difference
 from npu_gr.features.prefix_history_cache import PrefixHistoryCache
@@ -34,6 +35,7 @@ class Histories:
         on_failure: FailurePolicy,
         metrics: Metrics,
         action_names: Callable[[], Sequence[str]] = tuple,
+        on_unsorted: Callable[[], OnUnsorted] = lambda: "refuse",
     ) -> None:
         """Read nothing yet.
 
@@ -44,6 +46,7 @@ class Histories:
             on_failure: what a request gets whose history cannot be read.
             metrics: where degraded reads are counted.
             action_names: of the ranker in service; none = nobody says what the numbers of actions mean.
+            on_unsorted: what becomes of a delta that begins before its base ends.
         """
         self.store = store
         self.cache = cache
@@ -51,6 +54,7 @@ class Histories:
         self._on_failure = on_failure
         self._metrics = metrics
         self._action_names = action_names
+        self._on_unsorted = on_unsorted
         self._num_named = 0  # actions that the store is known to have under our names
         self._num_erasures = 0  # begun or ended
 
@@ -72,6 +76,7 @@ class Histories:
 
         Raises:
             UnknownPrefix: a delta continues a prefix that is not known here.
+            Unprocessable: a delta begins before its base ends, and that is to be refused.
             BadRequest: the request brings no history, and there is no store.
             StoreFailed: the store failed, and the configuration has nothing to put in its place.
         """
@@ -79,7 +84,9 @@ class Histories:
             base = self.cache.find(user, ref.base)
             if base is None:
                 raise UnknownPrefix("base: unknown here or forgotten; send the whole history")
-            return (base if ref.events is None else base + ref.events), 0
+            if ref.events is None:
+                return base, 0
+            return oldest_first(base + ref.events, self._on_unsorted(), "history", base=len(base)), 0
         if ref.events is not None:
             return ref.events, 0
         if self.store is None:

@@ -79,7 +79,7 @@ async def instance(
         shared = Shared(
             settings=settings,
             versions=versions,
-            histories=_histories(config, store, versions, metrics),
+            histories=_histories(settings, store, versions, metrics),
             vectors=None if config.match is None else ServedVectors(config.match, backend),
             scheduler=scheduler,
             metrics=metrics,
@@ -216,7 +216,8 @@ async def check_store(store: HistoryStore, versions: Versions, config: Config) -
         )
 
 
-def _histories(config: Config, store: HistoryStore | None, versions: Versions, metrics: Metrics) -> Histories:
+def _histories(settings: InForce, store: HistoryStore | None, versions: Versions, metrics: Metrics) -> Histories:
+    config = settings.config
     cache = PrefixHistoryCache(config.service.known_prefix_bytes)
     cache.resize(config.service.known_prefix_bytes, config.admission.tenant_weights)
     return Histories(
@@ -226,6 +227,7 @@ def _histories(config: Config, store: HistoryStore | None, versions: Versions, m
         config.features.on_failure,
         metrics,
         lambda: () if versions.rankers is None else versions.rankers.current.model.actions,
+        lambda: settings.config.service.unsorted_history,
     )
 
 
