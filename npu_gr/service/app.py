@@ -40,7 +40,7 @@ from npu_gr.server.tracing import spans
 from npu_gr.service.admin import CatalogueOfGenerator, VectorsOfMatch
 from npu_gr.service.build import open_generation, open_ranking
 from npu_gr.service.config import Config, InForce
-from npu_gr.service.job_table import Shared, build_jobs, coverage_rule
+from npu_gr.service.job_table import Shared, build_jobs, cascade_of, coverage_rule
 from npu_gr.service.naming import ServedNames
 from npu_gr.service.reload import Reload
 from npu_gr.service.service import Parts, Service
@@ -118,6 +118,7 @@ async def instance(
                 brownout=brownout,
                 histories=shared.histories,
                 coverage=coverage,
+                cascade=cascade_of(jobs),
                 read=read,
                 open_ranking=lambda new, old: open_ranking(new, backend, scheduler, metrics, old),
                 open_generation=lambda new, old: open_generation(new, backend, scheduler, metrics, old),
