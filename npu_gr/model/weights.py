@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from npu_gr.core.errors import CheckpointError
+from npu_gr.core.names import value_name
 from npu_gr.core.private import as_public_as
 from npu_gr.core.request import I64
 from npu_gr.model.config import HSTUConfig, take_pinned, write_keys
@@ -113,7 +114,7 @@ def load(folder: Path) -> Checkpoint:
     ids: I64 = item_ids.numpy().astype(np.int64)
     if len(np.unique(ids)) != len(ids) or (ids < 0).any():
         raise CheckpointError(f"checkpoint {folder}: {ITEM_IDS} must be distinct and not negative")
-    names = about.action_names or tuple(f"{value:g}" for value in about.action_values)
+    names = about.action_names or tuple(map(value_name, about.action_values))
     if names and (len(names) != len(about.model.actions) or len(set(names)) != len(names)):
         raise CheckpointError(f"checkpoint {folder}: action_names: one for each of {len(about.model.actions)} actions")
     return Checkpoint(

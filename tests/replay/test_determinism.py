@@ -15,7 +15,6 @@ from npu_gr.replay.log import LoggedHistory, QueryRecord
 from npu_gr.replay.options import ReplayOptions
 from npu_gr.replay.report import Report
 from npu_gr.replay.run import replay
-from npu_gr.server.codec.base import Shown
 from tests.models import events
 from tests.serving import FIRST_ID, serving
 
@@ -57,7 +56,7 @@ async def run(folder: Path, name: str, sections: dict[str, Any], **options: Any)
         serve = service.serve
 
         async def spilled(
-            kind: Kind[Q, A], request: Q, budget_s: float, slot: Slot | None = None, shown: Shown | None = None
+            kind: Kind[Q, A], request: Q, budget_s: float, slot: Slot | None = None, shown: object = None
         ) -> A:
             """Wait until spills are in DRAM before the next request comes: a busy machine gives them no time."""
             answer = await serve(kind, request, budget_s, slot, shown)

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 from npu_gr.core.errors import ConfigError
+from npu_gr.core.names import value_name
 from npu_gr.core.settings import Count, Positive
 from npu_gr.features.interactions import Interactions, ItemValues
 from npu_gr.model.config import HSTUConfig, ItemFeature
@@ -180,7 +181,7 @@ def _new_model(
                 )
                 for f in features
             ),
-            actions=log.action_names or tuple(f"{value:g}" for value in log.action_values),
+            actions=log.action_names or tuple(map(value_name, log.action_values)),
             tasks=tuple(task.name for task in tasks),
             dim=options.dim,
             num_layers=options.num_layers,
