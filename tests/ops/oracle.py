@@ -5,7 +5,7 @@ No torch here: the sanitised run imports this file.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -146,4 +146,9 @@ class BeamFork(NamedTuple):
             assert np.array_equal(got, want)
 
 
-Case = MaskedTopk | Cost | CsrGatherTopk | BeamFork
+class Case(Protocol):
+    """An input of one op, with what it must give."""
+
+    def check(self, twin: Twin) -> object:
+        """Run it on the twin; raise where the answer is wrong or the twin complains."""
+        ...
