@@ -20,12 +20,14 @@ import torch
 from torch import Tensor, nn
 
 from npu_gr.backend.base import accumulator
+from npu_gr.backend.best_items import Best, Hidden
 from npu_gr.backend.calls import Choices, HstuCall, Over, TopkCall
 from npu_gr.backend.graphs import Graphs
 from npu_gr.backend.npu import ops as ascend_ops
 from npu_gr.backend.npu.device import Npu, NpuNotFound, find
 from npu_gr.backend.npu.hstu import MAX_TARGETS, PagedHstu
-from npu_gr.backend.npu.limits import fork_limit, topk_limit
+from npu_gr.backend.npu.items import best_items
+from npu_gr.backend.npu.limits import fork_limit, items_limit, topk_limit
 from npu_gr.backend.tiles import natural
 from npu_gr.backend.torch_ops import TorchOps
 from npu_gr.core.errors import ConfigError
@@ -73,6 +75,7 @@ class NPUBackend(TorchOps):
         self.ops = {
             "beam_topk": own,
             "beam_fork": own,
+            "best_items": own,
             "hstu_attention": "mxrec" if self._paged else "torch",
             "graphs": "acl_graph" if self._graphs else "none",
         }
@@ -168,6 +171,15 @@ class NPUBackend(TorchOps):
         rows: Sequence[Tensor],
     ) -> tuple[Tensor, ...]:
         return self._graphs.row_wise(owner, what, work, rows) if self._graphs else work(*rows)
+
+    def best_items(self, queries: Tensor, items: Tensor, k: int, hidden: Hidden | None) -> Best:
+        """Search by `masked_topk` and bits of what is hidden, where the native operators are."""
+        if not self._is_native or not len(items) or not len(queries):
+            return super().best_items(queries, items, k, hidden)
+        if limit := items_limit(k):
+            self.fell_back("best_items", limit)
+            return super().best_items(queries, items, k, hidden)
+        return best_items(queries, items, k, hidden, self.upload)
 
     # ---- HSTU
 
