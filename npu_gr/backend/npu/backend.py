@@ -67,6 +67,7 @@ class NPUBackend(TorchOps):
         self._copies = self._runtime.Stream()
         ascend_ops.register()
         self._is_native = native != "off" and self._load(native == "require", folder)
+        self.gathers_head = not self._is_native  # it would wait, and gather on the AI CPU
         self._paged = self._find_paged()
         graph = getattr(self._runtime, "NPUGraph", None)  # only newer versions have it
         self._graphs = Graphs(self._runtime, graph, self.fell_back) if graph else None
@@ -162,6 +163,11 @@ class NPUBackend(TorchOps):
         columns = None if codes is None else (codes.start, codes.stop)
         found = self._graphs.run(follow.code, (call.width, call.over, columns, call.scale), select, inputs)
         return Choices(*(out.clone() for out in found))
+
+    def order_of(self, numbers: Tensor) -> Tensor:
+        """Sort by rank, for the vector cores sort fractions alone: int64 would go to the AI CPU."""
+        smaller = numbers[None, :] < numbers[:, None]
+        return torch.argsort(smaller.float().sum(1), stable=True)
 
     def row_wise(
         self,
