@@ -137,7 +137,7 @@ def train_rank(
 ) -> None:
     """Train an HSTU ranker on a LOG, and print its figures beside the baselines'.
 
-    LOG is the folder of a dataset, which npu-gr prepare made of any log, or a file: .inter or .jsonl.
+    LOG is the folder of a dataset, which npu-gr prepare made of any log, or a file: .inter, .jsonl or .json.
     """
     import torch
     from rich.console import Console

@@ -21,10 +21,11 @@ from npu_gr.catalogue.items import UNKNOWN, ItemVocabulary
 from npu_gr.catalogue.tokens import Tokens, tokenize
 from npu_gr.core.errors import DeviceError, NpuGrError, Unprocessable
 from npu_gr.core.names import ActionNames
-from npu_gr.core.request import F32, I64, Events, ModelInfo, Outcome, RankAnswer, RankRequest, Reason, UserKey, Verdict
+from npu_gr.core.request import F32, I64, ModelInfo, Outcome, RankAnswer, RankRequest, Reason, UserKey, Verdict
 from npu_gr.core.settings import Count, Positive
 from npu_gr.engine.rank_engine import RankEngine, RankPass, RankScores
 from npu_gr.jobs.base import Call
+from npu_gr.jobs.histories import History
 from npu_gr.jobs.in_use import InUse
 from npu_gr.metrics.registry import Metrics
 from npu_gr.relay.relay import Lease, Relay
@@ -97,24 +98,24 @@ class Ranking:
         """External ids by row, int64 [num_items]."""
         return self.vocabulary.ids
 
-    def tokenize(self, events: Events, first_index: int) -> Tokens:
+    def tokenize(self, history: History) -> Tokens:
         """Turn behaviours into the tokens that the ranker reads.
 
         Args:
-            events: of the user, oldest first.
-            first_index: index of the first event in the user's whole history.
+            history: of the user.
 
         Raises:
             Unprocessable: an action that the model does not know, or an unknown item where those are refused.
         """
         tokens = tokenize(
-            events,
+            history.events,
             self.vocabulary,
             len(self.model.actions),
             max_tokens=self.max_events,
             cut_step_tokens=self._config.cut_step_tokens,
             refuse_unknown=self._config.unknown_items == "refuse",
-            first_index=first_index,
+            first_index=history.first_index,
+            name=history.fingerprint,
         )
         self._metrics.rank.history_read(tokens.report)
         return tokens

@@ -33,7 +33,7 @@ from npu_gr.jobs.versions import Versions
 from npu_gr.metrics.registry import Metrics
 from npu_gr.metrics.registry.reloads import Reloaded
 from npu_gr.replay.recorder import Recorder
-from npu_gr.server.recording import RecordingService, add_record_routes
+from npu_gr.server.recording import OwnRecorder, RecordingService, add_record_routes
 from npu_gr.server.routes import build_web_app
 from npu_gr.server.run import on_hangup, serve
 from npu_gr.server.tracing import spans
@@ -132,7 +132,7 @@ async def instance(
         tracing = stack.enter_context(spans(config.server))
         served = RecordingService(service, recorder) if recorder else service
         app = build_web_app(served, config.server, metrics, tracing)
-        add_record_routes(app, recorder)
+        add_record_routes(app, OwnRecorder(recorder))
         await stack.enter_async_context(running(service.watch()))
         yield app, service
 
@@ -268,4 +268,4 @@ def observe(metrics: Metrics, settings: InForce, scheduler: Scheduler, service: 
             }
         )
         metrics.reloads.loaded(Reloaded.CATALOGUE)
-        metrics.generate.observe_catalogue(service.catalogue.info, service.catalogue.num_paths)
+        metrics.generate.observe_catalogue(lambda: versions.generator().items.info(), service.catalogue.num_paths)

@@ -79,8 +79,9 @@ def shown(config: Config | RouterConfig, path: Path, overrides: Sequence[str] = 
         path, overrides: of which.
     """
     table = settings.to_table(config)
-    origins = settings.gather(path, type(config), overrides, os.environ).origins
-    if table.get("calibration") and "calibration" not in {one.partition(".")[0] for one in origins}:
+    gathered, origins = settings.gather(path, type(config), overrides, os.environ)
+    if table.get("calibration") and gathered.get("calibration") is None:
+        origins.pop("calibration", None)  # `calibration:` without a value
         origins |= {f"calibration.{key}": str(beside(path)) for key in table["calibration"]}
     return "".join(_lines(table, origins, "", ""))
 

@@ -131,7 +131,7 @@ async def test_long_histories_and_many_users_go_through(tmp_path: Path) -> None:
             done = await writer.write_many(batch)
             added = [one.num_added for one in done if isinstance(one, Written)]
             assert added == ([0] * 901 if turn else [20_000, *(number % 40 for number in range(900))])
-        stored = (await service.parts.histories.read(UserKey("t", "long"), HistoryRef(), 99_999))[0]
+        stored = (await service.parts.histories.read(UserKey("t", "long"), HistoryRef(), 99_999)).events
         assert stored.fingerprint() == history.fingerprint()
         replaced = [one._replace(mode=Mode.REPLACE, events=one.events[:9000]) for one in batch]
         assert all(map(ingest.is_ok, await writer.write_many(replaced)))

@@ -14,8 +14,7 @@ from aiohttp import web
 from npu_gr.core.errors import BadRequest
 from npu_gr.core.logs import newest_lines
 from npu_gr.server.debug.bundle import environment, packed
-from npu_gr.server.debug.profile import MAX_S, MIN_S, Profiler
-from npu_gr.server.debug.stacks import all_stacks
+from npu_gr.server.debug.profile import MAX_S, MIN_S
 
 DEFAULT_S = 10.0
 
@@ -23,14 +22,22 @@ DEFAULT_S = 10.0
 class DebugRoutes:
     """The three routes."""
 
-    def __init__(self, own_texts: Callable[[], Awaitable[Mapping[str, str]]]) -> None:
+    def __init__(
+        self,
+        own_texts: Callable[[], Awaitable[Mapping[str, str]]],
+        stacks: Callable[[], Awaitable[str]],
+        profile: Callable[[float], Awaitable[str]],
+    ) -> None:
         """Make nothing yet.
 
         Args:
             own_texts: the process's files of a bundle, by name.
+            stacks: of all threads and tasks.
+            profile: of so many seconds.
         """
         self._own_texts = own_texts
-        self._profiler = Profiler()
+        self._all_stacks = stacks
+        self._take_profile = profile
 
     def routes(self) -> list[web.RouteDef]:
         return [
@@ -40,7 +47,7 @@ class DebugRoutes:
         ]
 
     async def _stacks(self, _: web.Request) -> web.Response:
-        return web.Response(text=await _all_stacks())
+        return web.Response(text=await self._all_stacks())
 
     async def _profile(self, request: web.Request) -> web.Response:
         given = request.query.get("seconds", str(DEFAULT_S))
@@ -50,12 +57,12 @@ class DebugRoutes:
             seconds = 0.0
         if not MIN_S <= seconds <= MAX_S:
             raise BadRequest(f"seconds: {given[:32]!r} is not {MIN_S} to {MAX_S}")
-        return web.Response(text=await self._profiler.profile(seconds))
+        return web.Response(text=await self._take_profile(seconds))
 
     async def _bundle(self, _: web.Request) -> web.Response:
         texts = {
             **await self._own_texts(),
-            "stacks.txt": await _all_stacks(),
+            "stacks.txt": await self._all_stacks(),
             "log.txt": "".join(f"{line}\n" for line in newest_lines()),
             "environment.json": await asyncio.to_thread(environment),
         }
@@ -63,7 +70,3 @@ class DebugRoutes:
         body = await asyncio.to_thread(packed, texts, name)
         headers = {"Content-Disposition": f'attachment; filename="{name}.tar.gz"'}
         return web.Response(body=body, content_type="application/gzip", headers=headers)
-
-
-async def _all_stacks() -> str:
-    return await asyncio.to_thread(all_stacks, asyncio.get_running_loop())

@@ -9,6 +9,7 @@ import re
 import tarfile
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -61,9 +62,13 @@ async def test_the_bundle_is_whole_and_names_nobody(tmp_path: Path) -> None:
 
 async def test_credentials_stay_in_the_process(tmp_path: Path) -> None:
     async with serving(tmp_path, watched=False) as (client, service):
-        table = service.effective_config()
+        table = await service.effective_config()
         table["features"]["url"] = "redis://me:s3cret@db:6379/0"
-        service.effective_config = lambda: table  # type: ignore[method-assign]
+
+        async def with_a_password() -> dict[str, Any]:
+            return table
+
+        service.effective_config = with_a_password  # type: ignore[method-assign]
         assert "redis://***@db:6379/0" in await (await client.get("/debug/config")).text()
         files = unpacked(await (await client.get("/debug/bundle")).read())
     assert "redis://***@db:6379/0" in files["config.json"]
