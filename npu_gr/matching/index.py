@@ -46,10 +46,7 @@ class ExactIndex:
         self._items = torch.from_numpy(np.ascontiguousarray(items)).to(backend.device)
 
     def search(self, queries: Tensor, k: int, hidden: Hidden | None = None) -> Best:
-        device = self._items.device
-        if hidden is not None:
-            hidden = Hidden(*(part.to(device) for part in hidden))
-        found = self._backend.best_items(queries.to(device), self._items, k, hidden)
+        found = self._backend.best_items(self._backend.upload(queries.numpy()), self._items, k, hidden)
         return Best(found.scores.cpu(), found.items.cpu())
 
 
