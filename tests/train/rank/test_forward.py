@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from npu_gr.model.hstu import HSTU, Segment
-from npu_gr.train.rank.forward import EncodedHistories, HistoryBatch, dropout
+from npu_gr.train.rank.forward import EncodedHistories, HistoryBatch, _look_up, dropout
 from tests.models import CPU, Request, tiny_model
 
 LENGTHS = (57, 1, 40)
@@ -116,6 +116,17 @@ def test_dropout_changes_rows_and_gradients_flow_everywhere() -> None:
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None, name
         assert parameter.grad.abs().sum() > 0, name
+
+
+def test_the_gradient_of_a_look_up_is_autograds() -> None:
+    random = torch.Generator().manual_seed(0)
+    table = torch.randn(2, 9, dtype=torch.float64, generator=random, requires_grad=True)
+    columns = torch.randint(0, 8, (50,), generator=random)
+    weights = torch.randn(2, 50, dtype=torch.float64, generator=random)
+    got, want = (
+        torch.autograd.grad((rows * weights).sum(), table)[0] for rows in (_look_up(table, columns), table[:, columns])
+    )
+    torch.testing.assert_close(got, want)
 
 
 def test_dropout_keeps_the_mean_and_drops_its_share() -> None:
