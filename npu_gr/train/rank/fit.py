@@ -20,7 +20,7 @@ from npu_gr.train.generate.codes import item_vectors
 from npu_gr.train.rank.losses import batch_loss
 from npu_gr.train.rank.options import TrainOptions
 from npu_gr.train.rank.tasks import Task, make_labels
-from npu_gr.train.rank.validation import likelihood
+from npu_gr.train.rank.validation import next_item_likelihood
 from npu_gr.train.steps import EarlyStopping, EpochTrainer, TrainingProgress
 
 NEIGHBOURS = 5  # two items of a history stand near each other if they are at most so many events apart
@@ -29,12 +29,15 @@ ITEM_NOISE = 0.005  # standard deviation of what is added to the item embeddings
 CLICK_AFTER = 0.1  # share of the training before which the retrieval's softmax says nothing yet to draw from
 
 
+GivesUp = Callable[[float, float], bool]  # (share of the epochs, mean log-probability on the validation) -> end it
+
+
 class Fitted(NamedTuple):
     """A trained ranker, in evaluation mode."""
 
     model: HSTU
     num_epochs: int  # that it was trained for
-    likelihood: float  # mean log-probability of the validation's next items; NaN without a validation
+    curve: tuple[float, ...]  # mean log-probability of the validation's next items after each epoch; empty = none
 
 
 def fit(
@@ -46,6 +49,7 @@ def fit(
     stage: str,
     progress: Callable[[TrainingProgress], None],
     num_epochs: int | None = None,
+    gives_up: GivesUp = lambda *_: False,
 ) -> Fitted:
     """Train a model. The same arguments and number of threads give the same bits.
 
@@ -59,6 +63,7 @@ def fit(
         stage: names the training in its progress.
         progress: called after every step.
         num_epochs: end after so many; the learning rate falls as if there were all. None = all.
+        gives_up: asked after every epoch with a validation.
 
     Raises:
         DataError: a task has only one class, or the loss is not finite.
@@ -80,7 +85,8 @@ def fit(
     )
     is_judged = bool(validation) and model.config.retrieval
     stopping = EarlyStopping(options.patience)
-    best = Fitted(model, 0, math.nan)
+    curve: list[float] = []
+    best, best_epochs = model, 0
     for epoch in range(options.epochs if num_epochs is None else num_epochs):
         parts = list(batches(log, windows(log, options.window_tokens, random), options.batch_tokens, random))
         trainer.run_epoch(
@@ -90,13 +96,14 @@ def fit(
                 model, auxiliary, batch, labels, options, with_click=trainer.done_ratio >= CLICK_AFTER
             ),
         )
-        found = likelihood(log, trainer.averaged.eval(), validation) if is_judged else math.nan
-        if not is_judged or stopping.is_best(math.exp(found)):
-            best = Fitted(copy.deepcopy(trainer.averaged), epoch + 1, found)
-        if stopping.is_over:
+        if is_judged:
+            curve.append(float(next_item_likelihood(log, trainer.averaged.eval(), validation).mean()))
+        if not is_judged or stopping.is_best(math.exp(curve[-1])):
+            best, best_epochs = copy.deepcopy(trainer.averaged), epoch + 1
+        if is_judged and (stopping.is_over or gives_up((epoch + 1) / options.epochs, curve[-1])):
             break
-    best.model.eval().freeze_items()
-    return best
+    best.eval().freeze_items()
+    return Fitted(best, best_epochs, tuple(curve))
 
 
 def new_model(

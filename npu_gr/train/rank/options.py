@@ -39,6 +39,10 @@ class TrainOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         Meta(description="one logit each, e.g. [{name: click}, {name: buy, actions: [purchase]}]; null: by the log"),
     ] = None
 
+    budget_s: Annotated[
+        float, Meta(ge=0.0, description="seconds of a search for better settings on the validation; 0 = these settings")
+    ] = 0.0
+
     dim: Annotated[Count, Meta(description="width of a token")] = 64
     num_layers: Annotated[Count, Meta(description="attention layers")] = 2
     num_heads: Annotated[Count, Meta(description="attention heads")] = 2
@@ -106,5 +110,4 @@ class TrainOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 DEMO = TrainOptions()
 QUICK = TrainOptions(epochs=6)
 """Two CPU minutes for 100,000 events, the refit included."""
-LONG = TrainOptions(split="leave-one-out")
-PRESETS = {"demo": DEMO, "quick": QUICK, "long": LONG}
+PRESETS = {"demo": DEMO, "quick": QUICK}

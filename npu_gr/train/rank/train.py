@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from npu_gr.core.errors import ConfigError
 from npu_gr.features.interactions import Interactions, ItemValues
 from npu_gr.model.order import Order
 from npu_gr.model.weights import Checkpoint
@@ -25,10 +26,12 @@ from npu_gr.train.baselines import Baseline, Markov, MatrixFactorisation, Means,
 from npu_gr.train.data import InteractionLog, NextItem, build_log
 from npu_gr.train.next_item import sample_targets
 from npu_gr.train.rank.evaluate import Evaluation, evaluate_baseline, evaluate_ranker
-from npu_gr.train.rank.fit import Fitted, fit
+from npu_gr.train.rank.fit import Fitted, GivesUp, fit
 from npu_gr.train.rank.options import TrainOptions
 from npu_gr.train.rank.order import count_transitions, fit_order, retrieved_lists
+from npu_gr.train.rank.search import Searched, search
 from npu_gr.train.rank.tasks import ChosenTasks, check_actions, choose_tasks, make_labels
+from npu_gr.train.rank.validation import event_likelihood
 from npu_gr.train.steps import TrainingProgress
 
 
@@ -66,15 +69,23 @@ def train_rank(
     check_actions(whole)
     log = whole if options.evaluate_on == "test" else whole.only_trained(options.split)
     chosen = choose_tasks(log) if options.tasks is None else ChosenTasks(options.tasks, "as told")
-    make_labels(log, chosen.tasks)  # what is wrong with the tasks is said of the trained events, validation included
+    labels = make_labels(log, chosen.tasks)  # what is wrong with them is said of all trained events
     click = next((task.name for task in chosen.tasks if task.is_next_item), None)
     held_out = hold_out(log, options) if click is not None else HeldOut(log, [])
+    if options.budget_s and not held_out.targets:
+        raise ConfigError("budget_s: no user has two trained events and a next item to predict: nothing to search on")
 
-    fitted = fit(held_out.log, item_features, chosen.tasks, options, held_out.targets, "ranker: train", progress)
+    def train(tried: TrainOptions, stage: str, gives_up: GivesUp) -> Fitted:
+        return fit(
+            held_out.log, item_features, chosen.tasks, tried, held_out.targets, stage, progress, gives_up=gives_up
+        )
+
+    searched = search(options, train, lambda found: event_likelihood(log, found.model, held_out.targets, labels))
+    fitted = searched.fitted
     counted = None if click is None else count_transitions(held_out.log, click)
     order = None if counted is None else _fit_order(fitted, counted, held_out, options)
     num_served = len(whole.items) if options.refit else int(held_out.log.trained.sum())
-    evaluation = _evaluate(fitted, order, counted, log, held_out, chosen, num_served, options, progress)
+    evaluation = _evaluate(searched, order, counted, log, held_out, chosen, num_served, options, progress)
     checkpoint = Checkpoint(
         model=fitted.model,
         item_ids=log.item_ids,
@@ -87,7 +98,9 @@ def train_rank(
     evaluated(checkpoint)
     if options.refit:
         everything = whole.all_trained()
-        again = fit(everything, item_features, chosen.tasks, options, [], "ranker: refit", progress, fitted.num_epochs)
+        again = fit(
+            everything, item_features, chosen.tasks, searched.options, [], "ranker: refit", progress, fitted.num_epochs
+        )
         if order is not None:
             order = replace(count_transitions(everything, order.task), weights=order.weights)
         checkpoint = replace(checkpoint, model=again.model, order=order)
@@ -120,7 +133,7 @@ def _fit_order(fitted: Fitted, counted: Order, held_out: HeldOut, options: Train
 
 
 def _evaluate(
-    fitted: Fitted,
+    searched: Searched,
     order: Order | None,
     counted: Order | None,
     log: InteractionLog,
@@ -140,7 +153,7 @@ def _evaluate(
     targets = sample_targets(log.next_items(), options.test_users, options.seed)
     ranker, parts = evaluate_ranker(
         log,
-        fitted.model,
+        searched.fitted.model,
         likes,
         targets,
         order=order,
@@ -157,7 +170,7 @@ def _evaluate(
         num_next=len(targets),
         tasks=chosen.reason,
         auc_task="" if first is None else chosen.tasks[first].name,
-        fitting=_in_words(fitted, order, len(held_out.targets), options),
+        fitting=_in_words(searched, order, len(held_out.targets)),
         ranker=ranker,
         parts=parts,
         baselines=tuple(evaluate_baseline(valued, baseline, likes, targets) for baseline in baselines),
@@ -166,11 +179,11 @@ def _evaluate(
     )
 
 
-def _in_words(fitted: Fitted, order: Order | None, num_users: int, options: TrainOptions) -> str:
+def _in_words(searched: Searched, order: Order | None, num_users: int) -> str:
     if order is None:
-        return f"trained for all of {options.epochs} epochs: there is no validation"
+        return f"trained for all of {searched.options.epochs} epochs: there is no validation"
     weights = ", ".join(f"{name} {weight:.2f}" for name, weight in order.weights.items())
-    return (
-        f"on the last trained event of {num_users:,} users: epoch {fitted.num_epochs} of {options.epochs} is the best; "
-        f"order: {weights}"
-    )
+    epochs = f"epoch {searched.fitted.num_epochs} of {searched.options.epochs} is the best"
+    changed = ", ".join(f"{name}={value:g}" for name, value in searched.changes.items()) or "what was asked for"
+    tried = f"; of {searched.num_trials} settings tried: {changed}" if searched.options.budget_s else ""
+    return f"on the last trained event of {num_users:,} users: {epochs}{tried}; order: {weights}"
