@@ -34,7 +34,7 @@ class Retrieved(NamedTuple):
     """The retrieval's softmax at every event of a batch: the event's own item against the others."""
 
     u: Tensor  # float32 [M, dim]
-    table: Tensor  # float32 [num_items, dim] embedded items
+    own: Tensor  # float32 [M] logit of the event's own item
     items: Tensor  # int64 [n] rows of the items in the softmax, ascending
     partition: Tensor  # float32 [M] log of the sum over the others, as if the whole catalogue were among them
     shares: Tensor  # float32 [M, n] softmax of the others; 0 for the event's own item and what the window had before
@@ -65,8 +65,7 @@ def batch_loss(
     if labels.click_task is None:
         return loss
     found = retrieve(model, rows[:, :, -1], batch, options)
-    own = (found.u * found.table[batch.items[batch.valid]]).sum(-1)
-    loss = loss + (torch.logaddexp(found.partition, own) - own).mean()
+    loss = loss + (torch.logaddexp(found.partition, found.own) - found.own).mean()
     if with_click and options.click_weight:
         loss = loss + options.click_weight * _click_loss(model, encoded, labels.click_task, found, batch, options)
     return loss
@@ -106,15 +105,19 @@ def retrieve(model: HSTU, following: Tensor, batch: Batch, options: TrainOptions
     """
     num_items = model.config.num_items
     u = dropout(model.user_vectors(following[batch.valid]), options.vector_dropout)
-    table = model.embed_items(torch.arange(num_items))
-    items = torch.arange(num_items)
-    if num_items > options.max_softmax_items:
+    own_items = batch.items[batch.valid]
+    if num_items <= options.max_softmax_items:
+        items = torch.arange(num_items)
+        table = model.embed_items(items)
+        own = table[own_items]
+    else:
         items = torch.unique(torch.randint(num_items, (options.num_negatives,)))  # of equal size, any set is as likely
+        table = model.embed_items(items)
+        own = model.embed_items(own_items)
     every = torch.arange(batch.items.shape[1], dtype=torch.int32)
     is_closed = _first_places(batch, items)[:, None] <= every[:, None]  # at its own place: the event's own item
-    shown = table if len(items) == num_items else table[items]
-    partition, shares = _Partition.apply(u, shown, is_closed[batch.valid])  # type: ignore[no-untyped-call]
-    return Retrieved(u, table, items, partition + math.log(num_items / len(items)), shares)
+    partition, shares = _Partition.apply(u, table, is_closed[batch.valid])  # type: ignore[no-untyped-call]
+    return Retrieved(u, (u * own).sum(-1), items, partition + math.log(num_items / len(items)), shares)
 
 
 class _Partition(torch.autograd.Function):
@@ -158,7 +161,7 @@ def _click_loss(
 ) -> Tensor:
     some = _sample_places(batch.valid, options.click_ratio)
     true = batch.items.gather(1, some)[..., None]
-    drawn, log_weight = draw_candidates(found, batch, some, model.config.num_items, options.num_click_draws)
+    drawn, log_weight = draw_candidates(model, found, batch, some, options.num_click_draws)
     rows = encoded.rows(torch.cat([true, drawn], dim=-1), some)
     logits = model.task_logits(rows)[..., task]
     counted = logits + torch.cat([torch.zeros_like(log_weight[..., :1]), log_weight], dim=-1)
@@ -167,31 +170,31 @@ def _click_loss(
 
 
 @torch.no_grad()
-def draw_candidates(
-    found: Retrieved, batch: Batch, some: Tensor, num_items: int, num_draws: int
-) -> tuple[Tensor, Tensor]:
+def draw_candidates(model: HSTU, found: Retrieved, batch: Batch, some: Tensor, num_draws: int) -> tuple[Tensor, Tensor]:
     """Draw items for some events: so many from the retrieval's softmax, and as many from the whole catalogue.
 
     A draw counts for 1 / (times that it is expected), whichever of the two it comes from. So the draws, each as many
     times as it counts, add up to every item but the event's own and those before it, on average.
 
     Args:
+        model: embeds the items.
         found: the retrieval's softmax.
         batch: the events.
         some: int64 [B, T] index of the events to draw for.
-        num_items: of the catalogue.
         num_draws: from each source.
 
     Returns:
         int64 [B, T, C] item rows, and float32 [B, T, C] the log of the number of items that each draw represents:
         -inf for a draw that does not count.
     """
+    num_items = model.config.num_items
     row_of = (batch.valid.flatten().cumsum(0) - 1).clamp(min=0).view_as(batch.valid)
     rows = row_of.gather(1, some)
     likely = torch.multinomial(found.shares[rows.flatten()], num_draws, replacement=True)
     anything = torch.randint(num_items, (*some.shape, num_draws))
     drawn = torch.cat([found.items[likely].view(*some.shape, -1), anything], dim=-1)
-    share = ((found.u[rows][..., None, :] * found.table[drawn]).sum(-1) - found.partition[rows][..., None]).exp()
+    logits = (found.u[rows][..., None, :] * model.embed_items(drawn)).sum(-1)
+    share = (logits - found.partition[rows][..., None]).exp()
     log_weight = -(num_draws * (share + 1 / num_items)).log()
     before = torch.arange(batch.items.shape[1]) <= some[..., None]  # [B, T, N], the event itself included
     is_closed = ((drawn[..., None] == batch.items[:, None, None, :]) & before[:, :, None, :]).any(-1)

@@ -99,7 +99,7 @@ def test_draws_stand_for_every_other_unseen_item(model: HSTU, batch: Batch, opti
     runs = 1500
     for _ in range(runs):
         found = retrieve(model, rows, batch, options)
-        drawn, log_weight = draw_candidates(found, batch, some, NUM_ITEMS, 4)
+        drawn, log_weight = draw_candidates(model, found, batch, some, 4)
         counts.scatter_add_(2, drawn, log_weight.exp() / runs)
     for user, column in batch.valid.gather(1, some).nonzero().tolist():
         want = torch.zeros(NUM_ITEMS)

@@ -74,6 +74,25 @@ def test_the_checkpoint_says_what_it_is_and_can_be_served(tmp_path: Path) -> Non
     assert seen[-1].done == seen[-1].total == found.num_next
 
 
+def test_what_is_kept_for_validation_and_test_is_not_trained_on() -> None:
+    log = planted()
+    last_two = np.zeros(len(log), np.bool_)
+    for user in range(60):
+        last_two[np.flatnonzero(log.users == user)[-2:]] = True
+    others = dataclasses.replace(
+        log,
+        items=np.where(last_two, (log.items + 70) % (10 * NUM_ITEMS), log.items),
+        values=np.where(last_two, 6 - log.values, log.values),
+    )
+    one, other = (train_rank(events, [], TINY)[0] for events in (log, others))
+    weights = one.model.state_dict()
+    assert all(torch.equal(weights[name], tensor) for name, tensor in other.model.state_dict().items())
+    assert one.order is not None
+    assert other.order is not None
+    assert np.array_equal(one.order.log_prob, other.order.log_prob)
+    assert one.order.weights != other.order.weights
+
+
 def newest_item(log: Interactions) -> Interactions:
     """Let every user's last event have an item that no earlier event has."""
     last = len(log) - 1 - np.unique(log.users[::-1], return_index=True)[1]
