@@ -48,7 +48,7 @@ class ExactIndex:
     def search(self, queries: Tensor, k: int, hidden: Hidden | None = None) -> Best:
         device = self._items.device
         if hidden is not None:
-            hidden = Hidden(*(part.to(device) for part in hidden))
+            hidden = hidden.to(device)
         found = self._backend.best_items(queries.to(device), self._items, k, hidden)
         return Best(found.scores.cpu(), found.items.cpu())
 
