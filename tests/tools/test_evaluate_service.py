@@ -64,7 +64,7 @@ async def test_it_counts_what_the_service_answers(tmp_path: Path) -> None:
         assert sum(found.outcomes.values()) == 6
         with (tmp_path / "out").open("w") as out:
             Console(file=out, width=120).print(found.table())
-        assert "recommend: both" in (tmp_path / "out").read_text()
+        assert "recommend: all of them, order rank" in (tmp_path / "out").read_text()
     server = {"api_keys_file": write_keys(tmp_path / "keys")}
     async with serving(tmp_path, watched=False, **sections, server=server) as (client, _):
         url = str(client.make_url("/"))
