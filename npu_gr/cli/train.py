@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import msgspec
 
     from npu_gr.train.generate.train import GenerateOptions
-    from npu_gr.train.rank.train import TrainOptions
+    from npu_gr.train.rank.options import TrainOptions
 
     Presets = Mapping[str, msgspec.Struct]
 
@@ -50,9 +50,9 @@ def _override(
 
 
 def _rank_presets() -> Mapping[str, TrainOptions]:
-    from npu_gr.train.rank.train import DEMO, LONG, QUICK
+    from npu_gr.train.rank.options import PRESETS
 
-    return {"demo": DEMO, "quick": QUICK, "long": LONG}
+    return PRESETS
 
 
 def _generate_presets() -> Mapping[str, GenerateOptions]:
