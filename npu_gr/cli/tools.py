@@ -180,8 +180,9 @@ def judge(
     from npu_gr.dataset.log import read_log
     from npu_gr.features.interactions import movielens_100k
     from npu_gr.tools.choose_cascade import choose_over_http, write
-    from npu_gr.tools.evaluate_service import evaluate, next_events
+    from npu_gr.tools.evaluate_service import evaluate
     from npu_gr.train.data import to_train_on
+    from npu_gr.train.next_event import next_events
 
     async def work() -> None:
         events = read_log(log or movielens_100k())

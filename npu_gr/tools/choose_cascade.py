@@ -19,8 +19,9 @@ from npu_gr.core.kinds import RECOMMEND
 from npu_gr.core.names import answered_ids
 from npu_gr.core.request import SourceName
 from npu_gr.service.config import load
-from npu_gr.tools.evaluate_service import AT_ONCE, MISSED, EvaluationClient, NextEventCase
+from npu_gr.tools.evaluate_service import AT_ONCE, EvaluationClient
 from npu_gr.train.cascade import TOP, CascadeChoice, CascadeWay, cascade_ways, choose_way
+from npu_gr.train.next_event import MISSED, NextEventCase
 
 
 async def choose_over_http(

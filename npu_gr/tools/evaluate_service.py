@@ -16,94 +16,26 @@ from __future__ import annotations
 
 import asyncio
 import time
-from base64 import b64encode
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
 import numpy as np
-import numpy.typing as npt
 from rich.table import Table
 
 from npu_gr.access.calling import calling_context, calling_headers
 from npu_gr.core.errors import Unavailable
 from npu_gr.core.kinds import KINDS, RECOMMEND
 from npu_gr.core.names import answered_ids
-from npu_gr.features.interactions import Interactions
 from npu_gr.train.cascade import why
 from npu_gr.train.metrics import F64, hit_ratio, ndcg
+from npu_gr.train.next_event import MISSED, NextEventCase, raw_column
 
 TOP = 10  # items that count as recommended
 AT_ONCE = 2  # cases in flight
 PATIENCE_S = 60.0  # how long a request that is refused for load is sent again
-MISSED = float("inf")  # the place of an item that was not answered
 UNRANKED = "unranked"  # the outcome of a recommend whose rank failed
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NextEventCase:
-    """A user's history, oldest first, and the event that came next."""
-
-    user: str
-    items: list[int]  # ids
-    values: list[float]
-    actions: list[str | float]  # names
-    timestamps: list[int]  # unix seconds
-    target: int  # the item of the next event
-    happened_at: int  # unix seconds of the next event
-
-    def body(self, tenant: str) -> dict[str, Any]:
-        """The part of a request body that every route reads: the user and the history.
-
-        Args:
-            tenant: a tenant of its own keeps the requests of one way from warming the cache of another.
-        """
-        return {
-            "user_id": self.user,
-            "tenant": tenant,
-            "history": {
-                "items": _raw(self.items),
-                "actions": self.actions,
-                "timestamps": self.timestamps,
-            },
-        }
-
-
-def next_events(log: Interactions, known: npt.NDArray[np.bool_], num_users: int | None = None) -> list[NextEventCase]:
-    """One case for each user who has known events and then others: the first of these others.
-
-    Args:
-        log: n events.
-        known: [n] the events that the models may have seen.
-        num_users: keep so many cases at most, drawn at random (seed 0); None = all.
-    """
-    cases = []
-    for user, name in enumerate(log.user_names):
-        mine = log.users == user
-        own = log[mine]
-        at = int(known[mine].sum())
-        if 0 < at < len(own):
-            cases.append(
-                NextEventCase(
-                    user=name,
-                    items=own.items[:at].tolist(),
-                    values=own.values[:at].tolist(),
-                    actions=_names(own.values[:at], log.action_names),
-                    timestamps=own.timestamps[:at].tolist(),
-                    target=int(own.items[at]),
-                    happened_at=int(own.timestamps[at]),
-                )
-            )
-    if num_users is None or num_users >= len(cases):
-        return cases
-    chosen = np.random.default_rng(0).choice(len(cases), num_users, replace=False)
-    return [cases[index] for index in sorted(chosen.tolist())]
-
-
-def _names(values: npt.NDArray[np.float64], names: Sequence[str]) -> list[str | float]:
-    """Name the action of each value; a value of a log without names stands for its own."""
-    return [names[int(value)] if names else value for value in values.tolist()]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -209,7 +141,7 @@ async def evaluate(
                 asked: dict[str, dict[str, Any]] = {
                     "recommend": {**at, "num_items": TOP, "exclude_seen": True},
                     **{way: _source_alone(way, size, case) for way, size in sources.items()},
-                    "rank": {**at, "candidates": _raw(unseen), "top_k": TOP},
+                    "rank": {**at, "candidates": raw_column(unseen), "top_k": TOP},
                 }
                 was_retrieved = False
                 for way, of_way in asked.items():
@@ -243,14 +175,9 @@ async def evaluate(
 def _source_alone(source: str, num_items: int, case: NextEventCase) -> dict[str, Any]:
     """Ask one source: by its own route, or by a cascade of it that ranks nothing."""
     if source in KINDS:
-        return {"num_items": num_items, "deny_items": _raw(case.items)}
+        return {"num_items": num_items, "deny_items": raw_column(case.items)}
     alone = {"sources": [source], "order": "retrieval", "exclude_seen": True}
     return {"num_items": num_items, "timestamp": case.happened_at, **alone}
-
-
-def _raw(items: Sequence[int]) -> str:
-    """Write ids as a raw column: a list would be read as names."""
-    return b64encode(np.array(items, "<i8").tobytes()).decode()
 
 
 class EvaluationClient:

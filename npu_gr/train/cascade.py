@@ -1,8 +1,8 @@
 """Choose what a cascade asks and how it orders, by the next items of users whom no model was trained on.
 
 Every way to ask is a set of the configured sources and an order. Half of the users choose: the way with the highest
-NDCG@10, of equals the one with fewer stages. The other half say what that way is worth beside each part alone, with
-paired intervals, because the best of many looks better on its own users than it is.
+NDCG@10, if it is measurably better than the configured one, which else stays. The other half say what it is worth
+beside each part alone, with paired intervals, because the best of many looks better on its own users than it is.
 """
 
 from __future__ import annotations
@@ -88,13 +88,16 @@ def choose_way(places: Mapping[CascadeWay, F64], configured: CascadeWay, seed: i
 
     Args:
         places: way -> [users] place of the right item, from 0; inf = not answered. At least two users.
-        configured: one of the ways.
+        configured: one of the ways; it stays unless another is measurably better.
         seed: draws the half.
     """
     num_users = len(places[configured])
     chooses = np.zeros(num_users, np.bool_)
     chooses[np.random.default_rng(seed).permutation(num_users)[: (num_users + 1) // 2]] = True
     best = max(places, key=lambda way: ndcg(places[way][chooses], TOP))  # of equals the first: fewer stages
+    each = {way: ndcg_of_each(places[way][chooses], TOP) for way in (best, configured)}
+    if difference_of_users(each[best], each[configured]).low <= 0:
+        best = configured
     shown = [best, configured, *(way for way in places if way.order == "retrieval" and len(way.sources) == 1)]
     judged = {way: places[way][~chooses] for way in dict.fromkeys(shown)}
     rows = [

@@ -10,8 +10,9 @@ import pytest
 from npu_gr.core.errors import ConfigError, Unavailable
 from npu_gr.service.config import load
 from npu_gr.tools.choose_cascade import choose_over_http, write
-from npu_gr.tools.evaluate_service import evaluate, next_events
+from npu_gr.tools.evaluate_service import evaluate
 from npu_gr.train.cascade import CascadeChoice, CascadeWay
+from npu_gr.train.next_event import next_events
 from tests.models import tiny_order
 from tests.serving import FIRST_ID, serving, write_checkpoint
 from tests.tools.test_evaluate_service import log

@@ -14,7 +14,8 @@ from rich.console import Console
 
 from npu_gr.core.errors import Unavailable
 from npu_gr.features.interactions import Interactions
-from npu_gr.tools.evaluate_service import EvaluationClient, evaluate, next_events
+from npu_gr.tools.evaluate_service import EvaluationClient, evaluate
+from npu_gr.train.next_event import next_events
 from tests.keys import secret, write_keys
 from tests.server.test_recommend_over_http import NUM_ITEMS, section
 from tests.serving import FIRST_ID, serving

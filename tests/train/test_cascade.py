@@ -58,9 +58,12 @@ def test_a_stage_that_hurts_is_named_and_one_that_does_not_is_not() -> None:
     assert [line.partition(" hurts")[0] for line in hurts] == ["source trunk", "source match", "order rank"]
 
 
-def test_of_equal_ways_the_one_with_fewer_stages() -> None:
+def test_the_configured_way_stays_unless_another_is_measurably_better() -> None:
+    whole = CascadeWay(("trunk", "match"), "fused")
     ways = dict.fromkeys(cascade_ways(["trunk", "match"], has_order=True), places(0.3, 1))
-    assert choose_way(ways, CascadeWay(("trunk", "match"), "fused")).way == CascadeWay(("trunk",), "retrieval")
+    ways[CascadeWay(("trunk",), "fitted")] = places(0.31, 1)
+    assert choose_way(ways, whole).way == whole
+    assert [row.way for row in choose_way(ways, whole).rows].count(whole) == 1
 
 
 def test_the_sentence_says_what_the_interval_says() -> None:
