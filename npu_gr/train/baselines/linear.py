@@ -123,7 +123,7 @@ class EASE:
 class Spectrum(NamedTuple):
     """The largest singular values of N, best first. k = values.
 
-        N = Du^-1/2 [X_1 | w X_2] Di^-item_exponent
+        N = Du^-1/2 X Di^-item_exponent
 
     Du and Di count the edges of users and items.
     """
@@ -131,22 +131,19 @@ class Spectrum(NamedTuple):
     users: Tensor  # float32 [num_users, k]
     values: Tensor  # float32 [k]
     items: Tensor  # float32 [num_items, k]
-    columns: Tensor  # float32 [num_items] what each item's column is multiplied by: Di^-item_exponent, and w
+    columns: Tensor  # float32 [num_items] what each item's column is multiplied by: Di^-item_exponent
 
 
-def spectrum(graph: Graph, item_exponent: float, num_values: int, num_first: int = 0, others: float = 1.0) -> Spectrum:
+def spectrum(graph: Graph, item_exponent: float, num_values: int) -> Spectrum:
     """Decompose, until it has converged.
 
     Args:
         graph: who has what.
         item_exponent: of an item's edges, by which its column is divided.
         num_values: most singular values.
-        num_first: the first items, whose columns have the weight 1.
-        others: w, weight of the columns after them.
     """
     of_users, of_items = (np.maximum(degrees, 1).astype(np.float32) for degrees in graph.degrees())
     columns: F32 = of_items ** np.float32(-item_exponent)
-    columns[num_first:] *= np.float32(others)
     values: F32 = of_users[graph.users] ** np.float32(-0.5) * columns[graph.items]
     places = torch.from_numpy(np.stack([graph.users, graph.items]))
     shape = (graph.num_users, graph.num_items)

@@ -15,10 +15,9 @@ from npu_gr.train.graph import Graph
 from npu_gr.train.match.domains import MatchData
 
 EXPONENTS = (0.0, 0.5)  # of users and of items, of ItemKNN
-RIDGES = (1.0, 10.0, 100.0)  # of EASE
+RIDGES = (10.0, 100.0, 1000.0)  # of EASE
 ITEM_EXPONENT = 0.25  # of the decomposition
 FILTERS = ((8, 1.0), (16, 1.0), (32, 1.0), (64, 1.0), (64, 3.0))  # singular values, and their power for the users
-SOURCE_WEIGHTS = (1.0, 0.5)  # of the source's block beside the target's
 
 Fit = Callable[[MatchData], Tuned[LinearModel] | None]
 
@@ -51,14 +50,14 @@ def ease(data: MatchData, both: bool) -> Tuned[EASE] | None:
 def pure_svd(data: MatchData, both: bool) -> Tuned[PureSVD]:
     """Decompose and choose, on both domains or on the target."""
     graph = _joined(data, both)
-    num_items = data.target.num_items
 
     def candidates() -> Iterator[Candidate[PureSVD]]:
-        for weight in SOURCE_WEIGHTS if both else (1.0,):
-            found = spectrum(graph, ITEM_EXPONENT, max(FILTERS)[0], num_items, weight)
-            for num_values, power in FILTERS:
-                words = f"{num_values} values to the power {power:g}" + (f", source x {weight:g}" if both else "")
-                yield Candidate(words, partial(PureSVD, found, num_items, num_values, power))
+        # Both domains have the same weight: the users to validate on have more target edges than others, and would have
+        # the source count for less than it is worth to those who need it.
+        found = spectrum(graph, ITEM_EXPONENT, max(FILTERS)[0])
+        for num_values, power in FILTERS:
+            make = partial(PureSVD, found, data.target.num_items, num_values, power)
+            yield Candidate(f"{num_values} values to the power {power:g}", make)
 
     return tune(candidates(), data.target.degrees()[1], data.judge())
 
