@@ -495,7 +495,7 @@ class MatchRequest:
     user: UserKey
     history: HistoryRef = field(default_factory=HistoryRef)  # of the target domain; without a base
     num_items: int
-    exclude_seen: bool = True  # leave out the items of the history, and of the training data
+    exclude_seen: bool = True  # leave out the items of the history and of the training data, and twins of the source's
     allow_items: I64 | None = None  # [n] external ids; None = all
     deny_items: I64 | None = None
     vectors_version: str | None = None
