@@ -11,7 +11,7 @@ import yaml
 
 from npu_gr.cli.main import main
 from npu_gr.router.config import load as load_router
-from npu_gr.service.config import ServerConfig
+from npu_gr.server.config import ServerConfig
 from tests.sources import ROOT
 
 DEPLOY = ROOT / "deploy"
