@@ -161,7 +161,7 @@ class Matcher:
         """Search all items, for many queries at once."""
         vectors = torch.from_numpy(np.stack([self._vector(query) for query in queries]))
         hidden = Hidden.of([query.hidden for query in queries])
-        best = index.search(vectors, max(query.k for query in queries), hidden)
+        best = self._index.search(vectors, max(query.k for query in queries), hidden)
         answers = []
         for query, rows, scores in zip(queries, best.items.numpy(), best.scores.numpy(), strict=True):
             num_found = min(query.k, int(np.count_nonzero(rows >= 0)))
