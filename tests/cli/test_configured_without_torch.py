@@ -1,4 +1,4 @@
-"""What needs no model works without torch, which only the extra `serve` brings."""
+"""What reads a configuration and needs no model works without torch, which only the extra `serve` brings."""
 
 from __future__ import annotations
 
