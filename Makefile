@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 CODE := npu_gr tests ops setup.py dashboards docs .ci/check_files
 WORDS := $(CODE) docs README.md CHANGELOG.md CONTRIBUTING.md SECURITY.md configs deploy Makefile pyproject.toml .ci .github
 
-.PHONY: docs demo test lint format ruff types words native files security images lock sbom bench monitor acceptance-npu kernels clean
+.PHONY: docs demo test lint format ruff types words native files security images lock sbom bench monitor has-prometheus acceptance-npu kernels clean
 
 demo: $(VENV)/installed
 	$(BIN)/npu-gr --log-level WARNING demo
@@ -75,8 +75,10 @@ format: $(VENV)/installed
 	@if [ -x $(BIN)/clang-format ]; then find ops tests npu_gr -name '*.h' -o -name '*.c' -o -name '*.cpp' | xargs $(BIN)/clang-format -i; fi
 
 # the demo's service under replay, Prometheus (Debian: apt-get install prometheus), the dashboards to open
-monitor: $(VENV)/installed
+monitor: has-prometheus $(VENV)/installed
 	$(BIN)/npu-gr --log-level WARNING monitor
+has-prometheus:
+	@command -v prometheus > /dev/null || { echo "make monitor needs the program prometheus: apt-get install prometheus"; exit 1; }
 
 bench: $(VENV)/installed
 	$(BIN)/npu-gr bench rank

@@ -229,9 +229,10 @@ def monitor(
 ) -> None:
     """Serve the demo's models under replay until Ctrl-C, beside a Prometheus and with dashboards to open."""
     from npu_gr.tools.demo import make
-    from npu_gr.tools.monitor import check_prometheus, run
+    from npu_gr.tools.monitor import check_machine, run
 
-    check_prometheus()  # before anything is trained
+    # before anything is trained
+    check_machine({"--port": port, "--admin-port": admin_port, "--prometheus-port": prometheus_port})
     console = _wide_console()
     made = make(folder.resolve(), console, overrides, threads)
     run_async(lambda: run(made, console, port, admin_port, prometheus_port))
