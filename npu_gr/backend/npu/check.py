@@ -74,7 +74,7 @@ def _cases(name: str) -> Iterator[list[Any]]:
                 yield [logits.to(dtype), mask, k, numbers(rows)]
     elif name == "csr_gather_topk":
         for dtype in (torch.float32, torch.float16, torch.bfloat16):
-            for rows, codes, k in ((1, 4096, 128), (128, 300, 512)):
+            for rows, codes, k in ((1, 4096, 128), (128, 300, 512), (4, 9000, 512)):  # the last fills the buffer
                 degree = ints(codes // 2, rows)
                 lo = (degree + 3).cumsum(0).int() - degree - 3
                 code = torch.cat([torch.randperm(codes, generator=generator)[: d + 3].sort().values for d in degree])
