@@ -15,8 +15,8 @@ from typing import NamedTuple
 
 import torch
 
-from npu_gr.backend.choose import BackendName
 from npu_gr.backend.cpu.library import NativeError, load
+from npu_gr.backend.names import BackendName
 from npu_gr.backend.npu import device as npu_device
 from npu_gr.backend.npu import ops as ascend_ops
 from npu_gr.backend.npu import versions

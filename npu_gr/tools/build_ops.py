@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -31,8 +32,8 @@ def build_cpu(out: Path | None = None) -> Path:
     Raises:
         ConfigError: there is no compiler, or it refuses; the message has its words.
     """
-    compiler = os.environ.get("CXX") or next(filter(None, map(shutil.which, COMPILERS)), None)
-    if compiler is None:
+    compiler = shlex.split(os.environ.get("CXX", "")) or [found for found in map(shutil.which, COMPILERS) if found][:1]
+    if not compiler:
         raise ConfigError("no C++ compiler: CXX is not set, and none of c++, g++, clang++ is in PATH")
     sources = shipped.path("ops/cpu")
     target = (out or cpu_library.LIBRARY.parent) / cpu_library.LIBRARY.name
@@ -40,7 +41,7 @@ def build_cpu(out: Path | None = None) -> Path:
     files = sorted(str(path) for path in sources.glob("*.cpp"))
     made = target.with_suffix(".tmp")
     _make_folder(target.parent)
-    command = [compiler, *flags, "-shared", "-fPIC", "-static-libgcc", "-static-libstdc++", *files, "-o", str(made)]
+    command = [*compiler, *flags, "-shared", "-fPIC", "-static-libgcc", "-static-libstdc++", *files, "-o", str(made)]
     try:
         _run(command, "the compiler")
         made.replace(target)  # a library that a process has loaded stays whole
