@@ -12,7 +12,6 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -24,12 +23,12 @@ extern "C" __global__ __aicore__ void nothing(GM_ADDR x, uint32_t n) { KERNEL_TA
 """
 
 
-def on_device(*arguments: str, **variables: str) -> dict[str, Any]:
-    command = [sys.executable, "-m", "tests.ops.pretended.on_device", *arguments]
+def on_device(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
     environment = toolkit.installed().environment(**variables)
+    command = [sys.executable, "-m", *arguments]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return dict(json.loads(done.stdout.splitlines()[-1])) | {"stderr": done.stderr}
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return done
 
 
 def built() -> Path:
@@ -37,15 +36,28 @@ def built() -> Path:
 
 
 def test_build_sh_builds_a_library_whose_operators_are_right() -> None:
-    found = on_device(str(built()), NPU_GR_TRACE_LAUNCHES="1")
-    assert found["soc"] == "Ascend910B3"
-    assert found["wrong"] == {}
-    assert found["not_refused"] == {}
+    done = on_device("tests.ops.pretended.on_device", str(built()), "0", NPU_GR_TRACE_LAUNCHES="1")
+    assert json.loads(done.stdout.splitlines()[-1]) == [{"wrong": {}, "not_refused": {}}]
     note = json.loads(built().with_suffix(".json").read_text())
     assert (note["cann"], note["torch_npu"], note["soc"]) == (90100, toolkit.VERSION, toolkit.SOC)
     for kernel in ("csr_norm_bf16", "csr_select_f16", "csr_merge", "beam_fork", "masked_topk_f32", "merge_rows"):
-        assert f"npu_gr: {kernel} on " in found["stderr"]
-        assert f"npu_gr: {kernel} ended with 0" in found["stderr"]
+        assert f"npu_gr: {kernel} on " in done.stderr
+        assert f"npu_gr: {kernel} ended with 0" in done.stderr
+
+
+def test_the_doctor_is_well_and_the_backend_runs_the_operators() -> None:
+    """`NPUBackend` over torch_npu's names, each op against its definition: through the binding, to the kernels."""
+    libraries = {"PRETENDED_LIBRARIES": str(built().parent)}
+    answer = json.loads(on_device("npu_gr", "doctor", "--backend", "npu", "--json", **libraries).stdout)
+    checks = {check["name"]: check for check in answer["checks"]}
+    assert answer["ok"]
+    assert checks["NPU: device"]["found"] == "Ascend910B3, npu:0"
+    assert checks["NPU: CANN"]["found"].startswith("9.1.0, at ")
+    assert "newer than" in checks["Ascend C versions"]["found"], "Huawei names no CANN for it yet"
+    assert checks["Ascend C csr_gather_topk"]["found"] == "as defined"
+    assert checks["npu: beam_topk"]["found"].startswith("ascend_c; ")
+    assert {check["state"] for check in checks.values()} == {"ok", "missing"}
+    assert [name for name, check in checks.items() if check["state"] == "missing"] == ["Ascend driver"]
 
 
 def test_each_mistake_of_the_host_code_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -58,10 +70,9 @@ def test_each_mistake_of_the_host_code_is_seen(tmp_path: Path, monkeypatch: pyte
     switch.write_text(mutate.SWITCH)
     library = tmp_path / built().name
     toolkit.bind(sources, library, "-include", str(switch))
-    seen = {}
-    for number, fault in enumerate(faults.HOST_FAULTS):
-        found = on_device(str(library), str(number))
-        seen[fault.name] = [*found["wrong"].values(), *found["not_refused"].values()]
+    done = on_device("tests.ops.pretended.on_device", str(library), str(len(faults.HOST_FAULTS)))
+    each = zip(faults.HOST_FAULTS, json.loads(done.stdout.splitlines()[-1]), strict=True)
+    seen = {fault.name: [*found["wrong"].values(), *found["not_refused"].values()] for fault, found in each}
     assert "csr_" in seen["lo and degree swapped"][0] or "differs" in seen["lo and degree swapped"][0]
     assert "GM that is no longer allocated" in seen["the workspace is not kept until the launch"][0]
     assert "taken" in seen["any strides are taken"]

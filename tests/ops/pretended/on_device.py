@@ -1,6 +1,7 @@
-"""`on_device.py LIBRARY [FAULT]`: a process on the pretended machine; prints as JSON what the operators got wrong.
+"""`on_device.py LIBRARY FAULTS`: a process on the pretended machine; prints as JSON what the operators got wrong.
 
-Run with `Toolkit.environment()`. FAULT is the number of a mistake that was planted in the library.
+Run with `Toolkit.environment()`. FAULTS is how many mistakes were planted in the library: each is switched on in its
+turn, or none for 0.
 """
 
 from __future__ import annotations
@@ -74,19 +75,26 @@ def not_refused(device: torch.device) -> dict[str, str]:
     return found
 
 
-def main(library: str, fault: str = "-1") -> None:
-    """Load the library, switch the fault on, run every operator."""
+def found(device: torch.device) -> dict[str, dict[str, str]]:
+    """Run every operator and every bad call."""
+    wrong: dict[str, str] = {}
+    try:
+        wrong = {name: why for name, why in disagreements(device) if why}
+    except RuntimeError as error:
+        wrong["error"] = str(error)
+    return {"wrong": wrong, "not_refused": not_refused(device)}
+
+
+def main(library: str, faults: str) -> None:
+    """Load the library and run it, with each fault on in its turn."""
     npu = find()
     ascend_ops.load_library(Path(library))
-    if fault != "-1":
-        ctypes.CDLL(library).npu_gr_mutate(int(fault))
+    told = []
     with npu.runtime.stream(npu.runtime.Stream()):
-        wrong: dict[str, str] = {}
-        try:
-            wrong = {name: why for name, why in disagreements(npu.device) if why}
-        except RuntimeError as error:
-            wrong["error"] = str(error)
-        told = {"soc": npu.soc, "version": npu.version, "wrong": wrong, "not_refused": not_refused(npu.device)}
+        for number in range(int(faults)) or [-1]:
+            if number >= 0:
+                ctypes.CDLL(library).npu_gr_mutate(number)
+            told.append(found(npu.device))
     sys.stdout.write(json.dumps(told) + "\n")
 
 
