@@ -83,9 +83,10 @@ has-prometheus:
 bench: $(VENV)/installed
 	$(BIN)/npu-gr bench rank
 
-# on a machine with an Ascend NPU, CANN's set_env.sh sourced and torch_npu beside torch: parity, then a latency table
+# On a machine with an Ascend NPU, CANN's set_env.sh sourced, torch_npu beside torch, the operators built (docs/ascend.md):
+# every operator and whole requests in processes of their own, times, and a file for a report; then the tests marked npu
 acceptance-npu:
-	$(PYTHON) -m npu_gr doctor --backend npu --acceptance
+	$(PYTHON) -m npu_gr doctor --backend npu --acceptance --bundle npu_gr-acceptance.tar.gz
 	TORCH_DEVICE_BACKEND_AUTOLOAD=0 $(PYTHON) -m pytest -q -m npu tests
 
 # the Triton kernels without a device: interpreted against the reference, compiled for sm_90, lowered for Ascend 910B;
