@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 CODE := npu_gr tests ops setup.py dashboards docs .ci/check_files
 WORDS := $(CODE) docs README.md CHANGELOG.md CONTRIBUTING.md SECURITY.md configs deploy Makefile pyproject.toml .ci .github
 
-.PHONY: docs demo test lint format ruff types words native files security lock sbom bench monitor acceptance-npu kernels clean
+.PHONY: docs demo test lint format ruff types words native files security images lock sbom bench monitor acceptance-npu kernels clean
 
 demo: $(VENV)/installed
 	$(BIN)/npu-gr --log-level WARNING demo
@@ -24,7 +24,7 @@ docs: $(VENV)/installed
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 # everything that needs no run of the code; each part is a target of its own, and a hook of .pre-commit-config.yaml
-lint: ruff types words native files security
+lint: ruff types words native files security images
 
 ruff: $(VENV)/installed
 	$(BIN)/ruff check $(CODE)
@@ -45,6 +45,10 @@ native: $(VENV)/installed
 
 files: $(VENV)/installed
 	$(BIN)/python .ci/check_files
+
+# the image, without a builder
+images: $(VENV)/installed
+	$(BIN)/hadolint deploy/Dockerfile
 
 # ruff's S rules again, by the tool that they come from; what is minor there is in ruff's alone
 security: $(VENV)/installed
