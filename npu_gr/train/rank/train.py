@@ -22,7 +22,7 @@ from npu_gr.core.errors import ConfigError
 from npu_gr.features.interactions import Interactions, ItemValues
 from npu_gr.model.order import Order
 from npu_gr.model.weights import Checkpoint
-from npu_gr.train.baselines import Baseline, Markov, MatrixFactorisation, Means, Popularity
+from npu_gr.train.baselines import MatrixFactorisation, Means, fit_baselines
 from npu_gr.train.data import InteractionLog, NextItem, build_log
 from npu_gr.train.next_item import sample_targets
 from npu_gr.train.rank.evaluate import Evaluation, evaluate_baseline, evaluate_ranker
@@ -149,7 +149,8 @@ def _evaluate(
     valued = log
     if first is not None and chosen.tasks[first].actions:  # an index is no value; being a positive is
         valued = replace(log, action_values=(0.0, 1.0), action_names=(), actions=likes.astype(np.int64))
-    baselines: list[Baseline] = [Popularity(log), Markov(log), Means(valued), MatrixFactorisation(valued, options.seed)]
+    simple = fit_baselines(log, options.split, options.seed)
+    baselines = [*simple.fitted, Means(valued), MatrixFactorisation(valued, options.seed)]
     targets = sample_targets(log.next_items(), options.test_users, options.seed)
     ranker, parts = evaluate_ranker(
         log,
@@ -170,7 +171,7 @@ def _evaluate(
         num_next=len(targets),
         tasks=chosen.reason,
         auc_task="" if first is None else chosen.tasks[first].name,
-        fitting=_in_words(searched, order, len(held_out.targets)),
+        fitting="\n".join([_in_words(searched, order, len(held_out.targets)), *simple.left_out]),
         ranker=ranker,
         parts=parts,
         baselines=tuple(evaluate_baseline(valued, baseline, likes, targets) for baseline in baselines),
