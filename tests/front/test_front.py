@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import json
 import math
+import socket
 import time
 from typing import Any
 
@@ -388,3 +389,20 @@ async def test_texts_that_are_no_unicode_are_the_callers_fault() -> None:
         with pytest.raises(Unprocessable, match="not Unicode"):
             await remote.serve(KINDS["rank"], request, 1.0)
         assert remote._open == {}
+
+
+async def test_an_engine_that_only_starts_is_none_yet() -> None:
+    """A connection is there as soon as its process is; until it has said Hello, nothing is sent into the void."""
+    async with fronted(FakeService(ALL)) as rig:
+        await rig.unlink()
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        with theirs:
+            rig.supervisors[0].send("engine", sockets=[theirs])
+        await until(lambda: rig.fronts[0]._peer is not None)
+        status, headers, _ = await send(rig, KINDS["rank"])
+        assert (status, headers["X-NpuGr-Not-Taken"]) == (503, "1")
+        await rig.workers.connect(0, ours)
+        front = rig.fronts[0]._service
+        assert front is not None
+        await until(lambda: front.is_ready()[0])
+        assert (await send(rig, KINDS["rank"]))[0] == 200

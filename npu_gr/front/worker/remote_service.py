@@ -100,7 +100,8 @@ class RemoteService:
             door: of this worker.
         """
         self.door = door
-        self.state: frames.StateFrame | None = None
+        self.state: frames.StateFrame | None = None  # that an engine told last
+        self._is_told = False  # by the present one
         self._actions: dict[str, ActionNames | None] = {}
         self._peer: Peer | None = None
         self._heard_at = 0.0
@@ -117,8 +118,9 @@ class RemoteService:
         self._heard_at = time.monotonic()
 
     def lost(self) -> None:
-        """The engine is gone: nothing that it had will be answered."""
+        """The engine is gone: nothing that it had will be answered, and nothing that it said holds for the next one."""
         self._peer = None
+        self._is_told = False
         for one in list(self._open.values()):
             if not one.future.done():
                 one.future.set_exception(_not_taken(one.kind))
@@ -150,6 +152,7 @@ class RemoteService:
                     one.future.set_result(frame.body)
             case frames.StateFrame():
                 self.state = frame
+                self._is_told = True
                 self._actions = {
                     version: None if names is None else ActionNames(names) for version, names in frame.actions.items()
                 }
@@ -232,7 +235,7 @@ class RemoteService:
         return [] if self.state is None else list(self.state.models)
 
     def is_ready(self) -> tuple[bool, str]:
-        if self._peer is None or self.state is None:
+        if self._peer is None or self.state is None or not self._is_told:
             return False, "the engine does not run"
         if time.monotonic() - self._heard_at > SILENT_S:
             return False, f"the engine has said nothing for {SILENT_S:g} s"

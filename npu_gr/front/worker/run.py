@@ -60,6 +60,7 @@ class FrontWorker:
         self._is_over = asyncio.Event()
         self._exit_code = 0
         self._peer: Peer | None = None
+        self._is_greeted = False  # by the engine, which then is ready for calls
         self._service: RemoteService | None = None
         self._keys_and_door: tuple[Any, Door] | None = None
         self._reports: Reports | None = None
@@ -87,17 +88,20 @@ class FrontWorker:
             sockets = iter(message.sockets)
             self._sockets = [[next(sockets) for _ in range(count)] for count in message.values]
         elif message.name == "engine":
-            peer = Peer("the engine", self._received, lambda why: self._lost(peer, why))
-            await asyncio.get_running_loop().create_unix_connection(lambda: peer, sock=message.sockets[0])
+            if self._peer is not None:  # its end has not been seen yet
+                self._lost(self._peer, "")
+            peer = Peer("the engine", lambda frame: self._received(peer, frame), lambda why: self._lost(peer, why))
             self._peer = peer
+            self._is_greeted = False
             self._early.clear()
-            if self._service is not None:
-                self._service.connected(peer)
+            await asyncio.get_running_loop().create_unix_connection(lambda: peer, sock=message.sockets[0])
             peer.send(frames.HelloFrame(frames.BUILD, os.getpid(), self._number))
 
     # ---- the engine
 
-    def _received(self, frame: Any) -> None:
+    def _received(self, peer: Peer, frame: Any) -> None:
+        if peer is not self._peer:
+            return  # of an engine that is gone
         if self._service is not None:
             self._service.heard()
         match frame:
@@ -113,6 +117,9 @@ class FrontWorker:
     def _greeted(self, hello: frames.HelloFrame) -> None:
         if hello.build != frames.BUILD or hello.settings is None:
             raise ValueError(f"it is of build {hello.build}, this is {frames.BUILD}")
+        self._is_greeted = True  # an engine that only starts has not said so
+        if self._service is not None and self._peer is not None:
+            self._service.connected(self._peer)
         if not self._settings.done():
             self._settings.set_result(hello.settings)
         elif hello.settings != self._settings.result():
@@ -133,14 +140,15 @@ class FrontWorker:
     def _lost(self, peer: Peer, why: str) -> None:
         if self._peer is not peer:
             return
-        log.error("the engine is gone%s", f": {why}" if why else "")
+        if self._is_greeted:
+            log.error("the engine is gone%s", f": {why}" if why else "")
         self._peer = None
         if self._service is not None:
             self._service.lost()
 
     def _send(self, frame: Any) -> bool:
         """Send a frame, or none at all; returns whether there is an engine."""
-        if self._peer is None:
+        if self._peer is None or not self._is_greeted:
             return False
         if frame is not None:
             self._peer.send(frame)
@@ -171,7 +179,7 @@ class FrontWorker:
             reports = self._reports = Reports(door, entrance, metrics, made[0], app.get(TLS), self._send)
             self._keys_and_door = entrance.keys, door
             self._service = service
-            if self._peer is not None:
+            if self._peer is not None and self._is_greeted:
                 service.connected(self._peer)
                 for frame in self._early:
                     service.received(frame)
