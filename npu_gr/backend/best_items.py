@@ -7,11 +7,14 @@ by item row, so equal scores give the same answer in any block size and batch.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from npu_gr.core.request import I64
 
 BLOCK_SCORES = 1 << 18  # float32 scores of a block, over all queries: 1 MiB
 MIN_BLOCK_ITEMS = 2048
@@ -26,10 +29,20 @@ class Best(NamedTuple):
 
 
 class Hidden(NamedTuple):
-    """Pairs (query, item row) that a search must not find."""
+    """Pairs (query, item row) that a search must not find; on the host."""
 
     queries: Tensor  # int64 [n]
     items: Tensor  # int64 [n], ascending
+
+    @classmethod
+    def of(cls, rows: Sequence[I64]) -> Hidden | None:
+        """Hide the item rows [n] that stand for each query; None = there is none. On the host."""
+        items = np.concatenate(rows)
+        if not len(items):
+            return None
+        order = np.argsort(items, kind="stable")
+        queries = np.repeat(np.arange(len(rows)), [len(own) for own in rows])
+        return cls(torch.from_numpy(queries[order]), torch.from_numpy(items[order]))
 
 
 def top_k(queries: Tensor, items: Tensor, k: int, hidden: Hidden | None = None, block_items: int | None = None) -> Best:
@@ -42,9 +55,11 @@ def top_k(queries: Tensor, items: Tensor, k: int, hidden: Hidden | None = None, 
         hidden: pairs to leave out.
         block_items: items of a block; None = as many as fit a cache.
     """
+    if hidden is not None:
+        hidden = Hidden(*(part.to(items.device) for part in hidden))
     num_queries = len(queries)
     size = min(MAX_BLOCK_ITEMS, max(MIN_BLOCK_ITEMS, BLOCK_SCORES // max(1, num_queries)))
-    size = min(block_items or size, len(items))
+    size = max(1, min(block_items or size, len(items)))
     kept = _Candidates(num_queries, k, queries.device)
     buffer = queries.new_empty(size, num_queries)
     for start in range(0, len(items), size):

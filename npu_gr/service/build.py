@@ -32,7 +32,8 @@ from npu_gr.engine.page_jobs import PageJobs
 from npu_gr.engine.rank_engine import RankEngine
 from npu_gr.engine.sanity import check_generator, check_weights
 from npu_gr.engine.scheduler import Scheduler
-from npu_gr.jobs.generation import GenerateConfig, Generation, warm_up
+from npu_gr.jobs.config import GenerateConfig
+from npu_gr.jobs.generation import Generation, warm_up
 from npu_gr.jobs.ranking import Ranking
 from npu_gr.jobs.served_catalogue import ServedCatalogue
 from npu_gr.kv.arena import KVArena
@@ -107,6 +108,9 @@ async def open_ranking(
     if beside is not None and checkpoint.version == beside.version:
         return _renamed(beside, names)
     shape = checkpoint.model.config
+    if config.recommend is not None:
+        has_order = checkpoint.order is not None
+        config.recommend.check_ranker(str(config.checkpoint), retrieves=shape.retrieval, has_order=has_order)
     layout = kv_layout(shape, config, checkpoint, backend)
     if beside is None:
         test_pages = layout.pages(SELF_TEST_TOKENS)
@@ -157,7 +161,7 @@ async def open_ranking(
             tenant_weights=config.admission.tenant_weights,
         )
         observe_relay(metrics, RANK.name, engine, pool, dram, relay)
-        return Ranking(config.service, model, vocabulary, engine, relay, metrics, names)
+        return Ranking(config.service, model, vocabulary, engine, relay, metrics, names, checkpoint.order)
 
     return Prepared(activate, actions=model.actions, vocabulary=vocabulary)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -9,10 +10,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from npu_gr.train.metrics import F64, hit_ratio, hits, ndcg, ndcg_of_each
+from npu_gr.core.request import I64
+from npu_gr.train.metrics import F64, auc, auc_terms, hit_ratio, hits, ndcg, ndcg_of_each
 from npu_gr.train.next_item import NextItemRanks
 
 REPLICATES = 10_000
+NORMAL = 1.96  # deviations on each side that hold 95 % of a normal distribution
 K = 10
 _BLOCK = 250  # replicates at a time
 
@@ -72,6 +75,30 @@ def _difference(mean: float, means: F64) -> Difference:
     return Difference(mean, float(low), float(high), float(min(1.0, max(p, 1 / REPLICATES))))
 
 
+def difference_of_auc(ours: F64, theirs: F64 | None, labels: npt.NDArray[np.bool_], users: I64) -> Difference | None:
+    """Compare two AUCs of the same events, or one with 0. A user's events depend on each other, so users are counted.
+
+    Args:
+        ours: [n] a score of each event.
+        theirs: the same of another model; None = ours alone.
+        labels: [n], True = positive.
+        users: [n] whose event each is.
+
+    Returns:
+        Ours less theirs, with the interval of a normal distribution; None = a label has no event.
+    """
+    if labels.all() or not labels.any():
+        return None
+    mean = auc(ours, labels)
+    terms = auc_terms(ours, labels)
+    if theirs is not None:
+        mean -= auc(theirs, labels)
+        terms = terms - auc_terms(theirs, labels)
+    deviation = float(np.sqrt(np.square(np.bincount(users, terms)).sum()))
+    p = math.erfc(abs(mean) / deviation / math.sqrt(2)) if deviation else float(mean == 0)
+    return Difference(mean, mean - NORMAL * deviation, mean + NORMAL * deviation, max(p, 1 / REPLICATES))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BaselineComparison:
     """A model beside the strongest baseline, on the same next items."""
@@ -117,10 +144,34 @@ def compare(model: str, ranks: NextItemRanks, baselines: Mapping[str, NextItemRa
         for suffix, ours, theirs in zip((" unseen", ""), reversed(ranks), reversed(baselines[best]), strict=True)
         for name, figure in (("HR", hits), ("NDCG", ndcg_of_each))
     }
-    unseen = [differences[f"{name}@{K} unseen"] for name in ("HR", "NDCG")]
+    unseen = {name: found for name, found in differences.items() if name.endswith("unseen")}
     return BaselineComparison(
         model=model,
         baseline=best,
         differences=differences,
-        is_better=any(found.low > 0 for found in unseen) and all(found.high > 0 for found in unseen),
+        is_better=_is_better(unseen),
     )
+
+
+def compare_hits(
+    model: str, ranks: F64, baselines: Mapping[str, F64], ks: tuple[int, ...] = (50, 10)
+) -> BaselineComparison | None:
+    """Compare HIT@k of a model with the baseline whose first one is highest; None = there is no user or no baseline.
+
+    Args:
+        model: its name.
+        ranks: [users] of each user's held-out item, from 0.
+        baselines: name -> ranks of the same users.
+        ks: the figures to compare.
+    """
+    if not len(ranks) or not baselines:
+        return None
+    best = max(baselines, key=lambda name: hit_ratio(baselines[name], ks[0]))
+    differences = {f"HIT@{k}": difference_of_users(hits(ranks, k), hits(baselines[best], k)) for k in ks}
+    return BaselineComparison(model=model, baseline=best, differences=differences, is_better=_is_better(differences))
+
+
+def _is_better(differences: Mapping[str, Difference]) -> bool:
+    """Whether a model is better beyond the interval by a figure, and worse by none."""
+    found = differences.values()
+    return any(figure.low > 0 for figure in found) and all(figure.high > 0 for figure in found)

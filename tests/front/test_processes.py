@@ -240,6 +240,7 @@ def test_it_drains_and_ends_with_all_its_processes(instance: Instance) -> None:
     until(lambda: not instance.answers())
     raw.sendall(body[10:])
     answer = raw.recv(65_536)
+    connection.close()
     assert answer.startswith(b"HTTP/1.1 200")
     assert instance.process.wait(60) == 0
     until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids))

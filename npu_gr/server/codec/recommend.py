@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 import msgspec
 
-from npu_gr.core.request import RecommendAnswer, RecommendRequest
+from npu_gr.core.request import OrderName, RecommendAnswer, RecommendRequest, SourceName
 from npu_gr.server.codec.base import Codec, Shown
 from npu_gr.server.codec.fields import (
     MOST_NAMES,
@@ -46,6 +45,9 @@ class RecommendBody(HistoryBody, frozen=True, kw_only=True, forbid_unknown_field
     context: Annotated[dict[Name, Value], msgspec.Meta(max_length=MOST_NAMES)] = msgspec.field(
         default_factory=dict
     )  # for the service's hook
+    # only these of the configured ones; absent: all
+    sources: Annotated[list[SourceName], msgspec.Meta(max_length=len(get_args(SourceName)))] | None = None
+    order: OrderName | None = None  # retrieval: nothing is ranked; absent: as configured
 
 
 class StageOut(msgspec.Struct, frozen=True, kw_only=True):
@@ -63,9 +65,10 @@ class RecommendOut(msgspec.Struct, frozen=True, kw_only=True):
 
     request_id: str
     model_version: str
-    verdict: str
-    outcome: str | None  # of the rank; null: it failed or knew no item, the items are in the order of the retrieval
+    verdict: str | None  # null: no signal, because the trunk got the prefix itself
+    outcome: str | None  # of the prefix; null: nothing was ranked, the items are in the order of the retrieval
     reason: str
+    order: str  # that the items are in: fitted, rank, fused or retrieval
     items: list[str | int] | bytes
     titles: Titles = msgspec.UNSET
     scores: list[float | None] | bytes
@@ -93,6 +96,8 @@ def parse(body: RecommendBody, config: ServerConfig, names: Names) -> RecommendR
         deny_items=denied,
         timestamp=shown_at(body.timestamp),
         context=body.context,
+        sources=None if body.sources is None else tuple(body.sources),
+        order=body.order,
         model_version=body.model_version,
     )
 
@@ -103,9 +108,10 @@ def render(answer: RecommendAnswer, request_id: str, media: str, shown: Shown) -
     return RecommendOut(
         request_id=request_id,
         model_version=answer.model_version,
-        verdict=answer.verdict.value,
+        verdict=answer.verdict.value if answer.verdict else None,
         outcome=answer.outcome.value if answer.outcome else None,
         reason=answer.reason.value,
+        order=answer.order,
         items=render_items(answer.item_ids, shown.names, is_raw),
         titles=shown.titles(answer.item_ids),
         scores=render_scores(answer.scores, is_raw),
@@ -113,7 +119,16 @@ def render(answer: RecommendAnswer, request_id: str, media: str, shown: Shown) -
         num_candidates=answer.num_candidates,
         num_unknown=answer.num_unknown,
         degraded=list(answer.degraded),
-        stages=[StageOut(**asdict(report)) for report in answer.stages],
+        stages=[
+            StageOut(
+                stage=report.stage,
+                result=report.result,
+                began_s=report.began_s,
+                took_s=report.took_s,
+                num_items=report.num_items,
+            )
+            for report in answer.stages
+        ],
         prefix_tokens=answer.prefix_tokens,
         history=render_history(answer.history),
         stages_s=answer.stages_s,
