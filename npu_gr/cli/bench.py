@@ -267,7 +267,7 @@ def bench_front(
     seconds: float,
     parts: tuple[str, ...],
 ) -> None:
-    """Measure the CPU time of each process a rank, with front workers and without: two minutes."""
+    """Measure the CPU of each process a rank, with front workers."""
     from npu_gr.bench.front import PARTS, FrontOptions, lines
 
     if checkpoint is None and DEMO_CHECKPOINT.is_dir():
