@@ -236,7 +236,8 @@ class Door:
         """
         for name, lane in self._lanes.items():
             lane.slots = slots.get(name, math.inf)
-        self._serve_next()
+        if self._waiting:
+            self._serve_next()
 
     def earned_elsewhere(self, tenant: str, num: int) -> None:
         """Note that so many requests of a tenant to the device came in at another door."""

@@ -148,7 +148,8 @@ class StatsFrame(_Frame, frozen=True, tag=10):
     """What a worker counted since the last one."""
 
     deltas: tuple[Delta, ...]
-    ended: tuple[EndedLine, ...]  # requests, for percentiles and the slowest ones
+    ended: tuple[EndedLine, ...]  # the first ones of each second, for percentiles
+    slow: tuple[EndedLine, ...]  # the slowest of the others
     gauges: Gauges
 
 

@@ -287,7 +287,10 @@ class Supervisor:
         for worker in self._workers:
             worker.send("stop")
         await self._ends(self._workers, self._plan.server.shutdown_timeout_s + MORE_S)
-        self._engine.send("stop")
+        if self._engine.was_ready:
+            self._engine.send("stop")
+        else:
+            self._engine.kill()  # it loads models, and has nothing to finish
         await self._ends([self._engine], ENGINE_STOP_S)
 
     async def _ends(self, children: Sequence[Child], within_s: float) -> None:

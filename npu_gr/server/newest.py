@@ -66,7 +66,11 @@ class NewestRequests:
         if line.status < 400:
             self._answered_s[kind].append(line.duration_s)
         if line.status != 429:
-            self._newest.append(EndedLine(kind, line))
+            self.keep(kind, line)
+
+    def keep(self, kind: str, line: AccessLine) -> None:
+        """Keep a request that is no part of the percentiles: it was chosen because it was slow."""
+        self._newest.append(EndedLine(kind, line))
 
     def lines(self) -> list[str]:
         """Their lines, oldest first, as JSON."""

@@ -7,11 +7,13 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
 from npu_gr.core.kinds import KINDS
 from npu_gr.core.request import UserKey
+from npu_gr.front.worker import reports
 from npu_gr.metrics.registry.deltas import Delta, Gained, add
 from npu_gr.metrics.slo import Result
 from tests.front.rig import Rig, fronted
@@ -183,3 +185,21 @@ async def test_counts_survive_that_the_engine_is_another() -> None:
         await asyncio.gather(*(send(rig, KINDS["rank"], **LONG) for _ in range(3)))
         await rig.link(0)
         await until(lambda: value(rig.metrics.registry, "requests_total", route="/v1/rank", code="503") == 3)
+
+
+async def test_the_slowest_requests_are_shown_however_many_there_were(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reports, "MOST_ENDED", 2)
+    async with fronted(FakeService(ALL)) as rig:
+        mine = rig.fronts[0]._reports
+        assert mine is not None
+        mine.send_stats()
+        await send(rig, KINDS["rank"])
+        (line,) = (one.line for one in mine._ended)
+        for num in range(50):
+            mine._note("rank", msgspec.structs.replace(line, duration_s=float(num), request_id=str(num)))
+        mine.send_stats()
+        await until(lambda: len(rig.newest.lines()) >= 2 + reports.MOST_SLOW)
+        slowest = [one.line.request_id for one in rig.newest.slowest(3, 100.0)]
+        assert slowest == ["49", "48", "47"]
+        p50_s, p99_s = rig.newest.percentiles_s("rank") or (9.0, 9.0)
+        assert p50_s <= p99_s < 1.0  # of the first ones alone: the slowest would tell of nobody's time

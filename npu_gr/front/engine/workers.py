@@ -10,6 +10,7 @@ from functools import partial
 from socket import socket
 from typing import Any
 
+from npu_gr.access.key_ring import KeyRefusal
 from npu_gr.admission.config import AdmissionConfig
 from npu_gr.core.errors import NotFound
 from npu_gr.core.kinds import KINDS
@@ -138,8 +139,10 @@ class FrontWorkers:
 
     def _counted(self, stats: frames.StatsFrame) -> None:
         self._metrics.counted_elsewhere(stats.deltas)
-        for ended in stats.ended:
-            self._newest.add(ended.kind, ended.line)
+        for kind, line in stats.ended:
+            self._newest.add(kind, line)
+        for kind, line in stats.slow:
+            self._newest.keep(kind, line)
 
     # ---- what is true
 
@@ -215,7 +218,7 @@ class FrontWorkers:
             partial(self._sum, lambda gauges: gauges.refusals_per_s),
         )
         metrics.requests.in_flight.set_function(partial(self._sum, lambda gauges: gauges.in_flight))
-        metrics.keys.observe((), lambda: self._most(lambda gauges: gauges.keys), self._is_stale)
+        metrics.keys.observe(KeyRefusal, lambda: self._most(lambda gauges: gauges.keys), self._is_stale)
         metrics.process.observe_ready(self.is_ready)
         metrics.process.lines_dropped_elsewhere = self._lines_dropped
         metrics.front.read_cpu_s = lambda: {
