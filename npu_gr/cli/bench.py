@@ -241,6 +241,48 @@ def bench_relay(
     _show(found, backend, seed, as_json)
 
 
+@bench.command("front")
+@AS_JSON_LINES
+@SEED
+@click.option(
+    "--config",
+    type=FILE,
+    default="configs/cpu.yaml",
+    show_default=True,
+    callback=lambda _context, _option, path: shipped.found(path),
+    help="Of the instance, as it ships.",
+)
+@click.option(
+    "--checkpoint", type=FILE, help="By default the demo's, if it is there; else an untrained model of its shape."
+)
+@click.option("--workers", default="1,2", show_default=True, help="Numbers of front workers.")
+@click.option("--seconds", default=5.0, show_default=True, help="Of each load.")
+@click.option("--only", "parts", multiple=True, help="Run these parts; repeatable.", metavar="PART")
+def bench_front(
+    as_json: bool,
+    seed: int,
+    config: Path,
+    checkpoint: Path | None,
+    workers: str,
+    seconds: float,
+    parts: tuple[str, ...],
+) -> None:
+    """Measure the CPU of each process a rank, with front workers."""
+    from npu_gr.bench.front import PARTS, FrontOptions, lines
+
+    if checkpoint is None and DEMO_CHECKPOINT.is_dir():
+        checkpoint = DEMO_CHECKPOINT
+    options = FrontOptions(
+        config=config,
+        checkpoint=checkpoint,
+        workers=[int(num) for num in workers.split(",")],
+        seconds=seconds,
+        seed=seed,
+        parts=parts or PARTS,
+    )
+    _show(lines(options), "cpu", seed, as_json)
+
+
 @bench.command("door")
 @AS_JSON_LINES
 @SEED
