@@ -66,7 +66,7 @@ class TwinReport(NamedTuple):
     launches: int
     ub_bytes: int  # of one core's Unified Buffer, the most of any launch
     blocks: int  # cores of the first launch
-    tile: int  # elements, or bytes of a column for kv_gather and beam_fork
+    tile: int  # elements, or bytes of a column for beam_fork
     parts: int  # lists that were merged across cores, or rows of a step
 
 
@@ -218,29 +218,6 @@ class Twin:
             *(*out, rows, codes, len(code), k, int(norm is not None)),
         )
         return *out, used, report
-
-    def beam_merge(
-        self, prefix: F32, logp: F32, token: I32, k: int, *, on: Machine = Machine()
-    ) -> tuple[F32, I32, I32, TwinReport]:
-        """Score, parent, token [requests, k] of logp [requests, beams, ranks]; see ops/ascendc/kernels/beam_merge.h."""
-        requests, beams, ranks = logp.shape
-        shape = (requests, k)
-        out = np.full(shape, 7, np.float32), np.full(shape, 7, np.int32), np.full(shape, 7, np.int32)
-        report = self._call(
-            "twin_beam_merge",
-            (on.cores, on.ub_bytes, on.tile),
-            *(prefix, logp, token, *out, requests, beams, ranks, k),
-        )
-        return *out, report
-
-    def kv_gather(self, source: Array, index: I32, *, on: Machine = Machine()) -> tuple[Array, TwinReport]:
-        """out[g, i] = source[g, index[i]] of source [groups, held, ...]; rows of a bad index stay 7 in every byte."""
-        groups, held, *rest = source.shape
-        out = np.full((groups, len(index), *rest), 7, np.uint8).astype(source.dtype)
-        row_bytes = int(np.prod(rest, dtype=np.int64)) * source.itemsize
-        sizes = groups, held, len(index), row_bytes
-        report = self._call("twin_kv_gather", (on.cores, on.ub_bytes, on.chunk), source, index, out, *sizes)
-        return out, report
 
     def beam_fork(
         self, keys: Array, values: Array, parent: I32, num_slots: int, *, on: Machine = Machine()

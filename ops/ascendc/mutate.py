@@ -26,13 +26,13 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 HANGS_S = 60.0  # a fixed case takes milliseconds
 KERNELS = {  # file -> ops that run through it
-    "kernels/best_pairs.h": ("masked_topk", "beam_merge", "csr_gather_topk"),
+    "kernels/best_pairs.h": ("masked_topk", "csr_gather_topk"),
     "kernels/masked_topk.h": ("masked_topk",),
     "kernels/merge_pairs.h": ("masked_topk", "csr_gather_topk"),
     "kernels/children.h": ("csr_gather_topk",),
     "kernels/csr_gather_topk.h": ("csr_gather_topk",),
-    "kernels/beam_merge.h": ("beam_merge",),
-    "kernels/kv.h": ("kv_gather", "beam_fork"),
+    "kernels/row_index.h": ("beam_fork",),
+    "kernels/beam_fork.h": ("beam_fork",),
 }
 
 # In a build, ON(n) is true for the mutant that is on. `a < LESS(n) > b` is a comparison that can be either.
@@ -77,7 +77,6 @@ RULES = (
     ),
     Rule("no limit", r"\bmin_of\(([^,()]+), ([^()]+)\)", lambda m, n: f"(ON({n}) ? ({m[2]}) : {m[0]})"),
     Rule("other compare", r"AscendC::CMPMODE::GT", lambda m, n: f"(ON({n}) ? AscendC::CMPMODE::GE : {m[0]})"),
-    Rule("other compare", r"AscendC::CMPMODE::GE", lambda m, n: f"(ON({n}) ? AscendC::CMPMODE::GT : {m[0]})"),
     Rule("another infinity", r"\bkNegInf\b", lambda m, n: f"(ON({n}) ? 0.0f : kNegInf)"),
     Rule("-1: 0", r"int32_t\(-1\)", lambda m, n: f"int32_t(ON({n}) ? 0 : -1)"),
     Rule("next row", r"uint64_t\((row|request|group|list|first)\)", lambda m, n: f"({m[0]} + uint64_t(ON({n})))"),
@@ -196,33 +195,7 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
         "float peak = kNegInf, sum = 0.0f;",
     ): "of a row without children, whose sum of 0 has the logarithm -inf",
     (
-        "kernels/beam_merge.h",
-        "below: or equal",
-        "while ((1u << shift_) < stride) ++shift_;",
-    ): "one bit more between beam and rank",
-    (
-        "kernels/beam_merge.h",
-        "below: or equal",
-        "bool full = !(best_.worst() < worst);",
-    ): "ties come in too late and lose in the merge: slower",
-    (
-        "kernels/beam_merge.h",
-        "other compare",
-        "best_.offer(x, index, int32_t(beam << shift_), count, worst, "
-        "full ? AscendC::CMPMODE::GT : AscendC::CMPMODE::GE);",
-    ): "GE for GT: ties come in too late and lose in the merge; GT for GE falls",
-    (
-        "kernels/beam_merge.h",
-        "above: or equal",
-        "float floor = best_.worst() > kLowest ? best_.worst() : kLowest;",
-    ): "both are the same number",
-    (
-        "kernels/kv.h",
-        "below: or equal",
-        "for (uint32_t i = 0; i < rows;) {",
-    ): "one more look at nothing",
-    (
-        "kernels/kv.h",
+        "kernels/beam_fork.h",
         "above: or equal",
         "last_ = parent + 1 > last_ ? parent + 1 : last_;",
     ): "both are the same number",
@@ -282,7 +255,7 @@ def build(rule: int, folder: Path) -> Path:
 
 def verdict(library: Path, mutant: Mutant | None) -> str:
     """`fell: ...`, or `survived`. None = no mutant is on."""
-    number, ops = (-1, [*KERNELS["kernels/kv.h"], *KERNELS["kernels/best_pairs.h"]])
+    number, ops = (-1, [*KERNELS["kernels/beam_fork.h"], *KERNELS["kernels/best_pairs.h"]])
     if mutant is not None:
         number, ops = mutant.number, list(KERNELS[mutant.file])
     run = [sys.executable, "-m", "tests.ops.fixed", "--mutant", str(number), str(library), *ops]
