@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from npu_gr.bench.ascend_twin import F32, I32, U8, Machine, Twin, TwinReport, packed
+from tests.ops import hstu_oracle
 
 Array = npt.NDArray[Any]
 NEG_INF = np.float32(-np.inf)
@@ -146,4 +147,4 @@ class BeamFork(NamedTuple):
             assert np.array_equal(got, want)
 
 
-Case = MaskedTopk | Cost | CsrGatherTopk | BeamFork
+Case = MaskedTopk | Cost | CsrGatherTopk | BeamFork | hstu_oracle.Rows | hstu_oracle.Scores | hstu_oracle.Finish
