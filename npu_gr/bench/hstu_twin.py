@@ -8,7 +8,6 @@ import numpy as np
 
 from npu_gr.bench.ascend_twin import DTYPES, F32, I32, Array, Machine, Twin, TwinReport
 
-
 MACHINE = Machine()
 
 
@@ -29,16 +28,6 @@ class HstuSizes(NamedTuple):
         return np.array([*self[:6], DTYPES[self.dtype]], np.uint32)
 
 
-class HstuRows(NamedTuple):
-    """What hstu_rows makes."""
-
-    q: Array  # [requests, heads, row_slots, qk_dim]
-    k: Array  # [requests, heads, key_slots, qk_dim]
-    v: Array
-    u: Array  # [queries, heads * v_dim]
-    report: TwinReport
-
-
 def bits(number: float) -> int:
     """Return the bits of a float32: every number of a kernel is an uint32."""
     return int(np.float32(number).view(np.uint32))
@@ -51,12 +40,12 @@ def hstu_rows(
     meta: I32,
     page_ids: I32,
     planes: tuple[Array, Array],
+    results: tuple[Array, Array, Array, Array],
     *,
-    num_queries: int,
     q_scale: float = 1.0,
     silu_all: bool = False,
     on: Machine = MACHINE,
-) -> HstuRows:
+) -> TwinReport:
     """Run ops/ascendc/kernels/hstu_rows.h.
 
     Args:
@@ -66,20 +55,15 @@ def hstu_rows(
         meta: [requests, 8].
         page_ids: pages of all requests.
         planes: keys and values [pages, tokens, heads, dim]; written where a request keeps its rows.
-        num_queries: rows of `u`.
+        results: q, k, v and u, written.
         q_scale: factor on the queries.
         silu_all: SiLU of all parts, not of U alone.
         on: the machine; `tile` = tokens of a page in one step, `splits` = rows of a lot.
     """
-    s = sizes
-    kind = mixed.dtype
-    q = np.full((s.requests, s.heads, s.row_slots, s.qk_dim), 7, kind)
-    k, v = (np.full((s.requests, s.heads, s.key_slots, dim), 7, kind) for dim in (s.qk_dim, s.v_dim))
-    u = np.full((num_queries, s.heads * s.v_dim), 7, kind)
-    counts = len(mixed), num_queries, planes[0].shape[1], len(planes[0]), len(page_ids), int(silu_all), bits(q_scale)
+    counts = len(mixed), len(results[3]), planes[0].shape[1], len(planes[0]), len(page_ids)
+    numbers = *counts, int(silu_all), bits(q_scale)
     knobs = on.cores, on.ub_bytes, on.tile, on.splits
-    report = twin.call("twin_hstu_rows", knobs, s.numbers, mixed, meta, page_ids, *planes, q, k, v, u, *counts)
-    return HstuRows(q, k, v, u, report)
+    return twin.call("twin_hstu_rows", knobs, sizes.numbers, mixed, meta, page_ids, *planes, *results, *numbers)
 
 
 def hstu_scores(
@@ -120,13 +104,13 @@ def hstu_finish(
     u: Array,
     norm: F32,
     meta: I32,
+    out: Array,
     *,
     scale: float,
     eps: float,
-    joined: bool,
     on: Machine = MACHINE,
-) -> tuple[Array, TwinReport]:
-    """Run ops/ascendc/kernels/hstu_finish.h: [queries, 1 or 3, heads * v_dim].
+) -> TwinReport:
+    """Run ops/ascendc/kernels/hstu_finish.h.
 
     Args:
         twin: the library.
@@ -135,14 +119,12 @@ def hstu_finish(
         u: [queries, heads * v_dim].
         norm: [2, group], weight and bias.
         meta: of the batch.
+        out: [queries, 1 or 3, heads * v_dim], written.
         scale: factor on the attention.
         eps: of the norm.
-        joined: u and the attention are in the result.
         on: the machine; `tile` = queries of a step.
     """
     group = norm.shape[1]
-    out = np.full((len(u), 3 if joined else 1, u.shape[1]), 7, u.dtype)
-    numbers = len(u), group, int(joined), bits(scale), bits(1.0 / group), bits(eps)
+    numbers = len(u), group, int(out.shape[1] == 3), bits(scale), bits(1.0 / group), bits(eps)
     knobs = on.cores, on.ub_bytes, on.tile
-    report = twin.call("twin_hstu_finish", knobs, sizes.numbers, attention, u, norm, meta, out, *numbers)
-    return out, report
+    return twin.call("twin_hstu_finish", knobs, sizes.numbers, attention, u, norm, meta, out, *numbers)

@@ -7,8 +7,8 @@ namespace npu_gr {
 
 constexpr uint32_t kHstuStageBytes = 32 * 1024;  // of a page in one step
 constexpr uint32_t kHstuZeroBytes = 8 * 1024;
-constexpr uint32_t kMaxRepeats = 255;       // of one instruction
-constexpr uint32_t kMaxMoved = 4095;        // rows of one data movement
+constexpr uint32_t kMaxRepeats = 255;  // of one instruction
+constexpr uint32_t kMaxMoved = 4095;   // rows of one data movement
 
 struct HstuSizes {
   uint32_t requests, row_slots, key_slots, heads, qk_dim, v_dim;
@@ -29,7 +29,8 @@ struct HstuRowsPlan : Refusal {
   uint32_t piece = 0, lot = 0, zeros = 0;  // tokens of a page, new rows, tokens of zeros in one step
   uint32_t blocks = 1;
 };
-constexpr uint64_t hstu_rows_bytes(const HstuSizes &s, uint32_t page_ids, uint32_t piece, uint32_t lot, uint32_t zeros) {
+constexpr uint64_t hstu_rows_bytes(const HstuSizes &s, uint32_t page_ids, uint32_t piece, uint32_t lot,
+                                   uint32_t zeros) {
   uint64_t widest = uint64_t(larger(s.qk_dim, s.v_dim)) * s.heads, size = bytes_of(s.dtype);
   uint64_t whole = 2ull * s.heads * (s.qk_dim + s.v_dim);
   return 4ull * kEntryNumbers * s.requests + up(4ull * page_ids, 32) + 2 * piece * widest * size +
@@ -58,10 +59,10 @@ constexpr uint64_t hstu_scores_bytes(const HstuSizes &s, uint32_t tile_rows) {
   uint64_t cells = uint64_t(tile_rows) * kKeyBlock, size = bytes_of(s.dtype);
   uint64_t bounds = 8ull * (s.row_slots / kRowBlock + s.key_slots / kKeyBlock) * s.requests;
   return 4ull * kEntryNumbers * s.requests + up(bounds, 32) + 512ull * s.heads  // tables
-         + 3 * cells * size + 3 * 4 * cells                                         // in, out; x, e, f
-         + 8 * cells / 8                                                            // bits of borders and of what is seen
-         + 2 * 1024 + 8 * kNearEnd * 4 + 1024 + kRowBlock * 32 + 1024       // times, window, times again, a row
-         + 1024 + 32;                                                               // columns, bits of the history
+         + 3 * cells * size + 3 * 4 * cells                                     // in, out; x, e, f
+         + 8 * cells / 8                                                        // bits of borders and of what is seen
+         + 2 * 1024 + 8 * kNearEnd * 4 + 1024 + kRowBlock * 32 + 1024           // times, window, times again, a row
+         + 1024 + 32;                                                           // columns, bits of the history
 }
 inline HstuScoresPlan plan_hstu_scores(const HstuSizes &s, Device device, uint32_t tile_rows = 0) {
   HstuScoresPlan plan;

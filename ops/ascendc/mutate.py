@@ -240,7 +240,8 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
 
 def mutable(code: str) -> bool:
     """No declaration, no constant: there a switch has no place."""
-    return "static" not in code and not code.lstrip().startswith(("#", "template", "class", "struct", "if constexpr"))
+    declares = "#", "template", "class", "struct", "using", "if constexpr"
+    return "static" not in code and not code.lstrip().startswith(declares)
 
 
 def closed(code: str, start: int) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from hypothesis import strategies as st
 
@@ -98,7 +100,7 @@ def _request(draw: st.DrawFn) -> Request:
 def _batch(draw: st.DrawFn) -> Batch:
     dtype = draw(st.sampled_from(DTYPES))
     unit = 8 if dtype == "float32" else 16
-    more = {
+    more: dict[str, Any] = {
         "heads": draw(st.integers(1, 4)), "qk_dim": unit * draw(st.integers(1, 3)), "dtype": dtype,
         "v_dim": unit * draw(st.integers(1, 5)), "page_tokens": draw(st.sampled_from([1, 7, 16, 64])),
     }  # fmt: skip

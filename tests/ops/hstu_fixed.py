@@ -32,6 +32,7 @@ ROWS = [
     Rows(batch(5, CHUNK, KEEPS, cores=1, page_tokens=7), q_scale=0.3),
     Rows(batch(6, Request(3, 3, 0, 3), cores=48, heads=3, v_dim=16)),
     Rows(batch(7, BOTH, LAST, on=Machine(2, splits=5), key_slots=1536)),
+    Rows(batch(9, BOTH, Request(1, 1, 0, 0), page_tokens=8, tile=3)),
     Rows(batch(8, PREFILL, on=Machine(1, tile=16, splits=8), page_tokens=3)),
 ]
 SCORES = [

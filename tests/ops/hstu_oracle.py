@@ -16,7 +16,7 @@ from npu_gr.bench.ascend_twin import F32, I32, Machine, Twin, TwinReport
 from npu_gr.bench.hstu_twin import HstuSizes, hstu_finish, hstu_rows, hstu_scores
 
 Array = npt.NDArray[Any]
-KINDS = {"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16}
+KINDS: dict[str, Any] = {"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16}
 
 
 def narrow(values: F32, dtype: str) -> Array:
@@ -131,18 +131,26 @@ class Rows(NamedTuple):
             b.numbers(2 + i, num_pages + 3, b.page_tokens, b.heads, (b.qk_dim, b.v_dim)[i]) for i in range(2)
         )
         written = planes[0].copy(), planes[1].copy()
-        made = hstu_rows(
-            twin, b.sizes, mixed, b.meta(), ids, written, num_queries=b.num_queries, q_scale=self.q_scale,
-            silu_all=self.silu_all, on=b.on,
+        n = len(b.requests)
+        slots = (
+            (n, b.heads, b.row_slots, b.qk_dim),
+            (n, b.heads, b.key_slots, b.qk_dim),
+            (n, b.heads, b.key_slots, b.v_dim),
+        )
+        q, k, v = (np.full(shape, 7, mixed.dtype) for shape in slots)
+        u = np.full((b.num_queries, uv), 7, mixed.dtype)
+        want = [x.copy() for x in (q, k, v, u)]
+        report = hstu_rows(
+            twin, b.sizes, mixed, b.meta(), ids, written, (q, k, v, u), q_scale=self.q_scale, silu_all=self.silu_all,
+            on=b.on,
         )  # fmt: skip
-        want = [np.full_like(x, 7) for x in (made.q, made.k, made.v, made.u)]
         kept = [plane.copy() for plane in planes]
         self._define(want, kept, mixed, ids, planes, twin)
-        for name, got, right in zip("qkvu", made, want, strict=False):
+        for name, got, right in zip("qkvu", (q, k, v, u), want, strict=True):
             equal(got, right, name)
         for got, right in zip(written, kept, strict=True):
             equal(got, right, "pages")
-        return made.report
+        return report
 
     def _define(
         self, want: list[Array], kept: list[Array], mixed: Array, ids: I32, planes: tuple[Array, ...], twin: Twin
@@ -235,7 +243,7 @@ class Scores(NamedTuple):
                 with np.errstate(invalid="ignore", over="ignore"):
                     y = np.float32(self.alpha) * widen(stored[n, :, i]) + bias
                     weights = y / (np.float32(1.0) + twin.exp(np.ascontiguousarray(y)))
-                want[n, :, i] = np.where(seen, narrow(weights, b.dtype), KINDS[b.dtype](0))
+                want[n, :, i] = np.where(seen, narrow(weights, b.dtype), np.zeros((), KINDS[b.dtype]))
         equal(got, want, "scores")
         return report
 
@@ -266,10 +274,9 @@ class Finish(NamedTuple):
         attention = b.numbers(1, len(b.requests), b.heads, b.row_slots, b.v_dim)
         u = b.numbers(2, b.num_queries, width)
         norm = np.random.default_rng(b.seed).normal(size=(2, group)).astype(np.float32)
-        got, report = hstu_finish(
-            twin, b.sizes, attention, u, norm, b.meta(), scale=self.scale, eps=self.eps, joined=self.joined, on=b.on
-        )
-        want = np.full_like(got, 7)
+        got = np.full((b.num_queries, 3 if self.joined else 1, width), 7, u.dtype)
+        want = got.copy()
+        report = hstu_finish(twin, b.sizes, attention, u, norm, b.meta(), got, scale=self.scale, eps=self.eps, on=b.on)
         for n, (rows, _, _, _, _, _, query, _) in enumerate(b.meta().tolist()):
             a = widen(attention[n, :, :rows]).transpose(1, 0, 2).reshape(rows, width) * np.float32(self.scale)
             y = self._norm(a.reshape(-1, group), norm).reshape(rows, width)
@@ -284,7 +291,7 @@ class Finish(NamedTuple):
         share = np.float32(1.0) / np.float32(a.shape[1])
         deviation = a - (_sums(a) * share)[:, None]
         spread = np.sqrt(_sums(deviation * deviation) * share + np.float32(self.eps))
-        y = deviation / spread[:, None] * norm[0] + norm[1]
+        y: F32 = deviation / spread[:, None] * norm[0] + norm[1]
         assert y.dtype == np.float32
         return y
 

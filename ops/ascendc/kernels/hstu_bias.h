@@ -11,7 +11,7 @@
 
 namespace npu_gr {
 
-constexpr uint32_t kSelected = 8;      // buckets that are selected; of more, their bits are gathered
+constexpr uint32_t kSelected = 8;       // buckets that are selected; of more, their bits are gathered
 constexpr uint32_t kFloatBucket = 254;  // of 1.0f
 
 struct HstuBiasShape {

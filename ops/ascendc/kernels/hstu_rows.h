@@ -152,11 +152,10 @@ class HstuRows {
       y = x;
       vector_done();  // of the part before
       AscendC::Cast(x, from.template ReinterpretCast<T>(), AscendC::RoundMode::CAST_NONE, count);
-      vector_done();
     }
     if (silu) {
       auto e = exp_.Get<float>();
-      vector_done();  // of the part before
+      vector_done();  // of the cast, or of the part before
       AscendC::Muls(e, x, -1.0f, n);
       vector_done();
       AscendC::Exp(e, e, n);

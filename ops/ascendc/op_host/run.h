@@ -68,8 +68,8 @@ inline int run(const HstuRowsCall &c, const HstuRowsPlan &plan) {
   const HstuSizes &s = c.sizes;
   return NPU_GR_LAUNCH_OF(s.dtype, hstu_rows, plan.blocks, c.mixed, c.meta, c.page_ids, c.k_plane, c.v_plane, c.q, c.k,
                           c.v, c.u, s.requests, c.mixed_rows, c.queries, s.row_slots, s.key_slots, s.heads, s.qk_dim,
-                          s.v_dim, c.page_tokens, c.pages, c.num_page_ids, plan.piece, plan.lot, plan.zeros,
-                          c.silu_all, c.q_scale);
+                          s.v_dim, c.page_tokens, c.pages, c.num_page_ids, plan.piece, plan.lot, plan.zeros, c.silu_all,
+                          c.q_scale);
 }
 
 struct HstuScoresCall {

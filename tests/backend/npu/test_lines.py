@@ -9,13 +9,15 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[3]
-PARTS = ("npu/backend", "npu/device", "npu/hstu", "graphs")
-TESTS = ("npu/test_backend.py", "npu/test_device.py", "test_graphs.py")
+PARTS = ("npu/backend", "npu/device", "npu/hstu", "npu/hstu_pass", "graphs")
+TESTS = ("npu/test_backend.py", "npu/test_device.py", "npu/test_hstu_pass.py", "test_graphs.py")
 SLOW = (
     "served",
     "without_cann",
     "used_of_torch_npu",
     "any_slabs",
+    "by_the_kernels",
+    "planner",
     "waits_once",
     "cuda",
 )  # and no line of these files more
