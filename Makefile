@@ -4,10 +4,10 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-CODE := npu_gr tests ops setup.py dashboards .ci/check_files
+CODE := npu_gr tests ops setup.py dashboards docs .ci/check_files
 WORDS := $(CODE) docs README.md CHANGELOG.md CONTRIBUTING.md SECURITY.md configs deploy Makefile pyproject.toml .ci .github
 
-.PHONY: demo test lint format ruff types words native files security lock sbom bench monitor acceptance-npu kernels clean
+.PHONY: docs demo test lint format ruff types words native files security lock sbom bench monitor acceptance-npu kernels clean
 
 demo: $(VENV)/installed
 	$(BIN)/npu-gr --log-level WARNING demo
@@ -18,6 +18,10 @@ test: $(VENV)/installed
 	@# alone, because what these scenes measure would be the other tests
 	$(BIN)/python -m pytest -q tests/chaos || $(AGAIN) tests/chaos
 AGAIN = $(BIN)/python -m pytest -q --last-failed --last-failed-no-failures none
+
+# the documentation as a site, in build/site; a link that leads nowhere fails
+docs: $(VENV)/installed
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 # everything that needs no run of the code; each part is a target of its own, and a hook of .pre-commit-config.yaml
 lint: ruff types words native files security

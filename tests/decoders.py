@@ -7,7 +7,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MistralConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 from npu_gr.backend.base import Backend, Slab
 from npu_gr.model.decoder import Decoder, UnsharedKV
@@ -22,22 +30,41 @@ SIZES: dict[str, Any] = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 512,
 }
+EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
+LLAMA3_SCALING = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
 VARIANTS: dict[str, dict[str, Any]] = {
     "qwen3 g1": {"model_type": "qwen3", "head_dim": 16, "num_key_value_heads": 4},
     "qwen3 g2 tied": {"model_type": "qwen3", "head_dim": 10, "tie_word_embeddings": True},
     "qwen3 g4 theta": {"model_type": "qwen3", "head_dim": 8, "num_key_value_heads": 1, "rope_theta": 1e6},
     "qwen2 g2": {"model_type": "qwen2"},
     "qwen2 g4 tied": {"model_type": "qwen2", "num_key_value_heads": 1, "tie_word_embeddings": True},
+    "llama g1 biases": {"model_type": "llama", "num_key_value_heads": 4, "attention_bias": True},
+    "llama g2 scaled": {"model_type": "llama", "rope_scaling": LLAMA3_SCALING, "rope_theta": 5e5},
+    "llama g2 linear": {"model_type": "llama", "head_dim": 8, "rope_scaling": {"rope_type": "linear", "factor": 4.0}},
+    "mistral g2": {"model_type": "mistral", "head_dim": 10, "sliding_window": None},
+    "moe": {"model_type": "qwen3_moe", "head_dim": 10, **EXPERTS, "norm_topk_prob": True},
+    "moe with dense layers": {"model_type": "qwen3_moe", "head_dim": 10, **EXPERTS, "mlp_only_layers": [1]},
+}
+CONFIGS = {
+    "qwen3": Qwen3Config,
+    "qwen2": Qwen2Config,
+    "llama": LlamaConfig,
+    "mistral": MistralConfig,
+    "qwen3_moe": Qwen3MoeConfig,
 }
 
 
 def hf_model(seed: int = 0, **changes: Any) -> PreTrainedModel:
     """Random weights, biases and norms too, large enough that every part shows in the logits."""
     keys = {**SIZES, **changes}
-    theta = keys.pop("rope_theta", 10_000.0)
-    config = {"qwen3": Qwen3Config, "qwen2": Qwen2Config}[keys.pop("model_type")](
-        **keys, rope_parameters={"rope_type": "default", "rope_theta": theta}
-    )
+    rope = {"rope_type": "default", "rope_theta": keys.pop("rope_theta", 10_000.0), **keys.pop("rope_scaling", {})}
+    config = CONFIGS[keys.pop("model_type")](**keys, rope_parameters=rope)
     torch.manual_seed(seed)
     model: PreTrainedModel = AutoModelForCausalLM.from_config(config, attn_implementation="eager")  # type: ignore[no-untyped-call]
     with torch.no_grad():

@@ -64,6 +64,9 @@ class DeviceQueues(Protocol):
     kernels: str  # what runs the hot ops: "torch", or the instruction set of the native kernels
     pins_host_memory: bool  # host tiers should be page-locked for asynchronous copies
     ops: Mapping[str, str]  # an op that has more than one implementation -> the one that is used
+    gathers_head: (
+        bool  # `gathered_topk` may be cheaper than the whole product; the host then asks for the number of edges
+    )
     on_fallback: Callable[[str], None]  # called with the op's name each time a call does not fit that implementation
 
     def upload(self, array: np.ndarray[Any, np.dtype[Any]]) -> Tensor:
@@ -242,6 +245,10 @@ class Ops(Affine, Protocol):
         Raises:
             FloatingPointError: a logit that the result depends on is NaN, or infinity.
         """
+        ...
+
+    def order_of(self, numbers: Tensor) -> Tensor:
+        """Return the places that bring int64 [n] numbers, n <= 4096 or so, into ascending order; equal ones stay."""
         ...
 
     def gathered_topk(

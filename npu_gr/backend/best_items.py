@@ -26,7 +26,7 @@ class Best(NamedTuple):
 
 
 class Hidden(NamedTuple):
-    """Pairs (query, item row) that a search must not find."""
+    """Pairs (query, item row) that a search must not find; on the host."""
 
     queries: Tensor  # int64 [n]
     items: Tensor  # int64 [n], ascending
@@ -42,9 +42,11 @@ def top_k(queries: Tensor, items: Tensor, k: int, hidden: Hidden | None = None, 
         hidden: pairs to leave out.
         block_items: items of a block; None = as many as fit a cache.
     """
+    if hidden is not None:
+        hidden = Hidden(*(part.to(items.device) for part in hidden))
     num_queries = len(queries)
     size = min(MAX_BLOCK_ITEMS, max(MIN_BLOCK_ITEMS, BLOCK_SCORES // max(1, num_queries)))
-    size = min(block_items or size, len(items))
+    size = max(1, min(block_items or size, len(items)))
     kept = _Candidates(num_queries, k, queries.device)
     buffer = queries.new_empty(size, num_queries)
     for start in range(0, len(items), size):

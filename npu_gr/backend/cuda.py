@@ -42,6 +42,7 @@ class CUDABackend(TorchOps):
         self._cuda = cuda
         self.device = torch.device("cuda", cuda.current_device()) if cuda is torch.cuda else cuda.device
         self._triton = _triton_ops()
+        self._hstu: Any = self._triton.hstu.Attention() if self._triton else None
         self.kernels = "triton" if self._triton else "torch"
         self._copies = cuda.Stream()
         self._graphs = Graphs(cuda, cuda.CUDAGraph, self.fell_back)
@@ -77,14 +78,14 @@ class CUDABackend(TorchOps):
         return self._graphs.row_wise(owner, what, work, rows)
 
     def hstu_causal(self, call: HstuCall) -> Tensor:
-        if self._triton and self._triton.hstu.takes(call.q, slabs := natural(call.cached)):
-            out: Tensor = self._triton.hstu.causal(call, slabs)
+        if self._hstu and self._hstu.takes(call.q, slabs := natural(call.cached)):
+            out: Tensor = self._hstu.causal(call, slabs)
             return out
         return super().hstu_causal(call)
 
     def hstu_targets(self, call: HstuCall) -> Tensor:
-        if self._triton and self._triton.hstu.takes(call.q, slabs := natural(call.cached)):
-            out: Tensor = self._triton.hstu.targets(call, slabs)
+        if self._hstu and self._hstu.takes(call.q, slabs := natural(call.cached)):
+            out: Tensor = self._hstu.targets(call, slabs)
             return out
         return super().hstu_targets(call)
 

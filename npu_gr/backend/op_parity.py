@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from npu_gr.backend.base import Backend
+from npu_gr.backend.best_items import Hidden
 from npu_gr.backend.calls import BeamCall, BiasTables, Continuations, HstuCall, TopkCall
 from npu_gr.backend.checks import Finding, FindingState
 from npu_gr.backend.reference import ReferenceBackend
@@ -86,9 +87,17 @@ def _fork(backend: Backend, dtype: torch.dtype) -> Tensor:
     return torch.stack([keys, values])
 
 
+def _items(backend: Backend, dtype: torch.dtype) -> Tensor:
+    queries, items = (x.float() for x in _made(backend, dtype, (3, 16), (500, 16)))
+    pairs = Hidden(torch.arange(40) % 3, torch.arange(40) * 7)  # on the host
+    found = backend.best_items(queries, items, 20, pairs)
+    return torch.stack([found.scores, found.items])
+
+
 OPS: dict[str, Op] = {
     "hstu_attention": _hstu,
     "softmax_attention": _attention,
     "beam_topk": _topk,
     "beam_fork": _fork,
+    "best_items": _items,
 }

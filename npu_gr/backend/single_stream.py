@@ -22,6 +22,7 @@ class SingleStream:
 
     device = torch.device("cpu")
     pins_host_memory = False
+    gathers_head = True
 
     def __init__(self) -> None:
         self.ops: Mapping[str, str] = {}
@@ -61,6 +62,9 @@ class SingleStream:
             to = torch.nonzero(moves).squeeze(1)
             for plane in (keys, values):
                 plane[:, to, :num_slots] = plane[:, parent[to], :num_slots]
+
+    def order_of(self, numbers: Tensor) -> Tensor:
+        return torch.argsort(numbers, stable=True)
 
     def row_wise(
         self,

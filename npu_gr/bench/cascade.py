@@ -20,14 +20,17 @@ from contextlib import AbstractAsyncContextManager
 import numpy as np
 from prometheus_client import CollectorRegistry
 
-from npu_gr.backend.choose import BackendName, choose
+from npu_gr.backend.choose import choose
+from npu_gr.backend.names import BackendName
 from npu_gr.bench.line import Line, percentiles
 from npu_gr.bench.relay_rig import Arm, Rig, ServedArm, Shape, measure_idle
 from npu_gr.core.request import I64, Events, HistoryRef, ModelInfo, Outcome, RecommendAnswer, RecommendRequest, UserKey
 from npu_gr.engine.rank_engine import RankPass
 from npu_gr.jobs.base import Call
 from npu_gr.jobs.cascade_plan import RecommendConfig
-from npu_gr.jobs.ranking import Ranking, RankingConfig
+from npu_gr.jobs.config import RankingConfig
+from npu_gr.jobs.histories import History
+from npu_gr.jobs.ranking import Ranking
 from npu_gr.jobs.recommend import Cascade
 from npu_gr.jobs.sources import SizedSource, Source, SourceRequest
 from npu_gr.metrics.registry import Metrics
@@ -109,7 +112,7 @@ async def _round(
         metrics = Metrics(CollectorRegistry(), SLOConfig().objectives())
         cascade = Cascade(RecommendConfig(), {"generate": SizedSource(source, 100)}, metrics)
         for number in range(-1, count):  # the first is not counted
-            events = rig.user(random)
+            history = History.of(rig.user(random), 0, rig.model.config.max_history_tokens)
             request = RecommendRequest(
                 user=UserKey("bench", f"{turn}-{number}"),
                 history=HistoryRef(),
@@ -118,9 +121,9 @@ async def _round(
                 timestamp=1_900_000_000,
             )
             began_at = time.perf_counter()
-            tokens = ranking.tokenize(events, 0)
+            tokens = ranking.tokenize(history)
             now_at = time.monotonic()
-            answer = await cascade.recommend(request, ranking, events, tokens, Call(now_at, now_at + BUDGET_S))
+            answer = await cascade.recommend(request, ranking, history, tokens, Call(now_at, now_at + BUDGET_S))
             if number >= 0:
                 found.append((time.perf_counter() - began_at, answer))
             served.pool.erase_user(request.user)
@@ -154,7 +157,7 @@ def _drawn(rig: Rig, events: Events) -> I64:
 def _elsewhere(rig: Rig, multiple: float) -> Source:
     async def retrieve(asked: SourceRequest) -> I64:
         await asyncio.sleep(multiple * rig.idle.prefill_s)
-        return _drawn(rig, asked.events)
+        return _drawn(rig, asked.history.events)
 
     return retrieve
 
@@ -164,6 +167,6 @@ def _on_this_device(rig: Rig, served: ServedArm) -> Source:
 
     async def retrieve(asked: SourceRequest) -> I64:
         await served.engine.rank(RankPass(other, 0, rig.candidates, 1_900_000_000), asked.call.deadline_at)
-        return _drawn(rig, asked.events)
+        return _drawn(rig, asked.history.events)
 
     return retrieve

@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from npu_gr.backend.choose import BackendName, choose
+from npu_gr.backend.choose import choose
+from npu_gr.backend.names import BackendName
 from npu_gr.bench.line import Line, percentiles, timed_in_turn
 from npu_gr.catalogue.build import build_trie
 from npu_gr.catalogue.trie import Codebooks, Trie
@@ -30,7 +31,8 @@ from npu_gr.engine.beam_search import SearchOptions, Tables
 from npu_gr.engine.generate_engine import Generator, PromptKV, layout_of
 from npu_gr.kv.arena import KVArena
 from npu_gr.kv.layout import PageRun
-from npu_gr.model.decoder import Decoder, DecoderConfig, DecoderLayer, rope_angles
+from npu_gr.model.decoder import Decoder, DecoderConfig, DecoderLayer
+from npu_gr.model.hf import tensor_places
 
 NUM_CODES = 8192  # one vocabulary for all levels
 NUM_LEVELS = 3
@@ -103,7 +105,7 @@ class Dense:
         shape = model.config
         rows = len(tokens)
         group = shape.num_heads // shape.num_kv_heads
-        cos, sin = rope_angles(position, 1, shape, tokens.device)
+        cos, sin = shape.angles(position, 1, tokens.device)
         x = model.embedding(tokens)
         for index, layer in enumerate(model.layers):
             assert isinstance(layer, DecoderLayer)
@@ -228,7 +230,7 @@ def _transformers_s(decoder: Decoder, trie: Trie, tokens: I64, width: int, want:
         )
     )
     theirs.eval()
-    theirs.load_state_dict(_their_names(decoder))
+    theirs.load_state_dict({name: part.detach().cpu() for name, part in tensor_places(decoder).items()})
     length = len(tokens)
 
     def allowed(_: int, sequence: Tensor) -> list[int]:
@@ -264,28 +266,3 @@ def _transformers_s(decoder: Decoder, trie: Trie, tokens: I64, width: int, want:
     drift = float((out.sequences_scores.sort(descending=True).values - want).abs().max())
     assert drift <= TOLERANCE, f"transformers differs by {drift:.1e}"
     return took_s
-
-
-def _their_names(decoder: Decoder) -> dict[str, Tensor]:
-    """Our weights under the names of a Qwen3 checkpoint."""
-    shape = decoder.config
-    q = shape.num_heads * shape.head_dim
-    kv = shape.num_kv_heads * shape.head_dim
-    names = {"model.embed_tokens.weight": decoder.embedding.weight, "model.norm.weight": decoder.norm.weight}
-    names["lm_head.weight"] = decoder.head.weight
-    for index, layer in enumerate(decoder.layers):
-        assert isinstance(layer, DecoderLayer)
-        at = f"model.layers.{index}"
-        parts = zip(("q", "k", "v"), layer.qkv.weight.split([q, kv, kv]), strict=True)
-        names |= {f"{at}.self_attn.{name}_proj.weight": weight for name, weight in parts}
-        parts = zip(("gate", "up"), layer.gate_up.weight.chunk(2), strict=True)
-        names |= {f"{at}.mlp.{name}_proj.weight": weight for name, weight in parts}
-        names |= {
-            f"{at}.self_attn.o_proj.weight": layer.out.weight,
-            f"{at}.self_attn.q_norm.weight": layer.norm_q.weight,
-            f"{at}.self_attn.k_norm.weight": layer.norm_k.weight,
-            f"{at}.mlp.down_proj.weight": layer.down.weight,
-            f"{at}.input_layernorm.weight": layer.norm_in.weight,
-            f"{at}.post_attention_layernorm.weight": layer.norm_mlp.weight,
-        }
-    return {name: weight.detach().cpu() for name, weight in names.items()}

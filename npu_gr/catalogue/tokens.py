@@ -30,7 +30,7 @@ class Tokens:
     events: Events  # [n] with external item ids
     rows: I64  # [n] row of each item in the model
     report: HistoryReport
-    _fingerprints: dict[int, str] = field(default_factory=dict)
+    _fingerprints: dict[int, str] = field(default_factory=dict)  # of the tokens alone; `report` names what was sent
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -80,6 +80,7 @@ def tokenize(
     cut_step_tokens: int,
     refuse_unknown: bool,
     first_index: int = 0,
+    name: str = "",
 ) -> Tokens:
     """Check a history, cut it and map its items to rows.
 
@@ -91,6 +92,7 @@ def tokenize(
         cut_step_tokens: the window's start moves in steps of this many events.
         refuse_unknown: raise for an unknown item; False: drop it.
         first_index: index of the first event in the user's whole history, of which a caller may send the end alone.
+        name: fingerprint of the history, for the report.
 
     Raises:
         Unprocessable: an action the model does not know, or an unknown item with `refuse_unknown`.
@@ -108,12 +110,11 @@ def tokenize(
     if unknown:
         events = Events(events.items[known], events.actions[known], events.timestamps[known], events.origin)
         rows = rows[known]
-    fingerprint = events.fingerprint()
     report = HistoryReport(
-        fingerprint=fingerprint,
+        fingerprint=name,
         num_tokens=len(rows),
-        cut_tokens=cut,
+        cut_tokens=first_index + cut,
         unknown_items=unknown,
         origin=events.origin,
     )
-    return Tokens(events, rows, report, {len(rows): fingerprint})
+    return Tokens(events, rows, report)

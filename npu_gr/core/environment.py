@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import difflib
 import logging
+import re
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -26,7 +27,9 @@ log = logging.getLogger(__name__)
 PREFIX = "NPU_GR_"
 BETWEEN = "__"
 OTHERS = ("NPU_GR_API_KEY", "NPU_GR_CA", "NPU_GR_CERT", "NPU_GR_CERT_KEY")  # of commands that call an instance
-_OF_KUBERNETES = ("tcp://", "udp://", "sctp://")  # NPU_GR_PORT, where there is a Service named npu-gr
+# What Kubernetes writes for a Service named npu-gr or npu-gr-...: NPU_GR_PORT=tcp://..., NPU_GR_SERVICE_HOST.
+_OF_KUBERNETES = ("tcp://", "udp://", "sctp://")
+_NAMED_BY_KUBERNETES = re.compile(r"NPU_GR_(\w+_)?(SERVICE_(HOST|PORT)(_\w+)?|PORT_\d+_(TCP|UDP|SCTP)(_\w+)?)")
 
 
 class Variable(NamedTuple):
@@ -55,15 +58,16 @@ def read(variables: Mapping[str, str], cls: type[msgspec.Struct]) -> list[Variab
     known = {variable(path): path for path, setting in settings_of(cls).items() if not setting.in_list}
     found = []
     for name, value in variables.items():
-        if not name.startswith(PREFIX):
+        if not name.startswith(PREFIX) or value.startswith(_OF_KUBERNETES):
             continue
         if name in known:
-            if not value.startswith(_OF_KUBERNETES):
-                found.append(Variable(name, known[name], value))
+            found.append(Variable(name, known[name], value))
         elif BETWEEN in name.removeprefix(PREFIX).strip("_"):
             near = difflib.get_close_matches(name, known, n=1)
             raise ConfigError(f"environment: {name} is no setting" + (f"; did you mean {near[0]}?" if near else ""))
-        elif name not in OTHERS and (meant := _meant(name, list(known))):
+        elif name in OTHERS or _NAMED_BY_KUBERNETES.fullmatch(name):
+            continue
+        elif meant := _meant(name, list(known)):
             log.warning("environment: %s is no setting, and is ignored; %s is one", name, meant)
     return sorted(found, key=lambda one: one.path.count("."))
 

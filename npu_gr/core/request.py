@@ -128,9 +128,15 @@ class Events:
         """Make a history without behaviours."""
         return cls.make([], [], [])
 
-    def fingerprint(self) -> str:
-        """Hash every event into 32 hex digits (xxh3-128): histories are equal if and only if theirs are."""
+    def fingerprint(self, first_index: int = 0) -> str:
+        """Hash every event into 32 hex digits (xxh3-128): histories are equal if and only if theirs are.
+
+        Args:
+            first_index: of the first event in the user's whole history; the same events elsewhere are another history.
+        """
         digest = xxhash.xxh3_128(len(self).to_bytes(8, "little"))
+        if first_index:
+            digest.update(first_index.to_bytes(8, "little"))
         for row in (self.items, self.actions, self.timestamps):
             digest.update(np.ascontiguousarray(row).data)
         return digest.hexdigest()
@@ -236,10 +242,10 @@ class RankRequest:
 class HistoryReport:
     """How the behaviours of a request were read."""
 
-    fingerprint: str  # of the whole history as the model reads it; the `base` of a later delta
+    fingerprint: str  # of the newest events, with those that the model lacks; the `base` of a later delta
     num_tokens: int  # that the model read
-    cut_tokens: int = 0  # oldest tokens that the window has no room for
-    unknown_items: int = 0  # events left out because the model lacks their item
+    cut_tokens: int = 0  # events of the whole history in front of the window
+    unknown_items: int = 0  # events of the window left out because the model lacks their item
     origin: HistoryOrigin = FROM_REQUEST  # where the behaviours came from
 
     def log_fields(self) -> dict[str, Any]:

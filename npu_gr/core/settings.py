@@ -87,6 +87,7 @@ def gather(
     given += [(*_parted(text), "--set") for text in overrides]
     for name, value, origin in given:
         _put(table, name, _yaml(value, name, origin), origin)
+        origins = {at: where for at, where in origins.items() if not f"{at}.".startswith(f"{name}.")}
         origins |= dict.fromkeys(_leaves(_at(table, name), name), origin)
     return Gathered(table, origins)
 

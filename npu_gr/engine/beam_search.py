@@ -120,7 +120,7 @@ class _Search:
         self.hidden = query.hidden
         self.found: BeamResult | None = None
 
-    def advance(self, chosen: Choices, level: int) -> None:
+    def advance(self, backend: Backend, chosen: Choices, level: int) -> None:
         """Make the round's selection the beams of the next round, or the result if it was the last round."""
         if not len(chosen.edge):
             self.found = BeamResult(np.empty(0, np.int64), np.empty(0, np.float32))
@@ -129,7 +129,7 @@ class _Search:
             self.found = _fetched(chosen)
             return
         # codes ascend with the edges, and the parents do not decrease
-        order = torch.argsort(chosen.edge)
+        order = backend.order_of(chosen.edge)
         self.acc = chosen.score[order]
         self.states = chosen.edge[order]
         parent = chosen.parent[order]
@@ -198,10 +198,10 @@ def search(
         live = [each for each in searches if each.found is None]
         for each in live:
             if each.query.options.normalise != "vocabulary":
-                each.advance(_select_by_codebook(decoder, backend, each, level, arena), level)
+                each.advance(backend, _select_by_codebook(decoder, backend, each, level, arena), level)
         whole = [each for each in live if each.query.options.normalise == "vocabulary"]
         for each, logits in zip(whole, _whole_logits(decoder, whole, arena), strict=True):
-            each.advance(_select(backend, each, level, logits), level)
+            each.advance(backend, _select(backend, each, level, logits), level)
         live = [each for each in live if each.found is None]
         if not live:
             break
@@ -240,9 +240,10 @@ def _select_by_codebook(decoder: Decoder, backend: Backend, search: _Search, lev
     count = books.code_count[level]
     follow = search.follow(level)
     scale = 1.0 / options.temperature
-    if options.normalise == "valid" and int(follow.degree.sum()) * GATHER_BELOW < len(search.states) * count:
+    is_valid = options.normalise == "valid"
+    if is_valid and backend.gathers_head and int(follow.degree.sum()) * GATHER_BELOW < len(search.states) * count:
         weight = decoder.head_weight[base : base + count]
         return backend.gathered_topk(hidden, weight, search.acc, follow, options.width, scale)
-    over: Over = "valid" if options.normalise == "valid" else "row"
+    over: Over = "valid" if is_valid else "row"
     logits = decoder.logits(hidden, (base, base + count), arena.logits)
     return backend.beam_topk(TopkCall(logits, search.acc, follow, options.width, over, None, scale))

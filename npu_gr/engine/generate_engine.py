@@ -62,8 +62,8 @@ class Prompt:
     """A history as the decoder reads it: L tokens an item, oldest item first. n = tokens."""
 
     tokens: I64  # [n]
-    unknown_items: int = 0  # items of the history that the catalogue lacks; the prompt leaves them out
-    cut_items: int = 0  # oldest items of the history that the prompt has no room for
+    unknown_items: int = 0  # items of the window that the catalogue lacks; the prompt leaves them out
+    cut_items: int = 0  # items of the whole history in front of the window
     _fingerprints: dict[int, str] = field(default_factory=dict)
 
     def __len__(self) -> int:
@@ -124,21 +124,26 @@ def layout_of(decoder: Decoder, page_tokens: int = 64) -> KVLayout:
     )
 
 
-def make_prompt(trie: Trie, item_ids: I64, max_tokens: int, cut_step_items: int = 1) -> Prompt:
-    """Turn a history into the semantic IDs of its newest items that fit, oldest first.
+def make_prompt(trie: Trie, item_ids: I64, max_tokens: int, cut_step_items: int = 1, first_index: int = 0) -> Prompt:
+    """Turn a history into the semantic IDs of its newest known items that fit, oldest first.
 
     Args:
         trie: the catalogue.
         item_ids: [n] external ids, oldest first.
         max_tokens: length limit of the prompt, at least L.
         cut_step_items: a history that does not fit starts at a multiple of this, as in `catalogue/tokens.py`. So its
-            start stays the same for a while, and cached prefixes stay usable.
+            start stays the same for a while, and cached prefixes stay usable. Items that the catalogue lacks count in
+            that multiple: so many events, sent in any way, begin at the same one.
+        first_index: of the first item in the user's whole history.
     """
     leaves = trie.find(item_ids)
-    known = leaves[leaves != DEAD]
-    cut = window_start(0, len(known), max_tokens // trie.num_levels, cut_step_items)
-    tokens = trie.sid_of(known[cut:]).astype(np.int64) + np.array(trie.codebooks.vocab_base, np.int64)
-    return Prompt(tokens.ravel(), len(item_ids) - len(known), cut)
+    places = np.flatnonzero(leaves != DEAD)
+    max_items = max_tokens // trie.num_levels
+    begin = int(places[-max_items]) if len(places) > max_items else 0
+    cut = begin + window_start(first_index + begin, len(item_ids) - begin, len(item_ids), cut_step_items)
+    known = leaves[places[places >= cut]]
+    tokens = trie.sid_of(known).astype(np.int64) + np.array(trie.codebooks.vocab_base, np.int64)
+    return Prompt(tokens.ravel(), len(item_ids) - cut - len(known), first_index + cut)
 
 
 class Generator:

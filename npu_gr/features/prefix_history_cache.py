@@ -36,58 +36,53 @@ class PrefixHistoryCache:
         self._capacity_bytes = capacity_bytes
         self._shares: Shares[_Holding] = Shares(_Holding, clock)
         self._numbers = itertools.count()
-        self._events: dict[tuple[UserKey, str], tuple[Events, _Holding]] = {}
-        self._first_index: dict[UserKey, int] = {}  # of what was read from the store
+        self._histories: dict[tuple[UserKey, str], tuple[StoredHistory, _Holding]] = {}
         self._by_user: dict[UserKey, dict[str, None]] = {}  # user -> fingerprints, the newest last
         self.bytes_used = 0
 
-    def remember(self, user: UserKey, fingerprint: str, events: Events) -> None:
+    def remember(self, user: UserKey, fingerprint: str, history: StoredHistory) -> None:
         """Keep a copy of a history; one that alone exceeds the capacity is not kept.
 
         Args:
             user: whose history it is.
-            fingerprint: of `events`; what a delta names as its base.
-            events: the history from its first event on.
+            fingerprint: what a delta names as its base.
+            history: its newest events.
         """
         key = (user, fingerprint)
-        if key in self._events:
+        if key in self._histories:
             self._use(key)
             known = self._by_user[user]
             known[fingerprint] = known.pop(fingerprint)
             return
-        self._keep(key, events)
+        self._keep(key, history)
 
     def remember_stored(self, user: UserKey, stored: StoredHistory) -> None:
         """Keep a copy of what the store has of a user, in the place of what it had before."""
         key = (user, STORED)
-        if key in self._events:
+        if key in self._histories:
             ends_at = stored.first_index + len(stored.events)
-            known, _ = self._events[key]
-            if self._first_index[user] + len(known) == ends_at and len(known) >= len(stored.events):
+            known, _ = self._histories[key]
+            if known.first_index + len(known.events) == ends_at and len(known.events) >= len(stored.events):
                 self._use(key)  # nothing new
                 self._by_user[user][STORED] = self._by_user[user].pop(STORED)
                 return
             self._drop(key)
-        self._keep(key, stored.events)
-        if key in self._events:
-            self._first_index[user] = stored.first_index
+        self._keep(key, stored)
 
     def last_known(self, user: UserKey) -> StoredHistory | None:
         """The newest history of a user that is cached; None if none is."""
         if user not in self._by_user:
             return None
-        fingerprint = next(reversed(self._by_user[user]))
-        first_index = self._first_index[user] if fingerprint == STORED else 0
-        return StoredHistory(self._use((user, fingerprint)), first_index)
+        return self._use((user, next(reversed(self._by_user[user]))))
 
     def knows(self, user: UserKey) -> bool:
         """Whether anything of the user is cached."""
         return user in self._by_user
 
-    def find(self, user: UserKey, fingerprint: str) -> Events | None:
+    def find(self, user: UserKey, fingerprint: str) -> StoredHistory | None:
         """The history with this fingerprint; None if it is not cached (any more)."""
         key = (user, fingerprint)
-        return self._use(key) if key in self._events else None
+        return self._use(key) if key in self._histories else None
 
     def resize(self, capacity_bytes: int, tenant_weights: Mapping[str, float]) -> None:
         """Change the capacity and the weights of tenants (all others have 1), and evict what is over the capacity."""
@@ -100,27 +95,29 @@ class PrefixHistoryCache:
         for fingerprint in list(self._by_user.get(user, ())):
             self._drop((user, fingerprint))
 
-    def _keep(self, key: tuple[UserKey, str], events: Events) -> None:
+    def _keep(self, key: tuple[UserKey, str], history: StoredHistory) -> None:
+        events = history.events
         size = _bytes(events)
         if size > self._capacity_bytes:
             return
         # a copy: a slice would keep alive, uncounted, the longer history that it was cut from
         user, fingerprint = key
         holding = self._shares.asking(user.tenant)
-        self._events[key] = Events.make(events.items, events.actions, events.timestamps), holding
+        copied = Events.make(events.items, events.actions, events.timestamps)
+        self._histories[key] = StoredHistory(copied, history.first_index), holding
         self._use(key)
         self._by_user.setdefault(user, {})[fingerprint] = None
         holding.held += size
         self.bytes_used += size
         self._evict()
 
-    def _use(self, key: tuple[UserKey, str]) -> Events:
+    def _use(self, key: tuple[UserKey, str]) -> StoredHistory:
         """Make a history the most recently used; of two, the one with the smaller number was used less recently."""
-        events, holding = self._events[key]
+        history, holding = self._histories[key]
         holding.used[key] = next(self._numbers)
         holding.used.move_to_end(key)
         self._shares.asked(holding)
-        return events
+        return history
 
     def _evict(self) -> None:
         """Drop the least recently used histories of the tenants over their share until the rest fits."""
@@ -132,12 +129,10 @@ class PrefixHistoryCache:
 
     def _drop(self, key: tuple[UserKey, str]) -> None:
         user, fingerprint = key
-        events, holding = self._events.pop(key)
+        history, holding = self._histories.pop(key)
         del holding.used[key]
-        holding.held -= _bytes(events)
-        self.bytes_used -= _bytes(events)
-        if fingerprint == STORED:
-            self._first_index.pop(user, None)
+        holding.held -= _bytes(history.events)
+        self.bytes_used -= _bytes(history.events)
         known = self._by_user[user]
         known.pop(fingerprint, None)
         if not known:

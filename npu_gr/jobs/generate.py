@@ -33,13 +33,13 @@ class GenerateJob:
         generation = self._versions.generator(request.model_version)
         with generation.use:
             with call.slot.outside():
-                events, _ = await self._histories.read(request.user, request.history, self._versions.max_events)
+                history = await self._histories.read(request.user, request.history, self._versions.max_events)
+            events = history.events
             if events.origin.fault and not len(events):  # an empty prompt would blame the caller: 422
                 raise StoreFailed("the history store fails, and nothing is known of the user", events.origin.fault)
-            fingerprint = events.fingerprint()
-            self._histories.remember(request.user, request.history, fingerprint, events)
+            self._histories.remember(request.user, request.history, history)
             history_s = time.monotonic() - call.arrived_at
-            answer = await generation.generate(request, events.items, fingerprint, call, history_s)
+            answer = await generation.generate(request, history, call, history_s)
         answer = replace(answer, history=replace(answer.history, origin=events.origin))
         self._metrics.generate.answered(answer)
         return answer

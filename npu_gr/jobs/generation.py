@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import Annotated
 
-import msgspec
 import numpy as np
 
 from npu_gr.catalogue.filters import Filter
@@ -29,45 +27,16 @@ from npu_gr.core.request import (
     UserKey,
     Verdict,
 )
-from npu_gr.core.settings import Bytes, Count
 from npu_gr.core.words import quoted
 from npu_gr.engine.beam_search import SearchOptions
 from npu_gr.engine.generate_engine import GenerateEngine, GeneratePass, Prompt, make_prompt
 from npu_gr.jobs.base import Call
+from npu_gr.jobs.config import GenerateConfig
+from npu_gr.jobs.histories import History
 from npu_gr.jobs.in_use import InUse
 from npu_gr.jobs.served_catalogue import ServedCatalogue
 from npu_gr.metrics.registry import Metrics
 from npu_gr.relay.relay import Relay
-
-
-class GenerateConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Which model generates, from which catalogue, and how wide it searches."""
-
-    checkpoint: str  # Hugging Face folder of a Qwen3 or Qwen2 model
-    catalogue: str  # .jsonl, .parquet or .bin: items and their semantic IDs
-    codes: tuple[Count, ...]  # number of codes of each level of a semantic ID
-    first_token: Annotated[int, msgspec.Meta(ge=0)] = 0  # token of level 1, code 0; the other levels follow
-    max_beams: Annotated[int, msgspec.Meta(ge=1, le=1024)] = 512
-    beam_width: Count = 128  # for a request that names none
-    exclude_seen: bool = True  # leave out the items of the history, unless a request says otherwise
-    max_prompt_tokens: Count = 1024  # of a longer history the prompt holds the newest items
-    cut_step_items: Count = 32  # the prompt's start moves in steps of this many items
-    hbm_bytes: Bytes = 268_435_456
-    dram_bytes: Bytes = 0
-    filter_cache_bytes: Bytes = 268_435_456  # for masks of attribute queries: one byte for each item and each edge
-
-    @property
-    def items(self) -> tuple[str, tuple[int, ...], int]:
-        """The settings that decide which items are found, and by which tokens."""
-        return self.catalogue, self.codes, self.first_token
-
-    def __post_init__(self) -> None:
-        if not self.codes:
-            raise ValueError("codes: needs at least one level")
-        if self.beam_width > self.max_beams:
-            raise ValueError(f"beam_width: {self.beam_width} is over max_beams {self.max_beams}")
-        if self.max_prompt_tokens < len(self.codes):
-            raise ValueError(f"max_prompt_tokens: {self.max_prompt_tokens} has no room for one item")
 
 
 class Generation:
@@ -111,8 +80,8 @@ class Generation:
 
     @property
     def max_events(self) -> int:
-        """Newest behaviours that the prompt has room for."""
-        return self._max_prompt_tokens // len(self.config.codes)
+        """Newest behaviours among which the prompt's items are looked for: some are not in the catalogue."""
+        return LOOKED_AT * (self._max_prompt_tokens // len(self.config.codes))
 
     @property
     def model(self) -> ModelInfo:
@@ -136,15 +105,20 @@ class Generation:
 
     # ---- requests
 
-    async def signal(self, user: UserKey, item_ids: I64) -> Verdict:
+    async def signal(self, user: UserKey, history: History) -> Verdict:
         """Start a prefill of the history's prompt, if the trigger wants one."""
         with self.items.pin() as (snapshot, _):
-            return self.relay.signal(user, await self._prompt(snapshot, item_ids))
+            return self.relay.signal(user, await self._prompt(snapshot, history))
 
-    async def _prompt(self, snapshot: Snapshot, item_ids: I64) -> Prompt:
+    async def _prompt(self, snapshot: Snapshot, history: History) -> Prompt:
         """Make the prompt in a thread: a thousand look-ups in a catalogue of millions take milliseconds."""
         return await asyncio.to_thread(
-            make_prompt, snapshot.trie, item_ids, self._max_prompt_tokens, self.config.cut_step_items
+            make_prompt,
+            snapshot.trie,
+            history.newest.events.items,
+            self._max_prompt_tokens,
+            self.config.cut_step_items,
+            history.newest.first_index,
         )
 
     def _filter(self, snapshot: Snapshot, request: GenerateRequest, item_ids: I64) -> Filter | None:
@@ -156,14 +130,13 @@ class Generation:
         return self.items.filters.filter_for(snapshot, request.allow_items, deny, request.attributes)
 
     async def generate(
-        self, request: GenerateRequest, item_ids: I64, fingerprint: str, call: Call, history_s: float = 0.0
+        self, request: GenerateRequest, history: History, call: Call, history_s: float = 0.0
     ) -> GenerateAnswer:
         """Find the best items after a history.
 
         Args:
             request: how many, how wide, which may be found.
-            item_ids: int64 [n], items of the history, oldest first.
-            fingerprint: of the history, for the answer.
+            history: of the user.
             call: when the request arrived, and its deadline.
             history_s: seconds that reading the history took.
 
@@ -181,11 +154,11 @@ class Generation:
             if request.catalogue_version not in (None, snapshot.version):
                 wanted = quoted(request.catalogue_version)
                 raise NotFound(f"catalogue_version: {wanted} is not served; {snapshot.version!r} is")
-            prompt = await self._prompt(snapshot, item_ids)
+            prompt = await self._prompt(snapshot, history)
             if not len(prompt):
-                raise ColdUser(f"history: none of its {len(item_ids)} items is in the catalogue")
+                raise ColdUser(f"history: none of the newest {len(history.newest.events)} items is in the catalogue")
             options = SearchOptions(width=width, normalise=request.normalise, temperature=request.temperature)
-            allow = await asyncio.to_thread(self._filter, snapshot, request, item_ids)
+            allow = await asyncio.to_thread(self._filter, snapshot, request, history.events.items)
             async with self.relay.lease(request.user, prompt, width, call.deadline_at, call.slot.outside) as lease:
                 lease_s = time.monotonic() - began_at
                 if lease.first_token:
@@ -212,7 +185,7 @@ class Generation:
             sids=done.value.sids,
             scores=done.value.scores,
             history=HistoryReport(
-                fingerprint=fingerprint,
+                fingerprint=history.fingerprint,
                 num_tokens=len(prompt),
                 cut_tokens=prompt.cut_items * snapshot.trie.num_levels,
                 unknown_items=prompt.unknown_items,
@@ -222,6 +195,7 @@ class Generation:
         )
 
 
+LOOKED_AT = 4  # events for each item that a prompt has room for
 WARM_UP_TOKENS = (48, 240, 960)
 WARM_UP_BEAMS = (16, 128)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 from npu_gr.core.errors import BadRequest, NpuGrError, StoreFailed, Unavailable, UnknownPrefix, Unprocessable
 from npu_gr.core.request import (
@@ -17,10 +18,34 @@ from npu_gr.core.request import (
     Write,
     Written,
 )
+from npu_gr.core.time_order import OnUnsorted, oldest_first
 from npu_gr.features.base import FailurePolicy, HistoryStore, StoredHistory
 from npu_gr.features.named_actions import difference
 from npu_gr.features.prefix_history_cache import PrefixHistoryCache
 from npu_gr.metrics.registry import Metrics
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class History:
+    """The behaviours of a request, however they came: given, by a delta, from the store."""
+
+    events: Events  # oldest first, with those that no model knows
+    first_index: int  # of the first of them in the user's whole history
+    newest: StoredHistory  # as many as the models in service read: all that a delta needs to be continued
+    fingerprint: str  # of the newest; equal histories have equal ones, whatever way they came
+
+    @classmethod
+    def of(cls, events: Events, first_index: int, window_events: int) -> History:
+        """Name a history by its newest events.
+
+        Args:
+            events: oldest first.
+            first_index: of the first of them in the user's whole history.
+            window_events: the newest ones that the models in service have room for.
+        """
+        beyond = max(0, len(events) - window_events)
+        newest = StoredHistory(events[beyond:], first_index + beyond)
+        return cls(events, first_index, newest, newest.events.fingerprint(newest.first_index))
 
 
 class Histories:
@@ -34,6 +59,7 @@ class Histories:
         on_failure: FailurePolicy,
         metrics: Metrics,
         action_names: Callable[[], Sequence[str]] = tuple,
+        on_unsorted: Callable[[], OnUnsorted] = lambda: "refuse",
     ) -> None:
         """Read nothing yet.
 
@@ -44,6 +70,7 @@ class Histories:
             on_failure: what a request gets whose history cannot be read.
             metrics: where degraded reads are counted.
             action_names: of the ranker in service; none = nobody says what the numbers of actions mean.
+            on_unsorted: what becomes of a delta that begins before its base ends.
         """
         self.store = store
         self.cache = cache
@@ -51,6 +78,7 @@ class Histories:
         self._on_failure = on_failure
         self._metrics = metrics
         self._action_names = action_names
+        self._on_unsorted = on_unsorted
         self._num_named = 0  # actions that the store is known to have under our names
         self._num_erasures = 0  # begun or ended
 
@@ -59,19 +87,17 @@ class Histories:
         self.cache.resize(cache_bytes, tenant_weights)
         self._cut_step_tokens = cut_step_tokens
 
-    async def read(self, user: UserKey, ref: HistoryRef, window_events: int) -> tuple[Events, int]:
+    async def read(self, user: UserKey, ref: HistoryRef, window_events: int) -> History:
         """Read the behaviours that a request names.
 
         Args:
             user: whose they are.
             ref: where they are.
-            window_events: the newest ones that the model has room for.
-
-        Returns:
-            The behaviours with their origin, and the index of the first one in the user's whole history.
+            window_events: the newest ones that the models in service have room for.
 
         Raises:
             UnknownPrefix: a delta continues a prefix that is not known here.
+            Unprocessable: a delta begins before its base ends, and that is to be refused.
             BadRequest: the request brings no history, and there is no store.
             StoreFailed: the store failed, and the configuration has nothing to put in its place.
         """
@@ -79,16 +105,19 @@ class Histories:
             base = self.cache.find(user, ref.base)
             if base is None:
                 raise UnknownPrefix("base: unknown here or forgotten; send the whole history")
-            return (base if ref.events is None else base + ref.events), 0
+            if ref.events is None:
+                return History.of(base.events, base.first_index, window_events)
+            events = oldest_first(base.events + ref.events, self._on_unsorted(), "history", base=len(base.events))
+            return History.of(events, base.first_index, window_events)
         if ref.events is not None:
-            return ref.events, 0
+            return History.of(ref.events, 0, window_events)
         if self.store is None:
             raise BadRequest("history: missing, and this instance has no history store")
         try:
             stored = await self._read_stored(self.store, user, window_events + self._cut_step_tokens)
         except StoreFailed as error:
             stored = self._degraded(user, error, self._on_failure)
-        return stored.events, stored.first_index
+        return History.of(stored.events, stored.first_index, window_events)
 
     async def read_items(self, user: UserKey, ref: HistoryRef, max_events: int) -> I64:
         """Read the items of a history for a job that can do without one: what cannot be read is empty.
@@ -127,10 +156,14 @@ class Histories:
         self._metrics.store.degraded(source, error.fault)
         return StoredHistory(known.events.coming_from(HistoryOrigin(source, error.fault)), known.first_index)
 
-    def remember(self, user: UserKey, ref: HistoryRef, fingerprint: str, events: Events) -> None:
-        """Keep the behaviours that a request brought, so that a later request may send a delta on them."""
+    def remember(self, user: UserKey, ref: HistoryRef, history: History) -> None:
+        """Keep the behaviours that a request brought, so that a later request may send a delta on them.
+
+        As they came: what the model in service lacks or cuts counts in the window of every later request, so that a
+        delta reads what the whole history reads.
+        """
         if ref.events is not None:
-            self.cache.remember(user, fingerprint, events)
+            self.cache.remember(user, history.fingerprint, history.newest)
 
     async def append(self, user: UserKey, events: Events, key: str | None = None) -> int:
         """Append behaviours durably.

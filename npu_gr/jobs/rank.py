@@ -34,11 +34,9 @@ class RankJob:
             raise Unprocessable("candidates: needs at least one")
         with ranking.use:
             with call.slot.outside():
-                events, first_index = await self._histories.read(
-                    request.user, request.history, self._versions.max_events
-                )
-            tokens = ranking.tokenize(events, first_index)
-            self._histories.remember(request.user, request.history, tokens.report.fingerprint, tokens.events)
+                history = await self._histories.read(request.user, request.history, self._versions.max_events)
+            tokens = ranking.tokenize(history)
+            self._histories.remember(request.user, request.history, history)
             answer = await ranking.rank(request, tokens, call, time.monotonic() - call.arrived_at)
         self._metrics.rank.answered(answer)
         return answer

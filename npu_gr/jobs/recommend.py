@@ -35,7 +35,6 @@ from npu_gr.core.errors import ColdUser, DeadlineExceeded, NpuGrError, Overloade
 from npu_gr.core.kinds import RANK, SIGNAL
 from npu_gr.core.request import (
     I64,
-    Events,
     HistoryRef,
     RankAnswer,
     RankRequest,
@@ -49,7 +48,7 @@ from npu_gr.core.request import (
 )
 from npu_gr.jobs.base import Call
 from npu_gr.jobs.cascade_plan import RecommendConfig, best_first, by_both, in_turns, split
-from npu_gr.jobs.histories import Histories
+from npu_gr.jobs.histories import Histories, History
 from npu_gr.jobs.hook import HookContext, as_items, load_hook
 from npu_gr.jobs.ranking import Ranking
 from npu_gr.jobs.sources import POPULAR, SizedSource, SourceRequest, read_popular
@@ -88,7 +87,7 @@ class Cascade:
         self,
         request: RecommendRequest,
         ranking: Ranking,
-        events: Events,
+        history: History,
         tokens: Tokens,
         call: Call,
         history_s: float = 0.0,
@@ -98,7 +97,7 @@ class Cascade:
         Args:
             request: how many items, which must not come.
             ranking: the version of the ranker that serves the request from start to end.
-            events: of the user.
+            history: of the user.
             tokens: the same behaviours as that ranker reads them.
             call: when the request arrived, and its deadline.
             history_s: seconds that reading the history took.
@@ -107,7 +106,7 @@ class Cascade:
             Unavailable: no source answered, and there is no list of popular items.
             RequestError: a source says that the request makes no sense.
         """
-        run = _Run(self, request, ranking, events, tokens, call.deadline_at)
+        run = _Run(self, request, ranking, history, tokens, call.deadline_at)
         verdict = ranking.signal(request.user, tokens, run.max_candidates)
         self._count_signal(verdict, ranking, tokens, time.monotonic() - run.began_at)
         answer = await run.answer(verdict, history_s)
@@ -147,13 +146,11 @@ class RecommendJob:
         ranking = self._versions.ranker(request.model_version)
         with ranking.use:
             with call.slot.outside():
-                events, first_index = await self._histories.read(
-                    request.user, request.history, self._versions.max_events
-                )
-            tokens = ranking.tokenize(events, first_index)
-            self._histories.remember(request.user, request.history, tokens.report.fingerprint, tokens.events)
+                history = await self._histories.read(request.user, request.history, self._versions.max_events)
+            tokens = ranking.tokenize(history)
+            self._histories.remember(request.user, request.history, history)
             history_s = time.monotonic() - call.arrived_at
-            return await self.cascade.recommend(request, ranking, events, tokens, call, history_s)
+            return await self.cascade.recommend(request, ranking, history, tokens, call, history_s)
 
     async def stop(self) -> None:
         """Drop hooks that have not begun."""
@@ -168,14 +165,14 @@ class _Run:
         cascade: Cascade,
         request: RecommendRequest,
         ranking: Ranking,
-        events: Events,
+        history: History,
         tokens: Tokens,
         deadline_at: float,
     ) -> None:
         self._cascade = cascade
         self._request = request
         self._ranking = ranking
-        self._events = events
+        self._history = history
         self._tokens = tokens
         self.began_at = time.monotonic()
         config = cascade.config
@@ -188,7 +185,7 @@ class _Run:
         self._drops_unknown = (request.unknown_items or config.unknown_items) == "drop"
         denied = [np.empty(0, np.int64) if request.deny_items is None else request.deny_items]
         # ascending; not np.unique, which takes five times as long for the thousands of items of a history
-        self._denied: I64 = np.sort(np.concatenate([*denied, *([events.items] if self._exclude_seen else [])]))
+        self._denied: I64 = np.sort(np.concatenate([*denied, *([history.events.items] if self._exclude_seen else [])]))
         self._unknown: Counter[str] = Counter()  # source -> items that the ranker does not know
         self._reports: list[StageReport] = []
 
@@ -273,7 +270,7 @@ class _Run:
         began_at = time.monotonic()
         asked = SourceRequest(
             user=self._request.user,
-            events=self._events,
+            history=self._history,
             num_items=source.num_items,
             denied=self._denied,
             exclude_seen=self._exclude_seen,
@@ -323,7 +320,7 @@ class _Run:
         if hook is None:
             return items
         began_at = time.monotonic()
-        context = HookContext(self._request.user, self._events, self._request.context, self._shown_at)
+        context = HookContext(self._request.user, self._history.events, self._request.context, self._shown_at)
         try:
             async with Deadline(min(self._deadlines.hook_at - began_at, config.hook_budget_s)):
                 if inspect.iscoroutinefunction(hook):

@@ -43,18 +43,18 @@ class SignalJob:
                 if model is not None:
                     used.enter_context(model.use)
             with call.slot.outside():
-                events, first_index = await self._histories.read(request.user, request.history, versions.max_events)
+                history = await self._histories.read(request.user, request.history, versions.max_events)
             read_at = time.monotonic()
             if ranking is not None:
-                tokens = ranking.tokenize(events, first_index)
+                tokens = ranking.tokenize(history)
                 report = tokens.report
-                self._histories.remember(request.user, request.history, report.fingerprint, tokens.events)
                 verdict = ranking.signal(request.user, tokens, request.num_candidates)
             else:
-                report = HistoryReport(fingerprint=events.fingerprint(), num_tokens=len(events), origin=events.origin)
-                self._histories.remember(request.user, request.history, report.fingerprint, events)
+                events = history.events
+                report = HistoryReport(fingerprint=history.fingerprint, num_tokens=len(events), origin=events.origin)
+            self._histories.remember(request.user, request.history, history)
             if generation is not None:
-                generate_verdict = await generation.signal(request.user, events.items)
+                generate_verdict = await generation.signal(request.user, history)
         first = verdict or generate_verdict
         model = ranking or generation
         assert first is not None

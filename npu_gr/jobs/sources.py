@@ -12,9 +12,10 @@ import numpy as np
 from npu_gr.core.errors import ConfigError
 from npu_gr.core.kinds import GENERATE, MATCH
 from npu_gr.core.names import item_id
-from npu_gr.core.request import I64, Events, GenerateRequest, HistoryRef, MatchRequest, UserKey
+from npu_gr.core.request import I64, GenerateRequest, HistoryRef, MatchRequest, UserKey
 from npu_gr.jobs.base import Call
 from npu_gr.jobs.cascade_plan import in_turns
+from npu_gr.jobs.histories import History
 from npu_gr.jobs.match import MatchJob
 from npu_gr.jobs.versions import Versions
 from npu_gr.metrics.registry import Metrics
@@ -24,7 +25,7 @@ class SourceRequest(NamedTuple):
     """What a source is asked for."""
 
     user: UserKey
-    events: Events
+    history: History
     num_items: int
     denied: I64  # [n] external ids
     exclude_seen: bool
@@ -58,9 +59,7 @@ def from_generation(versions: Versions, metrics: Metrics) -> Source:
         )
         generation = versions.generator()
         with generation.use:
-            answer = await generation.generate(
-                request, asked.events.items, asked.events.fingerprint(), asked.call, history_s=0.0
-            )
+            answer = await generation.generate(request, asked.history, asked.call)
         metrics.generate.answered(answer)
         metrics.requests.answered(GENERATE, answer, time.monotonic() - began_at)
         return answer.item_ids
@@ -79,7 +78,7 @@ def from_match(job: MatchJob, metrics: Metrics) -> Source:
             exclude_seen=asked.exclude_seen,
             deny_items=asked.denied,
         )
-        answer = await job.match(request, asked.events.items, asked.call)
+        answer = await job.match(request, asked.history.events.items, asked.call)
         metrics.requests.answered(MATCH, answer, time.monotonic() - began_at)
         return answer.item_ids
 

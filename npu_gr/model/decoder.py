@@ -1,10 +1,12 @@
-"""A causal decoder of the Qwen3 and Qwen2 families, written for serving: one prefill, then lock-step beams.
+"""A causal decoder of the Llama kind, written for serving: one prefill, then lock-step beams.
 
-Qwen3: RMSNorm of each query and key head, no bias. Qwen2: bias on q, k, v, no such norm. Both: RoPE, grouped
-queries, SwiGLU, a head of its own or the token embedding. K is kept after norm and RoPE, so a cached prefix is read
-as it is. Attention is the backend's; the prefix is *shared KV*, the few tokens a beam adds are *unshared KV*.
+Qwen3: RMSNorm of each query and key head; its mixture of experts in `experts.py`. Qwen2: bias on q, k, v. Llama and
+Mistral: neither, or bias on q, k, v and the output. All: RoPE, grouped queries, SwiGLU, a head of its own or the token
+embedding. K is kept after norm and RoPE, so a cached prefix is read as it is. Attention is the backend's; the prefix
+is *shared KV*, the few tokens a beam adds are *unshared KV*.
 
-Source: Qwen3 (arXiv:2505.09388), Qwen2 (arXiv:2407.10671); shared and unshared KV: xGR (arXiv:2512.11529).
+Source: Qwen3 (arXiv:2505.09388), Qwen2 (arXiv:2407.10671), Llama 3 (arXiv:2407.21783), Mistral (arXiv:2310.06825);
+shared and unshared KV: xGR (arXiv:2512.11529).
 Invariant: a token's keys and values depend on it and the tokens before it alone, so prefill may be cut anywhere.
 """
 
@@ -23,6 +25,8 @@ from npu_gr.backend.calls import BeamCall
 from npu_gr.backend.tiles import Slab
 from npu_gr.backend.torch_ops import TorchOps
 from npu_gr.core.settings import Count, Positive
+from npu_gr.model.experts import Experts, ExpertsConfig
+from npu_gr.model.rope import RopeScaling, rope_angles, rope_frequencies, rotate
 
 LayerSlabs = Callable[[int], Sequence[Slab]]  # layer -> (k, v), each [m, Hkv, D], in token order
 Sink = Callable[[int, Tensor, Tensor], None]  # layer, k and v [n, Hkv, D] of the new tokens
@@ -44,12 +48,20 @@ class DecoderConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     qk_norm: bool  # RMSNorm of every query and key head (Qwen3)
     qkv_bias: bool  # bias on q, k, v (Qwen2)
     tied_head: bool  # the head is the token embedding
+    out_bias: bool = False  # bias on the attention's output (Llama with attention_bias)
+    rope_scaling: RopeScaling | None = None
+    experts: ExpertsConfig | None = None  # in the place of the MLP, but for their dense layers
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
             raise ValueError(f"num_heads: {self.num_heads} is no multiple of num_kv_heads {self.num_kv_heads}")
         if self.head_dim % 2:
             raise ValueError(f"head_dim: RoPE turns pairs, {self.head_dim} is odd")
+
+    def angles(self, first: int, num_tokens: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Compute cos and sin [num_tokens, 1, head_dim / 2] of positions from `first`, in fp32."""
+        frequencies = rope_frequencies(self.head_dim, self.rope_theta, self.rope_scaling, device)
+        return rope_angles(first, num_tokens, frequencies)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -111,20 +123,6 @@ class RMSNorm(nn.Module):
         return normed.to(self.weight.dtype) * self.weight
 
 
-def rope_angles(first: int, num_tokens: int, config: DecoderConfig, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Cos and sin [num_tokens, 1, head_dim / 2] of positions from `first`, in fp32 as the models were trained."""
-    exponent = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device=device) / config.head_dim
-    positions = torch.arange(first, first + num_tokens, dtype=torch.float32, device=device)
-    angles = positions[:, None, None] * (1.0 / config.rope_theta**exponent)
-    return angles.cos(), angles.sin()
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Apply RoPE to x [n, H, D]: pair i is (x[i], x[i + D/2]), the layout of Hugging Face checkpoints."""
-    low, high = x.to(accumulator(x.dtype)).chunk(2, dim=-1)
-    return torch.cat([low * cos - high * sin, high * cos + low * sin], dim=-1).to(x.dtype)
-
-
 _TORCH = TorchOps()  # differentiable, for training
 
 
@@ -136,20 +134,24 @@ def _whole(ops: Affine, x: Tensor, layer: nn.Linear) -> Tensor:
 class DecoderLayer(nn.Module):
     """A layer without its attention: q, k, v from the rows, and the next rows from the attention output."""
 
-    def __init__(self, config: DecoderConfig) -> None:
+    def __init__(self, config: DecoderConfig, index: int) -> None:
         super().__init__()
         self.config = config
         self.q_width = config.num_heads * config.head_dim
         self.kv_width = config.num_kv_heads * config.head_dim
         self.norm_in = RMSNorm(config.dim, config.norm_eps)
         self.qkv = nn.Linear(config.dim, self.q_width + 2 * self.kv_width, bias=config.qkv_bias)
-        self.out = nn.Linear(self.q_width, config.dim, bias=False)
+        self.out = nn.Linear(self.q_width, config.dim, bias=config.out_bias)
         if config.qk_norm:
             self.norm_q = RMSNorm(config.head_dim, config.norm_eps)
             self.norm_k = RMSNorm(config.head_dim, config.norm_eps)
         self.norm_mlp = RMSNorm(config.dim, config.norm_eps)
-        self.gate_up = nn.Linear(config.dim, 2 * config.mlp_dim, bias=False)
-        self.down = nn.Linear(config.mlp_dim, config.dim, bias=False)
+        self.experts: Experts | None = None
+        if config.experts is not None and index not in config.experts.dense_layers:
+            self.experts = Experts(config.dim, config.experts)
+        else:
+            self.gate_up = nn.Linear(config.dim, 2 * config.mlp_dim, bias=False)
+            self.down = nn.Linear(config.mlp_dim, config.dim, bias=False)
 
     def project(self, x: Tensor, cos: Tensor, sin: Tensor, ops: Affine = _TORCH) -> tuple[Tensor, Tensor, Tensor]:
         """Project rows x [n, dim] to Q [n, Hq, D], K and V [n, Hkv, D]; rotate by cos and sin [n, 1, D / 2]."""
@@ -183,8 +185,12 @@ class DecoderLayer(nn.Module):
     def finish(self, x: Tensor, attention: Tensor, ops: Affine = _TORCH) -> Tensor:
         """Compute the next layer's rows [n, dim] from the rows x [n, dim] and the attention output [n, Hq, D]."""
         x = x + _whole(ops, attention.flatten(-2), self.out).to(x.dtype)
-        gate, up = _whole(ops, self.norm_mlp(x), self.gate_up).chunk(2, dim=-1)
-        mixed = _whole(ops, silu(gate) * up, self.down)
+        normed = self.norm_mlp(x)
+        if self.experts is not None:
+            mixed: Tensor = self.experts(normed, ops)
+        else:
+            gate, up = _whole(ops, normed, self.gate_up).chunk(2, dim=-1)
+            mixed = _whole(ops, silu(gate) * up, self.down)
         return x + mixed.to(x.dtype)
 
 
@@ -195,7 +201,7 @@ class Decoder(nn.Module):
         super().__init__()
         self.config = config
         self.embedding = nn.Embedding(config.vocab_size, config.dim)
-        self.layers = nn.ModuleList(DecoderLayer(config) for _ in range(config.num_layers))
+        self.layers = nn.ModuleList(DecoderLayer(config, index) for index in range(config.num_layers))
         self.norm = RMSNorm(config.dim, config.norm_eps)
         if not config.tied_head:
             self.head = nn.Linear(config.dim, config.vocab_size, bias=False)
@@ -242,7 +248,7 @@ class Decoder(nn.Module):
             [num_rows, dim] of the last tokens, after the final norm: what `logits` takes.
         """
         scale = self.config.head_dim**-0.5
-        cos, sin = rope_angles(start, len(tokens), self.config, tokens.device)
+        cos, sin = self.config.angles(start, len(tokens), tokens.device)
         x = self._embed(tokens)
         for index in range(len(self.layers)):
             layer = self._layer(index)
@@ -280,7 +286,7 @@ class Decoder(nn.Module):
         scale = self.config.head_dim**-0.5
         device = steps[0].tokens.device
         counts = [len(step.tokens) for step in steps]
-        angles = [rope_angles(step.position, 1, self.config, device) for step in steps]
+        angles = [self.config.angles(step.position, 1, device) for step in steps]
         cos, sin = (
             torch.cat([each[i].expand(count, -1, -1) for each, count in zip(angles, counts, strict=True)])
             for i in (0, 1)

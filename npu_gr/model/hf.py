@@ -1,15 +1,14 @@
 """A Hugging Face checkpoint directory as it is: `config.json` and `model.safetensors`, read whole or sharded.
 
-Qwen3 and Qwen2 causal language models. A setting that would change the numbers and is not served is refused by its
-name; every other key of `config.json` is the trainer's business and passed over. Every shape is compared before
-anything is allocated; then each tensor is read once, checked and copied into its place, so loading needs the model's
-memory and that of one tensor.
+`hf_config.py` reads the configuration, and lists the families. Every shape is compared before anything is allocated;
+then each tensor is read once, checked and copied into its place, so loading needs the model's memory and that of one
+tensor.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from torch import Tensor
 
 from npu_gr.core.errors import CheckpointError
 from npu_gr.core.private import as_public_as
+from npu_gr.model import hf_config
 from npu_gr.model.decoder import Decoder, DecoderConfig
 
 WEIGHTS = "model.safetensors"
@@ -30,33 +30,6 @@ CONFIG = "config.json"
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # of tensors in the files
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
-ARCHITECTURES = {"qwen3": "Qwen3ForCausalLM", "qwen2": "Qwen2ForCausalLM"}
-MOE_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_intermediate_size")
-
-
-class _HFConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """The keys of `config.json` that decide the numbers; defaults are those of transformers."""
-
-    model_type: str
-    architectures: list[str] | None = None
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int | None = None
-    max_position_embeddings: int
-    rms_norm_eps: float = 1e-6
-    hidden_act: str = "silu"
-    attention_bias: bool | None = None
-    tie_word_embeddings: bool = False
-    rope_theta: float | None = None  # transformers 4
-    rope_scaling: dict[str, Any] | None = None  # transformers 4
-    rope_parameters: dict[str, Any] | None = None  # transformers 5: both of them
-    use_sliding_window: bool = False
-    layer_types: list[str] | None = None
-    quantization_config: dict[str, Any] | None = None
 
 
 def version(folder: Path) -> str:
@@ -83,80 +56,11 @@ def read_config(folder: Path) -> DecoderConfig:
         CheckpointError: the file is missing or broken, or asks for something that is not served.
     """
     try:
-        text = (folder / CONFIG).read_bytes()
-        keys = msgspec.json.decode(text, type=dict[str, Any])
-        refuse_unknown_kind(keys)
-        found = msgspec.json.decode(text, type=_HFConfig)
-        refuse_unserved(found)
-        # from a dict, so that msgspec checks the limits of the fields
-        return msgspec.convert(_decoder_fields(found), DecoderConfig)
+        return hf_config.decode((folder / CONFIG).read_bytes())
     except OSError as error:
         raise CheckpointError(f"checkpoint {folder}: {error.strerror}: {CONFIG}") from error
     except (msgspec.MsgspecError, ValueError) as error:
         raise CheckpointError(f"checkpoint {folder}: {CONFIG}: {error}") from error
-
-
-def refuse_unknown_kind(keys: Mapping[str, Any]) -> None:
-    """A model of another family, or a mixture of experts.
-
-    Raises:
-        ValueError: with the key and its value.
-    """
-    kind = keys.get("model_type")
-    for key in MOE_KEYS:
-        if keys.get(key):
-            raise ValueError(f"{key}: {keys[key]!r}: a mixture of experts is not served")
-    if kind not in ARCHITECTURES:
-        raise ValueError(f"model_type: {kind!r} is none of {', '.join(ARCHITECTURES)}")
-    if keys.get("architectures") != [ARCHITECTURES[kind]]:
-        raise ValueError(f"architectures: {keys.get('architectures')!r} is not [{ARCHITECTURES[kind]!r}]")
-
-
-def refuse_unserved(config: _HFConfig) -> None:
-    """Settings of the two families that this decoder does not compute.
-
-    Raises:
-        ValueError: with the key and its value.
-    """
-    rope = config.rope_parameters or {}
-    rope_type = rope.get("rope_type", rope.get("type", "default"))
-    bias = config.attention_bias
-    scaling = config.rope_scaling or {}
-    scaling_type = scaling.get("rope_type", scaling.get("type", "default"))
-    sliding = [kind for kind in config.layer_types or [] if kind != "full_attention"]
-    refused = {
-        "use_sliding_window": config.use_sliding_window or None,
-        "layer_types": sliding[0] if sliding else None,
-        "rope_scaling": config.rope_scaling if scaling_type != "default" else None,
-        "rope_parameters": rope if rope_type != "default" else None,
-        "partial_rotary_factor": factor if (factor := rope.get("partial_rotary_factor", 1.0)) != 1.0 else None,
-        "quantization_config": config.quantization_config,
-        "hidden_act": config.hidden_act if config.hidden_act != "silu" else None,
-        "attention_bias": bias if bias is not None and bias != (config.model_type == "qwen2") else None,
-    }
-    for key, value in refused.items():
-        if value is not None:
-            raise ValueError(f"{key}: {value!r} is not served for {config.model_type}")
-
-
-def _decoder_fields(config: _HFConfig) -> dict[str, Any]:
-    qwen3 = config.model_type == "qwen3"
-    theta = (config.rope_parameters or {}).get("rope_theta", config.rope_theta)
-    return {
-        "vocab_size": config.vocab_size,
-        "dim": config.hidden_size,
-        "num_layers": config.num_hidden_layers,
-        "num_heads": config.num_attention_heads,
-        "num_kv_heads": config.num_key_value_heads,
-        "head_dim": config.head_dim or (128 if qwen3 else config.hidden_size // max(config.num_attention_heads, 1)),
-        "mlp_dim": config.intermediate_size,
-        "max_tokens": config.max_position_embeddings,
-        "rope_theta": 10_000.0 if theta is None else theta,
-        "norm_eps": config.rms_norm_eps,
-        "qk_norm": qwen3,
-        "qkv_bias": not qwen3,
-        "tied_head": config.tie_word_embeddings,
-    }
 
 
 def load(folder: Path, dtype: torch.dtype = torch.float32) -> Decoder:
@@ -205,6 +109,10 @@ def _without_memory(config: DecoderConfig, folder: Path) -> Decoder:
         raise CheckpointError(
             f"checkpoint {folder}: num_hidden_layers: {config.num_layers}, and there are {len(found)} tensors"
         )
+    if config.experts is not None and config.experts.num_experts > len(found):
+        raise CheckpointError(
+            f"checkpoint {folder}: num_experts: {config.experts.num_experts}, and there are {len(found)} tensors"
+        )
     try:
         with torch.device("meta"):
             model = Decoder(config)
@@ -232,31 +140,7 @@ def save(model: Decoder, folder: Path) -> None:
     Raises:
         CheckpointError: the folder cannot be written.
     """
-    config = model.config
-    assert config.qk_norm != config.qkv_bias, "neither of the two families"
-    kind = "qwen3" if config.qk_norm else "qwen2"
-    keys = {
-        "architectures": [ARCHITECTURES[kind]],
-        "model_type": kind,
-        "torch_dtype": str(model.dtype).removeprefix("torch."),
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.dim,
-        "intermediate_size": config.mlp_dim,
-        "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.num_kv_heads,
-        "head_dim": config.head_dim,
-        "max_position_embeddings": config.max_tokens,
-        "rms_norm_eps": config.norm_eps,
-        "hidden_act": "silu",
-        "attention_bias": config.qkv_bias,
-        "tie_word_embeddings": config.tied_head,
-        "rope_theta": config.rope_theta,  # transformers 4
-        "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},  # transformers 5
-        "use_sliding_window": False,
-        "bos_token_id": None,  # every token is a code
-        "eos_token_id": None,
-    }
+    keys = hf_config.keys_of(model.config, str(model.dtype).removeprefix("torch."))
     tensors = {name: part.detach().clone().contiguous() for name, part in tensor_places(model).items()}
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -284,11 +168,16 @@ def tensor_places(model: Decoder) -> dict[str, Tensor]:
         for kind in ("weight", "bias") if config.qkv_bias else ("weight",):
             parts = state[ours + "qkv." + kind].split([q_width, kv_width, kv_width])
             places.update({f"{attention}{name}_proj.{kind}": part for name, part in zip("qkv", parts, strict=True)})
-        gate, up = state[ours + "gate_up.weight"].chunk(2)
+        if config.experts is None or layer in config.experts.dense_layers:
+            places |= _mlp(mlp, state[ours + "gate_up.weight"], state[ours + "down.weight"])
+        else:
+            places[mlp + "gate.weight"] = state[ours + "experts.router.weight"]
+            each = zip(state[ours + "experts.gate_up"], state[ours + "experts.down"], strict=True)
+            for expert, (gate_up, down) in enumerate(each):
+                places |= _mlp(f"{mlp}experts.{expert}.", gate_up, down)
+        if config.out_bias:
+            places[attention + "o_proj.bias"] = state[ours + "out.bias"]
         places |= {
-            mlp + "gate_proj.weight": gate,
-            mlp + "up_proj.weight": up,
-            mlp + "down_proj.weight": state[ours + "down.weight"],
             attention + "o_proj.weight": state[ours + "out.weight"],
             theirs + "input_layernorm.weight": state[ours + "norm_in.weight"],
             theirs + "post_attention_layernorm.weight": state[ours + "norm_mlp.weight"],
@@ -297,6 +186,11 @@ def tensor_places(model: Decoder) -> dict[str, Tensor]:
             places[attention + "q_norm.weight"] = state[ours + "norm_q.weight"]
             places[attention + "k_norm.weight"] = state[ours + "norm_k.weight"]
     return places
+
+
+def _mlp(at: str, gate_up: Tensor, down: Tensor) -> dict[str, Tensor]:
+    gate, up = gate_up.chunk(2)
+    return {f"{at}gate_proj.weight": gate, f"{at}up_proj.weight": up, f"{at}down_proj.weight": down}
 
 
 def _fill(place: Tensor, tensor: Tensor, what: str) -> None:

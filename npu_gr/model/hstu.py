@@ -386,7 +386,8 @@ class HSTU(nn.Module):
             if gated is None:
                 return x[:0]
             x = whole.candidates(x) if is_last else x
-            x = x + backend.affine(gated[: len(x)], layer.out, 0, self.config.dim, False).to(x.dtype)
+            out = backend.affine(gated[: len(x)], layer.out, 0, self.config.dim, False)
+            x = x + out  # the sum has the wider dtype, in one launch
         return x
 
     def task_logits(self, x: Tensor, ops: Affine = _TORCH) -> Tensor:

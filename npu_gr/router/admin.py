@@ -26,7 +26,9 @@ from npu_gr.router.access import Access, placed_by
 from npu_gr.router.instance import InstanceState
 from npu_gr.router.router import Router
 from npu_gr.server.codec.fields import UserBody
+from npu_gr.server.debug.profile import Profiler
 from npu_gr.server.debug.routes import DebugRoutes
+from npu_gr.server.debug.stacks import own_stacks
 from npu_gr.server.problem import from_error
 
 
@@ -101,7 +103,7 @@ def build_admin_app(router: Router) -> web.Application:
 
     app.add_routes(
         [
-            *DebugRoutes(bundle_texts).routes(),
+            *DebugRoutes(bundle_texts, own_stacks, Profiler().profile).routes(),
             web.get("/", page),
             web.get("/status", state),
             web.get("/metrics", metrics),
@@ -184,6 +186,7 @@ def _status(router: Router, started_at: float) -> status.StatusReport:
         versions={"npu_gr": __version__, "ring": str(router.members.ring.epoch)},
         queue={"requests_in_flight": float(sum(row.in_flight for row in rows))},
         instances=rows,
+        links={"metrics": "/metrics", "configuration": "/config", "runbooks": "/debug/runbooks"},
     )
 
 

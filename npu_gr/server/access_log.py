@@ -11,12 +11,10 @@ import hashlib
 import logging
 import sys
 import time
-from collections import defaultdict, deque
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import msgspec
-import numpy as np
 
 from npu_gr.core.errors import ConfigError, DeadlineExceeded, NotTaken, NpuGrError, RequestError
 from npu_gr.core.logs import ACCESS_LOG, QueuedHandler, SeldomLog
@@ -24,12 +22,11 @@ from npu_gr.core.redact import redacted
 from npu_gr.core.request import Answer, UserKey
 from npu_gr.metrics.trace import Trace
 from npu_gr.server.config import ServerConfig
+from npu_gr.server.newest import AccessLine, NewestRequests
 
 log = logging.getLogger(ACCESS_LOG)
 
-NEWEST = 1024  # requests kept for the status page
 MOST_DETAIL = 200  # characters of a detail
-_encode = msgspec.json.Encoder().encode
 
 
 class Failure(msgspec.Struct, frozen=True, kw_only=True):
@@ -55,39 +52,6 @@ class EndedRequest(msgspec.Struct, frozen=True, kw_only=True):
     answer: Answer | None = None  # of the service; None: there was none
 
 
-class AccessLine(msgspec.Struct, frozen=True, kw_only=True):
-    """One line of the log: fields that every request has, then those that its answer adds."""
-
-    time_s: float  # unix, when the request ended
-    request_id: str
-    trace_id: str
-    span_id: str
-    method: str
-    route: str
-    status: int
-    duration_s: float
-    key: str | None  # name of the API key
-    user: str | None  # keyed hash
-    error: str | None  # its title
-    detail: str | None  # what the caller was told of it
-    answer_fields: dict[str, Any]  # what `Answer.log_fields` says
-    stages_s: dict[str, float]
-
-    def __str__(self) -> str:
-        """Write the JSON, in the order above. Fields that are None, and empty stages, are left out."""
-        line = {name: value for name in _FIXED if (value := getattr(self, name)) is not None}
-        line |= {name: value for name, value in self.answer_fields.items() if value is not None}
-        if self.stages_s:
-            line["stages_s"] = self.stages_s
-        return _encode(line).decode()
-
-
-_FIXED = (
-    *("time_s", "request_id", "trace_id", "span_id", "method", "route", "status", "duration_s"),
-    *("key", "user", "error", "detail"),
-)
-
-
 class AccessLog:
     """Writes the lines, and remembers the newest ones that belong to a kind of request.
 
@@ -99,9 +63,8 @@ class AccessLog:
         self._logs_all = config.log_requests == "all"
         self._slow_s = config.slow_request_s
         self._key = None if config.log_user_key_file is None else read_key_file(config.log_user_key_file)
-        self._newest: deque[tuple[str, AccessLine]] = deque(maxlen=NEWEST)  # (kind, line)
-        # apart for each kind, so that a storm of refusals pushes out no answer
-        self._answered_s: defaultdict[str, deque[float]] = defaultdict(lambda: deque(maxlen=NEWEST))
+        self.newest = NewestRequests()
+        self.on_line: Callable[[str, AccessLine], None] = self.newest.add  # of a request that belongs to a kind
         self._faults = SeldomLog(logging.getLogger(__name__))
 
     def write(self, ended: EndedRequest) -> None:
@@ -125,10 +88,7 @@ class AccessLog:
             stages_s={} if answer is None else {stage: round(s, 6) for stage, s in answer.stages_s.items()},
         )
         if ended.kind is not None:
-            if line.status < 400:
-                self._answered_s[ended.kind].append(ended.duration_s)
-            if line.status != 429:  # a refusal is never slow
-                self._newest.append((ended.kind, line))
+            self.on_line(ended.kind, line)
         is_notable = line.status >= 500 or line.duration_s > self._slow_s
         if is_notable or self._logs_all:
             log.log(logging.WARNING if is_notable else logging.INFO, "%s", line)  # the JSON is made by the handler
@@ -146,28 +106,6 @@ class AccessLog:
             cause_name = f"{type(error).__name__} {type(cause).__name__}"
             self._faults.warning(cause_name, f"requests fail: {error.title}: {detail}{reason}")
         return Failure(title=error.title, detail=detail)
-
-    def newest(self) -> list[str]:
-        """The newest lines of requests that belong to a kind, oldest first, as JSON."""
-        return [str(line) for _, line in list(self._newest)]
-
-    def slowest(self, count: int, within_s: float) -> list[tuple[str, AccessLine]]:
-        """The slowest of the newest requests, slowest first, as (kind, line).
-
-        Args:
-            count: lines at most.
-            within_s: how long ago the requests ended at most.
-        """
-        since_at = time.time() - within_s
-        recent = [pair for pair in self._newest if pair[1].time_s >= since_at]
-        return sorted(recent, key=lambda pair: -pair[1].duration_s)[:count]
-
-    def percentiles_s(self, kind: str) -> tuple[float, float] | None:
-        """The exact P50 and P99 of the newest answered requests of a kind; None where there are none."""
-        if not (answered_s := self._answered_s.get(kind)):
-            return None
-        p50, p99 = np.percentile(answered_s, [50, 99])
-        return float(p50), float(p99)
 
     def _hashed(self, user: UserKey | None) -> str | None:
         return None if user is None or self._key is None else hash_of(user, self._key)

@@ -52,7 +52,7 @@ class CatalogueRoutes:
         ]
 
     async def _show(self, request: web.Request) -> web.Response:
-        return struct_response(request, render_catalogue(self._service.catalogue.info()))
+        return struct_response(request, render_catalogue(await self._service.catalogue.info()))
 
     async def _update(self, request: web.Request) -> web.Response:
         change = await self._reader.read(
@@ -84,7 +84,7 @@ class VectorsRoutes:
         ]
 
     async def _show(self, request: web.Request) -> web.Response:
-        return struct_response(request, render_vectors(self._service.vectors.info()))
+        return struct_response(request, render_vectors(await self._service.vectors.info()))
 
     async def _reload(self, request: web.Request) -> web.Response:
         return struct_response(request, render_vectors(await self._service.vectors.reload()))

@@ -32,9 +32,9 @@ class ItemRoutes:
             ids = np.concatenate((np.array(asked, np.int64), item_ids(named)))
         except ValueError as error:
             raise Unprocessable(f"names: {error}") from None
-        served = self._service.names
-        names = [*map(_known, served.items(ids[: len(asked)])), *named]
-        found = zip(ids.tolist(), names, served.titles(ids), strict=True)
+        known, titles = await self._service.items(ids)
+        names = [*map(_known, known[: len(asked)]), *named]
+        found = zip(ids.tolist(), names, titles, strict=True)
         return json_response([ItemOut(id=one, name=name, title=title) for one, name, title in found])
 
 

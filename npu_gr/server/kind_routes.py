@@ -104,7 +104,7 @@ def _handler(
             parsed = await reader.read(request, codec.body, parse, loose_bytes=codec.loose_bytes, until_at=until_at)
         if codec.read_headers is not None:
             parsed = codec.read_headers(parsed, request.headers)
-        answer = await service.serve(kind, parsed, _left_s(request, until_at), slot_of(request))
+        answer = await service.serve(kind, parsed, _left_s(request, until_at), slot_of(request), shown)
         request[ANSWER] = cast("Answer", answer)
         rendered = codec.render(answer, request[ID], accepted_media(request), shown)
         if rendered is None:

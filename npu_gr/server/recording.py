@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import time
-from typing import Any
+from typing import Any, Protocol
 
 from aiohttp import web
 
@@ -14,7 +14,9 @@ from npu_gr.core.errors import NpuGrError
 from npu_gr.core.kinds import ERASE, A, Kind, Q
 from npu_gr.core.request import RECORDINGS, VectorsInfo
 from npu_gr.replay.recorder import RecordedRequest, Recorder, RecordOrder, RecordStatus, the
+from npu_gr.server.codec.base import Shown
 from npu_gr.server.codec.media import decode
+from npu_gr.server.codec.naming import Names
 from npu_gr.server.responses import json_response
 from npu_gr.server.service_protocol import CatalogueAdmin, PublishedAdmin, ServiceProtocol
 
@@ -29,7 +31,7 @@ class RecordingService:
         self.is_ready = service.is_ready
         self.effective_config = service.effective_config
         self.knows = service.knows
-        self.names = service.names
+        self.items = service.items
         self.reload_models = service.reload_models
 
     @property
@@ -41,10 +43,16 @@ class RecordingService:
         return self._service.vectors
 
     @property
+    def names(self) -> Names:
+        return self._service.names
+
+    @property
     def door(self) -> Door:
         return self._service.door
 
-    async def serve(self, kind: Kind[Q, A], request: Q, budget_s: float, slot: Slot | None = None) -> A:
+    async def serve(
+        self, kind: Kind[Q, A], request: Q, budget_s: float, slot: Slot | None = None, shown: Shown | None = None
+    ) -> A:
         """Answer the request, and record it where its kind is recorded and the recorder samples its user.
 
         An erasure reaches the recordings last: what is recorded while it runs is erased, too.
@@ -53,7 +61,7 @@ class RecordingService:
             erased: A = await self._erase(kind, request, budget_s, slot)
             return erased
         if not kind.is_recorded or not self._recorder.wants(request.user):
-            return await self._service.serve(kind, request, budget_s, slot)
+            return await self._service.serve(kind, request, budget_s, slot, shown)
         arrived_at = time.time()
         began_at = time.monotonic()
 
@@ -72,7 +80,7 @@ class RecordingService:
             )
 
         try:
-            answer = await self._service.serve(kind, request, budget_s, slot)
+            answer = await self._service.serve(kind, request, budget_s, slot, shown)
         except NpuGrError as error:
             offer(error.status, None)
             raise
@@ -87,29 +95,59 @@ class RecordingService:
         return dataclasses.replace(answer, pending=(*answer.pending, RECORDINGS)) if is_pending else answer
 
 
-def add_record_routes(app: web.Application, recorder: Recorder | None) -> None:
-    """Add GET, POST and DELETE /debug/record: show, switch on, switch off. Each answers a `RecordStatus`.
+class RecorderAdmin(Protocol):
+    """What the routes of the recorder ask. Every method raises NotFound where nothing can be recorded."""
 
-    Without a recorder they answer 404.
-    """
+    async def status(self) -> RecordStatus:
+        """Say whether it records, and what it has done."""
+        ...
 
-    async def answer() -> web.Response:
-        status: RecordStatus = await asyncio.to_thread(the(recorder).status)
-        return json_response(status)
+    async def switch_on(self, order: RecordOrder) -> None:
+        """Record."""
+        ...
+
+    async def switch_off(self) -> None:
+        """Record no more."""
+        ...
+
+
+class OwnRecorder:
+    """The recorder of this process."""
+
+    def __init__(self, recorder: Recorder | None) -> None:
+        """Switch nothing.
+
+        Args:
+            recorder: None = nothing can be recorded.
+        """
+        self._recorder = recorder
+
+    async def status(self) -> RecordStatus:
+        return await asyncio.to_thread(the(self._recorder).status)
+
+    async def switch_on(self, order: RecordOrder) -> None:
+        the(self._recorder).switch_on(order.sample_ratio, order.duration_s)
+
+    async def switch_off(self) -> None:
+        the(self._recorder).switch_off()
+
+
+def add_record_routes(app: web.Application, recorder: RecorderAdmin) -> None:
+    """Add GET, POST and DELETE /debug/record: show, switch on, switch off. Each answers a `RecordStatus`."""
 
     async def show(_: web.Request) -> web.Response:
-        return await answer()
+        return json_response(await recorder.status())
 
     async def switch_on(request: web.Request) -> web.Response:
-        configured = the(recorder)
+        await recorder.status()  # where nothing can be recorded, no body is looked at
         body = await request.read()
         order = decode(body, request.content_type, RecordOrder) if body else RecordOrder()
-        configured.switch_on(order.sample_ratio, order.duration_s)
-        return await answer()
+        await recorder.switch_on(order)
+        return json_response(await recorder.status())
 
     async def switch_off(_: web.Request) -> web.Response:
-        the(recorder).switch_off()
-        return await answer()
+        await recorder.switch_off()
+        return json_response(await recorder.status())
 
     path = "/debug/record"
     app.add_routes([web.get(path, show), web.post(path, switch_on), web.delete(path, switch_off)])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 from aiohttp import web
@@ -19,6 +19,7 @@ from npu_gr.server.debug.user import UserRoutes
 from npu_gr.server.entrance.entrance import ENTRANCE, Entrance
 from npu_gr.server.entrance.tls_site import TLS
 from npu_gr.server.health_routes import HealthRoutes
+from npu_gr.server.insight import Insight, OwnInsight
 from npu_gr.server.item_routes import ItemRoutes
 from npu_gr.server.kind_routes import kind_routes
 from npu_gr.server.loop_lag import probe_loop_lag
@@ -30,7 +31,11 @@ from npu_gr.server.tracing import Tracing
 
 
 def build_web_app(
-    service: ServiceProtocol, config: ServerConfig, metrics: Metrics, tracing: Tracing | None = None
+    service: ServiceProtocol,
+    config: ServerConfig,
+    metrics: Metrics,
+    tracing: Tracing | None = None,
+    insight: Callable[[AccessLog], Insight] | None = None,
 ) -> web.Application:
     """Build the HTTP application in front of a service.
 
@@ -39,6 +44,7 @@ def build_web_app(
         config: the section `server`.
         metrics: with an objective for every kind of request.
         tracing: None = trace ids, but no spans.
+        insight: what operators see, made with the log of this application; None = that of this process.
 
     Raises:
         ConfigError: the key file or the certificate cannot be used.
@@ -51,6 +57,7 @@ def build_web_app(
     entrance = Entrance(config, service.door, metrics, keys)
     metrics.process.observe_ready(service.is_ready)
     around_all = middleware(service, metrics, keys, access_log, tracing or Tracing())
+    shown = insight(access_log) if insight else OwnInsight(service, metrics, access_log.newest)
     app = web.Application(client_max_size=config.max_body_bytes, middlewares=[around_all])
     reader = Reader(config)
     app.add_routes(kind_routes(service, config, reader, keys))
@@ -60,7 +67,7 @@ def build_web_app(
         CatalogueRoutes(service, config, reader),
         VectorsRoutes(service),
         HealthRoutes(service),
-        ObservabilityRoutes(service, metrics, access_log),
+        ObservabilityRoutes(service, shown),
         UserRoutes(service),
     ):
         app.add_routes(group.routes())

@@ -6,7 +6,8 @@ from typing import Any, Protocol, TypeVar
 
 from npu_gr.admission.door import Door, Slot
 from npu_gr.core.kinds import A, Kind, Q
-from npu_gr.core.request import CatalogueChange, CatalogueInfo, ModelInfo, UserKey, VectorsInfo
+from npu_gr.core.request import I64, CatalogueChange, CatalogueInfo, ModelInfo, UserKey, VectorsInfo
+from npu_gr.server.codec.base import Shown
 from npu_gr.server.codec.naming import Names
 
 I_co = TypeVar("I_co", covariant=True)
@@ -15,7 +16,7 @@ I_co = TypeVar("I_co", covariant=True)
 class PublishedAdmin(Protocol[I_co]):
     """Something that is served in versions: show the version, read the file again, go back to the one before."""
 
-    def info(self) -> I_co:
+    async def info(self) -> I_co:
         """The version that is served."""
         ...
 
@@ -50,17 +51,21 @@ class ServiceProtocol(Protocol):
         """Say whether new work is welcome, and if not, why: starting, draining, device failed."""
         ...
 
-    def effective_config(self) -> dict[str, Any]:
+    async def effective_config(self) -> dict[str, Any]:
         """Return the whole configuration in force: plain types only, no secrets."""
         ...
 
-    def knows(self, user: UserKey) -> dict[str, bool]:
+    async def knows(self, user: UserKey) -> dict[str, bool]:
         """Say of each memory of this process whether the user can be found in it."""
         ...
 
     @property
     def names(self) -> Names:
-        """Names of actions and items."""
+        """Names of actions and items, for one request: of items that are not in its answer it knows nothing."""
+        ...
+
+    async def items(self, ids: I64) -> tuple[list[str | int], list[str | None]]:
+        """Name items and give their titles: [n] -> n names, n titles, as `Names` does."""
         ...
 
     @property
@@ -68,7 +73,9 @@ class ServiceProtocol(Protocol):
         """Admission control; HTTP asks it before a request is parsed."""
         ...
 
-    async def serve(self, kind: Kind[Q, A], request: Q, budget_s: float, slot: Slot | None = None) -> A:
+    async def serve(
+        self, kind: Kind[Q, A], request: Q, budget_s: float, slot: Slot | None = None, shown: Shown | None = None
+    ) -> A:
         """Answer one request from start to end.
 
         Args:
@@ -76,6 +83,7 @@ class ServiceProtocol(Protocol):
             request: of `kind.request`.
             budget_s: seconds that the caller grants, from now on.
             slot: that the door gave; the caller leaves it. None = the service asks the door itself.
+            shown: what the answer will say of its items; its `names` are this service's. None = nothing.
 
         Raises:
             NotFound: this instance does not serve the kind. Overloaded. DeadlineExceeded: `budget_s` is over.

@@ -31,7 +31,7 @@ class CatalogueOfGenerator:
     def _items(self) -> ServedCatalogue:
         return self._versions.generator().items
 
-    def info(self) -> CatalogueInfo:
+    async def info(self) -> CatalogueInfo:
         """Describe the version in service."""
         return self._items.info()
 
@@ -79,7 +79,7 @@ class VectorsOfMatch:
         """Whether a version that is kept was trained with the user; never where the instance does not match."""
         return self._maybe is not None and self._maybe.knows(user)
 
-    def info(self) -> VectorsInfo:
+    async def info(self) -> VectorsInfo:
         """Describe the version in service."""
         return self._vectors.info()
 

@@ -28,7 +28,7 @@ from npu_gr.admission.deadline import Deadline
 from npu_gr.admission.door import Door, Slot
 from npu_gr.core.errors import ConfigError, NotFound, Unprocessable
 from npu_gr.core.kinds import A, Kind, Q
-from npu_gr.core.request import ModelInfo, Request, UserKey
+from npu_gr.core.request import I64, ModelInfo, Request, UserKey
 from npu_gr.engine.scheduler import Scheduler
 from npu_gr.jobs.base import Call, KindJob
 from npu_gr.jobs.histories import Histories
@@ -79,7 +79,9 @@ class Service:
         """Admission control: HTTP asks it before a request is parsed."""
         return self.parts.door
 
-    async def serve(self, kind: Kind[Q, A], request: Q, budget_s: float, slot: Slot | None = None) -> A:
+    async def serve(
+        self, kind: Kind[Q, A], request: Q, budget_s: float, slot: Slot | None = None, shown: object = None
+    ) -> A:
         """Answer one request from start to end.
 
         Args:
@@ -87,6 +89,7 @@ class Service:
             request: of `kind.request`.
             budget_s: seconds that the caller grants, from now on.
             slot: that the door gave; the caller leaves it. None = this asks the door itself.
+            shown: nothing here: the names of items are at hand when the answer is written.
 
         Raises:
             NotFound: this instance does not serve the kind.
@@ -133,6 +136,10 @@ class Service:
         """Names of actions and items."""
         return self.parts.names
 
+    async def items(self, ids: I64) -> tuple[list[str | int], list[str | None]]:
+        """Name items and give their titles: [n] -> n names, n titles."""
+        return self.names.items(ids), self.names.titles(ids)
+
     # ---- administration
 
     @property
@@ -161,11 +168,11 @@ class Service:
         """Describe the models that serve, the default first, and those that drain."""
         return self.versions.models()
 
-    def effective_config(self) -> dict[str, Any]:
+    async def effective_config(self) -> dict[str, Any]:
         """Return the configuration in force as plain types."""
         return to_table(self.parts.settings.config)
 
-    def knows(self, user: UserKey) -> dict[str, bool]:
+    async def knows(self, user: UserKey) -> dict[str, bool]:
         """Say of each memory of this process whether the user can be found in it."""
         return {
             "histories": self.parts.histories.knows(user),

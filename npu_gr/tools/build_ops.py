@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from pathlib import Path
 
 from npu_gr.backend.cpu import library as cpu_library
 from npu_gr.backend.npu import ops as npu_ops
+from npu_gr.backend.npu import versions as npu_versions
 from npu_gr.core import shipped
 from npu_gr.core.errors import ConfigError
 
@@ -30,8 +32,8 @@ def build_cpu(out: Path | None = None) -> Path:
     Raises:
         ConfigError: there is no compiler, or it refuses; the message has its words.
     """
-    compiler = os.environ.get("CXX") or next(filter(None, map(shutil.which, COMPILERS)), None)
-    if compiler is None:
+    compiler = shlex.split(os.environ.get("CXX", "")) or [found for found in map(shutil.which, COMPILERS) if found][:1]
+    if not compiler:
         raise ConfigError("no C++ compiler: CXX is not set, and none of c++, g++, clang++ is in PATH")
     sources = shipped.path("ops/cpu")
     target = (out or cpu_library.LIBRARY.parent) / cpu_library.LIBRARY.name
@@ -39,7 +41,7 @@ def build_cpu(out: Path | None = None) -> Path:
     files = sorted(str(path) for path in sources.glob("*.cpp"))
     made = target.with_suffix(".tmp")
     _make_folder(target.parent)
-    command = [compiler, *flags, "-shared", "-fPIC", "-static-libgcc", "-static-libstdc++", *files, "-o", str(made)]
+    command = [*compiler, *flags, "-shared", "-fPIC", "-static-libgcc", "-static-libstdc++", *files, "-o", str(made)]
     try:
         _run(command, "the compiler")
         made.replace(target)  # a library that a process has loaded stays whole
@@ -66,6 +68,9 @@ def build_ascend(out: Path | None = None, soc: str | None = None) -> Path:
     with tempfile.TemporaryDirectory(prefix="npu_gr-ops-") as aside:  # an installation may not be written into
         sources = Path(aside) / "ops" / "ascendc"
         shutil.copytree(shipped.path("ops/ascendc"), sources)
+        table = Path(aside) / "npu_gr" / "backend" / "npu" / "versions.py"  # where build.sh looks for it
+        table.parent.mkdir(parents=True)
+        shutil.copyfile(npu_versions.__file__, table)
         variables = {"PYTHON": sys.executable, **os.environ}
         if soc is not None:
             variables["SOC_VERSION"] = soc

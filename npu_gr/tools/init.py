@@ -3,7 +3,7 @@
 A model's folder is known by its files:
   ranker      config.json with our format, model.safetensors                    of npu-gr train rank
   generator   config.json of a Hugging Face model, items.jsonl, serve.yaml      of npu-gr train generate
-  vectors     manifest.json, vectors.safetensors                                of npu-gr train match
+  vectors     manifest.json, vectors.safetensors                                of npu-gr train retrieve or match
 """
 
 from __future__ import annotations
@@ -72,7 +72,8 @@ def section_of(folder: Path) -> tuple[str, Any]:
         if "model_type" in about:
             return "generate", _generator(folder)
     raise ConfigError(
-        f"{folder}: no model: neither config.json (of train rank or generate) nor manifest.json (of train match)"
+        f"{folder}: no model: neither config.json (of train rank or generate) nor "
+        "manifest.json (of train retrieve or match)"
     )
 
 
@@ -148,7 +149,7 @@ def _readme(folder: Path, has_models: bool) -> str:
 cascade, and writes a configuration of its own):
 
     npu-gr prepare LOG --out {folder / "data"}
-    npu-gr train rank {folder / "data"} --out {folder / "checkpoint"}
+    npu-gr train rank {folder / "data"} --out {folder / "ranker"}
 
 """
     return f"""# An npu_gr instance

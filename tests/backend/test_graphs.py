@@ -13,7 +13,10 @@ from torch import nn
 from npu_gr.backend import graphs
 from npu_gr.backend.cuda import CUDABackend
 from npu_gr.backend.graphs import BUCKETS, Graphs
+from npu_gr.backend.torch_ops import TorchOps
 from npu_gr.engine.generate_engine import Generator
+from npu_gr.model import experts
+from npu_gr.model.experts import Experts, ExpertsConfig
 from tests.backend.npu.fake_device import FakeRuntime
 from tests.backend.npu.test_backend import generated
 from tests.engine.test_beam_search import model
@@ -51,6 +54,22 @@ def test_a_replay_is_the_work_on_any_rows_of_a_bucket(device: FakeRuntime) -> No
     assert len(made._of[layer]) == 2, "a graph for up to 32 rows, and one for up to 64"
     assert replays(device) == 8 + 2, "each is proved once; what is wider than any bucket has none"
     assert BUCKETS[-1] < 2000
+
+
+@pytest.mark.parametrize("is_grouped", [True, False])
+def test_a_mixture_of_experts_replays_on_rows_with_other_experts(
+    device: FakeRuntime, is_grouped: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No shape depends on which experts the rows like."""
+    monkeypatch.setattr(experts, "_has_grouped", lambda x, weight: is_grouped)
+    config = ExpertsConfig(num_experts=6, num_per_token=2, mlp_dim=16, normalises=True)
+    made, layer, ops = Graphs(device, device.CUDAGraph, never), Experts(8, config).requires_grad_(False), TorchOps()
+    for rows in (7, 30, 1, 32):
+        x = torch.randn(rows, 8)
+        (got,) = made.row_wise(layer, "experts", lambda x: (layer(x, ops),), [x])
+        torch.testing.assert_close(got, layer(x, ops))
+    assert len(made._of[layer]) == 1
+    assert replays(device) == 4 + 1, "proved once"
 
 
 def test_works_types_and_owners_have_graphs_of_their_own(device: FakeRuntime) -> None:

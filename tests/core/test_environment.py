@@ -53,6 +53,9 @@ def test_file_then_environment_then_set(path: Path) -> None:
         "server.port": "--set",
         "server.size": "NPU_GR_SERVER__SIZE",
     }
+    whole = gather(path, Settings, ["server={size: 8}"], {"NPU_GR_SERVER__PORT": "5"})
+    assert whole.table["server"] == {"size": 8}
+    assert whole.origins == {"port": str(path), "server.size": "--set"}  # no word of the port that is gone
 
 
 def test_a_section_that_may_be_absent_and_a_whole_section(path: Path) -> None:
@@ -83,7 +86,9 @@ def test_what_is_no_setting_is_left_alone(caplog: pytest.LogCaptureFixture) -> N
         **dict.fromkeys(("NPU_GR_API_KEY", "NPU_GR_CA", "NPU_GR_CERT", "NPU_GR_CERT_KEY"), "x"),
         **dict.fromkeys(("NPU_GR_FUZZ_MESSAGES", "NPU_GR_SOAK_S", "NPU_GR_DISENCDR", "_NPU_GR_COMPLETE"), "1"),
         **dict.fromkeys(("NPU_GR_SERVICE_HOST", "NPU_GR_ROUTER_PORT_8090_TCP_ADDR"), "10.0.0.1"),
+        **dict.fromkeys(("NPU_GR_SERVICE_PORT", "NPU_GR_SERVICE_PORT_HTTP"), "8080"),  # nearly NPU_GR_SERVER__PORT
         "NPU_GR_PORT": "tcp://10.0.0.1:8080",  # of Kubernetes, for a Service named npu-gr
+        "NPU_GR_SERVER_PORT": "tcp://10.0.0.1:8080",  # and for npu-gr-server
         "PATH": "/bin",
     }
     assert read(others, Settings) == []

@@ -19,6 +19,7 @@ from tests.decoders import VARIANTS, hf_logits, hf_model, prefilled, prompt, sav
 from tests.models import CPU
 
 QWEN3, QWEN2, TIED = VARIANTS["qwen3 g1"], VARIANTS["qwen2 g2"], VARIANTS["qwen3 g2 tied"]
+LLAMA, MISTRAL, MOE = VARIANTS["llama g2 scaled"], VARIANTS["mistral g2"], VARIANTS["moe with dense layers"]
 Weights = dict[str, Tensor]
 
 
@@ -64,7 +65,7 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
         hf.save(hf.load(tmp_path), tmp_path / "config.json")
 
 
-@pytest.mark.parametrize("variant", [QWEN3, QWEN2, TIED], ids=["qwen3", "qwen2", "tied"])
+@pytest.mark.parametrize("variant", [QWEN3, QWEN2, TIED, MOE], ids=["qwen3", "qwen2", "tied", "moe"])
 def test_shards_load_like_one_file(tmp_path: Path, variant: dict[str, Any]) -> None:
     theirs = hf_model(**variant)
     theirs.save_pretrained(tmp_path, max_shard_size="10KB")
@@ -79,6 +80,58 @@ def test_the_keys_of_transformers_4_are_read(tmp_path: Path) -> None:
     reconfigure(tmp_path, rope_parameters=None, layer_types=None, dtype=None, **older)
     assert hf.read_config(tmp_path).rope_theta == 5e5
     assert_same_logits(tmp_path, theirs)
+
+
+def test_a_default_scaling_may_hold_the_theta(tmp_path: Path) -> None:
+    """As transformers: what stands inside wins over what stands beside."""
+    theirs = saved(tmp_path, **{**QWEN3, "rope_theta": 50.0})
+    reconfigure(tmp_path, rope_parameters=None, rope_scaling={"rope_type": "default", "rope_theta": 50.0})
+    assert_same_logits(tmp_path, theirs)
+    reconfigure(tmp_path, rope_theta=1e6)
+    assert_same_logits(tmp_path, theirs)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager")
+    assert_same_logits(tmp_path, again)
+
+
+def test_the_scaling_of_an_older_llama_is_read(tmp_path: Path) -> None:
+    theirs = saved(tmp_path, **LLAMA)
+    older = {key: value for key, value in LLAMA["rope_scaling"].items() if key != "rope_type"} | {"type": "llama3"}
+    reconfigure(tmp_path, rope_parameters=None, rope_scaling=older, rope_theta=5e5)
+    assert_same_logits(tmp_path, theirs)
+    older.pop("original_max_position_embeddings")
+    reconfigure(tmp_path, rope_scaling=older)
+    scaling = hf.read_config(tmp_path).rope_scaling
+    assert scaling is not None
+    assert scaling.original_max_tokens == 512  # the model's own length, as transformers takes it
+
+
+def test_a_sliding_window_bounds_the_prompt(tmp_path: Path) -> None:
+    """Up to the window each token sees all before it, so that far the numbers are those of a model without one."""
+    theirs = saved(tmp_path, **{**MISTRAL, "sliding_window": 20})
+    assert hf.read_config(tmp_path).max_tokens == 20
+    assert_same_logits(tmp_path, theirs)
+    reconfigure(tmp_path, sliding_window=None)  # the key is gone: Mistral's default
+    assert hf.read_config(tmp_path).max_tokens == 512
+    reconfigure(tmp_path, max_position_embeddings=32_768)
+    assert hf.read_config(tmp_path).max_tokens == 4096
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_local_experts": 10**9}, "num_experts: 1000000000, and there are"),
+        ({"num_hidden_layers": 10**12}, "num_hidden_layers: 1000000000000 is over"),
+        ({"num_experts_per_tok": 7}, "num_per_token: 7 is more than num_experts 6"),
+        ({"decoder_sparse_step": 0}, "decoder_sparse_step: 0"),
+        ({"moe_intermediate_size": 5}, "config.json asks for"),
+        ({"mlp_only_layers": []}, "layers.1.mlp.down_proj.weight"),
+    ],
+)
+def test_experts_that_are_not_there_are_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    saved(tmp_path, **MOE)
+    reconfigure(tmp_path, **changes)
+    with pytest.raises(CheckpointError, match=message):
+        hf.load(tmp_path)
 
 
 def test_head_dim_defaults_to_the_familys(tmp_path: Path) -> None:
@@ -113,8 +166,10 @@ def test_a_tied_head_may_be_saved_too(tmp_path: Path) -> None:
 
 
 REFUSED_QWEN3 = [
-    ({"model_type": "llama"}, r"model_type: 'llama' is none of qwen3, qwen2"),
-    ({"model_type": "qwen3_moe", "num_experts": 8}, "num_experts: 8: a mixture of experts"),
+    ({"model_type": "gpt2"}, r"model_type: 'gpt2' is none of qwen3, qwen3_moe, qwen2, llama, mistral"),
+    ({"model_type": ["llama"]}, r"model_type: \['llama'\] is none of"),
+    ({"model_type": "llama"}, r"architectures: \['Qwen3ForCausalLM'\] is not \['LlamaForCausalLM'\]"),
+    ({"num_experts": 8}, "num_experts: 8: a mixture of experts"),
     ({"num_local_experts": 4}, "num_local_experts: 4: a mixture of experts"),
     ({"model_type": None}, "model_type: None is none of"),
     ({"architectures": ["Qwen3ForSequenceClassification"]}, r"architectures: \['Qwen3ForSequenceClassification'\]"),
@@ -122,8 +177,11 @@ REFUSED_QWEN3 = [
     ({"use_sliding_window": True}, "use_sliding_window: True is not served for qwen3"),
     ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types: 'sliding_attention'"),
     ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_scaling: .*yarn"),
-    ({"rope_scaling": {"type": "linear", "factor": 4.0}}, "rope_scaling: .*linear"),
-    ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4}}, "rope_parameters: .*llama3"),
+    ({"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "rope_scaling: .*dynamic"),
+    ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4}}, "rope_parameters: llama3 needs factor, low_"),
+    ({"rope_parameters": {"full_attention": {"rope_theta": 50.0}}}, "rope_parameters: .*full_attention"),
+    ({"rope_scaling": {"full_attention": {"rope_type": "default"}}}, "rope_scaling: .*full_attention"),
+    ({"partial_rotary_factor": 0.5}, "partial_rotary_factor: 0.5"),
     ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "partial_rotary_factor: 0.5"),
     ({"rope_parameters": {"rope_theta": "big"}}, "Expected `float`"),
     ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config: .*gptq"),

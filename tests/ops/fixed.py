@@ -13,6 +13,7 @@ import numpy as np
 
 from npu_gr.bench.ascend_twin import F32, Machine, Twin
 from tests.ops import hstu_fixed
+from tests.ops.far import FarFork, FarTopk
 from tests.ops.oracle import BeamFork, Case, Cost, CsrGatherTopk, MaskedTopk
 
 ODD = (np.nan, np.inf, -np.inf, 0.0, -0.0, 3.4e38, -3.4e38, 1e-45)
@@ -84,6 +85,8 @@ FIXED: dict[str, list[Case]] = {
         _masked(16, 4, 192, 250, [], 1.0, on=Machine(1, tile=256)),
         _masked(13, 60, 40, 4, [], 0.9, on=Machine(48)),
         _masked(14, 2, 3000, 20, [1.0], 1.0, dtype="bfloat16", on=Machine(1, tile=256)),
+        _masked(17, 1, 600, 32, [], 1.0, on=Machine(1, ub_bytes=20_200)),
+        FarTopk((1 << 26) + 3, biased=True),
         _stopped(np.zeros(3000, np.float32), 40, 8),
         _stopped(np.concatenate([np.ones(40), np.zeros(216), np.full(500, 0.5)]).astype(np.float32), 40, 8),
         MaskedTopk(np.arange(5000, dtype=np.float32)[None], np.ones((1, 5000), bool), 50, None, "float32", Machine(1)),
@@ -113,6 +116,7 @@ FIXED: dict[str, list[Case]] = {
         _fork(5, 2, 9, 5, 40, 3, parent=np.array([8, 8, 9, -1, 0], np.int32), on=Machine(1)),
         _fork(6, 1, 300, 300, 100, 3, on=Machine(2)),
         _fork(7, 2, 12, 12, 16, 0),
+        FarFork((1 << 30) + 96, 100, np.array([1, 0, 3, 1, 4], np.int32), Machine(3, chunk=64)),
         BeamFork(
             np.arange(9 * 63).astype(np.uint8).reshape(1, 9, 3, 21),
             np.arange(9 * 63, 2 * 9 * 63).astype(np.uint8).reshape(1, 9, 3, 21),

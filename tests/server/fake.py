@@ -19,6 +19,7 @@ from npu_gr.core.names import ActionNames
 from npu_gr.core.request import I64, ModelInfo, UserKey, VectorsInfo
 from npu_gr.metrics.registry import Metrics
 from npu_gr.metrics.slo import Objective
+from npu_gr.server.codec.base import Shown
 from npu_gr.server.config import ServerConfig
 from npu_gr.server.routes import build_web_app
 from npu_gr.server.service_protocol import CatalogueAdmin, PublishedAdmin
@@ -71,11 +72,14 @@ class FakeService:
     def is_ready(self) -> tuple[bool, str]:
         return not self.why_not_ready, self.why_not_ready
 
-    def knows(self, user: UserKey) -> dict[str, bool]:
+    async def knows(self, user: UserKey) -> dict[str, bool]:
         return {"histories": user.user == "known"}
 
-    def effective_config(self) -> dict[str, Any]:
+    async def effective_config(self) -> dict[str, Any]:
         return {}
+
+    async def items(self, ids: I64) -> tuple[list[str | int], list[str | None]]:
+        return self.names.items(ids), self.names.titles(ids)
 
     async def fill(self) -> ExitStack:
         """Take every place behind the door, until the stack that is returned is closed."""
@@ -84,7 +88,9 @@ class FakeService:
             slots.enter_context(await self.door.enter(RANK.name, "", time.monotonic(), 1.0))
         return slots
 
-    async def serve(self, kind: Kind[Q, A], request: Q, budget_s: float, slot: Slot | None = None) -> A:
+    async def serve(
+        self, kind: Kind[Q, A], request: Q, budget_s: float, slot: Slot | None = None, shown: Shown | None = None
+    ) -> A:
         self.served.append((kind.name, request, budget_s))
         if self.waits is not None:
             self.waits.set()

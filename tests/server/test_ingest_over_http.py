@@ -131,7 +131,7 @@ async def test_long_histories_and_many_users_go_through(tmp_path: Path) -> None:
             done = await writer.write_many(batch)
             added = [one.num_added for one in done if isinstance(one, Written)]
             assert added == ([0] * 901 if turn else [20_000, *(number % 40 for number in range(900))])
-        stored = (await service.parts.histories.read(UserKey("t", "long"), HistoryRef(), 99_999))[0]
+        stored = (await service.parts.histories.read(UserKey("t", "long"), HistoryRef(), 99_999)).events
         assert stored.fingerprint() == history.fingerprint()
         replaced = [one._replace(mode=Mode.REPLACE, events=one.events[:9000]) for one in batch]
         assert all(map(ingest.is_ok, await writer.write_many(replaced)))
@@ -190,10 +190,17 @@ DONE = {"request_id": "r", "num_added": 1, "num_failed": 0, "users": [{"num_even
         (413, None, Mode.MERGE, False),
     ],
 )
-async def test_what_is_called_again(status: int, key: str | None, mode: Mode, is_tried_again: bool) -> None:
+async def test_what_is_called_again(
+    status: int, key: str | None, mode: Mode, is_tried_again: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     waits: list[float] = []
+
+    async def sleep(wait_s: float) -> None:
+        waits.append(wait_s)
+
+    monkeypatch.setattr("npu_gr.tools.ingest.asyncio.sleep", sleep)
     http: Any = Scripted((status, {"Retry-After": "0.2"}, FULL), (200, {}, DONE))
-    writer = ServiceWriter(http, "http://x", 60.0, waits.append)
+    writer = ServiceWriter(http, "http://x", 60.0)
     batch = [Write(UserKey("", "u"), events(1), mode, key)]
     if is_tried_again:
         assert await writer.write_many(batch) == [Written(1, 1)]

@@ -19,7 +19,7 @@ from npu_gr.metrics.registry import Metrics
 from npu_gr.server.config import ServerConfig
 from npu_gr.server.debug import profile
 from npu_gr.server.openapi import document
-from npu_gr.server.recording import add_record_routes
+from npu_gr.server.recording import OwnRecorder, add_record_routes
 from npu_gr.server.routes import build_web_app
 from tests.keys import bearer, entry, write_keys
 from tests.server.examples import EXAMPLES
@@ -39,7 +39,12 @@ def count(metrics: Metrics, name: str, **labels: str) -> float | None:
 
 
 def path_of(pattern: str) -> str:
-    return pattern.replace("{model}", "fake").replace("{version}", "1").replace("{user_id}", "u")
+    return (
+        pattern.replace("{model}", "fake")
+        .replace("{version}", "1")
+        .replace("{user_id}", "u")
+        .replace("{name}", "shedding")
+    )
 
 
 async def ask(
@@ -68,7 +73,7 @@ async def test_a_route_needs_its_scope(
     path = write_keys(tmp_path / "keys", others, entry("this", scopes=[scope]))
     metrics = metrics_of_all_kinds()
     app = build_web_app(fake(), ServerConfig(api_keys_file=path), metrics)
-    add_record_routes(app, None)
+    add_record_routes(app, OwnRecorder(None))
     async with TestClient(DoorServer(app)) as client:
         async with client.request(method, path_of(pattern), headers=bearer("others")) as refused:
             assert refused.status == 403

@@ -269,14 +269,14 @@ async def test_a_cascade_of_strangers_does_not_start(folder: Path) -> None:
 
 async def test_a_catalogue_of_strangers_is_refused_and_single_items_are_not(folder: Path) -> None:
     async with serving(folder, **sections(folder, KNOWN)) as (client, service):
-        served = service.catalogue.info().version
+        served = (await service.catalogue.info()).version
         write_catalogue(folder / "items.jsonl", KNOWN[:40] + list(range(60)))
         refused = await post(client, "/v1/catalog/reload", 422)
         assert refused["detail"] == (
             "catalogue: recommend: the ranker knows 40 of the 100 items of generate (40 %); "
             "recommend.min_coverage is 0.9"
         )
-        assert service.catalogue.info().version == served
+        assert (await service.catalogue.info()).version == served
         assert await coverage(client) == {"generate": 1.0}
         new = [{"item_id": name, "sid": [0, 0, number]} for number, name in enumerate(named(NEW))]
         await post(client, "/v1/catalog/items", add=new, withdraw=named(KNOWN[20:]))
@@ -295,11 +295,11 @@ async def test_vectors_of_strangers_are_refused(folder: Path) -> None:
     matched: dict[str, Any] = {"match": {"vectors": str(folder / "vectors")}, "recommend": {"sources": {"match": 10}}}
     async with serving(folder, **matched) as (client, service):
         assert await coverage(client) == {"match": 1.0}
-        served = service.vectors.info().version
+        served = (await service.vectors.info()).version
         await write_vectors(folder / "vectors", list(range(40)))
         refused = await post(client, "/v1/match/reload", 422)
         assert "knows 0 of the 40 items of match (0 %)" in refused["detail"]
-        assert service.vectors.info().version == served
+        assert (await service.vectors.info()).version == served
         await write_vectors(folder / "vectors", [*KNOWN[:38], 5, 6])
         await post(client, "/v1/match/reload")
         assert await coverage(client) == {"match": 0.95}

@@ -63,7 +63,7 @@ def test_without_models_every_key_is_there(tmp_path: Path) -> None:
     path, readme = init(tmp_path / "site")
     assert load(path).checkpoint == f"{tmp_path}/site/ranker"
     assert "# generate:" in path.read_text()
-    assert "npu-gr train rank" in readme.read_text()
+    assert f"npu-gr train rank {tmp_path}/site/data --out {load(path).checkpoint}\n" in readme.read_text()
 
 
 def test_what_cannot_be_served_is_refused_and_nothing_is_written(tmp_path: Path) -> None:

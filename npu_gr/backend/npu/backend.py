@@ -20,13 +20,15 @@ import torch
 from torch import Tensor, nn
 
 from npu_gr.backend.base import HstuPass, accumulator
+from npu_gr.backend.best_items import Best, Hidden
 from npu_gr.backend.calls import Choices, HstuCall, HstuPassCall, Over, TopkCall
 from npu_gr.backend.graphs import Graphs
 from npu_gr.backend.npu import ops as ascend_ops
 from npu_gr.backend.npu.device import Npu, NpuNotFound, find
 from npu_gr.backend.npu.hstu import MAX_TARGETS, PagedHstu
 from npu_gr.backend.npu.hstu_pass import PassMaker
-from npu_gr.backend.npu.limits import fork_limit, topk_limit
+from npu_gr.backend.npu.items import best_items
+from npu_gr.backend.npu.limits import fork_limit, items_limit, topk_limit
 from npu_gr.backend.tiles import natural
 from npu_gr.backend.torch_ops import TorchOps
 from npu_gr.core.errors import ConfigError
@@ -66,6 +68,7 @@ class NPUBackend(TorchOps):
         self._copies = self._runtime.Stream()
         ascend_ops.register()
         self._is_native = native != "off" and self._load(native == "require", folder)
+        self.gathers_head = not self._is_native  # it would wait, and gather on the AI CPU
         self._paged = self._find_paged()
         graph = getattr(self._runtime, "NPUGraph", None)  # only newer versions have it
         self._graphs = Graphs(self._runtime, graph, self.fell_back) if graph else None
@@ -75,6 +78,7 @@ class NPUBackend(TorchOps):
         self.ops = {
             "beam_topk": own,
             "beam_fork": own,
+            "best_items": own,
             "hstu_attention": own if self._is_native else "mxrec" if self._paged else "torch",
             "graphs": "acl_graph" if self._graphs else "none",
         }
@@ -162,6 +166,11 @@ class NPUBackend(TorchOps):
         found = self._graphs.run(follow.code, (call.width, call.over, columns, call.scale), select, inputs)
         return Choices(*(out.clone() for out in found))
 
+    def order_of(self, numbers: Tensor) -> Tensor:
+        """Sort by rank, for the vector cores sort fractions alone: int64 would go to the AI CPU."""
+        smaller = numbers[None, :] < numbers[:, None]
+        return torch.argsort(smaller.float().sum(1), stable=True)
+
     def row_wise(
         self,
         owner: nn.Module,
@@ -170,6 +179,15 @@ class NPUBackend(TorchOps):
         rows: Sequence[Tensor],
     ) -> tuple[Tensor, ...]:
         return self._graphs.row_wise(owner, what, work, rows) if self._graphs else work(*rows)
+
+    def best_items(self, queries: Tensor, items: Tensor, k: int, hidden: Hidden | None) -> Best:
+        """Search by `masked_topk` and bits of what is hidden, where the native operators are."""
+        if not self._is_native or not len(items) or not len(queries):
+            return super().best_items(queries, items, k, hidden)
+        if limit := items_limit(k):
+            self.fell_back("best_items", limit)
+            return super().best_items(queries, items, k, hidden)
+        return best_items(queries, items, k, hidden, self.upload)
 
     # ---- HSTU
 

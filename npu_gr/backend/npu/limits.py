@@ -54,6 +54,17 @@ def fork_limit(keys: Tensor, parent: Tensor, units: VectorUnits = LEAST) -> str 
     return None
 
 
+def items_limit(k: int, units: VectorUnits = LEAST) -> str | None:
+    """Name the limit of `masked_topk` over fp32 scores that a search for k items exceeds; None = it takes it."""
+    if not 1 <= k <= MAX_K:
+        return f"masked_topk: k must be 1 to {MAX_K}"
+    if _masked_bytes(k, 4) > units.ub_bytes:
+        return "masked_topk: no tile fits the buffer"
+    if _merge_bytes(k, 0) > units.ub_bytes:
+        return "masked_topk: k lists do not fit the buffer"
+    return None
+
+
 def csr_limit(rows: int, codes: int, k: int, element_bytes: int, units: VectorUnits) -> str | None:
     """Name the reason for which `plan_csr_gather_topk` finds no plan; None = there is one.
 
@@ -100,6 +111,12 @@ def _parts_for(work_cycles: int, k: int, most: int) -> int:
 
 def _best_pairs_bytes(k: int) -> int:
     return _up(MIN_TILE // 8, 256) + 2 * 4 * MIN_TILE + 2 * 8 * MIN_TILE + 2 * 16 * _up(k, 32)
+
+
+def _masked_bytes(k: int, element_bytes: int) -> int:
+    inputs = 2 * (MIN_TILE * element_bytes + _up(MIN_TILE // 8, 256))
+    wide = 0 if element_bytes == 4 else 4 * MIN_TILE
+    return inputs + wide + 4 * MIN_TILE + 32 + 8 * _up(k, 32) + _best_pairs_bytes(k)
 
 
 def _csr_row_bytes(codes: int, element_bytes: int) -> int:

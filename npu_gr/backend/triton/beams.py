@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from npu_gr.backend.calls import BeamCall
-from npu_gr.backend.triton.hstu import ROWS, keys_of, wide
+from npu_gr.backend.triton.hstu import ROWS, precision, step_keys, wide
 
 SPAN = 1024  # keys of one program
 MERGE_ROWS = 16
@@ -27,6 +27,7 @@ def shared_kernel(
     q, q_row, q_head, num_rows, num_folded, k, k_row, k_head, v, v_row, v_head, num_keys, scale,
     peak_out, total_out, output_out, first_span, group,
     dim: tl.constexpr, dim_wide: tl.constexpr, rows: tl.constexpr, keys: tl.constexpr, span: tl.constexpr,
+    precision: tl.constexpr,
 ):  # fmt: skip
     """Attend to a span of a slab's keys. Folded row i is beam i % num_rows, query head i // num_rows of the group."""
     kv_head = tl.program_id(1)
@@ -48,13 +49,13 @@ def shared_kernel(
         offset = at[:, None].to(tl.int64)
         key = tl.load(k + offset * k_row + kv_head * k_head + d[None, :], mask=in_keys[:, None] & in_d, other=0.0)
         value = tl.load(v + offset * v_row + kv_head * v_head + d[None, :], mask=in_keys[:, None] & in_d, other=0.0)
-        scores = tl.dot(queries, tl.trans(key), input_precision="ieee") * scale
+        scores = tl.dot(queries, tl.trans(key), input_precision=precision) * scale
         scores = tl.where(in_keys[None, :], scores, float("-inf"))
         higher = tl.maximum(peak, tl.max(scores, 1))
         shrink = tl.exp(peak - higher)
         weights = tl.exp(scores - higher[:, None])
         total = total * shrink + tl.sum(weights, 1)
-        output = output * shrink[:, None] + tl.dot(weights.to(value.dtype), value, input_precision="ieee")
+        output = output * shrink[:, None] + tl.dot(weights.to(value.dtype), value, input_precision=precision)
         peak = higher
     stage = ((first_span + part) * tl.num_programs(1) + kv_head).to(tl.int64) * num_folded + folded
     tl.store(peak_out + stage, peak, mask=in_rows)
@@ -126,7 +127,8 @@ def attend(call: BeamCall) -> Tensor:
         shared_kernel[(-(-folded // ROWS), kv_heads, num_spans)](
             q, *q.stride()[:2], num_rows, folded, k, *k.stride()[:2], v, *v.stride()[:2], len(k), call.scale,
             peaks, totals, outputs, first_span, group,
-            dim=dim, dim_wide=wide(dim), rows=ROWS, keys=keys_of(q), span=SPAN,
+            dim=dim, dim_wide=wide(dim), rows=ROWS, keys=step_keys(q.dtype, dim), span=SPAN,
+            precision=precision(q.dtype),
         )  # fmt: skip
         first_span += num_spans
     out = torch.empty_like(q, memory_format=torch.contiguous_format)

@@ -1,56 +1,159 @@
 """HSTU attention by one kernel: history rows and candidate rows against slabs of cached keys, read where they lie.
 
-A slab is one launch that adds to an fp32 output: without a softmax the sum over keys may be cut anywhere, and a run
-of consecutive pages is one slab. Bias by position and time comes from the tables, bucketed as `base.time_bucket`.
+Without a softmax the sum over keys may be cut anywhere. A slab is one launch (a run of consecutive pages is one slab),
+and a slab is cut again into parts where the row blocks alone would not fill the device. Every part has its own fp32
+sums, which are added in order: equal inputs give equal bits.
+
+The bias is that of `base.time_bucket` and the distance, from tables in fp32 that are made once a layer. A step of a
+program is of one of three kinds, in this order:
+
+    far      every distance is beyond the position table: its last number is in the time table already
+    near     the position table is read too
+    edge     near, with masks: the diagonal and the end of the slab
+
+Times are int32 seconds since the earliest, made once a pass; a span that does not fit goes, in the same launch, by
+int64 and masks everywhere. SiLU is x / (1 + 2^-y), y = x log2(e): the tables and alpha carry log2(e), the sums ln 2.
+fp32 is three products of tf32 halves, as exact as fp32. `tanh.approx` would be one instruction less than exp and
+reciprocal; its error is 2^-11 of x, not of the result, and where many logits are negative the errors add up.
 """
 
 from __future__ import annotations
 
+import math
+import threading
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from npu_gr.backend.base import TIME_BUCKETS
-from npu_gr.backend.calls import HstuCall
+from npu_gr.backend.calls import BiasTables, HstuCall
 from npu_gr.backend.tiles import Slab
 
 # of one step of a program
 ROWS = 64
 KEYS = 64
 
+PROGRAMS = 264  # two for each multiprocessor of an H200; a constant, so that the parts are the same on every device
+MAX_PARTS = 16  # of one slab
+MIN_STEPS = 4  # of a part
+NUMBERS = 1024  # of one program of `sum_kernel`
+
+IN = -math.log2(math.e)  # a factor on tables and alpha
+_SCALE = tl.constexpr(-math.log(2.0))
+_MAX_SPAN_S = tl.constexpr(2**31 - 2)
+# kinds of steps; each has what the one before has
+_FAR = tl.constexpr(0)
+_NEAR = tl.constexpr(1)
+_EDGE = tl.constexpr(2)
+_WIDE = tl.constexpr(3)
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def clock_kernel(times, num_tokens, seconds, limits, tokens: tl.constexpr):
+    """One program: write the earliest and the latest time, and every time as int32 seconds since the earliest."""
+    lane = tl.arange(0, tokens)
+    earliest = tl.load(times + lane, mask=lane < num_tokens, other=0x7FFFFFFFFFFFFFFF)
+    latest = tl.load(times + lane, mask=lane < num_tokens, other=-0x7FFFFFFFFFFFFFFF)
+    for start in range(tokens, num_tokens, tokens):
+        at = start + lane
+        earliest = tl.minimum(earliest, tl.load(times + at, mask=at < num_tokens, other=0x7FFFFFFFFFFFFFFF))
+        latest = tl.maximum(latest, tl.load(times + at, mask=at < num_tokens, other=-0x7FFFFFFFFFFFFFFF))
+    first = tl.min(earliest, 0)
+    tl.store(limits, first)
+    tl.store(limits + 1, tl.max(latest, 0))
+    for start in range(0, num_tokens, tokens):
+        at = start + lane
+        since = tl.load(times + at, mask=at < num_tokens, other=0) - first
+        tl.store(seconds + at, since.to(tl.int32), mask=at < num_tokens)
+
 
 @triton.jit
-def _time_bucket(delta_s):
-    """Compute `base.time_bucket`."""
-    seconds = tl.minimum(tl.maximum(delta_s, 0), 2147483647) + 1
-    octave_and_half = seconds.to(tl.float32).to(tl.int32, bitcast=True) >> 22
-    return tl.minimum(tl.maximum(octave_and_half - 254, 0), 63)
+def _weights(y, fast: tl.constexpr):
+    """-SiLU(x) log2(e) of y = -x log2(e)."""
+    if fast:  # where the power is infinite, the weight is 0
+        power = tl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [y], tl.float32, True, 1)
+        return y * tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [1.0 + power], tl.float32, True, 1)
+    return y / (1.0 + tl.exp2(tl.minimum(y, 120.0)))
 
 
 @triton.jit
-def _silu(x):
-    return x / (1.0 + tl.exp(-tl.maximum(x, -80.0)))  # below, the result is 0 and exp would be infinite
+def _look_up(table, index, fast: tl.constexpr):
+    """Gather fp32 numbers; `fast` straight into registers, where a pipelined loop would go by shared memory."""
+    if fast:
+        return tl.inline_asm_elementwise(
+            "{ .reg .u64 at; mad.wide.s32 at, $1, 4, $2; ld.global.nc.f32 $0, [at]; }",
+            "=f,r,l",
+            [index, table.to(tl.int64)],
+            tl.float32,
+            True,
+            1,
+        )
+    return tl.load(table + index)
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_keys", "first_row", "first_key", "query_time"])
+@triton.jit
+def _bucket(seconds):
+    """Return 254 + `base.time_bucket` of seconds - 1, for seconds in 1..2^31 - 1 (or 2^31, as int64)."""
+    return seconds.to(tl.float32).to(tl.int32, bitcast=True) >> 22
+
+
+@triton.jit
+def _attend_keys(
+    acc, queries, start, k, k_row, v, v_row, num_keys, first_key, row_at, row_time, key_times, by_time, by_distance,
+    buckets, alpha, in_qk, in_v, qk, vd,
+    kind: tl.constexpr, targets: tl.constexpr, keys: tl.constexpr, precision: tl.constexpr, fast: tl.constexpr,
+):  # fmt: skip
+    """Add one step's keys to the sums."""
+    at = start + tl.arange(0, keys)
+    in_keys = at < num_keys
+    key_offset = k + at[:, None].to(tl.int64) * k_row + qk[None, :]
+    value_offset = v + at[:, None].to(tl.int64) * v_row + vd[None, :]
+    if kind >= _EDGE:
+        key = tl.load(key_offset, mask=in_keys[:, None] & in_qk, other=0.0)
+        value = tl.load(value_offset, mask=in_keys[:, None] & in_v, other=0.0)
+        key_time = tl.load(key_times + first_key + at, mask=in_keys, other=0)[None, :]
+    else:
+        key = tl.load(key_offset, mask=in_qk, other=0.0)
+        value = tl.load(value_offset, mask=in_v, other=0.0)
+        key_time = tl.load(key_times + first_key + at)[None, :]
+    if kind == _WIDE:
+        seconds = tl.minimum(tl.maximum(row_time - key_time, 0), 2147483647) + 1
+    else:
+        seconds = tl.maximum(row_time - key_time, 1)  # row_time is a second late
+    bias = _look_up(by_time, _bucket(seconds), fast and not targets)
+    key_at = (first_key + at)[None, :]
+    if kind >= _NEAR:
+        distance = tl.minimum(tl.maximum(row_at - key_at, 0), buckets - 1)
+        bias += _look_up(by_distance, distance, fast and not targets)
+    weights = _weights(tl.dot(queries, tl.trans(key), input_precision=precision) * alpha + bias, fast)
+    if kind >= _EDGE:
+        weights = tl.where(in_keys[None, :] & (key_at <= row_at), weights, 0.0)
+    return acc + tl.dot(weights.to(value.dtype), value, input_precision=precision)
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_keys", "first_row", "first_key", "first_part", "query_time", "span"])
 def hstu_kernel(
     q, q_row, q_head, own_k, own_row, own_head, own_v, own_v_row, own_v_head, num_rows,
     k, k_row, k_head, v, v_row, v_head, num_keys, first_row, first_key,
-    times, query_time, position_bias, time_bias, buckets, alpha, out, heads,
-    targets: tl.constexpr, begins: tl.constexpr, qk_dim: tl.constexpr, v_dim: tl.constexpr,
-    qk_wide: tl.constexpr, v_wide: tl.constexpr, rows: tl.constexpr, keys: tl.constexpr,
-    time_buckets: tl.constexpr,
+    times, seconds, limits, query_time, tables, buckets, alpha, out, heads, first_part, span,
+    targets: tl.constexpr, begins: tl.constexpr, whole: tl.constexpr, qk_dim: tl.constexpr, v_dim: tl.constexpr,
+    qk_wide: tl.constexpr, v_wide: tl.constexpr, rows: tl.constexpr, keys: tl.constexpr, time_buckets: tl.constexpr,
+    precision: tl.constexpr, fast: tl.constexpr,
 ):  # fmt: skip
-    """Add one slab's keys to [rows, head] of the output, or begin it.
+    """Sum one part of a slab's keys for [rows, head], or (with `whole`) give the result.
 
     Row i is token first_row + i and sees keys up to itself; of `targets`, every row is token first_row, at
-    query_time, and sees all keys and (with `begins`) itself.
+    query_time, and sees all keys and (with `begins`, in the first part) itself. Part i is keys i span .. (i + 1) span.
     """
     head = tl.program_id(1)
-    row = tl.program_id(0) * rows + tl.arange(0, rows)
+    part = tl.program_id(2)
+    first = (tl.num_programs(0) - 1 - tl.program_id(0)) * rows  # the last rows have the most keys: they start first
+    row = first + tl.arange(0, rows)
     qk = tl.arange(0, qk_wide)
     vd = tl.arange(0, v_wide)
     in_rows = (row < num_rows)[:, None]
@@ -59,94 +162,188 @@ def hstu_kernel(
     queries = tl.load(
         q + row[:, None].to(tl.int64) * q_row + head * q_head + qk[None, :], mask=in_rows & in_qk, other=0.0
     )
-    into = out + (row[:, None].to(tl.int64) * heads + head) * v_dim + vd[None, :]
-    position_bias += head * buckets
-    time_bias += head * time_buckets
-    if not begins:
-        acc = tl.load(into, mask=in_rows & in_v, other=0.0)
-    elif targets:
+    by_time = tables + head * (time_buckets + buckets) - 254
+    by_distance = by_time + 254 + time_buckets
+    k += head * k_head
+    v += head * v_head
+    acc = tl.zeros([rows, v_wide], tl.float32)
+    if targets and begins:
+        is_first = (row < num_rows * (1 - tl.minimum(part, 1)))[:, None]  # a row of the first part
         own = tl.load(
-            own_k + row[:, None].to(tl.int64) * own_row + head * own_head + qk[None, :], mask=in_rows & in_qk, other=0.0
+            own_k + row[:, None].to(tl.int64) * own_row + head * own_head + qk[None, :],
+            mask=is_first & in_qk,
+            other=0.0,
         )
         own_value = tl.load(
             own_v + row[:, None].to(tl.int64) * own_v_row + head * own_v_head + vd[None, :],
-            mask=in_rows & in_v,
+            mask=is_first & in_v,
             other=0.0,
         )
-        logit = tl.sum(queries.to(tl.float32) * own.to(tl.float32), 1) * alpha
-        logit += tl.load(position_bias).to(tl.float32) + tl.load(time_bias).to(tl.float32)
-        acc = _silu(logit)[:, None] * own_value.to(tl.float32)
-    else:
-        acc = tl.zeros([rows, v_wide], tl.float32)
-    end = num_keys
+        own_y = tl.sum(queries.to(tl.float32) * own.to(tl.float32), 1) * alpha
+        own_y += tl.load(by_time + 254) + tl.load(by_distance)
+        acc = _weights(own_y, fast)[:, None] * own_value.to(tl.float32)
+    earliest = tl.load(limits)
+    is_wide = tl.load(limits + 1) - earliest > _MAX_SPAN_S
+    begin = part * span
+    end = tl.minimum(begin + span, num_keys)
+    before = first_row - first_key  # keys that every row of `targets` sees, and that the first history row sees but one
     if targets:
-        row_at = tl.full([1, 1], 0, tl.int64) + first_row
+        is_wide |= query_time - earliest > _MAX_SPAN_S
+        row_at = tl.full([1, 1], 0, tl.int32) + first_row
+        row_second = tl.full([1, 1], 1, tl.int32) + tl.maximum(query_time - earliest, -1).to(tl.int32)
         row_time = tl.full([1, 1], 0, tl.int64) + query_time
+        clear = end
     else:
-        row_at = (first_row + row)[:, None].to(tl.int64)
+        row_at = (first_row + row)[:, None]
+        row_second = tl.load(seconds + first_row + row, mask=row < num_rows, other=0)[:, None] + 1
         row_time = tl.load(times + first_row + row, mask=row < num_rows, other=0)[:, None]
-        end = tl.minimum(num_keys, first_row + (tl.program_id(0) + 1) * rows - first_key)
-    for start in range(0, end, keys):
-        at = start + tl.arange(0, keys)
-        in_keys = at < num_keys
-        key = tl.load(
-            k + at[:, None].to(tl.int64) * k_row + head * k_head + qk[None, :], mask=in_keys[:, None] & in_qk, other=0.0
-        )
-        value = tl.load(
-            v + at[:, None].to(tl.int64) * v_row + head * v_head + vd[None, :], mask=in_keys[:, None] & in_v, other=0.0
-        )
-        key_at = (first_key + at)[None, :].to(tl.int64)
-        key_time = tl.load(times + first_key + at, mask=in_keys, other=0)[None, :]
-        distance = tl.minimum(tl.maximum(row_at - key_at, 0), buckets - 1)
-        bias = tl.load(position_bias + distance).to(tl.float32)
-        bias += tl.load(time_bias + _time_bucket(row_time - key_time)).to(tl.float32)
-        logits = tl.dot(queries, tl.trans(key), input_precision="ieee") * alpha + bias
-        weights = tl.where(in_keys[None, :] & (key_at <= row_at), _silu(logits), 0.0)
-        acc += tl.dot(weights.to(value.dtype), value, input_precision="ieee")
-    tl.store(into, acc, mask=in_rows & in_v)
+        before += first
+        end = tl.minimum(end, before + rows)
+        clear = tl.minimum(end, before + 1)
+    far = tl.minimum(clear, before - buckets + 2)
+    if is_wide:
+        for start in range(begin, end, keys):
+            acc = _attend_keys(
+                acc, queries, start, k, k_row, v, v_row, num_keys, first_key, row_at, row_time, times, by_time,
+                by_distance, buckets, alpha, in_qk, in_v, qk, vd,
+                _WIDE, targets, keys, precision, fast,
+            )  # fmt: skip
+    else:
+        far = begin + tl.maximum(far - begin, 0) // keys * keys
+        clear = far + tl.maximum(clear - far, 0) // keys * keys
+        for start in range(begin, far, keys):
+            acc = _attend_keys(
+                acc, queries, start, k, k_row, v, v_row, num_keys, first_key, row_at, row_second, seconds, by_time,
+                by_distance, buckets, alpha, in_qk, in_v, qk, vd,
+                _FAR, targets, keys, precision, fast,
+            )  # fmt: skip
+        for start in range(far, clear, keys):
+            acc = _attend_keys(
+                acc, queries, start, k, k_row, v, v_row, num_keys, first_key, row_at, row_second, seconds, by_time,
+                by_distance, buckets, alpha, in_qk, in_v, qk, vd,
+                _NEAR, targets, keys, precision, fast,
+            )  # fmt: skip
+        for start in range(clear, end, keys):
+            acc = _attend_keys(
+                acc, queries, start, k, k_row, v, v_row, num_keys, first_key, row_at, row_second, seconds, by_time,
+                by_distance, buckets, alpha, in_qk, in_v, qk, vd,
+                _EDGE, targets, keys, precision, fast,
+            )  # fmt: skip
+    into = ((first_part + part) * num_rows + row[:, None]).to(tl.int64) * heads + head
+    acc = acc * _SCALE if whole else acc
+    tl.store(out + into * v_dim + vd[None, :], acc.to(out.dtype.element_ty), mask=in_rows & in_v)
 
 
-def takes(q: Tensor, slabs: Sequence[Slab]) -> bool:
-    """Tell whether the kernel reads these: one dtype, and not fp64, which only tests have."""
-    same = all(plane.dtype == q.dtype for slab in slabs for plane in slab)
-    return same and q.dtype in (torch.float32, torch.bfloat16, torch.float16)
+@triton.jit(do_not_specialize=["num_parts", "num_numbers"])
+def sum_kernel(sums, num_parts, num_numbers, out, numbers: tl.constexpr):
+    """Add the parts' sums in order."""
+    at = tl.program_id(0).to(tl.int64) * numbers + tl.arange(0, numbers)
+    inside = at < num_numbers
+    total = tl.load(sums + at, mask=inside, other=0.0)
+    for _ in range(1, num_parts):
+        sums += num_numbers
+        total += tl.load(sums + at, mask=inside, other=0.0)
+    tl.store(out + at, (total * _SCALE).to(out.dtype.element_ty), mask=inside)
 
 
-def causal(call: HstuCall, past: Sequence[Slab]) -> Tensor:
-    """Compute `Backend.hstu_causal`; `past` is `call.cached` without tiles."""
-    return _attend(call, None, [*past, (call.k, call.v)], len(call.times) - len(call.q))
+class _Clock(NamedTuple):
+    """A pass's times as the kernel reads them."""
+
+    seconds: Tensor  # int32 [tokens] since the earliest
+    limits: Tensor  # int64 [2], the earliest and the latest
 
 
-def targets(call: HstuCall, history: Sequence[Slab]) -> Tensor:
-    """Compute `Backend.hstu_targets`; `history` is `call.cached` without tiles."""
-    history = history or [(call.k[:0], call.v[:0])]  # each candidate still sees itself
-    return _attend(call, (call.k, call.v), history, len(call.times))
+class _Part(NamedTuple):
+    """A slab, and how it is cut."""
+
+    slab: Slab
+    num_parts: int
+    span: int  # keys of a part
 
 
-def _attend(call: HstuCall, own: Slab | None, slabs: Sequence[Slab], first_row: int) -> Tensor:
-    """Launch once a slab; `own` holds candidates' keys and values, `first_row` is the position of the first row."""
-    num_rows, heads, qk_dim = call.q.shape
-    v_dim = call.v.shape[2]
-    out = call.q.new_empty(num_rows, heads, v_dim, dtype=torch.float32)
-    if not num_rows:
-        return out.to(call.q.dtype)
-    q = _unit_stride(call.q)
-    times = call.times.contiguous()
-    position = call.bias.position.contiguous()
-    time = call.bias.time.contiguous()
-    own_k, own_v = (_unit_stride(x) for x in own) if own else (q, q)
-    first_key = 0
-    for index, slab in enumerate(slabs):
-        k, v = (_unit_stride(x) for x in slab)
-        hstu_kernel[(-(-num_rows // ROWS), heads)](
-            q, *q.stride()[:2], own_k, *own_k.stride()[:2], own_v, *own_v.stride()[:2], num_rows,
-            k, *k.stride()[:2], v, *v.stride()[:2], len(k), first_row, first_key,
-            times, call.query_time, position, time, position.shape[1], call.alpha, out, heads,
-            targets=own is not None, begins=index == 0, qk_dim=qk_dim, v_dim=v_dim,
-            qk_wide=wide(qk_dim), v_wide=wide(v_dim), rows=ROWS, keys=keys_of(q), time_buckets=TIME_BUCKETS,
-        )  # fmt: skip
-        first_key += len(k)
-    return out.to(q.dtype)
+class Attention(threading.local):
+    """The kernel behind the two calls of `Backend`, and what a thread made for it on its own queue of work."""
+
+    def __init__(self) -> None:
+        self._clocks = WeakIdKeyDictionary()  # times of a pass -> _Clock; all layers of a pass share the times
+        self._tables = WeakIdKeyDictionary()  # a layer's position table -> what it was made of, and the tables
+
+    def takes(self, q: Tensor, slabs: Sequence[Slab]) -> bool:
+        """Tell whether the kernel reads these: one dtype, and not fp64, which only tests have."""
+        same = all(plane.dtype == q.dtype for slab in slabs for plane in slab)
+        return same and q.dtype in (torch.float32, torch.bfloat16, torch.float16)
+
+    def causal(self, call: HstuCall, past: Sequence[Slab]) -> Tensor:
+        """Compute `Backend.hstu_causal`; `past` is `call.cached` without tiles."""
+        return self._attend(call, None, [*past, (call.k, call.v)], len(call.times) - len(call.q))
+
+    def targets(self, call: HstuCall, history: Sequence[Slab]) -> Tensor:
+        """Compute `Backend.hstu_targets`; `history` is `call.cached` without tiles."""
+        return self._attend(call, (call.k, call.v), history, len(call.times))
+
+    def _attend(self, call: HstuCall, own: Slab | None, slabs: Sequence[Slab], first_row: int) -> Tensor:
+        """Launch once a slab; `own` holds candidates' keys and values, `first_row` is the position of the first row."""
+        num_rows, heads, qk_dim = call.q.shape
+        v_dim = call.v.shape[2]
+        out = call.q.new_empty(num_rows, heads, v_dim)
+        if not num_rows:
+            return out
+        q = _unit_stride(call.q)
+        clock = self._clock(call.times)
+        tables = self._bias(call.bias)
+        own_k, own_v = (_unit_stride(x) for x in own) if own else (q, q)
+        blocks = -(-num_rows // ROWS)
+        keys = step_keys(q.dtype, max(qk_dim, v_dim))
+        # each candidate sees itself, whatever there is beside it
+        held = [slab for slab in slabs if len(slab[0])] or [(call.k[:0], call.v[:0])]
+        cut = [_Part(slab, *_parts(blocks * heads, len(slab[0]), keys)) for slab in held]
+        total = sum(part.num_parts for part in cut)
+        sums = out if total == 1 else q.new_empty(total, num_rows, heads, v_dim, dtype=torch.float32)
+        first_key = first_part = 0
+        for index, (slab, num_parts, span) in enumerate(cut):
+            k, v = (_unit_stride(x) for x in slab)
+            hstu_kernel[(blocks, heads, num_parts)](
+                q, *q.stride()[:2], own_k, *own_k.stride()[:2], own_v, *own_v.stride()[:2], num_rows,
+                k, *k.stride()[:2], v, *v.stride()[:2], len(k), first_row, first_key,
+                call.times, *clock, call.query_time, tables, tables.shape[1] - TIME_BUCKETS, IN * call.alpha,
+                sums, heads, first_part, span,
+                targets=own is not None, begins=index == 0, whole=total == 1, qk_dim=qk_dim, v_dim=v_dim,
+                qk_wide=wide(qk_dim), v_wide=wide(v_dim), rows=ROWS, keys=keys, time_buckets=TIME_BUCKETS,
+                precision=precision(q.dtype), fast=q.is_cuda,
+            )  # fmt: skip
+            first_key += len(k)
+            first_part += num_parts
+        if total > 1:
+            sum_kernel[(-(-out.numel() // NUMBERS),)](sums, total, out.numel(), out, numbers=NUMBERS)
+        return out
+
+    def _clock(self, times: Tensor) -> _Clock:
+        made: _Clock | None = self._clocks.get(times)
+        if made is None:
+            made = _Clock(times.new_empty(len(times), dtype=torch.int32), times.new_zeros(2))
+            if len(times):
+                clock_kernel[(1,)](times.contiguous(), len(times), *made, tokens=1024)
+            self._clocks[times] = made
+        return made
+
+    def _bias(self, bias: BiasTables) -> Tensor:
+        """Return fp32 [H, TIME_BUCKETS + P]: time with the last distance's, and what each distance has beside that."""
+        made_of = [(x.data_ptr(), x.dtype, None if x.is_inference() else x._version) for x in bias]
+        known: tuple[object, Tensor] | None = self._tables.get(bias.position)
+        if known is None or known[0] != made_of:
+            position, time = (x.detach().float() * IN for x in bias)
+            last = position[:, -1:]
+            known = made_of, torch.cat([time + last, position - last], dim=1)
+            self._tables[bias.position] = known
+        return known[1]
+
+
+def _parts(programs: int, num_keys: int, step: int) -> tuple[int, int]:
+    """Cut a slab for a device that `programs` programs may not fill: the number of parts, and the keys of each."""
+    steps = max(1, -(-num_keys // step))
+    wanted = max(1, min(MAX_PARTS, -(-PROGRAMS // programs), steps // MIN_STEPS))
+    span = -(-steps // wanted) * step
+    return max(1, -(-num_keys // span)), span
 
 
 def wide(width: int) -> int:
@@ -154,9 +351,15 @@ def wide(width: int) -> int:
     return max(16, 1 << (width - 1).bit_length())
 
 
-def keys_of(q: Tensor) -> int:
-    """Keys of a step: fp32 tiles are twice as large, and a program's shared memory is not."""
-    return KEYS if q.dtype.itemsize == 2 else max(16, KEYS // 2)
+def step_keys(dtype: torch.dtype, width: int) -> int:
+    """Keys of a step: three products of fp32 halves take four times the registers, wide heads their share."""
+    keys = KEYS if dtype.itemsize == 2 else KEYS // 4
+    return max(16, keys * 128 // max(128, wide(width)))
+
+
+def precision(dtype: torch.dtype) -> str:
+    """Return how `tl.dot` multiplies: fp32 by three products of tf32 halves, on the tensor cores as the others."""
+    return "tf32x3" if dtype == torch.float32 else "ieee"
 
 
 def _unit_stride(x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Routes for a process that misbehaves: its stacks, a profile of some seconds, one bundle for a report.
+"""Routes for a process that misbehaves: its stacks, a profile of some seconds, one bundle for a report, the runbooks.
 
 An instance and the router's admin application have them; each says what its bundle holds beyond the common part.
 """
@@ -11,36 +11,48 @@ from collections.abc import Awaitable, Callable, Mapping
 
 from aiohttp import web
 
-from npu_gr.core.errors import BadRequest
+from npu_gr.core import shipped
+from npu_gr.core.errors import BadRequest, ConfigError, NotFound
 from npu_gr.core.logs import newest_lines
+from npu_gr.core.words import quoted
+from npu_gr.metrics.rules import RUNBOOKS
 from npu_gr.server.debug.bundle import environment, packed
-from npu_gr.server.debug.profile import MAX_S, MIN_S, Profiler
-from npu_gr.server.debug.stacks import all_stacks
+from npu_gr.server.debug.profile import MAX_S, MIN_S
 
 DEFAULT_S = 10.0
 
 
 class DebugRoutes:
-    """The three routes."""
+    """These routes."""
 
-    def __init__(self, own_texts: Callable[[], Awaitable[Mapping[str, str]]]) -> None:
+    def __init__(
+        self,
+        own_texts: Callable[[], Awaitable[Mapping[str, str]]],
+        stacks: Callable[[], Awaitable[str]],
+        profile: Callable[[float], Awaitable[str]],
+    ) -> None:
         """Make nothing yet.
 
         Args:
             own_texts: the process's files of a bundle, by name.
+            stacks: of all threads and tasks.
+            profile: of so many seconds.
         """
         self._own_texts = own_texts
-        self._profiler = Profiler()
+        self._all_stacks = stacks
+        self._take_profile = profile
 
     def routes(self) -> list[web.RouteDef]:
         return [
             web.get("/debug/stacks", self._stacks),
             web.get("/debug/profile", self._profile),
             web.get("/debug/bundle", self._bundle),
+            web.get("/debug/runbooks", self._runbooks),
+            web.get("/debug/runbooks/{name}", self._runbook),
         ]
 
     async def _stacks(self, _: web.Request) -> web.Response:
-        return web.Response(text=await _all_stacks())
+        return web.Response(text=await self._all_stacks())
 
     async def _profile(self, request: web.Request) -> web.Response:
         given = request.query.get("seconds", str(DEFAULT_S))
@@ -50,12 +62,12 @@ class DebugRoutes:
             seconds = 0.0
         if not MIN_S <= seconds <= MAX_S:
             raise BadRequest(f"seconds: {given[:32]!r} is not {MIN_S} to {MAX_S}")
-        return web.Response(text=await self._profiler.profile(seconds))
+        return web.Response(text=await self._take_profile(seconds))
 
     async def _bundle(self, _: web.Request) -> web.Response:
         texts = {
             **await self._own_texts(),
-            "stacks.txt": await _all_stacks(),
+            "stacks.txt": await self._all_stacks(),
             "log.txt": "".join(f"{line}\n" for line in newest_lines()),
             "environment.json": await asyncio.to_thread(environment),
         }
@@ -64,6 +76,22 @@ class DebugRoutes:
         headers = {"Content-Disposition": f'attachment; filename="{name}.tar.gz"'}
         return web.Response(body=body, content_type="application/gzip", headers=headers)
 
+    async def _runbooks(self, _: web.Request) -> web.Response:
+        return web.Response(text="\n".join(await asyncio.to_thread(_runbook_names)) + "\n")
 
-async def _all_stacks() -> str:
-    return await asyncio.to_thread(all_stacks, asyncio.get_running_loop())
+    async def _runbook(self, request: web.Request) -> web.Response:
+        return web.Response(text=await asyncio.to_thread(_runbook, request.match_info["name"]))
+
+
+def _runbook_names() -> list[str]:
+    """Name the pages that ship. Raises NotFound where none do."""
+    try:
+        return sorted(page.stem for page in shipped.path(RUNBOOKS).glob("*.md"))
+    except ConfigError as error:
+        raise NotFound(str(error)) from error
+
+
+def _runbook(name: str) -> str:
+    if name not in _runbook_names():
+        raise NotFound(f"runbook: there is no {quoted(name)}")
+    return (shipped.path(RUNBOOKS) / f"{name}.md").read_text()

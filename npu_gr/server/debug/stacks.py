@@ -43,6 +43,11 @@ def all_stacks(loop: asyncio.AbstractEventLoop | None) -> str:
     return "\n".join([*_listed("thread", threads), *_listed("task", tasks)])
 
 
+async def own_stacks() -> str:
+    """Write the stacks of this process, from the event loop."""
+    return await asyncio.to_thread(all_stacks, asyncio.get_running_loop())
+
+
 def _listed(what: str, by_stack: dict[str, list[str]]) -> Iterator[str]:
     for stack, names in sorted(by_stack.items(), key=lambda pair: (len(pair[1]), pair[1])):
         more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""

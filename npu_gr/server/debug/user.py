@@ -21,4 +21,4 @@ class UserRoutes:
 
     async def _known(self, request: web.Request) -> web.Response:
         body = decode(await request.read(), request.content_type, UserBody)
-        return json_response({"places": self._service.knows(body.user)})
+        return json_response({"places": await self._service.knows(body.user)})

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import dropout, linear, scaled_dot_product_attention
 
-from npu_gr.model.decoder import Decoder, DecoderLayer, rope_angles
+from npu_gr.model.decoder import Decoder, DecoderLayer
 
 
 def encode(model: Decoder, tokens: Tensor, dropout_ratio: float = 0.0) -> Tensor:
@@ -25,7 +25,7 @@ def encode(model: Decoder, tokens: Tensor, dropout_ratio: float = 0.0) -> Tensor
         float32 [B, n, dim].
     """
     config = model.config
-    cos, sin = rope_angles(0, tokens.shape[1], config, tokens.device)
+    cos, sin = config.angles(0, tokens.shape[1], tokens.device)
     x = dropout(model.embedding(tokens), dropout_ratio)
     for layer in model.layers:
         assert isinstance(layer, DecoderLayer)

@@ -95,7 +95,7 @@ class BestPairs {
 
   __aicore__ inline uint32_t filter(const Floats &x, uint32_t count) {
     uint64_t kept = 0;
-    AscendC::Compares(bits_.Get<uint8_t>(), x, worst_, AscendC::CMPMODE::GT, round_up(count, 64));
+    compare_with(bits_.Get<uint8_t>(), x, worst_, AscendC::CMPMODE::GT, round_up(count, 64));
     vector_done();
     AscendC::GatherMask(score_.Get<float>(), x, bits(), true, count, one_repeat(), kept);
     return uint32_t(kept);

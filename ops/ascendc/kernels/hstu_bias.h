@@ -135,7 +135,7 @@ class HstuBias {
     vector_done();
     if (buckets() <= kSelected) {
       for (uint32_t i = 1; i < buckets(); ++i)
-        Compares(mask(i), f, float_of((lowest_ + i + kFloatBucket) << 22), CMPMODE::LT, uint32_t(count));
+        compare_with(mask(i), f, float_of((lowest_ + i + kFloatBucket) << 22), CMPMODE::LT, uint32_t(count));
     } else {
       ShiftRight(d, d, int32_t(22), count);
       vector_done();

@@ -142,9 +142,9 @@ class HstuScores {
     auto seen = seen_.Get<uint8_t>(), history = history_.Get<uint8_t>();
     int32_t before = int32_t(tile.limit) - int32_t(tile.key), own = int32_t(tile.own) - int32_t(tile.key);
     if (tile.candidates) {
-      Compares(history, columns, float(before), CMPMODE::LT, kKeyBlock);
+      compare_with(history, columns, float(before), CMPMODE::LT, kKeyBlock);
       for (uint32_t i = 0; i < tile.rows; ++i)
-        Compares(seen[i * kKeyBlock / 8], columns, float(own + int32_t(i)), CMPMODE::EQ, kKeyBlock);
+        compare_with(seen[i * kKeyBlock / 8], columns, float(own + int32_t(i)), CMPMODE::EQ, kKeyBlock);
       vector_done();
       auto bits = seen.template ReinterpretCast<uint16_t>();
       for (uint32_t i = 0; i < tile.rows; ++i)
@@ -152,7 +152,7 @@ class HstuScores {
            int32_t(kKeyBlock / 16));
     } else if (tile.request != seen_request_ || tile.row != seen_row_ || tile.key != seen_key_) {
       for (uint32_t i = 0; i < tile.rows; ++i)
-        Compares(seen[i * kKeyBlock / 8], columns, float(own + int32_t(i)), CMPMODE::LE, kKeyBlock);
+        compare_with(seen[i * kKeyBlock / 8], columns, float(own + int32_t(i)), CMPMODE::LE, kKeyBlock);
     }
     vector_done();
     seen_request_ = tile.candidates ? ~0u : tile.request;

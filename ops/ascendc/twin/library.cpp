@@ -23,7 +23,10 @@ struct Out {
   uint32_t launches, ub_bytes, blocks, tile, parts, reserved;
 };
 
-Device device(const uint32_t *knobs) { return {knobs[0], knobs[1] ? knobs[1] : AscendC::twin::kUbBytes}; }
+Device device(const uint32_t *knobs) {
+  AscendC::twin::ub_limit = knobs[1] ? knobs[1] : AscendC::twin::kUbBytes;
+  return {knobs[0], AscendC::twin::ub_limit};
+}
 
 int refuse(Out *out, const char *reason) {
   std::snprintf(out->error, sizeof out->error, "%s", reason);

@@ -11,12 +11,14 @@ struct BinaryRepeatParams {
   uint8_t dstRepStride = 8, src0RepStride = 8, src1RepStride = 8;
 };
 namespace twin {
+inline uint64_t lanes(uint64_t count) { return count < 64 ? (1ull << count) - 1 : ~0ull; }
 template <typename T, typename F>
 void repeated(const char *what, const LocalTensor<T> &to, const LocalTensor<T> &a, const LocalTensor<T> &b,
               uint64_t mask, uint8_t repeats, const BinaryRepeatParams &by, F function, VectorKind kind = WITH_TENSOR) {
   constexpr uint32_t per_block = BLOCK / sizeof(T);
   TWIN_CHECK(mask > 0 && mask <= 256 / sizeof(T), "%s: a mask of %llu elements", what, (ull)mask);
-  vector_issue(kind, repeats * mask, sizeof(T));
+  set_mask(what, {lanes(mask), 0});
+  issue_lanes(kind, repeats * mask, sizeof(T));
   auto each = [&](const LocalTensor<T> &tensor, uint8_t blocks, uint8_t step, auto touch) {
     tensor.need(what, 0);
     for (uint32_t r = 0; r < repeats; ++r)
@@ -80,7 +82,8 @@ void WholeReduceSum(const LocalTensor<T> &to, const LocalTensor<T> &from, const 
   TWIN_CHECK(mask > 0 && mask <= per_repeat && repeats <= 255, "WholeReduceSum: %d elements, %d repeats", mask,
              repeats);
   TWIN_CHECK(block_stride == 1, "WholeReduceSum: the twin knows contiguous repeats only");
-  twin::vector_issue(twin::WITH_TENSOR, uint64_t(repeats) * mask, sizeof(T));
+  twin::set_mask("WholeReduceSum", {twin::lanes(uint64_t(mask)), 0});
+  twin::issue_lanes(twin::WITH_TENSOR, uint64_t(repeats) * mask, sizeof(T));
   from.need("WholeReduceSum src", 0);
   to.need("WholeReduceSum dst", repeats ? (repeats - 1) * to_step + 1 : 0, sizeof(T));
   for (int32_t r = 0; r < repeats; ++r) {

@@ -13,7 +13,7 @@ import torch
 
 from npu_gr.backend.calls import Continuations, TopkCall
 from npu_gr.backend.npu import limits
-from npu_gr.backend.npu.limits import LEAST, VectorUnits, csr_limit, fork_limit, topk_limit
+from npu_gr.backend.npu.limits import LEAST, VectorUnits, csr_limit, fork_limit, items_limit, topk_limit
 
 HEADER = Path(__file__).parents[3] / "ops" / "ascendc" / "tiling.h"
 PROGRAM = """
@@ -25,6 +25,7 @@ int main() {
   while (std::scanf("%u %u %u %u %u %u %u", &op, &a, &b, &c, &d, &cores, &ub) == 7) {
     Dtype dtype = d == 4 ? Dtype::F32 : Dtype::F16;
     const char *reason = op == 0 ? plan_csr_gather_topk(a, b, c, dtype, Device{cores, ub}).reason
+                         : op == 2 ? plan_masked_topk(a, b, c, dtype, Device{cores, ub}).reason
                                  : plan_beam_fork(a, b, c, d, Device{cores, ub}).reason;
     std::puts(reason ? reason : "");
   }
@@ -58,7 +59,8 @@ def test_the_planner_finds_a_plan_where_python_says_so(tmp_path: Path) -> None:
     subprocess.run(command, check=True)
     cases = [(0, *case) for case in product(ROWS, CODES, KS, (2, 4))]
     cases += [(1, 2, held, rows, 64) for held, rows in product((1, 128, 2048, 2049, 4000), (0, 1, 128, 129, 2048))]
-    for units in UNITS:
+    cases += [(2, 3, 70_000, k, 4) for k in (0, 1, 300, 1000, 2047, 2048, 2049)]
+    for units in (*UNITS, VectorUnits(40, 32 * 1024)):
         asked = "\n".join(f"{' '.join(map(str, case))} {units.cores} {units.ub_bytes}" for case in cases)
         done = subprocess.run([str(tmp_path / "plan")], input=asked, capture_output=True, text=True, check=True)
         told = done.stdout.split("\n")[: len(cases)]
@@ -66,6 +68,8 @@ def test_the_planner_finds_a_plan_where_python_says_so(tmp_path: Path) -> None:
             op, a, b, c, d = case
             if op == 0:
                 got = csr_limit(a, b, c, d, units)
+            elif op == 2:
+                got = items_limit(c, units)
             else:
                 got = fork_limit(torch.empty(a, b, 1, 1, 1, device="meta"), torch.empty(c, device="meta"), units)
             assert (got or "") == reason, (case, units)

@@ -9,8 +9,14 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[3]
-PARTS = ("npu/backend", "npu/device", "npu/hstu", "npu/hstu_pass", "graphs")
-TESTS = ("npu/test_backend.py", "npu/test_device.py", "npu/test_hstu_pass.py", "test_graphs.py")
+PARTS = ("npu/backend", "npu/device", "npu/hstu", "npu/hstu_pass", "npu/items", "graphs")
+TESTS = (
+    "npu/test_backend.py",
+    "npu/test_hstu_pass.py",
+    "npu/test_items.py",
+    "npu/test_device.py",
+    "test_graphs.py",
+)
 SLOW = (
     "served",
     "without_cann",
@@ -20,6 +26,7 @@ SLOW = (
     "planner",
     "waits_once",
     "cuda",
+    "twin",
 )  # and no line of these files more
 
 

@@ -62,6 +62,7 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(beams, "ROWS", 16)
     monkeypatch.setattr(hstu, "ROWS", 16)
     monkeypatch.setattr(hstu, "KEYS", 16)  # of both
+    monkeypatch.setattr(hstu, "MIN_STEPS", 1)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -70,7 +71,7 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_hstu(
     triton_device: torch.device, dtype: torch.dtype, data: st.DataObject, past: int, new: int, seed: int
 ) -> None:
-    """History rows and candidate rows, position and time bias, times in no order."""
+    """History rows and candidate rows, position and time bias, times in no order or further apart than int32."""
     from npu_gr.backend.triton import hstu
 
     with pytest.MonkeyPatch.context() as monkeypatch:
@@ -78,19 +79,96 @@ def test_hstu(
         random = torch.Generator().manual_seed(seed)
         mixed = torch.randn(past + new, 2, 3 + 3 + 5, generator=random).to(dtype)
         q, k, v = mixed.split([3, 3, 5], dim=2)
-        times = torch.randint(-(10**6), 10**9, (past + new,), generator=random)
+        latest = data.draw(st.sampled_from([30, 10**9, 2**33]))
+        times = torch.randint(-(10**6), latest, (past + new,), generator=random)
         tables = (torch.randn(2, width, generator=random).to(dtype) for width in (9, TIME_BUCKETS))
         slabs = cut(k[:past], v[:past], data.draw(st.lists(st.integers(1, 20), max_size=3)))
-        shown_at = data.draw(st.sampled_from([-5, 10**8, 2**33]))
+        shown_at = data.draw(st.sampled_from([-(10**7), -5, 10**8, 2**33]))
         bias = BiasTables(*tables)
         call = HstuCall(q[past:], k[past:], v[past:], slabs, times, bias, 0.7)
         moved = on(triton_device, call)
-        got = hstu.causal(moved, moved.cached)
+        attention = hstu.Attention()
+        got = attention.causal(moved, moved.cached)
         assert got.dtype == dtype
         assert_close(got, REFERENCE.hstu_causal(call), DTYPES[dtype])
         call = call._replace(times=times[:past], query_time=shown_at)
         moved = on(triton_device, call)
-        assert_close(hstu.targets(moved, moved.cached), REFERENCE.hstu_targets(call), DTYPES[dtype])
+        assert_close(attention.targets(moved, moved.cached), REFERENCE.hstu_targets(call), DTYPES[dtype])
+
+
+def test_far_near_and_edge_meet_wherever_the_rows_begin(
+    triton_device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For each place of the first row within a step of keys; every distance has another number."""
+    from npu_gr.backend.triton import hstu
+
+    small_tiles(monkeypatch)
+    k = torch.ones(51, 1, 16)
+    bias = BiasTables(torch.arange(9)[None] ** 2 * 0.1, torch.zeros(1, TIME_BUCKETS))
+    for past in range(17, 34):
+        held = k[: past + 17]
+        call = HstuCall(held[past:], k[:0], k[:0], [(held, held)], torch.zeros(len(held), dtype=torch.int64), bias, 0.1)
+        moved = on(triton_device, call)
+        want = REFERENCE.hstu_causal(call._replace(k=held[past:], v=held[past:], cached=[(k[:past], k[:past])]))
+        assert_close(hstu.Attention().causal(moved, moved.cached), want, 1e-5)
+        call = call._replace(k=held[past:], v=held[past:])
+        moved = on(triton_device, call)
+        assert_close(hstu.Attention().targets(moved, moved.cached), REFERENCE.hstu_targets(call), 1e-5)
+
+
+@pytest.mark.parametrize("seconds", [2**31 - 3, 2**31 - 2, 2**31 - 1, 2**31, 2**40])
+def test_the_last_span_that_fits_int32_and_the_first_that_does_not(
+    triton_device: torch.device, seconds: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every bucket of the table is another number, so a bucket beside the right one is seen."""
+    from npu_gr.backend.triton import hstu
+
+    small_tiles(monkeypatch)
+    q = torch.ones(20, 1, 16)
+    times = torch.full((20,), seconds) - torch.tensor([seconds, *((1 << (i + 1)) - i % 3 for i in range(19))])
+    bias = BiasTables(torch.zeros(1, 5), torch.arange(TIME_BUCKETS)[None].float())
+    call = HstuCall(q, q, q, [], times, bias, 0.7)
+    got = hstu.Attention().causal(on(triton_device, call), [])
+    assert_close(got, REFERENCE.hstu_causal(call), 1e-5)
+    call = call._replace(times=times, query_time=seconds, cached=[(q, q)])
+    moved = on(triton_device, call)
+    assert_close(hstu.Attention().targets(moved, moved.cached), REFERENCE.hstu_targets(call), 1e-5)
+
+
+def test_equal_inputs_give_equal_bits_and_parts_follow_from_sizes_alone(triton_device: torch.device) -> None:
+    """A long history under few rows is cut into parts; nothing is added by atomics."""
+    from npu_gr.backend.triton import hstu
+
+    random = torch.Generator().manual_seed(1)
+    q, k, v = torch.randn(3, 700, 1, 16, generator=random)
+    times = torch.randint(0, 10**9, (700,), generator=random)
+    bias = BiasTables(*(torch.randn(1, width, generator=random) for width in (9, TIME_BUCKETS)))
+    call = HstuCall(q[:3], k[:3], v[:3], [(k, v)], times, bias, 0.2, 10**9)
+    moved = on(triton_device, call)
+    once, again = (hstu.Attention().targets(moved, moved.cached) for _ in range(2))
+    assert torch.equal(once, again)
+    assert_close(once, REFERENCE.hstu_targets(call), 1e-5)
+    for programs, num_keys, want in ((4, 4096, 16), (32, 4096, 8), (264, 4096, 1), (1, 0, 1), (1, 64, 1), (4, 600, 2)):
+        num_parts, span = hstu._parts(programs, num_keys, 64)
+        assert num_parts == want
+        assert (num_parts - 1) * span < max(1, num_keys) <= num_parts * span
+
+
+def test_a_changed_table_is_seen(triton_device: torch.device) -> None:
+    """In place, or by a model that is cast: the tensor is the same, its numbers are not."""
+    from npu_gr.backend.triton import hstu
+
+    attention = hstu.Attention()
+    q = torch.ones(4, 1, 16, device=triton_device)
+    tables = torch.nn.Parameter(torch.zeros(1, 8, device=triton_device)), torch.zeros(1, 64, device=triton_device)
+    call = HstuCall(q, q, q, [], torch.arange(4, device=triton_device), BiasTables(*tables), 0.2)
+    with torch.no_grad():
+        for change in (lambda: None, lambda: tables[0].add_(1.0), lambda: tables[1].add_(1.0)):
+            change()
+            cpu = on(torch.device("cpu"), call)
+            assert_close(attention.causal(call, []), REFERENCE.hstu_causal(cpu), 1e-5)
+        tables[0].data = torch.full((1, 8), 3.0, device=triton_device)
+        assert_close(attention.causal(call, []), REFERENCE.hstu_causal(on(torch.device("cpu"), call)), 1e-5)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
+
+import torch
 
 from npu_gr.backend.triton import beams, fork, hstu, topk
 
-_INTS = ("num_", "first_", "buckets", "heads", "group")
+_INTS = ("num_", "first_", "buckets", "heads", "group", "span")
 _STRIDES = ("_row", "_head", "_stride", "own_slot", "ancestry_slot")
 _TYPES = {
     **dict.fromkeys(("lo", "degree", "key_out", "key", "chosen", "parent_out", "edge_out", "parent"), "*i64"),
-    **dict.fromkeys(("times", "ancestry"), "*i64"),
+    **dict.fromkeys(("times", "ancestry", "limits"), "*i64"),
+    "seconds": "*i32",
+    **dict.fromkeys(("tables", "sums"), "*fp32"),
     **dict.fromkeys(("acc", "norm_out", "norm", "score_out", "peaks", "totals", "outputs"), "*fp32"),
     **dict.fromkeys(("peak_out", "total_out", "output_out", "out"), "*fp32"),
     "code": "*i32",
@@ -51,16 +55,22 @@ def _of(kernel: Any, x: str, constants: dict[str, Any], **own: str) -> Variant:
     return Variant(kernel, x, types, constants)
 
 
-def variants() -> Iterator[Variant]:
+def variants(on: Literal["cuda", "npu"] = "cuda") -> Iterator[Variant]:
     """In bf16 and fp32."""
+    yield _of(hstu.clock_kernel, "i64", {"tokens": 1024})
     for x in ("bf16", "fp32"):
-        keys = hstu.KEYS if x == "bf16" else hstu.KEYS // 2
+        dtype = torch.bfloat16 if x == "bf16" else torch.float32
+        precision = hstu.precision(dtype) if on == "cuda" else "ieee"
         wide = {"qk_dim": 64, "v_dim": 64, "qk_wide": 64, "v_wide": 64}
-        tiles = {"rows": hstu.ROWS, "keys": keys, "time_buckets": 64}
-        for targets, begins in ((False, True), (False, False), (True, True)):
-            yield _of(hstu.hstu_kernel, x, {"targets": targets, "begins": begins, **wide, **tiles})
+        how = {"precision": precision, "fast": on == "cuda"}
+        tiles = {"rows": hstu.ROWS, "keys": hstu.step_keys(dtype, 64), "time_buckets": 64, **how}
+        for targets, whole in ((False, True), (False, False), (True, True), (True, False)):
+            flags = {"targets": targets, "begins": targets, "whole": whole}
+            yield _of(hstu.hstu_kernel, x, {**flags, **wide, **tiles}, out=f"*{x}" if whole else "*fp32")
+        yield _of(hstu.sum_kernel, x, {"numbers": hstu.NUMBERS}, out=f"*{x}")
         dims = {"dim": 128, "dim_wide": 128}
-        yield _of(beams.shared_kernel, x, {**dims, "rows": hstu.ROWS, "keys": keys, "span": beams.SPAN})
+        stage = {"keys": hstu.step_keys(dtype, 128), "span": beams.SPAN, "precision": precision}
+        yield _of(beams.shared_kernel, x, {**dims, "rows": hstu.ROWS, **stage})
         yield _of(beams.merge_kernel, x, {"by_ancestry": True, **dims, "rows": beams.MERGE_ROWS}, out=f"*{x}")
         for over_valid in (False, True):
             sizes = {"columns": topk.COLUMNS, "blocks": topk.BLOCKS, "edges": topk.EDGES}

@@ -1,0 +1,216 @@
+"""Draw the five pictures of the documentation: `python docs/pictures/draw.py` writes the SVG files beside this one.
+
+The figures of the last one are read from the table of `npu-gr bench relay` in docs/measured.md. A test draws all of
+them anew and compares.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from html import escape
+from pathlib import Path
+
+HERE = Path(__file__).parent
+MEASURED = HERE.parent / "measured.md"
+SAME_SHAPE = 4096  # tokens up to which the table has one model; beyond, a smaller one
+BLUE, ORANGE, GREEN, RED, GREY, INK = "#2563eb", "#d97706", "#059669", "#dc2626", "#9ca3af", "#1f2937"
+PALE = {BLUE: "#dbeafe", ORANGE: "#fef3c7", GREEN: "#d1fae5", RED: "#fee2e2", GREY: "#f3f4f6"}
+
+
+class Picture:
+    """SVG of boxes, lines and words, from the top left corner, in pixels."""
+
+    def __init__(self, width: int, height: int, title: str) -> None:
+        self.parts = [
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img" '
+            f'font-family="system-ui, sans-serif" font-size="13" fill="{INK}">',
+            f"<title>{escape(title)}</title>",
+            f'<rect width="{width}" height="{height}" rx="8" fill="#ffffff"/>',
+            '<defs><marker id="tip" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" '
+            f'orient="auto-start-reverse"><path d="M0 0 8 4 0 8z" fill="{INK}"/></marker></defs>',
+        ]
+
+    def box(self, x: float, y: float, width: float, height: float, words: str = "", colour: str = GREY) -> None:
+        self.parts.append(
+            f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="4" fill="{PALE[colour]}" '
+            f'stroke="{colour}"/>'
+        )
+        lines = words.split("\n") if words else []
+        for index, line in enumerate(lines):
+            self.words(x + width / 2, y + height / 2 + 4.5 + (index - (len(lines) - 1) / 2) * 16, line, "middle")
+
+    def words(
+        self, x: float, y: float, text: str, anchor: str = "start", colour: str = INK, bold: bool = False
+    ) -> None:
+        weight = ' font-weight="600"' if bold else ""
+        self.parts.append(
+            f'<text x="{x:g}" y="{y:g}" text-anchor="{anchor}" fill="{colour}"{weight}>{escape(text)}</text>'
+        )
+
+    def line(self, *points: tuple[float, float], colour: str = INK, arrow: bool = False, dashed: bool = False) -> None:
+        path = "M" + " ".join(f"{x:g} {y:g}" for x, y in points)
+        tip = ' marker-end="url(#tip)"' if arrow else ""
+        dashes = ' stroke-dasharray="5 4"' if dashed else ""
+        self.parts.append(f'<path d="{path}" fill="none" stroke="{colour}" stroke-width="1.5"{tip}{dashes}/>')
+
+    def dot(self, x: float, y: float, colour: str) -> None:
+        self.parts.append(f'<circle cx="{x:g}" cy="{y:g}" r="4" fill="{colour}"/>')
+
+    def text(self) -> str:
+        return "\n".join([*self.parts, "</svg>"]) + "\n"
+
+
+def cascade() -> str:
+    """One recommendation on a time line, without and with the relay."""
+    it = Picture(760, 300, "A cascade with and without the relay")
+    deadline = 560
+    for top, title in ((30, "without the relay"), (160, "with the relay")):
+        it.words(20, top, title, bold=True)
+        it.box(150, top + 15, 190, 30, "retrieval", GREY)
+        it.box(340, top + 15, 80, 30, "rules", GREY)
+    it.box(420, 45, 190, 30, "encode 4,096 events", ORANGE)
+    it.box(610, 45, 60, 30, "score", BLUE)
+    it.words(676, 65, "late", colour=RED, bold=True)
+    it.box(150, 210, 190, 30, "encode the same events", ORANGE)
+    it.box(420, 175, 60, 30, "score", BLUE)
+    it.line((150, 195), (150, 208), arrow=True)
+    it.words(158, 260, "POST /v1/signal: the history is known when retrieval starts")
+    it.line((340, 225), (450, 225), (450, 208), arrow=True)
+    it.words(458, 229, "prefix KV in device memory")
+    it.line((deadline, 20), (deadline, 250), colour=RED, dashed=True)
+    it.words(deadline + 6, 145, "deadline", colour=RED)
+    it.line((150, 280), (720, 280), arrow=True)
+    it.words(720, 274, "time", "end")
+    return it.text()
+
+
+def tiers() -> str:
+    """Where the KV of a user's prefix lies, and how it moves."""
+    it = Picture(760, 250, "The tiers of prefix KV")
+    it.box(20, 95, 120, 50, "signal", GREY)
+    it.box(210, 40, 240, 160, "", BLUE)
+    it.words(330, 62, "device memory (HBM)", "middle", bold=True)
+    for index, (words, colour) in enumerate(
+        (("ann: waits for its rank", GREEN), ("bob: being written", ORANGE), ("free pages", GREY))
+    ):
+        it.box(225, 75 + index * 40, 210, 32, words, colour)
+    it.box(560, 40, 180, 160, "", GREEN)
+    it.words(650, 62, "host memory (DRAM)", "middle", bold=True)
+    for index, words in enumerate(("cid: comes back", "dan: comes back")):
+        it.box(575, 75 + index * 40, 150, 32, words, GREY)
+    it.line((140, 120), (206, 120), arrow=True)
+    it.words(146, 112, "prefill")
+    it.line((450, 100), (556, 100), arrow=True)
+    it.words(503, 92, "spill", "middle")
+    it.line((560, 150), (454, 150), arrow=True)
+    it.words(503, 168, "reload", "middle")
+    it.line((330, 200), (330, 226), arrow=True)
+    it.words(342, 218, "rank and recommend lease the pages: hbm_hit, joined, dram_hit")
+    it.words(342, 236, "nothing there: miss_full, slower and the same scores, never an error")
+    return it.text()
+
+
+def beams() -> str:
+    """A beam search over the trie of valid semantic IDs."""
+    it = Picture(760, 280, "Beam search over valid semantic IDs")
+    levels = {
+        "": (380, 40), "3": (180, 110), "7": (380, 110), "9": (580, 110), "3 1": (110, 180), "3 5": (250, 180),
+        "7 2": (380, 180), "9 0": (520, 180), "9 4": (640, 180), "3 5 8": (200, 245), "3 5 2": (300, 245),
+        "7 2 6": (380, 245), "9 4 1": (640, 245),
+    }  # fmt: skip
+    kept = {"3", "7", "3 5", "7 2", "3 5 8", "7 2 6"}
+    for name, (x, y) in levels.items():
+        if name:
+            parent = levels[" ".join(name.split()[:-1])]
+            it.line((parent[0], parent[1] + 14), (x, y - 14), colour=BLUE if name in kept else GREY)
+    for name, (x, y) in levels.items():
+        it.box(x - 32, y - 14, 64, 28, name or "history", BLUE if name in kept or not name else GREY)
+    it.words(20, 40, "beam width 2", bold=True)
+    it.words(20, 60, "blue: kept")
+    it.words(20, 250, "items:", bold=True)
+    it.words(20, 268, "only leaves exist")
+    it.words(740, 40, "what is no edge of the trie", "end")
+    it.words(740, 58, "is not scored, so no answer", "end")
+    it.words(740, 76, "can be invalid", "end")
+    return it.text()
+
+
+def domains() -> str:
+    """Two domains that share users."""
+    it = Picture(760, 230, "Matching across two domains")
+    it.words(150, 30, "source domain", "middle", bold=True)
+    it.words(610, 30, "target domain", "middle", bold=True)
+    for index in range(3):
+        y = 60 + index * 55
+        it.box(90, y, 120, 34, f"source item {index + 1}", ORANGE)
+        it.box(550, y, 120, 34, f"target item {index + 1}", GREEN)
+    for index, words in enumerate(("knows both", "new in the target")):
+        y = 75 + index * 80
+        it.box(315, y, 130, 38, words, BLUE)
+        it.line((315, y + 19), (214, 77 + index * 55), arrow=True)
+        it.line((315, y + 19), (214, 132 + index * 55), arrow=True)
+    it.line((445, 94), (546, 77), arrow=True)
+    it.line((445, 94), (546, 132), arrow=True)
+    it.line((445, 174), (546, 187), arrow=True, dashed=True)
+    it.words(380, 222, "the shared users carry what they like from one domain to the other", "middle")
+    return it.text()
+
+
+def relay_rates(text: str) -> dict[int, tuple[float, float, float]]:
+    """Read the table of `npu-gr bench relay`: history tokens -> ranks/s of full inference, HBM, and 75 % returning.
+
+    Of 100 candidates at 3x of an idle full inference: at 1.2x and 1.5x full inference meets no rate at all.
+    """
+    found = {}
+    for line in text.splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if len(cells) == 8 and re.fullmatch(r"[\d,]+, 100", cells[0]) and cells[1] == "3x":
+            tokens = int(cells[0].partition(", ")[0].replace(",", ""))
+            full, hbm, returning = (float(cells[at].split()[0]) for at in (2, 3, 5))
+            found[tokens] = (full, hbm, returning)
+    return {tokens: row for tokens, row in found.items() if tokens <= SAME_SHAPE}
+
+
+def throughput() -> str:
+    """Ranks/s within the objective against the length of the history."""
+    rates = relay_rates(MEASURED.read_text())
+    it = Picture(760, 320, "Throughput against history length")
+    left, right, low, high = 90, 560, 270, 40
+    top = 100.0
+
+    def height(rate: float) -> float:
+        return low - math.log10(rate) / math.log10(top) * (low - high)
+
+    xs = {tokens: left + index * (right - left) / (len(rates) - 1) for index, tokens in enumerate(rates)}
+    it.line((left, high), (left, low), (right + 20, low))
+    for tokens, x in xs.items():
+        it.words(x, low + 20, f"{tokens:,}", "middle")
+    it.words((left + right) / 2, low + 40, "tokens of history", "middle")
+    it.words(16, high - 14, "ranks/s of which 99 of 100 are in time (100 candidates, 3x of an idle full inference)")
+    for value in (1, 10, 100):
+        it.words(left - 8, height(value) + 4, f"{value}", "end")
+        it.line((left - 4, height(value)), (left, height(value)))
+    series = (("full inference", ORANGE), ("relay, HBM alone", BLUE), ("and DRAM, 75 % return", GREEN))
+    for index, (name, colour) in enumerate(series):
+        points = [(xs[tokens], height(row[index])) for tokens, row in rates.items()]
+        it.line(*points, colour=colour)
+        for x, y in points:
+            it.dot(x, y, colour)
+        it.dot(590, 70 + index * 24, colour)
+        it.words(600, 74 + index * 24, name)
+    return it.text()
+
+
+PICTURES: dict[str, Callable[[], str]] = {
+    "cascade": cascade,
+    "tiers": tiers,
+    "beams": beams,
+    "domains": domains,
+    "throughput": throughput,
+}
+
+if __name__ == "__main__":
+    for name, draw in PICTURES.items():
+        (HERE / f"{name}.svg").write_text(draw())

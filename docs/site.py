@@ -1,0 +1,61 @@
+"""Hooks of mkdocs: the pages at the root of the repository join the site, and links to its sources become words."""
+
+from __future__ import annotations
+
+import posixpath
+import re
+from pathlib import Path
+from typing import Any
+
+from mkdocs.structure.files import File, Files
+
+ROOT = Path(__file__).parents[1]
+PROJECT = {  # page of the repository -> page of the site
+    "README.md": "project/readme.md",
+    "CHANGELOG.md": "project/changelog.md",
+    "CONTRIBUTING.md": "project/contributing.md",
+    "SECURITY.md": "project/security.md",
+}
+LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s#]+)(#[^)\s]*)?\)")
+
+
+def on_files(files: Files, config: Any) -> Files:
+    """Add the repository's pages, and an index of the runbooks, of which there is a page an alert."""
+    for source, page in PROJECT.items():
+        text = (ROOT / source).read_text()
+        files.append(File.generated(config, page, content=_linked(text, source, page)))
+    runbooks = sorted(path.stem for path in (ROOT / "docs/runbooks").glob("*.md"))
+    lines = [f"- [{name}]({name}.md)" for name in runbooks]
+    index = "# Runbooks\n\nOne page for each alert; the alert's annotation links to it.\n\n" + "\n".join(lines) + "\n"
+    files.append(File.generated(config, "runbooks/README.md", content=index))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """Rewrite links that leave the folder of the pages."""
+    name = page.file.src_uri
+    return markdown if name.startswith("project/") else _linked(markdown, f"docs/{name}", name)
+
+
+def _linked(text: str, source: str, page: str) -> str:
+    """Point links at pages of the site; what is no page of it becomes words.
+
+    Args:
+        text: of a page.
+        source: its path in the repository.
+        page: its path in the site.
+    """
+
+    def replaced(found: re.Match[str]) -> str:
+        image, words, target, anchor = found.groups()
+        if "://" in target or target.startswith("mailto:"):
+            return found[0]
+        path = posixpath.normpath(posixpath.join(posixpath.dirname(source), target))
+        to = PROJECT.get(path, path.removeprefix("docs/") if path.startswith("docs/") else None)
+        if to is None or not (image or to.endswith(".md") or (ROOT / path).is_dir()):
+            return words
+        if (ROOT / path).is_dir():
+            to = f"{to}/README.md"
+        return f"{image}[{words}]({posixpath.relpath(to, posixpath.dirname(page) or '.')}{anchor or ''})"
+
+    return LINK.sub(replaced, text)
