@@ -116,7 +116,6 @@ class HstuBias {
     int32_t count = int32_t(rows * kKeyBlock);
     auto keys = keys_.Get<int32_t>(), row_times = rows_.Get<int32_t>(), d = f_.Get<int32_t>();
     auto f = f_.Get<float>();
-    vector_done();  // of the tile before
     auto in = load(key_times_[uint64_t(tile.request) * s_.key_slots + tile.key], kKeyBlock);
     Muls(keys, in, int32_t(-1), int32_t(kKeyBlock));
     times_in_.FreeTensor(in);
@@ -143,7 +142,6 @@ class HstuBias {
       vector_done();
       ShiftLeft(d, d, int32_t(2), count);  // bytes
     }
-    vector_done();
   }
   __aicore__ inline AscendC::LocalTensor<uint8_t> mask(uint32_t border) {
     return masks_.Get<uint8_t>()[(border - 1) * s_.tile_rows * kKeyBlock / 8];
@@ -155,7 +153,7 @@ class HstuBias {
     return times_in_.DeQue<int32_t>();
   }
   __aicore__ inline void add_times(const Floats &to, uint32_t head, bool far, uint32_t count) {
-    vector_done();  // of whoever read `to`
+    vector_done();  // of `place`
     if (buckets() > kSelected) {
       AscendC::Gather(to, tables_[(head * 2 + far) * kTimeBuckets], f_.Get<uint32_t>(), 0, count);
       return;
