@@ -312,16 +312,6 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
     ): "a far tile takes the way of a near one, to the same numbers",
     (
         "kernels/hstu_bias.h",
-        "below: or equal",
-        "if (bounds_[last_row] < first) first = bounds_[last_row];",
-    ): "both are the same number",
-    (
-        "kernels/hstu_bias.h",
-        "above: or equal",
-        "if (bounds_[last_row + 1] > last) last = bounds_[last_row + 1];",
-    ): "both are the same number",
-    (
-        "kernels/hstu_bias.h",
         "above: or equal",
         "uint32_t above = most > 0 ? uint32_t(most) + 1 : 1;",
     ): "both are the same number",
@@ -345,6 +335,31 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
         "below: or equal",
         "for (uint32_t i = 1; i < buckets(); ++i)",
     ): "a border that no bucket needs",
+    (
+        "kernels/hstu_bias.h",
+        "plus: minus",
+        "lowest_ = bucket_below(least > 0 ? uint32_t(least) + 1 : 1);",
+    ): "a bucket more, which nothing is in",
+    (
+        "kernels/hstu_bias.h",
+        "minus: plus",
+        "pipe->InitBuffer(masks_, (kSelected - 1) * s_.tile_rows * kKeyBlock / 8);",
+    ): "a buffer with room to spare",
+    (
+        "kernels/hstu_bias.h",
+        "minus: plus",
+        "__aicore__ inline bool is_far(const HstuTile &tile) const { return tile.is_far(s_.positions - 1); }",
+    ): "a far tile takes the way of a near one, to the same numbers",
+    (
+        "kernels/hstu_bias.h",
+        "minus: plus",
+        "int32_t least = bounds_[row] - bounds_[key + 1], most = bounds_[row + 1] - bounds_[key];",
+    ): "of most: buckets more, which nothing is in; that of least falls",
+    (
+        "kernels/hstu_bias.h",
+        "minus: plus",
+        "__aicore__ inline uint32_t buckets() const { return highest_ - lowest_ + 1; }",
+    ): "more are gathered, to the same numbers",
 }
 
 

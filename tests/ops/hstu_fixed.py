@@ -51,6 +51,9 @@ SCORES = [
     Scores(batch(14, CHUNK, cores=1), 2, (0,), alpha=0.5),
     Scores(batch(15, Request(20, 20, 0, 0), Request(9, 30, 21, 0), cores=1, heads=1), 4, (1,)),
     Scores(batch(16, Request(32, 322, 290, 0), cores=1), 16, (10,)),  # as many buckets as are selected
+    Scores(batch(17, Request(40, 300, 260, 0), cores=1), 2, (0,), jump_s=3 * 2**23 - 2),  # a float's bucket is one up
+    Scores(batch(18, Request(20, 620, 0, 600), cores=1), 3, (5,)),  # own keys far behind their position
+    Scores(batch(19, Request(32, 343, 311, 0), cores=1), 16, (3,)),
     Scores(batch(13, Request(33, 33, 0, 0), Request(0, 9, 0, 0), Request(5, 260, 0, 255), cores=2), 2, (0, 2**25 + 1)),
 ]
 FINISH = [

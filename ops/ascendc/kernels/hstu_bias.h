@@ -63,13 +63,10 @@ class HstuBias {
   __aicore__ inline bool is_far(const HstuTile &tile) const { return tile.is_far(s_.positions - 1); }
   // The buckets of a tile; where it has one and is far, its bias is `constant`.
   __aicore__ inline void look(const HstuTile &tile) {
+    // a tile of history lies in one block; of candidates, whose time is one, the first block has it
     uint32_t of_request = tile.request * bounded_, row = of_request + tile.row / kRowBlock * 2,
              key = of_request + (s_.row_slots / kRowBlock + tile.key / kKeyBlock) * 2;
-    uint32_t last_row = of_request + (tile.row + tile.rows - 1) / kRowBlock * 2;  // candidates begin anywhere
-    int32_t first = bounds_[row], last = bounds_[row + 1];
-    if (bounds_[last_row] < first) first = bounds_[last_row];
-    if (bounds_[last_row + 1] > last) last = bounds_[last_row + 1];
-    int32_t least = first - bounds_[key + 1], most = last - bounds_[key];
+    int32_t least = bounds_[row] - bounds_[key + 1], most = bounds_[row + 1] - bounds_[key];
     uint32_t above = most > 0 ? uint32_t(most) + 1 : 1;
     lowest_ = bucket_below(least > 0 ? uint32_t(least) + 1 : 1);
     highest_ = bucket_below(above + (above >> 24));  // a float is at most half a unit in its last place above
