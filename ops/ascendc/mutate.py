@@ -35,8 +35,14 @@ KERNELS = {  # file -> ops that run through it
     "kernels/merge_pairs.h": ("masked_topk", "csr_gather_topk"),
     "kernels/children.h": ("csr_gather_topk",),
     "kernels/csr_gather_topk.h": ("csr_gather_topk",),
-    "kernels/row_index.h": ("beam_fork",),
+    "kernels/row_index.h": ("beam_fork", "hstu_finish"),
     "kernels/beam_fork.h": ("beam_fork",),
+    "kernels/hstu_batch.h": ("hstu_rows", "hstu_finish", "hstu_scores"),
+    "kernels/hstu_rows.h": ("hstu_rows",),
+    "kernels/hstu_tiles.h": ("hstu_scores",),
+    "kernels/hstu_bias.h": ("hstu_scores",),
+    "kernels/hstu_scores.h": ("hstu_scores",),
+    "kernels/hstu_finish.h": ("hstu_finish",),
 }
 
 # In a build, ON(n) is true for the mutant that is on. `a < LESS(n) > b` is a comparison that can be either.
@@ -54,6 +60,8 @@ template <typename A, typename B> bool operator>(Half<0, A> h, B b) { return ON(
 template <typename A, typename B> bool operator>(Half<1, A> h, B b) { return ON(h.n) ? h.a >= b : h.a > b; }
 template <typename A, typename B> auto operator+(Half<2, A> h, B b) { return ON(h.n) ? h.a - b : h.a + b; }
 template <typename A, typename B> auto operator+(Half<3, A> h, B b) { return ON(h.n) ? h.a + b : h.a - b; }
+template <typename A, typename B> bool operator>(Half<4, A> h, B b) { return (h.a == b) != ON(h.n); }
+template <typename A, typename B> bool operator>(Half<5, A> h, B b) { return (h.a != b) != ON(h.n); }
 }  // namespace mutants
 """
 
@@ -81,6 +89,34 @@ RULES = (
     ),
     Rule("no limit", r"\bmin_of\(([^,()]+), ([^()]+)\)", lambda m, n: f"(ON({n}) ? ({m[2]}) : {m[0]})"),
     Rule("other compare", r"AscendC::CMPMODE::GT", lambda m, n: f"(ON({n}) ? AscendC::CMPMODE::GE : {m[0]})"),
+    Rule("other compare", r"\bCMPMODE::LT", lambda m, n: f"(ON({n}) ? CMPMODE::LE : {m[0]})"),
+    Rule("other compare", r"\bCMPMODE::LE", lambda m, n: f"(ON({n}) ? CMPMODE::LT : {m[0]})"),
+    Rule("other compare", r"\bCMPMODE::EQ", lambda m, n: f"(ON({n}) ? CMPMODE::NE : {m[0]})"),
+    Rule("equal: not", r" == ", lambda m, n: f" < mutants::Op<4>{{{n}}} > "),
+    Rule("not equal: equal", r" != ", lambda m, n: f" < mutants::Op<5>{{{n}}} > "),
+    Rule(
+        "other rounding",
+        r"(?<=Cast\(f, d, )RoundMode::CAST_RINT",
+        lambda m, n: f"(ON({n}) ? RoundMode::CAST_FLOOR : {m[0]})",
+    ),
+    Rule(
+        "other rounding",
+        r"(?<!f, d, )(?:AscendC::)?\bRoundMode::CAST_RINT",
+        lambda m, n: f"(ON({n}) ? AscendC::RoundMode::CAST_TRUNC : {m[0]})",
+    ),
+    Rule("other float", r"(?<![\w.])1\.0f|float_of\(s_\.\w+\)", lambda m, n: f"(ON({n}) ? 0.5f : {m[0]})"),
+    Rule("another number", r"int32_t\([01]\)", lambda m, n: f"(ON({n}) ? -7 : {m[0]})"),
+    Rule("first head", r"\b(tile\.)?head(?= \*)", lambda m, n: f"(ON({n}) ? 0 : {m[0]})"),
+    Rule(
+        "first request",
+        r"\b(tile\.)?request(?= \*)|(?<=\()(tile\.)?request(?=\))",
+        lambda m, n: f"(ON({n}) ? 0 : {m[0]})",
+    ),
+    Rule(
+        "other size",
+        r"\bk(RowBlock|KeyBlock|NearEnd|FloatBucket|Selected)\b",
+        lambda m, n: f"({m[0]} + uint32_t(ON({n})))",
+    ),
     Rule("another infinity", r"\bkNegInf\b", lambda m, n: f"(ON({n}) ? 0.0f : kNegInf)"),
     Rule("-1: 0", r"int32_t\(-1\)", lambda m, n: f"int32_t(ON({n}) ? 0 : -1)"),
     Rule("next row", r"uint64_t\((row|request|group|list|first)\)", lambda m, n: f"({m[0]} + uint64_t(ON({n})))"),
@@ -208,12 +244,134 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
         "above: or equal",
         "last_ = parent + 1 > last_ ? parent + 1 : last_;",
     ): "both are the same number",
+    (
+        "kernels/hstu_rows.h",
+        "above: or equal",
+        "if (s_.page_ids > 0) ids_.init(pipe, page_ids, s_.page_ids);",
+    ): "a list of no pages is loaded",
+    (
+        "kernels/hstu_rows.h",
+        "above: or equal",
+        "uint32_t widest = qk_ > uv_ ? qk_ : uv_, whole = 2 * (qk_ + uv_);",
+    ): "both are the same number",
+    (
+        "kernels/hstu_rows.h",
+        "plus: minus",
+        "for (uint32_t unit = (AscendC::GetBlockIdx() + cores - done % cores) % cores; unit < units; unit += cores) {",
+    ): "another core takes it",
+    (
+        "kernels/hstu_rows.h",
+        "minus: plus",
+        "for (uint32_t unit = (AscendC::GetBlockIdx() + cores - done % cores) % cores; unit < units; unit += cores) {",
+    ): "another core takes it",
+    (
+        "kernels/hstu_rows.h",
+        "minus: plus",
+        "uint32_t pieces = asks ? (e.cached + s_.page_tokens - 1) / s_.page_tokens * of_page * 2 : 0;",
+    ): "a page more, of which nothing is cached",
+    (
+        "kernels/hstu_rows.h",
+        "below: or equal",
+        "uint32_t silent = e.silent_rows(), skipped = first < silent ? min_of(silent - first, rows) : 0;",
+    ): "both are the same number",
+    (
+        "kernels/hstu_finish.h",
+        "plus: minus",
+        "for (uint32_t lot = (AscendC::GetBlockIdx() + cores - done % cores) % cores; lot < lots; lot += cores)",
+    ): "another core takes it",
+    (
+        "kernels/hstu_finish.h",
+        "minus: plus",
+        "for (uint32_t lot = (AscendC::GetBlockIdx() + cores - done % cores) % cores; lot < lots; lot += cores)",
+    ): "another core takes it",
+    (
+        "kernels/hstu_tiles.h",
+        "below: or equal",
+        "return key < position(rows - 1) || (key <= last_own() && key + kKeyBlock > own);",
+    ): "a tile that is all zero is worked on",
+    (
+        "kernels/hstu_tiles.h",
+        "above: or equal",
+        "return key < position(rows - 1) || (key <= last_own() && key + kKeyBlock > own);",
+    ): "a tile that is all zero is worked on",
+    (
+        "kernels/hstu_tiles.h",
+        "minus: plus",
+        "return key < position(rows - 1) || (key <= last_own() && key + kKeyBlock > own);",
+    ): "a tile that is all zero is worked on",
+    (
+        "kernels/hstu_tiles.h",
+        "minus: plus",
+        "__aicore__ inline uint32_t last_own() const { return own + rows - 1; }",
+    ): "a tile that is all zero is worked on",
+    (
+        "kernels/hstu_tiles.h",
+        "above: or equal",
+        "history_ = entry_.rows > entry_.targets ? entry_.rows - entry_.targets : 0;",
+    ): "both are the same number",
+    (
+        "kernels/hstu_tiles.h",
+        "minus: plus",
+        "__aicore__ inline bool is_far(uint32_t distance) const { "
+        "return position(0) >= key + kKeyBlock - 1 + distance; }",
+    ): "a far tile takes the way of a near one, to the same numbers",
+    (
+        "kernels/hstu_bias.h",
+        "above: or equal",
+        "uint32_t above = most > 0 ? uint32_t(most) + 1 : 1;",
+    ): "both are the same number",
+    (
+        "kernels/hstu_bias.h",
+        "above: or equal",
+        "lowest_ = bucket_below(least > 0 ? uint32_t(least) + 1 : 1);",
+    ): "both are the same number",
+    (
+        "kernels/hstu_bias.h",
+        "above: or equal",
+        "return 2 * octave + (octave > 0 ? n >> (octave - 1) & 1 : 0);",
+    ): "1 has no bit below its highest",
+    (
+        "kernels/hstu_bias.h",
+        "below: or equal",
+        "if (lowest_ < highest_ && !is_placed(tile)) place(tile);",
+    ): "times are looked at for nothing",
+    (
+        "kernels/hstu_bias.h",
+        "below: or equal",
+        "for (uint32_t i = 1; i < buckets(); ++i)",
+    ): "a border that no bucket needs",
+    (
+        "kernels/hstu_bias.h",
+        "plus: minus",
+        "lowest_ = bucket_below(least > 0 ? uint32_t(least) + 1 : 1);",
+    ): "a bucket more, which nothing is in",
+    (
+        "kernels/hstu_bias.h",
+        "minus: plus",
+        "pipe->InitBuffer(masks_, (kSelected - 1) * s_.tile_rows * kKeyBlock / 8);",
+    ): "a buffer with room to spare",
+    (
+        "kernels/hstu_bias.h",
+        "minus: plus",
+        "__aicore__ inline bool is_far(const HstuTile &tile) const { return tile.is_far(s_.positions - 1); }",
+    ): "a far tile takes the way of a near one, to the same numbers",
+    (
+        "kernels/hstu_bias.h",
+        "minus: plus",
+        "int32_t least = bounds_[row] - bounds_[key + 1], most = bounds_[row + 1] - bounds_[key];",
+    ): "of most: buckets more, which nothing is in; that of least falls",
+    (
+        "kernels/hstu_bias.h",
+        "minus: plus",
+        "__aicore__ inline uint32_t buckets() const { return highest_ - lowest_ + 1; }",
+    ): "more are gathered, to the same numbers",
 }
 
 
 def mutable(code: str) -> bool:
     """No declaration, no constant: there a switch has no place."""
-    return "static" not in code and not code.lstrip().startswith(("#", "template", "class", "struct", "if constexpr"))
+    declares = "#", "template", "class", "struct", "using", "if constexpr"
+    return "static" not in code and not code.lstrip().startswith(declares)
 
 
 def closed(code: str, start: int) -> str:

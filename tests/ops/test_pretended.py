@@ -57,7 +57,8 @@ def test_the_doctor_is_well_and_the_backend_runs_the_operators() -> None:
     assert checks["Ascend C csr_gather_topk"]["found"] == "as defined"
     assert checks["npu: beam_topk"]["found"].startswith("ascend_c; ")
     assert {check["state"] for check in checks.values()} == {"ok", "missing"}
-    assert [name for name, check in checks.items() if check["state"] == "missing"] == ["Ascend driver"]
+    missing = {name for name, check in checks.items() if check["state"] == "missing"}
+    assert missing - {"CUDA: torch", "CUDA: device"} == {"Ascend driver"}  # a GPU is no matter here
 
 
 def test_each_mistake_of_the_host_code_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,13 +9,21 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[3]
-PARTS = ("npu/backend", "npu/device", "npu/hstu", "npu/items", "graphs")
-TESTS = ("npu/test_backend.py", "npu/test_items.py", "npu/test_device.py", "test_graphs.py")
+PARTS = ("npu/backend", "npu/device", "npu/hstu", "npu/hstu_pass", "npu/items", "graphs")
+TESTS = (
+    "npu/test_backend.py",
+    "npu/test_hstu_pass.py",
+    "npu/test_items.py",
+    "npu/test_device.py",
+    "test_graphs.py",
+)
 SLOW = (
     "served",
     "without_cann",
     "used_of_torch_npu",
     "any_slabs",
+    "by_the_kernels",
+    "planner",
     "waits_once",
     "cuda",
     "twin",
