@@ -152,6 +152,10 @@ class Ops(Affine, Protocol):
         """
         ...
 
+    def hstu_runs_as(self, is_biased: bool) -> str:
+        """Name what runs the attention of a ranker with or without relative bias, as `ops` names it."""
+        ...
+
     def hstu_causal(self, call: HstuCall) -> Tensor:
         """Attend from history rows: each new row sees every cached token and the new rows up to itself.
 

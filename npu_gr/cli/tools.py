@@ -57,6 +57,7 @@ def calibrate(
 @click.command()
 @AS_JSON
 @click.option("--backend", default=None, help="The backend that must work; by default whatever is there.")
+@click.option("--hstu-library", type=FILE, help="Huawei's paged attention, to check it too: the setting of that name.")
 @click.option("--acceptance", is_flag=True, help="Then compare ranks and generates with the CPU's, and time them.")
 @click.option("--security", is_flag=True, help="Say instead what CONFIG leaves open, and to whom.")
 @click.option("--config", "config_path", type=FILE, help="For --security: of an instance, or of a router.")
@@ -64,6 +65,7 @@ def calibrate(
 def doctor(
     as_json: bool,
     backend: str | None,
+    hstu_library: Path | None,
     acceptance: bool,
     security: bool,
     config_path: Path | None,
@@ -75,7 +77,7 @@ def doctor(
     from npu_gr.tools.acceptance import accept, latencies
     from npu_gr.tools.doctor import examine, is_well, table
 
-    checks = examine(backend)  # type: ignore[arg-type]
+    checks = examine(backend, hstu_library)  # type: ignore[arg-type]
     times = []
     if acceptance and is_well(checks):
         checks += accept(backend or "cpu")  # type: ignore[arg-type]

@@ -9,6 +9,7 @@ import os
 import platform
 from collections.abc import Sequence
 from enum import StrEnum
+from pathlib import Path
 
 import torch
 
@@ -18,17 +19,18 @@ from npu_gr.backend.op_parity import compare
 from npu_gr.core.errors import ConfigError
 
 
-def examine(backend: BackendName | None = None) -> list[Finding]:
+def examine(backend: BackendName | None = None, hstu_library: Path | None = None) -> list[Finding]:
     """Run every check, in the order in which a start needs the pieces.
 
     Args:
         backend: the backend that must work; None = whatever is there.
+        hstu_library: the library of that setting; None = it is not set.
     """
     python = f"{platform.python_version()}, {platform.machine()}, {os.cpu_count()} CPUs"
     findings = [
         Finding("python", FindingState.OK, python),
         Finding("torch", FindingState.OK, torch.__version__),
-        *device_findings(backend),
+        *device_findings(backend, hstu_library),
     ]
     for name in usable_backends(findings, backend):
         try:
