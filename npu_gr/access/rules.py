@@ -43,6 +43,8 @@ _OTHERS: dict[tuple[str, str], Rule] = {
     ("GET", "/"): Rule(scope=None, is_public=False, is_admin=True),  # a page without data: it asks for them with a key
     ("GET", "/metrics"): _OBSERVE,
     ("GET", "/debug/status"): _OBSERVE,
+    ("GET", "/debug/runbooks"): _OBSERVE,
+    ("GET", "/debug/runbooks/{name}"): _OBSERVE,
     ("GET", "/debug/config"): _ADMIN,
     ("GET", "/debug/stacks"): _ADMIN,
     ("GET", "/debug/profile"): _ADMIN,
@@ -80,6 +82,8 @@ ROUTER_ADMIN: dict[tuple[str, str], Scope | None] = {
     ("POST", "/instances/{name}/undrain"): Scope.ADMIN,
     ("POST", "/user"): Scope.ADMIN,
     ("GET", "/config"): Scope.ADMIN,
+    ("GET", "/debug/runbooks"): Scope.OBSERVE,
+    ("GET", "/debug/runbooks/{name}"): Scope.OBSERVE,
     ("GET", "/debug/stacks"): Scope.ADMIN,
     ("GET", "/debug/profile"): Scope.ADMIN,
     ("GET", "/debug/bundle"): Scope.ADMIN,

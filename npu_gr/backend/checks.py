@@ -15,10 +15,11 @@ from typing import NamedTuple
 
 import torch
 
-from npu_gr.backend.choose import BackendName
 from npu_gr.backend.cpu.library import NativeError, load
+from npu_gr.backend.names import BackendName
 from npu_gr.backend.npu import device as npu_device
 from npu_gr.backend.npu import ops as ascend_ops
+from npu_gr.backend.npu import versions
 from npu_gr.backend.npu.check import disagreements
 from npu_gr.backend.npu.hstu_paged import PagedHstu
 from npu_gr.core.errors import ConfigError
@@ -87,8 +88,9 @@ def _ascend(is_needed: bool, hstu_library: Path | None) -> Iterator[Finding]:
         yield Finding(f"NPU: {error.step}", missing, error.why, error.remedy)
         return
     yield Finding("NPU: torch_npu", FindingState.OK, npu.version)
-    yield Finding("NPU: CANN", FindingState.OK, cann_version())
+    yield Finding("NPU: CANN", FindingState.OK, _cann())
     yield Finding("NPU: device", FindingState.OK, f"{npu.soc}, {npu.device}")
+    yield _versions(npu.version)
     if hstu_library is not None:
         yield _paged(npu, hstu_library)
     try:
@@ -129,16 +131,26 @@ def _driver() -> Finding:
     return Finding(name, FindingState.OK, found)
 
 
-def cann_version() -> str:
-    """Read the CANN version from the toolkit's own file; its environment must have been sourced."""
+def _cann() -> str:
+    """Read the CANN version from the toolkit's own files; its environment must have been sourced."""
     home = os.environ.get("ASCEND_HOME_PATH", "")
-    for name in ("version.cfg", "compiler/version.info", "version.info"):
-        path = Path(home, name)
-        if home and path.is_file():
-            lines = [line.strip() for line in path.read_text().splitlines() if "ersion" in line]
-            if lines:
-                return f"{home}: {lines[0]}"
-    return home or "found, ASCEND_HOME_PATH is not set"
+    if not home:
+        return "found, ASCEND_HOME_PATH is not set"
+    return f"{versions.cann_at(Path(home)) or 'a version that no file tells'}, at {home}"
+
+
+def _versions(torch_npu: str) -> Finding:
+    """Check whether the native operators are made for this CANN and this torch_npu."""
+    name = "Ascend C versions"
+    cann = versions.cann_at(Path(os.environ.get("ASCEND_HOME_PATH", "/nowhere")))
+    known = f"CANN {versions.LEAST_CANN} to {versions.NEWEST_CANN}, each with its torch_npu: docs/ascend.md"
+    if cann is None:
+        return Finding(name, FindingState.MISSING, "no file tells which CANN this is", f"source set_env.sh; {known}")
+    try:
+        warning = versions.check(cann, torch_npu)
+    except versions.VersionError as error:
+        return Finding(name, FindingState.MISSING, str(error), f"{known}; torch ops run meanwhile")
+    return Finding(name, FindingState.OK, warning or f"CANN {cann} with torch_npu {torch_npu}")
 
 
 def _autoload() -> Finding:

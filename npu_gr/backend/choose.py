@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import importlib
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 from npu_gr.backend.base import Backend
-from npu_gr.backend.cpu.backend import NativeMode
+from npu_gr.backend.names import BackendName, NativeMode
 from npu_gr.core.errors import ConfigError
-
-BackendName = Literal["cpu", "cuda", "npu", "reference"]
 
 _CLASSES = {
     "cpu": ("npu_gr.backend.cpu.backend", "CPUBackend"),

@@ -20,11 +20,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from npu_gr.backend.npu.versions import LEAST_CANN, number
 from npu_gr.core.errors import ConfigError
 
 SOURCES = Path(__file__).parents[2] / "ops" / "ascendc"
 BUILDS = Path(__file__).parents[2] / "build" / "ascend-twin"
-FLAGS = ("-std=c++17", "-O1", "-fPIC", "-shared", "-pthread")
+FLAGS = ("-std=c++17", "-O1", "-fPIC", "-shared", "-pthread", f"-DNPU_GR_CANN={number(LEAST_CANN)}")
 SANITIZED_FLAGS = (*FLAGS, "-O0", "-g1", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined")
 COUNTERS = (  # the order of ops/ascendc/twin/core.h
     "vector_instructions",
@@ -66,7 +67,7 @@ class TwinReport(NamedTuple):
     launches: int
     ub_bytes: int  # of one core's Unified Buffer, the most of any launch
     blocks: int  # cores of the first launch
-    tile: int  # elements, or bytes of a column for kv_gather and beam_fork
+    tile: int  # elements, or bytes of a column for beam_fork
     parts: int  # lists that were merged across cores, or rows of a step
 
 
@@ -218,29 +219,6 @@ class Twin:
             *(*out, rows, codes, len(code), k, int(norm is not None)),
         )
         return *out, used, report
-
-    def beam_merge(
-        self, prefix: F32, logp: F32, token: I32, k: int, *, on: Machine = Machine()
-    ) -> tuple[F32, I32, I32, TwinReport]:
-        """Score, parent, token [requests, k] of logp [requests, beams, ranks]; see ops/ascendc/kernels/beam_merge.h."""
-        requests, beams, ranks = logp.shape
-        shape = (requests, k)
-        out = np.full(shape, 7, np.float32), np.full(shape, 7, np.int32), np.full(shape, 7, np.int32)
-        report = self._call(
-            "twin_beam_merge",
-            (on.cores, on.ub_bytes, on.tile),
-            *(prefix, logp, token, *out, requests, beams, ranks, k),
-        )
-        return *out, report
-
-    def kv_gather(self, source: Array, index: I32, *, on: Machine = Machine()) -> tuple[Array, TwinReport]:
-        """out[g, i] = source[g, index[i]] of source [groups, held, ...]; rows of a bad index stay 7 in every byte."""
-        groups, held, *rest = source.shape
-        out = np.full((groups, len(index), *rest), 7, np.uint8).astype(source.dtype)
-        row_bytes = int(np.prod(rest, dtype=np.int64)) * source.itemsize
-        sizes = groups, held, len(index), row_bytes
-        report = self._call("twin_kv_gather", (on.cores, on.ub_bytes, on.chunk), source, index, out, *sizes)
-        return out, report
 
     def beam_fork(
         self, keys: Array, values: Array, parent: I32, num_slots: int, *, on: Machine = Machine()

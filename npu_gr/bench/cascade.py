@@ -20,15 +20,17 @@ from contextlib import AbstractAsyncContextManager
 import numpy as np
 from prometheus_client import CollectorRegistry
 
-from npu_gr.backend.choose import BackendName, choose
+from npu_gr.backend.choose import choose
+from npu_gr.backend.names import BackendName
 from npu_gr.bench.line import Line, percentiles
 from npu_gr.bench.relay_rig import Arm, Rig, ServedArm, Shape, measure_idle
 from npu_gr.core.request import I64, Events, HistoryRef, ModelInfo, Outcome, RecommendAnswer, RecommendRequest, UserKey
 from npu_gr.engine.rank_engine import RankPass
 from npu_gr.jobs.base import Call
 from npu_gr.jobs.cascade_plan import RecommendConfig
+from npu_gr.jobs.config import RankingConfig
 from npu_gr.jobs.histories import History
-from npu_gr.jobs.ranking import Ranking, RankingConfig
+from npu_gr.jobs.ranking import Ranking
 from npu_gr.jobs.recommend import Cascade
 from npu_gr.jobs.sources import SizedSource, Source, SourceRequest
 from npu_gr.metrics.registry import Metrics

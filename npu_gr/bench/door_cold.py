@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from npu_gr.backend.choose import BackendName, choose
+from npu_gr.backend.choose import choose
+from npu_gr.backend.names import BackendName
 from npu_gr.catalogue.items import ItemVocabulary
 from npu_gr.catalogue.tokens import tokenize
 from npu_gr.core.request import Events

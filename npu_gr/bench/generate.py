@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from npu_gr.backend.choose import BackendName, choose
+from npu_gr.backend.choose import choose
+from npu_gr.backend.names import BackendName
 from npu_gr.bench.line import Line, percentiles, timed_in_turn
 from npu_gr.catalogue.build import build_trie
 from npu_gr.catalogue.trie import Codebooks, Trie

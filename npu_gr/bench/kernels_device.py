@@ -15,7 +15,8 @@ from torch import Tensor
 
 from npu_gr.backend.base import TIME_BUCKETS, Backend
 from npu_gr.backend.calls import BeamCall, BiasTables, Choices, Continuations, HstuCall, TopkCall
-from npu_gr.backend.choose import BackendName, choose
+from npu_gr.backend.choose import choose
+from npu_gr.backend.names import BackendName
 from npu_gr.backend.torch_ops import TorchOps
 from npu_gr.bench.line import Line, percentiles, timed_in_turn
 

@@ -12,7 +12,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from npu_gr.backend.choose import BackendName, choose
+from npu_gr.backend.choose import choose
+from npu_gr.backend.names import BackendName
 from npu_gr.bench.line import Line, percentiles, timed_in_turn
 from npu_gr.kv.arena import KVArena
 from npu_gr.kv.layout import KVLayout, PageRun

@@ -34,7 +34,8 @@ from pathlib import Path
 import numpy as np
 
 from npu_gr.backend.base import Backend
-from npu_gr.backend.choose import BackendName, choose
+from npu_gr.backend.choose import choose
+from npu_gr.backend.names import BackendName
 from npu_gr.bench.line import Line
 from npu_gr.bench.relay_rig import (
     LEAD,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from weakref import WeakValueDictionary
 
@@ -21,6 +22,7 @@ from npu_gr.core.names import is_hashed, item_ids
 from npu_gr.core.request import I64
 
 FILE = "names.safetensors"
+_BLOCK = 65_536  # texts that are checked at once
 
 
 class _Texts:
@@ -53,11 +55,25 @@ class _Texts:
     @classmethod
     def read(cls, tensors: dict[str, npt.NDArray[np.generic]], what: str, count: int) -> _Texts:
         raw, ends = tensors[f"{what}s"], tensors[f"{what}_ends"]
-        if ends.shape != (count + 1,) or raw.dtype != np.uint8 or ends.dtype != np.int64:
+        if raw.ndim != 1 or ends.shape != (count + 1,) or raw.dtype != np.uint8 or ends.dtype != np.int64:
             raise ValueError(f"{what}s do not fit the ids")
         if ends[0] != 0 or ends[-1] != len(raw) or (np.diff(ends) < 0).any():
             raise ValueError(f"{what}_ends must ascend from 0 to the end")
-        return cls(raw.astype(np.uint8, copy=False), ends.astype(np.int64, copy=False))
+        texts = cls(raw.astype(np.uint8, copy=False), ends.astype(np.int64, copy=False))
+        texts._check(what)
+        return texts
+
+    def _check(self, what: str) -> None:
+        """Check that every text is UTF-8. Raises ValueError."""
+        raw, ends = self._raw, self._ends
+        if (raw[ends[ends < len(raw)]] >> 6 == 0b10).any():
+            raise ValueError(f"{what}_ends: one is within a character")
+        blocks = [*range(0, len(ends) - 1, _BLOCK), len(ends) - 1]
+        for start, stop in pairwise(ends[blocks].tolist()):
+            try:
+                str(raw.data[start:stop], "utf-8")
+            except UnicodeDecodeError as error:
+                raise ValueError(f"{what}s: {error}") from error
 
 
 class ItemNames:
@@ -157,13 +173,13 @@ class ItemNames:
                 return known
             tensors = load(raw)
             ids = tensors["ids"]
+            if ids.dtype != np.int64 or ids.ndim != 1 or (np.diff(ids) <= 0).any() or (ids < 0).any():
+                raise ValueError("ids must be int64, ascending and not negative")
             found = cls(ids, _Texts.read(tensors, "name", len(ids)), _Texts.read(tensors, "title", len(ids)))
         except FileNotFoundError:
             return None
         except (OSError, SafetensorError, KeyError, ValueError) as error:
             raise DataError(f"{path}: {error}") from error
-        if ids.dtype != np.int64 or ids.ndim != 1 or (np.diff(ids) <= 0).any() or (ids < 0).any():
-            raise DataError(f"{path}: ids must be int64, ascending and not negative")
         _in_memory[digest] = found
         return found
 

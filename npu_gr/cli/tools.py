@@ -75,7 +75,8 @@ def doctor(
     if security:
         _doctor_security(as_json, config_path, overrides)
     from npu_gr.tools.acceptance import accept, latencies
-    from npu_gr.tools.doctor import examine, is_well, table
+    from npu_gr.tools.doctor import examine, is_well
+    from npu_gr.tools.findings import table
 
     checks = examine(backend, hstu_library)  # type: ignore[arg-type]
     times = []
@@ -97,8 +98,8 @@ def doctor(
 
 
 def _doctor_security(as_json: bool, config_path: Path | None, overrides: tuple[str, ...]) -> NoReturn:
-    from npu_gr.tools.doctor import table
     from npu_gr.tools.doctor_security import examine, is_closed
+    from npu_gr.tools.findings import table
 
     if config_path is None:
         raise click.UsageError("--security needs --config")

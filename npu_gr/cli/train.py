@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import msgspec
 
     from npu_gr.train.generate.train import GenerateOptions
-    from npu_gr.train.rank.train import TrainOptions
+    from npu_gr.train.rank.options import TrainOptions
 
     Presets = Mapping[str, msgspec.Struct]
 
@@ -50,9 +50,9 @@ def _override(
 
 
 def _rank_presets() -> Mapping[str, TrainOptions]:
-    from npu_gr.train.rank.train import DEMO, LONG, QUICK
+    from npu_gr.train.rank.options import PRESETS
 
-    return {"demo": DEMO, "quick": QUICK, "long": LONG}
+    return PRESETS
 
 
 def _generate_presets() -> Mapping[str, GenerateOptions]:
@@ -121,7 +121,13 @@ def train_all(
 @click.option("--out", required=True, type=FILE, help="Folder of the checkpoint.")
 @ITEMS
 @ITEM_FEATURES
-@click.option("--preset", default="demo", show_default=True, type=click.Choice(["demo", "quick", "long"]))
+@click.option("--preset", default="demo", show_default=True, type=click.Choice(["demo", "quick"]))
+@click.option(
+    "--budget-s",
+    default=0.0,
+    type=click.FloatRange(min=0),
+    help="Seconds of a search for better settings on the validation; the option budget_s.",
+)
 @_override(_rank_presets)
 @VALUE_COLUMN
 @THREADS
@@ -131,11 +137,12 @@ def train_rank(
     items: Path | None,
     item_features: str,
     preset: str,
+    budget_s: float,
     overrides: tuple[str, ...],
     value_column: str,
     threads: int,
 ) -> None:
-    """Train an HSTU ranker on a LOG, and print its figures beside the baselines'.
+    """Train an HSTU ranker on a LOG, which also retrieves, and print its figures beside the baselines'.
 
     LOG is the folder of a dataset, which npu-gr prepare made of any log, or a file: .inter, .jsonl or .json.
     """
@@ -151,7 +158,7 @@ def train_rank(
     from npu_gr.train.source import read_training_data
 
     torch.set_num_threads(threads)
-    options = override(_rank_presets()[preset], overrides)
+    options = override(_rank_presets()[preset], [f"budget_s={budget_s}", *overrides])
     data = read_training_data(log, value_column=value_column, items=items, columns=_columns(item_features))
     console = Console()
     with training_progress(console) as show:

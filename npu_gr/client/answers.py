@@ -90,6 +90,8 @@ def ranked(reply: Reply, names: list[Name], ids: I64) -> Ranked:
     """
     answer = read(reply, RankOut)
     scores = {task: _floats(column) for task, column in answer.scores.items()}
+    if not scores:
+        raise BadAnswer("the answer has no scores")
     if any(len(column) != len(names) for column in scores.values()):
         raise BadAnswer(f"the answer has not one score for each of {len(names)} candidates")
     places: dict[str | int, int] = {}  # by id: raw candidates are answered as they were sent

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import os
+import re
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -22,8 +23,9 @@ from npu_gr.client.relay import AsyncRelayCall
 from npu_gr.core.errors import BadAnswer, TooLarge, Unavailable, Unprocessable, Unreachable
 from npu_gr.core.kinds import ERASE, EVENTS, GENERATE, INGEST, MATCH, RANK, RECOMMEND, SIGNAL
 from npu_gr.core.request import I64, ModelInfo
+from npu_gr.core.words import quoted
 from npu_gr.server.codec.erase import EraseBody
-from npu_gr.server.codec.events import IDEMPOTENCY_KEY, EventsBody, EventsOut
+from npu_gr.server.codec.events import IDEMPOTENCY_KEY, MAX_KEY, PRINTABLE, EventsBody, EventsOut
 from npu_gr.server.codec.fields import UserBody
 from npu_gr.server.codec.generate import GenerateBody, GenerateOut
 from npu_gr.server.codec.ingest import INGEST_BYTES, MOST_USERS, IngestOut, UserEvents, UserWritten
@@ -150,6 +152,7 @@ class AsyncClient:
         beam_width: int | None = None,
         normalise: Literal["vocabulary", "codebook", "valid"] = "vocabulary",
         temperature: float = 1.0,
+        exclude_seen: bool | None = None,
         allow_items: Names | None = None,
         deny_items: Names | None = None,
         attributes: Mapping[str, Sequence[bool | int | float | str]] | None = None,
@@ -165,6 +168,7 @@ class AsyncClient:
             user, history, base, fields, model_version: as of `rank`.
             num_items: at most.
             beam_width, normalise, temperature: of the search; scores are log-probabilities.
+            exclude_seen: leave out the items of the history; None = as the service is configured.
             allow_items: only these; None = all.
             deny_items: none of these.
             attributes: name -> values of which an item has one.
@@ -178,6 +182,7 @@ class AsyncClient:
             beam_width=beam_width,
             normalise=normalise,
             temperature=temperature,
+            exclude_seen=exclude_seen,
             allow_items=_optional_items(allow_items, "allow_items"),
             deny_items=_optional_items(deny_items, "deny_items"),
             attributes={name: list(values) for name, values in (attributes or {}).items()},
@@ -231,6 +236,7 @@ class AsyncClient:
         num_items: int = 10,
         num_candidates: int | None = None,
         exclude_seen: bool | None = None,
+        unknown_items: Literal["last", "drop"] | None = None,
         deny_items: Names | None = None,
         timestamp: Time | None = None,
         context: Mapping[str, bool | int | float | str] | None = None,
@@ -246,6 +252,8 @@ class AsyncClient:
             num_items: at most.
             num_candidates: ranked at most; None = as the service is configured.
             exclude_seen: leave out the items of the history; None = as the service is configured.
+            unknown_items: that the ranker does not know come last, without a score, or are dropped; None = as the
+                service is configured.
             deny_items: none of these.
             context: for the service's hook.
         """
@@ -256,6 +264,7 @@ class AsyncClient:
             num_items=num_items,
             num_candidates=num_candidates,
             exclude_seen=exclude_seen,
+            unknown_items=unknown_items,
             deny_items=_optional_items(deny_items, "deny_items"),
             timestamp=None if timestamp is None else second(timestamp, "timestamp"),
             context=dict(context or {}),
@@ -327,7 +336,7 @@ class AsyncClient:
                 so that its own retries append once.
         """
         body = EventsBody(**self._user(user, tenant), events=events.on_the_wire("events"))
-        key = {IDEMPOTENCY_KEY: uuid.uuid4().hex if idempotency_key is None else idempotency_key}
+        key = {IDEMPOTENCY_KEY: _key(idempotency_key)}
         return read(await self._channel.send(_call(EVENTS.path, body, headers=key), self._time(timeout_s)), EventsOut)
 
     async def ingest(
@@ -351,12 +360,19 @@ class AsyncClient:
 
         Raises:
             TooLarge: the events of one user do not fit into a request; nothing was sent.
+            Unprocessable: beside what `events` refuses, one user under two names: 7 and "7"; nothing was sent.
         """
-        if mode == "append" and idempotency_key is None:
-            idempotency_key = uuid.uuid4().hex
+        if mode == "append" or idempotency_key is not None:
+            idempotency_key = _key(idempotency_key)
         users = []
+        names: set[str] = set()
         for place, (user, columns) in enumerate(events.items()):
-            one = UserEvents(user_id=str(user), events=columns.on_the_wire("events"), idempotency_key=idempotency_key)
+            if (name := str(user)) in names:
+                raise Unprocessable(
+                    f"events: index {place}: user {quoted(name)} stands there twice, as number and text"
+                )
+            names.add(name)
+            one = UserEvents(user_id=name, events=columns.on_the_wire("events"), idempotency_key=idempotency_key)
             users.append(msgspec.msgpack.encode(_given(one)))
             if len(users[-1]) > MAX_USERS_BYTES:
                 raise TooLarge(
@@ -454,6 +470,15 @@ def _checked_timeout(timeout_s: float) -> float:
     return timeout_s
 
 
+def _key(idempotency_key: str | None) -> str:
+    """Check a key, or make one."""
+    if idempotency_key is None:
+        return uuid.uuid4().hex
+    if not re.fullmatch(PRINTABLE, idempotency_key):
+        raise Unprocessable(f"idempotency_key: {quoted(idempotency_key)}: 1 to {MAX_KEY} printable ASCII characters")
+    return idempotency_key
+
+
 def _history(history: Behaviours | None) -> Any:
     return None if history is None else history.on_the_wire("history")
 
@@ -483,4 +508,7 @@ def _as_header(name: str) -> str:
 
 def _given(body: msgspec.Struct) -> dict[str, Any]:
     """Leave out what was not given, so that an older service knows every field."""
-    return {name: value for name, value in msgspec.structs.asdict(body).items() if value not in (None, "", {}, [])}
+    given = {name: value for name, value in msgspec.structs.asdict(body).items() if value not in (None, {}, [])}
+    if given.get("tenant") == "":
+        del given["tenant"]
+    return given

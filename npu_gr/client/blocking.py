@@ -179,7 +179,7 @@ class Client:
     ) -> RelayCall:
         """Signal at once, and rank when retrieval is done: `with client.relay(user) as relay`; see `AsyncClient`."""
         return RelayCall(
-            self._loop,
+            self,
             self._inner.relay(
                 user,
                 history=history,
@@ -194,8 +194,9 @@ class Client:
 class RelayCall:
     """One user's signal and ranks, as `AsyncRelayCall`."""
 
-    def __init__(self, loop: Loop, inner: AsyncRelayCall) -> None:
-        self._loop = loop
+    def __init__(self, client: Client, inner: AsyncRelayCall) -> None:
+        self._client = client  # kept: a forgotten client closes itself
+        self._loop = client._loop
         self._inner = inner
 
     @property

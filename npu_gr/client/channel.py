@@ -191,6 +191,8 @@ class Channel:
                     wait_s = max(failure.retry_after_s or 0.0, spread_s)
                     if loop.time() + wait_s >= until_at:
                         raise failure
+                    if failure.status in call.again:  # a key that was read anew is no retry
+                        self._retries -= 1
                     await asyncio.sleep(wait_s)
         except TimeoutError:
             before = "" if failure is None else f"; before that: {failure}"
@@ -199,10 +201,7 @@ class Channel:
     async def _is_worth_another(self, call: SafeCall, failure: NpuGrError, attempt: int, key: str | None) -> bool:
         if isinstance(failure, Unauthorized):
             return self._key.is_of_file and await asyncio.to_thread(self._key.differs_from, key)
-        if failure.status not in call.again or attempt >= self._max_attempts or self._retries < 1:
-            return False
-        self._retries -= 1
-        return True
+        return failure.status in call.again and attempt < self._max_attempts and self._retries >= 1
 
     async def _attempt(self, call: SafeCall, headers: dict[str, str], left_s: float) -> Reply:
         if self._http is None:

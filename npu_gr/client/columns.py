@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from npu_gr.core.errors import Unprocessable
-from npu_gr.core.names import item_ids
+from npu_gr.core.names import item_ids, value_name
 from npu_gr.core.request import I64
 from npu_gr.core.words import quoted
 from npu_gr.server.codec import fields
@@ -90,14 +90,14 @@ def listed(names: Names, field: str) -> list[Name]:
 def _action_names(actions: Sequence[str | float] | npt.NDArray[Any], field: str) -> list[Any]:
     if isinstance(actions, str):
         raise Unprocessable(f"{field}: one text, where a list of names belongs")
-    names: list[Any] = _flat(actions, field).tolist() if isinstance(actions, np.ndarray) else list(actions)
+    names: list[Any] = list(_flat(actions, field) if isinstance(actions, np.ndarray) else actions)
     for place, name in enumerate(names):
         if type(name) is str or type(name) is int:
             continue
         if isinstance(name, np.integer | np.str_):
             names[place] = name.item()
         elif isinstance(name, float | np.floating):
-            names[place] = f"{name:g}"  # a model of ratings has its actions' names written so
+            names[place] = value_name(float(str(name)))  # of a float32, too, what it was written as
         else:
             raise Unprocessable(f"{field}: index {place}: {quoted(name)} is no name of an action")
     return names
@@ -110,8 +110,12 @@ def second(moment: Time, field: str) -> int:
 
 def seconds(times: Times, field: str) -> I64:
     """Return times as whole unix seconds, rounded down: [n] -> int64 [n]. Raises Unprocessable, with the field."""
-    found = times if isinstance(times, np.ndarray) else np.array(list(times), None if len(times) else np.int64)
-    _flat(found, field)
+    try:
+        found = times if isinstance(times, np.ndarray) else np.array(list(times))
+    except ValueError as error:
+        raise Unprocessable(f"{field}: a list within the list, where a column has times alone") from error
+    if not _flat(found, field).size:
+        return np.empty(0, np.int64)
     match found.dtype.kind:
         case "i":
             return found.astype(np.int64, copy=False)

@@ -33,7 +33,7 @@ _MILLISECONDS = re.compile(r"\d{1,9}(\.\d{1,6})?")
 _FIELDS = (  # as our messages name one
     re.compile(r"unknown field ([^;\s]+)"),
     re.compile(r"Object missing required field `([^`]+)`"),
-    re.compile(r"([A-Za-z_][\w.-]*(?:\[[^\]]*\])?): "),
+    re.compile(r"([A-Za-z_](?:[\w.-]|\[[^\]]*\])*): "),
 )
 
 
@@ -55,7 +55,7 @@ def from_answer(status: int, headers: Mapping[str, str], body: bytes) -> errors.
     """
     try:
         problem = msgspec.json.decode(body, type=_Problem)
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         text = cut(" ".join(body.decode(errors="replace").split()), 200)
         problem = _Problem(title="", detail=f"the answer was {status}: {text}")
     cls = _BY_STATUS.get(status)
@@ -79,7 +79,7 @@ def _retry_after_s(headers: Mapping[str, str]) -> float:
         if re.fullmatch(r"\d{1,9}", text):
             return float(text)
         return max(0.0, parsedate_to_datetime(text).timestamp() - time.time())
-    except ValueError:
+    except (ValueError, OverflowError):
         return 0.0  # unreadable, as if it were not there
 
 

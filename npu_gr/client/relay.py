@@ -80,6 +80,7 @@ class AsyncRelayCall:
         self._tenant = tenant
         self._timeout_s = timeout_s
         self._signal: asyncio.Task[None] | None = None
+        self._is_base_known = True  # until a rank hears otherwise
 
     async def __aenter__(self) -> Self:
         self._signal = asyncio.create_task(self._send_signal())
@@ -103,11 +104,12 @@ class AsyncRelayCall:
         loop = asyncio.get_running_loop()
         left_s = self._client.timeout_s if timeout_s is None else timeout_s
         until_at = loop.time() + left_s
-        if self.signalled is not None:
+        if self.signalled is not None and self._is_base_known:
             try:
                 base = self.signalled.history.fingerprint
                 return await self._rank(candidates, None, base, timestamp, top_k, fields, left_s)
             except UnknownPrefix:
+                self._is_base_known = False
                 left_s = max(until_at - loop.time(), 1e-3)
         return await self._rank(candidates, self._history, None, timestamp, top_k, fields, left_s)
 

@@ -120,6 +120,15 @@ def is_hashed(ids: I64) -> npt.NDArray[np.bool_]:
     return hashed
 
 
+def value_name(value: float) -> str:
+    """Name the action that is a number by its plain text: 5.0 -> "5", 4.5 -> "4.5". Two numbers never share a name."""
+    number = float(value)
+    return str(int(number)) if number.is_integer() and abs(number) <= _MOST_WHOLE else repr(number)
+
+
+_MOST_WHOLE = 2**53  # floats beyond it are no longer exact as whole numbers
+
+
 class ActionNames:
     """The actions of a model by name. A number stands for the name that is its plain text: 5 for "5", 4.5 for "4.5"."""
 
@@ -158,4 +167,4 @@ def _number(name: str) -> float | None:
         number = float(name)
     except ValueError:
         return None
-    return number if math.isfinite(number) and f"{number:g}" == name else None
+    return number if math.isfinite(number) and value_name(number) == name else None

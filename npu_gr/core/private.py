@@ -22,13 +22,17 @@ def make_private(path: Path) -> None:
     os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, _MODE))
 
 
-def open_private(path: Path) -> int:
+def open_private(path: Path, *, appends: bool = False) -> int:
     """Open a file to read and write, and make it if it is missing. The caller closes the descriptor.
+
+    Args:
+        path: of the file.
+        appends: every write goes to its end, wherever that is by then.
 
     Raises:
         OSError: it cannot be opened or made.
     """
-    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, _MODE)
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | (os.O_APPEND if appends else 0), _MODE)
 
 
 def warn_if_shared(*paths: Path) -> None:

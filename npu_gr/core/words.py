@@ -1,8 +1,16 @@
-"""Words of a caller's in a message of ours: never more than a glance of them."""
+"""Words of a caller's: what they may be, and never more than a glance of them in a message of ours."""
 
 from __future__ import annotations
 
 MOST = 64  # characters
+
+
+def whole(pattern: str) -> str:
+    r"""Return the pattern that a whole text has to match, for Python and for JSON Schema alike.
+
+    To Python `$` alone is also the place before a final newline, and `\Z`, which is not, means nothing elsewhere.
+    """
+    return rf"^(?:{pattern})(?!\n)$"
 
 
 def cut(text: str, most: int = MOST) -> str:

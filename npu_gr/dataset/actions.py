@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from npu_gr.core.errors import DataError
+from npu_gr.core.names import value_name
 from npu_gr.core.request import I64
 from npu_gr.core.words import quoted
 from npu_gr.dataset.spill import Rows
@@ -91,10 +92,15 @@ class ValueSample:
 
     def edges(self, num_buckets: int) -> list[float]:
         """Upper edges of the buckets but the last: ascending, each the largest value of its bucket."""
-        kept = np.sort(self._kept[: self._seen])
-        at = np.ceil(np.arange(1, num_buckets) * len(kept) / num_buckets).astype(np.int64) - 1
-        edges = np.unique(kept[at.clip(min=0)])
-        return [edge for edge in edges.tolist() if edge < kept[-1]]
+        return bucket_edges(self._kept[: self._seen], num_buckets)
+
+
+def bucket_edges(values: F64, num_buckets: int) -> list[float]:
+    """Find the upper edges of buckets with equally many values, but the last: [n], n > 0 -> ascending, distinct."""
+    values = np.sort(values)
+    at = np.ceil(np.arange(1, num_buckets) * len(values) / num_buckets).astype(np.int64) - 1
+    edges = np.unique(values[at.clip(min=0)])
+    return [edge for edge in edges.tolist() if edge < values[-1]]
 
 
 def bucket_names(column: str, edges: Sequence[float]) -> list[str]:
@@ -167,12 +173,12 @@ def of_values(column: str, values: ValueSample, num_buckets: int, old: OldAction
         DataError: its actions were of another kind.
     """
     if values.is_few and len(values.distinct) == 1 and old.kind in ("", ActionKind.ONE):
-        only = f"{quoted(column)} is {next(iter(values.distinct)):g} in every row and says nothing; it is left out"
-        return one_action(old, [only])
+        only = value_name(next(iter(values.distinct)))
+        return one_action(old, [f"{quoted(column)} is {only} in every row and says nothing; it is left out"])
     if values.is_few and old.kind != ActionKind.BUCKETS:
         old.check(ActionKind.RATINGS)
         known = {float(name) for name in old.names}
-        names = [_plain(value) for value in sorted(known | values.distinct)]
+        names = [value_name(value) for value in sorted(known | values.distinct)]
         notes = _new([*old.names, *(name for name in names if name not in old.names)], old)
         if names[: len(old.names)] != old.names:
             notes.append(
@@ -181,9 +187,9 @@ def of_values(column: str, values: ValueSample, num_buckets: int, old: OldAction
             )
         return Actions(kind=ActionKind.RATINGS, names=names, edges=[], places=_NONE, notes=notes)
     old.check(ActionKind.BUCKETS)
-    edges = old.edges or values.edges(num_buckets)
-    names = old.names or bucket_names(column, edges)
-    kept = "edges kept from the dataset before" if old.edges else "equally many rows in each"
+    edges = old.edges if old.kind else values.edges(num_buckets)
+    names = old.names if old.kind else bucket_names(column, edges)
+    kept = "kept from the dataset before" if old.kind else "equally many rows in each"
     note = (
         f"warning: {quoted(column)} is continuous (over {MAX_RATINGS} distinct values): {len(names)} ranges are the "
         f"actions ({kept}); --buckets N makes others, --value none takes none"
@@ -199,10 +205,6 @@ def one_action(old: OldActions, notes: Sequence[str] = ()) -> Actions:
     """
     old.check(ActionKind.ONE)
     return Actions(kind=ActionKind.ONE, names=[ONE], edges=[], places=_NONE, notes=list(notes))
-
-
-def _plain(value: float) -> str:
-    return short if float(short := f"{value:g}") == value else repr(value)
 
 
 def _new(names: Sequence[str], old: OldActions) -> list[str]:

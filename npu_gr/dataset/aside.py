@@ -57,7 +57,8 @@ def written_aside(out: Path, is_ours: Callable[[Path], bool], files: tuple[str, 
         except OSError as error:
             raise DataError(f"{out}: cannot be written: {error.strerror or error}") from error
         finally:
-            shutil.rmtree(new, ignore_errors=True)
+            if _is_held(held, new):  # another run's folder may be there as soon as ours is in its place
+                shutil.rmtree(new, ignore_errors=True)
     finally:
         os.close(held)
 
@@ -66,11 +67,18 @@ def _lock(held: int, new: Path, out: Path) -> None:
     """Hold the folder while the process lives. It may have been another run's, which has just put it into its place."""
     try:
         fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        is_new = os.path.samestat(os.fstat(held), new.stat())
-    except (BlockingIOError, FileNotFoundError):
-        is_new = False
-    if not is_new:
+        is_ours = _is_held(held, new)
+    except BlockingIOError:
+        is_ours = False
+    if not is_ours:
         raise DataError(f"{out}: another npu-gr prepare writes it; run this one again when that has ended")
+
+
+def _is_held(held: int, new: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(held), new.stat())
+    except FileNotFoundError:
+        return False
 
 
 def _check(out: Path, is_ours: Callable[[Path], bool], files: tuple[str, ...]) -> None:

@@ -102,8 +102,11 @@ class DelimitedSource:
     ) -> tuple[I64, dict[str, Any]] | None:
         """Read a block whose rows are its lines: numbers of the good ones, and their cells.
 
-        Returns None for other blocks, and for those that are not UTF-8: pyarrow would not call `skip`.
+        Returns None for other blocks; for those that are not UTF-8: pyarrow would not call `skip`; and for those with
+        a bare carriage return, which ends a row to pyarrow.
         """
+        if block.data.count(b"\r") != block.data.count(b"\r\n"):
+            return None
         bad: list[int] = []
 
         def skip(row: Any) -> str:

@@ -23,7 +23,7 @@ import orjson
 from npu_gr.core.errors import DataError
 from npu_gr.core.names import MAX_NAME_BYTES
 from npu_gr.core.words import quoted
-from npu_gr.dataset.actions import bucket_names, bucket_of
+from npu_gr.dataset.actions import bucket_edges, bucket_names, bucket_of
 from npu_gr.dataset.arrow import as_text, is_text, pa, pc
 from npu_gr.dataset.columns import CellKind, Column, choose_item_columns, kind_of
 from npu_gr.dataset.names import MISSING, has_point, texts_of, too_long
@@ -57,7 +57,6 @@ class ItemTable:
     titles: list[str] = field(default_factory=list)
     features: list[Feature] = field(default_factory=list)
     left_out: dict[str, str] = field(default_factory=dict)  # column -> why
-    num_repeated: int = 0
 
 
 def read_items(
@@ -89,7 +88,7 @@ def read_items(
             raise DataError(
                 f"{source.name}: --features {missing[0]}: there is no such column; there are {', '.join(others)}"
             )
-        others = list(wanted)
+        others = list(dict.fromkeys(wanted))
     kinds = {name: _kind(name, sample.columns[name], source) for name in others}
     with_point = has_point(sample.columns[key.name])
     table = ItemTable(key=key, title=title)
@@ -173,9 +172,7 @@ def _is_own(distinct: set[float], numbers: Sequence[float | None]) -> bool:
 
 
 def _buckets(name: str, numbers: Sequence[float | None]) -> Feature:
-    known = np.sort([number for number in numbers if number is not None])
-    at = np.ceil(np.arange(1, BUCKETS) * len(known) / BUCKETS).astype(np.int64) - 1
-    edges = [edge for edge in np.unique(known[at.clip(min=0)]).tolist() if edge < known[-1]]
+    edges = bucket_edges(np.array([number for number in numbers if number is not None]), BUCKETS)
     names = bucket_names(name, edges)
     filled = np.array([np.inf if number is None else number for number in numbers])
     places = bucket_of(filled, edges).tolist()

@@ -16,6 +16,7 @@ import numpy as np
 import orjson
 
 from npu_gr.core.errors import DataError
+from npu_gr.core.names import value_name
 from npu_gr.dataset.arrow import pa
 from npu_gr.dataset.blocks import Block, Lines, read_blocks, read_chunks
 from npu_gr.dataset.rejects import OnReject, RejectReason
@@ -25,7 +26,6 @@ SAMPLE_ROWS = 10_000
 MAX_COLUMNS = 1000  # of the first rows; keys that are ids of something are no columns
 MAX_DEPTH = 8  # of objects in objects that are looked into
 BATCH_EVENTS = 50_000  # of a nested file
-_WHOLE = 2**53  # floats beyond it are no longer exact as whole numbers
 USER = "user_id"  # columns of a nested file
 ITEM = "item_id"
 PLACE = "place"
@@ -171,6 +171,7 @@ class NestedSource:
     def _members(self, on_progress: OnProgress) -> Iterator[tuple[str, list[Any]]]:
         rest = b""
         is_open = False
+        is_first = True
         for chunk in read_chunks(self._path, on_progress):
             rest += chunk
             at = 0
@@ -178,6 +179,9 @@ class NestedSource:
                 at = rest.find(b"{") + 1
                 is_open = True
             while found := self._MEMBER.match(rest, at):
+                if bool(found[1]) == is_first:
+                    raise self._broken(rest, at)
+                is_first = False
                 try:
                     yield orjson.loads(found[2]), orjson.loads(found[3])
                 except orjson.JSONDecodeError as error:
@@ -224,7 +228,7 @@ def _text(cell: Any) -> str:
     if type(cell) is bool:
         return "true" if cell else "false"
     if type(cell) is float:
-        return str(int(cell)) if cell.is_integer() and abs(cell) < _WHOLE else repr(cell)
+        return value_name(cell)
     return str(cell) if type(cell) is int else _dumped(cell)
 
 

@@ -14,10 +14,8 @@ import numpy.typing as npt
 from npu_gr.core.names import MAX_NAME_BYTES, item_id
 from npu_gr.core.request import I64
 from npu_gr.dataset.arrow import as_text, is_text, pa, pc, without_point
-from npu_gr.dataset.rejects import RejectReason
+from npu_gr.dataset.rejects import MAX_EVENT_CHARS, MAX_USER_CHARS, RejectReason
 
-MAX_USER_CHARS = 128  # the limit of a user id on the wire
-MAX_EVENT_CHARS = 64
 MISSING = frozenset({"", "NULL", "null", "None", "none", "NaN", "nan", "\\N"})
 """Texts that tools write where they have none."""
 

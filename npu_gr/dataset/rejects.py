@@ -8,8 +8,12 @@ from collections.abc import Callable
 from enum import StrEnum
 from typing import IO
 
+from npu_gr.core.names import MAX_NAME_BYTES
+
 MAX_WRITTEN = 10_000  # rows in the file; all are counted
 MAX_ROW_CHARS = 500  # of a row in the file
+MAX_USER_CHARS = 128  # the limit of a user id on the wire
+MAX_EVENT_CHARS = 64
 
 
 class RejectReason(StrEnum):
@@ -24,9 +28,9 @@ class RejectReason(StrEnum):
     NO_TIME = "no time"
     NO_EVENT = "no event"
     NO_VALUE = "no value"
-    LONG_USER = "user: over 128 characters"
-    LONG_ITEM = "item: over 512 bytes"
-    LONG_EVENT = "event: over 64 characters"
+    LONG_USER = f"user: over {MAX_USER_CHARS} characters"
+    LONG_ITEM = f"item: over {MAX_NAME_BYTES} bytes"
+    LONG_EVENT = f"event: over {MAX_EVENT_CHARS} characters"
     ROUNDED = "a name that a tool took for a number and rounded, as 1.2E+12"
     UNREADABLE_TIME = "time: unreadable"
     OTHER_UNIT = "time: another unit than most rows"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import chain
 from pathlib import Path
@@ -11,6 +12,7 @@ import numpy as np
 import orjson
 
 from npu_gr.core.errors import DataError
+from npu_gr.core.words import quoted
 from npu_gr.dataset.arrow import pa, plain, pq
 from npu_gr.dataset.rejects import OnReject
 from npu_gr.dataset.source import OnProgress, RowBatch, ignore_progress, ignore_reject
@@ -42,7 +44,7 @@ class ParquetSource:
         self.name = str(path)
         self.types: dict[str, str] = {}
         self._path = path
-        self._columns = [leaf for field in self._file().schema_arrow for leaf in _leaves(field)]
+        self._columns = _columns(self._file().schema_arrow, self.name)
 
     def sample(self) -> RowBatch:
         """Read the first rows."""
@@ -60,7 +62,7 @@ class ParquetSource:
                 for batch in file.iter_batches(BATCH_ROWS, columns=list(columns), use_threads=False):
                     yield _batch(number, batch, columns)
                     number += batch.num_rows
-                    on_progress(number / num_rows)
+                    on_progress((number - 1) / num_rows)
             except (pa.ArrowException, OSError) as error:
                 raise DataError(f"{self.name}: {error}") from error
 
@@ -85,7 +87,7 @@ class FrameSource:
     def sample(self) -> RowBatch:
         """Take the first rows."""
         stream = self._stream()
-        columns = [leaf for field in stream.schema for leaf in _leaves(field)]
+        columns = _columns(stream.schema, self.name)
         for batch in stream:
             if batch.num_rows:
                 return _batch(1, batch.slice(0, BATCH_ROWS), columns)
@@ -102,6 +104,15 @@ class FrameSource:
 
     def _stream(self) -> Any:
         return pa.RecordBatchReader.from_stream(self._frame)
+
+
+def _columns(schema: Any, source: str) -> list[str]:
+    """Name the columns. Raises DataError where two have one name."""
+    names = [leaf for field in schema for leaf in _leaves(field)]
+    for name, count in Counter(names).items():
+        if count > 1:
+            raise DataError(f"{source}: the column {quoted(name)} stands there twice; rename one of them")
+    return names
 
 
 def _leaves(field: Any, prefix: str = "") -> Iterator[str]:

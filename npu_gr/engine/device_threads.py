@@ -37,7 +37,8 @@ class DeviceThreads:
         Args:
             config: limits of the queue and of a pass.
             stream: enters a thread's own stream of work on the device, for as long as the thread runs.
-            on_pass: called on a device thread after each pass, with its jobs and the seconds it took.
+            on_pass: called on a device thread after each pass, with its jobs and the seconds it took. Its failures
+                are logged.
         """
         self._stream = stream
         self._on_pass = on_pass
@@ -158,7 +159,10 @@ class DeviceThreads:
         took_s = time.monotonic() - began_at
         self._pass_ends_at[stream] = 0.0
         self._queue.slowdown.observe(expected_s, took_s)
-        self._on_pass(jobs, took_s)
+        try:
+            self._on_pass(jobs, took_s)
+        except Exception:  # as in `_attempt`
+            log.exception("a pass could not be noted")
         ended: list[_Ended] = []
         for job, result in zip(jobs, results, strict=True):
             if isinstance(result, NpuGrError):
@@ -180,6 +184,8 @@ class DeviceThreads:
         """
         try:
             results = list(jobs[0].run([job.work for job in jobs]))
+            if len(results) != len(jobs):
+                raise RuntimeError(f"{len(results)} results of {len(jobs)} jobs")
         except NpuGrError as error:
             if len(jobs) == 1:
                 return [error]

@@ -125,21 +125,25 @@ def layout_of(decoder: Decoder, page_tokens: int = 64) -> KVLayout:
 
 
 def make_prompt(trie: Trie, item_ids: I64, max_tokens: int, cut_step_items: int = 1, first_index: int = 0) -> Prompt:
-    """Turn a history into the semantic IDs of its newest items, oldest first; what the catalogue lacks is left out.
+    """Turn a history into the semantic IDs of its newest known items that fit, oldest first.
 
     Args:
         trie: the catalogue.
         item_ids: [n] external ids, oldest first.
         max_tokens: length limit of the prompt, at least L.
         cut_step_items: a history that does not fit starts at a multiple of this, as in `catalogue/tokens.py`. So its
-            start stays the same for a while, and cached prefixes stay usable. Items that the catalogue lacks count.
+            start stays the same for a while, and cached prefixes stay usable. Items that the catalogue lacks count in
+            that multiple: so many events, sent in any way, begin at the same one.
         first_index: of the first item in the user's whole history.
     """
-    cut = window_start(first_index, len(item_ids), max_tokens // trie.num_levels, cut_step_items)
-    leaves = trie.find(item_ids[cut:])
-    known = leaves[leaves != DEAD]
+    leaves = trie.find(item_ids)
+    places = np.flatnonzero(leaves != DEAD)
+    max_items = max_tokens // trie.num_levels
+    begin = int(places[-max_items]) if len(places) > max_items else 0
+    cut = begin + window_start(first_index + begin, len(item_ids) - begin, len(item_ids), cut_step_items)
+    known = leaves[places[places >= cut]]
     tokens = trie.sid_of(known).astype(np.int64) + np.array(trie.codebooks.vocab_base, np.int64)
-    return Prompt(tokens.ravel(), len(leaves) - len(known), first_index + cut)
+    return Prompt(tokens.ravel(), len(item_ids) - cut - len(known), first_index + cut)
 
 
 class Generator:

@@ -9,6 +9,7 @@ from typing import Protocol
 import numpy as np
 
 from npu_gr.core.errors import DataError, NpuGrError, StoreFailed
+from npu_gr.core.names import value_name
 from npu_gr.core.request import I16, Events, Mode, UserKey, Write, Written
 from npu_gr.core.words import cut
 from npu_gr.features.interactions import Interactions
@@ -98,7 +99,7 @@ def _actions(interactions: Interactions, names: Sequence[str]) -> I16:
     """The model's action of each event: by the name of the log's action, or by the text of its value."""
     values, codes = np.unique(interactions.values, return_inverse=True)
     known = interactions.action_names
-    wanted = [known[int(value)] if known else f"{value:g}" for value in values.tolist()]
+    wanted = [known[int(value)] if known else value_name(value) for value in values.tolist()]
     places = {name: place for place, name in enumerate(names)}
     unknown = [name for name in wanted if name not in places]
     if unknown:

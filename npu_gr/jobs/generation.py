@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import Annotated
 
-import msgspec
 import numpy as np
 
 from npu_gr.catalogue.filters import Filter
@@ -29,46 +27,16 @@ from npu_gr.core.request import (
     UserKey,
     Verdict,
 )
-from npu_gr.core.settings import Bytes, Count
 from npu_gr.core.words import quoted
 from npu_gr.engine.beam_search import SearchOptions
 from npu_gr.engine.generate_engine import GenerateEngine, GeneratePass, Prompt, make_prompt
 from npu_gr.jobs.base import Call
+from npu_gr.jobs.config import GenerateConfig
 from npu_gr.jobs.histories import History
 from npu_gr.jobs.in_use import InUse
 from npu_gr.jobs.served_catalogue import ServedCatalogue
 from npu_gr.metrics.registry import Metrics
 from npu_gr.relay.relay import Relay
-
-
-class GenerateConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Which model generates, from which catalogue, and how wide it searches."""
-
-    checkpoint: str  # Hugging Face folder: Qwen3 (MoE too), Qwen2, Llama or Mistral
-    catalogue: str  # .jsonl, .parquet or .bin: items and their semantic IDs
-    codes: tuple[Count, ...]  # number of codes of each level of a semantic ID
-    first_token: Annotated[int, msgspec.Meta(ge=0)] = 0  # token of level 1, code 0; the other levels follow
-    max_beams: Annotated[int, msgspec.Meta(ge=1, le=1024)] = 512
-    beam_width: Count = 128  # for a request that names none
-    exclude_seen: bool = True  # leave out the items of the history, unless a request says otherwise
-    max_prompt_tokens: Count = 1024  # of a longer history the prompt holds the newest items
-    cut_step_items: Count = 32  # the prompt's start moves in steps of this many items
-    hbm_bytes: Bytes = 268_435_456
-    dram_bytes: Bytes = 0
-    filter_cache_bytes: Bytes = 268_435_456  # for masks of attribute queries: one byte for each item and each edge
-
-    @property
-    def items(self) -> tuple[str, tuple[int, ...], int]:
-        """The settings that decide which items are found, and by which tokens."""
-        return self.catalogue, self.codes, self.first_token
-
-    def __post_init__(self) -> None:
-        if not self.codes:
-            raise ValueError("codes: needs at least one level")
-        if self.beam_width > self.max_beams:
-            raise ValueError(f"beam_width: {self.beam_width} is over max_beams {self.max_beams}")
-        if self.max_prompt_tokens < len(self.codes):
-            raise ValueError(f"max_prompt_tokens: {self.max_prompt_tokens} has no room for one item")
 
 
 class Generation:
@@ -112,8 +80,8 @@ class Generation:
 
     @property
     def max_events(self) -> int:
-        """Newest behaviours that the prompt has room for."""
-        return self._max_prompt_tokens // len(self.config.codes)
+        """Newest behaviours among which the prompt's items are looked for: some are not in the catalogue."""
+        return LOOKED_AT * (self._max_prompt_tokens // len(self.config.codes))
 
     @property
     def model(self) -> ModelInfo:
@@ -147,10 +115,10 @@ class Generation:
         return await asyncio.to_thread(
             make_prompt,
             snapshot.trie,
-            history.events.items,
+            history.newest.events.items,
             self._max_prompt_tokens,
             self.config.cut_step_items,
-            history.first_index,
+            history.newest.first_index,
         )
 
     def _filter(self, snapshot: Snapshot, request: GenerateRequest, item_ids: I64) -> Filter | None:
@@ -188,7 +156,7 @@ class Generation:
                 raise NotFound(f"catalogue_version: {wanted} is not served; {snapshot.version!r} is")
             prompt = await self._prompt(snapshot, history)
             if not len(prompt):
-                raise ColdUser(f"history: none of its {len(history.events)} items is in the catalogue")
+                raise ColdUser(f"history: none of the newest {len(history.newest.events)} items is in the catalogue")
             options = SearchOptions(width=width, normalise=request.normalise, temperature=request.temperature)
             allow = await asyncio.to_thread(self._filter, snapshot, request, history.events.items)
             async with self.relay.lease(request.user, prompt, width, call.deadline_at, call.slot.outside) as lease:
@@ -227,6 +195,7 @@ class Generation:
         )
 
 
+LOOKED_AT = 4  # events for each item that a prompt has room for
 WARM_UP_TOKENS = (48, 240, 960)
 WARM_UP_BEAMS = (16, 128)
 

@@ -18,6 +18,7 @@ from npu_gr.core.request import (
     Write,
     Written,
 )
+from npu_gr.core.time_order import OnUnsorted, oldest_first
 from npu_gr.features.base import FailurePolicy, HistoryStore, StoredHistory
 from npu_gr.features.named_actions import difference
 from npu_gr.features.prefix_history_cache import PrefixHistoryCache
@@ -58,6 +59,7 @@ class Histories:
         on_failure: FailurePolicy,
         metrics: Metrics,
         action_names: Callable[[], Sequence[str]] = tuple,
+        on_unsorted: Callable[[], OnUnsorted] = lambda: "refuse",
     ) -> None:
         """Read nothing yet.
 
@@ -68,6 +70,7 @@ class Histories:
             on_failure: what a request gets whose history cannot be read.
             metrics: where degraded reads are counted.
             action_names: of the ranker in service; none = nobody says what the numbers of actions mean.
+            on_unsorted: what becomes of a delta that begins before its base ends.
         """
         self.store = store
         self.cache = cache
@@ -75,6 +78,7 @@ class Histories:
         self._on_failure = on_failure
         self._metrics = metrics
         self._action_names = action_names
+        self._on_unsorted = on_unsorted
         self._num_named = 0  # actions that the store is known to have under our names
         self._num_erasures = 0  # begun or ended
 
@@ -93,6 +97,7 @@ class Histories:
 
         Raises:
             UnknownPrefix: a delta continues a prefix that is not known here.
+            Unprocessable: a delta begins before its base ends, and that is to be refused.
             BadRequest: the request brings no history, and there is no store.
             StoreFailed: the store failed, and the configuration has nothing to put in its place.
         """
@@ -100,7 +105,9 @@ class Histories:
             base = self.cache.find(user, ref.base)
             if base is None:
                 raise UnknownPrefix("base: unknown here or forgotten; send the whole history")
-            events = base.events if ref.events is None else base.events + ref.events
+            if ref.events is None:
+                return History.of(base.events, base.first_index, window_events)
+            events = oldest_first(base.events + ref.events, self._on_unsorted(), "history", base=len(base.events))
             return History.of(events, base.first_index, window_events)
         if ref.events is not None:
             return History.of(ref.events, 0, window_events)

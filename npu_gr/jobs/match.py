@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-import msgspec
 import numpy as np
 
 from npu_gr.backend.base import Backend
@@ -22,29 +21,18 @@ from npu_gr.core.errors import ConfigError, DataError, NotFound, Unprocessable
 from npu_gr.core.kinds import MATCH
 from npu_gr.core.published import Published
 from npu_gr.core.request import I64, MatchAnswer, MatchRequest, UserKey, VectorsInfo
-from npu_gr.core.settings import Count
 from npu_gr.core.words import quoted
 from npu_gr.engine.job import NOTHING, Demand, JobResult
 from npu_gr.engine.scheduler import Scheduler
 from npu_gr.jobs.base import Call
 from npu_gr.jobs.coverage import Before, anything
 from npu_gr.jobs.histories import Histories
-from npu_gr.matching.index import IndexName
+from npu_gr.matching.config import MatchConfig
 from npu_gr.matching.matcher import MatchedItems, Matcher, MatchQuery
 from npu_gr.matching.vectors import load
 from npu_gr.metrics.registry import Metrics
 
 SMOOTHING = 0.1  # weight of the newest pass in the estimate of a match
-
-
-class MatchConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Which vectors are searched, and how much a request may ask for."""
-
-    vectors: str  # folder with manifest.json and vectors.safetensors, as `npu-gr train match` writes
-    index: IndexName = "exact"  # hnsw: approximate, for catalogues of many millions
-    max_items: Count = 1000  # that a request may ask for
-    max_batch_requests: Count = 64  # in one pass over the items
-    max_history_events: Count = 1000  # newest events that a vector is folded in from
 
 
 class MatchWork(NamedTuple):

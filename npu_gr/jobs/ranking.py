@@ -11,9 +11,8 @@ import asyncio
 import logging
 import time
 from collections.abc import Coroutine
-from typing import Annotated, Any, Literal
+from typing import Any
 
-import msgspec
 import numpy as np
 
 from npu_gr.catalogue.item_names import EMPTY, ItemNames
@@ -22,25 +21,15 @@ from npu_gr.catalogue.tokens import Tokens, tokenize
 from npu_gr.core.errors import DeviceError, NpuGrError, Unprocessable
 from npu_gr.core.names import ActionNames
 from npu_gr.core.request import F32, I64, ModelInfo, Outcome, RankAnswer, RankRequest, Reason, UserKey, Verdict
-from npu_gr.core.settings import Count, Positive
 from npu_gr.engine.rank_engine import RankEngine, RankPass, RankScores
 from npu_gr.jobs.base import Call
+from npu_gr.jobs.config import RankingConfig
 from npu_gr.jobs.histories import History
 from npu_gr.jobs.in_use import InUse
 from npu_gr.metrics.registry import Metrics
 from npu_gr.relay.relay import Lease, Relay
 
 log = logging.getLogger(__name__)
-
-
-class RankingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Which histories and candidates a ranker accepts, and how often it checks itself."""
-
-    max_history_tokens: Count | None = None  # None = the model's own limit
-    cut_step_tokens: Count = 256  # the window's start moves in steps of this
-    unknown_items: Literal["ignore", "refuse"] = "ignore"  # ignore: and count
-    selfcheck_ratio: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.001  # share of cached ranks scored again, cold
-    selfcheck_max_drift: Positive = 1e-3  # of the logits' standard deviation
 
 
 class Ranking:

@@ -10,6 +10,8 @@ Only device threads call these methods.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,6 +22,7 @@ from npu_gr.kv.layout import KVLayout, PageRun
 Slab = tuple[Tensor, Tensor]
 LayerKV = Sequence[Slab | Tiles] | None  # all tokens of a layer; None = read the rows that the pass computed
 Pack = Callable[[Tiles, int, Tensor, Tensor], None]  # the signature of `tiles.pack`
+PINNED_CHUNK_BYTES = 1 << 26  # under 128 MB, and a power of two: torch's allocator rounds up to one
 
 
 class KVArena:
@@ -41,19 +44,36 @@ class KVArena:
         self.num_pages = num_pages
         self._pack = pack
         group = TILE_TOKENS if layout.arrangement == "tiles" else 1
-        shape = (layout.num_layers, num_pages, layout.page_tokens // group, layout.num_heads)
+        rows = layout.page_tokens // group
+        page_bytes = (
+            layout.num_layers * rows * layout.num_heads * max(layout.widths) * group * layout.torch_dtype.itemsize
+        )
+        self._chunk_pages = max(1, PINNED_CHUNK_BYTES // page_bytes) if pinned else max(1, num_pages)
 
-        def plane(width: int) -> Tensor:
+        def plane(width: int) -> list[Tensor]:
             # zero_ after empty touches every page now, so that no request pays for the first fault
-            empty = torch.empty(*shape, width * group, dtype=layout.torch_dtype, device=device, pin_memory=pinned)
-            return empty.zero_()
+            made = partial(torch.empty, dtype=layout.torch_dtype, device=device, pin_memory=pinned)
+            starts = range(0, max(1, num_pages), self._chunk_pages)
+            pages = [min(self._chunk_pages, num_pages - start) for start in starts]
+            shape = (rows, layout.num_heads, width * group)
+            return [made(layout.num_layers, count, *shape).zero_() for count in pages]
 
-        self._keys, self._values = (plane(width) for width in layout.widths)
+        self._keys, self._values = (plane(width) for width in layout.widths)  # chunks [layer, page, ...]
         self._pinned = pinned
 
     def _slab(self, layer: int, run: PageRun) -> Slab:
+        assert not self._pinned, "a run of page-locked memory may lie in several chunks"
         pages = slice(run.first_page, run.first_page + run.num_pages)
-        return self._keys[layer, pages].flatten(0, 1), self._values[layer, pages].flatten(0, 1)
+        return self._keys[0][layer, pages].flatten(0, 1), self._values[0][layer, pages].flatten(0, 1)
+
+    def _pieces(self, first: int, count: int) -> Iterator[tuple[int, int, int]]:
+        """Cut pages where a chunk ends: yield (chunk, first page in it, count)."""
+        while count:
+            chunk, page = divmod(first, self._chunk_pages)
+            here = min(count, self._chunk_pages - page)
+            yield chunk, page, here
+            first += here
+            count -= here
 
     def slabs(self, layer: int, runs: Sequence[PageRun], num_tokens: int) -> Sequence[Slab | Tiles]:
         """Return views of the first `num_tokens` tokens of a layer: slabs or tiles, as the layout has them.
@@ -164,9 +184,10 @@ class KVArena:
 
     def zero(self, runs: Sequence[PageRun]) -> None:
         """Overwrite pages with zeros."""
-        for first, count in runs:
-            self._keys[:, first : first + count].zero_()
-            self._values[:, first : first + count].zero_()
+        for run in runs:
+            for chunk, first, count in self._pieces(*run):
+                self._keys[chunk][:, first : first + count].zero_()
+                self._values[chunk][:, first : first + count].zero_()
 
     def copy_tokens_from(
         self, source: KVArena, source_runs: Sequence[PageRun], target_runs: Sequence[PageRun], num_tokens: int
@@ -184,29 +205,37 @@ class KVArena:
         assert source.layout == self.layout
         non_blocking = self._pinned or source._pinned
         pages = self.layout.pages(num_tokens)
-        for source_page, target_page, count in _common_runs(source_runs, target_runs, pages):
-            from_ = slice(source_page, source_page + count)
-            to = slice(target_page, target_page + count)
-            pairs = ((self._keys, source._keys), (self._values, source._values))
-            for target_plane, source_plane in pairs:
+        source_pieces = [piece for run in source_runs for piece in source._pieces(*run)]
+        target_pieces = [piece for run in target_runs for piece in self._pieces(*run)]
+        for from_, into, count in _common_pieces(source_pieces, target_pieces, pages):
+            for target_plane, source_plane in ((self._keys, source._keys), (self._values, source._values)):
+                out_of = source_plane[from_.chunk][:, from_.page : from_.page + count]
+                to = target_plane[into.chunk][:, into.page : into.page + count]
                 if not non_blocking:
-                    target_plane[:, to].copy_(source_plane[:, from_])
+                    to.copy_(out_of)
                     continue
                 # layer by layer both sides are contiguous; torch copies anything else through pageable memory
-                for into, out_of in zip(target_plane, source_plane, strict=True):
-                    into[to].copy_(out_of[from_], non_blocking=True)
+                for target_layer, source_layer in zip(to, out_of, strict=True):
+                    target_layer.copy_(source_layer, non_blocking=True)
 
 
-def _common_runs(a: Sequence[PageRun], b: Sequence[PageRun], num_pages: int) -> Iterator[tuple[int, int, int]]:
-    """Walk two sequences of runs together for `num_pages` pages: yield (page of a, page of b, count)."""
-    left = [list(run) for run in reversed(a)]
-    right = [list(run) for run in reversed(b)]
+class _Place(NamedTuple):
+    chunk: int
+    page: int  # in the chunk
+
+
+def _common_pieces(
+    a: Sequence[tuple[int, int, int]], b: Sequence[tuple[int, int, int]], num_pages: int
+) -> Iterator[tuple[_Place, _Place, int]]:
+    """Walk two sequences of (chunk, page, count) together for `num_pages` pages: yield (place in a, in b, count)."""
+    left = [list(piece) for piece in reversed(a)]
+    right = [list(piece) for piece in reversed(b)]
     while num_pages:
-        count = min(left[-1][1], right[-1][1], num_pages)
-        yield left[-1][0], right[-1][0], count
+        count = min(left[-1][2], right[-1][2], num_pages)
+        yield _Place(left[-1][0], left[-1][1]), _Place(right[-1][0], right[-1][1]), count
         num_pages -= count
         for side in (left, right):
-            side[-1][0] += count
-            side[-1][1] -= count
-            if not side[-1][1]:
+            side[-1][1] += count
+            side[-1][2] -= count
+            if not side[-1][2]:
                 side.pop()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -13,8 +13,8 @@ from npu_gr.backend.base import Backend
 from npu_gr.backend.best_items import Best, Hidden
 from npu_gr.core.errors import ConfigError
 from npu_gr.core.request import F32
+from npu_gr.matching.config import IndexName
 
-IndexName = Literal["exact", "hnsw"]
 # Parameters of the HNSW graph. More of each finds more of the best items, and takes longer.
 HNSW_LINKS = 32  # neighbours that the graph keeps of each item
 HNSW_BUILD = 80  # candidates in view while an item is inserted

@@ -18,7 +18,8 @@ import torch
 from npu_gr.backend.base import Backend
 from npu_gr.backend.best_items import Hidden
 from npu_gr.core.request import F32, I64, Basis, UserKey
-from npu_gr.matching.index import Index, IndexName, make_index
+from npu_gr.matching.config import IndexName
+from npu_gr.matching.index import Index, make_index
 from npu_gr.matching.vectors import Vectors
 
 _NO_ITEMS: I64 = np.empty(0, np.int64)

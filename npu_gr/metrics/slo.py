@@ -5,8 +5,9 @@ Source: Google, The Site Reliability Workbook, chapters 2 and 5.
 
 from __future__ import annotations
 
-from collections import deque
-from dataclasses import dataclass
+import math
+from collections import Counter, deque
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple
 
@@ -100,40 +101,91 @@ class Counts(NamedTuple):
 
 SLOT_S = 10.0
 LONGEST_S = 3600.0
+RATE_S = 60.0  # that a rate is of
+_STEP = 1.05  # from one edge of latencies to the next
+
+
+@dataclass(slots=True)
+class _Slot:
+    number: int  # seconds of the clock, over SLOT_S
+    counts: list[int] = field(default_factory=lambda: [0, 0, 0])
+    took: Counter[int] = field(default_factory=Counter)  # power of _STEP, in seconds -> answers
+
+
+class Interval(NamedTuple):
+    """What came in one slot."""
+
+    counts: Counts
+    p99_s: float | None  # of the answers, rounded up by 5 % at most; None = there was none
 
 
 class Rolling:
     """Results since the start, and over the last hour in slots of `SLOT_S` seconds."""
 
     def __init__(self) -> None:
-        self._slots: deque[tuple[int, list[int]]] = deque()
+        self._slots: deque[_Slot] = deque()
         self._total = [0, 0, 0]
+        self._since_at = 0.0  # of the newest results that no pause of RATE_S parts
+        self._last_at = float("-inf")
 
-    def add(self, now_at: float, result: Result, num: int = 1) -> None:
-        """Count results. `now_at` never goes back."""
-        slot = int(now_at // SLOT_S)
+    def add(self, now_at: float, result: Result, num: int = 1, took_s: float | None = None) -> None:
+        """Count results.
+
+        Args:
+            now_at: never goes back.
+            result: of all of them.
+            num: how many.
+            took_s: of each, if it was answered.
+        """
+        number = int(now_at // SLOT_S)
         place = _PLACE[result]
-        if not self._slots or self._slots[-1][0] != slot:
-            self._slots.append((slot, [0, 0, 0]))
-            while self._slots[0][0] <= slot - LONGEST_S // SLOT_S:
+        if not self._slots or self._slots[-1].number != number:
+            self._slots.append(_Slot(number))
+            while self._slots[0].number <= number - LONGEST_S // SLOT_S:
                 self._slots.popleft()
-        self._slots[-1][1][place] += num
+        if now_at - self._last_at >= RATE_S:
+            self._since_at = now_at
+        self._last_at = now_at
+        slot = self._slots[-1]
+        slot.counts[place] += num
+        if took_s is not None:
+            slot.took[math.ceil(math.log(max(took_s, 1e-9), _STEP))] += num
         self._total[place] += num
 
     def over(self, now_at: float, window_s: float) -> Counts:
         """Sum the slots that began within the last `window_s` seconds, `LONGEST_S` at most."""
         oldest = int((now_at - window_s) // SLOT_S)
         sums = [0, 0, 0]
-        for slot, counts in reversed(self._slots):
-            if slot <= oldest:
+        for slot in reversed(self._slots):
+            if slot.number <= oldest:
                 break
-            sums = [a + b for a, b in zip(sums, counts, strict=True)]
+            sums = [a + b for a, b in zip(sums, slot.counts, strict=True)]
         return Counts(*sums)
+
+    def good_per_s(self, now_at: float) -> float:
+        """The rate of good results over the last minute, or since they began to come, if that is less."""
+        begins_at = (int((now_at - RATE_S) // SLOT_S) + 1) * SLOT_S
+        return self.over(now_at, RATE_S).good / max(now_at - max(begins_at, self._since_at), SLOT_S)
+
+    def intervals(self, now_at: float, num: int) -> list[Interval]:
+        """What came in each of the last `num` slots that are over, the oldest first."""
+        last = int(now_at // SLOT_S)
+        found = {slot.number: Interval(Counts(*slot.counts), _p99_s(slot.took)) for slot in self._slots}
+        return [found.get(number, Interval(Counts(), None)) for number in range(last - num, last)]
 
     @property
     def total(self) -> Counts:
         """All results since the start."""
         return Counts(*self._total)
+
+
+def _p99_s(took: Counter[int]) -> float | None:
+    rank = math.ceil(0.99 * took.total())
+    for power in sorted(took):
+        rank -= took[power]
+        if rank <= 0:
+            return float(_STEP**power)
+    return None
 
 
 _PLACE = {result: index for index, result in enumerate(Result)}

@@ -37,6 +37,7 @@ class HSTUConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     head_dim: Count = 64  # hidden width of the shared MLP before the task logits
     max_history_tokens: Count = 4096
     position_buckets: Annotated[int, msgspec.Meta(ge=2)] = 256
+    retrieval: bool = False  # the model has the NEXT row, and finds items beside ranking them
 
     activation: Literal["uvqk", "u"] = "uvqk"  # SiLU on all four projections (paper) or on U alone (Meta)
     residual: Literal["add", "concat"] = "add"  # X + Y W (paper) or X + [U, O, Y] W (Meta)
@@ -70,6 +71,8 @@ PINNED: dict[str, tuple[str | int, str]] = {
 def write_keys(config: HSTUConfig) -> dict[str, Any]:
     """The keys of `model` in config.json, the pinned ones included, so that older versions read new checkpoints."""
     keys: dict[str, Any] = msgspec.to_builtins(config)
+    if not config.retrieval:
+        del keys["retrieval"]  # 0.11 and older know no such key
     return keys | {key: value for key, (value, _) in PINNED.items()}
 
 

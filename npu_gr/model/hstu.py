@@ -7,6 +7,10 @@ inference one without a past, so cold and cached scores come from the same lines
 Token of a behaviour = item + its side features + action. A candidate has no action yet: it carries a learned
 "shown" embedding instead. Order [history | candidates]; a candidate's position is the length of the history.
 
+A model with `retrieval` also answers what comes next. NEXT is a candidate without an item: item row `num_items`, one
+past the last. Its final row becomes the user vector u, and the retrieval score of item i is u . e_i with the items'
+input embeddings e.
+
 Source: HSTU and M-FALCON, arXiv:2402.17152; exactness rules E1 to E9 of `docs/exactness.md`.
 Invariants: history rows never depend on candidates or on later history; candidates never see each other.
 """
@@ -58,6 +62,7 @@ class Segment:
     times: Tensor  # int64 [n] unix seconds
     candidates: Tensor  # int64 [c] item rows
     candidate_time: int = 0  # unix seconds
+    is_next: bool = False  # `candidates` is NEXT alone: the result is u
     past: Past | None = None
     sink: Sink | None = None  # receives the new history rows' keys and values, layer by layer
 
@@ -166,6 +171,12 @@ class HSTU(nn.Module):
         self.head = nn.Sequential(
             nn.Linear(config.dim, config.head_dim), nn.SiLU(), nn.Linear(config.head_dim, len(config.tasks))
         )
+        if config.retrieval:
+            self.next_item = nn.Parameter(torch.empty(config.dim).normal_(std=0.02))
+            self.norm_next = nn.LayerNorm(config.dim, eps=EPS)
+            self.vector = nn.Linear(config.dim, config.dim)
+            nn.init.eye_(self.vector.weight)
+            nn.init.zeros_(self.vector.bias)
         for table in (self.item, self.action, *self.feature):
             assert isinstance(table, nn.Embedding)
             nn.init.normal_(table.weight, std=0.02)
@@ -181,6 +192,9 @@ class HSTU(nn.Module):
         if dtype == torch.bfloat16:
             self.norm_head.float()
             self.head.float()
+            if self.config.retrieval:
+                self.norm_next.float()
+                self.vector.float()
             for layer in self.layers:
                 assert isinstance(layer, HSTULayer)
                 layer.norm_in.float()
@@ -199,7 +213,13 @@ class HSTU(nn.Module):
         return found
 
     def embed_items(self, rows: Tensor) -> Tensor:
-        """Item plus the mean of each side feature's values: [...] item rows -> [..., dim]."""
+        """Item plus the mean of each side feature's values: [...] item rows -> [..., dim]; NEXT has no features."""
+        if self.config.retrieval:
+            items = self._embed_known(rows.clamp(max=self.config.num_items - 1))
+            return torch.where((rows == self.config.num_items)[..., None], self.next_item, items)
+        return self._embed_known(rows)
+
+    def _embed_known(self, rows: Tensor) -> Tensor:
         x: Tensor = self.item(rows)
         for index, (f, table) in enumerate(zip(self.config.item_features, self.feature, strict=True)):
             ids = getattr(self, f"feature_ids_{index}")[rows]
@@ -210,8 +230,13 @@ class HSTU(nn.Module):
     def freeze_items(self) -> None:
         """Fold the side features into one table, so that serving gathers one row an item. Call after loading."""
         with torch.inference_mode():
-            rows = torch.arange(self.config.num_items, device=self.item.weight.device)
+            rows = torch.arange(self.config.num_items + self.config.retrieval, device=self.item.weight.device)
             self._item_table = torch.cat([self.embed_items(part) for part in rows.split(65536)])
+
+    def item_vectors(self) -> Tensor:
+        """The vectors that u is compared with, fp32 [num_items, dim]: the frozen table's, not a copy in fp32."""
+        assert self._item_table is not None
+        return self._item_table[: self.config.num_items].float()
 
     def attention_scale(self, num_tokens: int) -> float:
         """1 / scaling_seqlen; by the runtime length only where the config asks for it (never with a cache)."""
@@ -245,7 +270,8 @@ class HSTU(nn.Module):
         """Score every segment's candidates; hand every segment's new keys and values to its sink.
 
         Returns:
-            Per segment [c, tasks] logits in fp32 (fp64 for an fp64 model), in candidate order.
+            Per segment [c, tasks] logits in fp32 (fp64 for an fp64 model), in candidate order; for a NEXT segment
+            u [1, dim].
         """
         alpha = self.config.qk_dim**-0.5
         x = self._embed(segments)
@@ -289,7 +315,7 @@ class HSTU(nn.Module):
         times: Sequence[Tensor],
         alpha: float,
     ) -> list[Tensor]:
-        """Run the last layer and the head; of history rows only the keys and values are computed."""
+        """Run the last layer and the heads; of history rows only the keys and values are computed."""
         index = len(self.layers) - 1
         layer = self.layers[-1]
         assert isinstance(layer, HSTULayer)
@@ -306,10 +332,17 @@ class HSTU(nn.Module):
                 u, v, q, k = layer.project(own, backend)
                 out = backend.hstu_targets(HstuCall(q, k, v, slabs, at, layer.bias, alpha, s.candidate_time))
                 own = layer.finish(own, u, out.mul_(self.attention_scale(len(at))), backend)
-            logits.append(self.task_logits(own))
+            logits.append(self.user_vectors(own, backend) if s.is_next else self.task_logits(own, backend))
         return logits
 
-    def task_logits(self, x: Tensor) -> Tensor:
+    def task_logits(self, x: Tensor, ops: Affine = _TORCH) -> Tensor:
         """[..., dim] final candidate rows -> [..., tasks] logits, fp32 or fp64."""
-        logits: Tensor = self.head(self.norm_head(x))
-        return logits
+        hidden, _, out = self.head
+        assert isinstance(hidden, nn.Linear)
+        assert isinstance(out, nn.Linear)
+        wide = ops.affine(self.norm_head(x), hidden, 0, hidden.out_features, True)
+        return ops.affine(wide, out, 0, out.out_features, False)
+
+    def user_vectors(self, x: Tensor, ops: Affine = _TORCH) -> Tensor:
+        """[..., dim] final rows of NEXT -> [..., dim] u, fp32 or fp64. Only with `retrieval`."""
+        return ops.affine(self.norm_next(x), self.vector, 0, self.config.dim, False)

@@ -1,6 +1,8 @@
 """A checkpoint directory: `config.json` (what it is) and `model.safetensors` (weights, side features, item ids).
 
-Both files are written beside their place and renamed, the weights first, so a reader never sees half of one.
+Both files are written beside their place and renamed, the weights first, so a reader never sees half of one. A model
+that also retrieves may have a fitted order beside them, `order.safetensors`; it goes first and comes last, so a reader
+never sees another model's.
 """
 
 from __future__ import annotations
@@ -19,10 +21,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from npu_gr.core.errors import CheckpointError
+from npu_gr.core.names import value_name
 from npu_gr.core.private import as_public_as
 from npu_gr.core.request import I64
 from npu_gr.model.config import HSTUConfig, take_pinned, write_keys
 from npu_gr.model.hstu import HSTU
+from npu_gr.model.order import FILE as ORDER
+from npu_gr.model.order import Order, load_order, save_order
 
 ITEM_IDS = "catalog.item_ids"
 
@@ -34,10 +39,11 @@ class Checkpoint:
     model: HSTU
     item_ids: I64  # [num_items] external id of each row, each once
     name: str
-    version: str = ""  # digest of the weights; made when saved
+    version: str = ""  # digest of the weights, and of the order where there is one; made when saved
     action_values: tuple[float, ...] = ()  # value in an interaction log of each action, where it has one
     action_names: tuple[str, ...] = ()  # what the company calls each action; none = its value is its name
     metrics: dict[str, float] = field(default_factory=dict)  # what training measured
+    order: Order | None = None  # how recommend sums up what it knows of an item; None = not fitted
 
 
 class _Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -54,7 +60,7 @@ def save(checkpoint: Checkpoint, folder: Path) -> str:
     """Write the checkpoint.
 
     Returns:
-        Its version, the digest of the weights.
+        Its version.
 
     Raises:
         CheckpointError: the folder cannot be written.
@@ -79,11 +85,14 @@ def save(checkpoint: Checkpoint, folder: Path) -> str:
         text = msgspec.json.encode(msgspec.to_builtins(about) | {"model": write_keys(about.model)})
         manifest.with_suffix(".tmp").write_bytes(msgspec.json.format(text, indent=2) + b"\n")
         as_public_as(weights.with_suffix(".tmp"), manifest.with_suffix(".tmp"))  # safetensors makes them 0600
+        (folder / ORDER).unlink(missing_ok=True)
         os.replace(weights.with_suffix(".tmp"), weights)
         os.replace(manifest.with_suffix(".tmp"), manifest)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"checkpoint {folder}: cannot be written: {error}") from error
-    return version
+    if checkpoint.order is not None:
+        save_order(checkpoint.order, folder)
+    return _with_order(version, folder)
 
 
 def load(folder: Path) -> Checkpoint:
@@ -113,18 +122,37 @@ def load(folder: Path) -> Checkpoint:
     ids: I64 = item_ids.numpy().astype(np.int64)
     if len(np.unique(ids)) != len(ids) or (ids < 0).any():
         raise CheckpointError(f"checkpoint {folder}: {ITEM_IDS} must be distinct and not negative")
-    names = about.action_names or tuple(f"{value:g}" for value in about.action_values)
+    names = about.action_names or tuple(map(value_name, about.action_values))
     if names and (len(names) != len(about.model.actions) or len(set(names)) != len(names)):
         raise CheckpointError(f"checkpoint {folder}: action_names: one for each of {len(about.model.actions)} actions")
+    order = load_order(folder)
+    if order is not None and (misfit := _order_misfit(about.model, order)):
+        raise CheckpointError(f"checkpoint {folder}: {ORDER} does not fit config.json: {misfit}")
     return Checkpoint(
         model=model.eval(),
         item_ids=ids,
         name=about.name,
-        version=about.version,
+        version=_with_order(about.version, folder),
         action_values=about.action_values,
         action_names=names,
         metrics=about.metrics,
+        order=order,
     )
+
+
+def _with_order(version: str, folder: Path) -> str:
+    """Make the version of a checkpoint out of that of its weights: another order is another version."""
+    path = folder / ORDER
+    return xxhash.xxh3_64((version + digest(path)).encode()).hexdigest() if path.exists() else version
+
+
+def _order_misfit(config: HSTUConfig, order: Order) -> str:
+    """Say why a model cannot be asked for what the order sums up; empty = it can."""
+    if not config.retrieval:
+        return "the model does not retrieve"
+    if order.num_items != config.num_items:
+        return f"transitions of {order.num_items} items, the model has {config.num_items}"
+    return "" if order.task in config.tasks else f"no task {order.task!r} among {', '.join(config.tasks)}"
 
 
 def _misfit(config: HSTUConfig, tensors: dict[str, Tensor]) -> str:

@@ -186,6 +186,7 @@ def _status(router: Router, started_at: float) -> status.StatusReport:
         versions={"npu_gr": __version__, "ring": str(router.members.ring.epoch)},
         queue={"requests_in_flight": float(sum(row.in_flight for row in rows))},
         instances=rows,
+        links={"metrics": "/metrics", "configuration": "/config", "runbooks": "/debug/runbooks"},
     )
 
 

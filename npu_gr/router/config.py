@@ -15,6 +15,7 @@ from npu_gr.access.tls import ClientTlsConfig, ServerTlsConfig
 from npu_gr.core import settings
 from npu_gr.core.settings import Count, Seconds, SecondsOrZero, SomeBytes
 from npu_gr.core.units import IN_BYTES
+from npu_gr.core.words import whole
 from npu_gr.router.ring import NAME
 
 NoneOrMore = Annotated[int, msgspec.Meta(ge=0)]
@@ -28,7 +29,7 @@ Port = Annotated[int, msgspec.Meta(ge=1, le=65535)]
 class InstanceConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Address and role of one instance. `name` is its identity on the ring and must stay when the address changes."""
 
-    name: Annotated[str, msgspec.Meta(pattern=f"^{NAME}$")]
+    name: Annotated[str, msgspec.Meta(pattern=whole(NAME))]
     host: str
     port: Port
     weight: Annotated[float, msgspec.Meta(gt=0, le=100)] = 1.0

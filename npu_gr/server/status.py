@@ -11,13 +11,20 @@ from npu_gr.core.errors import NotFound
 from npu_gr.core.kinds import KINDS, RANK, Kind
 from npu_gr.metrics.registry import Metrics
 from npu_gr.metrics.registry.requests import WINDOWS_S
-from npu_gr.metrics.slo import Counts
-from npu_gr.metrics.status import Goodput, SlowRequest, StatusReport, TierStatus
+from npu_gr.metrics.slo import SLOT_S, Counts
+from npu_gr.metrics.status import Goodput, SlowRequest, StatusReport, TierStatus, Timeline
 from npu_gr.server.newest import AccessLine, NewestRequests
 from npu_gr.server.service_protocol import ServiceProtocol
 
 RECENT_S = 900.0  # the slowest requests are those of the last quarter of an hour
 NUM_SLOW = 10
+NUM_SLOTS = 60  # of a timeline: ten minutes
+LINKS = {
+    "metrics": "/metrics",
+    "configuration": "/debug/config",
+    "API": "/openapi.json",
+    "runbooks": "/debug/runbooks",
+}
 
 
 async def status(service: ServiceProtocol, metrics: Metrics, newest: NewestRequests, uptime_s: float) -> StatusReport:
@@ -36,7 +43,7 @@ async def status(service: ServiceProtocol, metrics: Metrics, newest: NewestReque
         why_not=why_not,
         uptime_s=uptime_s,
         versions=await _versions(service),
-        goodput=[_goodput(name, metrics, newest, uptime_s) for name in KINDS if _is_shown(metrics, name)],
+        goodput=[_goodput(name, metrics, newest) for name in KINDS if _is_shown(metrics, name)],
         outcomes=metrics.requests.outcomes(),
         tiers=[
             TierStatus(
@@ -49,6 +56,7 @@ async def status(service: ServiceProtocol, metrics: Metrics, newest: NewestReque
         ],
         queue=dict(metrics.waiting()),
         slow=[_slow(KINDS[name], line) for name, line in newest.slowest(NUM_SLOW, RECENT_S)],
+        links=LINKS,
     )
 
 
@@ -83,12 +91,12 @@ def _is_shown(metrics: Metrics, kind: str) -> bool:
     return kind == RANK.name or sum(metrics.requests.rolling[kind].total) > 0
 
 
-def _goodput(kind: str, metrics: Metrics, newest: NewestRequests, uptime_s: float) -> Goodput:
+def _goodput(kind: str, metrics: Metrics, newest: NewestRequests) -> Goodput:
     objective = metrics.requests.objectives[kind]
     total = metrics.requests.rolling[kind].total
     over = {name: metrics.requests.over(kind, window_s) for name, window_s in WINDOWS_S.items()}
     p50_s, p99_s = newest.percentiles_s(kind) or (None, None)
-    window_s = min(WINDOWS_S["5m"], max(uptime_s, 1.0))
+    intervals = metrics.requests.intervals(kind, NUM_SLOTS)
     return Goodput(
         kind=kind,
         threshold_s=objective.threshold_s,
@@ -98,9 +106,15 @@ def _goodput(kind: str, metrics: Metrics, newest: NewestRequests, uptime_s: floa
         good=total.good,
         slow=total.slow,
         failed=total.failed,
-        per_s=over["5m"].good / window_s,
+        per_s=metrics.requests.good_per_s(kind),
         p50_s=p50_s,
         p99_s=p99_s,
+        timeline=Timeline(
+            slot_s=SLOT_S,
+            good=[one.counts.good for one in intervals],
+            bad=[one.counts.slow + one.counts.failed for one in intervals],
+            p99_s=[one.p99_s for one in intervals],
+        ),
     )
 
 

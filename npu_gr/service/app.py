@@ -40,7 +40,7 @@ from npu_gr.server.tracing import spans
 from npu_gr.service.admin import CatalogueOfGenerator, VectorsOfMatch
 from npu_gr.service.build import open_generation, open_ranking
 from npu_gr.service.config import Config, InForce
-from npu_gr.service.job_table import Shared, build_jobs, coverage_rule
+from npu_gr.service.job_table import Shared, build_jobs, cascade_of, coverage_rule
 from npu_gr.service.naming import ServedNames
 from npu_gr.service.reload import Reload
 from npu_gr.service.service import Parts, Service
@@ -79,7 +79,7 @@ async def instance(
         shared = Shared(
             settings=settings,
             versions=versions,
-            histories=_histories(config, store, versions, metrics),
+            histories=_histories(settings, store, versions, metrics),
             vectors=None if config.match is None else ServedVectors(config.match, backend),
             scheduler=scheduler,
             metrics=metrics,
@@ -118,6 +118,7 @@ async def instance(
                 brownout=brownout,
                 histories=shared.histories,
                 coverage=coverage,
+                cascade=cascade_of(jobs),
                 read=read,
                 open_ranking=lambda new, old: open_ranking(new, backend, scheduler, metrics, old),
                 open_generation=lambda new, old: open_generation(new, backend, scheduler, metrics, old),
@@ -216,7 +217,8 @@ async def check_store(store: HistoryStore, versions: Versions, config: Config) -
         )
 
 
-def _histories(config: Config, store: HistoryStore | None, versions: Versions, metrics: Metrics) -> Histories:
+def _histories(settings: InForce, store: HistoryStore | None, versions: Versions, metrics: Metrics) -> Histories:
+    config = settings.config
     cache = PrefixHistoryCache(config.service.known_prefix_bytes)
     cache.resize(config.service.known_prefix_bytes, config.admission.tenant_weights)
     return Histories(
@@ -226,6 +228,7 @@ def _histories(config: Config, store: HistoryStore | None, versions: Versions, m
         config.features.on_failure,
         metrics,
         lambda: () if versions.rankers is None else versions.rankers.current.model.actions,
+        lambda: settings.config.service.unsorted_history,
     )
 
 

@@ -32,7 +32,8 @@ from npu_gr.engine.page_jobs import PageJobs
 from npu_gr.engine.rank_engine import RankEngine
 from npu_gr.engine.sanity import check_generator, check_weights
 from npu_gr.engine.scheduler import Scheduler
-from npu_gr.jobs.generation import GenerateConfig, Generation, warm_up
+from npu_gr.jobs.config import GenerateConfig
+from npu_gr.jobs.generation import Generation, warm_up
 from npu_gr.jobs.ranking import Ranking
 from npu_gr.jobs.served_catalogue import ServedCatalogue
 from npu_gr.kv.arena import KVArena

@@ -11,18 +11,16 @@ import msgspec
 
 from npu_gr.admission.brownout import BrownoutConfig
 from npu_gr.admission.config import AdmissionConfig
-from npu_gr.backend.choose import BackendName
-from npu_gr.backend.cpu.backend import NativeMode
+from npu_gr.backend.names import BackendName, NativeMode
 from npu_gr.core import settings
 from npu_gr.core.kinds import KINDS
 from npu_gr.core.settings import Bytes, Count, Ratio, Seconds
 from npu_gr.engine.queue import SchedulerConfig
 from npu_gr.features.base import HistoryConfig
 from npu_gr.jobs.cascade_plan import RecommendConfig
-from npu_gr.jobs.generation import GenerateConfig
-from npu_gr.jobs.match import MatchConfig
-from npu_gr.jobs.ranking import RankingConfig
+from npu_gr.jobs.config import GenerateConfig, RankingConfig
 from npu_gr.kv.config import KVConfig
+from npu_gr.matching.config import MatchConfig
 from npu_gr.metrics.slo import Objective
 from npu_gr.relay.calibration import Calibration, beside
 from npu_gr.relay.config import RelayConfig

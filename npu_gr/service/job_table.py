@@ -105,12 +105,17 @@ MAKERS: dict[str, Maker] = {
 }
 
 
+def cascade_of(jobs: Mapping[str, AnyJob]) -> Cascade | None:
+    """Return what every cascade shares; None = the instance has no section `recommend`."""
+    job = jobs.get(RECOMMEND.name)
+    return job.cascade if isinstance(job, RecommendJob) else None
+
+
 def coverage_rule(shared: Shared, jobs: Mapping[str, AnyJob]) -> CoverageRule:
     """Make the rule about what the ranker must know of the cascade's sources; without a cascade there are none."""
-    job = jobs.get(RECOMMEND.name)
-    if not isinstance(job, RecommendJob):
+    cascade = cascade_of(jobs)
+    if cascade is None:
         return CoverageRule(0.0, lambda: shared.versions.ranker().vocabulary, {}, (), lambda *_: None)
-    cascade = job.cascade
     items: dict[str, Items] = {}
     if GENERATE.name in cascade.sources:
         items[GENERATE.name] = lambda: shared.versions.generator().items.item_ids()

@@ -4,6 +4,7 @@
                     begin with those of the old one, and it must know the items of the cascade's sources (`coverage.py`)
     generate        another version is loaded and warmed up beside the old one, which drains; memory sizes and the
                     number of levels cannot change
+    recommend.popular   the file is read again; its path cannot change
     slo, admission, service, relay, trigger, brownout    in force from the next request on
     calibration     in force with the next version of the checkpoint
     all others      sized or opened at the start: a change is refused by name
@@ -23,10 +24,12 @@ from npu_gr.admission.door import Door
 from npu_gr.core.errors import ConfigError, NpuGrError, Unavailable
 from npu_gr.core.kinds import GENERATE, RANK
 from npu_gr.features.named_actions import difference
-from npu_gr.jobs.coverage import CoverageRule
+from npu_gr.jobs.coverage import CoverageRule, Items
 from npu_gr.jobs.generation import Generation
 from npu_gr.jobs.histories import Histories
 from npu_gr.jobs.ranking import Ranking
+from npu_gr.jobs.recommend import Cascade
+from npu_gr.jobs.sources import POPULAR, read_popular
 from npu_gr.jobs.versions import ModelVersions, V, Versions
 from npu_gr.metrics.registry.reloads import Reloaded, ReloadMetrics
 from npu_gr.service.build import Prepared
@@ -92,6 +95,7 @@ class Reload:
         brownout: BrownoutControl,
         histories: Histories,
         coverage: CoverageRule,
+        cascade: Cascade | None,
         read: Callable[[], Config],
         open_ranking: Callable[[Config, Ranking], Awaitable[Prepared[Ranking]]],
         open_generation: Callable[[Config, Generation], Awaitable[Prepared[Generation]]],
@@ -103,6 +107,7 @@ class Reload:
             settings: in force; replaced when a reload succeeds.
             versions, door, brownout, histories: what is reconfigured.
             coverage: of the cascade's sources.
+            cascade: whose list of popular items is read again; None = there is none.
             read: reads the configuration again from where the first one came; called in a thread.
             open_ranking, open_generation: prepare a model of the new configuration beside the one that serves. Its
                 `activate` takes over the pages, and returns the serving model itself if the version is the same.
@@ -114,6 +119,7 @@ class Reload:
         self._brownout = brownout
         self._histories = histories
         self._coverage = coverage
+        self._cascade = cascade
         self._read = read
         self._open_ranking = open_ranking
         self._open_generation = open_generation
@@ -149,16 +155,22 @@ class Reload:
                 check_actions(versions.rankers.current.model.actions, ranking.actions)
         if versions.generators is not None:
             generation = await self._open_generation(new, versions.generators.current)
+        sources: dict[str, Items] = {}
+        if generation is not None and generation.items:
+            sources[GENERATE.name] = generation.items.item_ids
+        popular = None
+        if self._cascade is not None:
+            popular = await asyncio.to_thread(read_popular, self._cascade.config.popular)
+            sources[POPULAR] = lambda: popular
         async with self._coverage.changing:
-            measured = await self._coverage.check(
-                ranking.vocabulary if ranking is not None else None,
-                {GENERATE.name: generation.items.item_ids} if generation is not None and generation.items else {},
-            )
+            measured = await self._coverage.check(ranking.vocabulary if ranking is not None else None, sources)
             # From here on nothing fails and nothing waits: a model that takes over pages must serve at once.
             if versions.rankers is not None and ranking is not None:
                 _replace(versions.rankers, ranking)
             if versions.generators is not None and generation is not None:
                 _replace(versions.generators, generation)
+            if self._cascade is not None and popular is not None:
+                self._cascade.popular = popular
             self._coverage.accept(measured)
             self._reconfigure(new)
         log.info("reloaded: %s", ", ".join(f"{m.name} {m.version}" for m in versions.models() if not m.is_draining))

@@ -16,8 +16,9 @@ import torch
 
 from npu_gr.backend.base import Backend
 from npu_gr.backend.checks import Finding, FindingState
-from npu_gr.backend.choose import BackendName, choose
+from npu_gr.backend.choose import choose
 from npu_gr.backend.cpu.backend import CPUBackend
+from npu_gr.backend.names import BackendName
 from npu_gr.catalogue.build import build_trie
 from npu_gr.catalogue.tokens import Tokens
 from npu_gr.catalogue.trie import Codebooks, Trie

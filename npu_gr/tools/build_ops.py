@@ -13,6 +13,7 @@ from pathlib import Path
 
 from npu_gr.backend.cpu import library as cpu_library
 from npu_gr.backend.npu import ops as npu_ops
+from npu_gr.backend.npu import versions as npu_versions
 from npu_gr.core import shipped
 from npu_gr.core.errors import ConfigError
 
@@ -67,6 +68,9 @@ def build_ascend(out: Path | None = None, soc: str | None = None) -> Path:
     with tempfile.TemporaryDirectory(prefix="npu_gr-ops-") as aside:  # an installation may not be written into
         sources = Path(aside) / "ops" / "ascendc"
         shutil.copytree(shipped.path("ops/ascendc"), sources)
+        table = Path(aside) / "npu_gr" / "backend" / "npu" / "versions.py"  # where build.sh looks for it
+        table.parent.mkdir(parents=True)
+        shutil.copyfile(npu_versions.__file__, table)
         variables = {"PYTHON": sys.executable, **os.environ}
         if soc is not None:
             variables["SOC_VERSION"] = soc

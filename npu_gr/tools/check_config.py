@@ -1,7 +1,8 @@
 """Check a configuration and everything that it names, without starting anything: `npu-gr check-config`.
 
 Models, catalogue, vectors, keys and certificates are read as a start reads them; a hook is imported. Nothing is
-kept, no other process is called, and no device is opened: `npu-gr doctor --backend NAME` does that.
+kept, no other process is called, and no device is opened: `npu-gr doctor --backend NAME` does that. Without torch (the
+extra `serve`) models are not read, and the report says so.
 """
 
 from __future__ import annotations
@@ -26,12 +27,10 @@ from npu_gr.catalogue.versions import make_snapshot
 from npu_gr.core import settings
 from npu_gr.core.errors import ConfigError, NpuGrError
 from npu_gr.features.base import HistoryConfig
-from npu_gr.jobs.generation import GenerateConfig
+from npu_gr.jobs.config import GenerateConfig
 from npu_gr.jobs.hook import load_hook
-from npu_gr.jobs.match import MatchConfig
-from npu_gr.jobs.sources import read_popular
 from npu_gr.matching import vectors
-from npu_gr.model import hf, weights
+from npu_gr.matching.config import MatchConfig
 from npu_gr.relay.calibration import beside
 from npu_gr.replay.identity import read_key
 from npu_gr.router.config import RouterConfig
@@ -123,7 +122,7 @@ def _of_instance(config: Config) -> Iterator[Opened]:
             yield _tried("recommend.hook", lambda: load_hook(hook), hook)
         if recommend.popular is not None:
             popular = recommend.popular
-            yield _tried("recommend.popular", lambda: f"{popular}: {len(read_popular(popular))} items")
+            yield _tried("recommend.popular", lambda: _popular(popular))
     yield from _history(config.features)
     if (record := config.record) is not None:
         yield _tried("record.folder", lambda: _writable(Path(record.folder)))
@@ -172,9 +171,15 @@ def _tried(key: str, work: Callable[[], object], words: str | None = None) -> Op
         return Opened(key, OpenedState.BROKEN, str(error).removeprefix(f"{key}: "))
     except OSError as error:
         return Opened(key, OpenedState.BROKEN, f"{error.filename}: {error.strerror}")
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != "torch":
+            raise
+        return Opened(key, OpenedState.NOTE, "was not read, for there is no torch", "pip install 'npu_gr[serve]'")
 
 
 def _ranker(folder: Path) -> str:
+    from npu_gr.model import weights
+
     found = weights.load(folder)
     return f"{folder}: {found.name}, version {found.version}, {len(found.item_ids)} items"
 
@@ -183,6 +188,8 @@ def _generator(section: GenerateConfig) -> Iterator[Opened]:
     folder = Path(section.checkpoint)
 
     def model() -> str:
+        from npu_gr.model import hf
+
         decoder = hf.examine(folder)
         last_token = section.first_token + sum(section.codes) - 1
         if last_token >= decoder.vocab_size:
@@ -196,6 +203,12 @@ def _generator(section: GenerateConfig) -> Iterator[Opened]:
 
     yield _tried("generate.checkpoint", model)
     yield _tried("generate.catalogue", catalogue)
+
+
+def _popular(path: str) -> str:
+    from npu_gr.jobs.sources import read_popular
+
+    return f"{path}: {len(read_popular(path))} items"
 
 
 def _vectors(section: MatchConfig) -> Iterator[Opened]:

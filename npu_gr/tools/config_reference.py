@@ -18,7 +18,7 @@ from npu_gr.tools.config_notes import KINDS, notes
 from npu_gr.tools.config_schema import first_lines, plain_default
 from npu_gr.train.generate.train import GenerateOptions
 from npu_gr.train.match.options import MatchOptions
-from npu_gr.train.rank.train import TrainOptions
+from npu_gr.train.rank.options import TrainOptions
 from npu_gr.train.site.options import SiteOptions
 
 _HEAD = """# Configuration

@@ -56,7 +56,7 @@ from npu_gr.service.config import Config, load
 from npu_gr.tools import demo_cascade
 from npu_gr.tools.demo_summary import sum_up
 from npu_gr.train.data import to_train_on
-from npu_gr.train.rank.train import DEMO
+from npu_gr.train.rank.options import DEMO
 from npu_gr.train.site.make import train_site
 from npu_gr.train.site.options import options_for
 from npu_gr.train.site.report import SiteReport

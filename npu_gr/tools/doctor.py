@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Sequence
-from enum import StrEnum
 from pathlib import Path
 
 import torch
 
 from npu_gr.backend.checks import Finding, FindingState, device_findings, usable_backends
-from npu_gr.backend.choose import BackendName, choose
+from npu_gr.backend.choose import choose
+from npu_gr.backend.names import BackendName
 from npu_gr.backend.op_parity import compare
 from npu_gr.core.errors import ConfigError
 
@@ -45,18 +44,3 @@ def examine(backend: BackendName | None = None, hstu_library: Path | None = None
 def is_well(findings: list[Finding]) -> bool:
     """Tell whether nothing is broken; a missing piece that no backend needs is well."""
     return all(each.state is not FindingState.BROKEN for each in findings)
-
-
-def table(findings: Sequence[tuple[str, StrEnum, str, str]]) -> str:
-    """Format findings for people: a line each, and under one that is not well what to do about it.
-
-    Args:
-        findings: name, state, what was found, remedy or "".
-    """
-    width = max(len(name) for name, *_ in findings)
-    lines = []
-    for name, state, found, remedy in findings:
-        lines.append(f"{state.value:8}{name:{width}}  {found}")
-        if remedy:
-            lines.append(f"{'':8}{'':{width}}  -> {remedy}")
-    return "\n".join(lines)

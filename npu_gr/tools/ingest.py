@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import aiohttp
 import msgspec
 import numpy as np
+from yarl import URL
 
 from npu_gr.access.calling import calling_context, calling_headers
 from npu_gr.core.errors import ConfigError, NpuGrError, StoreFailed, StoreInUse, Unavailable, Unprocessable
@@ -40,6 +41,15 @@ BUDGET_MS = 30_000  # that a call may take
 TRIES_FIRST_S, TRIES_MOST_S = 0.1, 5.0  # between two tries where the answer does not say
 _LATER = (408, 429, 503, 504)  # statuses that end by waiting
 _TAKEN = (408, 429)  # of these nothing was begun
+_NOT_OURS = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)  # of reading what we would not have written
+
+
+class _Model(msgspec.Struct, frozen=True):
+    actions: tuple[str, ...]
+
+
+class _Models(msgspec.Struct, frozen=True):
+    models: tuple[_Model, ...]
 
 
 class Target(NamedTuple):
@@ -58,7 +68,6 @@ class ServiceWriter:
         http: aiohttp.ClientSession,
         url: str,
         patience_s: float,
-        on_wait: Callable[[float], None] = lambda _: None,
     ) -> None:
         """Call nobody yet.
 
@@ -66,12 +75,10 @@ class ServiceWriter:
             http: with the headers and certificates of every call.
             url: of the address.
             patience_s: how long a call is tried again while the service has no room or is away.
-            on_wait: called with the seconds of each wait.
         """
         self._http = http
         self._url = url.rstrip("/")
         self._patience_s = patience_s
-        self._on_wait = on_wait
 
     async def action_names(self) -> tuple[str, ...]:
         """Ask once which actions the ranker has; none = it does not rank.
@@ -80,14 +87,18 @@ class ServiceWriter:
             ConfigError: the address is not one of ours, or does not let us in. Unavailable: nobody answers there.
         """
         body = await self._call("GET", "/v1/models", None, patience_s=0.0)
-        models = msgspec.json.decode(body)["models"]
-        return tuple(models[0]["actions"]) if models else ()
+        try:
+            models = msgspec.json.decode(body, type=_Models).models
+        except _NOT_OURS as error:
+            raise ConfigError(f"{self._url}: no service of npu_gr answers there: {cut(str(error), 200)}") from error
+        return models[0].actions if models else ()
 
     async def write_many(self, batch: list[Write]) -> Sequence[Written | NpuGrError]:
         """Write behaviours of users of one tenant. What is called again because of a failure adds nothing twice.
 
         Raises:
-            ConfigError: the service does not let us in. Unavailable: it was away or full for all of the patience.
+            ConfigError: the service does not let us in. Unavailable: it was away or full for all of the patience, or
+                something else answered.
         """
         results: list[Written | NpuGrError] = [Written(0, 0)] * len(batch)
         for places, writes in _calls(batch):
@@ -115,7 +126,13 @@ class ServiceWriter:
         body = msgspec.msgpack.encode(IngestBody(users=users, tenant=first.user.tenant, mode=first.mode))
         is_repeatable = first.mode is not Mode.APPEND or all(one.key is not None for one in writes)
         answer = await self._call("POST", "/v1/events/bulk", body, is_repeatable=is_repeatable)
-        return [_result(one) for one in msgspec.json.decode(answer, type=IngestOut).users]
+        try:
+            written = msgspec.json.decode(answer, type=IngestOut).users
+        except _NOT_OURS as error:
+            raise Unavailable(f"{self._url}: no answer of npu_gr's: {cut(str(error), 200)}") from error
+        if len(written) != len(writes):
+            raise Unavailable(f"{self._url}: the answer tells of {len(written)} users of {len(writes)}")
+        return [_result(one) for one in written]
 
     async def _call(
         self,
@@ -149,7 +166,6 @@ class ServiceWriter:
                     raise error from failure
             if time.monotonic() + wait_s > until_at:
                 raise error
-            self._on_wait(wait_s)
             await asyncio.sleep(wait_s)
             pause_s = min(2 * pause_s, TRIES_MOST_S)
 
@@ -165,7 +181,6 @@ async def open_target(
     url: str | None,
     api_key: str | None,
     patience_s: float,
-    on_wait: Callable[[float], None] = lambda _: None,
 ) -> AsyncIterator[Target]:
     """Open where events are written, while the block runs.
 
@@ -173,7 +188,7 @@ async def open_target(
         config: its store, if `url` is None; if another process has that, the service at its address.
         url: of a service that is written through.
         api_key: for it, with the scopes `ingest` and `infer`.
-        patience_s, on_wait: see `ServiceWriter`.
+        patience_s: see `ServiceWriter`.
 
     Raises:
         ConfigError: neither is there, or it cannot be used.
@@ -200,14 +215,14 @@ async def open_target(
     connector = aiohttp.TCPConnector(ssl=calling_context())
     timeout = aiohttp.ClientTimeout(total=BUDGET_MS / 1e3 + 5, sock_connect=5.0)
     async with aiohttp.ClientSession(headers=calling_headers(api_key), connector=connector, timeout=timeout) as http:
-        writer = ServiceWriter(http, url, patience_s, on_wait)
+        writer = ServiceWriter(http, url, patience_s)
         yield Target(writer, await writer.action_names(), url)
 
 
 def url_of(server: ServerConfig) -> str:
     """The public address of an instance, as a process on the same machine calls it."""
-    host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(server.host, server.host)  # it is replaced  # noqa: S104  # nosec B104
-    return f"{'http' if server.tls is None else 'https'}://{host}:{server.port}"
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(server.host, server.host)  # it is replaced  # noqa: S104  # nosec B104
+    return str(URL.build(scheme="http" if server.tls is None else "https", host=host, port=server.port)).rstrip("/")
 
 
 def _actions_of(config: Config) -> tuple[str, ...]:
@@ -266,7 +281,7 @@ def _refused(url: str, status: int, data: bytes) -> NpuGrError:
     """Make the error of an answer that is none of ours, or a problem."""
     try:
         detail = str(msgspec.json.decode(data)["detail"])
-    except (msgspec.DecodeError, KeyError, TypeError):
+    except (*_NOT_OURS, KeyError, TypeError):
         detail = cut(data.decode(errors="replace"))
     text = f"{url}: status {status}: {detail}"
     if status in _LATER or status >= 500:

@@ -12,6 +12,7 @@ import yaml
 from npu_gr.catalogue.item_names import EMPTY, ItemNames
 from npu_gr.core import shipped
 from npu_gr.core.errors import DataError
+from npu_gr.core.names import value_name
 from npu_gr.train.data import InteractionLog
 
 CONFIGURATION = "serve.yaml"
@@ -45,7 +46,7 @@ def example(log: InteractionLog, names: ItemNames = EMPTY) -> Example:
 
 def names_of_actions(log: InteractionLog) -> tuple[str, ...]:
     """Name each action as callers do: a rating by its plain text."""
-    return log.action_names or tuple(f"{value:g}" for value in log.action_values)
+    return log.action_names or tuple(map(value_name, log.action_values))
 
 
 def write_configuration(table: dict[str, Any], folder: Path) -> None:

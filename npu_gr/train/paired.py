@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -9,10 +10,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from npu_gr.train.metrics import F64, hit_ratio, hits, ndcg, ndcg_of_each
+from npu_gr.core.request import I64
+from npu_gr.train.metrics import F64, auc, auc_terms, hit_ratio, hits, ndcg, ndcg_of_each
 from npu_gr.train.next_item import NextItemRanks
 
 REPLICATES = 10_000
+NORMAL = 1.96  # deviations on each side that hold 95 % of a normal distribution
 K = 10
 _BLOCK = 250  # replicates at a time
 
@@ -70,6 +73,30 @@ def _difference(mean: float, means: F64) -> Difference:
     low, high = np.quantile(means, [0.025, 0.975])
     p = 2 * min((means <= 0).mean(), (means >= 0).mean())
     return Difference(mean, float(low), float(high), float(min(1.0, max(p, 1 / REPLICATES))))
+
+
+def difference_of_auc(ours: F64, theirs: F64 | None, labels: npt.NDArray[np.bool_], users: I64) -> Difference | None:
+    """Compare two AUCs of the same events, or one with 0. A user's events depend on each other, so users are counted.
+
+    Args:
+        ours: [n] a score of each event.
+        theirs: the same of another model; None = ours alone.
+        labels: [n], True = positive.
+        users: [n] whose event each is.
+
+    Returns:
+        Ours less theirs, with the interval of a normal distribution; None = a label has no event.
+    """
+    if labels.all() or not labels.any():
+        return None
+    mean = auc(ours, labels)
+    terms = auc_terms(ours, labels)
+    if theirs is not None:
+        mean -= auc(theirs, labels)
+        terms = terms - auc_terms(theirs, labels)
+    deviation = float(np.sqrt(np.square(np.bincount(users, terms)).sum()))
+    p = math.erfc(abs(mean) / deviation / math.sqrt(2)) if deviation else float(mean == 0)
+    return Difference(mean, mean - NORMAL * deviation, mean + NORMAL * deviation, max(p, 1 / REPLICATES))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -102,6 +102,7 @@ class EpochTrainer(Generic[M]):
         )
         self._averaged = AveragedModel(model, multi_avg_fn=partial(average, options.average_decay))
         self._recent_losses: list[float] = []
+        self.done_ratio = 0.0  # share of the training before the step that is being taken
 
     @property
     def averaged(self) -> M:
@@ -123,8 +124,9 @@ class EpochTrainer(Generic[M]):
         self._model.train()
         for index, batch in enumerate(batches):
             done = epoch + index / len(batches)
+            self.done_ratio = done / options.epochs
             for group in self._optimizer.param_groups:
-                group["lr"] = options.learning_rate * schedule(done / options.epochs, options.warm_up_ratio)
+                group["lr"] = options.learning_rate * schedule(self.done_ratio, options.warm_up_ratio)
             loss = loss_of(batch)
             self._optimizer.zero_grad()
             loss.backward()

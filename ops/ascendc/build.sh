@@ -4,6 +4,7 @@
 # Usage: SOC_VERSION=ascend910b1 ops/ascendc/build.sh [FOLDER]
 #   SOC_VERSION  as `npu-smi info` names the chip, in lower case with "ascend" before it
 #   PYTHON       the Python that has torch and torch_npu (default: python3)
+# CANN and torch_npu must be a pair of npu_gr/backend/npu/versions.py; newer ones than it knows are a warning.
 # Exit status: 2 something is missing (said which), 3 there are no native ops for this chip, else that of the build.
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
@@ -36,15 +37,20 @@ torch=$(package torch)
 [ -n "$torch" ] || stop "$python has no torch: pip install 'npu_gr[npu]'"
 torch_npu=$(package torch_npu)
 [ -n "$torch_npu" ] || stop "$python has no torch_npu: pip install 'npu_gr[npu]'"
+npu_version=$("$python" -c 'from importlib.metadata import version; print(version("torch-npu"))')
+versions=$root/npu_gr/backend/npu/versions.py
+cann=$("$python" "$versions" "$ASCEND_HOME_PATH" "$npu_version" 2> >(sed 's/^/build.sh: /' >&2)) || exit 2
 read -r version abi < <(TORCH_DEVICE_BACKEND_AUTOLOAD=0 "$python" -c \
   'import torch; print(torch.__version__, int(torch._C._GLIBCXX_USE_CXX11_ABI))')
 
 out=${1:-$root/npu_gr/backend/npu/lib}
 build=$root/build/npu-$variant
 cmake -S "$here" -B "$build" -DSOC_VERSION="$soc" -DVARIANT="$variant" -DASCEND_HOME_PATH="$ASCEND_HOME_PATH" \
-  -DTORCH_PATH="$torch" -DTORCH_NPU_PATH="$torch_npu" -DTORCH_CXX11_ABI="$abi" -DRUN_MODE=npu
+  -DTORCH_PATH="$torch" -DTORCH_NPU_PATH="$torch_npu" -DTORCH_CXX11_ABI="$abi" -DCANN="$cann" -DRUN_MODE=npu \
+  -DCMAKE_BUILD_TYPE=Release
 cmake --build "$build" -j
 mkdir -p "$out"
 cp "$build/libnpu_gr_ascend_$variant.so" "$out/"
-printf '{"torch": "%s", "soc": "%s"}\n' "$version" "$soc" > "$out/libnpu_gr_ascend_$variant.json"
-echo "built $out/libnpu_gr_ascend_$variant.so for $soc, torch $version"
+printf '{"torch": "%s", "torch_npu": "%s", "cann": %s, "soc": "%s"}\n' "$version" "$npu_version" "$cann" "$soc" \
+  > "$out/libnpu_gr_ascend_$variant.json"
+echo "built $out/libnpu_gr_ascend_$variant.so for $soc, torch $version, CANN $cann"

@@ -4,9 +4,9 @@
     python ops/ascendc/mutate.py --every 9       every ninth
     python ops/ascendc/mutate.py --list
 
-All mutants of one rule are in one build and a number picks the one that is on, so there are as many builds as rules. A
-mutant falls when the twin complains, an answer differs, or the program crashes or hangs. EQUIVALENT names those that
-change nothing that can be seen, each with the reason.
+All mutants of one rule are in one build and a number picks the one that is on, so there are as many builds as rules,
+and one of the faults that a person would make, of faults.py. A mutant falls when the twin complains, an answer differs,
+or the program crashes or hangs. EQUIVALENT names those that change nothing that can be seen, each with the reason.
 """
 
 from __future__ import annotations
@@ -22,17 +22,21 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
+from faults import KERNEL_FAULTS, Fault, plant
+
+from npu_gr.bench.ascend_twin import FLAGS
+
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 HANGS_S = 60.0  # a fixed case takes milliseconds
 KERNELS = {  # file -> ops that run through it
-    "kernels/best_pairs.h": ("masked_topk", "beam_merge", "csr_gather_topk"),
+    "kernels/best_pairs.h": ("masked_topk", "csr_gather_topk"),
     "kernels/masked_topk.h": ("masked_topk",),
     "kernels/merge_pairs.h": ("masked_topk", "csr_gather_topk"),
     "kernels/children.h": ("csr_gather_topk",),
     "kernels/csr_gather_topk.h": ("csr_gather_topk",),
-    "kernels/beam_merge.h": ("beam_merge",),
-    "kernels/kv.h": ("kv_gather", "beam_fork"),
+    "kernels/row_index.h": ("beam_fork",),
+    "kernels/beam_fork.h": ("beam_fork",),
 }
 
 # In a build, ON(n) is true for the mutant that is on. `a < LESS(n) > b` is a comparison that can be either.
@@ -77,7 +81,6 @@ RULES = (
     ),
     Rule("no limit", r"\bmin_of\(([^,()]+), ([^()]+)\)", lambda m, n: f"(ON({n}) ? ({m[2]}) : {m[0]})"),
     Rule("other compare", r"AscendC::CMPMODE::GT", lambda m, n: f"(ON({n}) ? AscendC::CMPMODE::GE : {m[0]})"),
-    Rule("other compare", r"AscendC::CMPMODE::GE", lambda m, n: f"(ON({n}) ? AscendC::CMPMODE::GT : {m[0]})"),
     Rule("another infinity", r"\bkNegInf\b", lambda m, n: f"(ON({n}) ? 0.0f : kNegInf)"),
     Rule("-1: 0", r"int32_t\(-1\)", lambda m, n: f"int32_t(ON({n}) ? 0 : -1)"),
     Rule("next row", r"uint64_t\((row|request|group|list|first)\)", lambda m, n: f"({m[0]} + uint64_t(ON({n})))"),
@@ -163,12 +166,12 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
     (
         "kernels/csr_gather_topk.h",
         "below: or equal",
-        "if (from < to && norm_[i] > kNegInf && acc_[i] > kNegInf) add_row(begin + i, i, from, to);",
+        "if (from < to && norm > kNegInf && acc > kNegInf)",
     ): "a row is moved for nothing",
     (
         "kernels/csr_gather_topk.h",
         "above: or equal",
-        "if (from < to && norm_[i] > kNegInf && acc_[i] > kNegInf) add_row(begin + i, i, from, to);",
+        "if (from < to && norm > kNegInf && acc > kNegInf)",
     ): "of acc: a score of -inf is not chosen; that of norm falls",
     (
         "kernels/csr_gather_topk.h",
@@ -196,33 +199,7 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
         "float peak = kNegInf, sum = 0.0f;",
     ): "of a row without children, whose sum of 0 has the logarithm -inf",
     (
-        "kernels/beam_merge.h",
-        "below: or equal",
-        "while ((1u << shift_) < stride) ++shift_;",
-    ): "one bit more between beam and rank",
-    (
-        "kernels/beam_merge.h",
-        "below: or equal",
-        "bool full = !(best_.worst() < worst);",
-    ): "ties come in too late and lose in the merge: slower",
-    (
-        "kernels/beam_merge.h",
-        "other compare",
-        "best_.offer(x, index, int32_t(beam << shift_), count, worst, "
-        "full ? AscendC::CMPMODE::GT : AscendC::CMPMODE::GE);",
-    ): "GE for GT: ties come in too late and lose in the merge; GT for GE falls",
-    (
-        "kernels/beam_merge.h",
-        "above: or equal",
-        "float floor = best_.worst() > kLowest ? best_.worst() : kLowest;",
-    ): "both are the same number",
-    (
-        "kernels/kv.h",
-        "below: or equal",
-        "for (uint32_t i = 0; i < rows;) {",
-    ): "one more look at nothing",
-    (
-        "kernels/kv.h",
+        "kernels/beam_fork.h",
         "above: or equal",
         "last_ = parent + 1 > last_ ? parent + 1 : last_;",
     ): "both are the same number",
@@ -267,24 +244,29 @@ def planted(rule: int, tree: Path | None = None) -> list[Mutant]:
     return mutants
 
 
-def build(rule: int, folder: Path) -> Path:
-    """A library with all mutants of a rule, none of them on."""
+def build(rule: int | None, folder: Path) -> Path:
+    """A library with all mutants of a rule, or with all faults for None; none of them on."""
     tree = folder / f"rule{rule}"
     shutil.copytree(HERE, tree, ignore=shutil.ignore_patterns("*.py", "build"))
-    planted(rule, tree)
-    device = tree / "kernels" / "device.h"
-    device.write_text(device.read_text() + SWITCH.replace("#pragma once", ""))
+    if rule is None:
+        plant(KERNEL_FAULTS, tree)
+    else:
+        planted(rule, tree)
+    switch = tree / "switch.h"
+    switch.write_text(SWITCH)
     library = tree / "twin.so"
-    flags = ("-std=c++17", "-O0", "-w", "-fPIC", "-shared", "-pthread")
+    flags = (*FLAGS, "-O0", "-w", "-include", str(switch))
     subprocess.run(["g++", *flags, str(tree / "twin" / "library.cpp"), "-o", str(library)], check=True)
     return library
 
 
-def verdict(library: Path, mutant: Mutant | None) -> str:
+def verdict(library: Path, mutant: Mutant | Fault | None) -> str:
     """`fell: ...`, or `survived`. None = no mutant is on."""
-    number, ops = (-1, [*KERNELS["kernels/kv.h"], *KERNELS["kernels/best_pairs.h"]])
-    if mutant is not None:
+    number, ops = (-1, sorted({op for ops in KERNELS.values() for op in ops}))
+    if isinstance(mutant, Mutant):
         number, ops = mutant.number, list(KERNELS[mutant.file])
+    elif mutant is not None:
+        number, ops = KERNEL_FAULTS.index(mutant), list(mutant.ops)
     run = [sys.executable, "-m", "tests.ops.fixed", "--mutant", str(number), str(library), *ops]
     try:
         done = subprocess.run(run, cwd=ROOT, capture_output=True, text=True, timeout=HANGS_S, check=False)
@@ -295,20 +277,25 @@ def verdict(library: Path, mutant: Mutant | None) -> str:
     return "fell: " + ((done.stderr.strip().splitlines() or [f"signal {-done.returncode}"])[-1])[:120]
 
 
+def is_equivalent(mutant: Mutant | Fault) -> bool:
+    """Whether it is known that nothing can be seen of it."""
+    return bool(mutant.equivalent) if isinstance(mutant, Fault) else mutant.key in EQUIVALENT
+
+
 def check(every: int, jobs: int) -> int:
     """Run and report; how many survive that are not known to be equivalent."""
     counts = {"fell": 0, "equivalent": 0, "survived": 0}
     each: dict[str, int] = {}
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(jobs) as pool:
-        todo = [rule for rule in range(len(RULES)) if planted(rule)]
+        todo = [None, *(rule for rule in range(len(RULES)) if planted(rule))]
         for rule, library in zip(todo, pool.map(lambda r: build(r, Path(folder)), todo), strict=True):
-            mutants = planted(rule)[::every]
+            mutants: list[Mutant | Fault] = [*KERNEL_FAULTS] if rule is None else [*planted(rule)[::every]]
             found = list(pool.map(lambda mutant, at=library: verdict(at, mutant), [None, *mutants]))
             if found[0] != "survived":
-                raise SystemExit(f"{RULES[rule].name}: without a mutant: {found[0]}")
+                raise SystemExit(f"{rule}: without a mutant: {found[0]}")
             for mutant, told in zip(mutants, found[1:], strict=True):
                 kind = told.split(":")[0]
-                kind = "equivalent" if kind == "survived" and mutant.key in EQUIVALENT else kind
+                kind = "equivalent" if kind == "survived" and is_equivalent(mutant) else kind
                 counts[kind] += 1
                 each[mutant.file] = each.get(mutant.file, 0) + 1
                 sys.stdout.write(f"{kind:10} {mutant}  [{told}]\n")

@@ -12,7 +12,6 @@ constexpr uint32_t kMaxK = 2048;          // pairs kept; two lists of them must 
 constexpr uint32_t kMinTile = 256;        // elements; any less and Compares would see part of a repeat
 constexpr uint32_t kMaxTile = 4096;       // a tile is sorted as one list in the end, of 4095 pairs at most in a merge
 constexpr uint32_t kMaxRows = 2048;       // beams of one request
-constexpr uint32_t kMaxBlocks = 4095;     // of one data movement
 constexpr uint32_t kMaxPairs = 1u << 31;  // row and position share one 32-bit index, whose sign means "none"
 
 constexpr uint64_t up(uint64_t value, uint64_t to) { return (value + to - 1) / to * to; }
@@ -155,49 +154,14 @@ inline CsrPlan plan_csr_gather_topk(uint32_t rows, uint32_t codes, uint32_t k, D
   return plan;
 }
 
-// ---- beam_merge
-struct BeamMergePlan : Refusal {
-  uint32_t tile = 0, blocks = 1;
-};
-constexpr uint64_t beam_merge_bytes(uint32_t beams, uint32_t tile, uint32_t k) {
-  return 2 * 4ull * tile + 2 * 4ull * tile + 4ull * tile + up(4ull * beams, 32) + 3 * 4ull * padded_k(k) + 2 * 64 * 32 +
-         64 * 4 + best_pairs_bytes(tile, k);
-}
-inline BeamMergePlan plan_beam_merge(uint32_t requests, uint32_t beams, uint32_t k, Device device, uint32_t tile = 0) {
-  BeamMergePlan plan;
-  if (k < 1 || k > kMaxK) return refused(plan, "beam_merge: k must be 1 to 2048");
-  if (beams < 1 || beams > kMaxRows) return refused(plan, "beam_merge: 1 to 2048 beams");
-  uint32_t deepest = padded_k(k);  // ranks of one beam that may have to stand in a tile, and the result's columns
-  auto bytes = [&](uint32_t t) { return beam_merge_bytes(beams, t, k); };
-  plan.tile = tile ? larger(tile, uint32_t(up(deepest, kMinTile))) : largest_tile(device.ub_bytes, kMinTile * 8, bytes);
-  if (plan.tile < deepest || bytes(plan.tile) > device.ub_bytes)
-    return refused(plan, "beam_merge: no tile fits the buffer");
-  plan.blocks = larger(1, smaller(requests, device.cores));
-  return plan;
-}
-
-// ---- kv_gather and beam_fork: bytes only
-struct KvPlan : Refusal {
-  uint32_t chunk = 0, rows = 0;  // bytes of a row in one step, rows in one step
+// ---- beam_fork: bytes only
+struct BeamForkPlan : Refusal {
+  uint32_t chunk = 0;  // bytes of a row in one step
   uint32_t blocks = 1;
 };
-inline KvPlan plan_kv_gather(uint32_t groups, uint32_t out_rows, uint32_t row_bytes, Device device,
-                             uint32_t chunk = 0) {
-  KvPlan plan;
-  uint64_t index = up(4ull * out_rows, 32);
-  if (index + 2 * 32 > device.ub_bytes) return refused(plan, "kv_gather: the index does not fit the buffer");
-  uint32_t room = uint32_t((device.ub_bytes - index) / 2 / 32 * 32);
-  plan.chunk =
-      smaller(chunk ? uint32_t(up(chunk, 32)) : 16 * 1024, smaller(room, uint32_t(up(larger(1, row_bytes), 32))));
-  plan.rows = smaller(kMaxBlocks, larger(1, smaller(room, 32 * 1024) / plan.chunk));
-  if (row_bytes > plan.chunk) plan.rows = 1;
-  uint64_t steps = uint64_t(groups) * ceil_div(out_rows, plan.rows) * ceil_div(row_bytes, plan.chunk);
-  plan.blocks = steps < device.cores ? larger(1, uint32_t(steps)) : device.cores;
-  return plan;
-}
-inline KvPlan plan_beam_fork(uint32_t layers, uint32_t held_rows, uint32_t new_rows, uint32_t used_bytes, Device device,
-                             uint32_t chunk = 0) {
-  KvPlan plan;
+inline BeamForkPlan plan_beam_fork(uint32_t layers, uint32_t held_rows, uint32_t new_rows, uint32_t used_bytes,
+                                   Device device, uint32_t chunk = 0) {
+  BeamForkPlan plan;
   if (held_rows > kMaxRows || new_rows > held_rows)
     return refused(plan, "beam_fork: at most 2048 beams, no more than the arena holds");
   uint64_t index = up(4ull * new_rows, 32);
@@ -205,7 +169,6 @@ inline KvPlan plan_beam_fork(uint32_t layers, uint32_t held_rows, uint32_t new_r
   if (room < 32) return refused(plan, "beam_fork: a column of the arena does not fit the buffer");
   uint32_t most = chunk ? uint32_t(up(chunk, 32)) : 4096;
   plan.chunk = smaller(smaller(most, uint32_t(room)), uint32_t(up(larger(1, used_bytes), 32)));
-  plan.rows = held_rows;
   uint64_t steps = 2ull * layers * ceil_div(used_bytes, plan.chunk);
   plan.blocks = steps < device.cores ? larger(1, uint32_t(steps)) : device.cores;
   return plan;

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -65,6 +66,49 @@ def test_a_broken_file_is_refused(tmp_path: Path, broken: str) -> None:
         save_file({"ids": ids, "names": texts, "name_ends": ends, "titles": texts, "title_ends": ends}, path)
     with pytest.raises(DataError, match=FILE):
         ItemNames.load(tmp_path)
+
+
+GOOD = {
+    "ids": np.array([4, 5]),
+    "names": np.frombuffer("aä".encode(), np.uint8),
+    "name_ends": np.array([0, 1, 3]),
+    "titles": np.frombuffer(b"", np.uint8),
+    "title_ends": np.array([0, 0, 0]),
+}
+
+
+@pytest.mark.parametrize(
+    ("broken", "message"),
+    [
+        ({"ids": np.array(4)}, "ids must be int64"),
+        ({"ids": np.array([[4, 5]])}, "ids must be int64"),
+        ({"ids": np.array([4.0, 5.0])}, "ids must be int64"),
+        ({"names": np.frombuffer("aä".encode(), np.uint8)[:, None]}, "names do not fit the ids"),
+        ({"names": np.array(7, np.uint8)}, "names do not fit the ids"),
+        ({"names": np.frombuffer(b"ab\xff", np.uint8)}, "names: .*utf-8.* can't decode"),
+        ({"name_ends": np.array([0, 2, 3])}, "name_ends: .*within a character"),
+        ({"titles": np.frombuffer(b"\xc3", np.uint8), "title_ends": np.array([0, 0, 1])}, "titles: .*utf-8"),
+    ],
+)
+def test_a_table_whose_texts_cannot_be_answered_is_refused(
+    tmp_path: Path, broken: dict[str, Any], message: str
+) -> None:
+    save_file(GOOD, tmp_path / FILE)
+    table = ItemNames.load(tmp_path)
+    assert table is not None
+    assert table.names_at(np.array([0, 1])) == ["a", "ä"]
+    save_file(GOOD | broken, tmp_path / FILE)
+    with pytest.raises(DataError, match=f"{FILE}: {message}"):
+        ItemNames.load(tmp_path)
+
+
+def test_texts_are_checked_in_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(item_names, "_BLOCK", 2)
+    names = [f"ä{number}" for number in range(5)]
+    ItemNames.make(names).save(tmp_path)
+    table = ItemNames.load(tmp_path)
+    assert table is not None
+    assert sorted(table.names_at(np.arange(5))) == names
 
 
 def test_tables_are_asked_in_turn_and_a_title_comes_from_the_first_that_has_one() -> None:

@@ -102,6 +102,18 @@ async def test_a_forgotten_client_ends_its_thread() -> None:
         await until(lambda: not threads())
 
 
+async def test_a_relay_keeps_its_client() -> None:
+    def work(url: str) -> str:
+        with Client(url, timeout_s=LONG_S).relay("u") as relay:
+            gc.collect()
+            return relay.rank([1, 2]).outcome
+
+    async with scripted(GOOD) as service:
+        assert await asyncio.to_thread(work, service.url) == "hbm_hit"
+        gc.collect()
+        await until(lambda: not threads())
+
+
 def run(code: str, *, timeout_s: float = 60) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-X", "dev", "-c", code], capture_output=True, text=True, timeout=timeout_s)
 

@@ -102,6 +102,88 @@ async def test_after_max_attempts_the_last_failure_is_raised() -> None:
     assert len(service.asked) == 2
 
 
+@pytest.mark.parametrize(
+    "said",
+    [
+        answer(b'{"title": "\xff"}', 418, "application/problem+json"),
+        answer(b'{"more": ' + b"[" * 100_000, 418, "application/problem+json"),
+        answer(b"{}", 418, Retry_After="Mon, 01 Jan 99999999999999999999 00:00:00 GMT"),
+    ],
+    ids=["no-text", "deep", "date"],
+)
+async def test_an_answer_that_nobody_of_ours_wrote_is_an_error_of_its_status(said: Answer) -> None:
+    async with scripted(said) as service, AsyncClient(service.url, timeout_s=LONG_S) as client:
+        with pytest.raises(RequestError, match="the answer was 418") as raised:
+            await client.rank("u", [1])
+    assert raised.value.retry_after_s == 0.0
+
+
+async def test_a_rank_without_scores_is_no_answer() -> None:
+    async with (
+        scripted(answer(RANKED | {"scores": {}})) as service,
+        AsyncClient(service.url, timeout_s=LONG_S) as client,
+    ):
+        with pytest.raises(BadAnswer, match="no scores"):
+            await client.rank("u", [1, 2])
+
+
+@pytest.mark.parametrize(
+    ("detail", "field"),
+    [
+        ("top_k: must be 1 or more", "top_k"),
+        ("users[0].events.items: 7 is none", "users[0].events.items"),
+        ("attributes[...][2]: too long", "attributes[...][2]"),
+        ("unknown field users[0].eventz; did you mean events?", "users[0].eventz"),
+        ("the queue is full", None),
+    ],
+)
+async def test_the_field_of_a_message(detail: str, field: str | None) -> None:
+    async with scripted(problem(422, detail)) as service, AsyncClient(service.url, timeout_s=LONG_S) as client:
+        with pytest.raises(Unprocessable) as raised:
+            await client.rank("u", [1])
+    assert raised.value.field == field
+
+
+async def test_a_retry_that_the_deadline_forbids_takes_none_of_the_retries() -> None:
+    soon, late = (problem(429, "your rate", Retry_After=after) for after in ("0", "3600"))
+    given_up = int(channel.RETRIES_AT_ONCE) * 2
+    async with (
+        scripted(*[late] * given_up, soon, GOOD) as service,
+        AsyncClient(service.url, timeout_s=LONG_S) as client,
+    ):
+        for _ in range(given_up):
+            with pytest.raises(Overloaded):
+                await client.rank("u", [1, 2])
+        await client.rank("u", [1, 2])
+    assert len(service.asked) == given_up + 2
+
+
+@pytest.mark.parametrize("key", ["", "two\nlines", "k" * 129])
+async def test_a_key_that_is_none_is_refused_before_anything_is_sent(key: str) -> None:
+    async with scripted(GOOD) as service, AsyncClient(service.url, timeout_s=LONG_S) as client:
+        with pytest.raises(Unprocessable, match=r"^idempotency_key: "):
+            await client.ingest({"u": SECOND}, idempotency_key=key)
+        with pytest.raises(Unprocessable, match=r"^idempotency_key: "):
+            await client.events("u", SECOND, idempotency_key=key)
+    assert not service.asked
+
+
+async def test_one_user_under_two_names_is_refused_before_anything_is_sent() -> None:
+    async with scripted(GOOD) as service, AsyncClient(service.url, timeout_s=LONG_S) as client:
+        with pytest.raises(Unprocessable, match=r"^events: index 1: user '7' stands there twice"):
+            await client.ingest({7: SECOND, "7": SECOND})
+    assert not service.asked
+
+
+async def test_what_was_given_empty_is_sent_empty() -> None:
+    """The service refuses it in words; left out, it would mean something else."""
+    async with scripted(GOOD) as service, AsyncClient(service.url, timeout_s=LONG_S) as client:
+        await client.rank("", [1, 2], base="", model_version="")
+    sent = msgspec.msgpack.decode(service.asked[0].body)
+    assert {"user_id": "", "base": "", "model_version": ""}.items() <= sent.items()
+    assert "tenant" not in sent
+
+
 async def test_a_refused_signal_is_not_sent_again() -> None:
     async with (
         scripted(problem(429, "your share"), answer(SIGNALLED, 202)) as service,

@@ -57,6 +57,7 @@ def test_items(names: Any, ids: list[int]) -> None:
         (np.array([2**63], np.uint64), "items: an id is 0 to"),
         (np.array([1.5]), "items: index 0: 1.5 is no name"),
         (["\ud800"], "items: index 0"),
+        ([["a"], ["b", "c"]], "items: index 0: .* is no name"),
     ],
 )
 def test_what_is_no_item(names: Any, message: str) -> None:
@@ -72,6 +73,9 @@ def test_what_is_no_item(names: Any, message: str) -> None:
         ([5.0, 4.5], ["5", "4.5"]),
         (np.array([5.0, 0.5]), ["5", "0.5"]),
         (np.array([5, 4]), [5, 4]),
+        ([1234567.0, 1e6, 0.12345678], ["1234567", "1000000", "0.12345678"]),
+        (np.array([4.1, 0.1, 5], np.float32), ["4.1", "0.1", "5"]),
+        ([np.float32(4.1)], ["4.1"]),
         ([np.float32(4.5), np.int16(3), np.str_("view")], ["4.5", 3, "view"]),
     ],
 )
@@ -108,6 +112,8 @@ NOON_S = 1_795_348_800
         (np.array(["1969-12-31T23:59:59.500"], "datetime64[ms]"), [-1]),
         ([np.datetime64("2026-11-22T12:00:00")], [NOON_S]),
         ([], []),
+        (np.array([], np.str_), []),
+        (np.array([], np.bool_), []),
     ],
 )
 def test_times(times: Any, whole: list[int]) -> None:
@@ -132,6 +138,9 @@ def test_times(times: Any, whole: list[int]) -> None:
         (np.array([[1]]), "2 dimensions"),
         ([[1], [2]], "2 dimensions"),
         ([True], "True is no time"),
+        ([[1], [2, 3]], "a list within the list"),
+        ([NOON, [1]], "a list within the list"),
+        (np.array([b"1"]), "b'1' is no time"),
     ],
 )
 def test_what_is_no_time(times: Any, message: str) -> None:

@@ -93,6 +93,20 @@ async def test_where_the_base_is_not_known_the_history_is_sent() -> None:
     assert budgets[1] < budgets[0], "one deadline for both"
 
 
+async def test_a_base_that_is_not_known_is_asked_for_once() -> None:
+    unknown = problem(409, "base is not known here")
+    async with (
+        scripted(SIGNALLED_SOON, unknown, GOOD) as service,
+        AsyncClient(service.url, timeout_s=LONG_S) as client,
+        client.relay("u", history=SEEN) as relay,
+    ):
+        await until(lambda: relay.signalled is not None)
+        for _ in range(3):
+            await relay.rank(["c", "d"])
+        assert relay.signalled is not None, "it was answered, whatever became of its base"
+    assert ["base" in body(one) for one in service.asked] == [False, True, False, False, False]
+
+
 async def test_a_history_of_the_store_needs_none() -> None:
     unknown = problem(409, "base is not known here")
     async with (

@@ -7,7 +7,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from npu_gr.core.names import FIRST_HASHED, MAX_NAME_BYTES, ActionNames, answered_ids, is_hashed, item_id, item_ids
+from npu_gr.core.names import (
+    FIRST_HASHED,
+    MAX_NAME_BYTES,
+    ActionNames,
+    answered_ids,
+    is_hashed,
+    item_id,
+    item_ids,
+    value_name,
+)
 
 
 def test_a_plain_number_is_its_own_id_as_text_too() -> None:
@@ -82,11 +91,25 @@ def test_an_id_that_was_answered_without_a_name_is_itself() -> None:
 
 
 def test_a_number_stands_for_the_action_of_its_plain_text() -> None:
-    actions = ActionNames(["view", "5", "4.5", "1e+06", "007", "nan"])
+    actions = ActionNames(["view", "5", "4.5", "1000000", "007", "nan", "1234567", "1234568", "0.12345678", "1e+20"])
     assert actions.indices(["view", 5, "5", 5.0, 4.5, "4.5", 1_000_000, 1e6, "007", "nan"]).tolist() == [
         *(0, 1, 1, 1, 2, 2, 3, 3, 4, 5),
     ]
+    assert actions.indices([1234567, 1234568.0, 0.12345678, 1e20]).tolist() == [6, 7, 8, 9]
     assert actions.indices([]).dtype == np.int16
+
+
+@pytest.mark.parametrize(
+    ("value", "name"),
+    [(5, "5"), (5.0, "5"), (-0.0, "0"), (4.5, "4.5"), (1e6, "1000000"), (2**53, "9007199254740992"), (1e-7, "1e-07")],
+)
+def test_the_name_of_a_number(value: float, name: str) -> None:
+    assert value_name(value) == name
+
+
+@given(st.floats(allow_nan=False, allow_infinity=False))
+def test_two_numbers_have_two_names(value: float) -> None:
+    assert float(value_name(value)) == value
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import subprocess
 import sys
@@ -35,3 +36,14 @@ def faults(how: str) -> int:
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the settings are glibc's")
 def test_large_temporaries_do_not_fault_again() -> None:
     assert faults("set") < 100 < 1000 < faults("leave")
+
+
+@pytest.mark.parametrize("given", [{}, {"TASK_QUEUE_ENABLE": "2", "PER_STREAM_QUEUE": "0"}])
+def test_variables_are_set_where_nobody_has(given: dict[str, str]) -> None:
+    """torch_npu gets a queue a stream; who says otherwise is left alone."""
+    code = "import os; from npu_gr.core.process import set_up_process; set_up_process()\n"
+    names = ("TASK_QUEUE_ENABLE", "PER_STREAM_QUEUE", "TORCH_DEVICE_BACKEND_AUTOLOAD")
+    code += f"print(*(os.environ[name] for name in {names}))"
+    environment = {name: value for name, value in os.environ.items() if name not in names} | given
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == [given.get("TASK_QUEUE_ENABLE", "1"), given.get("PER_STREAM_QUEUE", "1"), "0"]

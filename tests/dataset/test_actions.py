@@ -82,6 +82,24 @@ def test_edges_are_kept(tmp_path: Path) -> None:
     assert (again["edges"], again["events"]) == (first["edges"], [1, 0, 0, 1])
 
 
+def test_one_range_stays_one_range(tmp_path: Path) -> None:
+    out = tmp_path / "data"
+    rows: list[tuple[str, object]] = [("", at * 1.5) for at in range(100)]
+    first = prepare(write(tmp_path / "a.csv", rows, "dwell"), out, PrepareOptions(num_buckets=1)).manifest["actions"]
+    assert (first["names"], first["edges"], first["events"]) == (["dwell"], [], [100])
+    again = prepare(write(tmp_path / "b.csv", rows, "dwell"), out).manifest
+    assert again["actions"] == first
+    assert any("kept from the dataset before" in note for note in again["notes"])
+
+
+def test_ratings_of_many_digits_keep_them(tmp_path: Path) -> None:
+    out = tmp_path / "data"
+    names = ["0.1234567", "1000000", "1234567", "1234568"]
+    prepared = prepare(write(tmp_path / "a.csv", [("", name) for name in names], "rating"), out)
+    assert prepared.manifest["actions"]["names"] == names
+    assert prepared.manifest["actions"]["events"] == [1] * 4
+
+
 @settings(deadline=None)
 @given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=200), st.integers(2, 12))
 def test_every_value_has_a_range_with_a_name_of_its_own(values: list[float], num_buckets: int) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from npu_gr.core.errors import DataError
-from npu_gr.dataset import prepare, read_dataset, spill, write
+from npu_gr.dataset import aside, prepare, read_dataset, spill, write
 from tests.dataset.logs import EVENTS, write_csv
 
 
@@ -102,6 +102,22 @@ def test_two_runs_never_write_the_same_folder(log: Path, out: Path) -> None:
     finally:
         os.close(descriptor)
     prepare(log, out)
+
+
+def test_a_run_that_begins_as_another_ends_keeps_its_folder(
+    log: Path, out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the rename and the end of a run the place of its folder is free, and another run may take it."""
+    other = out.with_name(".data.new")
+
+    def sync(path: Path) -> None:
+        if path == out.parent:
+            other.mkdir()
+            (other / "half").touch()
+
+    monkeypatch.setattr(aside, "_sync", sync)
+    prepare(log, out)
+    assert (other / "half").exists()
 
 
 def test_a_folder_of_something_else_is_never_replaced(log: Path, out: Path, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -15,6 +16,8 @@ from npu_gr.core.errors import DataError
 from npu_gr.dataset import PrepareOptions, blocks, prepare, read_log, rejects
 from npu_gr.dataset.delimited import DelimitedSource
 from npu_gr.dataset.rejects import RejectReason
+from npu_gr.dataset.source import ignore_reject
+from npu_gr.dataset.tables import ParquetSource
 
 HEAD = b"user_id,item_id,ts,note\n"
 GOOD = b"u,i,1700000000,x\n"
@@ -82,6 +85,16 @@ def test_cells_with_newlines_and_separators_are_one_cell(tmp_path: Path) -> None
     assert dataset.names.names(dataset.interactions().items) == ["a,b", 'say "hi"']
 
 
+def test_a_bare_carriage_return_ends_no_row(tmp_path: Path) -> None:
+    """Beside as many blank lines the count of rows is right again, and their numbers would not be."""
+    log = tmp_path / "log.csv"
+    two = GOOD.replace(b"\n", b"\r") + GOOD.replace(b"u", b"hidden")
+    log.write_bytes(HEAD + GOOD + two + b"\r\n" + b"v,j,1700000009,y\r\n" + b"w,k,soon,z\n")
+    prepare(log, tmp_path / "data", lenient())
+    assert rejected(tmp_path / "data") == [(3, RejectReason.QUOTE), (6, RejectReason.UNREADABLE_TIME)]
+    assert read_log(tmp_path / "data").user_names == ["u", "v"]
+
+
 @pytest.mark.parametrize("num_bytes", [16, 40, 90])
 def test_blocks_end_anywhere(num_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(blocks, "BLOCK_BYTES", num_bytes)
@@ -133,6 +146,27 @@ def test_rows_of_a_table_are_named(tmp_path: Path) -> None:
     table = pa.table({"user_id": ["u", None, "w"], "item_id": [1.0, 2.0, None], "ts": [1_700_000_000] * 3})
     prepare(table, tmp_path / "data", lenient())
     assert rejected(tmp_path / "data") == [(2, RejectReason.NO_USER), (3, RejectReason.NO_ITEM)]
+
+
+def test_progress_ends_with_the_whole(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"user_id": ["u"] * 3, "item_id": [1, 2, 3], "ts": [1_700_000_000] * 3}), tmp_path / "a.pq")
+    told: list[float] = []
+    for _ in ParquetSource(tmp_path / "a.pq").batches(["ts"], ignore_reject, told.append):
+        pass
+    assert told == [1.0]
+
+
+def test_a_column_that_a_table_has_twice_is_named(tmp_path: Path) -> None:
+    columns = [pa.array(["u"]), pa.array([1]), pa.array([1_700_000_000]), pa.array([2])]
+    table = pa.table(columns, names=["user_id", "item_id", "ts", "item_id"])
+    with pytest.raises(DataError, match="the frame: the column 'item_id' stands there twice; rename one of them"):
+        prepare(table, tmp_path / "data")
+    pq.write_table(table, tmp_path / "log.parquet")
+    with pytest.raises(DataError, match=r"log\.parquet: the column 'item_id' stands there twice"):
+        prepare(tmp_path / "log.parquet", tmp_path / "data")
+    nested = pa.table({"user_id": ["u"], "a.b": [1], "a": [{"b": 1}], "ts": [1]})
+    with pytest.raises(DataError, match=r"the column 'a\.b' stands there twice"):
+        prepare(nested, tmp_path / "data")
 
 
 def test_a_log_that_is_mostly_garbage_is_refused(tmp_path: Path) -> None:

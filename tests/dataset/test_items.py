@@ -104,6 +104,8 @@ def test_features_are_told(tmp_path: Path) -> None:
     items = pa.table({"item_id": [A, B], "brand": ["x", "y"], "shade": ["r", "g"], "text": ["t" * 99, "u"]})
     assert set(features(with_items(tmp_path, items, PrepareOptions(features=("shade",))))) == {"shade"}
     assert features(with_items(tmp_path, items, PrepareOptions(features=()))) == {}
+    twice = with_items(tmp_path, items, PrepareOptions(features=("shade", "brand", "shade")))
+    assert [*features(twice)] == ["shade", "brand"]
     with pytest.raises(DataError, match="--features size: there is no such column; there are brand, shade, text"):
         with_items(tmp_path, items, PrepareOptions(features=("size",)))
     with pytest.raises(DataError, match="--features text: a value has over 64 characters"):

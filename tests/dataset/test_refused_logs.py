@@ -14,6 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from npu_gr.core.errors import DataError
 from npu_gr.core.names import item_id
 from npu_gr.dataset import PreparedDataset, prepare
 
@@ -143,6 +144,16 @@ def test_users_and_their_items(tmp_path: Path) -> None:
     assert log.user_names == ["v", "w"]
     assert (log.users.tolist(), log.items.tolist()) == ([0, 1, 0, 0], [9, item_id("B00]5"), 7, 9])
     assert log.timestamps.tolist() == [0, 0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    "text",
+    ['{"v": [9] "u": [7]}', '{, "v": [9]}', '{"v": [9],, "u": [7]}', '{"v": [9], }', '{"v": [9], "u": [7]', "{ ]"],
+)
+def test_users_and_their_items_are_json(text: str, tmp_path: Path) -> None:
+    (tmp_path / "inter.json").write_text(text)
+    with pytest.raises(DataError, match=r"inter\.json"):
+        prepare(tmp_path / "inter.json", tmp_path / "data")
 
 
 def test_amazon_beauty(tmp_path: Path) -> None:

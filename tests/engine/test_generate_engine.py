@@ -211,7 +211,7 @@ async def test_every_way_to_the_prompt_gives_the_cold_items() -> None:
         assert lease.outcome is Outcome.DRAM_HIT
         same(got, cold)
         await relay.erase(USER)
-        assert not engine.arena._keys.any()
+        assert not any(chunk.any() for chunk in engine.arena._keys)
         assert relay.signal(USER, prompt) is Verdict.PREINFER
         lease, got = await ask(relay, engine, trie, prompt)
         assert (lease.outcome, lease.reason) == (Outcome.MISS_FULL, Reason.NOT_BEGUN)

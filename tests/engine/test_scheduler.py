@@ -217,6 +217,32 @@ async def test_one_bad_job_is_one_error() -> None:
         assert scheduler.failures_in_a_row == 0
 
 
+async def test_a_pass_that_forgets_a_result_is_one_error_a_job() -> None:
+    def forgetful(works: Sequence[Any]) -> list[str]:
+        return [work.name for work in works if work.name != "forgotten"]
+
+    async with running() as (scheduler, device):
+        async with held(scheduler):
+            names = ("good", "forgotten", "fine")
+            tasks = [asyncio.create_task(scheduler.batch(Work(n), forgetful, 1e9 + i)) for i, n in enumerate(names)]
+            await submitted(scheduler, 3)
+        with pytest.raises(DeviceError):
+            await tasks[1]
+        assert [(await tasks[0]).value, (await tasks[2]).value] == ["good", "fine"]
+        assert (await scheduler.batch(Work("next"), device.run, FAR)).value == "NEXT"
+
+
+async def test_a_device_thread_outlives_whoever_watches_its_passes(caplog: pytest.LogCaptureFixture) -> None:
+    def watch(kind: str, took_s: float) -> None:
+        raise RuntimeError("planted")
+
+    async with running() as (scheduler, device):
+        scheduler.on_worked = watch
+        for name in ("a", "b"):
+            assert (await scheduler.batch(Work(name), device.run, FAR)).value == name.upper()
+    assert "planted" in caplog.text
+
+
 async def test_our_own_errors_pass_through() -> None:
     def stale() -> None:
         raise StaleEntry("planted")

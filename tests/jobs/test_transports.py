@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from npu_gr.core.kinds import EVENTS, RANK, SIGNAL
+from npu_gr.core.kinds import EVENTS, GENERATE, RANK, SIGNAL
 from npu_gr.core.request import (
     Events,
     EventsRequest,
+    GenerateAnswer,
+    GenerateRequest,
     HistoryRef,
     Outcome,
     RankAnswer,
@@ -21,6 +24,7 @@ from npu_gr.core.request import (
 )
 from npu_gr.service.service import Service
 from tests.models import tiny_model
+from tests.server.test_generate_over_http import section
 from tests.serving import FIRST_ID, serving
 
 WINDOW, STEP = 64, 16
@@ -112,3 +116,32 @@ async def test_unknown_items_that_part_two_histories_part_their_names(tmp_path: 
         longer = await ranked(service, UserKey("", "u"), HistoryRef(events=unknown + events))
         assert np.array_equal(plain.scores["click"], longer.scores["click"])
         assert plain.history.fingerprint != longer.history.fingerprint
+
+
+async def test_a_prompt_is_the_same_however_its_history_comes(tmp_path: Path) -> None:
+    """Deltas and the store bring the newest events alone; the prompt has room for fewer, and skips what it lacks."""
+    random = np.random.default_rng(5)
+    sections = {**SECTIONS, "generate": section(tmp_path, cut_step_items=4)}
+    async with serving(tmp_path, watched=False, **sections) as (_, service):
+
+        async def generated(user: UserKey, ref: HistoryRef) -> GenerateAnswer:
+            request = GenerateRequest(user=user, history=ref, num_items=5, beam_width=8, exclude_seen=False)
+            return await service.serve(GENERATE, request, budget_s=BUDGET_S)
+
+        for turn in range(12):
+            events = history(int(random.integers(2, 4 * WINDOW)), 0.0, random)
+            events.items[:] = random.integers(0, 150, len(events))  # of which the catalogue has a third
+            events.items[-1] = 1
+            cut = int(random.integers(1, len(events)))
+            whole, delta, stored = (UserKey("", f"{turn}-{way}") for way in ("whole", "delta", "store"))
+            want = await generated(whole, HistoryRef(events=events))
+            first = SignalRequest(user=delta, history=HistoryRef(events=events[:cut]))
+            base = (await service.serve(SIGNAL, first, budget_s=BUDGET_S)).history.fingerprint
+            await service.serve(EVENTS, EventsRequest(user=stored, events=events), budget_s=BUDGET_S)
+            for got in (
+                await generated(delta, HistoryRef(events=events[cut:], base=base)),
+                await generated(stored, HistoryRef()),
+            ):
+                assert replace(got.history, origin=want.history.origin) == want.history
+                assert np.array_equal(got.item_ids, want.item_ids)
+                assert np.abs(got.scores - want.scores).max() < 1e-4

@@ -9,8 +9,10 @@ from hypothesis import strategies as st
 
 from npu_gr.backend.cpu.backend import CPUBackend
 from npu_gr.backend.tiles import natural
+from npu_gr.kv import arena as arena_module
 from npu_gr.kv.arena import KVArena
 from npu_gr.kv.layout import KVLayout, PageRun
+from tests.backend.npu.fake_device import FakeRuntime
 
 CPU = torch.device("cpu")
 
@@ -113,3 +115,55 @@ def test_layouts_never_meet() -> None:
     assert tiled().token_bytes == 2 * 2 * (4 + 16) * 4  # padded
     with pytest.raises(ValueError, match="page_tokens: 32 is no multiple"):
         tiled(page_tokens=32)
+
+
+@settings(deadline=None, derandomize=True, max_examples=40)
+@given(data=st.data(), num_tokens=st.integers(1, 40), chunk_pages=st.integers(1, 5))
+def test_page_locked_memory_is_in_chunks_and_copies_cross_them(
+    data: st.DataObject, num_tokens: int, chunk_pages: int
+) -> None:
+    """From a device to chunks of few pages, on to others, and back: bit for bit, whatever the runs."""
+    shape = layout()
+    page_bytes = 2 * 4 * 2 * 5 * 4  # layers x tokens x heads x the wider of keys and values x bytes
+    npu = FakeRuntime()
+    with pytest.MonkeyPatch.context() as patch, npu.recording():
+        patch.setattr(arena_module, "PINNED_CHUNK_BYTES", chunk_pages * page_bytes)
+        device, back = KVArena(shape, 16, CPU), KVArena(shape, 16, CPU)
+        first, second = KVArena(shape, 16, CPU, pinned=True), KVArena(shape, 13, CPU, pinned=True)
+    for chunk in (*first._keys, *first._values):
+        assert chunk.nbytes <= chunk_pages * page_bytes
+        assert chunk.shape[1] <= chunk_pages
+    assert sum(chunk.shape[1] for chunk in second._keys) == 13
+    pages = shape.pages(num_tokens)
+    where, there, elsewhere, home = (data.draw(runs(pages, size)) for size in (16, 16, 13, 16))
+    k, v = torch.randn(num_tokens, 2, 3), torch.randn(num_tokens, 2, 5)
+    device.write(1, where, 0, k, v)
+    first.copy_tokens_from(device, where, there, num_tokens)
+    second.copy_tokens_from(first, there, elsewhere, num_tokens)
+    first.zero(there)
+    assert not any(chunk.any() for chunk in (*first._keys, *first._values))
+    back.copy_tokens_from(second, elsewhere, home, num_tokens)
+    read = back.views(1, home, num_tokens)
+    assert torch.equal(torch.cat([slab[0] for slab in read]), k)
+    assert torch.equal(torch.cat([slab[1] for slab in read]), v)
+
+
+def test_a_run_over_several_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One run of pages, as the pools give them, cut where chunks end."""
+    monkeypatch.setattr(arena_module, "PINNED_CHUNK_BYTES", 3 * 2 * 4 * 2 * 5 * 4)
+    device = KVArena(layout(), 12, CPU)
+    with FakeRuntime().recording():
+        host = KVArena(layout(), 12, CPU, pinned=True)
+    k = torch.randn(40, 2, 3)
+    device.write(0, (PageRun(1, 10),), 0, k, torch.randn(40, 2, 5))
+    host.copy_tokens_from(device, (PageRun(1, 10),), (PageRun(2, 10),), 40)
+    device.zero((PageRun(0, 12),))
+    device.copy_tokens_from(host, (PageRun(2, 10),), (PageRun(0, 4), PageRun(6, 6)), 40)
+    assert torch.equal(torch.cat([slab[0] for slab in device.views(0, (PageRun(0, 4), PageRun(6, 6)), 40)]), k)
+    with pytest.raises(AssertionError, match="several chunks"):
+        host.views(0, (PageRun(0, 1),), 1)
+
+
+def test_the_chunk_is_under_128_mb() -> None:
+    assert arena_module.PINNED_CHUNK_BYTES < 128e6
+    assert arena_module.PINNED_CHUNK_BYTES & (arena_module.PINNED_CHUNK_BYTES - 1) == 0

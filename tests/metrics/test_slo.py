@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from npu_gr.metrics.slo import LONGEST_S, SLOT_S, Counts, Promise, Result, Rolling, judge
+from npu_gr.metrics.slo import LONGEST_S, RATE_S, SLOT_S, Counts, Interval, Promise, Result, Rolling, judge
 
 
 @pytest.mark.parametrize(
@@ -65,3 +67,51 @@ def test_a_window_holds_what_came_within_it(gaps: list[float], window_s: float, 
     want = sum(s // SLOT_S >= first_slot for s in came_s)
     assert getattr(rolling.over(now_at, window_s), result.value) == want == sum(rolling.over(now_at, window_s))
     assert sum(rolling.total) == len(gaps)
+
+
+@pytest.mark.parametrize("for_s", [10.0, 15.0, 48.0, 59.0, 61.0, 300.0, 4000.0])
+@pytest.mark.parametrize("idle_s", [0.0, 33.0, 400.0])
+def test_a_steady_rate_is_told_from_the_beginning(for_s: float, idle_s: float) -> None:
+    """However long nothing came before, and whatever came before that."""
+    rolling, now_at = Rolling(), 1e6 + 7
+    if idle_s >= RATE_S:
+        rolling.add(now_at, Result.GOOD, 1000)
+    now_at += idle_s
+    for tick in range(round(for_s * 28)):
+        rolling.add(now_at + tick / 28, Result.GOOD)
+        rolling.add(now_at + tick / 28, Result.FAILED)
+    assert rolling.good_per_s(now_at + for_s) == pytest.approx(28, rel=0.01)
+    assert rolling.good_per_s(now_at + for_s + 2 * RATE_S) == 0.0
+
+
+def test_one_request_is_no_rate_of_one_a_second() -> None:
+    rolling = Rolling()
+    assert rolling.good_per_s(5.0) == 0.0
+    rolling.add(5.0, Result.GOOD)
+    assert rolling.good_per_s(5.1) == 1 / SLOT_S
+
+
+@given(
+    took_s=st.lists(st.floats(1e-6, 100), min_size=1, max_size=300),
+    result=st.sampled_from([Result.GOOD, Result.SLOW]),
+)
+def test_the_p99_of_a_slot_is_close(took_s: list[float], result: Result) -> None:
+    rolling = Rolling()
+    for took in took_s:
+        rolling.add(100.0, result, took_s=took)
+    exact = sorted(took_s)[math.ceil(0.99 * len(took_s)) - 1]
+    (slot,) = rolling.intervals(110.0, 1)
+    assert slot.p99_s is not None
+    assert exact * (1 - 1e-9) <= slot.p99_s <= exact * 1.05 * (1 + 1e-9)
+    assert sum(slot.counts) == getattr(slot.counts, result.value) == len(took_s)
+
+
+def test_intervals_are_the_slots_that_are_over() -> None:
+    rolling = Rolling()
+    rolling.add(101.0, Result.GOOD, took_s=0.5)
+    rolling.add(125.0, Result.FAILED, 3)
+    rolling.add(131.0, Result.GOOD, took_s=0.5)
+    first, empty, third = rolling.intervals(139.9, 3)
+    assert (first.counts, empty, third) == (Counts(good=1), Interval(Counts(), None), Interval(Counts(failed=3), None))
+    assert first.p99_s == pytest.approx(0.5, rel=0.05)
+    assert rolling.intervals(1e9, 2) == [Interval(Counts(), None)] * 2

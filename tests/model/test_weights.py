@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from npu_gr.core.errors import CheckpointError
+from npu_gr.model.order import WEIGHTS, Order, save_order
 from npu_gr.model.weights import Checkpoint, digest, load, save
 from tests.models import Request, full, tiny_model
 
@@ -115,4 +117,47 @@ def test_weights_that_are_whole_numbers_are_refused(tmp_path: Path) -> None:
     manifest = tmp_path / "config.json"
     manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"version": digest(weights)}))
     with pytest.raises(CheckpointError, match=r"item\.weight: dtype torch\.int32"):
+        load(tmp_path)
+
+
+def with_order(num_items: int = 300, **changes: Any) -> Checkpoint:
+    empty = np.empty((num_items, 0))
+    order = Order(
+        task=str(changes.pop("task", "click")),
+        weights=dict.fromkeys(WEIGHTS, 1.0),
+        successors=empty.astype(np.int32),
+        log_prob=empty.astype(np.float32),
+        popularity=np.full(num_items, -5.0, np.float32),
+    )
+    model = tiny_model(**({"retrieval": True} | changes))
+    return Checkpoint(model=model, item_ids=np.arange(300), name="tiny", order=order)
+
+
+def test_the_order_is_part_of_the_version_and_goes_with_its_model(tmp_path: Path) -> None:
+    checkpoint = with_order()
+    version = save(checkpoint, tmp_path)
+    again = load(tmp_path)
+    assert again.version == version
+    assert again.order is not None
+    save_order(dataclasses.replace(again.order, weights=dict.fromkeys(WEIGHTS, 0.5)), tmp_path)
+    refitted = load(tmp_path)
+    assert refitted.version != version
+    assert refitted.order is not None
+    assert refitted.order.weights["seen"] == 0.5
+    alone = dataclasses.replace(checkpoint, order=None)
+    assert save(alone, tmp_path) not in (version, refitted.version)
+    assert load(tmp_path).order is None
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "words"),
+    [
+        (with_order(retrieval=False), "the model does not retrieve"),
+        (with_order(299), "transitions of 299 items, the model has 300"),
+        (with_order(task="buy"), "no task 'buy' among click"),
+    ],
+)
+def test_an_order_that_does_not_fit_is_refused(tmp_path: Path, checkpoint: Checkpoint, words: str) -> None:
+    save(checkpoint, tmp_path)
+    with pytest.raises(CheckpointError, match=words):
         load(tmp_path)

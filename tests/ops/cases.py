@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from npu_gr.bench.ascend_twin import Machine
 from tests.ops.fixed import ODD, spread
-from tests.ops.oracle import BeamFork, BeamMerge, Case, CsrGatherTopk, KvGather, MaskedTopk
+from tests.ops.oracle import BeamFork, Case, CsrGatherTopk, MaskedTopk
 
 DTYPES = ("float32", "float16", "bfloat16")
 
@@ -68,37 +68,6 @@ def csr_gather_topk(draw: st.DrawFn) -> CsrGatherTopk:
 
 
 @st.composite
-def beam_merge(draw: st.DrawFn) -> BeamMerge:
-    requests, beams, seed = draw(st.integers(0, 3)), draw(st.integers(1, 90)), draw(seeds)
-    ranks = draw(st.one_of(st.integers(0, 12), st.integers(0, 120)))
-    cells = spread(seed, (requests, beams, ranks), draw(palettes))
-    rows = np.where(np.isnan(cells), -np.inf, cells).astype(np.float32)
-    logp = -np.sort(-rows, axis=2)
-    if draw(st.booleans()):
-        logp = np.where(logp == -np.inf, np.float32(np.nan), logp)
-    return BeamMerge(
-        prefix=spread(seed + 1, (requests, beams), draw(palettes)),
-        logp=np.ascontiguousarray(logp),
-        token=np.random.default_rng(seed).integers(0, 2**31 - 1, logp.shape).astype(np.int32),
-        k=draw(st.one_of(st.integers(1, 40), st.integers(1, 300))),
-        on=Machine(draw(cores), tile=draw(st.sampled_from([0, 256]))),
-    )
-
-
-@st.composite
-def kv_gather(draw: st.DrawFn) -> KvGather:
-    groups, held, rows = draw(st.integers(0, 4)), draw(st.integers(1, 20)), draw(st.integers(0, 40))
-    width = draw(st.one_of(st.integers(0, 80), st.integers(0, 3000)))
-    random = np.random.default_rng(draw(seeds))
-    outside = draw(st.integers(0, 2))
-    return KvGather(
-        source=random.integers(0, 256, (groups, held, width)).astype(np.uint8),
-        rows=random.integers(-outside, held + outside, rows).astype(np.int32),
-        on=Machine(draw(cores), chunk=draw(st.sampled_from([0, 32, 96]))),
-    )
-
-
-@st.composite
 def beam_fork(draw: st.DrawFn) -> BeamFork:
     layers, held, slots = draw(st.integers(0, 4)), draw(st.integers(1, 48)), draw(st.integers(1, 3))
     width, rows = draw(st.integers(1, 150)), draw(st.integers(0, held))
@@ -117,7 +86,5 @@ def beam_fork(draw: st.DrawFn) -> BeamFork:
 STRATEGIES: dict[str, st.SearchStrategy[Case]] = {
     "masked_topk": masked_topk(),
     "csr_gather_topk": csr_gather_topk(),
-    "beam_merge": beam_merge(),
-    "kv_gather": kv_gather(),
     "beam_fork": beam_fork(),
 }

@@ -12,7 +12,8 @@ from pathlib import Path
 import numpy as np
 
 from npu_gr.bench.ascend_twin import F32, Machine, Twin
-from tests.ops.oracle import BeamFork, BeamMerge, Case, Cost, CsrGatherTopk, KvGather, MaskedTopk
+from tests.ops.far import FarFork, FarTopk
+from tests.ops.oracle import BeamFork, Case, Cost, CsrGatherTopk, MaskedTopk
 
 ODD = (np.nan, np.inf, -np.inf, 0.0, -0.0, 3.4e38, -3.4e38, 1e-45)
 
@@ -51,16 +52,6 @@ def _csr(seed: int, rows: int, codes: int, degree: int, k: int, palette: list[fl
     return CsrGatherTopk(values=values, acc=acc, lo=lo, degree=degrees, code=code, k=k, **known)  # type: ignore[arg-type]
 
 
-def _beams(seed: int, requests: int, beams: int, ranks: int, k: int, palette: list[float], **more: object) -> BeamMerge:
-    logp = np.ascontiguousarray(-np.sort(-spread(seed, (requests, beams, ranks), palette), axis=2))
-    if ranks > 2:
-        logp[:, 0, 2:] = -np.inf
-    token = np.random.default_rng(seed).integers(0, 2**31 - 1, logp.shape).astype(np.int32)
-    known = {"prefix": spread(seed + 1, (requests, beams), [-1.0, 0.0, -3.0]), "on": Machine(2)} | more
-    known["prefix"] = np.ascontiguousarray(known["prefix"], np.float32)
-    return BeamMerge(logp=logp, token=token, k=k, **known)  # type: ignore[arg-type]
-
-
 def _fork(seed: int, layers: int, held: int, rows: int, width: int, slots: int, **more: object) -> BeamFork:
     random = np.random.default_rng(seed)
     keys, values = random.integers(0, 65536, (2, layers, held, 3, width)).astype(np.uint16)
@@ -93,6 +84,8 @@ FIXED: dict[str, list[Case]] = {
         _masked(16, 4, 192, 250, [], 1.0, on=Machine(1, tile=256)),
         _masked(13, 60, 40, 4, [], 0.9, on=Machine(48)),
         _masked(14, 2, 3000, 20, [1.0], 1.0, dtype="bfloat16", on=Machine(1, tile=256)),
+        _masked(17, 1, 600, 32, [], 1.0, on=Machine(1, ub_bytes=20_200)),
+        FarTopk((1 << 26) + 3, biased=True),
         _stopped(np.zeros(3000, np.float32), 40, 8),
         _stopped(np.concatenate([np.ones(40), np.zeros(216), np.full(500, 0.5)]).astype(np.float32), 40, 8),
         MaskedTopk(np.arange(5000, dtype=np.float32)[None], np.ones((1, 5000), bool), 50, None, "float32", Machine(1)),
@@ -114,42 +107,6 @@ FIXED: dict[str, list[Case]] = {
         _csr(15, 9, 60, 40, 64, TIES, norm=None, allowed=np.zeros(400, np.uint8), on=Machine(2)),
         _csr(11, 12, 700, 500, 32, TIES, allowed=True, on=Machine(5, tile=256, groups=5)),
     ],
-    "beam_merge": [
-        _beams(1, 2, 20, 40, 30, []),
-        _beams(2, 3, 70, 33, 128, TIES),
-        _beams(3, 1, 300, 20, 64, TIES, on=Machine(1, tile=256)),
-        _beams(4, 2, 5, 3, 40, []),
-        _beams(5, 2, 9, 100, 12, list(ODD[1:])),
-        _beams(6, 1, 3, 100, 90, [], prefix=np.array([[5.0, 0.0, -np.inf]], np.float32)),
-        _beams(7, 2, 100, 64, 200, [], on=Machine(1, tile=512)),
-        _beams(8, 1, 64, 9, 1, TIES, on=Machine(1, tile=256)),
-        _beams(9, 1, 2, 70, 64, [1.0], on=Machine(1)),
-        _beams(10, 5, 8, 17, 20, [], on=Machine(2)),
-        _beams(11, 2, 40, 60, 500, TIES),
-        _beams(
-            12, 3, 70, 20, 32, [-np.inf, -1.0], on=Machine(1), prefix=np.array([[0.0] * 70, [-np.inf] * 70, [1.0] * 70])
-        ),
-        _beams(13, 4, 64, 16, 8, [], on=Machine(1, tile=256), prefix=-np.arange(64.0) * np.ones((4, 1))),
-        Cost(_beams(14, 1, 200, 128, 64, [-x / 8 for x in range(80)], on=Machine(1)), "mte2_bytes", 40_000),
-    ],
-    "kv_gather": [
-        *(
-            KvGather(
-                np.arange(3 * 7 * 50, dtype=np.uint8).reshape(3, 7, 50),
-                np.array([6, 0, 0, 3, -1, 7, 2, 5], np.int32),
-                on,
-            )
-            for on in (Machine(1), Machine(4, chunk=32), Machine(48))
-        ),
-        *(
-            KvGather(
-                np.random.default_rng(9).integers(0, 256, (2, 40, width)).astype(np.uint8),
-                np.random.default_rng(8).integers(0, 40, 64).astype(np.int32),
-                Machine(3, chunk=chunk),
-            )
-            for width, chunk in ((33, 0), (700, 256), (20_000, 0), (1, 0), (63, 32), (3000, 0))
-        ),
-    ],
     "beam_fork": [
         _fork(1, 3, 20, 20, 10, 2),
         _fork(2, 2, 33, 30, 70, 3, on=Machine(6, chunk=64)),
@@ -158,6 +115,7 @@ FIXED: dict[str, list[Case]] = {
         _fork(5, 2, 9, 5, 40, 3, parent=np.array([8, 8, 9, -1, 0], np.int32), on=Machine(1)),
         _fork(6, 1, 300, 300, 100, 3, on=Machine(2)),
         _fork(7, 2, 12, 12, 16, 0),
+        FarFork((1 << 30) + 96, 100, np.array([1, 0, 3, 1, 4], np.int32), Machine(3, chunk=64)),
         BeamFork(
             np.arange(9 * 63).astype(np.uint8).reshape(1, 9, 3, 21),
             np.arange(9 * 63, 2 * 9 * 63).astype(np.uint8).reshape(1, 9, 3, 21),

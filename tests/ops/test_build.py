@@ -63,7 +63,13 @@ def test_cmake_stops_without_the_toolkit(tmp_path: Path) -> None:
 
     assert "ASCEND_HOME_PATH is not set: source CANN's set_env.sh first" in configure()
     assert "SOC_VERSION is not set: run build.sh" in configure(ASCEND_HOME_PATH=str(tmp_path))
-    known = {"SOC_VERSION": "ascend910b1", "VARIANT": "ascend910b", "TORCH_PATH": "/t", "TORCH_NPU_PATH": "/n"}
+    known = {
+        "SOC_VERSION": "ascend910b1",
+        "VARIANT": "ascend910b",
+        "TORCH_PATH": "/t",
+        "TORCH_NPU_PATH": "/n",
+        "CANN": "80500",
+    }
     assert "install the CANN toolkit, not only its runtime" in configure(ASCEND_HOME_PATH=str(tmp_path), **known)
 
 

@@ -35,18 +35,6 @@ def test_csr_gather_topk(twin: Twin, case: Case) -> None:
 
 
 @PROPERTY
-@given(case=STRATEGIES["beam_merge"])
-def test_beam_merge(twin: Twin, case: Case) -> None:
-    case.check(twin)
-
-
-@PROPERTY
-@given(case=STRATEGIES["kv_gather"])
-def test_kv_gather(twin: Twin, case: Case) -> None:
-    case.check(twin)
-
-
-@PROPERTY
 @given(case=STRATEGIES["beam_fork"])
 def test_beam_fork(twin: Twin, case: Case) -> None:
     case.check(twin)
@@ -68,15 +56,6 @@ def test_few_long_rows_use_many_cores(twin: Twin) -> None:
     assert report.parts > 4
     assert report.blocks == report.parts
     assert report.launches == 2
-
-
-def test_merge_stops_early(twin: Twin) -> None:
-    """128 ranks of 200 beams: a few slabs of 8 hold all that can be among the best 64."""
-    random = np.random.default_rng(0)
-    logp = -np.sort(random.exponential(size=(1, 200, 128)).astype(np.float32), axis=2)
-    prefix, token = np.zeros((1, 200), np.float32), np.zeros((1, 200, 128), np.int32)
-    report = twin.beam_merge(prefix, logp, token, 64)[3]
-    assert report.total["mte2_bytes"] < logp.nbytes / 4
 
 
 def test_fork_moves_nothing_that_stays(twin: Twin) -> None:

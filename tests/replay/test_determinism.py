@@ -55,9 +55,11 @@ async def run(folder: Path, name: str, sections: dict[str, Any], **options: Any)
         )  # on a busy machine a reload may not seem to pay
         serve = service.serve
 
-        async def spilled(kind: Kind[Q, A], request: Q, budget_s: float, slot: Slot | None = None) -> A:
+        async def spilled(
+            kind: Kind[Q, A], request: Q, budget_s: float, slot: Slot | None = None, shown: object = None
+        ) -> A:
             """Wait until spills are in DRAM before the next request comes: a busy machine gives them no time."""
-            answer = await serve(kind, request, budget_s, slot)
+            answer = await serve(kind, request, budget_s, slot, shown)
             await service.versions.ranker().relay.settled()
             return answer
 

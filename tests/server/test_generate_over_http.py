@@ -242,7 +242,7 @@ async def test_an_instance_may_only_generate(tmp_path: Path) -> None:
         ({"allow_items": "AAAA"}, 422, "allow_items: 3 bytes are not whole"),
         ({"beam_widht": 5}, 422, "unknown field beam_widht; did you mean beam_width?"),
         ({"model_version": "x"}, 404, "model_version: 'x' is not served"),
-        ({"history": {"items": [900], "actions": [1], "timestamps": [0]}}, 422, "history: none of its 1 items"),
+        ({"history": {"items": [900], "actions": [1], "timestamps": [0]}}, 422, "history: none of the newest 1 items"),
     ],
     ids=str,
 )
@@ -308,4 +308,4 @@ async def test_a_start_that_cannot_be_is_explained(
 async def test_an_empty_catalogue_is_served_as_one(tmp_path: Path) -> None:
     (tmp_path / "items.jsonl").touch()
     async with serving(tmp_path, generate=section(tmp_path)) as (client, _):
-        assert (await generate(client, 422))["detail"].startswith("history: none of its 6 items")
+        assert (await generate(client, 422))["detail"].startswith("history: none of the newest 6 items")

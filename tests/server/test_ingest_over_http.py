@@ -190,10 +190,17 @@ DONE = {"request_id": "r", "num_added": 1, "num_failed": 0, "users": [{"num_even
         (413, None, Mode.MERGE, False),
     ],
 )
-async def test_what_is_called_again(status: int, key: str | None, mode: Mode, is_tried_again: bool) -> None:
+async def test_what_is_called_again(
+    status: int, key: str | None, mode: Mode, is_tried_again: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     waits: list[float] = []
+
+    async def sleep(wait_s: float) -> None:
+        waits.append(wait_s)
+
+    monkeypatch.setattr("npu_gr.tools.ingest.asyncio.sleep", sleep)
     http: Any = Scripted((status, {"Retry-After": "0.2"}, FULL), (200, {}, DONE))
-    writer = ServiceWriter(http, "http://x", 60.0, waits.append)
+    writer = ServiceWriter(http, "http://x", 60.0)
     batch = [Write(UserKey("", "u"), events(1), mode, key)]
     if is_tried_again:
         assert await writer.write_many(batch) == [Written(1, 1)]

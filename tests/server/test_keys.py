@@ -39,7 +39,12 @@ def count(metrics: Metrics, name: str, **labels: str) -> float | None:
 
 
 def path_of(pattern: str) -> str:
-    return pattern.replace("{model}", "fake").replace("{version}", "1").replace("{user_id}", "u")
+    return (
+        pattern.replace("{model}", "fake")
+        .replace("{version}", "1")
+        .replace("{user_id}", "u")
+        .replace("{name}", "shedding")
+    )
 
 
 async def ask(

@@ -208,8 +208,16 @@ async def test_a_new_item_is_answered_by_its_name_and_withdrawn_by_it(folder: Pa
         assert refused["detail"].startswith("add[0].item_id: a name of 514 bytes is no item")
 
 
-BACKWARDS = {"items": [NAMES[1], NAMES[2], NAMES[5]], "actions": ["view", "cart", 4.5], "timestamps": [30, 10, 20]}
-FORWARDS = {"items": [NAMES[2], NAMES[5], NAMES[1]], "actions": ["cart", 4.5, "view"], "timestamps": [10, 20, 30]}
+BACKWARDS: dict[str, Any] = {
+    "items": [NAMES[1], NAMES[2], NAMES[5]],
+    "actions": ["view", "cart", 4.5],
+    "timestamps": [30, 10, 20],
+}
+FORWARDS: dict[str, Any] = {
+    "items": [NAMES[2], NAMES[5], NAMES[1]],
+    "actions": ["cart", 4.5, "view"],
+    "timestamps": [10, 20, 30],
+}
 
 
 async def test_rows_that_run_backwards_are_refused_or_sorted_and_counted(folder: Path) -> None:
@@ -221,6 +229,12 @@ async def test_rows_that_run_backwards_are_refused_or_sorted_and_counted(folder:
         )
         want = await post(client, "/v1/rank", **asked, history=FORWARDS)
         assert want["history"]["sorted_events"] == 0
+        late: dict[str, Any] = {"items": [NAMES[1], NAMES[2]], "actions": ["view", "cart"], "timestamps": [25, 50]}
+        base = want["history"]["fingerprint"]
+        refused = await post(client, "/v1/rank", 422, **asked, history=late, base=base)
+        assert refused["detail"].startswith(
+            "history.timestamps: 25 at index 0 is before 30, the last of base: send the oldest event first"
+        )
         config = service.parts.settings.config
         section = msgspec.structs.replace(config.service, unsorted_history="sort")
         service.parts.settings.config = msgspec.structs.replace(config, service=section)
@@ -230,6 +244,13 @@ async def test_rows_that_run_backwards_are_refused_or_sorted_and_counted(folder:
         delta = {"items": [NAMES[1], NAMES[2]], "actions": ["view", "cart"], "timestamps": [50, 40]}
         longer = await post(client, "/v1/rank", **asked, history=delta, base=got["history"]["fingerprint"])
         assert (longer["history"]["num_tokens"], longer["history"]["sorted_events"]) == (5, 1)
+        late["timestamps"] = [27, 25]  # behind the base, and backwards by itself
+        whole = {column: [*FORWARDS[column], *late[column]] for column in FORWARDS}
+        want_late = await post(client, "/v1/rank", **asked, history=whole)
+        got_late = await post(client, "/v1/rank", **asked, history=late, base=base)
+        assert got_late["history"] == want_late["history"]
+        assert got_late["history"]["sorted_events"] == 2
+        assert got_late["scores"] == want_late["scores"]
         stored = await post(client, "/v1/events", user_id="s", events=BACKWARDS)
         assert (stored["num_events"], stored["sorted_events"]) == (3, 2)
         by_store = await post(client, "/v1/rank", **(asked | {"user_id": "s"}))

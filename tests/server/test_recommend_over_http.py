@@ -277,6 +277,36 @@ async def test_a_cold_user_gets_what_is_popular(folder: Path) -> None:
         assert (answer["items"], answer["outcome"], results(answer)) == ([], None, {"generate": "cold"})
 
 
+async def test_a_new_list_of_popular_items_comes_with_a_reload(folder: Path, tmp_path: Path) -> None:
+    nobody: dict[str, list[int]] = {"items": [], "actions": [], "timestamps": []}
+    path = tmp_path / "popular.txt"
+    sections = section(folder, popular=str(path), min_coverage=0.5)
+
+    def write(*items: int) -> set[int]:
+        path.write_text("".join(f"{item}\n" for item in items))
+        return set(items)
+
+    async def found(client: Client, reload_status: int | None = None) -> set[int]:
+        if reload_status is not None:
+            async with client.post("/v1/models/reload") as response:
+                assert response.status == reload_status, await response.text()
+        return set((await recommend(client, history=nobody))["items"])
+
+    old = write(FIRST_ID + 200, FIRST_ID + 201)
+    async with serving(folder, read=lambda: make_config(folder, **sections), **sections) as (client, _):
+        assert await found(client) == old
+        new = write(FIRST_ID + 210, FIRST_ID + 211, 10**9, 10**9 + 1)
+        assert await found(client) == old
+        assert await found(client, 200) == new
+        async with client.get("/metrics") as response:
+            assert 'npu_gr_catalogue_coverage_ratio{source="popular"} 0.5' in await response.text()
+        path.write_text("\n")
+        assert await found(client, 422) == new
+        path.unlink()
+        assert await found(client, 422) == new
+        assert await found(client, 422) == new
+
+
 async def test_popular_items_fill_up_a_short_retrieval(folder: Path) -> None:
     few = section(folder, sources={"generate": 4}, popular=popular(folder))
     async with serving(folder, **few) as (client, _):

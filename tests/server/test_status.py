@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from npu_gr.core.kinds import Scope
+from npu_gr.metrics.slo import SLOT_S, Result
 from tests.keys import bearer, entry, secret, write_keys
 from tests.models import events
 from tests.serving import FIRST_ID, columns, serving
@@ -33,6 +35,26 @@ async def test_the_json_says_what_happened(tmp_path: Path) -> None:
     assert max(status["slow"], key=lambda line: line["duration_s"]) == status["slow"][0]
     assert "first" in {line["request_id"] for line in status["slow"]}
     assert set(status["slow"][0]["stages_s"]) == {"history", "lease", "queue", "device"}
+    columns = rank["timeline"]
+    assert len(columns["good"]) == len(columns["bad"]) == len(columns["p99_s"]) == 60
+    assert status["links"]["metrics"] == "/metrics"
+
+
+async def test_a_timeline_has_what_came_and_when(tmp_path: Path) -> None:
+    """Three slots ago a burst, half of it late; then nothing."""
+    async with serving(tmp_path) as (client, service):
+        requests = service.parts.metrics.requests
+        now_at = requests._clock()
+        for number in range(100):
+            result, took_s = (Result.GOOD, 0.01) if number % 2 else (Result.SLOW, 0.2)
+            requests.rolling["rank"].add(now_at - 3 * SLOT_S, result, took_s=took_s)
+        status = await (await client.get("/debug/status")).json()
+    timeline = next(g for g in status["goodput"] if g["kind"] == "rank")["timeline"]
+    at = next(place for place, good in enumerate(timeline["good"]) if good)
+    assert at in (56, 57)  # the last one but two, or three, if a slot began in between
+    assert (timeline["good"][at], timeline["bad"][at], sum(timeline["good"]), sum(timeline["bad"])) == (50, 50, 50, 50)
+    assert timeline["p99_s"][at] == pytest.approx(0.2, rel=0.05)
+    assert timeline["slot_s"] == SLOT_S
 
 
 async def test_the_page_loads_nothing_and_needs_no_key_but_its_data_do(tmp_path: Path) -> None:
@@ -59,9 +81,26 @@ async def test_the_page_in_a_browser(tmp_path: Path, browser: Any) -> None:
     def until(condition: Any) -> None:
         WebDriverWait(browser, 20, poll_frequency=0.1).until(lambda _: condition())
 
+    def read_through(url: str, begins: str) -> None:
+        """Follow a link, with the key that the page has."""
+        here = browser.current_window_handle
+        browser.execute_script("document.querySelector(`a[href='${new URL(arguments[0]).pathname}']`).click()", url)
+        until(lambda: len(browser.window_handles) == 2)
+        browser.switch_to.window(browser.window_handles[1])
+        until(lambda: begins in browser.execute_script("return document.body?.innerText ?? ''"))
+        browser.close()
+        browser.switch_to.window(here)
+
     keys = write_keys(tmp_path / "keys", entry(), entry("feed", scopes=[Scope.INGEST]))
     headers = bearer()
-    async with serving(tmp_path, watched=False, server={"api_keys_file": keys}) as (client, _):
+    async with serving(tmp_path, watched=False, server={"api_keys_file": keys}) as (client, service):
+        requests = service.parts.metrics.requests
+        long_ago = requests._clock() - 5 * SLOT_S
+        for number in range(30):  # of which a third is late
+            requests.rolling["rank"].add(
+                long_ago, Result.SLOW if number % 3 else Result.GOOD, took_s=6.0 if number % 3 else 0.01
+            )
+
         await client.post("/v1/rank", json=RANK, headers=headers)
 
         def first_look() -> None:
@@ -73,12 +112,33 @@ async def test_the_page_in_a_browser(tmp_path: Path, browser: Any) -> None:
                 until(lambda said=said: shown("state") == said)
             until(lambda: shown("state") == "ready" and not browser.find_element(By.ID, "login").is_displayed())
             assert "miss full 1" in shown("outcomes-rank")
-            assert "hbm: 1 prefixes" in shown("tiers")
+            assert "hbm: 1 prefix, budget" in shown("tiers")
+            free = browser.find_elements(By.CSS_SELECTOR, "#tiers .bar .free")
+            assert free, "what is free is drawn as no use"
+            transparent = "rgba(0, 0, 0, 0)"
+            assert {part.value_of_css_property("background-color") for part in free} == {transparent}
+            used = browser.find_elements(By.CSS_SELECTOR, "#tiers .bar i:not(.free)")
+            assert transparent not in {part.value_of_css_property("background-color") for part in used}
             assert "jobs waiting" in shown("queue")
+            charts = [
+                part.get_attribute("aria-label")
+                for part in browser.find_elements(By.CSS_SELECTOR, "#goodput-rank .chart")
+            ]
+            assert charts == ["in time, 20 not", "P99 of each 10 s, 1 over 5000 ms"]
+            assert "up to 3.0/s" in shown("goodput-rank")
+            assert "10 min ago" in shown("goodput-rank")
+            assert len(browser.find_elements(By.CSS_SELECTOR, "#goodput-rank .chart hr")) == 1  # the objective
+            links = {part.text: part.get_attribute("href") for part in browser.find_elements(By.CSS_SELECTOR, "a")}
+            assert set(links) == {"metrics", "configuration", "API", "runbooks", "latency", "availability"}
+            assert links["latency"].endswith("/debug/runbooks/rank-latency")
+            read_through(links["latency"], "Rank latency")
+            read_through(links["metrics"], "npu_gr_")
             assert "miss full" in shown("slow")
             assert browser.execute_script("return performance.getEntriesByType('resource').length") >= 1
             urls = browser.execute_script("return performance.getEntriesByType('resource').map(e => e.name)")
             assert all(url.startswith(str(client.make_url("/"))) for url in urls)
+            if screenshot := os.environ.get("NPU_GR_SCREENSHOT"):
+                browser.save_screenshot(screenshot)
 
         await asyncio.to_thread(first_look)
         await client.post("/v1/rank", json=RANK, headers=headers)

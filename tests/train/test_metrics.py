@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from npu_gr.train.metrics import auc, hit_ratio, ndcg, rank_of
+from npu_gr.train.metrics import auc, auc_terms, hit_ratio, ndcg, rank_of
 
 SCORES = st.lists(st.tuples(st.sampled_from([-1.0, 0.0, 0.5, 0.5, 2.0]), st.booleans()), min_size=1, max_size=25)
 
@@ -31,3 +31,18 @@ def test_hits_and_gains_stop_at_k() -> None:
     ranks = np.array([0.0, 9.0, 10.0, 200.0])
     assert hit_ratio(ranks, 10) == 0.5
     assert math.isclose(ndcg(ranks, 10), (1 + 1 / math.log2(11)) / 4)
+
+
+@given(SCORES)
+@settings(deadline=None)
+def test_terms_of_the_auc_are_its_change_by_each_event(rows: list[tuple[float, bool]]) -> None:
+    scores, labels = np.array([s for s, _ in rows]), np.array([y for _, y in rows])
+    if labels.all() or not labels.any():
+        return
+    terms = auc_terms(scores, labels)
+    assert abs(terms.sum()) < 1e-9
+    for place, (score, label) in enumerate(rows):
+        others = scores[labels != label]
+        wins = np.mean((others < score) + (others == score) / 2)
+        gain = wins - auc(scores, labels) if label else (1 - wins) - auc(scores, labels)
+        assert math.isclose(terms[place], gain / (labels == label).sum(), abs_tol=1e-9)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from npu_gr.train.metrics import auc
 from npu_gr.train.next_item import NO_RANKS, NextItemRanks
-from npu_gr.train.paired import compare, difference, difference_of_users
+from npu_gr.train.paired import compare, difference, difference_of_auc, difference_of_users
 
 
 def ranks(share: float, num_users: int = 1000) -> NextItemRanks:
@@ -43,3 +44,23 @@ def test_a_tie_and_a_loss_are_warned_of() -> None:
 
 def test_without_users_there_is_nothing_to_compare() -> None:
     assert compare("ours", NO_RANKS, {"strong": NO_RANKS}) is None
+
+
+def test_an_aucs_interval_is_that_of_users_drawn_again() -> None:
+    random = np.random.default_rng(0)
+    users = np.repeat(np.arange(300), 4)
+    taste = random.normal(size=300)[users]
+    labels = taste + random.normal(size=1200) > 0
+    ours, theirs = taste + random.normal(size=1200), taste + 3 * random.normal(size=1200)
+    areas = []
+    for _ in range(400):
+        drawn = (random.integers(0, 300, 300)[:, None] * 4 + np.arange(4)).ravel()
+        areas.append((auc(ours[drawn], labels[drawn]), auc(theirs[drawn], labels[drawn])))
+    alone, gaps = np.array(areas)[:, 0], np.array(areas) @ [1, -1]
+    for theirs_too, spread in ((None, alone.std()), (theirs, gaps.std())):
+        found = difference_of_auc(ours, theirs_too, labels, users)
+        assert found is not None
+        assert (found.high - found.low) / 2 == pytest.approx(1.96 * spread, rel=0.15)
+    assert difference_of_auc(ours, theirs, labels, users).p < 0.01  # type: ignore[union-attr]
+    assert difference_of_auc(ours, ours, labels, users).mean == 0  # type: ignore[union-attr]
+    assert difference_of_auc(ours, theirs, np.ones(1200, np.bool_), users) is None

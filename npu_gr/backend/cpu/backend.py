@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -17,13 +16,12 @@ from npu_gr.backend.cpu.hstu import HstuKernels
 from npu_gr.backend.cpu.items import NativeItems
 from npu_gr.backend.cpu.library import ELEMENT, Native, NativeError, load
 from npu_gr.backend.cpu.topk import NativeTopk
+from npu_gr.backend.names import NativeMode
 from npu_gr.backend.tiles import TILE_TOKENS, Tiles
 from npu_gr.backend.torch_ops import TorchOps
 from npu_gr.core.errors import ConfigError
 
 log = logging.getLogger(__name__)
-
-NativeMode = Literal["auto", "require", "off"]
 
 
 class CPUBackend(TorchOps):

@@ -83,14 +83,6 @@ def _cases(name: str) -> Iterator[list[Any]]:
                 acc = numbers(rows)
                 for norm in (numbers(rows), None):
                     yield [logits, norm, acc, lo, degree, code.int(), allowed, k]
-    elif name == "beam_merge":
-        for requests, beams, ranks, k in ((3, 128, 128, 128), (2, 9, 33, 512), (1, 1, 1, 1)):
-            logp = numbers(requests, beams, ranks).sort(2, descending=True).values
-            logp[0, 0, ranks // 2 :] = float("-inf")
-            yield [numbers(requests, beams), logp, ints(8192, requests, beams, ranks), k]
-    elif name == "kv_gather":
-        for dtype in (torch.float32, torch.bfloat16):
-            yield [numbers(3, 20, 5, 7).to(dtype), ints(20, 33)]
     else:
         for dtype in (torch.float32, torch.bfloat16):
             planes = [numbers(4, 130, 3, 2, 20).to(dtype) for _ in range(2)]

@@ -7,15 +7,11 @@ an NPU runs where no native library is loaded. `load_library` adds the native on
         -> value f32 [R, k], index i32 [R, k]
     csr_gather_topk(logits [W, C] f32|f16|bf16, norm f32 [W]?, acc f32 [W], lo i32 [W], degree i32 [W], code i32 [E],
                     allowed bool [E]?, k) -> score f32 [k], parent i32 [k], edge i32 [k]
-    beam_merge(prefix f32 [R, B], logp f32 [R, B, J], token i32 [R, B, J], k)
-        -> score f32 [R, k], parent i32 [R, k], token i32 [R, k]
-    kv_gather(src [G, M, ...], index i32 [R]) -> [G, R, ...]
     beam_fork_(keys [L, M, S, ...], values likewise, parent i32 [W], num_slots)
 
-A request path calls `csr_gather_topk` and `beam_fork_`. The other three are library only: no request path calls them;
-ops/ascendc/README.md says why they are kept.
+A generate calls `csr_gather_topk` and `beam_fork_`. No request path calls `masked_topk`.
 
-Selections descend; equal scores go by index (masked_topk), by beam then edge or rank (the others); NaN and -inf are
+Selections descend; equal scores go by index (masked_topk), by beam then edge (csr_gather_topk); NaN and -inf are
 never chosen; places that nothing fills hold -inf and -1. bits: lowest first, 1 = allowed.
 """
 
@@ -35,8 +31,6 @@ SCHEMAS = (
     "masked_topk(Tensor logits, Tensor mask_bits, int k, Tensor? bias=None) -> (Tensor, Tensor)",
     "csr_gather_topk(Tensor logits, Tensor? norm, Tensor acc, Tensor lo, Tensor degree, Tensor code, Tensor? allowed, "
     "int k) -> (Tensor, Tensor, Tensor)",
-    "beam_merge(Tensor prefix, Tensor logp, Tensor token, int k) -> (Tensor, Tensor, Tensor)",
-    "kv_gather(Tensor src, Tensor index) -> Tensor",
     "beam_fork_(Tensor(a!) keys, Tensor(b!) values, Tensor parent, int num_slots) -> ()",
 )
 NEG_INF = float("-inf")
@@ -74,7 +68,7 @@ def unpack_mask(bits: Tensor, columns: int) -> Tensor:
 
 
 def masked_topk(logits: Tensor, mask_bits: Tensor, k: int, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Select the k best allowed elements of each row. Library only: no request path calls it.
+    """Select the k best allowed elements of each row. No request path calls it.
 
     Args:
         logits: fp32, fp16 or bf16 [R, N].
@@ -133,29 +127,6 @@ def _valid_norm(value: Tensor, row: Tensor, rows: int) -> Tensor:
     return peak + torch.zeros_like(peak).scatter_add_(0, row, shifted.exp()).log()
 
 
-def beam_merge(prefix: Tensor, logp: Tensor, token: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Merge the beams of each request into its k best. Library only: no request path calls it.
-
-    Args:
-        prefix: fp32 [R, B] score of each beam.
-        logp: fp32 [R, B, J]; a beam's numbers must not rise, -inf and NaN last: the native op stops early there.
-        token: int32 [R, B, J].
-        k: choices of each request.
-
-    Returns:
-        Score fp32, parent int32 and token int32, each [R, k].
-    """
-    ranks = logp.shape[2]
-    score, at = _best((prefix[:, :, None] + logp).flatten(1), k)
-    parent = torch.div(at, max(1, ranks), rounding_mode="floor")  # -1 stays -1
-    return score, parent.to(torch.int32), _pick(token.flatten(1), at)
-
-
-def kv_gather(src: Tensor, index: Tensor) -> Tensor:
-    """Gather rows: out[g, i] = src[g, index[i]]. Library only: no request path calls it."""
-    return src.index_select(1, index)
-
-
 def beam_fork_(keys: Tensor, values: Tensor, parent: Tensor, num_slots: int) -> None:
     """Fork in place: the first slots of row i become those of row parent[i], in every layer, whatever the order."""
     for plane in (keys, values):
@@ -179,15 +150,6 @@ def _fake_csr_gather_topk(
 ) -> tuple[Tensor, Tensor, Tensor]:
     index = lo.new_empty((k,), dtype=torch.int32)
     return logits.new_empty((k,), dtype=torch.float32), index, torch.empty_like(index)
-
-
-def _fake_beam_merge(prefix: Tensor, logp: Tensor, token: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
-    score = prefix.new_empty((prefix.shape[0], k), dtype=torch.float32)
-    return score, torch.empty_like(score, dtype=torch.int32), torch.empty_like(score, dtype=torch.int32)
-
-
-def _fake_kv_gather(src: Tensor, index: Tensor) -> Tensor:
-    return src.new_empty((src.shape[0], index.shape[0], *src.shape[2:]))
 
 
 def _fake_beam_fork_(keys: Tensor, values: Tensor, parent: Tensor, num_slots: int) -> None:

@@ -20,7 +20,7 @@ from npu_gr.core.errors import Refusal
 from npu_gr.core.kinds import KINDS, Kind
 from npu_gr.core.request import Answer, LeasedAnswer, Outcome
 from npu_gr.metrics.registry.families import LATENCY_S, Families, children
-from npu_gr.metrics.slo import Counts, Objective, Promise, Result, Rolling, is_promised, judge
+from npu_gr.metrics.slo import Counts, Interval, Objective, Promise, Result, Rolling, is_promised, judge
 from npu_gr.metrics.trace import exemplar
 
 DOOR = "door"  # the stage that HTTP adds: reading, parsing and writing
@@ -182,7 +182,7 @@ class RequestMetrics:
         result = judge(status, took_s, threshold_s, has_s) if is_judged else None
         if result is not None:
             self._results[kind, result].inc()
-            self.rolling[kind].add(self._clock(), result)
+            self.rolling[kind].add(self._clock(), result, took_s=took_s if status < 400 else None)
         return result
 
     def refused_at_door(self, kind: str, num: int, reason: Refusal = Refusal.LATE, *, is_promised: bool = True) -> None:
@@ -221,6 +221,14 @@ class RequestMetrics:
     def over(self, kind: str, window_s: float) -> Counts:
         """Results of the last `window_s` seconds."""
         return self.rolling[kind].over(self._clock(), window_s)
+
+    def good_per_s(self, kind: str) -> float:
+        """Requests answered in time, a second, in the last minute."""
+        return self.rolling[kind].good_per_s(self._clock())
+
+    def intervals(self, kind: str, num: int) -> list[Interval]:
+        """What came in each of the last `num` slots of `SLOT_S` seconds, the oldest first."""
+        return self.rolling[kind].intervals(self._clock(), num)
 
     def outcomes(self) -> dict[str, dict[str, int]]:
         """Count requests since the start: kind -> outcome -> requests; what never happened is left out."""

@@ -46,7 +46,7 @@ def skimmer(cls: Any) -> Skimmer:
     fields: list[tuple[str, Any, Any]] = []
     columns: list[_Bulk] = []
     for field in about.fields:
-        extra, kinds = _parts(field.type)
+        extra, kinds = parts(field.type)
         nested = next((kind for kind in kinds if isinstance(kind, inspect.StructType)), None)
         if nested is not None:
             inner = skimmer(nested.cls)
@@ -99,7 +99,7 @@ def _count(raw: bytes, element_bytes: int, limit: int) -> int | None:
         most = raw.count(b",") + 1
         return most if most <= limit or b'"' not in raw else _count_texts(raw)
     if first == 0x22:  # " of JSON: base64
-        return (len(raw) - 2) * 3 // 4 // element_bytes
+        return _decoded_bytes(raw) // element_bytes
     if 0x90 <= first <= 0x9F:  # fixarray of msgpack
         return first & 0x0F
     if first in _LENGTH_BYTES:
@@ -107,6 +107,13 @@ def _count(raw: bytes, element_bytes: int, limit: int) -> int | None:
         num = int.from_bytes(raw[1 : 1 + width], "big")
         return num if is_list else num // element_bytes
     return None
+
+
+def _decoded_bytes(raw: bytes) -> int:
+    """Count what a JSON text of base64 holds; some writers escape a slash or the padding."""
+    num_chars = len(raw) - 2 - raw.count(b"\\/") - 5 * raw.count(b"\\u")
+    end = raw[-13:-1].replace(b"\\u003d", b"=").replace(b"\\u003D", b"=")
+    return num_chars * 3 // 4 - (len(end) - len(end.rstrip(b"=")))
 
 
 def _count_texts(raw: bytes) -> int:
@@ -128,13 +135,13 @@ _LENGTH_BYTES = {  # of msgpack: marker -> (whether it is an array, bytes of its
 }
 
 
-def _parts(kind: inspect.Type) -> tuple[dict[str, Any], list[inspect.Type]]:
+def parts(kind: inspect.Type) -> tuple[dict[str, Any], list[inspect.Type]]:
     """Return what our Meta says of a type, and the types that it may be."""
     if isinstance(kind, inspect.Metadata):
-        extra, kinds = _parts(kind.type)
+        extra, kinds = parts(kind.type)
         return {**extra, **(kind.extra or {})}, kinds
     if isinstance(kind, inspect.UnionType):
-        parts = [_parts(one) for one in kind.types]
-        extras = {key: value for extra, _ in parts for key, value in extra.items()}
-        return extras, [one for _, kinds in parts for one in kinds]
+        each = [parts(one) for one in kind.types]
+        extras = {key: value for extra, _ in each for key, value in extra.items()}
+        return extras, [one for _, kinds in each for one in kinds]
     return {}, [kind]

@@ -11,6 +11,7 @@ import msgspec
 
 from npu_gr.core.errors import BadRequest
 from npu_gr.core.request import EventsAnswer, EventsRequest
+from npu_gr.core.words import whole
 from npu_gr.server.codec.base import Codec, Shown
 from npu_gr.server.codec.fields import History, UserBody, parse_events
 from npu_gr.server.codec.naming import Names
@@ -18,8 +19,8 @@ from npu_gr.server.config import ServerConfig
 
 IDEMPOTENCY_KEY = "Idempotency-Key"
 MAX_KEY = 128  # characters
-_PRINTABLE = rf"[ -~]{{1,{MAX_KEY}}}"
-Key = Annotated[str, msgspec.Meta(pattern=f"^{_PRINTABLE}$", max_length=MAX_KEY)]
+PRINTABLE = rf"[ -~]{{1,{MAX_KEY}}}"
+Key = Annotated[str, msgspec.Meta(pattern=whole(PRINTABLE), max_length=MAX_KEY)]
 _KEY_SCHEMA = {"type": "string", "minLength": 1, "maxLength": MAX_KEY, "pattern": "^[ -~]+$"}
 _PARAMETER = {
     "name": IDEMPOTENCY_KEY,
@@ -60,7 +61,7 @@ def read_headers(request: EventsRequest, headers: Mapping[str, str]) -> EventsRe
     key = headers.get(IDEMPOTENCY_KEY)
     if key is None:
         return request
-    if not re.fullmatch(_PRINTABLE, key):
+    if not re.fullmatch(PRINTABLE, key):
         raise BadRequest(f"{IDEMPOTENCY_KEY}: {len(key)} characters; needs 1 to {MAX_KEY} printable ASCII characters")
     if request.idempotency_key not in (None, key):
         raise BadRequest(f"{IDEMPOTENCY_KEY}: the body's idempotency_key is another one")

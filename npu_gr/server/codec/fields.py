@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
@@ -22,13 +22,12 @@ from npu_gr.core.request import (
     I16,
     I64,
     Events,
-    HistoryOrigin,
     HistoryRef,
     HistoryReport,
-    HistorySource,
     UserKey,
 )
-from npu_gr.core.words import cut, quoted
+from npu_gr.core.time_order import oldest_first
+from npu_gr.core.words import quoted
 from npu_gr.server.codec.naming import Names
 from npu_gr.server.config import ServerConfig
 
@@ -153,7 +152,15 @@ def shown_at(timestamp: int | None) -> int | None:
     return timestamp
 
 
-def parse_events(history: History, field: str, limit: int, names: Names, version: str | None = None) -> Events:
+def parse_events(
+    history: History,
+    field: str,
+    limit: int,
+    names: Names,
+    version: str | None = None,
+    *,
+    continues: bool = False,
+) -> Events:
     """Make arrays of the three columns of a history.
 
     Args:
@@ -162,6 +169,7 @@ def parse_events(history: History, field: str, limit: int, names: Names, version
         limit: events at most.
         names: of actions, and what becomes of rows that run backwards.
         version: of the ranker whose actions these are; None = the current one.
+        continues: they continue a base. Where rows that run backwards are sorted, whoever has the base sorts them.
 
     Raises:
         TooLarge, Unprocessable: as `parse_items` does; Unprocessable also where an action is none of the model's, a
@@ -179,14 +187,17 @@ def parse_events(history: History, field: str, limit: int, names: Names, version
         )
     if len(times) and (last := int(times.max())) > LAST_S:
         raise Unprocessable(f"{field}.timestamps: {last} at index {int(times.argmax())} {_unit(last)}")
-    return _oldest_first(Events(ids, actions, times), field, names.unsorted_history)
+    events = Events(ids, actions, times)
+    policy = names.unsorted_history
+    return events if continues and policy == "sort" else oldest_first(events, policy, field)
 
 
 def parse_history(body: HistoryBody, config: ServerConfig, names: Names, version: str | None = None) -> HistoryRef:
     """Read where a request's behaviours come from. Raises as `parse_events` does."""
     if body.history is None:
         return HistoryRef(base=body.base)
-    events = parse_events(body.history, "history", config.max_history_events, names, version)
+    continues = body.base is not None
+    events = parse_events(body.history, "history", config.max_history_events, names, version, continues=continues)
     return HistoryRef(events=events, base=body.base)
 
 
@@ -217,10 +228,11 @@ def _column(
 def _indices(actions: Sequence[str | float]) -> I16:
     """Take actions for indices where no model names them."""
     for place, action in enumerate(actions):
-        text = action if isinstance(action, str) else f"{action:g}"
-        if not (text.isascii() and text.isdecimal() and int(text[:6]) < 2**15):
-            raise ValueError(f"{cut(text)} at index {place}: no model names actions here; send 0 to {2**15 - 1}")
-    return np.array(actions, np.int16)
+        is_digits = isinstance(action, str) and action.isascii() and action.isdecimal() and len(action) <= 5
+        number = float(action) if is_digits or not isinstance(action, str) else -1.0
+        if not (0 <= number < 2**15 and number.is_integer()):
+            raise ValueError(f"{quoted(action)} at index {place}: no model names actions here; send 0 to {2**15 - 1}")
+    return np.array(actions, np.float64).astype(np.int16)
 
 
 def _unit(timestamp: int) -> str:
@@ -229,24 +241,6 @@ def _unit(timestamp: int) -> str:
         if timestamp <= LAST_S * divisor:
             return f"looks like {unit}: divide by {divisor} for unix seconds"
     return "is no unix time in seconds"
-
-
-def _oldest_first(events: Events, field: str, policy: Literal["refuse", "sort"]) -> Events:
-    """Refuse or sort events that run backwards; of equal times the order stays."""
-    times = events.timestamps
-    earlier = times[1:] < times[:-1]
-    if not earlier.any():
-        return events
-    if policy == "refuse":
-        at = int(earlier.argmax()) + 1
-        raise Unprocessable(
-            f"{field}.timestamps: {times[at]} at index {at} is before {times[at - 1]}: send the oldest event first, "
-            "or set service.unsorted_history: sort"
-        )
-    late = int(np.count_nonzero(times < np.maximum.accumulate(times)))
-    order = np.argsort(times, kind="stable")
-    origin = HistoryOrigin(HistorySource.REQUEST, sorted_events=late)
-    return Events(events.items[order], events.actions[order], times[order], origin)
 
 
 # ---- writing

@@ -9,11 +9,11 @@ from functools import cache
 from typing import Any, TypeVar
 
 import msgspec
+from msgspec import inspect
 
 from npu_gr.core.errors import BadRequest, Unprocessable, UnsupportedMedia
 from npu_gr.core.words import MOST, cut, quoted
-from npu_gr.server.codec.bulk import skimmer
-from npu_gr.server.codec.fields import History
+from npu_gr.server.codec.bulk import parts, skimmer
 
 S = TypeVar("S")
 
@@ -84,7 +84,7 @@ def _reason(error: Exception) -> str:
     return f"{error.reason} at byte {error.start}" if isinstance(error, UnicodeDecodeError) else cut(str(error), 100)
 
 
-def _explain(message: str, cls: type[Any]) -> str:
+def _explain(message: str, cls: Any) -> str:
     """Put the path in front of msgspec's message, and suggest the nearest name for an unknown field.
 
     Names that a caller wrote are cut, and long ones have no nearest: to compare them takes their length squared.
@@ -92,10 +92,28 @@ def _explain(message: str, cls: type[Any]) -> str:
     text, _, path = message.partition(" - at `$")
     path = path.rstrip("`").lstrip(".")
     if unknown := re.match(r"Object contains unknown field `(.+)`", text):
-        names = [field.encode_name for field in msgspec.structs.fields(History if path else cls)]
+        names = _fields_at(cls, re.sub(r"\[.*?\]", "[]", path))
         near = difflib.get_close_matches(unknown[1], names, n=1) if len(unknown[1]) < MOST else []
         name = cut(unknown[1])
         full = f"{path}.{name}" if path else name
         return f"unknown field {full}" + (f"; did you mean {near[0]}?" if near else "")
     text = cut(text, 100)  # a choice that does not exist is quoted in it
     return f"{path}: {text}" if path else text
+
+
+@cache
+def _fields_at(cls: Any, path: str) -> list[str]:
+    """Name the fields of the Struct at a path, `users[].events`. There are as many paths as fields."""
+    kinds = [inspect.type_info(cls)]
+    for step in re.findall(r"\[\]|[^.\[]+", path):
+        kinds = [inner for kind in kinds for inner in _within(kind, step)]
+    return [field.encode_name for kind in kinds if isinstance(kind, inspect.StructType) for field in kind.fields]
+
+
+def _within(kind: inspect.Type, step: str) -> list[inspect.Type]:
+    """Return what a value of a type holds at one step of a path."""
+    if isinstance(kind, inspect.StructType):
+        return [one for field in kind.fields if field.encode_name == step for one in parts(field.type)[1]]
+    if isinstance(kind, inspect.ListType):
+        return parts(kind.item_type)[1]
+    return parts(kind.value_type)[1] if isinstance(kind, inspect.DictType) else []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from typing import Annotated, Literal
 
 import msgspec
@@ -113,7 +112,16 @@ def render(answer: RecommendAnswer, request_id: str, media: str, shown: Shown) -
         num_candidates=answer.num_candidates,
         num_unknown=answer.num_unknown,
         degraded=list(answer.degraded),
-        stages=[StageOut(**asdict(report)) for report in answer.stages],
+        stages=[
+            StageOut(
+                stage=report.stage,
+                result=report.result,
+                began_s=report.began_s,
+                took_s=report.took_s,
+                num_items=report.num_items,
+            )
+            for report in answer.stages
+        ],
         prefix_tokens=answer.prefix_tokens,
         history=render_history(answer.history),
         stages_s=answer.stages_s,

@@ -1,4 +1,4 @@
-"""Routes for a process that misbehaves: its stacks, a profile of some seconds, one bundle for a report.
+"""Routes for a process that misbehaves: its stacks, a profile of some seconds, one bundle for a report, the runbooks.
 
 An instance and the router's admin application have them; each says what its bundle holds beyond the common part.
 """
@@ -11,8 +11,11 @@ from collections.abc import Awaitable, Callable, Mapping
 
 from aiohttp import web
 
-from npu_gr.core.errors import BadRequest
+from npu_gr.core import shipped
+from npu_gr.core.errors import BadRequest, ConfigError, NotFound
 from npu_gr.core.logs import newest_lines
+from npu_gr.core.words import quoted
+from npu_gr.metrics.rules import RUNBOOKS
 from npu_gr.server.debug.bundle import environment, packed
 from npu_gr.server.debug.profile import MAX_S, MIN_S
 
@@ -20,7 +23,7 @@ DEFAULT_S = 10.0
 
 
 class DebugRoutes:
-    """The three routes."""
+    """These routes."""
 
     def __init__(
         self,
@@ -44,6 +47,8 @@ class DebugRoutes:
             web.get("/debug/stacks", self._stacks),
             web.get("/debug/profile", self._profile),
             web.get("/debug/bundle", self._bundle),
+            web.get("/debug/runbooks", self._runbooks),
+            web.get("/debug/runbooks/{name}", self._runbook),
         ]
 
     async def _stacks(self, _: web.Request) -> web.Response:
@@ -70,3 +75,23 @@ class DebugRoutes:
         body = await asyncio.to_thread(packed, texts, name)
         headers = {"Content-Disposition": f'attachment; filename="{name}.tar.gz"'}
         return web.Response(body=body, content_type="application/gzip", headers=headers)
+
+    async def _runbooks(self, _: web.Request) -> web.Response:
+        return web.Response(text="\n".join(await asyncio.to_thread(_runbook_names)) + "\n")
+
+    async def _runbook(self, request: web.Request) -> web.Response:
+        return web.Response(text=await asyncio.to_thread(_runbook, request.match_info["name"]))
+
+
+def _runbook_names() -> list[str]:
+    """Name the pages that ship. Raises NotFound where none do."""
+    try:
+        return sorted(page.stem for page in shipped.path(RUNBOOKS).glob("*.md"))
+    except ConfigError as error:
+        raise NotFound(str(error)) from error
+
+
+def _runbook(name: str) -> str:
+    if name not in _runbook_names():
+        raise NotFound(f"runbook: there is no {quoted(name)}")
+    return (shipped.path(RUNBOOKS) / f"{name}.md").read_text()

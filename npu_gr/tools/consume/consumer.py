@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from npu_gr.core.errors import NpuGrError, StoreFailed, Unavailable, Unprocessable
+from npu_gr.core.errors import ConfigError, NpuGrError, StoreFailed, Unavailable, Unprocessable
 from npu_gr.core.request import Events, Mode, UserKey, Write, Written
 from npu_gr.core.words import cut
 from npu_gr.tools.consume.dead_letters import DeadLetters
@@ -71,7 +71,12 @@ class EventConsumer:
             dead_letters: keeps what is no event.
             metrics: counts.
             tenant: of all users.
+
+        Raises:
+            ConfigError: the target has no actions, so nothing could be an event.
         """
+        if not target.action_names:
+            raise ConfigError(f"{target.about}: its model has no actions, so nothing is an event; serve a ranker")
         self._consumer = consumer
         self._target = target
         self._fields = fields
@@ -139,6 +144,8 @@ class EventConsumer:
         try:
             names = await store.action_names()
         except NpuGrError:  # the write says it, too
+            return False
+        if not names:
             return False
         self._actions = {name: place for place, name in enumerate(names)}
         return True
@@ -208,8 +215,9 @@ class EventConsumer:
                 await self._consumer.commit(offsets)
         except KafkaError as error:
             log.warning("offsets not committed, so these messages are read again: %s", error)
+        mine = self._consumer.assignment()  # another one perhaps, after a rebalance during the commit
         for partition, offset in offsets.items():
-            end = self._consumer.highwater(partition)
+            end = self._consumer.highwater(partition) if partition in mine else None
             if end is not None:
                 self._metrics.lag.labels(partition.topic, str(partition.partition)).set(max(0, end - offset))
 

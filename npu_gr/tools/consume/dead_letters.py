@@ -22,7 +22,10 @@ class DeadLetters(Protocol):
 
 
 class DeadLetterFile:
-    """Appends JSON lines: topic, partition, offset, timestamp_ms, reason, and key and value in base64."""
+    """Appends JSON lines: topic, partition, offset, timestamp_ms, reason, and headers, key and value in base64.
+
+    A crash may leave half a line. Others may move the file away at any time; the next letter begins a new one.
+    """
 
     def __init__(self, path: Path) -> None:
         """Check that the file can be written.
@@ -43,7 +46,11 @@ class DeadLetterFile:
             raise Unavailable(f"--dead-letters: {self._path}: {error.strerror}") from error
 
     def _write(self, letters: list[tuple[Any, str]]) -> None:
-        with self._path.open("ab") as file:
+        with os.fdopen(open_private(self._path, appends=True), "r+b") as file:
+            if file.seek(0, os.SEEK_END):
+                file.seek(-1, os.SEEK_END)
+                if file.read(1) != b"\n":
+                    file.write(b"\n")
             for message, reason in letters:
                 line = {
                     "topic": message.topic,
@@ -51,6 +58,7 @@ class DeadLetterFile:
                     "offset": message.offset,
                     "timestamp_ms": message.timestamp,
                     "reason": reason,
+                    "headers": message.headers,
                     "key": message.key,
                     "value": message.value,
                 }
@@ -60,19 +68,29 @@ class DeadLetterFile:
 
 
 class DeadLetterTopic:
-    """Produces each message as it came, with the reason and its place in headers."""
+    """Produces each message as it came, with the reason and its place in headers; of a too large one only these."""
 
     def __init__(self, producer: Any, topic: str) -> None:
         self._producer = producer
         self._topic = topic
 
     async def put(self, letters: list[tuple[Any, str]]) -> None:
-        from aiokafka.errors import KafkaError
+        from aiokafka.errors import KafkaError, MessageSizeTooLargeError
 
         try:
             for message, reason in letters:
-                place = f"{message.topic}/{message.partition}/{message.offset}"
-                headers = [("reason", reason.encode()), ("from", place.encode())]
-                await self._producer.send_and_wait(self._topic, message.value, key=message.key, headers=headers)
+                value = b"" if message.value is None and message.key is None else message.value  # which none may be
+                try:
+                    await self._send(value, message.key, [*message.headers, *_about(message, reason)])
+                except MessageSizeTooLargeError:
+                    await self._send(b"", None, _about(message, f"{reason} (too large for this topic)"))
         except KafkaError as error:
             raise Unavailable(f"--dead-letter-topic: {self._topic}: {error}") from error
+
+    async def _send(self, value: bytes | None, key: bytes | None, headers: list[tuple[str, bytes | None]]) -> None:
+        await self._producer.send_and_wait(self._topic, value, key=key, headers=headers)
+
+
+def _about(message: Any, reason: str) -> list[tuple[str, bytes | None]]:
+    place = f"{message.topic}/{message.partition}/{message.offset}"
+    return [("reason", reason.encode()), ("from", place.encode())]

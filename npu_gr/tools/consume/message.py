@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import orjson
 
-from npu_gr.core.names import item_id
+from npu_gr.core.names import item_id, value_name
 from npu_gr.core.words import quoted
 from npu_gr.server.codec.fields import LAST_S, MAX_NAME
 
@@ -50,12 +50,14 @@ class Fields:
     time: str | None = None
 
 
-def read_event(value: bytes | None, came_ms: int, fields: Fields, action_of: Callable[[str | None], int]) -> Event:
+def read_event(
+    value: bytes | None, came_ms: int | None, fields: Fields, action_of: Callable[[str | None], int]
+) -> Event:
     """Read a message.
 
     Args:
         value: JSON.
-        came_ms: the broker's time of the message: that of an event without one.
+        came_ms: the broker's time of the message: that of an event without one. None, -1: it knows none.
         fields: where is what.
         action_of: the model's action by its name; None = the message names none. Raises Poison.
 
@@ -80,11 +82,13 @@ def read_event(value: bytes | None, came_ms: int, fields: Fields, action_of: Cal
     time = cell("time", fields.time)
     if time is None and fields.time is not None:
         raise Poison(f"no {fields.time}")
+    if time is None and (came_ms is None or came_ms < 0):
+        raise Poison("no time, of the message or of its broker")
     return Event(
         _user(cell("user", fields.user)),
         _item(cell("item", fields.item)),
         action_of(_event(cell("event", fields.event))),
-        came_ms // 1000 if time is None else seconds(time),
+        (came_ms or 0) // 1000 if time is None else seconds(time),
     )
 
 
@@ -139,7 +143,7 @@ def _event(cell: object) -> str | None:
         return cell
     if isinstance(cell, bool) or not isinstance(cell, int | float):
         raise Poison(f"event: {quoted(cell)} is no event")
-    return f"{cell:g}"
+    return value_name(cell)
 
 
 def _at(table: Mapping[str, Any], path: str) -> Any:

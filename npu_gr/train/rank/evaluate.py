@@ -3,7 +3,9 @@
 Protocol:
   AUC       every event after the trained ones, pooled over users, with all of the user's events before it as history.
             Positive: the event's value reaches the task's threshold.
-  HR, NDCG  the next item of each user, ranked against every item of the catalogue; see `train/next_item.py`.
+  HR, NDCG  the next item of each user among every item of the catalogue; see `train/next_item.py`. Three ways: the
+            retrieval alone; the click logit alone and the fitted order (recommend), over what the retrieval found, as
+            a cascade does. What is not in the list ranks behind it.
 """
 
 from __future__ import annotations
@@ -16,18 +18,22 @@ import numpy.typing as npt
 import torch
 from rich.table import Table
 
-from npu_gr.backend.cpu.backend import CPUBackend
-from npu_gr.model.hstu import HSTU, Segment
+from npu_gr.core.request import I64
+from npu_gr.model.hstu import HSTU
+from npu_gr.model.order import Order
 from npu_gr.train.baselines import Baseline
 from npu_gr.train.data import InteractionLog, NextItem, Split, Window, batches, what_stands
 from npu_gr.train.metrics import F64, NAN, auc, cells, hit_ratio, known, ndcg
 from npu_gr.train.next_item import NO_RANKS, NextItemRanks, rank_next_items
-from npu_gr.train.paired import BaselineComparison, compare
-from npu_gr.train.rank.forward import HistoryBatch, Moments, encode
+from npu_gr.train.paired import BaselineComparison, Difference, compare, difference_of_auc
+from npu_gr.train.rank.forward import EncodedHistories, HistoryBatch
+from npu_gr.train.rank.order import ItemList, retrieved_lists
+from npu_gr.train.rank.validation import BATCH_TOKENS
 
 K = 10
-RANKER = "HSTU ranker"
-BATCH_TOKENS = 2048
+RANKER = "HSTU ranker"  # all that it knows: the fitted order, if there is one
+RETRIEVAL = "its retrieval alone"
+CLICK = "its click logit alone"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +47,7 @@ class RankingFigures:
     hr_at_10_unseen: float
     ndcg_at_10_unseen: float
     ranks: NextItemRanks = field(default=NO_RANKS, repr=False, compare=False)  # behind HR and NDCG
+    liking: F64 | None = field(default=None, repr=False, compare=False)  # [judged events] behind the AUC
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,14 +61,19 @@ class Evaluation:
     num_next: int  # users behind HR and NDCG
     tasks: str  # why the ranker has these tasks
     auc_task: str  # the task that AUC is of; "" = none
+    fitting: str  # in words: how long it was trained, and the order that was fitted
     ranker: RankingFigures
+    parts: tuple[RankingFigures, ...]  # what the ranker's order is made of, each alone
     baselines: tuple[RankingFigures, ...]
+    likes: npt.NDArray[np.bool_] = field(repr=False, compare=False)  # [num_judged]
+    users: I64 = field(repr=False, compare=False)  # [num_judged]
 
     def as_dict(self) -> dict[str, float]:
-        """Name the ranker's figures by themselves, each baseline's as `<model>/<figure>`; leave out those of NaN."""
+        """Name the ranker's figures by themselves, each other model's as `<model>/<figure>`; leave out those of NaN."""
         counts = ("num_trained", "num_served", "num_judged", "num_next")
         figures = {name: float(getattr(self, name)) for name in counts}
-        for prefix, row in [("", self.ranker), *((f"{row.model}/", row) for row in self.baselines)]:
+        others = ((f"{row.model}/", row) for row in (*self.parts, *self.baselines))
+        for prefix, row in [("", self.ranker), *others]:
             figures |= {f"{prefix}{name}": value for name, value in known(asdict(row)).items() if name != "model"}
         return figures
 
@@ -69,10 +81,39 @@ class Evaluation:
         """Compare the ranker with the strongest baseline of the next item; None = no task scores it."""
         return compare(self.ranker.model, self.ranker.ranks, {row.model: row.ranks for row in self.baselines})
 
+    def with_parts(self) -> BaselineComparison | None:
+        """Compare the fitted order with the best of what it is made of; None = there is no order."""
+        return compare(self.ranker.model, self.ranker.ranks, {row.model: row.ranks for row in self.parts})
+
+    def auc_difference(self) -> tuple[str, Difference] | None:
+        """Compare the AUC with the best baseline's; None = one of the two has none."""
+        others = [row for row in self.baselines if row.auc == row.auc]
+        if not others or self.ranker.liking is None:
+            return None
+        best = max(others, key=lambda row: row.auc)
+        found = difference_of_auc(self.ranker.liking, best.liking, self.likes, self.users)
+        return None if found is None else (best.model, found)
+
     def text(self) -> str:
-        """Say in words why the ranker has its tasks, and how it stands beside the strongest baseline."""
-        comparison = self.comparison()
-        return f"tasks: {self.tasks}" + ("" if comparison is None else f"\n{comparison.text()}")
+        """Say in words why the ranker has its tasks, what was fitted, and how it stands beside the best of others."""
+        lines = [f"tasks: {self.tasks}", self.fitting]
+        if self.ranker.liking is not None and (
+            own := difference_of_auc(self.ranker.liking, None, self.likes, self.users)
+        ):
+            lines.append(f"AUC {self.auc_task} {own.mean:.4f}  (95 %, by user: {own.low:.4f} .. {own.high:.4f})")
+        if (beside := self.auc_difference()) is not None:
+            name, found = beside
+            lines.append(f"  less {name}'s: {_interval(found)}")
+            if found.high < 0:
+                lines.append(f"WARNING: {name} tells likes better than {self.ranker.model} on this log.")
+        if (parts := self.with_parts()) is not None:
+            shown = ", ".join(f"{name} {_interval(found)}" for name, found in parts.differences.items())
+            lines.append(f"{parts.model} less {parts.baseline}: {shown}")
+            if any(found.high < 0 for found in parts.differences.values()):
+                lines.append(f"WARNING: the fitted order is worse than {parts.baseline}.")
+        if (comparison := self.comparison()) is not None:
+            lines.append(comparison.text())
+        return "\n".join(lines)
 
     def table(self) -> Table:
         """Lay the figures out for a terminal."""
@@ -86,10 +127,14 @@ class Evaluation:
             title=what_stands(self.split, self.num_trained, self.num_served),
             caption=f"AUC over {self.num_judged} later events; HR and NDCG over {self.num_next} next items",
         )
-        for row in (*self.baselines, self.ranker):
+        for row in (*self.baselines, *self.parts, self.ranker):
             figures = (row.auc, row.hr_at_10, row.ndcg_at_10, row.hr_at_10_unseen, row.ndcg_at_10_unseen)
             table.add_row(row.model, *cells(figures))
         return table
+
+
+def _interval(found: Difference) -> str:
+    return f"{found.mean:+.4f} ({found.low:+.4f} .. {found.high:+.4f})"
 
 
 def evaluate_baseline(
@@ -104,8 +149,9 @@ def evaluate_baseline(
         targets: the next items to rank.
     """
     liking = baseline.liking(log)
-    area = NAN if liking is None else auc(liking[~log.trained], likes[~log.trained])
-    return _figures(baseline.name, area, log, targets, (baseline.next_items(log, user) for user, _ in targets))
+    judged = None if liking is None else liking[~log.trained]
+    scores = (baseline.next_items(log, user) for user, _ in targets)
+    return _figures(baseline.name, log, likes, judged, targets, scores)
 
 
 def evaluate_ranker(
@@ -114,25 +160,47 @@ def evaluate_ranker(
     likes: npt.NDArray[np.bool_],
     targets: Sequence[NextItem],
     *,
-    click_task: int | None,
+    order: Order | None,
+    counted: Order | None,
     like_task: int | None,
+    num_retrieved: int,
     done: Callable[[int, int], None],
-) -> RankingFigures:
-    """Evaluate a ranker.
+) -> tuple[RankingFigures, tuple[RankingFigures, ...]]:
+    """Evaluate a ranker, and what its order is made of.
 
     Args:
         log: tested on its events after the trained ones.
-        model: in evaluation mode.
+        model: in evaluation mode, its items frozen.
         likes: [n] label of every event of the log.
         targets: the next items to rank.
-        click_task: the task that scores the next item; None = the model has none, and no HR and NDCG.
+        order: fitted; None = the retrieval alone is the order.
+        counted: transitions; None = the model does not retrieve, and has no HR and NDCG.
         like_task: the task that predicts `likes`; None = the model has none, and no AUC.
+        num_retrieved: length of the lists that are put in order.
         done: called with (users so far, users in all) after every user's next item.
     """
-    area = NAN if like_task is None else auc(judged_logits(log, model, like_task), likes[~log.trained])
-    if click_task is None:
-        return _figures(RANKER, area, log, [], [])
-    return _figures(RANKER, area, log, targets, _catalogue_logits(log, model, click_task, targets, done))
+    judged = None if like_task is None else judged_logits(log, model, like_task)
+    if counted is None:
+        return _figures(RANKER, log, likes, judged, [], []), ()
+    lists = list(retrieved_lists(log, model, counted, targets, num_retrieved, done))
+
+    def figures(name: str, liking: F64 | None, scores: Callable[[ItemList], npt.NDArray[np.float32]]) -> RankingFigures:
+        return _figures(name, log, likes, liking, targets, (_over_all(log, found, scores(found)) for found in lists))
+
+    if order is None:
+        return figures(RANKER, judged, lambda found: found.retrieval), ()
+    parts = (
+        figures(RETRIEVAL, None, lambda found: found.retrieval),
+        figures(CLICK, None, lambda found: found.click),
+    )
+    return figures(RANKER, judged, lambda found: found.scores(order)), parts
+
+
+def _over_all(log: InteractionLog, found: ItemList, scores: npt.NDArray[np.float32]) -> F64:
+    """Spread a list's scores over the catalogue, float64 [num_items]; -inf for an item that is not in the list."""
+    row = np.full(log.num_items, -np.inf)
+    row[found.items] = scores
+    return row
 
 
 @torch.inference_mode()
@@ -158,38 +226,24 @@ def judged_logits(log: InteractionLog, model: HSTU, task: int) -> F64:
             begin = max(int(start), min(int(stop), at + longest) - longest)
             parts.append(Window(begin, min(int(stop), at + longest) - begin))
     for batch in batches(log, parts, BATCH_TOKENS):
-        every = torch.arange(batch.items.shape[1]).expand_as(batch.items)
         histories = HistoryBatch(items=batch.items, actions=batch.actions, times=batch.times)
-        rows = encode(model, histories, [Moments(at=every, candidates=batch.items[..., None])])[0]
+        rows = EncodedHistories(model, histories).rows(batch.items[..., None])
         found = model.task_logits(rows)[:, :, 0, task]
         logits[batch.events[batch.valid].numpy()] = found[batch.valid].double().numpy()
     judged: F64 = logits[~log.trained]
     return judged
 
 
-def _catalogue_logits(
-    log: InteractionLog, model: HSTU, task: int, targets: Sequence[NextItem], done: Callable[[int, int], None]
-) -> Iterable[F64]:
-    """Compute [num_items] logits for each target, by the code that serves."""
-    backend = CPUBackend()
-    catalogue = torch.arange(log.num_items)
-    for count, (user, event) in enumerate(targets, 1):
-        history = slice(max(int(log.starts[user]), event - model.config.max_history_tokens), event)
-        segment = Segment(
-            items=torch.from_numpy(log.items[history]),
-            actions=torch.from_numpy(log.actions[history]),
-            times=torch.from_numpy(log.times[history]),
-            candidates=catalogue,
-            candidate_time=int(log.times[event]),
-        )
-        yield model(backend, [segment])[0][:, task].double().numpy()
-        done(count, len(targets))
-
-
 def _figures(
-    model: str, area: float, log: InteractionLog, targets: Sequence[NextItem], scores: Iterable[F64]
+    model: str,
+    log: InteractionLog,
+    likes: npt.NDArray[np.bool_],
+    judged: F64 | None,
+    targets: Sequence[NextItem],
+    scores: Iterable[F64],
 ) -> RankingFigures:
     ranks = rank_next_items(log, targets, scores)
+    area = NAN if judged is None else auc(judged, likes[~log.trained])
     return RankingFigures(
         model=model,
         auc=area,
@@ -198,4 +252,5 @@ def _figures(
         hr_at_10_unseen=hit_ratio(ranks.unseen, K) if targets else NAN,
         ndcg_at_10_unseen=ndcg(ranks.unseen, K) if targets else NAN,
         ranks=ranks,
+        liking=judged,
     )

@@ -9,17 +9,17 @@ Shapes: B users, N history tokens, T moments a user, C candidates a moment, H he
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import dropout, silu
+from torch.nn.functional import silu
 
 from npu_gr.backend.base import Slab, time_bucket
 from npu_gr.model.hstu import HSTU, HSTULayer
 
-CLOSED = -1e4  # a logit whose SiLU, and whose SiLU's gradient, is exactly zero
+CLOSED = -1e4  # a logit whose SiLU, and whose SiLU's gradient, is exactly zero; so is its share of a softmax
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -31,90 +31,132 @@ class HistoryBatch:
     times: Tensor  # int64 [B, N] unix seconds
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Moments:
-    """Candidates, scored just before some of the events."""
+class EncodedHistories:
+    """Keys and values of B histories in every layer. Invariant: they are made before any candidate is known."""
 
-    at: Tensor  # int64 [B, T] index of the event
-    candidates: Tensor  # int64 [B, T, C] item rows
-
-
-def encode(model: HSTU, histories: HistoryBatch, groups: Sequence[Moments], dropout_ratio: float = 0.0) -> list[Tensor]:
-    """Compute the final rows of candidates, ready for `model.task_logits`.
-
-    Args:
-        model: with `scaling: constant`, and positions that do not count from the end.
-        histories: the users' events.
-        groups: moments with equally many candidates each; all groups share the encoding of the histories.
-        dropout_ratio: of embedded rows and of each layer's update.
-
-    Returns:
-        For each group float32 [B, T, C, dim].
-    """
-    config = model.config
-    assert config.scaling == "constant"
-    assert config.positions != "reverse"
-    num_tokens = histories.items.shape[1]
-    every = torch.arange(num_tokens).expand_as(histories.items)
-    candidate_action = torch.tensor(len(config.actions))  # the row after the real actions: not acted on yet
-
-    x = _embed(model, histories.items, histories.actions, every)
-    rows = [_embed(model, m.candidates, candidate_action, m.at[..., None]) for m in groups]
-    x, *rows = (dropout(part, dropout_ratio) for part in (x, *rows))
-    causal = _Visibility(config.position_buckets, histories.times, every, own=True)
-    visible = [_Visibility(config.position_buckets, histories.times, m.at, own=False) for m in groups]
-    scale = model.attention_scale(num_tokens)
-
-    for layer in model.layers:
-        assert isinstance(layer, HSTULayer)
-
-        def update(x: Tensor, u: Tensor, attention: Tensor, layer: HSTULayer = layer) -> Tensor:
-            new = layer.finish(x, u, attention * scale)
-            return x + dropout(new - x, dropout_ratio) if dropout_ratio else new
-
-        if layer is model.layers[-1]:
-            k, v = layer.project_kv(x)  # nothing reads the history's final rows, so they are not computed
-        else:
-            u, v, q, k = layer.project(x)
-            x = update(x, u, _attend(q[:, :, None], (k, v), causal.bias(layer))[:, :, 0])
-        for index, visibility in enumerate(visible):
-            u, own_v, q, own_k = layer.project(rows[index])
-            attention = _attend(q, (k, v), visibility.bias(layer)) + _attend_itself(layer, q, own_k, own_v)
-            rows[index] = update(rows[index], u, attention)
-    return rows
-
-
-def _embed(model: HSTU, items: Tensor, actions: Tensor, positions: Tensor) -> Tensor:
-    """Embed items, actions and positions; side features are averaged once for each distinct item of the batch."""
-    distinct, place = torch.unique(items, return_inverse=True)
-    x: Tensor = model.embed_items(distinct)[place] + model.action(actions)
-    if model.config.positions != "none":
-        x = x + model.position(positions.clamp(max=model.config.max_history_tokens))
-    return x
-
-
-class _Visibility:
-    """The history tokens that the rows at some positions see, and the distance and time to each."""
-
-    def __init__(self, position_buckets: int, times: Tensor, at: Tensor, *, own: bool) -> None:
-        """Let the rows at positions `at` [B, T] see the tokens before them, and with `own` the one at their position.
+    def __init__(self, model: HSTU, histories: HistoryBatch, dropout_ratio: float = 0.0) -> None:
+        """Encode.
 
         Args:
-            position_buckets: longer distances share the last bucket.
-            times: int64 [B, N] unix seconds of the history.
-            at: int64 [B, T].
-            own: for rows of the history itself.
+            model: with `scaling: constant`, and positions that do not count from the end.
+            histories: the users' events.
+            dropout_ratio: of embedded rows and of each layer's update.
         """
-        ago = at[:, :, None] - torch.arange(times.shape[1])
-        self.closed = ago < 0 if own else ago <= 0  # [B, T, N]
-        self.distance = ago.clamp(0, position_buckets - 1).flatten()
-        self.bucket = time_bucket(times.gather(1, at)[:, :, None] - times[:, None, :]).flatten()
+        assert model.config.scaling == "constant"
+        assert model.config.positions != "reverse"
+        self._model = model
+        self._times = histories.times
+        self._dropout_ratio = dropout_ratio
+        self._scale = model.attention_scale(histories.items.shape[1])
+        self._every = torch.arange(histories.items.shape[1])  # moments: each event
+        self._ago = self._every[:, None] - self._every  # [N, N]
+        self._bucket = time_bucket(self._times[:, :, None] - self._times[:, None, :]).flatten()
+        self._biases: list[Tensor] = []  # a layer: [H, B, N, N], closed to later events
+        self._slabs: list[Slab] = []
 
-    def bias(self, layer: HSTULayer) -> Tensor:
-        """Compute the relative bias, [H, B, T, 1, N]; `CLOSED` where a row does not see the token."""
+        x = self._embed(histories.items, histories.actions, self._every)
+        for layer in model.layers:
+            assert isinstance(layer, HSTULayer)
+            self._biases.append(self._bias_of_every(layer))
+            if layer is model.layers[-1]:
+                k, v = layer.project_kv(x)  # nothing reads the history's final rows, so they are not computed
+            else:
+                u, v, q, k = layer.project(x)
+                attention = _attend(q[:, :, None], (k, v), self._biases[-1].unsqueeze(3))[:, :, 0]
+                x = self._updated(layer, x, u, attention)
+            self._slabs.append((k, v))
+
+    def rows(self, candidates: Tensor, at: Tensor | None = None) -> Tensor:
+        """Compute the final rows of candidates, ready for `model.task_logits` and, of NEXT, `model.user_vectors`.
+
+        Args:
+            candidates: int64 [B, T, C] item rows, with `num_items` for NEXT.
+            at: int64 [B, T] index of the event just before which they are scored; None = every event, T = N.
+
+        Returns:
+            float32 [B, T, C, dim].
+        """
+        config = self._model.config
+        places = self._every if at is None else at
+        x = self._embed(candidates, torch.tensor(len(config.actions)), places[..., None])  # not acted on yet
+        for index, layer in enumerate(self._model.layers):
+            assert isinstance(layer, HSTULayer)
+            if at is None:
+                bias = self._biases[index].masked_fill(torch.eye(len(self._every), dtype=torch.bool), CLOSED)
+            else:
+                bias = self._bias_of(layer, at)
+            u, own_v, q, own_k = layer.project(x)
+            attention = _attend(q, self._slabs[index], bias.unsqueeze(3)) + _attend_itself(layer, q, own_k, own_v)
+            x = self._updated(layer, x, u, attention)
+        return x
+
+    def _embed(self, items: Tensor, actions: Tensor, positions: Tensor) -> Tensor:
+        """Embed items, actions and positions; side features are averaged once for each distinct item of the batch."""
+        distinct, place = torch.unique(items, return_inverse=True)
+        x: Tensor = self._model.embed_items(distinct)[place] + self._model.action(actions)
+        if self._model.config.positions != "none":
+            x = x + self._model.position(positions.clamp(max=self._model.config.max_history_tokens))
+        return dropout(x, self._dropout_ratio)
+
+    def _updated(self, layer: HSTULayer, x: Tensor, u: Tensor, attention: Tensor) -> Tensor:
+        new = layer.finish(x, u, attention * self._scale)
+        return x + dropout(new - x, self._dropout_ratio) if self._dropout_ratio else new
+
+    def _bias_of_every(self, layer: HSTULayer) -> Tensor:
+        """The relative bias between all events; the distances are every user's, so their gradient is summed first."""
         position, time = layer.bias
-        both = position.index_select(1, self.distance) + time.index_select(1, self.bucket)
-        return both.view(-1, *self.closed.shape).masked_fill(self.closed, CLOSED).unsqueeze(3)
+        num_tokens = len(self._every)
+        by_place = _look_up(position, self._ago.clamp(0, position.shape[1] - 1).flatten())
+        by_time = _look_up(time, self._bucket)
+        both = by_place.view(-1, 1, num_tokens, num_tokens) + by_time.view(len(by_time), -1, num_tokens, num_tokens)
+        return both.masked_fill(self._ago < 0, CLOSED)
+
+    def _bias_of(self, layer: HSTULayer, at: Tensor) -> Tensor:
+        """The relative bias between moments [B, T] and the events before each: [H, B, T, N]."""
+        position, time = layer.bias
+        ago = at[:, :, None] - self._every
+        bucket = time_bucket(self._times.gather(1, at)[:, :, None] - self._times[:, None, :]).flatten()
+        distance = ago.clamp(0, position.shape[1] - 1).flatten()
+        both = _look_up(position, distance) + _look_up(time, bucket)
+        return both.view(-1, *ago.shape).masked_fill(ago <= 0, CLOSED)
+
+
+class _LookUp(torch.autograd.Function):
+    """Columns of a small table. Its gradient is counted: ten times faster than autograd's own."""
+
+    @staticmethod
+    def forward(context: Any, table: Tensor, columns: Tensor) -> Tensor:
+        """Look up: table [H, n], columns int64 [m] -> [H, m]."""
+        context.save_for_backward(columns)
+        context.num_columns = table.shape[1]
+        return table.index_select(1, columns)
+
+    @staticmethod
+    def backward(context: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        (columns,) = context.saved_tensors
+        rows = [torch.bincount(columns, row, minlength=context.num_columns) for row in gradients[0]]
+        return torch.stack(rows).to(gradients[0].dtype), None
+
+
+def _look_up(table: Tensor, columns: Tensor) -> Tensor:
+    found: Tensor = _LookUp.apply(table, columns)  # type: ignore[no-untyped-call]
+    return found
+
+
+def dropout(x: Tensor, ratio: float) -> Tensor:
+    """Set a share of the numbers to 0, in steps of 1/256, and scale the others up. Random bytes are cheaper than bits.
+
+    Args:
+        x: any shape.
+        ratio: 0 .. 1; 0 changes nothing.
+    """
+    threshold = round(ratio * 256)
+    if not threshold:
+        return x
+    count = x.numel()
+    words = torch.empty(-(-count // 8), dtype=torch.int64).random_(-(2**63), None)
+    is_kept = words.view(torch.uint8)[:count].view(x.shape) >= threshold
+    return x * is_kept.to(x.dtype).mul_(256 / (256 - threshold))
 
 
 def _attend(q: Tensor, history: Slab, bias: Tensor) -> Tensor:

@@ -20,6 +20,7 @@ from msgspec import Meta
 from torch import Tensor
 
 from npu_gr.core.errors import ConfigError, DataError
+from npu_gr.core.names import value_name
 from npu_gr.core.words import quoted
 from npu_gr.train.data import Bools, InteractionLog
 
@@ -160,7 +161,7 @@ def positives(log: InteractionLog, task: Task) -> Bools:
 
 
 def _action_names(log: InteractionLog) -> list[str]:
-    return list(log.action_names) or [f"{value:g}" for value in log.action_values]
+    return list(log.action_names) or list(map(value_name, log.action_values))
 
 
 def _task_name(action: str) -> str:

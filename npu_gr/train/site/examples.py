@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from npu_gr.catalogue.item_names import ItemNames
+from npu_gr.core.names import value_name
 from npu_gr.features.interactions import Interactions
 
 LEAST_EVENTS = 5
@@ -84,4 +85,4 @@ def curl(path: str, body: dict[str, Any]) -> str:
 
 
 def _action(log: Interactions, value: float) -> str:
-    return log.action_names[int(value)] if log.action_names else f"{value:g}"
+    return log.action_names[int(value)] if log.action_names else value_name(value)

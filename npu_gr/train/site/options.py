@@ -10,7 +10,7 @@ from msgspec import Meta
 
 from npu_gr.core.settings import Count
 from npu_gr.train.generate import train as generating
-from npu_gr.train.rank import train as ranking
+from npu_gr.train.rank import options as ranking
 from npu_gr.train.retrieve.train import RetrieveOptions
 
 GENERATOR = msgspec.structs.replace(generating.MOVIELENS, epochs=20, validation_users=500, test_users=1000)

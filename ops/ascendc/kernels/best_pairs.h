@@ -47,11 +47,7 @@ class BestPairs {
 
   // `count` scores `x` with indices `index` + base; x must be readable up to a multiple of 64. Returns how many passed.
   __aicore__ inline uint32_t offer(const Floats &x, const Ints &index, int32_t base, uint32_t count) {
-    return offer(x, index, base, count, worst_, AscendC::CMPMODE::GT);
-  }
-  __aicore__ inline uint32_t offer(const Floats &x, const Ints &index, int32_t base, uint32_t count, float floor,
-                                   AscendC::CMPMODE mode) {
-    uint32_t kept = filter(x, count, floor, mode);
+    uint32_t kept = filter(x, count);
     if (kept == 0) return 0;
     uint64_t same = 0;
     auto score = score_.Get<float>();
@@ -67,10 +63,6 @@ class BestPairs {
     vector_done();
     merge(merge_to_one(pairs, merged_.Get<float>(), whole), min_of(whole, padded_));
     return kept;
-  }
-  // How many of `count` elements are at least `floor`. A vector_done must stand before and behind it.
-  __aicore__ inline uint32_t count_at_least(const Floats &x, uint32_t count, float floor) {
-    return filter(x, count, floor, AscendC::CMPMODE::GE);
   }
   // A sorted list of `length` pairs, at most k rounded up to 32.
   __aicore__ inline void merge(const Floats &pairs, uint32_t length) {
@@ -101,9 +93,9 @@ class BestPairs {
   __aicore__ inline AscendC::GatherMaskParams one_repeat() const { return AscendC::GatherMaskParams{1, 1, 8, 0}; }
   __aicore__ inline AscendC::LocalTensor<uint32_t> bits() { return bits_.Get<uint32_t>(); }
 
-  __aicore__ inline uint32_t filter(const Floats &x, uint32_t count, float floor, AscendC::CMPMODE mode) {
+  __aicore__ inline uint32_t filter(const Floats &x, uint32_t count) {
     uint64_t kept = 0;
-    AscendC::Compares(bits_.Get<uint8_t>(), x, floor, mode, round_up(count, 64));
+    compare_with(bits_.Get<uint8_t>(), x, worst_, AscendC::CMPMODE::GT, round_up(count, 64));
     vector_done();
     AscendC::GatherMask(score_.Get<float>(), x, bits(), true, count, one_repeat(), kept);
     return uint32_t(kept);

@@ -12,24 +12,29 @@ struct CsrShape {
   uint32_t has_norm, has_allowed;
 };
 
-// Scores of some rows: one number each in UB, read by the scalar unit.
-template <typename T>
-class RowTable {
+// Columns of 4-byte numbers, one number a row, of which some rows are in UB: read by the scalar unit. All columns are
+// one buffer of one queue, because each buffer that is free holds one of the 8 hardware events of VECIN.
+template <uint32_t kColumns>
+class RowColumns {
  public:
-  __aicore__ inline void init(AscendC::TPipe *pipe, GM_ADDR gm, uint32_t rows, uint32_t held) {
+  __aicore__ inline void init(AscendC::TPipe *pipe, const GM_ADDR (&columns)[kColumns], uint32_t rows, uint32_t held) {
     pipe_ = pipe;
-    gm_.SetGlobalBuffer((__gm__ T *)gm, rows);
-    pipe_->InitBuffer(queue_, 1, held * 4);
+    pitch_ = round_up(held, 8);
+    for (uint32_t i = 0; i < kColumns; ++i) gm_[i].SetGlobalBuffer((__gm__ int32_t *)columns[i], rows);
+    pipe_->InitBuffer(queue_, 1, kColumns * pitch_ * 4);
   }
   __aicore__ inline void load(uint32_t first, uint32_t count) {
-    table_ = queue_.template AllocTensor<T>();
-    copy_in(table_, gm_[first], count, T(0));
+    table_ = queue_.template AllocTensor<int32_t>();
+    for (uint32_t i = 0; i < kColumns; ++i) copy_in(table_[i * pitch_], gm_[i][uint64_t(first)], count, int32_t(0));
     queue_.EnQue(table_);
-    table_ = queue_.template DeQue<T>();
+    table_ = queue_.template DeQue<int32_t>();
     sync<AscendC::HardEvent::MTE2_S>(*pipe_);
   }
-  __aicore__ inline T operator[](uint32_t i) const { return table_.GetValue(i); }
-  __aicore__ inline const AscendC::LocalTensor<T> &table() const { return table_; }
+  __aicore__ inline AscendC::LocalTensor<int32_t> column(uint32_t i) const { return table_[i * pitch_]; }
+  __aicore__ inline int32_t integer(uint32_t i, uint32_t row) const { return column(i).GetValue(row); }
+  __aicore__ inline float number(uint32_t i, uint32_t row) const {
+    return column(i).template ReinterpretCast<float>().GetValue(row);
+  }
   // To be called after the scalar unit's last read.
   __aicore__ inline void free() {
     sync<AscendC::HardEvent::S_V>(*pipe_);
@@ -38,8 +43,9 @@ class RowTable {
 
  private:
   AscendC::TPipe *pipe_;
-  AscendC::GlobalTensor<T> gm_;
-  AscendC::LocalTensor<T> table_;
+  uint32_t pitch_;  // numbers of one column in UB
+  AscendC::GlobalTensor<int32_t> gm_[kColumns];
+  AscendC::LocalTensor<int32_t> table_;
   AscendC::TQue<AscendC::TPosition::VECIN, 1> queue_;
 };
 
@@ -102,7 +108,7 @@ class Children {
     auto bits = bits_.Get<uint8_t>();
     AscendC::Cast(wide, flag, AscendC::RoundMode::CAST_NONE, count);
     vector_done();
-    AscendC::Compares(bits, wide, half(0), AscendC::CMPMODE::NE, round_up(count, 128));
+    compare_with(bits, wide, half(0), AscendC::CMPMODE::NE, round_up(count, 128));
     vector_done();
     AscendC::Select(x, bits, x, kNegInf, AscendC::SELMODE::VSEL_TENSOR_SCALAR_MODE, count);
     vector_done();

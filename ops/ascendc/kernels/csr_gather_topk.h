@@ -24,8 +24,7 @@ class CsrNorm {
     uint32_t held = (s_.rows + cores - 1) / cores;
     norm_.SetGlobalBuffer((__gm__ float *)norm, s_.rows);
     children_.init(pipe, logits, code, allowed, shape);
-    lo_.init(pipe, lo, s_.rows, held);
-    degree_.init(pipe, degree, s_.rows, held);
+    columns_.init(pipe, {lo, degree}, s_.rows, held);
     pipe_->InitBuffer(x_, s_.tile * 4);
     pipe_->InitBuffer(work_, 1024);
     pipe_->InitBuffer(one_, 64);
@@ -36,17 +35,17 @@ class CsrNorm {
     using namespace AscendC;
     if (begin_ == end_) return;
     uint32_t count = end_ - begin_;
-    lo_.load(begin_, count);
-    degree_.load(begin_, count);
+    columns_.load(begin_, count);
     auto total = outs_.AllocTensor<float>();
     auto peaks = peaks_.Get<float>();
     for (uint32_t i = 0; i < count; ++i) {
       float peak = kNegInf, sum = 0.0f;
-      uint32_t degree = uint32_t(degree_[i]);
+      uint32_t degree = uint32_t(columns_.integer(kDegree, i));
       if (degree > 0) {
+        uint64_t lo = uint64_t(columns_.integer(kLo, i));
         children_.open(begin_ + i);
-        peak = find_peak(uint64_t(lo_[i]), degree);
-        if (peak > kNegInf) sum = sum_exp(uint64_t(lo_[i]), degree, peak);
+        peak = find_peak(lo, degree);
+        if (peak > kNegInf) sum = sum_exp(lo, degree, peak);
         children_.close();
       }
       peaks.SetValue(i, peak);
@@ -58,10 +57,9 @@ class CsrNorm {
     Add(total, total, peaks, int32_t(count));
     outs_.EnQue(total);
     total = outs_.DeQue<float>();
-    copy_out(norm_[begin_], total, count);
+    copy_out(norm_[uint64_t(begin_)], total, count);
     outs_.FreeTensor(total);
-    lo_.free();
-    degree_.free();
+    columns_.free();
   }
 
  private:
@@ -103,7 +101,8 @@ class CsrNorm {
   CsrShape s_;
   uint32_t begin_, end_;
   Children<T> children_;
-  RowTable<int32_t> lo_, degree_;
+  enum { kLo, kDegree };
+  RowColumns<2> columns_;
   AscendC::GlobalTensor<float> norm_;
   AscendC::TQue<AscendC::TPosition::VECOUT, 1> outs_;
   AscendC::TBuf<AscendC::TPosition::VECCALC> x_, work_, one_, peaks_;
@@ -121,10 +120,7 @@ class CsrSelect {
     pairs_.SetGlobalBuffer((__gm__ float *)workspace, uint64_t(words) * s_.groups * s_.pieces);
     best_.init(pipe, s_.tile, s_.k);
     children_.init(pipe, logits, code, allowed, shape);
-    norm_.init(pipe, norm, s_.rows, held);
-    acc_.init(pipe, acc, s_.rows, held);
-    lo_.init(pipe, lo, s_.rows, held);
-    degree_.init(pipe, degree, s_.rows, held);
+    columns_.init(pipe, {norm, acc, lo, degree}, s_.rows, held);
     pipe_->InitBuffer(x_, s_.tile * 4);
     pipe_->InitBuffer(index_, s_.tile * 4);
     pipe_->InitBuffer(iota_, s_.tile * 4);
@@ -141,28 +137,22 @@ class CsrSelect {
   __aicore__ inline void run_item(uint32_t group, uint32_t piece) {
     uint32_t begin = uint32_t(uint64_t(s_.rows) * group / s_.groups);
     uint32_t end = uint32_t(uint64_t(s_.rows) * (group + 1) / s_.groups);
-    norm_.load(begin, end - begin);
-    acc_.load(begin, end - begin);
-    lo_.load(begin, end - begin);
-    degree_.load(begin, end - begin);
+    columns_.load(begin, end - begin);
     best_.reset();
     clear();
     for (uint32_t i = 0; i < end - begin; ++i) {
-      uint64_t degree = uint64_t(degree_[i]);
+      uint64_t degree = uint64_t(columns_.integer(kDegree, i));
+      float norm = columns_.number(kNorm, i), acc = columns_.number(kAcc, i);
       uint32_t from = uint32_t(degree * piece / s_.pieces), to = uint32_t(degree * (piece + 1) / s_.pieces);
-      if (from < to && norm_[i] > kNegInf && acc_[i] > kNegInf) add_row(begin + i, i, from, to);
+      if (from < to && norm > kNegInf && acc > kNegInf)
+        add_row(begin + i, uint64_t(columns_.integer(kLo, i)), norm, acc, from, to);
     }
     flush();
-    norm_.free();
-    acc_.free();
-    lo_.free();
-    degree_.free();
+    columns_.free();
     store(group * s_.pieces + piece);
   }
   // Children from .. to - 1 of a row into the tile, each lot on a border of 32 elements.
-  __aicore__ inline void add_row(uint32_t row, uint32_t i, uint32_t from, uint32_t to) {
-    float norm = norm_[i], acc = acc_[i];
-    uint64_t lo = uint64_t(lo_[i]);
+  __aicore__ inline void add_row(uint32_t row, uint64_t lo, float norm, float acc, uint32_t from, uint32_t to) {
     children_.open(row);
     while (from < to) {
       uint32_t count = min_of(to - from, s_.tile - filled_);
@@ -204,8 +194,8 @@ class CsrSelect {
   CsrShape s_;
   uint32_t filled_ = 0;
   Children<T> children_;
-  RowTable<float> norm_, acc_;
-  RowTable<int32_t> lo_, degree_;
+  enum { kNorm, kAcc, kLo, kDegree };
+  RowColumns<4> columns_;
   BestPairs best_;
   AscendC::GlobalTensor<float> pairs_;
   AscendC::TQue<AscendC::TPosition::VECOUT, 1> outs_;
@@ -223,7 +213,7 @@ class CsrMerge {
     parent_.SetGlobalBuffer((__gm__ int32_t *)parent, s_.k);
     edge_.SetGlobalBuffer((__gm__ int32_t *)edge, s_.k);
     merge_.init(pipe, workspace, uint64_t(s_.groups) * s_.pieces, s_.k);
-    lo_.init(pipe, lo, s_.rows, s_.rows);
+    columns_.init(pipe, {lo}, s_.rows, s_.rows);
     pipe_->InitBuffer(outs_, 1, round_up(s_.k, 32) * 12);
     pipe_->InitBuffer(row_, round_up(s_.k, 32) * 4);
     pipe_->InitBuffer(none_, round_up(s_.k, 32) * 4);
@@ -232,7 +222,7 @@ class CsrMerge {
   __aicore__ inline void process() {
     using namespace AscendC;
     if (GetBlockIdx() != 0) return;
-    lo_.load(0, s_.rows);
+    columns_.load(0, s_.rows);
     auto &best = merge_.merge(0, s_.groups * s_.pieces);
     uint32_t padded = best.padded_k();
     int32_t count = int32_t(padded), shift = int32_t(s_.shift);
@@ -251,7 +241,7 @@ class CsrMerge {
     vector_done();
     Sub(edge, edge, lo, count);  // the child's number
     vector_done();
-    Gather(lo, lo_.table(), row.ReinterpretCast<uint32_t>(), 0, padded);
+    Gather(lo, columns_.column(0), row.ReinterpretCast<uint32_t>(), 0, padded);
     vector_done();
     Add(edge, edge, lo, count);
     vector_done();
@@ -262,14 +252,14 @@ class CsrMerge {
     copy_out(parent_, parent, s_.k);
     copy_out(edge_, edge, s_.k);
     outs_.FreeTensor(score);
-    lo_.free();
+    columns_.free();
   }
 
  private:
   AscendC::TPipe *pipe_;
   CsrShape s_;
   MergePairs merge_;
-  RowTable<int32_t> lo_;
+  RowColumns<1> columns_;
   AscendC::GlobalTensor<float> score_;
   AscendC::GlobalTensor<int32_t> parent_, edge_;
   AscendC::TQue<AscendC::TPosition::VECOUT, 1> outs_;

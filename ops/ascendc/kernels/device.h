@@ -1,5 +1,8 @@
 // The one place where a kernel meets the toolchain: CANN's header, or the CPU twin's.
 #pragma once
+#ifndef NPU_GR_CANN
+#error "define NPU_GR_CANN, 80500 for CANN 8.5.0: CMakeLists.txt does"
+#endif
 #ifdef ASCENDC_CPU_TWIN
 #include "../twin/ascendc_twin.h"
 #else
@@ -20,6 +23,16 @@ __aicore__ inline void sync(AscendC::TPipe &pipe) {
   AscendC::SetFlag<event>(id);
   AscendC::WaitFlag<event>(id);
   pipe.ReleaseEventID<event>(id);
+}
+// Bit i of `to` = element i of `from` against a number. The name of the call depends on the CANN that build.sh finds.
+template <typename T>
+__aicore__ inline void compare_with(const AscendC::LocalTensor<uint8_t> &to, const AscendC::LocalTensor<T> &from,
+                                    T number, AscendC::CMPMODE mode, uint32_t count) {
+#if NPU_GR_CANN >= 90000
+  AscendC::Compares(to, from, number, mode, count);
+#else
+  AscendC::CompareScalar(to, from, number, mode, count);
+#endif
 }
 __aicore__ inline void vector_done() { AscendC::PipeBarrier<PIPE_V>(); }
 

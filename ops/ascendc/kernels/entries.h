@@ -1,8 +1,7 @@
 // The entry points that the host launches, one a kernel and dtype. Shapes arrive as scalars: uint32, and nothing else.
 #pragma once
-#include "beam_merge.h"
+#include "beam_fork.h"
 #include "csr_gather_topk.h"
-#include "kv.h"
 #include "masked_topk.h"
 #include "merge_pairs.h"
 
@@ -59,24 +58,6 @@ NPU_GR_KERNEL csr_merge(GM_ADDR pairs, GM_ADDR lo, GM_ADDR score, GM_ADDR parent
   AscendC::TPipe pipe;
   npu_gr::CsrMerge op;
   op.init(&pipe, pairs, lo, score, parent, edge, NPU_GR_CSR_SHAPE);
-  op.process();
-}
-
-NPU_GR_KERNEL beam_merge(GM_ADDR prefix, GM_ADDR logp, GM_ADDR token, GM_ADDR score, GM_ADDR parent, GM_ADDR chosen,
-                         uint32_t requests, uint32_t beams, uint32_t ranks, uint32_t k, uint32_t tile) {
-  KERNEL_TASK_TYPE_DEFAULT(KERNEL_TYPE_AIV_ONLY);
-  AscendC::TPipe pipe;
-  npu_gr::BeamMerge op;
-  op.init(&pipe, prefix, logp, token, score, parent, chosen, npu_gr::BeamMergeShape{requests, beams, ranks, k, tile});
-  op.process();
-}
-
-NPU_GR_KERNEL kv_gather(GM_ADDR src, GM_ADDR index, GM_ADDR dst, uint32_t groups, uint32_t held, uint32_t out,
-                        uint32_t row_bytes, uint32_t chunk, uint32_t rows) {
-  KERNEL_TASK_TYPE_DEFAULT(KERNEL_TYPE_AIV_ONLY);
-  AscendC::TPipe pipe;
-  npu_gr::KvGather op;
-  op.init(&pipe, src, index, dst, npu_gr::KvGatherShape{groups, held, out, row_bytes, chunk, rows});
   op.process();
 }
 

@@ -74,7 +74,7 @@ class MaskedTopk {
   }
   __aicore__ inline float add_bias(uint32_t row) {
     auto cell = scalar_.template AllocTensor<float>();
-    copy_in(cell, bias_[row], 1, 0.0f);
+    copy_in(cell, bias_[uint64_t(row)], 1, 0.0f);
     scalar_.EnQue(cell);
     cell = scalar_.template DeQue<float>();
     sync<AscendC::HardEvent::MTE2_S>(*pipe_);

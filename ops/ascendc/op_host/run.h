@@ -57,31 +57,11 @@ inline int run(const CsrCall &c, const CsrPlan &plan, Address workspace) {
                        plan.tile, plan.groups, plan.pieces, plan.shift, 1u, allowed);
 }
 
-struct BeamMergeCall {
-  Address prefix, logp, token, score, parent, chosen;
-  uint32_t requests, beams, ranks, k;
-};
-inline int run(const BeamMergeCall &c, const BeamMergePlan &plan) {
-  if (c.requests == 0) return 0;
-  return NPU_GR_LAUNCH(beam_merge, plan.blocks, c.prefix, c.logp, c.token, c.score, c.parent, c.chosen, c.requests,
-                       c.beams, c.ranks, c.k, plan.tile);
-}
-
-struct KvGatherCall {
-  Address src, index, dst;
-  uint32_t groups, held, out, row_bytes;
-};
-inline int run(const KvGatherCall &c, const KvPlan &plan) {
-  if (c.groups == 0 || c.out == 0 || c.row_bytes == 0) return 0;
-  return NPU_GR_LAUNCH(kv_gather, plan.blocks, c.src, c.index, c.dst, c.groups, c.held, c.out, c.row_bytes, plan.chunk,
-                       plan.rows);
-}
-
 struct BeamForkCall {
   Address keys, values, parent;
   uint32_t layers, held, rows, row_bytes, used_bytes;
 };
-inline int run(const BeamForkCall &c, const KvPlan &plan) {
+inline int run(const BeamForkCall &c, const BeamForkPlan &plan) {
   if (c.layers == 0 || c.rows == 0 || c.used_bytes == 0) return 0;
   return NPU_GR_LAUNCH(beam_fork, plan.blocks, c.keys, c.values, c.parent, c.layers, c.held, c.rows, c.row_bytes,
                        c.used_bytes, plan.chunk);

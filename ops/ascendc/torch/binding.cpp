@@ -114,43 +114,6 @@ std::tuple<Tensor, Tensor, Tensor> csr_gather_topk(const Tensor &logits, const c
   return {score, parent, edge};
 }
 
-std::tuple<Tensor, Tensor, Tensor> beam_merge(const Tensor &prefix, const Tensor &logp, const Tensor &token,
-                                              int64_t k) {
-  TORCH_CHECK(logp.dim() == 3, "beam_merge: logp must be [requests, beams, ranks]");
-  int64_t requests = logp.size(0), beams = logp.size(1), ranks = logp.size(2);
-  check(prefix, "beam_merge: prefix", at::kFloat, {requests, beams}, logp);
-  check(logp, "beam_merge: logp", at::kFloat, logp.sizes(), logp);
-  check(token, "beam_merge: token", at::kInt, logp.sizes(), logp);
-  auto plan = plan_beam_merge(u32(requests, "requests"), u32(beams, "beams"), u32(k, "k"), device());
-  check_plan(plan);
-  Tensor score = floats(logp, {requests, k}), parent = ints(logp, {requests, k}), chosen = ints(logp, {requests, k});
-  BeamMergeCall call{address(prefix), address(logp),      address(token),  address(score),      address(parent),
-                     address(chosen), uint32_t(requests), uint32_t(beams), u32(ranks, "ranks"), uint32_t(k)};
-  queue("npu_gr_beam_merge", {prefix, logp, token, score, parent, chosen}, [call, plan] { return run(call, plan); });
-  return {score, parent, chosen};
-}
-
-Tensor kv_gather(const Tensor &src, const Tensor &index) {
-  TORCH_CHECK(src.dim() >= 2 && src.is_contiguous(), "kv_gather: src must be contiguous, [groups, rows, ...]");
-  check(index, "kv_gather: index", at::kInt, {index.numel()}, src);
-  auto shape = src.sizes().vec();
-  shape[1] = index.numel();
-  Tensor out = at::empty(shape, src.options());
-  int64_t row_bytes = src.element_size();
-  for (int64_t i = 2; i < src.dim(); ++i) row_bytes *= src.size(i);
-  KvGatherCall call{address(src),
-                    address(index),
-                    address(out),
-                    u32(src.size(0), "groups"),
-                    u32(src.size(1), "rows"),
-                    u32(index.numel(), "index"),
-                    u32(row_bytes, "bytes of a row")};
-  auto plan = plan_kv_gather(call.groups, call.out, call.row_bytes, device());
-  check_plan(plan);
-  queue("npu_gr_kv_gather", {src, index, out}, [call, plan] { return run(call, plan); });
-  return out;
-}
-
 void beam_fork_(Tensor &keys, Tensor &values, const Tensor &parent, int64_t num_slots) {
   TORCH_CHECK(keys.dim() >= 3 && num_slots >= 0 && num_slots <= keys.size(2),
               "beam_fork_: keys must be [layers, beams, slots, ...]", " with at least num_slots = ", num_slots,
@@ -177,7 +140,5 @@ void beam_fork_(Tensor &keys, Tensor &values, const Tensor &parent, int64_t num_
 TORCH_LIBRARY_IMPL(npu_gr, PrivateUse1, m) {
   m.impl("masked_topk", &masked_topk);
   m.impl("csr_gather_topk", &csr_gather_topk);
-  m.impl("beam_merge", &beam_merge);
-  m.impl("kv_gather", &kv_gather);
   m.impl("beam_fork_", &beam_fork_);
 }

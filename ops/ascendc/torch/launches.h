@@ -3,7 +3,6 @@
 #pragma once
 #ifndef NPU_GR_TYPE_CHECK
 #include "aclrtlaunch_beam_fork.h"
-#include "aclrtlaunch_beam_merge.h"
 #include "aclrtlaunch_csr_merge.h"
 #include "aclrtlaunch_csr_norm_bf16.h"
 #include "aclrtlaunch_csr_norm_f16.h"
@@ -11,7 +10,6 @@
 #include "aclrtlaunch_csr_select_bf16.h"
 #include "aclrtlaunch_csr_select_f16.h"
 #include "aclrtlaunch_csr_select_f32.h"
-#include "aclrtlaunch_kv_gather.h"
 #include "aclrtlaunch_masked_topk_bf16.h"
 #include "aclrtlaunch_masked_topk_f16.h"
 #include "aclrtlaunch_masked_topk_f32.h"
@@ -37,8 +35,5 @@ NPU_GR_DECLARE_OF(f16);
 NPU_GR_DECLARE_OF(bf16);
 NPU_GR_DECLARE(merge_rows, NPU_GR_P, NPU_GR_P, NPU_GR_P, NPU_GR_U, NPU_GR_U, NPU_GR_U);
 NPU_GR_DECLARE(csr_merge, NPU_GR_P, NPU_GR_P, NPU_GR_P, NPU_GR_P, NPU_GR_P, NPU_GR_CSR);
-NPU_GR_DECLARE(beam_merge, NPU_GR_P, NPU_GR_P, NPU_GR_P, NPU_GR_P, NPU_GR_P, NPU_GR_P, NPU_GR_U, NPU_GR_U, NPU_GR_U,
-               NPU_GR_U, NPU_GR_U);
-NPU_GR_DECLARE(kv_gather, NPU_GR_P, NPU_GR_P, NPU_GR_P, NPU_GR_U, NPU_GR_U, NPU_GR_U, NPU_GR_U, NPU_GR_U, NPU_GR_U);
 NPU_GR_DECLARE(beam_fork, NPU_GR_P, NPU_GR_P, NPU_GR_P, NPU_GR_U, NPU_GR_U, NPU_GR_U, NPU_GR_U, NPU_GR_U, NPU_GR_U);
 #endif

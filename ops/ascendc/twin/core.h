@@ -11,9 +11,12 @@
 #include <cstdio>
 #include <cstring>
 #include <map>
+#include <set>
 #include <stdexcept>
 #include <string>
 #include <vector>
+
+#include "types.h"
 
 namespace AscendC {
 namespace twin {
@@ -61,11 +64,23 @@ using Counters = std::array<uint64_t, COUNTERS>;
 
 constexpr uint32_t BLOCK = 32;                              // bytes of a data block
 constexpr uint32_t kUbBytes = 192 * 1024 - 256 - 8 * 1024;  // dav-2201; 8 KB are kept free for Select
+inline uint32_t ub_limit = kUbBytes;                        // of the machine that is imitated
 constexpr uint8_t kPoison = 0x7F;  // 3.4e38 as a float, which wins every selection; a NaN would be dropped unseen
 
 inline uint64_t up(uint64_t value, uint64_t to) { return (value + to - 1) / to * to; }
 
 using Clock = std::array<uint64_t, PIPES>;
+using EventId = std::pair<int, int>;  // HardEvent, id
+
+// What the special registers of the vector unit hold between instructions: mask.h.
+struct VectorMask {
+  bool counts = false;                // counter mode
+  uint64_t bits[2] = {~0ull, ~0ull};  // one a lane; in counter mode bits[0] elements
+  const char *left_by = nullptr;      // the instruction whose value this is; nullptr = set on purpose, or the default
+};
+
+// Tells whether GM is there: a pretended device knows what was freed. nullptr = all of it is.
+inline bool (*gm_is_live)(const void *at, uint64_t bytes) = nullptr;
 
 struct GmAccess {
   uintptr_t begin, end;
@@ -94,8 +109,8 @@ class Core {
     return reinterpret_cast<uint8_t *>(up(at, 256));
   }
   uint8_t *take(uint64_t bytes) {
-    TWIN_CHECK(top_ + bytes <= kUbBytes, "UB overflow: %u bytes in use, %llu more, %u there are", top_, (ull)bytes,
-               kUbBytes);
+    TWIN_CHECK(top_ + bytes <= ub_limit, "UB overflow: %u bytes in use, %llu more, %u there are", top_, (ull)bytes,
+               ub_limit);
     uint8_t *at = base() + top_;
     top_ += uint32_t(bytes);
     return at;
@@ -132,7 +147,15 @@ class Core {
   void read_gm(Pipe pipe, const void *at, uint64_t bytes) { touch_gm(pipe, at, bytes, false); }
   void write_gm(Pipe pipe, const void *at, uint64_t bytes) { touch_gm(pipe, at, bytes, true); }
 
-  std::map<std::pair<int, int>, Clock> flags;  // (event, id) of flags that are set
+  std::map<EventId, Clock> flags;  // that are set
+  std::set<EventId> event_ids;     // in use, by queues and by the kernel itself: one pool a HardEvent
+  std::set<EventId> of_free;       // of those the ones of freed buffers, which TPipe waits for at the end
+  VectorMask mask;
+
+  void set_type(KernelType type, const char *name) const {
+    TWIN_CHECK(type == KERNEL_TYPE_AIV_ONLY, "the kernel is declared %s: it would run on other cores, or more of them",
+               name);
+  }
 
  private:
   struct Block {
@@ -178,6 +201,9 @@ class Core {
   void touch_gm(Pipe pipe, const void *pointer, uint64_t bytes, bool writes) {
     if (bytes == 0) return;
     auto begin = reinterpret_cast<uintptr_t>(pointer), end = begin + bytes;
+    TWIN_CHECK(gm_is_live == nullptr || gm_is_live(pointer, bytes),
+               "core %u: %s %s GM that is no longer allocated, or never was", index, name(pipe),
+               writes ? "writes" : "reads");
     for (auto it = recent_.lower_bound(begin < longest_ ? 0 : begin - longest_); it != recent_.end() && it->first < end;
          ++it) {
       const GmAccess &earlier = it->second;

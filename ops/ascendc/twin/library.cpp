@@ -23,7 +23,10 @@ struct Out {
   uint32_t launches, ub_bytes, blocks, tile, parts, reserved;
 };
 
-Device device(const uint32_t *knobs) { return {knobs[0], knobs[1] ? knobs[1] : AscendC::twin::kUbBytes}; }
+Device device(const uint32_t *knobs) {
+  AscendC::twin::ub_limit = knobs[1] ? knobs[1] : AscendC::twin::kUbBytes;
+  return {knobs[0], AscendC::twin::ub_limit};
+}
 
 int refuse(Out *out, const char *reason) {
   std::snprintf(out->error, sizeof out->error, "%s", reason);
@@ -82,30 +85,6 @@ int twin_csr_gather_topk(const uint32_t *knobs, uint32_t dtype, Address logits, 
   return guarded(out, [&] { return run(call, plan, workspace.data()); });
 }
 
-// knobs: cores, ub, tile
-int twin_beam_merge(const uint32_t *knobs, Address prefix, Address logp, Address token, Address score, Address parent,
-                    Address chosen, uint32_t requests, uint32_t beams, uint32_t ranks, uint32_t k, Out *out) {
-  auto plan = plan_beam_merge(requests, beams, k, device(knobs), knobs[2]);
-  if (plan.reason) return refuse(out, plan.reason);
-  out->blocks = plan.blocks;
-  out->tile = plan.tile;
-  out->parts = 1;
-  BeamMergeCall call{prefix, logp, token, score, parent, chosen, requests, beams, ranks, k};
-  return guarded(out, [&] { return run(call, plan); });
-}
-
-// knobs: cores, ub, chunk
-int twin_kv_gather(const uint32_t *knobs, Address src, Address index, Address dst, uint32_t groups, uint32_t held,
-                   uint32_t rows, uint32_t row_bytes, Out *out) {
-  auto plan = plan_kv_gather(groups, rows, row_bytes, device(knobs), knobs[2]);
-  if (plan.reason) return refuse(out, plan.reason);
-  out->blocks = plan.blocks;
-  out->tile = plan.chunk;
-  out->parts = plan.rows;
-  KvGatherCall call{src, index, dst, groups, held, rows, row_bytes};
-  return guarded(out, [&] { return run(call, plan); });
-}
-
 // knobs: cores, ub, chunk
 int twin_beam_fork(const uint32_t *knobs, Address keys, Address values, Address parent, uint32_t layers, uint32_t held,
                    uint32_t rows, uint32_t row_bytes, uint32_t used_bytes, Out *out) {
@@ -113,7 +92,7 @@ int twin_beam_fork(const uint32_t *knobs, Address keys, Address values, Address 
   if (plan.reason) return refuse(out, plan.reason);
   out->blocks = plan.blocks;
   out->tile = plan.chunk;
-  out->parts = plan.rows;
+  out->parts = held;
   BeamForkCall call{keys, values, parent, layers, held, rows, row_bytes, used_bytes};
   return guarded(out, [&] { return run(call, plan); });
 }

@@ -1,8 +1,10 @@
 // TPipe, TBuf, TQue and TQueBind: who owns which part of UB, and the flags that queues set in the kernel's place.
-// Sources: asc-devkit docs, 资源管理/TPipe/{InitBuffer,AllocEventID}, 资源管理/TQue, 资源管理/TQueBind.
+//
+// A queue's flags take ids of the pool that AllocEventID serves: one from EnQue to DeQue, one from FreeTensor to the
+// next AllocTensor of that buffer. So each freed buffer of a position holds an id of the same HardEvent, and there
+// are 8. Sources: asc-devkit docs, 资源管理/TPipe/{InitBuffer,AllocEventID}, 资源管理/TQue, 资源管理/TQueBind.
 #pragma once
 #include <deque>
-#include <set>
 
 #include "sync.h"
 
@@ -26,27 +28,33 @@ class TBuf {
 template <TPosition source, TPosition target, int32_t depth>
 class TQueBind {
   static constexpr TPosition home = source == TPosition::GM ? target : source;
-  static constexpr twin::Pipe filler = home == TPosition::VECIN ? twin::MTE2 : twin::V;
-  static constexpr twin::Pipe emptier = target == TPosition::VECIN ? twin::V : twin::MTE3;
+  static constexpr bool is_in = target == TPosition::VECIN,
+                        is_out = source == TPosition::VECOUT;  // else both: TQueBind
+  static constexpr HardEvent filled = is_in ? HardEvent::MTE2_V : is_out ? HardEvent::V_MTE3 : HardEvent::MTE2_MTE3;
+  static constexpr HardEvent emptied = is_in ? HardEvent::V_MTE2 : is_out ? HardEvent::MTE3_V : HardEvent::MTE3_MTE2;
 
  public:
   template <typename T>
   LocalTensor<T> AllocTensor() {
-    for (auto &buffer : buffers_) {
+    for (size_t tried = 0; tried < buffers_.size(); ++tried) {
+      Buffer &buffer = buffers_[next_++ % buffers_.size()];  // in turns, so that all of them come into use
       if (buffer.state != Buffer::FREE) continue;
       buffer.state = Buffer::FILLING;
-      twin::core.acquire(filler, buffer.clock);
+      if (buffer.event >= 0) {
+        twin::core.of_free.erase({int(emptied), buffer.event});
+        wait(emptied, buffer, "AllocTensor");
+      }
       return tensor<T>(buffer);
     }
     TWIN_CHECK(false, "AllocTensor: all %zu buffers are in use: would hang on the NPU", buffers_.size());
   }
   template <typename T>
-  bool EnQue(const LocalTensor<T> &filled) {
-    Buffer &buffer = find(filled);
+  bool EnQue(const LocalTensor<T> &tensor) {
+    Buffer &buffer = find(tensor);
     TWIN_CHECK(buffer.state == Buffer::FILLING, "EnQue: the tensor was not just allocated");
     TWIN_CHECK(order_.size() < size_t(depth), "EnQue: the queue is %d deep", depth);
     buffer.state = Buffer::QUEUED;
-    buffer.clock = twin::core.release(filler);
+    set(filled, buffer, "EnQue");
     order_.push_back(&buffer);
     return true;
   }
@@ -56,16 +64,17 @@ class TQueBind {
     Buffer &buffer = *order_.front();
     order_.pop_front();
     buffer.state = Buffer::EMPTYING;
-    twin::core.acquire(emptier, buffer.clock);
+    wait(filled, buffer, "DeQue");
     return tensor<T>(buffer);
   }
   // What is freed may be overwritten at any time: its contents are gone.
   template <typename T>
-  void FreeTensor(const LocalTensor<T> &emptied) {
-    Buffer &buffer = find(emptied);
+  void FreeTensor(const LocalTensor<T> &tensor) {
+    Buffer &buffer = find(tensor);
     TWIN_CHECK(buffer.state == Buffer::EMPTYING, "FreeTensor: the tensor was not dequeued");
     buffer.state = Buffer::FREE;
-    buffer.clock = twin::core.release(emptier);
+    set(emptied, buffer, "FreeTensor");
+    twin::core.of_free.insert({int(emptied), buffer.event});
     twin::core.poison(buffer.at, bytes_);
   }
 
@@ -75,12 +84,22 @@ class TQueBind {
     enum State { FREE, FILLING, QUEUED, EMPTYING };
     uint8_t *at;
     State state;
-    twin::Clock clock;
+    int event = -1;  // the id of the flag that it waits for
   };
   std::vector<Buffer> buffers_;
+  size_t next_ = 0;
   std::deque<Buffer *> order_;
   uint32_t bytes_ = 0;
 
+  void set(HardEvent event, Buffer &buffer, const char *who) {
+    buffer.event = twin::take_event(event, who);
+    twin::set_flag(event, buffer.event);
+  }
+  void wait(HardEvent event, Buffer &buffer, const char *who) {
+    twin::wait_flag(event, buffer.event);
+    twin::give_event(event, buffer.event, who);
+    buffer.event = -1;
+  }
   template <typename T>
   LocalTensor<T> tensor(const Buffer &buffer) const {
     return {reinterpret_cast<T *>(buffer.at), bytes_ / uint32_t(sizeof(T)), home};
@@ -108,23 +127,28 @@ class TPipe {
   template <TPosition source, TPosition target, int32_t depth>
   bool InitBuffer(TQueBind<source, target, depth> &queue, uint8_t number, uint32_t bytes) {
     queue.bytes_ = uint32_t(twin::up(bytes, twin::BLOCK));
-    for (int i = 0; i < number; ++i) queue.buffers_.push_back({take(queue.bytes_), {}, {}});
+    for (int i = 0; i < number; ++i) queue.buffers_.push_back({take(queue.bytes_), {}, -1});
     return true;
+  }
+  // Waits for the buffers that are free, as the hardware's does.
+  ~TPipe() {
+    for (const auto &event : twin::core.of_free) {
+      twin::core.flags.erase(event);
+      twin::core.event_ids.erase(event);
+    }
+    twin::core.of_free.clear();
   }
   template <HardEvent event>
   TEventID AllocEventID() {
-    for (int id = 0; id < twin::kEventIds; ++id)
-      if (events_.insert({int(event), id}).second) return TEventID(id);
-    TWIN_CHECK(false, "AllocEventID: all %d ids of event %d are in use", twin::kEventIds, int(event));
+    return twin::take_event(event, "AllocEventID");
   }
   template <HardEvent event>
   void ReleaseEventID(TEventID id) {
-    TWIN_CHECK(events_.erase({int(event), id}), "ReleaseEventID: event %d id %d is not in use", int(event), id);
+    twin::give_event(event, id, "ReleaseEventID");
   }
 
  private:
   static constexpr int kMaxBuffers = 64;
-  std::set<std::pair<int, int>> events_;
   int buffers_ = 0;
 
   uint8_t *take(uint32_t bytes) {

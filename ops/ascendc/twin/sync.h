@@ -1,6 +1,7 @@
 // Flags between pipes and barriers of one pipe.
 // Sources: asc-devkit docs, "SetFlag-WaitFlag(ISASI)" (pairs, never set twice, ids 6 and 7 are the system's),
-// "PipeBarrier(ISASI)" (never PIPE_S).
+// "PipeBarrier(ISASI)" (never PIPE_S), AllocEventID, "TQue Buffer限制" in TQue简介 (8 ids a HardEvent on A2 and A3, of
+// which queues take theirs too).
 #pragma once
 #include <utility>
 
@@ -8,7 +9,8 @@
 
 namespace AscendC {
 namespace twin {
-constexpr int kEventIds = 6;
+constexpr int kEventIds = 8;      // of each HardEvent
+constexpr int kEventsByHand = 6;  // 0 to 5; all others come from AllocEventID
 
 constexpr std::pair<Pipe, Pipe> ends(HardEvent event) {
   switch (event) {
@@ -27,22 +29,44 @@ constexpr std::pair<Pipe, Pipe> ends(HardEvent event) {
   }
   return {S, S};
 }
+inline const char *name(HardEvent event) {
+  static const char *names[] = {"MTE2_V", "V_MTE2", "V_MTE3", "MTE3_V", "MTE2_MTE3", "MTE3_MTE2",
+                                "S_V",    "V_S",    "S_MTE3", "MTE3_S", "S_MTE2",    "MTE2_S"};
+  return names[int(event)];
+}
+
+// The lowest id that is free, as AllocEventID takes it.
+inline TEventID take_event(HardEvent event, const char *who) {
+  for (int id = 0; id < kEventIds; ++id)
+    if (core.event_ids.insert({int(event), id}).second) return TEventID(id);
+  TWIN_CHECK(false, "%s: all %d ids of %s are in use: undefined on the NPU, most likely a hang", who, kEventIds,
+             name(event));
+}
+inline void give_event(HardEvent event, int id, const char *who) {
+  TWIN_CHECK(core.event_ids.erase({int(event), id}), "%s: %s id %d is not in use", who, name(event), id);
+}
+inline void set_flag(HardEvent event, int id) {
+  auto fresh = core.flags.insert({{int(event), id}, core.release(ends(event).first)});
+  TWIN_CHECK(fresh.second, "SetFlag: %s id %d is set already: undefined on the NPU", name(event), id);
+}
+inline void wait_flag(HardEvent event, int id) {
+  auto flag = core.flags.find({int(event), id});
+  TWIN_CHECK(flag != core.flags.end(), "WaitFlag: %s id %d is not set: would hang on the NPU", name(event), id);
+  core.acquire(ends(event).second, flag->second);
+  core.flags.erase(flag);
+}
 }  // namespace twin
 
 template <HardEvent event>
 inline void SetFlag(int32_t id) {
-  TWIN_CHECK(id >= 0 && id < twin::kEventIds, "SetFlag: event id %d; 0 to 5 are free to use", id);
-  auto fresh = twin::core.flags.insert({{int(event), id}, twin::core.release(twin::ends(event).first)});
-  TWIN_CHECK(fresh.second, "SetFlag: event %d id %d is set already: undefined on the NPU", int(event), id);
+  bool is_ours = twin::core.event_ids.count({int(event), id});
+  TWIN_CHECK(is_ours || (id >= 0 && id < twin::kEventsByHand), "SetFlag: event id %d; 0 to %d are free to use", id,
+             twin::kEventsByHand - 1);
+  twin::set_flag(event, id);
 }
-
 template <HardEvent event>
 inline void WaitFlag(int32_t id) {
-  auto flag = twin::core.flags.find({int(event), id});
-  TWIN_CHECK(flag != twin::core.flags.end(), "WaitFlag: event %d id %d is not set: would hang on the NPU", int(event),
-             id);
-  twin::core.acquire(twin::ends(event).second, flag->second);
-  twin::core.flags.erase(flag);
+  twin::wait_flag(event, id);
 }
 
 template <pipe_t pipe>

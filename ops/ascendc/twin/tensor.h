@@ -1,5 +1,5 @@
 // LocalTensor and GlobalTensor: typed windows with bounds. A LocalTensor remembers its position, as the data movers
-// reach VECIN and VECOUT only.
+// reach VECIN and VECOUT only. GM may be larger than the machine's memory: what nothing touches need not be there.
 // Sources: asc-devkit docs, 数据结构/LocalTensor, 数据结构/GlobalTensor, "DataCopyPad（GMToUB非对齐数据搬运）".
 #pragma once
 #include "core.h"
@@ -63,7 +63,10 @@ template <typename T>
 class GlobalTensor {
  public:
   void SetGlobalBuffer(__gm__ T *at, uint64_t size) { at_ = at, size_ = size; }
-  GlobalTensor operator[](uint64_t offset) const {
+  // The twin takes offsets of 64 bits only: 32 hold the elements of no pool of KV, and wrap without a word.
+  template <typename Offset>
+  GlobalTensor operator[](Offset offset) const {
+    static_assert(sizeof(Offset) == 8, "compute offsets of GM in 64 bits, from the first product on");
     TWIN_CHECK(offset <= size_, "GM offset %llu of %llu", (twin::ull)offset, (twin::ull)size_);
     GlobalTensor rest;
     rest.SetGlobalBuffer(at_ + offset, size_ - offset);

@@ -1,7 +1,10 @@
 // One test for each call that the twin models, from what its documentation page says; and one for each misuse it
 // reports. A program: prints what failed, exit status 1 if anything did.
 #define ASCENDC_CPU_TWIN 1
+#define NPU_GR_CANN 90000  // with what is newer than the least
 #include "ascendc_twin.h"
+
+#include <atomic>
 
 using namespace AscendC;
 
@@ -254,9 +257,67 @@ void order() {
   });
   refused("event id 6", [] { SetFlag<HardEvent::V_S>(6); });
   refused("ends with a flag set", [] { SetFlag<HardEvent::V_S>(0); });
-  refused("ids of event", [] {
+  refused("all 8 ids of V_S are in use", [] {
     TPipe pipe;
-    for (int i = 0; i < 7; ++i) pipe.AllocEventID<HardEvent::V_S>();
+    for (int i = 0; i < 9; ++i) pipe.AllocEventID<HardEvent::V_S>();
+  });
+  clean("6 and 7 are given away by AllocEventID, and each HardEvent has ids of its own", [] {
+    TPipe pipe;
+    for (int i = 0; i < 8; ++i) {
+      pipe.AllocEventID<HardEvent::V_S>();
+      pipe.AllocEventID<HardEvent::S_V>();
+    }
+    SetFlag<HardEvent::V_S>(7);
+    WaitFlag<HardEvent::V_S>(7);
+    for (int8_t i = 0; i < 8; ++i) {
+      pipe.ReleaseEventID<HardEvent::V_S>(i);
+      pipe.ReleaseEventID<HardEvent::S_V>(i);
+    }
+  });
+  refused("event id that was not released", [] {
+    TPipe pipe;
+    pipe.AllocEventID<HardEvent::V_S>();
+  });
+  // every freed buffer of VECIN holds an id of V_MTE2
+  auto cycle = [](auto &queue, auto &source) {
+    auto t = queue.template AllocTensor<float>();
+    DataCopyPad(t, gm(source), {1, 32, 0, 0, 0}, DataCopyPadExtParams<float>{});
+    queue.EnQue(t);
+    queue.FreeTensor(queue.template DeQue<float>());
+  };
+  clean("8 buffers of VECIN, in turns", [&] {
+    Bench b;
+    In q[4];
+    auto source = iota(8);
+    for (auto &queue : q) b.pipe.InitBuffer(queue, 2, 32);
+    for (int round = 0; round < 3; ++round)
+      for (auto &queue : q) cycle(queue, source);
+  });
+  refused("FreeTensor: all 8 ids of V_MTE2", [&] {
+    Bench b;
+    In q[5];
+    auto source = iota(8);
+    for (auto &queue : q) b.pipe.InitBuffer(queue, 2, 32);
+    for (int round = 0; round < 2; ++round)
+      for (auto &queue : q) cycle(queue, source);
+  });
+  refused("AllocEventID: all 8 ids of V_MTE2", [&] {
+    Bench b;
+    In q[4];
+    auto source = iota(8);
+    for (auto &queue : q) {
+      b.pipe.InitBuffer(queue, 2, 32);
+      cycle(queue, source), cycle(queue, source);
+    }
+    b.pipe.AllocEventID<HardEvent::V_MTE2>();
+  });
+  refused("V_MTE2 id 0 is set already", [&] {
+    Bench b;
+    In q;
+    auto source = iota(8);
+    b.pipe.InitBuffer(q, 1, 32);
+    cycle(q, source);
+    SetFlag<HardEvent::V_MTE2>(0);
   });
   refused("not in use", [] {
     TPipe pipe;
@@ -270,14 +331,77 @@ void order() {
     auto from = iota(24), to = iota(24, 100);
     for (int i = 0; i < 3; ++i) {
       auto t = q.AllocTensor<float>();
-      DataCopyPad(t, gm(from)[i * 8], {1, 32, 0, 0, 0}, DataCopyPadExtParams<float>{});
+      DataCopyPad(t, gm(from)[uint64_t(i) * 8], {1, 32, 0, 0, 0}, DataCopyPadExtParams<float>{});
       q.EnQue(t);
       t = q.DeQue<float>();
-      DataCopyPad(gm(to)[i * 8], t, {1, 32, 0, 0, 0});
+      DataCopyPad(gm(to)[uint64_t(i) * 8], t, {1, 32, 0, 0, 0});
       q.FreeTensor(t);
     }
     expect(to == from, "copied");
   });
+}
+
+void vector_mask() {
+  uint64_t none[2] = {0, 0}, odd[2] = {0xAAAAAAAAAAAAAAAAull, 0};
+  clean("a mask of one's own", [&] {
+    Bench b;
+    auto t = b.holding(iota(64));
+    Duplicate(t, -1.0f, odd, 1, 1, 8);
+    expect(t.at()[62] == 62.0f && t.at()[63] == -1.0f, "odd lanes");
+  });
+  clean("the standing mask", [&] {
+    Bench b;
+    auto t = b.holding(iota(64));
+    SetVectorMask<float>(0, 1);
+    Duplicate<float, false>(t, -1.0f, none, 1, 1, 8);
+    ResetMask();
+    expect(t.at()[0] == -1.0f && t.at()[1] == 1.0f, "lane 0");
+  });
+  clean("a call with a count leaves the default", [&] {
+    Bench b;
+    auto t = b.holding(iota(64));
+    Adds(t, t, 0.0f, 8);
+    PipeBarrier<PIPE_V>();
+    Duplicate<float, false>(t, -1.0f, none, 1, 1, 8);
+    expect(t.at()[63] == -1.0f, "all lanes");
+  });
+  refused("reads the mask that GatherMask left behind", [&] {
+    Bench b;
+    auto t = b.holding(iota(64)), to = b.empty<float>(64);
+    uint64_t kept = 0;
+    GatherMask(to, t, uint8_t(1), true, 64, GatherMaskParams{1, 1, 8, 0}, kept);
+    Duplicate<float, false>(t, -1.0f, none, 1, 1, 8);
+  });
+  refused("reads the mask that Duplicate left behind", [&] {
+    Bench b;
+    auto t = b.empty<float>(64);
+    Duplicate(t, -1.0f, odd, 1, 1, 8);
+    PipeBarrier<PIPE_V>();
+    Duplicate<float, false>(t, -1.0f, none, 1, 1, 8);
+  });
+  refused("SetMaskNorm is missing", [&] {
+    Bench b;
+    auto t = b.empty<float>(64);
+    SetMaskCount();
+    Duplicate(t, -1.0f, odd, 1, 1, 8);
+  });
+  refused("the mode was not set before", [] { SetVectorMask<float, MaskMode::COUNTER>(0, 8); });
+}
+
+void launches() {
+  refused("declared KERNEL_TYPE_MIX_AIC_1_2", [] { KERNEL_TASK_TYPE_DEFAULT(KERNEL_TYPE_MIX_AIC_1_2); });
+  clean("vector cores only", [] { KERNEL_TASK_TYPE_DEFAULT(KERNEL_TYPE_AIV_ONLY); });
+  static std::atomic<uint64_t> ran, number;
+  auto kernel = [] {
+    ran += 1;
+    number += GetBlockIdx();
+  };
+  ran = number = 0;
+  complaint(kernel, 1024);
+  expect(ran == 1024, "all cores run");
+  ran = number = 0;
+  complaint(kernel, 1u << 20);
+  expect(ran == 4 && number == 0 + 1 + (1u << 20) * 2 - 3, "of very many cores the first two and the last two");
 }
 
 void global_memory() {
@@ -291,14 +415,14 @@ void global_memory() {
     Duplicate(t, 1.0f, 64);
     q.EnQue(t);
     t = q.DeQue<float>();
-    DataCopyPad(gm(shared)[at], t, {1, count * 4, 0, 0, 0});
+    DataCopyPad(gm(shared)[uint64_t(at)], t, {1, count * 4, 0, 0, 0});
   };
   auto read = [](uint32_t at, uint32_t count) {
     Bench b;
     In q;
     b.pipe.InitBuffer(q, 1, 256);
     auto t = q.AllocTensor<float>();
-    DataCopyPad(t, gm(shared)[at], {1, count * 4, 0, 0, 0}, DataCopyPadExtParams<float>{});
+    DataCopyPad(t, gm(shared)[uint64_t(at)], {1, count * 4, 0, 0, 0}, DataCopyPadExtParams<float>{});
   };
   refused(
       "another core", [&] { write(GetBlockIdx() * 8, 9); }, 3);
@@ -306,6 +430,10 @@ void global_memory() {
       "another core", [&] { GetBlockIdx() == 1 ? write(10, 4) : read(0, 12); }, 2);
   expect(complaint([&] { write(GetBlockIdx() * 8, 8); }, 8).empty(), "cores side by side");
   expect(complaint([&] { read(0, 64); }, 8).empty(), "all cores may read");
+  twin::gm_is_live = [](const void *at, uint64_t) { return at != shared.data(); };
+  refused("MTE2 reads GM that is no longer allocated", [&] { read(0, 8); });
+  clean("what is allocated", [&] { read(8, 8); });
+  twin::gm_is_live = nullptr;
   refused("GM is read behind its end", [&] { read(60, 5); });
   refused("GM is written behind its end", [&] { write(60, 5); });
   refused("without sync", [] {
@@ -317,9 +445,9 @@ void global_memory() {
     DataCopyPad(t, gm(v), {1, 32, 0, 0, 0}, DataCopyPadExtParams<float>{});
     q.EnQue(t);
     t = q.DeQue<float>();
-    DataCopyPad(gm(v)[8], t, {1, 32, 0, 0, 0});
+    DataCopyPad(gm(v)[uint64_t(8)], t, {1, 32, 0, 0, 0});
     auto u = q.AllocTensor<float>();
-    DataCopyPad(u, gm(v)[8], {1, 32, 0, 0, 0}, DataCopyPadExtParams<float>{});
+    DataCopyPad(u, gm(v)[uint64_t(8)], {1, 32, 0, 0, 0}, DataCopyPadExtParams<float>{});
   });
 }
 
@@ -489,6 +617,12 @@ void arithmetic() {
 }
 
 void choosing() {
+  clean("the call's name before CANN 9", [] {
+    Bench b;
+    auto bits = b.empty<uint8_t>(32);
+    CompareScalar(bits, b.holding(iota(64)), 62.0f, CMPMODE::GT, 64);
+    expect(bits.at()[7] == 0x80 && bits.at()[6] == 0, "CompareScalar");
+  });
   clean("Compares", [] {
     Bench b;
     auto v = iota(64);
@@ -651,6 +785,8 @@ int main() {
   memory();
   queues();
   order();
+  vector_mask();
+  launches();
   global_memory();
   movement();
   arithmetic();

@@ -21,7 +21,16 @@ struct bfloat16_t {
   }
 };
 
-#define KERNEL_TASK_TYPE_DEFAULT(kind) static_assert(true)  // vector cores only: the twin has no others
+// What a kernel says it is. As vector cores are all that the twin has, its launch refuses the others: core.h.
+enum KernelType {
+  KERNEL_TYPE_AIV_ONLY,
+  KERNEL_TYPE_AIC_ONLY,
+  KERNEL_TYPE_MIX_AIV_1_0,
+  KERNEL_TYPE_MIX_AIC_1_0,
+  KERNEL_TYPE_MIX_AIC_1_1,
+  KERNEL_TYPE_MIX_AIC_1_2
+};
+#define KERNEL_TASK_TYPE_DEFAULT(kind) ::AscendC::twin::core.set_type(kind, #kind)
 
 enum pipe_t { PIPE_S, PIPE_V, PIPE_MTE2, PIPE_MTE3, PIPE_ALL };
 

@@ -6,6 +6,7 @@
 #include <cmath>
 #include <limits>
 
+#include "mask.h"
 #include "pipe.h"
 
 namespace AscendC {
@@ -15,10 +16,15 @@ template <typename T, typename... Options>
 constexpr bool one_of = (std::is_same_v<T, Options> || ...);
 
 // One vector instruction over `bytes` of its widest operand.
-inline void vector_issue(uint64_t bytes) {
+inline void issue_lanes(uint64_t bytes) {
   core.issue(V);
   ++core.counters[VECTOR_INSTRUCTIONS];
   core.counters[VECTOR_REPEATS] += up(bytes, 256) / 256;
+}
+// The same of a form with a count, which sets the mask and puts the default back.
+inline void vector_issue(uint64_t bytes) {
+  count_mask();
+  issue_lanes(bytes);
 }
 template <typename T>
 void reads(const char *what, const LocalTensor<T> &tensor, uint64_t count, uint32_t align = BLOCK) {
@@ -127,16 +133,19 @@ void Duplicate(const LocalTensor<T> &to, const T &value, const int32_t &count) {
   std::fill_n(to.at(), count, value);
 }
 // Bit i of a repeat's mask stands for its element i.
-template <typename T>
+template <typename T, bool isSetMask = true>
 void Duplicate(const LocalTensor<T> &to, const T &value, uint64_t mask[], const uint8_t repeats,
                const uint16_t block_stride, const uint8_t repeat_stride) {
   static_assert(sizeof(T) == 2 || sizeof(T) == 4);
   constexpr uint32_t per_block = twin::BLOCK / sizeof(T), per_repeat = 256 / sizeof(T);
-  twin::vector_issue(uint64_t(repeats) * 256);
+  uint64_t lanes[2] = {mask[0], sizeof(T) == 2 ? mask[1] : 0};
+  if (!isSetMask) std::copy_n(twin::standing_mask("Duplicate"), 2, lanes);
+  if (isSetMask) twin::set_mask("Duplicate", lanes);
+  twin::issue_lanes(uint64_t(repeats) * 256);
   to.need("Duplicate", 0);
   for (uint32_t r = 0; r < repeats; ++r)
     for (uint32_t i = 0; i < per_repeat; ++i) {
-      if (!(mask[i / 64] >> (i % 64) & 1)) continue;
+      if (!(lanes[i / 64] >> (i % 64) & 1)) continue;
       uint32_t at = r * repeat_stride * per_block + i / per_block * block_stride * per_block + i % per_block;
       to.need("Duplicate", at + 1);
       twin::core.write(twin::V, to.at() + at, sizeof(T));
@@ -194,9 +203,9 @@ bool compare(T a, T b, CMPMODE mode) {
 }
 }  // namespace twin
 
-// Bit i, lowest bit first, is the comparison of element i.
+// Bit i, lowest bit first, is the comparison of element i. CANN 9 gave the call its second name: api.txt.
 template <typename T, typename U>
-void Compares(const LocalTensor<U> &to, const LocalTensor<T> &from, const T scalar, CMPMODE mode, uint32_t count) {
+void CompareScalar(const LocalTensor<U> &to, const LocalTensor<T> &from, const T scalar, CMPMODE mode, uint32_t count) {
   static_assert(std::is_same_v<U, uint8_t> && twin::one_of<T, half, float>);
   TWIN_CHECK(count * sizeof(T) % 256 == 0, "Compares: %u elements are not whole repeats of 256 bytes", count);
   twin::vector_issue(count * sizeof(T));
@@ -208,6 +217,12 @@ void Compares(const LocalTensor<U> &to, const LocalTensor<T> &from, const T scal
     to.at()[i] = bits;
   }
 }
+#if NPU_GR_CANN >= 90000
+template <typename T, typename U>
+void Compares(const LocalTensor<U> &to, const LocalTensor<T> &from, const T scalar, CMPMODE mode, uint32_t count) {
+  CompareScalar(to, from, scalar, mode, count);
+}
+#endif
 
 // Where the bit is 1 the tensor, where it is 0 the scalar.
 template <typename T, typename U>
@@ -250,6 +265,7 @@ void gather_mask(const LocalTensor<T> &to, const LocalTensor<T> &from, uint32_t 
   writes("GatherMask dst", to, std::max(whole, kept));
   std::copy(out.begin(), out.end(), to.at());
   core.poison(reinterpret_cast<uint8_t *>(to.at() + kept), (whole - kept) * sizeof(T));
+  leave_count("GatherMask", count);
 }
 }  // namespace twin
 template <typename T, typename U>

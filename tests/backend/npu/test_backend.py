@@ -258,7 +258,7 @@ class Ranker:
         )
         self.arena = KVArena(layout, 8, self.backend.device)
         self.dram = KVArena(layout, 8, torch.device("cpu"), pinned=self.backend.pins_host_memory)
-        for plane in (self.arena._keys, self.arena._values, self.dram._keys, self.dram._values):
+        for plane in (*self.arena._keys, *self.arena._values, *self.dram._keys, *self.dram._values):
             npu.watch(plane, plane[0, 0].numel())
         self.engine = RankEngine(tiny_model(), self.backend, self.scheduler, self.arena)
 
@@ -272,7 +272,7 @@ def tokens(num: int) -> Tokens:
 async def test_both_tiers_over_streams_give_cold_scores_and_nothing_races(npu: FakeRuntime, streams: int) -> None:
     """Two users at once, prefilled, spilled, erased, reloaded, ranked: on whichever thread takes the job."""
     it = Ranker(npu, streams)
-    assert npu.pinned_bytes == sum(plane.nbytes for plane in (it.dram._keys, it.dram._values))
+    assert npu.pinned_bytes == sum(chunk.nbytes for chunk in (*it.dram._keys, *it.dram._values))
     it.scheduler.start()
     try:
         pages = (PageRun(0, 4),)

@@ -173,9 +173,7 @@ def test_an_operator_that_disagrees_is_refused(
 ) -> None:
     right = PagedHstu._call
     monkeypatch.setattr(PagedHstu, "_call", lambda self, *a: right(self, *a) * 1.01)
-    with pytest.raises(
-        ConfigError, match=r"something else: 5 history rows behind 131 tokens in torch\.float32"
-    ):
+    with pytest.raises(ConfigError, match=r"something else: 5 history rows behind 131 tokens in torch\.float32"):
         backend_with(npu, library)
 
 

@@ -77,23 +77,6 @@ def test_csr_gather_topk_is_beam_topk(
     assert torch.equal(torch.stack([parent[w:], edge[w:]]), torch.full((2, k - w), -1, dtype=torch.int32))
 
 
-@settings(deadline=None, derandomize=True, max_examples=60)
-@given(beams=st.integers(1, 9), codes=st.integers(1, 20), k=st.integers(1, 40), ties=st.integers(1, 9), seed=seeds)
-def test_top_k_of_each_beam_merged_is_top_k_of_all(beams: int, codes: int, k: int, ties: int, seed: int) -> None:
-    """masked_topk, then beam_merge: the same choice, ties included, as one selection over everything."""
-    random = np.random.default_rng(seed)
-    logits = torch.from_numpy(random.integers(-ties, ties, (beams, codes)).astype(np.float32))
-    mask = torch.from_numpy(random.random((beams, codes)) < 0.7)
-    prefix = torch.from_numpy(random.integers(-2, 2, beams).astype(np.float32))
-    logp, token = ops.masked_topk(logits, ascend_ops.pack_mask(mask), min(k, codes))
-    score, parent, chosen = ops.beam_merge(prefix[None], logp[None], token[None], k)
-    scores = (logits + prefix[:, None]).masked_fill(~mask, float("-inf")).flatten().numpy()
-    want, at = best(scores, k)
-    assert np.array_equal(score[0].numpy(), want)
-    assert np.array_equal(parent[0].numpy(), np.where(at < 0, -1, at // codes))
-    assert np.array_equal(chosen[0].numpy(), np.where(at < 0, -1, at % codes))
-
-
 @settings(deadline=None, derandomize=True, max_examples=40)
 @given(layers=st.integers(1, 3), held=st.integers(1, 12), slots=st.integers(1, 3), seed=seeds, data=st.data())
 def test_beam_fork_is_the_arenas_move(layers: int, held: int, slots: int, seed: int, data: st.DataObject) -> None:
@@ -108,8 +91,6 @@ def test_beam_fork_is_the_arenas_move(layers: int, held: int, slots: int, seed: 
     keys, values = (torch.stack([arena.slabs(layer)[i] for layer in range(layers)]) for i in (0, 1))
     parent = torch.tensor(sorted(data.draw(st.lists(st.integers(0, held - 1), max_size=held))), dtype=torch.int64)
     used = data.draw(st.integers(0, slots))
-    gathered = ops.kv_gather(keys, parent.to(torch.int32))
-    assert torch.equal(gathered, keys[:, parent])
     arena.move(parent, used)
     ops.beam_fork_(keys, values, parent.to(torch.int32), used)
     for layer in range(layers):
@@ -126,8 +107,6 @@ def samples() -> list[tuple[str, tuple[object, ...]]]:
         ("masked_topk", (torch.randn(3, 13).bfloat16(), bits, 20, norm)),
         ("csr_gather_topk", (torch.randn(3, 6), norm, norm, ints, ints // 2, edges, allowed, 3)),
         ("csr_gather_topk", (torch.randn(3, 6), None, norm, ints, ints // 2, edges, None, 9)),
-        ("beam_merge", (torch.randn(2, 3), torch.zeros(2, 3, 5), torch.ones(2, 3, 5, dtype=torch.int32), 4)),
-        ("kv_gather", (torch.randn(2, 5, 3), ints)),
         ("beam_fork_", (torch.randn(2, 5, 3, 4), torch.randn(2, 5, 3, 4), ints, 2)),
     ]
 

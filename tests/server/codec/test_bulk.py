@@ -72,6 +72,28 @@ def test_raw_columns_pass_up_to_their_limit() -> None:
         checked(pack(packed), MSGPACK, RANK)
 
 
+def escaped(text: str) -> list[str]:
+    """Base64 as JSON may write it: as it is, as PHP, as Gson, and as nobody does."""
+    every = "".join(f"\\u{ord(one):04x}" for one in text)
+    return [text, text.replace("/", "\\/"), text.replace("=", "\\u003d"), every, every.replace("003d", "003D")]
+
+
+@pytest.mark.parametrize("over", [0, 1])
+@pytest.mark.parametrize("less", [0, 1, 2])  # one, two and no signs of padding
+def test_base64_is_counted_exactly(over: int, less: int) -> None:
+    limit = CONFIG.max_history_events - less
+    config = msgspec.structs.replace(CONFIG, max_history_events=limit)
+    actions = base64.b64encode(b"\xff\x7f" * (limit + over)).decode()
+    for text in escaped(actions):
+        body = b'{"user_id":"u","candidates":[1],"history":{"items":"","timestamps":"","actions":"%s"}}' % text.encode()
+        assert len(decode(body, JSON, RANK).history.actions) == 2 * (limit + over)
+        if over:
+            with pytest.raises(TooLarge, match=f"history.actions: {limit + 1} entries, the limit is {limit}"):
+                bulk.check(skim(body, JSON, RANK), len(body), RANK, config, bulk.LOOSE_BYTES)
+        else:
+            bulk.check(skim(body, JSON, RANK), len(body), RANK, config, bulk.LOOSE_BYTES)
+
+
 @pytest.mark.parametrize("num", [10_001, 70_000])
 def test_a_list_over_its_limit_is_refused_in_the_words_of_the_later_check(num: int) -> None:
     for media, sent in written({"user_id": "u", "candidates": [7] * num}):

@@ -12,12 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from yarl import URL
 
 from npu_gr.core.errors import Overloaded
 from npu_gr.server.debug.profile import Profiler, folded_stacks
 from tests.keys import bearer, write_keys
 from tests.models import events
 from tests.serving import FIRST_ID, columns, serving
+from tests.sources import ROOT
 
 RANK = {"user_id": "somebody", "candidates": [FIRST_ID], "history": columns(events(20))}
 
@@ -119,3 +121,17 @@ def test_the_busy_function_is_on_top() -> None:
     thread.join()
     burning = [line for line in text.splitlines() if line.startswith("burner;")]
     assert sum("burns (" in line for line in burning) == len(burning) > 0
+
+
+async def test_runbooks_are_named_and_read(tmp_path: Path) -> None:
+    async with serving(tmp_path) as (client, _):
+        names = (await (await client.get("/debug/runbooks")).text()).split()
+        assert set(names) == {page.stem for page in (ROOT / "docs/runbooks").glob("*.md")}
+        for name in names:
+            async with client.get(f"/debug/runbooks/{name}") as response:
+                assert response.content_type == "text/plain"
+                assert await response.text() == (ROOT / "docs/runbooks" / f"{name}.md").read_text()
+        for name in ("nothing", "..", "%2e%2e%2fhttp", "..%2fREADME", "x" * 1000):
+            async with client.get(URL(f"/debug/runbooks/{name}", encoded=True)) as bad:
+                assert bad.status == 404, name
+                assert len(await bad.text()) < 500

@@ -14,31 +14,13 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import Any
-
-import pytest
 
 from tests.cli.test_load import Histories, service, stored
 from tests.cli.test_main import free_port, write
 from tests.serving import FIRST_ID, write_checkpoint
+from tests.tools.consume.broker import Broker
 
-NUM_PARTITIONS = 4
 NUM_USERS = 20
-
-
-class Broker:
-    """librdkafka's mock cluster: brokers on loopback that speak the protocol, groups and offsets included."""
-
-    def __init__(self) -> None:
-        kafka = pytest.importorskip("confluent_kafka")
-        self._producer: Any = kafka.Producer({"bootstrap.servers": "mock", "test.mock.num.brokers": 1})
-        (broker,) = self._producer.list_topics(timeout=10).brokers.values()
-        self.address = f"{broker.host}:{broker.port}"
-
-    def send(self, values: list[tuple[int, bytes]], topic: str = "events") -> None:
-        for partition, value in values:
-            self._producer.produce(topic, value, partition=partition % NUM_PARTITIONS)
-        assert self._producer.flush(30) == 0
 
 
 def messages(num: int, first: int = 0) -> tuple[list[tuple[int, bytes]], Histories]:

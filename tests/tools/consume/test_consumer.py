@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from npu_gr.core.errors import StoreFailed, Unavailable, Unprocessable
+from npu_gr.core.errors import ConfigError, StoreFailed, Unavailable, Unprocessable
 from npu_gr.core.names import item_id
 from npu_gr.core.request import UserKey, Write, Written
 from npu_gr.features.base import HistoryConfig, HistoryStore
@@ -37,6 +37,7 @@ class Message(NamedTuple):
     timestamp: int
     key: bytes | None
     value: bytes | None
+    headers: tuple[tuple[str, bytes | None], ...] = ()
 
 
 class Crash(BaseException):
@@ -51,6 +52,7 @@ class Log:
         self.committed = 0
         self.commits: list[int] = []
         self.dies_at_commit = -1
+        self.leaves_after = 10_000  # commits: then another member of the group has the partition
         self.partition = Partition("t", 0)
 
     def consumer(self, stop: asyncio.Event) -> Any:
@@ -72,9 +74,10 @@ class _Consumer:
         return {self._log.partition: part}
 
     def assignment(self) -> set[Partition]:
-        return {self._log.partition}
+        return {self._log.partition} if len(self._log.commits) < self._log.leaves_after else set()
 
-    def highwater(self, _: Partition) -> int:
+    def highwater(self, partition: Partition) -> int:
+        assert partition in self.assignment(), "as aiokafka does"
         return len(self._log.messages)
 
     async def commit(self, offsets: dict[Partition, int]) -> None:
@@ -170,6 +173,36 @@ class Failing:
             raise self._reason  # the form of one fails the whole call
         written = iter(await self._store.write_many([one for one, bad in zip(batch, is_bad, strict=True) if not bad]))
         return [self._reason if bad else next(written) for bad in is_bad]
+
+
+async def test_a_partition_that_leaves_with_its_commit_is_not_looked_at(store: HistoryStore, tmp_path: Path) -> None:
+    log = Log([value(number) for number in range(10)])
+    log.leaves_after = 1
+    assert counted(await consumed(log, store, tmp_path))["written"] == 10
+    assert log.commits == [10]
+
+
+async def test_a_service_whose_model_has_no_actions_makes_nothing_poison(store: HistoryStore, tmp_path: Path) -> None:
+    letters = DeadLetterFile(tmp_path / "dead.jsonl")
+    with pytest.raises(ConfigError, match="it: its model has no actions"):
+        EventConsumer(Log([]).consumer(asyncio.Event()), Target(store, (), "it"), Fields(), letters, ConsumeMetrics())
+
+
+async def test_actions_that_are_asked_for_again_are_never_none(
+    store: HistoryStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Forgetful:
+        """A service that has no model just now."""
+
+        async def action_names(self) -> tuple[str, ...]:
+            return ()
+
+        async def write_many(self, batch: list[Write]) -> Any:
+            return await store.write_many(batch)
+
+    monkeypatch.setattr(module, "ServiceWriter", Forgetful)
+    log = Log([value(0, event="nap"), value(1)])
+    assert counted(await consumed(log, Forgetful(), tmp_path)) == {"written": 1, "known": 0, "dead": 1}
 
 
 async def test_a_store_without_room_is_waited_for(store: HistoryStore, tmp_path: Path) -> None:

@@ -85,6 +85,27 @@ def test_what_is_no_event_says_why(table: Any, reason: str) -> None:
         read(table)
 
 
+@pytest.mark.parametrize("number", [1234567, 1234567.0, 1234568.5])
+def test_numbers_keep_their_digits(number: float) -> None:
+    asked: list[str | None] = []
+
+    def note(name: str | None) -> int:
+        asked.append(name)
+        return 0
+
+    read_event(json.dumps({"user": "u", "item": 1, "event": number}).encode(), 5, Fields(), note)
+    assert asked == [str(number).removesuffix(".0")]
+
+
+@pytest.mark.parametrize("came_ms", [None, -1])
+def test_a_broker_that_knows_no_time_tells_none(came_ms: int | None) -> None:
+    value = b'{"user": "u", "item": "a", "event": "view"}'
+    with pytest.raises(Poison, match="no time"):
+        read_event(value, came_ms, Fields(), action_of)
+    timed = value.replace(b"}", b', "time": 1600000000}')
+    assert read_event(timed, came_ms, Fields(), action_of).timestamp == 1_600_000_000
+
+
 def test_a_time_that_was_told_must_be_there() -> None:
     with pytest.raises(Poison, match="no at"):
         read({"user": "u", "item": "a", "event": "view"}, Fields(time="at"))

@@ -1,0 +1,8 @@
+"""Words of the configuration that choose a backend, and whether it uses our own kernels."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+BackendName = Literal["cpu", "cuda", "npu", "reference"]
+NativeMode = Literal["auto", "require", "off"]

@@ -1,0 +1,185 @@
+"""The fitted order of a cascade: what a retrieved item's scores count, and which items follow which.
+
+    s(i) = a l(i) + b r(i) + c m(i) + e seen(i)
+
+    l      retrieval score of the trunk: u . e_i
+    r      logit of the task named `task`
+    m      log of P(i | last events): the transitions of the last five events, the newest with weight 1, each older one
+           with .6 of the next newer one's
+    seen   1 if the item is in the history
+
+The four weights are fitted by likelihood on validation. Of each item the most probable successors are kept; what
+probability they leave over is shared by all other items, in proportion to their popularity.
+
+A file `order.safetensors` in the checkpoint's folder; a checkpoint without it has no fitted order.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from npu_gr.core.errors import CheckpointError
+from npu_gr.core.request import F32, I64
+
+I32 = npt.NDArray[np.int32]
+
+FILE = "order.safetensors"
+WEIGHTS = ("retrieval", "click", "transitions", "seen")  # a, b, c, e
+MAX_SUCCESSORS = 100  # of an item
+DECAY = 0.6  # of an event's weight, with each newer event; and of a pair's count, with each event more between the two
+LAST_EVENTS = 5  # of a history that are read, and most events that a counted pair is apart
+PRIOR = 10.0  # transitions that the popularity counts for
+_LEAST = 1e-12  # probability that rounding leaves to the rest of a row
+_NOTES = "npu_gr.order"  # key of the file's metadata
+
+
+class _Notes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    format: int = 1
+    task: str
+    weights: dict[str, float]
+    decay: float = DECAY
+    prior: float = PRIOR
+    last_events: int = LAST_EVENTS
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Order:
+    """Weights of the sum, and the transitions. I = items, S = successors kept of an item, at most `MAX_SUCCESSORS`."""
+
+    task: str  # whose logit is r
+    weights: Mapping[str, float]  # by the names of `WEIGHTS`
+    successors: I32  # [I, S] item rows, ascending; -1 = padding, which comes first
+    log_prob: F32  # [I, S] log P(successor | item); -inf in the padding
+    popularity: F32  # [I] log of each item's share of the events, smoothed: finite
+    _rest: F32 = field(init=False, repr=False)  # [I] factor of the popularity of what is no kept successor of the item
+
+    def __post_init__(self) -> None:
+        """Check shapes and values.
+
+        Raises:
+            ValueError: they are no fitted order; the message names the field.
+        """
+        if set(self.weights) != set(WEIGHTS) or not all(map(math.isfinite, self.weights.values())):
+            raise ValueError(f"weights: needs finite {', '.join(WEIGHTS)}, got {dict(self.weights)}")
+        num_items = len(self.popularity)
+        if self.popularity.ndim != 1 or not num_items or not np.isfinite(self.popularity).all():
+            raise ValueError("popularity: needs one finite number an item")
+        shape = self.successors.shape
+        if shape != self.log_prob.shape or len(shape) != 2 or len(self.successors) != num_items:
+            raise ValueError(
+                f"successors and log_prob: need {num_items} equal rows, got {shape}, {self.log_prob.shape}"
+            )
+        is_known = self.successors >= 0
+        rises = (np.diff(self.successors, axis=1) > 0) | ~is_known[:, :-1]
+        if (self.successors < -1).any() or (self.successors >= num_items).any() or not rises.all():
+            raise ValueError(f"successors: need ascending item rows below {num_items}, -1 before them")
+        if np.isnan(self.log_prob).any() or (self.log_prob > 0).any() or not np.isfinite(self.log_prob[is_known]).all():
+            raise ValueError("log_prob: needs logs of probabilities")
+        share = np.exp(self.popularity.astype(np.float64))
+        left = 1 - np.where(is_known, np.exp(self.log_prob.astype(np.float64)), 0.0).sum(1)
+        others = share.sum() - np.where(is_known, share[self.successors], 0.0).sum(1)
+        rest = np.maximum(left, _LEAST) / np.maximum(others, _LEAST)
+        object.__setattr__(self, "_rest", rest.astype(np.float32))
+
+    @property
+    def num_items(self) -> int:
+        """Items of the catalogue that the transitions were counted over."""
+        return len(self.popularity)
+
+    def transitions(self, history: I64, candidates: I64) -> F32:
+        """Compute m: the log of the probability that each candidate follows.
+
+        Args:
+            history: int64 [n] item rows, oldest first; the last `LAST_EVENTS` count, and more may be given.
+            candidates: int64 [c] item rows.
+
+        Returns:
+            float32 [c]; of an empty history the popularity.
+        """
+        if not len(history):
+            return self.popularity[candidates]
+        newest_first = history[-LAST_EVENTS:][::-1]
+        weights = DECAY ** np.arange(len(newest_first))
+        weights /= weights.sum()
+        share = np.exp(self.popularity[candidates].astype(np.float64))
+        mixed = np.zeros(len(candidates))
+        for weight, item in zip(weights, newest_first, strict=True):
+            known = self.successors[item]
+            place = np.minimum(np.searchsorted(known, candidates), max(len(known) - 1, 0))
+            probability = self._rest[item] * share
+            if len(known):
+                kept = known[place] == candidates
+                probability[kept] = np.exp(self.log_prob[item, place[kept]].astype(np.float64))
+            mixed += weight * probability
+        return np.log(mixed).astype(np.float32)
+
+    def top(self, history: I64, k: int) -> I64:
+        """Retrieve the most probable successors of the last events.
+
+        Args:
+            history: as of `transitions`.
+            k: most items.
+
+        Returns:
+            int64 [<= k] item rows, best first, of equals the lower row; only kept successors, so there may be few.
+        """
+        kept = np.unique(self.successors[history[-LAST_EVENTS:]])
+        found: I64 = kept[kept >= 0].astype(np.int64)
+        best: I64 = found[np.argsort(-self.transitions(history, found), kind="stable")[:k]]
+        return best
+
+    def scores(self, retrieval: F32, click: F32, transitions: F32, seen: F32) -> F32:
+        """Sum the four terms of each candidate, float32 [c] each, by the weights: float32 [c]."""
+        a, b, c, e = (np.float32(self.weights[name]) for name in WEIGHTS)
+        total: F32 = a * retrieval + b * click + c * transitions + e * seen
+        return total
+
+
+def save_order(order: Order, folder: Path) -> None:
+    """Write the order into a checkpoint's folder, in the place of one that is there.
+
+    Raises:
+        CheckpointError: it cannot be written.
+    """
+    path = folder / FILE
+    notes = _Notes(task=order.task, weights=dict(order.weights))
+    tensors = {name: getattr(order, name) for name in ("successors", "log_prob", "popularity")}
+    try:
+        save_file(tensors, path.with_suffix(".tmp"), {_NOTES: msgspec.json.encode(notes).decode()})
+        path.with_suffix(".tmp").chmod(folder.stat().st_mode & 0o666)  # safetensors makes it 0600
+        os.replace(path.with_suffix(".tmp"), path)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"order {path}: cannot be written: {error}") from error
+
+
+def load_order(folder: Path) -> Order | None:
+    """Read the order of a checkpoint's folder; None = it has none.
+
+    Raises:
+        CheckpointError: the file is damaged, or of another format.
+    """
+    path = folder / FILE
+    if not path.exists():
+        return None
+    try:
+        with safe_open(path, framework="numpy") as file:
+            notes = msgspec.json.decode((file.metadata() or {}).get(_NOTES, "{}"), type=_Notes)
+            tensors = {name: file.get_tensor(name) for name in ("successors", "log_prob", "popularity")}
+        if (notes.format, notes.decay, notes.prior, notes.last_events) != (1, DECAY, PRIOR, LAST_EVENTS):
+            raise ValueError(f"{notes} is not of this version")
+        kinds = {"successors": np.int32, "log_prob": np.float32, "popularity": np.float32}
+        if wrong := [name for name, kind in kinds.items() if tensors[name].dtype != kind]:
+            raise ValueError(f"{wrong[0]}: is {tensors[wrong[0]].dtype}")
+        return Order(task=notes.task, weights=notes.weights, **tensors)
+    except (OSError, SafetensorError, msgspec.MsgspecError, ValueError) as error:
+        raise CheckpointError(f"order {path}: {error}") from error

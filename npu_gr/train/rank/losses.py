@@ -1,0 +1,207 @@
+"""What a step of the ranker's training minimises. One encoding of the histories serves every loss.
+
+    the next item   softmax of u . e over the catalogue at every event, from the NEXT row. Items that the window had
+                    before are left out, but for the true one. Of a large catalogue every step draws some items, which
+                    stand for all
+    binary task     binary cross-entropy on the row of the event's own item. An auxiliary head, which is not served,
+                    learns the same for every threshold between the action values (ordinal regression: a rating of 5
+                    says more than "liked"), or for every event type
+    click           softmax of the next item's logit r among items drawn from the retrieval's own softmax of this very
+                    step, which are those that a cascade ranks, and from all items; at a share of the events. A draw
+                    counts for the number of items that it represents, so r estimates the same likelihood by itself
+
+B = users, N = events of the longest window, M = events, n = items in the softmax, T = moments with a click loss,
+C = items drawn for each.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import binary_cross_entropy_with_logits
+
+from npu_gr.model.hstu import HSTU
+from npu_gr.train.data import Batch
+from npu_gr.train.rank.forward import CLOSED, EncodedHistories, HistoryBatch, dropout
+from npu_gr.train.rank.options import TrainOptions
+from npu_gr.train.rank.tasks import Labels
+
+
+class Retrieved(NamedTuple):
+    """The retrieval's softmax at every event of a batch: the event's own item against the others."""
+
+    u: Tensor  # float32 [M, dim]
+    own: Tensor  # float32 [M] logit of the event's own item
+    items: Tensor  # int64 [n] rows of the items in the softmax, ascending
+    partition: Tensor  # float32 [M] log of the sum over the others, as if the whole catalogue were among them
+    shares: Tensor  # float32 [M, n] softmax of the others; 0 for the event's own item and what the window had before
+
+
+def batch_loss(
+    model: HSTU, auxiliary: nn.Linear, batch: Batch, labels: Labels, options: TrainOptions, *, with_click: bool
+) -> Tensor:
+    """Sum the losses of a batch, each a mean over its events.
+
+    Args:
+        model: with `retrieval` if a task predicts the next item.
+        auxiliary: the head that is not served.
+        batch: the events.
+        labels: of all events of the log.
+        options: weights of the losses, and what is drawn.
+        with_click: train the next item's logit too.
+    """
+    histories = HistoryBatch(items=batch.items, actions=batch.actions, times=batch.times)
+    encoded = EncodedHistories(model, histories, options.dropout)
+    kinds = [batch.items] if labels.served_tasks else []
+    if labels.click_task is not None:
+        kinds.append(torch.full_like(batch.items, model.config.num_items))  # NEXT
+    rows = encoded.rows(torch.stack(kinds, dim=-1))
+    loss = rows.new_zeros(())
+    if labels.served_tasks:
+        loss = loss + options.task_weight * _binary_loss(model, auxiliary, rows[:, :, 0], batch, labels, options)
+    if labels.click_task is None:
+        return loss
+    found = retrieve(model, rows[:, :, -1], batch, options)
+    loss = loss + (torch.logaddexp(found.partition, found.own) - found.own).mean()
+    if with_click and options.click_weight:
+        loss = loss + options.click_weight * _click_loss(model, encoded, labels.click_task, found, batch, options)
+    return loss
+
+
+def _binary_loss(
+    model: HSTU, auxiliary: nn.Linear, true: Tensor, batch: Batch, labels: Labels, options: TrainOptions
+) -> Tensor:
+    """Sum the losses of the served tasks and of the auxiliary head.
+
+    Args:
+        model: has the served tasks.
+        auxiliary: the head that is not served.
+        true: float32 [B, N, dim] final rows of the events' own items.
+        batch: the events.
+        labels: of all events of the log.
+        options: weight of the auxiliary head.
+    """
+    events = batch.events[batch.valid]
+    hidden = model.head[:-1](model.norm_head(true[batch.valid]))
+    served = binary_cross_entropy_with_logits(model.head[-1](hidden)[:, labels.served_tasks], labels.served[events])
+    if not (options.ordinal_weight and labels.auxiliary.shape[1]):
+        return served
+    return served + options.ordinal_weight * binary_cross_entropy_with_logits(
+        auxiliary(hidden), labels.auxiliary[events]
+    )
+
+
+def retrieve(model: HSTU, following: Tensor, batch: Batch, options: TrainOptions) -> Retrieved:
+    """Score the catalogue, or what is drawn of a large one, at every event.
+
+    Args:
+        model: with `retrieval`.
+        following: float32 [B, N, dim] final rows of NEXT.
+        batch: the events.
+        options: how many items are in the softmax.
+    """
+    num_items = model.config.num_items
+    u = dropout(model.user_vectors(following[batch.valid]), options.vector_dropout)
+    own_items = batch.items[batch.valid]
+    if num_items <= options.max_softmax_items:
+        items = torch.arange(num_items)
+        table = model.embed_items(items)
+        own = table[own_items]
+    else:
+        items = torch.unique(torch.randint(num_items, (options.num_negatives,)))  # of equal size, any set is as likely
+        table = model.embed_items(items)
+        own = model.embed_items(own_items)
+    every = torch.arange(batch.items.shape[1], dtype=torch.int32)
+    is_closed = _first_places(batch, items)[:, None] <= every[:, None]  # at its own place: the event's own item
+    partition, shares = _Partition.apply(u, table, is_closed[batch.valid])  # type: ignore[no-untyped-call]
+    return Retrieved(u, (u * own).sum(-1), items, partition + math.log(num_items / len(items)), shares)
+
+
+class _Partition(torch.autograd.Function):
+    """Log of the sum over the open items of exp(u . e). One [M, n] tensor in all: autograd's own takes seven."""
+
+    @staticmethod
+    def forward(context: Any, u: Tensor, table: Tensor, is_closed: Tensor) -> tuple[Tensor, Tensor]:
+        """Compute the logs [M] and each item's share of the sum [M, n]; the shares have no gradient."""
+        shares = (u @ table.T).masked_fill_(is_closed, CLOSED)
+        top = shares.amax(1, keepdim=True)
+        total = shares.sub_(top).exp_().sum(1, keepdim=True)
+        shares.div_(total)
+        context.save_for_backward(u, table, shares)
+        context.mark_non_differentiable(shares)
+        return (total.log() + top)[:, 0], shares
+
+    @staticmethod
+    def backward(context: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
+        u, table, shares = context.saved_tensors
+        of_logits = shares * gradients[0][:, None]
+        return of_logits @ table, of_logits.T @ u, None
+
+
+def _first_places(batch: Batch, items: Tensor) -> Tensor:
+    """Find when each window had each item first: int32 [B, n], N = never.
+
+    Args:
+        batch: the events.
+        items: int64 [n] item rows, ascending.
+    """
+    users, num_tokens = batch.items.shape
+    column = torch.searchsorted(items, batch.items).clamp(max=len(items) - 1)
+    is_there = (items[column] == batch.items) & batch.valid
+    first = torch.full((users, len(items) + 1), num_tokens, dtype=torch.int32)
+    every = torch.arange(num_tokens, dtype=torch.int32).expand(users, -1)
+    return first.scatter_reduce_(1, column.where(is_there, len(items)), every, "amin")[:, :-1]
+
+
+def _click_loss(
+    model: HSTU, encoded: EncodedHistories, task: int, found: Retrieved, batch: Batch, options: TrainOptions
+) -> Tensor:
+    some = _sample_places(batch.valid, options.click_ratio)
+    true = batch.items.gather(1, some)[..., None]
+    drawn, log_weight = draw_candidates(model, found, batch, some, options.num_click_draws)
+    rows = encoded.rows(torch.cat([true, drawn], dim=-1), some)
+    logits = model.task_logits(rows)[..., task]
+    counted = logits + torch.cat([torch.zeros_like(log_weight[..., :1]), log_weight], dim=-1)
+    surprise = torch.logsumexp(counted, dim=-1) - logits[..., 0]
+    return surprise[batch.valid.gather(1, some)].mean()
+
+
+@torch.no_grad()
+def draw_candidates(model: HSTU, found: Retrieved, batch: Batch, some: Tensor, num_draws: int) -> tuple[Tensor, Tensor]:
+    """Draw items for some events: so many from the retrieval's softmax, and as many from the whole catalogue.
+
+    A draw counts for 1 / (times that it is expected), whichever of the two it comes from. So the draws, each as many
+    times as it counts, add up to every item but the event's own and those before it, on average.
+
+    Args:
+        model: embeds the items.
+        found: the retrieval's softmax.
+        batch: the events.
+        some: int64 [B, T] index of the events to draw for.
+        num_draws: from each source.
+
+    Returns:
+        int64 [B, T, C] item rows, and float32 [B, T, C] the log of the number of items that each draw represents:
+        -inf for a draw that does not count.
+    """
+    num_items = model.config.num_items
+    row_of = (batch.valid.flatten().cumsum(0) - 1).clamp(min=0).view_as(batch.valid)
+    rows = row_of.gather(1, some)
+    likely = torch.multinomial(found.shares[rows.flatten()], num_draws, replacement=True)
+    anything = torch.randint(num_items, (*some.shape, num_draws))
+    drawn = torch.cat([found.items[likely].view(*some.shape, -1), anything], dim=-1)
+    logits = (found.u[rows][..., None, :] * model.embed_items(drawn)).sum(-1)
+    share = (logits - found.partition[rows][..., None]).exp()
+    log_weight = -(num_draws * (share + 1 / num_items)).log()
+    before = torch.arange(batch.items.shape[1]) <= some[..., None]  # [B, T, N], the event itself included
+    is_closed = ((drawn[..., None] == batch.items[:, None, None, :]) & before[:, :, None, :]).any(-1)
+    return drawn, log_weight.masked_fill(is_closed, -math.inf)
+
+
+def _sample_places(valid: Tensor, ratio: float) -> Tensor:
+    """Sample a share of the columns, without repetition: int64 [B, T]; padding is taken only where events run out."""
+    order = torch.rand(valid.shape).masked_fill(~valid, 2.0).argsort(dim=1)
+    return order[:, : max(1, round(ratio * valid.shape[1]))]

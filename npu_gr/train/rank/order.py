@@ -1,0 +1,178 @@
+"""Fit the order of a cascade: count which items follow which, and weigh what is known of a retrieved item.
+
+    P(i | j) = (sum over lags 1 .. 5 of .6^(lag - 1) n(j, then i) + 10 pop(i)) / (the sum over all i + 10)
+
+The four weights of the sum make the validation's next items most likely within their own lists: a conditional logit,
+which is concave, so its best weights are found in milliseconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from npu_gr.backend.cpu.backend import CPUBackend
+from npu_gr.core.request import F32, I64
+from npu_gr.model.hstu import HSTU, Segment
+from npu_gr.model.order import DECAY, LAST_EVENTS, MAX_SUCCESSORS, PRIOR, WEIGHTS, Order
+from npu_gr.train.data import InteractionLog, NextItem
+from npu_gr.train.metrics import F64
+from npu_gr.train.rank.validation import user_vectors
+
+RETRIEVAL_ALONE = dict(zip(WEIGHTS, (1.0, 0.0, 0.0, 0.0), strict=True))
+RIDGE = 0.05  # of the weights' squared distances from retrieval alone; it matters where there are few users
+
+
+class ItemList(NamedTuple):
+    """What is known of the items retrieved for a user. c = items."""
+
+    items: I64  # [c] rows, ascending
+    retrieval: F32  # [c] u . e
+    click: F32  # [c] logit of the next item
+    transitions: F32  # [c] log of the probability that it follows
+    seen: F32  # [c] 1 = in the history
+
+    def scores(self, order: Order) -> F32:
+        """Sum up by the order's weights, [c]."""
+        return order.scores(self.retrieval, self.click, self.transitions, self.seen)
+
+
+def count_transitions(log: InteractionLog, task: str) -> Order:
+    """Count the transitions of the trained events; the order's weights are retrieval's alone.
+
+    Args:
+        log: its trained events count.
+        task: that predicts the next item.
+    """
+    num_items = log.num_items
+    trained = log.trained
+    users = log.users
+    uses = np.bincount(log.items[trained], minlength=num_items)
+    share = (uses + 1) / (uses.sum() + num_items)  # an item without events may follow too
+    pairs: I64 = np.empty(0, np.int64)
+    counts: F64 = np.empty(0)
+    for lag in range(1, LAST_EVENTS + 1):
+        near = np.flatnonzero(trained[lag:] & (users[lag:] == users[:-lag]))
+        keys, number = np.unique(log.items[near] * num_items + log.items[near + lag], return_counts=True)
+        together, place = np.unique(np.concatenate([pairs, keys]), return_inverse=True)
+        weights = np.concatenate([counts, DECAY ** (lag - 1) * number])
+        counts = np.bincount(place, weights, len(together)).astype(np.float64)
+        pairs = together
+    source, target = np.divmod(pairs, num_items)
+    total = np.bincount(source, counts, num_items)
+    log_prob = np.log((counts + PRIOR * share[target]) / (total[source] + PRIOR))
+    best_first = np.lexsort((target, -log_prob, source))
+    place = np.arange(len(pairs)) - np.searchsorted(source[best_first], source[best_first])
+    kept = np.sort(best_first[place < MAX_SUCCESSORS])  # by source, then by target
+    of_source = np.bincount(source[kept], minlength=num_items)
+    width = int(of_source.max(initial=0))
+    column = np.arange(len(kept)) - (np.cumsum(of_source) - width)[source[kept]]  # padding first
+    successors = np.full((num_items, width), -1, np.int32)
+    successors[source[kept], column] = target[kept]
+    probabilities = np.full((num_items, width), -np.inf, np.float32)
+    probabilities[source[kept], column] = log_prob[kept]
+    return Order(
+        task=task,
+        weights=RETRIEVAL_ALONE,
+        successors=successors,
+        log_prob=probabilities,
+        popularity=np.log(share).astype(np.float32),
+    )
+
+
+def retrieved_lists(
+    log: InteractionLog,
+    model: HSTU,
+    counted: Order,
+    targets: Sequence[NextItem],
+    num_retrieved: int,
+    done: Callable[[int, int], None] = lambda *_: None,
+) -> Iterator[ItemList]:
+    """Retrieve for each target: the best items by u . e of all and of the unseen ones, and what is known of each.
+
+    Args:
+        log: with the users' histories.
+        model: in evaluation mode, its items frozen.
+        counted: the transitions.
+        targets: the next items.
+        num_retrieved: most items of all, and of the unseen ones.
+        done: called with (users so far, users in all) after every user.
+    """
+    backend = CPUBackend()
+    task = model.config.tasks.index(counted.task)
+    table = model.item_vectors()
+    vectors = user_vectors(log, model, targets)
+    for count, ((user, event), u) in enumerate(zip(targets, vectors, strict=True), 1):
+        history = log.items[log.starts[user] : event]
+        retrieval = table @ u
+        seen = torch.zeros(log.num_items)
+        seen[torch.from_numpy(history)] = 1
+        items = _best(retrieval, seen, num_retrieved)
+        recent = slice(max(int(log.starts[user]), event - model.config.max_history_tokens), event)
+        segment = Segment(
+            items=torch.from_numpy(log.items[recent]),
+            actions=torch.from_numpy(log.actions[recent]),
+            times=torch.from_numpy(log.times[recent]),
+            candidates=items,
+            candidate_time=int(log.times[event]),
+        )
+        yield ItemList(
+            items.numpy(),
+            retrieval[items].numpy(),
+            model(backend, [segment])[0][:, task].numpy(),
+            counted.transitions(history, items.numpy()),
+            seen[items].numpy(),
+        )
+        done(count, len(targets))
+
+
+def _best(retrieval: Tensor, seen: Tensor, count: int) -> Tensor:
+    """Rows of the best items of all and of the unseen ones, ascending."""
+    unseen = retrieval.masked_fill(seen > 0, -torch.inf)
+    num_unseen = int((seen == 0).sum())
+    of_all = retrieval.topk(min(count, len(retrieval))).indices
+    found: Tensor = torch.unique(torch.cat([of_all, unseen.topk(min(count, num_unseen)).indices]))
+    return found
+
+
+def fit_order(counted: Order, log: InteractionLog, lists: Sequence[ItemList], targets: Sequence[NextItem]) -> Order:
+    """Fit the weights by the likelihood of the next items within their lists.
+
+    Args:
+        counted: the transitions.
+        log: holds the events.
+        lists: of the targets.
+        targets: next items that nothing was trained on; those that their lists lack say nothing.
+    """
+    own = log.items[[event for _, event in targets]]
+    rows = [(found, np.flatnonzero(found.items == item)) for found, item in zip(lists, own, strict=True)]
+    rows = [(found, place) for found, place in rows if len(place)]
+    if not rows:
+        return counted
+    longest = max(len(found.items) for found, _ in rows)
+    terms = torch.zeros(len(rows), longest, len(WEIGHTS), dtype=torch.float64)
+    is_padding = torch.ones(len(rows), longest, dtype=torch.bool)
+    for index, (found, _) in enumerate(rows):
+        together = np.stack([found.retrieval, found.click, found.transitions, found.seen], axis=1)
+        terms[index, : len(together)] = torch.from_numpy(together)
+        is_padding[index, : len(together)] = False
+    chosen = torch.tensor([int(place[0]) for _, place in rows])[:, None]
+    start = torch.tensor(list(RETRIEVAL_ALONE.values()), dtype=torch.float64)
+    weights = start.clone().requires_grad_()
+    optimizer = torch.optim.LBFGS([weights], max_iter=200, line_search_fn="strong_wolfe")
+
+    def surprise() -> Tensor:
+        optimizer.zero_grad()
+        scores = (terms @ weights).masked_fill(is_padding, -torch.inf)
+        each = torch.logsumexp(scores, dim=1) - scores.gather(1, chosen)[:, 0]
+        loss = each.sum() + RIDGE / 2 * (weights - start).square().sum()
+        loss.backward()
+        return loss
+
+    optimizer.step(surprise)
+    return replace(counted, weights=dict(zip(WEIGHTS, weights.tolist(), strict=True)))

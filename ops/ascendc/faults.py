@@ -1,0 +1,220 @@
+"""Mistakes that a person would make, planted one at a time: those of a review, in kernels, tiling and host code.
+
+Each is a text in a file and what stands there instead; in a build with all of them, ON is true for the one that is on.
+`mutate.py` builds and runs those of the kernels, tests/ops/test_pretended.py those of the host code. `equivalent` names
+the reason for which nothing can be seen of a fault.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+
+class Fault(NamedTuple):
+    """A mistake, and the ops whose cases must fall to it."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+    ops: tuple[str, ...]
+    equivalent: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.file}: {self.name}"
+
+
+TOPK = ("masked_topk",)
+CSR = ("csr_gather_topk",)
+FORK = ("beam_fork",)
+
+KERNEL_FAULTS = (
+    Fault(
+        "no barrier before Sort32",
+        "kernels/best_pairs.h",
+        "    vector_done();\n    uint32_t whole",
+        "    if (!ON) vector_done();\n    uint32_t whole",
+        TOPK,
+    ),
+    Fault(
+        "the pad of a load is an element short",
+        "kernels/device.h",
+        "uint8_t(round_up(count, block) - count)",
+        "uint8_t(round_up(count, block) - count - (ON && round_up(count, block) > count))",
+        (*TOPK, *CSR),
+        "nothing reads what lies behind count",
+    ),
+    Fault(
+        "Sort32's result off its border of 256 bytes",
+        "kernels/best_pairs.h",
+        "auto pairs = sorted_.Get<float>();",
+        "auto pairs = sorted_.Get<float>()[ON ? 8 : 0];",
+        TOPK,
+    ),
+    Fault(
+        "the scalar unit reads before a load is done",
+        "kernels/children.h",
+        "    sync<AscendC::HardEvent::MTE2_S>(*pipe_);",
+        "    if (!ON) sync<AscendC::HardEvent::MTE2_S>(*pipe_);",
+        CSR,
+    ),
+    Fault(
+        "the plan forgets 16 bytes a pair",
+        "tiling.h",
+        "return masked_topk_bytes(t, k, dtype);",
+        "return masked_topk_bytes(t, k, dtype) - (ON ? 16ull * padded_k(k) : 0);",
+        TOPK,
+    ),
+    Fault(
+        "two cores store the same list",
+        "kernels/csr_gather_topk.h",
+        "store(group * s_.pieces + piece);",
+        "store(ON ? 0 : group * s_.pieces + piece);",
+        CSR,
+    ),
+    Fault(
+        "more buffers of VECIN than there are events",
+        "kernels/children.h",
+        "pipe_->InitBuffer(rows_, kNarrow ? 1 : 2,",
+        "pipe_->InitBuffer(rows_, ON ? 4 : kNarrow ? 1 : 2,",
+        CSR,
+    ),
+    Fault(
+        "an offset of GM in 32 bits, to be read",
+        "kernels/masked_topk.h",
+        "logits_[uint64_t(row) * s_.n + at]",
+        "logits_[ON ? uint64_t(row * s_.n + at) : uint64_t(row) * s_.n + at]",
+        TOPK,
+    ),
+    Fault(
+        "an offset of GM in 32 bits, to be written",
+        "kernels/beam_fork.h",
+        "uint64_t top = layer * s_.held * s_.row_bytes + column;",
+        "uint64_t top = ON ? uint32_t(layer) * s_.held * s_.row_bytes + column\n"
+        "                      : layer * s_.held * s_.row_bytes + column;",
+        FORK,
+    ),
+    Fault(
+        "k values are stored as whole blocks",
+        "kernels/masked_topk.h",
+        "copy_out(value_[uint64_t(row) * s_.k], out, s_.k);",
+        "copy_out(value_[uint64_t(row) * s_.k], out, ON ? round_up(s_.k, 8) : s_.k);",
+        TOPK,
+    ),
+    Fault(
+        "what GatherMask leaves behind its last element stays",
+        "kernels/best_pairs.h",
+        "if (kept != whole) clear_tail",
+        "if (!ON && kept != whole) clear_tail",
+        TOPK,
+    ),
+    Fault(
+        "the best pairs of the row before stay",
+        "kernels/masked_topk.h",
+        "    best_.reset();\n    if (begin",
+        "    if (!ON || row == 0) best_.reset();\n    if (begin",
+        TOPK,
+    ),
+    Fault(
+        "the result is computed after EnQue",
+        "kernels/masked_topk.h",
+        "    best_.split_columns(out, index);\n    outs_.EnQue(out);",
+        "    if (!ON) best_.split_columns(out, index);\n    outs_.EnQue(out);\n"
+        "    if (ON) best_.split_columns(out, index);",
+        TOPK,
+    ),
+    Fault(
+        "the mask's buffer is not rounded up",
+        "kernels/masked_topk.h",
+        "pipe_->InitBuffer(masks_, 2, round_up(s_.tile / 8, 256));",
+        "pipe_->InitBuffer(masks_, 2, ON ? s_.tile / 8 : round_up(s_.tile / 8, 256));",
+        TOPK,
+        "a tile's bits fit, and the plan has room to spare",
+    ),
+    Fault(
+        "tiles twice as large",
+        "tiling.h",
+        "uint32_t tile = kMaxTile / 2;",
+        "uint32_t tile = ON ? kMaxTile : kMaxTile / 2;",
+        (*TOPK, *CSR),
+        "lists of a tile of 4096 are 2048 pairs or less in every merge but the last",
+    ),
+    Fault(
+        "no barrier behind CreateVecIndex",
+        "kernels/csr_gather_topk.h",
+        "      AscendC::Adds(index_.Get<int32_t>()[filled_],",
+        "      if (ON) AscendC::CreateVecIndex(iota_.Get<int32_t>(), int32_t(0), s_.tile);\n"
+        "      AscendC::Adds(index_.Get<int32_t>()[filled_],",
+        CSR,
+    ),
+    Fault(
+        "two arguments of a kernel swapped",
+        "kernels/entries.h",
+        "op.init(&pipe, logits, norm, acc, lo, degree, code,",
+        "op.init(&pipe, logits, norm, acc, ON ? degree : lo, ON ? lo : degree, code,",
+        CSR,
+    ),
+    Fault(
+        "kernels of a kind that has cube cores",
+        "kernels/entries.h",
+        "KERNEL_TASK_TYPE_DEFAULT(KERNEL_TYPE_AIV_ONLY)",
+        "KERNEL_TASK_TYPE_DEFAULT(ON ? KERNEL_TYPE_MIX_AIC_1_2 : KERNEL_TYPE_AIV_ONLY)",
+        (*TOPK, *CSR, *FORK),
+    ),
+    Fault(
+        "a core more than there is work",
+        "op_host/run.h",
+        "NPU_GR_LAUNCH_OF(c.dtype, csr_select, plan.blocks,",
+        "NPU_GR_LAUNCH_OF(c.dtype, csr_select, plan.blocks + ON,",
+        CSR,
+        "it finds nothing to do; no kernel waits for another core",
+    ),
+)
+
+# Of the code between torch and the launches. The ops are those of npu_gr/backend/npu/check.py.
+HOST_FAULTS = (
+    Fault(
+        "lo and degree swapped",
+        "torch/binding.cpp",
+        "address(lo),   address(degree),",
+        "address(ON ? degree : lo),   address(ON ? lo : degree),",
+        CSR,
+    ),
+    Fault(
+        "the workspace is not kept until the launch",
+        "torch/binding.cpp",
+        "allowed.value_or(Tensor()), score, parent, edge, work},",
+        "allowed.value_or(Tensor()), score, parent, edge, ON ? Tensor() : work},",
+        CSR,
+    ),
+    Fault(
+        "any strides are taken",
+        "torch/binding.cpp",
+        "TORCH_CHECK(tensor.is_contiguous() &&",
+        "TORCH_CHECK((ON || tensor.is_contiguous()) &&",
+        FORK,
+    ),
+    Fault(
+        "the 8 KB of Select are planned with",
+        "torch/platform.h",
+        "uint32_t(ub) - kSelectBytes",
+        "uint32_t(ub) - (ON ? 0 : kSelectBytes)",
+        TOPK,
+    ),
+)
+
+
+def plant(faults: tuple[Fault, ...], tree: Path) -> None:
+    """Write all faults into a copy of the sources; ON(n) of the n-th is what switches it.
+
+    Raises:
+        ValueError: a fault's text does not stand in its file.
+    """
+    for number, fault in enumerate(faults):
+        path = tree / fault.file
+        text = path.read_text()
+        if fault.old not in text:
+            raise ValueError(f"{fault.name}: {fault.file} has no {fault.old!r}")
+        path.write_text(text.replace(fault.old, re.sub(r"\bON\b", f"ON({number})", fault.new)))

@@ -1,0 +1,91 @@
+"""Writing through a service: what answers there may be none of ours, and says so instead of breaking."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import aiohttp
+import msgspec
+import pytest
+
+from npu_gr.access.tls import ServerTlsConfig
+from npu_gr.core.errors import ConfigError, NpuGrError, Unavailable
+from npu_gr.core.request import Events, Mode, UserKey, Write
+from npu_gr.server.config import ServerConfig
+from npu_gr.tools.ingest import ServiceWriter, url_of
+from tests.client.scripted import Answer, answer, problem, scripted
+
+DEEP = b"[" * 100_000
+WRITE = Write(UserKey("", "u"), Events.make([1], [0], [1]), Mode.MERGE)
+
+
+@asynccontextmanager
+async def writing(said: Answer) -> AsyncIterator[ServiceWriter]:
+    async with scripted(said) as service, aiohttp.ClientSession() as http:
+        yield ServiceWriter(http, service.url, patience_s=0.0)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"<html>Welcome</html>",
+        b"{}",
+        b"[]",
+        b'{"models": [{"name": "x"}]}',
+        b'{"models": 1}',
+        b'{"models": "\xff"}',
+        DEEP,
+        b"",
+    ],
+)
+async def test_an_address_of_something_else_is_a_fault_of_the_configuration(body: bytes) -> None:
+    async with writing(answer(body)) as writer:
+        with pytest.raises(ConfigError, match="no service of npu_gr answers there"):
+            await writer.action_names()
+
+
+@pytest.mark.parametrize("body", [b"<html>Sign in</html>", b"{}", DEEP, b'{"users": "\xff"}'])
+async def test_a_write_that_something_else_answers_is_not_done(body: bytes) -> None:
+    async with writing(answer(body)) as writer:
+        with pytest.raises(Unavailable, match="no answer of npu_gr's"):
+            await writer.write_many([WRITE])
+
+
+@pytest.mark.parametrize("num", [0, 2])
+async def test_an_answer_of_other_users_is_none(num: int) -> None:
+    users = [{"num_events": 1, "num_added": 1, "error": None}] * num
+    async with writing(answer({"request_id": "r", "num_added": num, "num_failed": 0, "users": users})) as writer:
+        with pytest.raises(Unavailable, match=f"tells of {num} users of 1"):
+            await writer.write_many([WRITE])
+
+
+@pytest.mark.parametrize("body", [b'{"detail": "\xff"}', DEEP, b"no JSON", b"[]", b"{}"])
+async def test_a_refusal_in_any_form_is_an_error_of_ours(body: bytes) -> None:
+    async with writing(answer(body, 418)) as writer:
+        with pytest.raises(NpuGrError, match="status 418"):
+            await writer.action_names()
+
+
+async def test_a_service_that_does_not_let_us_in_says_so() -> None:
+    async with writing(problem(401, "no such key")) as writer:
+        with pytest.raises(ConfigError, match="status 401: no such key"):
+            await writer.action_names()
+
+
+@pytest.mark.parametrize(
+    ("host", "url"),
+    [
+        ("127.0.0.1", "http://127.0.0.1:8080"),
+        ("0.0.0.0", "http://127.0.0.1:8080"),
+        ("::", "http://[::1]:8080"),
+        ("::1", "http://[::1]:8080"),
+        ("fd00::7", "http://[fd00::7]:8080"),
+        ("gr.example", "http://gr.example:8080"),
+    ],
+)
+def test_the_address_of_an_instance(host: str, url: str) -> None:
+    config = ServerConfig(host=host, allow_unauthenticated=True)
+    assert url_of(config) == url
+    tls = ServerTlsConfig(certificate="c", key="k")
+    assert url_of(msgspec.structs.replace(config, tls=tls)) == url.replace("http", "https")

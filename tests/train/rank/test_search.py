@@ -1,0 +1,124 @@
+"""A search takes what the validation prefers by more than chance, gives up what falls behind, and minds its seconds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from npu_gr.core.errors import ConfigError
+from npu_gr.model.hstu import HSTU
+from npu_gr.train.data import NextItem, build_log
+from npu_gr.train.metrics import F64
+from npu_gr.train.rank.fit import Fitted, GivesUp, new_model
+from npu_gr.train.rank.options import TrainOptions
+from npu_gr.train.rank.search import BEHIND, changes, search
+from npu_gr.train.rank.tasks import CLICK, LIKE, make_labels
+from npu_gr.train.rank.train import train_rank
+from npu_gr.train.rank.validation import event_likelihood, next_item_likelihood
+from tests.train.rank.test_order import answer
+from tests.train.rank.test_train import TINY
+from tests.train.synthetic import NUM_ITEMS, planted
+
+ASKED = TrainOptions(epochs=4, budget_s=100.0)
+
+
+class Trainings:
+    """In the place of real trainings: ten seconds each, with a curve and a likelihood by their options."""
+
+    def __init__(self, gain: Callable[[TrainOptions], float], noise: float = 0.0) -> None:
+        self.tried: list[TrainOptions] = []
+        self.epochs: list[int] = []
+        self.clock = 0.0
+        self._gain = gain
+        self._noise = noise
+
+    def train(self, options: TrainOptions, _: str, gives_up: GivesUp) -> Fitted:
+        self.tried.append(options)
+        curve: list[float] = []
+        for epoch in range(options.epochs):
+            self.clock += 10 / options.epochs
+            curve.append(-5 - options.epochs / ASKED.epochs / (epoch + 1) + self._gain(options))
+            if gives_up((epoch + 1) / options.epochs, curve[-1]):
+                break
+        self.epochs.append(len(curve))
+        return Fitted(HSTU.__new__(HSTU), len(self.tried), tuple(curve))
+
+    def judge(self, fitted: Fitted) -> F64:
+        noise = np.random.default_rng(fitted.num_epochs).permutation(np.repeat([-1.0, 1.0], 250))
+        return fitted.curve[-1] + self._noise * noise
+
+
+def test_without_a_budget_what_was_asked_for_is_trained_alone() -> None:
+    trainings = Trainings(lambda options: 1.0)
+    found = search(msgspec.structs.replace(ASKED, budget_s=0.0), trainings.train, trainings.judge)
+    assert (found.num_trials, found.changes, len(trainings.tried)) == (1, {}, 1)
+
+
+def test_what_is_better_stays_and_the_rest_is_tried_on_it() -> None:
+    trainings = Trainings(lambda options: 0.1 * (options.dropout < 0.2) + 0.1 * (options.window_tokens == 60))
+    found = search(msgspec.structs.replace(ASKED, budget_s=1e9), trainings.train, trainings.judge, lambda: 0.0)
+    assert found.changes == {"dropout": 0.15, "window_tokens": 60}
+    assert (found.options.dropout, found.options.window_tokens) == (0.15, 60)
+    assert found.num_trials == len(trainings.tried) == 1 + len(list(changes(ASKED)))
+    assert trainings.tried[2].dropout == 0.15
+
+
+def test_a_gain_within_chance_changes_nothing() -> None:
+    for noise, want in ((0.0, {"dropout": 0.15}), (1.0, {})):
+        trainings = Trainings(lambda options: 0.01 * (options.dropout < 0.2), noise)
+        assert search(ASKED, trainings.train, trainings.judge, lambda: 0.0).changes == want
+
+
+def test_a_trial_that_falls_behind_is_given_up_after_the_first_look() -> None:
+    trainings = Trainings(lambda options: -2 * BEHIND * (options != ASKED))
+    found = search(ASKED, trainings.train, trainings.judge, lambda: 0.0)
+    assert found.changes == {}
+    assert trainings.epochs[0] == 4
+    assert set(trainings.epochs[1:]) == {1, 2}  # a quarter of its epochs: of 8 two
+
+
+def test_the_seconds_end_it_and_never_the_first_trial() -> None:
+    trainings = Trainings(lambda options: 0.0)
+    search(msgspec.structs.replace(ASKED, budget_s=25.0), trainings.train, trainings.judge, lambda: trainings.clock)
+    assert len(trainings.tried) == 3
+    assert trainings.epochs == [4, 4, 2]
+    trainings = Trainings(lambda options: 0.0)
+    search(msgspec.structs.replace(ASKED, budget_s=1.0), trainings.train, trainings.judge, lambda: trainings.clock)
+    assert trainings.epochs == [4]
+
+
+def test_the_likelihood_is_that_of_the_definition() -> None:
+    log = build_log(planted(), [], "leave-one-out")
+    torch.manual_seed(0)
+    model = new_model(log, [], (CLICK, LIKE), TINY).eval()
+    model.freeze_items()
+    labels = make_labels(log, (CLICK, LIKE))
+    targets = [log.next_items()[4], NextItem(7, int(log.starts[7]) + 2)]
+    found = next_item_likelihood(log, model, targets)
+    both = event_likelihood(log, model, targets, labels)
+
+    for place, target in enumerate(targets):
+        own = int(log.items[target.event])
+        history = set(log.items[log.starts[target.user] : target.event].tolist())
+        logits = model.item_vectors() @ answer(model, log, target, np.array([NUM_ITEMS]), is_next=True)[0]
+        among = [item for item in range(NUM_ITEMS) if item not in history or item == own]
+        want = float(logits[own] - torch.logsumexp(logits[among], 0))
+        assert found[place] == pytest.approx(want, abs=1e-5)
+        like = float(answer(model, log, target, np.array([own]))[0, 1])
+        is_liked = log.values[target.event] >= 4
+        assert both[place] - want == pytest.approx(-np.log1p(np.exp(-like if is_liked else like)), abs=1e-5)
+
+
+def test_a_search_ends_in_a_ranker_that_says_what_it_tried() -> None:
+    _, found = train_rank(planted(), [], msgspec.structs.replace(TINY, budget_s=1e-3))
+    assert "of 1 settings tried: what was asked for" in found.text()
+
+
+def test_without_a_validation_there_is_nothing_to_search_on() -> None:
+    options = msgspec.structs.replace(TINY, budget_s=1.0, tasks=(LIKE,))
+    with pytest.raises(ConfigError, match="budget_s: no user has two trained events"):
+        train_rank(planted(), [], options)
