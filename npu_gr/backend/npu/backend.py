@@ -22,14 +22,15 @@ from torch import Tensor, nn
 
 from npu_gr.backend.base import accumulator
 from npu_gr.backend.best_items import Best, Hidden
-from npu_gr.backend.calls import Choices, HstuCall, Over, TopkCall
+from npu_gr.backend.calls import BeamCall, Choices, HstuCall, Over, TopkCall
 from npu_gr.backend.graphs import Graphs
 from npu_gr.backend.npu import ops as ascend_ops
 from npu_gr.backend.npu.device import Npu, NpuNotFound, find
 from npu_gr.backend.npu.hstu_paged import PagedHstu
 from npu_gr.backend.npu.items import best_items
 from npu_gr.backend.npu.limits import fork_limit, items_limit, topk_limit
-from npu_gr.backend.tiles import natural
+from npu_gr.backend.npu.softmax import FusedAttention
+from npu_gr.backend.tiles import Slab, natural
 from npu_gr.backend.torch_ops import TorchOps
 from npu_gr.core.errors import ConfigError
 
@@ -75,6 +76,7 @@ class NPUBackend(TorchOps):
         self._is_native = native != "off" and self._load(native == "require", folder)
         self.gathers_head = not self._is_native  # it would wait, and gather on the AI CPU
         self._paged = PagedHstu.load(hstu_library, self.device, self.upload) if hstu_library else None
+        self._fused = self._find_fused()
         graph = getattr(self._runtime, "NPUGraph", None)  # only newer versions have it
         self._graphs = Graphs(self._runtime, graph, self.fell_back) if graph else None
         own = "ascend_c" if self._is_native else "torch"
@@ -83,6 +85,7 @@ class NPUBackend(TorchOps):
             "beam_topk": own,
             "beam_fork": own,
             "best_items": own,
+            "softmax_attention": "npu_fused_infer_attention_score" if self._fused else "torch",
             "hstu_attention": self.hstu_runs_as(is_biased=True),  # of most rankers
             "graphs": "acl_graph" if self._graphs else "none",
         }
@@ -96,6 +99,13 @@ class NPUBackend(TorchOps):
             log.warning("the Ascend C operators are missing, torch ops run instead: %s", error)
             return False
         return True
+
+    def _find_fused(self) -> FusedAttention | None:
+        fused = FusedAttention.find(self.device)
+        if fused is not None and not fused.agrees(self.device):
+            log.warning("npu_fused_infer_attention_score disagrees with our definition, torch ops run instead")
+            return None
+        return fused
 
     # ---- queues
 
@@ -185,6 +195,19 @@ class NPUBackend(TorchOps):
             self.fell_back("best_items", limit)
             return super().best_items(queries, items, k, hidden)
         return best_items(queries, items, k, hidden, self.upload)
+
+    def causal_attention(self, q: Tensor, k: Tensor, v: Tensor, past: Sequence[Slab], scale: float) -> Tensor:
+        if self._fused and self._fused.takes(q, k.shape[1]):
+            return self._fused.causal(q, k, v, past, scale)
+        return super().causal_attention(q, k, v, past, scale)
+
+    def beam_attention(self, call: BeamCall) -> Tensor:
+        if self._fused and self._fused.takes(call.q, call.unshared[0].shape[2]) and any(len(k) for k, _ in call.shared):
+            return self._fused.beams(call)
+        return super().beam_attention(call)
+
+    def beam_attention_plain(self, call: BeamCall) -> Tensor:
+        return self.beam_attention(call) if self._fused else super().beam_attention_plain(call)
 
     # ---- HSTU
 

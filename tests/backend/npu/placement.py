@@ -33,6 +33,7 @@ AI_CORE: dict[str, frozenset[torch.dtype]] = {
     **dict.fromkeys(("lt", "le", "gt", "ge"), F | I32 | I64 | U8),
     **dict.fromkeys(("eq", "ne"), F | I32 | I64 | B | U8),
     **dict.fromkeys(("amax", "amin", "max", "min"), F | I32 | I64),
+    **dict.fromkeys(("maximum", "minimum"), F | I32 | I64),
     **dict.fromkeys(("clamp", "clamp_", "clamp_min", "clamp_max"), F | I32 | I64),
     "sum": F | I32 | I64,
     "cumsum": F | I32,
@@ -45,7 +46,7 @@ AI_CORE: dict[str, frozenset[torch.dtype]] = {
     "index_put_": F | I32 | B,  # index/index_put_v2: DTYPE_910B_SUPPORT_ATOMIC
     **dict.fromkeys(("cat", "stack", "copy_", "clone", "constant_pad_nd"), ANY),
     "_to_copy": ANY,  # math/cast: every pair of these
-    **dict.fromkeys(("zeros", "ones", "full", "fill_", "zero_", "new_zeros", "arange"), ANY),
+    **dict.fromkeys(("zeros", "ones", "full", "fill_", "zero_", "new_zeros", "ones_like", "zeros_like", "arange"), ANY),
 }
 # ops of one kernel each, but for these
 KERNELS = {

@@ -9,8 +9,15 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[3]
-PARTS = ("npu/backend", "npu/device", "npu/hstu_paged", "npu/items", "graphs")
-TESTS = ("npu/test_backend.py", "npu/test_hstu_paged.py", "npu/test_items.py", "npu/test_device.py", "test_graphs.py")
+PARTS = ("npu/backend", "npu/device", "npu/hstu_paged", "npu/items", "npu/softmax", "graphs")
+TESTS = (
+    "npu/test_backend.py",
+    "npu/test_hstu_paged.py",
+    "npu/test_items.py",
+    "npu/test_softmax.py",
+    "npu/test_device.py",
+    "test_graphs.py",
+)
 SLOW = (
     "served",
     "without_cann",
