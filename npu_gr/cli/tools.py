@@ -158,28 +158,50 @@ def bundle(url: str, out: Path, api_key: str | None) -> None:
 @click.option("--admin-url", default="http://127.0.0.1:8081", show_default=True, help="Its admin address.")
 @click.argument("log", required=False, type=FILE)
 @click.option("--users", type=click.IntRange(1), help="Ask for so many users only, drawn at random.")
+@click.option("--choose", is_flag=True, help="Instead try every set of sources in every order, and name the best.")
+@click.option("--write", "written", type=FILE, help="With --choose: put it into this configuration.")
 @API_KEY
 @AS_JSON
-def judge(url: str, admin_url: str, log: Path | None, users: int | None, api_key: str | None, as_json: bool) -> None:
+def judge(
+    url: str,
+    admin_url: str,
+    log: Path | None,
+    users: int | None,
+    choose: bool,
+    written: Path | None,
+    api_key: str | None,
+    as_json: bool,
+) -> None:
     """Evaluate a running service: ask for the last event of each user of LOG, of the cascade and of each stage alone.
 
-    Its models must not have seen those events (split leave-one-out). Without LOG: MovieLens-100K.
+    Its models must not have seen those events (split leave-one-out). Without LOG: MovieLens-100K. With --choose, half
+    of the users choose the sources and the order, and the others judge them.
     """
     import numpy as np
     from rich.console import Console
 
     from npu_gr.dataset.log import read_log
     from npu_gr.features.interactions import movielens_100k
-    from npu_gr.tools.evaluate_service import evaluate, next_events
+    from npu_gr.tools.choose_cascade import choose_over_http, write
+    from npu_gr.tools.evaluate_service import evaluate
     from npu_gr.train.data import to_train_on
+    from npu_gr.train.next_event import next_events
 
     async def work() -> None:
         events = read_log(log or movielens_100k())
         known = to_train_on(events.users, events.timestamps, "leave-one-out")
         cases = next_events(events, known, users)
+        if choose:
+            choice = await choose_over_http(url, admin_url, cases, api_key=api_key)
+            click.echo(json.dumps(choice.as_dict()) if as_json else "\n".join(choice.lines()))
+            if written is not None:
+                click.echo(write(choice, written), err=as_json)
+            return
         found = await evaluate(url, admin_url, cases, np.unique(events.items).tolist(), api_key=api_key)
         click.echo(json.dumps(found.as_dict())) if as_json else Console().print(found.table())
 
+    if written is not None and not choose:
+        raise click.UsageError("--write goes with --choose")
     run_async(work)
 
 

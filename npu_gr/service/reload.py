@@ -160,7 +160,7 @@ class Reload:
             sources[GENERATE.name] = generation.items.item_ids
         popular = None
         if self._cascade is not None:
-            popular = await asyncio.to_thread(read_popular, self._cascade.config.popular)
+            popular = await asyncio.to_thread(read_popular, self._cascade.parts.config.popular)
             sources[POPULAR] = lambda: popular
         async with self._coverage.changing:
             measured = await self._coverage.check(ranking.vocabulary if ranking is not None else None, sources)
@@ -170,7 +170,7 @@ class Reload:
             if versions.generators is not None and generation is not None:
                 _replace(versions.generators, generation)
             if self._cascade is not None and popular is not None:
-                self._cascade.popular = popular
+                self._cascade.serve_popular(popular)
             self._coverage.accept(measured)
             self._reconfigure(new)
         log.info("reloaded: %s", ", ".join(f"{m.name} {m.version}" for m in versions.models() if not m.is_draining))

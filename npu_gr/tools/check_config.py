@@ -27,6 +27,7 @@ from npu_gr.catalogue.versions import make_snapshot
 from npu_gr.core import settings
 from npu_gr.core.errors import ConfigError, NpuGrError
 from npu_gr.features.base import HistoryConfig
+from npu_gr.jobs.cascade_plan import RecommendConfig
 from npu_gr.jobs.config import GenerateConfig
 from npu_gr.jobs.hook import load_hook
 from npu_gr.matching import vectors
@@ -111,7 +112,7 @@ def is_well(found: list[Opened]) -> bool:
 def _of_instance(config: Config) -> Iterator[Opened]:
     if config.checkpoint is not None:
         folder = Path(config.checkpoint)
-        yield _tried("checkpoint", lambda: _ranker(folder))
+        yield _tried("checkpoint", lambda: _ranker(folder, config.recommend))
     if config.generate is not None:
         yield from _generator(config.generate)
     if config.match is not None:
@@ -177,10 +178,13 @@ def _tried(key: str, work: Callable[[], object], words: str | None = None) -> Op
         return Opened(key, OpenedState.NOTE, "was not read, for there is no torch", "pip install 'npu_gr[serve]'")
 
 
-def _ranker(folder: Path) -> str:
+def _ranker(folder: Path, cascade: RecommendConfig | None) -> str:
     from npu_gr.model import weights
 
     found = weights.load(folder)
+    if cascade is not None:
+        retrieves = found.model.config.retrieval
+        cascade.check_ranker(str(folder), retrieves=retrieves, has_order=found.order is not None)
     return f"{folder}: {found.name}, version {found.version}, {len(found.item_ids)} items"
 
 

@@ -25,9 +25,14 @@ class SiteOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     rank: ranking.TrainOptions = ranking.DEMO
     generate: generating.GenerateOptions = GENERATOR
     retrieve: RetrieveOptions = RetrieveOptions(test_users=1000)
-    num_generated: Annotated[Count, Meta(description="items that a recommend asks of the generator")] = 100
-    num_matched: Annotated[Count, Meta(description="and of the retrieval vectors")] = 100
+    num_found: Annotated[Count, Meta(description="items that a recommend asks of the ranker's own retrieval")] = 200
+    num_following: Annotated[Count, Meta(description="of what followed the last items, if that is asked")] = 100
+    num_generated: Annotated[Count, Meta(description="of the generator, if it is asked")] = 100
+    num_matched: Annotated[Count, Meta(description="of the retrieval vectors, if they are asked")] = 100
     max_candidates: Annotated[Count, Meta(description="most items that a recommend ranks")] = 200
+    choosing_users: Annotated[
+        Count, Meta(description="most users who choose which of these a recommend asks, and in which order it answers")
+    ] = 600
     num_popular: Annotated[Count, Meta(description="most popular items, for users of whom nothing is known")] = 200
 
     def __post_init__(self) -> None:
