@@ -21,7 +21,15 @@ import torch
 from torch import Tensor, nn
 
 from npu_gr.backend.best_items import Best, Hidden
-from npu_gr.backend.calls import BeamCall, Choices, Continuations, HstuCall, TopkCall
+from npu_gr.backend.calls import (
+    BeamCall,
+    Choices,
+    Continuations,
+    HstuCall,
+    HstuLayerCall,
+    HstuPassCall,
+    TopkCall,
+)
 from npu_gr.backend.tiles import Slab as Slab
 from npu_gr.backend.tiles import Tiles
 
@@ -129,6 +137,36 @@ class Affine(Protocol):
         ...
 
 
+class HstuPass(Protocol):
+    """A forward pass of a batch whose layers a device computes whole, all requests at once."""
+
+    def run(self, owner: nn.Module, work: Callable[[HstuPass, Tensor], Tensor], x: Tensor) -> Tensor:
+        """Compute work(self, x), as launches or as one graph of them.
+
+        Args:
+            owner: the model; it names the work, which never changes.
+            work: calls `mix` for each layer in order, and `candidates` behind the last but one. Launches only.
+            x: [rows, dim] of all segments' new tokens and candidates, in order.
+
+        Returns:
+            The rows of `work` that are candidates, in order.
+        """
+        ...
+
+    def mix(self, layer: HstuLayerCall) -> Tensor | None:
+        """Compute a layer from its products U | V | Q | K to the rows that its output matrix reads.
+
+        Returns:
+            [rows, H * Dv], or three times as wide where the call is joined; of the last layer candidates' rows alone,
+            None where there are none. May have rows behind the last one, which mean nothing.
+        """
+        ...
+
+    def candidates(self, x: Tensor) -> Tensor:
+        """Pick the candidates' rows of x [rows, dim]; may append rows that mean nothing."""
+        ...
+
+
 class Ops(Affine, Protocol):
     """The arithmetic: linear layers, attention, selection."""
 
@@ -154,6 +192,10 @@ class Ops(Affine, Protocol):
 
     def hstu_runs_as(self, is_biased: bool) -> str:
         """Name what runs the attention of a ranker with or without relative bias, as `ops` names it."""
+        ...
+
+    def hstu_pass(self, call: HstuPassCall) -> HstuPass | None:
+        """Prepare a pass by kernels that compute whole layers; None = use `hstu_causal` and `hstu_targets`."""
         ...
 
     def hstu_causal(self, call: HstuCall) -> Tensor:

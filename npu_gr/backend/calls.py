@@ -8,10 +8,13 @@ The calls are NamedTuples: building one takes less than 2 us, measured on a busy
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
 
-from torch import Tensor
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
 
 from npu_gr.backend.tiles import Slab, Tiles
 
@@ -43,6 +46,50 @@ class HstuCall(NamedTuple):
     bias: BiasTables
     alpha: float  # factor on q k^T
     query_time: int = 0  # hstu_targets only: unix seconds shared by all candidates, whose shared position is m
+
+
+class PagedKV(NamedTuple):
+    """The pages that hold, or are to hold, a request's tokens."""
+
+    runs: Sequence[tuple[int, int]]  # (first page, number of pages) in token order
+    planes: Callable[[int], Slab]  # layer -> k [pages, page tokens, H, Dq] and v [.., Dv] of all pages there are
+
+
+class HstuSegment(NamedTuple):
+    """One request's rows in a whole pass: `num_cached` tokens, new ones behind them, candidates last."""
+
+    num_cached: int
+    num_new: int
+    num_candidates: int
+    times: npt.NDArray[np.int64]  # [num_cached + num_new] unix seconds, on the host
+    query_time: int  # unix seconds shared by all candidates
+    pages: PagedKV | None  # of the cached tokens, and of the new ones if it keeps them
+    keeps: bool  # the new tokens' keys and values go to their pages
+
+
+class HstuPassCall(NamedTuple):
+    """Arguments of `hstu_pass`: a batch, and what is the same in all layers."""
+
+    segments: Sequence[HstuSegment]
+    num_heads: int
+    qk_dim: int
+    v_dim: int
+    dtype: torch.dtype  # of weights, keys and values
+    alpha: float  # factor on q k^T
+    scale: float  # constant factor on the attention
+    silu_all: bool  # SiLU on U, V, Q and K, not on U alone
+    norm_over: Literal["row", "head"]  # what the norm of the attention is over
+    is_joined: bool  # the output matrix reads [U, attention, U * norm], not the last alone
+
+
+class HstuLayerCall(NamedTuple):
+    """Arguments of `HstuPass.mix`."""
+
+    number: int  # of the layer, from 0
+    mixed: Tensor  # [rows, U | V | Q | K] of all segments, each part [H, D], before any SiLU
+    bias: BiasTables
+    norm: nn.LayerNorm  # of the attention
+    is_last: bool  # only candidates go on
 
 
 class BeamCall(NamedTuple):

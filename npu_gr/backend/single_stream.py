@@ -11,6 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from npu_gr.backend.base import HstuPass
+from npu_gr.backend.calls import HstuPassCall
+
 log = logging.getLogger(__name__)
 
 
@@ -74,6 +77,10 @@ class SingleStream:
         rows: Sequence[Tensor],
     ) -> tuple[Tensor, ...]:
         return work(*rows)
+
+    def hstu_pass(self, call: HstuPassCall) -> HstuPass | None:
+        """Have no kernels for whole layers."""
+        return None
 
     def synchronize(self) -> None:
         """Return at once: on the CPU nothing is queued."""

@@ -27,6 +27,9 @@ SOURCES = Path(__file__).parents[2] / "ops" / "ascendc"
 BUILDS = Path(__file__).parents[2] / "build" / "ascend-twin"
 FLAGS = ("-std=c++17", "-O1", "-fPIC", "-shared", "-pthread", f"-DNPU_GR_CANN={number(LEAST_CANN)}")
 SANITIZED_FLAGS = (*FLAGS, "-O0", "-g1", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined")
+KINDS = (  # of vector instructions, in the order of `VectorKind` there
+    *("with_scalar", "with_tensor", "exp", "div", "compare", "select", "widen", "narrow", "gather", "compact"),
+)
 COUNTERS = (  # the order of ops/ascendc/twin/core.h
     "vector_instructions",
     "vector_repeats",
@@ -42,6 +45,7 @@ COUNTERS = (  # the order of ops/ascendc/twin/core.h
     "mte3_blocks",
     "mte3_bytes",
     "scalar_accesses",
+    *(f"{kind}_{what}" for kind in KINDS for what in ("instructions", "elements")),
 )
 DTYPES = {"float32": 0, "float16": 1, "bfloat16": 2}
 
@@ -67,7 +71,7 @@ class TwinReport(NamedTuple):
     launches: int
     ub_bytes: int  # of one core's Unified Buffer, the most of any launch
     blocks: int  # cores of the first launch
-    tile: int  # elements, or bytes of a column for beam_fork
+    tile: int  # elements; bytes of a column for beam_fork; queries, or tokens of a page, for the HSTU kernels
     parts: int  # lists that were merged across cores, or rows of a step
 
 
@@ -160,7 +164,8 @@ class Twin:
         if found != len(COUNTERS):
             raise ConfigError(f"the twin has {found} counters, {len(COUNTERS)} are known here")
 
-    def _call(self, name: str, knobs: Sequence[int], *arguments: Array | int | None) -> TwinReport:
+    def call(self, name: str, knobs: Sequence[int], *arguments: Array | int | None) -> TwinReport:
+        """Run a function of ops/ascendc/twin/library.cpp: its knobs, then arrays and numbers in its order."""
         out = _Out()
         raw = [
             ctypes.c_uint32(a) if isinstance(a, int) else ctypes.c_void_p(_address(a))  # every number is an uint32
@@ -172,6 +177,12 @@ class Twin:
             raise NoPlanError(text) if status == 1 else TwinError(text)
         total, critical = (dict(zip(COUNTERS, column, strict=True)) for column in (out.total, out.critical))
         return TwinReport(total, critical, out.launches, out.ub_bytes, out.blocks, out.tile, out.parts)
+
+    def exp(self, x: F32) -> F32:
+        """Exp as the twin's vector unit computes it."""
+        y = np.empty_like(x)
+        self._library.twin_exp(ctypes.c_void_p(_address(x)), ctypes.c_void_p(_address(y)), ctypes.c_uint32(x.size))
+        return y
 
     def masked_topk(
         self,
@@ -187,7 +198,7 @@ class Twin:
         rows, n = logits.shape
         value = np.full((rows, k), 7, np.float32)
         index = np.full((rows, k), 7, np.int32)
-        report = self._call(
+        report = self.call(
             "twin_masked_topk",
             (on.cores, on.ub_bytes, on.tile, on.splits),
             *(DTYPES[dtype], logits, bits, bias, value, index, rows, n, k, bits.shape[1]),
@@ -212,7 +223,7 @@ class Twin:
         rows, codes = logits.shape
         out = np.full(k, 7, np.float32), np.full(k, 7, np.int32), np.full(k, 7, np.int32)
         used = np.full(rows, 7, np.float32) if norm is None else norm
-        report = self._call(
+        report = self.call(
             "twin_csr_gather_topk",
             (on.cores, on.ub_bytes, on.tile, on.groups, on.pieces),
             *(DTYPES[dtype], logits, used, acc, lo, degree, code, allowed),
@@ -227,4 +238,4 @@ class Twin:
         layers, held, slots, *rest = keys.shape
         slot_bytes = int(np.prod(rest, dtype=np.int64)) * keys.itemsize
         sizes = layers, held, len(parent), slots * slot_bytes, num_slots * slot_bytes
-        return self._call("twin_beam_fork", (on.cores, on.ub_bytes, on.chunk), keys, values, parent, *sizes)
+        return self.call("twin_beam_fork", (on.cores, on.ub_bytes, on.chunk), keys, values, parent, *sizes)

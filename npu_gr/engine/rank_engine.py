@@ -27,7 +27,7 @@ from npu_gr.engine.page_jobs import CachedPrefix, PageJobs, chunks
 from npu_gr.engine.scheduler import Scheduler
 from npu_gr.kv.arena import KVArena
 from npu_gr.kv.layout import PageRun
-from npu_gr.model.hstu import HSTU, Past, Segment
+from npu_gr.model.hstu import HSTU, HostTokens, Past, Segment
 
 FOUND = 200  # items that the warm-up finds
 
@@ -239,7 +239,19 @@ class RankEngine(PageJobs):
             is_next=is_next,
             past=past,
             sink=None if work.keep is None else self.arena.sink(work.keep, start),
+            host=self._host_tokens(work, start),
         )
+
+    def _host_tokens(self, work: RankPass, start: int) -> HostTokens | None:
+        """What `Past` and `Sink` are, as numbers; None = the pages do not say it all."""
+        first = 0 if work.cached else start
+        if work.keep is not None and first:
+            return None  # its rows stand behind tokens that the pass leaves out
+        runs = work.keep or (work.cached.runs if work.cached else None)
+        pages = None if runs is None else self.arena.paged(runs)
+        if runs is not None and pages is None:
+            return None
+        return HostTokens(work.tokens.events.timestamps[first:], pages)
 
     async def warm_up(self, tokens: Tokens, lengths: Sequence[int], candidates: Sequence[int]) -> CostModel:
         """Run every shape twice, time the second run, fit the cost model and keep it.

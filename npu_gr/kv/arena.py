@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from npu_gr.backend.calls import PagedKV
 from npu_gr.backend.tiles import TILE_TOKENS, Tiles, pack
 from npu_gr.kv.layout import KVLayout, PageRun
 
@@ -118,6 +119,17 @@ class KVArena:
             slabs.append((k[:num_tokens], v[:num_tokens]))
             num_tokens -= len(k)
         return slabs
+
+    def paged(self, runs: Sequence[PageRun]) -> PagedKV | None:
+        """Name pages to kernels that read and write them by number; None = the layout is in tiles.
+
+        Args:
+            runs: pages in token order.
+        """
+        if self.layout.arrangement == "tiles":
+            return None
+        assert not self._pinned, "a device reads pages of its own memory"
+        return PagedKV(runs, lambda layer: (self._keys[0][layer], self._values[0][layer]))
 
     def write(self, layer: int, runs: Sequence[PageRun], start_token: int, k: Tensor, v: Tensor) -> None:
         """Write rows of a layer at the tokens [start_token, start_token + n), in the arena's dtype.

@@ -19,13 +19,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import silu
 
-from npu_gr.backend.base import TIME_BUCKETS, Affine, Backend
-from npu_gr.backend.calls import BiasTables, HstuCall
+from npu_gr.backend.base import TIME_BUCKETS, Affine, Backend, HstuPass
+from npu_gr.backend.calls import BiasTables, HstuCall, HstuLayerCall, HstuPassCall, HstuSegment, PagedKV
 from npu_gr.backend.tiles import Slab, Tiles
 from npu_gr.backend.torch_ops import TorchOps
 from npu_gr.model.config import HSTUConfig
@@ -53,6 +57,13 @@ class Past:
 Sink = Callable[[int, Tensor, Tensor], Sequence[Slab | Tiles] | None]
 
 
+class HostTokens(NamedTuple):
+    """What the host knows of a segment's tokens: `Past` and `Sink` as numbers."""
+
+    times: npt.NDArray[np.int64]  # [p + n] unix seconds
+    pages: PagedKV | None  # of the cached tokens, and of the new ones if they are kept; None = neither
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Segment:
     """The rows of one request. All tensors are on the model's device."""
@@ -65,6 +76,7 @@ class Segment:
     is_next: bool = False  # `candidates` is NEXT alone: the result is u
     past: Past | None = None
     sink: Sink | None = None  # receives the new history rows' keys and values, layer by layer
+    host: HostTokens | None = None  # the same, for a device that computes whole layers
 
     @property
     def num_rows(self) -> int:
@@ -275,6 +287,10 @@ class HSTU(nn.Module):
         """
         alpha = self.config.qk_dim**-0.5
         x = self._embed(segments)
+        if (whole := self._whole_pass(backend, segments)) is not None:
+            rows = whole.run(self, partial(self._whole_layers, backend), x)
+            parts = rows.split([len(s.candidates) for s in segments])
+            return [self._answer(s, own, backend) for s, own in zip(segments, parts, strict=True)]
         starts = [0]
         for s in segments:
             starts.append(starts[-1] + s.num_rows)
@@ -332,8 +348,54 @@ class HSTU(nn.Module):
                 u, v, q, k = layer.project(own, backend)
                 out = backend.hstu_targets(HstuCall(q, k, v, slabs, at, layer.bias, alpha, s.candidate_time))
                 own = layer.finish(own, u, out.mul_(self.attention_scale(len(at))), backend)
-            logits.append(self.user_vectors(own, backend) if s.is_next else self.task_logits(own, backend))
+            logits.append(self._answer(s, own, backend))
         return logits
+
+    def _answer(self, segment: Segment, own: Tensor, backend: Backend) -> Tensor:
+        return self.user_vectors(own, backend) if segment.is_next else self.task_logits(own, backend)
+
+    def _whole_pass(self, backend: Backend, segments: Sequence[Segment]) -> HstuPass | None:
+        """Ask the backend for kernels of whole layers; None = layers go segment by segment."""
+        config = self.config
+        rows = []
+        for s in segments:
+            if s.host is None:
+                return None
+            cached = s.past.num_tokens if s.past else 0
+            new, own = len(s.items), len(s.candidates)
+            keeps = s.sink is not None
+            rows.append(HstuSegment(cached, new, own, s.host.times, s.candidate_time, s.host.pages, keeps))
+        scales = {self.attention_scale(len(row.times)) for row in rows}
+        if len(scales) != 1:
+            return None
+        return backend.hstu_pass(
+            HstuPassCall(
+                rows,
+                config.num_heads,
+                config.qk_dim,
+                config.v_dim,
+                self.dtype,
+                config.qk_dim**-0.5,
+                scales.pop(),
+                config.activation == "uvqk",
+                "head" if config.norm == "group" else "row",
+                config.residual == "concat",
+            )
+        )
+
+    def _whole_layers(self, backend: Backend, whole: HstuPass, x: Tensor) -> Tensor:
+        """Run all layers: [rows, dim] of all segments -> [c, dim] of all candidates, and rows that mean nothing."""
+        for index, layer in enumerate(self.layers):
+            assert isinstance(layer, HSTULayer)
+            is_last = index == len(self.layers) - 1
+            mixed = backend.affine(layer.norm_in(x), layer.uvqk, 0, sum(layer.widths), False)
+            gated = whole.mix(HstuLayerCall(index, mixed, layer.bias, layer.norm_attention, is_last))
+            if gated is None:
+                return x[:0]
+            x = whole.candidates(x) if is_last else x
+            out = backend.affine(gated[: len(x)], layer.out, 0, self.config.dim, False)
+            x = x + out  # the sum has the wider dtype, in one launch
+        return x
 
     def task_logits(self, x: Tensor, ops: Affine = _TORCH) -> Tensor:
         """[..., dim] final candidate rows -> [..., tasks] logits, fp32 or fp64."""

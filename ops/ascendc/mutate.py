@@ -35,8 +35,14 @@ KERNELS = {  # file -> ops that run through it
     "kernels/merge_pairs.h": ("masked_topk", "csr_gather_topk"),
     "kernels/children.h": ("csr_gather_topk",),
     "kernels/csr_gather_topk.h": ("csr_gather_topk",),
-    "kernels/row_index.h": ("beam_fork",),
+    "kernels/row_index.h": ("beam_fork", "hstu_finish"),
     "kernels/beam_fork.h": ("beam_fork",),
+    "kernels/hstu_batch.h": ("hstu_rows", "hstu_finish", "hstu_scores"),
+    "kernels/hstu_rows.h": ("hstu_rows",),
+    "kernels/hstu_tiles.h": ("hstu_scores",),
+    "kernels/hstu_bias.h": ("hstu_scores",),
+    "kernels/hstu_scores.h": ("hstu_scores",),
+    "kernels/hstu_finish.h": ("hstu_finish",),
 }
 
 # In a build, ON(n) is true for the mutant that is on. `a < LESS(n) > b` is a comparison that can be either.
@@ -54,6 +60,8 @@ template <typename A, typename B> bool operator>(Half<0, A> h, B b) { return ON(
 template <typename A, typename B> bool operator>(Half<1, A> h, B b) { return ON(h.n) ? h.a >= b : h.a > b; }
 template <typename A, typename B> auto operator+(Half<2, A> h, B b) { return ON(h.n) ? h.a - b : h.a + b; }
 template <typename A, typename B> auto operator+(Half<3, A> h, B b) { return ON(h.n) ? h.a + b : h.a - b; }
+template <typename A, typename B> bool operator>(Half<4, A> h, B b) { return (h.a == b) != ON(h.n); }
+template <typename A, typename B> bool operator>(Half<5, A> h, B b) { return (h.a != b) != ON(h.n); }
 }  // namespace mutants
 """
 
@@ -81,6 +89,34 @@ RULES = (
     ),
     Rule("no limit", r"\bmin_of\(([^,()]+), ([^()]+)\)", lambda m, n: f"(ON({n}) ? ({m[2]}) : {m[0]})"),
     Rule("other compare", r"AscendC::CMPMODE::GT", lambda m, n: f"(ON({n}) ? AscendC::CMPMODE::GE : {m[0]})"),
+    Rule("other compare", r"\bCMPMODE::LT", lambda m, n: f"(ON({n}) ? CMPMODE::LE : {m[0]})"),
+    Rule("other compare", r"\bCMPMODE::LE", lambda m, n: f"(ON({n}) ? CMPMODE::LT : {m[0]})"),
+    Rule("other compare", r"\bCMPMODE::EQ", lambda m, n: f"(ON({n}) ? CMPMODE::NE : {m[0]})"),
+    Rule("equal: not", r" == ", lambda m, n: f" < mutants::Op<4>{{{n}}} > "),
+    Rule("not equal: equal", r" != ", lambda m, n: f" < mutants::Op<5>{{{n}}} > "),
+    Rule(
+        "other rounding",
+        r"(?<=Cast\(f, d, )RoundMode::CAST_RINT",
+        lambda m, n: f"(ON({n}) ? RoundMode::CAST_FLOOR : {m[0]})",
+    ),
+    Rule(
+        "other rounding",
+        r"(?<!f, d, )(?:AscendC::)?\bRoundMode::CAST_RINT",
+        lambda m, n: f"(ON({n}) ? AscendC::RoundMode::CAST_TRUNC : {m[0]})",
+    ),
+    Rule("other float", r"(?<![\w.])1\.0f|float_of\(s_\.\w+\)", lambda m, n: f"(ON({n}) ? 0.5f : {m[0]})"),
+    Rule("another number", r"int32_t\([01]\)", lambda m, n: f"(ON({n}) ? -7 : {m[0]})"),
+    Rule("first head", r"\b(tile\.)?head(?= \*)", lambda m, n: f"(ON({n}) ? 0 : {m[0]})"),
+    Rule(
+        "first request",
+        r"\b(tile\.)?request(?= \*)|(?<=\()(tile\.)?request(?=\))",
+        lambda m, n: f"(ON({n}) ? 0 : {m[0]})",
+    ),
+    Rule(
+        "other size",
+        r"\bk(RowBlock|KeyBlock|NearEnd|FloatBucket|Selected)\b",
+        lambda m, n: f"({m[0]} + uint32_t(ON({n})))",
+    ),
     Rule("another infinity", r"\bkNegInf\b", lambda m, n: f"(ON({n}) ? 0.0f : kNegInf)"),
     Rule("-1: 0", r"int32_t\(-1\)", lambda m, n: f"int32_t(ON({n}) ? 0 : -1)"),
     Rule("next row", r"uint64_t\((row|request|group|list|first)\)", lambda m, n: f"({m[0]} + uint64_t(ON({n})))"),
@@ -208,7 +244,8 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
 
 def mutable(code: str) -> bool:
     """No declaration, no constant: there a switch has no place."""
-    return "static" not in code and not code.lstrip().startswith(("#", "template", "class", "struct", "if constexpr"))
+    declares = "#", "template", "class", "struct", "using", "if constexpr"
+    return "static" not in code and not code.lstrip().startswith(declares)
 
 
 def closed(code: str, start: int) -> str:

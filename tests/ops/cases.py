@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from hypothesis import strategies as st
 
 from npu_gr.bench.ascend_twin import Machine
+from tests.ops import hstu_fixed
 from tests.ops.fixed import ODD, spread
+from tests.ops.hstu_oracle import Batch, Finish, Request, Rows, Scores
 from tests.ops.oracle import BeamFork, Case, CsrGatherTopk, MaskedTopk
 
 DTYPES = ("float32", "float16", "bfloat16")
@@ -83,8 +87,59 @@ def beam_fork(draw: st.DrawFn) -> BeamFork:
     )
 
 
+@st.composite
+def _request(draw: st.DrawFn) -> Request:
+    cached = draw(st.one_of(st.just(0), st.integers(0, 600)))
+    history, targets = draw(st.integers(0, 70)), draw(st.integers(0, 70))
+    history += cached + history + targets == 0
+    rows = draw(st.sampled_from([history + targets, targets]))
+    return Request(rows, cached + history + targets, cached, targets, draw(st.booleans()))
+
+
+@st.composite
+def _batch(draw: st.DrawFn) -> Batch:
+    dtype = draw(st.sampled_from(DTYPES))
+    unit = 8 if dtype == "float32" else 16
+    more: dict[str, Any] = {
+        "heads": draw(st.integers(1, 4)), "qk_dim": unit * draw(st.integers(1, 3)), "dtype": dtype,
+        "v_dim": unit * draw(st.integers(1, 5)), "page_tokens": draw(st.sampled_from([1, 7, 16, 64])),
+    }  # fmt: skip
+    return hstu_fixed.batch(draw(seeds), *draw(st.lists(_request(), min_size=1, max_size=8)), cores=draw(cores), **more)
+
+
+@st.composite
+def hstu_rows(draw: st.DrawFn) -> Rows:
+    made = draw(_batch())
+    on = Machine(made.on.cores, tile=draw(st.sampled_from([0, 3, 16])), splits=draw(st.sampled_from([0, 1, 5])))
+    return Rows(made._replace(on=on), draw(st.booleans()), draw(st.sampled_from([1.0, -0.25, 0.3])))
+
+
+@st.composite
+def hstu_scores(draw: st.DrawFn) -> Scores:
+    made = draw(_batch())
+    gaps = draw(st.lists(st.sampled_from([0, 1, 2, 50, 3600, 10**6, 10**8]), min_size=1, max_size=4))
+    return Scores(
+        made._replace(on=Machine(made.on.cores, tile=draw(st.sampled_from([0, 8, 16])))),
+        draw(st.sampled_from([1, 2, 16, 256, 300])),
+        tuple(gaps),
+        draw(st.sampled_from([1.0, -0.37])),
+        draw(st.booleans()),
+        draw(st.booleans()),
+    )
+
+
+@st.composite
+def hstu_finish(draw: st.DrawFn) -> Finish:
+    made = draw(_batch())
+    made = made._replace(on=Machine(made.on.cores, tile=draw(st.sampled_from([0, 3]))))
+    return Finish(made, draw(st.booleans()), draw(st.booleans()), draw(st.sampled_from([-0.125, 3.0])))
+
+
 STRATEGIES: dict[str, st.SearchStrategy[Case]] = {
     "masked_topk": masked_topk(),
     "csr_gather_topk": csr_gather_topk(),
     "beam_fork": beam_fork(),
+    "hstu_rows": hstu_rows(),
+    "hstu_scores": hstu_scores(),
+    "hstu_finish": hstu_finish(),
 }

@@ -45,7 +45,7 @@ class FarTopk(NamedTuple):
             if bias is not None:
                 bias[row] = row % 7
         shape = (self.rows, n, k, n // 8)
-        twin._call("twin_masked_topk", (self.rows, 0, 0, 1), 0, logits, mask, bias, value, index, *shape)
+        twin.call("twin_masked_topk", (self.rows, 0, 0, 1), 0, logits, mask, bias, value, index, *shape)
         allowed = np.unpackbits(mask[0], bitorder="little") != 0
         for row in seen:
             scores = np.where(allowed, logits[row], np.float32(-np.inf))
@@ -70,6 +70,6 @@ class FarFork(NamedTuple):
             plane[:, :, : self.used_bytes] = random.integers(1, 256, (layers, held, self.used_bytes))
         want = [plane[:, self.parent, : self.used_bytes].copy() for plane in planes]
         sizes = layers, held, held, self.row_bytes, self.used_bytes
-        twin._call("twin_beam_fork", (self.on.cores, 0, self.on.chunk), *planes, self.parent, *sizes)
+        twin.call("twin_beam_fork", (self.on.cores, 0, self.on.chunk), *planes, self.parent, *sizes)
         for plane, rows in zip(planes, want, strict=True):
             assert np.array_equal(plane[:, :, : self.used_bytes], rows)

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from npu_gr.bench.ascend_twin import F32, Machine, Twin
+from tests.ops import hstu_fixed
 from tests.ops.far import FarFork, FarTopk
 from tests.ops.oracle import BeamFork, Case, Cost, CsrGatherTopk, MaskedTopk
 
@@ -124,6 +125,9 @@ FIXED: dict[str, list[Case]] = {
             Machine(2, chunk=32),
         ),
     ],
+    "hstu_rows": list(hstu_fixed.ROWS),
+    "hstu_scores": list(hstu_fixed.SCORES),
+    "hstu_finish": list(hstu_fixed.FINISH),
 }
 
 

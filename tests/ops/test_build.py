@@ -82,7 +82,7 @@ def test_every_kernel_is_launched_and_every_op_is_bound() -> None:
     plain = set(re.findall(r"NPU_GR_KERNEL (\w+)\(", entries))
     typed = set(re.findall(r"NPU_GR_KERNEL (\w+)_##dtype\(", entries))
     assert set(re.findall(r"NPU_GR_LAUNCH\((\w+), ", launched)) - {"kernel"} == plain
-    assert set(re.findall(r"NPU_GR_LAUNCH_OF\(c\.dtype, (\w+),", launched)) == typed
+    assert set(re.findall(r"NPU_GR_LAUNCH_OF\([cs]\.dtype, (\w+),", launched)) == typed
     names = plain | {f"{name}_{dtype}" for name in typed for dtype in ("f32", "f16", "bf16")}
     assert set(re.findall(r'"aclrtlaunch_(\w+)\.h"', declared)) == names
     assert set(re.findall(r'm\.impl\("(\w+)"', bound)) == {schema.split("(")[0] for schema in SCHEMAS}

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from npu_gr.backend.npu.check import disagreements
 from npu_gr.bench.ascend_twin import Twin
+from tests.backend.npu.on_twin import HstuOnTwin
 
 NAMES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
 
@@ -21,11 +22,8 @@ def array(x: Any) -> Any:
     return (x.view(torch.uint16) if x.dtype == torch.bfloat16 else x).contiguous().numpy()
 
 
-class OnTwin:
+class OnTwin(HstuOnTwin):
     """`torch.ops.npu_gr` of our kernels."""
-
-    def __init__(self, twin: Twin) -> None:
-        self.twin = twin
 
     def masked_topk(self, logits: Tensor, *rest: Any) -> tuple[Tensor, ...]:
         made = self.twin.masked_topk(array(logits), *map(array, rest), dtype=NAMES[logits.dtype])
@@ -44,5 +42,5 @@ class OnTwin:
 
 def test_every_operator_does_what_the_doctor_demands(twin: Twin) -> None:
     found = dict(disagreements(torch.device("cpu"), OnTwin(twin)))
-    assert len(found) == 3
+    assert len(found) == 6
     assert not any(found.values()), found

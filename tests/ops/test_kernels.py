@@ -40,6 +40,27 @@ def test_beam_fork(twin: Twin, case: Case) -> None:
     case.check(twin)
 
 
+HSTU = settings(PROPERTY, max_examples=40)
+
+
+@HSTU
+@given(case=STRATEGIES["hstu_rows"])
+def test_hstu_rows(twin: Twin, case: Case) -> None:
+    case.check(twin)
+
+
+@HSTU
+@given(case=STRATEGIES["hstu_scores"])
+def test_hstu_scores(twin: Twin, case: Case) -> None:
+    case.check(twin)
+
+
+@HSTU
+@given(case=STRATEGIES["hstu_finish"])
+def test_hstu_finish(twin: Twin, case: Case) -> None:
+    case.check(twin)
+
+
 def test_more_cores_move_no_more_bytes(twin: Twin) -> None:
     """Rows go to cores; none is split while there are enough of them."""
     random = np.random.default_rng(0)

@@ -20,13 +20,14 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from npu_gr.backend.base import accumulator
+from npu_gr.backend.base import HstuPass, accumulator
 from npu_gr.backend.best_items import Best, Hidden
-from npu_gr.backend.calls import BeamCall, Choices, HstuCall, Over, TopkCall
+from npu_gr.backend.calls import BeamCall, Choices, HstuCall, HstuPassCall, Over, TopkCall
 from npu_gr.backend.graphs import Graphs
 from npu_gr.backend.npu import ops as ascend_ops
 from npu_gr.backend.npu.device import Npu, NpuNotFound, find
 from npu_gr.backend.npu.hstu_paged import PagedHstu
+from npu_gr.backend.npu.hstu_pass import PassMaker
 from npu_gr.backend.npu.items import best_items
 from npu_gr.backend.npu.limits import fork_limit, items_limit, topk_limit
 from npu_gr.backend.npu.softmax import FusedAttention
@@ -79,6 +80,7 @@ class NPUBackend(TorchOps):
         self._fused = self._find_fused()
         graph = getattr(self._runtime, "NPUGraph", None)  # only newer versions have it
         self._graphs = Graphs(self._runtime, graph, self.fell_back) if graph else None
+        self._passes = PassMaker(self.upload, self._graphs) if self._is_native else None
         own = "ascend_c" if self._is_native else "torch"
         self.kernels = own
         self.ops = {
@@ -212,7 +214,18 @@ class NPUBackend(TorchOps):
     # ---- HSTU
 
     def hstu_runs_as(self, is_biased: bool) -> str:
-        return "mxrec" if self._paged and not is_biased else "torch"
+        """Prefer our own kernels: five launches a layer for a whole batch; Huawei's takes one a slab and request."""
+        return "ascend_c" if self._is_native else "mxrec" if self._paged and not is_biased else "torch"
+
+    def hstu_pass(self, call: HstuPassCall) -> HstuPass | None:
+        """Compute whole layers by the native kernels where they are loaded and the pass fits."""
+        if self._passes is None:
+            return None
+        made = self._passes.begin(call)
+        if isinstance(made, str):
+            self.fell_back("hstu_attention", made)
+            return None
+        return made
 
     def hstu_causal(self, call: HstuCall) -> Tensor:
         if self._paged:

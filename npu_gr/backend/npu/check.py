@@ -1,7 +1,8 @@
 """Check that the native operators of ops/ascendc compute what their definitions say; ties, -inf and NaN included.
 
 Inputs are multiples of a quarter: the scores are exact in fp32, so the choices must be equal. Where the device takes a
-logarithm itself, the scores have a tolerance and the choices are not compared.
+logarithm itself, the scores have a tolerance and the choices are not compared. Those of HSTU have one, for its
+exponential.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from npu_gr.backend.npu import hstu_check
 from npu_gr.backend.npu import ops as ascend_ops
 
 LOG_TOLERANCE = 1e-4  # nats
@@ -33,13 +35,16 @@ def disagreements(device: torch.device, ops: Any = None) -> Iterator[tuple[str, 
 
 
 def _wrong(name: str, arguments: list[Any], device: torch.device, ops: Any) -> str:
-    want = _results(getattr(ascend_ops, name), arguments, torch.device("cpu"))
-    got = _results(getattr(ops, name), arguments, device)
+    want = _results(name, ascend_ops.definition(name), arguments, torch.device("cpu"))
+    got = _results(name, getattr(ops, name), arguments, device)
     takes_log = name == "csr_gather_topk" and arguments[1] is None
     about = f"inputs {', '.join(f'{x.dtype} {tuple(x.shape)}' for x in arguments if isinstance(x, Tensor))}"
     for number, (mine, its) in enumerate(zip(want, got, strict=True)):
         if takes_log:
             is_same = number > 0 or torch.allclose(its, mine, rtol=0.0, atol=LOG_TOLERANCE)
+        elif name.startswith("hstu_"):
+            atol = hstu_check.TOLERANCE[mine.dtype] * float(mine.abs().max())
+            is_same = torch.allclose(its.float(), mine.float(), rtol=0.0, atol=atol)
         else:
             is_same = torch.equal(its, mine)
         if not is_same:
@@ -47,15 +52,20 @@ def _wrong(name: str, arguments: list[Any], device: torch.device, ops: Any) -> s
     return ""
 
 
-def _results(run: Callable[..., Any], arguments: list[Any], device: torch.device) -> list[Tensor]:
+def _results(name: str, run: Callable[..., Any], arguments: list[Any], device: torch.device) -> list[Tensor]:
     """Run and return the results on the host; a tensor that is written in place is a result."""
     moved = [x.to(device, copy=True) if isinstance(x, Tensor) else x for x in arguments]
     made = run(*moved)
-    results = moved[:2] if made is None else [made] if isinstance(made, Tensor) else made
+    schema = getattr(torch.ops.npu_gr, name).default._schema
+    written = [x for a, x in zip(schema.arguments, moved, strict=True) if a.alias_info and a.alias_info.is_write]
+    results = written if made is None else [made] if isinstance(made, Tensor) else made
     return [x.cpu() for x in results]
 
 
 def _cases(name: str) -> Iterator[list[Any]]:
+    if name.startswith("hstu_"):
+        yield from hstu_check.cases(name)
+        return
     generator = torch.Generator().manual_seed(0)
 
     def numbers(*shape: int) -> Tensor:

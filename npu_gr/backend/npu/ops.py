@@ -8,8 +8,9 @@ an NPU runs where no native library is loaded. `load_library` adds the native on
     csr_gather_topk(logits [W, C] f32|f16|bf16, norm f32 [W]?, acc f32 [W], lo i32 [W], degree i32 [W], code i32 [E],
                     allowed bool [E]?, k) -> score f32 [k], parent i32 [k], edge i32 [k]
     beam_fork_(keys [L, M, S, ...], values likewise, parent i32 [W], num_slots)
+    hstu_rows, hstu_scores, hstu_finish: `hstu_ops.py`
 
-A generate calls `csr_gather_topk` and `beam_fork_`. No request path calls `masked_topk`.
+A generate calls `csr_gather_topk` and `beam_fork_`, a rank the three of HSTU. No request path calls `masked_topk`.
 
 Selections descend; equal scores go by index (masked_topk), by beam then edge (csr_gather_topk); NaN and -inf are
 never chosen; places that nothing fills hold -inf and -1. bits: lowest first, 1 = allowed.
@@ -18,12 +19,15 @@ never chosen; places that nothing fills hold -inf and -1. bits: lowest first, 1 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from npu_gr.backend.npu import hstu_ops
 from npu_gr.core.errors import ConfigError
 
 NAMESPACE = "npu_gr"
@@ -32,6 +36,7 @@ SCHEMAS = (
     "csr_gather_topk(Tensor logits, Tensor? norm, Tensor acc, Tensor lo, Tensor degree, Tensor code, Tensor? allowed, "
     "int k) -> (Tensor, Tensor, Tensor)",
     "beam_fork_(Tensor(a!) keys, Tensor(b!) values, Tensor parent, int num_slots) -> ()",
+    *hstu_ops.SCHEMAS,
 )
 NEG_INF = float("-inf")
 
@@ -156,14 +161,21 @@ def _fake_beam_fork_(keys: Tensor, values: Tensor, parent: Tensor, num_slots: in
     return None
 
 
+def definition(name: str) -> Callable[..., Any]:
+    """Return the plain torch definition of an operator."""
+    found: Callable[..., Any] = globals().get(name) or getattr(hstu_ops, name)
+    return found
+
+
 @cache
 def register() -> torch.library.Library:
     """Define the operators, once a process; torch keeps them as long as the result lives."""
     library = torch.library.Library(NAMESPACE, "FRAGMENT")
     for schema in SCHEMAS:
         name = library.define(schema)
-        library.impl(name, globals()[name], "CompositeExplicitAutograd")
-        torch.library.register_fake(f"{NAMESPACE}::{name}", globals()[f"_fake_{name}"], lib=library)
+        library.impl(name, definition(name), "CompositeExplicitAutograd")
+        shapes = globals().get(f"_fake_{name}", hstu_ops.nothing)
+        torch.library.register_fake(f"{NAMESPACE}::{name}", shapes, lib=library)
     return library
 
 

@@ -3,6 +3,7 @@
 //   NPU_GR_LAUNCH(kernel, blocks, arguments...)  an int, 0 = launched
 // All pointers are device memory. `workspace` has plan.workspace_bytes. Returns the first status that is not 0.
 #pragma once
+#include "../hstu_tiling.h"
 #include "../tiling.h"
 
 #ifndef NPU_GR_LAUNCH
@@ -55,6 +56,45 @@ inline int run(const CsrCall &c, const CsrPlan &plan, Address workspace) {
   if (status != 0) return status;
   return NPU_GR_LAUNCH(csr_merge, 1u, workspace, c.lo, c.score, c.parent, c.edge, c.rows, c.codes, c.edges, c.k,
                        plan.tile, plan.groups, plan.pieces, plan.shift, 1u, allowed);
+}
+
+struct HstuRowsCall {
+  Address mixed, meta, page_ids, k_plane, v_plane, q, k, v, u;
+  HstuSizes sizes;
+  uint32_t mixed_rows, queries, page_tokens, pages, num_page_ids;
+  uint32_t silu_all, q_scale;  // q_scale: the bits of a float
+};
+inline int run(const HstuRowsCall &c, const HstuRowsPlan &plan) {
+  const HstuSizes &s = c.sizes;
+  return NPU_GR_LAUNCH_OF(s.dtype, hstu_rows, plan.blocks, c.mixed, c.meta, c.page_ids, c.k_plane, c.v_plane, c.q, c.k,
+                          c.v, c.u, s.requests, c.mixed_rows, c.queries, s.row_slots, s.key_slots, s.heads, s.qk_dim,
+                          s.v_dim, c.page_tokens, c.pages, c.num_page_ids, plan.piece, plan.lot, plan.zeros, c.silu_all,
+                          c.q_scale);
+}
+
+struct HstuScoresCall {
+  Address scores, meta, bounds, row_times, key_times, tables, near;
+  HstuSizes sizes;
+  uint32_t positions, alpha;  // alpha: the bits of a float
+};
+inline int run(const HstuScoresCall &c, const HstuScoresPlan &plan) {
+  const HstuSizes &s = c.sizes;
+  return NPU_GR_LAUNCH_OF(s.dtype, hstu_scores, plan.blocks, c.scores, c.meta, c.bounds, c.row_times, c.key_times,
+                          c.tables, c.near, s.requests, s.row_slots, s.key_slots, s.heads, c.positions, plan.tile_rows,
+                          c.alpha);
+}
+
+struct HstuFinishCall {
+  Address attention, u, norm, meta, out;
+  HstuSizes sizes;
+  uint32_t queries, group, joined;
+  uint32_t scale, share, eps;  // the bits of floats
+};
+inline int run(const HstuFinishCall &c, const HstuFinishPlan &plan) {
+  const HstuSizes &s = c.sizes;
+  return NPU_GR_LAUNCH_OF(s.dtype, hstu_finish, plan.blocks, c.attention, c.u, c.norm, c.meta, c.out, s.requests,
+                          c.queries, s.row_slots, s.heads, s.v_dim, c.group, plan.lot, c.joined, c.scale, c.share,
+                          c.eps);
 }
 
 struct BeamForkCall {

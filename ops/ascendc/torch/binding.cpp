@@ -6,6 +6,8 @@
 #include <ATen/ATen.h>
 #include <torch/library.h>
 
+#include <cstring>
+
 #include "torch_npu/csrc/core/npu/NPUStream.h"
 #include "torch_npu/csrc/framework/OpCommand.h"
 
@@ -135,10 +137,129 @@ void beam_fork_(Tensor &keys, Tensor &values, const Tensor &parent, int64_t num_
   check_plan(plan);
   queue("npu_gr_beam_fork_", {keys, values, parent}, [call, plan] { return run(call, plan); });
 }
+
+// Queues the launch that one HSTU operator is; `call` and `plan` are copied into the handler.
+template <typename Call, typename Plan>
+void queue_hstu(const char *name, std::vector<Tensor> kept, const Call &call, const Plan &plan) {
+  check_plan(plan);
+  queue(name, std::move(kept), [call, plan] { return run(call, plan); });
+}
+HstuSizes hstu_sizes(const Tensor &rows, int64_t key_slots, int64_t v_dim, const char *op) {
+  TORCH_CHECK(rows.dim() == 4 && rows.is_contiguous(), op, ": must be contiguous, [requests, heads, rows, width]");
+  return {u32(rows.size(0), "requests"),
+          u32(rows.size(2), "rows"),
+          u32(key_slots, "keys"),
+          u32(rows.size(1), "heads"),
+          u32(rows.size(3), "width"),
+          u32(v_dim, "width"),
+          float_dtype(rows.view({-1, rows.size(3)}), op)};
+}
+uint32_t float_bits(double value) {
+  float narrow = float(value);
+  uint32_t bits;
+  std::memcpy(&bits, &narrow, 4);
+  return bits;
+}
+
+void hstu_rows(const Tensor &mixed, const Tensor &meta, const Tensor &page_ids, Tensor &k_plane, Tensor &v_plane,
+               Tensor &q, Tensor &k, Tensor &v, Tensor &u, double q_scale, bool silu_all) {
+  TORCH_CHECK(k.dim() == 4 && v.dim() == 4 && k_plane.dim() == 4, "hstu_rows: k, v and planes have four dimensions");
+  HstuSizes s = hstu_sizes(q, k.size(2), v.size(3), "hstu_rows: q");
+  auto dtype = q.scalar_type();
+  int64_t requests = q.size(0), heads = q.size(1), qk = q.size(3), uv = v.size(3), keys = k.size(2);
+  int64_t rows = mixed.size(0), queries = u.size(0), pages = k_plane.size(0), tokens = k_plane.size(1);
+  check(mixed, "hstu_rows: mixed", dtype, {rows, 2 * heads * (qk + uv)}, q);
+  check(meta, "hstu_rows: meta", at::kInt, {requests, kEntryNumbers}, q);
+  check(page_ids, "hstu_rows: page_ids", at::kInt, {page_ids.numel()}, q);
+  check(k_plane, "hstu_rows: k_plane", dtype, {pages, tokens, heads, qk}, q);
+  check(v_plane, "hstu_rows: v_plane", dtype, {pages, tokens, heads, uv}, q);
+  check(k, "hstu_rows: k", dtype, {requests, heads, keys, qk}, q);
+  check(v, "hstu_rows: v", dtype, {requests, heads, keys, uv}, q);
+  check(u, "hstu_rows: u", dtype, {queries, heads * uv}, q);
+  HstuRowsCall call{address(mixed),
+                    address(meta),
+                    address(page_ids),
+                    address(k_plane),
+                    address(v_plane),
+                    address(q),
+                    address(k),
+                    address(v),
+                    address(u),
+                    s,
+                    u32(rows, "rows"),
+                    u32(queries, "queries"),
+                    u32(tokens, "tokens of a page"),
+                    u32(pages, "pages"),
+                    u32(page_ids.numel(), "page_ids"),
+                    silu_all,
+                    float_bits(q_scale)};
+  queue_hstu("npu_gr_hstu_rows", {mixed, meta, page_ids, k_plane, v_plane, q, k, v, u}, call,
+             plan_hstu_rows(s, call.page_tokens, call.num_page_ids, device()));
+}
+
+void hstu_scores(Tensor &scores, const Tensor &meta, const Tensor &bounds, const Tensor &row_times,
+                 const Tensor &key_times, const Tensor &tables, const Tensor &near, double alpha) {
+  TORCH_CHECK(scores.dim() == 4 && near.dim() == 3 && near.size(2) > 2 * kNearEnd,
+              "hstu_scores: scores must be [requests, heads, rows, keys], near [heads, 8, positions + ", 2 * kNearEnd,
+              "]");
+  int64_t block = 32 / int64_t(scores.element_size());  // heads' widths are no matter here
+  HstuSizes s = hstu_sizes(scores, scores.size(3), block, "hstu_scores: scores");
+  s.qk_dim = uint32_t(block);
+  int64_t requests = scores.size(0), heads = scores.size(1), rows = scores.size(2), keys = scores.size(3);
+  check(meta, "hstu_scores: meta", at::kInt, {requests, kEntryNumbers}, scores);
+  check(bounds, "hstu_scores: bounds", at::kInt, {requests, rows / kRowBlock + keys / kKeyBlock, 2}, scores);
+  check(row_times, "hstu_scores: row_times", at::kInt, {requests, rows}, scores);
+  check(key_times, "hstu_scores: key_times", at::kInt, {requests, keys}, scores);
+  check(tables, "hstu_scores: tables", at::kFloat, {heads, 2, kTimeBuckets}, scores);
+  check(near, "hstu_scores: near", at::kFloat, {heads, 8, near.size(2)}, scores);
+  HstuScoresCall call{address(scores),
+                      address(meta),
+                      address(bounds),
+                      address(row_times),
+                      address(key_times),
+                      address(tables),
+                      address(near),
+                      s,
+                      u32(near.size(2) - 2 * kNearEnd, "positions"),
+                      float_bits(alpha)};
+  queue_hstu("npu_gr_hstu_scores", {scores, meta, bounds, row_times, key_times, tables, near}, call,
+             plan_hstu_scores(s, device()));
+}
+
+void hstu_finish(const Tensor &attention, const Tensor &u, const Tensor &norm, const Tensor &meta, Tensor &out,
+                 double scale, double eps) {
+  TORCH_CHECK(attention.dim() == 4 && norm.dim() == 2 && out.dim() == 3 && (out.size(1) == 1 || out.size(1) == 3),
+              "hstu_finish: attention must be [requests, heads, rows, width], out [queries, 1 or 3, heads * width]");
+  HstuSizes s = hstu_sizes(attention, kKeyBlock, attention.size(3), "hstu_finish: attention");
+  int64_t queries = u.size(0), width = attention.size(1) * attention.size(3), group = norm.size(1);
+  auto dtype = attention.scalar_type();
+  check(u, "hstu_finish: u", dtype, {queries, width}, attention);
+  check(norm, "hstu_finish: norm", at::kFloat, {2, group}, attention);
+  check(meta, "hstu_finish: meta", at::kInt, {attention.size(0), kEntryNumbers}, attention);
+  check(out, "hstu_finish: out", dtype, {queries, out.size(1), width}, attention);
+  uint32_t joined = out.size(1) == 3;
+  HstuFinishCall call{address(attention),
+                      address(u),
+                      address(norm),
+                      address(meta),
+                      address(out),
+                      s,
+                      u32(queries, "queries"),
+                      u32(group, "numbers of a norm"),
+                      joined,
+                      float_bits(scale),
+                      float_bits(1.0 / double(group)),
+                      float_bits(eps)};
+  queue_hstu("npu_gr_hstu_finish", {attention, u, norm, meta, out}, call,
+             plan_hstu_finish(s, call.group, joined != 0, device()));
+}
 }  // namespace
 
 TORCH_LIBRARY_IMPL(npu_gr, PrivateUse1, m) {
   m.impl("masked_topk", &masked_topk);
   m.impl("csr_gather_topk", &csr_gather_topk);
   m.impl("beam_fork_", &beam_fork_);
+  m.impl("hstu_rows", &hstu_rows);
+  m.impl("hstu_scores", &hstu_scores);
+  m.impl("hstu_finish", &hstu_finish);
 }

@@ -10,6 +10,15 @@
 #include "aclrtlaunch_csr_select_bf16.h"
 #include "aclrtlaunch_csr_select_f16.h"
 #include "aclrtlaunch_csr_select_f32.h"
+#include "aclrtlaunch_hstu_finish_bf16.h"
+#include "aclrtlaunch_hstu_finish_f16.h"
+#include "aclrtlaunch_hstu_finish_f32.h"
+#include "aclrtlaunch_hstu_rows_bf16.h"
+#include "aclrtlaunch_hstu_rows_f16.h"
+#include "aclrtlaunch_hstu_rows_f32.h"
+#include "aclrtlaunch_hstu_scores_bf16.h"
+#include "aclrtlaunch_hstu_scores_f16.h"
+#include "aclrtlaunch_hstu_scores_f32.h"
 #include "aclrtlaunch_masked_topk_bf16.h"
 #include "aclrtlaunch_masked_topk_f16.h"
 #include "aclrtlaunch_masked_topk_f32.h"
@@ -29,7 +38,14 @@
                  NPU_GR_U, NPU_GR_U, NPU_GR_U, NPU_GR_U, NPU_GR_U, NPU_GR_U);                                         \
   NPU_GR_DECLARE(csr_norm_##dtype, NPU_GR_P, NPU_GR_P, NPU_GR_P, NPU_GR_P, NPU_GR_P, NPU_GR_P, NPU_GR_CSR);           \
   NPU_GR_DECLARE(csr_select_##dtype, NPU_GR_P, NPU_GR_P, NPU_GR_P, NPU_GR_P, NPU_GR_P, NPU_GR_P, NPU_GR_P, NPU_GR_P,  \
-                 NPU_GR_CSR)
+                 NPU_GR_CSR);                                                                                         \
+  NPU_GR_DECLARE(hstu_rows_##dtype, NPU_GR_P, NPU_GR_P, NPU_GR_P, NPU_GR_P, NPU_GR_P, NPU_GR_P, NPU_GR_P, NPU_GR_P,   \
+                 NPU_GR_P, NPU_GR_U, NPU_GR_U, NPU_GR_U, NPU_GR_U, NPU_GR_U, NPU_GR_U, NPU_GR_U, NPU_GR_U, NPU_GR_U,  \
+                 NPU_GR_U, NPU_GR_U, NPU_GR_U, NPU_GR_U, NPU_GR_U, NPU_GR_U, NPU_GR_U);                               \
+  NPU_GR_DECLARE(hstu_scores_##dtype, NPU_GR_P, NPU_GR_P, NPU_GR_P, NPU_GR_P, NPU_GR_P, NPU_GR_P, NPU_GR_P, NPU_GR_U, \
+                 NPU_GR_U, NPU_GR_U, NPU_GR_U, NPU_GR_U, NPU_GR_U, NPU_GR_U);                                         \
+  NPU_GR_DECLARE(hstu_finish_##dtype, NPU_GR_P, NPU_GR_P, NPU_GR_P, NPU_GR_P, NPU_GR_P, NPU_GR_U, NPU_GR_U, NPU_GR_U, \
+                 NPU_GR_U, NPU_GR_U, NPU_GR_U, NPU_GR_U, NPU_GR_U, NPU_GR_U, NPU_GR_U, NPU_GR_U)
 NPU_GR_DECLARE_OF(f32);
 NPU_GR_DECLARE_OF(f16);
 NPU_GR_DECLARE_OF(bf16);

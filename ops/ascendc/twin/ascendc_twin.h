@@ -5,7 +5,9 @@
 // Limits: no timing and no bank conflicts; Exp and Ln are libm's; SyncAll and cross-core flags are not modelled, as no
 // kernel uses them; the order of -0.0 and +0.0 in a sort, and everything beyond the pages, is a guess.
 #pragma once
+#include "cast.h"
 #include "launch.h"
 #include "move.h"
+#include "repeat.h"
 #include "sort.h"
 #include "vector.h"

@@ -58,8 +58,12 @@ enum Counter {
   MTE3_BLOCKS,
   MTE3_BYTES,
   SCALAR_ACCESSES,
-  COUNTERS
+  // of each kind of vector instruction, in the order of `VectorKind`: how many, then their elements
+  KINDS_BEGIN,
+  COUNTERS = KINDS_BEGIN + 2 * 10
 };
+// What a cost model tells apart; whatever sorts has counters of its own.
+enum VectorKind { WITH_SCALAR, WITH_TENSOR, EXP, DIV, COMPARE, SELECT, WIDEN, NARROW, GATHER, COMPACT };
 using Counters = std::array<uint64_t, COUNTERS>;
 
 constexpr uint32_t BLOCK = 32;                              // bytes of a data block

@@ -50,6 +50,7 @@ int guarded(Out *out, Run work) {
   out->ub_bytes = here.ub_bytes;
   return status;
 }
+HstuSizes hstu_sizes(const uint32_t *s) { return {s[0], s[1], s[2], s[3], s[4], s[5], Dtype(s[6])}; }
 std::vector<uint8_t> poisoned(uint64_t bytes) { return std::vector<uint8_t>(bytes, AscendC::twin::kPoison); }
 }  // namespace
 
@@ -95,6 +96,56 @@ int twin_beam_fork(const uint32_t *knobs, Address keys, Address values, Address 
   out->parts = held;
   BeamForkCall call{keys, values, parent, layers, held, rows, row_bytes, used_bytes};
   return guarded(out, [&] { return run(call, plan); });
+}
+
+// knobs: cores, ub, piece, lot. sizes: those of HstuSizes in their order, the dtype last.
+int twin_hstu_rows(const uint32_t *knobs, const uint32_t *sizes, Address mixed, Address meta, Address page_ids,
+                   Address k_plane, Address v_plane, Address q, Address k, Address v, Address u, uint32_t mixed_rows,
+                   uint32_t queries, uint32_t page_tokens, uint32_t pages, uint32_t num_page_ids, uint32_t silu_all,
+                   uint32_t q_scale, Out *out) {
+  HstuSizes s = hstu_sizes(sizes);
+  auto plan = plan_hstu_rows(s, page_tokens, num_page_ids, device(knobs), knobs[2], knobs[3]);
+  if (plan.reason) return refuse(out, plan.reason);
+  out->blocks = plan.blocks;
+  out->tile = plan.piece;
+  out->parts = plan.lot;
+  HstuRowsCall call{mixed, meta,       page_ids, k_plane,     v_plane, q,            k,        v,
+                    u,     s,          mixed_rows, queries,   page_tokens, pages,    num_page_ids, silu_all,
+                    q_scale};
+  return guarded(out, [&] { return run(call, plan); });
+}
+
+// knobs: cores, ub, tile
+int twin_hstu_scores(const uint32_t *knobs, const uint32_t *sizes, Address scores, Address meta, Address bounds,
+                     Address row_times, Address key_times, Address tables, Address near, uint32_t positions,
+                     uint32_t alpha, Out *out) {
+  HstuSizes s = hstu_sizes(sizes);
+  auto plan = plan_hstu_scores(s, device(knobs), knobs[2]);
+  if (plan.reason) return refuse(out, plan.reason);
+  out->blocks = plan.blocks;
+  out->tile = plan.tile_rows;
+  out->parts = 1;
+  HstuScoresCall call{scores, meta, bounds, row_times, key_times, tables, near, s, positions, alpha};
+  return guarded(out, [&] { return run(call, plan); });
+}
+
+// knobs: cores, ub, lot
+int twin_hstu_finish(const uint32_t *knobs, const uint32_t *sizes, Address attention, Address u, Address norm,
+                     Address meta, Address result, uint32_t queries, uint32_t group, uint32_t joined, uint32_t scale,
+                     uint32_t share, uint32_t eps, Out *out) {
+  HstuSizes s = hstu_sizes(sizes);
+  auto plan = plan_hstu_finish(s, group, joined != 0, device(knobs), knobs[2]);
+  if (plan.reason) return refuse(out, plan.reason);
+  out->blocks = plan.blocks;
+  out->tile = plan.lot;
+  out->parts = 1;
+  HstuFinishCall call{attention, u, norm, meta, result, s, queries, group, joined, scale, share, eps};
+  return guarded(out, [&] { return run(call, plan); });
+}
+
+// Exp as the twin computes it, for definitions that must give the same bits.
+void twin_exp(const float *from, float *to, uint32_t count) {
+  for (uint32_t i = 0; i < count; ++i) to[i] = std::exp(from[i]);
 }
 
 }  // extern "C"

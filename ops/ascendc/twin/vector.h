@@ -1,7 +1,7 @@
-// Vector instructions, the forms that take a count and two that take a mask.
+// Vector instructions: the forms that take a count, and some that take a mask and repeats.
 // Sources: asc-devkit docs, Memory矢量计算/{基础算术,逻辑计算,类型转换,数据填充,比较与选择,归约计算,离散与聚合}: the
-// page of each name. Exp and Ln are libm's here: the hardware differs in the last bits. The order in which ReduceSum
-// adds is not documented for dav-2201: do not test it bit for bit.
+// page of each name. Exp, Ln and Sqrt are libm's here: the hardware differs in the last bits. The order in which
+// ReduceSum adds is not documented for dav-2201: do not test it bit for bit. That of WholeReduceSum is.
 #pragma once
 #include <cmath>
 #include <limits>
@@ -15,16 +15,18 @@ namespace twin {
 template <typename T, typename... Options>
 constexpr bool one_of = (std::is_same_v<T, Options> || ...);
 
-// One vector instruction over `bytes` of its widest operand.
-inline void issue_lanes(uint64_t bytes) {
+// One vector instruction over `count` elements of `bytes` each, of its widest operand.
+inline void issue_lanes(VectorKind kind, uint64_t count, uint64_t bytes) {
   core.issue(V);
   ++core.counters[VECTOR_INSTRUCTIONS];
-  core.counters[VECTOR_REPEATS] += up(bytes, 256) / 256;
+  core.counters[VECTOR_REPEATS] += up(count * bytes, 256) / 256;
+  ++core.counters[KINDS_BEGIN + 2 * kind];
+  core.counters[KINDS_BEGIN + 2 * kind + 1] += count;
 }
 // The same of a form with a count, which sets the mask and puts the default back.
-inline void vector_issue(uint64_t bytes) {
+inline void vector_issue(VectorKind kind, uint64_t count, uint64_t bytes) {
   count_mask();
-  issue_lanes(bytes);
+  issue_lanes(kind, count, bytes);
 }
 template <typename T>
 void reads(const char *what, const LocalTensor<T> &tensor, uint64_t count, uint32_t align = BLOCK) {
@@ -44,8 +46,9 @@ void same_or_apart(const char *what, const LocalTensor<T> &to, const LocalTensor
   TWIN_CHECK(apart || (a == b && sizeof(T) == sizeof(U)), "%s: source and destination overlap in part", what);
 }
 template <typename T, typename F>
-void unary(const char *what, const LocalTensor<T> &to, const LocalTensor<T> &from, uint64_t count, F function) {
-  vector_issue(count * sizeof(T));
+void unary(const char *what, const LocalTensor<T> &to, const LocalTensor<T> &from, uint64_t count, F function,
+           VectorKind kind = WITH_SCALAR) {
+  vector_issue(kind, count, sizeof(T));
   same_or_apart(what, to, from, count);
   reads(what, from, count);
   writes(what, to, count);
@@ -53,8 +56,8 @@ void unary(const char *what, const LocalTensor<T> &to, const LocalTensor<T> &fro
 }
 template <typename T, typename F>
 void binary(const char *what, const LocalTensor<T> &to, const LocalTensor<T> &a, const LocalTensor<T> &b,
-            uint64_t count, F function) {
-  vector_issue(count * sizeof(T));
+            uint64_t count, F function, VectorKind kind = WITH_TENSOR) {
+  vector_issue(kind, count, sizeof(T));
   same_or_apart(what, to, a, count);
   same_or_apart(what, to, b, count);
   reads(what, a, count);
@@ -81,6 +84,17 @@ void Adds(const LocalTensor<T> &to, const LocalTensor<T> &from, const T &scalar,
               [&](T x) { return twin::wrapping(x, scalar, [](auto a, auto b) { return a + b; }); });
 }
 template <typename T>
+void Muls(const LocalTensor<T> &to, const LocalTensor<T> &from, const T &scalar, const int32_t &count) {
+  static_assert(twin::arithmetic<T>);
+  twin::unary("Muls", to, from, count,
+              [&](T x) { return twin::wrapping(x, scalar, [](auto a, auto b) { return a * b; }); });
+}
+template <typename T>
+void Mins(const LocalTensor<T> &to, const LocalTensor<T> &from, const T &scalar, const int32_t &count) {
+  static_assert(twin::arithmetic<T>);
+  twin::unary("Mins", to, from, count, [&](T x) { return std::min(x, scalar); });
+}
+template <typename T>
 void Maxs(const LocalTensor<T> &to, const LocalTensor<T> &from, const T &scalar, const int32_t &count) {
   static_assert(twin::arithmetic<T>);
   twin::unary("Maxs", to, from, count, [&](T x) { return std::max(x, scalar); });
@@ -96,6 +110,17 @@ void Sub(const LocalTensor<T> &to, const LocalTensor<T> &a, const LocalTensor<T>
   static_assert(twin::arithmetic<T>);
   twin::binary("Sub", to, a, b, count,
                [](T x, T y) { return twin::wrapping(x, y, [](auto p, auto q) { return p - q; }); });
+}
+template <typename T>
+void Mul(const LocalTensor<T> &to, const LocalTensor<T> &a, const LocalTensor<T> &b, const int32_t &count) {
+  static_assert(twin::one_of<T, float>);
+  twin::binary("Mul", to, a, b, count, [](T x, T y) { return x * y; });
+}
+template <typename T>
+void Div(const LocalTensor<T> &to, const LocalTensor<T> &a, const LocalTensor<T> &b, const int32_t &count) {
+  static_assert(twin::one_of<T, float>);
+  twin::binary(
+      "Div", to, a, b, count, [](T x, T y) { return x / y; }, twin::DIV);
 }
 template <typename T>
 void Or(const LocalTensor<T> &to, const LocalTensor<T> &a, const LocalTensor<T> &b, const int32_t &count) {
@@ -117,18 +142,26 @@ void ShiftRight(const LocalTensor<T> &to, const LocalTensor<T> &from, const T &b
 template <typename T>
 void Exp(const LocalTensor<T> &to, const LocalTensor<T> &from, const int32_t &count) {
   static_assert(twin::one_of<T, float>);
-  twin::unary("Exp", to, from, count, [](T x) { return std::exp(x); });
+  twin::unary(
+      "Exp", to, from, count, [](T x) { return std::exp(x); }, twin::EXP);
+}
+template <typename T>
+void Sqrt(const LocalTensor<T> &to, const LocalTensor<T> &from, const int32_t &count) {
+  static_assert(twin::one_of<T, float>);
+  twin::unary(
+      "Sqrt", to, from, count, [](T x) { return std::sqrt(x); }, twin::EXP);
 }
 template <typename T>
 void Ln(const LocalTensor<T> &to, const LocalTensor<T> &from, const int32_t &count) {
   static_assert(twin::one_of<T, float>);
-  twin::unary("Ln", to, from, count, [](T x) { return std::log(x); });
+  twin::unary(
+      "Ln", to, from, count, [](T x) { return std::log(x); }, twin::EXP);
 }
 
 template <typename T>
 void Duplicate(const LocalTensor<T> &to, const T &value, const int32_t &count) {
   static_assert(sizeof(T) == 2 || sizeof(T) == 4);
-  twin::vector_issue(count * sizeof(T));
+  twin::vector_issue(twin::WITH_SCALAR, count, sizeof(T));
   twin::writes("Duplicate", to, count);
   std::fill_n(to.at(), count, value);
 }
@@ -141,7 +174,7 @@ void Duplicate(const LocalTensor<T> &to, const T &value, uint64_t mask[], const 
   uint64_t lanes[2] = {mask[0], sizeof(T) == 2 ? mask[1] : 0};
   if (!isSetMask) std::copy_n(twin::standing_mask("Duplicate"), 2, lanes);
   if (isSetMask) twin::set_mask("Duplicate", lanes);
-  twin::issue_lanes(uint64_t(repeats) * 256);
+  twin::issue_lanes(twin::WITH_SCALAR, uint64_t(repeats) * per_repeat, sizeof(T));
   to.need("Duplicate", 0);
   for (uint32_t r = 0; r < repeats; ++r)
     for (uint32_t i = 0; i < per_repeat; ++i) {
@@ -155,7 +188,7 @@ void Duplicate(const LocalTensor<T> &to, const T &value, uint64_t mask[], const 
 template <typename T>
 void CreateVecIndex(const LocalTensor<T> &to, const T &first, uint32_t count) {
   static_assert(twin::one_of<T, int32_t, float>);
-  twin::vector_issue(count * sizeof(T));
+  twin::vector_issue(twin::WITH_SCALAR, count, sizeof(T));
   twin::writes("CreateVecIndex", to, count);
   for (uint32_t i = 0; i < count; ++i) to.at()[i] = first + T(i);
 }
@@ -169,23 +202,10 @@ void Brcb(const LocalTensor<T> &to, const LocalTensor<T> &from, const uint8_t re
   static_assert(sizeof(T) == 2 || sizeof(T) == 4);
   constexpr uint32_t per_block = twin::BLOCK / sizeof(T);
   TWIN_CHECK(params.dstBlkStride == 1 && params.dstRepStride == 8, "Brcb: the twin knows contiguous results only");
-  twin::vector_issue(uint64_t(repeats) * 256);
+  twin::vector_issue(twin::WITH_SCALAR, uint64_t(repeats) * 8 * per_block, sizeof(T));
   twin::reads("Brcb src", from, uint64_t(repeats) * 8);
   twin::writes("Brcb dst", to, uint64_t(repeats) * 8 * per_block);
   for (uint32_t i = 0; i < uint32_t(repeats) * 8; ++i) std::fill_n(to.at() + i * per_block, per_block, from.at()[i]);
-}
-
-// Only the conversions that lose nothing.
-template <typename To, typename From>
-void Cast(const LocalTensor<To> &to, const LocalTensor<From> &from, const RoundMode &mode, const uint32_t count) {
-  static_assert((std::is_same_v<To, float> && twin::one_of<From, half, bfloat16_t>) ||
-                (std::is_same_v<To, half> && std::is_same_v<From, uint8_t>));
-  TWIN_CHECK(mode == RoundMode::CAST_NONE, "Cast: nothing is rounded here");
-  twin::vector_issue(count * std::max(sizeof(To), sizeof(From)));
-  twin::same_or_apart("Cast", to, from, count);
-  twin::reads("Cast src", from, count);
-  twin::writes("Cast dst", to, count);
-  for (uint32_t i = 0; i < count; ++i) to.at()[i] = To(from.at()[i]);
 }
 
 namespace twin {
@@ -208,7 +228,7 @@ template <typename T, typename U>
 void CompareScalar(const LocalTensor<U> &to, const LocalTensor<T> &from, const T scalar, CMPMODE mode, uint32_t count) {
   static_assert(std::is_same_v<U, uint8_t> && twin::one_of<T, half, float>);
   TWIN_CHECK(count * sizeof(T) % 256 == 0, "Compares: %u elements are not whole repeats of 256 bytes", count);
-  twin::vector_issue(count * sizeof(T));
+  twin::vector_issue(twin::COMPARE, count, sizeof(T));
   twin::reads("Compares src", from, count);
   twin::writes("Compares dst", to, count / 8);
   for (uint32_t i = 0; i < count / 8; ++i) {
@@ -230,7 +250,7 @@ void Select(const LocalTensor<T> &to, const LocalTensor<U> &mask, const LocalTen
             uint32_t count) {
   static_assert(twin::one_of<T, half, float> && std::is_unsigned_v<U>);
   TWIN_CHECK(mode == SELMODE::VSEL_TENSOR_SCALAR_MODE, "Select: a scalar needs VSEL_TENSOR_SCALAR_MODE");
-  twin::vector_issue(count * sizeof(T));
+  twin::vector_issue(twin::SELECT, count, sizeof(T));
   twin::same_or_apart("Select", to, from, count);
   twin::reads("Select mask", mask, (count + 8 * sizeof(U) - 1) / (8 * sizeof(U)));
   twin::reads("Select src", from, count);
@@ -253,7 +273,7 @@ void gather_mask(const LocalTensor<T> &to, const LocalTensor<T> &from, uint32_t 
   TWIN_CHECK(count > 0, "GatherMask: counter mode needs a count");
   TWIN_CHECK(params.repeatTimes == 1 && params.src0BlockStride == 1,
              "GatherMask: the twin knows one contiguous repeat");
-  vector_issue(count * sizeof(T));
+  vector_issue(COMPACT, count, sizeof(T));
   reads("GatherMask src", from, count);
   reads_pattern();
   std::vector<T> out;
@@ -292,7 +312,7 @@ template <typename T>
 void Gather(const LocalTensor<T> &to, const LocalTensor<T> &from, const LocalTensor<uint32_t> &offset,
             const uint32_t base, const uint32_t count) {
   static_assert(sizeof(T) == 2 || sizeof(T) == 4);
-  twin::vector_issue(count * sizeof(T));
+  twin::vector_issue(twin::GATHER, count, sizeof(T));
   twin::core.counters[twin::GATHERED] += count;
   twin::reads("Gather offset", offset, count);
   from.need("Gather src", 0);
@@ -311,7 +331,7 @@ void Gather(const LocalTensor<T> &to, const LocalTensor<T> &from, const LocalTen
 namespace twin {
 // One instruction a level of 64 partial results; `scratch` elements of the work buffer are used.
 inline void reduce_issue(uint64_t count) {
-  for (; count > 1; count = (count + 63) / 64) vector_issue(count * 4);
+  for (; count > 1; count = (count + 63) / 64) vector_issue(WITH_TENSOR, count, 4);
 }
 }  // namespace twin
 template <typename T>

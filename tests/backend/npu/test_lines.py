@@ -9,10 +9,11 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[3]
-PARTS = ("npu/backend", "npu/device", "npu/hstu_paged", "npu/items", "npu/softmax", "graphs")
+PARTS = ("npu/backend", "npu/device", "npu/hstu_paged", "npu/hstu_pass", "npu/items", "npu/softmax", "graphs")
 TESTS = (
     "npu/test_backend.py",
     "npu/test_hstu_paged.py",
+    "npu/test_hstu_pass.py",
     "npu/test_items.py",
     "npu/test_softmax.py",
     "npu/test_device.py",
@@ -23,6 +24,8 @@ SLOW = (
     "without_cann",
     "used_of_torch_npu",
     "any_slabs",
+    "by_the_kernels",
+    "planner",
     "waits_once",
     "cuda",
     "twin",

@@ -1,0 +1,257 @@
+"""A whole HSTU pass by the kernels of `ops/ascendc`: `hstu_rows`, a product, `hstu_scores`, a product, `hstu_finish`.
+
+Five launches a layer, whatever the batch: one or several requests, history chunks and candidates side by side. The
+host makes all numbers once a pass, of the times and page ids that it has, and uploads them together. Shapes are rounded
+up to slots, so that a pass is one device graph a set of slots; how much of them is used, the kernels read from memory.
+
+Keys and values are read from their pages into a workspace, head by head, zeros behind the last; scores stand in
+another, [B, H, row slots, key slots]. Tables are negated, and the last kernel's scale with them: see hstu_scores.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from npu_gr.backend.calls import HstuLayerCall, HstuPassCall, HstuSegment, PagedKV
+from npu_gr.backend.graphs import Graphs
+from npu_gr.backend.npu.hstu_batch import (
+    I32,
+    KEY_BLOCK,
+    ROW_BLOCK,
+    Entry,
+    LayerTables,
+    batch_times,
+    layer_tables,
+    relative,
+)
+from npu_gr.backend.npu.hstu_limits import Slots, hstu_limit
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+PAGE_IDS = 64  # the list of page ids is a multiple of so many
+
+
+def row_slots(rows: int) -> int:
+    """Room for so many rows: a power of two from 32 to 1024, then multiples of 512."""
+    return max(ROW_BLOCK, 1 << (rows - 1).bit_length()) if rows <= 1024 else -(-rows // 512) * 512
+
+
+def key_slots(keys: int) -> int:
+    """Room for so many keys: a multiple of 256, or of a 32nd of the next power of two."""
+    step = max(KEY_BLOCK, (1 << max(0, keys - 1).bit_length()) // 32)
+    return max(step, -(-keys // step) * step)
+
+
+def _page_ids(pages: PagedKV, num_tokens: int, page_tokens: int) -> I32:
+    runs = [np.arange(first, first + count, dtype=np.int32) for first, count in pages.runs]
+    return np.concatenate([*runs, np.zeros(0, np.int32)])[: -(-num_tokens // page_tokens)]
+
+
+class PassMaker:
+    """Makes the passes of one backend, and keeps what a layer's weights become."""
+
+    def __init__(self, upload: Callable[[np.ndarray[Any, np.dtype[Any]]], Tensor], graphs: Graphs | None) -> None:
+        self.upload = upload
+        self.graphs = graphs
+        # by identity: a reload reuses addresses
+        self._tables: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self._norms: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+    def tables(self, call: HstuLayerCall) -> LayerTables:
+        """Return a layer's bias tables, made at the first call with them."""
+        if call.bias.position not in self._tables:
+            self._tables[call.bias.position] = layer_tables(call.bias)
+        found: LayerTables = self._tables[call.bias.position]
+        return found
+
+    def norm(self, layer: nn.LayerNorm) -> Tensor:
+        """Return a norm's weight and bias, fp32 [2, group]."""
+        if layer not in self._norms:
+            self._norms[layer] = torch.stack([layer.weight, layer.bias]).detach().float()
+        found: Tensor = self._norms[layer]
+        return found
+
+    def begin(self, call: HstuPassCall) -> KernelPass | str:
+        """Prepare a pass; a text = the reason for which the kernels do not take it."""
+        if call.dtype not in DTYPES:
+            return f"a model in {call.dtype}"
+        pages = [s.pages for s in call.segments if s.pages is not None]
+        planes = pages[0].planes(0) if pages else None
+        if planes is not None:
+            if any(p.planes(0)[0].data_ptr() != planes[0].data_ptr() for p in pages):
+                return "pages of several arenas"
+            if planes[0].dtype != call.dtype:
+                return f"pages in {planes[0].dtype} under a model in {call.dtype}"
+        if any(s.pages is None and (s.keeps or s.num_cached) for s in call.segments):
+            return "a past that is not in pages"
+        page_tokens = 1 if planes is None else planes[0].shape[1]
+        times = [relative(s.times, s.query_time, s.num_candidates) for s in call.segments]
+        known = [t for t in times if t is not None]
+        if len(known) < len(times):
+            return "a history that spans 2^31 seconds"
+        made = KernelPass(self, call, known, page_tokens)
+        width = call.num_heads * call.v_dim
+        group = call.v_dim if call.norm_over == "head" else width
+        if limit := hstu_limit(made.slots, page_tokens, made.num_page_ids, group, call.is_joined):
+            return limit
+        return made
+
+
+def _entries(call: HstuPassCall, page_tokens: int, is_last: bool) -> list[Entry]:
+    """The requests; in the last layer candidates alone are queries."""
+    entries: list[Entry] = []
+    page = row = query = 0
+    for s in call.segments:
+        rows = s.num_candidates if is_last else s.num_new + s.num_candidates
+        keys = s.num_cached + s.num_new + s.num_candidates
+        entries.append(Entry(rows, keys, s.num_cached, s.num_candidates, page, row, query, int(s.keeps)))
+        page += -(-_held(s) // page_tokens)
+        row += s.num_new + s.num_candidates
+        query += rows
+    return entries
+
+
+def _held(segment: HstuSegment) -> int:
+    """Tokens whose pages the kernels are told."""
+    return segment.num_cached + (segment.num_new if segment.keeps else 0)
+
+
+def _candidate_rows(segments: Sequence[HstuSegment], slots: int) -> I32:
+    """Where the candidates stand among all rows; padded with 0."""
+    found = np.zeros(slots, np.int32)
+    first = done = 0
+    for s in segments:
+        first += s.num_new
+        found[done : done + s.num_candidates] = np.arange(first, first + s.num_candidates)
+        first += s.num_candidates
+        done += s.num_candidates
+    return found
+
+
+class KernelPass:
+    """One pass; `HstuPass` of `base.py` says what its methods do."""
+
+    def __init__(self, maker: PassMaker, call: HstuPassCall, times: Sequence[I32], page_tokens: int) -> None:
+        segments = call.segments
+        self._maker = maker
+        self._call = call
+        self._planes = next((s.pages.planes for s in segments if s.pages is not None), None)
+        self._num_candidates = sum(s.num_candidates for s in segments)
+        requests = 1 << (len(segments) - 1).bit_length()
+        keys = key_slots(max(s.num_cached + s.num_new + s.num_candidates for s in segments))
+        held = [_page_ids(s.pages, _held(s), page_tokens) for s in segments if s.pages is not None]
+        ids = np.concatenate([*held, np.zeros(0, np.int32)])
+        self.num_page_ids = -(-len(ids) // PAGE_IDS) * PAGE_IDS
+        self._arrays: dict[str, I32] = {"page_ids": np.pad(ids, (0, self.num_page_ids - len(ids)))}
+        self._row_slots = list[int]()  # of a request: in all layers but the last, in the last
+        self._query_slots = list[int]()  # of all requests
+        missing = requests - len(segments)
+        for is_last in (False, True):
+            entries = _entries(call, page_tokens, is_last)
+            rows = row_slots(max(e.rows for e in entries))
+            laid = batch_times(entries, times, rows, keys)
+            self._row_slots.append(rows)
+            self._query_slots.append(row_slots(sum(e.rows for e in entries)))
+            self._arrays |= {
+                f"meta{is_last:d}": _extended(np.array(entries, np.int32), missing),
+                f"bounds{is_last:d}": _extended(laid.bounds, missing),
+                f"row_times{is_last:d}": _extended(laid.rows, missing),
+                "key_times": _extended(laid.keys, missing),
+            }
+        self._arrays["candidates"] = _candidate_rows(segments, self._query_slots[1])
+        self.slots = Slots(requests, self._row_slots[0], keys, call.num_heads, call.qk_dim, call.v_dim, call.dtype)
+        self._numbers: dict[str, Tensor] = {}
+        self._memory: dict[tuple[str, int], Tensor] = {}
+
+    @property
+    def is_all_candidates(self) -> bool:
+        """No new history row is computed."""
+        return not any(s.num_new for s in self._call.segments)
+
+    def run(self, owner: nn.Module, work: Callable[[KernelPass, Tensor], Tensor], x: Tensor) -> Tensor:
+        arrays = self._arrays.values()
+        joined = self._maker.upload(np.concatenate([array.ravel() for array in arrays]))
+
+        def launches(rows: Tensor, numbers: Tensor) -> tuple[Tensor]:
+            parts = numbers.split([array.size for array in arrays])
+            cut = zip(self._arrays.items(), parts, strict=True)
+            self._numbers = {name: part.view(array.shape) for (name, array), part in cut}
+            self._memory = {}
+            return (work(self, rows),)
+
+        graphs = self._maker.graphs
+        if graphs is None:
+            return launches(x, joined)[0][: self._num_candidates]
+        padded = x.new_zeros(self._query_slots[0], x.shape[1])
+        padded[: len(x)] = x
+        pages = None if self._planes is None else self._planes(0)[0].data_ptr()
+        shapes = tuple(array.shape for array in arrays)
+        key = "hstu_pass", shapes, self.slots, self.is_all_candidates, bool(self._num_candidates), pages
+        return graphs.run(owner, key, launches, [padded, joined])[0][: self._num_candidates].clone()
+
+    def candidates(self, x: Tensor) -> Tensor:
+        if self.is_all_candidates:
+            return x
+        return x.index_select(0, self._numbers["candidates"])
+
+    def mix(self, layer: HstuLayerCall) -> Tensor | None:
+        call = self._call
+        stage = int(layer.is_last)
+        slots = self.slots._replace(rows=self._row_slots[stage])
+        numbers = {name: self._numbers[f"{name}{stage}"] for name in ("meta", "bounds", "row_times")}
+        batch, rows, keys, heads = slots[:4]
+        width = heads * slots.v_dim
+        q = self._empty("q", stage, batch, heads, rows, slots.qk_dim)
+        k = self._empty("k", 0, batch, heads, keys, slots.qk_dim)
+        v = self._empty("v", 0, batch, heads, keys, slots.v_dim)
+        u = self._zeros("u", stage, self._query_slots[stage], width)
+        if self._planes is None:
+            planes = k.new_empty(0, 1, heads, slots.qk_dim), v.new_empty(0, 1, heads, slots.v_dim)
+        else:
+            planes = self._planes(layer.number)
+        # a power of two is exact on the queries; any other factor would round them once more
+        is_exact = math.frexp(call.alpha)[0] == 0.5
+        q_scale, alpha = (-call.alpha, 1.0) if is_exact else (1.0, -call.alpha)
+        ops = torch.ops.npu_gr
+        meta = numbers["meta"]
+        ops.hstu_rows(layer.mixed, meta, self._numbers["page_ids"], *planes, q, k, v, u, q_scale, call.silu_all)
+        if layer.is_last and not self._num_candidates:
+            return None
+        scores = self._empty("scores", stage, batch, heads, rows, keys)
+        attention = self._empty("attention", stage, batch, heads, rows, slots.v_dim)
+        torch.bmm(q.flatten(0, 1), k.flatten(0, 1).transpose(1, 2), out=scores.flatten(0, 1))
+        tables = self._maker.tables(layer)
+        times = numbers["bounds"], numbers["row_times"], self._numbers["key_times"]
+        ops.hstu_scores(scores, meta, *times, tables.times, tables.near, alpha)
+        torch.bmm(scores.flatten(0, 1), v.flatten(0, 1), out=attention.flatten(0, 1))
+        out = self._zeros("out", stage, self._query_slots[stage], 3 if call.is_joined else 1, width)
+        norm = self._maker.norm(layer.norm)
+        ops.hstu_finish(attention, u, norm, meta, out, -call.scale, layer.norm.eps)
+        return out.flatten(1)
+
+    # ---- workspaces: one of a kind for all layers, as each is read before it is written again
+
+    def _empty(self, name: str, stage: int, *shape: int) -> Tensor:
+        return self._kept(name, stage, torch.empty, shape)
+
+    def _zeros(self, name: str, stage: int, *shape: int) -> Tensor:
+        """Rows behind the last query are numbers too: the next layer computes on them."""
+        return self._kept(name, stage, torch.zeros, shape)
+
+    def _kept(self, name: str, stage: int, make: Callable[..., Tensor], shape: tuple[int, ...]) -> Tensor:
+        key = name, stage
+        if key not in self._memory:
+            device = self._numbers["page_ids"].device
+            self._memory[key] = make(shape, dtype=self._call.dtype, device=device)
+        return self._memory[key]
+
+
+def _extended(array: I32, missing: int) -> I32:
+    """Append empty requests."""
+    return np.pad(array, ((0, missing), *((0, 0) for _ in array.shape[1:])))

@@ -1,0 +1,59 @@
+"""Fixed inputs of the HSTU kernels; see `fixed.py`."""
+
+from __future__ import annotations
+
+from npu_gr.bench.ascend_twin import Machine
+from tests.ops.hstu_oracle import Batch, Finish, Request, Rows, Scores
+
+
+def batch(seed: int, *requests: Request, cores: int = 3, tile: int = 0, **more: object) -> Batch:
+    """Of small heads, in as few slots as its requests need."""
+    row_slots = -(-max(r.rows for r in requests) // 32) * 32 or 32
+    key_slots = -(-max(r.keys for r in requests) // 256) * 256
+    known = {
+        "heads": 2, "qk_dim": 16, "v_dim": 32, "dtype": "bfloat16", "row_slots": row_slots, "key_slots": key_slots,
+        "page_tokens": 16, "seed": seed, "on": Machine(cores, tile=tile),
+    }  # fmt: skip
+    return Batch(list(requests), **(known | more))  # type: ignore[arg-type]
+
+
+PREFILL = Request(40, 40, 0, 0, True)
+CHUNK = Request(33, 350, 317, 0, True)
+RANK = Request(37, 300, 263, 37)
+BOTH = Request(50, 290, 240, 21, True)
+LAST = Request(21, 290, 240, 21, True)
+KEEPS = Request(0, 70, 33, 0, True)
+DTYPES = ("float32", "float16", "bfloat16")
+
+ROWS = [
+    *(Rows(batch(i, PREFILL, RANK, BOTH, dtype=dtype), q_scale=-0.25) for i, dtype in enumerate(DTYPES)),
+    *(Rows(batch(i, LAST, CHUNK, dtype=dtype), silu_all=True, q_scale=-0.25) for i, dtype in enumerate(DTYPES)),
+    Rows(batch(4, KEEPS, RANK, cores=5, tile=5)),
+    Rows(batch(5, CHUNK, KEEPS, cores=1, page_tokens=7), q_scale=0.3),
+    Rows(batch(6, Request(3, 3, 0, 3), cores=48, heads=3, v_dim=16)),
+    Rows(batch(7, BOTH, LAST, on=Machine(2, splits=5), key_slots=1536)),
+    Rows(batch(9, BOTH, Request(1, 1, 0, 0), page_tokens=8, tile=3)),
+    Rows(batch(8, PREFILL, on=Machine(1, tile=16, splits=8), page_tokens=3)),
+]
+SCORES = [
+    # one bucket far away, two, some, more than are selected; near the diagonal and not
+    *(Scores(batch(i, CHUNK, BOTH, dtype=dtype), 16, (0, 1, 60)) for i, dtype in enumerate(DTYPES)),
+    Scores(batch(3, CHUNK), 16, (0,)),
+    Scores(batch(4, CHUNK, RANK), 1, (2**18,)),
+    Scores(batch(5, RANK, LAST, tile=16), 64, (1, 3600, 86400), odd=True),
+    Scores(batch(6, CHUNK, cores=1, dtype="float32"), 300, (0, 0, 0, 1), alpha=-0.3),
+    Scores(batch(7, BOTH, CHUNK, cores=7), 16, (0, 1, 9, 10**7), skew=True),
+    Scores(batch(8, RANK, PREFILL, cores=1, key_slots=768), 256, (10**7,)),
+    Scores(batch(9, LAST, cores=48, heads=3), 16, (1, 2, 3)),
+    Scores(batch(10, Request(70, 700, 630, 0), cores=2), 100, (10,), alpha=0.5),
+    Scores(batch(11, Request(70, 700, 630, 70), cores=2), 100, (10, 1000)),
+    Scores(batch(12, Request(40, 600, 560, 0), cores=1, heads=1), 16, (2**24,)),
+    Scores(batch(13, Request(33, 33, 0, 0), Request(0, 9, 0, 0), Request(5, 260, 0, 255), cores=2), 2, (0, 2**25 + 1)),
+]
+FINISH = [
+    *(Finish(batch(i, PREFILL, BOTH, dtype=dtype), i == 1, i != 1) for i, dtype in enumerate(DTYPES)),
+    Finish(batch(3, LAST, RANK, dtype="float32"), True, False),
+    Finish(batch(4, CHUNK, heads=5, v_dim=16, tile=7, cores=2), True, True, scale=0.01),
+    Finish(batch(5, RANK, heads=3, v_dim=80, cores=1), False, False, eps=0.5),
+    Finish(batch(6, KEEPS, Request(1, 1, 0, 0), cores=1, v_dim=128), False, True, scale=1e-4),
+]
