@@ -22,8 +22,10 @@ from npu_gr.kv.layout import PageRun
 from npu_gr.matching.index import ExactIndex
 from tests.backend.npu.fake_device import FakeRuntime
 from tests.backend.npu.placement import Recorder
+from tests.backend.npu.test_hstu_pass import User
 from tests.engine.test_beam_search import model
 from tests.engine.test_generate_engine import catalogue
+from tests.models import tiny_model
 
 
 @pytest.fixture
@@ -76,6 +78,25 @@ def test_a_match_stays_on_the_ai_core(npu: FakeRuntime) -> None:
     seen = recorded(lambda: index.search(queries, 10, hidden))
     assert seen.off_the_ai_core() == Counter()
     assert seen.num_kernels - 2 * len(npu.uploads) == 7, "what the fake device uploads is a cast and a copy"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("what", ["rank", "chunk", "batch"])
+def test_a_layer_is_ten_kernels_on_the_ai_core(npu: FakeRuntime, dtype: torch.dtype, what: str) -> None:
+    """Four of attention; the same for a cached rank, for a chunk of a prefill and for a batch of both."""
+    backend = NPUBackend(npu=npu.as_npu())
+    ranker = tiny_model(dtype, qk_dim=16, v_dim=16, num_layers=4)
+    user = User(ranker, num_layers=4)
+    user.prefill(ranker, backend, 70)
+    rank = user.segment(70, 0, 37)
+    batch = {"rank": [rank], "chunk": [user.segment(70, 50, 0, keeps=True)], "batch": [rank, user.segment(70, 9, 20)]}
+    seen = recorded(lambda: ranker(backend, batch[what]))
+    assert seen.off_the_ai_core() == Counter()
+    starts = [at for at, each in enumerate(seen.seen) if each.op == "npu_gr::hstu_rows"]
+    layer = seen.seen[starts[1] : starts[2]]  # of the first, the pass's own memory is made
+    assert sum(each.kernels for each in layer) <= 10, [each.op for each in layer]
+    attention = [each.kernels for each in layer if each.op in ("npu_gr::hstu_rows", "npu_gr::hstu_scores", "bmm")]
+    assert attention == [1, 1, 1, 1], "no operand of a product is copied"
 
 
 def test_the_table_knows_what_was_wrong(npu: FakeRuntime) -> None:
