@@ -76,7 +76,7 @@ def _native() -> Finding:
     return Finding("CPU kernels", FindingState.OK, found.isa)
 
 
-def _ascend(is_needed: bool, hstu_library: Path | None) -> Iterator[Finding]:
+def _ascend(is_needed: bool, hstu_library: Path | None = None) -> Iterator[Finding]:
     """Check each step on the way to an NPU, up to the first that fails."""
     missing = FindingState.BROKEN if is_needed else FindingState.MISSING
     yield _autoload()
