@@ -190,6 +190,10 @@ class Ops(Affine, Protocol):
         """
         ...
 
+    def hstu_runs_as(self, is_biased: bool) -> str:
+        """Name what runs the attention of a ranker with or without relative bias, as `ops` names it."""
+        ...
+
     def hstu_pass(self, call: HstuPassCall) -> HstuPass | None:
         """Prepare a pass by kernels that compute whole layers; None = use `hstu_causal` and `hstu_targets`."""
         ...

@@ -21,6 +21,7 @@ from npu_gr.backend.npu import device as npu_device
 from npu_gr.backend.npu import ops as ascend_ops
 from npu_gr.backend.npu import versions
 from npu_gr.backend.npu.check import disagreements
+from npu_gr.backend.npu.hstu_paged import PagedHstu
 from npu_gr.core.errors import ConfigError
 
 DRIVER = Path("/usr/local/Ascend/driver/version.info")
@@ -45,16 +46,17 @@ class Finding(NamedTuple):
     section: str = ""  # of the report
 
 
-def device_findings(needed: BackendName | None) -> dict[BackendName, list[Finding]]:
+def device_findings(needed: BackendName | None, hstu_library: Path | None = None) -> dict[BackendName, list[Finding]]:
     """Check the CPU kernels, then the ways to a GPU and to an NPU, each up to the first step that fails.
 
     Args:
         needed: the backend that must work; None = whatever is there.
+        hstu_library: the library of that setting; None = it is not set.
     """
     return {
         "cpu": [_native()],
         "cuda": list(_cuda(is_needed=needed == "cuda")),
-        "npu": list(_ascend(is_needed=needed == "npu")),
+        "npu": list(_ascend(needed == "npu", hstu_library)),
     }
 
 
@@ -102,7 +104,7 @@ def _native() -> Finding:
     return Finding("CPU kernels", FindingState.OK, found.isa)
 
 
-def _ascend(is_needed: bool) -> Iterator[Finding]:
+def _ascend(is_needed: bool, hstu_library: Path | None = None) -> Iterator[Finding]:
     """Check each step on the way to an NPU, up to the first that fails."""
     missing = FindingState.BROKEN if is_needed else FindingState.MISSING
     yield _autoload()
@@ -117,6 +119,8 @@ def _ascend(is_needed: bool) -> Iterator[Finding]:
     yield Finding("NPU: CANN", FindingState.OK, _cann())
     yield Finding("NPU: device", FindingState.OK, f"{npu.soc}, {npu.device}")
     yield _versions(npu.version)
+    if hstu_library is not None:
+        yield _paged(npu, hstu_library)
     try:
         path = ascend_ops.library_path(npu.soc)
         ascend_ops.load_library(path)
@@ -129,6 +133,16 @@ def _ascend(is_needed: bool) -> Iterator[Finding]:
                 (FindingState.BROKEN, "set `native: off`, and report this line") if wrong else (FindingState.OK, "")
             )
             yield Finding(f"Ascend C {op}", state, wrong or "as defined", remedy)
+
+
+def _paged(npu: npu_device.Npu, library: Path) -> Finding:
+    """Load Huawei's paged attention and compare it with its definition."""
+    name = "mxrec::hstu_paged"
+    try:
+        PagedHstu.load(library, npu.device, lambda array: torch.from_numpy(array).to(npu.device))
+    except ConfigError as error:
+        return Finding(name, FindingState.BROKEN, str(error), "leave hstu_library out: our own attention runs instead")
+    return Finding(name, FindingState.OK, f"{library}: the newest schema, as defined in fp32 and bf16")
 
 
 def _driver() -> Finding:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import importlib
-from typing import cast
+from pathlib import Path
+from typing import Any, cast
 
 from npu_gr.backend.base import Backend
 from npu_gr.backend.names import BackendName, NativeMode
@@ -17,21 +18,27 @@ _CLASSES = {
 }
 
 
-def choose(name: BackendName, native: NativeMode = "auto") -> Backend:
+def choose(name: BackendName, native: NativeMode = "auto", hstu_library: str | None = None) -> Backend:
     """Make the backend of that name.
 
     Args:
         name: the configuration's `backend`.
         native: how our own kernels are used; `CPUBackend` and `NPUBackend` explain the modes.
+        hstu_library: path of the library with Huawei's operator for rankers without a relative bias; backend npu only.
 
     Raises:
         ConfigError: no such backend, or its device, its package or its required kernels are missing.
     """
     if name not in _CLASSES:
         raise ConfigError(f"backend: {name!r} is none of {', '.join(_CLASSES)}")
+    options: dict[str, Any] = {}
     has_kernels = name in ("cpu", "npu")
     if native == "require" and not has_kernels:
         raise ConfigError(f"native: require is for the backends cpu and npu, not {name}")
+    if hstu_library is not None:
+        if name != "npu":
+            raise ConfigError(f"hstu_library: the operator is for the backend npu, not {name}")
+        options["hstu_library"] = Path(hstu_library)
     module, cls = _CLASSES[name]
     made = getattr(importlib.import_module(module), cls)
-    return cast("Backend", made(native) if has_kernels else made())
+    return cast("Backend", made(native, **options) if has_kernels else made())

@@ -63,6 +63,9 @@ class SingleStream:
             for plane in (keys, values):
                 plane[:, to, :num_slots] = plane[:, parent[to], :num_slots]
 
+    def hstu_runs_as(self, is_biased: bool) -> str:
+        return self.ops.get("hstu_attention", "torch")
+
     def order_of(self, numbers: Tensor) -> Tensor:
         return torch.argsort(numbers, stable=True)
 

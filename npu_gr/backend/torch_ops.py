@@ -7,6 +7,7 @@ fp32 (fp64 for fp64 inputs), so the order of chunks costs no accuracy in bf16.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -104,15 +105,19 @@ def weigh(scores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return peak, weights.sum(-1, keepdim=True), weights
 
 
-def fold_queries(q: Tensor, num_kv_heads: int, scale: float) -> Tensor:
-    """Fold q [rows, Hq, D] * scale to [Hkv, g * rows, D]: rows and heads that read one KV head stand side by side."""
-    wide = q.to(accumulator(q.dtype)) * scale
-    folded: Tensor = wide.unflatten(1, (num_kv_heads, -1)).permute(1, 2, 0, 3).flatten(1, 2)
+def fold_rows(q: Tensor, num_kv_heads: int) -> Tensor:
+    """Fold q [rows, Hq, D] to [Hkv, g * rows, D]: rows and heads that read one KV head stand side by side."""
+    folded: Tensor = q.unflatten(1, (num_kv_heads, -1)).permute(1, 2, 0, 3).flatten(1, 2)
     return folded
 
 
+def fold_queries(q: Tensor, num_kv_heads: int, scale: float) -> Tensor:
+    """Fold q * scale, in the accumulator's dtype."""
+    return fold_rows(q.to(accumulator(q.dtype)) * scale, num_kv_heads)
+
+
 def unfold_rows(folded: Tensor, num_rows: int) -> Tensor:
-    """Undo `fold_queries`: [Hkv, g * rows, X] -> [rows, Hq, X]."""
+    """Undo `fold_rows`: [Hkv, g * rows, X] -> [rows, Hq, X]."""
     rows: Tensor = folded.unflatten(1, (-1, num_rows)).permute(2, 0, 1, 3).flatten(1, 2)
     return rows
 
@@ -145,25 +150,70 @@ def own_output(weights: Tensor, values: Tensor) -> Tensor:
     return torch.stack(parts).sum(0).flatten(1, 2)
 
 
-def staged_attention(call: BeamCall) -> Tensor:
+class Products:
+    """Products of queries and weights with cached keys and values, the result in the accumulator's dtype.
+
+    Where the device multiplies half numbers with sums and results in fp32, the KV is read as it is stored; elsewhere a
+    copy of it is widened first.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._reads_half = _gives_fp32(device)
+
+    def scores(self, queries: Tensor, keys: Tensor, scale: float) -> Tensor:
+        """[Hkv, g * rows, D], not scaled yet, and [Hkv, D, keys] -> scaled [Hkv, g * rows, keys]."""
+        wide = accumulator(keys.dtype)
+        if self._reads_half and keys.dtype != wide:
+            return torch.bmm(queries, keys, out_dtype=wide).mul_(scale)
+        return torch.bmm(queries.to(wide) * scale, keys.to(wide))
+
+    def output(self, weights: Tensor, values: Tensor) -> Tensor:
+        """[Hkv, g * rows, keys] in the accumulator's dtype, and [Hkv, keys, D] -> [Hkv, g * rows, D]."""
+        wide = weights.dtype
+        if self._reads_half and values.dtype != wide:
+            return torch.bmm(weights.to(values.dtype), values, out_dtype=wide)
+        return torch.bmm(weights, values.to(wide))
+
+
+def _gives_fp32(device: torch.device) -> bool:
+    """Tell whether torch has products of bf16 with a result in fp32 on the device."""
+    one = torch.ones(1, 16, 16, dtype=torch.bfloat16, device=device)
+    try:
+        return torch.bmm(one, one, out_dtype=torch.float32).dtype == torch.float32
+    except (NotImplementedError, RuntimeError, TypeError):  # not on this device, or not in this torch
+        return False
+
+
+def staged_attention(call: BeamCall, products: Products) -> Tensor:
     """Compute `Backend.beam_attention`: the shared stage is one GEMM a KV head and key chunk, g * rows x D x keys."""
-    q = call.q
-    queries = fold_queries(q, call.unshared[0].shape[2], call.scale)
-    stages: list[AttentionStage] = []
+    queries = fold_rows(call.q, call.unshared[0].shape[2])
+    done: AttentionStage | None = None
     for _, keys, values in column_chunks(call.shared):
-        peak, total, weights = weigh(torch.bmm(queries, keys.to(queries.dtype)))
-        stages.append(AttentionStage(peak, total, torch.bmm(weights, values.to(queries.dtype))))
-        stages = [stages[0].merge(stages[1])] if len(stages) > 1 else stages
+        peak, total, weights = weigh(products.scores(queries, keys, call.scale))
+        stage = AttentionStage(peak, total, products.output(weights, values))
+        done = stage if done is None else done.merge(stage)
+    return merged_with_own(call, done)
+
+
+def merged_with_own(call: BeamCall, done: AttentionStage | None) -> Tensor:
+    """Merge the stage over the prefix (None = there is no prefix) with each row's own tokens: [r, Hq, D] as q."""
+    q = call.q
     if call.num_slots:
         k, v = own_tokens(call)
-        peak, total, weights = weigh(own_scores(queries, k))
-        stages.append(AttentionStage(peak, total, own_output(weights, v)))
-    done = stages[0].merge(stages[1]) if len(stages) > 1 else stages[0]
+        peak, total, weights = weigh(own_scores(fold_queries(q, k.shape[0], call.scale), k))
+        own = AttentionStage(peak, total, own_output(weights, v))
+        done = own if done is None else done.merge(own)
+    assert done is not None
     return unfold_rows(done.output / done.total, len(q)).to(q.dtype)
 
 
 class TorchOps(SingleStream):
     """Implement `Backend`'s ops by torch, on any torch device."""
+
+    @cached_property
+    def products(self) -> Products:
+        """How keys and values are multiplied on the device."""
+        return Products(self.device)
 
     def arrangement(self, dtype: torch.dtype, page_tokens: int) -> Arrangement:
         return "natural"
@@ -222,7 +272,7 @@ class TorchOps(SingleStream):
         heads = k.shape[1]
         if past and len(q) == 1:  # it sees everything: the slabs are read where they are, and not joined
             nothing = k.new_empty(1, 0, *k.shape[1:]), v.new_empty(1, 0, *v.shape[1:])
-            return staged_attention(BeamCall(q, [*past, (k, v)], nothing, 0, None, scale))
+            return staged_attention(BeamCall(q, [*past, (k, v)], nothing, 0, None, scale), self.products)
         keys, values = _joined([*past, (k, v)])
         first = len(values[0]) - len(q)  # keys before the first query's own
         # [Hkv, g, ...]: the group's keys are a view of stride 0, one copy of KV for all its query heads
@@ -244,7 +294,7 @@ class TorchOps(SingleStream):
         return torch.cat(parts, dim=2).permute(2, 0, 1, 3).flatten(1, 2)
 
     def beam_attention(self, call: BeamCall) -> Tensor:
-        return staged_attention(call)
+        return staged_attention(call, self.products)
 
     def beam_attention_plain(self, call: BeamCall) -> Tensor:
         """Concatenate the scores; the shared keys are never copied per row."""
@@ -255,12 +305,12 @@ class TorchOps(SingleStream):
             _, total, weights = weigh(own_scores(queries, k))
             return unfold_rows(own_output(weights, v) / total, len(q)).to(q.dtype)
         keys, values = _joined(list(call.shared))
-        scores = torch.bmm(queries, keys.to(queries.dtype))
+        scores = self.products.scores(fold_rows(q, len(keys)), keys, call.scale)
         m = scores.shape[2]
         if call.num_slots:
             scores = torch.cat([scores, own_scores(queries, k)], dim=2)
         _, total, weights = weigh(scores)
-        out = torch.bmm(weights[..., :m], values.to(queries.dtype))
+        out = self.products.output(weights[..., :m], values)
         if call.num_slots:
             out += own_output(weights[..., m:], v)
         return unfold_rows(out / total, len(q)).to(q.dtype)

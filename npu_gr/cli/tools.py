@@ -57,6 +57,7 @@ def calibrate(
 @click.command()
 @AS_JSON
 @click.option("--backend", default=None, help="The backend that must work; by default whatever is there.")
+@click.option("--hstu-library", type=FILE, help="Huawei's paged attention, to check it too: the setting of that name.")
 @click.option("--acceptance", is_flag=True, help="Run every operator and whole requests too, a process each, and time.")
 @click.option("--quick", is_flag=True, help="For --acceptance: small shapes in place of a service's.")
 @click.option("--timeout-s", default=300.0, show_default=True, help="For --acceptance: of a step, which is then named.")
@@ -69,6 +70,7 @@ def calibrate(
 def doctor(
     as_json: bool,
     backend: str | None,
+    hstu_library: Path | None,
     acceptance: bool,
     quick: bool,
     timeout_s: float,
@@ -97,7 +99,7 @@ def doctor(
         done = acceptance_run.run(name, bundle, timeout_s, quick, msprof, tell)
         click.echo(f"in {bundle}", err=True)
     else:
-        done = acceptance_run.Acceptance(examine(backend), [])  # type: ignore[arg-type]
+        done = acceptance_run.Acceptance(examine(backend, hstu_library), [])  # type: ignore[arg-type]
     click.echo(json.dumps(done.as_dict()) if as_json else done.as_text())
     sys.exit(not is_well(done.findings))
 

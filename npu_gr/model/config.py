@@ -43,6 +43,8 @@ class HSTUConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     residual: Literal["add", "concat"] = "add"  # X + Y W (paper) or X + [U, O, Y] W (Meta)
     norm: Literal["layer", "group"] = "layer"  # of the attention output: over all heads, or each head by itself
 
+    relative_bias: Literal["position_time", "none"] = "position_time"  # of each layer's attention
+
     scaling: Literal["constant", "runtime"] = "constant"
     scaling_seqlen: Count = 4096  # the constant scale is 1 / scaling_seqlen
     positions: Literal["none", "start", "reverse"] = "none"  # learned token positions beside the relative bias

@@ -87,6 +87,9 @@ class Segment:
 class HSTULayer(nn.Module):
     """A layer without its attention: U, V, Q, K from the normed input; gated output and residual."""
 
+    position_bias: Tensor
+    time_bias: Tensor
+
     def __init__(self, config: HSTUConfig) -> None:
         super().__init__()
         self.config = config
@@ -99,8 +102,12 @@ class HSTULayer(nn.Module):
         self.norm_in = nn.LayerNorm(config.dim, eps=EPS)
         group = config.v_dim if config.norm == "group" else self.uv_width
         self.norm_attention = nn.LayerNorm(group, eps=EPS)
-        self.position_bias = nn.Parameter(torch.zeros(config.num_heads, config.position_buckets))
-        self.time_bias = nn.Parameter(torch.zeros(config.num_heads, TIME_BUCKETS))
+        for name, buckets in (("position_bias", config.position_buckets), ("time_bias", TIME_BUCKETS)):
+            table = torch.zeros(config.num_heads, buckets)
+            if config.relative_bias == "none":
+                self.register_buffer(name, table, persistent=False)  # zeros that no checkpoint holds
+            else:
+                self.register_parameter(name, nn.Parameter(table))
 
     @property
     def bias(self) -> BiasTables:

@@ -33,8 +33,12 @@ class HealthRoutes:
         ]
 
     async def _live(self, _: web.Request) -> web.Response:
-        model = self._service.models()[0]
-        return json_response({"live": True, "device": model.device, "kernels": model.kernels, "ops": model.ops})
+        models = self._service.models()
+        first = models[0]
+        runs = [{"name": model.name, "version": model.version, "ops": model.ops} for model in models]
+        return json_response(
+            {"live": True, "device": first.device, "kernels": first.kernels, "ops": first.ops, "models": runs}
+        )
 
     async def _ready(self, _: web.Request) -> web.Response:
         require_ready(self._service)

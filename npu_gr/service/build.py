@@ -145,12 +145,13 @@ async def open_ranking(
         device=backend.name,
         dtype=layout.dtype,
         kernels=backend.kernels,
-        ops=backend.ops,
+        ops={**backend.ops, "hstu_attention": backend.hstu_runs_as(shape.relative_bias != "none")},
     )
 
     def activate() -> Ranking:
         calibration = _calibration(config, model.version, backend)
         trigger = config.trigger_with_budget()
+        metrics.engine.ops_chosen(model.ops)
         relay = Relay(
             config.relay,
             trigger,

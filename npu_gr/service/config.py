@@ -80,6 +80,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     backend: BackendName = "cpu"
     # our own kernels, CPU or NPU: auto = use them if they were built, require = refuse to start without them, off
     native: NativeMode = "auto"
+    hstu_library: str | None = None  # with Huawei's mxrec::hstu_paged: NPU, rankers of `relative_bias: none`
     dtype: Literal["float32", "bfloat16", "checkpoint"] = "checkpoint"  # of the matrix products
     threads: Count = 1  # intra-op threads of the device thread (CPU)
     slo: SLOConfig = SLOConfig()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import platform
+from pathlib import Path
 
 import torch
 
@@ -19,18 +20,19 @@ from npu_gr.core.errors import ConfigError
 MACHINE = "machine"
 
 
-def examine(backend: BackendName | None = None) -> list[Finding]:
+def examine(backend: BackendName | None = None, hstu_library: Path | None = None) -> list[Finding]:
     """Run every check, in the order in which a start needs the pieces: of the chosen backend, then of the others.
 
     Args:
         backend: the backend that must work; None = whatever is there.
+        hstu_library: the library of that setting; None = it is not set.
     """
     python = f"{platform.python_version()}, {platform.machine()}, {os.cpu_count()} CPUs"
     machine = [
         Finding("python", FindingState.OK, python, section=MACHINE),
         Finding("torch", FindingState.OK, torch.__version__, section=MACHINE),
     ]
-    found = device_findings(backend)
+    found = device_findings(backend, hstu_library)
     for name in usable_backends(found, backend):
         try:
             made = choose(name)

@@ -34,6 +34,17 @@ def test_round_trip(tmp_path: Path, dtype: torch.dtype) -> None:
     assert torch.equal(full(again.model, Request(50, 5)), full(checkpoint.model, Request(50, 5)))
 
 
+def test_a_ranker_without_relative_bias_has_no_tables(tmp_path: Path) -> None:
+    """In its checkpoint; loaded it computes the same."""
+    model = tiny_model(relative_bias="none")
+    save(Checkpoint(model=model, item_ids=np.arange(300), name="tiny"), tmp_path)
+    assert not [name for name in load_file(tmp_path / "model.safetensors") if name.endswith("_bias")]
+    again = load(tmp_path).model
+    again.freeze_items()
+    assert again.config.relative_bias == "none"
+    assert torch.equal(full(again, Request(50, 5)), full(model, Request(50, 5)))
+
+
 def test_other_weights_are_another_version(tmp_path: Path) -> None:
     _, first = saved(tmp_path)
     assert saved(tmp_path)[1] == first

@@ -126,7 +126,7 @@ def test_native_operators_are_compared_one_by_one(monkeypatch: pytest.MonkeyPatc
     found = {check.name: check for check in checks._ascend(is_needed=True)}
     assert all(found[f"Ascend C {name}"].state is FindingState.OK for name in names)
     for name in names:
-        ops = SimpleNamespace(**{other: getattr(ascend_ops, other) for other in names} | {name: wrong(name)})
+        ops = SimpleNamespace(**{other: ascend_ops.definition(other) for other in names} | {name: wrong(name)})
         assert [op for op, why in disagreements(torch.device("cpu"), ops) if why] == [name]
 
 
@@ -134,9 +134,9 @@ def wrong(name: str) -> Callable[..., Any]:
     """One place of the last result is not what it should be; an op in place does nothing."""
 
     def op(*arguments: Any) -> Any:
-        if name.endswith("_"):
+        if name.endswith("_") or name.startswith("hstu_"):
             return None
-        made = getattr(ascend_ops, name)(*arguments)
+        made = ascend_ops.definition(name)(*arguments)
         (made if isinstance(made, Tensor) else made[-1]).view(-1)[0] += 1
         return made
 

@@ -1,8 +1,9 @@
 """Ascend devices through torch_npu. Not yet run on an NPU by us: tested on a device that records what it is told.
 
 Each device thread has a stream of its own; copies between the tiers have another. The native operators of
-`ops/ascendc` and Huawei's `mxrec::hstu_paged` run where they are installed and the call fits, torch ops elsewhere:
-`ops` says which. A call that does not fit (`limits.py`) is counted, and logged the first time.
+`ops/ascendc` run where they are installed and the call fits, Huawei's `mxrec::hstu_paged` for a ranker without relative
+bias where its library is configured, torch ops elsewhere: `ops` and `hstu_runs_as` say which. A call that does not fit
+(`limits.py`) is counted, and logged the first time.
 
 Invariant: between a request's uploads and its result the host never waits for the device, where `ops` says ascend_c.
 """
@@ -21,15 +22,16 @@ from torch import Tensor, nn
 
 from npu_gr.backend.base import HstuPass, accumulator
 from npu_gr.backend.best_items import Best, Hidden
-from npu_gr.backend.calls import Choices, HstuCall, HstuPassCall, Over, TopkCall
+from npu_gr.backend.calls import BeamCall, Choices, HstuCall, HstuPassCall, Over, TopkCall
 from npu_gr.backend.graphs import Graphs
 from npu_gr.backend.npu import ops as ascend_ops
 from npu_gr.backend.npu.device import Npu, NpuNotFound, find
-from npu_gr.backend.npu.hstu import MAX_TARGETS, PagedHstu
+from npu_gr.backend.npu.hstu_paged import PagedHstu
 from npu_gr.backend.npu.hstu_pass import PassMaker
 from npu_gr.backend.npu.items import best_items
 from npu_gr.backend.npu.limits import fork_limit, items_limit, topk_limit
-from npu_gr.backend.tiles import natural
+from npu_gr.backend.npu.softmax import FusedAttention
+from npu_gr.backend.tiles import Slab, natural
 from npu_gr.backend.torch_ops import TorchOps
 from npu_gr.core.errors import ConfigError
 
@@ -45,7 +47,11 @@ class NPUBackend(TorchOps):
     pins_host_memory = True
 
     def __init__(
-        self, native: Literal["auto", "require", "off"] = "auto", npu: Npu | None = None, folder: Path | None = None
+        self,
+        native: Literal["auto", "require", "off"] = "auto",
+        npu: Npu | None = None,
+        folder: Path | None = None,
+        hstu_library: Path | None = None,
     ) -> None:
         """Find the device and the operators that are installed for it.
 
@@ -54,9 +60,10 @@ class NPUBackend(TorchOps):
                 not load, "off" uses torch ops alone.
             npu: the device; None = the one that `find` finds.
             folder: where the library is; None = `lib` beside this file.
+            hstu_library: of Huawei's `mxrec::hstu_paged`, for rankers without a relative bias; None = without it.
 
         Raises:
-            ConfigError: there is no NPU, or the library is required and does not load.
+            ConfigError: there is no NPU, a library is required and does not load, or `hstu_library` is of no use.
         """
         super().__init__()
         try:
@@ -69,7 +76,8 @@ class NPUBackend(TorchOps):
         ascend_ops.register()
         self._is_native = native != "off" and self._load(native == "require", folder)
         self.gathers_head = not self._is_native  # it would wait, and gather on the AI CPU
-        self._paged = self._find_paged()
+        self._paged = PagedHstu.load(hstu_library, self.device, self.upload) if hstu_library else None
+        self._fused = self._find_fused()
         graph = getattr(self._runtime, "NPUGraph", None)  # only newer versions have it
         self._graphs = Graphs(self._runtime, graph, self.fell_back) if graph else None
         self._passes = PassMaker(self.upload, self._graphs) if self._is_native else None
@@ -79,7 +87,8 @@ class NPUBackend(TorchOps):
             "beam_topk": own,
             "beam_fork": own,
             "best_items": own,
-            "hstu_attention": own if self._is_native else "mxrec" if self._paged else "torch",
+            "softmax_attention": "npu_fused_infer_attention_score" if self._fused else "torch",
+            "hstu_attention": self.hstu_runs_as(is_biased=True),  # of most rankers
             "graphs": "acl_graph" if self._graphs else "none",
         }
 
@@ -93,12 +102,12 @@ class NPUBackend(TorchOps):
             return False
         return True
 
-    def _find_paged(self) -> PagedHstu | None:
-        paged = PagedHstu.find(self.upload)
-        if paged is not None and not paged.agrees(self.device):
-            log.warning("mxrec::hstu_paged disagrees with our definition, torch ops run instead")
+    def _find_fused(self) -> FusedAttention | None:
+        fused = FusedAttention.find(self.device)
+        if fused is not None and not fused.agrees(self.device):
+            log.warning("npu_fused_infer_attention_score disagrees with our definition, torch ops run instead")
             return None
-        return paged
+        return fused
 
     # ---- queues
 
@@ -189,7 +198,24 @@ class NPUBackend(TorchOps):
             return super().best_items(queries, items, k, hidden)
         return best_items(queries, items, k, hidden, self.upload)
 
+    def causal_attention(self, q: Tensor, k: Tensor, v: Tensor, past: Sequence[Slab], scale: float) -> Tensor:
+        if self._fused and self._fused.takes(q, k.shape[1]):
+            return self._fused.causal(q, k, v, past, scale)
+        return super().causal_attention(q, k, v, past, scale)
+
+    def beam_attention(self, call: BeamCall) -> Tensor:
+        if self._fused and self._fused.takes(call.q, call.unshared[0].shape[2]) and any(len(k) for k, _ in call.shared):
+            return self._fused.beams(call)
+        return super().beam_attention(call)
+
+    def beam_attention_plain(self, call: BeamCall) -> Tensor:
+        return self.beam_attention(call) if self._fused else super().beam_attention_plain(call)
+
     # ---- HSTU
+
+    def hstu_runs_as(self, is_biased: bool) -> str:
+        """Prefer our own kernels: five launches a layer for a whole batch; Huawei's takes one a slab and request."""
+        return "ascend_c" if self._is_native else "mxrec" if self._paged and not is_biased else "torch"
 
     def hstu_pass(self, call: HstuPassCall) -> HstuPass | None:
         """Compute whole layers by the native kernels where they are loaded and the pass fits."""
@@ -210,12 +236,8 @@ class NPUBackend(TorchOps):
 
     def hstu_targets(self, call: HstuCall) -> Tensor:
         if self._paged and call.cached:
-            if self._paged.takes(call.q[:MAX_TARGETS], call.v, call.bias, len(call.times)):
-                parts = zip(
-                    call.q.split(MAX_TARGETS), call.k.split(MAX_TARGETS), call.v.split(MAX_TARGETS), strict=True
-                )
-                history = natural(call.cached)
-                return torch.cat([self._paged.targets(*part, history, call.alpha) for part in parts])
+            if self._paged.takes(call.q, call.v, call.bias, len(call.times)):
+                return self._paged.targets(call.q, call.k, call.v, natural(call.cached), call.alpha)
             self.fell_back("hstu_attention", _PAGED_LIMIT)
         return super().hstu_targets(call)
 

@@ -290,6 +290,7 @@ class Attention(threading.local):
             return out
         q = _unit_stride(call.q)
         clock = self._clock(call.times)
+        times = call.times.contiguous()
         tables = self._bias(call.bias)
         own_k, own_v = (_unit_stride(x) for x in own) if own else (q, q)
         blocks = -(-num_rows // ROWS)
@@ -305,7 +306,7 @@ class Attention(threading.local):
             hstu_kernel[(blocks, heads, num_parts)](
                 q, *q.stride()[:2], own_k, *own_k.stride()[:2], own_v, *own_v.stride()[:2], num_rows,
                 k, *k.stride()[:2], v, *v.stride()[:2], len(k), first_row, first_key,
-                call.times, *clock, call.query_time, tables, tables.shape[1] - TIME_BUCKETS, IN * call.alpha,
+                times, *clock, call.query_time, tables, tables.shape[1] - TIME_BUCKETS, IN * call.alpha,
                 sums, heads, first_part, span,
                 targets=own is not None, begins=index == 0, whole=total == 1, qk_dim=qk_dim, v_dim=v_dim,
                 qk_wide=wide(qk_dim), v_wide=wide(v_dim), rows=ROWS, keys=keys, time_buckets=TIME_BUCKETS,

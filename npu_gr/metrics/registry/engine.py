@@ -22,6 +22,7 @@ class EngineMetrics:
         )
         busy = make.counter("device_busy_seconds_total", "Time the device thread worked.", ("work",))
         self._busy = {work: busy.labels(work) for work in WORKS}
+        self._chosen: dict[str, str] = {}
         self._ops = make.gauge("backend_op_info", "1 for what runs an op of the backend.", ("op", "impl"))
         self._fallbacks = make.counter(
             "backend_fallbacks_total", "Calls that an op's implementation did not take.", ("op",)
@@ -42,8 +43,11 @@ class EngineMetrics:
         self._busy[work].inc(seconds)
 
     def ops_chosen(self, ops: Mapping[str, str]) -> None:
-        """Export what runs each operator that has a choice."""
+        """Export what runs each operator that has a choice, in place of what was exported before."""
         for op, impl in ops.items():
+            if self._chosen.get(op, impl) != impl:
+                self._ops.labels(op, self._chosen[op]).set(0)
+            self._chosen[op] = impl
             self._ops.labels(op, impl).set(1)
             self._fallbacks.labels(op)
 

@@ -136,6 +136,7 @@ def new_model(
             head_dim=options.head_dim,
             activation=options.activation,
             residual=options.residual,
+            relative_bias=options.relative_bias,
             norm=options.norm,
             scaling_seqlen=options.scaling_seqlen,
             max_history_tokens=options.max_history_tokens,

@@ -56,6 +56,10 @@ class TrainOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     norm: Annotated[
         Literal["layer", "group"], Meta(description="of the attention's output: over all heads, or each by itself")
     ] = "layer"
+    relative_bias: Annotated[
+        Literal["position_time", "none"],
+        Meta(description="what attention adds for the distance and the time between two tokens; none: nothing"),
+    ] = "position_time"
     scaling_seqlen: Annotated[Count, Meta(description="the constant attention scale is 1 / this")] = 64
     max_history_tokens: Annotated[Count, Meta(description="longest history that is served")] = 1024
 

@@ -33,6 +33,7 @@ AI_CORE: dict[str, frozenset[torch.dtype]] = {
     **dict.fromkeys(("lt", "le", "gt", "ge"), F | I32 | I64 | U8),
     **dict.fromkeys(("eq", "ne"), F | I32 | I64 | B | U8),
     **dict.fromkeys(("amax", "amin", "max", "min"), F | I32 | I64),
+    **dict.fromkeys(("maximum", "minimum"), F | I32 | I64),
     **dict.fromkeys(("clamp", "clamp_", "clamp_min", "clamp_max"), F | I32 | I64),
     "sum": F | I32 | I64,
     "cumsum": F | I32,
@@ -40,12 +41,15 @@ AI_CORE: dict[str, frozenset[torch.dtype]] = {
     "floor_divide": F | I32,
     **dict.fromkeys(("any", "all", "__or__", "logical_or", "bitwise_or"), B),
     **dict.fromkeys(("masked_fill", "masked_fill_"), F | I32 | B),  # conversion/masked_fill: no INT64
+    "flip": F,  # of a layer's tables, when they are first used
     **dict.fromkeys(("tril", "tril_"), F | B | I32),
     **dict.fromkeys(("index", "index_select", "embedding", "gather"), ANY - B),
     "index_put_": F | I32 | B,  # index/index_put_v2: DTYPE_910B_SUPPORT_ATOMIC
     **dict.fromkeys(("cat", "stack", "copy_", "clone", "constant_pad_nd"), ANY),
     "_to_copy": ANY,  # math/cast: every pair of these
-    **dict.fromkeys(("zeros", "ones", "full", "fill_", "zero_", "new_zeros", "arange"), ANY),
+    **dict.fromkeys(
+        ("zeros", "ones", "full", "fill_", "zero_", "new_zeros", "ones_like", "zeros_like", "full_like", "arange"), ANY
+    ),
 }
 # ops of one kernel each, but for these
 KERNELS = {

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,13 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from npu_gr.backend.calls import BiasTables, Continuations, HstuCall, TopkCall
+from npu_gr.backend.calls import Continuations, TopkCall
 from npu_gr.backend.npu import ops as ascend_ops
 from npu_gr.backend.npu.backend import NPUBackend
-from npu_gr.backend.npu.hstu import PAGE_TOKENS, PagedHstu
 from npu_gr.backend.reference import ReferenceBackend
 from npu_gr.catalogue.tokens import Tokens
 from npu_gr.catalogue.trie import Trie
@@ -57,168 +53,7 @@ def native(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ascend_ops, "load_library", lambda _path: None)
 
 
-@pytest.fixture(scope="module")
-def paged_op() -> Iterator[None]:
-    """Huawei's operator by its documented meaning, for the one request a call that we make."""
-    library = torch.library.Library("mxrec", "FRAGMENT")
-    library.define(
-        "hstu_paged(Tensor q, Tensor k, Tensor v, Tensor? kv_cache=None, Tensor? k_cache=None, Tensor? v_cache=None, "
-        "Tensor? mask=None, Tensor? attn_bias=None, int mask_type=0, int max_seq_len=0, int max_seq_len_k=0, "
-        "float silu_scale=0.0, Tensor? seq_offset=None, Tensor? seq_offset_k=None, Tensor? seq_offset_t=None, "
-        "Tensor? page_offsets=None, Tensor? page_ids=None, Tensor? last_page_len=None, Tensor? num_target=None, "
-        "int target_group_size=0, float? alpha=1.0, bool deterministic=False) -> Tensor"
-    )
-    library.impl("hstu_paged", dense_paged, "CompositeExplicitAutograd")
-    yield
-    library._destroy()
-
-
-NAMES = [
-    *("kv_cache", "k_cache", "v_cache", "mask", "attn_bias", "mask_type", "max_seq_len", "max_seq_len_k"),
-    *("silu_scale", "seq_offset", "seq_offset_k", "seq_offset_t", "page_offsets", "page_ids", "last_page_len"),
-    *("num_target", "target_group_size", "alpha", "deterministic"),
-]
-
-
-def dense_paged(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *values: Any, **named: Any) -> torch.Tensor:
-    a = {**dict(zip(NAMES, values, strict=False)), **named}
-    (first, end), ids = a["page_offsets"].tolist(), a["page_ids"].tolist()
-    pages = [ids[at] for at in range(first, end)]
-    num_targets, length = int(a["num_target"]), (len(pages) - 1) * PAGE_TOKENS + int(a["last_page_len"])
-    held_k, held_v = (torch.cat([plane[p] for p in pages])[:length] for plane in (a["k_cache"], a["v_cache"]))
-    history = len(q) - num_targets
-    keys, vals = torch.cat([held_k, k[history:]]), torch.cat([held_v, v[history:]])
-    assert a["seq_offset"].tolist() == [0, len(q)]
-    assert a["seq_offset_k"].tolist() == [0, len(keys)]
-    assert a["seq_offset_t"].tolist() == [0, num_targets]
-    assert (a["mask_type"], a["target_group_size"], a["max_seq_len"]) == (0, 1, len(q))
-    row, column = torch.arange(len(q))[:, None], torch.arange(len(keys))[None]
-    seen = torch.where(row < history, column <= row + length - history, (column < length) | (column - length == row))
-    weights = torch.nn.functional.silu(torch.einsum("ihd,jhd->hij", q, keys) * a["alpha"]) * a["silu_scale"]
-    return torch.einsum("hij,jhd->ihd", weights * seen, vals)
-
-
 # ---- one operator at a time
-
-
-@settings(deadline=None, derandomize=True, max_examples=30)
-@given(
-    rows=st.integers(1, 5), past=st.lists(st.sampled_from([1, 3, 127, 128, 131]), max_size=3), seed=st.integers(0, 99)
-)
-def test_the_paged_operator_serves_any_slabs(paged_op: None, rows: int, past: list[int], seed: int) -> None:
-    npu = FakeRuntime()
-    with npu.recording():
-        check_any_slabs(NPUBackend("off", npu.as_npu()), rows, past, seed)
-
-
-def check_any_slabs(backend: NPUBackend, rows: int, past: list[int], seed: int) -> None:
-    assert backend.ops["hstu_attention"] == "mxrec"
-    generator = torch.Generator().manual_seed(seed)
-    q, k, v = (torch.randn(rows, 2, 16, generator=generator) for _ in range(3))
-
-    def rows_of(count: int) -> torch.Tensor:
-        return torch.randn(count, 2, 16, generator=generator)
-
-    slabs = [(rows_of(m), rows_of(m)) for m in past]
-    arena = torch.randn(5 * PAGE_TOKENS, 2, 16, generator=generator)  # a slab whose memory goes on
-    slabs.append((arena[: PAGE_TOKENS + 5], arena[PAGE_TOKENS : 2 * PAGE_TOKENS + 5]))
-    num_past = sum(len(slab[0]) for slab in slabs)
-    times, zero = torch.zeros(num_past + rows, dtype=torch.int64), torch.zeros(2, 64)
-    bias, fell = BiasTables(zero, zero), list[str]()
-    backend.on_fallback = fell.append
-    call = HstuCall(q, k, v, slabs, times, bias, 0.25)
-    torch.testing.assert_close(backend.hstu_causal(call), REFERENCE.hstu_causal(call), rtol=1e-4, atol=1e-4)
-    call = call._replace(times=times[rows:])
-    torch.testing.assert_close(backend.hstu_targets(call), REFERENCE.hstu_targets(call), rtol=1e-4, atol=1e-4)
-    assert not fell
-
-
-def test_many_targets_go_in_parts_and_new_rows_behind_a_page(paged_op: None, npu: FakeRuntime) -> None:
-    backend = NPUBackend("off", npu.as_npu())
-    q, k, v = (torch.randn(1030, 1, 16, generator=torch.Generator().manual_seed(n)) for n in range(3))
-    zero, times = torch.zeros(1, 64), torch.zeros(9, dtype=torch.int64)
-    history = [(k[:5], v[:5]), (k[5:9], v[5:9])]
-    call = HstuCall(q, k, v, history, times, BiasTables(zero, zero), 0.25)
-    torch.testing.assert_close(backend.hstu_targets(call), CPU.hstu_targets(call), rtol=1e-4, atol=1e-4)
-    rows, times = slice(9, 12), torch.zeros(12, dtype=torch.int64)
-    call = HstuCall(q[rows], k[rows], v[rows], [(k[:9], v[:9])], times, BiasTables(zero, zero), 0.25)
-    torch.testing.assert_close(backend.hstu_causal(call), CPU.hstu_causal(call), rtol=1e-4, atol=1e-4)
-
-
-def test_a_layer_with_a_bias_falls_back_counted_and_said_once(
-    paged_op: None, npu: FakeRuntime, caplog: pytest.LogCaptureFixture
-) -> None:
-    backend, fell = NPUBackend("off", npu.as_npu()), list[str]()
-    backend.on_fallback = fell.append
-    q = torch.randn(4, 2, 16)
-    bias, times = BiasTables(torch.ones(2, 8), torch.zeros(2, 64)), torch.arange(4)
-    caplog.set_level(logging.WARNING)
-    for _ in range(3):
-        call = HstuCall(q, q, q, [], times, bias, 0.1)
-        torch.testing.assert_close(backend.hstu_causal(call), REFERENCE.hstu_causal(call))
-        backend.hstu_targets(call._replace(cached=[(q, q)], query_time=9))
-    assert fell == ["hstu_attention"] * 6
-    assert sum("hstu_paged" in line for line in caplog.messages) == 1
-
-
-def test_a_bias_at_an_address_that_had_none_is_seen(paged_op: None, npu: FakeRuntime) -> None:
-    """As after a reload of the model: memory is used again."""
-    paged = NPUBackend("off", npu.as_npu())._paged
-    assert paged is not None
-    q, memory = torch.randn(4, 2, 16), torch.zeros(2, 64)
-    assert paged.takes(q, q, BiasTables(memory.view(2, 64), memory.view(2, 64)), 0)
-    memory.fill_(1.0)
-    assert not paged.takes(q, q, BiasTables(memory.view(2, 64), memory.view(2, 64)), 0)
-
-
-@pytest.mark.parametrize(
-    ("rows", "heads", "width", "dtype", "tokens"),
-    [
-        (0, 2, 16, torch.float32, 0),
-        (513, 2, 16, torch.float32, 0),
-        (4, 17, 16, torch.float32, 0),
-        (4, 2, 24, torch.float32, 0),
-        (4, 2, 528, torch.float32, 0),
-        (4, 2, 16, torch.float64, 0),
-        (4, 2, 16, torch.float32, 20_477),
-    ],
-)
-def test_the_paged_operators_limits(
-    paged_op: None, npu: FakeRuntime, rows: int, heads: int, width: int, dtype: torch.dtype, tokens: int
-) -> None:
-    paged = NPUBackend("off", npu.as_npu())._paged
-    assert paged is not None
-    q, zero = torch.zeros(rows, heads, width, dtype=dtype), torch.zeros(heads, 64)
-    assert not paged.takes(q, q, BiasTables(zero, zero), tokens)
-    fits = torch.zeros(4, 2, 16)
-    assert paged.takes(fits, fits, BiasTables(zero, zero), 20_476)
-
-
-@pytest.mark.parametrize("arguments", ["", "Tensor q, Tensor k, Tensor v, Tensor kv_cache"])
-def test_another_schema_of_the_paged_operator_is_not_ours(
-    npu: FakeRuntime, monkeypatch: pytest.MonkeyPatch, arguments: str
-) -> None:
-    """Of one that is not there, too."""
-    with torch.library._scoped_library("npu_gr_test", "FRAGMENT") as library:
-        if arguments:
-            library.define(f"hstu_paged({arguments}) -> Tensor")
-        monkeypatch.setattr(torch.ops, "mxrec", torch.ops.npu_gr_test)
-        backend = NPUBackend("off", npu.as_npu())
-    assert backend.ops["hstu_attention"] == "torch"
-    q, zero, times = torch.randn(3, 2, 16), torch.zeros(2, 64), torch.arange(3)
-    call = HstuCall(q, q, q, [], times, BiasTables(zero, zero), 0.2)
-    torch.testing.assert_close(backend.hstu_causal(call), REFERENCE.hstu_causal(call))
-    call = call._replace(cached=[(q, q)], query_time=5)
-    torch.testing.assert_close(backend.hstu_targets(call), REFERENCE.hstu_targets(call))
-
-
-def test_an_operator_that_disagrees_is_not_used(
-    paged_op: None, npu: FakeRuntime, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    right = PagedHstu._call
-    monkeypatch.setattr(PagedHstu, "_call", lambda self, *a: right(self, *a) * 1.01)
-    assert NPUBackend("off", npu.as_npu()).ops["hstu_attention"] == "torch"
-    assert "disagrees" in caplog.text
 
 
 def some_logits(rows: int = 3, codes: int = 11) -> tuple[torch.Tensor, torch.Tensor, Continuations]:
@@ -517,7 +352,7 @@ async def test_a_cancelled_copy_holds_its_pages_until_the_bytes_are_there() -> N
 
 
 async def test_a_served_instance_ranks_as_on_the_cpu_and_exports_its_ops(
-    paged_op: None, npu: FakeRuntime, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    npu: FakeRuntime, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Over HTTP, started as configured: signal, rank, the parity self-test and the metrics."""
     history = events(60, 3)
@@ -539,10 +374,11 @@ async def test_a_served_instance_ranks_as_on_the_cpu_and_exports_its_ops(
     assert (health["device"], health["ops"]["hstu_attention"]) == ("cpu", health["kernels"])
     monkeypatch.setattr("npu_gr.service.app.choose", lambda *_: NPUBackend("off", npu.as_npu()))
     got, exported, health = await scores()
-    assert (health["device"], health["ops"]["hstu_attention"]) == ("npu", "mxrec")
+    assert (health["device"], health["ops"]["hstu_attention"]) == ("npu", "torch")
+    assert [model["ops"]["hstu_attention"] for model in health["models"]] == ["torch"]
     for task in want:
         np.testing.assert_allclose(got[task], want[task], rtol=1e-4, atol=1e-5)
-    assert 'npu_gr_backend_op_info{impl="mxrec",op="hstu_attention"} 1.0' in exported
+    assert 'npu_gr_backend_op_info{impl="torch",op="hstu_attention"} 1.0' in exported
     assert 'npu_gr_backend_fallbacks_total{op="beam_topk"} 0.0' in exported
     assert not npu.races
 

@@ -60,10 +60,10 @@ def twin() -> Twin:
 class User:
     """A history whose pages lie in two runs, and candidates."""
 
-    def __init__(self, model: HSTU, num_tokens: int = 120) -> None:
+    def __init__(self, model: HSTU, num_tokens: int = 120, num_layers: int = LAYERS) -> None:
         config = model.config
         layout = KVLayout(
-            num_layers=LAYERS, num_heads=config.num_heads, qk_dim=config.qk_dim, v_dim=config.v_dim, page_tokens=16,
+            num_layers=num_layers, num_heads=config.num_heads, qk_dim=config.qk_dim, v_dim=config.v_dim, page_tokens=16,
             dtype=str(model.dtype).removeprefix("torch."),
         )  # fmt: skip
         self.arena = KVArena(layout, 30, torch.device("cpu"))

@@ -9,11 +9,13 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[3]
-PARTS = ("npu/backend", "npu/device", "npu/hstu", "npu/hstu_pass", "npu/items", "graphs")
+PARTS = ("npu/backend", "npu/device", "npu/hstu_paged", "npu/hstu_pass", "npu/items", "npu/softmax", "graphs")
 TESTS = (
     "npu/test_backend.py",
+    "npu/test_hstu_paged.py",
     "npu/test_hstu_pass.py",
     "npu/test_items.py",
+    "npu/test_softmax.py",
     "npu/test_device.py",
     "test_graphs.py",
 )

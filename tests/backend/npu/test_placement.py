@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -17,13 +18,19 @@ from npu_gr.backend.torch_ops import TorchOps
 from npu_gr.catalogue.filters import allow_items
 from npu_gr.engine.beam_search import SearchOptions, Tables
 from npu_gr.engine.generate_engine import Generator, PromptKV, layout_of, make_prompt
+from npu_gr.engine.queue import SchedulerConfig
+from npu_gr.engine.rank_engine import FindPass, RankEngine, RankPass
+from npu_gr.engine.scheduler import Scheduler
 from npu_gr.kv.arena import KVArena
-from npu_gr.kv.layout import PageRun
+from npu_gr.kv.layout import KVLayout, PageRun
 from npu_gr.matching.index import ExactIndex
 from tests.backend.npu.fake_device import FakeRuntime
 from tests.backend.npu.placement import Recorder
+from tests.backend.npu.test_backend import tokens
+from tests.backend.npu.test_hstu_pass import User
 from tests.engine.test_beam_search import model
 from tests.engine.test_generate_engine import catalogue
+from tests.models import tiny_model
 
 
 @pytest.fixture
@@ -76,6 +83,42 @@ def test_a_match_stays_on_the_ai_core(npu: FakeRuntime) -> None:
     seen = recorded(lambda: index.search(queries, 10, hidden))
     assert seen.off_the_ai_core() == Counter()
     assert seen.num_kernels - 2 * len(npu.uploads) == 7, "what the fake device uploads is a cast and a copy"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("what", ["rank", "chunk", "batch"])
+def test_a_layer_is_ten_kernels_on_the_ai_core(npu: FakeRuntime, dtype: torch.dtype, what: str) -> None:
+    """Four of attention; the same for a cached rank, for a chunk of a prefill and for a batch of both."""
+    backend = NPUBackend(npu=npu.as_npu())
+    ranker = tiny_model(dtype, qk_dim=16, v_dim=16, num_layers=4)
+    user = User(ranker, num_layers=4)
+    user.prefill(ranker, backend, 70)
+    rank = user.segment(70, 0, 37)
+    batch = {"rank": [rank], "chunk": [user.segment(70, 50, 0, keeps=True)], "batch": [rank, user.segment(70, 9, 20)]}
+    seen = recorded(lambda: ranker(backend, batch[what]))
+    assert seen.off_the_ai_core() == Counter()
+    starts = [at for at, each in enumerate(seen.seen) if each.op == "npu_gr::hstu_rows"]
+    layer = seen.seen[starts[1] : starts[2]]  # of the first, the pass's own memory is made
+    assert sum(each.kernels for each in layer) <= 10, [each.op for each in layer]
+    attention = [each.kernels for each in layer if each.op in ("npu_gr::hstu_rows", "npu_gr::hstu_scores", "bmm")]
+    assert attention == [1, 1, 1, 1], "no operand of a product is copied"
+
+
+def test_a_recommend_stays_on_the_ai_core(npu: FakeRuntime) -> None:
+    """The ranker's own vector finds items, one of them hidden, and its candidates are scored with it."""
+    ranker, backend = tiny_model(retrieval=True, qk_dim=16, v_dim=16), NPUBackend(npu=npu.as_npu())
+    shape = ranker.config
+    layout = KVLayout(num_layers=shape.num_layers, num_heads=shape.num_heads, qk_dim=shape.qk_dim, v_dim=shape.v_dim)
+    engine = RankEngine(ranker, backend, Scheduler(SchedulerConfig()), KVArena(layout, 8, backend.device))
+    history = RankPass(tokens(100), 0, np.empty(0, np.int64), 10**9)
+    found = engine.find_all([FindPass(history, 5, np.array([3]))])
+    assert len(found[0].rows) == 5
+
+    def work() -> None:
+        engine.find_all([FindPass(history, 5, np.array([3]))])
+        engine.forward([replace(history, candidates=found[0].rows, vector=found[0].vector)])
+
+    assert recorded(work).off_the_ai_core() == Counter()
 
 
 def test_the_table_knows_what_was_wrong(npu: FakeRuntime) -> None:

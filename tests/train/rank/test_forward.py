@@ -18,6 +18,7 @@ VARIANTS: list[dict[str, Any]] = [
     {},
     {"activation": "u", "residual": "concat", "norm": "group"},
     {"positions": "start", "num_layers": 1},
+    {"relative_bias": "none"},
 ]
 
 
