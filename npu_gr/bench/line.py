@@ -31,6 +31,8 @@ class Line:
     of_floor: float | None = None  # `ratio` as a share of it
     p10: float | None = None  # of ours, in `unit`
     p90: float | None = None
+    low: float | None = None  # 95 % interval of ours less the baseline's, in `unit`
+    high: float | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values that JSON has."""

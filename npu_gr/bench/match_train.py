@@ -14,8 +14,8 @@ from collections.abc import Iterator
 import numpy as np
 
 from npu_gr.bench.line import Line
+from npu_gr.train.graph import Graph
 from npu_gr.train.match.domains import MatchData, hold_out
-from npu_gr.train.match.graph import Graph
 from npu_gr.train.match.options import MatchOptions
 from npu_gr.train.match.train import StageProgress, Trainer
 
@@ -44,7 +44,8 @@ def lines(num_edges: int, num_steps: int, seed: int) -> Iterator[Line]:
         batch_edges=min(65_536, num_edges // 16), batch_anchors=2048,
     )  # fmt: skip
     ends_at: dict[str, list[float]] = {}
-    Trainer(MatchData(source, target, validation), options).run(lambda done: _note(ends_at, done))
+    no_twins = Graph(np.empty(0, np.int64), np.empty(0, np.int64), num_users, target.num_items)
+    Trainer(MatchData(source, target, validation, no_twins), options).run(lambda done: _note(ends_at, done))
     defaults = MatchOptions()
     planned = {"source": defaults.source_steps, "target": defaults.target_steps, "inter": defaults.inter_steps}
     step_s = {stage: float(np.median(np.diff(ends))) for stage, ends in ends_at.items()}

@@ -15,6 +15,7 @@ from typing import Literal
 import numpy as np
 
 from npu_gr.core.request import F32, I64
+from npu_gr.matching.source import NO_ITEMS
 
 Norm = Literal["mean", "symmetric"]
 Activation = Literal["none", "tanh", "leaky_relu"]
@@ -37,12 +38,13 @@ class Folding:
         """Select the item rows that have an edge in the trained graph."""
         return items[self.degrees[items] > 0]
 
-    def vector(self, user: int, items: I64) -> F32:
+    def vector(self, user: int, items: I64, source_items: I64 = NO_ITEMS) -> F32:
         """Compute a user's vector.
 
         Args:
             user: row; -1: a user who was not in the training, and starts at zero.
             items: rows of `trained` items, at least one: distinct ones, or with a decay the events, oldest first.
+            source_items: rows of the source's items; this encoder does not know them.
 
         Returns:
             float32 [d].
@@ -72,3 +74,38 @@ class Folding:
                 return np.tanh(x)
             case "leaky_relu":
                 return np.where(x >= 0, x, x * np.float32(LEAK))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class JoinedFolding:
+    """Folds a user into vectors of several parts: [spectral | encoder | popularity]. Parts may be absent.
+
+    The spectral part is the sum of a row for each item known of the user, in both domains, divided by the root of their
+    number. I = items of the target, J = items of the source, k = singular values.
+    """
+
+    target_states: F32 | None  # [I, k] rows of the target's items; None: there is no spectral part
+    source_states: F32 | None  # [J, k] and of the source's
+    encoder: Folding | None  # of the encoder's part; None: there is none
+    encoder_weight: float
+    popularity: float  # the last column; 0: there is none
+    degrees: I64  # [I] edges of each item in the trained graph
+    decay: float | None = None  # order does not matter
+
+    def trained(self, items: I64) -> I64:
+        """Select the item rows that have an edge in the trained graph."""
+        return items[self.degrees[items] > 0]
+
+    def vector(self, user: int, items: I64, source_items: I64 = NO_ITEMS) -> F32:
+        """Compute a user's vector; see `Folding.vector`. Of both kinds of items one is enough; all are distinct."""
+        parts = []
+        if self.target_states is not None and self.source_states is not None:
+            total = self.target_states[items].sum(0) + self.source_states[source_items].sum(0)
+            parts.append(total / np.float32(max(1, len(items) + len(source_items)) ** 0.5))
+        if self.encoder is not None:
+            dim = self.encoder.states.shape[2]
+            own = self.encoder.vector(user, items) if len(items) else np.zeros(dim, np.float32)
+            parts.append(own * np.float32(self.encoder_weight))
+        if self.popularity:
+            parts.append(np.array([self.popularity], np.float32))
+        return np.concatenate(parts).astype(np.float32)

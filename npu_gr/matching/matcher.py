@@ -1,16 +1,16 @@
 """Answer `match` requests from one version of the vectors, many users at once.
 
 The basis of an answer is the first of these that applies to the user; the answer names it:
-  folded      the target history has items that the training did not see: compute a vector from all of it (`fold.py`)
+  folded      the history has items that the training did not see: compute a vector from all of it (`fold.py`)
   target      the user has target history: the user's target vector against the item vectors
-  source      the user has source history only: the user's source vector against the bridge's item vectors
+  source      the user has source history only: the user's vector, which knows that history, against the same items
   popularity  the user has neither: the items with the most target edges
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -19,10 +19,9 @@ from npu_gr.backend.base import Backend
 from npu_gr.backend.best_items import Hidden
 from npu_gr.core.request import F32, I64, Basis, UserKey
 from npu_gr.matching.config import IndexName
-from npu_gr.matching.index import Index, make_index
+from npu_gr.matching.index import make_index
+from npu_gr.matching.source import NO_ITEMS, rows_of
 from npu_gr.matching.vectors import Vectors
-
-_NO_ITEMS: I64 = np.empty(0, np.int64)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -35,6 +34,7 @@ class MatchQuery:
     hidden: I64  # item rows that must not be found
     allowed: I64 | None = None  # the only item rows that may be found; None: all
     history: I64 | None = None  # rows that the vector is computed from, as `Folding.vector` takes them; FOLDED only
+    source_history: I64 = field(default_factory=lambda: NO_ITEMS)  # rows of the source's items, likewise
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -46,7 +46,7 @@ class MatchedItems:
 
 
 class Matcher:
-    """One version of the vectors with its indexes.
+    """One version of the vectors with its index.
 
     Never changed after it was built, so requests may hold it while another version is served.
     """
@@ -54,30 +54,17 @@ class Matcher:
     def __init__(self, vectors: Vectors, index: IndexName, backend: Backend) -> None:
         self.vectors = vectors
         self._rows = {user: row for row, user in enumerate(vectors.user_keys)}
-        self._tables: dict[Basis, tuple[F32, F32, Index]] = {
-            Basis.TARGET: (vectors.users, vectors.items, make_index(index, vectors.items, backend))
-        }
-        if vectors.source_users is not None and vectors.bridge_items is not None:
-            found = make_index(index, vectors.bridge_items, backend)
-            self._tables[Basis.SOURCE] = (vectors.source_users, vectors.bridge_items, found)
+        self._index = make_index(index, vectors.items, backend)
         self._by_popularity = np.lexsort((np.arange(len(vectors.item_ids)), -vectors.popularity))
 
     @property
     def num_bytes(self) -> int:
         """Bytes of the vectors that are searched."""
-        return sum(users.nbytes + items.nbytes for users, items, _ in self._tables.values())
+        return self.vectors.users.nbytes + self.vectors.items.nbytes
 
     def rows(self, item_ids: I64) -> I64:
         """Look up the rows of the known ids, ascending and distinct."""
-        return np.unique(self._events(item_ids))
-
-    def _events(self, item_ids: I64) -> I64:
-        """Look up the rows of the known ids, in their order."""
-        known = self.vectors.item_ids
-        places = np.searchsorted(known, item_ids)
-        places[places == len(known)] = 0
-        rows: I64 = places[known[places] == item_ids]
-        return rows
+        return np.unique(rows_of(self.vectors.item_ids, item_ids))
 
     def knows(self, user: UserKey) -> bool:
         """Whether the vectors have a row of the user."""
@@ -90,24 +77,28 @@ class Matcher:
         exclude_seen: bool,
         allow_items: I64 | None,
         deny_items: I64 | None,
-        history: I64 = _NO_ITEMS,
+        history: I64 = NO_ITEMS,
     ) -> MatchQuery:
         """Decide how to search for a user. Unknown item ids are ignored.
 
         Args:
             user: need not be known.
             k: most items to find.
-            exclude_seen: leave out the items of the training and of `history`.
+            exclude_seen: leave out the items of the training and of `history`, and twins of what the user owns.
             allow_items: the only item ids that may be found; None: all.
             deny_items: item ids that must not be found; None: none.
-            history: the user's item ids, oldest first; those that the training saw too may be left out.
+            history: the user's item ids of both domains, oldest first; those of the training may be left out.
         """
         row = self._rows.get(user, -1)
-        events = self._events(history)
+        events = rows_of(self.vectors.item_ids, history)
         trained_events = self._trained_on(row)
         trained_on = np.unique(trained_events)
+        owned, new_owned = self._owned(row, history)
         history = np.union1d(trained_on, events)
-        hidden = history if exclude_seen else _NO_ITEMS
+        hidden = NO_ITEMS
+        if exclude_seen:
+            source = self.vectors.source
+            hidden = history if source is None else np.union1d(history, source.twins(owned))
         if deny_items is not None:
             hidden = np.union1d(hidden, self.rows(deny_items))
         allowed = None if allow_items is None else self.rows(allow_items)
@@ -117,16 +108,25 @@ class Matcher:
             learnt = folding.trained(np.concatenate([earlier, events]))
             if len(learnt) and not np.array_equal(learnt, trained_events):
                 return MatchQuery(Basis.FOLDED, row, k, hidden, allowed, learnt)
-        elif folding is not None and len(history) > len(trained_on):
+        elif folding is not None and (len(history) > len(trained_on) or new_owned):
             learnt = folding.trained(history)
-            if len(np.setdiff1d(learnt, trained_on, assume_unique=True)):
-                return MatchQuery(Basis.FOLDED, row, k, hidden, allowed, learnt)
+            if new_owned or len(np.setdiff1d(learnt, trained_on, assume_unique=True)):
+                return MatchQuery(Basis.FOLDED, row, k, hidden, allowed, learnt, owned)
         return MatchQuery(self._trained_basis(row), row, k, hidden, allowed)
+
+    def _owned(self, row: int, history: I64) -> tuple[I64, bool]:
+        """List the source's items of a user, ascending, and whether the history has some that the training did not."""
+        source = self.vectors.source
+        if source is None:
+            return NO_ITEMS, False
+        trained_on = source.seen(row)
+        owned = np.union1d(trained_on, source.rows(history))
+        return owned, len(owned) > len(trained_on)
 
     def _trained_on(self, row: int) -> I64:
         """List the item rows that the training saw of a user, in its order; row -1: none."""
         if row < 0:
-            return _NO_ITEMS
+            return NO_ITEMS
         vectors = self.vectors
         return vectors.seen_items[slice(*vectors.seen_starts[row : row + 2])].astype(np.int64)
 
@@ -134,39 +134,34 @@ class Matcher:
         """Choose the basis of a user whose history has nothing new."""
         if row >= 0 and self.vectors.in_target[row]:
             return Basis.TARGET
-        if row >= 0 and self.vectors.in_source[row] and Basis.SOURCE in self._tables:
+        if row >= 0 and self.vectors.in_source[row]:
             return Basis.SOURCE
         return Basis.POPULARITY
 
     def run(self, queries: Sequence[MatchQuery]) -> list[MatchedItems]:
-        """Answer the queries. All that search the same item vectors without an allow list share one index search."""
-        answers: list[MatchedItems | None] = [None] * len(queries)
-        for basis in self._tables:
-            rows = [row for row, query in enumerate(queries) if _space(query) is basis and query.allowed is None]
-            if rows:
-                for row, answer in zip(rows, self._search_all(basis, [queries[row] for row in rows]), strict=True):
-                    answers[row] = answer
-        return [
-            answer or (self._popular(query) if query.basis is Basis.POPULARITY else self._search_allowed(query))
-            for query, answer in zip(queries, answers, strict=True)
-        ]
+        """Answer the queries. All that have a vector and no allow list share one index search."""
+        together = [query for query in queries if query.basis is not Basis.POPULARITY and query.allowed is None]
+        found = iter(self._search_all(together) if together else [])
+        answers = []
+        for query in queries:
+            if query.basis is Basis.POPULARITY:
+                answers.append(self._popular(query))
+            else:
+                answers.append(next(found) if query.allowed is None else self._search_allowed(query))
+        return answers
 
     def _vector(self, query: MatchQuery) -> F32:
         if query.history is None:
-            vector: F32 = self._tables[query.basis][0][query.user]
+            vector: F32 = self.vectors.users[query.user]
             return vector
         assert self.vectors.folding is not None
-        return self.vectors.folding.vector(query.user, query.history)
+        return self.vectors.folding.vector(query.user, query.history, query.source_history)
 
-    def _search_all(self, basis: Basis, queries: list[MatchQuery]) -> list[MatchedItems]:
-        """Search all items of a basis, for many queries at once."""
-        index = self._tables[basis][2]
+    def _search_all(self, queries: list[MatchQuery]) -> list[MatchedItems]:
+        """Search all items, for many queries at once."""
         vectors = torch.from_numpy(np.stack([self._vector(query) for query in queries]))
-        items = np.concatenate([query.hidden for query in queries])
-        order = np.argsort(items, kind="stable")  # `Hidden` wants the item rows to ascend
-        rows_of = np.repeat(np.arange(len(queries)), [len(query.hidden) for query in queries])
-        hidden = Hidden(torch.from_numpy(rows_of[order]), torch.from_numpy(items[order])) if len(items) else None
-        best = index.search(vectors, max(query.k for query in queries), hidden)
+        hidden = Hidden.of([query.hidden for query in queries])
+        best = self._index.search(vectors, max(query.k for query in queries), hidden)
         answers = []
         for query, rows, scores in zip(queries, best.items.numpy(), best.scores.numpy(), strict=True):
             num_found = min(query.k, int(np.count_nonzero(rows >= 0)))
@@ -177,9 +172,8 @@ class Matcher:
     def _search_allowed(self, query: MatchQuery) -> MatchedItems:
         """Score the few allowed items one by one, without the index."""
         assert query.allowed is not None
-        items = self._tables[_space(query)][1]
         rows = np.setdiff1d(query.allowed, query.hidden, assume_unique=True)
-        scores = items[rows] @ self._vector(query)
+        scores = self.vectors.items[rows] @ self._vector(query)
         order = np.argsort(-scores, kind="stable")[: query.k]
         return MatchedItems(rows[order], scores[order])
 
@@ -191,8 +185,3 @@ class Matcher:
         off[query.hidden] = True
         rows = self._by_popularity[~off[self._by_popularity]][: query.k]
         return MatchedItems(rows, self.vectors.popularity[rows].astype(np.float32))
-
-
-def _space(query: MatchQuery) -> Basis:
-    """Name the item vectors that the query's vector is compared with; a folded one with the target's."""
-    return Basis.TARGET if query.basis is Basis.FOLDED else query.basis

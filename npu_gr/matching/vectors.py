@@ -22,9 +22,10 @@ from safetensors.numpy import load_file, save_file
 from npu_gr.core.errors import DataError
 from npu_gr.core.private import make_private
 from npu_gr.core.request import F32, I64, UserKey
-from npu_gr.matching.fold import Activation, Folding, Norm
+from npu_gr.matching.fold import Activation, Folding, JoinedFolding, Norm
+from npu_gr.matching.source import SourceItems
 
-FORMAT = 1
+FORMAT = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -33,24 +34,32 @@ class Vectors:
 
     user_keys: list[UserKey]  # [U], each once: two tenants' users of one name are two users
     item_ids: I64  # [I] external ids, ascending and distinct
-    users: F32  # [U, d]; the rows of users without target history mean nothing
+    users: F32  # [U, d]; the rows of users without any history mean nothing
     items: F32  # [I, d]
-    in_target: npt.NDArray[np.bool_]  # [U] whether the user has target history
-    in_source: npt.NDArray[np.bool_]  # [U] whether the user has source history
-    source_users: F32 | None  # [U, d] the users' vectors in the source domain; None: no bridge was trained
-    bridge_items: F32 | None  # [I, d] the items, projected for source vectors; None: no bridge was trained
+    in_target: npt.NDArray[np.bool_]  # [U] whether the user's vector knows target history
+    in_source: npt.NDArray[np.bool_]  # [U] whether the user's vector knows source history
     popularity: I64  # [I] target edges of each item
     seen_starts: I64  # [U + 1] user u has had seen_items[seen_starts[u] : seen_starts[u + 1]]
     seen_items: npt.NDArray[np.int32]  # [target edges] item rows, by user; where a folding decays, oldest event first
     figures: dict[str, float]  # metrics that the training measured, by name
-    folding: Folding | None = None  # computes vectors of new histories; None: users stay as they were trained
+    folding: Folding | JoinedFolding | None = None  # computes vectors of new histories; None: users stay as trained
+    source: SourceItems | None = None  # None: there is no source domain
     version: str = ""  # set by `save`
+
+
+_SOURCE_TENSORS = ("seen_starts", "seen_items", "twin_starts", "twin_items")
 
 
 class _FoldingKind(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     norm: Norm
     activation: Activation
     decay: Annotated[float, msgspec.Meta(gt=0, le=1)] | None = None
+
+
+class _JoinedKind(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    encoder: _FoldingKind | None
+    encoder_weight: float
+    popularity: float
 
 
 class _Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -63,6 +72,7 @@ class _Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     checksums: dict[str, str]  # xxh3-64 of each tensor's bytes
     figures: dict[str, float] = {}
     folding: _FoldingKind | None = None
+    joined: _JoinedKind | None = None
 
 
 def save(vectors: Vectors, folder: Path) -> str:
@@ -87,19 +97,24 @@ def save(vectors: Vectors, folder: Path) -> str:
         "seen_starts": vectors.seen_starts,
         "seen_items": vectors.seen_items,
     }
-    if vectors.source_users is not None and vectors.bridge_items is not None:
-        tensors |= {"source_users": vectors.source_users, "bridge_items": vectors.bridge_items}
+    if (source := vectors.source) is not None:
+        tensors |= {f"source.{name}": getattr(source, name) for name in _SOURCE_TENSORS}
+        tensors |= {} if source.ids is None else {"source.ids": source.ids}
     tenants = {tenant: place for place, tenant in enumerate(dict.fromkeys(key.tenant for key in vectors.user_keys))}
     if any(tenants):
         tensors["tenant_names"], tensors["tenant_name_ends"] = _joined(list(tenants))
         tensors["user_tenants"] = np.array([tenants[key.tenant] for key in vectors.user_keys], np.int32)
-    kind = None
-    fold = vectors.folding
-    if fold is not None:
-        kind = _FoldingKind(norm=fold.norm, activation=fold.activation, decay=fold.decay)
-        tensors |= {"fold.states": fold.states, "fold.degrees": fold.degrees}
-        tensors |= {} if fold.users is None else {"fold.users": fold.users}
-        tensors |= {} if fold.matrices is None else {"fold.matrices": fold.matrices}
+    kind = joined = None
+    if isinstance(fold := vectors.folding, JoinedFolding):
+        joined = _JoinedKind(
+            encoder=_kind(fold.encoder), encoder_weight=fold.encoder_weight, popularity=fold.popularity
+        )
+        tensors |= {"fold.degrees": fold.degrees} | _fold_tensors(fold.encoder)
+        if fold.target_states is not None and fold.source_states is not None:
+            tensors |= {"fold.target_states": fold.target_states, "fold.source_states": fold.source_states}
+    else:
+        kind = _kind(fold)
+        tensors |= _fold_tensors(fold)
     tensors = {name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()}
     path = folder / "vectors.safetensors"
     manifest = folder / "manifest.json"
@@ -117,6 +132,7 @@ def save(vectors: Vectors, folder: Path) -> str:
             checksums={name: xxhash.xxh3_64_hexdigest(tensor.tobytes()) for name, tensor in tensors.items()},
             figures=vectors.figures,
             folding=kind,
+            joined=joined,
         )
         text = msgspec.json.format(msgspec.json.encode(about), indent=2) + b"\n"
         manifest.with_suffix(".json.tmp").write_bytes(text)
@@ -149,13 +165,12 @@ def load(folder: Path) -> Vectors:
             items=tensors["items"].astype(np.float32, copy=False),
             in_target=tensors["in_target"],
             in_source=tensors["in_source"],
-            source_users=tensors.get("source_users"),
-            bridge_items=tensors.get("bridge_items"),
             popularity=tensors["popularity"],
             seen_starts=tensors["seen_starts"],
             seen_items=tensors["seen_items"],
             figures=about.figures,
-            folding=_folding(about.folding, tensors),
+            folding=_joined_folding(about.joined, tensors) if about.joined else _folding(about.folding, tensors),
+            source=_source(tensors),
             version=about.version,
         )
     except OSError as error:
@@ -215,6 +230,35 @@ def _folding(kind: _FoldingKind | None, tensors: dict[str, npt.NDArray[Any]]) ->
     )
 
 
+def _joined_folding(kind: _JoinedKind, tensors: dict[str, npt.NDArray[Any]]) -> JoinedFolding:
+    return JoinedFolding(
+        target_states=tensors.get("fold.target_states"),
+        source_states=tensors.get("fold.source_states"),
+        encoder=_folding(kind.encoder, tensors),
+        encoder_weight=kind.encoder_weight,
+        popularity=kind.popularity,
+        degrees=tensors["fold.degrees"],
+    )
+
+
+def _kind(fold: Folding | None) -> _FoldingKind | None:
+    return None if fold is None else _FoldingKind(norm=fold.norm, activation=fold.activation, decay=fold.decay)
+
+
+def _fold_tensors(fold: Folding | None) -> dict[str, npt.NDArray[np.generic]]:
+    if fold is None:
+        return {}
+    tensors: dict[str, npt.NDArray[np.generic]] = {"fold.states": fold.states, "fold.degrees": fold.degrees}
+    tensors |= {} if fold.users is None else {"fold.users": fold.users}
+    return tensors | ({} if fold.matrices is None else {"fold.matrices": fold.matrices})
+
+
+def _source(tensors: dict[str, npt.NDArray[Any]]) -> SourceItems | None:
+    if "source.seen_starts" not in tensors:
+        return None
+    return SourceItems(ids=tensors.get("source.ids"), **{name: tensors[f"source.{name}"] for name in _SOURCE_TENSORS})
+
+
 def _check(vectors: Vectors, path: Path) -> None:
     num_users = len(vectors.user_keys)
     num_items = len(vectors.item_ids)
@@ -222,14 +266,29 @@ def _check(vectors: Vectors, path: Path) -> None:
     shapes: dict[str, tuple[npt.NDArray[Any] | None, tuple[int, ...]]] = {
         "users": (vectors.users, (num_users, dim)),
         "items": (vectors.items, (num_items, dim)),
-        "source_users": (vectors.source_users, (num_users, dim)),
-        "bridge_items": (vectors.bridge_items, (num_items, dim)),
         "in_target": (vectors.in_target, (num_users,)),
         "in_source": (vectors.in_source, (num_users,)),
         "popularity": (vectors.popularity, (num_items,)),
         "seen_starts": (vectors.seen_starts, (num_users + 1,)),
     }
-    if (fold := vectors.folding) is not None:
+    source = vectors.source
+    num_source = 0 if source is None else len(source.twin_starts) - 1
+    if source is not None:
+        shapes["source.ids"] = (source.ids, (num_source,))
+        shapes["source.seen_starts"] = (source.seen_starts, (num_users + 1,))
+    fold = vectors.folding
+    if isinstance(fold, JoinedFolding):
+        width = dim - bool(fold.popularity) - (fold.encoder.states.shape[-1] if fold.encoder else 0)
+        if not (fold.target_states is None) == (width == 0):
+            raise DataError(f"{path}: {width} columns are left for fold.target_states")
+        shapes |= {
+            "fold.target_states": (fold.target_states, (num_items, width)),
+            "fold.source_states": (fold.source_states, (num_source, width)),
+            "fold.degrees": (fold.degrees, (num_items,)),
+        }
+        dim = fold.encoder.states.shape[-1] if fold.encoder else 0
+        fold = fold.encoder
+    if fold is not None:
         num_layers = len(fold.states)
         shapes |= {
             "fold.users": (fold.users, (num_users, dim)),
@@ -245,24 +304,42 @@ def _check(vectors: Vectors, path: Path) -> None:
     for name, (tensor, _) in shapes.items():
         if tensor is not None and not np.isfinite(tensor).all():
             raise DataError(f"{path}: {name} has a value that is not finite")
+    _check_rows(vectors, path)
     _check_says_something(vectors, path)
 
 
-def _check_says_something(vectors: Vectors, path: Path) -> None:
-    """Check that scores can differ: not all items are alike, and no users who have vectors have only zeros.
+def _check_rows(vectors: Vectors, path: Path) -> None:
+    """Check that lists of rows are whole and in range.
 
     Raises:
         DataError: names the tensor.
     """
-    for name, items in (("items", vectors.items), ("bridge_items", vectors.bridge_items)):
-        if items is not None and len(items) > 1 and (items == items[0]).all():
-            raise DataError(f"{path}: all {len(items)} rows of {name} are the same, so every item has the same score")
-    for name, users, who in (
-        ("users", vectors.users, vectors.in_target),
-        ("source_users", vectors.source_users, vectors.in_source),
-    ):
-        if users is not None and who.any() and not users[who].any():
-            raise DataError(f"{path}: {name} has only zeros, so every item has the same score")
+    num_items = len(vectors.item_ids)
+    lists = {"seen": (vectors.seen_starts, vectors.seen_items, num_items)}
+    if (source := vectors.source) is not None:
+        num_source = len(source.twin_starts) - 1
+        lists["source.seen"] = (source.seen_starts, source.seen_items, num_source)
+        lists["source.twin"] = (source.twin_starts, source.twin_items, num_items)
+        if source.ids is not None and (np.diff(source.ids) <= 0).any():
+            raise DataError(f"{path}: source.ids must ascend")
+    for name, (starts, rows, count) in lists.items():
+        if starts[0] != 0 or starts[-1] != len(rows) or (np.diff(starts) < 0).any():
+            raise DataError(f"{path}: {name}_starts do not part {name}_items")
+        if len(rows) and not 0 <= rows.min() <= rows.max() < count:
+            raise DataError(f"{path}: {name}_items has a row outside 0 .. {count - 1}")
+
+
+def _check_says_something(vectors: Vectors, path: Path) -> None:
+    """Check that scores can differ: not all items are alike, and not all users who have vectors have only zeros.
+
+    Raises:
+        DataError: names the tensor.
+    """
+    items, who = vectors.items, vectors.in_target | vectors.in_source
+    if len(items) > 1 and (items == items[0]).all():
+        raise DataError(f"{path}: all {len(items)} rows of items are the same, so every item has the same score")
+    if who.any() and not vectors.users[who].any():
+        raise DataError(f"{path}: users has only zeros, so every item has the same score")
 
 
 def _digest(path: Path) -> str:

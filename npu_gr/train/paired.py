@@ -144,10 +144,34 @@ def compare(model: str, ranks: NextItemRanks, baselines: Mapping[str, NextItemRa
         for suffix, ours, theirs in zip((" unseen", ""), reversed(ranks), reversed(baselines[best]), strict=True)
         for name, figure in (("HR", hits), ("NDCG", ndcg_of_each))
     }
-    unseen = [differences[f"{name}@{K} unseen"] for name in ("HR", "NDCG")]
+    unseen = {name: found for name, found in differences.items() if name.endswith("unseen")}
     return BaselineComparison(
         model=model,
         baseline=best,
         differences=differences,
-        is_better=any(found.low > 0 for found in unseen) and all(found.high > 0 for found in unseen),
+        is_better=_is_better(unseen),
     )
+
+
+def compare_hits(
+    model: str, ranks: F64, baselines: Mapping[str, F64], ks: tuple[int, ...] = (50, 10)
+) -> BaselineComparison | None:
+    """Compare HIT@k of a model with the baseline whose first one is highest; None = there is no user or no baseline.
+
+    Args:
+        model: its name.
+        ranks: [users] of each user's held-out item, from 0.
+        baselines: name -> ranks of the same users.
+        ks: the figures to compare.
+    """
+    if not len(ranks) or not baselines:
+        return None
+    best = max(baselines, key=lambda name: hit_ratio(baselines[name], ks[0]))
+    differences = {f"HIT@{k}": difference_of_users(hits(ranks, k), hits(baselines[best], k)) for k in ks}
+    return BaselineComparison(model=model, baseline=best, differences=differences, is_better=_is_better(differences))
+
+
+def _is_better(differences: Mapping[str, Difference]) -> bool:
+    """Whether a model is better beyond the interval by a figure, and worse by none."""
+    found = differences.values()
+    return any(figure.low > 0 for figure in found) and all(figure.high > 0 for figure in found)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +18,12 @@ from npu_gr.core.errors import DataError
 from npu_gr.core.request import I64, Basis, UserKey
 from npu_gr.matching.matcher import Matcher
 from npu_gr.matching.vectors import load, save
-from tests.matching.vectors import COLD, FIRST_ID, KNOWN, make_vectors
+from tests.matching.vectors import COLD, FIRST_ID, KNOWN, TWINS, make_vectors
 
 VECTORS = make_vectors()
 MATCHER = Matcher(VECTORS, "exact", CPUBackend())
+assert VECTORS.source is not None
+SOURCE = VECTORS.source
 
 
 def brute(scores: np.ndarray[tuple[int], np.dtype[np.float32]], off: set[int], k: int) -> list[int]:
@@ -39,14 +41,12 @@ def ids(*rows: int) -> I64:
 @pytest.mark.parametrize("allow", [None, ids(1, 2, 3, 11, 12, 30)])
 @pytest.mark.parametrize("deny", [None, ids(2, 4, 30)])
 def test_each_user_is_served_as_the_page_says(user: str, basis: Basis, allow: I64 | None, deny: I64 | None) -> None:
-    assert VECTORS.bridge_items is not None
-    assert VECTORS.source_users is not None
     scores = {
         Basis.TARGET: VECTORS.items @ VECTORS.users[0],
-        Basis.SOURCE: VECTORS.bridge_items @ VECTORS.source_users[1],
+        Basis.SOURCE: VECTORS.items @ VECTORS.users[1],
         Basis.POPULARITY: VECTORS.popularity.astype(np.float32),
     }[basis]
-    off = {1, 5, 7} if user == KNOWN else set()
+    off = TWINS.get(user, set()) | ({1, 5, 7} if user == KNOWN else set())
     off |= set() if deny is None else {2, 4, 30}
     off |= set() if allow is None else set(range(40)) - {1, 2, 3, 11, 12, 30}
     search = MATCHER.search_for(UserKey("", user), 10, True, allow, deny)
@@ -85,9 +85,23 @@ def test_many_at_once_are_each_as_alone() -> None:
         assert alone.items.tolist() == together.items.tolist()
 
 
-def test_without_a_bridge_a_cold_user_gets_popularity() -> None:
-    matcher = Matcher(make_vectors(source_users=None, bridge_items=None), "exact", CPUBackend())
-    assert matcher.search_for(UserKey("", COLD), 3, True, None, None).basis is Basis.POPULARITY
+def test_vectors_that_know_no_source_serve_a_cold_user_by_popularity() -> None:
+    nobody = np.zeros(3, np.bool_)
+    matcher = Matcher(make_vectors(in_source=nobody, source=None), "exact", CPUBackend())
+    search = matcher.search_for(UserKey("", COLD), 3, True, None, None)
+    assert search.basis is Basis.POPULARITY
+    assert len(search.hidden) == 0
+
+
+def test_twins_of_what_a_history_says_are_hidden_too() -> None:
+    search = MATCHER.search_for(UserKey("", "stranger"), 40, True, None, None, np.array([11, *ids(3)]))
+    assert search.hidden.tolist() == [3, 8, 9]
+    again = MATCHER.search_for(UserKey("", "stranger"), 40, False, None, None, np.array([11, *ids(3)]))
+    assert len(again.hidden) == 0
+    no_ids = make_vectors(source=replace(SOURCE, ids=None))  # they mean other items in the target
+    matcher = Matcher(no_ids, "exact", CPUBackend())
+    assert len(matcher.search_for(UserKey("", "stranger"), 40, True, None, None, np.array([11])).hidden) == 0
+    assert matcher.search_for(UserKey("", COLD), 40, True, None, None).hidden.tolist() == [8, 9]
 
 
 def test_a_folder_gives_back_what_was_saved(tmp_path: Path) -> None:
@@ -97,9 +111,17 @@ def test_a_folder_gives_back_what_was_saved(tmp_path: Path) -> None:
     for field in fields(VECTORS):
         if field.name != "version":
             want, got = getattr(VECTORS, field.name), getattr(again, field.name)
-            assert np.array_equal(want, got) if isinstance(want, np.ndarray) else want == got
+            for one, two in pairs(want, got):
+                assert np.array_equal(one, two) if isinstance(one, np.ndarray) else one == two
     assert save(VECTORS, tmp_path / "again") == version
     assert save(make_vectors(seed=1), tmp_path / "other") != version
+
+
+def pairs(want: Any, got: Any) -> list[tuple[Any, Any]]:
+    """Pairs of values to compare; of a dataclass its fields."""
+    if not is_dataclass(want):
+        return [(want, got)]
+    return [(getattr(want, field.name), getattr(got, field.name)) for field in fields(want)]
 
 
 @pytest.mark.parametrize(
@@ -108,7 +130,7 @@ def test_a_folder_gives_back_what_was_saved(tmp_path: Path) -> None:
         (lambda folder: (folder / "vectors.safetensors").unlink(), "No such file"),
         (lambda folder: (folder / "manifest.json").write_text("{"), "truncated"),
         (lambda folder: flip(folder / "vectors.safetensors"), "not the file that manifest.json names"),
-        (lambda folder: edit(folder / "manifest.json", format=2), "format 2, this version reads 1"),
+        (lambda folder: edit(folder / "manifest.json", format=1), "format 1, this version reads 2"),
     ],
 )
 def test_a_damaged_folder_is_refused(damage: Callable[[Path], object], says: str, tmp_path: Path) -> None:
@@ -134,6 +156,12 @@ def edit(path: Path, **changes: object) -> None:
         ({"users": np.zeros((3, 7), np.float32)}, "users is"),
         ({"items": np.full((40, 8), np.nan, np.float32)}, "not finite"),
         ({"item_ids": np.zeros(40, np.int64)}, "item_ids must ascend"),
+        ({"seen_items": np.array([1, 5, 40], np.int32)}, "seen_items has a row outside 0 .. 39"),
+        ({"seen_starts": np.array([0, 3, 2, 3])}, "seen_starts do not part seen_items"),
+        ({"source": replace(SOURCE, ids=np.array([1, 1, 2]))}, "source.ids must ascend"),
+        ({"source": replace(SOURCE, ids=np.array([1, 2]))}, "source.ids is"),
+        ({"source": replace(SOURCE, twin_items=np.array([8, 9, 40], np.int32))}, "source.twin_items has a row"),
+        ({"source": replace(SOURCE, seen_items=np.array([2, 0, 3], np.int32))}, "source.seen_items has a row"),
     ],
 )
 def test_vectors_that_do_not_fit_are_refused(change: dict[str, Any], says: str, tmp_path: Path) -> None:

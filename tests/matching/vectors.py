@@ -7,9 +7,11 @@ from typing import Any
 import numpy as np
 
 from npu_gr.core.request import UserKey
+from npu_gr.matching.source import SourceItems
 from npu_gr.matching.vectors import Vectors
 
-FIRST_ID = 100  # external ids are rows x 2 + this
+FIRST_ID = 100  # external ids are rows x 2 + this; those of the source's items are 11, 13 and 15
+TWINS = {"known": {6}, "cold": {8, 9}}  # target rows that are twins of what each user has in the source
 KNOWN, COLD = "known", "cold"  # users: with target history; with source history only
 
 
@@ -26,11 +28,16 @@ def make_vectors(num_items: int = 40, seed: int = 0, **changes: Any) -> Vectors:
         "items": rows(num_items),
         "in_target": np.array([True, False, False]),
         "in_source": np.array([True, True, False]),
-        "source_users": rows(3),
-        "bridge_items": rows(num_items),
         "popularity": random.integers(0, 9, num_items),
         "seen_starts": np.array([0, 3, 3, 3]),
         "seen_items": np.array([1, 5, 7], np.int32),
         "figures": {"hit_50": 0.1},
+        "source": SourceItems(
+            ids=np.array([11, 13, 15], np.int64),
+            seen_starts=np.array([0, 1, 3, 3]),
+            seen_items=np.array([2, 0, 1], np.int32),
+            twin_starts=np.array([0, 2, 2, 3]),
+            twin_items=np.array([8, 9, 6], np.int32),
+        ),
     }
     return Vectors(**fields | changes)

@@ -183,9 +183,7 @@ async def test_a_broken_generator_is_refused(tmp_path: Path, change: Change, wor
     [
         ({"items": np.zeros((40, 8), np.float32)}, "all 40 rows of items are the same"),
         ({"items": np.full((40, 8), 2.5, np.float32)}, "all 40 rows of items are the same"),
-        ({"bridge_items": np.zeros((40, 8), np.float32)}, "all 40 rows of bridge_items are the same"),
         ({"users": np.zeros((3, 8), np.float32)}, "users has only zeros"),
-        ({"source_users": np.zeros((3, 8), np.float32)}, "source_users has only zeros"),
         ({"items": np.full((40, 8), np.nan, np.float32)}, "items has a value that is not finite"),
     ],
 )

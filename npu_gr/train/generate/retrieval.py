@@ -89,6 +89,7 @@ class RetrievalReport:
     validation: RetrievalFigures  # on some users' last event but one; the weights were chosen by them
     baselines: tuple[RetrievalFigures, ...]  # measured in this run
     published: tuple[RetrievalFigures, ...]  # measured by others, on the same data
+    left_out: tuple[str, ...] = ()  # why other baselines are not among them
 
     def as_dict(self) -> dict[str, Any]:
         """Turn the report into plain types for JSON; leave out figures that a model does not have."""
@@ -110,7 +111,8 @@ class RetrievalReport:
     def text(self) -> str:
         """Say in words how the generator stands beside the strongest baseline."""
         comparison = self.comparison()
-        return "no user has a next item to compare on" if comparison is None else comparison.text()
+        words = "no user has a next item to compare on" if comparison is None else comparison.text()
+        return "\n".join([*self.left_out, words])
 
     def table(self) -> Table:
         """Lay the figures out for a terminal."""

@@ -31,7 +31,7 @@ from npu_gr.core.errors import ConfigError
 from npu_gr.core.settings import Count, Positive
 from npu_gr.features.interactions import Interactions, ItemValues
 from npu_gr.model.decoder import Decoder, DecoderConfig
-from npu_gr.train.baselines import Baseline, Markov, Popularity
+from npu_gr.train.baselines import fit_baselines
 from npu_gr.train.data import Batch, InteractionLog, Split, batches, build_log, windows
 from npu_gr.train.generate.causal import encode, next_logits, start
 from npu_gr.train.generate.codes import ItemCodes, item_vectors, read_codes, residual_codes
@@ -134,13 +134,14 @@ def train_generator(
         progress(TrainingProgress("generator: evaluate", done, total))
 
     test = judge.judge(model, log, targets, show, unseen=True)
-    fitted: list[Baseline] = [Popularity(log), Markov(log)]
+    baselines = fit_baselines(log, SPLIT, options.seed)
     report = RetrievalReport(
         num_trained=int(trained.trained.sum()),
         num_served=len(log.items) if options.refit else int(trained.trained.sum()),
         generator=test,
         validation=validation,
-        baselines=tuple(baseline_figures(log, targets, baseline) for baseline in fitted),
+        baselines=tuple(baseline_figures(log, targets, baseline) for baseline in baselines.fitted),
+        left_out=baselines.left_out,
         published=published(log),
     )
     found = TrainedGenerator(model, log, codes, report)

@@ -12,15 +12,19 @@ from npu_gr.core.errors import ConfigError, DataError
 from npu_gr.core.settings import override
 from npu_gr.matching.vectors import save
 from npu_gr.train.match import checkpoint
-from npu_gr.train.match.ablate import ARMS, SCCDR, Plan, ablate, markdown, options_of, plot
+from npu_gr.train.match.ablate import Plan, ablate
+from npu_gr.train.match.arms import SCCDR, TRAINED, options_of
+from npu_gr.train.match.candidates import BASELINES, pure_svd
 from npu_gr.train.match.domains import Domains, split
-from npu_gr.train.match.evaluate import Judge
 from npu_gr.train.match.export import export
+from npu_gr.train.match.joined import join
 from npu_gr.train.match.options import MatchOptions
 from npu_gr.train.match.progress import bars
+from npu_gr.train.match.report import markdown, plot
 from npu_gr.train.match.train import Trainer
-from npu_gr.train.metrics import hit_ratio, ndcg
+from npu_gr.train.metrics import F64, hit_ratio, ndcg
 from npu_gr.train.next_command import how_to_match
+from npu_gr.train.paired import compare_hits
 
 SAVE_EVERY_S = 20.0  # between two saves of the state; each copies all weights
 
@@ -34,7 +38,7 @@ def run_training(
     num_validation: int,
     console: Console,
 ) -> None:
-    """Train, or resume an interrupted training, and write the vectors.
+    """Train, or resume an interrupted training; write the vectors, and their figures beside the baselines'.
 
     Args:
         domains: the data.
@@ -49,12 +53,13 @@ def run_training(
         ConfigError: no such preset or option, or the density is out of range.
         DataError: the data cannot be trained on, or the folder cannot be written.
     """
-    arms = {"sccdr": SCCDR, **{arm.removeprefix("+ ").replace(" ", "-").replace(",", ""): arm for arm in ARMS}}
+    arms = {"sccdr": SCCDR, **{arm.removeprefix("+ ").replace(" ", "-").replace(",", ""): arm for arm in TRAINED}}
     if preset not in arms:
         raise ConfigError(f"--preset: {preset!r} is none of {', '.join(arms)}")
     base = override(MatchOptions(), overrides)
     options = msgspec.structs.replace(options_of(base, arms[preset], base.seed), **_given(base, overrides))
     data = split(domains, _checked(density), num_validation, options.seed)
+    _warn(domains, console)
     trainer = Trainer(data, options)
     state = folder / "training.state"
     if checkpoint.resume(trainer, state):
@@ -62,14 +67,20 @@ def run_training(
     with bars(console) as show:
         save_state = checkpoint.every(SAVE_EVERY_S, lambda: checkpoint.save(trainer, state))
         trained = trainer.run(partial(show, ""), save_state)
-    ranks = Judge.make(domains.test, domains.target).ranks(trained.users, trained.items)
-    figures = {
-        **({} if trained.validation_hit is None else {"validation_hit_50": trained.validation_hit}),
-        **{f"hit_{k}": hit_ratio(ranks, k) for k in (10, 50, 100)},
-        "ndcg_10": ndcg(ranks, 10),
-    }
+    served = join(data, pure_svd(data, both=True) if options.export == "joined" else None, trained)
+    console.print(f"served: {served.settings}; {served.items.shape[1]} dimensions")
+    judge = domains.judge()
+    ranks = judge.ranks(served.users, served.items)
+    with_twins = domains.judge_with_twins().ranks(served.users, served.items)
+    figures = {"validation_smooth_hit": served.validation, **_figures(ranks), **_figures(with_twins, "_twins")}
     console.print(", ".join(f"{name} {value:.4f}" for name, value in figures.items()))
-    version = save(export(domains, data, trained, figures), folder)
+    by_baseline = {name: judge.ranks_by(tuned.scores) for name, fit in BASELINES.items() if (tuned := fit(data))}
+    for name, found in by_baseline.items():
+        console.print(f"{name}: " + ", ".join(f"{key} {value:.4f}" for key, value in _figures(found).items()))
+    comparison = compare_hits("what is served", ranks, by_baseline)
+    if comparison is not None:
+        console.print(comparison.text(), markup=False, highlight=False)
+    version = save(export(domains, data, served, figures), folder)
     state.unlink(missing_ok=True)
     console.print(f"vectors {version} in {folder}")
     user = domains.users[int(data.target.users[0])].user
@@ -106,6 +117,7 @@ def run_ablation(
         seeds=tuple(range(num_seeds)),
         num_validation=num_validation,
     )
+    _warn(domains, console)
     with bars(console) as show:
         runs = ablate(domains, plan, folder, show)
     table = markdown(folder, runs)
@@ -115,6 +127,22 @@ def run_ablation(
         plot(runs, folder / "ablation.png")
     except DataError as error:
         console.print(str(error))
+
+
+def _warn(domains: Domains, console: Console) -> None:
+    """Warn of twins, and of item ids that both domains have."""
+    if (words := domains.about_twins()) is not None:
+        console.print(words, markup=False, highlight=False)
+    if not domains.ids_are_apart:
+        console.print(
+            "Both domains have some item ids: an id of a request's history is the target's item, so what a user does "
+            "in the source later is not folded in."
+        )
+
+
+def _figures(ranks: F64, suffix: str = "") -> dict[str, float]:
+    """Compute what is kept beside the vectors."""
+    return {f"hit_{k}{suffix}": hit_ratio(ranks, k) for k in (10, 50, 100)} | {f"ndcg_10{suffix}": ndcg(ranks, 10)}
 
 
 def _given(base: MatchOptions, overrides: tuple[str, ...]) -> dict[str, object]:

@@ -5,23 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
 from npu_gr.core.errors import DataError
 from npu_gr.core.request import I64, UserKey
 from npu_gr.features.interactions import read_edges
-from npu_gr.train.match.graph import Graph
+from npu_gr.train.graph import Graph, unique_edges
+from npu_gr.train.judge import HeldOut, Judge
+from npu_gr.train.match.twins import Twins, are_twins, find_twins, owned_twins
 
 MIN_EDGES_TO_TEST = 3  # edges that a user needs for one of them to be held out for the test
-
-
-class HeldOut(NamedTuple):
-    """Held-out edges, at most one of each user."""
-
-    users: I64  # [n] rows, distinct
-    items: I64  # [n] rows
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -34,6 +28,34 @@ class Domains:
     source_ids: I64  # external id of each item row
     target_ids: I64
     test: HeldOut  # edges of the target that are not in its graph
+    twins: Twins
+    owned_twins: Graph  # target items that are twins of what each user has in the source
+
+    @property
+    def ids_are_apart(self) -> bool:
+        """Whether no item id is in both domains: then an id says which domain its item is of."""
+        return not np.isin(self.source_ids, self.target_ids).any()
+
+    def judge(self) -> Judge:
+        """Judge by the test's edges, those of twins left out; what a user has, and twins of it, do not compete."""
+        judge = Judge.make(self.test, self.target, self.owned_twins)
+        return judge.only(~are_twins(self.test, self.owned_twins))
+
+    def judge_with_twins(self) -> Judge:
+        """Judge by all of the test's edges; twins of what a user has compete like any other item."""
+        return Judge.make(self.test, self.target)
+
+    def about_twins(self) -> str | None:
+        """Warn of the twins; None = there are none."""
+        if not len(self.twins.source_items):
+            return None
+        tested = int(are_twins(self.test, self.owned_twins).sum())
+        return (
+            f"WARNING: {len(self.twins.source_items)} pairs of a source and a target item have nearly the same users, "
+            f"as if one product were listed twice; {tested} of {len(self.test.users)} tested edges "
+            f"({tested / max(1, len(self.test.users)):.1%}) ask for such a twin of what the user has. Figures are "
+            "printed with them and without."
+        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -43,6 +65,12 @@ class MatchData:
     source: Graph
     target: Graph
     validation: HeldOut  # edges of the target that are not in its graph
+    owned_twins: Graph  # target items that are twins of what each user has in the source
+
+    def judge(self) -> Judge:
+        """Judge by the validation's edges but twins'; what a user has, and twins of it, do not compete."""
+        judge = Judge.make(self.validation, self.target, self.owned_twins)
+        return judge.only(~are_twins(self.validation, self.owned_twins))
 
 
 def read_domains(
@@ -85,20 +113,24 @@ def read_domains(
         raise DataError(f"{source} and {target} share no user")
     source_ids = np.unique(tables[0][1])
     target_ids = np.unique(np.concatenate([items for _, items in tables[1:]]))
-    graph = _graph(rows[1], np.searchsorted(target_ids, tables[1][1]), len(codes), len(target_ids))
+    graph = unique_edges(rows[1], np.searchsorted(target_ids, tables[1][1]), len(codes), len(target_ids))
     if test:
         if len(np.unique(rows[2])) != len(rows[2]):
             raise DataError(f"{test}: more than one line of a user")
         held_out = HeldOut(rows[2], np.searchsorted(target_ids, tables[2][1]))
     else:
         graph, held_out = hold_out(graph, np.random.default_rng(0), MIN_EDGES_TO_TEST, graph.num_users)
+    source_graph = unique_edges(rows[0], np.searchsorted(source_ids, tables[0][1]), len(codes), len(source_ids))
+    twins = find_twins(source_graph, graph)
     return Domains(
-        source=_graph(rows[0], np.searchsorted(source_ids, tables[0][1]), len(codes), len(source_ids)),
+        source=source_graph,
         target=graph,
         users=list(codes),
         source_ids=source_ids,
         target_ids=target_ids,
         test=held_out,
+        twins=twins,
+        owned_twins=owned_twins(source_graph, graph, twins),
     )
 
 
@@ -112,7 +144,7 @@ def split(domains: Domains, density: float, num_validation: int, seed: int) -> M
         seed: of both choices.
 
     Raises:
-        DataError: no user has two edges of the thinned target.
+        DataError: no user has two edges of the thinned target, or only twins are asked for.
     """
     random = np.random.default_rng(seed)
     target = domains.target
@@ -121,7 +153,13 @@ def split(domains: Domains, density: float, num_validation: int, seed: int) -> M
     target, validation = hold_out(target, random, 2, num_validation)
     if not len(validation.users):
         raise DataError("no user has two target edges: there is nothing to validate on")
-    return MatchData(domains.source, target, validation)
+    data = MatchData(domains.source, target, validation, domains.owned_twins)
+    for name, judge in (("validation", data.judge()), ("test", domains.judge())):
+        if not len(judge.held_out.users):
+            raise DataError(
+                f"every edge of the {name} asks for a twin of what its user has in the source: is it one log?"
+            )
+    return data
 
 
 def hold_out(graph: Graph, random: np.random.Generator, min_edges: int, num_users: int) -> tuple[Graph, HeldOut]:
@@ -143,11 +181,6 @@ def hold_out(graph: Graph, random: np.random.Generator, min_edges: int, num_user
     kept = np.ones(len(graph.users), np.bool_)
     kept[chosen] = False
     return _part(graph, kept), HeldOut(graph.users[chosen], graph.items[chosen])
-
-
-def _graph(users: I64, items: I64, num_users: int, num_items: int) -> Graph:
-    edges = np.unique(users * num_items + items)
-    return Graph(edges // num_items, edges % num_items, num_users, num_items)
 
 
 def _part(graph: Graph, kept: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> Graph:

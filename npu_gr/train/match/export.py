@@ -4,35 +4,49 @@ from __future__ import annotations
 
 import numpy as np
 
+from npu_gr.core.request import I64
+from npu_gr.matching.source import SourceItems
 from npu_gr.matching.vectors import Vectors
+from npu_gr.train.graph import Graph
 from npu_gr.train.match.domains import Domains, MatchData
-from npu_gr.train.match.train import TrainedVectors
+from npu_gr.train.match.joined import JoinedVectors
 
 
-def export(domains: Domains, data: MatchData, trained: TrainedVectors, figures: dict[str, float]) -> Vectors:
-    """Join trained vectors with the names and histories that serving needs.
+def export(domains: Domains, data: MatchData, joined: JoinedVectors, figures: dict[str, float]) -> Vectors:
+    """Join vectors with the names and histories that serving needs.
 
     Args:
-        domains: every target edge in them counts as seen.
+        domains: every edge in them counts as seen.
         data: that the training saw: it decides which users have vectors.
-        trained: its result.
+        joined: the vectors.
         figures: metrics to keep beside the vectors, by name.
     """
-    target = domains.target
-    is_bridged = trained.source_users is not None and trained.bridge_items is not None
-    order = np.argsort(target.users, kind="stable")
+    target_starts, target_items = _by_user(domains.target)
+    source_starts, source_items = _by_user(domains.source)
+    num_source = domains.source.num_items
+    knows_source = joined.folding.source_states is not None
     return Vectors(
         user_keys=domains.users,
         item_ids=domains.target_ids,
-        users=trained.users.numpy(),
-        items=trained.items.numpy(),
+        users=joined.users.numpy(),
+        items=joined.items.numpy(),
         in_target=data.target.degrees()[0] > 0,
-        in_source=data.source.degrees()[0] > 0,
-        source_users=trained.source_users.numpy() if trained.source_users is not None and is_bridged else None,
-        bridge_items=trained.bridge_items.numpy() if trained.bridge_items is not None and is_bridged else None,
-        popularity=target.degrees()[1],
-        seen_starts=np.searchsorted(target.users[order], np.arange(target.num_users + 1)),
-        seen_items=target.items[order].astype(np.int32),
+        in_source=(data.source.degrees()[0] > 0) & knows_source,
+        popularity=domains.target.degrees()[1],
+        seen_starts=target_starts,
+        seen_items=target_items.astype(np.int32),
         figures=figures,
-        folding=trained.folding,
+        folding=joined.folding,
+        source=SourceItems(
+            ids=domains.source_ids if domains.ids_are_apart else None,
+            seen_starts=source_starts,
+            seen_items=source_items.astype(np.int32),
+            twin_starts=np.searchsorted(domains.twins.source_items, np.arange(num_source + 1)),
+            twin_items=domains.twins.target_items.astype(np.int32),
+        ),
     )
+
+
+def _by_user(graph: Graph) -> tuple[I64, I64]:
+    order = np.argsort(graph.users, kind="stable")
+    return np.searchsorted(graph.users[order], np.arange(graph.num_users + 1)), graph.items[order]

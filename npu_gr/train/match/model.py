@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from npu_gr.core.request import I64
 from npu_gr.matching.fold import LEAK, Activation, Folding, Norm
-from npu_gr.train.match.graph import Graph
+from npu_gr.train.graph import Graph
+from npu_gr.train.match.propagation import propagation
 
 Encoding = tuple[Tensor, Tensor]  # float32 [num_users, d], [num_items, d]
 EMBEDDING_STD = 0.1
@@ -45,7 +46,7 @@ class GraphEncoder(nn.Module):
             dim: d, of all vectors.
             num_layers: propagation steps.
             kind: sage, or lightgcn, which has no matrices, and for which `norm` is symmetric and `activation` unused.
-            norm: weights of the neighbours, see `Graph.propagation`.
+            norm: weights of the neighbours, see `propagation`.
             activation: act.
             users: an embedding table [num_users, d] shared with another encoder; None: a new one.
             generator: draws the embedding tables.
@@ -65,7 +66,7 @@ class GraphEncoder(nn.Module):
         self.activation = {"none": nn.Identity(), "tanh": nn.Tanh(), "leaky_relu": nn.LeakyReLU(LEAK)}[activation]
         self.activation_name: Activation = activation
         self.norm: Norm = norm if kind == "sage" else "symmetric"
-        self.to_users, self.to_items = graph.propagation(self.norm)
+        self.to_users, self.to_items = propagation(graph, self.norm)
 
     def forward(self) -> Encoding:
         """Compute the vectors of all users and items."""

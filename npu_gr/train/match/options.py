@@ -31,6 +31,7 @@ class MatchOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     stop_gradient: Annotated[bool, Meta(description="inter-domain losses do not move the source")] = True
     curriculum: Annotated[bool, Meta(description="negatives from easy to hard, by Katz centrality")] = True
 
+    prior: Annotated[bool, Meta(description="add each item's popularity to its logits, in closed form")] = True
     encoder: Annotated[Literal["sage", "lightgcn"], Meta(description="of the graph")] = "sage"
     norm: Annotated[
         Literal["symmetric", "mean"],
@@ -42,6 +43,11 @@ class MatchOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     projector: Annotated[Literal["none", "linear", "mlp"], Meta(description="between the domains' vectors")] = "linear"
     dim: Annotated[Count, Meta(description="width of a vector")] = 64
     num_layers: Annotated[Count, Meta(description="hops in the graph")] = 2
+
+    export: Annotated[
+        Literal["joined", "encoder"],
+        Meta(description="joined: serve the joint SVD and popularity too, by weights of the validation"),
+    ] = "joined"
 
     source_steps: Annotated[Count, Meta(description="most steps of the source's stage")] = 120
     target_steps: Annotated[Count, Meta(description="most steps of the target's stage")] = 120
@@ -62,6 +68,9 @@ class MatchOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     start_share: Annotated[
         float, Meta(gt=0.0, le=1.0, description="curriculum: share of the negatives, the easiest, at the start")
     ] = 0.3
+    pacing_looks: Annotated[
+        Count, Meta(description="curriculum: validations of the stage after which every negative may be drawn")
+    ] = 4
     pacing_power: Annotated[Positive, Meta(description="curriculum: 1 adds negatives evenly, more adds later")] = 1.0
 
 
@@ -94,7 +103,7 @@ def stages(options: MatchOptions) -> list[TrainingStage]:
 _INTER_OPTIONS: tuple[str, ...] = (
     *("aligned", "neighbour", "stop_gradient", "curriculum", "projector", "inter_steps", "batch_anchors"),
     *("num_inter_negatives", "lambda_intra", "lambda_inter", "tau", "inter_learning_rate_ratio"),
-    *("start_share", "pacing_power"),
+    *("start_share", "pacing_looks", "pacing_power"),
 )
 
 

@@ -28,7 +28,7 @@ def bars(console: Console) -> Iterator[Callable[[str, StageProgress], None]]:
                 for old in tasks.values():
                     progress.update(old, visible=name == "")  # of many trainings only the current stage is shown
                 tasks[key] = progress.add_task(f"{name} {step.stage}".strip(), total=step.total, figures="")
-            hit = f", best HIT@50 {step.hit:.4f}" if step.hit >= 0 else ""
+            hit = f", best smooth HIT {step.hit:.4f}" if step.hit >= 0 else ""
             progress.update(tasks[key], completed=step.done, figures=f"loss {step.loss:.4f}{hit}")
 
         yield show

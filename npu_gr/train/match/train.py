@@ -7,7 +7,9 @@ The stages of the schedule `separated` (`options.stages`):
 
     source   trains the source's encoder on the source's edges
     target   trains the target's encoder on the target's edges; users start at their source vectors
-    inter    trains with the inter-domain losses too; starts at the best weights so far (HIT@50 on the validation)
+    inter    trains with the inter-domain losses too; starts at the best weights so far (smooth HIT on the validation)
+
+Every intra-domain logit has a prior, how popular the item is (`log_odds`): the vectors learn what is left.
 
 Every stage has its own random numbers, so trainings that differ only in a later stage can share an earlier one, bit
 for bit.
@@ -31,17 +33,16 @@ from torch.nn.functional import normalize
 from npu_gr.core.errors import DataError
 from npu_gr.core.request import I64
 from npu_gr.matching.fold import Folding
+from npu_gr.train.baselines.tune import log_popularity
+from npu_gr.train.graph import Graph
+from npu_gr.train.judge import smooth_hit
 from npu_gr.train.match.curriculum import Negatives, share
 from npu_gr.train.match.domains import MatchData
-from npu_gr.train.match.evaluate import Judge
-from npu_gr.train.match.graph import Graph, katz
 from npu_gr.train.match.losses import dots, inter_loss, intra_loss
 from npu_gr.train.match.model import EMBEDDING_STD, Encoding, GraphEncoder, Projector
 from npu_gr.train.match.options import MatchOptions, TrainingStage, shared_key, stages
-from npu_gr.train.metrics import hit_ratio
+from npu_gr.train.match.propagation import katz
 from npu_gr.train.steps import EarlyStopping
-
-STOP_AT = 50  # HIT@50 on the validation decides which weights are kept
 
 
 class StageProgress(NamedTuple):
@@ -51,7 +52,7 @@ class StageProgress(NamedTuple):
     done: int  # steps
     total: int
     loss: float  # of the last step
-    hit: float  # best HIT@50 on the validation so far; -1 before the first
+    hit: float  # best smooth HIT on the validation so far; -1 before the first
 
 
 class Validation(NamedTuple):
@@ -59,7 +60,7 @@ class Validation(NamedTuple):
 
     stage: str
     step: int
-    hit: float  # HIT@50
+    hit: float  # smooth HIT
 
 
 class TrainedVectors(NamedTuple):
@@ -67,12 +68,17 @@ class TrainedVectors(NamedTuple):
 
     users: Tensor  # float32 [U, d] in the target domain
     items: Tensor  # float32 [I, d]
+    prior: Tensor | None  # float32 [I] is added to the items' scores; None: popularity is in the vectors
     source_users: Tensor | None  # float32 [U, d] in the source domain; None: the source was not trained
     bridge_items: Tensor | None  # float32 [I, d] of length 1, for source vectors; None: no neighbour loss was trained
-    validation_hit: float | None  # HIT@50 of the best weights; None: nothing was trained
+    validation: float  # smooth HIT of the best weights
     stage: str  # that the best weights are from
     step: int
-    folding: Folding | None = None  # computes vectors of users who come later; None: there is no encoder
+    folding: Folding  # computes vectors of users who come later
+
+    def scores(self, users: Tensor) -> Tensor:
+        """Score all items for some users: int64 [n] rows -> float32 [n, I]."""
+        return _with(self.users[users] @ self.items.T, self.prior)
 
 
 class Trainer:
@@ -81,12 +87,13 @@ class Trainer:
     def __init__(self, data: MatchData, options: MatchOptions) -> None:
         self.data = data
         self.options = options
-        self._judge = Judge.make(data.validation, data.target)
+        self._judge = data.judge()
         self.source = self._encoder("source", data.source, None)
         self.target = self._encoder("target", data.target, self.source.users if options.users == "shared" else None)
         self.project_users = Projector(options.dim, options.projector)
         self.project_items = Projector(options.dim, options.projector)
         self._edges = {"source": _Edges(data.source, options), "target": _Edges(data.target, options)}
+        self._prior = log_popularity(data.target.degrees()[1]) if options.prior else None
         self._in_source = np.flatnonzero(data.source.degrees()[0])
         self._bridge = _Bridge(data, self._in_source)
         self._stages = stages(options)
@@ -187,7 +194,9 @@ class Trainer:
 
     @torch.no_grad()
     def _validate(self, stage: TrainingStage) -> None:
-        hit = hit_ratio(self._judge.ranks(*self.target()), STOP_AT)
+        users, items = self.target()
+        prior = self._prior
+        hit = smooth_hit(self._judge.ranks_by(lambda rows: _with(users[rows] @ items.T, prior)))
         validation = Validation(stage.name, self._step, hit)
         self.validations.append(validation)
         self._stopping.is_best(hit)
@@ -200,9 +209,7 @@ class Trainer:
     def _loss(self, stage: TrainingStage) -> Tensor:
         options = self.options
         vectors: dict[str, Encoding] = {name: getattr(self, name)() for name in stage.moves}
-        intra = torch.stack(
-            [intra_loss(dots(*z, *self._edges[name].draw(self._generator))) for name, z in vectors.items()]
-        ).sum()
+        intra = torch.stack([self._intra(name, z) for name, z in vectors.items()]).sum()
         if not stage.inter:
             return intra
         if "source" in vectors:
@@ -213,11 +220,18 @@ class Trainer:
             source_users = self._source_users
         return options.lambda_intra * intra + options.lambda_inter * self._inter(stage, source_users, vectors["target"])
 
+    def _intra(self, domain: str, vectors: Encoding) -> Tensor:
+        """Compute the loss of a batch of edges of a domain."""
+        edges = self._edges[domain]
+        users, items = edges.draw(self._generator)
+        logits = dots(*vectors, users, items)
+        return intra_loss(logits if edges.log_odds is None else logits + edges.log_odds[items])
+
     def _inter(self, stage: TrainingStage, source_users: Tensor, target: Encoding) -> Tensor:
         """Sum the inter-domain losses that are switched on."""
         options = self.options
         losses = []
-        done = self._step / stage.steps
+        done = min(1.0, self._step / (options.pacing_looks * options.evaluate_every))
         easiest = share(done, options.start_share, options.pacing_power) if options.curriculum else 1.0
         size = (options.batch_anchors, options.num_inter_negatives)
         if options.aligned:
@@ -243,9 +257,10 @@ class Trainer:
         return TrainedVectors(
             users=users,
             items=items,
+            prior=self._prior,
             source_users=normalize(self.source()[0], dim=-1) if "source" in names else None,
             bridge_items=normalize(self.project_items(items), dim=-1) if is_bridged else None,
-            validation_hit=self._best.hit,
+            validation=self._best.hit,
             stage=self._best.stage,
             step=self._best.step,
             folding=self.target.folding(self.data.target.degrees()[1]),
@@ -318,6 +333,21 @@ class Trainer:
         self._generator.set_state(table["generator"])
 
 
+def log_odds(graph: Graph, num_negatives: int, negative_power: float) -> Tensor:
+    """Compute the best logit of the intra-domain loss that knows no user: log(P(item) / (k Q(item))).
+
+    P is the item's share of the edges, half an edge added; Q is its chance to be drawn as a negative, k negatives an
+    edge. The vectors learn what is left.
+
+    Returns:
+        float32 [num_items].
+    """
+    degrees = graph.degrees()[1].astype(np.float64)
+    drawn = np.maximum(degrees**negative_power, 1e-9)  # an item that is never drawn needs no logit
+    odds = (degrees + 0.5) / len(graph.users) / (num_negatives * drawn / drawn.sum())
+    return torch.from_numpy(np.log(odds).astype(np.float32))
+
+
 class _Edges:
     """Draws edges of a domain evenly, each with random items as negatives."""
 
@@ -328,6 +358,7 @@ class _Edges:
         self._num_items = graph.num_items
         weights = np.cumsum(graph.degrees()[1].astype(np.float64) ** options.negative_power)
         self._cumulative = torch.from_numpy(weights / weights[-1])
+        self.log_odds = log_odds(graph, options.num_negatives, options.negative_power) if options.prior else None
 
     def draw(self, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         """Draw a batch: int64 [B] users, and int64 [B, 1 + k] items, the edge's own first."""
@@ -392,6 +423,10 @@ class _Bridge:
         users = self.edge_users[at]
         others = self._item_negatives.draw(self._log_centrality[users], k, easiest, generator)
         return users, torch.cat([self.edge_items[at, None], self._items_with_edges[others]], dim=1)
+
+
+def _with(scores: Tensor, prior: Tensor | None) -> Tensor:
+    return scores if prior is None else scores + prior
 
 
 def _seed(seed: int, use: str) -> int:

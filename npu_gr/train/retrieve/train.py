@@ -28,7 +28,7 @@ from npu_gr.core.settings import Count
 from npu_gr.features.interactions import Interactions
 from npu_gr.matching.fold import Folding
 from npu_gr.matching.vectors import Vectors
-from npu_gr.train.baselines import Baseline, Markov, Popularity
+from npu_gr.train.baselines import fit_baselines
 from npu_gr.train.data import InteractionLog, NextItem, Split, build_log, what_stands
 from npu_gr.train.generate.retrieval import RetrievalFigures, baseline_figures
 from npu_gr.train.metrics import F64, cells, known, ndcg
@@ -79,6 +79,7 @@ class RetrieveReport:
     validation_ndcg: float  # NDCG@10 of unseen items
     vectors: RetrievalFigures
     baselines: tuple[RetrievalFigures, ...]
+    left_out: tuple[str, ...]  # why others are not among the baselines
 
     def comparison(self) -> BaselineComparison | None:
         """Compare the vectors with the strongest baseline; None = there is no user to compare on."""
@@ -101,7 +102,8 @@ class RetrieveReport:
         """Say in words what was chosen, and how it stands beside the strongest baseline."""
         comparison = self.comparison()
         chosen = ", ".join(f"{name} {value:g}" for name, value in self.settings._asdict().items())
-        return f"chosen on the validation: {chosen}" + ("" if comparison is None else f"\n{comparison.text()}")
+        words = [f"chosen on the validation: {chosen}", *self.left_out]
+        return "\n".join(words if comparison is None else [*words, comparison.text()])
 
     def table(self) -> Table:
         """Lay the figures out for a terminal."""
@@ -153,14 +155,15 @@ def train_retriever(
     model = _model(log, settings, options)
     targets = sample_targets(log.next_items(), options.test_users, options.seed)
     told = _telling(_scores(log, model, targets), "vectors: evaluate", len(targets), progress)
-    fitted: list[Baseline] = [Popularity(log), Markov(log)]
+    baselines = fit_baselines(log, SPLIT, options.seed)
     report = RetrieveReport(
         settings=settings,
         num_trained=int(log.trained.sum()),
         num_served=len(log.items) if options.refit else int(log.trained.sum()),
         validation_ndcg=validation_ndcg,
         vectors=RetrievalFigures.from_ranks(rank_next_items(log, targets, told), NAME),
-        baselines=tuple(baseline_figures(log, targets, baseline) for baseline in fitted),
+        baselines=tuple(baseline_figures(log, targets, baseline) for baseline in baselines.fitted),
+        left_out=baselines.left_out,
     )
     users = [UserKey(tenant, name) for name in interactions.user_names]
     found = TrainedRetriever(_vectors(log, model, users, report), report)
@@ -250,8 +253,6 @@ def _vectors(log: InteractionLog, model: _Model, users: list[UserKey], report: R
         items=model.items,
         in_target=has_any,
         in_source=np.zeros(log.num_users, np.bool_),
-        source_users=None,
-        bridge_items=None,
         popularity=np.bincount(log.items[trained], minlength=log.num_items),
         seen_starts=np.concatenate([[0], np.cumsum(log.num_trained)]),
         seen_items=log.items[trained].astype(np.int32),

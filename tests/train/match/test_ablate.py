@@ -12,12 +12,16 @@ from click.testing import CliRunner
 from npu_gr.cli.main import main
 from npu_gr.core.errors import DataError
 from npu_gr.matching.vectors import load
-from npu_gr.train.match.ablate import ARMS, POPULARITY, Plan, ablate, markdown, plot, read_runs
+from npu_gr.train.match.ablate import Plan, ablate, read_runs
+from npu_gr.train.match.arms import ARMS, EXPORT, POPULARITY
+from npu_gr.train.match.cold import WAYS
+from npu_gr.train.match.report import best_baseline, compare, markdown, plot
 from npu_gr.train.paired import difference
 from tests.train.match.synthetic import domains, quick, write
 
 SHORT = quick(source_steps=4, target_steps=4, inter_steps=4, evaluate_every=4)
-PLAN = Plan(SHORT, densities=(0.5, 1.0), seeds=(0, 1), arms=("target only", "+ curriculum"), num_validation=40)
+SHOWN = (POPULARITY, "PureSVD, both", "ItemKNN, target", "target only", "+ curriculum", EXPORT)
+PLAN = Plan(SHORT, densities=(0.5, 1.0), seeds=(0, 1), arms=SHOWN, num_validation=40, cold=False)
 
 
 def test_it_goes_on_after_an_interruption_and_ends_the_same(tmp_path: Path) -> None:
@@ -57,13 +61,35 @@ def test_the_table_and_the_plot_show_every_arm(tmp_path: Path) -> None:
     runs = ablate(domains(tmp_path), PLAN, tmp_path / "runs")
     table = markdown(tmp_path / "runs", runs)
     assert table.count("### ") == 2
-    for arm in (POPULARITY, *PLAN.arms):
+    for arm in PLAN.arms:
         assert table.count(f"\n| {arm} | 2 |") == 2
     assert table.count("| + curriculum | target only | ") == 2
+    assert table.count("(the best baseline)") == 4
     assert set(PLAN.arms) < set(ARMS)
+    best = best_baseline(runs, 0.5)
+    assert best in {"PureSVD, both", "ItemKNN, target"}
+    gain = compare(tmp_path / "runs", runs, EXPORT, POPULARITY, 0.5)
+    assert gain is not None
+    half = [run for run in runs if run.density == 0.5]
+    ours, theirs = (np.mean([run.hit_50 for run in half if run.arm == arm]) for arm in (EXPORT, POPULARITY))
+    assert gain.mean == pytest.approx(ours - theirs)
     pytest.importorskip("matplotlib", reason="matplotlib is not installed")
     plot(runs, tmp_path / "a.png")
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_cold_users_are_asked_for_once_and_by_every_way(tmp_path: Path) -> None:
+    both = domains(tmp_path)
+    plan = PLAN._replace(arms=(POPULARITY,), densities=(1.0,), seeds=(0,), cold=True)
+    runs = ablate(both, plan, tmp_path / "runs")
+    cold = {run.arm: run for run in runs if run.arm.startswith("cold users: ")}
+    assert list(cold) == [f"cold users: {way}" for way in WAYS]
+    shared = (both.source.degrees()[0] > 0) & (both.target.degrees()[0] > 0)
+    assert {run.num_tested for run in cold.values()} == {int(shared[both.test.users].sum())}
+    # The taste is the source's: who knows it beats popularity.
+    assert cold["cold users: joint SVD"].hit_50 > cold["cold users: popularity"].hit_50 + 0.1
+    assert ablate(both, plan, tmp_path / "runs") == runs
+    assert "| cold users: export | 1 |" in markdown(tmp_path / "runs", runs)
 
 
 def test_the_interval_knows_a_difference_from_noise() -> None:
@@ -88,7 +114,10 @@ def test_the_command_trains_exports_and_ablates(tmp_path: Path) -> None:
     assert out.exit_code == 0, out.output
     vectors = load(tmp_path / "v")
     assert vectors.version in out.output
-    assert vectors.users.shape == (160, 8)
+    assert len(vectors.users) == 160
+    assert "the strongest baseline" in out.output
+    assert "EASE, both: hit_10" in out.output
+    assert set(vectors.figures) >= {"hit_50", "hit_50_twins", "validation_smooth_hit"}
     assert not (tmp_path / "v" / "training.state").exists()
     words = ["train", "match", source, target, "--out", str(tmp_path / "a"), "--ablate", "--seeds=1", "--density=0.8"]
     out = CliRunner().invoke(main, [*words, *options])

@@ -10,9 +10,8 @@ import torch
 
 from npu_gr.core.errors import DataError
 from npu_gr.train.match import checkpoint
-from npu_gr.train.match.ablate import ARMS, options_of
+from npu_gr.train.match.arms import TRAINED, options_of
 from npu_gr.train.match.domains import split
-from npu_gr.train.match.evaluate import Judge
 from npu_gr.train.match.train import TrainedVectors, Trainer
 from npu_gr.train.metrics import hit_ratio
 from tests.train.match.synthetic import QUICK, data, domains, quick
@@ -24,15 +23,15 @@ def same(one: TrainedVectors, two: TrainedVectors) -> bool:
 
 def test_the_planted_taste_is_carried_over(tmp_path: Path) -> None:
     both = domains(tmp_path)
-    seen, judge = split(both, 0.6, 60, 0), Judge.make(both.test, both.target)
+    seen, judge = split(both, 0.6, 60, 0), both.judge()
     hits = {}
     for arm in ("target only", "+ curriculum"):
         result = Trainer(seen, options_of(QUICK, arm, 0)).run()
-        hits[arm] = hit_ratio(judge.ranks(result.users, result.items), 20)
+        hits[arm] = hit_ratio(judge.ranks_by(result.scores), 20)
     assert hits["+ curriculum"] > 1.3 * hits["target only"]
 
 
-@pytest.mark.parametrize("arm", ARMS)
+@pytest.mark.parametrize("arm", TRAINED)
 def test_every_arm_trains_and_the_seed_decides(arm: str, tmp_path: Path) -> None:
     seen = data(tmp_path)
     short = quick(source_steps=4, target_steps=6, inter_steps=6, evaluate_every=3)
@@ -78,6 +77,22 @@ def test_stop_gradient_keeps_the_source_still(stops: bool, tmp_path: Path) -> No
     assert torch.equal(last_of_source, last) is stops
 
 
+def test_the_curriculum_is_paced_by_validations_not_by_the_longest_stage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[float] = []
+
+    def note(done: float, start: float, power: float) -> float:
+        seen.append(done)
+        return 1.0
+
+    monkeypatch.setattr("npu_gr.train.match.train.share", note)
+    Trainer(
+        data(tmp_path), quick(source_steps=2, target_steps=2, inter_steps=9, evaluate_every=3, pacing_looks=2)
+    ).run()
+    assert seen == [step / 6 for step in range(6)] + [1.0] * 3
+
+
 def test_a_state_of_other_options_is_refused(tmp_path: Path) -> None:
     seen = data(tmp_path)
     path = tmp_path / "state"
@@ -94,7 +109,7 @@ def test_a_state_of_other_options_is_refused(tmp_path: Path) -> None:
 
 def test_ranks_are_the_brute_force_ones(tmp_path: Path) -> None:
     both = domains(tmp_path)
-    judge = Judge.make(both.test, both.target)
+    judge = both.judge_with_twins()
     random = np.random.default_rng(0)
     users = torch.from_numpy(random.integers(-2, 3, (both.target.num_users, 4)).astype(np.float32))
     items = torch.from_numpy(random.integers(-2, 3, (both.target.num_items, 4)).astype(np.float32))

@@ -14,6 +14,7 @@ from npu_gr.cli.main import main
 from npu_gr.core.errors import DataError
 from npu_gr.core.request import I64, Basis, UserKey
 from npu_gr.features.interactions import Interactions
+from npu_gr.matching.fold import Folding
 from npu_gr.matching.matcher import Matcher
 from npu_gr.matching.vectors import load, save
 from npu_gr.train.data import build_log
@@ -75,7 +76,7 @@ def test_a_new_event_moves_the_user_as_the_training_would_have(evaluated: Traine
     own = log.items[log.starts[3] : log.starts[3] + log.num_trained[3]]
     new = np.array([17])
     folding = evaluated.vectors.folding
-    assert folding is not None
+    assert isinstance(folding, Folding)
     assert folding.decay is not None
     weights = folding.decay ** np.arange(len(own), -1, -1.0)
     for sent, events in ((new, [*own[own != 17], 17]), (np.concatenate([own, new]), [*own, 17])):

@@ -1,74 +1,12 @@
-"""Baselines that a trained model has to beat: popularity, Markov counts, means, matrix factorisation.
-
-They are measured by the model's own protocol. Every baseline learns items from the trained events alone; to score an
-event it may read, like the ranker, all events of the user before it, those after the trained ones included.
-"""
+"""Baselines that predict ratings: means, and matrix factorisation."""
 
 from __future__ import annotations
-
-from typing import Protocol
 
 import numpy as np
 
 from npu_gr.core.request import I64
 from npu_gr.train.data import InteractionLog
 from npu_gr.train.metrics import F64
-
-
-class Baseline(Protocol):
-    """A baseline, fitted to the trained events of a log."""
-
-    name: str
-
-    def liking(self, log: InteractionLog) -> F64 | None:
-        """Score how much the user likes the item of each event of the log, from the user's events before it.
-
-        Returns:
-            float64 [n]; None = the baseline does not predict ratings.
-        """
-        ...
-
-    def next_items(self, log: InteractionLog, user: int) -> F64:
-        """Score each item as the one after the user's trained events, float64 [num_items]."""
-        ...
-
-
-class Popularity:
-    """Ranks items by their number of trained events."""
-
-    name = "popularity"
-
-    def __init__(self, log: InteractionLog) -> None:
-        self._counts = np.bincount(log.items[log.trained], minlength=log.num_items).astype(np.float64)
-
-    def liking(self, log: InteractionLog) -> F64 | None:
-        return None
-
-    def next_items(self, log: InteractionLog, user: int) -> F64:
-        return self._counts
-
-
-class Markov:
-    """Ranks items by how often they followed the user's last item; equals by popularity."""
-
-    name = "Markov counts"
-
-    def __init__(self, log: InteractionLog) -> None:
-        self._popularity = Popularity(log)
-        follows = log.trained & (np.diff(log.users, prepend=-1) == 0)
-        at = np.flatnonzero(follows)
-        self._pairs, self._counts = np.unique(log.items[at - 1] * log.num_items + log.items[at], return_counts=True)
-
-    def liking(self, log: InteractionLog) -> F64 | None:
-        return None
-
-    def next_items(self, log: InteractionLog, user: int) -> F64:
-        last = log.items[log.starts[user] + log.num_trained[user] - 1]
-        popularity = self._popularity.next_items(log, user)
-        scores: F64 = popularity / (popularity.sum() + 1)  # less than one count, so it decides between equals only
-        mine = slice(*np.searchsorted(self._pairs, [last * log.num_items, (last + 1) * log.num_items]))
-        scores[self._pairs[mine] - last * log.num_items] += self._counts[mine]
-        return scores
 
 
 class Means:

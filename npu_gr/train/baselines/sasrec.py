@@ -1,0 +1,152 @@
+"""SASRec: the baseline that learns. A causal transformer over the last items, full softmax, stopped on a validation.
+
+It takes minutes, so trainers do not run it; `npu-gr bench quality` does.
+
+Source: Kang and McAuley, ICDM 2018, with the softmax over the whole catalogue instead of one sampled negative.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import msgspec
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from npu_gr.core.request import I64
+from npu_gr.core.settings import Count, Positive
+from npu_gr.train.data import Batch, InteractionLog, NextItem, Split, batches, windows
+from npu_gr.train.metrics import F64, ndcg
+from npu_gr.train.next_item import rank_next_items, sample_targets
+from npu_gr.train.options import DropoutRatio
+from npu_gr.train.steps import EarlyStopping
+
+INIT_STD = 0.02
+
+
+class SASRecOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The model and its training."""
+
+    dim: Count = 64
+    num_layers: Count = 2
+    num_heads: Count = 2
+    history_items: Count = 50
+    dropout: DropoutRatio = 0.3
+    learning_rate: Positive = 1e-3
+    batch_tokens: Count = 2048
+    epochs: Count = 100
+    validate_every: Count = 2
+    validation_users: Count = 1000
+    patience: Count = 5  # validations in a row without a best one that end the training
+
+
+class SASRec:
+    """Ranks items by a transformer's inner products. What stopped its training it was never trained on."""
+
+    name = "SASRec"
+
+    def __init__(self, log: InteractionLog, split: Split, seed: int, options: SASRecOptions | None = None) -> None:
+        """Train.
+
+        Args:
+            log: its trained events count.
+            split: that made it; splits the trained events again.
+            seed: of everything that is drawn.
+            options: of the model; None: the defaults.
+
+        Raises:
+            DataError: nothing is left to validate on.
+        """
+        self._options = options or SASRecOptions()
+        earlier = log.only_trained(split)
+        with torch.random.fork_rng(devices=()):
+            torch.manual_seed(seed)
+            self._model = _Transformer(log.num_items, self._options)
+            self._train(earlier, seed)
+
+    def liking(self, log: InteractionLog) -> F64 | None:
+        return None
+
+    @torch.no_grad()
+    def next_items(self, log: InteractionLog, user: int) -> F64:
+        start = int(log.starts[user])
+        return self._scores(log.items[start : start + int(log.num_trained[user])])
+
+    def _scores(self, items: I64) -> F64:
+        newest = torch.from_numpy(items[-self._options.history_items :])[None]
+        scores: F64 = self._model.logits(self._model(newest)[:, -1])[0].double().numpy()
+        return scores
+
+    def _train(self, log: InteractionLog, seed: int) -> None:
+        options = self._options
+        random = np.random.default_rng(seed)
+        targets = sample_targets(log.next_items(), options.validation_users, seed)
+        optimizer = torch.optim.Adam(self._model.parameters(), lr=options.learning_rate, betas=(0.9, 0.98))
+        stopping = EarlyStopping(options.patience)
+        best = self._model.state_dict()
+        for epoch in range(1, options.epochs + 1):
+            self._model.train()
+            cut = windows(log, options.history_items + 1, random)
+            for batch in batches(log, cut, options.batch_tokens, random):
+                if batch.items.shape[1] > 1:
+                    optimizer.zero_grad()
+                    self._loss(batch).backward()
+                    optimizer.step()
+            if epoch % options.validate_every == 0 or epoch == options.epochs:
+                if stopping.is_best(self._validate(log, targets)):
+                    best = {name: tensor.clone() for name, tensor in self._model.state_dict().items()}
+                if stopping.is_over:
+                    break
+        self._model.load_state_dict(best)
+        self._model.eval()
+
+    def _loss(self, batch: Batch) -> Tensor:
+        rows = self._model(batch.items[:, :-1])
+        counts = batch.valid[:, 1:]
+        return cross_entropy(self._model.logits(rows[counts]), batch.items[:, 1:][counts])
+
+    @torch.no_grad()
+    def _validate(self, log: InteractionLog, targets: Sequence[NextItem]) -> float:
+        self._model.eval()
+
+        def scores() -> Iterator[F64]:
+            for user, event in targets:
+                yield self._scores(log.items[log.starts[user] : event])
+
+        return ndcg(rank_next_items(log, targets, scores()).unseen, 10)
+
+
+class _Transformer(nn.Module):
+    def __init__(self, num_items: int, options: SASRecOptions) -> None:
+        super().__init__()
+        self.items = nn.Embedding(num_items, options.dim)
+        self.places = nn.Embedding(options.history_items, options.dim)
+        self.dropout = nn.Dropout(options.dropout)
+        layer = nn.TransformerEncoderLayer(
+            options.dim,
+            options.num_heads,
+            options.dim * 4,
+            options.dropout,
+            activation="gelu",
+            batch_first=True,
+            norm_first=True,
+        )
+        self.layers = nn.TransformerEncoder(
+            layer, options.num_layers, nn.LayerNorm(options.dim), enable_nested_tensor=False
+        )
+        for table in (self.items, self.places):
+            nn.init.normal_(table.weight, std=INIT_STD)
+
+    def forward(self, items: Tensor) -> Tensor:
+        """Encode int64 [B, N] items, oldest first and padded at the end, to float32 [B, N, d]."""
+        length = items.shape[1]
+        rows = self.dropout(self.items(items) * self.items.embedding_dim**0.5 + self.places.weight[:length])
+        mask = nn.Transformer.generate_square_subsequent_mask(length)
+        encoded: Tensor = self.layers(rows, mask, is_causal=True)
+        return encoded
+
+    def logits(self, rows: Tensor) -> Tensor:
+        """Score every item: [n, d] -> [n, num_items]."""
+        return rows @ self.items.weight.T
