@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -127,15 +128,18 @@ def bench_router(as_json: bool, seed: int, seconds: float) -> None:
 @AS_JSON_LINES
 @SEED
 def bench_twin(as_json: bool, seed: int) -> None:
-    """Count instructions and bytes of Ascend's masked_topk on the CPU twin, and model its time. Not a measurement."""
+    """Count what Ascend's masked_topk and an HSTU pass do on the CPU twin, and model their time. Not a measurement."""
     from rich.console import Console
 
+    from npu_gr.bench import hstu_model
     from npu_gr.bench.twin import lines, table
 
+    about = "CPU twin of the Ascend 910B"
     if as_json:
-        _show(lines(seed), "CPU twin of the Ascend 910B", seed, as_json)
+        _show(chain(lines(seed), hstu_model.lines(seed)), about, seed, as_json)
     else:
         Console(width=max(120, Console().width)).print(table(lines(seed)))
+        _show(hstu_model.lines(seed), about, seed, as_json)
 
 
 @bench.command("cascade")

@@ -62,7 +62,7 @@ constexpr uint64_t hstu_scores_bytes(const HstuSizes &s, uint32_t tile_rows) {
          + 3 * cells * size + 3 * 4 * cells                                     // in, out; x, e, f
          + 8 * cells / 8                                                        // bits of borders and of what is seen
          + 2 * 1024 + 8 * kNearEnd * 4 + 1024 + kRowBlock * 32 + 1024           // times, window, times again, a row
-         + 1024 + 32;                                                           // columns, bits of the history
+         + 1024 + 64;                                                           // columns, bits of the history
 }
 inline HstuScoresPlan plan_hstu_scores(const HstuSizes &s, Device device, uint32_t tile_rows = 0) {
   HstuScoresPlan plan;

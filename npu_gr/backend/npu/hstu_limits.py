@@ -89,7 +89,7 @@ def _scores_bytes(slots: Slots, size: int) -> int:
     cells = 8 * KEY_BLOCK  # of the smallest tile
     bounds = _up(8 * (slots.rows // ROW_BLOCK + slots.keys // KEY_BLOCK) * slots.requests, 32)
     tables = 512 * slots.num_heads
-    times = 2 * 1024 + 8 * NEAR_END * 4 + 1024 + ROW_BLOCK * 32 + 1024 + 1024 + 32
+    times = 2 * 1024 + 8 * NEAR_END * 4 + 1024 + ROW_BLOCK * 32 + 1024 + 1024 + 64
     return 32 * slots.requests + bounds + tables + 3 * cells * size + 12 * cells + cells + times
 
 

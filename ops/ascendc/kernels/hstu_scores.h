@@ -23,6 +23,7 @@ class HstuScores {
  public:
   __aicore__ inline void init(AscendC::TPipe *pipe, GM_ADDR scores, GM_ADDR meta, GM_ADDR bounds, GM_ADDR row_times,
                               GM_ADDR key_times, GM_ADDR tables, GM_ADDR near, const HstuScoresShape &shape) {
+    pipe_ = pipe;
     s_ = shape;
     uint32_t cells = s_.tile_rows * kKeyBlock;
     scores_.SetGlobalBuffer((__gm__ Raw *)scores, uint64_t(s_.requests) * s_.heads * s_.row_slots * s_.key_slots);
@@ -37,6 +38,8 @@ class HstuScores {
     pipe->InitBuffer(columns_, kKeyBlock * 4);
     pipe->InitBuffer(seen_, cells / 8);
     pipe->InitBuffer(history_, kKeyBlock / 8);
+    pipe->InitBuffer(zeros_, 32);
+    AscendC::Duplicate(zeros_.Get<int32_t>(), int32_t(0), 8);
     AscendC::CreateVecIndex(columns_.Get<float>(), 0.0f, kKeyBlock);
   }
   __aicore__ inline void process() {
@@ -139,17 +142,20 @@ class HstuScores {
   __aicore__ inline void see(const HstuTile &tile) {
     using namespace AscendC;
     auto columns = columns_.Get<float>();
-    auto seen = seen_.Get<uint8_t>(), history = history_.Get<uint8_t>();
+    auto seen = seen_.Get<uint8_t>();
     int32_t before = int32_t(tile.limit) - int32_t(tile.key), own = int32_t(tile.own) - int32_t(tile.key);
     if (tile.candidates) {
-      compare_with(history, columns, float(before), CMPMODE::LT, kKeyBlock);
-      for (uint32_t i = 0; i < tile.rows; ++i)
-        compare_with(seen[i * kKeyBlock / 8], columns, float(own + int32_t(i)), CMPMODE::EQ, kKeyBlock);
-      vector_done();
-      auto bits = seen.template ReinterpretCast<uint16_t>();
-      for (uint32_t i = 0; i < tile.rows; ++i)
-        Or(bits[i * kKeyBlock / 16], bits[i * kKeyBlock / 16], history.template ReinterpretCast<uint16_t>(),
-           int32_t(kKeyBlock / 16));
+      see_history(before, tile.rows);
+      sync<HardEvent::V_S>(*pipe_);
+      auto words = seen.template ReinterpretCast<uint32_t>();
+      for (int32_t i = 0; i < int32_t(tile.rows); ++i) {
+        int32_t column = own + i, word = column / 32 * 32;
+        if (column < 0 || column >= int32_t(kKeyBlock)) continue;
+        int32_t held = before - word;  // keys of the history in this word, which the own key is behind
+        uint32_t bits = held > 0 ? (1u << held) - 1 : 0;
+        words.SetValue((uint32_t(i) * kKeyBlock + uint32_t(word)) / 32, bits | 1u << (column - word));
+      }
+      sync<HardEvent::S_V>(*pipe_);
     } else if (tile.request != seen_request_ || tile.row != seen_row_ || tile.key != seen_key_) {
       for (uint32_t i = 0; i < tile.rows; ++i)
         compare_with(seen[i * kKeyBlock / 8], columns, float(own + int32_t(i)), CMPMODE::LE, kKeyBlock);
@@ -160,7 +166,18 @@ class HstuScores {
     seen_key_ = tile.key;
   }
 
+  // The first `before` keys, in every row.
+  __aicore__ inline void see_history(int32_t before, uint32_t rows) {
+    using namespace AscendC;
+    auto history = history_.Get<uint8_t>();
+    compare_with(history, columns_.Get<float>(), float(before), CMPMODE::LT, kKeyBlock);
+    vector_done();
+    Add(seen_.Get<int32_t>(), history.template ReinterpretCast<int32_t>(), zeros_.Get<int32_t>(), 64,
+        uint8_t(round_up(rows, 8) / 8), BinaryRepeatParams{1, 0, 0, 8, 0, 0});
+  }
+
   static constexpr uint32_t kOne = 0x3F800000;  // 1.0f
+  AscendC::TPipe *pipe_;
   HstuScoresShape s_;
   HstuBatch batch_;
   HstuTiles tiles_;
@@ -169,7 +186,7 @@ class HstuScores {
   AscendC::GlobalTensor<Raw> scores_;
   AscendC::TQue<AscendC::TPosition::VECIN, 2> ins_;
   AscendC::TQue<AscendC::TPosition::VECOUT, 1> outs_;
-  AscendC::TBuf<AscendC::TPosition::VECCALC> x_, e_, columns_, seen_, history_;
+  AscendC::TBuf<AscendC::TPosition::VECCALC> x_, e_, columns_, seen_, history_, zeros_;
 };
 
 }  // namespace npu_gr
