@@ -85,6 +85,12 @@ def _json(path: Path) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
+def _retrieves(ranker: Path) -> bool:
+    """Whether a ranker finds items, too."""
+    shape = _json(ranker / "config.json").get("model")
+    return isinstance(shape, dict) and shape.get("retrieval") is True
+
+
 def _generator(folder: Path) -> dict[str, Any]:
     """The section that the trainer wrote; where the folder was moved, with its place of now."""
     path = folder / CONFIGURATION
@@ -105,7 +111,10 @@ def _of_models(folder: Path, models: Sequence[Path]) -> str:
         table[key] = value
     if not table.keys() & {"checkpoint", "generate"}:
         raise ConfigError("an instance ranks or generates: name the folder of a ranker or of a generator as well")
-    sources = {name: 100 for name in ("generate", "match") if name in table}
+    if "checkpoint" in table and _retrieves(Path(table["checkpoint"])):
+        sources = {"trunk": 200}  # `npu-gr judge --choose` says whether another model beside it helps
+    else:
+        sources = {name: 100 for name in ("generate", "match") if name in table}
     if "checkpoint" in table and sources:
         popular = next((one / POPULAR for one in (folder, *models) if (one / POPULAR).exists()), None)
         table["recommend"] = {"sources": sources} | ({"popular": str(popular)} if popular else {})

@@ -54,6 +54,10 @@ def test_models_are_known_by_their_files_and_served_together(tmp_path: Path) -> 
 def test_a_ranker_alone_and_a_generator_alone(tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "ranker")
     assert load(init(tmp_path / "a", [tmp_path / "ranker"])[0]).recommend is None
+    write_checkpoint(tmp_path / "trunk", retrieval=True)
+    alone = load(init(tmp_path / "c", [tmp_path / "trunk"])[0]).recommend
+    assert alone is not None
+    assert (dict(alone.sources), alone.order) == ({"trunk": 200}, None)
     config = load(init(tmp_path / "b", [generator(tmp_path / "g", [4])])[0])
     assert config.checkpoint is None
     assert config.generate is not None
