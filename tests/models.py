@@ -11,6 +11,7 @@ from npu_gr.backend.cpu.backend import CPUBackend
 from npu_gr.core.request import Events
 from npu_gr.model.config import HSTUConfig, ItemFeature
 from npu_gr.model.hstu import HSTU, Past, Segment
+from npu_gr.model.order import Order
 
 CPU = CPUBackend()
 NONE = torch.empty(0, dtype=torch.int64)
@@ -48,6 +49,19 @@ def tiny_model(dtype: torch.dtype = torch.float32, seed: int = 0, std: float = 0
             getattr(model, f"feature_ids_{index}").copy_(ids)
     model.cast(dtype).eval().freeze_items()
     return model
+
+
+def tiny_order(num_items: int = 300, seed: int = 0) -> Order:
+    """Weights of the usual size, and random transitions in which every term of the sum shows."""
+    random = np.random.default_rng(seed)
+    chosen = [np.sort(random.choice(num_items, 8, replace=False)) for _ in range(num_items)]
+    return Order(
+        task="like",
+        weights={"retrieval": 0.6, "click": 0.2, "transitions": 0.3, "seen": -6.0},
+        successors=np.stack(chosen).astype(np.int32),
+        log_prob=np.log(random.dirichlet(np.ones(9), num_items)[:, :8]).astype(np.float32),
+        popularity=np.log(random.dirichlet(np.ones(num_items))).astype(np.float32),
+    )
 
 
 def events(num: int, seed: int = 0, config: HSTUConfig | None = None) -> Events:

@@ -18,6 +18,7 @@ from blockbuster import blockbuster_ctx
 
 from npu_gr.core.kinds import KINDS
 from npu_gr.core.request import Events
+from npu_gr.model.order import Order
 from npu_gr.model.weights import Checkpoint, save
 from npu_gr.relay.relay import Relay
 from npu_gr.server.entrance.runner import DoorRunner
@@ -30,10 +31,11 @@ FIRST_ID = 1000  # external ids are rows + this
 FIRST_ACTION = 1  # names of actions are indices + this
 
 
-def write_checkpoint(folder: Path, **changes: object) -> str:
+def write_checkpoint(folder: Path, order: Order | None = None, **changes: object) -> str:
     model = tiny_model(**changes)  # type: ignore[arg-type]
     ids = np.arange(model.config.num_items, dtype=np.int64) + FIRST_ID
-    return save(Checkpoint(model=model, item_ids=ids, name="tiny", action_values=(1.0, 2.0, 3.0)), folder)
+    made = Checkpoint(model=model, item_ids=ids, name="tiny", action_values=(1.0, 2.0, 3.0), order=order)
+    return save(made, folder)
 
 
 def make_config(folder: Path, **sections: Any) -> Config:

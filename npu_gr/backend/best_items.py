@@ -7,11 +7,14 @@ by item row, so equal scores give the same answer in any block size and batch.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from npu_gr.core.request import I64
 
 BLOCK_SCORES = 1 << 18  # float32 scores of a block, over all queries: 1 MiB
 MIN_BLOCK_ITEMS = 2048
@@ -30,6 +33,16 @@ class Hidden(NamedTuple):
 
     queries: Tensor  # int64 [n]
     items: Tensor  # int64 [n], ascending
+
+    @classmethod
+    def of(cls, rows: Sequence[I64]) -> Hidden | None:
+        """Hide the item rows [n] that stand for each query; None = there is none. On the host."""
+        items = np.concatenate(rows)
+        if not len(items):
+            return None
+        order = np.argsort(items, kind="stable")
+        queries = np.repeat(np.arange(len(rows)), [len(own) for own in rows])
+        return cls(torch.from_numpy(queries[order]), torch.from_numpy(items[order]))
 
 
 def top_k(queries: Tensor, items: Tensor, k: int, hidden: Hidden | None = None, block_items: int | None = None) -> Best:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from npu_gr.cli.options import FILE, SET, THREAD_COUNT
+from npu_gr.cli.options import CONFIG, FILE, SET, THREAD_COUNT, run_async
 from npu_gr.core import shipped
 
 if TYPE_CHECKING:
@@ -155,6 +155,38 @@ def bench_cascade(as_json: bool, backend: str, threads: int, seed: int, lengths:
     torch.set_num_threads(threads)
     tokens = [int(part) for part in lengths.split(",")]
     _show(lines(backend, tokens, layers, count, seed), backend, seed, as_json)  # type: ignore[arg-type]
+
+
+@bench.command("trunk")
+@CONFIG
+@SET
+@AS_JSON_LINES
+@SEED
+@click.option("--lengths", default="128,512,1024", show_default=True, help="Tokens of a history, comma-separated.")
+@click.option("--seconds", default=5.0, show_default=True, help="Of each run of the open loop.")
+@click.option("--count", default=200, show_default=True, type=click.IntRange(5), help="Lone requests of each kind.")
+def bench_trunk(
+    config_path: Path,
+    overrides: tuple[str, ...],
+    as_json: bool,
+    seed: int,
+    lengths: str,
+    seconds: float,
+    count: int,
+) -> None:
+    """Compare a recommend from one trunk with one from two models: CONFIG is a site's, and names both."""
+    import torch
+
+    from npu_gr.bench.trunk import lines
+    from npu_gr.service.config import load
+
+    async def work() -> list[Line]:
+        tokens = [int(part) for part in lengths.split(",")]
+        return [line async for line in lines(config_path, overrides, tokens, seconds, count, seed)]
+
+    config = load(config_path, overrides)
+    torch.set_num_threads(config.threads)
+    _show(run_async(work), config.backend, seed, as_json)
 
 
 @bench.command("relay")

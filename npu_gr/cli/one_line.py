@@ -18,6 +18,7 @@ LINES = {
     "bench relay": "Rate and length that keep the objective: minutes.",
     "bench router": "What the router adds to a call, beside Envoy.",
     "bench store": "What a DRAM tier of a million prefixes costs.",
+    "bench trunk": "Recommend from one trunk against two models.",
     "bench twin": "Instructions and bytes of Ascend's masked_topk.",
     "bench wire": "Reading a rank's body: raw columns against lists.",
     "bundle": "Fetch what a report of a fault needs.",

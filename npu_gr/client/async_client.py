@@ -22,7 +22,7 @@ from npu_gr.client.columns import Behaviours, Name, Names, Time, ids_of, item_co
 from npu_gr.client.relay import AsyncRelayCall
 from npu_gr.core.errors import BadAnswer, TooLarge, Unavailable, Unprocessable, Unreachable
 from npu_gr.core.kinds import ERASE, EVENTS, GENERATE, INGEST, MATCH, RANK, RECOMMEND, SIGNAL
-from npu_gr.core.request import I64, ModelInfo
+from npu_gr.core.request import I64, ModelInfo, OrderName, SourceName
 from npu_gr.core.words import quoted
 from npu_gr.server.codec.erase import EraseBody
 from npu_gr.server.codec.events import IDEMPOTENCY_KEY, MAX_KEY, PRINTABLE, EventsBody, EventsOut
@@ -240,6 +240,8 @@ class AsyncClient:
         deny_items: Names | None = None,
         timestamp: Time | None = None,
         context: Mapping[str, bool | int | float | str] | None = None,
+        sources: Sequence[SourceName] | None = None,
+        order: OrderName | None = None,
         fields: Sequence[str] = (),
         model_version: str | None = None,
         tenant: str | None = None,
@@ -256,6 +258,8 @@ class AsyncClient:
                 service is configured.
             deny_items: none of these.
             context: for the service's hook.
+            sources: only these of the configured ones; None = all.
+            order: fitted, rank, fused or retrieval (nothing is ranked); None = as the service is configured.
         """
         body = RecommendBody(
             **self._user(user, tenant),
@@ -268,6 +272,8 @@ class AsyncClient:
             deny_items=_optional_items(deny_items, "deny_items"),
             timestamp=None if timestamp is None else second(timestamp, "timestamp"),
             context=dict(context or {}),
+            sources=None if sources is None else list(sources),
+            order=order,
             fields=list(fields),
             model_version=model_version,
         )

@@ -61,6 +61,10 @@ class LeasedAnswer(Answer, Protocol):
         ...
 
 
+SourceName = Literal["trunk", "transitions", "generate", "match"]  # of a cascade
+OrderName = Literal["fitted", "rank", "fused", "retrieval"]  # of a cascade's items
+
+
 class HistorySource(StrEnum):
     """Where the behaviours of a request came from; in answers, and a metric label."""
 
@@ -295,6 +299,7 @@ class RankAnswer:
     history: HistoryReport
     prefix_tokens: int  # of num_tokens, how many were read from cached KV
     unknown_candidates: int = 0
+    retrieval: F32 | None = None  # [c] retrieval scores, for a cascade over one trunk; NaN as in `scores`
     stages_s: dict[str, float] = field(default_factory=dict)
 
     @property
@@ -378,7 +383,7 @@ class StageResult(StrEnum):
 class StageReport:
     """A stage of a cascade. Stages of retrieval run side by side, the others after them."""
 
-    stage: str  # generate | match | popular | hook | rank
+    stage: str  # trunk | transitions | generate | match | popular | hook | rank
     result: StageResult
     began_s: float  # seconds after the cascade began
     took_s: float
@@ -398,6 +403,8 @@ class RecommendRequest:
     deny_items: I64 | None = None  # [n] external ids
     timestamp: int | None = None  # unix seconds the items are shown at; None = now
     context: dict[str, bool | int | float | str] = field(default_factory=dict)  # for the hook: page, country, ...
+    sources: tuple[str, ...] | None = None  # only these of the configured ones; None = all
+    order: OrderName | None = None  # None = the config's
     model_version: str | None = None  # of the ranker
 
 
@@ -406,11 +413,12 @@ class RecommendAnswer:
     """Items, best first, and how they came to be. n = items."""
 
     model_version: str  # of the ranker
-    verdict: Verdict  # of the signal that went out before the retrieval
-    outcome: Outcome | None  # of the rank; None = it failed or knew no item, and the retrieval's order stands
+    verdict: Verdict | None  # of the signal that went out before the retrieval; None = the trunk leased the prefix
+    outcome: Outcome | None  # of the prefix; None = nothing was ranked, and the retrieval's order stands
     reason: Reason
+    order: OrderName  # that the items are in
     item_ids: I64  # [n]
-    scores: F32  # [n] logits of the ranker's first task; NaN = not ranked, or unknown to the ranker
+    scores: F32  # [n] the fitted sums, or logits of the ranker's first task; NaN = not ranked, or unknown to the ranker
     origins: tuple[str, ...]  # [n] the first source that had the item; `hook` where the hook added it
     num_candidates: int  # that were ranked, or would have been
     stages: tuple[StageReport, ...]
@@ -437,7 +445,7 @@ class RecommendAnswer:
     def log_fields(self) -> dict[str, Any]:
         degraded = [f"{r.stage} {r.result.value}" for r in self.stages if r.result is not StageResult.OK]
         return {
-            "verdict": self.verdict.value,
+            "verdict": self.verdict.value if self.verdict else None,
             "outcome": self.outcome.value if self.outcome else None,
             "reason": self.reason.value or None,
             "model_version": self.model_version,

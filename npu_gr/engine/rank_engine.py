@@ -1,5 +1,8 @@
 """The ranker's device work: prefill a history into pages, score candidates against one. READ after `service.py`.
 
+A ranker that also retrieves finds items too: a pass over NEXT gives the user vector u, and u the best of every item of
+the model's own table. A later pass over candidates may give each one's retrieval score beside its logits.
+
 Every method submits a job to the scheduler and awaits it; tensors are built and read on the device threads only.
 """
 
@@ -14,7 +17,9 @@ import numpy as np
 import torch
 
 from npu_gr.backend.base import Backend
+from npu_gr.backend.best_items import Hidden
 from npu_gr.catalogue.tokens import Tokens
+from npu_gr.core.kinds import RECOMMEND
 from npu_gr.core.request import F32, I64
 from npu_gr.engine.cost import CostModel, fit
 from npu_gr.engine.job import Demand, JobOrder, JobStep
@@ -23,6 +28,8 @@ from npu_gr.engine.scheduler import Scheduler
 from npu_gr.kv.arena import KVArena
 from npu_gr.kv.layout import PageRun
 from npu_gr.model.hstu import HSTU, Past, Segment
+
+FOUND = 200  # items that the warm-up finds
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -41,6 +48,7 @@ class RankPass:
     candidate_time: int  # unix seconds at which the candidates are shown
     cached: CachedPrefix | None = None
     keep: tuple[PageRun, ...] | None = None  # pages for the whole history; those of `cached`, if there are any
+    vector: F32 | None = None  # [d] u, whose product with each candidate is wanted too
 
     @property
     def demand(self) -> Demand:
@@ -53,8 +61,30 @@ class RankScores(NamedTuple):
     """A rank's logits, and where its time went."""
 
     logits: F32  # [c, tasks]
+    retrieval: F32 | None  # [c] u . e_i, if the pass had a vector
     queue_s: float
     device_s: float
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FindPass:
+    """One request's share of a pass that finds items."""
+
+    history: RankPass  # without candidates; `candidate_time` is that of NEXT
+    k: int  # most items to find; 0 = only u is wanted
+    hidden: I64  # [n] item rows that must not be found, each once
+
+    @property
+    def demand(self) -> Demand:
+        """The tokens that the pass computes, and NEXT."""
+        return self.history.demand.plus(Demand(rows=1))
+
+
+class NextItems(NamedTuple):
+    """What NEXT found."""
+
+    rows: I64  # [<= k] item rows, best first; of equals the lower row
+    vector: F32  # [d] u
 
 
 class RankEngine(PageJobs):
@@ -63,6 +93,9 @@ class RankEngine(PageJobs):
     def __init__(self, model: HSTU, backend: Backend, scheduler: Scheduler, arena: KVArena) -> None:
         super().__init__(scheduler, backend, arena)
         self.model = model
+        self.find_s = 0.0  # device seconds of finding items once u is there, until the warm-up has measured them
+        self._items: torch.Tensor | None = None  # [I, d], fp32: what u is compared with
+        self._next: I64 = np.array([model.config.num_items])
 
     async def prefill(
         self, tokens: Tokens, keep: tuple[PageRun, ...], deadline_at: float, order: JobOrder, first_token: int = 0
@@ -113,22 +146,79 @@ class RankEngine(PageJobs):
         )
         if work.cached is None and done.batch_size == 1:
             self.observe_pass(expected_s, done.device_s)
-        return RankScores(done.value, done.queue_s, done.device_s)
+        scores = done.value
+        num_tasks = len(self.model.config.tasks)
+        retrieval = None if work.vector is None else scores[:, num_tasks]
+        return RankScores(scores[:, :num_tasks], retrieval, done.queue_s, done.device_s)
+
+    async def find(self, work: FindPass, deadline_at: float, arrived_at: float | None = None) -> NextItems:
+        """Find the best items for a request, in a pass that it may share with others that find.
+
+        Args:
+            work, deadline_at, arrived_at: as of `rank`. Only where the model retrieves.
+
+        Raises:
+            Overloaded, DeadlineExceeded, DeviceError: as `Scheduler.batch`.
+        """
+        history = work.history
+        cached = history.cached.num_tokens if history.cached else 0
+        done = await self.scheduler.batch(
+            work,
+            self.find_all,
+            deadline_at,
+            objective_s=self.objective_s,
+            arrived_at=arrived_at,
+            estimate_s=self.cost.pass_s(history.demand.tokens, cached, 1) + self.find_s,
+            kind=RECOMMEND.name,
+        )
+        found: NextItems = done.value
+        return found
 
     def forward(self, passes: Sequence[RankPass]) -> list[F32]:
         """Run one forward pass over all requests. Only on a device thread.
 
         Returns:
-            one array of logits [c, tasks] a request.
+            one array of logits [c, tasks] a request; [c, tasks + 1] with the retrieval scores if it has a vector.
         """
-        logits = self.model(self.backend, [self._segment(p) for p in passes])
-        sizes = [len(p.candidates) for p in passes]
-        if not sum(sizes):  # a prefill: nothing to fetch, and its pages are read once this returns
+        scores = self.model(self.backend, [self._segment(p) for p in passes])
+        for place, p in enumerate(passes):
+            if p.vector is not None:
+                scores[place] = torch.cat([scores[place], self._products(p)[:, None]], 1)
+        if not any(map(len, scores)):  # a prefill: nothing to fetch, and its pages are read once this returns
             self.backend.synchronize()
-        host = torch.cat(logits).to("cpu", torch.float32).numpy()  # the one wait for the device
-        return np.split(host, np.cumsum(sizes)[:-1])
+        flat = torch.cat([own.flatten() for own in scores])
+        host = flat.to("cpu", torch.float32).numpy()  # the one wait for the device
+        ends = np.cumsum([own.numel() for own in scores])
+        return [part.reshape(own.shape) for part, own in zip(np.split(host, ends[:-1]), scores, strict=True)]
 
-    def _segment(self, work: RankPass) -> Segment:
+    def find_all(self, works: Sequence[FindPass]) -> list[NextItems]:
+        """Run NEXT behind every history, and search for all of them at once. Only on a device thread."""
+        found = self.model(self.backend, [self._segment(work.history, is_next=True) for work in works])
+        vectors = torch.cat(found).float()
+        host = vectors.cpu().numpy()
+        most = max(work.k for work in works)
+        if not most:
+            return [NextItems(np.empty(0, np.int64), u) for u in host]
+        hidden = Hidden.of([work.hidden for work in works])
+        best = self.backend.best_items(vectors, self._table(), most, hidden)
+        answers = []
+        for work, u, rows in zip(works, host, best.items.cpu().numpy(), strict=True):
+            own = rows[: work.k]
+            answers.append(NextItems(own[own >= 0], u))
+        return answers
+
+    def _table(self) -> torch.Tensor:
+        if self._items is None:
+            self._items = self.model.item_vectors()
+        return self._items
+
+    def _products(self, work: RankPass) -> torch.Tensor:
+        """Multiply u with each candidate, [c]: row by row, so that a score does not depend on the others."""
+        assert work.vector is not None
+        rows = self._table()[self.backend.upload(work.candidates)]
+        return (rows * self.backend.upload(work.vector)).sum(-1)
+
+    def _segment(self, work: RankPass, *, is_next: bool = False) -> Segment:
         tokens = work.tokens
         cached = work.cached
         start = cached.num_tokens if cached else work.first_token
@@ -144,8 +234,9 @@ class RankEngine(PageJobs):
             items=self.backend.upload(tokens.rows[start:]),
             actions=self.backend.upload(tokens.events.actions[start:].astype(np.int64)),
             times=self.backend.upload(tokens.events.timestamps[start:]),
-            candidates=self.backend.upload(work.candidates),
+            candidates=self.backend.upload(self._next if is_next else work.candidates),
             candidate_time=work.candidate_time,
+            is_next=is_next,
             past=past,
             sink=None if work.keep is None else self.arena.sink(work.keep, start),
         )
@@ -167,4 +258,14 @@ class RankEngine(PageJobs):
                 work = RankPass(tokens, len(tokens) - n, rows[:c], int(tokens.events.timestamps[-1]))
                 samples.append((n, c, await self.timed(partial(self.forward, [work]))))
         self.cost = fit(samples)
+        if self.model.config.retrieval:
+            self.find_s = await self._time_finding(tokens[-min(lengths) :])
         return self.cost
+
+    async def _time_finding(self, tokens: Tokens) -> float:
+        """Time what follows u in a lone pass."""
+        history = RankPass(tokens, 0, np.empty(0, np.int64), int(tokens.events.timestamps[-1]))
+        without_s, with_s = [
+            await self.timed(partial(self.find_all, [FindPass(history, k, np.empty(0, np.int64))])) for k in (0, FOUND)
+        ]
+        return max(0.0, with_s - without_s)

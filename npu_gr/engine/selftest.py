@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from npu_gr.catalogue.tokens import Tokens
 from npu_gr.core.errors import DeviceError
-from npu_gr.core.request import I64
+from npu_gr.core.request import F32, I64
 from npu_gr.engine.page_jobs import CachedPrefix, proof_order
-from npu_gr.engine.rank_engine import RankEngine, RankPass
+from npu_gr.engine.rank_engine import FindPass, RankEngine, RankPass
 from npu_gr.kv.arena import KVArena
 from npu_gr.kv.layout import PageRun
 
@@ -24,7 +26,7 @@ async def parity(
     tokens: Tokens,
     candidates: I64,
 ) -> float:
-    """Rank one history cold, from HBM and from DRAM, and compare the scores.
+    """Rank one history cold, from HBM and from DRAM, and compare the scores; and its vector, where the model retrieves.
 
     Args:
         engine: the engine to test. Its ranks wait as live ones do; `engine.objective_s` is set.
@@ -44,21 +46,20 @@ async def parity(
     cut = len(tokens) * 3 // 4
     shown_at = int(tokens.events.timestamps[-1])
     head = tokens[:cut]
-    cold = await engine.rank(RankPass(tokens, 0, candidates, shown_at), _FAR)
+    cold = await _asked(engine, RankPass(tokens, 0, candidates, shown_at))
     await engine.prefill(head, runs, _FAR, proof_order())
     hit = RankPass(tokens, 0, candidates, shown_at, cached=CachedPrefix(runs, cut))
-    results = {"HBM": await engine.rank(hit, _FAR)}
+    results = {"HBM": await _asked(engine, hit)}
     if dram is not None:
         await engine.copy(engine.arena, runs, dram, dram_runs, cut, _FAR, proof_order())
         await engine.zero(engine.arena, runs)
         await engine.copy(dram, dram_runs, engine.arena, runs, cut, _FAR, proof_order())
-        results["DRAM"] = await engine.rank(hit, _FAR)
+        results["DRAM"] = await _asked(engine, hit)
         await engine.zero(dram, dram_runs)
     await engine.zero(engine.arena, runs)
-    spread = max(float(cold.logits.std()), 1e-6)
     worst = 0.0
     for tier, result in results.items():
-        drift = float(np.abs(result.logits - cold.logits).max()) / spread
+        drift = max(_drift(*pair) for pair in zip(result, cold, strict=True))
         worst = max(worst, drift)
         if not drift <= TOLERANCE[layout.dtype]:
             raise DeviceError(
@@ -66,3 +67,17 @@ async def parity(
                 f"the limit for {layout.dtype} is {TOLERANCE[layout.dtype]:.0e}"
             )
     return worst
+
+
+async def _asked(engine: RankEngine, work: RankPass) -> list[F32]:
+    """Compute the logits; and the user vector, where the model retrieves."""
+    answers = [(await engine.rank(work, _FAR)).logits]
+    if engine.model.config.retrieval:
+        nothing: I64 = np.empty(0, np.int64)
+        find = FindPass(replace(work, candidates=nothing), 0, nothing)
+        answers.append((await engine.find(find, _FAR)).vector)
+    return answers
+
+
+def _drift(got: F32, want: F32) -> float:
+    return float(np.abs(got - want).max()) / max(float(want.std()), 1e-6)

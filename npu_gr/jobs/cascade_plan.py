@@ -8,17 +8,27 @@ from typing import Annotated, Literal, NamedTuple
 import msgspec
 import numpy as np
 
-from npu_gr.core.request import F32, I64
+from npu_gr.core.errors import ConfigError
+from npu_gr.core.request import F32, I64, OrderName, SourceName
 from npu_gr.core.settings import Count, Ratio, Seconds
 
 FUSION = 60  # the constant of reciprocal rank fusion
+
+TRUNK: SourceName = "trunk"  # the ranker's own user vector against its own items
+TRANSITIONS: SourceName = "transitions"  # what followed the last events, as counted for the ranker's fitted order
+SECTIONS: dict[SourceName, str] = {  # source -> the section of the configuration that it needs
+    TRUNK: "checkpoint",
+    TRANSITIONS: "checkpoint",
+    "generate": "generate",
+    "match": "match",
+}
 
 
 class RecommendConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Where candidates come from, how they are ordered, and what happens when a stage fails."""
 
     # source -> items asked of it; the sources are taken in turns, in this order
-    sources: dict[Literal["generate", "match"], Count] = msgspec.field(default_factory=lambda: {"generate": 100})
+    sources: dict[SourceName, Count] = msgspec.field(default_factory=lambda: {"generate": 100})
     max_candidates: Count = 200  # M: at most this many are ranked
     exclude_seen: bool = True  # leave out the items of the history
     hook: str | None = None  # "package.module:function", see `Hook`; None = none
@@ -27,7 +37,9 @@ class RecommendConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     unknown_items: Literal["last", "drop"] = "last"
     # share of each source's items that the ranker must know, or the instance does not start; see `coverage.py`
     min_coverage: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.9
-    order: Literal["rank", "fused"] = "rank"  # fused: by the places in retrieval and rank together, see `by_both`
+    # fitted: by the sum of the ranker's order file; rank: by its first task; fused: by the places in retrieval and rank
+    # together, see `by_both`; retrieval: without a rank; None = fitted where the ranker has an order, else rank
+    order: OrderName | None = None
     rank_share: Ratio = 0.5  # share of the time that the rank may keep at most
     rank_least_s: Seconds = 0.02  # the rank keeps this much if the share allows, even if the cost model says less
     hook_budget_s: Seconds = 0.02
@@ -38,6 +50,24 @@ class RecommendConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     def __post_init__(self) -> None:
         if not self.sources:
             raise ValueError("sources: needs at least one")
+
+    def order_of(self, *, has_order: bool) -> OrderName:
+        """Name the order of the answers of a ranker that has a fitted order or none."""
+        return self.order or ("fitted" if has_order else "rank")
+
+    def check_ranker(self, name: str, *, retrieves: bool, has_order: bool) -> None:
+        """Check that a ranker can do what the cascade asks of it.
+
+        Raises:
+            ConfigError: names the key, the ranker and what it lacks.
+        """
+        if TRUNK in self.sources and not retrieves:
+            raise ConfigError(f"recommend.sources.trunk: the ranker {name} only ranks: `retrieval` of its config.json")
+        if has_order:
+            return
+        for key, is_needed in (("sources.transitions", TRANSITIONS in self.sources), ("order", self.order == "fitted")):
+            if is_needed:
+                raise ConfigError(f"recommend.{key}: the ranker {name} has no fitted order: no order.safetensors")
 
 
 class StageDeadlines(NamedTuple):

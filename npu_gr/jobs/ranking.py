@@ -10,8 +10,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Coroutine
-from typing import Any
+from collections.abc import Awaitable, Callable, Coroutine
+from contextlib import AbstractAsyncContextManager, nullcontext
+from dataclasses import replace
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -21,15 +23,19 @@ from npu_gr.catalogue.tokens import Tokens, tokenize
 from npu_gr.core.errors import DeviceError, NpuGrError, Unprocessable
 from npu_gr.core.names import ActionNames
 from npu_gr.core.request import F32, I64, ModelInfo, Outcome, RankAnswer, RankRequest, Reason, UserKey, Verdict
-from npu_gr.engine.rank_engine import RankEngine, RankPass, RankScores
+from npu_gr.engine.rank_engine import FindPass, NextItems, RankEngine, RankPass
 from npu_gr.jobs.base import Call
 from npu_gr.jobs.config import RankingConfig
 from npu_gr.jobs.histories import History
 from npu_gr.jobs.in_use import InUse
 from npu_gr.metrics.registry import Metrics
+from npu_gr.model.order import Order
 from npu_gr.relay.relay import Lease, Relay
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+NOTHING: I64 = np.empty(0, np.int64)
 
 
 class Ranking:
@@ -44,6 +50,7 @@ class Ranking:
         relay: Relay[Tokens],
         metrics: Metrics,
         names: ItemNames = EMPTY,
+        order: Order | None = None,
     ) -> None:
         """Serve one checkpoint.
 
@@ -55,12 +62,14 @@ class Ranking:
             relay: keeps its prefixes.
             metrics: where it counts.
             names: of its items.
+            order: fitted for this version; None = it has none.
         """
         self._config = config
         self.model = model
         self.actions = ActionNames(model.actions)
         self.names = names  # replaced where a reload finds others beside the same weights
         self.vocabulary = vocabulary
+        self.order = order
         self.engine = engine
         self.relay = relay
         self._metrics = metrics
@@ -113,7 +122,21 @@ class Ranking:
         """Start a prefill of the prefix, if the trigger wants one."""
         return self.relay.signal(user, tokens, num_candidates)
 
-    async def rank(self, request: RankRequest, tokens: Tokens, call: Call, history_s: float = 0.0) -> RankAnswer:
+    @property
+    def retrieves(self) -> bool:
+        """Whether the model finds items beside ranking them."""
+        return self.engine.model.config.retrieval
+
+    async def rank(
+        self,
+        request: RankRequest,
+        tokens: Tokens,
+        call: Call,
+        history_s: float = 0.0,
+        *,
+        lease: Lease | None = None,
+        vector: F32 | None = None,
+    ) -> RankAnswer:
         """Score the candidates.
 
         Args:
@@ -121,13 +144,24 @@ class Ranking:
             tokens: of its history.
             call: when the request arrived, and its deadline.
             history_s: seconds that reading the history took.
+            lease: of the prefix, that the caller holds; None = one is taken here.
+            vector: [d] u, to answer retrieval scores too; None = they are not wanted.
         """
         began_at = time.monotonic()
         rows, known = self._candidates(request.candidates)
         shown_at = int(time.time()) if request.timestamp is None else request.timestamp
-        async with self.relay.lease(request.user, tokens, len(rows), call.deadline_at, call.slot.outside) as lease:
+        taken: AbstractAsyncContextManager[Lease] = (
+            self.relay.lease(request.user, tokens, len(rows), call.deadline_at, call.slot.outside)
+            if lease is None
+            else nullcontext(lease)
+        )
+        async with taken as lease:
             lease_s = time.monotonic() - began_at
-            lease, scored = await self._score(tokens, rows, shown_at, lease, call)
+            lease, scored = await self._tried(
+                lambda work: self.engine.rank(work, call.deadline_at, call.arrived_at),
+                RankPass(tokens, 0, rows, shown_at, vector=vector),
+                lease,
+            )
         if lease.cached and self._random.random() < self._config.selfcheck_ratio:
             self._own(self._selfcheck(tokens, rows, shown_at, scored.logits))
         return RankAnswer(
@@ -139,6 +173,7 @@ class Ranking:
             history=tokens.report,
             prefix_tokens=lease.cached.num_tokens if lease.cached else 0,
             unknown_candidates=len(known) - len(rows),
+            retrieval=None if scored.retrieval is None else _placed(scored.retrieval, known),
             stages_s={
                 "history": history_s,
                 "lease": lease_s,
@@ -147,20 +182,39 @@ class Ranking:
             },
         )
 
-    async def _score(
-        self, tokens: Tokens, rows: I64, shown_at: int, lease: Lease, call: Call
-    ) -> tuple[Lease, RankScores]:
+    async def find(
+        self, tokens: Tokens, shown_at: int, k: int, hidden: I64, lease: Lease, call: Call
+    ) -> tuple[Lease, NextItems]:
+        """Find the best of the model's own items. Only where it retrieves.
+
+        Args:
+            tokens: of the history.
+            shown_at: unix seconds of NEXT.
+            k: most items; 0 = only u is wanted.
+            hidden: [n] item rows that must not be found, each once.
+            lease: of the prefix; pages that it keeps are written.
+            call: when the stage began, and when it must be done.
+
+        Returns:
+            The lease that was used (another one, if the device failed while it read the prefix), and what was found.
+        """
+        return await self._tried(
+            lambda work: self.engine.find(FindPass(work, k, hidden), call.deadline_at, call.arrived_at),
+            RankPass(tokens, 0, NOTHING, shown_at),
+            lease,
+        )
+
+    async def _tried(self, run: Callable[[RankPass], Awaitable[T]], work: RankPass, lease: Lease) -> tuple[Lease, T]:
         """Run one pass; if the device fails while it reads a prefix, run one more without the prefix."""
-        work = RankPass(tokens, lease.first_token, rows, shown_at, cached=lease.cached, keep=lease.keep)
+        leased = replace(work, first_token=lease.first_token, cached=lease.cached, keep=lease.keep)
         try:
-            return lease, await self.engine.rank(work, call.deadline_at, call.arrived_at)
+            return lease, await run(leased)
         except DeviceError:
             if not lease.cached and not lease.keep:
                 raise
             self._metrics.relay.failed("read")
             lease.discard()  # the failed pass may have written half of the prefix
-        alone = Lease(outcome=Outcome.MISS_FULL, reason=Reason.READ_FAILED)
-        return alone, await self.engine.rank(RankPass(tokens, 0, rows, shown_at), call.deadline_at, call.arrived_at)
+        return Lease(outcome=Outcome.MISS_FULL, reason=Reason.READ_FAILED), await run(work)
 
     # ---- candidates and scores
 
@@ -177,12 +231,7 @@ class Ranking:
 
     def _scores(self, logits: F32, known: np.ndarray[Any, np.dtype[np.bool_]]) -> dict[str, F32]:
         """Put logits into the order of the request, task by task; NaN where the catalogue lacks the item."""
-        scores = {}
-        for index, task in enumerate(self.model.tasks):
-            column = np.full(len(known), np.nan, np.float32)
-            column[known] = logits[:, index]
-            scores[task] = column
-        return scores
+        return {task: _placed(logits[:, index], known) for index, task in enumerate(self.model.tasks)}
 
     def _top(self, request: RankRequest, logits: F32, known: np.ndarray[Any, np.dtype[np.bool_]]) -> I64 | None:
         """Pick the best candidates by the first task; of equal ones the earlier."""
@@ -216,6 +265,13 @@ class Ranking:
             task.cancel()
         await asyncio.gather(*self._background, return_exceptions=True)
         await self.relay.stop()
+
+
+def _placed(scores: F32, known: np.ndarray[Any, np.dtype[np.bool_]]) -> F32:
+    """Put the scores of the known candidates into the order of the request; NaN at the others."""
+    column = np.full(len(known), np.nan, np.float32)
+    column[known] = scores
+    return column
 
 
 _SELFCHECK_S = 60.0  # a self-check that has not run by then is dropped

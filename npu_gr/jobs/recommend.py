@@ -5,59 +5,31 @@
     hook      business rules; then the first M candidates go on, those that the ranker does not know behind the others
     rank      reads that prefix and orders the M; the best are answered
 
-One deadline covers all stages: the rank keeps what the cost model says it takes, the hook has its budget, the sources
-have the rest. A stage that fails degrades the answer as configured; the answer says so, and metrics count it. An error
-of the caller stays an error.
-
-Invariants:
-  C1  no item twice, none that was denied or (if so configured) seen, at most M are ranked; only the hook may add items
-  C2  now <= end of retrieval <= end of the hook <= end of the rank <= deadline
-  C3  with nothing failing and no hook, the items are those of generate (and match) and rank called by hand
-  C4  an item that the ranker does not know follows all that it knows, and is counted; `unknown_items: drop` has none
+A ranker that also retrieves may be a source itself (`trunk.py`): then it leases the prefix at once, and there is no
+signal. `cascade_run.py` takes one request through the stages.
 """
 
 from __future__ import annotations
 
-import asyncio
-import inspect
-import logging
 import time
-from collections import Counter
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
-import numpy as np
-
-from npu_gr.admission.deadline import Deadline
-from npu_gr.catalogue.items import UNKNOWN
+from npu_gr.catalogue.popular import read_popular
 from npu_gr.catalogue.tokens import Tokens
-from npu_gr.core.errors import ColdUser, DeadlineExceeded, NpuGrError, Overloaded, RequestError, Unavailable
-from npu_gr.core.kinds import RANK, SIGNAL
-from npu_gr.core.request import (
-    I64,
-    HistoryRef,
-    RankAnswer,
-    RankRequest,
-    Reason,
-    RecommendAnswer,
-    RecommendRequest,
-    SignalAnswer,
-    StageReport,
-    StageResult,
-    Verdict,
-)
+from npu_gr.core.kinds import SIGNAL
+from npu_gr.core.request import I64, RecommendAnswer, RecommendRequest, SignalAnswer, Verdict
 from npu_gr.jobs.base import Call
-from npu_gr.jobs.cascade_plan import RecommendConfig, best_first, by_both, in_turns, split
+from npu_gr.jobs.cascade_plan import RecommendConfig
+from npu_gr.jobs.cascade_run import CascadeParts, CascadeRun
 from npu_gr.jobs.histories import Histories, History
-from npu_gr.jobs.hook import HookContext, as_items, load_hook
+from npu_gr.jobs.hook import load_hook
 from npu_gr.jobs.ranking import Ranking
-from npu_gr.jobs.sources import POPULAR, SizedSource, SourceRequest, read_popular
+from npu_gr.jobs.sources import SizedSource
 from npu_gr.jobs.versions import Versions
 from npu_gr.metrics.registry import Metrics
 
-log = logging.getLogger(__name__)
-
-HOOK = "hook"  # the source of an item that the hook added
 HOOK_THREADS = 4
 
 
@@ -75,13 +47,14 @@ class Cascade:
         Raises:
             ConfigError: the hook or the list of popular items cannot be used.
         """
-        self.config = config
-        self.sources = dict(sources)
-        self.metrics = metrics
-        self.hook = load_hook(config.hook) if config.hook else None
-        self.popular = read_popular(config.popular)
+        hook = load_hook(config.hook) if config.hook else None
         # threads of its own: a hook that hangs holds up no other work
-        self.hook_threads = ThreadPoolExecutor(HOOK_THREADS, "hook") if self.hook else None
+        threads = ThreadPoolExecutor(HOOK_THREADS, "hook") if hook else None
+        self.parts = CascadeParts(config, dict(sources), metrics, hook, threads, read_popular(config.popular))
+
+    def serve_popular(self, popular: I64) -> None:
+        """Fill up later cascades with these items; those in progress keep theirs."""
+        self.parts = replace(self.parts, popular=popular)
 
     async def recommend(
         self,
@@ -104,26 +77,29 @@ class Cascade:
 
         Raises:
             Unavailable: no source answered, and there is no list of popular items.
+            Unprocessable: the request names a source that is not configured, or an order that the ranker does not have.
             RequestError: a source says that the request makes no sense.
         """
-        run = _Run(self, request, ranking, history, tokens, call.deadline_at)
-        verdict = ranking.signal(request.user, tokens, run.max_candidates)
-        self._count_signal(verdict, ranking, tokens, time.monotonic() - run.began_at)
+        run = CascadeRun(self.parts, request, ranking, history, tokens, call.deadline_at)
+        verdict = None
+        if not run.uses_trunk:
+            verdict = ranking.signal(request.user, tokens, run.max_candidates)
+            self._count_signal(verdict, ranking, tokens, time.monotonic() - run.began_at)
         answer = await run.answer(verdict, history_s)
-        self.metrics.recommend.answered(answer)
+        self.parts.metrics.recommend.answered(answer)
         return answer
 
     def _count_signal(self, verdict: Verdict, ranking: Ranking, tokens: Tokens, took_s: float) -> None:
         answer = SignalAnswer(
             verdict=verdict, model_version=ranking.version, history=tokens.report, resident_for_s=ranking.relay.t_life_s
         )
-        self.metrics.signal.decided(verdict)
-        self.metrics.requests.answered(SIGNAL, answer, took_s)
+        self.parts.metrics.signal.decided(verdict)
+        self.parts.metrics.requests.answered(SIGNAL, answer, took_s)
 
     def stop(self) -> None:
         """Drop hooks that have not begun."""
-        if self.hook_threads is not None:
-            self.hook_threads.shutdown(wait=False, cancel_futures=True)
+        if self.parts.hook_threads is not None:
+            self.parts.hook_threads.shutdown(wait=False, cancel_futures=True)
 
 
 class RecommendJob:
@@ -155,230 +131,3 @@ class RecommendJob:
     async def stop(self) -> None:
         """Drop hooks that have not begun."""
         self.cascade.stop()
-
-
-class _Run:
-    """One request on its way through the stages."""
-
-    def __init__(
-        self,
-        cascade: Cascade,
-        request: RecommendRequest,
-        ranking: Ranking,
-        history: History,
-        tokens: Tokens,
-        deadline_at: float,
-    ) -> None:
-        self._cascade = cascade
-        self._request = request
-        self._ranking = ranking
-        self._history = history
-        self._tokens = tokens
-        self.began_at = time.monotonic()
-        config = cascade.config
-        self.max_candidates = min(request.num_candidates or config.max_candidates, config.max_candidates)
-        engine = ranking.engine
-        rank_s = engine.cost.full_s(len(tokens), self.max_candidates) + engine.residual_s
-        self._deadlines = split(self.began_at, deadline_at, rank_s, config)
-        self._shown_at = int(time.time()) if request.timestamp is None else request.timestamp
-        self._exclude_seen = config.exclude_seen if request.exclude_seen is None else request.exclude_seen
-        self._drops_unknown = (request.unknown_items or config.unknown_items) == "drop"
-        denied = [np.empty(0, np.int64) if request.deny_items is None else request.deny_items]
-        # ascending; not np.unique, which takes five times as long for the thousands of items of a history
-        self._denied: I64 = np.sort(np.concatenate([*denied, *([history.events.items] if self._exclude_seen else [])]))
-        self._unknown: Counter[str] = Counter()  # source -> items that the ranker does not know
-        self._reports: list[StageReport] = []
-
-    async def answer(self, verdict: Verdict, history_s: float) -> RecommendAnswer:
-        """Run the stages one after the other."""
-        origins = await self._retrieve()
-        retrieved_at = time.monotonic()
-        known, unknown = self._parted(await self._hooked(np.fromiter(origins, np.int64)), origins)
-        known, unknown = known[: self.max_candidates], unknown[: max(0, self.max_candidates - len(known))]
-        prepared_at = time.monotonic()
-        ranked = await self._rank(known) if len(known) or self._unknown else None
-        scores = next(iter(ranked.scores.values())) if ranked else np.full(len(known), np.nan, np.float32)
-        ordered = by_both if ranked and self._cascade.config.order == "fused" else best_first
-        order = ordered(scores)
-        items = np.concatenate([known[order], unknown])[: self._request.num_items]
-        scores = np.concatenate([scores[order], np.full(len(unknown), np.nan, np.float32)])[: len(items)]
-        return RecommendAnswer(
-            model_version=self._ranking.version,
-            verdict=verdict,
-            outcome=ranked.outcome if ranked else None,
-            reason=ranked.reason if ranked else Reason.NONE,
-            item_ids=items,
-            scores=scores,
-            origins=tuple(origins.get(item, HOOK) for item in items.tolist()),
-            num_candidates=len(known),
-            unknown=dict(self._unknown),
-            stages=tuple(self._reports),
-            history=self._tokens.report,
-            prefix_tokens=ranked.prefix_tokens if ranked else 0,
-            stages_s={
-                "history": history_s,
-                "retrieve": retrieved_at - self.began_at,
-                "preprocess": prepared_at - retrieved_at,
-                "rank": time.monotonic() - prepared_at,
-            },
-        )
-
-    # ---- retrieval
-
-    async def _retrieve(self) -> dict[int, str]:
-        """Find candidates, best first, each with its source; popular items follow if there are too few."""
-        names = list(self._cascade.sources)
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(self._ask(*source)) for source in self._cascade.sources.items()]
-        found = [task.result() for task in tasks]
-        for error in found:
-            if isinstance(error, RequestError):
-                raise error
-        items, row = in_turns([self._allowed(one) for one in found if not isinstance(one, RequestError)])
-        origins = {item: names[index] for item, index in zip(items.tolist(), row.tolist(), strict=True)}
-        if self._drops_unknown:  # now, so that popular items fill up what is short
-            known, _ = self._parted(items, origins)
-            origins = {item: origins[item] for item in known.tolist()}
-        if len(origins) < min(self._request.num_items, self.max_candidates):
-            self._fill_up(origins)
-        return origins
-
-    def _fill_up(self, origins: dict[int, str]) -> None:
-        """Add popular items after the candidates that were found."""
-        began_at = time.monotonic()
-        popular = self._cascade.popular
-        if not len(popular):
-            if not origins and (broken := self._broken()):
-                raise Unavailable(f"retrieval: {broken}, and no list of popular items is configured")
-            return
-        # whoever drops what the ranker lacks may need the whole list: its best items may be the new ones
-        most = len(popular) if self._drops_unknown else self.max_candidates + len(self._denied)
-        items = self._allowed(popular[:most])
-        if self._drops_unknown:
-            items, _ = self._parted(items, dict.fromkeys(items.tolist(), POPULAR))
-        for item in items.tolist():
-            origins.setdefault(item, POPULAR)
-        self._report(POPULAR, StageResult.OK if len(items) else StageResult.EMPTY, began_at, len(items))
-
-    def _broken(self) -> str:
-        """Name the sources that failed; to find nothing is no failure."""
-        harmless = (StageResult.OK, StageResult.EMPTY, StageResult.COLD)
-        return ", ".join(f"{r.stage} {r.result.value}" for r in self._reports if r.result not in harmless)
-
-    async def _ask(self, name: str, source: SizedSource) -> I64 | RequestError:
-        """Ask one source for the items that it has in time: none if it fails. An error of the caller is returned."""
-        began_at = time.monotonic()
-        asked = SourceRequest(
-            user=self._request.user,
-            history=self._history,
-            num_items=source.num_items,
-            denied=self._denied,
-            exclude_seen=self._exclude_seen,
-            call=Call(began_at, self._deadlines.retrieve_at),
-        )
-        result = StageResult.OK
-        items = np.empty(0, np.int64)
-        try:
-            async with Deadline(self._deadlines.retrieve_at - began_at):
-                items = await source.ask(asked)
-            result = StageResult.OK if len(items) else StageResult.EMPTY
-        except ColdUser:
-            result = StageResult.COLD
-        except RequestError as error:
-            return error
-        except NpuGrError as error:
-            result = _result_of(name, error)
-        self._report(name, result, began_at, len(items))
-        return items
-
-    def _allowed(self, items: I64) -> I64:
-        if not len(self._denied):
-            return items
-        at = np.searchsorted(self._denied, items).clip(max=len(self._denied) - 1)
-        allowed: I64 = items[self._denied[at] != items]
-        return allowed
-
-    # ---- items that the ranker does not know
-
-    def _parted(self, items: I64, origins: Mapping[int, str]) -> tuple[I64, I64]:
-        """Part the items that the ranker knows from those that it does not, and count these by their sources.
-
-        Returns:
-            Known and unknown items, each in the given order; no unknown ones if they are to be dropped.
-        """
-        rows = self._ranking.vocabulary.rows(items)
-        unknown = items[rows == UNKNOWN]
-        self._unknown.update(origins.get(item, HOOK) for item in unknown.tolist())
-        return items[rows != UNKNOWN], unknown[:0] if self._drops_unknown else unknown
-
-    # ---- pre-processing
-
-    async def _hooked(self, items: I64) -> I64:
-        """Apply the hook and keep each item once; if the hook fails, keep the items as they are."""
-        hook = self._cascade.hook
-        config = self._cascade.config
-        if hook is None:
-            return items
-        began_at = time.monotonic()
-        context = HookContext(self._request.user, self._history.events, self._request.context, self._shown_at)
-        try:
-            async with Deadline(min(self._deadlines.hook_at - began_at, config.hook_budget_s)):
-                if inspect.iscoroutinefunction(hook):
-                    returned = await hook(items.copy(), context)
-                else:
-                    threads = self._cascade.hook_threads
-                    returned = await asyncio.get_running_loop().run_in_executor(threads, hook, items.copy(), context)
-            items = in_turns([as_items(returned)])[0]
-        except Exception as error:  # the operator's code may raise anything
-            if config.on_hook_failure == "fail":
-                raise Unavailable(f"hook: {type(error).__name__}") from error
-            self._report("hook", _result_of("hook", error), began_at, len(items))
-        else:
-            self._report("hook", StageResult.OK, began_at, len(items))
-        return items
-
-    # ---- rank
-
-    async def _rank(self, items: I64) -> RankAnswer | None:
-        """Score the candidates, all of which the ranker knows.
-
-        Returns:
-            None = there is none, or the rank failed and the configuration answers without it.
-        """
-        began_at = time.monotonic()
-        is_partial = bool(self._unknown) and len(items) < min(self._request.num_items, self.max_candidates)
-        if not len(items):
-            self._report("rank", StageResult.PARTIAL, began_at, 0)
-            return None
-        request = RankRequest(user=self._request.user, candidates=items, history=HistoryRef(), timestamp=self._shown_at)
-        try:
-            async with Deadline(self._deadlines.rank_at - began_at) as deadline_at:
-                # the rank's objective counts from its own stage: counted from the cascade's arrival it would be over
-                # before retrieval is done, and every cascade would overtake every rank
-                ranked = await self._ranking.rank(request, self._tokens, Call(began_at, deadline_at))
-        except NpuGrError as error:
-            if self._cascade.config.on_rank_failure == "fail":
-                raise
-            self._report("rank", _result_of("rank", error), began_at, 0)
-            return None
-        self._cascade.metrics.rank.answered(ranked)
-        self._cascade.metrics.requests.answered(RANK, ranked, time.monotonic() - began_at)
-        self._report("rank", StageResult.PARTIAL if is_partial else StageResult.OK, began_at, len(items))
-        return ranked
-
-    def _report(self, stage: str, result: StageResult, began_at: float, num_items: int) -> None:
-        took_s = time.monotonic() - began_at
-        self._reports.append(
-            StageReport(
-                stage=stage, result=result, began_s=began_at - self.began_at, took_s=took_s, num_items=num_items
-            )
-        )
-
-
-def _result_of(stage: str, error: Exception) -> StageResult:
-    if isinstance(error, Overloaded):
-        return StageResult.OVERLOADED
-    if isinstance(error, DeadlineExceeded):
-        return StageResult.OUT_OF_TIME
-    log.warning("recommend: %s failed: %s: %s", stage, type(error).__name__, error)
-    return StageResult.FAILED

@@ -1,22 +1,22 @@
-"""Where a cascade's candidates come from: generate, match, and a list of popular items."""
+"""Where a cascade's candidates come from: the ranker itself, generate, match, and a list of popular items."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Awaitable, Callable
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
-from npu_gr.core.errors import ConfigError
+from npu_gr.catalogue.items import UNKNOWN
+from npu_gr.core.errors import ColdUser
 from npu_gr.core.kinds import GENERATE, MATCH
-from npu_gr.core.names import item_id
 from npu_gr.core.request import I64, GenerateRequest, HistoryRef, MatchRequest, UserKey
 from npu_gr.jobs.base import Call
-from npu_gr.jobs.cascade_plan import in_turns
 from npu_gr.jobs.histories import History
 from npu_gr.jobs.match import MatchJob
+from npu_gr.jobs.ranking import Ranking
+from npu_gr.jobs.trunk import TrunkUse
 from npu_gr.jobs.versions import Versions
 from npu_gr.metrics.registry import Metrics
 
@@ -30,6 +30,9 @@ class SourceRequest(NamedTuple):
     denied: I64  # [n] external ids
     exclude_seen: bool
     call: Call
+    ranking: Ranking  # the version that serves the request
+    rows: I64  # [n] the known items of its history as that version's item rows, oldest first
+    trunk: TrunkUse
 
 
 POPULAR = "popular"  # the list of popular items, among the names of sources
@@ -43,6 +46,22 @@ class SizedSource(NamedTuple):
 
     ask: Source
     num_items: int
+
+
+async def from_trunk(asked: SourceRequest) -> I64:
+    """Search the ranker's own items with its own user vector."""
+    return await asked.trunk.find(asked.num_items, asked.denied, asked.call)
+
+
+async def from_transitions(asked: SourceRequest) -> I64:
+    """List what most often followed the last events."""
+    ranking = asked.ranking
+    if ranking.order is None or not len(asked.rows):
+        raise ColdUser("no item of the history has transitions")
+    hidden = ranking.vocabulary.rows(asked.denied)
+    hidden = hidden[hidden != UNKNOWN]
+    found = ranking.order.top(asked.rows, asked.num_items + len(hidden))
+    return ranking.item_ids[found[~np.isin(found, hidden)][: asked.num_items]]
 
 
 def from_generation(versions: Versions, metrics: Metrics) -> Source:
@@ -83,28 +102,3 @@ def from_match(job: MatchJob, metrics: Metrics) -> Source:
         return answer.item_ids
 
     return retrieve
-
-
-def read_popular(path: str | None) -> I64:
-    """Read the items that a file names, one a line, best first, as the company calls them; no path gives no items.
-
-    Raises:
-        ConfigError: the file cannot be read, a line is no name of an item, or there is none.
-    """
-    if path is None:
-        return np.empty(0, np.int64)
-    try:
-        lines = Path(path).read_text("utf-8-sig").splitlines()
-        items = np.array([_named(line, number) for number, line in enumerate(lines, 1) if line.strip()], np.int64)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"recommend.popular: {path}: {error}") from error
-    if not len(items):
-        raise ConfigError(f"recommend.popular: {path} holds no item")
-    return in_turns([items])[0]
-
-
-def _named(line: str, number: int) -> int:
-    try:
-        return item_id(line.strip())
-    except ValueError as error:
-        raise ValueError(f"line {number}: {error}") from None

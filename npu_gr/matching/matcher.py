@@ -160,10 +160,7 @@ class Matcher:
     def _search_all(self, queries: list[MatchQuery]) -> list[MatchedItems]:
         """Search all items, for many queries at once."""
         vectors = torch.from_numpy(np.stack([self._vector(query) for query in queries]))
-        items = np.concatenate([query.hidden for query in queries])
-        order = np.argsort(items, kind="stable")  # `Hidden` wants the item rows to ascend
-        rows_of = np.repeat(np.arange(len(queries)), [len(query.hidden) for query in queries])
-        hidden = Hidden(torch.from_numpy(rows_of[order]), torch.from_numpy(items[order])) if len(items) else None
+        hidden = Hidden.of([query.hidden for query in queries])
         best = self._index.search(vectors, max(query.k for query in queries), hidden)
         answers = []
         for query, rows, scores in zip(queries, best.items.numpy(), best.scores.numpy(), strict=True):

@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 
 from npu_gr.core.kinds import EVENTS, GENERATE, KINDS, MATCH, RANK, RECOMMEND, Kind, Scored
-from npu_gr.core.request import I64, Events
+from npu_gr.core.request import I64, Events, OrderName, SourceName
 
 RECORDED: dict[str, Kind[Any, Any]] = {name: kind for name, kind in KINDS.items() if kind.is_recorded}
 SCORED = tuple(name for name, kind in RECORDED.items() if kind.scored is not Scored.NOTHING)
@@ -105,6 +105,8 @@ class LoggedRecommend(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     unknown_items: Literal["last", "drop"] | None = None
     deny_items: Column | None = None
     context: dict[str, bool | int | float | str] = {}
+    sources: tuple[SourceName, ...] | None = None
+    order: OrderName | None = None
 
 
 # Fields of a record that several kinds share. A kind has one if its request has a field of that name that is not among

@@ -108,6 +108,9 @@ async def open_ranking(
     if beside is not None and checkpoint.version == beside.version:
         return _renamed(beside, names)
     shape = checkpoint.model.config
+    if config.recommend is not None:
+        has_order = checkpoint.order is not None
+        config.recommend.check_ranker(str(config.checkpoint), retrieves=shape.retrieval, has_order=has_order)
     layout = kv_layout(shape, config, checkpoint, backend)
     if beside is None:
         test_pages = layout.pages(SELF_TEST_TOKENS)
@@ -158,7 +161,7 @@ async def open_ranking(
             tenant_weights=config.admission.tenant_weights,
         )
         observe_relay(metrics, RANK.name, engine, pool, dram, relay)
-        return Ranking(config.service, model, vocabulary, engine, relay, metrics, names)
+        return Ranking(config.service, model, vocabulary, engine, relay, metrics, names, checkpoint.order)
 
     return Prepared(activate, actions=model.actions, vocabulary=vocabulary)
 

@@ -17,7 +17,7 @@ from npu_gr.core.kinds import KINDS
 from npu_gr.core.settings import Bytes, Count, Ratio, Seconds
 from npu_gr.engine.queue import SchedulerConfig
 from npu_gr.features.base import HistoryConfig
-from npu_gr.jobs.cascade_plan import RecommendConfig
+from npu_gr.jobs.cascade_plan import SECTIONS, RecommendConfig
 from npu_gr.jobs.config import GenerateConfig, RankingConfig
 from npu_gr.kv.config import KVConfig
 from npu_gr.matching.config import MatchConfig
@@ -104,7 +104,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
                 "set `checkpoint` (ranker) or a `generate:` section: an instance must serve at least one model"
             )
         if self.recommend is not None:
-            for section in ("checkpoint", *self.recommend.sources):
+            for section in ("checkpoint", *(SECTIONS[name] for name in self.recommend.sources)):
                 if getattr(self, section) is None:
                     raise ValueError(f"recommend: needs {section}, which is not configured")
             if self.match and (wanted := self.recommend.sources.get("match", 0)) > self.match.max_items:

@@ -9,6 +9,7 @@ from typing import Any
 from npu_gr.core.kinds import ERASE, EVENTS, GENERATE, INGEST, KINDS, MATCH, RANK, RECOMMEND, SIGNAL
 from npu_gr.engine.scheduler import Scheduler
 from npu_gr.jobs.base import KindJob
+from npu_gr.jobs.cascade_plan import TRANSITIONS, TRUNK
 from npu_gr.jobs.coverage import CoverageRule, Items
 from npu_gr.jobs.erase import EraseJob
 from npu_gr.jobs.events import EventsJob
@@ -19,7 +20,15 @@ from npu_gr.jobs.match import MatchJob, ServedVectors
 from npu_gr.jobs.rank import RankJob
 from npu_gr.jobs.recommend import Cascade, RecommendJob
 from npu_gr.jobs.signal import SignalJob
-from npu_gr.jobs.sources import POPULAR, SizedSource, from_generation, from_match
+from npu_gr.jobs.sources import (
+    POPULAR,
+    SizedSource,
+    Source,
+    from_generation,
+    from_match,
+    from_transitions,
+    from_trunk,
+)
 from npu_gr.jobs.versions import Versions
 from npu_gr.metrics.registry import Metrics
 from npu_gr.service.config import InForce
@@ -72,7 +81,7 @@ async def _match(shared: Shared, _: Mapping[str, AnyJob]) -> MatchJob:
 async def _recommend(shared: Shared, jobs: Mapping[str, AnyJob]) -> RecommendJob:
     config = shared.settings.config.recommend
     assert config is not None
-    made = {}
+    made: dict[str, Source] = {TRUNK: from_trunk, TRANSITIONS: from_transitions}
     if GENERATE.name in jobs:
         made[GENERATE.name] = from_generation(shared.versions, shared.metrics)
     if isinstance(match := jobs.get(MATCH.name), MatchJob):
@@ -113,16 +122,17 @@ def cascade_of(jobs: Mapping[str, AnyJob]) -> Cascade | None:
 
 def coverage_rule(shared: Shared, jobs: Mapping[str, AnyJob]) -> CoverageRule:
     """Make the rule about what the ranker must know of the cascade's sources; without a cascade there are none."""
-    cascade = cascade_of(jobs)
-    if cascade is None:
+    job = cascade_of(jobs)
+    if job is None:
         return CoverageRule(0.0, lambda: shared.versions.ranker().vocabulary, {}, (), lambda *_: None)
+    cascade = job.parts
     items: dict[str, Items] = {}
     if GENERATE.name in cascade.sources:
         items[GENERATE.name] = lambda: shared.versions.generator().items.item_ids()
     if MATCH.name in cascade.sources and shared.vectors is not None:
         items[MATCH.name] = shared.vectors.item_ids
     if len(cascade.popular):
-        items[POPULAR] = lambda: cascade.popular
+        items[POPULAR] = lambda: job.parts.popular
     return CoverageRule(
         cascade.config.min_coverage,
         lambda: shared.versions.ranker().vocabulary,

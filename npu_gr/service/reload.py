@@ -21,6 +21,7 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from npu_gr.admission.brownout import BrownoutControl
 from npu_gr.admission.door import Door
+from npu_gr.catalogue.popular import read_popular
 from npu_gr.core.errors import ConfigError, NpuGrError, Unavailable
 from npu_gr.core.kinds import GENERATE, RANK
 from npu_gr.features.named_actions import difference
@@ -29,7 +30,7 @@ from npu_gr.jobs.generation import Generation
 from npu_gr.jobs.histories import Histories
 from npu_gr.jobs.ranking import Ranking
 from npu_gr.jobs.recommend import Cascade
-from npu_gr.jobs.sources import POPULAR, read_popular
+from npu_gr.jobs.sources import POPULAR
 from npu_gr.jobs.versions import ModelVersions, V, Versions
 from npu_gr.metrics.registry.reloads import Reloaded, ReloadMetrics
 from npu_gr.service.build import Prepared
@@ -160,7 +161,7 @@ class Reload:
             sources[GENERATE.name] = generation.items.item_ids
         popular = None
         if self._cascade is not None:
-            popular = await asyncio.to_thread(read_popular, self._cascade.config.popular)
+            popular = await asyncio.to_thread(read_popular, self._cascade.parts.config.popular)
             sources[POPULAR] = lambda: popular
         async with self._coverage.changing:
             measured = await self._coverage.check(ranking.vocabulary if ranking is not None else None, sources)
@@ -170,7 +171,7 @@ class Reload:
             if versions.generators is not None and generation is not None:
                 _replace(versions.generators, generation)
             if self._cascade is not None and popular is not None:
-                self._cascade.popular = popular
+                self._cascade.serve_popular(popular)
             self._coverage.accept(measured)
             self._reconfigure(new)
         log.info("reloaded: %s", ", ".join(f"{m.name} {m.version}" for m in versions.models() if not m.is_draining))

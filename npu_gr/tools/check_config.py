@@ -21,12 +21,14 @@ import yaml
 
 from npu_gr.access.keys import read_keys
 from npu_gr.access.tls import ClientTls, ClientTlsConfig, ServerTls, ServerTlsConfig
+from npu_gr.catalogue.popular import read_popular
 from npu_gr.catalogue.records import read_items
 from npu_gr.catalogue.trie import Codebooks
 from npu_gr.catalogue.versions import make_snapshot
 from npu_gr.core import settings
 from npu_gr.core.errors import ConfigError, NpuGrError
 from npu_gr.features.base import HistoryConfig
+from npu_gr.jobs.cascade_plan import RecommendConfig
 from npu_gr.jobs.config import GenerateConfig
 from npu_gr.jobs.hook import load_hook
 from npu_gr.matching import vectors
@@ -111,7 +113,7 @@ def is_well(found: list[Opened]) -> bool:
 def _of_instance(config: Config) -> Iterator[Opened]:
     if config.checkpoint is not None:
         folder = Path(config.checkpoint)
-        yield _tried("checkpoint", lambda: _ranker(folder))
+        yield _tried("checkpoint", lambda: _ranker(folder, config.recommend))
     if config.generate is not None:
         yield from _generator(config.generate)
     if config.match is not None:
@@ -122,7 +124,7 @@ def _of_instance(config: Config) -> Iterator[Opened]:
             yield _tried("recommend.hook", lambda: load_hook(hook), hook)
         if recommend.popular is not None:
             popular = recommend.popular
-            yield _tried("recommend.popular", lambda: _popular(popular))
+            yield _tried("recommend.popular", lambda: f"{popular}: {len(read_popular(popular))} items")
     yield from _history(config.features)
     if (record := config.record) is not None:
         yield _tried("record.folder", lambda: _writable(Path(record.folder)))
@@ -177,10 +179,13 @@ def _tried(key: str, work: Callable[[], object], words: str | None = None) -> Op
         return Opened(key, OpenedState.NOTE, "was not read, for there is no torch", "pip install 'npu_gr[serve]'")
 
 
-def _ranker(folder: Path) -> str:
+def _ranker(folder: Path, cascade: RecommendConfig | None) -> str:
     from npu_gr.model import weights
 
     found = weights.load(folder)
+    if cascade is not None:
+        retrieves = found.model.config.retrieval
+        cascade.check_ranker(str(folder), retrieves=retrieves, has_order=found.order is not None)
     return f"{folder}: {found.name}, version {found.version}, {len(found.item_ids)} items"
 
 
@@ -203,12 +208,6 @@ def _generator(section: GenerateConfig) -> Iterator[Opened]:
 
     yield _tried("generate.checkpoint", model)
     yield _tried("generate.catalogue", catalogue)
-
-
-def _popular(path: str) -> str:
-    from npu_gr.jobs.sources import read_popular
-
-    return f"{path}: {len(read_popular(path))} items"
 
 
 def _vectors(section: MatchConfig) -> Iterator[Opened]:

@@ -10,11 +10,11 @@ from rich.table import Table
 
 from npu_gr.catalogue.item_names import ItemNames
 from npu_gr.features.interactions import Interactions
-from npu_gr.tools.evaluate_service import EvaluationClient, ServiceEvaluation, evaluate, next_events
+from npu_gr.tools.evaluate_service import EvaluationClient, ServiceEvaluation, evaluate
 from npu_gr.train.data import to_train_on
+from npu_gr.train.next_event import JUDGED_USERS, next_events
 from npu_gr.train.site.examples import asked_at, recommend
 
-EVALUATED_USERS = 300
 SHOWN_USERS = 3
 SHOWN_ITEMS = 5
 
@@ -28,7 +28,7 @@ async def evaluated(url: str, admin_url: str, log: Interactions) -> ServiceEvalu
         log: all events.
     """
     known = to_train_on(log.users, log.timestamps, "leave-one-out")
-    return await evaluate(url, admin_url, next_events(log, known, EVALUATED_USERS), np.unique(log.items).tolist())
+    return await evaluate(url, admin_url, next_events(log, known, JUDGED_USERS), np.unique(log.items).tolist())
 
 
 async def show(url: str, log: Interactions, names: ItemNames, console: Console) -> None:
@@ -66,7 +66,7 @@ def _user_table(user: str, own: Interactions, names: ItemNames, answer: dict[str
         for stage in answer["stages"]
     )
     table.caption = (
-        f"{sum(answer['stages_s'].values()) * 1e3:.0f} ms: signal at 0 ms ({answer['verdict']}), {stages}; "
+        f"{sum(answer['stages_s'].values()) * 1e3:.0f} ms: {stages}; "
         f"{answer['num_candidates']} candidates; the rank read {answer['prefix_tokens']} of "
         f"{answer['history']['num_tokens']} history tokens from cached KV ({answer['outcome']})"
     )

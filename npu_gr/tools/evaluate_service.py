@@ -3,8 +3,9 @@
 Protocol: each user is asked for once. The events before one of the user's events are sent as the history; that event's
 item is the right answer. Every item may be answered (no sampled negatives) but those of the history. The ways to ask:
 
-    generate     POST /v1/generate, if it is a source of the cascade; for as many items as the cascade asks of it
+    generate     POST /v1/generate, if the service has it; for as many items as the cascade asks of it, if it does
     match        POST /v1/match, likewise
+    trunk        POST /v1/recommend of that source alone, without a rank; transitions likewise
     rank         POST /v1/rank over every unseen item of the log, which no service could afford on a large catalogue
     recommend    POST /v1/recommend: the retrieved items, ranked
 
@@ -15,92 +16,27 @@ from __future__ import annotations
 
 import asyncio
 import time
-from base64 import b64encode
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
 import numpy as np
-import numpy.typing as npt
 from rich.table import Table
 
 from npu_gr.access.calling import calling_context, calling_headers
 from npu_gr.core.errors import Unavailable
+from npu_gr.core.kinds import GENERATE, KINDS, MATCH, RECOMMEND
 from npu_gr.core.names import answered_ids
-from npu_gr.features.interactions import Interactions
-from npu_gr.train.metrics import hit_ratio, ndcg
+from npu_gr.train.cascade import why
+from npu_gr.train.metrics import F64, hit_ratio, ndcg
+from npu_gr.train.next_event import MISSED, NextEventCase, raw_column
 
 TOP = 10  # items that count as recommended
+BESIDE = 100  # items asked of what the service finds beside the cascade's sources
 AT_ONCE = 2  # cases in flight
 PATIENCE_S = 60.0  # how long a request that is refused for load is sent again
-MISSED = float("inf")  # the place of an item that was not answered
 UNRANKED = "unranked"  # the outcome of a recommend whose rank failed
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NextEventCase:
-    """A user's history, oldest first, and the event that came next."""
-
-    user: str
-    items: list[int]  # ids
-    values: list[float]
-    actions: list[str | float]  # names
-    timestamps: list[int]  # unix seconds
-    target: int  # the item of the next event
-    happened_at: int  # unix seconds of the next event
-
-    def body(self, tenant: str) -> dict[str, Any]:
-        """The part of a request body that every route reads: the user and the history.
-
-        Args:
-            tenant: a tenant of its own keeps the requests of one way from warming the cache of another.
-        """
-        return {
-            "user_id": self.user,
-            "tenant": tenant,
-            "history": {
-                "items": _raw(self.items),
-                "actions": self.actions,
-                "timestamps": self.timestamps,
-            },
-        }
-
-
-def next_events(log: Interactions, known: npt.NDArray[np.bool_], num_users: int | None = None) -> list[NextEventCase]:
-    """One case for each user who has known events and then others: the first of these others.
-
-    Args:
-        log: n events.
-        known: [n] the events that the models may have seen.
-        num_users: keep so many cases at most, drawn at random (seed 0); None = all.
-    """
-    cases = []
-    for user, name in enumerate(log.user_names):
-        mine = log.users == user
-        own = log[mine]
-        at = int(known[mine].sum())
-        if 0 < at < len(own):
-            cases.append(
-                NextEventCase(
-                    user=name,
-                    items=own.items[:at].tolist(),
-                    values=own.values[:at].tolist(),
-                    actions=_names(own.values[:at], log.action_names),
-                    timestamps=own.timestamps[:at].tolist(),
-                    target=int(own.items[at]),
-                    happened_at=int(own.timestamps[at]),
-                )
-            )
-    if num_users is None or num_users >= len(cases):
-        return cases
-    chosen = np.random.default_rng(0).choice(len(cases), num_users, replace=False)
-    return [cases[index] for index in sorted(chosen.tolist())]
-
-
-def _names(values: npt.NDArray[np.float64], names: Sequence[str]) -> list[str | float]:
-    """Name the action of each value; a value of a log without names stands for its own."""
-    return [names[int(value)] if names else value for value in values.tolist()]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,7 +46,7 @@ class ServiceEvaluation:
     ranks: dict[str, list[float]]  # way -> place of the right item in each answer, from 0; `MISSED` = not in it
     seconds: dict[str, list[float]]  # way -> duration of each request
     sources: dict[str, int]  # of the cascade: items that each source is asked for
-    order: str  # of the cascade: rank | fused
+    order: str  # of the cascade's answers
     retrieved: float  # share of the cases whose item was among the retrieved items
     outcomes: dict[str, int]  # how the cascade's ranks got their prefix
 
@@ -118,8 +54,8 @@ class ServiceEvaluation:
         """Plain values that JSON has."""
         ways = {
             way: {
-                "hr_at_10": hit_ratio(np.array(self.ranks[way]), TOP),
-                "ndcg_at_10": ndcg(np.array(self.ranks[way]), TOP),
+                "hr_at_10": hit_ratio(self._places(way), TOP),
+                "ndcg_at_10": ndcg(self._places(way), TOP),
                 "p50_s": float(np.median(self.seconds[way])),
             }
             for way in self.ranks
@@ -128,7 +64,22 @@ class ServiceEvaluation:
             "sources": self.sources,
             "order": self.order,
             "outcomes": self.outcomes,
+            "why": self.why,
         }
+
+    @property
+    def best_part(self) -> str:
+        """The way with the highest NDCG@10, of those that are not the cascade."""
+        return max((way for way in self.ranks if way != "recommend"), key=lambda way: ndcg(self._places(way), TOP))
+
+    @property
+    def why(self) -> str:
+        """One sentence: how the cascade stands beside its best part, user by user."""
+        best = self.best_part
+        return why("recommend", self._places("recommend"), f"{best} alone", self._places(best))
+
+    def _places(self, way: str) -> F64:
+        return np.array(self.ranks[way])
 
     def table(self) -> Table:
         """A table for a terminal."""
@@ -139,9 +90,9 @@ class ServiceEvaluation:
             title=f"next item of {num} users, whole catalogue, seen items left out",
             caption=f"95 % interval of an HR@{TOP} of .2: +-{1.96 * (0.16 / num) ** 0.5:.3f}; "
             f"the item was among the {self._asked} retrieved for {self.retrieved:.3f} of the users; "
-            f"the cascade's ranks: {', '.join(f'{count} {name}' for name, count in self.outcomes.items())}",
+            f"the cascade's ranks: {', '.join(f'{count} {name}' for name, count in self.outcomes.items())}\n{self.why}",
         )
-        names = {"rank": "rank alone (every item)", "recommend": f"recommend: both, order {self.order}"}
+        names = {"rank": "rank alone (every item)", "recommend": f"recommend: all of them, order {self.order}"}
         for way, figures in found["ways"].items():
             numbers = f"{figures['hr_at_10']:.4f}", f"{figures['ndcg_at_10']:.4f}", f"{figures['p50_s'] * 1e3:.1f}"
             table.add_row(names.get(way, f"{way} alone"), *numbers)
@@ -178,7 +129,9 @@ async def evaluate(
     async with EvaluationClient(base_url, api_key) as client, EvaluationClient(admin_url, api_key) as admin:
         section = await admin.cascade()
         sources: dict[str, int] = section["sources"]
-        ranks: dict[str, list[float]] = {way: [] for way in (*sources, "rank", "recommend")}
+        parts = dict.fromkeys(await admin.finds(), BESIDE) | sources
+        orders: set[str] = set()
+        ranks: dict[str, list[float]] = {way: [] for way in (*parts, "rank", "recommend")}
         seconds: dict[str, list[float]] = {way: [] for way in ranks}
         waiting = asyncio.Semaphore(AT_ONCE)
 
@@ -186,21 +139,23 @@ async def evaluate(
             async with waiting:
                 seen = set(case.items)
                 unseen = [item for item in catalogue if item not in seen]
+                at: dict[str, Any] = {"timestamp": case.happened_at}
                 asked: dict[str, dict[str, Any]] = {
-                    "recommend": {"timestamp": case.happened_at, "num_items": TOP, "exclude_seen": True},
-                    **{way: {"num_items": size, "deny_items": _raw(case.items)} for way, size in sources.items()},
-                    "rank": {"timestamp": case.happened_at, "candidates": _raw(unseen), "top_k": TOP},
+                    "recommend": {**at, "num_items": TOP, "exclude_seen": True},
+                    **{way: _source_alone(way, size, case) for way, size in parts.items()},
+                    "rank": {**at, "candidates": raw_column(unseen), "top_k": TOP},
                 }
                 was_retrieved = False
                 for way, of_way in asked.items():
                     # each way in a tenant of its own, so that none warms the cache of the next
                     request = case.body(f"judge-{way}") | of_way
-                    answer, took_s = await client.post(f"/v1/{way}", request)
+                    answer, took_s = await client.post(KINDS.get(way, RECOMMEND).path, request)
                     seconds[way].append(took_s)
                     items = answered_ids(answer["top"] if way == "rank" else answer["items"]).tolist()
                     ranks[way].append(items.index(case.target) if case.target in items else MISSED)
                     was_retrieved |= way in sources and case.target in items
                     if way == "recommend":
+                        orders.add(answer["order"])
                         outcome = answer["outcome"] or UNRANKED
                         outcomes[outcome] = outcomes.get(outcome, 0) + 1
                 retrieved.append(was_retrieved)
@@ -213,15 +168,18 @@ async def evaluate(
         ranks=ranks,
         seconds=seconds,
         sources=sources,
-        order=section["order"],
+        order=", ".join(sorted(orders)),
         retrieved=float(np.mean(retrieved)),
         outcomes=dict(sorted(outcomes.items())),
     )
 
 
-def _raw(items: Sequence[int]) -> str:
-    """Write ids as a raw column: a list would be read as names."""
-    return b64encode(np.array(items, "<i8").tobytes()).decode()
+def _source_alone(source: str, num_items: int, case: NextEventCase) -> dict[str, Any]:
+    """Ask one source: by its own route, or by a cascade of it that ranks nothing."""
+    if source in KINDS:
+        return {"num_items": num_items, "deny_items": raw_column(case.items)}
+    alone = {"sources": [source], "order": "retrieval", "exclude_seen": True}
+    return {"num_items": num_items, "timestamp": case.happened_at, **alone}
 
 
 class EvaluationClient:
@@ -248,19 +206,28 @@ class EvaluationClient:
     async def __aexit__(self, *_error: object) -> None:
         await self._http.close()
 
+    async def finds(self) -> list[str]:
+        """List the kinds that find items by themselves and that the service has."""
+        config = await self._config()
+        return [kind.name for kind in (GENERATE, MATCH) if config.get(kind.name)]
+
     async def cascade(self) -> dict[str, Any]:
         """Return the section `recommend` of the configuration, which the admin address shows.
 
         Raises:
             Unavailable: it has none, or does not say.
         """
-        async with self._http.get("debug/config") as response:
-            if response.status != 200:
-                raise Unavailable(f"{self._url}/debug/config: {response.status}: is that the admin address?")
-            section: dict[str, Any] = (await response.json()).get("recommend") or {}
+        section: dict[str, Any] = (await self._config()).get(RECOMMEND.name) or {}
         if not section:
             raise Unavailable("the service has no cascade: its configuration needs section recommend")
         return section
+
+    async def _config(self) -> dict[str, Any]:
+        async with self._http.get("debug/config") as response:
+            if response.status != 200:
+                raise Unavailable(f"{self._url}/debug/config: {response.status}: is that the admin address?")
+            config: dict[str, Any] = await response.json()
+            return config
 
     async def post(self, path: str, body: dict[str, Any]) -> tuple[dict[str, Any], float]:
         """Send one request; if the service refuses it for load, wait as long as it says and send it again.

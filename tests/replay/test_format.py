@@ -112,6 +112,7 @@ EXAMPLES: tuple[tuple[str, Request, Answer], ...] = (
             verdict=Verdict.PREINFER,
             outcome=None,
             reason=Reason.NONE,
+            order="retrieval",
             item_ids=ids(7),
             scores=np.array([np.nan], np.float32),
             origins=("popular",),

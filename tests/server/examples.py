@@ -141,6 +141,7 @@ EXAMPLES: dict[str, Example] = {
             verdict=Verdict.SKIP_LOAD,
             outcome=None,
             reason=Reason.NONE,
+            order="retrieval",
             item_ids=np.array([5]),
             scores=np.array([np.nan], np.float32),
             origins=("generate",),

@@ -47,7 +47,7 @@ from tests.serving import FIRST_ID, write_checkpoint
 USERS = UsersConfig(
     num_users=400, zipf=0.7, history_tokens=Lognormal(median=800, sigma=0.5), growth_tokens=8, candidates=100
 )
-SHAPE = {"dim": 64, "num_layers": 6, "num_heads": 2, "qk_dim": 32, "v_dim": 32, "head_dim": 32}
+SHAPE: dict[str, Any] = {"dim": 64, "num_layers": 6, "num_heads": 2, "qk_dim": 32, "v_dim": 32, "head_dim": 32}
 SECTIONS: dict[str, Any] = {
     "relay": {"t_life_s": 2.0},
     "trigger": {"policy": "always", "min_prefix_tokens": 16},

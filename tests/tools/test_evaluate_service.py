@@ -14,7 +14,8 @@ from rich.console import Console
 
 from npu_gr.core.errors import Unavailable
 from npu_gr.features.interactions import Interactions
-from npu_gr.tools.evaluate_service import EvaluationClient, evaluate, next_events
+from npu_gr.tools.evaluate_service import EvaluationClient, evaluate
+from npu_gr.train.next_event import next_events
 from tests.keys import secret, write_keys
 from tests.server.test_recommend_over_http import NUM_ITEMS, section
 from tests.serving import FIRST_ID, serving
@@ -64,7 +65,7 @@ async def test_it_counts_what_the_service_answers(tmp_path: Path) -> None:
         assert sum(found.outcomes.values()) == 6
         with (tmp_path / "out").open("w") as out:
             Console(file=out, width=120).print(found.table())
-        assert "recommend: both" in (tmp_path / "out").read_text()
+        assert "recommend: all of them, order rank" in (tmp_path / "out").read_text()
     server = {"api_keys_file": write_keys(tmp_path / "keys")}
     async with serving(tmp_path, watched=False, **sections, server=server) as (client, _):
         url = str(client.make_url("/"))

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 import msgspec
 
-from npu_gr.core.request import RecommendAnswer, RecommendRequest
+from npu_gr.core.request import OrderName, RecommendAnswer, RecommendRequest, SourceName
 from npu_gr.server.codec.base import Codec, Shown
 from npu_gr.server.codec.fields import (
     MOST_NAMES,
@@ -45,6 +45,9 @@ class RecommendBody(HistoryBody, frozen=True, kw_only=True, forbid_unknown_field
     context: Annotated[dict[Name, Value], msgspec.Meta(max_length=MOST_NAMES)] = msgspec.field(
         default_factory=dict
     )  # for the service's hook
+    # only these of the configured ones; absent: all
+    sources: Annotated[list[SourceName], msgspec.Meta(max_length=len(get_args(SourceName)))] | None = None
+    order: OrderName | None = None  # retrieval: nothing is ranked; absent: as configured
 
 
 class StageOut(msgspec.Struct, frozen=True, kw_only=True):
@@ -62,9 +65,10 @@ class RecommendOut(msgspec.Struct, frozen=True, kw_only=True):
 
     request_id: str
     model_version: str
-    verdict: str
-    outcome: str | None  # of the rank; null: it failed or knew no item, the items are in the order of the retrieval
+    verdict: str | None  # null: no signal, because the trunk got the prefix itself
+    outcome: str | None  # of the prefix; null: nothing was ranked, the items are in the order of the retrieval
     reason: str
+    order: str  # that the items are in: fitted, rank, fused or retrieval
     items: list[str | int] | bytes
     titles: Titles = msgspec.UNSET
     scores: list[float | None] | bytes
@@ -92,6 +96,8 @@ def parse(body: RecommendBody, config: ServerConfig, names: Names) -> RecommendR
         deny_items=denied,
         timestamp=shown_at(body.timestamp),
         context=body.context,
+        sources=None if body.sources is None else tuple(body.sources),
+        order=body.order,
         model_version=body.model_version,
     )
 
@@ -102,9 +108,10 @@ def render(answer: RecommendAnswer, request_id: str, media: str, shown: Shown) -
     return RecommendOut(
         request_id=request_id,
         model_version=answer.model_version,
-        verdict=answer.verdict.value,
+        verdict=answer.verdict.value if answer.verdict else None,
         outcome=answer.outcome.value if answer.outcome else None,
         reason=answer.reason.value,
+        order=answer.order,
         items=render_items(answer.item_ids, shown.names, is_raw),
         titles=shown.titles(answer.item_ids),
         scores=render_scores(answer.scores, is_raw),

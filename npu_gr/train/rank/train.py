@@ -28,7 +28,7 @@ from npu_gr.train.next_item import sample_targets
 from npu_gr.train.rank.evaluate import Evaluation, evaluate_baseline, evaluate_ranker
 from npu_gr.train.rank.fit import Fitted, GivesUp, fit
 from npu_gr.train.rank.options import TrainOptions
-from npu_gr.train.rank.order import count_transitions, fit_order, retrieved_lists
+from npu_gr.train.rank.order import ListSizes, count_transitions, fit_order, retrieved_lists
 from npu_gr.train.rank.search import Searched, search
 from npu_gr.train.rank.tasks import ChosenTasks, check_actions, choose_tasks, make_labels
 from npu_gr.train.rank.validation import event_likelihood
@@ -128,7 +128,8 @@ def _fit_order(fitted: Fitted, counted: Order, held_out: HeldOut, options: Train
     if not held_out.targets:
         return None
     log, targets = held_out
-    lists = list(retrieved_lists(log, fitted.model, counted, targets, options.num_retrieved))
+    sizes = ListSizes(options.num_retrieved, options.num_followers)
+    lists = list(retrieved_lists(log, fitted.model, counted, targets, sizes))
     return fit_order(counted, log, lists, targets)
 
 
@@ -160,7 +161,7 @@ def _evaluate(
         order=order,
         counted=counted,
         like_task=first,
-        num_retrieved=options.num_retrieved,
+        sizes=ListSizes(options.num_retrieved, options.num_followers),
         done=lambda done, total: progress(TrainingProgress("ranker: evaluate", done, total)),
     )
     return Evaluation(
@@ -171,7 +172,8 @@ def _evaluate(
         num_next=len(targets),
         tasks=chosen.reason,
         auc_task="" if first is None else chosen.tasks[first].name,
-        fitting="\n".join([_in_words(searched, order, len(held_out.targets)), *simple.left_out]),
+        fitting=_in_words(searched, order, len(held_out.targets)),
+        left_out=simple.left_out,
         ranker=ranker,
         parts=parts,
         baselines=tuple(evaluate_baseline(valued, baseline, likes, targets) for baseline in baselines),

@@ -10,6 +10,7 @@ from npu_gr.core import shipped
 from npu_gr.service.config import SLOConfig
 from npu_gr.train.generate.publish import section
 from npu_gr.train.site.options import SiteOptions
+from npu_gr.train.site.report import SiteCascade
 
 SERVE = "serve.yaml"
 EVALUATED = "evaluated.yaml"
@@ -29,20 +30,22 @@ _EVALUATED = (
 _COLUMN = 34  # at which comments begin
 
 
-def configuration(site: Path, dataset: Path, options: SiteOptions, *, is_evaluated: bool = False) -> str:
+def configuration(
+    site: Path, dataset: Path, options: SiteOptions, cascade: SiteCascade, *, is_evaluated: bool = False
+) -> str:
     """Write the configuration of a site.
 
     Args:
         site: folder, as the command that serves it will name it.
         dataset: that it was made from.
         options: of the cascade and of the generator.
+        cascade: what a recommend asks, and how it orders.
         is_evaluated: serve the models that were evaluated, which have not seen the newest events.
     """
     own = Path("evaluated") if is_evaluated else Path()
     generate = section(options.generate.code_count, options.generate, site / "generator" / own)
     objectives = SLOConfig()
     slo = {name: getattr(objectives, name) for name in objectives.__struct_fields__}
-    sources = {"generate": options.num_generated, "match": options.num_matched}
     lines = [
         shipped.schema_line().rstrip(),
         f"# Made by: npu-gr train all {dataset} --out {site}",
@@ -81,9 +84,11 @@ def configuration(site: Path, dataset: Path, options: SiteOptions, *, is_evaluat
         _line("  vectors", str(site / "vectors" / own), "folder of the vectors"),
         "",
         "recommend:                        # POST /v1/recommend: the cascade in one call",
-        _line("  sources", sources, "items asked of each source"),
+        _line("  sources", cascade.sources, "items asked of each source: chosen by users' next items, as is the order"),
         _line("  max_candidates", options.max_candidates, "ranked at most"),
-        _line("  order", "fused", "rank: by the ranker alone | fused: by the places in retrieval and rank together"),
+        _line(
+            "  order", cascade.order, "fitted: by the sum that was fitted with the ranker; or rank, fused, retrieval"
+        ),
     ]
     if not is_evaluated:  # what is popular is counted over all events
         popular = str(site / "popular.txt")

@@ -18,18 +18,21 @@ import numpy as np
 from rich.console import Console
 
 from npu_gr import __version__
-from npu_gr.core.errors import DataError
+from npu_gr.core.errors import DataError, NpuGrError
+from npu_gr.core.request import SourceName
 from npu_gr.core.settings import override
 from npu_gr.dataset.files import Dataset, read_dataset
+from npu_gr.features.interactions import Interactions
 from npu_gr.service.config import load
 from npu_gr.train.progress import training_progress
+from npu_gr.train.site.choose import choose_for_site
 from npu_gr.train.site.configuration import EVALUATED, SERVE, configuration
 from npu_gr.train.site.examples import curl, examples, known_user, serve
 from npu_gr.train.site.folder import REPORT, SiteFolder, digest, digest_of_files
 from npu_gr.train.site.options import FULL, SiteOptions, options_for
 from npu_gr.train.site.parts import PARTS, PartName, train_part
 from npu_gr.train.site.readme import readme
-from npu_gr.train.site.report import PartReport, SiteReport
+from npu_gr.train.site.report import PartReport, SiteCascade, SiteReport
 from npu_gr.train.site.side_by_side import Training, side_by_side
 
 NEW_SERVE = "serve.new.yaml"  # beside one that somebody has changed
@@ -70,6 +73,8 @@ def train_site(
             raise DataError(f"{data}: was changed while it was trained on; run the command again")
         report = _finish(folder, data, dataset, options, parts, console)
     console.print(report.table())
+    for line in report.cascade.words if report.cascade else ():
+        console.print(line, soft_wrap=True, markup=False, highlight=False)
     for warning in report.warnings():
         console.print(warning, style="yellow", soft_wrap=True)
     return report
@@ -143,8 +148,9 @@ def _finish(
     site = folder.place
     served = folder.report()
     log = dataset.interactions()
-    configured = configuration(site, data, options).encode()
-    evaluated = configuration(site, data, options, is_evaluated=True).encode()
+    cascade = _cascade(folder, data, log, options, parts, served)
+    configured = configuration(site, data, options, cascade).encode()
+    evaluated = configuration(site, data, options, cascade, is_evaluated=True).encode()
     for name, text in ((SERVE, configured), (EVALUATED, evaluated)):
         load(folder.write(name, text))  # a configuration that cannot be read never gets into service
     folder.write(POPULAR, _popular(dataset, options.num_popular).encode())
@@ -160,6 +166,7 @@ def _finish(
         num_users=len(log.user_names),
         num_items=len(dataset.names),
         parts={str(name): part for name, part in parts.items()},
+        cascade=cascade,
         written={SERVE: was_written or "" if is_changed else digest(configured.decode())},
     )
     folder.write(README, readme(site, report, examples(log, dataset.names)).encode())
@@ -167,6 +174,49 @@ def _finish(
     made = [name for name in PARTS if (folder.staged / name).exists()]
     folder.put_in_place([*made, POPULAR, NEW_SERVE if is_changed else SERVE, EVALUATED, README, REPORT])
     return report
+
+
+def _cascade(
+    folder: SiteFolder,
+    data: Path,
+    log: Interactions,
+    options: SiteOptions,
+    parts: dict[PartName, PartReport],
+    served: SiteReport | None,
+) -> SiteCascade:
+    """Choose by the evaluated models what a recommend asks, unless the same models and options did already."""
+    sources: dict[SourceName, int] = {
+        "trunk": options.num_found,
+        "transitions": options.num_following,
+        "generate": options.num_generated,
+        "match": options.num_matched,
+    }
+    numbers = msgspec.json.encode([list(sources.items()), options.choosing_users]).decode()
+    made_from = digest(__version__, numbers, *(part.made_from for part in parts.values()))
+    if served is not None and served.cascade is not None and served.cascade.made_from == made_from:
+        return served.cascade
+    usual = SiteCascade(made_from=made_from, sources={"trunk": options.num_found}, order="fitted")
+    path = folder.write(EVALUATED, configuration(folder.place, data, options, usual, is_evaluated=True).encode())
+    made = {name: folder.staged / name for name in PARTS if (folder.staged / name).exists()}
+    own = {name: made.get(name, folder.place / name) / "evaluated" for name in PARTS}
+    overrides = [
+        f"checkpoint={own['ranker']}",
+        f"generate.checkpoint={own['generator']}",
+        f"generate.catalogue={own['generator'] / 'items.jsonl'}",
+        f"match.vectors={own['vectors']}",
+    ]
+    try:
+        choice = choose_for_site(path, overrides, log, sources, options.choosing_users)
+    except NpuGrError as error:  # the trunk alone still serves
+        return msgspec.structs.replace(usual, words=(f"WARNING: sources and order were not chosen: {error}",))
+    if choice is None:
+        return usual
+    return SiteCascade(
+        made_from=made_from,
+        sources={name: sources[name] for name in choice.way.sources},
+        order=choice.way.order,
+        words=tuple(choice.lines()),
+    )
 
 
 def _is_changed(path: Path, was_written: str | None) -> bool:

@@ -8,6 +8,7 @@ from typing import TypeVar
 import msgspec
 from rich.table import Table
 
+from npu_gr.core.request import OrderName, SourceName
 from npu_gr.train.generate.retrieval import RetrievalFigures, RetrievalReport
 from npu_gr.train.paired import BaselineComparison
 from npu_gr.train.rank.evaluate import Evaluation, RankingFigures
@@ -39,6 +40,15 @@ class PartReport(msgspec.Struct, frozen=True, kw_only=True):
     warning: str = ""  # that it is no better than the strongest baseline
 
 
+class SiteCascade(msgspec.Struct, frozen=True, kw_only=True):
+    """What a recommend asks, how it orders, and why."""
+
+    made_from: str = ""  # digest of the models and options that decided it
+    sources: dict[SourceName, int]  # items asked of each
+    order: OrderName
+    words: tuple[str, ...] = ()  # how it was chosen, and what it is worth
+
+
 class SiteReport(msgspec.Struct, frozen=True, kw_only=True):
     """What a site was made from, and how good it is."""
 
@@ -48,6 +58,7 @@ class SiteReport(msgspec.Struct, frozen=True, kw_only=True):
     num_users: int
     num_items: int
     parts: dict[str, PartReport]  # by the name of the folder
+    cascade: SiteCascade | None = None  # None = made by an older version
     written: dict[str, str] = {}  # file that people may edit -> digest of what was written
 
     def table(self) -> Table:

@@ -15,6 +15,7 @@ from rich.console import Console
 from npu_gr.core.errors import ConfigError, DataError
 from npu_gr.dataset.build import prepare
 from npu_gr.service.config import load
+from npu_gr.train.cascade import CascadeChoice, CascadeWay
 from npu_gr.train.options import list_options
 from npu_gr.train.site import make
 from npu_gr.train.site.options import PRESETS, options_for
@@ -32,6 +33,8 @@ class Trainings:
     def __init__(self) -> None:
         self.trained: list[str] = []
         self.before: Callable[[str], None] = lambda _: None  # may fail
+        self.chose_over: list[list[str | None]] = []
+        self.choice: CascadeChoice | None = None
 
     def side_by_side(self, jobs: Sequence[Training[Any]], _threads: int, _show: Any, done: Any) -> None:
         for job in jobs:
@@ -51,11 +54,18 @@ class Trainings:
             )
             done(name, report)
 
+    def choose(
+        self, path: Path, overrides: Sequence[str], _log: Any, sources: Any, _users: int
+    ) -> CascadeChoice | None:
+        self.chose_over.append([load(path, overrides).checkpoint, *sources])
+        return self.choice
+
 
 @pytest.fixture
 def trainings(monkeypatch: pytest.MonkeyPatch) -> Trainings:
     found = Trainings()
     monkeypatch.setattr(make, "side_by_side", found.side_by_side)
+    monkeypatch.setattr(make, "choose_for_site", found.choose)
     return found
 
 
@@ -130,6 +140,27 @@ def test_a_site_is_whole(tmp_path: Path, trainings: Trainings) -> None:
     serve, curl, _ = make.next_commands(site / "data", site).splitlines()
     assert serve == f"serve with: npu-gr serve --config {site / 'serve.yaml'}"
     assert curl.startswith("curl -s localhost:8080/v1/recommend ")
+
+
+def test_the_cascade_is_chosen_once_by_the_evaluated_models(tmp_path: Path, trainings: Trainings) -> None:
+    dataset(tmp_path)
+    run(tmp_path)
+    site = tmp_path / "site"
+    usual = load(site / "serve.yaml").recommend
+    assert usual is not None
+    assert (dict(usual.sources), usual.order) == ({"trunk": 200}, "fitted")  # too few users to choose
+    everything = ["trunk", "transitions", "generate", "match"]
+    assert trainings.chose_over == [[str(site / ".new" / "ranker" / "evaluated"), *everything]]
+    run(tmp_path)
+    assert len(trainings.chose_over) == 1
+    trainings.choice = CascadeChoice(CascadeWay(("trunk", "match"), "fused"), [], ["source generate hurts"], 5)
+    said = run(tmp_path, "num_matched=50")
+    assert trainings.chose_over[1][0] == str(site / "ranker" / "evaluated")
+    assert "source generate hurts" in said
+    for name in ("serve.yaml", "evaluated.yaml"):
+        chosen = load(site / name).recommend
+        assert chosen is not None
+        assert (dict(chosen.sources), chosen.order) == ({"trunk": 200, "match": 50}, "fused")
 
 
 def test_what_is_made_of_the_same_is_not_made_again(tmp_path: Path, trainings: Trainings) -> None:

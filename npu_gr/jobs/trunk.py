@@ -1,0 +1,114 @@
+"""One recommend's use of a ranker that also retrieves: two passes over one prefix.
+
+    find    lease of the prefix KV -> NEXT (with the encode, where something is missing) -> u -> the best items
+    rank    the same prefix -> logits of the candidates, and u . e_i of each, whichever source it came from
+
+Lease, item table and order are of one version. A prefix that the first pass wrote is published before the second, so
+that other requests of the user need not wait for this one's sources. Where no page holds it (a short history, no room,
+a device that failed to read it), the second pass leases it as any rank does.
+"""
+
+from __future__ import annotations
+
+from contextlib import AsyncExitStack
+from dataclasses import replace
+from types import TracebackType
+
+import numpy as np
+
+from npu_gr.catalogue.items import UNKNOWN
+from npu_gr.catalogue.tokens import Tokens
+from npu_gr.core.request import F32, I64, RankAnswer, RankRequest, UserKey
+from npu_gr.jobs.base import Call
+from npu_gr.jobs.ranking import Ranking
+from npu_gr.relay.relay import Lease
+
+
+class TrunkUse:
+    """What a request holds of the trunk: `async with`, which ends its lease. Event loop only."""
+
+    def __init__(self, ranking: Ranking, user: UserKey, tokens: Tokens, shown_at: int, max_candidates: int) -> None:
+        """Lease nothing yet.
+
+        Args:
+            ranking: the version that serves the request.
+            user: whose history.
+            tokens: of that history.
+            shown_at: unix seconds of NEXT, and of the candidates.
+            max_candidates: that the rank will bring.
+        """
+        self._ranking = ranking
+        self._user = user
+        self._tokens = tokens
+        self._shown_at = shown_at
+        self._max_candidates = max_candidates
+        self._held = AsyncExitStack()
+        self._first: Lease | None = None  # how the first pass got the prefix
+        self._lease: Lease | None = None  # for the second
+        self.vector: F32 | None = None  # [d] u; None = not found
+
+    async def __aenter__(self) -> TrunkUse:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
+        await self._held.__aexit__(kind, error, where)
+
+    async def find(self, num_items: int, denied: I64, call: Call) -> I64:
+        """Find the items with the highest retrieval scores.
+
+        Args:
+            num_items: at most so many; 0 = only u is wanted.
+            denied: external ids that must not be found.
+            call: when this stage began, and when it must be done.
+
+        Returns:
+            External ids, best first.
+
+        Raises:
+            Overloaded, DeadlineExceeded, DeviceError: as `RankEngine.find`.
+        """
+        ranking = self._ranking
+        lease = await self._leased(1, call.deadline_at)
+        try:
+            rows = ranking.vocabulary.rows(denied)
+            hidden = np.unique(rows[rows != UNKNOWN])
+            used, found = await ranking.find(self._tokens, self._shown_at, num_items, hidden, lease, call)
+        except BaseException:  # a cancellation too: pages that are half written must not be found
+            lease.discard()
+            await self._held.aclose()
+            raise
+        self._first = used
+        self.vector = found.vector
+        if used.keep is not None:
+            await self._held.aclose()  # publishes it; nobody can take it before it is leased again
+            used = await self._leased(self._max_candidates, call.deadline_at)
+        if used.cached is None or used.keep is not None:  # the second pass leases for itself
+            lease.discard()
+            used.discard()
+            await self._held.aclose()
+        else:
+            self._lease = used
+        return ranking.item_ids[found.rows]
+
+    async def rank(self, request: RankRequest, call: Call) -> RankAnswer:
+        """Score candidates; if u was found, the answer has their retrieval scores too.
+
+        Args:
+            request: of this user, at this time.
+            call: when this stage began, and when it must be done.
+
+        Returns:
+            As of `Ranking.rank`; it tells how the first pass got the prefix.
+        """
+        ranked = await self._ranking.rank(request, self._tokens, call, lease=self._lease, vector=self.vector)
+        first = self._first
+        if first is None:
+            return ranked
+        cached = first.cached.num_tokens if first.cached else 0
+        return replace(ranked, outcome=first.outcome, reason=first.reason, prefix_tokens=cached)
+
+    async def _leased(self, num_candidates: int, deadline_at: float) -> Lease:
+        lease = self._ranking.relay.lease(self._user, self._tokens, num_candidates, deadline_at)
+        return await self._held.enter_async_context(lease)

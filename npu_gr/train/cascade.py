@@ -1,0 +1,155 @@
+"""Choose what a cascade asks and how it orders, by the next items of users whom no model was trained on.
+
+Every way to ask is a set of the configured sources and an order. Half of the users choose: the way with the highest
+NDCG@10, if it is measurably better than the configured one, which else stays. The other half say what it is worth
+beside each part alone, with paired intervals, because the best of many looks better on its own users than it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import combinations
+from typing import Any, NamedTuple, get_args
+
+import numpy as np
+
+from npu_gr.core.request import OrderName, SourceName
+from npu_gr.train.metrics import F64, hit_ratio, hits, ndcg, ndcg_of_each
+from npu_gr.train.paired import Difference, difference_of_users
+
+TOP = 10
+FEW = 3  # sources of which every set is tried; of more: each alone, each pair, and all
+ORDERS: tuple[OrderName, ...] = ("retrieval", *(name for name in get_args(OrderName) if name != "retrieval"))
+
+
+class CascadeWay(NamedTuple):
+    """One way to ask a cascade."""
+
+    sources: tuple[SourceName, ...]
+    order: OrderName
+
+    @property
+    def name(self) -> str:
+        """In words."""
+        found = " + ".join(self.sources)
+        return f"{found} alone" if self.order == "retrieval" and len(self.sources) == 1 else f"{found}, {self.order}"
+
+
+def cascade_ways(sources: Sequence[SourceName], *, has_order: bool) -> list[CascadeWay]:
+    """List the ways to ask, those with fewer stages first.
+
+    Args:
+        sources: configured.
+        has_order: whether the ranker has a fitted order.
+    """
+    sizes = range(1, len(sources) + 1) if len(sources) <= FEW else (1, 2, len(sources))
+    sets = [chosen for size in sizes for chosen in combinations(sources, size)]
+    return [CascadeWay(chosen, order) for chosen in sets for order in ORDERS if order != "fitted" or has_order]
+
+
+class CascadeRow(NamedTuple):
+    """A way beside the chosen one, on the users who did not choose."""
+
+    way: CascadeWay
+    hr_at_10: float
+    ndcg_at_10: float
+    less: Difference | None  # NDCG@10 of the chosen way less this one's; None = it is the chosen one
+
+
+class CascadeChoice(NamedTuple):
+    """The best way, and what it is worth."""
+
+    way: CascadeWay
+    rows: list[CascadeRow]  # the chosen way, the configured one, each part alone
+    hurts: list[str]  # stages without which the whole is measurably better, in words
+    num_users: int  # who chose; as many or one fewer judged
+
+    def lines(self) -> list[str]:
+        """Say it in words."""
+        return [
+            f"chosen by {self.num_users} users: {self.way.name}; judged by the others, NDCG@10 of it less the row's:",
+            *(_row_text(row) for row in self.rows),
+            *self.hurts,
+        ]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values that JSON has."""
+        rows = [
+            {"way": row.way.name, "hr_at_10": row.hr_at_10, "ndcg_at_10": row.ndcg_at_10}
+            | ({} if row.less is None else {"chosen_less_it": row.less._asdict()})
+            for row in self.rows
+        ]
+        chosen = {"sources": list(self.way.sources), "order": self.way.order}
+        return chosen | {"num_users": self.num_users, "rows": rows, "hurts": self.hurts}
+
+
+def choose_way(places: Mapping[CascadeWay, F64], configured: CascadeWay, seed: int = 0) -> CascadeChoice:
+    """Choose by half of the users.
+
+    Args:
+        places: way -> [users] place of the right item, from 0; inf = not answered. At least two users.
+        configured: one of the ways; it stays unless another is measurably better.
+        seed: draws the half.
+    """
+    num_users = len(places[configured])
+    chooses = np.zeros(num_users, np.bool_)
+    chooses[np.random.default_rng(seed).permutation(num_users)[: (num_users + 1) // 2]] = True
+    best = max(places, key=lambda way: ndcg(places[way][chooses], TOP))  # of equals the first: fewer stages
+    each = {way: ndcg_of_each(places[way][chooses], TOP) for way in (best, configured)}
+    if difference_of_users(each[best], each[configured]).low <= 0:
+        best = configured
+    shown = [best, configured, *(way for way in places if way.order == "retrieval" and len(way.sources) == 1)]
+    judged = {way: places[way][~chooses] for way in dict.fromkeys(shown)}
+    rows = [
+        CascadeRow(
+            way,
+            hit_ratio(own, TOP),
+            ndcg(own, TOP),
+            None if way == best else difference_of_users(ndcg_of_each(judged[best], TOP), ndcg_of_each(own, TOP)),
+        )
+        for way, own in judged.items()
+    ]
+    return CascadeChoice(best, rows, list(_hurting(places, configured)), int(chooses.sum()))
+
+
+def why(name: str, ours: F64, part: str, theirs: F64) -> str:
+    """Say in one sentence how a cascade stands beside its best part.
+
+    Args:
+        name, part: of the two.
+        ours, theirs: [users] places of the same users.
+    """
+    by_place, by_hit = (difference_of_users(figure(ours, TOP), figure(theirs, TOP)) for figure in (ndcg_of_each, hits))
+    figures = f"NDCG@{TOP} {_interval(by_place)}, HR@{TOP} {_interval(by_hit)} (95 %, paired, {len(ours)} users)"
+    if by_place.low > 0:
+        return f"{name} is better than {part}, its best part: {figures}"
+    if by_place.high < 0:
+        return f"{name} is worse than {part}: {figures}; `npu-gr judge --choose` names the stage that hurts"
+    return f"{name} cannot be told from {part}, its best part: {figures}"
+
+
+def _hurting(places: Mapping[CascadeWay, F64], whole: CascadeWay) -> Iterator[str]:
+    """Name the stages without which the configured way is better on all users."""
+    for source in whole.sources if len(whole.sources) > 1 else ():
+        without = CascadeWay(tuple(name for name in whole.sources if name != source), whole.order)
+        yield from _hurt(places, whole, without, f"source {source}")
+    for order in ORDERS[1:]:
+        way = CascadeWay(whole.sources, order)
+        if way in places:
+            yield from _hurt(places, way, CascadeWay(whole.sources, "retrieval"), f"order {order}")
+
+
+def _hurt(places: Mapping[CascadeWay, F64], whole: CascadeWay, without: CascadeWay, stage: str) -> Iterator[str]:
+    if whole in places and without in places:
+        gap = difference_of_users(ndcg_of_each(places[whole], TOP), ndcg_of_each(places[without], TOP))
+        if gap.high < 0:
+            yield f"{stage} hurts: NDCG@{TOP} {_interval(gap)} of {whole.name} less {without.name}"
+
+
+def _row_text(row: CascadeRow) -> str:
+    gap = "" if row.less is None else f"  {_interval(row.less)}"
+    return f"  {row.way.name:<34} HR@{TOP} {row.hr_at_10:.4f}  NDCG@{TOP} {row.ndcg_at_10:.4f}{gap}"
+
+
+def _interval(gap: Difference) -> str:
+    return f"{gap.mean:+.4f} [{gap.low:+.4f}, {gap.high:+.4f}]"

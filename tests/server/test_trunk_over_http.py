@@ -1,0 +1,357 @@
+"""POST /v1/recommend from a ranker that also retrieves: the same items and scores however the prefix was got."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from aiohttp.test_utils import TestClient
+
+from npu_gr.core.errors import ConfigError, DeviceError
+from npu_gr.core.request import F32, I64
+from npu_gr.engine.rank_engine import RankPass, RankScores
+from npu_gr.matching.vectors import save as save_vectors
+from npu_gr.model.hstu import HSTU, Segment
+from npu_gr.model.weights import load
+from npu_gr.service.service import Service
+from tests.matching.vectors import KNOWN, make_vectors
+from tests.models import CPU, events, tiny_order
+from tests.server.test_recommend_over_http import HISTORY, SHOWN_AT, only_seen, post, recommend, results
+from tests.serving import FIRST_ID, columns, make_config, serving, write_checkpoint
+
+Client = TestClient[Any, Any]
+NUM = 30  # items that the trunk is asked for
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """All tests share one trunk with a fitted order."""
+    path = tmp_path_factory.mktemp("trunk")
+    write_checkpoint(path / "checkpoint", tiny_order(), retrieval=True)
+    write_checkpoint(path / "plain")
+    write_checkpoint(path / "unordered", retrieval=True)
+    return path
+
+
+def section(**changes: Any) -> dict[str, Any]:
+    return {"recommend": {"sources": {"trunk": NUM}, **changes}}
+
+
+def history(count: int, seed: int = 0) -> dict[str, list[int]]:
+    return columns(events(count, seed))
+
+
+class ByHand:
+    """The definition: one cold pass for u, the dense product with every item, one cold pass over the candidates."""
+
+    def __init__(self, folder: Path, *, without_retrieval: bool = False) -> None:
+        checkpoint = load(folder / "checkpoint")
+        checkpoint.model.freeze_items()
+        self.model: HSTU = checkpoint.model
+        assert checkpoint.order is not None
+        weights = dict(checkpoint.order.weights) | ({"retrieval": 0.0} if without_retrieval else {})
+        self.order = replace(checkpoint.order, weights=weights)
+
+    def run(self, candidates: I64, own: dict[str, list[int]], *, is_next: bool = False) -> torch.Tensor:
+        rows = np.array(own["items"], np.int64) - FIRST_ID
+        segment = Segment(
+            items=torch.from_numpy(rows),
+            actions=torch.tensor(own["actions"], dtype=torch.int64) - 1,
+            times=torch.tensor(own["timestamps"], dtype=torch.int64),
+            candidates=torch.from_numpy(candidates),
+            candidate_time=SHOWN_AT,
+            is_next=is_next,
+        )
+        scores: torch.Tensor = self.model(CPU, [segment])[0]
+        return scores
+
+    def retrieval(self, own: dict[str, list[int]]) -> F32:
+        vector = self.run(np.array([300]), own, is_next=True)[0]
+        found: F32 = (self.model.item_vectors() @ vector).numpy()
+        return found
+
+    def found(self, own: dict[str, list[int]], denied: set[int], num: int = NUM) -> list[int]:
+        best = np.argsort(-self.retrieval(own), kind="stable") + FIRST_ID
+        return [item for item in best.tolist() if item not in denied][:num]
+
+    def sums(self, items: list[int], own: dict[str, list[int]]) -> F32:
+        rows = np.array(items, np.int64) - FIRST_ID
+        mine = np.array(own["items"], np.int64) - FIRST_ID
+        like = self.run(rows, own)[:, 1].numpy()
+        seen = np.isin(rows, mine).astype(np.float32)
+        return self.order.scores(self.retrieval(own)[rows], like, self.order.transitions(mine, rows), seen)
+
+    def ordered(self, items: list[int], own: dict[str, list[int]]) -> list[int]:
+        return [items[place] for place in np.argsort(-self.sums(items, own), kind="stable")]
+
+
+def same(answer: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Bit for bit, where the kernels promise it; else to the tolerance of a hit."""
+    if answer["items"] != other["items"]:
+        return False
+    if CPU.arrangement(torch.float32, 64) == "tiles":
+        return bool(answer["scores"] == other["scores"])
+    return bool(np.allclose(answer["scores"], other["scores"], atol=1e-4))
+
+
+async def test_it_is_the_definition_step_by_step(folder: Path) -> None:
+    by_hand = ByHand(folder)
+    found = by_hand.found(HISTORY, set(HISTORY["items"]))
+    async with serving(folder, **section()) as (client, _):
+        answer = await recommend(client, num_items=NUM)
+        assert (answer["degraded"], results(answer)) == ([], {"trunk": "ok", "rank": "ok"})
+        assert (answer["order"], answer["verdict"], answer["outcome"]) == ("fitted", None, "miss_full")
+        assert set(answer["origins"]) == {"trunk"}
+        assert answer["items"] == by_hand.ordered(found, HISTORY)
+        np.testing.assert_allclose(answer["scores"], sorted(by_hand.sums(found, HISTORY), reverse=True), atol=1e-4)
+        retrieved = await recommend(client, num_items=NUM, order="retrieval")
+        assert (retrieved["items"], results(retrieved)) == (found, {"trunk": "ok"})
+        assert (retrieved["scores"], retrieved["outcome"]) == ([None] * NUM, None)
+        by_click = await recommend(client, num_items=NUM, order="rank")
+        click = by_hand.run(np.array(found) - FIRST_ID, HISTORY)[:, 0].numpy()
+        assert by_click["items"] == [found[place] for place in np.argsort(-click, kind="stable")]
+        assert (await recommend(client, num_items=NUM, order="fused"))["order"] == "fused"
+
+
+async def test_seen_items_count_by_their_weight_where_they_may_come(folder: Path) -> None:
+    by_hand = ByHand(folder)
+    async with serving(folder, **section()) as (client, _):
+        assert not only_seen(await recommend(client, num_items=NUM))
+        denied = set(by_hand.found(HISTORY, set())[::2])
+        answer = await recommend(client, num_items=NUM, exclude_seen=False, deny_items=sorted(denied))
+        found = by_hand.found(HISTORY, denied)
+        assert only_seen(answer)
+        assert answer["items"] == by_hand.ordered(found, HISTORY)
+
+
+@pytest.mark.parametrize(("count", "sections"), [(0, {}), (3, {}), (40, {}), (150, {}), (150, {"keep_full": False})])
+async def test_any_way_to_the_prefix_gives_the_same(folder: Path, count: int, sections: dict[str, Any]) -> None:
+    """Cold, hit, extended, signalled, reloaded from DRAM, without a relay, and beside others: C5."""
+    own = history(count, seed=count)
+    async with serving(folder, relay={"enabled": False}, **section()) as (client, _):
+        want = await recommend(client, history=own, num_items=NUM)
+        assert (want["outcome"], want["reason"]) == ("miss_full", "disabled")
+    async with serving(folder, relay=sections, **section()) as (client, service):
+        answers = {"cold": await recommend(client, history=own, num_items=NUM)}
+        answers["again"] = await recommend(client, history=own, num_items=NUM)
+        if count >= 40 and not sections:
+            assert answers["again"]["outcome"] == "hbm_hit"
+            assert answers["again"]["prefix_tokens"] == count
+        await post(client, "/v1/signal", 202, user_id="s", history=own)
+        answers["signalled"] = await recommend(client, user_id="s", history=own, num_items=NUM)
+        if count > 10:
+            older = {name: column[:-7] for name, column in own.items()}
+            newer = {name: column[-7:] for name, column in own.items()}
+            first = await recommend(client, user_id="d", history=older, num_items=NUM)
+            base = first["history"]["fingerprint"]
+            answers["delta"] = await recommend(client, user_id="d", base=base, history=newer, num_items=NUM)
+            await service.versions.ranker().relay.settled()
+            pool = service.versions.ranker().relay.tiers.pool
+            for entry in list(pool._published.values()):
+                pool.drop(entry)
+            answers["dram"] = await recommend(client, history=own, num_items=NUM)
+            if not sections:
+                assert answers["dram"]["outcome"] == "dram_hit"
+        crowd = [recommend(client, user_id=f"c{n}", history=own if n % 2 else HISTORY, num_items=NUM) for n in range(8)]
+        crowd += [post(client, "/v1/rank", user_id="r", history=HISTORY, candidates=[FIRST_ID + 7] * 9)]
+        answers |= {f"crowd {n}": answer for n, answer in enumerate(await asyncio.gather(*crowd)) if n % 2}
+        for way, answer in answers.items():
+            assert same(answer, want), way
+        await nothing_held(service)
+
+
+async def test_what_other_sources_find_is_scored_by_the_same_vector(folder: Path) -> None:
+    save_vectors(make_vectors(item_ids=np.arange(40, dtype=np.int64) + FIRST_ID), folder / "vectors")
+    by_hand = ByHand(folder)
+    both = section(sources={"trunk": 9, "transitions": 9, "match": 6}) | {"match": {"vectors": str(folder / "vectors")}}
+    async with serving(folder, **both) as (client, _):
+        who: dict[str, Any] = {"user_id": KNOWN}
+        answer = await recommend(client, num_items=100, **who)
+        assert results(answer) == {"trunk": "ok", "transitions": "ok", "match": "ok", "rank": "ok"}
+        assert {"trunk", "transitions", "match"} == set(answer["origins"])
+        alone = {
+            name: (await recommend(client, num_items=100, sources=[name], order="retrieval", **who))["items"]
+            for name in ("trunk", "transitions", "match")
+        }
+        assert set(answer["items"]) == {item for items in alone.values() for item in items}
+        assert alone["trunk"] == by_hand.found(HISTORY, set(HISTORY["items"]), 9)
+        rows = np.array(HISTORY["items"]) - FIRST_ID
+        following = by_hand.order.top(rows, 300) + FIRST_ID
+        assert alone["transitions"] == [item for item in following.tolist() if item not in HISTORY["items"]][:9]
+        merged = [alone[name][place] for place in range(9) for name in alone if place < len(alone[name])]
+        assert answer["items"] == by_hand.ordered(list(dict.fromkeys(merged)), HISTORY)
+        # without the trunk among the sources its vector is still found: the sum needs it
+        matched = await recommend(client, num_items=100, sources=["match"], **who)
+        assert results(matched) == {"match": "ok", "trunk": "ok", "rank": "ok"}
+        assert matched["items"] == by_hand.ordered(alone["match"], HISTORY)
+        assert "sources: 'generate' is not configured" in (await recommend(client, 422, sources=["generate"]))["detail"]
+        assert "at least one" in (await recommend(client, 422, sources=[]))["detail"]
+
+
+async def test_a_ranker_without_an_order_orders_by_its_task(folder: Path) -> None:
+    async with serving(folder, checkpoint=str(folder / "unordered"), **section()) as (client, _):
+        answer = await recommend(client)
+        assert (answer["order"], results(answer)) == ("rank", {"trunk": "ok", "rank": "ok"})
+        assert "order: 'fitted'" in (await recommend(client, 422, order="fitted"))["detail"]
+
+
+# ---- failures
+
+
+async def nothing_held(service: Service) -> None:
+    assert service.door.admitted == 0
+    relay = service.versions.ranker().relay
+    await relay.settled()
+    assert relay.tiers.pool.reserved_bytes == 0
+    assert not any(entry.leases for entry in relay.tiers.pool._published.values())
+
+
+async def fails(*_: object) -> None:
+    raise DeviceError("it broke")
+
+
+async def hangs(*_: object) -> None:
+    await asyncio.sleep(60)
+
+
+async def test_a_failing_first_pass_leaves_the_other_sources(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "popular.txt").write_text("".join(f"{FIRST_ID + row}\n" for row in range(200)))
+    with_popular = section(popular=str(tmp_path / "popular.txt"), sources={"trunk": NUM, "transitions": 5})
+    by_hand = ByHand(folder, without_retrieval=True)
+    async with serving(folder, **with_popular) as (client, service):
+        service.versions.ranker().engine.find = fails  # type: ignore[method-assign,assignment]
+        answer = await recommend(client, num_items=9)
+        assert results(answer) == {"transitions": "ok", "trunk": "failed", "popular": "ok", "rank": "ok"}
+        assert answer["degraded"] == ["trunk"]
+        assert answer["items"] == by_hand.ordered(sorted(answer["items"]), HISTORY)
+        await nothing_held(service)
+    async with serving(folder, **section()) as (client, service):
+        service.versions.ranker().engine.find = fails  # type: ignore[method-assign,assignment]
+        assert (await recommend(client, 503))["detail"].startswith("retrieval: trunk failed")
+        await nothing_held(service)
+
+
+async def test_a_failing_second_pass_keeps_the_order_of_the_retrieval(folder: Path) -> None:
+    found = ByHand(folder).found(HISTORY, set(HISTORY["items"]))
+    async with serving(folder, **section()) as (client, service):
+        service.versions.ranker().engine.rank = fails  # type: ignore[method-assign,assignment]
+        answer = await recommend(client, num_items=NUM)
+        assert answer["items"] == found
+        assert (answer["outcome"], answer["order"], answer["degraded"]) == (None, "retrieval", ["rank"])
+        await nothing_held(service)
+
+
+async def test_a_prefix_that_cannot_be_read_is_done_without(folder: Path) -> None:
+    async with serving(folder, **section()) as (client, service):
+        want = await recommend(client, num_items=NUM)
+        engine = service.versions.ranker().engine
+        find_all, forward = engine.find_all, engine.forward
+
+        def broken_find(works: Any) -> Any:
+            assert not works[0].history.cached, "a page is broken"
+            return find_all(works)
+
+        def broken_forward(passes: Any) -> Any:
+            assert not passes[0].cached, "a page is broken"
+            return forward(passes)
+
+        engine.find_all, engine.forward = broken_find, broken_forward  # type: ignore[method-assign]
+        answer = await recommend(client, num_items=NUM)
+        assert (answer["reason"], answer["degraded"], same(answer, want)) == ("read_failed", [], True)
+        await nothing_held(service)
+
+
+async def test_a_first_pass_out_of_time_leaves_the_rank_its_own(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "popular.txt").write_text("".join(f"{FIRST_ID + row}\n" for row in range(200)))
+    patient = section(popular=str(tmp_path / "popular.txt"), rank_least_s=2.0)
+    by_hand = ByHand(folder, without_retrieval=True)
+    async with serving(folder, **patient) as (client, service):
+        service.versions.ranker().engine.find = hangs  # type: ignore[method-assign,assignment]
+        answer = await recommend(client, budget_ms=2500)
+        assert results(answer) == {"trunk": "out_of_time", "popular": "ok", "rank": "ok"}
+        # the pages that the first pass left unwritten were not read
+        assert answer["items"] == by_hand.ordered(sorted(answer["items"]), HISTORY)
+        np.testing.assert_allclose(answer["scores"], by_hand.sums(answer["items"], HISTORY), atol=1e-4)
+        await nothing_held(service)
+
+
+async def test_the_second_pass_reads_what_the_first_one_wrote(folder: Path) -> None:
+    async with serving(folder, **section()) as (client, service):
+        engine, read = service.versions.ranker().engine, list[int]()
+        rank = engine.rank
+
+        async def noted(work: RankPass, *times: Any) -> RankScores:
+            read.append(work.cached.num_tokens if work.cached else 0)
+            return await rank(work, *times)
+
+        engine.rank = noted  # type: ignore[method-assign,assignment]
+        cold = await recommend(client)
+        assert (cold["outcome"], cold["prefix_tokens"], read) == ("miss_full", 0, [40])
+        hit = await recommend(client)
+        assert (hit["outcome"], hit["prefix_tokens"], read) == ("hbm_hit", 40, [40, 40])
+
+
+@pytest.mark.parametrize("method", ["find", "rank"])
+async def test_a_caller_who_leaves_leaves_nothing_behind(folder: Path, method: str) -> None:
+    started = asyncio.Event()
+
+    async def hangs_here(*_: object) -> None:
+        started.set()
+        await asyncio.sleep(60)
+
+    async with serving(folder, **section()) as (client, service):
+        setattr(service.versions.ranker().engine, method, hangs_here)
+        task = asyncio.create_task(recommend(client))
+        await started.wait()
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        for _ in range(1000):
+            await asyncio.sleep(0.01 if service.door.admitted else 0)
+        await nothing_held(service)
+
+
+# ---- what cannot be configured
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "change", "detail"),
+    [
+        ("plain", {}, "recommend.sources.trunk: the ranker"),
+        ("unordered", {"order": "fitted"}, "recommend.order: the ranker"),
+        ("unordered", {"sources": {"transitions": 5}}, "recommend.sources.transitions: the ranker"),
+    ],
+)
+async def test_a_ranker_that_cannot_do_it_is_told_at_the_start(
+    folder: Path, checkpoint: str, change: dict[str, Any], detail: str
+) -> None:
+    with pytest.raises(ConfigError) as error:
+        async with serving(folder, checkpoint=str(folder / checkpoint), **section(**change)):
+            pass
+    assert detail in str(error.value)
+
+
+async def test_versions_answer_from_their_own_tables_and_a_plain_ranker_is_refused(
+    folder: Path, tmp_path: Path
+) -> None:
+    old = write_checkpoint(tmp_path / "checkpoint", tiny_order(), retrieval=True)
+    config = make_config(tmp_path, **section())
+    async with serving(tmp_path, watched=False, read=lambda: config, **section()) as (client, service):
+        before = await recommend(client, num_items=NUM)
+        new = write_checkpoint(tmp_path / "checkpoint", tiny_order(seed=1), retrieval=True, seed=1)
+        await service.on_reload()
+        after = await recommend(client, num_items=NUM)
+        assert (before["model_version"], after["model_version"]) == (old, new)
+        assert after["items"] != before["items"]
+        assert after["items"] == ByHand(tmp_path).ordered(
+            ByHand(tmp_path).found(HISTORY, set(HISTORY["items"])), HISTORY
+        )
+        assert same(await recommend(client, num_items=NUM, model_version=old), before)
+        write_checkpoint(tmp_path / "checkpoint", seed=2)
+        async with client.post("/v1/models/reload") as response:
+            assert response.status != 200
+        assert same(await recommend(client, num_items=NUM), after)

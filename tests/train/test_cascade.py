@@ -1,0 +1,73 @@
+"""The cascade is chosen by half of the users and judged by the others; a stage that hurts is named."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+
+from npu_gr.train.cascade import CascadeWay, cascade_ways, choose_way, why
+from npu_gr.train.metrics import F64, ndcg
+
+MISSED = float("inf")
+
+
+def places(share: float, seed: int, num_users: int = 400) -> F64:
+    """Found at a random place for a share of the users."""
+    random = np.random.default_rng(seed)
+    return np.where(random.random(num_users) < share, random.integers(0, 10, num_users), MISSED)
+
+
+def test_every_set_of_few_sources_in_every_order() -> None:
+    ways = cascade_ways(["trunk", "match"], has_order=True)
+    assert len(ways) == len(set(ways)) == 3 * 4
+    assert ways[0] == CascadeWay(("trunk",), "retrieval")
+    assert not any(way.order == "fitted" for way in cascade_ways(["trunk", "match"], has_order=False))
+    four = {way.sources for way in cascade_ways(["trunk", "transitions", "generate", "match"], has_order=False)}
+    assert sorted(map(len, four)) == [1] * 4 + [2] * 6 + [4]
+
+
+def test_the_best_of_half_is_judged_by_the_others() -> None:
+    whole = CascadeWay(("trunk", "match"), "rank")
+    ways = {way: places(0.2, seed) for seed, way in enumerate(cascade_ways(["trunk", "match"], has_order=True))}
+    best = CascadeWay(("trunk",), "fitted")
+    ways[best] = places(0.5, 99)
+    found = choose_way(ways, whole)
+    assert found.way == best
+    assert [row.way for row in found.rows[:2]] == [best, whole]
+    assert {row.way.name for row in found.rows[2:]} == {"trunk alone", "match alone"}
+    assert found.rows[0].less is None
+    for row in found.rows[1:]:
+        assert row.less is not None
+        assert row.less.low > 0
+    chooses = np.zeros(400, np.bool_)
+    chooses[np.random.default_rng(0).permutation(400)[:200]] = True
+    assert found.num_users == 200
+    assert found.rows[0].ndcg_at_10 == ndcg(ways[best][~chooses], 10)  # those who chose do not judge
+    assert json.loads(json.dumps(found.as_dict()))["sources"] == ["trunk"]
+    assert "trunk, fitted" in "\n".join(found.lines())
+
+
+def test_a_stage_that_hurts_is_named_and_one_that_does_not_is_not() -> None:
+    whole = CascadeWay(("trunk", "match"), "rank")
+    good = places(0.6, 1)
+    ways = dict.fromkeys(cascade_ways(["trunk", "match"], has_order=False), good)
+    assert choose_way(ways, whole).hurts == []
+    ways[whole] = places(0.2, 2)
+    hurts = choose_way(ways, whole).hurts
+    assert [line.partition(" hurts")[0] for line in hurts] == ["source trunk", "source match", "order rank"]
+
+
+def test_the_configured_way_stays_unless_another_is_measurably_better() -> None:
+    whole = CascadeWay(("trunk", "match"), "fused")
+    ways = dict.fromkeys(cascade_ways(["trunk", "match"], has_order=True), places(0.3, 1))
+    ways[CascadeWay(("trunk",), "fitted")] = places(0.31, 1)
+    assert choose_way(ways, whole).way == whole
+    assert [row.way for row in choose_way(ways, whole).rows].count(whole) == 1
+
+
+def test_the_sentence_says_what_the_interval_says() -> None:
+    low, high = places(0.2, 1), places(0.6, 2)
+    assert "is better than trunk alone" in why("recommend", high, "trunk alone", low)
+    assert "is worse than" in why("recommend", low, "trunk alone", high)
+    assert "cannot be told from" in why("recommend", low, "trunk alone", low)
