@@ -149,6 +149,11 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
         "pipe_->InitBuffer(masks_, 2, round_up(s_.tile / 8, 256));",
     ): "room that the plan leaves to spare",
     (
+        "kernels/children.h",
+        "below: or equal",
+        "for (uint32_t i = 0; i < kColumns; ++i) gm_[i].SetGlobalBuffer((__gm__ int32_t *)columns[i], rows);",
+    ): "an address more, in the place of a table that is loaded later",
+    (
         "kernels/csr_gather_topk.h",
         "no free",
         "outs_.FreeTensor(total);",
