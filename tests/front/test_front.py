@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import io
 import json
 import math
 import socket
 import time
 from typing import Any
 
+import aiohttp
 import numpy as np
 import pytest
 
+from npu_gr.access.tls import ServerTlsConfig
 from npu_gr.admission.config import AdmissionConfig
 from npu_gr.core.errors import (
     DeadlineExceeded,
@@ -30,6 +33,7 @@ from npu_gr.core.request import I64
 from npu_gr.front import frames
 from npu_gr.front.engine import workers as engine_module
 from npu_gr.front.worker import remote_service as worker_module
+from tests.certificates import Authority
 from tests.front.rig import Rig, fronted
 from tests.server.examples import EXAMPLES
 from tests.server.fake import FakeNames, FakeService, serving_fake
@@ -37,6 +41,7 @@ from tests.server.test_recording import request_of
 from tests.serving import until
 
 ALL = {name: example.answer for name, example in EXAMPLES.items()}
+JSON = {"Content-Type": "application/json"}
 LONG = {"X-Request-Timeout-Ms": "20000"}
 HIDDEN = ("Date", "traceparent", "X-Request-Id", "Retry-After-Ms", "Server")
 
@@ -406,3 +411,58 @@ async def test_an_engine_that_only_starts_is_none_yet() -> None:
         assert front is not None
         await until(lambda: front.is_ready()[0])
         assert (await send(rig, KINDS["rank"]))[0] == 200
+
+
+async def test_tls_ends_at_the_workers(authority: Authority) -> None:
+    pair = authority.issue("127.0.0.1")
+    tls = ServerTlsConfig(certificate=str(pair.certificate), key=str(pair.key))
+    async with fronted(FakeService(ALL), tls=tls) as rig:
+        example = EXAMPLES["rank"]
+        url = rig.url(example.path).replace("http://", "https://")
+        async with rig.session.post(url, json=example.body, ssl=authority.client()) as response:
+            assert response.status == 200
+        with pytest.raises(aiohttp.ClientError):
+            await send(rig, KINDS["rank"])  # in clear
+        await until(lambda: rig.workers._workers[0].gauges is not None)
+        expires_at = rig.metrics.registry.get_sample_value(
+            "npu_gr_tls_certificate_expires_at_seconds", {"of": "server"}
+        )
+        assert expires_at is not None
+        assert time.time() < expires_at < time.time() + 3 * 86_400
+
+
+async def test_a_long_request_and_a_long_answer_go_through() -> None:
+    """Longer than what is read at a time, both ways."""
+    num = 60_000
+    answer = dataclasses.replace(ALL["rank"], scores={"click": np.arange(num, dtype=np.float32)})
+    service = FakeService({"rank": answer})
+    async with fronted(service, max_history_events=num) as rig:
+        body = {
+            **(EXAMPLES["rank"].body or {}),
+            "history": {"items": list(range(num)), "actions": ["1"] * num, "timestamps": list(range(num))},
+        }
+        async with rig.session.post(
+            rig.url("/v1/rank"), data=io.BytesIO(json.dumps(body).encode()), headers=JSON
+        ) as response:
+            assert response.status == 200
+            assert (await response.json())["scores"]["click"] == list(range(num))
+    ((_, request, _),) = service.served
+    assert np.array_equal(request.history.events.items, np.arange(num))
+
+
+async def test_bodies_that_are_no_request_never_reach_the_engine() -> None:
+    service = FakeService(ALL)
+    async with fronted(service) as rig:
+        frames_seen = rig.workers._workers[0]._received
+        seen: list[Any] = []
+
+        def noted(frame: Any) -> None:
+            seen.append(frame)
+            frames_seen(frame)
+
+        rig.workers._workers[0].peer._on_frame = noted
+        for body, status in ((b"[" * 100_000, 422), (b"{", 400), (b'{"user_id": "u"}', 422)):
+            async with rig.session.post(rig.url("/v1/rank"), data=body, headers=JSON) as response:
+                assert response.status == status
+        assert service.served == []
+        assert not [one for one in seen if isinstance(one, frames.BY_KIND["rank"].call)]
