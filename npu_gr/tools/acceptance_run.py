@@ -128,7 +128,7 @@ def _step(
         why = f"ended with {ended}{during}: {said[-1][:300] if said else 'nothing was said'}"
         return [Finding(step, FindingState.BROKEN, why, REMEDY)], []
     told = json.loads(answer)
-    found = [Finding(name, FindingState(state), what, remedy) for name, state, what, remedy in told["findings"]]
+    found = [Finding(name, FindingState(state), *others) for name, state, *others in told["findings"]]
     return found, [ShapeLatency(*timed) for timed in told["latencies"]]
 
 
