@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 CODE := npu_gr tests ops setup.py dashboards docs .ci/check_files
 WORDS := $(CODE) docs README.md CHANGELOG.md CONTRIBUTING.md SECURITY.md configs deploy Makefile pyproject.toml .ci .github
 
-.PHONY: docs demo test lint format ruff types words native files security lock sbom bench monitor acceptance-npu kernels clean
+.PHONY: docs demo test lint format ruff types words native files security images lock sbom bench monitor has-prometheus acceptance-npu kernels clean
 
 demo: $(VENV)/installed
 	$(BIN)/npu-gr --log-level WARNING demo
@@ -24,7 +24,7 @@ docs: $(VENV)/installed
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 # everything that needs no run of the code; each part is a target of its own, and a hook of .pre-commit-config.yaml
-lint: ruff types words native files security
+lint: ruff types words native files security images
 
 ruff: $(VENV)/installed
 	$(BIN)/ruff check $(CODE)
@@ -45,6 +45,10 @@ native: $(VENV)/installed
 
 files: $(VENV)/installed
 	$(BIN)/python .ci/check_files
+
+# the image, without a builder
+images: $(VENV)/installed
+	$(BIN)/hadolint deploy/Dockerfile
 
 # ruff's S rules again, by the tool that they come from; what is minor there is in ruff's alone
 security: $(VENV)/installed
@@ -71,15 +75,18 @@ format: $(VENV)/installed
 	@if [ -x $(BIN)/clang-format ]; then find ops tests npu_gr -name '*.h' -o -name '*.c' -o -name '*.cpp' | xargs $(BIN)/clang-format -i; fi
 
 # the demo's service under replay, Prometheus (Debian: apt-get install prometheus), the dashboards to open
-monitor: $(VENV)/installed
+monitor: has-prometheus $(VENV)/installed
 	$(BIN)/npu-gr --log-level WARNING monitor
+has-prometheus:
+	@command -v prometheus > /dev/null || { echo "make monitor needs the program prometheus: apt-get install prometheus"; exit 1; }
 
 bench: $(VENV)/installed
 	$(BIN)/npu-gr bench rank
 
-# on a machine with an Ascend NPU, CANN's set_env.sh sourced and torch_npu beside torch: parity, then a latency table
+# On a machine with an Ascend NPU, CANN's set_env.sh sourced, torch_npu beside torch, the operators built (docs/ascend.md):
+# every operator and whole requests in processes of their own, times, and a file for a report; then the tests marked npu
 acceptance-npu:
-	$(PYTHON) -m npu_gr doctor --backend npu --acceptance
+	$(PYTHON) -m npu_gr doctor --backend npu --acceptance --bundle npu_gr-acceptance.tar.gz
 	TORCH_DEVICE_BACKEND_AUTOLOAD=0 $(PYTHON) -m pytest -q -m npu tests
 
 # the Triton kernels without a device: interpreted against the reference, compiled for sm_90, lowered for Ascend 910B;

@@ -1,8 +1,9 @@
-"""Builds the CPU kernels beside the package, and puts copies of what ships beside the code into a wheel.
+"""Builds the CPU kernels beside the package, puts copies of what ships beside the code into a wheel, and describes it.
 
 The kernels need nothing but a C++ compiler; without one they are left out, and `npu-gr build-ops --cpu` makes them.
 """
 
+import re
 import shutil
 from glob import glob
 from pathlib import Path
@@ -41,4 +42,16 @@ class WithCopies(build_py):  # type: ignore[misc]  # setuptools has no types
             shutil.copytree(name, copies / name, ignore=LEFT_OUT)
 
 
-setup(ext_modules=[kernels], cmdclass={"build_py": WithCopies}, options={"bdist_wheel": {"py_limited_api": "cp311"}})
+def description() -> str:
+    """Return README.md for the page of a package index, where relative links lead nowhere: they are words there."""
+    text = re.sub(r"!\[[^\]]*\]\((?!https?:)[^)]*\)\n(\n\*[^\n]*\*\n)?", "", Path("README.md").read_text())
+    return re.sub(r"\[([^\]]*)\]\((?!https?:)[^)]*\)", r"\1", text)
+
+
+setup(
+    ext_modules=[kernels],
+    cmdclass={"build_py": WithCopies},
+    options={"bdist_wheel": {"py_limited_api": "cp311"}},
+    long_description=description(),
+    long_description_content_type="text/markdown",
+)

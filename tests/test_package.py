@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
 import tarfile
 import zipfile
 from collections.abc import Callable
+from email import message_from_string
 from pathlib import Path
 
 import pytest
@@ -71,6 +73,24 @@ def test_the_wheel_has_what_ships(wheel: Path) -> None:
         for path in ours:
             left_out = "preview" in path.parts or path.name == "mutate.py"
             assert (f"npu_gr/_data/{path}" in names) is not left_out, path
+
+
+def test_the_page_of_a_package_index_leads_nowhere_that_is_not_there(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+        about = message_from_string(archive.read(name).decode())
+    page = about.get_payload()
+    assert isinstance(page, str)
+    readme = (ROOT / "README.md").read_text()
+    assert about["Description-Content-Type"] == "text/markdown"
+    assert page.startswith("# npu_gr")
+    assert re.findall(r"!?\[[^\]]*\]\((?!https?:)[^)]*\)", readme)
+    assert not re.findall(r"!?\[[^\]]*\]\((?!https?:)[^)]*\)", page)
+    links = r"\]\((https?:[^)]*)\)"
+    assert re.findall(links, page) == re.findall(links, readme)
+    assert page.count("```") == readme.count("```")
+    assert about.get_all("Classifier")
+    assert about["Keywords"]
 
 
 def test_the_sdist_has_what_ships(sources: Path, tmp_path: Path) -> None:

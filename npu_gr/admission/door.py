@@ -33,7 +33,8 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Callable, Set
+from collections import Counter
+from collections.abc import Callable, Mapping, Set
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol, cast
 
@@ -93,9 +94,10 @@ class Ticket:
 class Slot:
     """The right to be served. Whoever got it calls `leave` when the answer is written, or when there is none."""
 
-    __slots__ = ("_door", "_lane", "_tenant", "arrived_at")
+    __slots__ = ("_door", "_lane", "_tenant", "arrived_at", "on_step")
 
     def __init__(self, door: Door, lane: _Lane, tenant: _Tenant, arrived_at: float) -> None:
+        self.on_step: Callable[[bool], None] | None = None  # told of each step: True = outside
         self._door: Door | None = door
         self._lane = lane
         self._tenant = tenant
@@ -115,24 +117,29 @@ class Slot:
 
     def outside(self) -> AbstractContextManager[None]:
         """Hold no place while the block waits for something else than this instance; come back without a queue."""
-        return nullcontext() if self._door is None else _Outside(self._door, self._lane, self._tenant)
+        return nullcontext() if self._door is None else _Outside(self._door, self._lane, self._tenant, self.on_step)
 
 
 class _Outside(AbstractContextManager[None]):
     """A block in which a request holds no place."""
 
-    __slots__ = ("_door", "_lane", "_tenant")
+    __slots__ = ("_door", "_lane", "_on_step", "_tenant")
 
-    def __init__(self, door: Door, lane: _Lane, tenant: _Tenant) -> None:
+    def __init__(self, door: Door, lane: _Lane, tenant: _Tenant, on_step: Callable[[bool], None] | None) -> None:
         self._door = door
         self._lane = lane
         self._tenant = tenant
+        self._on_step = on_step
 
     def __enter__(self) -> None:
         self._door._stepped_out(self._lane, self._tenant)
+        if self._on_step is not None:
+            self._on_step(True)
 
     def __exit__(self, *_: object) -> None:
         self._door._stepped_in(self._lane, self._tenant)
+        if self._on_step is not None:
+            self._on_step(False)
 
 
 class _Tenant:
@@ -149,7 +156,7 @@ class _Tenant:
 class _Lane:
     """What the door knows of one kind."""
 
-    __slots__ = ("inside", "kind", "most", "objective_s", "outside", "pace", "priority", "waiting")
+    __slots__ = ("inside", "kind", "most", "objective_s", "outside", "pace", "priority", "slots", "waiting")
 
     def __init__(self, kind: Kind[Any, Any], objective_s: float) -> None:
         self.kind = kind
@@ -157,6 +164,7 @@ class _Lane:
         self.priority = int(kind.priority)
         self.most = MOST_SIGNALS if kind.priority is Priority.SIGNAL else math.inf  # inside, where tenants share
         self.pace = Pace(GUESS * objective_s if kind.uses_device else HOST_GUESS_S)
+        self.slots = math.inf  # inside, where doors share an instance
         self.inside = 0
         self.outside = 0
         self.waiting = 0
@@ -208,6 +216,7 @@ class Door:
         self._is_ticking = False
         self._will_serve = False  # a place became free by a step outside
         self.on_room: Callable[[int], None] = lambda _places: None  # nobody waits, and so many places are free
+        self.on_device: Callable[[str], None] = lambda _tenant: None  # a tenant's request to the device came in
 
     def reconfigure(self, config: AdmissionConfig, objective_s: Callable[[str], float]) -> None:
         """Apply other settings from now on; what was learnt stays."""
@@ -216,6 +225,35 @@ class Door:
             lane.objective_s = objective_s(lane.kind.name)
         for turns, _ in self._classes:
             turns.weights = config.tenant_weights
+
+    # ---- where several doors share an instance
+
+    def share(self, slots: Mapping[str, int]) -> None:
+        """Bound what may be inside.
+
+        Args:
+            slots: requests of each kind; a kind that is not named has no bound. What is inside stays.
+        """
+        for name, lane in self._lanes.items():
+            lane.slots = slots.get(name, math.inf)
+        if self._waiting:
+            self._serve_next()
+
+    def earned_elsewhere(self, tenant: str, num: int) -> None:
+        """Note that so many requests of a tenant to the device came in at another door."""
+        self._saw(tenant)
+        self._earned.earn(tenant, num)
+
+    def wanted(self) -> dict[str, int]:
+        """Count the requests of each kind that wait or are inside; zeros are left out."""
+        return {name: num for name, lane in self._lanes.items() if (num := lane.waiting + lane.inside)}
+
+    def wanting(self) -> dict[str, int]:
+        """Count the requests of each tenant that wait or are inside; zeros are left out."""
+        counts = Counter({name: tenant.inside for name, tenant in self._tenants.items() if tenant.inside})
+        for turns, _ in self._classes:
+            counts.update(turns.counts())
+        return dict(counts)
 
     # ---- what may be seen of it
 
@@ -264,10 +302,7 @@ class Door:
         Returns:
             what `cancel` takes; None = it was refused.
         """
-        if tenant != self._tenant_before:
-            if self._tenant_before is not None:
-                self._mixed_at = self._clock()
-            self._tenant_before = tenant
+        self._saw(tenant)
         lane = self._lanes[kind]
         turns, lanes = self._classes[lane.priority]
         has_s = min(lane.objective_s, budget_s)
@@ -342,8 +377,10 @@ class Door:
             tenant = self._tenants[name] = _Tenant(name)
         tenant.admitted += 1
         self._admitted += 1
-        if lane.kind.uses_device and self._is_shared():
-            self._earned.earn(ticket.tenant)
+        if lane.kind.uses_device:
+            self.on_device(ticket.tenant)
+            if self._is_shared():
+                self._earned.earn(ticket.tenant)
         self._add(lane, tenant)
         ticket.guest.let_in(Slot(self, lane, tenant, ticket.arrived_at))
 
@@ -356,7 +393,7 @@ class Door:
         self._changed()
 
     def _window(self, lane: _Lane) -> float:
-        size = self._config.share * lane.objective_s / max(lane.pace.seconds, 1e-9)
+        size = min(self._config.share * lane.objective_s / max(lane.pace.seconds, 1e-9), lane.slots)
         return min(max(size, self._least), self._most)
 
     def _has_room(self, lane: _Lane, lanes: list[_Lane]) -> bool:
@@ -372,6 +409,13 @@ class Door:
                 num_inside += other.inside
                 used += other.inside / self._window(other)
         return num_inside < self._least or used <= 1.0 + 1e-9
+
+    def _saw(self, tenant: str) -> None:
+        """Note that a tenant asks."""
+        if tenant != self._tenant_before:
+            if self._tenant_before is not None:
+                self._mixed_at = self._clock()
+            self._tenant_before = tenant
 
     def _is_shared(self) -> bool:
         """Whether several tenants have asked of late."""

@@ -39,10 +39,10 @@ class EarnedSignals:
         self._clock = clock
         self._tenants = Shares(_Earner, clock)
 
-    def earn(self, tenant: str) -> None:
-        """Note that a request of the tenant to the device was let in."""
+    def earn(self, tenant: str, num: int = 1) -> None:
+        """Note that so many requests of the tenant to the device were let in."""
         account = self._tenants.asking(tenant)
-        account.left = min(account.left + SIGNALS, MOST)
+        account.left = min(account.left + SIGNALS * num, MOST)
 
     def take(self, tenant: str, pace_s: float) -> bool:
         """Take one signal; False = the tenant has none left.

@@ -142,6 +142,12 @@ class Turns:
         """List the request of each tenant that goes first among its own."""
         return [tenant.heap[0][2] for tenant in self._tenants.values()]
 
+    def counts(self) -> dict[str, int]:
+        """Count what waits in each queue, by its name."""
+        return {
+            name: sum(not waiting.is_gone for _, _, waiting in tenant.heap) for name, tenant in self._tenants.items()
+        }
+
     def _queue_of(self, tenant: str) -> str:
         return name_of(tenant, self.weights, self._tenants)
 

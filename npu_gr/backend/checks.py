@@ -7,7 +7,7 @@ piece that is there and does not work is `broken`, and so is everything that a n
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from enum import StrEnum
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -43,26 +43,54 @@ class Finding(NamedTuple):
     state: FindingState
     found: str
     remedy: str = ""
+    section: str = ""  # of the report
 
 
-def device_findings(needed: BackendName | None, hstu_library: Path | None = None) -> list[Finding]:
-    """Check the CPU kernels, then the way to an NPU up to the first step that fails.
+def device_findings(needed: BackendName | None, hstu_library: Path | None = None) -> dict[BackendName, list[Finding]]:
+    """Check the CPU kernels, then the ways to a GPU and to an NPU, each up to the first step that fails.
 
     Args:
         needed: the backend that must work; None = whatever is there.
         hstu_library: the library of that setting; None = it is not set.
     """
-    return [_native(), *_ascend(needed == "npu", hstu_library)]
+    return {
+        "cpu": [_native()],
+        "cuda": list(_cuda(is_needed=needed == "cuda")),
+        "npu": list(_ascend(needed == "npu", hstu_library)),
+    }
 
 
-def usable_backends(found: list[Finding], needed: BackendName | None) -> list[BackendName]:
+def usable_backends(found: Mapping[BackendName, list[Finding]], needed: BackendName | None) -> list[BackendName]:
     """Name the backends whose ops can be compared on this machine; `found` is from `device_findings`."""
     names: list[BackendName] = ["cpu"]
     if torch.cuda.is_available() or needed == "cuda":
         names.append("cuda")
-    if not any(each.name.startswith("NPU") and each.state is not FindingState.OK for each in found):
+    if not any(each.name.startswith("NPU") and each.state is not FindingState.OK for each in found["npu"]):
         names.append("npu")
     return names
+
+
+def _cuda(is_needed: bool) -> Iterator[Finding]:
+    """Check each step on the way to a GPU, up to the first that fails."""
+    missing = FindingState.BROKEN if is_needed else FindingState.MISSING
+    if torch.version.cuda is None:
+        remedy = "pip install torch from the index for your driver: https://pytorch.org/get-started/locally"
+        yield Finding("CUDA: torch", missing, f"torch {torch.__version__} is built without CUDA", remedy)
+        return
+    yield Finding("CUDA: torch", FindingState.OK, f"torch {torch.__version__}, for CUDA {torch.version.cuda}")
+    if not torch.cuda.is_available():
+        remedy = "nvidia-smi must show a GPU whose driver is new enough; in a container: --gpus all"
+        yield Finding("CUDA: device", missing, "torch finds none", remedy)
+        return
+    for number in range(torch.cuda.device_count()):
+        about = torch.cuda.get_device_properties(number)
+        words = f"{about.name}, sm_{about.major}{about.minor}, {about.total_memory / 2**30:.0f} GiB"
+        yield Finding(f"CUDA: device {number}", FindingState.OK, words)
+    try:
+        yield Finding("CUDA: Triton", FindingState.OK, version("triton"))
+    except PackageNotFoundError:
+        words = "torch ops run in the place of our kernels"
+        yield Finding("CUDA: Triton", FindingState.MISSING, words, "pip install 'npu_gr[triton]'")
 
 
 def _native() -> Finding:

@@ -144,7 +144,7 @@ def our_server(
     ]
     command = [sys.executable, "-m", "npu_gr", "serve", "--config", str(config)]
     command += [word for setting in settings for word in ("--set", setting)]
-    with _process(name, command, port, folder, ready="/readyz") as server:
+    with process(name, command, port, folder, ready="/readyz") as server:
         yield server
 
 
@@ -162,7 +162,7 @@ def peer_server(name: str, checkpoint: Path, folder: Path) -> Iterator[Server]:
     """
     port = free_port()
     command = [sys.executable, "-m", f"npu_gr.bench.door_{PEERS[name]}", str(checkpoint), str(port)]
-    with _process(name, command, port, folder, ready="/openapi.json") as server:
+    with process(name, command, port, folder, ready="/openapi.json") as server:
         yield server
 
 
@@ -172,7 +172,8 @@ def missing_peers() -> list[str]:
 
 
 @contextmanager
-def _process(name: str, command: Sequence[str], port: int, folder: Path, ready: str) -> Iterator[Server]:
+def process(name: str, command: Sequence[str], port: int, folder: Path, ready: str) -> Iterator[Server]:
+    """Run a server and what it starts, until the block ends. Raises Unavailable where it does not become ready."""
     log = folder / f"{_slug(name)}.log"
     with log.open("wb") as file:
         process = subprocess.Popen(command, stdout=file, stderr=file, start_new_session=True)

@@ -241,6 +241,48 @@ def bench_relay(
     _show(found, backend, seed, as_json)
 
 
+@bench.command("front")
+@AS_JSON_LINES
+@SEED
+@click.option(
+    "--config",
+    type=FILE,
+    default="configs/cpu.yaml",
+    show_default=True,
+    callback=lambda _context, _option, path: shipped.found(path),
+    help="Of the instance, as it ships.",
+)
+@click.option(
+    "--checkpoint", type=FILE, help="By default the demo's, if it is there; else an untrained model of its shape."
+)
+@click.option("--workers", default="1,2", show_default=True, help="Numbers of front workers.")
+@click.option("--seconds", default=5.0, show_default=True, help="Of each load.")
+@click.option("--only", "parts", multiple=True, help="Run these parts; repeatable.", metavar="PART")
+def bench_front(
+    as_json: bool,
+    seed: int,
+    config: Path,
+    checkpoint: Path | None,
+    workers: str,
+    seconds: float,
+    parts: tuple[str, ...],
+) -> None:
+    """Measure the CPU of each process a rank, with front workers."""
+    from npu_gr.bench.front import PARTS, FrontOptions, lines
+
+    if checkpoint is None and DEMO_CHECKPOINT.is_dir():
+        checkpoint = DEMO_CHECKPOINT
+    options = FrontOptions(
+        config=config,
+        checkpoint=checkpoint,
+        workers=[int(num) for num in workers.split(",")],
+        seconds=seconds,
+        seed=seed,
+        parts=parts or PARTS,
+    )
+    _show(lines(options), "cpu", seed, as_json)
+
+
 @bench.command("door")
 @AS_JSON_LINES
 @SEED
@@ -353,6 +395,50 @@ def bench_match_train(as_json: bool, edges: int, steps: int, threads: int, seed:
     _show(lines(edges, steps, seed), "cpu", seed, as_json)
 
 
+@bench.command("quality")
+@AS_JSON_LINES
+@click.option("--pairs", type=FILE, help="Folder with a folder of train.txt, perhaps test.txt, for each domain.")
+@click.option("--log", "logs", multiple=True, type=FILE, help="Of the next item; MovieLens-100K if absent; repeatable.")
+@click.option("--codes", type=FILE, help="Folder with inter.json and index_rqvae.json: the generator with given IDs.")
+@click.option("--only", "parts", multiple=True, type=click.Choice(["match", "next", "codes"]), help="Run these parts.")
+@click.option("--seeds", default=3, show_default=True, type=click.IntRange(1), help="Trainings of each model.")
+@click.option("--quick", is_flag=True, help="One seed and few steps: shows that everything runs, in minutes.")
+@THREADS
+def bench_quality(
+    as_json: bool,
+    pairs: Path | None,
+    logs: tuple[Path, ...],
+    codes: Path | None,
+    parts: tuple[str, ...],
+    seeds: int,
+    quick: bool,
+    threads: int,
+) -> None:
+    """Train what we serve, and compare it with the strongest simple baseline: a line a data set, way and figure."""
+    from dataclasses import replace
+    from itertools import chain
+
+    import torch
+
+    from npu_gr.bench.quality import FULL, QUICK, codes_lines, match_lines, next_lines
+    from npu_gr.dataset.log import read_log
+    from npu_gr.features.interactions import movielens_100k
+
+    torch.set_num_threads(threads)
+    effort = QUICK if quick else replace(FULL, seeds=tuple(range(seeds)))
+    found: list[Iterable[Line]] = []
+    if pairs is not None and (not parts or "match" in parts):
+        found.append(match_lines(pairs, effort))
+    if not parts or "next" in parts:
+        found += [next_lines(read_log(log), log.name, effort) for log in logs or (movielens_100k(),)]
+    if codes is not None and (not parts or "codes" in parts):
+        found.append(codes_lines(read_log(codes / "inter.json"), codes / "index_rqvae.json", codes.name, effort))
+    for name, folder in (("match", pairs), ("codes", codes)):
+        if folder is None and name in parts:
+            raise click.UsageError(f"--only {name} needs --{'pairs' if name == 'match' else 'codes'}")
+    _show(chain(*found), "cpu", 0, as_json)
+
+
 def _show(lines: Iterable[Line], device: str, seed: int, as_json: bool) -> None:
     from rich import box
     from rich.console import Console
@@ -367,7 +453,7 @@ def _show(lines: Iterable[Line], device: str, seed: int, as_json: bool) -> None:
             click.echo(json.dumps(line.as_dict()))
         return
     found = list(lines)
-    columns = ("baseline", "ours", "ratio", "floor", "of it", "ok")
+    columns = ("baseline", "ours", "ratio", "difference, 95 %", "floor", "of it", "ok")
     numbers = (Column(name, justify="right", no_wrap=True) for name in columns)
     table = Table(Column("case", overflow="fold"), *numbers, box=box.SIMPLE)
     for line in found:
@@ -376,7 +462,8 @@ def _show(lines: Iterable[Line], device: str, seed: int, as_json: bool) -> None:
             line.case,
             f"{line.baseline_value:.3g} {line.unit}",
             f"{line.ours:.3g} {line.unit}",
-            f"{line.ratio:.1f}x",
+            f"{line.ratio:.1f}x" if line.low is None else f"{line.ratio:.2f}x",
+            "" if line.low is None else f"{line.low:+.4f} .. {line.high:+.4f}",
             "" if line.floor is None else f"{line.floor:.1f}x",
             "" if line.of_floor is None else f"{line.of_floor:.0%}",
             "" if line.ok is None else "yes" if line.ok else "no",

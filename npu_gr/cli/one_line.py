@@ -13,6 +13,7 @@ LINES = {
     "bench match": "Exact top-k against numpy, faiss and HNSW.",
     "bench match-train": "What training on so many edges costs.",
     "bench metrics": "CPU time of metrics, traces and the access log.",
+    "bench quality": "What we serve against what is simple: hours.",
     "bench rank": "Cached against full inference.",
     "bench relay": "Rate and length that keep the objective: minutes.",
     "bench router": "What the router adds to a call, beside Envoy.",

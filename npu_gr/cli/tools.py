@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
@@ -58,7 +58,12 @@ def calibrate(
 @AS_JSON
 @click.option("--backend", default=None, help="The backend that must work; by default whatever is there.")
 @click.option("--hstu-library", type=FILE, help="Huawei's paged attention, to check it too: the setting of that name.")
-@click.option("--acceptance", is_flag=True, help="Then compare ranks and generates with the CPU's, and time them.")
+@click.option("--acceptance", is_flag=True, help="Run every operator and whole requests too, a process each, and time.")
+@click.option("--quick", is_flag=True, help="For --acceptance: small shapes in place of a service's.")
+@click.option("--timeout-s", default=300.0, show_default=True, help="For --acceptance: of a step, which is then named.")
+@click.option("--msprof", is_flag=True, help="For --acceptance: profile each operator with CANN's msprof.")
+@click.option("--bundle", default="npu_gr-acceptance.tar.gz", show_default=True, type=FILE, help="What to send us.")
+@click.option("--step", hidden=True, help="Run one step of the acceptance in this process.")
 @click.option("--security", is_flag=True, help="Say instead what CONFIG leaves open, and to whom.")
 @click.option("--config", "config_path", type=FILE, help="For --security: of an instance, or of a router.")
 @SET
@@ -67,6 +72,11 @@ def doctor(
     backend: str | None,
     hstu_library: Path | None,
     acceptance: bool,
+    quick: bool,
+    timeout_s: float,
+    msprof: bool,
+    bundle: Path,
+    step: str | None,
     security: bool,
     config_path: Path | None,
     overrides: tuple[str, ...],
@@ -74,27 +84,24 @@ def doctor(
     """Say which of our ops work on this machine, and what to do about those that do not. Exit code 0 or 1."""
     if security:
         _doctor_security(as_json, config_path, overrides)
-    from npu_gr.tools.acceptance import accept, latencies
+    from npu_gr.tools import acceptance_run, acceptance_steps
     from npu_gr.tools.doctor import examine, is_well
-    from npu_gr.tools.findings import table
 
-    checks = examine(backend, hstu_library)  # type: ignore[arg-type]
-    times = []
-    if acceptance and is_well(checks):
-        checks += accept(backend or "cpu")  # type: ignore[arg-type]
-        times = latencies(backend or "cpu")  # type: ignore[arg-type]
-    if as_json:
-        answer = {
-            "ok": is_well(checks),
-            "checks": [check._asdict() for check in checks],
-            "latency": [time._asdict() for time in times],
-        }
-        click.echo(json.dumps(answer))
+    name: Any = backend or "cpu"
+    if step is not None:
+        click.echo(json.dumps(acceptance_steps.run(name, step, quick)._asdict()))
+        return
+    if acceptance:
+
+        def tell(begun: str) -> None:
+            click.echo(f"{begun} ...", err=True)
+
+        done = acceptance_run.run(name, bundle, timeout_s, quick, msprof, tell)
+        click.echo(f"in {bundle}", err=True)
     else:
-        click.echo(table(checks))
-        for time in times:
-            click.echo(f"{time.name:32} {time.p50_ms:9.3f} ms p50 {time.p90_ms:9.3f} ms p90")
-    sys.exit(not is_well(checks))
+        done = acceptance_run.Acceptance(examine(backend, hstu_library), [])  # type: ignore[arg-type]
+    click.echo(json.dumps(done.as_dict()) if as_json else done.as_text())
+    sys.exit(not is_well(done.findings))
 
 
 def _doctor_security(as_json: bool, config_path: Path | None, overrides: tuple[str, ...]) -> NoReturn:
@@ -231,9 +238,10 @@ def monitor(
 ) -> None:
     """Serve the demo's models under replay until Ctrl-C, beside a Prometheus and with dashboards to open."""
     from npu_gr.tools.demo import make
-    from npu_gr.tools.monitor import check_prometheus, run
+    from npu_gr.tools.monitor import check_machine, run
 
-    check_prometheus()  # before anything is trained
+    # before anything is trained
+    check_machine({"--port": port, "--admin-port": admin_port, "--prometheus-port": prometheus_port})
     console = _wide_console()
     made = make(folder.resolve(), console, overrides, threads)
     run_async(lambda: run(made, console, port, admin_port, prometheus_port))

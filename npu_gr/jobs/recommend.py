@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
+from npu_gr.catalogue.popular import read_popular
 from npu_gr.catalogue.tokens import Tokens
 from npu_gr.core.kinds import SIGNAL
 from npu_gr.core.request import I64, RecommendAnswer, RecommendRequest, SignalAnswer, Verdict
@@ -25,7 +26,7 @@ from npu_gr.jobs.cascade_run import CascadeParts, CascadeRun
 from npu_gr.jobs.histories import Histories, History
 from npu_gr.jobs.hook import load_hook
 from npu_gr.jobs.ranking import Ranking
-from npu_gr.jobs.sources import SizedSource, read_popular
+from npu_gr.jobs.sources import SizedSource
 from npu_gr.jobs.versions import Versions
 from npu_gr.metrics.registry import Metrics
 

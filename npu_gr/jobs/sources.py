@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Awaitable, Callable
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
 from npu_gr.catalogue.items import UNKNOWN
-from npu_gr.core.errors import ColdUser, ConfigError
+from npu_gr.core.errors import ColdUser
 from npu_gr.core.kinds import GENERATE, MATCH
-from npu_gr.core.names import item_id
 from npu_gr.core.request import I64, GenerateRequest, HistoryRef, MatchRequest, UserKey
 from npu_gr.jobs.base import Call
-from npu_gr.jobs.cascade_plan import in_turns
 from npu_gr.jobs.histories import History
 from npu_gr.jobs.match import MatchJob
 from npu_gr.jobs.ranking import Ranking
@@ -105,28 +102,3 @@ def from_match(job: MatchJob, metrics: Metrics) -> Source:
         return answer.item_ids
 
     return retrieve
-
-
-def read_popular(path: str | None) -> I64:
-    """Read the items that a file names, one a line, best first, as the company calls them; no path gives no items.
-
-    Raises:
-        ConfigError: the file cannot be read, a line is no name of an item, or there is none.
-    """
-    if path is None:
-        return np.empty(0, np.int64)
-    try:
-        lines = Path(path).read_text("utf-8-sig").splitlines()
-        items = np.array([_named(line, number) for number, line in enumerate(lines, 1) if line.strip()], np.int64)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"recommend.popular: {path}: {error}") from error
-    if not len(items):
-        raise ConfigError(f"recommend.popular: {path} holds no item")
-    return in_turns([items])[0]
-
-
-def _named(line: str, number: int) -> int:
-    try:
-        return item_id(line.strip())
-    except ValueError as error:
-        raise ValueError(f"line {number}: {error}") from None

@@ -34,8 +34,10 @@ class SourceItems:
 
     def twins(self, rows: I64) -> I64:
         """List the target rows that are twins of some of these rows, ascending and distinct."""
-        found = [self.twin_items[slice(*self.twin_starts[row : row + 2])] for row in rows.tolist()]
-        return np.unique(np.concatenate(found)).astype(np.int64) if found else NO_ITEMS
+        starts = self.twin_starts[rows]
+        counts = self.twin_starts[rows + 1] - starts
+        places = np.arange(counts.sum()) + np.repeat(starts - (np.cumsum(counts) - counts), counts)
+        return np.unique(self.twin_items[places]).astype(np.int64)
 
 
 def rows_of(known: I64, item_ids: I64) -> I64:

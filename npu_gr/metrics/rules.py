@@ -57,6 +57,14 @@ CAUSES = (
         summary="{{ $labels.instance }} is up but accepts no work.",
     ),
     Cause(
+        alert="NpuGrFrontWorkerDies",
+        runbook="front-worker-dies",
+        expr="increase(npu_gr_front_worker_starts_total[15m]) > 0",
+        wait="0m",
+        page=False,
+        summary="A front worker of {{ $labels.instance }} was started again: the requests that it had were lost.",
+    ),
+    Cause(
         alert="NpuGrScoresDrift",
         runbook="scores-drift",
         expr="increase(npu_gr_selfcheck_failures_total[15m]) > 0",

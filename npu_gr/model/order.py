@@ -40,6 +40,7 @@ DECAY = 0.6  # of an event's weight, with each newer event; and of a pair's coun
 LAST_EVENTS = 5  # of a history that are read, and most events that a counted pair is apart
 PRIOR = 10.0  # transitions that the popularity counts for
 _LEAST = 1e-12  # probability that rounding leaves to the rest of a row
+_ROWS_AT_ONCE = 1 << 16  # of a large catalogue's table, in double precision
 _NOTES = "npu_gr.order"  # key of the file's metadata
 
 
@@ -85,11 +86,20 @@ class Order:
             raise ValueError(f"successors: need ascending item rows below {num_items}, -1 before them")
         if np.isnan(self.log_prob).any() or (self.log_prob > 0).any() or not np.isfinite(self.log_prob[is_known]).all():
             raise ValueError("log_prob: needs logs of probabilities")
+        object.__setattr__(self, "_rest", self._factors())
+
+    def _factors(self) -> F32:
+        """Compute `_rest`: what an item's successors leave over, by the popularity of all others."""
         share = np.exp(self.popularity.astype(np.float64))
-        left = 1 - np.where(is_known, np.exp(self.log_prob.astype(np.float64)), 0.0).sum(1)
-        others = share.sum() - np.where(is_known, share[self.successors], 0.0).sum(1)
-        rest = np.maximum(left, _LEAST) / np.maximum(others, _LEAST)
-        object.__setattr__(self, "_rest", rest.astype(np.float32))
+        total = share.sum()
+        rest = np.empty(self.num_items, np.float32)
+        for start in range(0, self.num_items, _ROWS_AT_ONCE):
+            rows = slice(start, start + _ROWS_AT_ONCE)
+            is_known = self.successors[rows] >= 0
+            left = 1 - np.exp(self.log_prob[rows].astype(np.float64)).sum(1, where=is_known)
+            others = total - share[self.successors[rows]].sum(1, where=is_known)
+            rest[rows] = np.maximum(left, _LEAST) / np.maximum(others, _LEAST)
+        return rest
 
     @property
     def num_items(self) -> int:

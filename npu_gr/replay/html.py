@@ -102,14 +102,15 @@ def _facts(run: Report) -> list[tuple[str, str]]:
 
 
 def _goodput(runs: Sequence[Report]) -> str:
-    if len(runs) > 1:
-        points = sorted((run.offered_per_s, run.goodput_per_s) for run in runs)
-    else:  # of one run its slices: a ramp is a curve, a flat rate a cloud
-        points = sorted((s["offered_per_s"], s["goodput_per_s"]) for run in runs for s in run.slices)
-    x = axis("offered ranks/s", [a for a, _ in points])
-    y = axis("ranks/s within the SLO", [b for _, b in points])
-    label = "runs" if len(runs) > 1 else f"slices of {_slice_s(runs):g} s"
-    return lines({label: points}, x, y, diagonal=True, dots=True)
+    of_runs = sorted((run.offered_per_s, run.goodput_per_s) for run in runs)
+    series = {"runs" if len(runs) > 1 else "the run": of_runs}
+    if len(runs) == 1:
+        slices = [(part["offered_per_s"], part["goodput_per_s"]) for part in runs[0].slices]
+        series = {f"slices of {_slice_s(runs):g} s": slices, **series}
+    every = [point for points in series.values() for point in points]
+    x = axis("offered ranks/s", [a for a, _ in every])
+    y = axis("ranks/s within the SLO", [b for _, b in every])
+    return lines(series, x, y, diagonal=True, dots=True, joined=len(runs) > 1)
 
 
 def _slice_s(runs: Sequence[Report]) -> float:

@@ -1,4 +1,4 @@
-"""Plots as SVG text: lines and stacked areas over a linear or logarithmic axis. No script, nothing loaded.
+"""Plots as SVG text: lines, points and stacked areas over a linear or logarithmic axis. No script, nothing loaded.
 
 The SVG is written by hand because a report must work without extras, and matplotlib is one.
 """
@@ -75,8 +75,9 @@ def lines(
     level: tuple[str, float] | None = None,
     diagonal: bool = False,
     dots: bool = False,
+    joined: bool = True,
 ) -> str:
-    """A plot of lines.
+    """A plot of lines, or of points.
 
     Args:
         series: name -> points (x, y) in order; a point that is not finite is left out.
@@ -84,6 +85,7 @@ def lines(
         level: text and y of a dashed horizontal line.
         diagonal: draw a dashed line y = x.
         dots: mark the points.
+        joined: the points of a series are a line; else a cloud, in any order.
     """
     parts = [_frame(x, y)]
     if level is not None and y.low <= level[1] <= y.high:
@@ -96,9 +98,13 @@ def lines(
         finite = [(_x(x, a), _y(y, b)) for a, b in points if math.isfinite(a) and math.isfinite(b)]
         path = " ".join(f"{a:.1f},{b:.1f}" for a, b in finite)
         title = f"<title>{escape(name)}</title>"
-        parts.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="1.8">{title}</polyline>')
-        if dots or len(finite) == 1:
-            parts += [f'<circle cx="{a:.1f}" cy="{b:.1f}" r="3.2" fill="{colour}">{title}</circle>' for a, b in finite]
+        if joined:
+            line = f'points="{path}" fill="none" stroke="{colour}" stroke-width="1.8"'
+            parts.append(f"<polyline {line}>{title}</polyline>")
+        is_cloud = not joined and len(finite) > 1
+        if dots or is_cloud or len(finite) == 1:
+            dot = f'r="2.2" fill="{colour}" fill-opacity="0.45"' if is_cloud else f'r="3.2" fill="{colour}"'
+            parts += [f'<circle cx="{a:.1f}" cy="{b:.1f}" {dot}>{title}</circle>' for a, b in finite]
     return _svg(parts, series)
 
 

@@ -20,6 +20,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     port: Annotated[int, msgspec.Meta(ge=0, le=65535)] = 8080  # 0 = any free one
     admin_host: str = "127.0.0.1"  # serves what changes the instance or shows how it does: operators alone may reach it
     admin_port: Annotated[int, msgspec.Meta(ge=0, le=65535)] = 8081  # 0 = any free one; host and port = one for both
+    workers: Annotated[int, msgspec.Meta(ge=0, le=64)] = 0  # processes for HTTP in front of the engine's; 0 = the same
     backlog: Count = 4096  # connections that the kernel accepts before the event loop does
     max_connections: Count = 4096  # and as many as the limit of open files allows; idle ones make room for new ones
     max_receiving_bytes: Bytes = 268_435_456  # of bodies that arrive or wait; counted before they are read

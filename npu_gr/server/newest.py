@@ -46,7 +46,7 @@ _FIXED = (
 )
 
 
-class Ended(NamedTuple):
+class EndedLine(NamedTuple):
     """A request that belongs to a kind, at its end."""
 
     kind: str  # a name of `KINDS`
@@ -57,7 +57,7 @@ class NewestRequests:
     """The newest requests that belong to a kind."""
 
     def __init__(self) -> None:
-        self._newest: deque[Ended] = deque(maxlen=NEWEST)
+        self._newest: deque[EndedLine] = deque(maxlen=NEWEST)
         # apart for each kind, so that a storm of refusals pushes out no answer
         self._answered_s: defaultdict[str, deque[float]] = defaultdict(lambda: deque(maxlen=NEWEST))
 
@@ -66,13 +66,17 @@ class NewestRequests:
         if line.status < 400:
             self._answered_s[kind].append(line.duration_s)
         if line.status != 429:
-            self._newest.append(Ended(kind, line))
+            self.keep(kind, line)
+
+    def keep(self, kind: str, line: AccessLine) -> None:
+        """Keep a request that is no part of the percentiles: it was chosen because it was slow."""
+        self._newest.append(EndedLine(kind, line))
 
     def lines(self) -> list[str]:
         """Their lines, oldest first, as JSON."""
         return [str(line) for _, line in list(self._newest)]
 
-    def slowest(self, count: int, within_s: float) -> list[Ended]:
+    def slowest(self, count: int, within_s: float) -> list[EndedLine]:
         """The slowest of them, slowest first.
 
         Args:

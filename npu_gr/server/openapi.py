@@ -250,8 +250,8 @@ def _observability_paths(schemas: _Schemas) -> _Json:
     profile = get("profile", "Where the threads spend their time.", "400", "401", "429", media="text/plain")
     seconds = {"type": "number", "minimum": MIN_S, "maximum": MAX_S, "default": DEFAULT_S}
     profile["get"]["parameters"] = [{"name": "seconds", "in": "query", "schema": seconds}]
-    runbook = get("runbook", "A runbook: Markdown.", "401", "404", media="text/plain")
-    runbook["get"]["parameters"] = _path_parameters("name")
+    runbooks = get("runbooks", "A runbook, or the names of all of them.", "401", "404", media="text/plain")
+    runbooks["get"]["parameters"] = [{"name": "name", "in": "query", "schema": {"type": "string"}}]
     known: _Json = {
         "operationId": "knowsUser",
         "summary": "Which memory of this process knows a user.",
@@ -267,8 +267,7 @@ def _observability_paths(schemas: _Schemas) -> _Json:
         "/metrics": get("metrics", "For Prometheus.", "401", media="text/plain"),
         "/debug/stacks": get("stacks", "What every thread and task does now.", "401", media="text/plain"),
         "/debug/profile": profile,
-        "/debug/runbooks": get("runbooks", "The names of the runbooks.", "401", media="text/plain"),
-        "/debug/runbooks/{name}": runbook,
+        "/debug/runbooks": runbooks,
         "/debug/bundle": get("bundle", "Everything that a report needs.", "401", media="application/gzip"),
         "/debug/user": {"post": known},
         "/debug/config": get("config", "The configuration in force.", "401"),

@@ -14,6 +14,7 @@ from aiohttp import web
 from npu_gr.access.browsers import is_loopback_name
 from npu_gr.access.tls import ServerTls
 from npu_gr.core.errors import ConfigError
+from npu_gr.core.signals import stop_signals
 from npu_gr.server.config import ServerConfig
 from npu_gr.server.entrance.entrance import ENTRANCE
 from npu_gr.server.entrance.listener import Listener
@@ -80,20 +81,6 @@ async def _listen(runner: DoorRunner, listener: Listener, config: ServerConfig, 
     what = "" if listener.is_public else "admin "
     log.info("%slistening on %s:%d%s", what, listener.host, port, "" if context is None else ", TLS")
     return port
-
-
-@contextlib.contextmanager
-def stop_signals() -> Iterator[asyncio.Queue[int]]:
-    """Put every SIGTERM and SIGINT into a queue while the block runs."""
-    loop = asyncio.get_running_loop()
-    received = asyncio.Queue[int]()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, received.put_nowait, number)
-    try:
-        yield received
-    finally:
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.remove_signal_handler(number)
 
 
 @contextlib.contextmanager

@@ -10,6 +10,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from typing import NamedTuple
 
 import torch
 from aiohttp import web
@@ -36,6 +37,7 @@ from npu_gr.replay.recorder import Recorder
 from npu_gr.server.recording import OwnRecorder, RecordingService, add_record_routes
 from npu_gr.server.routes import build_web_app
 from npu_gr.server.run import on_hangup, serve
+from npu_gr.server.service_protocol import ServiceProtocol
 from npu_gr.server.tracing import spans
 from npu_gr.service.admin import CatalogueOfGenerator, VectorsOfMatch
 from npu_gr.service.build import open_generation, open_ranking
@@ -48,15 +50,45 @@ from npu_gr.service.service import Parts, Service
 log = logging.getLogger(__name__)
 
 
+class OpenedInstance(NamedTuple):
+    """A ready instance, without HTTP in front of it."""
+
+    service: Service
+    served: ServiceProtocol  # the service, or the recorder in front of it
+    metrics: Metrics
+    recorder: Recorder | None
+
+
 @asynccontextmanager
 async def instance(
     config: Config, read: Callable[[], Config] | None = None
 ) -> AsyncIterator[tuple[web.Application, Service]]:
-    """Run a ready instance while the block runs: models loaded, tiers allocated, parity tested, warmed up.
+    """Run a ready instance in this process while the block runs.
 
     Args:
         config: what it serves.
         read: reads the configuration again, for a reload; None = the instance cannot be reloaded.
+
+    Raises:
+        ConfigError: a setting, a file or a device is not as configured; nothing is left running.
+    """
+    async with opened(config, read) as ready:
+        with spans(config.server) as tracing:
+            app = build_web_app(ready.served, config.server, ready.metrics, tracing)
+            add_record_routes(app, OwnRecorder(ready.recorder))
+            yield app, ready.service
+
+
+@asynccontextmanager
+async def opened(
+    config: Config, read: Callable[[], Config] | None = None, make_door: Callable[..., Door] = Door
+) -> AsyncIterator[OpenedInstance]:
+    """Run an instance without HTTP: models loaded, tiers allocated, parity tested, warmed up.
+
+    Args:
+        config: what it serves.
+        read: as for `instance`.
+        make_door: with the arguments of `Door`.
 
     Raises:
         ConfigError: a setting, a file or a device is not as configured; nothing is left running.
@@ -87,7 +119,7 @@ async def instance(
         jobs = await build_jobs(shared)
         coverage = coverage_rule(shared, jobs)
         await coverage.start()
-        door = Door(
+        door = make_door(
             config.admission,
             config.slo.objective_s,
             batch_requests=config.scheduler.max_batch_requests * config.scheduler.streams,
@@ -130,12 +162,9 @@ async def instance(
         if recorder is not None:
             purger = recorder.purger
             metrics.erasures.observe("recordings", lambda: purger.erased_at, lambda: purger.runs)
-        tracing = stack.enter_context(spans(config.server))
         served = RecordingService(service, recorder) if recorder else service
-        app = build_web_app(served, config.server, metrics, tracing)
-        add_record_routes(app, OwnRecorder(recorder))
         await stack.enter_async_context(running(service.watch()))
-        yield app, service
+        yield OpenedInstance(service, served, metrics, recorder)
 
 
 async def run(config: Config, ready: asyncio.Event | None = None, read: Callable[[], Config] | None = None) -> None:

@@ -21,6 +21,7 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from npu_gr.admission.brownout import BrownoutControl
 from npu_gr.admission.door import Door
+from npu_gr.catalogue.popular import read_popular
 from npu_gr.core.errors import ConfigError, NpuGrError, Unavailable
 from npu_gr.core.kinds import GENERATE, RANK
 from npu_gr.features.named_actions import difference
@@ -29,7 +30,7 @@ from npu_gr.jobs.generation import Generation
 from npu_gr.jobs.histories import Histories
 from npu_gr.jobs.ranking import Ranking
 from npu_gr.jobs.recommend import Cascade
-from npu_gr.jobs.sources import POPULAR, read_popular
+from npu_gr.jobs.sources import POPULAR
 from npu_gr.jobs.versions import ModelVersions, V, Versions
 from npu_gr.metrics.registry.reloads import Reloaded, ReloadMetrics
 from npu_gr.service.build import Prepared

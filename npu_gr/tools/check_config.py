@@ -21,6 +21,7 @@ import yaml
 
 from npu_gr.access.keys import read_keys
 from npu_gr.access.tls import ClientTls, ClientTlsConfig, ServerTls, ServerTlsConfig
+from npu_gr.catalogue.popular import read_popular
 from npu_gr.catalogue.records import read_items
 from npu_gr.catalogue.trie import Codebooks
 from npu_gr.catalogue.versions import make_snapshot
@@ -123,7 +124,7 @@ def _of_instance(config: Config) -> Iterator[Opened]:
             yield _tried("recommend.hook", lambda: load_hook(hook), hook)
         if recommend.popular is not None:
             popular = recommend.popular
-            yield _tried("recommend.popular", lambda: _popular(popular))
+            yield _tried("recommend.popular", lambda: f"{popular}: {len(read_popular(popular))} items")
     yield from _history(config.features)
     if (record := config.record) is not None:
         yield _tried("record.folder", lambda: _writable(Path(record.folder)))
@@ -207,12 +208,6 @@ def _generator(section: GenerateConfig) -> Iterator[Opened]:
 
     yield _tried("generate.checkpoint", model)
     yield _tried("generate.catalogue", catalogue)
-
-
-def _popular(path: str) -> str:
-    from npu_gr.jobs.sources import read_popular
-
-    return f"{path}: {len(read_popular(path))} items"
 
 
 def _vectors(section: MatchConfig) -> Iterator[Opened]:

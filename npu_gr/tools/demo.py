@@ -9,13 +9,13 @@ measured, and one of all events, to be served. So the demo serves twice:
 
     .demo/evaluated.yaml  the newest fifth of each user's events is replayed as traffic, in slices of at most `SLICE`:
                           one rank mixes the items of a slice with items drawn from the catalogue; after its answer
-                          the slice's events are sent. Then the cascade is asked for the last event of some users. No
-                          model has seen what it is asked for: the ranker has the oldest four fifths, the generator
-                          all but the last two, the vectors all but the last
+                          the slice's events are sent. It measures time alone, without labels: the models know most of
+                          these events. Then the cascade is asked for the last event of some users, which no model has
+                          seen: the generator was trained on all but the last two, the others on all but the last
     .demo/serve.yaml      films by title for a few users: what the third command answers
 
 MovieLens' own stamps are poor arrivals (half of the ratings share the previous rating's second), so arrivals are
-Poisson; order, users, histories and labels are real.
+Poisson; order, users and histories are real.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import aiohttp
+import msgspec
 from rich.console import Console
 
 from npu_gr.core.errors import ConfigError, Unavailable
 from npu_gr.core.kinds import RANK
-from npu_gr.core.settings import override
 from npu_gr.dataset.build import prepare
 from npu_gr.dataset.files import Dataset, is_dataset, read_dataset
 from npu_gr.dataset.summary import summary
@@ -56,9 +56,7 @@ from npu_gr.service.config import Config, load
 from npu_gr.tools import demo_cascade
 from npu_gr.tools.demo_summary import sum_up
 from npu_gr.train.data import to_train_on
-from npu_gr.train.rank.options import DEMO
 from npu_gr.train.site.make import train_site
-from npu_gr.train.site.options import options_for
 from npu_gr.train.site.report import SiteReport
 
 SLICE = 20  # held-out events of a request
@@ -134,8 +132,6 @@ def make(folder: Path, console: Console, overrides: Sequence[str], num_threads: 
         )
     console.print(f"$ npu-gr train all {data} --out {folder}", soft_wrap=True)
     dataset = read_dataset(data)
-    if override(options_for(len(dataset.names)), overrides).rank.split != DEMO.split:
-        raise ConfigError(f"rank.split: the demo replays what {DEMO.split} leaves untrained, and takes no other split")
     site = train_site(data, folder, overrides, num_threads, console)
     return MadeDemo(folder, dataset, dataset.interactions(), site)
 
@@ -190,10 +186,11 @@ async def prepare_traffic(made: MadeDemo, console: Console, port: int, admin_por
     Raises:
         ConfigError, DataError: the site cannot be served.
     """
-    trained = to_train_on(made.log.users, made.log.timestamps, DEMO.split)  # `make` takes no other split
+    trained = to_train_on(made.log.users, made.log.timestamps, "user-time")
     checkpoint = load_checkpoint(made.folder / "ranker" / "evaluated")
     vocabulary = ModelVocabulary(item_ids=checkpoint.item_ids, action_values=checkpoint.action_values)
-    records = from_ratings(made.log[~trained], vocabulary, slice_events=SLICE, num_candidates=CANDIDATES)
+    made_of = from_ratings(made.log[~trained], vocabulary, slice_events=SLICE, num_candidates=CANDIDATES)
+    records = [msgspec.structs.replace(record, labels={}) for record in made_of]
     write(made.folder / "traffic.jsonl.gz", records)
     overrides = [
         f"features.path={made.folder / 'replayed.db'}",

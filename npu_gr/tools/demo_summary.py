@@ -40,8 +40,6 @@ def sum_up(
     late = "; the load generator was late, so these times are partly its own" if found.was_late else ""
     ways = evaluation.as_dict()["ways"]
     others = ", ".join(f"{way} alone {row['hr_at_10']:.3f}" for way, row in ways.items() if way != "recommend")
-    best = max((way for way in ways if way != "recommend"), key=lambda way: float(ways[way]["hr_at_10"]))
-    note = f"          {best} alone has more hits by this figure: see recommend in {folder / 'serve.yaml'}"
     return [
         "",
         f"trained   {', '.join(site.parts)} on {site.num_events:,} events of {site.num_users:,} users",
@@ -52,7 +50,7 @@ def sum_up(
         "tokens were read from it",
         f"quality   HR@10 of the last event of {len(evaluation.ranks['rank'])} users: recommend "
         f"{ways['recommend']['hr_at_10']:.3f}; {others} (evaluated models, which had not seen it)",
-        *([note] if ways[best]["hr_at_10"] > ways["recommend"]["hr_at_10"] else []),
+        f"          {evaluation.why}",
         f"left      {folder}: models of all events, {folder / 'serve.yaml'}; {folder / 'report.html'} has the plots",
         f"serve     {serve(folder / 'serve.yaml')}",
         f"ask       {curl('/v1/recommend', known_user(examples(log, names)))}",

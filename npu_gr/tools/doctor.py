@@ -17,28 +17,38 @@ from npu_gr.backend.names import BackendName
 from npu_gr.backend.op_parity import compare
 from npu_gr.core.errors import ConfigError
 
+MACHINE = "machine"
+
 
 def examine(backend: BackendName | None = None, hstu_library: Path | None = None) -> list[Finding]:
-    """Run every check, in the order in which a start needs the pieces.
+    """Run every check, in the order in which a start needs the pieces: of the chosen backend, then of the others.
 
     Args:
         backend: the backend that must work; None = whatever is there.
         hstu_library: the library of that setting; None = it is not set.
     """
     python = f"{platform.python_version()}, {platform.machine()}, {os.cpu_count()} CPUs"
-    findings = [
-        Finding("python", FindingState.OK, python),
-        Finding("torch", FindingState.OK, torch.__version__),
-        *device_findings(backend, hstu_library),
+    machine = [
+        Finding("python", FindingState.OK, python, section=MACHINE),
+        Finding("torch", FindingState.OK, torch.__version__, section=MACHINE),
     ]
-    for name in usable_backends(findings, backend):
+    found = device_findings(backend, hstu_library)
+    for name in usable_backends(found, backend):
         try:
             made = choose(name)
         except ConfigError as error:
-            findings.append(Finding(f"ops {name}", FindingState.BROKEN, str(error)))
+            found[name].append(Finding(f"ops {name}", FindingState.BROKEN, str(error)))
             continue
-        findings += compare(made)
-    return findings
+        found[name] += compare(made)
+    chosen = backend or "cpu"
+    ordered = sorted(found, key=lambda name: name != chosen)
+    return machine + [one._replace(section=_title(name, backend)) for name in ordered for one in found[name]]
+
+
+def _title(name: BackendName, chosen: BackendName | None) -> str:
+    if chosen is None:
+        return f"backend {name}{' (the default)' if name == 'cpu' else ''}"
+    return f"backend {name} ({'chosen' if name == chosen else 'not chosen'})"
 
 
 def is_well(findings: list[Finding]) -> bool:

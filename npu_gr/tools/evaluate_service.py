@@ -3,7 +3,7 @@
 Protocol: each user is asked for once. The events before one of the user's events are sent as the history; that event's
 item is the right answer. Every item may be answered (no sampled negatives) but those of the history. The ways to ask:
 
-    generate     POST /v1/generate, if it is a source of the cascade; for as many items as the cascade asks of it
+    generate     POST /v1/generate, if the service has it; for as many items as the cascade asks of it, if it does
     match        POST /v1/match, likewise
     trunk        POST /v1/recommend of that source alone, without a rank; transitions likewise
     rank         POST /v1/rank over every unseen item of the log, which no service could afford on a large catalogue
@@ -26,13 +26,14 @@ from rich.table import Table
 
 from npu_gr.access.calling import calling_context, calling_headers
 from npu_gr.core.errors import Unavailable
-from npu_gr.core.kinds import KINDS, RECOMMEND
+from npu_gr.core.kinds import GENERATE, KINDS, MATCH, RECOMMEND
 from npu_gr.core.names import answered_ids
 from npu_gr.train.cascade import why
 from npu_gr.train.metrics import F64, hit_ratio, ndcg
 from npu_gr.train.next_event import MISSED, NextEventCase, raw_column
 
 TOP = 10  # items that count as recommended
+BESIDE = 100  # items asked of what the service finds beside the cascade's sources
 AT_ONCE = 2  # cases in flight
 PATIENCE_S = 60.0  # how long a request that is refused for load is sent again
 UNRANKED = "unranked"  # the outcome of a recommend whose rank failed
@@ -128,8 +129,9 @@ async def evaluate(
     async with EvaluationClient(base_url, api_key) as client, EvaluationClient(admin_url, api_key) as admin:
         section = await admin.cascade()
         sources: dict[str, int] = section["sources"]
+        parts = dict.fromkeys(await admin.finds(), BESIDE) | sources
         orders: set[str] = set()
-        ranks: dict[str, list[float]] = {way: [] for way in (*sources, "rank", "recommend")}
+        ranks: dict[str, list[float]] = {way: [] for way in (*parts, "rank", "recommend")}
         seconds: dict[str, list[float]] = {way: [] for way in ranks}
         waiting = asyncio.Semaphore(AT_ONCE)
 
@@ -140,7 +142,7 @@ async def evaluate(
                 at: dict[str, Any] = {"timestamp": case.happened_at}
                 asked: dict[str, dict[str, Any]] = {
                     "recommend": {**at, "num_items": TOP, "exclude_seen": True},
-                    **{way: _source_alone(way, size, case) for way, size in sources.items()},
+                    **{way: _source_alone(way, size, case) for way, size in parts.items()},
                     "rank": {**at, "candidates": raw_column(unseen), "top_k": TOP},
                 }
                 was_retrieved = False
@@ -204,19 +206,28 @@ class EvaluationClient:
     async def __aexit__(self, *_error: object) -> None:
         await self._http.close()
 
+    async def finds(self) -> list[str]:
+        """List the kinds that find items by themselves and that the service has."""
+        config = await self._config()
+        return [kind.name for kind in (GENERATE, MATCH) if config.get(kind.name)]
+
     async def cascade(self) -> dict[str, Any]:
         """Return the section `recommend` of the configuration, which the admin address shows.
 
         Raises:
             Unavailable: it has none, or does not say.
         """
-        async with self._http.get("debug/config") as response:
-            if response.status != 200:
-                raise Unavailable(f"{self._url}/debug/config: {response.status}: is that the admin address?")
-            section: dict[str, Any] = (await response.json()).get("recommend") or {}
+        section: dict[str, Any] = (await self._config()).get(RECOMMEND.name) or {}
         if not section:
             raise Unavailable("the service has no cascade: its configuration needs section recommend")
         return section
+
+    async def _config(self) -> dict[str, Any]:
+        async with self._http.get("debug/config") as response:
+            if response.status != 200:
+                raise Unavailable(f"{self._url}/debug/config: {response.status}: is that the admin address?")
+            config: dict[str, Any] = await response.json()
+            return config
 
     async def post(self, path: str, body: dict[str, Any]) -> tuple[dict[str, Any], float]:
         """Send one request; if the service refuses it for load, wait as long as it says and send it again.

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import shutil
+import socket
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -69,14 +71,23 @@ async def run(made: demo.MadeDemo, console: Console, port: int, admin_port: int,
                 records = [record for record in prepared.records if record.kind != EVENTS.name]  # the store has them
 
 
-def check_prometheus() -> None:
-    """Look for the program.
+def check_machine(ports: Mapping[str, int]) -> None:
+    """Look for what a run needs, before anything is made for it.
+
+    Args:
+        ports: option -> what is to be listened on, on loopback.
 
     Raises:
-        ConfigError: it is not installed.
+        ConfigError: names all that is lacking.
     """
-    if shutil.which("prometheus") is None:
-        raise ConfigError("monitor: needs the program prometheus (Debian: apt-get install prometheus)")
+    lacks = [] if shutil.which("prometheus") else ["the program prometheus (Debian: apt-get install prometheus)"]
+    for option, port in ports.items():
+        try:
+            socket.create_server(("127.0.0.1", port)).close()
+        except OSError as error:
+            lacks.append(f"a free port: {option} {port}: {os.strerror(error.errno or 0)}")
+    if lacks:
+        raise ConfigError(f"monitor: needs {'; '.join(lacks)}")
 
 
 @contextlib.asynccontextmanager
@@ -95,7 +106,7 @@ async def prometheus(
     Raises:
         ConfigError: the program is not installed. Unavailable: it did not start.
     """
-    check_prometheus()
+    check_machine({})
     every = {name: f"{round(s * 1e3)}ms" for name, s in (("scrape", scrape_s), ("evaluation", evaluate_s))}
     config = {
         "global": {

@@ -201,7 +201,7 @@ HOST_FAULTS = (
         "torch/platform.h",
         "uint32_t(ub) - kSelectBytes",
         "uint32_t(ub) - (ON ? 0 : kSelectBytes)",
-        TOPK,
+        CSR,
     ),
 )
 

@@ -185,6 +185,11 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
         "pipe_->InitBuffer(masks_, 2, round_up(s_.tile / 8, 256));",
     ): "room that the plan leaves to spare",
     (
+        "kernels/children.h",
+        "below: or equal",
+        "for (uint32_t i = 0; i < kColumns; ++i) gm_[i].SetGlobalBuffer((__gm__ int32_t *)columns[i], rows);",
+    ): "an address more, in the place of a table that is loaded later",
+    (
         "kernels/csr_gather_topk.h",
         "no free",
         "outs_.FreeTensor(total);",
@@ -239,6 +244,127 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
         "above: or equal",
         "last_ = parent + 1 > last_ ? parent + 1 : last_;",
     ): "both are the same number",
+    (
+        "kernels/hstu_rows.h",
+        "above: or equal",
+        "if (s_.page_ids > 0) ids_.init(pipe, page_ids, s_.page_ids);",
+    ): "a list of no pages is loaded",
+    (
+        "kernels/hstu_rows.h",
+        "above: or equal",
+        "uint32_t widest = qk_ > uv_ ? qk_ : uv_, whole = 2 * (qk_ + uv_);",
+    ): "both are the same number",
+    (
+        "kernels/hstu_rows.h",
+        "plus: minus",
+        "for (uint32_t unit = (AscendC::GetBlockIdx() + cores - done % cores) % cores; unit < units; unit += cores) {",
+    ): "another core takes it",
+    (
+        "kernels/hstu_rows.h",
+        "minus: plus",
+        "for (uint32_t unit = (AscendC::GetBlockIdx() + cores - done % cores) % cores; unit < units; unit += cores) {",
+    ): "another core takes it",
+    (
+        "kernels/hstu_rows.h",
+        "minus: plus",
+        "uint32_t pieces = asks ? (e.cached + s_.page_tokens - 1) / s_.page_tokens * of_page * 2 : 0;",
+    ): "a page more, of which nothing is cached",
+    (
+        "kernels/hstu_rows.h",
+        "below: or equal",
+        "uint32_t silent = e.silent_rows(), skipped = first < silent ? min_of(silent - first, rows) : 0;",
+    ): "both are the same number",
+    (
+        "kernels/hstu_finish.h",
+        "plus: minus",
+        "for (uint32_t lot = (AscendC::GetBlockIdx() + cores - done % cores) % cores; lot < lots; lot += cores)",
+    ): "another core takes it",
+    (
+        "kernels/hstu_finish.h",
+        "minus: plus",
+        "for (uint32_t lot = (AscendC::GetBlockIdx() + cores - done % cores) % cores; lot < lots; lot += cores)",
+    ): "another core takes it",
+    (
+        "kernels/hstu_tiles.h",
+        "below: or equal",
+        "return key < position(rows - 1) || (key <= last_own() && key + kKeyBlock > own);",
+    ): "a tile that is all zero is worked on",
+    (
+        "kernels/hstu_tiles.h",
+        "above: or equal",
+        "return key < position(rows - 1) || (key <= last_own() && key + kKeyBlock > own);",
+    ): "a tile that is all zero is worked on",
+    (
+        "kernels/hstu_tiles.h",
+        "minus: plus",
+        "return key < position(rows - 1) || (key <= last_own() && key + kKeyBlock > own);",
+    ): "a tile that is all zero is worked on",
+    (
+        "kernels/hstu_tiles.h",
+        "minus: plus",
+        "__aicore__ inline uint32_t last_own() const { return own + rows - 1; }",
+    ): "a tile that is all zero is worked on",
+    (
+        "kernels/hstu_tiles.h",
+        "above: or equal",
+        "history_ = entry_.rows > entry_.targets ? entry_.rows - entry_.targets : 0;",
+    ): "both are the same number",
+    (
+        "kernels/hstu_tiles.h",
+        "minus: plus",
+        "__aicore__ inline bool is_far(uint32_t distance) const { "
+        "return position(0) >= key + kKeyBlock - 1 + distance; }",
+    ): "a far tile takes the way of a near one, to the same numbers",
+    (
+        "kernels/hstu_bias.h",
+        "above: or equal",
+        "uint32_t above = most > 0 ? uint32_t(most) + 1 : 1;",
+    ): "both are the same number",
+    (
+        "kernels/hstu_bias.h",
+        "above: or equal",
+        "lowest_ = bucket_below(least > 0 ? uint32_t(least) + 1 : 1);",
+    ): "both are the same number",
+    (
+        "kernels/hstu_bias.h",
+        "above: or equal",
+        "return 2 * octave + (octave > 0 ? n >> (octave - 1) & 1 : 0);",
+    ): "1 has no bit below its highest",
+    (
+        "kernels/hstu_bias.h",
+        "below: or equal",
+        "if (lowest_ < highest_ && !is_placed(tile)) place(tile);",
+    ): "times are looked at for nothing",
+    (
+        "kernels/hstu_bias.h",
+        "below: or equal",
+        "for (uint32_t i = 1; i < buckets(); ++i)",
+    ): "a border that no bucket needs",
+    (
+        "kernels/hstu_bias.h",
+        "plus: minus",
+        "lowest_ = bucket_below(least > 0 ? uint32_t(least) + 1 : 1);",
+    ): "a bucket more, which nothing is in",
+    (
+        "kernels/hstu_bias.h",
+        "minus: plus",
+        "pipe->InitBuffer(masks_, (kSelected - 1) * s_.tile_rows * kKeyBlock / 8);",
+    ): "a buffer with room to spare",
+    (
+        "kernels/hstu_bias.h",
+        "minus: plus",
+        "__aicore__ inline bool is_far(const HstuTile &tile) const { return tile.is_far(s_.positions - 1); }",
+    ): "a far tile takes the way of a near one, to the same numbers",
+    (
+        "kernels/hstu_bias.h",
+        "minus: plus",
+        "int32_t least = bounds_[row] - bounds_[key + 1], most = bounds_[row + 1] - bounds_[key];",
+    ): "of most: buckets more, which nothing is in; that of least falls",
+    (
+        "kernels/hstu_bias.h",
+        "minus: plus",
+        "__aicore__ inline uint32_t buckets() const { return highest_ - lowest_ + 1; }",
+    ): "more are gathered, to the same numbers",
 }
 
 

@@ -116,7 +116,6 @@ def test_a_replay_runs(bare: dict[str, str], tmp_path: Path) -> None:
     ("name", "words"),
     [
         ("serve", ("--config", "configs/cpu.yaml")),
-        ("check-config", ("--config", "configs/cpu.yaml")),
         ("train", ("rank", "log.jsonl", "--out", "r")),
         ("train", ("generate", "log.jsonl", "--out", "g")),
         ("doctor", ()),

@@ -80,6 +80,7 @@ EXPIRES = 'npu_gr_tls_certificate_expires_at_seconds{instance="a",of="server"}'
 BREAKER = 'npu_gr_store_breaker_open{instance="a",store="%s",lane="writes"}'
 CALLS = 'npu_gr_store_calls_total{instance="a",operation="%s",result="%s"}'
 DEGRADED = 'npu_gr_history_degraded_total{instance="a",source="last_known",fault="store_slow"}'
+STARTS = 'npu_gr_front_worker_starts_total{instance="a",worker="1"}'
 UP, READY = 'up{instance="a",job="npu_gr"}', 'npu_gr_ready{instance="a"}'
 
 
@@ -189,6 +190,7 @@ CAUSES: list[Case] = [
     *one("NpuGrEventLoopBlocked", lag(95, 5), lag(995, 5), 25, **INSTANCE),
     *one("NpuGrEventLoopBlocked", froze(1), froze(0), 25, **INSTANCE),
     *one("NpuGrEventLoopBlocked", of_router(froze(1)), of_router(froze(0)), 25, **INSTANCE),
+    *one("NpuGrFrontWorkerDies", {STARTS: "1x5 2x20"}, {STARTS: "2x25"}, 10, instance="a", worker="1"),
     *one("NpuGrLogLinesDropped", dropped(1), dropped(0), 25, **STDOUT),
     *one("NpuGrLogLinesDropped", of_router(dropped(1)), of_router(dropped(0)), 25, **STDOUT),
     *one("NpuGrApiKeysFileStale", {STALE: "1x9"}, {STALE: "0 1 0 0 0 0 0 0 0 0"}, 8, **INSTANCE),

@@ -48,6 +48,12 @@ SCORES = [
     Scores(batch(10, Request(70, 700, 630, 0), cores=2), 100, (10,), alpha=0.5),
     Scores(batch(11, Request(70, 700, 630, 70), cores=2), 100, (10, 1000)),
     Scores(batch(12, Request(40, 600, 560, 0), cores=1, heads=1), 16, (2**24,)),
+    Scores(batch(14, CHUNK, cores=1), 2, (0,), alpha=0.5),
+    Scores(batch(15, Request(20, 20, 0, 0), Request(9, 30, 21, 0), cores=1, heads=1), 4, (1,)),
+    Scores(batch(16, Request(32, 322, 290, 0), cores=1), 16, (10,)),  # as many buckets as are selected
+    Scores(batch(17, Request(40, 300, 260, 0), cores=1), 2, (0,), jump_s=3 * 2**23 - 2),  # a float's bucket is one up
+    Scores(batch(18, Request(20, 620, 0, 600), cores=1), 3, (5,)),  # own keys far behind their position
+    Scores(batch(19, Request(32, 343, 311, 0), cores=1), 16, (3,)),
     Scores(batch(13, Request(33, 33, 0, 0), Request(0, 9, 0, 0), Request(5, 260, 0, 255), cores=2), 2, (0, 2**25 + 1)),
 ]
 FINISH = [
@@ -55,5 +61,6 @@ FINISH = [
     Finish(batch(3, LAST, RANK, dtype="float32"), True, False),
     Finish(batch(4, CHUNK, heads=5, v_dim=16, tile=7, cores=2), True, True, scale=0.01),
     Finish(batch(5, RANK, heads=3, v_dim=80, cores=1), False, False, eps=0.5),
+    Finish(batch(7, LAST, CHUNK, tile=11), True, False),
     Finish(batch(6, KEEPS, Request(1, 1, 0, 0), cores=1, v_dim=128), False, True, scale=1e-4),
 ]

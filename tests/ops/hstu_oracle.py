@@ -187,6 +187,7 @@ class Scores(NamedTuple):
     alpha: float = 1.0
     odd: bool = False
     skew: bool = False  # times in no order
+    jump_s: int = 0  # between the first 256 tokens and the others
 
     def times(self) -> tuple[list[I32], I32, I32, I32]:
         """Key times of each request, then row times, key times and bounds in slots."""
@@ -197,6 +198,7 @@ class Scores(NamedTuple):
         keys = []
         for n, r in enumerate(b.requests):
             times = random.choice(np.array(self.gaps_s, np.int64), r.keys).cumsum()
+            times[256:] += self.jump_s
             if self.skew:
                 times = random.permutation(times)
             times = np.minimum(times - times.min() if r.keys else times, 2**31 - 3)

@@ -15,6 +15,7 @@ import torch
 
 from npu_gr.backend.npu.ops import SCHEMAS
 from npu_gr.bench.ascend_twin import SOURCES
+from tests.ops.pretended import toolkit
 
 pytestmark = pytest.mark.skipif(not SOURCES.is_dir(), reason="the Ascend C sources are not here")
 
@@ -89,17 +90,21 @@ def test_every_kernel_is_launched_and_every_op_is_bound() -> None:
 
 
 @pytest.mark.npu_headers
-def test_binding_type_checks(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Against the real headers: torch's of this environment, torch_npu's out of its wheel, which is never imported."""
+def test_binding_type_checks(tmp_path_factory: pytest.TempPathFactory, tmp_path: Path) -> None:
+    """Against the real headers: torch's of this environment, torch_npu's out of its wheel, which is never imported.
+
+    What is CANN's own, launch headers and the platform query, is the pretended toolkit's.
+    """
     headers = npu_headers(tmp_path_factory)
+    toolkit.headers(tmp_path)
     here = Path(torch.__file__).parent / "include"
     folders = [here, here / "torch/csrc/api/include", headers, headers / "third_party/acl/inc"]
+    folders += [tmp_path, toolkit.CANN / "include"]
     command = [
         "g++",
         "-std=c++17",
         "-w",
         "-fsyntax-only",
-        "-DNPU_GR_TYPE_CHECK",
         *(f"-I{folder}" for folder in folders),
     ]
     done = subprocess.run([*command, str(SOURCES / "torch/binding.cpp")], capture_output=True, text=True, check=False)

@@ -79,6 +79,22 @@ def test_the_page_is_well_formed_and_loads_nothing(text: str) -> None:
         assert text.count(f"<h3>{title}</h3>") == (1 if title.startswith("Goodput") else 3)
 
 
+def goodput(study: Study) -> str:
+    return page(study, "x").split("<h3>Goodput against offered load</h3>")[1].split("</figure>")[0]
+
+
+def test_one_run_is_a_point_in_the_cloud_of_its_slices_and_runs_are_a_line(text: str) -> None:
+    one = run(100.0)
+    alone = goodput(Study(runs=[one]))
+    assert "<polyline" not in alone
+    assert alone.count("<circle") == len(one.slices) + 1
+    assert len(one.slices) > 1
+    assert alone.count('r="3.2"') == 1
+    assert ">the run<" in alone
+    several = goodput(Study(runs=[one, run(50.0, 1)]))
+    assert (several.count("<polyline"), several.count("<circle")) == (1, 2)
+
+
 def test_one_run_nothing_answered_and_no_tiers_make_a_page_too() -> None:
     settings = {"closed": 4, "rate": None, "ramp_to": None, "arrival": "poisson", "speed": 1.0}
     for samples in ([], [sample()], [sample(error="timeout")]):

@@ -74,12 +74,7 @@ async def site(**settings: Any) -> AsyncIterator[Site]:
 
 def path_of(pattern: str) -> str:
     """A path of the route."""
-    path = (
-        pattern.replace("{model}", "fake")
-        .replace("{version}", "1")
-        .replace("{user_id}", "u")
-        .replace("{name}", "shedding")
-    )
+    path = pattern.replace("{model}", "fake").replace("{version}", "1").replace("{user_id}", "u")
     return f"{path}?seconds=0" if path == "/debug/profile" else path  # refused, so quick
 
 

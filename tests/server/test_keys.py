@@ -39,12 +39,7 @@ def count(metrics: Metrics, name: str, **labels: str) -> float | None:
 
 
 def path_of(pattern: str) -> str:
-    return (
-        pattern.replace("{model}", "fake")
-        .replace("{version}", "1")
-        .replace("{user_id}", "u")
-        .replace("{name}", "shedding")
-    )
+    return pattern.replace("{model}", "fake").replace("{version}", "1").replace("{user_id}", "u")
 
 
 async def ask(

@@ -78,13 +78,20 @@ async def test_the_page_in_a_browser(tmp_path: Path, browser: Any) -> None:
     def shown(part: str) -> str:  # in one step: the page puts new elements in their places every second
         return str(browser.execute_script("return document.getElementById(arguments[0])?.innerText ?? ''", part))
 
+    def of_all(selector: str, what: str) -> list[Any]:
+        """Look at every such part, in one step."""
+        found = browser.execute_script(
+            f"return [...document.querySelectorAll(arguments[0])].map(part => {what})", selector
+        )
+        return list(found)
+
     def until(condition: Any) -> None:
         WebDriverWait(browser, 20, poll_frequency=0.1).until(lambda _: condition())
 
-    def read_through(url: str, begins: str) -> None:
+    def read_through(path: str, begins: str) -> None:
         """Follow a link, with the key that the page has."""
         here = browser.current_window_handle
-        browser.execute_script("document.querySelector(`a[href='${new URL(arguments[0]).pathname}']`).click()", url)
+        browser.execute_script("document.querySelector(`a[href$='${arguments[0]}']`).click()", path)
         until(lambda: len(browser.window_handles) == 2)
         browser.switch_to.window(browser.window_handles[1])
         until(lambda: begins in browser.execute_script("return document.body?.innerText ?? ''"))
@@ -113,26 +120,22 @@ async def test_the_page_in_a_browser(tmp_path: Path, browser: Any) -> None:
             until(lambda: shown("state") == "ready" and not browser.find_element(By.ID, "login").is_displayed())
             assert "miss full 1" in shown("outcomes-rank")
             assert "hbm: 1 prefix, budget" in shown("tiers")
-            free = browser.find_elements(By.CSS_SELECTOR, "#tiers .bar .free")
-            assert free, "what is free is drawn as no use"
-            transparent = "rgba(0, 0, 0, 0)"
-            assert {part.value_of_css_property("background-color") for part in free} == {transparent}
-            used = browser.find_elements(By.CSS_SELECTOR, "#tiers .bar i:not(.free)")
-            assert transparent not in {part.value_of_css_property("background-color") for part in used}
+            free = of_all("#tiers .bar .free", "getComputedStyle(part).backgroundColor")
+            used = of_all("#tiers .bar i:not(.free)", "getComputedStyle(part).backgroundColor")
+            assert set(free) == {"rgba(0, 0, 0, 0)"}, "what is free is drawn as no use"
+            assert used
+            assert "rgba(0, 0, 0, 0)" not in used
             assert "jobs waiting" in shown("queue")
-            charts = [
-                part.get_attribute("aria-label")
-                for part in browser.find_elements(By.CSS_SELECTOR, "#goodput-rank .chart")
-            ]
+            charts = of_all("#goodput-rank .chart", "part.getAttribute('aria-label')")
             assert charts == ["in time, 20 not", "P99 of each 10 s, 1 over 5000 ms"]
             assert "up to 3.0/s" in shown("goodput-rank")
             assert "10 min ago" in shown("goodput-rank")
-            assert len(browser.find_elements(By.CSS_SELECTOR, "#goodput-rank .chart hr")) == 1  # the objective
-            links = {part.text: part.get_attribute("href") for part in browser.find_elements(By.CSS_SELECTOR, "a")}
+            assert len(of_all("#goodput-rank .chart hr", "1")) == 1  # the objective
+            links = dict(of_all("a", "[part.innerText, part.href]"))
             assert set(links) == {"metrics", "configuration", "API", "runbooks", "latency", "availability"}
-            assert links["latency"].endswith("/debug/runbooks/rank-latency")
-            read_through(links["latency"], "Rank latency")
-            read_through(links["metrics"], "npu_gr_")
+            assert links["latency"].endswith("/debug/runbooks?name=rank-latency")
+            read_through("?name=rank-latency", "Rank latency")
+            read_through("/metrics", "npu_gr_")
             assert "miss full" in shown("slow")
             assert browser.execute_script("return performance.getEntriesByType('resource').length") >= 1
             urls = browser.execute_script("return performance.getEntriesByType('resource').map(e => e.name)")

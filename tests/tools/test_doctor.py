@@ -63,10 +63,34 @@ def test_a_cpu_machine_is_well_and_what_it_lacks_has_a_remedy(monkeypatch: pytes
         "CPU kernels",
         "Ascend driver",
         "NPU: torch_npu",
-    }
+    } | ({"CUDA: torch"} if torch.version.cuda is None else set() if torch.cuda.is_available() else {"CUDA: device"})
     assert all(check.remedy for check in found if check.state is not FindingState.OK)
     assert "-> pip install 'npu_gr[npu]'" in table(found)
-    assert not is_well(examine("cuda")) or torch.cuda.is_available()
+    of_cuda = examine("cuda")
+    assert not is_well(of_cuda) or torch.cuda.is_available()
+    sections = list(dict.fromkeys(check.section for check in of_cuda))
+    assert sections == ["machine", "backend cuda (chosen)", "backend cpu (not chosen)", "backend npu (not chosen)"]
+    titles = [line for line in table(found).splitlines() if line and not line.startswith((" ", "ok ", "missing "))]
+    assert titles == ["machine", "backend cpu (the default)", "backend cuda", "backend npu"]
+
+
+def test_a_gpu_is_examined_step_by_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    about = SimpleNamespace(name="H100", major=9, minor=0, total_memory=80 * 2**30)
+    monkeypatch.setattr(torch.version, "cuda", None)
+    assert [(check.name, check.state) for check in checks._cuda(is_needed=True)] == [
+        ("CUDA: torch", FindingState.BROKEN)
+    ]
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    _, device = checks._cuda(is_needed=False)
+    assert (device.name, device.state, "nvidia-smi" in device.remedy) == ("CUDA: device", FindingState.MISSING, True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _number: about)
+    found = {check.name: check.found for check in checks._cuda(is_needed=True)}
+    assert found["CUDA: torch"].endswith("for CUDA 13.0")
+    assert found["CUDA: device 1"] == "H100, sm_90, 80 GiB"
+    assert "CUDA: Triton" in found
 
 
 def test_an_npu_is_examined_step_by_step(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -85,7 +109,7 @@ def test_an_npu_is_examined_step_by_step(monkeypatch: pytest.MonkeyPatch, tmp_pa
     monkeypatch.setattr(checks, "DEVICES", tmp_path)
     with npu.recording():
         found = {check.name: check for check in examine("npu")}
-    assert found["Ascend driver"] == Finding("Ascend driver", FindingState.OK, "Version=25.0.rc1, 1 devices")
+    assert found["Ascend driver"][:3] == ("Ascend driver", FindingState.OK, "Version=25.0.rc1, 1 devices")
     assert found["NPU: device"].found.startswith("Ascend910B1")
     assert "8.5.0" in found["NPU: CANN"].found
     assert found["Ascend C operators"].state is FindingState.MISSING

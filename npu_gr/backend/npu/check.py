@@ -30,11 +30,20 @@ def disagreements(device: torch.device, ops: Any = None) -> Iterator[tuple[str, 
     ops = ops or torch.ops.npu_gr
     for schema in ascend_ops.SCHEMAS:
         name = schema.split("(")[0]
-        wrong = [why for arguments in _cases(name) if (why := _wrong(name, arguments, device, ops))]
+        wrong = [why for arguments in _cases(name) if (why := difference(name, arguments, device, ops))]
         yield name, wrong[0] if wrong else ""
 
 
-def _wrong(name: str, arguments: list[Any], device: torch.device, ops: Any) -> str:
+def difference(name: str, arguments: list[Any], device: torch.device, ops: Any = None) -> str:
+    """Say in words what an operator's results have that its definition's have not; "" = they are the same.
+
+    Args:
+        name: of the operator.
+        arguments: on the host.
+        device: where the operator runs.
+        ops: as in `disagreements`.
+    """
+    ops = ops or torch.ops.npu_gr
     want = _results(name, ascend_ops.definition(name), arguments, torch.device("cpu"))
     got = _results(name, getattr(ops, name), arguments, device)
     takes_log = name == "csr_gather_topk" and arguments[1] is None
@@ -84,7 +93,7 @@ def _cases(name: str) -> Iterator[list[Any]]:
                 yield [logits.to(dtype), mask, k, numbers(rows)]
     elif name == "csr_gather_topk":
         for dtype in (torch.float32, torch.float16, torch.bfloat16):
-            for rows, codes, k in ((1, 4096, 128), (128, 300, 512)):
+            for rows, codes, k in ((1, 4096, 128), (128, 300, 512), (4, 9000, 512)):  # the last fills the buffer
                 degree = ints(codes // 2, rows)
                 lo = (degree + 3).cumsum(0).int() - degree - 3
                 code = torch.cat([torch.randperm(codes, generator=generator)[: d + 3].sort().values for d in degree])
@@ -97,3 +106,37 @@ def _cases(name: str) -> Iterator[list[Any]]:
         for dtype in (torch.float32, torch.bfloat16):
             planes = [numbers(4, 130, 3, 2, 20).to(dtype) for _ in range(2)]
             yield [*planes, ints(130, 128), 2]
+
+
+def service_calls(name: str, quick: bool = False) -> Iterator[tuple[str, list[Any]]]:
+    """Yield calls as a service at its limits makes them, in bf16: what they are in words, and the arguments.
+
+    Args:
+        name: of the operator.
+        quick: a tenth of the size.
+    """
+    generator = torch.Generator().manual_seed(1)
+    beams, codes, k, catalogue = (48, 800, 48, 10_000) if quick else (512, 8192, 512, 100_000)
+
+    def numbers(*shape: int) -> Tensor:
+        return torch.randint(-40, 40, shape, generator=generator) / 4.0
+
+    if name == "masked_topk":
+        mask = ascend_ops.pack_mask(torch.rand(8, catalogue, generator=generator) < 0.9)
+        yield f"8 x {catalogue} bf16, k {k}", [numbers(8, catalogue).bfloat16(), mask, k, None]
+    elif name == "csr_gather_topk":
+        degree = torch.randint(0, codes // 16, (beams,), generator=generator, dtype=torch.int32)
+        lo = degree.cumsum(0).int() - degree
+        code = torch.cat([torch.randperm(codes, generator=generator)[:d].sort().values for d in degree.tolist()]).int()
+        logits = numbers(beams, codes).bfloat16()
+        shared = [numbers(beams), lo, degree, code]
+        yield f"{beams} beams x {codes} bf16, k {k}", [logits, numbers(beams), *shared, None, k]
+        allowed = torch.rand(len(code), generator=generator) < 0.9
+        yield f"{beams} beams x {codes} bf16, k {k}, filter", [logits, None, *shared, allowed, k]
+    elif name == "beam_fork_":
+        planes = [numbers(8, beams, 3, 2, 64).bfloat16() for _ in range(2)]
+        parent = torch.randint(0, beams, (beams,), generator=generator, dtype=torch.int32)
+        yield f"8 layers x {beams} beams bf16", [*planes, parent, 2]
+    else:  # its cases for the parity have a service's shapes already
+        for number, arguments in enumerate(_cases(name)):
+            yield f"case {number}", arguments

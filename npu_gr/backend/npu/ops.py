@@ -41,6 +41,11 @@ SCHEMAS = (
 NEG_INF = float("-inf")
 
 
+def names() -> list[str]:
+    """Name the operators."""
+    return [schema.split("(")[0] for schema in SCHEMAS]
+
+
 def _best(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """Return the k best of scores [R, N] and their columns; by a stable sort, because torch.topk leaves ties open."""
     scores = scores.masked_fill(scores.isnan(), NEG_INF)

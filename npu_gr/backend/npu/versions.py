@@ -21,8 +21,8 @@ class Release(NamedTuple):
     torch_npu: tuple[str, ...]  # exact releases, oldest first
 
 
-# Ascend/pytorch: COMPATIBILITY.md, July 2026. The kernels use no API that is younger than the first row's; the headers
-# of older releases are not public, so nobody could look.
+# Source: the table of compatible versions in Ascend/pytorch, July 2026. The kernels use no API that is younger than the
+# first row's; the headers of older releases are not public, so nobody could look.
 MATRIX = (
     Release("8.5.0", ("2.6.0.post5", "2.7.1.post2", "2.8.0.post2", "2.9.0")),
     Release("9.0.0", ("2.7.1.post4", "2.8.0.post4", "2.9.0.post2")),

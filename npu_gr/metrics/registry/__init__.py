@@ -10,6 +10,7 @@
     erasures    bytes of erased users that are left
     process     event loop, limits, version, recorder
     reloads     whether the last reload took effect
+    front       processes that stand in front of the engine
 
 Labels are bounded enums, never a user or an item. What changes by itself is read when it is scraped (`observe_*`), so
 no gauge can say what was true before a reload.
@@ -23,18 +24,20 @@ from collections.abc import Callable, Iterable, Mapping
 from prometheus_client import CollectorRegistry
 
 from npu_gr.core.kinds import MATCH
+from npu_gr.metrics.registry.deltas import Delta, add
 from npu_gr.metrics.registry.door import DoorMetrics
 from npu_gr.metrics.registry.engine import EngineMetrics
 from npu_gr.metrics.registry.erasures import ErasureMetrics
 from npu_gr.metrics.registry.families import Families
+from npu_gr.metrics.registry.front import FrontMetrics
 from npu_gr.metrics.registry.jobs import GenerateMetrics, MatchMetrics, RankMetrics, RecommendMetrics, SignalMetrics
 from npu_gr.metrics.registry.keys import KeyMetrics
 from npu_gr.metrics.registry.process import ProcessMetrics
 from npu_gr.metrics.registry.relay import RelayMetrics
 from npu_gr.metrics.registry.reloads import ReloadMetrics
-from npu_gr.metrics.registry.requests import RequestMetrics
+from npu_gr.metrics.registry.requests import JUDGED, RequestMetrics
 from npu_gr.metrics.registry.store import StoreMetrics
-from npu_gr.metrics.slo import Objective
+from npu_gr.metrics.slo import Objective, Result
 
 
 class Metrics:
@@ -52,6 +55,7 @@ class Metrics:
         """
         make = Families(registry)
         self.registry = registry
+        self.counted = make.counted  # counters and histograms by name
         self.requests = RequestMetrics(make, objectives, clock)
         self.rank = RankMetrics(make)
         self.signal = SignalMetrics(make)
@@ -66,6 +70,7 @@ class Metrics:
         self.store = StoreMetrics(make, self.erasures)
         self.process = ProcessMetrics(make)
         self.reloads = ReloadMetrics(make)
+        self.front = FrontMetrics(make)
 
     def waiting(self) -> Mapping[str, float]:
         """Count the jobs that wait and the prefixes that are on their way, for the status page."""
@@ -79,6 +84,14 @@ class Metrics:
             self.match.pass_done(num_requests)
         else:
             self.engine.batch_done(num_requests, num_rows)
+
+    def counted_elsewhere(self, deltas: Iterable[Delta]) -> None:
+        """Add what another process of the instance counted. Raises ValueError where it is of another build."""
+        add(self.counted, deltas, self._judged_elsewhere)
+
+    def _judged_elsewhere(self, family: str, labels: tuple[str, ...], num: float) -> None:
+        if family == JUDGED:
+            self.requests.judged_elsewhere(labels[0], Result(labels[1]), int(num))
 
     def refresh(self) -> None:
         """Set what has to be set anew before a scrape."""

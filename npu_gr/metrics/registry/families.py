@@ -28,10 +28,12 @@ class Families:
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.registry = registry
+        self.counted: dict[str, Counter | Histogram] = {}  # by name
 
     def counter(self, name: str, text: str, labels: tuple[str, ...] = ()) -> Counter:
         """Make a counter; `name` ends in `_total`."""
-        return Counter(f"npu_gr_{name}", text, labels, registry=self.registry)
+        self.counted[name] = made = Counter(f"npu_gr_{name}", text, labels, registry=self.registry)
+        return made
 
     def gauge(self, name: str, text: str, labels: tuple[str, ...] = ()) -> Gauge:
         """Make a gauge."""
@@ -39,7 +41,9 @@ class Families:
 
     def histogram(self, name: str, text: str, edges: Iterable[float], labels: tuple[str, ...] = ()) -> Histogram:
         """Make a histogram with these upper bucket edges, in ascending order."""
-        return Histogram(f"npu_gr_{name}", text, labels, buckets=tuple(edges), registry=self.registry)
+        made = Histogram(f"npu_gr_{name}", text, labels, buckets=tuple(edges), registry=self.registry)
+        self.counted[name] = made
+        return made
 
 
 class ReadCounter(Collector):

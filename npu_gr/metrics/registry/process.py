@@ -17,11 +17,12 @@ class ProcessMetrics:
     """What is neither a request nor the device."""
 
     def __init__(self, make: Families) -> None:
+        self.lines_dropped_elsewhere: Callable[[], Mapping[str, int]] = dict
         self.collector = ProcessCollector(registry=CollectorRegistry())  # apart: it reads files when it is asked
         self._lag_s = make.histogram("event_loop_lag_seconds", "How late timers fire, of all instants alike.", LAG_S)
         self.loop_froze = make.counter("event_loop_freezes_total", "Times that the event loop stood still.").inc
         ReadCounter(
-            make.registry, "npu_gr_log_lines_dropped", "Log lines that nobody took.", "stream", num_lines_dropped
+            make.registry, "npu_gr_log_lines_dropped", "Log lines that nobody took.", "stream", self._lines_dropped
         )
         pauses = make.histogram("gc_pause_seconds", "Pauses of the garbage collector.", LAG_S, ("generation",))
         self._gc_s = [pauses.labels(str(generation)) for generation in range(3)]
@@ -33,6 +34,10 @@ class ProcessMetrics:
         self._build = Info("npu_gr_build", "What is running.", registry=make.registry)
         recorded = make.counter("recorded_total", "Requests offered to the recorder.", ("result",))
         self._recorded = {result: recorded.labels(result) for result in ("written", "dropped", "failed", "erased")}
+
+    def _lines_dropped(self) -> Mapping[str, float]:
+        elsewhere = self.lines_dropped_elsewhere()
+        return {stream: num + elsewhere.get(stream, 0) for stream, num in num_lines_dropped().items()}
 
     def loop_lagged(self, seconds: float) -> None:
         """Record how late a timer fired."""

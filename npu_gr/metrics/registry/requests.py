@@ -23,6 +23,7 @@ from npu_gr.metrics.registry.families import LATENCY_S, Families, children
 from npu_gr.metrics.slo import Counts, Interval, Objective, Promise, Result, Rolling, is_promised, judge
 from npu_gr.metrics.trace import exemplar
 
+JUDGED = "slo_requests_total"
 DOOR = "door"  # the stage that HTTP adds: reading, parsing and writing
 WINDOWS_S = {"5m": 300.0, "1h": 3600.0}
 ABANDONED = 499  # the status of a request whose caller hung up, as nginx counts them
@@ -87,7 +88,7 @@ class RequestMetrics:
             "request_duration_seconds", "Answered requests, from the last byte to the answer.", all_edges_s, ("kind",)
         )
         self._request_s = {kind: answered.labels(kind) for kind in KINDS}
-        results = make.counter("slo_requests_total", "Requests as the objectives count them.", ("kind", "result"))
+        results = make.counter(JUDGED, "Requests as the objectives count them.", ("kind", "result"))
         self._results = {(kind, r): results.labels(kind, r.value) for kind in self.objectives for r in Result}
         stages = make.histogram("stage_duration_seconds", "Time by stage.", all_edges_s, ("kind", "stage"))
         self._stage_s = {
@@ -217,6 +218,10 @@ class RequestMetrics:
         if kind.leases_prefix:
             leased = cast("LeasedAnswer", answer)
             self._outcomes[kind.name](leased.label_value, leased.reason.value).inc()
+
+    def judged_elsewhere(self, kind: str, result: Result, num: int) -> None:
+        """Let results that another process counted be part of the last windows."""
+        self.rolling[kind].add(self._clock(), result, num)
 
     def over(self, kind: str, window_s: float) -> Counts:
         """Results of the last `window_s` seconds."""

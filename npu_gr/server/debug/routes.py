@@ -48,7 +48,6 @@ class DebugRoutes:
             web.get("/debug/profile", self._profile),
             web.get("/debug/bundle", self._bundle),
             web.get("/debug/runbooks", self._runbooks),
-            web.get("/debug/runbooks/{name}", self._runbook),
         ]
 
     async def _stacks(self, _: web.Request) -> web.Response:
@@ -76,22 +75,18 @@ class DebugRoutes:
         headers = {"Content-Disposition": f'attachment; filename="{name}.tar.gz"'}
         return web.Response(body=body, content_type="application/gzip", headers=headers)
 
-    async def _runbooks(self, _: web.Request) -> web.Response:
-        return web.Response(text="\n".join(await asyncio.to_thread(_runbook_names)) + "\n")
-
-    async def _runbook(self, request: web.Request) -> web.Response:
-        return web.Response(text=await asyncio.to_thread(_runbook, request.match_info["name"]))
+    async def _runbooks(self, request: web.Request) -> web.Response:
+        return web.Response(text=await asyncio.to_thread(_runbook, request.query.get("name")))
 
 
-def _runbook_names() -> list[str]:
-    """Name the pages that ship. Raises NotFound where none do."""
+def _runbook(name: str | None) -> str:
+    """Read a page; None = list their names. Raises NotFound where there is none."""
     try:
-        return sorted(page.stem for page in shipped.path(RUNBOOKS).glob("*.md"))
+        pages = {page.stem: page for page in sorted(shipped.path(RUNBOOKS).glob("*.md"))}
     except ConfigError as error:
         raise NotFound(str(error)) from error
-
-
-def _runbook(name: str) -> str:
-    if name not in _runbook_names():
-        raise NotFound(f"runbook: there is no {quoted(name)}")
-    return (shipped.path(RUNBOOKS) / f"{name}.md").read_text()
+    if name is None:
+        return "".join(f"{one}\n" for one in pages)
+    if name not in pages:
+        raise NotFound(f"name: there is no runbook {quoted(name)}")
+    return pages[name].read_text()

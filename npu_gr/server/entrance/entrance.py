@@ -77,15 +77,21 @@ class Entrance:
         door.on_room = self.pacer.release
         metrics.door.observe(
             door,
-            {state.value: partial(self._count, state) for state in State},
-            lambda: len(self.pacer) + len(self.rate_pacer),
+            {state.value: partial(self.count, state) for state in State},
+            lambda: self.num_paused,
             lambda: self.receiving_bytes,
             lambda: self.pacer.refusals_per_s,
         )
         metrics.door.before_scrape = self._count_refusals
 
-    def _count(self, state: State) -> int:
+    def count(self, state: State) -> int:
+        """Count the connections in a state."""
         return sum(connection.state is state for connection in self._connections)
+
+    @property
+    def num_paused(self) -> int:
+        """Connections that are not read for a moment."""
+        return len(self.pacer) + len(self.rate_pacer)
 
     @property
     def receiving_bytes(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import Callable
 from functools import partial
 from ssl import SSLContext
@@ -30,20 +31,25 @@ class DoorRunner(web.AppRunner):
         made = await super()._make_server()
         return _Server(made, self._entrance)
 
-    async def listen(self, listener: Listener, config: ServerConfig, tls: SSLContext | None) -> int:
+    async def listen(
+        self, listener: Listener, config: ServerConfig, tls: SSLContext | None, given: socket.socket | None = None
+    ) -> int:
         """Listen at an address; returns its port.
 
         Args:
             listener: names it, and says what it serves.
             config: limits of connections.
             tls: None = in clear.
+            given: listens there already, or is bound to it; None = it is opened here.
 
         Raises:
             OSError: the address cannot be bound.
         """
         make = self._maker(listener)
         site = (
-            _Site(self, make, listener, config.backlog) if tls is None else TlsSite(self, make, listener, config, tls)
+            _Site(self, make, listener, config.backlog, given)
+            if tls is None
+            else TlsSite(self, make, listener, config, tls, given)
         )
         await site.start()
         port: int = self.addresses[-1][1]
@@ -63,17 +69,24 @@ class _Site(web.TCPSite):
     """A site whose connections know their listener."""
 
     def __init__(
-        self, runner: DoorRunner, make: Callable[[], web.RequestHandler], listener: Listener, backlog: int
+        self,
+        runner: DoorRunner,
+        make: Callable[[], web.RequestHandler],
+        listener: Listener,
+        backlog: int,
+        given: socket.socket | None,
     ) -> None:
         super().__init__(runner, listener.host, listener.port, backlog=backlog)
         self._make = make
+        self._given = given
 
     async def start(self) -> None:
         await web.BaseSite.start(self)
-        server = await asyncio.get_running_loop().create_server(
-            self._make, self._host, self._port, backlog=self._backlog
-        )
-        self._server = server
+        loop = asyncio.get_running_loop()
+        if self._given is not None:
+            self._server = await loop.create_server(self._make, sock=self._given, backlog=self._backlog)
+        else:
+            self._server = await loop.create_server(self._make, self._host, self._port, backlog=self._backlog)
 
 
 class _UnixSite(web.UnixSite):

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable
 from ssl import SSLContext
 
@@ -29,6 +30,7 @@ class TlsSite(web.BaseSite):
         listener: Listener,
         config: ServerConfig,
         tls: SSLContext,
+        given: socket.socket | None = None,
     ) -> None:
         """Nothing listens yet.
 
@@ -38,12 +40,14 @@ class TlsSite(web.BaseSite):
             listener: names the address.
             config: limits of connections.
             tls: of the handshakes.
+            given: listens there already, or is bound to it; None = it is opened here.
         """
         super().__init__(runner, backlog=config.backlog)
         self._make = make
         self._at = listener
         self._config = config
         self._tls = tls
+        self._given = given
         self._listener: TlsListener | None = None
 
     @property
@@ -54,9 +58,14 @@ class TlsSite(web.BaseSite):
     async def start(self) -> None:
         """Listen on every address of the host."""
         await super().start()
+        if self._given is None:
+            sockets = await listening_sockets(self._at.host, self._at.port, self._backlog)
+        else:
+            self._given.listen(self._backlog)
+            sockets = [self._given]
         self._listener = TlsListener(
             self._make,
-            await listening_sockets(self._at.host, self._at.port, self._backlog),
+            sockets,
             self._tls,
             handshake_timeout_s=self._config.header_timeout_s,
             shutdown_timeout_s=self._config.write_timeout_s,

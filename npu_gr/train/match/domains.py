@@ -144,7 +144,7 @@ def split(domains: Domains, density: float, num_validation: int, seed: int) -> M
         seed: of both choices.
 
     Raises:
-        DataError: no user has two edges of the thinned target.
+        DataError: no user has two edges of the thinned target, or only twins are asked for.
     """
     random = np.random.default_rng(seed)
     target = domains.target
@@ -153,7 +153,13 @@ def split(domains: Domains, density: float, num_validation: int, seed: int) -> M
     target, validation = hold_out(target, random, 2, num_validation)
     if not len(validation.users):
         raise DataError("no user has two target edges: there is nothing to validate on")
-    return MatchData(domains.source, target, validation, domains.owned_twins)
+    data = MatchData(domains.source, target, validation, domains.owned_twins)
+    for name, judge in (("validation", data.judge()), ("test", domains.judge())):
+        if not len(judge.held_out.users):
+            raise DataError(
+                f"every edge of the {name} asks for a twin of what its user has in the source: is it one log?"
+            )
+    return data
 
 
 def hold_out(graph: Graph, random: np.random.Generator, min_edges: int, num_users: int) -> tuple[Graph, HeldOut]:

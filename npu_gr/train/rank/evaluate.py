@@ -4,8 +4,8 @@ Protocol:
   AUC       every event after the trained ones, pooled over users, with all of the user's events before it as history.
             Positive: the event's value reaches the task's threshold.
   HR, NDCG  the next item of each user among every item of the catalogue; see `train/next_item.py`. Three ways: the
-            retrieval alone; the click logit alone and the fitted order (recommend), over what the retrieval found, as
-            a cascade does. What is not in the list ranks behind it.
+            retrieval alone; the click logit alone and the fitted order (recommend), over what the retrieval and the
+            transitions found, as a cascade of these two sources does. What is not in the list ranks behind it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from npu_gr.train.metrics import F64, NAN, auc, cells, hit_ratio, known, ndcg
 from npu_gr.train.next_item import NO_RANKS, NextItemRanks, rank_next_items
 from npu_gr.train.paired import BaselineComparison, Difference, compare, difference_of_auc
 from npu_gr.train.rank.forward import EncodedHistories, HistoryBatch
-from npu_gr.train.rank.order import ItemList, retrieved_lists
+from npu_gr.train.rank.order import ItemList, ListSizes, retrieved_lists
 from npu_gr.train.rank.validation import BATCH_TOKENS
 
 K = 10
@@ -62,6 +62,7 @@ class Evaluation:
     tasks: str  # why the ranker has these tasks
     auc_task: str  # the task that AUC is of; "" = none
     fitting: str  # in words: how long it was trained, and the order that was fitted
+    left_out: tuple[str, ...]  # why other baselines are not among them
     ranker: RankingFigures
     parts: tuple[RankingFigures, ...]  # what the ranker's order is made of, each alone
     baselines: tuple[RankingFigures, ...]
@@ -96,7 +97,7 @@ class Evaluation:
 
     def text(self) -> str:
         """Say in words why the ranker has its tasks, what was fitted, and how it stands beside the best of others."""
-        lines = [f"tasks: {self.tasks}", self.fitting]
+        lines = [f"tasks: {self.tasks}", self.fitting, *self.left_out]
         if self.ranker.liking is not None and (
             own := difference_of_auc(self.ranker.liking, None, self.likes, self.users)
         ):
@@ -163,7 +164,7 @@ def evaluate_ranker(
     order: Order | None,
     counted: Order | None,
     like_task: int | None,
-    num_retrieved: int,
+    sizes: ListSizes,
     done: Callable[[int, int], None],
 ) -> tuple[RankingFigures, tuple[RankingFigures, ...]]:
     """Evaluate a ranker, and what its order is made of.
@@ -176,13 +177,13 @@ def evaluate_ranker(
         order: fitted; None = the retrieval alone is the order.
         counted: transitions; None = the model does not retrieve, and has no HR and NDCG.
         like_task: the task that predicts `likes`; None = the model has none, and no AUC.
-        num_retrieved: length of the lists that are put in order.
+        sizes: of the lists that are put in order.
         done: called with (users so far, users in all) after every user's next item.
     """
     judged = None if like_task is None else judged_logits(log, model, like_task)
     if counted is None:
         return _figures(RANKER, log, likes, judged, [], []), ()
-    lists = list(retrieved_lists(log, model, counted, targets, num_retrieved, done))
+    lists = list(retrieved_lists(log, model, counted, targets, sizes, done))
 
     def figures(name: str, liking: F64 | None, scores: Callable[[ItemList], npt.NDArray[np.float32]]) -> RankingFigures:
         return _figures(name, log, likes, liking, targets, (_over_all(log, found, scores(found)) for found in lists))

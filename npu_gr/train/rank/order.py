@@ -85,22 +85,29 @@ def count_transitions(log: InteractionLog, task: str) -> Order:
     )
 
 
+class ListSizes(NamedTuple):
+    """How long a list is."""
+
+    retrieved: int  # most items by u . e, of all and of the unseen ones
+    followers: int  # most items that follow the last events
+
+
 def retrieved_lists(
     log: InteractionLog,
     model: HSTU,
     counted: Order,
     targets: Sequence[NextItem],
-    num_retrieved: int,
+    sizes: ListSizes,
     done: Callable[[int, int], None] = lambda *_: None,
 ) -> Iterator[ItemList]:
-    """Retrieve for each target: the best items by u . e of all and of the unseen ones, and what is known of each.
+    """Retrieve for each target: the best items by u . e, those that follow the last events, and what is known of each.
 
     Args:
         log: with the users' histories.
         model: in evaluation mode, its items frozen.
         counted: the transitions.
         targets: the next items.
-        num_retrieved: most items of all, and of the unseen ones.
+        sizes: of the lists.
         done: called with (users so far, users in all) after every user.
     """
     backend = CPUBackend()
@@ -112,7 +119,8 @@ def retrieved_lists(
         retrieval = table @ u
         seen = torch.zeros(log.num_items)
         seen[torch.from_numpy(history)] = 1
-        items = _best(retrieval, seen, num_retrieved)
+        followers = torch.from_numpy(counted.top(history, sizes.followers))
+        items = torch.unique(torch.cat([*_best(retrieval, seen, sizes.retrieved), followers]))
         recent = slice(max(int(log.starts[user]), event - model.config.max_history_tokens), event)
         segment = Segment(
             items=torch.from_numpy(log.items[recent]),
@@ -131,13 +139,12 @@ def retrieved_lists(
         done(count, len(targets))
 
 
-def _best(retrieval: Tensor, seen: Tensor, count: int) -> Tensor:
-    """Rows of the best items of all and of the unseen ones, ascending."""
+def _best(retrieval: Tensor, seen: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Rows of the best items of all, and of the unseen ones."""
     unseen = retrieval.masked_fill(seen > 0, -torch.inf)
     num_unseen = int((seen == 0).sum())
     of_all = retrieval.topk(min(count, len(retrieval))).indices
-    found: Tensor = torch.unique(torch.cat([of_all, unseen.topk(min(count, num_unseen)).indices]))
-    return found
+    return of_all, unseen.topk(min(count, num_unseen)).indices
 
 
 def fit_order(counted: Order, log: InteractionLog, lists: Sequence[ItemList], targets: Sequence[NextItem]) -> Order:

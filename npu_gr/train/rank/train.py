@@ -22,13 +22,13 @@ from npu_gr.core.errors import ConfigError
 from npu_gr.features.interactions import Interactions, ItemValues
 from npu_gr.model.order import Order
 from npu_gr.model.weights import Checkpoint
-from npu_gr.train.baselines import Baseline, Markov, MatrixFactorisation, Means, Popularity
+from npu_gr.train.baselines import MatrixFactorisation, Means, fit_baselines
 from npu_gr.train.data import InteractionLog, NextItem, build_log
 from npu_gr.train.next_item import sample_targets
 from npu_gr.train.rank.evaluate import Evaluation, evaluate_baseline, evaluate_ranker
 from npu_gr.train.rank.fit import Fitted, GivesUp, fit
 from npu_gr.train.rank.options import TrainOptions
-from npu_gr.train.rank.order import count_transitions, fit_order, retrieved_lists
+from npu_gr.train.rank.order import ListSizes, count_transitions, fit_order, retrieved_lists
 from npu_gr.train.rank.search import Searched, search
 from npu_gr.train.rank.tasks import ChosenTasks, check_actions, choose_tasks, make_labels
 from npu_gr.train.rank.validation import event_likelihood
@@ -128,7 +128,8 @@ def _fit_order(fitted: Fitted, counted: Order, held_out: HeldOut, options: Train
     if not held_out.targets:
         return None
     log, targets = held_out
-    lists = list(retrieved_lists(log, fitted.model, counted, targets, options.num_retrieved))
+    sizes = ListSizes(options.num_retrieved, options.num_followers)
+    lists = list(retrieved_lists(log, fitted.model, counted, targets, sizes))
     return fit_order(counted, log, lists, targets)
 
 
@@ -149,7 +150,8 @@ def _evaluate(
     valued = log
     if first is not None and chosen.tasks[first].actions:  # an index is no value; being a positive is
         valued = replace(log, action_values=(0.0, 1.0), action_names=(), actions=likes.astype(np.int64))
-    baselines: list[Baseline] = [Popularity(log), Markov(log), Means(valued), MatrixFactorisation(valued, options.seed)]
+    simple = fit_baselines(log, options.split, options.seed)
+    baselines = [*simple.fitted, Means(valued), MatrixFactorisation(valued, options.seed)]
     targets = sample_targets(log.next_items(), options.test_users, options.seed)
     ranker, parts = evaluate_ranker(
         log,
@@ -159,7 +161,7 @@ def _evaluate(
         order=order,
         counted=counted,
         like_task=first,
-        num_retrieved=options.num_retrieved,
+        sizes=ListSizes(options.num_retrieved, options.num_followers),
         done=lambda done, total: progress(TrainingProgress("ranker: evaluate", done, total)),
     )
     return Evaluation(
@@ -171,6 +173,7 @@ def _evaluate(
         tasks=chosen.reason,
         auc_task="" if first is None else chosen.tasks[first].name,
         fitting=_in_words(searched, order, len(held_out.targets)),
+        left_out=simple.left_out,
         ranker=ranker,
         parts=parts,
         baselines=tuple(evaluate_baseline(valued, baseline, likes, targets) for baseline in baselines),

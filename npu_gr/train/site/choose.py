@@ -48,7 +48,7 @@ def choose_for_site(
         None = there are too few users.
 
     Raises:
-        ConfigError: the configuration cannot be served.
+        ConfigError: the configuration cannot be served. NpuGrError: a model failed.
     """
     known = to_train_on(log.users, log.timestamps, "leave-one-out")
     judged = {case.user for case in next_events(log, known, JUDGED_USERS)}
@@ -67,7 +67,12 @@ async def _choose(
     recommend = msgspec.structs.replace(
         config.recommend, sources=sources, max_candidates=sum(sources.values()), order=None, popular=None
     )
-    config = msgspec.structs.replace(config, recommend=recommend, features=HistoryConfig(kind="none"))
+    config = msgspec.structs.replace(
+        config,
+        recommend=recommend,
+        features=HistoryConfig(kind="none"),
+        admission=msgspec.structs.replace(config.admission, enabled=False),  # nobody waits for these answers
+    )
     ways = cascade_ways(list(sources), has_order=True)
     places = {way: np.full(len(cases), MISSED) for way in ways}
     waiting = asyncio.Semaphore(AT_ONCE)
@@ -82,9 +87,12 @@ async def _choose(
                 if case.target in items:
                     places[way][row] = items.index(case.target)
 
-        async with asyncio.TaskGroup() as group:
-            for row, case in enumerate(cases):
-                group.create_task(one(row, case))
+        try:
+            async with asyncio.TaskGroup() as group:
+                for row, case in enumerate(cases):
+                    group.create_task(one(row, case))
+        except ExceptionGroup as errors:
+            raise errors.exceptions[0] from errors
     return choose_way(places, CascadeWay((next(iter(sources)),), "fitted"))
 
 

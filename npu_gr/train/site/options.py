@@ -9,12 +9,14 @@ import msgspec
 from msgspec import Meta
 
 from npu_gr.core.settings import Count
+from npu_gr.train.data import Split
 from npu_gr.train.generate import train as generating
 from npu_gr.train.rank import options as ranking
 from npu_gr.train.retrieve.train import RetrieveOptions
 
 GENERATOR = msgspec.structs.replace(generating.MOVIELENS, epochs=20, validation_users=500, test_users=1000)
 """Trained in about the time of the ranker, beside which it is trained; `train generate` takes more."""
+SPLIT: Split = "leave-one-out"  # of the ranker: generator and vectors are evaluated on each last event, too
 CODE_COUNTS = ((64, 64), (128, 128), (256, 256), (256, 256, 256), (1024, 1024, 1024))
 ROOM = 2  # semantic IDs an item: with fewer, similar items lose their codes to each other
 
@@ -22,7 +24,7 @@ ROOM = 2  # semantic IDs an item: with fewer, similar items lose their codes to 
 class SiteOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Everything that decides a site but the dataset and the number of threads."""
 
-    rank: ranking.TrainOptions = ranking.DEMO
+    rank: ranking.TrainOptions = msgspec.structs.replace(ranking.DEMO, split=SPLIT)
     generate: generating.GenerateOptions = GENERATOR
     retrieve: RetrieveOptions = RetrieveOptions(test_users=1000)
     num_found: Annotated[Count, Meta(description="items that a recommend asks of the ranker's own retrieval")] = 200
@@ -39,12 +41,14 @@ class SiteOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         for section in ("rank", "generate", "retrieve"):
             if not getattr(self, section).refit:
                 raise ValueError(f"{section}.refit: a site serves models of all events, and keeps the evaluated ones")
+        if self.rank.split != SPLIT:
+            raise ValueError(f"rank.split: a site asks every model for each user's last event, so it is {SPLIT}")
         if self.rank.evaluate_on != "test":
             raise ValueError("rank.evaluate_on: a site shows figures of the test; npu-gr train rank tries settings")
 
 
 FULL = SiteOptions()
-QUICK = SiteOptions(rank=ranking.QUICK, generate=generating.QUICK)
+QUICK = SiteOptions(rank=msgspec.structs.replace(ranking.QUICK, split=SPLIT), generate=generating.QUICK)
 """For a first look: half of the time."""
 PRESETS = {"full": FULL, "quick": QUICK}
 

@@ -63,13 +63,10 @@ class HstuBias {
   __aicore__ inline bool is_far(const HstuTile &tile) const { return tile.is_far(s_.positions - 1); }
   // The buckets of a tile; where it has one and is far, its bias is `constant`.
   __aicore__ inline void look(const HstuTile &tile) {
+    // a tile of history lies in one block; of candidates, whose time is one, the first block has it
     uint32_t of_request = tile.request * bounded_, row = of_request + tile.row / kRowBlock * 2,
              key = of_request + (s_.row_slots / kRowBlock + tile.key / kKeyBlock) * 2;
-    uint32_t last_row = of_request + (tile.row + tile.rows - 1) / kRowBlock * 2;  // candidates begin anywhere
-    int32_t first = bounds_[row], last = bounds_[row + 1];
-    if (bounds_[last_row] < first) first = bounds_[last_row];
-    if (bounds_[last_row + 1] > last) last = bounds_[last_row + 1];
-    int32_t least = first - bounds_[key + 1], most = last - bounds_[key];
+    int32_t least = bounds_[row] - bounds_[key + 1], most = bounds_[row + 1] - bounds_[key];
     uint32_t above = most > 0 ? uint32_t(most) + 1 : 1;
     lowest_ = bucket_below(least > 0 ? uint32_t(least) + 1 : 1);
     highest_ = bucket_below(above + (above >> 24));  // a float is at most half a unit in its last place above
@@ -116,7 +113,6 @@ class HstuBias {
     int32_t count = int32_t(rows * kKeyBlock);
     auto keys = keys_.Get<int32_t>(), row_times = rows_.Get<int32_t>(), d = f_.Get<int32_t>();
     auto f = f_.Get<float>();
-    vector_done();  // of the tile before
     auto in = load(key_times_[uint64_t(tile.request) * s_.key_slots + tile.key], kKeyBlock);
     Muls(keys, in, int32_t(-1), int32_t(kKeyBlock));
     times_in_.FreeTensor(in);
@@ -143,7 +139,6 @@ class HstuBias {
       vector_done();
       ShiftLeft(d, d, int32_t(2), count);  // bytes
     }
-    vector_done();
   }
   __aicore__ inline AscendC::LocalTensor<uint8_t> mask(uint32_t border) {
     return masks_.Get<uint8_t>()[(border - 1) * s_.tile_rows * kKeyBlock / 8];
@@ -155,7 +150,7 @@ class HstuBias {
     return times_in_.DeQue<int32_t>();
   }
   __aicore__ inline void add_times(const Floats &to, uint32_t head, bool far, uint32_t count) {
-    vector_done();  // of whoever read `to`
+    vector_done();  // of `place`
     if (buckets() > kSelected) {
       AscendC::Gather(to, tables_[(head * 2 + far) * kTimeBuckets], f_.Get<uint32_t>(), 0, count);
       return;

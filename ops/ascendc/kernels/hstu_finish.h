@@ -62,6 +62,7 @@ class HstuFinish {
   }
 
  private:
+  // `outs_` has one buffer: the lot before has been stored, so nothing of it is still at work.
   __aicore__ inline void run_lot(const HstuEntry &e, uint32_t request, uint32_t first) {
     uint32_t rows = min_of(s_.lot, e.rows - first), count = rows * width_;
     uint64_t query = uint64_t(e.first_query) + first;
@@ -78,14 +79,12 @@ class HstuFinish {
     u = u_in_.template DeQue<Raw>();
     auto out = outs_.template AllocTensor<Raw>();
     auto gated = s_.joined ? out[2 * s_.lot * width_] : out;
-    vector_done();  // of the lot before
     auto a = a_.Get<float>();
     scale(a, in, count);
     attention_in_.FreeTensor(in);
     if (s_.joined) {
       AscendC::DataCopy(out, u, count);
       narrow(out[s_.lot * width_], a, count);
-      vector_done();  // the norm overwrites a
     }
     normalise(a, rows * width_ / s_.group, count);
     gate(gated, a, u, count);

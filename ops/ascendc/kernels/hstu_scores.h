@@ -67,6 +67,7 @@ class HstuScores {
     gather_rows(in, scores_[at(tile)], tile.rows, kKeyBlock, s_.key_slots);
     ins_.EnQue(in);
   }
+  // `outs_` has one buffer: the tile before has been stored, so nothing of it is still at work.
   __aicore__ inline void run(const HstuTile &tile) {
     auto out = outs_.template AllocTensor<Raw>();
     if (tile.is_seen())
@@ -83,7 +84,6 @@ class HstuScores {
     int32_t count = int32_t(tile.rows * kKeyBlock);
     auto in = ins_.template DeQue<Raw>();
     auto x = x_.Get<float>(), e = e_.Get<float>();
-    vector_done();  // of the tile before
     auto scores = widened(in, x, uint32_t(count));
     if (s_.alpha != kOne) {
       Muls(x, scores, float_of(s_.alpha), count);

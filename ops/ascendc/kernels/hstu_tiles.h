@@ -42,7 +42,7 @@ class HstuTiles {
       open(request);
       total_ += tiles();
     }
-    if (requests > 0) open(0);
+    open(0);
   }
   __aicore__ inline uint32_t total() const { return total_; }
   // Numbers must not fall.

@@ -3,21 +3,40 @@
 // Schemas and fake kernels live in npu_gr/backend/npu/ops.py, which must be registered before this library is loaded.
 // A launch is handed to torch_npu's command queue, so it keeps its place behind operators that were queued before it.
 // Tensors are captured by the handler: their memory outlives the launch even where the caller lets go of them at once.
-#include <ATen/ATen.h>
+//
+// NPU_GR_TRACE_LAUNCHES=1 in the environment: each launch names its kernel on stderr, waits, and says how it ended. A
+// kernel that hangs is then the last one that was named.
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
 #include <torch/library.h>
 
+#include <cstdio>
+#include <cstdlib>
 #include <cstring>
 
+#include "acl/acl_rt.h"
 #include "torch_npu/csrc/core/npu/NPUStream.h"
 #include "torch_npu/csrc/framework/OpCommand.h"
 
 #include "launches.h"  // aclrtlaunch_<kernel> of every kernel; see CMakeLists.txt
 #include "platform.h"
 
-#define NPU_GR_LAUNCH(kernel, blocks, ...) int(aclrtlaunch_##kernel(blocks, stream, __VA_ARGS__))
 namespace {
 thread_local aclrtStream stream = nullptr;  // of the launch that this thread is in
+
+template <typename Launch>
+int traced(const char *kernel, uint32_t blocks, Launch launch) {
+  static const bool is_on = std::getenv("NPU_GR_TRACE_LAUNCHES") != nullptr;
+  if (!is_on) return launch();
+  std::fprintf(stderr, "npu_gr: %s on %u cores\n", kernel, blocks);
+  int status = launch();
+  if (status == 0) status = aclrtSynchronizeStream(stream);
+  std::fprintf(stderr, "npu_gr: %s ended with %d\n", kernel, status);
+  return status;
 }
+}  // namespace
+#define NPU_GR_LAUNCH(kernel, blocks, ...) \
+  traced(#kernel, blocks, [&] { return int(aclrtlaunch_##kernel(blocks, stream, __VA_ARGS__)); })
 #include "../op_host/run.h"
 
 namespace {

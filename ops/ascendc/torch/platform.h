@@ -1,17 +1,12 @@
 // What this machine has, asked of CANN once: vector cores and the Unified Buffer of one.
 #pragma once
 #include "../tiling.h"
-#ifndef NPU_GR_TYPE_CHECK
 #include "tiling/platform/platform_ascendc.h"
-#endif
 
 namespace npu_gr {
 
 constexpr uint32_t kSelectBytes = 8 * 1024;  // of UB, which Select keeps for itself
 
-#ifdef NPU_GR_TYPE_CHECK
-Device device();  // CANN's platform library is not there: declared only
-#else
 inline Device device() {
   static const Device found = [] {
     auto *platform = platform_ascendc::PlatformAscendCManager::GetInstance();
@@ -21,6 +16,5 @@ inline Device device() {
   }();
   return found;
 }
-#endif
 
 }  // namespace npu_gr

@@ -616,6 +616,95 @@ void arithmetic() {
   });
 }
 
+void by_repeats() {
+  clean("arithmetic of one tensor", [] {
+    Bench b;
+    auto x = b.holding(iota(8, -3)), y = b.empty<float>(8);
+    Muls(y, x, -2.0f, 8);
+    expect(y.at()[0] == 6 && y.at()[7] == -8, "Muls");
+    PipeBarrier<PIPE_V>();
+    Mins(y, x, 0.0f, 8);
+    expect(y.at()[0] == -3 && y.at()[7] == 0, "Mins");
+    PipeBarrier<PIPE_V>();
+    Mul(y, x, x, 8);
+    expect(y.at()[0] == 9 && y.at()[7] == 16, "Mul");
+    PipeBarrier<PIPE_V>();
+    Sqrt(y, y, 8);
+    expect(y.at()[0] == 3 && y.at()[7] == 4, "Sqrt");
+    PipeBarrier<PIPE_V>();
+    Div(y, x, y, 8);
+    expect(y.at()[0] == -1 && y.at()[7] == 1, "Div");
+  });
+  clean("a row meets a matrix", [] {
+    Bench b;
+    auto x = b.holding(iota(128)), row = b.holding(iota(64, 100)), y = b.empty<float>(128);
+    Add(y, x, row, 64, 2, BinaryRepeatParams{1, 1, 1, 8, 8, 0});
+    expect(y.at()[0] == 100 && y.at()[63] == 226 && y.at()[64] == 164 && y.at()[127] == 290, "repeat stride 0");
+    auto each = b.holding(std::vector<float>(16, 1.0f));
+    std::fill_n(each.at() + 8, 8, 5.0f);
+    PipeBarrier<PIPE_V>();
+    Sub(y, x, each, 64, 2, BinaryRepeatParams{1, 1, 0, 8, 8, 1});
+    expect(y.at()[63] == 62 && y.at()[64] == 59, "block stride 0: a number of each repeat");
+    PipeBarrier<PIPE_V>();
+    Mul(y, x, each, 8, 2, BinaryRepeatParams{1, 1, 1, 8, 8, 1});
+    expect(y.at()[7] == 7 && y.at()[8] == 7 && y.at()[64] == 320, "a mask leaves the rest of a repeat alone");
+    PipeBarrier<PIPE_V>();
+    Div(y, x, each, 64, 2, BinaryRepeatParams{1, 1, 0, 8, 8, 1});
+    expect(y.at()[63] == 63 && y.at()[65] == 13, "Div");
+  });
+  refused("a mask of 65 elements", [] {
+    Bench b;
+    auto x = b.holding(iota(128));
+    Add(b.empty<float>(128), x, x, 65, 1, BinaryRepeatParams{});
+  });
+  refused("elements of a tensor of 64", [] {
+    Bench b;
+    auto x = b.holding(iota(64));
+    Add(b.empty<float>(128), x, x, 64, 2, BinaryRepeatParams{});
+  });
+  clean("WholeReduceSum", [] {
+    Bench b;
+    std::vector<float> v(128, 0.0f);
+    v[0] = 1e8f, v[1] = 3, v[2] = -1e8f, v[3] = 3;  // neighbours first: the threes are lost
+    v[64] = 1e8f, v[65] = -1e8f, v[66] = 3, v[67] = 3;
+    auto to = b.empty<float>(8);
+    WholeReduceSum(to, b.holding(v), 64, 2, 1, 1, 8);
+    expect(to.at()[0] == 0 && to.at()[1] == 6, "a tree of neighbours");
+    PipeBarrier<PIPE_V>();
+    WholeReduceSum(to[1], b.holding(iota(64)), 3, 2, 1, 1, 1);
+    expect(to.at()[1] == 3 && to.at()[2] == 27, "a mask, and repeats a data block apart");
+  });
+  clean("Cast rounds", [] {
+    Bench b;
+    auto i = b.holding(std::vector<int32_t>{16777217, -5, 2147483647});
+    auto f = b.empty<float>(8);
+    Cast(f, i, RoundMode::CAST_RINT, 3);
+    expect(f.at()[0] == 16777216.0f && f.at()[1] == -5 && f.at()[2] == 2147483648.0f, "int32 to float, to even");
+    PipeBarrier<PIPE_V>();
+    Cast(f, i, RoundMode::CAST_FLOOR, 3);
+    expect(f.at()[0] == 16777216.0f && f.at()[2] == 2147483520.0f, "int32 to float, down");
+    auto x = b.holding(std::vector<float>{1.00390625f, 1.01171875f, -1.006f, NAN});
+    auto bf = b.empty<bfloat16_t>(8);
+    Cast(bf, x, RoundMode::CAST_RINT, 4);
+    expect(bf.at()[0].bits == 0x3F80 && bf.at()[1].bits == 0x3F82 && bf.at()[2].bits == 0xBF81, "to bfloat16, to even");
+    expect(float(bf.at()[3]) != float(bf.at()[3]), "NaN stays");
+    PipeBarrier<PIPE_V>();
+    Cast(bf, x, RoundMode::CAST_TRUNC, 4);
+    expect(bf.at()[1].bits == 0x3F81 && bf.at()[2].bits == 0xBF80, "to bfloat16, to zero");
+    auto y = b.holding(std::vector<float>{1.00048828125f, 1.0009f, 1e6f});
+    auto h = b.empty<half>(8);
+    Cast(h, y, RoundMode::CAST_RINT, 3);
+    expect(h.at()[0] == half(1) && h.at()[1] == half(1.0009765625f) && float(h.at()[2]) == INF, "to half, to even");
+    PipeBarrier<PIPE_V>();
+    Cast(h, y, RoundMode::CAST_TRUNC, 3);
+    expect(h.at()[1] == half(1), "to half, to zero");
+  });
+  refused("does not know this rounding", [] {
+    Bench b;
+    Cast(b.empty<half>(8), b.holding(iota(8)), RoundMode::CAST_CEIL, 8);
+  });
+}
+
 void choosing() {
   clean("the call's name before CANN 9", [] {
     Bench b;
@@ -790,6 +879,7 @@ int main() {
   global_memory();
   movement();
   arithmetic();
+  by_repeats();
   choosing();
   sorting();
   std::printf("%d checks, %d failed\n", checks, failures);

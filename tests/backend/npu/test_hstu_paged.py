@@ -203,10 +203,10 @@ def test_the_doctor_checks_the_library(
     library: Path, npu: FakeRuntime, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(npu_device, "find", lambda: npu.as_npu())
-    found = {each.name: each for each in checks.device_findings("npu", library)}["mxrec::hstu_paged"]
+    found = {each.name: each for each in checks.device_findings("npu", library)["npu"]}["mxrec::hstu_paged"]
     assert found.state is checks.FindingState.OK
-    found = {each.name: each for each in checks.device_findings("npu", tmp_path / "no.so")}["mxrec::hstu_paged"]
+    found = {each.name: each for each in checks.device_findings("npu", tmp_path / "no.so")["npu"]}["mxrec::hstu_paged"]
     assert found.state is checks.FindingState.BROKEN
     assert "no file" in found.found
     assert "hstu_library" in found.remedy
-    assert "mxrec::hstu_paged" not in {each.name for each in checks.device_findings("npu")}
+    assert "mxrec::hstu_paged" not in {each.name for each in checks.device_findings("npu")["npu"]}

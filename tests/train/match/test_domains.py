@@ -102,6 +102,13 @@ def test_nothing_held_out_is_trained_on_and_the_split_is_the_seeds(tmp_path: Pat
     assert not np.array_equal(one.target.items, other.target.items)
 
 
+def test_one_log_as_both_domains_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "one.tsv"
+    path.write_text("".join(f"u{user}\t{item}\t1\n" for user in range(20) for item in range(user % 4, 8)))
+    with pytest.raises(DataError, match="asks for a twin of what its user has in the source: is it one log"):
+        split(read_domains(path, path), 1.0, 20, 0)
+
+
 def test_only_users_with_enough_edges_lose_one(tmp_path: Path) -> None:
     graph = domains(tmp_path).target
     left, held = hold_out(graph, np.random.default_rng(0), 4, 1000)

@@ -77,6 +77,22 @@ def test_stop_gradient_keeps_the_source_still(stops: bool, tmp_path: Path) -> No
     assert torch.equal(last_of_source, last) is stops
 
 
+def test_the_curriculum_is_paced_by_validations_not_by_the_longest_stage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[float] = []
+
+    def note(done: float, start: float, power: float) -> float:
+        seen.append(done)
+        return 1.0
+
+    monkeypatch.setattr("npu_gr.train.match.train.share", note)
+    Trainer(
+        data(tmp_path), quick(source_steps=2, target_steps=2, inter_steps=9, evaluate_every=3, pacing_looks=2)
+    ).run()
+    assert seen == [step / 6 for step in range(6)] + [1.0] * 3
+
+
 def test_a_state_of_other_options_is_refused(tmp_path: Path) -> None:
     seen = data(tmp_path)
     path = tmp_path / "state"

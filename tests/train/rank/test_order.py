@@ -15,7 +15,7 @@ from npu_gr.train.metrics import F64
 from npu_gr.train.rank import order as module
 from npu_gr.train.rank.fit import new_model
 from npu_gr.train.rank.options import TrainOptions
-from npu_gr.train.rank.order import RETRIEVAL_ALONE, ItemList, count_transitions, fit_order, retrieved_lists
+from npu_gr.train.rank.order import RETRIEVAL_ALONE, ItemList, ListSizes, count_transitions, fit_order, retrieved_lists
 from npu_gr.train.rank.tasks import CLICK, LIKE
 from tests.models import CPU
 from tests.train.synthetic import NUM_ITEMS, planted
@@ -109,12 +109,13 @@ def test_lists_hold_the_best_of_all_and_of_the_unseen_and_what_is_served(log: In
     model.freeze_items()
     counted = count_transitions(log, "click")
     targets = log.next_items()[:3]
-    for target, found in zip(targets, retrieved_lists(log, model, counted, targets, 5), strict=True):
+    for target, found in zip(targets, retrieved_lists(log, model, counted, targets, ListSizes(5, 3)), strict=True):
         history = log.items[log.starts[target.user] : target.event]
         u = answer(model, log, target, np.array([NUM_ITEMS]), is_next=True)[0]
         retrieval = (model.item_vectors() @ u).numpy()
         unseen = [item for item in np.argsort(-retrieval).tolist() if item not in history][:5]
-        assert found.items.tolist() == sorted({*np.argsort(-retrieval)[:5].tolist(), *unseen})
+        followers = counted.top(history, 3).tolist()
+        assert found.items.tolist() == sorted({*np.argsort(-retrieval)[:5].tolist(), *unseen, *followers})
         np.testing.assert_allclose(found.retrieval, retrieval[found.items], atol=1e-6)
         np.testing.assert_allclose(found.click, answer(model, log, target, found.items)[:, 0].numpy(), atol=1e-6)
         assert np.array_equal(found.transitions, counted.transitions(history, found.items))

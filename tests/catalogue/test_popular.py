@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from npu_gr.catalogue.popular import read_popular
 from npu_gr.core.errors import ConfigError
 from npu_gr.core.names import item_id
-from npu_gr.jobs.sources import read_popular
 
 
 def test_a_line_is_a_name_and_a_number_its_own_id(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What needs no model works without torch, which only the extra `serve` brings."""
+"""What reads a configuration and needs no model works without torch, which only the extra `serve` brings."""
 
 from __future__ import annotations
 
@@ -58,13 +58,19 @@ def test_configurations(tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "ranker")
     sections = "server: {port: 0, admin_port: 0}\nfeatures: {path: history.db}\n"
     (tmp_path / "good.yaml").write_text(f"checkpoint: ranker\n{sections}")
+    (tmp_path / "popular.txt").write_text("SKU-1\n42\n")
+    generate = "generate: {checkpoint: decoder, catalogue: items.jsonl, codes: [8, 8]}\n"
+    (tmp_path / "cascade.yaml").write_text(
+        f"checkpoint: ranker\n{sections}{generate}recommend: {{popular: popular.txt}}\n"
+    )
     (tmp_path / "bad.yaml").write_text("checkpoint: ranker\nbackend: gpu\n")
     (tmp_path / "router.yaml").write_text("discovery: {instances: [{name: a, host: 127.0.0.1, port: 1}]}\nport: 0\n")
     schemas = [["config", "schema", *([] if kind == "instance" else [f"--{kind}"])] for kind in KINDS]
-    init, good, bad, router, security, dashboards, serve, *written = run(
+    init, good, cascade, bad, router, security, dashboards, serve, *written = run(
         tmp_path,
         ["init", "site", "ranker"],
         ["check-config", "--config", "good.yaml"],
+        ["check-config", "--config", "cascade.yaml"],
         ["check-config", "--config", "bad.yaml"],
         ["check-config", "--config", "router.yaml"],
         ["doctor", "--security", "--config", "good.yaml"],
@@ -77,6 +83,8 @@ def test_configurations(tmp_path: Path) -> None:
     assert good.code == 0
     assert "was not read, for there is no torch" in good.output
     assert "history.db will be made" in good.output
+    assert cascade.code == 1, "there is no catalogue"
+    assert "popular.txt: 2 items" in cascade.output
     assert bad.code == 2
     assert "backend" in bad.output
     assert router.code == 0, router.output

@@ -1,0 +1,4 @@
+#pragma once
+#include "acl_base.h"
+using aclError = int;
+extern "C" aclError aclrtSynchronizeStream(aclrtStream stream);

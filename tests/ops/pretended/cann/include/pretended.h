@@ -1,0 +1,12 @@
+// What the pretended device has beside CANN's own names: a table of its memory, and its last fault.
+#pragma once
+#include <cstddef>
+#include <cstdint>
+
+extern "C" {
+void *pretended_allocate(size_t bytes);
+void pretended_free(void *at);
+bool pretended_is_live(const void *at, uint64_t bytes);  // all of it is allocated, and was not freed
+void pretended_fault(const char *kernel, const char *why);
+const char *pretended_last_fault();  // "" = none; taken away by the call
+}

@@ -1,0 +1,1 @@
+#define ASC_DEVKIT_VERSION_STR "9.1.0"

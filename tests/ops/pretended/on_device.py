@@ -1,0 +1,102 @@
+"""`on_device.py LIBRARY FAULTS`: a process on the pretended machine; prints as JSON what the operators got wrong.
+
+Run with `Toolkit.environment()`. FAULTS is how many mistakes were planted in the library: each is switched on in its
+turn, or none for 0.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from npu_gr.backend.npu import ops as ascend_ops
+from npu_gr.backend.npu.check import disagreements
+from npu_gr.backend.npu.device import find
+
+
+def bad_calls(device: torch.device) -> dict[str, Callable[[], object]]:
+    """Calls that the binding must refuse, by the words with which it does."""
+    ops = torch.ops.npu_gr
+
+    def of(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.zeros(shape, dtype=dtype, device=device)
+
+    plane = of(2, 4, 3, 8)
+    apart = of(2, 4, 3, 16)[..., ::2]  # the right shape, not in one piece
+    parent = of(4, dtype=torch.int32)
+    column = of(6)
+    rows = of(6, dtype=torch.int32)
+    codes = of(20, dtype=torch.int32)
+    logits = of(6, 40)
+
+    def topk(**other: Any) -> object:
+        given: dict[str, Any] = {"norm": column, "acc": column, "lo": rows, "degree": rows, "code": codes}
+        given |= {"logits": logits, "allowed": None, "k": 4} | other
+        return ops.csr_gather_topk(**given)
+
+    return {
+        "beam_fork_: values: must be contiguous": lambda: ops.beam_fork_(plane, apart, parent, 2),
+        "beam_fork_: keys: must be contiguous": lambda: ops.beam_fork_(apart, plane, parent, 2),
+        "beam_fork_: parent: must be Int": lambda: ops.beam_fork_(plane, plane.clone(), parent.long(), 2),
+        "with at least num_slots = 4": lambda: ops.beam_fork_(plane, plane.clone(), parent, 4),
+        "csr_gather_topk: acc: must be [6], is [5]": lambda: topk(acc=of(5)),
+        "csr_gather_topk: lo: must be contiguous": lambda: topk(lo=of(12, dtype=torch.int32)[::2]),
+        "csr_gather_topk: degree: must be Int, is Long": lambda: topk(degree=rows.long()),
+        "csr_gather_topk: allowed: must be Bool": lambda: topk(allowed=of(20, dtype=torch.uint8)),
+        "csr_gather_topk: norm: must be contiguous, on npu": lambda: topk(norm=torch.zeros(6)),
+        "csr_gather_topk: logits must be a contiguous matrix": lambda: topk(logits=of(40, 6).t()),
+        "csr_gather_topk: logits must be float32, float16 or bfloat16": lambda: topk(logits=logits.double()),
+        "csr_gather_topk: k must be 1 to 2048": lambda: topk(k=4000),
+        "k: -1 does not fit 32 bits": lambda: topk(k=-1),
+        "masked_topk: mask_bits: must be [6, 5], is [6, 4]": lambda: ops.masked_topk(
+            logits, of(6, 4, dtype=torch.uint8), 3
+        ),
+    }
+
+
+def not_refused(device: torch.device) -> dict[str, str]:
+    """The calls that were taken, or refused in other words."""
+    found = {}
+    for why, call in bad_calls(device).items():
+        try:
+            call()
+            torch.zeros((), device=device).cpu()
+        except RuntimeError as error:
+            if why not in str(error):
+                found[why] = str(error)[:200]
+        else:
+            found[why] = "taken"
+    return found
+
+
+def found(device: torch.device) -> dict[str, dict[str, str]]:
+    """Run every operator and every bad call."""
+    wrong: dict[str, str] = {}
+    try:
+        wrong = {name: why for name, why in disagreements(device) if why}
+    except RuntimeError as error:
+        wrong["error"] = str(error)
+    return {"wrong": wrong, "not_refused": not_refused(device)}
+
+
+def main(library: str, faults: str) -> None:
+    """Load the library and run it, with each fault on in its turn."""
+    npu = find()
+    ascend_ops.load_library(Path(library))
+    told = []
+    with npu.runtime.stream(npu.runtime.Stream()):
+        for number in range(int(faults)) or [-1]:
+            if number >= 0:
+                ctypes.CDLL(library).npu_gr_mutate(number)
+            told.append(found(npu.device))
+    sys.stdout.write(json.dumps(told) + "\n")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
