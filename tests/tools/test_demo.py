@@ -71,7 +71,5 @@ def test_a_late_load_generator_is_called_so() -> None:
 
 
 def test_it_says_how_the_cascade_stands_beside_its_best_part() -> None:
-    assert any(
-        "recommend cannot be told from generate alone, its best part" in line
-        for line in lines(found(99), recommended=30.0)
-    )
+    text = "\n".join(lines(found(99), recommended=30.0))
+    assert "recommend cannot be told from generate alone, its best part" in text
