@@ -111,6 +111,6 @@ class TrainOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 DEMO = TrainOptions()
-QUICK = TrainOptions(epochs=6)
+QUICK = TrainOptions(epochs=5)
 """Two CPU minutes for 100,000 events, the refit included."""
 PRESETS = {"demo": DEMO, "quick": QUICK}
