@@ -98,7 +98,8 @@ class TrainOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         Count, Meta(description="retrieved items of the lists that the order is fitted on, and that it is evaluated on")
     ] = 200
     num_followers: Annotated[
-        Count, Meta(description="items of these lists that follow the user's last events, beside the retrieved ones")
+        int,
+        Meta(ge=0, description="items of these lists that follow the user's last events, beside the retrieved ones"),
     ] = 100
 
     def __post_init__(self) -> None:
