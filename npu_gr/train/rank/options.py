@@ -102,7 +102,8 @@ class TrainOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         Count, Meta(description="retrieved items of the lists that the order is fitted on, and that it is evaluated on")
     ] = 200
     num_followers: Annotated[
-        Count, Meta(description="items of these lists that follow the user's last events, beside the retrieved ones")
+        int,
+        Meta(ge=0, description="items of these lists that follow the user's last events, beside the retrieved ones"),
     ] = 100
 
     def __post_init__(self) -> None:
@@ -115,6 +116,6 @@ class TrainOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 DEMO = TrainOptions()
-QUICK = TrainOptions(epochs=6)
+QUICK = TrainOptions(epochs=5)
 """Two CPU minutes for 100,000 events, the refit included."""
 PRESETS = {"demo": DEMO, "quick": QUICK}
