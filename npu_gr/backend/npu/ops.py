@@ -10,7 +10,7 @@ an NPU runs where no native library is loaded. `load_library` adds the native on
     beam_fork_(keys [L, M, S, ...], values likewise, parent i32 [W], num_slots)
     hstu_rows, hstu_scores, hstu_finish: `hstu_ops.py`
 
-A generate calls `csr_gather_topk` and `beam_fork_`, a rank the three of HSTU. No request path calls `masked_topk`.
+A rank calls the three of HSTU, a generate `csr_gather_topk` and `beam_fork_`, a match `masked_topk`.
 
 Selections descend; equal scores go by index (masked_topk), by beam then edge (csr_gather_topk); NaN and -inf are
 never chosen; places that nothing fills hold -inf and -1. bits: lowest first, 1 = allowed.
@@ -78,7 +78,7 @@ def unpack_mask(bits: Tensor, columns: int) -> Tensor:
 
 
 def masked_topk(logits: Tensor, mask_bits: Tensor, k: int, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Select the k best allowed elements of each row. No request path calls it.
+    """Select the k best allowed elements of each row.
 
     Args:
         logits: fp32, fp16 or bf16 [R, N].
