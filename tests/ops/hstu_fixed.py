@@ -54,6 +54,7 @@ SCORES = [
     Scores(batch(17, Request(40, 300, 260, 0), cores=1), 2, (0,), jump_s=3 * 2**23 - 2),  # a float's bucket is one up
     Scores(batch(18, Request(20, 620, 0, 600), cores=1), 3, (5,)),  # own keys far behind their position
     Scores(batch(19, Request(32, 343, 311, 0), cores=1), 16, (3,)),
+    Scores(batch(20, Request(32, 272, 240, 0), cores=1), 4, (2,)),  # the diagonal crosses two blocks of keys
     Scores(batch(13, Request(33, 33, 0, 0), Request(0, 9, 0, 0), Request(5, 260, 0, 255), cores=2), 2, (0, 2**25 + 1)),
 ]
 FINISH = [

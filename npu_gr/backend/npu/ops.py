@@ -10,7 +10,7 @@ an NPU runs where no native library is loaded. `load_library` adds the native on
     beam_fork_(keys [L, M, S, ...], values likewise, parent i32 [W], num_slots)
     hstu_rows, hstu_scores, hstu_finish: `hstu_ops.py`
 
-A generate calls `csr_gather_topk` and `beam_fork_`, a rank the three of HSTU, a match `masked_topk`.
+A rank calls the three of HSTU, a generate `csr_gather_topk` and `beam_fork_`, a match `masked_topk`.
 
 Selections descend; equal scores go by index (masked_topk), by beam then edge (csr_gather_topk); NaN and -inf are
 never chosen; places that nothing fills hold -inf and -1. bits: lowest first, 1 = allowed.
