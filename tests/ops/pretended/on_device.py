@@ -1,7 +1,7 @@
 """`on_device.py LIBRARY FAULTS`: a process on the pretended machine; prints as JSON what the operators got wrong.
 
-Run with `Toolkit.environment()`. FAULTS is how many mistakes were planted in the library: each is switched on in its
-turn, or none for 0.
+Run with `Toolkit.environment()`. FAULTS are numbers of mistakes that were planted in the library, as 0,1,2: each is
+switched on in its turn; -1 is none of them.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def main(library: str, faults: str) -> None:
     ascend_ops.load_library(Path(library))
     told = []
     with npu.runtime.stream(npu.runtime.Stream()):
-        for number in range(int(faults)) or [-1]:
+        for number in map(int, faults.split(",")):
             if number >= 0:
                 ctypes.CDLL(library).npu_gr_mutate(number)
             told.append(found(npu.device))

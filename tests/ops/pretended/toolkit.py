@@ -86,11 +86,11 @@ def tree(folder: Path) -> Path:
 
 
 def _digest(*folders: Path) -> str:
-    """Name what is made of some sources; the Python of ops/ascendc and of torch_npu makes nothing."""
+    """Name what is made of some sources; Python and pages of ops/ascendc and of torch_npu make nothing."""
     made = hashlib.sha256(torch.__version__.encode())
     for folder in folders:
         for path in sorted(path for path in folder.rglob("*") if path.is_file() and "__pycache__" not in path.parts):
-            if folder == CANN or path.suffix != ".py":
+            if folder == CANN or path.suffix not in (".py", ".md"):
                 made.update(path.relative_to(folder).as_posix().encode() + b"\0" + path.read_bytes())
     return made.hexdigest()[:16]
 
