@@ -149,8 +149,13 @@ class Rolling:
         slot = self._slots[-1]
         slot.counts[place] += num
         if took_s is not None:
-            slot.took[math.ceil(math.log(max(took_s, 1e-9), _STEP))] += num
+            slot.took[_power(took_s)] += num
         self._total[place] += num
+
+    def took(self, now_at: float, took_s: float) -> None:
+        """Let the time of an answer that is counted apart be part of its slot's P99."""
+        self.add(now_at, Result.GOOD, 0)
+        self._slots[-1].took[_power(took_s)] += 1
 
     def over(self, now_at: float, window_s: float) -> Counts:
         """Sum the slots that began within the last `window_s` seconds, `LONGEST_S` at most."""
@@ -177,6 +182,10 @@ class Rolling:
     def total(self) -> Counts:
         """All results since the start."""
         return Counts(*self._total)
+
+
+def _power(took_s: float) -> int:
+    return math.ceil(math.log(max(took_s, 1e-9), _STEP))
 
 
 def _p99_s(took: Counter[int]) -> float | None:

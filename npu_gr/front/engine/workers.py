@@ -141,6 +141,8 @@ class FrontWorkers:
         self._metrics.counted_elsewhere(stats.deltas)
         for kind, line in stats.ended:
             self._newest.add(kind, line)
+            if line.status < 400:
+                self._metrics.requests.took_elsewhere(kind, line.duration_s)
         for kind, line in stats.slow:
             self._newest.keep(kind, line)
 
