@@ -109,9 +109,8 @@ int twin_hstu_rows(const uint32_t *knobs, const uint32_t *sizes, Address mixed, 
   out->blocks = plan.blocks;
   out->tile = plan.piece;
   out->parts = plan.lot;
-  HstuRowsCall call{mixed, meta,       page_ids, k_plane,     v_plane, q,            k,        v,
-                    u,     s,          mixed_rows, queries,   page_tokens, pages,    num_page_ids, silu_all,
-                    q_scale};
+  HstuRowsCall call{mixed,      meta,    page_ids,    k_plane, v_plane,      q,        k,      v, u, s,
+                    mixed_rows, queries, page_tokens, pages,   num_page_ids, silu_all, q_scale};
   return guarded(out, [&] { return run(call, plan); });
 }
 
