@@ -24,6 +24,7 @@ def readme(site: Path, report: SiteReport, found: Examples) -> str:
     ]
     events = {"items": [found.items[-1]], "actions": [found.actions[-1]], "timestamps": [found.timestamp - 1]}
     warnings = [text for warning in report.warnings() for text in ("", warning)]
+    cascade = "" if report.cascade is None else "\n\n" + "\n\n".join(report.cascade.words)
     as_of = "" if found.asked_at is None else " (`timestamp` asks as of the end of the log; without it: as of now)"
     return f"""# A recommender of {report.num_events:,} events
 
@@ -47,7 +48,7 @@ A user whom it knows, with {found.num_events} events in the history store{as_of}
 {curl("/v1/recommend", known_user(found))}
 ```
 
-A user of whom nothing is known gets what is popular:
+A user of whom nothing is known gets what users begin with, and what is popular:
 
 ```
 {curl("/v1/recommend", recommend(COLD_USER, found.asked_at))}
@@ -71,7 +72,7 @@ and the answer says how many items were unknown.
 
 | model | figure | value | strongest baseline | measured on |
 |---|---|---|---|---|
-{chr(10).join([*rows, *warnings])}
+{chr(10).join([*rows, *warnings])}{cascade}
 
 Each model was first trained without the events that it was asked for, and these figures are of that one:
 `{serve(site / EVALUATED)}` serves it.
