@@ -51,7 +51,7 @@ def test_a_public_name_loads_no_more_than_it_needs() -> None:
 def test_the_version_stands_in_one_place() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     assert "version" not in project["project"]
-    assert project["project"]["dynamic"] == ["version"]
+    assert project["project"]["dynamic"] == ["version", "readme"]
     assert project["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "npu_gr.__version__"}
     assert importlib.metadata.version("npu_gr") == npu_gr.__version__
     assert f"## [{npu_gr.__version__}]" in (ROOT / "CHANGELOG.md").read_text()

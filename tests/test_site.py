@@ -23,7 +23,7 @@ DOCS = ROOT / "docs"
 OPERATORS = ("quickstart", "using", "deploy", "tuning", "limits", "upgrading", "http")  # pages that say what to set
 PAGES = sorted(DOCS.glob("*.md"))
 CODE = re.compile(r"`([^`\n]+)`")
-METRIC = re.compile(r"npu_gr_(?!router|consume)[a-z_]+")  # those two have registries of their own
+METRIC = re.compile(r"(?<!lib)npu_gr_(?!router|consume|ascend)[a-z_]+")  # those two have registries of their own
 SUFFIX = re.compile(r"_(total|bucket|count|sum|info)$")
 
 

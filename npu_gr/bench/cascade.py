@@ -29,7 +29,7 @@ from npu_gr.engine.rank_engine import RankPass
 from npu_gr.jobs.base import Call
 from npu_gr.jobs.cascade_plan import RecommendConfig
 from npu_gr.jobs.config import RankingConfig
-from npu_gr.jobs.histories import History
+from npu_gr.jobs.histories import UserHistory
 from npu_gr.jobs.ranking import Ranking
 from npu_gr.jobs.recommend import Cascade
 from npu_gr.jobs.sources import SizedSource, Source, SourceRequest
@@ -112,7 +112,7 @@ async def _round(
         metrics = Metrics(CollectorRegistry(), SLOConfig().objectives())
         cascade = Cascade(RecommendConfig(), {"generate": SizedSource(source, 100)}, metrics)
         for number in range(-1, count):  # the first is not counted
-            history = History.of(rig.user(random), 0, rig.model.config.max_history_tokens)
+            history = UserHistory.of(rig.user(random), 0, rig.model.config.max_history_tokens)
             request = RecommendRequest(
                 user=UserKey("bench", f"{turn}-{number}"),
                 history=HistoryRef(),

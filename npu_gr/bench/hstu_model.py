@@ -72,7 +72,7 @@ LAUNCHES = 10  # of a layer: those, two linear layers, our three, two products
 DISPATCH_US = (5.0, 10.0)  # of one launch on the host
 
 
-class Column(NamedTuple):
+class CostColumn(NamedTuple):
     """One set of constants."""
 
     name: str
@@ -81,8 +81,8 @@ class Column(NamedTuple):
 
 
 COLUMNS = (
-    Column("autofuse", AUTOFUSE, 20 * 70 * 2**30 / 1e6),
-    Column("calibrated", CALIBRATED, 20 * 41 * 2**30 / 1e6),
+    CostColumn("autofuse", AUTOFUSE, 20 * 70 * 2**30 / 1e6),
+    CostColumn("calibrated", CALIBRATED, 20 * 41 * 2**30 / 1e6),
 )
 
 
@@ -93,7 +93,7 @@ class HstuLine(Line):
     host_ms: tuple[float, float]
 
 
-def kernel_us(report: TwinReport, column: Column, cores: int = CORES) -> float:
+def kernel_us(report: TwinReport, column: CostColumn, cores: int = CORES) -> float:
     """Model one launch of ours, from the counts of its busiest core."""
     counts = report.critical
     vector = sum(
@@ -107,7 +107,7 @@ def kernel_us(report: TwinReport, column: Column, cores: int = CORES) -> float:
     return max(vector, load, store) / CLOCK_PER_US + LAUNCH_US
 
 
-def product_us(batch: int, m: int, k: int, n: int, column: Column, share: float) -> float:
+def product_us(batch: int, m: int, k: int, n: int, column: CostColumn, share: float) -> float:
     """Model a vendor's product of [batch, m, k] and [batch, k, n] in bf16."""
     flop_us = 2.0 * batch * m * k * n / (share * CUBE_FLOP_PER_US)
     input_us = 2 * batch * (m * k + k * n) / HBM_BYTES_PER_US
@@ -124,7 +124,7 @@ class Layer(NamedTuple):
     row_slots: int
     key_slots: int
 
-    def us(self, column: Column) -> float:
+    def us(self, column: CostColumn) -> float:
         """Model the layer."""
         ours = sum(kernel_us(report, column) for report in (self.rows, self.scores, self.finish))
         batched = (

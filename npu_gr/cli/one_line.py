@@ -19,7 +19,7 @@ LINES = {
     "bench router": "What the router adds to a call, beside Envoy.",
     "bench store": "What a DRAM tier of a million prefixes costs.",
     "bench trunk": "Recommend from one trunk against two models.",
-    "bench twin": "Instructions and bytes of Ascend's masked_topk and of an HSTU pass.",
+    "bench twin": "Ascend operators and an HSTU pass, by a model of costs.",
     "bench wire": "Reading a rank's body: raw columns against lists.",
     "bundle": "Fetch what a report of a fault needs.",
     "calibrate": "Measure what the trigger must know of this machine.",

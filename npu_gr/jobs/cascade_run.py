@@ -54,7 +54,7 @@ from npu_gr.core.request import (
 from npu_gr.core.words import quoted
 from npu_gr.jobs.base import Call
 from npu_gr.jobs.cascade_plan import TRUNK, RecommendConfig, best_first, by_both, in_turns, split
-from npu_gr.jobs.histories import History
+from npu_gr.jobs.histories import UserHistory
 from npu_gr.jobs.hook import Hook, HookContext, as_items
 from npu_gr.jobs.ranking import Ranking
 from npu_gr.jobs.sources import POPULAR, SizedSource, SourceRequest, from_trunk
@@ -86,7 +86,7 @@ class CascadeRun:
         parts: CascadeParts,
         request: RecommendRequest,
         ranking: Ranking,
-        history: History,
+        history: UserHistory,
         tokens: Tokens,
         deadline_at: float,
     ) -> None:

@@ -32,7 +32,7 @@ from npu_gr.engine.beam_search import SearchOptions
 from npu_gr.engine.generate_engine import GenerateEngine, GeneratePass, Prompt, make_prompt
 from npu_gr.jobs.base import Call
 from npu_gr.jobs.config import GenerateConfig
-from npu_gr.jobs.histories import History
+from npu_gr.jobs.histories import UserHistory
 from npu_gr.jobs.in_use import InUse
 from npu_gr.jobs.served_catalogue import ServedCatalogue
 from npu_gr.metrics.registry import Metrics
@@ -105,12 +105,12 @@ class Generation:
 
     # ---- requests
 
-    async def signal(self, user: UserKey, history: History) -> Verdict:
+    async def signal(self, user: UserKey, history: UserHistory) -> Verdict:
         """Start a prefill of the history's prompt, if the trigger wants one."""
         with self.items.pin() as (snapshot, _):
             return self.relay.signal(user, await self._prompt(snapshot, history))
 
-    async def _prompt(self, snapshot: Snapshot, history: History) -> Prompt:
+    async def _prompt(self, snapshot: Snapshot, history: UserHistory) -> Prompt:
         """Make the prompt in a thread: a thousand look-ups in a catalogue of millions take milliseconds."""
         return await asyncio.to_thread(
             make_prompt,
@@ -130,7 +130,7 @@ class Generation:
         return self.items.filters.filter_for(snapshot, request.allow_items, deny, request.attributes)
 
     async def generate(
-        self, request: GenerateRequest, history: History, call: Call, history_s: float = 0.0
+        self, request: GenerateRequest, history: UserHistory, call: Call, history_s: float = 0.0
     ) -> GenerateAnswer:
         """Find the best items after a history.
 

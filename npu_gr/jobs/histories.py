@@ -26,7 +26,7 @@ from npu_gr.metrics.registry import Metrics
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class History:
+class UserHistory:
     """The behaviours of a request, however they came: given, by a delta, from the store."""
 
     events: Events  # oldest first, with those that no model knows
@@ -35,7 +35,7 @@ class History:
     fingerprint: str  # of the newest; equal histories have equal ones, whatever way they came
 
     @classmethod
-    def of(cls, events: Events, first_index: int, window_events: int) -> History:
+    def of(cls, events: Events, first_index: int, window_events: int) -> UserHistory:
         """Name a history by its newest events.
 
         Args:
@@ -87,7 +87,7 @@ class Histories:
         self.cache.resize(cache_bytes, tenant_weights)
         self._cut_step_tokens = cut_step_tokens
 
-    async def read(self, user: UserKey, ref: HistoryRef, window_events: int) -> History:
+    async def read(self, user: UserKey, ref: HistoryRef, window_events: int) -> UserHistory:
         """Read the behaviours that a request names.
 
         Args:
@@ -106,18 +106,18 @@ class Histories:
             if base is None:
                 raise UnknownPrefix("base: unknown here or forgotten; send the whole history")
             if ref.events is None:
-                return History.of(base.events, base.first_index, window_events)
+                return UserHistory.of(base.events, base.first_index, window_events)
             events = oldest_first(base.events + ref.events, self._on_unsorted(), "history", base=len(base.events))
-            return History.of(events, base.first_index, window_events)
+            return UserHistory.of(events, base.first_index, window_events)
         if ref.events is not None:
-            return History.of(ref.events, 0, window_events)
+            return UserHistory.of(ref.events, 0, window_events)
         if self.store is None:
             raise BadRequest("history: missing, and this instance has no history store")
         try:
             stored = await self._read_stored(self.store, user, window_events + self._cut_step_tokens)
         except StoreFailed as error:
             stored = self._degraded(user, error, self._on_failure)
-        return History.of(stored.events, stored.first_index, window_events)
+        return UserHistory.of(stored.events, stored.first_index, window_events)
 
     async def read_items(self, user: UserKey, ref: HistoryRef, max_events: int) -> I64:
         """Read the items of a history for a job that can do without one: what cannot be read is empty.
@@ -156,7 +156,7 @@ class Histories:
         self._metrics.store.degraded(source, error.fault)
         return StoredHistory(known.events.coming_from(HistoryOrigin(source, error.fault)), known.first_index)
 
-    def remember(self, user: UserKey, ref: HistoryRef, history: History) -> None:
+    def remember(self, user: UserKey, ref: HistoryRef, history: UserHistory) -> None:
         """Keep the behaviours that a request brought, so that a later request may send a delta on them.
 
         As they came: what the model in service lacks or cuts counts in the window of every later request, so that a

@@ -26,7 +26,7 @@ from npu_gr.core.request import F32, I64, ModelInfo, Outcome, RankAnswer, RankRe
 from npu_gr.engine.rank_engine import FindPass, NextItems, RankEngine, RankPass
 from npu_gr.jobs.base import Call
 from npu_gr.jobs.config import RankingConfig
-from npu_gr.jobs.histories import History
+from npu_gr.jobs.histories import UserHistory
 from npu_gr.jobs.in_use import InUse
 from npu_gr.metrics.registry import Metrics
 from npu_gr.model.order import Order
@@ -96,7 +96,7 @@ class Ranking:
         """External ids by row, int64 [num_items]."""
         return self.vocabulary.ids
 
-    def tokenize(self, history: History) -> Tokens:
+    def tokenize(self, history: UserHistory) -> Tokens:
         """Turn behaviours into the tokens that the ranker reads.
 
         Args:

@@ -23,7 +23,7 @@ from npu_gr.core.request import I64, RecommendAnswer, RecommendRequest, SignalAn
 from npu_gr.jobs.base import Call
 from npu_gr.jobs.cascade_plan import RecommendConfig
 from npu_gr.jobs.cascade_run import CascadeParts, CascadeRun
-from npu_gr.jobs.histories import Histories, History
+from npu_gr.jobs.histories import Histories, UserHistory
 from npu_gr.jobs.hook import load_hook
 from npu_gr.jobs.ranking import Ranking
 from npu_gr.jobs.sources import SizedSource
@@ -60,7 +60,7 @@ class Cascade:
         self,
         request: RecommendRequest,
         ranking: Ranking,
-        history: History,
+        history: UserHistory,
         tokens: Tokens,
         call: Call,
         history_s: float = 0.0,

@@ -13,7 +13,7 @@ from npu_gr.core.errors import ColdUser
 from npu_gr.core.kinds import GENERATE, MATCH
 from npu_gr.core.request import I64, GenerateRequest, HistoryRef, MatchRequest, UserKey
 from npu_gr.jobs.base import Call
-from npu_gr.jobs.histories import History
+from npu_gr.jobs.histories import UserHistory
 from npu_gr.jobs.match import MatchJob
 from npu_gr.jobs.ranking import Ranking
 from npu_gr.jobs.trunk import TrunkUse
@@ -25,7 +25,7 @@ class SourceRequest(NamedTuple):
     """What a source is asked for."""
 
     user: UserKey
-    history: History
+    history: UserHistory
     num_items: int
     denied: I64  # [n] external ids
     exclude_seen: bool

@@ -42,7 +42,10 @@ class Experts(nn.Module):
             nn.init.normal_(weight, std=0.02)
 
     def forward(self, x: Tensor, ops: Affine) -> Tensor:
-        """Compute the experts' update of rows x: [n, dim] -> [n, dim]. No shape depends on values."""
+        """Compute the experts' update of rows x: [..., dim] -> [..., dim]. No shape depends on values."""
+        if x.ndim > 2:
+            rows: Tensor = self(x.flatten(0, -2), ops)
+            return rows.view(x.shape)
         config = self.config
         liked = ops.affine(x, self.router, 0, config.num_experts, False)
         weight, expert = liked.to(accumulator(liked.dtype)).softmax(-1).topk(config.num_per_token, dim=-1)
@@ -61,7 +64,7 @@ def _has_grouped(x: Tensor, weight: Tensor) -> bool:
     is_aligned = all(width * x.element_size() % 16 == 0 for width in (weight.shape[1] // 2, weight.shape[2]))
     if x.device.type == "cpu":
         return is_aligned and x.dtype in (torch.float32, torch.bfloat16, torch.float16)
-    return is_aligned and x.device.type == "cuda" and x.dtype == torch.bfloat16
+    return is_aligned and x.is_cuda and x.dtype == torch.bfloat16
 
 
 def _grouped(x: Tensor, expert: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from click.testing import CliRunner
 from npu_gr.cli.main import main
 from npu_gr.core.errors import ConfigError, DataError
 from npu_gr.core.request import Events
-from npu_gr.jobs.histories import History
+from npu_gr.jobs.histories import UserHistory
 from npu_gr.relay.calibration import Calibration, beside
 from npu_gr.replay.log import LoggedAnswer, LoggedHistory, QueryRecord
 from npu_gr.service.config import load, to_table
@@ -72,7 +72,9 @@ async def test_an_instance_goes_on_from_it_where_it_fits(tmp_path: Path, caplog:
         relay = service.versions.ranker().relay
         assert relay.measured.q_inst_per_s == pytest.approx(0.8 * 5.0)
         assert relay.measured.t_life_p99_s.value == 0.2
-        tokens = service.versions.ranker().tokenize(History.of(Events.make([1001] * 10, [0] * 10, range(10)), 0, 10))
+        tokens = service.versions.ranker().tokenize(
+            UserHistory.of(Events.make([1001] * 10, [0] * 10, range(10)), 0, 10)
+        )
         assert relay.measured.kv_p99_bytes.value == relay.tiers[0].arena.layout.bytes(len(tokens))
     async with serving(tmp_path, calibration=calibration, trigger={"q_m_per_s": 20.0}) as (_, service):
         measured = service.versions.ranker().relay.measured

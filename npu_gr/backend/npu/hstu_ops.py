@@ -51,7 +51,8 @@ def hstu_rows(
         q_scale: factor on the queries.
         silu_all: SiLU of all parts, not of U alone.
     """
-    heads, dq, dv = q.shape[1], q.shape[3], v.shape[3]
+    heads, dq = q.shape[1], q.shape[3]
+    dv = v.shape[3]
     page_tokens = k_plane.shape[1]
     wide = mixed.float().split([heads * dv, heads * dv, heads * dq, heads * dq], dim=1)
     u_all, v_all, q_all, k_all = (_silu(x) if i == 0 or silu_all else x for i, x in enumerate(wide))

@@ -22,6 +22,7 @@ def engine_and_beams() -> dict[str, Any]:
             "Matching (matches only)": _matching(),
             "Beams (generates only)": _beams(),
             "Process": _process(),
+            "Front workers (server.workers)": _front_workers(),
         },
     )
 
@@ -206,5 +207,34 @@ def _process() -> list[Panel]:
             "Items of requests that the vocabulary of the ranker lacks.",
             "ops",
             {"{{where}}": total("unknown_items_total", "where")},
+        ),
+    ]
+
+
+def _front_workers() -> list[Panel]:
+    return [
+        series(
+            "Front workers: starts",
+            "Times that a worker was started; more than once means that one died.",
+            "short",
+            {"{{instance}}, worker {{worker}}": of("front_worker_starts_total")},
+        ),
+        series(
+            "Front workers: loop lag",
+            "How late the newest timer of each worker's event loop was.",
+            SECONDS,
+            {"{{instance}}, worker {{worker}}": of("front_worker_loop_lag_seconds")},
+        ),
+        series(
+            "Front workers: memory",
+            "Resident bytes of each worker.",
+            "bytes",
+            {"{{instance}}, worker {{worker}}": of("front_worker_resident_bytes")},
+        ),
+        series(
+            "Front workers: CPU",
+            "Cores that each worker takes.",
+            "short",
+            {"worker {{worker}}": total("front_worker_cpu_seconds_total", "worker")},
         ),
     ]

@@ -19,7 +19,7 @@ import numpy as np
 import xxhash
 
 from npu_gr.core.errors import DataError
-from npu_gr.train.match.arms import ARMS, TRAINED, Bench, Fitted, options_of
+from npu_gr.train.match.arms import ARMS, TRAINED, Bench, FittedArm, options_of
 from npu_gr.train.match.cold import cold_ranks
 from npu_gr.train.match.domains import Domains, split
 from npu_gr.train.match.options import MatchOptions
@@ -187,7 +187,7 @@ def _cells(plan: Plan) -> Iterator[_Cell]:
                 yield _Cell(arm, density, seed)
 
 
-def _measured(key: str, cell: _Cell, fitted: Fitted | None, ranks: dict[str, F64], train_s: float) -> AblationRun:
+def _measured(key: str, cell: _Cell, fitted: FittedArm | None, ranks: dict[str, F64], train_s: float) -> AblationRun:
     twins = ranks.get("twins")
     return AblationRun(
         key=key,

@@ -41,7 +41,7 @@ SCCDR = "+ curriculum"
 ARMS = (POPULARITY, *BASELINES, *TRAINED, EXPORT_LESS, EXPORT)
 
 
-class Fitted(NamedTuple):
+class FittedArm(NamedTuple):
     """An arm, fitted."""
 
     scores: Scores
@@ -61,19 +61,19 @@ class Bench:
     _trained: dict[str, TrainedVectors] = field(default_factory=dict)
     _svd: Tuned[PureSVD] | None = None
 
-    def fit(self, arm: str) -> Fitted | None:
+    def fit(self, arm: str) -> FittedArm | None:
         """Fit an arm of `ARMS`; None = it is too large for this data."""
         if arm == POPULARITY:
             popularity = log_popularity(self.data.target.degrees()[1])
-            return Fitted(lambda users: popularity.repeat(len(users), 1), None, "")
+            return FittedArm(lambda users: popularity.repeat(len(users), 1), None, "")
         if arm in TRAINED:
             trained = self.trained(arm)
-            return Fitted(trained.scores, trained.validation, f"step {trained.step} of stage {trained.stage}")
+            return FittedArm(trained.scores, trained.validation, f"step {trained.step} of stage {trained.stage}")
         if arm in BASELINES:
             tuned = self.svd() if arm == "PureSVD, both" else BASELINES[arm](self.data)
-            return None if tuned is None else Fitted(tuned.scores, tuned.validation, tuned.settings)
+            return None if tuned is None else FittedArm(tuned.scores, tuned.validation, tuned.settings)
         found = join(self.data, self.svd(), self.trained(SCCDR) if arm == EXPORT else None)
-        return Fitted(_products(found.users, found.items), found.validation, found.settings)
+        return FittedArm(_products(found.users, found.items), found.validation, found.settings)
 
     def svd(self) -> Tuned[PureSVD]:
         """Decompose both domains side by side, once."""

@@ -29,7 +29,7 @@ Train = Callable[[TrainOptions, str, GivesUp], Fitted]  # options, stage, when t
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Searched:
+class SearchedOptions:
     """What a search chose."""
 
     options: TrainOptions
@@ -59,7 +59,7 @@ def search(
     train: Train,
     judge: Callable[[Fitted], F64],
     now: Callable[[], float] = time.monotonic,
-) -> Searched:
+) -> SearchedOptions:
     """Search for `options.budget_s` seconds. The first trial is never given up, however long it takes.
 
     Args:
@@ -74,7 +74,7 @@ def search(
     ends_at = now() + options.budget_s
     best, fitted = options, train(options, "ranker: train", lambda *_: False)
     if not options.budget_s:
-        return Searched(options=best, fitted=fitted, num_trials=1, changes={})
+        return SearchedOptions(options=best, fitted=fitted, num_trials=1, changes={})
     likelihood = judge(fitted)
     kept: dict[str, Any] = {}
     num_trials = 1
@@ -91,7 +91,7 @@ def search(
             best, fitted = tried, found
             likelihood = likelihood + gap
             kept |= change
-    return Searched(options=best, fitted=fitted, num_trials=num_trials, changes=kept)
+    return SearchedOptions(options=best, fitted=fitted, num_trials=num_trials, changes=kept)
 
 
 def _gives_up(options: TrainOptions, best: Fitted, ends_at: float, now: Callable[[], float]) -> GivesUp:

@@ -29,13 +29,13 @@ from npu_gr.train.rank.evaluate import Evaluation, evaluate_baseline, evaluate_r
 from npu_gr.train.rank.fit import Fitted, GivesUp, fit
 from npu_gr.train.rank.options import TrainOptions
 from npu_gr.train.rank.order import ListSizes, count_transitions, fit_order, retrieved_lists
-from npu_gr.train.rank.search import Searched, search
+from npu_gr.train.rank.search import SearchedOptions, search
 from npu_gr.train.rank.tasks import ChosenTasks, check_actions, choose_tasks, make_labels
 from npu_gr.train.rank.validation import event_likelihood
 from npu_gr.train.steps import TrainingProgress
 
 
-class HeldOut(NamedTuple):
+class HeldOutEvents(NamedTuple):
     """A log whose validation is not trained on."""
 
     log: InteractionLog
@@ -71,7 +71,7 @@ def train_rank(
     chosen = choose_tasks(log) if options.tasks is None else ChosenTasks(options.tasks, "as told")
     labels = make_labels(log, chosen.tasks)  # what is wrong with them is said of all trained events
     click = next((task.name for task in chosen.tasks if task.is_next_item), None)
-    held_out = hold_out(log, options) if click is not None else HeldOut(log, [])
+    held_out = hold_out(log, options) if click is not None else HeldOutEvents(log, [])
     if options.budget_s and not held_out.targets:
         raise ConfigError("budget_s: no user has two trained events and a next item to predict: nothing to search on")
 
@@ -107,7 +107,7 @@ def train_rank(
     return checkpoint, evaluation
 
 
-def hold_out(log: InteractionLog, options: TrainOptions) -> HeldOut:
+def hold_out(log: InteractionLog, options: TrainOptions) -> HeldOutEvents:
     """Keep the last trained event of each user who has another one, of a large log of some users, for the validation.
 
     Args:
@@ -120,10 +120,10 @@ def hold_out(log: InteractionLog, options: TrainOptions) -> HeldOut:
     targets = sample_targets(every, options.validation_users, options.seed)
     num_trained = log.num_trained.copy()
     num_trained[[user for user, _ in targets]] -= 1
-    return HeldOut(replace(log, num_trained=num_trained), targets)
+    return HeldOutEvents(replace(log, num_trained=num_trained), targets)
 
 
-def _fit_order(fitted: Fitted, counted: Order, held_out: HeldOut, options: TrainOptions) -> Order | None:
+def _fit_order(fitted: Fitted, counted: Order, held_out: HeldOutEvents, options: TrainOptions) -> Order | None:
     """Fit the order on the validation; None = there is none."""
     if not held_out.targets:
         return None
@@ -134,11 +134,11 @@ def _fit_order(fitted: Fitted, counted: Order, held_out: HeldOut, options: Train
 
 
 def _evaluate(
-    searched: Searched,
+    searched: SearchedOptions,
     order: Order | None,
     counted: Order | None,
     log: InteractionLog,
-    held_out: HeldOut,
+    held_out: HeldOutEvents,
     chosen: ChosenTasks,
     num_served: int,
     options: TrainOptions,
@@ -182,7 +182,7 @@ def _evaluate(
     )
 
 
-def _in_words(searched: Searched, order: Order | None, num_users: int) -> str:
+def _in_words(searched: SearchedOptions, order: Order | None, num_users: int) -> str:
     if order is None:
         return f"trained for all of {searched.options.epochs} epochs: there is no validation"
     weights = ", ".join(f"{name} {weight:.2f}" for name, weight in order.weights.items())
