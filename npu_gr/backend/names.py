@@ -5,4 +5,5 @@ from __future__ import annotations
 from typing import Literal
 
 BackendName = Literal["cpu", "cuda", "npu", "reference"]
+ASCEND: BackendName = "npu"  # whose operators are built by hand
 NativeMode = Literal["auto", "require", "off"]

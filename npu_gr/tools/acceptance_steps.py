@@ -15,7 +15,7 @@ import torch
 
 from npu_gr.backend.checks import Finding, FindingState
 from npu_gr.backend.choose import choose
-from npu_gr.backend.names import BackendName
+from npu_gr.backend.names import ASCEND, BackendName
 from npu_gr.backend.npu import check
 from npu_gr.backend.npu import ops as ascend_ops
 from npu_gr.tools.acceptance import EXACT, PRODUCTION, ShapeLatency, accept, latencies
@@ -37,7 +37,7 @@ class StepResult(NamedTuple):
 
 def names(backend: BackendName) -> list[str]:
     """Name the steps in their order: first what is there, then single operators, then requests, times last."""
-    operators = [OPERATOR + name for name in ascend_ops.names()] if backend == "npu" else []
+    operators = [OPERATOR + name for name in ascend_ops.names()] if backend == ASCEND else []
     return ["machine", *operators, "requests in fp32", "requests at production shapes", "latency"]
 
 
@@ -63,7 +63,7 @@ def run(backend: BackendName, name: str, quick: bool) -> StepResult:
         return StepResult(accept(backend, sizes), [])
     assert name == "latency", name
     timed = latencies(backend, sizes, 3 if quick else RUNS)
-    if backend == "npu":
+    if backend == ASCEND:
         timed += _operator_latencies(backend, quick)
     return StepResult([], timed)
 

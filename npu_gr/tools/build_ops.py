@@ -68,7 +68,7 @@ def build_ascend(out: Path | None = None, soc: str | None = None) -> Path:
     with tempfile.TemporaryDirectory(prefix="npu_gr-ops-") as aside:  # an installation may not be written into
         sources = Path(aside) / "ops" / "ascendc"
         shutil.copytree(shipped.path("ops/ascendc"), sources)
-        table = Path(aside) / "npu_gr" / "backend" / "npu" / "versions.py"  # where build.sh looks for it
+        table = Path(aside) / "npu_gr/backend/npu/versions.py"  # where build.sh looks for it
         table.parent.mkdir(parents=True)
         shutil.copyfile(npu_versions.__file__, table)
         variables = {"PYTHON": sys.executable, **os.environ}

@@ -31,7 +31,7 @@ from tests.server.test_match_over_http import section as match_section
 from tests.serving import FIRST_ID, columns, serving
 
 pytestmark = pytest.mark.prometheus
-FRONT = "npu_gr_front_"  # of workers, which this instance does not have; tests/front/test_numbers.py reads them
+FRONT = "npu_gr_front_"  # of workers, which it has not; tests/front/test_processes.py reads them
 LOAD_S = 9.0
 WINDOW = "8s"  # of rates
 
