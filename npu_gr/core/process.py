@@ -36,8 +36,8 @@ def set_up_process() -> bool:
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     # where a device's package is installed and its driver is not, `import torch` would die of it
     os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
-    # an NPU's runtime hands launches to a thread that makes them: by default one for all streams, and ours would wait for
-    # each other. It needs the task queue, of level 1: level 2 takes more memory, and allows no graphs
+    # an NPU's runtime hands launches to a thread that makes them: by default one for all streams, and ours would wait
+    # for each other. It needs the task queue, of level 1: level 2 takes more memory, and allows no graphs
     os.environ.setdefault("TASK_QUEUE_ENABLE", "1")
     os.environ.setdefault("PER_STREAM_QUEUE", "1")
     try:
