@@ -39,16 +39,15 @@ from npu_gr.bench.door_servers import (
     Traffic,
     check,
     hit_ratio,
-    make_checkpoint,
     missing_peers,
     our_server,
     peer_server,
+    place_checkpoint,
     write_bodies,
 )
 from npu_gr.bench.line import Line
 from npu_gr.core.errors import ConfigError
 from npu_gr.model.weights import load as load_checkpoint
-from npu_gr.model.weights import save
 from npu_gr.service.config import load as load_config
 
 PARTS = ("closed", "bursts", "poisson", "pause", "fair", "flood", "refusals", "density")
@@ -98,7 +97,8 @@ def lines(options: DoorOptions) -> Iterator[Line]:
     goal_s = load_config(options.config, options.overrides).slo.objective_s("rank")
     with ExitStack() as stack:
         folder = Path(stack.enter_context(TemporaryDirectory(prefix="npu-gr-door-")))
-        checkpoint = _checkpoint(options, folder)
+        shape = options.num_layers, options.max_history_tokens, options.seed
+        checkpoint = place_checkpoint(options.checkpoint, folder / "checkpoint", *shape)
         model = load_checkpoint(checkpoint)
         traffic = options.traffic
         ranks = traffic.bodies(model, "", options.seed)
@@ -152,17 +152,6 @@ def parse_ablations(texts: Sequence[str]) -> dict[str, tuple[str, ...]]:
             raise ConfigError(f"--ablate: expected NAME:KEY=VALUE ..., got {text!r}")
         found[name] = overrides
     return found
-
-
-def _checkpoint(options: DoorOptions, folder: Path) -> Path:
-    """Put the model into the folder. Its actions are named by their indices, which the other servers read."""
-    if options.checkpoint is None:
-        make_checkpoint(folder / "checkpoint", options.num_layers, options.max_history_tokens, options.seed)
-    else:
-        given = load_checkpoint(options.checkpoint)
-        indices = tuple(map(str, range(len(given.model.config.actions))))
-        save(replace(given, action_names=indices), folder / "checkpoint")
-    return folder / "checkpoint"
 
 
 def _capacity(server: Server, bodies: Path) -> float:

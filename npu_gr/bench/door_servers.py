@@ -17,7 +17,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from npu_gr.core.request import Outcome
 from npu_gr.model.config import HSTUConfig
 from npu_gr.model.hstu import HSTU
 from npu_gr.model.weights import Checkpoint, save
+from npu_gr.model.weights import load as load_checkpoint
 
 # How admission is switched off, for the baseline: it stands only here.
 ADMISSION_OFF = ("admission.enabled=false", "brownout.enabled=false")
@@ -107,6 +108,26 @@ def make_checkpoint(folder: Path, num_layers: int, max_history_tokens: int, seed
     )
     ids = np.arange(FIRST_ID, FIRST_ID + NUM_ITEMS)
     save(Checkpoint(model=HSTU(shape).eval(), item_ids=ids, name="untrained"), folder)
+
+
+def place_checkpoint(given: Path | None, folder: Path, num_layers: int, max_history_tokens: int, seed: int) -> Path:
+    """Put a ranker into a folder whose actions are named by their indices, as traffic and the other servers name them.
+
+    Args:
+        given: a trained one; None = an untrained one of the demo's shape.
+        folder: where.
+        num_layers, max_history_tokens, seed: of an untrained one.
+
+    Returns:
+        The folder.
+    """
+    if given is None:
+        make_checkpoint(folder, num_layers, max_history_tokens, seed)
+    else:
+        found = load_checkpoint(given)
+        indices = tuple(map(str, range(len(found.model.config.actions))))
+        save(replace(found, action_names=indices), folder)
+    return folder
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 
 from npu_gr.bench.door_client import LoadStream, drive
-from npu_gr.bench.door_servers import Server, Traffic, ask, free_port, make_checkpoint, process, write_bodies
+from npu_gr.bench.door_servers import Server, Traffic, ask, free_port, place_checkpoint, process, write_bodies
 from npu_gr.bench.line import Line
 from npu_gr.core.errors import ConfigError
 from npu_gr.model.weights import load as load_checkpoint
@@ -76,9 +76,7 @@ def lines(options: FrontOptions) -> Iterator[Line]:
         raise ConfigError(f"{wrong[0]!r} is none of {', '.join(PARTS)}")
     with TemporaryDirectory() as name:
         folder = Path(name)
-        if options.checkpoint is None:
-            make_checkpoint(folder / "checkpoint", 2, 256, options.seed)
-        checkpoint = options.checkpoint or folder / "checkpoint"
+        checkpoint = place_checkpoint(options.checkpoint, folder / "checkpoint", 2, 256, options.seed)
         bodies = options.traffic.bodies(load_checkpoint(checkpoint), "", options.seed)
         write_bodies(folder / "ranks", bodies)
         _write_long(folder, bodies)
