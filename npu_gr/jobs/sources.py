@@ -6,13 +6,11 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import NamedTuple
 
-import numpy as np
-
-from npu_gr.catalogue.items import UNKNOWN
 from npu_gr.core.errors import ColdUser
 from npu_gr.core.kinds import GENERATE, MATCH
 from npu_gr.core.request import I64, GenerateRequest, HistoryRef, MatchRequest, UserKey
 from npu_gr.jobs.base import Call
+from npu_gr.jobs.cascade_plan import among
 from npu_gr.jobs.histories import UserHistory
 from npu_gr.jobs.match import MatchJob
 from npu_gr.jobs.ranking import Ranking
@@ -27,7 +25,7 @@ class SourceRequest(NamedTuple):
     user: UserKey
     history: UserHistory
     num_items: int
-    denied: I64  # [n] external ids
+    denied: I64  # [n] external ids, ascending, each once
     exclude_seen: bool
     call: Call
     ranking: Ranking  # the version that serves the request
@@ -58,10 +56,8 @@ async def from_transitions(asked: SourceRequest) -> I64:
     ranking = asked.ranking
     if ranking.order is None or not len(asked.rows):
         raise ColdUser("no item of the history has transitions")
-    hidden = ranking.vocabulary.rows(asked.denied)
-    hidden = hidden[hidden != UNKNOWN]
-    found = ranking.order.top(asked.rows, asked.num_items + len(hidden))
-    return ranking.item_ids[found[~np.isin(found, hidden)][: asked.num_items]]
+    found = ranking.item_ids[ranking.order.top(asked.rows, asked.num_items + len(asked.denied))]
+    return found[~among(found, asked.denied)][: asked.num_items]
 
 
 def from_generation(versions: Versions, metrics: Metrics) -> Source:

@@ -14,8 +14,6 @@ from contextlib import AsyncExitStack
 from dataclasses import replace
 from types import TracebackType
 
-import numpy as np
-
 from npu_gr.catalogue.items import UNKNOWN
 from npu_gr.catalogue.tokens import Tokens
 from npu_gr.core.request import F32, I64, RankAnswer, RankRequest, UserKey
@@ -60,7 +58,7 @@ class TrunkUse:
 
         Args:
             num_items: at most so many; 0 = only u is wanted.
-            denied: external ids that must not be found.
+            denied: external ids that must not be found, each once.
             call: when this stage began, and when it must be done.
 
         Returns:
@@ -73,7 +71,7 @@ class TrunkUse:
         lease = await self._leased(1, call.deadline_at)
         try:
             rows = ranking.vocabulary.rows(denied)
-            hidden = np.unique(rows[rows != UNKNOWN])
+            hidden = rows[rows != UNKNOWN]
             used, found = await ranking.find(self._tokens, self._shown_at, num_items, hidden, lease, call)
         except BaseException:  # a cancellation too: pages that are half written must not be found
             lease.discard()

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from npu_gr.core.request import I64
-from npu_gr.jobs.cascade_plan import RecommendConfig, best_first, by_both, in_turns, split
+from npu_gr.jobs.cascade_plan import RecommendConfig, among, best_first, by_both, each_once, in_turns, split
 
 Rows = st.lists(st.lists(st.integers(0, 12), max_size=8), max_size=4)
 
@@ -25,6 +25,17 @@ def test_turns_are_the_obvious_loop(rows: list[list[int]]) -> None:
     columns: list[I64] = [np.array(row, np.int64) for row in rows]
     items, sources = in_turns(columns)
     assert (items.tolist(), sources.tolist()) == (list(want), list(want.values()))
+
+
+Items = st.lists(st.integers(-3, 12) | st.integers(-(2**63), 2**63 - 1), max_size=12)
+
+
+@settings(derandomize=True, deadline=None)
+@given(items=Items, others=Items)
+def test_the_fast_ways_of_sets_are_those_of_numpy(items: list[int], others: list[int]) -> None:
+    ours, theirs = np.array(items, np.int64), np.array(others, np.int64)
+    assert each_once(theirs).tolist() == np.unique(theirs).tolist()
+    assert among(ours, np.sort(theirs)).tolist() == np.isin(ours, theirs).tolist()
 
 
 @settings(derandomize=True, deadline=None)

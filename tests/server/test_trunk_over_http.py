@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ from aiohttp.test_utils import TestClient
 
 from npu_gr.core.errors import ConfigError, DeviceError
 from npu_gr.core.request import F32, I64
-from npu_gr.engine.rank_engine import RankPass, RankScores
+from npu_gr.engine.rank_engine import FindPass, NextItems, RankEngine, RankPass, RankScores
 from npu_gr.matching.vectors import save as save_vectors
 from npu_gr.model.hstu import HSTU, Segment
 from npu_gr.model.weights import load
@@ -127,6 +129,31 @@ async def test_seen_items_count_by_their_weight_where_they_may_come(folder: Path
         found = by_hand.found(HISTORY, denied)
         assert only_seen(answer)
         assert answer["items"] == by_hand.ordered(found, HISTORY)
+
+
+async def test_what_must_not_come_is_hidden_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hidden = []
+    find_all = RankEngine.find_all
+
+    def listening(engine: RankEngine, works: Sequence[FindPass]) -> list[NextItems]:
+        hidden.extend([work.hidden.tolist() for work in works])
+        return find_all(engine, works)
+
+    async with serving(folder, **section()) as (client, _):
+        monkeypatch.setattr(RankEngine, "find_all", listening)
+        denied = [*HISTORY["items"][:3], FIRST_ID + 7, FIRST_ID + 7, FIRST_ID + 10**6]
+        await recommend(client, deny_items=denied)
+    known = {*HISTORY["items"], FIRST_ID + 7}
+    assert [sorted(own) for own in hidden] == [sorted(item - FIRST_ID for item in known)]
+
+
+async def test_popular_items_follow_the_few_of_a_user_without_history(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "popular.txt").write_text("".join(f"{FIRST_ID + row}\n" for row in range(200)))
+    short = section(popular=str(tmp_path / "popular.txt"), sources={"trunk": 5, "transitions": 5})
+    async with serving(folder, **short) as (client, _):
+        answer = await recommend(client, history=history(0), num_items=NUM)
+    assert results(answer) == {"transitions": "cold", "trunk": "ok", "popular": "ok", "rank": "ok"}
+    assert Counter(answer["origins"]) == {"trunk": 5, "popular": NUM - 5}
 
 
 @pytest.mark.parametrize(("count", "sections"), [(0, {}), (3, {}), (40, {}), (150, {}), (150, {"keep_full": False})])
