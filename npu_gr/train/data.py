@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from npu_gr.core.errors import DataError
+from npu_gr.core.names import value_name
 from npu_gr.core.request import I64
 from npu_gr.features.interactions import Interactions, ItemValues
 from npu_gr.train.metrics import F64
@@ -94,6 +95,11 @@ class InteractionLog:
         place = np.arange(len(self.items)) - np.repeat(self.starts[:-1], np.diff(self.starts))
         trained: Bools = place < np.repeat(self.num_trained, np.diff(self.starts))
         return trained
+
+    @property
+    def names_of_actions(self) -> tuple[str, ...]:
+        """Name of each action as callers say it: a value by its plain text."""
+        return self.action_names or tuple(map(value_name, self.action_values))
 
     @property
     def values(self) -> F64:

@@ -12,7 +12,6 @@ import yaml
 from npu_gr.catalogue.item_names import EMPTY, ItemNames
 from npu_gr.core import shipped
 from npu_gr.core.errors import DataError
-from npu_gr.core.names import value_name
 from npu_gr.train.data import InteractionLog
 
 CONFIGURATION = "serve.yaml"
@@ -30,7 +29,7 @@ def example(log: InteractionLog, names: ItemNames = EMPTY) -> Example:
     """Choose the first user with ten events, or the one with the most, and the most used items that the user lacks."""
     user = int(np.argmax(np.minimum(np.diff(log.starts), NUM_EVENTS)))
     part = slice(int(log.starts[user]), min(int(log.starts[user + 1]), int(log.starts[user]) + NUM_EVENTS))
-    action_names = names_of_actions(log)
+    action_names = log.names_of_actions
     uses = np.bincount(log.items, minlength=log.num_items)
     uses[log.items[log.starts[user] : log.starts[user + 1]]] = -1
     best = np.argsort(-uses, kind="stable")[:5]
@@ -42,11 +41,6 @@ def example(log: InteractionLog, names: ItemNames = EMPTY) -> Example:
         },
         others=names.names(log.item_ids[best[uses[best] >= 0]] if (uses >= 0).any() else log.item_ids[best]),
     )
-
-
-def names_of_actions(log: InteractionLog) -> tuple[str, ...]:
-    """Name each action as callers do: a rating by its plain text."""
-    return log.action_names or tuple(map(value_name, log.action_values))
 
 
 def write_configuration(table: dict[str, Any], folder: Path) -> None:

@@ -27,7 +27,7 @@ from npu_gr.core.errors import DataError
 from npu_gr.features.interactions import ItemValues
 from npu_gr.model import hf
 from npu_gr.train.generate.train import GenerateOptions, TrainedGenerator
-from npu_gr.train.next_command import CONFIGURATION, example, names_of_actions, next_command
+from npu_gr.train.next_command import CONFIGURATION, example, next_command
 
 CATALOGUE = "items.jsonl"
 REPORT = "report.json"
@@ -71,7 +71,7 @@ def publish(
         with tempfile.TemporaryDirectory(prefix=".new-", dir=folder) as aside:
             new = Path(aside)
             hf.save(trained.model, new)
-            (new / action_names.FILE).write_text(json.dumps(names_of_actions(trained.log)))
+            (new / action_names.FILE).write_text(json.dumps(trained.log.names_of_actions))
             (new / CATALOGUE).write_text("".join(catalogue_lines(trained, features)))
             (new / REPORT).write_text(json.dumps(trained.report.as_dict(), indent=2) + "\n")
             (new / CONFIGURATION).write_text(shipped.schema_line() + yaml.safe_dump(table, sort_keys=False))

@@ -126,7 +126,7 @@ def new_model(
                 )
                 for f in features
             ),
-            actions=log.action_names or tuple(f"{value:g}" for value in log.action_values),
+            actions=log.names_of_actions,
             tasks=tuple(task.name for task in tasks),
             dim=options.dim,
             num_layers=options.num_layers,

@@ -20,7 +20,6 @@ from msgspec import Meta
 from torch import Tensor
 
 from npu_gr.core.errors import ConfigError, DataError
-from npu_gr.core.names import value_name
 from npu_gr.core.words import quoted
 from npu_gr.train.data import Bools, InteractionLog
 
@@ -76,7 +75,7 @@ def choose_tasks(log: InteractionLog) -> ChosenTasks:
     counts = np.bincount(log.actions[log.trained], minlength=len(log.action_values))
     used = np.flatnonzero(counts)
     if len(used) == 1:
-        name = _action_names(log)[used[0]]
+        name = log.names_of_actions[used[0]]
         return ChosenTasks((CLICK,), f"every event is {quoted(name)}: the next item is all that can be learnt")
     if log.action_names:
         often = used[np.argsort(-counts[used], kind="stable")]
@@ -148,7 +147,7 @@ def positives(log: InteractionLog, task: Task) -> Bools:
     if task.at_least is not None:
         reached: Bools = log.values >= task.at_least
         return reached
-    names = _action_names(log)
+    names = log.names_of_actions
     for action in task.actions:
         if action not in names:
             near = difflib.get_close_matches(action, names, n=1)
@@ -160,10 +159,6 @@ def positives(log: InteractionLog, task: Task) -> Bools:
     return found
 
 
-def _action_names(log: InteractionLog) -> list[str]:
-    return list(log.action_names) or list(map(value_name, log.action_values))
-
-
 def _task_name(action: str) -> str:
     """Name the task of an event type; the next item's task has its name already."""
     return action if action != CLICK.name else f"{action} event"
@@ -172,7 +167,7 @@ def _task_name(action: str) -> str:
 def _one_class(log: InteractionLog, task: Task, label: bool) -> str:
     """Say which events there are, and which tasks would do."""
     counts = np.bincount(log.actions[log.trained], minlength=len(log.action_values)).tolist()
-    there = [f"{name} ({count})" for name, count in zip(_action_names(log), counts, strict=True) if count]
+    there = [f"{name} ({count})" for name, count in zip(log.names_of_actions, counts, strict=True) if count]
     rule = f"at_least {task.at_least}" if task.at_least is not None else f"actions {_shown(task.actions)}"
     return (
         f"task {task.name}: {rule} gives every trained event the same label, {'yes' if label else 'no'}; the trained "

@@ -14,6 +14,7 @@ import msgspec
 import numpy as np
 
 from npu_gr.core.kinds import RECOMMEND
+from npu_gr.core.names import ActionNames
 from npu_gr.core.request import I64, Events, HistoryRef, OrderName, RecommendRequest, SourceName, UserKey
 from npu_gr.features.base import HistoryConfig
 from npu_gr.features.interactions import Interactions
@@ -77,7 +78,7 @@ async def _choose(
     places = {way: np.full(len(cases), MISSED) for way in ways}
     waiting = asyncio.Semaphore(AT_ONCE)
     async with instance(config) as (_, service):
-        actions = {name: index for index, name in enumerate(service.versions.ranker().model.actions)}
+        actions = ActionNames(service.versions.ranker().model.actions)
 
         async def one(row: int, case: NextEventCase) -> None:
             async with waiting:
@@ -120,13 +121,12 @@ class _Found:
 async def _asked(
     service: Service,
     case: NextEventCase,
-    actions: Mapping[str, int],
+    actions: ActionNames,
     sources: dict[SourceName, int],
     max_candidates: int,
 ) -> _Found:
     """Ask each source alone, then for the scores of all that they found."""
-    names = [name if isinstance(name, str) else f"{name:g}" for name in case.actions]
-    events = Events.make(case.items, [actions[name] for name in names], case.timestamps)
+    events = Events.make(case.items, actions.indices(case.actions), case.timestamps)
 
     async def asked(chosen: tuple[SourceName, ...] | None, order: OrderName) -> tuple[I64, list[float]]:
         request = RecommendRequest(

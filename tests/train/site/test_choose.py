@@ -1,0 +1,106 @@
+"""What a site's cascade asks is chosen by what that cascade would answer, whatever its actions are called."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+
+from npu_gr.core.kinds import RECOMMEND
+from npu_gr.core.names import ActionNames
+from npu_gr.core.request import Events, HistoryRef, RecommendRequest, SourceName, UserKey
+from npu_gr.features.interactions import Interactions
+from npu_gr.model.weights import save
+from npu_gr.service.app import instance
+from npu_gr.service.config import load
+from npu_gr.train.cascade import TOP, CascadeChoice, CascadeWay, choose_way
+from npu_gr.train.data import to_train_on
+from npu_gr.train.metrics import F64
+from npu_gr.train.next_event import MISSED, NextEventCase, next_events
+from npu_gr.train.rank.train import train_rank
+from npu_gr.train.site import choose
+from tests.train.rank.test_train import TINY
+from tests.train.synthetic import planted
+
+SOURCES: dict[SourceName, int] = {"trunk": 8, "transitions": 4}
+MAX_CANDIDATES = 9  # fewer than the sources find
+NUM_JUDGES = 12
+NUM_CHOOSERS = 10
+
+
+@pytest.fixture(scope="module")
+def log() -> Interactions:
+    """Its actions are numbers that six digits cannot tell apart."""
+    log = planted(num_users=NUM_JUDGES + NUM_CHOOSERS, num_events=8)
+    return dataclasses.replace(log, values=log.values + 1234567.0)
+
+
+@pytest.fixture(scope="module")
+def configuration(log: Interactions, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("site")
+    checkpoint, _ = train_rank(log, [], TINY)
+    assert checkpoint.model.config.actions == ("1234568", "1234572")
+    save(checkpoint, folder / "ranker")
+    recommend = {"sources": dict(SOURCES), "max_candidates": MAX_CANDIDATES}
+    table = {"checkpoint": str(folder / "ranker"), "threads": 1, "recommend": recommend, "features": {"kind": "none"}}
+    (folder / "serve.yaml").write_text(yaml.safe_dump(table, sort_keys=False))
+    return folder / "serve.yaml"
+
+
+@pytest.fixture(autouse=True)
+def few_users(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choose, "JUDGED_USERS", NUM_JUDGES)
+    monkeypatch.setattr(choose, "LEAST_USERS", NUM_CHOOSERS // 2)
+
+
+def test_of_too_few_users_nothing_is_chosen(log: Interactions, configuration: Path) -> None:
+    assert choose.choose_for_site(configuration, [], log, SOURCES, NUM_CHOOSERS - 1) is None
+
+
+def test_every_way_is_judged_by_what_the_cascade_answers(
+    log: Interactions, configuration: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    judged: dict[CascadeWay, F64] = {}
+
+    def kept(places: Mapping[CascadeWay, F64], configured: CascadeWay) -> CascadeChoice:
+        judged.update(places)
+        return choose_way(places, configured)
+
+    monkeypatch.setattr(choose, "choose_way", kept)
+    choice = choose.choose_for_site(configuration, [], log, SOURCES, NUM_CHOOSERS)
+    assert choice is not None
+    assert choice.num_users == NUM_CHOOSERS // 2
+    known = to_train_on(log.users, log.timestamps, "leave-one-out")
+    judges = {case.user for case in next_events(log, known, NUM_JUDGES)}
+    choosers = [case for case in next_events(log, known) if case.user not in judges]
+    assert {way.order for way in judged} == {"retrieval", "fitted", "rank", "fused"}
+    for way, places in asyncio.run(answered(configuration, choosers, [*judged])).items():
+        np.testing.assert_array_equal(judged[way], places, err_msg=way.name)
+
+
+async def answered(path: Path, cases: Sequence[NextEventCase], ways: Sequence[CascadeWay]) -> dict[CascadeWay, F64]:
+    """Ask the served cascade every way: the place of each next item."""
+    found = {way: np.full(len(cases), MISSED) for way in ways}
+    async with instance(load(path)) as (_, service):
+        actions = ActionNames(service.versions.ranker().model.actions)
+        for row, case in enumerate(cases):
+            events = Events.make(case.items, actions.indices(case.actions), case.timestamps)
+            for way in ways:
+                request = RecommendRequest(
+                    user=UserKey("", case.user),
+                    history=HistoryRef(events=events),
+                    num_items=TOP,
+                    exclude_seen=True,
+                    timestamp=case.happened_at,
+                    sources=way.sources,
+                    order=way.order,
+                )
+                items = (await service.serve(RECOMMEND, request, 60.0)).item_ids.tolist()
+                if case.target in items:
+                    found[way][row] = items.index(case.target)
+    return found
