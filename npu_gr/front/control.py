@@ -2,7 +2,7 @@
 
     to the engine    worker N STARTS + socket, unready WHY, drain, reload, stop
     to a worker      listen COUNTS + sockets, engine + socket, stop
-    from the engine  ready, stuck N WHY
+    from the engine  ready, alive, stuck N WHY
     from a worker    listening
 
 Its end is the end of the supervisor: whoever reads it stops.

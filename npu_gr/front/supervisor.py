@@ -6,6 +6,7 @@
 
     a worker dies       only its own requests are lost; another one takes its sockets, after a pause that doubles
     the engine dies     the workers refuse everything until the next one is ready
+    the engine hangs    it is killed: health is answered by the workers, so nobody outside would do it
     it dies itself      the kernel ends all of them
     SIGTERM, SIGINT     unready; a grace; then the workers finish what they have, then the engine stops; a second one
                         ends the grace
@@ -42,6 +43,8 @@ BAD_CONFIGURATION = 2  # exit code: another start would end the same way
 AGAIN = 75  # exit code of a worker that wants to be started anew, as it is no failure
 ENGINE_STOP_S = 30.0  # for the engine to let go of everything, once nobody asks it any more
 MORE_S = 5.0  # beyond the time that requests in flight have
+LOOK_S = 1.0  # between two looks at the engine
+HUNG_S = 30.0  # an engine that was ready and says nothing for so long hangs
 BUFFER_BYTES = 1 << 20  # of a socket pair: a frame of a long history, and what goes beside it
 
 
@@ -68,6 +71,8 @@ class Child:
         self.starts = 0
         self.was_ready = False
         self.is_running = False
+        self.is_ready = False  # the process that runs now
+        self.silent_s = 0.0  # since it was heard
         self.began_at = 0.0
         self.control: Control | None = None
         self.ended = asyncio.Event()
@@ -108,7 +113,7 @@ class Child:
             loop.remove_reader(fd)
             os.close(fd)
         code = self._process.wait()
-        self.is_running = False
+        self.is_running = self.is_ready = False
         if self.control is not None:
             self.control.close()
             self.control = None
@@ -156,6 +161,7 @@ class Supervisor:
         """
         loop = asyncio.get_running_loop()
         keepers = [loop.create_task(self._keep(child)) for child in (self._engine, *self._workers)]
+        keepers.append(loop.create_task(self._watch()))
         with stop_signals() as stops:
             loop.add_signal_handler(signal.SIGHUP, self._engine.send, "reload")
             loop.add_signal_handler(signal.SIGUSR1, self._ask_for_stacks)
@@ -217,6 +223,17 @@ class Supervisor:
                 self._died()
             await asyncio.sleep(wait_s)
 
+    async def _watch(self) -> None:
+        """Kill an engine that hangs."""
+        engine = self._engine
+        while True:
+            await asyncio.sleep(LOOK_S)
+            engine.silent_s += LOOK_S  # looks are counted, not the clock: what stops this process is not its fault
+            if engine.is_ready and not self._is_stopping and engine.silent_s > HUNG_S:
+                log.error("the engine is killed: it has said nothing for %g s", HUNG_S)
+                engine.is_ready = False
+                engine.kill()
+
     def _fail(self, code: int) -> None:
         if not self._failed.done():
             self._failed.set_result(code)
@@ -249,11 +266,14 @@ class Supervisor:
             self._heard(child, message)
 
     def _heard(self, child: Child, message: Message) -> None:
+        child.silent_s = 0.0
         match message.name:
+            case "alive":
+                pass
             case "ready" | "listening":
                 if child.was_ready:
                     log.info("%s is ready again", child.name)
-                child.was_ready = True
+                child.was_ready = child.is_ready = True
                 if all(one.was_ready for one in (self._engine, *self._workers)):
                     self._ready.set()
             case "stuck":
@@ -287,7 +307,7 @@ class Supervisor:
         for worker in self._workers:
             worker.send("stop")
         await self._ends(self._workers, self._plan.server.shutdown_timeout_s + MORE_S)
-        if self._engine.was_ready:
+        if self._engine.is_ready:
             self._engine.send("stop")
         else:
             self._engine.kill()  # it loads models, and has nothing to finish

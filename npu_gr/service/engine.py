@@ -13,7 +13,7 @@ from npu_gr.core.kinds import KINDS
 from npu_gr.core.tasks import running
 from npu_gr.front.control import Control
 from npu_gr.front.engine.door import EngineDoor
-from npu_gr.front.engine.workers import FrontWorkers
+from npu_gr.front.engine.workers import HEARTBEAT_S, FrontWorkers
 from npu_gr.front.frames import WorkerSettings
 from npu_gr.front.questions import answers
 from npu_gr.metrics.pauses import noted_pauses
@@ -80,9 +80,18 @@ async def _serve(config: Config, instance: OpenedInstance, supervisor: Control) 
         with suppress(NpuGrError):  # the log has it
             await service.reload_models()
 
+    async def beat() -> None:
+        while True:
+            await asyncio.sleep(HEARTBEAT_S)
+            supervisor.send("alive")
+
     process = metrics.process
     with noted_pauses(process.gc_paused) as drain:
-        async with probe_loop_lag(process.loop_lagged, process.loop_froze, drain), running(workers.watch()):
+        async with (
+            probe_loop_lag(process.loop_lagged, process.loop_froze, drain),
+            running(workers.watch()),
+            running(beat()),
+        ):
             supervisor.send("ready")
             while (message := await supervisor.receive()) is not None:
                 match message.name:

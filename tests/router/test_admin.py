@@ -96,6 +96,7 @@ async def test_each_route_needs_its_scope(tmp_path: Path) -> None:
 
 async def test_wrong_keys_wait_here_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("npu_gr.access.throttle.HOLD_S", 3.0)
+    monkeypatch.setattr("npu_gr.access.throttle.RATE_PER_S", 1e-9)  # none is earned meanwhile, on a busy machine either
     async with site(1, api_keys_file=write_keys(tmp_path / "keys.yaml", entry("a", scopes=[Scope.OBSERVE]))) as s:
         for _ in range(int(BURST)):
             assert await ask(s, "GET", "/status", bearer("wrong")) == 401
