@@ -11,27 +11,20 @@ __version__ = "0.1.0"  # the only place: pyproject.toml reads it from here, with
 
 if TYPE_CHECKING:  # the same names once more, for type checkers: tests/test_public_api.py compares the two lists
     from npu_gr.core import errors
+    from npu_gr.core.history import Events, HistoryRef, HistoryReport, Mode, UserKey, Write, Written
     from npu_gr.core.kinds import ERASE, EVENTS, GENERATE, INGEST, KINDS, MATCH, RANK, RECOMMEND, SIGNAL, Kind
     from npu_gr.core.request import (
         Basis,
-        CatalogueChange,
-        CatalogueInfo,
         EraseAnswer,
         EraseRequest,
-        Events,
         EventsAnswer,
         EventsRequest,
         GenerateAnswer,
         GenerateRequest,
-        HistoryRef,
-        HistoryReport,
         IngestAnswer,
         IngestRequest,
         MatchAnswer,
         MatchRequest,
-        Mode,
-        ModelInfo,
-        NewItem,
         Outcome,
         RankAnswer,
         RankRequest,
@@ -42,12 +35,9 @@ if TYPE_CHECKING:  # the same names once more, for type checkers: tests/test_pub
         SignalRequest,
         StageReport,
         StageResult,
-        UserKey,
-        VectorsInfo,
         Verdict,
-        Write,
-        Written,
     )
+    from npu_gr.core.served import CatalogueChange, CatalogueInfo, ModelInfo, NewItem, VectorsInfo
     from npu_gr.service.app import instance
     from npu_gr.service.config import Config, load
     from npu_gr.service.service import Service
@@ -105,6 +95,8 @@ __all__ = [
 ]
 
 _HOMES = {
+    "npu_gr.core.history": ("Events", "HistoryRef", "HistoryReport", "Mode", "UserKey", "Write", "Written"),
+    "npu_gr.core.served": ("CatalogueChange", "CatalogueInfo", "ModelInfo", "NewItem", "VectorsInfo"),
     "npu_gr.core.kinds": (
         *("ERASE", "EVENTS", "GENERATE", "INGEST", "MATCH", "RANK", "RECOMMEND", "SIGNAL"),
         *("KINDS", "Kind"),

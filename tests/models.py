@@ -8,7 +8,7 @@ from torch import Tensor
 
 from npu_gr.backend.base import Slab
 from npu_gr.backend.cpu.backend import CPUBackend
-from npu_gr.core.request import Events
+from npu_gr.core.history import Events
 from npu_gr.model.config import HSTUConfig, ItemFeature
 from npu_gr.model.hstu import HSTU, Past, Segment
 from npu_gr.model.order import Order

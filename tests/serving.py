@@ -16,8 +16,8 @@ from aiohttp.test_utils import TestClient, TestServer
 from aiohttp.web import BaseRunner
 from blockbuster import blockbuster_ctx
 
+from npu_gr.core.history import Events
 from npu_gr.core.kinds import KINDS
-from npu_gr.core.request import Events
 from npu_gr.model.order import Order
 from npu_gr.model.weights import Checkpoint, save
 from npu_gr.relay.relay import Relay

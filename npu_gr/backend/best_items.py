@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from npu_gr.core.request import I64
+from npu_gr.core.arrays import I64
 
 BLOCK_SCORES = 1 << 18  # float32 scores of a block, over all queries: 1 MiB
 MIN_BLOCK_ITEMS = 2048

@@ -24,7 +24,10 @@ from npu_gr.backend.choose import choose
 from npu_gr.backend.names import BackendName
 from npu_gr.bench.line import Line, percentiles
 from npu_gr.bench.relay_rig import Arm, Rig, ServedArm, Shape, measure_idle
-from npu_gr.core.request import I64, Events, HistoryRef, ModelInfo, Outcome, RecommendAnswer, RecommendRequest, UserKey
+from npu_gr.core.arrays import I64
+from npu_gr.core.history import Events, HistoryRef, UserKey
+from npu_gr.core.request import Outcome, RecommendAnswer, RecommendRequest
+from npu_gr.core.served import ModelInfo
 from npu_gr.engine.rank_engine import RankPass
 from npu_gr.jobs.base import Call
 from npu_gr.jobs.cascade_plan import RecommendConfig

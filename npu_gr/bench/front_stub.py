@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from npu_gr.core.request import F32
+from npu_gr.core.arrays import F32
 from npu_gr.engine.rank_engine import RankEngine, RankPass
 from npu_gr.front.plan import read_server
 from npu_gr.front.supervisor import Processes, Supervisor

@@ -26,7 +26,7 @@ from npu_gr.backend.names import BackendName
 from npu_gr.bench.line import Line, percentiles, timed_in_turn
 from npu_gr.catalogue.build import build_trie
 from npu_gr.catalogue.trie import Codebooks, Trie
-from npu_gr.core.request import I64
+from npu_gr.core.arrays import I64
 from npu_gr.engine.beam_search import SearchOptions, Tables
 from npu_gr.engine.generate_engine import Generator, PromptKV, layout_of
 from npu_gr.kv.arena import KVArena

@@ -19,7 +19,7 @@ import torch
 
 from npu_gr.backend.cpu.backend import CPUBackend
 from npu_gr.bench.line import Line, percentiles, timed_in_turn
-from npu_gr.core.request import F32
+from npu_gr.core.arrays import F32
 from npu_gr.matching.index import ExactIndex, HnswIndex, recall
 
 DIM = 64

@@ -20,8 +20,9 @@ from prometheus_client import CollectorRegistry
 from npu_gr.backend.choose import choose
 from npu_gr.bench.line import Line, percentiles
 from npu_gr.bench.rank import config
+from npu_gr.core.history import HistoryReport, UserKey
 from npu_gr.core.kinds import RANK
-from npu_gr.core.request import HistoryReport, Outcome, RankAnswer, Reason, UserKey
+from npu_gr.core.request import Outcome, RankAnswer, Reason
 from npu_gr.metrics.registry import Metrics
 from npu_gr.metrics.trace import CURRENT, begin
 from npu_gr.model.hstu import HSTU, Past, Segment

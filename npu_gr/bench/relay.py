@@ -49,7 +49,7 @@ from npu_gr.bench.relay_rig import (
     Traffic,
     measure_idle,
 )
-from npu_gr.core.request import UserKey
+from npu_gr.core.history import UserKey
 from npu_gr.relay.trigger import TriggerConfig
 from npu_gr.replay.convert import read_mooncake
 

@@ -21,8 +21,10 @@ from npu_gr.backend.base import Backend
 from npu_gr.bench.rank import config as model_config
 from npu_gr.catalogue.items import ItemVocabulary
 from npu_gr.catalogue.tokens import Tokens, tokenize
+from npu_gr.core.arrays import F32
 from npu_gr.core.errors import NpuGrError
-from npu_gr.core.request import F32, Events, Outcome, UserKey, Verdict
+from npu_gr.core.history import Events, UserKey
+from npu_gr.core.request import Outcome, Verdict
 from npu_gr.engine.queue import SchedulerConfig
 from npu_gr.engine.rank_engine import RankEngine, RankPass
 from npu_gr.engine.scheduler import Scheduler

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from npu_gr.bench.line import Line, percentiles
-from npu_gr.core.request import UserKey
+from npu_gr.core.history import UserKey
 from npu_gr.kv.arena import KVArena
 from npu_gr.kv.dram_store import DramStore
 from npu_gr.kv.keys import PrefixKey

@@ -24,8 +24,9 @@ import numpy as np
 from npu_gr.bench.line import Line, percentiles
 from npu_gr.bench.relay_rig import allowed_late
 from npu_gr.core.errors import ConfigError, NpuGrError
+from npu_gr.core.history import Events, HistoryRef, UserKey
 from npu_gr.core.kinds import RANK, RECOMMEND
-from npu_gr.core.request import Events, HistoryRef, OrderName, RankRequest, RecommendRequest, SourceName, UserKey
+from npu_gr.core.request import OrderName, RankRequest, RecommendRequest, SourceName
 from npu_gr.features.base import HistoryConfig
 from npu_gr.service.app import instance
 from npu_gr.service.config import Config, load

@@ -19,8 +19,9 @@ import numpy.typing as npt
 
 from npu_gr.bench.line import Line, percentiles, timed_in_turn
 from npu_gr.client.columns import Behaviours, item_column
+from npu_gr.core.arrays import I64
 from npu_gr.core.names import ActionNames
-from npu_gr.core.request import I64, RankRequest
+from npu_gr.core.request import RankRequest
 from npu_gr.server.codec.media import JSON, MSGPACK, decode
 from npu_gr.server.codec.rank import RankBody, parse
 from npu_gr.server.config import ServerConfig

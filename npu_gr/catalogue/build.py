@@ -13,8 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from npu_gr.catalogue.trie import I32, U16, Codebooks, Mask, Pointers, Trie
+from npu_gr.core.arrays import F32, I64
 from npu_gr.core.errors import CatalogueError
-from npu_gr.core.request import F32, I64
 
 _KEY_BITS = 63  # an int64 that is not negative
 _MAX_INT32 = 2**31 - 1

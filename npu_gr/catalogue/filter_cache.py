@@ -14,7 +14,7 @@ import numpy as np
 
 from npu_gr.catalogue.filters import Filter, allow_all, allow_items, allow_mask, attribute_in, deny_items
 from npu_gr.catalogue.versions import Snapshot
-from npu_gr.core.request import I64
+from npu_gr.core.arrays import I64
 
 # Attribute -> values. An item passes if, of every attribute named, it has one of the values.
 Query = Mapping[str, tuple[bool | int | float | str, ...]]

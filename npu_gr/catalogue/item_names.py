@@ -17,9 +17,9 @@ import xxhash
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
+from npu_gr.core.arrays import I64
 from npu_gr.core.errors import DataError
 from npu_gr.core.names import is_hashed, item_ids
-from npu_gr.core.request import I64
 
 FILE = "names.safetensors"
 _BLOCK = 65_536  # texts that are checked at once

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from npu_gr.core.request import I64
+from npu_gr.core.arrays import I64
 
 UNKNOWN = -1
 _DIRECT = 8  # slots that a direct table may have for each item; sparser ids use a binary search

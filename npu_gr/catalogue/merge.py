@@ -14,7 +14,7 @@ import numpy.typing as npt
 from npu_gr.catalogue.build import freeze, pointers_of
 from npu_gr.catalogue.filters import allow_mask
 from npu_gr.catalogue.trie import Mask, Pointers, Trie
-from npu_gr.core.request import F32, I64
+from npu_gr.core.arrays import F32, I64
 
 Table = npt.NDArray[Any]
 

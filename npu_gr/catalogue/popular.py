@@ -6,9 +6,9 @@ from pathlib import Path
 
 import numpy as np
 
+from npu_gr.core.arrays import I64
 from npu_gr.core.errors import ConfigError
 from npu_gr.core.names import item_id
-from npu_gr.core.request import I64
 
 
 def read_popular(path: str | None) -> I64:

@@ -23,8 +23,8 @@ import numpy as np
 import numpy.typing as npt
 
 from npu_gr.catalogue.trie import I32, Mask
+from npu_gr.core.arrays import F32, I64
 from npu_gr.core.errors import DataError
-from npu_gr.core.request import F32, I64
 from npu_gr.core.words import quoted
 from npu_gr.features.lines import read_lines
 

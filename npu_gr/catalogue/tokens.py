@@ -19,8 +19,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from npu_gr.catalogue.items import UNKNOWN, ItemVocabulary
+from npu_gr.core.arrays import I64
 from npu_gr.core.errors import Unprocessable
-from npu_gr.core.request import I64, Events, HistoryReport
+from npu_gr.core.history import Events, HistoryReport
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -27,8 +27,8 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from npu_gr.core.arrays import I64
 from npu_gr.core.errors import CatalogueError
-from npu_gr.core.request import I64
 
 I8 = npt.NDArray[np.int8]
 I32 = npt.NDArray[np.int32]

@@ -25,9 +25,9 @@ from npu_gr.catalogue.item_names import EMPTY, ItemNames
 from npu_gr.catalogue.merge import insert, restrict
 from npu_gr.catalogue.records import Column, Items
 from npu_gr.catalogue.trie import Codebooks, Mask, Trie
+from npu_gr.core.arrays import F32, I64
 from npu_gr.core.errors import CatalogueError
 from npu_gr.core.published import Published
-from npu_gr.core.request import F32, I64
 from npu_gr.core.words import cut, quoted
 
 

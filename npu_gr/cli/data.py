@@ -45,7 +45,7 @@ def load(
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    from npu_gr.core.request import Mode
+    from npu_gr.core.history import Mode
     from npu_gr.dataset.log import read_log
     from npu_gr.features.load import load_interactions
     from npu_gr.tools.ingest import open_target

@@ -43,7 +43,7 @@ def erase_check(
     """
     import msgspec
 
-    from npu_gr.core.request import UserKey
+    from npu_gr.core.history import UserKey
     from npu_gr.tools.erase_check import exit_code, search_files, search_memory, search_redis
 
     config = load_config(config_path, overrides)

@@ -11,8 +11,8 @@ import numpy as np
 
 from npu_gr.client.channel import Reply
 from npu_gr.client.columns import Name
+from npu_gr.core.arrays import F32, I64
 from npu_gr.core.errors import BadAnswer
-from npu_gr.core.request import F32, I64
 from npu_gr.server.codec.fields import Titles
 from npu_gr.server.codec.generate import GenerateOut
 from npu_gr.server.codec.match import MatchOut

@@ -20,9 +20,11 @@ from npu_gr.client.answers import FoundItems, Ranked, found, ranked, read
 from npu_gr.client.channel import AGAIN, ApiKey, Channel, Reply, SafeCall
 from npu_gr.client.columns import Behaviours, Name, Names, Time, ids_of, item_column, listed, second
 from npu_gr.client.relay import AsyncRelayCall
+from npu_gr.core.arrays import I64
 from npu_gr.core.errors import BadAnswer, TooLarge, Unavailable, Unprocessable, Unreachable
 from npu_gr.core.kinds import ERASE, EVENTS, GENERATE, INGEST, MATCH, RANK, RECOMMEND, SIGNAL
-from npu_gr.core.request import I64, ModelInfo, OrderName, SourceName
+from npu_gr.core.request import OrderName, SourceName
+from npu_gr.core.served import ModelInfo
 from npu_gr.core.words import quoted
 from npu_gr.server.codec.erase import EraseBody
 from npu_gr.server.codec.events import IDEMPOTENCY_KEY, MAX_KEY, PRINTABLE, EventsBody, EventsOut

@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from npu_gr.core.arrays import I64
 from npu_gr.core.errors import Unprocessable
 from npu_gr.core.names import item_ids, value_name
-from npu_gr.core.request import I64
 from npu_gr.core.words import quoted
 from npu_gr.server.codec import fields
 

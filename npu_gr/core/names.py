@@ -25,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from npu_gr.core.request import I16, I64
+from npu_gr.core.arrays import I16, I64
 from npu_gr.core.words import cut
 
 FIRST_HASHED = 2**62  # ids below are the numbers that names are

@@ -1,28 +1,18 @@
-"""Requests and answers of every kind, and the nouns in them: users, behaviours, verdicts, outcomes."""
+"""Requests and answers of every kind, and the words in them: verdicts, outcomes, reasons."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
-import xxhash
 
-from npu_gr.core.errors import NpuGrError, RequestError, StoreFault
-
-I64 = npt.NDArray[np.int64]
-I16 = npt.NDArray[np.int16]
-F32 = npt.NDArray[np.float32]
-
-
-class UserKey(NamedTuple):
-    """A user of a tenant. Never logged, never a metric label."""
-
-    tenant: str
-    user: str
+from npu_gr.core.arrays import F32, I64
+from npu_gr.core.errors import NpuGrError, RequestError
+from npu_gr.core.history import Events, HistoryRef, HistoryReport, UserKey, Write, Written
 
 
 class Request(Protocol):
@@ -63,102 +53,6 @@ class LeasedAnswer(Answer, Protocol):
 
 SourceName = Literal["trunk", "transitions", "generate", "match"]  # of a cascade
 OrderName = Literal["fitted", "rank", "fused", "retrieval"]  # of a cascade's items
-
-
-class HistorySource(StrEnum):
-    """Where the behaviours of a request came from; in answers, and a metric label."""
-
-    REQUEST = "request"  # the request brought them, whole or on a known prefix
-    STORE = "store"
-    LAST_KNOWN = "last_known"  # the store failed: what this instance last knew of the user
-    NOTHING = "nothing"  # the store failed, and nothing was known: no behaviours
-
-
-class HistoryOrigin(NamedTuple):
-    """The source of behaviours, and the fault of the store if it should have been the source."""
-
-    source: HistorySource
-    fault: StoreFault | None = None
-    sorted_events: int = 0  # of a request: how many stood later than newer ones; they were sorted
-
-    @property
-    def is_degraded(self) -> bool:
-        """Whether the store should have been the source, and was not."""
-        return self.fault is not None
-
-
-FROM_REQUEST = HistoryOrigin(HistorySource.REQUEST)
-FROM_STORE = HistoryOrigin(HistorySource.STORE)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Events:
-    """Behaviours, oldest first, with the caller's own item ids. n = number of events."""
-
-    items: I64  # [n] external item ids
-    actions: I16  # [n] action ids as the model's config names them
-    timestamps: I64  # [n] unix seconds
-    origin: HistoryOrigin = FROM_REQUEST
-
-    def __post_init__(self) -> None:
-        assert self.items.shape == self.actions.shape == self.timestamps.shape
-
-    def __len__(self) -> int:
-        return len(self.items)
-
-    def __getitem__(self, part: slice) -> Events:
-        return Events(self.items[part], self.actions[part], self.timestamps[part], self.origin)
-
-    def __add__(self, newer: Events) -> Events:
-        join = np.concatenate
-        return Events(
-            join((self.items, newer.items)),
-            join((self.actions, newer.actions)),
-            join((self.timestamps, newer.timestamps)),
-            newer.origin,
-        )
-
-    def coming_from(self, origin: HistoryOrigin) -> Events:
-        """Return the same behaviours with another origin."""
-        return Events(self.items, self.actions, self.timestamps, origin)
-
-    @classmethod
-    def make(cls, items: npt.ArrayLike, actions: npt.ArrayLike, timestamps: npt.ArrayLike) -> Events:
-        """Copy three integer rows of the same length into arrays; numpy must be able to read them."""
-        return cls(np.array(items, np.int64), np.array(actions, np.int16), np.array(timestamps, np.int64))
-
-    @classmethod
-    def empty(cls) -> Events:
-        """Make a history without behaviours."""
-        return cls.make([], [], [])
-
-    def fingerprint(self, first_index: int = 0) -> str:
-        """Hash every event into 32 hex digits (xxh3-128): histories are equal if and only if theirs are.
-
-        Args:
-            first_index: of the first event in the user's whole history; the same events elsewhere are another history.
-        """
-        digest = xxhash.xxh3_128(len(self).to_bytes(8, "little"))
-        if first_index:
-            digest.update(first_index.to_bytes(8, "little"))
-        for row in (self.items, self.actions, self.timestamps):
-            digest.update(np.ascontiguousarray(row).data)
-        return digest.hexdigest()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class HistoryRef:
-    """How a request names its history.
-
-    events  base
-    given   absent   `events` are the whole history
-    given   given    `events` continue the prefix that `base` names
-    absent  given    the prefix that `base` names is the whole history
-    absent  absent   the history store has it
-    """
-
-    events: Events | None = None
-    base: str | None = None  # the fingerprint in an earlier answer
 
 
 class Verdict(StrEnum):
@@ -240,27 +134,6 @@ class RankRequest:
     timestamp: int | None = None  # unix seconds the candidates are shown at; None = now
     top_k: int | None = None  # also answer the best k, by the first task
     model_version: str | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HistoryReport:
-    """How the behaviours of a request were read."""
-
-    fingerprint: str  # of the newest events, with those that the model lacks; the `base` of a later delta
-    num_tokens: int  # that the model read
-    cut_tokens: int = 0  # events of the whole history in front of the window
-    unknown_items: int = 0  # events of the window left out because the model lacks their item
-    origin: HistoryOrigin = FROM_REQUEST  # where the behaviours came from
-
-    def log_fields(self) -> dict[str, Any]:
-        """Return what the access log says of the history: its length, and how it was degraded."""
-        source, fault, sorted_events = self.origin
-        return {
-            "history_tokens": self.num_tokens,
-            "sorted_events": sorted_events or None,
-            "history_source": source.value if fault else None,
-            "history_fault": fault.value if fault else None,
-        }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -458,27 +331,6 @@ class RecommendAnswer:
         }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class NewItem:
-    """An item to add to the catalogue."""
-
-    item_id: int
-    name: str = ""  # that the id was made of; "" = the id itself
-    title: str = ""
-    sid: tuple[int, ...]
-    order: float | None = None
-    attributes: dict[str, bool | int | float | str] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class CatalogueChange:
-    """Changes that make a new version of the catalogue; applied in this order."""
-
-    add: tuple[NewItem, ...] = ()
-    withdraw: I64 | None = None  # [n] external ids
-    restore: I64 | None = None
-
-
 class Basis(StrEnum):
     """The vector that a match searched with; the value of the `basis` metric label."""
 
@@ -549,30 +401,6 @@ class EventsAnswer:
         return {"num_events": self.num_events, "sorted_events": self.sorted_events or None}
 
 
-class Mode(StrEnum):
-    """What a write does with the behaviours that the store has of the user."""
-
-    APPEND = "append"  # the new ones come behind them
-    MERGE = "merge"  # only those that are not there are added, in time order: a second time changes nothing
-    REPLACE = "replace"  # the new ones come in their place
-
-
-class Write(NamedTuple):
-    """Behaviours of one user for the history store."""
-
-    user: UserKey
-    events: Events
-    mode: Mode = Mode.APPEND
-    key: str | None = None  # idempotency key of an append
-
-
-class Written(NamedTuple):
-    """What a write did."""
-
-    num_events: int  # that the store now keeps of the user
-    num_added: int  # of those that came
-
-
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class IngestRequest:
     """Write behaviours of many users of one tenant, durably."""
@@ -637,43 +465,3 @@ class EraseAnswer:
 
     def log_fields(self) -> dict[str, Any]:
         return {"pending": list(self.pending)} if self.pending else {}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class VectorsInfo:
-    """The version of the vectors that is served."""
-
-    version: str
-    num_users: int
-    num_items: int
-    num_bytes: int
-    age_s: float
-    previous: str | None  # what a rollback would serve
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CatalogueInfo:
-    """The version of the semantic-ID catalogue that is served."""
-
-    version: str
-    num_items: int
-    num_bytes: int
-    age_s: float
-    previous: str | None  # what a rollback would serve
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelInfo:
-    """A model in service, or one that drains."""
-
-    name: str
-    version: str
-    tasks: tuple[str, ...]
-    actions: tuple[str, ...]
-    num_items: int
-    max_history_tokens: int
-    device: str
-    dtype: str
-    kernels: str = "torch"  # what runs the hot ops: torch, or the instruction set of the native kernels
-    ops: Mapping[str, str] = field(default_factory=dict)  # an op that has more than one implementation -> the one used
-    is_draining: bool = False  # replaced: only requests that name its version get it, for `relay.t_life_s`

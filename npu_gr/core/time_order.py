@@ -7,7 +7,7 @@ from typing import Literal
 import numpy as np
 
 from npu_gr.core.errors import Unprocessable
-from npu_gr.core.request import Events, HistoryOrigin, HistorySource
+from npu_gr.core.history import Events, HistoryOrigin, HistorySource
 
 OnUnsorted = Literal["refuse", "sort"]
 

@@ -18,9 +18,9 @@ from enum import StrEnum
 import numpy as np
 import numpy.typing as npt
 
+from npu_gr.core.arrays import I64
 from npu_gr.core.errors import DataError
 from npu_gr.core.names import value_name
-from npu_gr.core.request import I64
 from npu_gr.core.words import quoted
 from npu_gr.dataset.spill import Rows
 

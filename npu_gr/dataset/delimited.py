@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy as np
 
+from npu_gr.core.arrays import I64
 from npu_gr.core.errors import DataError
-from npu_gr.core.request import I64
 from npu_gr.core.words import quoted
 from npu_gr.dataset.arrow import pa, pa_csv
 from npu_gr.dataset.blocks import MAX_ROW_LINES, Block, Lines, read_blocks

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from npu_gr.core.arrays import I64
 from npu_gr.core.names import MAX_NAME_BYTES, item_id
-from npu_gr.core.request import I64
 from npu_gr.dataset.arrow import as_text, is_text, pa, pc, without_point
 from npu_gr.dataset.rejects import MAX_EVENT_CHARS, MAX_USER_CHARS, RejectReason
 

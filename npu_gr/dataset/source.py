@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from npu_gr.core.request import I64
+from npu_gr.core.arrays import I64
 from npu_gr.dataset.rejects import OnReject
 
 OnProgress = Callable[[float], None]

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from npu_gr.core.arrays import I64
 from npu_gr.core.errors import DataError
-from npu_gr.core.request import I64
 from npu_gr.dataset.arrow import NUMBER, is_instant, is_text, pa, pc
 from npu_gr.dataset.rejects import CODES, RejectReason
 

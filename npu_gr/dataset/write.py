@@ -10,9 +10,9 @@ import numpy as np
 import xxhash
 
 from npu_gr.catalogue.item_names import ItemNames
+from npu_gr.core.arrays import I64
 from npu_gr.core.names import item_ids
 from npu_gr.core.private import make_private
-from npu_gr.core.request import I64
 from npu_gr.dataset.actions import ActionKind, Actions
 from npu_gr.dataset.arrow import pa, pq
 from npu_gr.dataset.files import EVENTS, FEATURE, ITEMS, USERS

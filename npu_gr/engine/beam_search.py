@@ -28,7 +28,7 @@ from torch import Tensor
 from npu_gr.backend.base import Backend
 from npu_gr.backend.calls import Choices, Continuations, Over, TopkCall
 from npu_gr.catalogue.trie import Codebooks, Trie
-from npu_gr.core.request import F32, I64
+from npu_gr.core.arrays import F32, I64
 from npu_gr.core.settings import Count
 from npu_gr.kv.beam_arena import BeamArena, fork_ancestry
 from npu_gr.model.decoder import BeamStep, Decoder, LayerSlabs, UnsharedKV

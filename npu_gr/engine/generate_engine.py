@@ -23,8 +23,8 @@ from npu_gr.backend.base import Backend
 from npu_gr.catalogue.filters import Filter
 from npu_gr.catalogue.tokens import window_start
 from npu_gr.catalogue.trie import DEAD, I32, Trie
+from npu_gr.core.arrays import F32, I64
 from npu_gr.core.errors import Unprocessable
-from npu_gr.core.request import F32, I64
 from npu_gr.engine.beam_search import BeamQuery, BeamResult, SearchOptions, Tables, search
 from npu_gr.engine.cost import CostModel, fit
 from npu_gr.engine.job import Demand, JobOrder, JobResult, JobStep

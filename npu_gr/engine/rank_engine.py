@@ -19,8 +19,8 @@ import torch
 from npu_gr.backend.base import Backend
 from npu_gr.backend.best_items import Hidden
 from npu_gr.catalogue.tokens import Tokens
+from npu_gr.core.arrays import F32, I64
 from npu_gr.core.kinds import RECOMMEND
-from npu_gr.core.request import F32, I64
 from npu_gr.engine.cost import CostModel, fit
 from npu_gr.engine.job import Demand, JobOrder, JobStep
 from npu_gr.engine.page_jobs import CachedPrefix, PageJobs, chunks

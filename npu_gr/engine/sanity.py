@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from npu_gr.catalogue.tokens import Tokens
+from npu_gr.core.arrays import F32, I64
 from npu_gr.core.errors import CheckpointError
-from npu_gr.core.request import F32, I64
 from npu_gr.engine.generate_engine import GenerateEngine
 from npu_gr.engine.page_jobs import proof_order
 from npu_gr.engine.rank_engine import RankEngine, RankPass

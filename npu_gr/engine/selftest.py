@@ -7,8 +7,8 @@ from dataclasses import replace
 import numpy as np
 
 from npu_gr.catalogue.tokens import Tokens
+from npu_gr.core.arrays import F32, I64
 from npu_gr.core.errors import DeviceError
-from npu_gr.core.request import F32, I64
 from npu_gr.engine.page_jobs import CachedPrefix, proof_order
 from npu_gr.engine.rank_engine import FindPass, RankEngine, RankPass
 from npu_gr.kv.arena import KVArena

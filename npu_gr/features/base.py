@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 
 from npu_gr.core.errors import StoreFailed, StoreFault, Unprocessable
-from npu_gr.core.request import Events, UserKey, Write, Written
+from npu_gr.core.history import Events, UserKey, Write, Written
 from npu_gr.core.secret import SecretUrl
 from npu_gr.core.settings import Count, Seconds, SecondsOrZero
 

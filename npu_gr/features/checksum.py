@@ -9,7 +9,7 @@ import numpy.typing as npt
 import xxhash
 
 from npu_gr.core.errors import StoreFailed, StoreFault
-from npu_gr.core.request import Events
+from npu_gr.core.history import Events
 
 U64 = npt.NDArray[np.uint64]
 

@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from npu_gr.core.errors import ConfigError, StoreFailed, Unprocessable
+from npu_gr.core.history import Events, Mode, UserKey, Write, Written
 from npu_gr.core.private import warn_if_shared
-from npu_gr.core.request import Events, Mode, UserKey, Write, Written
 from npu_gr.features import embedded_file as file
 from npu_gr.features.base import HistoryConfig, StoredHistory, StoreHealth, checked, key_bytes
 from npu_gr.features.embedded_check import quick_check

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import IO, NamedTuple
 
 from npu_gr.core.errors import ConfigError, StoreFailed, StoreFault, StoreInUse, Unprocessable
+from npu_gr.core.history import Events, Mode, Write, Written
 from npu_gr.core.private import open_private
-from npu_gr.core.request import Events, Mode, Write, Written
 from npu_gr.features import named_actions
 from npu_gr.features.base import EVENT, IdempotencyKey, StoredHistory, key_bytes, pack, unpack
 from npu_gr.features.checksum import check_row, damaged, row_sum

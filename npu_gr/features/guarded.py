@@ -18,7 +18,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Protocol, TypeVar
 
 from npu_gr.core.errors import RequestError, StoreFailed, StoreFault, Unprocessable
-from npu_gr.core.request import Events, UserKey, Write, Written
+from npu_gr.core.history import Events, UserKey, Write, Written
 from npu_gr.features.base import HistoryConfig, HistoryStore, StoredHistory, StoreHealth
 from npu_gr.features.breaker import StoreBreaker
 

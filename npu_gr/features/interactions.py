@@ -18,8 +18,9 @@ import numpy as np
 import numpy.typing as npt
 import orjson
 
+from npu_gr.core.arrays import I64
 from npu_gr.core.errors import DataError
-from npu_gr.core.request import I64, UserKey
+from npu_gr.core.history import UserKey
 from npu_gr.features.lines import read_lines
 
 _INTEGER = re.compile(r"(-?\d+)(\.0*)?", re.ASCII)  # `12.0` too: what a tool writes whose column had gaps

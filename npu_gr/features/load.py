@@ -8,9 +8,10 @@ from typing import Protocol
 
 import numpy as np
 
+from npu_gr.core.arrays import I16
 from npu_gr.core.errors import DataError, NpuGrError, StoreFailed
+from npu_gr.core.history import Events, Mode, UserKey, Write, Written
 from npu_gr.core.names import value_name
-from npu_gr.core.request import I16, Events, Mode, UserKey, Write, Written
 from npu_gr.core.words import cut
 from npu_gr.features.interactions import Interactions
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from npu_gr.core.request import Events
+from npu_gr.core.history import Events
 from npu_gr.features.base import EVENT, pack
 
 

@@ -12,7 +12,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 
-from npu_gr.core.request import Events, UserKey
+from npu_gr.core.history import Events, UserKey
 from npu_gr.core.shares import Account, Shares
 from npu_gr.features.base import StoredHistory
 

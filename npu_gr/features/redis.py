@@ -24,7 +24,7 @@ from collections.abc import Awaitable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from npu_gr.core.errors import ConfigError, StoreFailed, StoreFault, Unprocessable
-from npu_gr.core.request import Events, Mode, UserKey, Write, Written
+from npu_gr.core.history import Events, Mode, UserKey, Write, Written
 from npu_gr.features import named_actions
 from npu_gr.features.base import (
     EVENT,

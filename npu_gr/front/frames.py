@@ -27,8 +27,8 @@ import xxhash
 from npu_gr import __version__
 from npu_gr.admission.config import AdmissionConfig
 from npu_gr.core.kinds import KINDS, Kind
-from npu_gr.core.request import ModelInfo
 from npu_gr.core.secret import Secret
+from npu_gr.core.served import ModelInfo
 from npu_gr.front.wire import ErrorOut, Wire, wire_of
 from npu_gr.metrics.registry.deltas import Delta
 from npu_gr.metrics.slo import Objective

@@ -7,7 +7,9 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from npu_gr.core.request import I64, CatalogueChange, CatalogueInfo, ModelInfo, UserKey, VectorsInfo
+from npu_gr.core.arrays import I64
+from npu_gr.core.history import UserKey
+from npu_gr.core.served import CatalogueChange, CatalogueInfo, ModelInfo, VectorsInfo
 from npu_gr.front.frames import pack, unpack
 from npu_gr.front.wire import Wire, wire_of
 from npu_gr.metrics.status import StatusReport

@@ -9,8 +9,9 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from npu_gr.core.arrays import F32, I64
 from npu_gr.core.errors import ConfigError
-from npu_gr.core.request import F32, I64, OrderName, SourceName
+from npu_gr.core.request import OrderName, SourceName
 from npu_gr.core.settings import Count, Ratio, Seconds
 
 FUSION = 60  # the constant of reciprocal rank fusion

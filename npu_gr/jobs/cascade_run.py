@@ -28,6 +28,7 @@ import numpy as np
 from npu_gr.admission.deadline import Deadline
 from npu_gr.catalogue.items import UNKNOWN
 from npu_gr.catalogue.tokens import Tokens
+from npu_gr.core.arrays import F32, I64
 from npu_gr.core.errors import (
     ColdUser,
     DeadlineExceeded,
@@ -37,11 +38,9 @@ from npu_gr.core.errors import (
     Unavailable,
     Unprocessable,
 )
+from npu_gr.core.history import HistoryRef
 from npu_gr.core.kinds import RANK
 from npu_gr.core.request import (
-    F32,
-    I64,
-    HistoryRef,
     RankAnswer,
     RankRequest,
     Reason,

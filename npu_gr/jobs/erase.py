@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 
-from npu_gr.core.request import STORE, VECTORS, EraseAnswer, EraseRequest, UserKey
+from npu_gr.core.history import UserKey
+from npu_gr.core.request import STORE, VECTORS, EraseAnswer, EraseRequest
 from npu_gr.jobs.base import Call
 from npu_gr.jobs.histories import Histories
 from npu_gr.jobs.match import ServedVectors

@@ -5,7 +5,8 @@ from __future__ import annotations
 import time
 
 from npu_gr.core.errors import Unprocessable
-from npu_gr.core.request import Events, EventsAnswer, EventsRequest
+from npu_gr.core.history import Events
+from npu_gr.core.request import EventsAnswer, EventsRequest
 from npu_gr.jobs.base import Call
 from npu_gr.jobs.histories import Histories
 from npu_gr.jobs.versions import Versions

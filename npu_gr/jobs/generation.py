@@ -16,17 +16,12 @@ import numpy as np
 from npu_gr.catalogue.filters import Filter
 from npu_gr.catalogue.item_names import EMPTY, ItemNames
 from npu_gr.catalogue.versions import Snapshot
+from npu_gr.core.arrays import I64
 from npu_gr.core.errors import ColdUser, NotFound, Unprocessable
+from npu_gr.core.history import HistoryReport, UserKey
 from npu_gr.core.names import ActionNames
-from npu_gr.core.request import (
-    I64,
-    GenerateAnswer,
-    GenerateRequest,
-    HistoryReport,
-    ModelInfo,
-    UserKey,
-    Verdict,
-)
+from npu_gr.core.request import GenerateAnswer, GenerateRequest, Verdict
+from npu_gr.core.served import ModelInfo
 from npu_gr.core.words import quoted
 from npu_gr.engine.beam_search import SearchOptions
 from npu_gr.engine.generate_engine import GenerateEngine, GeneratePass, Prompt, make_prompt

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from npu_gr.core.arrays import I64
 from npu_gr.core.errors import BadRequest, NpuGrError, StoreFailed, Unavailable, UnknownPrefix, Unprocessable
-from npu_gr.core.request import (
+from npu_gr.core.history import (
     FROM_STORE,
-    I64,
     Events,
     HistoryOrigin,
     HistoryRef,

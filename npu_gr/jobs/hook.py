@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from npu_gr.core.arrays import I64
 from npu_gr.core.errors import ConfigError
-from npu_gr.core.request import I64, Events, UserKey
+from npu_gr.core.history import Events, UserKey
 
 
 class HookContext(NamedTuple):

@@ -5,7 +5,8 @@ from __future__ import annotations
 import time
 
 from npu_gr.core.errors import NpuGrError, RequestError, Unprocessable
-from npu_gr.core.request import IngestAnswer, IngestRequest, Mode, UserKey, Write, Written
+from npu_gr.core.history import Mode, UserKey, Write, Written
+from npu_gr.core.request import IngestAnswer, IngestRequest
 from npu_gr.jobs.base import Call
 from npu_gr.jobs.events import check_actions
 from npu_gr.jobs.histories import Histories

@@ -17,10 +17,13 @@ import numpy as np
 
 from npu_gr.backend.base import Backend
 from npu_gr.catalogue.item_names import EMPTY, ItemNames
+from npu_gr.core.arrays import I64
 from npu_gr.core.errors import ConfigError, DataError, NotFound, Unprocessable
+from npu_gr.core.history import UserKey
 from npu_gr.core.kinds import MATCH
 from npu_gr.core.published import Published
-from npu_gr.core.request import I64, MatchAnswer, MatchRequest, UserKey, VectorsInfo
+from npu_gr.core.request import MatchAnswer, MatchRequest
+from npu_gr.core.served import VectorsInfo
 from npu_gr.core.words import quoted
 from npu_gr.engine.job import NOTHING, Demand, JobResult
 from npu_gr.engine.scheduler import Scheduler

@@ -20,9 +20,12 @@ import numpy as np
 from npu_gr.catalogue.item_names import EMPTY, ItemNames
 from npu_gr.catalogue.items import UNKNOWN, ItemVocabulary
 from npu_gr.catalogue.tokens import Tokens, tokenize
+from npu_gr.core.arrays import F32, I64
 from npu_gr.core.errors import DeviceError, NpuGrError, Unprocessable
+from npu_gr.core.history import UserKey
 from npu_gr.core.names import ActionNames
-from npu_gr.core.request import F32, I64, ModelInfo, Outcome, RankAnswer, RankRequest, Reason, UserKey, Verdict
+from npu_gr.core.request import Outcome, RankAnswer, RankRequest, Reason, Verdict
+from npu_gr.core.served import ModelInfo
 from npu_gr.engine.rank_engine import FindPass, NextItems, RankEngine, RankPass
 from npu_gr.jobs.base import Call
 from npu_gr.jobs.config import RankingConfig

@@ -18,8 +18,9 @@ from dataclasses import replace
 
 from npu_gr.catalogue.popular import read_popular
 from npu_gr.catalogue.tokens import Tokens
+from npu_gr.core.arrays import I64
 from npu_gr.core.kinds import SIGNAL
-from npu_gr.core.request import I64, RecommendAnswer, RecommendRequest, SignalAnswer, Verdict
+from npu_gr.core.request import RecommendAnswer, RecommendRequest, SignalAnswer, Verdict
 from npu_gr.jobs.base import Call
 from npu_gr.jobs.cascade_plan import RecommendConfig
 from npu_gr.jobs.cascade_run import CascadeParts, CascadeRun

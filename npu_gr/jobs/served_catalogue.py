@@ -18,8 +18,9 @@ from npu_gr.catalogue.item_names import EMPTY, ItemNames
 from npu_gr.catalogue.records import Record, as_items, read_items
 from npu_gr.catalogue.trie import Codebooks
 from npu_gr.catalogue.versions import Catalogue, Snapshot, add, make_snapshot, name, restore, withdraw
+from npu_gr.core.arrays import I64
 from npu_gr.core.errors import CatalogueError
-from npu_gr.core.request import I64, CatalogueChange, CatalogueInfo
+from npu_gr.core.served import CatalogueChange, CatalogueInfo
 from npu_gr.engine.beam_search import Tables
 from npu_gr.engine.job import JobOrder
 from npu_gr.engine.scheduler import Scheduler

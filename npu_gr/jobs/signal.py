@@ -5,7 +5,8 @@ from __future__ import annotations
 import time
 from contextlib import ExitStack
 
-from npu_gr.core.request import HistoryReport, SignalAnswer, SignalRequest, Verdict
+from npu_gr.core.history import HistoryReport
+from npu_gr.core.request import SignalAnswer, SignalRequest, Verdict
 from npu_gr.jobs.base import Call
 from npu_gr.jobs.histories import Histories
 from npu_gr.jobs.versions import Versions

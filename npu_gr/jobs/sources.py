@@ -6,9 +6,11 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import NamedTuple
 
+from npu_gr.core.arrays import I64
 from npu_gr.core.errors import ColdUser
+from npu_gr.core.history import HistoryRef, UserKey
 from npu_gr.core.kinds import GENERATE, MATCH
-from npu_gr.core.request import I64, GenerateRequest, HistoryRef, MatchRequest, UserKey
+from npu_gr.core.request import GenerateRequest, MatchRequest
 from npu_gr.jobs.base import Call
 from npu_gr.jobs.cascade_plan import among
 from npu_gr.jobs.histories import UserHistory

@@ -16,7 +16,9 @@ from types import TracebackType
 
 from npu_gr.catalogue.items import UNKNOWN
 from npu_gr.catalogue.tokens import Tokens
-from npu_gr.core.request import F32, I64, RankAnswer, RankRequest, UserKey
+from npu_gr.core.arrays import F32, I64
+from npu_gr.core.history import UserKey
+from npu_gr.core.request import RankAnswer, RankRequest
 from npu_gr.jobs.base import Call
 from npu_gr.jobs.ranking import Ranking
 from npu_gr.relay.relay import Lease

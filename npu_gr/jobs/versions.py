@@ -15,7 +15,7 @@ from typing import Generic, TypeVar
 
 from npu_gr.core.errors import NotFound
 from npu_gr.core.published import Published
-from npu_gr.core.request import ModelInfo
+from npu_gr.core.served import ModelInfo
 from npu_gr.core.words import quoted
 from npu_gr.jobs.generation import Generation
 from npu_gr.jobs.ranking import Ranking

@@ -26,8 +26,8 @@ from contextlib import contextmanager
 
 import numpy as np
 
+from npu_gr.core.arrays import I64
 from npu_gr.core.errors import PoolExhausted, StaleEntry
-from npu_gr.core.request import I64
 from npu_gr.core.shares import Account, Shares
 from npu_gr.kv.arena import KVArena
 from npu_gr.kv.keys import PrefixKey

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
-from npu_gr.core.request import UserKey
+from npu_gr.core.history import UserKey
 
 
 class PrefixKey(NamedTuple):

@@ -36,8 +36,8 @@ from contextlib import contextmanager
 from enum import Enum, auto
 from typing import NamedTuple
 
+from npu_gr.core.arrays import I64
 from npu_gr.core.errors import PoolExhausted
-from npu_gr.core.request import I64
 from npu_gr.core.shares import Account, Shares
 from npu_gr.kv.arena import KVArena
 from npu_gr.kv.keys import PrefixKey

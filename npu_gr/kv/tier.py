@@ -17,7 +17,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Generic, TypeVar
 
-from npu_gr.core.request import I64, UserKey
+from npu_gr.core.arrays import I64
+from npu_gr.core.history import UserKey
 from npu_gr.core.shares import Account
 from npu_gr.kv.arena import KVArena
 from npu_gr.kv.keys import ByUser, PrefixKey

@@ -9,7 +9,7 @@ import torch
 
 from npu_gr.backend.base import Backend
 from npu_gr.core.errors import ConfigError
-from npu_gr.core.request import UserKey
+from npu_gr.core.history import UserKey
 from npu_gr.kv.arena import KVArena
 from npu_gr.kv.config import KVConfig
 from npu_gr.kv.dram_store import DramStore

@@ -14,7 +14,7 @@ from typing import Literal
 
 import numpy as np
 
-from npu_gr.core.request import F32, I64
+from npu_gr.core.arrays import F32, I64
 from npu_gr.matching.source import NO_ITEMS
 
 Norm = Literal["mean", "symmetric"]

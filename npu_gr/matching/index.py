@@ -11,8 +11,8 @@ from torch import Tensor
 
 from npu_gr.backend.base import Backend
 from npu_gr.backend.best_items import Best, Hidden
+from npu_gr.core.arrays import F32
 from npu_gr.core.errors import ConfigError
-from npu_gr.core.request import F32
 from npu_gr.matching.config import IndexName
 
 # Parameters of the HNSW graph. More of each finds more of the best items, and takes longer.

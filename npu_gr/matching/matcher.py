@@ -17,7 +17,9 @@ import torch
 
 from npu_gr.backend.base import Backend
 from npu_gr.backend.best_items import Hidden
-from npu_gr.core.request import F32, I64, Basis, UserKey
+from npu_gr.core.arrays import F32, I64
+from npu_gr.core.history import UserKey
+from npu_gr.core.request import Basis
 from npu_gr.matching.config import IndexName
 from npu_gr.matching.index import make_index
 from npu_gr.matching.source import NO_ITEMS, rows_of

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from npu_gr.core.request import I64
+from npu_gr.core.arrays import I64
 
 NO_ITEMS: I64 = np.empty(0, np.int64)
 

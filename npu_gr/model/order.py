@@ -28,8 +28,8 @@ import numpy.typing as npt
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
+from npu_gr.core.arrays import F32, I64
 from npu_gr.core.errors import CheckpointError
-from npu_gr.core.request import F32, I64
 
 I32 = npt.NDArray[np.int32]
 

@@ -20,10 +20,10 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from npu_gr.core.arrays import I64
 from npu_gr.core.errors import CheckpointError
 from npu_gr.core.names import value_name
 from npu_gr.core.private import as_public_as
-from npu_gr.core.request import I64
 from npu_gr.model.config import HSTUConfig, take_pinned, write_keys
 from npu_gr.model.hstu import HSTU
 from npu_gr.model.order import FILE as ORDER

@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Sequence
 from typing import Protocol, TypeVar
 
-from npu_gr.core.request import I64
+from npu_gr.core.arrays import I64
 from npu_gr.engine.cost import CostModel
 from npu_gr.engine.job import JobOrder, JobResult
 from npu_gr.kv.arena import KVArena

@@ -7,7 +7,8 @@ from collections.abc import Callable
 from typing import Generic, NamedTuple
 
 from npu_gr.core.errors import ResourceError
-from npu_gr.core.request import Outcome, Reason, UserKey
+from npu_gr.core.history import UserKey
+from npu_gr.core.request import Outcome, Reason
 from npu_gr.engine.job import JobOrder
 from npu_gr.kv.dram_store import DramEntry
 from npu_gr.kv.prefix_pool import PrefixEntry, PrefixPool

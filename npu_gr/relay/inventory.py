@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Generic
 
-from npu_gr.core.request import Reason, UserKey
+from npu_gr.core.history import UserKey
+from npu_gr.core.request import Reason
 from npu_gr.kv.dram_store import DramEntry
 from npu_gr.kv.keys import PrefixKey
 from npu_gr.kv.prefix_pool import PrefixEntry

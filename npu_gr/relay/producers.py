@@ -18,7 +18,8 @@ from functools import partial
 from typing import Generic
 
 from npu_gr.core.errors import ResourceError
-from npu_gr.core.request import UserKey, Verdict
+from npu_gr.core.history import UserKey
+from npu_gr.core.request import Verdict
 from npu_gr.core.shares import Account
 from npu_gr.engine.job import JobOrder
 from npu_gr.kv.dram_store import DramEntry

@@ -6,7 +6,8 @@ from collections.abc import Callable
 from typing import Generic
 
 from npu_gr.core.errors import ResourceError
-from npu_gr.core.request import UserKey, Verdict
+from npu_gr.core.history import UserKey
+from npu_gr.core.request import Verdict
 from npu_gr.engine.job import JobOrder
 from npu_gr.kv.prefix_pool import PrefixPool
 from npu_gr.relay.config import LiveSettings

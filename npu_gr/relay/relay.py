@@ -24,7 +24,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Generic
 
-from npu_gr.core.request import Outcome, Reason, UserKey, Verdict
+from npu_gr.core.history import UserKey
+from npu_gr.core.request import Outcome, Reason, Verdict
 from npu_gr.engine.page_jobs import CachedPrefix
 from npu_gr.kv.layout import PageRun
 from npu_gr.kv.prefix_pool import PrefixEntry

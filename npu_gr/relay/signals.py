@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import NamedTuple
 
-from npu_gr.core.request import Reason, UserKey, Verdict
+from npu_gr.core.history import UserKey
+from npu_gr.core.request import Reason, Verdict
 from npu_gr.relay.config import LiveSettings
 
 # Why a signal produced nothing. A verdict that is not here produced something, or found it there.

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Generic
 
 from npu_gr.core.errors import ResourceError
-from npu_gr.core.request import UserKey
+from npu_gr.core.history import UserKey
 from npu_gr.engine.job import JobOrder
 from npu_gr.kv.dram_store import DramEntry, DramStore
 from npu_gr.kv.keys import PrefixKey

@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-from npu_gr.core.request import Events, UserKey
+from npu_gr.core.history import Events, UserKey
 from npu_gr.replay.fields import REQUEST_FIELDS
 from npu_gr.replay.log import OPTIONS, RECORDED, LoggedHistory, QueryRecord, column
 from npu_gr.replay.plan import user_of

@@ -18,9 +18,10 @@ from typing import Annotated, Literal
 import msgspec
 import numpy as np
 
+from npu_gr.core.arrays import I64
 from npu_gr.core.errors import DataError
+from npu_gr.core.history import Events
 from npu_gr.core.kinds import EVENTS, RANK
-from npu_gr.core.request import I64, Events
 from npu_gr.core.settings import Count, Positive
 from npu_gr.features.interactions import Interactions
 from npu_gr.features.lines import read_lines

@@ -21,8 +21,8 @@ from pathlib import Path
 import msgspec
 
 from npu_gr.core.errors import DataError
+from npu_gr.core.history import UserKey
 from npu_gr.core.private import make_private, open_private
-from npu_gr.core.request import UserKey
 
 LIST = "erased.jsonl"
 _LOCK = ".erased.lock"  # held for as long as one small file takes

@@ -18,8 +18,8 @@ from typing import IO, Any, Literal, cast
 import msgspec
 
 from npu_gr.core.errors import DataError
+from npu_gr.core.history import UserKey
 from npu_gr.core.private import make_private
-from npu_gr.core.request import UserKey
 from npu_gr.replay import erased
 from npu_gr.replay.log import QueryRecord
 from npu_gr.replay.parquet import read_rows, write_rows

@@ -13,8 +13,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from npu_gr.core.errors import ConfigError
+from npu_gr.core.history import UserKey
 from npu_gr.core.private import make_private, warn_if_shared
-from npu_gr.core.request import UserKey
 
 KEY_FILE = "hash-key"  # in the folder of the recordings, where the configuration names no other
 MIN_KEY_BYTES = 16

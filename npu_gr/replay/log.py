@@ -16,8 +16,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
 import msgspec
 import numpy as np
 
+from npu_gr.core.arrays import I64
+from npu_gr.core.history import Events
 from npu_gr.core.kinds import EVENTS, GENERATE, KINDS, MATCH, RANK, RECOMMEND, Kind, Scored
-from npu_gr.core.request import I64, Events, OrderName, SourceName
+from npu_gr.core.request import OrderName, SourceName
 
 RECORDED: dict[str, Kind[Any, Any]] = {name: kind for name, kind in KINDS.items() if kind.is_recorded}
 SCORED = tuple(name for name, kind in RECORDED.items() if kind.scored is not Scored.NOTHING)

@@ -28,8 +28,8 @@ import msgspec
 import numpy as np
 import xxhash
 
+from npu_gr.core.history import UserKey
 from npu_gr.core.kinds import RANK, SIGNAL
-from npu_gr.core.request import UserKey
 from npu_gr.replay.log import SCORED, QueryRecord
 from npu_gr.replay.options import ReplayOptions
 

@@ -28,8 +28,8 @@ import aiohttp
 import msgspec
 
 from npu_gr.access.calling import calling_context, calling_headers
+from npu_gr.core.history import UserKey
 from npu_gr.core.kinds import SIGNAL, Routing
-from npu_gr.core.request import UserKey
 from npu_gr.replay.body import HistoryMode, SentHistories, encode
 from npu_gr.replay.log import RECORDED, QueryRecord
 from npu_gr.replay.plan import Action, user_of

@@ -20,8 +20,8 @@ from pathlib import Path
 import msgspec
 
 from npu_gr.core.errors import ConfigError, DataError
+from npu_gr.core.history import UserKey
 from npu_gr.core.private import open_private
-from npu_gr.core.request import UserKey
 from npu_gr.replay import erased
 from npu_gr.replay.erased import ErasedUsers
 from npu_gr.replay.files import create, raw_lines

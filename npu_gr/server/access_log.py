@@ -17,9 +17,10 @@ from pathlib import Path
 import msgspec
 
 from npu_gr.core.errors import ConfigError, DeadlineExceeded, NotTaken, NpuGrError, RequestError
+from npu_gr.core.history import UserKey
 from npu_gr.core.logs import ACCESS_LOG, QueuedHandler, SeldomLog
 from npu_gr.core.redact import redacted
-from npu_gr.core.request import Answer, UserKey
+from npu_gr.core.request import Answer
 from npu_gr.metrics.trace import Trace
 from npu_gr.server.config import ServerConfig
 from npu_gr.server.newest import AccessLine, NewestRequests

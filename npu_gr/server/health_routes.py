@@ -6,7 +6,7 @@ from aiohttp import web
 
 from npu_gr import __version__
 from npu_gr.core.errors import NotFound
-from npu_gr.core.request import ModelInfo
+from npu_gr.core.served import ModelInfo
 from npu_gr.server.responses import json_response, require_ready
 from npu_gr.server.service_protocol import ServiceProtocol
 

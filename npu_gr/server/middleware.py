@@ -15,8 +15,9 @@ from npu_gr.access.keys import Key
 from npu_gr.access.rules import Rule, rules
 from npu_gr.admission.door import Slot
 from npu_gr.core.errors import NotFound, Overloaded, UnsupportedMedia
+from npu_gr.core.history import UserKey
 from npu_gr.core.kinds import KINDS
-from npu_gr.core.request import Answer, UserKey
+from npu_gr.core.request import Answer
 from npu_gr.metrics.registry import Metrics
 from npu_gr.metrics.trace import CURRENT
 from npu_gr.server import headers

@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from npu_gr.core.errors import ConfigError, DataError, NotFound, Unprocessable
+from npu_gr.core.history import UserKey
 from npu_gr.core.kinds import GENERATE, MATCH
-from npu_gr.core.request import CatalogueChange, CatalogueInfo, UserKey, VectorsInfo
+from npu_gr.core.served import CatalogueChange, CatalogueInfo, VectorsInfo
 from npu_gr.jobs.coverage import CoverageRule
 from npu_gr.jobs.match import ServedVectors
 from npu_gr.jobs.served_catalogue import ServedCatalogue

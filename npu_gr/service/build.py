@@ -25,7 +25,7 @@ from npu_gr.catalogue.items import ItemVocabulary
 from npu_gr.core.errors import ConfigError, DataError
 from npu_gr.core.kinds import GENERATE, RANK
 from npu_gr.core.names import ActionNames
-from npu_gr.core.request import ModelInfo
+from npu_gr.core.served import ModelInfo
 from npu_gr.engine.generate_engine import GenerateEngine, Generator, layout_of
 from npu_gr.engine.job import JobResult
 from npu_gr.engine.page_jobs import PageJobs

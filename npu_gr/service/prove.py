@@ -17,7 +17,7 @@ import numpy as np
 from npu_gr.catalogue.items import ItemVocabulary
 from npu_gr.catalogue.tokens import Tokens, tokenize
 from npu_gr.core.errors import PoolExhausted
-from npu_gr.core.request import Events, UserKey
+from npu_gr.core.history import Events, UserKey
 from npu_gr.engine.rank_engine import RankEngine
 from npu_gr.engine.sanity import check_ranker
 from npu_gr.engine.selftest import parity

@@ -26,9 +26,12 @@ from typing import Any
 from npu_gr.admission.brownout import OBSERVE_S, BrownoutControl
 from npu_gr.admission.deadline import Deadline
 from npu_gr.admission.door import Door, Slot
+from npu_gr.core.arrays import I64
 from npu_gr.core.errors import ConfigError, NotFound, Unprocessable
+from npu_gr.core.history import UserKey
 from npu_gr.core.kinds import A, Kind, Q
-from npu_gr.core.request import I64, ModelInfo, Request, UserKey
+from npu_gr.core.request import Request
+from npu_gr.core.served import ModelInfo
 from npu_gr.engine.scheduler import Scheduler
 from npu_gr.jobs.base import Call, KindJob
 from npu_gr.jobs.histories import Histories

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from npu_gr.core.arrays import I64
 from npu_gr.core.kinds import RANK
-from npu_gr.core.request import I64
 from npu_gr.engine.cost import CostModel
 from npu_gr.engine.job import Demand, Job, JobOrder, JobResult, JobStep
 from npu_gr.engine.page_jobs import chunks

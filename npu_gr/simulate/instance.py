@@ -16,8 +16,9 @@ import msgspec
 from npu_gr.admission.brownout import OBSERVE_S, BrownoutControl
 from npu_gr.admission.door import Door, Slot
 from npu_gr.core.errors import DeadlineExceeded, NpuGrError, Overloaded
+from npu_gr.core.history import UserKey
 from npu_gr.core.kinds import RANK, SIGNAL
-from npu_gr.core.request import Outcome, UserKey, Verdict
+from npu_gr.core.request import Outcome, Verdict
 from npu_gr.kv.layout import KVLayout
 from npu_gr.kv.tiers import open_tiers
 from npu_gr.relay.relay import Relay

@@ -22,8 +22,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from npu_gr.core.arrays import I64
 from npu_gr.core.kinds import RANK, SIGNAL
-from npu_gr.core.request import I64
 from npu_gr.simulate.config import Lognormal, UsersConfig
 
 F64 = npt.NDArray[np.float64]

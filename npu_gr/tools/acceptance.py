@@ -23,7 +23,8 @@ from npu_gr.backend.names import BackendName
 from npu_gr.catalogue.build import build_trie
 from npu_gr.catalogue.tokens import Tokens
 from npu_gr.catalogue.trie import Codebooks, Trie
-from npu_gr.core.request import F32, Events, HistoryReport
+from npu_gr.core.arrays import F32
+from npu_gr.core.history import Events, HistoryReport
 from npu_gr.engine.beam_search import SearchOptions, Tables
 from npu_gr.engine.generate_engine import GeneratedItems, Generator, PromptKV, layout_of, make_prompt
 from npu_gr.engine.page_jobs import CachedPrefix

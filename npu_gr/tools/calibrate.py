@@ -20,8 +20,8 @@ from prometheus_client import CollectorRegistry
 
 from npu_gr.backend.choose import choose
 from npu_gr.core.errors import ConfigError, DataError, PoolExhausted
+from npu_gr.core.history import UserKey
 from npu_gr.core.kinds import RANK, SIGNAL
-from npu_gr.core.request import UserKey
 from npu_gr.engine.job import JobOrder
 from npu_gr.engine.scheduler import Scheduler
 from npu_gr.jobs.ranking import Ranking

@@ -22,7 +22,7 @@ import msgspec
 
 from npu_gr.access.calling import calling_context, calling_headers
 from npu_gr.core.errors import ConfigError, DataError, NpuGrError
-from npu_gr.core.request import UserKey
+from npu_gr.core.history import UserKey
 from npu_gr.features.base import HistoryConfig, key_bytes
 from npu_gr.replay import erased
 from npu_gr.replay.files import raw_lines

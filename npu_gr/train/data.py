@@ -26,9 +26,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from npu_gr.core.arrays import I64
 from npu_gr.core.errors import DataError
 from npu_gr.core.names import value_name
-from npu_gr.core.request import I64
 from npu_gr.features.interactions import Interactions, ItemValues
 from npu_gr.train.metrics import F64
 

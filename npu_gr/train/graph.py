@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding_bag
 
-from npu_gr.core.request import F32, I64
+from npu_gr.core.arrays import F32, I64
 
 
 @dataclass(frozen=True, slots=True, eq=False)

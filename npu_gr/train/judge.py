@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from npu_gr.core.request import I64
+from npu_gr.core.arrays import I64
 from npu_gr.train.graph import Graph
 from npu_gr.train.metrics import F64, hit_ratio
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from npu_gr.core.request import I64
+from npu_gr.core.arrays import I64
 from npu_gr.train.metrics import F64, auc, auc_terms, hit_ratio, hits, ndcg, ndcg_of_each
 from npu_gr.train.next_item import NextItemRanks
 

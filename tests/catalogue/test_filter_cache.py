@@ -10,8 +10,8 @@ from npu_gr.catalogue.filters import Filter
 from npu_gr.catalogue.records import Items
 from npu_gr.catalogue.trie import Codebooks
 from npu_gr.catalogue.versions import Snapshot, make_snapshot, withdraw
+from npu_gr.core.arrays import I64
 from npu_gr.core.errors import Unprocessable
-from npu_gr.core.request import I64
 
 
 def ids(*items: int) -> I64:

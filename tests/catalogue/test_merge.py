@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from npu_gr.catalogue.merge import insert, restrict
 from npu_gr.catalogue.trie import Codebooks, Trie
-from npu_gr.core.request import F32
+from npu_gr.core.arrays import F32
 from tests.catalogue.catalogues import Record, catalogues, make_trie
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from npu_gr.catalogue.items import ItemVocabulary
 from npu_gr.catalogue.tokens import Tokens, tokenize, window_start
 from npu_gr.core.errors import Unprocessable
-from npu_gr.core.request import Events
+from npu_gr.core.history import Events
 from tests.models import events
 
 VOCABULARY = ItemVocabulary(np.arange(300, dtype=np.int64))

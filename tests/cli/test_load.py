@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from npu_gr.core.request import Events, UserKey
+from npu_gr.core.history import Events, UserKey
 from npu_gr.features.store import open_store
 from npu_gr.service.config import load as load_config
 from tests.cli.test_main import free_port, is_ready, run, write

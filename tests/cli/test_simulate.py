@@ -9,7 +9,7 @@ from click.testing import CliRunner
 
 from npu_gr.cli.main import main
 from npu_gr.core.errors import ConfigError, DataError
-from npu_gr.core.request import Events
+from npu_gr.core.history import Events
 from npu_gr.core.settings import load
 from npu_gr.engine.cost import CostModel
 from npu_gr.relay.calibration import Calibration

@@ -18,7 +18,7 @@ import pytest
 
 from npu_gr.client import AsyncClient, AsyncRelayCall, Client, Ranked, RelayCall
 from npu_gr.core.errors import DeadlineExceeded, Overloaded
-from npu_gr.core.request import ModelInfo
+from npu_gr.core.served import ModelInfo
 from tests.client.scripted import HANG, RANKED, Answer, answer, problem, scripted
 from tests.serving import until
 

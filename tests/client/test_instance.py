@@ -22,8 +22,9 @@ from npu_gr.core.errors import (
     Unprocessable,
     Unreachable,
 )
+from npu_gr.core.history import HistoryRef, UserKey
 from npu_gr.core.kinds import RANK, Scope
-from npu_gr.core.request import HistoryRef, RankRequest, UserKey
+from npu_gr.core.request import RankRequest
 from npu_gr.service.app import instance as running
 from npu_gr.service.service import Service
 from tests.keys import entry, secret, write_keys

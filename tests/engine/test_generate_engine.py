@@ -17,7 +17,8 @@ from npu_gr.catalogue.build import build_trie
 from npu_gr.catalogue.filters import allow_items
 from npu_gr.catalogue.trie import Codebooks, Trie
 from npu_gr.core.errors import DeadlineExceeded, Unprocessable
-from npu_gr.core.request import Outcome, Reason, UserKey, Verdict
+from npu_gr.core.history import UserKey
+from npu_gr.core.request import Outcome, Reason, Verdict
 from npu_gr.engine.beam_search import SearchOptions, Tables
 from npu_gr.engine.generate_engine import (
     GeneratedItems,

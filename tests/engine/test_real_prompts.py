@@ -13,7 +13,7 @@ import torch
 from npu_gr.backend.cpu.backend import CPUBackend
 from npu_gr.catalogue.build import build_trie
 from npu_gr.catalogue.trie import Codebooks
-from npu_gr.core.request import I64
+from npu_gr.core.arrays import I64
 from npu_gr.engine.beam_search import SearchOptions, Tables
 from npu_gr.engine.generate_engine import GeneratedItems, Generator, PromptKV, layout_of, make_prompt
 from npu_gr.kv.arena import KVArena

@@ -18,7 +18,7 @@ from click.testing import CliRunner
 
 from npu_gr.cli.main import main
 from npu_gr.core.errors import ConfigError, StoreFailed, StoreFault
-from npu_gr.core.request import Events, UserKey, Write
+from npu_gr.core.history import Events, UserKey, Write
 from npu_gr.core.secret import SecretUrl
 from npu_gr.features.base import EVENT, HistoryConfig, key_bytes, pack
 from npu_gr.features.checksum import CHECKED, pack_checked, unpack_checked

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from npu_gr.core.request import Events, UserKey
+from npu_gr.core.history import Events, UserKey
 from npu_gr.features import embedded, embedded_overwrite
 from npu_gr.features.base import HistoryConfig
 from npu_gr.features.embedded import EmbeddedStore

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from npu_gr.core.errors import StoreFailed, StoreFault, Unprocessable
-from npu_gr.core.request import Events, UserKey, Write, Written
+from npu_gr.core.history import Events, UserKey, Write, Written
 from npu_gr.core.secret import SecretUrl
 from npu_gr.features.base import HistoryConfig, StoredHistory, StoreHealth
 from npu_gr.features.guarded import GuardedStore

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from npu_gr.core.errors import DataError
-from npu_gr.core.request import UserKey
+from npu_gr.core.history import UserKey
 from npu_gr.features.base import HistoryConfig
 from npu_gr.features.interactions import movielens_100k, read_interactions, read_item_features
 from npu_gr.features.load import load_interactions

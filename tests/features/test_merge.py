@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from npu_gr.core.errors import StoreFailed, Unprocessable
-from npu_gr.core.request import Events, Mode, UserKey, Write, Written
+from npu_gr.core.history import Events, Mode, UserKey, Write, Written
 from npu_gr.features import embedded_file
 from npu_gr.features.base import HistoryConfig, HistoryStore
 from npu_gr.features.embedded import EmbeddedStore

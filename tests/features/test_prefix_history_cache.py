@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from npu_gr.core.request import UserKey
+from npu_gr.core.history import UserKey
 from npu_gr.core.shares import WANTS_S
 from npu_gr.features.base import StoredHistory
 from npu_gr.features.prefix_history_cache import PrefixHistoryCache

@@ -16,7 +16,7 @@ from click.testing import CliRunner
 
 from npu_gr.cli.main import main
 from npu_gr.core.errors import ConfigError
-from npu_gr.core.request import UserKey
+from npu_gr.core.history import UserKey
 from npu_gr.core.secret import SecretUrl
 from npu_gr.core.settings import from_table
 from npu_gr.features.base import HistoryConfig, RedisTlsConfig

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from npu_gr.core.errors import ConfigError, StoreFailed, StoreFault, Unavailable, Unprocessable
-from npu_gr.core.request import Events, UserKey, Write
+from npu_gr.core.history import Events, UserKey, Write
 from npu_gr.core.secret import SecretUrl
 from npu_gr.features import embedded_file
 from npu_gr.features.base import HistoryConfig, HistoryStore, key_bytes

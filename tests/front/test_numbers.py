@@ -11,8 +11,8 @@ import msgspec
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
+from npu_gr.core.history import UserKey
 from npu_gr.core.kinds import KINDS
-from npu_gr.core.request import UserKey
 from npu_gr.front.worker import reports
 from npu_gr.metrics.registry.deltas import Delta, Gained, add
 from npu_gr.metrics.slo import Result

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 from npu_gr.core import errors
 from npu_gr.core.errors import NpuGrError, Overloaded, Refusal, StoreFailed, StoreFault, Unprocessable
+from npu_gr.core.history import Events, HistoryRef, UserKey, Write
 from npu_gr.core.kinds import KINDS, Kind
-from npu_gr.core.request import Events, HistoryRef, IngestRequest, RankRequest, UserKey, Write
+from npu_gr.core.request import IngestRequest, RankRequest
 from npu_gr.front import frames
 from npu_gr.front.frames import BY_KIND, decode, encode
 from npu_gr.front.wire import CauseElsewhere, FailedElsewhere, pack_error, unpack_error, wire_of

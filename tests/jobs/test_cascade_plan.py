@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from npu_gr.core.request import I64
+from npu_gr.core.arrays import I64
 from npu_gr.jobs.cascade_plan import RecommendConfig, among, best_first, by_both, each_once, in_turns, split
 
 Rows = st.lists(st.lists(st.integers(0, 12), max_size=8), max_size=4)

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from npu_gr.catalogue.items import ItemVocabulary
+from npu_gr.core.arrays import I64
 from npu_gr.core.errors import ConfigError
-from npu_gr.core.request import I64
 from npu_gr.jobs.coverage import Coverage, CoverageRule
 
 

@@ -9,18 +9,16 @@ from typing import Any
 import numpy as np
 import pytest
 
+from npu_gr.core.history import Events, HistoryRef, UserKey
 from npu_gr.core.kinds import EVENTS, GENERATE, RANK, SIGNAL
 from npu_gr.core.request import (
-    Events,
     EventsRequest,
     GenerateAnswer,
     GenerateRequest,
-    HistoryRef,
     Outcome,
     RankAnswer,
     RankRequest,
     SignalRequest,
-    UserKey,
 )
 from npu_gr.service.service import Service
 from tests.models import tiny_model

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from npu_gr.core.errors import PoolExhausted, StaleEntry
-from npu_gr.core.request import UserKey
+from npu_gr.core.history import UserKey
 from npu_gr.core.shares import WANTS_S
 from npu_gr.kv.arena import KVArena
 from npu_gr.kv.dram_store import DramEntry, DramStore

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from npu_gr.core.errors import PoolExhausted
-from npu_gr.core.request import UserKey
+from npu_gr.core.history import UserKey
 from npu_gr.core.shares import MAX_TENANTS, WANTS_S
 from npu_gr.kv.arena import KVArena
 from npu_gr.kv.keys import PrefixKey

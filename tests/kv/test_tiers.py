@@ -9,7 +9,7 @@ import torch
 
 from npu_gr.backend.cpu.backend import CPUBackend
 from npu_gr.core.errors import ConfigError
-from npu_gr.core.request import UserKey
+from npu_gr.core.history import UserKey
 from npu_gr.kv.config import KVConfig
 from npu_gr.kv.keys import PrefixKey
 from npu_gr.kv.layout import KVLayout

@@ -8,7 +8,9 @@ from typing import Any
 import numpy as np
 
 from npu_gr.backend.cpu.backend import CPUBackend
-from npu_gr.core.request import I64, Basis, UserKey
+from npu_gr.core.arrays import I64
+from npu_gr.core.history import UserKey
+from npu_gr.core.request import Basis
 from npu_gr.matching.fold import Folding
 from npu_gr.matching.matcher import Matcher
 from npu_gr.matching.vectors import load, save

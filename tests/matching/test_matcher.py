@@ -14,8 +14,10 @@ import xxhash
 from safetensors.numpy import load_file, save_file
 
 from npu_gr.backend.cpu.backend import CPUBackend
+from npu_gr.core.arrays import I64
 from npu_gr.core.errors import DataError
-from npu_gr.core.request import I64, Basis, UserKey
+from npu_gr.core.history import UserKey
+from npu_gr.core.request import Basis
 from npu_gr.matching.matcher import Matcher
 from npu_gr.matching.vectors import load, save
 from tests.matching.vectors import COLD, FIRST_ID, KNOWN, TWINS, make_vectors

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from npu_gr.core.request import UserKey
+from npu_gr.core.history import UserKey
 from npu_gr.matching.source import SourceItems
 from npu_gr.matching.vectors import Vectors
 

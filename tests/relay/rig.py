@@ -15,7 +15,8 @@ import torch
 from npu_gr.backend.cpu.backend import CPUBackend
 from npu_gr.catalogue.items import ItemVocabulary
 from npu_gr.catalogue.tokens import Tokens, tokenize
-from npu_gr.core.request import F32, Events, UserKey
+from npu_gr.core.arrays import F32
+from npu_gr.core.history import Events, UserKey
 from npu_gr.engine.job import JobOrder
 from npu_gr.engine.queue import SchedulerConfig
 from npu_gr.engine.rank_engine import RankEngine, RankPass

@@ -7,7 +7,8 @@ import itertools
 import pytest
 import torch
 
-from npu_gr.core.request import Reason, UserKey
+from npu_gr.core.history import UserKey
+from npu_gr.core.request import Reason
 from npu_gr.engine.job import JobOrder
 from npu_gr.kv.arena import KVArena
 from npu_gr.kv.dram_store import DramEntry, DramStore

@@ -10,7 +10,9 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from npu_gr.catalogue.tokens import Tokens
-from npu_gr.core.request import F32, Brownout, Outcome, Reason, UserKey, Verdict
+from npu_gr.core.arrays import F32
+from npu_gr.core.history import UserKey
+from npu_gr.core.request import Brownout, Outcome, Reason, Verdict
 from npu_gr.engine.cost import CostModel
 from npu_gr.engine.rank_engine import RankPass
 from tests.models import events

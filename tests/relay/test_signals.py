@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from npu_gr.core.request import Reason, UserKey, Verdict
+from npu_gr.core.history import UserKey
+from npu_gr.core.request import Reason, Verdict
 from npu_gr.relay.config import LiveSettings, RelayConfig
 from npu_gr.relay.signals import LastSignals
 from npu_gr.relay.trigger import TriggerConfig

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from npu_gr.core.errors import ConfigError, DataError, Unavailable
-from npu_gr.core.request import UserKey
+from npu_gr.core.history import UserKey
 from npu_gr.replay import erased, files, purge
 from npu_gr.replay.files import QueryLog, raw_lines, read, write
 from npu_gr.replay.identity import KEY_FILE, made_key, recorded_as

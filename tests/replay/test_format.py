@@ -7,17 +7,15 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
+from npu_gr.core.arrays import I64
+from npu_gr.core.history import Events, HistoryRef, HistoryReport, UserKey
 from npu_gr.core.request import (
-    I64,
     Answer,
     Basis,
-    Events,
     EventsAnswer,
     EventsRequest,
     GenerateAnswer,
     GenerateRequest,
-    HistoryRef,
-    HistoryReport,
     MatchAnswer,
     MatchRequest,
     Outcome,
@@ -29,7 +27,6 @@ from npu_gr.core.request import (
     Request,
     SignalAnswer,
     SignalRequest,
-    UserKey,
     Verdict,
 )
 from npu_gr.replay.answers import AnswerLine

@@ -10,18 +10,16 @@ import msgspec
 import numpy as np
 import pytest
 
+from npu_gr.core.history import Events, HistoryRef, UserKey
 from npu_gr.core.kinds import KINDS, Scored
 from npu_gr.core.request import (
-    Events,
     EventsRequest,
     GenerateRequest,
-    HistoryRef,
     MatchRequest,
     RankRequest,
     RecommendRequest,
     Request,
     SignalRequest,
-    UserKey,
 )
 from npu_gr.matching.vectors import save
 from npu_gr.replay.body import encode

@@ -16,7 +16,8 @@ from click.testing import CliRunner
 
 from npu_gr.cli.main import main
 from npu_gr.core.errors import ConfigError
-from npu_gr.core.request import Events, HistoryRef, SignalRequest, UserKey
+from npu_gr.core.history import Events, HistoryRef, UserKey
+from npu_gr.core.request import SignalRequest
 from npu_gr.matching.vectors import save
 from npu_gr.replay.compare import compare
 from npu_gr.replay.digests import digest

@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 
 from npu_gr.core.errors import Unprocessable
+from npu_gr.core.history import HistoryReport, UserKey, Written
 from npu_gr.core.request import (
     Basis,
     EraseAnswer,
     EventsAnswer,
     GenerateAnswer,
-    HistoryReport,
     IngestAnswer,
     MatchAnswer,
     Outcome,
@@ -23,9 +23,7 @@ from npu_gr.core.request import (
     SignalAnswer,
     StageReport,
     StageResult,
-    UserKey,
     Verdict,
-    Written,
 )
 
 USER = UserKey("t", "somebody")

@@ -13,8 +13,8 @@ import sys
 from dataclasses import dataclass, field
 from typing import Any
 
+from npu_gr.core.history import UserKey
 from npu_gr.core.kinds import KINDS, Kind, Priority, Routing, register
-from npu_gr.core.request import UserKey
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

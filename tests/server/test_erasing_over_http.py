@@ -11,7 +11,7 @@ import pytest
 from aiohttp.test_utils import TestClient
 
 from npu_gr.core.errors import StoreFailed
-from npu_gr.core.request import UserKey
+from npu_gr.core.history import UserKey
 from npu_gr.jobs.histories import Histories
 from npu_gr.matching.vectors import save
 from npu_gr.replay.files import QueryLog

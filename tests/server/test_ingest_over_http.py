@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from npu_gr.core.errors import Unavailable
+from npu_gr.core.history import HistoryRef, Mode, UserKey, Write, Written
 from npu_gr.core.kinds import Scope
-from npu_gr.core.request import HistoryRef, Mode, UserKey, Write, Written
 from npu_gr.server.codec.ingest import INGEST_BYTES, MOST_USERS
 from npu_gr.tools import ingest
 from npu_gr.tools.ingest import ServiceWriter

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 from aiohttp.test_utils import TestClient
 
+from npu_gr.core.arrays import I64
 from npu_gr.core.errors import ConfigError, DeviceError
-from npu_gr.core.request import I64
 from npu_gr.jobs.hook import HookContext
 from npu_gr.matching.vectors import save
 from npu_gr.service.service import Service

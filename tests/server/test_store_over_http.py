@@ -18,7 +18,7 @@ import aiohttp
 import pytest
 import yaml
 
-from npu_gr.core.request import Events
+from npu_gr.core.history import Events
 from tests.fault_proxy import FaultProxy, Mode
 from tests.features.redis_server import redis_path
 from tests.models import events
@@ -151,7 +151,7 @@ async def test_an_erasure_outruns_a_read(tmp_path: Path) -> None:
             assert answer.status == 204
         going_on.set()
         assert (await reading)[1]["history"]["num_tokens"] == 20
-        from npu_gr.core.request import UserKey
+        from npu_gr.core.history import UserKey
 
         assert histories.cache.last_known(UserKey("", "u")) is None
 

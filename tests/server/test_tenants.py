@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from npu_gr.core.request import UserKey
+from npu_gr.core.history import UserKey
 from npu_gr.matching.vectors import save
 from npu_gr.replay.files import read
 from npu_gr.service.service import Service

@@ -14,8 +14,8 @@ import pytest
 import torch
 from aiohttp.test_utils import TestClient
 
+from npu_gr.core.arrays import F32, I64
 from npu_gr.core.errors import ConfigError, DeviceError
-from npu_gr.core.request import F32, I64
 from npu_gr.engine.rank_engine import FindPass, NextItems, RankEngine, RankPass, RankScores
 from npu_gr.matching.vectors import save as save_vectors
 from npu_gr.model.hstu import HSTU, Segment

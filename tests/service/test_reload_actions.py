@@ -11,7 +11,7 @@ import pytest
 from aiohttp.test_utils import TestClient
 
 from npu_gr.core.errors import ConfigError, Unavailable
-from npu_gr.core.request import Events, UserKey
+from npu_gr.core.history import Events, UserKey
 from npu_gr.model.weights import Checkpoint, save
 from npu_gr.service.reload import check_actions
 from tests.models import tiny_model

@@ -13,18 +13,9 @@ import numpy as np
 import pytest
 
 from npu_gr.core.errors import NotFound, Overloaded
+from npu_gr.core.history import Events, HistoryRef, UserKey
 from npu_gr.core.kinds import ERASE, GENERATE, MATCH, RANK, RECOMMEND, Kind
-from npu_gr.core.request import (
-    EraseRequest,
-    Events,
-    GenerateRequest,
-    HistoryRef,
-    MatchRequest,
-    RankRequest,
-    RecommendRequest,
-    Request,
-    UserKey,
-)
+from npu_gr.core.request import EraseRequest, GenerateRequest, MatchRequest, RankRequest, RecommendRequest, Request
 from tests.serving import FIRST_ID, serving
 
 USER = UserKey("", "u")

@@ -22,8 +22,9 @@ import pytest
 from aiohttp.test_utils import TestClient
 
 from npu_gr.core.errors import DeviceError
+from npu_gr.core.history import UserKey
 from npu_gr.core.kinds import ERASE
-from npu_gr.core.request import EraseRequest, UserKey
+from npu_gr.core.request import EraseRequest
 from npu_gr.engine.rank_engine import RankEngine
 from npu_gr.kv.arena import KVArena
 from npu_gr.service.service import Service

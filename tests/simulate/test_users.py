@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from npu_gr.core.errors import DataError
-from npu_gr.core.request import Events
+from npu_gr.core.history import Events
 from npu_gr.replay.log import LoggedHistory, QueryRecord
 from npu_gr.replay.options import ReplayOptions
 from npu_gr.simulate.config import Lognormal, UsersConfig

@@ -30,7 +30,8 @@ import torch
 import yaml
 
 from npu_gr.backend.choose import choose
-from npu_gr.core.request import Events, Outcome
+from npu_gr.core.history import Events
+from npu_gr.core.request import Outcome
 from npu_gr.core.settings import from_table
 from npu_gr.kv.layout import KVLayout
 from npu_gr.replay.log import LoggedHistory, QueryRecord

@@ -13,7 +13,7 @@ from click.testing import CliRunner
 
 from npu_gr.cli.main import main
 from npu_gr.core.errors import ConfigError, DataError
-from npu_gr.core.request import Events
+from npu_gr.core.history import Events
 from npu_gr.jobs.histories import UserHistory
 from npu_gr.relay.calibration import Calibration, beside
 from npu_gr.replay.log import LoggedAnswer, LoggedHistory, QueryRecord

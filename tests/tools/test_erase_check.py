@@ -18,7 +18,7 @@ import yaml
 from click.testing import CliRunner
 
 from npu_gr.cli.main import main
-from npu_gr.core.request import UserKey
+from npu_gr.core.history import UserKey
 from npu_gr.core.secret import SecretUrl
 from npu_gr.features.base import HistoryConfig, StoredHistory
 from npu_gr.features.embedded import EmbeddedStore

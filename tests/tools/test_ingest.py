@@ -11,7 +11,7 @@ import pytest
 
 from npu_gr.access.tls import ServerTlsConfig
 from npu_gr.core.errors import ConfigError, NpuGrError, Unavailable
-from npu_gr.core.request import Events, Mode, UserKey, Write
+from npu_gr.core.history import Events, Mode, UserKey, Write
 from npu_gr.server.config import ServerConfig
 from npu_gr.tools.ingest import ServiceWriter, url_of
 from tests.client.scripted import Answer, answer, problem, scripted

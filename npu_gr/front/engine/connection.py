@@ -16,10 +16,10 @@ from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from typing import Any
 
+from npu_gr.core.arrays import I64
 from npu_gr.core.errors import DeadlineExceeded, NotFound, NpuGrError
 from npu_gr.core.kinds import Kind, Scored
 from npu_gr.core.names import is_hashed
-from npu_gr.core.request import I64
 from npu_gr.front import frames
 from npu_gr.front.engine.door import EngineDoor
 from npu_gr.front.frames import BUILD, BY_CALL, Gauges, KindFrames

@@ -5,16 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from npu_gr.core.request import (
-    CatalogueInfo,
-    GenerateAnswer,
-    HistoryReport,
-    MatchAnswer,
-    RankAnswer,
-    RecommendAnswer,
-    StageResult,
-    Verdict,
-)
+from npu_gr.core.history import HistoryReport
+from npu_gr.core.request import GenerateAnswer, MatchAnswer, RankAnswer, RecommendAnswer, StageResult, Verdict
+from npu_gr.core.served import CatalogueInfo
 from npu_gr.metrics.registry.families import LATENCY_S, POWERS, Families, children
 
 

@@ -9,7 +9,7 @@ from prometheus_client.process_collector import ProcessCollector
 
 from npu_gr import __version__
 from npu_gr.core.logs import num_lines_dropped
-from npu_gr.core.request import ModelInfo
+from npu_gr.core.served import ModelInfo
 from npu_gr.metrics.registry.families import LAG_S, Families, ReadCounter
 
 

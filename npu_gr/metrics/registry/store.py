@@ -7,7 +7,7 @@ from functools import partial
 from typing import Protocol
 
 from npu_gr.core.errors import StoreFault
-from npu_gr.core.request import HistorySource
+from npu_gr.core.history import HistorySource
 from npu_gr.metrics.registry.erasures import ErasureMetrics
 from npu_gr.metrics.registry.families import LATENCY_S, Families
 

@@ -9,7 +9,7 @@ import msgspec
 
 from npu_gr.core.errors import Unprocessable
 from npu_gr.core.names import FIRST_HASHED, item_id
-from npu_gr.core.request import CatalogueChange, CatalogueInfo, NewItem, VectorsInfo
+from npu_gr.core.served import CatalogueChange, CatalogueInfo, NewItem, VectorsInfo
 from npu_gr.server.codec.fields import MOST_NAMES, Item, Items, Name, Value, optional_items
 from npu_gr.server.config import ServerConfig
 

@@ -8,8 +8,9 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import msgspec
 
+from npu_gr.core.arrays import I64
+from npu_gr.core.history import UserKey
 from npu_gr.core.kinds import A, Q
-from npu_gr.core.request import I64, UserKey
 from npu_gr.server.codec import bulk
 from npu_gr.server.codec.naming import Names
 from npu_gr.server.config import ServerConfig

@@ -15,17 +15,10 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from npu_gr.core.arrays import F32, I16, I64
 from npu_gr.core.errors import TooLarge, Unprocessable
+from npu_gr.core.history import Events, HistoryRef, HistoryReport, UserKey
 from npu_gr.core.names import FIRST_HASHED, MAX_NAME_BYTES, item_ids
-from npu_gr.core.request import (
-    F32,
-    I16,
-    I64,
-    Events,
-    HistoryRef,
-    HistoryReport,
-    UserKey,
-)
 from npu_gr.core.time_order import oldest_first
 from npu_gr.core.words import quoted
 from npu_gr.server.codec.naming import Names

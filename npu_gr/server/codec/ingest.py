@@ -11,7 +11,8 @@ from typing import Annotated
 import msgspec
 
 from npu_gr.core.errors import NpuGrError, RequestError
-from npu_gr.core.request import IngestAnswer, IngestRequest, Mode, UserKey, Write, Written
+from npu_gr.core.history import Mode, UserKey, Write, Written
+from npu_gr.core.request import IngestAnswer, IngestRequest
 from npu_gr.server.codec.base import Codec, Shown
 from npu_gr.server.codec.events import Key
 from npu_gr.server.codec.fields import History, Tenant, UserId, parse_events

@@ -6,7 +6,8 @@ from typing import Annotated
 
 import msgspec
 
-from npu_gr.core.request import HistoryRef, MatchAnswer, MatchRequest
+from npu_gr.core.history import HistoryRef
+from npu_gr.core.request import MatchAnswer, MatchRequest
 from npu_gr.server.codec.base import Codec, Shown
 from npu_gr.server.codec.fields import (
     Candidates,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Literal, Protocol
 
+from npu_gr.core.arrays import I64
 from npu_gr.core.names import ActionNames
-from npu_gr.core.request import I64
 
 
 class Names(Protocol):

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from npu_gr.core.errors import ConfigError, NpuGrError, StoreFailed, Unavailable, Unprocessable
-from npu_gr.core.request import Events, Mode, UserKey, Write, Written
+from npu_gr.core.history import Events, Mode, UserKey, Write, Written
 from npu_gr.core.words import cut
 from npu_gr.tools.consume.dead_letters import DeadLetters
 from npu_gr.tools.consume.message import Fields, Poison, read_event

@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from npu_gr.core.arrays import F32
 from npu_gr.core.errors import DataError
-from npu_gr.core.request import F32
 from npu_gr.train.graph import Csr, Graph
 
 MAX_SIDE = 12_000  # users or items, whichever are fewer, of EASE's matrix: it is inverted

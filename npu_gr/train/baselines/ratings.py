@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from npu_gr.core.request import I64
+from npu_gr.core.arrays import I64
 from npu_gr.train.data import InteractionLog
 from npu_gr.train.metrics import F64
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from npu_gr.core.request import I64
+from npu_gr.core.arrays import I64
 from npu_gr.core.settings import Count, Positive
 from npu_gr.train.data import Batch, InteractionLog, NextItem, Split, batches, windows
 from npu_gr.train.metrics import F64, ndcg

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from npu_gr.core.request import I64
+from npu_gr.core.arrays import I64
 from npu_gr.train.baselines.linear import LinearModel
 from npu_gr.train.judge import Judge, smooth_hit
 

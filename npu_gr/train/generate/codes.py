@@ -27,8 +27,8 @@ from torch.nn.functional import normalize
 
 from npu_gr.catalogue.records import read_items
 from npu_gr.catalogue.trie import I32
+from npu_gr.core.arrays import F32, I64
 from npu_gr.core.errors import ConfigError, DataError
-from npu_gr.core.request import F32, I64
 from npu_gr.features.interactions import ItemValues
 from npu_gr.train.data import InteractionLog
 

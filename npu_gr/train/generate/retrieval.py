@@ -18,7 +18,7 @@ from npu_gr.backend.cpu.backend import CPUBackend
 from npu_gr.catalogue.build import build_trie
 from npu_gr.catalogue.filters import Filter, allow_all, deny_items
 from npu_gr.catalogue.trie import Codebooks
-from npu_gr.core.request import I64
+from npu_gr.core.arrays import I64
 from npu_gr.engine.beam_search import SearchOptions, Tables
 from npu_gr.engine.generate_engine import Generator, PromptKV, layout_of, make_prompt
 from npu_gr.kv.arena import KVArena

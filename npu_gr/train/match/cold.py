@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from npu_gr.core.request import I64
+from npu_gr.core.arrays import I64
 from npu_gr.train.baselines.tune import SCALE_USERS, log_popularity, root_mean_square
 from npu_gr.train.graph import Graph
 from npu_gr.train.judge import HeldOut, Judge, Scores, smooth_hit

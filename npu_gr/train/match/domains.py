@@ -8,8 +8,9 @@ from pathlib import Path
 
 import numpy as np
 
+from npu_gr.core.arrays import I64
 from npu_gr.core.errors import DataError
-from npu_gr.core.request import I64, UserKey
+from npu_gr.core.history import UserKey
 from npu_gr.features.interactions import read_edges
 from npu_gr.train.graph import Graph, unique_edges
 from npu_gr.train.judge import HeldOut, Judge

@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from npu_gr.core.request import I64
+from npu_gr.core.arrays import I64
 from npu_gr.matching.fold import LEAK, Activation, Folding, Norm
 from npu_gr.train.graph import Graph
 from npu_gr.train.match.propagation import propagation

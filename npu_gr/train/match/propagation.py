@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from npu_gr.core.request import F32
+from npu_gr.core.arrays import F32
 from npu_gr.train.graph import Csr, Graph
 
 KATZ_ROUNDS = 100  # most iterations of each of the two loops

@@ -30,8 +30,8 @@ import xxhash
 from torch import Tensor, nn
 from torch.nn.functional import normalize
 
+from npu_gr.core.arrays import I64
 from npu_gr.core.errors import DataError
-from npu_gr.core.request import I64
 from npu_gr.matching.fold import Folding
 from npu_gr.train.baselines.tune import log_popularity
 from npu_gr.train.graph import Graph

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from npu_gr.core.request import I64
+from npu_gr.core.arrays import I64
 from npu_gr.train.graph import Graph, unique_edges
 from npu_gr.train.judge import HeldOut
 

@@ -18,7 +18,7 @@ import numpy.typing as npt
 import torch
 from rich.table import Table
 
-from npu_gr.core.request import I64
+from npu_gr.core.arrays import I64
 from npu_gr.model.hstu import HSTU
 from npu_gr.model.order import Order
 from npu_gr.train.baselines import Baseline

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from npu_gr.backend.cpu.backend import CPUBackend
-from npu_gr.core.request import F32, I64
+from npu_gr.core.arrays import F32, I64
 from npu_gr.model.hstu import HSTU, Segment
 from npu_gr.model.order import DECAY, LAST_EVENTS, MAX_SUCCESSORS, PRIOR, WEIGHTS, Order
 from npu_gr.train.data import InteractionLog, NextItem

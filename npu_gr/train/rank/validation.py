@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
-from npu_gr.core.request import I64
+from npu_gr.core.arrays import I64
 from npu_gr.model.hstu import HSTU
 from npu_gr.train.data import InteractionLog, NextItem, Window, batches
 from npu_gr.train.metrics import F64

@@ -23,7 +23,8 @@ import numpy as np
 from msgspec import Meta
 from rich.table import Table
 
-from npu_gr.core.request import F32, UserKey
+from npu_gr.core.arrays import F32
+from npu_gr.core.history import UserKey
 from npu_gr.core.settings import Count
 from npu_gr.features.interactions import Interactions
 from npu_gr.matching.fold import Folding

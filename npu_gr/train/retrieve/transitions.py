@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from npu_gr.core.request import F32, I64
+from npu_gr.core.arrays import F32, I64
 from npu_gr.train.data import InteractionLog
 from npu_gr.train.metrics import F64
 

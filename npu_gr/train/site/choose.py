@@ -13,9 +13,11 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
+from npu_gr.core.arrays import I64
+from npu_gr.core.history import Events, HistoryRef, UserKey
 from npu_gr.core.kinds import RECOMMEND
 from npu_gr.core.names import ActionNames
-from npu_gr.core.request import I64, Events, HistoryRef, OrderName, RecommendRequest, SourceName, UserKey
+from npu_gr.core.request import OrderName, RecommendRequest, SourceName
 from npu_gr.features.base import HistoryConfig
 from npu_gr.features.interactions import Interactions
 from npu_gr.jobs.cascade_plan import best_first, by_both, in_turns

@@ -19,7 +19,7 @@ from npu_gr.backend.reference import ReferenceBackend
 from npu_gr.catalogue.tokens import Tokens
 from npu_gr.catalogue.trie import Trie
 from npu_gr.core.errors import ConfigError
-from npu_gr.core.request import HistoryReport
+from npu_gr.core.history import HistoryReport
 from npu_gr.engine.beam_search import SearchOptions, Tables
 from npu_gr.engine.generate_engine import GeneratedItems, Generator, ItemSearch, PromptKV, layout_of, make_prompt
 from npu_gr.engine.job import JobOrder

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import pytest
 
 from npu_gr.core.errors import ConfigError, StoreFailed, Unavailable, Unprocessable
+from npu_gr.core.history import UserKey, Write, Written
 from npu_gr.core.names import item_id
-from npu_gr.core.request import UserKey, Write, Written
 from npu_gr.features.base import HistoryConfig, HistoryStore
 from npu_gr.features.store import open_store
 from npu_gr.tools.consume import consumer as module

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from npu_gr.core.errors import DataError
-from npu_gr.core.request import UserKey
+from npu_gr.core.history import UserKey
 from npu_gr.train.match.domains import Domains, hold_out, read_domains, split
 from tests.train.match.synthetic import domains
 

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from npu_gr.backend.cpu.backend import CPUBackend
-from npu_gr.core.request import Basis, UserKey
+from npu_gr.core.history import UserKey
+from npu_gr.core.request import Basis
 from npu_gr.matching.matcher import Matcher
 from npu_gr.matching.vectors import load, save
 from npu_gr.train.baselines.linear import PureSVD

@@ -11,8 +11,10 @@ import pytest
 from npu_gr.backend.cpu.backend import CPUBackend
 from npu_gr.catalogue.item_names import ItemNames
 from npu_gr.cli.main import main
+from npu_gr.core.arrays import I64
 from npu_gr.core.errors import DataError
-from npu_gr.core.request import I64, Basis, UserKey
+from npu_gr.core.history import UserKey
+from npu_gr.core.request import Basis
 from npu_gr.features.interactions import Interactions
 from npu_gr.matching.fold import Folding
 from npu_gr.matching.matcher import Matcher

@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 import yaml
 
+from npu_gr.core.history import Events, HistoryRef, UserKey
 from npu_gr.core.kinds import RECOMMEND
 from npu_gr.core.names import ActionNames
-from npu_gr.core.request import Events, HistoryRef, RecommendRequest, SourceName, UserKey
+from npu_gr.core.request import RecommendRequest, SourceName
 from npu_gr.features.interactions import Interactions
 from npu_gr.model.weights import save
 from npu_gr.service.app import instance

@@ -1,0 +1,164 @@
+"""Users and their behaviours: how they come with a request, how they were read, how they are written to the store."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from npu_gr.core.arrays import I16, I64
+from npu_gr.core.errors import StoreFault
+
+
+class UserKey(NamedTuple):
+    """A user of a tenant. Never logged, never a metric label."""
+
+    tenant: str
+    user: str
+
+
+class HistorySource(StrEnum):
+    """Where the behaviours of a request came from; in answers, and a metric label."""
+
+    REQUEST = "request"  # the request brought them, whole or on a known prefix
+    STORE = "store"
+    LAST_KNOWN = "last_known"  # the store failed: what this instance last knew of the user
+    NOTHING = "nothing"  # the store failed, and nothing was known: no behaviours
+
+
+class HistoryOrigin(NamedTuple):
+    """The source of behaviours, and the fault of the store if it should have been the source."""
+
+    source: HistorySource
+    fault: StoreFault | None = None
+    sorted_events: int = 0  # of a request: how many stood later than newer ones; they were sorted
+
+    @property
+    def is_degraded(self) -> bool:
+        """Whether the store should have been the source, and was not."""
+        return self.fault is not None
+
+
+FROM_REQUEST = HistoryOrigin(HistorySource.REQUEST)
+
+
+FROM_STORE = HistoryOrigin(HistorySource.STORE)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Events:
+    """Behaviours, oldest first, with the caller's own item ids. n = number of events."""
+
+    items: I64  # [n] external item ids
+    actions: I16  # [n] action ids as the model's config names them
+    timestamps: I64  # [n] unix seconds
+    origin: HistoryOrigin = FROM_REQUEST
+
+    def __post_init__(self) -> None:
+        assert self.items.shape == self.actions.shape == self.timestamps.shape
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def __getitem__(self, part: slice) -> Events:
+        return Events(self.items[part], self.actions[part], self.timestamps[part], self.origin)
+
+    def __add__(self, newer: Events) -> Events:
+        join = np.concatenate
+        return Events(
+            join((self.items, newer.items)),
+            join((self.actions, newer.actions)),
+            join((self.timestamps, newer.timestamps)),
+            newer.origin,
+        )
+
+    def coming_from(self, origin: HistoryOrigin) -> Events:
+        """Return the same behaviours with another origin."""
+        return Events(self.items, self.actions, self.timestamps, origin)
+
+    @classmethod
+    def make(cls, items: npt.ArrayLike, actions: npt.ArrayLike, timestamps: npt.ArrayLike) -> Events:
+        """Copy three integer rows of the same length into arrays; numpy must be able to read them."""
+        return cls(np.array(items, np.int64), np.array(actions, np.int16), np.array(timestamps, np.int64))
+
+    @classmethod
+    def empty(cls) -> Events:
+        """Make a history without behaviours."""
+        return cls.make([], [], [])
+
+    def fingerprint(self, first_index: int = 0) -> str:
+        """Hash every event into 32 hex digits (xxh3-128): histories are equal if and only if theirs are.
+
+        Args:
+            first_index: of the first event in the user's whole history; the same events elsewhere are another history.
+        """
+        digest = xxhash.xxh3_128(len(self).to_bytes(8, "little"))
+        if first_index:
+            digest.update(first_index.to_bytes(8, "little"))
+        for row in (self.items, self.actions, self.timestamps):
+            digest.update(np.ascontiguousarray(row).data)
+        return digest.hexdigest()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class HistoryRef:
+    """How a request names its history.
+
+    events  base
+    given   absent   `events` are the whole history
+    given   given    `events` continue the prefix that `base` names
+    absent  given    the prefix that `base` names is the whole history
+    absent  absent   the history store has it
+    """
+
+    events: Events | None = None
+    base: str | None = None  # the fingerprint in an earlier answer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HistoryReport:
+    """How the behaviours of a request were read."""
+
+    fingerprint: str  # of the newest events, with those that the model lacks; the `base` of a later delta
+    num_tokens: int  # that the model read
+    cut_tokens: int = 0  # events of the whole history in front of the window
+    unknown_items: int = 0  # events of the window left out because the model lacks their item
+    origin: HistoryOrigin = FROM_REQUEST  # where the behaviours came from
+
+    def log_fields(self) -> dict[str, Any]:
+        """Return what the access log says of the history: its length, and how it was degraded."""
+        source, fault, sorted_events = self.origin
+        return {
+            "history_tokens": self.num_tokens,
+            "sorted_events": sorted_events or None,
+            "history_source": source.value if fault else None,
+            "history_fault": fault.value if fault else None,
+        }
+
+
+class Mode(StrEnum):
+    """What a write does with the behaviours that the store has of the user."""
+
+    APPEND = "append"  # the new ones come behind them
+    MERGE = "merge"  # only those that are not there are added, in time order: a second time changes nothing
+    REPLACE = "replace"  # the new ones come in their place
+
+
+class Write(NamedTuple):
+    """Behaviours of one user for the history store."""
+
+    user: UserKey
+    events: Events
+    mode: Mode = Mode.APPEND
+    key: str | None = None  # idempotency key of an append
+
+
+class Written(NamedTuple):
+    """What a write did."""
+
+    num_events: int  # that the store now keeps of the user
+    num_added: int  # of those that came

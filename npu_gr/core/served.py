@@ -1,0 +1,69 @@
+"""What an instance serves: its models, its catalogue and its vectors, and changes of the catalogue."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from npu_gr.core.arrays import I64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class NewItem:
+    """An item to add to the catalogue."""
+
+    item_id: int
+    name: str = ""  # that the id was made of; "" = the id itself
+    title: str = ""
+    sid: tuple[int, ...]
+    order: float | None = None
+    attributes: dict[str, bool | int | float | str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class CatalogueChange:
+    """Changes that make a new version of the catalogue; applied in this order."""
+
+    add: tuple[NewItem, ...] = ()
+    withdraw: I64 | None = None  # [n] external ids
+    restore: I64 | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VectorsInfo:
+    """The version of the vectors that is served."""
+
+    version: str
+    num_users: int
+    num_items: int
+    num_bytes: int
+    age_s: float
+    previous: str | None  # what a rollback would serve
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CatalogueInfo:
+    """The version of the semantic-ID catalogue that is served."""
+
+    version: str
+    num_items: int
+    num_bytes: int
+    age_s: float
+    previous: str | None  # what a rollback would serve
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelInfo:
+    """A model in service, or one that drains."""
+
+    name: str
+    version: str
+    tasks: tuple[str, ...]
+    actions: tuple[str, ...]
+    num_items: int
+    max_history_tokens: int
+    device: str
+    dtype: str
+    kernels: str = "torch"  # what runs the hot ops: torch, or the instruction set of the native kernels
+    ops: Mapping[str, str] = field(default_factory=dict)  # an op that has more than one implementation -> the one used
+    is_draining: bool = False  # replaced: only requests that name its version get it, for `relay.t_life_s`
