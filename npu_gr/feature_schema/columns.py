@@ -173,7 +173,7 @@ class ModelFeatures:
             if feature is not None and feature.kind != "number":
                 fitting[name] = _wide(hashes, feature.max_values) if hashes.shape[1] < feature.max_values else (
                     hashes[:, : feature.max_values])  # fmt: skip
-        return encoder.encode(fitting, num_rows)
+        return encoder.encode_columns(fitting, num_rows)
 
 
 def _is_number(encoder: FeatureEncoder, name: str) -> bool:

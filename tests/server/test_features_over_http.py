@@ -93,8 +93,8 @@ async def test_the_client_sends_them(http: tuple[Any, Service]) -> None:
     client, service = http
     want = await (await client.post("/v1/rank", json=body())).json()
     history = Behaviours(HISTORY["items"], HISTORY["actions"], HISTORY["timestamps"], SURFACE)
-    cross = {**CROSS, "spent": np.array([1.5, np.nan, 0.25])}
-    late = Features(request={**REQUEST, "spent": np.float32(-1.25)}, cross=cross)
+    cross: dict[str, Any] = {**CROSS, "spent": np.array([1.5, np.nan, 0.25])}
+    late = Features(request={**REQUEST, "spent": float(np.float32(-1.25))}, cross=cross)
     async with AsyncClient(str(client.make_url("/")), timeout_s=30.0) as caller:
         both = Features(user=USER, request=late.request, cross=late.cross)
         ranked = await caller.rank("u", CANDIDATES, history=history, timestamp=SHOWN_AT, features=both)
