@@ -2,13 +2,15 @@
 
     events    log(1 + events of the history that are like the candidate)
     share     these events / all of the history
-    rate      of the events that are like the candidate, whatever was done, those with one of the feature's actions
+    rate      of the events that are like the candidate, whatever was done, the share with one of the feature's actions;
+              with 5 more events at the rate of the whole history, so that few events say little
     recency   log(1 + seconds since the newest event that is like the candidate)
 
 An event is like a candidate if it is of the same item; `events_by:genre`: if both have a value of the item feature
-`genre`. A candidate with several values gets the mean over them of the events, and the newest of all. Where a feature
-has `actions`, only events with one of them count, but for `rate`, which compares them with all. What cannot be said is
-missing: a share of no events, a rate or recency without an event, anything by a feature that the candidate lacks.
+`genre`; `events_by:*`: always. A candidate with several values gets the mean over them of the events, and the newest of
+all. Where a feature has `actions`, only events with one of them count, but for `rate`, which compares them with all.
+What cannot be said is missing: a share or rate of an empty history, a recency without an event, anything by a feature
+that the candidate lacks.
 
     hour      hour of the day, 0 to 23, UTC
     weekday   0 = Monday to 6
@@ -31,6 +33,8 @@ ItemCodes = npt.NDArray[np.integer]
 OF_HISTORY = ("events", "share", "rate", "recency")
 OF_TIME = {"hour": 24, "weekday": 7}  # -> how many values it has
 BY = "_by:"
+ALL = "*"  # instead of an item feature: all items are alike
+PRIOR = 5.0  # events at the history's own rate that every rate has besides
 _DENSE = 1 << 16  # values of which a table is cheaper than sorting those of the candidates
 NEVER = int(np.iinfo(np.int64).min)  # the time of an event that there is not
 _DAY_S = 86_400
@@ -60,7 +64,7 @@ class Rule(NamedTuple):
     """What is computed of a history and a candidate."""
 
     what: str  # one of OF_HISTORY
-    by: str  # an item feature; "" = the item itself
+    by: str  # an item feature, or ALL; "" = the item itself
 
 
 def read_rule(computed: str) -> Rule:
@@ -90,7 +94,8 @@ class Alike:
     num_counted: I64  # [..., k] of these, with one of the actions
     newest: I64  # [..., k] unix seconds of the newest of the counted; NEVER = there is none
     is_value: Bools  # [..., k]
-    num_history: I64 | int  # broadcasts to [...]: counted events of the history, like it or not
+    num_history: I64 | int  # broadcasts to [...]: events of the history, like the candidate or not
+    num_history_counted: I64 | int  # the same: of these, with one of the actions
     now: I64 | int  # broadcasts to [...]: unix seconds
 
     def column(self, what: str) -> F64:
@@ -101,9 +106,11 @@ class Alike:
             ago = np.maximum(self.now - np.where(newest == NEVER, self.now, newest), 0)
             return np.where(newest == NEVER, np.nan, np.log1p(ago))
         if what == "rate":
-            return _ratio(counted, np.where(self.is_value, self.num_all, 0).sum(-1))
+            alike = np.where(self.is_value.any(-1), np.where(self.is_value, self.num_all, 0).sum(-1), np.nan)
+            own = _ratio(np.asarray(self.num_history_counted), self.num_history)
+            return np.asarray((counted + PRIOR * own) / (alike + PRIOR))
         mean = _ratio(counted, self.is_value.sum(-1))
-        return np.log1p(mean) if what == "events" else _ratio(mean, self.num_history)
+        return np.log1p(mean) if what == "events" else _ratio(mean, self.num_history_counted)
 
 
 def _ratio(part: I64 | F64, whole: I64 | int) -> F64:
@@ -136,7 +143,7 @@ class CrossFeatures:
             if not feature.computed:
                 continue
             rule = read_rule(feature.computed)
-            if rule.by and rule.by not in item_values:
+            if rule.by and rule.by != ALL and rule.by not in item_values:
                 there = ", ".join(item_values) or "none"
                 raise ValueError(f"features.{feature.name}: no item feature {rule.by!r}; there are {there}")
             if missing := [action for action in feature.actions if action not in actions]:
@@ -146,13 +153,14 @@ class CrossFeatures:
         self._item_values = item_values
 
     def num_values(self, by: str) -> int:
-        """Return the number of values of an item feature."""
-        return self._item_values[by].padding
+        """Return the number of values of an item feature, or of ALL."""
+        return 1 if by == ALL else self._item_values[by].padding
 
     def values_of(self, by: str, items: I64) -> tuple[ItemCodes, Bools]:
         """Look up values: item rows [...] -> values [..., k] and whether each is one. A row past the table has none."""
-        if not by:
-            return items[..., None], np.ones((*items.shape, 1), np.bool_)
+        if by in ("", ALL):
+            values = items[..., None]
+            return values if by == "" else np.zeros_like(values), np.ones(values.shape, np.bool_)
         codes, padding = self._item_values[by]
         if items.max(initial=0) < len(codes):
             values = codes.take(items, 0)
@@ -202,7 +210,8 @@ class CrossFeatures:
         newest[counted] = (times if is_counted is None else times[is_counted])[
             :, None
         ]  # of equal places the last stays
-        return Alike(num_all[wanted], num_counted[wanted], newest[wanted], is_value, len(counted), shown_at)
+        counts = num_all[wanted], num_counted[wanted], newest[wanted]
+        return Alike(*counts, is_value, len(items), len(counted), shown_at)
 
 
 def time_column(computed: str, times: I64) -> I64:

@@ -33,7 +33,7 @@ class Named(NamedTuple):
 FEATURES = [
     Named(f"{what}{by}{'!' if actions else ''}", what + by, actions)
     for what in OF_HISTORY
-    for by in ("", "_by:genre")
+    for by in ("", "_by:genre", "_by:*")
     for actions in ((), ("cart", "buy"))
 ]
 
@@ -45,8 +45,8 @@ class Event(NamedTuple):
 
 
 def values(by: str, item: int) -> set[int]:
-    if not by:
-        return {item}
+    if by in ("", "*"):
+        return {0 if by else item}
     return set() if item >= NUM_ITEMS else set(GENRES[item].tolist()) - {PADDING}
 
 
@@ -64,7 +64,7 @@ def slow(feature: Named, history: list[Event], candidate: int, now: int) -> floa
         return num / len(own) / len(counted) if counted else math.nan
     if what == "rate":
         whole = sum(value in values(by, event.item) for value in own for event in history)
-        return num / whole if whole else math.nan
+        return (num + 5 * len(counted) / len(history)) / (whole + 5) if history else math.nan
     newest = max((event.time for events in alike for event in events), default=None)
     return math.nan if newest is None else math.log1p(max(0, now - newest))
 

@@ -67,12 +67,14 @@ class LoggedCross:
             if not counts.all():
                 num_counted, newest = self._before(rule.by, counts, events, values)
             before = np.concatenate([[0], np.cumsum(counts[log.actions])])
+            first = self._first[events]
             columns[name] = Alike(
                 num_all,
                 num_counted,
                 newest,
                 is_value,
-                (before[events] - before[self._first[events]])[:, None],
+                (events - first)[:, None],
+                (before[events] - before[first])[:, None],
                 log.times[events][:, None],
             ).column(rule.what)
         return columns

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from npu_gr.core.errors import ConfigError, DataError
-from npu_gr.feature_schema.computed import BY, OF_TIME, CrossFeatures, ItemValueTable, read_rule
+from npu_gr.feature_schema.computed import ALL, BY, OF_TIME, CrossFeatures, ItemValueTable, read_rule
 from npu_gr.feature_schema.schema import Feature
 from npu_gr.features.columns import FeatureColumn
 from npu_gr.features.interactions import ItemValues
@@ -56,7 +56,7 @@ def choose_features(
     names = {item.name for item in item_features}
     for feature in (*found, *computed):
         by = feature.computed.partition(BY)[2]
-        if by and by not in names:
+        if by and by != ALL and by not in names:
             there = ", ".join(sorted(names)) or "none"
             raise ConfigError(f"train: computed {feature.computed}: no item feature {by!r}; there are {there}")
     return (*found, *_with_borders(log, item_features, computed, options.max_history_tokens))

@@ -217,7 +217,7 @@ def test_logged_crosses_are_those_of_a_request(data: st.DataObject, max_events: 
     features = [
         Feature(name=f"{what}{by}{actions}", of="cross", kind="number", computed=what + by, actions=actions)
         for what in OF_HISTORY
-        for by in ("", "_by:genre")
+        for by in ("", "_by:genre", "_by:*")
         for actions in ((), ("2", "3"))
     ]
     cross = CrossFeatures(features, log.names_of_actions, genres)
