@@ -40,11 +40,11 @@ K = 10
 TASKS = (CLICK, LIKE)
 FIGURES = {"HR": hits, "NDCG": ndcg_of_each}
 COMPUTED_CROSS = (
-    "events",
-    "events_by:class",
-    "likes_by:class",
+    "rate_by:*",
+    "events_by:*",
     "rate_by:class",
-    "share_by:class",
+    "likes_by:class",
+    "events_by:class",
     "recency_by:class",
     "rate_by:release_year",
 )

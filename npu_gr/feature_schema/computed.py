@@ -159,8 +159,8 @@ class CrossFeatures:
     def values_of(self, by: str, items: I64) -> tuple[ItemCodes, Bools]:
         """Look up values: item rows [...] -> values [..., k] and whether each is one. A row past the table has none."""
         if by in ("", ALL):
-            values = items[..., None]
-            return values if by == "" else np.zeros_like(values), np.ones(values.shape, np.bool_)
+            own = items[..., None] * (by == "")
+            return own, np.ones(own.shape, np.bool_)
         codes, padding = self._item_values[by]
         if items.max(initial=0) < len(codes):
             values = codes.take(items, 0)
