@@ -26,7 +26,7 @@ from npu_gr.core.history import UserKey
 from npu_gr.core.names import ActionNames
 from npu_gr.core.request import Outcome, RankAnswer, RankRequest, Reason, Verdict
 from npu_gr.core.served import ModelInfo
-from npu_gr.engine.rank_engine import FindPass, NextItems, RankEngine, RankPass
+from npu_gr.engine.rank_engine import Ahead, FindPass, NextItems, RankEngine, RankPass, RankScores
 from npu_gr.jobs.base import Call
 from npu_gr.jobs.config import RankingConfig
 from npu_gr.jobs.histories import UserHistory
@@ -160,33 +160,66 @@ class Ranking:
         )
         async with taken as lease:
             lease_s = time.monotonic() - began_at
+            work = RankPass(tokens, 0, rows, shown_at, vector=vector)
             lease, scored = await self._tried(
-                lambda work: self.engine.rank(work, call.deadline_at, call.arrived_at),
-                RankPass(tokens, 0, rows, shown_at, vector=vector),
-                lease,
+                lambda leased: self.engine.rank(leased, call.deadline_at, call.arrived_at), work, lease
             )
+        return self._answer(request, work, lease, scored, known, {"history": history_s, "lease": lease_s})
+
+    def ranked_ahead(self, request: RankRequest, tokens: Tokens, lease: Lease, found: NextItems) -> RankAnswer | None:
+        """Answer a rank from what `find` scored ahead.
+
+        Args:
+            request: its candidates.
+            tokens: of its history.
+            lease: that `find` used.
+            found: by it.
+
+        Returns:
+            None = other candidates were scored, or none.
+        """
+        if found.candidates is None or found.scores is None:
+            return None
+        if not np.array_equal(self.item_ids[found.candidates], request.candidates):
+            return None
+        assert request.timestamp is not None
+        work = RankPass(tokens, 0, found.candidates, request.timestamp)
+        return self._answer(request, work, lease, found.scores, np.ones(len(found.candidates), np.bool_), {})
+
+    def _answer(
+        self,
+        request: RankRequest,
+        work: RankPass,
+        lease: Lease,
+        scored: RankScores,
+        known: np.ndarray[Any, np.dtype[np.bool_]],
+        stages_s: dict[str, float],
+    ) -> RankAnswer:
+        """Say what a pass computed, and check some of it."""
         if lease.cached and self._random.random() < self._config.selfcheck_ratio:
-            self._own(self._selfcheck(tokens, rows, shown_at, scored.logits))
+            self._own(self._selfcheck(replace(work, vector=None), scored.logits))
         return RankAnswer(
             model_version=self.version,
             outcome=lease.outcome,
             reason=lease.reason,
             scores=self._scores(scored.logits, known),
             top=self._top(request, scored.logits, known),
-            history=tokens.report,
+            history=work.tokens.report,
             prefix_tokens=lease.cached.num_tokens if lease.cached else 0,
-            unknown_candidates=len(known) - len(rows),
+            unknown_candidates=len(known) - len(scored.logits),
             retrieval=None if scored.retrieval is None else _placed(scored.retrieval, known),
-            stages_s={
-                "history": history_s,
-                "lease": lease_s,
-                "queue": scored.queue_s,
-                "device": scored.device_s,
-            },
+            stages_s=stages_s | {"queue": scored.queue_s, "device": scored.device_s},
         )
 
     async def find(
-        self, tokens: Tokens, shown_at: int, k: int, hidden: I64, lease: Lease, call: Call
+        self,
+        tokens: Tokens,
+        shown_at: int,
+        k: int,
+        hidden: I64,
+        lease: Lease,
+        call: Call,
+        ahead: Ahead | None = None,
     ) -> tuple[Lease, NextItems]:
         """Find the best of the model's own items. Only where it retrieves.
 
@@ -197,12 +230,13 @@ class Ranking:
             hidden: [n] item rows that must not be found, each once.
             lease: of the prefix; pages that it keeps are written.
             call: when the stage began, and when it must be done.
+            ahead: what of it to score in the same job; None = nothing.
 
         Returns:
             The lease that was used (another one, if the device failed while it read the prefix), and what was found.
         """
         return await self._tried(
-            lambda work: self.engine.find(FindPass(work, k, hidden), call.deadline_at, call.arrived_at),
+            lambda work: self.engine.find(FindPass(work, k, hidden, ahead), call.deadline_at, call.arrived_at),
             RankPass(tokens, 0, NOTHING, shown_at),
             lease,
         )
@@ -246,10 +280,10 @@ class Ranking:
 
     # ---- the self-check
 
-    async def _selfcheck(self, tokens: Tokens, rows: I64, shown_at: int, cached: F32) -> None:
+    async def _selfcheck(self, work: RankPass, cached: F32) -> None:
         """Score a served request again without its prefix KV, behind the requests that wait; export the drift."""
         try:
-            cold = await self.engine.rank(RankPass(tokens, 0, rows, shown_at), time.monotonic() + _SELFCHECK_S)
+            cold = await self.engine.rank(work, time.monotonic() + _SELFCHECK_S)
         except NpuGrError:
             return  # the device has no time for it now
         drift = float(np.abs(cold.logits - cached).max() / max(float(cold.logits.std()), 1e-6))
