@@ -26,11 +26,23 @@ from npu_gr.engine.cost import CostModel, fit
 from npu_gr.engine.job import Demand, JobOrder, JobStep
 from npu_gr.engine.page_jobs import CachedPrefix, PageJobs, chunks
 from npu_gr.engine.scheduler import Scheduler
+from npu_gr.feature_schema.encode import Encoded
 from npu_gr.kv.arena import KVArena
 from npu_gr.kv.layout import PageRun
+from npu_gr.model.feature_rows import FeatureValues
 from npu_gr.model.hstu import HSTU, HostTokens, Past, Segment
 
 FOUND = 200  # items that the warm-up finds
+
+
+class LateFeatures(NamedTuple):
+    """The features that no cached prefix holds; None = missing, or the model has none."""
+
+    request: Encoded | None = None  # [1]
+    cross: Encoded | None = None  # [c]
+
+
+NONE_LATE = LateFeatures()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -50,6 +62,7 @@ class RankPass:
     cached: CachedPrefix | None = None
     keep: tuple[PageRun, ...] | None = None  # pages for the whole history; those of `cached`, if there are any
     vector: F32 | None = None  # [d] u, whose product with each candidate is wanted too
+    features: LateFeatures = NONE_LATE
 
     @property
     def demand(self) -> Demand:
@@ -260,30 +273,40 @@ class RankEngine(PageJobs):
         return (rows * self.backend.upload(work.vector)).sum(-1)
 
     def _segment(self, work: RankPass, *, is_next: bool = False) -> Segment:
-        tokens = work.tokens
         cached = work.cached
         start = cached.num_tokens if cached else work.first_token
+        times = work.tokens.timestamps
+        if not len(work.tokens.rows):  # the user's token, if any: as old as the candidates
+            times = np.full_like(times, work.candidate_time)
+        new = work.tokens[start:] if start else work.tokens
         past = None
         if cached:
             arena = self.arena
             held = cached
             past = Past(
-                self.backend.upload(tokens.events.timestamps[:start]),
+                self.backend.upload(times[:start]),
                 lambda layer: arena.slabs(layer, held.runs, held.num_tokens),
             )
         return Segment(
-            items=self.backend.upload(tokens.rows[start:]),
-            actions=self.backend.upload(tokens.events.actions[start:].astype(np.int64)),
-            times=self.backend.upload(tokens.events.timestamps[start:]),
+            items=self.backend.upload(new.rows),
+            actions=self.backend.upload(new.events.actions.astype(np.int64)),
+            times=self.backend.upload(times[start:]),
             candidates=self.backend.upload(self._next if is_next else work.candidates),
             candidate_time=work.candidate_time,
             is_next=is_next,
             past=past,
             sink=None if work.keep is None else self.arena.sink(work.keep, start),
-            host=self._host_tokens(work, start),
+            host=self._host_tokens(work, start, times),
+            user=self._values(new.user),
+            events=self._values(new.features),
+            request=self._values(work.features.request),
+            cross=None if is_next else self._values(work.features.cross),
         )
 
-    def _host_tokens(self, work: RankPass, start: int) -> HostTokens | None:
+    def _values(self, encoded: Encoded | None) -> FeatureValues | None:
+        return None if encoded is None else FeatureValues(*map(self.backend.upload, encoded))
+
+    def _host_tokens(self, work: RankPass, start: int, times: I64) -> HostTokens | None:
         """What `Past` and `Sink` are, as numbers; None = the pages do not say it all."""
         first = 0 if work.cached else start
         if work.keep is not None and first:
@@ -292,7 +315,7 @@ class RankEngine(PageJobs):
         pages = None if runs is None else self.arena.paged(runs)
         if runs is not None and pages is None:
             return None
-        return HostTokens(work.tokens.events.timestamps[first:], pages)
+        return HostTokens(times[first:], pages)
 
     async def warm_up(self, tokens: Tokens, lengths: Sequence[int], candidates: Sequence[int]) -> CostModel:
         """Run every shape twice, time the second run, fit the cost model and keep it.

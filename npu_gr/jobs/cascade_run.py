@@ -122,7 +122,8 @@ class CascadeRun:
         rank_s = engine.cost.pass_s(len(tokens) - cached, cached, self.max_candidates) + engine.residual_s
         self._deadlines = split(self.began_at, deadline_at, rank_s, config)
         self._shown_at = int(time.time()) if request.timestamp is None else request.timestamp
-        self._trunk = TrunkUse(ranking, request.user, tokens, self._shown_at, self.max_candidates)
+        of_request = ranking.request_features(request.request_features)
+        self._trunk = TrunkUse(ranking, request.user, tokens, self._shown_at, self.max_candidates, of_request)
         self._exclude_seen = config.exclude_seen if request.exclude_seen is None else request.exclude_seen
         self._drops_unknown = (request.unknown_items or config.unknown_items) == "drop"
         denied = [np.empty(0, np.int64) if request.deny_items is None else request.deny_items]
@@ -157,6 +158,7 @@ class CascadeRun:
             stages=tuple(self._reports),
             history=self._tokens.report,
             prefix_tokens=ranked.prefix_tokens if ranked else 0,
+            missing_features=ranked.missing_features if ranked else (),
             stages_s={
                 "history": history_s,
                 "retrieve": retrieved_at - self.began_at,
@@ -196,6 +198,7 @@ class CascadeRun:
         """Whether the trunk's items are all that the candidates wait for: then they are ranked where they are found."""
         others = [source for name, source in self._sources.items() if name != TRUNK]
         waits = any(source.waits for source in others) or self._parts.hook is not None
+        waits |= bool(self._ranking.features.cross.features)  # of candidates that are not known yet
         return self.uses_trunk and self._order != "retrieval" and not waits
 
     async def _asked_ahead(self) -> list[I64]:
@@ -328,7 +331,13 @@ class CascadeRun:
         if not len(items):
             self._report("rank", StageResult.PARTIAL, began_at, 0)
             return None
-        request = RankRequest(user=self._request.user, candidates=items, history=HistoryRef(), timestamp=self._shown_at)
+        request = RankRequest(
+            user=self._request.user,
+            candidates=items,
+            history=HistoryRef(),
+            timestamp=self._shown_at,
+            request_features=self._request.request_features,
+        )
         try:
             async with Deadline(self._deadlines.rank_at - began_at) as deadline_at:
                 # the rank's objective counts from its own stage: counted from the cascade's arrival it would be over

@@ -24,6 +24,7 @@ from npu_gr.core.arrays import I64
 from npu_gr.core.history import UserKey
 from npu_gr.core.request import RankAnswer, RankRequest
 from npu_gr.engine.rank_engine import Ahead, NextItems
+from npu_gr.feature_schema.encode import Encoded
 from npu_gr.jobs.base import Call
 from npu_gr.jobs.ranking import Ranking
 from npu_gr.relay.relay import Lease
@@ -32,7 +33,15 @@ from npu_gr.relay.relay import Lease
 class TrunkUse:
     """What a request holds of the trunk: `async with`, which ends its lease. Event loop only."""
 
-    def __init__(self, ranking: Ranking, user: UserKey, tokens: Tokens, shown_at: int, max_candidates: int) -> None:
+    def __init__(
+        self,
+        ranking: Ranking,
+        user: UserKey,
+        tokens: Tokens,
+        shown_at: int,
+        max_candidates: int,
+        features: Encoded | None = None,
+    ) -> None:
         """Lease nothing yet.
 
         Args:
@@ -41,12 +50,14 @@ class TrunkUse:
             tokens: of that history.
             shown_at: unix seconds of NEXT, and of the candidates.
             max_candidates: that the rank will bring.
+            features: of the request, for NEXT; None = missing.
         """
         self._ranking = ranking
         self._user = user
         self._tokens = tokens
         self._shown_at = shown_at
         self._max_candidates = max_candidates
+        self._features = features
         self._held = AsyncExitStack()
         self._first: Lease | None = None  # how the first pass got the prefix
         self._lease: Lease | None = None  # for the second
@@ -97,7 +108,9 @@ class TrunkUse:
         try:
             rows = ranking.vocabulary.rows(denied)
             hidden = rows[rows != UNKNOWN]
-            used, found = await ranking.find(self._tokens, self._shown_at, num_items, hidden, lease, call, self._ahead)
+            used, found = await ranking.find(
+                self._tokens, self._shown_at, num_items, hidden, lease, call, self._features, self._ahead
+            )
         except BaseException:  # a cancellation too: pages that are half written must not be found
             lease.discard()
             await self._held.aclose()
