@@ -404,7 +404,13 @@ def bench_match_train(as_json: bool, edges: int, steps: int, threads: int, seed:
 @click.option("--pairs", type=FILE, help="Folder with a folder of train.txt, perhaps test.txt, for each domain.")
 @click.option("--log", "logs", multiple=True, type=FILE, help="Of the next item; MovieLens-100K if absent; repeatable.")
 @click.option("--codes", type=FILE, help="Folder with inter.json and index_rqvae.json: the generator with given IDs.")
-@click.option("--only", "parts", multiple=True, type=click.Choice(["match", "next", "codes"]), help="Run these parts.")
+@click.option(
+    "--only",
+    "parts",
+    multiple=True,
+    type=click.Choice(["match", "next", "codes", "features", "zozotown"]),
+    help="Run these parts; the last two run only if they are named.",
+)
 @click.option("--seeds", default=3, show_default=True, type=click.IntRange(1), help="Trainings of each model.")
 @click.option("--quick", is_flag=True, help="One seed and few steps: shows that everything runs, in minutes.")
 @THREADS
@@ -437,6 +443,14 @@ def bench_quality(
         found += [next_lines(read_log(log), log.name, effort) for log in logs or (movielens_100k(),)]
     if codes is not None and (not parts or "codes" in parts):
         found.append(codes_lines(read_log(codes / "inter.json"), codes / "index_rqvae.json", codes.name, effort))
+    if "features" in parts:
+        from npu_gr.bench.quality_features import movielens_lines
+
+        found.append(movielens_lines(effort.rank, effort.seeds))
+    if "zozotown" in parts:
+        from npu_gr.bench.quality_zozotown import zozotown_lines
+
+        found.append(zozotown_lines(effort.seeds[0]))
     for name, folder in (("match", pairs), ("codes", codes)):
         if folder is None and name in parts:
             raise click.UsageError(f"--only {name} needs --{'pairs' if name == 'match' else 'codes'}")
