@@ -182,7 +182,8 @@ void events() {
   auto nothing = [](TPipe &) {};
   clean("8 buffers of VECIN, in turns", turns(4, 3, nothing));
   refused("FreeTensor: all 8 ids of V_MTE2", turns(5, 2, nothing));
-  refused("AllocEventID: all 8 ids of V_MTE2", turns(4, 2, [](TPipe &pipe) { pipe.AllocEventID<HardEvent::V_MTE2>(); }));
+  refused("AllocEventID: all 8 ids of V_MTE2",
+          turns(4, 2, [](TPipe &pipe) { pipe.AllocEventID<HardEvent::V_MTE2>(); }));
   refused("V_MTE2 id 0 is set already", [&] {
     Bench b;
     In q;
