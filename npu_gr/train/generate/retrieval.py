@@ -58,7 +58,7 @@ class RetrievalFigures:
             model: name.
             invalid_ratio: share of the answered items that the catalogue lacks.
         """
-        overall, unseen = ranks
+        overall, unseen, _ = ranks
         if not len(overall):
             return cls(model=model, num_users=0, hr_at_10=NAN, ndcg_at_10=NAN, hr_at_50=NAN)
         return cls(
@@ -167,11 +167,13 @@ class GeneratorJudge:
         arena = KVArena(layout, pages, self._backend.device)
         ranks = np.full(len(targets), MISSED)
         ranks_unseen = np.full(len(targets), MISSED)
+        is_repeat = np.zeros(len(targets), np.bool_)
         num_answered = 0
         num_invalid = 0
         for index, (user, event) in enumerate(targets):
             history = log.item_ids[log.items[log.starts[user] : event]]
             target = int(log.item_ids[log.items[event]])
+            is_repeat[index] = target in history
             tokens = make_prompt(self._trie, history, self._max_tokens).tokens
             part = PromptKV(arena, (PageRun(0, pages),), len(tokens))
             generator.encode(tokens, [], part)
@@ -188,7 +190,7 @@ class GeneratorJudge:
                 num_answered += len(found.item_ids)
             done(index + 1, len(targets))
         invalid_ratio = num_invalid / max(num_answered, 1)
-        found_ranks = NextItemRanks(ranks, ranks_unseen if unseen else np.empty(0))
+        found_ranks = NextItemRanks(ranks, ranks_unseen if unseen else np.empty(0), is_repeat)
         return RetrievalFigures.from_ranks(found_ranks, invalid_ratio=invalid_ratio)
 
     def _without(self, history: I64, target: int) -> Filter:

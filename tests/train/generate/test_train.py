@@ -80,7 +80,7 @@ def test_the_search_ranks_as_brute_force_over_the_catalogue(trained: TrainedGene
         ranks_unseen.append(sum(better[item] for item in range(NUM_ITEMS) if item not in history))
     judge = GeneratorJudge(codes, log.item_ids, TINY.history_items, 50)
     found = judge.judge(model, log, log.next_items(), unseen=True)
-    found_ranks = NextItemRanks(np.array(ranks, float), np.array(ranks_unseen, float))
+    found_ranks = NextItemRanks(np.array(ranks, float), np.array(ranks_unseen, float), np.zeros(len(ranks), np.bool_))
     assert found == RetrievalFigures.from_ranks(found_ranks, invalid_ratio=0.0)
     assert found == trained.report.generator
     assert found.hr_at_10 == np.mean([rank < 10 for rank in ranks])
@@ -112,7 +112,9 @@ def test_the_loss_is_the_mean_over_codes_of_real_items(trained: TrainedGenerator
 
 
 def test_an_item_outside_the_beams_is_missed_and_no_users_have_no_figures() -> None:
-    figures = RetrievalFigures.from_ranks(NextItemRanks(np.array([0, 9, 10, 49, 50, np.inf]), np.empty(0)))
+    figures = RetrievalFigures.from_ranks(
+        NextItemRanks(np.array([0, 9, 10, 49, 50, np.inf]), np.empty(0), np.zeros(6, np.bool_))
+    )
     assert (figures.hr_at_10, figures.hr_at_50, figures.num_users) == (2 / 6, 4 / 6, 6)
     assert math.isclose(figures.interval, 1.96 * math.sqrt(1 / 3 * 2 / 3 / 6))
     assert math.isnan(RetrievalFigures.from_ranks(NO_RANKS).hr_at_10)
