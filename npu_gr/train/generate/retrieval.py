@@ -90,6 +90,7 @@ class RetrievalReport:
     baselines: tuple[RetrievalFigures, ...]  # measured in this run
     published: tuple[RetrievalFigures, ...]  # measured by others, on the same data
     left_out: tuple[str, ...] = ()  # why other baselines are not among them
+    codes: str = ""  # how evenly the codes are used, in words
 
     def as_dict(self) -> dict[str, Any]:
         """Turn the report into plain types for JSON; leave out figures that a model does not have."""
@@ -97,6 +98,7 @@ class RetrievalReport:
         return {
             "num_trained": self.num_trained,
             "num_served": self.num_served,
+            "codes": self.codes,
             "test": known(asdict(self.generator)),
             "validation": known(asdict(self.validation)),
             "baselines": [known(asdict(row)) for row in self.baselines],
@@ -112,7 +114,7 @@ class RetrievalReport:
         """Say in words how the generator stands beside the strongest baseline."""
         comparison = self.comparison()
         words = "no user has a next item to compare on" if comparison is None else comparison.text()
-        return "\n".join([*self.left_out, words])
+        return "\n".join([*([self.codes] if self.codes else []), *self.left_out, words])
 
     def table(self) -> Table:
         """Lay the figures out for a terminal."""
