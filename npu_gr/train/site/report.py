@@ -55,6 +55,7 @@ class SiteReport(msgspec.Struct, frozen=True, kw_only=True):
 
     made_at: str  # UTC
     dataset: str  # folder
+    made_by: str = ""  # the command; empty = made by an older version
     num_events: int
     num_users: int
     num_items: int

@@ -21,8 +21,16 @@ from npu_gr.model.decoder import Decoder
 from npu_gr.train.baselines import Markov, Popularity
 from npu_gr.train.data import NextItem, Window, batches, build_log
 from npu_gr.train.generate.causal import encode, next_logits
+from npu_gr.train.generate.codes import item_vectors
 from npu_gr.train.generate.retrieval import GeneratorJudge, RetrievalFigures, baseline_figures
-from npu_gr.train.generate.train import GenerateOptions, TrainedGenerator, _loss, train_generator
+from npu_gr.train.generate.train import (
+    GenerateOptions,
+    TrainedGenerator,
+    _epochs,
+    _loss,
+    _new_model,
+    train_generator,
+)
 from npu_gr.train.next_item import NO_RANKS, NextItemRanks
 from npu_gr.train.rank.evaluate import evaluate_baseline
 from npu_gr.train.steps import TrainingProgress
@@ -53,15 +61,33 @@ def trained() -> TrainedGenerator:
     return train_generator(planted(), [], TINY)
 
 
-def test_codes_that_start_where_they_stand_learn_sooner(trained: TrainedGenerator) -> None:
-    """After one epoch, of which some events are left out or swapped; the same bits again."""
-    warm = msgspec.structs.replace(ONE, code_length=0.3, skip_ratio=0.1, swap_ratio=0.1)
-    cold, first, again = (train_generator(planted(), [], options) for options in (ONE, warm, warm))
-    assert first.report.generator == again.report.generator
-    for name, tensor in first.model.state_dict().items():
-        assert torch.equal(tensor, again.model.state_dict()[name])
-    assert first.report.generator.ndcg_at_10 > cold.report.generator.ndcg_at_10
-    assert first.report.text().startswith("codes: 6 x 6, balance ")
+def test_codes_may_start_where_their_items_stand(trained: TrainedGenerator) -> None:
+    """The mean start of a level's codes is as long as was asked for, and codes stand as the means of their items do."""
+    log, codes = trained.log, trained.codes
+    options = msgspec.structs.replace(TINY, code_length=0.5)
+    moved = _new_model(log, codes, options).embedding.weight - _new_model(log, codes, TINY).embedding.weight
+    means = codes.means(item_vectors(log, [], TINY.vector_dim, TINY.company_window, TINY.seed))
+    for level, (start, want) in enumerate(zip(moved.detach().split(codes.code_count), means, strict=True)):
+        lengths = start.norm(dim=1)
+        assert lengths[lengths > 1e-6].mean().item() == pytest.approx(0.5, rel=1e-4), level
+        assert not start[:, TINY.vector_dim :].any()
+        same = torch.cosine_similarity(start[:, : TINY.vector_dim], torch.from_numpy(want))
+        assert same[lengths > 1e-6].min() > 0.999
+
+
+def test_epochs_vary_the_log_and_repeat_bit_for_bit(trained: TrainedGenerator) -> None:
+    log, codes = trained.log, trained.codes
+
+    def weights(**changes: Any) -> torch.Tensor:
+        options = msgspec.structs.replace(ONE, **changes)
+        steps = _epochs(_new_model(log, codes, options), log, codes, options, "train", lambda _: None)
+        (averaged,) = (model for _, model in steps)
+        return averaged.embedding.weight
+
+    varied = {"skip_ratio": 0.2, "swap_ratio": 0.2}
+    assert torch.equal(weights(**varied), weights(**varied))
+    assert not torch.equal(weights(**varied), weights())
+    assert trained.report.text().startswith("codes: 6 x 6, balance ")
 
 
 def test_the_generator_learns_the_rule(trained: TrainedGenerator) -> None:
