@@ -163,6 +163,7 @@ class FrontWorkers:
         return frames.StateFrame(
             why_not="" if ready else why_not,
             models=models,
+            kind_versions=self._service.kind_versions(),
             actions=actions,
             unsorted_history=names.unsorted_history,
             admission=admission,

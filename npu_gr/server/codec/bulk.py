@@ -80,7 +80,7 @@ def check(skimmed: msgspec.Struct, num_bytes: int, cls: Any, config: ServerConfi
             value = None if value is None else getattr(value, name)
         raw = bytes(value) if value else b""
         limit: int = getattr(config, column.limit)
-        count = _count(raw, column.element_bytes, limit)
+        count = count_elements(raw, column.element_bytes, limit)
         if count is None:
             continue
         if count > limit:
@@ -90,7 +90,7 @@ def check(skimmed: msgspec.Struct, num_bytes: int, cls: Any, config: ServerConfi
         raise TooLarge(f"body: {loose_bytes} bytes beside its columns, the limit is {most}")
 
 
-def _count(raw: bytes, element_bytes: int, limit: int) -> int | None:
+def count_elements(raw: bytes, element_bytes: int, limit: int) -> int | None:
     """Count the elements of a column that is not decoded, or bound them within the limit; None = it is no column."""
     if not raw:
         return None
