@@ -188,7 +188,7 @@ def _check_media(request: web.Request) -> None:
 
 def _is_infer(request: web.Request) -> bool:
     """Whether it is an infer of the Open Inference Protocol, whose clients call the body octets, or nothing at all."""
-    return request.method == "POST" and _route(request).startswith("/v2/")
+    return request.method == "POST" and request.path.startswith("/v2/")
 
 
 def slot_of(request: web.Request) -> Slot | None:

@@ -93,16 +93,26 @@ class InferAnswer(NamedTuple):
     outputs: list[Tensor]
 
 
-def waits_s(infer: InferRequest) -> float:
-    """Return the seconds that the parameter `timeout` grants; infinity where there is none, or it is 0.
+def waits_until(infer: InferRequest, arrived_at: float, until_at: float, max_s: float, *, is_named: bool) -> float:
+    """Find when the caller of an infer gives up, by its parameter `timeout` too.
+
+    Args:
+        infer: as it was read; a `timeout` of 0 is none.
+        arrived_at: the infer.
+        until_at: what is known without the parameter.
+        max_s: at most, from its arrival.
+        is_named: the caller named `until_at`, so that the parameter cannot be later; else it was the default.
 
     Raises:
-        Unprocessable: it is no whole number of microseconds.
+        Unprocessable: the parameter is no whole number of microseconds.
     """
     value = infer.parameters.get(TIMEOUT, 0)
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
         raise Unprocessable(f"parameter {TIMEOUT}: {quoted(value)}; takes whole microseconds")
-    return value * 1e-6 if value else float("inf")
+    if not value:
+        return until_at
+    own_at = arrived_at + min(value * 1e-6, max_s)
+    return min(own_at, until_at) if is_named else own_at
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,11 +16,12 @@ from npu_gr.core.request import Answer
 from npu_gr.server.codec.base import Shown
 from npu_gr.server.codec.media import JSON
 from npu_gr.server.config import ServerConfig
+from npu_gr.server.headers import BUDGET_HEADERS
 from npu_gr.server.insight import Insight
 from npu_gr.server.kind_routes import add_headers, ask, parse_body, until
 from npu_gr.server.middleware import ARRIVED_AT, ID, KEY, OCTETS, USER
 from npu_gr.server.oip.http import HEADER_LENGTH, HttpInfer, read, write
-from npu_gr.server.oip.models import MODELS, Model, ServedModels, waits_s
+from npu_gr.server.oip.models import MODELS, Model, ServedModels, waits_until
 from npu_gr.server.oip.statistics import ModelStatistics, statistics
 from npu_gr.server.reading import Reader
 from npu_gr.server.responses import json_response, require_ready
@@ -95,8 +96,8 @@ class InferenceRoutes:
         kind = model.kind
 
         async def handle(request: web.Request) -> web.Response:
-            self._models.find(kind.name)
             version = request.match_info.get("version")
+            self._models.find(kind.name, version)
 
             def parse(body: bytes) -> tuple[HttpInfer, object, Shown]:
                 asked = read(body, request.headers.get(HEADER_LENGTH))
@@ -108,7 +109,9 @@ class InferenceRoutes:
 
             until_at = until(request, self._config)
             asked, parsed, shown = await self._reader.read_whole(request, parse, until_at)
-            until_at = min(until_at, request[ARRIVED_AT] + waits_s(asked.infer))
+            is_named = any(name in request.headers for name in BUDGET_HEADERS)
+            max_s = self._config.max_budget_s
+            until_at = waits_until(asked.infer, request[ARRIVED_AT], until_at, max_s, is_named=is_named)
             answer: Answer = await ask(request, kind, parsed, shown, self._service, until_at)
             made = model.answer(answer, request[ID], shown, asked.infer.outputs)
             body, num_json = write(kind.name, asked, made)

@@ -99,6 +99,7 @@ class Call:
         self.remaining_s = remaining_s
         self.request_id = headers.request_id({headers.REQUEST_ID: metadata.get(headers.REQUEST_ID.lower(), "")})
         self.until_at = self.arrived_at + shared.config.default_budget_s
+        self.names_limit = False  # the caller does
         self.kind: Kind[Any, Any] | None = None
         self.key: Key | None = None
         self.user: UserKey | None = None
@@ -113,6 +114,7 @@ class Call:
         if self.remaining_s is not None:
             own_s = min(self.remaining_s, config.max_budget_s)
             budget_s = min(budget_s, own_s) if given else own_s
+        self.names_limit = bool(given) or self.remaining_s is not None
         self.until_at = self.arrived_at + budget_s
 
     @property

@@ -14,7 +14,7 @@ from npu_gr.server.codec.fields import MOST_NAMES
 from npu_gr.server.insight import Insight
 from npu_gr.server.kind_routes import parse_body
 from npu_gr.server.oip.http import MOST_TENSORS
-from npu_gr.server.oip.models import InferAnswer, InferRequest, Parameter, ServedModels, waits_s
+from npu_gr.server.oip.models import InferAnswer, InferRequest, Parameter, ServedModels, waits_until
 from npu_gr.server.oip.routes import EXTENSIONS, NAME
 from npu_gr.server.oip.statistics import statistics
 from npu_gr.server.oip.tensors import BYTES, Tensor, pack
@@ -110,7 +110,8 @@ class InferenceService:
         def parse() -> tuple[Any, Shown]:
             infer = InferRequest(asked.id, _inputs(asked), parameters, _outputs(asked))
             model.check_outputs(infer.outputs, self._models.tasks())
-            call.until_at = min(call.until_at, call.arrived_at + waits_s(infer))
+            max_s = shared.config.max_budget_s
+            call.until_at = waits_until(infer, call.arrived_at, call.until_at, max_s, is_named=call.names_limit)
             made = model.body(infer, asked.model_version or None, shared.config)
             wanted.append(infer.outputs)
             assert call.key is not None
