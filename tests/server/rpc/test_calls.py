@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import os
 import re
+import signal
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -15,17 +17,20 @@ import numpy as np
 import pytest
 
 from npu_gr.access.tls import ServerTlsConfig
-from npu_gr.core.errors import NotTaken, Overloaded, UnknownPrefix
+from npu_gr.core.errors import ConfigError, NotTaken, Overloaded, UnknownPrefix
 from npu_gr.core.history import UserKey
 from npu_gr.core.kinds import KINDS, Kind, Scope
 from npu_gr.server.config import ServerConfig
+from npu_gr.server.routes import build_web_app
 from npu_gr.server.rpc.messages import HEALTH, INFERENCE, OURS, message
+from npu_gr.server.rpc.opening import RPC
 from npu_gr.server.rpc.stream import MOST
+from npu_gr.server.run import serve
 from tests.certificates import Authority
 from tests.keys import entry, secret, write_keys
 from tests.server.examples import EXAMPLES, USER
 from tests.server.examples import HISTORY as EXAMPLE_HISTORY
-from tests.server.fake import FakeService
+from tests.server.fake import FakeService, metrics_of_all_kinds
 from tests.server.oip.inputs import Input, infer_message
 from tests.server.rpc.rig import Rig, call, serving_rpc
 from tests.serving import until
@@ -449,6 +454,40 @@ async def test_a_stop_lets_calls_end() -> None:
         service.may_answer.set()
         assert (await held).outcome == "miss_full"
         await stopping
+
+
+async def test_sigterm_drains_both() -> None:
+    """Unready at once and served for the grace; then what is under way ends, over gRPC as over HTTP."""
+    service = Held()
+    config = ServerConfig(port=0, admin_port=0, grpc_port=0, drain_grace_s=0.2, shutdown_timeout_s=5.0)
+    app = build_web_app(service, config, metrics_of_all_kinds())
+    ready = asyncio.Event()
+
+    async def on_drain() -> None:
+        service.why_not_ready = "draining"
+
+    serving = asyncio.create_task(serve(app, config, on_drain=on_drain, ready=ready))
+    await ready.wait()
+    asked = message("npu_gr.v1.RankRequest")(**fields(KINDS["rank"]))
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{app[RPC].port}") as channel:
+        held = asyncio.create_task(call(channel, f"/{OURS}/Rank", asked, "npu_gr.v1.RankAnswer"))
+        await service.has_one.wait()
+        os.kill(os.getpid(), signal.SIGTERM)
+        await until(lambda: service.why_not_ready == "draining")
+        health = await call(channel, f"/{HEALTH}/Check", b"", "grpc.health.v1.HealthCheckResponse")
+        assert health.status == 2
+        await asyncio.sleep(0.3)  # over the grace
+        assert not serving.done()
+        service.may_answer.set()
+        assert (await held).outcome == "miss_full"
+    await serving
+
+
+async def test_a_port_that_is_taken_is_told() -> None:
+    async with serving_rpc() as rig:
+        app = build_web_app(rig.service, ServerConfig(grpc_port=rig.rpc.port), metrics_of_all_kinds())
+        with pytest.raises(ConfigError, match=rf"server.grpc_port: cannot listen on 127.0.0.1:{rig.rpc.port}"):
+            await app[RPC].listen()
 
 
 @pytest.mark.parametrize(
