@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import socket
-
 import grpc
 
 from npu_gr.core.kinds import KINDS
@@ -15,14 +13,7 @@ from tests.server.examples import EXAMPLES, USER
 from tests.server.fake import FakeService
 from tests.server.oip.inputs import Input, infer_message
 from tests.server.rpc.rig import call
-from tests.serving import until
-
-
-def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        port: int = one.getsockname()[1]
-        return port
+from tests.serving import free_port, until
 
 
 async def test_workers_share_the_port() -> None:

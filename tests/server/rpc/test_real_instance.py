@@ -7,18 +7,15 @@ from typing import Any
 
 import grpc
 import numpy as np
-from aiohttp.test_utils import TestClient
 
 from npu_gr.server.rpc.messages import INFERENCE, OURS, message
-from npu_gr.server.rpc.opening import RPC
-from npu_gr.service.app import instance
 from tests.matching.vectors import KNOWN
 from tests.server.oip.inputs import infer_message, inputs_of, raw_body
 from tests.server.rpc.rig import call
 from tests.server.test_match_over_http import section as match_section
 from tests.server.test_recommend_over_http import HISTORY
 from tests.server.test_recommend_over_http import section as cascade_section
-from tests.serving import FIRST_ID, DoorServer, make_config, write_checkpoint
+from tests.serving import FIRST_ID, free_port, serving
 
 BODIES: dict[str, dict[str, Any]] = {
     "rank": {"user_id": "u", "history": HISTORY, "candidates": [*range(FIRST_ID, FIRST_ID + 20), 7], "top_k": 3},
@@ -47,39 +44,37 @@ def tensor(values: bytes, datatype: str) -> list[Any]:
 
 
 async def test_all_ways_are_one(tmp_path: Path) -> None:
-    write_checkpoint(tmp_path / "checkpoint")
-    sections = cascade_section(tmp_path) | {"match": match_section(tmp_path), "server": {"grpc_port": 0}}
-    async with instance(make_config(tmp_path, **sections)) as (app, _), TestClient(DoorServer(app)) as client:
-        await app[RPC].listen()
-        async with grpc.aio.insecure_channel(f"127.0.0.1:{app[RPC].port}") as channel:
-            for name, body in BODIES.items():
-                async with client.post(f"/v1/{name}", json=body) as response:
-                    plain = await response.json()
-                    assert response.status == 200, plain
-                scores = plain["scores"] if name != "rank" else plain["scores"]["click"]
-                output = "scores" if name != "rank" else "scores.click"
-                items = plain["items"] if name != "rank" else plain["top"]
+    port = free_port()
+    sections = cascade_section(tmp_path) | {"match": match_section(tmp_path), "server": {"grpc_port": port}}
+    channel = grpc.aio.insecure_channel(f"127.0.0.1:{port}")
+    async with serving(tmp_path, **sections) as (client, _), channel:
+        for name, body in BODIES.items():
+            async with client.post(f"/v1/{name}", json=body) as response:
+                plain = await response.json()
+                assert response.status == 200, plain
+            scores = plain["scores"] if name != "rank" else plain["scores"]["click"]
+            output = "scores" if name != "rank" else "scores.click"
+            items = plain["items"] if name != "rank" else plain["top"]
 
-                data, headers = raw_body(inputs_of(body))
-                async with client.post(f"/v2/models/{name}/infer", data=data, headers=headers) as response:
-                    told = await response.json()
-                    assert response.status == 200, told
-                found = {one["name"]: one["data"] for one in told["outputs"]}
-                assert found[output] == scores
-                assert found["items" if name != "rank" else "top"] == items
+            data, headers = raw_body(inputs_of(body))
+            async with client.post(f"/v2/models/{name}/infer", data=data, headers=headers) as response:
+                told = await response.json()
+                assert response.status == 200, told
+            found = {one["name"]: one["data"] for one in told["outputs"]}
+            assert found[output] == scores
+            assert found["items" if name != "rank" else "top"] == items
 
-                inferred = await call(
-                    channel,
-                    f"/{INFERENCE}/ModelInfer",
-                    infer_message(name, inputs_of(body)),
-                    "inference.ModelInferResponse",
-                )
-                raws = dict(zip([one.name for one in inferred.outputs], inferred.raw_output_contents, strict=True))
-                assert tensor(raws[output], "FP32") == scores
+            inferred = await call(
+                channel,
+                f"/{INFERENCE}/ModelInfer",
+                infer_message(name, inputs_of(body)),
+                "inference.ModelInferResponse",
+            )
+            raws = dict(zip([one.name for one in inferred.outputs], inferred.raw_output_contents, strict=True))
+            assert tensor(raws[output], "FP32") == scores
 
-                asked = message(f"npu_gr.v1.{name.title()}Request")(**as_message(body))
-                ours = await call(channel, f"/{OURS}/{name.title()}", asked, f"npu_gr.v1.{name.title()}Answer")
-                column = ours.scores["click"].values if name == "rank" else ours.scores
-                assert tensor(np.array(column, np.float32).tobytes(), "FP32") == scores
-                assert list(ours.top.ids if name == "rank" else ours.items.ids) == items
-        await app[RPC].stop()
+            asked = message(f"npu_gr.v1.{name.title()}Request")(**as_message(body))
+            ours = await call(channel, f"/{OURS}/{name.title()}", asked, f"npu_gr.v1.{name.title()}Answer")
+            column = ours.scores["click"].values if name == "rank" else ours.scores
+            assert tensor(np.array(column, np.float32).tobytes(), "FP32") == scores
+            assert list(ours.top.ids if name == "rank" else ours.items.ids) == items
