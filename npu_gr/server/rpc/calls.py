@@ -41,11 +41,13 @@ from npu_gr.metrics.trace import CURRENT, Trace
 from npu_gr.server import headers
 from npu_gr.server.access_log import AccessLog, EndedRequest, Failure
 from npu_gr.server.codec.base import Shown
+from npu_gr.server.codec.bulk import LOOSE_BYTES
 from npu_gr.server.config import ServerConfig
 from npu_gr.server.entrance.listener import Listener
 from npu_gr.server.middleware import ABANDONED
 from npu_gr.server.pieces import Pieces
 from npu_gr.server.responses import require_ready
+from npu_gr.server.rpc.messages import check_fields
 from npu_gr.server.service_protocol import ServiceProtocol
 from npu_gr.server.tracing import Tracing
 
@@ -274,11 +276,13 @@ class Calls:
         return _Received(self.shared.listener, len(body))
 
     async def decoded(self, call: Call, cls: Any, body: bytes) -> Any:
-        """Make a message of protobuf of its bytes. Raises BadRequest where they are none."""
+        """Make a message of protobuf of its bytes. Raises BadRequest where they are none, TooLarge for its fields."""
         from google.protobuf.message import DecodeError
 
         await self.shared.pieces.turn(call.until_at)
         with self.shared.pieces:
+            if len(body) > LOOSE_BYTES:
+                check_fields(body)
             try:
                 return cls.FromString(body)
             except DecodeError:
