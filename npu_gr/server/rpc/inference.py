@@ -108,7 +108,7 @@ class InferenceService:
         wanted: list[tuple[str, ...]] = []
 
         def parse() -> tuple[Any, Shown]:
-            infer = InferRequest(asked.id, _inputs(asked), parameters, _outputs(asked))
+            infer = InferRequest(asked.id, inputs_of(asked), parameters, _outputs(asked))
             model.check_outputs(infer.outputs, self._models.tasks())
             max_s = shared.config.max_budget_s
             call.until_at = waits_until(infer, call.arrived_at, call.until_at, max_s, is_named=call.names_limit)
@@ -137,7 +137,7 @@ class InferenceService:
         return await self._calls.decoded(call, message(f"inference.{name}"), body)
 
 
-def _inputs(asked: Any) -> list[Tensor]:
+def inputs_of(asked: Any) -> list[Tensor]:
     """Take the inputs of a message; their contents are not read yet."""
     num = len(asked.inputs)
     if num > MOST_TENSORS:
