@@ -289,6 +289,25 @@ def bench_front(
     _show(lines(options), "cpu", seed, as_json)
 
 
+@bench.command("protocols")
+@AS_JSON_LINES
+@SEED
+@click.option(
+    "--config",
+    type=FILE,
+    default="configs/cpu.yaml",
+    show_default=True,
+    callback=lambda _context, _option, path: shipped.found(path),
+    help="Of the instance, as it ships.",
+)
+@click.option("--seconds", default=3.0, show_default=True, help="Of each way.")
+def bench_protocols(as_json: bool, seed: int, config: Path, seconds: float) -> None:
+    """Compare ranks over the Open Inference Protocol and gRPC with those under /v1; needs the extra grpc."""
+    from npu_gr.bench.protocols import ProtocolOptions, lines
+
+    _show(lines(ProtocolOptions(config=config, seconds=seconds, seed=seed)), "cpu", seed, as_json)
+
+
 @bench.command("door")
 @AS_JSON_LINES
 @SEED
