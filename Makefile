@@ -57,7 +57,7 @@ security: $(VENV)/installed
 # The image's dependencies with the hashes of their files; needs the package index. Without the extra serve: torch is the base
 # image's, another one for each device. Afterwards, with the network: pip-audit -r deploy/requirements.lock --disable-pip
 lock: $(VENV)/installed
-	$(LOCK) --extra redis --extra zstd --extra otel pyproject.toml --output-file deploy/requirements.lock
+	$(LOCK) --extra redis --extra zstd --extra otel --extra picker pyproject.toml --output-file deploy/requirements.lock
 	$(LOCK) deploy/requirements-build.in --output-file deploy/requirements-build.lock
 LOCK = $(BIN)/uv pip compile --quiet --upgrade --generate-hashes --no-emit-index-url --custom-compile-command "make lock" \
   --python-version 3.11 --python-platform linux --only-binary :all:
