@@ -13,7 +13,7 @@ _PRIORITY_BYTES = 5
 _MAX_KNOWN = 64
 
 
-class Block(NamedTuple):
+class RequestBlock(NamedTuple):
     """The headers of one request, or its trailers."""
 
     stream: int
@@ -43,7 +43,7 @@ class HeaderBlocks:
         """Let the caller's next block begin with an empty table of size 0: it has confirmed our settings."""
         self._decoder.max_allowed_table_size = 0
 
-    def begin(self, stream: int, flags: int, payload: bytes) -> Block | None:
+    def begin(self, stream: int, flags: int, payload: bytes) -> RequestBlock | None:
         """Read a frame HEADERS. Returns its block, or None if the block goes on.
 
         Raises:
@@ -55,7 +55,7 @@ class HeaderBlocks:
         self._begun = bytearray(payload[_PRIORITY_BYTES:] if flags & Flag.PRIORITY else payload)
         return self._end() if flags & Flag.END_HEADERS else None
 
-    def go_on(self, stream: int, flags: int, payload: bytes) -> Block | None:
+    def go_on(self, stream: int, flags: int, payload: bytes) -> RequestBlock | None:
         """Read a frame CONTINUATION; the rest is as for `begin`."""
         if self._begun is None or stream != self._stream:
             raise BrokenHttp2(Code.PROTOCOL_ERROR, "CONTINUATION of nothing")
@@ -64,14 +64,14 @@ class HeaderBlocks:
             raise BrokenHttp2(Code.ENHANCE_YOUR_CALM, f"headers over {MAX_BLOCK_BYTES} bytes, or in frames without any")
         return self._end() if flags & Flag.END_HEADERS else None
 
-    def _end(self) -> Block:
+    def _end(self) -> RequestBlock:
         assert self._begun is not None
         block = bytes(self._begun)
         self._begun = None
         path = self._paths.get(block)
         if path is None:
             path = self._path(block)
-        return Block(self._stream, self._ends_stream, path)
+        return RequestBlock(self._stream, self._ends_stream, path)
 
     def _path(self, block: bytes) -> bytes:
         try:

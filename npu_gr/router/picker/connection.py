@@ -23,7 +23,7 @@ from typing import cast
 
 from npu_gr.access.tls_listener import bound_read_ahead
 from npu_gr.router.answers import Refused
-from npu_gr.router.picker.blocks import MAX_BLOCK_BYTES, Block, HeaderBlocks
+from npu_gr.router.picker.blocks import MAX_BLOCK_BYTES, HeaderBlocks, RequestBlock
 from npu_gr.router.picker.frames import (
     FIRST_WINDOW_BYTES,
     FRAME_BYTES,
@@ -35,25 +35,27 @@ from npu_gr.router.picker.frames import (
     BrokenHttp2,
     Code,
     Flag,
-    Setting,
+    Http2Setting,
     Type,
     frame,
     settings,
     unpadded,
     window_update,
 )
-from npu_gr.router.picker.streams import PREFIX_BYTES, Call, GrpcStatus, Stream
+from npu_gr.router.picker.streams import PREFIX_BYTES, CallStatus, PickerCall, PickerStream
 from npu_gr.router.router import Router
 
 log = logging.getLogger(__name__)
-OpenCall = Callable[[bytes, Stream], Call | None]  # path, and what to answer on; None: there is no such method
+OpenCall = Callable[
+    [bytes, PickerStream], PickerCall | None
+]  # path, and what to answer on; None: there is no such method
 STREAM_WINDOW_BYTES = 1 << 20  # that a caller may send of one call before we say that it may go on
 _CONNECTION_WINDOW_BYTES = 1 << 24
 _MESSAGE_OVERHEAD_BYTES = 65_536  # of a message beside the body in it
 
 
 class GrpcConnection(asyncio.Protocol):
-    """Implements `Sweepable` and `Wire`."""
+    """Implements `Sweepable` and `PickerWire`."""
 
     def __init__(self, router: Router, open_call: OpenCall) -> None:
         self.send_window = FIRST_WINDOW_BYTES
@@ -62,7 +64,7 @@ class GrpcConnection(asyncio.Protocol):
         self._open_call = open_call
         self._max_message_bytes = router.config.limits.max_body_bytes + _MESSAGE_OVERHEAD_BYTES
         self._transport: asyncio.Transport | None = None
-        self._streams: dict[int, Stream] = {}
+        self._streams: dict[int, PickerStream] = {}
         self._buffer = bytearray()
         self._out: list[bytes] = []
         self._is_reading = False  # what is written waits until everything that has arrived is read
@@ -81,10 +83,10 @@ class GrpcConnection(asyncio.Protocol):
         self._transport = cast(asyncio.Transport, transport)  # uvloop's is no subclass
         bound_read_ahead(transport)
         ours = {
-            Setting.HEADER_TABLE_SIZE: 0,
-            Setting.MAX_CONCURRENT_STREAMS: self._router.config.limits.max_inflight,
-            Setting.INITIAL_WINDOW_SIZE: STREAM_WINDOW_BYTES,
-            Setting.MAX_HEADER_LIST_SIZE: MAX_BLOCK_BYTES,
+            Http2Setting.HEADER_TABLE_SIZE: 0,
+            Http2Setting.MAX_CONCURRENT_STREAMS: self._router.config.limits.max_inflight,
+            Http2Setting.INITIAL_WINDOW_SIZE: STREAM_WINDOW_BYTES,
+            Http2Setting.MAX_HEADER_LIST_SIZE: MAX_BLOCK_BYTES,
         }
         self.write(settings(ours) + window_update(0, _CONNECTION_WINDOW_BYTES - FIRST_WINDOW_BYTES))
         if not self._router.connections.add(self):
@@ -151,7 +153,7 @@ class GrpcConnection(asyncio.Protocol):
         if not self._is_reading:
             self._flush()
 
-    def ended(self, stream: Stream) -> None:
+    def ended(self, stream: PickerStream) -> None:
         """Forget a stream that has sent its last frame."""
         if not stream.is_half_closed:  # the caller may stop sending
             self.write(frame(Type.RST_STREAM, 0, stream.number, U32.pack(Code.NO_ERROR)))
@@ -174,7 +176,7 @@ class GrpcConnection(asyncio.Protocol):
             self._flush()
             self._transport.close()
 
-    def _drop(self, stream: Stream) -> None:
+    def _drop(self, stream: PickerStream) -> None:
         """Forget a stream, and tell its call (G1)."""
         if self._streams.pop(stream.number, None) is None:
             return
@@ -264,7 +266,7 @@ class GrpcConnection(asyncio.Protocol):
         if flags & Flag.END_STREAM:
             self._half_close(stream)
 
-    def _deliver(self, stream: Stream) -> None:
+    def _deliver(self, stream: PickerStream) -> None:
         """Pass whole messages on; of the one that has begun, count the bytes before they come (G3)."""
         for message in stream.messages():
             self._router.kept.give_back(stream.num_counted)
@@ -273,35 +275,35 @@ class GrpcConnection(asyncio.Protocol):
                 return
             stream.call.received(message)
             if stream.num_pending > 2 * self._max_message_bytes:
-                self._refuse(stream, GrpcStatus.RESOURCE_EXHAUSTED, "the caller reads too slowly")
+                self._refuse(stream, CallStatus.RESOURCE_EXHAUSTED, "the caller reads too slowly")
         if stream.call is None or len(stream.buffer) < PREFIX_BYTES or stream.num_counted:
             return
         num_bytes = stream.announced_bytes
         if stream.buffer[0]:
-            self._refuse(stream, GrpcStatus.UNIMPLEMENTED, "compressed messages are not read here")
+            self._refuse(stream, CallStatus.UNIMPLEMENTED, "compressed messages are not read here")
         elif num_bytes > self._max_message_bytes:
             text = f"a message of {num_bytes} bytes, limit {self._max_message_bytes}"
-            self._refuse(stream, GrpcStatus.RESOURCE_EXHAUSTED, text)
+            self._refuse(stream, CallStatus.RESOURCE_EXHAUSTED, text)
         else:
             try:
                 self._router.kept.take(num_bytes)
                 stream.num_counted = num_bytes
             except Refused as error:
-                self._refuse(stream, GrpcStatus.RESOURCE_EXHAUSTED, str(error))
+                self._refuse(stream, CallStatus.RESOURCE_EXHAUSTED, str(error))
 
-    def _refuse(self, stream: Stream, status: GrpcStatus, text: str) -> None:
+    def _refuse(self, stream: PickerStream, status: CallStatus, text: str) -> None:
         """End a call for what its caller does; one that cannot be told is cut off."""
         stream.end(status, text)
         if stream.number in self._streams:
             self.write(frame(Type.RST_STREAM, 0, stream.number, U32.pack(Code.ENHANCE_YOUR_CALM)))
             self._drop(stream)
 
-    def _half_close(self, stream: Stream) -> None:
+    def _half_close(self, stream: PickerStream) -> None:
         stream.is_half_closed = True
         if stream.call is not None:
             stream.call.half_closed()
 
-    def _on_block(self, block: Block | None) -> None:
+    def _on_block(self, block: RequestBlock | None) -> None:
         """Open a stream, or end the caller's side of one. None: the block goes on."""
         if block is None:
             return
@@ -320,12 +322,12 @@ class GrpcConnection(asyncio.Protocol):
         if self._says_goodbye or len(self._streams) >= self._router.config.limits.max_inflight:
             self.write(frame(Type.RST_STREAM, 0, number, U32.pack(Code.REFUSED_STREAM)))
             return
-        stream = Stream(self, number, self._stream_window)
+        stream = PickerStream(self, number, self._stream_window)
         self._streams[number] = stream
         stream.call = self._open_call(block.path, stream)
         if stream.call is None:
             stream.is_half_closed = block.ends_stream
-            stream.end(GrpcStatus.UNIMPLEMENTED, "there is no such method")
+            stream.end(CallStatus.UNIMPLEMENTED, "there is no such method")
         elif block.ends_stream:
             self._half_close(stream)
 
@@ -337,13 +339,13 @@ class GrpcConnection(asyncio.Protocol):
             return
         self._has_settings = True
         for name, value in SETTING.iter_unpack(payload):
-            if name == Setting.INITIAL_WINDOW_SIZE:
+            if name == Http2Setting.INITIAL_WINDOW_SIZE:
                 if value > MAX_WINDOW_BYTES:
                     raise BrokenHttp2(Code.FLOW_CONTROL_ERROR, "INITIAL_WINDOW_SIZE over 2^31 - 1")
                 for stream in self._streams.values():
                     stream.send_window += value - self._stream_window
                 self._stream_window = value
-            elif name == Setting.MAX_FRAME_SIZE:
+            elif name == Http2Setting.MAX_FRAME_SIZE:
                 self.frame_bytes = max(FRAME_BYTES, min(value, 1 << 20))
         self.write(frame(Type.SETTINGS, Flag.ACK, 0))
         self._send_waiting()

@@ -40,7 +40,7 @@ class Flag:
     PRIORITY = 0x20
 
 
-class Setting(IntEnum):
+class Http2Setting(IntEnum):
     """A setting of one side, which the other one keeps to."""
 
     HEADER_TABLE_SIZE = 1
@@ -77,7 +77,7 @@ def frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
     return HEAD.pack(length >> 16, length & 0xFFFF, kind, flags, stream) + payload
 
 
-def settings(given: dict[Setting, int]) -> bytes:
+def settings(given: dict[Http2Setting, int]) -> bytes:
     """Write the frame of our settings."""
     return frame(Type.SETTINGS, 0, 0, b"".join(SETTING.pack(*pair) for pair in given.items()))
 

@@ -14,7 +14,7 @@ from npu_gr.server.codec.fields import Tenant, UserId
 from npu_gr.server.codec.media import JSON, decode
 
 
-class Named(msgspec.Struct, frozen=True, kw_only=True):
+class UserInBody(msgspec.Struct, frozen=True, kw_only=True):
     """The part of a body that says whose it is; the instance checks the rest."""
 
     user_id: UserId
@@ -58,7 +58,7 @@ def name_by_body(head: RequestHead, body: bytes, user_header: bytes, tenant_head
         Unprocessable: it names no user.
     """
     given = head.seen.get(b"content-type", JSON.encode()).decode("latin-1")
-    named = decode(body, given.partition(";")[0].strip().lower(), Named)
+    named = decode(body, given.partition(";")[0].strip().lower(), UserInBody)
     head.seen[user_header] = str(named.user_id).encode()
     if named.tenant:
         head.seen.setdefault(tenant_header, named.tenant.encode())

@@ -35,7 +35,7 @@ from npu_gr.router.picker import external_processor_pb2 as pb
 from npu_gr.router.picker import messages
 from npu_gr.router.picker.addresses import Addresses
 from npu_gr.router.picker.heads import head_of, name_by_body, status_of
-from npu_gr.router.picker.streams import GrpcStatus, Stream
+from npu_gr.router.picker.streams import CallStatus, PickerStream
 from npu_gr.router.request import RequestHead
 from npu_gr.router.ring import Placement
 from npu_gr.router.router import Router
@@ -47,7 +47,7 @@ _FAILURES = (502, 503)
 _OVERLOADED = 429
 
 
-class Phase(Enum):
+class PickPhase(Enum):
     """The state of a request; the module's docstring draws how it changes."""
 
     BEGUN = auto()
@@ -58,10 +58,10 @@ class Phase(Enum):
 
 
 class Pick:
-    """Implements `Call`: the stream of one request."""
+    """Implements `PickerCall`: the stream of one request."""
 
-    def __init__(self, router: Router, addresses: Addresses, stream: Stream) -> None:
-        self.phase = Phase.BEGUN
+    def __init__(self, router: Router, addresses: Addresses, stream: PickerStream) -> None:
+        self.phase = PickPhase.BEGUN
         self._router = router
         self._addresses = addresses
         self._stream = stream
@@ -86,7 +86,7 @@ class Pick:
         try:
             request = pb.ProcessingRequest.FromString(message)
         except DecodeError:
-            self._stream.end(GrpcStatus.INTERNAL, "that is no ProcessingRequest")
+            self._stream.end(CallStatus.INTERNAL, "that is no ProcessingRequest")
             return
         kind = request.WhichOneof("request")
         try:
@@ -119,12 +119,12 @@ class Pick:
             self._instance.in_flight -= 1
             self._router.in_flight -= 1
             self._instance = None
-        self.phase = Phase.CLOSED
+        self.phase = PickPhase.CLOSED
 
     # ---- the request
 
     def _on_headers(self, request: pb.ProcessingRequest) -> None:
-        if self.phase is not Phase.BEGUN:
+        if self.phase is not PickPhase.BEGUN:
             raise Refused(400, "headers: given twice")
         self._mode = request.protocol_config.request_body_mode
         self._answer_mode = request.protocol_config.response_body_mode
@@ -142,7 +142,7 @@ class Pick:
         budget_s = head.budget_s(router.config.default_budget_s, router.config.max_budget_s)
         self._key = router.access.check_key(head, route)
         if self._needs_body(head) and not request.request_headers.end_of_stream:
-            self.phase = Phase.WAITING
+            self.phase = PickPhase.WAITING
             self._timer = asyncio.get_running_loop().call_later(budget_s, self._too_late)
             if self._mode == pb.BUFFERED:
                 self._stream.send(messages.GO_ON)
@@ -160,23 +160,23 @@ class Pick:
 
     def _on_body(self, body: pb.HttpBody) -> None:
         if self._mode != pb.FULL_DUPLEX_STREAMED:
-            if self.phase is Phase.WAITING:
+            if self.phase is PickPhase.WAITING:
                 self._keep(body.body)
                 self._name()
                 self._pick(is_in_body=True)
-            elif self.phase is not Phase.CLOSED:
+            elif self.phase is not PickPhase.CLOSED:
                 self._stream.send(messages.BODY_AS_IT_WAS)
-        elif self.phase is Phase.WAITING:
+        elif self.phase is PickPhase.WAITING:
             self._keep(body.body)
             if body.end_of_stream:
                 self._pick_and_pass_on(ends=True)
-        elif self.phase is not Phase.CLOSED:
+        elif self.phase is not PickPhase.CLOSED:
             self._pass_on(body.body, body.end_of_stream)
 
     def _on_trailers(self) -> None:
-        if self.phase is Phase.WAITING:
+        if self.phase is PickPhase.WAITING:
             self._pick_and_pass_on(ends=False)
-        if self.phase is not Phase.CLOSED:
+        if self.phase is not PickPhase.CLOSED:
             self._stream.send(messages.TRAILERS_AS_THEY_WERE)
 
     def _keep(self, piece: bytes) -> None:
@@ -213,7 +213,8 @@ class Pick:
 
     def _pick(self, is_in_body: bool) -> None:
         """Choose the instance and tell the gateway."""
-        router, head, handling = self._router, self._head, self._route.handling
+        router, head = self._router, self._head
+        handling = self._route.handling
         assert head is not None
         self._forget_body()
         router.access.name(head, self._route, self._key)
@@ -235,7 +236,7 @@ class Pick:
         self._picked_at = time.monotonic()
         choice.instance.begun(self._picked_at)
         router.metrics.placed.add(choice.instance.name, choice.how)
-        self.phase = Phase.PICKED
+        self.phase = PickPhase.PICKED
         skips_body = self._mode == pb.BUFFERED and not is_in_body
         self._stream.send(messages.picked(",".join(filter(None, endpoints)), is_in_body, skips_body))
 
@@ -250,12 +251,12 @@ class Pick:
     # ---- the instance's answer
 
     def _on_answer(self, request: pb.ProcessingRequest) -> None:
-        if self.phase is not Phase.PICKED:  # an answer that the gateway gave itself
+        if self.phase is not PickPhase.PICKED:  # an answer that the gateway gave itself
             self._stream.send(messages.answered(()))
             return
         assert self._instance is not None
         assert self._head is not None
-        self.phase = Phase.ANSWERED
+        self.phase = PickPhase.ANSWERED
         self._status = status_of(request.response_headers.headers)
         instance = self._served(messages.served(request.metadata_context))
         self._learn(instance)
@@ -269,7 +270,8 @@ class Pick:
 
         Then the chosen one failed, and a signal's ranks follow to where it was taken.
         """
-        chosen, head, router = self._instance, self._head, self._router
+        router, head = self._router, self._head
+        chosen = self._instance
         assert chosen is not None
         assert head is not None
         if not endpoint or endpoint == self._addresses.of(chosen.config):
@@ -321,7 +323,7 @@ class Pick:
         self._forget_body()
         hold_s = self._router.access.throttle.hold_s() if isinstance(error, Unauthorized) else 0.0
         if hold_s:
-            self.phase = Phase.CLOSED
+            self.phase = PickPhase.CLOSED
             later = asyncio.get_running_loop().call_later
             self._timer = later(hold_s, self._immediate, error.status, lines, body)
         else:
@@ -329,7 +331,7 @@ class Pick:
 
     def _immediate(self, status: int, lines: list[bytes], body: bytes) -> None:
         self._status = status
-        self.phase = Phase.CLOSED
+        self.phase = PickPhase.CLOSED
         self._stream.send(messages.immediate(status, lines, body))
         self._stream.end()
 

@@ -8,7 +8,7 @@ from npu_gr.router.picker import external_processor_pb2 as pb
 from npu_gr.router.picker.addresses import Addresses
 from npu_gr.router.picker.connection import GrpcConnection
 from npu_gr.router.picker.pick import Pick
-from npu_gr.router.picker.streams import Call, GrpcStatus, Stream
+from npu_gr.router.picker.streams import CallStatus, PickerCall, PickerStream
 from npu_gr.router.router import Router
 
 _EXTERNAL_PROCESSOR = "envoy.service.ext_proc.v3.ExternalProcessor"
@@ -29,16 +29,16 @@ class Picker:
         """Make the protocol of a connection that a gateway has opened."""
         return GrpcConnection(self._router, self._open)
 
-    def _open(self, path: bytes, stream: Stream) -> Call | None:
+    def _open(self, path: bytes, stream: PickerStream) -> PickerCall | None:
         if path == _PROCESS:
             return Pick(self._router, self._addresses, stream)
-        return HealthCheck(self._router, stream) if path == _CHECK else None
+        return PickerHealth(self._router, stream) if path == _CHECK else None
 
 
-class HealthCheck:
-    """Implements `Call`: one question about the picker's health."""
+class PickerHealth:
+    """Implements `PickerCall`: one question about the picker's health."""
 
-    def __init__(self, router: Router, stream: Stream) -> None:
+    def __init__(self, router: Router, stream: PickerStream) -> None:
         self._router = router
         self._stream = stream
 
@@ -47,10 +47,10 @@ class HealthCheck:
         try:
             service = pb.HealthCheckRequest.FromString(message).service
         except DecodeError:
-            self._stream.end(GrpcStatus.INTERNAL, "that is no HealthCheckRequest")
+            self._stream.end(CallStatus.INTERNAL, "that is no HealthCheckRequest")
             return
         if service not in (*_ALIVE, *_READY):
-            self._stream.end(GrpcStatus.NOT_FOUND, "there is no such service")
+            self._stream.end(CallStatus.NOT_FOUND, "there is no such service")
             return
         serves = service in _ALIVE or self._router.is_ready()[0]
         status = pb.HealthCheckResponse.SERVING if serves else pb.HealthCheckResponse.NOT_SERVING
@@ -59,7 +59,7 @@ class HealthCheck:
 
     def half_closed(self) -> None:
         """End a call without a question."""
-        self._stream.end(GrpcStatus.INTERNAL, "no message")
+        self._stream.end(CallStatus.INTERNAL, "no message")
 
     def dropped(self) -> None:
         """Nothing waits."""

@@ -15,7 +15,7 @@ _OK_HEAD = b"\x88" + literal(b"content-type", b"application/grpc")  # 0x88 is ":
 _MAX_TEXT = 120  # characters of a status's message
 
 
-class GrpcStatus(IntEnum):
+class CallStatus(IntEnum):
     """How a call ends."""
 
     OK = 0
@@ -26,7 +26,7 @@ class GrpcStatus(IntEnum):
     UNAVAILABLE = 14
 
 
-class Call(Protocol):
+class PickerCall(Protocol):
     """The work of one call; the connection tells it what arrives."""
 
     def received(self, message: bytes) -> None:
@@ -42,7 +42,7 @@ class Call(Protocol):
         ...
 
 
-class Wire(Protocol):
+class PickerWire(Protocol):
     """The connection, as its streams use it."""
 
     send_window: int  # bytes that all streams together may send now
@@ -52,12 +52,12 @@ class Wire(Protocol):
         """Send frames."""
         ...
 
-    def ended(self, stream: Stream) -> None:
+    def ended(self, stream: PickerStream) -> None:
         """The stream has sent its last frame."""
         ...
 
 
-class Stream:
+class PickerStream:
     """What a call sends with."""
 
     __slots__ = (
@@ -75,9 +75,9 @@ class Stream:
         "unacknowledged_bytes",
     )
 
-    def __init__(self, wire: Wire, number: int, send_window: int) -> None:
+    def __init__(self, wire: PickerWire, number: int, send_window: int) -> None:
         self.number = number
-        self.call: Call | None = None
+        self.call: PickerCall | None = None
         self.send_window = send_window  # bytes that it may send now
         self.buffer = bytearray()  # the beginning of a message
         self.num_counted = 0  # bytes of that message, counted when its length was read
@@ -99,7 +99,7 @@ class Stream:
         self.num_pending += len(data)
         self.flush()
 
-    def end(self, status: GrpcStatus = GrpcStatus.OK, text: str = "") -> None:
+    def end(self, status: CallStatus = CallStatus.OK, text: str = "") -> None:
         """End the call after what was sent; a second end is none.
 
         Args:

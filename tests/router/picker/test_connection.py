@@ -12,7 +12,18 @@ import hpack
 import pytest
 
 from npu_gr.router.picker import external_processor_pb2 as pb
-from npu_gr.router.picker.frames import HEAD, PREFACE, U32, Code, Flag, Setting, Type, frame, settings, window_update
+from npu_gr.router.picker.frames import (
+    HEAD,
+    PREFACE,
+    U32,
+    Code,
+    Flag,
+    Http2Setting,
+    Type,
+    frame,
+    settings,
+    window_update,
+)
 from tests.router.picker.asked import PROCESS, asked, chunk, headers
 
 REQUEST = [(":method", "POST"), (":scheme", "http"), (":path", PROCESS), (":authority", "a"), ("te", "trailers")]
@@ -75,26 +86,35 @@ def broken(c: Caller) -> list[tuple[bytes, Code]]:
         (OPENING + HEAD.pack(1, 0, Type.DATA, 0, 1), Code.FRAME_SIZE_ERROR),
         (OPENING + frame(Type.PING, 0, 0, b"x"), Code.FRAME_SIZE_ERROR),
         (OPENING + frame(Type.SETTINGS, 0, 0, b"x"), Code.FRAME_SIZE_ERROR),
-        (OPENING + settings({Setting.INITIAL_WINDOW_SIZE: 2**31}), Code.FLOW_CONTROL_ERROR),
+        (OPENING + settings({Http2Setting.INITIAL_WINDOW_SIZE: 2**31}), Code.FLOW_CONTROL_ERROR),
         (OPENING + frame(Type.DATA, 0, 1, b"x"), Code.PROTOCOL_ERROR),
         (OPENING + reset, Code.PROTOCOL_ERROR),
         (OPENING + frame(Type.RST_STREAM, 0, 1, b""), Code.FRAME_SIZE_ERROR),
         (OPENING + frame(Type.PUSH_PROMISE, 0, 1), Code.PROTOCOL_ERROR),
         (OPENING + frame(Type.CONTINUATION, 0, 1, b"x"), Code.PROTOCOL_ERROR),
         (OPENING + c.begin(1, 0) + frame(Type.PING, 0, 0, b"x" * 8), Code.PROTOCOL_ERROR),
-        (OPENING + frame(Type.HEADERS, 0, 1) + frame(Type.CONTINUATION, 0, 1) * 2, Code.ENHANCE_YOUR_CALM),
+        (
+            OPENING + frame(Type.HEADERS, 0, 1) + frame(Type.CONTINUATION, 0, 1) * 2,
+            Code.ENHANCE_YOUR_CALM,
+        ),
         (
             OPENING + frame(Type.HEADERS, 0, 1) + frame(Type.CONTINUATION, 0, 1, b"\0" * 16_000) * 5,
             Code.ENHANCE_YOUR_CALM,
         ),
         (OPENING + frame(Type.HEADERS, Flag.END_HEADERS, 1, b"\xff\xff\xff"), Code.COMPRESSION_ERROR),
-        (OPENING + frame(Type.HEADERS, Flag.END_HEADERS | Flag.PADDED, 1, b"\x09\x00"), Code.PROTOCOL_ERROR),
+        (
+            OPENING + frame(Type.HEADERS, Flag.END_HEADERS | Flag.PADDED, 1, b"\x09\x00"),
+            Code.PROTOCOL_ERROR,
+        ),
         (OPENING + frame(Type.HEADERS, Flag.END_HEADERS, 2, b"\x83"), Code.PROTOCOL_ERROR),
         (OPENING + window_update(0, 2**31 - 1), Code.FLOW_CONTROL_ERROR),
         (OPENING + window_update(0, 0), Code.PROTOCOL_ERROR),
         (OPENING + window_update(3, 1), Code.PROTOCOL_ERROR),
         (call + frame(Type.HEADERS, Flag.END_HEADERS, 1, b""), Code.PROTOCOL_ERROR),
-        (call + frame(Type.DATA, 0, 1, b"\0\0\x01\0\0") + frame(Type.DATA, 0, 1, b"x" * 16_384) * 600, Code.NO_ERROR),
+        (
+            call + frame(Type.DATA, 0, 1, b"\0\0\x01\0\0") + frame(Type.DATA, 0, 1, b"x" * 16_384) * 600,
+            Code.NO_ERROR,
+        ),
     ]
 
 
@@ -156,7 +176,7 @@ async def test_nothing_is_sent_over_the_callers_windows(picker: int) -> None:
     body = random.Random(0).randbytes(200_000)
     async with caller(picker) as c:
         window = {0: 65_535, 1: 1000}
-        c.write(PREFACE, settings({Setting.INITIAL_WINDOW_SIZE: window[1]}), c.begin(1))
+        c.write(PREFACE, settings({Http2Setting.INITIAL_WINDOW_SIZE: window[1]}), c.begin(1))
         said = [headers({"x-user-id": "u"}, mode=pb.FULL_DUPLEX_STREAMED)]
         said += [chunk(body[i : i + 10_000], i + 10_000 == len(body)) for i in range(0, len(body), 10_000)]
         for one in said:
