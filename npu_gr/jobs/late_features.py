@@ -17,7 +17,7 @@ from npu_gr.feature_schema.encode import Encoded
 
 
 class LateFeatureReader:
-    """Reads requests as one version of the ranker wants them. Event loop only."""
+    """Reads requests as one version of the ranker wants them."""
 
     def __init__(self, features: ModelFeatures, computed: CrossFeatures) -> None:
         """Read nothing yet.
@@ -63,20 +63,29 @@ class LateFeatureReader:
         Raises:
             Unprocessable: a value does not fit the model.
         """
-        features = self._features
-        if not features.features:
+        if not self._features.features:
             return NONE_LATE
         cross = request.cross_features if known.all() else request.cross_features.take(known)
+        return LateFeatures(
+            self.of_request(request.request_features, shown_at), self.of_candidates(cross, tokens, rows, shown_at)
+        )
+
+    def of_candidates(self, given: Columns, tokens: Tokens, rows: I64, shown_at: int) -> Encoded | None:
+        """Encode the features of candidates; None where the model has none. Any thread may call.
+
+        Args:
+            given: [n] that the request brought.
+            tokens: of its history.
+            rows: [n] of the candidates.
+            shown_at: unix seconds.
+        """
         if self._computed.rules:
             events = tokens.events
-            columns = self._computed.columns(
-                tokens.rows, events.actions.astype(np.int64), events.timestamps, rows, shown_at
-            )
+            actions = events.actions.astype(np.int64)
+            columns = self._computed.columns(tokens.rows, actions, events.timestamps, rows, shown_at)
             own = {name: column.astype(np.float32) for name, column in columns.items()}
-            cross = Columns({**cross.numbers, **own}, cross.names)
-        return LateFeatures(
-            self.of_request(request.request_features, shown_at), features.rows(features.cross, cross, len(rows))
-        )
+            given = Columns({**given.numbers, **own}, given.names)
+        return self._features.rows(self._features.cross, given, len(rows))
 
     def missing(self, request: RankRequest, tokens: Tokens) -> tuple[str, ...]:
         """Name the features, as `of.name`, that neither history nor request say anything of."""

@@ -228,11 +228,13 @@ async def test_what_is_computed_is_what_counting_by_hand_gives(tmp_path: Path) -
 
 async def test_a_cascade_over_one_trunk_reads_the_request(tmp_path: Path) -> None:
     """NEXT and the candidates read it; what the caller cannot say of items that it does not know is missing."""
-    features = every_feature()
+    seen = Feature(name="ago", of="cross", kind="number", computed="recency_by:genre")
+    hour = Feature(name="hour", of="request", kind="category", values=("7", "8"), computed="hour")
+    features = (*every_feature(), seen, hour)
     write_checkpoint(tmp_path / "checkpoint", features=features, retrieval=True)
     sections = {**SECTIONS, "recommend": {"sources": {"trunk": 30}}}
     async with serving(tmp_path, watched=False, **sections) as (_, service):
-        one = Asked(features, 30, 0)
+        one = Asked(every_feature(), 30, 0)
 
         async def recommended(late: OneRow) -> RecommendAnswer:
             request = RecommendRequest(
