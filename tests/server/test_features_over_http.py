@@ -164,7 +164,7 @@ async def test_the_store_keeps_none_and_says_so(http: tuple[Any, Service]) -> No
 
 
 async def test_the_open_inference_protocol_takes_them_as_json(http: tuple[Any, Service]) -> None:
-    client, service = http
+    client, _ = http
     want = await (await client.post("/v1/rank", json=body())).json()
     parts = {"features.cross": CROSS, "history.features": SURFACE, "features.user": USER, "features.request": REQUEST}
     inputs = [{"name": "candidates", "datatype": "INT64", "shape": [len(CANDIDATES)], "data": CANDIDATES}]
