@@ -93,6 +93,22 @@ def bench_wire(as_json: bool, seed: int, seconds: float) -> None:
     _show(lines(seed, seconds), "cpu", seed, as_json)
 
 
+@bench.command("features")
+@AS_JSON_LINES
+@BACKEND
+@THREADS
+@SEED
+@click.option("--seconds", default=3.0, show_default=True, help="Time each case for so long.")
+def bench_features(as_json: bool, backend: str, threads: int, seed: int, seconds: float) -> None:
+    """Measure what features cost a cached rank, group by group, and what reading them costs."""
+    import torch
+
+    from npu_gr.bench.features import lines
+
+    torch.set_num_threads(threads)
+    _show(lines(backend, seed, seconds), backend, seed, as_json)  # type: ignore[arg-type]
+
+
 @bench.command("metrics")
 @AS_JSON_LINES
 @SEED

@@ -70,10 +70,11 @@ class RankPass:
         start = self.cached.num_tokens if self.cached else self.first_token
         return Demand(len(self.tokens) - start, len(self.candidates))
 
-    def then(self, candidates: I64, vector: F32) -> RankPass:
+    def then(self, candidates: I64, vector: F32, cross: Encoded | None) -> RankPass:
         """Make the pass over candidates [c] that follows this one at once: it reads the pages that this one wrote."""
         cached = self.cached if self.keep is None else CachedPrefix(self.keep, len(self.tokens))
-        return replace(self, candidates=candidates, vector=vector, cached=cached, keep=None)
+        features = self.features._replace(cross=cross)
+        return replace(self, candidates=candidates, vector=vector, cached=cached, keep=None, features=features)
 
 
 class RankScores(NamedTuple):
@@ -92,6 +93,7 @@ class NextItems(NamedTuple):
     vector: F32  # [d] u
     candidates: I64 | None = None  # [c] item rows that were scored ahead; None = none were
     scores: RankScores | None = None  # of them
+    features: LateFeatures = NONE_LATE  # of them
 
 
 @dataclass(slots=True, eq=False)
@@ -100,6 +102,7 @@ class Ahead:
 
     choose: Callable[[I64], I64]  # found item rows -> those to score, or none; called on a device thread
     max_candidates: int
+    cross: Callable[[I64], Encoded | None] = lambda _rows: None  # of those; called there too
     found: NextItems | None = None  # kept here too, for a request whose wait ended before the job did
 
 
@@ -250,10 +253,12 @@ class RankEngine(PageJobs):
             if work.ahead is not None:
                 work.ahead.found = found
                 if len(rows := work.ahead.choose(found.rows)):
-                    passes[place] = work.history.then(rows, found.vector)
+                    passes[place] = work.history.then(rows, found.vector, work.ahead.cross(rows))
         if passes:
             for (place, one), scores in zip(passes.items(), self.forward([*passes.values()]), strict=True):
-                answers[place] = answers[place]._replace(candidates=one.candidates, scores=self._scores(one, scores))
+                answers[place] = answers[place]._replace(
+                    candidates=one.candidates, scores=self._scores(one, scores), features=one.features
+                )
         return answers
 
     def _scores(self, work: RankPass, scores: F32) -> RankScores:

@@ -107,11 +107,17 @@ def as_columns(features: Mapping[str, Feature], columns: Mapping[str, Any], num_
 
 
 def known(features: Mapping[str, Feature], name: str) -> Feature:
-    """Find a feature. Raises ValueError, with the ones that there are, where it is none of them."""
+    """Find a feature that a request may bring.
+
+    Raises:
+        ValueError: it is none of the model's, or is computed here: two readings of one feature would disagree.
+    """
     feature = features.get(name)
     if feature is None:
         there_are = ", ".join(features)
         raise ValueError(f"{name[:_SHOWN]}: no feature of the model; it has {there_are[:_LISTED] or 'none'}")
+    if feature.computed:
+        raise ValueError(f"{name}: the service computes it ({feature.computed}); send none")
     return feature
 
 
@@ -143,13 +149,15 @@ class ModelFeatures:
     def missing(self, **given: Mapping[str, Any]) -> tuple[str, ...]:
         """Name the features, as `of.name`, that are not among the given values or are None there.
 
+        What the service computes is never missing from a request.
+
         Args:
             given: of -> values by name; only these kinds are looked at.
         """
         return tuple(
             f"{feature.of}.{feature.name}"
             for feature in self.features
-            if feature.of in given and given[feature.of].get(feature.name) is None
+            if feature.of in given and not feature.computed and given[feature.of].get(feature.name) is None
         )
 
     def row(self, encoder: FeatureEncoder, values: OneRow | None) -> Encoded | None:
@@ -173,7 +181,7 @@ class ModelFeatures:
             if feature is not None and feature.kind != "number":
                 fitting[name] = _wide(hashes, feature.max_values) if hashes.shape[1] < feature.max_values else (
                     hashes[:, : feature.max_values])  # fmt: skip
-        return encoder.encode(fitting, num_rows)
+        return encoder.encode_columns(fitting, num_rows)
 
 
 def _is_number(encoder: FeatureEncoder, name: str) -> bool:

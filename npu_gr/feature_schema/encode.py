@@ -70,9 +70,9 @@ class FeatureEncoder:
         self.shared = tuple(  # columns of codes that are the mean of one feature
             (one.column, one.column + one.feature.max_values) for one in self._coded if one.feature.max_values > 1
         )
-        self._mean = np.array([feature.mean for feature in self._dense], np.float64)
-        self._scale = np.array([feature.scale for feature in self._dense], np.float64)
-        self._clip = np.array([feature.clip for feature in self._dense], np.float64)
+        self._mean = np.array([[feature.mean] for feature in self._dense], np.float32)
+        self._scale = np.array([[feature.scale] for feature in self._dense], np.float32)
+        self._clip = np.array([[feature.clip] for feature in self._dense], np.float32)
 
     def encode(self, columns: Mapping[str, Values], num_rows: int) -> Encoded:
         """Encode values.
@@ -86,6 +86,10 @@ class FeatureEncoder:
                 message names the feature, the row and the limit.
         """
         read = {name: as_column(self._known(name), values, num_rows) for name, values in columns.items()}
+        return self.encode_columns(read, num_rows)
+
+    def encode_columns(self, read: Mapping[str, Column], num_rows: int) -> Encoded:
+        """Encode what `as_column` made of this encoder's features."""
         codes = np.full((num_rows, self.width), self.padding, np.int32)
         for one in self._coded:
             one.fill(codes[:, one.column : one.column + one.feature.max_values], read.get(one.feature.name))
@@ -101,16 +105,21 @@ class FeatureEncoder:
         """Scale the dense numbers: [n, 2 k], the values, then 1 for each that is missing."""
         if not self._dense:
             return np.empty((num_rows, 0), np.float32)
-        given = np.empty((len(self._dense), num_rows))
+        given = np.empty((len(self._dense), num_rows), np.float32)
         for row, feature in zip(given, self._dense, strict=True):
             row[:] = read.get(feature.name, np.nan)
-        given -= self._mean[:, None]
-        given /= self._scale[:, None]
-        np.minimum(given, self._clip[:, None], out=given)
-        np.maximum(given, -self._clip[:, None], out=given)  # both keep NaN
+        with np.errstate(over="ignore"):  # clipped next
+            given -= self._mean
+            given /= self._scale
+        np.minimum(given, self._clip, out=given)
+        np.maximum(given, -self._clip, out=given)  # both keep NaN
+        inputs = np.zeros((num_rows, self.num_numbers), np.float32)
         missing = np.isnan(given)
-        given[missing] = 0.0
-        return np.concatenate([given.T, missing.T], 1, dtype=np.float32)
+        if missing.any():
+            given[missing] = 0.0
+            inputs[:, len(given) :] = missing.T
+        inputs[:, : len(given)] = given.T
+        return inputs
 
 
 class _Coded:

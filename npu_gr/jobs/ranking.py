@@ -27,7 +27,6 @@ from npu_gr.core.names import ActionNames
 from npu_gr.core.request import Outcome, RankAnswer, RankRequest, Reason, Verdict
 from npu_gr.core.served import ModelInfo
 from npu_gr.engine.rank_engine import (
-    NONE_LATE,
     Ahead,
     FindPass,
     LateFeatures,
@@ -36,13 +35,15 @@ from npu_gr.engine.rank_engine import (
     RankPass,
     RankScores,
 )
-from npu_gr.feature_schema.columns import ModelFeatures, OneRow
+from npu_gr.feature_schema.columns import ModelFeatures
 from npu_gr.feature_schema.encode import Encoded
 from npu_gr.jobs.base import Call
 from npu_gr.jobs.config import RankingConfig
 from npu_gr.jobs.histories import UserHistory
 from npu_gr.jobs.in_use import InUse
+from npu_gr.jobs.late_features import LateFeatureReader
 from npu_gr.metrics.registry import Metrics
+from npu_gr.model.computed_features import cross_features
 from npu_gr.model.order import Order
 from npu_gr.relay.relay import Lease, Relay
 
@@ -82,6 +83,7 @@ class Ranking:
         self.model = model
         self.actions = ActionNames(model.actions)
         self.features = ModelFeatures(model.features)
+        self.late = LateFeatureReader(self.features, cross_features(engine.model))
         self.names = names  # replaced where a reload finds others beside the same weights
         self.vocabulary = vocabulary
         self.order = order
@@ -168,7 +170,8 @@ class Ranking:
         began_at = time.monotonic()
         rows, known = self._candidates(request.candidates)
         shown_at = int(time.time()) if request.timestamp is None else request.timestamp
-        work = RankPass(tokens, 0, rows, shown_at, vector=vector, features=self.late_features(request, known))
+        late = self.late.of_rank(request, tokens, rows, known, shown_at)
+        work = RankPass(tokens, 0, rows, shown_at, vector=vector, features=late)
         taken: AbstractAsyncContextManager[Lease] = (
             self.relay.lease(request.user, tokens, len(rows), call.deadline_at, call.slot.outside)
             if lease is None
@@ -199,8 +202,7 @@ class Ranking:
             return None
         assert request.timestamp is not None
         known = np.ones(len(found.candidates), np.bool_)
-        late = self.late_features(request, known)
-        work = RankPass(tokens, 0, found.candidates, request.timestamp, features=late)
+        work = RankPass(tokens, 0, found.candidates, request.timestamp, features=found.features)
         return self._answer(request, work, lease, found.scores, known, {})
 
     def _answer(
@@ -224,7 +226,7 @@ class Ranking:
             history=work.tokens.report,
             prefix_tokens=lease.cached.num_tokens if lease.cached else 0,
             unknown_candidates=len(known) - len(scored.logits),
-            missing_features=self._missing(request, work.tokens),
+            missing_features=self.late.missing(request, work.tokens),
             retrieval=None if scored.retrieval is None else _placed(scored.retrieval, known),
             stages_s=stages_s | {"queue": scored.queue_s, "device": scored.device_s},
         )
@@ -299,38 +301,6 @@ class Ranking:
         best = np.argsort(-logits[:, 0], kind="stable")[: request.top_k]
         top: I64 = request.candidates[known][best]
         return top
-
-    # ---- features
-
-    def late_features(self, request: RankRequest, known: np.ndarray[Any, np.dtype[np.bool_]]) -> LateFeatures:
-        """Encode the features that a cached prefix does not hold.
-
-        Args:
-            request: with them.
-            known: [c] whether the catalogue has a candidate.
-
-        Raises:
-            Unprocessable: a value does not fit the model.
-        """
-        features = self.features
-        if not features.features:
-            return NONE_LATE
-        cross = request.cross_features if known.all() else request.cross_features.take(known)
-        return LateFeatures(
-            self.request_features(request.request_features),
-            features.rows(features.cross, cross, int(np.count_nonzero(known))),
-        )
-
-    def request_features(self, values: OneRow) -> Encoded | None:
-        """Encode the features of a request; None where the model has none. Raises Unprocessable if one does not fit."""
-        try:
-            return self.features.row(self.features.request, values)
-        except ValueError as error:
-            raise Unprocessable(f"features.request.{error}") from None
-
-    def _missing(self, request: RankRequest, tokens: Tokens) -> tuple[str, ...]:
-        late = self.features.missing(request=request.request_features, cross=request.cross_features.given)
-        return tokens.report.missing_features + late
 
     # ---- the self-check
 

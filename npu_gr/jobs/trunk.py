@@ -24,6 +24,7 @@ from npu_gr.core.arrays import I64
 from npu_gr.core.history import UserKey
 from npu_gr.core.request import RankAnswer, RankRequest
 from npu_gr.engine.rank_engine import Ahead, NextItems
+from npu_gr.feature_schema.columns import NO_COLUMNS
 from npu_gr.feature_schema.encode import Encoded
 from npu_gr.jobs.base import Call
 from npu_gr.jobs.ranking import Ranking
@@ -80,7 +81,11 @@ class TrunkUse:
                 Called on a device thread.
         """
         ranking = self._ranking
-        self._ahead = Ahead(lambda rows: ranking.vocabulary.rows(choose(ranking.item_ids[rows])), self._max_candidates)
+        self._ahead = Ahead(
+            lambda rows: ranking.vocabulary.rows(choose(ranking.item_ids[rows])),
+            self._max_candidates,
+            lambda rows: ranking.late.of_candidates(NO_COLUMNS, self._tokens, rows, self._shown_at),
+        )
 
     def found_late(self) -> I64 | None:
         """Take what a job found for which `find` did not wait to the end: external ids, best first; None = nothing."""

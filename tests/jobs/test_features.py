@@ -198,13 +198,43 @@ async def test_a_user_without_events_has_features(tmp_path: Path) -> None:
         assert np.array_equal(logits(await ranked(service, later)), logits(answer))
 
 
+async def test_what_is_computed_is_what_counting_by_hand_gives(tmp_path: Path) -> None:
+    """Of the history and the time of the request, by the names of the schema alone; nobody may send it."""
+    features = (
+        Feature(name="seen", of="cross", kind="number", computed="events"),
+        Feature(name="liked", of="cross", kind="number", computed="events", actions=("like",)),
+        Feature(name="ago", of="cross", kind="number", computed="recency", borders=(10.0, 18.0)),
+        Feature(name="hour", of="request", kind="category", values=tuple(map(str, range(24))), computed="hour"),
+    )
+    write_checkpoint(tmp_path / "checkpoint", features=features)
+    async with serving(tmp_path, watched=False, **SECTIONS) as (_, service):
+        one = Asked((), 40, 3)
+        one.features = features
+        one.candidates = np.concatenate([one.events.items[[3, 7, 3]], one.candidates])
+        items, actions, times = one.events.items, one.events.actions, one.events.timestamps
+        answer = await ranked(service, one.request("u", one.history()))
+        assert answer.missing_features == ()
+        same = [items == candidate for candidate in one.candidates]
+        one.crossed = {
+            "seen": [float(np.log1p(own.sum())) for own in same],
+            "liked": [float(np.log1p((own & (actions == 2)).sum())) for own in same],
+            "ago": [float(np.log1p(NOW - times[own].max())) if own.any() else None for own in same],
+        }
+        one.late = {"hour": NOW % 86_400 // 3600}
+        want = one.trained(tmp_path / "checkpoint")
+        assert np.abs(logits(answer) - want).max() <= 1e-5 * want.std()
+        assert np.ptp(want, 0).min() > 0
+
+
 async def test_a_cascade_over_one_trunk_reads_the_request(tmp_path: Path) -> None:
     """NEXT and the candidates read it; what the caller cannot say of items that it does not know is missing."""
-    features = every_feature()
+    seen = Feature(name="ago", of="cross", kind="number", computed="recency_by:genre")
+    hour = Feature(name="hour", of="request", kind="category", values=("7", "8"), computed="hour")
+    features = (*every_feature(), seen, hour)
     write_checkpoint(tmp_path / "checkpoint", features=features, retrieval=True)
     sections = {**SECTIONS, "recommend": {"sources": {"trunk": 30}}}
     async with serving(tmp_path, watched=False, **sections) as (_, service):
-        one = Asked(features, 30, 0)
+        one = Asked(every_feature(), 30, 0)
 
         async def recommended(late: OneRow) -> RecommendAnswer:
             request = RecommendRequest(

@@ -93,8 +93,8 @@ async def test_the_client_sends_them(http: tuple[Any, Service]) -> None:
     client, service = http
     want = await (await client.post("/v1/rank", json=body())).json()
     history = Behaviours(HISTORY["items"], HISTORY["actions"], HISTORY["timestamps"], SURFACE)
-    cross = {**CROSS, "spent": np.array([1.5, np.nan, 0.25])}
-    late = Features(request={**REQUEST, "spent": np.float32(-1.25)}, cross=cross)
+    cross: dict[str, Any] = {**CROSS, "spent": np.array([1.5, np.nan, 0.25])}
+    late = Features(request={**REQUEST, "spent": float(np.float32(-1.25))}, cross=cross)
     async with AsyncClient(str(client.make_url("/")), timeout_s=30.0) as caller:
         both = Features(user=USER, request=late.request, cross=late.cross)
         ranked = await caller.rank("u", CANDIDATES, history=history, timestamp=SHOWN_AT, features=both)
@@ -161,3 +161,21 @@ async def test_the_store_keeps_none_and_says_so(http: tuple[Any, Service]) -> No
     answer = await client.post("/v1/events", json=given)
     assert answer.status == 422
     assert "events.features: the history store keeps none" in (await answer.json())["detail"]
+
+
+async def test_the_open_inference_protocol_takes_them_as_json(http: tuple[Any, Service]) -> None:
+    client, _ = http
+    want = await (await client.post("/v1/rank", json=body())).json()
+    parts = {"features.cross": CROSS, "history.features": SURFACE, "features.user": USER, "features.request": REQUEST}
+    inputs = [{"name": "candidates", "datatype": "INT64", "shape": [len(CANDIDATES)], "data": CANDIDATES}]
+    for name, kind in (("items", "INT64"), ("timestamps", "INT64")):
+        inputs.append({"name": f"history.{name}", "datatype": kind, "shape": [NUM], "data": HISTORY[name]})
+    names = [str(one) for one in HISTORY["actions"]]
+    inputs.append({"name": "history.actions", "datatype": "BYTES", "shape": [NUM], "data": names})
+    parameters = {name: msgspec.json.encode(part).decode() for name, part in parts.items()}
+    sent = {"inputs": inputs, "parameters": {"user_id": "u", "timestamp": SHOWN_AT, **parameters}}
+    answer = await client.post("/v2/models/rank/infer", json=sent)
+    told = await answer.json()
+    assert answer.status == 200, told
+    scores = next(one["data"] for one in told["outputs"] if one["name"] == "scores.click")
+    assert scores == want["scores"]["click"]

@@ -6,7 +6,7 @@
     other columns           repeated numbers
     single value            its type; `optional` where the body need not have it
     map of plain values     map<string, Value>, or of lists of them map<string, Values>
-    map of columns          map<string, Numbers>
+    map of columns          map<string, Numbers>; of a request map<string, bytes>, raw
     Struct                  a message of its own, named as the Struct
     anything else           string that holds the JSON of /v1
 
@@ -159,7 +159,7 @@ def _shape(field: inspect.Field) -> Shape:
         if isinstance(kind, inspect.StructType):
             return _nested(name, kind.cls, "")
         if isinstance(kind, inspect.DictType):
-            return _map(name, kind, optional)
+            return _raw_columns(name, extra) if "most_entries" in extra else _map(name, kind, optional)
     if "limit" in extra:
         return _column(name, extra, listed)
     if listed is not None:
@@ -263,13 +263,15 @@ def _map(name: str, kind: inspect.DictType, optional: str) -> Shape:
     if listed is not None and any(isinstance(one, inspect.BytesType) for one in inner):
         return Shape(name, f"map<string, {NUMBERS}>", "", _unread, _columns)
     if listed is not None and _is_plain(parts(listed.item_type)[1]):
+        is_one = len(inner) > 1  # a list of one is a value
         longest = MOST_NAMES if listed.max_length is None else listed.max_length
 
         def read_lists(value: Any, path: str, _: ServerConfig) -> Any:
             _check(len(value), path, most)
             for key, one in value.items():
                 _check(len(one.values), f"{path}.{key[:64]}", longest)
-            return {key: [_plain(each) for each in one.values] for key, one in value.items()}
+            lists = {key: [_plain(each) for each in one.values] for key, one in value.items()}
+            return {key: one[0] if is_one and len(one) == 1 else one for key, one in lists.items()}
 
         return Shape(name, f"map<string, {VALUES}>", "", read_lists, _unwritten)
     if _is_plain(inner):
@@ -280,6 +282,19 @@ def _map(name: str, kind: inspect.DictType, optional: str) -> Shape:
 
         return Shape(name, f"map<string, {VALUE}>", "", read_values, _unwritten)
     return _json(name, optional)
+
+
+def _raw_columns(name: str, extra: Mapping[str, Any]) -> Shape:
+    """Columns of features in a request, as raw as `npu_gr.server.codec.features` says."""
+    limit: str = extra["limit"]
+
+    def read(value: Any, path: str, config: ServerConfig) -> Any:
+        _check(len(value), path, extra["most_entries"])
+        columns = dict(value)
+        _check(sum(map(len, columns.values())) // extra["element_bytes"], path, getattr(config, limit))
+        return columns
+
+    return Shape(name, "map<string, bytes>", "", read, _unwritten)
 
 
 def _columns(value: Mapping[str, bytes]) -> Any:

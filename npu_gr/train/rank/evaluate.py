@@ -219,7 +219,7 @@ def judged_logits(inputs: LogInputs, model: HSTU, task: int) -> F64:
         float64 [events after the trained ones], in the log's order.
     """
     log = inputs.log
-    longest = model.config.max_history_tokens
+    longest = inputs.max_events
     logits = np.full(len(log.items), np.nan)
     parts = []
     for start, stop, trained in zip(log.starts, log.starts[1:], log.num_trained, strict=False):

@@ -35,9 +35,9 @@ class LogInputs:
             DataError: a value does not fit its feature; the message names the feature, the row and the limit.
         """
         self.log = log
-        self._max_events = model.config.max_history_tokens
+        self.max_events = model.config.max_history_tokens - bool(model.config.features_of("user"))
         self._encoders = {of: FeatureEncoder(model.config.features_of(of)) for of in OFS}
-        self._logged = LoggedCross(log, cross_features(model), self._max_events)
+        self._logged = LoggedCross(log, cross_features(model), self.max_events)
         self._users = torch.from_numpy(log.users)
         every = np.arange(len(log.items))
         self._of_user = self._encoded("user", {}, log.num_users)
@@ -102,7 +102,7 @@ class LogInputs:
         times = log.times[recent]
         user = _rows(self._of_user, self._users[at])
         if user is not None:  # its token has the time of the first event
-            times = np.concatenate([times[:1] if len(times) else log.times[event : event + 1], times])
+            times = np.concatenate([times[:1] if len(times) else [0], times])
         cross = self.cross(at) if is_shown else self.cross_of(at, candidates[None])
         return Segment(
             items=torch.from_numpy(log.items[recent]),
@@ -119,7 +119,7 @@ class LogInputs:
     def first_read(self, event: int) -> int:
         """Index of the oldest event of the history that a request just before an event reads."""
         start = int(self.log.starts[int(self._users[event])])
-        return max(start, event - self._max_events)
+        return max(start, event - self.max_events)
 
     def _encoded(self, of: Of, computed: Mapping[str, Values], num_rows: int) -> FeatureValues | None:
         encoder = self._encoders[of]

@@ -53,13 +53,14 @@ def choose_features(
         found = [*options.features]
     else:
         found = [_of_column(column, _trained(log, column)) for column in log.columns]
+    max_events = options.max_history_tokens - any(feature.of == "user" for feature in found)
     names = {item.name for item in item_features}
     for feature in (*found, *computed):
         by = feature.computed.partition(BY)[2]
         if by and by != ALL and by not in names:
             there = ", ".join(sorted(names)) or "none"
             raise ConfigError(f"train: computed {feature.computed}: no item feature {by!r}; there are {there}")
-    return (*found, *_with_borders(log, item_features, computed, options.max_history_tokens))
+    return (*found, *_with_borders(log, item_features, computed, max_events))
 
 
 def item_tables(log: InteractionLog, item_features: Sequence[ItemValues]) -> dict[str, ItemValueTable]:

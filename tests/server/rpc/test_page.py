@@ -54,7 +54,7 @@ async def test_the_examples_run(
 
         await asyncio.to_thread(run_all)
     written = capsys.readouterr().out
-    assert "['scores.click', 'scores.like', 'top', 'top.names', 'titles']" in written
+    assert "['scores.click', 'scores.like', 'top', 'top.names', 'titles', 'missing_features']" in written
     assert re.search(r"\[ ?-?[\d.]+ +-?[\d.]+ +nan\] \[b'(SKU-0005-C|30)'", written), written
     assert re.search(r"\n(preinfer|skip_\w+)\nmiss_full \[", written), written
     assert "['answer', 'answer']" in written

@@ -121,7 +121,7 @@ def asked(log: InteractionLog, model: HSTU, event: int, *, is_next: bool = False
     )
     clock = {"hour": [shown_at // 3600 % 24], "weekday": [(shown_at // 86400 + 3) % 7]}
     clock = {feature.name: clock[feature.name] for feature in config.features_of("request") if feature.computed}
-    first = log.times[history][:1] if event > history.start else [shown_at]
+    first = log.times[history][:1] if event > history.start else np.zeros(1, np.int64)
     has_user = bool(config.features_of("user"))
     segment = Segment(
         items=torch.from_numpy(log.items[history]),
