@@ -107,11 +107,13 @@ def as_columns(features: Mapping[str, Feature], columns: Mapping[str, Any], num_
 
 
 def known(features: Mapping[str, Feature], name: str) -> Feature:
-    """Find a feature. Raises ValueError, with the ones that there are, where it is none of them."""
+    """Find a feature that is sent. Raises ValueError, with the ones that there are, where it is none of them."""
     feature = features.get(name)
     if feature is None:
         there_are = ", ".join(features)
         raise ValueError(f"{name[:_SHOWN]}: no feature of the model; it has {there_are[:_LISTED] or 'none'}")
+    if feature.computed:
+        raise ValueError(f"{name}: is computed here ({feature.computed}), so no request sends it")
     return feature
 
 
@@ -141,7 +143,7 @@ class ModelFeatures:
         return self._of("cross")
 
     def missing(self, **given: Mapping[str, Any]) -> tuple[str, ...]:
-        """Name the features, as `of.name`, that are not among the given values or are None there.
+        """Name the features, as `of.name`, that should be sent and are not among the given values or are None there.
 
         Args:
             given: of -> values by name; only these kinds are looked at.
@@ -149,7 +151,7 @@ class ModelFeatures:
         return tuple(
             f"{feature.of}.{feature.name}"
             for feature in self.features
-            if feature.of in given and given[feature.of].get(feature.name) is None
+            if feature.of in given and given[feature.of].get(feature.name) is None and not feature.computed
         )
 
     def row(self, encoder: FeatureEncoder, values: OneRow | None) -> Encoded | None:

@@ -122,7 +122,7 @@ class CascadeRun:
         rank_s = engine.cost.pass_s(len(tokens) - cached, cached, self.max_candidates) + engine.residual_s
         self._deadlines = split(self.began_at, deadline_at, rank_s, config)
         self._shown_at = int(time.time()) if request.timestamp is None else request.timestamp
-        of_request = ranking.request_features(request.request_features)
+        of_request = ranking.request_features(request.request_features, self._shown_at)
         self._trunk = TrunkUse(ranking, request.user, tokens, self._shown_at, self.max_candidates, of_request)
         self._exclude_seen = config.exclude_seen if request.exclude_seen is None else request.exclude_seen
         self._drops_unknown = (request.unknown_items or config.unknown_items) == "drop"

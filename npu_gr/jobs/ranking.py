@@ -27,13 +27,15 @@ from npu_gr.core.names import ActionNames
 from npu_gr.core.request import Outcome, RankAnswer, RankRequest, Reason, Verdict
 from npu_gr.core.served import ModelInfo
 from npu_gr.engine.rank_engine import NONE_LATE, FindPass, LateFeatures, NextItems, RankEngine, RankPass
-from npu_gr.feature_schema.columns import ModelFeatures, OneRow
+from npu_gr.feature_schema.columns import Columns, ModelFeatures, OneRow
+from npu_gr.feature_schema.computed import time_column
 from npu_gr.feature_schema.encode import Encoded
 from npu_gr.jobs.base import Call
 from npu_gr.jobs.config import RankingConfig
 from npu_gr.jobs.histories import UserHistory
 from npu_gr.jobs.in_use import InUse
 from npu_gr.metrics.registry import Metrics
+from npu_gr.model.computed_features import cross_features
 from npu_gr.model.order import Order
 from npu_gr.relay.relay import Lease, Relay
 
@@ -73,6 +75,7 @@ class Ranking:
         self.model = model
         self.actions = ActionNames(model.actions)
         self.features = ModelFeatures(model.features)
+        self._computed = cross_features(engine.model)
         self.names = names  # replaced where a reload finds others beside the same weights
         self.vocabulary = vocabulary
         self.order = order
@@ -159,7 +162,14 @@ class Ranking:
         began_at = time.monotonic()
         rows, known = self._candidates(request.candidates)
         shown_at = int(time.time()) if request.timestamp is None else request.timestamp
-        work = RankPass(tokens, 0, rows, shown_at, vector=vector, features=self.late_features(request, known))
+        work = RankPass(
+            tokens,
+            0,
+            rows,
+            shown_at,
+            vector=vector,
+            features=self.late_features(request, known, tokens, rows, shown_at),
+        )
         taken: AbstractAsyncContextManager[Lease] = (
             self.relay.lease(request.user, tokens, len(rows), call.deadline_at, call.slot.outside)
             if lease is None
@@ -264,12 +274,17 @@ class Ranking:
 
     # ---- features
 
-    def late_features(self, request: RankRequest, known: np.ndarray[Any, np.dtype[np.bool_]]) -> LateFeatures:
-        """Encode the features that a cached prefix does not hold.
+    def late_features(
+        self, request: RankRequest, known: np.ndarray[Any, np.dtype[np.bool_]], tokens: Tokens, rows: I64, shown_at: int
+    ) -> LateFeatures:
+        """Encode the features that a cached prefix does not hold, those that are computed here among them.
 
         Args:
-            request: with them.
+            request: with those that are sent.
             known: [c] whether the catalogue has a candidate.
+            tokens: of the history.
+            rows: item rows of the known candidates.
+            shown_at: unix seconds.
 
         Raises:
             Unprocessable: a value does not fit the model.
@@ -278,15 +293,25 @@ class Ranking:
         if not features.features:
             return NONE_LATE
         cross = request.cross_features if known.all() else request.cross_features.take(known)
+        if self._computed.rules:
+            events = tokens.events
+            found = self._computed.columns(tokens.rows, events.actions, events.timestamps, rows, shown_at)
+            cross = Columns({**cross.numbers, **found}, cross.names)
         return LateFeatures(
-            self.request_features(request.request_features),
-            features.rows(features.cross, cross, int(np.count_nonzero(known))),
+            self.request_features(request.request_features, shown_at),
+            features.rows(features.cross, cross, len(rows)),
         )
 
-    def request_features(self, values: OneRow) -> Encoded | None:
+    def request_features(self, values: OneRow, shown_at: int) -> Encoded | None:
         """Encode the features of a request; None where the model has none. Raises Unprocessable if one does not fit."""
+        times = np.array([shown_at])
+        computed = {
+            name: int(time_column(feature.computed, times)[0])
+            for name, feature in self.features.request.features.items()
+            if feature.computed
+        }
         try:
-            return self.features.row(self.features.request, values)
+            return self.features.row(self.features.request, {**values, **computed})
         except ValueError as error:
             raise Unprocessable(f"features.request.{error}") from None
 

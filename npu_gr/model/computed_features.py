@@ -7,17 +7,17 @@ from npu_gr.model.hstu import HSTU
 
 
 def cross_features(model: HSTU) -> CrossFeatures:
-    """Make what computes the model's cross features; the values of items are the model's own, not a copy.
+    """Make what computes the model's cross features; of a model on the host, the values of items are its own, no copy.
 
     Args:
-        model: on the host.
+        model: on any device.
 
     Raises:
         ValueError: a feature names an action or an item feature that the model lacks.
     """
     config = model.config
     tables = {
-        feature.name: ItemValueTable(getattr(model, f"feature_ids_{index}").numpy(), feature.num_values)
+        feature.name: ItemValueTable(getattr(model, f"feature_ids_{index}").cpu().numpy(), feature.num_values)
         for index, feature in enumerate(config.item_features)
     }
     return CrossFeatures(config.features_of("cross"), config.actions, tables)
