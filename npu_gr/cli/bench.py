@@ -17,12 +17,23 @@ if TYPE_CHECKING:
     from npu_gr.bench.line import Line
 
 
-DEMO_CHECKPOINT = Path(".demo/ranker")  # where `npu-gr demo` leaves it
+DEMO = Path(".demo/ranker")  # where `npu-gr demo` leaves its ranker
 
 AS_JSON_LINES = click.option("--json", "as_json", is_flag=True, help="Print one JSON object a line.")
 BACKEND = click.option("--backend", default="cpu", show_default=True, help="As in a configuration.")
 SEED = click.option("--seed", default=0, show_default=True)
 THREADS = click.option("--threads", default=1, show_default=True, type=THREAD_COUNT)
+SHIPPED_CONFIG = click.option(
+    "--config",
+    type=FILE,
+    default="configs/cpu.yaml",
+    show_default=True,
+    callback=lambda _context, _option, path: shipped.found(path),
+    help="Of the instance, as it ships.",
+)
+DEMO_CHECKPOINT = click.option(
+    "--checkpoint", type=FILE, help="By default the demo's, if it is there; else an untrained model of its shape."
+)
 
 
 @click.group()
@@ -264,17 +275,8 @@ def bench_relay(
 @bench.command("front")
 @AS_JSON_LINES
 @SEED
-@click.option(
-    "--config",
-    type=FILE,
-    default="configs/cpu.yaml",
-    show_default=True,
-    callback=lambda _context, _option, path: shipped.found(path),
-    help="Of the instance, as it ships.",
-)
-@click.option(
-    "--checkpoint", type=FILE, help="By default the demo's, if it is there; else an untrained model of its shape."
-)
+@SHIPPED_CONFIG
+@DEMO_CHECKPOINT
 @click.option("--workers", default="1,2", show_default=True, help="Numbers of front workers.")
 @click.option("--seconds", default=5.0, show_default=True, help="Of each load.")
 @click.option("--only", "parts", multiple=True, help="Run these parts; repeatable.", metavar="PART")
@@ -290,8 +292,8 @@ def bench_front(
     """Measure the CPU of each process a rank, with front workers."""
     from npu_gr.bench.front import PARTS, FrontOptions, lines
 
-    if checkpoint is None and DEMO_CHECKPOINT.is_dir():
-        checkpoint = DEMO_CHECKPOINT
+    if checkpoint is None and DEMO.is_dir():
+        checkpoint = DEMO
     options = FrontOptions(
         config=config,
         checkpoint=checkpoint,
@@ -303,7 +305,7 @@ def bench_front(
     _show(lines(options), "cpu", seed, as_json)
 
 
-@bench.command("door")
+@bench.command("protocols")
 @AS_JSON_LINES
 @SEED
 @click.option(
@@ -314,9 +316,19 @@ def bench_front(
     callback=lambda _context, _option, path: shipped.found(path),
     help="Of the instance, as it ships.",
 )
-@click.option(
-    "--checkpoint", type=FILE, help="By default the demo's, if it is there; else an untrained model of its shape."
-)
+@click.option("--seconds", default=3.0, show_default=True, help="Of each way.")
+def bench_protocols(as_json: bool, seed: int, config: Path, seconds: float) -> None:
+    """Compare ranks over the Open Inference Protocol and gRPC with those under /v1; needs the extra grpc."""
+    from npu_gr.bench.protocols import ProtocolOptions, lines
+
+    _show(lines(ProtocolOptions(config=config, seconds=seconds, seed=seed)), "cpu", seed, as_json)
+
+
+@bench.command("door")
+@AS_JSON_LINES
+@SEED
+@SHIPPED_CONFIG
+@DEMO_CHECKPOINT
 @click.option("--layers", type=click.IntRange(1), help="Make an untrained model of so many layers.")
 @click.option("--max-history", type=click.IntRange(16), help="Make an untrained model that reads so many tokens.")
 @click.option("--history-tokens", default=60, show_default=True, type=click.IntRange(1), help="Of a rank.")
@@ -350,8 +362,8 @@ def bench_door(
     if wrong := [part for part in parts if part not in PARTS]:
         raise click.BadParameter(f"{wrong[0]!r} is none of {', '.join(PARTS)}", param_hint="--only")
     is_made = layers is not None or max_history is not None
-    if checkpoint is None and not is_made and DEMO_CHECKPOINT.is_dir():
-        checkpoint = DEMO_CHECKPOINT
+    if checkpoint is None and not is_made and DEMO.is_dir():
+        checkpoint = DEMO
     options = DoorOptions(
         config=config,
         checkpoint=checkpoint,

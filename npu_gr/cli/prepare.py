@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -131,4 +132,4 @@ def _print(prepared: PreparedDataset, out: Path) -> None:
     from npu_gr.dataset.summary import summary
 
     click.echo(summary(prepared.manifest, out))
-    click.echo(f"\nnext: npu-gr train all {out} --out {out.parent}")
+    click.echo(f"\nnext: {shlex.join(['npu-gr', 'train', 'all', str(out), '--out', str(out.parent)])}")

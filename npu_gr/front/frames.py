@@ -103,6 +103,7 @@ class StateFrame(_Frame, frozen=True, tag=7):
 
     why_not: str  # "" = new work is welcome
     models: tuple[ModelInfo, ...]
+    kind_versions: dict[str, tuple[str, ...]]  # that are served: kind -> its versions
     actions: dict[str, tuple[str, ...] | None]  # by version of the ranker; "" = where none is named
     features: dict[str, tuple[Feature, ...]]  # the same
     unsorted_history: str

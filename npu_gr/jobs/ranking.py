@@ -26,7 +26,16 @@ from npu_gr.core.history import UserKey
 from npu_gr.core.names import ActionNames
 from npu_gr.core.request import Outcome, RankAnswer, RankRequest, Reason, Verdict
 from npu_gr.core.served import ModelInfo
-from npu_gr.engine.rank_engine import NONE_LATE, FindPass, LateFeatures, NextItems, RankEngine, RankPass
+from npu_gr.engine.rank_engine import (
+    NONE_LATE,
+    Ahead,
+    FindPass,
+    LateFeatures,
+    NextItems,
+    RankEngine,
+    RankPass,
+    RankScores,
+)
 from npu_gr.feature_schema.columns import Columns, ModelFeatures, OneRow
 from npu_gr.feature_schema.computed import time_column
 from npu_gr.feature_schema.encode import Encoded
@@ -178,10 +187,42 @@ class Ranking:
         async with taken as lease:
             lease_s = time.monotonic() - began_at
             lease, scored = await self._tried(
-                lambda work: self.engine.rank(work, call.deadline_at, call.arrived_at),
-                work,
-                lease,
+                lambda leased: self.engine.rank(leased, call.deadline_at, call.arrived_at), work, lease
             )
+        return self._answer(request, work, lease, scored, known, {"history": history_s, "lease": lease_s})
+
+    def ranked_ahead(self, request: RankRequest, tokens: Tokens, lease: Lease, found: NextItems) -> RankAnswer | None:
+        """Answer a rank from what `find` scored ahead.
+
+        Args:
+            request: its candidates.
+            tokens: of its history.
+            lease: that `find` used.
+            found: by it.
+
+        Returns:
+            None = other candidates were scored, or none.
+        """
+        if found.candidates is None or found.scores is None:
+            return None
+        if not np.array_equal(self.item_ids[found.candidates], request.candidates):
+            return None
+        assert request.timestamp is not None
+        known = np.ones(len(found.candidates), np.bool_)
+        late = self.late_features(request, known)
+        work = RankPass(tokens, 0, found.candidates, request.timestamp, features=late)
+        return self._answer(request, work, lease, found.scores, known, {})
+
+    def _answer(
+        self,
+        request: RankRequest,
+        work: RankPass,
+        lease: Lease,
+        scored: RankScores,
+        known: np.ndarray[Any, np.dtype[np.bool_]],
+        stages_s: dict[str, float],
+    ) -> RankAnswer:
+        """Say what a pass computed, and check some of it."""
         if lease.cached and self._random.random() < self._config.selfcheck_ratio:
             self._own(self._selfcheck(work, scored.logits))
         return RankAnswer(
@@ -190,17 +231,12 @@ class Ranking:
             reason=lease.reason,
             scores=self._scores(scored.logits, known),
             top=self._top(request, scored.logits, known),
-            history=tokens.report,
+            history=work.tokens.report,
             prefix_tokens=lease.cached.num_tokens if lease.cached else 0,
-            unknown_candidates=len(known) - len(rows),
-            missing_features=self._missing(request, tokens),
+            unknown_candidates=len(known) - len(scored.logits),
+            missing_features=self._missing(request, work.tokens),
             retrieval=None if scored.retrieval is None else _placed(scored.retrieval, known),
-            stages_s={
-                "history": history_s,
-                "lease": lease_s,
-                "queue": scored.queue_s,
-                "device": scored.device_s,
-            },
+            stages_s=stages_s | {"queue": scored.queue_s, "device": scored.device_s},
         )
 
     async def find(
@@ -212,6 +248,7 @@ class Ranking:
         lease: Lease,
         call: Call,
         features: Encoded | None = None,
+        ahead: Ahead | None = None,
     ) -> tuple[Lease, NextItems]:
         """Find the best of the model's own items. Only where it retrieves.
 
@@ -223,12 +260,13 @@ class Ranking:
             lease: of the prefix; pages that it keeps are written.
             call: when the stage began, and when it must be done.
             features: of the request; None = missing.
+            ahead: what of it to score in the same job; None = nothing.
 
         Returns:
             The lease that was used (another one, if the device failed while it read the prefix), and what was found.
         """
         return await self._tried(
-            lambda work: self.engine.find(FindPass(work, k, hidden), call.deadline_at, call.arrived_at),
+            lambda work: self.engine.find(FindPass(work, k, hidden, ahead), call.deadline_at, call.arrived_at),
             RankPass(tokens, 0, NOTHING, shown_at, features=LateFeatures(features)),
             lease,
         )

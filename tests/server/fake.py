@@ -75,6 +75,9 @@ class FakeService:
     def models(self) -> list[ModelInfo]:
         return [MODEL]
 
+    def kind_versions(self) -> dict[str, tuple[str, ...]]:
+        return dict.fromkeys(self.answers, (MODEL.version,))
+
     def is_ready(self) -> tuple[bool, str]:
         return not self.why_not_ready, self.why_not_ready
 

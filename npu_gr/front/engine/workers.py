@@ -166,6 +166,7 @@ class FrontWorkers:
         return frames.StateFrame(
             why_not="" if ready else why_not,
             models=models,
+            kind_versions=self._service.kind_versions(),
             actions=actions,
             features=features,
             unsorted_history=names.unsorted_history,

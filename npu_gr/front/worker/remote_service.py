@@ -250,6 +250,9 @@ class RemoteService:
     def models(self) -> list[ModelInfo]:
         return [] if self.state is None else list(self.state.models)
 
+    def kind_versions(self) -> dict[str, tuple[str, ...]]:
+        return {} if self.state is None else dict(self.state.kind_versions)
+
     def is_ready(self) -> tuple[bool, str]:
         if self._peer is None or self.state is None or not self._is_told:
             return False, "the engine does not run"

@@ -86,7 +86,7 @@ def check(skimmed: msgspec.Struct, num_bytes: int, cls: Any, config: ServerConfi
         if column.most_entries:
             count = _count_map(raw, column, limit, name)
         else:
-            count = _count(raw, column.element_bytes, limit)
+            count = count_elements(raw, column.element_bytes, limit)
         if count is None:
             continue
         if count > limit:
@@ -96,7 +96,7 @@ def check(skimmed: msgspec.Struct, num_bytes: int, cls: Any, config: ServerConfi
         raise TooLarge(f"body: {loose_bytes} bytes beside its columns, the limit is {most}")
 
 
-def _count(raw: bytes, element_bytes: int, limit: int) -> int | None:
+def count_elements(raw: bytes, element_bytes: int, limit: int) -> int | None:
     """Count the elements of a column that is not decoded, or bound them within the limit; None = it is no column."""
     if not raw:
         return None
@@ -138,9 +138,9 @@ def _count_map(raw: bytes, column: _Bulk, limit: int, name: str) -> int | None:
     try:
         for value in decode(raw).values():
             part = bytes(value)
-            count = _count(part, column.element_bytes, limit) or 0
+            count = count_elements(part, column.element_bytes, limit) or 0
             if not is_json and part and _is_list(part[0]) and count <= limit < len(part):
-                count += sum(_count(bytes(one), 1, limit) or 0 for one in _MSGPACK_LIST.decode(part))
+                count += sum(count_elements(bytes(one), 1, limit) or 0 for one in _MSGPACK_LIST.decode(part))
             total += count
             if total > limit:
                 break
