@@ -209,7 +209,7 @@ class Ranking:
             return None
         assert request.timestamp is not None
         known = np.ones(len(found.candidates), np.bool_)
-        late = self.late_features(request, known)
+        late = self.late_features(request, known, tokens, found.candidates, request.timestamp)
         work = RankPass(tokens, 0, found.candidates, request.timestamp, features=late)
         return self._answer(request, work, lease, found.scores, known, {})
 
@@ -333,7 +333,8 @@ class Ranking:
         cross = request.cross_features if known.all() else request.cross_features.take(known)
         if self._computed.rules:
             events = tokens.events
-            found = self._computed.columns(tokens.rows, events.actions, events.timestamps, rows, shown_at)
+            actions = events.actions.astype(np.int64)
+            found = self._computed.columns(tokens.rows, actions, events.timestamps, rows, shown_at)
             cross = Columns({**cross.numbers, **found}, cross.names)
         return LateFeatures(
             self.request_features(request.request_features, shown_at),
