@@ -41,12 +41,10 @@ TASKS = (CLICK, LIKE)
 FIGURES = {"HR": hits, "NDCG": ndcg_of_each}
 COMPUTED_CROSS = (
     "rate_by:*",
-    "events_by:*",
     "rate_by:class",
-    "likes_by:class",
-    "events_by:class",
-    "recency_by:class",
     "rate_by:release_year",
+    "share_by:class",
+    "recency_by:class",
 )
 COMPUTED_REQUEST = ("hour", "weekday")
 

@@ -26,6 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 I64 = npt.NDArray[np.int64]
+F32 = npt.NDArray[np.float32]
 F64 = npt.NDArray[np.float64]
 Bools = npt.NDArray[np.bool_]
 ItemCodes = npt.NDArray[np.integer]
@@ -98,8 +99,11 @@ class Alike:
     num_history_counted: I64 | int  # the same: of these, with one of the actions
     now: I64 | int  # broadcasts to [...]: unix seconds
 
-    def column(self, what: str) -> F64:
-        """Compute one of OF_HISTORY: float64 [...], NaN = missing."""
+    def column(self, what: str) -> F32:
+        """Compute one of OF_HISTORY: float32 [...], NaN = missing, as it would be sent."""
+        return self._wide(what).astype(np.float32)
+
+    def _wide(self, what: str) -> F64:
         counted = np.where(self.is_value, self.num_counted, 0).sum(-1)
         if what == "recency":
             newest = np.where(self.is_value, self.newest, NEVER).max(-1, initial=NEVER)
@@ -169,7 +173,7 @@ class CrossFeatures:
             values = np.where(is_known[..., None], codes[np.where(is_known, items, 0)], padding)
         return values, values != padding
 
-    def columns(self, items: I64, actions: I64, times: I64, candidates: I64, shown_at: int) -> dict[str, F64]:
+    def columns(self, items: I64, actions: I64, times: I64, candidates: I64, shown_at: int) -> dict[str, F32]:
         """Compute the features of one request.
 
         Args:
@@ -180,7 +184,7 @@ class CrossFeatures:
             shown_at: unix seconds.
 
         Returns:
-            Name -> [c], NaN = missing.
+            Name -> float32 [c], NaN = missing.
         """
         found: dict[tuple[str, bytes], Alike] = {}
         columns = {}

@@ -29,7 +29,8 @@ TINY = TrainOptions(
 def figures(seed: int, likes: np.ndarray, gap: float) -> RankingFigures:
     random = np.random.default_rng(seed)
     liking = random.normal(size=len(likes)) + gap * likes
-    ranks = NextItemRanks(random.integers(0, 30, 9).astype(float), random.integers(0, 30, 9).astype(float))
+    overall, unseen = random.integers(0, 30, (2, 9)).astype(float)
+    ranks = NextItemRanks(overall, unseen, np.zeros(9, np.bool_))
     return RankingFigures(
         model="x",
         auc=auc(liking, likes),

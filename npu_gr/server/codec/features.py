@@ -87,7 +87,9 @@ def _raw_numbers(
     """Read columns that are all raw numbers, none of them missing, at once; None = they are something else."""
     for name, values in columns.items():
         feature = features.get(name)
-        if feature is None or feature.kind != "number" or type(values) is not bytes or len(values) != 4 * num_rows:
+        if feature is None or feature.kind != "number" or feature.computed:
+            return None
+        if type(values) is not bytes or len(values) != 4 * num_rows:
             return None
     read: F32 = np.frombuffer(b"".join(columns.values()), "<f4").reshape(-1, num_rows)  # type: ignore[arg-type]
     return dict(zip(columns, read, strict=True)) if np.isfinite(read).all() else None

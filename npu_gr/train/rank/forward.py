@@ -4,8 +4,8 @@ It computes the same function as `HSTU.forward`. A user's history is encoded onc
 to the events before event i alone, at position i and at the time of event i: every event of a history is a request,
 and all of them share one encoding. Attention is dense, [H, B, T, C, N], so N should be a few hundred at most.
 
-Features of the user are one token in front of the events, as in service: at the time of the first event, and at time 0
-for whoever asks without any. All indices here count events alone.
+Features of the user are one token in front of the events, as in service: at the time of the first event, or of whoever
+asks before there is one. All indices here count events alone.
 
 Shapes: B users, N events, L tokens (N, or N + 1 with the user's), T moments a user, C candidates a moment, H heads.
 """
@@ -104,8 +104,6 @@ class EncodedHistories:
                 bias = self._biases[index].masked_fill(itself, CLOSED)[:, :, self._num_before :]
             else:
                 bias = self._bias_of(layer, places)
-            if self._num_before:
-                bias = self._without_history(layer, bias, places)
             u, own_v, q, own_k = layer.project(x)
             attention = _attend(q, self._slabs[index], bias.unsqueeze(3)) + _attend_itself(layer, q, own_k, own_v)
             x = self._updated(layer, x, u, attention)
@@ -168,14 +166,6 @@ class EncodedHistories:
         distance = ago.clamp(0, position.shape[1] - 1).flatten()
         both = _look_up(position, distance) + _look_up(time, bucket)
         return both.view(-1, *ago.shape).masked_fill(ago <= 0, CLOSED)
-
-    def _without_history(self, layer: HSTULayer, bias: Tensor, places: Tensor) -> Tensor:
-        """Let moments without an event before them find the user's token at time 0: [H, B, T, L] -> the same."""
-        position, time = layer.bias
-        of_user = position[:, 1, None] + _look_up(time, time_bucket(self._times[:, 0]))
-        is_first = (places == self._num_before).expand(len(self._times), -1)
-        first = torch.where(is_first, of_user[:, :, None], bias[..., 0])
-        return torch.cat([first[..., None], bias[..., 1:]], dim=-1)
 
 
 class _LookUp(torch.autograd.Function):

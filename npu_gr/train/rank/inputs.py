@@ -101,8 +101,8 @@ class LogInputs:
         at = torch.tensor([event])
         times = log.times[recent]
         user = _rows(self._of_user, self._users[at])
-        if user is not None:  # its token has the time of the first event
-            times = np.concatenate([times[:1] if len(times) else [0], times])
+        if user is not None:  # its token has the time of the first event, or of the request
+            times = np.concatenate([log.times[recent.start : recent.start + 1], times])
         cross = self.cross(at) if is_shown else self.cross_of(at, candidates[None])
         return Segment(
             items=torch.from_numpy(log.items[recent]),

@@ -10,10 +10,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from npu_gr.core.arrays import I64
+from npu_gr.core.arrays import F32, I64
 from npu_gr.feature_schema.computed import NEVER, Alike, CrossFeatures, ItemCodes
 from npu_gr.train.data import Bools, InteractionLog
-from npu_gr.train.metrics import F64
 
 
 class _Runs(NamedTuple):
@@ -47,7 +46,7 @@ class LoggedCross:
         """Names of the features."""
         return [name for name, _, _ in self._cross.rules]
 
-    def columns(self, events: I64, candidates: I64) -> dict[str, F64]:
+    def columns(self, events: I64, candidates: I64) -> dict[str, F32]:
         """Compute the features.
 
         Args:
@@ -55,7 +54,7 @@ class LoggedCross:
             candidates: [m, c] item rows.
 
         Returns:
-            Name -> [m, c], NaN = missing.
+            Name -> float32 [m, c], NaN = missing.
         """
         log = self._log
         every = np.ones(len(log.action_values), np.bool_)

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from npu_gr.core.arrays import F32
 from npu_gr.core.errors import ConfigError, DataError
 from npu_gr.feature_schema.computed import ALL, BY, OF_TIME, CrossFeatures, ItemValueTable, read_rule
 from npu_gr.feature_schema.schema import Feature
@@ -115,12 +116,12 @@ def _empty(column: FeatureColumn) -> DataError:
     )
 
 
-def number_feature(feature: Feature, numbers: F64) -> Feature:
+def number_feature(feature: Feature, numbers: F32 | F64) -> Feature:
     """Give a number its buckets.
 
     Args:
         feature: without borders.
-        numbers: float64 [n], those that it has in the trained part, none missing.
+        numbers: [n], those that it has in the trained part, none missing.
 
     Returns:
         With borders; of one single value, which has none, scaled.
@@ -178,6 +179,6 @@ def _with_borders(
     columns = LoggedCross(log, cross, max_events).columns(own, log.items[own, None]) if cross.rules else {}
     found = []
     for feature in computed:
-        numbers = columns.get(feature.name, np.empty(0)).ravel()
+        numbers = columns.get(feature.name, np.empty(0, np.float32)).ravel()
         found.append(number_feature(feature, numbers[~np.isnan(numbers)]) if feature.of == "cross" else feature)
     return found

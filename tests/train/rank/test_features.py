@@ -121,7 +121,7 @@ def asked(log: InteractionLog, model: HSTU, event: int, *, is_next: bool = False
     )
     clock = {"hour": [shown_at // 3600 % 24], "weekday": [(shown_at // 86400 + 3) % 7]}
     clock = {feature.name: clock[feature.name] for feature in config.features_of("request") if feature.computed}
-    first = log.times[history][:1] if event > history.start else np.zeros(1, np.int64)
+    first = log.times[history.start : history.start + 1]  # without events, of the request
     has_user = bool(config.features_of("user"))
     segment = Segment(
         items=torch.from_numpy(log.items[history]),
@@ -234,7 +234,7 @@ def test_logged_crosses_are_those_of_a_request(data: st.DataObject, max_events: 
             int(log.times[event]),
         )
         for name, column in want.items():
-            np.testing.assert_allclose(found[name][event], column, rtol=1e-14, err_msg=name)
+            np.testing.assert_allclose(found[name][event], column, rtol=0, err_msg=name)
 
 
 def test_a_training_reads_columns_and_learns_from_them() -> None:
