@@ -24,6 +24,7 @@ from npu_gr.core.arrays import I64
 from npu_gr.core.kinds import RANK
 from npu_gr.core.names import ActionNames
 from npu_gr.core.request import RankRequest
+from npu_gr.feature_schema.columns import ModelFeatures
 from npu_gr.server.codec.media import JSON, MSGPACK, convert, decode
 from npu_gr.server.codec.rank import RankBody, parse
 from npu_gr.server.config import ServerConfig
@@ -46,6 +47,9 @@ class _Names:
 
     def actions(self, _version: str | None) -> ActionNames:
         return _ACTIONS
+
+    def features(self, _version: str | None) -> ModelFeatures:
+        return ModelFeatures()
 
     def items(self, ids: I64) -> list[str | int]:
         names: list[str | int] = ids.tolist()

@@ -34,6 +34,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     trusted_proxies: list[str] = []  # addresses or networks of routers: their connections are refused, never paced
     max_candidates: Count = 10_000  # of one rank
     max_history_events: Count = 65_536  # of one request; the model may read fewer of them
+    max_feature_values: Count = 262_144  # of all candidates of one rank, or all events of one history, together
     default_budget_s: Seconds = 1.0  # for a request that names no time limit
     max_budget_s: Seconds = 30.0
     drain_grace_s: SecondsOrZero = 3.0  # unready, but serving: two health checks or more

@@ -25,7 +25,10 @@ class HealthRoutes:
     async def _live(self, _: web.Request) -> web.Response:
         models = self._service.models()
         first = models[0]
-        runs = [{"name": model.name, "version": model.version, "ops": model.ops} for model in models]
+        runs = [
+            {"name": model.name, "version": model.version, "ops": model.ops, "attention": model.attention}
+            for model in models
+        ]
         return json_response(
             {"live": True, "device": first.device, "kernels": first.kernels, "ops": first.ops, "models": runs}
         )
