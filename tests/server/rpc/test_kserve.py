@@ -41,8 +41,7 @@ def request(is_raw):
 
 def check(answer):
     assert (answer.model_name, answer.id) == ("rank", "7")
-    (scores,) = answer.outputs
-    np.testing.assert_array_equal(scores.as_numpy(), np.array([1, np.nan, 2], np.float32))
+    np.testing.assert_array_equal(answer.outputs[0].as_numpy(), np.array([1, np.nan, 2], np.float32))
 
 
 async def main():
