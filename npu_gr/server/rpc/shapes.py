@@ -271,17 +271,8 @@ def _map(name: str, kind: inspect.DictType, optional: str) -> Shape:
     listed = next((one for one in inner if isinstance(one, inspect.ListType)), None)
     if listed is not None and any(isinstance(one, inspect.BytesType) for one in inner):
         return Shape(name, f"map<string, {NUMBERS}>", "", _unread, _columns)
-    if listed is not None and _is_plain(parts(listed.item_type)[1]):
-        longest = MOST_NAMES if listed.max_length is None else listed.max_length
-
-        def read_lists(value: Any, path: str, _: ServerConfig) -> Any:
-            _check(len(value), path, most)
-            for key, one in value.items():
-                _check(len(one.values), f"{path}.{key[:64]}", longest)
-            return {key: [_plain(each) for each in one.values] for key, one in value.items()}
-
-        return Shape(name, f"map<string, {VALUES}>", "", read_lists, _unwritten)
-    if listed is not None and _is_plain([one for one in inner if one is not listed]):  # a value, or several
+    others = [one for one in inner if one is not listed]
+    if listed is not None and others and _is_plain(others):  # a value, or several
 
         def read_cells(value: Any, path: str, _: ServerConfig) -> Any:
             _check(len(value), path, most)
@@ -293,6 +284,16 @@ def _map(name: str, kind: inspect.DictType, optional: str) -> Shape:
             return cells
 
         return Shape(name, f"map<string, {VALUES}>", "", read_cells, _unwritten)
+    if listed is not None and _is_plain(parts(listed.item_type)[1]):
+        longest = MOST_NAMES if listed.max_length is None else listed.max_length
+
+        def read_lists(value: Any, path: str, _: ServerConfig) -> Any:
+            _check(len(value), path, most)
+            for key, one in value.items():
+                _check(len(one.values), f"{path}.{key[:64]}", longest)
+            return {key: [_plain(each) for each in one.values] for key, one in value.items()}
+
+        return Shape(name, f"map<string, {VALUES}>", "", read_lists, _unwritten)
     if _is_plain(inner):
 
         def read_values(value: Any, path: str, _: ServerConfig) -> Any:
