@@ -1,9 +1,9 @@
 """`npu-gr bench wire`: read a rank's body with raw columns, against one with lists of JSON numbers, or of texts.
 
 The body with texts is also read as `npu_gr.client` sends it: raw ids, names of actions. The one with numbers is also
-read as an infer of the Open Inference Protocol, over HTTP and gRPC, and as a message of our own. Measures the CPU time from the
-received bytes to the request that the service gets: parse, validate, make the arrays. The floor is one copy of the
-body.
+read as an infer of the Open Inference Protocol, over HTTP and gRPC, and as a message of our own. Measures the CPU time
+from the received bytes to the request that the service gets: parse, validate, make the arrays. The floor is one copy of
+the body.
 """
 
 from __future__ import annotations

@@ -77,6 +77,7 @@ _INFER: _Json = {
     "additionalProperties": False,
     "properties": {
         "id": {"type": "string", "maxLength": 128},
+        "model_name": {"type": "string"},
         "inputs": {"type": "array", "items": _TENSOR, "maxItems": MOST_TENSORS},
         "outputs": {"type": "array", "items": _WANTED, "maxItems": MOST_TENSORS},
         "parameters": {

@@ -58,6 +58,7 @@ class InferIn(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """The JSON of an infer."""
 
     inputs: msgspec.Raw
+    model_name: str = ""  # KServe's client sends it beside the address
     id: Annotated[str, msgspec.Meta(max_length=128)] = ""
     parameters: msgspec.Raw = msgspec.Raw()
     outputs: msgspec.Raw = msgspec.Raw()
@@ -69,6 +70,7 @@ class HttpInfer(NamedTuple):
     infer: InferRequest
     raw_outputs: frozenset[str]
     is_raw: bool  # the others are
+    model_name: str  # that the body names; "" = none
 
 
 BINARY_OUTPUT = "binary_data_output"  # a parameter: every output whose own parameters do not say otherwise
@@ -108,6 +110,7 @@ def read(body: bytes, header_length: str | None) -> HttpInfer:
         InferRequest(skimmed.id, _tensors(inputs, body, num_json), parameters, tuple(chosen)),
         frozenset(name for name, choice in chosen.items() if (is_raw if choice is None else choice)),
         is_raw,
+        skimmed.model_name,
     )
 
 

@@ -297,7 +297,7 @@ def _inputs(struct: inspect.StructType, prefix: str = "", *, is_needed: bool = T
         nested = next((kind for kind in kinds if isinstance(kind, inspect.StructType)), None)
         if nested is not None:
             found += _inputs(nested, f"{name}.", is_needed=needed)
-        elif "limit" in extra and "most_entries" not in extra:  # a map of columns is JSON
+        elif "limit" in extra and "most_entries" not in extra:  # a map of columns is no column
             found.append(Input(name, Form.COLUMN, _column_types(extra, kinds), extra["limit"], needed))
         else:
             form, datatypes = _plain_form(kinds)

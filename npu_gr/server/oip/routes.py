@@ -12,7 +12,9 @@ from aiohttp import web
 
 from npu_gr import __version__
 from npu_gr.access.key_ring import KeyRing
+from npu_gr.core.errors import Unprocessable
 from npu_gr.core.request import Answer
+from npu_gr.core.words import quoted
 from npu_gr.server.codec.base import Shown
 from npu_gr.server.codec.media import JSON
 from npu_gr.server.config import ServerConfig
@@ -101,6 +103,8 @@ class InferenceRoutes:
 
             def parse(body: bytes) -> tuple[HttpInfer, object, Shown]:
                 asked = read(body, request.headers.get(HEADER_LENGTH))
+                if asked.model_name not in ("", kind.name):
+                    raise Unprocessable(f"model_name: {quoted(asked.model_name)}, and the address names {kind.name}")
                 model.check_outputs(asked.infer.outputs, self._models.tasks())
                 made = model.body(asked.infer, version, self._config)
                 is_about = partial(request.__setitem__, USER)

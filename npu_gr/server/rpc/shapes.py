@@ -5,8 +5,9 @@
     column of times         message Times: seconds, or raw ones
     other columns           repeated numbers
     single value            its type; `optional` where the body need not have it
-    map of plain values     map<string, Value>, or of lists of them map<string, Values>
-    map of columns          map<string, Numbers>; of a request map<string, bytes>, raw
+    map of plain values     map<string, Value>, or of lists of them map<string, Values>: one value, or several
+    columns of features     map<string, FeatureColumn>
+    map of columns          map<string, Numbers>
     Struct                  a message of its own, named as the Struct
     anything else           string that holds the JSON of /v1
 
@@ -33,6 +34,7 @@ TIMES = "Times"
 VALUE = "Value"
 VALUES = "Values"
 NUMBERS = "Numbers"
+FEATURE = "FeatureColumn"
 # messages that no Struct has, in the words of a .proto; their numbers never change
 FIXED = """\
 // Items: the field that is set has them.
@@ -68,6 +70,13 @@ message Value {
 // Several plain values.
 message Values {
   repeated Value values = 1;
+}
+
+// A feature of candidates or events, a value a row: the field that is set has them.
+message FeatureColumn {
+  repeated float numbers = 1; // NaN: missing
+  repeated string names = 2; // empty: missing
+  bytes raw = 3; // as under /v1: little-endian float32, or uint64 hashes of names
 }
 
 // A column of scores; NaN: none.
@@ -159,7 +168,7 @@ def _shape(field: inspect.Field) -> Shape:
         if isinstance(kind, inspect.StructType):
             return _nested(name, kind.cls, "")
         if isinstance(kind, inspect.DictType):
-            return _raw_columns(name, extra) if "most_entries" in extra else _map(name, kind, optional)
+            return _feature_columns(name, extra["limit"]) if "limit" in extra else _map(name, kind, optional)
     if "limit" in extra:
         return _column(name, extra, listed)
     if listed is not None:
@@ -262,16 +271,27 @@ def _map(name: str, kind: inspect.DictType, optional: str) -> Shape:
     listed = next((one for one in inner if isinstance(one, inspect.ListType)), None)
     if listed is not None and any(isinstance(one, inspect.BytesType) for one in inner):
         return Shape(name, f"map<string, {NUMBERS}>", "", _unread, _columns)
+    others = [one for one in inner if one is not listed]
+    if listed is not None and others and _is_plain(others):  # a value, or several
+
+        def read_cells(value: Any, path: str, _: ServerConfig) -> Any:
+            _check(len(value), path, most)
+            cells = {}
+            for key, one in value.items():
+                _check(len(one.values), f"{path}.{key[:64]}", MOST_NAMES)
+                several = [_plain(each) for each in one.values]
+                cells[key] = several[0] if len(several) == 1 else several or None
+            return cells
+
+        return Shape(name, f"map<string, {VALUES}>", "", read_cells, _unwritten)
     if listed is not None and _is_plain(parts(listed.item_type)[1]):
-        is_one = len(inner) > 1  # a list of one is a value
         longest = MOST_NAMES if listed.max_length is None else listed.max_length
 
         def read_lists(value: Any, path: str, _: ServerConfig) -> Any:
             _check(len(value), path, most)
             for key, one in value.items():
                 _check(len(one.values), f"{path}.{key[:64]}", longest)
-            lists = {key: [_plain(each) for each in one.values] for key, one in value.items()}
-            return {key: one[0] if is_one and len(one) == 1 else one for key, one in lists.items()}
+            return {key: [_plain(each) for each in one.values] for key, one in value.items()}
 
         return Shape(name, f"map<string, {VALUES}>", "", read_lists, _unwritten)
     if _is_plain(inner):
@@ -284,17 +304,26 @@ def _map(name: str, kind: inspect.DictType, optional: str) -> Shape:
     return _json(name, optional)
 
 
-def _raw_columns(name: str, extra: Mapping[str, Any]) -> Shape:
-    """Columns of features in a request, as raw as `npu_gr.server.codec.features` says."""
-    limit: str = extra["limit"]
+def _feature_columns(name: str, limit: str) -> Shape:
+    """Columns of features of a request, by their names."""
 
     def read(value: Any, path: str, config: ServerConfig) -> Any:
-        _check(len(value), path, extra["most_entries"])
-        columns = dict(value)
-        _check(sum(map(len, columns.values())) // extra["element_bytes"], path, getattr(config, limit))
+        _check(len(value), path, MOST_NAMES)
+        most: int = getattr(config, limit)
+        columns: dict[str, Any] = {}
+        for key, one in value.items():
+            if sum(bool(form) for form in (one.numbers, one.names, one.raw)) > 1:
+                raise Unprocessable(f"{path}.{key[:64]}: holds numbers, names or raw ones in two fields; set one")
+            most -= max(len(one.numbers), len(one.names), len(one.raw) // 4)
+            if most < 0:
+                raise TooLarge(f"{path}: over {getattr(config, limit)} values, the limit")
+            if len(one.names):
+                columns[key] = [name or None for name in one.names]
+            else:
+                columns[key] = one.raw or np.fromiter(one.numbers, np.float32, len(one.numbers)).tobytes()
         return columns
 
-    return Shape(name, "map<string, bytes>", "", read, _unwritten)
+    return Shape(name, f"map<string, {FEATURE}>", "", read, _unwritten)
 
 
 def _columns(value: Mapping[str, bytes]) -> Any:

@@ -89,6 +89,7 @@ BAD = {
     "header length in the middle": Bad(json_body(GOOD), 400, "body: Input data was truncated", {HEADER_LENGTH: "20"}),
     "bytes behind": Bad(json_body(GOOD) + b"xyz", 400, "body: ", {}),
     "another model": Bad(infer(tensor()), 404, "Not Found", path="/v2/models/nope/infer"),
+    "two models": Bad(infer(tensor(), model_name="match"), 422, "model_name: 'match', and the address names rank"),
     "another version": Bad(
         infer(tensor()), 404, "version: '7' of rank is not served; 1 is", path="/v2/models/rank/versions/7/infer"
     ),

@@ -89,8 +89,7 @@ def test_an_answer_has_outputs_of_the_metadata_alone(model: Model) -> None:
 
 def test_an_answer_is_that_of_v1() -> None:
     answer = MODELS["rank"].answer(EXAMPLES["rank"].answer, "id", Shown(FakeNames()), ())
-    scores, missing = answer.outputs
-    assert (missing.name, missing.values) == ("missing_features", [])
+    scores = answer.outputs[0]
     np.testing.assert_array_equal(np.frombuffer(scores.values, "<f4"), np.array([1, np.nan, 2], np.float32))
     assert answer.version == "m"
     assert answer.parameters["outcome"] == "miss_full"
