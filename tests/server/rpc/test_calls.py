@@ -228,7 +228,7 @@ async def test_the_deadline_is_the_budget(rig: Rig) -> None:
     budgets = [budget_s for _, _, budget_s in rig.service.served]
     config = ServerConfig()
     for budget_s, most_s in zip(budgets, (3.0, config.default_budget_s, config.max_budget_s, 0.5), strict=True):
-        assert 0 < budget_s <= most_s
+        assert 0 < budget_s <= most_s * 1.01  # gRPC sends few digits, rounded up
         assert budget_s > most_s - 0.4
 
 
