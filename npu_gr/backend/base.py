@@ -23,11 +23,13 @@ from torch import Tensor, nn
 from npu_gr.backend.best_items import Best, Hidden
 from npu_gr.backend.calls import (
     BeamCall,
+    BiasTables,
     Choices,
     Continuations,
     HstuCall,
     HstuLayerCall,
     HstuPassCall,
+    HstuTraits,
     TopkCall,
 )
 from npu_gr.backend.tiles import Slab as Slab
@@ -49,6 +51,21 @@ def time_bucket(delta_s: Tensor) -> Tensor:
     """
     octave_and_half = (delta_s.clamp(0, 2**31 - 1) + 1).to(torch.float32).view(torch.int32) >> 22
     return (octave_and_half - (127 << 1)).clamp(0, TIME_BUCKETS - 1)
+
+
+def bias_bucket(bias: BiasTables, delta_s: Tensor) -> Tensor:
+    """Bucket of the layer's time table for each time difference; whole seconds are compared, so it is exact.
+
+    Args:
+        bias: the layer's tables.
+        delta_s: int64, seconds; negative counts as 0.
+
+    Returns:
+        int32, same shape.
+    """
+    if bias.edges is None:
+        return time_bucket(delta_s)
+    return torch.bucketize(delta_s, bias.edges, out_int32=True, right=True)
 
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:
@@ -190,8 +207,8 @@ class Ops(Affine, Protocol):
         """
         ...
 
-    def hstu_runs_as(self, is_biased: bool) -> str:
-        """Name what runs the attention of a ranker with or without relative bias, as `ops` names it."""
+    def hstu_runs_as(self, traits: HstuTraits) -> str:
+        """Name what runs the attention of a ranker, as `ops` names it."""
         ...
 
     def hstu_pass(self, call: HstuPassCall) -> HstuPass | None:

@@ -78,13 +78,13 @@ class CUDABackend(TorchOps):
         return self._graphs.row_wise(owner, what, work, rows)
 
     def hstu_causal(self, call: HstuCall) -> Tensor:
-        if self._hstu and self._hstu.takes(call.q, slabs := natural(call.cached)):
+        if self._hstu and call.is_plain and self._hstu.takes(call.q, slabs := natural(call.cached)):
             out: Tensor = self._hstu.causal(call, slabs)
             return out
         return super().hstu_causal(call)
 
     def hstu_targets(self, call: HstuCall) -> Tensor:
-        if self._hstu and self._hstu.takes(call.q, slabs := natural(call.cached)):
+        if self._hstu and call.is_plain and self._hstu.takes(call.q, slabs := natural(call.cached)):
             out: Tensor = self._hstu.targets(call, slabs)
             return out
         return super().hstu_targets(call)

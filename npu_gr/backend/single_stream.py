@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from npu_gr.backend.base import HstuPass
-from npu_gr.backend.calls import HstuPassCall
+from npu_gr.backend.calls import HstuPassCall, HstuTraits
 
 log = logging.getLogger(__name__)
 
@@ -63,8 +63,8 @@ class SingleStream:
             for plane in (keys, values):
                 plane[:, to, :num_slots] = plane[:, parent[to], :num_slots]
 
-    def hstu_runs_as(self, is_biased: bool) -> str:
-        return self.ops.get("hstu_attention", "torch")
+    def hstu_runs_as(self, traits: HstuTraits) -> str:
+        return self.ops.get("hstu_attention", "torch") if traits.has_plain_times else "torch"
 
     def order_of(self, numbers: Tensor) -> Tensor:
         return torch.argsort(numbers, stable=True)

@@ -8,6 +8,9 @@ user's whole history is a multiple of `cut_step_tokens`. With max_tokens 4 and c
     events 0 1 2 3 4 5          start 2
     events 0 1 2 3 4 5 6        start 4
 
+Where a behaviour is two tokens, its item and then its action, the rule holds for behaviours of two tokens each, and
+everything that counts behind this module counts tokens.
+
 Dropping the oldest token at every new event would change every score and make every cached prefix useless (rule E9 of
 docs/exactness.md); a start that moves only every `cut_step_tokens` events keeps both.
 """
@@ -28,7 +31,7 @@ from npu_gr.core.history import Events, HistoryReport
 class Tokens:
     """The model's input for one user. n = number of tokens."""
 
-    events: Events  # [n] with external item ids
+    events: Events  # [n] with external item ids; the action of an item's own token is -1
     rows: I64  # [n] row of each item in the model
     report: HistoryReport
     _fingerprints: dict[int, str] = field(default_factory=dict)  # of the tokens alone; `report` names what was sent
@@ -82,6 +85,7 @@ def tokenize(
     refuse_unknown: bool,
     first_index: int = 0,
     name: str = "",
+    tokens_per_event: int = 1,
 ) -> Tokens:
     """Check a history, cut it and map its items to rows.
 
@@ -94,6 +98,7 @@ def tokenize(
         refuse_unknown: raise for an unknown item; False: drop it.
         first_index: index of the first event in the user's whole history, of which a caller may send the end alone.
         name: fingerprint of the history, for the report.
+        tokens_per_event: 2 = a token of the item, then one of the action.
 
     Raises:
         Unprocessable: an action the model does not know, or an unknown item with `refuse_unknown`.
@@ -101,7 +106,8 @@ def tokenize(
     if len(events) and (int(events.actions.min()) < 0 or int(events.actions.max()) >= num_actions):
         worst = int(events.actions.max()) if int(events.actions.min()) >= 0 else int(events.actions.min())
         raise Unprocessable(f"history.actions: {worst} is no index of an action, they are 0..{num_actions - 1}")
-    cut = window_start(first_index, len(events), max_tokens, cut_step_tokens)
+    step = -(-cut_step_tokens // tokens_per_event)
+    cut = window_start(first_index, len(events), max_tokens // tokens_per_event, step)
     events = events[cut:]
     rows = vocabulary.rows(events.items)
     known = rows != UNKNOWN
@@ -111,6 +117,11 @@ def tokenize(
     if unknown:
         events = Events(events.items[known], events.actions[known], events.timestamps[known], events.origin)
         rows = rows[known]
+    if tokens_per_event == 2:
+        actions = np.repeat(events.actions, 2)
+        actions[::2] = -1
+        events = Events(np.repeat(events.items, 2), actions, np.repeat(events.timestamps, 2), events.origin)
+        rows = np.repeat(rows, 2)
     report = HistoryReport(
         fingerprint=name,
         num_tokens=len(rows),

@@ -87,7 +87,11 @@ class Ranking:
     @property
     def max_events(self) -> int:
         """Newest behaviours that the window has room for."""
-        return self._config.max_history_tokens or self.model.max_history_tokens
+        return (self._config.max_history_tokens or self.model.max_history_tokens) // self._tokens_per_event
+
+    @property
+    def _tokens_per_event(self) -> int:
+        return self.engine.model.config.tokens_per_event
 
     @property
     def version(self) -> str:
@@ -112,11 +116,12 @@ class Ranking:
             history.events,
             self.vocabulary,
             len(self.model.actions),
-            max_tokens=self.max_events,
+            max_tokens=self.max_events * self._tokens_per_event,
             cut_step_tokens=self._config.cut_step_tokens,
             refuse_unknown=self._config.unknown_items == "refuse",
             first_index=history.first_index,
             name=history.fingerprint,
+            tokens_per_event=self._tokens_per_event,
         )
         self._metrics.rank.history_read(tokens.report)
         return tokens

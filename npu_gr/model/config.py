@@ -21,6 +21,18 @@ class ItemFeature(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     max_values: Count = 1
 
 
+class TimeBuckets(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Which entry of a time table a difference of times reads, as public code defines it.
+
+    bucket = floor(function(max(seconds, 1) / unit_s) / divisor), within 0 .. count - 1, in fp32.
+    """
+
+    function: Literal["log", "sqrt", "linear"]
+    count: Annotated[int, msgspec.Meta(ge=2, le=65_536)]
+    unit_s: Annotated[float, msgspec.Meta(gt=0)] = 1.0
+    divisor: Annotated[float, msgspec.Meta(gt=0)] = 1.0
+
+
 class HSTUConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Everything that decides the numbers, apart from the weights and the settings of `PINNED`."""
 
@@ -41,9 +53,28 @@ class HSTUConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     activation: Literal["uvqk", "u"] = "uvqk"  # SiLU on all four projections (paper) or on U alone (Meta)
     residual: Literal["add", "concat"] = "add"  # X + Y W (paper) or X + [U, O, Y] W (Meta)
-    norm: Literal["layer", "group"] = "layer"  # of the attention output: over all heads, or each head by itself
+    # of the attention output: over all heads; each head by itself, with weights that heads share; the same, with one
+    # weight and bias a head (Meta's group norm)
+    norm: Literal["layer", "group", "head"] = "layer"
+    norm_eps: Annotated[float, msgspec.Meta(gt=0)] = 1e-6  # of every norm
+    attention_norm_in_concat: bool = False  # [U, norm(O), Y] instead of [U, O, Y]: Meta's `concat_ua`
+    alpha: float | None = None  # factor on Q K^T; None = 1 / sqrt(qk_dim)
 
-    relative_bias: Literal["position_time", "none"] = "position_time"  # of each layer's attention
+    relative_bias: Literal["position_time", "position", "none"] = "position_time"  # of each layer's attention
+    time_buckets: TimeBuckets | None = None  # of its time table; None = half octaves of seconds
+    # whose time a row of the history asks with: its own, or that of the behaviour after it (Meta's research code; the
+    # last behaviour is then the row that answers, with the request's time)
+    attention_time: Literal["own", "next"] = "own"
+
+    # a behaviour is one token, item + action; or two, its item and then its action (a candidate is an item alone)
+    token: Literal["sum", "interleaved"] = "sum"  # noqa: S105 (no secret)
+
+    # what makes logits of a final row: an MLP, or its product with each candidate's item row, times `head_scale`
+    head: Literal["mlp", "dot"] = "mlp"
+    head_norm: Literal["layer", "l2", "none"] = "layer"  # of the final row
+    head_item_norm: Literal["l2", "none"] = "none"  # of the items' rows in a product
+    head_activation: Literal["silu", "relu", "gelu"] = "silu"
+    head_scale: float = 1.0
 
     scaling: Literal["constant", "runtime"] = "constant"
     scaling_seqlen: Count = 4096  # the constant scale is 1 / scaling_seqlen
@@ -54,7 +85,51 @@ class HSTUConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             names = getattr(self, field)
             if not names or len(set(names)) != len(names):
                 raise ValueError(f"{field}: needs at least one name, each once, got {names!r}")
+        if self.time_buckets is not None and self.relative_bias != "position_time":
+            raise ValueError("time_buckets: only with relative_bias 'position_time'")
+        if self.attention_norm_in_concat and self.residual != "concat":
+            raise ValueError("attention_norm_in_concat: only with residual 'concat'")
+        if (self.head == "dot") != (self.attention_time == "next"):
+            raise ValueError("head: 'dot' and attention_time 'next' go together: the last behaviour's row answers")
+        if self.head == "dot" and (len(self.tasks) != 1 or not self.retrieval or self.is_interleaved):
+            raise ValueError("head: 'dot' needs one task, retrieval, and token 'sum'")
 
+    @property
+    def attention_alpha(self) -> float:
+        """The factor on Q K^T."""
+        return self.qk_dim**-0.5 if self.alpha is None else self.alpha
+
+    @property
+    def has_next(self) -> bool:
+        """Whether what comes next is asked by NEXT, a row of its own."""
+        return self.retrieval and self.head == "mlp"
+
+    @property
+    def tokens_per_event(self) -> int:
+        """Tokens that a behaviour is."""
+        return 2 if self.is_interleaved else 1
+
+    @property
+    def is_interleaved(self) -> bool:
+        """Whether a behaviour is two tokens."""
+        return self.token == "interleaved"  # noqa: S105
+
+    @property
+    def has_plain_layers(self) -> bool:
+        """Whether a layer around its attention is one that kernels of whole layers know."""
+        return self.norm != "head" and not self.attention_norm_in_concat
+
+    @property
+    def has_plain_times(self) -> bool:
+        """Whether the attention's times are those that its kernels know."""
+        return self.time_buckets is None and self.attention_time == "own"
+
+
+# Keys that are written only where they are not the default: older versions know no such key.
+LATER = (
+    *("retrieval", "norm_eps", "attention_norm_in_concat", "alpha", "time_buckets", "attention_time", "token"),
+    *("head", "head_norm", "head_item_norm", "head_activation", "head_scale"),
+)
 
 # Keys of a checkpoint's config.json that have one value: our forward pass computes that variant only, because any other
 # value breaks a cached prefix. Key -> the value, and the rule that another value breaks.
@@ -71,8 +146,10 @@ PINNED: dict[str, tuple[str | int, str]] = {
 def write_keys(config: HSTUConfig) -> dict[str, Any]:
     """The keys of `model` in config.json, the pinned ones included, so that older versions read new checkpoints."""
     keys: dict[str, Any] = msgspec.to_builtins(config)
-    if not config.retrieval:
-        del keys["retrieval"]  # 0.11 and older know no such key
+    defaults = dict(zip(HSTUConfig.__struct_fields__[::-1], HSTUConfig.__struct_defaults__[::-1], strict=False))
+    for key in LATER:
+        if keys[key] == defaults[key]:
+            del keys[key]
     return keys | {key: value for key, (value, _) in PINNED.items()}
 
 
@@ -97,4 +174,7 @@ def inexact_fields(config: HSTUConfig) -> list[str]:
     if config.positions == "reverse":
         rule = "E2: positions counted from the end shift when behaviours are appended"
         lines.append(f"model.positions: 'reverse' with the prefix cache on ({rule})")
+    if config.attention_time == "next":
+        rule = "E10: the last behaviour's keys change when the time of the one after it is known"
+        lines.append(f"model.attention_time: 'next' with the prefix cache on ({rule})")
     return lines

@@ -45,6 +45,7 @@ from npu_gr.metrics.registry import Metrics
 from npu_gr.model import hf
 from npu_gr.model.config import HSTUConfig, inexact_fields
 from npu_gr.model.decoder import Decoder
+from npu_gr.model.hstu import traits_of
 from npu_gr.model.weights import Checkpoint
 from npu_gr.model.weights import load as load_checkpoint
 from npu_gr.relay.calibration import Calibration
@@ -145,7 +146,7 @@ async def open_ranking(
         device=backend.name,
         dtype=layout.dtype,
         kernels=backend.kernels,
-        ops={**backend.ops, "hstu_attention": backend.hstu_runs_as(shape.relative_bias != "none")},
+        ops={**backend.ops, "hstu_attention": backend.hstu_runs_as(traits_of(shape))},
     )
 
     def activate() -> Ranking:

@@ -117,11 +117,20 @@ def seeded_tokens(vocabulary: ItemVocabulary, shape: HSTUConfig, num_tokens: int
         seed: another one makes another history.
     """
     random = np.random.default_rng(seed)
+    per_event = shape.tokens_per_event
+    num_events = -(-num_tokens // per_event)
     events = Events.make(
-        vocabulary.ids[random.integers(0, shape.num_items, num_tokens)],
-        random.integers(0, len(shape.actions), num_tokens),
-        np.cumsum(random.integers(0, 86_400, num_tokens)),
+        vocabulary.ids[random.integers(0, shape.num_items, num_events)],
+        random.integers(0, len(shape.actions), num_events),
+        np.cumsum(random.integers(0, 86_400, num_events)),
     )
-    return tokenize(
-        events, vocabulary, len(shape.actions), max_tokens=num_tokens, cut_step_tokens=1, refuse_unknown=True
+    tokens = tokenize(
+        events,
+        vocabulary,
+        len(shape.actions),
+        max_tokens=num_events * per_event,
+        cut_step_tokens=1,
+        refuse_unknown=True,
+        tokens_per_event=per_event,
     )
+    return tokens[:num_tokens]

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from npu_gr.backend.base import HstuPass, accumulator
 from npu_gr.backend.best_items import Best, Hidden
-from npu_gr.backend.calls import BeamCall, Choices, HstuCall, HstuPassCall, Over, TopkCall
+from npu_gr.backend.calls import BeamCall, Choices, HstuCall, HstuPassCall, HstuTraits, Over, TopkCall
 from npu_gr.backend.graphs import Graphs
 from npu_gr.backend.npu import ops as ascend_ops
 from npu_gr.backend.npu.device import Npu, NpuNotFound, find
@@ -88,7 +88,7 @@ class NPUBackend(TorchOps):
             "beam_fork": own,
             "best_items": own,
             "softmax_attention": "npu_fused_infer_attention_score" if self._fused else "torch",
-            "hstu_attention": self.hstu_runs_as(is_biased=True),  # of most rankers
+            "hstu_attention": self.hstu_runs_as(HstuTraits(is_biased=True)),  # of most rankers
             "graphs": "acl_graph" if self._graphs else "none",
         }
 
@@ -213,9 +213,11 @@ class NPUBackend(TorchOps):
 
     # ---- HSTU
 
-    def hstu_runs_as(self, is_biased: bool) -> str:
+    def hstu_runs_as(self, traits: HstuTraits) -> str:
         """Prefer our own kernels: five launches a layer for a whole batch; Huawei's takes one a slab and request."""
-        return "ascend_c" if self._is_native else "mxrec" if self._paged and not is_biased else "torch"
+        if self._is_native and traits.has_plain_layers and traits.has_plain_times:
+            return "ascend_c"
+        return "mxrec" if self._paged and traits.has_plain_times and not traits.is_biased else "torch"
 
     def hstu_pass(self, call: HstuPassCall) -> HstuPass | None:
         """Compute whole layers by the native kernels where they are loaded and the pass fits."""
@@ -229,14 +231,14 @@ class NPUBackend(TorchOps):
 
     def hstu_causal(self, call: HstuCall) -> Tensor:
         if self._paged:
-            if self._paged.takes(call.q, call.v, call.bias, len(call.times)):
+            if call.is_plain and self._paged.takes(call.q, call.v, call.bias, len(call.times)):
                 return self._paged.causal(call.q, call.k, call.v, natural(call.cached), call.alpha)
             self.fell_back("hstu_attention", _PAGED_LIMIT)
         return super().hstu_causal(call)
 
     def hstu_targets(self, call: HstuCall) -> Tensor:
         if self._paged and call.cached:
-            if self._paged.takes(call.q, call.v, call.bias, len(call.times)):
+            if call.is_plain and self._paged.takes(call.q, call.v, call.bias, len(call.times)):
                 return self._paged.targets(call.q, call.k, call.v, natural(call.cached), call.alpha)
             self.fell_back("hstu_attention", _PAGED_LIMIT)
         return super().hstu_targets(call)
