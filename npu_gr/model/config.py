@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from npu_gr.core.settings import Count
+from npu_gr.feature_schema.schema import Feature, Of, check_features
 
 
 class ItemFeature(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -39,6 +40,7 @@ class HSTUConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     kind: Literal["hstu"] = "hstu"
     num_items: Count
     item_features: tuple[ItemFeature, ...] = ()
+    features: tuple[Feature, ...] = ()  # what it reads beside items, actions and times
     actions: tuple[str, ...]  # what a behaviour can be, e.g. ratings; an event's action is an index into it
     tasks: tuple[str, ...]  # one logit each, e.g. click, like
     dim: Count = 64
@@ -93,6 +95,13 @@ class HSTUConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             raise ValueError("head: 'dot' and attention_time 'next' go together: the last behaviour's row answers")
         if self.head == "dot" and (len(self.tasks) != 1 or not self.retrieval or self.is_interleaved):
             raise ValueError("head: 'dot' needs one task, retrieval, and token 'sum'")
+        if self.features and (self.head == "dot" or self.is_interleaved):
+            raise ValueError("features: not with head 'dot', nor with token 'interleaved'")
+        check_features(self.features)
+
+    def features_of(self, of: Of) -> tuple[Feature, ...]:
+        """The features of one `of`, in the order of the checkpoint."""
+        return tuple(feature for feature in self.features if feature.of == of)
 
     @property
     def attention_alpha(self) -> float:
@@ -127,8 +136,8 @@ class HSTUConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 # Keys that are written only where they are not the default: older versions know no such key.
 LATER = (
-    *("retrieval", "norm_eps", "attention_norm_in_concat", "alpha", "time_buckets", "attention_time", "token"),
-    *("head", "head_norm", "head_item_norm", "head_activation", "head_scale"),
+    *("retrieval", "features", "norm_eps", "attention_norm_in_concat", "alpha", "time_buckets"),
+    *("attention_time", "token", "head", "head_norm", "head_item_norm", "head_activation", "head_scale"),
 )
 
 # Keys of a checkpoint's config.json that have one value: our forward pass computes that variant only, because any other
