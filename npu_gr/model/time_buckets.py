@@ -30,7 +30,7 @@ def edges_of(times: TimeBuckets) -> Tensor:
 
     By bisection: the formula does not decrease.
     """
-    wanted = torch.arange(1, times.count)
+    wanted = torch.arange(1, times.count, device="cpu")  # also where a model is made without memory
     low = torch.zeros_like(wanted)  # every earlier second is in a lower bucket
     high = torch.full_like(wanted, NEVER_S)
     while bool((high > low).any()):

@@ -62,7 +62,8 @@ async def prove(
             if dram is not None:
                 await engine.measure_copy(dram.arena, dram_runs, runs, len(head))
     began_at = time.perf_counter()
-    cost = await engine.warm_up(tokens, [n for n in WARM_UP_LENGTHS if n <= longest], WARM_UP_CANDIDATES)
+    lengths = [n for n in WARM_UP_LENGTHS if n <= longest] or [longest]
+    cost = await engine.warm_up(tokens, lengths, WARM_UP_CANDIDATES)
     log.info(
         "parity %.1e of the logits' spread; warm-up %.1f s; 1,000 tokens and 100 candidates: %.1f ms full; "
         "DRAM to HBM %.1f GB/s",

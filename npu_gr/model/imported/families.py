@@ -1,0 +1,35 @@
+"""The projects whose HSTU checkpoints convert: one table, by the name that `npu-gr import hstu --from` takes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from npu_gr.core.errors import CheckpointError
+from npu_gr.model.imported import recsys_examples, research
+from npu_gr.model.imported.converted import Converted, Names
+from npu_gr.model.imported.source import Source, read_gin, read_tensors
+
+FAMILIES: dict[str, Callable[[Source, Names], Converted]] = {
+    "generative-recommenders": research.convert,
+    "recsys-examples": recsys_examples.convert,
+}
+
+
+def convert(family: str, folder: Path, names: Names, settings: Mapping[str, Any] | None = None) -> Converted:
+    """Convert a folder of another project.
+
+    Args:
+        family: of `FAMILIES`.
+        folder: with one checkpoint, and the configuration that it was trained with.
+        names: what the folder does not say.
+        settings: replace those of the folder, or add to them.
+
+    Raises:
+        CheckpointError: the folder cannot be read, or does not convert; everything that does not is named.
+    """
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder}: no such folder")
+    source = Source(str(folder), read_tensors(folder), read_gin(folder) | dict(settings or {}))
+    return FAMILIES[family](source, names)

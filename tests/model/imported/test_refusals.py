@@ -1,0 +1,114 @@
+"""What does not convert is named, all of it at once, and nothing is guessed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from npu_gr.core.errors import CheckpointError
+from npu_gr.model.imported.converted import Names, per_head_to_kind
+from npu_gr.model.imported.families import FAMILIES, convert
+from npu_gr.model.imported.source import Source, read_gin, read_tensors
+from tests.model.imported.test_parity import RECSYS, RESEARCH, fixture
+
+FIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
+    "generative-recommenders": ("research", RESEARCH["research"]),
+    "recsys-examples": ("recsys_fused", RECSYS),
+}
+
+
+@pytest.mark.parametrize(
+    ("family", "setting", "value"),
+    [
+        ("generative-recommenders", "train_fn.main_module", "SASRec"),
+        ("generative-recommenders", "train_fn.interaction_module_type", "MoL"),
+        ("generative-recommenders", "hstu_encoder.normalization", "softmax_rel_bias"),
+        ("generative-recommenders", "hstu_encoder.linear_activation", "none"),
+        ("generative-recommenders", "train_fn.user_embedding_norm", "none"),
+        ("generative-recommenders", "train_fn.gr_output_length", 40),
+        ("recsys-examples", "NetworkArgs.scaling_seqlen", -1),
+        ("recsys-examples", "NetworkArgs.target_group_size", 2),
+        ("recsys-examples", "NetworkArgs.is_causal", False),
+        ("recsys-examples", "RankingArgs.prediction_head_arch", [8, 8, 3]),
+        ("recsys-examples", "RankingArgs.num_tasks", 1),
+        ("recsys-examples", "RankingArgs.prediction_head_act_type", "tanh"),
+    ],
+)
+def test_a_setting_that_does_not_convert_is_named(family: str, setting: str, value: object) -> None:
+    name, settings = FIXTURES[family]
+    with pytest.raises(CheckpointError, match=setting.replace(".", r"\.")):
+        FAMILIES[family](Source("it", fixture(name)[0], settings | {setting: value}), Names())
+
+
+@pytest.mark.parametrize("family", FIXTURES)
+def test_every_tensor_counts(family: str) -> None:
+    """One that is missing, of another shape, broken or left over is named; several are named together."""
+    name, settings = FIXTURES[family]
+    weights = fixture(name)[0]
+    for key in weights:
+        for change in (None, weights[key].flatten()[:-1], torch.full_like(weights[key], float("nan"))):
+            spoilt = {k: v for k, v in weights.items() if k != key} | ({} if change is None else {key: change})
+            with pytest.raises(CheckpointError, match=key.rpartition(".")[2]):
+                FAMILIES[family](Source("it", spoilt, settings), Names())
+    spoilt = {f"x{k}": v for k, v in weights.items()}
+    with pytest.raises(CheckpointError, match=r"(?s)missing tensor.*and \d+ more"):
+        FAMILIES[family](Source("it", spoilt, settings), Names())
+
+
+def test_a_contextual_feature_is_named() -> None:
+    table = "_embedding_collection._data_parallel_embedding_collection.embeddings.user_id.weight"
+    weights = fixture("recsys_fused")[0] | {table: torch.zeros(3, 16)}
+    with pytest.raises(CheckpointError, match="contextual feature user_id"):
+        FAMILIES["recsys-examples"](Source("it", weights, RECSYS), Names())
+
+
+def test_names_must_fit() -> None:
+    weights = fixture("recsys_fused")[0]
+    for names in (Names(actions=("a",)), Names(tasks=("a",)), Names(item_ids=np.arange(3))):
+        with pytest.raises(CheckpointError, match=r"3|names"):
+            FAMILIES["recsys-examples"](Source("it", weights, RECSYS), names)
+    names = Names(np.arange(40) + 7, tuple("abcde"), ("x", "y", "z"))
+    made = FAMILIES["recsys-examples"](Source("it", weights, RECSYS), names)
+    assert made.item_ids[0] == 7
+    assert (made.model.config.actions, made.model.config.tasks) == (("a", "b", "c", "d", "e"), ("x", "y", "z"))
+
+
+def test_projections_head_by_head_are_brought_into_order() -> None:
+    kinds = torch.arange(24).view(2, 3, 4)  # [H, u | v | q | k of widths 1, 1, 0.., ...]
+    got = per_head_to_kind(kinds.reshape(2 * 3, 4), 2, [1, 1, 0, 1])
+    assert torch.equal(got, torch.stack([kinds[h, part] for part in range(3) for h in range(2)]))
+
+
+def test_gin_is_read(tmp_path: Path) -> None:
+    (tmp_path / "a.gin").write_text(
+        "# a comment\nimport x\ntrain_fn.n = 3  # three\nA.list = [\n  1, 2\n]\nA.f = @some.function()\nA.s = 'x'\n"
+    )
+    assert read_gin(tmp_path) == {"train_fn.n": 3, "A.list": [1, 2], "A.s": "x"}
+    (tmp_path / "a.gin").write_text("a.b = some words\n")
+    with pytest.raises(CheckpointError, match="line 1"):
+        read_gin(tmp_path)
+    (tmp_path / "b.gin").write_text("")
+    with pytest.raises(CheckpointError, match="several gin files"):
+        read_gin(tmp_path)
+
+
+def test_weights_are_found_and_read(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="no such folder"):
+        convert("recsys-examples", tmp_path / "absent", Names())
+    with pytest.raises(CheckpointError, match="no weights"):
+        read_tensors(tmp_path)
+    torch.save({"epoch": 1, "model_state_dict": {"module.a": torch.ones(1)}}, tmp_path / "some_ep3")
+    assert read_tensors(tmp_path).keys() == {"a"}
+    torch.save({"a": torch.ones(1)}, tmp_path / "other.pt")
+    with pytest.raises(CheckpointError, match="several files"):
+        read_tensors(tmp_path)
+    (tmp_path / "other.pt").write_bytes(b"PK\x03\x04 not a zip")
+    with pytest.raises(CheckpointError, match=r"other\.pt"):
+        read_tensors(tmp_path)
+    torch.save({"a": Path("x")}, tmp_path / "other.pt")  # an object: not read
+    with pytest.raises(CheckpointError, match=r"other\.pt"):
+        read_tensors(tmp_path)
