@@ -64,7 +64,7 @@ def hstu(
     """
     import numpy as np
 
-    from npu_gr.model.imported.converted import Names
+    from npu_gr.model.imported.converted import GivenNames
     from npu_gr.model.imported.families import convert
     from npu_gr.model.weights import Checkpoint, save
 
@@ -76,7 +76,7 @@ def hstu(
             raise ConfigError(f"--item-ids {item_ids}: must be whole numbers, one a line: {error}") from error
         if len(np.unique(ids)) != len(ids) or (ids < 0).any():
             raise ConfigError(f"--item-ids {item_ids}: must be distinct and not negative")
-    made = convert(family, folder, Names(ids, actions, tasks), settings)
+    made = convert(family, folder, GivenNames(ids, actions, tasks), settings)
     shape = made.model.config
     checkpoint = Checkpoint(
         model=made.model, item_ids=made.item_ids, name=name or folder.resolve().name, action_names=shape.actions

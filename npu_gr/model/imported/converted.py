@@ -12,10 +12,10 @@ from npu_gr.core.arrays import I64
 from npu_gr.core.errors import CheckpointError
 from npu_gr.model.config import HSTUConfig
 from npu_gr.model.hstu import HSTU
-from npu_gr.model.imported.source import Source
+from npu_gr.model.imported.source import ForeignCheckpoint
 
 
-class Names(NamedTuple):
+class GivenNames(NamedTuple):
     """What a checkpoint of another project does not say of itself; empty = numbers, or the project's own words."""
 
     item_ids: I64 | None = None  # [num_items] external id of each row, each once
@@ -31,7 +31,7 @@ class Converted(NamedTuple):
     notes: list[str]  # what became of things that a reader of the source would look for
 
 
-def filled(source: Source, config: HSTUConfig, tensors: dict[str, Tensor], item_ids: I64) -> Converted:
+def filled(source: ForeignCheckpoint, config: HSTUConfig, tensors: dict[str, Tensor], item_ids: I64) -> Converted:
     """Make the model.
 
     Args:
@@ -56,7 +56,7 @@ def filled(source: Source, config: HSTUConfig, tensors: dict[str, Tensor], item_
     return Converted(model.eval().requires_grad_(False), item_ids, source.notes)
 
 
-def named_items(source: Source, names: Names, num_items: int, first_id: int) -> I64:
+def named_items(source: ForeignCheckpoint, names: GivenNames, num_items: int, first_id: int) -> I64:
     """Return the given ids of items, or numbers from `first_id` on."""
     if names.item_ids is None:
         source.notes.append(f"items are numbers, {first_id} to {first_id + num_items - 1}")
@@ -66,7 +66,7 @@ def named_items(source: Source, names: Names, num_items: int, first_id: int) -> 
     return names.item_ids
 
 
-def named(source: Source, what: str, given: tuple[str, ...], default: tuple[str, ...]) -> tuple[str, ...]:
+def named(source: ForeignCheckpoint, what: str, given: tuple[str, ...], default: tuple[str, ...]) -> tuple[str, ...]:
     """Return the given names, or the default ones; a wrong number is noted."""
     if given and len(given) != len(default):
         source.refuse(f"{what}: {len(given)} names, and the checkpoint has {len(default)}")

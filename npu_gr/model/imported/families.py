@@ -8,16 +8,16 @@ from typing import Any
 
 from npu_gr.core.errors import CheckpointError
 from npu_gr.model.imported import recsys_examples, research
-from npu_gr.model.imported.converted import Converted, Names
-from npu_gr.model.imported.source import Source, read_gin, read_tensors
+from npu_gr.model.imported.converted import Converted, GivenNames
+from npu_gr.model.imported.source import ForeignCheckpoint, read_gin, read_tensors
 
-FAMILIES: dict[str, Callable[[Source, Names], Converted]] = {
+FAMILIES: dict[str, Callable[[ForeignCheckpoint, GivenNames], Converted]] = {
     "generative-recommenders": research.convert,
     "recsys-examples": recsys_examples.convert,
 }
 
 
-def convert(family: str, folder: Path, names: Names, settings: Mapping[str, Any] | None = None) -> Converted:
+def convert(family: str, folder: Path, names: GivenNames, settings: Mapping[str, Any] | None = None) -> Converted:
     """Convert a folder of another project.
 
     Args:
@@ -31,5 +31,5 @@ def convert(family: str, folder: Path, names: Names, settings: Mapping[str, Any]
     """
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: no such folder")
-    source = Source(str(folder), read_tensors(folder), read_gin(folder) | dict(settings or {}))
+    source = ForeignCheckpoint(str(folder), read_tensors(folder), read_gin(folder) | dict(settings or {}))
     return FAMILIES[family](source, names)

@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.nn.functional import linear, relu
 
 from npu_gr.model.config import HSTUConfig
-from npu_gr.model.imported.converted import Converted, Names, filled, named, named_items, per_head_to_kind
-from npu_gr.model.imported.source import Source
+from npu_gr.model.imported.converted import Converted, GivenNames, filled, named, named_items, per_head_to_kind
+from npu_gr.model.imported.source import ForeignCheckpoint
 
 BLOCK = "_hstu_block._attention_layers"
 PREPROCESSOR = "_hstu_block._preprocessor"
@@ -26,7 +26,7 @@ ACTION_TABLES = ("action_weights", "action")
 UNSET = -1
 
 
-def convert(source: Source, names: Names) -> Converted:
+def convert(source: ForeignCheckpoint, names: GivenNames) -> Converted:
     """Convert a checkpoint.
 
     Raises:
@@ -99,7 +99,7 @@ def convert(source: Source, names: Names) -> Converted:
     return filled(source, config, tensors, named_items(source, names, len(items), 0))
 
 
-def _table(source: Source, what: str, names: tuple[str, ...]) -> Tensor:
+def _table(source: ForeignCheckpoint, what: str, names: tuple[str, ...]) -> Tensor:
     """Take the embedding table of items or actions, [rows, width]."""
     found = [name for name in names if f"{TABLES}{name}.weight" in source.tensors]
     if not found:
@@ -110,7 +110,7 @@ def _table(source: Source, what: str, names: tuple[str, ...]) -> Tensor:
     return source.take(f"{TABLES}{found[0]}.weight", -1, -1)
 
 
-def _mlp(source: Source, at: str, table: Tensor, dim: int) -> Tensor:
+def _mlp(source: ForeignCheckpoint, at: str, table: Tensor, dim: int) -> Tensor:
     """Pass each row of a table through the MLP of tokens, whose tensors stay: items and actions share it."""
     parts = [source.tensors.get(f"{at}{name}") for name in ("0.weight", "0.bias", "2.weight", "2.bias")]
     if any(part is None for part in parts) or parts[0].shape[1] != table.shape[1]:  # type: ignore[union-attr]
@@ -120,7 +120,7 @@ def _mlp(source: Source, at: str, table: Tensor, dim: int) -> Tensor:
     return linear(relu(linear(table, first, first_bias)), second, second_bias)
 
 
-def _layer(source: Source, theirs: str, ours: str, dim: int, heads: int, width: int) -> dict[str, Tensor]:
+def _layer(source: ForeignCheckpoint, theirs: str, ours: str, dim: int, heads: int, width: int) -> dict[str, Tensor]:
     """Take the tensors of one layer, fused or native."""
     rows = 4 * heads * width
     if f"{theirs}_linear_uvqk.weight" in source.tensors:  # native: [out, in], head by head

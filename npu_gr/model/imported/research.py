@@ -13,8 +13,8 @@ from __future__ import annotations
 import torch
 
 from npu_gr.model.config import HSTUConfig, TimeBuckets
-from npu_gr.model.imported.converted import Converted, Names, filled, named, named_items
-from npu_gr.model.imported.source import Source
+from npu_gr.model.imported.converted import Converted, GivenNames, filled, named, named_items
+from npu_gr.model.imported.source import ForeignCheckpoint
 
 ENCODER = "_hstu._attention_layers"
 ITEMS = "_embedding_module._item_emb.weight"
@@ -22,7 +22,7 @@ POSITIONS = "_input_features_preproc._pos_emb.weight"
 LOG10_2 = 0.301  # divisor of the natural logarithm of seconds, as the code has it
 
 
-def convert(source: Source, names: Names) -> Converted:
+def convert(source: ForeignCheckpoint, names: GivenNames) -> Converted:
     """Convert a checkpoint.
 
     Raises:

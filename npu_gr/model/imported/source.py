@@ -23,7 +23,7 @@ STATE_KEYS = ("model_state_dict", "dense_dict", "state_dict", "model")  # under 
 WRAPPERS = ("module.", "_orig_mod.", "_dmp_wrapped_module.")  # in front of names, of modules around the model
 
 
-class Source:
+class ForeignCheckpoint:
     """One checkpoint of another project, while it is converted."""
 
     def __init__(self, name: str, tensors: Mapping[str, Tensor], settings: Mapping[str, Any]) -> None:

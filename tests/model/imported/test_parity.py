@@ -11,9 +11,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from npu_gr.model.hstu import HSTU, Segment
-from npu_gr.model.imported.converted import Converted, Names
+from npu_gr.model.imported.converted import Converted, GivenNames
 from npu_gr.model.imported.families import FAMILIES
-from npu_gr.model.imported.source import Source
+from npu_gr.model.imported.source import ForeignCheckpoint
 from tests.models import CPU
 
 DATA = Path(__file__).parent / "data"
@@ -37,7 +37,7 @@ def fixture(name: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
 
 
 def made(family: str, weights: dict[str, Tensor], settings: dict[str, Any]) -> Converted:
-    converted = FAMILIES[family](Source("fixture", weights, settings), Names())
+    converted = FAMILIES[family](ForeignCheckpoint("fixture", weights, settings), GivenNames())
     converted.model.freeze_items()
     return converted
 

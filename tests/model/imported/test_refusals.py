@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from npu_gr.core.errors import CheckpointError
-from npu_gr.model.imported.converted import Names, per_head_to_kind
+from npu_gr.model.imported.converted import GivenNames, per_head_to_kind
 from npu_gr.model.imported.families import FAMILIES, convert
-from npu_gr.model.imported.source import Source, read_gin, read_tensors
+from npu_gr.model.imported.source import ForeignCheckpoint, read_gin, read_tensors
 from tests.model.imported.test_parity import RECSYS, RESEARCH, fixture
 
 FIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -41,7 +41,7 @@ FIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
 def test_a_setting_that_does_not_convert_is_named(family: str, setting: str, value: object) -> None:
     name, settings = FIXTURES[family]
     with pytest.raises(CheckpointError, match=setting.replace(".", r"\.")):
-        FAMILIES[family](Source("it", fixture(name)[0], settings | {setting: value}), Names())
+        FAMILIES[family](ForeignCheckpoint("it", fixture(name)[0], settings | {setting: value}), GivenNames())
 
 
 @pytest.mark.parametrize("family", FIXTURES)
@@ -53,26 +53,26 @@ def test_every_tensor_counts(family: str) -> None:
         for change in (None, weights[key].flatten()[:-1], torch.full_like(weights[key], float("nan"))):
             spoilt = {k: v for k, v in weights.items() if k != key} | ({} if change is None else {key: change})
             with pytest.raises(CheckpointError, match=key.rpartition(".")[2]):
-                FAMILIES[family](Source("it", spoilt, settings), Names())
+                FAMILIES[family](ForeignCheckpoint("it", spoilt, settings), GivenNames())
     spoilt = {f"x{k}": v for k, v in weights.items()}
     with pytest.raises(CheckpointError, match=r"(?s)missing tensor.*and \d+ more"):
-        FAMILIES[family](Source("it", spoilt, settings), Names())
+        FAMILIES[family](ForeignCheckpoint("it", spoilt, settings), GivenNames())
 
 
 def test_a_contextual_feature_is_named() -> None:
     table = "_embedding_collection._data_parallel_embedding_collection.embeddings.user_id.weight"
     weights = fixture("recsys_fused")[0] | {table: torch.zeros(3, 16)}
     with pytest.raises(CheckpointError, match="contextual feature user_id"):
-        FAMILIES["recsys-examples"](Source("it", weights, RECSYS), Names())
+        FAMILIES["recsys-examples"](ForeignCheckpoint("it", weights, RECSYS), GivenNames())
 
 
 def test_names_must_fit() -> None:
     weights = fixture("recsys_fused")[0]
-    for names in (Names(actions=("a",)), Names(tasks=("a",)), Names(item_ids=np.arange(3))):
+    for names in (GivenNames(actions=("a",)), GivenNames(tasks=("a",)), GivenNames(item_ids=np.arange(3))):
         with pytest.raises(CheckpointError, match=r"3|names"):
-            FAMILIES["recsys-examples"](Source("it", weights, RECSYS), names)
-    names = Names(np.arange(40) + 7, tuple("abcde"), ("x", "y", "z"))
-    made = FAMILIES["recsys-examples"](Source("it", weights, RECSYS), names)
+            FAMILIES["recsys-examples"](ForeignCheckpoint("it", weights, RECSYS), names)
+    names = GivenNames(np.arange(40) + 7, tuple("abcde"), ("x", "y", "z"))
+    made = FAMILIES["recsys-examples"](ForeignCheckpoint("it", weights, RECSYS), names)
     assert made.item_ids[0] == 7
     assert (made.model.config.actions, made.model.config.tasks) == (("a", "b", "c", "d", "e"), ("x", "y", "z"))
 
@@ -98,7 +98,7 @@ def test_gin_is_read(tmp_path: Path) -> None:
 
 def test_weights_are_found_and_read(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="no such folder"):
-        convert("recsys-examples", tmp_path / "absent", Names())
+        convert("recsys-examples", tmp_path / "absent", GivenNames())
     with pytest.raises(CheckpointError, match="no weights"):
         read_tensors(tmp_path)
     torch.save({"epoch": 1, "model_state_dict": {"module.a": torch.ones(1)}}, tmp_path / "some_ep3")
