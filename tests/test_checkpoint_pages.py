@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from npu_gr.model.config import HSTUConfig
+from npu_gr.model.config import HSTUConfig, TimeBuckets, TimePeriod
 from npu_gr.model.weights import load
 from tests.models import tiny_model
 from tests.server.test_recommend_over_http import post
@@ -67,7 +67,13 @@ def test_every_key_of_the_model_is_on_the_page() -> None:
 
 
 @pytest.mark.parametrize(
-    "changes", [{"retrieval": True}, {"norm": "head", "residual": "concat"}, {"positions": "start"}], ids=str
+    "changes",
+    [
+        {"retrieval": True, "positions": "start"},
+        {"norm": "head", "residual": "concat", "query_times": TimeBuckets(function="sqrt", count=9)},
+        {"head": "product", "head_activation": "norm_gate", "head_periods": (TimePeriod(unit_s=3600, num_units=24),)},
+    ],
+    ids=str,
 )
 def test_every_tensor_is_on_the_page(changes: dict[str, Any]) -> None:
     """With its shape's first letters: a name of the table, its layer and feature numbers left open."""

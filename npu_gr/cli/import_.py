@@ -12,7 +12,7 @@ from npu_gr.cli.options import FILE
 from npu_gr.core.errors import ConfigError
 
 # of npu_gr.model.imported.families, which loads torch
-FAMILIES = ("generative-recommenders", "recsys-examples")
+FAMILIES = ("generative-recommenders", "dlrmv3", "recsys-examples")
 
 
 def _names(_context: click.Context, _option: click.Parameter, names: str | None) -> tuple[str, ...]:
@@ -48,6 +48,7 @@ def import_() -> None:
 @click.option(
     "--set", "settings", callback=_settings, multiple=True, metavar="KEY=VALUE", help="A setting that FOLDER lacks."
 )
+@click.option("--trusted", is_flag=True, help="Read a distributed checkpoint, which may run its author's code.")
 def hstu(
     folder: Path,
     family: str,
@@ -57,6 +58,7 @@ def hstu(
     actions: tuple[str, ...],
     tasks: tuple[str, ...],
     settings: dict[str, Any],
+    trusted: bool,
 ) -> None:
     """Convert FOLDER, with one checkpoint and its configuration, into a checkpoint that `serve` reads.
 
@@ -76,7 +78,7 @@ def hstu(
             raise ConfigError(f"--item-ids {item_ids}: must be whole numbers, one a line: {error}") from error
         if len(np.unique(ids)) != len(ids) or (ids < 0).any():
             raise ConfigError(f"--item-ids {item_ids}: must be distinct and not negative")
-    made = convert(family, folder, GivenNames(ids, actions, tasks), settings)
+    made = convert(family, folder, GivenNames(ids, actions, tasks), settings, is_trusted=trusted)
     shape = made.model.config
     checkpoint = Checkpoint(
         model=made.model, item_ids=made.item_ids, name=name or folder.resolve().name, action_names=shape.actions

@@ -34,6 +34,13 @@ class TimeBuckets(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     divisor: Annotated[float, msgspec.Meta(gt=0)] = 1.0
 
 
+class TimePeriod(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A clock that the final rows read: the unit of a period, and how many units it has (3600 and 24: hour of day)."""
+
+    unit_s: Count
+    num_units: Count
+
+
 class HSTUConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Everything that decides the numbers, apart from the weights and the settings of `PINNED`."""
 
@@ -71,11 +78,17 @@ class HSTUConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     # a behaviour is one token, item + action; or two, its item and then its action (a candidate is an item alone)
     token: Literal["sum", "interleaved"] = "sum"  # noqa: S105 (no secret)
 
-    # what makes logits of a final row: an MLP, or its product with each candidate's item row, times `head_scale`
-    head: Literal["mlp", "dot"] = "mlp"
+    # every token also embeds the seconds from it to the request (Meta's DLRM form)
+    query_times: TimeBuckets | None = None
+
+    # what makes logits of a final row: an MLP; an MLP of its product with a row of the candidate's own; or the product
+    # with each candidate's item row. All times `head_scale`
+    head: Literal["mlp", "product", "dot"] = "mlp"
+    head_periods: tuple[TimePeriod, ...] = ()  # of the request's time, mixed into the final row by a linear layer
     head_norm: Literal["layer", "l2", "none"] = "layer"  # of the final row
     head_item_norm: Literal["l2", "none"] = "none"  # of the items' rows in a product
-    head_activation: Literal["silu", "relu", "gelu"] = "silu"
+    head_norm_eps: Annotated[float, msgspec.Meta(gt=0)] | None = None  # None = `norm_eps`
+    head_activation: Literal["silu", "relu", "gelu", "norm_gate"] = "silu"  # norm_gate: x * sigmoid(norm(x))
     head_scale: float = 1.0
 
     scaling: Literal["constant", "runtime"] = "constant"
@@ -95,6 +108,8 @@ class HSTUConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             raise ValueError("head: 'dot' and attention_time 'next' go together: the last behaviour's row answers")
         if self.head == "dot" and (len(self.tasks) != 1 or not self.retrieval or self.is_interleaved):
             raise ValueError("head: 'dot' needs one task, retrieval, and token 'sum'")
+        if self.retrieval and self.head == "product":
+            raise ValueError("retrieval: not with head 'product': NEXT is no candidate")
         if self.features and (self.head == "dot" or self.is_interleaved):
             raise ValueError("features: not with head 'dot', nor with token 'interleaved'")
         check_features(self.features)
@@ -111,7 +126,7 @@ class HSTUConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     @property
     def has_next(self) -> bool:
         """Whether what comes next is asked by NEXT, a row of its own."""
-        return self.retrieval and self.head == "mlp"
+        return self.retrieval and self.head != "dot"
 
     @property
     def tokens_per_event(self) -> int:
@@ -137,7 +152,8 @@ class HSTUConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 # Keys that are written only where they are not the default: older versions know no such key.
 LATER = (
     *("retrieval", "features", "norm_eps", "attention_norm_in_concat", "alpha", "time_buckets"),
-    *("attention_time", "token", "head", "head_norm", "head_item_norm", "head_activation", "head_scale"),
+    *("attention_time", "token", "query_times", "head", "head_periods", "head_norm", "head_item_norm"),
+    *("head_norm_eps", "head_activation", "head_scale"),
 )
 
 # Keys of a checkpoint's config.json that have one value: our forward pass computes that variant only, because any other
@@ -183,6 +199,9 @@ def inexact_fields(config: HSTUConfig) -> list[str]:
     if config.positions == "reverse":
         rule = "E2: positions counted from the end shift when behaviours are appended"
         lines.append(f"model.positions: 'reverse' with the prefix cache on ({rule})")
+    if config.query_times is not None:
+        rule = "E3: the time of the request is not known when the prefix is encoded"
+        lines.append(f"model.query_times with the prefix cache on ({rule})")
     if config.attention_time == "next":
         rule = "E10: the last behaviour's keys change when the time of the one after it is known"
         lines.append(f"model.attention_time: 'next' with the prefix cache on ({rule})")

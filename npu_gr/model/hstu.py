@@ -28,7 +28,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import gelu, normalize, relu, silu
+from torch.nn.functional import normalize, silu
 
 from npu_gr.backend.base import TIME_BUCKETS, Affine, Backend, HstuPass
 from npu_gr.backend.calls import BiasTables, HstuCall, HstuLayerCall, HstuPassCall, HstuSegment, HstuTraits, PagedKV
@@ -37,7 +37,7 @@ from npu_gr.backend.torch_ops import TorchOps
 from npu_gr.feature_schema.schema import OFS, Of
 from npu_gr.model.config import HSTUConfig
 from npu_gr.model.feature_rows import FeatureTable, FeatureValues
-from npu_gr.model.norms import PerHeadNorm, head_norm
+from npu_gr.model.norms import ClockMix, PerHeadNorm, head_mlp, head_norm
 from npu_gr.model.time_buckets import edges_of
 
 _TORCH = TorchOps()  # differentiable, for training
@@ -239,12 +239,14 @@ class HSTU(nn.Module):
             self.position = nn.Embedding(config.max_history_tokens + 1, config.dim)
         self.layers = nn.ModuleList(HSTULayer(config) for _ in range(config.num_layers))
         self.norm_head = head_norm(config)
-        if config.head == "mlp":
-            self.head: nn.Module = nn.Sequential(
-                nn.Linear(config.dim, config.head_dim), nn.SiLU(), nn.Linear(config.head_dim, len(config.tasks))
-            )
-        else:
-            self.head = nn.Identity()
+        self.head: nn.Module = nn.Identity() if config.head == "dot" else head_mlp(config)
+        if config.head == "product":
+            self.candidate = nn.Embedding(config.num_items, config.dim)
+        if config.head_periods:
+            self.clock = ClockMix(config.dim, config.head_periods)
+        if config.query_times is not None:
+            self.query_time = nn.Embedding(config.query_times.count, config.dim)
+            self.register_buffer("query_edges", edges_of(config.query_times), persistent=False)
         if config.has_next:
             self.next_item = nn.Parameter(torch.empty(config.dim).normal_(std=0.02))
             self.norm_next = nn.LayerNorm(config.dim, eps=config.norm_eps)
@@ -267,6 +269,8 @@ class HSTU(nn.Module):
             self.features.float()
             self.norm_head.float()
             self.head.float()
+            if self.config.head_periods:
+                self.clock.float()
             if self.config.has_next:
                 self.norm_next.float()
                 self.vector.float()
@@ -351,6 +355,10 @@ class HSTU(nn.Module):
             x = self._with_features(x, segments, ops)
         if self.config.positions != "none":
             x = x + self.position(torch.cat([self._positions(s) for s in segments]))
+        if self.config.query_times is not None:
+            assert isinstance(self.query_edges, Tensor)
+            ahead = [part for s in segments for part in (s.candidate_time - s.times, torch.zeros_like(s.candidates))]
+            x = x + self.query_time(torch.bucketize(torch.cat(ahead), self.query_edges, right=True))
         return x.to(self._residual_dtype)
 
     def _with_features(self, x: Tensor, segments: Sequence[Segment], ops: Affine) -> Tensor:
@@ -487,7 +495,12 @@ class HSTU(nn.Module):
         return logits
 
     def _answer(self, segment: Segment, own: Tensor, backend: Backend) -> Tensor:
-        return self.user_vectors(own, backend) if segment.is_next else self.task_logits(own, backend)
+        if segment.is_next:
+            return self.user_vectors(own, backend)
+        if self.config.head_periods:
+            own = self.clock(own, torch.full_like(segment.candidates, segment.candidate_time))
+        beside = self.candidate(segment.candidates).to(own.dtype) if self.config.head == "product" else None
+        return self.task_logits(own, backend, beside)
 
     def _whole_pass(self, backend: Backend, segments: Sequence[Segment]) -> HstuPass | None:
         """Ask the backend for kernels of whole layers; None = layers go segment by segment."""
@@ -535,17 +548,25 @@ class HSTU(nn.Module):
             x = x + out  # the sum has the wider dtype, in one launch
         return x
 
-    def task_logits(self, x: Tensor, ops: Affine = _TORCH) -> Tensor:
-        """[..., dim] final candidate rows -> [..., tasks] logits, fp32 or fp64. Only with an MLP."""
+    def task_logits(self, x: Tensor, ops: Affine = _TORCH, beside: Tensor | None = None) -> Tensor:
+        """Compute logits by the MLP.
+
+        Args:
+            x: [..., dim] final candidate rows; clocks are mixed in.
+            ops: computes the linear layers.
+            beside: [..., dim] rows of the candidates' own, of a model with head `product`.
+
+        Returns:
+            [..., tasks], fp32 or fp64.
+        """
         assert isinstance(self.head, nn.Sequential)
-        hidden, _, out = self.head
+        hidden, middle, out = self.head
         assert isinstance(hidden, nn.Linear)
         assert isinstance(out, nn.Linear)
-        activation = self.config.head_activation
-        wide = ops.affine(self.norm_head(x), hidden, 0, hidden.out_features, activation == "silu")
-        if activation != "silu":
-            wide = relu(wide) if activation == "relu" else gelu(wide)
-        logits = ops.affine(wide, out, 0, out.out_features, False)
+        is_silu = self.config.head_activation == "silu"
+        normed = self.norm_head(x)
+        wide = ops.affine(normed if beside is None else normed * beside, hidden, 0, hidden.out_features, is_silu)
+        logits = ops.affine(wide if is_silu else middle(wide), out, 0, out.out_features, False)
         return logits if self.config.head_scale == 1.0 else logits * self.config.head_scale
 
     def user_vectors(self, x: Tensor, ops: Affine = _TORCH) -> Tensor:

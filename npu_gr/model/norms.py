@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import layer_norm, normalize
 
-from npu_gr.model.config import HSTUConfig
+from npu_gr.model.config import HSTUConfig, TimePeriod
 
 
 class PerHeadNorm(nn.Module):
@@ -35,8 +37,49 @@ class UnitLength(nn.Module):
         return normalize(x, dim=-1, eps=self.eps)
 
 
+class NormGate(nn.LayerNorm):
+    """x * sigmoid(norm(x))."""
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002  (torch's name)
+        """[..., width] -> the same shape."""
+        gate: Tensor = super().forward(input).sigmoid()
+        return input * gate
+
+
+class ClockMix(nn.Module):
+    """Mix what clocks show at the request's time into rows, by a linear layer.
+
+    A clock shows the cosine and the sine of (units since 1970 mod its units) / its units * 6.28, in fp32 as public code
+    has it (seconds of this century are rounded to 128).
+    """
+
+    def __init__(self, dim: int, periods: Sequence[TimePeriod]) -> None:
+        super().__init__()
+        self.periods = periods
+        self.linear = nn.Linear(dim + 2 * len(periods), dim)
+
+    def forward(self, x: Tensor, at: Tensor) -> Tensor:
+        """Rows x [..., dim] and their seconds at [...], int64."""
+        shown = []
+        for period in self.periods:
+            units = torch.div(at.float(), float(period.unit_s), rounding_mode="floor")
+            angle = torch.remainder(units, float(period.num_units)) / float(period.num_units) * 2 * 3.14
+            shown += [angle.cos(), angle.sin()]
+        mixed: Tensor = self.linear(torch.cat([x, torch.stack(shown, -1).to(x.dtype)], dim=-1))
+        return mixed
+
+
 def head_norm(config: HSTUConfig) -> nn.Module:
     """Make the norm of a candidate's final row."""
+    eps = config.norm_eps if config.head_norm_eps is None else config.head_norm_eps
     if config.head_norm == "layer":
-        return nn.LayerNorm(config.dim, eps=config.norm_eps)
-    return UnitLength(config.norm_eps) if config.head_norm == "l2" else nn.Identity()
+        return nn.LayerNorm(config.dim, eps=eps)
+    return UnitLength(eps) if config.head_norm == "l2" else nn.Identity()
+
+
+def head_mlp(config: HSTUConfig) -> nn.Sequential:
+    """Make the MLP from a final row to the logits."""
+    eps = config.norm_eps if config.head_norm_eps is None else config.head_norm_eps
+    activations: dict[str, nn.Module] = {"silu": nn.SiLU(), "relu": nn.ReLU(), "gelu": nn.GELU()}
+    middle = activations.get(config.head_activation) or NormGate(config.head_dim, eps=eps)
+    return nn.Sequential(nn.Linear(config.dim, config.head_dim), middle, nn.Linear(config.head_dim, len(config.tasks)))

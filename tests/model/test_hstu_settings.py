@@ -214,6 +214,15 @@ def test_the_last_behaviour_answers_at_the_requests_time(num_history: int) -> No
     assert "E10" in line
 
 
+def test_the_time_to_the_request_is_no_setting_for_a_cache() -> None:
+    model, request = _made({"query_times": SQRT}), Request(23, 3)
+    (line,) = inexact_fields(model.config)
+    assert "E3" in line
+    later = Request(23, 3)
+    later.shown_at += 10**6
+    assert float((full(model, later) - full(model, request)).abs().max()) > 1e-3
+
+
 def test_a_setting_at_its_default_is_not_written() -> None:
     """A checkpoint of 0.11 and one that is made now have the same keys."""
     new = {"alpha", "norm_eps", "time_buckets", "attention_time", "attention_norm_in_concat", "token", "head"}
@@ -229,6 +238,7 @@ def test_a_setting_at_its_default_is_not_written() -> None:
         ({"head": "dot"}, "head"),
         ({**DOT, "tasks": ("a", "b")}, "head"),
         ({**DOT, "attention_time": "own"}, "head"),
+        ({"head": "product", "retrieval": True}, "retrieval"),
     ],
 )
 def test_settings_that_do_not_fit_are_named(settings: dict[str, Any], field: str) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import pickle
+import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,18 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from npu_gr.core.errors import CheckpointError
 
-STATE_KEYS = ("model_state_dict", "dense_dict", "state_dict", "model")  # under which programs save a state dict
+STATE_KEYS = (
+    "model_state_dict",
+    "dense_dict",
+    "sparse_dict",
+    "state_dict",
+    "model",
+)  # under which programs save a state dict
 WRAPPERS = ("module.", "_orig_mod.", "_dmp_wrapped_module.")  # in front of names, of modules around the model
 
 
@@ -95,18 +104,27 @@ class ForeignCheckpoint:
             raise CheckpointError(f"{self.name} does not convert:\n  {lines}")
 
 
-def read_tensors(folder: Path) -> dict[str, Tensor]:
-    """Read the tensors of all files of a folder: safetensors, and what torch.save wrote.
+def read_tensors(folder: Path, *, is_trusted: bool = False) -> dict[str, Tensor]:
+    """Read the tensors of a folder: safetensors, what torch.save wrote, and torch's distributed checkpoints.
+
+    Args:
+        folder: with one checkpoint.
+        is_trusted: read distributed checkpoints, whose metadata are a pickle: reading it may run its author's code.
 
     Raises:
         CheckpointError: there is none, or one cannot be read.
     """
     found: dict[str, Tensor] = {}
     weights = sorted(path for path in folder.rglob("*") if path.is_file() and is_weights(path))
-    if not weights:
-        raise CheckpointError(f"{folder}: no weights: neither .safetensors nor a file of torch.save")
-    for path in weights:
-        for name, tensor in _read(path).items():
+    parts = [path.parent for path in sorted(folder.rglob(".metadata"))]
+    if not weights and not parts:
+        raise CheckpointError(f"{folder}: no weights: neither .safetensors, nor a file of torch.save, nor .metadata")
+    if parts and not is_trusted:
+        raise CheckpointError(
+            f"{parts[0]}/.metadata is a pickle: reading it may run its author's code; pass --trusted if you trust it"
+        )
+    for path in [*weights, *parts]:
+        for name, tensor in (_read_distributed(path) if path in parts else _read(path)).items():
             if name in found:
                 raise CheckpointError(
                     f"{folder}: tensor {name} is in several files: leave one checkpoint in the folder"
@@ -136,6 +154,17 @@ def _read(path: Path) -> dict[str, Tensor]:
     if not isinstance(state, dict):
         raise CheckpointError(f"{path}: no state dict")
     return unwrapped({name: value for name, value in state.items() if isinstance(value, Tensor)})
+
+
+def _read_distributed(folder: Path) -> dict[str, Tensor]:
+    """Read a checkpoint that several processes wrote, whole."""
+    with tempfile.TemporaryDirectory() as scratch:
+        joined = Path(scratch, "joined.pt")
+        try:
+            dcp_to_torch_save(folder, joined)
+        except (Exception, CheckpointException) as error:  # it raises whatever its files make it stumble over
+            raise CheckpointError(f"{folder}: cannot be read: {str(error).strip().splitlines()[-1]}") from error
+        return _read(joined)
 
 
 def unwrapped(state: Mapping[str, Tensor]) -> dict[str, Tensor]:

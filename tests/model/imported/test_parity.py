@@ -81,3 +81,18 @@ def test_recsys_examples(name: str) -> None:
         actions[::2] = -1
         got = scores(model, items, actions, torch.zeros_like(items), known["in.candidates"], 0)
         assert drift(got, known["out.logits"][user]) < 1e-5
+
+
+DLRM = {"hstu_num_heads": 2, "hstu_attn_linear_dim": 8, "hstu_attn_qk_dim": 4, "scaling_seqlen": 32}
+
+
+@pytest.mark.parametrize("name", ["dlrm", "dlrm_group"])
+def test_dlrmv3(name: str) -> None:
+    """With clocks, and with one norm weight a head."""
+    weights, known = fixture(name)
+    model = made("dlrmv3", weights, DLRM | {"hstu_group_norm": name == "dlrm_group"}).model
+    assert model.config.actions == tuple("01234567")
+    for user, n in enumerate(known["in.lengths"].tolist()):
+        items, actions, times = (known[f"in.{key}"][user] for key in ("items", "actions", "times"))
+        got = scores(model, items[:n], actions[:n], times[:n], known["in.candidates"], int(times[n]))
+        assert drift(got, known["out.logits"][user]) < 1e-5

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from npu_gr.core.errors import CheckpointError
 from npu_gr.model.imported.converted import GivenNames, per_head_to_kind
 from npu_gr.model.imported.families import FAMILIES, convert
 from npu_gr.model.imported.source import ForeignCheckpoint, read_gin, read_tensors
-from tests.model.imported.test_parity import RECSYS, RESEARCH, fixture
+from tests.model.imported.test_parity import DLRM, RECSYS, RESEARCH, fixture
 
 FIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "generative-recommenders": ("research", RESEARCH["research"]),
     "recsys-examples": ("recsys_fused", RECSYS),
+    "dlrmv3": ("dlrm", DLRM),
 }
 
 
@@ -30,6 +33,7 @@ FIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
         ("generative-recommenders", "hstu_encoder.linear_activation", "none"),
         ("generative-recommenders", "train_fn.user_embedding_norm", "none"),
         ("generative-recommenders", "train_fn.gr_output_length", 40),
+        ("dlrmv3", "scaling_seqlen", 0),
         ("recsys-examples", "NetworkArgs.scaling_seqlen", -1),
         ("recsys-examples", "NetworkArgs.target_group_size", 2),
         ("recsys-examples", "NetworkArgs.is_causal", False),
@@ -50,9 +54,11 @@ def test_every_tensor_counts(family: str) -> None:
     name, settings = FIXTURES[family]
     weights = fixture(name)[0]
     for key in weights:
+        if "_additional_" in key or not weights[key].is_floating_point():
+            continue  # of no feature; and a list of numbers
         for change in (None, weights[key].flatten()[:-1], torch.full_like(weights[key], float("nan"))):
             spoilt = {k: v for k, v in weights.items() if k != key} | ({} if change is None else {key: change})
-            with pytest.raises(CheckpointError, match=key.rpartition(".")[2]):
+            with pytest.raises(CheckpointError, match="|".join((key.rpartition(".")[2], "_time_feature"))):
                 FAMILIES[family](ForeignCheckpoint("it", spoilt, settings), GivenNames())
     spoilt = {f"x{k}": v for k, v in weights.items()}
     with pytest.raises(CheckpointError, match=r"(?s)missing tensor.*and \d+ more"):
@@ -64,6 +70,17 @@ def test_a_contextual_feature_is_named() -> None:
     weights = fixture("recsys_fused")[0] | {table: torch.zeros(3, 16)}
     with pytest.raises(CheckpointError, match="contextual feature user_id"):
         FAMILIES["recsys-examples"](ForeignCheckpoint("it", weights, RECSYS), GivenNames())
+
+
+def test_actions_of_dlrmv3_are_sets_of_bits() -> None:
+    key = "_hstu_transducer._input_preprocessor._action_encoder._combined_action_weights"
+    for spoilt in ([1, 2, 3], [1, 1, 2], []):
+        weights = fixture("dlrm")[0] | {key: torch.tensor(spoilt, dtype=torch.int64)}
+        with pytest.raises(CheckpointError, match=r"action_weights|action encoder"):
+            FAMILIES["dlrmv3"](ForeignCheckpoint("it", weights, DLRM), GivenNames())
+    context = "_hstu_transducer._input_preprocessor._batched_contextual_linear_weights"
+    with pytest.raises(CheckpointError, match="contextual features"):
+        FAMILIES["dlrmv3"](ForeignCheckpoint("it", fixture("dlrm")[0] | {context: torch.ones(1)}, DLRM), GivenNames())
 
 
 def test_names_must_fit() -> None:
@@ -94,6 +111,26 @@ def test_gin_is_read(tmp_path: Path) -> None:
     (tmp_path / "b.gin").write_text("")
     with pytest.raises(CheckpointError, match="several gin files"):
         read_gin(tmp_path)
+
+
+def test_a_distributed_checkpoint_is_read_whole(tmp_path: Path) -> None:
+    """As dlrm_v3's trainer writes one: dense tensors in one file, tables in a folder of shards."""
+    weights, _ = fixture("dlrm")
+    sparse = {name: tensor for name, tensor in weights.items() if "embedding_collection" in name}
+    dense = {name: tensor for name, tensor in weights.items() if name not in sparse}
+    torch.save({"dense_dict": dense, "global_step": {"train": 1}}, tmp_path / "non_sparse.ckpt")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # one process
+        dcp_save({"sparse_dict": sparse}, checkpoint_id=tmp_path / "sparse", no_dist=True)
+    with pytest.raises(CheckpointError, match="--trusted"):
+        read_tensors(tmp_path)
+    found = read_tensors(tmp_path, is_trusted=True)
+    assert found.keys() == weights.keys()
+    assert all(torch.equal(found[name], weights[name]) for name in weights)
+    assert convert("dlrmv3", tmp_path, GivenNames(), DLRM, is_trusted=True).model.config.num_items == 20
+    (tmp_path / "sparse/.metadata").write_bytes(b"spoilt")
+    with pytest.raises(CheckpointError, match="sparse: cannot be read"):
+        read_tensors(tmp_path, is_trusted=True)
 
 
 def test_weights_are_found_and_read(tmp_path: Path) -> None:
