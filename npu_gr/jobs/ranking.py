@@ -87,7 +87,7 @@ class Ranking:
     @property
     def max_events(self) -> int:
         """Newest behaviours that the window has room for."""
-        return (self._config.max_history_tokens or self.model.max_history_tokens) // self._tokens_per_event
+        return max(1, (self._config.max_history_tokens or self.model.max_history_tokens) // self._tokens_per_event)
 
     @property
     def _tokens_per_event(self) -> int:

@@ -108,6 +108,8 @@ class HSTUConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             raise ValueError("head: 'dot' and attention_time 'next' go together: the last behaviour's row answers")
         if self.head == "dot" and (len(self.tasks) != 1 or not self.retrieval or self.is_interleaved):
             raise ValueError("head: 'dot' needs one task, retrieval, and token 'sum'")
+        if self.is_interleaved and self.max_history_tokens < 2:
+            raise ValueError("max_history_tokens: a behaviour of an interleaved model is two tokens")
         if self.retrieval and self.head == "product":
             raise ValueError("retrieval: not with head 'product': NEXT is no candidate")
         if self.features and (self.head == "dot" or self.is_interleaved):

@@ -418,7 +418,8 @@ class HSTU(nn.Module):
         found = iter(self._through_layers(backend, known) if known else [])
         answers = []
         for s in segments:
-            u = next(found) if len(s.items) else self.action.weight.new_zeros(1, self.config.dim)
+            nothing = self.action.weight.new_zeros(1, self.config.dim, dtype=self._residual_dtype)
+            u = next(found) if len(s.items) else nothing
             if not s.is_next:
                 items = self.embed_items(s.candidates) if self._item_table is None else self._item_table[s.candidates]
                 u = (self._compared(items) * u).sum(1, keepdim=True)

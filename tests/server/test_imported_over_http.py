@@ -13,7 +13,7 @@ from click.testing import CliRunner
 from npu_gr.cli.import_ import FAMILIES
 from npu_gr.cli.main import main
 from npu_gr.model.imported.families import FAMILIES as KNOWN
-from tests.model.imported.test_parity import RECSYS, RESEARCH, fixture
+from tests.model.imported.test_parity import DLRM, RECSYS, RESEARCH, fixture
 from tests.server.test_recommend_over_http import post
 from tests.serving import encoded, serving
 
@@ -37,7 +37,11 @@ def test_the_command_knows_every_family() -> None:
 
 async def test_generative_recommenders(tmp_path: Path) -> None:
     known = imported(tmp_path, "generative-recommenders", "research", RESEARCH["research"])
-    asked: dict[str, Any] = {"relay": {"enabled": False}, "service": {"cut_step_tokens": 1}}
+    asked: dict[str, Any] = {
+        "relay": {"enabled": False},
+        "service": {"cut_step_tokens": 1},
+        "recommend": {"sources": {"trunk": 10}, "order": "retrieval"},
+    }
     async with serving(tmp_path, **asked) as (client, service):
         assert service.versions.ranker().model.ops["hstu_attention"] == "torch"
         for user, n in enumerate(known["in.lengths"].tolist()):
@@ -53,6 +57,25 @@ async def test_generative_recommenders(tmp_path: Path) -> None:
             want = known["out.logits"][user].numpy()
             assert answer["history"]["num_tokens"] == n
             assert np.abs(answer["scores"]["next"] - want).max() < 1e-5 * want.std()
+            found = await post(client, "/v1/recommend", history=history, num_items=5, timestamp=at)
+            unseen = [row + 1 for row in np.argsort(-want) if row + 1 not in history["items"]]
+            assert found["items"] == unseen[:5]
+
+
+async def test_dlrmv3(tmp_path: Path) -> None:
+    known = imported(tmp_path, "dlrmv3", "dlrm", DLRM)
+    async with serving(tmp_path, relay={"enabled": False}, service={"cut_step_tokens": 1}) as (client, _):
+        user, n = 2, int(known["in.lengths"][2])
+        history = {
+            "items": known["in.items"][user, :n].tolist(),
+            "actions": [str(mask) for mask in known["in.actions"][user, :n].tolist()],
+            "timestamps": known["in.times"][user, :n].tolist(),
+        }
+        body: dict[str, Any] = {"history": history, "candidates": known["in.candidates"].tolist()}
+        answer = await post(client, "/v1/rank", **body, timestamp=int(known["in.times"][user, n]))
+        want = known["out.logits"][user].numpy()
+        got = np.stack([answer["scores"][f"task{index}"] for index in range(want.shape[1])], 1)
+        assert np.abs(got - want).max() < 1e-5 * want.std()
 
 
 async def test_the_cache_is_refused_where_it_would_change_scores(tmp_path: Path) -> None:
