@@ -23,7 +23,6 @@ from torch import Tensor, nn
 from npu_gr.backend.best_items import Best, Hidden
 from npu_gr.backend.calls import (
     BeamCall,
-    BiasTables,
     Choices,
     Continuations,
     HstuCall,
@@ -53,19 +52,19 @@ def time_bucket(delta_s: Tensor) -> Tensor:
     return (octave_and_half - (127 << 1)).clamp(0, TIME_BUCKETS - 1)
 
 
-def bias_bucket(bias: BiasTables, delta_s: Tensor) -> Tensor:
+def bias_bucket(edges: Tensor | None, delta_s: Tensor) -> Tensor:
     """Bucket of the layer's time table for each time difference; whole seconds are compared, so it is exact.
 
     Args:
-        bias: the layer's tables.
+        edges: as of `HstuCall`.
         delta_s: int64, seconds; negative counts as 0.
 
     Returns:
         int32, same shape.
     """
-    if bias.edges is None:
+    if edges is None:
         return time_bucket(delta_s)
-    return torch.bucketize(delta_s, bias.edges, out_int32=True, right=True)
+    return torch.bucketize(delta_s, edges, out_int32=True, right=True)
 
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:

@@ -26,7 +26,6 @@ class BiasTables(NamedTuple):
 
     position: Tensor  # [H, P], read at min(query position - key position, P - 1)
     time: Tensor  # [H, buckets], read at the bucket of query time - key time
-    edges: Tensor | None = None  # int64 [buckets - 1] seconds at which each further bucket begins; None = `time_bucket`
 
 
 class HstuCall(NamedTuple):
@@ -49,11 +48,14 @@ class HstuCall(NamedTuple):
     query_time: int = 0  # hstu_targets only: unix seconds shared by all candidates, whose shared position is m
     row_times: Tensor | None = None  # hstu_causal only: int64 [rows] as which the rows ask; None = their own times
     own_time: Tensor | None = None  # hstu_targets only: int64 [] of a candidate's own key; None = `query_time`
+    edges: Tensor | None = (
+        None  # int64 [buckets - 1] seconds: where buckets 1, 2, .. begin; None = `time_bucket`
+    )
 
     @property
     def is_plain(self) -> bool:
         """Whether it asks for nothing that the kernels of devices lack."""
-        return self.bias.edges is None and self.row_times is None and self.own_time is None
+        return self.edges is None and self.row_times is None and self.own_time is None
 
 
 class HstuTraits(NamedTuple):

@@ -38,6 +38,7 @@ def dense_attention(
     bias: BiasTables,
     alpha: float,
     query_times: Tensor | None = None,
+    edges: Tensor | None = None,
 ) -> Tensor:
     """Attention of the whole sequence [history | candidates] at once.
 
@@ -46,6 +47,7 @@ def dense_attention(
         positions, times: int64 [N].
         num_history: rows before the first candidate.
         query_times: int64 [N] as which the rows ask; None = `times`, which those of the keys are.
+        edges: of the time buckets, as of `HstuCall`.
 
     Returns:
         [N, H, Dv], without the attention scale.
@@ -55,7 +57,7 @@ def dense_attention(
     mask = torch.tensor(seen, dtype=torch.bool).view(n, n)
     distance = (positions[:, None] - positions[None, :]).clamp(0, bias.position.shape[1] - 1)
     asked = times if query_times is None else query_times
-    bucket = bias_bucket(bias, asked[:, None] - times[None, :]).long()
+    bucket = bias_bucket(edges, asked[:, None] - times[None, :]).long()
     logits = torch.einsum("ihd,jhd->hij", q, k) * alpha + bias.position[:, distance] + bias.time[:, bucket]
     weights = torch.where(mask, silu(logits), torch.zeros((), dtype=q.dtype))
     return torch.einsum("hij,jhd->ihd", weights, v)
@@ -100,7 +102,9 @@ class ReferenceBackend(SingleStream):
         asked = call.times.clone()
         if call.row_times is not None:
             asked[num_past:] = call.row_times
-        out = dense_attention(queries, keys, values, positions, call.times, len(keys), call.bias, call.alpha, asked)
+        out = dense_attention(
+            queries, keys, values, positions, call.times, len(keys), call.bias, call.alpha, asked, call.edges
+        )
         return out[num_past:]
 
     def hstu_targets(self, call: HstuCall) -> Tensor:
@@ -112,7 +116,7 @@ class ReferenceBackend(SingleStream):
         times = asked.clone()
         if call.own_time is not None:
             times[m:] = call.own_time
-        return dense_attention(queries, keys, values, positions, times, m, call.bias, call.alpha, asked)[m:]
+        return dense_attention(queries, keys, values, positions, times, m, call.bias, call.alpha, asked, call.edges)[m:]
 
     def causal_attention(self, q: Tensor, k: Tensor, v: Tensor, past: Sequence[Slab], scale: float) -> Tensor:
         keys, values = joined(past, k, v)

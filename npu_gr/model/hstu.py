@@ -158,7 +158,7 @@ class HSTULayer(nn.Module):
     @property
     def bias(self) -> BiasTables:
         """The layer's relative bias tables."""
-        return BiasTables(self.position_bias, self.time_bias, self.time_edges)
+        return BiasTables(self.position_bias, self.time_bias)
 
     def heads(self, x: Tensor, width: int) -> Tensor:
         """[..., H * width] -> [..., H, width]."""
@@ -239,7 +239,7 @@ class HSTU(nn.Module):
             self.position = nn.Embedding(config.max_history_tokens + 1, config.dim)
         self.layers = nn.ModuleList(HSTULayer(config) for _ in range(config.num_layers))
         self.norm_head = head_norm(config)
-        self.head: nn.Module = nn.Identity() if config.head == "dot" else head_mlp(config)
+        self.head = nn.Sequential() if config.head == "dot" else head_mlp(config)
         if config.head == "product":
             self.candidate = nn.Embedding(config.num_items, config.dim)
         if config.head_periods:
@@ -456,12 +456,14 @@ class HSTU(nn.Module):
                     new = (k[:0], v[:0])
                 if n:
                     asked = None if s.last is None else s.last.row_times
-                    out = backend.hstu_causal(HstuCall(q[history], *new, past, at, layer.bias, alpha, 0, asked))
+                    call = HstuCall(
+                        q[history], *new, past, at, layer.bias, alpha, row_times=asked, edges=layer.time_edges
+                    )
+                    out = backend.hstu_causal(call)
                     attention[history] = out.mul_(scale)
                 if len(s.candidates):
                     slabs = [*past, new] if len(new[0]) else past
-                    call = HstuCall(q[own], k[own], v[own], slabs, at, layer.bias, alpha, s.candidate_time)
-                    out = backend.hstu_targets(call if s.last is None else call._replace(own_time=s.last.time))
+                    out = backend.hstu_targets(_asking(layer, s, q[own], k[own], v[own], slabs, at, alpha))
                     attention[own] = out.mul_(scale)
             x = layer.finish(x, u, attention, backend)
         return self._last_layer(backend, x, bounds, times, alpha)
@@ -489,8 +491,7 @@ class HSTU(nn.Module):
             own = x[start + n : start + s.num_rows]
             if len(own):
                 u, v, q, k = layer.project(own, backend)
-                call = HstuCall(q, k, v, slabs, at, layer.bias, alpha, s.candidate_time)
-                out = backend.hstu_targets(call if s.last is None else call._replace(own_time=s.last.time))
+                out = backend.hstu_targets(_asking(layer, s, q, k, v, slabs, at, alpha))
                 own = layer.finish(own, u, out.mul_(self.attention_scale(len(at))), backend)
             logits.append(self._answer(s, own, backend))
         return logits
@@ -560,7 +561,6 @@ class HSTU(nn.Module):
         Returns:
             [..., tasks], fp32 or fp64.
         """
-        assert isinstance(self.head, nn.Sequential)
         hidden, middle, out = self.head
         assert isinstance(hidden, nn.Linear)
         assert isinstance(out, nn.Linear)
@@ -576,6 +576,22 @@ class HSTU(nn.Module):
             scaled: Tensor = self.norm_head(x) * self.config.head_scale
             return scaled
         return ops.affine(self.norm_next(x), self.vector, 0, self.config.dim, False)
+
+
+def _asking(
+    layer: HSTULayer,
+    segment: Segment,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    slabs: Sequence[Slab | Tiles],
+    times: Tensor,
+    alpha: float,
+) -> HstuCall:
+    """Let a segment's candidates attend."""
+    own = None if segment.last is None else segment.last.time
+    at = segment.candidate_time
+    return HstuCall(q, k, v, slabs, times, layer.bias, alpha, at, own_time=own, edges=layer.time_edges)
 
 
 def traits_of(config: HSTUConfig) -> HstuTraits:

@@ -107,7 +107,7 @@ class HstuKernels:
         dtype = runs[0].k.dtype if runs else call.q.dtype
         q = _unit_stride(call.q)
         times = call.times.contiguous()
-        position, time = (table.float().contiguous() for table in call.bias[:2])
+        position, time = (table.float().contiguous() for table in call.bias)
         own_k, own_v = own if own else (q, q)
         native = _Hstu(
             rows, heads, qk_dim, v_dim, ELEMENT[q.dtype], ELEMENT[dtype],

@@ -108,10 +108,10 @@ class PagedHstu:
             return False
         if not rows or num_tokens + min(rows, MAX_TARGETS) > MAX_TOKENS:
             return False
-        for table in bias[:2]:
+        for table in bias:
             if table not in self._is_zero:
                 self._is_zero[table] = not bool(table.any())
-        return all(self._is_zero[table] for table in bias[:2])
+        return all(self._is_zero[table] for table in bias)
 
     def causal(self, q: Tensor, k: Tensor, v: Tensor, past: Sequence[Slab], alpha: float) -> Tensor:
         """Compute `Backend.hstu_causal` without a bias: attend to the past as targets do, then among the new rows.

@@ -329,10 +329,10 @@ class Attention(threading.local):
 
     def _bias(self, bias: BiasTables) -> Tensor:
         """Return fp32 [H, TIME_BUCKETS + P]: time with the last distance's, and what each distance has beside that."""
-        made_of = [(x.data_ptr(), x.dtype, None if x.is_inference() else x._version) for x in bias[:2]]
+        made_of = [(x.data_ptr(), x.dtype, None if x.is_inference() else x._version) for x in bias]
         known: tuple[object, Tensor] | None = self._tables.get(bias.position)
         if known is None or known[0] != made_of:
-            position, time = (x.detach().float() * IN for x in bias[:2])
+            position, time = (x.detach().float() * IN for x in bias)
             last = position[:, -1:]
             known = made_of, torch.cat([time + last, position - last], dim=1)
             self._tables[bias.position] = known

@@ -79,7 +79,7 @@ def wide_slab(k: Tensor, v: Tensor) -> Slab:
 def wide_call(call: HstuCall) -> HstuCall:
     """The same call in fp64; nothing may be cached in tiles."""
     q, k, v = wide(call.q, call.k, call.v)
-    return call._replace(q=q, k=k, v=v, bias=BiasTables(*wide(*call.bias[:2])))
+    return call._replace(q=q, k=k, v=v, bias=BiasTables(*wide(*call.bias)))
 
 
 def assert_near(got: Tensor, want: Tensor, dtype: torch.dtype) -> None:
