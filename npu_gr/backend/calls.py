@@ -28,6 +28,22 @@ class BiasTables(NamedTuple):
     time: Tensor  # [H, buckets], read at the bucket of query time - key time
 
 
+class HstuShape(NamedTuple):
+    """What of a ranker decides which kernels can run its attention at all."""
+
+    num_heads: int
+    qk_dim: int
+    v_dim: int
+    dtype: torch.dtype  # of weights
+    kept_dtype: torch.dtype  # of cached keys and values
+    page_tokens: int
+    norm_group: int  # numbers that the norm of the attention is over
+    is_joined: bool  # the output matrix reads [U, attention, U * norm], not the last alone
+    is_biased: bool  # by position or time
+    has_plain_layers: bool = True  # around the attention nothing that kernels of whole layers lack
+    has_plain_times: bool = True  # its calls are plain
+
+
 class HstuCall(NamedTuple):
     """Arguments of `hstu_causal` (new history rows) and of `hstu_targets` (candidate rows).
 
@@ -48,22 +64,12 @@ class HstuCall(NamedTuple):
     query_time: int = 0  # hstu_targets only: unix seconds shared by all candidates, whose shared position is m
     row_times: Tensor | None = None  # hstu_causal only: int64 [rows] as which the rows ask; None = their own times
     own_time: Tensor | None = None  # hstu_targets only: int64 [] of a candidate's own key; None = `query_time`
-    edges: Tensor | None = (
-        None  # int64 [buckets - 1] seconds: where buckets 1, 2, .. begin; None = `time_bucket`
-    )
+    edges: Tensor | None = None  # int64 [buckets - 1] seconds: where buckets 1, 2, .. begin; None = `time_bucket`
 
     @property
     def is_plain(self) -> bool:
         """Whether it asks for nothing that the kernels of devices lack."""
         return self.edges is None and self.row_times is None and self.own_time is None
-
-
-class HstuTraits(NamedTuple):
-    """What of a ranker decides which kernels run its attention."""
-
-    is_biased: bool  # it has a relative bias
-    has_plain_layers: bool = True  # around the attention nothing that kernels of whole layers lack
-    has_plain_times: bool = True  # its calls are plain
 
 
 class PagedKV(NamedTuple):

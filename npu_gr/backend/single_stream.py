@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from npu_gr.backend.base import HstuPass
-from npu_gr.backend.calls import HstuPassCall, HstuTraits
+from npu_gr.backend.calls import HstuPassCall, HstuShape
 
 log = logging.getLogger(__name__)
 
@@ -63,8 +64,17 @@ class SingleStream:
             for plane in (keys, values):
                 plane[:, to, :num_slots] = plane[:, parent[to], :num_slots]
 
-    def hstu_runs_as(self, traits: HstuTraits) -> str:
-        return self.ops.get("hstu_attention", "torch") if traits.has_plain_times else "torch"
+    def hstu_ways(self, shape: HstuShape) -> Sequence[str]:
+        """Have one way, which is chosen with the kernels: pages are laid out for it."""
+        return (self.ops.get("hstu_attention", "torch"),) if shape.has_plain_times else ("torch",)
+
+    def running(self, way: str) -> Self:
+        """Name the way: which kernel a call runs follows from the call."""
+        if self.ops.get("hstu_attention", "torch") == way:
+            return self
+        made = copy.copy(self)
+        made.ops = {**self.ops, "hstu_attention": way}
+        return made
 
     def order_of(self, numbers: Tensor) -> Tensor:
         return torch.argsort(numbers, stable=True)

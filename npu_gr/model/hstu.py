@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from torch.nn.functional import normalize, silu
 
 from npu_gr.backend.base import TIME_BUCKETS, Affine, Backend, HstuPass
-from npu_gr.backend.calls import BiasTables, HstuCall, HstuLayerCall, HstuPassCall, HstuSegment, HstuTraits, PagedKV
+from npu_gr.backend.calls import BiasTables, HstuCall, HstuLayerCall, HstuPassCall, HstuSegment, PagedKV
 from npu_gr.backend.tiles import Slab, Tiles
 from npu_gr.backend.torch_ops import TorchOps
 from npu_gr.feature_schema.schema import OFS, Of
@@ -592,8 +592,3 @@ def _asking(
     own = None if segment.last is None else segment.last.time
     at = segment.candidate_time
     return HstuCall(q, k, v, slabs, times, layer.bias, alpha, at, own_time=own, edges=layer.time_edges)
-
-
-def traits_of(config: HSTUConfig) -> HstuTraits:
-    """What of a ranker decides which kernels run its attention."""
-    return HstuTraits(config.relative_bias != "none", config.has_plain_layers, config.has_plain_times)

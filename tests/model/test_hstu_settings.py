@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from npu_gr.backend.calls import HstuCall
+from npu_gr.backend.calls import HstuCall, HstuShape
 from npu_gr.backend.reference import ReferenceBackend
 from npu_gr.model.config import HSTUConfig, TimeBuckets, inexact_fields, write_keys
-from npu_gr.model.hstu import HSTU, traits_of
+from npu_gr.model.hstu import HSTU
 from npu_gr.model.time_buckets import NEVER_S, bucket_by_formula, edges_of
 from tests.models import CPU, Request, cached, full, tiny_config, tiny_model
 
@@ -267,5 +267,8 @@ def test_kernels_that_do_not_know_a_setting_do_not_run(monkeypatch: pytest.Monke
     model = tiny_model(torch.float32, time_buckets=LOG)
     full(model, Request(9, 3))
     assert not called
-    assert CPU.hstu_runs_as(traits_of(model.config)) == "torch"
-    assert CPU.hstu_runs_as(traits_of(tiny_config())) == CPU.kernels
+    shape = HstuShape(2, 8, 16, torch.float32, torch.float32, 64, 32, is_joined=False, is_biased=True)
+    assert CPU.hstu_ways(shape) == (CPU.kernels,)
+    assert CPU.hstu_ways(shape._replace(has_plain_times=False)) == ("torch",)
+    assert CPU.running("torch").ops["hstu_attention"] == "torch"
+    assert CPU.running(CPU.kernels) is CPU
