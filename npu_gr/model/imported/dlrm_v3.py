@@ -84,6 +84,7 @@ def convert(source: ForeignCheckpoint, names: GivenNames) -> Converted:
     periods = _clocks(source, post, dim, tensors)
     for layer in range(num_layers):
         tensors |= _layer(source, f"{stu}{layer}.", f"layers.{layer}.", dim, heads, qk_dim, v_dim, is_per_head)
+    source.finish()  # before sizes that follow from what is missing are refused
     config = HSTUConfig(
         num_items=max(len(items), 1),
         actions=named(source, "actions", names.actions, sets),

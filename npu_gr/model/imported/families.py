@@ -38,4 +38,7 @@ def convert(
     source = ForeignCheckpoint(
         str(folder), read_tensors(folder, is_trusted=is_trusted), read_gin(folder) | dict(settings or {})
     )
-    return FAMILIES[family](source, names)
+    try:
+        return FAMILIES[family](source, names)
+    except (ValueError, TypeError) as error:  # of a setting that is no number, or a size that no model has
+        raise CheckpointError(f"{folder} does not convert: {error}") from error

@@ -75,6 +75,7 @@ def convert(source: ForeignCheckpoint, names: GivenNames) -> Converted:
     }
     for layer in range(num_layers):
         tensors |= _layer(source, f"{BLOCK}.{layer}.", f"layers.{layer}.", dim, heads, width)
+    source.finish()  # before sizes that follow from what is missing are refused
     config = HSTUConfig(
         num_items=max(len(items), 1),
         actions=named(source, "actions", names.actions, tuple(str(index) for index in range(max(len(actions), 1)))),

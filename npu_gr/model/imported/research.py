@@ -64,6 +64,7 @@ def convert(source: ForeignCheckpoint, names: GivenNames) -> Converted:
     is_unit = bool(source.setting("train_fn.item_l2_norm", False))
     user_norm = source.only("train_fn.user_embedding_norm", ["l2_norm", "layer_norm"], "l2_norm")
     temperature = float(source.setting("train_fn.temperature", 0.05))
+    source.finish()  # before sizes that follow from what is missing are refused
     config = HSTUConfig(
         num_items=max(num_items, 1),
         actions=named(source, "actions", names.actions, ("seen",)),

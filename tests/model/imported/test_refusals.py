@@ -138,6 +138,11 @@ def test_weights_are_found_and_read(tmp_path: Path) -> None:
         convert("recsys-examples", tmp_path / "absent", GivenNames())
     with pytest.raises(CheckpointError, match="no weights"):
         read_tensors(tmp_path)
+    torch.save(fixture("recsys_fused")[0], tmp_path / "whole.pt")
+    for value in ("many", 3.5j, None):
+        with pytest.raises(CheckpointError, match="does not convert"):
+            convert("recsys-examples", tmp_path, GivenNames(), RECSYS | {"NetworkArgs.kv_channels": value})
+    (tmp_path / "whole.pt").unlink()
     torch.save({"epoch": 1, "model_state_dict": {"module.a": torch.ones(1)}}, tmp_path / "some_ep3")
     assert read_tensors(tmp_path).keys() == {"a"}
     torch.save({"a": torch.ones(1)}, tmp_path / "other.pt")
