@@ -138,9 +138,9 @@ def _count_map(raw: bytes, column: _Bulk, limit: int, name: str) -> int | None:
     try:
         for value in decode(raw).values():
             part = bytes(value)
-            count = _count(part, column.element_bytes, limit) or 0
+            count = count_elements(part, column.element_bytes, limit) or 0
             if not is_json and part and _is_list(part[0]) and count <= limit < len(part):
-                count += sum(_count(bytes(one), 1, limit) or 0 for one in _MSGPACK_LIST.decode(part))
+                count += sum(count_elements(bytes(one), 1, limit) or 0 for one in _MSGPACK_LIST.decode(part))
             total += count
             if total > limit:
                 break
