@@ -52,6 +52,21 @@ def time_bucket(delta_s: Tensor) -> Tensor:
     return (octave_and_half - (127 << 1)).clamp(0, TIME_BUCKETS - 1)
 
 
+def bias_bucket(edges: Tensor | None, delta_s: Tensor) -> Tensor:
+    """Bucket of the layer's time table for each time difference; whole seconds are compared, so it is exact.
+
+    Args:
+        edges: as of `HstuCall`.
+        delta_s: int64, seconds; negative counts as 0.
+
+    Returns:
+        int32, same shape.
+    """
+    if edges is None:
+        return time_bucket(delta_s)
+    return torch.bucketize(delta_s, edges, out_int32=True, right=True)
+
+
 def accumulator(dtype: torch.dtype) -> torch.dtype:
     """The dtype in which sums of `dtype` are kept: fp64 for fp64, else fp32."""
     return torch.float64 if dtype == torch.float64 else torch.float32

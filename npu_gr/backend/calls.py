@@ -25,7 +25,7 @@ class BiasTables(NamedTuple):
     """Relative bias of one layer: a function of position and time *differences*, so a split stays exact."""
 
     position: Tensor  # [H, P], read at min(query position - key position, P - 1)
-    time: Tensor  # [H, TIME_BUCKETS], read at time_bucket(query time - key time)
+    time: Tensor  # [H, buckets], read at the bucket of query time - key time
 
 
 class HstuShape(NamedTuple):
@@ -39,7 +39,9 @@ class HstuShape(NamedTuple):
     page_tokens: int
     norm_group: int  # numbers that the norm of the attention is over
     is_joined: bool  # the output matrix reads [U, attention, U * norm], not the last alone
-    is_biased: bool  # by position and time
+    is_biased: bool  # by position or time
+    has_plain_layers: bool = True  # around the attention nothing that kernels of whole layers lack
+    has_plain_times: bool = True  # its calls are plain
 
 
 class HstuCall(NamedTuple):
@@ -60,6 +62,14 @@ class HstuCall(NamedTuple):
     bias: BiasTables
     alpha: float  # factor on q k^T
     query_time: int = 0  # hstu_targets only: unix seconds shared by all candidates, whose shared position is m
+    row_times: Tensor | None = None  # hstu_causal only: int64 [rows] as which the rows ask; None = their own times
+    own_time: Tensor | None = None  # hstu_targets only: int64 [] of a candidate's own key; None = `query_time`
+    edges: Tensor | None = None  # int64 [buckets - 1] seconds: where buckets 1, 2, .. begin; None = `time_bucket`
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it asks for nothing that the kernels of devices lack."""
+        return self.edges is None and self.row_times is None and self.own_time is None
 
 
 class PagedKV(NamedTuple):

@@ -79,7 +79,8 @@ class CUDABackend(TorchOps):
         return self._graphs.row_wise(owner, what, work, rows)
 
     def hstu_ways(self, shape: HstuShape) -> Sequence[str]:
-        takes = self._hstu and shape.dtype == shape.kept_dtype and self._hstu.takes_numbers(shape.dtype)
+        same = shape.dtype == shape.kept_dtype and shape.has_plain_times
+        takes = self._hstu and same and self._hstu.takes_numbers(shape.dtype)
         return ("triton", "torch") if takes else ("torch",)
 
     def running(self, way: str) -> Self:
@@ -89,13 +90,13 @@ class CUDABackend(TorchOps):
         return made
 
     def hstu_causal(self, call: HstuCall) -> Tensor:
-        if self._hstu and self._hstu.takes(call.q, slabs := natural(call.cached)):
+        if self._hstu and call.is_plain and self._hstu.takes(call.q, slabs := natural(call.cached)):
             out: Tensor = self._hstu.causal(call, slabs)
             return out
         return super().hstu_causal(call)
 
     def hstu_targets(self, call: HstuCall) -> Tensor:
-        if self._hstu and self._hstu.takes(call.q, slabs := natural(call.cached)):
+        if self._hstu and call.is_plain and self._hstu.takes(call.q, slabs := natural(call.cached)):
             out: Tensor = self._hstu.targets(call, slabs)
             return out
         return super().hstu_targets(call)

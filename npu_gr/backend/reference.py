@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear, silu
 
-from npu_gr.backend.base import Arrangement, accumulator, time_bucket
+from npu_gr.backend.base import Arrangement, accumulator, bias_bucket
 from npu_gr.backend.best_items import Best, Hidden
 from npu_gr.backend.calls import BeamCall, BiasTables, Choices, Continuations, HstuCall, TopkCall
 from npu_gr.backend.single_stream import SingleStream
@@ -37,6 +37,8 @@ def dense_attention(
     num_history: int,
     bias: BiasTables,
     alpha: float,
+    query_times: Tensor | None = None,
+    edges: Tensor | None = None,
 ) -> Tensor:
     """Attention of the whole sequence [history | candidates] at once.
 
@@ -44,6 +46,8 @@ def dense_attention(
         q, k, v: [N, H, D] of all rows.
         positions, times: int64 [N].
         num_history: rows before the first candidate.
+        query_times: int64 [N] as which the rows ask; None = `times`, which those of the keys are.
+        edges: of the time buckets, as of `HstuCall`.
 
     Returns:
         [N, H, Dv], without the attention scale.
@@ -52,7 +56,8 @@ def dense_attention(
     seen = [[allowed(i, j, num_history) for j in range(n)] for i in range(n)]
     mask = torch.tensor(seen, dtype=torch.bool).view(n, n)
     distance = (positions[:, None] - positions[None, :]).clamp(0, bias.position.shape[1] - 1)
-    bucket = time_bucket(times[:, None] - times[None, :]).long()
+    asked = times if query_times is None else query_times
+    bucket = bias_bucket(edges, asked[:, None] - times[None, :]).long()
     logits = torch.einsum("ihd,jhd->hij", q, k) * alpha + bias.position[:, distance] + bias.time[:, bucket]
     weights = torch.where(mask, silu(logits), torch.zeros((), dtype=q.dtype))
     return torch.einsum("hij,jhd->ihd", weights, v)
@@ -94,7 +99,12 @@ class ReferenceBackend(SingleStream):
         num_past = len(keys) - len(call.q)
         queries = torch.cat([call.q.new_zeros(num_past, *call.q.shape[1:]), call.q])  # cached rows ask nothing
         positions = torch.arange(len(keys))
-        out = dense_attention(queries, keys, values, positions, call.times, len(keys), call.bias, call.alpha)
+        asked = call.times.clone()
+        if call.row_times is not None:
+            asked[num_past:] = call.row_times
+        out = dense_attention(
+            queries, keys, values, positions, call.times, len(keys), call.bias, call.alpha, asked, call.edges
+        )
         return out[num_past:]
 
     def hstu_targets(self, call: HstuCall) -> Tensor:
@@ -102,8 +112,11 @@ class ReferenceBackend(SingleStream):
         m = len(keys) - len(call.k)
         queries = torch.cat([call.q.new_zeros(m, *call.q.shape[1:]), call.q])
         positions = torch.cat([torch.arange(m), torch.full((len(call.q),), m)])
-        times = torch.cat([call.times, torch.full((len(call.q),), call.query_time)])
-        return dense_attention(queries, keys, values, positions, times, m, call.bias, call.alpha)[m:]
+        asked = torch.cat([call.times, torch.full((len(call.q),), call.query_time)])
+        times = asked.clone()
+        if call.own_time is not None:
+            times[m:] = call.own_time
+        return dense_attention(queries, keys, values, positions, times, m, call.bias, call.alpha, asked, call.edges)[m:]
 
     def causal_attention(self, q: Tensor, k: Tensor, v: Tensor, past: Sequence[Slab], scale: float) -> Tensor:
         keys, values = joined(past, k, v)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -65,10 +66,15 @@ class SingleStream:
 
     def hstu_ways(self, shape: HstuShape) -> Sequence[str]:
         """Have one way, which is chosen with the kernels: pages are laid out for it."""
-        return (self.ops.get("hstu_attention", "torch"),)
+        return (self.ops.get("hstu_attention", "torch"),) if shape.has_plain_times else ("torch",)
 
     def running(self, way: str) -> Self:
-        return self
+        """Name the way: which kernel a call runs follows from the call."""
+        if self.ops.get("hstu_attention", "torch") == way:
+            return self
+        made = copy.copy(self)
+        made.ops = {**self.ops, "hstu_attention": way}
+        return made
 
     def order_of(self, numbers: Tensor) -> Tensor:
         return torch.argsort(numbers, stable=True)

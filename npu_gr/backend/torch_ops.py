@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear, scaled_dot_product_attention, silu
 
-from npu_gr.backend.base import Arrangement, accumulator, time_bucket
+from npu_gr.backend.base import Arrangement, accumulator, bias_bucket
 from npu_gr.backend.best_items import Best, Hidden, top_k
 from npu_gr.backend.calls import BeamCall, BiasTables, Choices, Continuations, HstuCall, TopkCall
 from npu_gr.backend.single_stream import SingleStream
@@ -58,20 +58,23 @@ def _joined(parts: list[Slab]) -> Slab:
     return k.permute(1, 2, 0), v.transpose(0, 1)
 
 
-def block_bias(bias: BiasTables, first_row: int, first_column: int, rows_at: Tensor, columns_at: Tensor) -> Tensor:
+def block_bias(
+    bias: BiasTables, first_row: int, first_column: int, rows_at: Tensor, columns_at: Tensor, edges: Tensor | None
+) -> Tensor:
     """Look up the bias of a block of history rows.
 
     Args:
         bias: the layer's tables.
         first_row, first_column: positions of the block's corner.
         rows_at, columns_at: int64 [rows] and [columns], unix seconds.
+        edges: of the time buckets, as of `HstuCall`.
 
     Returns:
         [H, rows, columns] in the tables' dtype.
     """
     buckets = bias.position.shape[1]
     delta = rows_at[:, None] - columns_at[None, :]
-    block = bias.time.index_select(1, time_bucket(delta).flatten()).view(-1, *delta.shape)
+    block = bias.time.index_select(1, bias_bucket(edges, delta).flatten()).view(-1, *delta.shape)
     if first_row - (first_column + len(columns_at) - 1) >= buckets - 1:
         return block.add_(bias.position[:, -1, None, None])  # far from the diagonal: one number a head
     row = torch.arange(first_row, first_row + len(rows_at), device=delta.device)
@@ -235,6 +238,7 @@ class TorchOps(SingleStream):
         times = call.times
         n, heads, _ = q.shape
         num_past = len(times) - n
+        asked = times[num_past:] if call.row_times is None else call.row_times
         slabs = natural(call.cached)
         out = torch.zeros(heads, n, v.shape[2], dtype=accumulator(q.dtype), device=q.device)
         for r0 in range(0, n, ROWS):
@@ -243,7 +247,7 @@ class TorchOps(SingleStream):
             queries = q[r0:r1].transpose(0, 1)
             for c0, keys, values in column_chunks([*slabs, (k[:r1], v[:r1])]):
                 columns = slice(c0, c0 + keys.shape[2])
-                block = block_bias(call.bias, rows.start, c0, times[rows], times[columns])
+                block = block_bias(call.bias, rows.start, c0, asked[r0:r1], times[columns], call.edges)
                 logits = torch.baddbmm(block, queries, keys, alpha=call.alpha)
                 weights = silu(logits, inplace=True)
                 if columns.stop > rows.start + 1:  # the block touches the diagonal
@@ -256,11 +260,14 @@ class TorchOps(SingleStream):
         bias = call.bias
         m = len(call.times)
         buckets = bias.position.shape[1]
-        own = (q * call.k).sum(2) * call.alpha + bias.position[:, 0] + bias.time[:, 0]
+        beside = bias.time[:, 0]
+        if call.own_time is not None:
+            beside = bias.time[:, bias_bucket(call.edges, call.query_time - call.own_time)]
+        own = (q * call.k).sum(2) * call.alpha + bias.position[:, 0] + beside
         out = (silu(own)[:, :, None] * call.v).transpose(0, 1).to(accumulator(q.dtype))
         # one row of bias serves every candidate: they share position and time
         distance = (m - torch.arange(m, device=q.device)).clamp_(0, buckets - 1)
-        row = bias.position[:, distance] + bias.time[:, time_bucket(call.query_time - call.times).long()]
+        row = bias.position[:, distance] + bias.time[:, bias_bucket(call.edges, call.query_time - call.times).long()]
         for keys_from, keys, values in column_chunks(natural(call.cached)):
             part = row[:, None, keys_from : keys_from + keys.shape[2]]
             for r0 in range(0, len(q), CANDIDATE_ROWS):

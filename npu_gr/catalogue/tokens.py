@@ -8,6 +8,9 @@ user's whole history is a multiple of `cut_step_tokens`. With max_tokens 4 and c
     events 0 1 2 3 4 5          start 2
     events 0 1 2 3 4 5 6        start 4
 
+Where a behaviour is two tokens, its item and then its action, the rule holds for behaviours of two tokens each, and
+everything that counts behind this module counts tokens.
+
 Dropping the oldest token at every new event would change every score and make every cached prefix useless (rule E9 of
 docs/exactness.md); a start that moves only every `cut_step_tokens` events keeps both.
 """
@@ -34,7 +37,7 @@ NO_FEATURES = ModelFeatures()
 class Tokens:
     """The model's input for one user. e = events; n = tokens: the user's, where the model has one, then the events'."""
 
-    events: Events  # [e] with external item ids
+    events: Events  # [e] with external item ids; the action of an item's own token is -1
     rows: I64  # [e] row of each item in the model
     report: HistoryReport
     user: Encoded | None = None  # [1] the user's features; None = these tokens have no user's token
@@ -122,6 +125,7 @@ def tokenize(
     refuse_unknown: bool,
     first_index: int = 0,
     name: str = "",
+    tokens_per_event: int = 1,
     features: ModelFeatures = NO_FEATURES,
     user_features: OneRow | None = None,
 ) -> Tokens:
@@ -136,6 +140,7 @@ def tokenize(
         refuse_unknown: raise for an unknown item; False: drop it.
         first_index: index of the first event in the user's whole history, of which a caller may send the end alone.
         name: fingerprint of the history, for the report.
+        tokens_per_event: 2 = a token of the item, then one of the action.
         features: of the model.
         user_features: values of those of the user.
 
@@ -146,7 +151,8 @@ def tokenize(
     if len(events) and (int(events.actions.min()) < 0 or int(events.actions.max()) >= num_actions):
         worst = int(events.actions.max()) if int(events.actions.min()) >= 0 else int(events.actions.min())
         raise Unprocessable(f"history.actions: {worst} is no index of an action, they are 0..{num_actions - 1}")
-    cut = window_start(first_index, len(events), max_tokens, cut_step_tokens)
+    step = -(-cut_step_tokens // tokens_per_event)
+    cut = window_start(first_index, len(events), max_tokens // tokens_per_event, step)
     events = events[cut:]
     rows = vocabulary.rows(events.items)
     known = rows != UNKNOWN
@@ -156,6 +162,11 @@ def tokenize(
     if unknown:
         events = events.take(known)
         rows = rows[known]
+    if tokens_per_event == 2:
+        actions = np.repeat(events.actions, 2)
+        actions[::2] = -1
+        events = Events(np.repeat(events.items, 2), actions, np.repeat(events.timestamps, 2), events.origin)
+        rows = np.repeat(rows, 2)
     try:
         user = features.row(features.user, user_features)
     except ValueError as error:

@@ -15,6 +15,7 @@ from npu_gr.cli.consume import consume
 from npu_gr.cli.data import load
 from npu_gr.cli.erase_check import erase_check
 from npu_gr.cli.fleet import fleet
+from npu_gr.cli.import_ import import_
 from npu_gr.cli.init import build_ops, init
 from npu_gr.cli.keys import keys
 from npu_gr.cli.one_line import describe
@@ -63,7 +64,7 @@ def main(log_level: str, **calling: str | None) -> None:
 
 for _command in (
     *(prepare, init, serve, route, check_config, config, keys, fleet),
-    *(train, load, consume, store, replay, record, erase_check),
+    *(train, load, import_, consume, store, replay, record, erase_check),
     *(simulate, bench, calibrate, doctor, build_ops),
     *(dashboards, bundle, proto, judge, demo, monitor),
 ):

@@ -53,6 +53,8 @@ def shape_of(model: HSTU, layout: KVLayout) -> HstuShape:
         config.v_dim if config.norm == "group" else config.num_heads * config.v_dim,
         config.residual == "concat",
         config.relative_bias != "none",
+        config.has_plain_layers,
+        config.has_plain_times,
     )
 
 

@@ -102,7 +102,11 @@ class Ranking:
     def max_events(self) -> int:
         """Newest behaviours that the window has room for."""
         most = self._config.max_history_tokens or self.model.max_history_tokens
-        return most - bool(self.features.user.features)
+        return max(1, (most - bool(self.features.user.features)) // self._tokens_per_event)
+
+    @property
+    def _tokens_per_event(self) -> int:
+        return self.engine.model.config.tokens_per_event
 
     @property
     def version(self) -> str:
@@ -127,11 +131,12 @@ class Ranking:
             history.events,
             self.vocabulary,
             len(self.model.actions),
-            max_tokens=self.max_events,
+            max_tokens=self.max_events * self._tokens_per_event,
             cut_step_tokens=self._config.cut_step_tokens,
             refuse_unknown=self._config.unknown_items == "refuse",
             first_index=history.first_index,
             name=history.fingerprint,
+            tokens_per_event=self._tokens_per_event,
             features=self.features,
             user_features=history.user_features,
         )

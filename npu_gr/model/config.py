@@ -22,6 +22,25 @@ class ItemFeature(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     max_values: Count = 1
 
 
+class TimeBuckets(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Which entry of a time table a difference of times reads, as public code defines it.
+
+    bucket = floor(function(max(seconds, 1) / unit_s) / divisor), within 0 .. count - 1, in fp32.
+    """
+
+    function: Literal["log", "sqrt", "linear"]
+    count: Annotated[int, msgspec.Meta(ge=2, le=65_536)]
+    unit_s: Annotated[float, msgspec.Meta(gt=0)] = 1.0
+    divisor: Annotated[float, msgspec.Meta(gt=0)] = 1.0
+
+
+class TimePeriod(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A clock that the final rows read: the unit of a period, and how many units it has (3600 and 24: hour of day)."""
+
+    unit_s: Count
+    num_units: Count
+
+
 class HSTUConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Everything that decides the numbers, apart from the weights and the settings of `PINNED`."""
 
@@ -43,9 +62,34 @@ class HSTUConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     activation: Literal["uvqk", "u"] = "uvqk"  # SiLU on all four projections (paper) or on U alone (Meta)
     residual: Literal["add", "concat"] = "add"  # X + Y W (paper) or X + [U, O, Y] W (Meta)
-    norm: Literal["layer", "group"] = "layer"  # of the attention output: over all heads, or each head by itself
+    # of the attention output: over all heads; each head by itself, with weights that heads share; the same, with one
+    # weight and bias a head (Meta's group norm)
+    norm: Literal["layer", "group", "head"] = "layer"
+    norm_eps: Annotated[float, msgspec.Meta(gt=0)] = 1e-6  # of every norm
+    attention_norm_in_concat: bool = False  # [U, norm(O), Y] instead of [U, O, Y]: Meta's `concat_ua`
+    alpha: float | None = None  # factor on Q K^T; None = 1 / sqrt(qk_dim)
 
-    relative_bias: Literal["position_time", "none"] = "position_time"  # of each layer's attention
+    relative_bias: Literal["position_time", "position", "none"] = "position_time"  # of each layer's attention
+    time_buckets: TimeBuckets | None = None  # of its time table; None = half octaves of seconds
+    # whose time a row of the history asks with: its own, or that of the behaviour after it (Meta's research code; the
+    # last behaviour is then the row that answers, with the request's time)
+    attention_time: Literal["own", "next"] = "own"
+
+    # a behaviour is one token, item + action; or two, its item and then its action (a candidate is an item alone)
+    token: Literal["sum", "interleaved"] = "sum"  # noqa: S105 (no secret)
+
+    # every token also embeds the seconds from it to the request (Meta's DLRM form)
+    query_times: TimeBuckets | None = None
+
+    # what makes logits of a final row: an MLP; an MLP of its product with a row of the candidate's own; or the product
+    # with each candidate's item row. All times `head_scale`
+    head: Literal["mlp", "product", "dot"] = "mlp"
+    head_periods: tuple[TimePeriod, ...] = ()  # of the request's time, mixed into the final row by a linear layer
+    head_norm: Literal["layer", "l2", "none"] = "layer"  # of the final row
+    head_item_norm: Literal["l2", "none"] = "none"  # of the items' rows in a product
+    head_norm_eps: Annotated[float, msgspec.Meta(gt=0)] | None = None  # None = `norm_eps`
+    head_activation: Literal["silu", "relu", "gelu", "norm_gate"] = "silu"  # norm_gate: x * sigmoid(norm(x))
+    head_scale: float = 1.0
 
     scaling: Literal["constant", "runtime"] = "constant"
     scaling_seqlen: Count = 4096  # the constant scale is 1 / scaling_seqlen
@@ -56,12 +100,63 @@ class HSTUConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             names = getattr(self, field)
             if not names or len(set(names)) != len(names):
                 raise ValueError(f"{field}: needs at least one name, each once, got {names!r}")
+        if self.time_buckets is not None and self.relative_bias != "position_time":
+            raise ValueError("time_buckets: only with relative_bias 'position_time'")
+        if self.attention_norm_in_concat and self.residual != "concat":
+            raise ValueError("attention_norm_in_concat: only with residual 'concat'")
+        if (self.head == "dot") != (self.attention_time == "next"):
+            raise ValueError("head: 'dot' and attention_time 'next' go together: the last behaviour's row answers")
+        if self.head == "dot" and (len(self.tasks) != 1 or not self.retrieval or self.is_interleaved):
+            raise ValueError("head: 'dot' needs one task, retrieval, and token 'sum'")
+        if self.is_interleaved and self.max_history_tokens < 2:
+            raise ValueError("max_history_tokens: a behaviour of an interleaved model is two tokens")
+        if self.retrieval and self.head == "product":
+            raise ValueError("retrieval: not with head 'product': NEXT is no candidate")
+        if self.features and (self.head == "dot" or self.is_interleaved):
+            raise ValueError("features: not with head 'dot', nor with token 'interleaved'")
         check_features(self.features)
 
     def features_of(self, of: Of) -> tuple[Feature, ...]:
         """The features of one `of`, in the order of the checkpoint."""
         return tuple(feature for feature in self.features if feature.of == of)
 
+    @property
+    def attention_alpha(self) -> float:
+        """The factor on Q K^T."""
+        return self.qk_dim**-0.5 if self.alpha is None else self.alpha
+
+    @property
+    def has_next(self) -> bool:
+        """Whether what comes next is asked by NEXT, a row of its own."""
+        return self.retrieval and self.head != "dot"
+
+    @property
+    def tokens_per_event(self) -> int:
+        """Tokens that a behaviour is."""
+        return 2 if self.is_interleaved else 1
+
+    @property
+    def is_interleaved(self) -> bool:
+        """Whether a behaviour is two tokens."""
+        return self.token == "interleaved"  # noqa: S105
+
+    @property
+    def has_plain_layers(self) -> bool:
+        """Whether a layer around its attention is one that kernels of whole layers know."""
+        return self.norm != "head" and not self.attention_norm_in_concat
+
+    @property
+    def has_plain_times(self) -> bool:
+        """Whether the attention's times are those that its kernels know."""
+        return self.time_buckets is None and self.attention_time == "own"
+
+
+# Keys that are written only where they are not the default: older versions know no such key.
+LATER = (
+    *("retrieval", "features", "norm_eps", "attention_norm_in_concat", "alpha", "time_buckets"),
+    *("attention_time", "token", "query_times", "head", "head_periods", "head_norm", "head_item_norm"),
+    *("head_norm_eps", "head_activation", "head_scale"),
+)
 
 # Keys of a checkpoint's config.json that have one value: our forward pass computes that variant only, because any other
 # value breaks a cached prefix. Key -> the value, and the rule that another value breaks.
@@ -78,10 +173,10 @@ PINNED: dict[str, tuple[str | int, str]] = {
 def write_keys(config: HSTUConfig) -> dict[str, Any]:
     """The keys of `model` in config.json, the pinned ones included, so that older versions read new checkpoints."""
     keys: dict[str, Any] = msgspec.to_builtins(config)
-    if not config.retrieval:
-        del keys["retrieval"]  # 0.11 and older know no such key
-    if not config.features:
-        del keys["features"]  # nor 0.12 this one
+    defaults = dict(zip(HSTUConfig.__struct_fields__[::-1], HSTUConfig.__struct_defaults__[::-1], strict=False))
+    for key in LATER:
+        if keys[key] == defaults[key]:
+            del keys[key]
     return keys | {key: value for key, (value, _) in PINNED.items()}
 
 
@@ -106,4 +201,10 @@ def inexact_fields(config: HSTUConfig) -> list[str]:
     if config.positions == "reverse":
         rule = "E2: positions counted from the end shift when behaviours are appended"
         lines.append(f"model.positions: 'reverse' with the prefix cache on ({rule})")
+    if config.query_times is not None:
+        rule = "E3: the time of the request is not known when the prefix is encoded"
+        lines.append(f"model.query_times with the prefix cache on ({rule})")
+    if config.attention_time == "next":
+        rule = "E10: the last behaviour's keys change when the time of the one after it is known"
+        lines.append(f"model.attention_time: 'next' with the prefix cache on ({rule})")
     return lines

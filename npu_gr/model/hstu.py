@@ -28,7 +28,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import silu
+from torch.nn.functional import normalize, silu
 
 from npu_gr.backend.base import TIME_BUCKETS, Affine, Backend, HstuPass
 from npu_gr.backend.calls import BiasTables, HstuCall, HstuLayerCall, HstuPassCall, HstuSegment, PagedKV
@@ -37,9 +37,8 @@ from npu_gr.backend.torch_ops import TorchOps
 from npu_gr.feature_schema.schema import OFS, Of
 from npu_gr.model.config import HSTUConfig
 from npu_gr.model.feature_rows import FeatureTable, FeatureValues
-
-EPS = 1e-6
-
+from npu_gr.model.norms import ClockMix, PerHeadNorm, head_mlp, head_norm
+from npu_gr.model.time_buckets import edges_of
 
 _TORCH = TorchOps()  # differentiable, for training
 
@@ -68,6 +67,14 @@ class HostTokens(NamedTuple):
     pages: PagedKV | None  # of the cached tokens, and of the new ones if they are kept; None = neither
 
 
+class LastEvent(NamedTuple):
+    """A history whose rows ask with the time of the behaviour after them: what its last behaviour adds to `Segment`."""
+
+    row_times: Tensor  # int64 [n], the times as which the history's rows ask
+    action: Tensor  # int64 [1] of the last behaviour
+    time: Tensor  # int64 [] of the last behaviour
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Segment:
     """The rows of one request. All tensors are on the model's device."""
@@ -83,6 +90,7 @@ class Segment:
     past: Past | None = None
     sink: Sink | None = None  # receives the new history rows' keys and values, layer by layer
     host: HostTokens | None = None  # the same, for a device that computes whole layers
+    last: LastEvent | None = None  # `candidates` is the last behaviour, which asks what comes next
     user: FeatureValues | None = None  # [1] makes the user's token the first of the new ones; None = there is none
     events: FeatureValues | None = None  # [e]; None of these three: missing
     request: FeatureValues | None = None  # [1]
@@ -98,12 +106,28 @@ class Segment:
         """New history rows plus candidate rows."""
         return self.num_tokens + len(self.candidates)
 
+    def asking_by_last(self) -> Segment:
+        """Let the last behaviour be the row that answers, at the request's time. Needs a behaviour, and no past."""
+        assert self.past is None
+        assert self.sink is None
+        last = LastEvent(self.times[1:], self.actions[-1:], self.times[-1])
+        return Segment(
+            items=self.items[:-1],
+            actions=self.actions[:-1],
+            times=self.times[:-1],
+            candidates=self.items[-1:],
+            candidate_time=self.candidate_time,
+            is_next=True,
+            last=last,
+        )
+
 
 class HSTULayer(nn.Module):
     """A layer without its attention: U, V, Q, K from the normed input; gated output and residual."""
 
     position_bias: Tensor
     time_bias: Tensor
+    time_edges: Tensor | None  # int64 [buckets - 1] seconds; None = half octaves
 
     def __init__(self, config: HSTUConfig) -> None:
         super().__init__()
@@ -114,15 +138,22 @@ class HSTULayer(nn.Module):
         self.uvqk = nn.Linear(config.dim, sum(self.widths))
         joined = 3 if config.residual == "concat" else 1
         self.out = nn.Linear(joined * self.uv_width, config.dim)
-        self.norm_in = nn.LayerNorm(config.dim, eps=EPS)
+        self.norm_in = nn.LayerNorm(config.dim, eps=config.norm_eps)
         group = config.v_dim if config.norm == "group" else self.uv_width
-        self.norm_attention = nn.LayerNorm(group, eps=EPS)
-        for name, buckets in (("position_bias", config.position_buckets), ("time_bias", TIME_BUCKETS)):
+        per_head = config.norm == "head"
+        norm = PerHeadNorm(config.num_heads, config.norm_eps) if per_head else nn.LayerNorm(group, eps=config.norm_eps)
+        self.norm_attention = norm
+        times = config.time_buckets
+        self.register_buffer("time_edges", None if times is None else edges_of(times), persistent=False)
+        for name, buckets in (
+            ("position_bias", config.position_buckets),
+            ("time_bias", TIME_BUCKETS if times is None else times.count),
+        ):
             table = torch.zeros(config.num_heads, buckets)
-            if config.relative_bias == "none":
-                self.register_buffer(name, table, persistent=False)  # zeros that no checkpoint holds
-            else:
+            if name.removesuffix("_bias") in config.relative_bias.split("_"):
                 self.register_parameter(name, nn.Parameter(table))
+            else:
+                self.register_buffer(name, table, persistent=False)  # zeros that no checkpoint holds
 
     @property
     def bias(self) -> BiasTables:
@@ -166,13 +197,14 @@ class HSTULayer(nn.Module):
             ops: computes the linear layer.
         """
         wide = attention.to(x.dtype)
-        if self.config.norm == "group":
-            normed = self.norm_attention(wide).flatten(-2)
+        if self.config.norm == "layer":
+            normed = self.norm_attention(wide.flatten(-2)).to(u.dtype)
         else:
-            normed = self.norm_attention(wide.flatten(-2))
-        gated = u * normed.to(u.dtype)
+            normed = self.norm_attention(wide).flatten(-2).to(u.dtype)
+        gated = u * normed
         if self.config.residual == "concat":
-            gated = torch.cat([u, attention.flatten(-2), gated], dim=-1)
+            beside = normed if self.config.attention_norm_in_concat else attention.flatten(-2)
+            gated = torch.cat([u, beside, gated], dim=-1)
         mixed = ops.affine(gated, self.out, 0, self.config.dim, False)
         return x + mixed.to(x.dtype)
 
@@ -206,13 +238,18 @@ class HSTU(nn.Module):
         if config.positions != "none":
             self.position = nn.Embedding(config.max_history_tokens + 1, config.dim)
         self.layers = nn.ModuleList(HSTULayer(config) for _ in range(config.num_layers))
-        self.norm_head = nn.LayerNorm(config.dim, eps=EPS)
-        self.head = nn.Sequential(
-            nn.Linear(config.dim, config.head_dim), nn.SiLU(), nn.Linear(config.head_dim, len(config.tasks))
-        )
-        if config.retrieval:
+        self.norm_head = head_norm(config)
+        self.head = nn.Sequential() if config.head == "dot" else head_mlp(config)
+        if config.head == "product":
+            self.candidate = nn.Embedding(config.num_items, config.dim)
+        if config.head_periods:
+            self.clock = ClockMix(config.dim, config.head_periods)
+        if config.query_times is not None:
+            self.query_time = nn.Embedding(config.query_times.count, config.dim)
+            self.register_buffer("query_edges", edges_of(config.query_times), persistent=False)
+        if config.has_next:
             self.next_item = nn.Parameter(torch.empty(config.dim).normal_(std=0.02))
-            self.norm_next = nn.LayerNorm(config.dim, eps=EPS)
+            self.norm_next = nn.LayerNorm(config.dim, eps=config.norm_eps)
             self.vector = nn.Linear(config.dim, config.dim)
             nn.init.eye_(self.vector.weight)
             nn.init.zeros_(self.vector.bias)
@@ -232,7 +269,9 @@ class HSTU(nn.Module):
             self.features.float()
             self.norm_head.float()
             self.head.float()
-            if self.config.retrieval:
+            if self.config.head_periods:
+                self.clock.float()
+            if self.config.has_next:
                 self.norm_next.float()
                 self.vector.float()
             for layer in self.layers:
@@ -249,12 +288,13 @@ class HSTU(nn.Module):
 
     @property
     def _residual_dtype(self) -> torch.dtype:
-        found: torch.dtype = self.norm_head.weight.dtype
-        return found
+        first = self.layers[0]
+        assert isinstance(first, HSTULayer)
+        return first.norm_in.weight.dtype
 
     def embed_items(self, rows: Tensor) -> Tensor:
         """Item plus the mean of each side feature's values: [...] item rows -> [..., dim]; NEXT has no features."""
-        if self.config.retrieval:
+        if self.config.has_next:
             items = self._embed_known(rows.clamp(max=self.config.num_items - 1))
             return torch.where((rows == self.config.num_items)[..., None], self.next_item, items)
         return self._embed_known(rows)
@@ -273,13 +313,21 @@ class HSTU(nn.Module):
     def freeze_items(self) -> None:
         """Fold the side features into one table, so that serving gathers one row an item. Call after loading."""
         with torch.inference_mode():
-            rows = torch.arange(self.config.num_items + self.config.retrieval, device=self.item.weight.device)
+            rows = torch.arange(self.config.num_items + self.config.has_next, device=self.item.weight.device)
             self._item_table = torch.cat([self.embed_items(part) for part in rows.split(65536)])
 
     def item_vectors(self) -> Tensor:
         """The vectors that u is compared with, fp32 [num_items, dim]: the frozen table's, not a copy in fp32."""
         assert self._item_table is not None
-        return self._item_table[: self.config.num_items].float()
+        return self._compared(self._item_table[: self.config.num_items])
+
+    def _compared(self, rows: Tensor) -> Tensor:
+        """Item rows [..., dim] as u is compared with them, fp32."""
+        return (
+            normalize(rows.float(), dim=-1, eps=self.config.norm_eps)
+            if self.config.head_item_norm == "l2"
+            else rows.float()
+        )
 
     def attention_scale(self, num_tokens: int) -> float:
         """1 / scaling_seqlen; by the runtime length only where the config asks for it (never with a cache)."""
@@ -295,13 +343,22 @@ class HSTU(nn.Module):
         """[rows, dim] of every segment's history and candidates, in order."""
         items = torch.cat([part for s in segments for part in (s.items, s.candidates)])
         shown = len(self.config.actions)
-        actions = torch.cat([p for s in segments for p in (s.actions, torch.full_like(s.candidates, shown))])
+        asking = [torch.full_like(s.candidates, shown) if s.last is None else s.last.action for s in segments]
+        actions = torch.cat([part for s, own in zip(segments, asking, strict=True) for part in (s.actions, own)])
         x: Tensor = self.embed_items(items) if self._item_table is None else self._item_table[items]
-        x = x + self.action(actions)
+        acted = self.action(actions.clamp(min=0))
+        if self.config.is_interleaved:  # an item's token has action -1, an action's one of 0 ..
+            x = torch.where((actions < 0)[:, None], x, acted + x * (actions == shown)[:, None])
+        else:
+            x = x + acted
         if self.features:
             x = self._with_features(x, segments, ops)
         if self.config.positions != "none":
             x = x + self.position(torch.cat([self._positions(s) for s in segments]))
+        if self.config.query_times is not None:
+            assert isinstance(self.query_edges, Tensor)
+            ahead = [part for s in segments for part in (s.candidate_time - s.times, torch.zeros_like(s.candidates))]
+            x = x + self.query_time(torch.bucketize(torch.cat(ahead), self.query_edges, right=True))
         return x.to(self._residual_dtype)
 
     def _with_features(self, x: Tensor, segments: Sequence[Segment], ops: Affine) -> Tensor:
@@ -351,7 +408,26 @@ class HSTU(nn.Module):
             Per segment [c, tasks] logits in fp32 (fp64 for an fp64 model), in candidate order; for a NEXT segment
             u [1, dim].
         """
-        alpha = self.config.qk_dim**-0.5
+        if self.config.head == "dot":
+            return self._by_last(backend, segments)
+        return self._through_layers(backend, segments)
+
+    def _by_last(self, backend: Backend, segments: Sequence[Segment]) -> list[Tensor]:
+        """Multiply each last behaviour's row with the candidates' rows; without a behaviour every product is 0."""
+        known = [s.asking_by_last() for s in segments if len(s.items)]
+        found = iter(self._through_layers(backend, known) if known else [])
+        answers = []
+        for s in segments:
+            nothing = self.action.weight.new_zeros(1, self.config.dim, dtype=self._residual_dtype)
+            u = next(found) if len(s.items) else nothing
+            if not s.is_next:
+                items = self.embed_items(s.candidates) if self._item_table is None else self._item_table[s.candidates]
+                u = (self._compared(items) * u).sum(1, keepdim=True)
+            answers.append(u)
+        return answers
+
+    def _through_layers(self, backend: Backend, segments: Sequence[Segment]) -> list[Tensor]:
+        alpha = self.config.attention_alpha
         x = self._embed(segments, backend)
         if (whole := self._whole_pass(backend, segments)) is not None:
             rows = whole.run(self, partial(self._whole_layers, backend), x)
@@ -379,12 +455,15 @@ class HSTU(nn.Module):
                     past = kept
                     new = (k[:0], v[:0])
                 if n:
-                    out = backend.hstu_causal(HstuCall(q[history], *new, past, at, layer.bias, alpha))
+                    asked = None if s.last is None else s.last.row_times
+                    call = HstuCall(
+                        q[history], *new, past, at, layer.bias, alpha, row_times=asked, edges=layer.time_edges
+                    )
+                    out = backend.hstu_causal(call)
                     attention[history] = out.mul_(scale)
                 if len(s.candidates):
                     slabs = [*past, new] if len(new[0]) else past
-                    call = HstuCall(q[own], k[own], v[own], slabs, at, layer.bias, alpha, s.candidate_time)
-                    out = backend.hstu_targets(call)
+                    out = backend.hstu_targets(_asking(layer, s, q[own], k[own], v[own], slabs, at, alpha))
                     attention[own] = out.mul_(scale)
             x = layer.finish(x, u, attention, backend)
         return self._last_layer(backend, x, bounds, times, alpha)
@@ -412,17 +491,24 @@ class HSTU(nn.Module):
             own = x[start + n : start + s.num_rows]
             if len(own):
                 u, v, q, k = layer.project(own, backend)
-                out = backend.hstu_targets(HstuCall(q, k, v, slabs, at, layer.bias, alpha, s.candidate_time))
+                out = backend.hstu_targets(_asking(layer, s, q, k, v, slabs, at, alpha))
                 own = layer.finish(own, u, out.mul_(self.attention_scale(len(at))), backend)
             logits.append(self._answer(s, own, backend))
         return logits
 
     def _answer(self, segment: Segment, own: Tensor, backend: Backend) -> Tensor:
-        return self.user_vectors(own, backend) if segment.is_next else self.task_logits(own, backend)
+        if segment.is_next:
+            return self.user_vectors(own, backend)
+        if self.config.head_periods:
+            own = self.clock(own, torch.full_like(segment.candidates, segment.candidate_time))
+        beside = self.candidate(segment.candidates).to(own.dtype) if self.config.head == "product" else None
+        return self.task_logits(own, backend, beside)
 
     def _whole_pass(self, backend: Backend, segments: Sequence[Segment]) -> HstuPass | None:
         """Ask the backend for kernels of whole layers; None = layers go segment by segment."""
         config = self.config
+        if not (config.has_plain_layers and config.has_plain_times):
+            return None
         rows = []
         for s in segments:
             if s.host is None:
@@ -441,7 +527,7 @@ class HSTU(nn.Module):
                 config.qk_dim,
                 config.v_dim,
                 self.dtype,
-                config.qk_dim**-0.5,
+                config.attention_alpha,
                 scales.pop(),
                 config.activation == "uvqk",
                 "head" if config.norm == "group" else "row",
@@ -454,6 +540,7 @@ class HSTU(nn.Module):
         for index, layer in enumerate(self.layers):
             assert isinstance(layer, HSTULayer)
             is_last = index == len(self.layers) - 1
+            assert isinstance(layer.norm_attention, nn.LayerNorm)
             mixed = backend.affine(layer.norm_in(x), layer.uvqk, 0, sum(layer.widths), False)
             gated = whole.mix(HstuLayerCall(index, mixed, layer.bias, layer.norm_attention, is_last))
             if gated is None:
@@ -463,14 +550,45 @@ class HSTU(nn.Module):
             x = x + out  # the sum has the wider dtype, in one launch
         return x
 
-    def task_logits(self, x: Tensor, ops: Affine = _TORCH) -> Tensor:
-        """[..., dim] final candidate rows -> [..., tasks] logits, fp32 or fp64."""
-        hidden, _, out = self.head
+    def task_logits(self, x: Tensor, ops: Affine = _TORCH, beside: Tensor | None = None) -> Tensor:
+        """Compute logits by the MLP.
+
+        Args:
+            x: [..., dim] final candidate rows; clocks are mixed in.
+            ops: computes the linear layers.
+            beside: [..., dim] rows of the candidates' own, of a model with head `product`.
+
+        Returns:
+            [..., tasks], fp32 or fp64.
+        """
+        hidden, middle, out = self.head
         assert isinstance(hidden, nn.Linear)
         assert isinstance(out, nn.Linear)
-        wide = ops.affine(self.norm_head(x), hidden, 0, hidden.out_features, True)
-        return ops.affine(wide, out, 0, out.out_features, False)
+        is_silu = self.config.head_activation == "silu"
+        normed = self.norm_head(x)
+        wide = ops.affine(normed if beside is None else normed * beside, hidden, 0, hidden.out_features, is_silu)
+        logits = ops.affine(wide if is_silu else middle(wide), out, 0, out.out_features, False)
+        return logits if self.config.head_scale == 1.0 else logits * self.config.head_scale
 
     def user_vectors(self, x: Tensor, ops: Affine = _TORCH) -> Tensor:
-        """[..., dim] final rows of NEXT -> [..., dim] u, fp32 or fp64. Only with `retrieval`."""
+        """[..., dim] final rows of NEXT, or of last behaviours -> [..., dim] u, fp32 or fp64. Only with `retrieval`."""
+        if self.config.head == "dot":
+            scaled: Tensor = self.norm_head(x) * self.config.head_scale
+            return scaled
         return ops.affine(self.norm_next(x), self.vector, 0, self.config.dim, False)
+
+
+def _asking(
+    layer: HSTULayer,
+    segment: Segment,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    slabs: Sequence[Slab | Tiles],
+    times: Tensor,
+    alpha: float,
+) -> HstuCall:
+    """Let a segment's candidates attend."""
+    own = None if segment.last is None else segment.last.time
+    at = segment.candidate_time
+    return HstuCall(q, k, v, slabs, times, layer.bias, alpha, at, own_time=own, edges=layer.time_edges)

@@ -67,7 +67,8 @@ async def prove(
             if dram is not None:
                 await engine.measure_copy(dram.arena, dram_runs, runs, len(head))
     began_at = time.perf_counter()
-    cost = await engine.warm_up(tokens, [n for n in WARM_UP_LENGTHS if n <= longest], WARM_UP_CANDIDATES)
+    lengths = [n for n in WARM_UP_LENGTHS if n <= longest] or [longest]
+    cost = await engine.warm_up(tokens, lengths, WARM_UP_CANDIDATES)
     log.info(
         "parity %.1e of the logits' spread; warm-up %.1f s; 1,000 tokens and 100 candidates: %.1f ms full; "
         "DRAM to HBM %.1f GB/s",
@@ -150,18 +151,21 @@ def seeded_tokens(vocabulary: ItemVocabulary, shape: HSTUConfig, num_tokens: int
     """
     random = np.random.default_rng(seed)
     features = ModelFeatures(shape.features)
-    num_events = max(num_tokens - bool(features.user.features), 1)
+    per_event = shape.tokens_per_event
+    num_events = max(-(-(num_tokens - bool(features.user.features)) // per_event), 1)
     events = Events.make(
         vocabulary.ids[random.integers(0, shape.num_items, num_events)],
         random.integers(0, len(shape.actions), num_events),
         np.cumsum(random.integers(0, 86_400, num_events)),
     )
-    return tokenize(
+    tokens = tokenize(
         events,
         vocabulary,
         len(shape.actions),
-        max_tokens=num_tokens,
+        max_tokens=num_events * per_event,
         cut_step_tokens=1,
         refuse_unknown=True,
         features=features,
+        tokens_per_event=per_event,
     )
+    return tokens[:num_tokens]

@@ -105,11 +105,11 @@ class CPUBackend(TorchOps):
         return super().affine(x, layer, first, last, is_silu)
 
     def hstu_causal(self, call: HstuCall) -> Tensor:
-        if self._hstu and call.q.dtype in ELEMENT:
+        if self._hstu and call.q.dtype in ELEMENT and call.is_plain:
             return self._hstu.causal(call)
         return super().hstu_causal(call)
 
     def hstu_targets(self, call: HstuCall) -> Tensor:
-        if self._hstu and call.q.dtype in ELEMENT:
+        if self._hstu and call.q.dtype in ELEMENT and call.is_plain:
             return self._hstu.targets(call)
         return super().hstu_targets(call)

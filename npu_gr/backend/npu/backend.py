@@ -226,10 +226,12 @@ class NPUBackend(TorchOps):
 
     def hstu_ways(self, shape: HstuShape) -> Sequence[str]:
         """Prefer our own kernels: five launches a layer for a whole batch; the others take one a slab and request."""
+        if not shape.has_plain_times:
+            return ("torch",)
         heads = shape.num_heads, shape.qk_dim, shape.v_dim, shape.dtype
         takes = {
             "triton": self._triton and shape.dtype == shape.kept_dtype and self._triton.takes_numbers(shape.dtype),
-            "ascend_c": self._passes and shape_limit(shape) is None,
+            "ascend_c": self._passes and shape.has_plain_layers and shape_limit(shape) is None,
             "mxrec": self._paged and not shape.is_biased and self._paged.takes_heads(*heads),
         }
         return (*(way for way, it_does in takes.items() if it_does), "torch")
@@ -253,25 +255,25 @@ class NPUBackend(TorchOps):
         return made
 
     def hstu_causal(self, call: HstuCall) -> Tensor:
-        if self._triton:
+        if self._triton and call.is_plain:
             if self._triton.takes(call.q, slabs := natural(call.cached)):
                 found: Tensor = self._triton.causal(call, slabs)
                 return found
             self.fell_back("hstu_attention", _TRITON_LIMIT)
         if self._paged:
-            if self._paged.takes(call.q, call.v, call.bias, len(call.times)):
+            if call.is_plain and self._paged.takes(call.q, call.v, call.bias, len(call.times)):
                 return self._paged.causal(call.q, call.k, call.v, natural(call.cached), call.alpha)
             self.fell_back("hstu_attention", _PAGED_LIMIT)
         return super().hstu_causal(call)
 
     def hstu_targets(self, call: HstuCall) -> Tensor:
-        if self._triton:
+        if self._triton and call.is_plain:
             if self._triton.takes(call.q, slabs := natural(call.cached)):
                 found: Tensor = self._triton.targets(call, slabs)
                 return found
             self.fell_back("hstu_attention", _TRITON_LIMIT)
         if self._paged and call.cached:
-            if self._paged.takes(call.q, call.v, call.bias, len(call.times)):
+            if call.is_plain and self._paged.takes(call.q, call.v, call.bias, len(call.times)):
                 return self._paged.targets(call.q, call.k, call.v, natural(call.cached), call.alpha)
             self.fell_back("hstu_attention", _PAGED_LIMIT)
         return super().hstu_targets(call)

@@ -1,0 +1,44 @@
+"""The projects whose HSTU checkpoints convert: one table, by the name that `npu-gr import hstu --from` takes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from npu_gr.core.errors import CheckpointError
+from npu_gr.model.imported import dlrm_v3, recsys_examples, research
+from npu_gr.model.imported.converted import Converted, GivenNames
+from npu_gr.model.imported.source import ForeignCheckpoint, read_gin, read_tensors
+
+FAMILIES: dict[str, Callable[[ForeignCheckpoint, GivenNames], Converted]] = {
+    "generative-recommenders": research.convert,
+    "dlrmv3": dlrm_v3.convert,
+    "recsys-examples": recsys_examples.convert,
+}
+
+
+def convert(
+    family: str, folder: Path, names: GivenNames, settings: Mapping[str, Any] | None = None, *, is_trusted: bool = False
+) -> Converted:
+    """Convert a folder of another project.
+
+    Args:
+        family: of `FAMILIES`.
+        folder: with one checkpoint, and the configuration that it was trained with.
+        names: what the folder does not say.
+        settings: replace those of the folder, or add to them.
+        is_trusted: as of `read_tensors`.
+
+    Raises:
+        CheckpointError: the folder cannot be read, or does not convert; everything that does not is named.
+    """
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder}: no such folder")
+    source = ForeignCheckpoint(
+        str(folder), read_tensors(folder, is_trusted=is_trusted), read_gin(folder) | dict(settings or {})
+    )
+    try:
+        return FAMILIES[family](source, names)
+    except (ValueError, TypeError) as error:  # of a setting that is no number, or a size that no model has
+        raise CheckpointError(f"{folder} does not convert: {error}") from error

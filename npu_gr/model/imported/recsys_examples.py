@@ -1,0 +1,145 @@
+"""NVIDIA's `recsys-examples/examples/hstu`: a ranker over a history of items and actions in turn.
+
+SiLU on U, V, Q and K, one learned position a token counted from the start (candidates share the next one), embeddings
+times sqrt(dim), no relative bias, epsilon 1e-5, and an MLP without a norm on each candidate's row. The fused layer has
+its weights transposed, by kind; the native one (tensor parallel) has them head by head.
+
+Source: its public code, `modules/{hstu_processor,position_encoder,fused_hstu_layer,native_hstu_layer,mlp}.py`, settings
+as its gin files bind them.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear, relu
+
+from npu_gr.model.config import HSTUConfig
+from npu_gr.model.imported.converted import Converted, GivenNames, filled, named, named_items, per_head_to_kind
+from npu_gr.model.imported.source import ForeignCheckpoint
+
+BLOCK = "_hstu_block._attention_layers"
+PREPROCESSOR = "_hstu_block._preprocessor"
+TABLES = "_embedding_collection._data_parallel_embedding_collection.embeddings."
+ITEM_TABLES = ("video_id", "movie_id", "item")  # of its data sets, and of its benchmarks
+ACTION_TABLES = ("action_weights", "action")
+UNSET = -1
+
+
+def convert(source: ForeignCheckpoint, names: GivenNames) -> Converted:
+    """Convert a checkpoint.
+
+    Raises:
+        CheckpointError: something does not convert; everything that does not is named.
+    """
+    source.only("NetworkArgs.is_causal", [True], True)
+    source.only("NetworkArgs.target_group_size", [1], 1)
+    source.only("RankingArgs.prediction_head_bias", [True], True)
+    scaling = int(source.setting("NetworkArgs.scaling_seqlen", UNSET))
+    if scaling < 1:
+        source.refuse(
+            "NetworkArgs.scaling_seqlen = -1: attention is divided by the longest sequence of each batch (rule E1); "
+            "pass --set NetworkArgs.scaling_seqlen=N, the number that it was trained with"
+        )
+    num_layers, heads, dim, width = (
+        int(source.setting(f"NetworkArgs.{key}", 1))
+        for key in ("num_layers", "num_attention_heads", "hidden_size", "kv_channels")
+    )
+    items = _table(source, "item", ITEM_TABLES)
+    actions = _table(source, "action", ACTION_TABLES)
+    for name in [name for name in source.tensors if name.startswith(TABLES)]:
+        source.refuse(f"contextual feature {name.removeprefix(TABLES).removesuffix('.weight')}: has a token of its own")
+        del source.tensors[name]
+    source.drop(suffix="._extra_state")
+    if int(source.setting("NetworkArgs.item_embedding_dim", UNSET)) > 0:
+        items, actions = (_mlp(source, f"{PREPROCESSOR}._item_mlp._mlp.", table, dim) for table in (items, actions))
+        source.drop(prefix=f"{PREPROCESSOR}._item_mlp.")
+        source.notes.append("the MLP of items and actions is folded into their rows")
+    positions = source.take(f"{PREPROCESSOR}._positional_encoder._position_embeddings_weight", -1, dim)
+    longest = min(len(positions) - 1, 2 * int(source.setting("DatasetArgs.max_history_seqlen", len(positions))))
+    head = tuple(source.setting("RankingArgs.prediction_head_arch", (1, 1)))
+    if len(head) != 2:
+        source.refuse(f"RankingArgs.prediction_head_arch = {list(head)}: only one hidden layer converts")
+        head = (1, 1)
+    num_tasks = int(source.setting("RankingArgs.num_tasks", 1))
+    if num_tasks != head[1]:
+        source.refuse(f"RankingArgs.num_tasks = {num_tasks}: {head[1]} logits are classes of one task, not tasks")
+    scale = dim**0.5
+    tensors = {
+        "item.weight": items * scale,
+        "position.weight": positions[: longest + 1],
+        "head.0.weight": source.take("_mlp._mlp.0.weight", head[0], dim),
+        "head.0.bias": source.take("_mlp._mlp.0.bias", head[0]),
+        "head.2.weight": source.take("_mlp._mlp.2.weight", head[1], head[0]),
+        "head.2.bias": source.take("_mlp._mlp.2.bias", head[1]),
+    }
+    for layer in range(num_layers):
+        tensors |= _layer(source, f"{BLOCK}.{layer}.", f"layers.{layer}.", dim, heads, width)
+    source.finish()  # before sizes that follow from what is missing are refused
+    config = HSTUConfig(
+        num_items=max(len(items), 1),
+        actions=named(source, "actions", names.actions, tuple(str(index) for index in range(max(len(actions), 1)))),
+        tasks=named(source, "tasks", names.tasks, tuple(f"task{index}" for index in range(head[1]))),
+        dim=dim,
+        num_layers=num_layers,
+        num_heads=heads,
+        qk_dim=width,
+        v_dim=width,
+        head_dim=head[0],
+        max_history_tokens=max(longest, 1),
+        norm_eps=float(source.setting("NetworkArgs.norm_epsilon", 1e-5)),
+        relative_bias="none",
+        token="interleaved",  # noqa: S106 (no secret)
+        scaling_seqlen=max(scaling, 1),
+        positions="start",
+        head_norm="none",
+        head_activation=source.only("RankingArgs.prediction_head_act_type", ["relu", "gelu"], "relu"),
+    )
+    shown = actions.new_zeros(1, actions.shape[-1])  # a candidate is its item alone
+    tensors["action.weight"] = torch.cat([actions * scale, shown])
+    return filled(source, config, tensors, named_items(source, names, len(items), 0))
+
+
+def _table(source: ForeignCheckpoint, what: str, names: tuple[str, ...]) -> Tensor:
+    """Take the embedding table of items or actions, [rows, width]."""
+    found = [name for name in names if f"{TABLES}{name}.weight" in source.tensors]
+    if not found:
+        source.refuse(
+            f"no table of {what}s: {TABLES}{{{','.join(names)}}}.weight; dump a dynamic table into the state dict first"
+        )
+        return torch.zeros(1, 1)
+    return source.take(f"{TABLES}{found[0]}.weight", -1, -1)
+
+
+def _mlp(source: ForeignCheckpoint, at: str, table: Tensor, dim: int) -> Tensor:
+    """Pass each row of a table through the MLP of tokens, whose tensors stay: items and actions share it."""
+    parts = [source.tensors.get(f"{at}{name}") for name in ("0.weight", "0.bias", "2.weight", "2.bias")]
+    if any(part is None for part in parts) or parts[0].shape[1] != table.shape[1]:  # type: ignore[union-attr]
+        source.refuse(f"{at}0.weight and .2.weight: not an MLP from {table.shape[1]} to {dim}")
+        return table.new_zeros(len(table), dim)
+    first, first_bias, second, second_bias = (part.float() for part in parts if part is not None)
+    return linear(relu(linear(table, first, first_bias)), second, second_bias)
+
+
+def _layer(source: ForeignCheckpoint, theirs: str, ours: str, dim: int, heads: int, width: int) -> dict[str, Tensor]:
+    """Take the tensors of one layer, fused or native."""
+    rows = 4 * heads * width
+    if f"{theirs}_linear_uvqk.weight" in source.tensors:  # native: [out, in], head by head
+        uvqk = per_head_to_kind(source.take(f"{theirs}_linear_uvqk.weight", rows, dim), heads, [width] * 4)
+        bias = per_head_to_kind(source.take(f"{theirs}_linear_uvqk.bias", rows), heads, [width] * 4)
+        out = source.take(f"{theirs}_linear_proj.weight", dim, heads * width)
+        norm = f"{theirs}_output_ln_dropout_mul."
+    else:
+        uvqk = source.take(f"{theirs}_linear_uvqk_weight", dim, rows).T
+        bias = source.take(f"{theirs}_linear_uvqk_bias", rows)
+        out = source.take(f"{theirs}_linear_proj_weight", heads * width, dim).T
+        norm = f"{theirs}_output_layernorm_"
+    return {
+        ours + "uvqk.weight": uvqk,
+        ours + "uvqk.bias": bias,
+        ours + "out.weight": out,
+        ours + "norm_in.weight": source.take(f"{theirs}_input_layernorm_weight", dim),
+        ours + "norm_in.bias": source.take(f"{theirs}_input_layernorm_bias", dim),
+        ours + "norm_attention.weight": source.take(f"{norm}weight", heads * width),
+        ours + "norm_attention.bias": source.take(f"{norm}bias", heads * width),
+    }
