@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from npu_gr.core.arrays import I64
+from npu_gr.feature_schema.schema import Feature
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -80,6 +81,7 @@ class ModelInfo:
     actions: tuple[str, ...]
     num_items: int
     max_history_tokens: int
+    features: tuple[Feature, ...] = ()  # that it reads beside items, actions and times
     device: str
     dtype: str
     kernels: str = "torch"  # what runs the hot ops: torch, or the instruction set of the native kernels

@@ -144,6 +144,7 @@ async def open_ranking(
         actions=checkpoint.action_names or shape.actions,
         num_items=shape.num_items,
         max_history_tokens=shape.max_history_tokens,
+        features=shape.features,
         device=backend.name,
         dtype=layout.dtype,
         kernels=backend.kernels,

@@ -24,6 +24,7 @@ from npu_gr.engine.attention import NEW_TOKENS, PLAIN, Trial, choose_way, possib
 from npu_gr.engine.rank_engine import RankEngine
 from npu_gr.engine.sanity import check_ranker
 from npu_gr.engine.selftest import parity
+from npu_gr.feature_schema.columns import ModelFeatures
 from npu_gr.kv.dram_store import DramEntry, DramStore
 from npu_gr.kv.keys import PrefixKey
 from npu_gr.kv.layout import PageRun
@@ -144,15 +145,23 @@ def seeded_tokens(vocabulary: ItemVocabulary, shape: HSTUConfig, num_tokens: int
     Args:
         vocabulary: of the model.
         shape: its numbers of items and actions.
-        num_tokens: length of the history.
+        num_tokens: length of the history, with the user's token where the model has one.
         seed: another one makes another history.
     """
     random = np.random.default_rng(seed)
+    features = ModelFeatures(shape.features)
+    num_events = max(num_tokens - bool(features.user.features), 1)
     events = Events.make(
-        vocabulary.ids[random.integers(0, shape.num_items, num_tokens)],
-        random.integers(0, len(shape.actions), num_tokens),
-        np.cumsum(random.integers(0, 86_400, num_tokens)),
+        vocabulary.ids[random.integers(0, shape.num_items, num_events)],
+        random.integers(0, len(shape.actions), num_events),
+        np.cumsum(random.integers(0, 86_400, num_events)),
     )
     return tokenize(
-        events, vocabulary, len(shape.actions), max_tokens=num_tokens, cut_step_tokens=1, refuse_unknown=True
+        events,
+        vocabulary,
+        len(shape.actions),
+        max_tokens=num_tokens,
+        cut_step_tokens=1,
+        refuse_unknown=True,
+        features=features,
     )
