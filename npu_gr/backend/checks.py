@@ -18,8 +18,8 @@ import torch
 from npu_gr.backend.cpu.library import NativeError, load
 from npu_gr.backend.names import BackendName
 from npu_gr.backend.npu import device as npu_device
+from npu_gr.backend.npu import hstu_triton, versions
 from npu_gr.backend.npu import ops as ascend_ops
-from npu_gr.backend.npu import versions
 from npu_gr.backend.npu.check import disagreements
 from npu_gr.backend.npu.hstu_paged import PagedHstu
 from npu_gr.core.errors import ConfigError
@@ -121,6 +121,7 @@ def _ascend(is_needed: bool, hstu_library: Path | None = None) -> Iterator[Findi
     yield _versions(npu.version)
     if hstu_library is not None:
         yield _paged(npu, hstu_library)
+    yield _triton(npu)
     try:
         path = ascend_ops.library_path(npu.soc)
         ascend_ops.load_library(path)
@@ -143,6 +144,21 @@ def _paged(npu: npu_device.Npu, library: Path) -> Finding:
     except ConfigError as error:
         return Finding(name, FindingState.BROKEN, str(error), "leave hstu_library out: our own attention runs instead")
     return Finding(name, FindingState.OK, f"{library}: the newest schema, as defined in fp32 and bf16")
+
+
+def _triton(npu: npu_device.Npu) -> Finding:
+    """Load the Triton kernel for NPUs and compare it with its definition."""
+    name = "triton-ascend"
+    try:
+        found = version(name)
+    except PackageNotFoundError:
+        words = "not installed: `attention: triton` cannot be set, and nothing else needs it"
+        return Finding(name, FindingState.OK, words)
+    try:
+        hstu_triton.load(npu.device)
+    except ConfigError as error:
+        return Finding(name, FindingState.BROKEN, f"{found}: {error}", "leave `attention: triton` out")
+    return Finding(name, FindingState.OK, f"{found}: the kernel computes as defined in fp32 and bf16")
 
 
 def _driver() -> Finding:

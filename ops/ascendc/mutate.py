@@ -288,6 +288,11 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
         "for (uint32_t lot = (AscendC::GetBlockIdx() + cores - done % cores) % cores; lot < lots; lot += cores)",
     ): "another core takes it",
     (
+        "kernels/hstu_scores.h",
+        "above: or equal",
+        "uint32_t bits = held > 0 ? (1u << held) - 1 : 0;",
+    ): "both are the same number",
+    (
         "kernels/hstu_tiles.h",
         "below: or equal",
         "return key < position(rows - 1) || (key <= last_own() && key + kKeyBlock > own);",

@@ -12,13 +12,12 @@ Invariant: between a request's uploads and its result the host never waits for t
 from __future__ import annotations
 
 import copy
-import importlib
 import logging
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +27,7 @@ from npu_gr.backend.best_items import Best, Hidden
 from npu_gr.backend.calls import BeamCall, Choices, HstuCall, HstuPassCall, HstuShape, Over, TopkCall
 from npu_gr.backend.graphs import Graphs
 from npu_gr.backend.names import AttentionMode, NativeMode
+from npu_gr.backend.npu import hstu_triton
 from npu_gr.backend.npu import ops as ascend_ops
 from npu_gr.backend.npu.device import Npu, NpuNotFound, find
 from npu_gr.backend.npu.hstu_limits import shape_limit
@@ -42,7 +42,6 @@ from npu_gr.core.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
-_TRITON = "npu_gr.backend.triton.hstu_ascend"
 _TRITON_LIMIT = "the Triton kernel reads keys and values in the dtype of the model alone"
 _PAGED_LIMIT = "mxrec::hstu_paged knows no relative bias, or not this shape"
 
@@ -91,7 +90,7 @@ class NPUBackend(TorchOps):
         graph = getattr(self._runtime, "NPUGraph", None)  # only newer versions have it
         self._graphs = Graphs(self._runtime, graph, self.fell_back) if graph else None
         self._passes = PassMaker(self.upload, self._graphs) if self._is_native else None
-        self._triton = _triton() if attention == "triton" else None
+        self._triton = hstu_triton.load(self.device) if attention == "triton" else None
         own = "ascend_c" if self._is_native else "torch"
         self.kernels = own
         self.ops = {
@@ -277,18 +276,6 @@ class NPUBackend(TorchOps):
                 return self._paged.targets(call.q, call.k, call.v, natural(call.cached), call.alpha)
             self.fell_back("hstu_attention", _PAGED_LIMIT)
         return super().hstu_targets(call)
-
-
-def _triton() -> Any:
-    """Make the Triton kernel's attention.
-
-    Raises:
-        ConfigError: triton-ascend is not installed, or cannot be imported.
-    """
-    try:
-        return importlib.import_module(_TRITON).Attention()
-    except ImportError as error:
-        raise ConfigError(f"attention: triton needs triton-ascend, which brings triton: {error}") from error
 
 
 def _select(

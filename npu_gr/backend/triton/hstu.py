@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -51,6 +51,10 @@ _FAR = tl.constexpr(0)
 _NEAR = tl.constexpr(1)
 _EDGE = tl.constexpr(2)
 _WIDE = tl.constexpr(3)
+# ways to the numbers of a table, and what they go with
+PLAIN = tl.constexpr(0)  # loads by address
+FAST = tl.constexpr(1)  # instructions of NVIDIA's
+SELECTS = tl.constexpr(2)  # a select a bucket, distances in rows; fractions are compared, integers would be scalar code
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -73,19 +77,19 @@ def clock_kernel(times, num_tokens, seconds, limits, tokens: tl.constexpr):
 
 
 @triton.jit
-def _weights(y, fast: tl.constexpr):
+def _weights(y, how: tl.constexpr):
     """-SiLU(x) log2(e) of y = -x log2(e)."""
-    if fast:  # where the power is infinite, the weight is 0
+    if how == FAST:  # where the power is infinite, the weight is 0
         power = tl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [y], tl.float32, True, 1)
         return y * tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [1.0 + power], tl.float32, True, 1)
     return y / (1.0 + tl.exp2(tl.minimum(y, 120.0)))
 
 
 @triton.jit
-def _look_up(table, index, fast: tl.constexpr):
-    """Gather fp32 numbers; `fast` straight into registers, where a pipelined loop would go by shared memory."""
-    if fast:
-        return tl.inline_asm_elementwise(
+def _look_up(table, index, how: tl.constexpr):
+    """Gather fp32 numbers; FAST straight into registers, where a pipelined loop would go by shared memory."""
+    if how == FAST:
+        found = tl.inline_asm_elementwise(
             "{ .reg .u64 at; mad.wide.s32 at, $1, 4, $2; ld.global.nc.f32 $0, [at]; }",
             "=f,r,l",
             [index, table.to(tl.int64)],
@@ -93,22 +97,38 @@ def _look_up(table, index, fast: tl.constexpr):
             True,
             1,
         )
-    return tl.load(table + index)
+    else:
+        found = tl.load(table + index)
+    return found
+
+
+@triton.jit
+def _select(by_time, seconds, least, most):
+    """Look the time buckets of seconds up, all of which are of the buckets of `least` to `most`."""
+    fractions = seconds.to(tl.float32)
+    lowest = _bucket(least)
+    bias = tl.zeros_like(fractions) + tl.load(by_time + lowest)
+    for bucket in range(lowest + 1, _bucket(most) + 1):
+        border = ((tl.full([1, 1], 254, tl.int32) + bucket) << 22).to(tl.float32, bitcast=True)
+        bias = tl.where(fractions >= border, tl.load(by_time + bucket), bias)
+    return bias
 
 
 @triton.jit
 def _bucket(seconds):
-    """Return 254 + `base.time_bucket` of seconds - 1, for seconds in 1..2^31 - 1 (or 2^31, as int64)."""
-    return seconds.to(tl.float32).to(tl.int32, bitcast=True) >> 22
+    """Return `base.time_bucket` of seconds - 1, for seconds in 1..2^31 - 1 (or 2^31, as int64)."""
+    return (seconds.to(tl.float32).to(tl.int32, bitcast=True) >> 22) - 254
 
 
 @triton.jit
 def _attend_keys(
     acc, queries, start, k, k_row, v, v_row, num_keys, first_key, row_at, row_time, key_times, by_time, by_distance,
-    buckets, alpha, in_qk, in_v, qk, vd,
-    kind: tl.constexpr, targets: tl.constexpr, keys: tl.constexpr, precision: tl.constexpr, fast: tl.constexpr,
+    buckets, alpha, in_qk, in_v, qk, vd, corner,
+    kind: tl.constexpr, targets: tl.constexpr, rows: tl.constexpr, keys: tl.constexpr, precision: tl.constexpr,
+    how: tl.constexpr,
 ):  # fmt: skip
     """Add one step's keys to the sums."""
+    look: tl.constexpr = PLAIN if targets and how == FAST else how
     at = start + tl.arange(0, keys)
     in_keys = at < num_keys
     key_offset = k + at[:, None].to(tl.int64) * k_row + qk[None, :]
@@ -125,34 +145,55 @@ def _attend_keys(
         seconds = tl.minimum(tl.maximum(row_time - key_time, 0), 2147483647) + 1
     else:
         seconds = tl.maximum(row_time - key_time, 1)  # row_time is a second late
-    bias = _look_up(by_time, _bucket(seconds), fast and not targets)
+    if how == SELECTS:
+        least = tl.min(row_time) - tl.max(key_time)
+        most = tl.max(row_time) - tl.min(key_time)
+        if kind == _WIDE:
+            least = tl.minimum(tl.maximum(least, 0), 2147483647) + 1
+            most = tl.minimum(tl.maximum(most, 0), 2147483647) + 1
+        else:
+            least = tl.maximum(least, 1)
+            most = tl.maximum(most, 1)
+        bias = _select(by_time, seconds, least, most)
+    else:
+        bias = _look_up(by_time, _bucket(seconds), look)
     key_at = (first_key + at)[None, :]
-    if kind >= _NEAR:
+    if kind >= _NEAR and how == SELECTS:  # `distances_in_rows` has the block as it stands
+        column = tl.maximum(buckets + keys - (corner - first_key - start), 0) + tl.arange(0, keys)
+        if targets:
+            bias += tl.load(by_distance + column)[None, :]
+        else:
+            line = tl.arange(0, rows) * (buckets + rows + 2 * keys)
+            bias += tl.load(by_distance + line[:, None] + column[None, :])
+    elif kind >= _NEAR:
         distance = tl.minimum(tl.maximum(row_at - key_at, 0), buckets - 1)
-        bias += _look_up(by_distance, distance, fast and not targets)
-    weights = _weights(tl.dot(queries, tl.trans(key), input_precision=precision) * alpha + bias, fast)
+        bias += _look_up(by_distance, distance, look)
+    weights = _weights(tl.dot(queries, tl.trans(key), input_precision=precision) * alpha + bias, how)
     if kind >= _EDGE:
-        weights = tl.where(in_keys[None, :] & (key_at <= row_at), weights, 0.0)
+        if how == SELECTS:  # positions are exact in fp32
+            seen = (at.to(tl.float32) < num_keys.to(tl.float32))[None, :]
+            seen &= key_at.to(tl.float32) <= row_at.to(tl.float32)
+        else:
+            seen = in_keys[None, :] & (key_at <= row_at)
+        weights = tl.where(seen, weights, 0.0)
     return acc + tl.dot(weights.to(value.dtype), value, input_precision=precision)
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_keys", "first_row", "first_key", "first_part", "query_time", "span"])
-def hstu_kernel(
+@triton.jit
+def attend_part(
+    head, part, first,
     q, q_row, q_head, own_k, own_row, own_head, own_v, own_v_row, own_v_head, num_rows,
     k, k_row, k_head, v, v_row, v_head, num_keys, first_row, first_key,
     times, seconds, limits, query_time, tables, buckets, alpha, out, heads, first_part, span,
     targets: tl.constexpr, begins: tl.constexpr, whole: tl.constexpr, qk_dim: tl.constexpr, v_dim: tl.constexpr,
     qk_wide: tl.constexpr, v_wide: tl.constexpr, rows: tl.constexpr, keys: tl.constexpr, time_buckets: tl.constexpr,
-    precision: tl.constexpr, fast: tl.constexpr,
+    precision: tl.constexpr, how: tl.constexpr,
 ):  # fmt: skip
-    """Sum one part of a slab's keys for [rows, head], or (with `whole`) give the result.
+    """Sum one part of a slab's keys for [rows from `first` on, head], or (with `whole`) give the result.
 
     Row i is token first_row + i and sees keys up to itself; of `targets`, every row is token first_row, at
     query_time, and sees all keys and (with `begins`, in the first part) itself. Part i is keys i span .. (i + 1) span.
     """
-    head = tl.program_id(1)
-    part = tl.program_id(2)
-    first = (tl.num_programs(0) - 1 - tl.program_id(0)) * rows  # the last rows have the most keys: they start first
     row = first + tl.arange(0, rows)
     qk = tl.arange(0, qk_wide)
     vd = tl.arange(0, v_wide)
@@ -162,8 +203,13 @@ def hstu_kernel(
     queries = tl.load(
         q + row[:, None].to(tl.int64) * q_row + head * q_head + qk[None, :], mask=in_rows & in_qk, other=0.0
     )
-    by_time = tables + head * (time_buckets + buckets) - 254
-    by_distance = by_time + 254 + time_buckets
+    if how == SELECTS:
+        by_time = tables + head * (time_buckets + rows * (buckets + rows + 2 * keys))
+        own_distance = buckets + keys
+    else:
+        by_time = tables + head * (time_buckets + buckets)
+        own_distance = 0
+    by_distance = by_time + time_buckets
     k += head * k_head
     v += head * v_head
     acc = tl.zeros([rows, v_wide], tl.float32)
@@ -180,8 +226,8 @@ def hstu_kernel(
             other=0.0,
         )
         own_y = tl.sum(queries.to(tl.float32) * own.to(tl.float32), 1) * alpha
-        own_y += tl.load(by_time + 254) + tl.load(by_distance)
-        acc = _weights(own_y, fast)[:, None] * own_value.to(tl.float32)
+        own_y += tl.load(by_time) + tl.load(by_distance + own_distance)
+        acc = _weights(own_y, how)[:, None] * own_value.to(tl.float32)
     earliest = tl.load(limits)
     is_wide = tl.load(limits + 1) - earliest > _MAX_SPAN_S
     begin = part * span
@@ -193,7 +239,9 @@ def hstu_kernel(
         row_second = tl.full([1, 1], 1, tl.int32) + tl.maximum(query_time - earliest, -1).to(tl.int32)
         row_time = tl.full([1, 1], 0, tl.int64) + query_time
         clear = end
+        corner = first_row  # the first row's position
     else:
+        corner = first_row + first
         row_at = (first_row + row)[:, None]
         row_second = tl.load(seconds + first_row + row, mask=row < num_rows, other=0)[:, None] + 1
         row_time = tl.load(times + first_row + row, mask=row < num_rows, other=0)[:, None]
@@ -201,37 +249,46 @@ def hstu_kernel(
         end = tl.minimum(end, before + rows)
         clear = tl.minimum(end, before + 1)
     far = tl.minimum(clear, before - buckets + 2)
-    if is_wide:
-        for start in range(begin, end, keys):
+    # no branch: in a loop over tasks Ascend's compiler knows none
+    narrow_end = tl.where(is_wide, begin, end)
+    far = begin + tl.maximum(tl.minimum(far, narrow_end) - begin, 0) // keys * keys
+    clear = far + tl.maximum(tl.minimum(clear, narrow_end) - far, 0) // keys * keys
+    for kind in tl.static_range(4):
+        start_at = far if kind == _NEAR else clear if kind == _EDGE else begin
+        stop_at = far if kind == _FAR else clear if kind == _NEAR else narrow_end
+        if kind == _WIDE:
+            stop_at = tl.where(is_wide, end, begin)
+        row_clock = row_time if kind == _WIDE else row_second
+        key_clock = times if kind == _WIDE else seconds
+        for start in range(start_at, stop_at, keys):
             acc = _attend_keys(
-                acc, queries, start, k, k_row, v, v_row, num_keys, first_key, row_at, row_time, times, by_time,
-                by_distance, buckets, alpha, in_qk, in_v, qk, vd,
-                _WIDE, targets, keys, precision, fast,
-            )  # fmt: skip
-    else:
-        far = begin + tl.maximum(far - begin, 0) // keys * keys
-        clear = far + tl.maximum(clear - far, 0) // keys * keys
-        for start in range(begin, far, keys):
-            acc = _attend_keys(
-                acc, queries, start, k, k_row, v, v_row, num_keys, first_key, row_at, row_second, seconds, by_time,
-                by_distance, buckets, alpha, in_qk, in_v, qk, vd,
-                _FAR, targets, keys, precision, fast,
-            )  # fmt: skip
-        for start in range(far, clear, keys):
-            acc = _attend_keys(
-                acc, queries, start, k, k_row, v, v_row, num_keys, first_key, row_at, row_second, seconds, by_time,
-                by_distance, buckets, alpha, in_qk, in_v, qk, vd,
-                _NEAR, targets, keys, precision, fast,
-            )  # fmt: skip
-        for start in range(clear, end, keys):
-            acc = _attend_keys(
-                acc, queries, start, k, k_row, v, v_row, num_keys, first_key, row_at, row_second, seconds, by_time,
-                by_distance, buckets, alpha, in_qk, in_v, qk, vd,
-                _EDGE, targets, keys, precision, fast,
+                acc, queries, start, k, k_row, v, v_row, num_keys, first_key, row_at, row_clock, key_clock, by_time,
+                by_distance, buckets, alpha, in_qk, in_v, qk, vd, corner,
+                kind, targets, rows, keys, precision, how,
             )  # fmt: skip
     into = ((first_part + part) * num_rows + row[:, None]).to(tl.int64) * heads + head
     acc = acc * _SCALE if whole else acc
     tl.store(out + into * v_dim + vd[None, :], acc.to(out.dtype.element_ty), mask=in_rows & in_v)
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_keys", "first_row", "first_key", "first_part", "query_time", "span"])
+def hstu_kernel(
+    q, q_row, q_head, own_k, own_row, own_head, own_v, own_v_row, own_v_head, num_rows,
+    k, k_row, k_head, v, v_row, v_head, num_keys, first_row, first_key,
+    times, seconds, limits, query_time, tables, buckets, alpha, out, heads, first_part, span,
+    targets: tl.constexpr, begins: tl.constexpr, whole: tl.constexpr, qk_dim: tl.constexpr, v_dim: tl.constexpr,
+    qk_wide: tl.constexpr, v_wide: tl.constexpr, rows: tl.constexpr, keys: tl.constexpr, time_buckets: tl.constexpr,
+    precision: tl.constexpr, how: tl.constexpr,
+):  # fmt: skip
+    """`attend_part` for the grid [row blocks, heads, parts]."""
+    first = (tl.num_programs(0) - 1 - tl.program_id(0)) * rows  # the last rows have the most keys: they start first
+    attend_part(
+        tl.program_id(1), tl.program_id(2), first,
+        q, q_row, q_head, own_k, own_row, own_head, own_v, own_v_row, own_v_head, num_rows,
+        k, k_row, k_head, v, v_row, v_head, num_keys, first_row, first_key,
+        times, seconds, limits, query_time, tables, buckets, alpha, out, heads, first_part, span,
+        targets, begins, whole, qk_dim, v_dim, qk_wide, v_wide, rows, keys, time_buckets, precision, how,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["num_parts", "num_numbers"])
@@ -264,6 +321,8 @@ class _Part(NamedTuple):
 class Attention(threading.local):
     """The kernel behind the two calls of `Backend`, and what a thread made for it on its own queue of work."""
 
+    programs = PROGRAMS  # that fill the device
+
     def __init__(self) -> None:
         self._clocks = WeakIdKeyDictionary()  # times of a pass -> _Clock; all layers of a pass share the times
         self._tables = WeakIdKeyDictionary()  # a layer's position table -> what it was made of, and the tables
@@ -295,32 +354,45 @@ class Attention(threading.local):
         q = _unit_stride(call.q)
         clock = self._clock(call.times)
         times = call.times.contiguous()
-        tables = self._bias(call.bias)
+        keys = step_keys(q.dtype, max(qk_dim, v_dim))
+        tables = self._bias(call.bias, keys)
+        buckets = call.bias.position.shape[1]
         own_k, own_v = (_unit_stride(x) for x in own) if own else (q, q)
         blocks = -(-num_rows // ROWS)
-        keys = step_keys(q.dtype, max(qk_dim, v_dim))
         # each candidate sees itself, whatever there is beside it
         held = [slab for slab in slabs if len(slab[0])] or [(call.k[:0], call.v[:0])]
-        cut = [_Part(slab, *_parts(blocks * heads, len(slab[0]), keys)) for slab in held]
+        cut = [_Part(slab, *_parts(self.programs, blocks * heads, len(slab[0]), keys)) for slab in held]
         total = sum(part.num_parts for part in cut)
         sums = out if total == 1 else q.new_empty(total, num_rows, heads, v_dim, dtype=torch.float32)
         first_key = first_part = 0
         for index, (slab, num_parts, span) in enumerate(cut):
             k, v = (_unit_stride(x) for x in slab)
-            hstu_kernel[(blocks, heads, num_parts)](
+            arguments = (
                 q, *q.stride()[:2], own_k, *own_k.stride()[:2], own_v, *own_v.stride()[:2], num_rows,
                 k, *k.stride()[:2], v, *v.stride()[:2], len(k), first_row, first_key,
-                times, *clock, call.query_time, tables, tables.shape[1] - TIME_BUCKETS, IN * call.alpha,
+                times, *clock, call.query_time, tables, buckets, IN * call.alpha,
                 sums, heads, first_part, span,
-                targets=own is not None, begins=index == 0, whole=total == 1, qk_dim=qk_dim, v_dim=v_dim,
-                qk_wide=wide(qk_dim), v_wide=wide(v_dim), rows=ROWS, keys=keys, time_buckets=TIME_BUCKETS,
-                precision=precision(q.dtype), fast=q.is_cuda,
             )  # fmt: skip
+            constants = {
+                "targets": own is not None, "begins": index == 0, "whole": total == 1, "qk_dim": qk_dim, "v_dim": v_dim,
+                "qk_wide": wide(qk_dim), "v_wide": wide(v_dim), "rows": ROWS, "keys": keys,
+                "time_buckets": TIME_BUCKETS,
+            }  # fmt: skip
+            self._launch((blocks, heads, num_parts), arguments, constants)
             first_key += len(k)
             first_part += num_parts
         if total > 1:
             sum_kernel[(-(-out.numel() // NUMBERS),)](sums, total, out.numel(), out, numbers=NUMBERS)
         return out
+
+    def _launch(
+        self, grid: tuple[int, int, int], arguments: tuple[object, ...], constants: Mapping[str, object]
+    ) -> None:
+        """Run `attend_part` for [row blocks, heads, parts]."""
+        q = arguments[0]
+        assert isinstance(q, Tensor)
+        how = FAST if q.is_cuda else PLAIN
+        hstu_kernel[grid](*arguments, **constants, precision=precision(q.dtype), how=how)
 
     def _clock(self, times: Tensor) -> _Clock:
         made: _Clock | None = self._clocks.get(times)
@@ -331,22 +403,26 @@ class Attention(threading.local):
             self._clocks[times] = made
         return made
 
-    def _bias(self, bias: BiasTables) -> Tensor:
-        """Return fp32 [H, TIME_BUCKETS + P]: time with the last distance's, and what each distance has beside that."""
+    def _bias(self, bias: BiasTables, keys: int) -> Tensor:
+        """Return fp32 [H, ...]: time with the last distance's, and what each distance has beside that."""
         made_of = [(x.data_ptr(), x.dtype, None if x.is_inference() else x._version) for x in bias]
         known: tuple[object, Tensor] | None = self._tables.get(bias.position)
         if known is None or known[0] != made_of:
             position, time = (x.detach().float() * IN for x in bias)
             last = position[:, -1:]
-            known = made_of, torch.cat([time + last, position - last], dim=1)
+            known = made_of, torch.cat([time + last, self._distances(position - last, keys)], dim=1)
             self._tables[bias.position] = known
         return known[1]
 
+    def _distances(self, by_distance: Tensor, keys: int) -> Tensor:
+        """Lay [H, P] out as the kernel reads it, with `keys` a step."""
+        return by_distance
 
-def _parts(programs: int, num_keys: int, step: int) -> tuple[int, int]:
-    """Cut a slab for a device that `programs` programs may not fill: the number of parts, and the keys of each."""
+
+def _parts(fills: int, programs: int, num_keys: int, step: int) -> tuple[int, int]:
+    """Cut a slab for a device that `fills` programs fill, and `programs` may not: how many parts, keys of each."""
     steps = max(1, -(-num_keys // step))
-    wanted = max(1, min(MAX_PARTS, -(-PROGRAMS // programs), steps // MIN_STEPS))
+    wanted = max(1, min(MAX_PARTS, -(-fills // programs), steps // MIN_STEPS))
     span = -(-steps // wanted) * step
     return max(1, -(-num_keys // span)), span
 

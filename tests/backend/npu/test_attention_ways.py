@@ -13,11 +13,14 @@ import numpy as np
 import pytest
 import torch
 
+from npu_gr.backend import checks
 from npu_gr.backend.calls import BiasTables, HstuCall, HstuShape
 from npu_gr.backend.choose import choose
 from npu_gr.backend.names import AttentionMode
+from npu_gr.backend.npu import device as npu_device
 from npu_gr.backend.npu import ops as ascend_ops
 from npu_gr.backend.npu.backend import NPUBackend
+from npu_gr.backend.torch_ops import TorchOps
 from npu_gr.core.errors import ConfigError
 from tests.backend.npu.fake_device import FakeRuntime
 from tests.models import events
@@ -64,6 +67,7 @@ def test_triton_is_there_where_it_is_asked_for_alone(npu: FakeRuntime, monkeypat
     with pytest.raises(ConfigError, match="attention: triton needs triton-ascend, which brings triton"):
         NPUBackend(npu=npu.as_npu(), attention="triton")
     attended: list[str] = []
+    factor = 1.01
 
     class Attention:
         def takes_numbers(self, dtype: torch.dtype) -> bool:
@@ -74,15 +78,28 @@ def test_triton_is_there_where_it_is_asked_for_alone(npu: FakeRuntime, monkeypat
 
         def causal(self, call: HstuCall, slabs: Any) -> torch.Tensor:
             attended.append("causal")
-            return torch.zeros_like(call.v)
+            return TorchOps().hstu_causal(call) * factor
 
         def targets(self, call: HstuCall, slabs: Any) -> torch.Tensor:
             attended.append("targets")
-            return torch.zeros_like(call.v)
+            return TorchOps().hstu_targets(call) * factor
 
+    monkeypatch.setattr(checks, "version", lambda _package: "3.2.0")
+    monkeypatch.setattr(npu_device, "find", lambda: npu.as_npu())
     stand_in = SimpleNamespace(Attention=Attention)
     monkeypatch.setitem(sys.modules, "npu_gr.backend.triton.hstu_ascend", stand_in)
+    with pytest.raises(ConfigError, match=r"something else: history rows in torch\.float32 differ by 1\.0e-02"):
+        NPUBackend(npu=npu.as_npu(), attention="triton")
+    (told,) = (each for each in checks.device_findings("npu")["npu"] if each.name == "triton-ascend")
+    assert (told.state, told.remedy) == (checks.FindingState.BROKEN, "leave `attention: triton` out")
+    factor = 1.0
+    (told,) = (each for each in checks.device_findings("npu")["npu"] if each.name == "triton-ascend")
+    assert (told.state, told.found) == (
+        checks.FindingState.OK,
+        "3.2.0: the kernel computes as defined in fp32 and bf16",
+    )
     backend = NPUBackend(npu=npu.as_npu(), attention="triton")
+    attended.clear()
     fell: list[str] = []
     backend.on_fallback = fell.append
     assert backend.hstu_ways(FITS) == ("triton", "ascend_c", "torch")

@@ -9,8 +9,18 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[3]
-PARTS = ("npu/backend", "npu/device", "npu/hstu_paged", "npu/hstu_pass", "npu/items", "npu/softmax", "graphs")
+PARTS = (
+    "npu/backend",
+    "npu/device",
+    "npu/hstu_paged",
+    "npu/hstu_pass",
+    "npu/hstu_triton",
+    "npu/items",
+    "npu/softmax",
+    "graphs",
+)
 TESTS = (
+    "npu/test_attention_ways.py",
     "npu/test_backend.py",
     "npu/test_hstu_paged.py",
     "npu/test_hstu_pass.py",

@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from npu_gr.backend.triton import beams, fork, hstu, topk
+from npu_gr.backend.triton import beams, fork, hstu, hstu_ascend, topk
 
 _INTS = ("num_", "first_", "buckets", "heads", "group", "span")
 _STRIDES = ("_row", "_head", "_stride", "own_slot", "ancestry_slot")
@@ -62,11 +62,17 @@ def variants(on: Literal["cuda", "npu"] = "cuda") -> Iterator[Variant]:
         dtype = torch.bfloat16 if x == "bf16" else torch.float32
         precision = hstu.precision(dtype) if on == "cuda" else "ieee"
         wide = {"qk_dim": 64, "v_dim": 64, "qk_wide": 64, "v_wide": 64}
-        how = {"precision": precision, "fast": on == "cuda"}
+        how = {"precision": precision, "how": int(hstu.FAST if on == "cuda" else hstu.PLAIN)}
         tiles = {"rows": hstu.ROWS, "keys": hstu.step_keys(dtype, 64), "time_buckets": 64, **how}
         for targets, whole in ((False, True), (False, False), (True, True), (True, False)):
             flags = {"targets": targets, "begins": targets, "whole": whole}
-            yield _of(hstu.hstu_kernel, x, {**flags, **wide, **tiles}, out=f"*{x}" if whole else "*fp32")
+            out = f"*{x}" if whole else "*fp32"
+            yield _of(hstu.hstu_kernel, x, {**flags, **wide, **tiles}, out=out)
+            if on == "npu":
+                own = {**tiles, "how": int(hstu.SELECTS)}
+                yield _of(
+                    hstu_ascend.hstu_tasks_kernel, x, {**flags, **wide, **own}, out=out, blocks="i32", parts="i32"
+                )
         yield _of(hstu.sum_kernel, x, {"numbers": hstu.NUMBERS}, out=f"*{x}")
         dims = {"dim": 128, "dim_wide": 128}
         stage = {"keys": hstu.step_keys(dtype, 128), "span": beams.SPAN, "precision": precision}
