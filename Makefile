@@ -99,7 +99,7 @@ acceptance-npu:
 # the compilers (500 MB) stay under build/, and what cannot be had is skipped in words
 kernels: $(VENV)/installed
 	-test -d build/triton || $(BIN)/pip install --quiet --no-deps --only-binary :all: --target build/triton "triton>=3.6"
-	PYTHONPATH=build/triton $(BIN)/python -m pytest -q -m "triton or triton_ascend" tests/backend/triton
+	PYTHONPATH=build/triton $(BIN)/python -m pytest -q -m "triton or triton_ascend or mutants" tests/backend/triton tests/ops/test_mutate.py
 
 # MovieLens-100K comes inside the public package `recbole` (2 MB); nothing of that package is imported.
 $(VENV)/installed: pyproject.toml setup.py $(wildcard ops/cpu/*)

@@ -38,7 +38,9 @@ _SIGNAL_AGAIN = "connect-failure,retriable-headers"  # no instance has begun it
 
 def _paths(*routings: Routing) -> list[str]:
     """List the paths of the kinds that are routed like this; of a path with a user in it, the part before the user."""
-    return [kind.path.partition("{")[0] for kind in KINDS.values() if kind.routing in routings]
+    kinds = [kind for kind in KINDS.values() if kind.routing in routings]
+    whole = [path for kind in kinds for path in kind.paths if "{version}" not in path]
+    return [path.partition("{")[0] for path in whole]
 
 
 _SIGNAL_PATHS = _paths(Routing.SIGNAL)

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from npu_gr.core.settings import Count
+from npu_gr.feature_schema.schema import Feature, Of, check_features
 
 
 class ItemFeature(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -27,6 +28,7 @@ class HSTUConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     kind: Literal["hstu"] = "hstu"
     num_items: Count
     item_features: tuple[ItemFeature, ...] = ()
+    features: tuple[Feature, ...] = ()  # what it reads beside items, actions and times
     actions: tuple[str, ...]  # what a behaviour can be, e.g. ratings; an event's action is an index into it
     tasks: tuple[str, ...]  # one logit each, e.g. click, like
     dim: Count = 64
@@ -54,6 +56,11 @@ class HSTUConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             names = getattr(self, field)
             if not names or len(set(names)) != len(names):
                 raise ValueError(f"{field}: needs at least one name, each once, got {names!r}")
+        check_features(self.features)
+
+    def features_of(self, of: Of) -> tuple[Feature, ...]:
+        """The features of one `of`, in the order of the checkpoint."""
+        return tuple(feature for feature in self.features if feature.of == of)
 
 
 # Keys of a checkpoint's config.json that have one value: our forward pass computes that variant only, because any other
@@ -73,6 +80,8 @@ def write_keys(config: HSTUConfig) -> dict[str, Any]:
     keys: dict[str, Any] = msgspec.to_builtins(config)
     if not config.retrieval:
         del keys["retrieval"]  # 0.11 and older know no such key
+    if not config.features:
+        del keys["features"]  # nor 0.12 this one
     return keys | {key: value for key, (value, _) in PINNED.items()}
 
 

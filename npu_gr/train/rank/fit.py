@@ -12,13 +12,16 @@ import torch
 from torch import nn
 
 from npu_gr.core.errors import ConfigError
+from npu_gr.feature_schema.schema import Feature
 from npu_gr.features.interactions import ItemValues
 from npu_gr.model.config import HSTUConfig, ItemFeature
 from npu_gr.model.hstu import HSTU
 from npu_gr.train.data import InteractionLog, NextItem, batches, windows
 from npu_gr.train.generate.codes import item_vectors
+from npu_gr.train.rank.inputs import LogInputs
 from npu_gr.train.rank.losses import batch_loss
 from npu_gr.train.rank.options import TrainOptions
+from npu_gr.train.rank.schema import item_tables
 from npu_gr.train.rank.tasks import Task, make_labels
 from npu_gr.train.rank.validation import next_item_likelihood
 from npu_gr.train.steps import EarlyStopping, EpochTrainer, TrainingProgress
@@ -50,6 +53,7 @@ def fit(
     progress: Callable[[TrainingProgress], None],
     num_epochs: int | None = None,
     gives_up: GivesUp = lambda *_: False,
+    features: Sequence[Feature] = (),
 ) -> Fitted:
     """Train a model. The same arguments and number of threads give the same bits.
 
@@ -64,6 +68,7 @@ def fit(
         progress: called after every step.
         num_epochs: end after so many; the learning rate falls as if there were all. None = all.
         gives_up: asked after every epoch with a validation.
+        features: what the model reads beside items, actions and times.
 
     Raises:
         DataError: a task has only one class, or the loss is not finite.
@@ -71,7 +76,8 @@ def fit(
     """
     labels = make_labels(log, tasks)
     torch.manual_seed(options.seed)
-    model = new_model(log, item_features, tasks, options)
+    model = new_model(log, item_features, tasks, options, features)
+    inputs = LogInputs(log, model)
     random = np.random.default_rng(options.seed)
     auxiliary = nn.Linear(options.head_dim, max(1, labels.auxiliary.shape[1]))  # one action: there is none to learn
     trainer = EpochTrainer(
@@ -93,11 +99,11 @@ def fit(
             epoch,
             parts,
             lambda batch: batch_loss(
-                model, auxiliary, batch, labels, options, with_click=trainer.done_ratio >= CLICK_AFTER
+                model, auxiliary, inputs, batch, labels, options, with_click=trainer.done_ratio >= CLICK_AFTER
             ),
         )
         if is_judged:
-            curve.append(float(next_item_likelihood(log, trainer.averaged.eval(), validation).mean()))
+            curve.append(float(next_item_likelihood(inputs, trainer.averaged.eval(), validation).mean()))
         if not is_judged or stopping.is_best(math.exp(curve[-1])):
             best, best_epochs = copy.deepcopy(trainer.averaged), epoch + 1
         if is_judged and (stopping.is_over or gives_up((epoch + 1) / options.epochs, curve[-1])):
@@ -107,25 +113,26 @@ def fit(
 
 
 def new_model(
-    log: InteractionLog, item_features: Sequence[ItemValues], tasks: Sequence[Task], options: TrainOptions
+    log: InteractionLog,
+    item_features: Sequence[ItemValues],
+    tasks: Sequence[Task],
+    options: TrainOptions,
+    features: Sequence[Feature] = (),
 ) -> HSTU:
     """Make a model for a log, with its start. An item starts where its neighbours in the trained histories are.
 
     Raises:
         ConfigError: the options do not make a model.
     """
-    features = [f for f in item_features if f.values]
+    tables = item_tables(log, item_features)
     try:
         config = HSTUConfig(
             num_items=log.num_items,
             item_features=tuple(
-                ItemFeature(
-                    name=f.name,
-                    num_values=len(f.values),
-                    max_values=max(1, *(len(values) for values in f.of_item.values())),
-                )
-                for f in features
+                ItemFeature(name=name, num_values=padding, max_values=codes.shape[1])
+                for name, (codes, padding) in tables.items()
             ),
+            features=tuple(features),
             actions=log.names_of_actions,
             tasks=tuple(task.name for task in tasks),
             dim=options.dim,
@@ -145,11 +152,8 @@ def new_model(
     except ValueError as error:
         raise ConfigError(f"train: {error}") from error
     model = HSTU(config)
-    for index, feature in enumerate(features):
-        table = getattr(model, f"feature_ids_{index}")
-        for row, item in enumerate(log.item_ids.tolist()):
-            values = feature.of_item.get(item, [])
-            table[row, : len(values)] = torch.tensor(values, dtype=torch.int64)
+    for index, (codes, _) in enumerate(tables.values()):
+        getattr(model, f"feature_ids_{index}").copy_(torch.from_numpy(codes))
     with torch.no_grad():
         for part in (model.layers, model.head):
             for linear in part.modules():
