@@ -22,6 +22,7 @@ AGAIN = $(BIN)/python -m pytest -q --last-failed --last-failed-no-failures none
 # the documentation as a site, in build/site; a link that leads nowhere fails
 docs: $(VENV)/installed
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+	$(BIN)/python -m pytest -q -m notebooks tests/test_notebooks.py
 
 # everything that needs no run of the code; each part is a target of its own, and a hook of .pre-commit-config.yaml
 lint: ruff types words native files security images

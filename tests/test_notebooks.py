@@ -1,0 +1,56 @@
+"""The notebooks run from their first cell to their last, in one folder, and show what they say.
+
+It trains a small site, about 30 s on a quiet machine, so `make docs` runs it and `make test` does not.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+
+from tests.sources import ROOT
+
+FOLDER = ROOT / "docs" / "notebooks"
+
+
+def executed(name: str, folder: Path) -> str:
+    """Everything that a notebook prints."""
+    book = nbformat.read(FOLDER / name, 4)
+    client = NotebookClient(book, timeout=300, kernel_name="python3", resources={"metadata": {"path": str(folder)}})
+    client.execute()
+    return "".join(output.get("text", "") for cell in book.cells for output in cell.get("outputs", ()))
+
+
+@pytest.mark.notebooks
+def test_a_csv_becomes_recommendations_with_titles_and_a_change_is_compared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    told = executed("csv_to_recommendations.ipynb", tmp_path)
+    assert "2100 events, ('purchase', 'view')" in told
+    before, after = told.partition("reader-7 has read")[2].split("has just bought:")
+    assert before.splitlines()[1].endswith("sailing"), "what is left of the reader's subject comes first"
+    assert after.splitlines()[1].endswith("chess"), "and what was bought a moment ago counts"
+    told = executed("replay_comparison.ipynb", tmp_path)
+    assert "bit for bit the same" in told
+    assert "as-it-is against as-it-is - exit code 0" in told
+    assert "as-it-is against bfloat16 - exit code 1" in told
+
+
+def test_every_notebook_is_executed() -> None:
+    text = Path(__file__).read_text()
+    for path in FOLDER.glob("*.ipynb"):
+        assert f'executed("{path.name}"' in text
+
+
+@pytest.mark.parametrize("path", sorted(FOLDER.glob("*.ipynb")), ids=lambda path: path.stem)
+def test_a_notebook_is_kept_without_what_a_run_leaves(path: Path) -> None:
+    for cell in nbformat.read(path, 4).cells:
+        assert not cell.get("outputs"), cell["source"][:80]
+        assert cell.get("execution_count") is None
