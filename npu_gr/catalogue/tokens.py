@@ -17,6 +17,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import numpy as np
+import xxhash
 
 from npu_gr.catalogue.items import UNKNOWN, ItemVocabulary
 from npu_gr.core.arrays import I64
@@ -31,6 +32,7 @@ class Tokens:
     events: Events  # [n] with external item ids
     rows: I64  # [n] row of each item in the model
     report: HistoryReport
+    first_new_row: int = 1 << 62  # rows from this one on are of items that the model was not trained with
     _fingerprints: dict[int, str] = field(default_factory=dict)  # of the tokens alone; `report` names what was sent
 
     def __len__(self) -> int:
@@ -38,7 +40,7 @@ class Tokens:
 
     def __getitem__(self, part: slice) -> Tokens:
         """Return some of the tokens; the report stays that of the whole history."""
-        return Tokens(self.events[part], self.rows[part], self.report)
+        return Tokens(self.events[part], self.rows[part], self.report, self.first_new_row)
 
     @property
     def timestamps(self) -> I64:
@@ -46,10 +48,17 @@ class Tokens:
         return self.events.timestamps
 
     def fingerprint(self, num_tokens: int) -> str:
-        """Fingerprint the first `num_tokens` tokens; each length is computed once."""
+        """Fingerprint the first `num_tokens` tokens; each length is computed once.
+
+        The rows of new items belong to it: one that is withdrawn and added again, with other features, has another row.
+        """
         known = self._fingerprints.get(num_tokens)
         if known is None:
-            known = self._fingerprints[num_tokens] = self.events[:num_tokens].fingerprint()
+            known = self.events[:num_tokens].fingerprint()
+            rows = self.rows[:num_tokens]
+            if len(new := rows[rows >= self.first_new_row]):
+                known = xxhash.xxh3_128_hexdigest(known.encode() + new.tobytes())
+            self._fingerprints[num_tokens] = known
         return known
 
 
@@ -118,4 +127,4 @@ def tokenize(
         unknown_items=unknown,
         origin=events.origin,
     )
-    return Tokens(events, rows, report)
+    return Tokens(events, rows, report, len(vocabulary.ids))

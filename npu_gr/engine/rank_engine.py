@@ -28,6 +28,7 @@ from npu_gr.engine.scheduler import Scheduler
 from npu_gr.kv.arena import KVArena
 from npu_gr.kv.layout import PageRun
 from npu_gr.model.hstu import HSTU, HostTokens, Past, Segment
+from npu_gr.model.item_rows import NewItems
 
 FOUND = 200  # items that the warm-up finds
 
@@ -94,8 +95,9 @@ class RankEngine(PageJobs):
         super().__init__(scheduler, backend, arena)
         self.model = model
         self.find_s = 0.0  # device seconds of finding items once u is there, until the warm-up has measured them
-        self._items: torch.Tensor | None = None  # [I, d], fp32: what u is compared with
-        self._next: I64 = np.array([model.config.num_items])
+        self.num_rows = model.config.num_items  # that `find` searches: of trained items, and of new ones that are shown
+        self._items: torch.Tensor | None = None  # [spare rows included, d], fp32: what u is compared with
+        self._next: I64 = np.array([model.num_rows])
 
     async def prefill(
         self, tokens: Tokens, keep: tuple[PageRun, ...], deadline_at: float, order: JobOrder, first_token: int = 0
@@ -200,12 +202,21 @@ class RankEngine(PageJobs):
         if not most:
             return [NextItems(np.empty(0, np.int64), u) for u in host]
         hidden = Hidden.of([work.hidden for work in works])
-        best = self.backend.best_items(vectors, self._table(), most, hidden)
+        best = self.backend.best_items(vectors, self._table()[: self.num_rows], most, hidden)
         answers = []
         for work, u, rows in zip(works, host, best.items.cpu().numpy(), strict=True):
             own = rows[: work.k]
             answers.append(NextItems(own[own >= 0], u))
         return answers
+
+    @torch.inference_mode()
+    def write_items(self, first_row: int, new: NewItems) -> None:
+        """Write the vectors of new items into rows that nobody reads yet. Only on a device thread."""
+        vectors = self.model.new_item_vectors(new)
+        self.model.write_items(first_row, vectors)
+        if self._items is not None:  # a copy where the model is bf16; the warm-up made it
+            self._items[first_row : first_row + len(vectors)] = vectors.float()
+        self.backend.synchronize()
 
     def _table(self) -> torch.Tensor:
         if self._items is None:

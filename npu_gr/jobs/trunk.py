@@ -14,6 +14,8 @@ from contextlib import AsyncExitStack
 from dataclasses import replace
 from types import TracebackType
 
+import numpy as np
+
 from npu_gr.catalogue.items import UNKNOWN
 from npu_gr.catalogue.tokens import Tokens
 from npu_gr.core.arrays import F32, I64
@@ -73,7 +75,7 @@ class TrunkUse:
         lease = await self._leased(1, call.deadline_at)
         try:
             rows = ranking.vocabulary.rows(denied)
-            hidden = rows[rows != UNKNOWN]
+            hidden = np.union1d(rows[rows != UNKNOWN], ranking.items.hidden)
             used, found = await ranking.find(self._tokens, self._shown_at, num_items, hidden, lease, call)
         except BaseException:  # a cancellation too: pages that are half written must not be found
             lease.discard()
@@ -90,7 +92,7 @@ class TrunkUse:
             await self._held.aclose()
         else:
             self._lease = used
-        return ranking.item_ids[found.rows]
+        return ranking.vocabulary.ids_of(found.rows)
 
     async def rank(self, request: RankRequest, call: Call) -> RankAnswer:
         """Score candidates; if u was found, the answer has their retrieval scores too.

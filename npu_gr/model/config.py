@@ -19,6 +19,11 @@ class ItemFeature(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     name: str
     num_values: Count
     max_values: Count = 1
+    values: tuple[str, ...] = ()  # their names, by which a new item says its own; none = they were not kept
+
+    def __post_init__(self) -> None:
+        if self.values and len(set(self.values)) != self.num_values:
+            raise ValueError(f"item_features {self.name}: values: needs {self.num_values} names, each once")
 
 
 class HSTUConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -27,6 +32,8 @@ class HSTUConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     kind: Literal["hstu"] = "hstu"
     num_items: Count
     item_features: tuple[ItemFeature, ...] = ()
+    item_codes: tuple[Count, ...] = ()  # number of codes of each level of the items' semantic IDs; none = not read
+    row_dropout: Annotated[float, msgspec.Meta(ge=0, lt=1)] = 0.0  # of the training; 0 = no score for a new item
     actions: tuple[str, ...]  # what a behaviour can be, e.g. ratings; an event's action is an index into it
     tasks: tuple[str, ...]  # one logit each, e.g. click, like
     dim: Count = 64
@@ -55,6 +62,11 @@ class HSTUConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             if not names or len(set(names)) != len(names):
                 raise ValueError(f"{field}: needs at least one name, each once, got {names!r}")
 
+    @property
+    def scores_new_items(self) -> bool:
+        """Whether an item that was not in the training gets a score: by its features and codes."""
+        return self.row_dropout > 0 and bool(self.item_codes or self.item_features)
+
 
 # Keys of a checkpoint's config.json that have one value: our forward pass computes that variant only, because any other
 # value breaks a cached prefix. Key -> the value, and the rule that another value breaks.
@@ -73,6 +85,12 @@ def write_keys(config: HSTUConfig) -> dict[str, Any]:
     keys: dict[str, Any] = msgspec.to_builtins(config)
     if not config.retrieval:
         del keys["retrieval"]  # 0.11 and older know no such key
+    for key in ("item_codes", "row_dropout"):
+        if not keys[key]:
+            del keys[key]
+    for feature in keys["item_features"]:
+        if not feature["values"]:
+            del feature["values"]
     return keys | {key: value for key, (value, _) in PINNED.items()}
 
 

@@ -9,14 +9,15 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from npu_gr.core.errors import ConfigError
 from npu_gr.features.interactions import ItemValues
 from npu_gr.model.config import HSTUConfig, ItemFeature
 from npu_gr.model.hstu import HSTU
-from npu_gr.train.data import InteractionLog, NextItem, batches, windows
-from npu_gr.train.generate.codes import item_vectors
+from npu_gr.model.item_rows import draw_kept
+from npu_gr.train.data import Batch, InteractionLog, NextItem, batches, windows
+from npu_gr.train.generate.codes import ItemCodes, item_vectors
 from npu_gr.train.rank.losses import batch_loss
 from npu_gr.train.rank.options import TrainOptions
 from npu_gr.train.rank.tasks import Task, make_labels
@@ -50,6 +51,7 @@ def fit(
     progress: Callable[[TrainingProgress], None],
     num_epochs: int | None = None,
     gives_up: GivesUp = lambda *_: False,
+    codes: ItemCodes | None = None,
 ) -> Fitted:
     """Train a model. The same arguments and number of threads give the same bits.
 
@@ -64,6 +66,7 @@ def fit(
         progress: called after every step.
         num_epochs: end after so many; the learning rate falls as if there were all. None = all.
         gives_up: asked after every epoch with a validation.
+        codes: of the log's items, by row; None = the model reads none.
 
     Raises:
         DataError: a task has only one class, or the loss is not finite.
@@ -71,7 +74,7 @@ def fit(
     """
     labels = make_labels(log, tasks)
     torch.manual_seed(options.seed)
-    model = new_model(log, item_features, tasks, options)
+    model = new_model(log, item_features, tasks, options, codes)
     random = np.random.default_rng(options.seed)
     auxiliary = nn.Linear(options.head_dim, max(1, labels.auxiliary.shape[1]))  # one action: there is none to learn
     trainer = EpochTrainer(
@@ -87,15 +90,15 @@ def fit(
     stopping = EarlyStopping(options.patience)
     curve: list[float] = []
     best, best_epochs = model, 0
+
+    def loss_of(batch: Batch) -> Tensor:
+        model.kept_rows = draw_kept(log.num_items, model.config.row_dropout)
+        with_click = trainer.done_ratio >= CLICK_AFTER
+        return batch_loss(model, auxiliary, batch, labels, options, with_click=with_click)
+
     for epoch in range(options.epochs if num_epochs is None else num_epochs):
         parts = list(batches(log, windows(log, options.window_tokens, random), options.batch_tokens, random))
-        trainer.run_epoch(
-            epoch,
-            parts,
-            lambda batch: batch_loss(
-                model, auxiliary, batch, labels, options, with_click=trainer.done_ratio >= CLICK_AFTER
-            ),
-        )
+        trainer.run_epoch(epoch, parts, loss_of)
         if is_judged:
             curve.append(float(next_item_likelihood(log, trainer.averaged.eval(), validation).mean()))
         if not is_judged or stopping.is_best(math.exp(curve[-1])):
@@ -107,7 +110,11 @@ def fit(
 
 
 def new_model(
-    log: InteractionLog, item_features: Sequence[ItemValues], tasks: Sequence[Task], options: TrainOptions
+    log: InteractionLog,
+    item_features: Sequence[ItemValues],
+    tasks: Sequence[Task],
+    options: TrainOptions,
+    codes: ItemCodes | None = None,
 ) -> HSTU:
     """Make a model for a log, with its start. An item starts where its neighbours in the trained histories are.
 
@@ -123,9 +130,12 @@ def new_model(
                     name=f.name,
                     num_values=len(f.values),
                     max_values=max(1, *(len(values) for values in f.of_item.values())),
+                    values=tuple(f.values),
                 )
                 for f in features
             ),
+            item_codes=() if codes is None else codes.code_count,
+            row_dropout=options.row_dropout if features or codes is not None else 0.0,
             actions=log.names_of_actions,
             tasks=tuple(task.name for task in tasks),
             dim=options.dim,
@@ -161,4 +171,6 @@ def new_model(
             near = torch.from_numpy(item_vectors(log, [], options.dim, NEIGHBOURS, options.seed))
             nn.init.normal_(model.item.weight, std=ITEM_NOISE)
             model.item.weight[:, : near.shape[1]] += options.item_length * near
+        if codes is not None:
+            model.codes.start(codes.sids, model.item.weight)
     return model

@@ -24,6 +24,7 @@ from npu_gr.model.order import Order
 from npu_gr.model.weights import Checkpoint
 from npu_gr.train.baselines import MatrixFactorisation, Means, fit_baselines
 from npu_gr.train.data import InteractionLog, NextItem, build_log
+from npu_gr.train.generate.codes import ItemCodes
 from npu_gr.train.next_item import sample_targets
 from npu_gr.train.rank.evaluate import Evaluation, evaluate_baseline, evaluate_ranker
 from npu_gr.train.rank.fit import Fitted, GivesUp, fit
@@ -42,12 +43,20 @@ class HeldOutEvents(NamedTuple):
     targets: Sequence[NextItem]  # the validation's next items
 
 
+class RankerCodes(NamedTuple):
+    """Semantic IDs that the ranker's items get, by rows of the log: those of the generator that serves beside it."""
+
+    evaluated: ItemCodes  # nothing of what is held out has shaped them
+    served: ItemCodes  # of the refit
+
+
 def train_rank(
     interactions: Interactions,
     item_features: Sequence[ItemValues],
     options: TrainOptions,
     progress: Callable[[TrainingProgress], None] = lambda _: None,
     evaluated: Callable[[Checkpoint], None] = lambda _: None,
+    codes: RankerCodes | None = None,
 ) -> tuple[Checkpoint, Evaluation]:
     """Train a ranker, evaluate it beside the baselines, and refit it on all events.
 
@@ -57,6 +66,7 @@ def train_rank(
         options: the model and its training.
         progress: called after every step of training and every user of the evaluation, in this thread.
         evaluated: called with the evaluated ranker, before the refit.
+        codes: semantic IDs of the items; None = the ranker reads none.
 
     Returns:
         The checkpoint, with the evaluated ranker's figures as its metrics, and the figures of all models.
@@ -77,7 +87,15 @@ def train_rank(
 
     def train(tried: TrainOptions, stage: str, gives_up: GivesUp) -> Fitted:
         return fit(
-            held_out.log, item_features, chosen.tasks, tried, held_out.targets, stage, progress, gives_up=gives_up
+            held_out.log,
+            item_features,
+            chosen.tasks,
+            tried,
+            held_out.targets,
+            stage,
+            progress,
+            gives_up=gives_up,
+            codes=None if codes is None else codes.evaluated,
         )
 
     searched = search(options, train, lambda found: event_likelihood(log, found.model, held_out.targets, labels))
@@ -99,7 +117,15 @@ def train_rank(
     if options.refit:
         everything = whole.all_trained()
         again = fit(
-            everything, item_features, chosen.tasks, searched.options, [], "ranker: refit", progress, fitted.num_epochs
+            everything,
+            item_features,
+            chosen.tasks,
+            searched.options,
+            [],
+            "ranker: refit",
+            progress,
+            fitted.num_epochs,
+            codes=None if codes is None else codes.served,
         )
         if order is not None:
             order = replace(count_transitions(everything, order.task), weights=order.weights)
