@@ -106,9 +106,9 @@ def with_new_items(model: HSTU, new: NewItems) -> HSTU:
     """Make a model of a ranker and its new items, as one that had been trained with them and learnt nothing of them."""
     count = len(new.codes)
     config = msgspec.structs.replace(model.config, num_items=model.config.num_items + count)
-    wide = HSTU(config)
+    wide = HSTU(config).cast(model.dtype)
     state = model.state_dict()
-    state["item.weight"] = torch.cat([state["item.weight"], torch.zeros(count, config.dim)])
+    state["item.weight"] = torch.cat([state["item.weight"], torch.zeros(count, config.dim, dtype=model.dtype)])
     for index, values in enumerate(new.features):
         name = f"feature_ids_{index}"
         state[name] = torch.cat([state[name], torch.from_numpy(values)])

@@ -39,7 +39,7 @@ _OWN = 0.5  # share of distinct values among items over which a column names ite
 
 
 @dataclass(frozen=True, slots=True)
-class Feature:
+class ItemColumn:
     """A column of the items' file as a feature."""
 
     column: str
@@ -55,7 +55,7 @@ class ItemTable:
     title: Column | None
     rows: dict[str, int] = field(default_factory=dict)  # name -> place in the lists below
     titles: list[str] = field(default_factory=list)
-    features: list[Feature] = field(default_factory=list)
+    features: list[ItemColumn] = field(default_factory=list)
     left_out: dict[str, str] = field(default_factory=dict)  # column -> why
 
 
@@ -107,7 +107,7 @@ def read_items(
                 column[at] = batch.columns[column_name][row].as_py()
     for name in others:
         found = _feature(name, kinds[name], cells.pop(name), is_wanted=wanted is not None)
-        if isinstance(found, Feature):
+        if isinstance(found, ItemColumn):
             table.features.append(found)
         elif wanted is not None:
             raise DataError(f"{source.name}: --features {name}: {found}")
@@ -144,7 +144,7 @@ def _kind(name: str, array: Any, source: Source) -> str:
     return "text"
 
 
-def _feature(name: str, kind: str, cells: list[Any], *, is_wanted: bool) -> Feature | str:
+def _feature(name: str, kind: str, cells: list[Any], *, is_wanted: bool) -> ItemColumn | str:
     """Make a feature of a column's cells, or say why not."""
     if kind == "number":
         numbers = [_number(cell) for cell in cells]
@@ -164,20 +164,20 @@ def _feature(name: str, kind: str, cells: list[Any], *, is_wanted: bool) -> Feat
         return f"a value has over {MAX_VALUE_CHARS} characters"
     if not is_wanted and len(counts) == 1 and all(values):
         return f"the same for all items: {quoted(next(iter(counts)))}"
-    return Feature(name, "one" if kind in ("text", "number") else "many", values)
+    return ItemColumn(name, "one" if kind in ("text", "number") else "many", values)
 
 
 def _is_own(distinct: set[float], numbers: Sequence[float | None]) -> bool:
     return len(distinct) > _OWN * sum(number is not None for number in numbers)
 
 
-def _buckets(name: str, numbers: Sequence[float | None]) -> Feature:
+def _buckets(name: str, numbers: Sequence[float | None]) -> ItemColumn:
     edges = bucket_edges(np.array([number for number in numbers if number is not None]), BUCKETS)
     names = bucket_names(name, edges)
     filled = np.array([np.inf if number is None else number for number in numbers])
     places = bucket_of(filled, edges).tolist()
     cells = [[] if number is None else [names[at]] for number, at in zip(numbers, places, strict=True)]
-    return Feature(name, "buckets", cells)
+    return ItemColumn(name, "buckets", cells)
 
 
 def _number(cell: Any) -> float | None:

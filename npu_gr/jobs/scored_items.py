@@ -15,10 +15,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
-from typing import NamedTuple
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from npu_gr.catalogue.items import UNKNOWN, ItemVocabulary
 from npu_gr.catalogue.records import Features
@@ -29,6 +30,7 @@ from npu_gr.core.errors import CatalogueError
 from npu_gr.core.words import quoted
 from npu_gr.engine.job import JobOrder
 from npu_gr.engine.rank_engine import RankEngine
+from npu_gr.feature_schema.encode import Encoded, FeatureEncoder
 from npu_gr.model.item_rows import NewItems
 
 log = logging.getLogger(__name__)
@@ -112,10 +114,8 @@ class ScoredItems:
                 lambda: self._engine.write_items(first_row, plan.items), float("inf"), order=JobOrder(0.0)
             )
         if plan.num_left:
-            log.warning(
-                "the ranker cannot score %d items of the catalogue: no row of service.spare_items is left",
-                plan.num_left,
-            )
+            why = "no spare row is left" if self._config.scores_new_items else "it was trained without row dropout"
+            log.warning("the ranker cannot score %d items of the catalogue: %s", plan.num_left, why)
         return lambda: self._show(plan)
 
     def _show(self, plan: _Plan) -> None:
@@ -141,10 +141,12 @@ class ScoredItems:
         fresh = untrained[~has_row]
         looked_at = np.concatenate([untrained[has_row], fresh[: self.num_spare]])
         codes = self._codes(snapshot, looked_at)
-        features = [self._features(item, snapshot.features.get(item, {}), is_strict) for item in looked_at.tolist()]
-        parts = [[code, *own] for code, own in zip(codes, features, strict=True)]
+        features = self._features(looked_at, snapshot.features, is_strict)
+        values = self._values(looked_at, snapshot.features, is_strict)
+        columns: list[npt.NDArray[Any]] = [codes, *features, *(() if values is None else values)]
         made_of = {
-            item: b"".join(part.tobytes() for part in own) for item, own in zip(looked_at.tolist(), parts, strict=True)
+            item: b"".join(column[place].tobytes() for column in columns)
+            for place, item in enumerate(looked_at.tolist())
         }
         changed = np.flatnonzero([self._made_of.get(item) != made for item, made in made_of.items()])
         num_left = len(changed) + max(0, len(fresh) - self.num_spare) - self.num_spare
@@ -154,14 +156,14 @@ class ScoredItems:
                 "service.spare_items are left: serve a ranker that was trained with them, or start with more spare rows"
             )
         taken = changed[: self.num_spare]
-        columns = tuple(
-            np.array([features[place][index] for place in taken], np.int64).reshape(len(taken), f.max_values)
-            for index, f in enumerate(self._config.item_features)
-        )
         ids = looked_at[taken]
         return _Plan(
             ids,
-            NewItems(columns, codes[taken]),
+            NewItems(
+                tuple(column[taken] for column in features),
+                codes[taken],
+                None if values is None else Encoded(values.codes[taken], values.numbers[taken]),
+            ),
             {item: made_of[item] for item in ids.tolist()},
             max(0, num_left),
             withdrawn,
@@ -190,23 +192,51 @@ class ScoredItems:
             return none
         return trie.sid_of(trie.find(items))
 
-    def _features(self, item: int, given: Features, is_strict: bool) -> list[I64]:
-        """Turn an item's features into value ids, [max_values] of each feature. Values not known are missing."""
-        config = self._config.item_features
-        if is_strict and (unknown := given.keys() - {f.name for f in config}):
-            names = ", ".join(f.name for f in config) or "none"
-            raise CatalogueError(f"item {item}: feature {quoted(min(unknown))}: the ranker's are {names}")
+    def _features(self, items: I64, given: Mapping[int, Features], is_strict: bool) -> list[I64]:
+        """Turn features into value ids: [n, max_values] of each of `item_features`. Values not known are missing."""
         found = []
-        for f, ids in zip(config, self._value_ids, strict=True):
-            values = given.get(f.name, [])
-            values = values if isinstance(values, list) else [values]
-            if is_strict and len(values) > f.max_values:
-                raise CatalogueError(
-                    f"item {item}: feature {quoted(f.name)}: {len(values)} values, the ranker reads {f.max_values}"
-                )
-            known = [ids[value] for value in map(str, values) if value in ids][: f.max_values]
-            found.append(np.array(known + [f.num_values] * (f.max_values - len(known)), np.int64))
+        for f, ids in zip(self._config.item_features, self._value_ids, strict=True):
+            table = np.full((len(items), f.max_values), f.num_values)
+            for row, item in enumerate(items.tolist()):
+                values = given.get(item, {}).get(f.name, [])
+                values = values if isinstance(values, list) else [values]
+                if is_strict and len(values) > f.max_values:
+                    raise CatalogueError(
+                        f"item {item}: feature {quoted(f.name)}: {len(values)} values, the ranker reads {f.max_values}"
+                    )
+                known = [ids[value] for value in map(str, values) if value in ids][: f.max_values]
+                table[row, : len(known)] = known
+            found.append(table)
         return found
+
+    def _values(self, items: I64, given: Mapping[int, Features], is_strict: bool) -> Encoded | None:
+        """Encode the schema's features of items; None = the ranker has none.
+
+        Raises:
+            CatalogueError: a name is no feature of the ranker, or a value does not fit its own; only if `is_strict`.
+        """
+        schema = {f.name for f in self._config.features_of("item")}
+        others = {f.name for f in self._config.item_features}
+        if is_strict:
+            for item in items.tolist():
+                if unknown := given.get(item, {}).keys() - schema - others:
+                    names = ", ".join(sorted(schema | others)) or "none"
+                    raise CatalogueError(f"item {item}: feature {quoted(min(unknown))}: the ranker's are {names}")
+        if not schema:
+            return None
+        encoder = FeatureEncoder(self._config.features_of("item"))
+        rows = []
+        for item in items.tolist():
+            own = {name: [value] for name, value in given.get(item, {}).items() if name in schema}
+            try:
+                rows.append(encoder.encode(own, 1))
+            except ValueError as error:
+                if is_strict:
+                    raise CatalogueError(f"item {item}: feature {error}") from error
+                log.warning("item %d is scored without its features: %s", item, error)
+                rows.append(encoder.encode({}, 1))
+        empty = encoder.encode({}, 0)
+        return Encoded(*(np.concatenate(parts) for parts in zip(empty, *rows, strict=True)))
 
 
 _NO_ITEMS = NewItems((), np.empty((0, 0), np.int32))

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from npu_gr.core.settings import Count
+from npu_gr.feature_schema.schema import Feature, Of, check_features
 
 
 class ItemFeature(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -34,6 +35,7 @@ class HSTUConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     item_features: tuple[ItemFeature, ...] = ()
     item_codes: tuple[Count, ...] = ()  # number of codes of each level of the items' semantic IDs; none = not read
     row_dropout: Annotated[float, msgspec.Meta(ge=0, lt=1)] = 0.0  # of the training; 0 = no score for a new item
+    features: tuple[Feature, ...] = ()  # what it reads beside items, actions and times
     actions: tuple[str, ...]  # what a behaviour can be, e.g. ratings; an event's action is an index into it
     tasks: tuple[str, ...]  # one logit each, e.g. click, like
     dim: Count = 64
@@ -61,11 +63,16 @@ class HSTUConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             names = getattr(self, field)
             if not names or len(set(names)) != len(names):
                 raise ValueError(f"{field}: needs at least one name, each once, got {names!r}")
+        check_features(self.features)
+
+    def features_of(self, of: Of) -> tuple[Feature, ...]:
+        """The features of one `of`, in the order of the checkpoint."""
+        return tuple(feature for feature in self.features if feature.of == of)
 
     @property
     def scores_new_items(self) -> bool:
         """Whether an item that was not in the training gets a score: by its features and codes."""
-        return self.row_dropout > 0 and bool(self.item_codes or self.item_features)
+        return self.row_dropout > 0 and bool(self.item_codes or self.item_features or self.features_of("item"))
 
 
 # Keys of a checkpoint's config.json that have one value: our forward pass computes that variant only, because any other
@@ -91,6 +98,8 @@ def write_keys(config: HSTUConfig) -> dict[str, Any]:
     for feature in keys["item_features"]:
         if not feature["values"]:
             del feature["values"]
+    if not config.features:
+        del keys["features"]  # nor 0.12 this one
     return keys | {key: value for key, (value, _) in PINNED.items()}
 
 

@@ -4,8 +4,10 @@ A *segment* is one request's rows: new history tokens after p cached ones, then 
 segments; linears run over all rows at once, attention per segment. Prefill is a segment without candidates, full
 inference one without a past, so cold and cached scores come from the same lines of code.
 
-Token of a behaviour = item + its side features + action. A candidate has no action yet: it carries a learned
-"shown" embedding instead. Order [history | candidates]; a candidate's position is the length of the history.
+Token of a behaviour = item + its side features + action + the event's own features. A candidate has no action yet: it
+carries a learned "shown" embedding instead, the request's features and its own cross features. A model with features
+of the user has one token of them in front. Order [user | history | candidates]; a candidate's position is the number of
+tokens before all candidates.
 
 A model with `retrieval` also answers what comes next. NEXT is a candidate without an item: item row `num_items`, one
 past the last. Its final row becomes the user vector u, and the retrieval score of item i is u . e_i with the items'
@@ -32,7 +34,9 @@ from npu_gr.backend.base import TIME_BUCKETS, Affine, Backend, HstuPass
 from npu_gr.backend.calls import BiasTables, HstuCall, HstuLayerCall, HstuPassCall, HstuSegment, PagedKV
 from npu_gr.backend.tiles import Slab, Tiles
 from npu_gr.backend.torch_ops import TorchOps
+from npu_gr.feature_schema.schema import OFS, Of
 from npu_gr.model.config import HSTUConfig
+from npu_gr.model.feature_rows import FeatureTable, FeatureValues
 from npu_gr.model.item_rows import ItemCodeRows, NewItems
 
 EPS = 1e-6
@@ -69,20 +73,31 @@ class HostTokens(NamedTuple):
 class Segment:
     """The rows of one request. All tensors are on the model's device."""
 
-    items: Tensor  # int64 [n] item rows of the new history tokens
-    actions: Tensor  # int64 [n]
-    times: Tensor  # int64 [n] unix seconds
+    items: Tensor  # int64 [e] item rows of the new events
+    actions: Tensor  # int64 [e]
+    times: (
+        Tensor  # int64 [n] unix seconds of the new history tokens: the user's, if it is one of them, then the events'
+    )
     candidates: Tensor  # int64 [c] item rows
     candidate_time: int = 0  # unix seconds
     is_next: bool = False  # `candidates` is NEXT alone: the result is u
     past: Past | None = None
     sink: Sink | None = None  # receives the new history rows' keys and values, layer by layer
     host: HostTokens | None = None  # the same, for a device that computes whole layers
+    user: FeatureValues | None = None  # [1] makes the user's token the first of the new ones; None = there is none
+    events: FeatureValues | None = None  # [e]; None of these three: missing
+    request: FeatureValues | None = None  # [1]
+    cross: FeatureValues | None = None  # [c]
+
+    @property
+    def num_tokens(self) -> int:
+        """New history tokens, n."""
+        return len(self.items) + (self.user is not None)
 
     @property
     def num_rows(self) -> int:
         """New history rows plus candidate rows."""
-        return len(self.items) + len(self.candidates)
+        return self.num_tokens + len(self.candidates)
 
 
 class HSTULayer(nn.Module):
@@ -166,6 +181,10 @@ class HSTULayer(nn.Module):
 class HSTU(nn.Module):
     """The ranker's weights and its forward pass."""
 
+    codes: ItemCodeRows  # only with `item_codes`
+    item_feature_codes: Tensor
+    item_feature_numbers: Tensor
+
     def __init__(self, config: HSTUConfig) -> None:
         super().__init__()
         self.config = config
@@ -179,6 +198,15 @@ class HSTU(nn.Module):
             self.register_buffer(f"feature_ids_{index}", ids)
         if config.item_codes:
             self.codes = ItemCodeRows(config.num_items, config.item_codes, config.dim)
+        self.features = nn.ModuleDict(
+            {of: FeatureTable(own, config.dim) for of in OFS if (own := config.features_of(of))}
+        )
+        if "user" in self.features:
+            self.user_token = nn.Parameter(torch.empty(config.dim).normal_(std=0.02))
+        if "item" in self.features:
+            missing = self._table_of("item").missing(config.num_items)
+            self.register_buffer("item_feature_codes", missing.codes.clone())
+            self.register_buffer("item_feature_numbers", missing.numbers.clone())
         if config.positions != "none":
             self.position = nn.Embedding(config.max_history_tokens + 1, config.dim)
         self.layers = nn.ModuleList(HSTULayer(config) for _ in range(config.num_layers))
@@ -202,11 +230,12 @@ class HSTU(nn.Module):
     def cast(self, dtype: torch.dtype) -> HSTU:
         """Compute in `dtype`, in place.
 
-        The residual stream, norms and head of a bf16 model stay fp32: they are cheap, and a bf16 residual would
-        turn every rounding difference of a split into a visible one.
+        The residual stream, features, norms and head of a bf16 model stay fp32: they are cheap, and a bf16 residual
+        would turn every rounding difference of a split into a visible one.
         """
         self.to(dtype)
         if dtype == torch.bfloat16:
+            self.features.float()
             self.norm_head.float()
             self.head.float()
             if self.config.retrieval:
@@ -241,13 +270,20 @@ class HSTU(nn.Module):
         if self.kept_rows is not None:
             x = x * self.kept_rows[rows]
         ids = [getattr(self, f"feature_ids_{index}")[rows] for index in range(len(self.config.item_features))]
-        return self._add_common(x, ids, self.codes.of_item[rows] if self.config.item_codes else None)
+        values = None
+        if "item" in self.features:
+            values = FeatureValues(self.item_feature_codes[rows], self.item_feature_numbers[rows])
+        return self._add_common(x, ids, self.codes.of_item[rows] if self.config.item_codes else None, values)
 
-    def _add_common(self, x: Tensor, feature_ids: Sequence[Tensor], codes: Tensor | None) -> Tensor:
+    def _add_common(
+        self, x: Tensor, feature_ids: Sequence[Tensor], codes: Tensor | None, values: FeatureValues | None
+    ) -> Tensor:
         """Add what items have in common: the means of their features' values, and the rows of their codes."""
         for f, table, ids in zip(self.config.item_features, self.feature, feature_ids, strict=True):
             count = (ids != f.num_values).sum(-1, keepdim=True).clamp(min=1)
             x = x + table(ids).sum(-2) / count.to(x.dtype)
+        if values is not None:
+            x = x + self._table_of("item")(values).to(x.dtype)
         return x if codes is None else self.codes.add(x, codes)
 
     def freeze_items(self, num_spare: int = 0) -> None:
@@ -277,7 +313,11 @@ class HSTU(nn.Module):
         device = self.item.weight.device
         x = self.item.weight.new_zeros(len(new.codes), self.config.dim)
         ids = [torch.from_numpy(values).to(device) for values in new.features]
-        return self._add_common(x, ids, torch.from_numpy(new.codes).to(device) if self.config.item_codes else None)
+        codes = torch.from_numpy(new.codes).to(device) if self.config.item_codes else None
+        values = None
+        if "item" in self.features and new.values is not None:
+            values = FeatureValues(*(part.to(device) for part in FeatureValues.of(new.values)))
+        return self._add_common(x, ids, codes, values)
 
     @torch.inference_mode()
     def write_items(self, first_row: int, vectors: Tensor) -> None:
@@ -296,21 +336,56 @@ class HSTU(nn.Module):
         length = self.config.scaling_seqlen if self.config.scaling == "constant" else max(num_tokens, 1)
         return 1.0 / length
 
-    def _embed(self, segments: Sequence[Segment]) -> Tensor:
+    def _table_of(self, of: Of) -> FeatureTable:
+        table = self.features[of]
+        assert isinstance(table, FeatureTable)
+        return table
+
+    def _embed(self, segments: Sequence[Segment], ops: Affine) -> Tensor:
         """[rows, dim] of every segment's history and candidates, in order."""
         items = torch.cat([part for s in segments for part in (s.items, s.candidates)])
         shown = len(self.config.actions)
         actions = torch.cat([p for s in segments for p in (s.actions, torch.full_like(s.candidates, shown))])
         x: Tensor = self.embed_items(items) if self._item_table is None else self._item_table[items]
         x = x + self.action(actions)
+        if self.features:
+            x = self._with_features(x, segments, ops)
         if self.config.positions != "none":
             x = x + self.position(torch.cat([self._positions(s) for s in segments]))
         return x.to(self._residual_dtype)
 
+    def _with_features(self, x: Tensor, segments: Sequence[Segment], ops: Affine) -> Tensor:
+        """Add features to rows of events and candidates, and put the users' tokens in front of their segments."""
+        events = self._feature_rows("event", [(s.events, len(s.items)) for s in segments], ops)
+        requests = self._feature_rows("request", [(s.request, 1) for s in segments], ops)
+        cross = self._feature_rows("cross", [(s.cross, len(s.candidates)) for s in segments], ops)
+        users = self._feature_rows("user", [(s.user, int(s.user is not None)) for s in segments], ops)
+        rows: list[Tensor] = []
+        wide = x.to(self._residual_dtype)  # whatever else is in the batch
+        for place, s in enumerate(segments):
+            history, shown, wide = wide.tensor_split((len(s.items), len(s.items) + len(s.candidates)))
+            if users and s.user is not None:
+                rows.append(self.user_token.to(wide.dtype) + users[place])
+            rows.append(history + events[place] if events else history)
+            if requests:
+                shown = shown + requests[place]
+            rows.append(shown + cross[place] if cross and not s.is_next else shown)
+        return torch.cat(rows)
+
+    def _feature_rows(self, of: Of, given: Sequence[tuple[FeatureValues | None, int]], ops: Affine) -> Sequence[Tensor]:
+        """Embed the values of all segments at once, [n, dim] each; nothing where the model has no such features."""
+        if of not in self.features:
+            return ()
+        table = self._table_of(of)
+        values = [table.missing(n) if own is None else own for own, n in given]
+        codes, numbers = (torch.cat(parts) for parts in zip(*values, strict=True))
+        rows: Tensor = table(FeatureValues(codes, numbers), ops)
+        return torch.split(rows, [n for _, n in given])
+
     def _positions(self, segment: Segment) -> Tensor:
         """Learned position of each row: counted from the start, or (an E2 breaker) from the end."""
         past = segment.past.num_tokens if segment.past else 0
-        new = len(segment.items)
+        new = segment.num_tokens
         c = len(segment.candidates)
         index = torch.arange(past, past + new + 1, device=segment.items.device)
         if self.config.positions == "reverse":
@@ -327,7 +402,7 @@ class HSTU(nn.Module):
             u [1, dim].
         """
         alpha = self.config.qk_dim**-0.5
-        x = self._embed(segments)
+        x = self._embed(segments, backend)
         if (whole := self._whole_pass(backend, segments)) is not None:
             rows = whole.run(self, partial(self._whole_layers, backend), x)
             parts = rows.split([len(s.candidates) for s in segments])
@@ -343,7 +418,7 @@ class HSTU(nn.Module):
             u, v, q, k = layer.project(x, backend)
             attention = torch.empty_like(v)
             for (s, start), at in zip(bounds, times, strict=True):
-                n = len(s.items)
+                n = s.num_tokens
                 scale = self.attention_scale(len(at))
                 past = s.past.slabs(index) if s.past else []
                 history = slice(start, start + n)
@@ -378,7 +453,7 @@ class HSTU(nn.Module):
         assert isinstance(layer, HSTULayer)
         logits = []
         for (s, start), at in zip(bounds, times, strict=True):
-            n = len(s.items)
+            n = s.num_tokens
             slabs = list(s.past.slabs(index)) if s.past else []
             if n:
                 k, v = layer.project_kv(x[start : start + n], backend)
@@ -403,7 +478,7 @@ class HSTU(nn.Module):
             if s.host is None:
                 return None
             cached = s.past.num_tokens if s.past else 0
-            new, own = len(s.items), len(s.candidates)
+            new, own = s.num_tokens, len(s.candidates)
             keeps = s.sink is not None
             rows.append(HstuSegment(cached, new, own, s.host.times, s.candidate_time, s.host.pages, keeps))
         scales = {self.attention_scale(len(row.times)) for row in rows}

@@ -1,6 +1,6 @@
 """What an item's vector is made of: a row of its own, and what it has in common with other items.
 
-    e_i = residual_i + the mean of each side feature's values + the row of each code of its semantic ID
+    e_i = residual_i + the mean of each side feature's values + features of the schema + the row of each code
 
 An item that the model was not trained with has no residual row: its vector is the rest of the sum. Row dropout
 (`HSTUConfig.row_dropout`) makes the rest worth something by itself: every step of the training leaves the residual rows
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from npu_gr.core.arrays import I64
+from npu_gr.feature_schema.encode import Encoded
 
 I32 = npt.NDArray[np.int32]
 
@@ -28,6 +29,7 @@ class NewItems(NamedTuple):
 
     features: tuple[I64, ...]  # of each of `item_features`: [n, max_values] value ids, num_values = padding
     codes: I32  # [n, levels of `item_codes`]; a level's number of codes = the item has none
+    values: Encoded | None = None  # [n] of the schema's features of items; None = the model has none
 
 
 class ItemCodeRows(nn.Module):
