@@ -175,10 +175,10 @@ class ScoredItems:
         if self._sampled_codes is None or not len(items):
             return none
         trie = snapshot.trie
-        if trie.codebooks.code_count != self._config.item_codes:
+        if trie.num_levels != len(self._config.item_codes):
             log.warning(
-                "new items are scored by their features alone: semantic IDs of %s codes, the ranker's have %s",
-                *(trie.codebooks.code_count, self._config.item_codes),
+                "new items are scored by their features alone: semantic IDs of %d codes, the ranker's have %d",
+                *(trie.num_levels, len(self._config.item_codes)),
             )
             return none
         leaves = trie.find(self._sampled_ids)
@@ -190,7 +190,7 @@ class ScoredItems:
                 *(int(same.sum()), len(same)),
             )
             return none
-        return trie.sid_of(trie.find(items))
+        return np.minimum(trie.sid_of(trie.find(items)), none)  # a code that no trained item has is none
 
     def _features(self, items: I64, given: Mapping[int, Features], is_strict: bool) -> list[I64]:
         """Turn features into value ids: [n, max_values] of each of `item_features`. Values not known are missing."""

@@ -286,6 +286,11 @@ class HSTU(nn.Module):
             x = x + self._table_of("item")(values).to(x.dtype)
         return x if codes is None else self.codes.add(x, codes)
 
+    def item_parts(self) -> list[nn.Parameter]:
+        """List the tables whose rows an item's vector is the sum of."""
+        tables = [self.item, *self.feature, *(self.codes.levels if self.config.item_codes else ())]
+        return [parameter for table in tables for parameter in table.parameters()]
+
     def freeze_items(self, num_spare: int = 0) -> None:
         """Fold everything into one table, so that serving gathers one row an item. Call after loading.
 

@@ -266,7 +266,7 @@ def _epochs(
     trainer = EpochTrainer(
         model,
         options,
-        table=model.embedding.weight,
+        tables=[model.embedding.weight],
         table_weight_decay=options.code_weight_decay,
         stage=stage,
         progress=progress,

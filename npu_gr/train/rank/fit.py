@@ -80,7 +80,7 @@ def fit(
     trainer = EpochTrainer(
         model,
         options,
-        table=model.item.weight,
+        tables=model.item_parts(),
         table_weight_decay=options.item_weight_decay,
         stage=stage,
         auxiliary=[*auxiliary.parameters()],
