@@ -113,6 +113,7 @@ class AsyncClient:
         base: str | None = None,
         timestamp: Time | None = None,
         top_k: int | None = None,
+        unknown_items: Literal["ignore", "refuse"] | None = None,
         fields: Sequence[str] = (),
         model_version: str | None = None,
         tenant: str | None = None,
@@ -127,6 +128,8 @@ class AsyncClient:
             base: the fingerprint of an earlier answer, which `history` continues.
             timestamp: when the candidates are shown; None = now.
             top_k: answer the best so many, too.
+            unknown_items: candidates that the ranker does not know have no score, or the rank fails; None = as the
+                instance has it.
             fields: what to say of them beside their names: "title".
             model_version: None = the current one.
         """
@@ -139,6 +142,7 @@ class AsyncClient:
             base=base,
             timestamp=None if timestamp is None else second(timestamp, "timestamp"),
             top_k=top_k,
+            unknown_items=unknown_items,
             fields=list(fields),
             model_version=model_version,
         )

@@ -262,6 +262,28 @@ async def test_of_two_requests_for_one_new_item_one_adds_it(folder: Path, tmp_pa
         assert await metric(client, "npu_gr_spare_item_rows") == 4095
 
 
+async def test_ranks_meanwhile_see_all_of_a_new_item_or_nothing(folder: Path, tmp_path: Path) -> None:
+    new = list(NEW)
+    want = ByHand(folder / "checkpoint", NEW).scores(SEEN, new)
+    async with serving(folder, **sections(folder, tmp_path)) as (client, _):
+
+        async def added() -> None:
+            for item in new:
+                await add(client, {item: NEW[item]})
+
+        adding = asyncio.create_task(added())
+        seen = set()
+        while not adding.done():
+            for answer in await asyncio.gather(*(rank(client, SEEN, new) for _ in range(4))):
+                scores = answer["scores"]["click"]
+                known = [place for place, score in enumerate(scores) if score is not None]
+                assert known == list(range(len(known)))  # those that were added so far
+                assert [scores[place] for place in known] == pytest.approx(want[: len(known)], abs=1e-5)
+                seen.add(len(known))
+        await adding
+        assert len(seen) > 1
+
+
 async def test_a_start_and_a_new_version_score_what_the_catalogue_has(folder: Path, tmp_path: Path) -> None:
     added = {item: NEW[item] for item in (900, 901)}
     whole = sections(folder, tmp_path, added)
