@@ -5,8 +5,8 @@
     judged     the newest fifth of each user's events. The history of an event is everything before it, cold items
                included: they are known by then, as items are that POST /v1/catalog/items added
 
-Generator and ranker have the same semantic IDs, made by residual k-means of the items' neighbours and features. A cold
-item has no neighbours: its semantic ID comes of its features alone.
+The ranker reads the items' features. The generator's semantic IDs are made by residual k-means of the items' neighbours
+and features. A cold item has no neighbours: its semantic ID comes of its features alone.
 
   AUC like     of the events with cold items; positive: the value reaches the task's threshold
   AUC chosen   of each event with a cold item: the share of the other cold items, which the user never had, below it
@@ -46,7 +46,7 @@ from npu_gr.train.paired import Difference, difference_of_auc, difference_of_use
 from npu_gr.train.rank.evaluate import judged_logits
 from npu_gr.train.rank.options import TrainOptions
 from npu_gr.train.rank.order import ItemList, ListSizes, retrieved_lists
-from npu_gr.train.rank.train import RankerCodes, train_rank
+from npu_gr.train.rank.train import train_rank
 from npu_gr.train.rank.validation import user_vectors
 
 COLD_RATIO = 0.1  # of the items
@@ -81,7 +81,7 @@ def cold_lines(
 
     def trained(row_dropout: float) -> tuple[Checkpoint, HSTU, F64]:
         options = msgspec.structs.replace(rank, split=SPLIT, row_dropout=row_dropout)
-        checkpoint, _ = train_rank(split.trained, split.features, options, codes=RankerCodes(split.codes, split.codes))
+        checkpoint, _ = train_rank(split.trained, split.features, options)
         wide = with_new_items(checkpoint.model, split.new)
         return checkpoint, wide, judged_logits(log, wide, wide.config.tasks.index(LIKE))
 
@@ -231,7 +231,7 @@ class ColdLog(NamedTuple):
     num_trained_items: int
     codes: ItemCodes  # of the trained items
     all_codes: ItemCodes  # of all items
-    new: NewItems  # what is known of the cold items
+    new: NewItems  # what the ranker knows of the cold items
 
 
 def cold_log(
@@ -263,7 +263,7 @@ def cold_log(
         len(warm_ids),
         codes,
         replace(codes, sids=np.concatenate([codes.sids, new_codes])),
-        NewItems(tuple(_value_ids(_of(f, warm_ids), f, cold) for f in features), new_codes),
+        NewItems(tuple(_value_ids(_of(f, warm_ids), f, cold) for f in features), np.empty((len(cold), 0), np.int32)),
     )
 
 

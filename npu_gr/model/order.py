@@ -11,6 +11,9 @@
 The four weights are fitted by likelihood on validation. Of each item the most probable successors are kept; what
 probability they leave over is shared by all other items, in proportion to their popularity.
 
+Of a new item, a row from `num_items` on, nothing was counted: its m is the mean of those that it stands among, which
+decides nothing, and it leads to what is popular.
+
 A file `order.safetensors` in the checkpoint's folder; a checkpoint without it has no fitted order.
 """
 
@@ -118,11 +121,11 @@ class Order:
             candidates: int64 [c] item rows; new ones too, as in the history.
 
         Returns:
-            float32 [c]; of an empty history the popularity.
+            float32 [c]; of an empty history the popularity. Among new items alone, that of a mean item.
         """
         log_share = self._shares[np.minimum(candidates, self.num_items)]
         if not len(history):
-            return log_share
+            return self._neutral(log_share, candidates)
         newest_first = history[-LAST_EVENTS:][::-1]
         weights = DECAY ** np.arange(len(newest_first))
         weights /= weights.sum()
@@ -136,7 +139,14 @@ class Order:
                 kept = known[place] == candidates
                 probability[kept] = np.exp(self.log_prob[item, place[kept]].astype(np.float64))
             mixed += weight * probability
-        return np.log(mixed).astype(np.float32)
+        return self._neutral(np.log(mixed).astype(np.float32), candidates)
+
+    def _neutral(self, transitions: F32, candidates: I64) -> F32:
+        """Give new candidates the mean of the others, in place."""
+        is_new = candidates >= self.num_items
+        if is_new.any() and not is_new.all():
+            transitions[is_new] = transitions[~is_new].mean()
+        return transitions
 
     def top(self, history: I64, k: int) -> I64:
         """Retrieve the most probable successors of the last events.

@@ -85,7 +85,8 @@ def _ranker(dataset: Dataset, options: SiteOptions, folder: Path, show: Show) ->
         save(checkpoint, folder / EVALUATED)
 
     interactions, features = dataset.interactions(), dataset.item_features()
-    codes = RankerCodes(*both_codes(interactions, features, options.generate))
+    # Features say more of a new item than codes that come of neighbours, which it has not: see docs/measured.md.
+    codes = None if features else RankerCodes(*both_codes(interactions, features, options.generate))
     checkpoint, found = train_rank(interactions, features, options.rank, show, keep, codes)
     what = f"AUC of {found.num_judged:,} later events, HR and NDCG of the next item of {found.num_next:,} users"
     measured_on = _stands(found.split, found.num_trained, what)
